@@ -1,0 +1,52 @@
+# make quickstart   an agent learns to search, on this machine's CPU
+# make test         the whole test suite
+# make lint         format, lint and types
+# make format       rewrite the code in its format
+# make clean        remove the environment
+#
+# PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
+# WORKDIR=...       where the quickstart writes (default: runs/quickstart)
+
+VENV ?= .venv
+WORKDIR ?= runs/quickstart
+
+# A name on the PATH may be a shim of a version that is not installed: run each.
+supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
+	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
+
+.PHONY: quickstart test lint format clean
+.DEFAULT_GOAL := test
+
+quickstart: $(VENV)/installed
+	$(VENV)/bin/python -m experiments.miniwiki_search --workdir=$(WORKDIR)
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/installed-test
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { \
+	  echo "Python 3.11 or 3.12 with its venv module is needed: make PYTHON=/path/to/python" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are younger than the requirements: no change, no installation.
+$(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt --editable .
+	@touch $@
+
+$(VENV)/installed-test: requirements-test.txt $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
+	@touch $@

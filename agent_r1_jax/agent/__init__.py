@@ -1,0 +1,1 @@
+"""The text side of an agent: tokens, calls, tools and environments."""

@@ -1,0 +1,251 @@
+"""Tokenizers: load one, train one, look inside one. Only this file knows the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+import json
+import os
+import pathlib
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from transformers import PreTrainedTokenizerFast
+
+# The chat template of models that we train ourselves: Qwen2.5's, with a system message as
+# short as can be.
+CHATML = """\
+{%- set ns = namespace(system='') %}
+{%- if messages and messages[0].role == 'system' %}
+    {%- set ns.system = messages[0].content %}
+{%- endif %}
+{%- if tools %}
+    {%- set ns.system = ns.system + ('\\n' if ns.system else '') + 'Tools: ' +
+          (tools | map(attribute='function.name') | join(', ')) %}
+{%- endif %}
+{%- if ns.system %}
+    {{- '<|im_start|>system\\n' + ns.system + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif not (loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
+ADDED_TOKENS = (
+  '<tool_call>',
+  '</tool_call>',
+  '<tool_response>',
+  '</tool_response>',
+  '<answer>',
+  '</answer>',
+  '<think>',
+  '</think>',
+)
+
+# The pieces within which BPE merges. A word with its leading space is one, so that a name
+# has the same tokens in every text; so are a number of up to four digits (a year), a run
+# of punctuation (`{"`, `":`, `"}}`) and a run of newlines.
+_PIECES = '|'.join(
+  (
+    r' ?[\p{L}\p{M}]+',
+    r' ?\p{N}{1,4}',
+    r'[\r\n]+',
+    r' ?[^\s\p{L}\p{M}\p{N}]+',
+    r'[^\S\r\n]+(?!\S)',
+    r'[^\S\r\n]+',
+  )
+)
+
+
+def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+  """Loads a tokenizer in Hugging Face layout from a local directory.
+
+  tokenizer.json is taken as it stands. (AutoTokenizer of transformers 5 does so too,
+  except beside a config.json of model_type 'qwen2', where it forces Qwen2's pre-tokenizer
+  on what `train` wrote, and the ids differ. Give a model of our own another family.)
+
+  Raises:
+    ValueError: The directory or a file of it is missing, truncated or unreadable.
+  """
+  # Set before the import, which otherwise remarks that PyTorch is missing.
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
+  from transformers import PreTrainedTokenizerFast
+
+  directory = pathlib.Path(directory)
+  if not directory.is_dir():
+    raise ValueError(
+      f'tokenizer directory {directory} does not exist; give the folder that holds '
+      'tokenizer.json and tokenizer_config.json.'
+    )
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    _read_json(directory / name)
+  try:
+    return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+  except Exception as error:  # The library raises a bare Exception.
+    raise ValueError(
+      f'{directory} holds no readable fast tokenizer ({error}); copy tokenizer.json and '
+      'tokenizer_config.json again.'
+    ) from error
+
+
+def train(
+  texts: Iterable[str],
+  *,
+  vocab_size: int,
+  directory: str | os.PathLike[str],
+  added_tokens: Sequence[str] = ADDED_TOKENS,
+  chat_template: str = CHATML,
+) -> None:
+  """Trains a lossless byte-level BPE tokenizer and writes it in Hugging Face layout.
+
+  Ids: SPECIAL_TOKENS, then `added_tokens`, then the 256 bytes, then the merges. The
+  result depends on the texts alone, not on their order or the machine.
+
+  Args:
+    texts: Training text; control tokens in it are skipped.
+    vocab_size: At most that many ids; fewer if the texts have not enough pairs.
+    directory: Where tokenizer.json and tokenizer_config.json are written.
+    added_tokens: Further control tokens, each of the form '<name>'.
+    chat_template: Jinja.
+
+  Raises:
+    ValueError: A control token's form is wrong, or the vocabulary has no room for bytes.
+  """
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, trainers
+
+  control = [*SPECIAL_TOKENS, *added_tokens]
+  # The brackets hold a control token apart from anything that merges can build.
+  bad = [token for token in control if not re.fullmatch(r'<[^<>\s]+>', token)]
+  if bad or len(set(control)) < len(control):
+    raise ValueError(f"added_tokens must be different and look like '<name>': {control}.")
+  if vocab_size < len(control) + 256:
+    raise ValueError(
+      f'vocab_size={vocab_size} is too small: {len(control)} control tokens and 256 '
+      f'bytes need at least {len(control) + 256}.'
+    )
+  bpe = tokenizers.Tokenizer(models.BPE())
+  bpe.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior='isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  bpe.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    min_frequency=2,
+    special_tokens=control,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  split = re.compile('|'.join(map(re.escape, control))).split
+  bpe.train_from_iterator((part for text in texts for part in split(text)), trainer)
+  tokenizer = json.loads(bpe.to_str())
+  for token in tokenizer['added_tokens']:
+    token['special'] = token['content'] in SPECIAL_TOKENS
+  config = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'eos_token': '<|im_end|>',
+    'pad_token': '<|endoftext|>',
+    'clean_up_tokenization_spaces': False,
+    'chat_template': chat_template,
+  }
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  _write_json(directory / 'tokenizer.json', tokenizer)
+  _write_json(directory / 'tokenizer_config.json', config)
+
+
+def plain_twin(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+  """The same encoder without control tokens: '<|im_end|>' becomes ordinary text.
+
+  Any string encodes; lone surrogates, which are no text, become '?'.
+  """
+  import tokenizers
+
+  backend = tokenizer.backend_tokenizer
+  twin = tokenizers.Tokenizer(backend.model)
+  twin.normalizer = backend.normalizer
+  twin.pre_tokenizer = backend.pre_tokenizer
+
+  def encode(text: str) -> list[int]:
+    text = text.encode('utf-8', errors='replace').decode('utf-8')
+    return twin.encode(text, add_special_tokens=False).ids
+
+  return encode
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+  """What each id stands for, indexed by id; b'' for special tokens and unused ids.
+
+  A model's vocabulary may be padded to more rows than the tokenizer has ids.
+
+  Raises:
+    ValueError: The tokenizer is not byte-level.
+  """
+  chars = _byte_chars()
+  added = tokenizer.added_tokens_decoder
+  size = 1 + max(tokenizer.get_vocab().values())
+  result = [b''] * size
+  for token, i in tokenizer.get_vocab().items():
+    try:
+      if i not in added:
+        result[i] = bytes(chars[char] for char in token)
+      elif not added[i].special:
+        result[i] = added[i].content.encode()
+    except KeyError:
+      raise ValueError(
+        f'token {token!r} ({i}) of {tokenizer.name_or_path} is not byte-level; use a '
+        'model with a byte-level BPE tokenizer (Qwen2, Qwen3, Llama 3).'
+      ) from None
+  return result
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
+  """The ids that end generation: its eos token and those of generation_config.json."""
+  path = pathlib.Path(tokenizer.name_or_path) / 'generation_config.json'
+  listed: Any = _read_json(path).get('eos_token_id') if path.is_file() else None
+  ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+  return [i for i in dict.fromkeys(ids) if i is not None]
+
+
+def _byte_chars() -> dict[str, int]:
+  """GPT-2's printable stand-in for each byte, in reverse."""
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in printable]
+  chars = {chr(byte): byte for byte in printable}
+  return chars | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _read_json(path: pathlib.Path) -> dict:
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except OSError as error:
+    raise ValueError(
+      f'{path} cannot be read ({error.strerror}); copy it from the model.'
+    ) from error
+  except ValueError as error:
+    raise ValueError(
+      f'{path} is not valid JSON ({error}); the file is truncated or only a pointer to a '
+      'large file: copy it again.'
+    ) from error
+
+
+def _write_json(path: pathlib.Path, value: dict) -> None:
+  text = json.dumps(value, ensure_ascii=False, indent=1)
+  path.write_text(text + '\n', encoding='utf-8')

@@ -1,0 +1,406 @@
+"""Checkpoints of a run: written in the background, whole or not at all, kept k at a time.
+
+The arrays (parameters, optimiser state, keys) and the host's state (counters, cursors of
+data, plain JSON) of one step are one checkpoint: `<workdir>/checkpoints/<step>/`. This is
+the only module that imports Orbax.
+
+  with checkpoint.Checkpointer(workdir, every=20, keep=3) as checkpoints:
+    restored = checkpoints.restore(like=arrays)
+    if restored:
+      start, arrays, host_state = restored
+    for step in range(start, steps):
+      ...
+      if checkpoints.due(step + 1):
+        checkpoints.save(step + 1, arrays, host_state)
+"""
+
+from collections.abc import Collection, Mapping
+import errno
+import json
+import logging
+import os
+import pathlib
+import shutil
+from typing import Any
+import warnings
+
+from absl import logging as absl_logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+_FULL = ('No space left on device', 'Disk quota exceeded')
+
+
+class Checkpointer:
+  """The checkpoints of one run.
+
+  Attributes:
+    directory: Where they lie, one folder a step.
+  """
+
+  def __init__(self, workdir: str | os.PathLike, *, every: int, keep: int = 3):
+    """Opens `workdir`, and removes what a killed run left half-written there.
+
+    Args:
+      workdir: The run's directory; made if missing.
+      every: A checkpoint is due at each multiple of this many steps.
+      keep: The newest this many stay, older ones are deleted.
+
+    Raises:
+      ValueError: `every` or `keep` is below 1, or `workdir` cannot be written to.
+    """
+    for name, value in (('every', every), ('keep', keep)):
+      if value < 1:
+        raise ValueError(f'checkpoint {name}={value}: must be at least 1')
+    self.directory = _writable(pathlib.Path(workdir).absolute()) / 'checkpoints'
+    # Orbax logs one failed write dozens of times; `save` and `wait` raise it, once.
+    absl_logging.get_absl_logger().addFilter(_without_orbax_tracebacks)
+    policies = ocp.training.save_decision_policies
+    save_policy: Any = policies.AnySavePolicy(
+      [policies.PreemptionCheckpointingPolicy(), policies.FixedIntervalPolicy(every)]
+    )
+    keep_policy: Any = ocp.training.preservation_policies.LatestN(keep)
+    self._orbax = ocp.training.Checkpointer(
+      str(self.directory),
+      context=_context(),
+      save_decision_policy=save_policy,
+      preservation_policy=keep_policy,
+      cleanup_tmp_directories=True,
+    )
+    self._writing: int | None = None
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.close()
+
+  @property
+  def steps(self) -> list[int]:
+    """The steps that can be restored, in ascending order."""
+    return [c.step for c in self._orbax.checkpoints if c.step != self._writing]
+
+  def due(self, step: int) -> bool:
+    """Whether to save now: at each `every`-th step, and when a preemption is announced.
+
+    Every process must ask at the same steps: announcements reach all of them at once.
+    """
+    return self._orbax.should_save(step)
+
+  def save(self, step: int, arrays: Any, host_state: Mapping[str, Any]) -> bool:
+    """Starts to write a checkpoint, after the one before has been finished.
+
+    Returns as soon as the values are copied: both arguments may be changed or donated.
+
+    Args:
+      step: The number of updates that made `arrays`.
+      arrays: A pytree of JAX arrays; typed PRNG keys are stored as their data.
+      host_state: What JSON gives back unchanged: string keys, lists and no tuples.
+
+    Returns:
+      False if there is a checkpoint of this step already; then nothing is written.
+
+    Raises:
+      ValueError: A leaf is no JAX array, or JSON would change `host_state`.
+      OSError: The checkpoint before this one could not be written.
+    """
+    flat = {name: _data(name, leaf) for name, leaf in _flat(arrays).items()}
+    host_state = _plain(host_state)
+    self.wait()
+    if step in self.steps:
+      return False
+    try:
+      self._writing = step
+      self._orbax.save_checkpointables_async(
+        step, {'arrays': flat, 'host': host_state}, force=True
+      )
+    except Exception as error:
+      raise self._failed(error) from error
+    return True
+
+  def wait(self) -> None:
+    """Waits until the last checkpoint is on disk.
+
+    Raises:
+      OSError: It could not be written; the earlier ones are as they were.
+    """
+    try:
+      self._orbax.wait()
+    except Exception as error:
+      raise self._failed(error) from None
+    self._writing = None
+
+  def close(self) -> None:
+    """Waits, and lets go of Orbax's threads. Raises what `wait` raises."""
+    try:
+      self.wait()
+    finally:
+      self._orbax.close()
+
+  def restore(
+    self, like: Any, step: int | None = None
+  ) -> tuple[int, Any, dict[str, Any]] | None:
+    """Reads a checkpoint, by default the newest that can be read.
+
+    A newest checkpoint that was damaged after it had been written is put aside as
+    `<step>.unreadable`, with a warning, and the one before it is read.
+
+    Args:
+      like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and
+        types to expect. Arrays come back on the devices, sharded, as they are here.
+      step: Read this step and no other.
+
+    Returns:
+      The step, the arrays in the structure of `like`, the host's state. None if there
+      is no checkpoint.
+
+    Raises:
+      ValueError: The checkpoint is of another model (the leaves are listed), there is
+        none at `step`, or none can be read.
+    """
+    self.wait()
+    steps = self.steps
+    if step is not None and step not in steps:
+      raise ValueError(f'{self.directory} has no checkpoint of step {step}, only {steps}')
+    for candidate in reversed(steps if step is None else [step]):
+      try:
+        return candidate, *self._read(candidate, like)
+      except _UnreadableError as error:
+        # Others may have read theirs: only a person can decide for all processes.
+        if step is not None or jax.process_count() > 1:
+          raise ValueError(f'{error}. Move it away to go on from {steps[:-1]}') from None
+        self._put_aside(candidate, error)
+    if steps:
+      raise ValueError(
+        f'no checkpoint in {self.directory} can be read; they are kept there as '
+        '<step>.unreadable. Give another workdir to start anew'
+      )
+    return None
+
+  def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    names = _flat(like)
+    abstract = {name: _abstract(leaf) for name, leaf in names.items()}
+    try:
+      saved = self._orbax.checkpointables_metadata(step).metadata['arrays']
+      found = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in saved.items()}
+    except Exception as error:
+      raise _UnreadableError(self.directory / str(step), error) from error
+    _check_leaves(step, found, abstract)
+    try:
+      read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
+    except Exception as error:
+      raise _UnreadableError(self.directory / str(step), error) from error
+    leaves = [_undata(read['arrays'][name], leaf) for name, leaf in names.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
+
+  def _put_aside(self, step: int, error: Exception) -> None:
+    target = self.directory / f'{step}.unreadable'
+    shutil.rmtree(target, ignore_errors=True)
+    (self.directory / str(step)).rename(target)
+    self._orbax.reload()
+    warnings.warn(
+      f'{error}. It is now {target.name}; an earlier one is used', stacklevel=3
+    )
+
+  def _failed(self, error: Exception) -> OSError:
+    step, self._writing = self._writing, None
+    self._orbax.reload()
+    if jax.process_index() == 0:
+      for rest in self.directory.glob('*.orbax-checkpoint-tmp'):
+        shutil.rmtree(rest, ignore_errors=True)
+    message = f'the checkpoint of step {step} could not be written to {self.directory}'
+    intact = f'Intact are the steps {self.steps}.'
+    if any(reason in str(error) for reason in _FULL):
+      free = shutil.disk_usage(self.directory).free / 1e6
+      return OSError(
+        errno.ENOSPC,
+        f'{message}: the disk is full ({free:.1f} MB free). {intact} Make room or keep '
+        'fewer, and start the same command again: it goes on from the last of them',
+      )
+    return OSError(
+      getattr(error, 'errno', None) or errno.EIO, f'{message}: {error}. {intact}'
+    )
+
+
+def check_config(
+  workdir: str | os.PathLike,
+  config: Mapping[str, Any],
+  *,
+  may_change: Collection[str] = (),
+) -> None:
+  """Writes `<workdir>/config.json` the first time, and compares with it afterwards.
+
+  Args:
+    workdir: The run's directory; made if missing.
+    config: The run's whole configuration, nested dicts of what JSON can write.
+    may_change: Dotted names of fields that a continued run may change, such as
+      'train.steps'; the file then gets the new values.
+
+  Raises:
+    ValueError: A field differs from the file (all that do are listed), the file cannot
+      be read, the configuration cannot be written as JSON or `workdir` not written to.
+  """
+  path = _writable(pathlib.Path(workdir).absolute()) / 'config.json'
+  try:
+    new = json.loads(json.dumps(config))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'the configuration cannot be written as JSON: {error}') from None
+  if path.exists():
+    try:
+      old = json.loads(path.read_text())
+    except ValueError as error:
+      raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
+    _compare(path, _dotted(old), _dotted(new), may_change)
+    if old == new:
+      return
+  if jax.process_index() == 0:
+    _write_atomically(path, json.dumps(new, indent=2) + '\n')
+
+
+def _compare(path, old, new, may_change) -> None:
+  absent = object()
+  lines = [
+    f'  {name}: {_show(old, name)} there, {_show(new, name)} now'
+    for name in sorted(old.keys() | new.keys())
+    if name not in may_change and old.get(name, absent) != new.get(name, absent)
+  ]
+  if lines:
+    raise ValueError(
+      f'{path} is of a run with another configuration:\n' + '\n'.join(lines) + '\n'
+      'Give another workdir, or the same values'
+    )
+
+
+def _show(fields: Mapping[str, Any], name: str) -> str:
+  return json.dumps(fields[name]) if name in fields else 'absent'
+
+
+def _dotted(tree: Any, prefix: str = '') -> dict[str, Any]:
+  """{'a': {'b': 1}} -> {'a.b': 1}; an empty dict is a value."""
+  if not isinstance(tree, dict) or not tree:
+    return {prefix: tree}
+  fields = {}
+  for key, value in tree.items():
+    fields |= _dotted(value, f'{prefix}.{key}' if prefix else key)
+  return fields
+
+
+def _write_atomically(path: pathlib.Path, text: str) -> None:
+  part = path.with_name(f'{path.name}.{os.getpid()}.part')
+  with part.open('w') as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  part.replace(path)
+
+
+def _writable(workdir: pathlib.Path) -> pathlib.Path:
+  probe = workdir / f'.writable.{os.getpid()}'
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    probe.touch()
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(
+      f'workdir={workdir} cannot be written to ({error.strerror}): give another workdir '
+      'or change its permissions'
+    ) from None
+  return workdir
+
+
+class _UnreadableError(Exception):
+  """A checkpoint that is there and cannot be read."""
+
+  def __init__(self, path: pathlib.Path, error: Exception):
+    # Orbax's own message prints the whole tree; its cause says what was wrong.
+    reason = str(error.__cause__ or error).splitlines()[0][:200]
+    super().__init__(f'the checkpoint {path} cannot be read ({reason})')
+
+
+def _context() -> ocp.Context:
+  registry = ocp.handlers.local_registry()
+  # Without it, Orbax would take a dict of numbers for a tree of arrays.
+  registry.add(ocp.handlers.JsonHandler, checkpointable_name='host')
+  context = ocp.Context()
+  context.checkpointables.registry = registry
+  return context
+
+
+def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
+  return not (record.exc_info and 'orbax' in pathlib.Path(record.pathname).parts)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+  """{'params.w': leaf, ...}: names that outlive a change of container types."""
+  pairs = jax.tree_util.tree_leaves_with_path(tree)
+  flat = {jax.tree_util.keystr(p, simple=True, separator='.'): leaf for p, leaf in pairs}
+  if len(flat) < len(pairs):
+    raise ValueError('two leaves have one name: let no key of a dict contain a dot')
+  return flat
+
+
+def _is_key(leaf: Any) -> bool:
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _data(name: str, leaf: Any) -> jax.Array:
+  if not isinstance(leaf, jax.Array):
+    raise ValueError(
+      f'{name} is a {type(leaf).__name__} and no JAX array: numbers and other state of '
+      'the host belong into host_state'
+    )
+  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _undata(array: jax.Array, like: Any) -> jax.Array:
+  if not _is_key(like):
+    return array
+  impls = []  # traced, because an abstract key does not tell its implementation
+  jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+  return jax.random.wrap_key_data(array, impl=impls[0])
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  if _is_key(leaf):
+    data = jax.random.key_data
+    leaf = data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(data, leaf)
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_leaves(step: int, found, expected: dict[str, jax.ShapeDtypeStruct]) -> None:
+  wanted = {name: (x.shape, np.dtype(x.dtype)) for name, x in expected.items()}
+  lines = [
+    f'  {name}: {_kind(found, name)} there, {_kind(wanted, name)} here'
+    for name in sorted(found.keys() | wanted.keys())
+    if found.get(name) != wanted.get(name)
+  ]
+  if lines:
+    more = f'\n  and {len(lines) - 10} more' if len(lines) > 10 else ''
+    raise ValueError(
+      f'the checkpoint of step {step} is of another model or optimiser:\n'
+      + '\n'.join(lines[:10])
+      + more
+    )
+
+
+def _kind(leaves, name: str) -> str:
+  if name not in leaves:
+    return 'absent'
+  shape, dtype = leaves[name]
+  return f'{dtype}{list(shape)}'
+
+
+def _plain(host_state: Mapping[str, Any]) -> dict[str, Any]:
+  """A copy, so that the caller may go on changing its own."""
+  try:
+    copy = json.loads(json.dumps(host_state, allow_nan=False))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'host_state cannot be written as JSON: {error}') from None
+  if copy != host_state:
+    raise ValueError(
+      'JSON would change host_state: use string keys, and lists for tuples'
+    )
+  return copy

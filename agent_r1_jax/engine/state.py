@@ -1,0 +1,220 @@
+"""DecodeState and its pure functions: reset, feed, decode, fork.
+
+A row's text is what was fed to it and sampled in it, in order. The cache stays one token
+behind the text: `last` is known but not yet computed, so a reply, a tool's answer and a
+prompt all continue a row in the same way, and the logits of a fed text are never wanted.
+
+Letters: B rows, M rows of one feed, T tokens of one feed, S slots, V vocabulary.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, UInt32
+
+from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder
+
+
+class DecodeState(NamedTuple):
+  """B rows of text in the making.
+
+  Attributes:
+    cache: One (k, v) a layer, each [B, K, S, H].
+    length: Tokens in the cache; the text is one longer, unless it is empty.
+    last: The text's last token; -1 where the text is empty.
+    keys: Each row's own randomness.
+    stop: The stop automaton's state inside the reply under way.
+  """
+
+  cache: decoder.Cache
+  length: Int[Array, 'B']
+  last: Int[Array, 'B']
+  keys: UInt32[Array, 'B 2']
+  stop: Int[Array, 'B']
+
+
+class Decoded(NamedTuple):
+  """What one segment sampled; row b's tokens are tokens[b, :count[b]]."""
+
+  tokens: Int[Array, 'B steps']
+  logprobs: Float[Array, 'B steps']
+  count: Int[Array, 'B']
+  stopped: Bool[Array, 'B']
+
+
+def empty(config: decoder.DecoderConfig, rows: int, slots: int) -> DecodeState:
+  """A state without text: `rows` rows of at most `slots` tokens."""
+  zeros = jnp.zeros(rows, jnp.int32)
+  keys = jnp.zeros((rows, 2), jnp.uint32)
+  return DecodeState(
+    decoder.empty_cache(config, rows, slots), zeros, zeros - 1, keys, zeros.copy()
+  )
+
+
+@functools.partial(jax.jit, donate_argnames='state')
+def reset(
+  state: DecodeState, fresh: Bool[Array, 'B'], keys: UInt32[Array, 'B 2']
+) -> DecodeState:
+  """Empties the rows where `fresh` and gives them new keys."""
+  return state._replace(
+    length=jnp.where(fresh, 0, state.length),
+    last=jnp.where(fresh, -1, state.last),
+    keys=jnp.where(fresh[:, None], keys, state.keys),
+  )
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='state')
+def feed(
+  params: decoder.Params,
+  state: DecodeState,
+  rows: Int[Array, 'M'],
+  tokens: Int[Array, 'M T'],
+  count: Int[Array, 'M'],
+  *,
+  config: decoder.DecoderConfig,
+  bucket: int,
+) -> DecodeState:
+  """Appends tokens[m, :count[m]] to the text of row rows[m].
+
+  Args:
+    params: Of the policy.
+    state: Donated.
+    rows: Distinct; B or more marks an unused place.
+    tokens: Padded at the end.
+    count: At least 1 in a used place.
+    config: Of the policy.
+    bucket: Slots that are read and written; at least the texts' new lengths.
+  """
+  slots = state.cache[0][0].shape[2]
+  last, length = state.last[rows], state.length[rows]
+  begun = last >= 0
+  # The text is one token ahead: its old last token goes in first, its new one waits.
+  shifted = jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1)
+  inputs = jnp.where(begun[:, None], shifted, tokens)
+  written = count - jnp.where(begun, 0, 1)
+  steps_T = jnp.arange(tokens.shape[1])[None]
+  positions = jnp.where(steps_T < written[:, None], length[:, None] + steps_T, slots)
+  view = jax.tree.map(lambda x: x[rows, :, :bucket], state.cache)
+  _, view = decoder.extend(params, config, inputs, positions, view)
+  new_last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
+  return state._replace(
+    cache=jax.tree.map(
+      lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), state.cache, view
+    ),
+    length=state.length.at[rows].set(length + written, mode='drop'),
+    last=state.last.at[rows].set(new_last, mode='drop'),
+    stop=state.stop.at[rows].set(0, mode='drop'),
+  )
+
+
+@functools.partial(jax.jit, static_argnames='bucket', donate_argnames='state')
+def fork(
+  state: DecodeState,
+  source: Int[Array, 'M'],
+  rows: Int[Array, 'M'],
+  count: Int[Array, 'M'],
+  last: Int[Array, 'M'],
+  *,
+  bucket: int,
+) -> DecodeState:
+  """Gives row rows[m] the first count[m] tokens of row source[m]'s text.
+
+  Args:
+    state: Donated.
+    source: Rows whose text begins with the shared tokens.
+    rows: Distinct; B or more marks an unused place. Their keys stay their own.
+    count: At least 1.
+    last: The last of the shared tokens.
+    bucket: Slots that are copied; at least count - 1.
+  """
+  return state._replace(
+    cache=jax.tree.map(
+      lambda x: x.at[rows, :, :bucket].set(x[source, :, :bucket], mode='drop'),
+      state.cache,
+    ),
+    length=state.length.at[rows].set(count - 1, mode='drop'),
+    last=state.last.at[rows].set(last, mode='drop'),
+    stop=state.stop.at[rows].set(0, mode='drop'),
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('config', 'sampling', 'steps', 'bucket'),
+  donate_argnames='state',
+)
+def decode(
+  params: decoder.Params,
+  state: DecodeState,
+  budget: Int[Array, 'B'],
+  stop: stop_lib.Stop,
+  *,
+  config: decoder.DecoderConfig,
+  sampling: sampling_lib.Sampling,
+  steps: int,
+  bucket: int,
+) -> tuple[DecodeState, Decoded]:
+  """Samples one segment: until every running row has stopped, or for `steps` tokens.
+
+  A token's randomness is (row key, position): neither the other rows nor the way a reply
+  is cut into segments can change it.
+
+  Args:
+    params: Of the policy.
+    state: Donated.
+    budget: Most tokens for each row; a row with budget 0 does not run.
+    stop: What ends a reply.
+    config: Of the policy.
+    sampling: How to choose.
+    steps: Most tokens of this segment.
+    bucket: Slots that are read and written; at least length + steps of every running row.
+  """
+  # The view is copied once a segment; attention then reads `bucket` slots at every token.
+  view = jax.tree.map(lambda x: x[:, :, :bucket], state.cache)
+  rows = state.length.shape[0]
+  out = Decoded(
+    tokens=jnp.zeros((rows, steps), jnp.int32),
+    logprobs=jnp.zeros((rows, steps), jnp.float32),
+    count=jnp.zeros(rows, jnp.int32),
+    stopped=jnp.zeros(rows, bool),
+  )
+
+  def running(carry):
+    i, _, _, alive = carry
+    return (i < steps) & alive.any()
+
+  def step(carry):
+    i, s, out, alive = carry
+    positions = jnp.where(alive, s.length, bucket)
+    x, cache = decoder.extend(
+      params, config, s.last[:, None], positions[:, None], s.cache
+    )
+    u = sampling_lib.uniforms(s.keys, s.length + 1)
+    token, logprob = sampling_lib.sample(
+      decoder.logits(params, config, x[:, 0]), u, sampling
+    )
+    stop_state, ended = stop_lib.advance(stop, s.stop, token)
+    s = DecodeState(
+      cache=cache,
+      length=s.length + alive,
+      last=jnp.where(alive, token, s.last),
+      keys=s.keys,
+      stop=jnp.where(alive, stop_state, s.stop),
+    )
+    out = Decoded(
+      tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
+      logprobs=out.logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0)),
+      count=out.count + alive,
+      stopped=out.stopped | (alive & ended),
+    )
+    return i + 1, s, out, alive & ~ended & (out.count < budget)
+
+  carry = (0, state._replace(cache=view), out, (budget > 0) & (state.last >= 0))
+  _, end, out, _ = jax.lax.while_loop(running, step, carry)
+  cache = jax.tree.map(lambda x, v: x.at[:, :, :bucket].set(v), state.cache, end.cache)
+  return end._replace(cache=cache), out

@@ -1,0 +1,141 @@
+"""Evaluation: the same episodes without the update, and the paper's baselines."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+
+import numpy as np
+
+from agent_r1_jax import metrics as metrics_lib
+from agent_r1_jax import rollout, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import sampling as sampling_lib
+
+GREEDY = sampling_lib.Sampling(temperature=0.0)
+
+
+def run(
+  driver: driver_lib.Driver,
+  chat: chat_lib.Chat,
+  sets: Mapping[str, Sequence[types.Task]],
+  make_env: rollout.MakeEnv,
+  *,
+  limits: rollout.Limits,
+  sampling: sampling_lib.Sampling = GREEDY,
+  seed: int = 0,
+  on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
+) -> dict[str, list[types.Trajectory]]:
+  """Plays one episode of every task of every set.
+
+  Args:
+    driver: With the policy's params; its sampling is as before afterwards.
+    chat: Of the policy's tokenizer.
+    sets: Tasks by the name of their set.
+    make_env: A new environment for each episode.
+    limits: Of each episode.
+    sampling: How tokens are chosen; greedy unless said otherwise.
+    seed: Of the randomness, where there is any.
+    on_done: Called with each trajectory as it ends.
+
+  Returns:
+    Trajectories by set, in the order of the tasks.
+  """
+  tasks = [task for tasks in sets.values() for task in tasks]
+  before, driver.sampling = driver.sampling, sampling
+  try:
+    played = rollout.collect(
+      driver, chat, tasks, make_env, limits=limits, seed=seed, on_done=on_done
+    )
+  finally:
+    driver.sampling = before
+  parts = iter(played)
+  return {name: [next(parts) for _ in tasks] for name, tasks in sets.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """A mean over episodes.
+
+  Attributes:
+    mean: Of the metric.
+    count: Episodes.
+  """
+
+  mean: float
+  count: int
+
+  @property
+  def interval(self) -> tuple[float, float]:
+    """95 % Wilson interval; for a metric that is 0 or 1 in each episode."""
+    return metrics_lib.wilson(round(self.mean * self.count), self.count)
+
+
+def score(
+  trajectories: Sequence[types.Trajectory],
+  metric: str = 'em',
+  where: Callable[[types.Task], bool] = lambda task: True,
+) -> Score:
+  """The mean of a metric; an episode that did not get to it, errors included, counts 0.
+
+  Args:
+    trajectories: Of one set.
+    metric: A key of Trajectory.metrics.
+    where: Which tasks to count.
+  """
+  values = [t.metrics.get(metric, 0.0) for t in trajectories if where(t.task)]
+  return Score(float(np.mean(values)) if values else 0.0, len(values))
+
+
+def table(
+  rows: Mapping[str, Mapping[str, Sequence[types.Trajectory]]],
+  metric: str = 'em',
+  where: Callable[[types.Task], bool] = lambda task: True,
+) -> str:
+  """The paper's Table 3: a metric of each method on each set, with counts and intervals.
+
+  Args:
+    rows: Method -> set -> trajectories.
+    metric: 0 or 1 in each episode.
+    where: Which tasks to count.
+  """
+  columns = list(dict.fromkeys(name for sets in rows.values() for name in sets))
+  cells = {
+    row: {
+      name: metrics_lib.Count(round(s.mean * s.count), s.count)
+      for name, trajectories in sets.items()
+      if (s := score(trajectories, metric, where)).count
+    }
+    for row, sets in rows.items()
+  }
+  return metrics_lib.table(cells, columns)
+
+
+def by_kind(
+  trajectories: Sequence[types.Trajectory],
+  kinds: Mapping[str, Callable[[types.Task], bool]],
+  metric: str = 'em',
+) -> dict[str, dict[str, float]]:
+  """Mean and count of a metric over all tasks ('all') and over each kind of task."""
+  scores = {'all': score(trajectories, metric)}
+  scores |= {kind: score(trajectories, metric, where) for kind, where in kinds.items()}
+  return {kind: {'mean': s.mean, 'count': s.count} for kind, s in scores.items()}
+
+
+def summary(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+  """Means to log: reward, tokens, turns, every metric, and the share of each status."""
+  if not trajectories:
+    return {}
+  names = sorted({name for t in trajectories for name in t.metrics})
+  actions = [sum(int(s.action_mask.sum()) for s in t.segments) for t in trajectories]
+  lengths = [sum(len(s.tokens) for s in t.segments) for t in trajectories]
+  return {
+    'reward': float(np.mean([t.reward for t in trajectories])),
+    'turns': float(np.mean([len(t.turns) for t in trajectories])),
+    'tokens': float(np.mean(lengths)),
+    'action_tokens': float(np.mean(actions)),
+    **{name: score(trajectories, name).mean for name in names},
+    **{
+      f'status/{status}': float(np.mean([t.status == status for t in trajectories]))
+      for status in types.STATUSES
+    },
+  }

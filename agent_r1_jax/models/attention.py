@@ -1,0 +1,74 @@
+"""Attention over packed rows (training) and over a cache (generation).
+
+Letters as in decoder.py: B rows, T queries, S key slots, N query heads, K key-value
+heads, G = N / K, H head dim.
+"""
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+# Causal attention is computed in at most this many blocks of at least this many queries.
+_MAX_BLOCKS, _MIN_BLOCK = 8, 64
+
+
+def packed(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BTKH: Float[Array, 'B T K H'],
+  v_BTKH: Float[Array, 'B T K H'],
+  segment_ids_BT: Int[Array, 'B T'],
+) -> Float[Array, 'B T N H']:
+  """Causal attention inside each segment of a packed row."""
+  T = q_BTNH.shape[1]
+  blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
+  ends = [T * (i + 1) // blocks for i in range(blocks)]
+  k_BKTH, v_BKTH = _heads_first(k_BTKH), _heads_first(v_BTKH)
+  out = []
+  for begin, end in zip([0, *ends], ends, strict=False):
+    # A block of queries reads the keys before its end only: half the work of the square.
+    causal_TS = jnp.arange(begin, end)[:, None] >= jnp.arange(end)[None]
+    same_BTS = segment_ids_BT[:, begin:end, None] == segment_ids_BT[:, None, :end]
+    keys_values = (k_BKTH[:, :, :end], v_BKTH[:, :, :end])
+    out.append(_attend(q_BTNH[:, begin:end], *keys_values, causal_TS[None] & same_BTS))
+  return jnp.concatenate(out, axis=1)
+
+
+def cached(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BKSH: Float[Array, 'B K S H'],
+  v_BKSH: Float[Array, 'B K S H'],
+  positions_BT: Int[Array, 'B T'],
+) -> Float[Array, 'B T N H']:
+  """Attention to every slot at or before the query's position: the cache's only mask."""
+  slots_S = jnp.arange(k_BKSH.shape[2])
+  mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
+  return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+
+def _heads_first(x_BTKH: Float[Array, 'B T K H']) -> Float[Array, 'B K T H']:
+  return jnp.swapaxes(x_BTKH, 1, 2)
+
+
+def _attend(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BKSH: Float[Array, 'B K S H'],
+  v_BKSH: Float[Array, 'B K S H'],
+  mask_BTS: Bool[Array, 'B T S'],
+) -> Float[Array, 'B T N H']:
+  B, T, N, H = q_BTNH.shape
+  K = k_BKSH.shape[1]
+  q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+  # G and T are merged so that both products are plain matrix products a (row, kv head).
+  q_BKMH = q_BKGTH.reshape(B, K, (N // K) * T, H)
+  scores = jnp.einsum(
+    'bkmh,bksh->bkms', q_BKMH, k_BKSH, preferred_element_type=jnp.float32
+  )
+  scores = scores.reshape(B, K, N // K, T, -1)
+  scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
+  out_BKMH = jnp.einsum(
+    'bkms,bksh->bkmh', weights.reshape(B, K, -1, k_BKSH.shape[2]), v_BKSH
+  )
+  out_BKGTH = out_BKMH.reshape(B, K, N // K, T, H)
+  return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)

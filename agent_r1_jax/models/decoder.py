@@ -1,0 +1,273 @@
+"""One functional decoder for Qwen2, Qwen2.5, Qwen3 and Llama 3.
+
+Parameters are a plain dict whose layer leaves are stacked over L; the cache is an
+argument and a result. The same Block computes training (packed rows, layers scanned) and
+generation (cached rows, layers unrolled, because a scanned cache would be copied at every
+layer).
+
+Letters: B rows, T query tokens, S key slots, L layers, D embed, F feed-forward, N query
+heads, K key-value heads, G = N / K, H head dim, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from agent_r1_jax.models import attention
+
+Params = dict[str, Any]
+# One (k, v) pair a layer, each [B, K, S, H].
+Cache = tuple[tuple[Array, Array], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """The shape of a decoder.
+
+  Attributes:
+    family: 'qwen2', 'qwen3' or 'llama'; what config.json will call it.
+    rope_scaling: Llama 3's {'factor', 'low_freq_factor', 'high_freq_factor',
+      'original_max_position_embeddings'}, or None.
+    max_positions: The longest context the model was made for.
+    dtype: Of activations and of the cache; parameters are cast where they are used.
+    remat: Recompute each layer's activations in the backward pass.
+  """
+
+  family: str
+  vocab_size: int
+  embed_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  rope_theta: float = 10_000.0
+  rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+  norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  tie_embeddings: bool = False
+  max_positions: int = 32_768
+  dtype: str = 'float32'
+  remat: bool = False
+
+
+def rope_frequencies(config: DecoderConfig) -> Float[Array, 'half']:
+  """Inverse wavelengths, with Llama 3's scaling of the long ones if it is asked for."""
+  half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
+  freq = 1.0 / config.rope_theta ** (half / config.head_dim)
+  s = config.rope_scaling
+  if s is None:
+    return freq
+  rotations = s['original_max_position_embeddings'] * freq / (2 * math.pi)
+  low, high = s['low_freq_factor'], s['high_freq_factor']
+  # 1 keeps a frequency, 0 divides it by the factor, between them the two are mixed.
+  keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+  return keep * freq + (1.0 - keep) * freq / s['factor']
+
+
+def _angles(positions_BT: Array, config: DecoderConfig) -> tuple[Array, Array]:
+  """The rotation's sin and cos at each position, [B, T, 1, H/2]; once for all layers."""
+  frequencies = rope_frequencies(config)[None, None, None]
+  angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
+  return jnp.sin(angles), jnp.cos(angles)
+
+
+def _rope(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
+  sin, cos = angles
+  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+
+
+class RMSNorm(nn.Module):
+  """x / rms(x) * scale, computed in float32."""
+
+  eps: float
+
+  @nn.compact
+  def __call__(self, x):
+    """Normalises the last axis of x [..., D]."""
+    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],))
+    x32 = x.astype(jnp.float32)
+    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+    broadcast = scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return (x32 * broadcast).astype(x.dtype)
+
+
+class Attention(nn.Module):
+  """Grouped-query attention with RoPE; biases and q/k norms as the family has them."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT, cache):
+    """Attends inside segments, or to the cache where there is one; returns it too."""
+    c = self.config
+    project = functools.partial(nn.DenseGeneral, dtype=c.dtype, use_bias=c.qkv_bias)
+    q_BTNH = project((c.num_heads, c.head_dim), name='q')(x_BTD)
+    k_BTKH = project((c.num_kv_heads, c.head_dim), name='k')(x_BTD)
+    v_BTKH = project((c.num_kv_heads, c.head_dim), name='v')(x_BTD)
+    if c.qk_norm:
+      q_BTNH = RMSNorm(c.norm_eps, name='q_norm')(q_BTNH)
+      k_BTKH = RMSNorm(c.norm_eps, name='k_norm')(k_BTKH)
+    q_BTNH = _rope(q_BTNH, angles)
+    k_BTKH = _rope(k_BTKH, angles)
+    if cache is None:
+      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+    else:
+      rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+      cache = tuple(
+        # Positions past the last slot are dropped: that is how a row writes nothing.
+        slots_BKSH.at[rows_B1, :, positions_BT].set(new_BTKH, mode='drop')
+        for slots_BKSH, new_BTKH in zip(cache, (k_BTKH, v_BTKH), strict=True)
+      )
+      out_BTNH = attention.cached(q_BTNH, *cache, positions_BT)
+    init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
+    out = nn.DenseGeneral(
+      c.embed_dim,
+      axis=(-2, -1),
+      use_bias=False,
+      dtype=c.dtype,
+      kernel_init=init,
+      name='o',
+    )
+    return out(out_BTNH), cache
+
+
+class MLP(nn.Module):
+  """SwiGLU."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x_BTD):
+    """Down(silu(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
+    c = self.config
+    dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype)
+    gate_BTF = dense(c.mlp_dim, name='gate')(x_BTD)
+    up_BTF = dense(c.mlp_dim, name='up')(x_BTD)
+    init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
+    return dense(c.embed_dim, kernel_init=init, name='down')(nn.silu(gate_BTF) * up_BTF)
+
+
+class Block(nn.Module):
+  """One layer. `cache` is None in training, else this layer's (k, v)."""
+
+  config: DecoderConfig
+
+  @nn.compact
+  def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT=None, cache=None):
+    """Adds attention, then the MLP, to the residual stream; returns the cache too."""
+    c = self.config
+    normed = RMSNorm(c.norm_eps, name='attn_norm')(x_BTD)
+    attend = Attention(c, name='attn')
+    out, cache = attend(normed, positions_BT, angles, segment_ids_BT, cache)
+    x_BTD += out
+    x_BTD += MLP(c, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_BTD))
+    return x_BTD, cache
+
+
+class Decoder(nn.Module):
+  """The whole model over packed rows; `init` makes its parameters."""
+
+  config: DecoderConfig
+  value_head: bool = False
+
+  @nn.compact
+  def __call__(self, tokens_BT, positions_BT, segment_ids_BT):
+    """Final hidden states [B, T, D]."""
+    c = self.config
+    init = nn.initializers.normal(0.02)
+    embed = nn.Embed(
+      c.vocab_size, c.embed_dim, dtype=c.dtype, embedding_init=init, name='embed'
+    )
+    block = nn.remat(Block, prevent_cse=False) if c.remat else Block
+    layers = nn.scan(
+      block,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      in_axes=nn.broadcast,
+      length=c.num_layers,
+    )
+    angles = _angles(positions_BT, c)
+    x_BTD, _ = layers(c, name='layers')(
+      embed(tokens_BT), positions_BT, angles, segment_ids_BT
+    )
+    x_BTD = RMSNorm(c.norm_eps, name='final_norm')(x_BTD)
+    if self.is_initializing():
+      if not c.tie_embeddings:
+        nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
+      if self.value_head:
+        nn.Dense(1, kernel_init=nn.initializers.zeros, name='value_head')(x_BTD)
+    return x_BTD
+
+
+def init(config: DecoderConfig, key: Array, *, value_head: bool = False) -> Params:
+  """Random float32 parameters. A value head starts at zero: V = 0 everywhere."""
+  one = jnp.zeros((1, 1), jnp.int32)
+  return Decoder(config, value_head).init(key, one, one, one)['params']
+
+
+def hidden(
+  params: Params,
+  config: DecoderConfig,
+  tokens: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
+  segment_ids: Int[Array, 'B T'],
+) -> Float[Array, 'B T D']:
+  """Final hidden states of packed rows; position t sees tokens <= t of its segment."""
+  return Decoder(config).apply({'params': params}, tokens, positions, segment_ids)
+
+
+def empty_cache(config: DecoderConfig, rows: int, slots: int) -> Cache:
+  """A zero cache: one (k, v) pair a layer, each [rows, K, slots, H]."""
+  shape = (rows, config.num_kv_heads, slots, config.head_dim)
+  zeros = functools.partial(jnp.zeros, shape, config.dtype)
+  return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+
+
+def extend(
+  params: Params,
+  config: DecoderConfig,
+  tokens: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
+  cache: Cache,
+) -> tuple[Float[Array, 'B T D'], Cache]:
+  """Writes tokens at their positions and returns their final hidden states.
+
+  A token whose position is at or past the last slot is computed but not written.
+  """
+  x = params['embed']['embedding'].astype(config.dtype)[tokens]
+  angles = _angles(positions, config)
+  new_cache = []
+  for i, layer_cache in enumerate(cache):
+    layer = jax.tree.map(lambda leaf, i=i: leaf[i], params['layers'])
+    block = {'params': layer}
+    x, layer_cache = Block(config).apply(block, x, positions, angles, None, layer_cache)
+    new_cache.append(layer_cache)
+  x = RMSNorm(config.norm_eps).apply({'params': params['final_norm']}, x)
+  return x, tuple(new_cache)
+
+
+def logits(params: Params, config: DecoderConfig, x: Float[Array, '*B D']) -> Array:
+  """Unnormalised next-token scores, float32 [*B, V]."""
+  if config.tie_embeddings:
+    kernel_DV = params['embed']['embedding'].T
+  else:
+    kernel_DV = params['lm_head']['kernel']
+  kernel_DV = kernel_DV.astype(config.dtype)
+  return jnp.matmul(x, kernel_DV, preferred_element_type=jnp.float32)
+
+
+def values(params: Params, x: Float[Array, '*B D']) -> Float[Array, '*B']:
+  """The critic's value of the state after each position, float32."""
+  head = params['value_head']
+  kernel, bias = head['kernel'][:, 0], head['bias'][0]
+  return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32)) + bias

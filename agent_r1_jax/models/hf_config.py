@@ -1,0 +1,215 @@
+"""config.json of a Hugging Face directory <-> DecoderConfig."""
+
+import json
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from agent_r1_jax.models import decoder
+
+
+class _Family(NamedTuple):
+  """What a model_type fixes, and the fields that may have one value only."""
+
+  architecture: str
+  qkv_bias: bool
+  qk_norm: bool
+  only: dict[str, Any]
+
+
+_SILU = {'hidden_act': 'silu', 'quantization_config': None}
+_NO_BIAS = {**_SILU, 'attention_bias': False}
+_FAMILIES = {
+  'qwen2': _Family('Qwen2ForCausalLM', True, False, _SILU),
+  'qwen3': _Family('Qwen3ForCausalLM', False, True, _NO_BIAS),
+  'llama': _Family('LlamaForCausalLM', False, False, {**_NO_BIAS, 'mlp_bias': False}),
+}
+_LLAMA3_KEYS = (
+  'factor',
+  'low_freq_factor',
+  'high_freq_factor',
+  'original_max_position_embeddings',
+)
+
+
+def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
+  """Reads config.json as transformers 4 or 5 wrote it.
+
+  Raises:
+    ValueError: The file is missing or broken, or asks for what the decoder does not
+      compute; the message names the field.
+  """
+  path = pathlib.Path(directory) / 'config.json'
+  raw = read_json(path)
+  try:
+    return _parse(raw)
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
+
+
+def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
+  """The content of config.json, with the keys of transformers 4, which 5 reads as well.
+
+  Raises:
+    ValueError: The family cannot be what config says.
+  """
+  if config.family not in _FAMILIES:
+    raise ValueError(f'config.family is {config.family!r}; use {", ".join(_FAMILIES)}')
+  family = _FAMILIES[config.family]
+  for field in ('qkv_bias', 'qk_norm'):
+    value = getattr(config, field)
+    if value != getattr(family, field):
+      raise ValueError(
+        f'config.{field} is {value}, which {config.family} cannot be; name another family'
+      )
+  windows = {} if config.family == 'llama' else {'use_sliding_window': False}
+  return {
+    'architectures': [family.architecture],
+    'model_type': config.family,
+    'vocab_size': config.vocab_size,
+    'hidden_size': config.embed_dim,
+    'intermediate_size': config.mlp_dim,
+    'num_hidden_layers': config.num_layers,
+    'num_attention_heads': config.num_heads,
+    'num_key_value_heads': config.num_kv_heads,
+    'head_dim': config.head_dim,
+    'rms_norm_eps': config.norm_eps,
+    'rope_theta': config.rope_theta,
+    'rope_scaling': config.rope_scaling
+    and {'rope_type': 'llama3', **config.rope_scaling},
+    'tie_word_embeddings': config.tie_embeddings,
+    'max_position_embeddings': config.max_positions,
+    'torch_dtype': jnp.dtype(dtype).name,
+    **{key: value for key, value in family.only.items() if value is not None},
+    **windows,
+  }
+
+
+def token_ids(
+  directory: pathlib.Path, vocab_size: int
+) -> dict[str, int | list[int] | None]:
+  """The ids that generation stops at and pads with, for config.json.
+
+  Those of the directory's own config.json, else of its tokenizer's special tokens, else
+  None: transformers would take Llama 2's ids for a Llama whose file says nothing.
+
+  Raises:
+    ValueError: The tokenizer has more ids than the model.
+  """
+  names = ('tokenizer.json', 'tokenizer_config.json', 'config.json')
+  tokenizer, named, known = (
+    read_json(directory / name) if (directory / name).is_file() else {} for name in names
+  )
+  ids = {token['content']: token['id'] for token in tokenizer.get('added_tokens', ())}
+  vocab = tokenizer.get('model', {}).get('vocab', ())
+  largest = max([len(vocab) - 1, *ids.values()])
+  if largest >= vocab_size:
+    raise ValueError(
+      f'{directory}: its tokenizer has ids up to {largest}, yet config.vocab_size is '
+      f'{vocab_size}; take the tokenizer that the model was trained with'
+    )
+  result = {}
+  for kind in ('bos', 'eos', 'pad'):
+    token = named.get(f'{kind}_token')
+    token = token['content'] if isinstance(token, dict) else token
+    said = known.get(f'{kind}_token_id')
+    result[f'{kind}_token_id'] = ids.get(token) if said is None else said
+  return result
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The object in a JSON file; a ValueError names the file that is missing or broken."""
+  if not path.parent.is_dir():
+    raise ValueError(f'{path.parent}: no such directory; give a model in HF layout')
+  if not path.is_file():
+    raise ValueError(f'{path}: missing; a model in HF layout has it')
+  try:
+    value = json.loads(path.read_text('utf-8'))
+  except ValueError as error:
+    raise ValueError(f'{path}: not JSON ({error}); fetch it again') from error
+  if not isinstance(value, dict):
+    raise ValueError(f'{path}: holds no JSON object; fetch it again')
+  return value
+
+
+def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
+  family = raw.get('model_type')
+  if family not in _FAMILIES:
+    raise ValueError(f'model_type is {family!r}; supported are {", ".join(_FAMILIES)}')
+  _check_supported(raw, _FAMILIES[family])
+  theta, scaling = _parse_rope(raw)
+  width, num_heads = _number(raw, 'hidden_size'), _number(raw, 'num_attention_heads')
+  # Where head_dim is absent, transformers takes 128 for Qwen3 and D / N for the others.
+  head_dim = 128 if family == 'qwen3' else width // num_heads
+  config = decoder.DecoderConfig(
+    family=family,
+    vocab_size=_number(raw, 'vocab_size'),
+    embed_dim=width,
+    num_layers=_number(raw, 'num_hidden_layers'),
+    num_heads=num_heads,
+    num_kv_heads=_number(raw, 'num_key_value_heads', default=num_heads),
+    head_dim=_number(raw, 'head_dim', default=head_dim),
+    mlp_dim=_number(raw, 'intermediate_size'),
+    rope_theta=theta,
+    rope_scaling=scaling,
+    norm_eps=_number(raw, 'rms_norm_eps', float),
+    qkv_bias=_FAMILIES[family].qkv_bias,
+    qk_norm=_FAMILIES[family].qk_norm,
+    tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
+    max_positions=_number(raw, 'max_position_embeddings'),
+  )
+  if config.num_heads % config.num_kv_heads:
+    raise ValueError(
+      f'num_key_value_heads {config.num_kv_heads} does not divide num_attention_heads '
+      f'{config.num_heads}'
+    )
+  return config
+
+
+def _number(raw: dict[str, Any], key: str, kind: type = int, default: Any = None) -> Any:
+  value = raw.get(key)
+  value = default if value is None else value
+  allowed = (int, float) if kind is float else int
+  if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
+    raise ValueError(f'{key} is {value!r}; a positive {kind.__name__} is needed')
+  return kind(value)
+
+
+def _check_supported(raw: dict[str, Any], family: _Family) -> None:
+  for key, only in family.only.items():
+    if raw.get(key, only) != only:
+      raise ValueError(f'{key} is {raw[key]!r}; only {only!r} is supported')
+  kinds = raw.get('layer_types')
+  if kinds is None:
+    # Files of transformers 4: the layers from max_window_layers on use the window.
+    windowed = (
+      raw.get('use_sliding_window', False)
+      and raw.get('sliding_window', 4096) is not None
+      and raw.get('max_window_layers', 28) < _number(raw, 'num_hidden_layers')
+    )
+    kinds = ['sliding_attention'] if windowed else []
+  other = sorted(set(kinds) - {'full_attention'})
+  if other:
+    raise ValueError(
+      f'layer_types: {other[0]} is in use; only full attention is supported'
+    )
+
+
+def _parse_rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+  """Of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+  rope = {'rope_theta': raw.get('rope_theta')}
+  rope |= raw.get('rope_scaling') or {}
+  rope |= raw.get('rope_parameters') or {}
+  theta = _number(rope, 'rope_theta', float)
+  fraction = rope.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1))
+  if fraction != 1:
+    raise ValueError(f'partial_rotary_factor is {fraction!r}; only 1 is supported')
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind == 'default':
+    return theta, None
+  if kind != 'llama3':
+    raise ValueError(f"rope type is {kind!r}; supported are 'default' and 'llama3'")
+  kinds = {'original_max_position_embeddings': int}
+  return theta, {key: _number(rope, key, kinds.get(key, float)) for key in _LLAMA3_KEYS}

@@ -1,0 +1,190 @@
+"""Safetensors files, read and written a tensor at a time.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON
+header {name: {dtype, shape, data_offsets}}, the tensors. Its own library wants a file's
+tensors in memory together to write it, and maps the whole file to read it.
+"""
+
+from collections.abc import Callable
+import json
+import math
+import os
+import pathlib
+import struct
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax.models import hf_config
+
+DTYPES = {
+  'F32': jnp.dtype('float32'),
+  'BF16': jnp.dtype('bfloat16'),
+  'F16': jnp.dtype('float16'),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SINGLE = 'model.safetensors'
+_INDEX = 'model.safetensors.index.json'
+_MEND = 'truncated, or a pointer in place of the file? fetch it again'
+
+
+class Tensor(NamedTuple):
+  """Where a tensor lies; `dtype` is the format's name for it."""
+
+  file: pathlib.Path
+  dtype: str
+  shape: tuple[int, ...]
+  offset: int
+  nbytes: int
+
+
+class Spec(NamedTuple):
+  """A tensor to be written."""
+
+  name: str
+  dtype: np.dtype
+  shape: tuple[int, ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Of its values in the file."""
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+def find(directory: pathlib.Path) -> dict[str, Tensor]:
+  """The tensors of model.safetensors, or of the shards that the index names.
+
+  Raises:
+    ValueError: Names the file that is missing or broken, or that contradicts the index.
+  """
+  index = directory / _INDEX
+  if (directory / _SINGLE).is_file():
+    return _read_header(directory / _SINGLE)
+  if not index.is_file():
+    raise ValueError(
+      f'{directory}: has neither {_SINGLE} nor {_INDEX}; convert other formats first '
+      '(transformers: model.save_pretrained)'
+    )
+  places = hf_config.read_json(index).get('weight_map')
+  if not isinstance(places, dict):
+    raise ValueError(f'{index}: has no weight_map; fetch it again')
+  tensors = {}
+  for name in sorted(set(places.values())):
+    file = directory / name
+    if not file.is_file():
+      raise ValueError(f'{file}: missing, though {_INDEX} names it; fetch it')
+    found = _read_header(file)
+    strange = [tensor for tensor in found if places.get(tensor) != name]
+    if strange:
+      raise ValueError(
+        f'{file}: has tensor {strange[0]}, which {_INDEX} does not put there; fetch both'
+      )
+    tensors |= found
+  lost = [name for name in places if name not in tensors]
+  if lost:
+    raise ValueError(
+      f'{directory / places[lost[0]]}: no tensor {lost[0]}, which {_INDEX} puts there; '
+      'fetch both'
+    )
+  return tensors
+
+
+def read(tensor: Tensor) -> np.ndarray:
+  """The tensor's values."""
+  raw = np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.offset)
+  return raw.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def shards(specs: list[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
+  """File name -> its tensors; a tensor larger than the limit has a file of its own."""
+  if max_shard_bytes <= 0:
+    raise ValueError(f'max_shard_bytes is {max_shard_bytes}; a positive number is needed')
+  lists, room = [], 0
+  for spec in specs:
+    if not lists or spec.nbytes > room:
+      lists.append([])
+      room = max_shard_bytes
+    lists[-1].append(spec)
+    room -= spec.nbytes
+  if len(lists) == 1:
+    return {_SINGLE: lists[0]}
+  n = len(lists)
+  return {f'model-{i:05}-of-{n:05}.safetensors': x for i, x in enumerate(lists, start=1)}
+
+
+def write(
+  directory: pathlib.Path,
+  files: dict[str, list[Spec]],
+  get: Callable[[str], np.ndarray],
+) -> None:
+  """Writes files of `shards` and their index, and waits until they are on the disk.
+
+  Args:
+    directory: Exists.
+    files: From `shards`.
+    get: A tensor's name -> its values, C-contiguous, as its Spec says; called once each.
+  """
+  for file, specs in files.items():
+    _write_file(directory / file, specs, get)
+  if len(files) > 1:
+    total = sum(spec.nbytes for specs in files.values() for spec in specs)
+    places = {spec.name: file for file, specs in files.items() for spec in specs}
+    index = {'metadata': {'total_size': total}, 'weight_map': places}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2) + '\n', 'utf-8')
+
+
+def _read_header(file: pathlib.Path) -> dict[str, Tensor]:
+  size = file.stat().st_size
+  tensors = {}
+  try:
+    with open(file, 'rb') as stream:
+      (length,) = struct.unpack('<Q', stream.read(8))
+      if 8 + length > size:
+        raise ValueError('it would be longer than the file')
+      header = json.loads(stream.read(length))
+    header.pop('__metadata__', None)
+    for name, entry in header.items():
+      start, end = entry['data_offsets']
+      shape = tuple(entry['shape'])
+      tensors[name] = Tensor(file, entry['dtype'], shape, 8 + length + start, end - start)
+  except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+    raise ValueError(f'{file}: no safetensors header ({error}); {_MEND}') from error
+  stated = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
+  if size != stated:
+    raise ValueError(f'{file}: is {size} bytes, its header says {stated}; {_MEND}')
+  for name, tensor in tensors.items():
+    if tensor.dtype not in DTYPES:
+      raise ValueError(
+        f'{file}: tensor {name} is {tensor.dtype}, not one of {", ".join(DTYPES)}; take '
+        'the model that is not quantized'
+      )
+    nbytes = Spec(name, DTYPES[tensor.dtype], tensor.shape).nbytes
+    if tensor.nbytes != nbytes or tensor.offset < 8 + length:
+      raise ValueError(f'{file}: tensor {name} has wrong data_offsets; fetch it again')
+  return tensors
+
+
+def _write_file(
+  file: pathlib.Path, specs: list[Spec], get: Callable[[str], np.ndarray]
+) -> None:
+  # Wide dtypes first keeps every tensor aligned to its own size.
+  specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+  # transformers refuses a file without this metadata.
+  header: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
+  offset = 0
+  for spec in specs:
+    header[spec.name] = {
+      'dtype': _NAMES[spec.dtype],
+      'shape': spec.shape,
+      'data_offsets': [offset, offset + spec.nbytes],
+    }
+    offset += spec.nbytes
+  text = json.dumps(header, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % 8)
+  with open(file, 'wb') as stream:
+    stream.write(struct.pack('<Q', len(text)) + text)
+    for spec in specs:
+      stream.write(get(spec.name).reshape(-1).view(np.uint8).data)
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -1,0 +1,363 @@
+"""Decoders from and to Hugging Face directories: config.json and safetensors.
+
+Both ways are streamed a tensor at a time: importing needs host memory for the parameters
+and one tensor, exporting for one tensor. Import then export gives every tensor back byte
+for byte.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import errno
+import json
+import math
+import os
+import pathlib
+import shutil
+from typing import Any, NamedTuple
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax.models import decoder, hf_config, tensor_files
+
+_TOKENIZER_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'generation_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template.jinja',
+  'vocab.json',
+  'merges.txt',
+)
+
+
+class _Leaf(NamedTuple):
+  """A parameter and the tensors it is made of.
+
+  Attributes:
+    path: In the parameter tree, joined by '/'.
+    name: The tensor's; '{}' stands for the layer of a stacked leaf.
+    shape: Of one layer's part.
+    stored: Of the tensor. A kernel is stored [outputs, inputs], the others as they are.
+    layers: How many are stacked; None where the leaf is no part of a layer.
+  """
+
+  path: str
+  name: str
+  shape: tuple[int, ...]
+  stored: tuple[int, ...]
+  layers: int | None = None
+
+  @property
+  def is_kernel(self) -> bool:
+    return self.path.endswith('/kernel')
+
+  @property
+  def full_shape(self) -> tuple[int, ...]:
+    return self.shape if self.layers is None else (self.layers, *self.shape)
+
+  @property
+  def names(self) -> list[str]:
+    return [self.name.format(i) for i in range(self.layers or 1)]
+
+
+class _Part(NamedTuple):
+  """A tensor to be written: a leaf, or layer `layer` of a stacked one."""
+
+  spec: tensor_files.Spec
+  leaf: _Leaf
+  layer: int | None
+
+
+def read_config(directory: str | os.PathLike) -> decoder.DecoderConfig:
+  """Reads config.json of a Qwen2, Qwen2.5, Qwen3 or Llama 3 model.
+
+  The activations' dtype is not the file's to say: it stays DecoderConfig's default.
+
+  Raises:
+    ValueError: The file is missing or broken, or asks for what the decoder does not
+      compute; the message names the field.
+  """
+  return hf_config.read(directory)
+
+
+def load(
+  directory: str | os.PathLike,
+  *,
+  dtype: Any = None,
+  place: Callable[[str, np.ndarray], Any] = lambda path, array: jax.device_put(array),
+) -> tuple[decoder.DecoderConfig, decoder.Params]:
+  """Reads a model from model.safetensors or from shards and their index.
+
+  A tied model may carry `lm_head.weight` if it equals the embedding byte for byte; it is
+  then dropped, and an export will not write it. A critic's value head is read where
+  config.json says `"value_head": true`.
+
+  Args:
+    directory: In the Hugging Face layout.
+    dtype: Of every parameter: float32, bfloat16 or float16; None keeps the file's.
+    place: Called with each leaf's path ('layers/attn/q/kernel') and its finished host
+      array, gives the leaf: the place to shard it while the others are still on disk.
+
+  Raises:
+    ValueError: A file or tensor is missing, broken, unexpected or of the wrong shape or
+      dtype; all of this is checked before a parameter is placed.
+  """
+  directory = pathlib.Path(directory)
+  config = hf_config.read(directory)
+  value_head = bool(hf_config.read_json(directory / 'config.json').get('value_head'))
+  leaves = _leaves(config, value_head)
+  tensors = tensor_files.find(directory)
+  if config.tie_embeddings:
+    _drop_tied(tensors)
+  _check_tensors(directory, leaves, tensors)
+  dtypes = [_leaf_dtype(leaf, tensors, dtype) for leaf in leaves]
+  flat = {}
+  for leaf, leaf_dtype in zip(leaves, dtypes, strict=True):
+    flat[leaf.path] = place(leaf.path, _read_leaf(leaf, tensors, leaf_dtype))
+  return config, traverse_util.unflatten_dict(flat, sep='/')
+
+
+def save(
+  directory: str | os.PathLike,
+  config: decoder.DecoderConfig,
+  params: decoder.Params,
+  *,
+  dtype: Any = None,
+  max_shard_bytes: int = 5 * 10**9,
+  tokenizer_from: str | os.PathLike | None = None,
+) -> None:
+  """Writes a model that `load` and transformers read.
+
+  The files are written beside `directory` and take its name when all of them are on disk.
+  A crash leaves the earlier model as it was or, if it falls between the two renames,
+  under the name `.<name>.previous`, which the next save puts back.
+
+  Args:
+    directory: New, empty, or a model to be replaced; anything else in it is refused.
+    config: Of the model.
+    params: As from `decoder.init`, fully addressable; with a 'value_head' in a critic.
+    dtype: Of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
+    max_shard_bytes: Tensor data a file; a larger tensor has a file of its own.
+    tokenizer_from: A directory whose tokenizer, chat template and generation config are
+      copied; None keeps those that are in `directory` already.
+
+  Raises:
+    ValueError: Wrong parameters, config or directories; nothing has been written.
+    OSError: The disk is full or cannot be written; `directory` is as it was.
+  """
+  directory = pathlib.Path(directory).resolve()
+  _recover(directory)
+  flat: Any = traverse_util.flatten_dict(params, sep='/')
+  leaves = _leaves(config, 'value_head' in params)
+  _check_params(leaves, flat)
+  parts = _parts(leaves, flat, dtype)
+  specs = [part.spec for part in parts.values()]
+  files = tensor_files.shards(specs, max_shard_bytes)
+  source = pathlib.Path(tokenizer_from or directory)
+  if tokenizer_from and not (source / 'tokenizer.json').is_file():
+    raise ValueError(f'tokenizer_from: {source} has no tokenizer.json')
+  raw = hf_config.make(config, specs[0].dtype)
+  raw |= hf_config.token_ids(source, config.vocab_size)
+  if 'value_head' in params:
+    raw['value_head'] = True
+  _check_target(directory)
+  with _replacing(directory, sum(spec.nbytes for spec in specs)) as partial:
+    for file in _TOKENIZER_FILES:
+      if (source / file).is_file():
+        shutil.copyfile(source / file, partial / file)
+    (partial / 'config.json').write_text(json.dumps(raw, indent=2) + '\n', 'utf-8')
+    tensor_files.write(partial, files, lambda name: _stored(parts[name], flat))
+
+
+def _leaves(config: decoder.DecoderConfig, value_head: bool) -> list[_Leaf]:
+  """All parameters of a model; nothing else knows both layouts."""
+  L, D, F, V = config.num_layers, config.embed_dim, config.mlp_dim, config.vocab_size
+  N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+
+  def layer(path, name, shape, stored):
+    return _Leaf(f'layers/{path}', f'model.layers.{{}}.{name}', shape, stored, L)
+
+  leaves = [_Leaf('embed/embedding', 'model.embed_tokens.weight', (V, D), (V, D))]
+  for path, name in (('attn_norm', 'input'), ('mlp_norm', 'post_attention')):
+    leaves.append(layer(f'{path}/scale', f'{name}_layernorm.weight', (D,), (D,)))
+  for x, n in (('q', N), ('k', K), ('v', K)):
+    path, name = f'attn/{x}', f'self_attn.{x}_proj'
+    leaves.append(layer(f'{path}/kernel', f'{name}.weight', (D, n, H), (n * H, D)))
+    if config.qkv_bias:
+      leaves.append(layer(f'{path}/bias', f'{name}.bias', (n, H), (n * H,)))
+    if config.qk_norm and x != 'v':
+      leaves.append(layer(f'{path}_norm/scale', f'self_attn.{x}_norm.weight', (H,), (H,)))
+  leaves.append(layer('attn/o/kernel', 'self_attn.o_proj.weight', (N, H, D), (D, N * H)))
+  for x, shape in (('gate', (D, F)), ('up', (D, F)), ('down', (F, D))):
+    leaves.append(layer(f'mlp/{x}/kernel', f'mlp.{x}_proj.weight', shape, shape[::-1]))
+  leaves.append(_Leaf('final_norm/scale', 'model.norm.weight', (D,), (D,)))
+  if not config.tie_embeddings:
+    leaves.append(_Leaf('lm_head/kernel', 'lm_head.weight', (D, V), (V, D)))
+  if value_head:
+    leaves.append(_Leaf('value_head/kernel', 'value_head.weight', (D, 1), (1, D)))
+    leaves.append(_Leaf('value_head/bias', 'value_head.bias', (1,), (1,)))
+  return leaves
+
+
+def _checked_dtype(dtype: Any) -> np.dtype:
+  dtype = jnp.dtype(dtype)
+  if dtype not in tensor_files.DTYPES.values():
+    raise ValueError(f'dtype is {dtype.name}; give float32, bfloat16 or float16')
+  return dtype
+
+
+def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:
+  head = tensors.pop('lm_head.weight', None)
+  embedding = tensors.get('model.embed_tokens.weight')
+  if head is None or embedding is None:
+    return
+  a, b = (tensor_files.read(tensor).view(np.uint8) for tensor in (head, embedding))
+  if head.dtype != embedding.dtype or not np.array_equal(a, b):
+    raise ValueError(
+      f'{head.file}: lm_head.weight differs from the embedding, though config.json ties '
+      'them; set "tie_word_embeddings": false in config.json'
+    )
+
+
+def _check_tensors(
+  directory: pathlib.Path, leaves: list[_Leaf], tensors: dict[str, tensor_files.Tensor]
+) -> None:
+  expected = {name: leaf for leaf in leaves for name in leaf.names}
+  for name, leaf in expected.items():
+    if name not in tensors:
+      tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
+      raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
+    if tensors[name].shape != leaf.stored:
+      raise ValueError(
+        f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
+        f'config.json it is {list(leaf.stored)}; take both from one model'
+      )
+  for name, tensor in tensors.items():
+    if name not in expected:
+      raise ValueError(
+        f'{tensor.file}: tensor {name} has no place in the model of config.json; take '
+        'both from one model'
+      )
+
+
+def _leaf_dtype(
+  leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
+) -> np.dtype:
+  found = sorted({tensors[name].dtype for name in leaf.names})
+  if dtype is not None:
+    return _checked_dtype(dtype)
+  if len(found) > 1:
+    raise ValueError(
+      f'{tensors[leaf.names[0]].file}: tensors {leaf.name} are {" and ".join(found)}; '
+      'all layers are one array: give a dtype'
+    )
+  return tensor_files.DTYPES[found[0]]
+
+
+def _read_leaf(
+  leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
+) -> np.ndarray:
+  array = _aligned_empty((leaf.layers or 1, *leaf.shape), dtype)
+  for i, name in enumerate(leaf.names):
+    x = tensor_files.read(tensors[name])
+    array[i] = (x.T if leaf.is_kernel else x).reshape(leaf.shape)
+  return array.reshape(leaf.full_shape)
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """An array that jax takes over on the CPU without a copy: it must begin at 64 bytes."""
+  nbytes = math.prod(shape) * dtype.itemsize
+  raw = np.empty(nbytes + 64, np.uint8)
+  start = -raw.ctypes.data % 64
+  return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
+  for path in sorted(flat.keys() - {leaf.path for leaf in leaves}):
+    raise ValueError(f'params: {path} has no place in the model of config')
+  for leaf in leaves:
+    if leaf.path not in flat:
+      raise ValueError(f'params: no {leaf.path}, which config asks for')
+    if flat[leaf.path].shape != leaf.full_shape:
+      raise ValueError(
+        f'params: {leaf.path} has shape {flat[leaf.path].shape}, by config it is '
+        f'{leaf.full_shape}'
+      )
+
+
+def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _Part]:
+  """By name, in the order of published files: layer by layer, then what follows them."""
+  parts = []
+  for leaf in leaves:
+    target = _checked_dtype(flat[leaf.path].dtype if dtype is None else dtype)
+    for i, name in enumerate(leaf.names):
+      spec = tensor_files.Spec(name, target, leaf.stored)
+      parts.append(_Part(spec, leaf, None if leaf.layers is None else i))
+  first = [part for part in parts if part.leaf.path == 'embed/embedding']
+  layers = [part for part in parts if part.layer is not None]
+  last = [part for part in parts if part.layer is None and part not in first]
+  ordered = first + sorted(layers, key=lambda part: part.layer) + last
+  return {part.spec.name: part for part in ordered}
+
+
+def _stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
+  """One tensor on the host, as it is stored."""
+  x, shape = flat[part.leaf.path], part.leaf.stored
+  # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
+  x = np.asarray(x if part.layer is None else x[part.layer])
+  x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
+  return np.ascontiguousarray(x, part.spec.dtype)
+
+
+def _check_target(directory: pathlib.Path) -> None:
+  """Refuses to replace a directory that holds more than a model."""
+  if not directory.exists():
+    return
+  if not directory.is_dir():
+    raise ValueError(f'{directory}: is a file; give a directory')
+  known = {*_TOKENIZER_FILES, 'config.json', 'model.safetensors.index.json'}
+  for path in sorted(directory.iterdir()):
+    if path.name not in known and path.suffix != '.safetensors':
+      raise ValueError(
+        f'{directory}: holds {path.name}, which is no part of a model and would be lost; '
+        'give another directory'
+      )
+
+
+def _beside(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+  """Where a model is being written, and where the one it replaces waits."""
+  name = f'.{directory.name}'
+  return directory.with_name(f'{name}.partial'), directory.with_name(f'{name}.previous')
+
+
+def _recover(directory: pathlib.Path) -> None:
+  """Clears up what a killed save left beside `directory`."""
+  partial, previous = _beside(directory)
+  if previous.exists() and not directory.exists():
+    previous.rename(directory)
+  for left_over in (partial, previous):
+    shutil.rmtree(left_over, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _replacing(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
+  """Yields an empty directory that takes `directory`'s name if the body succeeds."""
+  partial, previous = _beside(directory)
+  partial.mkdir(parents=True)
+  try:
+    free = shutil.disk_usage(partial).free
+    if free < nbytes:
+      reason = f'the model needs {nbytes:,} bytes, {free:,} are free'
+      raise OSError(errno.ENOSPC, reason, str(directory))
+    yield partial
+    if directory.exists():
+      directory.rename(previous)
+    partial.rename(directory)
+  except BaseException:
+    _recover(directory)
+    raise
+  shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,77 @@
+"""BM25: lexical retrieval, the baseline that is hard to beat on entity questions."""
+
+from collections.abc import Sequence
+import importlib.util
+
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval.documents import Document, Hit
+
+# Compiling takes numba some six seconds; NumPy answers 1,800 queries a second over 30,000
+# passages, but its cost grows with the corpus.
+_NUMBA_PAYS_ABOVE = 100_000
+
+
+class BM25:
+  """Scores Σ idf(w) · tf / (tf + k1·(1 - b + b·|d|/mean |d|)) over the query's words.
+
+  Robertson and Zaragoza 2009 in Lucene's form: idf = log(1 + (N - n + ½) / (n + ½)).
+  Title words count `title_weight` times. A passage that shares no word with the query
+  is no hit.
+  """
+
+  def __init__(
+    self,
+    passages: Sequence[Document],
+    *,
+    k1: float = 1.5,
+    b: float = 0.75,
+    title_weight: int = 3,
+    backend: str | None = None,
+  ):
+    """Indexes the passages: 4 s for 30,000 on one core.
+
+    Args:
+      passages: At least one.
+      k1: Where term frequency saturates.
+      b: Length normalisation, 0 to 1.
+      title_weight: How many times the title is indexed beside the text; recall@5 on
+        HotpotQA's 28,757 passages is .73 with 1, .75 with 3.
+      backend: 'numpy' or 'numba'; None takes numba where it is installed and pays.
+    """
+    import bm25s
+
+    if not passages:
+      raise ValueError('passages is empty; BM25 needs at least one')
+    if backend is None:
+      numba = importlib.util.find_spec('numba') and len(passages) > _NUMBA_PAYS_ABOVE
+      backend = 'numba' if numba else 'numpy'
+    self.documents = passages
+    self._selection = backend
+    self._index = bm25s.BM25(k1=k1, b=b, backend=backend)
+    terms = [
+      documents.words(passage.title) * title_weight + documents.words(passage.text)
+      for passage in passages
+    ]
+    self._index.index(terms, show_progress=False)
+
+  def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+    """The k best passages of each query, best first; fewer where fewer share a word."""
+    # bm25s fails on a query without a known word, and asks the first query alone what
+    # kind of list it was given.
+    known = self._index.vocab_dict
+    terms = [[word for word in documents.words(q) if word in known] for q in queries]
+    asked = [words for words in terms if words]
+    if not asked:
+      return [[] for _ in queries]
+    rows, scores = self._index.retrieve(
+      asked,
+      k=min(k, len(self.documents)),
+      show_progress=False,
+      backend_selection=self._selection,
+    )
+    found = zip(rows, scores, strict=True)
+    return [self._hits(*next(found)) if words else [] for words in terms]
+
+  def _hits(self, rows, scores):
+    pairs = zip(rows, scores, strict=True)
+    return [Hit(self.documents[i], float(score)) for i, score in pairs if score > 0]

@@ -1,0 +1,143 @@
+"""Passages, what a search returns, and the rows of the files that they are read from.
+
+A retriever is any object with `search(queries, k)`: BM25, Dense, or one's own.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import gzip
+import json
+import os
+import re
+from typing import NamedTuple, Protocol
+import unicodedata
+import zlib
+
+# How Search-R1 shows passages to the policy, with a space before every name.
+PASSAGE = 'Doc {rank} (Title: {title}) {text}'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Document:
+  """One passage."""
+
+  id: str
+  title: str
+  text: str
+
+  @property
+  def contents(self) -> str:
+    """The title on the first line, then the text: what is indexed."""
+    return f'{self.title}\n{self.text}'
+
+
+class Hit(NamedTuple):
+  """A passage found; the score grows with relevance, its scale is the retriever's."""
+
+  document: Document
+  score: float
+
+
+class Retriever(Protocol):
+  """What finds passages."""
+
+  def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+    """At most k passages a query, best first."""
+    ...
+
+
+def render(hits: Sequence[Hit], template: str = PASSAGE) -> str:
+  """Passages as the policy reads them, one a line.
+
+  Args:
+    hits: Best first.
+    template: Of one passage; may use {rank} (from 1), {title}, {text}, {id}, {score}.
+  """
+  lines = [
+    template.format(rank=rank, score=score, **dataclasses.asdict(document))
+    for rank, (document, score) in enumerate(hits, 1)
+  ]
+  return '\n'.join(lines) or 'No passage found.'
+
+
+def words(text: str) -> list[str]:
+  """Lower-case words without accents: the terms of the lexical retrievers."""
+  if not text.isascii():
+    letters = unicodedata.normalize('NFKD', text)
+    text = ''.join(letter for letter in letters if not unicodedata.combining(letter))
+  return re.findall(r'\w+', text.lower())
+
+
+def read_corpus(path: str | os.PathLike) -> list[Document]:
+  """Passages from a file of rows (`read_rows`).
+
+  Rows are {id, title, text}, or {id, contents} with the title on the first line of
+  the contents, as in Search-R1's Wikipedia.
+
+  Raises:
+    ValueError: A row is broken; names the file, the row and the field.
+  """
+  return [_document(where, row) for where, row in read_rows(path)]
+
+
+def _document(where: str, row: dict) -> Document:
+  if 'contents' in row and 'text' not in row:
+    title, _, text = text_field(where, row, 'contents').partition('\n')
+    row = {'id': str(row.get('id', '')), 'title': title.strip('"'), 'text': text}
+  return Document(*(text_field(where, row, name) for name in ('id', 'title', 'text')))
+
+
+def text_field(where: str, row: dict, name: str) -> str:
+  """A field that must be a text with something in it."""
+  value = row.get(name)
+  if not isinstance(value, str) or not value.strip():
+    raise wrong_field(where, row, name, 'a text that is not blank')
+  return value
+
+
+def wrong_field(where: str, row: dict, name: str, wanted: str) -> ValueError:
+  """The error that names the row, the field, what is there and what should be."""
+  found = f'is {row[name]!r:.80}' if name in row else f'is missing among {sorted(row)}'
+  return ValueError(f'{where}: {name!r} {found}; give {wanted}, or drop the row')
+
+
+def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
+  """Yields ('<path>: row <n>', row) for JSON lines or one JSON array, gzipped or plain.
+
+  Rows count from 1; in JSON lines they are the lines of the file.
+
+  Raises:
+    ValueError: Something is no JSON object, the file is damaged or holds no row.
+  """
+  empty = True
+  for number, row in _numbered(path):
+    empty = False
+    where = f'{path}: row {number}'
+    if not isinstance(row, dict):
+      raise ValueError(f'{where}: expected a JSON object, found {row!r:.80}')
+    yield where, row
+  if empty:
+    raise ValueError(f'{path}: the file holds no rows; is it the right one?')
+
+
+def _numbered(path):
+  number = 1
+  try:
+    with _open(path) as file:
+      for number, line in enumerate(file, 1):
+        if line.lstrip().startswith(b'[') and number == 1:
+          yield from enumerate(json.loads(line + file.read()), 1)
+        elif line.strip():
+          yield number, json.loads(line)
+  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error
+  except ValueError as error:  # Of json, or bytes that are not UTF-8.
+    raise ValueError(
+      f'{path}: row {number}: no JSON: {error}; mend or drop it'
+    ) from error
+
+
+def _open(path):
+  with open(path, 'rb') as file:
+    gzipped = file.read(2) == b'\x1f\x8b'
+  return gzip.open(path) if gzipped else open(path, 'rb')

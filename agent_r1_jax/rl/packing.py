@@ -1,0 +1,123 @@
+"""Packing: ragged segments into rows of a fixed length, and back.
+
+Letters: R rows, T tokens of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+
+import numpy as np
+
+from agent_r1_jax import types
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where each segment lies.
+
+  Attributes:
+    lengths: Of the segments.
+    places: (row, offset) of each.
+    rows: R, padding rows included.
+    row_tokens: T.
+  """
+
+  lengths: tuple[int, ...]
+  places: tuple[tuple[int, int], ...]
+  rows: int
+  row_tokens: int
+
+  def place(self, arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
+    """Puts one array a segment into [R, T]; 0 elsewhere."""
+    out = np.zeros((self.rows, self.row_tokens), dtype)
+    for array, (row, offset) in zip(arrays, self.places, strict=True):
+      out[row, offset : offset + len(array)] = array
+    return out
+
+  def extract(self, packed: np.ndarray) -> list[np.ndarray]:
+    """The inverse of `place`."""
+    return [
+      packed[row, offset : offset + n]
+      for n, (row, offset) in zip(self.lengths, self.places, strict=True)
+    ]
+
+
+def layout(lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1) -> Layout:
+  """First-fit decreasing.
+
+  Args:
+    lengths: Of the segments.
+    row_tokens: T.
+    row_multiple: R is rounded up to a multiple of this, so that micro-batches are whole.
+
+  Raises:
+    ValueError: A segment is longer than a row.
+  """
+  if max(lengths, default=0) > row_tokens:
+    raise ValueError(
+      f'A segment of {max(lengths)} tokens does not fit a row of {row_tokens}: '
+      'raise row_tokens.'
+    )
+  used: list[int] = []
+  places = [(0, 0)] * len(lengths)
+  for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    fits = (row for row, n in enumerate(used) if n + lengths[i] <= row_tokens)
+    row = next(fits, len(used))
+    if row == len(used):
+      used.append(0)
+    places[i] = (row, used[row])
+    used[row] += lengths[i]
+  rows = -(-max(len(used), 1) // row_multiple) * row_multiple
+  return Layout(tuple(lengths), tuple(places), rows, row_tokens)
+
+
+def pack(segments: Sequence[types.Segment], where: Layout) -> types.Batch:
+  """A batch of the segments' tokens, masks, log-probs; advantages and weights are 0."""
+  number, seen = [], [0] * where.rows
+  for row, _ in where.places:
+    seen[row] += 1
+    number.append(seen[row])
+  zeros = np.zeros((where.rows, where.row_tokens), np.float32)
+  return types.Batch(
+    tokens=where.place([s.tokens for s in segments], np.int32),
+    positions=where.place([np.arange(len(s.tokens)) for s in segments], np.int32),
+    segment_ids=where.place(
+      [np.full(len(s.tokens), i) for i, s in zip(number, segments, strict=True)], np.int32
+    ),
+    action_mask=where.place([s.action_mask for s in segments], bool),
+    logprobs=where.place([s.logprobs for s in segments], np.float32),
+    advantages=zeros,
+    weights=zeros,
+  )
+
+
+def microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
+  """Splits a batch into parts of `rows` rows; R is a multiple of it."""
+  for start in range(0, batch.tokens.shape[0], rows):
+    yield types.Batch(*(x if x is None else x[start : start + rows] for x in batch))
+
+
+def gather(
+  trajectories: Sequence[types.Trajectory], per_segment: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+  """Of each trajectory, the values at its action tokens, joined over its segments."""
+  parts, out = iter(per_segment), []
+  for trajectory in trajectories:
+    out.append(np.concatenate([next(parts)[s.action_mask] for s in trajectory.segments]))
+  return out
+
+
+def scatter(
+  trajectories: Sequence[types.Trajectory], per_action: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+  """The inverse of `gather`: one array a segment, 0 off the action tokens."""
+  out = []
+  for trajectory, values in zip(trajectories, per_action, strict=True):
+    begin = 0
+    for segment in trajectory.segments:
+      array = np.zeros(len(segment.tokens))
+      end = begin + int(segment.action_mask.sum())
+      array[segment.action_mask] = values[begin:end]
+      out.append(array)
+      begin = end
+  return out

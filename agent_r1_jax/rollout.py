@@ -1,0 +1,183 @@
+"""Rollout: episodes of an environment, played by the policy on the engine's rows.
+
+Here the text side and the device side meet: messages become tokens, sampled tokens become
+a reply, and what both sides saw becomes a Trajectory.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+import traceback
+
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import driver as driver_lib
+
+MakeEnv = Callable[[], env_lib.Env]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What one episode may use.
+
+  Attributes:
+    max_turns: Replies.
+    max_turn_tokens: Tokens of one reply.
+  """
+
+  max_turns: int = 5
+  max_turn_tokens: int = 512
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if value < 1:
+        raise ValueError(f'{name} is {value}; it must be at least 1.')
+
+
+def collect(
+  driver: driver_lib.Driver,
+  chat: chat_lib.Chat,
+  tasks: Sequence[types.Task],
+  make_env: MakeEnv,
+  *,
+  limits: Limits,
+  samples: int = 1,
+  seed: int = 0,
+  policy_step: int = 0,
+  on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
+) -> list[types.Trajectory]:
+  """Plays `samples` episodes of every task; a task is a group.
+
+  A trajectory's randomness depends on (seed, policy_step, task id, sample, position)
+  alone: the order, the number of rows and the tools' speed change nothing. Where an id
+  comes again, its samples are counted on.
+
+  Args:
+    driver: With the policy's params.
+    chat: Of the policy's tokenizer.
+    tasks: What to play.
+    make_env: A new environment for each episode.
+    limits: Of each episode.
+    samples: Episodes of a task.
+    seed: Of the run.
+    policy_step: Updates the policy has seen.
+    on_done: Called with each trajectory as it ends.
+
+  Returns:
+    Trajectories, a task's samples side by side.
+  """
+
+  async def one(group: int, sample: int, number: int) -> types.Trajectory:
+    task = tasks[group]
+    trajectory = types.Trajectory(
+      task, group, sample, segments=[], turns=[], messages=[], status='error'
+    )
+    trajectory.policy_step = policy_step
+    identity = (seed, policy_step, task.id, number)
+    async with driver.row(driver_lib.key(*identity, 0)) as row:
+      await _Episode(chat, make_env(), limits, row, identity, trajectory).play()
+    on_done(trajectory)
+    return trajectory
+
+  played = collections.Counter()
+  episodes = []
+  for group, task in enumerate(tasks):
+    for sample in range(samples):
+      episodes.append(one(group, sample, played[task.id]))
+      played[task.id] += 1
+  return driver.run(episodes)
+
+
+class _EnvironmentError(Exception):
+  """The environment or its reward raised; the trajectory is to be masked, not scored."""
+
+
+class _Episode:
+  """One episode in the making: the row's text, piece by piece."""
+
+  def __init__(self, chat, env, limits, row, identity, trajectory):
+    self.chat, self.env, self.limits, self.row = chat, env, limits, row
+    self.identity, self.trajectory = identity, trajectory
+    self.pieces: list[tuple[np.ndarray, np.ndarray | None]] = []
+
+  async def play(self):
+    """Plays to the end and completes the trajectory."""
+    t = self.trajectory
+    try:
+      t.status = await self._converse()
+    except _EnvironmentError as error:
+      t.status, t.error = 'error', str(error)
+    self._close_segment()
+
+  async def _converse(self) -> str:
+    t = self.trajectory
+    t.messages = list(await self._ask(self.env.reset, t.task))
+    schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
+    ids = self.chat.prompt(t.messages, schemas)
+    for _ in range(self.limits.max_turns):
+      room = self.row.driver.slots - self.row.length - len(ids)
+      if room < 1:
+        return 'truncated'
+      budget = min(room, self.limits.max_turn_tokens)
+      reply = await self.row.generate(ids, budget)
+      self.pieces += [(ids, None), (reply.tokens, reply.logprobs)]
+      stop = self.row.length
+      turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
+      t.turns.append(turn)
+      text = self.chat.decode(reply.tokens)
+      t.messages.append({'role': 'assistant', 'content': text})
+      if not reply.stopped:
+        # What the reply would have become is unknown: it earns nothing.
+        return 'truncated'
+      step = await self._ask(self.env.step, text)
+      if not math.isfinite(step.reward):
+        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
+      turn.reward = float(step.reward)
+      for name, value in step.metrics.items():
+        t.metrics[name] = t.metrics.get(name, 0.0) + value
+      t.messages += step.messages
+      if step.done:
+        return 'done'
+      if step.fresh:
+        self._close_segment()
+        self.row.restart(driver_lib.key(*self.identity, len(t.segments)))
+        ids = self.chat.prompt(step.messages, schemas)
+      else:
+        ids = self._after(reply, step.messages)
+    return 'max_turns'
+
+  async def _ask(self, method, argument):
+    try:
+      return await method(argument)
+    except Exception as error:
+      frame = traceback.extract_tb(error.__traceback__)[-1]
+      where = f'{frame.filename}:{frame.lineno}, in {frame.name}'
+      raise _EnvironmentError(f'{type(error).__name__}: {error} ({where})') from error
+
+  def _after(self, reply, messages):
+    """The tokens that go on from a reply."""
+    ids = self.chat.delta(messages)
+    if reply.tokens[-1] in self.chat.stop_ids:
+      return ids
+    # A stop string ended it: the end of the turn is ours to write, and no action.
+    return np.append(self.chat.stop_ids[0], ids)
+
+  def _close_segment(self):
+    if not self.pieces:
+      return
+    tokens, logprobs = zip(*self.pieces, strict=True)
+    sizes = [len(t) for t in tokens]
+    chosen = [lp is not None for lp in logprobs]
+    filled = [np.zeros(len(t), np.float32) if lp is None else lp for t, lp in self.pieces]
+    self.trajectory.segments.append(
+      types.Segment(
+        np.concatenate(tokens).astype(np.int32),
+        np.repeat(chosen, sizes),
+        np.concatenate(filled),
+      )
+    )
+    self.pieces = []

@@ -1,0 +1,160 @@
+"""Supervised fine-tuning on whole conversations, with the learner that RL uses."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import optax
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, learner, packing
+
+
+class Conversation(NamedTuple):
+  """Messages that end with an assistant's, and the schemas of the tools in the prompt."""
+
+  messages: Sequence[types.Message]
+  tools: Sequence[dict] = ()
+
+
+@dataclasses.dataclass
+class Config:
+  """Of one supervised run.
+
+  Attributes:
+    steps: Optimizer steps.
+    rows: Packed rows a step.
+    row_tokens: Tokens of a row; longer conversations are left out.
+    learning_rate: At its peak, after the warm-up; then a cosine to 0.
+    warmup: Steps of linear warm-up.
+    weight_decay: Of AdamW.
+    other_weight: Loss weight of the tokens that are not the assistant's, the first aside.
+  """
+
+  steps: int = 1000
+  rows: int = 16
+  row_tokens: int = 384
+  learning_rate: float = 3e-3
+  warmup: int = 50
+  weight_decay: float = 0.1
+  other_weight: float = 0.02
+
+
+def _ignore(step, metrics, params):
+  pass
+
+
+def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
+  """Encodes a conversation as a rollout would have: prompt, reply, delta, reply, ..."""
+  messages = list(conversation.messages)
+  if not messages or messages[-1]['role'] != 'assistant':
+    raise ValueError('A conversation must end with a message of the assistant.')
+  parts, mask, start = [], [], 0
+  for i, message in enumerate(messages):
+    if message['role'] != 'assistant':
+      continue
+    given = messages[start:i]
+    parts.append(chat.delta(given) if parts else chat.prompt(given, conversation.tools))
+    parts.append(chat.reply(message['content']))
+    mask += [False, True]
+    start = i + 1
+  sizes = [len(part) for part in parts]
+  tokens = np.concatenate(parts).astype(np.int32)
+  return types.Segment(tokens, np.repeat(mask, sizes), np.zeros(len(tokens), np.float32))
+
+
+def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types.Batch]:
+  """Packs a stream of segments into batches of config.rows rows, in order.
+
+  Where the stream ends, the last rows stay empty.
+  """
+  pool: list[types.Segment] = []
+  full = config.rows * config.row_tokens
+  for s in segments:
+    if len(s.tokens) > config.row_tokens:
+      continue
+    pool.append(s)
+    if sum(len(s.tokens) for s in pool) >= full:
+      yield _take(pool, config)
+  while pool:
+    yield _take(pool, config)
+
+
+def run(
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+  segments: Iterable[types.Segment],
+  config: Config,
+  *,
+  on_step: Callable[[int, dict[str, float], decoder.Params], None] = _ignore,
+) -> decoder.Params:
+  """Fits the policy to the action tokens of a stream of segments.
+
+  Args:
+    model: The policy's shape.
+    params: To start from; used up.
+    segments: At least as many as config.steps batches need; see `segment`.
+    config: Of the run.
+    on_step: Called with the number of finished steps, their metrics and the parameters,
+      which the next step uses up.
+
+  Returns:
+    The new parameters.
+
+  Raises:
+    ValueError: The stream ended before the last step.
+  """
+  rate = optax.warmup_cosine_decay_schedule(
+    0.0, config.learning_rate, config.warmup, config.steps
+  )
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(rate, b2=0.98, weight_decay=config.weight_decay),
+  )
+  state = learner.init({'policy': params}, optimizer)
+  stream = batches(segments, config)
+  for step, batch in zip(range(1, config.steps + 1), stream, strict=False):
+    state, metrics = learner.update(
+      state, [batch], config=model, loss=algorithms.likelihood, optimizer=optimizer
+    )
+    on_step(step, metrics, state.params['policy'])
+  if int(state.step) < config.steps:
+    raise ValueError(
+      f'segments ended after {int(state.step)} of {config.steps} steps: give more.'
+    )
+  return state.params['policy']
+
+
+def _take(pool: list[types.Segment], config) -> types.Batch:
+  """Takes the longest beginning of the pool that fits a batch out of it."""
+  taken = len(pool)
+  layout = _layout(pool, config)
+  while layout.rows > config.rows:
+    taken -= 1
+    layout = _layout(pool[:taken], config)
+  batch = _weighted(pool[:taken], layout, config.other_weight)
+  del pool[:taken]
+  return batch
+
+
+def _layout(segments, config):
+  return packing.layout(
+    [len(s.tokens) for s in segments],
+    row_tokens=config.row_tokens,
+    row_multiple=config.rows,
+  )
+
+
+def _weighted(segments, layout, other_weight) -> types.Batch:
+  weight = [np.where(s.action_mask, 1.0, other_weight) for s in segments]
+  for w in weight:
+    # The first token is given, not predicted.
+    w[0] = 0.0
+  placed = layout.place(weight, np.float32)
+  used = (placed > 0).astype(np.float32)
+  return packing.pack(segments, layout)._replace(
+    advantages=placed, weights=used / placed.sum()
+  )

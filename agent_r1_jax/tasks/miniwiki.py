@@ -1,0 +1,77 @@
+"""miniwiki: a generated encyclopedia and multi-hop questions about it.
+
+Nothing of it can be memorised: a word of a name belongs to exactly one split (see
+`miniwiki_world`), and the out-of-domain set composes relations as no training question
+does (see `miniwiki_questions`). Equal arguments give equal bytes in every process.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import random
+
+from agent_r1_jax import types
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.tasks import miniwiki_demos, miniwiki_questions, miniwiki_world
+
+# Data set to (style, part of the split's words): each set has a world of its own.
+SETS = {
+  'miniwiki-hotpot': ('hotpot', 0),
+  'miniwiki-2wiki': ('2wiki', 1),
+  'miniwiki-musique': ('musique', 2),
+  'miniwiki-musique-4hop': ('musique-4hop', 2),
+}
+PASSAGES = 900  # of each set's world
+TRAIN_PASSAGES = 2400
+
+
+@functools.lru_cache(8)
+def _world(seed, split, part) -> miniwiki_world.World:
+  size = TRAIN_PASSAGES if part is None else PASSAGES
+  return miniwiki_world.world(seed, split, size, part)
+
+
+def train_tasks(seed: int, n: int, split: str = 'train') -> list[types.Task]:
+  """Questions for RL, both in-domain styles by halves, mixed.
+
+  Args:
+    seed: Of the world and of the questions.
+    n: How many.
+    split: Whose words; 'train' unless a base policy is supervised.
+  """
+  world = _world(seed, split, None)
+  make = functools.partial(miniwiki_questions.questions, world, prefix=f'{split}-')
+  tasks = make(n - n // 2, 'hotpot', seed) + make(n // 2, '2wiki', seed)
+  random.Random(f'miniwiki train {seed}').shuffle(tasks)
+  return tasks
+
+
+def test_set(name: str, n: int, seed: int, split: str = 'test') -> list[types.Task]:
+  """A data set for evaluation.
+
+  Args:
+    name: One of SETS.
+    n: How many questions.
+    seed: Of the world and of the questions.
+    split: 'test' for numbers to report, 'dev' for choosing settings.
+  """
+  if name not in SETS:
+    raise ValueError(f'name: {name!r} is none of {", ".join(SETS)}')
+  if split not in ('dev', 'test'):
+    raise ValueError(f"split: {split!r} is neither 'dev' nor 'test'")
+  style, part = SETS[name]
+  world = _world(seed, split, part)
+  return miniwiki_questions.questions(world, n, style, seed, prefix=f'{split}-')
+
+
+def corpus(seed: int, split: str) -> list[documents.Document]:
+  """All passages of a split: one world's, or those of the three worlds of the sets."""
+  parts = range(miniwiki_world.PARTS) if split in ('dev', 'test') else [None]
+  return [d for part in parts for d in _world(seed, split, part).documents]
+
+
+def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:
+  """The same task with passages before the question, in the form that was practised."""
+  passages = documents.render(hits)
+  content = miniwiki_demos.with_passages(passages, task.info['question'])
+  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])

@@ -1,0 +1,154 @@
+"""Multi-hop question answering: scores, rewards, and how the question is put.
+
+A task's `answer` is the list of golden answers (aliases); `info['question']` is the
+question itself. Scores read the last assistant message alone.
+"""
+
+import collections
+from collections.abc import Sequence
+import dataclasses
+import re
+import string
+
+from agent_r1_jax.agent import calls
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval.documents import Hit
+from agent_r1_jax.types import Message, Task
+
+AGENT = (
+  'Answer the question. Use the search tool to find the facts you need: search for one '
+  'fact at a time, as often as necessary, and read the passages before you go on. When '
+  'you know the answer, give it inside <answer> and </answer>, as short as possible and '
+  'without explanation, for example <answer>Beijing</answer>.\n\nQuestion: {question}'
+)
+DIRECT = (
+  'Answer the question from what you know. Give the answer inside <answer> and '
+  '</answer>, as short as possible and without explanation, for example '
+  '<answer>Beijing</answer>.\n\nQuestion: {question}'
+)
+RAG = (
+  'Answer the question with the help of the passages. Give the answer inside <answer> '
+  'and </answer>, as short as possible and without explanation, for example '
+  '<answer>Beijing</answer>.\n\n{passages}\n\nQuestion: {question}'
+)
+
+# The innermost pair: an answer holds no other tag of its kind.
+_ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
+_PUNCTUATION = str.maketrans('', '', string.punctuation)
+# HotpotQA gives these no credit for shared words.
+_CLOSED = ('yes', 'no', 'noanswer')
+
+
+def agent_task(task: Task) -> Task:
+  """The task for an agent with a search tool."""
+  return _ask(task, AGENT)
+
+
+def direct_task(task: Task) -> Task:
+  """The task for a model alone."""
+  return _ask(task, DIRECT)
+
+
+def rag_task(task: Task, hits: Sequence[Hit]) -> Task:
+  """The task with passages found for it, in the form the search tool gives them."""
+  return _ask(task, RAG, passages=documents.render(hits))
+
+
+def _ask(task, prompt, **fields):
+  content = prompt.format(question=task.info['question'], **fields)
+  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
+
+
+def normalize_answer(text: str) -> str:
+  """Lower case; without punctuation, articles and superfluous space (SQuAD)."""
+  text = text.lower().translate(_PUNCTUATION)
+  return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
+
+
+def exact_match(prediction: str, golden: str | Sequence[str]) -> float:
+  """Strict EM: 1.0 if the normalised prediction equals any normalised golden answer."""
+  prediction = normalize_answer(prediction)
+  return float(any(prediction == normalize_answer(g) for g in _aliases(golden)))
+
+
+def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
+  """Cover-EM: 1.0 if any normalised golden answer is a substring of the prediction.
+
+  Search-R1's `subem`; generous ('unknown' covers 'no'), so never a substitute for EM.
+  A golden answer of articles and punctuation alone is covered by its equal only.
+  """
+  prediction = normalize_answer(prediction)
+  covers = (normalize_answer(g) for g in _aliases(golden))
+  return float(any(g == prediction or (g and g in prediction) for g in covers))
+
+
+def f1(prediction: str, golden: str | Sequence[str]) -> float:
+  """HotpotQA's F1 of words, the best over the golden answers.
+
+  Where either side is yes, no or noanswer, only equality scores.
+  """
+  prediction = normalize_answer(prediction)
+  return max(_f1(prediction, normalize_answer(g)) for g in _aliases(golden))
+
+
+def _f1(prediction, golden):
+  if prediction != golden and (prediction in _CLOSED or golden in _CLOSED):
+    return 0.0
+  predicted, true = prediction.split(), golden.split()
+  shared = (collections.Counter(predicted) & collections.Counter(true)).total()
+  return 2 * shared / (len(predicted) + len(true)) if shared else 0.0
+
+
+def _aliases(golden):
+  return [golden] if isinstance(golden, str) else golden
+
+
+def extract_answer(text: str) -> str | None:
+  """What stands in the last <answer>...</answer>, or None."""
+  found = _ANSWER.findall(text)
+  return found[-1].strip() if found else None
+
+
+def em_reward(task: Task, messages: Sequence[Message]) -> float:
+  """Strict EM of the final answer; 0.0 without one."""
+  return metrics(task, messages)['em']
+
+
+def paper_reward(task: Task, messages: Sequence[Message]) -> float:
+  """r_f = EM if r_format = 1, else r_format - 1 (arXiv 2511.14460, eq. 6).
+
+  r_format is the mean of two binaries: the last assistant message holds exactly one
+  <answer>...</answer>; no assistant message holds a malformed tool call.
+
+  Returns:
+    1.0 or 0.0 where the format is right; -0.5 and -1.0 for one and two faults.
+  """
+  replies = _replies(messages)
+  last = replies[-1] if replies else ''
+  presented = last.count('<answer>') == last.count('</answer>') == 1
+  presented = presented and extract_answer(last) is not None
+  parsed = [call for reply in replies for call in calls.hermes(reply)]
+  called = not any(isinstance(call, calls.CallError) for call in parsed)
+  r_format = (presented + called) / 2
+  return em_reward(task, messages) if r_format == 1 else r_format - 1
+
+
+def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
+  """em, cover_em and f1 of the final answer, and whether there was one (answered).
+
+  A blank answer is none.
+  """
+  replies = _replies(messages)
+  answer = extract_answer(replies[-1]) if replies else None
+  if not answer:
+    return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0)
+  return {
+    'em': exact_match(answer, task.answer),
+    'cover_em': cover_exact_match(answer, task.answer),
+    'f1': f1(answer, task.answer),
+    'answered': 1.0,
+  }
+
+
+def _replies(messages):
+  return [m['content'] for m in messages if m['role'] == 'assistant']

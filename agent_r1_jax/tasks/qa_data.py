@@ -1,0 +1,179 @@
+"""Multi-hop QA data: JSON lines, and the files as HotpotQA, 2Wiki and MuSiQue ship them.
+
+Every task holds the bare question as its messages (`qa.agent_task` and its kin put the
+prompt), the golden answers as its answer, and in info the question, the supporting
+titles and what else the row says.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import os
+from typing import Any
+
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval.documents import Document
+from agent_r1_jax.types import Task
+
+# Where a row stands (for errors) and the row, to its task.
+Layout = Callable[[str, dict[str, Any]], Task]
+
+
+def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
+  """Tasks from JSON lines or one JSON array, gzipped or plain.
+
+  Args:
+    path: The file.
+    layout: `jsonl_row`, `hotpotqa_row`, `two_wiki_row`, `musique_row` or one's own; None
+      asks the fields of the first row.
+
+  Raises:
+    ValueError: A row is broken or repeats an id, the layout is unknown, the file is
+      damaged or empty; names the file, the row and the field.
+  """
+  tasks = {}
+  for where, row in documents.read_rows(path):
+    layout = layout or _recognise(where, row)
+    task = layout(where, row)
+    if task.id in tasks:
+      raise ValueError(f'{where}: id {task.id!r} was taken before; make ids unique')
+    tasks[task.id] = task
+  return list(tasks.values())
+
+
+def jsonl(path: str | os.PathLike) -> list[Task]:
+  """Tasks from JSON lines of the project's own layout, `jsonl_row`."""
+  return load(path, jsonl_row)
+
+
+def jsonl_row(where: str, row: dict[str, Any]) -> Task:
+  """{id, question, golden_answers} and whatever else, which goes to info."""
+  rest = {k: v for k, v in row.items() if k not in ('id', 'golden_answers')}
+  return _task(where, row, 'id', _texts(where, row, 'golden_answers'), rest)
+
+
+def hotpotqa_row(where: str, row: dict[str, Any]) -> Task:
+  """{_id, question, answer, supporting_facts [[title, sentence]], context, ...}."""
+  facts = _pairs(where, row, 'supporting_facts')
+  info = {name: row[name] for name in ('type', 'level', 'answer_id') if name in row}
+  info['supporting_titles'] = list(dict.fromkeys(title for title, _ in facts))
+  return _task(where, row, '_id', _texts(where, row, 'answer'), info)
+
+
+def two_wiki_row(where: str, row: dict[str, Any]) -> Task:
+  """As `hotpotqa_row`, with evidences: [subject, relation, object] a hop."""
+  task = hotpotqa_row(where, row)
+  task.info['evidences'] = _list(where, row, 'evidences')
+  return task
+
+
+def musique_row(where: str, row: dict[str, Any]) -> Task:
+  """{id, question, answer, answer_aliases, paragraphs, question_decomposition, ...}.
+
+  Unanswerable questions, which MuSiQue-Full adds, are refused.
+  """
+  if not row.get('answerable', True):
+    raise ValueError(f'{where}: is unanswerable; take the musique_ans files')
+  aliases = _texts(where, row, 'answer_aliases') if row.get('answer_aliases') else []
+  gold = [p for p in _paragraphs(where, row) if p.get('is_supporting')]
+  info = {
+    'decomposition': _list(where, row, 'question_decomposition'),
+    'supporting_titles': [documents.text_field(where, p, 'title') for p in gold],
+  }
+  return _task(where, row, 'id', _texts(where, row, 'answer') + aliases, info)
+
+
+def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
+  """2Wiki's tasks with the other names of their answers as golden answers too.
+
+  Args:
+    tasks: Of the release whose rows have an `answer_id`.
+    path: Its id_aliases.json, lines of {Q_id, aliases, demonyms}; both kinds count, as
+      in its evaluation script v1.1.
+  """
+  names: dict[str | None, list[str]] = {
+    documents.text_field(where, row, 'Q_id'): _list(where, row, 'aliases')
+    + _list(where, row, 'demonyms')
+    for where, row in documents.read_rows(path)
+  }
+  return [
+    dataclasses.replace(
+      task, answer=task.answer + names.get(task.info.get('answer_id'), [])
+    )
+    for task in tasks
+  ]
+
+
+def passages(path: str | os.PathLike) -> list[Document]:
+  """The paragraphs of an official file as a corpus: each once, with ids p0, p1, ..."""
+  found = {}
+  for where, row in documents.read_rows(path):
+    for title, text in _contexts(where, row):
+      if title.strip() and text.strip():
+        found.setdefault((title, text), Document(f'p{len(found)}', title, text))
+  return list(found.values())
+
+
+def _contexts(where, row) -> Iterator[tuple[str, str]]:
+  if 'paragraphs' in row:
+    for paragraph in _paragraphs(where, row):
+      title = documents.text_field(where, paragraph, 'title')
+      yield title, documents.text_field(where, paragraph, 'paragraph_text')
+  else:
+    for title, sentences in _pairs(where, row, 'context'):
+      yield title, ' '.join(sentence.strip() for sentence in sentences)
+
+
+def _recognise(where, row):
+  marks = {
+    'golden_answers': jsonl_row,
+    'paragraphs': musique_row,
+    'evidences': two_wiki_row,
+    'supporting_facts': hotpotqa_row,
+  }
+  for field, layout in marks.items():
+    if field in row:
+      return layout
+  raise ValueError(
+    f'{where}: unknown layout, the fields are {sorted(row)}; one of {list(marks)} was '
+    'expected, or pass a layout'
+  )
+
+
+def _task(where, row, id_field, golden, info):
+  question = documents.text_field(where, row, 'question')
+  return Task(
+    id=documents.text_field(where, row, id_field),
+    messages=[{'role': 'user', 'content': question}],
+    answer=golden,
+    info=info | {'question': question},
+  )
+
+
+def _texts(where, row, name):
+  value = row.get(name)
+  texts = [value] if isinstance(value, str) else value
+  if not isinstance(texts, list) or not texts:
+    raise documents.wrong_field(where, row, name, 'a text or a list of texts')
+  if not all(isinstance(text, str) and text.strip() for text in texts):
+    raise documents.wrong_field(where, row, name, 'texts that are not blank')
+  return texts
+
+
+def _paragraphs(where, row):
+  paragraphs = _list(where, row, 'paragraphs')
+  if not all(isinstance(paragraph, dict) for paragraph in paragraphs):
+    raise documents.wrong_field(where, row, 'paragraphs', 'a list of objects')
+  return paragraphs
+
+
+def _pairs(where, row, name):
+  pairs = _list(where, row, name)
+  if not all(isinstance(p, list) and len(p) == 2 for p in pairs):
+    raise documents.wrong_field(where, row, name, 'a list of pairs [title, ...]')
+  return pairs
+
+
+def _list(where, row, name):
+  if not isinstance(row.get(name), list):
+    raise documents.wrong_field(where, row, name, 'a list')
+  return row[name]

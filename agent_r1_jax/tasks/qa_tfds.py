@@ -1,0 +1,92 @@
+"""Multi-hop QA as a TensorFlow Datasets builder: array_record, without TensorFlow."""
+
+from collections.abc import Mapping
+import json
+import os
+import pathlib
+
+import tensorflow_datasets as tfds
+
+from agent_r1_jax.tasks import qa_data
+from agent_r1_jax.types import Task
+
+
+class MultihopQa(tfds.core.GeneratorBasedBuilder):
+  """Questions, golden answers and the rest of a row as JSON, in the files' order."""
+
+  VERSION = tfds.core.Version('1.0.0')
+  RELEASE_NOTES = {'1.0.0': 'First.'}
+
+  def __init__(self, *, files: Mapping[str, str | os.PathLike], **kwargs):
+    """Names the file of each split, in any layout that `qa_data.load` knows."""
+    self._files = files
+    super().__init__(file_format='array_record', **kwargs)
+
+  def _info(self):
+    return tfds.core.DatasetInfo(
+      builder=self,
+      description='Multi-hop questions with golden answers.',
+      disable_shuffling=True,
+      features=tfds.features.FeaturesDict(
+        {
+          'id': tfds.features.Text(),
+          'question': tfds.features.Text(),
+          'golden_answers': tfds.features.Sequence(tfds.features.Text()),
+          # As text: nested ragged features need TensorFlow.
+          'info': tfds.features.Text(),
+        }
+      ),
+    )
+
+  def _split_generators(self, dl_manager):
+    return {split: self._generate_examples(path) for split, path in self._files.items()}
+
+  def _generate_examples(self, path):
+    for number, task in enumerate(qa_data.load(path)):
+      example = {'id': task.id, 'question': task.info['question']}
+      example |= {'golden_answers': task.answer, 'info': json.dumps(task.info)}
+      yield number, example
+
+
+def write(
+  files: Mapping[str, str | os.PathLike], directory: str | os.PathLike, *, name: str
+) -> pathlib.Path:
+  """Builds a data set; returns the directory that `read` and other TFDS users take.
+
+  Args:
+    files: Split name ('train', 'validation', ...) to the file of questions.
+    directory: TFDS's data_dir.
+    name: Of the configuration, for example 'hotpotqa'.
+
+  Raises:
+    ValueError: A row is broken (`qa_data.load`), or the data set was built before.
+  """
+  config = tfds.core.BuilderConfig(name=name, version=MultihopQa.VERSION)
+  builder = MultihopQa(files=files, data_dir=directory, config=config)
+  if pathlib.Path(builder.data_path).exists():
+    raise ValueError(f'{builder.data_path} exists; delete it to build it again')
+  builder.download_and_prepare()
+  return pathlib.Path(builder.data_path)
+
+
+def read(directory: str | os.PathLike, split: str = 'train') -> list[Task]:
+  """Tasks of a split that `write` wrote; TFDS's sub-splits too, as 'train[:80%]'.
+
+  Raises:
+    ValueError: No data set is there, or no such split.
+  """
+  if not (pathlib.Path(directory) / 'dataset_info.json').exists():
+    raise ValueError(f'{directory}: holds no TFDS data set; give what `write` returned')
+  builder = tfds.builder_from_directory(directory)
+  source = builder.as_data_source(split)  # pyright: ignore (a decorator hides its type)
+  return [_task(example) for example in source]
+
+
+def _task(example):
+  info = json.loads(example['info'])
+  return Task(
+    id=example['id'].decode(),
+    messages=[{'role': 'user', 'content': info['question']}],
+    answer=[answer.decode() for answer in example['golden_answers']],
+    info=info,
+  )

@@ -1,0 +1,78 @@
+"""A conformance test that every environment should pass."""
+
+from collections.abc import Callable, Sequence
+import copy
+import json
+import math
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import tool as tool_lib
+
+
+async def check_env(
+  make_env: Callable[[], env_lib.Env], task: types.Task, replies: Sequence[str]
+) -> list[types.Step]:
+  """Plays `replies`, which must end the episode exactly with the last one.
+
+  Checked: the form of messages and steps; that the task stays as it was; that the same
+  replies have the same answers, also while a second instance plays at the same time.
+
+  Args:
+    make_env: Returns a new environment at each call.
+    task: What is asked.
+    replies: The agent's, at least one.
+
+  Returns:
+    The steps, for further checks.
+
+  Raises:
+    AssertionError: It says what the environment does wrong.
+  """
+  assert replies, 'give at least one reply'
+  untouched = copy.deepcopy(task)
+  alone, first, second = make_env(), make_env(), make_env()
+  for item in getattr(alone, 'tools', ()):
+    assert isinstance(item, tool_lib.Tool), f'tools holds {item!r}, which is not a Tool'
+  opening = await alone.reset(task)
+  _check_messages(opening, 'reset')
+  assert opening, 'reset returned no messages'
+  steps = [await alone.step(reply) for reply in replies]
+  for i, step in enumerate(steps):
+    _check_step(step, f'step {i}', last=i == len(steps) - 1)
+
+  assert await first.reset(task) == opening, 'reset is not repeatable'
+  assert await second.reset(task) == opening, 'reset is not repeatable'
+  for i, (reply, step) in enumerate(zip(replies, steps, strict=True)):
+    for env in (first, second):
+      again = await env.step(reply)
+      assert again == step, f'step {i} differs beside another instance: {again} != {step}'
+  for message in opening:
+    message.clear()
+  assert task == untouched, 'the environment changed the task'
+  return steps
+
+
+def _check_step(step: types.Step, where: str, *, last: bool) -> None:
+  assert isinstance(step, types.Step), f'{where} returned {type(step)}, not a Step'
+  _check_messages(step.messages, where)
+  for name in ('done', 'fresh'):
+    value = getattr(step, name)
+    assert type(value) is bool, f'{where}: {name} is {value!r}, not a bool'
+  assert step.done == last, f'{where}: done is {step.done}, but last reply is {last}'
+  if step.done:
+    assert not step.messages, f'{where}: messages after the end are never seen'
+  else:
+    assert step.messages, f'{where}: an agent that is not done must see something'
+  for name, value in {'reward': step.reward, **step.metrics}.items():
+    assert isinstance(value, int | float), f'{where}: {name} is {value!r}, not a number'
+    assert math.isfinite(value), f'{where}: {name} is {value}'
+
+
+def _check_messages(messages: list[types.Message], where: str) -> None:
+  assert isinstance(messages, list), f'{where}: messages are {type(messages)}, not a list'
+  for message in messages:
+    assert isinstance(message, dict), f'{where}: the message {message!r} is not a dict'
+    for key in ('role', 'content'):
+      assert isinstance(message.get(key), str), f'{where}: no text under {key!r}'
+    assert json.loads(json.dumps(message)) == message, f'{where}: not JSON: {message!r}'

@@ -1,0 +1,1 @@
+"""Tools to give to an agent."""

@@ -1,0 +1,137 @@
+"""The data that flows through the system: host records and one device batch.
+
+Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on devices).
+Letters: B rows, T tokens of a row.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import Array
+from jaxtyping import Bool, Float, Int
+import numpy as np
+
+# A chat message in the Hugging Face form: {'role': ..., 'content': ...}.
+Message = dict[str, Any]
+
+# How an episode ended. 'done': the environment said so. 'truncated': a turn or the row ran
+# out of tokens. 'max_turns': the turn budget was used. 'error': the environment or the
+# reward raised; such a trajectory is masked out and never scored 0.
+STATUSES = ('done', 'truncated', 'max_turns', 'error')
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """One row of a data set: what the agent is asked, and what its reward needs."""
+
+  id: str
+  messages: list[Message]
+  answer: Any = None
+  info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Step:
+  """An environment's answer to one reply.
+
+  Attributes:
+    messages: What the agent sees next; empty when `done`.
+    reward: For this turn; it will sit on the turn's last action token.
+    done: The episode is over.
+    fresh: Forget the context: `messages` is a whole new prompt and starts a new segment.
+    metrics: Named numbers to log for the trajectory; never part of the reward.
+  """
+
+  messages: list[Message]
+  reward: float = 0.0
+  done: bool = False
+  fresh: bool = False
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Segment:
+  """A contiguous context, token-exact: what was fed and what was sampled.
+
+  Attributes:
+    tokens: int32 [T].
+    action_mask: bool [T], True where the policy chose the token.
+    logprobs: float32 [T], of the behaviour policy; 0 off the action mask.
+  """
+
+  tokens: np.ndarray
+  action_mask: np.ndarray
+  logprobs: np.ndarray
+
+
+@dataclasses.dataclass
+class Turn:
+  """One reply: `segments[segment].tokens[start:stop]` are its tokens, all actions."""
+
+  segment: int
+  start: int
+  stop: int
+  reward: float = 0.0
+
+
+@dataclasses.dataclass
+class Trajectory:
+  """One episode.
+
+  Attributes:
+    task: What was asked.
+    group: Trajectories of one group answer the same task; the id is unique in a batch.
+    sample: The member's number in its group.
+    segments: At least one, unless the status is 'error' or the prompt did not fit a row.
+    turns: In order; rewards sit at `turn.stop - 1`.
+    messages: The conversation as text, for people and rewards.
+    status: One of STATUSES.
+    policy_step: The update count of the policy that sampled it.
+    metrics: Named numbers to log (summed over the steps' metrics).
+    error: What was raised, when status is 'error'.
+  """
+
+  task: Task
+  group: int
+  sample: int
+  segments: list[Segment]
+  turns: list[Turn]
+  messages: list[Message]
+  status: str
+  policy_step: int = 0
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+  error: str | None = None
+
+  @property
+  def reward(self) -> float:
+    """The undiscounted sum of the turns' rewards."""
+    return float(sum(turn.reward for turn in self.turns))
+
+
+class Batch(NamedTuple):
+  """Packed rows on the device; several segments share a row.
+
+  Attributes:
+    tokens: The text.
+    positions: Restart at 0 in each segment.
+    segment_ids: 1, 2, ... within a row; 0 is padding.
+    action_mask: True where the policy chose the token (the paper's action mask).
+    logprobs: Of the behaviour policy, 0 off the action mask.
+    advantages: Per action token, 0 off the action mask.
+    weights: The token's share in the loss, 0 off the action mask. They carry the
+      aggregation with its global denominators, so a loss is Σ weights · loss a token.
+    ref_logprobs: Of the reference policy, where a KL term needs them.
+    values: Of the critic at rollout, where there is one.
+    returns: The critic's targets, where there is one.
+  """
+
+  tokens: Int[Array, 'B T']
+  positions: Int[Array, 'B T']
+  segment_ids: Int[Array, 'B T']
+  action_mask: Bool[Array, 'B T']
+  logprobs: Float[Array, 'B T']
+  advantages: Float[Array, 'B T']
+  weights: Float[Array, 'B T']
+  ref_logprobs: Float[Array, 'B T'] | None = None
+  values: Float[Array, 'B T'] | None = None
+  returns: Float[Array, 'B T'] | None = None

@@ -1,0 +1,308 @@
+"""Trajectories that people can look at: logs in the `.eval` format of Inspect.
+
+  pip install inspect_ai   (in an environment of its own)
+  inspect view --log-dir runs/quickstart/trajectories
+
+Inspect's words for ours: a sample is a group's task, its epochs are the group's members
+(the first is 1), a score is the reward. Written with the standard library alone; the
+format is a ZIP of JSON files that inspect_ai 0.3.285 reads (tests/test_viewer.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import datetime
+import hashlib
+import itertools
+import json
+import math
+import os
+import pathlib
+from typing import Any
+import zipfile
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
+
+_VERSION = 2  # of Inspect's log schema
+_LIMITS = {'truncated': 'token', 'max_turns': 'turn'}
+
+
+def write(
+  path: str | os.PathLike,
+  trajectories: Sequence[types.Trajectory],
+  *,
+  task: str,
+  model: str,
+  config: Mapping[str, Any],
+  step: int,
+  scores: Sequence[str] = ('em',),
+  extra: Sequence[Mapping[str, Any]] | None = None,
+  parse: Callable[[str], Sequence[calls.ToolCall | calls.CallError]] = calls.hermes,
+) -> None:
+  """Writes a log, whole or not at all.
+
+  Args:
+    path: A file; its name has to end in '.eval'. Its directory is made if missing.
+    trajectories: In any order; the members of a group share `group`.
+    task: The name above the log, for example 'miniwiki, training'.
+    model: The policy's name.
+    config: The run's configuration, shown with the log.
+    step: The update that the trajectories are for.
+    scores: Names of metrics to show as scores beside the reward.
+    extra: More metadata for each trajectory, such as {'advantage': 0.3}.
+    parse: The tool-call format, so that calls and results are shown together.
+
+  Raises:
+    ValueError: `path` does not end in '.eval', or two trajectories are the same member
+      of the same group.
+  """
+  path = pathlib.Path(path)
+  if path.suffix != '.eval':
+    raise ValueError(f'path={path}: Inspect finds logs by their ending, .eval')
+  ids = _ids(trajectories)
+  more = extra or [{}] * len(trajectories)
+  samples = [
+    _sample(t, sample_id, _messages(t, parse), model, step, scores, e)
+    for t, sample_id, e in zip(trajectories, ids, more, strict=True)
+  ]
+  names = [f'samples/{s["id"]}_epoch_{s["epoch"]}.json' for s in samples]
+  if len(set(names)) < len(names):
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f'two trajectories are {twice}: give members of a group numbers')
+  spec = _spec(samples, task, model, config, step)
+  header = {
+    'version': _VERSION,
+    'status': 'success',
+    'eval': spec,
+    'plan': {},
+    'results': _results(samples),
+    'stats': {'started_at': spec['created'], 'completed_at': spec['created']},
+  }
+  members = {'_journal/start.json': {'version': _VERSION, 'eval': spec, 'plan': {}}}
+  members |= dict(zip(names, samples, strict=True))
+  members |= {
+    'summaries.json': [_summary(s) for s in samples],
+    'header.json': header,
+  }
+  _zip(path, members)
+
+
+def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_suffix('.part')
+  with zipfile.ZipFile(part, 'w', zipfile.ZIP_DEFLATED) as archive:
+    for name, content in members.items():
+      archive.writestr(name, _json(content))
+  part.replace(path)
+
+
+def _json(content: Any) -> bytes:
+  # Lone surrogates, which a model's bytes can decode to, are no UTF-8.
+  text = json.dumps(_finite(content), ensure_ascii=False, default=str, allow_nan=False)
+  return text.encode('utf-8', errors='replace')
+
+
+def _finite(value: Any) -> Any:
+  """JSON has no NaN and no infinity: they become strings."""
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  if isinstance(value, Mapping):
+    return {str(key): _finite(inner) for key, inner in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(inner) for inner in value]
+  return value
+
+
+def _ids(trajectories: Sequence[types.Trajectory]) -> list[str]:
+  """The task's id, with the group's where several groups have the same task."""
+  groups: dict[str, set[int]] = {}
+  for t in trajectories:
+    groups.setdefault(t.task.id, set()).add(t.group)
+  return [
+    t.task.id if len(groups[t.task.id]) == 1 else f'{t.task.id}#{t.group}'
+    for t in trajectories
+  ]
+
+
+def _spec(samples, task: str, model: str, config: Mapping[str, Any], step: int) -> dict:
+  created = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+  name = hashlib.sha256(f'{task} {model} {step} {created}'.encode()).hexdigest()[:22]
+  ids = list(dict.fromkeys(sample['id'] for sample in samples))
+  return {
+    'eval_id': name,
+    'run_id': name,
+    'task_id': name,
+    'created': created,
+    'task': task,
+    'dataset': {'name': task, 'samples': len(ids), 'sample_ids': ids},
+    'model': model,
+    'config': {'epochs': max((sample['epoch'] for sample in samples), default=1)},
+    'metadata': {'step': step, 'config': config},
+  }
+
+
+def _sample(
+  t: types.Trajectory,
+  sample_id: str,
+  messages: list[dict[str, Any]],
+  model: str,
+  step: int,
+  scores: Sequence[str],
+  extra: Mapping[str, Any],
+) -> dict[str, Any]:
+  replies = [message for message in messages if message['role'] == 'assistant']
+  tokens = sum(len(segment.tokens) for segment in t.segments)
+  actions = sum(int(segment.action_mask.sum()) for segment in t.segments)
+  usage = {'input_tokens': tokens - actions, 'output_tokens': actions}
+  usage['total_tokens'] = tokens
+  choice = {'message': replies[-1], 'stop_reason': 'stop'} if replies else None
+  sample = {
+    'id': sample_id,
+    'epoch': t.sample + 1,
+    'input': [_message(message) for message in t.task.messages],
+    'target': _target(t.task.answer),
+    'messages': messages,
+    'output': {
+      'model': model,
+      'choices': [choice] if choice else [],
+      'completion': replies[-1]['content'] if replies else '',
+      'usage': usage,
+    },
+    'model_usage': {model: usage},
+    'turn_count': len(t.turns),
+    'metadata': _metadata(t, step, tokens, actions) | dict(extra),
+  }
+  if t.status == 'error':  # masked out of the update, and without a score
+    text = t.error or 'unknown error'
+    return sample | {
+      'error': {'message': text, 'traceback': text, 'traceback_ansi': text}
+    }
+  shown = {'reward': t.reward} | {n: t.metrics[n] for n in scores if n in t.metrics}
+  answer = {'answer': replies[-1]['content'][-200:]} if replies else {}
+  sample['scores'] = {
+    name: {'value': float(value)} | answer for name, value in shown.items()
+  }
+  if t.status in _LIMITS:
+    limits = {'token': tokens, 'turn': len(t.turns)}
+    kind = _LIMITS[t.status]
+    sample['limit'] = {'type': kind, 'limit': limits[kind], 'reason': t.status}
+  return sample
+
+
+def _metadata(
+  t: types.Trajectory, step: int, tokens: int, actions: int
+) -> dict[str, Any]:
+  logprob = sum(float(segment.logprobs.sum()) for segment in t.segments)
+  return {
+    'step': step,
+    'policy_step': t.policy_step,
+    'status': t.status,
+    'reward': t.reward,
+    'turn_rewards': [float(turn.reward) for turn in t.turns],
+    'turn_tokens': [turn.stop - turn.start for turn in t.turns],
+    'tokens': tokens,
+    'action_tokens': actions,
+    'environment_tokens': tokens - actions,
+    'mean_logprob': logprob / actions if actions else None,
+    'segments': len(t.segments),
+    'group': t.group,
+    'metrics': t.metrics,
+    'info': t.task.info,
+  }
+
+
+def _messages(t: types.Trajectory, parse: Callable) -> list[dict[str, Any]]:
+  """The conversation; each reply of the policy has its reward and length beside it."""
+  messages = [
+    _message(message) | {'id': f'{i}'} for i, message in enumerate(t.messages, start=1)
+  ]
+  _link_tools(messages, parse)
+  replies = [message for message in messages if message['role'] == 'assistant']
+  # From the end: a prompt may hold examples, whose replies are no turns.
+  pairs = zip(reversed(t.turns), reversed(replies), strict=False)
+  for number, (turn, reply) in enumerate(pairs):
+    reply['source'] = 'generate'
+    reply['metadata'] = {
+      'turn': len(t.turns) - number,
+      'reward': float(turn.reward),
+      'tokens': turn.stop - turn.start,
+    }
+  return messages
+
+
+def _link_tools(messages: Sequence[dict[str, Any]], parse: Callable) -> None:
+  """Inspect shows a tool's message only under a call of the reply before, by its id."""
+  for i, message in enumerate(messages):
+    if message['role'] == 'assistant':
+      results = list(
+        itertools.takewhile(lambda m: m['role'] == 'tool', messages[i + 1 :])
+      )
+      found = list(parse(message['content']))
+      found += [None] * (len(results) - len(found))
+      for result, call in zip(results, found, strict=False):
+        result['tool_call_id'] = f'call-{result["id"]}'
+        message.setdefault('tool_calls', []).append(_call(result, call))
+  for message in messages:  # a result without a call before it
+    if message['role'] == 'tool' and 'tool_call_id' not in message:
+      message |= {'role': 'user', 'metadata': {'role': 'tool'}}
+
+
+def _call(result: Mapping[str, Any], call: Any) -> dict[str, Any]:
+  shown = {'id': result['tool_call_id'], 'function': result['function'], 'arguments': {}}
+  if isinstance(call, calls.ToolCall):
+    shown |= {'function': call.name, 'arguments': call.arguments}
+  if isinstance(call, calls.CallError):
+    shown |= {'parse_error': call.message}
+  return shown | {'type': 'function'}
+
+
+def _message(message: types.Message) -> dict[str, Any]:
+  role, content = message['role'], message.get('content') or ''
+  content = content if isinstance(content, str) else json.dumps(content, default=str)
+  if role == 'tool':
+    return {'role': 'tool', 'content': content, 'function': message.get('name', 'tool')}
+  if role in ('system', 'user', 'assistant'):
+    return {'role': role, 'content': content}
+  return {'role': 'user', 'content': content, 'metadata': {'role': role}}
+
+
+def _target(answer: Any) -> str | list[str]:
+  if answer is None:
+    return ''
+  if isinstance(answer, list | tuple):
+    return [str(alias) for alias in answer]
+  return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
+  """What the list of samples shows; the rest is read when a sample is opened."""
+  names = ('id', 'epoch', 'input', 'target', 'scores', 'model_usage', 'turn_count')
+  summary: dict[str, Any] = {name: sample[name] for name in names if name in sample}
+  flat = {k: v for k, v in sample['metadata'].items() if not isinstance(v, dict | list)}
+  summary |= {'metadata': flat, 'completed': True}
+  summary['message_count'] = len(sample['messages'])
+  if 'error' in sample:
+    summary['error'] = sample['error']['message']
+  if 'limit' in sample:
+    summary['limit'] = sample['limit']['type']
+  return summary
+
+
+def _results(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  scored = [sample['scores'] for sample in samples if 'scores' in sample]
+  names = dict.fromkeys(name for scores in scored for name in scores)
+  return {
+    'total_samples': len(samples),
+    'completed_samples': len(scored),
+    'scores': [
+      _score(name, [s[name]['value'] for s in scored if name in s]) for name in names
+    ],
+  }
+
+
+def _score(name: str, values: Sequence[float]) -> dict[str, Any]:
+  return {
+    'name': name,
+    'scorer': name,
+    'scored_samples': len(values),
+    'metrics': {'mean': {'name': 'mean', 'value': sum(values) / len(values)}},
+  }

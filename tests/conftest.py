@@ -1,0 +1,32 @@
+"""Strict settings for every test, and the fixtures that several files share."""
+
+import os
+import pathlib
+
+# Before anything imports JAX: the tests need no accelerator, and take none from others.
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+# Nothing may be fetched: whoever tries fails at once and not after a time-out.
+os.environ['HF_HUB_OFFLINE'] = '1'
+
+import jax
+import jaxtyping
+import pytest
+
+# The shapes in the signatures of the device's rooms are checked while the tests run.
+jaxtyping.install_import_hook(
+  ['agent_r1_jax.models', 'agent_r1_jax.engine', 'agent_r1_jax.rl'], 'shapes.checked'
+)
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(scope='session')
+def data_dir() -> pathlib.Path:
+  """The folder of the real data sets; the test skips where there is none."""
+  name = os.environ.get('AGENT_R1_DATA')
+  if not name:
+    pytest.skip('AGENT_R1_DATA is not set: no real data here')
+  path = pathlib.Path(name)
+  if not path.is_dir():
+    pytest.fail(f'AGENT_R1_DATA={name} is no directory')
+  return path

@@ -1,0 +1,98 @@
+"""Makes tests/golden/decoder: tiny random models and the logits transformers gives them.
+
+Command: python tests/golden/make_decoder_golden.py  (torch 2.13.0, transformers 5.23.0)
+
+A directory per model: config.json and safetensors as `save_pretrained` wrote them, and
+logits.npz with 'tokens_<row>' [T] and 'logits_<row>' [T, V], each row run on its own.
+Every parameter is drawn at random (transformers starts biases at 0 and norms at 1,
+which would hide that they are ignored); RMS epsilons are large for the same reason.
+"""
+
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import transformers
+
+_DIRECTORY = pathlib.Path(__file__).parent / 'decoder'
+_SIZES = {
+  'vocab_size': 97,
+  'hidden_size': 24,
+  'intermediate_size': 40,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+}
+# With head dim 8 and base 100 the wavelengths are 6, 20, 63 and 199: below, between
+# and above 32 / 4 and 32 / 1, so each branch of Llama 3's scaling is in use.
+_LLAMA3 = {
+  'rope_type': 'llama3',
+  'rope_theta': 100.0,
+  'factor': 8.0,
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 32,
+}
+_MODELS = {
+  'qwen2': transformers.Qwen2Config(
+    **_SIZES,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-3,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
+  'qwen3': transformers.Qwen3Config(
+    **_SIZES,
+    head_dim=8,
+    rms_norm_eps=1e-2,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 5000.0},
+  ),
+  'llama': transformers.LlamaConfig(
+    **_SIZES, head_dim=8, rms_norm_eps=1e-3, rope_parameters=_LLAMA3
+  ),
+}
+_DTYPES = {'qwen2': torch.bfloat16, 'qwen3': torch.float32, 'llama': torch.float32}
+_LENGTHS = (48, 11, 1)
+
+
+def _randomize(model, generator):
+  for name, x in model.named_parameters():
+    noise = torch.randn(x.shape, generator=generator)
+    if 'norm' in name:
+      x.data = 1.0 + 0.3 * noise
+    elif name.endswith('bias') or 'embed' in name:
+      x.data = 0.5 * noise
+    else:
+      x.data = 1.5 * noise / x.shape[1] ** 0.5
+
+
+def main():
+  generator = torch.Generator().manual_seed(0)
+  shutil.rmtree(_DIRECTORY, ignore_errors=True)
+  for name, config in _MODELS.items():
+    model = transformers.AutoModelForCausalLM.from_config(
+      config, attn_implementation='eager'
+    )
+    _randomize(model, generator)
+    model.tie_weights()
+    model = model.to(_DTYPES[name])
+    # Qwen3 is saved in several shards, as transformers cuts them.
+    size = '20KB' if name == 'qwen3' else '1GB'
+    model.save_pretrained(_DIRECTORY / name, max_shard_size=size)
+    (_DIRECTORY / name / 'generation_config.json').unlink()
+    # Loaded again: `.to(bfloat16)` also rounds RoPE's frequencies, which are not stored.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+      _DIRECTORY / name, dtype=torch.float32, attn_implementation='eager'
+    ).eval()
+    rows = {}
+    for row, length in enumerate(_LENGTHS):
+      tokens = torch.randint(0, config.vocab_size, (1, length), generator=generator)
+      with torch.no_grad():
+        logits = model(tokens).logits
+      rows[f'tokens_{row}'] = tokens[0].numpy().astype(np.int32)
+      rows[f'logits_{row}'] = logits[0].numpy()
+    np.savez_compressed(_DIRECTORY / name / 'logits.npz', **rows)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,147 @@
+import json
+import random
+
+import pytest
+
+from agent_r1_jax.agent import calls as calls_lib
+from agent_r1_jax.agent.calls import CallError, ToolCall, hermes
+
+
+def call(name='search', **arguments):
+  return (
+    f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+  )
+
+
+def test_no_call():
+  for reply in ('', 'Paris.', '</tool_call>', '<answer>tool_call</answer>', '<tool_call'):
+    assert hermes(reply) == []
+
+
+def test_one_call_in_any_spacing():
+  payload = '{"name": "search", "arguments": {"query": "a"}}'
+  expected = [ToolCall('search', {'query': 'a'})]
+  for reply in (
+    f'<tool_call>{payload}</tool_call>',
+    f'I look. <tool_call>\n\n {payload} \n</tool_call> done',
+    f'<tool_call>{payload}',
+    f'<tool_call>{payload}\n',
+  ):
+    assert hermes(reply) == expected
+
+
+def test_parallel_calls_in_order():
+  reply = call(query='a') + '\n' + call('calculator', expression='1') + call(query='b')
+  assert [c.arguments for c in hermes(reply)] == [
+    {'query': 'a'},
+    {'expression': '1'},
+    {'query': 'b'},
+  ]
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    '</tool_call>',
+    '<tool_call>',
+    '<think>',
+    '</think>',
+    '"}}',
+    '\\',
+    '\n',
+    '\ud800',
+    '中',
+  ],
+)
+def test_any_text_can_be_an_argument(text):
+  reply = call(query=f'a{text}b') + call(query='c')
+  assert hermes(reply) == [
+    ToolCall('search', {'query': f'a{text}b'}),
+    ToolCall('search', {'query': 'c'}),
+  ]
+
+
+def test_arguments_may_be_nested_or_left_out():
+  assert hermes(call(x=[1, {'y': None}])) == [ToolCall('search', {'x': [1, {'y': None}]})]
+  assert hermes('<tool_call>{"name": "now"}</tool_call>') == [ToolCall('now', {})]
+
+
+@pytest.mark.parametrize(
+  'payload, reason',
+  [
+    ('', 'Expecting value'),
+    ('search("a")', 'Expecting value'),
+    ('{"name": "search", "arguments": {"query": "a"}', "Expecting ',' delimiter"),
+    ('{"name": "search", "arguments": {"query": "a"}}}', 'expected </tool_call>'),
+    ('{"name": "a", "arguments": {}} {"name": "b"}', 'expected </tool_call>'),
+    ("{'name': 'search'}", 'property name'),
+    ('[1]', 'expected a JSON object'),
+    ('"search"', 'expected a JSON object'),
+    ('{"arguments": {}}', '"name" must be'),
+    ('{"name": "", "arguments": {}}', '"name" must be'),
+    ('{"name": 3, "arguments": {}}', '"name" must be'),
+    ('{"name": "search", "arguments": "{}"}', '"arguments" must be'),
+    ('{"name": "search", "arguments": null}', '"arguments" must be'),
+    ('[' * 100_000, 'recursion'),
+    ('{"name": "a", "arguments": {"x": ' + '9' * 10_000 + '}}', 'limit'),
+  ],
+)
+def test_malformed_calls(payload, reason):
+  reply = f'so <tool_call>{payload}</tool_call>' + call(query='b')
+  error, after = hermes(reply)
+  assert isinstance(error, CallError)
+  assert error.message.startswith('invalid tool call: ')
+  assert reason in error.message
+  assert error.text == payload
+  assert after == ToolCall('search', {'query': 'b'})
+
+
+def test_a_broken_call_does_not_swallow_the_next():
+  error, good = hermes('<tool_call>{"name": ' + call(query='a'))
+  assert isinstance(error, CallError)
+  assert error.text == '{"name": '
+  assert good == ToolCall('search', {'query': 'a'})
+
+
+@pytest.mark.parametrize(
+  'reply, queries',
+  [
+    ('<think>' + call(query='a') + '</think>' + call(query='b'), ['b']),
+    (
+      call(query='a') + '<think>' + call(query='b') + '</think>' + call(query='c'),
+      ['a', 'c'],
+    ),
+    # The prompt may have opened the block.
+    ('Hm. ' + call(query='a') + '</think>' + call(query='b'), ['b']),
+    # Never closed: generation stopped at the call.
+    ('<think>Hm. ' + call(query='a'), ['a']),
+    ('<think>' + call(query='a') + '</think>Paris', []),
+    ('<think>I write <tool_call> and {</think>' + call(query='b'), ['b']),
+    ('<think>x</think>' + call(query='a') + '<think>y</think>', ['a']),
+  ],
+)
+def test_a_closed_thought_is_no_call(reply, queries):
+  assert [c.arguments['query'] for c in hermes(reply)] == queries
+
+
+def test_nothing_makes_it_raise():
+  rng = random.Random(0)
+  pieces = ['<tool_call>', '</tool_call>', '<think>', '</think>', '{', '}', '"name"', ':']
+  pieces += [
+    '"a"',
+    ',',
+    '"arguments"',
+    '[',
+    ' ',
+    '\n',
+    '\\',
+    '\ud800',
+    'NaN',
+    '1e999',
+    call(),
+  ]
+  kinds = set()
+  for _ in range(3000):
+    for found in hermes(''.join(rng.choices(pieces, k=rng.randrange(30)))):
+      kinds.add(type(found))
+  assert kinds == {calls_lib.ToolCall, calls_lib.CallError}

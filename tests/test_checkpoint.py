@@ -1,0 +1,432 @@
+"""Checkpoints: exact, atomic, and clear about what is wrong."""
+
+import gc
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from absl import logging as absl_logging
+import jax
+from jax import numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from agent_r1_jax import checkpoint
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def state(seed: int = 0):
+  """Every kind of leaf that a run has: optax's named tuples, keys, bfloat16, None."""
+  key = jax.random.key(seed)
+  params = {
+    'layers': [{'w': jax.random.normal(key, (7, 5))}, {'w': jnp.zeros((5, 3))}],
+    'b': jax.random.normal(key, (3,)).astype(jnp.bfloat16),
+    'none': None,
+  }
+  return {
+    'params': params,
+    'opt': optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init(params),
+    'key': key,
+    'keys': jax.random.split(key, 3),
+    'count': jnp.asarray(seed, jnp.int32),
+  }
+
+
+def assert_equal(got, expected):
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    assert a.dtype == b.dtype
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+      a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def save(workdir, steps, keep=3):
+  with checkpoint.Checkpointer(workdir, every=1, keep=keep) as checkpoints:
+    for step in steps:
+      assert checkpoints.save(step, state(step), {'step': step})
+      checkpoints.wait()
+
+
+def open_(workdir, every=1, keep=3):
+  return checkpoint.Checkpointer(workdir, every=every, keep=keep)
+
+
+class TestRoundTrip:
+  def test_every_leaf_comes_back_exactly(self, tmp_path):
+    host = {'cursor': 12, 'order': [3, 1, 2], 'nested': {'x': None, 'y': 0.1, 'z': True}}
+    with open_(tmp_path) as checkpoints:
+      assert checkpoints.restore(state()) is None
+      checkpoints.save(4, state(4), host)
+      host['order'].append(9)  # after the call, the caller's again
+    with open_(tmp_path) as checkpoints:
+      step, arrays, got = checkpoints.restore(state(0))
+    assert step == 4
+    assert_equal(arrays, state(4))
+    assert got == host | {'order': [3, 1, 2]}
+
+  def test_host_state_is_copied(self):
+    host = {'order': [3, 1, 2]}
+    copy = checkpoint._plain(host)  # not through `save`: whether that shows is a race
+    host['order'].append(9)
+    assert copy == {'order': [3, 1, 2]}
+
+  def test_like_may_be_abstract(self, tmp_path):
+    save(tmp_path, [1])
+    with open_(tmp_path) as checkpoints:
+      _, arrays, _ = checkpoints.restore(jax.eval_shape(state))
+    assert_equal(arrays, state(1))
+
+  def test_restored_keys_draw_the_same(self, tmp_path):
+    save(tmp_path, [1])
+    with open_(tmp_path) as checkpoints:
+      _, arrays, _ = checkpoints.restore(state())
+    assert jax.random.bits(arrays['key']) == jax.random.bits(state(1)['key'])
+
+  def test_donating_the_arrays_after_save_changes_nothing(self, tmp_path):
+    overwrite = jax.jit(
+      lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0
+    )
+    arrays = {'w': jnp.arange(1_000_000.0)}
+    with open_(tmp_path) as checkpoints:
+      checkpoints.save(1, arrays, {})
+      jax.block_until_ready(overwrite(arrays))
+      like = {'w': jax.ShapeDtypeStruct((1_000_000,), jnp.float32)}
+      _, got, _ = checkpoints.restore(like)
+    np.testing.assert_array_equal(got['w'], np.arange(1_000_000.0))
+
+  def test_the_newest_k_stay_and_a_step_can_be_named(self, tmp_path):
+    save(tmp_path, range(5), keep=2)
+    with open_(tmp_path) as checkpoints:
+      assert checkpoints.steps == [3, 4]
+      step, arrays, host = checkpoints.restore(state(), step=3)
+      assert (step, host) == (3, {'step': 3})
+      assert_equal(arrays, state(3))
+      with pytest.raises(ValueError, match=r'no checkpoint of step 1, only \[3, 4\]'):
+        checkpoints.restore(state(), step=1)
+
+  def test_a_step_is_written_once(self, tmp_path):
+    with open_(tmp_path) as checkpoints:
+      assert checkpoints.save(1, state(1), {})
+      assert not checkpoints.save(1, state(2), {})
+      assert_equal(checkpoints.restore(state())[1], state(1))
+
+  def test_due(self, tmp_path):
+    with open_(tmp_path, every=3) as checkpoints:
+      assert [step for step in range(1, 10) if checkpoints.due(step)] == [3, 6, 9]
+
+
+class TestMistakes:
+  @pytest.mark.parametrize('name', ['every', 'keep'])
+  def test_numbers_below_one(self, tmp_path, name):
+    with pytest.raises(ValueError, match=f'{name}=0: must be at least 1'):
+      checkpoint.Checkpointer(tmp_path, **({'every': 1, 'keep': 1} | {name: 0}))
+
+  def test_another_model_is_refused_leaf_by_leaf(self, tmp_path):
+    save(tmp_path, [1])
+    other = state()
+    other['params']['layers'][0]['w'] = jnp.zeros((7, 6))
+    other['params']['extra'] = jnp.zeros(1)
+    other['count'] = jnp.zeros((), jnp.float32)
+    with open_(tmp_path) as checkpoints, pytest.raises(ValueError) as caught:
+      checkpoints.restore(other)
+    assert 'params.layers.0.w: float32[7, 5] there, float32[7, 6] here' in str(
+      caught.value
+    )
+    assert 'params.extra: absent there, float32[1] here' in str(caught.value)
+    assert 'count: int32[] there, float32[] here' in str(caught.value)
+    assert (tmp_path / 'checkpoints' / '1').is_dir()  # refused, not put aside
+
+  @pytest.mark.parametrize(
+    ('host', 'message'),
+    [
+      ({'x': np.int32(1)}, 'cannot be written as JSON'),
+      ({'x': float('nan')}, 'cannot be written as JSON'),
+      ({1: 2}, 'would change host_state'),
+      ({'x': (1, 2)}, 'would change host_state'),
+    ],
+  )
+  def test_host_state_that_json_would_change(self, tmp_path, host, message):
+    with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match=message):
+      checkpoints.save(1, state(), host)
+
+  @pytest.mark.parametrize('leaf', [np.zeros(3), 7])
+  def test_leaves_of_the_host(self, tmp_path, leaf):
+    with (
+      open_(tmp_path) as checkpoints,
+      pytest.raises(ValueError, match=r'params\.n is a'),
+    ):
+      checkpoints.save(1, {'params': {'n': leaf}}, {})
+
+  def test_two_leaves_of_one_name(self, tmp_path):
+    with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match='one name'):
+      checkpoints.save(1, {'a.b': jnp.zeros(1), 'a': {'b': jnp.zeros(1)}}, {})
+
+
+def damage(directory: pathlib.Path, name: str, how: str):
+  for path in directory.rglob('*'):
+    if path.is_file() and path.parent.name != 'ocdbt.process_0' and name in str(path):
+      content = path.read_bytes()
+      path.write_bytes(content[: len(content) // 2]) if how == 'cut' else path.unlink()
+
+
+class TestDamage:
+  """Orbax's unfinished coroutines warn when they are collected: so in these tests."""
+
+  @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+  @pytest.mark.filterwarnings('ignore:coroutine .* was never awaited:RuntimeWarning')
+  @pytest.mark.parametrize('how', ['cut', 'remove'])
+  @pytest.mark.parametrize('name', ['/d/', '_METADATA', 'manifest', 'data.json'])
+  def test_an_older_one_is_used_and_the_damaged_one_kept_aside(self, tmp_path, name, how):
+    save(tmp_path, [1, 2])
+    damage(tmp_path / 'checkpoints' / '2', name, how)
+    with open_(tmp_path) as checkpoints:
+      with pytest.warns(
+        UserWarning, match=r'checkpoints/2 cannot be read \(.+2.unreadable'
+      ):
+        step, arrays, host = checkpoints.restore(state())
+      assert (step, host, checkpoints.steps) == (1, {'step': 1}, [1])
+      assert_equal(arrays, state(1))
+      assert checkpoints.save(2, state(2), {'step': 2})  # the run goes on
+      assert checkpoints.restore(state())[0] == 2
+    assert (tmp_path / 'checkpoints' / '2.unreadable').is_dir()
+    gc.collect()
+
+  @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+  @pytest.mark.filterwarnings('ignore:coroutine .* was never awaited:RuntimeWarning')
+  def test_never_silently_from_scratch(self, tmp_path):
+    save(tmp_path, [1])
+    damage(tmp_path / 'checkpoints' / '1', 'manifest', 'remove')
+    with open_(tmp_path) as checkpoints:
+      with pytest.raises(ValueError, match='checkpoints/1 cannot be read'):
+        checkpoints.restore(state(), step=1)
+      with pytest.warns(UserWarning), pytest.raises(ValueError, match='no checkpoint in'):
+        checkpoints.restore(state())
+    gc.collect()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A disk of 1.5 MB."""
+  mounted = mount(tmp_path, 'size=1500k')
+  yield tmp_path
+  unmount(mounted)
+
+
+def mount(path, options):
+  command = ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(path)]
+  try:
+    subprocess.run(command, check=True, capture_output=True)
+  except (OSError, subprocess.CalledProcessError) as error:
+    pytest.skip(f'no file system can be mounted here: {error}')
+  return path
+
+
+def unmount(path):
+  subprocess.run(['umount', '--lazy', str(path)], check=True)
+
+
+class TestDisk:
+  def test_full_disk(self, small_disk, caplog):
+    def arrays(step):
+      return {'w': jax.random.normal(jax.random.key(step), (400, 400))}  # 0.6 MB
+
+    absl_logging.get_absl_logger().addHandler(caplog.handler)
+    with open_(small_disk, keep=9) as checkpoints:
+      checkpoints.save(1, arrays(1), {})
+      checkpoints.save(2, arrays(2), {})
+      checkpoints.save(3, arrays(3), {})
+      with pytest.raises(
+        OSError, match=r'step 3 .* disk is full .* steps \[1, 2\]'
+      ) as full:
+        checkpoints.wait()
+      assert full.value.errno == 28
+      assert checkpoints.restore(arrays(0))[0] == 2
+    absl_logging.get_absl_logger().removeHandler(caplog.handler)
+    tracebacks = [r for r in caplog.records if r.name == 'absl' and r.exc_info]
+    assert not tracebacks, 'they bury the message'
+    left = sorted(path.name for path in (small_disk / 'checkpoints').iterdir())
+    assert left == ['1', '2'], 'the rest of the failed one takes no room'
+    with open_(small_disk, keep=1) as checkpoints:
+      assert_equal(checkpoints.restore(arrays(0))[1], arrays(2))
+
+  def test_full_disk_is_told_by_the_next_save(self, small_disk):
+    big = {'w': jax.random.normal(jax.random.key(0), (800, 800))}
+    checkpoints = open_(small_disk)
+    checkpoints.save(1, big, {})
+    with pytest.raises(OSError, match='step 1 .* disk is full'):
+      checkpoints.save(2, big, {})
+    checkpoints.close()
+
+  def test_read_only_workdir(self, tmp_path):
+    mounted = mount(tmp_path, 'ro')
+    try:
+      with pytest.raises(
+        ValueError, match=r'workdir=.* cannot be written to \(Read-only'
+      ):
+        open_(tmp_path / 'run')
+      with pytest.raises(
+        ValueError, match=r'workdir=.* cannot be written to \(Read-only'
+      ):
+        checkpoint.check_config(tmp_path, {})
+    finally:
+      unmount(mounted)
+
+  def test_workdir_is_a_file(self, tmp_path):
+    (tmp_path / 'run').write_text('')
+    with pytest.raises(ValueError, match='cannot be written to'):
+      open_(tmp_path / 'run')
+
+
+_SAVER = """
+import sys
+import jax
+from agent_r1_jax import checkpoint
+def arrays(step):
+  return {'w': jax.random.normal(jax.random.key(step), (512, 512))}
+if __name__ == '__main__':
+  with checkpoint.Checkpointer(sys.argv[1], every=1, keep=2) as checkpoints:
+    restored = checkpoints.restore(arrays(0))
+    start = restored[0] if restored else 0
+    print('start', start, flush=True)
+    for step in range(start + 1, 10_000):
+      checkpoints.save(step, arrays(step), {'step': step})
+      print('done', step - 1, flush=True)  # save waits for the one before
+"""
+
+
+def test_killed_while_writing(tmp_path):
+  """SIGKILL at random moments: what was complete stays, and the newest restores."""
+  script = tmp_path / 'saver.py'
+  script.write_text(_SAVER)
+  command = [sys.executable, str(script), str(tmp_path / 'run')]
+  environment = os.environ | {'PYTHONPATH': str(ROOT)}
+  moments = np.random.default_rng(0).uniform(0.02, 0.15, 3)
+  complete = 0
+  for saves, moment in enumerate(moments, start=2):
+    process = subprocess.Popen(
+      command, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+      assert process.stdout is not None
+      start = int(process.stdout.readline().split()[1])
+      assert start >= complete, 'a finished checkpoint was lost'
+      for _ in range(saves):
+        process.stdout.readline()
+      time.sleep(moment)
+    finally:
+      process.send_signal(signal.SIGKILL)
+      rest = process.communicate()[0].split()
+    complete = int(rest[-1]) if rest and rest[-1].isdigit() else start + saves - 1
+
+  def like(step):
+    return {'w': jax.random.normal(jax.random.key(step), (512, 512))}
+
+  with open_(tmp_path / 'run') as checkpoints:
+    step, arrays, host = checkpoints.restore(like(0))
+    assert step >= complete > 3
+    assert host == {'step': step}
+    assert_equal(arrays, like(step))
+    assert not list((tmp_path / 'run' / 'checkpoints').glob('*tmp*'))
+
+
+class TestConfig:
+  config = {'train': {'steps': 40, 'lr': 1e-3, 'groups': (4, 8)}, 'seed': 0, 'mesh': {}}
+
+  def test_written_once_and_then_compared(self, tmp_path):
+    checkpoint.check_config(tmp_path / 'run', self.config)
+    written = (tmp_path / 'run' / 'config.json').read_text()
+    assert json.loads(written)['train']['groups'] == [4, 8]
+    checkpoint.check_config(tmp_path / 'run', self.config)
+    assert (tmp_path / 'run' / 'config.json').read_text() == written
+    assert [p.name for p in (tmp_path / 'run').iterdir()] == ['config.json']
+
+  def test_differing_fields_are_listed(self, tmp_path):
+    checkpoint.check_config(tmp_path, self.config)
+    other = {'train': {'steps': 40, 'lr': 2e-3, 'groups': (4, 8)}, 'mesh': {}, 'new': 'x'}
+    with pytest.raises(ValueError) as caught:
+      checkpoint.check_config(tmp_path, other)
+    lines = str(caught.value).splitlines()[1:-1]
+    assert lines == [
+      '  new: absent there, "x" now',
+      '  seed: 0 there, absent now',
+      '  train.lr: 0.001 there, 0.002 now',
+    ]
+
+  def test_fields_that_may_change(self, tmp_path):
+    checkpoint.check_config(tmp_path, self.config)
+    longer = self.config | {'train': self.config['train'] | {'steps': 80}}
+    with pytest.raises(ValueError, match=r'train\.steps: 40 there, 80 now'):
+      checkpoint.check_config(tmp_path, longer)
+    checkpoint.check_config(tmp_path, longer, may_change=['train.steps'])
+    checkpoint.check_config(tmp_path, longer)
+
+  def test_a_broken_file_and_a_config_that_is_no_json(self, tmp_path):
+    with pytest.raises(ValueError, match='configuration cannot be written as JSON'):
+      checkpoint.check_config(tmp_path, {'fn': print})
+    (tmp_path / 'config.json').write_text('{"seed": ')
+    with pytest.raises(ValueError, match='is no JSON'):
+      checkpoint.check_config(tmp_path, self.config)
+
+
+def test_restores_onto_another_mesh(tmp_path):
+  """In a process of its own: four devices write, two and one read."""
+  script = """
+import sys, numpy as np, jax
+jax.config.update('jax_num_cpu_devices', 4)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from agent_r1_jax import checkpoint
+def put(n, spec):
+  mesh = Mesh(np.array(jax.devices()[:n]), ('x',))
+  w = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+  return {'w': jax.device_put(w, NamedSharding(mesh, spec))}
+with checkpoint.Checkpointer(sys.argv[1], every=1) as checkpoints:
+  checkpoints.save(1, put(4, P('x')), {})
+  for like in (put(2, P(None, 'x')), put(1, P()), put(4, P('x', None))):
+    _, got, _ = checkpoints.restore(like)
+    assert got['w'].sharding == like['w'].sharding
+    np.testing.assert_array_equal(got['w'], like['w'])
+print('read on three meshes')
+"""
+  result = subprocess.run(
+    [sys.executable, '-W', 'error', '-c', script, str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+  )
+  assert result.stdout == 'read on three meshes\n', result.stderr
+
+
+def test_a_preemption_makes_a_checkpoint_due(tmp_path):
+  """In a process of its own, as SIGTERM is only heeded once processes are connected."""
+  script = """
+import os, signal, socket, sys, time, jax
+with socket.socket() as free:
+  free.bind(('127.0.0.1', 0))
+  port = free.getsockname()[1]
+jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=1, process_id=0)
+from agent_r1_jax import checkpoint
+with checkpoint.Checkpointer(sys.argv[1], every=10_000) as checkpoints:
+  assert not checkpoints.due(1)
+  os.kill(os.getpid(), signal.SIGTERM)
+  step = 2
+  while not checkpoints.due(step) and step < 600:
+    time.sleep(0.05)
+    step += 1
+  checkpoints.save(step, {'w': jax.numpy.ones(3)}, {})
+  checkpoints.wait()
+  print(checkpoints.steps == [step], step < 600)
+"""
+  result = subprocess.run(
+    [sys.executable, '-c', script, str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+  )
+  assert result.stdout == 'True True\n', result.stderr

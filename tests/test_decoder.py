@@ -1,0 +1,122 @@
+"""The decoder against transformers: golden/make_decoder_golden.py made the numbers."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from agent_r1_jax.models import decoder, weights
+
+_GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
+_FAMILIES = ('qwen2', 'qwen3', 'llama')
+
+
+@functools.cache
+def _model(family):
+  """Config, float32 params, and (tokens, logits) of each golden row."""
+  config, params = weights.load(_GOLDEN / family, dtype='float32')
+  with np.load(_GOLDEN / family / 'logits.npz') as file:
+    rows = [(file[f'tokens_{i}'], file[f'logits_{i}']) for i in range(3)]
+  return config, params, rows
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _jitted(params, config, tokens, positions, segment_ids):
+  x = decoder.hidden(params, config, tokens, positions, segment_ids)
+  return decoder.logits(params, config, x)
+
+
+def _logits(params, config, *rows, length=64):
+  """Logits [rows, length, V]; a row is a list of token arrays, packed one by one."""
+  tokens, positions, segment_ids = np.zeros((3, 3, length), np.int32)
+  for b, row in enumerate(rows):
+    start = 0
+    for i, part in enumerate(row, start=1):
+      stop = start + len(part)
+      tokens[b, start:stop] = part
+      positions[b, start:stop] = np.arange(len(part))
+      segment_ids[b, start:stop] = i
+      start = stop
+  # Always three rows, so that a config is compiled once.
+  logits = _jitted(params, config, tokens, positions, segment_ids)
+  assert logits.dtype == np.float32
+  return np.asarray(logits[: len(rows)])
+
+
+def _assert_close(actual, expected):
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_logits_are_those_of_transformers(family):
+  config, params, rows = _model(family)
+  actual = _logits(params, config, *([tokens] for tokens, _ in rows))
+  for logits, (tokens, expected) in zip(actual, rows, strict=True):
+    _assert_close(logits[: len(tokens)], expected)
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_packed_segments_do_not_see_each_other(family):
+  config, params, rows = _model(family)
+  # The longest last, so that each segment but one begins inside the row.
+  rows = rows[::-1]
+  actual = _logits(params, config, [tokens for tokens, _ in rows])[0]
+  _assert_close(actual[:60], np.concatenate([expected for _, expected in rows]))
+  assert np.isfinite(actual).all()  # padding too
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_segments_that_cross_the_blocks_of_attention(family):
+  config, params, rows = _model(family)
+  rows = rows[::-1] * 3
+  actual = _logits(params, config, [tokens for tokens, _ in rows], length=203)[0]
+  _assert_close(actual[:180], np.concatenate([expected for _, expected in rows]))
+  assert np.isfinite(actual).all()
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_a_token_sees_no_later_one(family):
+  config, params, ((tokens, _), *_) = _model(family)
+  changed = tokens.copy()
+  changed[30] = (changed[30] + 1) % config.vocab_size
+  before, after = _logits(params, config, [tokens], [changed])
+  np.testing.assert_array_equal(before[:30], after[:30])
+  assert (np.abs(before - after)[30:48].max(axis=-1) > 1e-4).all()
+
+
+def test_the_golden_llama_uses_each_branch_of_its_rope_scaling():
+  config, params, ((tokens, expected), *_) = _model('llama')
+  scaling = config.rope_scaling
+  wavelengths = 2 * np.pi * config.rope_theta ** (np.arange(0, 8, 2) / 8)
+  original = scaling['original_max_position_embeddings']
+  bounds = [original / scaling['high_freq_factor'], original / scaling['low_freq_factor']]
+  assert set(np.digitize(wavelengths, bounds)) == {0, 1, 2}
+  assert len(tokens) > original
+  plain = dataclasses.replace(config, rope_scaling=None)
+  unscaled = _logits(params, plain, [tokens])[0]
+  assert np.abs(unscaled[:48] - expected).max() > 0.1
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_init_makes_the_tree_that_load_reads(family):
+  config, params, _ = _model(family)
+  made = jax.eval_shape(lambda key: decoder.init(config, key), jax.random.key(0))
+
+  def describe(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+  assert describe(made) == describe(params)
+
+
+def test_config_reaches_the_forward_pass():
+  """remat gives the same logits, bfloat16 activations bfloat16-close ones."""
+  config, params, ((tokens, expected), *_) = _model('qwen3')
+  remat = _logits(params, dataclasses.replace(config, remat=True), [tokens])[0]
+  _assert_close(remat[:48], expected)
+  half = _logits(params, dataclasses.replace(config, dtype='bfloat16'), [tokens])[0]
+  error = np.abs(half[:48] - expected).max() / np.abs(expected).max()
+  assert 1e-4 < error < 5e-2

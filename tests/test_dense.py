@@ -1,0 +1,103 @@
+"""Dense retrieval: exact against NumPy, approximate, kept on disk, and misused."""
+
+import numpy as np
+import pytest
+
+from agent_r1_jax.retrieval import dense
+from agent_r1_jax.retrieval.documents import Document
+
+PASSAGES = [Document(str(i), f'Title {i}', f'text {i}') for i in range(600)]
+
+
+def _encode(texts):
+  """A vector of the number at the end of the text."""
+  seeds = [int(text.split()[-1]) for text in texts]
+  vectors = [np.random.default_rng(seed).normal(size=16) for seed in seeds]
+  return np.stack(vectors).astype(np.float32)
+
+
+def _ids(found):
+  return [[hit.document.id for hit in hits] for hits in found]
+
+
+def test_flat_is_exact():
+  index = dense.Dense(PASSAGES, _encode, batch_size=128)
+  queries = ['query 7', 'query 1000', 'query 599']
+  found = index.search(queries, 4)
+  scores = _encode(queries) @ _encode([p.contents for p in PASSAGES]).T
+  best = np.argsort(-scores, axis=1)[:, :4]
+  assert _ids(found) == best.astype(str).tolist()
+  np.testing.assert_allclose(
+    [[hit.score for hit in hits] for hits in found],
+    np.take_along_axis(scores, best, axis=1),
+    rtol=1e-5,
+  )
+
+
+@pytest.mark.parametrize('factory', ['IVF8,SQ8', 'HNSW16'])
+def test_approximate_indexes_are_trained_and_find_themselves(factory):
+  index = dense.Dense(PASSAGES, _encode, factory=factory, train_size=500)
+  found = index.search([p.contents for p in PASSAGES[::20]], 1)
+  assert np.mean([ids == [p.id] for ids, p in zip(_ids(found), PASSAGES[::20])]) > 0.8
+
+
+def test_search_parameters_are_set_and_kept(tmp_path):
+  queries = [f'query {i}' for i in range(1000, 1050)]
+  exact = dense.Dense(PASSAGES, _encode).search(queries, 5)
+  fast = dense.Dense(PASSAGES, _encode, factory='IVF8,Flat')
+  thorough = dense.Dense(PASSAGES, _encode, factory='IVF8,Flat', parameters='nprobe=8')
+  thorough.save(tmp_path)
+  assert _ids(fast.search(queries, 5)) != _ids(exact)
+  for index in (thorough, dense.Dense.load(tmp_path, _encode)):
+    assert _ids(index.search(queries, 5)) == _ids(exact)
+
+
+def test_queries_have_their_own_encoder():
+  seen = []
+
+  def encode_query(texts):
+    seen.extend(texts)
+    return -_encode(texts)
+
+  index = dense.Dense(PASSAGES[:1], _encode, encode_query=encode_query)
+  assert index.search(['query 0'], 1)[0][0].score < 0
+  assert seen == ['query 0']
+
+
+def test_save_and_load(tmp_path):
+  index = dense.Dense(PASSAGES, _encode)
+  index.save(tmp_path / 'index')
+  again = dense.Dense.load(tmp_path / 'index', _encode)
+  queries = ['query 3', 'query 5']
+  assert again.search(queries, 5) == index.search(queries, 5)
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r'index\.faiss: no FAISS index'):
+    dense.Dense.load(tmp_path, _encode)
+  dense.Dense(PASSAGES, _encode).save(tmp_path)
+  (tmp_path / 'index.faiss').write_bytes((tmp_path / 'index.faiss').read_bytes()[:999])
+  with pytest.raises(ValueError, match='save it again'):
+    dense.Dense.load(tmp_path, _encode)
+  other = dense.Dense(PASSAGES[:5], _encode)
+  other.save(tmp_path / 'other')
+  dense.Dense(PASSAGES, _encode).save(tmp_path)
+  (tmp_path / 'other' / 'index.faiss').replace(tmp_path / 'index.faiss')
+  with pytest.raises(ValueError, match='5 vectors for 600 passages'):
+    dense.Dense.load(tmp_path, _encode)
+
+
+def test_misuse():
+  with pytest.raises(ValueError, match='passages is empty'):
+    dense.Dense([], _encode)
+  for factory, parameters in (('Ivy', ''), ('Flat', 'nproble=3'), ('Flat', 'x')):
+    with pytest.raises(ValueError, match='FAISS knows no factory'):
+      dense.Dense(PASSAGES, _encode, factory=factory, parameters=parameters)
+  with pytest.raises(ValueError, match=r'shape \(16,\) for 1 texts'):
+    dense.Dense(PASSAGES, lambda texts: _encode(texts)[0])
+  index = dense.Dense(PASSAGES, _encode)
+  assert index.search([], 3) == []
+  assert len(dense.Dense(PASSAGES[:2], _encode).search(['query 9'], 10)[0]) == 2
+  index = dense.Dense(PASSAGES, _encode, encode_query=lambda texts: _encode(texts)[:, :8])
+  with pytest.raises(ValueError, match='gave 8 numbers a text, the index holds 16'):
+    index.search(['query 9'], 1)

@@ -1,0 +1,69 @@
+"""Corpora as people have them, broken ones included."""
+
+import gzip
+import json
+
+import pytest
+
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval.documents import Document, Hit
+
+ROW = {'id': 'a', 'title': 'Ann', 'text': 'Ann was born in Oslo.'}
+LINE = json.dumps(ROW).encode()
+
+
+def _file(tmp_path, content, name='corpus.jsonl'):
+  path = tmp_path / name
+  path.write_bytes(content)
+  return path
+
+
+@pytest.mark.parametrize(
+  'content',
+  [
+    LINE + b'\n\n',
+    gzip.compress(LINE),
+    json.dumps([ROW], indent=1).encode(),
+    b'{"id": "a", "contents": "\\"Ann\\"\\nAnn was born in Oslo."}',
+  ],
+  ids=['lines', 'gzip', 'array', 'search-r1'],
+)
+def test_the_forms_of_a_corpus(tmp_path, content):
+  passages = documents.read_corpus(_file(tmp_path, content))
+  assert passages == [Document('a', 'Ann', 'Ann was born in Oslo.')]
+  assert passages[0].contents == 'Ann\nAnn was born in Oslo.'
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    (b'', 'holds no rows'),
+    (b' \n \n', 'holds no rows'),
+    (b'[]', 'holds no rows'),
+    (LINE + b'\n{"id": "b"', r'row 2: no JSON'),
+    (LINE + b'\n"text"\n', r'row 2: expected a JSON object'),
+    (LINE + b'\n' + LINE.replace(b'Oslo', b'\xff'), r'row 2: no JSON'),
+    (LINE + b'\n\n{"id": "b", "title": "B"}', r"row 3: 'text' is missing among \['id'"),
+    (b'{"id": "b", "title": 3, "text": "t"}', r"row 1: 'title' is 3; give a text"),
+    (b'{"id": "b", "title": "B", "text": " "}', r"row 1: 'text' is ' '"),
+    (gzip.compress(LINE * 100)[:-20], r'damaged at row 1.*get it again'),
+    (gzip.compress(LINE)[:10] + b'\xff' * 20, 'damaged at row 1: .*invalid block'),
+    (gzip.compress(LINE)[:-8] + bytes(8), 'damaged at row 1: CRC'),
+  ],
+)
+def test_a_broken_row_is_named(tmp_path, content, message):
+  with pytest.raises(ValueError, match=r'corpus\.jsonl: .*') as error:
+    documents.read_corpus(_file(tmp_path, content))
+  error.match(message)
+
+
+def test_words_fold_case_and_accents():
+  assert documents.words("Fannā Khusraw's 2nd-Été") == 'fanna khusraw s 2nd ete'.split()
+
+
+def test_render():
+  hits = [Hit(Document('a', 'Ann', 'Born {here}.'), 2.5), Hit(Document('b', 'B', 't'), 1)]
+  shown = documents.render(hits)
+  assert shown == 'Doc 1 (Title: Ann) Born {here}.\nDoc 2 (Title: B) t'
+  assert documents.render(hits, '{id}={score}') == 'a=2.5\nb=1'
+  assert documents.render([]) == 'No passage found.'

@@ -1,0 +1,420 @@
+"""The driver: many episodes on few rows, whatever their tools do meanwhile."""
+
+import asyncio
+import functools
+import random
+
+import numpy as np
+import pytest
+
+import tiny
+from agent_r1_jax import types
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.engine import stop as stop_lib
+
+_STOPS = tuple(range(5, 25))
+_SLOTS = tiny.SIZES['slots']
+
+
+@functools.cache
+def _params():
+  return tiny.params(tiny.config())
+
+
+def _driver(**kwargs):
+  tree = kwargs.pop('params', _params())
+  return tiny.driver(tree, stop=stop_lib.stop(_STOPS), **kwargs)
+
+
+def _tokens(seed, n):
+  return np.random.default_rng(seed).integers(25, tiny.VOCAB, n).astype(np.int32)
+
+
+async def _play(driver, number, *, latency=None, group=4, turns=3, reply=12):
+  """A prompt shared by a group, then answers that depend on what was said."""
+  pieces = []
+  async with driver.row(driver_lib.key('test', number)) as row:
+    tokens = _tokens(number // group, 9 + 5 * (number // group))
+    for _ in range(turns):
+      answer = await row.generate(tokens, reply)
+      pieces += [(tokens, None), (answer.tokens, answer.logprobs)]
+      if latency:
+        await asyncio.sleep(latency())
+      tokens = _tokens(int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11)
+  return _segment(pieces)
+
+
+def _segment(pieces):
+  logprobs = [np.zeros(len(t), np.float32) if x is None else x for t, x in pieces]
+  return types.Segment(
+    np.concatenate([tokens for tokens, _ in pieces]),
+    np.concatenate([np.full(len(t), x is not None) for t, x in pieces]),
+    np.concatenate(logprobs),
+  )
+
+
+def _run(driver, numbers, **kwargs):
+  """{number: segment}"""
+  episodes = [_play(driver, number, **kwargs) for number in numbers]
+  return dict(zip(numbers, tiny.within(60, driver.run, episodes), strict=True))
+
+
+@functools.cache
+def _reference():
+  return _run(_driver(), range(16))
+
+
+def _random_latency(seconds=0.004):
+  rng = random.Random(0)
+  return lambda: rng.random() * seconds if rng.random() < 0.7 else 0
+
+
+def _assert_same(played, expected, exactly=False):
+  assert played.keys() == expected.keys()
+  for number, segment in played.items():
+    np.testing.assert_array_equal(segment.tokens, expected[number].tokens)
+    np.testing.assert_array_equal(segment.action_mask, expected[number].action_mask)
+    np.testing.assert_allclose(
+      segment.logprobs, expected[number].logprobs, atol=0 if exactly else 2e-5
+    )
+
+
+class TestOnPolicy:
+  def test_log_probs_are_the_learners(self):
+    """Of ragged, forked and interrupted texts, in rows that were used before."""
+    played = _reference()
+    assert len({len(s.tokens) for s in played.values()}) > 8
+    tiny.assert_on_policy(_params(), list(played.values()))
+
+  def test_also_at_another_temperature_and_with_slow_tools(self):
+    sampling = sampling_lib.Sampling(0.7)
+    drivers = [_driver(sampling=sampling, bucket=_SLOTS) for _ in range(2)]
+    played = _run(drivers[0], range(16), latency=_random_latency())
+    tiny.assert_on_policy(_params(), list(played.values()), temperature=0.7)
+    # The shapes are always the same here, and so is every bit.
+    _assert_same(_run(drivers[1], range(16)), played, exactly=True)
+
+  def test_new_params_forget_what_the_rows_hold(self):
+    driver = _driver()
+    _run(driver, range(4))
+    other = tiny.params(tiny.config(), likely={100: 1.0, 200: 1.0})
+    driver.params = other
+    tiny.assert_on_policy(other, list(_run(driver, range(4)).values()))
+
+
+class TestScheduleIndependence:
+  def test_latencies(self):
+    for seconds in (0.002, 0.02):
+      played = _run(_driver(), range(16), latency=_random_latency(seconds))
+      _assert_same(played, _reference())
+
+  def test_order_and_company(self):
+    numbers = random.Random(1).sample(range(16), 16)
+    _assert_same(_run(_driver(), numbers), _reference())
+    some = {number: _reference()[number] for number in (6, 3, 13)}
+    _assert_same(_run(_driver(), list(some)), some)
+
+  def test_sizes(self):
+    sizes = {'rows': 2, 'steps': 5, 'feed_rows': 7, 'feed_tokens': 3, 'bucket': _SLOTS}
+    driver = _driver(**sizes)
+    _assert_same(_run(driver, range(16), latency=_random_latency()), _reference())
+
+  def test_the_same_driver_again(self):
+    driver = _driver()
+    _run(driver, range(3, 11))
+    _assert_same(_run(driver, range(16)), _reference())
+
+
+class TestKey:
+  def test_it_depends_on_every_part_and_on_nothing_else(self):
+    parts = [(0, 0, 'a', 0), (1, 0, 'a', 0), (0, 1, 'a', 0), (0, 0, 'b', 0), (0, 0, 'a', 1)]
+    keys = {tuple(driver_lib.key(*p).tolist()) for p in parts}
+    assert len(keys) == len(parts)
+    # Of every version, process and machine.
+    assert driver_lib.key(0, 0, 'a', 0).tolist() == [687195798, 1807713719]
+
+
+class TestPrompts:
+  def test_a_groups_prompt_is_computed_once(self):
+    driver = _driver()
+    _run(driver, range(6), group=6, turns=1)
+    distinct = len(_tokens(0, 9))
+    assert driver.stats.fed == distinct
+    assert driver.stats.forked == 5 * distinct
+
+  def test_so_is_one_that_is_longer_than_a_chunk_and_all_the_rest_once(self):
+    driver = _driver()
+    played = _run(driver, range(24, 30), group=3)
+    prompts = [len(_tokens(8, 9 + 40)), len(_tokens(9, 9 + 45))]
+    given = sum(int((~s.action_mask).sum()) for s in played.values())
+    assert driver.stats.fed == given - 2 * sum(prompts)
+    assert driver.stats.forked == 2 * sum(prompts)
+    assert driver.stats.sampled == sum(int(s.action_mask.sum()) for s in played.values())
+
+  def test_a_late_comer_forks_from_a_row_that_has_gone_on(self):
+    driver = _driver()
+    arrived = asyncio.Event()
+
+    async def late():
+      await arrived.wait()
+      return await _play(driver, 1, turns=1)
+
+    async def early():
+      async with driver.row(driver_lib.key('test', 0)) as row:
+        await row.generate(_tokens(0, 9), 12)
+        await row.generate(_tokens(1, 9), 12)
+        arrived.set()
+        await row.generate(_tokens(2, 9), 12)
+
+    _, segment = tiny.within(30, driver.run, [early(), late()])
+    assert driver.stats.forked == 9
+    tiny.assert_on_policy(_params(), [segment])
+
+  def test_more_samples_than_rows(self):
+    driver = _driver()
+    _assert_same(_run(driver, range(16)), _reference())
+    assert driver.stats.forked > 0
+
+
+class TestGenerate:
+  def test_a_reply_ends_at_a_stop_token_or_out_of_budget(self):
+    driver = _driver()
+    replies = []
+
+    async def play(number):
+      async with driver.row(driver_lib.key(number)) as row:
+        for budget in (1, 7, 20):
+          reply = await row.generate(_tokens(number, 3), budget)
+          replies.append((reply, budget))
+          assert row.length <= _SLOTS
+
+    driver.run([play(number) for number in range(8)])
+    for reply, budget in replies:
+      assert len(reply.tokens) == len(reply.logprobs) <= budget
+      stops = [t in _STOPS for t in reply.tokens]
+      assert not any(stops[:-1]) and stops[-1] == reply.stopped
+      assert reply.stopped or len(reply.tokens) == budget
+    assert len({reply.stopped for reply, budget in replies if budget == 20}) == 2
+
+  def test_a_text_may_fill_its_row_to_the_last_slot(self):
+    driver = _driver()
+
+    async def play():
+      pieces = []
+      async with driver.row(driver_lib.key('full')) as row:
+        while row.length < _SLOTS:
+          tokens = _tokens(row.length, min(30, _SLOTS - row.length - 1))
+          reply = await row.generate(tokens, min(7, _SLOTS - row.length - len(tokens)))
+          pieces += [(tokens, None), (reply.tokens, reply.logprobs)]
+          if _SLOTS - row.length == 1:
+            break
+      return _segment(pieces)
+
+    (segment,) = driver.run([play()])
+    assert len(segment.tokens) >= _SLOTS - 1
+    tiny.assert_on_policy(_params(), [segment])
+
+  @pytest.mark.parametrize(
+    'tokens, budget, message',
+    [
+      (_SLOTS - 7, 8, f'text of 0 . {_SLOTS - 7} tokens and a reply of 8 do not fit'),
+      (0, 8, '0 tokens to feed, 8 to sample'),
+      (4, 0, '4 tokens to feed, 0 to sample'),
+    ],
+  )
+  def test_what_does_not_fit_is_refused(self, tokens, budget, message):
+    driver = _driver()
+
+    async def play():
+      async with driver.row(driver_lib.key(0)) as row:
+        await row.generate(_tokens(0, tokens), budget)
+
+    with pytest.raises(ValueError, match=message):
+      tiny.within(30, driver.run, [play()])
+
+
+@pytest.fixture
+def slow_decodes(monkeypatch):
+  """While a decode is under way, others have this many turns of the event loop."""
+
+  async def to_thread(fn, *args):
+    for _ in range(6):
+      await asyncio.sleep(0)
+    return fn(*args)
+
+  monkeypatch.setattr(driver_lib.asyncio, 'to_thread', to_thread)
+
+
+class TestRaces:
+  def test_who_asks_during_a_decode_is_not_handed_its_result(self, slow_decodes):
+    driver = _driver()
+
+    async def play(number):
+      pieces = []
+      async with driver.row(driver_lib.key('test', number)) as row:
+        for turn in range(4):
+          tokens = _tokens(10 * number + turn, 3)
+          reply = await row.generate(tokens, 5 if number % 2 else 24)
+          pieces += [(tokens, None), (reply.tokens, reply.logprobs)]
+          for _ in range(number):  # A tool that is ready in the midst of a decode.
+            await asyncio.sleep(0)
+      return _segment(pieces)
+
+    segments = tiny.within(30, driver.run, [play(number) for number in range(6)])
+    tiny.assert_on_policy(_params(), segments)
+
+  @pytest.mark.parametrize('when', range(4))
+  def test_a_row_that_was_left_during_a_decode_begins_anew(self, slow_decodes, when):
+    """Its next episode gets nothing of the decode that was meant for the last one."""
+    driver = _driver(rows=2)
+    alone = _run(_driver(), [0, 1])
+
+    async def impatient():
+      async with driver.row(driver_lib.key('left')) as row:
+        asked = asyncio.ensure_future(row.generate(_tokens(99, 20), 40))
+        while row.length < 20:
+          await asyncio.sleep(0)
+        for _ in range(when):
+          await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+          await asked
+
+    episodes = [impatient(), _play(driver, 0), _play(driver, 1)]
+    _, *played = tiny.within(30, driver.run, episodes)
+    _assert_same(dict(enumerate(played)), alone)
+
+  def test_a_prompt_that_was_left_half_fed_is_fed_by_another(self):
+    driver, begun = _driver(), asyncio.Event()
+    prompt = _tokens(8, 9 + 40)  # of episodes 24 to 27, in seven chunks
+
+    async def impatient():
+      async with driver.row(driver_lib.key('left')) as row:
+        asked = asyncio.ensure_future(row.generate(prompt, 5))
+        while not row.length:
+          await asyncio.sleep(0)
+        begun.set()
+        for _ in range(3):
+          await asyncio.sleep(0)
+        assert 0 < row.length < len(prompt)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+          await asked
+
+    async def waits_for_its_prompt():
+      await begun.wait()
+      return await _play(driver, 24, group=3, turns=1)
+
+    _, segment = tiny.within(30, driver.run, [impatient(), waits_for_its_prompt()])
+    assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
+    assert driver.stats.fed > len(prompt)
+    tiny.assert_on_policy(_params(), [segment])
+
+  def test_a_row_may_begin_a_new_text(self):
+    driver = _driver()
+
+    async def play():
+      segments = []
+      async with driver.row(driver_lib.key('a')) as row:
+        for part in range(3):
+          tokens = _tokens(part, 6)
+          reply = await row.generate(tokens, 9)
+          segments.append(_segment([(tokens, None), (reply.tokens, reply.logprobs)]))
+          row.restart(driver_lib.key('a', part))
+      return segments
+
+    parts = [part for parts in driver.run([play(), play()]) for part in parts]
+    tiny.assert_on_policy(_params(), parts)
+    _assert_same(dict(enumerate(parts[:3])), dict(enumerate(parts[3:])))
+
+
+class TestFailure:
+  def test_an_episode_that_raises_ends_the_run(self):
+    driver = _driver()
+
+    async def fails():
+      async with driver.row(driver_lib.key(0)) as row:
+        await row.generate(_tokens(0, 9), 12)
+        raise LookupError('a bug in the caller')
+
+    async def waits():
+      async with driver.row(driver_lib.key(1)):
+        await asyncio.sleep(3600)
+
+    episodes = [waits(), *(_play(driver, n) for n in range(8)), fails()]
+    with pytest.raises(LookupError, match='a bug in the caller'):
+      tiny.within(30, driver.run, episodes)
+    # The driver is as good as new.
+    _assert_same(_run(driver, range(16)), _reference())
+
+  @pytest.mark.parametrize('name', ['reset', 'feed', 'fork', 'decode'])
+  def test_an_engine_that_raises_ends_the_run(self, monkeypatch, name):
+    def broken(*args, **kwargs):
+      raise MemoryError('out of device memory')
+
+    monkeypatch.setattr(state_lib, name, broken)
+    driver = _driver()
+    with pytest.raises(MemoryError, match='out of device memory'):
+      tiny.within(30, driver.run, [_play(driver, number) for number in range(8)])
+
+  def test_a_result_that_cannot_be_fetched_ends_the_run(self, monkeypatch):
+    def broken(out):
+      raise RuntimeError('device lost')
+
+    monkeypatch.setattr(driver_lib.jax, 'device_get', broken)
+    driver = _driver()
+    with pytest.raises(RuntimeError, match='device lost'):
+      tiny.within(30, driver.run, [_play(driver, number) for number in range(8)])
+
+
+class TestTools:
+  def test_others_go_on_while_one_waits(self):
+    """Its tool ends when they have: a driver that waited for it would hang."""
+    driver = _driver()
+    others_done = asyncio.Event()
+
+    async def waits():
+      async with driver.row(driver_lib.key('waits')) as row:
+        await row.generate(_tokens(0, 9), 12)
+        await others_done.wait()
+        await row.generate(_tokens(1, 9), 12)
+
+    async def others():
+      await asyncio.gather(*(_play(driver, number) for number in range(10)))
+      others_done.set()
+
+    tiny.within(30, driver.run, [waits(), others()])
+
+  def test_a_wait_for_tools_alone_is_counted_and_costs_no_step(self):
+    driver = _driver()
+    _run(driver, [0], latency=lambda: 0.05, turns=2)
+    assert 0.04 < driver.stats.idle_seconds < 5
+    assert driver.stats.steps == driver.stats.sampled * tiny.SIZES['rows']
+
+  def test_who_is_ready_at_once_runs_in_the_next_segment(self):
+    driver = tiny.driver(_params(), stop=stop_lib.stop([-1] * len(_STOPS)))
+    steps = tiny.SIZES['steps']
+
+    async def play(number):
+      async with driver.row(driver_lib.key(number)) as row:
+        for budget in ([2 * steps], [steps, steps])[number % 2]:
+          await row.generate(_tokens(number, 3), budget)
+
+    driver.run([play(number) for number in range(tiny.SIZES['rows'])])
+    assert driver.stats.steps == driver.stats.sampled == 2 * steps * tiny.SIZES['rows']
+
+
+def test_no_episodes_are_no_work():
+  assert tiny.within(30, _driver().run, []) == []
+
+
+def test_nothing_is_compiled_again():
+  driver = _driver()
+  _run(driver, range(16))
+  _run(driver, range(24, 30), group=3)  # the longest texts: both buckets
+  with tiny.compilations() as compiled:
+    _run(driver, range(16, 30), latency=_random_latency(), turns=2)
+    _run(driver, [2, 7, 11])
+  assert not compiled

@@ -1,0 +1,318 @@
+import asyncio
+import time
+
+import pytest
+
+from agent_r1_jax import testing, types
+from agent_r1_jax.agent import calls as calls_lib
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.tools import calculator as calculator_lib
+
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+TASK = types.Task('t1', [{'role': 'user', 'content': 'What is 2 * 3?'}], answer='6')
+
+
+@tool_lib.tool
+async def nap(seconds: float) -> str:
+  """Sleeps.
+
+  Args:
+    seconds: How long.
+  """
+  await asyncio.sleep(seconds)
+  return f'slept {seconds:g}'
+
+
+@tool_lib.tool(timeout=0.05)
+def hang() -> str:
+  """Hangs."""
+  time.sleep(2)
+  return 'never'
+
+
+@tool_lib.tool
+def fail() -> str:
+  """Fails."""
+  raise RuntimeError('no disk')
+
+
+def right(task, messages):
+  return float(task.answer in messages[-1]['content'])
+
+
+def make(**kwargs):
+  tools = [calculator_lib.calculator, nap, hang, fail]
+  return env_lib.ToolEnv(tools, kwargs.pop('reward', right), **kwargs)
+
+
+def calculate(expression):
+  return CALL % ('calculator', f'{{"expression": "{expression}"}}')
+
+
+async def begin(**kwargs):
+  env = make(**kwargs)
+  assert await env.reset(TASK) == TASK.messages
+  return env
+
+
+async def test_an_episode():
+  env = await begin()
+  step = await env.step('I compute. ' + calculate('2 * 3'))
+  assert step == types.Step(
+    messages=[{'role': 'tool', 'name': 'calculator', 'content': '6'}],
+    metrics={'tool_calls': 1.0, 'tool_errors': 0.0, 'format_errors': 0.0},
+  )
+  step = await env.step('It is 6.')
+  assert (step.messages, step.reward, step.done, step.fresh) == ([], 1.0, True, False)
+  assert step.metrics == {'tool_calls': 0.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+  assert [m['role'] for m in env.messages] == ['user', 'assistant', 'tool', 'assistant']
+  assert env.messages[-1]['content'] == 'It is 6.'
+
+
+async def test_it_conforms():
+  replies = [calculate('1+1') + CALL % ('fail', '{}'), '<tool_call>{', 'It is 6.']
+  steps = await testing.check_env(make, TASK, replies)
+  assert [step.reward for step in steps] == [0.0, 0.0, 1.0]
+
+
+async def test_whatever_goes_wrong_is_text():
+  env = await begin()
+  reply = '\n'.join(
+    [
+      calculate('1 / 0'),
+      CALL % ('hang', '{}'),
+      CALL % ('fail', '{}'),
+      CALL % ('calculator', '{"x": 1}'),
+      CALL % ('no\\"body', '{}'),
+      '<tool_call>{oops</tool_call>',
+      calculate('1 + 1'),
+    ]
+  )
+  step = await env.step(reply)
+  texts = [message['content'] for message in step.messages]
+  assert texts == [
+    'Error: calculator: ZeroDivisionError: division by zero',
+    'Error: hang gave no answer within 0.05 seconds',
+    'Error: fail: RuntimeError: no disk',
+    "Error: calculator: unknown argument 'x'; it takes expression",
+    'Error: there is no tool "no\\"body"; there are: calculator, nap, hang, fail',
+    'Error: invalid tool call: Expecting property name enclosed in double quotes',
+    '2',
+  ]
+  assert all(message['role'] == 'tool' for message in step.messages)
+  assert [m.get('name') for m in step.messages][4:] == ['no"body', None, 'calculator']
+  assert step.metrics == {'tool_calls': 6.0, 'tool_errors': 5.0, 'format_errors': 1.0}
+  assert not step.done
+  assert (await env.step('6')).reward == 1.0
+
+
+async def test_calls_run_at_the_same_time_and_answer_in_order():
+  env = await begin()
+  naps = [CALL % ('nap', f'{{"seconds": {s}}}') for s in (0.2, 0.1, 0.15)]
+  start = time.monotonic()
+  step = await env.step(''.join(naps))
+  assert time.monotonic() - start < 0.4
+  texts = [message['content'] for message in step.messages]
+  assert texts == ['slept 0.2', 'slept 0.1', 'slept 0.15']
+
+
+async def test_too_many_calls_are_refused_in_one_message():
+  ran = []
+
+  @tool_lib.tool
+  def count(i: int) -> int:
+    """Counts."""
+    ran.append(i)
+    return i
+
+  env = env_lib.ToolEnv([count], right, max_parallel_calls=3)
+  await env.reset(TASK)
+  step = await env.step(''.join(CALL % ('count', f'{{"i": {i}}}') for i in range(1000)))
+  assert sorted(ran) == [0, 1, 2]
+  texts = [message['content'] for message in step.messages]
+  assert texts == ['0', '1', '2', 'Error: 997 more calls were not run; at most 3 a turn.']
+  assert step.metrics == {
+    'tool_calls': 1000.0,
+    'tool_errors': 997.0,
+    'format_errors': 0.0,
+  }
+
+
+async def test_reward_sees_the_whole_conversation_and_may_have_parts():
+  seen = []
+
+  async def reward(task, messages):
+    seen.append((task, [m['content'] for m in messages]))
+    return {'right': 1, 'short': -0.25}
+
+  env = await begin(reward=reward, metrics=lambda task, messages: {'turns': 7.0})
+  step = await env.step('6')
+  assert seen == [(TASK, ['What is 2 * 3?', '6'])]
+  assert step.reward == 0.75
+  zeros = {'tool_calls': 0.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+  parts = {'reward/right': 1.0, 'reward/short': -0.25, 'turns': 7.0}
+  assert step.metrics == zeros | parts
+
+
+async def test_process_rewards():
+  class Strict(env_lib.ToolEnv):
+    def process_reward(self, calls, results):
+      assert len(calls) == len(results)
+      malformed = [isinstance(call, calls_lib.CallError) for call in calls]
+      return 0.1 * sum(result.ok for result in results) - sum(malformed)
+
+  env = Strict([calculator_lib.calculator], right, max_parallel_calls=2)
+  await env.reset(TASK)
+  assert (await env.step(calculate('1') * 2)).reward == pytest.approx(0.2)
+  assert (await env.step('<tool_call>{' + calculate('1') * 2)).reward == pytest.approx(
+    -0.9
+  )
+  assert (await env.step('6')).reward == 1.0
+
+
+async def test_another_call_format():
+  def parse(reply):
+    words = reply.split()
+    return [calls_lib.ToolCall('nap', {'seconds': 0})] if 'NAP' in words else []
+
+  env = await begin(parse=parse)
+  assert (await env.step('a NAP please')).messages[0]['content'] == 'slept 0'
+  assert (await env.step(calculate('1'))).done
+
+
+async def test_rewards_and_environments_that_raise_are_not_caught():
+  def broken(task, messages):
+    raise KeyError('gold')
+
+  with pytest.raises(KeyError, match='gold'):
+    await (await begin(reward=broken)).step('6')
+  with pytest.raises(KeyError, match='gold'):
+    await (await begin(metrics=broken)).step('6')
+  with pytest.raises(ValueError, match="reward of task 't1' is nan"):
+    await (await begin(reward=lambda *_: float('nan'))).step('6')
+  with pytest.raises(TypeError):
+    await (await begin(reward=lambda *_: None)).step('6')
+
+
+async def test_steps_belong_between_reset_and_done():
+  with pytest.raises(ValueError, match='call reset first'):
+    await make().step('6')
+  env = await begin()
+  await env.step('6')
+  with pytest.raises(ValueError, match='the episode is over'):
+    await env.step('6')
+  await env.reset(TASK)
+  assert (await env.step('7')).reward == 0.0
+
+
+@pytest.mark.parametrize(
+  'kwargs, message',
+  [
+    ({'tools': [print]}, 'is not a Tool; decorate it with @tool'),
+    ({'tools': [nap, nap]}, r"have one name in \['nap', 'nap'\]"),
+    ({'tools': [], 'max_parallel_calls': 0}, 'must be at least 1'),
+  ],
+)
+def test_bad_arguments(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    env_lib.ToolEnv(reward=right, **kwargs)
+
+
+class Guess:
+  """A guessing game, with one fault."""
+
+  shared = 0
+  left = 0
+
+  def __init__(self, fault=''):
+    self.fault = fault
+
+  async def reset(self, task):
+    self.left = Guess.left = 2
+    if self.fault == 'task':
+      task.info['x'] = 1
+    if self.fault == 'alias':
+      return task.messages
+    if self.fault == 'shallow':
+      return list(task.messages)
+    if self.fault == 'opening':
+      return []
+    if self.fault == 'reset':
+      Guess.shared += 1
+      return [{'role': 'user', 'content': str(Guess.shared)}]
+    return [dict(message) for message in task.messages]
+
+  async def step(self, reply):
+    self.left -= 1
+    Guess.shared += 1
+    if self.fault == 'class':
+      Guess.left = self.left = Guess.left - 1
+    step = types.Step([{'role': 'user', 'content': 'No.'}])
+    if not self.left:
+      step = types.Step([], reward=1.0, done=True)
+    match self.fault:
+      case 'shared':
+        step.reward = float(Guess.shared)
+      case 'endless':
+        step = types.Step([{'role': 'user', 'content': 'No.'}])
+      case 'silent':
+        step.messages = []
+      case 'chatty':
+        step.messages = [{'role': 'user', 'content': 'Bye.'}]
+      case 'none':
+        return None
+      case 'nan':
+        step.reward = float('nan')
+      case 'metric':
+        step.metrics = {'x': '1'}
+      case 'done':
+        step.done = int(step.done)
+      case 'content':
+        step.messages = [{'role': 'user', 'content': None}] if self.left else []
+      case 'json':
+        message = {'role': 'user', 'content': 'x', 'pair': (1, 2)}
+        step.messages = [message] if self.left else []
+      case 'tuple':
+        step.messages = tuple(step.messages)
+    return step
+
+
+async def test_check_env_passes_a_good_environment():
+  steps = await testing.check_env(Guess, TASK, ['a', 'b'])
+  assert [step.reward for step in steps] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+  'fault, message',
+  [
+    ('task', 'changed the task'),
+    ('alias', 'changed the task'),
+    ('shallow', 'changed the task'),
+    ('opening', 'reset returned no messages'),
+    ('reset', 'reset is not repeatable'),
+    ('shared', 'step 0 differs beside another instance'),
+    ('class', 'step 0 differs beside another instance'),
+    ('endless', 'step 1: done is False, but last reply is True'),
+    ('silent', 'must see something'),
+    ('chatty', 'messages after the end'),
+    ('none', 'not a Step'),
+    ('nan', 'reward is nan'),
+    ('metric', "x is '1', not a number"),
+    ('done', 'done is 0, not a bool'),
+    ('content', "no text under 'content'"),
+    ('json', 'not JSON'),
+    ('tuple', 'not a list'),
+  ],
+)
+async def test_check_env_finds_faults(fault, message):
+  task = types.Task('t', [{'role': 'user', 'content': 'Guess.'}])
+  with pytest.raises(AssertionError, match=message):
+    await testing.check_env(lambda: Guess(fault), task, ['a', 'b'])
+
+
+async def test_check_env_wants_the_episode_to_end_with_the_replies():
+  with pytest.raises(AssertionError, match='step 1: done is True'):
+    await testing.check_env(Guess, TASK, ['a', 'b', 'c'])
+  with pytest.raises(AssertionError, match='at least one reply'):
+    await testing.check_env(Guess, TASK, [])

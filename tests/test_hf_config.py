@@ -1,0 +1,171 @@
+"""config.json: what is read, what is written, what is refused."""
+
+import json
+import pathlib
+
+import pytest
+
+from agent_r1_jax.models import decoder, hf_config
+
+_GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
+_LLAMA3 = {
+  'factor': 32.0,
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 8192,
+}
+# As published, but for the fields that neither we nor transformers look at.
+_PUBLISHED = {
+  'Qwen2.5-3B': {
+    'model_type': 'qwen2',
+    'hidden_act': 'silu',
+    'hidden_size': 2048,
+    'intermediate_size': 11008,
+    'num_hidden_layers': 36,
+    'num_attention_heads': 16,
+    'num_key_value_heads': 2,
+    'vocab_size': 151936,
+    'tie_word_embeddings': True,
+    'rms_norm_eps': 1e-06,
+    'rope_theta': 1000000.0,
+    'max_position_embeddings': 32768,
+    'max_window_layers': 70,
+    'sliding_window': 32768,
+    'use_sliding_window': False,
+    'torch_dtype': 'bfloat16',
+  },
+  'Qwen3-8B': {
+    'model_type': 'qwen3',
+    'attention_bias': False,
+    'head_dim': 128,
+    'hidden_act': 'silu',
+    'hidden_size': 4096,
+    'intermediate_size': 12288,
+    'num_hidden_layers': 36,
+    'num_attention_heads': 32,
+    'num_key_value_heads': 8,
+    'vocab_size': 151936,
+    'tie_word_embeddings': False,
+    'rms_norm_eps': 1e-06,
+    'rope_scaling': None,
+    'rope_theta': 1000000,
+    'max_position_embeddings': 40960,
+    'max_window_layers': 36,
+    'sliding_window': None,
+    'use_sliding_window': False,
+  },
+  'Llama-3.2-1B': {
+    'model_type': 'llama',
+    'attention_bias': False,
+    'mlp_bias': False,
+    'head_dim': 64,
+    'hidden_act': 'silu',
+    'hidden_size': 2048,
+    'intermediate_size': 8192,
+    'num_hidden_layers': 16,
+    'num_attention_heads': 32,
+    'num_key_value_heads': 8,
+    'vocab_size': 128256,
+    'tie_word_embeddings': True,
+    'rms_norm_eps': 1e-05,
+    'rope_scaling': {**_LLAMA3, 'rope_type': 'llama3'},
+    'rope_theta': 500000.0,
+    'max_position_embeddings': 131072,
+  },
+}
+
+
+@pytest.mark.parametrize('name', _PUBLISHED)
+def test_published_configs(tmp_path, name):
+  (tmp_path / 'config.json').write_text(json.dumps(_PUBLISHED[name]))
+  config = hf_config.read(tmp_path)
+  raw = _PUBLISHED[name]
+  expected = decoder.DecoderConfig(
+    raw['model_type'],
+    raw['vocab_size'],
+    raw['hidden_size'],
+    raw['num_hidden_layers'],
+    raw['num_attention_heads'],
+    raw['num_key_value_heads'],
+    {'Qwen2.5-3B': 128, 'Qwen3-8B': 128, 'Llama-3.2-1B': 64}[name],
+    raw['intermediate_size'],
+    rope_theta=raw['rope_theta'],
+    rope_scaling=_LLAMA3 if name == 'Llama-3.2-1B' else None,
+    norm_eps=raw['rms_norm_eps'],
+    qkv_bias=name == 'Qwen2.5-3B',
+    qk_norm=name == 'Qwen3-8B',
+    tie_embeddings=raw['tie_word_embeddings'],
+    max_positions=raw['max_position_embeddings'],
+  )
+  assert config == expected
+  (tmp_path / 'config.json').write_text(json.dumps(hf_config.make(config, 'float32')))
+  assert hf_config.read(tmp_path) == config
+
+
+def test_transformers_5_keys():
+  config = hf_config.read(_GOLDEN / 'llama')
+  assert (config.rope_theta, config.rope_scaling['factor']) == (100.0, 8.0)
+  assert config.rope_scaling['original_max_position_embeddings'] == 32
+  config = hf_config.read(_GOLDEN / 'qwen2')
+  assert (config.rope_theta, config.rope_scaling) == (1000.0, None)
+  assert (config.head_dim, config.norm_eps) == (6, 1e-3)
+
+
+@pytest.mark.parametrize(
+  ('name', 'changes', 'message'),
+  [
+    (
+      'Qwen2.5-3B',
+      {'model_type': 'gemma3'},
+      "model_type is 'gemma3'; supported are qwen2",
+    ),
+    ('Qwen2.5-3B', {'hidden_act': 'gelu'}, "hidden_act is 'gelu'; only 'silu'"),
+    ('Qwen2.5-3B', {'hidden_size': None}, 'hidden_size is None; a positive int'),
+    ('Qwen2.5-3B', {'num_hidden_layers': '36'}, "num_hidden_layers is '36'"),
+    ('Qwen2.5-3B', {'num_attention_heads': True}, 'num_attention_heads is True'),
+    ('Qwen2.5-3B', {'num_key_value_heads': 3}, 'num_key_value_heads 3 does not divide'),
+    ('Qwen2.5-3B', {'rope_theta': None}, 'rope_theta is None; a positive float'),
+    ('Qwen2.5-3B', {'rope_scaling': {'type': 'yarn'}}, "rope type is 'yarn'; supported"),
+    (
+      'Qwen2.5-3B',
+      {'use_sliding_window': True, 'max_window_layers': 21},
+      'layer_types: sliding_attention is in use',
+    ),
+    ('Qwen3-8B', {'layer_types': ['full_attention', 'linear_attention']}, 'linear_att'),
+    ('Qwen3-8B', {'attention_bias': True}, 'attention_bias is True; only False'),
+    (
+      'Qwen3-8B',
+      {'quantization_config': {'quant_method': 'fp8'}},
+      'quantization_config is',
+    ),
+    ('Llama-3.2-1B', {'mlp_bias': True}, 'mlp_bias is True; only False'),
+    ('Llama-3.2-1B', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
+    ('Llama-3.2-1B', {'rope_scaling': {'rope_type': 'llama3'}}, 'factor is None'),
+    ('Llama-3.2-1B', {'rope_parameters': {'rope_type': 'dynamic'}}, "type is 'dynamic'"),
+  ],
+)
+def test_an_unsupported_config_is_named(tmp_path, name, changes, message):
+  (tmp_path / 'config.json').write_text(json.dumps({**_PUBLISHED[name], **changes}))
+  with pytest.raises(ValueError, match=message) as error:
+    hf_config.read(tmp_path)
+  assert str(tmp_path / 'config.json') in str(error.value)
+
+
+def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path):
+  raw = {**_PUBLISHED['Qwen2.5-3B'], 'use_sliding_window': True, 'max_window_layers': 36}
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  assert hf_config.read(tmp_path).num_layers == 36
+
+
+@pytest.mark.parametrize(
+  ('name', 'head_dim'), [('Qwen2.5-3B', 128), ('Qwen3-8B', 128), ('Llama-3.2-1B', 80)]
+)
+@pytest.mark.parametrize('absent', [{}, {'head_dim': None}])
+def test_the_head_dim_that_transformers_takes_where_none_is_said(
+  tmp_path, name, head_dim, absent
+):
+  raw = {k: v for k, v in _PUBLISHED[name].items() if k != 'head_dim'} | absent
+  if name != 'Qwen2.5-3B':
+    raw |= {'hidden_size': 2560, 'num_attention_heads': 32}
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  assert hf_config.read(tmp_path).head_dim == head_dim

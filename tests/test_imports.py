@@ -1,0 +1,195 @@
+"""Who may import whom (DESIGN.md, section 2), read from the syntax of every file."""
+
+import ast
+from collections.abc import Iterator
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = 'agent_r1_jax'
+TEXT = ('agent', 'tools', 'retrieval', 'tasks')
+DEVICE = ('models', 'engine', 'rl')
+# Each of these libraries has one place, so that it can be exchanged.
+OWNERS = {
+  'flax': f'{PACKAGE}/models/',
+  'orbax': f'{PACKAGE}/checkpoint.py',
+  'faiss': f'{PACKAGE}/retrieval/dense.py',
+  'transformers': f'{PACKAGE}/agent/tokenizer.py',
+  'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
+  'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
+}
+# Imported inside the functions that need them: slow, and not everybody's.
+LAZY = ('bm25s', 'faiss', 'matplotlib', 'tensorboardX', 'tokenizers', 'transformers')
+MAX_LINES = 500
+BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+  """Every imported name in full, `importlib.import_module('...')` included."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from ((node, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      start = '.' * node.level + (node.module or '')
+      yield from ((node, f'{start}.{alias.name}') for alias in node.names)
+    elif isinstance(node, ast.Call) and 'import' in ast.unparse(node.func):
+      yield from ((node, a.value) for a in node.args if _is_text(a))
+
+
+def _is_text(node: ast.AST) -> bool:
+  return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def at_import_time(tree: ast.Module) -> set[ast.AST]:
+  """The nodes that run when the module is imported: none of a function's body."""
+  found: set[ast.AST] = set()
+  waiting: list[ast.AST] = [*tree.body]
+  while waiting:
+    node = waiting.pop()
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+      continue
+    if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
+      continue
+    found.add(node)
+    waiting.extend(ast.iter_child_nodes(node))
+  return found
+
+
+def violations(path: str, source: str) -> list[str]:
+  """What a file does against the rules; `path` is relative to the repository."""
+  tree = ast.parse(source)
+  early = at_import_time(tree)
+  parts = pathlib.PurePosixPath(path).parts
+  room = parts[1] if parts[0] == PACKAGE and len(parts) > 2 else ''
+  others = {
+    room: rooms
+    for rooms in (TEXT, DEVICE)
+    for room in (TEXT + DEVICE)
+    if room not in rooms
+  }
+  found = []
+  for node, name in imports(tree):
+    first, *rest = name.split('.')
+    target = rest[0] if first == PACKAGE and rest else ''
+    if name.startswith('.'):
+      found.append(f'{name}: a relative import')
+    if target and target in others.get(room, ()):
+      found.append(f'{name}: {room} and {target} meet in rollout, train, evaluate only')
+    if path == f'{PACKAGE}/types.py' and first == PACKAGE:
+      found.append(f'{name}: types imports nothing of ours')
+    if first in OWNERS and not path.startswith(OWNERS[first]):
+      found.append(f'{name}: only {OWNERS[first]} imports {first}')
+    if first == 'experiments':
+      found.append(f'{name}: nothing imports experiments')
+    if first in LAZY and node in early:
+      found.append(f'{name}: import it inside the function that needs it')
+  if source.count('\n') > MAX_LINES:
+    found.append(f'{source.count(chr(10))} lines, {MAX_LINES} are allowed')
+  if parts[-1].removesuffix('.py').split('_')[0] in BANNED_NAMES:
+    found.append(f'{parts[-1]} says nothing about what is in it')
+  return found
+
+
+FILES = sorted(
+  str(path.relative_to(ROOT))
+  for folder in (PACKAGE, 'experiments', 'third_party')
+  for path in (ROOT / folder).rglob('*.py')
+  if 'downloads' not in path.parts
+)
+
+
+@pytest.mark.parametrize('path', FILES)
+def test_file(path):
+  assert violations(path, (ROOT / path).read_text()) == []
+
+
+def test_all_files_are_looked_at():
+  assert f'{PACKAGE}/types.py' in FILES and 'third_party/fetch.py' in FILES
+
+
+def test_text_rooms_are_light():
+  """Whoever writes a tool or a reward waits for none of the slow libraries."""
+  modules = [
+    path.removesuffix('.py').replace('/', '.')
+    for path in FILES
+    if path.split('/')[1] in TEXT and path != OWNERS['tensorflow_datasets']
+  ]
+  heavy = (*LAZY, 'tensorflow_datasets', 'flax', 'orbax', 'numba')
+  script = f'import sys, {", ".join(modules)}; print({{*{heavy}}} & {{*sys.modules}})'
+  command = [sys.executable, '-c', script]
+  result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+  assert result.stdout == 'set()\n', result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+  ('path', 'source', 'message'),
+  [
+    ('agent/chat.py', 'from agent_r1_jax import models', 'agent and models meet in'),
+    ('agent/chat.py', 'import agent_r1_jax.rl.loss as x', 'agent and rl meet in'),
+    (
+      'tasks/qa.py',
+      'def f():\n  from agent_r1_jax.engine import driver',
+      'tasks and engine',
+    ),
+    ('rl/loss.py', 'from agent_r1_jax.tools.search import f', 'rl and tools meet in'),
+    ('engine/driver.py', 'from agent_r1_jax import agent as a', 'engine and agent meet'),
+    (
+      'models/x.py',
+      "import importlib\nimportlib.import_module('agent_r1_jax.agent')",
+      'meet',
+    ),
+    ('types.py', 'from agent_r1_jax import metrics', 'types imports nothing of ours'),
+    ('rl/loss.py', 'import flax.linen as nn', 'only agent_r1_jax/models/ imports flax'),
+    (
+      'train.py',
+      'def f():\n  from orbax import checkpoint',
+      'checkpoint.py imports orbax',
+    ),
+    ('retrieval/bm25.py', 'def f():\n  import faiss', 'dense.py imports faiss'),
+    (
+      'agent/chat.py',
+      'def f():\n  from transformers import X',
+      'tokenizer.py imports tr',
+    ),
+    ('agent/chat.py', 'def f():\n  import tokenizers', 'tokenizer.py imports tokenizers'),
+    ('train.py', 'from experiments import x', 'nothing imports experiments'),
+    ('agent/chat.py', 'from . import env', 'a relative import'),
+    ('agent/chat.py', 'from ..engine import driver', 'a relative import'),
+    ('retrieval/dense.py', 'import faiss', 'inside the function that needs it'),
+    ('agent/tokenizer.py', 'class A:\n  import transformers', 'inside the function'),
+    (
+      'metrics.py',
+      'try:\n  import matplotlib.pyplot\nfinally:\n  pass',
+      'inside the func',
+    ),
+    ('train.py', 'x = 1\n' * 501, '501 lines, 500 are allowed'),
+    ('rl/utils.py', '', 'says nothing'),
+    ('rl/base_loss.py', '', 'says nothing'),
+  ],
+)
+def test_the_checker_sees(path, source, message):
+  (found,) = violations(f'{PACKAGE}/{path}', source)
+  assert message in found
+
+
+@pytest.mark.parametrize(
+  ('path', 'source'),
+  [
+    ('train.py', 'from agent_r1_jax import rl\nfrom agent_r1_jax.agent import env'),
+    (
+      'agent/chat.py',
+      'from agent_r1_jax import types\nfrom agent_r1_jax.tasks import qa',
+    ),
+    ('rl/loss.py', 'from agent_r1_jax.models import decoder\nimport agent_r1_jax'),
+    ('models/decoder.py', 'from flax import linen as nn'),
+    ('checkpoint.py', 'from orbax.checkpoint import v1 as ocp'),
+    ('retrieval/dense.py', 'def f():\n  import faiss'),
+    ('agent/tokenizer.py', 'if TYPE_CHECKING:\n  import transformers'),
+    ('retrieval/database.py', 'import rlax, modelsx'),
+  ],
+)
+def test_the_checker_allows(path, source):
+  assert violations(f'{PACKAGE}/{path}', source) == []

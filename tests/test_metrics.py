@@ -1,0 +1,249 @@
+"""Numbers in files survive a kill, and people are told the truth about them."""
+
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agent_r1_jax import metrics
+
+
+class TestWriter:
+  def test_what_is_written_is_read(self, tmp_path):
+    with metrics.Writer(tmp_path / 'run') as writer:
+      writer.write(0, {'reward': np.float32(0.5), 'loss': jnp.asarray(2), 'n': 3})
+      assert metrics.read(tmp_path / 'run'), 'a line is on disk as soon as it is written'
+      writer.write(0, {'eval/em': 0.25})
+    assert metrics.read(tmp_path / 'run') == [
+      {'step': 0, 'reward': 0.5, 'loss': 2.0, 'n': 3.0},
+      {'step': 0, 'eval/em': 0.25},
+    ]
+
+  def test_not_finite_numbers_are_valid_json_and_come_back(self, tmp_path):
+    with metrics.Writer(tmp_path) as writer:
+      writer.write(0, {'a': math.nan, 'b': math.inf, 'c': -math.inf})
+    line = (tmp_path / 'metrics.jsonl').read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+      'step': 0,
+      'a': 'nan',
+      'b': 'inf',
+      'c': '-inf',
+    }
+    (row,) = metrics.read(tmp_path)
+    assert math.isnan(row['a']) and row['b'] == math.inf and row['c'] == -math.inf
+
+  def test_tensorboard_has_the_scalars(self, tmp_path):
+    with metrics.Writer(tmp_path) as writer:
+      writer.write(7, {'loss/policy': 1.5})
+    (events,) = (tmp_path / 'tensorboard').iterdir()
+    assert events.name.startswith('events.out.tfevents')
+    assert b'loss/policy' in events.read_bytes()
+
+  @pytest.mark.parametrize(
+    ('values', 'message'),
+    [
+      ({'step': 1.0}, "cannot be called 'step'"),
+      ({'x': np.zeros(2)}, 'metric x=.* is no scalar'),
+      ({'x': 'much'}, 'is no scalar'),
+      ({'x': None}, 'is no scalar'),
+    ],
+  )
+  def test_mistakes(self, tmp_path, values, message):
+    with metrics.Writer(tmp_path) as writer, pytest.raises(ValueError, match=message):
+      writer.write(0, values)
+    assert metrics.read(tmp_path) == []
+
+
+def killed(workdir, steps=6, half='{"step": 6, "rew'):
+  """A run that wrote `steps` lines and half of one more."""
+  with metrics.Writer(workdir) as writer:
+    for step in range(steps):
+      writer.write(step, {'reward': step / 10})
+  with (workdir / 'metrics.jsonl').open('a') as file:
+    file.write(half)
+
+
+class TestResume:
+  def test_lines_after_the_checkpoint_are_dropped(self, tmp_path):
+    killed(tmp_path)
+    with metrics.Writer(tmp_path, resume_step=4) as writer:
+      assert [row['step'] for row in metrics.read(tmp_path)] == [0, 1, 2, 3]
+      writer.write(4, {'reward': 9.0})
+    assert metrics.read(tmp_path)[3:] == [
+      {'step': 3, 'reward': 0.3},
+      {'step': 4, 'reward': 9.0},
+    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ['metrics.jsonl', 'tensorboard']
+
+  def test_a_run_killed_before_its_first_checkpoint_starts_anew(self, tmp_path):
+    killed(tmp_path)
+    metrics.Writer(tmp_path, resume_step=0).close()
+    assert metrics.read(tmp_path) == []
+
+  def test_without_a_step_only_the_half_line_goes(self, tmp_path):
+    killed(tmp_path)
+    with metrics.Writer(tmp_path) as writer:
+      writer.write(6, {'reward': 0.6})
+    assert [row['step'] for row in metrics.read(tmp_path)] == list(range(7))
+
+  @pytest.mark.parametrize('half', ['', '{', '{"step": 6}', 'null', '\x00\x00', '7'])
+  def test_read_copes_with_any_last_line(self, tmp_path, half):
+    killed(tmp_path, half=half)
+    steps = [row['step'] for row in metrics.read(tmp_path)]
+    assert steps == list(range(7 if half == '{"step": 6}' else 6))
+    metrics.Writer(tmp_path, resume_step=3).close()
+    assert [row['step'] for row in metrics.read(tmp_path)] == [0, 1, 2]
+
+  def test_a_broken_line_in_the_middle_is_named(self, tmp_path):
+    killed(tmp_path)
+    path = tmp_path / 'metrics.jsonl'
+    path.write_text(path.read_text().replace('{"step": 2', '{"stop": 2'))
+    with pytest.raises(ValueError, match=r'metrics\.jsonl, line 3 is no line'):
+      metrics.read(tmp_path)
+
+
+class Clock:
+  now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+class TestProgress:
+  def run(self, file, clock, seconds=1.0, every=5.0):
+    with metrics.Progress(
+      12, label='GRPO', start=2, every=every, file=file, clock=clock
+    ) as p:
+      for step in range(2, 12):
+        p.phase('rollout', 32, 128)
+        clock.now += seconds / 2
+        p.phase('update')
+        clock.now += seconds / 2
+        p.update(step + 1, reward=step / 10)
+
+  def test_a_log_file_gets_a_line_every_few_seconds(self):
+    file = io.StringIO()
+    self.run(file, Clock())
+    lines = file.getvalue().splitlines()
+    assert lines == [
+      'GRPO 7/12  reward 0.600  0:05 spent, 0:05 left',
+      'GRPO 12/12  reward 1.100  0:10 spent',
+    ]
+    assert '\x1b' not in file.getvalue()
+
+  def test_a_slow_step_tells_its_phase(self):
+    file = io.StringIO()
+    clock = Clock()
+    with metrics.Progress(10, label='GRPO', file=file, clock=clock) as progress:
+      clock.now += 8000
+      progress.update(1, reward=0.5)
+      clock.now += 60
+      progress.phase('rollout', 32, 128)
+    assert file.getvalue().splitlines()[:2] == [
+      'GRPO 1/10  reward 0.500  2:13:20 spent, 20:00:00 left',
+      'GRPO 1/10  reward 0.500  2:14:20 spent, 20:09:00 left  rollout 32/128',
+    ]
+
+  def test_a_terminal_gets_a_bar(self, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '120')
+    monkeypatch.setenv('TERM', 'xterm')
+
+    class Terminal(io.StringIO):
+      def isatty(self):
+        return True
+
+    file = Terminal()
+    self.run(file, Clock())
+    assert '━━━' in file.getvalue()
+    assert '12/12' in file.getvalue() and 'reward 1.100' in file.getvalue()
+
+
+def rows(seed, steps=60):
+  random = np.random.default_rng(seed)
+  for step in range(steps):
+    yield {'step': step, 'reward': step / steps + random.normal(0, 0.05)}
+    if step % 10 == 0:
+      yield {'step': step, 'eval/bridge/em': step / steps, 'eval/comparison/em': 0.5}
+
+
+class TestCurve:
+  def size(self, path):
+    content = path.read_bytes()
+    assert content.startswith(b'\x89PNG')
+    return tuple(int.from_bytes(content[i : i + 4], 'big') for i in (16, 20))
+
+  def test_of_a_workdir(self, tmp_path):
+    with metrics.Writer(tmp_path) as writer:
+      for row in rows(0):
+        writer.write(row.pop('step'), row)
+    metrics.curve(tmp_path, tmp_path / 'plots' / 'curve.png')
+    width, height = self.size(tmp_path / 'plots' / 'curve.png')
+    assert (width, height) == (1568, 576)
+
+  def test_of_several_seeds_of_unequal_length(self, tmp_path):
+    seeds = [list(rows(0)), list(rows(1, 40)), list(rows(2))]
+    metrics.curve(seeds, tmp_path / 'c.png', title='GRPO', baselines={'Naive RAG': 0.2})
+    assert self.size(tmp_path / 'c.png')[0] == 1568
+
+  def test_panels_without_numbers_are_left_out(self, tmp_path):
+    metrics.curve([{'step': 0, 'em': 0.1}], tmp_path / 'c.png')
+    assert self.size(tmp_path / 'c.png')[0] == 784
+    with pytest.raises(ValueError, match="none of .'reward'"):
+      metrics.curve([{'step': 0, 'loss': 0.1}], tmp_path / 'c.png')
+
+  def test_seeds_are_aligned_by_step(self):
+    seeds = [[{'step': s, 'x': s + 10 * seed} for s in (0, 2, 4)] for seed in (0, 1)]
+    del seeds[1][1]
+    steps, values = metrics._aligned(seeds, 'x')
+    assert steps.tolist() == [0, 4]
+    assert values.tolist() == [[0, 4], [10, 14]]
+
+  def test_smoothing_keeps_a_constant_and_a_short_curve(self):
+    np.testing.assert_allclose(metrics._smooth(np.full(100, 0.3)), 0.3)
+    np.testing.assert_array_equal(metrics._smooth(np.arange(8.0)), np.arange(8.0))
+
+
+class TestTable:
+  @pytest.mark.parametrize(
+    ('successes', 'n', 'low', 'high'),
+    [  # Newcombe (1998), table I, method 3
+      (81, 263, 0.2553, 0.3662),
+      (15, 148, 0.0624, 0.1605),
+      (0, 20, 0.0, 0.1611),
+      (1, 29, 0.0061, 0.1718),
+    ],
+  )
+  def test_wilson(self, successes, n, low, high):
+    np.testing.assert_allclose(metrics.wilson(successes, n), (low, high), atol=5e-5)
+    mirrored = metrics.wilson(n - successes, n)
+    np.testing.assert_allclose(mirrored, (1 - high, 1 - low), atol=5e-5)
+
+  def test_wilson_at_the_edges(self):
+    assert metrics.wilson(0, 0) == (0.0, 1.0)
+    assert metrics.wilson(0, 5)[0] == 0.0 and metrics.wilson(5, 5)[1] == 1.0
+    for successes, n in ((-1, 5), (6, 5)):
+      with pytest.raises(ValueError, match=f'{successes} successes of {n}'):
+        metrics.wilson(successes, n)
+
+  def test_table(self):
+    text = metrics.table(
+      {
+        'Naive RAG': {'in-domain': metrics.Count(61, 300), 'note': 'top 5'},
+        'GRPO': {'in-domain': metrics.Count(300, 300), 'average': 0.75},
+      },
+      ['in-domain', 'average', 'note'],
+    )
+    assert text == (
+      '| method    | in-domain                   | average | note  |\n'
+      '|-----------|-----------------------------|---------|-------|\n'
+      '| Naive RAG | .203 [.162, .252] 61/300    | -       | top 5 |\n'
+      '| GRPO      | 1.000 [.987, 1.000] 300/300 | .750    | -     |'
+    )
+
+  def test_an_unknown_column_is_a_mistake(self):
+    with pytest.raises(ValueError, match="row 'GRPO' has ..out"):
+      metrics.table({'GRPO': {'out': 0.1}}, ['in'])

@@ -1,0 +1,338 @@
+"""miniwiki: what a score relies on, and the text that a base policy learns from."""
+
+import collections
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from agent_r1_jax.agent import calls, chat, tokenizer
+from agent_r1_jax.retrieval import dense, documents, hashing
+from agent_r1_jax.tasks import (
+  miniwiki,
+  miniwiki_demos,
+  miniwiki_questions,
+  miniwiki_relations,
+  miniwiki_world,
+  qa,
+)
+from agent_r1_jax.tools import search as search_lib
+
+IN_DOMAIN = ('miniwiki-hotpot', 'miniwiki-2wiki')
+
+
+def make_index(passages):
+  encoder = hashing.HashingEncoder().fit([p.contents for p in passages])
+  return dense.Dense(passages, encoder.encode)
+
+
+def make_search(passages):
+  index = make_index(passages)
+  return lambda query: documents.render(index.search([query], 1)[0])
+
+
+@pytest.fixture(scope='module')
+def examples():
+  return list(miniwiki_demos.examples(0, 3000, make_search, examples_per_world=1500))
+
+
+@pytest.fixture(scope='module')
+def chatter(examples, tmp_path_factory):
+  directory = tmp_path_factory.mktemp('tokenizer')
+  texts = miniwiki_demos.tokenizer_texts(examples)
+  tokenizer.train(texts, vocab_size=1024, directory=directory)
+  return chat.Chat(tokenizer.load(directory))
+
+
+def names_in(split):
+  """All names' words of a split's passages."""
+  text = ' '.join(d.contents for d in miniwiki.corpus(0, split))
+  made = set(miniwiki_world.words('base')).union(
+    *(miniwiki_world.words(s) for s in miniwiki_world.SPLITS)
+  )
+  return made.intersection(re.findall(r'\w+', text))
+
+
+def digest():
+  """Of all that a run reads, in small."""
+  tasks = miniwiki.train_tasks(3, 50) + [
+    task for name in miniwiki.SETS for task in miniwiki.test_set(name, 20, 3)
+  ]
+  demos = miniwiki_demos.examples(3, 60, make_search, examples_per_world=30)
+  rows = [d.contents for d in miniwiki.corpus(3, 'train') + miniwiki.corpus(3, 'test')]
+  rows += [[t.id, t.messages, t.answer, t.info] for t in tasks]
+  rows += [[e.messages, e.tools, e.kind] for e in demos]
+  return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def test_same_bytes_in_another_process():
+  program = 'from tests import test_miniwiki; print(test_miniwiki.digest())'
+  for hash_seed in ('1', '2'):
+    made = subprocess.run(
+      [sys.executable, '-c', program],
+      env={**os.environ, 'PYTHONHASHSEED': hash_seed},
+      cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    assert made.stdout.strip() == digest()
+
+
+def test_seeds_differ():
+  assert miniwiki.corpus(0, 'dev') != miniwiki.corpus(1, 'dev')
+  first, second = (miniwiki.test_set('miniwiki-2wiki', 30, seed) for seed in (0, 1))
+  assert not {t.messages[0]['content'] for t in first} & {
+    t.messages[0]['content'] for t in second
+  }
+
+
+def test_no_word_of_a_name_is_in_two_splits():
+  used = {split: names_in(split) for split in miniwiki_world.SPLITS}
+  assert all(len(words) > 500 for words in used.values())
+  assert sum(map(len, used.values())) == len(set().union(*used.values()))
+  worlds = [miniwiki_world.words('test', part) for part in range(miniwiki_world.PARTS)]
+  assert sum(map(len, worlds)) == len(set().union(*worlds))
+
+
+def test_every_word_has_one_decomposition():
+  starts, ends = miniwiki_world.syllables()
+  assert len({s + e for s in starts for e in ends}) == len(starts) * len(ends)
+
+
+def test_base_examples_use_base_words_only(examples):
+  used = set(re.findall(r'\w+', json.dumps([e.messages for e in examples])))
+  for split in ('train', 'dev', 'test'):
+    assert not used.intersection(miniwiki_world.words(split))
+
+
+@pytest.mark.parametrize('split', ['train', 'test'])
+def test_corpus(split):
+  corpus = miniwiki.corpus(0, split)
+  assert 2000 <= len(corpus) <= 3000
+  assert len({d.title for d in corpus}) == len({d.id for d in corpus}) == len(corpus)
+  for d in corpus:
+    assert d.text.startswith(f'{d.title} ')
+    assert not re.search(r'[{}]|  ', d.text)
+    assert 2 <= d.text.count('.') <= 5
+    assert len(d.text.split()) <= 60
+
+
+def test_passages_say_the_facts():
+  world = miniwiki_world.world(0, 'dev', 200)
+  for title, facts in world.facts.items():
+    assert all(f' {value}' in world.passages[title] for value in facts.values())
+
+
+def test_distractors_share_a_word():
+  world = miniwiki_world.world(0, 'test')
+  for kind in ('person', 'film'):
+    titles = world.by_kind[kind]
+    shared = [
+      any(len(world.by_word[word]) > 1 for word in title.split()) for title in titles
+    ]
+    assert np.mean(shared) > 0.95
+
+
+@pytest.mark.parametrize('name', miniwiki.SETS)
+def test_chain_leads_to_the_answer_and_nothing_earlier_does(name):
+  _, part = miniwiki.SETS[name]
+  world = miniwiki_world.world(0, 'test', miniwiki.PASSAGES, part)
+  tasks = miniwiki.test_set(name, 300, 0)
+  assert len({t.messages[0]['content'] for t in tasks}) > 295  # Wordings may vary.
+  for task in tasks:
+    info, question = task.info, task.messages[0]['content']
+    [answer] = task.answer
+    assert question == info['question']
+    assert re.search(rf' {info["chain"][0]}\b', question)
+    if info['kind'] == 'comparison':
+      years = [world.facts[title]['year'] for title in info['chain']]
+      assert years == info['years'] and years[0] != years[1]
+      winner = (min if info['sign'] == 'earlier' else max)(years)
+      assert answer == info['chain'][years.index(winner)]
+      assert info['sign'] in question and ' ' + info['chain'][1] in question
+      continue
+    entity = info['chain'][0]
+    for hop, relation in enumerate(info['relations']):
+      assert entity == info['chain'][hop]
+      assert hop == info['hops'] - 1 or answer not in world.passages[entity]
+      entity = world.facts[entity][relation]
+    assert entity == answer and answer not in question
+    assert len(set(info['chain'])) == info['hops']
+
+
+@pytest.mark.parametrize('name', IN_DOMAIN)
+def test_comparisons_are_balanced(name):
+  tasks = miniwiki.test_set(name, 300, 0)
+  compared = [t for t in tasks if t.info['kind'] == 'comparison']
+  assert 0.20 <= len(compared) / len(tasks) <= 0.25
+  cells = collections.Counter(
+    (t.info['sign'], t.answer[0] == t.info['chain'][0]) for t in compared
+  )
+  assert len(cells) == 4 and max(cells.values()) - min(cells.values()) <= 1
+  bridges = collections.Counter(
+    t.info['hops'] for t in tasks if t.info['kind'] == 'bridge'
+  )
+  assert set(bridges) == {2, 3} and min(bridges.values()) >= 50
+
+
+def pairs_of(tasks):
+  return {
+    pair
+    for t in tasks
+    if t.info['kind'] == 'bridge'
+    for pair in zip(t.info['relations'], t.info['relations'][1:], strict=False)
+  }
+
+
+def test_held_out_compositions_are_never_trained(examples):
+  held_out = miniwiki_questions.HELD_OUT
+  trained = pairs_of(miniwiki.train_tasks(0, 1500))
+  demonstrated = pairs_of([e.task for e in examples if e.task])
+  in_domain = pairs_of([t for n in IN_DOMAIN for t in miniwiki.test_set(n, 300, 0)])
+  assert not (trained | demonstrated | in_domain) & held_out
+  assert trained == miniwiki_questions.PAIRS - held_out
+  assert 0.2 <= len(held_out) / len(miniwiki_questions.PAIRS) <= 0.3
+  for name in ('miniwiki-musique', 'miniwiki-musique-4hop'):
+    for task in miniwiki.test_set(name, 100, 0):
+      assert pairs_of([task]) & held_out
+  # Each relation alone is trained in every place that it has.
+  for place in (0, 1):
+    assert {p[place] for p in trained} == {p[place] for p in miniwiki_questions.PAIRS}
+
+
+def test_practice_chains_are_never_held_out(examples):
+  asked = {r.name: r for r in miniwiki_relations.EDGES}
+  chains = [e for e in examples if e.kind == 'chain']
+  assert len(chains) > 100
+  for e in chains:
+    said = re.findall(r'The (\w+) is', e.messages[-1]['content'])
+    assert set(said) <= set(asked) and not miniwiki_questions.holds_out(said)
+
+
+def test_gold_query_finds_the_gold_passage_first():
+  index = make_index(miniwiki.corpus(0, 'test'))
+  wanted = {}
+  for part in range(miniwiki_world.PARTS):
+    facts = miniwiki_world.world(0, 'test', miniwiki.PASSAGES, part).facts
+    wanted |= {f' {title} {r}': title for title, known in facts.items() for r in known}
+  found = index.search(list(wanted), 1)
+  right = [h[0].document.title == t for h, t in zip(found, wanted.values(), strict=True)]
+  assert np.mean(right) >= 0.999
+
+
+def test_demonstrations(examples):
+  em = collections.defaultdict(list)
+  for e in examples:
+    replies = [m['content'] for m in e.messages if m['role'] == 'assistant']
+    assert e.messages[0]['role'] == 'user' and e.messages[-1]['role'] == 'assistant'
+    assert not any(
+      isinstance(c, calls.CallError) for r in replies for c in calls.hermes(r)
+    )
+    assert bool(calls.hermes(replies[-1])) is False
+    for reply in replies[:-1]:
+      [call] = calls.hermes(reply)
+      assert call.name == 'search' and call.arguments['query'].startswith(' ')
+    if e.task is not None:
+      kind = e.kind, e.task.info['kind'], e.task.info['hops']
+      em[kind].append(qa.metrics(e.task, e.messages)['em'])
+      assert qa.paper_reward(e.task, e.messages) in (0.0, 1.0)
+  for (fate, _, _), scores in em.items():
+    if fate in ('right', 'single'):
+      assert np.mean(scores) == 1.0
+  for hops in (2, 3):
+    assert len(em['right', 'bridge', hops]) >= 50
+    for fate in ('stop', 'repeat', 'guess'):
+      assert np.mean(em[fate, 'bridge', hops]) == 0.0
+    for fate in ('relation', 'another'):
+      assert np.mean(em[fate, 'bridge', hops]) < 0.1
+  assert len(em['right', 'comparison', 2]) >= 50
+  chance = sum((em[f, 'comparison', 2] for f in ('stop', 'repeat', 'another')), [])
+  assert 0.35 < np.mean(chance) < 0.65
+
+
+def test_mixture_is_kept(examples):
+  kinds = collections.Counter(e.kind for e in examples)
+  for shares in (miniwiki_demos.MIXTURE, miniwiki_demos.PRACTICE):
+    total = sum(kinds[kind] for kind in shares)
+    assert 0.45 < total / len(examples) < 0.55
+    for kind, share in shares.items():
+      assert abs(kinds[kind] / total - share) < 0.04
+
+
+def test_practice_answers_stand_in_the_prompt(examples):
+  for e in examples:
+    if e.kind in ('lookup', 'chain', 'compare', 'names', 'years'):
+      prompt, reply = (m['content'] for m in e.messages)
+      answer = qa.extract_answer(reply)
+      assert answer is None or f' {answer}' in prompt
+      for value in re.findall(r' is ([A-Z][a-z]+(?: [A-Z][a-z]+)?)\.', reply):
+        assert f' {value}' in prompt
+
+
+def test_rag_prompt_has_the_practised_form(examples):
+  corpus = miniwiki.corpus(0, 'test')
+  task = miniwiki.test_set('miniwiki-hotpot', 1, 0)[0]
+  hits = make_index(corpus).search([task.info['question']], 3)[0]
+  made = miniwiki.rag_task(task, hits)
+  form = r'(Doc \d \(Title: [\w ]+\) .+\.\n)+[^\n]+[?.]'
+  assert re.fullmatch(form, made.messages[0]['content'])
+  assert made.messages[0]['content'].endswith('\n' + task.info['question'])
+  practised = [e.messages[0]['content'] for e in examples if e.kind == 'lookup']
+  assert all(re.fullmatch(form, prompt) for prompt in practised)
+
+
+def test_token_lengths(examples, chatter):
+  """Every token costs on a laptop."""
+  tools = [search_lib.search_tool(make_index(miniwiki.corpus(0, 'dev')), k=1).schema]
+  lengths = collections.defaultdict(list)
+  for e in examples:
+    if e.kind == 'right':
+      shape = e.task.info['kind'], e.task.info['hops']
+      ids = chatter.prompt(e.messages[:-1], tools)
+      last = chatter.tokenizer.encode(e.messages[-1]['content'])
+      lengths[shape].append(len(ids) + len(last) + 1)
+  assert np.mean(lengths['bridge', 2]) < 230
+  assert np.mean(lengths['bridge', 3]) < 315
+  assert np.mean(lengths['comparison', 2]) < 245
+
+
+def test_tokens_of_names_and_years(chatter):
+  """No name of the test is longer in tokens than those trained on; a year is two."""
+  encode = chatter.tokenizer.encode
+  lengths = {
+    split: np.mean([len(encode(f' {w}')) for w in miniwiki_world.words(split)[::7]])
+    for split in ('base', 'test')
+  }
+  assert lengths['base'] < 2.5
+  assert abs(lengths['base'] - lengths['test']) < 0.1
+  assert {len(encode(f' {year}')) for year in miniwiki_world.YEARS} == {2}
+  word = miniwiki_world.words('test')[0]
+  alone = ','.join(map(str, encode(f' {word}')))
+  for text in (f'Doc 1 (Title: {word}) x', f'is {word}.', f'" {word} river"'):
+    assert f',{alone},' in ','.join(map(str, encode(text)))
+
+
+def test_mistakes_are_named():
+  with pytest.raises(ValueError, match='split.*moon'):
+    miniwiki_world.world(0, 'moon')
+  with pytest.raises(ValueError, match='size: 5'):
+    miniwiki_world.world(0, 'dev', 5)
+  with pytest.raises(ValueError, match='too few words'):
+    miniwiki_world.world(0, 'dev', 30_000)
+  with pytest.raises(ValueError, match='name.*squad'):
+    miniwiki.test_set('squad', 3, 0)
+  with pytest.raises(ValueError, match="split: 'train'"):
+    miniwiki.test_set('miniwiki-2wiki', 3, 0, 'train')
+  world = miniwiki_world.world(0, 'dev', 100)
+  with pytest.raises(ValueError, match='style.*haiku'):
+    miniwiki_questions.questions(world, 3, 'haiku', 0)
+  with pytest.raises(ValueError, match='n: .* less than 100000'):
+    miniwiki_questions.questions(world, 100_000, 'hotpot', 0)
+  with pytest.raises(ValueError, match='mixture.*lucky'):
+    list(miniwiki_demos.examples(0, 9, make_search, mixture={'lucky': 1.0}))

@@ -1,0 +1,213 @@
+"""Question files in every layout, their errors, and the TFDS builder."""
+
+import gzip
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from agent_r1_jax.retrieval.documents import Document
+from agent_r1_jax.tasks import qa_data
+from agent_r1_jax.types import Task
+
+OURS = {
+  'id': 'o1', 'question': 'Where was Ann born?', 'golden_answers': ['Oslo', 'Kristiania'],
+  'type': 'bridge', 'supporting_titles': ['Ann'],
+}  # fmt: skip
+HOTPOT = {
+  '_id': 'h1', 'question': 'Is Ann older than Bo?', 'answer': 'yes', 'type': 'comparison',
+  'level': 'hard', 'supporting_facts': [['Ann', 0], ['Bo', 1], ['Ann', 2]],
+  'context': [['Ann', ['Ann is 9.', ' She sings.']], ['Bo', ['Bo is 8.']], ['No', []]],
+}  # fmt: skip
+TWO_WIKI = HOTPOT | {
+  '_id': 'w1', 'answer': 'Oslo', 'answer_id': 'Q585',
+  'evidences': [['Ann', 'born', 'Oslo']],
+}  # fmt: skip
+MUSIQUE = {
+  'id': '2hop__1_2', 'question': 'Who leads the city of Ann?', 'answer': 'Bo Lie',
+  'answer_aliases': ['Lie'], 'answerable': True,
+  'paragraphs': [
+    {'idx': 0, 'title': 'Ann', 'paragraph_text': 'Ann of Oslo.', 'is_supporting': True},
+    {'idx': 1, 'title': 'Eve', 'paragraph_text': 'Eve sings.', 'is_supporting': False},
+  ],
+  'question_decomposition': [
+    {'id': 1, 'question': 'Ann >> city', 'answer': 'Oslo', 'paragraph_support_idx': 0}
+  ],
+}  # fmt: skip
+
+
+def _write(path, rows, form='lines'):
+  text = '\n'.join(map(json.dumps, rows)) if form == 'lines' else json.dumps(rows)
+  path.write_bytes(gzip.compress(text.encode()) if form == 'gzip' else text.encode())
+  return path
+
+
+def _without(row, *names):
+  return {key: value for key, value in row.items() if key not in names}
+
+
+@pytest.mark.parametrize('load', [qa_data.load, qa_data.jsonl])
+def test_our_own_layout(tmp_path, load):
+  rows = [OURS, OURS | {'id': 'o2', 'golden_answers': 'Oslo'}]
+  first, second = load(_write(tmp_path / 'a.jsonl', rows))
+  assert first == Task(
+    id='o1',
+    messages=[{'role': 'user', 'content': 'Where was Ann born?'}],
+    answer=['Oslo', 'Kristiania'],
+    info={
+      'question': 'Where was Ann born?', 'type': 'bridge', 'supporting_titles': ['Ann'],
+    },
+  )  # fmt: skip
+  assert second.answer == ['Oslo']
+
+
+@pytest.mark.parametrize('form', ['lines', 'array', 'gzip'])
+def test_hotpotqa(tmp_path, form):
+  rows = json.loads(json.dumps([HOTPOT]))
+  path = tmp_path / 'hotpot'
+  (task,) = qa_data.load(_write(path, rows, 'lines' if form == 'gzip' else form))
+  if form == 'gzip':
+    path.write_bytes(gzip.compress(path.read_bytes()))
+  assert (task.id, task.answer) == ('h1', ['yes'])
+  question = 'Is Ann older than Bo?'
+  assert task.info == {
+    'question': question, 'type': 'comparison', 'level': 'hard',
+    'supporting_titles': ['Ann', 'Bo'],
+  }  # fmt: skip
+  assert task.messages == [{'role': 'user', 'content': question}]
+  assert qa_data.passages(path) == [
+    Document('p0', 'Ann', 'Ann is 9. She sings.'),
+    Document('p1', 'Bo', 'Bo is 8.'),
+  ]
+
+
+def test_two_wiki_and_its_aliases(tmp_path):
+  (task,) = tasks = qa_data.load(_write(tmp_path / 'train.json', [TWO_WIKI], 'array'))
+  assert task.answer == ['Oslo']
+  assert task.info['evidences'] == [['Ann', 'born', 'Oslo']]
+  lines = [
+    {'Q_id': 'Q585', 'aliases': ['Kristiania'], 'demonyms': ['Oslovian']},
+    {'Q_id': 'Q1', 'aliases': ['x'], 'demonyms': []},
+  ]
+  aliases = _write(tmp_path / 'id_aliases.json', lines)
+  (named,) = qa_data.add_aliases(tasks, aliases)
+  assert named.answer == ['Oslo', 'Kristiania', 'Oslovian']
+  assert task.answer == ['Oslo']
+  (plain,) = qa_data.load(
+    _write(tmp_path / 'old.json', [_without(TWO_WIKI, 'answer_id')])
+  )
+  assert qa_data.add_aliases([plain], aliases) == [plain]
+
+
+def test_musique(tmp_path):
+  path = _write(tmp_path / 'musique.jsonl', [MUSIQUE])
+  (task,) = qa_data.load(path)
+  assert (task.id, task.answer) == ('2hop__1_2', ['Bo Lie', 'Lie'])
+  assert task.info['supporting_titles'] == ['Ann']
+  assert task.info['decomposition'][0]['answer'] == 'Oslo'
+  assert qa_data.passages(path) == [
+    Document('p0', 'Ann', 'Ann of Oslo.'),
+    Document('p1', 'Eve', 'Eve sings.'),
+  ]
+  assert not qa_data.load(path, lambda where, row: Task(where, []))[0].messages
+
+
+@pytest.mark.parametrize(
+  ('rows', 'message'),
+  [
+    (
+      [OURS, _without(OURS, 'question')],
+      r"row 2: 'question' is missing among \['golden_",
+    ),
+    ([OURS | {'question': ' '}], r"row 1: 'question' is ' '; give a text"),
+    ([OURS | {'golden_answers': []}], r"'golden_answers' is \[\]; give a text or a list"),
+    ([OURS | {'golden_answers': ['x', '']}], r"'golden_answers' is \['x', ''\]"),
+    ([OURS | {'golden_answers': 1}], "'golden_answers' is 1"),
+    ([OURS, _without(OURS, 'golden_answers')], "row 2: 'golden_answers' is missing"),
+    ([OURS | {'id': 7}], "'id' is 7"),
+    ([OURS, OURS], r"row 2: id 'o1' was taken before"),
+    ([OURS, 'text'], 'row 2: expected a JSON object'),
+    ([{'prompt': 'x'}], r"row 1: unknown layout, the fields are \['prompt'\]"),
+    ([_without(HOTPOT, '_id')], "row 1: '_id' is missing"),
+    (
+      [HOTPOT | {'supporting_facts': [['Ann']]}],
+      "'supporting_facts' is .* list of pairs",
+    ),
+    ([_without(HOTPOT, 'answer')], "'answer' is missing"),
+    ([TWO_WIKI | {'evidences': None}], "'evidences' is None; give a list"),
+    ([MUSIQUE | {'answerable': False}], 'row 1: is unanswerable; take the musique_ans'),
+    ([MUSIQUE | {'paragraphs': ['x']}], "'paragraphs' is .* a list of objects"),
+    ([MUSIQUE | {'paragraphs': [{'is_supporting': True}]}], "'title' is missing"),
+    ([MUSIQUE | {'answer_aliases': [3]}], r"'answer_aliases' is \[3\]"),
+    (
+      [_without(MUSIQUE, 'question_decomposition')],
+      "'question_decomposition' is missing",
+    ),
+    ([], 'holds no rows'),
+  ],
+)
+@pytest.mark.parametrize('form', ['lines', 'gzip', 'array'])
+def test_a_broken_row_is_named(tmp_path, rows, message, form):
+  path = _write(tmp_path / 'broken', rows, form)
+  with pytest.raises(ValueError, match=f'{path}: .*') as error:
+    qa_data.load(path)
+  error.match(message)
+
+
+def test_a_missing_file_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match='nowhere'):
+    qa_data.load(tmp_path / 'nowhere.jsonl')
+
+
+def test_real_files(data_dir):
+  for name, count in (('hotpotqa', 2247), ('2wikimultihopqa', 1255), ('musique', 1058)):
+    tasks = qa_data.load(data_dir / name / 'train.jsonl.gz')
+    assert len(tasks) == count
+    assert all(task.info['supporting_ids'] for task in tasks)
+
+
+_TFDS = """
+import pathlib, sys
+from agent_r1_jax.tasks import qa_data, qa_tfds
+
+folder = pathlib.Path(sys.argv[1])
+files = {'train': folder / 'train.jsonl', 'test': folder / 'musique.jsonl'}
+built = qa_tfds.write(files, folder / 'tfds', name='small')
+for split, path in files.items():
+  assert qa_tfds.read(built, split) == qa_data.load(path), split
+tenth = qa_tfds.read(built, 'train[20%:30%]')
+assert [task.id for task in tenth] == ['10', '11', '12', '13', '14']
+assert 'tensorflow' not in sys.modules
+
+def refused(message, fn, *args, **kwargs):
+  try:
+    fn(*args, **kwargs)
+  except ValueError as error:
+    assert message in str(error), error
+  else:
+    raise AssertionError(message)
+
+refused('delete it', qa_tfds.write, files, folder / 'tfds', name='small')
+refused('holds no TFDS', qa_tfds.read, folder)
+refused('nope', qa_tfds.read, built, 'nope')
+broken = {'train': folder / 'broken.jsonl'}
+refused("row 1: 'question'", qa_tfds.write, broken, folder / 'tfds', name='broken')
+refused("row 1: 'question'", qa_tfds.write, broken, folder / 'tfds', name='broken')
+"""
+
+
+def test_tfds_without_tensorflow(tmp_path):
+  """In a process of its own: another test may have imported TensorFlow."""
+  rows = [OURS | {'id': str(i), 'question': f'Été {i}?'} for i in range(50)]
+  _write(tmp_path / 'train.jsonl', rows)
+  _write(tmp_path / 'musique.jsonl', [MUSIQUE])
+  _write(tmp_path / 'broken.jsonl', [_without(OURS, 'question')])
+  run = subprocess.run(
+    [sys.executable, '-c', _TFDS, str(tmp_path)],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+  )
+  assert run.returncode == 0, run.stderr[-3000:]

@@ -1,0 +1,208 @@
+"""Sampling: the law of the tokens, and the log-probs that are reported for them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from agent_r1_jax.engine import sampling as sampling_lib
+
+Sampling = sampling_lib.Sampling
+_N = 8_000
+
+
+_sample_rows = jax.jit(sampling_lib.sample, static_argnums=2)
+
+
+def _sample(logits, u, sampling):
+  """One set of logits [V] for all of u [n]."""
+  return _sample_rows(np.repeat(logits[None], len(u), axis=0), u, sampling)
+
+
+@functools.cache
+def _uniforms(n=_N):
+  keys = np.random.default_rng(0).integers(0, 2**32, (n, 2), np.uint32)
+  return jax.jit(sampling_lib.uniforms)(keys, np.arange(n, dtype=np.int32) % 50)
+
+
+def _logits(V, seed=1, spread=1.5):
+  return (spread * np.random.default_rng(seed).normal(size=V)).astype(np.float32)
+
+
+def _softmax(logits, temperature=1.0):
+  z = logits.astype(np.float64) / temperature
+  p = np.exp(z - z.max())
+  return p / p.sum()
+
+
+def _fits(tokens, p):
+  """The p-value of the counts, rare tokens taken together."""
+  counts, expected = np.bincount(tokens, minlength=len(p)), p * len(tokens)
+  assert counts[p == 0].sum() == 0
+  often = expected >= 5
+  counts = np.append(counts[often], counts[~often].sum())
+  expected = np.append(expected[often], expected[~often].sum())
+  counts, expected = counts[expected > 0], expected[expected > 0]
+  return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
+
+
+def _kept(p, sampling):
+  """What top-k, then top-p leave, renormalised: by the definition, one by one."""
+  order = np.argsort(-p)
+  kept, mass = [], 0.0
+  allowed = order[: sampling.top_k or len(p)]
+  for token in allowed:
+    if mass < sampling.top_p * p[allowed].sum():
+      kept.append(token)
+    mass += p[token]
+  out = np.zeros_like(p)
+  out[kept] = p[kept]
+  return out / out.sum()
+
+
+class TestUniforms:
+  def test_they_are_uniform(self):
+    u = np.asarray(_uniforms())
+    assert u.min() >= 0 and u.max() < 1
+    assert stats.kstest(u, 'uniform').pvalue > 0.01
+
+  def test_they_depend_on_key_and_position_alone(self):
+    keys = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
+    positions = jnp.array([7, 8, 7, 7], jnp.int32)
+    u = np.asarray(sampling_lib.uniforms(keys, positions))
+    assert len(set(u.tolist())) == 4
+    order = np.array([2, 0, 3, 1])
+    again = sampling_lib.uniforms(keys[order], positions[order])
+    np.testing.assert_array_equal(again, u[order])
+    fewer = sampling_lib.uniforms(keys[1:3], positions[1:3])
+    np.testing.assert_array_equal(fewer, u[1:3])
+
+
+class TestLaw:
+  @pytest.mark.parametrize(
+    'V, temperature', [(3, 1.0), (128, 1.0), (300, 1.0), (300, 0.6), (1024, 1.0)]
+  )
+  def test_tokens_follow_the_softmax(self, V, temperature):
+    logits = _logits(V)
+    tokens, _ = _sample(logits, _uniforms(), Sampling(temperature))
+    assert _fits(np.asarray(tokens), _softmax(logits, temperature)) > 0.01
+
+  def test_the_law_is_tested_sharply_enough(self):
+    """The same test refuses a slightly different law."""
+    logits = _logits(300)
+    tokens, _ = _sample(logits, _uniforms(), Sampling(1.0))
+    assert _fits(np.asarray(tokens), _softmax(logits, 1.1)) < 1e-6
+
+  @pytest.mark.parametrize('V', [127, 300])
+  def test_it_is_the_inverse_of_the_cumulative_distribution(self, V):
+    logits = _logits(V)
+    u = np.linspace(0, 1, _N, endpoint=False).astype(np.float32)
+    tokens, _ = _sample(logits, u, Sampling())
+    ends = np.cumsum(_softmax(logits))
+    expected = np.searchsorted(ends, u.astype(np.float64), side='right')
+    clear = np.abs(ends[None] - u[:, None]).min(-1) > 1e-5
+    assert clear.mean() > 0.8
+    np.testing.assert_array_equal(np.asarray(tokens)[clear], expected[clear])
+
+  def test_impossible_tokens_are_never_chosen(self):
+    """Also where rounding leaves nothing, or less, inside a block of the vocabulary."""
+    rng = np.random.default_rng(0)
+    edges = np.float32([0, 1e-38, 1e-8, 0.5, 1 - 2**-24, 1 - 2**-23])
+    for i in range(12):
+      logits = _logits(700, seed=i, spread=3.0)
+      logits[rng.random(700) < 0.7] = -np.inf
+      logits[::128] = -np.inf  # every block's first
+      if i % 2:
+        logits[640:] = -np.inf  # the whole last block
+      # Where a block begins, the remainder inside it is nothing but rounding.
+      starts = np.cumsum(_softmax(logits))[127::128].astype(np.float32)
+      near = (starts[:, None] + np.arange(-40, 41)[None] * np.float32(2**-25)).ravel()
+      u = np.concatenate([edges, np.clip(near, 0, 1 - 2**-24).astype(np.float32)])
+      u = np.resize(u, 512)
+      tokens, logprobs = _sample(logits, u, Sampling())
+      assert np.isfinite(logits[np.asarray(tokens)]).all()
+      assert np.isfinite(np.asarray(logprobs)).all()
+
+  def test_the_only_possible_token_is_chosen(self):
+    for only in (0, 127, 128, 299):
+      logits = np.full(300, -np.inf, np.float32)
+      logits[only] = -5.0
+      tokens, logprobs = _sample(logits, _uniforms(), Sampling())
+      assert set(np.asarray(tokens).tolist()) == {only}
+      assert not np.any(logprobs)
+
+  def test_large_logits_do_not_overflow(self):
+    tokens, logprobs = _sample(
+      np.float32([1e4, 1e4, -1e4]), np.float32([0.1, 0.6]), Sampling(0.1)
+    )
+    assert np.asarray(tokens).tolist() == [0, 1]
+    np.testing.assert_allclose(logprobs, np.log([0.5, 0.5]), rtol=1e-6)
+
+
+class TestTruncation:
+  @pytest.mark.parametrize(
+    'sampling',
+    [
+      Sampling(top_k=7),
+      Sampling(top_k=1000),
+      Sampling(0.7, top_p=0.9),
+      Sampling(1.3, top_k=20, top_p=0.6),
+    ],
+  )
+  def test_tokens_follow_what_is_kept_and_log_probs_the_whole(self, sampling):
+    logits = _logits(300)
+    p = _softmax(logits, sampling.temperature)
+    tokens, logprobs = _sample(logits, _uniforms(), sampling)
+    assert _fits(np.asarray(tokens), _kept(p, sampling)) > 0.01
+    np.testing.assert_allclose(logprobs, np.log(p)[np.asarray(tokens)], atol=2e-6)
+
+  def test_the_set_is_the_smallest_with_the_mass(self):
+    for p, kept in (
+      ([0.1, 0.51, 0.3, 0.09], {1}),
+      ([0.1, 0.49, 0.3, 0.11], {1, 2}),
+      ([0.1, 0.2, 0.3, 0.4], {2, 3}),
+      ([0.26, 0.25, 0.24, 0.25], {0, 1, 3}),  # ties stay together
+    ):
+      tokens, _ = _sample(np.log(np.float32(p)), _uniforms(), Sampling(top_p=0.5))
+      assert set(np.asarray(tokens).tolist()) == kept
+
+  def test_one_kept_token_is_always_chosen(self):
+    tokens, _ = _sample(_logits(300), _uniforms(), Sampling(top_k=1))
+    assert set(np.asarray(tokens).tolist()) == {int(np.argmax(_logits(300)))}
+
+
+def test_greedy_takes_the_likeliest_and_reports_temperature_1():
+  logits = np.stack([_logits(300, seed) for seed in range(8)])
+  u = jnp.linspace(0, 0.99, 8)
+  tokens, logprobs = _sample_rows(logits, u, Sampling(0.0))
+  np.testing.assert_array_equal(tokens, logits.argmax(-1))
+  expected = [np.log(_softmax(row)).max() for row in logits]
+  np.testing.assert_allclose(logprobs, expected, atol=2e-6)
+
+
+def test_rows_are_independent():
+  logits = np.stack([_logits(300, seed) for seed in range(8)])
+  u = np.linspace(0, 0.99, 8).astype(np.float32)
+  tokens, logprobs = _sample_rows(logits, u, Sampling(0.8))
+  order = np.array([5, 0, 7, 2, 2, 1, 3, 6])
+  again = _sample_rows(logits[order], u[order], Sampling(0.8))
+  np.testing.assert_array_equal(again[0], tokens[order])
+  np.testing.assert_array_equal(again[1], logprobs[order])
+
+
+def test_on_policy_is_the_plain_softmax_only():
+  assert sampling_lib.ON_POLICY.on_policy and Sampling(0.3).on_policy
+  for other in (Sampling(0.0), Sampling(top_k=5), Sampling(top_p=0.9)):
+    assert not other.on_policy
+
+
+@pytest.mark.parametrize(
+  'field, value',
+  [('temperature', -0.1), ('top_k', -1), ('top_p', 0.0), ('top_p', 1.1)],
+)
+def test_a_value_out_of_range_is_refused(field, value):
+  with pytest.raises(ValueError, match=f'{field} is {value}'):
+    Sampling(**{field: value})

@@ -1,0 +1,197 @@
+"""The search tool: what it shows, how it gathers queries, and how it fails."""
+
+import asyncio
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.retrieval.documents import Document, Hit
+from agent_r1_jax.tools import search
+
+
+class Echo:
+  """Finds passages titled as the query, once its gate is open."""
+
+  def __init__(self, error=None):
+    self.batches, self.error = [], error
+    self.inside = self.most_inside = 0
+    self.gate = threading.Event()
+    self.gate.set()
+
+  def search(self, queries, k):
+    self.inside += 1
+    self.most_inside = max(self.inside, self.most_inside)
+    self.batches.append((list(queries), k, threading.current_thread()))
+    assert self.gate.wait(20)
+    self.inside -= 1
+    if self.error:
+      raise self.error
+    return [[Hit(Document(q, q, f'text {i}'), 1.0) for i in range(k)] for q in queries]
+
+
+def _call(tool, query):
+  return tool_lib.call(tool, {'query': query})
+
+
+async def test_what_the_model_sees():
+  echo = Echo()
+  tool = search.search_tool(echo, k=2)
+  result = await _call(tool, 'Ann Berg')
+  assert result.ok
+  assert result.text == 'Doc 1 (Title: Ann Berg) text 0\nDoc 2 (Title: Ann Berg) text 1'
+  function = tool.schema['function']
+  assert (tool.name, function['name'], echo.batches[0][1]) == ('search', 'search', 2)
+  assert function['parameters']['required'] == ['query']
+  assert function['parameters']['properties'] == {
+    'query': {'type': 'string', 'description': 'What to search for.'}
+  }
+  assert (await _call(tool, ' Ann\n Berg ')).text == result.text
+  short = search.search_tool(echo, k=1, template='{title}: {text}')
+  assert (await _call(short, 'Bo')).text == 'Bo: text 0'
+
+
+async def test_queries_at_the_same_time_are_one_search():
+  echo = Echo()
+  tool = search.search_tool(echo, k=1)
+  queries = [f'q{i}' for i in range(50)]
+  results = await asyncio.gather(*(_call(tool, query) for query in queries))
+  assert [r.text for r in results] == [f'Doc 1 (Title: {q}) text 0' for q in queries]
+  assert [batch[0] for batch in echo.batches] == [queries]
+  assert echo.batches[0][2] is not threading.main_thread()
+  await _call(tool, 'later')
+  assert [batch[0] for batch in echo.batches] == [queries, ['later']]
+
+
+async def test_the_window_stays_open_for_later_queries():
+  echo = Echo()
+  tool = search.search_tool(echo, k=1, window=0.3)
+
+  async def late(seconds):
+    await asyncio.sleep(seconds)
+    return await _call(tool, str(seconds))
+
+  await asyncio.gather(*(late(i * 0.02) for i in range(4)))
+  assert len(echo.batches) == 1
+
+
+async def test_the_loop_goes_on_and_the_retriever_is_entered_once_at_a_time():
+  echo = Echo()
+  echo.gate.clear()
+  tool = search.search_tool(echo, k=1, window=0.001)
+  first = asyncio.create_task(_call(tool, 'first'))
+  while not echo.inside:
+    await asyncio.sleep(0.001)
+  second = asyncio.create_task(_call(tool, 'second'))
+  await asyncio.sleep(0.1)
+  assert not first.done()
+  assert len(echo.batches) == 1
+  echo.gate.set()
+  assert [(await task).ok for task in (first, second)] == [True, True]
+  assert [batch[0] for batch in echo.batches] == [['first'], ['second']]
+  assert echo.most_inside == 1
+
+
+async def test_an_exception_goes_to_every_waiter_and_the_next_search_works():
+  echo = Echo(error=OSError('index gone'))
+  tool = search.search_tool(echo, k=1)
+  results = await asyncio.gather(*(_call(tool, f'q{i}') for i in range(3)))
+  assert len(echo.batches) == 1
+  assert not any(result.ok for result in results)
+  assert all('index gone' in result.text for result in results)
+  echo.error = None
+  assert (await _call(tool, 'q')).ok
+
+
+async def test_a_time_out_of_one_leaves_the_others():
+  echo = Echo()
+  echo.gate.clear()
+  tool = search.search_tool(echo, k=1)
+  hasty = asyncio.create_task(tool.fn('hasty'))
+  patient = asyncio.create_task(_call(tool, 'patient'))
+  while not echo.inside:
+    await asyncio.sleep(0.001)
+  hasty.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await hasty
+  echo.gate.set()
+  assert (await patient).text == 'Doc 1 (Title: patient) text 0'
+  assert [batch[0] for batch in echo.batches] == [['hasty', 'patient']]
+
+
+def test_one_tool_serves_many_loops():
+  echo = Echo()
+  tool = search.search_tool(echo, k=1, window=0.05)
+
+  async def ask(*queries):
+    return [r.text for r in await asyncio.gather(*(_call(tool, q) for q in queries))]
+
+  for name in 'abc':
+    assert asyncio.run(ask(name)) == [f'Doc 1 (Title: {name}) text 0']
+
+  async def give_up():
+    await asyncio.wait_for(tool.fn('never'), 0.001)
+
+  with pytest.raises(TimeoutError):  # A loop that ends with a batch still open.
+    asyncio.run(give_up())
+  answers, workers = {}, []
+  for number in range(8):
+    queries = [f'{number}-{i}' for i in range(20)]
+
+    def work(number=number, queries=queries):
+      answers[number] = asyncio.run(ask(*queries))
+
+    workers.append(threading.Thread(target=work))
+  for worker in workers:
+    worker.start()
+  for worker in workers:
+    worker.join(timeout=20)
+  assert answers == {
+    n: [f'Doc 1 (Title: {n}-{i}) text 0' for i in range(20)] for n in range(8)
+  }
+
+
+_HUNG = """
+import asyncio, threading
+from agent_r1_jax.agent import tool
+from agent_r1_jax.tools import search
+
+class Hung:
+  def search(self, queries, k):
+    threading.Event().wait()
+
+call = tool.call(search.search_tool(Hung(), timeout=0.05), {'query': 'q'})
+print(asyncio.run(call).text)
+"""
+
+
+def test_a_hung_retriever_holds_nobody_up():
+  """Neither the agent, nor the loop's end, nor the program's."""
+  run = subprocess.run(
+    [sys.executable, '-c', _HUNG],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert run.stdout == 'Error: search gave no answer within 0.05 seconds\n'
+  assert run.stderr == ''
+
+
+async def test_misuse():
+  result = await _call(search.search_tool(Echo()), '  ')
+  assert (result.ok, 'query is empty' in result.text) == (False, True)
+  with pytest.raises(ValueError, match='k is 0'):
+    search.search_tool(Echo(), k=0)
+  for template in ('{name}', '{title', '{0}', '{title.size}'):
+    with pytest.raises(ValueError, match=r'it may use {rank}'):
+      search.search_tool(Echo(), template=template)
+
+  class Short:
+    def search(self, queries, k):
+      return []
+
+  assert '0 lists of hits, not 1' in (await _call(search.search_tool(Short()), 'q')).text

@@ -1,0 +1,343 @@
+"""The decode state: however a text is fed, forked and decoded, it is the packed forward."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from agent_r1_jax import types
+from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder
+
+_B, _S, _STEPS = (tiny.SIZES[name] for name in ('rows', 'slots', 'steps'))
+_M, _T = tiny.SIZES['feed_rows'], tiny.SIZES['feed_tokens']
+# As many ids as elsewhere, for the sake of compilation; no token has them.
+_NEVER = stop_lib.stop([-1] * 35)
+
+
+@functools.cache
+def _params(family='llama'):
+  return tiny.params(tiny.config(family))
+
+
+class Rows:
+  """A DecodeState, and what its rows' texts should be."""
+
+  def __init__(self, family='llama', stop=_NEVER, temperature=1.0, bucket=_S):
+    self.config, self.params = tiny.config(family), _params(family)
+    self.stop, self.bucket = stop, bucket
+    self.sampling = sampling_lib.Sampling(temperature)
+    self.state = state_lib.empty(self.config, _B, _S)
+    self.texts = [[] for _ in range(_B)]  # of (token, chosen, log-prob)
+    self.finished = []
+
+  def reset(self, keys):
+    """Empties rows and gives them keys: {row: number}."""
+    fresh, data = np.zeros(_B, bool), np.zeros((_B, 2), np.uint32)
+    for row, number in keys.items():
+      fresh[row], data[row] = True, (number, 7)
+      self._finish(row)
+    self.state = state_lib.reset(self.state, fresh, data)
+
+  def feed(self, parts):
+    """Appends {row: tokens}, at most M rows of at most T tokens."""
+    rows, count = np.full(_M, _B + 3, np.int32), np.ones(_M, np.int32)
+    tokens = np.full((_M, _T), 11, np.int32)  # what lies behind `count` has no effect
+    for m, (row, part) in enumerate(parts.items()):
+      rows[m], count[m], tokens[m, : len(part)] = row, len(part), part
+      self.texts[row] += [(int(t), False, 0.0) for t in part]
+    self.state = state_lib.feed(
+      self.params,
+      self.state,
+      rows,
+      tokens,
+      count,
+      config=self.config,
+      bucket=self.bucket,
+    )
+
+  def fork(self, pairs):
+    """Gives {row: (source, count)}."""
+    source, rows = np.zeros(_M, np.int32), np.full(_M, _B, np.int32)
+    count, last = np.ones((2, _M), np.int32)
+    for m, (row, (origin, n)) in enumerate(pairs.items()):
+      source[m], rows[m], count[m] = origin, row, n
+      last[m] = self.texts[origin][n - 1][0]
+    begun = {row: self.texts[origin][:n] for row, (origin, n) in pairs.items()}
+    for row, text in begun.items():
+      self._finish(row)
+      self.texts[row] = list(text)
+    self.state = state_lib.fork(self.state, source, rows, count, last, bucket=self.bucket)
+
+  def decode(self, budgets):
+    """Samples with {row: budget}; returns {row: (tokens, stopped)}."""
+    budget = np.zeros(_B, np.int32)
+    for row, n in budgets.items():
+      budget[row] = n
+    self.state, out = state_lib.decode(
+      self.params,
+      self.state,
+      budget,
+      self.stop,
+      config=self.config,
+      sampling=self.sampling,
+      steps=_STEPS,
+      bucket=self.bucket,
+    )
+    out = jax.device_get(out)
+    replies = {}
+    for row in range(_B):
+      n = out.count[row]
+      tokens, logprobs = out.tokens[row, :n], out.logprobs[row, :n]
+      self.texts[row] += [(int(t), True, float(x)) for t, x in zip(tokens, logprobs)]
+      replies[row] = (tokens.tolist(), bool(out.stopped[row]))
+      assert n <= min(budget[row], _STEPS)
+    return {row: reply for row, reply in replies.items() if row in budgets}
+
+  def check(self):
+    """All texts, those of earlier owners of the rows too, are the learner's."""
+    for row in range(_B):
+      assert int(self.state.length[row]) == max(len(self.texts[row]) - 1, 0)
+      last = self.texts[row][-1][0] if self.texts[row] else -1
+      assert int(self.state.last[row]) == last
+      self._finish(row)
+    segments = [
+      types.Segment(*(np.array(x, kind) for x, kind in zip(zip(*text), 'i?f', strict=True)))
+      for text in self.finished
+    ]
+    tiny.assert_on_policy(
+      self.params,
+      segments,
+      shape=self.config,
+      temperature=self.sampling.temperature,
+    )
+    return segments
+
+  def _finish(self, row):
+    if self.texts[row]:
+      self.finished.append(self.texts[row])
+    self.texts[row] = []
+
+
+def _prompt(seed, n):
+  return np.random.default_rng(seed).integers(5, tiny.VOCAB, n).tolist()
+
+
+def _feed_all(rows, row, tokens, chunk=_T):
+  for i in range(0, len(tokens), chunk):
+    rows.feed({row: tokens[i : i + chunk]})
+
+
+@pytest.mark.parametrize(
+  'family, temperature', [('llama', 1.0), ('qwen2', 0.7), ('qwen3', 1.3)]
+)
+def test_any_schedule_is_the_packed_forward(family, temperature):
+  """A random walk of feeds, forks, decodes and resets over all rows."""
+  rng = np.random.default_rng(0)
+  rows = Rows(family, stop_lib.stop(range(5, 40)), temperature)
+  rows.reset({row: row for row in range(_B)})
+  for step in range(120):
+    room = [row for row in range(_B) if len(rows.texts[row]) + _STEPS <= _S]
+    held = [row for row in range(_B) if rows.texts[row]]
+    some = rng.permutation(room)[: rng.integers(1, _M + 1)].tolist()
+    kind = rng.choice(['feed', 'feed', 'decode', 'decode', 'fork', 'reset'])
+    if kind == 'feed':
+      rows.feed({row: _prompt(step, rng.integers(1, _T + 1)) for row in some})
+    elif kind == 'decode':
+      replies = rows.decode({row: int(rng.integers(0, 12)) for row in some})
+      for tokens, stopped in replies.values():
+        ends = [5 <= t < 40 for t in tokens]
+        assert not any(ends[:-1]) and any(ends) == stopped
+    elif kind == 'fork' and held:
+      origin = int(rng.choice(held))
+      others = [row for row in range(_B) if row != origin][: rng.integers(1, _M + 1)]
+      most = len(rows.texts[origin]) + 1
+      rows.fork({row: (origin, int(rng.integers(1, most))) for row in others})
+    elif kind == 'reset' and step % 3 == 0:
+      rows.reset({int(rng.integers(_B)): 100 + step})
+  segments = rows.check()
+  assert len(segments) > 20
+  assert sum(s.action_mask.sum() for s in segments) > 300
+
+
+def test_hidden_states_of_chunks_are_those_of_the_whole():
+  config, params = tiny.config('qwen3'), _params('qwen3')
+  tokens = jnp.array([_prompt(1, 24), _prompt(2, 24)], jnp.int32)
+  positions = jnp.broadcast_to(jnp.arange(24)[None], (2, 24))
+  hidden = jax.jit(decoder.hidden, static_argnums=1)
+  whole = hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+  extend = jax.jit(functools.partial(decoder.extend, params, config))
+  cache, parts = decoder.empty_cache(config, 2, 32), []
+  for begin in range(0, 24, 8):
+    span = slice(begin, begin + 8)
+    x, cache = extend(tokens[:, span], positions[:, span], cache)
+    parts.append(x)
+  np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-5)
+
+
+def _sampled(budgets, chunk=_T, key=3):
+  rows = Rows()
+  rows.reset({2: key})
+  _feed_all(rows, 2, _prompt(5, 21), chunk)
+  for budget in budgets:
+    rows.decode({2: budget})
+  return rows.texts[2][21:]
+
+
+def test_segments_and_chunks_do_not_change_what_is_sampled():
+  whole = _sampled([8, 8])
+  assert len(whole) == 16
+  for other in (
+    _sampled([1] * 16),
+    _sampled([3, 8, 2, 3]),
+    _sampled([8, 8], chunk=1),
+    _sampled([7, 9, 1], chunk=5),
+  ):
+    assert [t for t, *_ in other] == [t for t, *_ in whole]
+    np.testing.assert_allclose([x[2] for x in other], [x[2] for x in whole], atol=1e-5)
+
+
+def test_another_key_samples_something_else():
+  assert _sampled([8, 8], key=4) != _sampled([8, 8])
+
+
+def test_a_forked_row_continues_as_a_fed_one():
+  """Its text is shared, its randomness its own."""
+  rows = Rows()
+  rows.reset({row: key for row, key in enumerate([1, 2, 2, 3])})
+  prompt = _prompt(6, 13)
+  _feed_all(rows, 0, prompt)
+  _feed_all(rows, 1, prompt)
+  rows.decode({0: 5})  # the source has gone on
+  rows.fork({2: (0, 13), 3: (0, 13)})
+  replies = rows.decode({1: 8, 2: 8, 3: 8})
+  assert replies[1] == replies[2] != replies[3]
+  rows.check()
+
+
+def test_a_reused_row_is_as_a_new_one():
+  used = Rows()
+  used.reset({4: 8})
+  _feed_all(used, 4, _prompt(7, 90))
+  used.decode({4: 8})
+  new = Rows()
+  for rows in (used, new):
+    rows.reset({4: 9})
+    _feed_all(rows, 4, _prompt(8, 9))
+  assert used.decode({4: 8}) == new.decode({4: 8})
+  used.check()
+
+
+def test_rows_that_are_not_meant_keep_every_bit():
+  rows = Rows()
+  rows.reset({row: row for row in range(_B)})
+  for row in range(4):
+    _feed_all(rows, row, _prompt(row, 20 + row))
+  before = jax.device_get(rows.state)
+
+  def assert_kept(kept):
+    after = jax.device_get(rows.state)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+      np.testing.assert_array_equal(old[kept], new[kept])
+
+  rows.decode({})  # nothing to do
+  rows.decode({4: 8, 5: 8})  # empty rows have nothing to go on from
+  assert not rows.texts[4]
+  rows.feed({})
+  rows.fork({})
+  rows.reset({})
+  assert_kept(list(range(_B)))
+  rows.decode({1: 8})
+  rows.feed({3: [9, 9]})
+  rows.fork({5: (0, 7)})
+  rows.reset({4: 4})
+  assert_kept([0, 2])
+  rows.check()
+
+
+class TestStop:
+  # Every token says something, so that a stop string is sampled soon.
+  vocabulary = [(b'a', b'b', b'cab')[t % 3] for t in range(tiny.VOCAB)]
+
+  def _replies(self, budgets):
+    rows = Rows(stop=stop_lib.stop([], ['abba', 'ccc'], self.vocabulary))
+    rows.reset({row: row for row in range(_B)})
+    for row in range(_B):
+      rows.feed({row: [6, 7, 7]})  # 'abb' of the prompt is no part of a reply
+    replies = {row: [] for row in range(_B)}
+    stopped = set()
+    for budget in budgets:
+      running = set(range(_B)) - stopped
+      for row, (tokens, ended) in rows.decode(dict.fromkeys(running, budget)).items():
+        replies[row] += tokens
+        stopped |= {row} if ended else set()
+    return replies, stopped
+
+  def test_the_automaton_lives_across_segments(self):
+    replies, stopped = self._replies([8] * 6)
+    assert 1 < len(stopped)
+    for row, tokens in replies.items():
+      text = b''.join(self.vocabulary[t] for t in tokens)
+      assert (b'abba' in text) == (row in stopped)
+      before = b''.join(self.vocabulary[t] for t in tokens[:-1])
+      assert b'abba' not in before
+    for budgets in ([1] * 48, [5, 1, 2, 8] * 3):
+      assert self._replies(budgets) == (replies, stopped)
+
+  def _two_letters(self):
+    # The third string makes the table as large as the other: compiled once.
+    return stop_lib.stop([], ['ab', 'ba', 'xyzw'], [b'a', b'b'] * (tiny.VOCAB // 2))
+
+  def test_a_feed_begins_a_new_reply(self):
+    rows = Rows(stop=self._two_letters())
+    rows.reset({0: 0, 1: 1})
+    for i in range(8):
+      rows.feed({0: [5 + i], 1: [5 + i]})
+      # Of one token each: no string can be completed in it.
+      assert not any(stopped for _, stopped in rows.decode({0: 1, 1: 1}).values())
+    replies = rows.decode({0: 8, 1: 8})
+    assert all(stopped for _, stopped in replies.values())
+
+  def test_a_fork_begins_a_new_reply(self):
+    rows = Rows(stop=self._two_letters())
+    rows.reset({row: row for row in range(_B)})
+    rows.feed({0: [5, 6, 7]})
+    for row in (1, 2, 3, 4):
+      rows.feed({row: [5]})
+    rows.decode({row: 1 for row in (1, 2, 3, 4)})  # in the middle of a string
+    rows.fork({row: (0, 3) for row in (1, 2, 3, 4)})
+    replies = rows.decode({row: 1 for row in (1, 2, 3, 4)})
+    assert not any(stopped for _, stopped in replies.values())
+
+
+def test_a_bucket_is_compiled_once_and_changes_nothing():
+  fns = (state_lib.feed, state_lib.decode, state_lib.fork)
+
+  def play(rows, length):
+    rows.reset({0: 1, 1: 1})
+    _feed_all(rows, 0, _prompt(0, length))
+    rows.fork({1: (0, length), 5: (0, 1)})
+    return rows.decode({0: length % 7 + 2, 1: length % 7 + 2, 5: 3})
+
+  lengths = (9, 2, 5, 17, 40, 61)
+  expected = [play(Rows(), length) for length in lengths]
+  assert all(replies[0] == replies[1] for replies in expected)
+  rows, before = Rows(bucket=96), [fn._cache_size() for fn in fns]
+  assert play(rows, lengths[0]) == expected[0]
+  assert [fn._cache_size() for fn in fns] == [n + 1 for n in before]
+  with tiny.compilations() as compiled:
+    assert [play(rows, length) for length in lengths] == expected
+  assert not compiled
+  rows.check()
+
+
+def test_activations_and_cache_may_be_bfloat16():
+  config = dataclasses.replace(tiny.config(), dtype='bfloat16')
+  state = state_lib.empty(config, 2, 8)
+  assert state.cache[0][0].dtype == jnp.bfloat16

@@ -1,0 +1,189 @@
+import json
+import random
+
+import pytest
+
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+
+TEXTS = [
+  'John Smith was born in 1984 in Paris. John Smith met Mary Jones in 1984.\n',
+  '{"name": "search", "arguments": {"query": "John Smith"}}\n',
+  'Mary Jones lives in Paris; she was born in Rome in 1975, "she" said.\n',
+] * 20
+
+
+@pytest.fixture(scope='module')
+def directory(tmp_path_factory):
+  path = tmp_path_factory.mktemp('tokenizer')
+  tokenizer_lib.train(TEXTS, vocab_size=340, directory=path)
+  return path
+
+
+@pytest.fixture(scope='module')
+def tokenizer(directory):
+  return tokenizer_lib.load(directory)
+
+
+def encode(tokenizer, text):
+  return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_control_tokens_have_the_first_ids(tokenizer):
+  control = [*tokenizer_lib.SPECIAL_TOKENS, *tokenizer_lib.ADDED_TOKENS]
+  assert tokenizer.convert_tokens_to_ids(control) == list(range(len(control)))
+  special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+  assert special == set(tokenizer_lib.SPECIAL_TOKENS)
+  assert (tokenizer.eos_token, tokenizer.pad_token) == ('<|im_end|>', '<|endoftext|>')
+  assert len(tokenizer) == 340
+
+
+def test_decoding_gives_the_text_back(tokenizer):
+  rng = random.Random(0)
+  samples = ['', ' ', '\n\n \t x  y\r\n', 'e\u0301 \u00e9 \U0001f600 中文 \x00', TEXTS[1]]
+  for _ in range(200):
+    codes = [rng.randrange(rng.choice((128, 0x500, 0x110000))) for _ in range(20)]
+    samples.append(''.join(chr(c) for c in codes if not 0xD800 <= c < 0xE000))
+  for text in samples:
+    assert tokenizer.decode(encode(tokenizer, text)) == text
+
+
+def test_a_word_after_a_space_has_the_same_tokens_everywhere(tokenizer):
+  name = encode(tokenizer, ' John Smith')
+  for before in ('He met', '1984', '"', ':', '\n', '(x)'):
+    for after in ('', '.', '"}}', "'s", ' is', '\n', ' 7', '1'):
+      ids = encode(tokenizer, f'{before} John Smith{after}')
+      start = len(encode(tokenizer, before))
+      assert ids[start : start + len(name)] == name, (before, after)
+
+
+def test_pieces(tokenizer):
+  split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+  text = '{"q": "John\'s 1984"}}\n\n  In 123456 é,  x'
+  pieces = [text[slice(*span)] for _, span in split(text)]
+  words = ['{"', 'q', '":', ' "', 'John', "'", 's', ' 1984', '"}}', '\n\n', ' ', ' In']
+  assert pieces == [*words, ' 1234', '56', ' é', ',', ' ', ' x']
+
+
+def test_training_does_not_depend_on_order(directory, tmp_path):
+  tokenizer_lib.train(TEXTS[::-1], vocab_size=340, directory=tmp_path)
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_control_tokens_in_the_texts_are_not_learned(tmp_path):
+  texts = ['<tool_call>john</tool_call><|im_end|>'] * 50
+  tokenizer_lib.train(texts, vocab_size=300, directory=tmp_path)
+  vocabulary = tokenizer_lib.load(tmp_path).get_vocab()
+  assert 'john' in vocabulary
+  assert 'tool' not in vocabulary
+  assert 'im' not in vocabulary
+
+
+@pytest.mark.parametrize('model_type', [None, 'qwen3', 'llama'])
+def test_auto_tokenizer_reads_what_train_wrote(directory, tmp_path, model_type):
+  from transformers import AutoTokenizer
+
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    (tmp_path / name).write_bytes((directory / name).read_bytes())
+  if model_type:
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  auto, own = AutoTokenizer.from_pretrained(tmp_path), tokenizer_lib.load(tmp_path)
+  text = '<|im_start|>user\n"John 12345  <tool_call> x<|im_end|>\n'
+  assert auto(text).input_ids == own(text).input_ids
+  assert auto.chat_template == own.chat_template == tokenizer_lib.CHATML
+  assert auto.eos_token_id == own.eos_token_id == 2
+
+
+def test_plain_twin_knows_no_control_tokens(tokenizer):
+  twin = tokenizer_lib.plain_twin(tokenizer)
+  control = [*tokenizer_lib.SPECIAL_TOKENS, *tokenizer_lib.ADDED_TOKENS]
+  ids = twin('say ' + ' '.join(control) + ''.join(control))
+  assert min(ids) >= len(control)
+  assert tokenizer.decode(ids) == 'say ' + ' '.join(control) + ''.join(control)
+  assert twin(TEXTS[0]) == encode(tokenizer, TEXTS[0])
+  # The tokenizer itself is as it was.
+  assert encode(tokenizer, '<|im_end|>') == [2]
+
+
+def test_plain_twin_takes_lone_surrogates(tokenizer):
+  twin = tokenizer_lib.plain_twin(tokenizer)
+  assert tokenizer.decode(twin('a\ud800b')) == 'a?b'
+
+
+def test_token_bytes(tokenizer):
+  table = tokenizer_lib.token_bytes(tokenizer)
+  assert len(table) == len(tokenizer) == 340
+  text = 'John \U0001f600\x00 é<tool_call>\n'
+  assert b''.join(table[i] for i in encode(tokenizer, text)) == text.encode()
+  assert [table[i] for i in range(4)] == [b'', b'', b'', b'<tool_call>']
+  # Every single byte is there.
+  assert {bytes([byte]) for byte in range(256)} <= set(table)
+
+
+def test_token_bytes_of_published_tokenizers(data_dir):
+  tokenizer = tokenizer_lib.load(data_dir / 'models' / 'qwen2.5')
+  table = tokenizer_lib.token_bytes(tokenizer)
+  assert len(table) == 151665
+  assert table[9707] + table[1879] == b'Hello world'
+  assert table[151658] == b'</tool_call>'
+  assert table[151645] == b''
+  text = 'naïve \U0001f600 中文\n'
+  assert b''.join(table[i] for i in encode(tokenizer, text)) == text.encode()
+
+
+def test_token_bytes_refuses_other_kinds(tmp_path):
+  import tokenizers
+  import transformers
+
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'日': 0, 'a': 1}, 'a'))
+  wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+  with pytest.raises(ValueError, match='not byte-level'):
+    tokenizer_lib.token_bytes(wrapped)
+
+
+@pytest.mark.parametrize('listed, ids', [([5, 2], [2, 5]), (7, [2, 7]), (None, [2])])
+def test_eos_ids(directory, tmp_path, listed, ids):
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    (tmp_path / name).write_bytes((directory / name).read_bytes())
+  text = json.dumps({'eos_token_id': listed} if listed else {})
+  (tmp_path / 'generation_config.json').write_text(text)
+  assert tokenizer_lib.eos_ids(tokenizer_lib.load(tmp_path)) == ids
+
+
+def test_a_missing_directory_is_named(tmp_path):
+  with pytest.raises(ValueError, match=r'nowhere does not exist; give'):
+    tokenizer_lib.load(tmp_path / 'nowhere')
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json'])
+def test_missing_and_truncated_files_are_named(directory, tmp_path, name):
+  for other in ('tokenizer.json', 'tokenizer_config.json'):
+    (tmp_path / other).write_bytes((directory / other).read_bytes())
+  (tmp_path / name).write_bytes((directory / name).read_bytes()[:-20])
+  with pytest.raises(ValueError, match=rf'/{name} is not valid JSON .*copy it again'):
+    tokenizer_lib.load(tmp_path)
+  (tmp_path / name).unlink()
+  with pytest.raises(ValueError, match=rf'/{name} cannot be read .*copy it'):
+    tokenizer_lib.load(tmp_path)
+
+
+def test_json_that_is_no_tokenizer_is_named(directory, tmp_path):
+  (tmp_path / 'tokenizer_config.json').write_text('{}')
+  (tmp_path / 'tokenizer.json').write_text('{"model": 1}')
+  with pytest.raises(ValueError, match='holds no readable fast tokenizer'):
+    tokenizer_lib.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'vocab_size': 266}, 'vocab_size=266 is too small.*267'),
+    ({'added_tokens': ('yes',)}, "look like '<name>'"),
+    ({'added_tokens': ('<a>', '<a>')}, 'must be different'),
+  ],
+)
+def test_train_refuses(tmp_path, change, message):
+  arguments = {'vocab_size': 400, 'directory': tmp_path, **change}
+  with pytest.raises(ValueError, match=message):
+    tokenizer_lib.train(TEXTS, **arguments)
+  assert not list(tmp_path.iterdir())

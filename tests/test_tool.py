@@ -1,0 +1,415 @@
+import asyncio
+import enum
+import functools
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import Any, Literal, Optional
+
+import pytest
+
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent.tool import Tool, tool
+
+
+def bare(fn, timeout=5.0, properties=(), **more):
+  """A Tool without a schema worth the name."""
+  parameters = {'type': 'object', 'properties': dict.fromkeys(properties, {}), **more}
+  function = {'name': 'bare', 'description': 'x', 'parameters': parameters}
+  return Tool('bare', {'type': 'function', 'function': function}, fn, timeout)
+
+
+@tool
+def book(
+  title: str,
+  pages: int,
+  price: float = 1.0,
+  tags: list[str] | None = None,
+  kind: Literal['novel', 'poem'] = 'novel',
+  extra: dict[str, int] = {},  # noqa: B006
+  lent: bool = False,
+  key: int | str = 0,
+  rows: list[list[int]] | dict = [],  # noqa: B006
+  anything: Any = None,
+  level: Literal[1, 2, 'x'] = 1,
+  old: Optional[int] = None,  # noqa: UP045
+) -> str:
+  """Finds a book.
+
+  In two paragraphs.
+
+  Args:
+    title: Of the book,
+      on two lines: yes.
+    pages: How many.
+    price: In euros.
+    tags: Words.
+    kind: Which.
+    extra: More.
+    lent: Whether.
+    key: Either.
+    rows: Nested.
+    anything: Whatever.
+    level: Mixed.
+    old: May be null.
+
+  Returns:
+    Its name.
+  """
+  return f'{title} {pages}'
+
+
+def test_schema_is_the_one_of_transformers():
+  from transformers.utils import get_json_schema
+
+  theirs = get_json_schema(book.fn)
+  theirs['function'].pop('return')
+  assert book.schema == theirs
+  assert book.name == 'book'
+  assert book.schema['function']['description'] == 'Finds a book.\n\nIn two paragraphs.'
+
+
+def test_decorator_with_options():
+  @tool(name='other', timeout=2)
+  def named():
+    """Does it."""
+    return 'x'
+
+  assert (named.name, named.timeout) == ('other', 2)
+  assert named.schema['function'] == {
+    'name': 'other',
+    'description': 'Does it.',
+    'parameters': {'type': 'object', 'properties': {}},
+  }
+  assert named() == 'x'
+
+
+def no_docstring(x: str):
+  return x
+
+
+def no_type(x):
+  """Doc."""
+
+
+def odd_type(x: enum.Enum):
+  """Doc."""
+
+
+def unknown_type(x: 'Nowhere'):  # noqa: F821
+  """Doc."""
+
+
+def starred(*words: str):
+  """Doc."""
+
+
+@pytest.mark.parametrize(
+  'fn, message',
+  [
+    (no_docstring, 'tool no_docstring: no docstring'),
+    (no_type, "tool no_type: parameter 'x' has no type; write x: str"),
+    (odd_type, "tool odd_type: parameter 'x': .*has no JSON form; use str"),
+    (unknown_type, "tool unknown_type: name 'Nowhere' is not defined"),
+    (starred, r'tool starred: \*args'),
+  ],
+)
+def test_functions_without_a_schema_are_refused(fn, message):
+  with pytest.raises(ValueError, match=message):
+    tool(fn)
+
+
+def test_bad_tools_are_refused():
+  with pytest.raises(ValueError, match='tool x: schema must be'):
+    Tool('x', {'name': 'x'}, print)
+  with pytest.raises(ValueError, match='timeout=0 must be above 0'):
+    Tool('book', book.schema, print, timeout=0)
+
+
+async def test_a_call():
+  result = await tool_lib.call(book, {'title': 'Emma', 'pages': 3, 'tags': None})
+  assert (result.text, result.ok) == ('Emma 3', True)
+  assert 0 <= result.seconds < 5
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'pages': None}, "argument 'pages' must be of type integer"),
+    ({'pages': '3'}, "argument 'pages' must be of type integer"),
+    ({'pages': 3.0}, "argument 'pages' must be of type integer"),
+    ({'pages': True}, "argument 'pages' must be of type integer"),
+    ({'title': 3}, "argument 'title' must be of type string"),
+    ({'price': '1'}, "argument 'price' must be of type number"),
+    ({'price': False}, "argument 'price' must be of type number"),
+    ({'lent': 1}, "argument 'lent' must be of type boolean"),
+    ({'tags': 'a'}, "argument 'tags' must be of type array"),
+    ({'tags': ['a', 1]}, "argument 'tags[1]' must be of type string"),
+    ({'kind': 'song'}, 'argument \'kind\' must be one of ["novel", "poem"]'),
+    ({'extra': {'a': 'b'}}, "argument 'extra.a' must be of type integer"),
+    ({'extra': []}, "argument 'extra' must be of type object"),
+    ({'key': 1.5}, "argument 'key' must be of type integer or string"),
+    ({'rows': [[1], ['a']]}, "argument 'rows[1][0]' must be of type integer"),
+    ({'old': 'a'}, "argument 'old' must be of type integer"),
+    ({'author': 'x'}, "unknown argument 'author'; it takes title, pages, price"),
+  ],
+)
+async def test_arguments_are_checked(change, message):
+  good = {'title': 'Emma', 'pages': 3}
+  result = await tool_lib.call(book, {**good, **change})
+  assert not result.ok
+  assert result.text.startswith('Error: book: ')
+  assert message in result.text
+
+
+async def test_missing_arguments_are_named():
+  result = await tool_lib.call(book, {'title': 'Emma'})
+  assert (result.text, result.ok) == ("Error: book: argument 'pages' is missing", False)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'price': 2},
+    {'key': 'a'},
+    {'rows': {}},
+    {'rows': [[]]},
+    {'anything': [{}]},
+    {'level': 'x'},
+  ],
+)
+async def test_good_arguments_pass(change):
+  assert (await tool_lib.call(book, {'title': 'E', 'pages': 3, **change})).ok
+
+
+async def test_schemas_of_others_may_allow_more():
+  open_tool = bare(lambda **words: sorted(words), additionalProperties=True)
+  assert (await tool_lib.call(open_tool, {'a': 1, 'b': 2})).text == '["a", "b"]'
+  nested = {'type': 'object', 'properties': {'x': {'type': 'null'}}, 'required': ['x']}
+  function = {'name': 'n', 'parameters': {'properties': {'deep': nested}}}
+  strict = Tool('n', {'type': 'function', 'function': function}, lambda deep: 'ok')
+  assert (await tool_lib.call(strict, {'deep': {'x': None}})).text == 'ok'
+  assert "'deep.x' is missing" in (await tool_lib.call(strict, {'deep': {}})).text
+  assert "'deep.x' must be" in (await tool_lib.call(strict, {'deep': {'x': 0}})).text
+
+
+class Word(str):
+  __slots__ = ()
+
+  def __len__(self):
+    raise RuntimeError('no length')
+
+  def __str__(self):
+    return 'a lie'
+
+
+class Mute:
+  def __str__(self):
+    raise RuntimeError('no words')
+
+
+class MuteError(Exception):
+  def __str__(self):
+    raise SystemExit(3)
+
+
+circle: list = []
+circle.append(circle)
+
+
+# pytest would ask some of these for their length: it gets the row's number instead.
+RESULTS = [
+  ('é', 'é'),
+  (Word('true'), 'true'),
+  (b'a\xff', 'a\ufffd'),
+  (bytearray(b'ab'), 'ab'),
+  (None, 'null'),
+  (3, '3'),
+  ({'é': [1, 2.5, True]}, '{"é": [1, 2.5, true]}'),
+  ({1}, '{1}'),
+  ({(1, 2): 3}, '{(1, 2): 3}'),
+  (circle, '[[...]]'),
+  ('\ud800', '\ud800'),
+]
+
+
+@pytest.mark.parametrize('row', range(len(RESULTS)))
+async def test_results_become_text(row):
+  value, text = RESULTS[row]
+
+  async def later():
+    return value
+
+  for fn in (lambda: value, later):
+    result = await tool_lib.call(bare(fn), {})
+    assert (result.text, result.ok) == (text, True)
+    assert type(result.text) is str
+
+
+@pytest.mark.parametrize('value', [Mute(), 10**10_000], ids=['mute', 'long'])
+async def test_results_without_text_are_errors(value):
+  result = await tool_lib.call(bare(lambda: value), {})
+  assert not result.ok
+  assert result.text.startswith('Error: bare: ')
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    ValueError('bad'),
+    SystemExit(1),
+    KeyError('x'),
+    MuteError(),
+    RecursionError(),
+    TimeoutError(),
+  ],
+)
+async def test_exceptions_become_text(error):
+  def now():
+    raise error
+
+  async def later():
+    raise error
+
+  for fn in (now, later):
+    result = await tool_lib.call(bare(fn), {})
+    assert not result.ok
+    assert result.text.startswith(f'Error: bare: {type(error).__name__}')
+  assert (await tool_lib.call(book, {'title': 'a', 'pages': 1})).ok
+
+
+async def test_cancelling_itself_becomes_text():
+  async def gone():
+    raise asyncio.CancelledError
+
+  result = await tool_lib.call(bare(gone), {})
+  assert (result.text, result.ok) == ('Error: bare was cancelled', False)
+
+
+async def test_a_forgotten_async_is_an_error():
+  async def real():
+    return 'x'
+
+  made = []
+  hidden = bare(lambda: made.append(real()) or made[0])
+  result = await tool_lib.call(hidden, {})
+  assert not result.ok
+  assert 'define it with async def' in result.text
+  made[0].close()
+  partial = bare(functools.partial(real))
+  assert (await tool_lib.call(partial, {})).text == 'x'
+
+
+async def test_hung_tools_time_out():
+  release = threading.Event()
+
+  async def stubborn():
+    while not release.is_set():
+      try:
+        await asyncio.sleep(10)
+      except asyncio.CancelledError:
+        await asyncio.sleep(0.01)
+
+  async def asleep():
+    await asyncio.sleep(10)
+
+  start = time.monotonic()
+  for fn in (release.wait, asleep, stubborn):
+    result = await tool_lib.call(bare(fn, timeout=0.05), {})
+    assert not result.ok
+    assert result.text == 'Error: bare gave no answer within 0.05 seconds'
+    assert result.seconds >= 0.05
+  assert time.monotonic() - start < 2
+  release.set()
+  await asyncio.sleep(0.05)
+
+
+async def test_a_late_answer_is_dropped():
+  problems = []
+  loop = asyncio.get_running_loop()
+  loop.set_exception_handler(lambda loop, context: problems.append(context))
+  result = await tool_lib.call(bare(lambda: time.sleep(0.1), timeout=0.02), {})
+  await asyncio.sleep(0.2)
+  assert (result.ok, problems) == (False, [])
+
+
+async def test_sync_tools_run_side_by_side():
+  barrier = threading.Barrier(20)
+  tools = [bare(lambda: barrier.wait(5) >= 0) for _ in range(20)]
+  results = await asyncio.gather(*(tool_lib.call(t, {}) for t in tools))
+  assert [r.text for r in results] == ['true'] * 20
+
+
+async def test_cancelling_a_call_cancels_the_tool():
+  seen = []
+
+  async def slow():
+    try:
+      await asyncio.sleep(10)
+    finally:
+      seen.append('ended')
+
+  task = asyncio.create_task(tool_lib.call(bare(slow), {}))
+  await asyncio.sleep(0.01)
+  task.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await task
+  await asyncio.sleep(0)
+  assert seen == ['ended']
+
+
+async def test_huge_results_are_cut():
+  start = time.monotonic()
+  result = await tool_lib.call(bare(lambda: 'x' * 10_000_000), {})
+  assert time.monotonic() - start < 0.5
+  assert result.text.endswith('x\n[cut: 10,000,000 characters in all]')
+  assert len(result.text) < tool_lib.MAX_CHARS + 100
+
+
+async def test_deep_arguments_do_no_harm():
+  deep = json.loads('[' * 500 + ']' * 500)
+  free = bare(lambda x: 'ok', properties=['x'])
+  assert (await tool_lib.call(free, {'x': deep})).text == 'ok'
+
+
+async def test_no_more_threads_is_text(monkeypatch):
+  def fail(thread):
+    raise RuntimeError("can't start new thread")
+
+  monkeypatch.setattr(threading.Thread, 'start', fail)
+  result = await tool_lib.call(bare(lambda: 'x'), {})
+  assert (result.ok, "can't start new thread" in result.text) == (False, True)
+
+
+def test_a_hung_tool_does_not_keep_the_interpreter():
+  script = """
+    import asyncio, time
+    from agent_r1_jax.agent import tool as tool_lib
+
+    @tool_lib.tool(timeout=0.1)
+    def hang() -> str:
+      '''Hangs.'''
+      time.sleep(1000)
+
+    @tool_lib.tool(timeout=0.1)
+    def late() -> str:
+      '''Answers after the loop has gone.'''
+      time.sleep(0.3)
+      return 'x'
+
+    async def main():
+      return [(await tool_lib.call(t, {})).ok for t in (hang, late)]
+
+    print(asyncio.run(main()))
+    time.sleep(0.4)
+  """
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(script)],
+    capture_output=True,
+    text=True,
+    timeout=30,
+  )
+  assert (done.returncode, done.stdout, done.stderr) == (0, '[False, False]\n', '')

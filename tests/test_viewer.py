@@ -1,0 +1,227 @@
+"""The log has the structure that Inspect asks for, and Inspect itself reads it."""
+
+import json
+import zipfile
+
+import numpy as np
+import pytest
+
+from agent_r1_jax import types, viewer
+
+CALL = '<tool_call>{"name": "search", "arguments": {"query": "Arden Bridge"}}</tool_call>'
+
+
+def trajectory(group=0, sample=0, status='done', reward=1.0, task_id=None, **kwargs):
+  """Two turns: a call of 3 tokens, an answer of 2; 4 of 9 tokens are others'."""
+  task = types.Task(
+    id=task_id or f'bridge-{group}',
+    messages=[
+      {'role': 'system', 'content': 'Tools: search'},
+      {'role': 'user', 'content': 'Who built the Arden Bridge?'},
+    ],
+    answer=['Corvid Works', 'Corvid'],
+    info={'hops': 2},
+  )
+  messages = [
+    *task.messages,
+    {'role': 'assistant', 'content': CALL},
+    {'role': 'tool', 'name': 'search', 'content': 'It was built by Corvid Works.'},
+    {'role': 'assistant', 'content': '<answer>Corvid Works</answer>'},
+  ]
+  turns = [types.Turn(0, 2, 5), types.Turn(0, 7, 9, reward=reward)]
+  mask = np.zeros(9, bool)
+  for turn in turns:
+    mask[turn.start : turn.stop] = True
+  logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
+  segment = types.Segment(np.arange(9, dtype=np.int32), mask, logprobs)
+  fields = {
+    'segments': [segment],
+    'turns': turns,
+    'messages': messages,
+    'policy_step': 7,
+    'metrics': {'em': reward, 'tool_calls': 1.0},
+  }
+  return types.Trajectory(task, group, sample, status=status, **(fields | kwargs))
+
+
+def write(path, trajectories, **kwargs):
+  arguments = {'task': 'miniwiki', 'model': 'base', 'config': {'lr': 1e-3}, 'step': 8}
+  viewer.write(path, trajectories, **(arguments | kwargs))
+  with zipfile.ZipFile(path) as archive:
+    assert archive.testzip() is None
+    return {name: json.loads(archive.read(name)) for name in archive.namelist()}
+
+
+def failed(group=9):
+  """An episode whose first tool call raised: nothing was sampled to the end."""
+  return trajectory(
+    group, status='error', error='ValueError: no', segments=[], turns=[], metrics={}
+  )
+
+
+class TestStructure:
+  def test_members_and_required_fields(self, tmp_path):
+    members = write(
+      tmp_path / 'logs' / 'a.eval', [trajectory(g, s) for g in (0, 1) for s in (0, 1)]
+    )
+    assert sorted(members) == [
+      '_journal/start.json',
+      'header.json',
+      'samples/bridge-0_epoch_1.json',
+      'samples/bridge-0_epoch_2.json',
+      'samples/bridge-1_epoch_1.json',
+      'samples/bridge-1_epoch_2.json',
+      'summaries.json',
+    ]
+    header = members['header.json']
+    assert header['version'] == 2 and header['status'] == 'success'
+    assert members['_journal/start.json']['eval'] == header['eval']
+    assert header['eval'].keys() >= {'created', 'task', 'dataset', 'model', 'config'}
+    assert header['eval']['config'] == {'epochs': 2}
+    assert header['eval']['dataset']['sample_ids'] == ['bridge-0', 'bridge-1']
+    assert header['eval']['metadata'] == {'step': 8, 'config': {'lr': 1e-3}}
+    assert [p.name for p in (tmp_path / 'logs').iterdir()] == ['a.eval']
+
+  def test_a_sample_tells_the_whole_episode(self, tmp_path):
+    members = write(tmp_path / 'a.eval', [trajectory(3, 1)], extra=[{'advantage': -0.5}])
+    sample = members['samples/bridge-3_epoch_2.json']
+    assert (sample['id'], sample['epoch']) == ('bridge-3', 2)
+    assert sample['target'] == ['Corvid Works', 'Corvid']
+    assert sample['scores']['reward']['value'] == 1.0
+    assert sample['scores']['em']['value'] == 1.0
+    assert sample['metadata'] == {
+      'step': 8,
+      'policy_step': 7,
+      'status': 'done',
+      'reward': 1.0,
+      'turn_rewards': [0.0, 1.0],
+      'turn_tokens': [3, 2],
+      'tokens': 9,
+      'action_tokens': 5,
+      'environment_tokens': 4,
+      'mean_logprob': -0.5,
+      'segments': 1,
+      'group': 3,
+      'metrics': {'em': 1.0, 'tool_calls': 1.0},
+      'info': {'hops': 2},
+      'advantage': -0.5,
+    }
+    assert sample['output']['usage']['output_tokens'] == 5
+
+  def test_calls_and_results_belong_together(self, tmp_path):
+    sample = write(tmp_path / 'a.eval', [trajectory()])['samples/bridge-0_epoch_1.json']
+    _, _, call, result, answer = sample['messages']
+    assert call['content'] == CALL, 'the reply stands as it was sampled'
+    (shown,) = call['tool_calls']
+    assert shown['id'] == result['tool_call_id']
+    assert (shown['function'], shown['arguments']) == (
+      'search',
+      {'query': 'Arden Bridge'},
+    )
+    assert call['metadata'] == {'turn': 1, 'reward': 0.0, 'tokens': 3}
+    assert answer['metadata'] == {'turn': 2, 'reward': 1.0, 'tokens': 2}
+    assert 'tool_calls' not in answer
+
+  def test_results_without_a_call_that_can_be_read(self, tmp_path):
+    messages = [
+      {'role': 'tool', 'content': 'out of the blue'},
+      {'role': 'assistant', 'content': '<tool_call>{"name": </tool_call> and none'},
+      {'role': 'tool', 'content': 'not JSON'},
+      {'role': 'tool', 'name': 'search', 'content': 'a second one'},
+      {'role': 'developer', 'content': [{'type': 'text', 'text': 'x'}]},
+    ]
+    sample = write(tmp_path / 'a.eval', [trajectory(messages=messages, turns=[])])[
+      'samples/bridge-0_epoch_1.json'
+    ]
+    first, reply, *results, last = sample['messages']
+    assert first['role'] == last['role'] == 'user', 'Inspect would not show them'
+    ids = [shown['id'] for shown in reply['tool_calls']]
+    assert ids == [result['tool_call_id'] for result in results] and len(set(ids)) == 2
+    assert 'parse_error' in reply['tool_calls'][0]
+
+  def test_an_example_in_the_prompt_is_no_turn(self, tmp_path):
+    messages = [{'role': 'assistant', 'content': 'example'}, *trajectory().messages]
+    sample = write(tmp_path / 'a.eval', [trajectory(messages=messages)])[
+      'samples/bridge-0_epoch_1.json'
+    ]
+    assert 'metadata' not in sample['messages'][0]
+    assert sample['messages'][3]['metadata']['turn'] == 1
+
+  def test_statuses(self, tmp_path):
+    group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
+    members = write(tmp_path / 'a.eval', [*group, failed()])
+    limits = [members[f'samples/bridge-0_epoch_{i}.json'].get('limit') for i in (1, 2, 3)]
+    assert limits == [
+      None,
+      {'type': 'token', 'limit': 9, 'reason': 'truncated'},
+      {'type': 'turn', 'limit': 2, 'reason': 'max_turns'},
+    ]
+    error = members['samples/bridge-9_epoch_1.json']
+    assert error['error']['message'] == 'ValueError: no'
+    assert 'scores' not in error, 'an error is never scored 0'
+    results = members['header.json']['results']
+    assert (results['total_samples'], results['completed_samples']) == (4, 3)
+    assert results['scores'][0]['metrics']['mean']['value'] == 1.0
+    assert [s.get('error') for s in members['summaries.json']] == [None] * 3 + [
+      'ValueError: no'
+    ]
+
+  def test_the_same_task_in_two_groups(self, tmp_path):
+    members = write(
+      tmp_path / 'a.eval', [trajectory(g, 0, task_id='same') for g in (0, 1)]
+    )
+    assert {
+      'samples/same#0_epoch_1.json',
+      'samples/same#1_epoch_1.json',
+    } <= members.keys()
+
+  def test_text_and_numbers_that_json_cannot_hold(self, tmp_path):
+    messages = [{'role': 'assistant', 'content': 'half a \ud800 pair, \x00 and é'}]
+    bad = trajectory(messages=messages, turns=[], metrics={'x': float('nan')})
+    sample = write(tmp_path / 'a.eval', [bad], config={'fn': print, 'inf': np.inf})[
+      'samples/bridge-0_epoch_1.json'
+    ]
+    assert sample['messages'][0]['content'] == 'half a ? pair, \x00 and é'
+    assert sample['metadata']['metrics'] == {'x': 'nan'}
+
+  def test_mistakes(self, tmp_path):
+    with pytest.raises(ValueError, match=r'path=.*a\.json: Inspect finds logs by'):
+      write(tmp_path / 'a.json', [])
+    with pytest.raises(ValueError, match='two trajectories are samples/bridge-0_epoch_1'):
+      write(tmp_path / 'a.eval', [trajectory(), trajectory()])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def inspect_log():
+  return pytest.importorskip(
+    'inspect_ai.log',
+    reason='inspect_ai (80 packages, the extra inspect) is not installed',
+  )
+
+
+class TestContract:
+  """Only inspect_ai itself can say whether it reads a log."""
+
+  def test_inspect_reads_what_was_written(self, tmp_path, inspect_log):
+    path = tmp_path / 'a.eval'
+    group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
+    write(path, [*group, failed()])
+    log = inspect_log.read_eval_log(str(path))
+    assert log.status == 'success' and log.eval.task == 'miniwiki'
+    assert [score.name for score in log.results.scores] == ['reward', 'em']
+    samples = {(sample.id, sample.epoch): sample for sample in log.samples}
+    assert len(samples) == 4
+    sample = samples['bridge-0', 2]
+    assert sample.limit.type == 'token' and sample.metadata['action_tokens'] == 5
+    assert [m.role for m in sample.messages][2:] == ['assistant', 'tool', 'assistant']
+    assert sample.messages[2].tool_calls[0].id == sample.messages[3].tool_call_id
+    assert samples['bridge-9', 1].error.message == 'ValueError: no'
+    assert samples['bridge-9', 1].scores is None
+
+  def test_inspect_lists_logs_and_summaries(self, tmp_path, inspect_log):
+    write(tmp_path / 'a.eval', [trajectory(), failed()])
+    assert len(inspect_log.list_eval_logs(str(tmp_path))) == 1
+    assert inspect_log.read_eval_log(str(tmp_path / 'a.eval'), header_only=True).results
+    summaries = inspect_log.read_eval_log_sample_summaries(str(tmp_path / 'a.eval'))
+    assert [s.error for s in summaries] == [None, 'ValueError: no']

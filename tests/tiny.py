@@ -1,0 +1,191 @@
+"""A tiny policy with a tokenizer of its own, for the tests of what runs a policy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import functools
+import pathlib
+import tempfile
+import threading
+from typing import Any
+import zlib
+
+import jax
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.rl import learner, packing
+
+TEXTS = (
+  'What is the capital of the country? The capital is the city of the river.',
+  'Search the text, then answer with the name of the city and nothing else.',
+  'one two three four five six seven eight nine ten',
+)
+VOCAB = 300
+
+# One size for most tests, so that they share what is compiled.
+SIZES = {'rows': 6, 'slots': 128, 'steps': 8, 'feed_rows': 4, 'feed_tokens': 8}
+BUCKET = 64
+
+
+def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
+  """Grouped queries, and each family's biases and norms."""
+  return decoder.DecoderConfig(
+    family=family,
+    vocab_size=VOCAB,
+    embed_dim=16,
+    num_layers=layers,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    qkv_bias=family == 'qwen2',
+    qk_norm=family == 'qwen3',
+  )
+
+
+def params(
+  shape: decoder.DecoderConfig, likely: Mapping[int, float] | None = None
+) -> decoder.Params:
+  """Random parameters whose logits depend on the whole text.
+
+  The first number of every embedding is the same, so that the first row of the output
+  layer is a bias: `likely` adds some three times its value to the logits of a token.
+  """
+
+  def spread(path, leaf):
+    seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+    noise = np.random.default_rng(seed).normal(size=leaf.shape)
+    return np.asarray(leaf + 0.3 * noise, np.float32)
+
+  tree = jax.eval_shape(lambda key: decoder.init(shape, key), jax.random.key(0))
+  ones = {'scale': 1.0}
+  tree = jax.tree_util.tree_map_with_path(
+    lambda path, x: spread(path, np.full(x.shape, ones.get(path[-1].key, 0.0))), tree
+  )
+  tree['embed']['embedding'] *= 3
+  tree['embed']['embedding'][:, 0] = 4.0
+  tree['lm_head']['kernel'][0] = 0.0
+  for token, bias in (likely or {}).items():
+    tree['lm_head']['kernel'][0, token] = bias
+  return jax.device_put(tree)
+
+
+@functools.cache
+def tokenizer_dir() -> pathlib.Path:
+  """Trained once; the directory goes with the process."""
+  directory = tempfile.TemporaryDirectory()
+  _directories.append(directory)
+  tokenizer_lib.train(TEXTS, vocab_size=VOCAB, directory=directory.name)
+  return pathlib.Path(directory.name)
+
+
+_directories: list[tempfile.TemporaryDirectory] = []
+
+
+@functools.cache
+def chat(max_tool_tokens: int = 64) -> chat_lib.Chat:
+  tokenizer = tokenizer_lib.load(tokenizer_dir())
+  assert len(tokenizer) <= VOCAB
+  return chat_lib.Chat(tokenizer, max_tool_tokens=max_tool_tokens)
+
+
+def save(
+  directory: pathlib.Path, likely: Mapping[int, float] | None = None, layers: int = 1
+) -> str:
+  """A whole model directory."""
+  shape = config(layers=layers)
+  weights.save(directory, shape, params(shape, likely), tokenizer_from=tokenizer_dir())
+  return str(directory)
+
+
+def driver(
+  tree: decoder.Params,
+  *,
+  shape: decoder.DecoderConfig | None = None,
+  stop: stop_lib.Stop | None = None,
+  **sizes: Any,
+) -> driver_lib.Driver:
+  """A driver of the sizes that are compiled anyway."""
+  return driver_lib.Driver(
+    shape or config(),
+    tree,
+    stop=stop or stop_lib.stop(chat().stop_ids),
+    **SIZES | {'bucket': BUCKET} | sizes,
+  )
+
+
+def learned(
+  tree: decoder.Params,
+  segments: Sequence[types.Segment],
+  *,
+  shape: decoder.DecoderConfig | None = None,
+  temperature: float = 1.0,
+) -> list[np.ndarray]:
+  """The learner's log-probs of each segment's tokens, packed as in training."""
+  lengths = [len(s.tokens) for s in segments]
+  rows = 8 if sum(lengths) > SIZES['slots'] else 1
+  where = packing.layout(lengths, row_tokens=SIZES['slots'], row_multiple=rows)
+  out = []
+  for batch in packing.microbatches(packing.pack(segments, where), rows):
+    batch = jax.device_put(batch)
+    kwargs = {'config': shape or config(), 'temperature': temperature}
+    out.append(np.asarray(learner.score({'policy': tree}, batch, **kwargs).logprobs))
+  return where.extract(np.concatenate(out))
+
+
+def assert_on_policy(tree: decoder.Params, segments: Sequence[types.Segment], **kwargs):
+  """The log-probs of the sampler are the learner's, and there are none elsewhere."""
+  assert segments
+  for segment, logprobs in zip(segments, learned(tree, segments, **kwargs), strict=True):
+    mask = segment.action_mask
+    assert segment.tokens.shape == mask.shape == segment.logprobs.shape
+    np.testing.assert_allclose(segment.logprobs[mask], logprobs[mask], atol=2e-5)
+    assert not segment.logprobs[~mask].any()
+
+
+def within(seconds: float, fn, *args, **kwargs):
+  """fn(...), or a failure if it hangs: it then stays behind in a thread."""
+  outcome = []
+
+  def call():
+    try:
+      outcome.append((fn(*args, **kwargs), None))
+    except BaseException as error:
+      outcome.append((None, error))
+
+  thread = threading.Thread(target=call, daemon=True)
+  thread.start()
+  thread.join(seconds)
+  assert not thread.is_alive(), f'{fn} hangs'
+  value, error = outcome[0]
+  if error is not None:
+    raise error
+  return value
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+  """Collects one entry for each compilation by XLA."""
+  found: list[str] = []
+  _listening.append(found)
+  try:
+    yield found
+  finally:
+    _listening.remove(found)
+
+
+_listening: list[list[str]] = []
+
+
+def _on_duration(event: str, seconds: float, **kwargs):
+  if event == '/jax/core/compile/backend_compile_duration':
+    for found in _listening:
+      found.append(str(kwargs))
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
