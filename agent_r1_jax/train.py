@@ -317,7 +317,7 @@ def _learn(config, model, algorithm, optimizer, state, ref_params, played):
   )
   parts = []
   for members in np.array_split(order, min(config.minibatches, len(order))):
-    batches = experience_lib.minibatch(experience, list(members), algorithm, **packing)
+    batches = experience_lib.minibatch(experience, members.tolist(), algorithm, **packing)
     state, numbers = learner.update(
       state,
       batches,

@@ -24,7 +24,7 @@ import numpy as np
 from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, induction, weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import qa_data, qa_demos
 from agent_r1_jax.tools import search
@@ -41,25 +41,25 @@ _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows kept for the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows kept for watching the training.')
 _VOCAB = flags.DEFINE_integer('vocab', 4096, 'Size of the vocabulary.')
 _LAYERS = flags.DEFINE_integer('layers', 4, 'Layers.')
-_DIM = flags.DEFINE_integer('dim', 192, 'Embedding; the feed-forward is 3 times as wide.')
-_COPYING = flags.DEFINE_float('copying', 0.15, 'Share of the steps that only copy.')
+_DIM = flags.DEFINE_integer('dim', 160, 'Embedding; the feed-forward is 3 times as wide.')
+_COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
 _CFG = config_flags.DEFINE_config_dataclass(
   'sft', sft.Config(steps=1500, rows=8, learning_rate=2e-3)
 )
 
 
 def shape(vocab_size: int) -> decoder.DecoderConfig:
-  """The policy's architecture: Qwen3's, small."""
+  """The policy's architecture: Llama's, small."""
   return decoder.DecoderConfig(
-    family='qwen3',
+    family='llama',
     vocab_size=vocab_size,
     embed_dim=_DIM.value,
     num_layers=_LAYERS.value,
-    num_heads=_DIM.value // 32,
-    num_kv_heads=_DIM.value // 64,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=32,
     mlp_dim=3 * _DIM.value,
-    qk_norm=True,
+    rope_theta=1e6,
     tie_embeddings=True,
     max_positions=2048,
   )
@@ -103,7 +103,7 @@ def main(_):
   tokenizer.train(corpus, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
   tok = tokenizer.load(out / 'tokenizer')
   chat, model = chat_lib.Chat(tok), shape(len(tok))
-  params = decoder.init(model, jax.random.key(_SEED.value))
+  params = induction.init(model, _SEED.value)
   size = sum(x.size for x in jax.tree.leaves(params))
   print(f'{size:,} parameters; {time.time() - start:.0f} s to get ready', flush=True)
   schemas = [search.search_tool(retriever).schema]

@@ -27,6 +27,7 @@ BASE = pathlib.Path(__file__).parent / 'miniwiki_base'
 KINDS = {
   '2 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 2,
   '3 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 3,
+  '2 and 3 hops': lambda task: task.info['kind'] == 'bridge',
   'comparison': lambda task: task.info['kind'] == 'comparison',
 }
 
@@ -49,7 +50,7 @@ _CFG = config_flags.DEFINE_config_dataclass(
     decode_steps=16,
     feed_rows=32,
     feed_tokens=32,
-    bucket=64,
+    bucket=128,
     microbatch=16,
     eval_every=20,
   ),

@@ -171,24 +171,20 @@ def test_ppos_loss_is_the_sum_of_verls():
   np.testing.assert_allclose(metrics['value_loss'], value_loss, rtol=1e-9)
 
 
-def test_options_reach_the_loss():
+@pytest.mark.parametrize(
+  ('make', 'options'),
+  [
+    (algorithms.grpo, {'kl_coef': 1.0, 'entropy_coef': 1.0}),
+    (algorithms.ppo, {'value_clip': 0.1, 'value_coef': 0.1, 'entropy_coef': 1.0}),
+  ],
+)
+def test_options_reach_the_loss(make, options):
   """Each changes it; what they do is in test_losses."""
   stats, batch = _inputs()
-  values = {}
-  for make, all_options in (
-    (
-      algorithms.grpo,
-      ('clip_low=0.1', 'clip_high=0.1', 'dual_clip=1.1', 'kl_coef=1', 'entropy_coef=1'),
-    ),
-    (
-      algorithms.ppo,
-      ('clip_low=0.1', 'clip_high=0.1', 'dual_clip=1.1', 'value_clip=0.1'),
-    ),
-  ):
-    for option in ('', *all_options):
-      loss = jax.jit(eval(f'make({option})', {'make': make}).loss)
-      values[make.__name__, option] = float(loss(stats, batch)[0])
-  assert len(set(values.values())) == len(values)
+  options = {'clip_low': 0.1, 'clip_high': 0.1, 'dual_clip': 1.1} | options
+  chosen = [{}, *({name: value} for name, value in options.items())]
+  every = jax.jit(lambda *xs: [make(**kwargs).loss(*xs)[0] for kwargs in chosen])
+  assert len(set(map(float, every(stats, batch)))) == len(chosen)
 
 
 def test_entropy_bonus_and_kl_have_their_signs():
@@ -241,7 +237,7 @@ def test_shares_of_micro_batches_add_up(make, rows):
   fn = _compiled(make())
   whole = fn(stats, batch)
   parts = [
-    fn(*jax.tree.map(lambda x: x[i : i + rows], (stats, batch)))
+    fn(*jax.tree.map(lambda x, i=i: x[i : i + rows], (stats, batch)))
     for i in range(0, 12, rows)
   ]
   values, grads = zip(*parts)

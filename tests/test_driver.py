@@ -129,7 +129,13 @@ class TestScheduleIndependence:
 
 class TestKey:
   def test_it_depends_on_every_part_and_on_nothing_else(self):
-    parts = [(0, 0, 'a', 0), (1, 0, 'a', 0), (0, 1, 'a', 0), (0, 0, 'b', 0), (0, 0, 'a', 1)]
+    parts = [
+      (0, 0, 'a', 0),
+      (1, 0, 'a', 0),
+      (0, 1, 'a', 0),
+      (0, 0, 'b', 0),
+      (0, 0, 'a', 1),
+    ]
     keys = {tuple(driver_lib.key(*p).tolist()) for p in parts}
     assert len(keys) == len(parts)
     # Of every version, process and machine.

@@ -108,7 +108,9 @@ class Rows:
       assert int(self.state.last[row]) == last
       self._finish(row)
     segments = [
-      types.Segment(*(np.array(x, kind) for x, kind in zip(zip(*text), 'i?f', strict=True)))
+      types.Segment(
+        *(np.array(x, kind) for x, kind in zip(zip(*text), 'i?f', strict=True))
+      )
       for text in self.finished
     ]
     tiny.assert_on_policy(

@@ -49,7 +49,19 @@ def _search(strings, pieces):
 def test_strings_are_found_where_a_search_finds_them(strings):
   rng = np.random.default_rng(0)
   e = 'é'.encode()
-  vocabulary = [b'a', b'b', b'c', b'ab', b'ba', b'aa', b'bcab', b'xa', b'bx', e[:1], e[1:]]
+  vocabulary = [
+    b'a',
+    b'b',
+    b'c',
+    b'ab',
+    b'ba',
+    b'aa',
+    b'bcab',
+    b'xa',
+    b'bx',
+    e[:1],
+    e[1:],
+  ]
   vocabulary += [b'aab', b'ab' + e, b'abababab', b'zzz']
   stop = stop_lib.stop([], strings, vocabulary)
   replies = rng.integers(0, len(vocabulary), (64, 12))

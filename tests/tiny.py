@@ -128,10 +128,10 @@ def learned(
 ) -> list[np.ndarray]:
   """The learner's log-probs of each segment's tokens, packed as in training."""
   lengths = [len(s.tokens) for s in segments]
-  rows = 8 if sum(lengths) > SIZES['slots'] else 1
-  where = packing.layout(lengths, row_tokens=SIZES['slots'], row_multiple=rows)
+  row_tokens = SIZES['slots'] * (1 if max(lengths) <= SIZES['slots'] else 2)
+  where = packing.layout(lengths, row_tokens=row_tokens, row_multiple=8)
   out = []
-  for batch in packing.microbatches(packing.pack(segments, where), rows):
+  for batch in packing.microbatches(packing.pack(segments, where), 8):
     batch = jax.device_put(batch)
     kwargs = {'config': shape or config(), 'temperature': temperature}
     out.append(np.asarray(learner.score({'policy': tree}, batch, **kwargs).logprobs))

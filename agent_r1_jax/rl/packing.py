@@ -30,8 +30,8 @@ class Layout:
   def place(self, arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
     """Puts one array a segment into [R, T]; 0 elsewhere."""
     out = np.zeros((self.rows, self.row_tokens), dtype)
-    for array, (row, offset) in zip(arrays, self.places, strict=True):
-      out[row, offset : offset + len(array)] = array
+    for array, n, (row, offset) in zip(arrays, self.lengths, self.places, strict=True):
+      out[row, offset : offset + n] = array
     return out
 
   def extract(self, packed: np.ndarray) -> list[np.ndarray]:

@@ -1,0 +1,63 @@
+"""Several seeds of the quickstart side by side: tables by kind of question, and the curve.
+
+  for s in 0 1 2; do
+    python -m experiments.miniwiki_search --workdir=runs/seed$s --config.seed=$s
+  done
+  python -m experiments.miniwiki_seeds --out=docs/miniwiki runs/seed0 runs/seed1 runs/seed2
+
+Every number is exact match at the last step. The rows above GRPO are greedy episodes of one
+base policy and the same in every run.
+"""
+
+import json
+import pathlib
+
+from absl import app, flags
+
+from agent_r1_jax import metrics
+
+_OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md and .png written.')
+
+
+def main(argv):
+  workdirs = [pathlib.Path(name) for name in argv[1:]]
+  if not workdirs:
+    raise app.UsageError('name the working directories of the runs')
+  tables = {w.name: json.loads((w / 'table.json').read_text()) for w in workdirs}
+  first = next(iter(tables.values()))
+  sets = list(first['GRPO'])
+  rows = {name: row for name, row in first.items() if name != 'GRPO'}
+  rows |= {f'GRPO, {run}': table['GRPO'] for run, table in tables.items()}
+  parts = []
+  for kind in ('all', '2 hops', '3 hops', '2 and 3 hops', 'comparison'):
+    cells = {
+      name: {s: count(row[s][kind]) for s in sets if row[s][kind]['count']}
+      for name, row in rows.items()
+    }
+    for s in sets:
+      means = [table['GRPO'][s][kind]['mean'] for table in tables.values()]
+      if s in cells['Naive RAG']:
+        cells.setdefault('GRPO, mean', {})[s] = sum(means) / len(means)
+    parts.append(f'### {kind}\n\n{metrics.table(cells, sets)}\n')
+  out = pathlib.Path(_OUT.value)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  out.with_suffix('.md').write_text('\n'.join(parts))
+  metrics.curve(
+    [str(w) for w in workdirs],
+    out.with_suffix('.png'),
+    panels={
+      'Reward in training': ('rollout/reward',),
+      'Exact match, development questions': ('eval/*/em',),
+    },
+    title='GRPO on miniwiki',
+  )
+  print('\n'.join(parts))
+
+
+def count(cell) -> metrics.Count:
+  """A cell of table.json as one of the table."""
+  return metrics.Count(round(cell['mean'] * cell['count']), cell['count'])
+
+
+if __name__ == '__main__':
+  app.run(main)

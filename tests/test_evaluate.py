@@ -1,0 +1,157 @@
+"""Evaluation: which episodes, and what their numbers say."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import tiny
+from agent_r1_jax import evaluate, metrics, rollout, types
+from agent_r1_jax.engine import sampling as sampling_lib
+
+_LIMITS = rollout.Limits(max_turns=2, max_turn_tokens=12)
+
+
+@functools.cache
+def _params():
+  return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.4})
+
+
+class Env:
+  async def reset(self, task):
+    return list(task.messages)
+
+  async def step(self, reply):
+    return types.Step([], 1.0, done=True, metrics={'em': float(len(reply) % 2)})
+
+
+def _sets():
+  def tasks(name, n):
+    return [
+      types.Task(f'{i}', [{'role': 'user', 'content': f'{name} {i}'}]) for i in range(n)
+    ]
+
+  return {'rivers': tasks('river', 3), 'none': [], 'cities': tasks('city', 4)}
+
+
+def _run(driver, **kwargs):
+  return tiny.within(
+    60, evaluate.run, driver, tiny.chat(), _sets(), Env, limits=_LIMITS, **kwargs
+  )
+
+
+class TestRun:
+  def test_greedy_episodes_of_every_set_in_order(self):
+    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
+    sampling = driver.sampling
+    ended = []
+    played = _run(driver, on_done=ended.append)
+    assert {name: [t.task.id for t in ts] for name, ts in played.items()} == {
+      'rivers': ['0', '1', '2'],
+      'none': [],
+      'cities': ['0', '1', '2', '3'],
+    }
+    assert [t.task.messages for t in played['cities']] == [
+      t.messages for t in _sets()['cities']
+    ]
+    assert len(ended) == 7
+    assert driver.sampling == sampling == sampling_lib.ON_POLICY
+    # Greedy: another seed changes nothing.
+    again = _run(driver, seed=5)
+    for name, trajectories in played.items():
+      for a, b in zip(trajectories, again[name], strict=True):
+        assert a.messages == b.messages
+    segments = [s for ts in played.values() for t in ts for s in t.segments]
+    tiny.assert_on_policy(_params(), segments)
+
+  def test_sampling_may_be_asked_for(self):
+    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
+    first, second = (
+      _run(driver, sampling=sampling_lib.ON_POLICY, seed=seed)['cities']
+      for seed in (0, 1)
+    )
+    assert [t.messages for t in first] != [t.messages for t in second]
+
+  def test_the_sampling_is_put_back_after_a_failure(self):
+    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
+
+    def fail(trajectory):
+      raise LookupError('in on_done')
+
+    with pytest.raises(LookupError, match='in on_done'):
+      _run(driver, on_done=fail)
+    assert driver.sampling == sampling_lib.ON_POLICY
+
+  def test_no_tasks(self):
+    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
+    assert evaluate.run(driver, tiny.chat(), {}, Env, limits=_LIMITS) == {}
+
+
+def _trajectory(number, status='done', turns=((0, 2, 4, 1.0),), **numbers):
+  task = types.Task(f't{number}', [], info={'even': number % 2 == 0})
+  segments = [
+    types.Segment(np.arange(10), np.arange(10) % 2 == 0, np.zeros(10, np.float32))
+    for _ in range(1 + max((turn[0] for turn in turns), default=-1))
+  ]
+  return types.Trajectory(
+    task,
+    number,
+    0,
+    segments,
+    [types.Turn(*t) for t in turns],
+    [],
+    status,
+    metrics=numbers,
+  )
+
+
+class TestNumbers:
+  four = [
+    _trajectory(0, em=1.0),
+    _trajectory(1, em=0.0, turns=((0, 2, 4, 0.5), (1, 2, 4, 0.25))),
+    _trajectory(2, em=1.0, status='max_turns'),
+    _trajectory(3, status='error', turns=()),
+  ]
+
+  def test_score_counts_every_episode(self):
+    assert evaluate.score(self.four) == evaluate.Score(0.5, 4)
+    assert evaluate.score(self.four, where=lambda task: task.info['even']).mean == 1
+    assert evaluate.score(self.four, 'unknown') == evaluate.Score(0.0, 4)
+    assert evaluate.score([]) == evaluate.Score(0.0, 0)
+
+  def test_interval_is_wilsons(self):
+    assert evaluate.score(self.four).interval == metrics.wilson(2, 4)
+    assert evaluate.Score(214 / 300, 300).interval == metrics.wilson(214, 300)
+
+  def test_by_kind(self):
+    assert evaluate.by_kind(self.four, {'even': lambda task: task.info['even']}) == {
+      'all': {'mean': 0.5, 'count': 4},
+      'even': {'mean': 1.0, 'count': 2},
+    }
+
+  def test_table_has_a_column_for_every_set(self):
+    rows = {'Base': {'a': self.four, 'b': self.four[:1]}, 'GRPO': {'b': self.four[:2]}}
+    text = evaluate.table(rows)
+    assert text == metrics.table(
+      {
+        'Base': {'a': metrics.Count(2, 4), 'b': metrics.Count(1, 1)},
+        'GRPO': {'b': metrics.Count(1, 2)},
+      },
+      ['a', 'b'],
+    )
+    odd = evaluate.table(rows, where=lambda task: not task.info['even'])
+    assert '0/2' in odd and '0/1' in odd and '1/1' not in odd
+
+  def test_summary(self):
+    assert evaluate.summary(self.four) == {
+      'reward': (1 + 0.75 + 1 + 0) / 4,
+      'turns': (1 + 2 + 1 + 0) / 4,
+      'tokens': (10 + 20 + 10 + 0) / 4,
+      'action_tokens': (5 + 10 + 5 + 0) / 4,
+      'em': 0.5,
+      'status/done': 0.5,
+      'status/truncated': 0.0,
+      'status/max_turns': 0.25,
+      'status/error': 0.25,
+    }
+    assert evaluate.summary([]) == {}

@@ -1,0 +1,79 @@
+"""The quickstart's two scripts, in small, as a user runs them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.models import weights
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(script, *flags):
+  command = [sys.executable, '-m', f'experiments.{script}', *flags]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+  out = tmp_path_factory.mktemp('base')
+  done = run(
+    'miniwiki_base',
+    f'--out={out}',
+    '--dim=96',
+    '--layers=2',
+    '--examples=300',
+    '--sft.steps=30',
+    '--sft.rows=4',
+    '--sft.warmup=5',
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return out
+
+
+def test_base_script_makes_a_policy_that_learns(base):
+  log = [json.loads(line) for line in (base / 'log.jsonl').read_text().splitlines()]
+  assert [line['step'] for line in log] == list(range(1, 31))
+  assert log[-1]['loss'] < log[1]['loss'] - 1
+  config, params = weights.load(base / 'model')
+  assert config.vocab_size == len(tokenizer.load(base / 'model'))
+  assert params['embed']['embedding'].shape == (config.vocab_size, 96)
+
+
+def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
+  flags = (
+    f'--workdir={tmp_path}',
+    f'--config.model={base / "model"}',
+    '--questions=6',
+    '--watched=3',
+    '--config.tasks=2',
+    '--config.samples=3',
+    '--config.rows=6',
+    '--config.eval_every=1',
+  )
+  done = run('miniwiki_search', *flags, '--config.steps=1')
+  assert done.returncode == 0, done.stderr[-3000:]
+  for row in ('Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO'):
+    assert f'| {row} ' in done.stdout
+  for name in ('curve.png', 'table.md', 'config.json', 'metrics.jsonl', 'model'):
+    assert (tmp_path / name).exists(), name
+    assert name in done.stdout or name == 'config.json'
+  assert len(list((tmp_path / 'trajectories').glob('step-00001-*.eval'))) == 3
+  table = json.loads((tmp_path / 'table.json').read_text())
+  assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
+  again = run('miniwiki_search', *flags, '--config.steps=2')
+  assert again.returncode == 0, again.stderr[-3000:]
+  lines = [
+    json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  ]
+  assert [line['step'] for line in lines] == [0, 1, 2]
+
+
+def test_an_unknown_flag_and_another_config_are_refused(base, tmp_path):
+  unknown = run('miniwiki_search', '--config.learning_rat=1')
+  assert unknown.returncode != 0
+  assert 'learning_rat' in unknown.stderr

@@ -1,0 +1,141 @@
+"""Packing: every token has one place, and comes back from it."""
+
+import episodes
+import numpy as np
+import pytest
+
+from agent_r1_jax import types
+from agent_r1_jax.rl import advantages, packing
+
+
+def _segments(lengths, seed=0):
+  """Segments whose tokens are all different."""
+  rng = np.random.default_rng(seed)
+  ends = np.cumsum(lengths)
+  return [
+    types.Segment(
+      np.arange(end - n, end, dtype=np.int32) + 1,
+      rng.random(n) < 0.5,
+      rng.normal(size=n).astype(np.float32),
+    )
+    for n, end in zip(lengths, ends)
+  ]
+
+
+def _cases():
+  rng = np.random.default_rng(0)
+  yield from (([], 1), ([32], 1), ([1], 4), ([32, 32, 1], 2), ([5] * 13, 3))
+  for _ in range(10):
+    yield rng.integers(1, 33, rng.integers(1, 20)).tolist(), int(rng.integers(1, 5))
+
+
+_CASES = list(_cases())
+
+
+@pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
+def test_every_token_has_a_place_of_its_own(lengths, multiple):
+  where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
+  assert where.rows % multiple == 0 and where.rows > 0
+  used = np.zeros((where.rows, 32), int)
+  for n, (row, offset) in zip(lengths, where.places, strict=True):
+    assert 0 <= offset and offset + n <= 32
+    used[row, offset : offset + n] += 1
+  assert used.max(initial=0) <= 1 and used.sum() == sum(lengths)
+  # No row that could be saved by moving it whole into another, nor one too many.
+  filled = used.sum(axis=1)
+  filled = np.sort(filled[filled > 0])
+  assert len(filled) < 2 or filled[0] + filled[1] > 32
+  assert where.rows - max(len(filled), 1) < multiple
+
+
+def test_layout_is_first_fit_decreasing():
+  where = packing.layout([3, 10, 6, 7, 2], row_tokens=10)
+  assert where.places == ((1, 7), (0, 0), (2, 0), (1, 0), (2, 6))
+  assert (where.rows, where.row_tokens, where.lengths) == (3, 10, (3, 10, 6, 7, 2))
+
+
+def test_a_segment_longer_than_a_row_is_refused():
+  with pytest.raises(ValueError, match='33 tokens does not fit a row of 32.*row_tokens'):
+    packing.layout([1, 33, 4], row_tokens=32)
+
+
+@pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
+def test_extract_is_the_inverse_of_place(lengths, multiple):
+  where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
+  rng = np.random.default_rng(0)
+  arrays = [rng.normal(size=n) for n in lengths]
+  packed = where.place(arrays, np.float64)
+  assert packed.shape == (where.rows, 32) and packed.dtype == np.float64
+  np.testing.assert_allclose(packed.sum(), sum(a.sum() for a in arrays), atol=1e-9)
+  for out, array in zip(where.extract(packed), arrays, strict=True):
+    np.testing.assert_array_equal(out, array)
+
+
+def test_place_wants_an_array_for_every_segment():
+  where = packing.layout([2, 3], row_tokens=8)
+  with pytest.raises(ValueError):
+    where.place([np.zeros(2)], np.float32)
+  with pytest.raises(ValueError):
+    where.place([np.zeros(2), np.zeros(4)], np.float32)
+
+
+@pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
+def test_pack(lengths, multiple):
+  segments = _segments(lengths)
+  where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
+  batch = packing.pack(segments, where)
+  padding = batch.segment_ids == 0
+  assert padding.sum() == where.rows * 32 - sum(lengths)
+  for name in ('tokens', 'positions', 'action_mask', 'logprobs'):
+    assert (getattr(batch, name)[padding] == 0).all()
+  assert not batch.advantages.any() and not batch.weights.any()
+  assert batch.ref_logprobs is batch.values is batch.returns is None
+  for s, tokens, positions, ids, mask, logprobs in zip(
+    segments, *map(where.extract, batch[:5]), strict=True
+  ):
+    np.testing.assert_array_equal(tokens, s.tokens)
+    np.testing.assert_array_equal(positions, np.arange(len(s.tokens)))
+    np.testing.assert_array_equal(mask, s.action_mask)
+    np.testing.assert_array_equal(logprobs, s.logprobs)
+    assert len(set(ids)) == 1
+  # 1, 2, 3, ...: no two segments of a row share a number.
+  for ids, positions in zip(batch.segment_ids, batch.positions):
+    starts = ids[(positions == 0) & (ids > 0)]
+    assert sorted(starts) == list(range(1, len(starts) + 1))
+  dtypes = [str(x.dtype) for x in batch[:5]]
+  assert dtypes == ['int32', 'int32', 'int32', 'bool', 'float32']
+
+
+def test_microbatches_are_the_batch():
+  segments = _segments([20] * 6)
+  batch = packing.pack(segments, packing.layout([20] * 6, row_tokens=32, row_multiple=2))
+  parts = list(packing.microbatches(batch, 2))
+  assert len(parts) == 3
+  for whole, *of_parts in zip(batch, *parts):
+    if whole is None:
+      assert set(of_parts) == {None}
+    else:
+      assert {x.shape for x in of_parts} == {(2, 32)}
+      np.testing.assert_array_equal(np.concatenate(of_parts), whole)
+
+
+def test_gather_by_hand():
+  one = episodes.trajectory('..00.1', '.2')
+  other = episodes.trajectory('.0')
+  per_segment = [np.arange(6) + 10, np.array([20, 21]), np.array([30, 31])]
+  out = packing.gather([one, other], per_segment)
+  assert [x.tolist() for x in out] == [[12, 13, 15, 21], [31]]
+  back = packing.scatter([one, other], out)
+  assert [x.tolist() for x in back] == [[0, 0, 12, 13, 0, 15], [0, 21], [0, 31]]
+
+
+def test_scatter_is_the_inverse_of_gather_and_both_keep_the_order_of_actions():
+  trajectories = episodes.varied(12)
+  logprobs = [s.logprobs for t in trajectories for s in t.segments]
+  gathered = packing.gather(trajectories, logprobs)
+  for values, t in zip(gathered, trajectories, strict=True):
+    np.testing.assert_array_equal(values, advantages.actions(t).logprobs)
+  for array, expected in zip(
+    packing.scatter(trajectories, gathered), logprobs, strict=True
+  ):
+    np.testing.assert_array_equal(array, expected)

@@ -1,0 +1,230 @@
+"""Supervised fine-tuning: conversations become segments, segments become batches."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agent_r1_jax import sft, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import learner
+
+_SEARCH = {'type': 'function', 'function': {'name': 'search', 'parameters': {}}}
+_MESSAGES = (
+  {'role': 'system', 'content': 'Be brief.'},
+  {'role': 'user', 'content': 'Which city?'},
+  {'role': 'assistant', 'content': '<tool_call>city</tool_call>'},
+  {'role': 'tool', 'content': 'Doc 1 <|im_end|> of Rome'},
+  {'role': 'tool', 'content': 'Doc 2'},
+  {'role': 'assistant', 'content': 'Rome'},
+  {'role': 'user', 'content': 'Sure?'},
+  {'role': 'assistant', 'content': ''},
+)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick_compiler():
+  """Most of the time goes into compiling what runs a few times only."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture(scope='module')
+def chat(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('tokenizer')
+  tokenizer_lib.train(['Which city? Rome.'], vocab_size=280, directory=directory)
+  return chat_lib.Chat(tokenizer_lib.load(directory))
+
+
+# Segments.
+
+
+def test_a_segment_is_what_a_rollout_would_have_made(chat):
+  s = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
+  m = _MESSAGES
+  parts = [
+    (chat.prompt(m[:2], [_SEARCH]), False),
+    (chat.reply(m[2]['content']), True),
+    (chat.delta(m[3:5]), False),
+    (chat.reply(m[5]['content']), True),
+    (chat.delta(m[6:7]), False),
+    (chat.reply(m[7]['content']), True),
+  ]
+  np.testing.assert_array_equal(s.tokens, np.concatenate([p for p, _ in parts]))
+  mask = np.concatenate([np.full(len(p), action) for p, action in parts])
+  np.testing.assert_array_equal(s.action_mask, mask)
+  assert s.logprobs.shape == s.tokens.shape and not s.logprobs.any()
+  dtypes = [str(x.dtype) for x in (s.tokens, s.action_mask, s.logprobs)]
+  assert dtypes == ['int32', 'bool', 'float32']
+
+
+def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
+  s = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
+  whole = chat.tokenizer.apply_chat_template(
+    list(_MESSAGES), tools=[_SEARCH], tokenize=False
+  )
+  assert chat.text(s.tokens) == whole.removesuffix('\n')
+  edges = np.flatnonzero(np.diff(np.concatenate([[0], s.action_mask, [0]])))
+  replies = [chat.text(s.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+  said = [m['content'] for m in _MESSAGES if m['role'] == 'assistant']
+  assert replies == [text + '<|im_end|>' for text in said]
+  # The tool's '<|im_end|>' is plain text, each reply's is the control token.
+  ends = s.tokens == chat.stop_ids[0]
+  assert ends[s.action_mask].sum() == 3
+
+
+def test_tools_are_named_in_the_prompt_only_if_there_are_any(chat):
+  with_tools = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
+  without = sft.segment(chat, sft.Conversation(_MESSAGES))
+  assert 'search' in chat.text(with_tools.tokens)
+  assert 'search' not in chat.text(without.tokens)
+
+
+@pytest.mark.parametrize('messages', [[], _MESSAGES[:2], _MESSAGES[:5]])
+def test_a_conversation_ends_with_a_reply(chat, messages):
+  with pytest.raises(ValueError, match='must end with a message of the assistant'):
+    sft.segment(chat, sft.Conversation(messages))
+
+
+# Batches.
+
+
+def _segments(lengths):
+  """Segments of tokens that are all different; the second half are actions."""
+  ends = np.cumsum(lengths).tolist()
+  for n, end in zip(lengths, ends):
+    tokens = np.arange(end - n, end, dtype=np.int32) + 1
+    yield types.Segment(tokens, np.arange(n) >= n // 2, np.zeros(n, np.float32))
+
+
+def _seen(batch):
+  """The first and last token of each segment, in the order of the stream."""
+  used = batch.segment_ids > 0
+  starts = used & (batch.positions == 0)
+  nexts = np.pad(starts[:, 1:] | ~used[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+  firsts, lasts = (np.sort(batch.tokens[x]) for x in (starts, used & nexts))
+  return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize('rows', [1, 3])
+@pytest.mark.parametrize('seed', range(4))
+def test_batches_lose_and_repeat_nothing(rows, seed):
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(2, 26, 60)
+  config = sft.Config(rows=rows, row_tokens=20)
+  made = list(sft.batches(_segments(lengths), config))
+  assert {b.tokens.shape for b in made} == {(rows, 20)}
+  expected = [
+    (s.tokens[0], s.tokens[-1]) for s in _segments(lengths) if len(s.tokens) <= 20
+  ]
+  assert 0 < len(expected) < 60
+  # In order: a batch is filled from the front of the stream.
+  assert list(itertools.chain(*map(_seen, made))) == expected
+  tokens = np.concatenate([b.tokens[b.segment_ids > 0] for b in made])
+  assert len(set(tokens)) == len(tokens) == sum(n for n in lengths if n <= 20)
+
+
+def test_a_batch_takes_what_fits():
+  config = sft.Config(rows=2, row_tokens=10)
+  # 8 + 2 and 10 fill two rows; of three sevens two fit; the last is alone.
+  made = list(sft.batches(_segments([8, 10, 2, 7, 7, 7]), config))
+  assert [len(_seen(b)) for b in made] == [3, 2, 1]
+  assert [(b.segment_ids > 0).sum() for b in made] == [20, 14, 7]
+
+
+def test_batches_read_no_further_than_they_must():
+  """So that a stream without an end serves, too."""
+  endless = _segments([5] * 1000)
+  drawn = []
+
+  def watched():
+    for s in endless:
+      drawn.append(s)
+      yield s
+
+  next(sft.batches(watched(), sft.Config(rows=2, row_tokens=10)))
+  assert len(drawn) == 4
+
+
+def test_nothing_makes_no_batch():
+  assert list(sft.batches([], sft.Config())) == []
+  assert list(sft.batches(_segments([30]), sft.Config(row_tokens=20))) == []
+
+
+@pytest.mark.parametrize('other_weight', [0.0, 0.25])
+def test_weights_of_tokens(other_weight):
+  config = sft.Config(rows=2, row_tokens=10, other_weight=other_weight)
+  (batch,) = sft.batches(_segments([8, 6, 2]), config)
+  # What likelihood multiplies: w A, whose sum over the batch is 1.
+  share = batch.weights * batch.advantages
+  np.testing.assert_allclose(share.sum(), 1, rtol=1e-6)
+  first, used = batch.positions == 0, batch.segment_ids > 0
+  assert (share[first] == 0).all() and (share[~used] == 0).all()
+  # Of 4 + 3 + 1 replies' tokens each weighs 1, of the 3 + 2 + 0 others a part of it.
+  each = 1 / (8 + 5 * other_weight)
+  np.testing.assert_allclose(share[batch.action_mask], each, rtol=1e-6)
+  others = used & ~batch.action_mask & ~first
+  assert others.sum() == 5
+  np.testing.assert_allclose(share[others], each * other_weight, rtol=1e-6)
+
+
+# A run.
+
+_MODEL = decoder.DecoderConfig(
+  family='llama',
+  vocab_size=64,
+  embed_dim=16,
+  num_layers=1,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=24,
+)
+
+
+def _counting(n):
+  """Rows that count upwards from anywhere: easy to learn."""
+  rng = np.random.default_rng(0)
+  for start in rng.integers(0, 64, n):
+    tokens = (start + np.arange(12, dtype=np.int32)) % 64
+    yield types.Segment(tokens, np.arange(12) >= 4, np.zeros(12, np.float32))
+
+
+def _params():
+  shapes = jax.eval_shape(lambda: decoder.init(_MODEL, jax.random.key(0)))
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), x.dtype), shapes
+  )
+
+
+_CONFIG = sft.Config(steps=15, rows=2, row_tokens=32, learning_rate=3e-2, warmup=3)
+
+
+def test_run_lowers_the_loss():
+  history = []
+
+  def on_step(step, metrics, params):
+    # The parameters are alive here.
+    history.append((step, metrics, float(jnp.sum(params['final_norm']['scale']))))
+
+  first = next(sft.batches(_counting(100), _CONFIG))
+  stats = learner.score({'policy': _params()}, first, config=_MODEL)
+  params = sft.run(_MODEL, _params(), _counting(100), _CONFIG, on_step=on_step)
+  steps, metrics, sums = zip(*history)
+  assert steps == tuple(range(1, 16))
+  expected = -(np.asarray(stats.logprobs) * first.weights * first.advantages).sum()
+  np.testing.assert_allclose(metrics[0]['loss'], expected, rtol=1e-5)
+  assert metrics[-1]['loss'] < 0.85 * metrics[0]['loss']
+  assert sums[-1] == float(jnp.sum(params['final_norm']['scale'])) != sums[1]
+
+
+def test_a_stream_that_is_too_short_is_said():
+  with pytest.raises(ValueError, match='segments ended after 3 of 15 steps: give more'):
+    # Four segments a batch.
+    sft.run(_MODEL, _params(), _counting(10), _CONFIG)

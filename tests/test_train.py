@@ -1,0 +1,406 @@
+"""Training: it learns, it says what is wrong, and a killed run goes on as if it had not been.
+
+Run as a script, it trains until it kills itself (see `main`).
+"""
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+from ml_collections import config_flags
+import numpy as np
+import pytest
+
+import tiny
+from agent_r1_jax import checkpoint, metrics, train, types
+from agent_r1_jax.agent import calls, env as env_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.rl import algorithms, learner
+
+_GRPO = algorithms.grpo(kl_coef=0.01)
+_PPO = algorithms.ppo(kl_coef=0.0)
+_WORDS = (' the', ' city', ' capital', ' is')
+
+
+def _config(model, **kwargs):
+  small = {
+    'steps': 5,
+    'tasks': 2,
+    'samples': 4,
+    'max_turns': 3,
+    'max_turn_tokens': 6,
+    'learning_rate': 3e-3,
+    'minibatches': 2,
+    'rows': 4,
+    'slots': 96,
+    'decode_steps': 4,
+    'feed_rows': 4,
+    'feed_tokens': 32,
+    'bucket': 96,
+    'microbatch': 2,
+    'checkpoint_every': 2,
+    'eval_every': 2,
+  }
+  return train.Config(model=str(model), **small | kwargs)
+
+
+def _likely():
+  """A policy that says one of four words and ends its reply."""
+  tokenizer = tiny.chat().tokenizer
+  ids = [tokenizer.encode(word, add_special_tokens=False) for word in _WORDS]
+  assert all(len(i) == 1 for i in ids)
+  return {i: 2.5 for (i,) in ids} | {tiny.chat().stop_ids[0]: 2.7}
+
+
+@pytest.fixture(scope='session')
+def model(tmp_path_factory):
+  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny', _likely())
+
+
+def _tasks(n=3):
+  return [
+    types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])
+    for i in range(n)
+  ]
+
+
+@tool_lib.tool
+async def look(seconds: float) -> str:
+  """Looks something up.
+
+  Args:
+    seconds: How long it takes.
+  """
+  await asyncio.sleep(seconds)
+  return 'it is'
+
+
+def _parse(reply):
+  return (
+    [calls.ToolCall('look', {'seconds': 0.001 * len(reply)})]
+    if 'capital' in reply
+    else []
+  )
+
+
+def _reward(task, messages):
+  return {'city': float(' city' in messages[-1]['content']), 'length': -0.01}
+
+
+def _make_env():
+  return env_lib.ToolEnv([look], _reward, parse=_parse)
+
+
+def _run(config, workdir, algorithm=_GRPO, make_env=_make_env, **kwargs):
+  kwargs = {'tasks': _tasks(), 'evals': {'dev': _tasks(2)}} | kwargs
+  return tiny.within(
+    120, train.run, config, str(workdir), make_env=make_env, algorithm=algorithm, **kwargs
+  )
+
+
+@functools.cache
+def _whole(model, root):
+  """The run that nothing interrupts."""
+  return _run(_config(model), root / 'whole')
+
+
+@pytest.fixture
+def whole(model, tmp_path_factory):
+  root = tmp_path_factory.getbasetemp()
+  return _whole(model, root), root / 'whole'
+
+
+def _numbers(workdir):
+  """Every number of every line but the times."""
+  return [
+    {k: v for k, v in line.items() if not k.startswith('time/')}
+    for line in metrics.read(workdir)
+  ]
+
+
+def _assert_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _logits(params, shape):
+  tokens = jnp.arange(40).reshape(2, 20) * 7 % tiny.VOCAB
+  positions = jnp.broadcast_to(jnp.arange(20)[None], (2, 20))
+  x = decoder.hidden(params, shape, tokens, positions, jnp.ones_like(tokens))
+  return decoder.logits(params, shape, x)
+
+
+class TestRun:
+  def test_what_it_writes(self, whole, model):
+    params, workdir = whole
+    assert json.loads((workdir / 'config.json').read_text()) == dataclasses.asdict(
+      _config(model)
+    )
+    lines = metrics.read(workdir)
+    assert [line['step'] for line in lines] == [0, 1, 2, 3, 4, 5]
+    for line in lines[1:]:
+      assert np.isfinite(list(line.values())).all()
+      # Sampler and learner agree, and one task in three calls the tool.
+      assert line['rollout/status/error'] == 0
+      assert abs(line['train/behaviour_kl']) < 0.1
+      assert line['train/grad_norm'] > 0
+      for name in ('rollout/reward', 'rollout/tool_calls', 'train/kl', 'time/rollout'):
+        assert name in line
+    evaluated = [line['step'] for line in lines if 'eval/dev/reward' in line]
+    assert evaluated == [0, 2, 4, 5]
+    logs = sorted(path.name for path in (workdir / 'trajectories').iterdir())
+    assert logs == [f'step-{step:05}-dev.eval' for step in evaluated]
+    assert sum(line.get('rollout/tool_calls', 0) for line in lines) > 0
+    before = weights.load(model)[1]
+    assert not np.array_equal(before['embed']['embedding'], params['embed']['embedding'])
+
+  def test_the_model_it_writes_is_the_one_it_trained(self, whole, model):
+    params, workdir = whole
+    shape, loaded = weights.load(workdir / 'model')
+    _assert_equal(loaded, params)
+    np.testing.assert_array_equal(
+      _logits(loaded, shape), _logits(params, tiny.config(layers=1))
+    )
+    ids = tiny.chat().prompt(_tasks()[0].messages)
+    chat = train.load(_config(workdir / 'model'))[2]
+    np.testing.assert_array_equal(chat.prompt(_tasks()[0].messages), ids)
+    assert tokenizer_lib.load(workdir / 'model').get_vocab() == (
+      tiny.chat().tokenizer.get_vocab()
+    )
+
+  def test_the_first_update_is_on_policy(self, model, tmp_path):
+    """One mini-batch: no log-prob has moved yet when it is trained."""
+    _run(_config(model, steps=1, minibatches=1, eval_every=0), tmp_path, evals=None)
+    (line,) = metrics.read(tmp_path)
+    assert abs(line['train/behaviour_kl']) < 1e-6
+    assert line['train/clip_fraction'] == 0
+
+  def test_ppo_trains_a_critic(self, model, tmp_path):
+    config = _config(model, steps=2, critic_learning_rate=1e-2, eval_every=0)
+    _run(config, tmp_path, algorithm=_PPO, evals=None)
+    first, second = metrics.read(tmp_path)
+    assert first['train/value_loss'] > 0 and first['train/grad_norm'] > 0
+    assert np.isfinite(list(second.values())).all()
+    steps = [
+      int(p.name) for p in (tmp_path / 'checkpoints').iterdir() if p.name.isdigit()
+    ]
+    assert steps == [2]
+    _, shape = None, tiny.config(layers=1)
+    optimizer = train.make_optimizer(config)
+    like = learner.init(train._trained(shape, weights.load(model)[1], _PPO), optimizer)
+    with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
+      _, state, _ = checkpoints.restore(like)
+    assert int(state.step) == 4
+    assert np.any(state.params['critic']['value_head']['kernel'])
+
+  def test_reward_rises(self, model, tmp_path):
+    """The policy learns which of four words is wanted."""
+    config = _config(
+      model, steps=20, samples=8, minibatches=1, learning_rate=1e-2, eval_every=0
+    )
+    _run(config, tmp_path, evals=None)
+    rewards = [line['rollout/reward'] for line in metrics.read(tmp_path)]
+    assert np.mean(rewards[:3]) < 0.5
+    assert np.mean(rewards[-3:]) > 0.85
+
+
+class TestTasks:
+  def test_every_epoch_is_an_order_of_all_tasks(self):
+    tasks = _tasks(7)
+    seen = [t.id for step in range(14) for t in train.epoch_tasks(tasks, 3, step, seed=1)]
+    epochs = [tuple(seen[i : i + 7]) for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == [t.id for t in tasks] for epoch in epochs)
+    assert len(set(epochs)) == 6
+    other = [t.id for t in train.epoch_tasks(tasks, 7, 0, seed=2)]
+    assert tuple(other) != epochs[0]
+
+  def test_more_than_there_are(self):
+    chosen = train.epoch_tasks(_tasks(3), 8, 0, seed=0)
+    assert sorted(collections.Counter(t.id for t in chosen).values()) == [2, 3, 3]
+
+  def test_none_are_refused(self, model, tmp_path):
+    with pytest.raises(ValueError, match='tasks is empty'):
+      _run(_config(model), tmp_path, tasks=[])
+
+  def test_a_prompt_that_fits_no_row_is_passed_over(self, model, tmp_path):
+    """GRPO with a reference reads every log-prob: there is none for it."""
+    long = types.Task('long', [{'role': 'user', 'content': 'one two ' * 100}])
+    config = _config(model, steps=2, minibatches=1, eval_every=0)
+    _run(config, tmp_path / 'some', tasks=[*_tasks(1), long], evals=None)
+    for line in metrics.read(tmp_path / 'some'):
+      assert line['rollout/status/truncated'] >= 0.5
+      assert line['train/grad_norm'] > 0
+    params = _run(config, tmp_path / 'all', tasks=[long], evals=None)
+    _assert_equal(params, weights.load(model)[1])
+    for line in metrics.read(tmp_path / 'all'):
+      assert line['rollout/status/truncated'] == 1
+
+
+class TestErrors:
+  def test_episodes_that_raise_are_passed_over_up_to_the_limit(self, model, tmp_path):
+    seen = []
+
+    class Fails(env_lib.ToolEnv):
+      async def reset(self, task):
+        seen.append(task.id)
+        if len(seen) % 8 == 3:
+          raise KeyError('page 7 is missing')
+        return await super().reset(task)
+
+    def make_env():
+      return Fails([look], _reward, parse=_parse)
+
+    config = _config(model, steps=1, max_error_rate=0.125, eval_every=0)
+    _run(config, tmp_path / 'few', make_env=make_env, evals=None)
+    (line,) = metrics.read(tmp_path / 'few')
+    assert line['rollout/status/error'] == 0.125
+    assert line['train/grad_norm'] > 0
+    config = dataclasses.replace(config, max_error_rate=0.1)
+    message = r"1 of 8 episodes raised.*max_error_rate=0.1.*KeyError: 'page 7 is missing'"
+    with pytest.raises(RuntimeError, match=message):
+      _run(config, tmp_path / 'many', make_env=make_env, evals=None)
+
+  @pytest.mark.parametrize(
+    'field, value, message',
+    [
+      ('model', 'nowhere', 'nowhere'),
+      ('temperature', 0.0, 'temperature is 0.0'),
+      ('max_turns', 0, 'max_turns is 0'),
+      ('checkpoint_every', 0, 'every=0'),
+    ],
+  )
+  def test_a_start_that_fails_leaves_the_workdir_free(
+    self, model, tmp_path, field, value, message
+  ):
+    config = _config(model)
+    with pytest.raises(ValueError, match=message):
+      _run(dataclasses.replace(config, **{field: value}), tmp_path)
+    assert not (tmp_path / 'config.json').exists()
+
+  def test_no_model_at_all(self, tmp_path):
+    with pytest.raises(ValueError, match='model'):
+      _run(train.Config(), tmp_path)
+
+  def test_another_config_on_a_workdir_is_refused(self, whole, model):
+    _, workdir = whole
+    before = (workdir / 'metrics.jsonl').read_bytes()
+    with pytest.raises(ValueError, match='learning_rate: 0.003 there, 0.5 now'):
+      _run(_config(model, learning_rate=0.5), workdir)
+    assert (workdir / 'metrics.jsonl').read_bytes() == before
+
+
+class TestFlags:
+  @pytest.fixture
+  def parse(self, monkeypatch):
+    def parse(*arguments):
+      argv = ['train', *arguments]
+      monkeypatch.setattr(sys, 'argv', argv)  # config_flags reads it itself.
+      values = flags.FlagValues()
+      config_flags.DEFINE_config_dataclass('config', train.Config(), flag_values=values)
+      values(argv)
+      return values['config'].value
+
+    return parse
+
+  def test_they_set_fields(self, parse):
+    config = parse('--config.rows=7', '--config.temperature=0.5', '--config.model=m')
+    assert config == train.Config(rows=7, temperature=0.5, model='m')
+
+  @pytest.mark.parametrize(
+    'argument, message',
+    [
+      ('--config.learnin_rate=1', 'learnin_rate not found'),
+      ('--config.optim.lr=1', 'optim does not exist'),
+      ('--config.rows=many', "config.rows=many: invalid literal for int.*'many'"),
+    ],
+  )
+  def test_what_no_field_takes_is_refused(self, parse, argument, message):
+    with pytest.raises((KeyError, flags.IllegalFlagValueError), match=message):
+      parse(argument)
+
+
+class TestResume:
+  def test_killed_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
+    """Killed in the first rollout, while a checkpoint is written, and in an update."""
+    params, workdir = whole
+    script = [sys.executable, __file__, str(tmp_path / 'run'), model]
+    environment = os.environ | {
+      'PYTHONPATH': str(pathlib.Path(__file__).parents[1]),
+      'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'compiled'),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
+    }
+    reached = []
+    for moment in ('rollout', 'save', 'update'):
+      done = subprocess.run(
+        [*script, moment], env=environment, capture_output=True, text=True, timeout=300
+      )
+      assert done.returncode == -signal.SIGKILL, done.stderr
+      reached.append(max(line['step'] for line in metrics.read(tmp_path / 'run')))
+    assert reached == [0, 2, 3]
+    resumed = _run(_config(model), tmp_path / 'run')
+    _assert_equal(resumed, params)
+    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+    _assert_equal(weights.load(tmp_path / 'run' / 'model')[1], params)
+
+  def test_a_finished_run_goes_on_for_more_steps(self, model, tmp_path):
+    config = _config(model, steps=2, eval_every=0)
+    _run(config, tmp_path, evals=None)
+    first = _numbers(tmp_path)
+    again = _run(config, tmp_path, evals=None)
+    assert _numbers(tmp_path) == first
+    _assert_equal(again, weights.load(tmp_path / 'model')[1])
+    _run(dataclasses.replace(config, steps=3), tmp_path, evals=None)
+    assert _numbers(tmp_path)[:2] == first
+    assert [line['step'] for line in metrics.read(tmp_path)] == [1, 2, 3]
+
+
+def _die():
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(workdir, model, moment):
+  """Trains as `_whole` does, until the moment comes."""
+  make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
+  resets = []
+
+  class Dies(env_lib.ToolEnv):
+    async def reset(self, task):
+      resets.append(task)
+      if len(resets) == 7:  # Two are those of the first evaluation.
+        _die()
+      return await super().reset(task)
+
+  def save_and_die(self, *args):
+    save(self, *args)
+    _die()
+
+  def update_and_die(state, *args, **kwargs):
+    out = update(state, *args, **kwargs)
+    if int(out[0].step) == 7:  # The first mini-batch of the fourth rollout.
+      _die()
+    return out
+
+  if moment == 'rollout':
+    make_env = functools.partial(Dies, [look], _reward, parse=_parse)
+  elif moment == 'save':
+    checkpoint.Checkpointer.save = save_and_die
+  else:
+    learner.update = update_and_die
+  _run(_config(model), workdir, make_env=make_env)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
