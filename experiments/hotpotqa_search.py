@@ -4,12 +4,13 @@
   python -m experiments.hotpotqa_search --data=$AGENT_R1_DATA/hotpotqa
 
 The second command takes 20 minutes on 2 CPU cores and prints a table: direct answer,
-Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With a model directory in Hugging
+Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With an instruct model in Hugging
 Face layout it is the paper's experiment, with that model's tokenizer and chat template:
 
   python -m experiments.hotpotqa_search --model=Qwen2.5-3B-Instruct
 
 What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either.
+Any folder of that layout will do as --data: 2WikiMultihopQA, MuSiQue.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import json
 import os
 import pathlib
 import time
+from typing import NamedTuple
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -32,35 +34,26 @@ from agent_r1_jax.tasks import qa, qa_data, qa_demos
 from agent_r1_jax.tools import search
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """What suits a kind of policy.
+class Setting(NamedTuple):
+  """How a kind of policy is asked, what it is given to read, and how it is trained."""
 
-  Attributes:
-    agent: Puts the question to an agent.
-    direct: Puts it to the policy alone.
-    rag: Puts it with passages.
-    template: Of a passage.
-    passages: A search gives, and Naive RAG.
-    kl: Coefficient of the KL to the base.
-    config: Of the training.
-  """
-
-  agent: Callable
-  direct: Callable
-  rag: Callable
-  template: str
-  passages: tuple[int, int]
+  agent_task: Callable[[types.Task], types.Task]
+  direct_task: Callable[[types.Task], types.Task]
+  rag_task: Callable[..., types.Task]
+  template: str  # of a passage
+  k: int  # passages a search
+  rag_k: int
   kl: float
   config: train.Config
 
 
 SMALL = Setting(
-  agent=qa_demos.agent_task,
-  direct=qa_demos.agent_task,
-  rag=qa_demos.rag_task,
+  qa_demos.agent_task,
+  qa_demos.agent_task,
+  qa_demos.rag_task,
   template=qa_demos.PASSAGE,
-  passages=(1, 3),
+  k=1,
+  rag_k=3,
   kl=0.0,
   config=train.Config(
     steps=32,
@@ -78,20 +71,17 @@ SMALL = Setting(
   ),
 )
 INSTRUCT = Setting(
-  agent=qa.agent_task,
-  direct=qa.direct_task,
-  rag=qa.rag_task,
+  qa.agent_task,
+  qa.direct_task,
+  qa.rag_task,
   template=documents.PASSAGE,
-  passages=(5, 5),
+  k=5,
+  rag_k=5,
   kl=0.001,
   config=train.Config(dtype='bfloat16', remat=True, eval_every=20),
 )
 
-_DATA = flags.DEFINE_string(
-  'data',
-  os.path.join(os.environ.get('AGENT_R1_DATA', 'data'), 'hotpotqa'),
-  'Folder of corpus.jsonl.gz and train.jsonl.gz.',
-)
+_DATA = flags.DEFINE_string('data', 'data/hotpotqa', 'Of corpus and train.jsonl.gz.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/hotpotqa', 'Where the run writes.')
 _MODEL = flags.DEFINE_string('model', '', 'An instruct model; else the small policy.')
 _BASE = flags.DEFINE_string('base', 'runs/hotpotqa_base', 'What hotpotqa_base wrote.')
@@ -104,124 +94,130 @@ _CFG = config_flags.DEFINE_config_dataclass('config', train.Config())
 
 def main(_):
   setting = INSTRUCT if _MODEL.value else SMALL
-  given = config_flags.get_override_values(flags.FLAGS['config'])
   base = _MODEL.value or os.path.join(_BASE.value, 'model')
+  given = config_flags.get_override_values(flags.FLAGS['config'])
   config = dataclasses.replace(setting.config, **given, model=base)
-  print(json.dumps(dataclasses.asdict(config), indent=2))
-  workdir, data = pathlib.Path(_WORKDIR.value), pathlib.Path(_DATA.value)
+  workdir, data, laps = _WORKDIR.value, pathlib.Path(_DATA.value), [time.time()]
   rows = qa_data.jsonl(data / 'train.jsonl.gz')
   sizes = (_HELD_OUT.value, _WATCHED.value)
   held_out, watched, rows = qa_demos.split(rows, *sizes, seed=_SPLIT.value)
   if not _MODEL.value:
-    check_unseen(held_out)
+    check_unseen(held_out + watched)
+  print(json.dumps(dataclasses.asdict(config), indent=2))
 
-  clock = Clock()
   passages = documents.read_corpus(data / 'corpus.jsonl.gz')
-  retrievers = {'bm25': bm25.BM25(passages)}
-  clock.lap('index with BM25')
-  encoder = hashing.HashingEncoder(1024).fit([d.contents for d in passages])
-  retrievers['dense'] = dense.Dense(passages, encoder.encode)
-  clock.lap('index with FAISS')
-  recalls = {name: recall(r, held_out, 5) for name, r in retrievers.items()}
-  retriever = retrievers[_RETRIEVER.value]
-  found = retriever.search([t.info['question'] for t in held_out], setting.passages[1])
+  encode = hashing.HashingEncoder(1024).fit([d.contents for d in passages]).encode
+  found = {'bm25': bm25.BM25(passages), 'dense': dense.Dense(passages, encode)}
+  recalls = {name: recall(retriever, held_out) for name, retriever in found.items()}
+  retriever = found[_RETRIEVER.value]
+  hits = retriever.search([t.info['question'] for t in held_out], setting.rag_k)
+  laps.append(time.time())
 
-  tool = search.search_tool(retriever, k=setting.passages[0], template=setting.template)
+  tool = search.search_tool(retriever, k=setting.k, template=setting.template)
   agent = lambda: env.ToolEnv([tool], qa.paper_reward, metrics=qa.metrics)
   alone = lambda: env.ToolEnv([], qa.paper_reward, metrics=qa.metrics)
-  asked = [setting.agent(task) for task in held_out]
-  with_passages = [setting.rag(t, hits) for t, hits in zip(held_out, found, strict=True)]
-  episodes = {
-    'Direct answer': ([setting.direct(task) for task in held_out], alone),
-    'Naive RAG': (with_passages, alone),
-    'Base Tool Call': (asked, agent),
+  ask = lambda tasks: [setting.agent_task(task) for task in tasks]
+  read = [setting.rag_task(t, h) for t, h in zip(held_out, hits, strict=True)]
+  before = {
+    'Direct answer': ([setting.direct_task(task) for task in held_out], alone),
+    'Naive RAG': (read, alone),
+    'Base Tool Call': (ask(held_out), agent),
   }
-  played = play(config, base, episodes)
-  clock.lap('three baselines')
+  played = play(config, base, before)
+  laps.append(time.time())
   train.run(
     config,
-    str(workdir),
-    tasks=[setting.agent(task) for task in rows],
+    workdir,
+    tasks=ask(rows),
     make_env=agent,
     algorithm=algorithms.grpo(kl_coef=setting.kl),
-    evals={'watched': [setting.agent(task) for task in watched]},
+    evals={'watched': ask(watched)},
     label='GRPO',
   )
-  clock.lap('training')
-  played |= play(config, workdir / 'model', {'GRPO': (asked, agent)})
-  clock.lap('trained agent')
-  report(workdir, config, played, recalls, clock.laps)
+  laps.append(time.time())
+  played |= play(config, f'{workdir}/model', {'GRPO': (ask(held_out), agent)})
+  laps.append(time.time())
+  parts = ('indices and recall', 'three baselines', 'training', 'trained agent')
+  times = dict(zip(parts, np.diff(laps).round().tolist(), strict=True))
+  report(pathlib.Path(workdir), played, recalls, times)
 
 
-def check_unseen(held_out) -> None:
+def check_unseen(tasks) -> None:
   """Raises ValueError if the base policy has seen a row that it is to be measured on."""
   path = pathlib.Path(_BASE.value) / 'rows.json'
   if not path.is_file():
     raise ValueError(f'{path} is missing: run experiments.hotpotqa_base, or give --base.')
-  if seen := {task.id for task in held_out} & set(json.loads(path.read_text())):
-    raise ValueError(f'split: {_BASE.value} has seen {len(seen)} of the held-out rows.')
+  if seen := {task.id for task in tasks} & set(json.loads(path.read_text())):
+    raise ValueError(
+      f'{path}: the base has seen {len(seen)} of the rows kept from training; give both '
+      'scripts the same --split, --held_out and --watched.'
+    )
 
 
-def recall(retriever, tasks, k: int) -> dict[str, float]:
-  """The share of gold passages in the first k, and of questions that have all."""
-  hits = retriever.search([task.info['question'] for task in tasks], k)
-  shares = []
-  for task, found in zip(tasks, hits, strict=True):
-    gold = set(task.info['supporting_titles'])
-    shares.append(len(gold & {hit.document.title for hit in found}) / len(gold))
-  return {
-    f'recall@{k}': float(np.mean(shares)),
-    'all': float(np.mean(np.equal(shares, 1))),
-  }
+def recall(retriever, tasks) -> dict[str, float]:
+  """Of the gold passages, the share among the first 5; and how often that is all."""
+  hits = retriever.search([task.info['question'] for task in tasks], 5)
+  found = [{hit.document.title for hit in five} for five in hits]
+  gold = [set(task.info['supporting_titles']) for task in tasks]
+  shares = [len(g & f) / len(g) for g, f in zip(gold, found, strict=True)]
+  return {'recall@5': np.mean(shares), 'all in 5': np.mean(np.equal(shares, 1))}
 
 
 def play(config, model, episodes) -> dict[str, list[types.Trajectory]]:
-  """Greedy episodes of one policy; its memory is free again afterwards."""
-  shape, params, chat = train.load(dataclasses.replace(config, model=str(model)))
+  """Greedy episodes of one policy, whose memory is free again afterwards."""
+  shape, params, chat = train.load(dataclasses.replace(config, model=model))
   driver = train.make_driver(config, shape, params, chat)
   limits, played = rollout.Limits(config.max_turns, config.max_turn_tokens), {}
   for label, (tasks, make_env) in episodes.items():
-    ended = itertools.count(1)
     with metrics.Progress(len(tasks), label=label) as progress:
-      count = lambda trajectory: progress.update(next(ended))  # noqa: B023
-      sets = {label: tasks}
-      played |= evaluate.run(driver, chat, sets, make_env, limits=limits, on_done=count)
+      ended = map(progress.update, itertools.count(1))
+      played |= evaluate.run(
+        driver,
+        chat,
+        {label: tasks},
+        make_env,
+        limits=limits,
+        on_done=lambda trajectory, ended=ended: next(ended),
+      )
   return played
 
 
-class Clock:
-  """Wall times by what they were spent on."""
-
-  def __init__(self):
-    self.laps, self._last = {}, time.time()
-
-  def lap(self, what: str):
-    """Books the time since the last lap."""
-    self.laps[what], self._last = time.time() - self._last, time.time()
-
-
-def report(workdir, config, played, recalls, laps):
-  """Prints and stores the table, the recalls and the times."""
-  kinds = sorted({t.task.info.get('type', 'all') for ts in played.values() for t in ts})
+def report(workdir, played, recalls, times) -> None:
+  """Prints and stores the tables, and draws the curve."""
+  kind = lambda task: task.info.get('type', 'all')
   rows = {}
-  for method, trajectories in played.items():
-    f1 = [t.metrics.get('f1', 0.0) for t in trajectories]
-    rows[method] = {'EM': count(trajectories, lambda task: True)}
-    rows[method]['F1'] = f'{np.mean(f1):.3f} ± {1.96 * np.std(f1) / len(f1) ** 0.5:.3f}'
-    for kind in kinds:
-      where = lambda task, kind=kind: task.info.get('type', 'all') == kind
-      rows[method][f'EM, {kind}'] = count(trajectories, where)
-    rows[method]['searches'] = evaluate.score(trajectories, 'tool_calls').mean
-  text = metrics.table(rows, list(rows['GRPO']))
-  text += '\n\n' + metrics.table(recalls, ['recall@5', 'all'])
-  text += '\n\n' + metrics.table(
-    {k: {'seconds': round(v)} for k, v in laps.items()}, ['seconds']
+  for method, episodes in played.items():
+    f1 = [t.metrics.get('f1', 0.0) for t in episodes]
+    wide = 1.96 * np.std(f1) / len(f1) ** 0.5
+    rows[method] = {
+      'EM': count(episodes, lambda task: True),
+      'F1': f'{np.mean(f1):.3f} ± {wide:.3f}',
+      **{
+        f'EM, {k}': count(episodes, lambda task, k=k: kind(task) == k)
+        for k in sorted({kind(t.task) for t in episodes})
+      },
+      'searches': evaluate.score(episodes, 'tool_calls').mean,
+    }
+  text = '\n\n'.join(
+    (
+      metrics.table(rows, rows['GRPO']),
+      metrics.table(recalls, recalls['bm25']),
+      metrics.table({'seconds': times}, times),
+    )
   )
-  print('\n' + text)
+  print(f'\n{text}\n{workdir}')
   (workdir / 'table.md').write_text(text + '\n')
-  numbers = {m: evaluate.summary(ts) for m, ts in played.items()}
-  whole = {'methods': numbers, 'recall': recalls, 'seconds': laps}
-  (workdir / 'table.json').write_text(json.dumps(whole, indent=2) + '\n')
+  methods = {method: evaluate.summary(episodes) for method, episodes in played.items()}
+  numbers = {'methods': methods, 'recall': recalls, 'seconds': times}
+  (workdir / 'table.json').write_text(json.dumps(numbers, indent=2) + '\n')
+  panels = {'Reward in training': ('rollout/reward',), 'Held out': ('eval/*/em',)}
+  metrics.curve(str(workdir), workdir / 'curve.png', panels=panels, title='HotpotQA')
+
+
+def count(episodes, where) -> metrics.Count:
+  """How many answers are right."""
+  score = evaluate.score(episodes, 'em', where)
+  return metrics.Count(round(score.mean * score.count), score.count)
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ from agent_r1_jax.tasks import miniwiki, qa
 from agent_r1_jax.tools import search
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-BASE = pathlib.Path(__file__).parent / 'miniwiki_base'
+BASE = pathlib.Path(__file__).parent / 'miniwiki_model'
 KINDS = {
   '2 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 2,
   '3 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 3,
@@ -40,11 +40,11 @@ _CFG = config_flags.DEFINE_config_dataclass(
   'config',
   train.Config(
     model=str(BASE),
-    steps=60,
+    steps=40,
     tasks=16,
     samples=8,
     max_turn_tokens=80,
-    learning_rate=5e-4,
+    learning_rate=3e-4,
     rows=128,
     slots=448,
     decode_steps=16,
@@ -52,7 +52,7 @@ _CFG = config_flags.DEFINE_config_dataclass(
     feed_tokens=32,
     bucket=128,
     microbatch=16,
-    eval_every=20,
+    eval_every=10,
   ),
 )
 

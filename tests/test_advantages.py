@@ -159,7 +159,9 @@ def test_a_small_difference_is_one():
   out = _relative([1.0, 1.0 + 1e-4])
   _close(out, [-0.5e-4 / (0.5**0.5 * 1e-4 + 1e-6), 0.5e-4 / (0.5**0.5 * 1e-4 + 1e-6)])
   assert advantages.tied(np.array([0.1 + 0.2, 0.3]))
+  assert advantages.tied(np.array([0.1 + 0.2, 0.3]) * 1e9)
   assert advantages.tied(np.zeros(3))
+  assert not advantages.tied(np.array([1e-13, 2e-13]))
   assert not advantages.tied(np.array([0.0, 1e-9]))
   assert not advantages.tied(np.array([-1.0, 1.0]))
 

@@ -58,7 +58,7 @@ def _segment(pieces):
 def _run(driver, numbers, **kwargs):
   """{number: segment}"""
   episodes = [_play(driver, number, **kwargs) for number in numbers]
-  return dict(zip(numbers, tiny.within(60, driver.run, episodes), strict=True))
+  return dict(zip(numbers, tiny.within(driver.run, episodes), strict=True))
 
 
 @functools.cache
@@ -174,7 +174,7 @@ class TestPrompts:
         arrived.set()
         await row.generate(_tokens(2, 9), 12)
 
-    _, segment = tiny.within(30, driver.run, [early(), late()])
+    _, segment = tiny.within(driver.run, [early(), late()])
     assert driver.stats.forked == 9
     tiny.assert_on_policy(_params(), [segment])
 
@@ -238,7 +238,7 @@ class TestGenerate:
         await row.generate(_tokens(0, tokens), budget)
 
     with pytest.raises(ValueError, match=message):
-      tiny.within(30, driver.run, [play()])
+      tiny.within(driver.run, [play()])
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ class TestRaces:
             await asyncio.sleep(0)
       return _segment(pieces)
 
-    segments = tiny.within(30, driver.run, [play(number) for number in range(6)])
+    segments = tiny.within(driver.run, [play(number) for number in range(6)])
     tiny.assert_on_policy(_params(), segments)
 
   @pytest.mark.parametrize('when', range(4))
@@ -289,7 +289,7 @@ class TestRaces:
           await asked
 
     episodes = [impatient(), _play(driver, 0), _play(driver, 1)]
-    _, *played = tiny.within(30, driver.run, episodes)
+    _, *played = tiny.within(driver.run, episodes)
     _assert_same(dict(enumerate(played)), alone)
 
   def test_a_prompt_that_was_left_half_fed_is_fed_by_another(self):
@@ -313,7 +313,7 @@ class TestRaces:
       await begun.wait()
       return await _play(driver, 24, group=3, turns=1)
 
-    _, segment = tiny.within(30, driver.run, [impatient(), waits_for_its_prompt()])
+    _, segment = tiny.within(driver.run, [impatient(), waits_for_its_prompt()])
     assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
     assert driver.stats.fed > len(prompt)
     tiny.assert_on_policy(_params(), [segment])
@@ -351,7 +351,7 @@ class TestFailure:
 
     episodes = [waits(), *(_play(driver, n) for n in range(8)), fails()]
     with pytest.raises(LookupError, match='a bug in the caller'):
-      tiny.within(30, driver.run, episodes)
+      tiny.within(driver.run, episodes)
     # The driver is as good as new.
     _assert_same(_run(driver, range(16)), _reference())
 
@@ -363,7 +363,7 @@ class TestFailure:
     monkeypatch.setattr(state_lib, name, broken)
     driver = _driver()
     with pytest.raises(MemoryError, match='out of device memory'):
-      tiny.within(30, driver.run, [_play(driver, number) for number in range(8)])
+      tiny.within(driver.run, [_play(driver, number) for number in range(8)])
 
   def test_a_result_that_cannot_be_fetched_ends_the_run(self, monkeypatch):
     def broken(out):
@@ -372,7 +372,7 @@ class TestFailure:
     monkeypatch.setattr(driver_lib.jax, 'device_get', broken)
     driver = _driver()
     with pytest.raises(RuntimeError, match='device lost'):
-      tiny.within(30, driver.run, [_play(driver, number) for number in range(8)])
+      tiny.within(driver.run, [_play(driver, number) for number in range(8)])
 
 
 class TestTools:
@@ -391,7 +391,7 @@ class TestTools:
       await asyncio.gather(*(_play(driver, number) for number in range(10)))
       others_done.set()
 
-    tiny.within(30, driver.run, [waits(), others()])
+    tiny.within(driver.run, [waits(), others()])
 
   def test_a_wait_for_tools_alone_is_counted_and_costs_no_step(self):
     driver = _driver()
@@ -413,7 +413,7 @@ class TestTools:
 
 
 def test_no_episodes_are_no_work():
-  assert tiny.within(30, _driver().run, []) == []
+  assert tiny.within(_driver().run, []) == []
 
 
 def test_nothing_is_compiled_again():

@@ -36,7 +36,7 @@ def _sets():
 
 def _run(driver, **kwargs):
   return tiny.within(
-    60, evaluate.run, driver, tiny.chat(), _sets(), Env, limits=_LIMITS, **kwargs
+    evaluate.run, driver, tiny.chat(), _sets(), Env, limits=_LIMITS, **kwargs
   )
 
 

@@ -40,7 +40,7 @@ def _tasks(n, text='What is {}?'):
 def _collect(make_env, tasks=None, *, driver=None, limits=_LIMITS, **kwargs):
   driver, tasks = driver or _driver(), _tasks(4) if tasks is None else tasks
   return tiny.within(
-    60, rollout.collect, driver, tiny.chat(), tasks, make_env, limits=limits, **kwargs
+    rollout.collect, driver, tiny.chat(), tasks, make_env, limits=limits, **kwargs
   )
 
 

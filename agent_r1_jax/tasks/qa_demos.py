@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import random
 import re
@@ -47,6 +46,8 @@ KINDS = {
   'both': 0.05,
 }
 
+# Draws after which a kind is given up.
+_TRIES = 10_000
 # Words that begin sentences and questions, and no name.
 _START = (
   'A After Also An And Are As At Before Both But By Did Do Does During For From Had Has '
@@ -57,7 +58,7 @@ _WORD = r"(?:[A-Z][\w'’&./-]*\w|[A-Z])"
 _LINK = r'(?: (?:of|the|and|de|du|la|von|van|in|for))'
 _NAME = re.compile(
   rf'\b(?!(?:{_START})\b(?! {_WORD}))(?:The )?(?!(?:{_START})\b){_WORD}'
-  rf'(?:,?{_LINK}{{0,2}} (?:{_WORD}|\d+\b))*'
+  rf'(?:,?{_LINK}{{0,2}} {_WORD}|,? \d+\b)*'
 )
 _NUMBER = re.compile(r'\b(?:\d{1,2} [A-Z][a-z]+ \d{4}|\d[\d,.]*\d|\d)\b')
 # 'X is a KIND that ...': what a passage says its subject is.
@@ -229,6 +230,8 @@ class Maker:
 
   def both(self, rng: random.Random) -> Item | None:
     """Whether two are of a kind, or which of two is."""
+    if len(self._nouns) < 2:
+      return None
     noun, other = rng.sample(self._nouns, 2)
     pair = (rng.choice(self._by_noun[noun]), rng.choice(self._by_noun[other]))
     if rng.random() < 0.5:
@@ -296,14 +299,20 @@ def examples(
     seed: Of everything.
     kinds: Shares of the examples; keys of KINDS.
     mixture: Shares of the demonstrations' fates; keys of MIXTURE.
+
+  Raises:
+    ValueError: A kind cannot be made: no row leads to its answer, no passage fits.
   """
   rng = random.Random(f'qa examples {seed}')
   rows = [item for task in tasks if (item := maker.row(task))]
   while True:
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     fate = rng.choices(list(mixture), list(mixture.values()))[0]
-    tries = (_example(kind, fate, tasks, rows, maker, rng) for _ in itertools.repeat(0))
-    yield next(example for example in tries if example)
+    tries = (_example(kind, fate, tasks, rows, maker, rng) for _ in range(_TRIES))
+    example = next(filter(None, tries), None)
+    if example is None:
+      raise ValueError(f'kinds: {kind!r} cannot be made of these rows and passages.')
+    yield example
 
 
 def _example(kind, fate, tasks, rows, maker, rng) -> Example | None:
@@ -313,7 +322,7 @@ def _example(kind, fate, tasks, rows, maker, rng) -> Example | None:
     question = QUESTION.format(question=item.question)
     return Example([_user(question), _reply(item.answer)], False, kind, item)
   real = kind in ('demonstration', 'reading')
-  item = rng.choice(rows) if real else getattr(maker, kind)(rng)
+  item = rng.choice(rows or [None]) if real else getattr(maker, kind)(rng)
   if item is None:
     return None
   tools = kind == 'demonstration' or (not real and rng.random() < 0.5)
