@@ -52,6 +52,32 @@ def run(
   return {name: [next(parts) for _ in tasks] for name, tasks in sets.items()}
 
 
+def play(
+  driver: driver_lib.Driver,
+  chat: chat_lib.Chat,
+  rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+  *,
+  limits: rollout.Limits,
+) -> dict[str, dict[str, list[types.Trajectory]]]:
+  """Plays the rows of a table greedily, each under a progress bar.
+
+  Args:
+    driver: With the policy's params.
+    chat: Of the policy's tokenizer.
+    rows: Method -> (tasks by set, a new environment for each episode).
+    limits: Of each episode.
+
+  Returns:
+    Method -> set -> trajectories, as `table` takes them.
+  """
+  played = {}
+  for label, (sets, make_env) in rows.items():
+    with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
+      ended = progress.counter()
+      played[label] = run(driver, chat, sets, make_env, limits=limits, on_done=ended)
+  return played
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
   """A mean over episodes.

@@ -12,6 +12,7 @@ metrics.curve(workdir, 'curve.png')
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import fnmatch
+import itertools
 import json
 import math
 import os
@@ -197,6 +198,11 @@ class Progress:
     self._step, self._phase = step, ''
     self._numbers = '  '.join(f'{name} {value:.3f}' for name, value in numbers.items())
     self._show()
+
+  def counter(self) -> Callable[[Any], None]:
+    """A callback that counts its calls as steps, for what has no numbers of its own."""
+    ended = itertools.count(self._start + 1)
+    return lambda _: self.update(next(ended))
 
   def _show(self) -> None:
     if self._bar:

@@ -66,6 +66,20 @@ def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   return types.Segment(tokens, np.repeat(mask, sizes), np.zeros(len(tokens), np.float32))
 
 
+def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
+  """Strings of random tokens, each written two to four times; `tokens` tokens in all.
+
+  Nothing but copying predicts the repetitions: induction heads settle in on them first.
+  """
+  rng = np.random.default_rng(seed)
+  while tokens > 0:
+    string = rng.integers(0, vocab_size, rng.integers(4, 41))
+    text = np.tile(string, rng.integers(2, 5)).astype(np.int32)
+    repeated = np.arange(len(text)) > len(string)
+    yield types.Segment(text, repeated, np.zeros(len(text), np.float32))
+    tokens -= len(text)
+
+
 def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types.Batch]:
   """Packs a stream of segments into batches of config.rows rows, in order.
 

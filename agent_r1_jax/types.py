@@ -14,9 +14,9 @@ import numpy as np
 # A chat message in the Hugging Face form: {'role': ..., 'content': ...}.
 Message = dict[str, Any]
 
-# How an episode ended. 'done': the environment said so. 'truncated': a turn or the row ran
-# out of tokens. 'max_turns': the turn budget was used. 'error': the environment or the
-# reward raised; such a trajectory is masked out and never scored 0.
+# How an episode ended. 'done': the environment said so. 'truncated': a turn or the row
+# ran out of tokens. 'max_turns': the turn budget was used. 'error': the environment or
+# the reward raised; such a trajectory is masked out and never scored 0.
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
 
 

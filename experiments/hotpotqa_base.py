@@ -18,9 +18,8 @@ import time
 from absl import app, flags
 import jax
 from ml_collections import config_flags
-import numpy as np
 
-from agent_r1_jax import metrics, sft, types
+from agent_r1_jax import metrics, sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import decoder, induction, weights
@@ -60,21 +59,6 @@ def shape(vocab_size: int) -> decoder.DecoderConfig:
   )
 
 
-def copying(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
-  """Strings of random tokens, each written two to four times, of `tokens` tokens in all.
-
-  Nothing but copying predicts the repetitions: here the induction heads form, in some
-  hundred steps; on text alone, not in millions of tokens.
-  """
-  rng = np.random.default_rng(seed)
-  while tokens > 0:
-    string = rng.integers(0, vocab_size, rng.integers(4, 41))
-    text = np.tile(string, rng.integers(2, 5)).astype(np.int32)
-    repeated = np.arange(len(text)) > len(string)
-    yield types.Segment(text, repeated, np.zeros(len(text), np.float32))
-    tokens -= len(text)
-
-
 def texts(passages, rows, examples) -> Iterator[str]:
   """What the tokenizer is trained on: the corpus, and how conversations look."""
   yield from (passage.contents for passage in passages)
@@ -109,7 +93,7 @@ def main(_):
   )
   budget = _COPYING.value * config.steps * config.rows * config.row_tokens
   text = itertools.chain(
-    copying(seed, len(tok), budget), (sft.segment(chat, c) for c in conversations)
+    sft.repeats(seed, len(tok), budget), (sft.segment(chat, c) for c in conversations)
   )
   with (
     (out / 'log.jsonl').open('w') as log,

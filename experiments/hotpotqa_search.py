@@ -15,7 +15,6 @@ Any folder of that layout will do as --data: 2WikiMultihopQA, MuSiQue.
 
 from collections.abc import Callable
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -118,12 +117,12 @@ def main(_):
   alone = lambda: env.ToolEnv([], qa.paper_reward, metrics=qa.metrics)
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
   read = [setting.rag_task(t, h) for t, h in zip(held_out, hits, strict=True)]
-  before = {
+  baselines = {
     'Direct answer': ([setting.direct_task(task) for task in held_out], alone),
     'Naive RAG': (read, alone),
     'Base Tool Call': (ask(held_out), agent),
   }
-  played = play(config, base, before)
+  played = play(config, base, baselines)
   laps.append(time.time())
   train.run(
     config,
@@ -163,23 +162,14 @@ def recall(retriever, tasks) -> dict[str, float]:
   return {'recall@5': np.mean(shares), 'all in 5': np.mean(np.equal(shares, 1))}
 
 
-def play(config, model, episodes) -> dict[str, list[types.Trajectory]]:
+def play(config, model, rows) -> dict[str, list[types.Trajectory]]:
   """Greedy episodes of one policy, whose memory is free again afterwards."""
   shape, params, chat = train.load(dataclasses.replace(config, model=model))
   driver = train.make_driver(config, shape, params, chat)
-  limits, played = rollout.Limits(config.max_turns, config.max_turn_tokens), {}
-  for label, (tasks, make_env) in episodes.items():
-    with metrics.Progress(len(tasks), label=label) as progress:
-      ended = map(progress.update, itertools.count(1))
-      played |= evaluate.run(
-        driver,
-        chat,
-        {label: tasks},
-        make_env,
-        limits=limits,
-        on_done=lambda trajectory, ended=ended: next(ended),
-      )
-  return played
+  limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
+  rows = {method: ({'': tasks}, make_env) for method, (tasks, make_env) in rows.items()}
+  played = evaluate.play(driver, chat, rows, limits=limits)
+  return {method: sets[''] for method, sets in played.items()}
 
 
 def report(workdir, played, recalls, times) -> None:

@@ -17,7 +17,6 @@ import time
 from absl import app, flags
 import jax
 from ml_collections import config_flags
-import numpy as np
 
 from agent_r1_jax import metrics, sft, types
 from agent_r1_jax.agent import chat as chat_lib
@@ -70,20 +69,6 @@ def shape(vocab_size: int) -> decoder.DecoderConfig:
   )
 
 
-def copying(seed: int, vocab_size: int, tokens: int) -> Iterator[types.Segment]:
-  """Strings of random tokens, each written two to four times, of `tokens` tokens in all.
-
-  Nothing but copying predicts the repetitions: the induction heads settle in first.
-  """
-  rng = np.random.default_rng(seed)
-  while tokens > 0:
-    string = rng.integers(0, vocab_size, rng.integers(4, 41))
-    text = np.tile(string, rng.integers(2, 5)).astype(np.int32)
-    repeated = np.arange(len(text)) > len(string)
-    yield types.Segment(text, repeated, np.zeros(len(text), np.float32))
-    tokens -= len(text)
-
-
 def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
   """Demonstrations and practice items, for ever."""
   for example in miniwiki_demos.examples(seed, 10**9, make_search):
@@ -105,7 +90,7 @@ def main(_):
   tools = [search_lib.search_tool(index(miniwiki.corpus(seed, 'base'))).schema]
   budget = _COPYING.value * config.steps * config.rows * config.row_tokens
   text = itertools.chain(
-    copying(seed, len(tok), budget), reading(seed, chat_lib.Chat(tok), tools)
+    sft.repeats(seed, len(tok), budget), reading(seed, chat_lib.Chat(tok), tools)
   )
   with (
     (out / 'log.jsonl').open('w') as log,

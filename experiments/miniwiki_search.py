@@ -7,7 +7,6 @@ script. On 2 CPU cores: under 8 minutes, the tables included.
 """
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import time
@@ -75,13 +74,13 @@ def main(_):
   alone = lambda: env.ToolEnv([], qa.paper_reward, metrics=qa.metrics)
   sets = questions(_QUESTIONS.value, _SPLIT.value)
 
-  play = Player(config, config.model)
   with_passages = {name: with_rag(tasks, retriever) for name, tasks in sets.items()}
-  rows = {
-    'Direct answer': play('direct answer', sets, alone),
-    'Naive RAG': play('Naive RAG', with_passages, alone),
-    'Base Tool Call': play('Base Tool Call', sets, agent),
+  baselines = {
+    'Direct answer': (sets, alone),
+    'Naive RAG': (with_passages, alone),
+    'Base Tool Call': (sets, agent),
   }
+  rows = play(config, config.model, baselines)
   train.run(
     config,
     str(workdir),
@@ -91,7 +90,7 @@ def main(_):
     evals=questions(_WATCHED.value, 'dev'),
     label='GRPO',
   )
-  rows['GRPO'] = Player(config, workdir / 'model')('trained agent', sets, agent)
+  rows |= play(config, workdir / 'model', {'GRPO': (sets, agent)})
   report(rows, workdir)
   print(f'{(time.time() - start) / 60:.1f} minutes in all.')
 
@@ -107,27 +106,12 @@ def with_rag(tasks, retriever) -> list[types.Task]:
   return [miniwiki.rag_task(t, hits) for t, hits in zip(tasks, found, strict=True)]
 
 
-class Player:
-  """Plays greedy episodes of one policy."""
-
-  def __init__(self, config, model):
-    self._config = config
-    shape, params, self._chat = train.load(dataclasses.replace(config, model=str(model)))
-    self._driver = train.make_driver(config, shape, params, self._chat)
-
-  def __call__(self, label, sets, make_env):
-    """Trajectories of every set, with a progress bar."""
-    limits = rollout.Limits(self._config.max_turns, self._config.max_turn_tokens)
-    ended = itertools.count(1)
-    with metrics.Progress(sum(map(len, sets.values())), label=label) as progress:
-      return evaluate.run(
-        self._driver,
-        self._chat,
-        sets,
-        make_env,
-        limits=limits,
-        on_done=lambda trajectory: progress.update(next(ended)),
-      )
+def play(config, model, rows):
+  """Greedy episodes of one policy; its memory is free again afterwards."""
+  shape, params, chat = train.load(dataclasses.replace(config, model=str(model)))
+  driver = train.make_driver(config, shape, params, chat)
+  limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
+  return evaluate.play(driver, chat, rows, limits=limits)
 
 
 def report(rows, workdir):

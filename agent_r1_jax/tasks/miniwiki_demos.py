@@ -15,11 +15,11 @@ from agent_r1_jax import types
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import miniwiki_questions, miniwiki_world
 
-# What becomes of a demonstration. 'stop': answers after the first hop; 'relation': asks for
-# the wrong relation; 'partial': searches with one word of a name; 'repeat': searches the
-# same again, then answers; 'another': takes another value of the passage; 'guess': answers
-# without a search. Most stop too early, so that a greedy policy does too, while a quarter
-# of the samples show how it is done: what RL has to find.
+# What becomes of a demonstration. 'stop': answers after the first hop; 'relation': asks
+# for the wrong relation; 'partial': searches with one word of a name; 'repeat': searches
+# the same again, then answers; 'another': takes another value of the passage; 'guess':
+# answers without a search. Most stop too early, so that a greedy policy does too, while a
+# quarter of the samples show how it is done: what RL has to find.
 MIXTURE = {
   'right': 0.25,
   'stop': 0.59,
