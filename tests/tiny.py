@@ -148,7 +148,7 @@ def assert_on_policy(tree: decoder.Params, segments: Sequence[types.Segment], **
     assert not segment.logprobs[~mask].any()
 
 
-def within(fn, *args, seconds: float = 300.0, **kwargs):
+def within(fn, *args, seconds: float = 900.0, **kwargs):
   """fn(...), or a failure if it hangs: it then stays behind in a thread."""
   outcome = []
 

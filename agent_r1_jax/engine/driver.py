@@ -131,16 +131,15 @@ class Row:
     self.length += tokens
     self.pending = self.pending[tokens:]
 
-  def wrote(self, part: Reply):
-    """Notes what a segment sampled; the last one ends the reply."""
+  def wrote(self, part: Reply) -> Reply | None:
+    """Notes what a segment sampled; gives the whole reply if that ended it."""
     self.parts.append(part)
     self.length += len(part.tokens)
     self.budget -= len(part.tokens)
-    if part.stopped or self.budget == 0:
-      tokens, logprobs, _ = zip(*self.parts, strict=True)
-      reply = Reply(np.concatenate(tokens), np.concatenate(logprobs), part.stopped)
-      self.future, future = None, self.future
-      future.set_result(reply)
+    if not part.stopped and self.budget:
+      return None
+    tokens, logprobs, _ = zip(*self.parts, strict=True)
+    return Reply(np.concatenate(tokens), np.concatenate(logprobs), part.stopped)
 
   def _leave(self):
     """Wants nothing more; after a cancellation, no other row may wait for its prompt."""
@@ -249,14 +248,13 @@ class Driver:
     self.stats.idle_seconds += time.perf_counter() - start
 
   def _reset(self, waiting: list[Row]):
-    fresh = [row for row in waiting if row.fresh_key is not None]
-    if not fresh:
-      return
-    mask = np.zeros(len(self.rows), bool)
+    fresh = np.zeros(len(self.rows), bool)
     keys = np.zeros((len(self.rows), 2), np.uint32)
-    for row in fresh:
-      mask[row.index], keys[row.index], row.fresh_key = True, row.fresh_key, None
-    self.state = state_lib.reset(self.state, mask, keys)
+    for row in waiting:
+      if row.fresh_key is not None:
+        fresh[row.index], keys[row.index], row.fresh_key = True, row.fresh_key, None
+    if fresh.any():
+      self.state = state_lib.reset(self.state, fresh, keys)
 
   def _fork(self, waiting: list[Row]) -> bool:
     """Copies prompts that other rows hold; False if there is none to copy."""
@@ -309,7 +307,7 @@ class Driver:
 
   def _unshared(self, pending: list[Row]) -> list[Row]:
     """Of the rows that ask for one prompt the first; none if another is being fed it."""
-    taken = {row.prompt for row in self.rows if row.prompt is not None}
+    taken = {row.prompt for row in self.rows} - {None}
     chosen = []
     for row in pending:
       if row.asked is None or row.asked not in taken:
@@ -319,7 +317,7 @@ class Driver:
 
   async def _decode(self, waiting: list[Row]):
     start = time.perf_counter()
-    running = [(row, row.future) for row in waiting]
+    running = [(row, row.future) for row in waiting if row.future]
     budget = np.zeros(len(self.rows), np.int32)
     for row in waiting:
       budget[row.index] = row.budget
@@ -340,9 +338,13 @@ class Driver:
     self.stats.steps += int(count.max()) * len(self.rows)
     for row, future in running:
       # Who asked during the decode, or took over a row that was left, has nothing here.
-      if row.future is future and not future.done():
-        i, n = row.index, count[row.index]
-        row.wrote(Reply(tokens[i, :n], logprobs[i, :n], bool(stopped[i])))
+      if row.future is not future or future.done():
+        continue
+      i, n = row.index, count[row.index]
+      reply = row.wrote(Reply(tokens[i, :n], logprobs[i, :n], bool(stopped[i])))
+      if reply is not None:
+        row.future = None
+        future.set_result(reply)
 
   def _bucket(self, length: int) -> int:
     return min(self.slots, -(-length // self.bucket) * self.bucket)

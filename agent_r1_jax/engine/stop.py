@@ -42,8 +42,9 @@ def stop(
       strings.
   """
   table = _table([s.encode() for s in strings], token_bytes) if strings else None
-  ids = jnp.asarray(list(ids), jnp.int32)
-  return Stop(ids, None if table is None else jnp.asarray(table))
+  return Stop(
+    jnp.asarray(list(ids), jnp.int32), None if table is None else jnp.asarray(table)
+  )
 
 
 def advance(

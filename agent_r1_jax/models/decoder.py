@@ -123,12 +123,12 @@ class Attention(nn.Module):
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     else:
       rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-      cache = tuple(
-        # Positions past the last slot are dropped: that is how a row writes nothing.
-        slots_BKSH.at[rows_B1, :, positions_BT].set(new_BTKH, mode='drop')
-        for slots_BKSH, new_BTKH in zip(cache, (k_BTKH, v_BTKH), strict=True)
-      )
-      out_BTNH = attention.cached(q_BTNH, *cache, positions_BT)
+      # Positions past the last slot are dropped: that is how a row writes nothing.
+      where = (rows_B1, slice(None), positions_BT)
+      k_BKSH = cache[0].at[where].set(k_BTKH, mode='drop')
+      v_BKSH = cache[1].at[where].set(v_BTKH, mode='drop')
+      cache = (k_BKSH, v_BKSH)
+      out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = nn.DenseGeneral(
       c.embed_dim,
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
       block,
       variable_axes={'params': 0},
       split_rngs={'params': True},
-      in_axes=nn.broadcast,
+      in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
       length=c.num_layers,
     )
     angles = _angles(positions_BT, c)
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
 def init(config: DecoderConfig, key: Array, *, value_head: bool = False) -> Params:
   """Random float32 parameters. A value head starts at zero: V = 0 everywhere."""
   one = jnp.zeros((1, 1), jnp.int32)
-  return Decoder(config, value_head).init(key, one, one, one)['params']
+  return dict(Decoder(config, value_head).init(key, one, one, one)['params'])
 
 
 def hidden(
@@ -223,7 +223,8 @@ def hidden(
   segment_ids: Int[Array, 'B T'],
 ) -> Float[Array, 'B T D']:
   """Final hidden states of packed rows; position t sees tokens <= t of its segment."""
-  return Decoder(config).apply({'params': params}, tokens, positions, segment_ids)
+  x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids)
+  return x
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int) -> Cache:
@@ -244,7 +245,7 @@ def extend(
 
   A token whose position is at or past the last slot is computed but not written.
   """
-  x = params['embed']['embedding'].astype(config.dtype)[tokens]
+  x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   angles = _angles(positions, config)
   new_cache = []
   for i, layer_cache in enumerate(cache):
