@@ -15,7 +15,7 @@ import json
 import pathlib
 import time
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 from ml_collections import config_flags
 
@@ -68,6 +68,7 @@ def texts(passages, rows, examples) -> Iterator[str]:
 
 
 def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   config, seed, start = _CFG.value, _SEED.value, time.time()
   out, data = pathlib.Path(_OUT.value), pathlib.Path(_DATA.value)
   passages = documents.read_corpus(data / 'corpus.jsonl.gz')

@@ -21,7 +21,7 @@ import pathlib
 import time
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 import numpy as np
 
@@ -92,6 +92,7 @@ _CFG = config_flags.DEFINE_config_dataclass('config', train.Config())
 
 
 def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   setting = INSTRUCT if _MODEL.value else SMALL
   base = _MODEL.value or os.path.join(_BASE.value, 'model')
   given = config_flags.get_override_values(flags.FLAGS['config'])

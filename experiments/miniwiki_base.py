@@ -14,7 +14,7 @@ import json
 import pathlib
 import time
 
-from absl import app, flags
+from absl import app, flags, logging
 import jax
 from ml_collections import config_flags
 
@@ -77,6 +77,7 @@ def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
 
 
 def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   config, seed, out = _CFG.value, _SEED.value, pathlib.Path(_OUT.value)
   start = time.time()
   sample = list(miniwiki_demos.examples(seed + 2, _EXAMPLES.value, make_search))

@@ -11,7 +11,7 @@ import json
 import pathlib
 import time
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from agent_r1_jax import evaluate, metrics, rollout, train, types
@@ -66,6 +66,7 @@ def index(seed: int) -> dense.Dense:
 
 
 def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
   retriever = index(_WORLD.value)

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
-
 import tiny
+
 from agent_r1_jax import types
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import sampling as sampling_lib

@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 import pytest
-
 import tiny
+
 from agent_r1_jax import evaluate, metrics, rollout, types
 from agent_r1_jax.engine import sampling as sampling_lib
 

@@ -7,10 +7,11 @@ import time
 
 import numpy as np
 import pytest
-
 import tiny
+
 from agent_r1_jax import rollout, types
-from agent_r1_jax.agent import calls, env as env_lib
+from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import stop as stop_lib

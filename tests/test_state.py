@@ -1,4 +1,4 @@
-"""The decode state: however a text is fed, forked and decoded, it is the packed forward."""
+"""The decode state: however a text is fed, forked, decoded: it is the packed forward."""
 
 import dataclasses
 import functools
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tiny
+
 from agent_r1_jax import types
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import state as state_lib

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tiny
+
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import stop as stop_lib
 

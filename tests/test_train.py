@@ -1,4 +1,4 @@
-"""Training: it learns, it says what is wrong, and a killed run goes on as if it had not been.
+"""Training: it learns, it says what is wrong, and after a kill it goes on exactly.
 
 Run as a script, it trains until it kills itself (see `main`).
 """
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from ml_collections import config_flags
 import numpy as np
 import pytest
-
 import tiny
+
 from agent_r1_jax import checkpoint, metrics, train, types
-from agent_r1_jax.agent import calls, env as env_lib
+from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.models import decoder, weights
