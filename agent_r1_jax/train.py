@@ -189,8 +189,7 @@ def run(
     RuntimeError: Too many environments raised; the first error is told.
     FloatingPointError: A gradient is not finite.
   """
-  if len(tasks) == 0:
-    raise ValueError('tasks is empty: give at least one task to train on.')
+  _check(config, tasks)
   model, params, chat = load(config)
   driver = make_driver(config, model, params, chat)
   ref_params = jax.tree.map(jnp.copy, params) if algorithm.needs_reference else None
@@ -255,6 +254,20 @@ def run(
   target = pathlib.Path(workdir) / 'model'
   weights.save(target, model, state.params['policy'], tokenizer_from=config.model)
   return state.params['policy']
+
+
+def _check(config: Config, tasks: Sequence[types.Task]):
+  """Refuses what would fail only after a rollout."""
+  if len(tasks) == 0:
+    raise ValueError('tasks is empty: give at least one task to train on.')
+  for name in ('tasks', 'samples', 'minibatches', 'microbatch'):
+    if getattr(config, name) < 1:
+      raise ValueError(f'{name} is {getattr(config, name)}; it must be at least 1.')
+  if 0 < config.row_tokens < config.slots:
+    raise ValueError(
+      f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '
+      'would not fit a training row. Raise it, or leave it 0.'
+    )
 
 
 def _logged(played, workdir, config, step) -> dict[str, float]:

@@ -412,6 +412,31 @@ class TestTools:
     assert driver.stats.steps == driver.stats.sampled == 2 * steps * tiny.SIZES['rows']
 
 
+def test_inside_a_running_loop():
+  """As in a notebook."""
+  driver = _driver()
+
+  async def cell():
+    return _run(driver, range(4))
+
+  _assert_same(asyncio.run(cell()), {n: _reference()[n] for n in range(4)})
+  with pytest.raises(LookupError):
+    asyncio.run(_fails_in_a_loop(driver))
+
+
+async def _fails_in_a_loop(driver):
+  async def fails():
+    raise LookupError
+
+  driver.run([fails()])
+
+
+@pytest.mark.parametrize('name', [*tiny.SIZES, 'bucket'])
+def test_sizes_must_allow_something(name):
+  with pytest.raises(ValueError, match=f'{name} is 0; it must be at least 1'):
+    _driver(**{name: 0})
+
+
 def test_no_episodes_are_no_work():
   assert tiny.within(_driver().run, []) == []
 

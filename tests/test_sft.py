@@ -91,6 +91,21 @@ def test_a_conversation_ends_with_a_reply(chat, messages):
     sft.segment(chat, sft.Conversation(messages))
 
 
+def test_repeats_are_strings_whose_repetition_alone_is_learnt():
+  made = list(sft.repeats(0, 64, 2000))
+  sizes = [len(s.tokens) for s in made]
+  assert sum(sizes[:-1]) < 2000 <= sum(sizes)
+  for s in made:
+    # The second copy's first token is not to be known: the string might have gone on.
+    period = int(np.argmax(s.action_mask)) - 1
+    assert s.action_mask[period + 1 :].all() and len(s.tokens) / period in (2, 3, 4)
+    np.testing.assert_array_equal(s.tokens[period:], s.tokens[:-period])
+    assert s.tokens.dtype == np.int32 and not s.logprobs.any()
+  assert {len(s.tokens) for s in sft.repeats(1, 64, 2000)} != set(sizes)
+  again = sft.repeats(0, 64, 2000)
+  assert all((a.tokens == b.tokens).all() for a, b in zip(made, again, strict=True))
+
+
 # Batches.
 
 

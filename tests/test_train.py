@@ -272,6 +272,9 @@ class TestErrors:
       ('model', 'nowhere', 'nowhere'),
       ('temperature', 0.0, 'temperature is 0.0'),
       ('max_turns', 0, 'max_turns is 0'),
+      ('rows', 0, 'rows is 0'),
+      ('microbatch', 0, 'microbatch is 0'),
+      ('row_tokens', 50, 'row_tokens is 50, less than slots .96'),
       ('checkpoint_every', 0, 'every=0'),
     ],
   )

@@ -7,6 +7,7 @@ decode is awaited in a thread, so tools run while the device does.
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from concurrent import futures
 import contextlib
 import dataclasses
 import hashlib
@@ -184,8 +185,16 @@ class Driver:
         waits for, at most.
       feed_rows: Rows of one feed (M).
       feed_tokens: Tokens of one feed (T).
-      bucket: Cache reads are rounded up to a multiple of this; one compilation each.
+      bucket: Cache reads are rounded up to a multiple of this; one compilation each. A
+        log-prob's rounding depends on it: runs whose tools take their time repeat to the
+        last bit only where it is `slots`.
     """
+    sizes = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
+    for name, size in (
+      sizes | {'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
+    ).items():
+      if size < 1:
+        raise ValueError(f'{name} is {size}; it must be at least 1.')
     self.config, self.params, self.stop, self.sampling = config, params, stop, sampling
     self.slots, self.steps, self.bucket = slots, steps, bucket
     self.feed_shape = (min(feed_rows, rows), feed_tokens)
@@ -200,7 +209,11 @@ class Driver:
 
     The first exception of an episode or of the engine cancels the others and is raised.
     """
-    return asyncio.run(self._run(episodes))
+    if not _in_a_loop():
+      return asyncio.run(self._run(episodes))
+    # As in a notebook, whose own event loop holds this thread.
+    with futures.ThreadPoolExecutor(1) as thread:
+      return thread.submit(asyncio.run, self._run(episodes)).result()
 
   @contextlib.asynccontextmanager
   async def row(self, row_key: np.ndarray) -> AsyncIterator[Row]:
@@ -348,3 +361,11 @@ class Driver:
 
   def _bucket(self, length: int) -> int:
     return min(self.slots, -(-length // self.bucket) * self.bucket)
+
+
+def _in_a_loop() -> bool:
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return False
+  return True
