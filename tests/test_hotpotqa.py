@@ -163,7 +163,7 @@ def test_examples_are_deterministic_and_use_no_other_row(maker):
   kinds = {k: v for k, v in qa_demos.KINDS.items() if k != 'both'}
   tasks = [_task(*row) for row in ROWS[:2]]
   first, again, other = (
-    list(itertools.islice(qa_demos.examples(tasks, maker, seed, kinds=kinds), 200))
+    list(itertools.islice(qa_demos.examples(tasks, maker, seed, kinds=kinds), 600))
     for seed in (0, 0, 1)
   )
   assert first == again != other
@@ -311,7 +311,7 @@ def test_an_instruct_model_runs_unchanged(name, data_dir, real_data, tmp_path):
   assert (trained.family, trained.tie_embeddings) == (config.family, True)
   assert jax.tree.structure(trained_params) == jax.tree.structure(params)
   # The paper's prompt in the model's own template, the tool's schema included.
-  (log,) = (tmp_path / 'run' / 'trajectories').iterdir()
+  log = max((tmp_path / 'run' / 'trajectories').iterdir())
   with zipfile.ZipFile(log) as archive:
     text = ' '.join(archive.read(name).decode() for name in archive.namelist())
   assert 'Use the search tool to find the facts you need' in text

@@ -136,9 +136,7 @@ def _feed_all(rows, row, tokens, chunk=_T):
     rows.feed({row: tokens[i : i + chunk]})
 
 
-@pytest.mark.parametrize(
-  'family, temperature', [('llama', 1.0), ('qwen2', 0.7), ('qwen3', 1.3)]
-)
+@pytest.mark.parametrize('family, temperature', [('llama', 1.0), ('qwen3', 0.7)])
 def test_any_schedule_is_the_packed_forward(family, temperature):
   """A random walk of feeds, forks, decodes and resets over all rows."""
   rng = np.random.default_rng(0)

@@ -69,9 +69,9 @@ def token_stats(
     values = decoder.values(params['policy'], x_BTD)
   else:
     values = None
+  stats = losses.TokenStats(logprobs, entropy, values)
   # The first token of a segment was given, not predicted.
-  known = lambda y: None if y is None else jnp.where(batch.positions > 0, y, 0.0)
-  return losses.TokenStats(known(logprobs), known(entropy), known(values))
+  return jax.tree.map(lambda y: jnp.where(batch.positions > 0, y, 0.0), stats)
 
 
 score = jax.jit(token_stats, static_argnames=('config', 'temperature'))
@@ -150,7 +150,8 @@ def _leaf_norms(grads):
 @functools.partial(jax.jit, static_argnames='optimizer', donate_argnums=0)
 def _apply(state, grads, *, optimizer):
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+  params: Any = optax.apply_updates(state.params, updates)
+  return TrainState(params, opt_state, state.step + 1)
 
 
 def _before(x_BTD: Array) -> Array:

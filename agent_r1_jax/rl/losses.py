@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
+import numpy as np
 
 # Log-ratios beyond this are clipped before exp, as in verl.
 _MAX_LOG_RATIO = 20.0
@@ -78,8 +78,8 @@ def ppo_clip(
 
 
 def k1(
-  logprobs: Float[ArrayLike, '*n'], ref_logprobs: Float[ArrayLike, '*n']
-) -> Float[ArrayLike, '*n']:
+  logprobs: Float[Array | np.ndarray, '*n'], ref_logprobs: Float[Array | np.ndarray, '*n']
+) -> Float[Array | np.ndarray, '*n']:
   """log π - log π_ref: unbiased KL(π ‖ π_ref), Schulman's k1; on host and device."""
   return logprobs - ref_logprobs
 

@@ -3,9 +3,11 @@
 Letters: R rows, T tokens of a row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+from typing import Any
 
+import jax
 import numpy as np
 
 from agent_r1_jax import types
@@ -77,15 +79,17 @@ def pack(segments: Sequence[types.Segment], where: Layout) -> types.Batch:
   for row, _ in where.places:
     seen[row] += 1
     number.append(seen[row])
-  zeros = np.zeros((where.rows, where.row_tokens), np.float32)
+  # Until the learner takes it, a batch is of NumPy arrays.
+  zeros: Any = np.zeros((where.rows, where.row_tokens), np.float32)
+  place: Callable[..., Any] = where.place
   return types.Batch(
-    tokens=where.place([s.tokens for s in segments], np.int32),
-    positions=where.place([np.arange(len(s.tokens)) for s in segments], np.int32),
-    segment_ids=where.place(
+    tokens=place([s.tokens for s in segments], np.int32),
+    positions=place([np.arange(len(s.tokens)) for s in segments], np.int32),
+    segment_ids=place(
       [np.full(len(s.tokens), i) for i, s in zip(number, segments, strict=True)], np.int32
     ),
-    action_mask=where.place([s.action_mask for s in segments], bool),
-    logprobs=where.place([s.logprobs for s in segments], np.float32),
+    action_mask=place([s.action_mask for s in segments], bool),
+    logprobs=place([s.logprobs for s in segments], np.float32),
     advantages=zeros,
     weights=zeros,
   )
@@ -94,7 +98,7 @@ def pack(segments: Sequence[types.Segment], where: Layout) -> types.Batch:
 def microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
   """Splits a batch into parts of `rows` rows; R is a multiple of it."""
   for start in range(0, batch.tokens.shape[0], rows):
-    yield types.Batch(*(x if x is None else x[start : start + rows] for x in batch))
+    yield jax.tree.map(lambda x, at=slice(start, start + rows): x[at], batch)
 
 
 def gather(
