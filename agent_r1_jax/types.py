@@ -118,8 +118,9 @@ class Batch(NamedTuple):
     action_mask: True where the policy chose the token (the paper's action mask).
     logprobs: Of the behaviour policy, 0 off the action mask.
     advantages: Per action token, 0 off the action mask.
-    weights: The token's share in the loss, 0 off the action mask. They carry the
-      aggregation with its global denominators, so a loss is Σ weights · loss a token.
+    weights: The token's share in the loss; in RL 0 off the action mask, in supervised
+      fine-tuning small there. They carry the aggregation with its global denominators,
+      so a loss is Σ weights · loss a token.
     ref_logprobs: Of the reference policy, where a KL term needs them.
     values: Of the critic at rollout, where there is one.
     returns: The critic's targets, where there is one.

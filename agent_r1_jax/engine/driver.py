@@ -227,9 +227,8 @@ class Driver:
 
   async def _run(self, episodes):
     self.wake, self._free = asyncio.Event(), asyncio.Queue()
-    # What the rows hold was computed with other params, perhaps.
     for row in self.rows:
-      row.restart(row.fresh_key if row.fresh_key is not None else np.zeros(2, np.uint32))
+      row.prompt = None  # It was computed with other params, perhaps.
       self._free.put_nowait(row)
     try:
       async with asyncio.TaskGroup() as group:
