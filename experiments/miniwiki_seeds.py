@@ -3,7 +3,7 @@
   for s in 0 1 2; do
     python -m experiments.miniwiki_search --workdir=runs/seed$s --config.seed=$s
   done
-  python -m experiments.miniwiki_seeds --out=docs/miniwiki runs/seed0 runs/seed1 runs/seed2
+  python -m experiments.miniwiki_seeds --out=docs/miniwiki runs/seed0 runs/seed1 ...
 
 Every number is exact match at the last step. The rows above GRPO are greedy episodes of
 one base policy and the same in every run.
