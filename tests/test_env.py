@@ -1,5 +1,7 @@
 import asyncio
+import json
 import time
+from typing import Any
 
 import pytest
 
@@ -169,6 +171,119 @@ async def test_process_rewards():
     -0.9
   )
   assert (await env.step('6')).reward == 1.0
+
+
+@tool_lib.tool
+def play(move: str) -> tool_lib.Report:
+  """Plays.
+
+  Args:
+    move: Where to.
+  """
+  return tool_lib.Report({'went': move}, reward={'left': 0.25, 'right': -1}[move])
+
+
+@tool_lib.tool
+async def report(worth: Any) -> tool_lib.Report:
+  """Reports.
+
+  Args:
+    worth: A number, or not.
+  """
+  numbers = {'nan': float('nan'), 'inf': float('inf'), 'huge': 10**400}
+  return tool_lib.Report('x' * 250_000, numbers.get(worth, worth))
+
+
+def move(where):
+  return CALL % ('play', f'{{"move": "{where}"}}')
+
+
+async def test_tools_report_rewards_and_a_turn_sums_them():
+  env = env_lib.ToolEnv([play, report, nap], right, max_parallel_calls=3)
+  await env.reset(TASK)
+  step = await env.step(move('left') + CALL % ('nap', '{"seconds": 0}') + move('left'))
+  assert step.messages[0]['content'] == '{"went": "left"}'
+  assert (step.reward, step.done) == (0.5, False)
+  assert set(step.metrics) == {'tool_calls', 'tool_errors', 'format_errors'}
+  step = await env.step(move('right') + CALL % ('report', '{"worth": 3}'))
+  assert step.reward == 2.0
+  assert step.messages[1]['content'].endswith('x\n[cut: 250,000 characters in all]')
+  assert (await env.step(move('right') + move('up'))).reward == -1.0
+  # What is not run is not paid.
+  assert (await env.step(move('left') * 5)).reward == 0.75
+  assert (await env.step('6')).reward == 1.0
+
+
+@pytest.mark.parametrize(
+  'worth, message',
+  [
+    ('nan', 'ValueError: the reported reward is nan; make it finite.'),
+    ('inf', 'ValueError: the reported reward is inf; make it finite.'),
+    ('huge', 'OverflowError: '),
+    ('much', 'TypeError: '),
+    (None, 'TypeError: '),
+  ],
+)
+async def test_a_reported_reward_that_is_no_number_is_a_failed_call(worth, message):
+  env = env_lib.ToolEnv([report], right)
+  await env.reset(TASK)
+  step = await env.step(CALL % ('report', json.dumps({'worth': worth})))
+  assert step.messages[0]['content'].startswith(f'Error: report: {message}')
+  assert (step.reward, step.done, step.metrics['tool_errors']) == (0.0, False, 1.0)
+
+
+async def test_a_process_reward_may_be_a_function_with_parts():
+  seen = []
+
+  async def both(env, calls, results):
+    seen.append((len(calls), [r.reward for r in results], env.messages[-1]['content']))
+    return {'play': sum(r.reward for r in results), 'turn': -0.125}
+
+  def final(task, messages):
+    return {'right': 1.0, 'turn': 0.5}
+
+  env = env_lib.ToolEnv([play], final, process_reward=both, max_parallel_calls=1)
+  await env.reset(TASK)
+  step = await env.step(move('left'))
+  assert step.reward == 0.125
+  parts = {'reward/play': 0.25, 'reward/turn': -0.125}
+  counts = {'tool_calls': 1.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+  assert step.metrics == counts | parts
+  assert (await env.step(move('right') * 2)).reward == -1.125
+  step = await env.step('6')
+  assert step.reward == 1.375
+  counts = dict.fromkeys(counts, 0.0)
+  parts = {'reward/play': 0.0, 'reward/turn': 0.375, 'reward/right': 1.0}
+  assert step.metrics == counts | parts
+  assert [n for n, _, _ in seen] == [1, 1, 0]
+  assert [r for _, r, _ in seen] == [[0.25], [-1.0], []]
+  assert seen[0][2] == '{"went": "left"}' and seen[2][2] == '6'
+  assert seen[1][2] == 'Error: 1 more calls were not run; at most 1 a turn.'
+
+
+async def test_a_function_stands_in_place_of_the_method():
+  class Two(env_lib.ToolEnv):
+    def process_reward(self, calls, results):
+      return 2.0
+
+  for kwargs, reward in (({}, 2.0), ({'process_reward': lambda *_: 3.0}, 3.0)):
+    env = Two([play], right, **kwargs)
+    await env.reset(TASK)
+    assert (await env.step(move('left'))).reward == reward
+    assert (await env.step('6')).reward == reward + 1.0
+
+
+@pytest.mark.parametrize('worth', [float('inf'), {'a': 1.0, 'b': float('nan')}])
+async def test_a_process_reward_must_be_finite(worth):
+  env = await begin(process_reward=lambda *_: worth)
+  with pytest.raises(ValueError, match="process reward of task 't1' is .*make it finite"):
+    await env.step(calculate('1'))
+
+
+async def test_an_environment_that_reports_conforms():
+  replies = [move('left'), move('right') * 2, 'It is 6.']
+  steps = await testing.check_env(lambda: env_lib.ToolEnv([play], right), TASK, replies)
+  assert [step.reward for step in steps] == [0.25, -2.0, 1.0]
 
 
 async def test_another_call_format():

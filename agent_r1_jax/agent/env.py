@@ -15,6 +15,10 @@ Call = calls_lib.ToolCall | calls_lib.CallError
 Score = float | dict[str, float]
 # The whole conversation to a score, sync or async. A dict names the parts of a sum.
 Reward = Callable[[types.Task, list[types.Message]], Score | Awaitable[Score]]
+# As the method `ToolEnv.process_reward`, the environment first.
+ProcessReward = Callable[
+  ['ToolEnv', Sequence[Call], Sequence[tool_lib.ToolResult]], Score | Awaitable[Score]
+]
 Metrics = Callable[[types.Task, list[types.Message]], dict[str, float]]
 
 
@@ -40,8 +44,9 @@ class ToolEnv:
   Calls of one reply run at the same time and are answered in order. Calls that are
   malformed, unknown or too many are answered with an error text, and the episode goes on.
 
-  Every step's metrics hold tool_calls, tool_errors and format_errors; the last step's
-  also the named parts of the reward as 'reward/<name>', and what `metrics` returns.
+  Every turn is paid its process reward, the last one the reward of the conversation too.
+  Every step's metrics hold tool_calls, tool_errors and format_errors, and the named parts
+  of its reward as 'reward/<name>'; the last step's also what `metrics` returns.
 
   Attributes:
     task: The current one.
@@ -53,6 +58,7 @@ class ToolEnv:
     tools: Sequence[tool_lib.Tool],
     reward: Reward,
     *,
+    process_reward: ProcessReward | None = None,
     parse: Callable[[str], list[Call]] = calls_lib.hermes,
     metrics: Metrics | None = None,
     max_parallel_calls: int = 8,
@@ -62,6 +68,7 @@ class ToolEnv:
     Args:
       tools: With different names.
       reward: Of the conversation, when the agent replied without a call.
+      process_reward: Of a turn, in place of the method of that name.
       parse: The tool-call format.
       metrics: Further numbers to log for the episode, such as F1.
       max_parallel_calls: Of one reply; the calls beyond are refused.
@@ -76,6 +83,7 @@ class ToolEnv:
     if max_parallel_calls < 1:
       raise ValueError(f'max_parallel_calls={max_parallel_calls} must be at least 1.')
     self._reward, self._metrics = reward, metrics
+    self._process_reward = process_reward or type(self).process_reward
     self._parse, self._max_parallel_calls = parse, max_parallel_calls
     self._done = True
 
@@ -92,8 +100,7 @@ class ToolEnv:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
     calls = self._parse(reply)
-    if not calls:
-      return await self._finish()
+    self._done = not calls
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
     )
@@ -102,45 +109,55 @@ class ToolEnv:
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
     self.messages += messages
-    return types.Step(
-      messages=[dict(message) for message in messages],
-      reward=self.process_reward(calls[: len(results)], results),
-      metrics=_counts(calls, results),
-    )
+    copies = [dict(message) for message in messages]
+    step = types.Step(copies, done=self._done, metrics=_counts(calls, results))
+    process_reward = self._process_reward(self, calls[: len(results)], results)
+    await self._pay(step, 'process reward', process_reward)
+    if self._done:
+      await self._pay(step, 'reward', self._reward(self.task, self.messages))
+      if self._metrics:
+        step.metrics |= self._metrics(self.task, self.messages)
+    return step
 
   def process_reward(
     self, calls: Sequence[Call], results: Sequence[tool_lib.ToolResult]
-  ) -> float:
-    """The reward of a turn that called tools: 0. Subclasses may think otherwise.
+  ) -> Score | Awaitable[Score]:
+    """The reward of a turn: the sum of what its tools reported.
+
+    Subclasses may think otherwise, sync or async; a dict names the parts of a sum, and a
+    part that the final reward has too adds to it.
 
     Args:
-      calls: What was run, or could not be read.
-      results: What came of each.
+      calls: What was run, or could not be read; none in the last turn.
+      results: What came of each; `messages` ends with them.
     """
-    return 0.0
+    return float(sum(result.reward for result in results))
 
   async def _answer(self, call: Call) -> tool_lib.ToolResult:
     if isinstance(call, calls_lib.CallError):
-      return tool_lib.ToolResult(f'Error: {call.message}', False, 0.0)
+      return tool_lib.ToolResult(f'Error: {call.message}', ok=False)
     if call.name not in self._by_name:
       known = ', '.join(self._by_name) or 'none'
       text = f'Error: there is no tool {json.dumps(call.name)}; there are: {known}'
-      return tool_lib.ToolResult(text, False, 0.0)
+      return tool_lib.ToolResult(text, ok=False)
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
-  async def _finish(self) -> types.Step:
-    self._done = True
-    score = self._reward(self.task, self.messages)
-    if inspect.isawaitable(score):
-      score = await score
+  async def _pay(self, step: types.Step, kind: str, score: Score | Awaitable[Score]):
+    """Adds a score and its named parts to a step."""
+    score = await settled(score)
     parts = score if isinstance(score, dict) else {}
-    reward = float(sum(parts.values()) if isinstance(score, dict) else score)
-    if not math.isfinite(reward):
-      raise ValueError(f'the reward of task {self.task.id!r} is {score}; make it finite.')
-    metrics = _counts((), ()) | {f'reward/{name}': float(v) for name, v in parts.items()}
-    if self._metrics:
-      metrics |= self._metrics(self.task, self.messages)
-    return types.Step(messages=[], reward=reward, done=True, metrics=metrics)
+    value = float(sum(parts.values()) if isinstance(score, dict) else score)
+    if not math.isfinite(value):
+      raise ValueError(f'the {kind} of task {self.task.id!r} is {score}; make it finite.')
+    step.reward += value
+    for name, part in parts.items():
+      key = f'reward/{name}'
+      step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+async def settled(score: Score | Awaitable[Score]) -> Score:
+  """What a reward returned, once it is there."""
+  return await score if inspect.isawaitable(score) else score
 
 
 def _message(call: Call, result: tool_lib.ToolResult) -> types.Message:

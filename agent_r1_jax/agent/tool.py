@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import inspect
 import json
+import math
 import re
 import threading
 import time
@@ -55,12 +56,37 @@ class Tool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Report:
+  """What a function returns that can tell a reward, too: `Report('you won', reward=1)`.
+
+  Attributes:
+    value: For the model: whatever a function may return.
+    reward: What happened is worth this; the environment decides what that means.
+  """
+
+  value: Any
+  reward: float = 0.0
+
+  def __post_init__(self):
+    if not math.isfinite(self.reward):
+      raise ValueError(f'the reported reward is {self.reward}; make it finite.')
+
+
+@dataclasses.dataclass(frozen=True)
 class ToolResult:
-  """What a call came to: text for the model, whether it worked, how long it took."""
+  """What a call came to.
+
+  Attributes:
+    text: For the model.
+    ok: Whether it worked.
+    seconds: How long it took.
+    reward: What the tool reported.
+  """
 
   text: str
   ok: bool
-  seconds: float
+  seconds: float = 0.0
+  reward: float = 0.0
 
 
 def tool(
@@ -114,16 +140,17 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   """Calls a tool within its time. Never raises, whatever the tool does."""
   start = time.monotonic()
-  text, ok = await _attempt(tool, arguments)
+  result = await _attempt(tool, arguments)
+  text = result.text
   if len(text) > MAX_CHARS:
     text = f'{text[:MAX_CHARS]}\n[cut: {len(text):,} characters in all]'
-  return ToolResult(text, ok, time.monotonic() - start)
+  return dataclasses.replace(result, text=text, seconds=time.monotonic() - start)
 
 
-async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   problem = _problem_of_call(tool, arguments)
   if problem:
-    return f'Error: {tool.name}: {problem}', False
+    return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
   if inspect.iscoroutinefunction(tool.fn):
     future = asyncio.ensure_future(_run_async(tool, arguments))
   else:
@@ -134,19 +161,20 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, bool]
   finally:
     late = future.cancel()
   if late:
-    return f'Error: {tool.name} gave no answer within {tool.timeout:g} seconds', False
+    text = f'Error: {tool.name} gave no answer within {tool.timeout:g} seconds'
+    return ToolResult(text, ok=False)
   if future.cancelled():
-    return f'Error: {tool.name} was cancelled', False
+    return ToolResult(f'Error: {tool.name} was cancelled', ok=False)
   return future.result()
 
 
-async def _run_async(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+async def _run_async(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   try:
-    return _to_text(await tool.fn(**arguments)), True
+    return _result(await tool.fn(**arguments))
   except (asyncio.CancelledError, KeyboardInterrupt):
     raise
   except BaseException as error:  # SystemExit would end the event loop.
-    return _error_text(tool, error), False
+    return _failure(tool, error)
 
 
 def _run_in_thread(tool: Tool, arguments: Mapping[str, Any]) -> asyncio.Future:
@@ -161,9 +189,9 @@ def _run_in_thread(tool: Tool, arguments: Mapping[str, Any]) -> asyncio.Future:
 
   def run():
     try:
-      result = _to_text(context.run(lambda: tool.fn(**arguments))), True
+      result = _result(context.run(lambda: tool.fn(**arguments)))
     except BaseException as error:
-      result = _error_text(tool, error), False
+      result = _failure(tool, error)
     try:
       loop.call_soon_threadsafe(resolve, result)
     except RuntimeError:
@@ -172,8 +200,23 @@ def _run_in_thread(tool: Tool, arguments: Mapping[str, Any]) -> asyncio.Future:
   try:
     threading.Thread(target=run, name=f'tool-{tool.name}', daemon=True).start()
   except RuntimeError as error:  # Too many threads hang.
-    future.set_result((_error_text(tool, error), False))
+    future.set_result(_failure(tool, error))
   return future
+
+
+def _result(value: Any) -> ToolResult:
+  if isinstance(value, Report):
+    return ToolResult(_to_text(value.value), ok=True, reward=float(value.reward))
+  return ToolResult(_to_text(value), ok=True)
+
+
+def _failure(tool: Tool, error: BaseException) -> ToolResult:
+  text = f'Error: {tool.name}: {type(error).__name__}'
+  try:
+    text += f': {error}'
+  except BaseException:
+    pass  # It has no words.
+  return ToolResult(text, ok=False)
 
 
 def _to_text(value: Any) -> str:
@@ -187,13 +230,6 @@ def _to_text(value: Any) -> str:
     except (TypeError, ValueError):
       value = str(value)
   return str.__str__(value)  # A subclass of str may lie.
-
-
-def _error_text(tool: Tool, error: BaseException) -> str:
-  try:
-    return f'Error: {tool.name}: {type(error).__name__}: {error}'
-  except BaseException:
-    return f'Error: {tool.name}: {type(error).__name__}'
 
 
 def _docstring(fn: Callable) -> tuple[str, dict[str, str]]:

@@ -1,0 +1,184 @@
+"""Rewards that fit any task, by hand; shaping telescopes over real episodes."""
+
+import asyncio
+import functools
+
+import pytest
+
+from agent_r1_jax import testing, types
+from agent_r1_jax.agent import calls as calls_lib
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import rewards
+from agent_r1_jax.tools import calculator as calculator_lib
+
+TASK = types.Task('t', [{'role': 'user', 'content': 'What is 2 * 3?'}], answer='6')
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+BAD = '<tool_call>{'
+
+
+def right(task, messages):
+  return float(task.answer in messages[-1]['content'])
+
+
+async def slow(task, messages):
+  await asyncio.sleep(0)
+  return 0.5
+
+
+def said(*replies):
+  messages = list(TASK.messages)
+  for reply in replies:
+    messages += [
+      {'role': 'assistant', 'content': reply},
+      {'role': 'tool', 'content': BAD},
+    ]
+  return messages[:-1]
+
+
+async def play(env, *replies):
+  await env.reset(TASK)
+  return [await env.step(reply) for reply in replies]
+
+
+async def test_hybrid_weighs_and_names_its_parts():
+  reward = rewards.hybrid(outcome=(2.0, right), slow=(-0.5, slow))
+  env = env_lib.ToolEnv([calculator_lib.calculator], reward)
+  first, last = await play(env, CALL % '2 * 3', 'It is 6.')
+  assert (first.reward, last.reward) == (0.0, 1.75)
+  parts = {k: v for k, v in last.metrics.items() if k.startswith('reward/')}
+  assert parts == {'reward/outcome': 2.0, 'reward/slow': -0.25}
+  assert await env_lib.settled(reward(TASK, said('No.'))) == {
+    'outcome': 0.0,
+    'slow': -0.25,
+  }
+
+
+async def test_parts_are_numbers():
+  inner = rewards.hybrid(outcome=(1.0, right))
+  env = env_lib.ToolEnv([], rewards.hybrid(inner=(1.0, inner)))
+  with pytest.raises(ValueError, match=r"\{'outcome': 1.0\} has parts"):
+    await play(env, '6')
+
+
+@pytest.mark.parametrize('part', [right, 1.0, (right, 1.0), (1.0, right, 2), (1.0, 2.0)])
+def test_a_part_is_a_weight_and_a_reward(part):
+  with pytest.raises(ValueError, match='outcome=.*: give a weight and a reward'):
+    rewards.hybrid(outcome=part)
+
+
+def test_weights_are_finite():
+  with pytest.raises(ValueError, match='outcome: the weight nan must be finite'):
+    rewards.hybrid(outcome=(float('nan'), right))
+
+
+@pytest.mark.parametrize(
+  ('replies', 'share'),
+  [
+    (['6'], 1.0),
+    ([CALL % '1', '6'], 1.0),
+    ([BAD, '6'], 0.0),
+    ([CALL % '1' * 2, BAD, CALL % '1' + BAD, '6'], 3 / 5),
+    ([f'<think>{BAD}</think>', '6'], 1.0),
+  ],
+)
+def test_well_formed_is_a_share_of_the_calls(replies, share):
+  assert rewards.well_formed(TASK, said(*replies)) == share
+
+
+@pytest.mark.parametrize(
+  ('replies', 'reward'),
+  [
+    (['6'], 1.0),
+    ([CALL % '1', '6'], 0.75),
+    ([CALL % '1' + BAD, CALL % '1', '6'], 0.25),
+    ([CALL % '1' * 4, '6'], 0.0),
+    ([CALL % '1' * 9, '6'], 0.0),
+  ],
+)
+def test_few_calls(replies, reward):
+  assert rewards.few_calls(4)(TASK, said(*replies)) == reward
+
+
+def test_few_calls_allows_one():
+  with pytest.raises(ValueError, match='max_calls=0 must be at least 1'):
+    rewards.few_calls(0)
+
+
+def test_what_the_task_shows_is_no_call_of_the_agent():
+  shown = types.Task('t', said(BAD, BAD, '6') + TASK.messages)
+  messages = [*shown.messages, {'role': 'assistant', 'content': CALL % '1'}]
+  assert rewards.well_formed(shown, messages) == 1.0
+  assert rewards.few_calls(4)(shown, messages) == 0.75
+
+
+def test_another_call_format():
+  def parse(reply):
+    return [calls_lib.ToolCall('x', {})] * reply.count('!')
+
+  messages = said('Go!', 'Go!', BAD)
+  assert rewards.few_calls(4, parse=parse)(TASK, messages) == 0.5
+  assert rewards.well_formed(TASK, messages, parse=parse) == 1.0
+  assert rewards.well_formed(TASK, messages) == 0.0
+
+
+async def test_given_pays_as_far_as_the_condition_holds():
+  async def value(condition, *replies):
+    reward = rewards.given(condition, rewards.few_calls(4))
+    return await env_lib.settled(reward(TASK, said(*replies)))
+
+  assert await value(right, CALL % '1', '6') == 0.75
+  assert await value(right, CALL % '1', '7') == 0.0
+  assert await value(slow, CALL % '1', '7') == 0.375
+
+
+def length(task, messages):
+  """Positive at the opening, and not bounded by the reward."""
+  assert task is TASK
+  return 0.25 * sum(len(m['content']) for m in messages)
+
+
+async def late(task, messages):
+  return length(task, messages)
+
+
+REPLIES = (CALL % '2 * 3', BAD, CALL % '1' * 2, 'It is 6.')
+
+
+@pytest.mark.parametrize('potential', [length, late])
+@pytest.mark.parametrize('gamma', [1.0, 0.5])
+async def test_shaping_telescopes(potential, gamma):
+  def make(**kwargs):
+    return env_lib.ToolEnv([calculator_lib.calculator], right, **kwargs)
+
+  shaping = rewards.potential_based(potential, gamma)
+  plain = await play(make(), *REPLIES)
+  env = make(process_reward=shaping)
+  await env.reset(TASK)
+  states, steps = [length(TASK, env.messages)], []
+  for reply in REPLIES:
+    steps.append(await env.step(reply))
+    states.append(length(TASK, env.messages))
+  states[-1] = 0.0  # It is over.
+  given = [s.reward - p.reward for s, p in zip(steps, plain)]
+  assert given == [gamma * b - a for a, b in zip(states, states[1:])]
+  assert all(given) and given[-1] == -states[-2]
+  assert sum(gamma**t * f for t, f in enumerate(given)) == -states[0]
+  assert not any(k.startswith('reward/') for s in steps for k in s.metrics)
+
+
+async def test_shaping_has_no_memory():
+  shaping = rewards.potential_based(length)
+  make = functools.partial(
+    env_lib.ToolEnv, [calculator_lib.calculator], right, process_reward=shaping
+  )
+  steps = await testing.check_env(make, TASK, REPLIES)
+  assert sum(step.reward for step in steps) == 1.0 - length(TASK, TASK.messages)
+
+
+async def test_an_episode_that_was_cut_keeps_the_potential_of_where_it_was():
+  env = env_lib.ToolEnv(
+    [calculator_lib.calculator], right, process_reward=rewards.potential_based(length)
+  )
+  steps = await play(env, *REPLIES[:2])
+  total = sum(step.reward for step in steps)
+  assert total == length(TASK, env.messages) - length(TASK, TASK.messages) > 0
