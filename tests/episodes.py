@@ -8,7 +8,7 @@ import types as types_lib
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import advantages
+from agent_r1_jax.rl import episodes
 
 
 def trajectory(
@@ -69,7 +69,7 @@ def golden_mask() -> np.ndarray:
   return golden()['in/mask'] > 0
 
 
-def golden_actions(rewards: str, *, joined: bool = False) -> list[advantages.Actions]:
+def golden_actions(rewards: str, *, joined: bool = False) -> list[episodes.Episode]:
   """The peers' episodes, through Trajectory.
 
   Args:
@@ -95,7 +95,7 @@ def golden_actions(rewards: str, *, joined: bool = False) -> list[advantages.Act
     number = sorted(set(group)).index(group[traj == t][0])
     task = types.Task('golden', [])
     whole = types.Trajectory(task, number, 0, segments, turns, [], 'done')
-    episode = advantages.actions(whole)
+    episode = episodes.episode(whole)
     episode.values = _on(g['in/values'][rows], rows, traj == t)
     episode.ref_logprobs = _on(g['in/ref_logp'][rows], rows, traj == t)
     out.append(episode)

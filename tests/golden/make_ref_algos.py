@@ -1,10 +1,11 @@
-"""Makes tests/golden/ref_algos.npz: what verl, Agent-R1 and Search-R1 give, in float64.
+"""Makes tests/golden/ref_algos.npz: what the peers' own functions give, in float64.
 
 Command: python tests/golden/make_ref_algos.py SOURCE.npz
 
 SOURCE.npz holds inputs of 12 multi-turn episodes of 24 tokens ('in/...') and the outputs
 of the peers' own functions on them ('<peer>/<function>/<variant>/<output>'): verl
-1dda039b, Agent-R1 6dc8f67, Search-R1 a14dc3a4. This keeps what the tests read.
+1dda039b, Agent-R1 6dc8f67, Search-R1 a14dc3a4, RAGEN 20daedc4, a verl-agent fork e2ef5b0a
+(GiGPO), TRL 1.16.0, AReaL 4aef98d8. This keeps what the tests read.
 """
 
 import fnmatch
@@ -19,33 +20,59 @@ _KEPT = (
   'in/traj',
   'in/uid',
   'in/perm',
+  'in/step',
+  'in/obs',
+  'in/turn_end',
   'in/rewards_*',
+  'in/remax_baseline',
   'in/adv',
+  'in/trl_adv',
+  'in/trl_completion_mask',
   'in/logp',
   'in/old_logp',
   'in/ref_logp',
+  'in/rollout_logp',
   'in/logp_far_offset30',
   'in/values',
   'in/vpreds',
   'verl/masked_whiten',
   'verl/gae/*',
   'verl/grpo/*',
+  'verl/rloo*',
+  'verl/reinforce_pp*',
+  'verl/remax/*',
+  'verl/gdpo_single/*',
   'agentr1/grpo/*',
   'agentr1/token_gae/*',
-  'verl/agg_loss*/token-mean',
-  'verl/agg_loss*/seq-mean-token-mean',
-  'verl/ppo_vanilla/token-mean/*',
-  'verl/ppo_vanilla/seq-mean-token-mean/*',
-  'verl/ppo_vanilla/clip_higher_0.2_0.28/*',
-  'verl/ppo_vanilla/dual_clip_c1.5/*',
-  'verl/ppo_vanilla/metrics/p*_[ck]l*',
+  'agentr1/step_gae/*',
+  'ragen/bi_level_gae/*',
+  'gigpo/*',
+  'trl/adv/*',
+  'verl/agg_loss*',
+  'agentr1/ppo_vanilla/*',
+  'verl/ppo_vanilla/*',
   'verl/ppo_plus_klloss0.001/*',
+  'verl/gspo*',
+  'verl/cispo*',
+  'verl/sapo/*',
+  'verl/dppo_*',
+  'verl/reinforce/*',
+  'verl/entropy_loss',
   'searchr1/ppo_0.2/*',
+  'areal/*',
+  'trl/gspo/*',
+  'trl/cispo_epsmax5/*',
+  'trl/sapo/*',
+  'trl/dr_grpo/*',
+  'trl/grpo/*',
+  'trl/dapo*',
   'verl/value_loss/clip0.?/[lg]*',
-  'verl/kl/k1/*',
-  'verl/kl/low_var_kl/*',
-  'verl/kl/low_var_kl_far*',
-  'verl/kl_in_reward/beta0.05_kl',
+  'verl/kl/*',
+  'verl/kl_in_reward/*',
+  'verl/adaptive_kl/*',
+  'in/adaptive*',
+  'verl/rollout_is/*/w',
+  'verl/rollout_rs/*',
 )
 # Of these, two episodes are enough.
 _CUT = ('in/logits', 'verl/entropy_from_logits')

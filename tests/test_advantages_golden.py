@@ -1,0 +1,206 @@
+"""Advantages equal the peers' own numbers (golden/make_ref_algos.py)."""
+
+import dataclasses
+
+import episodes
+import numpy as np
+import pytest
+
+from agent_r1_jax.rl import advantages
+from agent_r1_jax.rl import episodes as episodes_lib
+
+_REWARDS = pytest.mark.parametrize('rewards', ['rewards_outcome', 'rewards_process'])
+_GAE = {
+  'g1.0_l1.0': (1.0, 1.0),
+  'g0.99_l0.95': (0.99, 0.95),
+  'g1.0_l0.95': (1.0, 0.95),
+  'g0.9_l0.0': (0.9, 0.0),
+}
+
+
+def _close(actual, expected, tolerance=1e-9):
+  # verl's means have 1e-8 in the denominator; so few are further off than 1e-10.
+  np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def _flat(credits):
+  return np.concatenate([c.advantages for c in credits])
+
+
+def _equal(credits, key, *, joined=False, returns=True, tolerance=1e-9):
+  """The peer's advantages, and its returns if it has some of its own."""
+  fields = [('adv', 'advantages'), *([('ret', 'returns')] if returns else [])]
+  for name, field in fields:
+    ours = np.concatenate([getattr(c, field) for c in credits])
+    expected = episodes.golden_at_actions(f'{key}/{name}', joined=joined)
+    _close(ours, expected, tolerance)
+
+
+def _singleton_as_verls(credits, key):
+  """The last episode is alone in its group: ours is 0, verl keeps the raw score."""
+  alone = credits[-1].advantages
+  verls = episodes.golden_at_actions(key)[-len(alone) :]
+  assert (alone == 0).all() and (verls != 0).all()
+  return [*credits[:-1], episodes_lib.Credit(verls)]
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', _GAE)
+def test_gae_is_verls(rewards, variant):
+  gamma, lam = _GAE[variant]
+  out = advantages.gae(episodes.golden_actions(rewards), gamma=gamma, lam=lam)
+  _equal(advantages.whiten(out), f'verl/gae/{rewards}/{variant}')
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
+def test_gae_over_segments_is_agent_r1s_over_steps(rewards, variant):
+  gamma, lam = _GAE[variant]
+  batch = episodes.golden_actions(rewards, joined=True)
+  out = advantages.whiten(advantages.gae(batch, gamma=gamma, lam=lam))
+  _equal(out, f'agentr1/token_gae/{rewards}/{variant}', joined=True)
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
+def test_step_gae_is_agent_r1s(rewards, variant):
+  gamma, lam = _GAE[variant]
+  g = episodes.golden()
+  sizes = episodes.golden_mask()[g['in/perm']].sum(axis=1)
+  batch = []
+  for number, e in enumerate(episodes.golden_actions(rewards, joined=True)):
+    # Its steps are rows, here segments, of several turns; and here a step is a turn.
+    rows = sizes[g['in/traj'] == f't{number}']
+    step = np.repeat(np.arange(len(rows)), rows)
+    batch.append(dataclasses.replace(e, turn=step, anchors=[b''] * len(rows)))
+  out = advantages.step_gae(batch, gamma=gamma, lam=lam)
+  _equal(out, f'agentr1/step_gae/{rewards}/{variant}', joined=True)
+
+
+def test_bi_level_gae_is_ragens():
+  """Where no turn's reward is 0, so that it sees every turn. It computes in float32."""
+  batch = episodes.golden_actions('rewards_process')
+  assert all(e.turn_rewards.all() for e in batch) and len(batch[0].turn_ends) == 4
+  out = advantages.whiten(advantages.bi_level_gae(batch, high_gamma=0.95))
+  _equal(out, 'ragen/bi_level_gae/g1_l1_hg0.95', tolerance=1e-6)
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', ['std1', 'std0'])
+def test_group_relative_is_verls_but_for_the_singleton(rewards, variant):
+  batch = episodes.golden_actions(rewards)
+  out = advantages.group_relative(batch, divide_by_std=variant == 'std1')
+  key = f'verl/grpo/{rewards}/{variant}'
+  _equal(_singleton_as_verls(out, f'{key}/adv'), key, returns=False)
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', ['std1', 'std0'])
+def test_group_relative_over_segments_is_agent_r1s_over_steps(rewards, variant):
+  batch = episodes.golden_actions(rewards, joined=True)
+  assert len(batch) == 5
+  out = advantages.group_relative(batch, divide_by_std=variant == 'std1')
+  _equal(out, f'agentr1/grpo/{rewards}/{variant}', joined=True, returns=False)
+
+
+@pytest.mark.parametrize('scale', ['group', 'none'])
+def test_group_relative_is_trls(scale):
+  """Four rows a group, the outcome's rewards; its ε is larger."""
+  batch = episodes.golden_actions('rewards_outcome')
+  batch = [dataclasses.replace(e, group=i // 4) for i, e in enumerate(batch)]
+  out = advantages.group_relative(batch, divide_by_std=scale == 'group', eps=1e-4)
+  _close([c.advantages[0] for c in out], episodes.golden()[f'trl/adv/{scale}'])
+
+
+@_REWARDS
+def test_leave_one_out_is_verls(rewards):
+  """And the singleton is, as in verl's vectorised form."""
+  out = advantages.leave_one_out(episodes.golden_actions(rewards))
+  _equal(out, f'verl/rloo_vectorized/{rewards}', returns=False)
+  key = f'verl/rloo/{rewards}'
+  _equal(_singleton_as_verls(out, f'{key}/adv'), key, returns=False)
+
+
+@_REWARDS
+@pytest.mark.parametrize('gamma', [1.0, 0.97])
+def test_whitened_returns_to_go_are_verls_reinforce_pp(rewards, gamma):
+  out = advantages.returns_to_go(episodes.golden_actions(rewards), gamma=gamma)
+  _equal(advantages.whiten(out), f'verl/reinforce_pp/{rewards}/g{gamma}')
+
+
+@_REWARDS
+def test_whitened_group_relative_is_verls_baseline_but_for_the_singleton(rewards):
+  batch = episodes.golden_actions(rewards)
+  out = advantages.group_relative(batch, divide_by_std=False)
+  out = _singleton_as_verls(out, f'verl/grpo/{rewards}/std0/adv')
+  _equal(advantages.whiten(out), f'verl/reinforce_pp_baseline/{rewards}', returns=False)
+
+
+@_REWARDS
+def test_greedy_baseline_is_verls_remax(rewards):
+  batch = episodes.golden_actions(rewards)
+  for e, baseline in zip(batch, episodes.golden()['in/remax_baseline'].tolist()):
+    e.baseline = baseline
+  _equal(advantages.greedy_baseline(batch), f'verl/remax/{rewards}')
+
+
+@_REWARDS
+def test_gdpo_of_one_part_is_verls_but_for_the_singleton(rewards):
+  batch = episodes.golden_actions(rewards)
+  for e in batch:
+    e.parts = {'score': e.score}
+  raw = advantages.group_relative(batch)
+  white = advantages.whiten(raw)
+  np.testing.assert_array_equal(_flat(advantages.gdpo(batch)), _flat(white))
+  raw = _singleton_as_verls(raw, f'verl/grpo/{rewards}/std1/adv')
+  _equal(advantages.whiten(raw), f'verl/gdpo_single/{rewards}', returns=False)
+
+
+def _authors_steps(rewards):
+  """GiGPO's batch, and the rows of each episode: steps of `traj` from states `obs`."""
+  g, mask = episodes.golden(), episodes.golden_mask()
+  batch, rows = [], []
+  for traj in np.unique(g['in/traj']):
+    mine = np.flatnonzero(g['in/traj'] == traj)
+    tokens = np.concatenate([g[f'in/{rewards}'][row][mask[row]] for row in mine])
+    group = int(g['in/uid'][mine[0]][1:])
+    turn = np.repeat(np.arange(len(mine)), mask[mine].sum(axis=1))
+    anchors = [obs.encode() for obs in g['in/obs'][mine]]
+    logprobs = np.zeros_like(tokens)
+    batch.append(episodes_lib.Episode(group, turn, tokens, logprobs, anchors))
+    rows.append(mine)
+  return batch, rows
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', ['mean_norm', 'mean_std_norm'])
+def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, variant):
+  g, mask = episodes.golden(), episodes.golden_mask()
+  batch, rows = _authors_steps(rewards)
+  scores = np.zeros(12)
+  for mine, e in zip(rows, batch):
+    scores[mine] = e.score
+  _close(scores, g[f'gigpo/{rewards}/episode_reward'])
+  divide = variant == 'mean_std_norm'
+  ours = advantages.gigpo(batch, divide_by_std=divide)
+  # A_E of theirs counts an episode once a step.
+  whole = np.zeros(12)
+  for uid in ('p0', 'p1'):
+    s = scores[g['in/uid'] == uid]
+    scale = s.std(ddof=1) + 1e-6 if divide else 1.0
+    whole[g['in/uid'] == uid] = (s - s.mean()) / scale
+  steps = g[f'gigpo/{rewards}/{variant}/adv'] - whole[:, None]
+  episode_parts = advantages.group_relative(batch, divide_by_std=divide)
+  for mine, credit, part in zip(rows, ours, episode_parts):
+    expected = np.concatenate([steps[row][mask[row]] for row in mine])
+    # Its returns of the steps are float32.
+    _close(credit.advantages, part.advantages + expected, 1e-6)
+
+
+def test_whiten_is_verls():
+  mask = episodes.golden_mask()
+  values = [row[m] for row, m in zip(episodes.golden()['in/values'], mask)]
+  out = advantages.whiten([episodes_lib.Credit(v) for v in values])
+  assert [len(c.advantages) for c in out] == mask.sum(axis=1).tolist()
+  white = np.concatenate([c.advantages for c in out])
+  _close(white, episodes.golden_at_actions('verl/masked_whiten'))
