@@ -7,7 +7,19 @@ from jax.test_util import check_grads
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import algorithms, losses
+from agent_r1_jax import types
+from agent_r1_jax.rl import algorithms, losses, packing
+
+SURROGATES = {
+  'ppo_clip': losses.ppo_clip(),
+  'gspo': losses.gspo(clip_low=0.1, clip_high=0.1),
+  'cispo': losses.cispo(),
+  'cispo_absolute': losses.cispo_absolute(max_ratio=1.5),
+  'sapo': losses.sapo(),
+  'reinforce': losses.reinforce(),
+  'dppo_tv': losses.dppo_tv(),
+  'dppo_kl': losses.dppo_kl(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +33,45 @@ def _golden(*keys):
   return [jnp.asarray(episodes.golden()[key]) for key in keys]
 
 
-def _weights(aggregate=algorithms.token_mean):
-  mask = episodes.golden_mask()
+def _weights(aggregate=algorithms.token_mean, mask=None):
+  mask = episodes.golden_mask() if mask is None else mask
   return jnp.asarray(mask * aggregate(mask.sum(axis=1))[:, None])
+
+
+def _stats(logprobs, values=None):
+  return losses.TokenStats(logprobs, jnp.zeros_like(logprobs), values)
+
+
+def _batch(logprobs, advantages, weights=None, segment_ids=None, **numbers):
+  """A segment a row, every token weighs 1, unless told otherwise."""
+  B, T = logprobs.shape
+  numbers.update(logprobs=logprobs, advantages=advantages)
+  return types.Batch(
+    tokens=jnp.zeros((B, T), jnp.int32),
+    positions=jnp.zeros((B, T), jnp.int32),
+    segment_ids=jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids,
+    action_mask=jnp.ones((B, T), bool),
+    weights=jnp.ones((B, T)) if weights is None else weights,
+    **numbers,
+  )
+
+
+def _loss(surrogate, batch):
+  def loss(logprobs):
+    return losses.weighted(surrogate(_stats(logprobs), batch)[0], batch.weights)
+
+  return loss
+
+
+def _vjp(surrogate, batch):
+  """The loss of each token, and its derivative by its own log-prob."""
+
+  @jax.jit
+  def both(logprobs):
+    per_token, back = jax.vjp(lambda x: surrogate(_stats(x), batch)[0], logprobs)
+    return per_token, back(jnp.ones_like(logprobs))[0]
+
+  return both
 
 
 def _check(fn, argument, key, tolerance=1e-9):
@@ -34,35 +82,113 @@ def _check(fn, argument, key, tolerance=1e-9):
   np.testing.assert_allclose(grad, expected_grad, rtol=tolerance, atol=tolerance / 100)
 
 
-def _ppo(aggregate=algorithms.token_mean, **kwargs):
-  old, adv = _golden('in/old_logp', 'in/adv')
+# Surrogates against the peers.
 
-  def loss(logprobs):
-    log_ratio = losses.log_ratio(logprobs, old)
-    per_token, _ = losses.ppo_clip(log_ratio, adv, **kwargs)
-    return losses.weighted(per_token, _weights(aggregate))
-
-  return loss
+# The options are the oracle's: verl's defaults but where the key says otherwise; of GSPO,
+# 3e-4 and 4e-4, and 0.2 for 'wide'; of DPPO, 0.2 (TV) and 0.05 (KL).
+MEAN, SUM = algorithms.token_mean, algorithms.seq_mean_token_sum
+SEQUENCES = algorithms.seq_mean_token_mean
 
 
 @pytest.mark.parametrize(
-  ('key', 'kwargs'),
+  ('key', 'surrogate', 'aggregate'),
   [
-    ('verl/ppo_vanilla/token-mean', {}),
-    ('verl/ppo_vanilla/clip_higher_0.2_0.28', {'clip_high': 0.28}),
-    ('verl/ppo_vanilla/dual_clip_c1.5', {'dual_clip': 1.5}),
-    ('searchr1/ppo_0.2', {'dual_clip': None}),
+    ('verl/ppo_vanilla/token-mean', losses.ppo_clip(), MEAN),
+    ('verl/ppo_vanilla/seq-mean-token-sum', losses.ppo_clip(), SUM),
+    (
+      'verl/ppo_vanilla/seq-mean-token-sum-norm',
+      losses.ppo_clip(),
+      algorithms.seq_mean_token_sum_norm(24),
+    ),
+    # Agent-R1's is not the mean over the sequences but their sum.
+    (
+      'agentr1/ppo_vanilla/seq-mean-token-sum-norm',
+      losses.ppo_clip(),
+      lambda counts: np.full(len(counts), 1 / 24),
+    ),
+    ('verl/ppo_vanilla/clip_higher_0.2_0.28', losses.ppo_clip(clip_high=0.28), MEAN),
+    ('verl/ppo_vanilla/dual_clip_c1.5', losses.ppo_clip(dual_clip=1.5), MEAN),
+    ('searchr1/ppo_0.2', losses.ppo_clip(dual_clip=None), MEAN),
+    ('areal/ppo/cNone', losses.ppo_clip(dual_clip=None), MEAN),
+    ('areal/ppo/c3.0', losses.ppo_clip(dual_clip=3.0), MEAN),
+    ('verl/cispo', losses.cispo(), MEAN),
+    ('verl/cispo_10_0.2', losses.cispo(clip_low=10.0), MEAN),
+    ('verl/dppo_tv', losses.dppo_tv(low=0.2, high=0.2), MEAN),
+    ('verl/dppo_kl', losses.dppo_kl(), MEAN),
+    ('verl/reinforce', losses.reinforce(), SUM),
   ],
 )
-def test_ppo_clip_is_the_peers(key, kwargs):
-  _check(_ppo(**kwargs), *_golden('in/logp'), key)
+def test_surrogate_is_the_peers(key, surrogate, aggregate):
+  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv')
+  _check(_loss(surrogate, _batch(old, adv, _weights(aggregate))), new, key)
 
 
-def test_ppo_clip_is_verls_where_trajectories_weigh_the_same():
-  # verl adds 1e-8 to the count of a sequence's tokens.
-  key = 'verl/ppo_vanilla/seq-mean-token-mean'
-  loss = _ppo(algorithms.seq_mean_token_mean)
-  _check(loss, *_golden('in/logp'), key, tolerance=4e-9)
+@pytest.mark.parametrize(
+  ('key', 'surrogate'),
+  [
+    ('verl/ppo_vanilla/seq-mean-token-mean', losses.ppo_clip()),
+    ('verl/gspo', losses.gspo()),
+    ('verl/gspo_wide', losses.gspo(clip_low=0.2, clip_high=0.2)),
+    ('verl/sapo', losses.sapo()),
+  ],
+)
+def test_surrogate_is_verls_where_trajectories_weigh_the_same(key, surrogate):
+  # verl adds 1e-8 to the count of a sequence's tokens; the shortest has 3.
+  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv')
+  batch = _batch(old, adv, _weights(SEQUENCES))
+  _check(_loss(surrogate, batch), new, key, tolerance=4e-9)
+
+
+@pytest.mark.parametrize(
+  ('key', 'surrogate', 'aggregate'),
+  [
+    ('trl/grpo', losses.ppo_clip(dual_clip=None), SEQUENCES),
+    ('trl/dapo', losses.ppo_clip(clip_high=0.28, dual_clip=None), MEAN),
+    (
+      'trl/dr_grpo',
+      losses.ppo_clip(dual_clip=None),
+      algorithms.seq_mean_token_sum_norm(24),
+    ),
+    ('trl/gspo', losses.gspo(), SEQUENCES),
+    ('trl/cispo_epsmax5', losses.cispo_absolute(), MEAN),
+    # TRL makes its temperatures float32.
+    ('trl/sapo', losses.sapo(tau_negative=float(np.float32(1.05))), SEQUENCES),
+  ],
+)
+def test_surrogate_is_trls(key, surrogate, aggregate):
+  new, old, completion, adv = _golden(
+    'in/logp', 'in/old_logp', 'in/trl_completion_mask', 'in/trl_adv'
+  )
+  mask = episodes.golden_mask() & (np.asarray(completion) > 0)
+  batch = _batch(
+    old, jnp.broadcast_to(adv[:, None], mask.shape), _weights(aggregate, mask)
+  )
+  _check(_loss(surrogate, batch), new, key)
+
+
+def test_ppo_clip_watches_what_verl_watches():
+  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv')
+  _, watched = losses.ppo_clip()(_stats(new), _batch(old, adv))
+  for name, theirs in (('clip_fraction', 'pg_clipfrac'), ('behaviour_kl', 'ppo_kl')):
+    (expected,) = _golden(f'verl/ppo_vanilla/metrics/{theirs}')
+    out = losses.weighted(watched[name], _weights())
+    np.testing.assert_allclose(out, expected, rtol=1e-9)
+
+
+# Surrogates by hand.
+
+
+def _one(surrogate, ratio, advantage, old=-2.0):
+  """Loss, d loss / d log π, and whether it is clipped, of one token."""
+
+  def loss(logprob):
+    batch = _batch(jnp.full((1, 1), old), jnp.full((1, 1), advantage))
+    per_token, watched = surrogate(_stats(logprob[None, None]), batch)
+    return per_token[0, 0], watched.get('clip_fraction', jnp.zeros((1, 1)))[0, 0]
+
+  grad = jax.value_and_grad(loss, has_aux=True)
+  (value, clipped), grad = grad(jnp.asarray(old + np.log(ratio)))
+  return value, grad, clipped
 
 
 @pytest.mark.parametrize(
@@ -86,16 +212,242 @@ def test_ppo_clip_is_verls_where_trajectories_weigh_the_same():
   ],
 )
 def test_ppo_clip_by_hand(ratio, advantage, kwargs, loss, slope, clipped):
-  def one(log_ratio):
-    adv = jnp.full((1, 1), advantage)
-    per_token, where = losses.ppo_clip(log_ratio[None, None], adv, **kwargs)
-    return per_token[0, 0], where[0, 0]
-
-  (value, where), grad = jax.value_and_grad(one, has_aux=True)(jnp.log(ratio))
+  value, grad, where = _one(losses.ppo_clip(**kwargs), ratio, advantage)
   np.testing.assert_allclose(value, loss, rtol=1e-12)
-  # d loss / d log ρ, where d ρ / d log ρ = ρ.
+  # d loss / d log π = d loss / d log ρ, and d ρ / d log ρ = ρ.
   np.testing.assert_allclose(grad, slope, rtol=1e-12, atol=1e-15)
   assert where == clipped
+
+
+@pytest.mark.parametrize(
+  ('surrogate', 'ratio', 'advantage', 'weight', 'clipped'),
+  [
+    (losses.cispo(), 1.1, 2.0, 1.1, False),
+    (losses.cispo(), 3.0, 2.0, 1.2, True),  # held, not lost as in PPO
+    (losses.cispo(), 0.1, 2.0, 0.8, True),
+    (losses.cispo(), 0.1, -2.0, 0.8, True),
+    (losses.cispo(clip_low=1.0, clip_high=4.0), 7.0, 2.0, 5.0, True),
+    (losses.cispo_absolute(max_ratio=5.0), 7.0, 2.0, 5.0, True),
+    (losses.cispo_absolute(max_ratio=5.0), 0.1, -2.0, 0.1, False),
+    (losses.reinforce(), 7.0, 2.0, 1.0, False),
+    # p_old = 1/4; p = 0.35, 0.45, 0.05, 0.15.
+    (losses.dppo_tv(), 1.4, 2.0, 1.4, False),
+    (losses.dppo_tv(), 1.8, 2.0, 0.0, True),
+    (losses.dppo_tv(), 1.8, -2.0, 1.8, False),  # comes back
+    (losses.dppo_tv(), 0.2, -2.0, 0.0, True),
+    (losses.dppo_tv(), 0.2, 2.0, 0.2, False),
+    (losses.dppo_tv(low=0.3), 0.2, -2.0, 0.2, False),
+    (losses.dppo_tv(high=0.3, cap=1.5), 1.8, 2.0, 1.5, False),
+    # KL(1/4 ‖ 0.35) = 0.0231, (1/4 ‖ 0.45) = 0.0857, (1/4 ‖ 0.05) = 0.225.
+    (losses.dppo_kl(), 1.4, 2.0, 1.4, False),
+    (losses.dppo_kl(), 1.8, 2.0, 0.0, True),
+    (losses.dppo_kl(), 1.8, -2.0, 1.8, False),
+    (losses.dppo_kl(high=0.086), 1.8, 2.0, 1.8, False),
+    (losses.dppo_kl(), 0.2, -2.0, 0.0, True),
+    (losses.dppo_kl(low=0.2), 0.2, -2.0, 0.0, True),
+    (losses.dppo_kl(low=0.23), 0.2, -2.0, 0.2, False),
+  ],
+)
+def test_weighted_likelihoods_by_hand(surrogate, ratio, advantage, weight, clipped):
+  old = np.log(0.25)
+  value, grad, where = _one(surrogate, ratio, advantage, old)
+  expected = -weight * advantage * (old + np.log(ratio))
+  np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-15)
+  np.testing.assert_allclose(grad, -weight * advantage, rtol=1e-12)
+  assert where == clipped
+
+
+def test_the_two_conventions_of_cispo_are_one():
+  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv')
+  batch = _batch(old, adv)
+  one, _ = losses.cispo(clip_low=1.0, clip_high=0.1)(_stats(new), batch)
+  other, _ = losses.cispo_absolute(max_ratio=1.1)(_stats(new), batch)
+  np.testing.assert_allclose(one, other, rtol=1e-15)
+
+
+def test_sapo_by_hand():
+  # At ρ = 1 its slope is the likelihood ratio's, on either side; far away it fades.
+  for advantage in (2.0, -2.0):
+    _, grad, _ = _one(losses.sapo(), 1.0, advantage)
+    np.testing.assert_allclose(grad, -advantage, rtol=1e-12)
+  value, grad, _ = _one(losses.sapo(tau_positive=2.0), 1.5, 3.0)
+  gate = 1 / (1 + np.exp(-1.0))
+  np.testing.assert_allclose(value, -3.0 * gate * 4 / 2, rtol=1e-12)
+  np.testing.assert_allclose(grad, -3.0 * 4 * gate * (1 - gate) * 1.5, rtol=1e-12)
+  steep, soft = (_one(losses.sapo(tau_negative=t), 3.0, -1.0)[1] for t in (2.0, 1.0))
+  assert 0 < steep < soft
+
+
+def test_gspo_by_hand():
+  # ρ = 2 and 1/2 make s = 1: within the clip though each token is far outside.
+  old = jnp.full((1, 2), -2.0)
+  new = old + jnp.log(jnp.array([[2.0, 0.5]]))
+  batch = _batch(old, jnp.array([[3.0, -1.0]]))
+  per_token, watched = losses.gspo()(_stats(new), batch)
+  np.testing.assert_allclose(per_token, [[-3, 1]], rtol=1e-12)
+  assert (watched['clip_fraction'] == 0).all()
+  np.testing.assert_allclose(watched['behaviour_kl'], old - new, rtol=1e-12)
+  # ρ = 2 and 2 make s = 2: clipped where A > 0.
+  per_token, watched = losses.gspo(clip_high=0.5)(_stats(old + jnp.log(2.0)), batch)
+  np.testing.assert_allclose(per_token, [[-4.5, 2]], rtol=1e-12)
+  np.testing.assert_array_equal(watched['clip_fraction'], [[1, 0]])
+  # A log ratio in the mean of 100 is taken as 10.
+  per_token, _ = losses.gspo()(_stats(old + 100.0), batch)
+  np.testing.assert_allclose(per_token[0, 1], np.exp(10), rtol=1e-12)
+
+
+def test_gspos_gradient_is_the_sequence_ratios():
+  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/trl_adv')
+  mask = jnp.asarray(episodes.golden_mask())
+  spread = jnp.broadcast_to(adv[:, None], mask.shape)
+  batch = _batch(old, spread, _weights(SEQUENCES))
+
+  def sequences(logprobs):
+    log = jnp.sum(jnp.where(mask, logprobs - old, 0.0), 1) / mask.sum(1)
+    s = jnp.exp(log)
+    return jnp.maximum(-adv * s, -adv * jnp.clip(s, 0.95, 1.05)).mean()
+
+  surrogate = losses.gspo(clip_low=0.05, clip_high=0.05)
+  out = jax.jit(jax.value_and_grad(_loss(surrogate, batch)))(new)
+  expected = jax.jit(jax.value_and_grad(sequences))(new)
+  np.testing.assert_allclose(out[0], expected[0], rtol=1e-12)
+  np.testing.assert_allclose(out[1], expected[1], rtol=1e-12, atol=1e-15)
+  assert 0 < (jnp.abs(out[1]).max(1) > 0).sum() < len(adv)
+
+
+def test_gspo_does_not_depend_on_the_layout():
+  rng = np.random.default_rng(0)
+  masks = [np.append(rng.random(n - 1) < 0.6, True) for n in (7, 5, 9, 3, 1)]
+  numbers = [rng.normal(size=(3, len(mask))) for mask in masks]
+  pieces = [types.Segment(np.zeros(len(m), np.int32), m, np.zeros(len(m))) for m in masks]
+
+  @jax.jit
+  def run(logprobs, batch):
+    loss = _loss(SURROGATES['gspo'], batch)
+    return SURROGATES['gspo'](_stats(logprobs), batch)[0], jax.grad(loss)(logprobs)
+
+  def per_segment(order, row_tokens, row_multiple):
+    where = packing.layout(
+      [len(masks[i]) for i in order], row_tokens=row_tokens, row_multiple=row_multiple
+    )
+    new, old, adv = (
+      where.place([numbers[i][k] for i in order], np.float64) for k in range(3)
+    )
+    weights = where.place([masks[i] * 0.1 for i in order], np.float64)
+    batch = packing.pack([pieces[i] for i in order], where)
+    batch = batch._replace(logprobs=old, advantages=adv, weights=weights)
+    parts = [where.extract(np.asarray(y)) for y in run(new, batch)]
+    shared = len(order) - len({row for row, _ in where.places})
+    return shared, {i: [p[n] for p in parts] for n, i in enumerate(order)}
+
+  for order, row_tokens, row_multiple, sharing in (
+    ((0, 1, 2, 3, 4), 9, 1, 2),
+    ((4, 2, 0, 3, 1), 12, 4, 2),
+    ((3, 4, 1, 0, 2), 30, 2, 4),
+  ):
+    shared, out = per_segment(order, row_tokens, row_multiple)
+    assert shared == sharing
+    for i, (loss, grad) in out.items():
+      # By hand; the mean is over the tokens that weigh.
+      mask = masks[i]
+      new, old, A = numbers[i][:, mask]
+      s = np.exp(np.mean(new - old))
+      plain, clipped = -A * s, -A * np.clip(s, 0.9, 1.1)
+      np.testing.assert_allclose(loss[mask], np.maximum(plain, clipped), rtol=1e-12)
+      np.testing.assert_allclose(
+        grad[mask], 0.1 * np.where(plain >= clipped, plain, 0.0), rtol=1e-12
+      )
+      assert (grad[~mask] == 0).all()
+
+
+def test_gspo_in_a_row_full_of_segments():
+  old = jnp.full((2, 3), -2.0)
+  ratio = jnp.array([[2.0, 0.5, 3.0], [0.25, 4.0, 1.0]])
+  ids = jnp.array([[1, 2, 3], [1, 2, 3]])
+  batch = _batch(old, jnp.ones((2, 3)), segment_ids=ids)
+  per_token, _ = losses.gspo(clip_high=9.0)(_stats(old + jnp.log(ratio)), batch)
+  np.testing.assert_allclose(per_token, -ratio, rtol=1e-12)
+
+
+# Every surrogate.
+
+
+def _random(shape=(3, 8), seed=0):
+  """(new, old, advantages, weights); some tokens have no weight."""
+  rng = np.random.default_rng(seed)
+  old = -rng.uniform(0.05, 3, shape)
+  new = np.minimum(old + rng.normal(size=shape) * 0.4, -1e-3)
+  weights = rng.uniform(0.5, 1, shape) * (rng.random(shape) < 0.6)
+  adv = rng.normal(size=shape)
+  return [jnp.asarray(x) for x in (new, old, adv, weights)]
+
+
+@pytest.mark.parametrize('name', SURROGATES)
+def test_nothing_is_lost_or_gained_without_an_advantage(name):
+  new, old, adv, _ = _random()
+  batch = _batch(old, jnp.zeros_like(adv))
+  loss, grad = _vjp(SURROGATES[name], batch)(new)
+  assert (loss == 0).all() and (grad == 0).all()
+
+
+@pytest.mark.parametrize('name', SURROGATES)
+def test_on_policy_every_gradient_is_the_policy_gradient(name):
+  _, old, adv, weights = _random()
+  batch = _batch(old, adv, weights)
+  grad = jax.jit(jax.grad(_loss(SURROGATES[name], batch)))(old)
+  np.testing.assert_allclose(grad, -adv * weights, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize('name', SURROGATES)
+def test_what_does_not_weigh_has_no_gradient_and_no_influence(name):
+  new, old, adv, weights = _random()
+  off = weights == 0
+  assert off.any() and not off.all()
+
+  @jax.jit
+  def run(filler):
+    fill = lambda x: jnp.where(off, filler, x)
+    batch = _batch(fill(old), fill(adv), weights)
+    return jax.value_and_grad(_loss(SURROGATES[name], batch))(fill(new))
+
+  (loss, grad), (other, same) = run(-0.7), run(-5.0)
+  assert (grad[off] == 0).all() and (same[off] == 0).all()
+  assert loss == other and np.isfinite(loss)
+  np.testing.assert_array_equal(grad, same)
+  assert (grad[~off] != 0).any()
+  # A NaN there stays there.
+  loss_nan, grad_nan = run(jnp.nan)
+  assert loss_nan == loss
+  np.testing.assert_array_equal(grad_nan[~off], grad[~off])
+
+
+@pytest.mark.parametrize('name', SURROGATES)
+def test_surrogates_are_finite_far_from_the_old_policy(name):
+  old = jnp.array([[-1e-6, -300.0, -300.0, -1e-6]])
+  new = jnp.array([[-300.0, -1e-6, -1e-6, -300.0]])
+  batch = _batch(old, jnp.array([[1.0, 1.0, -1.0, -1.0]]))
+  out = jax.jit(jax.value_and_grad(_loss(SURROGATES[name], batch)))(new)
+  assert all(np.isfinite(x).all() for x in out)
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: losses.ppo_clip(clip_low=-0.2),
+    lambda: losses.ppo_clip(clip_high=0.0),
+    lambda: losses.ppo_clip(dual_clip=1.0),
+    lambda: losses.gspo(clip_low=float('nan')),
+    lambda: losses.cispo(clip_high=-1.0),
+    lambda: losses.cispo_absolute(max_ratio=0.0),
+    lambda: losses.sapo(tau_negative=0.0),
+    lambda: losses.dppo_tv(cap=0.0),
+    lambda: losses.dppo_kl(low=-0.1),
+    lambda: losses.value_clip(clip=0.0),
+  ],
+)
+def test_options_are_checked(make):
+  with pytest.raises(ValueError, match='must be above'):
+    make()
 
 
 def test_log_ratio_is_clipped():
@@ -106,72 +458,39 @@ def test_log_ratio_is_clipped():
   np.testing.assert_array_equal(back(jnp.ones((1, 4)))[0], [[1, 0, 0, 1]])
 
 
-# KL.
-
-
-@pytest.mark.parametrize(
-  ('estimator', 'key'), [(losses.k1, 'k1'), (losses.k3, 'low_var_kl')]
-)
-def test_kl_is_verls(estimator, key):
-  logp, ref = _golden('in/logp', 'in/ref_logp')
-  mask = jnp.asarray(episodes.golden_mask())
-  value, grad = _golden(f'verl/kl/{key}/val', f'verl/kl/{key}/grad')
-  out, back = jax.vjp(lambda x: estimator(x, ref), logp)
-  np.testing.assert_allclose(out, value, rtol=1e-9, atol=1e-12)
-  (grads,) = back(jnp.where(mask, 1.0, 0.0))
-  np.testing.assert_allclose(grads, grad, rtol=1e-9, atol=1e-12)
-
-
-def test_k3_far_from_the_reference_is_verls():
-  logp, ref, far = _golden('in/logp', 'in/ref_logp', 'in/logp_far_offset30')
-  for sign, key in ((1, 'far'), (-1, 'farneg')):
-    out, back = jax.vjp(lambda x: losses.k3(x, ref), logp + sign * far)
-    np.testing.assert_allclose(out, *_golden(f'verl/kl/low_var_kl_{key}/val'), rtol=1e-9)
-    assert (back(jnp.ones_like(out))[0] == 0).all()
-
-
-def test_kl_estimators_by_hand():
-  p, q = jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.log(jnp.array([[0.2, 0.3, 0.5]]))
-  exact = jnp.sum(jnp.exp(p) * (p - q))
-  # Both are unbiased under p, and k3 is never negative.
-  for estimator in (losses.k1, losses.k3):
-    np.testing.assert_allclose(jnp.sum(jnp.exp(p) * estimator(p, q)), exact, rtol=1e-12)
-  assert (losses.k3(p, q) > 0).all() and (losses.k1(p, q) < 0).any()
-  assert (losses.k3(p, p) == 0).all()
-  # k1 serves the host, too.
-  assert isinstance(losses.k1(np.zeros(3), np.ones(3)), np.ndarray)
-
-
 # Values and entropy.
+
+
+def _value_loss(clip, old, returns, weights):
+  batch = _batch(old, old, weights, values=old, returns=returns)
+  value_loss = losses.value_clip(clip=clip)
+  return lambda values: losses.weighted(value_loss(values, batch), weights)
 
 
 @pytest.mark.parametrize('clip', [0.5, 0.2])
 def test_value_clip_is_verls(clip):
   # The oracle's targets are the process rewards.
   new, old, returns = _golden('in/vpreds', 'in/values', 'in/rewards_process')
-
-  def loss(values):
-    per_token = losses.value_clip(values, old, returns, clip=clip)
-    return losses.weighted(per_token, _weights())
-
+  loss = _value_loss(clip, old, returns, _weights())
   _check(loss, new, f'verl/value_loss/clip{clip}')
 
 
 @pytest.mark.parametrize(
-  ('value', 'old', 'target', 'loss', 'slope'),
+  ('value', 'old', 'target', 'clip', 'loss', 'slope'),
   [
-    (1.0, 1.0, 3.0, 2.0, -2.0),
-    (2.0, 1.0, 3.0, 1.125, 0.0),  # moved to 1.5 at most: (1.5 - 3)² / 2
-    (4.0, 1.0, 3.0, 1.125, 0.0),
-    (5.0, 1.0, 3.0, 2.0, 2.0),  # beyond the target: the plain error is larger
-    (0.0, 1.0, 3.0, 4.5, -3.0),
+    (1.0, 1.0, 3.0, 0.5, 2.0, -2.0),
+    (2.0, 1.0, 3.0, 0.5, 1.125, 0.0),  # moved to 1.5 at most: (1.5 - 3)² / 2
+    (4.0, 1.0, 3.0, 0.5, 1.125, 0.0),
+    (5.0, 1.0, 3.0, 0.5, 2.0, 2.0),  # beyond the target: the plain error is larger
+    (0.0, 1.0, 3.0, 0.5, 4.5, -3.0),
+    (2.0, 1.0, 3.0, None, 0.5, -1.0),
+    (4.0, 1.0, 3.0, None, 0.5, 1.0),
   ],
 )
-def test_value_clip_by_hand(value, old, target, loss, slope):
-  def one(v):
-    return losses.value_clip(*(jnp.full((1, 1), x) for x in (v, old, target)))[0, 0]
-
-  out, grad = jax.value_and_grad(one)(value)
+def test_value_clip_by_hand(value, old, target, clip, loss, slope):
+  full = lambda x: jnp.full((1, 1), x)
+  fn = _value_loss(clip, full(old), full(target), full(1.0))
+  out, grad = jax.value_and_grad(lambda v: fn(v[None, None]))(jnp.asarray(value))
   assert (out, grad) == (loss, slope)
 
 
@@ -199,18 +518,27 @@ def test_weighted_reads_nothing_where_nothing_weighs():
   np.testing.assert_array_equal(grad, w)
 
 
-@pytest.mark.parametrize('mode', ['token-mean', 'seq-mean-token-mean'])
+@pytest.mark.parametrize(
+  ('mode', 'aggregate'),
+  [
+    ('token-mean', MEAN),
+    ('seq-mean-token-mean', SEQUENCES),
+    ('seq-mean-token-sum', SUM),
+    ('seq-mean-token-sum-norm', algorithms.seq_mean_token_sum_norm(24)),
+  ],
+)
 @pytest.mark.parametrize('empty', [False, True])
-def test_aggregation_is_verls(mode, empty):
-  aggregate = getattr(algorithms, mode.replace('-', '_'))
+def test_aggregation_is_verls(mode, aggregate, empty):
   mask = episodes.golden_mask().copy()
   if empty:
     mask[2] = False
-  weights = jnp.asarray(mask * aggregate(mask.sum(axis=1))[:, None])
   x, expected = _golden(
     'in/values', f'verl/agg_loss{"_emptyrow" if empty else ""}/{mode}'
   )
-  np.testing.assert_allclose(losses.weighted(x, weights), expected, rtol=1e-8)
+  out = losses.weighted(x, _weights(aggregate, mask))
+  # verl adds 1e-8 to the count of a sequence's tokens.
+  tolerance = 1e-8 if aggregate is SEQUENCES else 1e-12
+  np.testing.assert_allclose(out, expected, rtol=tolerance)
 
 
 # Gradients.
@@ -219,20 +547,31 @@ def test_aggregation_is_verls(mode, empty):
 def test_gradients_are_derivatives():
   rng = np.random.default_rng(0)
   x, y, z = (jnp.asarray(rng.normal(size=(2, 5))) for _ in range(3))
-  ratio = jnp.log(jnp.array([[0.5, 0.9, 1.1, 1.6, 5.0], [0.5, 0.9, 1.1, 1.6, 5.0]]))
-  signs = jnp.array([[1.0] * 5, [-1.0] * 5])
   # Each branch of the clips, and no point near a kink.
+  ratio = jnp.log(jnp.array([[0.5, 0.9, 1.1, 1.6, 5.0], [0.5, 0.9, 1.1, 1.6, 5.0]]))
+  batch = _batch(-jnp.ones((2, 5)), jnp.array([[1.0] * 5, [-1.0] * 5]))
+  batch = batch._replace(values=y, returns=z)
 
   @jax.jit
   def every(ratio, x, y):
+    stats = _stats(batch.logprobs + ratio)
     return (
-      losses.ppo_clip(ratio, signs)[0],
-      losses.k1(x, y),
-      losses.k3(x, y),
+      losses.ppo_clip()(stats, batch)[0],
+      losses.sapo()(stats, batch)[0],
+      losses.reinforce()(stats, batch)[0],
       losses.log_ratio(x, y),
       losses.entropy(x),
       losses.weighted(x, y),
-      losses.value_clip(x, y, z),
+      losses.value_clip()(x, batch),
+      losses.value_clip(clip=None)(x, batch),
     )
 
   check_grads(every, (ratio, x, y), order=1)
+
+
+@pytest.mark.parametrize('name', ['cispo', 'cispo_absolute', 'dppo_tv', 'dppo_kl'])
+def test_what_stops_the_gradient_is_linear_in_the_log_probs(name):
+  new, old, adv, _ = _random()
+  batch = _batch(old, adv)
+  per_token, slope = _vjp(SURROGATES[name], batch)(new)
+  np.testing.assert_allclose(per_token, slope * new, rtol=1e-12, atol=1e-15)

@@ -1,19 +1,23 @@
-"""Per-token losses and KL estimators on the device.
+"""Per-token losses on the device.
 
-Each returns one number a token; `weighted` sums them with the batch's weights. The
-weights carry the aggregation with global denominators, so that the sum over micro-batches
-and devices is the whole batch's loss however it was split or packed.
+A surrogate takes what the learner says of the tokens and what the batch says of them, and
+returns the loss of each token and numbers of each token to watch; the factories here make
+surrogates. `weighted` sums either with the batch's weights. The weights carry the
+aggregation with global denominators, so that the sum over micro-batches and devices is
+the whole batch's loss however it was split or packed.
 
-Letters: B rows, T tokens.
+Letters: B rows, T tokens. A advantage, ρ = π/π_old, sg stops the gradient.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
-import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from agent_r1_jax import types
 
 # Log-ratios beyond this are clipped before exp, as in verl.
 _MAX_LOG_RATIO = 20.0
@@ -33,6 +37,12 @@ class TokenStats(NamedTuple):
   values: Float[Array, 'B T'] | None = None
 
 
+Watched = dict[str, Float[Array, 'B T']]
+Surrogate = Callable[[TokenStats, types.Batch], tuple[Float[Array, 'B T'], Watched]]
+# (values, Batch) -> the critic's loss of each token.
+ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
+
+
 def weighted(x: Float[Array, 'B T'], weights: Float[Array, 'B T']) -> Float[Array, '']:
   """Σ w x over the tokens with w ≠ 0; elsewhere nothing is read, not even a NaN."""
   return jnp.sum(jnp.where(weights != 0, x, 0.0) * weights)
@@ -46,67 +56,223 @@ def log_ratio(
 
 
 def ppo_clip(
-  log_ratio: Float[Array, 'B T'],
-  advantages: Float[Array, 'B T'],
-  *,
-  clip_low: float = 0.2,
-  clip_high: float = 0.2,
-  dual_clip: float | None = 3.0,
-) -> tuple[Float[Array, 'B T'], Bool[Array, 'B T']]:
+  *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0
+) -> Surrogate:
   """max(-A ρ, -A clip(ρ, 1-ε_l, 1+ε_h)), for A < 0 at most -A c.
 
   Schulman et al. 2017 (arXiv 1707.06347); ε_h > ε_l is DAPO's clip-higher (arXiv
-  2503.14476); c is the dual clip of Ye et al. 2020 (arXiv 1912.09729), as in verl.
+  2503.14476); c is the dual clip of Ye et al. 2020 (arXiv 1912.09729), as in verl. TRL
+  and Search-R1 have no dual clip.
 
   Args:
-    log_ratio: log π/π_old.
-    advantages: Constants.
     clip_low: ε_l.
     clip_high: ε_h.
     dual_clip: c > 1, or None.
-
-  Returns:
-    The loss of each token, and where the clip is active.
   """
-  ratio = jnp.exp(log_ratio)
-  plain = -advantages * ratio
-  clipped = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-  loss = jnp.maximum(plain, clipped)
-  if dual_clip is not None:
-    loss = jnp.where(advantages < 0, jnp.minimum(loss, -advantages * dual_clip), loss)
-  return loss, clipped > plain
+  _positive(clip_low=clip_low, clip_high=clip_high)
+  if dual_clip is not None and not dual_clip > 1:
+    raise ValueError(f'dual_clip is {dual_clip}; it must be above 1, or None.')
+
+  def surrogate(stats: TokenStats, batch: types.Batch):
+    log, A = log_ratio(stats.logprobs, batch.logprobs), batch.advantages
+    loss, clipped = _clipped(jnp.exp(log), A, clip_low, clip_high)
+    if dual_clip is not None:
+      loss = jnp.where(A < 0, jnp.minimum(loss, -A * dual_clip), loss)
+    return loss, _watched(log, clipped)
+
+  return surrogate
 
 
-def k1(
-  logprobs: Float[Array | np.ndarray, '*n'], ref_logprobs: Float[Array | np.ndarray, '*n']
-) -> Float[Array | np.ndarray, '*n']:
-  """log π - log π_ref: unbiased KL(π ‖ π_ref), Schulman's k1; on host and device."""
-  return logprobs - ref_logprobs
+def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
+  """PPO's clip of the sequence's ratio s = exp(mean log ρ); max(-A s, -A clip(s)).
 
+  Zheng et al. 2025 (arXiv 2507.18071). Each token's s is sg(s) π/sg(π), with the value of
+  s and the gradient of its own log π (the paper's GSPO-token, as verl has it). A
+  sequence is a segment: the mean is over its tokens that have a weight. TRL has the
+  gradient of s itself, which is the same where A is equal over a sequence.
 
-def k3(
-  logprobs: Float[Array, 'B T'], ref_logprobs: Float[Array, 'B T']
-) -> Float[Array, 'B T']:
-  """r - 1 - log r with r = π_ref/π: unbiased and never negative, Schulman's k3.
-
-  Clipped as in verl: log r to ±20, the result to ±10 (its gradient is 0 beyond).
+  Args:
+    clip_low: ε_l; the paper's, as clip_high.
+    clip_high: ε_h.
   """
-  x = log_ratio(ref_logprobs, logprobs)
-  return jnp.clip(jnp.exp(x) - x - 1, -10.0, 10.0)
+  _positive(clip_low=clip_low, clip_high=clip_high)
+
+  def surrogate(stats: TokenStats, batch: types.Batch):
+    log = stats.logprobs - batch.logprobs
+    mean = _segment_mean(log, batch.segment_ids, batch.weights != 0)
+    own = stats.logprobs - jax.lax.stop_gradient(stats.logprobs)
+    ratio = jnp.exp(jnp.minimum(own + jax.lax.stop_gradient(mean), 10.0))
+    loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
+    return loss, _watched(log_ratio(stats.logprobs, batch.logprobs), clipped)
+
+  return surrogate
 
 
-def value_clip(
-  values: Float[Array, 'B T'],
-  old_values: Float[Array, 'B T'],
-  returns: Float[Array, 'B T'],
-  *,
-  clip: float = 0.5,
-) -> Float[Array, 'B T']:
-  """½ max((V - R)², (clip(V, V_old ± c) - R)²), PPO's value loss (verl: c = 0.5)."""
-  near = old_values + jnp.clip(values - old_values, -clip, clip)
-  return 0.5 * jnp.maximum(jnp.square(values - returns), jnp.square(near - returns))
+def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
+  """-sg(clip(ρ, 1-ε_l, 1+ε_h)) A log π: the weight is clipped, no token is lost.
+
+  MiniMax 2025 (arXiv 2506.13585), in its and verl's convention: the bounds are measured
+  from 1. Without a lower bound: clip_low = 1. See `cispo_absolute`.
+
+  Args:
+    clip_low: ε_l.
+    clip_high: ε_h.
+  """
+  _positive(clip_low=clip_low, clip_high=clip_high)
+  return _weighted_likelihood(lambda ratio: jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
+
+
+def cispo_absolute(*, max_ratio: float = 5.0) -> Surrogate:
+  """-sg(min(ρ, ε_max)) A log π: `cispo` in TRL's convention, the bound is the ratio's.
+
+  Args:
+    max_ratio: ε_max; 5 here is clip_high = 4 there.
+  """
+  _positive(max_ratio=max_ratio)
+  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, max_ratio))
+
+
+def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
+  """-A σ(τ (ρ - 1)) 4/τ: a soft gate in the clip's place, as steep as ρ at ρ = 1.
+
+  Soft adaptive policy optimization (arXiv 2511.20347).
+
+  Args:
+    tau_positive: τ where A > 0.
+    tau_negative: τ elsewhere; the greater, the sooner a token fades out.
+  """
+  _positive(tau_positive=tau_positive, tau_negative=tau_negative)
+
+  def surrogate(stats: TokenStats, batch: types.Batch):
+    log, A = log_ratio(stats.logprobs, batch.logprobs), batch.advantages
+    tau = jnp.where(A > 0, tau_positive, tau_negative)
+    gate = jax.nn.sigmoid(tau * (jnp.exp(log) - 1.0)) * 4.0 / tau
+    return -A * gate, _watched(log)
+
+  return surrogate
+
+
+def reinforce() -> Surrogate:
+  """-A log π: no ratio, so exact on-policy only. Williams 1992."""
+  return lambda stats, batch: (-batch.advantages * stats.logprobs, {})
+
+
+def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surrogate:
+  """-A sg(min(ρ, c)) log π where p - p_old ≤ δ_h (A > 0) or p_old - p ≤ δ_l; else 0.
+
+  Divergence PPO (arXiv 2602.04879): the trust region is of the total variation between
+  the binary distributions "this token or another", not of the ratio; a token beyond it
+  on the side that A pushes to is left out. The defaults are TRL's; verl's are its PPO
+  clip's.
+
+  Args:
+    low: δ_l.
+    high: δ_h.
+    cap: c.
+  """
+  _positive(low=low, high=high, cap=cap)
+
+  def kept(logprobs, old, positive):
+    moved = jnp.exp(logprobs) - jnp.exp(old)
+    return jnp.where(positive, moved <= high, moved >= -low)
+
+  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, cap), kept)
+
+
+def dppo_kl(*, low: float = 0.05, high: float = 0.05, cap: float = 20.0) -> Surrogate:
+  """As `dppo_tv`, where the binary KL(p_old ‖ p) ≤ δ or p moved against A; else 0.
+
+  KL(p_old ‖ p) = p_old log p_old/p + (1 - p_old) log (1 - p_old)/(1 - p), with verl's
+  1e-8 in the last fraction. The defaults are what TRL gives as the paper's.
+
+  Args:
+    low: δ_l, where A ≤ 0.
+    high: δ_h, where A > 0.
+    cap: c.
+  """
+  _positive(low=low, high=high, cap=cap)
+
+  def kept(logprobs, old, positive):
+    p, q, eps = jnp.exp(logprobs), jnp.exp(old), 1e-8
+    rest = (1.0 - q) * jnp.log((1.0 - q + eps) / (1.0 - p + eps))
+    near = q * (old - logprobs) + rest <= jnp.where(positive, high, low)
+    return near | jnp.where(positive, p <= q, p >= q)
+
+  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, cap), kept)
+
+
+def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
+  """½ max((V - R)², (clip(V, V_old ± c) - R)²), PPO's value loss.
+
+  c is 0.5 in verl, 0.2 in SkyRL.
+
+  Args:
+    clip: c, or None for ½ (V - R)².
+  """
+  if clip is not None:
+    _positive(clip=clip)
+
+  def loss(values, batch):
+    error = jnp.square(values - batch.returns)
+    if clip is not None:
+      near = batch.values + jnp.clip(values - batch.values, -clip, clip)
+      error = jnp.maximum(error, jnp.square(near - batch.returns))
+    return 0.5 * error
+
+  return loss
 
 
 def entropy(logits: Float[Array, '*B V']) -> Float[Array, '*B']:
   """-Σ π log π = logsumexp(z) - Σ softmax(z) z."""
   return jax.nn.logsumexp(logits, -1) - jnp.sum(jax.nn.softmax(logits) * logits, -1)
+
+
+def _clipped(ratio, advantages, low: float, high: float) -> tuple[Array, Array]:
+  """max(-A r, -A clip(r, 1-ε_l, 1+ε_h)), and where the clip is active."""
+  plain = -advantages * ratio
+  clipped = -advantages * jnp.clip(ratio, 1 - low, 1 + high)
+  return jnp.maximum(plain, clipped), clipped > plain
+
+
+def _weighted_likelihood(bound: Callable, kept: Callable | None = None) -> Surrogate:
+  """-sg(bound(ρ)) A log π, and 0 where (log π, log π_old, A > 0) is not kept.
+
+  'clip_fraction' is of tokens that are not kept, or without `kept`, that are bounded.
+  """
+
+  def surrogate(stats: TokenStats, batch: types.Batch):
+    log = log_ratio(stats.logprobs, batch.logprobs)
+    ratio = jnp.exp(log)
+    held = bound(ratio)
+    out = held != ratio
+    if kept is not None:
+      out = ~kept(stats.logprobs, batch.logprobs, batch.advantages > 0)
+      held = jnp.where(out, 0.0, held)
+    loss = -jax.lax.stop_gradient(held) * batch.advantages * stats.logprobs
+    return loss, _watched(log, out)
+
+  return surrogate
+
+
+def _segment_mean(
+  x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T'], counted: Bool[Array, 'B T']
+) -> Float[Array, 'B T']:
+  """At each token, the mean of x over the counted tokens of its segment; 0 of none."""
+  # Segments of a row are 1, 2, ..., at most as many as it has tokens; 0 is padding.
+  sums = jax.vmap(lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i])
+  total = sums(jnp.where(counted, x, 0.0), segment_ids)
+  return total / jnp.maximum(sums(counted.astype(x.dtype), segment_ids), 1.0)
+
+
+def _watched(log: Array, clipped: Array | None = None) -> Watched:
+  """-log ρ, whose mean is the KL from the policy that sampled; where it is clipped."""
+  watched = {'behaviour_kl': -log}
+  if clipped is not None:
+    watched['clip_fraction'] = clipped.astype(log.dtype)
+  return watched
+
+
+def _positive(**options: float) -> None:
+  for name, value in options.items():
+    if not value > 0:
+      raise ValueError(f'{name} is {value}; it must be above 0.')

@@ -1,0 +1,131 @@
+"""KL to the reference policy: its estimators, where it goes, and who sets its weight.
+
+An estimator takes log π and log π_ref of tokens that π chose, and returns one number a
+token. On the host, float64 stays float64.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Float
+import numpy as np
+
+Numbers = Float[Array | np.ndarray, '*n']
+Estimator = Callable[[Any, Any], Any]
+# (coefficient, mean KL, trajectories that it is the mean of) -> the next coefficient.
+Control = Callable[[float, float, int], float]
+
+
+def k1(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
+  """log π - log π_ref: unbiased and of either sign, Schulman's k1 (2020, a blog post)."""
+  return logprobs - ref_logprobs
+
+
+def k2(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
+  """½ (log π - log π_ref)²: biased, Schulman's k2; its gradient is unbiased on-policy."""
+  return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
+  """r - 1 - log r with r = π_ref/π: unbiased and never negative, Schulman's k3.
+
+  Clipped as in verl: log r to ±20, the result to ±10 (its gradient is 0 beyond). TRL
+  clips neither.
+  """
+  xp = _of(logprobs, ref_logprobs)
+  x = xp.clip(ref_logprobs - logprobs, -20.0, 20.0)
+  return xp.clip(xp.exp(x) - x - 1.0, -10.0, 10.0)
+
+
+def absolute(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
+  """|log π - log π_ref|: no estimate of the KL, but 0 only where the two agree (verl)."""
+  return _of(logprobs, ref_logprobs).abs(logprobs - ref_logprobs)
+
+
+def straight_through(estimator: Estimator) -> Estimator:
+  """The estimator's value with k2's gradient; verl's names end in '+'.
+
+  In a loss, the gradient of k1 has mean 0 and that of k3 is of another divergence,
+  KL(π_ref ‖ π); k2's is that of KL(π ‖ π_ref).
+
+  Args:
+    estimator: Such as k1 or k3.
+  """
+
+  def combined(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
+    value = estimator(logprobs, ref_logprobs)
+    if isinstance(value, np.ndarray):  # The host takes no gradient.
+      return value
+    slope = k2(logprobs, ref_logprobs)
+    return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))
+
+  return combined
+
+
+def fixed(coef: float, kl: float, n: int) -> float:
+  """The coefficient stays."""
+  del kl, n
+  return coef
+
+
+def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
+  """β ← β (1 + clip(KL/target - 1, ±0.2) n / horizon).
+
+  Ziegler et al. 2019 (arXiv 1909.08593), with verl's defaults.
+
+  Args:
+    target: The KL to keep to.
+    horizon: In trajectories: how slowly the coefficient moves.
+  """
+  if not (target > 0 and horizon > 0):
+    raise ValueError(f'target ({target}) and horizon ({horizon}) must be above 0.')
+
+  def control(coef: float, kl: float, n: int) -> float:
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * n / horizon)
+
+  return control
+
+
+@dataclasses.dataclass(frozen=True)
+class InReward:
+  """β KL is taken off each token's reward: r - β KL.
+
+  Attributes:
+    coef: β at the start.
+    estimator: Of the KL.
+    control: Of β after each rollout.
+  """
+
+  coef: float = 0.001
+  estimator: Estimator = k1
+  control: Control = fixed
+
+  def __post_init__(self):
+    _check(self.coef)
+
+
+@dataclasses.dataclass(frozen=True)
+class InLoss:
+  """β KL is added to each token's loss. The attributes are InReward's."""
+
+  coef: float = 0.001
+  estimator: Estimator = k3
+  control: Control = fixed
+
+  def __post_init__(self):
+    _check(self.coef)
+
+
+def _check(coef: float) -> None:
+  if not coef >= 0:
+    raise ValueError(f'coef is {coef}; below 0 it would drive the policy away.')
+
+
+def _of(x: Numbers, y: Numbers) -> Any:
+  """NumPy where both are on the host, else jax.numpy."""
+  return np if isinstance(x, np.ndarray) and isinstance(y, np.ndarray) else jnp

@@ -1,0 +1,263 @@
+"""Corrections: verl's and AReaL's numbers in float64 (golden/), hand-made cases."""
+
+import episodes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agent_r1_jax import types
+from agent_r1_jax.rl import correction, kl, losses
+
+UNTOUCHED = [np.array([-1.0, -2.0, -0.5]), np.zeros(0), np.array([-3.0])]
+# One of each, with options under which each of them keeps what is on-policy.
+EVERY = {
+  'token_truncated': correction.token_truncated(),
+  'sequence_truncated': correction.sequence_truncated(),
+  'token_band': correction.token_band(),
+  'sequence_band': correction.sequence_band(),
+  'geometric_band': correction.geometric_band(),
+  'reject': correction.reject(kl.k3, np.max, high=0.1),
+  'normalized': correction.normalized(correction.token_truncated()),
+  'by_trajectory': correction.normalized(correction.token_band(), by_trajectory=True),
+  'product': correction.product(
+    correction.geometric_band(), correction.token_truncated(), correction.token_band()
+  ),
+}
+
+
+def _golden_weights(correct, old='in/old_logp', behaviour='in/rollout_logp'):
+  """The weights of the peers' episodes, [12, 24]; 0 off the action tokens."""
+  g, mask = episodes.golden(), episodes.golden_mask()
+  rows = range(len(mask))
+  weights = correct(*([g[key][b][mask[b]] for b in rows] for key in (old, behaviour)))
+  out = np.zeros(mask.shape)
+  for b in rows:
+    out[b, mask[b]] = weights[b]
+  return out
+
+
+@pytest.mark.parametrize(
+  ('key', 'correct', 'by_trajectory'),
+  [
+    ('token/th2.0', correction.token_truncated(cap=2.0), False),
+    ('token/th0.5_5.0', correction.token_band(low=0.5, high=5.0), False),
+    ('sequence/th2.0', correction.sequence_truncated(cap=2.0), True),
+    ('sequence/th0.5_5.0', correction.sequence_band(low=0.5, high=5.0), True),
+  ],
+)
+@pytest.mark.parametrize('normalized', [False, True])
+def test_weights_are_verls(key, correct, by_trajectory, normalized):
+  tolerance = 1e-12
+  if normalized:
+    # verl adds 1e-8 to counts.
+    tolerance = 4e-9
+    correct = correction.normalized(correct, by_trajectory=by_trajectory)
+  expected = episodes.golden()[f'verl/rollout_is/{key}/bn{int(normalized)}/w']
+  out = _golden_weights(correct)
+  np.testing.assert_allclose(out, expected, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+  ('key', 'estimator', 'over', 'bounds'),
+  [
+    ('token_k1/th0.8_1.25', kl.k1, None, (0.8, 1.25)),
+    ('token_k2/th0.02', kl.k2, None, 0.02),
+    ('token_k3/th0.02', kl.k3, None, 0.02),
+    ('seq_sum_k1/th0.5_2.0', kl.k1, np.sum, (0.5, 2.0)),
+    ('seq_sum_k2/th0.2', kl.k2, np.sum, 0.2),
+    ('seq_sum_k3/th0.2', kl.k3, np.sum, 0.2),
+    ('seq_mean_k1/th0.95_1.05', kl.k1, np.mean, (0.95, 1.05)),
+    ('seq_mean_k2/th0.012', kl.k2, np.mean, 0.012),
+    ('seq_mean_k3/th0.012', kl.k3, np.mean, 0.012),
+    ('seq_max_k2/th0.05', kl.k2, np.max, 0.05),
+    ('seq_max_k3/th0.05', kl.k3, np.max, 0.05),
+  ],
+)
+def test_rejection_is_verls(key, estimator, over, bounds):
+  low, high = np.log(bounds) if isinstance(bounds, tuple) else (-np.inf, bounds)
+  out = _golden_weights(correction.reject(estimator, over, low=low, high=high))
+  np.testing.assert_array_equal(out, episodes.golden()[f'verl/rollout_rs/{key}/mask'])
+  mask = episodes.golden_mask()
+  assert 0 < out.sum() < mask.sum()
+
+
+@pytest.mark.parametrize(
+  ('key', 'correct', 'dual_clip', 'tolerance'),
+  [
+    ('verl/ppo_vanilla/tis_token2.0', correction.token_truncated(cap=2.0), 3.0, 1e-9),
+    # What it rejects stays in the denominator. AReaL's weights are float32.
+    (
+      'areal/decoupled/token_mask_upper1.3',
+      correction.token_band(low=0.0, high=1.3),
+      None,
+      3e-7,
+    ),
+  ],
+)
+def test_corrected_loss_is_the_peers(key, correct, dual_clip, tolerance):
+  g, mask = episodes.golden(), episodes.golden_mask()
+  weights = _golden_weights(correct)
+  with jax.enable_x64(True):
+    # Of the batch, only what a surrogate reads.
+    batch = types.Batch(
+      *[jnp.zeros(mask.shape, jnp.int32)] * 3,
+      action_mask=jnp.asarray(mask),
+      logprobs=jnp.asarray(g['in/old_logp']),
+      advantages=jnp.asarray(g['in/adv']),
+      weights=jnp.asarray(mask / mask.sum()),
+    )
+    surrogate = losses.ppo_clip(dual_clip=dual_clip)
+
+    @jax.value_and_grad
+    def loss(logprobs):
+      stats = losses.TokenStats(logprobs, jnp.zeros_like(logprobs))
+      return losses.weighted(surrogate(stats, batch)[0] * weights, batch.weights)
+
+    out, grad = jax.jit(loss)(jnp.asarray(g['in/logp']))
+  np.testing.assert_allclose(out, g[f'{key}/loss'], rtol=tolerance)
+  np.testing.assert_allclose(grad, g[f'{key}/grad'], rtol=tolerance, atol=1e-12)
+
+
+# By hand.
+
+
+def _weights(correct, *ratios):
+  """The weights of trajectories whose tokens have these ratios."""
+  behaviour = [np.full(len(r), -1.5) for r in ratios]
+  old = [b + np.log(r) for b, r in zip(behaviour, ratios)]
+  return [w.tolist() for w in correct(old, behaviour)]
+
+
+@pytest.mark.parametrize(
+  ('correct', 'expected'),
+  [
+    (correction.token_truncated(), [[2, 0.6, 1], [0.2]]),
+    (correction.token_truncated(cap=0.4), [[0.4, 0.4, 0.4], [0.2]]),
+    (correction.sequence_truncated(cap=2.5), [[2.4, 2.4, 2.4], [0.2]]),
+    (correction.sequence_truncated(), [[2, 2, 2], [0.2]]),
+    (correction.token_band(), [[4, 0.6, 1], [0]]),
+    (correction.token_band(low=0.7, high=3), [[0, 0, 1], [0]]),
+    (correction.sequence_band(low=0.3), [[2.4, 2.4, 2.4], [0]]),
+    (correction.sequence_band(low=0.1, high=2.3), [[0, 0, 0], [0.2]]),
+    # The geometric means are 1.339 and 0.2.
+    (correction.geometric_band(low=0.19, high=1.33), [[0, 0, 0], [1]]),
+    (correction.geometric_band(low=0.21, high=1.35), [[1, 1, 1], [0]]),
+    # log 1/r is -1.386, 0.511, 0 and 1.609.
+    (correction.reject(kl.k1, high=1.0), [[1, 1, 1], [0]]),
+    (correction.reject(kl.k1, low=-1.0, high=0.1), [[0, 0, 1], [0]]),
+    (correction.reject(kl.k1, np.sum, low=-0.87, high=2.0), [[0, 0, 0], [1]]),
+    (correction.reject(kl.k1, np.sum, low=-0.88, high=1.6), [[1, 1, 1], [0]]),
+    # Their squares' halves: 0.961, 0.130, 0 and 1.295.
+    (correction.reject(kl.k2, np.max, high=0.97), [[1, 1, 1], [0]]),
+    (correction.reject(kl.k2, np.max, high=0.95), [[0, 0, 0], [0]]),
+    # r - 1 - log r is 1.614, 0.111, 0 and 0.809.
+    (correction.reject(kl.k3, high=0.5), [[0, 1, 1], [0]]),
+    (correction.reject(kl.k3, np.mean, high=0.6), [[1, 1, 1], [0]]),
+    (
+      correction.product(
+        correction.reject(kl.k1, high=1.0), correction.token_truncated(cap=3.0)
+      ),
+      [[3, 0.6, 1], [0]],
+    ),
+    (correction.product(correction.token_truncated()), [[2, 0.6, 1], [0.2]]),
+    # The mean of 2, 0.6, 1, 0.2 is 0.95; that of 1.2 and 0.2 is 0.7.
+    (
+      correction.normalized(correction.token_truncated()),
+      [[2 / 0.95, 0.6 / 0.95, 1 / 0.95], [0.2 / 0.95]],
+    ),
+    (
+      correction.normalized(correction.token_truncated(), by_trajectory=True),
+      [[2 / 0.7, 0.6 / 0.7, 1 / 0.7], [0.2 / 0.7]],
+    ),
+    # Nothing is left to be scaled.
+    (correction.normalized(correction.token_band(low=8, high=9)), [[0, 0, 0], [0]]),
+  ],
+)
+def test_by_hand(correct, expected):
+  out = _weights(correct, [4.0, 0.6, 1.0], [0.2])
+  for x, y in zip(out, expected, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-12)
+
+
+@pytest.mark.parametrize('name', EVERY)
+def test_on_policy_nothing_is_corrected(name):
+  weights = EVERY[name](UNTOUCHED, UNTOUCHED)
+  assert [w.dtype for w in weights] == [np.float64] * 3
+  for w, x in zip(weights, UNTOUCHED, strict=True):
+    np.testing.assert_array_equal(w, np.ones(len(x)))
+  assert EVERY[name]([], []) == []
+
+
+@pytest.mark.parametrize('name', EVERY)
+def test_far_away_is_finite_and_arguments_stay(name):
+  old = [np.array([-800.0, -0.5], np.float32), np.array([-1.0], np.float32)]
+  behaviour = [np.array([-0.5, -800.0], np.float32), np.array([-900.0], np.float32)]
+  copies = [x.copy() for x in (*old, *behaviour)]
+  for w, x in zip(EVERY[name](old, behaviour), old, strict=True):
+    assert w.shape == x.shape and np.isfinite(w).all() and (w >= 0).all()
+    assert w.dtype == np.float64
+  for x, copy in zip((*old, *behaviour), copies):
+    np.testing.assert_array_equal(x, copy)
+
+
+def test_ratios_are_clipped():
+  far = [np.array([40.0, -40.0, 3.0]), np.array([30.0, -30.0])]
+  zeros = [np.zeros(3), np.zeros(2)]
+  out = correction.token_truncated(cap=1e99)(far, zeros)
+  np.testing.assert_allclose(out[0], np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
+  # The sum is clipped, not what is summed.
+  out = correction.sequence_truncated(cap=1e99)(far, zeros)
+  np.testing.assert_allclose(out[0], np.full(3, np.exp(3)), rtol=1e-12)
+  np.testing.assert_allclose(out[1], np.ones(2), rtol=1e-12)
+
+
+@pytest.mark.parametrize('name', EVERY)
+def test_lists_of_unequal_length_are_refused(name):
+  with pytest.raises(ValueError, match='zip'):
+    EVERY[name](UNTOUCHED, UNTOUCHED[:2])
+
+
+def test_rejection_leaves_the_weights_of_others_alone():
+  one = _weights(correction.geometric_band(), [1.0, 1.0], [3.0])
+  assert one == [[1, 1], [0]]
+  assert one[:1] == _weights(correction.geometric_band(), [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: correction.token_truncated(cap=0.0),
+    lambda: correction.sequence_truncated(cap=-1.0),
+    lambda: correction.token_band(low=2.0, high=1.0),
+    lambda: correction.sequence_band(low=-1.0),
+    lambda: correction.geometric_band(low=0.0),
+    lambda: correction.geometric_band(low=1.2),
+    lambda: correction.reject(kl.k2, low=1.0, high=0.5),
+    lambda: correction.reject(kl.k2, high=float('nan')),
+  ],
+)
+def test_options_are_checked(make):
+  with pytest.raises(ValueError, match='low'):
+    make()
+
+
+def test_statistics():
+  behaviour = [np.full(3, -1.0), np.full(1, -1.0)]
+  old = [b + np.log(r) for b, r in zip(behaviour, ([4.0, 0.6, 1.0], [0.2]))]
+  expected = {
+    'kl': -np.log(4.0 * 0.6 * 0.2) / 4,
+    'ratio_mean': 5.8 / 4,
+    'ratio_max': 4.0,
+    'ratio_outside': 0.5,
+    'effective_sample': 5.8**2 / (4 * 17.4),
+  }
+  assert correction.statistics(old, behaviour) == pytest.approx(expected, rel=1e-12)
+  assert correction.statistics(UNTOUCHED, UNTOUCHED) == {
+    'kl': 0.0,
+    'ratio_mean': 1.0,
+    'ratio_max': 1.0,
+    'ratio_outside': 0.0,
+    'effective_sample': 1.0,
+  }
+  assert correction.statistics([], []) == {}
