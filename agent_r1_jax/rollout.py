@@ -47,14 +47,15 @@ def collect(
   limits: Limits,
   samples: int = 1,
   seed: int = 0,
+  draw: int = 0,
   policy_step: int = 0,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> list[types.Trajectory]:
   """Plays `samples` episodes of every task; a task is a group.
 
-  A trajectory's randomness depends on (seed, policy_step, task id, sample, position)
-  alone: the order, the number of rows and the tools' speed change nothing. Where an id
-  comes again, its samples are counted on.
+  A trajectory's randomness depends on (seed, draw, task id, sample, position) alone: the
+  order, the number of rows and the tools' speed change nothing. Where an id comes again,
+  its samples are counted on.
 
   Args:
     driver: With the policy's params.
@@ -64,6 +65,7 @@ def collect(
     limits: Of each episode.
     samples: Episodes of a task.
     seed: Of the run.
+    draw: Another number, another draw of the same tasks.
     policy_step: Updates the policy has seen.
     on_done: Called with each trajectory as it ends.
 
@@ -77,7 +79,7 @@ def collect(
       task, group, sample, segments=[], turns=[], messages=[], status='error'
     )
     trajectory.policy_step = policy_step
-    identity = (seed, policy_step, task.id, number)
+    identity = (seed, draw, task.id, number)
     async with driver.row(driver_lib.key(*identity, 0)) as row:
       await _Episode(chat, make_env(), limits, row, identity, trajectory).play()
     on_done(trajectory)

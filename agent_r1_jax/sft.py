@@ -10,7 +10,7 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner, packing
+from agent_r1_jax.rl import learner, losses, packing
 
 
 class Conversation(NamedTuple):
@@ -45,6 +45,11 @@ class Config:
 
 def _ignore(step, metrics, params):
   pass
+
+
+def _likelihood(stats, batch):
+  """-w log π, with the tokens' weights as advantages."""
+  return losses.weighted(-batch.advantages * stats.logprobs, batch.weights), {}
 
 
 def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
@@ -128,18 +133,18 @@ def run(
     optax.clip_by_global_norm(1.0),
     optax.adamw(rate, b2=0.98, weight_decay=config.weight_decay),
   )
-  state = learner.init({'policy': params}, optimizer)
+  state = learner.init(params, optimizer)
   stream = batches(segments, config)
   for step, batch in zip(range(1, config.steps + 1), stream, strict=False):
     state, metrics = learner.update(
-      state, [batch], config=model, loss=algorithms.likelihood, optimizer=optimizer
+      state, [batch], config=model, loss=_likelihood, optimizer=optimizer
     )
-    on_step(step, metrics, state.params['policy'])
+    on_step(step, metrics, state.params)
   if int(state.step) < config.steps:
     raise ValueError(
       f'segments ended after {int(state.step)} of {config.steps} steps: give more.'
     )
-  return state.params['policy']
+  return state.params
 
 
 def _take(pool: list[types.Segment], config) -> types.Batch:

@@ -5,14 +5,15 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import time
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax import checkpoint, evaluate, rollout, types, viewer
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax.agent import chat as chat_lib
@@ -21,8 +22,19 @@ from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.rl import algorithms, learner
+from agent_r1_jax.rl import algorithms, episodes, learner, updates
 from agent_r1_jax.rl import experience as experience_lib
+
+# What a plan of updates takes from the configuration as it is.
+_PLANNED = (
+  'temperature',
+  'minibatches',
+  'epochs',
+  'critic_warmup',
+  'reference_every',
+  'sync_every',
+  'seed',
+)
 
 
 @dataclasses.dataclass
@@ -31,6 +43,9 @@ class Config:
 
   Attributes:
     model: Directory of the policy to start from: weights and tokenizer in HF layout.
+    reference: Directory of the reference policy or teacher, of the same tokenizer; empty
+      is the policy as it started.
+    reference_every: Steps after which the reference becomes the present policy; 0 never.
     dtype: Of activations and cache.
     remat: Recompute activations in the backward pass.
     seed: Of the order of tasks and of all sampling.
@@ -41,12 +56,19 @@ class Config:
     max_turn_tokens: Tokens of a reply.
     max_tool_tokens: Tokens of a tool's message; what is longer is cut.
     temperature: Of sampling, and of the log-probs that are trained.
-    minibatches: Optimizer steps a rollout.
+    max_refills: Rollouts that a step may add to take the place of groups whose rewards
+      are all equal (DAPO's dynamic sampling).
+    sync_every: Steps between two hand-overs of the policy to the engine; above 1 the
+      algorithm must have a correction.
+    max_staleness: Steps by which an episode's policy may be older; others are left out.
+    epochs: Over each rollout.
+    minibatches: Optimizer steps an epoch.
     learning_rate: Of the policy, after the warm-up.
     critic_learning_rate: Of the critic.
+    critic_warmup: Steps in which the critic alone is updated.
     warmup: Optimizer steps of linear warm-up.
     weight_decay: Of AdamW.
-    clip_norm: Of the gradient, over all leaves.
+    clip_norm: Of the gradient of policy and critic each, over all leaves.
     rows: Episodes at a time.
     slots: Tokens of a row, at most: prompt, replies and tools together.
     decode_steps: Tokens a decode segment.
@@ -59,9 +81,12 @@ class Config:
     checkpoint_every: Rollouts between checkpoints.
     keep: Checkpoints kept.
     max_error_rate: Share of episodes of a rollout whose environment may raise.
+    alarms: Numbers beyond which an alarm is logged.
   """
 
   model: str = ''
+  reference: str = ''
+  reference_every: int = 0
   dtype: str = 'float32'
   remat: bool = False
   seed: int = 0
@@ -72,9 +97,14 @@ class Config:
   max_turn_tokens: int = 1024
   max_tool_tokens: int = 1024
   temperature: float = 1.0
+  max_refills: int = 0
+  sync_every: int = 1
+  max_staleness: int = 1_000_000
+  epochs: int = 1
   minibatches: int = 1
   learning_rate: float = 1e-6
   critic_learning_rate: float = 1e-5
+  critic_warmup: int = 0
   warmup: int = 0
   weight_decay: float = 0.0
   clip_norm: float = 1.0
@@ -90,6 +120,7 @@ class Config:
   checkpoint_every: int = 20
   keep: int = 3
   max_error_rate: float = 0.1
+  alarms: alarms_lib.Limits = dataclasses.field(default_factory=alarms_lib.Limits)
 
 
 def load(config: Config) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
@@ -127,34 +158,38 @@ def make_driver(
   )
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-  """AdamW for the policy and, at its own rate, for the critic."""
-
-  def adamw(rate):
-    schedule = optax.linear_schedule(rate / (config.warmup + 1), rate, config.warmup)
-    return optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay)
-
+def make_optimizer(config: Config, rate: float) -> optax.GradientTransformation:
+  """AdamW with a linear warm-up to `rate`, after clipping the gradient's norm."""
+  schedule = optax.linear_schedule(rate / (config.warmup + 1), rate, config.warmup)
   return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
-    optax.partition(
-      {
-        'policy': adamw(config.learning_rate),
-        'critic': adamw(config.critic_learning_rate),
-      },
-      lambda params: {name: name for name in params},
-    ),
+    optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay),
   )
 
 
-def epoch_tasks(tasks: Sequence[types.Task], n: int, step: int, seed: int):
-  """The n tasks of a step: every epoch is a seeded order of all tasks."""
+def epoch_tasks(
+  tasks: Sequence[types.Task], start: int, n: int, seed: int
+) -> list[types.Task]:
+  """The n tasks after the first `start`: every epoch is a seeded order of all tasks."""
 
   @functools.cache
   def order(epoch):
     return np.random.default_rng([seed, epoch]).permutation(len(tasks)).tolist()
 
-  places = (divmod(i, len(tasks)) for i in range(step * n, (step + 1) * n))
+  places = (divmod(i, len(tasks)) for i in range(start, start + n))
   return [tasks[order(epoch)[place]] for epoch, place in places]
+
+
+def play(
+  config: Config,
+  model: str | os.PathLike,
+  rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+) -> dict[str, dict[str, list[types.Trajectory]]]:
+  """evaluate.play with the policy of a directory; its memory is free again afterwards."""
+  shape, params, chat = load(dataclasses.replace(config, model=str(model)))
+  driver = make_driver(config, shape, params, chat)
+  limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
+  return evaluate.play(driver, chat, rows, limits=limits)
 
 
 def run(
@@ -165,6 +200,7 @@ def run(
   make_env: rollout.MakeEnv,
   algorithm: algorithms.Algorithm,
   evals: Mapping[str, Sequence[types.Task]] | None = None,
+  privileged: Callable[[types.Task], str] | None = None,
   label: str = 'training',
 ) -> decoder.Params:
   """Trains a policy; started again with the same workdir it goes on where it was.
@@ -177,34 +213,38 @@ def run(
     workdir: Made if missing.
     tasks: To train on.
     make_env: A new environment for each episode.
-    algorithm: Advantages and loss.
+    algorithm: Advantages, loss and the rest.
     evals: Sets to evaluate greedily, by name.
+    privileged: What the critic alone is told of a task, such as its answer.
     label: What the progress bar calls the run.
 
   Returns:
     The policy's parameters.
 
   Raises:
-    ValueError: The configuration does not fit the workdir, the model or the tasks.
+    ValueError: The configuration does not fit the workdir, the model, the tasks or the
+      algorithm.
     RuntimeError: Too many environments raised; the first error is told.
-    FloatingPointError: A gradient is not finite.
+    learner.NotFiniteError: A loss or a gradient; the batch is in workdir/not_finite.npz.
   """
-  _check(config, tasks)
+  _check(config, tasks, algorithm)
   model, params, chat = load(config)
   driver = make_driver(config, model, params, chat)
-  ref_params = jax.tree.map(jnp.copy, params) if algorithm.needs_reference else None
-  optimizer = make_optimizer(config)
-  state = learner.init(_trained(model, params, algorithm), optimizer)
-  limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
+  plan, carry = _plan(config, model, params, algorithm)
+  if privileged and 'critic' not in carry.states:
+    raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
+  playing: dict[str, Any] = {'make_env': make_env}
+  playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
   with contextlib.ExitStack() as stack:
     checkpoints = stack.enter_context(
       checkpoint.Checkpointer(workdir, every=config.checkpoint_every, keep=config.keep)
     )
     # Only now: what has failed so far leaves no mark in the workdir, and can be mended.
     checkpoint.check_config(workdir, dataclasses.asdict(config), may_change=('steps',))
-    restored = checkpoints.restore(like=state)
-    start, state, _ = restored or (0, state, {})
-    driver.params = state.params['policy']
+    start, drawn = 0, 0
+    if restored := checkpoints.restore(like=carry.arrays(plan)):
+      start, arrays, host = restored
+      drawn, carry = host['drawn'], carry.restored(arrays, host['carry'])
     writer = stack.enter_context(
       metrics_lib.Writer(workdir, resume_step=start + 1 if restored else 0)
     )
@@ -213,54 +253,60 @@ def run(
     )
 
     def evaluated(step: int) -> dict[str, float]:
+      driver.params = carry.states['policy'].params
       ended = _counter(progress, 'evaluation', sum(map(len, (evals or {}).values())))
-      played = evaluate.run(
-        driver, chat, evals or {}, make_env, limits=limits, on_done=ended
-      )
+      played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
       return _logged(played, workdir, config, step)
 
     if start == 0 and config.eval_every:
       writer.write(0, evaluated(0))
     for step in range(start, config.steps):
       clock = _Clock()
-      played = rollout.collect(
-        driver,
-        chat,
-        epoch_tasks(tasks, config.tasks, step, config.seed),
-        make_env,
-        limits=limits,
-        samples=config.samples,
-        seed=config.seed,
-        policy_step=step,
-        on_done=_counter(progress, 'rollout', config.tasks * config.samples),
+      driver.params = carry.sampler
+      counter = functools.partial(_counter, progress)
+      collect = functools.partial(
+        rollout.collect, driver, chat, policy_step=carry.sampler_step, **playing
       )
+      groups, drawn = _groups(config, tasks, collect, step, drawn, counter)
+      played = [t for group in groups for t in group]
       numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
+      numbers['rollout/groups'] = len(groups)
+      groups = _usable(config, algorithm, groups, step)
+      if algorithm.greedy_baseline:
+        groups, baselines = _with_greedy(groups, driver, chat, playing)
+      else:
+        baselines = None
       numbers['time/rollout'] = clock.lap()
       progress.phase('update')
-      state, learned = _learn(
-        config, model, algorithm, optimizer, state, ref_params, played
-      )
-      driver.params = state.params['policy']
+      chosen = [t for group in groups for t in group]
+      prefixes = [chat.reply(privileged(t.task)) for t in chosen] if privileged else None
+      with _dumping(workdir):
+        carry, learned = updates.learn(
+          carry, chosen, plan, baselines=baselines, prefixes=prefixes
+        )
       numbers |= {f'train/{k}': v for k, v in learned.items()}
       numbers['time/update'] = clock.lap()
       done = step + 1
       if done == config.steps or _every(config.eval_every, done):
         numbers |= evaluated(done)
         numbers['time/eval'] = clock.lap()
-      writer.write(done, numbers)
+      alarms = alarms_lib.ring(numbers, config.alarms)
+      writer.write(done, numbers | alarms)
       progress.update(done, reward=numbers['rollout/reward'])
       if checkpoints.due(done) or done == config.steps:
-        checkpoints.save(done, state, {})
+        host = {'drawn': drawn, 'carry': carry.numbers()}
+        checkpoints.save(done, carry.arrays(plan), host)
   target = pathlib.Path(workdir) / 'model'
-  weights.save(target, model, state.params['policy'], tokenizer_from=config.model)
-  return state.params['policy']
+  params = carry.states['policy'].params
+  weights.save(target, model, params, tokenizer_from=config.model)
+  return params
 
 
-def _check(config: Config, tasks: Sequence[types.Task]):
-  """Refuses what would fail only after a rollout."""
+def _check(config, tasks, algorithm) -> None:
+  """Refuses what would fail only after a rollout, or would do nothing."""
   if len(tasks) == 0:
     raise ValueError('tasks is empty: give at least one task to train on.')
-  for name in ('tasks', 'samples', 'minibatches', 'microbatch'):
+  for name in ('tasks', 'samples', 'epochs', 'minibatches', 'microbatch', 'sync_every'):
     if getattr(config, name) < 1:
       raise ValueError(f'{name} is {getattr(config, name)}; it must be at least 1.')
   if 0 < config.row_tokens < config.slots:
@@ -268,6 +314,135 @@ def _check(config: Config, tasks: Sequence[types.Task]):
       f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '
       'would not fit a training row. Raise it, or leave it 0.'
     )
+  for name in ('reference', 'reference_every'):
+    if getattr(config, name) and not algorithm.needs_reference:
+      raise ValueError(f'{name}: the algorithm reads no reference policy; leave it out.')
+  if algorithm.reads_reference and not config.reference:
+    raise ValueError(
+      'reference: the algorithm learns from a teacher; give its directory.'
+    )
+  if config.reference_every and algorithm.reads_reference:
+    raise ValueError('reference_every: a teacher stays as it is; make it 0.')
+  if config.sync_every > 1 and not algorithm.correction:
+    raise ValueError(
+      f'sync_every is {config.sync_every}: episodes are of an older policy, and the '
+      'algorithm has no correction for that (rl/correction.py).'
+    )
+  if config.max_staleness < config.sync_every - 1:
+    raise ValueError(
+      f'max_staleness is {config.max_staleness}, but with sync_every={config.sync_every} '
+      f'policies get {config.sync_every - 1} steps old.'
+    )
+
+
+def _plan(config, model, params, algorithm) -> tuple[updates.Plan, updates.Carry]:
+  """What stays the same, and what goes on from step to step."""
+  own_critic = algorithm.needs_critic and 'value_head' not in params
+  if config.critic_warmup and not own_critic:
+    raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
+  optimizers = {'policy': make_optimizer(config, config.learning_rate)}
+  if own_critic:
+    optimizers['critic'] = make_optimizer(config, config.critic_learning_rate)
+  reference_model, reference = model, None
+  if config.reference:
+    reference_model, reference = weights.load(config.reference, dtype='float32')
+    reference_model = dataclasses.replace(reference_model, dtype=config.dtype)
+    if reference_model.vocab_size != model.vocab_size:
+      raise ValueError(
+        f'reference: {config.reference} has {reference_model.vocab_size} tokens and the '
+        f'policy {model.vocab_size}; they must share a tokenizer.'
+      )
+  plan = updates.Plan(
+    model,
+    algorithm,
+    experience_lib.Rows(config.microbatch, config.row_tokens or config.slots),
+    optimizers,
+    reference_model,
+    **{name: getattr(config, name) for name in _PLANNED},
+  )
+  return plan, updates.start(params, plan, reference)
+
+
+def _groups(config, tasks, collect, step, drawn, counter):
+  """A step's groups, and how many tasks were drawn; tied groups are drawn anew."""
+  groups: list[list[types.Trajectory]] = []
+  live = 0
+  for refill in range(config.max_refills + 1):
+    missing = config.tasks - live
+    if not missing:
+      break
+    played = collect(
+      tasks=epoch_tasks(tasks, drawn, missing, config.seed),
+      samples=config.samples,
+      seed=config.seed,
+      draw=step * (config.max_refills + 1) + refill,
+      on_done=counter('refill' if refill else 'rollout', missing * config.samples),
+    )
+    drawn += missing
+    new = [played[i : i + config.samples] for i in range(0, len(played), config.samples)]
+    for number, group in enumerate(new, start=len(groups)):
+      for trajectory in group:
+        trajectory.group = number
+    groups += new
+    live += sum(not _tied(group) for group in new)
+  return groups, drawn
+
+
+def _usable(config, algorithm, groups, step) -> list[list[types.Trajectory]]:
+  """What can be learned from; RuntimeError if too many environments raised."""
+  played = [t for group in groups for t in group]
+  errors = [t.error for t in played if t.status == 'error']
+  if len(errors) > config.max_error_rate * len(played):
+    raise RuntimeError(
+      f'{len(errors)} of {len(played)} episodes raised, more than max_error_rate='
+      f'{config.max_error_rate}. The first: {errors[0]}'
+    )
+  if config.max_refills:
+    groups = [group for group in groups if not _tied(group)]
+  masked = ('error', *(types.BUDGETS if algorithm.mask_truncated else ()))
+
+  def usable(t):
+    # A prompt that did not fit its row left no turn.
+    fresh = step - t.policy_step <= config.max_staleness
+    return fresh and t.status not in masked and len(t.turns) > 0
+
+  kept = [[t for t in group if usable(t)] for group in groups]
+  return [group for group in kept if group]
+
+
+def _tied(group) -> bool:
+  """Whether a group's rewards are all equal; an error has none."""
+  rewards = [t.reward for t in group if t.status != 'error']
+  return not rewards or episodes.tied(np.array(rewards))
+
+
+def _with_greedy(groups, driver, chat, playing):
+  """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
+  tasks = [group[0].task for group in groups]
+  greedy = evaluate.run(driver, chat, {'': tasks}, **playing)['']
+  pairs = [(g, t) for g, t in zip(groups, greedy, strict=True) if t.status != 'error']
+  return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
+
+
+@contextlib.contextmanager
+def _dumping(workdir):
+  """Writes the batch that made a loss or a gradient not finite."""
+  try:
+    yield
+  except learner.NotFiniteError as error:
+    path = pathlib.Path(workdir) / 'not_finite.npz'
+    arrays: dict[str, Any] = {
+      f'{i}/{name}': np.asarray(value)
+      for i, batch in enumerate(error.batches)
+      for name, value in batch._asdict().items()
+      if value is not None
+    }
+    np.savez_compressed(path, **arrays)
+    raise learner.NotFiniteError(
+      f'{error} The batch is in {path}. Lower the learning rate or look at the batch; '
+      'the same command goes on from the last checkpoint.',
+      error.batches,
+    ) from error
 
 
 def _logged(played, workdir, config, step) -> dict[str, float]:
@@ -292,56 +467,6 @@ def _counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], N
   """Shows how many episodes of a phase have ended."""
   ended = itertools.count(1)
   return lambda trajectory: progress.phase(phase, next(ended), total)
-
-
-def _trained(model, params, algorithm) -> dict[str, decoder.Params]:
-  """The policy, and a critic that starts as a copy of it with a value head of zeros."""
-  if not algorithm.needs_critic or 'value_head' in params:
-    return {'policy': params}
-  head = decoder.init(model, jax.random.key(0), value_head=True)['value_head']
-  critic = jax.tree.map(jnp.copy, params) | {'value_head': head}
-  return {'policy': params, 'critic': critic}
-
-
-def _learn(config, model, algorithm, optimizer, state, ref_params, played):
-  """The updates of one rollout: none if no episode has a token to train on."""
-  errors = [t.error for t in played if t.status == 'error']
-  if len(errors) > config.max_error_rate * len(played):
-    raise RuntimeError(
-      f'{len(errors)} of {len(played)} episodes raised, more than max_error_rate='
-      f'{config.max_error_rate}. The first: {errors[0]}'
-    )
-  # A prompt that did not fit its row left no turn.
-  trajectories = [t for t in played if t.status != 'error' and t.turns]
-  if not trajectories:
-    return state, {}
-  packing = {'row_tokens': config.row_tokens or config.slots, 'rows': config.microbatch}
-  experience = experience_lib.credit(
-    trajectories,
-    algorithm,
-    params=state.params,
-    ref_params=ref_params,
-    config=model,
-    temperature=config.temperature,
-    **packing,
-  )
-  order = np.random.default_rng([config.seed, int(state.step)]).permutation(
-    len(trajectories)
-  )
-  parts = []
-  for members in np.array_split(order, min(config.minibatches, len(order))):
-    batches = experience_lib.minibatch(experience, members.tolist(), algorithm, **packing)
-    state, numbers = learner.update(
-      state,
-      batches,
-      config=model,
-      loss=algorithm.loss,
-      optimizer=optimizer,
-      temperature=config.temperature,
-    )
-    parts.append(numbers)
-  numbers = {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
-  return state, numbers | experience_lib.summary(experience)
 
 
 def _every(n: int, step: int) -> bool:

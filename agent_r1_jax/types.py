@@ -18,6 +18,8 @@ Message = dict[str, Any]
 # ran out of tokens. 'max_turns': the turn budget was used. 'error': the environment or
 # the reward raised; such a trajectory is masked out and never scored 0.
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
+# A budget ended these, not the environment.
+BUDGETS = ('truncated', 'max_turns')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +118,15 @@ class Batch(NamedTuple):
     positions: Restart at 0 in each segment.
     segment_ids: 1, 2, ... within a row; 0 is padding.
     action_mask: True where the policy chose the token (the paper's action mask).
-    logprobs: Of the behaviour policy, 0 off the action mask.
+    logprobs: Of the policy that the ratio starts from: the behaviour policy's, or where
+      there is a correction, of the policy before the update; 0 off the action mask.
     advantages: Per action token, 0 off the action mask.
     weights: The token's share in the loss; in RL 0 off the action mask, in supervised
       fine-tuning small there. They carry the aggregation with its global denominators,
       so a loss is Σ weights · loss a token.
     ref_logprobs: Of the reference policy, where a KL term needs them.
+    kl_weights: The token's share in the KL term of the loss, coefficient included.
+    correction: Importance weights of stale trajectories; they multiply the policy loss.
     values: Of the critic at rollout, where there is one.
     returns: The critic's targets, where there is one.
   """
@@ -134,5 +139,7 @@ class Batch(NamedTuple):
   advantages: Float[Array, 'B T']
   weights: Float[Array, 'B T']
   ref_logprobs: Float[Array, 'B T'] | None = None
+  kl_weights: Float[Array, 'B T'] | None = None
+  correction: Float[Array, 'B T'] | None = None
   values: Float[Array, 'B T'] | None = None
   returns: Float[Array, 'B T'] | None = None

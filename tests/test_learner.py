@@ -1,39 +1,34 @@
-"""The learner and its experience: layouts do not matter, only action tokens do."""
+"""The learner: layouts do not matter, and only what has a weight does."""
 
 import functools
+import inspect
 
 import episodes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plain
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import advantages, algorithms, experience, learner, losses, packing
+from agent_r1_jax.rl import algorithms, correction, experience, learner, losses, packing
+from agent_r1_jax.rl import kl as kl_lib
 
-_CONFIG = decoder.DecoderConfig(
-  family='qwen3',
-  vocab_size=64,
-  embed_dim=16,
-  num_layers=1,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  mlp_dim=24,
-  qk_norm=True,
-)
-_TEMPERATURE = 0.7
 _PPO = algorithms.ppo(
   gamma=0.9,
   lam=0.8,
   value_coef=0.5,
-  kl_coef=0.01,
   entropy_coef=0.01,
+  kl=kl_lib.InLoss(),
+  correction=correction.token_truncated(),
   aggregate=algorithms.seq_mean_token_mean,
 )
-_GRPO = algorithms.grpo(kl_coef=0.0, dual_clip=None)
+_SURROGATES = {
+  name: make()
+  for name, make in inspect.getmembers(losses, inspect.isfunction)
+  if make.__annotations__.get('return') == losses.Surrogate and name[0] != '_'
+}
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -44,79 +39,42 @@ def quick_compiler():
   jax.config.update('jax_disable_most_optimizations', False)
 
 
+@pytest.fixture
+def bare(monkeypatch):
+  """Without a model: what it says of the tokens are the parameters themselves."""
+  monkeypatch.setattr(learner, 'token_stats', lambda p, *_, **__: losses.TokenStats(**p))
+
+
+_OBJECTIVE = learner.objective(_PPO, shared_critic=True)
+
+
 def _loss(stats, batch):
-  """PPO's loss with GRPO's KL: everything that a loss can read. Metrics of both."""
-  total, metrics = _PPO.loss(stats, batch)
-  kl = losses.weighted(losses.k3(stats.logprobs, batch.ref_logprobs), batch.weights)
-  unweighted = [jnp.sum(jnp.abs(x) * (batch.weights == 0)) for x in stats]
-  return total + 0.1 * kl, metrics | {'kl': kl, 'unweighted': sum(unweighted)}
-
-
-def _tree(seed, value_head=False):
-  """Random parameters; no norm is 1 and no value head 0."""
-  rng, key = np.random.default_rng(seed), jax.random.key(0)
-  shapes = jax.eval_shape(lambda: decoder.init(_CONFIG, key, value_head=value_head))
-
-  def draw(path, x):
-    scale = rng.normal(scale=0.3, size=x.shape).astype(np.float32)
-    return 1 + scale if 'norm' in jax.tree_util.keystr(path) else scale
-
-  return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-@functools.cache
-def _params(kind='shared'):
-  """Policy alone; with a value head ('shared'); with a critic of its own ('critic')."""
-  params = {'policy': _tree(0, kind == 'shared')}
-  if kind == 'critic':
-    params['critic'] = _tree(2, True)
-  return params
-
-
-@functools.cache
-def _reference():
-  return _tree(1)
-
-
-@functools.cache
-def _trajectories():
-  """Of several turns, with environment tokens inside, over one or two segments."""
-  return episodes.varied(14)
-
-
-def _scored(trajectories, algorithm=_PPO, kind='shared', *, row_tokens=32, rows=2):
-  return experience.credit(
-    trajectories,
-    algorithm,
-    params=_params(kind),
-    ref_params=_reference(),
-    config=_CONFIG,
-    temperature=_TEMPERATURE,
-    row_tokens=row_tokens,
-    rows=rows,
-  )
+  """All terms that there are; and huge if it is given a number where nothing weighs."""
+  total, watched = _OBJECTIVE(stats, batch)
+  given = (*stats, *(getattr(batch, name) for name in learner._NUMBERS))
+  stray = sum(jnp.sum(jnp.abs(x) * (batch.weights == 0)) for x in given)
+  return total + 1e6 * stray, watched
 
 
 @functools.cache
 def _experience():
-  return _scored(_trajectories())
+  scored = plain.credit(plain.trajectories(), _PPO)
+  # As after a few updates: some tokens are clipped, others not.
+  rng = np.random.default_rng(0)
+  for old in (x for some in scored.numbers['logprobs'] for x in some):
+    old += 0.3 * rng.normal(size=len(old))
+  return scored
 
 
 def _batches(members=range(14), *, row_tokens=32, rows=2):
+  shape = experience.Rows(rows, row_tokens)
   return experience.minibatch(
-    _experience(), list(members), _PPO, row_tokens=row_tokens, rows=rows
+    _experience(), list(members), shape=shape, kl_coef=0.1, dense=True
   )
 
 
-def _gradient(batches, kind='shared', loss=_loss):
-  """The gradient and the metrics of all micro-batches together."""
-  parts = [
-    learner._gradient(
-      _params(kind), batch, config=_CONFIG, loss=loss, temperature=_TEMPERATURE
-    )
-    for batch in batches
-  ]
-  return jax.tree.map(lambda *xs: np.sum(xs, axis=0), *parts)
+def _gradient(batches, params=None, loss=_loss):
+  return plain.gradient(params or plain.shared(), batches, loss)
 
 
 @functools.cache
@@ -124,168 +82,138 @@ def _expected():
   return _gradient(_batches())
 
 
-def _assert_close(actual, expected, tolerance=2e-5):
-  """Relative to the largest number of a leaf."""
-
-  def check(path, a, b):
-    scale = np.abs(b).max()
-    name = jax.tree_util.keystr(path)
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=name)
-
-  jax.tree_util.tree_map_with_path(check, actual, expected)
-
-
-def _padded(trajectories):
-  """Each segment in a row of its own."""
-  segments = [s for t in trajectories for s in t.segments]
-  where = packing.Layout(
-    tuple(len(s.tokens) for s in segments),
-    tuple((i, 0) for i in range(len(segments))),
-    len(segments),
-    32,
-  )
-  return segments, where, packing.pack(segments, where)
-
-
-def _direct(tree, tokens):
-  """log π and entropy of each next token, and the value before it, written plainly."""
-  ones = jnp.ones_like(tokens)
-  positions = jnp.cumsum(ones, axis=1) - 1
-  x = decoder.hidden(tree, _CONFIG, tokens, positions, ones)[:, :-1]
-  log_p = jax.nn.log_softmax(x @ tree['lm_head']['kernel'] / _TEMPERATURE)
-  chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
-  entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-  head = tree.get('value_head', {'kernel': jnp.zeros((16, 1)), 'bias': jnp.zeros(1)})
-  values = x @ head['kernel'][:, 0] + head['bias'][0]
-  return tuple(jnp.pad(y, ((0, 0), (1, 0))) for y in (chosen, entropy, values))
-
-
-@functools.cache
-def _direct_stats(which):
-  """Of each segment of _trajectories(): log-probs, entropies, values."""
-  tree = {
-    'policy': _params()['policy'],
-    'critic': _params('critic')['critic'],
-    'reference': _reference(),
-  }[which]
-  _, where, batch = _padded(_trajectories())
-  return [where.extract(np.asarray(x)) for x in jax.jit(_direct)(tree, batch.tokens)]
-
-
 # Forward.
 
 
 def _packed():
-  segments = [s for t in _trajectories() for s in t.segments]
+  segments = plain.segments_of(plain.trajectories())
   where = packing.layout([len(s.tokens) for s in segments], row_tokens=32, row_multiple=2)
   return where, packing.pack(segments, where)
 
 
-def _score(params, batch):
-  return learner.score(params, batch, config=_CONFIG, temperature=_TEMPERATURE)
-
-
-@pytest.mark.parametrize('kind', ['shared', 'critic', 'policy'])
-def test_token_stats_are_what_the_model_says_of_each_token(kind):
+def test_token_stats_are_what_the_model_says_of_each_token():
   where, batch = _packed()
   assert batch.segment_ids.max() > 1, 'segments share a row'
-  stats = _score(_params(kind), batch)
-  logprobs, entropy, values = _direct_stats('policy')
-  if kind == 'critic':
-    values = _direct_stats('critic')[2]
-  for actual, expected in zip(stats, (logprobs, entropy, values)):
-    if actual is None:
-      assert kind == 'policy' and actual is stats.values
-      continue
-    actual = np.asarray(actual)
+  kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
+
+  def everywhere(fn, *args, **kwargs):
+    parts = [fn(*args, b, **kwargs) for b in packing.microbatches(batch, 2)]
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+  whole = jax.jit(functools.partial(learner.token_stats, **kwargs))
+  stats = everywhere(whole, plain.shared())
+  said = plain.said(plain.shared(), plain.segments_of(plain.trajectories()))
+  for actual, expected in zip(stats, said[:3], strict=True):
     for a, e in zip(where.extract(actual), expected, strict=True):
       np.testing.assert_allclose(a, e, rtol=0, atol=2e-5)
       assert a[0] == 0 and (a[1:] != 0).all()
     assert (actual[batch.segment_ids == 0] == 0).all()
+  alone = everywhere(learner.logprobs, plain.policy(), **kwargs)
+  np.testing.assert_allclose(alone, stats.logprobs, rtol=0, atol=2e-6)
+  # Of the state after each token, the last one included.
+  after = everywhere(learner.values, plain.shared(), config=plain.CONFIG)
+  for a, e in zip(where.extract(after), said.after, strict=True):
+    np.testing.assert_allclose(a, e, rtol=0, atol=2e-5)
+  assert jax.eval_shape(whole, plain.policy(), batch).values is None
 
 
 def test_logits_in_blocks_change_nothing(monkeypatch):
-  expected = _expected()  # Traced before the blocks are small.
-  sizes, head = set(), learner._head
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(2, 32, 16)), jnp.float32)
+  tokens = jnp.asarray(rng.integers(0, 64, (2, 32)), jnp.int32)
+  slopes = rng.normal(size=(2, 2, 32)).astype(np.float32)
+  sizes, head = [], learner._head
 
   def spy(params, config, temperature, x_MD, tokens_M):
-    sizes.add(len(x_MD))
+    sizes.append(len(x_MD))
     return head(params, config, temperature, x_MD, tokens_M)
 
-  monkeypatch.setattr(learner, '_head', spy)
-  # A row's 64 tokens in blocks of 7: the last one is filled up.
+  def outputs(kernel, x):
+    params = {'lm_head': {'kernel': kernel}}
+    both = functools.partial(spy, params, plain.CONFIG, plain.TEMPERATURE)
+    stats = jnp.stack(learner._in_blocks(both, x, tokens, 64))
+    return jnp.sum(stats * slopes), stats
+
+  def run():
+    # A new function, so that all is traced again.
+    fn = jax.value_and_grad(lambda *xs: outputs(*xs), argnums=(0, 1), has_aux=True)
+    return jax.jit(fn)(plain.policy()['lm_head']['kernel'], x)
+
+  expected = run()
+  # 64 tokens in blocks of 7: the last one is filled up.
   monkeypatch.setattr(learner, '_LOGIT_BLOCK', 7 * 64 + 5)
-  # A new loss, so that all is traced again.
-  blocks = _gradient(_batches(), loss=lambda *xs: _loss(*xs))
-  assert sizes == {7}
-  _assert_close(blocks, expected)
+  plain.close(run(), expected, 1e-6)
+  assert sizes == [64, 7]
 
 
 # Gradient.
 
 
 def test_the_gradient_is_that_of_the_plain_formula():
-  """Σ w max(-A ρ, -A clip(ρ)) over unpacked rows: every number meets its token."""
-  segments, where, padded = _padded(_trajectories())
+  """Σ w (max(-A ρ, -A clip(ρ)) + ¼ (V - R)²) over unpacked rows: every number meets its
+  token."""
+  segments = plain.segments_of(plain.trajectories())
+  where, padded = plain.padded(segments)
   rng = np.random.default_rng(0)
-  adv = [rng.normal(size=len(s.tokens)) * s.action_mask for s in segments]
+  draw = lambda s: rng.normal(size=len(s.tokens)) * s.action_mask
+  adv, returns = ([draw(s) for s in segments] for _ in range(2))
   # Near the policy: some tokens are clipped, others not.
-  old = [x + 0.3 * rng.normal(size=len(x)) for x in _direct_stats('policy')[0]]
-  old = [x * s.action_mask for x, s in zip(old, segments)]
+  near = plain.said(plain.shared(), segments).logprobs
+  old = [x * s.action_mask + 0.3 * draw(s) for x, s in zip(near, segments)]
 
-  tokens = jnp.asarray(padded.tokens)
-
-  def plain(params):
-    ratio = jnp.exp(_direct(params['policy'], tokens)[0] - where.place(old, np.float32))
+  def formula(params):
+    logprobs, _, values, _ = plain.direct(params, jnp.asarray(padded.tokens))
+    ratio = jnp.exp(logprobs - where.place(old, np.float32))
     a = where.place(adv, np.float32)
     loss = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 0.8, 1.2))
+    loss += 0.25 * (values - where.place(returns, np.float32)) ** 2
     return 0.01 * jnp.sum(loss * padded.action_mask)
 
-  expected_loss, expected = jax.jit(jax.value_and_grad(plain))(_params('policy'))
+  expected_loss, expected = jax.jit(jax.value_and_grad(formula))(plain.shared())
   packed, batch = _packed()
   batch = batch._replace(
     logprobs=packed.place(old, np.float32),
     advantages=packed.place(adv, np.float32),
+    returns=packed.place(returns, np.float32),
     weights=batch.action_mask * np.float32(0.01),
   )
-  batches = list(packing.microbatches(batch, 2))
-  grads, metrics = _gradient(batches, 'policy', _GRPO.loss)
-  assert 0.1 < metrics['clip_fraction'] < 0.9
-  np.testing.assert_allclose(metrics['policy_loss'], expected_loss, rtol=1e-4)
-  _assert_close(grads, expected)
+  algorithm = algorithms.ppo(dual_clip=None, value_clip=None, value_coef=0.5)
+  objective = learner.objective(algorithm, shared_critic=True)
+  grads, sums = _gradient(packing.microbatches(batch, 2), loss=objective)
+  assert 0.1 < sums['clip_fraction'] / sums['weight'] < 0.9
+  np.testing.assert_allclose(sums['loss'], expected_loss, rtol=1e-4)
+  plain.close(grads, expected)
 
 
-@pytest.mark.parametrize(('row_tokens', 'rows'), [(32, 4), (50, 1)])
-def test_layout_does_not_matter(row_tokens, rows):
-  batches = _batches(row_tokens=row_tokens, rows=rows)
-  assert len(batches) != len(_batches()) and len(batches) > 1
-  _assert_close(_gradient(batches), _expected())
+def test_layout_does_not_matter():
+  batches = _batches(row_tokens=50, rows=3)
+  assert 1 < len(batches) < len(_batches())
+  plain.close(_gradient(batches), _expected())
 
 
 def test_order_does_not_matter():
   # Rows, their order and what shares them.
-  _assert_close(_gradient(_batches(range(13, -1, -1))), _expected())
-  _assert_close(_gradient(_batches()[::-1]), _expected())
+  plain.close(_gradient(_batches(range(13, -1, -1))), _expected())
+  plain.close(_gradient(_batches()[::-1]), _expected())
   flipped = [jax.tree.map(lambda x: x[::-1], batch) for batch in _batches()]
-  _assert_close(_gradient(flipped), _expected())
+  plain.close(_gradient(flipped), _expected())
   # Rows of nothing but padding.
   nothing = jax.tree.map(np.zeros_like, _batches()[0])
-  grads, metrics = _gradient([nothing])
-  assert not any(map(np.any, jax.tree.leaves((grads, metrics))))
+  assert not any(map(np.any, jax.tree.leaves(_gradient([nothing]))))
 
 
 def test_nothing_off_the_mask_is_read():
   """Nor does a NaN there come through the gradient."""
-  names = ('logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
 
   def broken(batch):
-    fields = {n: np.where(batch.action_mask, getattr(batch, n), np.nan) for n in names}
-    return batch._replace(**fields)
+    fields = {name: getattr(batch, name) for name in learner._NUMBERS}
+    assert all(x is not None for x in fields.values())
+    off = lambda x: np.where(batch.action_mask, x, np.nan)
+    return batch._replace(**jax.tree.map(off, fields))
 
-  actual = _gradient(map(broken, _batches()))
-  jax.tree.map(np.testing.assert_array_equal, actual, _expected())
-  # What any loss is given: nothing where nothing weighs.
-  assert actual[1]['unweighted'] == 0
+  plain.equal(_gradient(map(broken, _batches())), _expected())
+  # Nor is what the model says there given to a loss.
+  assert abs(_expected()[1]['loss']) < 100
 
 
 def test_no_gradient_comes_from_padding_and_from_what_no_action_follows():
@@ -301,81 +229,186 @@ def test_no_gradient_comes_from_padding_and_from_what_no_action_follows():
     late += (free & (batch.segment_ids > 0)).sum()
     changed.append(batch._replace(tokens=np.where(free, 63 - batch.tokens, batch.tokens)))
   assert late > 3
-  jax.tree.map(np.testing.assert_array_equal, _gradient(changed), _expected())
+  plain.equal(_gradient(changed), _expected())
 
 
-def test_a_critic_of_its_own_learns_from_its_loss_alone():
-  batches = _batches()
-  grads, _ = _gradient(batches, 'critic')
-  for field, changes, stays in (
-    ('advantages', 'policy', 'critic'),
-    ('returns', 'critic', 'policy'),
-  ):
-    other = [b._replace(**{field: getattr(b, field) + 0.5}) for b in batches]
-    others, _ = _gradient(other, 'critic')
-    jax.tree.map(np.testing.assert_array_equal, others[stays], grads[stays])
-    for path, leaf in jax.tree_util.tree_leaves_with_path(others[changes]):
-      # A critic has no use for the output layer.
-      idle = changes == 'critic' and 'lm_head' in jax.tree_util.keystr(path)
-      before = functools.reduce(lambda tree, key: tree[key.key], path, grads[changes])
-      assert idle == np.array_equal(leaf, before), path
+# Losses, without a model.
+
+
+def _made_up(seed=0):
+  """TokenStats as parameters, and a batch with a number in every field."""
+  rng = np.random.default_rng(seed)
+  draw = lambda: rng.normal(scale=0.5, size=(2, 8)).astype(np.float32)
+  params = {'logprobs': draw() - 1, 'entropy': draw(), 'values': draw()}
+  ids = np.repeat([[1] * 3 + [2] * 5], 2, 0).astype(np.int32)
+  weighs = rng.random((2, 8)) < 0.6
+  weights = np.where(weighs, rng.uniform(0.1, 1, (2, 8)), 0).astype(np.float32)
+  numbers = {name: draw() for name in learner._NUMBERS} | {'kl_weights': 0.1 * weights}
+  numbers['logprobs'] -= 1
+  batch = types.Batch(ids, ids, ids, weighs, weights=weights, **numbers)
+  return params, batch
+
+
+_ESTIMATORS = [kl_lib.k1, kl_lib.k2, kl_lib.k3, kl_lib.absolute]
+_ESTIMATORS += [kl_lib.straight_through(estimator) for estimator in _ESTIMATORS]
+
+
+@pytest.mark.parametrize(
+  ('name', 'estimator'), list(zip(_SURROGATES, _ESTIMATORS, strict=True))
+)
+def test_a_nan_without_weight_does_not_leak(bare, name, estimator):
+  """From any field of the batch or from the model, for any surrogate and KL."""
+  surrogate, kl = _SURROGATES[name], kl_lib.InLoss(estimator=estimator)
+  algorithm = _PPO._replace(loss=surrogate, kl=kl)
+  objective = learner.objective(algorithm, shared_critic=True)
+  params, batch = _made_up()
+  expected = _gradient([batch], params, objective)
+  for leaf in jax.tree.leaves(expected[0]):
+    assert np.isfinite(leaf).all() and ((leaf != 0) <= batch.action_mask).all()
+    assert leaf.any()
+  off = lambda x: np.where(batch.weights == 0, np.float32(np.nan), x)
+  fields = {name: off(getattr(batch, name)) for name in learner._NUMBERS}
+  broken = batch._replace(**fields)
+  plain.equal(_gradient([broken], jax.tree.map(off, params), objective), expected)
+
+
+def test_the_objective_is_the_sum_of_its_terms(bare):
+  """Σ w (c ℓ - η H + ν ½(V - R)²) + Σ w_kl k3, each with its sign."""
+  params, b = jax.tree.map(jnp.asarray, _made_up())
+  _, sums = _gradient([b], params, _OBJECTIVE)
+  stats = losses.TokenStats(**params)
+  surrogate, kl = jax.jit(
+    lambda *xs: (_PPO.loss(*xs)[0], kl_lib.k3(xs[0].logprobs, xs[1].ref_logprobs))
+  )(stats, b)
+  surrogate, kl, stats, b = jax.device_get((surrogate, kl, stats, b))
+  policy = (b.weights * b.correction * surrogate).sum()
+  near = b.values + np.clip(stats.values - b.values, -0.5, 0.5)
+  error = np.maximum((stats.values - b.returns) ** 2, (near - b.returns) ** 2)
+  value, entropy = (b.weights * 0.5 * error).sum(), (b.weights * stats.entropy).sum()
+  expected = policy - 0.01 * entropy + 0.5 * value + (b.kl_weights * kl).sum()
+  np.testing.assert_allclose(sums['loss'], expected, rtol=1e-5)
+  # What is watched is weighted as the loss; its KL is without the coefficient.
+  watched = {'value_loss': value, 'entropy': entropy, 'kl': (b.weights * kl).sum()}
+  for name, number in watched.items():
+    np.testing.assert_allclose(sums[name], number, rtol=1e-5)
+  np.testing.assert_allclose(sums['weight'], b.weights.sum(), rtol=1e-6)
+
+
+def test_a_critic_of_its_own_has_a_loss_of_its_own(bare):
+  params, b = _made_up()
+  grads, sums = _gradient([b], params, learner.critic_objective(_PPO))
+  loss = lambda values: losses.weighted(_PPO.value_loss(values, b), b.weights)
+  b = jax.tree.map(jnp.asarray, b)
+  expected, slope = jax.jit(jax.value_and_grad(loss))(jnp.asarray(params['values']))
+  np.testing.assert_allclose(sums['loss'], expected, rtol=1e-6)
+  np.testing.assert_allclose(sums['value_loss'], expected, rtol=1e-6)
+  np.testing.assert_allclose(grads['values'], slope, rtol=1e-6)
+  assert not np.any(grads['logprobs']) and not np.any(grads['entropy'])
+  with pytest.raises(ValueError, match='no critic'):
+    learner.critic_objective(plain.GRPO)
+
+
+@pytest.mark.parametrize('advantage_mask', [True, False])
+def test_a_shared_critic_learns_only_where_there_are_returns(bare, advantage_mask):
+  """Also where the loss is of every token: what is no action has a return of 0."""
+  params, batch = _made_up()
+  batch = batch._replace(weights=np.full((2, 8), 0.1, np.float32))
+  algorithm = algorithms.ppo(
+    value_clip=None, entropy_coef=1.0, advantage_mask=advantage_mask, loss_mask=False
+  )
+  objective = learner.objective(algorithm, shared_critic=True)
+  grads, _ = _gradient([batch], params, objective)
+  taught = batch.action_mask if advantage_mask else np.full((2, 8), True)
+  np.testing.assert_array_equal(np.asarray(grads['values']) != 0, taught)
+  assert np.asarray(grads['entropy']).all()
 
 
 # Update.
 
-
-def _state(optimizer, kind='shared'):
-  return learner.init(jax.tree.map(jnp.copy, _params(kind)), optimizer)
-
-
-def _update(state, batches, optimizer, loss=_loss):
-  return learner.update(
-    state,
-    batches,
-    config=_CONFIG,
-    loss=loss,
-    optimizer=optimizer,
-    temperature=_TEMPERATURE,
-  )
-
-
 _SGD = optax.sgd(0.1)
 
 
+def _state(params=None):
+  return learner.init(plain.copied(params or plain.shared()), _SGD)
+
+
+def _update(state, batches, optimizer=_SGD, loss=_loss):
+  return learner.update(
+    state,
+    batches,
+    config=plain.CONFIG,
+    loss=loss,
+    optimizer=optimizer,
+    temperature=plain.TEMPERATURE,
+  )
+
+
 def test_update_is_one_step_on_the_summed_gradient():
-  grads, metrics = _expected()
-  state, numbers = _update(_state(_SGD), _batches(), _SGD)
+  grads, sums = _expected()
+  state, numbers = _update(_state(), _batches())
   assert int(state.step) == 1
-  expected = jax.tree.map(lambda p, g: p - 0.1 * g, _params(), grads)
-  _assert_close(state.params, expected, 1e-6)
-  norm = numbers.pop('grad_norm')
-  np.testing.assert_allclose(norm, optax.tree.norm(grads), rtol=1e-5)
-  assert numbers.keys() == metrics.keys()
+  expected = jax.tree.map(lambda p, g: np.asarray(p) - 0.1 * g, plain.shared(), grads)
+  plain.close(state.params, expected, 1e-6)
+  norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(grads)))
+  np.testing.assert_allclose(numbers.pop('grad_norm'), norm, rtol=1e-5)
+  np.testing.assert_allclose(numbers.pop('loss'), sums['loss'], rtol=1e-5)
+  # The rest are means over the tokens, weighted as in the loss.
+  assert numbers.keys() == sums.keys() - {'loss', 'weight'}
   for name, value in numbers.items():
     assert isinstance(value, float)
-    np.testing.assert_allclose(value, metrics[name], rtol=1e-4, atol=1e-7)
+    mean = sums[name] / sums['weight']
+    np.testing.assert_allclose(value, mean, rtol=1e-4, atol=1e-7)
 
 
-def test_update_takes_any_iterable_but_not_an_empty_one():
-  state = _state(_SGD)
+def test_means_do_not_depend_on_the_sum_of_the_weights(bare):
+  """As Dr.GRPO's do not add up to 1; the loss does."""
+  params, batch = _made_up()
+  _, numbers = _update(_state(params), [batch])
+  half = batch._replace(weights=batch.weights / 2, kl_weights=batch.kl_weights / 2)
+  _, halved = _update(_state(params), [half])
+  np.testing.assert_allclose(halved.pop('loss'), numbers.pop('loss') / 2, rtol=1e-5)
+  np.testing.assert_allclose(
+    halved.pop('grad_norm'), numbers.pop('grad_norm') / 2, rtol=1e-5
+  )
+  for name, value in numbers.items():
+    np.testing.assert_allclose(halved[name], value, rtol=1e-5)
+  # Nothing weighs: there is no mean, and nothing to learn.
+  nothing = jax.tree.map(np.zeros_like, batch)
+  state, numbers = _update(_state(params), [nothing])
+  assert set(numbers.values()) == {0.0}
+  plain.equal(state.params, params)
+
+
+def test_update_takes_any_iterable_but_not_an_empty_one(bare):
+  params, batch = _made_up()
+  state = _state(params)
   with pytest.raises(ValueError, match='no micro-batch'):
-    _update(state, iter([]), _SGD)
-  state, _ = _update(state, iter(_batches()), _SGD)
+    _update(state, iter([]))
+  state, _ = _update(state, iter([batch, batch]))
   assert int(state.step) == 1
 
 
-def test_a_gradient_that_is_not_finite_names_its_leaf_and_leaves_the_state():
-  state = _state(_SGD, 'critic')
-  good = _batches()
-  returns = good[1].returns.copy()
-  returns[np.argmax(good[1].action_mask.any(axis=1))] = np.inf
-  bad = [good[0], good[1]._replace(returns=returns), *good[2:]]
-  name = r"\['critic'\]\['embed'\]\['embedding'\] is not finite at step 0"
-  with pytest.raises(FloatingPointError, match=name):
-    _update(state, bad, _SGD)
+@pytest.mark.parametrize('where', ['loss', 'gradient'])
+def test_what_is_not_finite_is_named_and_leaves_the_state(bare, where):
+  def root(stats, batch):
+    # The root of 0 is 0, but its slope is not finite.
+    return losses.weighted(stats.entropy + stats.logprobs**0.5, batch.weights), {}
+
+  params, good = _made_up()
+  params = {name: np.abs(x) for name, x in params.items()}
+  bad = dict(params)
+  if where == 'loss':
+    bad['entropy'], match = params['entropy'] * np.inf, 'The loss is not finite'
+  else:
+    bad['logprobs'] = params['logprobs'] * 0
+    match = r"The gradient of \['logprobs'\] is not finite"
+  state = _state(bad)
+  with pytest.raises(learner.NotFiniteError, match=f'{match} at step 0') as caught:
+    _update(state, iter([good]), loss=root)
+  assert caught.value.batches == [good]
   assert int(state.step) == 0
-  jax.tree.map(np.testing.assert_array_equal, state.params, _params('critic'))
-  state, numbers = _update(state, good, _SGD)
+  plain.equal(state.params, bad)
+  state, numbers = _update(_state(params), [good], loss=root)
   assert int(state.step) == 1 and np.isfinite(numbers['grad_norm'])
 
 
@@ -383,148 +416,30 @@ def test_updates_make_good_actions_likelier():
   """GRPO on a group of two: the rewarded reply gains, the other one loses."""
   rewards = enumerate((1.0, 0.0))
   group = [episodes.trajectory('...0000', rewards=[r], seed=i) for i, r in rewards]
-  segments, where, padded = _padded(group)
+  segments = plain.segments_of(group)
+  where, padded = plain.padded(segments)
+  kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
 
   def replies(state):
-    logprobs = _score(state.params, padded).logprobs
-    return packing.gather(group, where.extract(np.asarray(logprobs)))
+    logprobs = where.extract(np.asarray(learner.logprobs(state.params, padded, **kwargs)))
+    return [x * s.action_mask for x, s in zip(logprobs, segments)]
 
   adam = optax.adam(3e-3)
-  state = _state(adam, 'policy')
+  state = learner.init(plain.copied(plain.policy()), adam)
   before = replies(state)
   # On-policy: what was sampled is what the learner says of it.
-  for s, x in zip(segments, packing.scatter(group, before)):
+  for s, x in zip(segments, before):
     s.logprobs = x.astype(np.float32)
-  scored = _scored(group, _GRPO, 'policy')
-  assert scored.ref_logprobs is scored.values is None
-  batches = experience.minibatch(scored, [0, 1], _GRPO, row_tokens=32, rows=2)
+  scored = plain.credit(group, plain.GRPO)
+  batches = experience.minibatch(scored, [0, 1], shape=plain.SHAPE)
   assert all(b.ref_logprobs is b.values is b.returns is None for b in batches)
   history = []
   for _ in range(4):
-    state, numbers = _update(state, batches, adam, _GRPO.loss)
+    state, numbers = _update(state, batches, adam, plain.GRPO_OBJECTIVE)
     history.append(numbers)
   assert history[0]['clip_fraction'] == 0 and abs(history[0]['behaviour_kl']) < 1e-6
   # On-policy the loss is -Σ w A, which is 0 in a group of equal lengths.
-  assert abs(history[0]['policy_loss']) < 1e-6
-  assert history[-1]['policy_loss'] < -0.01
+  assert abs(history[0]['loss']) < 1e-6
+  assert history[-1]['loss'] < -0.01
   after = replies(state)
   assert after[0].sum() > before[0].sum() and after[1].sum() < before[1].sum()
-
-
-# Experience.
-
-
-def test_credit_reads_reference_and_critic_at_the_action_tokens():
-  scored = _experience()
-  logprobs, values = _direct_stats('reference')[0], _direct_stats('policy')[2]
-  trajectories = _trajectories()
-  episodes_ = [advantages.actions(t) for t in trajectories]
-  for e, ref, v in zip(
-    episodes_,
-    packing.gather(trajectories, logprobs),
-    packing.gather(trajectories, values),
-  ):
-    e.ref_logprobs, e.values = ref.astype(np.float64), v.astype(np.float64)
-  for actual, episode in zip(scored.ref_logprobs, episodes_, strict=True):
-    np.testing.assert_allclose(actual, episode.ref_logprobs, rtol=0, atol=2e-5)
-  for actual, episode in zip(scored.values, episodes_, strict=True):
-    np.testing.assert_allclose(actual, episode.values, rtol=0, atol=2e-5)
-  expected = _PPO.advantages(episodes_)
-  for actual, credit in zip(scored.credits, expected, strict=True):
-    np.testing.assert_allclose(actual.advantages, credit.advantages, atol=1e-4)
-    np.testing.assert_allclose(actual.returns, credit.returns, atol=1e-4)
-
-
-def test_a_separate_critic_is_read():
-  scored = _scored(_trajectories(), kind='critic')
-  values = packing.gather(_trajectories(), _direct_stats('critic')[2])
-  for actual, expected in zip(scored.values, values, strict=True):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
-
-
-def _made_up(trajectories):
-  """Experience with a different number for every action token."""
-  counter = iter(range(1, 10_000))
-  sizes = [sum(s.action_mask.sum() for s in t.segments) for t in trajectories]
-
-  def numbers():
-    return [np.array([next(counter) for _ in range(n)], float) for n in sizes]
-
-  credits = [algorithms.Credit(*pair) for pair in zip(numbers(), numbers())]
-  return experience.Experience(trajectories, numbers(), numbers(), credits)
-
-
-@pytest.mark.parametrize('members', [range(14), [5, 0, 2], [1]])
-@pytest.mark.parametrize('aggregate', ['token_mean', 'seq_mean_token_mean'])
-def test_minibatch_puts_every_number_at_its_token(members, aggregate):
-  made_up = _made_up(_trajectories())
-  aggregate = getattr(algorithms, aggregate)
-  algorithm = _PPO._replace(aggregate=aggregate)
-  batches = experience.minibatch(made_up, members, algorithm, row_tokens=40, rows=3)
-  assert {b.tokens.shape for b in batches} == {(3, 40)}
-  whole = types.Batch(*(np.concatenate(parts) for parts in zip(*batches)))
-  chosen = [made_up.trajectories[i] for i in members]
-  segments = [s for t in chosen for s in t.segments]
-  where = packing.layout([len(s.tokens) for s in segments], row_tokens=40, row_multiple=3)
-
-  def at_actions(field):
-    return packing.gather(chosen, where.extract(getattr(whole, field)))
-
-  counts = [len(made_up.values[i]) for i in members]
-  for i, weight, *of_field in zip(
-    members,
-    aggregate(np.array(counts)),
-    *map(at_actions, ('advantages', 'returns', 'ref_logprobs', 'values', 'weights')),
-    strict=True,
-  ):
-    credit, n = made_up.credits[i], len(made_up.values[i])
-    expected = (
-      credit.advantages,
-      credit.returns,
-      made_up.ref_logprobs[i],
-      made_up.values[i],
-      np.full(n, weight),
-    )
-    for a, b in zip(of_field, expected, strict=True):
-      np.testing.assert_allclose(a, b, rtol=1e-6)
-  # The denominators are those of these members, and nothing stands off the mask.
-  np.testing.assert_allclose(whole.weights.sum(), 1, rtol=1e-6)
-  for x in (whole.advantages, whole.returns, whole.ref_logprobs, whole.values):
-    assert ((x != 0) == whole.action_mask).all()
-  assert ((whole.weights != 0) == whole.action_mask).all()
-
-
-def test_token_mean_weighs_tokens_and_seq_mean_trajectories():
-  short, long = episodes.trajectory('..0'), episodes.trajectory('..000', '.11')
-  made_up = _made_up([short, long])
-
-  def weights(aggregate):
-    algorithm = _PPO._replace(aggregate=aggregate)
-    (batch,) = experience.minibatch(made_up, [0, 1], algorithm, row_tokens=16, rows=1)
-    return sorted(batch.weights[batch.weights > 0])
-
-  np.testing.assert_allclose(weights(algorithms.token_mean), [1 / 6] * 6, rtol=1e-6)
-  np.testing.assert_allclose(
-    weights(algorithms.seq_mean_token_mean), [0.1] * 5 + [0.5], rtol=1e-6
-  )
-
-
-def test_summary():
-  rewards = [(0, [1.0]), (0, [1.0]), (1, [0.0]), (1, [1.0]), (2, [0.3]), (2, [0.3])]
-  trajectories = [
-    episodes.trajectory('.0', rewards=r, group=group) for group, r in rewards
-  ]
-  trajectories += [
-    episodes.trajectory('.0.1', rewards=[0.1, 0.2], group=2),
-    episodes.trajectory('.0', rewards=[5.0], group=3),
-  ]
-  made_up = _made_up(trajectories)
-  numbers = experience.summary(made_up)
-  flat = np.concatenate([c.advantages for c in made_up.credits])
-  # 0.1 + 0.2 is not 0.3 to a computer; one alone has nothing to compare.
-  assert numbers == {'dead_groups': 0.75, 'advantage_std': float(flat.std())}
-
-
-def test_a_segment_that_fits_no_row_is_refused():
-  with pytest.raises(ValueError, match='does not fit a row of 16'):
-    _scored(_trajectories(), row_tokens=16)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import advantages, packing
+from agent_r1_jax.rl import episodes as episodes_lib
+from agent_r1_jax.rl import packing
 
 
 def _segments(lengths, seed=0):
@@ -89,7 +90,7 @@ def test_pack(lengths, multiple):
   for name in ('tokens', 'positions', 'action_mask', 'logprobs'):
     assert (getattr(batch, name)[padding] == 0).all()
   assert not batch.advantages.any() and not batch.weights.any()
-  assert batch.ref_logprobs is batch.values is batch.returns is None
+  assert set(batch[7:]) == {None}
   for s, tokens, positions, ids, mask, logprobs in zip(
     segments, *map(where.extract, batch[:5]), strict=True
   ):
@@ -120,22 +121,24 @@ def test_microbatches_are_the_batch():
 
 
 def test_gather_by_hand():
-  one = episodes.trajectory('..00.1', '.2')
-  other = episodes.trajectory('.0')
-  per_segment = [np.arange(6) + 10, np.array([20, 21]), np.array([30, 31])]
-  out = packing.gather([one, other], per_segment)
-  assert [x.tolist() for x in out] == [[12, 13, 15, 21], [31]]
-  back = packing.scatter([one, other], out)
-  assert [x.tolist() for x in back] == [[0, 0, 12, 13, 0, 15], [0, 21], [0, 31]]
+  masks = [s.action_mask for s in episodes.trajectory('..00.1', '.2').segments]
+  per_segment = [np.arange(6) + 10, np.array([20, 21])]
+  out = packing.gather(masks, per_segment)
+  assert out.tolist() == [12, 13, 15, 21] and out.dtype == np.float64
+  back = packing.scatter(masks, out)
+  assert [x.tolist() for x in back] == [[0, 0, 12, 13, 0, 15], [0, 21]]
+  with pytest.raises(ValueError):
+    packing.gather(masks, per_segment[:1])
 
 
-def test_scatter_is_the_inverse_of_gather_and_both_keep_the_order_of_actions():
-  trajectories = episodes.varied(12)
-  logprobs = [s.logprobs for t in trajectories for s in t.segments]
-  gathered = packing.gather(trajectories, logprobs)
-  for values, t in zip(gathered, trajectories, strict=True):
-    np.testing.assert_array_equal(values, advantages.actions(t).logprobs)
-  for array, expected in zip(
-    packing.scatter(trajectories, gathered), logprobs, strict=True
-  ):
-    np.testing.assert_array_equal(array, expected)
+@pytest.mark.parametrize('masked', [True, False])
+def test_scatter_is_the_inverse_of_gather_and_both_keep_the_order_of_tokens(masked):
+  for t in episodes.varied(12):
+    logprobs = [s.logprobs for s in t.segments]
+    masks = episodes_lib.seen(t, masked)
+    values = packing.gather(masks, logprobs)
+    expected = episodes_lib.episode(t, masked=masked).logprobs
+    # What is no action has no log-prob there, and 0 here.
+    np.testing.assert_array_equal(values, np.nan_to_num(expected))
+    for array, x in zip(packing.scatter(masks, values), logprobs, strict=True):
+      np.testing.assert_array_equal(array, x)

@@ -10,12 +10,12 @@ import pytest
 import tiny
 
 from agent_r1_jax import rollout, types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import calls, context, rewards
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import stop as stop_lib
-from agent_r1_jax.rl import advantages
+from agent_r1_jax.rl import episodes
 
 _LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=16)
 _SLOTS = 256
@@ -133,7 +133,7 @@ class TestTrajectory:
 
   def test_every_reward_sits_on_the_last_action_token_of_its_turn(self):
     for t in _played():
-      actions = advantages.actions(t)
+      actions = episodes.episode(t)
       ends = np.cumsum([turn.stop - turn.start for turn in t.turns]) - 1
       expected = np.zeros(ends[-1] + 1)
       replies = [m['content'] for m in t.messages if m['role'] == 'assistant']
@@ -192,18 +192,18 @@ class TestRandomness:
         number = int(t.task.id.split()[1])
         _same(t, _played()[3 * number + t.sample])
 
-  def test_it_depends_on_seed_step_task_and_sample(self):
+  def test_it_depends_on_seed_draw_task_and_sample(self):
     task = _tasks(1)
     first, second = _collect(Env, task, samples=2)
     others = [
       _collect(Env, task, seed=1)[0],
-      _collect(Env, task, policy_step=1)[0],
+      _collect(Env, task, draw=1, policy_step=7)[0],
       _collect(Env, [types.Task('another id', task[0].messages)])[0],
       second,
     ]
     texts = {tuple(t.segments[0].tokens.tolist()) for t in [first, *others]}
     assert len(texts) == 5
-    assert others[1].policy_step == 1
+    assert others[1].policy_step == 7
 
   def test_a_task_that_comes_again_is_played_differently(self):
     twice = _collect(Env, _tasks(1) * 2, samples=2)
@@ -228,7 +228,7 @@ class TestFresh:
         chosen[turn.segment][turn.start : turn.stop] = True
       for segment, mask in zip(t.segments, chosen, strict=True):
         np.testing.assert_array_equal(segment.action_mask, mask)
-      advantages.actions(t)
+      episodes.episode(t)
     for t in whole:
       said = [m for m in t.messages if m['role'] == 'user']
       prompts = [chat.prompt([said[0]]), chat.prompt([said[1]]), chat.prompt([said[3]])]
@@ -490,3 +490,143 @@ class TestStopStrings:
     assert t.status == 'max_turns'
     text = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
     assert chat.text(t.segments[0].tokens) + '<|im_end|>\n' == text
+
+
+@tool_lib.tool
+def count(text: str) -> tool_lib.Report:
+  """Counts.
+
+  Args:
+    text: Any.
+  """
+  return tool_lib.Report(f'{len(text)} letters', reward=len(text) / 8)
+
+
+def _count_until_eight(reply):
+  return [calls.ToolCall('count', {'text': reply})] if len(reply) % 8 else []
+
+
+def _last(env):
+  """Renders the task and the last answer."""
+  answers = [m['content'] for m in env.messages if m['role'] == 'tool'][-1:]
+  return [{'role': 'user', 'content': env.task.messages[0]['content'] + str(answers)}]
+
+
+class Recorded:
+  """Notes what a context strategy shows before each turn."""
+
+  def __init__(self, env, by_task):
+    self.env, self.tools, self.by_task = env, env.tools, by_task
+
+  async def reset(self, task):
+    self.by_task[task.id] = self
+    self.shown = [types.Step(await self.env.reset(task), fresh=True)]
+    return self.shown[0].messages
+
+  async def step(self, reply):
+    self.shown.append(await self.env.step(reply))
+    return self.shown[-1]
+
+
+def _play_strategy(strategy, final=lambda *_: 16.0, **kwargs):
+  """Trajectories under a context strategy, each with what was shown."""
+  by_task, stop = {}, tiny.chat().stop_ids[0]
+  tree = tiny.params(tiny.config(), likely={stop: 1.8})  # Replies end soon.
+
+  def make_env():
+    env = env_lib.ToolEnv([count], final, parse=_count_until_eight, **kwargs)
+    return Recorded(strategy(env), by_task)
+
+  limits = rollout.Limits(max_turns=5, max_turn_tokens=32)
+  played = _collect(make_env, _tasks(12), driver=_driver(tree), limits=limits)
+  assert {'done'} < {t.status for t in played} <= {'done', 'truncated', 'max_turns'}
+  tiny.assert_on_policy(tree, [s for t in played for s in t.segments])
+  return [(t, by_task[t.task.id]) for t in played]
+
+
+def _assert_as_shown(trajectory, shown):
+  """Compares prompts, masks, spans and rewards with the steps before each turn."""
+  chat, segments, turns = tiny.chat(), [], trajectory.turns
+  assert len(turns) <= len(shown) <= len(turns) + 1
+  for turn, step in zip(turns, shown):
+    if step.fresh:
+      segments.append([(chat.prompt(step.messages, [count.schema]), False)])
+    else:
+      segments[-1].append((chat.delta(step.messages), False))
+    start = sum(len(tokens) for tokens, _ in segments[-1])
+    assert (turn.segment, turn.start) == (len(segments) - 1, start)
+    reply = trajectory.segments[turn.segment].tokens[turn.start : turn.stop]
+    segments[-1].append((reply, True))
+  for segment, pieces in zip(trajectory.segments, segments, strict=True):
+    tokens = np.concatenate([tokens for tokens, _ in pieces])
+    mask = np.concatenate([np.full(len(tokens), chosen) for tokens, chosen in pieces])
+    np.testing.assert_array_equal(segment.tokens, tokens)
+    np.testing.assert_array_equal(segment.action_mask, mask)
+  fresh = sum(step.fresh for step in shown[1:])
+  assert trajectory.metrics.get('context/fresh', 0) == fresh
+  paid = [step.reward for step in shown[1:]]
+  rewards = episodes.episode(trajectory).rewards
+  expected = np.zeros(len(rewards))
+  ends = np.cumsum([turn.stop - turn.start for turn in turns]) - 1
+  expected[ends[: len(paid)]] = paid  # A reply without an end earns nothing.
+  np.testing.assert_array_equal(rewards, expected)
+
+
+class TestContextStrategies:
+  @pytest.mark.parametrize(
+    ('strategy', 'segments'),
+    [
+      (lambda env: context.SlidingWindow(env, turns=1), [0, 0, 1, 2, 3]),
+      (lambda env: context.SlidingWindow(env, turns=2), [0, 0, 0, 1, 2]),
+      (lambda env: context.Summary(env, turns=1, prompt='Sum up.'), [0, 0, 1, 1, 2]),
+      (lambda env: context.Rebuilt(env, _last), [0, 1, 2, 3, 4]),
+    ],
+    ids=['window of 1', 'window of 2', 'summary', 'rebuilt'],
+  )
+  def test_trajectories_are_exact(self, strategy, segments):
+    played = _play_strategy(strategy)
+    for t, env in played:
+      _assert_as_shown(t, env.shown)
+      assert [turn.segment for turn in t.turns] == segments[: len(t.turns)]
+    assert max(len(t.segments) for t, _ in played) > 1
+    rewards = {turn.reward for t, _ in played for turn in t.turns}
+    assert {0.0, 16.0} < rewards  # 16 at an end, and eighths for what was counted.
+
+  def test_a_summary_is_trained_and_earns_nothing_by_itself(self):
+    played = _play_strategy(lambda env: context.Summary(env, turns=1, prompt='Sum up.'))
+    summaries = [(t, turn) for t, _ in played for turn in t.turns[1::2]]
+    assert len(summaries) > 3
+    for t, turn in summaries:
+      assert t.segments[turn.segment].action_mask[turn.start : turn.stop].all()
+      assert turn.reward == 0
+    assert any(turn.reward for t, _ in played for turn in t.turns[::2])
+
+  def test_shaping_telescopes_over_segments(self):
+    """An episode gets -Φ of its opening; one that was cut also Φ of where it was."""
+
+    def potential(task, messages):
+      return 3.0 + sum(len(m['content']) for m in messages if m['role'] == 'tool')
+
+    played = _play_strategy(
+      lambda env: context.SlidingWindow(env, turns=1),
+      process_reward=rewards.potential_based(potential),
+    )
+    for t, env in played:
+      _assert_as_shown(t, env.shown)
+      end = 16.0 if t.status == 'done' else potential(t.task, env.env.env.messages)
+      assert t.reward == end - 3.0
+    assert any(t.status == 'done' and len(t.segments) > 1 for t, _ in played)
+    assert any(t.status != 'done' and t.reward > 0 for t, _ in played)
+
+
+def test_named_parts_of_a_reward_add_up_over_the_episode():
+  def process(env, calls, results):
+    return {'letters': sum(r.reward for r in results), 'turns': -0.5}
+
+  final = rewards.hybrid(outcome=(16.0, lambda *_: 1.0), turns=(1.0, lambda *_: 4.0))
+  for t, _ in _play_strategy(lambda env: env, final=final, process_reward=process):
+    parts = episodes.episode(t).parts
+    assert sum(parts.values()) == t.reward
+    assert parts.get('outcome', 0) == 16 * (t.status == 'done')
+    answered = len(t.turns) - (t.status == 'truncated')
+    assert parts.get('turns', 0) == 4 * (t.status == 'done') - 0.5 * answered

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 from absl import flags
 import jax
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import checkpoint, metrics, train, types
+from agent_r1_jax import checkpoint, metrics, rollout, train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -187,19 +188,26 @@ class TestRun:
     config = _config(
       model, steps=2, minibatches=2, critic_learning_rate=1e-2, eval_every=0
     )
-    _run(config, tmp_path, algorithm=_PPO, evals=None)
+    with mock.patch.object(rollout, 'collect', wraps=rollout.collect) as collect:
+      _run(config, tmp_path, algorithm=_PPO, evals=None)
+    played = [call.kwargs for call in collect.mock_calls if 'policy_step' in call.kwargs]
+    assert [kwargs['policy_step'] for kwargs in played] == [0, 1]
+    assert [kwargs['draw'] for kwargs in played] == [0, 1]
     first, second = metrics.read(tmp_path)
     assert first['train/value_loss'] > 0 and first['train/grad_norm'] > 0
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    trained = train._trained(shape, params, _PPO)
-    assert not np.any(trained['critic']['value_head']['kernel'])
-    like = learner.init(trained, train.make_optimizer(config))
+    plan, carry = train._plan(config, shape, params, _PPO)
+    assert not np.any(carry.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
-      step, state, _ = checkpoints.restore(like)
-    assert (step, int(state.step)) == (2, 4)
-    assert np.any(state.params['critic']['value_head']['kernel'])
+      step, arrays, host = checkpoints.restore(carry.arrays(plan))
+    assert host['drawn'] == 4 and host['carry']['step'] == step == 2
+    assert {name: int(state.step) for name, state in arrays.items()} == {
+      'policy': 4,
+      'critic': 4,
+    }
+    assert np.any(arrays['critic'].params['value_head']['kernel'])
 
   def test_reward_rises(self, model, tmp_path):
     """The policy learns which of four words is wanted."""
@@ -213,15 +221,15 @@ class TestRun:
 class TestTasks:
   def test_every_epoch_is_an_order_of_all_tasks(self):
     tasks = _tasks(7)
-    seen = [t.id for step in range(14) for t in train.epoch_tasks(tasks, 3, step, seed=1)]
+    seen = [t.id for step in range(14) for t in train.epoch_tasks(tasks, 3 * step, 3, 1)]
     epochs = [tuple(seen[i : i + 7]) for i in range(0, 42, 7)]
     assert all(sorted(epoch) == [t.id for t in tasks] for epoch in epochs)
     assert len(set(epochs)) == 6
-    other = [t.id for t in train.epoch_tasks(tasks, 7, 0, seed=2)]
+    other = [t.id for t in train.epoch_tasks(tasks, 0, 7, 2)]
     assert tuple(other) != epochs[0]
 
   def test_more_than_there_are(self):
-    chosen = train.epoch_tasks(_tasks(3), 8, 0, seed=0)
+    chosen = train.epoch_tasks(_tasks(3), 0, 8, 0)
     assert sorted(collections.Counter(t.id for t in chosen).values()) == [2, 3, 3]
 
   def test_none_are_refused(self, model, tmp_path):
@@ -243,22 +251,31 @@ class TestTasks:
 
 
 class TestErrors:
-  def test_episodes_that_raise_are_passed_over_up_to_the_limit(self, model, tmp_path):
-    seen = []
+  def test_episodes_that_raise_are_passed_over_up_to_the_limit(
+    self, model, tmp_path, monkeypatch
+  ):
+    to_fail, trained, learn = [True], [], train.updates.learn
 
     class Fails(env_lib.ToolEnv):
-      async def reset(self, task):
-        seen.append(task.id)
-        if len(seen) % 8 == 3:
+      async def step(self, reply):
+        if to_fail:
+          to_fail.pop()
           raise KeyError('page 7 is missing')
-        return await super().reset(task)
+        return await super().step(reply)
 
     def make_env():
       return Fails([look], _reward, parse=_parse)
 
+    def spy(carry, trajectories, *args, **kwargs):
+      trained.extend(trajectories)
+      return learn(carry, trajectories, *args, **kwargs)
+
+    monkeypatch.setattr(train.updates, 'learn', spy)
     config = _config(model, steps=1, max_error_rate=0.125, eval_every=0)
     _run(config, tmp_path / 'few', make_env=make_env, evals=None)
     (line,) = metrics.read(tmp_path / 'few')
+    assert len(trained) == 7 and all(t.error is None for t in trained)
+    to_fail.append(True)
     assert line['rollout/status/error'] == 0.125
     assert line['train/grad_norm'] > 0
     config = dataclasses.replace(config, max_error_rate=0.1)

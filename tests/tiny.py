@@ -134,7 +134,7 @@ def learned(
   for batch in packing.microbatches(packing.pack(segments, where), 8):
     batch = jax.device_put(batch)
     kwargs = {'config': shape or config(), 'temperature': temperature}
-    out.append(np.asarray(learner.score({'policy': tree}, batch, **kwargs).logprobs))
+    out.append(np.asarray(learner.logprobs(tree, batch, **kwargs)))
   return where.extract(np.concatenate(out))
 
 

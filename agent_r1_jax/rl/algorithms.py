@@ -1,52 +1,82 @@
 """Algorithms: what a trajectory's tokens are worth, and the loss that follows from it.
 
 As an optax.GradientTransformation is two pure functions, so is an Algorithm: `advantages`
-(host, float64, over whole trajectories) and `loss` (device, over packed tokens).
+(host, float64, over whole trajectories) and `loss` (device, one number a token). What
+else people vary are its other fields, independent of one another:
+`algorithms.ppo()._replace(advantage_mask=False)`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+import functools
+from typing import Any, NamedTuple
 
-from jax import Array
-import jax.numpy as jnp
-from jaxtyping import Float
 import numpy as np
 
-from agent_r1_jax import types
 from agent_r1_jax.rl import advantages as advantages_lib
+from agent_r1_jax.rl import episodes as episodes_lib
+from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import losses
+from agent_r1_jax.rl import rewards as rewards_lib
 
-
-class Credit(NamedTuple):
-  """Of one trajectory's n action tokens: advantages, and the critic's targets if any."""
-
-  advantages: Float[np.ndarray, 'n']
-  returns: Float[np.ndarray, 'n'] | None = None
+Aggregate = Callable[[np.ndarray], np.ndarray]
 
 
 class Algorithm(NamedTuple):
   """Two pure functions, and what they need.
 
   Attributes:
-    advantages: Action tokens of every trajectory of the batch -> their credit.
-    loss: (TokenStats, Batch) -> (scalar, metrics): this micro-batch's share of the loss
-      and of each metric, weighted by batch.weights; the shares add up to the whole. The
-      stats are 0, and take no gradient, where the weights are 0.
-    aggregate: Action-token counts of a mini-batch's trajectories -> the weight of each
+    advantages: Episodes of the batch -> their credit.
+    loss: (TokenStats, Batch) -> the loss of each token, and numbers to watch. It is 0
+      where the advantage is, so that such tokens need not be computed.
+    aggregate: Token counts of a mini-batch's trajectories -> the weight of each
       trajectory's tokens.
-    needs_reference: `advantages` or `loss` read the reference policy's log-probs.
-    needs_critic: They read values.
+    rewards: Changes of the episodes' rewards before all else, in order (rl/rewards.py).
+    value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
+    value_coef: Its weight where the critic is a second head of the policy.
+    entropy_coef: Of the entropy bonus.
+    kl: To the reference policy, in the reward or in the loss.
+    correction: (log π_old, log π_behaviour) of each trajectory's tokens -> importance
+      weights of the loss; None: trajectories are of the policy that is updated.
+    reads_reference: `advantages` reads the reference policy's log-probs.
+    greedy_baseline: `advantages` reads the reward of a greedy episode of each task.
+    loss_mask: Only action tokens have a loss. Off, so has what the environment wrote.
+    advantage_mask: Advantages are estimated over the action tokens alone, and are 0
+      elsewhere. Off, what the environment wrote takes part (see rl/episodes.py).
+    mask_truncated: Leave out episodes that a budget ended. Otherwise they are scored by
+      the rewards that they got, and GAE bootstraps from the critic.
   """
 
-  advantages: Callable[[Sequence[advantages_lib.Actions]], list[Credit]]
-  loss: Callable[[losses.TokenStats, types.Batch], tuple[Array, dict[str, Array]]]
-  aggregate: Callable[[np.ndarray], np.ndarray]
-  needs_reference: bool = False
-  needs_critic: bool = False
+  advantages: Callable[[Sequence[episodes_lib.Episode]], list[episodes_lib.Credit]]
+  loss: losses.Surrogate
+  aggregate: Aggregate
+  rewards: tuple[rewards_lib.Transform, ...] = ()
+  value_loss: losses.ValueLoss | None = None
+  value_coef: float = 1.0
+  entropy_coef: float = 0.0
+  kl: kl_lib.InReward | kl_lib.InLoss | None = None
+  correction: Callable[[list, list], list[np.ndarray]] | None = None
+  reads_reference: bool = False
+  greedy_baseline: bool = False
+  loss_mask: bool = True
+  advantage_mask: bool = True
+  mask_truncated: bool = False
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether a reference policy's log-probs are read."""
+    return self.reads_reference or self.kl is not None
+
+  @property
+  def needs_critic(self) -> bool:
+    """Whether values are read and learned."""
+    return self.value_loss is not None
+
+
+# Aggregations.
 
 
 def token_mean(counts: np.ndarray) -> np.ndarray:
-  """Every action token of the batch weighs the same: 1 / Σ counts."""
+  """Every token of the batch weighs the same: 1 / Σ counts (DAPO, verl's default)."""
   return np.full(len(counts), 1.0 / max(counts.sum(), 1))
 
 
@@ -58,6 +88,32 @@ def seq_mean_token_mean(counts: np.ndarray) -> np.ndarray:
   return 1.0 / (max((counts > 0).sum(), 1) * np.maximum(counts, 1))
 
 
+def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
+  """The tokens of a trajectory are summed, trajectories averaged: 1 / #{counts > 0}."""
+  return np.full(len(counts), 1.0 / max((counts > 0).sum(), 1))
+
+
+def seq_mean_token_sum_norm(length: float) -> Aggregate:
+  """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
+
+  Args:
+    length: That constant; the most action tokens that a trajectory can have.
+  """
+  if not length > 0:
+    raise ValueError(f'length is {length}; it must be above 0.')
+  return lambda counts: seq_mean_token_sum(counts) / length
+
+
+def trajectory_mean(counts: np.ndarray) -> np.ndarray:
+  """As seq_mean_token_mean, over all trajectories: empty ones count (SkyRL)."""
+  return 1.0 / (max(len(counts), 1) * np.maximum(counts, 1))
+
+
+_DEFAULTS: dict[str, Any] = {'aggregate': token_mean}
+
+# Algorithms by name. Each takes Algorithm's other fields by name too.
+
+
 def grpo(
   *,
   divide_by_std: bool = True,
@@ -65,110 +121,253 @@ def grpo(
   clip_high: float = 0.2,
   dual_clip: float | None = 3.0,
   kl_coef: float = 0.001,
-  entropy_coef: float = 0.0,
-  aggregate: Callable[[np.ndarray], np.ndarray] = token_mean,
+  aggregate: Aggregate = token_mean,
+  **fields: Any,
 ) -> Algorithm:
   """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults.
 
   Args:
-    divide_by_std: False is Dr.GRPO's advantage.
+    divide_by_std: Of the group's rewards.
     clip_low: ε_l of the PPO clip.
     clip_high: ε_h of the PPO clip.
     dual_clip: c of the dual clip, or None.
     kl_coef: Of the k3 KL to the reference in the loss; 0 needs no reference.
-    entropy_coef: Of the entropy bonus.
     aggregate: How tokens and trajectories are weighed.
+    **fields: Of Algorithm.
+  """
+  fields.setdefault('kl', kl_lib.InLoss(kl_coef) if kl_coef else None)
+  return Algorithm(
+    functools.partial(advantages_lib.group_relative, divide_by_std=divide_by_std),
+    losses.ppo_clip(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+    aggregate,
+    **fields,
+  )
+
+
+def dr_grpo(*, length: float, **options: Any) -> Algorithm:
+  """GRPO done right (arXiv 2503.20783): no std, no length bias, no KL.
+
+  Args:
+    length: The constant that takes a trajectory's length's place.
+    **options: Of `grpo`.
+  """
+  options = dict[str, Any](kl_coef=0.0) | options
+  aggregate = seq_mean_token_sum_norm(length)
+  return grpo(divide_by_std=False, aggregate=aggregate, **options)
+
+
+def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
+  """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, over-long punishment.
+
+  Its dynamic sampling is `train.Config.max_refills`.
+
+  Args:
+    overlong: Options of rewards.overlong (limit, buffer, factor, floor); None is none.
+    **options: Of `grpo`.
+  """
+  options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
+  if overlong is not None:
+    punished = functools.partial(rewards_lib.overlong, **overlong)
+    options['rewards'] = (*options.get('rewards', ()), punished)
+  return grpo(**options)
+
+
+def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> Algorithm:
+  """Group sequence policy optimisation (arXiv 2507.18071): one ratio a sequence.
+
+  Args:
+    clip_low: Of the sequence's geometric mean ratio; the paper's.
+    clip_high: As well.
+    **options: Of `grpo`, but for its clip.
+  """
+  options = dict[str, Any](kl_coef=0.0, aggregate=seq_mean_token_mean) | options
+  return grpo(dual_clip=None, **options)._replace(
+    loss=losses.gspo(clip_low=clip_low, clip_high=clip_high)
+  )
+
+
+def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorithm:
+  """REINFORCE leave-one-out (arXiv 2402.14740), with the clip of verl's runs of it.
+
+  Args:
+    clip: ε of the PPO clip; it is active with several updates a rollout only.
+    kl_coef: Of the k1 KL in the reward.
+    **fields: Of Algorithm.
+  """
+  return _clipped(advantages_lib.leave_one_out, clip, kl_coef, fields)
+
+
+def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
+  """REINFORCE: -G_t log π, the return to go without a baseline.
+
+  Args:
+    gamma: Discount an action token.
+    kl_coef: Of the k1 KL in the reward.
+    **fields: Of Algorithm.
+  """
+  fields = _DEFAULTS | _kl_in_reward(kl_coef) | fields
+  returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
+  return Algorithm(returns, losses.reinforce(), **fields)
+
+
+def reinforce_plus_plus(
+  *, gamma: float = 1.0, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any
+) -> Algorithm:
+  """REINFORCE++ (arXiv 2501.03262): whitened returns to go, k1 in the reward, clip.
+
+  The return is carried past observations and across segments.
+
+  Args:
+    gamma: Discount an action token.
+    clip: ε of the PPO clip.
+    kl_coef: Of the k1 KL in the reward.
+    **fields: Of Algorithm.
   """
 
   def advantages(episodes):
-    per_token = advantages_lib.group_relative(episodes, divide_by_std=divide_by_std)
-    return [Credit(a) for a in per_token]
+    return advantages_lib.whiten(advantages_lib.returns_to_go(episodes, gamma=gamma))
 
-  def loss(stats, batch):
-    total, metrics = _policy_loss(stats, batch, clip_low, clip_high, dual_clip)
-    metrics['entropy'] = losses.weighted(stats.entropy, batch.weights)
-    if kl_coef:
-      kl = losses.weighted(losses.k3(stats.logprobs, batch.ref_logprobs), batch.weights)
-      total, metrics['kl'] = total + kl_coef * kl, kl
-    return total - entropy_coef * metrics['entropy'], metrics
+  return _clipped(advantages, clip, kl_coef, fields)
 
-  return Algorithm(advantages, loss, aggregate, needs_reference=kl_coef != 0)
+
+def reinforce_plus_plus_baseline(
+  *, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any
+) -> Algorithm:
+  """REINFORCE++-baseline (arXiv 2501.03262): R - mean_g R, whitened over the batch.
+
+  A group of equal rewards gets the whitening's common shift, which is not 0.
+
+  Args:
+    clip: ε of the PPO clip.
+    kl_coef: Of the k1 KL in the reward.
+    **fields: Of Algorithm.
+  """
+
+  def advantages(episodes):
+    centred = advantages_lib.group_relative(episodes, divide_by_std=False)
+    return advantages_lib.whiten(centred)
+
+  return _clipped(advantages, clip, kl_coef, fields)
+
+
+def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
+  """ReMax (arXiv 2310.10505): the baseline is a greedy episode's reward, tools included.
+
+  Args:
+    gamma: Discount an action token.
+    kl_coef: Of the k1 KL in the reward.
+    **fields: Of Algorithm.
+  """
+  return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
+    advantages=functools.partial(advantages_lib.greedy_baseline, gamma=gamma),
+    greedy_baseline=True,
+  )
+
+
+def gigpo(
+  *,
+  gamma: float = 0.95,
+  step_weight: float = 1.0,
+  divide_by_std: bool = False,
+  **options: Any,
+) -> Algorithm:
+  """Group-in-group policy optimisation (arXiv 2505.10978): episodes and equal states.
+
+  Args:
+    gamma: Discount a turn.
+    step_weight: ω of the step part.
+    divide_by_std: Of both parts.
+    **options: Of `grpo`.
+  """
+  advantages = functools.partial(
+    advantages_lib.gigpo,
+    gamma=gamma,
+    step_weight=step_weight,
+    divide_by_std=divide_by_std,
+  )
+  return grpo(**options)._replace(advantages=advantages)
+
+
+def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
+  """GDPO: each named part of the reward is normalised in its group, then they are summed.
+
+  Args:
+    weights: Of the parts, by name; None is 1 each.
+    **options: Of `grpo`, but for its std.
+  """
+  advantages = functools.partial(advantages_lib.gdpo, weights=weights)
+  return grpo(divide_by_std=True, **options)._replace(advantages=advantages)
 
 
 def ppo(
   *,
   gamma: float = 1.0,
   lam: float = 1.0,
+  estimator: Callable[..., list[episodes_lib.Credit]] = advantages_lib.gae,
   clip_low: float = 0.2,
   clip_high: float = 0.2,
   dual_clip: float | None = 3.0,
-  value_clip: float = 0.5,
-  value_coef: float = 1.0,
+  value_clip: float | None = 0.5,
   kl_coef: float = 0.001,
-  entropy_coef: float = 0.0,
-  aggregate: Callable[[np.ndarray], np.ndarray] = token_mean,
+  **fields: Any,
 ) -> Algorithm:
   """Proximal policy optimisation (arXiv 1707.06347) with GAE over action positions.
 
   Args:
-    gamma: Discount a token.
-    lam: GAE's trace decay a token.
+    gamma: Discount of the estimator's step: a token, or a turn.
+    lam: GAE's trace decay.
+    estimator: advantages.gae, step_gae (Agent-R1's newer code) or bi_level_gae (RAGEN).
     clip_low: ε_l of the policy's clip.
     clip_high: ε_h of the policy's clip.
     dual_clip: c of the dual clip, or None.
-    value_clip: c of the clipped value loss.
-    value_coef: Weight of the value loss; it matters where the critic shares the trunk.
+    value_clip: c of the clipped value loss, or None.
     kl_coef: Of the k1 KL taken off each token's reward; 0 needs no reference.
-    entropy_coef: Of the entropy bonus.
-    aggregate: How tokens and trajectories are weighed.
+    **fields: Of Algorithm.
   """
 
   def advantages(episodes):
-    pairs = []
-    for e in episodes:
-      rewards = e.rewards
-      if kl_coef:
-        rewards = rewards - kl_coef * losses.k1(e.logprobs, e.ref_logprobs)
-      pairs.append(advantages_lib.gae(rewards, e.values, gamma=gamma, lam=lam))
-    white = advantages_lib.whiten([a for a, _ in pairs])
-    return [Credit(a, returns) for a, (_, returns) in zip(white, pairs, strict=True)]
+    credits = estimator(episodes, gamma=gamma, lam=lam)
+    # Agent-R1's step advantages are normalised over the turns already.
+    if estimator is advantages_lib.step_gae:
+      return credits
+    return advantages_lib.whiten(credits)
 
-  def loss(stats, batch):
-    total, metrics = _policy_loss(stats, batch, clip_low, clip_high, dual_clip)
-    per_token = losses.value_clip(
-      stats.values, batch.values, batch.returns, clip=value_clip
-    )
-    metrics['value_loss'] = losses.weighted(per_token, batch.weights)
-    metrics['entropy'] = losses.weighted(stats.entropy, batch.weights)
-    total += value_coef * metrics['value_loss'] - entropy_coef * metrics['entropy']
-    return total, metrics
-
+  fields = _DEFAULTS | _kl_in_reward(kl_coef) | fields
   return Algorithm(
-    advantages, loss, aggregate, needs_reference=kl_coef != 0, needs_critic=True
+    advantages,
+    losses.ppo_clip(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
+    value_loss=losses.value_clip(clip=value_clip),
+    **fields,
   )
 
 
-def likelihood(
-  stats: losses.TokenStats, batch: types.Batch
-) -> tuple[Array, dict[str, Array]]:
-  """-A log π with given A: supervised fine-tuning, where A is a token's weight."""
-  total = losses.weighted(-batch.advantages * stats.logprobs, batch.weights)
-  return total, {'loss': total}
+def distillation(**fields: Any) -> Algorithm:
+  """On-policy distillation (arXiv 2306.13649): -KL(π ‖ teacher) on the student's tokens.
 
-
-def _policy_loss(stats, batch, clip_low, clip_high, dual_clip):
-  log_ratio = losses.log_ratio(stats.logprobs, batch.logprobs)
-  per_token, clipped = losses.ppo_clip(
-    log_ratio,
-    batch.advantages,
-    clip_low=clip_low,
-    clip_high=clip_high,
-    dual_clip=dual_clip,
+  The teacher is the reference: `train.Config.reference`. No reward is read.
+  """
+  fields = _DEFAULTS | fields
+  return Algorithm(
+    advantages_lib.reverse_kl, losses.reinforce(), reads_reference=True, **fields
   )
-  total = losses.weighted(per_token, batch.weights)
-  metrics = {
-    'policy_loss': total,
-    'clip_fraction': losses.weighted(clipped.astype(jnp.float32), batch.weights),
-    'behaviour_kl': losses.weighted(-log_ratio, batch.weights),
-  }
-  return total, metrics
+
+
+def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
+  """Rejection-sampling fine-tuning: the likelihood of what earned the threshold.
+
+  Args:
+    threshold: The least reward that is learned from.
+    **fields: Of Algorithm.
+  """
+  fields = _DEFAULTS | fields
+  accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
+  return Algorithm(accepted, losses.reinforce(), **fields)
+
+
+def _clipped(advantages, clip, kl_coef, fields) -> Algorithm:
+  fields = _DEFAULTS | _kl_in_reward(kl_coef) | fields
+  return Algorithm(advantages, losses.ppo_clip(clip_low=clip, clip_high=clip), **fields)
+
+
+def _kl_in_reward(coef) -> dict[str, Any]:
+  return {'kl': kl_lib.InReward(coef) if coef else None}

@@ -10,41 +10,60 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jaxtyping import Float
 import numpy as np
 import optax
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import losses
+from agent_r1_jax.rl import algorithms, losses
 
+# What a batch says of each token and a loss may read.
+_NUMBERS = (
+  'logprobs',
+  'advantages',
+  'ref_logprobs',
+  'kl_weights',
+  'correction',
+  'values',
+  'returns',
+)
 # Logits are made for at most this many (token, vocabulary) pairs at a time: 128 MiB.
 _LOGIT_BLOCK = 2**25
 
-Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, dict[str, Array]]]
+Watched = dict[str, Float[Array, 'B T']]
+Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, Watched]]
 
 
 class TrainState(NamedTuple):
-  """What training changes.
+  """What training changes: of the policy, and of a critic that is a model of its own.
 
   Attributes:
-    params: {'policy': ...}, and 'critic' where the critic is a model of its own; a
-      'value_head' inside the policy makes it a second head.
+    params: Of one model; a 'value_head' in a policy's makes its critic a second head.
     opt_state: Of optax.
     step: Updates so far, int32 [].
   """
 
-  params: dict[str, decoder.Params]
+  params: decoder.Params
   opt_state: Any
   step: Array
 
 
-def init(params: dict[str, decoder.Params], optimizer: optax.GradientTransformation):
+class NotFiniteError(FloatingPointError):
+  """A loss or a gradient is not finite; `batches` are the micro-batches it came from."""
+
+  def __init__(self, message: str, batches: list[types.Batch]):
+    super().__init__(message)
+    self.batches = batches
+
+
+def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> TrainState:
   """A TrainState at step 0."""
   return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
 def token_stats(
-  params: dict[str, decoder.Params],
+  params: decoder.Params,
   batch: types.Batch,
   *,
   config: decoder.DecoderConfig,
@@ -53,28 +72,73 @@ def token_stats(
   """Log-probs, entropies and values of every token; 0 at the first of a segment.
 
   Args:
-    params: As in TrainState.
+    params: Of one model; values are given if it has a value head.
     batch: Only tokens, positions and segment_ids are read.
-    config: Of the policy (and of the critic).
+    config: Of the model.
     temperature: That the tokens were sampled at.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
-  x_BTD = _before(decoder.hidden(params['policy'], config, *text))
-  head = functools.partial(_head, params['policy'], config, temperature)
+  x_BTD = _before(decoder.hidden(params, config, *text))
+  head = functools.partial(_head, params, config, temperature)
   logprobs, entropy = _in_blocks(head, x_BTD, batch.tokens, config.vocab_size)
-  if 'critic' in params:
-    critic = params['critic']
-    values = decoder.values(critic, _before(decoder.hidden(critic, config, *text)))
-  elif 'value_head' in params['policy']:
-    values = decoder.values(params['policy'], x_BTD)
-  else:
-    values = None
+  values = decoder.values(params, x_BTD) if 'value_head' in params else None
   stats = losses.TokenStats(logprobs, entropy, values)
   # The first token of a segment was given, not predicted.
   return jax.tree.map(lambda y: jnp.where(batch.positions > 0, y, 0.0), stats)
 
 
-score = jax.jit(token_stats, static_argnames=('config', 'temperature'))
+@functools.partial(jax.jit, static_argnames=('config', 'temperature'))
+def logprobs(params, batch, *, config, temperature=1.0) -> Float[Array, 'B T']:
+  """token_stats' log-probs alone."""
+  return token_stats(params, batch, config=config, temperature=temperature).logprobs
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def values(params, batch, *, config) -> Float[Array, 'B T']:
+  """The critic's value of the state after each token: token_stats' shifted by one."""
+  text = (batch.tokens, batch.positions, batch.segment_ids)
+  return decoder.values(params, decoder.hidden(params, config, *text))
+
+
+def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
+  """The policy's whole loss: the algorithm's, entropy, KL, the critic's if it is shared.
+
+  Give the same object to every `update`: it is compiled once for each.
+  """
+  kl, value_loss = algorithm.kl, algorithm.value_loss
+
+  def loss(stats, batch):
+    per_token, watched = algorithm.loss(stats, batch)
+    if batch.correction is not None:
+      per_token = per_token * batch.correction
+    total = losses.weighted(per_token, batch.weights)
+    watched = watched | {'entropy': stats.entropy}
+    total -= algorithm.entropy_coef * losses.weighted(stats.entropy, batch.weights)
+    if kl and batch.kl_weights is not None:
+      watched['kl'] = kl.estimator(stats.logprobs, batch.ref_logprobs)
+      total += losses.weighted(watched['kl'], batch.kl_weights)
+    if shared_critic and value_loss:
+      error = value_loss(stats.values, batch)
+      if algorithm.advantage_mask:  # Other tokens have no return to learn.
+        error = jnp.where(batch.action_mask, error, 0.0)
+      watched['value_loss'] = error
+      total += algorithm.value_coef * losses.weighted(error, batch.weights)
+    return total, watched
+
+  return loss
+
+
+def critic_objective(algorithm: algorithms.Algorithm) -> Loss:
+  """The loss of a critic that is a model of its own."""
+  value_loss = algorithm.value_loss
+  if value_loss is None:
+    raise ValueError('The algorithm has no value_loss, so it has no critic.')
+
+  def loss(stats, batch):
+    per_token = value_loss(stats.values, batch)
+    return losses.weighted(per_token, batch.weights), {'value_loss': per_token}
+
+  return loss
 
 
 def update(
@@ -91,18 +155,20 @@ def update(
   Args:
     state: Donated.
     batches: Micro-batches of one shape; their weights add up over all of them.
-    config: Of the policy.
-    loss: An Algorithm's.
+    config: Of the model.
+    loss: (TokenStats, Batch) -> this micro-batch's share of the loss, and numbers a token
+      to watch.
     optimizer: That made state.opt_state.
     temperature: That the tokens were sampled at.
 
   Returns:
-    The new state and the metrics, grad_norm among them.
+    The new state and the metrics: loss, grad_norm, and the means of the watched numbers
+    over the tokens, weighted as in the loss.
 
   Raises:
-    FloatingPointError: A gradient is not finite; names the leaf. `state` is not used up.
+    NotFiniteError: The loss or a gradient; names the leaf. `state` is not used up.
   """
-  total = None
+  batches, total = list(batches), None
   for batch in batches:
     part = _gradient(
       state.params, batch, config=config, loss=loss, temperature=temperature
@@ -110,29 +176,36 @@ def update(
     total = part if total is None else _add(total, part)
   if total is None:
     raise ValueError('update got no micro-batch.')
-  grads, metrics = total
-  norms = jax.device_get(_leaf_norms(grads))
+  grads, sums = total
+  norms, sums = jax.device_get((_leaf_norms(grads), sums))
+  weight, value = float(sums.pop('weight')), float(sums.pop('loss'))
+  finite = [('The loss', value)]
   for path, norm in jax.tree_util.tree_leaves_with_path(norms):
-    if not np.isfinite(norm):
-      raise FloatingPointError(
-        f'The gradient of {jax.tree_util.keystr(path)} is not finite at step '
-        f'{int(state.step)}: lower the learning rate or look at the batch.'
-      )
-  metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    finite.append((f'The gradient of {jax.tree_util.keystr(path)}', norm))
+  for name, number in finite:
+    if not np.isfinite(number):
+      raise NotFiniteError(f'{name} is not finite at step {int(state.step)}.', batches)
+  metrics = {name: float(x) / weight if weight else 0.0 for name, x in sums.items()}
+  metrics['loss'] = value
   metrics['grad_norm'] = float(np.sqrt(sum(n**2 for n in jax.tree.leaves(norms))))
   return _apply(state, grads, optimizer=optimizer), metrics
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))
 def _gradient(params, batch, *, config, loss, temperature):
+  # Whatever the loss, a token without weight sends no gradient, not even 0 · NaN.
+  counted = lambda x: jnp.where(batch.weights != 0, x, 0.0)
+
   def objective(params):
     stats = token_stats(params, batch, config=config, temperature=temperature)
-    # Whatever the loss, a token without weight sends no gradient, not even 0 · NaN.
-    stats = jax.tree.map(lambda x: jnp.where(batch.weights != 0, x, 0.0), stats)
-    return loss(stats, batch)
+    numbers = {name: getattr(batch, name) for name in _NUMBERS}
+    clean = batch._replace(**jax.tree.map(counted, numbers))
+    total, watched = loss(jax.tree.map(counted, stats), clean)
+    sums = {name: losses.weighted(x, batch.weights) for name, x in watched.items()}
+    return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 
-  (_, metrics), grads = jax.value_and_grad(objective, has_aux=True)(params)
-  return grads, metrics
+  (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(params)
+  return grads, sums
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -101,27 +101,18 @@ def microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
     yield jax.tree.map(lambda x, at=slice(start, start + rows): x[at], batch)
 
 
-def gather(
-  trajectories: Sequence[types.Trajectory], per_segment: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-  """Of each trajectory, the values at its action tokens, joined over its segments."""
-  parts, out = iter(per_segment), []
-  for trajectory in trajectories:
-    out.append(np.concatenate([next(parts)[s.action_mask] for s in trajectory.segments]))
-  return out
+def gather(masks: Sequence[np.ndarray], per_segment: Sequence[np.ndarray]) -> np.ndarray:
+  """The numbers of one trajectory's chosen tokens, joined over its segments: float64."""
+  parts = [x[mask] for mask, x in zip(masks, per_segment, strict=True)]
+  return np.concatenate(parts).astype(np.float64)
 
 
-def scatter(
-  trajectories: Sequence[types.Trajectory], per_action: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-  """The inverse of `gather`: one array a segment, 0 off the action tokens."""
-  out = []
-  for trajectory, values in zip(trajectories, per_action, strict=True):
-    begin = 0
-    for segment in trajectory.segments:
-      array = np.zeros(len(segment.tokens))
-      end = begin + int(segment.action_mask.sum())
-      array[segment.action_mask] = values[begin:end]
-      out.append(array)
-      begin = end
+def scatter(masks: Sequence[np.ndarray], values: np.ndarray) -> list[np.ndarray]:
+  """The inverse of `gather`: one array a segment, 0 elsewhere."""
+  out, begin = [], 0
+  for mask in masks:
+    array, end = np.zeros(len(mask)), begin + int(mask.sum())
+    array[mask] = values[begin:end]
+    out.append(array)
+    begin = end
   return out

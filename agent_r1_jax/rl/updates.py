@@ -1,0 +1,233 @@
+"""What a rollout changes: credit, mini-batches, the KL's control, the reference.
+
+plan = updates.Plan(model, algorithm, shape, optimizers, ...)
+carry = updates.start(params, plan)
+carry, metrics = updates.learn(carry, trajectories, plan)
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, experience, learner
+from agent_r1_jax.rl import kl as kl_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What stays the same over a run.
+
+  Attributes:
+    model: The shape of policy and critic.
+    algorithm: Advantages, loss and the rest.
+    shape: Of micro-batches.
+    optimizers: 'policy' and, for a critic that is a model of its own, 'critic'.
+    reference_model: The shape of the reference policy, where there is one.
+    temperature: That tokens are sampled at.
+    minibatches: Optimizer steps an epoch.
+    epochs: Over one rollout.
+    critic_warmup: Rollouts that update the critic alone.
+    reference_every: Rollouts after which the policy becomes the reference; 0 never.
+    sync_every: Rollouts between two hand-overs of the policy to the engine.
+    seed: Of the order of trajectories.
+  """
+
+  model: decoder.DecoderConfig
+  algorithm: algorithms.Algorithm
+  shape: experience.Rows
+  optimizers: dict[str, optax.GradientTransformation]
+  reference_model: decoder.DecoderConfig | None = None
+  temperature: float = 1.0
+  minibatches: int = 1
+  epochs: int = 1
+  critic_warmup: int = 0
+  reference_every: int = 0
+  sync_every: int = 1
+  seed: int = 0
+
+  @property
+  def shared_critic(self) -> bool:
+    """Whether the critic is a second head of the policy."""
+    return self.algorithm.needs_critic and 'critic' not in self.optimizers
+
+  @functools.cached_property
+  def objectives(self) -> dict[str, learner.Loss]:
+    """Of policy and critic: each is made once, and so compiled once."""
+    policy = learner.objective(self.algorithm, shared_critic=self.shared_critic)
+    if 'critic' not in self.optimizers:
+      return {'policy': policy}
+    return {'policy': policy, 'critic': learner.critic_objective(self.algorithm)}
+
+
+@dataclasses.dataclass
+class Carry:
+  """What goes on from rollout to rollout.
+
+  Attributes:
+    states: 'policy', and 'critic' where that is a model of its own.
+    reference: The reference policy's parameters, where there is one.
+    sampler: The engine's parameters.
+    sampler_step: The rollouts that they had learned from.
+    kl_coef: Of the algorithm's KL term.
+    step: Rollouts learned from.
+  """
+
+  states: dict[str, learner.TrainState]
+  reference: decoder.Params | None
+  sampler: decoder.Params
+  sampler_step: int = 0
+  kl_coef: float = 0.0
+  step: int = 0
+
+  def arrays(self, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint must hold; what can be loaded or derived again is not in it."""
+    reference = {'reference': self.reference} if plan.reference_every else {}
+    sampler = {'sampler': self.sampler} if plan.sync_every > 1 else {}
+    return dict(self.states) | reference | sampler
+
+  def numbers(self) -> dict[str, Any]:
+    """The rest of a checkpoint."""
+    return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
+
+  def restored(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'Carry':
+    """What a checkpoint held."""
+    return Carry(
+      {name: arrays[name] for name in self.states},
+      arrays.get('reference', self.reference),
+      arrays.get('sampler', arrays['policy'].params),
+      **numbers,
+    )
+
+
+def start(
+  params: decoder.Params, plan: Plan, reference: decoder.Params | None = None
+) -> Carry:
+  """Before the first rollout.
+
+  A critic of its own starts as a copy of the policy with a value head of zeros.
+
+  Args:
+    params: Of the policy.
+    plan: Of the run.
+    reference: Another reference policy than the policy as it starts.
+  """
+  if reference is None and plan.algorithm.needs_reference:
+    reference = jax.tree.map(jnp.copy, params)
+  models = {'policy': params}
+  if 'critic' in plan.optimizers:
+    models['critic'] = jax.tree.map(jnp.copy, params) | {'value_head': _zeros(plan)}
+  states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
+  coef = plan.algorithm.kl.coef if plan.algorithm.kl else 0.0
+  return Carry(states, reference, _handed(params, plan), kl_coef=coef)
+
+
+def learn(
+  carry: Carry,
+  trajectories: Sequence[types.Trajectory],
+  plan: Plan,
+  *,
+  baselines: Sequence[float] | None = None,
+  prefixes: Sequence[np.ndarray] | None = None,
+) -> tuple[Carry, dict[str, float]]:
+  """Learns from one rollout.
+
+  Args:
+    carry: Used up.
+    trajectories: None with status 'error', each with a turn.
+    plan: Of the run.
+    baselines: Of each trajectory, the reward of its task's greedy episode.
+    prefixes: Of each trajectory, tokens that only the critic sees, before the text.
+
+  Returns:
+    The new carry, and metrics; those of the critic's updates begin 'critic_'.
+
+  Raises:
+    learner.NotFiniteError: See there. `carry` is used up in part.
+  """
+  metrics: dict[str, float] = {'kl_coef': carry.kl_coef} if plan.algorithm.kl else {}
+  if trajectories:
+    policy = carry.states['policy'].params
+    critic = carry.states['critic'].params if 'critic' in carry.states else policy
+    lived = experience.credit(
+      trajectories,
+      plan.algorithm,
+      experience.Models(
+        policy, plan.model, critic, carry.reference, plan.reference_model or plan.model
+      ),
+      shape=plan.shape,
+      temperature=plan.temperature,
+      kl_coef=carry.kl_coef,
+      baselines=baselines,
+      prefixes=prefixes,
+    )
+    metrics |= lived.metrics | _update(carry, lived, plan)
+  if isinstance(plan.algorithm.kl, kl_lib.InReward | kl_lib.InLoss) and 'kl' in metrics:
+    control = plan.algorithm.kl.control
+    carry.kl_coef = control(carry.kl_coef, metrics['kl'], len(trajectories))
+  carry.step += 1
+  params = carry.states['policy'].params
+  if plan.reference_every and carry.step % plan.reference_every == 0:
+    carry.reference = jax.tree.map(jnp.copy, params)
+  if carry.step % plan.sync_every == 0:
+    carry.sampler, carry.sampler_step = _handed(params, plan), carry.step
+  return carry, metrics
+
+
+def _zeros(plan):
+  """A value head; of the rest of a model only the shapes are made."""
+  make = functools.partial(decoder.init, plan.model, value_head=True)
+  shapes = jax.eval_shape(make, jax.random.key(0))['value_head']
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _handed(params, plan):
+  """The engine's parameters: a copy if an update comes before the next hand-over."""
+  return params if plan.sync_every == 1 else jax.tree.map(jnp.copy, params)
+
+
+def _update(carry, lived, plan) -> dict[str, float]:
+  """Epochs of mini-batches; the means of their metrics."""
+  metrics: dict[str, list[float]] = {}
+
+  def update(name, batches):
+    carry.states[name], numbers = learner.update(
+      carry.states[name],
+      batches,
+      config=plan.model,
+      loss=plan.objectives[name],
+      optimizer=plan.optimizers[name],
+      temperature=plan.temperature,
+    )
+    for key, value in numbers.items():
+      key = f'critic_{key}' if name == 'critic' and key != 'value_loss' else key
+      metrics.setdefault(key, []).append(value)
+
+  for members in _minibatches(len(lived.trajectories), plan, carry.step):
+    if 'critic' in carry.states:
+      update('critic', experience.critic_minibatch(lived, members, shape=plan.shape))
+    if carry.step >= plan.critic_warmup:
+      batches = experience.minibatch(
+        lived,
+        members,
+        shape=plan.shape,
+        kl_coef=carry.kl_coef,
+        dense=plan.shared_critic,
+      )
+      update('policy', batches)
+  return {name: float(np.mean(values)) for name, values in metrics.items()}
+
+
+def _minibatches(n: int, plan: Plan, step: int) -> Iterator[list[int]]:
+  """Members of each mini-batch; every epoch has an order of its own."""
+  for epoch in range(plan.epochs):
+    order = np.random.default_rng([plan.seed, step, epoch]).permutation(n)
+    for members in np.array_split(order, min(plan.minibatches, n)):
+      yield members.tolist()

@@ -1,0 +1,184 @@
+"""A tiny policy, critic and reference, and what they say of a text, written plainly."""
+
+from collections.abc import Callable, Iterable, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import episodes
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, experience, learner, packing
+
+CONFIG = decoder.DecoderConfig(
+  family='qwen3',
+  vocab_size=64,
+  embed_dim=16,
+  num_layers=1,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=24,
+  qk_norm=True,
+)
+TEMPERATURE = 0.7
+# One shape for most tests, so that they share what is compiled.
+SHAPE = experience.Rows(rows=2, row_tokens=32)
+_PADDED = 64
+
+GRPO = algorithms.grpo(kl_coef=0.0, dual_clip=None)
+# Of equal algorithms it is the same object, and is compiled once.
+objective = functools.cache(learner.objective)
+critic_objective = functools.cache(learner.critic_objective)
+GRPO_OBJECTIVE = objective(GRPO, shared_critic=False)
+
+
+@functools.cache
+def tree(seed: int, value_head: bool = False) -> decoder.Params:
+  """Random parameters; no norm is 1 and no value head 0."""
+  rng, key = np.random.default_rng(seed), jax.random.key(0)
+  shapes = jax.eval_shape(lambda: decoder.init(CONFIG, key, value_head=value_head))
+
+  def draw(path, x):
+    scale = rng.normal(scale=0.3, size=x.shape).astype(np.float32)
+    return jnp.asarray(1 + scale if 'norm' in jax.tree_util.keystr(path) else scale)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def copied(params: Any) -> Any:
+  """To be used up."""
+  return jax.tree.map(lambda x: jnp.asarray(np.array(x)), params)
+
+
+def policy() -> decoder.Params:
+  return tree(0)
+
+
+def shared() -> decoder.Params:
+  """A policy whose critic is a second head."""
+  return tree(0, True)
+
+
+def reference() -> decoder.Params:
+  return tree(1)
+
+
+def critic() -> decoder.Params:
+  """A model of its own."""
+  return tree(2, True)
+
+
+def models(*, own_critic: bool = False) -> experience.Models:
+  """A policy with a critic of its own, or with one that it shares."""
+  if own_critic:
+    return experience.Models(policy(), CONFIG, critic(), reference(), CONFIG)
+  return experience.Models(shared(), CONFIG, shared(), reference(), CONFIG)
+
+
+def credit(trajectories, algorithm, which=None, **kwargs) -> experience.Experience:
+  """experience.credit with the models and sizes of here."""
+  options = {'shape': SHAPE, 'temperature': TEMPERATURE} | kwargs
+  return experience.credit(trajectories, algorithm, which or models(), **options)
+
+
+@functools.cache
+def trajectories(n: int = 14) -> tuple[types.Trajectory, ...]:
+  """Of several turns, with environment tokens inside, over one or two segments."""
+  return tuple(episodes.varied(n))
+
+
+class Said(NamedTuple):
+  """Of each segment, a number a token; 0 at its first but for `after`.
+
+  Attributes:
+    logprobs: Of the token.
+    entropy: Of the distribution that it comes from.
+    values: Of the state before it.
+    after: Of the state after it.
+  """
+
+  logprobs: list[np.ndarray]
+  entropy: list[np.ndarray]
+  values: list[np.ndarray]
+  after: list[np.ndarray]
+
+
+def direct(params: decoder.Params, tokens: Any) -> tuple[jax.Array, ...]:
+  """The fields of Said of rows [B, T] that each hold one text from their first token."""
+  ones = jnp.ones_like(tokens)
+  x = decoder.hidden(params, CONFIG, tokens, jnp.cumsum(ones, axis=1) - 1, ones)
+  log_p = jax.nn.log_softmax(x[:, :-1] @ params['lm_head']['kernel'] / TEMPERATURE)
+  chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+  entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+  if 'value_head' in params:
+    head = params['value_head']
+    after = x @ head['kernel'][:, 0] + head['bias'][0]
+  else:
+    after = jnp.zeros_like(x[..., 0])
+  shifted = (jnp.pad(y, ((0, 0), (1, 0))) for y in (chosen, entropy, after[:, :-1]))
+  return *shifted, after
+
+
+_direct = jax.jit(direct)
+
+
+def padded(segments: Sequence[types.Segment], rows: int | None = None):
+  """Each segment in a row of its own: where it lies, and the batch."""
+  where = packing.Layout(
+    tuple(len(s.tokens) for s in segments),
+    tuple((i, 0) for i in range(len(segments))),
+    rows or len(segments),
+    32,
+  )
+  return where, packing.pack(segments, where)
+
+
+def said(params: decoder.Params, segments: Iterable[types.Segment]) -> Said:
+  """What a model says of texts of at most 32 tokens."""
+  where, batch = padded(list(segments), _PADDED)
+  return Said(*(where.extract(np.asarray(x)) for x in _direct(params, batch.tokens)))
+
+
+def regrouped(trajectories_, per_segment) -> list[list[np.ndarray]]:
+  """A flat list over all segments, by trajectory."""
+  parts = iter(per_segment)
+  return [[next(parts) for _ in t.segments] for t in trajectories_]
+
+
+def segments_of(trajectories_) -> list[types.Segment]:
+  return [s for t in trajectories_ for s in t.segments]
+
+
+def whole(batches: Iterable[types.Batch]) -> types.Batch:
+  """The batch whose micro-batches these are."""
+  return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+
+
+def gradient(
+  params: decoder.Params, batches: Iterable[types.Batch], loss: Callable
+) -> tuple[decoder.Params, dict[str, np.ndarray]]:
+  """The gradient and the sums of all micro-batches together."""
+  kwargs = {'config': CONFIG, 'loss': loss, 'temperature': TEMPERATURE}
+  parts = [learner._gradient(params, batch, **kwargs) for batch in batches]
+  return jax.tree.map(lambda *xs: np.sum(xs, axis=0), *parts)
+
+
+def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
+  """Equal, relative to the largest number of a leaf."""
+
+  def check(path, a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    scale = np.abs(b).max()
+    name = jax.tree_util.keystr(path)
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=name)
+
+  jax.tree_util.tree_map_with_path(check, actual, expected)
+
+
+def equal(actual: Any, expected: Any) -> None:
+  """Equal bit for bit."""
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -1,0 +1,104 @@
+"""Alarms ring beyond their limits, not at them, and not for what was not measured."""
+
+import dataclasses
+
+import episodes
+import pytest
+
+from agent_r1_jax import alarms, evaluate
+
+_QUIET = {
+  'alarm/entropy_collapse': 0.0,
+  'alarm/kl_blow_up': 0.0,
+  'alarm/dead_groups': 0.0,
+  'alarm/truncated': 0.0,
+  'alarm/invalid_calls': 0.0,
+  'alarm/action_share': 0.0,
+}
+_LIMITS = alarms.Limits(
+  entropy=0.5,
+  kl=2.0,
+  dead_groups=0.75,
+  truncated=0.25,
+  invalid_calls=0.5,
+  action_share=0.5,
+)
+_UP, _DOWN = 1e-9, -1e-9
+
+
+def _ringing(numbers, limits=_LIMITS):
+  rung = alarms.ring(numbers, limits)
+  assert rung.keys() == _QUIET.keys() and set(rung.values()) <= {0.0, 1.0}
+  return [name.removeprefix('alarm/') for name, value in rung.items() if value]
+
+
+@pytest.mark.parametrize(
+  ('alarm', 'name', 'limit', 'beyond', 'others'),
+  [
+    ('entropy_collapse', 'train/entropy', 0.5, _DOWN, {}),
+    ('kl_blow_up', 'train/kl', 2.0, _UP, {'train/behaviour_kl': 0.1}),
+    ('kl_blow_up', 'train/kl', -2.0, _DOWN, {}),
+    ('kl_blow_up', 'train/behaviour_kl', 2.0, _UP, {'train/kl': 0.1}),
+    ('kl_blow_up', 'train/behaviour_kl', -2.0, _DOWN, {}),
+    ('dead_groups', 'train/dead_groups', 0.75, _UP, {}),
+    ('truncated', 'rollout/status/truncated', 0.25, _UP, {}),
+    ('truncated', 'rollout/status/max_turns', 0.25, _UP, {}),
+    # Each of the budgets counts.
+    (
+      'truncated',
+      'rollout/status/truncated',
+      0.125,
+      _UP,
+      {'rollout/status/max_turns': 0.125, 'rollout/status/error': 0.5},
+    ),
+    # Of four calls two failed; of three, and one that could not be read, one.
+    ('invalid_calls', 'rollout/tool_errors', 2.0, _UP, {'rollout/tool_calls': 4.0}),
+    (
+      'invalid_calls',
+      'rollout/tool_errors',
+      1.0,
+      _UP,
+      {'rollout/tool_calls': 3.0, 'rollout/format_errors': 1.0},
+    ),
+    ('invalid_calls', 'rollout/format_errors', 2.0, _UP, {'rollout/tool_calls': 2.0}),
+    ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
+    ('action_share', 'rollout/tokens', 16.0, _UP, {'rollout/action_tokens': 8.0}),
+  ],
+)
+def test_an_alarm_rings_just_beyond_its_limit(alarm, name, limit, beyond, others):
+  assert _ringing(others | {name: limit}) == []
+  assert _ringing(others | {name: limit + beyond}) == [alarm]
+
+
+def test_what_is_absent_does_not_ring():
+  assert alarms.ring({}, _LIMITS) == alarms.ring({}, alarms.Limits()) == _QUIET
+  # Nor do limits that nothing can be beyond, or calls where there were none.
+  numbers = {'rollout/tool_calls': 0.0, 'rollout/tool_errors': 0.0, 'rollout/tokens': 0.0}
+  assert alarms.ring(numbers, _LIMITS) == _QUIET
+
+
+def test_every_limit_has_its_alarm():
+  """Each alone silences its own."""
+  numbers = {
+    'train/entropy': 0.0,
+    'train/kl': 9.0,
+    'train/dead_groups': 1.0,
+    'rollout/status/truncated': 1.0,
+    'rollout/format_errors': 1.0,
+    'rollout/tokens': 100.0,
+    'rollout/action_tokens': 1.0,
+  }
+  assert len(_ringing(numbers)) == len(dataclasses.fields(_LIMITS)) == len(_QUIET)
+  for field in dataclasses.fields(_LIMITS):
+    low = field.name in ('entropy', 'action_share')
+    quiet = dataclasses.replace(_LIMITS, **{field.name: -1.0 if low else 100.0})
+    silenced = set(_ringing(numbers)) - set(_ringing(numbers, quiet))
+    assert len(silenced) == 1 and field.name in silenced.pop()
+
+
+def test_the_names_are_those_of_a_rollouts_summary():
+  t = episodes.trajectory('..........0')
+  t.status = 'max_turns'
+  t.metrics = {'tool_calls': 1.0, 'tool_errors': 1.0, 'format_errors': 0.0}
+  numbers = {f'rollout/{k}': v for k, v in evaluate.summary([t]).items()}
+  assert _ringing(numbers) == ['truncated', 'invalid_calls', 'action_share']

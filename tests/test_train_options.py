@@ -1,0 +1,246 @@
+"""What a run can be asked for beyond its algorithm; what does not apply is said."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+import test_train
+import tiny
+
+from agent_r1_jax import evaluate, metrics, rollout, train, types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.models import weights
+from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
+
+_PLAIN = algorithms.grpo(kl_coef=0.0)
+model = test_train.model
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick_compiler():
+  """Most of the time goes into compiling what runs a few times only."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+def _run(model, workdir, algorithm=_PLAIN, **kwargs):
+  options = {'make_env': 'make_env', 'questions': 'tasks', 'privileged': 'privileged'}
+  given = {options[name]: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
+  config = test_train._config(model, **{'steps': 2, 'eval_every': 0} | kwargs)
+  params = test_train._run(config, workdir, algorithm=algorithm, evals=None, **given)
+  return params, metrics.read(workdir)
+
+
+def _graded(reward):
+  """An environment without tools that scores the first reply."""
+  return functools.partial(env_lib.ToolEnv, [], reward, parse=lambda reply: [])
+
+
+class TestDynamicSampling:
+  def test_tied_groups_are_drawn_again_up_to_the_bound(self, model, tmp_path):
+    def reward(task, messages):
+      # Of the three tasks one is never right.
+      return 0.0 if task.id == 't0' else float(len(messages[-1]['content']))
+
+    given = {'make_env': _graded(reward), 'steps': 3, 'tasks': 3}
+    _, plain = _run(model, tmp_path / 'plain', **given)
+    _, refilled = _run(model, tmp_path / 'refilled', max_refills=3, **given)
+    assert [line['rollout/groups'] for line in plain] == [3, 3, 3]
+    assert all(line['train/dead_groups'] > 0 for line in plain)
+    for line in refilled:
+      assert 3 < line['rollout/groups'] <= 3 + 2 + 2 + 2
+      assert line['train/dead_groups'] == 0
+
+  def test_a_rollout_without_any_variance_ends_at_the_bound(self, model, tmp_path):
+    params, lines = _run(model, tmp_path, max_refills=2, make_env=_graded(lambda *_: 0.0))
+    assert [line['rollout/groups'] for line in lines] == [6, 6]
+    assert 'train/grad_norm' not in lines[0]
+    test_train._assert_equal(params, weights.load(model)[1])
+
+  def test_a_task_that_comes_again_is_sampled_anew(self, model, tmp_path):
+    made, collect = [], rollout.collect
+
+    def spy(*args, **kwargs):
+      made.append(collect(*args, **kwargs))
+      return made[-1]
+
+    with mock.patch.object(rollout, 'collect', spy):
+      given = {'make_env': _graded(lambda *_: 0.0), 'max_refills': 1, 'samples': 8}
+      _run(model, tmp_path, questions=test_train._tasks(1), **given)
+    said = [[t.messages[-1]['content'] for t in played] for played in made if played]
+    # Two tasks a draw, two draws a step.
+    assert [len(s) for s in said] == [16] * 4
+    assert len({tuple(sorted(s)) for s in said}) == 4
+
+
+def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
+  begun, baselines, greedy = [], [], []
+  learn, play = train.updates.learn, evaluate.run
+
+  class Counted(env_lib.ToolEnv):
+    async def reset(self, task):
+      begun.append(task.id)
+      return await super().reset(task)
+
+  def spy(carry, trajectories, *args, **kwargs):
+    baselines.append(kwargs['baselines'])
+    return learn(carry, trajectories, *args, **kwargs)
+
+  def watched(*args, **kwargs):
+    played = play(*args, **kwargs)
+    greedy.append([t.reward for t in played.get('', ())])
+    return played
+
+  reward = lambda task, messages: 1.0 + len(begun)
+  make_env = functools.partial(Counted, [], reward, parse=lambda reply: [])
+  with (
+    mock.patch.object(train.updates, 'learn', spy),
+    mock.patch.object(evaluate, 'run', watched),
+  ):
+    _run(model, tmp_path, algorithms.remax(), make_env=make_env, max_turn_tokens=40)
+  # Two steps of two tasks: four episodes each, and a greedy one.
+  assert len(begun) == 2 * 2 * (4 + 1)
+  assert baselines == [[a] * 4 + [b] * 4 for a, b in greedy[:2]]
+  assert np.any(baselines)
+
+
+def test_a_student_learns_its_teachers_words(model, tmp_path):
+  tokenizer = tiny.chat().tokenizer
+  (wanted,) = tokenizer.encode(' city', add_special_tokens=False)
+  likely = test_train._likely()
+  teacher = tiny.save(tmp_path / 'teacher', likely | {wanted: likely[wanted] + 1.5})
+  _, lines = _run(
+    model,
+    tmp_path / 'run',
+    algorithms.distillation(),
+    reference=str(teacher),
+    steps=12,
+    learning_rate=1e-2,
+  )
+  apart = [line['train/kl'] for line in lines]
+  assert np.mean(apart[:2]) > 0.3 and abs(np.mean(apart[-3:])) < np.mean(apart[:2]) / 2
+
+
+def test_stale_episodes_are_corrected(model, tmp_path):
+  algorithm = _PLAIN._replace(correction=correction.token_truncated(cap=2.0))
+  _, lines = _run(model, tmp_path, algorithm, sync_every=2, steps=4)
+  # At even steps the engine has just been given the policy.
+  for line, stale in zip(lines, (False, True, False, True), strict=True):
+    apart = abs(line['train/stale_ratio_max'] - 1)
+    assert apart > 1e-2 if stale else apart < 1e-3
+
+
+def test_a_critic_is_warmed_up_and_told_what_the_policy_is_not(model, tmp_path):
+  told = []
+
+  def privileged(task):
+    told.append(task.id)
+    return f'the answer is {task.id}'
+
+  given = {'critic_warmup': 2, 'critic_learning_rate': 1e-2, 'row_tokens': 128}
+  params, lines = _run(
+    model, tmp_path, algorithms.ppo(kl_coef=0.0), privileged=privileged, **given
+  )
+  test_train._assert_equal(params, weights.load(model)[1])
+  assert len(told) == 16
+  assert lines[1]['train/value_loss'] < lines[0]['train/value_loss']
+  assert 'train/grad_norm' not in lines[1] and lines[1]['train/critic_grad_norm'] > 0
+
+
+def test_a_resumed_run_has_its_controllers_and_its_reference(model, tmp_path):
+  """KL control, a reference that moves, a stale engine, tasks drawn: all go on."""
+  control = kl.adaptive(target=0.001, horizon=50)
+  algorithm = algorithms.grpo(clip_high=0.3)._replace(
+    kl=kl.InLoss(0.02, control=control), correction=correction.token_truncated()
+  )
+  given = {'sync_every': 2, 'reference_every': 3, 'max_refills': 1, 'checkpoint_every': 3}
+  whole, lines = _run(model, tmp_path / 'whole', algorithm, steps=5, **given)
+  coefs = [line['train/kl_coef'] for line in lines]
+  assert len(set(coefs)) > 3
+  _run(model, tmp_path / 'parts', algorithm, steps=3, **given)
+  parts, _ = _run(model, tmp_path / 'parts', algorithm, steps=5, **given)
+  test_train._assert_equal(parts, whole)
+  numbers = test_train._numbers(tmp_path / 'parts')
+  assert numbers == test_train._numbers(tmp_path / 'whole')
+
+
+def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
+  def breaks(stats, batch):
+    per_token, watched = losses.reinforce()(stats, batch)
+    return per_token / (batch.advantages > 0), watched
+
+  with pytest.raises(
+    learner.NotFiniteError, match='not finite at step 0.*not_finite.npz'
+  ):
+    _run(model, tmp_path, _PLAIN._replace(loss=breaks))
+  with np.load(tmp_path / 'not_finite.npz') as dump:
+    names = set(dump.files)
+    assert {f'0/{n}' for n in ('tokens', 'advantages', 'weights')} <= names
+    assert dump['0/tokens'].shape == (2, 96)
+
+
+def test_alarms_are_metrics(model, tmp_path):
+  _, lines = _run(model, tmp_path, make_env=_graded(lambda *_: 0.0), steps=1)
+  assert lines[0]['alarm/dead_groups'] == 1
+  assert lines[0]['alarm/entropy_collapse'] == 0
+
+
+def test_truncated_episodes_can_be_left_out(model, tmp_path):
+  shown, learn = [], train.updates.learn
+
+  def spy(carry, trajectories, *args, **kwargs):
+    shown.append({t.status for t in trajectories})
+    return learn(carry, trajectories, *args, **kwargs)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(train.updates, 'learn', spy)
+    # Two tokens a reply: most do not come to their end.
+    _run(model, tmp_path / 'scored', max_turn_tokens=2)
+    _run(model, tmp_path / 'left_out', _PLAIN._replace(mask_truncated=True))
+  assert 'truncated' in shown[0] | shown[1]
+  assert not (shown[2] | shown[3]) & {*types.BUDGETS}
+
+
+@pytest.mark.parametrize(
+  ('algorithm', 'options', 'message'),
+  [
+    (_PLAIN, {'reference': 'x'}, 'reference: the algorithm reads no reference'),
+    (_PLAIN, {'reference_every': 2}, 'reference_every: the algorithm reads no'),
+    (_PLAIN, {'critic_warmup': 1}, 'critic_warmup: there is no critic'),
+    (_PLAIN, {'sync_every': 2}, 'sync_every is 2.*no correction'),
+    (_PLAIN, {'epochs': 0}, 'epochs is 0'),
+    (_PLAIN, {'privileged': lambda task: ''}, 'privileged: the algorithm has no critic'),
+    (algorithms.distillation(), {}, 'reference: the algorithm learns from a teacher'),
+    (
+      algorithms.distillation(),
+      {'reference': 'x', 'reference_every': 1},
+      'a teacher stays',
+    ),
+    (
+      _PLAIN._replace(correction=correction.token_truncated()),
+      {'sync_every': 3, 'max_staleness': 1},
+      'max_staleness is 1.*2 steps old',
+    ),
+  ],
+)
+def test_what_does_not_apply_is_said(model, tmp_path, algorithm, options, message):
+  with pytest.raises(ValueError, match=message):
+    _run(model, tmp_path, algorithm, **options)
+  assert not (tmp_path / 'config.json').exists()
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(model, tmp_path):
+  shape, params = weights.load(model)
+  wide = dataclasses.replace(shape, vocab_size=shape.vocab_size + 8)
+  grown = jax.tree.map(
+    lambda x: np.pad(x, [(0, 8 * (n == shape.vocab_size)) for n in x.shape]), params
+  )
+  weights.save(tmp_path / 'wide', wide, grown, tokenizer_from=model)
+  with pytest.raises(ValueError, match='they must share a tokenizer'):
+    _run(
+      model, tmp_path / 'run', algorithms.distillation(), reference=str(tmp_path / 'wide')
+    )

@@ -1,0 +1,372 @@
+"""What a rollout changes, and what goes on to the next one."""
+
+import dataclasses
+
+import episodes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain
+import pytest
+import test_learner
+
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, experience, learner, updates
+from agent_r1_jax.rl import kl as kl_lib
+
+_SGD, _ADAM = optax.sgd(0.1), optax.adam(1e-2)
+_PPO = algorithms.ppo(
+  kl=kl_lib.InReward(0.05, control=kl_lib.adaptive(target=0.5, horizon=10))
+)
+quick_compiler = test_learner.quick_compiler
+
+
+@pytest.fixture(scope='module', autouse=True)
+def few_objectives():
+  """Plans of one algorithm share what is compiled."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(learner, 'objective', plain.objective)
+    patch.setattr(learner, 'critic_objective', plain.critic_objective)
+    yield
+
+
+def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
+  optimizers = {'policy': _SGD}
+  if algorithm.needs_critic:
+    optimizers['critic'] = _SGD
+  options = {'optimizers': optimizers, 'temperature': plain.TEMPERATURE} | options
+  return updates.Plan(plain.CONFIG, algorithm, plain.SHAPE, **options)
+
+
+def _start(plan, params=None, reference=None) -> updates.Carry:
+  return updates.start(plain.copied(params or plain.policy()), plan, reference)
+
+
+def _rollout(step=0, n=4):
+  """Other tasks in every step."""
+  ts = episodes.varied(14)
+  return [ts[(step + i) % 14] for i in range(n)]
+
+
+def _copied(carry):
+  """Parameters by name, as they are now."""
+  trees = {name: state.params for name, state in carry.states.items()}
+  trees |= {'sampler': carry.sampler, 'reference': carry.reference}
+  return jax.tree.map(np.array, trees)
+
+
+def _same(a, b) -> bool:
+  return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.fixture
+def steps(monkeypatch):
+  """Each optimizer step, as (name, batch): it does nothing but give the numbers back."""
+  found = []
+
+  def update(state, batches, *, loss, **kwargs):
+    name = 'critic' if 'value_head' in state.params else 'policy'
+    batch = plain.whole(batches)
+    found.append((name, batch))
+    kl = {} if batch.kl_weights is None else {'kl': 0.4 + 0.2 * len(found)}
+    return state, {'loss': float(len(found)), 'value_loss': 7.0} | kl
+
+  monkeypatch.setattr(learner, 'update', update)
+  return found
+
+
+# Mini-batches.
+
+
+def _tokens(batches):
+  return sorted(t for b in batches for t in b.tokens[b.segment_ids > 0].tolist())
+
+
+def test_every_epoch_goes_through_all_trajectories(steps):
+  ts = [episodes.trajectory('.' + '0' * (1 + i), rewards=[i], seed=i) for i in range(5)]
+  for i, t in enumerate(ts):
+    t.segments[0].tokens[:] = i
+  plan = _plan(epochs=3, minibatches=2)
+  _, metrics = updates.learn(_start(plan), ts, plan)
+  assert len(steps) == 6
+  every = _tokens([plain.padded(plain.segments_of(ts))[1]])
+  orders = []
+  for epoch in range(3):
+    batches = [batch for _, batch in steps[2 * epoch : 2 * epoch + 2]]
+    # A mean reward of 2: the third trajectory has no advantage, and is left out.
+    live = [t for t in every if t != 2]
+    assert _tokens(batches) == live
+    orders.append(tuple(map(tuple, map(_tokens, ([b] for b in batches)))))
+  assert len(set(orders)) > 1
+  # Numbers of the steps are averaged.
+  assert metrics['loss'] == np.mean([1, 2, 3, 4, 5, 6])
+
+
+def test_orders_come_from_the_seed_and_the_step():
+  def orders(step, **options):
+    plan = _plan(epochs=2, minibatches=3, **options)
+    return list(updates._minibatches(10, plan, step))
+
+  assert orders(4) == orders(4)
+  assert orders(4) != orders(5) and orders(4) != orders(4, seed=1)
+  sizes = [len(members) for members in orders(0)]
+  assert sizes == [4, 3, 3] * 2
+  # With fewer trajectories than mini-batches no step is empty.
+  sizes = [len(m) for m in updates._minibatches(2, _plan(minibatches=3), 0)]
+  assert sizes == [1, 1]
+
+
+def test_a_critic_of_its_own_has_a_step_for_each_of_the_policys(steps):
+  plan = _plan(algorithms.ppo(kl_coef=0.0), epochs=2, minibatches=2)
+  _, metrics = updates.learn(_start(plan), _rollout(), plan)
+  assert [name for name, _ in steps] == ['critic', 'policy'] * 4
+  assert all((batch.values is None) == (name == 'policy') for name, batch in steps)
+  assert metrics['critic_loss'] == 4 and metrics['loss'] == 5
+  assert metrics['value_loss'] == 7
+
+
+# The critic.
+
+
+def test_a_critic_starts_as_the_policy_with_a_head_of_zeros():
+  carry = _start(_plan(_PPO))
+  params = dict(carry.states['critic'].params)
+  assert not any(map(np.any, jax.tree.leaves(params.pop('value_head'))))
+  plain.equal(params, plain.policy())
+  # A shared one is the policy's own head.
+  plan = _plan(_PPO, optimizers={'policy': _SGD})
+  assert plan.shared_critic and not _plan().shared_critic
+  assert not _plan(_PPO).shared_critic
+  assert _start(plan, plain.shared()).states.keys() == {'policy'}
+
+
+def test_the_warm_up_trains_the_critic_alone():
+  plan = _plan(_PPO, critic_warmup=2)
+  carry = _start(plan)
+  for step in range(3):
+    before = _copied(carry)
+    carry, metrics = updates.learn(carry, _rollout(step), plan)
+    after = _copied(carry)
+    assert _same(before['policy'], after['policy']) == (step < 2)
+    assert not _same(before['critic'], after['critic'])
+    assert ('loss' in metrics) == ('grad_norm' in metrics) == (step == 2)
+    assert metrics['value_loss'] > 0 and metrics['critic_grad_norm'] > 0
+  watched = {'kl', 'kl_coef', 'entropy', 'behaviour_kl', 'dead_groups', 'advantage_std'}
+  assert watched <= metrics.keys()
+  # Bit for bit, up to the last step of the warm-up.
+  plain.equal(before['policy'], plain.policy())
+  assert int(carry.states['policy'].step) == 1 and int(carry.states['critic'].step) == 3
+
+
+# The KL and the reference.
+
+
+def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
+  used, less_kl = [], experience.rewards_lib.less_kl
+
+  def spy(eps, *, coef, estimator):
+    used.append(coef)
+    return less_kl(eps, coef=coef, estimator=estimator)
+
+  monkeypatch.setattr(experience.rewards_lib, 'less_kl', spy)
+  monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
+  plan = _plan(_PPO, minibatches=2)
+  carry = _start(plan)
+  expected = 0.05
+  for step in range(3):
+    carry, metrics = updates.learn(carry, _rollout(step), plan)
+    assert used[-1] == metrics['kl_coef'] == expected
+    # Four trajectories, a target of 0.5, a horizon of 10.
+    expected *= 1 + np.clip(metrics['kl'] / 0.5 - 1, -0.2, 0.2) * 4 / 10
+    assert carry.kl_coef == pytest.approx(expected, rel=1e-12) != used[-1]
+
+
+def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
+  control = kl_lib.adaptive(target=0.5, horizon=10)
+  kl = kl_lib.InLoss(0.05, control=control)
+  plan = _plan(plain.GRPO._replace(kl=kl), minibatches=2)
+  carry, expected = _start(plan), 0.05
+  for step in range(2):
+    carry, metrics = updates.learn(carry, _rollout(step), plan)
+    for _, batch in steps[-2:]:
+      np.testing.assert_allclose(batch.kl_weights, expected * batch.weights, rtol=1e-6)
+    assert metrics['kl_coef'] == expected
+    # The mean over the steps, 0.7 and 1.1: in the second it is too far off.
+    assert metrics['kl'] == pytest.approx(0.7 + 0.4 * step)
+    expected *= 1 + np.clip(metrics['kl'] / 0.5 - 1, -0.2, 0.2) * 4 / 10
+    assert carry.kl_coef == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_a_kl_there_is_no_coefficient(steps):
+  plan = _plan()
+  carry, metrics = updates.learn(_start(plan), _rollout(), plan)
+  assert carry.kl_coef == 0 and carry.reference is None
+  assert not {'kl', 'kl_coef'} & metrics.keys()
+
+
+def test_the_reference_is_the_start_unless_another_is_given():
+  plan = _plan(_PPO)
+  carry = _start(plan)
+  plain.equal(carry.reference, plain.policy())
+  carry, _ = updates.learn(carry, _rollout(), plan)
+  # It is a copy: the update used the parameters up.
+  plain.equal(carry.reference, plain.policy())
+  other = _start(plan, reference=plain.reference())
+  assert other.reference is plain.reference()
+
+
+def test_the_policy_becomes_the_reference_every_so_often():
+  plan = _plan(_PPO, reference_every=2)
+  carry = _start(plan)
+  for step in range(1, 6):
+    before = _copied(carry)
+    carry, _ = updates.learn(carry, _rollout(step), plan)
+    after = _copied(carry)
+    expected = after['policy'] if step % 2 == 0 else before['reference']
+    plain.equal(after['reference'], expected)
+  assert not _same(after['reference'], plain.policy())
+
+
+# The engine's parameters.
+
+
+@pytest.mark.parametrize('every', [1, 2, 3])
+def test_the_policy_is_handed_over_every_so_often(every):
+  plan = _plan(sync_every=every)
+  carry = _start(plan)
+  plain.equal(carry.sampler, plain.policy())
+  for step in range(1, 6):
+    before = _copied(carry)
+    used_up = carry.states['policy'].params
+    carry, _ = updates.learn(carry, _rollout(step), plan)
+    assert all(x.is_deleted() for x in jax.tree.leaves(used_up))
+    # The sampler's lives: it can be read.
+    after = _copied(carry)
+    handed = step % every == 0
+    plain.equal(after['sampler'], after['policy'] if handed else before['sampler'])
+    assert carry.sampler_step == step - step % every
+    assert not _same(before['policy'], after['policy'])
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize('options', [{}, {'reference_every': 2, 'sync_every': 3}])
+def test_a_restored_carry_goes_on_bit_for_bit(options):
+  plan = _plan(_PPO, minibatches=2, **options)
+
+  def learned(carry, steps):
+    metrics = {}
+    for step in steps:
+      carry, metrics = updates.learn(carry, _rollout(step), plan)
+    return carry, metrics
+
+  carry, _ = learned(_start(plan), range(4))
+  arrays, numbers = carry.arrays(plan), carry.numbers()
+  extra = {'reference', 'sampler'} if options else set()
+  assert arrays.keys() == {'policy', 'critic'} | extra
+  saved = plain.copied(arrays)
+  restored = _start(plan).restored(saved, dict(numbers))
+  assert restored.step == 4 and restored.kl_coef == carry.kl_coef != 0.05
+  assert restored.sampler_step == (3 if options else 4)
+  plain.equal(_copied(restored), _copied(carry))
+  carry, metrics = learned(carry, range(4, 7))
+  again, same = learned(restored, range(4, 7))
+  plain.equal(_copied(again), _copied(carry))
+  plain.equal(again.states, carry.states)
+  assert same == metrics and again.numbers() == carry.numbers()
+
+
+def test_an_empty_rollout_changes_nothing_but_the_step():
+  plan = _plan(_PPO)
+  carry = _start(plan)
+  before = _copied(carry), carry.kl_coef
+  carry, metrics = updates.learn(carry, [], plan)
+  assert carry.step == carry.sampler_step == 1 and metrics == {'kl_coef': 0.05}
+  plain.equal((_copied(carry), carry.kl_coef), before)
+  assert int(carry.states['policy'].step) == 0
+
+
+# Without a reward's gradient: distillation and rejection.
+
+_PROMPTS = np.array([[3], [17], [40], [61]], np.int32)
+
+
+@jax.jit
+def _replies(params):
+  """log π of the replies of one token to each of the prompts, [4, V]."""
+  zeros = jnp.zeros_like(_PROMPTS)
+  x = decoder.hidden(params, plain.CONFIG, jnp.asarray(_PROMPTS), zeros, zeros + 1)[:, 0]
+  return jax.nn.log_softmax(x @ params['lm_head']['kernel'] / plain.TEMPERATURE)
+
+
+def _played(params, n, seed, reward=lambda prompt, token: 0.0):
+  """n replies to each prompt, sampled from the policy."""
+  rng, out = np.random.default_rng(seed), []
+  for number, log_p in enumerate(np.asarray(_replies(params), np.float64)):
+    p = np.exp(log_p)
+    for token in rng.choice(64, n, p=p / p.sum()).tolist():
+      t = episodes.trajectory('.0', rewards=[reward(number, token)], group=number)
+      tokens = np.array([_PROMPTS[number, 0], token], np.int32)
+      logprobs = np.array([0.0, log_p[token]], np.float32)
+      t.segments = [types.Segment(tokens, np.array([False, True]), logprobs)]
+      out.append(t)
+  return out
+
+
+def test_distillation_moves_the_student_to_the_teacher():
+  teacher = plain.reference()
+  optimizers = {'policy': _ADAM}
+  plan = _plan(algorithms.distillation(), optimizers=optimizers)
+  carry = _start(plan, reference=teacher)
+
+  def divergence():
+    """KL(student ‖ teacher) of the replies, exact."""
+    student, taught = (np.asarray(_replies(p)) for p in (carry.sampler, teacher))
+    return float((np.exp(student) * (student - taught)).sum(axis=1).mean())
+
+  history = [divergence()]
+  for step in range(15):
+    rollout = _played(carry.sampler, 64, step)
+    carry, metrics = updates.learn(carry, rollout, plan)
+    history.append(divergence())
+  assert history[5] < history[0] and history[10] < history[5]
+  assert history[-1] < 0.5 * history[0]
+  assert metrics['grad_norm'] > 0
+  plain.equal(carry.reference, teacher)
+
+
+def test_rejection_learns_from_what_is_accepted_alone():
+  """One step on all is the step on the accepted ones."""
+  algorithm = algorithms.rejection(threshold=1.0)
+  optimizers = {'policy': _ADAM}
+  plan = _plan(algorithm, optimizers=optimizers)
+  good = lambda prompt, token: float(token % 2)
+  rollout = _played(plain.policy(), 16, 0, good)
+  accepted = [t for t in rollout if t.reward == 1.0]
+  assert 0 < len(accepted) < len(rollout)
+  outcomes = []
+  for some in (rollout, accepted):
+    carry, metrics = updates.learn(_start(plan), some, plan)
+    outcomes.append((carry.states['policy'].params, metrics['loss']))
+  plain.close(*outcomes, 1e-4)
+
+  def likelihood(params, wanted):
+    log_p = np.asarray(_replies(params))
+    each = [
+      log_p[t.group, t.segments[0].tokens[1]] for t in rollout if t.reward == wanted
+    ]
+    return float(np.mean(each))
+
+  after = outcomes[0][0]
+  for wanted, rises in ((1.0, True), (0.0, False)):
+    change = likelihood(after, wanted) - likelihood(plain.policy(), wanted)
+    assert (change > 1e-3) == rises
+  # None is good enough: nothing is learned.
+  for t in rollout:
+    t.turns[0].reward = 0.5
+  plan = dataclasses.replace(plan, optimizers={'policy': _SGD})
+  carry, metrics = updates.learn(_start(plan), rollout, plan)
+  plain.equal(carry.states['policy'].params, plain.policy())
