@@ -14,21 +14,14 @@ import time
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agent_r1_jax import evaluate, metrics, rollout, train, types
+from agent_r1_jax import evaluate, metrics, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.retrieval import dense, hashing
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import miniwiki, qa
 from agent_r1_jax.tools import search
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
 BASE = pathlib.Path(__file__).parent / 'miniwiki_model'
-KINDS = {
-  '2 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 2,
-  '3 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 3,
-  '2 and 3 hops': lambda task: task.info['kind'] == 'bridge',
-  'comparison': lambda task: task.info['kind'] == 'comparison',
-}
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/quickstart', 'Where the run writes.')
 _WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and the questions.')
@@ -56,20 +49,11 @@ _CFG = config_flags.DEFINE_config_dataclass(
 )
 
 
-def index(seed: int) -> dense.Dense:
-  """One FAISS index over the passages of all splits: the world's encyclopedia."""
-  passages = [
-    d for split in ('train', 'dev', 'test') for d in miniwiki.corpus(seed, split)
-  ]
-  encoder = hashing.HashingEncoder().fit([d.contents for d in passages])
-  return dense.Dense(passages, encoder.encode)
-
-
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
-  retriever = index(_WORLD.value)
+  retriever = miniwiki.index(_WORLD.value)
   tool = search.search_tool(retriever, k=1)
   agent = lambda: env.ToolEnv([tool], qa.paper_reward, metrics=qa.metrics)
   alone = lambda: env.ToolEnv([], qa.paper_reward, metrics=qa.metrics)
@@ -81,7 +65,7 @@ def main(_):
     'Naive RAG': (with_passages, alone),
     'Base Tool Call': (sets, agent),
   }
-  rows = play(config, config.model, baselines)
+  rows = train.play(config, config.model, baselines)
   train.run(
     config,
     str(workdir),
@@ -91,7 +75,7 @@ def main(_):
     evals=questions(_WATCHED.value, 'dev'),
     label='GRPO',
   )
-  rows |= play(config, workdir / 'model', {'GRPO': (sets, agent)})
+  rows |= train.play(config, workdir / 'model', {'GRPO': (sets, agent)})
   report(rows, workdir)
   print(f'{(time.time() - start) / 60:.1f} minutes in all.')
 
@@ -107,24 +91,16 @@ def with_rag(tasks, retriever) -> list[types.Task]:
   return [miniwiki.rag_task(t, hits) for t, hits in zip(tasks, found, strict=True)]
 
 
-def play(config, model, rows):
-  """Greedy episodes of one policy; its memory is free again afterwards."""
-  shape, params, chat = train.load(dataclasses.replace(config, model=str(model)))
-  driver = train.make_driver(config, shape, params, chat)
-  limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
-  return evaluate.play(driver, chat, rows, limits=limits)
-
-
 def report(rows, workdir):
   """Prints and stores the tables, and draws the curve."""
   tables = [f'## Exact match\n\n{evaluate.table(rows)}']
-  for kind, where in KINDS.items():
+  for kind, where in miniwiki.KINDS.items():
     tables.append(f'## Exact match, {kind}\n\n{evaluate.table(rows, where=where)}')
   text = '\n\n'.join(tables) + '\n'
   print('\n' + text)
   (workdir / 'table.md').write_text(text)
   numbers = {
-    row: {name: evaluate.by_kind(ts, KINDS) for name, ts in sets.items()}
+    row: {name: evaluate.by_kind(ts, miniwiki.KINDS) for name, ts in sets.items()}
     for row, sets in rows.items()
   }
   (workdir / 'table.json').write_text(json.dumps(numbers, indent=2) + '\n')

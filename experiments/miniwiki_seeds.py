@@ -30,7 +30,7 @@ def main(argv):
   rows |= {f'GRPO, {run}': table['GRPO'] for run, table in tables.items()}
   parts = []
   for kind in ('all', '2 hops', '3 hops', '2 and 3 hops', 'comparison'):
-    cells = {
+    cells: dict[str, dict[str, metrics.Count | float | str]] = {
       name: {s: count(row[s][kind]) for s in sets if row[s][kind]['count']}
       for name, row in rows.items()
     }

@@ -5,13 +5,13 @@ Nothing of it can be memorised: a word of a name belongs to exactly one split (s
 does (see `miniwiki_questions`). Equal arguments give equal bytes in every process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import random
 
 from agent_r1_jax import types
-from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval import dense, documents, hashing
 from agent_r1_jax.tasks import miniwiki_demos, miniwiki_questions, miniwiki_world
 
 # Data set to (style, part of the split's words): each set has a world of its own.
@@ -20,6 +20,13 @@ SETS = {
   'miniwiki-2wiki': ('2wiki', 1),
   'miniwiki-musique': ('musique', 2),
   'miniwiki-musique-4hop': ('musique-4hop', 2),
+}
+# Kinds of question, for tables.
+KINDS = {
+  '2 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 2,
+  '3 hops': lambda task: task.info['kind'] == 'bridge' and task.info['hops'] == 3,
+  '2 and 3 hops': lambda task: task.info['kind'] == 'bridge',
+  'comparison': lambda task: task.info['kind'] == 'comparison',
 }
 PASSAGES = 900  # of each set's world
 TRAIN_PASSAGES = 2400
@@ -68,6 +75,31 @@ def corpus(seed: int, split: str) -> list[documents.Document]:
   """All passages of a split: one world's, or those of the three worlds of the sets."""
   parts = range(miniwiki_world.PARTS) if split in ('dev', 'test') else [None]
   return [d for part in parts for d in _world(seed, split, part).documents]
+
+
+def index(seed: int) -> dense.Dense:
+  """One FAISS index over the passages of all splits: the world's encyclopedia."""
+  passages = [d for split in ('train', 'dev', 'test') for d in corpus(seed, split)]
+  encoder = hashing.HashingEncoder().fit([d.contents for d in passages])
+  return dense.Dense(passages, encoder.encode)
+
+
+def demonstrations(
+  tasks: Sequence[types.Task], world: int, seed: int, find: Callable[[str], str]
+) -> Iterator[list[types.Message]]:
+  """Right conversations on questions of `train_tasks`, for ever.
+
+  Args:
+    tasks: Of train_tasks(world, ...).
+    world: Their seed.
+    seed: Of the order and of the choices.
+    find: What the search tool answers to a query.
+  """
+  rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)
+  while True:
+    for task in rng.sample(tasks, len(tasks)):
+      example = miniwiki_demos.demonstration(task, facts, rng, find, {'right': 1.0})
+      yield example.messages
 
 
 def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:

@@ -1,0 +1,378 @@
+"""The paper's Tables 3 and 4 in small: every method on equal terms, several seeds each.
+
+  python -m experiments.paper_tables --out=runs/tables
+  python -m experiments.paper_tables --out=runs/tables --render=docs/paper_tables
+
+miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
+corpus.jsonl.gz and train.jsonl.gz each) it trains on the first two and tests on held-out
+rows of all three, from `--model=DIR`, an instruct model or what hotpotqa_base wrote.
+
+Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
+goes on with the next, and a training cut short goes on from its checkpoint. Processes
+with different --seeds or --methods may share OUT. On one CPU core a trained method takes
+6 to 10 minutes a seed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import json
+import pathlib
+import platform
+import re
+import shutil
+import time
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+import numpy as np
+
+from agent_r1_jax import evaluate, metrics, rollout, sft, train, types
+from agent_r1_jax.agent import env
+from agent_r1_jax.models import weights
+from agent_r1_jax.retrieval import bm25, documents
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.tasks import miniwiki, qa, qa_data, qa_demos
+from agent_r1_jax.tools import search
+
+_OUT = flags.DEFINE_string('out', 'runs/paper_tables', 'Where runs and results lie.')
+_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of the methods that are trained.')
+_METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS; all by default.')
+_QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set.')
+_RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
+_DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
+_MODEL = flags.DEFINE_string('model', '', 'The policy to start from, for real data.')
+_INSTRUCT = flags.DEFINE_bool('instruct', True, 'Whether --model follows instructions.')
+_CFG = config_flags.DEFINE_config_dataclass(
+  'config',
+  train.Config(
+    model=str(pathlib.Path(__file__).parent / 'miniwiki_model'),
+    steps=40,
+    tasks=16,
+    samples=8,
+    max_turn_tokens=80,
+    learning_rate=3e-4,
+    critic_learning_rate=1e-3,
+    rows=128,
+    slots=448,
+    decode_steps=16,
+    feed_rows=32,
+    feed_tokens=32,
+    bucket=128,
+    microbatch=16,
+  ),
+)
+
+Sets = Mapping[str, Sequence[types.Task]]
+# Two-sided 95 % quantiles of Student's t for 2, 3, ... seeds.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+class Bench(NamedTuple):
+  """What all methods share.
+
+  Attributes:
+    config: Of training; its seed is set for each run.
+    tasks: To train on.
+    sets: Held out, by name: 'agent', 'direct', 'rag' and 'react' prompts of them.
+    agent: The environment with the search tool.
+    alone: The environment without tools.
+    demonstrations: Seed -> right conversations on the training tasks, for ever.
+    kinds: Of question, for the table by kind.
+  """
+
+  config: train.Config
+  tasks: Sequence[types.Task]
+  sets: dict[str, Sets]
+  agent: rollout.MakeEnv
+  alone: rollout.MakeEnv
+  demonstrations: Callable[[int], Iterator[list[types.Message]]]
+  kinds: Mapping[str, Callable[[types.Task], bool]]
+
+
+class Outcome(NamedTuple):
+  """What a method gave: trajectories by set, and the reward of each training step."""
+
+  played: Mapping[str, Sequence[types.Trajectory]]
+  rewards: list[float]
+
+
+def prompted(which: str, bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
+  """The base policy, greedily, with one way to ask it."""
+  tools = bench.agent if which in ('agent', 'react') else bench.alone
+  # A worked example takes room.
+  config = dataclasses.replace(bench.config, slots=2 * bench.config.slots)
+  rows = {which: (bench.sets[which], tools)}
+  return Outcome(train.play(config, config.model, rows)[which], [])
+
+
+def trained(
+  algorithm: algorithms.Algorithm, bench: Bench, seed: int, workdir: pathlib.Path
+) -> Outcome:
+  """Reinforcement learning, or whatever an algorithm learns from its own episodes."""
+  config = dataclasses.replace(bench.config, seed=seed)
+  train.run(
+    config,
+    str(workdir),
+    tasks=bench.tasks,
+    make_env=bench.agent,
+    algorithm=algorithm,
+    label=workdir.name,
+  )
+  rewards = [line['rollout/reward'] for line in metrics.read(workdir)]
+  return _played(bench, config, workdir, rewards)
+
+
+def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
+  """Fine-tuning on as many right demonstrations as RL has episodes, in as many steps."""
+  config = bench.config
+  shape, params, chat = train.load(config)
+  schemas = [tool.schema for tool in getattr(bench.agent(), 'tools', ())]
+  text = (
+    sft.segment(chat, sft.Conversation(messages, schemas))
+    for messages in bench.demonstrations(seed)
+  )
+  # Two conversations share a row.
+  options = sft.Config(
+    steps=config.steps,
+    rows=config.tasks * config.samples // 2,
+    row_tokens=config.slots,
+    learning_rate=config.learning_rate,
+    warmup=1,
+    weight_decay=0.0,
+  )
+  params = sft.run(shape, params, text, options)
+  weights.save(workdir / 'model', shape, params, tokenizer_from=config.model)
+  return _played(bench, config, workdir, [])
+
+
+def _played(bench, config, workdir, rewards) -> Outcome:
+  rows = {'': (bench.sets['agent'], bench.agent)}
+  played = train.play(config, workdir / 'model', rows)['']
+  return Outcome(played, rewards)
+
+
+_ON: dict[str, Any] = {'kl_coef': 0.0}
+PPO, GRPO = algorithms.ppo(**_ON), algorithms.grpo(**_ON)
+METHODS = {
+  'Direct answer': functools.partial(prompted, 'direct'),
+  'Naive RAG': functools.partial(prompted, 'rag'),
+  'ReAct prompting': functools.partial(prompted, 'react'),
+  'Base Tool Call': functools.partial(prompted, 'agent'),
+  'Supervised fine-tuning': supervised,
+  'Rejection sampling': functools.partial(trained, algorithms.rejection()),
+  'PPO': functools.partial(trained, PPO),
+  'GRPO': functools.partial(trained, GRPO),
+  'REINFORCE++': functools.partial(trained, algorithms.reinforce_plus_plus(**_ON)),
+  'REINFORCE++-baseline': functools.partial(
+    trained, algorithms.reinforce_plus_plus_baseline(**_ON)
+  ),
+  'RLOO': functools.partial(trained, algorithms.rloo(**_ON)),
+}
+_MASKS = {
+  'loss mask off': {'loss_mask': False},
+  'advantage mask off': {'advantage_mask': False},
+  'both masks off': {'loss_mask': False, 'advantage_mask': False},
+}
+METHODS |= {
+  f'{name} ({what})': functools.partial(trained, algorithm._replace(**off))
+  for name, algorithm in (('PPO', PPO), ('GRPO', GRPO))
+  for what, off in _MASKS.items()
+}
+_UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
+
+
+def miniwiki_bench(config: train.Config) -> Bench:
+  """The quickstart's worlds and questions."""
+  retriever = miniwiki.index(0)
+  tasks = miniwiki.train_tasks(0, 4096)
+  names = [name for name in miniwiki.SETS if '4hop' not in name]
+  sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in names}
+  tool = search.search_tool(retriever, k=1)
+  find = lambda query: documents.render(retriever.search([query], 1)[0])
+  demonstrations = lambda seed: miniwiki.demonstrations(tasks, 0, seed, find)
+  example = next(demonstrations(0))
+  rag = {
+    name: [
+      miniwiki.rag_task(task, hits)
+      for task, hits in zip(chosen, _found(retriever, chosen, 3), strict=True)
+    ]
+    for name, chosen in sets.items()
+  }
+  prompts = {'agent': sets, 'direct': sets, 'rag': rag, 'react': _shown(sets, example)}
+  return Bench(config, tasks, prompts, *_envs(tool), demonstrations, miniwiki.KINDS)
+
+
+def real_bench(config: train.Config) -> Bench:
+  """HotpotQA and 2WikiMultihopQA to train on, MuSiQue too to test on."""
+  data, config = pathlib.Path(_DATA.value), dataclasses.replace(config)
+  config.model = _MODEL.value
+  passages, tasks, held = {}, [], {}
+  for name in ('hotpotqa', '2wikimultihopqa', 'musique'):
+    for document in documents.read_corpus(data / name / 'corpus.jsonl.gz'):
+      passages.setdefault((document.title, document.text), document)
+    rows = qa_data.jsonl(data / name / 'train.jsonl.gz')
+    held[name], rest = qa_demos.split(rows, _QUESTIONS.value, seed=0)
+    tasks += [] if name == 'musique' else rest
+  corpus = list(passages.values())
+  retriever = bm25.BM25(corpus)
+  room = qa if _INSTRUCT.value else qa_demos
+  template = documents.PASSAGE if _INSTRUCT.value else qa_demos.PASSAGE
+  tool = search.search_tool(retriever, k=5 if _INSTRUCT.value else 1, template=template)
+  maker = qa_demos.Maker(corpus, retriever)
+
+  def demonstrations(seed):
+    for example in qa_demos.examples(
+      tasks, maker, seed, kinds={'demonstration': 1.0}, mixture={'right': 1.0}
+    ):
+      yield example.messages
+
+  direct = qa.direct_task if _INSTRUCT.value else qa_demos.agent_task
+  ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
+  rag = {
+    name: [
+      room.rag_task(task, hits)
+      for task, hits in zip(chosen, _found(retriever, chosen, 3), strict=True)
+    ]
+    for name, chosen in held.items()
+  }
+  agent = ask(room.agent_task)
+  react = _shown(agent, next(demonstrations(0)))
+  prompts = {'agent': agent, 'direct': ask(direct), 'rag': rag, 'react': react}
+  tasks = [room.agent_task(task) for task in tasks]
+  return Bench(config, tasks, prompts, *_envs(tool), demonstrations, {})
+
+
+def _envs(tool) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:
+  make = lambda tools: env.ToolEnv(tools, qa.paper_reward, metrics=qa.metrics)
+  return lambda: make([tool]), lambda: make([])
+
+
+def _found(retriever, tasks, k):
+  return retriever.search([task.info['question'] for task in tasks], k)
+
+
+def _shown(sets: Sets, example: list[types.Message]) -> Sets:
+  """ReAct prompting (arXiv 2210.03629): a worked example of thought and action first."""
+  return {
+    name: [dataclasses.replace(t, messages=[*example, *t.messages]) for t in tasks]
+    for name, tasks in sets.items()
+  }
+
+
+def main(_):
+  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
+  out = pathlib.Path(_OUT.value)
+  if _RENDER.value:
+    return render(read(out), pathlib.Path(_RENDER.value))
+  out.mkdir(parents=True, exist_ok=True)
+  if unknown := set(_METHODS.value) - set(METHODS):
+    raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(METHODS)}')
+  bench = (real_bench if _DATA.value else miniwiki_bench)(_CFG.value)
+  for seed in map(int, _SEEDS.value):
+    for method in _METHODS.value or METHODS:
+      # Greedy episodes of one policy are the same whatever the seed.
+      seed_of = 0 if method in _UNTRAINED else seed
+      if (method, seed_of) in {(r['method'], r['seed']) for r in read(out)}:
+        continue
+      workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
+      before, start = _seconds(workdir), time.time()
+      outcome = METHODS[method](bench, seed_of, workdir)
+      result = {
+        'method': method,
+        'seed': seed_of,
+        'sets': {
+          name: evaluate.by_kind(played, bench.kinds)
+          for name, played in outcome.played.items()
+        },
+        'rewards': [round(r, 4) for r in outcome.rewards],
+        'seconds': round(before + time.time() - start),
+        'machine': f'{platform.machine()}, {platform.python_version()}',
+        'steps': bench.config.steps,
+      }
+      with (out / 'results.jsonl').open('a') as file:
+        file.write(json.dumps(result) + '\n')
+      print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
+      shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
+
+
+def _seconds(workdir: pathlib.Path) -> float:
+  """What a training that was cut short had taken."""
+  lines = metrics.read(workdir) if (workdir / 'metrics.jsonl').exists() else []
+  return sum(v for line in lines for k, v in line.items() if k.startswith('time/'))
+
+
+def read(out: pathlib.Path) -> list[dict[str, Any]]:
+  """The finished results."""
+  path = out / 'results.jsonl'
+  return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def render(results: list[dict[str, Any]], target: pathlib.Path) -> None:
+  """Writes the tables (.md), the curves (.png) and the numbers they are of (.jsonl)."""
+  order = {method: i for i, method in enumerate(METHODS)}
+  results = sorted(results, key=lambda r: (order[r['method']], r['seed']))
+  of = {m: [r for r in results if r['method'] == m] for m in order}
+  of = {method: rows for method, rows in of.items() if rows}
+  sets = list(results[0]['sets'])
+  parts = []
+  for title, chosen in (
+    ('Table 3: methods', [m for m in of if '(' not in m]),
+    ('Table 4: masks', [m for m in of if m.startswith(('PPO', 'GRPO'))]),
+  ):
+    kinds = list(results[0]['sets'][sets[0]])
+    for kind in kinds:
+      rows = {m: _row(of[m], sets, kind) for m in chosen}
+      columns = [*sets, 'average', 'seeds', 'minutes a seed']
+      parts.append(f'### {title}, {kind}\n\n{metrics.table(rows, columns)}\n')
+  target.parent.mkdir(parents=True, exist_ok=True)
+  target.with_suffix('.md').write_text('\n'.join(parts))
+  target.with_suffix('.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in results))
+  print('\n'.join(parts))
+  learned = {m: rows for m, rows in of.items() if rows[0]['rewards']}
+  if learned:
+    _curves(learned, target.with_suffix('.png'))
+
+
+def _row(rows, sets, kind) -> dict[str, Any]:
+  """A method's cells: the mean over seeds, and its 95 % interval (Student's t)."""
+  cells: dict[str, Any] = {}
+  means = [[r['sets'][s][kind]['mean'] for s in sets] for r in rows]
+  counts = [rows[0]['sets'][s][kind]['count'] for s in sets]
+  for name, values, n in zip(sets, zip(*means, strict=True), counts, strict=True):
+    if n:
+      alone = metrics.Count(round(values[0] * n), n)
+      cells[name] = _interval(values) if len(rows) > 1 else alone
+  if all(counts):
+    average = [float(np.mean(m)) for m in means]
+    cells['average'] = _interval(average) if len(rows) > 1 else average[0]
+  cells['seeds'] = str(len(rows))
+  cells['minutes a seed'] = f'{np.mean([r["seconds"] for r in rows]) / 60:.1f}'
+  return cells
+
+
+def _interval(values: Sequence[float]) -> str:
+  n = len(values)
+  half = _STUDENT[n - 2] * np.std(values, ddof=1) / n**0.5
+  return f'{np.mean(values):.3f} ± {half:.3f}'
+
+
+def _curves(learned, path) -> None:
+  """The reward in training of every method, with the seeds' spread."""
+  seeds: dict[int, dict[int, dict[str, float]]] = {}
+  for method, rows in learned.items():
+    for r in rows:
+      for step, reward in enumerate(r['rewards'], 1):
+        line = seeds.setdefault(r['seed'], {}).setdefault(step, {'step': step})
+        line[method] = reward
+  plain = [m for m in learned if '(' not in m]
+  panels = {'Methods': plain}
+  for name in ('PPO', 'GRPO'):
+    panels[f'{name} and its masks'] = [m for m in learned if m.split(' (')[0] == name]
+  runs = [list(lines.values()) for lines in seeds.values()]
+  metrics.curve(runs, path, panels=panels, title='Reward in training')
+
+
+if __name__ == '__main__':
+  app.run(main)
