@@ -2,7 +2,7 @@
 
   python -m experiments.hotpotqa_base --data=$AGENT_R1_DATA/hotpotqa
 
-A byte-level BPE of the corpus, then a policy of 1.8M parameters that can copy from the
+A byte-level BPE of the corpus, then a policy of 0.7M parameters that can copy from the
 start (models/induction.py): strings of random tokens at first, then demonstrations of the
 training rows, half of them wrong, and practice made from the corpus (tasks/qa_demos.py).
 Rows that are kept for the table or for watching are never used. On 2 CPU cores: 25
@@ -33,12 +33,12 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the initialisation and the examples.
 _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_search.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows kept for the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows kept for watching the training.')
-_VOCAB = flags.DEFINE_integer('vocab', 4096, 'Size of the vocabulary.')
-_LAYERS = flags.DEFINE_integer('layers', 4, 'Layers.')
-_DIM = flags.DEFINE_integer('dim', 160, 'Embedding; the feed-forward is 3 times as wide.')
-_COPYING = flags.DEFINE_float('copying', 0.1, 'Share of the steps that only copy.')
+_VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
+_LAYERS = flags.DEFINE_integer('layers', 3, 'Layers.')
+_DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
+_COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
 _CFG = config_flags.DEFINE_config_dataclass(
-  'sft', sft.Config(steps=1500, rows=8, learning_rate=1e-3)
+  'sft', sft.Config(steps=2400, rows=8, row_tokens=512, learning_rate=2e-3)
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 import test_learner
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import algorithms, correction, experience, learner, packing
+from agent_r1_jax.rl import algorithms, correction, experience, packing
 from agent_r1_jax.rl import episodes as episodes_lib
 from agent_r1_jax.rl import kl as kl_lib
 
@@ -470,12 +470,9 @@ def test_steps_are_the_concatenated_episode(kind):
     'shared': _PPO._replace(value_coef=0.5),
     'own': _PPO._replace(kl=None, loss=plain.GRPO.loss),
   }[kind]
-  which, dense = plain.models(own_critic=kind == 'own'), kind == 'shared'
-  if kind == 'own':
-    objective = plain.GRPO_OBJECTIVE
-  else:
-    objective = learner.objective(algorithm, shared_critic=dense)
-  ts = _appended()
+  own, dense = kind == 'own', kind == 'shared'
+  objective = plain.objective(plain.GRPO if own else algorithm, shared_critic=dense)
+  which, ts = plain.models(own_critic=own), _appended()
   runs = []
   for some in (ts, [_as_steps(t) for t in ts]):
     scored = plain.credit(some, algorithm, which, kl_coef=0.1)
@@ -488,14 +485,12 @@ def test_steps_are_the_concatenated_episode(kind):
     kwargs = {'shape': plain.SHAPE, 'kl_coef': 0.1, 'dense': dense}
     batches = experience.minibatch(scored, range(len(ts)), **kwargs)
     learned = [plain.gradient(which.policy, batches, objective)]
-    if kind == 'own':
+    if own:
       batches = experience.critic_minibatch(scored, range(len(ts)), shape=plain.SHAPE)
-      learned.append(plain.gradient(which.critic, batches, _CRITIC_OBJECTIVE))
+      of_critic = plain.critic_objective(_PPO)
+      learned.append(plain.gradient(which.critic, batches, of_critic))
     runs.append((flat, learned, len(plain.segments_of(some))))
   (flat, learned, size), (expected, expected_learned, more) = runs
   assert more > 2 * size - 1 and len(flat) >= 4
   plain.close(flat, expected)
   plain.close(learned, expected_learned, 5e-5)
-
-
-_CRITIC_OBJECTIVE = learner.critic_objective(_PPO)

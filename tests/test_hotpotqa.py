@@ -10,6 +10,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -115,9 +116,21 @@ def test_a_right_demonstration_reads_what_it_writes(maker, row, titles):
   ]
   # With the space before it: the same tokens in the question, the passage and the query.
   assert all(query in seen for query, seen in queries)
+  for i, message in enumerate(messages):
+    if message['role'] == 'assistant':
+      said = re.split(r'<tool_call>|<answer>', message['content'])[0].strip()
+      assert said.removesuffix('.') in ' '.join(m['content'] for m in messages[:i])
   found = [m['content'] for m in messages if m['role'] == 'tool']
   hits = [[documents.Hit(document, 0.0)] for document in item.documents]
   assert found == [documents.render(hit, qa_demos.PASSAGE) for hit in hits]
+
+
+def test_a_demonstration_quotes_what_leads_to_its_words(maker):
+  messages = maker.with_search(maker.row(_task(*ROWS[0])), random.Random(0), 'right')
+  said = [m['content'] for m in messages if m['role'] == 'assistant']
+  assert said[0].startswith('<tool_call>')
+  assert said[1].startswith('supplement published by Judges Guild.\n<tool_call>')
+  assert said[2] == 'been active since 1976. <answer> 1976</answer>'
 
 
 def test_a_row_without_a_way_to_the_answer_is_left_out(maker):
@@ -219,7 +232,14 @@ def _check_run(workdir: pathlib.Path, held_out: int) -> Mapping:
 def small_data(tmp_path_factory) -> pathlib.Path:
   """miniwiki in the layout of the real data."""
   folder = tmp_path_factory.mktemp('data')
-  _write(folder / 'corpus.jsonl.gz', map(_row, miniwiki.corpus(0, 'dev')[:900]))
+  # Two kinds of thing to compare; what miniwiki is of has names alone.
+  kinds = [
+    Document(f'{noun}-{i}', f'{noun.title()} {i}', f'{noun.title()} {i} is a {noun}.')
+    for noun in ('river', 'castle')
+    for i in range(6)
+  ]
+  corpus = [*miniwiki.corpus(0, 'dev')[:900], *kinds]
+  _write(folder / 'corpus.jsonl.gz', map(_row, corpus))
   tasks = miniwiki.test_set('miniwiki-hotpot', 60, 0, 'dev')
   rows = [
     {

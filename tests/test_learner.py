@@ -24,6 +24,8 @@ _PPO = algorithms.ppo(
   correction=correction.token_truncated(),
   aggregate=algorithms.seq_mean_token_mean,
 )
+# Every field of a batch that is a number of a token.
+_NUMBERS = tuple(name for name in types.Batch._fields[4:] if name != 'weights')
 _SURROGATES = {
   name: make()
   for name, make in inspect.getmembers(losses, inspect.isfunction)
@@ -51,7 +53,7 @@ _OBJECTIVE = learner.objective(_PPO, shared_critic=True)
 def _loss(stats, batch):
   """All terms that there are; and huge if it is given a number where nothing weighs."""
   total, watched = _OBJECTIVE(stats, batch)
-  given = (*stats, *(getattr(batch, name) for name in learner._NUMBERS))
+  given = (*stats, *(getattr(batch, name) for name in _NUMBERS))
   stray = sum(jnp.sum(jnp.abs(x) * (batch.weights == 0)) for x in given)
   return total + 1e6 * stray, watched
 
@@ -206,7 +208,7 @@ def test_nothing_off_the_mask_is_read():
   """Nor does a NaN there come through the gradient."""
 
   def broken(batch):
-    fields = {name: getattr(batch, name) for name in learner._NUMBERS}
+    fields = {name: getattr(batch, name) for name in _NUMBERS}
     assert all(x is not None for x in fields.values())
     off = lambda x: np.where(batch.action_mask, x, np.nan)
     return batch._replace(**jax.tree.map(off, fields))
@@ -243,7 +245,7 @@ def _made_up(seed=0):
   ids = np.repeat([[1] * 3 + [2] * 5], 2, 0).astype(np.int32)
   weighs = rng.random((2, 8)) < 0.6
   weights = np.where(weighs, rng.uniform(0.1, 1, (2, 8)), 0).astype(np.float32)
-  numbers = {name: draw() for name in learner._NUMBERS} | {'kl_weights': 0.1 * weights}
+  numbers = {name: draw() for name in _NUMBERS} | {'kl_weights': 0.1 * weights}
   numbers['logprobs'] -= 1
   batch = types.Batch(ids, ids, ids, weighs, weights=weights, **numbers)
   return params, batch
@@ -267,7 +269,7 @@ def test_a_nan_without_weight_does_not_leak(bare, name, estimator):
     assert np.isfinite(leaf).all() and ((leaf != 0) <= batch.action_mask).all()
     assert leaf.any()
   off = lambda x: np.where(batch.weights == 0, np.float32(np.nan), x)
-  fields = {name: off(getattr(batch, name)) for name in learner._NUMBERS}
+  fields = {name: off(getattr(batch, name)) for name in _NUMBERS}
   broken = batch._replace(**fields)
   plain.equal(_gradient([broken], jax.tree.map(off, params), objective), expected)
 

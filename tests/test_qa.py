@@ -177,3 +177,15 @@ def test_prompts():
   assert 'search' not in direct
   assert '\n\nDoc 1 (Title: Help!) A {1965} film.\n\n' in rag
   assert qa.direct_task(qa.agent_task(TASK)) == qa.direct_task(TASK)
+
+
+def test_found_share_counts_the_gold_titles_that_a_tool_gave():
+  task = Task('a', [], ['x'], {'supporting_titles': ['Rhodesia', 'Currie Cup']})
+  said = lambda role, text: {'role': role, 'content': text}
+  read = said('tool', 'Doc 1 (Title: Rhodesia) It was ...\nDoc 2 (Title: Salisbury) ...')
+  assert qa.found_share(task, [said('user', '(Title: Currie Cup)'), read]) == 0.5
+  # A title that a passage mentions was not found, nor one that begins as it does.
+  other = said('tool', '(Title: Currie Cups) Currie Cup')
+  assert qa.found_share(task, [read, other]) == 0.5
+  assert qa.found_share(task, [read, said('tool', '(Title: Currie Cup) x')]) == 1.0
+  assert qa.found_share(Task('b', [], ['x']), [read]) == 0.0

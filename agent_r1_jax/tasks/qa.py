@@ -174,6 +174,16 @@ def _is_answer(reply: str) -> bool:
   return ends and '<answer>' in after
 
 
+def found_share(task: Task, messages: Sequence[Message]) -> float:
+  """The share of info['supporting_titles'] that stand in what the tools said.
+
+  A dense part of a hybrid reward; where a task names no passages, 0.0.
+  """
+  gold = task.info.get('supporting_titles') or ()
+  said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
+  return sum(f'(Title: {title})' in said for title in gold) / max(len(gold), 1)
+
+
 def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   """em, cover_em and f1 of the final answer, and whether there was one (answered).
 

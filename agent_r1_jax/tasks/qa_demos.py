@@ -6,8 +6,10 @@ what to search for, and from the corpus itself: questions about what follows som
 of a passage, over one passage or over two that a name links. An item becomes a
 conversation with the search tool, right or wrong, or a prompt with passages to read.
 
-Everything is copied: queries from what was read before, answers from what was found. A
-name has a space before it wherever it stands, so that its tokens are always the same.
+Everything is copied: queries from what was read before, answers from what was found. What
+a passage gives is first quoted with the words before it (`published by Judges Guild.`):
+common words, which the question suggests, lead to the rare ones. A name has a space
+before it wherever it stands, so that its tokens are always the same.
 """
 
 import collections
@@ -25,7 +27,7 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
 
 # A passage as a small policy reads it: its first characters.
-PASSAGE = 'Doc {rank} (Title: {title}) {text:.300}'
+PASSAGE = '(Title: {title}) {text:.240}'
 QUESTION = 'Question: {question}'
 READING = '{passages}\nQuestion: {question}'
 
@@ -132,7 +134,7 @@ def name(title: str) -> str:
 
 def read(document: Document) -> str:
   """What a small policy sees of a passage's text: whole words."""
-  text = documents.render([Hit(document, 0.0)], '{text:.300}')
+  text = documents.render([Hit(document, 0.0)], '{text:.240}')
   return text if len(text) == len(document.text) else text.rpartition(' ')[0]
 
 
@@ -152,8 +154,8 @@ class Maker:
     self._top = functools.lru_cache(None)(lambda query: retriever.search([query], 1)[0])
     self._by_noun = collections.defaultdict(list)
     for document in passages:
-      if kind := _kind(document):
-        self._by_noun[kind.split()[-1]].append(document)
+      if (kind := _kind(document)) and (noun := kind.split()[-1]).islower():
+        self._by_noun[noun].append(document)
     self._nouns = [noun for noun, found in self._by_noun.items() if len(found) > 4]
 
   def find(self, query: str) -> Document | None:
@@ -246,31 +248,29 @@ class Maker:
 
   def with_search(self, item: Item, rng: random.Random, fate: str) -> list | None:
     """The conversation with the tool; None if the item's passages are not found."""
-    messages, seen = [_user(QUESTION.format(question=item.question))], item.question
-    found = item.documents[: len(item.documents) - (fate == 'stop')]
-    if fate == 'query' and (words := _other_words(rng, item.question)):
-      messages += self._search(words)
-    for document in found if fate != 'guess' else ():
-      query = self.query(seen, document)
+    question, found = item.question, []
+    messages = [_user(QUESTION.format(question=question))]
+    if fate == 'query' and (words := _other_words(rng, question)):
+      messages += self._search(words, '')
+    plan = item.documents[: len(item.documents) - (fate == 'stop')]
+    for document in plan if fate != 'guess' else ():
+      query = self.query(f'{question} {_text(found)}', document)
       if query is None:
         return None
-      messages += self._search(query)
-      seen += f' {read(document)}'
+      messages += self._search(query, _quoted(query, question, found))
+      found.append(document)
     answer = item.answer
     if fate in ('stop', 'another', 'guess'):
-      answer = _wrong(rng, item, seen)
-    return [*messages, _reply(answer)]
+      answer = _wrong(rng, item, f'{question} {_text(found)}')
+    return [*messages, _reply(answer, _quoted(answer, question, found))]
 
-  def _search(self, query: str) -> list[types.Message]:
+  def _search(self, query: str, said: str) -> list[types.Message]:
     call = {'name': 'search', 'arguments': {'query': f' {query}'}}
-    said = f'<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>'
+    call = f'<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>'
+    found = documents.render(self._top(query), PASSAGE)
     return [
-      {'role': 'assistant', 'content': said},
-      {
-        'role': 'tool',
-        'name': 'search',
-        'content': documents.render(self._top(query), PASSAGE),
-      },
+      {'role': 'assistant', 'content': f'{said}\n{call}' if said else call},
+      {'role': 'tool', 'name': 'search', 'content': found},
     ]
 
   def with_passages(self, item: Item, rng: random.Random) -> list:
@@ -280,7 +280,8 @@ class Maker:
     rng.shuffle(shown)
     passages = documents.render([Hit(document, 0.0) for document in shown], PASSAGE)
     content = READING.format(passages=passages, question=item.question)
-    return [_user(content), _reply(item.answer)]
+    quoted = _quoted(item.answer, item.question, item.documents)
+    return [_user(content), _reply(item.answer, quoted)]
 
 
 def examples(
@@ -337,8 +338,23 @@ def _user(content):
   return {'role': 'user', 'content': content}
 
 
-def _reply(answer):
-  return {'role': 'assistant', 'content': f'<answer> {answer}</answer>'}
+def _reply(answer, said=''):
+  return {
+    'role': 'assistant',
+    'content': f'{said} <answer> {answer}</answer>'.lstrip(),
+  }
+
+
+def _quoted(thing, question, found) -> str:
+  """The words before a thing in the last passage that has it; nothing if it was asked."""
+  if thing in ('yes', 'no') or _mention(question, thing):
+    return ''
+  for document in reversed(found):
+    text = documents.render([Hit(document, 0.0)], PASSAGE)
+    if match := re.search(rf'(?<!\w){re.escape(thing)}(?!\w)', text):
+      words = re.search(r'(?:\S+\s+){0,3}\S*$', text[: match.start()])
+      return f'{words.group() if words else ""}{thing}.'
+  return ''
 
 
 def _mention(text, words) -> str | None:
@@ -353,7 +369,7 @@ def _usable(query) -> bool:
 
 
 def _text(found) -> str:
-  return ' '.join(f'{document.title} {read(document)}' for document in found)
+  return '. '.join(f'{document.title}. {read(document)}' for document in found)
 
 
 def _kind(document) -> str | None:
