@@ -139,7 +139,7 @@ def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
     rows=config.tasks * config.samples // 2,
     row_tokens=config.slots,
     learning_rate=config.learning_rate,
-    warmup=1,
+    warmup=0,
     weight_decay=0.0,
   )
   params = sft.run(shape, params, text, options)
@@ -306,7 +306,8 @@ def _seconds(workdir: pathlib.Path) -> float:
 def read(out: pathlib.Path) -> list[dict[str, Any]]:
   """The finished results."""
   path = out / 'results.jsonl'
-  return [json.loads(line) for line in path.open()] if path.exists() else []
+  lines = path.read_text().splitlines() if path.exists() else []
+  return [json.loads(line) for line in lines]
 
 
 def render(results: list[dict[str, Any]], target: pathlib.Path) -> None:

@@ -32,7 +32,8 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
   # The second time there was nothing left to do.
   assert done.stdout == ''
-  lines = [json.loads(line) for line in (tmp_path / 'results.jsonl').open()]
+  results = (tmp_path / 'results.jsonl').read_text()
+  lines = [json.loads(line) for line in results.splitlines()]
   assert [line['method'] for line in lines] == METHODS.split(',')
   for line in lines:
     assert len(line['sets']) == 3

@@ -157,7 +157,10 @@ def test_a_resumed_run_has_its_controllers_and_its_reference(model, tmp_path):
   algorithm = algorithms.grpo(clip_high=0.3)._replace(
     kl=kl.InLoss(0.02, control=control), correction=correction.token_truncated()
   )
+  # Without a tool nothing waits: which rows decode together is always the same.
+  make_env = _graded(lambda task, messages: float(' city' in messages[-1]['content']))
   given = {'sync_every': 2, 'reference_every': 3, 'max_refills': 1, 'checkpoint_every': 3}
+  given['make_env'] = make_env
   whole, lines = _run(model, tmp_path / 'whole', algorithm, steps=5, **given)
   coefs = [line['train/kl_coef'] for line in lines]
   assert len(set(coefs)) > 3

@@ -250,6 +250,39 @@ def test_the_policy_is_handed_over_every_so_often(every):
     assert not _same(before['policy'], after['policy'])
 
 
+# What is handed on.
+
+
+def test_baselines_and_prefixes_reach_the_credit(steps):
+  ts = [episodes.trajectory('..0', rewards=[i], seed=i) for i in range(4)]
+  plan = _plan(algorithms.remax())
+  updates.learn(_start(plan), ts, plan, baselines=[0.5, 0.25, 0.0, 4.0])
+  ((_, batch),) = steps
+  assert sorted(batch.advantages[batch.action_mask]) == [-1.0, -0.5, 0.75, 2.0]
+  plan = _plan(algorithms.ppo(kl_coef=0.0))
+  prefixes = [np.array([60, 61], np.int32)] * 4
+  updates.learn(_start(plan), ts, plan, prefixes=prefixes)
+  (_, of_critic), (_, of_policy) = steps[1:]
+  texts = [t.segments[0].tokens.tolist() for t in ts]
+  assert _tokens([of_policy]) == sorted(sum(texts, []))
+  assert _tokens([of_critic]) == sorted(sum(texts, [60, 61] * 4))
+
+
+def test_the_reference_has_a_shape_and_the_run_a_temperature(steps, monkeypatch):
+  asked = []
+
+  def logprobs(params, batch, **kwargs):
+    asked.append((params, kwargs))
+    return np.zeros(batch.tokens.shape)
+
+  monkeypatch.setattr(learner, 'logprobs', logprobs)
+  larger = dataclasses.replace(plain.CONFIG, num_layers=3)
+  plan = _plan(algorithms.grpo(), reference_model=larger, temperature=0.5)
+  updates.learn(_start(plan, reference=plain.reference()), _rollout(n=1), plan)
+  ((params, kwargs),) = asked
+  assert params is plain.reference() and kwargs == {'config': larger, 'temperature': 0.5}
+
+
 # Checkpoints.
 
 

@@ -168,7 +168,7 @@ def critic_minibatch(
 ) -> list[types.Batch]:
   """As `minibatch`, for a critic that is a model of its own: it sees the prefixes."""
   weights = _weights(experience, members, experience.algorithm.advantage_mask)
-  numbers = {name: experience.numbers[name] for name in ('values', 'returns')}
+  numbers: dict[str, Any] = {k: experience.numbers[k] for k in ('values', 'returns')}
   numbers['weights'] = weights
   fields, segments = {name: [] for name in numbers}, []
   for i in members:
