@@ -60,7 +60,7 @@ class Config:
       are all equal (DAPO's dynamic sampling).
     sync_every: Steps between two hand-overs of the policy to the engine; above 1 the
       algorithm must have a correction.
-    max_staleness: Steps by which an episode's policy may be older; others are left out.
+    max_staleness: Steps by which an episode's policy may be older; bounds sync_every.
     epochs: Over each rollout.
     minibatches: Optimizer steps an epoch.
     learning_rate: Of the policy, after the warm-up.
@@ -271,7 +271,7 @@ def run(
       played = [t for group in groups for t in group]
       numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
       numbers['rollout/groups'] = len(groups)
-      groups = _usable(config, algorithm, groups, step)
+      groups = _usable(config, algorithm, groups)
       if algorithm.greedy_baseline:
         groups, baselines = _with_greedy(groups, driver, chat, playing)
       else:
@@ -388,7 +388,7 @@ def _groups(config, tasks, collect, step, drawn, counter):
   return groups, drawn
 
 
-def _usable(config, algorithm, groups, step) -> list[list[types.Trajectory]]:
+def _usable(config, algorithm, groups) -> list[list[types.Trajectory]]:
   """What can be learned from; RuntimeError if too many environments raised."""
   played = [t for group in groups for t in group]
   errors = [t.error for t in played if t.status == 'error']
@@ -401,12 +401,8 @@ def _usable(config, algorithm, groups, step) -> list[list[types.Trajectory]]:
     groups = [group for group in groups if not _tied(group)]
   masked = ('error', *(types.BUDGETS if algorithm.mask_truncated else ()))
 
-  def usable(t):
-    # A prompt that did not fit its row left no turn.
-    fresh = step - t.policy_step <= config.max_staleness
-    return fresh and t.status not in masked and len(t.turns) > 0
-
-  kept = [[t for t in group if usable(t)] for group in groups]
+  # A prompt that did not fit its row left no turn.
+  kept = [[t for t in group if t.status not in masked and t.turns] for group in groups]
   return [group for group in kept if group]
 
 

@@ -153,8 +153,8 @@ def _played(bench, config, workdir, rewards) -> Outcome:
   return Outcome(played, rewards)
 
 
-_ON: dict[str, Any] = {'kl_coef': 0.0}
-PPO, GRPO = algorithms.ppo(**_ON), algorithms.grpo(**_ON)
+_NO_KL: dict[str, Any] = {'kl_coef': 0.0}
+PPO, GRPO = algorithms.ppo(**_NO_KL), algorithms.grpo(**_NO_KL)
 METHODS = {
   'Direct answer': functools.partial(prompted, 'direct'),
   'Naive RAG': functools.partial(prompted, 'rag'),
@@ -164,11 +164,11 @@ METHODS = {
   'Rejection sampling': functools.partial(trained, algorithms.rejection()),
   'PPO': functools.partial(trained, PPO),
   'GRPO': functools.partial(trained, GRPO),
-  'REINFORCE++': functools.partial(trained, algorithms.reinforce_plus_plus(**_ON)),
+  'REINFORCE++': functools.partial(trained, algorithms.reinforce_plus_plus(**_NO_KL)),
   'REINFORCE++-baseline': functools.partial(
-    trained, algorithms.reinforce_plus_plus_baseline(**_ON)
+    trained, algorithms.reinforce_plus_plus_baseline(**_NO_KL)
   ),
-  'RLOO': functools.partial(trained, algorithms.rloo(**_ON)),
+  'RLOO': functools.partial(trained, algorithms.rloo(**_NO_KL)),
 }
 _MASKS = {
   'loss mask off': {'loss_mask': False},
@@ -193,13 +193,7 @@ def miniwiki_bench(config: train.Config) -> Bench:
   find = lambda query: documents.render(retriever.search([query], 1)[0])
   demonstrations = lambda seed: miniwiki.demonstrations(tasks, 0, seed, find)
   example = next(demonstrations(0))
-  rag = {
-    name: [
-      miniwiki.rag_task(task, hits)
-      for task, hits in zip(chosen, _found(retriever, chosen, 3), strict=True)
-    ]
-    for name, chosen in sets.items()
-  }
+  rag = _with_passages(sets, retriever, miniwiki.rag_task)
   prompts = {'agent': sets, 'direct': sets, 'rag': rag, 'react': _shown(sets, example)}
   return Bench(config, tasks, prompts, *_envs(tool), demonstrations, miniwiki.KINDS)
 
@@ -230,13 +224,7 @@ def real_bench(config: train.Config) -> Bench:
 
   direct = qa.direct_task if _INSTRUCT.value else qa_demos.agent_task
   ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
-  rag = {
-    name: [
-      room.rag_task(task, hits)
-      for task, hits in zip(chosen, _found(retriever, chosen, 3), strict=True)
-    ]
-    for name, chosen in held.items()
-  }
+  rag = _with_passages(held, retriever, room.rag_task)
   agent = ask(room.agent_task)
   react = _shown(agent, next(demonstrations(0)))
   prompts = {'agent': agent, 'direct': ask(direct), 'rag': rag, 'react': react}
@@ -249,8 +237,13 @@ def _envs(tool) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:
   return lambda: make([tool]), lambda: make([])
 
 
-def _found(retriever, tasks, k):
-  return retriever.search([task.info['question'] for task in tasks], k)
+def _with_passages(sets: Sets, retriever, rag_task) -> Sets:
+  """The questions with the three passages that each finds by itself."""
+  found = {
+    name: retriever.search([task.info['question'] for task in tasks], 3)
+    for name, tasks in sets.items()
+  }
+  return {name: list(map(rag_task, tasks, found[name])) for name, tasks in sets.items()}
 
 
 def _shown(sets: Sets, example: list[types.Message]) -> Sets:

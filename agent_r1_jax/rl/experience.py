@@ -215,10 +215,7 @@ def _scores(trajectories, algorithm, models, shape, temperature, prefixes):
 
 def _scored(segments, score: Callable[[types.Batch], Any], shape) -> PerToken:
   """A number of every token, by a function of packed batches."""
-  flat = [s for some in segments for s in some]
-  where = packing.layout(
-    [len(s.tokens) for s in flat], row_tokens=shape.row_tokens, row_multiple=shape.rows
-  )
+  flat, where = _layout(segments, shape)
   batches = packing.microbatches(packing.pack(flat, where), shape.rows)
   whole = np.concatenate([np.asarray(score(b), np.float64) for b in batches])
   parts = iter(where.extract(whole))
@@ -269,16 +266,20 @@ def _weights(experience, members, masked) -> dict[int, list[np.ndarray]]:
 
 
 def _packed(segments, fields: dict[str, PerToken], shape) -> list[types.Batch]:
-  flat = [s for some in segments for s in some]
-  where = packing.layout(
-    [len(s.tokens) for s in flat], row_tokens=shape.row_tokens, row_multiple=shape.rows
-  )
+  flat, where = _layout(segments, shape)
   placed: dict[str, Any] = {
     name: where.place([a for some in x for a in some], np.float32)
     for name, x in fields.items()
   }
   batch = packing.pack(flat, where)._replace(**placed)
   return list(packing.microbatches(batch, shape.rows))
+
+
+def _layout(segments, shape) -> tuple[list[types.Segment], packing.Layout]:
+  flat = [s for some in segments for s in some]
+  lengths = [len(s.tokens) for s in flat]
+  where = packing.layout(lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows)
+  return flat, where
 
 
 def _prefixed(segments, prefix) -> list[types.Segment]:
