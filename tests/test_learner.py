@@ -119,35 +119,6 @@ def test_token_stats_are_what_the_model_says_of_each_token():
   assert jax.eval_shape(whole, plain.policy(), batch).values is None
 
 
-def test_logits_in_blocks_change_nothing(monkeypatch):
-  rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.normal(size=(2, 32, 16)), jnp.float32)
-  tokens = jnp.asarray(rng.integers(0, 64, (2, 32)), jnp.int32)
-  slopes = rng.normal(size=(2, 2, 32)).astype(np.float32)
-  sizes, head = [], learner._head
-
-  def spy(params, config, temperature, x_MD, tokens_M):
-    sizes.append(len(x_MD))
-    return head(params, config, temperature, x_MD, tokens_M)
-
-  def outputs(kernel, x):
-    params = {'lm_head': {'kernel': kernel}}
-    both = functools.partial(spy, params, plain.CONFIG, plain.TEMPERATURE)
-    stats = jnp.stack(learner._in_blocks(both, x, tokens, 64))
-    return jnp.sum(stats * slopes), stats
-
-  def run():
-    # A new function, so that all is traced again.
-    fn = jax.value_and_grad(lambda *xs: outputs(*xs), argnums=(0, 1), has_aux=True)
-    return jax.jit(fn)(plain.policy()['lm_head']['kernel'], x)
-
-  expected = run()
-  # 64 tokens in blocks of 7: the last one is filled up.
-  monkeypatch.setattr(learner, '_LOGIT_BLOCK', 7 * 64 + 5)
-  plain.close(run(), expected, 1e-6)
-  assert sizes == [64, 7]
-
-
 # Gradient.
 
 

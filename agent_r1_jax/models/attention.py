@@ -4,6 +4,8 @@ Letters as in decoder.py: B rows, T queries, S key slots, N query heads, K key-v
 heads, G = N / K, H head dim.
 """
 
+import functools
+
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from jaxtyping import Bool, Float, Int
 
 # Causal attention is computed in at most this many blocks of at least this many queries.
 _MAX_BLOCKS, _MIN_BLOCK = 8, 64
+# Fewer queries a key-value head than this make a decoding step.
+_FEW = 16
 
 
 def packed(
@@ -61,9 +65,7 @@ def _attend(
   q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
   # G and T are merged so that both products are plain matrix products a (row, kv head).
   q_BKMH = q_BKGTH.reshape(B, K, (N // K) * T, H)
-  scores = jnp.einsum(
-    'bkmh,bksh->bkms', q_BKMH, k_BKSH, preferred_element_type=jnp.float32
-  )
+  scores = _scores(q_BKMH, k_BKSH)
   scores = scores.reshape(B, K, N // K, T, -1)
   scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
   weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
@@ -72,3 +74,12 @@ def _attend(
   )
   out_BKGTH = out_BKMH.reshape(B, K, N // K, T, H)
   return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)
+
+
+def _scores(q_BKMH, k_BKSH) -> Float[Array, 'B K M S']:
+  dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  if q_BKMH.shape[2] < _FEW and jax.default_backend() == 'cpu':
+    # Otherwise XLA repacks all keys for a few queries: three times the time.
+    scores_BKSM = jax.lax.optimization_barrier(dot('bksh,bkmh->bksm', k_BKSH, q_BKMH))
+    return jnp.swapaxes(scores_BKSM, 2, 3)
+  return dot('bkmh,bksh->bkms', q_BKMH, k_BKSH)

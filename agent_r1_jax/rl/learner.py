@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, head
 from agent_r1_jax.rl import algorithms, losses
 
 # What a batch says of each token and a loss may read.
@@ -28,9 +28,6 @@ _NUMBERS = (
   'values',
   'returns',
 )
-# Logits are made for at most this many (token, vocabulary) pairs at a time: 128 MiB.
-_LOGIT_BLOCK = 2**25
-
 Watched = dict[str, Float[Array, 'B T']]
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, Watched]]
 
@@ -68,23 +65,33 @@ def token_stats(
   *,
   config: decoder.DecoderConfig,
   temperature: float = 1.0,
+  wanted: Bool[Array, 'B T'] | None = None,
 ) -> losses.TokenStats:
-  """Log-probs, entropies and values of every token; 0 at the first of a segment.
+  """Log-probs, entropies and values of tokens; 0 at the first of a segment.
 
   Args:
     params: Of one model; values are given if it has a value head.
     batch: Only tokens, positions and segment_ids are read.
     config: Of the model.
     temperature: That the tokens were sampled at.
+    wanted: Others get 0 and cost no logits; None is all.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
   x_BTD = _before(decoder.hidden(params, config, *text))
-  head = functools.partial(_head, params, config, temperature)
-  logprobs, entropy = _in_blocks(head, x_BTD, batch.tokens, config.vocab_size)
-  values = decoder.values(params, x_BTD) if 'value_head' in params else None
-  stats = losses.TokenStats(logprobs, entropy, values)
   # The first token of a segment was given, not predicted.
-  return jax.tree.map(lambda y: jnp.where(batch.positions > 0, y, 0.0), stats)
+  wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
+  logprobs, entropy = head.logprobs(
+    x_BTD.reshape(-1, config.embed_dim),
+    decoder.head_kernel(params, config),
+    batch.tokens.reshape(-1),
+    wanted.reshape(-1),
+    temperature,
+    head.block_tokens(config.vocab_size),
+  )
+  values = decoder.values(params, x_BTD) if 'value_head' in params else None
+  shape = batch.tokens.shape
+  stats = losses.TokenStats(logprobs.reshape(shape), entropy.reshape(shape), values)
+  return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats)
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'temperature'))
@@ -194,10 +201,13 @@ def update(
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))
 def _gradient(params, batch, *, config, loss, temperature):
   # Whatever the loss, a token without weight sends no gradient, not even 0 · NaN.
-  counted = lambda x: jnp.where(batch.weights != 0, x, 0.0)
+  wanted = batch.weights != 0
+  counted = lambda x: jnp.where(wanted, x, 0.0)
 
   def objective(params):
-    stats = token_stats(params, batch, config=config, temperature=temperature)
+    stats = token_stats(
+      params, batch, config=config, temperature=temperature, wanted=wanted
+    )
     numbers = {name: getattr(batch, name) for name in _NUMBERS}
     clean = batch._replace(**jax.tree.map(counted, numbers))
     total, watched = loss(jax.tree.map(counted, stats), clean)
@@ -230,23 +240,3 @@ def _apply(state, grads, *, optimizer):
 def _before(x_BTD: Array) -> Array:
   """Shifts right by one: what was known before each token."""
   return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
-
-
-def _head(params, config, temperature, x_MD, tokens_M):
-  logits_MV = decoder.logits(params, config, x_MD) / temperature
-  chosen_M = jnp.take_along_axis(logits_MV, tokens_M[:, None], axis=1)[:, 0]
-  return chosen_M - jax.nn.logsumexp(logits_MV, -1), losses.entropy(logits_MV)
-
-
-def _in_blocks(head, x_BTD: Array, tokens_BT: Array, vocab_size: int):
-  """Applies `head` to blocks of tokens, each recomputed in the backward pass."""
-  B, T, D = x_BTD.shape
-  M, block = B * T, max(1, _LOGIT_BLOCK // vocab_size)
-  if M <= block:
-    flat = head(x_BTD.reshape(M, D), tokens_BT.reshape(M))
-    return tuple(y.reshape(B, T) for y in flat)
-  pad = -M % block
-  x = jnp.pad(x_BTD.reshape(M, D), ((0, pad), (0, 0))).reshape(-1, block, D)
-  tokens = jnp.pad(tokens_BT.reshape(M), (0, pad)).reshape(-1, block)
-  blocks = jax.lax.map(jax.checkpoint(lambda xt: head(*xt)), (x, tokens))
-  return tuple(y.reshape(-1)[:M].reshape(B, T) for y in blocks)

@@ -1,0 +1,106 @@
+"""The vocabulary head: log-probs of tokens without the logits of all tokens at once.
+
+Letters: M tokens, D embed, V vocabulary, C tokens of one block.
+"""
+
+import functools
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+# Logits of one block: 512 MiB on an accelerator, so that reading the kernel costs little.
+_BLOCK_LOGITS = 2**27
+
+
+def block_tokens(vocab_size: int) -> int:
+  """Tokens of one block on this machine's device."""
+  if jax.default_backend() == 'cpu':
+    return 256
+  return max(256, _BLOCK_LOGITS // vocab_size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def logprobs(
+  x_MD: Float[Array, 'M D'],
+  kernel_DV: Float[Array, 'D V'],
+  tokens_M: Int[Array, 'M'],
+  wanted_M: Bool[Array, 'M'],
+  temperature: float,
+  block: int,
+) -> tuple[Float[Array, 'M'], Float[Array, 'M']]:
+  """log π(token) and the entropy of π = softmax(x · kernel / temperature), both float32.
+
+  Blocks of logits are made, used and dropped, in the backward pass again; only as many
+  as the wanted tokens fill, however few of a batch those are.
+
+  Args:
+    x_MD: Hidden states before each token.
+    kernel_DV: Of the head, in x_MD's type.
+    tokens_M: Whose log-probs.
+    wanted_M: Others get 0 and send no gradient.
+    temperature: That the tokens were sampled at.
+    block: Tokens of one block (C).
+  """
+  return _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block)[0]
+
+
+def _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block):
+  order, blocks = _order(wanted_M, block)
+
+  def body(i, out):
+    at_C = jax.lax.dynamic_slice_in_dim(order, i * block, block)
+    logits_CV = _logits(x_MD, kernel_DV, at_C, temperature)
+    lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+    logp_CV = logits_CV - lse_C[:, None]
+    chosen_C = jnp.take_along_axis(logp_CV, tokens_M[at_C][:, None], axis=1)[:, 0]
+    new = (chosen_C, -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=-1), lse_C)
+    return tuple(o.at[at_C].set(n, mode='drop') for o, n in zip(out, new, strict=True))
+
+  zeros = jnp.zeros(x_MD.shape[0], jnp.float32)
+  logprobs_M, entropy_M, lse_M = jax.lax.fori_loop(0, blocks, body, (zeros,) * 3)
+  out = (jnp.where(wanted_M, logprobs_M, 0.0), jnp.where(wanted_M, entropy_M, 0.0))
+  return out, (x_MD, kernel_DV, tokens_M, wanted_M, entropy_M, lse_M)
+
+
+def _backward(temperature, block, saved, cotangents):
+  x_MD, kernel_DV, tokens_M, wanted_M, entropy_M, lse_M = saved
+  dlogprob_M, dentropy_M = (jnp.where(wanted_M, d, 0.0) for d in cotangents)
+  order, blocks = _order(wanted_M, block)
+
+  def body(i, carry):
+    dx_MD, dkernel_DV = carry
+    at_C = jax.lax.dynamic_slice_in_dim(order, i * block, block)
+    logp_CV = _logits(x_MD, kernel_DV, at_C, temperature) - lse_M[at_C][:, None]
+    # d log π(t) = 1[t] - π and dH = -π (log π + H), by the logits.
+    dlogprob_C1, dentropy_C1 = dlogprob_M[at_C][:, None], dentropy_M[at_C][:, None]
+    both_CV = dlogprob_C1 + dentropy_C1 * (logp_CV + entropy_M[at_C][:, None])
+    chosen_CV = tokens_M[at_C][:, None] == jnp.arange(kernel_DV.shape[1])[None]
+    dlogits_CV = jnp.where(chosen_CV, dlogprob_C1, 0.0) - jnp.exp(logp_CV) * both_CV
+    dlogits_CV = (dlogits_CV / temperature).astype(x_MD.dtype)
+    dx_CD = jnp.matmul(dlogits_CV, kernel_DV.T)
+    x_CD = x_MD.at[at_C].get(mode='fill', fill_value=0)
+    part_DV = jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
+    return dx_MD.at[at_C].set(dx_CD, mode='drop'), dkernel_DV + part_DV
+
+  start = (jnp.zeros_like(x_MD), jnp.zeros(kernel_DV.shape, jnp.float32))
+  dx_MD, dkernel_DV = jax.lax.fori_loop(0, blocks, body, start)
+  return dx_MD, dkernel_DV.astype(kernel_DV.dtype), None, None
+
+
+logprobs.defvjp(_forward, _backward)
+
+
+def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
+  """The wanted tokens first, padded to whole blocks with M; the blocks they fill."""
+  M = wanted_M.shape[0]
+  order = jnp.argsort(~wanted_M, stable=True).astype(jnp.int32)
+  count = wanted_M.sum()
+  order = jnp.where(jnp.arange(M) < count, order, M)
+  return jnp.pad(order, (0, -M % block), constant_values=M), -(-count // block)
+
+
+def _logits(x_MD, kernel_DV, at_C, temperature):
+  x_CD = x_MD.at[at_C].get(mode='fill', fill_value=0)
+  return jnp.matmul(x_CD, kernel_DV, preferred_element_type=jnp.float32) / temperature

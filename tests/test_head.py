@@ -1,0 +1,111 @@
+"""models/head.py: log-probs and entropies, block by block."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.test_util import check_grads
+import numpy as np
+import pytest
+
+from agent_r1_jax.models import head
+
+M, D, V, TEMPERATURE = 29, 8, 37, 0.7
+
+
+def inputs(seed=0):
+  rng = np.random.default_rng(seed)
+  x = jnp.asarray(rng.normal(size=(M, D)), jnp.float32)
+  kernel = jnp.asarray(rng.normal(size=(D, V)), jnp.float32)
+  tokens = jnp.asarray(rng.integers(0, V, M), jnp.int32)
+  return x, kernel, tokens, jnp.asarray(rng.random(M) < 0.6)
+
+
+def plain(x, kernel, tokens, temperature=TEMPERATURE):
+  """All logits at once."""
+  logp = jax.nn.log_softmax(x @ kernel / temperature)
+  chosen = jnp.take_along_axis(logp, tokens[:, None], axis=1)[:, 0]
+  return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+def weighted(f, slopes):
+  return lambda *args: sum(jnp.vdot(s, y) for s, y in zip(slopes, f(*args), strict=True))
+
+
+@pytest.mark.parametrize('block', [1, 7, 29, 64])
+@pytest.mark.parametrize('wanted', ['some', 'all', 'none'])
+def test_blocks_and_their_gradient_are_the_plain_formula(block, wanted):
+  x, kernel, tokens, some = inputs()
+  mask = {'some': some, 'all': jnp.ones(M, bool), 'none': jnp.zeros(M, bool)}[wanted]
+  slopes = np.random.default_rng(1).normal(size=(2, M)).astype(np.float32)
+
+  def ours(x, kernel):
+    return head.logprobs(x, kernel, tokens, mask, TEMPERATURE, block)
+
+  def theirs(x, kernel):
+    return [jnp.where(mask, y, 0.0) for y in plain(x, kernel, tokens)]
+
+  for mine, other in zip(jax.jit(ours)(x, kernel), theirs(x, kernel), strict=True):
+    np.testing.assert_allclose(mine, other, rtol=0, atol=2e-6)
+  grads = (
+    jax.grad(weighted(f, slopes), argnums=(0, 1))(x, kernel) for f in (ours, theirs)
+  )
+  for mine, other in zip(*grads, strict=True):
+    np.testing.assert_allclose(mine, other, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize('which', [0, 1])
+def test_the_gradient_is_that_of_the_function(which):
+  x, kernel, tokens, wanted = inputs()
+
+  def one(x, kernel):
+    return head.logprobs(x, kernel, tokens, wanted, TEMPERATURE, 7)[which]
+
+  check_grads(one, (x, kernel), order=1, modes=['rev'], atol=1e-2, rtol=1e-2)
+
+
+def test_what_is_not_wanted_is_never_read():
+  x, kernel, tokens, wanted = inputs()
+  broken = jnp.where(wanted[:, None], x, jnp.nan)
+
+  def loss(x, kernel):
+    logprobs, entropy = head.logprobs(x, kernel, tokens, wanted, 1.0, 7)
+    return logprobs.sum() + entropy.sum()
+
+  found = jax.value_and_grad(loss, argnums=(0, 1))(broken, kernel)
+  for mine, other in zip(
+    jax.tree.leaves(found),
+    jax.tree.leaves(jax.value_and_grad(loss, argnums=(0, 1))(x, kernel)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(mine, other)
+
+
+def test_bfloat16_sums_in_float32():
+  x, kernel, tokens, wanted = inputs()
+  low, low_kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+  out = head.logprobs(low, low_kernel, tokens, wanted, 1.0, 7)
+  exact = plain(low.astype(jnp.float32), low_kernel.astype(jnp.float32), tokens, 1.0)
+  for mine, other in zip(out, exact, strict=True):
+    assert mine.dtype == jnp.float32
+    np.testing.assert_allclose(mine, np.where(wanted, other, 0), rtol=0, atol=2e-6)
+  total = lambda x, kernel: head.logprobs(x, kernel, tokens, wanted, 1.0, 7)[0].sum()
+  grads = jax.grad(total, argnums=(0, 1))(low, low_kernel)
+  assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
+
+
+def test_only_the_blocks_that_are_wanted_are_computed():
+  """The loop's length follows the mask: no logits for what the policy did not choose."""
+  order, blocks = head._order(jnp.arange(M) % 4 == 1, 3)
+  assert int(blocks) == 3  # 7 wanted tokens, 3 a block
+  assert order.shape == (30,)
+  assert order[:9].tolist() == [1, 5, 9, 13, 17, 21, 25, M, M]
+
+
+def test_no_array_of_all_logits_exists():
+  x, kernel, tokens, wanted = inputs()
+  loss = functools.partial(head.logprobs, temperature=1.0, block=4)
+  gradient = jax.grad(lambda x, k: loss(x, k, tokens, wanted)[0].sum(), argnums=(0, 1))
+  text = str(jax.make_jaxpr(gradient)(x, kernel))
+  assert f'f32[4,{V}]' in text
+  assert f'f32[{M},{V}]' not in text
