@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import alarms as alarms_lib
-from agent_r1_jax import checkpoint, evaluate, malloc, rollout, types, viewer
+from agent_r1_jax import checkpoint, evaluate, host, rollout, types, viewer
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -125,7 +125,7 @@ class Config:
 
 def load(config: Config) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
   """The policy's shape, parameters and chat, from config.model."""
-  malloc.keep()
+  host.prepare()
   model, params = weights.load(config.model, dtype='float32')
   model = dataclasses.replace(model, dtype=config.dtype, remat=config.remat)
   tokenizer = tokenizer_lib.load(config.model)
@@ -259,6 +259,7 @@ def run(
       played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
       return _logged(played, workdir, config, step)
 
+    driver.warm_up(functools.partial(progress.phase, 'compile'))
     if start == 0 and config.eval_every:
       writer.write(0, evaluated(0))
     for step in range(start, config.steps):

@@ -19,7 +19,7 @@ from absl import app, flags, logging
 import jax
 from ml_collections import config_flags
 
-from agent_r1_jax import malloc, metrics, sft
+from agent_r1_jax import host, metrics, sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import decoder, induction, weights
@@ -69,7 +69,7 @@ def texts(passages, rows, examples) -> Iterator[str]:
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
-  malloc.keep()
+  host.prepare()
   config, seed, start = _CFG.value, _SEED.value, time.time()
   out, data = pathlib.Path(_OUT.value), pathlib.Path(_DATA.value)
   passages = documents.read_corpus(data / 'corpus.jsonl.gz')

@@ -18,7 +18,7 @@ from absl import app, flags, logging
 import jax
 from ml_collections import config_flags
 
-from agent_r1_jax import malloc, metrics, sft, types
+from agent_r1_jax import host, metrics, sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import decoder, induction, weights
@@ -78,7 +78,7 @@ def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
-  malloc.keep()
+  host.prepare()
   config, seed, out = _CFG.value, _SEED.value, pathlib.Path(_OUT.value)
   start = time.time()
   sample = list(miniwiki_demos.examples(seed + 2, _EXAMPLES.value, make_search))

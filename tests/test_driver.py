@@ -93,7 +93,8 @@ class TestOnPolicy:
 
   def test_also_at_another_temperature_and_with_slow_tools(self):
     sampling = sampling_lib.Sampling(0.7)
-    drivers = [_driver(sampling=sampling, bucket=_SLOTS) for _ in range(2)]
+    exact = {'bucket': _SLOTS, 'narrow': False}
+    drivers = [_driver(sampling=sampling, **exact) for _ in range(2)]
     played = _run(drivers[0], range(16), latency=_random_latency())
     tiny.assert_on_policy(_params(), list(played.values()), temperature=0.7)
     # The shapes are always the same here, and so is every bit.
@@ -418,7 +419,8 @@ class TestTools:
     driver = _driver()
     _run(driver, [0], latency=lambda: 0.05, turns=2)
     assert 0.04 < driver.stats.idle_seconds < 5
-    assert driver.stats.steps == driver.stats.sampled * tiny.SIZES['rows']
+    # One row runs in the program for the fewest.
+    assert driver.stats.steps == driver.stats.sampled * driver.decode_rows[0]
 
   def test_who_is_ready_at_once_runs_in_the_next_segment(self):
     driver = tiny.driver(_params(), stop=stop_lib.stop([-1] * len(_STOPS)))
@@ -462,11 +464,40 @@ def test_no_episodes_are_no_work():
   assert tiny.within(_driver().run, []) == []
 
 
-def test_nothing_is_compiled_again():
-  driver = _driver()
-  _run(driver, range(16))
-  _run(driver, range(24, 30), group=3)  # the longest texts: both buckets
-  with tiny.compilations() as compiled:
-    _run(driver, range(16, 30), latency=_random_latency(), turns=2)
-    _run(driver, [2, 7, 11])
-  assert not compiled
+class TestCompilations:
+  def test_warm_up_is_all_of_them(self):
+    """Whatever the lengths and however many rows want something."""
+    driver = _driver(rows=5, feed_tokens=6)  # which no other test has
+    seen = []
+    with tiny.compilations() as compiled:
+      driver.warm_up(lambda *progress: seen.append(progress))
+    assert len(compiled) == driver.programs == 2 * (1 + 2 + 2) + 1
+    assert seen == [(i + 1, driver.programs) for i in range(driver.programs)]
+    with tiny.compilations() as compiled:
+      played = _run(driver, range(16))
+      _run(driver, range(24, 30), group=3)  # the longest texts: both buckets
+      _run(driver, [2, 7, 11], latency=_random_latency(), turns=2)
+    assert not compiled
+    _assert_same(played, _reference())
+
+  def test_warm_up_leaves_no_trace(self):
+    driver = _driver()
+    played = _run(driver, range(8))
+    state = jax.device_get(driver.state)
+    driver.warm_up()
+    for before, after in zip(
+      jax.tree.leaves(state), jax.tree.leaves(driver.state), strict=True
+    ):
+      np.testing.assert_array_equal(before, after)
+    _assert_same(_run(driver, range(8)), played)
+
+  def test_few_rows_run_in_narrow_programs(self):
+    narrow, wide = _driver(), _driver(narrow=False)
+    for driver in (narrow, wide):
+      _assert_same(_run(driver, [0]), {0: _reference()[0]})
+    assert narrow.stats.sampled == wide.stats.sampled
+    assert narrow.stats.steps < wide.stats.steps
+
+  def test_buckets_double_up_to_the_slots(self):
+    assert _driver(bucket=7).buckets == [7, 14, 28, 56, 112, _SLOTS]
+    assert _driver(bucket=_SLOTS).buckets == _driver(bucket=1000).buckets == [_SLOTS]

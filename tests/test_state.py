@@ -77,12 +77,14 @@ class Rows:
 
   def decode(self, budgets):
     """Samples with {row: budget}; returns {row: (tokens, stopped)}."""
-    budget = np.zeros(_B, np.int32)
-    for row, n in budgets.items():
-      budget[row] = n
+    rows, budget = np.full(_B, _B + 3, np.int32), np.zeros(_B, np.int32)
+    budget[len(budgets) :] = 5  # an unused place does not run, whatever it says
+    for m, (row, n) in enumerate(budgets.items()):
+      rows[m], budget[m] = row, n
     self.state, out = state_lib.decode(
       self.params,
       self.state,
+      rows,
       budget,
       self.stop,
       config=self.config,
@@ -92,13 +94,14 @@ class Rows:
     )
     out = jax.device_get(out)
     replies = {}
-    for row in range(_B):
-      n = out.count[row]
-      tokens, logprobs = out.tokens[row, :n], out.logprobs[row, :n]
+    for m, row in enumerate(budgets):
+      n = out.count[m]
+      tokens, logprobs = out.tokens[m, :n], out.logprobs[m, :n]
       self.texts[row] += [(int(t), True, float(x)) for t, x in zip(tokens, logprobs)]
-      replies[row] = (tokens.tolist(), bool(out.stopped[row]))
-      assert n <= min(budget[row], _STEPS)
-    return {row: reply for row, reply in replies.items() if row in budgets}
+      replies[row] = (tokens.tolist(), bool(out.stopped[m]))
+      assert n <= min(budget[m], _STEPS)
+    assert not out.count[len(budgets) :].any()
+    return replies
 
   def check(self):
     """All texts, those of earlier owners of the rows too, are the learner's."""

@@ -6,11 +6,13 @@ decode is awaited in a thread, so tools run while the device does.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+import bisect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent import futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import time
 from typing import NamedTuple
 
@@ -171,6 +173,7 @@ class Driver:
     feed_rows: int = 16,
     feed_tokens: int = 64,
     bucket: int = 256,
+    narrow: bool = True,
   ):
     """Allocates the cache.
 
@@ -185,9 +188,11 @@ class Driver:
         waits for, at most.
       feed_rows: Rows of one feed (M).
       feed_tokens: Tokens of one feed (T).
-      bucket: Cache reads are rounded up to a multiple of this; one compilation each. A
-        log-prob's rounding depends on it: runs whose tools take their time repeat to the
-        last bit only where it is `slots`.
+      bucket: Cache reads are rounded up to this, twice this, four times this ...
+      narrow: Whether few rows are fed and decoded by programs for a quarter of them.
+
+    A log-prob's last bits depend on the program that computed it: runs whose tools take
+    their time repeat to the last bit only with bucket = slots and narrow = False.
     """
     sizes = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
     for name, size in (
@@ -196,8 +201,10 @@ class Driver:
       if size < 1:
         raise ValueError(f'{name} is {size}; it must be at least 1.')
     self.config, self.params, self.stop, self.sampling = config, params, stop, sampling
-    self.slots, self.steps, self.bucket = slots, steps, bucket
-    self.feed_shape = (min(feed_rows, rows), feed_tokens)
+    self.slots, self.steps, self.feed_tokens = slots, steps, feed_tokens
+    self.buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
+    widths = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
+    self.decode_rows, self.feed_rows = widths(rows), widths(min(feed_rows, rows))
     self.state = state_lib.empty(config, rows, slots)
     self.rows = [Row(i, self) for i in range(rows)]
     self.stats = Stats()
@@ -214,6 +221,31 @@ class Driver:
     # As in a notebook, whose own event loop holds this thread.
     with futures.ThreadPoolExecutor(1) as thread:
       return thread.submit(asyncio.run, self._run(episodes)).result()
+
+  @property
+  def programs(self) -> int:
+    """The most programs that runs with one `sampling` compile."""
+    return len(self.buckets) * (1 + len(self.feed_rows) + len(self.decode_rows)) + 1
+
+  def warm_up(self, on_done: Callable[[int, int], None] = lambda done, all: None):
+    """Compiles every program, on places without rows; on_done(compiled, programs)."""
+    done = itertools.count(1)
+    nobody = lambda size: np.full(size, len(self.rows), np.int32)
+    zeros = lambda size: np.zeros(size, np.int32)
+    ones = lambda size: np.ones(size, np.int32)
+    self._call_reset({})
+    on_done(next(done), self.programs)
+    for bucket in self.buckets:
+      size = self.feed_rows[-1]
+      self._call_fork(zeros(size), nobody(size), ones(size), zeros(size), bucket)
+      on_done(next(done), self.programs)
+      for size in self.feed_rows:
+        tokens = np.zeros((size, self.feed_tokens), np.int32)
+        self._call_feed(nobody(size), tokens, ones(size), bucket)
+        on_done(next(done), self.programs)
+      for size in self.decode_rows:
+        self._call_decode(nobody(size), zeros(size), bucket)
+        on_done(next(done), self.programs)
 
   @contextlib.asynccontextmanager
   async def row(self, row_key: np.ndarray) -> AsyncIterator[Row]:
@@ -260,13 +292,12 @@ class Driver:
     self.stats.idle_seconds += time.perf_counter() - start
 
   def _reset(self, waiting: list[Row]):
-    fresh = np.zeros(len(self.rows), bool)
-    keys = np.zeros((len(self.rows), 2), np.uint32)
+    fresh = {}
     for row in waiting:
       if row.fresh_key is not None:
-        fresh[row.index], keys[row.index], row.fresh_key = True, row.fresh_key, None
-    if fresh.any():
-      self.state = state_lib.reset(self.state, fresh, keys)
+        fresh[row.index], row.fresh_key = row.fresh_key, None
+    if fresh:
+      self._call_reset(fresh)
 
   def _fork(self, waiting: list[Row]) -> bool:
     """Copies prompts that other rows hold; False if there is none to copy."""
@@ -274,7 +305,7 @@ class Driver:
     if not asking:
       return False
     holders = {row.prompt: row.index for row in self.rows if row.holds_prompt}
-    size = self.feed_shape[0]
+    size = self.feed_rows[-1]
     forks = [row for row in asking if row.asked in holders][:size]
     if not forks:
       return False
@@ -285,9 +316,7 @@ class Driver:
       count[m], last[m] = len(row.pending), row.pending[-1]
       self.stats.forked += len(row.pending)
       row.read(len(row.pending))
-    self.state = state_lib.fork(
-      self.state, source, rows, count, last, bucket=self._bucket(int(count.max()))
-    )
+    self._call_fork(source, rows, count, last, self._bucket(int(count.max())))
     return True
 
   def _feed(self, waiting: list[Row]) -> bool:
@@ -296,24 +325,16 @@ class Driver:
     if not pending:
       return False
     start = time.perf_counter()
-    size, chunk = self.feed_shape
+    fed = self._unshared(pending)[: self.feed_rows[-1]]
+    size, chunk = _least(self.feed_rows, len(fed)), self.feed_tokens
     rows, count = np.full(size, len(self.rows), np.int32), np.ones(size, np.int32)
     tokens = np.zeros((size, chunk), np.int32)
-    fed = self._unshared(pending)[:size]
     for m, row in enumerate(fed):
       part = row.pending[:chunk]
       rows[m], count[m], tokens[m, : len(part)] = row.index, len(part), part
       self.stats.fed += len(part)
       row.read(len(part))
-    self.state = state_lib.feed(
-      self.params,
-      self.state,
-      rows,
-      tokens,
-      count,
-      config=self.config,
-      bucket=self._bucket(max(row.length for row in fed)),
-    )
+    self._call_feed(rows, tokens, count, self._bucket(max(row.length for row in fed)))
     self.stats.feed_seconds += time.perf_counter() - start
     return True
 
@@ -330,36 +351,62 @@ class Driver:
   async def _decode(self, waiting: list[Row]):
     start = time.perf_counter()
     running = [(row, row.future) for row in waiting if row.future]
-    budget = np.zeros(len(self.rows), np.int32)
-    for row in waiting:
-      budget[row.index] = row.budget
+    size = _least(self.decode_rows, len(running))
+    rows, budget = np.full(size, len(self.rows), np.int32), np.zeros(size, np.int32)
+    for m, row in enumerate(waiting):
+      rows[m], budget[m] = row.index, row.budget
     longest = max(row.length for row in waiting)
+    out = self._call_decode(rows, budget, self._bucket(longest + self.steps))
+    tokens, logprobs, count, stopped = await asyncio.to_thread(jax.device_get, out)
+    self.stats.decode_seconds += time.perf_counter() - start
+    self.stats.sampled += int(count.sum())
+    self.stats.steps += int(count.max()) * size
+    for m, (row, future) in enumerate(running):
+      # Who asked during the decode, or took over a row that was left, has nothing here.
+      if row.future is not future or future.done():
+        continue
+      n = count[m]
+      reply = row.wrote(Reply(tokens[m, :n], logprobs[m, :n], bool(stopped[m])))
+      if reply is not None:
+        row.future = None
+        future.set_result(reply)
+
+  def _call_reset(self, fresh: dict[int, np.ndarray]):
+    chosen = np.zeros(len(self.rows), bool)
+    keys = np.zeros((len(self.rows), 2), np.uint32)
+    for index, row_key in fresh.items():
+      chosen[index], keys[index] = True, row_key
+    self.state = state_lib.reset(self.state, chosen, keys)
+
+  def _call_fork(self, source, rows, count, last, bucket):
+    self.state = state_lib.fork(self.state, source, rows, count, last, bucket=bucket)
+
+  def _call_feed(self, rows, tokens, count, bucket):
+    self.state = state_lib.feed(
+      self.params, self.state, rows, tokens, count, config=self.config, bucket=bucket
+    )
+
+  def _call_decode(self, rows, budget, bucket) -> state_lib.Decoded:
     self.state, out = state_lib.decode(
       self.params,
       self.state,
+      rows,
       budget,
       self.stop,
       config=self.config,
       sampling=self.sampling,
       steps=self.steps,
-      bucket=self._bucket(longest + self.steps),
+      bucket=bucket,
     )
-    tokens, logprobs, count, stopped = await asyncio.to_thread(jax.device_get, out)
-    self.stats.decode_seconds += time.perf_counter() - start
-    self.stats.sampled += int(count.sum())
-    self.stats.steps += int(count.max()) * len(self.rows)
-    for row, future in running:
-      # Who asked during the decode, or took over a row that was left, has nothing here.
-      if row.future is not future or future.done():
-        continue
-      i, n = row.index, count[row.index]
-      reply = row.wrote(Reply(tokens[i, :n], logprobs[i, :n], bool(stopped[i])))
-      if reply is not None:
-        row.future = None
-        future.set_result(reply)
+    return out
 
   def _bucket(self, length: int) -> int:
-    return min(self.slots, -(-length // self.bucket) * self.bucket)
+    return _least(self.buckets, min(length, self.slots))
+
+
+def _least(sizes: list[int], n: int) -> int:
+  """The least of ascending sizes that holds n."""
+  return sizes[bisect.bisect_left(sizes, n)]
 
 
 def _in_a_loop() -> bool:

@@ -4,7 +4,7 @@ A row's text is what was fed to it and sampled in it, in order. The cache stays 
 behind the text: `last` is known but not yet computed, so a reply, a tool's answer and a
 prompt all continue a row in the same way, and the logits of a fed text are never wanted.
 
-Letters: B rows, M rows of one feed, T tokens of one feed, S slots, V vocabulary.
+Letters: B rows, M of them in one call, T tokens of one feed, S slots, V vocabulary.
 """
 
 import functools
@@ -39,12 +39,12 @@ class DecodeState(NamedTuple):
 
 
 class Decoded(NamedTuple):
-  """What one segment sampled; row b's tokens are tokens[b, :count[b]]."""
+  """What one segment sampled; place m's tokens are tokens[m, :count[m]]."""
 
-  tokens: Int[Array, 'B steps']
-  logprobs: Float[Array, 'B steps']
-  count: Int[Array, 'B']
-  stopped: Bool[Array, 'B']
+  tokens: Int[Array, 'M steps']
+  logprobs: Float[Array, 'M steps']
+  count: Int[Array, 'M']
+  stopped: Bool[Array, 'M']
 
 
 def empty(config: decoder.DecoderConfig, rows: int, slots: int) -> DecodeState:
@@ -90,26 +90,25 @@ def feed(
     config: Of the policy.
     bucket: Slots that are read and written; at least the texts' new lengths.
   """
-  slots = state.cache[0][0].shape[2]
-  last, length = state.last[rows], state.length[rows]
-  begun = last >= 0
+  view = _view(state, rows, bucket)
+  begun = view.last >= 0
   # The text is one token ahead: its old last token goes in first, its new one waits.
-  shifted = jnp.concatenate([last[:, None], tokens[:, :-1]], axis=1)
+  shifted = jnp.concatenate([view.last[:, None], tokens[:, :-1]], axis=1)
   inputs = jnp.where(begun[:, None], shifted, tokens)
   written = count - jnp.where(begun, 0, 1)
   steps_T = jnp.arange(tokens.shape[1])[None]
-  positions = jnp.where(steps_T < written[:, None], length[:, None] + steps_T, slots)
-  view = jax.tree.map(lambda x: x[rows, :, :bucket], state.cache)
-  _, view = decoder.extend(params, config, inputs, positions, view)
-  new_last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
-  return state._replace(
-    cache=jax.tree.map(
-      lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), state.cache, view
-    ),
-    length=state.length.at[rows].set(length + written, mode='drop'),
-    last=state.last.at[rows].set(new_last, mode='drop'),
-    stop=state.stop.at[rows].set(0, mode='drop'),
+  positions = jnp.where(
+    steps_T < written[:, None], view.length[:, None] + steps_T, bucket
   )
+  _, cache = decoder.extend(params, config, inputs, positions, view.cache)
+  view = DecodeState(
+    cache=cache,
+    length=view.length + written,
+    last=jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0],
+    keys=view.keys,
+    stop=jnp.zeros_like(view.stop),
+  )
+  return _put(state, rows, view)
 
 
 @functools.partial(jax.jit, static_argnames='bucket', donate_argnames='state')
@@ -151,7 +150,8 @@ def fork(
 def decode(
   params: decoder.Params,
   state: DecodeState,
-  budget: Int[Array, 'B'],
+  rows: Int[Array, 'M'],
+  budget: Int[Array, 'M'],
   stop: stop_lib.Stop,
   *,
   config: decoder.DecoderConfig,
@@ -167,7 +167,8 @@ def decode(
   Args:
     params: Of the policy.
     state: Donated.
-    budget: Most tokens for each row; a row with budget 0 does not run.
+    rows: Distinct; B or more marks an unused place.
+    budget: Most tokens for row rows[m]; with budget 0 it does not run.
     stop: What ends a reply.
     config: Of the policy.
     sampling: How to choose.
@@ -175,13 +176,13 @@ def decode(
     bucket: Slots that are read and written; at least length + steps of every running row.
   """
   # The view is copied once a segment; attention then reads `bucket` slots at every token.
-  view = jax.tree.map(lambda x: x[:, :, :bucket], state.cache)
-  rows = state.length.shape[0]
+  view = _view(state, rows, bucket)
+  M, B = rows.shape[0], state.length.shape[0]
   out = Decoded(
-    tokens=jnp.zeros((rows, steps), jnp.int32),
-    logprobs=jnp.zeros((rows, steps), jnp.float32),
-    count=jnp.zeros(rows, jnp.int32),
-    stopped=jnp.zeros(rows, bool),
+    tokens=jnp.zeros((M, steps), jnp.int32),
+    logprobs=jnp.zeros((M, steps), jnp.float32),
+    count=jnp.zeros(M, jnp.int32),
+    stopped=jnp.zeros(M, bool),
   )
 
   def running(carry):
@@ -214,7 +215,22 @@ def decode(
     )
     return i + 1, s, out, alive & ~ended & (out.count < budget)
 
-  carry = (0, state._replace(cache=view), out, (budget > 0) & (state.last >= 0))
-  _, end, out, _ = jax.lax.while_loop(running, step, carry)
-  cache = jax.tree.map(lambda x, v: x.at[:, :, :bucket].set(v), state.cache, end.cache)
-  return end._replace(cache=cache), out
+  alive = (rows < B) & (budget > 0) & (view.last >= 0)
+  _, end, out, _ = jax.lax.while_loop(running, step, (0, view, out, alive))
+  return _put(state, rows, end), out
+
+
+def _view(state: DecodeState, rows: Int[Array, 'M'], bucket: int) -> DecodeState:
+  """M rows alone, with the first `bucket` slots of their cache."""
+  cache = jax.tree.map(lambda x: x[rows, :, :bucket], state.cache)
+  return DecodeState(cache, *(x[rows] for x in state[1:]))
+
+
+def _put(state: DecodeState, rows: Int[Array, 'M'], view: DecodeState) -> DecodeState:
+  """Writes a view back."""
+  bucket = view.cache[0][0].shape[2]
+  cache = jax.tree.map(
+    lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), state.cache, view.cache
+  )
+  rest = zip(state[1:], view[1:], strict=True)
+  return DecodeState(cache, *(x.at[rows].set(v, mode='drop') for x, v in rest))
