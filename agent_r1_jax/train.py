@@ -74,7 +74,9 @@ class Config:
     decode_steps: Tokens a decode segment.
     feed_rows: Rows a feed.
     feed_tokens: Tokens of a row a feed.
-    bucket: Granularity of cache reads, in slots.
+    bucket: Least slots that a cache read covers; it doubles up to slots.
+    narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
+      time, a run repeats to the last bit only without it, and with bucket = slots.
     row_tokens: Tokens of a packed training row; 0 means `slots`.
     microbatch: Packed rows of one gradient.
     eval_every: Rollouts between evaluations; 0 evaluates at the end only.
@@ -114,6 +116,7 @@ class Config:
   feed_rows: int = 16
   feed_tokens: int = 128
   bucket: int = 1024
+  narrow: bool = True
   row_tokens: int = 0
   microbatch: int = 4
   eval_every: int = 0
@@ -156,6 +159,7 @@ def make_driver(
     feed_rows=config.feed_rows,
     feed_tokens=config.feed_tokens,
     bucket=config.bucket,
+    narrow=config.narrow,
   )
 
 
