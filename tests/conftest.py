@@ -2,10 +2,16 @@
 
 import os
 import pathlib
+import tempfile
 
 # Before anything imports JAX: the tests need no accelerator, and take none from others.
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+# Scripts that tests start compile what the tests have compiled: once is enough. The
+# user's own programs stay out of it.
+_compiled = tempfile.TemporaryDirectory(prefix='agent_r1_jax_compiled_')
+os.environ['JAX_COMPILATION_CACHE_DIR'] = _compiled.name
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
 # Nothing may be fetched: whoever tries fails at once and not after a time-out.
 os.environ['HF_HUB_OFFLINE'] = '1'
 
