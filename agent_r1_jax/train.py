@@ -75,6 +75,7 @@ class Config:
     feed_rows: Rows a feed.
     feed_tokens: Tokens of a row a feed.
     bucket: Least slots that a cache read covers; it doubles up to slots.
+    width: Most rows that are decoded at a time; 0 is all. With slow tools, half of rows.
     narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
       time, a run repeats to the last bit only without it, and with bucket = slots.
     row_tokens: Tokens of a packed training row; 0 means `slots`.
@@ -116,6 +117,7 @@ class Config:
   feed_rows: int = 16
   feed_tokens: int = 128
   bucket: int = 1024
+  width: int = 0
   narrow: bool = True
   row_tokens: int = 0
   microbatch: int = 4
@@ -159,6 +161,7 @@ def make_driver(
     feed_rows=config.feed_rows,
     feed_tokens=config.feed_tokens,
     bucket=config.bucket,
+    width=config.width or None,
     narrow=config.narrow,
   )
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import tempfile
 
 # Before anything imports JAX: the tests need no accelerator, and take none from others.
@@ -9,8 +10,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 # Scripts that tests start compile what the tests have compiled: once is enough. The
 # user's own programs stay out of it.
-_compiled = tempfile.TemporaryDirectory(prefix='agent_r1_jax_compiled_')
-os.environ['JAX_COMPILATION_CACHE_DIR'] = _compiled.name
+os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='agent_r1_jax_')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
 # Nothing may be fetched: whoever tries fails at once and not after a time-out.
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -36,3 +36,8 @@ def data_dir() -> pathlib.Path:
   if not path.is_dir():
     pytest.fail(f'AGENT_R1_DATA={name} is no directory')
   return path
+
+
+def pytest_unconfigure():
+  """Removes what was compiled."""
+  shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)

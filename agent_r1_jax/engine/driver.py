@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from agent_r1_jax.engine import grammar as grammar_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.engine import stop as stop_lib
@@ -51,6 +52,8 @@ class Stats:
     feed_seconds: Host time of feeds; the device's is part of the decode that follows.
     decode_seconds: Wall time of decodes.
     idle_seconds: Wall time of waiting for tools with nothing to compute.
+    host_seconds: Wall time between a decode and what the device was asked for next,
+      while rows wanted it.
   """
 
   fed: int = 0
@@ -60,6 +63,7 @@ class Stats:
   feed_seconds: float = 0.0
   decode_seconds: float = 0.0
   idle_seconds: float = 0.0
+  host_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -75,6 +79,7 @@ class Row:
     prompt: The prompt that the text begins with, or will once it is fed.
     pending: Tokens that are still to be fed.
     budget: Tokens that the reply may still have.
+    turn: How many replies had been asked for before; first come, first served.
     parts: The reply so far, a part a decode segment.
     future: Of the reply; None while the episode wants none.
   """
@@ -87,6 +92,7 @@ class Row:
   prompt: bytes | None = None
   pending: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
   budget: int = 0
+  turn: int = 0
   parts: list[Reply] = dataclasses.field(default_factory=list)
   future: asyncio.Future | None = None
 
@@ -115,6 +121,7 @@ class Row:
     self.pending = np.asarray(tokens, np.int32)
     self.asked = self.pending.tobytes() if self.length == 0 else None
     self.budget, self.parts = max_tokens, []
+    self.turn = next(self.driver.turns)
     self.future = asyncio.get_running_loop().create_future()
     self.driver.wake.set()
     try:
@@ -157,6 +164,7 @@ class Driver:
   Attributes:
     params: Of the policy; assign new ones between runs.
     sampling: How tokens are chosen; may be changed between runs.
+    grammar: What a reply may say; may be changed between runs. None allows all.
     stats: Counts so far.
   """
 
@@ -167,9 +175,11 @@ class Driver:
     *,
     stop: stop_lib.Stop,
     sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY,
+    grammar: grammar_lib.Grammar | None = None,
     rows: int = 64,
     slots: int = 1024,
     steps: int = 32,
+    width: int | None = None,
     feed_rows: int = 16,
     feed_tokens: int = 64,
     bucket: int = 256,
@@ -182,10 +192,13 @@ class Driver:
       params: Of the policy.
       stop: What ends a reply.
       sampling: How tokens are chosen.
+      grammar: What a reply may say. It makes the samples off-policy.
       rows: Texts at a time (B).
       slots: Most tokens of a text (S).
       steps: Tokens of one decode segment: what a row that has been answered by its tool
         waits for, at most.
+      width: Most rows that are decoded at a time; all by default. With slow tools, twice
+        as many rows as this keep the device busy.
       feed_rows: Rows of one feed (M).
       feed_tokens: Tokens of one feed (T).
       bucket: Cache reads are rounded up to this, twice this, four times this ...
@@ -194,22 +207,26 @@ class Driver:
     A log-prob's last bits depend on the program that computed it: runs whose tools take
     their time repeat to the last bit only with bucket = slots and narrow = False.
     """
+    width = rows if width is None else min(width, rows)
     sizes = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
+    sizes['width'] = width
     for name, size in (
       sizes | {'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
     ).items():
       if size < 1:
         raise ValueError(f'{name} is {size}; it must be at least 1.')
     self.config, self.params, self.stop, self.sampling = config, params, stop, sampling
+    self.grammar = grammar
     self.slots, self.steps, self.feed_tokens = slots, steps, feed_tokens
     self.buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
     widths = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
-    self.decode_rows, self.feed_rows = widths(rows), widths(min(feed_rows, rows))
+    self.decode_rows, self.feed_rows = widths(width), widths(min(feed_rows, rows))
     self.state = state_lib.empty(config, rows, slots)
     self.rows = [Row(i, self) for i in range(rows)]
     self.stats = Stats()
-    self.wake = asyncio.Event()
+    self.wake, self.turns = asyncio.Event(), itertools.count()
     self._free: asyncio.Queue[Row] = asyncio.Queue()
+    self._decoded: float | None = None
 
   def run(self, episodes: Iterable[Coroutine]) -> list:
     """Runs episodes to their ends and returns their results in order.
@@ -279,9 +296,14 @@ class Driver:
       await asyncio.sleep(0)
       waiting = [row for row in self.rows if row.future is not None]
       if not waiting:
+        self._decoded = None
         await self._idle()
         continue
+      waiting.sort(key=lambda row: row.turn)
       self._reset(waiting)
+      if self._decoded is not None:
+        self.stats.host_seconds += time.perf_counter() - self._decoded
+        self._decoded = None
       if not (self._fork(waiting) or self._feed(waiting)):
         await self._decode(waiting)
 
@@ -350,6 +372,7 @@ class Driver:
 
   async def _decode(self, waiting: list[Row]):
     start = time.perf_counter()
+    waiting = waiting[: self.decode_rows[-1]]
     running = [(row, row.future) for row in waiting if row.future]
     size = _least(self.decode_rows, len(running))
     rows, budget = np.full(size, len(self.rows), np.int32), np.zeros(size, np.int32)
@@ -358,7 +381,8 @@ class Driver:
     longest = max(row.length for row in waiting)
     out = self._call_decode(rows, budget, self._bucket(longest + self.steps))
     tokens, logprobs, count, stopped = await asyncio.to_thread(jax.device_get, out)
-    self.stats.decode_seconds += time.perf_counter() - start
+    self._decoded = time.perf_counter()
+    self.stats.decode_seconds += self._decoded - start
     self.stats.sampled += int(count.sum())
     self.stats.steps += int(count.max()) * size
     for m, (row, future) in enumerate(running):
@@ -393,6 +417,7 @@ class Driver:
       rows,
       budget,
       self.stop,
+      self.grammar,
       config=self.config,
       sampling=self.sampling,
       steps=self.steps,

@@ -1,0 +1,384 @@
+"""What engine and learner do in a second: one JSON line for each measurement.
+
+  python -m experiments.bench                        # all of MEASUREMENTS, shape s5
+  python -m experiments.bench --shape=s25 --what=sampling,update,group_step
+
+On 2 CPU cores all of it takes about 15 minutes with s5. Compile time is apart; of the
+repetitions, seconds are the best and the median, cpu_seconds the least. The table is in
+docs/performance.md, and how the peers were measured beside it: compare within one run.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agent_r1_jax import host, types
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, learner
+
+_SHAPE = flags.DEFINE_string('shape', 's5', 'Of SHAPES.')
+_WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Of each measurement, compilation apart.')
+_ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
+_PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens.')
+_REPLY = flags.DEFINE_integer('reply', 128, 'Tokens.')
+_MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
+_LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Of tools, seconds.')
+
+
+def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **kwargs):
+  return decoder.DecoderConfig(
+    family, vocab, embed, layers, heads, kv_heads, head, mlp, rope_theta=1e6, **kwargs
+  )
+
+
+_BFLOAT16: dict[str, Any] = {'dtype': 'bfloat16', 'remat': True, 'tie_embeddings': True}
+SHAPES = {
+  'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
+  's5': _shape(4, 256, 8, 2, 32, 704, 4096, qkv_bias=True),
+  's25': _shape(8, 512, 8, 2, 64, 1408, 4096, qkv_bias=True),
+  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3', qk_norm=True, **_BFLOAT16),
+  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936, qkv_bias=True, **_BFLOAT16),
+}
+
+
+@dataclasses.dataclass
+class Bench:
+  """A policy of one shape."""
+
+  config: decoder.DecoderConfig
+  params: decoder.Params
+
+  def driver(self, *, warm: bool = True, **kwargs) -> driver_lib.Driver:
+    """An engine whose replies end only at their budget."""
+    sizes: dict[str, Any] = {
+      'rows': _ROWS.value,
+      'slots': _PROMPT.value + _REPLY.value,
+      'steps': 32,
+      'feed_rows': 32,
+      'feed_tokens': 64,
+      'bucket': 128,
+    }
+    stop = stop_lib.stop([-1])
+    driver = driver_lib.Driver(self.config, self.params, stop=stop, **sizes | kwargs)
+    if warm:
+      driver.warm_up()
+    return driver
+
+  def tokens(self, n: int, *seed: int) -> np.ndarray:
+    """n random tokens."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, self.config.vocab_size, n).astype(np.int32)
+
+
+def timed(fn: Callable[[], Any]) -> dict[str, Any]:
+  """The first call apart, then the repetitions."""
+  start = time.perf_counter()
+  fn()
+  first, wall, cpu = time.perf_counter() - start, [], []
+  for _ in range(_REPEATS.value):
+    begun = time.perf_counter(), time.process_time()
+    fn()
+    wall.append(time.perf_counter() - begun[0])
+    cpu.append(time.process_time() - begun[1])
+  return {
+    'seconds': round(min(wall), 4),
+    'median_seconds': round(statistics.median(wall), 4),
+    'cpu_seconds': round(min(cpu), 4),
+    'first_seconds': round(first, 3),
+  }
+
+
+async def talk(
+  bench: Bench,
+  driver: driver_lib.Driver,
+  number: int,
+  *,
+  group: int = 1,
+  turns: int = 1,
+  reply: int | None = None,
+  answer: int = 32,
+  latency: Callable[[int, int], float] | None = None,
+  again: bool = False,
+) -> int:
+  """One episode; gives the tokens that are its own.
+
+  Args:
+    bench: Whose policy.
+    driver: To run on.
+    number: Of the episode; `group` of them share a prompt.
+    group: Episodes of one prompt.
+    turns: Replies.
+    reply: Tokens of a reply.
+    answer: Tokens of a tool's answer.
+    latency: Of the tool, in seconds, by episode and turn.
+    again: Whether each turn prefills the whole history, as the peers do.
+  """
+  reply = reply or _REPLY.value
+  text = bench.tokens(_PROMPT.value, 0, number // group)
+  row_key = driver_lib.key('bench', number)
+  async with driver.row(row_key) as row:
+    new = text
+    for turn in range(turns):
+      said = await row.generate(text if again else new, reply)
+      if latency:
+        await asyncio.sleep(latency(number, turn))
+      new = bench.tokens(answer, 1, number, turn)
+      text = np.concatenate([text, said.tokens, new])
+      if again:
+        row.restart(row_key)
+  return turns * reply + (turns - 1) * answer
+
+
+def sampling(bench: Bench) -> dict[str, Any]:
+  """A batch of prompts, each with a prompt of its own; host time included."""
+  driver = bench.driver()
+  run = lambda: driver.run([talk(bench, driver, n) for n in range(_ROWS.value)])
+  times = timed(run)
+  tokens = _ROWS.value * _REPLY.value
+  return times | {'tokens_per_second': round(tokens / times['seconds'])}
+
+
+def _batches(bench: Bench, wanted: str) -> list[types.Batch]:
+  """Rows of prompt and reply; the peers' mask has an observation in the reply."""
+  rng = np.random.default_rng(0)
+  B, T = _ROWS.value, _PROMPT.value + _REPLY.value
+  mask = np.ones((B, T), bool)
+  mask[:, 0] = False
+  if wanted == 'reply':
+    mask[:, : _PROMPT.value] = False
+    mask[:, _PROMPT.value + 40 : _PROMPT.value + 72] = False
+  advantages = np.broadcast_to(rng.normal(size=(B, 1)), (B, T)).astype(np.float32)
+  whole = types.Batch(
+    tokens=bench.tokens(B * T, 2).reshape(B, T),
+    positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+    segment_ids=np.ones((B, T), np.int32),
+    action_mask=mask,
+    logprobs=np.full((B, T), -np.log(bench.config.vocab_size), np.float32),
+    advantages=np.where(mask, advantages, 0),
+    weights=(mask / mask.sum()).astype(np.float32),
+  )
+  n = _MICROBATCH.value
+  return [
+    jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + n]), whole) for i in range(0, B, n)
+  ]
+
+
+def _updates(bench: Bench, wanted: str) -> Callable[[], None]:
+  """An optimizer step at a time."""
+  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
+  state = learner.init(jax.tree.map(jnp.copy, bench.params), optimizer)
+  batches = _batches(bench, wanted)
+
+  def step():
+    nonlocal state
+    state, _ = learner.update(
+      state, batches, config=bench.config, loss=loss, optimizer=optimizer
+    )
+    jax.block_until_ready(state)
+
+  return step
+
+
+def update(bench: Bench) -> dict[str, Any]:
+  """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
+  found = {}
+  for wanted in ('reply', 'all'):
+    times = timed(_updates(bench, wanted))
+    tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
+    times['tokens_per_second'] = round(tokens / times['seconds'])
+    found |= {f'{wanted}/{name}': value for name, value in times.items()}
+  return found
+
+
+def group_step(bench: Bench) -> dict[str, Any]:
+  """A whole GRPO step: 8 samples of each prompt, then the update on them."""
+  driver, learn = bench.driver(), _updates(bench, 'reply')
+
+  def step():
+    driver.run([talk(bench, driver, n, group=8) for n in range(_ROWS.value)])
+    learn()
+
+  return timed(step)
+
+
+def multi_turn(bench: Bench) -> dict[str, Any]:
+  """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
+  found = {}
+  options = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
+  learn = _updates(bench, 'reply')
+  slots = _PROMPT.value + 4 * 32 + 3 * 64
+  for name, again in (('kept', False), ('prefilled', True)):
+    driver = bench.driver(slots=slots)
+
+    def step(driver=driver, again=again):
+      ask = lambda n: talk(bench, driver, n, again=again, **options)
+      driver.run([ask(n) for n in range(_ROWS.value)])
+
+    times = timed(step)
+    found |= {f'{name}/{key}': value for key, value in times.items()}
+  found['ratio'] = round(found['kept/seconds'] / found['prefilled/seconds'], 3)
+  found['update_seconds'] = timed(learn)['seconds']
+  return found
+
+
+def no_work_twice(bench: Bench) -> dict[str, Any]:
+  """Tokens computed by feeds and decodes over the distinct tokens of the trajectories."""
+  driver = bench.driver(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
+  options = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
+  own = driver.run([talk(bench, driver, n, **options) for n in range(_ROWS.value)])
+  distinct = sum(own) + _ROWS.value // 8 * _PROMPT.value
+  stats = driver.stats
+  return {
+    'prefilled': stats.fed,
+    'sampled': stats.sampled,
+    'forked': stats.forked,
+    'distinct': distinct,
+    'ratio': round((stats.fed + stats.sampled) / distinct, 4),
+  }
+
+
+def tools(bench: Bench) -> dict[str, Any]:
+  """Tokens a second with slow tools over those with fast ones; lock-step beside it.
+
+  Twice as many episodes and rows as are decoded at a time; exponential latencies.
+  """
+  rows, turns, reply = 2 * _ROWS.value, 4, 64
+  slots = _PROMPT.value + turns * reply + turns * 32
+  driver = bench.driver(rows=rows, width=_ROWS.value, slots=slots)
+  draws = np.random.default_rng(0).exponential(size=(rows, turns))
+
+  def seconds(latency: float) -> float:
+    wait = (lambda n, turn: latency * draws[n, turn]) if latency else None
+    options = {'turns': turns, 'reply': reply, 'latency': wait}
+    start = time.perf_counter()
+    driver.run([talk(bench, driver, n, **options) for n in range(rows)])
+    return time.perf_counter() - start
+
+  seconds(0)
+  fast = min(seconds(0) for _ in range(_REPEATS.value))
+  found: dict[str, Any] = {'fast_seconds': round(fast, 3)}
+  for latency in map(float, _LATENCIES.value):
+    slow = min(seconds(latency) for _ in range(_REPEATS.value))
+    # A lock-step loop computes the same, and waits for the slowest tool at every turn.
+    waits = latency * draws.max(axis=0).sum()
+    found[f'{latency:g}s'] = round(fast / slow, 3)
+    found[f'{latency:g}s/lock_step'] = round(fast / (fast + waits), 3)
+  return found
+
+
+def reads(bench: Bench) -> dict[str, Any]:
+  """A decode step with 256 tokens used, in rows of 512 and of 8,192 slots."""
+  rows, steps = 8, 32
+  stop = stop_lib.stop([-1])
+  found: dict[str, Any] = {}
+  for slots in (512, 8192):
+    driver = driver_lib.Driver(
+      bench.config, bench.params, stop=stop, rows=rows, slots=slots, steps=steps
+    )
+    chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
+
+    def step(driver=driver, chosen=chosen, budget=budget):
+      used = jnp.full(rows, 256 - steps, jnp.int32)
+      driver.state = driver.state._replace(length=used, last=used + 0)
+      jax.block_until_ready(driver._call_decode(chosen, budget, driver._bucket(256)))
+
+    found[f'{slots}/step_milliseconds'] = round(1e3 * timed(step)['seconds'] / steps, 3)
+  small, large = found.values()
+  return found | {'ratio': round(large / small, 3)}
+
+
+def programs(bench: Bench) -> dict[str, Any]:
+  """Compilations of the warm-up, and of ragged episodes after it."""
+  compiled: list[float] = []
+
+  def on_duration(event: str, seconds: float, **kwargs):
+    if event == '/jax/core/compile/backend_compile_duration':
+      compiled.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(on_duration)
+  driver = bench.driver(slots=768, feed_tokens=63, warm=False)
+  compiled.clear()
+  start = time.perf_counter()
+  driver.warm_up()
+  found = {'programs': driver.programs, 'compiled_by_warm_up': len(compiled)}
+  found['warm_up_seconds'] = round(time.perf_counter() - start, 2)
+  compiled.clear()
+  lengths = np.random.default_rng(0).integers(1, 60, size=(3 * _ROWS.value, 2))
+  driver.run(
+    [
+      talk(bench, driver, n, turns=4, reply=int(a), answer=int(b))
+      for n, (a, b) in enumerate(lengths)
+    ]
+  )
+  return found | {'compiled_by_ragged_episodes': len(compiled)}
+
+
+def host_time(bench: Bench) -> dict[str, Any]:
+  """The device's idle share between segments, with rows that want it."""
+  driver = bench.driver(slots=_PROMPT.value + 4 * 64, steps=16, rows=2 * _ROWS.value)
+  start, before = time.perf_counter(), dataclasses.replace(driver.stats)
+  numbers = range(4 * _ROWS.value)
+  driver.run([talk(bench, driver, n, turns=4, reply=32, group=8) for n in numbers])
+  wall, stats = time.perf_counter() - start, driver.stats
+  steps = (stats.steps - before.steps) / driver.decode_rows[-1]
+  return {
+    'seconds': round(wall, 3),
+    'step_milliseconds': round(1e3 * stats.decode_seconds / steps, 2),
+    'idle_share': round((stats.host_seconds - before.host_seconds) / wall, 4),
+  }
+
+
+MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
+  sampling,
+  update,
+  group_step,
+  multi_turn,
+  no_work_twice,
+  tools,
+  reads,
+  programs,
+  host_time,
+)
+
+
+def main(_):
+  host.prepare()
+  names = [measure.__name__ for measure in MEASUREMENTS]
+  if unknown := set(_WHAT.value) - set(names):
+    raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
+  if _SHAPE.value not in SHAPES:
+    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {list(SHAPES)}')
+  config = SHAPES[_SHAPE.value]
+  bench = Bench(config, decoder.init(config, jax.random.key(0)))
+  about = {
+    'shape': _SHAPE.value,
+    'parameters': sum(x.size for x in jax.tree.leaves(bench.params)),
+    'rows': _ROWS.value,
+    'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+  }
+  for measure in MEASUREMENTS:
+    if not _WHAT.value or measure.__name__ in _WHAT.value:
+      line = {'measurement': measure.__name__} | about | measure(bench)
+      print(json.dumps(line | {'load': round(os.getloadavg()[0], 2)}), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
