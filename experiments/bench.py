@@ -37,6 +37,7 @@ _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
+_CURVE = flags.DEFINE_string('curve', '', 'Where to draw what slow tools cost (PNG).')
 _LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Of tools, seconds.')
 
 
@@ -113,6 +114,7 @@ async def talk(
   reply: int | None = None,
   answer: int = 32,
   latency: Callable[[int, int], float] | None = None,
+  step: asyncio.Barrier | None = None,
   again: bool = False,
 ) -> int:
   """One episode; gives the tokens that are its own.
@@ -126,6 +128,7 @@ async def talk(
     reply: Tokens of a reply.
     answer: Tokens of a tool's answer.
     latency: Of the tool, in seconds, by episode and turn.
+    step: Where all wait for all after each turn.
     again: Whether each turn prefills the whole history, as the peers do.
   """
   reply = reply or _REPLY.value
@@ -137,6 +140,8 @@ async def talk(
       said = await row.generate(text if again else new, reply)
       if latency:
         await asyncio.sleep(latency(number, turn))
+      if step:
+        await step.wait()
       new = bench.tokens(answer, 1, number, turn)
       text = np.concatenate([text, said.tokens, new])
       if again:
@@ -263,9 +268,10 @@ def tools(bench: Bench) -> dict[str, Any]:
   driver = bench.driver(rows=rows, width=_ROWS.value, slots=slots)
   draws = np.random.default_rng(0).exponential(size=(rows, turns))
 
-  def seconds(latency: float) -> float:
+  def seconds(latency: float, lock_step: bool = False) -> float:
     wait = (lambda n, turn: latency * draws[n, turn]) if latency else None
-    options = {'turns': turns, 'reply': reply, 'latency': wait}
+    step = asyncio.Barrier(rows) if lock_step else None
+    options = {'turns': turns, 'reply': reply, 'latency': wait, 'step': step}
     start = time.perf_counter()
     driver.run([talk(bench, driver, n, **options) for n in range(rows)])
     return time.perf_counter() - start
@@ -273,13 +279,29 @@ def tools(bench: Bench) -> dict[str, Any]:
   seconds(0)
   fast = min(seconds(0) for _ in range(_REPEATS.value))
   found: dict[str, Any] = {'fast_seconds': round(fast, 3)}
-  for latency in map(float, _LATENCIES.value):
-    slow = min(seconds(latency) for _ in range(_REPEATS.value))
-    # A lock-step loop computes the same, and waits for the slowest tool at every turn.
-    waits = latency * draws.max(axis=0).sum()
-    found[f'{latency:g}s'] = round(fast / slow, 3)
-    found[f'{latency:g}s/lock_step'] = round(fast / (fast + waits), 3)
+  for latency in (0.0, *map(float, _LATENCIES.value)):
+    found[f'{latency:g}s'] = round(fast / seconds(latency), 3)
+    found[f'{latency:g}s/lock_step'] = round(fast / seconds(latency, True), 3)
+  if _CURVE.value:
+    _draw(found, _CURVE.value)
   return found
+
+
+def _draw(found: dict[str, Any], path: str) -> None:
+  """The tools' curve: tokens a second over latency, ours and in lock-step."""
+  from matplotlib import figure
+
+  latencies = [0.0, *map(float, _LATENCIES.value)]
+  picture = figure.Figure(figsize=(5, 3), layout='constrained')
+  axes = picture.subplots()
+  for label, suffix in (('this engine', ''), ('lock-step', '/lock_step')):
+    shares = [found[f'{latency:g}s{suffix}'] for latency in latencies]
+    axes.plot(latencies, shares, marker='o', label=label)
+  axes.set(xlabel="mean of a tool's latency, seconds (exponential)", ylim=(0, 1.1))
+  axes.set_ylabel('tokens a second / without latency')
+  axes.grid(alpha=0.3)
+  axes.legend()
+  picture.savefig(path, dpi=150)
 
 
 def reads(bench: Bench) -> dict[str, Any]:

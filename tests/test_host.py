@@ -1,0 +1,70 @@
+"""host.py: what a process is told before JAX starts."""
+
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import pytest
+
+_MEMORY = """
+import resource
+import numpy as np
+from agent_r1_jax import host
+if {keep}: assert host.keep_memory()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2): np.ones(10_000_000)
+before = faults()
+for _ in range(5): np.ones(10_000_000)
+print(faults() - before)
+"""
+_COMPILE = """
+import jax
+from agent_r1_jax import host
+host.keep_compilations()
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+jax.jit(lambda x: x + 1)(1.0)
+"""
+
+
+def python(code, **environment):
+  names = ('JAX_COMPILATION_CACHE_DIR', 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS')
+  kept = {k: v for k, v in os.environ.items() if k not in names}
+  kept |= {'PYTHONPATH': str(pathlib.Path(__file__).parents[1])} | environment
+  command = [sys.executable, '-c', code]
+  done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='mallopt is glibc’s')
+def test_freed_memory_is_not_faulted_in_again():
+  kept, given_back = (int(python(_MEMORY.format(keep=keep))) for keep in (True, False))
+  pages = 5 * 80_000_000 // os.sysconf('SC_PAGE_SIZE')
+  assert kept < pages / 100
+  # Large pages, where the kernel gives them, make fewer faults of the same work.
+  assert given_back > 2 * kept
+
+
+def test_where_accelerators_are_memory_is_left_alone():
+  code = """
+import importlib.util
+importlib.util.find_spec = lambda name: name == 'libtpu'
+from agent_r1_jax import host
+print(host.keep_memory())
+"""
+  assert python(code, JAX_PLATFORMS='').split() == ['False']
+
+
+def test_compilations_lie_in_the_users_cache(tmp_path):
+  python(_COMPILE, XDG_CACHE_HOME=str(tmp_path))
+  assert list((tmp_path / 'agent_r1_jax' / 'compiled').iterdir())
+
+
+@pytest.mark.parametrize('chosen', ['', 'elsewhere'])
+def test_unless_jax_was_told_where(tmp_path, chosen):
+  folder = str(tmp_path / chosen) if chosen else ''
+  python(_COMPILE, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=folder)
+  assert not (tmp_path / 'agent_r1_jax').exists()
+  assert bool(chosen) == (tmp_path / 'elsewhere').exists()
