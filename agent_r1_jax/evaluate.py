@@ -9,6 +9,7 @@ from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax import rollout, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import grammar as grammar_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
 GREEDY = sampling_lib.Sampling(temperature=0.0)
@@ -22,18 +23,20 @@ def run(
   *,
   limits: rollout.Limits,
   sampling: sampling_lib.Sampling = GREEDY,
+  grammar: grammar_lib.Grammar | None = None,
   seed: int = 0,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> dict[str, list[types.Trajectory]]:
   """Plays one episode of every task of every set.
 
   Args:
-    driver: With the policy's params; its sampling is as before afterwards.
+    driver: With the policy's params; its sampling and grammar are as before afterwards.
     chat: Of the policy's tokenizer.
     sets: Tasks by the name of their set.
     make_env: A new environment for each episode.
     limits: Of each episode.
     sampling: How tokens are chosen; greedy unless said otherwise.
+    grammar: What a reply may say, such as `grammar.tool_calls`; None allows all.
     seed: Of the randomness, where there is any.
     on_done: Called with each trajectory as it ends.
 
@@ -41,13 +44,14 @@ def run(
     Trajectories by set, in the order of the tasks.
   """
   tasks = [task for tasks in sets.values() for task in tasks]
-  before, driver.sampling = driver.sampling, sampling
+  before = driver.sampling, driver.grammar
+  driver.sampling, driver.grammar = sampling, grammar
   try:
     played = rollout.collect(
       driver, chat, tasks, make_env, limits=limits, seed=seed, on_done=on_done
     )
   finally:
-    driver.sampling = before
+    driver.sampling, driver.grammar = before
   parts = iter(played)
   return {name: [next(parts) for _ in tasks] for name, tasks in sets.items()}
 

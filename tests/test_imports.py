@@ -17,12 +17,21 @@ OWNERS = {
   'flax': f'{PACKAGE}/models/',
   'orbax': f'{PACKAGE}/checkpoint.py',
   'faiss': f'{PACKAGE}/retrieval/dense.py',
+  'outlines_core': f'{PACKAGE}/engine/grammar.py',
   'transformers': f'{PACKAGE}/agent/tokenizer.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
 }
 # Imported inside the functions that need them: slow, and not everybody's.
-LAZY = ('bm25s', 'faiss', 'matplotlib', 'tensorboardX', 'tokenizers', 'transformers')
+LAZY = (
+  'bm25s',
+  'faiss',
+  'matplotlib',
+  'outlines_core',
+  'tensorboardX',
+  'tokenizers',
+  'transformers',
+)
 MAX_LINES = 500
 BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')
 

@@ -3,12 +3,13 @@
 Letters: B rows, V vocabulary.
 """
 
+from collections.abc import Callable
 import dataclasses
 
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 # Widths of the blocks that inverse-CDF sampling sums first; any value gives the same law.
 _BLOCK = 128
@@ -38,7 +39,10 @@ class Sampling:
 
   @property
   def on_policy(self) -> bool:
-    """True if the tokens follow the distribution whose log-probs are reported."""
+    """True if the tokens follow the distribution whose log-probs are reported.
+
+    A grammar (engine/grammar.py) ends that, whatever the sampling.
+    """
     return self.temperature > 0 and self.top_k == 0 and self.top_p == 1
 
 
@@ -55,17 +59,23 @@ def uniforms(keys: UInt32[Array, 'B 2'], positions: Int[Array, 'B']) -> Float[Ar
 
 
 def sample(
-  logits: Float[Array, 'B V'], u: Float[Array, 'B'], sampling: Sampling
+  logits: Float[Array, 'B V'],
+  u: Float[Array, 'B'],
+  sampling: Sampling,
+  allowed: Callable[[], Bool[Array, 'B V']] | None = None,
 ) -> tuple[Int[Array, 'B'], Float[Array, 'B']]:
   """Chooses a token a row.
 
-  The log-prob is of the temperature-scaled full softmax, also where top-k or top-p cut
-  the choice: it is the number the learner computes. Greedy choices report temperature 1.
+  The log-prob is of the temperature-scaled full softmax, also where a grammar, top-k or
+  top-p cut the choice: it is the number the learner computes. Greedy choices report
+  temperature 1.
 
   Args:
     logits: float32.
     u: From `uniforms`.
     sampling: How to choose.
+    allowed: Gives what may be chosen, at least one token a row; None allows all. A
+      function, for what is used twice is made twice more cheaply than kept.
 
   Returns:
     Tokens and their log-probs.
@@ -73,11 +83,27 @@ def sample(
   greedy = sampling.temperature == 0
   logprobs_BV = jax.nn.log_softmax(logits / (1.0 if greedy else sampling.temperature))
   if greedy:
-    tokens_B = jnp.argmax(logits, axis=-1)
+    tokens_B = _likeliest(logits, allowed)
   else:
-    tokens_B = _inverse_cdf(_truncate(jnp.exp(logprobs_BV), sampling), u)
+    p_BV = jnp.exp(logprobs_BV)
+    if allowed is not None:
+      p_BV = jnp.where(allowed(), p_BV, 0.0)
+    tokens_B, mass_B = _inverse_cdf(_truncate(p_BV, sampling), u)
+    if allowed is not None:
+      # float32 may leave all that is allowed no mass: the likeliest of it then stands in.
+      tokens_B = jax.lax.cond(
+        (mass_B == 0).any(),
+        lambda: jnp.where(mass_B == 0, _likeliest(logits, allowed), tokens_B),
+        lambda: tokens_B,
+      )
   chosen_B = jnp.take_along_axis(logprobs_BV, tokens_B[:, None], axis=1)[:, 0]
   return tokens_B.astype(jnp.int32), chosen_B
+
+
+def _likeliest(logits_BV: Array, allowed: Callable[[], Array] | None) -> Array:
+  if allowed is not None:
+    logits_BV = jnp.where(allowed(), logits_BV, -jnp.inf)
+  return jnp.argmax(logits_BV, axis=-1)
 
 
 def _truncate(p_BV: Array, sampling: Sampling) -> Array:
@@ -96,8 +122,8 @@ def _truncate(p_BV: Array, sampling: Sampling) -> Array:
   return p_BV
 
 
-def _inverse_cdf(p_BV: Array, u_B: Array) -> Array:
-  """The first token whose cumulative mass exceeds u of the total.
+def _inverse_cdf(p_BV: Array, u_B: Array) -> tuple[Array, Array]:
+  """The first token whose cumulative mass exceeds u of the total, and its own mass.
 
   Two levels (blocks, then inside one block) read the vocabulary once and keep the sums
   short; one uniform a row costs V times less than Gumbel noise.
@@ -108,7 +134,8 @@ def _inverse_cdf(p_BV: Array, u_B: Array) -> Array:
   block_B, rest_B = _first_above(mass_BN, u_B * mass_BN.sum(-1))
   p_BW = jnp.take_along_axis(p_BNW, block_B[:, None, None], axis=1)[:, 0]
   inside_B, _ = _first_above(p_BW, rest_B)
-  return block_B * _BLOCK + inside_B
+  mass_B = jnp.take_along_axis(p_BW, inside_B[:, None], axis=1)[:, 0]
+  return block_B * _BLOCK + inside_B, mass_B
 
 
 def _first_above(mass_BN: Array, target_B: Array) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
+from agent_r1_jax.engine import grammar as grammar_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
@@ -29,6 +30,7 @@ class DecodeState(NamedTuple):
     last: The text's last token; -1 where the text is empty.
     keys: Each row's own randomness.
     stop: The stop automaton's state inside the reply under way.
+    grammar: The grammar's, likewise.
   """
 
   cache: decoder.Cache
@@ -36,6 +38,7 @@ class DecodeState(NamedTuple):
   last: Int[Array, 'B']
   keys: UInt32[Array, 'B 2']
   stop: Int[Array, 'B']
+  grammar: Int[Array, 'B']
 
 
 class Decoded(NamedTuple):
@@ -52,7 +55,12 @@ def empty(config: decoder.DecoderConfig, rows: int, slots: int) -> DecodeState:
   zeros = jnp.zeros(rows, jnp.int32)
   keys = jnp.zeros((rows, 2), jnp.uint32)
   return DecodeState(
-    decoder.empty_cache(config, rows, slots), zeros, zeros - 1, keys, zeros.copy()
+    cache=decoder.empty_cache(config, rows, slots),
+    length=zeros,
+    last=zeros - 1,
+    keys=keys,
+    stop=zeros.copy(),
+    grammar=zeros.copy(),
   )
 
 
@@ -107,6 +115,7 @@ def feed(
     last=jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0],
     keys=view.keys,
     stop=jnp.zeros_like(view.stop),
+    grammar=jnp.zeros_like(view.grammar),
   )
   return _put(state, rows, view)
 
@@ -139,6 +148,7 @@ def fork(
     length=state.length.at[rows].set(count - 1, mode='drop'),
     last=state.last.at[rows].set(last, mode='drop'),
     stop=state.stop.at[rows].set(0, mode='drop'),
+    grammar=state.grammar.at[rows].set(0, mode='drop'),
   )
 
 
@@ -153,6 +163,7 @@ def decode(
   rows: Int[Array, 'M'],
   budget: Int[Array, 'M'],
   stop: stop_lib.Stop,
+  grammar: grammar_lib.Grammar | None = None,
   *,
   config: decoder.DecoderConfig,
   sampling: sampling_lib.Sampling,
@@ -170,11 +181,17 @@ def decode(
     rows: Distinct; B or more marks an unused place.
     budget: Most tokens for row rows[m]; with budget 0 it does not run.
     stop: What ends a reply.
+    grammar: What a reply may say; None allows all.
     config: Of the policy.
     sampling: How to choose.
     steps: Most tokens of this segment.
     bucket: Slots that are read and written; at least length + steps of every running row.
   """
+  if grammar is not None and grammar.classes.shape[0] != config.vocab_size:
+    raise ValueError(
+      f'the grammar is for {grammar.classes.shape[0]} tokens, the policy has '
+      f'{config.vocab_size}: make it with vocab_size={config.vocab_size}.'
+    )
   # The view is copied once a segment; attention then reads `bucket` slots at every token.
   view = _view(state, rows, bucket)
   M, B = rows.shape[0], state.length.shape[0]
@@ -196,16 +213,22 @@ def decode(
       params, config, s.last[:, None], positions[:, None], s.cache
     )
     u = sampling_lib.uniforms(s.keys, s.length + 1)
-    token, logprob = sampling_lib.sample(
-      decoder.logits(params, config, x[:, 0]), u, sampling
-    )
+    logits = decoder.logits(params, config, x[:, 0])
+    allowed = None
+    if grammar is not None:
+      allowed = functools.partial(grammar_lib.allowed, grammar, s.grammar)
+    token, logprob = sampling_lib.sample(logits, u, sampling, allowed)
     stop_state, ended = stop_lib.advance(stop, s.stop, token)
+    said = s.grammar
+    if grammar is not None:
+      said = grammar_lib.advance(grammar, said, token)
     s = DecodeState(
       cache=cache,
       length=s.length + alive,
       last=jnp.where(alive, token, s.last),
       keys=s.keys,
       stop=jnp.where(alive, stop_state, s.stop),
+      grammar=jnp.where(alive, said, s.grammar),
     )
     out = Decoded(
       tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
