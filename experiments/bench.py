@@ -25,7 +25,11 @@ import numpy as np
 import optax
 
 from agent_r1_jax import host, types
+from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import grammar as grammar_lib
+from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
@@ -168,15 +172,16 @@ def _batches(bench: Bench, wanted: str) -> list[types.Batch]:
     mask[:, : _PROMPT.value] = False
     mask[:, _PROMPT.value + 40 : _PROMPT.value + 72] = False
   advantages = np.broadcast_to(rng.normal(size=(B, 1)), (B, T)).astype(np.float32)
-  whole = types.Batch(
-    tokens=bench.tokens(B * T, 2).reshape(B, T),
-    positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
-    segment_ids=np.ones((B, T), np.int32),
-    action_mask=mask,
-    logprobs=np.full((B, T), -np.log(bench.config.vocab_size), np.float32),
-    advantages=np.where(mask, advantages, 0),
-    weights=(mask / mask.sum()).astype(np.float32),
-  )
+  fields: dict[str, Any] = {
+    'tokens': bench.tokens(B * T, 2).reshape(B, T),
+    'positions': np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+    'segment_ids': np.ones((B, T), np.int32),
+    'action_mask': mask,
+    'logprobs': np.full((B, T), -np.log(bench.config.vocab_size), np.float32),
+    'advantages': np.where(mask, advantages, 0),
+    'weights': (mask / mask.sum()).astype(np.float32),
+  }
+  whole = types.Batch(**fields)
   n = _MICROBATCH.value
   return [
     jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + n]), whole) for i in range(0, B, n)
@@ -225,7 +230,7 @@ def group_step(bench: Bench) -> dict[str, Any]:
 def multi_turn(bench: Bench) -> dict[str, Any]:
   """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
   found = {}
-  options = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
+  options: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
   learn = _updates(bench, 'reply')
   slots = _PROMPT.value + 4 * 32 + 3 * 64
   for name, again in (('kept', False), ('prefilled', True)):
@@ -245,7 +250,7 @@ def multi_turn(bench: Bench) -> dict[str, Any]:
 def no_work_twice(bench: Bench) -> dict[str, Any]:
   """Tokens computed by feeds and decodes over the distinct tokens of the trajectories."""
   driver = bench.driver(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
-  options = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
+  options: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
   own = driver.run([talk(bench, driver, n, **options) for n in range(_ROWS.value)])
   distinct = sum(own) + _ROWS.value // 8 * _PROMPT.value
   stats = driver.stats
@@ -329,16 +334,19 @@ def programs(bench: Bench) -> dict[str, Any]:
   """Compilations of the warm-up, and of ragged episodes after it."""
   compiled: list[float] = []
 
-  def on_duration(event: str, seconds: float, **kwargs):
+  def on_duration(event: str, duration: float, **kwargs: str | int):
     if event == '/jax/core/compile/backend_compile_duration':
-      compiled.append(seconds)
+      compiled.append(duration)
 
   jax.monitoring.register_event_duration_secs_listener(on_duration)
   driver = bench.driver(slots=768, feed_tokens=63, warm=False)
   compiled.clear()
   start = time.perf_counter()
   driver.warm_up()
-  found = {'programs': driver.programs, 'compiled_by_warm_up': len(compiled)}
+  found: dict[str, Any] = {
+    'programs': driver.programs,
+    'compiled_by_warm_up': len(compiled),
+  }
   found['warm_up_seconds'] = round(time.perf_counter() - start, 2)
   compiled.clear()
   lengths = np.random.default_rng(0).integers(1, 60, size=(3 * _ROWS.value, 2))
@@ -366,6 +374,61 @@ def host_time(bench: Bench) -> dict[str, Any]:
   }
 
 
+def grammar(bench: Bench) -> dict[str, Any]:
+  """Decoding inside a tool call held to its schema over the same without, V = 151,936."""
+
+  def search(query: str, count: int = 5) -> str:
+    """Searches.
+
+    Args:
+      query: What for.
+      count: How many.
+    """
+    raise NotImplementedError
+
+  V, steps, rows = 151_936, 16, _ROWS.value
+  rng = np.random.default_rng(0)
+  words = (bytes(rng.integers(97, 123, n).tolist()) for n in rng.integers(2, 9, V - 256))
+  token_bytes = [*(bytes([i]) for i in range(256)), *words]
+  start = time.perf_counter()
+  calls = grammar_lib.tool_calls(
+    [tool_lib.tool(search).schema], token_bytes, V, required=True
+  )
+  found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
+  found['bytes'] = sum(x.nbytes for x in calls)
+  wide = dataclasses.replace(bench.config, vocab_size=V)
+  params = decoder.init(wide, jax.random.key(0))
+  stop, sampling = stop_lib.stop([-1]), sampling_lib.ON_POLICY
+  state = state_lib.empty(wide, rows, 128)
+  chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
+  seconds: dict[bool, list[float]] = {False: [], True: []}
+  for _ in range(2 + 2 * _REPEATS.value):
+    for held in seconds:
+      used = jnp.full(rows, 64, jnp.int32)
+      state = state._replace(length=used, last=used + 0, grammar=used * 0)
+      start = time.perf_counter()
+      state, out = state_lib.decode(
+        params,
+        state,
+        chosen,
+        budget,
+        stop,
+        calls if held else None,
+        config=wide,
+        sampling=sampling,
+        steps=steps,
+        bucket=128,
+      )
+      jax.block_until_ready(out)
+      seconds[held].append((time.perf_counter() - start) / steps)
+  # The first of each compiles.
+  free, held = (min(seconds[held][1:]) for held in (False, True))
+  pairs = [b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True)]
+  found['step_milliseconds'] = round(1e3 * free, 2)
+  found['step_milliseconds/held'] = round(1e3 * held, 2)
+  return found | {'ratio': round(statistics.median(pairs), 4)}
+
+
 MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   sampling,
   update,
@@ -376,6 +439,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   reads,
   programs,
   host_time,
+  grammar,
 )
 
 

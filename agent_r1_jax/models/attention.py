@@ -5,16 +5,22 @@ heads, G = N / K, H head dim.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
+
+from agent_r1_jax import sharding
 
 # Causal attention is computed in at most this many blocks of at least this many queries.
 _MAX_BLOCKS, _MIN_BLOCK = 8, 64
 # Fewer queries a key-value head than this make a decoding step.
 _FEW = 16
+# The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
+_LANES, _SPLASH_BLOCK = 128, 512
 
 
 def packed(
@@ -25,6 +31,8 @@ def packed(
 ) -> Float[Array, 'B T N H']:
   """Causal attention inside each segment of a packed row."""
   T = q_BTNH.shape[1]
+  if sharding.platform() == 'tpu' and T % _LANES == q_BTNH.shape[3] % _LANES == 0:
+    return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = _heads_first(k_BTKH), _heads_first(v_BTKH)
@@ -48,6 +56,40 @@ def cached(
   slots_S = jnp.arange(k_BKSH.shape[2])
   mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+
+def _splash(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BTKH: Float[Array, 'B T K H'],
+  v_BTKH: Float[Array, 'B T K H'],
+  segment_ids_BT: Int[Array, 'B T'],
+  interpret: bool = False,
+) -> Float[Array, 'B T N H']:
+  """As `packed`, by the Pallas kernel for TPUs: scores never leave the chip's core."""
+  # Slow to import, and there is nothing of it elsewhere.
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  def shard(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+    T, N, H = q_BTNH.shape[1:]
+    block = next(b for b in (_SPLASH_BLOCK, 256, _LANES) if T % b == 0)
+    names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
+    sizes: dict[str, Any] = {f'block_{name}': block for name in names}
+    kernel: Any = splash.make_splash_mha_single_device(
+      splash.MultiHeadMask([splash.CausalMask((T, T))] * N),
+      block_sizes=splash.BlockSizes(**sizes),
+      interpret=interpret,
+    )
+    ids = splash.SegmentIds(segment_ids_BT, segment_ids_BT)
+    q_BTNH = q_BTNH * H**-0.5
+    heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)
+
+  if sharding.active():
+    rows = PartitionSpec(sharding.ROWS)
+    heads = PartitionSpec(sharding.ROWS, None, 'tensor')
+    specs = {'in_specs': (heads, heads, heads, rows), 'out_specs': heads}
+    shard = jax.shard_map(shard, **specs, check_vma=False)
+  return shard(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
 
 def _heads_first(x_BTKH: Float[Array, 'B T K H']) -> Float[Array, 'B K T H']:
@@ -78,7 +120,7 @@ def _attend(
 
 def _scores(q_BKMH, k_BKSH) -> Float[Array, 'B K M S']:
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  if q_BKMH.shape[2] < _FEW and jax.default_backend() == 'cpu':
+  if q_BKMH.shape[2] < _FEW and sharding.platform() == 'cpu':
     # Otherwise XLA repacks all keys for a few queries: three times the time.
     scores_BKSM = jax.lax.optimization_barrier(dot('bksh,bkmh->bksm', k_BKSH, q_BKMH))
     return jnp.swapaxes(scores_BKSM, 2, 3)

@@ -21,6 +21,7 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from agent_r1_jax import sharding
 from agent_r1_jax.models import attention
 
 Params = dict[str, Any]
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
     )
     angles = _angles(positions_BT, c)
     x_BTD, _ = layers(c, name='layers')(
-      embed(tokens_BT), positions_BT, angles, segment_ids_BT
+      sharding.by_rows(embed(tokens_BT)), positions_BT, angles, segment_ids_BT
     )
     x_BTD = RMSNorm(c.norm_eps, name='final_norm')(x_BTD)
     if self.is_initializing():
@@ -239,6 +240,7 @@ def hidden(
   segment_ids: Int[Array, 'B T'],
 ) -> Float[Array, 'B T D']:
   """Final hidden states of packed rows; position t sees tokens <= t of its segment."""
+  params = sharding.settled(params)
   x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids)
   return x
 

@@ -8,20 +8,22 @@ import functools
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
+
+from agent_r1_jax import sharding
 
 # Logits of one block: 512 MiB on an accelerator, so that reading the kernel costs little.
 _BLOCK_LOGITS = 2**27
 
 
 def block_tokens(vocab_size: int) -> int:
-  """Tokens of one block on this machine's device."""
-  if jax.default_backend() == 'cpu':
+  """Tokens of one block on one of the devices that are compiled for."""
+  if sharding.platform() == 'cpu':
     return 256
   return max(256, _BLOCK_LOGITS // vocab_size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def logprobs(
   x_MD: Float[Array, 'M D'],
   kernel_DV: Float[Array, 'D V'],
@@ -43,6 +45,28 @@ def logprobs(
     temperature: That the tokens were sampled at.
     block: Tokens of one block (C).
   """
+  if sharding.active() is None:
+    return _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block)
+
+  def shard(x_MD, kernel_DV, tokens_M, wanted_M):
+    # Gathered once; the transpose scatters the gradient's sum over the same chips.
+    kernel_DV = jax.lax.all_gather(kernel_DV, 'fsdp', axis=0, tiled=True)
+    few = min(block, x_MD.shape[0])
+    return _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, few)
+
+  # The wanted tokens are sorted on each chip: among all, they would all be everywhere.
+  rows, split = PartitionSpec(sharding.ROWS), PartitionSpec('fsdp')
+  return jax.shard_map(
+    shard,
+    in_specs=(rows, split, rows, rows),
+    out_specs=rows,
+    axis_names=set(sharding.ROWS),
+    check_vma=False,
+  )(x_MD, kernel_DV, tokens_M, wanted_M)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block):
   return _forward(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block)[0]
 
 
@@ -89,7 +113,7 @@ def _backward(temperature, block, saved, cotangents):
   return dx_MD, dkernel_DV.astype(kernel_DV.dtype), None, None
 
 
-logprobs.defvjp(_forward, _backward)
+_logprobs.defvjp(_forward, _backward)
 
 
 def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
