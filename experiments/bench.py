@@ -334,11 +334,12 @@ def programs(bench: Bench) -> dict[str, Any]:
   """Compilations of the warm-up, and of ragged episodes after it."""
   compiled: list[float] = []
 
-  def on_duration(event: str, duration: float, **kwargs: str | int):
+  def on_duration(event: str, duration: float, **_: Any):
     if event == '/jax/core/compile/backend_compile_duration':
       compiled.append(duration)
 
-  jax.monitoring.register_event_duration_secs_listener(on_duration)
+  listener: Any = on_duration
+  jax.monitoring.register_event_duration_secs_listener(listener)
   driver = bench.driver(slots=768, feed_tokens=63, warm=False)
   compiled.clear()
   start = time.perf_counter()
