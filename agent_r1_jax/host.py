@@ -38,7 +38,7 @@ def keep_memory() -> bool:
 
   XLA allocates all temporaries of a CPU program anew at each call, and glibc gives
   blocks of that size back to the kernel at once: every page is then faulted in and
-  zeroed again, a fifth of a training step (docs/performance.md).
+  zeroed again: on one core a fifth of a training step (docs/performance.md).
 
   Returns:
     Whether it was done: with glibc, where JAX will use no accelerator.
