@@ -498,6 +498,14 @@ class TestCompilations:
     assert narrow.stats.sampled == wide.stats.sampled
     assert narrow.stats.steps < wide.stats.steps
 
+  def test_more_rows_than_are_decoded_at_once(self):
+    """All come to their turn, and are told the same."""
+    driver = _driver(width=2)
+    _assert_same(_run(driver, range(16)), _reference())
+    # Of six rows no more than two share a step, and none is sampled for nothing else.
+    assert driver.decode_rows == [1, 2]
+    assert driver.stats.sampled <= driver.stats.steps < 1.5 * driver.stats.sampled
+
   def test_buckets_double_up_to_the_slots(self):
     assert _driver(bucket=7).buckets == [7, 14, 28, 56, 112, _SLOTS]
     assert _driver(bucket=_SLOTS).buckets == _driver(bucket=1000).buckets == [_SLOTS]
