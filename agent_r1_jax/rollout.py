@@ -80,7 +80,7 @@ def collect(
     )
     trajectory.policy_step = policy_step
     identity = (seed, draw, task.id, number)
-    async with driver.row(driver_lib.key(*identity, 0)) as row:
+    async with driver.row(driver_lib.key(*identity, 0), group) as row:
       await _Episode(chat, make_env(), limits, row, identity, trajectory).play()
     on_done(trajectory)
     return trajectory
@@ -121,7 +121,7 @@ class _Episode:
     schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
     ids = self.chat.prompt(t.messages, schemas)
     for _ in range(self.limits.max_turns):
-      room = self.row.driver.slots - self.row.length - len(ids)
+      room = self.row.replica.sizes.slots - self.row.length - len(ids)
       if room < 1:
         return 'truncated'
       budget = min(room, self.limits.max_turn_tokens)

@@ -1,10 +1,11 @@
 """Where arrays lie on several chips: a mesh, and rules from parameter paths to its axes.
 
   mesh = sharding.mesh(fsdp=8)
-  state = jax.device_put(state, sharding.shardings(state, mesh))
+  config, params = weights.load(directory, place=sharding.placer(mesh))
   with jax.set_mesh(mesh):
-    batches = [jax.device_put(batch, sharding.rows(mesh)) for batch in batches]
+    state = learner.init(params, optimizer)
     state, metrics = learner.update(state, batches, ...)
+  driver = Driver(config, state.params, mesh=mesh, ...)
 
 Rows lie over `data` and `fsdp`. `data` copies the parameters; `fsdp` splits them, and XLA
 gathers a layer where it is used; `tensor` splits heads, feed-forward and vocabulary. XLA
@@ -13,7 +14,7 @@ the models, and only where a mesh is set: `settled` and `by_rows` in the decoder
 work of one chip in the vocabulary head and around a TPU's attention kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 import re
 from typing import Any
@@ -26,6 +27,7 @@ from jax.sharding import (
   NamedSharding,
   PartitionSpec,
 )
+import numpy as np
 
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = ('data', 'fsdp')
@@ -86,6 +88,130 @@ def rows(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
+  """(path, host array) -> the array where its rule says, as weights.load places it.
+
+  Each process must have the whole array. Without a mesh: on JAX's default device.
+  """
+  if mesh is None:
+    return lambda path, x: jax.device_put(x)
+
+  def place(path: str, x: np.ndarray) -> jax.Array:
+    where = NamedSharding(mesh, _rule(path, x.shape, mesh))
+    return jax.make_array_from_callback(x.shape, where, lambda at: x[at])
+
+  return place
+
+
+def put_rows(batch: Any) -> Any:
+  """A batch of host arrays on the mesh that is set; unchanged without one.
+
+  Each process must have the whole batch; each chip gets its rows.
+  """
+  mesh = jax.sharding.get_mesh()
+  if mesh.empty:
+    return batch
+  where = rows(mesh)
+  put = lambda x: jax.make_array_from_callback(x.shape, where, lambda at: x[at])
+  return jax.tree.map(put, batch)
+
+
+def whole(x: Any) -> Any:
+  """Inside jit: arrays that every chip has, and so every process can read."""
+  found = active()
+  if found is None:
+    return x
+  everywhere = NamedSharding(found, PartitionSpec())
+  return jax.lax.with_sharding_constraint(x, everywhere)
+
+
+def built(make: Callable[..., Any], *args: Any) -> Any:
+  """make(*args), whose leaves lie where their rules say if a mesh is set."""
+  mesh = jax.sharding.get_mesh()
+  if mesh.empty:
+    return make(*args)
+  where = shardings(jax.eval_shape(make, *args), mesh)
+  return jax.jit(make, out_shardings=where)(*args)
+
+
+def replicas(mesh: Mesh) -> list[Mesh]:
+  """This process's chips in meshes of `tensor` chips: each can hold a whole policy.
+
+  Raises:
+    ValueError: `tensor` reaches over processes.
+  """
+  tensor = mesh.shape['tensor']
+  groups = np.moveaxis(mesh.devices, mesh.axis_names.index('tensor'), -1)
+  found = []
+  for group in groups.reshape(-1, tensor):
+    mine = [d.process_index == jax.process_index() for d in group]
+    if any(mine) and not all(mine):
+      raise ValueError(
+        f'tensor is {tensor}: its chips must belong to one process, which samples on '
+        f'them; make it a divisor of {jax.local_device_count()}.'
+      )
+    if all(mine):
+      sizes = [tensor if axis == 'tensor' else 1 for axis in mesh.axis_names]
+      found.append(
+        Mesh(group.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
+      )
+  return found
+
+
+def gathered(params: Any, mesh: Mesh) -> Any:
+  """Parameters that only `tensor` splits, from those that lie on the mesh."""
+  with jax.set_mesh(mesh):
+    return _gathered(params)
+
+
+def local(params: Any, part: Mesh) -> Any:
+  """The replica, on its own, of what `gathered` gave: nothing is copied.
+
+  Args:
+    params: Of all processes.
+    part: One of `replicas`.
+  """
+  chips = set(part.devices.flat)
+
+  def leaf(x: jax.Array) -> jax.Array:
+    mine = [shard.data for shard in x.addressable_shards if shard.device in chips]
+    where = NamedSharding(part, x.sharding.spec)
+    return jax.make_array_from_single_device_arrays(x.shape, where, mine)
+
+  return jax.tree.map(leaf, params)
+
+
+def cached(state: Any, part: Mesh) -> Any:
+  """A new DecodeState on a replica's chips: the key-value heads lie with their kernel."""
+
+  def put(x):
+    heads = x.ndim == 4 and x.shape[1] % part.shape['tensor'] == 0
+    spec = PartitionSpec(None, 'tensor') if heads else PartitionSpec()
+    return jax.device_put(x, NamedSharding(part, spec))
+
+  return jax.tree.map(put, state)
+
+
+def read(x: Any) -> np.ndarray:
+  """An array on this host; all processes must ask for it if it lies on all of them."""
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    with jax.set_mesh(x.sharding.mesh):
+      x = jax.jit(whole)(x)
+  return np.asarray(x)
+
+
+@jax.jit
+def _gathered(params: Any) -> Any:
+  mesh = active()
+  only = lambda axis: axis if axis == 'tensor' else None
+
+  def leaf(path, x):
+    spec = PartitionSpec(*map(only, _spec(path, x.shape, mesh)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def settled(params: Any) -> Any:
   """Parameters where their rules put them, if a mesh is set; so are their gradients.
 
@@ -123,9 +249,13 @@ def platform() -> str:
 
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+  name = jax.tree_util.keystr(path, simple=True, separator='/')
+  return _rule(name, shape, mesh)
+
+
+def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
   if not shape:
     return PartitionSpec()
-  name = jax.tree_util.keystr(path, simple=True, separator='/')
   spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
   if spec is None:
     raise ValueError(f'{name}: no rule in sharding.RULES is for this leaf; add one.')

@@ -318,12 +318,13 @@ def reads(bench: Bench) -> dict[str, Any]:
     driver = driver_lib.Driver(
       bench.config, bench.params, stop=stop, rows=rows, slots=slots, steps=steps
     )
+    driver.warm_up()
     chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
 
-    def step(driver=driver, chosen=chosen, budget=budget):
+    def step(replica=driver.replicas[0], chosen=chosen, budget=budget):
       used = jnp.full(rows, 256 - steps, jnp.int32)
-      driver.state = driver.state._replace(length=used, last=used + 0)
-      jax.block_until_ready(driver._call_decode(chosen, budget, driver._bucket(256)))
+      replica.state = replica.state._replace(length=used, last=used + 0)
+      jax.block_until_ready(replica._call_decode(chosen, budget, replica._bucket(256)))
 
     found[f'{slots}/step_milliseconds'] = round(1e3 * timed(step)['seconds'] / steps, 3)
   small, large = found.values()
@@ -345,7 +346,7 @@ def programs(bench: Bench) -> dict[str, Any]:
   start = time.perf_counter()
   driver.warm_up()
   found: dict[str, Any] = {
-    'programs': driver.programs,
+    'programs': driver.sizes.programs,
     'compiled_by_warm_up': len(compiled),
   }
   found['warm_up_seconds'] = round(time.perf_counter() - start, 2)
@@ -367,7 +368,7 @@ def host_time(bench: Bench) -> dict[str, Any]:
   numbers = range(4 * _ROWS.value)
   driver.run([talk(bench, driver, n, turns=4, reply=32, group=8) for n in numbers])
   wall, stats = time.perf_counter() - start, driver.stats
-  steps = (stats.steps - before.steps) / driver.decode_rows[-1]
+  steps = (stats.steps - before.steps) / driver.sizes.decode_rows[-1]
   return {
     'seconds': round(wall, 3),
     'step_milliseconds': round(1e3 * stats.decode_seconds / steps, 2),

@@ -13,6 +13,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.engine import stop as stop_lib
@@ -374,7 +375,7 @@ class TestFailure:
     def broken(out):
       raise RuntimeError('device lost')
 
-    monkeypatch.setattr(driver_lib, 'jax', types_lib.SimpleNamespace(device_get=broken))
+    monkeypatch.setattr(replica_lib, 'jax', types_lib.SimpleNamespace(device_get=broken))
     driver = _driver()
     with pytest.raises(RuntimeError, match='device lost'):
       tiny.within(driver.run, [_play(driver, number) for number in range(8)])
@@ -411,7 +412,7 @@ class TestTools:
       answered.set()
 
     monkeypatch.setattr(
-      driver_lib, 'jax', types_lib.SimpleNamespace(device_get=device_get)
+      replica_lib, 'jax', types_lib.SimpleNamespace(device_get=device_get)
     )
     tiny.within(driver.run, [_play(driver, 0), tool()])
 
@@ -420,7 +421,7 @@ class TestTools:
     _run(driver, [0], latency=lambda: 0.05, turns=2)
     assert 0.04 < driver.stats.idle_seconds < 5
     # One row runs in the program for the fewest.
-    assert driver.stats.steps == driver.stats.sampled * driver.decode_rows[0]
+    assert driver.stats.steps == driver.stats.sampled * driver.sizes.decode_rows[0]
 
   def test_who_is_ready_at_once_runs_in_the_next_segment(self):
     driver = tiny.driver(_params(), stop=stop_lib.stop([-1] * len(_STOPS)))
@@ -471,8 +472,8 @@ class TestCompilations:
     seen = []
     with tiny.compilations() as compiled:
       driver.warm_up(lambda *progress: seen.append(progress))
-    assert len(compiled) == driver.programs == 2 * (1 + 2 + 2) + 1
-    assert seen == [(i + 1, driver.programs) for i in range(driver.programs)]
+    assert len(compiled) == driver.sizes.programs == 2 * (1 + 2 + 2) + 1
+    assert seen == [(i + 1, driver.sizes.programs) for i in range(driver.sizes.programs)]
     with tiny.compilations() as compiled:
       played = _run(driver, range(16))
       _run(driver, range(24, 30), group=3)  # the longest texts: both buckets
@@ -483,10 +484,10 @@ class TestCompilations:
   def test_warm_up_leaves_no_trace(self):
     driver = _driver()
     played = _run(driver, range(8))
-    state = jax.device_get(driver.state)
+    state = jax.device_get(driver.replicas[0].state)
     driver.warm_up()
     for before, after in zip(
-      jax.tree.leaves(state), jax.tree.leaves(driver.state), strict=True
+      jax.tree.leaves(state), jax.tree.leaves(driver.replicas[0].state), strict=True
     ):
       np.testing.assert_array_equal(before, after)
     _assert_same(_run(driver, range(8)), played)
@@ -503,9 +504,13 @@ class TestCompilations:
     driver = _driver(width=2)
     _assert_same(_run(driver, range(16)), _reference())
     # Of six rows no more than two share a step, and none is sampled for nothing else.
-    assert driver.decode_rows == [1, 2]
+    assert driver.sizes.decode_rows == [1, 2]
     assert driver.stats.sampled <= driver.stats.steps < 1.5 * driver.stats.sampled
 
   def test_buckets_double_up_to_the_slots(self):
-    assert _driver(bucket=7).buckets == [7, 14, 28, 56, 112, _SLOTS]
-    assert _driver(bucket=_SLOTS).buckets == _driver(bucket=1000).buckets == [_SLOTS]
+    assert _driver(bucket=7).sizes.buckets == [7, 14, 28, 56, 112, _SLOTS]
+    assert (
+      _driver(bucket=_SLOTS).sizes.buckets
+      == _driver(bucket=1000).sizes.buckets
+      == [_SLOTS]
+    )

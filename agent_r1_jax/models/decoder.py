@@ -232,6 +232,19 @@ def init(config: DecoderConfig, key: Array, *, value_head: bool = False) -> Para
   return dict(Decoder(config, value_head).init(key, one, one, one)['params'])
 
 
+def cast(params: Params, config: DecoderConfig) -> Params:
+  """Parameters in config.dtype, the type they are used in; norms' scales stay float32.
+
+  What is computed with them is the same: it spares the cast at each use.
+  """
+
+  def leaf(path, x):
+    used = x.dtype if '_norm' in jax.tree_util.keystr(path) else config.dtype
+    return x if x.dtype == used else x.astype(used)
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def hidden(
   params: Params,
   config: DecoderConfig,
