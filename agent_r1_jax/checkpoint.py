@@ -14,13 +14,16 @@ the only module that imports Orbax.
         checkpoints.save(step + 1, arrays, host_state)
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
 import pathlib
 import shutil
+import socket
 from typing import Any
 import warnings
 
@@ -57,10 +60,7 @@ class Checkpointer:
     self.directory = _writable(pathlib.Path(workdir).absolute()) / 'checkpoints'
     # Orbax logs one failed write dozens of times; `save` and `wait` raise it, once.
     absl_logging.get_absl_logger().addFilter(_without_orbax_tracebacks)
-    policies = ocp.training.save_decision_policies
-    save_policy: Any = policies.AnySavePolicy(
-      [policies.PreemptionCheckpointingPolicy(), policies.FixedIntervalPolicy(every)]
-    )
+    save_policy: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(every)
     keep_policy: Any = ocp.training.preservation_policies.LatestN(keep)
     self._orbax = ocp.training.Checkpointer(
       str(self.directory),
@@ -83,10 +83,7 @@ class Checkpointer:
     return [c.step for c in self._orbax.checkpoints if c.step != self._writing]
 
   def due(self, step: int) -> bool:
-    """Whether to save now: at each `every`-th step, and when a preemption is announced.
-
-    Every process must ask at the same steps: announcements reach all of them at once.
-    """
+    """Whether to save now: at each `every`-th step."""
     return self._orbax.should_save(step)
 
   def save(self, step: int, arrays: Any, host_state: Mapping[str, Any]) -> bool:
@@ -222,6 +219,35 @@ class Checkpointer:
     return OSError(
       getattr(error, 'errno', None) or errno.EIO, f'{message}: {error}. {intact}'
     )
+
+
+@contextlib.contextmanager
+def lock(workdir: str | os.PathLike) -> Iterator[None]:
+  """Holds `<workdir>/.lock` until it is left; the system lets go of it after a kill.
+
+  Args:
+    workdir: The run's directory; made if missing.
+
+  Raises:
+    ValueError: Another run holds it, or `workdir` cannot be written to.
+  """
+  path = _writable(pathlib.Path(workdir).absolute()) / '.lock'
+  with path.open('a+') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      raise ValueError(
+        f'workdir={workdir} is in use by another run ({file.read().strip()}): give '
+        'another workdir, or end that run first'
+      ) from None
+    except OSError as error:
+      # Some network file systems have no locks: better a run than none.
+      warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    file.flush()
+    yield
 
 
 def check_config(

@@ -1,4 +1,4 @@
-"""What a process is told before JAX first uses a device: compilations, memory."""
+"""What a process is told before JAX first uses a device: others, compilations, memory."""
 
 import ctypes
 import importlib.util
@@ -10,13 +10,43 @@ import jax
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
 def prepare() -> None:
-  """Both of what follows; `train.load` calls it, and a script may before that."""
+  """All of what follows; `train` calls it, and a script may before that."""
+  join()
   keep_compilations()
   keep_memory()
+
+
+def join() -> None:
+  """Meets the other processes of this run, if the environment says that there are some.
+
+  JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID
+  name them; with AGENT_R1_PROCESSES=auto JAX asks Slurm, Open MPI or the TPU's metadata.
+  A process that is silent for AGENT_R1_HEARTBEAT_SECONDS (60) is taken for dead, and the
+  others end.
+
+  Raises:
+    ValueError: Of the three variables some are missing.
+  """
+  found = {name: os.environ.get(f'JAX_{name}') for name in _PROCESSES}
+  auto = os.environ.get('AGENT_R1_PROCESSES') == 'auto'
+  if jax.distributed.is_initialized() or not (auto or any(found.values())):
+    return
+  if missing := [f'JAX_{name}' for name in _PROCESSES if not (auto or found[name])]:
+    raise ValueError(f'{" and ".join(missing)} must be set too, to join other processes.')
+  # A signal's handler of JAX's own would take SIGTERM from preemption.watch.
+  jax.config.update('jax_enable_preemption_service', False)
+  address, count, number = found.values()
+  jax.distributed.initialize(
+    address,
+    int(count) if count else None,
+    int(number) if number else None,
+    heartbeat_timeout_seconds=int(os.environ.get('AGENT_R1_HEARTBEAT_SECONDS', 60)),
+  )
 
 
 def keep_compilations() -> None:

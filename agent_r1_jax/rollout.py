@@ -12,10 +12,11 @@ import traceback
 
 import numpy as np
 
-from agent_r1_jax import types
+from agent_r1_jax import processes, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import replica
 
 MakeEnv = Callable[[], env_lib.Env]
 
@@ -53,6 +54,8 @@ def collect(
 ) -> list[types.Trajectory]:
   """Plays `samples` episodes of every task; a task is a group.
 
+  Each process plays its share of the tasks, and gets the trajectories of all.
+
   A trajectory's randomness depends on (seed, draw, task id, sample, position) alone: the
   order, the number of rows and the tools' speed change nothing. Where an id comes again,
   its samples are counted on.
@@ -71,6 +74,10 @@ def collect(
 
   Returns:
     Trajectories, a task's samples side by side.
+
+  Raises:
+    replica.PreemptedError: In all processes, if one of them was interrupted.
+    processes.LostError: Another process ended.
   """
 
   async def one(group: int, sample: int, number: int) -> types.Trajectory:
@@ -85,13 +92,23 @@ def collect(
     on_done(trajectory)
     return trajectory
 
-  played = collections.Counter()
+  mine = processes.share(len(tasks))
+  seen = collections.Counter()
   episodes = []
   for group, task in enumerate(tasks):
     for sample in range(samples):
-      episodes.append(one(group, sample, played[task.id]))
-      played[task.id] += 1
-  return driver.run(episodes)
+      if group in mine:
+        episodes.append(one(group, sample, seen[task.id]))
+      seen[task.id] += 1
+  try:
+    played = driver.run(episodes)
+  except replica.PreemptedError:
+    played = None
+  shares = processes.gather(played)
+  if None in shares:
+    raise replica.PreemptedError
+  found = [t for share in shares for t in share]
+  return sorted(found, key=lambda t: (t.group, t.sample))
 
 
 class _EnvironmentError(Exception):

@@ -15,6 +15,7 @@ work of one chip in the vocabulary head and around a TPU's attention kernel.
 """
 
 from collections.abc import Callable, Sequence
+import contextlib
 import math
 import re
 from typing import Any
@@ -86,6 +87,11 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 def rows(mesh: Mesh) -> NamedSharding:
   """Of a batch's leaves: rows over data and fsdp, a row's tokens on one chip."""
   return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+  """Sets the mesh inside `with`; None sets none."""
+  return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
@@ -175,7 +181,7 @@ def local(params: Any, part: Mesh) -> Any:
 
   def leaf(x: jax.Array) -> jax.Array:
     mine = [shard.data for shard in x.addressable_shards if shard.device in chips]
-    where = NamedSharding(part, x.sharding.spec)
+    where = NamedSharding(part, _named(x).spec)
     return jax.make_array_from_single_device_arrays(x.shape, where, mine)
 
   return jax.tree.map(leaf, params)
@@ -195,14 +201,19 @@ def cached(state: Any, part: Mesh) -> Any:
 def read(x: Any) -> np.ndarray:
   """An array on this host; all processes must ask for it if it lies on all of them."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    with jax.set_mesh(x.sharding.mesh):
+    with jax.set_mesh(_named(x).mesh):
       x = jax.jit(whole)(x)
   return np.asarray(x)
 
 
+def _named(x: jax.Array) -> Any:
+  """The NamedSharding that all of our arrays on several chips have."""
+  return x.sharding
+
+
 @jax.jit
 def _gathered(params: Any) -> Any:
-  mesh = active()
+  mesh: Any = active()
   only = lambda axis: axis if axis == 'tensor' else None
 
   def leaf(path, x):

@@ -10,20 +10,37 @@ import pathlib
 import time
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
 import numpy as np
 import optax
 
 from agent_r1_jax import alarms as alarms_lib
-from agent_r1_jax import checkpoint, evaluate, host, rollout, types, viewer
+from agent_r1_jax import (
+  checkpoint,
+  evaluate,
+  groups,
+  host,
+  preemption,
+  processes,
+  rollout,
+  sharding,
+  types,
+  viewer,
+)
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import replica
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.rl import algorithms, episodes, learner, updates
+from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rl import experience as experience_lib
+
+Config = config_lib.Config
 
 # What a plan of updates takes from the configuration as it is.
 _PLANNED = (
@@ -37,101 +54,29 @@ _PLANNED = (
 )
 
 
-@dataclasses.dataclass
-class Config:
-  """Everything of a run that is a number or a name; the paper's values where it has them.
-
-  Attributes:
-    model: Directory of the policy to start from: weights and tokenizer in HF layout.
-    reference: Directory of the reference policy or teacher, of the same tokenizer; empty
-      is the policy as it started.
-    reference_every: Steps after which the reference becomes the present policy; 0 never.
-    dtype: Of activations and cache.
-    remat: Recompute activations in the backward pass.
-    seed: Of the order of tasks and of all sampling.
-    steps: Rollouts, each followed by its updates.
-    tasks: Of one rollout.
-    samples: Episodes of a task: the group.
-    max_turns: Replies of an episode.
-    max_turn_tokens: Tokens of a reply.
-    max_tool_tokens: Tokens of a tool's message; what is longer is cut.
-    temperature: Of sampling, and of the log-probs that are trained.
-    max_refills: Rollouts that a step may add to take the place of groups whose rewards
-      are all equal (DAPO's dynamic sampling).
-    sync_every: Steps between two hand-overs of the policy to the engine; above 1 the
-      algorithm must have a correction.
-    max_staleness: Steps by which an episode's policy may be older; bounds sync_every.
-    epochs: Over each rollout.
-    minibatches: Optimizer steps an epoch.
-    learning_rate: Of the policy, after the warm-up.
-    critic_learning_rate: Of the critic.
-    critic_warmup: Steps in which the critic alone is updated.
-    warmup: Optimizer steps of linear warm-up.
-    weight_decay: Of AdamW.
-    clip_norm: Of the gradient of policy and critic each, over all leaves.
-    rows: Episodes at a time.
-    slots: Tokens of a row, at most: prompt, replies and tools together.
-    decode_steps: Tokens a decode segment.
-    feed_rows: Rows a feed.
-    feed_tokens: Tokens of a row a feed.
-    bucket: Least slots that a cache read covers; it doubles up to slots.
-    width: Most rows that are decoded at a time; 0 is all. With slow tools, half of rows.
-    narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
-      time, a run repeats to the last bit only without it, and with bucket = slots.
-    row_tokens: Tokens of a packed training row; 0 means `slots`.
-    microbatch: Packed rows of one gradient.
-    eval_every: Rollouts between evaluations; 0 evaluates at the end only.
-    checkpoint_every: Rollouts between checkpoints.
-    keep: Checkpoints kept.
-    max_error_rate: Share of episodes of a rollout whose environment may raise.
-    alarms: Numbers beyond which an alarm is logged.
-  """
-
-  model: str = ''
-  reference: str = ''
-  reference_every: int = 0
-  dtype: str = 'float32'
-  remat: bool = False
-  seed: int = 0
-  steps: int = 100
-  tasks: int = 16
-  samples: int = 8
-  max_turns: int = 5
-  max_turn_tokens: int = 1024
-  max_tool_tokens: int = 1024
-  temperature: float = 1.0
-  max_refills: int = 0
-  sync_every: int = 1
-  max_staleness: int = 1_000_000
-  epochs: int = 1
-  minibatches: int = 1
-  learning_rate: float = 1e-6
-  critic_learning_rate: float = 1e-5
-  critic_warmup: int = 0
-  warmup: int = 0
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
-  rows: int = 64
-  slots: int = 8192
-  decode_steps: int = 32
-  feed_rows: int = 16
-  feed_tokens: int = 128
-  bucket: int = 1024
-  width: int = 0
-  narrow: bool = True
-  row_tokens: int = 0
-  microbatch: int = 4
-  eval_every: int = 0
-  checkpoint_every: int = 20
-  keep: int = 3
-  max_error_rate: float = 0.1
-  alarms: alarms_lib.Limits = dataclasses.field(default_factory=alarms_lib.Limits)
-
-
-def load(config: Config) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
-  """The policy's shape, parameters and chat, from config.model."""
+def make_mesh(config: Config) -> Mesh | None:
+  """The chips of all processes as the configuration lays them out; None for one chip."""
   host.prepare()
-  model, params = weights.load(config.model, dtype='float32')
+  chips = jax.device_count()
+  if chips == 1:
+    return None
+  fsdp = config.fsdp or max(1, chips // (config.data * config.tensor))
+  mesh = sharding.mesh(data=config.data, fsdp=fsdp, tensor=config.tensor)
+  if config.microbatch % (config.data * fsdp):
+    raise ValueError(
+      f'microbatch is {config.microbatch}, yet its rows lie on {config.data * fsdp} '
+      'groups of chips (data x fsdp): make it a multiple of that.'
+    )
+  return mesh
+
+
+def load(
+  config: Config, mesh: Mesh | None = None
+) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
+  """The shape, parameters (on the mesh, if given) and chat of config.model."""
+  host.prepare()
+  place = sharding.placer(mesh)
+  model, params = weights.load(config.model, dtype='float32', place=place)
   model = dataclasses.replace(model, dtype=config.dtype, remat=config.remat)
   tokenizer = tokenizer_lib.load(config.model)
   return model, params, chat_lib.Chat(tokenizer, max_tool_tokens=config.max_tool_tokens)
@@ -142,8 +87,9 @@ def make_driver(
   model: decoder.DecoderConfig,
   params: decoder.Params,
   chat: chat_lib.Chat,
+  mesh: Mesh | None = None,
 ) -> driver_lib.Driver:
-  """The engine, with the run's sizes."""
+  """The engine, with the run's sizes, on the chips of this process."""
   sampling = sampling_lib.Sampling(config.temperature)
   if not sampling.on_policy:
     raise ValueError(
@@ -155,6 +101,7 @@ def make_driver(
     params,
     stop=stop_lib.stop(chat.stop_ids),
     sampling=sampling,
+    mesh=mesh,
     rows=config.rows,
     slots=config.slots,
     steps=config.decode_steps,
@@ -175,27 +122,15 @@ def make_optimizer(config: Config, rate: float) -> optax.GradientTransformation:
   )
 
 
-def epoch_tasks(
-  tasks: Sequence[types.Task], start: int, n: int, seed: int
-) -> list[types.Task]:
-  """The n tasks after the first `start`: every epoch is a seeded order of all tasks."""
-
-  @functools.cache
-  def order(epoch):
-    return np.random.default_rng([seed, epoch]).permutation(len(tasks)).tolist()
-
-  places = (divmod(i, len(tasks)) for i in range(start, start + n))
-  return [tasks[order(epoch)[place]] for epoch, place in places]
-
-
 def play(
   config: Config,
   model: str | os.PathLike,
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
-  shape, params, chat = load(dataclasses.replace(config, model=str(model)))
-  driver = make_driver(config, shape, params, chat)
+  mesh = make_mesh(config)
+  shape, params, chat = load(dataclasses.replace(config, model=str(model)), mesh)
+  driver = make_driver(config, shape, params, chat, mesh)
   limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
   return evaluate.play(driver, chat, rows, limits=limits)
 
@@ -234,31 +169,45 @@ def run(
       algorithm.
     RuntimeError: Too many environments raised; the first error is told.
     learner.NotFiniteError: A loss or a gradient; the batch is in workdir/not_finite.npz.
+    preemption.Preempted: SIGTERM or Ctrl-C; what had been learned is saved.
+    processes.LostError: Another process ended.
   """
-  _check(config, tasks, algorithm)
-  model, params, chat = load(config)
-  driver = make_driver(config, model, params, chat)
-  plan, carry = _plan(config, model, params, algorithm)
+  config_lib.check(config, algorithm)
+  if len(tasks) == 0:
+    raise ValueError('tasks is empty: give at least one task to train on.')
+  mesh = make_mesh(config)
+  model, params, chat = load(config, mesh)
+  driver = make_driver(config, model, params, chat, mesh)
+  with sharding.use(mesh):
+    plan, carry = _plan(config, model, params, algorithm, mesh)
   if privileged and 'critic' not in carry.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
   playing: dict[str, Any] = {'make_env': make_env}
   playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
   with contextlib.ExitStack() as stack:
+    if processes.first():
+      stack.enter_context(checkpoint.lock(workdir))
     checkpoints = stack.enter_context(
       checkpoint.Checkpointer(workdir, every=config.checkpoint_every, keep=config.keep)
     )
     # Only now: what has failed so far leaves no mark in the workdir, and can be mended.
     checkpoint.check_config(workdir, dataclasses.asdict(config), may_change=('steps',))
-    start, drawn = 0, 0
+    at = _Position()
     if restored := checkpoints.restore(like=carry.arrays(plan)):
-      start, arrays, host = restored
-      drawn, carry = host['drawn'], carry.restored(arrays, host['carry'])
-    writer = stack.enter_context(
-      metrics_lib.Writer(workdir, resume_step=start + 1 if restored else 0)
-    )
+      _, arrays, host_state = restored
+      carry = carry.restored(arrays, host_state['carry'])
+      at = _Position(**host_state['at'])
+    writer = None
+    if processes.first():
+      writer = stack.enter_context(
+        metrics_lib.Writer(workdir, resume_step=at.written + 1)
+      )
+    shown = None if processes.first() else stack.enter_context(open(os.devnull, 'w'))
     progress = stack.enter_context(
-      metrics_lib.Progress(config.steps, label=label, start=start)
+      metrics_lib.Progress(config.steps, label=label, start=at.step, file=shown)
     )
+    notice = stack.enter_context(preemption.watch())
+    driver.interrupted = notice.given
 
     def evaluated(step: int) -> dict[str, float]:
       driver.params = carry.states['policy'].params
@@ -266,85 +215,106 @@ def run(
       played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
       return _logged(played, workdir, config, step)
 
-    driver.warm_up(functools.partial(progress.phase, 'compile'))
-    if start == 0 and config.eval_every:
-      writer.write(0, evaluated(0))
-    for step in range(start, config.steps):
-      clock = _Clock()
-      driver.params = carry.sampler
-      counter = functools.partial(_counter, progress)
-      collect = functools.partial(
-        rollout.collect, driver, chat, policy_step=carry.sampler_step, **playing
-      )
-      groups, drawn = _groups(config, tasks, collect, step, drawn, counter)
-      played = [t for group in groups for t in group]
-      numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
-      numbers['rollout/groups'] = len(groups)
-      groups = _usable(config, algorithm, groups)
-      if algorithm.greedy_baseline:
-        groups, baselines = _with_greedy(groups, driver, chat, playing)
-      else:
-        baselines = None
-      numbers['time/rollout'] = clock.lap()
-      progress.phase('update')
-      chosen = [t for group in groups for t in group]
-      prefixes = [chat.reply(privileged(t.task)) for t in chosen] if privileged else None
-      with _dumping(workdir):
-        carry, learned = updates.learn(
-          carry, chosen, plan, baselines=baselines, prefixes=prefixes
-        )
-      numbers |= {f'train/{k}': v for k, v in learned.items()}
-      numbers['time/update'] = clock.lap()
-      done = step + 1
-      if done == config.steps or _every(config.eval_every, done):
-        numbers |= evaluated(done)
+    def write(numbers: Mapping[str, float]):
+      if writer:
+        writer.write(at.step, numbers)
+      at.written, at.unwritten = at.step, {}
+
+    def saved():
+      state = {'at': dataclasses.asdict(at), 'carry': carry.numbers()}
+      checkpoints.save(at.step, carry.arrays(plan), state)
+
+    def finished(clock: _Clock):
+      """Evaluates and writes the line of the step that has just been learned."""
+      numbers = at.numbers()
+      if at.step == config.steps or _every(config.eval_every, at.step):
+        numbers |= evaluated(at.step)
         numbers['time/eval'] = clock.lap()
-      alarms = alarms_lib.ring(numbers, config.alarms)
-      writer.write(done, numbers | alarms)
-      progress.update(done, reward=numbers['rollout/reward'])
-      if checkpoints.due(done) or done == config.steps:
-        host = {'drawn': drawn, 'carry': carry.numbers()}
-        checkpoints.save(done, carry.arrays(plan), host)
+      numbers |= alarms_lib.ring(numbers, config.alarms)
+      write(numbers)
+      progress.update(at.step, reward=numbers['rollout/reward'])
+
+    driver.warm_up(functools.partial(progress.phase, 'compile'))
+    try:
+      if at.unwritten:
+        finished(_Clock())
+      elif at.written < 0 and config.eval_every:
+        write(evaluated(0))
+      while at.step < config.steps:
+        clock = _Clock()
+        driver.params = carry.sampler
+        collect = functools.partial(
+          rollout.collect, driver, chat, policy_step=carry.sampler_step, **playing
+        )
+        found, drawn = _groups(config, tasks, collect, at, progress)
+        played = [t for group in found for t in group]
+        numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
+        numbers['rollout/groups'] = len(found)
+        found = groups.usable(
+          found,
+          max_error_rate=config.max_error_rate,
+          refilled=config.max_refills > 0,
+          mask_truncated=algorithm.mask_truncated,
+        )
+        baselines = None
+        if algorithm.greedy_baseline:
+          found, baselines = _with_greedy(found, driver, chat, playing)
+        numbers['time/rollout'] = clock.lap()
+        progress.phase('update')
+        chosen = [t for group in found for t in group]
+        told = [chat.reply(privileged(t.task)) for t in chosen] if privileged else None
+        with _dumping(workdir), sharding.use(mesh):
+          carry, learned = updates.learn(
+            carry, chosen, plan, baselines=baselines, prefixes=told
+          )
+        numbers |= {f'train/{k}': v for k, v in learned.items()}
+        numbers['time/update'] = clock.lap()
+        at.learned(numbers, drawn)
+        finished(clock)
+        if checkpoints.due(at.step) or at.step == config.steps:
+          saved()
+    except replica.PreemptedError:
+      progress.phase('saving')
+      saved()
+      checkpoints.wait()
+      raise preemption.Preempted from None
   target = pathlib.Path(workdir) / 'model'
   params = carry.states['policy'].params
   weights.save(target, model, params, tokenizer_from=config.model)
   return params
 
 
-def _check(config, tasks, algorithm) -> None:
-  """Refuses what would fail only after a rollout, or would do nothing."""
-  if len(tasks) == 0:
-    raise ValueError('tasks is empty: give at least one task to train on.')
-  for name in ('tasks', 'samples', 'epochs', 'minibatches', 'microbatch', 'sync_every'):
-    if getattr(config, name) < 1:
-      raise ValueError(f'{name} is {getattr(config, name)}; it must be at least 1.')
-  if 0 < config.row_tokens < config.slots:
-    raise ValueError(
-      f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '
-      'would not fit a training row. Raise it, or leave it 0.'
-    )
-  for name in ('reference', 'reference_every'):
-    if getattr(config, name) and not algorithm.needs_reference:
-      raise ValueError(f'{name}: the algorithm reads no reference policy; leave it out.')
-  if algorithm.reads_reference and not config.reference:
-    raise ValueError(
-      'reference: the algorithm learns from a teacher; give its directory.'
-    )
-  if config.reference_every and algorithm.reads_reference:
-    raise ValueError('reference_every: a teacher stays as it is; make it 0.')
-  if config.sync_every > 1 and not algorithm.correction:
-    raise ValueError(
-      f'sync_every is {config.sync_every}: episodes are of an older policy, and the '
-      'algorithm has no correction for that (rl/correction.py).'
-    )
-  if config.max_staleness < config.sync_every - 1:
-    raise ValueError(
-      f'max_staleness is {config.max_staleness}, but with sync_every={config.sync_every} '
-      f'policies get {config.sync_every - 1} steps old.'
-    )
+@dataclasses.dataclass
+class _Position:
+  """How far a run is.
+
+  Attributes:
+    step: Rollouts that were learned from.
+    drawn: Tasks that were drawn.
+    written: The last step whose line is written; the first line is of step 0.
+    unwritten: The line of `step` while its evaluation is missing; numbers as text, for
+      not all that a float can be is JSON.
+  """
+
+  step: int = 0
+  drawn: int = 0
+  written: int = -1
+  unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def learned(self, numbers: Mapping[str, float], drawn: int):
+    """Notes a step."""
+    self.step += 1
+    self.drawn += drawn
+    self.unwritten = {name: repr(float(value)) for name, value in numbers.items()}
+
+  def numbers(self) -> dict[str, float]:
+    """Of the line that is not written yet."""
+    return {name: float(text) for name, text in self.unwritten.items()}
 
 
-def _plan(config, model, params, algorithm) -> tuple[updates.Plan, updates.Carry]:
+def _plan(
+  config, model, params, algorithm, mesh=None
+) -> tuple[updates.Plan, updates.Carry]:
   """What stays the same, and what goes on from step to step."""
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.critic_warmup and not own_critic:
@@ -354,7 +324,10 @@ def _plan(config, model, params, algorithm) -> tuple[updates.Plan, updates.Carry
     optimizers['critic'] = make_optimizer(config, config.critic_learning_rate)
   reference_model, reference = model, None
   if config.reference:
-    reference_model, reference = weights.load(config.reference, dtype='float32')
+    place = sharding.placer(mesh)
+    reference_model, reference = weights.load(
+      config.reference, dtype='float32', place=place
+    )
     reference_model = dataclasses.replace(reference_model, dtype=config.dtype)
     if reference_model.vocab_size != model.vocab_size:
       raise ValueError(
@@ -372,60 +345,34 @@ def _plan(config, model, params, algorithm) -> tuple[updates.Plan, updates.Carry
   return plan, updates.start(params, plan, reference)
 
 
-def _groups(config, tasks, collect, step, drawn, counter):
-  """A step's groups, and how many tasks were drawn; tied groups are drawn anew."""
-  groups: list[list[types.Trajectory]] = []
-  live = 0
-  for refill in range(config.max_refills + 1):
-    missing = config.tasks - live
-    if not missing:
-      break
-    played = collect(
-      tasks=epoch_tasks(tasks, drawn, missing, config.seed),
+def _groups(config, tasks, collect, at, progress):
+  """This step's groups, and how many tasks they were drawn from."""
+
+  def played(chosen, refill):
+    return collect(
+      tasks=chosen,
       samples=config.samples,
       seed=config.seed,
-      draw=step * (config.max_refills + 1) + refill,
-      on_done=counter('refill' if refill else 'rollout', missing * config.samples),
+      draw=at.step * (config.max_refills + 1) + refill,
+      on_done=_counter(
+        progress, 'refill' if refill else 'rollout', len(chosen) * config.samples
+      ),
     )
-    drawn += missing
-    new = [played[i : i + config.samples] for i in range(0, len(played), config.samples)]
-    for number, group in enumerate(new, start=len(groups)):
-      for trajectory in group:
-        trajectory.group = number
-    groups += new
-    live += sum(not _tied(group) for group in new)
-  return groups, drawn
+
+  return groups.draw(
+    played,
+    lambda start, n: groups.epoch_tasks(tasks, at.drawn + start, n, config.seed),
+    n=config.tasks,
+    samples=config.samples,
+    max_refills=config.max_refills,
+  )
 
 
-def _usable(config, algorithm, groups) -> list[list[types.Trajectory]]:
-  """What can be learned from; RuntimeError if too many environments raised."""
-  played = [t for group in groups for t in group]
-  errors = [t.error for t in played if t.status == 'error']
-  if len(errors) > config.max_error_rate * len(played):
-    raise RuntimeError(
-      f'{len(errors)} of {len(played)} episodes raised, more than max_error_rate='
-      f'{config.max_error_rate}. The first: {errors[0]}'
-    )
-  if config.max_refills:
-    groups = [group for group in groups if not _tied(group)]
-  masked = ('error', *(types.BUDGETS if algorithm.mask_truncated else ()))
-
-  # A prompt that did not fit its row left no turn.
-  kept = [[t for t in group if t.status not in masked and t.turns] for group in groups]
-  return [group for group in kept if group]
-
-
-def _tied(group) -> bool:
-  """Whether a group's rewards are all equal; an error has none."""
-  rewards = [t.reward for t in group if t.status != 'error']
-  return not rewards or episodes.tied(np.array(rewards))
-
-
-def _with_greedy(groups, driver, chat, playing):
+def _with_greedy(found, driver, chat, playing):
   """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
-  tasks = [group[0].task for group in groups]
+  tasks = [group[0].task for group in found]
   greedy = evaluate.run(driver, chat, {'': tasks}, **playing)['']
-  pairs = [(g, t) for g, t in zip(groups, greedy, strict=True) if t.status != 'error']
+  pairs = [(g, t) for g, t in zip(found, greedy, strict=True) if t.status != 'error']
   return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
 
@@ -456,6 +403,8 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
   for name, trajectories in played.items():
     summary = evaluate.summary(trajectories)
     numbers |= {f'eval/{name}/{k}': v for k, v in summary.items()}
+    if not processes.first():
+      continue
     path = pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval'
     viewer.write(
       path,

@@ -403,30 +403,26 @@ print('read on three meshes')
   assert result.stdout == 'read on three meshes\n', result.stderr
 
 
-def test_a_preemption_makes_a_checkpoint_due(tmp_path):
-  """In a process of its own, as SIGTERM is only heeded once processes are connected."""
+def test_a_second_run_on_a_workdir_is_refused(tmp_path):
+  """Until the first ends, even by a kill."""
   script = """
-import os, signal, socket, sys, time, jax
-with socket.socket() as free:
-  free.bind(('127.0.0.1', 0))
-  port = free.getsockname()[1]
-jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=1, process_id=0)
+import sys, time
 from agent_r1_jax import checkpoint
-with checkpoint.Checkpointer(sys.argv[1], every=10_000) as checkpoints:
-  assert not checkpoints.due(1)
-  os.kill(os.getpid(), signal.SIGTERM)
-  step = 2
-  while not checkpoints.due(step) and step < 600:
-    time.sleep(0.05)
-    step += 1
-  checkpoints.save(step, {'w': jax.numpy.ones(3)}, {})
-  checkpoints.wait()
-  print(checkpoints.steps == [step], step < 600)
+with checkpoint.lock(sys.argv[1]):
+  print('locked', flush=True)
+  time.sleep(600)
 """
-  result = subprocess.run(
+  process = subprocess.Popen(
     [sys.executable, '-c', script, str(tmp_path)],
-    env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    stdout=subprocess.PIPE,
     text=True,
   )
-  assert result.stdout == 'True True\n', result.stderr
+  with process:
+    assert process.stdout and process.stdout.readline() == 'locked\n'
+    with pytest.raises(ValueError, match=f'in use by another run .process {process.pid}'):
+      with checkpoint.lock(tmp_path):
+        pass
+    process.kill()
+  with checkpoint.lock(tmp_path):
+    pass

@@ -4,16 +4,17 @@ Run as a script, it trains until it kills itself (see `main`).
 """
 
 import asyncio
-import collections
 import dataclasses
 import functools
 import json
 import os
 import pathlib
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 from absl import flags
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import checkpoint, metrics, rollout, train, types
+from agent_r1_jax import checkpoint, metrics, preemption, rollout, train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -106,11 +107,13 @@ def _make_env():
   return env_lib.ToolEnv([look], _reward, parse=_parse)
 
 
-def _run(config, workdir, algorithm=_GRPO, make_env=_make_env, **kwargs):
+def _run(config, workdir, **kwargs):
+  return tiny.within(_train, config, workdir, **kwargs)
+
+
+def _train(config, workdir, algorithm=_GRPO, make_env=_make_env, **kwargs):
   kwargs = {'tasks': _tasks(), 'evals': {'dev': _tasks(2)}} | kwargs
-  return tiny.within(
-    train.run, config, str(workdir), make_env=make_env, algorithm=algorithm, **kwargs
-  )
+  return train.run(config, str(workdir), make_env=make_env, algorithm=algorithm, **kwargs)
 
 
 @functools.cache
@@ -144,6 +147,36 @@ def _logits(params, shape):
   positions = jnp.broadcast_to(jnp.arange(20)[None], (2, 20))
   x = decoder.hidden(params, shape, tokens, positions, jnp.ones_like(tokens))
   return decoder.logits(params, shape, x)
+
+
+def _start(workdir, model, moment):
+  """A process that trains as `_whole` does, until the moment comes."""
+  environment = os.environ | {
+    'PYTHONPATH': str(pathlib.Path(__file__).parents[1]),
+    # Shared by all of them: most of their time is compilation.
+    'JAX_COMPILATION_CACHE_DIR': str(pathlib.Path(model).parent / 'compiled'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
+  }
+  command = [sys.executable, __file__, str(workdir), model, moment]
+  return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def _end(process):
+  """Its status, and what it said on stderr."""
+  said = process.communicate(timeout=300)[1]
+  return process.returncode, said
+
+
+def _step_reached(workdir):
+  return max(line['step'] for line in metrics.read(workdir))
+
+
+def _check_and_forget(workdir, expected):
+  """Of a run that came to its end between two kills; the next one starts anew."""
+  ours, theirs = (weights.load(path / 'model')[1] for path in (workdir, expected))
+  _assert_equal(ours, theirs)
+  assert _numbers(workdir) == _numbers(expected)
+  shutil.rmtree(workdir)
 
 
 class TestRun:
@@ -203,7 +236,7 @@ class TestRun:
     assert not np.any(carry.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(carry.arrays(plan))
-    assert host['drawn'] == 4 and host['carry']['step'] == step == 2
+    assert host['at']['drawn'] == 4 and host['carry']['step'] == step == 2
     assert {name: int(state.step) for name, state in arrays.items()} == {
       'policy': 4,
       'critic': 4,
@@ -220,19 +253,6 @@ class TestRun:
 
 
 class TestTasks:
-  def test_every_epoch_is_an_order_of_all_tasks(self):
-    tasks = _tasks(7)
-    seen = [t.id for step in range(14) for t in train.epoch_tasks(tasks, 3 * step, 3, 1)]
-    epochs = [tuple(seen[i : i + 7]) for i in range(0, 42, 7)]
-    assert all(sorted(epoch) == [t.id for t in tasks] for epoch in epochs)
-    assert len(set(epochs)) == 6
-    other = [t.id for t in train.epoch_tasks(tasks, 0, 7, 2)]
-    assert tuple(other) != epochs[0]
-
-  def test_more_than_there_are(self):
-    chosen = train.epoch_tasks(_tasks(3), 0, 8, 0)
-    assert sorted(collections.Counter(t.id for t in chosen).values()) == [2, 3, 3]
-
   def test_none_are_refused(self, model, tmp_path):
     with pytest.raises(ValueError, match='tasks is empty'):
       _run(_config(model), tmp_path, tasks=[])
@@ -350,24 +370,49 @@ class TestResume:
   def test_killed_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
     """Killed in the first rollout, while a checkpoint is written, and in an update."""
     params, workdir = whole
-    script = [sys.executable, __file__, str(tmp_path / 'run'), model]
-    environment = os.environ | {
-      'PYTHONPATH': str(pathlib.Path(__file__).parents[1]),
-      'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'compiled'),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
-    }
     reached = []
     for moment in ('rollout', 'save', 'update'):
-      done = subprocess.run(
-        [*script, moment], env=environment, capture_output=True, text=True, timeout=300
-      )
-      assert done.returncode == -signal.SIGKILL, done.stderr
-      reached.append(max(line['step'] for line in metrics.read(tmp_path / 'run')))
+      ended = _end(_start(tmp_path / 'run', model, moment))
+      assert ended[0] == -signal.SIGKILL, ended[1]
+      reached.append(_step_reached(tmp_path / 'run'))
     assert reached == [0, 2, 3]
     resumed = _run(_config(model), tmp_path / 'run')
     _assert_equal(resumed, params)
     assert _numbers(tmp_path / 'run') == _numbers(workdir)
     _assert_equal(weights.load(tmp_path / 'run' / 'model')[1], params)
+
+  def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
+    """SIGTERM in the first rollout and in an update, Ctrl-C in an evaluation."""
+    params, workdir = whole
+    reached = []
+    for moment in ('term in rollout', 'ctrl-c in evaluation', 'term in update'):
+      ended = _end(_start(tmp_path / 'run', model, moment))
+      assert ended[0] == preemption.STATUS, ended[1]
+      reached.append(_step_reached(tmp_path / 'run'))
+    # The line of a step waits for its evaluation, which is made anew: 1 and not 2. So it
+    # is in the update before the second evaluation.
+    assert reached == [0, 1, 3]
+    resumed = _run(_config(model), tmp_path / 'run')
+    _assert_equal(resumed, params)
+    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+
+  def test_killed_at_random_moments_is_uninterrupted(self, whole, model, tmp_path):
+    """AGENT_R1_KILLS=50 for the long version."""
+    params, workdir = whole
+    rng, kills = random.Random(0), 0
+    wanted = int(os.environ.get('AGENT_R1_KILLS', 3))
+    while kills < wanted:
+      process = _start(tmp_path / 'run', model, 'none')
+      time.sleep(rng.uniform(3, 15))
+      process.kill()
+      status, said = _end(process)
+      assert status in (0, -signal.SIGKILL), said
+      kills += status != 0
+      if status == 0:
+        _check_and_forget(tmp_path / 'run', workdir)
+    resumed = _run(_config(model), tmp_path / 'run')
+    _assert_equal(resumed, params)
+    assert _numbers(tmp_path / 'run') == _numbers(workdir)
 
   def test_a_finished_run_goes_on_for_more_steps(self, whole, model, tmp_path):
     params, workdir = whole
@@ -379,20 +424,23 @@ class TestResume:
     assert metrics.read(tmp_path / 'more')[-1]['step'] == 6
 
 
-def _die():
-  os.kill(os.getpid(), signal.SIGKILL)
+def _die(number=signal.SIGKILL):
+  os.kill(os.getpid(), number)
 
 
 def main(workdir, model, moment):
   """Trains as `_whole` does, until the moment comes."""
   make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
   resets = []
+  # Of the first evaluation, the first rollout, the second one, the second evaluation.
+  died_at = {'rollout': 7, 'term in rollout': 7, 'ctrl-c in evaluation': 18}
+  signals = {'term in rollout': signal.SIGTERM, 'ctrl-c in evaluation': signal.SIGINT}
 
   class Dies(env_lib.ToolEnv):
     async def reset(self, task):
       resets.append(task)
-      if len(resets) == 7:  # Two are those of the first evaluation.
-        _die()
+      if len(resets) == died_at[moment]:
+        _die(signals.get(moment, signal.SIGKILL))
       return await super().reset(task)
 
   def save_and_die(self, *args):
@@ -402,16 +450,17 @@ def main(workdir, model, moment):
   def update_and_die(state, *args, **kwargs):
     out = update(state, *args, **kwargs)
     if int(out[0].step) == 4:
-      _die()
+      _die(signal.SIGTERM if moment.startswith('term') else signal.SIGKILL)
     return out
 
-  if moment == 'rollout':
+  if moment in died_at:
     make_env = functools.partial(Dies, [look], _reward, parse=_parse)
   elif moment == 'save':
     checkpoint.Checkpointer.save = save_and_die
-  else:
+  elif moment != 'none':
     learner.update = update_and_die
-  _run(_config(model), workdir, make_env=make_env)
+  # Signals reach the main thread only.
+  _train(_config(model), workdir, make_env=make_env)
 
 
 if __name__ == '__main__':

@@ -103,9 +103,10 @@ class Driver:
     self.grammar, self.mesh = grammar, mesh
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = replica_lib.Stats()
-    parts = [None] if mesh is None else sharding.replicas(mesh)
+    self._parts = None if mesh is None else sharding.replicas(mesh)
     self.replicas = [
-      replica_lib.Replica(config, stop, self.sizes, self.stats, part) for part in parts
+      replica_lib.Replica(config, stop, self.sizes, self.stats, part)
+      for part in self._parts or [None]
     ]
     self._copied: decoder.Params | None = None
 
@@ -167,12 +168,13 @@ class Driver:
       for replica in self.replicas:
         replica.params = {}  # Else there would be room for two copies.
       used = decoder.cast(self.params, self.config)
-      if self.mesh is None:
-        self.replicas[0].params = used
+      if self.mesh is None or self._parts is None:
+        copies = [used]
       else:
-        whole = sharding.gathered(used, self.mesh)
-        for replica in self.replicas:
-          replica.params = sharding.local(whole, replica.mesh)
+        used = sharding.gathered(used, self.mesh)
+        copies = [sharding.local(used, part) for part in self._parts]
+      for replica, params in zip(self.replicas, copies, strict=True):
+        replica.params = params
       self._copied = self.params
     for replica in self.replicas:
       replica.sampling, replica.grammar = self.sampling, self.grammar

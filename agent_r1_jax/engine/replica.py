@@ -377,21 +377,21 @@ class Replica:
     keys = np.zeros((len(self.rows), 2), np.uint32)
     for index, row_key in fresh.items():
       chosen[index], keys[index] = True, row_key
-    with self._on_mesh():
+    with sharding.use(self.mesh):
       self.state = state_lib.reset(self.state, chosen, keys)
 
   def _call_fork(self, source, rows, count, last, bucket):
-    with self._on_mesh():
+    with sharding.use(self.mesh):
       self.state = state_lib.fork(self.state, source, rows, count, last, bucket=bucket)
 
   def _call_feed(self, rows, tokens, count, bucket):
-    with self._on_mesh():
+    with sharding.use(self.mesh):
       self.state = state_lib.feed(
         self.params, self.state, rows, tokens, count, config=self.config, bucket=bucket
       )
 
   def _call_decode(self, rows, budget, bucket) -> state_lib.Decoded:
-    with self._on_mesh():
+    with sharding.use(self.mesh):
       self.state, out = state_lib.decode(
         self.params,
         self.state,
@@ -405,9 +405,6 @@ class Replica:
         bucket=bucket,
       )
     return out
-
-  def _on_mesh(self):
-    return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
   def _bucket(self, length: int) -> int:
     return _least(self.sizes.buckets, min(length, self.sizes.slots))

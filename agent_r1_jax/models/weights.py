@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from agent_r1_jax import sharding
 from agent_r1_jax.models import decoder, hf_config, tensor_files
 
 _TOKENIZER_FILES = (
@@ -139,7 +140,8 @@ def save(
   Args:
     directory: New, empty, or a model to be replaced; anything else in it is refused.
     config: Of the model.
-    params: As from `decoder.init`, fully addressable; with a 'value_head' in a critic.
+    params: As from `decoder.init`; with a 'value_head' in a critic. Where they lie on
+      several processes, all must call this, and the first one writes.
     dtype: Of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
     max_shard_bytes: Tensor data a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
@@ -150,7 +152,8 @@ def save(
     OSError: The disk is full or cannot be written; `directory` is as it was.
   """
   directory = pathlib.Path(directory).resolve()
-  _recover(directory)
+  if jax.process_index() == 0:
+    _recover(directory)
   flat: Any = traverse_util.flatten_dict(params, sep='/')
   leaves = _leaves(config, 'value_head' in params)
   _check_params(leaves, flat)
@@ -165,6 +168,11 @@ def save(
   if 'value_head' in params:
     raw['value_head'] = True
   _check_target(directory)
+  if jax.process_index():
+    for file in files.values():
+      for spec in file:
+        _stored(parts[spec.name], flat)
+    return
   with _replacing(directory, sum(spec.nbytes for spec in specs)) as partial:
     for file in _TOKENIZER_FILES:
       if (source / file).is_file():
@@ -308,7 +316,7 @@ def _stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
   """One tensor on the host, as it is stored."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = np.asarray(x if part.layer is None else x[part.layer])
+  x = sharding.read(x if part.layer is None else x[part.layer])
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 import numpy as np
 import optax
 
-from agent_r1_jax import types
+from agent_r1_jax import sharding, types
 from agent_r1_jax.models import decoder, head
 from agent_r1_jax.rl import algorithms, losses
 
@@ -55,8 +55,10 @@ class NotFiniteError(FloatingPointError):
 
 
 def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> TrainState:
-  """A TrainState at step 0."""
-  return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+  """A TrainState at step 0; on the mesh that is set, with the parameters."""
+  step = lambda: jnp.zeros((), jnp.int32)
+  opt_state = sharding.built(optimizer.init, params)
+  return TrainState(params, opt_state, sharding.built(step))
 
 
 def token_stats(
@@ -94,17 +96,27 @@ def token_stats(
   return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats)
 
 
+def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
+  """token_stats' log-probs alone, float32 [B, T] on the host."""
+  batch = sharding.put_rows(batch)
+  return np.asarray(_logprobs(params, batch, config=config, temperature=temperature))
+
+
+def values(params, batch, *, config) -> np.ndarray:
+  """The critic's value of the state after each token: token_stats' shifted by one."""
+  return np.asarray(_values(params, sharding.put_rows(batch), config=config))
+
+
 @functools.partial(jax.jit, static_argnames=('config', 'temperature'))
-def logprobs(params, batch, *, config, temperature=1.0) -> Float[Array, 'B T']:
-  """token_stats' log-probs alone."""
-  return token_stats(params, batch, config=config, temperature=temperature).logprobs
+def _logprobs(params, batch, *, config, temperature):
+  stats = token_stats(params, batch, config=config, temperature=temperature)
+  return sharding.whole(stats.logprobs)
 
 
 @functools.partial(jax.jit, static_argnames='config')
-def values(params, batch, *, config) -> Float[Array, 'B T']:
-  """The critic's value of the state after each token: token_stats' shifted by one."""
+def _values(params, batch, *, config):
   text = (batch.tokens, batch.positions, batch.segment_ids)
-  return decoder.values(params, decoder.hidden(params, config, *text))
+  return sharding.whole(decoder.values(params, decoder.hidden(params, config, *text)))
 
 
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
@@ -178,7 +190,11 @@ def update(
   batches, total = list(batches), None
   for batch in batches:
     part = _gradient(
-      state.params, batch, config=config, loss=loss, temperature=temperature
+      state.params,
+      sharding.put_rows(batch),
+      config=config,
+      loss=loss,
+      temperature=temperature,
     )
     total = part if total is None else _add(total, part)
   if total is None:

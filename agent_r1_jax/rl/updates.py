@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agent_r1_jax import types
+from agent_r1_jax import sharding, types
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, experience, learner
 from agent_r1_jax.rl import kl as kl_lib
@@ -123,7 +123,8 @@ def start(
     reference = jax.tree.map(jnp.copy, params)
   models = {'policy': params}
   if 'critic' in plan.optimizers:
-    models['critic'] = jax.tree.map(jnp.copy, params) | {'value_head': _zeros(plan)}
+    head = sharding.built(functools.partial(_value_head, plan.model))
+    models['critic'] = jax.tree.map(jnp.copy, params) | head
   states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
   coef = plan.algorithm.kl.coef if plan.algorithm.kl else 0.0
   return Carry(states, reference, _handed(params, plan), kl_coef=coef)
@@ -181,11 +182,11 @@ def learn(
   return carry, metrics
 
 
-def _zeros(plan):
-  """A value head; of the rest of a model only the shapes are made."""
-  make = functools.partial(decoder.init, plan.model, value_head=True)
+def _value_head(model):
+  """One of zeros; of the rest of the model only the shapes are made."""
+  make = functools.partial(decoder.init, model, value_head=True)
   shapes = jax.eval_shape(make, jax.random.key(0))['value_head']
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return {'value_head': jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)}
 
 
 def _handed(params, plan):

@@ -1,0 +1,138 @@
+"""The configuration of a training run; absl flags and config.json are made of it."""
+
+import dataclasses
+
+from agent_r1_jax import alarms as alarms_lib
+from agent_r1_jax.rl import algorithms
+
+
+@dataclasses.dataclass
+class Config:
+  """Everything of a run that is a number or a name; the paper's values where it has them.
+
+  Attributes:
+    model: Directory of the policy to start from: weights and tokenizer in HF layout.
+    reference: Directory of the reference policy or teacher, of the same tokenizer; empty
+      is the policy as it started.
+    reference_every: Steps after which the reference becomes the present policy; 0 never.
+    dtype: Of activations and cache.
+    remat: Recompute activations in the backward pass.
+    seed: Of the order of tasks and of all sampling.
+    steps: Rollouts, each followed by its updates.
+    tasks: Of one rollout.
+    samples: Episodes of a task: the group.
+    max_turns: Replies of an episode.
+    max_turn_tokens: Tokens of a reply.
+    max_tool_tokens: Tokens of a tool's message; what is longer is cut.
+    temperature: Of sampling, and of the log-probs that are trained.
+    max_refills: Rollouts that a step may add to take the place of groups whose rewards
+      are all equal (DAPO's dynamic sampling).
+    sync_every: Steps between two hand-overs of the policy to the engine; above 1 the
+      algorithm must have a correction.
+    max_staleness: Steps by which an episode's policy may be older; bounds sync_every.
+    epochs: Over each rollout.
+    minibatches: Optimizer steps an epoch.
+    learning_rate: Of the policy, after the warm-up.
+    critic_learning_rate: Of the critic.
+    critic_warmup: Steps in which the critic alone is updated.
+    warmup: Optimizer steps of linear warm-up.
+    weight_decay: Of AdamW.
+    clip_norm: Of the gradient of policy and critic each, over all leaves.
+    rows: Episodes at a time, on each chip (or `tensor` of them).
+    slots: Tokens of a row, at most: prompt, replies and tools together.
+    decode_steps: Tokens a decode segment.
+    feed_rows: Rows a feed.
+    feed_tokens: Tokens of a row a feed.
+    bucket: Least slots that a cache read covers; it doubles up to slots.
+    width: Most rows that are decoded at a time; 0 is all. With slow tools, half of rows.
+    narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
+      time, a run repeats to the last bit only without it, and with bucket = slots.
+    row_tokens: Tokens of a packed training row; 0 means `slots`.
+    microbatch: Packed rows of one gradient, over all chips.
+    data: Chips, or groups of them, that hold the training state each; see sharding.py.
+    fsdp: Chips that it is split over; 0 is all that data and tensor leave.
+    tensor: Chips that share each layer, in training and in sampling.
+    eval_every: Rollouts between evaluations; 0 evaluates at the end only.
+    checkpoint_every: Rollouts between checkpoints.
+    keep: Checkpoints kept.
+    max_error_rate: Share of episodes of a rollout whose environment may raise.
+    alarms: Numbers beyond which an alarm is logged.
+  """
+
+  model: str = ''
+  reference: str = ''
+  reference_every: int = 0
+  dtype: str = 'float32'
+  remat: bool = False
+  seed: int = 0
+  steps: int = 100
+  tasks: int = 16
+  samples: int = 8
+  max_turns: int = 5
+  max_turn_tokens: int = 1024
+  max_tool_tokens: int = 1024
+  temperature: float = 1.0
+  max_refills: int = 0
+  sync_every: int = 1
+  max_staleness: int = 1_000_000
+  epochs: int = 1
+  minibatches: int = 1
+  learning_rate: float = 1e-6
+  critic_learning_rate: float = 1e-5
+  critic_warmup: int = 0
+  warmup: int = 0
+  weight_decay: float = 0.0
+  clip_norm: float = 1.0
+  rows: int = 64
+  slots: int = 8192
+  decode_steps: int = 32
+  feed_rows: int = 16
+  feed_tokens: int = 128
+  bucket: int = 1024
+  width: int = 0
+  narrow: bool = True
+  row_tokens: int = 0
+  microbatch: int = 4
+  data: int = 1
+  fsdp: int = 0
+  tensor: int = 1
+  eval_every: int = 0
+  checkpoint_every: int = 20
+  keep: int = 3
+  max_error_rate: float = 0.1
+  alarms: alarms_lib.Limits = dataclasses.field(default_factory=alarms_lib.Limits)
+
+
+def check(config: Config, algorithm: algorithms.Algorithm) -> None:
+  """Refuses what would fail only after a rollout, or would do nothing.
+
+  Raises:
+    ValueError: Names the field and the mend.
+  """
+  for name in ('tasks', 'samples', 'epochs', 'minibatches', 'microbatch', 'sync_every'):
+    if getattr(config, name) < 1:
+      raise ValueError(f'{name} is {getattr(config, name)}; it must be at least 1.')
+  if 0 < config.row_tokens < config.slots:
+    raise ValueError(
+      f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '
+      'would not fit a training row. Raise it, or leave it 0.'
+    )
+  for name in ('reference', 'reference_every'):
+    if getattr(config, name) and not algorithm.needs_reference:
+      raise ValueError(f'{name}: the algorithm reads no reference policy; leave it out.')
+  if algorithm.reads_reference and not config.reference:
+    raise ValueError(
+      'reference: the algorithm learns from a teacher; give its directory.'
+    )
+  if config.reference_every and algorithm.reads_reference:
+    raise ValueError('reference_every: a teacher stays as it is; make it 0.')
+  if config.sync_every > 1 and not algorithm.correction:
+    raise ValueError(
+      f'sync_every is {config.sync_every}: episodes are of an older policy, and the '
+      'algorithm has no correction for that (rl/correction.py).'
+    )
+  if config.max_staleness < config.sync_every - 1:
+    raise ValueError(
+      f'max_staleness is {config.max_staleness}, but with sync_every={config.sync_every} '
+      f'policies get {config.sync_every - 1} steps old.'
+    )

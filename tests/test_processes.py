@@ -1,0 +1,212 @@
+"""Several processes train as one: on one machine, connected as hosts are.
+
+Run as a script, it is one of them (see `main`).
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax import metrics, preemption, processes, train, types
+from agent_r1_jax.models import weights
+from agent_r1_jax.rl import algorithms
+
+_HEARTBEAT = 10
+_CHIPS = 4
+
+
+def _config(model, **kwargs):
+  small = {
+    'steps': 3,
+    'tasks': 3,  # of which one process gets fewer
+    'samples': 4,
+    'max_turns': 2,
+    'max_turn_tokens': 6,
+    'learning_rate': 3e-3,
+    'rows': 4,
+    'slots': 96,
+    'decode_steps': 6,
+    'feed_rows': 4,
+    'feed_tokens': 32,
+    'bucket': 96,
+    'narrow': False,
+    'microbatch': _CHIPS,
+    'checkpoint_every': 1,
+    'eval_every': 2,
+  }
+  return train.Config(model=str(model), **small | kwargs)
+
+
+def _start(count, workdir, model, *arguments):
+  """All processes, together with _CHIPS devices."""
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+  here = pathlib.Path(__file__).parent
+  environment = os.environ | {
+    'PYTHONPATH': f'{here}{os.pathsep}{here.parent}',
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': str(_CHIPS // count),
+    'AGENT_R1_HEARTBEAT_SECONDS': str(_HEARTBEAT),
+    # Most of a test's time is compilation.
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+  }
+  if count > 1:
+    environment['JAX_COORDINATOR_ADDRESS'] = f'127.0.0.1:{port}'
+    environment['JAX_NUM_PROCESSES'] = str(count)
+  started = []
+  for number in range(count):
+    if count > 1:
+      environment['JAX_PROCESS_ID'] = str(number)
+    command = [sys.executable, __file__, str(workdir), str(model), *arguments]
+    log = pathlib.Path(f'{workdir}.{number}.log').open('w+')
+    started.append((subprocess.Popen(command, env=environment, stderr=log), log))
+  return started
+
+
+def _end(started, seconds=300):
+  """Exit statuses and what was said on stderr."""
+  ended = []
+  for process, log in started:
+    try:
+      status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+      for other, _ in started:
+        other.kill()
+      raise
+    log.seek(0)
+    ended.append((status, log.read()))
+    log.close()
+  return ended
+
+
+def _numbers(workdir):
+  lines = metrics.read(workdir)
+  return [{k: v for k, v in x.items() if not k.startswith('time/')} for x in lines]
+
+
+def _assert_same(workdir, other):
+  mine, others = _numbers(workdir), _numbers(other)
+  assert [line.keys() for line in mine] == [line.keys() for line in others]
+  for a, b in zip(mine, others, strict=True):
+    np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=2e-4, atol=2e-6)
+  trees = [weights.load(path / 'model')[1] for path in (workdir, other)]
+  leaves = zip(*(tiny.jax.tree.leaves(tree) for tree in trees), strict=True)
+  for a, b in leaves:
+    # Adam's first steps are the gradient's sign, and noise where that is nearly 0.
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  likely = {i: 2.5 for i in range(30, 34)} | {tiny.chat().stop_ids[0]: 2.7}
+  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny', likely)
+
+
+@pytest.fixture(scope='module')
+def alone(model, tmp_path_factory):
+  """One process with all chips."""
+  workdir = tmp_path_factory.mktemp('alone') / 'run'
+  (ended,) = _end(_start(1, workdir, model))
+  assert ended[0] == 0, ended[1]
+  return workdir
+
+
+@pytest.mark.parametrize('count', [2, 4])
+def test_they_train_as_one_does(count, model, alone, tmp_path):
+  """With fewer tasks for some, and slow tools in one."""
+  ended = _end(_start(count, tmp_path / 'run', model))
+  assert [status for status, _ in ended] == [0] * count, ended
+  _assert_same(tmp_path / 'run', alone)
+  assert {p.name for p in (tmp_path / 'run').iterdir()} == {
+    p.name for p in alone.iterdir()
+  }
+
+
+def test_one_is_killed_and_all_start_again(model, alone, tmp_path):
+  started = _start(2, tmp_path / 'run', model, 'dies')
+  begun = time.monotonic()
+  died, lost = reversed(_end(started))
+  assert died[0] == -signal.SIGKILL
+  assert lost[0] not in (0, preemption.STATUS)
+  # Whoever notices first: JAX's own watch, or the wait for the other's trajectories.
+  assert 'another task died' in lost[1] or 'lost the others' in lost[1], lost[1]
+  assert time.monotonic() - begun < 240
+  assert max(line['step'] for line in metrics.read(tmp_path / 'run')) == 1
+  # Another number of processes may go on.
+  ended = _end(_start(1, tmp_path / 'run', model))
+  assert ended[0][0] == 0, ended
+  _assert_same(tmp_path / 'run', alone)
+
+
+def test_a_preemption_of_one_ends_all_and_is_gone_on_from(model, alone, tmp_path):
+  ended = _end(_start(2, tmp_path / 'run', model, 'preempted'))
+  assert [status for status, _ in ended] == [preemption.STATUS] * 2, ended
+  assert max(line['step'] for line in metrics.read(tmp_path / 'run')) == 1
+  ended = _end(_start(2, tmp_path / 'run', model))
+  assert [status for status, _ in ended] == [0, 0], ended
+  _assert_same(tmp_path / 'run', alone)
+
+
+def test_shares_are_all_tasks_once():
+  assert list(processes.share(5)) == list(range(5))
+  assert processes.gather('mine') == ['mine']
+
+
+class _Env:
+  """Two turns, the second of them after what the second process makes slow."""
+
+  moment = ''
+
+  async def reset(self, task):
+    self.turns = 0
+    return task.messages
+
+  async def step(self, reply):
+    self.turns += 1
+    if os.environ.get('JAX_PROCESS_ID') == '1':
+      await asyncio.sleep(0.2)
+      if self.moment and _learned(self.moment) == 1:
+        dies = self.moment.startswith('dies')
+        os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGTERM)
+        await asyncio.sleep(600)
+    again = [{'role': 'user', 'content': 'name'}]
+    return types.Step(again, len(reply) % 7 / 7.0, self.turns == 2)
+
+
+def _learned(moment):
+  """Steps whose lines are written."""
+  path = pathlib.Path(moment.split(':', 1)[1]) / 'metrics.jsonl'
+  lines = path.read_text().splitlines() if path.exists() else []
+  return max((json.loads(line)['step'] for line in lines), default=0)
+
+
+def main(workdir, model, moment=''):
+  """Trains; `moment` is what happens to the second process after the first step."""
+  _Env.moment = moment and f'{moment}:{workdir}'
+  tasks = [
+    types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])
+    for i in range(4)
+  ]
+  train.run(
+    _config(model),
+    workdir,
+    tasks=tasks,
+    make_env=_Env,
+    algorithm=algorithms.reinforce_plus_plus(kl_coef=0.01),
+    evals={'dev': tasks[:3]},
+  )
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
