@@ -55,6 +55,8 @@ class Config:
     eval_every: Rollouts between evaluations; 0 evaluates at the end only.
     checkpoint_every: Rollouts between checkpoints.
     keep: Checkpoints kept.
+    keep_rollouts: Whether finished episodes are on disk until a checkpoint has learned
+      from them: after a kill they are not played again.
     max_error_rate: Share of episodes of a rollout whose environment may raise.
     alarms: Numbers beyond which an alarm is logged.
   """
@@ -99,6 +101,7 @@ class Config:
   eval_every: int = 0
   checkpoint_every: int = 20
   keep: int = 3
+  keep_rollouts: bool = False
   max_error_rate: float = 0.1
   alarms: alarms_lib.Limits = dataclasses.field(default_factory=alarms_lib.Limits)
 

@@ -13,6 +13,7 @@ import traceback
 import numpy as np
 
 from agent_r1_jax import processes, types
+from agent_r1_jax import spool as spool_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import driver as driver_lib
@@ -50,6 +51,7 @@ def collect(
   seed: int = 0,
   draw: int = 0,
   policy_step: int = 0,
+  spool: spool_lib.Spool | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> list[types.Trajectory]:
   """Plays `samples` episodes of every task; a task is a group.
@@ -70,6 +72,8 @@ def collect(
     seed: Of the run.
     draw: Another number, another draw of the same tasks.
     policy_step: Updates the policy has seen.
+    spool: Where episodes that end are kept, and from where those are taken that had
+      ended before a kill.
     on_done: Called with each trajectory as it ends.
 
   Returns:
@@ -79,9 +83,13 @@ def collect(
     replica.PreemptedError: In all processes, if one of them was interrupted.
     processes.LostError: Another process ended.
   """
+  kept = spool.rollout(draw) if spool else None
 
   async def one(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
+    if kept and (before := kept.found((task.id, number))):
+      on_done(before)
+      return before
     trajectory = types.Trajectory(
       task, group, sample, segments=[], turns=[], messages=[], status='error'
     )
@@ -89,6 +97,8 @@ def collect(
     identity = (seed, draw, task.id, number)
     async with driver.row(driver_lib.key(*identity, 0), group) as row:
       await _Episode(chat, make_env(), limits, row, identity, trajectory).play()
+    if kept:
+      kept.keep((task.id, number), trajectory)
     on_done(trajectory)
     return trajectory
 
@@ -104,6 +114,9 @@ def collect(
     played = driver.run(episodes)
   except replica.PreemptedError:
     played = None
+  finally:
+    if kept:
+      kept.close()
   shares = processes.gather(played)
   if None in shares:
     raise replica.PreemptedError

@@ -16,11 +16,12 @@ import numpy as np
 import optax
 
 from agent_r1_jax import alarms as alarms_lib
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import (
-  checkpoint,
   evaluate,
   groups,
   host,
+  journal,
   preemption,
   processes,
   rollout,
@@ -28,8 +29,6 @@ from agent_r1_jax import (
   types,
   viewer,
 )
-from agent_r1_jax import config as config_lib
-from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
@@ -185,131 +184,75 @@ def run(
   playing: dict[str, Any] = {'make_env': make_env}
   playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
   with contextlib.ExitStack() as stack:
-    if processes.first():
-      stack.enter_context(checkpoint.lock(workdir))
-    checkpoints = stack.enter_context(
-      checkpoint.Checkpointer(workdir, every=config.checkpoint_every, keep=config.keep)
-    )
-    # Only now: what has failed so far leaves no mark in the workdir, and can be mended.
-    checkpoint.check_config(workdir, dataclasses.asdict(config), may_change=('steps',))
-    at = _Position()
-    if restored := checkpoints.restore(like=carry.arrays(plan)):
-      _, arrays, host_state = restored
-      carry = carry.restored(arrays, host_state['carry'])
-      at = _Position(**host_state['at'])
-    writer = None
-    if processes.first():
-      writer = stack.enter_context(
-        metrics_lib.Writer(workdir, resume_step=at.written + 1)
-      )
-    shown = None if processes.first() else stack.enter_context(open(os.devnull, 'w'))
-    progress = stack.enter_context(
-      metrics_lib.Progress(config.steps, label=label, start=at.step, file=shown)
-    )
-    notice = stack.enter_context(preemption.watch())
-    driver.interrupted = notice.given
+    kept = stack.enter_context(journal.Journal(config, workdir, label))
+    carry = kept.restore(carry, plan)
+    driver.interrupted = stack.enter_context(preemption.watch()).given
+    progress, at = kept.progress, kept.at
 
-    def evaluated(step: int) -> dict[str, float]:
+    def evaluated() -> dict[str, float]:
       driver.params = carry.states['policy'].params
       ended = _counter(progress, 'evaluation', sum(map(len, (evals or {}).values())))
       played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
-      return _logged(played, workdir, config, step)
-
-    def write(numbers: Mapping[str, float]):
-      if writer:
-        writer.write(at.step, numbers)
-      at.written, at.unwritten = at.step, {}
-
-    def saved():
-      state = {'at': dataclasses.asdict(at), 'carry': carry.numbers()}
-      checkpoints.save(at.step, carry.arrays(plan), state)
-
-    def finished(clock: _Clock):
-      """Evaluates and writes the line of the step that has just been learned."""
-      numbers = at.numbers()
-      if at.step == config.steps or _every(config.eval_every, at.step):
-        numbers |= evaluated(at.step)
-        numbers['time/eval'] = clock.lap()
-      numbers |= alarms_lib.ring(numbers, config.alarms)
-      write(numbers)
-      progress.update(at.step, reward=numbers['rollout/reward'])
+      return _logged(played, workdir, config, at.step)
 
     driver.warm_up(functools.partial(progress.phase, 'compile'))
     try:
-      if at.unwritten:
-        finished(_Clock())
-      elif at.written < 0 and config.eval_every:
-        write(evaluated(0))
-      while at.step < config.steps:
+      if at.written < 0 and config.eval_every and not at.unwritten:
+        kept.write(evaluated())
+      while at.unwritten or at.step < config.steps:
         clock = _Clock()
-        driver.params = carry.sampler
-        collect = functools.partial(
-          rollout.collect, driver, chat, policy_step=carry.sampler_step, **playing
-        )
-        found, drawn = _groups(config, tasks, collect, at, progress)
-        played = [t for group in found for t in group]
-        numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
-        numbers['rollout/groups'] = len(found)
-        found = groups.usable(
-          found,
-          max_error_rate=config.max_error_rate,
-          refilled=config.max_refills > 0,
-          mask_truncated=algorithm.mask_truncated,
-        )
-        baselines = None
-        if algorithm.greedy_baseline:
-          found, baselines = _with_greedy(found, driver, chat, playing)
-        numbers['time/rollout'] = clock.lap()
-        progress.phase('update')
-        chosen = [t for group in found for t in group]
-        told = [chat.reply(privileged(t.task)) for t in chosen] if privileged else None
-        with _dumping(workdir), sharding.use(mesh):
-          carry, learned = updates.learn(
-            carry, chosen, plan, baselines=baselines, prefixes=told
+        if not at.unwritten:
+          driver.params = carry.sampler
+          collect = functools.partial(
+            rollout.collect,
+            driver,
+            chat,
+            policy_step=carry.sampler_step,
+            spool=kept.spool,
+            **playing,
           )
-        numbers |= {f'train/{k}': v for k, v in learned.items()}
-        numbers['time/update'] = clock.lap()
-        at.learned(numbers, drawn)
-        finished(clock)
-        if checkpoints.due(at.step) or at.step == config.steps:
-          saved()
+          found, drawn = _groups(config, tasks, collect, at, progress)
+          played = [t for group in found for t in group]
+          numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
+          numbers['rollout/groups'] = len(found)
+          found = groups.usable(
+            found,
+            max_error_rate=config.max_error_rate,
+            refilled=config.max_refills > 0,
+            mask_truncated=algorithm.mask_truncated,
+          )
+          baselines = None
+          if algorithm.greedy_baseline:
+            found, baselines = _with_greedy(found, driver, chat, playing)
+          numbers['time/rollout'] = clock.lap()
+          progress.phase('update')
+          chosen = [t for group in found for t in group]
+          told = [chat.reply(privileged(t.task)) for t in chosen] if privileged else None
+          with _dumping(workdir), sharding.use(mesh):
+            carry, learned = updates.learn(
+              carry, chosen, plan, baselines=baselines, prefixes=told
+            )
+          numbers |= {f'train/{k}': v for k, v in learned.items()}
+          numbers['time/update'] = clock.lap()
+          at.learned(numbers, drawn)
+        # From here on the step is learned, and only its line is missing.
+        numbers = at.numbers()
+        if at.step == config.steps or _every(config.eval_every, at.step):
+          numbers |= evaluated()
+          numbers['time/eval'] = clock.lap()
+        kept.write(numbers | alarms_lib.ring(numbers, config.alarms))
+        progress.update(at.step, reward=numbers['rollout/reward'])
+        if kept.checkpoints.due(at.step) or at.step == config.steps:
+          kept.save(carry, plan)
     except replica.PreemptedError:
       progress.phase('saving')
-      saved()
-      checkpoints.wait()
+      kept.save(carry, plan)
+      kept.checkpoints.wait()
       raise preemption.Preempted from None
   target = pathlib.Path(workdir) / 'model'
   params = carry.states['policy'].params
   weights.save(target, model, params, tokenizer_from=config.model)
   return params
-
-
-@dataclasses.dataclass
-class _Position:
-  """How far a run is.
-
-  Attributes:
-    step: Rollouts that were learned from.
-    drawn: Tasks that were drawn.
-    written: The last step whose line is written; the first line is of step 0.
-    unwritten: The line of `step` while its evaluation is missing; numbers as text, for
-      not all that a float can be is JSON.
-  """
-
-  step: int = 0
-  drawn: int = 0
-  written: int = -1
-  unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
-
-  def learned(self, numbers: Mapping[str, float], drawn: int):
-    """Notes a step."""
-    self.step += 1
-    self.drawn += drawn
-    self.unwritten = {name: repr(float(value)) for name, value in numbers.items()}
-
-  def numbers(self) -> dict[str, float]:
-    """Of the line that is not written yet."""
-    return {name: float(text) for name, text in self.unwritten.items()}
 
 
 def _plan(
@@ -353,7 +296,7 @@ def _groups(config, tasks, collect, at, progress):
       tasks=chosen,
       samples=config.samples,
       seed=config.seed,
-      draw=at.step * (config.max_refills + 1) + refill,
+      draw=journal.draw(config, at.step) + refill,
       on_done=_counter(
         progress, 'refill' if refill else 'rollout', len(chosen) * config.samples
       ),

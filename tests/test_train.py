@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import checkpoint, metrics, preemption, rollout, train, types
+from agent_r1_jax import checkpoint, metrics, preemption, rollout, spool, train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -149,7 +149,16 @@ def _logits(params, shape):
   return decoder.logits(params, shape, x)
 
 
-def _start(workdir, model, moment):
+def _wait_for_lock(workdir, process):
+  """Until the process has begun to train."""
+  lock = workdir / '.lock'
+  while process.poll() is None:
+    if lock.exists() and f'process {process.pid} ' in lock.read_text():
+      return
+    time.sleep(0.05)
+
+
+def _start(workdir, model, *moment):
   """A process that trains as `_whole` does, until the moment comes."""
   environment = os.environ | {
     'PYTHONPATH': str(pathlib.Path(__file__).parents[1]),
@@ -157,7 +166,7 @@ def _start(workdir, model, moment):
     'JAX_COMPILATION_CACHE_DIR': str(pathlib.Path(model).parent / 'compiled'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
   }
-  command = [sys.executable, __file__, str(workdir), model, moment]
+  command = [sys.executable, __file__, str(workdir), model, *moment]
   return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -400,10 +409,10 @@ class TestResume:
     """AGENT_R1_KILLS=50 for the long version."""
     params, workdir = whole
     rng, kills = random.Random(0), 0
-    wanted = int(os.environ.get('AGENT_R1_KILLS', 3))
-    while kills < wanted:
+    while kills < int(os.environ.get('AGENT_R1_KILLS', 3)):
       process = _start(tmp_path / 'run', model, 'none')
-      time.sleep(rng.uniform(3, 15))
+      _wait_for_lock(tmp_path / 'run', process)
+      time.sleep(rng.uniform(0, 5))
       process.kill()
       status, said = _end(process)
       assert status in (0, -signal.SIGKILL), said
@@ -413,6 +422,32 @@ class TestResume:
     resumed = _run(_config(model), tmp_path / 'run')
     _assert_equal(resumed, params)
     assert _numbers(tmp_path / 'run') == _numbers(workdir)
+
+  def test_episodes_that_had_ended_are_not_played_again(self, whole, model, tmp_path):
+    params, workdir = whole
+    ended = _end(_start(tmp_path / 'run', model, 'rollout', 'keep'))
+    assert ended[0] == -signal.SIGKILL, ended[1]
+    (path,) = (tmp_path / 'run' / 'rollouts' / '0').iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    kept = len(list(spool._read(path)))
+    begun = []
+
+    class Counts(env_lib.ToolEnv):
+      async def reset(self, task):
+        begun.append(task)
+        return await super().reset(task)
+
+    resumed = _run(
+      _config(model, keep_rollouts=True),
+      tmp_path / 'run',
+      make_env=lambda: Counts([look], _reward, parse=_parse),
+    )
+    _assert_equal(resumed, params)
+    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+    # Four evaluations of two tasks, five rollouts of eight episodes.
+    assert kept >= 2 and len(begun) == 4 * 2 + 5 * 8 - kept
+    left = {p.name for p in (tmp_path / 'run' / 'rollouts').iterdir()}
+    assert left == {'4'}
 
   def test_a_finished_run_goes_on_for_more_steps(self, whole, model, tmp_path):
     params, workdir = whole
@@ -428,7 +463,7 @@ def _die(number=signal.SIGKILL):
   os.kill(os.getpid(), number)
 
 
-def main(workdir, model, moment):
+def main(workdir, model, moment, keep=''):
   """Trains as `_whole` does, until the moment comes."""
   make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
   resets = []
@@ -460,7 +495,7 @@ def main(workdir, model, moment):
   elif moment != 'none':
     learner.update = update_and_die
   # Signals reach the main thread only.
-  _train(_config(model), workdir, make_env=make_env)
+  _train(_config(model, keep_rollouts=bool(keep)), workdir, make_env=make_env)
 
 
 if __name__ == '__main__':

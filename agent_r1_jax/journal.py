@@ -1,0 +1,129 @@
+"""The journal: everything a training run keeps in its workdir, and how far it is.
+
+with journal.Journal(config, workdir, label) as kept:
+carry = kept.restore(carry, plan)
+while kept.at.step < config.steps:
+...
+kept.at.learned(numbers, drawn)
+kept.write(numbers)
+if kept.checkpoints.due(kept.at.step):
+kept.save(carry, plan)
+"""
+
+from collections.abc import Mapping
+import contextlib
+import dataclasses
+import os
+
+from agent_r1_jax import checkpoint, metrics, processes
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import spool as spool_lib
+from agent_r1_jax.rl import updates
+
+
+@dataclasses.dataclass
+class Position:
+  """How far a run is.
+
+  Attributes:
+    step: Rollouts that were learned from.
+    drawn: Tasks that were drawn.
+    written: The last step whose line is written; the first line is of step 0.
+    unwritten: The line of `step` while its evaluation is missing; numbers as text, for
+      not all that a float can be is JSON.
+  """
+
+  step: int = 0
+  drawn: int = 0
+  written: int = -1
+  unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def learned(self, numbers: Mapping[str, float], drawn: int):
+    """Notes a step: its numbers so far, and the tasks that it drew."""
+    self.step += 1
+    self.drawn += drawn
+    self.unwritten = {name: repr(float(value)) for name, value in numbers.items()}
+
+  def numbers(self) -> dict[str, float]:
+    """Of the line that is not written yet."""
+    return {name: float(text) for name, text in self.unwritten.items()}
+
+
+class Journal:
+  """A run's files. Only the first process writes lines and shows progress.
+
+  Attributes:
+    at: How far the run is.
+    checkpoints: Of all processes.
+    progress: On the terminal.
+    spool: Of finished episodes, if config.keep_rollouts.
+  """
+
+  def __init__(self, config: config_lib.Config, workdir: str | os.PathLike, label: str):
+    """Opens the workdir.
+
+    Args:
+      config: Of the run.
+      workdir: Made if missing.
+      label: What the progress bar calls the run.
+
+    Raises:
+      ValueError: Another run holds the workdir, or it is of another configuration.
+    """
+    self._config, self._workdir, self._label = config, workdir, label
+    self.at = Position()
+    self.spool = spool_lib.Spool(workdir) if config.keep_rollouts else None
+    with contextlib.ExitStack() as stack:
+      if processes.first():
+        stack.enter_context(checkpoint.lock(workdir))
+      self.checkpoints = stack.enter_context(
+        checkpoint.Checkpointer(workdir, every=config.checkpoint_every, keep=config.keep)
+      )
+      # Only now: what has failed so far leaves no mark, and can be mended.
+      fields = dataclasses.asdict(config)
+      checkpoint.check_config(workdir, fields, may_change=('steps',))
+      self._stack = stack.pop_all()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    return self._stack.__exit__(*error)
+
+  def restore(self, carry: updates.Carry, plan: updates.Plan) -> updates.Carry:
+    """What the newest checkpoint holds, or `carry` as it is; opens the lines there."""
+    if restored := self.checkpoints.restore(like=carry.arrays(plan)):
+      _, arrays, host = restored
+      carry = carry.restored(arrays, host['carry'])
+      self.at = Position(**host['at'])
+    self._writer, shown = None, None
+    if processes.first():
+      writer = metrics.Writer(self._workdir, resume_step=self.at.written + 1)
+      self._writer = self._stack.enter_context(writer)
+    else:
+      shown = self._stack.enter_context(open(os.devnull, 'w'))
+    self.progress = self._stack.enter_context(
+      metrics.Progress(
+        self._config.steps, label=self._label, start=self.at.step, file=shown
+      )
+    )
+    return carry
+
+  def write(self, numbers: Mapping[str, float]):
+    """Writes the line of the present step."""
+    if self._writer:
+      self._writer.write(self.at.step, numbers)
+    self.at.written, self.at.unwritten = self.at.step, {}
+
+  def save(self, carry: updates.Carry, plan: updates.Plan):
+    """Starts to write a checkpoint of the present step, if there is none."""
+    host = {'at': dataclasses.asdict(self.at), 'carry': carry.numbers()}
+    self.checkpoints.save(self.at.step, carry.arrays(plan), host)
+    # The new one is still on its way; the one before it is safe.
+    if self.spool and (safe := self.checkpoints.steps):
+      self.spool.forget(before=draw(self._config, safe[-1]))
+
+
+def draw(config: config_lib.Config, step: int) -> int:
+  """The number of a step's first rollout; its refills follow."""
+  return step * (config.max_refills + 1)
