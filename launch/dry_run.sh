@@ -4,8 +4,9 @@
 exec 3>&1
 run() {
   if [[ ${DRY_RUN:-} ]]; then
-    printf '%q ' "$@" >&3
-    echo >&3
+    local words
+    printf -v words '%q ' "$@" # echoed whole: commands in the background print here too
+    echo "${words% }" >&3
   else
     "$@"
   fi
