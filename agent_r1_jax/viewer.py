@@ -103,7 +103,8 @@ def text(sample: Mapping[str, Any]) -> str:
   scores = {name: score['value'] for name, score in sample.get('scores', {}).items()}
   target = sample['target']
   target = target if isinstance(target, str) else ' | '.join(target)
-  lines = [f'--- {sample["id"]}, target: {target}, {sample["metadata"]["status"]} {scores}']
+  status = sample['metadata']['status']
+  lines = [f'--- {sample["id"]}, target: {target}, {status} {scores}']
   for message in sample['messages']:
     turn = message.get('metadata', {})
     reward = f' (reward {turn["reward"]:g})' if 'reward' in turn else ''

@@ -40,7 +40,7 @@ finish() {
 }
 
 for ((left = ${RESTARTS:-0}; ; left--)); do
-  "$python" -m "experiments.$name" "$@" &
+  "$python" -m "experiments.$name" "$@" <&0 & # a debugger may want the terminal
   [[ $stopped ]] && forward # the signal came before there was a child to have it
   finish
   ended=$status

@@ -51,7 +51,7 @@ def launch(name, *arguments, path=None, **variables):
 
 @pytest.fixture(scope='module')
 def bare_path(tmp_path_factory):
-  """A PATH with the shell's everyday commands, and no launcher's tool to call by mistake."""
+  """A PATH with everyday commands, and no launcher's tool to be called by mistake."""
   folder = tmp_path_factory.mktemp('bin')
   for name in ('bash', 'env', 'dirname', 'basename', 'mktemp', 'rm', 'seq', 'sleep'):
     (folder / name).symlink_to(shutil.which(name) or f'{name} is missing')
@@ -113,8 +113,11 @@ class TestDryRun:
     archive, *rest = commands(dry_run('gpu_vm.sh', bare_path))
     assert archive[:2] == ['git', 'archive']
     copies = [command for command in rest if command[0] == 'scp']
-    assert [copy[-1] for copy in copies] == ['me@gpu-0:checkout.tar', 'gpu-1:checkout.tar']
-    for i, host in enumerate(['me@gpu-0', 'gpu-1']):
+    hosts = NEEDS['gpu_vm.sh']['HOSTS'].split()
+    assert sorted(copy[-1] for copy in copies) == sorted(
+      f'{host}:checkout.tar' for host in hosts
+    )
+    for i, host in enumerate(hosts):
       (remote,) = [command[2] for command in rest if command[:2] == ['ssh', host]]
       for variable in (
         'JAX_COORDINATOR_ADDRESS=gpu-0:8476',
