@@ -60,6 +60,7 @@ def test_quickstart_trains_and_shows_what_it_promises(tmp_path, monkeypatch):
   assert done.returncode == 0, done.stderr[-3000:]
   assert 'CpuDevice' in shown['devices']
   assert 'minutes in all' in shown['train']
+  assert '\x1b' not in shown['train'], 'a moving bar'
   assert 'image/png' in shown['curve'] and '| GRPO ' in shown['curve']
   for step in (0, 1):
     assert f'step-{step:05}-miniwiki-musique.eval' in shown['look']
