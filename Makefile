@@ -5,6 +5,7 @@
 # make clean        remove the environment
 #
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
+# EXTRA=cuda|tpu    the JAX of a new environment (default: that of a CPU)
 # WORKDIR=...       where the quickstart writes (default: runs/quickstart)
 
 VENV ?= .venv
@@ -44,7 +45,8 @@ $(VENV)/bin/python:
 
 # The stamps are younger than the requirements: no change, no installation.
 $(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt --editable .
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements.txt \
+		--editable '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
 $(VENV)/installed-test: requirements-test.txt $(VENV)/installed

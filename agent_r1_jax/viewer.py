@@ -3,11 +3,16 @@
   pip install inspect_ai   (in an environment of its own)
   inspect view --log-dir runs/quickstart/trajectories
 
+or, as plain text and without anything to install:
+
+  python -m agent_r1_jax.viewer runs/quickstart/trajectories/step-00040-*.eval
+
 Inspect's words for ours: a sample is a group's task, its epochs are the group's members
 (the first is 1), a score is the reward. Written with the standard library alone; the
 format is a ZIP of JSON files that inspect_ai 0.3.285 reads (tests/test_viewer.py).
 """
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 import datetime
 import hashlib
@@ -84,6 +89,39 @@ def write(
     'header.json': header,
   }
   _zip(path, members)
+
+
+def read(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """The samples of a log that `write` wrote, in its order."""
+  with zipfile.ZipFile(path) as archive:
+    names = [name for name in archive.namelist() if name.startswith('samples/')]
+    return [json.loads(archive.read(name)) for name in names]
+
+
+def text(sample: Mapping[str, Any]) -> str:
+  """A sample to be read in a terminal: each message, and what a reply earned."""
+  scores = {name: score['value'] for name, score in sample.get('scores', {}).items()}
+  target = sample['target']
+  target = target if isinstance(target, str) else ' | '.join(target)
+  status = sample['metadata']['status']
+  lines = [f'--- {sample["id"]}, target: {target}, {status} {scores}']
+  for message in sample['messages']:
+    turn = message.get('metadata', {})
+    reward = f' (reward {turn["reward"]:g})' if 'reward' in turn else ''
+    lines.append(f'{message["role"]}{reward}: {message["content"].strip()}')
+  return '\n'.join(lines)
+
+
+def main() -> None:
+  """Prints the first samples of logs."""
+  parser = argparse.ArgumentParser(description='Prints trajectories.')
+  parser.add_argument('logs', nargs='+', metavar='LOG.eval')
+  parser.add_argument('-n', type=int, default=3, help='of each log (default: 3)')
+  arguments = parser.parse_args()
+  for log in arguments.logs:
+    print(f'=== {log}')
+    for sample in read(log)[: arguments.n]:
+      print(text(sample) + '\n')
 
 
 def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
@@ -306,3 +344,7 @@ def _score(name: str, values: Sequence[float]) -> dict[str, Any]:
     'scored_samples': len(values),
     'metrics': {'mean': {'name': 'mean', 'value': sum(values) / len(values)}},
   }
+
+
+if __name__ == '__main__':
+  main()

@@ -2,18 +2,14 @@
 # Runs an experiment on this machine, in the project's environment (made if missing):
 #
 #   launch/local.sh miniwiki_search --workdir=runs/first
+#   EXTRA=cuda launch/local.sh miniwiki_search --workdir=runs/first   # or tpu
 #
-# Started again with the same workdir, a run goes on where it was.
+# Started again with the same workdir, a run goes on where it was. What else can be said:
+# launch/run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/dry_run.sh
 
-if [[ $# -eq 0 ]]; then
-  echo "usage: launch/local.sh EXPERIMENT [FLAG...]; the experiments:" >&2
-  for file in experiments/[a-z]*.py; do basename "$file" .py; done >&2
-  exit 2
-fi
-name=$1
-shift
-make --silent "${VENV:=.venv}/installed"
-# exec: SIGTERM and Ctrl-C reach Python, which saves a checkpoint.
-exec "$VENV/bin/python" -m "experiments.$name" "$@"
+VENV=${VENV:-.venv}
+run make --silent "VENV=$VENV" "EXTRA=${EXTRA:-}" "$VENV/installed"
+PYTHON=$VENV/bin/python exec launch/run.sh "$@"

@@ -59,6 +59,40 @@ def failed(group=9):
   )
 
 
+class TestReading:
+  def test_what_was_written_is_read_in_its_order(self, tmp_path):
+    members = write(tmp_path / 'a.eval', [trajectory(1), trajectory(0)])
+    samples = viewer.read(tmp_path / 'a.eval')
+    assert [sample['id'] for sample in samples] == ['bridge-1', 'bridge-0']
+    assert samples[0] == members['samples/bridge-1_epoch_1.json']
+
+  def test_text_shows_each_message_and_what_a_reply_earned(self, tmp_path):
+    write(tmp_path / 'a.eval', [trajectory(reward=0.5)])
+    (sample,) = viewer.read(tmp_path / 'a.eval')
+    assert viewer.text(sample).splitlines() == [
+      "--- bridge-0, target: Corvid Works | Corvid, done {'reward': 0.5, 'em': 0.5}",
+      'system: Tools: search',
+      'user: Who built the Arden Bridge?',
+      f'assistant (reward 0): {CALL}',
+      'tool: It was built by Corvid Works.',
+      'assistant (reward 0.5): <answer>Corvid Works</answer>',
+    ]
+
+  def test_a_failed_episode_has_text_too(self, tmp_path):
+    write(tmp_path / 'a.eval', [failed()])
+    (sample,) = viewer.read(tmp_path / 'a.eval')
+    assert 'error {}' in viewer.text(sample)
+
+  def test_the_command_prints_the_first_of_each_log(self, tmp_path, monkeypatch, capsys):
+    logs = [str(tmp_path / name) for name in ('a.eval', 'b.eval')]
+    for log in logs:
+      write(log, [trajectory(0), trajectory(1)])
+    monkeypatch.setattr('sys.argv', ['viewer', '-n', '1', *logs])
+    viewer.main()
+    shown = capsys.readouterr().out
+    assert shown.count('--- bridge-0') == 2 and 'bridge-1' not in shown
+
+
 class TestStructure:
   def test_members_and_required_fields(self, tmp_path):
     members = write(

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs an experiment on Kubernetes as a JobSet (jobset.yaml), one pod a host:
+#
+#   NAME=first IMAGE=my/agent_r1_jax HOSTS=2 CLAIM=shared DEVICES='{nvidia.com/gpu: 8}' \
+#     launch/kubernetes.sh hotpotqa_search --workdir=/shared/runs/first
+#
+# IMAGE is built from launch/Containerfile. CLAIM is a volume that all pods may write
+# (ReadWriteMany), mounted at /shared: --workdir has to be there. On TPUs DEVICES is
+# '{google.com/tpu: 4}' and NODES the selector, such as
+# '{cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice,
+#   cloud.google.com/gke-tpu-topology: 4x4}'.
+#
+# A pod that has to go gets SIGTERM, all of them save, and the JobSet starts them again.
+# DRY_RUN=1 prints what kubectl would be given; `kubectl delete jobset NAME` stops a run, saved.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/dry_run.sh
+: "${NAME:?of the JobSet}" "${IMAGE:?}" "${CLAIM:?of the volume}" "${DEVICES:?of a pod}"
+: "${HOSTS:=1}" "${RESTARTS:=3}" "${NODES:={\}}"
+
+# JSON's strings are YAML's.
+ARGS=''
+for arg in "$@"; do
+  arg=${arg//\\/\\\\}
+  ARGS+="${ARGS:+, }\"${arg//\"/\\\"}\""
+done
+ARGS="[$ARGS]"
+
+jobset=$(<launch/jobset.yaml)
+for field in NAME RESTARTS HOSTS NODES IMAGE ARGS DEVICES CLAIM; do
+  jobset=${jobset//"\${$field}"/"${!field}"}
+done
+run kubectl apply --filename=- <<<"$jobset"
+if [[ ${DRY_RUN:-} ]]; then echo "$jobset"; fi

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Runs an experiment; every launcher ends here, on each of its hosts:
+#
+#   launch/run.sh miniwiki_search --workdir=runs/first
+#
+# RESTARTS=3  start it again, at most so often, when it ends with 75 (preempted and saved:
+#             start me again) or fails: with the same workdir it goes on. Default: 0.
+# PAUSE=5     seconds before that.
+# PYTHON=...  the interpreter; default: the checkout's .venv if it has one, else python3.
+# DRY_RUN=1   print the command, run nothing.
+#
+# SIGTERM and Ctrl-C reach Python as SIGTERM: it saves and ends, and is not started
+# again. Never `exec`s, so that it also serves as a container's PID 1: the kernel keeps from
+# a PID 1 every signal that it has no handler for, and orphans are left to it to reap.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+source launch/dry_run.sh
+
+if [[ $# -eq 0 ]]; then
+  echo "usage: launch/run.sh EXPERIMENT [FLAG...]; the experiments:" >&2
+  for file in experiments/[a-z]*.py; do basename "$file" .py; done >&2
+  exit 2
+fi
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
+name=$1
+shift
+if [[ ${DRY_RUN:-} ]]; then
+  run "$python" -m "experiments.$name" "$@"
+  exit
+fi
+
+stopped=''
+forwarded=''
+forward() { stopped=yes forwarded=yes; kill -TERM "${!:-}" 2>/dev/null; }
+trap forward TERM INT
+
+# Waits for the last background command; `wait` alone ends early when a signal comes.
+finish() {
+  while forwarded=''; wait "$!"; status=$?; [[ $forwarded ]]; do :; done
+}
+
+for ((left = ${RESTARTS:-0}; ; left--)); do
+  "$python" -m "experiments.$name" "$@" <&0 & # a debugger may want the terminal
+  [[ $stopped ]] && forward # the signal came before there was a child to have it
+  finish
+  ended=$status
+  [[ $ended -eq 0 || $stopped || $left -le 0 ]] && exit "$ended"
+  echo "launch/run.sh: $name ended with $ended; $left restarts left" >&2
+  sleep "${PAUSE:-5}" &
+  finish
+  [[ $stopped ]] && exit "$ended"
+done

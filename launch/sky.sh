@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Runs an experiment on spot machines by SkyPilot, which moves it when they are taken away:
+#
+#   BUCKET=gs://my-bucket launch/sky.sh hotpotqa_search --workdir=/shared/runs/first
+#   BUCKET=... SKY='--num-nodes=2 --gpus=A100:8' launch/sky.sh ...
+#
+# BUCKET is mounted at /shared on all machines: --workdir has to be there, or what is moved
+# begins anew. SKY holds options of `sky jobs launch`; what it runs is in sky.yaml.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/dry_run.sh
+: "${BUCKET:?the storage for /shared, such as gs://my-bucket}"
+
+printf -v experiment '%q ' "$@"
+read -ra options <<<"${SKY:-}"
+run sky jobs launch --yes --detach-run "--env=BUCKET=$BUCKET" "--env=RUN=$experiment" \
+  "${options[@]}" launch/sky.yaml

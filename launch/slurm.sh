@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs an experiment as a Slurm job, one process a node with all its GPUs:
+#
+#   sbatch --nodes=2 launch/slurm.sh hotpotqa_search --workdir=/shared/runs/first
+#
+# Checkout and --workdir have to be on storage that all nodes see. Five minutes before the
+# time limit, and when it is preempted with grace, the run gets SIGTERM and saves; Slurm puts
+# the job into the queue again, under its number, until it has ended by itself.
+#SBATCH --job-name=agent_r1
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/dry_run.sh
+
+run make --silent "EXTRA=${EXTRA-cuda}" .venv/installed
+# JAX finds the processes by Slurm's variables, but would give the one process of a node the
+# one device of its local number.
+if [[ ${SLURM_GPUS_ON_NODE:-} ]]; then
+  JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))
+  export JAX_LOCAL_DEVICE_IDS
+fi
+status=0
+run srun "--cpus-per-task=${SLURM_CPUS_PER_TASK:-1}" launch/run.sh "$@" || status=$?
+# SIGTERM goes to the processes, not to this script. scancel ends it too, and nothing returns.
+if [[ $status -eq 75 || ${DRY_RUN:-} ]]; then
+  run scontrol requeue "${SLURM_JOB_ID:-JOB}"
+fi
+exit "$status"
