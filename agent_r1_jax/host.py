@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+from typing import Any
 
 import jax
 
@@ -41,11 +42,15 @@ def join() -> None:
   # A signal's handler of JAX's own would take SIGTERM from preemption.watch.
   jax.config.update('jax_enable_preemption_service', False)
   address, count, number = found.values()
+  given: dict[str, Any] = {}
+  if count and number:
+    given = {'num_processes': int(count), 'process_id': int(number)}
+    # Slurm would be asked all the same, and give each process one device.
+    given['cluster_detection_method'] = 'deactivate'
   jax.distributed.initialize(
     address,
-    int(count) if count else None,
-    int(number) if number else None,
     heartbeat_timeout_seconds=int(os.environ.get('AGENT_R1_HEARTBEAT_SECONDS', 60)),
+    **given,
   )
 
 

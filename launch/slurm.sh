@@ -27,6 +27,7 @@ if [[ ${SLURM_GPUS_ON_NODE:-} ]]; then
   export JAX_LOCAL_DEVICE_IDS
 fi
 status=0
+export AGENT_R1_PROCESSES=auto
 run srun "--cpus-per-task=${SLURM_CPUS_PER_TASK:-1}" launch/run.sh "$@" || status=$?
 # SIGTERM goes to the processes, not to this script. scancel ends it too, and nothing returns.
 if [[ $status -eq 75 || ${DRY_RUN:-} ]]; then

@@ -43,7 +43,7 @@ trap 'rm "$checkout"' EXIT
 run git archive --output="$checkout" HEAD
 printf -v experiment '%q ' "$@"
 command="${SETUP:-true} && mkdir -p agent_r1_jax && cd agent_r1_jax && \
-tar -xf ../checkout.tar && EXTRA=tpu RESTARTS=${RESTARTS:-3} \
+tar -xf ../checkout.tar && AGENT_R1_PROCESSES=auto EXTRA=tpu RESTARTS=${RESTARTS:-3} \
 launch/local.sh $experiment>>run.log 2>&1"
 while :; do
   provide
