@@ -95,8 +95,10 @@ def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   """Applies a layer to all tokens as one axis.
 
   The gradient of a kernel then contracts one axis: on CPU half the time of two, which
-  XLA first copies together.
+  XLA first copies together. Of split rows and split tokens no one axis can be made.
   """
+  if sharding.splits_rows():
+    return layer(x_BTX)
   B, T = x_BTX.shape[:2]
   y_MY = layer(x_BTX.reshape(B * T, *x_BTX.shape[2:]))
   return y_MY.reshape(B, T, *y_MY.shape[1:])
@@ -135,7 +137,9 @@ class Attention(nn.Module):
       k_BTKH = RMSNorm(c.norm_eps, name='k_norm')(k_BTKH)
     q_BTNH = _rope(q_BTNH, angles)
     k_BTKH = _rope(k_BTKH, angles)
-    if cache is None:
+    if self.is_initializing():
+      out_BTNH = q_BTNH  # One token, which no mesh can split; there is nothing to make.
+    elif cache is None:
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     else:
       rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
