@@ -8,12 +8,12 @@
 
 Rows lie over `data` and `fsdp`, a row's tokens over `context`. `data` copies the
 parameters; `fsdp` and `context` split them, and XLA gathers a layer where it is used;
-`tensor` splits heads, feed-forward and vocabulary. `context` is for rows that are too long
-for one chip: all work is a token's own, but for attention, for which the chips of a row
-exchange tokens for heads, and the shift by one of the learner. It is last, so that these
-chips are neighbours. XLA does most of it by itself, from where its arguments lie. What it
-does not see is said in the models, and only where a mesh is set: `settled` and `by_rows`
-in the decoder, and the work of one chip in attention and in the vocabulary head.
+`tensor` splits heads, feed-forward and vocabulary. `context` is for rows that are too
+long for one chip: all work is a token's own, but for attention, for which the chips of a
+row exchange tokens for heads, and the shift by one of the learner. It is last, so that
+these chips are neighbours. XLA does most of it by itself, from where its arguments lie.
+What it does not see is said in the models, and only where a mesh is set: `settled` and
+`by_rows` in the decoder, and the work of one chip in attention and the vocabulary head.
 """
 
 from collections.abc import Sequence

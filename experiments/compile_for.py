@@ -10,9 +10,9 @@ Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. T
 learner's gradient and update are compiled for all chips of the topology (float32 master
 parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's feed and
 decode for the chips of one host, which samples from a bfloat16 replica of its own (heads
-over tensor). The mesh of training, where no flag names an axis (`mesh_for`): context is the
-least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is as many of the
-other chips as can split the parameters, data is the rest, tensor is 1.
+over tensor). The mesh of training, where no flag names an axis (`mesh_for`): tensor is 1,
+context is the least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is
+as many of the other chips as can split the parameters, data is the rest.
 
 Prints one JSON line a program. GiB a chip: arguments, temporaries, outputs that are not
 an argument's memory, what else lies there meanwhile (the optimizer's state while a

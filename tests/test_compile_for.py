@@ -77,7 +77,8 @@ def work(x, n):  # A chip has 2 of 8 numbers.
   y = jax.lax.while_loop(lambda y: y.sum() < n, lambda y: jax.lax.psum(y, 'a'), x)
   return jax.lax.ppermute(y, 'a', [(0, 1)])
 
-mesh = jax.make_mesh((4,), ('a',))
+auto = (jax.sharding.AxisType.Auto,)
+mesh = jax.make_mesh((4,), ('a',), axis_types=auto)
 program = jax.shard_map(work, mesh=mesh, in_specs=(P('a'), P()), out_specs=P('a'),
                         check_vma=False)
 text = jax.jit(program).lower(jnp.ones(8), 1.0).compile().as_text()

@@ -53,9 +53,7 @@ def test_axes_must_be_the_devices():
 
 def test_few_key_value_heads_lie_on_every_chip():
   """2 heads cannot be split over tensor = 4, though 4 query heads can."""
-  params = jax.eval_shape(
-    lambda: decoder.init(tiny.config('qwen2'), jax.random.key(0))
-  )
+  params = jax.eval_shape(lambda: decoder.init(tiny.config('qwen2'), jax.random.key(0)))
   where = lambda tensor: sharding.shardings(
     params, AbstractMesh((1, 1, tensor, 1), sharding.AXES)
   )['layers']['attn']
@@ -85,7 +83,8 @@ from agent_r1_jax import sharding, types
 from agent_r1_jax.rl import algorithms, learner
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
-config = dataclasses.replace(tiny.config('qwen2'), num_heads=8, vocab_size=304)
+config = tiny.config('qwen2', layers=1)
+config = dataclasses.replace(config, num_heads=8, vocab_size=304)
 rng = np.random.default_rng(0)
 B, T = 8, 32  # No dimension of a parameter is 32.
 normal = lambda *shape: rng.normal(size=shape or (B, T)).astype(np.float32)
