@@ -12,8 +12,8 @@ parameters; `fsdp` and `context` split them, and XLA gathers a layer where it is
 long for one chip: all work is a token's own, but for attention, for which the chips of a
 row exchange tokens for heads, and the shift by one of the learner. It is last, so that
 these chips are neighbours. XLA does most of it by itself, from where its arguments lie.
-What it does not see is said in the models, and only where a mesh is set: `settled` and
-`by_rows` in the decoder, and the work of one chip in attention and the vocabulary head.
+What it does not see is said in the models, and only where a mesh is set: `settled` in the
+decoder, and the work of one chip in the embedding, attention and the vocabulary head.
 """
 
 from collections.abc import Sequence
@@ -109,18 +109,6 @@ def settled(params: Any) -> Any:
   if found is None:
     return params
   return jax.lax.with_sharding_constraint(params, shardings(params, found))
-
-
-def by_rows(x: Any) -> Any:
-  """Activations [B, T, ...] that lie as a batch's tokens, if a mesh is set.
-
-  Left to itself, XLA splits what the embedding gives as the embedding is, over D, and
-  gathers the activations of all tokens wherever D is contracted.
-  """
-  found = active()
-  if found is None:
-    return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(found, TOKENS))
 
 
 def active() -> AbstractMesh | None:

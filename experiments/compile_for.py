@@ -238,7 +238,8 @@ def collectives(text: str) -> tuple[dict[str, int], int]:
   """Bytes that a compiled program's collectives give, by kind, and loops counted once.
 
   A result counts as often as the loops around it run, where the program says how often.
-  Of one that is begun and ended (-start, -done), the end's result counts.
+  One that runs beside other work counts once: its end (-done), or, where a TPU's compiler
+  made several fusions of it, any of the pieces that share a chain.
   """
   inside, entry = collections.defaultdict(list), ''
   name = ''
@@ -247,25 +248,38 @@ def collectives(text: str) -> tuple[dict[str, int], int]:
       name = head[2]
       entry = name if head[1] else entry
     inside[name].append(line)
-  found, unknown = collections.Counter(), set()
+  found, unknown, chains = collections.Counter(), set(), set()
 
-  def visit(name: str, times: int) -> int:
-    total = 0
+  def visit(name: str, times: int) -> bool:
+    """Adds what a computation exchanges; whether that is anything."""
+    any_here = False
     for line in inside[name]:
       if result := _COLLECTIVE.search(line):
-        size = times * sum(map(_bytes, _ARRAY.finditer(result[1])))
-        found[result[2]] += size
-        total += size
-      passes = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-      again = int(passes[1]) if passes else 1
-      called = sum(visit(each, times * again) for each in _called(line))
-      if called and not passes and ' while(' in line:
+        chain = re.search(r'(channel_id=\d+),.*(chain_id="\d+")', line)
+        if not (chain and chain.groups() in chains):
+          found[result[2]] += times * sum(map(_bytes, _ARRAY.finditer(result[1])))
+        chains.update([chain.groups()] if chain else [])
+        any_here = True
+      passes = _passes(line, inside) if ' while(' in line else 1
+      within = [visit(each, times * (passes or 1)) for each in _called(line)]
+      if any(within) and passes is None:
         unknown.add(line)
-      total += called
-    return total
+      any_here |= any(within)
+    return any_here
 
   visit(entry, 1)
   return dict(found), len(unknown)
+
+
+def _passes(line: str, inside: dict[str, list[str]]) -> int | None:
+  """Of a loop: as XLA notes it, or the only constant of a condition that counts up."""
+  if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+    return int(noted[1])
+  condition = re.search(r'condition=%([\w.-]+)', line)
+  body = '\n'.join(inside[condition[1]]) if condition else ''
+  constants = re.findall(r' s32\[\]\S* constant\((\d+)\)', body)
+  counts_up = 'direction=LT' in body and len(constants) == 1
+  return int(constants[0]) if counts_up else None
 
 
 def _called(line: str) -> list[str]:

@@ -147,13 +147,12 @@ for sizes in (
   np.testing.assert_allclose(sums['loss'], want_sums['loss'], rtol=1e-6)
   same(grads, want, sizes)
   lies(grads, where.params, sizes)
-  # Parameters are gathered, activations [B·T, ...] or [B, T, ...] never; but for what
-  # an embedding gives that is split over both of its dimensions.
+  # Parameters are gathered, activations [B·T, ...] or [B, T, ...] never.
   data, fsdp, tensor, context = sizes
   gathered = re.findall(r'= (f32\\S*) all-gather', text)
   assert gathered or fsdp * context == 1, sizes
   whole = (f'f32[{B * T},', f'f32[{B},{T},', f'f32[{B // data // fsdp},{T},')
-  assert tensor > 1 or not [x for x in gathered if x.startswith(whole)], sizes
+  assert not [x for x in gathered if x.startswith(whole)], sizes
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
   small = jax.eval_shape(lambda: tiny.params(tiny.config()))
   sharding.shardings(small, sharding.mesh(tensor=8))
