@@ -235,40 +235,37 @@ def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
 
 
 def collectives(text: str) -> tuple[dict[str, int], int]:
-  """Bytes that a compiled program's collectives give, by kind, and loops counted once.
+  """Bytes that a program's collectives give, by kind, and how many loops counted once.
 
   A result counts as often as the loops around it run, where the program says how often.
   One that runs beside other work counts once: its end (-done), or, where a TPU's compiler
   made several fusions of it, any of the pieces that share a chain.
   """
-  inside, entry = collections.defaultdict(list), ''
-  name = ''
+  inside, name, entry = collections.defaultdict(list), '', ''
   for line in text.splitlines():
     if head := re.match(r'(ENTRY )?%?([\w.-]+) .*{$', line):
       name = head[2]
       entry = name if head[1] else entry
     inside[name].append(line)
-  found, unknown, chains = collections.Counter(), set(), set()
+  chains, once = set(), set()
 
-  def visit(name: str, times: int) -> bool:
-    """Adds what a computation exchanges; whether that is anything."""
-    any_here = False
+  def of(name: str) -> collections.Counter:
+    total = collections.Counter()
     for line in inside[name]:
-      if result := _COLLECTIVE.search(line):
-        chain = re.search(r'(channel_id=\d+),.*(chain_id="\d+")', line)
-        if not (chain and chain.groups() in chains):
-          found[result[2]] += times * sum(map(_bytes, _ARRAY.finditer(result[1])))
-        chains.update([chain.groups()] if chain else [])
-        any_here = True
+      chain = re.search(r'channel_id=(\d+),.*chain_id="(\d+)"', line)
+      piece = chain and chain.groups()
+      if (found := _COLLECTIVE.search(line)) and piece not in chains:
+        total[found[2]] += sum(map(_bytes, _ARRAY.finditer(found[1])))
+        chains.update([piece] if piece else [])
+      within = sum(map(of, _called(line)), collections.Counter())
       passes = _passes(line, inside) if ' while(' in line else 1
-      within = [visit(each, times * (passes or 1)) for each in _called(line)]
-      if any(within) and passes is None:
-        unknown.add(line)
-      any_here |= any(within)
-    return any_here
+      if within and passes is None:
+        once.add(line)
+      for kind, size in within.items():
+        total[kind] += size * (passes or 1)
+    return total
 
-  visit(entry, 1)
-  return dict(found), len(unknown)
+  return dict(of(entry)), len(once)
 
 
 def _passes(line: str, inside: dict[str, list[str]]) -> int | None:

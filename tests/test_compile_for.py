@@ -96,6 +96,36 @@ def test_collectives_count_as_often_as_their_loop_runs():
   assert run('-c', _FOUR) == f'{(counts, 1)}\n'
 
 
+# As a TPU's compiler writes it, shortened: a gather that runs beside other work is two
+# fusions, and how often the loop runs is in its condition only.
+_PIECES = """
+%begin (p: bf16[2,8]) -> (bf16[4,8], u32[]) {
+  %g.1 = bf16[4,8]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, x={chain_id="3"}
+}
+%end (p: bf16[2,8]) -> bf16[4,8] {
+  %g.2 = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=7, x={chain_id="3"}
+}
+%body (t: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
+  %a = (bf16[4,8], u32[]) fusion(%p), kind=kCustom, calls=%begin
+  %b = bf16[4,8] fusion(%a), kind=kCustom, calls=%end
+  %s = (f32[4], f32[2]) all-reduce-start(%x, %y), channel_id=1, to_apply=%add
+  %d = (f32[4], f32[2]) all-reduce-done(%s)
+}
+%while_condition (t: (s32[], bf16[2,8])) -> pred[] {
+  %n = s32[]{:T(128)} constant(12)
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+ENTRY %main (p: bf16[2,8]) -> bf16[2,8] {
+  %w = (s32[], bf16[2,8]) while(%t), condition=%while_condition, body=%body
+}
+"""
+
+
+def test_pieces_of_one_collective_count_once():
+  counts = {'all-gather': 12 * 64, 'all-reduce': 12 * 24}
+  assert compile_for.collectives(_PIECES) == (counts, 0)
+
+
 @pytest.mark.skipif(
   not importlib.util.find_spec('libtpu'), reason="no libtpu: pip install 'jax[tpu]'"
 )

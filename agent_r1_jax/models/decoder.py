@@ -106,7 +106,7 @@ def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 
 
 def _looked_up(table_VD: Array, tokens_BT: Array) -> Array:
-  """Embeddings [B, T, D] of a batch's tokens, from a table that is split as its rule says.
+  """Embeddings [B, T, D] of a batch's tokens, of a table that is split by its rule.
 
   Each chip looks the tokens of all that split D up in its part, and they exchange parts
   for tokens. Left to itself, XLA gathers the embeddings of all tokens on each chip.
