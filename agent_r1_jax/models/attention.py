@@ -55,8 +55,8 @@ def _of_all_tokens(q_BUNH, k_BUKH, v_BUKH, segment_ids_BT):
   """On one chip, for its U = T / context tokens: attention to those of the whole row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
   dealt = _dealt(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
-  whole = (exchange(x, split_axis=2, concat_axis=1) for x in dealt)
-  out_BTNH = _packed(*whole, segment_ids_BT)
+  q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in dealt)
+  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
 
 

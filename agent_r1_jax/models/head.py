@@ -4,6 +4,7 @@ Letters: M tokens, D embed, V vocabulary, C tokens of one block.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
@@ -49,7 +50,7 @@ def logprobs(
   def flat(x, kernel_DV, tokens, wanted):
     x_MD = x.reshape(-1, x.shape[-1])
     args = (x_MD, kernel_DV, tokens.reshape(-1), wanted.reshape(-1), temperature)
-    out = _logprobs(*args, min(block, x_MD.shape[0]))
+    out: Any = _logprobs(*args, min(block, x_MD.shape[0]))
     return tuple(y_M.reshape(tokens.shape) for y_M in out)
 
   def shard(x, kernel_DV, tokens, wanted):
