@@ -33,7 +33,7 @@ from jax.sharding import (
 AXES = ('data', 'fsdp', 'tensor', 'context')
 ROWS = ('data', 'fsdp')
 TOKENS = PartitionSpec(ROWS, 'context')  # B T
-SPLIT = ('fsdp', 'context')
+SPLIT = ('fsdp', 'context')  # D of parameters
 
 # The first expression that is found in a leaf's path counts. Leaves of an optimizer end
 # with the path of their parameter; L, D, N, K, H, F, V as in models/decoder.py.
@@ -48,8 +48,8 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r'_norm/scale$', PartitionSpec()),
   (r'\bvalue_head/(kernel|bias)$', PartitionSpec()),
 )
-# Fewer key-value heads than `tensor`, which they divide, lie on every chip: the model is
-# made so that they are few. Attention takes of them what a chip's query heads need.
+# Fewer key-value heads than `tensor`, which they divide, lie on every chip: they are
+# small, and attention takes of them what a chip's query heads need.
 _KEYS_VALUES = re.compile(r'\battn/[kv]/(kernel|bias)$')
 
 
