@@ -7,11 +7,14 @@
     state, metrics = learner.update(state, batches, ...)
   driver = Driver(config, state.params, mesh=mesh, ...)
 
-Rows lie over `data` and `fsdp`. `data` copies the parameters; `fsdp` splits them, and XLA
-gathers a layer where it is used; `tensor` splits heads, feed-forward and vocabulary. XLA
-does most of it by itself, from where its arguments lie. What it does not see is said in
-the models, and only where a mesh is set: `settled` and `by_rows` in the decoder, and the
-work of one chip in the vocabulary head and around a TPU's attention kernel.
+Rows lie over `data` and `fsdp`, a row's tokens over `context`. `data` copies the
+parameters; `fsdp` and `context` split them, and XLA gathers a layer where it is used;
+`tensor` splits heads, feed-forward and vocabulary. `context` is for rows that are too
+long for one chip: all work is a token's own, but for attention, for which the chips of a
+row exchange tokens for heads, and the shift by one of the learner. It is last, so that
+these chips are neighbours. XLA does most of it by itself, from where its arguments lie.
+What it does not see is said in the models, and only where a mesh is set: `settled` in the
+decoder, and the work of one chip in the embedding, attention and the vocabulary head.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,40 +33,51 @@ from jax.sharding import (
 )
 import numpy as np
 
-AXES = ('data', 'fsdp', 'tensor')
+AXES = ('data', 'fsdp', 'tensor', 'context')
 ROWS = ('data', 'fsdp')
+TOKENS = PartitionSpec(ROWS, 'context')  # B T
+SPLIT = ('fsdp', 'context')  # D of parameters
 
 # The first expression that is found in a leaf's path counts. Leaves of an optimizer end
 # with the path of their parameter; L, D, N, K, H, F, V as in models/decoder.py.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
-  (r'\bembed/embedding$', PartitionSpec('tensor', 'fsdp')),  # V D
-  (r'\blm_head/kernel$', PartitionSpec('fsdp', 'tensor')),  # D V
-  (r'\battn/[qkv]/kernel$', PartitionSpec(None, 'fsdp', 'tensor')),  # L D N|K H
+  (r'\bembed/embedding$', PartitionSpec('tensor', SPLIT)),  # V D
+  (r'\blm_head/kernel$', PartitionSpec(SPLIT, 'tensor')),  # D V
+  (r'\battn/[qkv]/kernel$', PartitionSpec(None, SPLIT, 'tensor')),  # L D N|K H
   (r'\battn/[qkv]/bias$', PartitionSpec(None, 'tensor')),  # L N|K H
-  (r'\battn/o/kernel$', PartitionSpec(None, 'tensor', None, 'fsdp')),  # L N H D
-  (r'\bmlp/(gate|up)/kernel$', PartitionSpec(None, 'fsdp', 'tensor')),  # L D F
-  (r'\bmlp/down/kernel$', PartitionSpec(None, 'tensor', 'fsdp')),  # L F D
+  (r'\battn/o/kernel$', PartitionSpec(None, 'tensor', None, SPLIT)),  # L N H D
+  (r'\bmlp/(gate|up)/kernel$', PartitionSpec(None, SPLIT, 'tensor')),  # L D F
+  (r'\bmlp/down/kernel$', PartitionSpec(None, 'tensor', SPLIT)),  # L F D
   (r'_norm/scale$', PartitionSpec()),
   (r'\bvalue_head/(kernel|bias)$', PartitionSpec()),
 )
+# Fewer key-value heads than `tensor`, which they divide, lie on every chip: they are
+# small, and attention takes of them what a chip's query heads need.
+_KEYS_VALUES = re.compile(r'\battn/[kv]/(kernel|bias)$')
 
 
 def mesh(
-  *, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
+  *,
+  data: int = 1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  context: int = 1,
+  devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh of (data, fsdp, tensor) over `devices`, by default all there are.
+  """A mesh of (data, fsdp, tensor, context) over `devices`, by default all there are.
 
   Raises:
     ValueError: The axes do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else devices
-  shape = (data, fsdp, tensor)
+  shape = (data, fsdp, tensor, context)
   if math.prod(shape) != len(devices):
     raise ValueError(
-      f'data x fsdp x tensor is {data} x {fsdp} x {tensor}, yet there are '
+      f'data x fsdp x tensor x context is {" x ".join(map(str, shape))}, yet there are '
       f'{len(devices)} devices; the product must be their number.'
     )
-  return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+  types = (AxisType.Auto,) * len(AXES)
+  return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
 def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -85,8 +99,8 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-  """Of a batch's leaves: rows over data and fsdp, a row's tokens on one chip."""
-  return NamedSharding(mesh, PartitionSpec(ROWS))
+  """Of a batch's leaves [B, T]: rows over data and fsdp, tokens over context."""
+  return NamedSharding(mesh, TOKENS)
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
@@ -234,22 +248,16 @@ def settled(params: Any) -> Any:
   return jax.lax.with_sharding_constraint(params, shardings(params, found))
 
 
-def by_rows(x: Any) -> Any:
-  """Activations whose rows lie as a batch's, if a mesh is set.
-
-  Left to itself, XLA splits what the embedding gives as the embedding is, over D, and
-  gathers the activations of all tokens wherever D is contracted.
-  """
-  found = active()
-  if found is None:
-    return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(found, PartitionSpec(ROWS)))
-
-
 def active() -> AbstractMesh | None:
   """The mesh that is set by jax.set_mesh, if it has our axes."""
   found = jax.sharding.get_abstract_mesh()
   return found if set(AXES) <= set(found.axis_names) else None
+
+
+def splits_rows() -> bool:
+  """Whether a mesh is set that splits the tokens of a row."""
+  found = active()
+  return found is not None and found.shape['context'] > 1
 
 
 def platform() -> str:
@@ -270,10 +278,16 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
   spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
   if spec is None:
     raise ValueError(f'{name}: no rule in sharding.RULES is for this leaf; add one.')
-  for size, axis in zip(shape, spec, strict=False):
-    if axis and size % mesh.shape[axis]:
+  tensor = mesh.shape['tensor']
+  if _KEYS_VALUES.search(name) and shape[-2] < tensor and tensor % shape[-2] == 0:
+    spec = PartitionSpec(*(None if axes == 'tensor' else axes for axes in spec))
+  for size, axes in zip(shape, spec, strict=False):
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    chips = math.prod(mesh.shape[axis] for axis in axes)
+    if size % chips:
+      named = ' x '.join(axes)
       raise ValueError(
-        f'{name}: a dimension of {size} in {shape} cannot be split over {axis} = '
-        f'{mesh.shape[axis]}; choose a mesh whose {axis} divides it.'
+        f'{name}: a dimension of {size} in {shape} cannot be split over {named} = '
+        f'{chips}; choose a mesh whose {named} divides it.'
       )
   return spec

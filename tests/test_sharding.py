@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 import optax
 import pytest
@@ -35,8 +36,8 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
     assert jax.tree.leaves(moments) == jax.tree.leaves(found.params)
   assert adam.count.spec == found.step.spec == P()
   attn = found.params['layers']['attn']
-  assert attn['q']['kernel'].spec == P(None, 'fsdp', 'tensor')
-  assert attn['o']['kernel'].spec == P(None, 'tensor', None, 'fsdp')
+  assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
+  assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
 
 
 def test_a_leaf_without_a_rule_is_refused():
@@ -46,12 +47,33 @@ def test_a_leaf_without_a_rule_is_refused():
 
 
 def test_axes_must_be_the_devices():
-  with pytest.raises(ValueError, match='2 x 1 x 1, yet there are 1 devices'):
+  with pytest.raises(ValueError, match='2 x 1 x 1 x 1, yet there are 1 devices'):
     sharding.mesh(data=2, devices=jax.devices()[:1])
 
 
+def test_few_key_value_heads_lie_on_every_chip():
+  """2 heads cannot be split over tensor = 4, though 4 query heads can."""
+  params = jax.eval_shape(lambda: decoder.init(tiny.config('qwen2'), jax.random.key(0)))
+  where = lambda tensor: sharding.shardings(
+    params, AbstractMesh((1, 1, tensor, 1), sharding.AXES)
+  )['layers']['attn']
+  assert where(2)['k']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
+  assert where(4)['k']['kernel'].spec == P(None, ('fsdp', 'context'), None)
+  assert where(4)['v']['bias'].spec == P(None, None)
+  assert where(4)['q']['bias'].spec == P(None, 'tensor')
+  with pytest.raises(ValueError, match='attn/k/bias: a dimension of 2 .* tensor = 3'):
+    where(3)
+
+
+def test_axes_that_split_a_dimension_together_are_named_together():
+  params = {'embed': {'embedding': jax.ShapeDtypeStruct((300, 16), 'float32')}}
+  mesh = AbstractMesh((1, 4, 1, 8), sharding.AXES)
+  with pytest.raises(ValueError, match='16 in .* over fsdp x context = 32'):
+    sharding.shardings(params, mesh)
+
+
 _EIGHT = """
-import re
+import dataclasses, re
 import jax, numpy as np, optax
 jax.config.update('jax_disable_most_optimizations', True)  # Most time is compilation.
 jax.config.update('jax_num_cpu_devices', 8)
@@ -60,69 +82,86 @@ import pytest, tiny
 from agent_r1_jax import sharding, types
 from agent_r1_jax.rl import algorithms, learner
 
-config = tiny.config('qwen2')
+# Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
+config = tiny.config('qwen2', layers=1)
+config = dataclasses.replace(config, num_heads=8, vocab_size=304)
 rng = np.random.default_rng(0)
-B, T = 8, 16
-normal = lambda: rng.normal(size=(B, T)).astype(np.float32)
-# Some chips have many wanted tokens, others hardly one.
+B, T = 8, 32  # No dimension of a parameter is 32.
+normal = lambda *shape: rng.normal(size=shape or (B, T)).astype(np.float32)
+# Some chips have many wanted tokens, others hardly one; a segment is on several chips.
 action = rng.random((B, T)) < np.linspace(0.1, 0.9, B)[:, None]
 batch = types.Batch(
   tokens=rng.integers(0, config.vocab_size, (B, T)).astype(np.int32),
-  positions=np.tile(np.arange(T, dtype=np.int32) % 8, (B, 1)),
-  segment_ids=np.tile(1 + np.arange(T, dtype=np.int32) // 8, (B, 1)),
+  positions=np.tile(np.arange(T, dtype=np.int32) % 21, (B, 1)),
+  segment_ids=np.tile(1 + np.arange(T, dtype=np.int32) // 21, (B, 1)),
   action_mask=action,
   logprobs=normal() * action - 5,
   advantages=normal() * action,
   weights=(action / action.sum()).astype(np.float32),
+  values=normal(),
+  returns=normal(),
 )
 params = jax.device_get(tiny.params(config))
+params['value_head'] = {'kernel': normal(config.embed_dim, 1), 'bias': normal(1)}
 # A large eps: else Adam's first step is the gradient's sign, and noise where that is 0.
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-2))
-loss = learner.objective(algorithms.grpo(kl_coef=0.0))
-options = dict(config=config, loss=loss)
+loss = learner.objective(algorithms.ppo(), shared_critic=True)
+options = dict(config=config, loss=loss, temperature=0.7)
 
-def step(state, batch):
-  grads, _ = learner._gradient(state.params, batch, temperature=0.7, **options)
-  options_ = options | dict(optimizer=optimizer, temperature=0.7)
-  state, metrics = learner.update(state, [batch, batch], **options_)
-  return {'grads': grads, 'state': state, 'metrics': metrics}
+def gradient(params, batch):
+  program = learner._gradient.lower(params, batch, **options).compile()
+  return program(params, batch), program.as_text()
+
+def update(state, batch):
+  return learner.update(state, [batch, batch], optimizer=optimizer, **options)
+
+def same(found, want, why):
+  # To 1e-5 of the largest number of a leaf.
+  for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(want),
+                          jax.tree.leaves(found), strict=True):
+    atol = 1e-5 * np.abs(x).max()
+    np.testing.assert_allclose(y, x, rtol=0, atol=atol, err_msg=f'{why} {path}')
+
+def lies(tree, where, why):
+  named = jax.tree_util.tree_leaves_with_path(tree)
+  for (path, leaf), spec in zip(named, jax.tree.leaves(where), strict=True):
+    shape = leaf.addressable_shards[0].data.shape
+    assert shape == spec.shard_shape(leaf.shape), (why, path, shape, spec)
 
 start = lambda: learner.init(jax.tree.map(jax.numpy.array, params), optimizer)
-want = jax.device_get(step(start(), batch))
-for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2)):
+(want, want_sums), _ = jax.device_get(gradient(params, batch))
+stepped = jax.device_get(update(start(), batch))
+for sizes in (
+  (8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1),
+  (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2),
+):
   mesh = sharding.mesh(**dict(zip(sharding.AXES, sizes)))
   where = sharding.shardings(start(), mesh)
   with jax.set_mesh(mesh):
     rows = jax.device_put(batch, sharding.rows(mesh))
-    found = step(jax.device_put(start(), where), rows)
-    text = learner._gradient.lower(
-      found['state'].params, rows, temperature=0.7, **options
-    ).compile().as_text()
-  named = jax.tree_util.tree_leaves_with_path(want)
-  for (path, mine), other in zip(named, jax.tree.leaves(found)):
-    np.testing.assert_allclose(
-      other, mine, rtol=2e-5, atol=2e-6, err_msg=f'{sizes} {path}'
-    )
-  trees = ((found['grads'], where.params), (found['state'], where))
-  for tree, at in trees:
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, leaf), spec in zip(named, jax.tree.leaves(at)):
-      shape = leaf.addressable_shards[0].data.shape
-      assert shape == spec.shard_shape(leaf.shape), (sizes, path, shape, spec)
-  # Parameters are gathered, activations [B·T, ...] or [B, T, ...] never; but for what
-  # an embedding gives that is split over both of its dimensions.
+    (grads, sums), text = gradient(jax.device_put(params, where.params), rows)
+    if sizes[0] == 2:
+      after = update(jax.device_put(start(), where), rows)
+      same(after, stepped, sizes)
+      lies(after[0], where, sizes)
+  np.testing.assert_allclose(sums['loss'], want_sums['loss'], rtol=1e-6)
+  same(grads, want, sizes)
+  lies(grads, where.params, sizes)
+  # Parameters are gathered, activations [B·T, ...] or [B, T, ...] never.
+  data, fsdp, tensor, context = sizes
   gathered = re.findall(r'= (f32\\S*) all-gather', text)
-  assert gathered or sizes[1] == 1, sizes
-  whole = (f'f32[{B * T},', f'f32[{B},{T},')
-  assert sizes[2] > 1 or not [x for x in gathered if x.startswith(whole)], sizes
+  assert gathered or fsdp * context == 1, sizes
+  whole = (f'f32[{B * T},', f'f32[{B},{T},', f'f32[{B // data // fsdp},{T},')
+  assert not [x for x in gathered if x.startswith(whole)], sizes
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
-  sharding.shardings(start(), sharding.mesh(tensor=8))
+  small = jax.eval_shape(lambda: tiny.params(tiny.config()))
+  sharding.shardings(small, sharding.mesh(tensor=8))
 print('equal')
 """
 
 
 def test_eight_chips_compute_what_one_does():
-  """In data, fsdp and mixed meshes; and parameters, moments, gradients are split."""
+  """In pure and mixed meshes; and parameters, moments, gradients are split."""
   here = pathlib.Path(__file__).parent
   path = f'{here}{os.pathsep}{here.parent}'
   env = {**os.environ, 'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'}

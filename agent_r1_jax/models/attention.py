@@ -5,6 +5,7 @@ heads, G = N / K, H head dim.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -29,9 +30,56 @@ def packed(
   v_BTKH: Float[Array, 'B T K H'],
   segment_ids_BT: Int[Array, 'B T'],
 ) -> Float[Array, 'B T N H']:
-  """Causal attention inside each segment of a packed row."""
+  """Causal attention inside each segment of a packed row.
+
+  Where a mesh is set, a chip computes some heads of all tokens of its rows. Chips that
+  share a row come with some tokens of all heads: they exchange one for the other before
+  and after (all to all: DeepSpeed-Ulysses, arXiv 2309.14509). So memory is that of T /
+  context tokens, each chip has an equal part of the causal triangle, and the kernel is
+  the same. A ring of keys and values would need one that can go on from another's sums,
+  and an order of tokens in which the triangle is shared fairly.
+  """
+  mesh = sharding.active()
+  if mesh is None:
+    return _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  heads = PartitionSpec(*sharding.TOKENS, 'tensor')
+  return jax.shard_map(
+    _of_all_tokens,
+    in_specs=(heads, heads, heads, PartitionSpec(sharding.ROWS)),
+    out_specs=heads,
+    check_vma=False,
+  )(*_dealt(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), segment_ids_BT)
+
+
+def _of_all_tokens(q_BUNH, k_BUKH, v_BUKH, segment_ids_BT):
+  """On one chip, for its U = T / context tokens: attention to those of the whole row."""
+  exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
+  dealt = _dealt(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
+  q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in dealt)
+  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
+
+
+def _dealt(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
+  """The same heads so that each chip gets as many, with their keys and values.
+
+  Key-value heads are repeated: for 16 query heads, 2 key-value heads and 4 chips, twice.
+  Where query heads that share keys cannot lie together, they get keys of their own, and
+  heads of zeros fill up: 28 query heads are 32 on 8 chips.
+  """
+  N, K = q_BTNH.shape[2], k_BTKH.shape[2]
+  times = math.lcm(K, chips) // K
+  times = times if N // K % times == 0 else N // K
+  repeated = (jnp.repeat(x_BTKH, times, axis=2) for x_BTKH in (k_BTKH, v_BTKH))
+  spare = ((0, 0), (0, 0), (0, -N % chips), (0, 0))
+  q_BTNH, k_BTKH, v_BTKH = (jnp.pad(x, spare) for x in (q_BTNH, *repeated))
+  return q_BTNH, k_BTKH, v_BTKH
+
+
+def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
+  """On one chip."""
   T = q_BTNH.shape[1]
-  if sharding.platform() == 'tpu' and T % _LANES == q_BTNH.shape[3] % _LANES == 0:
+  if sharding.platform() == 'tpu' and T % _LANES == 0:
     return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
   ends = [T * (i + 1) // blocks for i in range(blocks)]
@@ -69,27 +117,21 @@ def _splash(
   # Slow to import, and there is nothing of it elsewhere.
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-  def shard(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-    T, N, H = q_BTNH.shape[1:]
-    block = next(b for b in (_SPLASH_BLOCK, 256, _LANES) if T % b == 0)
-    names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
-    sizes: dict[str, Any] = {f'block_{name}': block for name in names}
-    kernel: Any = splash.make_splash_mha_single_device(
-      splash.MultiHeadMask([splash.CausalMask((T, T))] * N),
-      block_sizes=splash.BlockSizes(**sizes),
-      interpret=interpret,
-    )
-    ids = splash.SegmentIds(segment_ids_BT, segment_ids_BT)
-    q_BTNH = q_BTNH * H**-0.5
-    heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-    return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)
-
-  if sharding.active():
-    rows = PartitionSpec(sharding.ROWS)
-    heads = PartitionSpec(sharding.ROWS, None, 'tensor')
-    specs = {'in_specs': (heads, heads, heads, rows), 'out_specs': heads}
-    shard = jax.shard_map(shard, **specs, check_vma=False)
-  return shard(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  T, N, H = q_BTNH.shape[1:]
+  block = next(b for b in (_SPLASH_BLOCK, 256, _LANES) if T % b == 0)
+  names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
+  sizes: dict[str, Any] = {f'block_{name}': block for name in names}
+  kernel: Any = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([splash.CausalMask((T, T))] * N),
+    block_sizes=splash.BlockSizes(**sizes),
+    interpret=interpret,
+  )
+  ids = splash.SegmentIds(segment_ids_BT, segment_ids_BT)
+  # Heads of fewer numbers (64 in the smallest Qwen2.5) end with zeros.
+  lanes = ((0, 0), (0, 0), (0, 0), (0, -H % _LANES))
+  whole = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
+  heads_first = (jnp.swapaxes(x, 1, 2) for x in whole)
+  return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
 
 
 def _heads_first(x_BTKH: Float[Array, 'B T K H']) -> Float[Array, 'B K T H']:

@@ -19,6 +19,7 @@ from flax import linen as nn
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from agent_r1_jax import sharding
@@ -95,11 +96,36 @@ def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   """Applies a layer to all tokens as one axis.
 
   The gradient of a kernel then contracts one axis: on CPU half the time of two, which
-  XLA first copies together.
+  XLA first copies together. Of split rows and split tokens no one axis can be made.
   """
+  if sharding.splits_rows():
+    return layer(x_BTX)
   B, T = x_BTX.shape[:2]
   y_MY = layer(x_BTX.reshape(B * T, *x_BTX.shape[2:]))
   return y_MY.reshape(B, T, *y_MY.shape[1:])
+
+
+def _looked_up(table_VD: Array, tokens_BT: Array) -> Array:
+  """Embeddings [B, T, D] of a batch's tokens, of a table that is split by its rule.
+
+  Each chip looks the tokens of all that split D up in its part, and they exchange parts
+  for tokens. Left to itself, XLA gathers the embeddings of all tokens on each chip.
+  """
+
+  def shard(table_VD, tokens_BT):
+    every_SBT = jax.lax.all_gather(tokens_BT, sharding.SPLIT)
+    every_SBT -= jax.lax.axis_index('tensor') * table_VD.shape[0]
+    here_SBT1 = ((every_SBT >= 0) & (every_SBT < table_VD.shape[0]))[..., None]
+    x_SBTD = jnp.where(here_SBT1, table_VD.at[every_SBT].get(mode='clip'), 0)
+    x_SBTD = jax.lax.psum(x_SBTD, 'tensor')
+    return jax.lax.all_to_all(x_SBTD, sharding.SPLIT, 0, 3, tiled=True)[0]
+
+  return jax.shard_map(
+    shard,
+    in_specs=(PartitionSpec('tensor', sharding.SPLIT), sharding.TOKENS),
+    out_specs=sharding.TOKENS,
+    check_vma=False,
+  )(table_VD, tokens_BT)
 
 
 class RMSNorm(nn.Module):
@@ -135,7 +161,9 @@ class Attention(nn.Module):
       k_BTKH = RMSNorm(c.norm_eps, name='k_norm')(k_BTKH)
     q_BTNH = _rope(q_BTNH, angles)
     k_BTKH = _rope(k_BTKH, angles)
-    if cache is None:
+    if self.is_initializing():
+      out_BTNH = q_BTNH  # One token, which no mesh can split; there is nothing to make.
+    elif cache is None:
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     else:
       rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
@@ -214,9 +242,11 @@ class Decoder(nn.Module):
       unroll=c.num_layers if c.num_layers <= _UNROLLED else 1,
     )
     angles = _angles(positions_BT, c)
-    x_BTD, _ = layers(c, name='layers')(
-      sharding.by_rows(embed(tokens_BT)), positions_BT, angles, segment_ids_BT
-    )
+    if self.is_initializing() or sharding.active() is None:
+      x_BTD = embed(tokens_BT)
+    else:
+      x_BTD = _looked_up(embed.embedding.astype(c.dtype), tokens_BT)
+    x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segment_ids_BT)
     x_BTD = RMSNorm(c.norm_eps, name='final_norm')(x_BTD)
     if self.is_initializing():
       if not c.tie_embeddings:

@@ -4,6 +4,7 @@ Letters: M tokens, D embed, V vocabulary, C tokens of one block.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
@@ -25,44 +26,50 @@ def block_tokens(vocab_size: int) -> int:
 
 
 def logprobs(
-  x_MD: Float[Array, 'M D'],
+  x: Float[Array, '*M D'],
   kernel_DV: Float[Array, 'D V'],
-  tokens_M: Int[Array, 'M'],
-  wanted_M: Bool[Array, 'M'],
+  tokens: Int[Array, '*M'],
+  wanted: Bool[Array, '*M'],
   temperature: float,
   block: int,
-) -> tuple[Float[Array, 'M'], Float[Array, 'M']]:
+) -> tuple[Float[Array, '*M'], Float[Array, '*M']]:
   """log π(token) and the entropy of π = softmax(x · kernel / temperature), both float32.
 
   Blocks of logits are made, used and dropped, in the backward pass again; only as many
   as the wanted tokens fill, however few of a batch those are.
 
   Args:
-    x_MD: Hidden states before each token.
-    kernel_DV: Of the head, in x_MD's type.
-    tokens_M: Whose log-probs.
-    wanted_M: Others get 0 and send no gradient.
+    x: Hidden states before each token; [B, T, D] where a mesh is set.
+    kernel_DV: Of the head, in x's type.
+    tokens: Whose log-probs.
+    wanted: Others get 0 and send no gradient.
     temperature: That the tokens were sampled at.
     block: Tokens of one block (C).
   """
-  if sharding.active() is None:
-    return _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, block)
 
-  def shard(x_MD, kernel_DV, tokens_M, wanted_M):
+  def flat(x, kernel_DV, tokens, wanted):
+    x_MD = x.reshape(-1, x.shape[-1])
+    args = (x_MD, kernel_DV, tokens.reshape(-1), wanted.reshape(-1), temperature)
+    out: Any = _logprobs(*args, min(block, x_MD.shape[0]))
+    return tuple(y_M.reshape(tokens.shape) for y_M in out)
+
+  def shard(x, kernel_DV, tokens, wanted):
     # Gathered once; the transpose scatters the gradient's sum over the same chips.
-    kernel_DV = jax.lax.all_gather(kernel_DV, 'fsdp', axis=0, tiled=True)
-    few = min(block, x_MD.shape[0])
-    return _logprobs(x_MD, kernel_DV, tokens_M, wanted_M, temperature, few)
+    kernel_DV = jax.lax.all_gather(kernel_DV, sharding.SPLIT, axis=0, tiled=True)
+    return flat(x, kernel_DV, tokens, wanted)
 
+  mesh = sharding.active()
+  if mesh is None or mesh.size == mesh.shape['tensor']:
+    return flat(x, kernel_DV, tokens, wanted)
   # The wanted tokens are sorted on each chip: among all, they would all be everywhere.
-  rows, split = PartitionSpec(sharding.ROWS), PartitionSpec('fsdp')
+  split = PartitionSpec(sharding.SPLIT)
   return jax.shard_map(
     shard,
-    in_specs=(rows, split, rows, rows),
-    out_specs=rows,
-    axis_names=set(sharding.ROWS),
+    in_specs=(sharding.TOKENS, split, sharding.TOKENS, sharding.TOKENS),
+    out_specs=(sharding.TOKENS, sharding.TOKENS),
+    axis_names={*sharding.ROWS, 'context'},
     check_vma=False,
-  )(x_MD, kernel_DV, tokens_M, wanted_M)
+  )(x, kernel_DV, tokens, wanted)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -35,13 +35,14 @@ _LLAMA3_KEYS = (
 
 
 def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
-  """Reads config.json as transformers 4 or 5 wrote it.
+  """Reads a directory's config.json, or a file like it, as transformers 4 or 5 wrote it.
 
   Raises:
     ValueError: The file is missing or broken, or asks for what the decoder does not
       compute; the message names the field.
   """
-  path = pathlib.Path(directory) / 'config.json'
+  path = pathlib.Path(directory)
+  path = path if path.suffix == '.json' else path / 'config.json'
   raw = read_json(path)
   try:
     return _parse(raw)

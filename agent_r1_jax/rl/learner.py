@@ -83,16 +83,15 @@ def token_stats(
   # The first token of a segment was given, not predicted.
   wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
   logprobs, entropy = head.logprobs(
-    x_BTD.reshape(-1, config.embed_dim),
+    x_BTD,
     decoder.head_kernel(params, config),
-    batch.tokens.reshape(-1),
-    wanted.reshape(-1),
+    batch.tokens,
+    wanted,
     temperature,
     head.block_tokens(config.vocab_size),
   )
   values = decoder.values(params, x_BTD) if 'value_head' in params else None
-  shape = batch.tokens.shape
-  stats = losses.TokenStats(logprobs.reshape(shape), entropy.reshape(shape), values)
+  stats = losses.TokenStats(logprobs, entropy, values)
   return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats)
 
 

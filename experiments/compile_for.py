@@ -1,14 +1,18 @@
 """Compiles training and sampling for TPUs that are not here: what fits, what it costs.
 
   pip install 'jax[tpu]==0.10.2'
-  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.tpu_memory \
+  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.compile_for \
     --topology=v5e:4x4 --model=qwen2.5-7b
 
+`--model` is a Hugging Face directory, a config.json, or a name in SIZES.
+
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
-learner's gradient and update are compiled for all chips of the topology (parameters over
-fsdp, float32 master parameters and AdamW, bfloat16 activations, layers rematerialised),
-the engine's feed and decode for the chips of one host, which samples from a bfloat16
-replica of its own (heads over tensor).
+learner's gradient and update are compiled for all chips of the topology (float32 master
+parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's feed and
+decode for the chips of one host, which samples from a bfloat16 replica of its own (heads
+over tensor). The mesh of training, where no flag names an axis (`mesh_for`): tensor is 1,
+context is the least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is
+as many of the other chips as can split the parameters, data is the rest.
 
 Prints one JSON line a program. GiB a chip: arguments, temporaries, outputs that are not
 an argument's memory, what else lies there meanwhile (the optimizer's state while a
@@ -17,15 +21,19 @@ memory. XLA counts the body of a loop once: its operations and bytes are those o
 layer and one block of logits for the gradient, of one token for decode, and whole for
 feed and apply; what kernels do is not in them. `estimated` are the operations of all
 layers: 2 a parameter and token, four times that for a gradient that recomputes.
+`collectives` are bytes of the results of what the chips exchange, on one chip and in one
+call, times the passes of the loops that they are in; `loops_counted_once` are loops with
+such results whose passes the compiler does not know.
 
-Expected total of the gradient, decode in GiB: v5e:4x4 3B 7.2, 7B 12.9, 12.5 of 16; a
-second micro-batch adds the sum of the gradients, as large as `outputs`. v5p:4x4x4 7B with
---rows=2 10.2 of 95.
+Expected: docs/scaling.md. A second micro-batch adds the sum of the gradients, as large as
+`outputs`.
 """
 
-import functools
+import collections
+import dataclasses
 import json
 import math
+import re
 import time
 from typing import Any
 
@@ -40,59 +48,43 @@ from agent_r1_jax import sharding, types
 from agent_r1_jax.engine import sampling
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.engine import stop as stop_lib
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
 
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('feed', 'decode')
-_QWEN = functools.partial(
-  decoder.DecoderConfig,
-  family='qwen2',
-  head_dim=128,
-  rope_theta=1e6,
-  qkv_bias=True,
-  dtype='bfloat16',
-  remat=True,
-)
-MODELS = {
-  'qwen2.5-3b': _QWEN(
-    vocab_size=151_936,
-    embed_dim=2048,
-    num_layers=36,
-    num_heads=16,
-    num_kv_heads=2,
-    mlp_dim=11_008,
-    tie_embeddings=True,
-  ),
-  'qwen2.5-7b': _QWEN(
-    vocab_size=152_064,
-    embed_dim=3584,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    mlp_dim=18_944,
-  ),
-  'tiny': _QWEN(
-    vocab_size=1024,
-    embed_dim=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    mlp_dim=256,
-  ),
+# V, D, L, N, K, H, F, tied, as in models/decoder.py: Qwen2.5, and one for the tests.
+SIZES = {
+  'qwen2.5-0.5b': (151_936, 896, 24, 14, 2, 64, 4864, True),
+  'qwen2.5-1.5b': (151_936, 1536, 28, 12, 2, 128, 8960, True),
+  'qwen2.5-3b': (151_936, 2048, 36, 16, 2, 128, 11_008, True),
+  'qwen2.5-7b': (152_064, 3584, 28, 28, 4, 128, 18_944, False),
+  'qwen2.5-14b': (152_064, 5120, 48, 40, 8, 128, 13_824, False),
+  'qwen2.5-32b': (152_064, 5120, 64, 40, 8, 128, 27_648, False),
+  'tiny': (1024, 128, 2, 4, 2, 128, 256, False),
 }
+_LONGEST = 8192  # Tokens of a row on one chip.
 _GIB = 2**30
 # HBM of a chip, as its maker says, and the chips of one host.
 _CHIP = {'v5e': 16 * _GIB, 'v5p': 95 * _GIB, 'v6e': 32 * _GIB, 'v4': 32 * _GIB}
 _HOST = {'v5e': '2x2', 'v5p': '2x2x1', 'v6e': '2x2', 'v4': '2x2x1'}
 
+_COLLECTIVE = re.compile(
+  r' = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)'
+  r'(?:-done)?\('
+)
+_ARRAY = re.compile(r'\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]')
+
 _TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'As v5p:4x4x4, v6e:8x8.')
-_MODEL = flags.DEFINE_enum('model', 'qwen2.5-3b', list(MODELS), 'Shape of the policy.')
+_MODEL = flags.DEFINE_string('model', 'qwen2.5-3b', 'Directory, config.json or name.')
 _PROGRAMS = flags.DEFINE_multi_enum(
   'program', _TRAINING + _SAMPLING, _TRAINING + _SAMPLING, 'What to compile.'
 )
 _TOKENS = flags.DEFINE_integer('tokens', 4096, 'Of a row of a micro-batch.')
 _ROWS = flags.DEFINE_integer('rows', 1, 'Of a micro-batch, on one chip.')
-_TENSOR = flags.DEFINE_integer('tensor', 1, 'Chips that share a layer in training.')
+_DATA = flags.DEFINE_integer('data', None, 'Copies of the parameters.')
+_FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
+_TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
+_CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's engine.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
@@ -120,6 +112,32 @@ def on_chip(tree: Any) -> int:
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves
   )
+
+
+def model(name: str) -> decoder.DecoderConfig:
+  """As it is trained on TPUs: bfloat16, layers rematerialised."""
+  if name in SIZES:
+    V, D, L, N, K, H, F, tied = SIZES[name]
+    config = decoder.DecoderConfig(
+      'qwen2', V, D, L, N, K, H, F, qkv_bias=True, tie_embeddings=tied
+    )
+  else:
+    config = hf_config.read(name)
+  return dataclasses.replace(config, dtype='bfloat16', remat=True)
+
+
+def mesh_for(
+  config: decoder.DecoderConfig, chips: int, tokens: int, given: dict[str, int]
+) -> dict[str, int]:
+  """Sizes of the axes by the rule at the top; those that are given stay."""
+  sizes = {**given}
+  tensor = sizes.setdefault('tensor', 1)
+  needed = math.ceil(tokens / _LONGEST)
+  context = sizes.setdefault('context', 1 << (needed - 1).bit_length())
+  left = chips // (tensor * context * sizes.get('data', 1))
+  fsdp = sizes.setdefault('fsdp', math.gcd(left, config.embed_dim // context))
+  sizes.setdefault('data', left // fsdp)
+  return sizes
 
 
 def parameters(config: decoder.DecoderConfig) -> Any:
@@ -209,11 +227,69 @@ def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
     shapes.pop('embed')  # Looked up only.
   size = sum(x.size for x in jax.tree.leaves(shapes))
   tokens = {
-    'gradient': 4 * _ROWS.value * _TOKENS.value * mesh.size / mesh.shape['tensor'],
+    'gradient': 4 * math.prod(batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape),
     'feed': _FEED_ROWS.value * _FEED.value,
     'decode': _TEXTS.value,
   }
   return 2 * size * tokens.get(program, 0) / mesh.size
+
+
+def collectives(text: str) -> tuple[dict[str, int], int]:
+  """Bytes that a program's collectives give, by kind, and how many loops counted once.
+
+  A result counts as often as the loops around it run, where the program says how often.
+  One that runs beside other work counts once: its end (-done), or, where a TPU's compiler
+  made several fusions of it, any of the pieces that share a chain.
+  """
+  inside, name, entry = collections.defaultdict(list), '', ''
+  for line in text.splitlines():
+    if head := re.match(r'(ENTRY )?%?([\w.-]+) .*{$', line):
+      name = head[2]
+      entry = name if head[1] else entry
+    inside[name].append(line)
+  chains, once = set(), set()
+
+  def of(name: str) -> collections.Counter:
+    total = collections.Counter()
+    for line in inside[name]:
+      chain = re.search(r'channel_id=(\d+),.*chain_id="(\d+)"', line)
+      piece = chain and chain.groups()
+      if (found := _COLLECTIVE.search(line)) and piece not in chains:
+        total[found[2]] += sum(map(_bytes, _ARRAY.finditer(found[1])))
+        chains.update([piece] if piece else [])
+      within = sum(map(of, _called(line)), collections.Counter())
+      passes = _passes(line, inside) if ' while(' in line else 1
+      if within and passes is None:
+        once.add(line)
+      for kind, size in within.items():
+        total[kind] += size * (passes or 1)
+    return total
+
+  return dict(of(entry)), len(once)
+
+
+def _passes(line: str, inside: dict[str, list[str]]) -> int | None:
+  """Of a loop: as XLA notes it, or the only constant of a condition that counts up."""
+  if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+    return int(noted[1])
+  condition = re.search(r'condition=%([\w.-]+)', line)
+  body = '\n'.join(inside[condition[1]]) if condition else ''
+  constants = re.findall(r' s32\[\]\S* constant\((\d+)\)', body)
+  counts_up = 'direction=LT' in body and len(constants) == 1
+  return int(constants[0]) if counts_up else None
+
+
+def _called(line: str) -> list[str]:
+  """Computations that an instruction runs."""
+  if re.search(r' async-(done|update)\(', line):
+    return []
+  lists = re.findall(r'(?:calls|body|to_apply|branch_computations)=([^=]*)', line)
+  return [name for found in lists for name in re.findall(r'%([\w.-]+)', found)]
+
+
+def _bytes(array: re.Match) -> int:
+  bits = int(''.join(c for c in array[1] if c.isdigit()) or 8)
+  return math.prod(int(n) for n in array[2].split(',') if n) * bits // 8
 
 
 def report(name: str, program: Any, elsewhere: int, chip: int) -> dict[str, Any]:
@@ -230,6 +306,7 @@ def report(name: str, program: Any, elsewhere: int, chip: int) -> dict[str, Any]
   }
   total = sum(parts.values())
   text = compiled.as_text()
+  exchanged, unknown = collectives(text)
   return {
     'program': name,
     **{f'{key}_gib': round(size / _GIB, 2) for key, size in parts.items()},
@@ -238,18 +315,23 @@ def report(name: str, program: Any, elsewhere: int, chip: int) -> dict[str, Any]
     'fits': total < chip,
     'operations': cost.get('flops'),
     'bytes': cost.get('bytes accessed'),
+    'collectives_gib': round(sum(exchanged.values()) / _GIB, 2),
+    'collectives': exchanged,
+    'loops_counted_once': unknown,
     'kernels': text.count('tpu_custom_call'),
     'compile_seconds': round(seconds, 1),
   }
 
 
 def main(_):
-  config = MODELS[_MODEL.value]
+  config = model(_MODEL.value)
   kind = _TOPOLOGY.value.split(':')[0]
   # A program for some of a topology's chips does not compile: a host is one by itself.
   devices, host = chips(_TOPOLOGY.value), chips(f'{kind}:{_HOST[kind]}')
-  tensor = _TENSOR.value
-  everyone = sharding.mesh(fsdp=len(devices) // tensor, tensor=tensor, devices=devices)
+  flags_of = {'data': _DATA, 'fsdp': _FSDP, 'tensor': _TENSOR, 'context': _CONTEXT}
+  given = {axis: flag.value for axis, flag in flags_of.items() if flag.value}
+  sizes = mesh_for(config, len(devices), _TOKENS.value, given)
+  everyone = sharding.mesh(**sizes, devices=devices)
   heads = math.gcd(len(host), config.num_kv_heads)
   one_host = sharding.mesh(data=len(host) // heads, tensor=heads, devices=host)
   optimizer = optax.chain(

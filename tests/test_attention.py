@@ -1,0 +1,60 @@
+"""models/attention.py: the kernel for TPUs, and heads dealt to chips.
+
+That chips which share a row compute what one does is in test_sharding.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agent_r1_jax.models import attention
+
+
+def inputs(B, T, N, K, H):
+  """Queries, keys, values and a slope for the result, all random."""
+  rng = np.random.default_rng(0)
+  make = lambda heads: jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32)
+  return make(N), make(K), make(K), make(N)
+
+
+@pytest.mark.parametrize('H', [128, 64])
+def test_the_kernel_for_tpus_is_the_plain_attention(H):
+  """Forward and backward, grouped queries, two segments and padding."""
+  T = 256
+  q, k, v, slope = inputs(1, T, 2, 1, H)
+  ids = jnp.asarray(np.searchsorted([100, 240], np.arange(T), 'right') + 1)[None]
+  ids = jnp.where(ids == 3, 0, ids)
+
+  def both(attend):
+    def total(q, k, v):
+      out = attend(q, k, v, ids)
+      return jnp.vdot(out, slope), out
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+
+  interpreted = lambda *args: attention._splash(*args, interpret=True)
+  mine, plain = (both(f)(q, k, v) for f in (interpreted, attention.packed))
+  for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ('heads', 'chips', 'dealt'),
+  [
+    ((4, 2), 2, (4, 2)),
+    ((16, 2), 4, (16, 4)),
+    ((28, 4), 8, (32, 32)),
+  ],
+)
+def test_each_chip_gets_heads_with_their_keys(heads, chips, dealt):
+  """Chips that compute their heads alone give together what one gives."""
+  q, k, v, _ = inputs(2, 5, *heads, 4)
+  ids = jnp.asarray([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]])
+  arrays = attention._dealt(q, k, v, chips)
+  assert (arrays[0].shape[2], arrays[1].shape[2]) == dealt
+  parts = zip(*(jnp.split(x, chips, axis=2) for x in arrays), strict=True)
+  attend = jax.jit(attention.packed)
+  out = np.concatenate([attend(*part, ids) for part in parts], axis=2)
+  whole = attend(q, k, v, ids)
+  np.testing.assert_allclose(out[:, :, : heads[0]], whole, rtol=1e-6, atol=1e-6)
