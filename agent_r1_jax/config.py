@@ -50,8 +50,9 @@ class Config:
     row_tokens: Tokens of a packed training row; 0 means `slots`.
     microbatch: Packed rows of one gradient, over all chips.
     data: Chips, or groups of them, that hold the training state each; see sharding.py.
-    fsdp: Chips that it is split over; 0 is all that data and tensor leave.
+    fsdp: Chips that it is split over; 0 is all that the other axes leave.
     tensor: Chips that share each layer, in training and in sampling.
+    context: Chips that share each training row.
     eval_every: Rollouts between evaluations; 0 evaluates at the end only.
     checkpoint_every: Rollouts between checkpoints.
     keep: Checkpoints kept.
@@ -98,6 +99,7 @@ class Config:
   data: int = 1
   fsdp: int = 0
   tensor: int = 1
+  context: int = 1
   eval_every: int = 0
   checkpoint_every: int = 20
   keep: int = 3

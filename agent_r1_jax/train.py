@@ -59,12 +59,20 @@ def make_mesh(config: Config) -> Mesh | None:
   chips = jax.device_count()
   if chips == 1:
     return None
-  fsdp = config.fsdp or max(1, chips // (config.data * config.tensor))
-  mesh = sharding.mesh(data=config.data, fsdp=fsdp, tensor=config.tensor)
+  rest = config.data * config.tensor * config.context
+  fsdp = config.fsdp or max(1, chips // rest)
+  mesh = sharding.mesh(
+    data=config.data, fsdp=fsdp, tensor=config.tensor, context=config.context
+  )
   if config.microbatch % (config.data * fsdp):
     raise ValueError(
       f'microbatch is {config.microbatch}, yet its rows lie on {config.data * fsdp} '
       'groups of chips (data x fsdp): make it a multiple of that.'
+    )
+  if (config.row_tokens or config.slots) % config.context:
+    raise ValueError(
+      f'a training row has {config.row_tokens or config.slots} tokens (row_tokens, or '
+      f'slots), which context = {config.context} must divide.'
     )
   return mesh
 
