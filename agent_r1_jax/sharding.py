@@ -33,6 +33,8 @@ ROWS = ('data', 'fsdp')
 # The first expression that is found in a leaf's path counts. Leaves of an optimizer end
 # with the path of their parameter; L, D, N, K, H, F, V as in models/decoder.py.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
+  # What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
+  (r'\bv_(row|col)/', PartitionSpec()),
   (r'\bembed/embedding$', PartitionSpec('tensor', 'fsdp')),  # V D
   (r'\blm_head/kernel$', PartitionSpec('fsdp', 'tensor')),  # D V
   (r'\battn/[qkv]/kernel$', PartitionSpec(None, 'fsdp', 'tensor')),  # L D N|K H
@@ -40,6 +42,16 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r'\battn/o/kernel$', PartitionSpec(None, 'tensor', None, 'fsdp')),  # L N H D
   (r'\bmlp/(gate|up)/kernel$', PartitionSpec(None, 'fsdp', 'tensor')),  # L D F
   (r'\bmlp/down/kernel$', PartitionSpec(None, 'tensor', 'fsdp')),  # L F D
+  # As their kernel, and the rank R on every chip: merging moves nothing.
+  (r'\battn/[qkv]/lora_a$', PartitionSpec(None, 'fsdp')),  # L D R
+  (r'\battn/[qkv]/lora_b$', PartitionSpec(None, None, 'tensor')),  # L R N|K H
+  (r'\battn/o/lora_a$', PartitionSpec(None, 'tensor')),  # L N H R
+  (r'\battn/o/lora_b$', PartitionSpec(None, None, 'fsdp')),  # L R D
+  (r'\bmlp/(gate|up)/lora_a$', PartitionSpec(None, 'fsdp')),  # L D R
+  (r'\bmlp/(gate|up)/lora_b$', PartitionSpec(None, None, 'tensor')),  # L R F
+  (r'\bmlp/down/lora_a$', PartitionSpec(None, 'tensor')),  # L F R
+  (r'\bmlp/down/lora_b$', PartitionSpec(None, None, 'fsdp')),  # L R D
+  (r'/lora_scale$', PartitionSpec()),  # L
   (r'_norm/scale$', PartitionSpec()),
   (r'\bvalue_head/(kernel|bias)$', PartitionSpec()),
 )
@@ -86,6 +98,30 @@ def rows(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def to_host(tree: Any) -> Any:
+  """The same arrays in the host's memory, split over the same devices.
+
+  It is pinned: their programs can copy it, and none but copies are meant to read it.
+  """
+  return jax.tree.map(lambda x: _moved(x, 'pinned_host'), tree)
+
+
+def to_device(tree: Any) -> Any:
+  """The inverse of `to_host`; what lies on devices is not copied."""
+  return jax.tree.map(lambda x: _moved(x, 'device'), tree)
+
+
+def as_before(tree: Any, before: Any) -> Any:
+  """`tree` in the kind of memory in which the leaves of `before` lie."""
+  return jax.tree.map(lambda x, y: _moved(x, y.sharding.memory_kind), tree, before)
+
+
+def _moved(x, kind):
+  if x.sharding.memory_kind == kind:
+    return x
+  return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
 def settled(params: Any) -> Any:
   """Parameters where their rules put them, if a mesh is set; so are their gradients.
 
@@ -123,7 +159,8 @@ def platform() -> str:
 
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-  if not shape:
+  # Optimizers put a single number where they need none.
+  if math.prod(shape) == 1:
     return PartitionSpec()
   name = jax.tree_util.keystr(path, simple=True, separator='/')
   spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)

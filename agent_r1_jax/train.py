@@ -7,11 +7,10 @@ import functools
 import itertools
 import os
 import pathlib
-import time
 from typing import Any
 
+import jax
 import numpy as np
-import optax
 
 from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax import checkpoint, evaluate, host, rollout, types, viewer
@@ -21,9 +20,10 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.rl import algorithms, episodes, learner, updates
 from agent_r1_jax.rl import experience as experience_lib
+from agent_r1_jax.rl import optimizers as optimizers_lib
 
 # What a plan of updates takes from the configuration as it is.
 _PLANNED = (
@@ -34,6 +34,7 @@ _PLANNED = (
   'reference_every',
   'sync_every',
   'seed',
+  'offload',
 )
 
 
@@ -47,7 +48,10 @@ class Config:
       is the policy as it started.
     reference_every: Steps after which the reference becomes the present policy; 0 never.
     dtype: Of activations and cache.
-    remat: Recompute activations in the backward pass.
+    remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
+    lora_rank: Of the adapters that are trained in place of all parameters; 0 is without.
+    lora_targets: Projections that get one, with commas between them.
+    lora_alpha: Adapters count lora_alpha / lora_rank times.
     seed: Of the order of tasks and of all sampling.
     steps: Rollouts, each followed by its updates.
     tasks: Of one rollout.
@@ -67,7 +71,9 @@ class Config:
     critic_learning_rate: Of the critic.
     critic_warmup: Steps in which the critic alone is updated.
     warmup: Optimizer steps of linear warm-up.
-    weight_decay: Of AdamW.
+    weight_decay: Of the optimizer, decoupled as AdamW's.
+    optimizer: Of optimizers.KINDS: 'adamw', 'adamw8' (moments of 8 bits) or 'adafactor'.
+    offload: Keep the optimizer's state in the host's memory between updates.
     clip_norm: Of the gradient of policy and critic each, over all leaves.
     rows: Episodes at a time.
     slots: Tokens of a row, at most: prompt, replies and tools together.
@@ -91,7 +97,10 @@ class Config:
   reference: str = ''
   reference_every: int = 0
   dtype: str = 'float32'
-  remat: bool = False
+  remat: str = 'none'
+  lora_rank: int = 0
+  lora_targets: str = 'q,k,v,o,gate,up,down'
+  lora_alpha: float = 16.0
   seed: int = 0
   steps: int = 100
   tasks: int = 16
@@ -110,6 +119,8 @@ class Config:
   critic_warmup: int = 0
   warmup: int = 0
   weight_decay: float = 0.0
+  optimizer: str = 'adamw'
+  offload: bool = False
   clip_norm: float = 1.0
   rows: int = 64
   slots: int = 8192
@@ -166,15 +177,6 @@ def make_driver(
   )
 
 
-def make_optimizer(config: Config, rate: float) -> optax.GradientTransformation:
-  """AdamW with a linear warm-up to `rate`, after clipping the gradient's norm."""
-  schedule = optax.linear_schedule(rate / (config.warmup + 1), rate, config.warmup)
-  return optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay),
-  )
-
-
 def epoch_tasks(
   tasks: Sequence[types.Task], start: int, n: int, seed: int
 ) -> list[types.Task]:
@@ -227,7 +229,7 @@ def run(
     label: What the progress bar calls the run.
 
   Returns:
-    The policy's parameters.
+    The policy's parameters; adapters are merged into them.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks or the
@@ -261,7 +263,7 @@ def run(
     )
 
     def evaluated(step: int) -> dict[str, float]:
-      driver.params = carry.states['policy'].params
+      driver.params = lora.merge(carry.states['policy'].params)
       ended = _counter(progress, 'evaluation', sum(map(len, (evals or {}).values())))
       played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
       return _logged(played, workdir, config, step)
@@ -270,8 +272,8 @@ def run(
     if start == 0 and config.eval_every:
       writer.write(0, evaluated(0))
     for step in range(start, config.steps):
-      clock = _Clock()
-      driver.params = carry.sampler
+      clock = metrics_lib.Clock()
+      driver.params = lora.merge(carry.sampler)
       counter = functools.partial(_counter, progress)
       collect = functools.partial(
         rollout.collect, driver, chat, policy_step=carry.sampler_step, **playing
@@ -306,7 +308,7 @@ def run(
         host = {'drawn': drawn, 'carry': carry.numbers()}
         checkpoints.save(done, carry.arrays(plan), host)
   target = pathlib.Path(workdir) / 'model'
-  params = carry.states['policy'].params
+  params = lora.merge(carry.states['policy'].params)
   weights.save(target, model, params, tokenizer_from=config.model)
   return params
 
@@ -332,6 +334,8 @@ def _check(config, tasks, algorithm) -> None:
     )
   if config.reference_every and algorithm.reads_reference:
     raise ValueError('reference_every: a teacher stays as it is; make it 0.')
+  if config.reference_every and config.reference and config.lora_rank:
+    raise ValueError('reference_every: with adapters it needs reference to be empty.')
   if config.sync_every > 1 and not algorithm.correction:
     raise ValueError(
       f'sync_every is {config.sync_every}: episodes are of an older policy, and the '
@@ -349,9 +353,16 @@ def _plan(config, model, params, algorithm) -> tuple[updates.Plan, updates.Carry
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
-  optimizers = {'policy': make_optimizer(config, config.learning_rate)}
+  if config.lora_rank:
+    targets = config.lora_targets.split(',')
+    adapters = (config.lora_rank, targets, config.lora_alpha)
+    params = lora.add(params, *adapters, jax.random.key(config.seed))
+  fields = ('warmup', 'clip_norm', 'weight_decay')
+  common = {name: getattr(config, name) for name in fields}
+  make = functools.partial(optimizers_lib.make, config.optimizer, **common)
+  optimizers = {'policy': make(config.learning_rate)}
   if own_critic:
-    optimizers['critic'] = make_optimizer(config, config.critic_learning_rate)
+    optimizers['critic'] = make(config.critic_learning_rate)
   reference_model, reference = model, None
   if config.reference:
     reference_model, reference = weights.load(config.reference, dtype='float32')
@@ -476,15 +487,3 @@ def _counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], N
 
 def _every(n: int, step: int) -> bool:
   return n > 0 and step % n == 0
-
-
-class _Clock:
-  """Seconds since the last lap."""
-
-  def __init__(self):
-    self._last = time.perf_counter()
-
-  def lap(self) -> float:
-    now = time.perf_counter()
-    seconds, self._last = now - self._last, now
-    return seconds

@@ -51,7 +51,7 @@ _QWEN = functools.partial(
   rope_theta=1e6,
   qkv_bias=True,
   dtype='bfloat16',
-  remat=True,
+  remat='full',
 )
 MODELS = {
   'qwen2.5-3b': _QWEN(

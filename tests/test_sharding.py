@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import sharding
-from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import learner
+from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.rl import learner, optimizers
 
 
 def shapes(family):
@@ -39,6 +39,29 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, 'fsdp')
 
 
+@pytest.mark.parametrize('kind', list(optimizers.KINDS))
+def test_adapters_and_every_optimizer_have_rules(kind):
+  def make():
+    params = decoder.init(tiny.config('qwen3'), jax.random.key(0), value_head=True)
+    optimizer = optimizers.make(kind, 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+    states = [learner.init(params, optimizer)]
+    adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
+    return [*states, learner.init(adapted, optimizer)]
+
+  plain, adapted = jax.eval_shape(make)
+  mesh = sharding.mesh(devices=jax.devices()[:1])
+  found = [sharding.shardings(state, mesh) for state in (plain, adapted)]
+  for state, where in zip((plain, adapted), found):
+    for leaf, at in zip(jax.tree.leaves(state), jax.tree.leaves(where)):
+      at.shard_shape(leaf.shape)  # Refuses more axes than the leaf has.
+  q, o = (found[1].params['layers']['attn'][name] for name in 'qo')
+  assert q['lora_a'].spec == P(None, 'fsdp') and q['lora_scale'].spec == P()
+  assert o['lora_a'].spec == P(None, 'tensor')
+  if kind == 'adamw8':
+    held = found[0].opt_state[1][0].mu
+    assert held.codes['layers']['attn']['q']['kernel'].spec == P(None, 'fsdp', 'tensor')
+
+
 def test_a_leaf_without_a_rule_is_refused():
   mesh = sharding.mesh(devices=jax.devices()[:1])
   with pytest.raises(ValueError, match='layers/new/kernel: no rule'):
@@ -58,6 +81,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
 from agent_r1_jax import sharding, types
+from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, learner
 
 config = tiny.config('qwen2')
@@ -87,9 +111,17 @@ def step(state, batch):
   state, metrics = learner.update(state, [batch, batch], **options_)
   return {'grads': grads, 'state': state, 'metrics': metrics}
 
-start = lambda: learner.init(jax.tree.map(jax.numpy.array, params), optimizer)
-want = jax.device_get(step(start(), batch))
-for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2)):
+def draw(path, x):
+  return 0.1 * rng.normal(size=x.shape).astype(np.float32) if 'lora_b' in path else x
+
+adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
+adapted = jax.tree_util.tree_map_with_path(
+  lambda path, x: draw(jax.tree_util.keystr(path), x), jax.device_get(adapted)
+)
+cases = [(params, sizes) for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2))]
+for params, sizes in [*cases, (adapted, (2, 2, 2))]:
+  start = lambda: learner.init(jax.tree.map(jax.numpy.array, params), optimizer)
+  want = jax.device_get(step(start(), batch))
   mesh = sharding.mesh(**dict(zip(sharding.AXES, sizes)))
   where = sharding.shardings(start(), mesh)
   with jax.set_mesh(mesh):
@@ -103,7 +135,7 @@ for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2)):
     np.testing.assert_allclose(
       other, mine, rtol=2e-5, atol=2e-6, err_msg=f'{sizes} {path}'
     )
-  trees = ((found['grads'], where.params), (found['state'], where))
+  trees = ((found['grads'], lora.split(where.params)[0]), (found['state'], where))
   for tree, at in trees:
     named = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), spec in zip(named, jax.tree.leaves(at)):

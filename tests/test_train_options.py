@@ -214,6 +214,9 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'critic_warmup': 1}, 'critic_warmup: there is no critic'),
     (_PLAIN, {'sync_every': 2}, 'sync_every is 2.*no correction'),
     (_PLAIN, {'epochs': 0}, 'epochs is 0'),
+    (_PLAIN, {'remat': 'some'}, "remat is 'some'"),
+    (_PLAIN, {'optimizer': 'sgd'}, "optimizer is 'sgd'"),
+    (_PLAIN, {'lora_rank': 2, 'lora_targets': ''}, 'lora_targets is'),
     (_PLAIN, {'privileged': lambda task: ''}, 'privileged: the algorithm has no critic'),
     (algorithms.distillation(), {}, 'reference: the algorithm learns from a teacher'),
     (

@@ -116,7 +116,7 @@ def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 
 
 class Projection(nn.Module):
-  """x · kernel (+ bias) in `dtype`, [M, *inputs] to [M, *outputs]; lora.py's if adapted."""
+  """x · kernel (+ bias) in `dtype`, [M, *inputs] to [M, *outputs]; with its adapter."""
 
   outputs: tuple[int, ...]
   dtype: str
@@ -139,7 +139,7 @@ class Projection(nn.Module):
       y = jnp.tensordot(x, kernel.astype(self.dtype), len(inputs))
     if self.use_bias:
       bias = self.param('bias', nn.initializers.zeros, self.outputs)
-      y += bias.astype(self.dtype)[None]
+      y += bias.astype(self.dtype).reshape(1, *self.outputs)
     return checkpoint_name(y, 'projection')
 
 

@@ -45,9 +45,8 @@ def add(
   params: dict[str, Any],
   rank: int,
   targets: Sequence[str],
-  key: Array,
-  *,
   alpha: float,
+  key: Array,
 ) -> dict[str, Any]:
   """Parameters with adapters; the policy is the same, for B is 0.
 
@@ -57,12 +56,12 @@ def add(
     params: Plain ones; their arrays are shared.
     rank: R, at least 1.
     targets: Of TARGETS; in any order.
-    key: Of A.
     alpha: s = alpha / rank.
+    key: Of A.
 
   Raises:
-    ValueError: A rank below 1, no or unknown targets, an alpha of 0, or there are adapters
-      already.
+    ValueError: A rank below 1, an alpha of 0, no or unknown targets, or there are
+      adapters already.
   """
   if rank < 1:
     raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
@@ -78,9 +77,9 @@ def add(
   layers = dict(params['layers'])
   for number, (name, (place, inputs)) in enumerate(TARGETS.items()):
     if name in targets:
-      new = _adapter(layers[place][name]['kernel'], inputs, rank, alpha / rank)
-      new['lora_a'] = new['lora_a'](jax.random.fold_in(key, number))
-      layers[place] = layers[place] | {name: layers[place][name] | new}
+      plain, own = layers[place][name], jax.random.fold_in(key, number)
+      adapter = _adapter(plain['kernel'].shape, inputs, rank, alpha / rank, own)
+      layers[place] = layers[place] | {name: plain | adapter}
   return params | {'layers': layers}
 
 
@@ -146,10 +145,9 @@ def _backward(saved, dy):
   last = lambda y, n: tuple(range(y.ndim - n, y.ndim))
   dx = jnp.tensordot(dy, merged, (last(dy, outputs), last(merged, outputs)))
 
-  def product(left, right, axes, dtype=jnp.float32):
+  def product(left, right, axes):
     left, right = left.astype(x.dtype), right.astype(x.dtype)
-    out = jnp.tensordot(left, right, axes, preferred_element_type=jnp.float32)
-    return out.astype(dtype)
+    return jnp.tensordot(left, right, axes, preferred_element_type=jnp.float32)
 
   dyb_MR = product(dy, b, (last(dy, outputs), last(b, outputs)))
   xa_MR = product(x, a, inputs)
@@ -174,12 +172,12 @@ def _merged(kernel, a, b, scale):
   return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
 
 
-def _adapter(kernel, inputs: int, rank: int, scale: float) -> dict[str, Any]:
-  """Leaves beside a stacked kernel; that of A waits for its key."""
-  L, into, out = kernel.shape[0], kernel.shape[1 : inputs + 1], kernel.shape[inputs + 1 :]
-  deviation = 1 / math.sqrt(math.prod(into))
+def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[str, Array]:
+  """The leaves beside a stacked kernel of this shape."""
+  L, into, out = shape[0], shape[1 : inputs + 1], shape[inputs + 1 :]
+  noise = jax.random.normal(key, (L, *into, rank))
   return {
-    'lora_a': lambda key: deviation * jax.random.normal(key, (L, *into, rank)),
+    'lora_a': noise / math.sqrt(math.prod(into)),
     'lora_b': jnp.zeros((L, rank, *out)),
     'lora_scale': jnp.full(L, scale, jnp.float32),
   }
