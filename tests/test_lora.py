@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, the dense gradient's share afterwards, merged at the end."""
+"""Adapters: nothing at first, then the dense gradient's share, merged at the end."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.models import decoder, lora, weights
-from agent_r1_jax.rl import experience, learner
+from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
 
 _ALL = tuple(lora.TARGETS)
 
@@ -155,6 +155,37 @@ def test_only_adapters_learn_and_only_they_have_moments():
   # Frozen arrays are the same ones: a reference or a critic may share them.
   scale = state.params['final_norm']['scale']
   assert scale is params['final_norm']['scale'] and not scale.is_deleted()
+
+
+def test_critic_and_reference_share_what_is_frozen():
+  make = functools.partial(optimizers.make, warmup=0, clip_norm=1.0, weight_decay=0.0)
+  plan = updates.Plan(
+    plain.CONFIG,
+    algorithms.ppo(kl_coef=0.1),
+    plain.SHAPE,
+    {'policy': make('adamw', 1e-3), 'critic': make('adamw8', 1e-3)},
+    sync_every=2,
+    reference_every=1,
+    offload=True,
+  )
+  carry = updates.start(_adapted(plain.policy()), plan)
+  policy, critic = (carry.states[name].params for name in ('policy', 'critic'))
+  for other in (critic, carry.reference, carry.sampler):
+    mine, its = (tree['layers']['mlp']['up'] for tree in (policy, other))
+    assert its['kernel'] is mine['kernel'] and its['lora_a'] is not mine['lora_a']
+    plain.equal(its, mine)
+  assert 'value_head' in lora.split(critic)[0]
+  memory = {x.sharding.memory_kind for x in jax.tree.leaves(carry.states['critic'][1])}
+  assert memory == {'pinned_host'}
+  # Nor is it in a checkpoint, and what is comes back beside it.
+  arrays = carry.arrays(plan)
+  trees = [arrays['policy'].params, arrays['reference'], arrays['sampler']]
+  for tree in trees:
+    assert tree.keys() == {'layers'}
+    assert tree['layers']['attn']['q'].keys() == {'lora_a', 'lora_b'}
+  again = carry.restored(jax.tree.map(jnp.copy, arrays), carry.numbers())
+  plain.equal(again.states, carry.states)
+  plain.equal((again.reference, again.sampler), (carry.reference, carry.sampler))
 
 
 def test_the_sampler_and_the_learner_agree():
