@@ -136,6 +136,34 @@ def test_gradients_are_the_dense_gradient_contracted():
     plain.close(found['lora_b'], db.reshape(b.shape))
 
 
+@pytest.mark.parametrize('adapters', [False, True])
+def test_what_is_recomputed_changes_no_gradient(adapters):
+  """And 'full' keeps less than 'dots', which keeps less than 'none'."""
+  params = _adapted(plain.policy()) if adapters else plain.policy()
+  batch, expected, kept = _batches()[0], None, []
+  for remat in ('none', 'dots', 'full'):
+    config = dataclasses.replace(plain.CONFIG, remat=remat)
+    options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
+    program = learner._gradient.lower(params, batch, config=config, **options).compile()
+    grads, _ = program(params, batch)
+    expected = expected or grads
+    plain.close(grads, expected)
+    kept.append(_residuals(params, config))
+  assert kept[0] > kept[1] > kept[2] > 0
+
+
+def _residuals(params, config):
+  """Numbers that the decoder's forward pass keeps for its backward pass."""
+  learned, frozen = lora.split(params)
+  text = jnp.zeros((1, 16), jnp.int32)
+
+  def hidden(learned):
+    return decoder.hidden(lora.join(learned, frozen), config, text, text, text + 1)
+
+  _, backward = jax.eval_shape(lambda p: jax.vjp(hidden, p), learned)
+  return sum(x.size for x in jax.tree.leaves(backward))
+
+
 def test_only_adapters_learn_and_only_they_have_moments():
   params = _adapted(plain.copied(plain.policy()))
   before = jax.device_get(params)

@@ -83,7 +83,7 @@ def test_rounding_is_right_on_average():
   # A step is an eighth of a number at most; its mean over 2000 is 30 times nearer.
   far = np.abs(x) > 1e-3
   np.testing.assert_allclose(mean()[far], x[far], rtol=0.02)
-  codes, scales = optimizers._rounded(x * 0, keys[0], least=2.0**-9)
+  codes, scales = optimizers._rounded(jnp.zeros_like(x), keys[0], least=2.0**-9)
   assert (np.asarray(codes, np.float32) > 0).all() and (np.asarray(scales) == 1).all()
 
 
