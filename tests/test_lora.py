@@ -136,10 +136,9 @@ def test_gradients_are_the_dense_gradient_contracted():
     plain.close(found['lora_b'], db.reshape(b.shape))
 
 
-@pytest.mark.parametrize('adapters', [False, True])
-def test_what_is_recomputed_changes_no_gradient(adapters):
+def test_what_is_recomputed_changes_no_gradient():
   """And 'full' keeps less than 'dots', which keeps less than 'none'."""
-  params = _adapted(plain.policy()) if adapters else plain.policy()
+  params = _adapted(plain.policy())
   batch, expected, kept = _batches()[0], None, []
   for remat in ('none', 'dots', 'full'):
     config = dataclasses.replace(plain.CONFIG, remat=remat)
@@ -148,8 +147,8 @@ def test_what_is_recomputed_changes_no_gradient(adapters):
     grads, _ = program(params, batch)
     expected = expected or grads
     plain.close(grads, expected)
-    kept.append(_residuals(params, config))
-  assert kept[0] > kept[1] > kept[2] > 0
+    kept.append([_residuals(p, config) for p in (params, plain.policy())])
+  assert (np.diff(kept, axis=0) < 0).all()
 
 
 def _residuals(params, config):
