@@ -430,7 +430,7 @@ def test_bfloat16_is_for_activations_only():
     state = learner.init(params, adam)
     grads, _ = learner._gradient(params, batch, **options)
     text = (batch.tokens, batch.positions, batch.segment_ids)
-    x = decoder.hidden(params, half, *text)
+    x = decoder.hidden(params, half, *map(jnp.asarray, text))
     return x, grads, learner._apply(state, grads, optimizer=adam)
 
   x, grads, state = jax.eval_shape(step, plain.policy())
