@@ -108,10 +108,10 @@ def scale_by_adam8(
     moments = (Rounded(*jax.tree.map(jnp.copy, (zeros, ones))) for _ in range(2))
     return Adam8State(jnp.zeros((), jnp.int32), *moments)
 
-  def update(grads, state, params=None):
+  def update(updates, state, params=None):
     del params
     count = state.count + 1
-    leaves, structure = jax.tree.flatten(grads)
+    leaves, structure = jax.tree.flatten(updates)
     moments = (state.mu.codes, state.mu.scales, state.root_nu.codes, state.root_nu.scales)
     columns = zip(leaves, *(structure.flatten_up_to(m) for m in moments), strict=True)
     results = []
