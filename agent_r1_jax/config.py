@@ -16,7 +16,10 @@ class Config:
       is the policy as it started.
     reference_every: Steps after which the reference becomes the present policy; 0 never.
     dtype: Of activations and cache.
-    remat: Recompute activations in the backward pass.
+    remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
+    lora_rank: Of the adapters that are trained in place of all parameters; 0 is without.
+    lora_targets: Projections that get one, with commas between them.
+    lora_alpha: Adapters count lora_alpha / lora_rank times.
     seed: Of the order of tasks and of all sampling.
     steps: Rollouts, each followed by its updates.
     tasks: Of one rollout.
@@ -36,7 +39,9 @@ class Config:
     critic_learning_rate: Of the critic.
     critic_warmup: Steps in which the critic alone is updated.
     warmup: Optimizer steps of linear warm-up.
-    weight_decay: Of AdamW.
+    weight_decay: Of the optimizer, decoupled as AdamW's.
+    optimizer: Of optimizers.KINDS: 'adamw', 'adamw8' (moments of 8 bits) or 'adafactor'.
+    offload: Keep the optimizer's state in the host's memory between updates.
     clip_norm: Of the gradient of policy and critic each, over all leaves.
     rows: Episodes at a time, on each chip (or `tensor` of them).
     slots: Tokens of a row, at most: prompt, replies and tools together.
@@ -66,7 +71,10 @@ class Config:
   reference: str = ''
   reference_every: int = 0
   dtype: str = 'float32'
-  remat: bool = False
+  remat: str = 'none'
+  lora_rank: int = 0
+  lora_targets: str = 'q,k,v,o,gate,up,down'
+  lora_alpha: float = 16.0
   seed: int = 0
   steps: int = 100
   tasks: int = 16
@@ -85,6 +93,8 @@ class Config:
   critic_warmup: int = 0
   warmup: int = 0
   weight_decay: float = 0.0
+  optimizer: str = 'adamw'
+  offload: bool = False
   clip_norm: float = 1.0
   rows: int = 64
   slots: int = 8192
@@ -131,6 +141,8 @@ def check(config: Config, algorithm: algorithms.Algorithm) -> None:
     )
   if config.reference_every and algorithm.reads_reference:
     raise ValueError('reference_every: a teacher stays as it is; make it 0.')
+  if config.reference_every and config.reference and config.lora_rank:
+    raise ValueError('reference_every: with adapters it needs reference to be empty.')
   if config.sync_every > 1 and not algorithm.correction:
     raise ValueError(
       f'sync_every is {config.sync_every}: episodes are of an older policy, and the '

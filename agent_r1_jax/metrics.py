@@ -443,3 +443,16 @@ def _cell(cell: Count | float | str) -> str:
 def _decimal(value: float) -> str:
   text = f'{value:.3f}'
   return text[1:] if text.startswith('0.') else text
+
+
+class Clock:
+  """Seconds since the last lap."""
+
+  def __init__(self):
+    self._last = time.perf_counter()
+
+  def lap(self) -> float:
+    """Seconds since this was called last, or since the clock was made."""
+    now = time.perf_counter()
+    seconds, self._last = now - self._last, now
+    return seconds

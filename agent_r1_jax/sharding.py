@@ -41,6 +41,8 @@ SPLIT = ('fsdp', 'context')  # D of parameters
 # The first expression that is found in a leaf's path counts. Leaves of an optimizer end
 # with the path of their parameter; L, D, N, K, H, F, V as in models/decoder.py.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
+  # What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
+  (r'\bv_(row|col)/', PartitionSpec()),
   (r'\bembed/embedding$', PartitionSpec('tensor', SPLIT)),  # V D
   (r'\blm_head/kernel$', PartitionSpec(SPLIT, 'tensor')),  # D V
   (r'\battn/[qkv]/kernel$', PartitionSpec(None, SPLIT, 'tensor')),  # L D N|K H
@@ -48,12 +50,22 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r'\battn/o/kernel$', PartitionSpec(None, 'tensor', None, SPLIT)),  # L N H D
   (r'\bmlp/(gate|up)/kernel$', PartitionSpec(None, SPLIT, 'tensor')),  # L D F
   (r'\bmlp/down/kernel$', PartitionSpec(None, 'tensor', SPLIT)),  # L F D
+  # As their kernel, and the rank R on every chip: merging moves nothing.
+  (r'\battn/[qkv]/lora_a$', PartitionSpec(None, SPLIT)),  # L D R
+  (r'\battn/[qkv]/lora_b$', PartitionSpec(None, None, 'tensor')),  # L R N|K H
+  (r'\battn/o/lora_a$', PartitionSpec(None, 'tensor')),  # L N H R
+  (r'\battn/o/lora_b$', PartitionSpec(None, None, SPLIT)),  # L R D
+  (r'\bmlp/(gate|up)/lora_a$', PartitionSpec(None, SPLIT)),  # L D R
+  (r'\bmlp/(gate|up)/lora_b$', PartitionSpec(None, None, 'tensor')),  # L R F
+  (r'\bmlp/down/lora_a$', PartitionSpec(None, 'tensor')),  # L F R
+  (r'\bmlp/down/lora_b$', PartitionSpec(None, None, SPLIT)),  # L R D
+  (r'/lora_scale$', PartitionSpec()),  # L
   (r'_norm/scale$', PartitionSpec()),
   (r'\bvalue_head/(kernel|bias)$', PartitionSpec()),
 )
 # Fewer key-value heads than `tensor`, which they divide, lie on every chip: they are
 # small, and attention takes of them what a chip's query heads need.
-_KEYS_VALUES = re.compile(r'\battn/[kv]/(kernel|bias)$')
+_KEYS_VALUES = re.compile(r'\battn/[kv]/(kernel|bias|lora_b)$')
 
 
 def mesh(
@@ -121,6 +133,19 @@ def placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
     return jax.make_array_from_callback(x.shape, where, lambda at: x[at])
 
   return place
+
+
+def placed(params: Any, mesh: Mesh | None) -> Any:
+  """Parameters of which some are new, and each process has them whole: on the mesh."""
+  if mesh is None:
+    return params
+  place = placer(mesh)
+
+  def leaf(path, x):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    return x if isinstance(x.sharding, NamedSharding) else place(name, np.asarray(x))
+
+  return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def put_rows(batch: Any) -> Any:
@@ -237,6 +262,30 @@ def _gathered(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(leaf, params)
 
 
+def to_host(tree: Any) -> Any:
+  """The same arrays in the host's memory, split over the same devices.
+
+  It is pinned: their programs can copy it, and none but copies are meant to read it.
+  """
+  return jax.tree.map(lambda x: _moved(x, 'pinned_host'), tree)
+
+
+def to_device(tree: Any) -> Any:
+  """The inverse of `to_host`; what lies on devices is not copied."""
+  return jax.tree.map(lambda x: _moved(x, 'device'), tree)
+
+
+def as_before(tree: Any, before: Any) -> Any:
+  """`tree` in the kind of memory in which the leaves of `before` lie."""
+  return jax.tree.map(lambda x, y: _moved(x, y.sharding.memory_kind), tree, before)
+
+
+def _moved(x, kind):
+  if x.sharding.memory_kind == kind:
+    return x
+  return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
 def settled(params: Any) -> Any:
   """Parameters where their rules put them, if a mesh is set; so are their gradients.
 
@@ -273,7 +322,8 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-  if not shape:
+  # Optimizers put a single number where they need none.
+  if math.prod(shape) == 1:
     return PartitionSpec()
   spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
   if spec is None:
@@ -281,6 +331,9 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
   tensor = mesh.shape['tensor']
   if _KEYS_VALUES.search(name) and shape[-2] < tensor and tensor % shape[-2] == 0:
     spec = PartitionSpec(*(None if axes == 'tensor' else axes for axes in spec))
+  # As in the scales of moments, one a row of the last axis.
+  dimensions = zip(shape, spec, strict=False)
+  spec = PartitionSpec(*(None if size == 1 else axes for size, axes in dimensions))
   for size, axes in zip(shape, spec, strict=False):
     axes = (axes,) if isinstance(axes, str) else axes or ()
     chips = math.prod(mesh.shape[axis] for axis in axes)

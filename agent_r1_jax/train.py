@@ -7,13 +7,11 @@ import functools
 import itertools
 import os
 import pathlib
-import time
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 import numpy as np
-import optax
 
 from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax import config as config_lib
@@ -29,15 +27,17 @@ from agent_r1_jax import (
   types,
   viewer,
 )
+from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rl import experience as experience_lib
+from agent_r1_jax.rl import optimizers as optimizers_lib
 
 Config = config_lib.Config
 
@@ -50,6 +50,7 @@ _PLANNED = (
   'reference_every',
   'sync_every',
   'seed',
+  'offload',
 )
 
 
@@ -120,15 +121,6 @@ def make_driver(
   )
 
 
-def make_optimizer(config: Config, rate: float) -> optax.GradientTransformation:
-  """AdamW with a linear warm-up to `rate`, after clipping the gradient's norm."""
-  schedule = optax.linear_schedule(rate / (config.warmup + 1), rate, config.warmup)
-  return optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay),
-  )
-
-
 def play(
   config: Config,
   model: str | os.PathLike,
@@ -169,7 +161,7 @@ def run(
     label: What the progress bar calls the run.
 
   Returns:
-    The policy's parameters.
+    The policy's parameters; adapters are merged into them.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks or the
@@ -208,7 +200,7 @@ def run(
       if at.written < 0 and config.eval_every and not at.unwritten:
         kept.write(evaluated())
       while at.unwritten or at.step < config.steps:
-        clock = _Clock()
+        clock = metrics_lib.Clock()
         if not at.unwritten:
           driver.params = carry.sampler
           collect = functools.partial(
@@ -258,7 +250,7 @@ def run(
       kept.checkpoints.wait()
       raise preemption.Preempted from None
   target = pathlib.Path(workdir) / 'model'
-  params = carry.states['policy'].params
+  params = lora.merge(carry.states['policy'].params)
   weights.save(target, model, params, tokenizer_from=config.model)
   return params
 
@@ -270,9 +262,17 @@ def _plan(
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
-  optimizers = {'policy': make_optimizer(config, config.learning_rate)}
+  if config.lora_rank:
+    targets = config.lora_targets.split(',')
+    adapters = (config.lora_rank, targets, config.lora_alpha)
+    params = lora.add(params, *adapters, jax.random.key(config.seed))
+    params = sharding.placed(params, mesh)
+  fields = ('warmup', 'clip_norm', 'weight_decay')
+  common = {name: getattr(config, name) for name in fields}
+  make = functools.partial(optimizers_lib.make, config.optimizer, **common)
+  optimizers = {'policy': make(config.learning_rate)}
   if own_critic:
-    optimizers['critic'] = make_optimizer(config, config.critic_learning_rate)
+    optimizers['critic'] = make(config.critic_learning_rate)
   reference_model, reference = model, None
   if config.reference:
     place = sharding.placer(mesh)
@@ -376,15 +376,3 @@ def _counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], N
 
 def _every(n: int, step: int) -> bool:
   return n > 0 and step % n == 0
-
-
-class _Clock:
-  """Seconds since the last lap."""
-
-  def __init__(self):
-    self._last = time.perf_counter()
-
-  def lap(self) -> float:
-    now = time.perf_counter()
-    seconds, self._last = now - self._last, now
-    return seconds

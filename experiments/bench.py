@@ -51,7 +51,7 @@ def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **k
   )
 
 
-_BFLOAT16: dict[str, Any] = {'dtype': 'bfloat16', 'remat': True, 'tie_embeddings': True}
+_BFLOAT16: dict[str, Any] = {'dtype': 'bfloat16', 'remat': 'full', 'tie_embeddings': True}
 SHAPES = {
   'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
   's5': _shape(4, 256, 8, 2, 32, 704, 4096, qkv_bias=True),

@@ -123,7 +123,7 @@ def model(name: str) -> decoder.DecoderConfig:
     )
   else:
     config = hf_config.read(name)
-  return dataclasses.replace(config, dtype='bfloat16', remat=True)
+  return dataclasses.replace(config, dtype='bfloat16', remat='full')
 
 
 def mesh_for(

@@ -83,7 +83,7 @@ INSTRUCT = Setting(
   rag_k=5,
   reward=qa.paper_reward,
   kl=0.001,
-  config=train.Config(dtype='bfloat16', remat=True, eval_every=20),
+  config=train.Config(dtype='bfloat16', remat='full', eval_every=20),
 )
 
 _DATA = flags.DEFINE_string('data', 'data/hotpotqa', 'Of corpus and train.jsonl.gz.')

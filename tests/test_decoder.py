@@ -115,7 +115,7 @@ def test_init_makes_the_tree_that_load_reads(family):
 def test_config_reaches_the_forward_pass():
   """remat gives the same logits, bfloat16 activations bfloat16-close ones."""
   config, params, ((tokens, expected), *_) = _model('qwen3')
-  remat = _logits(params, dataclasses.replace(config, remat=True), [tokens])[0]
+  remat = _logits(params, dataclasses.replace(config, remat='full'), [tokens])[0]
   _assert_close(remat[:48], expected)
   half = _logits(params, dataclasses.replace(config, dtype='bfloat16'), [tokens])[0]
   error = np.abs(half[:48] - expected).max() / np.abs(expected).max()

@@ -1,5 +1,6 @@
 """The learner: layouts do not matter, and only what has a weight does."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -12,6 +13,7 @@ import plain
 import pytest
 
 from agent_r1_jax import types
+from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, experience, learner, losses, packing
 from agent_r1_jax.rl import kl as kl_lib
 
@@ -416,3 +418,22 @@ def test_updates_make_good_actions_likelier():
   assert history[-1]['loss'] < -0.01
   after = replies(state)
   assert after[0].sum() > before[0].sum() and after[1].sum() < before[1].sum()
+
+
+def test_bfloat16_is_for_activations_only():
+  """Parameters, gradients and moments are float32; so is what is stored between."""
+  half = dataclasses.replace(plain.CONFIG, dtype='bfloat16')
+  options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': 1.0, 'config': half}
+  adam, (batch, *_) = optax.adam(1e-3), _batches()
+
+  def step(params):
+    state = learner.init(params, adam)
+    grads, _ = learner._gradient(params, batch, **options)
+    text = (batch.tokens, batch.positions, batch.segment_ids)
+    x = decoder.hidden(params, half, *map(jnp.asarray, text))
+    return x, grads, learner._apply(state, grads, optimizer=adam)
+
+  x, grads, state = jax.eval_shape(step, plain.policy())
+  assert x.dtype == jnp.bfloat16
+  for leaf in jax.tree.leaves((grads, state.params, state.opt_state[0].mu)):
+    assert leaf.dtype == jnp.float32

@@ -247,3 +247,10 @@ class TestTable:
   def test_an_unknown_column_is_a_mistake(self):
     with pytest.raises(ValueError, match="row 'GRPO' has ..out"):
       metrics.table({'GRPO': {'out': 0.1}}, ['in'])
+
+
+def test_a_lap_ends_where_the_next_begins(monkeypatch):
+  times = iter([1.0, 3.0, 3.5])
+  monkeypatch.setattr(metrics.time, 'perf_counter', lambda: next(times))
+  clock = metrics.Clock()
+  assert [clock.lap(), clock.lap()] == [2.0, 0.5]

@@ -13,8 +13,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import sharding
-from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import learner
+from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.rl import learner, optimizers
 
 
 def shapes(family):
@@ -38,6 +38,31 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   attn = found.params['layers']['attn']
   assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
+
+
+@pytest.mark.parametrize('kind', list(optimizers.KINDS))
+def test_adapters_and_every_optimizer_have_rules(kind):
+  def make():
+    params = decoder.init(tiny.config('qwen3'), jax.random.key(0), value_head=True)
+    optimizer = optimizers.make(kind, 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+    states = [learner.init(params, optimizer)]
+    adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
+    return [*states, learner.init(adapted, optimizer)]
+
+  plain, adapted = jax.eval_shape(make)
+  mesh = sharding.mesh(devices=jax.devices()[:1])
+  found = [sharding.shardings(state, mesh) for state in (plain, adapted)]
+  for state, where in zip((plain, adapted), found):
+    for leaf, at in zip(jax.tree.leaves(state), jax.tree.leaves(where)):
+      at.shard_shape(leaf.shape)  # Refuses more axes than the leaf has.
+  q, o = (found[1].params['layers']['attn'][name] for name in 'qo')
+  assert q['lora_a'].spec == P(None, ('fsdp', 'context')) and q['lora_scale'].spec == P()
+  assert o['lora_a'].spec == P(None, 'tensor')
+  if kind == 'adamw8':
+    held = found[0].opt_state[1][0].mu
+    assert held.codes['layers']['attn']['q']['kernel'].spec == P(
+      None, ('fsdp', 'context'), 'tensor'
+    )
 
 
 def test_a_leaf_without_a_rule_is_refused():

@@ -214,6 +214,9 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'critic_warmup': 1}, 'critic_warmup: there is no critic'),
     (_PLAIN, {'sync_every': 2}, 'sync_every is 2.*no correction'),
     (_PLAIN, {'epochs': 0}, 'epochs is 0'),
+    (_PLAIN, {'remat': 'some'}, "remat is 'some'"),
+    (_PLAIN, {'optimizer': 'sgd'}, "optimizer is 'sgd'"),
+    (_PLAIN, {'lora_rank': 2, 'lora_targets': ''}, 'lora_targets is'),
     (_PLAIN, {'privileged': lambda task: ''}, 'privileged: the algorithm has no critic'),
     (algorithms.distillation(), {}, 'reference: the algorithm learns from a teacher'),
     (
@@ -245,3 +248,28 @@ def test_a_teacher_of_another_vocabulary_is_refused(model, tmp_path):
     _run(
       model, tmp_path / 'run', algorithms.distillation(), reference=str(tmp_path / 'wide')
     )
+
+
+def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):
+  """With moments of 8 bits in the host's memory, and a KL to the base."""
+  options = {'lora_rank': 2, 'lora_targets': 'q,o,up', 'learning_rate': 3e-2}
+  options |= {'optimizer': 'adamw8', 'offload': True, 'checkpoint_every': 2}
+  run = functools.partial(_run, model, algorithm=algorithms.grpo(kl_coef=0.01))
+  whole, lines = run(workdir=tmp_path / 'whole', steps=4, **options)
+  run(workdir=tmp_path / 'parts', steps=2, **options)
+  resumed, _ = run(workdir=tmp_path / 'parts', steps=4, **options)
+  test_train._assert_equal(resumed, whole)
+  assert test_train._numbers(tmp_path / 'parts') == test_train._numbers(
+    tmp_path / 'whole'
+  )
+  test_train._assert_equal(weights.load(tmp_path / 'whole' / 'model')[1], whole)
+  before = weights.load(model)[1]
+  assert jax.tree.structure(before) == jax.tree.structure(whole)
+  named = jax.tree_util.tree_leaves_with_path(before)
+  changed = {
+    jax.tree_util.keystr(path, simple=True, separator='/')
+    for (path, old), new in zip(named, jax.tree.leaves(whole))
+    if not np.array_equal(old, new)
+  }
+  assert changed == {f'layers/{x}/kernel' for x in ('attn/q', 'attn/o', 'mlp/up')}
+  assert abs(lines[0]['train/kl']) < 1e-6 < abs(lines[-1]['train/kl'])

@@ -19,7 +19,7 @@ from agent_r1_jax.engine import grammar as grammar_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, lora
 
 
 def key(*parts: int | str) -> np.ndarray:
@@ -32,7 +32,7 @@ class Driver:
   """Runs episodes on the rows of one or several replicas of the policy.
 
   Attributes:
-    params: Of the policy; assign new ones between runs.
+    params: Of the policy, with or without adapters; assign new ones between runs.
     sampling: How tokens are chosen; may be changed between runs.
     grammar: What a reply may say; may be changed between runs. None allows all.
     interrupted: Asked while a run goes on; True ends it with replica.PreemptedError.
@@ -167,7 +167,7 @@ class Driver:
     if self.params is not self._copied:
       for replica in self.replicas:
         replica.params = {}  # Else there would be room for two copies.
-      used = decoder.cast(self.params, self.config)
+      used = decoder.cast(lora.merge(self.params), self.config)
       if self.mesh is None or self._parts is None:
         copies = [used]
       else:

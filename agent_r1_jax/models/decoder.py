@@ -18,17 +18,24 @@ from typing import Any
 from flax import linen as nn
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from agent_r1_jax import sharding
-from agent_r1_jax.models import attention
+from agent_r1_jax.models import attention, lora
 
 Params = dict[str, Any]
 # Stacks of this many layers are compiled as such: a scan's residuals are copied into
 # one array and out of it, 15 % of a small model's gradient.
 _UNROLLED = 8
+# What is kept of a layer for its backward pass; None is without jax.checkpoint.
+_REMAT: dict[str, Any] = {
+  'none': None,
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.save_only_these_names('projection'),
+}
 # One (k, v) pair a layer, each [B, K, S, H].
 Cache = tuple[tuple[Array, Array], ...]
 
@@ -43,7 +50,9 @@ class DecoderConfig:
       'original_max_position_embeddings'}, or None.
     max_positions: The longest context the model was made for.
     dtype: Of activations and of the cache; parameters are cast where they are used.
-    remat: Recompute each layer's activations in the backward pass.
+    remat: What of a layer's activations is recomputed in the backward pass: 'none';
+      'full', all but its input; 'dots', all but what its projections give, so that no
+      projection is computed twice. docs/memory.md has what each costs.
   """
 
   family: str
@@ -62,7 +71,11 @@ class DecoderConfig:
   tie_embeddings: bool = False
   max_positions: int = 32_768
   dtype: str = 'float32'
-  remat: bool = False
+  remat: str = 'none'
+
+  def __post_init__(self):
+    if self.remat not in _REMAT:
+      raise ValueError(f'remat is {self.remat!r}; give one of {tuple(_REMAT)}.')
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Array, 'half']:
@@ -128,6 +141,35 @@ def _looked_up(table_VD: Array, tokens_BT: Array) -> Array:
   )(table_VD, tokens_BT)
 
 
+class Projection(nn.Module):
+  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs]; with its adapter."""
+
+  outputs: tuple[int, ...]
+  dtype: str
+  input_axes: int = 1
+  use_bias: bool = False
+  kernel_init: Callable[..., Array] = nn.initializers.lecun_normal()
+
+  @nn.compact
+  def __call__(self, x):
+    inputs = x.shape[-self.input_axes :]
+
+    def init(key, shape):
+      flat = (math.prod(inputs), math.prod(self.outputs))
+      return self.kernel_init(key, flat).reshape(shape)
+
+    x = x.astype(self.dtype)
+    kernel = self.param('kernel', init, inputs + self.outputs)
+    if self.has_variable('params', 'lora_a'):
+      y = lora.project(x, kernel, *(self.get_variable('params', n) for n in lora.LEAVES))
+    else:
+      y = jnp.tensordot(x, kernel.astype(self.dtype), self.input_axes)
+    if self.use_bias:
+      bias = self.param('bias', nn.initializers.zeros, self.outputs).astype(self.dtype)
+      y += jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+    return checkpoint_name(y, 'projection')
+
+
 class RMSNorm(nn.Module):
   """x / rms(x) * scale, computed in float32."""
 
@@ -152,7 +194,7 @@ class Attention(nn.Module):
   def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT, cache):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
-    project = functools.partial(nn.DenseGeneral, dtype=c.dtype, use_bias=c.qkv_bias)
+    project = functools.partial(Projection, dtype=c.dtype, use_bias=c.qkv_bias)
     q_BTNH = _merged(project((c.num_heads, c.head_dim), name='q'), x_BTD)
     k_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
     v_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
@@ -174,14 +216,7 @@ class Attention(nn.Module):
       cache = (k_BKSH, v_BKSH)
       out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
-    out = nn.DenseGeneral(
-      c.embed_dim,
-      axis=(-2, -1),
-      use_bias=False,
-      dtype=c.dtype,
-      kernel_init=init,
-      name='o',
-    )
+    out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
     return _merged(out, out_BTNH), cache
 
 
@@ -194,10 +229,10 @@ class MLP(nn.Module):
   def __call__(self, x_BTD):
     """Down(silu(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
     c = self.config
-    dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype)
-    gate, up = dense(c.mlp_dim, name='gate'), dense(c.mlp_dim, name='up')
+    gate = Projection((c.mlp_dim,), c.dtype, name='gate')
+    up = Projection((c.mlp_dim,), c.dtype, name='up')
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
-    down = dense(c.embed_dim, kernel_init=init, name='down')
+    down = Projection((c.embed_dim,), c.dtype, kernel_init=init, name='down')
     return _merged(lambda x_MD: down(nn.silu(gate(x_MD)) * up(x_MD)), x_BTD)
 
 
@@ -232,7 +267,8 @@ class Decoder(nn.Module):
     embed = nn.Embed(
       c.vocab_size, c.embed_dim, dtype=c.dtype, embedding_init=init, name='embed'
     )
-    block = nn.remat(Block, prevent_cse=False) if c.remat else Block
+    policy = _REMAT[c.remat]
+    block = nn.remat(Block, prevent_cse=False, policy=policy) if policy else Block
     layers = nn.scan(
       block,
       variable_axes={'params': 0},

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import sharding, types
-from agent_r1_jax.models import decoder, head
+from agent_r1_jax.models import decoder, head, lora
 from agent_r1_jax.rl import algorithms, losses
 
 # What a batch says of each token and a loss may read.
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
 
   Attributes:
     params: Of one model; a 'value_head' in a policy's makes its critic a second head.
-    opt_state: Of optax.
+    opt_state: Of optax, for what lora.split says is learned: all but of adapters.
     step: Updates so far, int32 [].
   """
 
@@ -57,7 +57,7 @@ class NotFiniteError(FloatingPointError):
 def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> TrainState:
   """A TrainState at step 0; on the mesh that is set, with the parameters."""
   step = lambda: jnp.zeros((), jnp.int32)
-  opt_state = sharding.built(optimizer.init, params)
+  opt_state = sharding.built(optimizer.init, lora.split(params)[0])
   return TrainState(params, opt_state, sharding.built(step))
 
 
@@ -171,7 +171,9 @@ def update(
   """One optimizer step on the sum of the micro-batches' gradients.
 
   Args:
-    state: Donated.
+    state: Donated, but for what is frozen: that may be shared with other models. If
+      opt_state lies in the host's memory (sharding.to_host), so does the new one; it is
+      on the device only while it is updated.
     batches: Micro-batches of one shape; their weights add up over all of them.
     config: Of the model.
     loss: (TokenStats, Batch) -> this micro-batch's share of the loss, and numbers a token
@@ -210,7 +212,11 @@ def update(
   metrics = {name: float(x) / weight if weight else 0.0 for name, x in sums.items()}
   metrics['loss'] = value
   metrics['grad_norm'] = float(np.sqrt(sum(n**2 for n in jax.tree.leaves(norms))))
-  return _apply(state, grads, optimizer=optimizer), metrics
+  learned, frozen = lora.split(state.params)
+  opt_state = sharding.to_device(state.opt_state)
+  new = _apply(TrainState(learned, opt_state, state.step), grads, optimizer=optimizer)
+  opt_state = sharding.as_before(new.opt_state, state.opt_state)
+  return TrainState(lora.join(new.params, frozen), opt_state, new.step), metrics
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))
@@ -218,8 +224,10 @@ def _gradient(params, batch, *, config, loss, temperature):
   # Whatever the loss, a token without weight sends no gradient, not even 0 · NaN.
   wanted = batch.weights != 0
   counted = lambda x: jnp.where(wanted, x, 0.0)
+  learned, frozen = lora.split(params)
 
-  def objective(params):
+  def objective(learned):
+    params = lora.join(learned, frozen)
     stats = token_stats(
       params, batch, config=config, temperature=temperature, wanted=wanted
     )
@@ -229,7 +237,7 @@ def _gradient(params, batch, *, config, loss, temperature):
     sums = {name: losses.weighted(x, batch.weights) for name, x in watched.items()}
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 
-  (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(params)
+  (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
   return grads, sums
 
 

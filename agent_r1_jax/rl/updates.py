@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import sharding, types
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, lora
 from agent_r1_jax.rl import algorithms, experience, learner
 from agent_r1_jax.rl import kl as kl_lib
 
@@ -38,6 +38,7 @@ class Plan:
     reference_every: Rollouts after which the policy becomes the reference; 0 never.
     sync_every: Rollouts between two hand-overs of the policy to the engine.
     seed: Of the order of trajectories.
+    offload: Whether optimizers' states lie in the host's memory between updates.
   """
 
   model: decoder.DecoderConfig
@@ -52,6 +53,7 @@ class Plan:
   reference_every: int = 0
   sync_every: int = 1
   seed: int = 0
+  offload: bool = False
 
   @property
   def shared_critic(self) -> bool:
@@ -74,7 +76,7 @@ class Carry:
   Attributes:
     states: 'policy', and 'critic' where that is a model of its own.
     reference: The reference policy's parameters, where there is one.
-    sampler: The engine's parameters.
+    sampler: The engine's parameters; adapters are not merged into them yet.
     sampler_step: The rollouts that they had learned from.
     kl_coef: Of the algorithm's KL term.
     step: Rollouts learned from.
@@ -89,22 +91,28 @@ class Carry:
 
   def arrays(self, plan: Plan) -> dict[str, Any]:
     """What a checkpoint must hold; what can be loaded or derived again is not in it."""
-    reference = {'reference': self.reference} if plan.reference_every else {}
-    sampler = {'sampler': self.sampler} if plan.sync_every > 1 else {}
-    return dict(self.states) | reference | sampler
+    learned = lambda params: lora.split(params)[0]
+    reference = {'reference': learned(self.reference)} if plan.reference_every else {}
+    sampler = {'sampler': learned(self.sampler)} if plan.sync_every > 1 else {}
+    states = {n: s._replace(params=learned(s.params)) for n, s in self.states.items()}
+    return states | reference | sampler
 
   def numbers(self) -> dict[str, Any]:
     """The rest of a checkpoint."""
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
   def restored(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'Carry':
-    """What a checkpoint held."""
-    return Carry(
-      {name: arrays[name] for name in self.states},
-      arrays.get('reference', self.reference),
-      arrays.get('sampler', arrays['policy'].params),
-      **numbers,
-    )
+    """What a checkpoint held, beside what is frozen here."""
+    states = {}
+    for name, state in self.states.items():
+      params = _beside(arrays[name].params, state.params)
+      states[name] = arrays[name]._replace(params=params)
+    reference, sampler = self.reference, states['policy'].params
+    if 'reference' in arrays:
+      reference = _beside(arrays['reference'], reference)
+    if 'sampler' in arrays:
+      sampler = _beside(arrays['sampler'], sampler)
+    return Carry(states, reference, sampler, **numbers)
 
 
 def start(
@@ -112,7 +120,9 @@ def start(
 ) -> Carry:
   """Before the first rollout.
 
-  A critic of its own starts as a copy of the policy with a value head of zeros.
+  A critic of its own starts as a copy of the policy with a value head of zeros. With
+  adapters only they are copied: policy, critic and reference share the frozen kernels,
+  and the reference's adapters stay as they start, where they change nothing.
 
   Args:
     params: Of the policy.
@@ -120,12 +130,15 @@ def start(
     reference: Another reference policy than the policy as it starts.
   """
   if reference is None and plan.algorithm.needs_reference:
-    reference = jax.tree.map(jnp.copy, params)
+    reference = _copied(params)
   models = {'policy': params}
   if 'critic' in plan.optimizers:
     head = sharding.built(functools.partial(_value_head, plan.model))
-    models['critic'] = jax.tree.map(jnp.copy, params) | head
+    models['critic'] = _copied(params) | head
   states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
+  if plan.offload:
+    for name, state in states.items():
+      states[name] = state._replace(opt_state=sharding.to_host(state.opt_state))
   coef = plan.algorithm.kl.coef if plan.algorithm.kl else 0.0
   return Carry(states, reference, _handed(params, plan), kl_coef=coef)
 
@@ -176,7 +189,7 @@ def learn(
   carry.step += 1
   params = carry.states['policy'].params
   if plan.reference_every and carry.step % plan.reference_every == 0:
-    carry.reference = jax.tree.map(jnp.copy, params)
+    carry.reference = _copied(params)
   if carry.step % plan.sync_every == 0:
     carry.sampler, carry.sampler_step = _handed(params, plan), carry.step
   return carry, metrics
@@ -191,7 +204,18 @@ def _value_head(model):
 
 def _handed(params, plan):
   """The engine's parameters: a copy if an update comes before the next hand-over."""
-  return params if plan.sync_every == 1 else jax.tree.map(jnp.copy, params)
+  return params if plan.sync_every == 1 else _copied(params)
+
+
+def _copied(params):
+  """What an update would use up is copied, what is frozen is shared."""
+  learned, frozen = lora.split(params)
+  return lora.join(jax.tree.map(jnp.copy, learned), frozen)
+
+
+def _beside(learned, params):
+  """`params` with other numbers where they are learned."""
+  return lora.join(learned, lora.split(params)[1])
 
 
 def _update(carry, lived, plan) -> dict[str, float]:

@@ -1,0 +1,199 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): W + s · A · B, of which A and B learn.
+
+An adapter is three leaves beside the kernel that it adapts:
+
+  {'kernel': [L, D, N, H], 'lora_a': [L, D, R], 'lora_b': [L, R, N, H], 'lora_scale': [L]}
+
+so that sharding, checkpoints and optimizers see ordinary parameters. `merge` gives plain
+ones, for export and for the engine.
+
+The sampler and the learner must compute with the same numbers, so `project` makes the
+same merged kernel that `merge` makes, one projection at a time, and not x · A · B beside
+x · W. What that costs, for M tokens and a kernel of D x F:
+
+- forward: 2 R D F operations beside the projection's 2 M D F, and one kernel of D x F as
+  a temporary. x · A · B would be 2 M R (D + F): more, as soon as M > D F / (D + F);
+- backward: the kernel is merged again and not kept. The frozen kernel has no gradient:
+  dA = s xᵀ (dy Bᵀ) and dB = s (x A)ᵀ dy are 6 M R (D + F) operations in place of the
+  2 M D F of its own, and nothing of the size of a kernel is made or summed.
+
+Letters: L layers, R rank, D inputs, F outputs of a projection, N, H as in the decoder.
+"""
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+# In the order of a layer; where each lies, and how many axes of its kernel are inputs.
+TARGETS = {
+  'q': ('attn', 1),
+  'k': ('attn', 1),
+  'v': ('attn', 1),
+  'o': ('attn', 2),
+  'gate': ('mlp', 1),
+  'up': ('mlp', 1),
+  'down': ('mlp', 1),
+}
+LEAVES = ('lora_a', 'lora_b', 'lora_scale')
+
+
+def add(
+  params: dict[str, Any],
+  rank: int,
+  targets: Sequence[str],
+  alpha: float,
+  key: Array,
+) -> dict[str, Any]:
+  """Parameters with adapters; the policy is the same, for B is 0.
+
+  A is normal with variance 1 / inputs. Other targets change nothing of a target's A.
+
+  Args:
+    params: Plain ones; their arrays are shared.
+    rank: R, at least 1.
+    targets: Of TARGETS; in any order.
+    alpha: s = alpha / rank.
+    key: Of A.
+
+  Raises:
+    ValueError: A rank below 1, an alpha of 0, no or unknown targets, or there are
+      adapters already.
+  """
+  if rank < 1:
+    raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
+  if not alpha > 0:
+    raise ValueError(f'lora_alpha is {alpha}; it must be above 0, or nothing is learned.')
+  unknown = sorted(set(targets) - TARGETS.keys())
+  if unknown or not targets:
+    raise ValueError(
+      f'lora_targets is {tuple(targets)}; give one or more of {tuple(TARGETS)}.'
+    )
+  if adapted(params):
+    raise ValueError('params have adapters already; merge them first.')
+  layers = dict(params['layers'])
+  for number, (name, (place, inputs)) in enumerate(TARGETS.items()):
+    if name in targets:
+      plain, own = layers[place][name], jax.random.fold_in(key, number)
+      adapter = _adapter(plain['kernel'].shape, inputs, rank, alpha / rank, own)
+      layers[place] = layers[place] | {name: plain | adapter}
+  return params | {'layers': layers}
+
+
+def adapted(params: dict[str, Any]) -> bool:
+  """Whether there is an adapter."""
+  return any(
+    name in LEAVES or (isinstance(node, dict) and adapted(node))
+    for name, node in params.items()
+  )
+
+
+def merge(params: dict[str, Any]) -> dict[str, Any]:
+  """Plain parameters of the same policy; what has no adapter is shared, not copied."""
+  if 'lora_a' in params:
+    kernel = _merged(params['kernel'], *(params[name] for name in LEAVES))
+    return {k: v for k, v in params.items() if k not in LEAVES} | {'kernel': kernel}
+  return {k: merge(v) if isinstance(v, dict) else v for k, v in params.items()}
+
+
+def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """What is learned and what is frozen, each a tree without the other's leaves.
+
+  Of parameters with adapters, A, B and a value head are learned; of plain ones, all.
+  """
+  return _parted(params) if adapted(params) else (params, {})
+
+
+def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
+  """The inverse of `split`."""
+  both = {k: join(learned[k], frozen[k]) for k in learned.keys() & frozen.keys()}
+  return learned | frozen | both
+
+
+def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
+  """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
+
+  The gradient is of x, A and B; W and s are frozen.
+
+  Args:
+    x: [*M, *inputs].
+    kernel: W, [*inputs, *outputs].
+    a: A, [*inputs, R].
+    b: B, [R, *outputs].
+    scale: s, [].
+  """
+  return _project(x, jax.lax.stop_gradient(kernel), a, b, jax.lax.stop_gradient(scale))
+
+
+@jax.custom_vjp
+def _project(x, kernel, a, b, scale):
+  merged = _merged(kernel, a, b, scale).astype(x.dtype)
+  return jnp.tensordot(x, merged, a.ndim - 1)
+
+
+def _forward(x, kernel, a, b, scale):
+  return _project(x, kernel, a, b, scale), (x, kernel, a, b, scale)
+
+
+def _backward(saved, dy):
+  x, kernel, a, b, scale = saved
+  inputs, outputs = a.ndim - 1, b.ndim - 1
+  tokens = tuple(range(x.ndim - inputs))
+  merged = _merged(kernel, a, b, scale).astype(x.dtype)
+  last = lambda y, n: tuple(range(y.ndim - n, y.ndim))
+  dx = jnp.tensordot(dy, merged, (last(dy, outputs), last(merged, outputs)))
+
+  def product(left, right, axes):
+    left, right = left.astype(x.dtype), right.astype(x.dtype)
+    return jnp.tensordot(left, right, axes, preferred_element_type=jnp.float32)
+
+  dyb = product(dy, b, (last(dy, outputs), last(b, outputs)))
+  xa = product(x, a, inputs)
+  da = scale * product(x, dyb, (tokens, tokens))
+  db = scale * product(xa, dy, (tokens, tokens))
+  return dx, None, da.astype(a.dtype), db.astype(b.dtype), None
+
+
+_project.defvjp(_forward, _backward)
+
+
+@jax.jit
+def _merged(kernel, a, b, scale):
+  """W + s · A · B in W's type; of one layer, or of all of them one after the other.
+
+  s goes into A and the product is float32 whatever the chip would make of it: the sum is
+  then rounded in one way only, wherever it is compiled.
+  """
+  if scale.ndim:
+    return jax.lax.map(lambda layer: _merged(*layer), (kernel, a, b, scale))
+  product = jnp.tensordot(scale * a, b, 1, precision=jax.lax.Precision.HIGHEST)
+  return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
+
+
+def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[str, Array]:
+  """The leaves beside a stacked kernel of this shape."""
+  L, into, out = shape[0], shape[1 : inputs + 1], shape[inputs + 1 :]
+  noise = jax.random.normal(key, (L, *into, rank))
+  return {
+    'lora_a': noise / math.sqrt(math.prod(into)),
+    'lora_b': jnp.zeros((L, rank, *out)),
+    'lora_scale': jnp.full(L, scale, jnp.float32),
+  }
+
+
+def _parted(params):
+  learned, frozen = {}, {}
+  for name, node in params.items():
+    if name in ('lora_a', 'lora_b', 'value_head'):
+      learned[name] = node
+    elif isinstance(node, dict):
+      inner = _parted(node)
+      for tree, part in zip((learned, frozen), inner, strict=True):
+        if part:
+          tree[name] = part
+    else:
+      frozen[name] = node
+  return learned, frozen

@@ -1,0 +1,145 @@
+"""Optimizers by what they hold a parameter: Adam in 8 or 1 + 1 bytes, Adafactor.
+
+| optimizer | moments of a large kernel | bytes a parameter |
+|---|---|---|
+| `adamw` | two of float32 | 8 |
+| `adamw8` | two of float8; float32 scales of rows of the last axis | 2 + 8 / row |
+| `adafactor` | means of the second over each of two axes | 0.01 to 0.1 |
+
+tests/test_optimizers.py measures them. Neither optax 0.2.8 nor another kept library for
+both pairs of JAX in requirements.txt has 8-bit moments, so these are ours.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import optax
+
+# 3 bits of mantissa, the largest number, and the smallest above 0.
+_FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
+# What float32 has beyond 3 bits of mantissa.
+_CUT = 20
+
+
+class Rounded(NamedTuple):
+  """Numbers in a byte each.
+
+  Attributes:
+    codes: float8, of the numbers' shape.
+    scales: float32, [..., 1]: the numbers are codes * scales.
+  """
+
+  codes: Any
+  scales: Any
+
+
+class Adam8State(NamedTuple):
+  """Attributes: updates so far; the moments, the second one as its root."""
+
+  count: Array
+  mu: Rounded
+  root_nu: Rounded
+
+
+def adamw(rate: optax.ScalarOrSchedule, decay: float) -> optax.GradientTransformation:
+  """Adam with decoupled weight decay (arXiv 1711.05101), β₂ = 0.95."""
+  return optax.adamw(rate, b2=0.95, weight_decay=decay)
+
+
+def adamw8(rate: optax.ScalarOrSchedule, decay: float) -> optax.GradientTransformation:
+  """`adamw` with moments of 8 bits."""
+  return optax.chain(
+    scale_by_adam8(b2=0.95),
+    optax.add_decayed_weights(decay),
+    optax.scale_by_learning_rate(rate),
+  )
+
+
+def adafactor(rate: optax.ScalarOrSchedule, decay: float) -> optax.GradientTransformation:
+  """Adafactor (arXiv 1804.04235) without momentum, at the learning rate that is given.
+
+  The step is not relative to the parameter's size, so rates are of Adam's order. The
+  decay is decoupled and goes with the rate, as Adam's.
+  """
+  return optax.chain(
+    optax.scale_by_factored_rms(),
+    optax.clip_by_block_rms(1.0),
+    optax.add_decayed_weights(decay),
+    optax.scale_by_learning_rate(rate),
+  )
+
+
+KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
+
+
+def make(
+  kind: str, rate: float, *, warmup: int, clip_norm: float, weight_decay: float
+) -> optax.GradientTransformation:
+  """One of KINDS with a linear warm-up to `rate`, after clipping the gradient's norm.
+
+  Raises:
+    ValueError: No such kind.
+  """
+  if kind not in KINDS:
+    raise ValueError(f'optimizer is {kind!r}; give one of {tuple(KINDS)}.')
+  schedule = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
+  optimizer = KINDS[kind](schedule, weight_decay)
+  return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def scale_by_adam8(
+  b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8
+) -> optax.GradientTransformation:
+  """Adam's direction from moments of 8 bits (the aim of arXiv 2110.02861).
+
+  It differs from that paper in two things. Moments are float8 with a scale of each row
+  and keep the parameter's shape, so that they are split over a mesh as it is. And they
+  are rounded up or down by chance, so that their mean is exact: rounded to the nearest, a
+  moment that changes by less than half a step would never change again. Of the second
+  moment the root is held, whose range is half as wide; none is rounded to 0.
+  """
+
+  def init(params):
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _FLOAT8), params)
+    ones = jax.tree.map(lambda p: jnp.ones((*p.shape[:-1], 1)), params)
+    # Copies: a buffer can be donated once only.
+    moments = (Rounded(*jax.tree.map(jnp.copy, (zeros, ones))) for _ in range(2))
+    return Adam8State(jnp.zeros((), jnp.int32), *moments)
+
+  def update(updates, state, params=None):
+    del params
+    count = state.count + 1
+    leaves, structure = jax.tree.flatten(updates)
+    moments = (state.mu.codes, state.mu.scales, state.root_nu.codes, state.root_nu.scales)
+    columns = zip(leaves, *(structure.flatten_up_to(m) for m in moments), strict=True)
+    results = []
+    for number, (g, *old) in enumerate(columns):
+      key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), number)
+      g, (m, r) = g.astype(jnp.float32), (_exact(*old[:2]), _exact(*old[2:]))
+      m = b1 * m + (1 - b1) * g
+      v = b2 * jnp.square(r) + (1 - b2) * jnp.square(g)
+      step = (m / (1 - b1**count)) / (jnp.sqrt(v / (1 - b2**count)) + eps)
+      first, second = jax.random.split(key)
+      new = (*_rounded(m, first), *_rounded(jnp.sqrt(v), second, least=_SMALLEST))
+      results.append((step, *new))
+    steps, *new = map(structure.unflatten, zip(*results, strict=True))
+    return steps, Adam8State(count, Rounded(*new[:2]), Rounded(*new[2:]))
+
+  return optax.GradientTransformation(init, update)
+
+
+def _exact(codes, scales):
+  return codes.astype(jnp.float32) * scales
+
+
+def _rounded(x: Array, key: Array, least: float = 0.0) -> tuple[Array, Array]:
+  """Codes and scales of x; the mean of its roundings is x where codes are above 2⁻⁶."""
+  scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
+  scales = jnp.where(scales > 0, scales, 1.0)
+  bits = jax.lax.bitcast_convert_type(jnp.abs(x) / scales, jnp.uint32)
+  noise = jax.random.bits(key, x.shape, jnp.uint32) >> (32 - _CUT)
+  cut = ((bits + noise) >> _CUT) << _CUT
+  size = jnp.minimum(jax.lax.bitcast_convert_type(cut, jnp.float32), _LARGEST)
+  return jnp.copysign(jnp.maximum(size, least), x).astype(_FLOAT8), scales

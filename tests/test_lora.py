@@ -1,0 +1,255 @@
+"""Adapters: nothing at first, then the dense gradient's share, merged at the end."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain
+import pytest
+import tiny
+
+from agent_r1_jax import types
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.models import decoder, lora, weights
+from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
+
+_ALL = tuple(lora.TARGETS)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick_compiler():
+  """Most of the time goes into compiling what runs a few times only."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+def _adapted(params, *, zero=False, targets=_ALL, rank=3):
+  """With adapters; unless `zero`, B is drawn too."""
+  params = lora.add(params, rank, targets, 6.0, jax.random.key(7))
+  learned, frozen = lora.split(params)
+
+  def draw(path, x):
+    noise = np.random.default_rng(len(jax.tree_util.keystr(path))).normal(size=x.shape)
+    return jnp.asarray(0.1 * noise, x.dtype) if 'lora_b' in str(path) else x
+
+  if not zero:
+    learned = jax.tree_util.tree_map_with_path(draw, learned)
+  return lora.join(learned, frozen)
+
+
+@functools.cache
+def _batches():
+  scored = plain.credit(plain.trajectories(4), plain.GRPO, _models(plain.policy()))
+  shape = experience.Rows(2, 32)
+  return experience.minibatch(scored, [0, 1, 2, 3], shape=shape)
+
+
+def _models(policy):
+  return experience.Models(policy, plain.CONFIG, policy, None, plain.CONFIG)
+
+
+def _logprobs(params):
+  batch = _batches()[0]
+  kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
+  return learner.logprobs(params, batch, **kwargs)
+
+
+def _sampled(driver):
+  """Four replies."""
+
+  async def play(number):
+    prompt = np.arange(30 + number, 40 + number, dtype=np.int32)
+    async with driver.row(driver_lib.key('test', number)) as row:
+      reply = await row.generate(prompt, 12)
+    tokens = np.concatenate([prompt, reply.tokens])
+    said = np.arange(len(tokens)) >= len(prompt)
+    logprobs = np.concatenate([np.zeros(len(prompt), np.float32), reply.logprobs])
+    return types.Segment(tokens, said, logprobs)
+
+  return tiny.within(driver.run, [play(number) for number in range(4)])
+
+
+def _gradient(params):
+  return plain.gradient(params, _batches(), plain.GRPO_OBJECTIVE)[0]
+
+
+def test_new_adapters_change_nothing():
+  params = plain.policy()
+  new = _adapted(params, zero=True)
+  plain.equal(_logprobs(new), _logprobs(params))
+  plain.equal(lora.merge(new), params)
+  assert lora.merge(new)['embed']['embedding'] is params['embed']['embedding']
+  q, o = (new['layers']['attn'][name] for name in 'qo')
+  assert q['lora_a'].shape == (1, 16, 3) and q['lora_b'].shape == (1, 3, 2, 8)
+  assert o['lora_a'].shape == (1, 2, 8, 3) and o['lora_b'].shape == (1, 3, 16)
+  np.testing.assert_array_equal(q['lora_scale'], [2.0])
+  # Another choice of targets, in another order: the same A where there is one.
+  few = _adapted(params, zero=True, targets=('down', 'q'))['layers']
+  np.testing.assert_array_equal(few['attn']['q']['lora_a'], q['lora_a'])
+  assert not lora.adapted(few['attn']['k']) and lora.adapted(few['mlp'])
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_merged_policy_is_the_adapted_one_to_the_last_bit(dtype):
+  """Which is what the engine samples with, and what is exported."""
+  params = tiny.params(tiny.config(layers=2))
+  adapted = _adapted(params)
+  shape = dataclasses.replace(tiny.config(layers=2), dtype=dtype)
+  text = jnp.arange(20).reshape(1, 20) * 7 % tiny.VOCAB
+  places = jnp.arange(20).reshape(1, 20)
+
+  @jax.jit
+  def hidden(params):
+    return decoder.hidden(params, shape, text, places, jnp.ones_like(text))
+
+  plain.equal(hidden(lora.merge(adapted)), hidden(adapted))
+  assert not np.array_equal(hidden(adapted), hidden(params))
+
+
+def test_the_merged_kernel_is_the_formula():
+  adapted = _adapted(plain.policy())
+  node = adapted['layers']['attn']['o']
+  product = np.einsum('lnhr,lrd->lnhd', node['lora_a'], node['lora_b'])
+  expected = node['kernel'] + 2.0 * product
+  merged = lora.merge(adapted)['layers']['attn']['o']
+  np.testing.assert_allclose(merged['kernel'], expected, rtol=1e-5, atol=1e-6)
+  assert merged.keys() == {'kernel'}
+
+
+def test_gradients_are_the_dense_gradient_contracted():
+  """dA = s dW Bᵀ and dB = s Aᵀ dW, where dW is of the merged kernel."""
+  adapted = _adapted(plain.policy())
+  grads, dense = _gradient(adapted), _gradient(lora.merge(adapted))
+  assert jax.tree.structure(grads) == jax.tree.structure(lora.split(adapted)[0])
+  for name, (place, inputs) in lora.TARGETS.items():
+    node, dw = adapted['layers'][place][name], dense['layers'][place][name]['kernel']
+    found = grads['layers'][place][name]
+    I, R = int(np.prod(dw.shape[1 : inputs + 1])), 3
+    dw = dw.reshape(I, -1)
+    a, b = (np.asarray(node[leaf]) for leaf in ('lora_a', 'lora_b'))
+    da, db = 2.0 * dw @ b.reshape(R, -1).T, 2.0 * a.reshape(I, R).T @ dw
+    plain.close(found['lora_a'], da.reshape(a.shape))
+    plain.close(found['lora_b'], db.reshape(b.shape))
+
+
+def test_what_is_recomputed_changes_no_gradient():
+  """And 'full' keeps less than 'dots', which keeps less than 'none'."""
+  params = _adapted(plain.policy())
+  batch, expected, kept = _batches()[0], None, []
+  for remat in ('none', 'dots', 'full'):
+    config = dataclasses.replace(plain.CONFIG, remat=remat)
+    options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
+    program = learner._gradient.lower(params, batch, config=config, **options).compile()
+    grads, _ = program(params, batch)
+    expected = expected or grads
+    plain.close(grads, expected)
+    kept.append([_residuals(p, config) for p in (params, plain.policy())])
+  assert (np.diff(kept, axis=0) < 0).all()
+
+
+def _residuals(params, config):
+  """Numbers that the decoder's forward pass keeps for its backward pass."""
+  learned, frozen = lora.split(params)
+  text = jnp.zeros((1, 16), jnp.int32)
+
+  def hidden(learned):
+    return decoder.hidden(lora.join(learned, frozen), config, text, text, text + 1)
+
+  _, backward = jax.eval_shape(lambda p: jax.vjp(hidden, p), learned)
+  return sum(x.size for x in jax.tree.leaves(backward))
+
+
+def test_only_adapters_learn_and_only_they_have_moments():
+  params = _adapted(plain.copied(plain.policy()))
+  before = jax.device_get(params)
+  adam = optax.adam(1e-2)
+  state = learner.init(params, adam)
+  assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(
+    lora.split(params)[0]
+  )
+  options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
+  state, _ = learner.update(
+    state, _batches(), config=plain.CONFIG, optimizer=adam, **options
+  )
+  named = jax.tree_util.tree_leaves_with_path(before)
+  for (path, old), new in zip(named, jax.tree.leaves(state.params)):
+    learned = path[-1].key in ('lora_a', 'lora_b')
+    assert np.array_equal(old, new) != learned, path
+  # Frozen arrays are the same ones: a reference or a critic may share them.
+  scale = state.params['final_norm']['scale']
+  assert scale is params['final_norm']['scale'] and not scale.is_deleted()
+
+
+def test_critic_and_reference_share_what_is_frozen():
+  make = functools.partial(optimizers.make, warmup=0, clip_norm=1.0, weight_decay=0.0)
+  plan = updates.Plan(
+    plain.CONFIG,
+    algorithms.ppo(kl_coef=0.1),
+    plain.SHAPE,
+    {'policy': make('adamw', 1e-3), 'critic': make('adamw8', 1e-3)},
+    sync_every=2,
+    reference_every=1,
+    offload=True,
+  )
+  carry = updates.start(_adapted(plain.policy()), plan)
+  policy, critic = (carry.states[name].params for name in ('policy', 'critic'))
+  for other in (critic, carry.reference, carry.sampler):
+    mine, its = (tree['layers']['mlp']['up'] for tree in (policy, other))
+    assert its['kernel'] is mine['kernel'] and its['lora_a'] is not mine['lora_a']
+    plain.equal(its, mine)
+  assert 'value_head' in lora.split(critic)[0]
+  memory = {x.sharding.memory_kind for x in jax.tree.leaves(carry.states['critic'][1])}
+  assert memory == {'pinned_host'}
+  # Nor is it in a checkpoint, and what is comes back beside it.
+  arrays = carry.arrays(plan)
+  trees = [arrays['policy'].params, arrays['reference'], arrays['sampler']]
+  for tree in trees:
+    assert tree.keys() == {'layers'}
+    assert tree['layers']['attn']['q'].keys() == {'lora_a', 'lora_b'}
+  again = carry.restored(jax.tree.map(jnp.copy, arrays), carry.numbers())
+  plain.equal(again.states, carry.states)
+  plain.equal((again.reference, again.sampler), (carry.reference, carry.sampler))
+
+
+def test_the_sampler_and_the_learner_agree():
+  params = _adapted(tiny.params(tiny.config()))
+  tiny.assert_on_policy(params, _sampled(tiny.driver(lora.merge(params))))
+
+
+def test_an_export_is_a_plain_model(tmp_path):
+  shape = tiny.config('qwen2')
+  adapted = _adapted(tiny.params(shape))
+  weights.save(tmp_path / 'model', shape, lora.merge(adapted))
+  found, loaded = weights.load(tmp_path / 'model')
+  text = jnp.arange(20).reshape(1, 20) * 7 % tiny.VOCAB
+  ones = jnp.ones_like(text)
+
+  @jax.jit
+  def logits(params):
+    x = decoder.hidden(params, found, text, jnp.cumsum(ones, 1) - 1, ones)
+    return decoder.logits(params, found, x)
+
+  plain.equal(logits(loaded), logits(adapted))
+  with pytest.raises(ValueError, match='lora_a has no place'):
+    weights.save(tmp_path / 'other', shape, adapted)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'rank': 0}, 'lora_rank is 0'),
+    ({'targets': ()}, 'lora_targets is'),
+    ({'targets': ('q', 'head')}, 'lora_targets is'),
+    ({'alpha': 0.0}, 'lora_alpha is 0.0'),
+  ],
+)
+def test_what_cannot_be_adapted_is_said(change, message):
+  given = {'rank': 2, 'targets': ('q',), 'alpha': 1.0, 'key': jax.random.key(0)} | change
+  with pytest.raises(ValueError, match=message):
+    lora.add(plain.policy(), **given)
+  with pytest.raises(ValueError, match='adapters already'):
+    lora.add(_adapted(plain.policy()), 2, ('q',), 1.0, jax.random.key(0))

@@ -1,0 +1,105 @@
+"""Optimizers: what they hold is as small as they say, and they learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from agent_r1_jax import sharding
+from agent_r1_jax.rl import optimizers
+
+_SHAPE = (2, 256, 384)  # L D F
+
+
+def _bytes(kind):
+  """Of the state, a parameter."""
+  params = {'kernel': jax.ShapeDtypeStruct(_SHAPE, jnp.float32)}
+  state = jax.eval_shape(optimizers.KINDS[kind](1e-3, 0.0).init, params)
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+  return size / np.prod(_SHAPE)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'expected'),
+  [('adamw', 8.0), ('adamw8', 2 + 8 / 384), ('adafactor', 4 / 256 + 4 / 384)],
+)
+def test_bytes_a_parameter(kind, expected):
+  assert _bytes(kind) == pytest.approx(expected, rel=3e-3)
+
+
+@pytest.mark.parametrize('kind', list(optimizers.KINDS))
+def test_it_learns(kind):
+  """A noisy regression whose inputs are of very different sizes."""
+  rng = np.random.default_rng(0)
+  sizes = 10.0 ** rng.uniform(-2, 0, 128).astype(np.float32)
+  wanted = rng.normal(size=(128, 128)).astype(np.float32)
+  optimizer = optimizers.make(kind, 3e-2, warmup=5, clip_norm=1e9, weight_decay=0.0)
+
+  def loss(params, x):
+    return jnp.mean(jnp.square(x @ (params['kernel'] - wanted)))
+
+  @jax.jit
+  def step(params, state, key):
+    x = jax.random.normal(key, (64, 128)) * sizes[None]
+    value, grads = jax.value_and_grad(loss)(params, x)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+  params = {'kernel': jnp.zeros((128, 128))}
+  state, history = optimizer.init(params), []
+  for number in range(150):
+    params, state, value = step(params, state, jax.random.key(number))
+    history.append(float(value))
+  assert np.mean(history[-10:]) < 0.1 * np.mean(history[:3])
+
+
+def test_eight_bits_follow_adam():
+  """With zero gradients in between: a moment that only falls must fall."""
+  params = {'kernel': jnp.zeros((16, 256))}
+  exact, rounded = optax.scale_by_adam(b2=0.95), optimizers.scale_by_adam8()
+  states = [exact.init(params), rounded.init(params)]
+  steps = [jax.jit(x.update) for x in (exact, rounded)]
+  rng = np.random.default_rng(0)
+  drawn = rng.normal(size=(30, 16, 256)).astype(np.float32)
+  for number, gradient in enumerate(drawn):
+    grads = {'kernel': jnp.asarray(gradient * (number < 20))}
+    for i, step in enumerate(steps):
+      updates, states[i] = step(grads, states[i])
+  nu, held = states[0].nu['kernel'], states[1].root_nu
+  found = jnp.square(held.codes['kernel'].astype(jnp.float32) * held.scales['kernel'])
+  ratio = np.asarray(found / nu)
+  assert abs(np.median(ratio) - 1) < 0.1 and ratio.min() > 0.4 and ratio.max() < 2.5
+
+
+def test_rounding_is_right_on_average():
+  x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (4, 64)), jnp.float32)
+  many, key = jnp.tile(x[None], (2000, 1, 1)), jax.random.key(0)
+  mean = optimizers._exact(*optimizers._rounded(many, key)).mean(0)
+  # A step is an eighth of a number at most; its mean over 2000 is 30 times nearer.
+  far = np.abs(x) > 1e-3
+  np.testing.assert_allclose(mean[far], x[far], rtol=0.02)
+  codes, scales = optimizers._rounded(jnp.zeros_like(x), key, least=2.0**-9)
+  assert (np.asarray(codes, np.float32) > 0).all() and (np.asarray(scales) == 1).all()
+
+
+def test_an_unknown_one_is_refused():
+  with pytest.raises(ValueError, match="optimizer is 'sgd'; give one of"):
+    optimizers.make('sgd', 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+
+
+def test_its_state_can_wait_in_the_memory_of_the_host():
+  params = {'kernel': jnp.ones((4, 8))}
+  optimizer = optimizers.adamw8(1e-2, 0.0)
+  state = optimizer.init(params)
+  away = sharding.to_host(state)
+  kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+  assert kinds(away) == {'pinned_host'}
+  back = sharding.to_device(away)
+  assert kinds(back) == {'device'} and kinds(sharding.as_before(back, away)) == kinds(
+    away
+  )
+  jax.tree.map(np.testing.assert_array_equal, back, state)
+  # What is where it should be is not copied.
+  here = sharding.to_device(state)
+  assert all(x is y for x, y in zip(jax.tree.leaves(here), jax.tree.leaves(state)))
