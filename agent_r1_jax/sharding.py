@@ -172,10 +172,10 @@ def whole(x: Any) -> Any:
 
 def built(make: Callable[..., Any], *args: Any) -> Any:
   """make(*args), whose leaves lie where their rules say if a mesh is set."""
-  mesh = jax.sharding.get_mesh()
-  if mesh.empty:
+  found = active()
+  if found is None:
     return make(*args)
-  where = shardings(jax.eval_shape(make, *args), mesh)
+  where = shardings(jax.eval_shape(make, *args), found)
   return jax.jit(make, out_shardings=where)(*args)
 
 

@@ -425,7 +425,7 @@ class TestResume:
 
   def test_episodes_that_had_ended_are_not_played_again(self, whole, model, tmp_path):
     params, workdir = whole
-    ended = _end(_start(tmp_path / 'run', model, 'rollout', 'keep'))
+    ended = _end(_start(tmp_path / 'run', model, 'end of rollout', 'keep'))
     assert ended[0] == -signal.SIGKILL, ended[1]
     (path,) = (tmp_path / 'run' / 'rollouts' / '0').iterdir()
     path.write_bytes(path.read_bytes()[:-1])
@@ -468,7 +468,8 @@ def main(workdir, model, moment, keep=''):
   make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
   resets = []
   # Of the first evaluation, the first rollout, the second one, the second evaluation.
-  died_at = {'rollout': 7, 'term in rollout': 7, 'ctrl-c in evaluation': 18}
+  died_at = {'rollout': 7, 'end of rollout': 10}
+  died_at |= {'term in rollout': 7, 'ctrl-c in evaluation': 18}
   signals = {'term in rollout': signal.SIGTERM, 'ctrl-c in evaluation': signal.SIGINT}
 
   class Dies(env_lib.ToolEnv):
