@@ -105,6 +105,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
 from agent_r1_jax import sharding, types
+from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, learner
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
@@ -153,13 +154,21 @@ def lies(tree, where, why):
     shape = leaf.addressable_shards[0].data.shape
     assert shape == spec.shard_shape(leaf.shape), (why, path, shape, spec)
 
+adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
+adapted = jax.tree_util.tree_map_with_path(
+  lambda path, x: 0.1 * normal(*x.shape) if 'lora_b' in str(path) else x,
+  jax.device_get(adapted),
+)
 start = lambda: learner.init(jax.tree.map(jax.numpy.array, params), optimizer)
-(want, want_sums), _ = jax.device_get(gradient(params, batch))
-stepped = jax.device_get(update(start(), batch))
-for sizes in (
-  (8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1),
-  (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2),
+want = None
+for params, sizes in (
+  *((params, s) for s in ((8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1), (1, 1, 8, 1))),
+  *((params, s) for s in ((1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2))),
+  (adapted, (1, 2, 2, 2)),
 ):
+  if want is None or params is adapted:
+    (want, want_sums), _ = jax.device_get(gradient(params, batch))
+    stepped = jax.device_get(update(start(), batch))
   mesh = sharding.mesh(**dict(zip(sharding.AXES, sizes)))
   where = sharding.shardings(start(), mesh)
   with jax.set_mesh(mesh):
@@ -171,7 +180,7 @@ for sizes in (
       lies(after[0], where, sizes)
   np.testing.assert_allclose(sums['loss'], want_sums['loss'], rtol=1e-6)
   same(grads, want, sizes)
-  lies(grads, where.params, sizes)
+  lies(grads, lora.split(where.params)[0], sizes)
   # Parameters are gathered, activations [B·T, ...] or [B, T, ...] never.
   data, fsdp, tensor, context = sizes
   gathered = re.findall(r'= (f32\\S*) all-gather', text)
