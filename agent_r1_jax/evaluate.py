@@ -8,6 +8,7 @@ import numpy as np
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax import rollout, types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import grammar as grammar_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -62,6 +63,7 @@ def play(
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
   *,
   limits: rollout.Limits,
+  hold_calls: bool = False,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table greedily, each under a progress bar.
 
@@ -70,6 +72,8 @@ def play(
     chat: Of the policy's tokenizer.
     rows: Method -> (tasks by set, a new environment for each episode).
     limits: Of each episode.
+    hold_calls: Hold tool calls to the schemas of the environment's tools, so that none is
+      malformed; a policy is not trained on such samples.
 
   Returns:
     Method -> set -> trajectories, as `table` takes them.
@@ -78,8 +82,22 @@ def play(
   for label, (sets, make_env) in rows.items():
     with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
       ended = progress.counter()
-      played[label] = run(driver, chat, sets, make_env, limits=limits, on_done=ended)
+      held = calls_of(make_env, driver, chat) if hold_calls else None
+      played[label] = run(
+        driver, chat, sets, make_env, limits=limits, grammar=held, on_done=ended
+      )
   return played
+
+
+def calls_of(
+  make_env: rollout.MakeEnv, driver: driver_lib.Driver, chat: chat_lib.Chat
+) -> grammar_lib.Grammar | None:
+  """The grammar of calls of an environment's tools; None if it has no tools."""
+  schemas = [tool.schema for tool in getattr(make_env(), 'tools', ())]
+  if not schemas:
+    return None
+  pieces = tokenizer_lib.token_bytes(chat.tokenizer)
+  return grammar_lib.tool_calls(schemas, pieces, driver.config.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)

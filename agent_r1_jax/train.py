@@ -125,13 +125,15 @@ def play(
   config: Config,
   model: str | os.PathLike,
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+  *,
+  hold_calls: bool = False,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
   mesh = make_mesh(config)
   shape, params, chat = load(dataclasses.replace(config, model=str(model)), mesh)
   driver = make_driver(config, shape, params, chat, mesh)
   limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
-  return evaluate.play(driver, chat, rows, limits=limits)
+  return evaluate.play(driver, chat, rows, limits=limits, hold_calls=hold_calls)
 
 
 def run(

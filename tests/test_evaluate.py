@@ -7,6 +7,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import evaluate, metrics, rollout, types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
 _LIMITS = rollout.Limits(max_turns=2, max_turn_tokens=12)
@@ -85,6 +87,37 @@ class TestRun:
   def test_no_tasks(self):
     driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
     assert evaluate.run(driver, tiny.chat(), {}, Env, limits=_LIMITS) == {}
+
+
+@tool_lib.tool
+def look(place: str) -> str:
+  """Looks something up.
+
+  Args:
+    place: Where.
+  """
+  return place
+
+
+@pytest.mark.parametrize('hold', [False, True])
+def test_calls_can_be_held_to_their_schemas(hold):
+  """Of a policy that begins one and knows nothing of how it goes on."""
+  (opening,) = tiny.chat().tokenizer.encode('<tool_call>', add_special_tokens=False)
+  params = tiny.params(tiny.config(), likely={opening: 4.0})
+  driver = tiny.driver(params, bucket=tiny.SIZES['slots'])
+  rows = {
+    'tools': (_sets(), lambda: env_lib.ToolEnv([look], lambda task, messages: 0.0)),
+    'none': (_sets(), Env),
+  }
+  limits = rollout.Limits(max_turns=1, max_turn_tokens=60)
+  play = functools.partial(tiny.within, evaluate.play, driver, tiny.chat(), rows)
+  played = play(limits=limits, hold_calls=hold)
+  said = [t.messages[-1]['content'] for t in played['tools']['cities']]
+  begin = '<tool_call>\n{"name": "look", "arguments": {"place": "'
+  assert [text.startswith(begin) for text in said] == [hold] * 4
+  free = [t.messages[-1]['content'] for t in played['none']['cities']]
+  assert not any(text.startswith(begin) for text in free)
+  assert driver.grammar is None
 
 
 def _trajectory(number, status='done', turns=((0, 2, 4, 1.0),), **numbers):

@@ -8,7 +8,6 @@ does.
 import asyncio
 import bisect
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -285,9 +284,13 @@ class Replica:
   async def _idle(self):
     start = time.perf_counter()
     self.wake.clear()
-    while not (self.wake.is_set() or self.interrupted()):
-      with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(self.wake.wait(), _POLL_SECONDS)
+    # Not asyncio.wait_for: in Python 3.11 it may swallow a cancellation.
+    loop = asyncio.get_running_loop()
+    poll = loop.call_later(_POLL_SECONDS, self.wake.set)
+    try:
+      await self.wake.wait()
+    finally:
+      poll.cancel()
     self.stats.idle_seconds += time.perf_counter() - start
 
   def _reset(self, waiting: list[Row]):
