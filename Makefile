@@ -6,9 +6,11 @@
 #
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
 # EXTRA=cuda|tpu    the JAX of a new environment (default: that of a CPU)
+# WORKERS=2         of the tests, 2.5 GB each
 # WORKDIR=...       where the quickstart writes (default: runs/quickstart)
 
 VENV ?= .venv
+WORKERS ?= 2
 WORKDIR ?= runs/quickstart
 
 # A name on the PATH may be a shim of a version that is not installed: run each.
@@ -23,7 +25,7 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m experiments.miniwiki_search --workdir=$(WORKDIR)
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .

@@ -8,9 +8,13 @@ import tempfile
 # Before anything imports JAX: the tests need no accelerator, and take none from others.
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-# Scripts that tests start compile what the tests have compiled: once is enough. The
-# user's own programs stay out of it.
-os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='agent_r1_jax_')
+# Other workers, and scripts that tests start, compile what a test has compiled: once is
+# enough. The user's own programs stay out of it.
+os.environ['JAX_COMPILATION_CACHE_DIR'] = (
+  os.environ['JAX_COMPILATION_CACHE_DIR']
+  if 'PYTEST_XDIST_WORKER' in os.environ
+  else tempfile.mkdtemp(prefix='agent_r1_jax_')
+)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
 # Nothing may be fetched: whoever tries fails at once and not after a time-out.
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -40,4 +44,5 @@ def data_dir() -> pathlib.Path:
 
 def pytest_unconfigure():
   """Removes what was compiled."""
-  shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
+  if 'PYTEST_XDIST_WORKER' not in os.environ:
+    shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
