@@ -253,6 +253,7 @@ class TestEntryPoint:
 
     def start(status, *wrapper, **variables):
       environment = os.environ | {'PYTHON': sys.executable, 'PAUSE': '0.1'} | variables
+      environment.pop('PYTHONPATH', None)  # The experiments there are others.
       return subprocess.Popen(
         [*wrapper, tmp_path / 'launch/run.sh', 'toy', tmp_path / 'log', status],
         env=environment,
