@@ -186,6 +186,7 @@ def run(
   playing: dict[str, Any] = {'make_env': make_env}
   playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
   with contextlib.ExitStack() as stack:
+    stack.enter_context(processes.ending_together())
     kept = stack.enter_context(journal.Journal(config, workdir, label))
     carry = kept.restore(carry, plan)
     driver.interrupted = stack.enter_context(preemption.watch()).given

@@ -133,16 +133,20 @@ def test_they_train_as_one_does(count, model, alone, tmp_path):
   }
 
 
-def test_one_is_killed_and_all_start_again(model, alone, tmp_path):
-  started = _start(2, tmp_path / 'run', model, 'dies')
+@pytest.mark.parametrize('moment', ['dies', 'raises'])
+def test_one_ends_and_all_start_again(moment, model, alone, tmp_path):
+  started = _start(2, tmp_path / 'run', model, moment)
   begun = time.monotonic()
   died, lost = reversed(_end(started))
-  assert died[0] == -signal.SIGKILL
+  assert died[0] == {'dies': -signal.SIGKILL, 'raises': 1}[moment], died[1]
+  assert moment == 'dies' or 'LookupError: no such tool' in died[1]
   assert lost[0] not in (0, preemption.STATUS)
   # Whoever notices first: JAX's own watch, or the wait for the other's trajectories.
   assert 'another task died' in lost[1] or 'lost the others' in lost[1], lost[1]
   assert time.monotonic() - begun < 240
   assert max(line['step'] for line in metrics.read(tmp_path / 'run')) == 1
+  if moment == 'raises':
+    return
   # Another number of processes may go on.
   ended = _end(_start(1, tmp_path / 'run', model))
   assert ended[0][0] == 0, ended
@@ -167,6 +171,12 @@ class _Env:
   """Two turns, the second of them after what the second process makes slow."""
 
   moment = ''
+
+  def __init__(self):
+    # What an environment raises in an episode is its trajectory's; this is not.
+    if os.environ.get('JAX_PROCESS_ID') == '1' and self.moment.startswith('raises'):
+      if _learned(self.moment) == 1:
+        raise LookupError('no such tool')
 
   async def reset(self, task):
     self.turns = 0
