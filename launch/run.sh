@@ -47,6 +47,7 @@ for ((left = ${RESTARTS:-0}; ; left--)); do
   [[ $ended -eq 0 || $stopped || $left -le 0 ]] && exit "$ended"
   echo "launch/run.sh: $name ended with $ended; $left restarts left" >&2
   sleep "${PAUSE:-5}" &
+  [[ $stopped ]] && forward # as above
   finish
   [[ $stopped ]] && exit "$ended"
 done
