@@ -58,10 +58,10 @@ def make_mesh(config: Config) -> Mesh | None:
   """The chips of all processes as the configuration lays them out; None for one chip."""
   host.prepare()
   chips = jax.device_count()
-  if chips == 1:
-    return None
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
+  if chips == rest * fsdp == 1:
+    return None
   mesh = sharding.mesh(
     data=config.data, fsdp=fsdp, tensor=config.tensor, context=config.context
   )

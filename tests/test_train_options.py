@@ -216,6 +216,7 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'epochs': 0}, 'epochs is 0'),
     (_PLAIN, {'remat': 'some'}, "remat is 'some'"),
     (_PLAIN, {'optimizer': 'sgd'}, "optimizer is 'sgd'"),
+    (_PLAIN, {'tensor': 2}, '1 x 1 x 2 x 1, yet there are 1 devices'),
     (_PLAIN, {'lora_rank': 2, 'lora_targets': ''}, 'lora_targets is'),
     (_PLAIN, {'privileged': lambda task: ''}, 'privileged: the algorithm has no critic'),
     (algorithms.distillation(), {}, 'reference: the algorithm learns from a teacher'),
