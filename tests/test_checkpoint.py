@@ -419,10 +419,12 @@ with checkpoint.lock(sys.argv[1]):
     text=True,
   )
   with process:
-    assert process.stdout and process.stdout.readline() == 'locked\n'
-    with pytest.raises(ValueError, match=f'in use by another run .process {process.pid}'):
-      with checkpoint.lock(tmp_path):
+    try:
+      assert process.stdout and process.stdout.readline() == 'locked\n'
+      said = f'in use by another run .process {process.pid}'
+      with pytest.raises(ValueError, match=said), checkpoint.lock(tmp_path):
         pass
-    process.kill()
+    finally:
+      process.kill()
   with checkpoint.lock(tmp_path):
     pass
