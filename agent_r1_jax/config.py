@@ -32,7 +32,14 @@ class Config:
       are all equal (DAPO's dynamic sampling).
     sync_every: Steps between two hand-overs of the policy to the engine; above 1 the
       algorithm must have a correction.
-    max_staleness: Steps by which an episode's policy may be older; bounds sync_every.
+    ahead: Rollouts that may be played before their turn, while updates are computed.
+      With 1, rollout n + 1 is played during update n by the policy before it: one step
+      off-policy. Above 0 the algorithm must have a correction.
+    partial: Whether the engine takes over each new policy in the midst of episodes, so
+      that a long one holds nobody up; it is then of several policies. Such a run does not
+      repeat to the last bit. Without it, `ahead` is at most 1.
+    max_staleness: Steps by which a token's policy may be older than the one that learns
+      from it; bounds sync_every and ahead.
     epochs: Over each rollout.
     minibatches: Optimizer steps an epoch.
     learning_rate: Of the policy, after the warm-up.
@@ -58,6 +65,8 @@ class Config:
     fsdp: Chips that it is split over; 0 is all that the other axes leave.
     tensor: Chips that share each layer, in training and in sampling.
     context: Chips that share each training row.
+    samplers: Chips of each process that only sample, while the others only train; 0: all
+      do both in turn.
     eval_every: Rollouts between evaluations; 0 evaluates at the end only.
     checkpoint_every: Rollouts between checkpoints.
     keep: Checkpoints kept.
@@ -85,6 +94,8 @@ class Config:
   temperature: float = 1.0
   max_refills: int = 0
   sync_every: int = 1
+  ahead: int = 0
+  partial: bool = False
   max_staleness: int = 1_000_000
   epochs: int = 1
   minibatches: int = 1
@@ -110,6 +121,7 @@ class Config:
   fsdp: int = 0
   tensor: int = 1
   context: int = 1
+  samplers: int = 0
   eval_every: int = 0
   checkpoint_every: int = 20
   keep: int = 3
@@ -143,13 +155,36 @@ def check(config: Config, algorithm: algorithms.Algorithm) -> None:
     raise ValueError('reference_every: a teacher stays as it is; make it 0.')
   if config.reference_every and config.reference and config.lora_rank:
     raise ValueError('reference_every: with adapters it needs reference to be empty.')
-  if config.sync_every > 1 and not algorithm.correction:
+  _check_staleness(config, algorithm)
+
+
+def _check_staleness(config, algorithm):
+  """That what older policies sampled can be learned from."""
+  for name, least in (('sync_every', 2), ('ahead', 1)):
+    if getattr(config, name) >= least and not algorithm.correction:
+      raise ValueError(
+        f'{name} is {getattr(config, name)}: episodes are of an older policy, and the '
+        'algorithm has no correction for that (rl/correction.py).'
+      )
+  oldest = config.sync_every - 1 + config.ahead
+  if config.max_staleness < oldest:
     raise ValueError(
-      f'sync_every is {config.sync_every}: episodes are of an older policy, and the '
-      'algorithm has no correction for that (rl/correction.py).'
+      f'max_staleness is {config.max_staleness}, but with sync_every='
+      f'{config.sync_every} and ahead={config.ahead} policies get {oldest} steps old.'
     )
-  if config.max_staleness < config.sync_every - 1:
+  if config.ahead < 0 or (config.ahead > 1 and not config.partial):
     raise ValueError(
-      f'max_staleness is {config.max_staleness}, but with sync_every={config.sync_every} '
-      f'policies get {config.sync_every - 1} steps old.'
+      f'ahead is {config.ahead}; it must be 0 or 1, or above 1 with partial=True.'
+    )
+  if config.partial and not config.ahead:
+    raise ValueError('partial: no episode is played during an update; make ahead 1.')
+  if config.ahead and (config.max_refills or algorithm.greedy_baseline):
+    raise ValueError(
+      f'ahead is {config.ahead}: max_refills, and algorithms with a greedy baseline, '
+      'play more episodes once a rollout has ended; make ahead 0.'
+    )
+  if config.ahead and config.tensor > 1 and not config.samplers:
+    raise ValueError(
+      'ahead: the chips of a replica (tensor) cannot sample and train at the same time; '
+      'give some of them to sampling alone (samplers).'
     )

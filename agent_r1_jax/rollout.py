@@ -6,6 +6,7 @@ a reply, and what both sides saw becomes a Trajectory.
 
 import collections
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import dataclasses
 import math
 import traceback
@@ -40,7 +41,47 @@ class Limits:
         raise ValueError(f'{name} is {value}; it must be at least 1.')
 
 
-def collect(
+class Rollout:
+  """Episodes that were started on the processes' engines."""
+
+  def __init__(self, future: futures.Future, kept: spool_lib.Rollout | None):
+    """Of this process: the trajectories to come, and where they are kept."""
+    self._future, self._kept = future, kept
+
+  def wait(self):
+    """Until this process's episodes have ended, however they did."""
+    futures.wait([self._future])
+
+  def result(self) -> list[types.Trajectory]:
+    """The trajectories of all processes, a task's samples side by side.
+
+    All processes ask for their rollouts' results in the same order.
+
+    Raises:
+      replica.PreemptedError: In all processes, if one of them was interrupted.
+      processes.LostError: Another process ended.
+    """
+    try:
+      played = self._future.result()
+    except replica.PreemptedError:
+      played = None
+    finally:
+      if self._kept:
+        self._kept.close()
+    shares = processes.gather(played)
+    if None in shares:
+      raise replica.PreemptedError
+    found = [t for share in shares for t in share]
+    return sorted(found, key=lambda t: (t.group, t.sample))
+
+
+def collect(driver: driver_lib.Driver, *args, **kwargs) -> list[types.Trajectory]:
+  """Plays episodes to their ends: `start`, and its result."""
+  with driver.open():
+    return start(driver, *args, **kwargs).result()
+
+
+def start(
   driver: driver_lib.Driver,
   chat: chat_lib.Chat,
   tasks: Sequence[types.Task],
@@ -50,11 +91,10 @@ def collect(
   samples: int = 1,
   seed: int = 0,
   draw: int = 0,
-  policy_step: int = 0,
   spool: spool_lib.Spool | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
-) -> list[types.Trajectory]:
-  """Plays `samples` episodes of every task; a task is a group.
+) -> Rollout:
+  """Starts `samples` episodes of every task; a task is a group.
 
   Each process plays its share of the tasks, and gets the trajectories of all.
 
@@ -63,7 +103,7 @@ def collect(
   its samples are counted on.
 
   Args:
-    driver: With the policy's params.
+    driver: Open, with the policy's params.
     chat: Of the policy's tokenizer.
     tasks: What to play.
     make_env: A new environment for each episode.
@@ -71,17 +111,9 @@ def collect(
     samples: Episodes of a task.
     seed: Of the run.
     draw: Another number, another draw of the same tasks.
-    policy_step: Updates the policy has seen.
     spool: Where episodes that end are kept, and from where those are taken that had
       ended before a kill.
     on_done: Called with each trajectory as it ends.
-
-  Returns:
-    Trajectories, a task's samples side by side.
-
-  Raises:
-    replica.PreemptedError: In all processes, if one of them was interrupted.
-    processes.LostError: Another process ended.
   """
   kept = spool.rollout(draw) if spool else None
 
@@ -93,7 +125,6 @@ def collect(
     trajectory = types.Trajectory(
       task, group, sample, segments=[], turns=[], messages=[], status='error'
     )
-    trajectory.policy_step = policy_step
     identity = (seed, draw, task.id, number)
     async with driver.row(driver_lib.key(*identity, 0), group) as row:
       await _Episode(chat, make_env(), limits, row, identity, trajectory).play()
@@ -110,18 +141,7 @@ def collect(
       if group in mine:
         episodes.append(one(group, sample, seen[task.id]))
       seen[task.id] += 1
-  try:
-    played = driver.run(episodes)
-  except replica.PreemptedError:
-    played = None
-  finally:
-    if kept:
-      kept.close()
-  shares = processes.gather(played)
-  if None in shares:
-    raise replica.PreemptedError
-  found = [t for share in shares for t in share]
-  return sorted(found, key=lambda t: (t.group, t.sample))
+  return Rollout(driver.start(episodes), kept)
 
 
 class _EnvironmentError(Exception):
@@ -134,7 +154,8 @@ class _Episode:
   def __init__(self, chat, env, limits, row, identity, trajectory):
     self.chat, self.env, self.limits, self.row = chat, env, limits, row
     self.identity, self.trajectory = identity, trajectory
-    self.pieces: list[tuple[np.ndarray, np.ndarray | None]] = []
+    # What was fed has no log-probs and no policy's step.
+    self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
 
   async def play(self):
     """Plays to the end and completes the trajectory."""
@@ -156,7 +177,7 @@ class _Episode:
         return 'truncated'
       budget = min(room, self.limits.max_turn_tokens)
       reply = await self.row.generate(ids, budget)
-      self.pieces += [(ids, None), (reply.tokens, reply.logprobs)]
+      self.pieces += [(ids, None, None), reply[:3]]
       stop = self.row.length
       turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
       t.turns.append(turn)
@@ -201,15 +222,20 @@ class _Episode:
   def _close_segment(self):
     if not self.pieces:
       return
-    tokens, logprobs = zip(*self.pieces, strict=True)
+    tokens, logprobs, steps = zip(*self.pieces, strict=True)
     sizes = [len(t) for t in tokens]
     chosen = [lp is not None for lp in logprobs]
-    filled = [np.zeros(len(t), np.float32) if lp is None else lp for t, lp in self.pieces]
+
+    def filled(parts, dtype):
+      parts = [np.zeros(n) if x is None else x for n, x in zip(sizes, parts, strict=True)]
+      return np.concatenate(parts).astype(dtype)
+
     self.trajectory.segments.append(
       types.Segment(
         np.concatenate(tokens).astype(np.int32),
         np.repeat(chosen, sizes),
-        np.concatenate(filled),
+        filled(logprobs, np.float32),
+        filled(steps, np.int32),
       )
     )
     self.pieces = []

@@ -92,6 +92,29 @@ def mesh(
   return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
+def parted(samplers: int) -> tuple[list[Any], list[Any]]:
+  """Chips that train, of all processes, and those of this process that only sample.
+
+  Args:
+    samplers: How many of each process's chips sample; its last ones do.
+
+  Raises:
+    ValueError: No chip of a process would be left to train.
+  """
+  training, mine = [], []
+  for process in range(jax.process_count()):
+    chips = jax.local_devices(process_index=process)
+    if not 0 <= samplers < len(chips):
+      raise ValueError(
+        f'samplers is {samplers}, yet process {process} has {len(chips)} chips, of which '
+        'one at least must train.'
+      )
+    training += chips[: len(chips) - samplers]
+    if process == jax.process_index():
+      mine = chips[len(chips) - samplers :]
+  return training, mine
+
+
 def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
   """A NamedSharding for each leaf of parameters, of an optimizer's or a TrainState.
 
@@ -179,14 +202,23 @@ def built(make: Callable[..., Any], *args: Any) -> Any:
   return jax.jit(make, out_shardings=where)(*args)
 
 
-def replicas(mesh: Mesh) -> list[Mesh]:
+def replicas(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   """This process's chips in meshes of `tensor` chips: each can hold a whole policy.
 
+  Args:
+    mesh: Of the training.
+    chips: Of this process, which are not on the mesh; they then are what is parted.
+
   Raises:
-    ValueError: `tensor` reaches over processes.
+    ValueError: `tensor` reaches over processes, or does not divide the number of chips.
   """
   tensor = mesh.shape['tensor']
   groups = np.moveaxis(mesh.devices, mesh.axis_names.index('tensor'), -1)
+  part = lambda group: Mesh(
+    np.reshape(group, [tensor if axis == 'tensor' else 1 for axis in mesh.axis_names]),
+    mesh.axis_names,
+    axis_types=mesh.axis_types,
+  )
   found = []
   for group in groups.reshape(-1, tensor):
     mine = [d.process_index == jax.process_index() for d in group]
@@ -196,11 +228,14 @@ def replicas(mesh: Mesh) -> list[Mesh]:
         f'them; make it a divisor of {jax.local_device_count()}.'
       )
     if all(mine):
-      sizes = [tensor if axis == 'tensor' else 1 for axis in mesh.axis_names]
-      found.append(
-        Mesh(group.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
-      )
-  return found
+      found.append(part(group))
+  if not chips:
+    return found
+  if len(chips) % tensor:
+    raise ValueError(
+      f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
+    )
+  return [part(chips[i : i + tensor]) for i in range(0, len(chips), tensor)]
 
 
 def gathered(params: Any, mesh: Mesh) -> Any:
@@ -210,18 +245,24 @@ def gathered(params: Any, mesh: Mesh) -> Any:
 
 
 def local(params: Any, part: Mesh) -> Any:
-  """The replica, on its own, of what `gathered` gave: nothing is copied.
+  """The replica, on its own, of what `gathered` gave.
 
   Args:
     params: Of all processes.
-    part: One of `replicas`.
+    part: One of `replicas`; nothing is copied to chips that are on the mesh.
   """
-  chips = set(part.devices.flat)
 
   def leaf(x: jax.Array) -> jax.Array:
-    mine = [shard.data for shard in x.addressable_shards if shard.device in chips]
     where = NamedSharding(part, _named(x).spec)
-    return jax.make_array_from_single_device_arrays(x.shape, where, mine)
+    held: dict[str, dict[Any, jax.Array]] = {}
+    for shard in x.addressable_shards:
+      held.setdefault(str(shard.index), {})[shard.device] = shard.data
+    pieces = []
+    for chip, index in where.devices_indices_map(x.shape).items():
+      copies = held[str(index)]
+      copy = copies[chip] if chip in copies else next(iter(copies.values()))
+      pieces.append(jax.device_put(copy, chip))
+    return jax.make_array_from_single_device_arrays(x.shape, where, pieces)
 
   return jax.tree.map(leaf, params)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 from typing import Any
@@ -23,6 +22,7 @@ from agent_r1_jax import (
   preemption,
   processes,
   rollout,
+  schedule,
   sharding,
   types,
   viewer,
@@ -49,22 +49,25 @@ _PLANNED = (
   'critic_warmup',
   'reference_every',
   'sync_every',
+  'ahead',
+  'partial',
   'seed',
   'offload',
 )
 
 
 def make_mesh(config: Config) -> Mesh | None:
-  """The chips of all processes as the configuration lays them out; None for one chip."""
+  """The chips that train as the configuration lays them out; None for one chip."""
   host.prepare()
-  chips = jax.device_count()
+  devices, _ = sharding.parted(config.samplers)
+  chips = len(devices)
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
-  if chips == rest * fsdp == 1:
+  if chips == rest * fsdp == 1 and not config.samplers:
     return None
-  mesh = sharding.mesh(
-    data=config.data, fsdp=fsdp, tensor=config.tensor, context=config.context
-  )
+  axes = {'data': config.data, 'fsdp': fsdp}
+  axes |= {'tensor': config.tensor, 'context': config.context}
+  mesh = sharding.mesh(**axes, devices=devices)
   if config.microbatch % (config.data * fsdp):
     raise ValueError(
       f'microbatch is {config.microbatch}, yet its rows lie on {config.data * fsdp} '
@@ -110,6 +113,7 @@ def make_driver(
     stop=stop_lib.stop(chat.stop_ids),
     sampling=sampling,
     mesh=mesh,
+    chips=sharding.parted(config.samplers)[1],
     rows=config.rows,
     slots=config.slots,
     steps=config.decode_steps,
@@ -191,30 +195,26 @@ def run(
     carry = kept.restore(carry, plan)
     driver.interrupted = stack.enter_context(preemption.watch()).given
     progress, at = kept.progress, kept.at
+    driver.warm_up(functools.partial(progress.phase, 'compile'))
+    stack.enter_context(driver.open())
+    rollouts = schedule.Schedule(config, tasks, driver, chat, kept, **playing)
 
     def evaluated() -> dict[str, float]:
-      driver.params = carry.states['policy'].params
-      ended = _counter(progress, 'evaluation', sum(map(len, (evals or {}).values())))
+      rollouts.wait()
+      driver.params, driver.policy_step = carry.states['policy'].params, carry.step
+      ended = schedule.counter(
+        progress, 'evaluation', sum(map(len, (evals or {}).values()))
+      )
       played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
       return _logged(played, workdir, config, at.step)
 
-    driver.warm_up(functools.partial(progress.phase, 'compile'))
     try:
       if at.written < 0 and config.eval_every and not at.unwritten:
         kept.write(evaluated())
       while at.unwritten or at.step < config.steps:
         clock = metrics_lib.Clock()
         if not at.unwritten:
-          driver.params = carry.sampler
-          collect = functools.partial(
-            rollout.collect,
-            driver,
-            chat,
-            policy_step=carry.sampler_step,
-            spool=kept.spool,
-            **playing,
-          )
-          found, drawn = _groups(config, tasks, collect, at, progress)
+          found, drawn = rollouts.take(carry, plan)
           played = [t for group in found for t in group]
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
@@ -226,7 +226,7 @@ def run(
           )
           baselines = None
           if algorithm.greedy_baseline:
-            found, baselines = _with_greedy(found, driver, chat, playing)
+            found, baselines = rollouts.greedy(found)
           numbers['time/rollout'] = clock.lap()
           progress.phase('update')
           chosen = [t for group in found for t in group]
@@ -299,37 +299,6 @@ def _plan(
   return plan, updates.start(params, plan, reference)
 
 
-def _groups(config, tasks, collect, at, progress):
-  """This step's groups, and how many tasks they were drawn from."""
-
-  def played(chosen, refill):
-    return collect(
-      tasks=chosen,
-      samples=config.samples,
-      seed=config.seed,
-      draw=journal.draw(config, at.step) + refill,
-      on_done=_counter(
-        progress, 'refill' if refill else 'rollout', len(chosen) * config.samples
-      ),
-    )
-
-  return groups.draw(
-    played,
-    lambda start, n: groups.epoch_tasks(tasks, at.drawn + start, n, config.seed),
-    n=config.tasks,
-    samples=config.samples,
-    max_refills=config.max_refills,
-  )
-
-
-def _with_greedy(found, driver, chat, playing):
-  """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
-  tasks = [group[0].task for group in found]
-  greedy = evaluate.run(driver, chat, {'': tasks}, **playing)['']
-  pairs = [(g, t) for g, t in zip(found, greedy, strict=True) if t.status != 'error']
-  return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
-
-
 @contextlib.contextmanager
 def _dumping(workdir):
   """Writes the batch that made a loss or a gradient not finite."""
@@ -369,12 +338,6 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
       step=step,
     )
   return numbers
-
-
-def _counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:
-  """Shows how many episodes of a phase have ended."""
-  ended = itertools.count(1)
-  return lambda trajectory: progress.phase(phase, next(ended), total)
 
 
 def _every(n: int, step: int) -> bool:

@@ -59,11 +59,18 @@ class Segment:
     tokens: int32 [T].
     action_mask: bool [T], True where the policy chose the token.
     logprobs: float32 [T], of the behaviour policy; 0 off the action mask.
+    policy_steps: int32 [T], the updates that the policy had seen which chose the token;
+      0 off the action mask, and by default everywhere.
   """
 
   tokens: np.ndarray
   action_mask: np.ndarray
   logprobs: np.ndarray
+  policy_steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+
+  def __post_init__(self):
+    if not len(self.policy_steps):
+      self.policy_steps = np.zeros(len(self.tokens), np.int32)
 
 
 @dataclasses.dataclass
@@ -88,7 +95,6 @@ class Trajectory:
     turns: In order; rewards sit at `turn.stop - 1`.
     messages: The conversation as text, for people and rewards.
     status: One of STATUSES.
-    policy_step: The update count of the policy that sampled it.
     metrics: Named numbers to log (summed over the steps' metrics).
     error: What was raised, when status is 'error'.
   """
@@ -100,9 +106,15 @@ class Trajectory:
   turns: list[Turn]
   messages: list[Message]
   status: str
-  policy_step: int = 0
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   error: str | None = None
+
+  @property
+  def policy_steps(self) -> np.ndarray:
+    """int32, the updates that the policy had seen which chose each action token."""
+    return np.concatenate(
+      [np.zeros(0, np.int32), *(s.policy_steps[s.action_mask] for s in self.segments)]
+    )
 
   @property
   def reward(self) -> float:

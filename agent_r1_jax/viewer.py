@@ -24,6 +24,8 @@ import pathlib
 from typing import Any
 import zipfile
 
+import numpy as np
+
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 
@@ -232,7 +234,7 @@ def _metadata(
   logprob = sum(float(segment.logprobs.sum()) for segment in t.segments)
   return {
     'step': step,
-    'policy_step': t.policy_step,
+    'policy_steps': np.unique(t.policy_steps).tolist(),
     'status': t.status,
     'reward': t.reward,
     'turn_rewards': [float(turn.reward) for turn in t.turns],

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import random
 import threading
 import types as types_lib
@@ -19,6 +20,7 @@ from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.engine import stop as stop_lib
 
 _STOPS = tuple(range(5, 25))
+_HALVES = (range(8), range(8, 16))
 _SLOTS = tiny.SIZES['slots']
 
 
@@ -43,7 +45,7 @@ async def _play(driver, number, *, latency=None, group=4, turns=3, reply=12):
     tokens = _tokens(number // group, 9 + 5 * (number // group))
     for _ in range(turns):
       answer = await row.generate(tokens, reply)
-      pieces += [(tokens, None), (answer.tokens, answer.logprobs)]
+      pieces += [(tokens, None), answer[:3]]
       if latency:
         await asyncio.sleep(latency())
       tokens = _tokens(int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11)
@@ -51,11 +53,14 @@ async def _play(driver, number, *, latency=None, group=4, turns=3, reply=12):
 
 
 def _segment(pieces):
-  logprobs = [np.zeros(len(t), np.float32) if x is None else x for t, x in pieces]
+  """Of (tokens, None) and (tokens, log-probs[, policy steps])."""
+  zeros = lambda tokens: np.zeros(len(tokens), np.int32)
+  said = [(t, x, *rest) if rest else (t, x, zeros(t)) for t, x, *rest in pieces]
   return types.Segment(
-    np.concatenate([tokens for tokens, _ in pieces]),
-    np.concatenate([np.full(len(t), x is not None) for t, x in pieces]),
-    np.concatenate(logprobs),
+    np.concatenate([t for t, _, _ in said]),
+    np.concatenate([np.full(len(t), x is not None) for t, x, _ in said]),
+    np.concatenate([np.float32(zeros(t)) if x is None else x for t, x, _ in said]),
+    np.concatenate([steps for _, _, steps in said]),
   )
 
 
@@ -256,7 +261,7 @@ def slow_decodes(monkeypatch):
       await asyncio.sleep(0)
     return fn(*args)
 
-  monkeypatch.setattr(driver_lib.asyncio, 'to_thread', to_thread)
+  monkeypatch.setattr(replica_lib.asyncio, 'to_thread', to_thread)
 
 
 class TestRaces:
@@ -340,6 +345,103 @@ class TestRaces:
     parts = [part for parts in driver.run([play(), play()]) for part in parts]
     tiny.assert_on_policy(_params(), parts)
     _assert_same(dict(enumerate(parts[:3])), dict(enumerate(parts[3:])))
+
+
+class TestOpen:
+  def test_runs_may_overlap(self):
+    driver = _driver()
+
+    def play():
+      with driver.open():
+        halves = [driver.start([_play(driver, n) for n in part]) for part in _HALVES]
+        return [segment for half in halves for segment in half.result()]
+
+    played = tiny.within(play)
+    _assert_same(dict(zip(itertools.chain(*_HALVES), played, strict=True)), _reference())
+
+  def test_a_policy_is_taken_over_in_the_midst(self):
+    driver, other = _driver(steps=3), tiny.params(tiny.config(), likely={100: 0.5})
+
+    async def hands_over():
+      while driver.stats.sampled < 60:
+        await asyncio.sleep(0)
+      driver.params, driver.policy_step = other, 5
+      driver.hand_over()
+      return None
+
+    episodes = [hands_over(), *(_play(driver, number) for number in range(16))]
+    _, *played = tiny.within(driver.run, episodes)
+    before, after = (tiny.learned(tree, played) for tree in (_params(), other))
+    mixed = []
+    for number, segment in enumerate(played):
+      mask, steps = segment.action_mask, segment.policy_steps
+      assert set(steps[mask]) <= {0, 5} and (np.diff(steps[mask]) >= 0).all()
+      assert not steps[~mask].any()
+      if len(set(steps[mask])) == 2:
+        mixed.append(number)
+      # Of one policy are the tokens before the change, and texts that begin after it.
+      for step, expected in ((0, before), (5, after if number >= 12 else None)):
+        at = mask & (steps == step)
+        if expected is not None:
+          got = segment.logprobs[at]
+          np.testing.assert_allclose(got, expected[number][at], atol=2e-5)
+      assert number < 12 or (steps[mask] == 5).all()
+    assert mixed
+    # Others than the same policy would have sampled.
+    one = mixed[0]
+    assert not np.array_equal(played[one].tokens, _reference()[one].tokens)
+
+  def test_while_episodes_play_only_the_policy_changes(self):
+    driver = _driver()
+
+    def play():
+      with driver.open():
+        under_way = driver.start([_play(driver, 0)])
+        sampling, driver.sampling = driver.sampling, sampling_lib.Sampling(0.0)
+        with pytest.raises(RuntimeError, match='under way with another sampling'):
+          driver.start([])
+        driver.sampling = sampling
+        return under_way.result()
+
+    _assert_same(dict(enumerate(tiny.within(play))), {0: _reference()[0]})
+
+  def test_nothing_starts_where_it_is_closed(self):
+    with pytest.raises(RuntimeError, match='not open'):
+      _driver().start([])
+
+  def test_what_is_left_ends(self):
+    driver, ended = _driver(), []
+
+    async def waits():
+      try:
+        async with driver.row(driver_lib.key(1)):
+          await asyncio.sleep(3600)
+      finally:
+        ended.append(True)
+
+    def leave():
+      with driver.open():
+        future = driver.start([waits(), _play(driver, 3)])
+        tiny.within(driver.run, [_play(driver, 4)])
+      return future
+
+    assert tiny.within(leave, seconds=60).cancelled() and ended == [True]
+    _assert_same(_run(driver, range(16)), _reference())
+
+  def test_after_an_error_of_the_engine_nothing_plays(self, monkeypatch):
+    def broken(out):
+      raise RuntimeError('device lost')
+
+    monkeypatch.setattr(replica_lib, 'jax', types_lib.SimpleNamespace(device_get=broken))
+    driver = _driver()
+
+    def play():
+      with driver.open():
+        for number in range(2):
+          with pytest.raises(RuntimeError, match='device lost'):
+            driver.start([_play(driver, number)]).result()
+
+    tiny.within(play, seconds=60)
 
 
 class TestFailure:

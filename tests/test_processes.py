@@ -19,7 +19,7 @@ import tiny
 
 from agent_r1_jax import metrics, preemption, processes, train, types
 from agent_r1_jax.models import weights
-from agent_r1_jax.rl import algorithms
+from agent_r1_jax.rl import algorithms, correction
 
 _HEARTBEAT = 10
 _CHIPS = 4
@@ -133,6 +133,21 @@ def test_they_train_as_one_does(count, model, alone, tmp_path):
   }
 
 
+def test_some_chips_may_only_sample(model, alone, tmp_path):
+  """In turn, and one rollout ahead, in which one process is preempted."""
+  (ended,) = _end(_start(1, tmp_path / 'turns', model, '', '2'))
+  assert ended[0] == 0, ended[1]
+  _assert_same(tmp_path / 'turns', alone)
+  for count, moments in ((1, ['']), (2, ['preempted', ''])):
+    for moment in moments:
+      samplers = str(2 // count)
+      ended = _end(_start(count, tmp_path / f'{count}', model, moment, samplers, '1'))
+      assert {status for status, _ in ended} == {preemption.STATUS if moment else 0}
+  _assert_same(tmp_path / '1', tmp_path / '2')
+  age = [line.get('train/stale_steps_max') for line in _numbers(tmp_path / '1')]
+  assert age == [None, 0, 1, 1]
+
+
 @pytest.mark.parametrize('moment', ['dies', 'raises'])
 def test_one_ends_and_all_start_again(moment, model, alone, tmp_path):
   started = _start(2, tmp_path / 'run', model, moment)
@@ -201,19 +216,23 @@ def _learned(moment):
   return max((json.loads(line)['step'] for line in lines), default=0)
 
 
-def main(workdir, model, moment=''):
+def main(workdir, model, moment='', samplers='0', ahead='0'):
   """Trains; `moment` is what happens to the second process after the first step."""
   _Env.moment = moment and f'{moment}:{workdir}'
+  algorithm = algorithms.reinforce_plus_plus(kl_coef=0.01)
+  if ahead != '0':
+    algorithm = algorithm._replace(correction=correction.token_truncated())
+  apart = {'samplers': int(samplers), 'ahead': int(ahead)}
   tasks = [
     types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])
     for i in range(4)
   ]
   train.run(
-    _config(model),
+    _config(model, **apart),
     workdir,
     tasks=tasks,
     make_env=_Env,
-    algorithm=algorithms.reinforce_plus_plus(kl_coef=0.01),
+    algorithm=algorithm,
     evals={'dev': tasks[:3]},
   )
 

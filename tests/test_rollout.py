@@ -195,15 +195,19 @@ class TestRandomness:
   def test_it_depends_on_seed_draw_task_and_sample(self):
     task = _tasks(1)
     first, second = _collect(Env, task, samples=2)
+    marked = _driver()
+    marked.policy_step = 7
     others = [
       _collect(Env, task, seed=1)[0],
-      _collect(Env, task, draw=1, policy_step=7)[0],
+      _collect(Env, task, draw=1, driver=marked)[0],
       _collect(Env, [types.Task('another id', task[0].messages)])[0],
       second,
     ]
     texts = {tuple(t.segments[0].tokens.tolist()) for t in [first, *others]}
     assert len(texts) == 5
-    assert others[1].policy_step == 7
+    assert {*first.policy_steps} == {0} and {*others[1].policy_steps} == {7}
+    (segment,) = others[1].segments
+    np.testing.assert_array_equal(segment.policy_steps, 7 * segment.action_mask)
 
   def test_a_task_that_comes_again_is_played_differently(self):
     twice = _collect(Env, _tasks(1) * 2, samples=2)

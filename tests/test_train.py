@@ -231,11 +231,14 @@ class TestRun:
     config = _config(
       model, steps=2, minibatches=2, critic_learning_rate=1e-2, eval_every=0
     )
-    with mock.patch.object(rollout, 'collect', wraps=rollout.collect) as collect:
+    with (
+      mock.patch.object(rollout, 'start', wraps=rollout.start) as start,
+      mock.patch.object(train.updates, 'learn', wraps=train.updates.learn) as learn,
+    ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
-    played = [call.kwargs for call in collect.mock_calls if 'policy_step' in call.kwargs]
-    assert [kwargs['policy_step'] for kwargs in played] == [0, 1]
-    assert [kwargs['draw'] for kwargs in played] == [0, 1]
+    assert [c.kwargs['draw'] for c in start.mock_calls if 'draw' in c.kwargs] == [0, 1]
+    learned = [c.args[1] for c in learn.mock_calls]
+    assert [{*t.policy_steps} for ts in learned for t in ts] == [{0}] * 8 + [{1}] * 8
     first, second = metrics.read(tmp_path)
     assert first['train/value_loss'] > 0 and first['train/grad_norm'] > 0
     assert np.isfinite(list(second.values())).all()

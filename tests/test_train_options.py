@@ -16,6 +16,7 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
+_STALE = _PLAIN._replace(correction=correction.token_truncated())
 model = test_train.model
 
 
@@ -60,16 +61,17 @@ class TestDynamicSampling:
     test_train._assert_equal(params, weights.load(model)[1])
 
   def test_a_task_that_comes_again_is_sampled_anew(self, model, tmp_path):
-    made, collect = [], rollout.collect
+    made, start = [], rollout.start
 
     def spy(*args, **kwargs):
-      made.append(collect(*args, **kwargs))
+      made.append(start(*args, **kwargs))
       return made[-1]
 
-    with mock.patch.object(rollout, 'collect', spy):
+    with mock.patch.object(rollout, 'start', spy):
       given = {'make_env': _graded(lambda *_: 0.0), 'max_refills': 1, 'samples': 8}
       _run(model, tmp_path, questions=test_train._tasks(1), **given)
-    said = [[t.messages[-1]['content'] for t in played] for played in made if played]
+    said = [[t.messages[-1]['content'] for t in r.result()] for r in made]
+    said = [s for s in said if s]
     # Two tasks a draw, two draws a step.
     assert [len(s) for s in said] == [16] * 4
     assert len({tuple(sorted(s)) for s in said}) == 4
@@ -226,10 +228,23 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
       'a teacher stays',
     ),
     (
-      _PLAIN._replace(correction=correction.token_truncated()),
+      _STALE,
       {'sync_every': 3, 'max_staleness': 1},
       'max_staleness is 1.*2 steps old',
     ),
+    (_PLAIN, {'ahead': 1}, 'ahead is 1.*no correction'),
+    (_STALE, {'ahead': -1}, 'ahead is -1'),
+    (_STALE, {'ahead': 2}, 'ahead is 2.*partial=True'),
+    (_STALE, {'ahead': 3, 'partial': True, 'max_staleness': 2}, '3 steps old'),
+    (_STALE, {'partial': True}, 'make ahead 1'),
+    (_STALE, {'ahead': 1, 'max_refills': 1}, 'max_refills.*make ahead 0'),
+    (
+      algorithms.remax(correction=correction.token_truncated()),
+      {'ahead': 1},
+      'greedy baseline.*make ahead 0',
+    ),
+    (_STALE, {'ahead': 1, 'tensor': 2}, 'give some of them to sampling'),
+    (_PLAIN, {'samplers': 1}, 'samplers is 1.*has 1 chips'),
   ],
 )
 def test_what_does_not_apply_is_said(model, tmp_path, algorithm, options, message):

@@ -33,12 +33,12 @@ def trajectory(group=0, sample=0, status='done', reward=1.0, task_id=None, **kwa
   for turn in turns:
     mask[turn.start : turn.stop] = True
   logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
-  segment = types.Segment(np.arange(9, dtype=np.int32), mask, logprobs)
+  steps = np.array([0, 0, 6, 6, 6, 0, 0, 6, 7], np.int32)
+  segment = types.Segment(np.arange(9, dtype=np.int32), mask, logprobs, steps)
   fields = {
     'segments': [segment],
     'turns': turns,
     'messages': messages,
-    'policy_step': 7,
     'metrics': {'em': reward, 'tool_calls': 1.0},
   }
   return types.Trajectory(task, group, sample, status=status, **(fields | kwargs))
@@ -125,7 +125,7 @@ class TestStructure:
     assert sample['scores']['em']['value'] == 1.0
     assert sample['metadata'] == {
       'step': 8,
-      'policy_step': 7,
+      'policy_steps': [6, 7],
       'status': 'done',
       'reward': 1.0,
       'turn_rewards': [0.0, 1.0],

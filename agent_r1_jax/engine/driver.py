@@ -1,21 +1,37 @@
 """The driver: keeps the rows of its replicas busy for many episodes at once.
 
 Episodes are coroutines. Each takes a row, and in turns awaits `Row.generate` and its
-tools; all of them, and what serves them, share one event loop.
+tools; all of them, and what serves them, share one event loop in a thread of its own.
+
+  played = driver.run(episodes)
+
+  with driver.open():
+    future = driver.start(episodes)  # They play while this thread does something else.
+    driver.params, driver.policy_step = params, 1
+    driver.hand_over()  # The rest of them is played by another policy.
+    played = future.result()
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import (
+  AsyncIterator,
+  Callable,
+  Coroutine,
+  Iterable,
+  Iterator,
+  Sequence,
+)
 from concurrent import futures
 import contextlib
 import hashlib
 import itertools
+from typing import Any
 
 from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import sharding
 from agent_r1_jax.engine import grammar as grammar_lib
+from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
@@ -33,6 +49,7 @@ class Driver:
 
   Attributes:
     params: Of the policy, with or without adapters; assign new ones between runs.
+    policy_step: The updates that it has seen: what its tokens are marked with.
     sampling: How tokens are chosen; may be changed between runs.
     grammar: What a reply may say; may be changed between runs. None allows all.
     interrupted: Asked while a run goes on; True ends it with replica.PreemptedError.
@@ -50,6 +67,7 @@ class Driver:
     sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY,
     grammar: grammar_lib.Grammar | None = None,
     mesh: Mesh | None = None,
+    chips: Sequence[Any] = (),
     rows: int = 64,
     slots: int = 1024,
     steps: int = 32,
@@ -69,6 +87,7 @@ class Driver:
       grammar: What a reply may say. It makes the samples off-policy.
       mesh: That `params` lie on. This process's chips then have a replica each, or one
         together where its `tensor` splits a layer. None: one, on JAX's default device.
+      chips: Of this process, which sample in place of those of the mesh.
       rows: Texts at a time (B) of a replica.
       slots: Most tokens of a text (S).
       steps: Tokens of one decode segment: what a row that has been answered by its tool
@@ -99,32 +118,81 @@ class Driver:
       decode_rows=widths(width),
       buckets=[b for i in range(32) if (b := bucket << i) < slots] + [slots],
     )
-    self.config, self.params, self.sampling = config, params, sampling
-    self.grammar, self.mesh = grammar, mesh
+    self.config, self.params, self.policy_step = config, params, 0
+    self.sampling, self.grammar, self.mesh = sampling, grammar, mesh
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = replica_lib.Stats()
-    self._parts = None if mesh is None else sharding.replicas(mesh)
+    self._parts = None if mesh is None else sharding.replicas(mesh, chips)
     self.replicas = [
       replica_lib.Replica(config, stop, self.sizes, self.stats, part)
       for part in self._parts or [None]
     ]
+    # The parameters that `_copies`, one a replica, were made of.
     self._copied: decoder.Params | None = None
+    self._copies: list[decoder.Params] = []
+    self._loop: loop_lib.Loop | None = None
 
   def run(self, episodes: Iterable[Coroutine]) -> list:
     """Runs episodes to their ends and returns their results in order.
 
     The first exception of an episode or of the engine cancels the others and is raised.
     """
-    self._hand_out()
-    if not _in_a_loop():
-      return asyncio.run(self._run(episodes))
-    # As in a notebook, whose own event loop holds this thread.
-    with futures.ThreadPoolExecutor(1) as thread:
-      return thread.submit(asyncio.run, self._run(episodes)).result()
+    with self.open():
+      return self.start(episodes).result()
+
+  @contextlib.contextmanager
+  def open(self) -> Iterator[None]:
+    """Inside, `start` may be called; what it started ends with it, done or not."""
+    if self._loop:
+      yield
+      return
+    self._loop = loop_lib.Loop(self.replicas)
+    try:
+      yield
+    finally:
+      loop, self._loop = self._loop, None
+      loop.close()
+
+  def start(self, episodes: Iterable[Coroutine]) -> futures.Future[list]:
+    """As `run`, but does not wait: the future has the results, or the exception.
+
+    Raises:
+      RuntimeError: The driver is not open; or see `hand_over`.
+    """
+    if not self._loop:
+      raise RuntimeError('The driver is not open: start inside `with driver.open()`.')
+    self.hand_over()
+    return self._loop.start(episodes)
+
+  def hand_over(self):
+    """Gives the replicas the policy as it is now, also in the midst of episodes.
+
+    `start` does it too. While episodes are under way there is room for two copies.
+
+    Raises:
+      RuntimeError: Episodes are under way with another sampling or grammar.
+    """
+    busy = bool(self._loop and self._loop.busy)
+    for replica in self.replicas:
+      same = replica.sampling == self.sampling and replica.grammar is self.grammar
+      if busy and not same:
+        raise RuntimeError(
+          'Episodes are under way with another sampling or grammar: wait for them first.'
+        )
+      replica.sampling, replica.grammar = self.sampling, self.grammar
+      replica.interrupted = self.interrupted
+    if self.params is not self._copied:
+      self._copies = []
+      for replica in self.replicas:
+        if not busy:
+          replica.forget()
+      self._copies, self._copied = self._made(), self.params
+    for replica, params in zip(self.replicas, self._copies, strict=True):
+      replica.hand(params, self.policy_step)
 
   def warm_up(self, on_done: Callable[[int, int], None] = lambda done, all: None):
     """Compiles every program, on places without rows; on_done(compiled, programs)."""
-    self._hand_out()
+    self.hand_over()
     done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)
     for replica in self.replicas:
       replica.warm_up(lambda: on_done(next(done), programs))
@@ -147,43 +215,10 @@ class Driver:
     finally:
       free.put_nowait(row)
 
-  async def _run(self, episodes):
-    for replica in self.replicas:
-      replica.begin()
-    try:
-      async with asyncio.TaskGroup() as group:
-        serving = [group.create_task(replica.serve()) for replica in self.replicas]
-        tasks = [group.create_task(e) for e in episodes]
-        await asyncio.gather(*tasks)
-        for task in serving:
-          task.cancel()
-    except BaseExceptionGroup as error:
-      # One failure cancels the rest; the group around it says nothing more.
-      raise error.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-  def _hand_out(self):
-    """Gives each replica what this run is to use."""
-    if self.params is not self._copied:
-      for replica in self.replicas:
-        replica.params = {}  # Else there would be room for two copies.
-      used = decoder.cast(lora.merge(self.params), self.config)
-      if self.mesh is None or self._parts is None:
-        copies = [used]
-      else:
-        used = sharding.gathered(used, self.mesh)
-        copies = [sharding.local(used, part) for part in self._parts]
-      for replica, params in zip(self.replicas, copies, strict=True):
-        replica.params = params
-      self._copied = self.params
-    for replica in self.replicas:
-      replica.sampling, replica.grammar = self.sampling, self.grammar
-      replica.interrupted = self.interrupted
-
-
-def _in_a_loop() -> bool:
-  try:
-    asyncio.get_running_loop()
-  except RuntimeError:
-    return False
-  return True
+  def _made(self) -> list[decoder.Params]:
+    """A copy of the policy for each replica."""
+    used = decoder.cast(lora.merge(self.params), self.config)
+    if self.mesh is None or self._parts is None:
+      return [used]
+    used = sharding.gathered(used, self.mesh)
+    return [sharding.local(used, part) for part in self._parts]

@@ -60,10 +60,18 @@ class Sizes(NamedTuple):
 
 
 class Reply(NamedTuple):
-  """What the policy said: tokens and log-probs [n]; `stopped` is False if it ran out."""
+  """What the policy said; n tokens.
+
+  Attributes:
+    tokens: int32 [n].
+    logprobs: float32 [n].
+    policy_steps: int32 [n], the step of the policy that chose each.
+    stopped: False if it ran out of tokens.
+  """
 
   tokens: np.ndarray
   logprobs: np.ndarray
+  policy_steps: np.ndarray
   stopped: bool
 
 
@@ -176,8 +184,10 @@ class Row:
     self.budget -= len(part.tokens)
     if not part.stopped and self.budget:
       return None
-    tokens, logprobs, _ = zip(*self.parts, strict=True)
-    return Reply(np.concatenate(tokens), np.concatenate(logprobs), part.stopped)
+    tokens, logprobs, steps = (
+      np.concatenate([part[i] for part in self.parts]) for i in range(3)
+    )
+    return Reply(tokens, logprobs, steps, part.stopped)
 
   def _leave(self):
     """Wants nothing more; after a cancellation, no other row may wait for its prompt."""
@@ -191,6 +201,7 @@ class Replica:
 
   Attributes:
     params: The copy.
+    policy_step: The updates that it has seen.
     sampling: How tokens are chosen.
     grammar: What a reply may say; None allows all.
     interrupted: Asked before each piece of work; True ends `serve`.
@@ -219,6 +230,8 @@ class Replica:
     self.config, self.stop, self.sizes, self.stats = config, stop, sizes, stats
     self.mesh = mesh
     self.params: decoder.Params = {}
+    self.policy_step = 0
+    self._handed: tuple[decoder.Params, int] | None = None
     self.sampling = sampling_lib.ON_POLICY
     self.grammar: grammar_lib.Grammar | None = None
     self.interrupted: Callable[[], bool] = lambda: False
@@ -230,12 +243,23 @@ class Replica:
     self.begin()
 
   def begin(self):
-    """Before a run: all rows are free, and hold nothing of the policy before."""
+    """Before it serves: all rows are free."""
     self.wake, self.free = asyncio.Event(), asyncio.Queue()
     self._decoded: float | None = None
     for row in self.rows:
-      row.prompt = None  # It was computed with other params, perhaps.
+      row.prompt = None
       self.free.put_nowait(row)
+
+  def hand(self, params: decoder.Params, policy_step: int):
+    """Another policy, which its next piece of work is done with; from any thread.
+
+    Texts under way keep the cache that they have; those that begin share none of it.
+    """
+    self._handed = params, policy_step
+
+  def forget(self):
+    """Frees its policy; `hand` must follow."""
+    self.params, self._handed = {}, None
 
   def warm_up(self, on_done: Callable[[], None]):
     """Compiles every program, on places without rows; calls on_done after each."""
@@ -243,6 +267,7 @@ class Replica:
     nobody = lambda size: np.full(size, sizes.rows, np.int32)
     zeros = lambda size: np.zeros(size, np.int32)
     ones = lambda size: np.ones(size, np.int32)
+    self._take_over()
     self._call_reset({})
     on_done()
     for bucket in sizes.buckets:
@@ -268,6 +293,7 @@ class Replica:
         raise PreemptedError
       # Whoever can go on without waiting does, and asks, before the device works again.
       await asyncio.sleep(0)
+      self._take_over()
       waiting = [row for row in self.rows if row.future is not None]
       if not waiting:
         self._decoded = None
@@ -291,7 +317,18 @@ class Replica:
       await self.wake.wait()
     finally:
       poll.cancel()
-    self.stats.idle_seconds += time.perf_counter() - start
+    if self.free.qsize() < len(self.rows):
+      self.stats.idle_seconds += time.perf_counter() - start
+
+  def _take_over(self):
+    """Goes on with what was handed last."""
+    handed, self._handed = self._handed, None
+    if handed is None:
+      return
+    if handed[0] is not self.params:
+      for row in self.rows:
+        row.prompt = None
+    self.params, self.policy_step = handed
 
   def _reset(self, waiting: list[Row]):
     fresh = {}
@@ -359,6 +396,7 @@ class Replica:
     for m, row in enumerate(waiting):
       rows[m], budget[m] = row.index, row.budget
     longest = max(row.length for row in waiting)
+    step = self.policy_step
     out = self._call_decode(rows, budget, self._bucket(longest + self.sizes.steps))
     tokens, logprobs, count, stopped = await asyncio.to_thread(jax.device_get, out)
     self._decoded = time.perf_counter()
@@ -370,7 +408,9 @@ class Replica:
       if row.future is not future or future.done():
         continue
       n = count[m]
-      reply = row.wrote(Reply(tokens[m, :n], logprobs[m, :n], bool(stopped[m])))
+      steps = np.full(n, step, np.int32)
+      part = Reply(tokens[m, :n], logprobs[m, :n], steps, bool(stopped[m]))
+      reply = row.wrote(part)
       if reply is not None:
         row.future = None
         future.set_result(reply)

@@ -37,6 +37,8 @@ class Plan:
     critic_warmup: Rollouts that update the critic alone.
     reference_every: Rollouts after which the policy becomes the reference; 0 never.
     sync_every: Rollouts between two hand-overs of the policy to the engine.
+    ahead: Rollouts that may be played before their turn.
+    partial: Whether each new policy is taken over in the midst of episodes.
     seed: Of the order of trajectories.
     offload: Whether optimizers' states lie in the host's memory between updates.
   """
@@ -52,6 +54,8 @@ class Plan:
   critic_warmup: int = 0
   reference_every: int = 0
   sync_every: int = 1
+  ahead: int = 0
+  partial: bool = False
   seed: int = 0
   offload: bool = False
 
@@ -59,6 +63,16 @@ class Plan:
   def shared_critic(self) -> bool:
     """Whether the critic is a second head of the policy."""
     return self.algorithm.needs_critic and 'critic' not in self.optimizers
+
+  @property
+  def lagging(self) -> bool:
+    """Whether an update is computed while the engine still needs what was before it."""
+    return self.sync_every > 1 or self.ahead > 0
+
+  @property
+  def early(self) -> bool:
+    """Whether the engine gets the policy before an update, for the rollout meanwhile."""
+    return self.ahead > 0 and not self.partial
 
   @functools.cached_property
   def objectives(self) -> dict[str, learner.Loss]:
@@ -93,7 +107,7 @@ class Carry:
     """What a checkpoint must hold; what can be loaded or derived again is not in it."""
     learned = lambda params: lora.split(params)[0]
     reference = {'reference': learned(self.reference)} if plan.reference_every else {}
-    sampler = {'sampler': learned(self.sampler)} if plan.sync_every > 1 else {}
+    sampler = {'sampler': learned(self.sampler)} if plan.lagging else {}
     states = {n: s._replace(params=learned(s.params)) for n, s in self.states.items()}
     return states | reference | sampler
 
@@ -182,6 +196,9 @@ def learn(
       baselines=baselines,
       prefixes=prefixes,
     )
+    if plan.lagging:
+      age = carry.step - np.concatenate([t.policy_steps for t in trajectories])
+      metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
     metrics |= lived.metrics | _update(carry, lived, plan)
   if isinstance(plan.algorithm.kl, kl_lib.InReward | kl_lib.InLoss) and 'kl' in metrics:
     control = plan.algorithm.kl.control
@@ -190,9 +207,16 @@ def learn(
   params = carry.states['policy'].params
   if plan.reference_every and carry.step % plan.reference_every == 0:
     carry.reference = _copied(params)
-  if carry.step % plan.sync_every == 0:
-    carry.sampler, carry.sampler_step = _handed(params, plan), carry.step
+  if not plan.early:
+    hand_over(carry, plan)
   return carry, metrics
+
+
+def hand_over(carry: Carry, plan: Plan):
+  """Every so often, makes the policy the engine's; `learn` does it if not plan.early."""
+  if carry.step % plan.sync_every == 0 and carry.sampler_step != carry.step:
+    params = carry.states['policy'].params
+    carry.sampler, carry.sampler_step = _handed(params, plan), carry.step
 
 
 def _value_head(model):
@@ -203,8 +227,8 @@ def _value_head(model):
 
 
 def _handed(params, plan):
-  """The engine's parameters: a copy if an update comes before the next hand-over."""
-  return params if plan.sync_every == 1 else _copied(params)
+  """The engine's parameters: a copy if an update uses the policy's up before the next."""
+  return _copied(params) if plan.lagging else params
 
 
 def _copied(params):

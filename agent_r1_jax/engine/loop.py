@@ -1,0 +1,66 @@
+"""The event loop, in a thread of its own, where episodes play and replicas serve."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent import futures
+import threading
+
+from agent_r1_jax.engine import replica as replica_lib
+
+
+class Loop:
+  """Replicas that serve until it is closed."""
+
+  def __init__(self, replicas: Sequence[replica_lib.Replica]):
+    """Starts the thread."""
+    self._replicas = replicas
+    self._under_way: set[futures.Future] = set()
+    opened: futures.Future[None] = futures.Future()
+    self._thread = threading.Thread(
+      target=lambda: asyncio.run(self._serve(opened)), name='engine', daemon=True
+    )
+    self._thread.start()
+    opened.result()
+
+  @property
+  def busy(self) -> bool:
+    """Whether episodes are under way."""
+    return any(not future.done() for future in self._under_way)
+
+  def start(self, episodes: Iterable[Coroutine]) -> futures.Future[list]:
+    """Plays episodes; the first exception of one, or of a replica, ends all of them."""
+    future = asyncio.run_coroutine_threadsafe(self._play(episodes), self._loop)
+    self._under_way = {f for f in self._under_way if not f.done()} | {future}
+    return future
+
+  def close(self):
+    """Cancels what is under way, and waits for its end."""
+    self._loop.call_soon_threadsafe(self._closed.set)
+    self._thread.join()
+
+  async def _serve(self, opened: futures.Future):
+    self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+    for replica in self._replicas:
+      replica.begin()
+    self._serving = asyncio.gather(*(replica.serve() for replica in self._replicas))
+    # An error of theirs is raised by what was started, if anything was.
+    self._serving.add_done_callback(lambda f: f.cancelled() or f.exception())
+    opened.set_result(None)
+    await self._closed.wait()
+
+  async def _play(self, episodes):
+    try:
+      async with asyncio.TaskGroup() as group:
+        # Shielded: the end of these episodes is not the end of the replicas.
+        watching = group.create_task(_end_of(asyncio.shield(self._serving)))
+        tasks = [group.create_task(episode) for episode in episodes]
+        await asyncio.gather(*tasks)
+        watching.cancel()
+    except BaseExceptionGroup as error:
+      # One failure cancels the rest; the group around it says nothing more.
+      raise error.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _end_of(serving: asyncio.Future):
+  await serving

@@ -1,0 +1,126 @@
+"""The schedule: which rollouts are played when, and by which policy.
+
+Updates take rollouts whole and in their order, so that no batch prefers short episodes,
+and no token that is learned from is older than `ahead` updates (and sync_every - 1).
+
+- In turn (ahead = 0): rollout n, then update n, and so on.
+- One step off-policy (ahead = 1): rollout n + 1 begins when rollout n has ended, and is
+  played during update n by the policy before that update. Such a run repeats to the last
+  bit.
+- Partial (ahead >= 1): rollouts n + 1 to n + ahead are under way during update n, and go
+  on with the new policy after it. An episode holds the updates up only when it has taken
+  longer than `ahead` of them.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+import itertools
+from typing import Any
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import evaluate, groups, journal, rollout, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.rl import updates
+
+
+class Schedule:
+  """Rollouts of a run, from where its journal says that it is."""
+
+  def __init__(
+    self,
+    config: config_lib.Config,
+    tasks: Sequence[types.Task],
+    driver: driver_lib.Driver,
+    chat: chat_lib.Chat,
+    kept: journal.Journal,
+    **playing: Any,
+  ):
+    """Starts nothing.
+
+    Args:
+      config: Of the run.
+      tasks: To train on.
+      driver: Open.
+      chat: Of the policy's tokenizer.
+      kept: Restored.
+      **playing: Of rollout.start: make_env, limits.
+    """
+    self._config, self._tasks, self._kept = config, tasks, kept
+    self._driver, self._chat, self._playing = driver, chat, playing
+    self._started: collections.deque[rollout.Rollout] = collections.deque()
+    self._next = kept.at.step
+
+  def take(
+    self, carry: updates.Carry, plan: updates.Plan
+  ) -> tuple[list[groups.Group], int]:
+    """The groups of the next step, and how many tasks they were drawn from.
+
+    Waits for them, and starts what is to be played while they are learned from.
+    """
+    step = self._kept.at.step
+    self._start(step if plan.early else step + plan.ahead, carry)
+    found = groups.draw(
+      self._played,
+      lambda start, n: self._drawn(self._kept.at.drawn + start, n),
+      n=self._config.tasks,
+      samples=self._config.samples,
+      max_refills=self._config.max_refills,
+    )
+    if plan.early:
+      updates.hand_over(carry, plan)
+      self._start(step + plan.ahead, carry)
+    return found
+
+  def wait(self):
+    """Until nothing is under way: the driver can then be used for something else."""
+    for started in self._started:
+      started.wait()
+
+  def greedy(self, found: list[groups.Group]) -> tuple[list[groups.Group], list[float]]:
+    """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
+    tasks = [group[0].task for group in found]
+    greedy = evaluate.run(self._driver, self._chat, {'': tasks}, **self._playing)['']
+    pairs = [(g, t) for g, t in zip(found, greedy, strict=True) if t.status != 'error']
+    return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
+
+  def _start(self, last: int, carry):
+    """Starts the rollouts up to `last`; all are played by the carry's policy from now."""
+    self._driver.params, self._driver.policy_step = carry.sampler, carry.sampler_step
+    self._driver.hand_over()
+    at, config = self._kept.at, self._config
+    while self._next <= min(last, config.steps - 1):
+      start = at.drawn + (self._next - at.step) * config.tasks
+      tasks = self._drawn(start, config.tasks)
+      self._started.append(self._play(tasks, journal.draw(config, self._next)))
+      self._next += 1
+
+  def _played(self, tasks, refill) -> list[types.Trajectory]:
+    if not refill:
+      return self._started.popleft().result()
+    draw = journal.draw(self._config, self._kept.at.step) + refill
+    return self._play(tasks, draw, 'refill').result()
+
+  def _play(self, tasks, draw, label='rollout') -> rollout.Rollout:
+    config = self._config
+    total = len(tasks) * config.samples
+    return rollout.start(
+      self._driver,
+      self._chat,
+      tasks,
+      samples=config.samples,
+      seed=config.seed,
+      draw=draw,
+      spool=self._kept.spool,
+      on_done=counter(self._kept.progress, label, total),
+      **self._playing,
+    )
+
+  def _drawn(self, start, n) -> list[types.Task]:
+    return groups.epoch_tasks(self._tasks, start, n, self._config.seed)
+
+
+def counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:
+  """Shows how many episodes of a phase have ended."""
+  ended = itertools.count(1)
+  return lambda trajectory: progress.phase(phase, next(ended), total)

@@ -1,0 +1,201 @@
+"""Rollouts ahead of the updates: what is learned from is the same, and of known age."""
+
+import asyncio
+import threading
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+import test_train
+import tiny
+
+from agent_r1_jax import metrics, train, types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import replica
+from agent_r1_jax.models import weights
+from agent_r1_jax.rl import algorithms, correction
+
+_STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
+model = test_train.model
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled_here():
+  """Others compile without optimisations: the same run must not mix both."""
+  jax.clear_caches()
+
+
+def _run(model, workdir, learned=None, **kwargs):
+  """The parameters, and in `learned` the trajectories of each update."""
+  options = {'make_env': kwargs.pop('make_env')} if 'make_env' in kwargs else {}
+  config = test_train._config(model, **{'steps': 4, 'ahead': 1} | kwargs)
+  learn = train.updates.learn
+
+  def spy(carry, trajectories, *args, **kwargs):
+    if learned is not None:
+      learned.append(trajectories)
+    return learn(carry, trajectories, *args, **kwargs)
+
+  with mock.patch.object(train.updates, 'learn', spy):
+    return test_train._run(config, workdir, algorithm=_STALE, **options)
+
+
+@pytest.fixture(scope='module')
+def whole(model, tmp_path_factory):
+  """One step off-policy, which nothing interrupts."""
+  workdir, learned = tmp_path_factory.mktemp('schedule') / 'run', []
+  return _run(model, workdir, learned), workdir, learned
+
+
+class TestOneStepOffPolicy:
+  def test_each_rollout_is_of_the_policy_before_the_last_update(self, whole):
+    _, workdir, learned = whole
+    steps = [{*np.concatenate([t.policy_steps for t in ts])} for ts in learned]
+    assert steps == [{0}, {0}, {1}, {2}]
+    lines = metrics.read(workdir)[1:]
+    assert [line['train/stale_steps'] for line in lines] == [0, 1, 1, 1]
+    # The ratios say so too: a rollout is of the policy only before the first update.
+    apart = [abs(line['train/stale_ratio_max'] - 1) for line in lines]
+    assert apart[0] < 1e-3 and min(apart[1:]) > 1e-3
+
+  def test_the_tasks_are_those_of_a_run_in_turn(self, whole, model, tmp_path):
+    in_turn = []
+    _run(model, tmp_path, in_turn, ahead=0)
+    tasks = [[[t.task.id for t in ts] for ts in some] for some in (whole[2], in_turn)]
+    assert tasks[0] == tasks[1]
+
+  @pytest.mark.parametrize('moment', ['rollout', 'update'])
+  def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path, moment):
+    params, workdir, _ = whole
+    ended, learn = [], train.updates.learn
+
+    def end_in_update(carry, *args, **kwargs):
+      ended.extend([True] if carry.step == 2 and moment == 'update' else [])
+      return learn(carry, *args, **kwargs)
+
+    class Ends(env_lib.ToolEnv):
+      async def step(self, reply):
+        driver = drivers[-1]
+        if moment == 'rollout' and driver.policy_step == 1:
+          ended.append(True)
+        return await super().step(reply)
+
+    drivers, make = [], train.make_driver
+
+    def spy(*args):
+      drivers.append(make(*args))
+      return drivers[-1]
+
+    make_env = lambda: Ends(
+      [test_train.look], test_train._reward, parse=test_train._parse
+    )
+    with (
+      mock.patch.object(train, 'make_driver', spy),
+      mock.patch.object(train.updates, 'learn', end_in_update),
+      mock.patch.object(train.preemption, 'watch') as watch,
+      pytest.raises(train.preemption.Preempted),
+    ):
+      watch.return_value.__enter__.return_value.given = lambda: bool(ended)
+      _run(model, tmp_path, make_env=make_env)
+    # Line 2 waits for its evaluation; the update that was under way is learned.
+    reached = metrics.read(tmp_path)[-1]['step']
+    assert reached == {'rollout': 1, 'update': 3}[moment]
+    test_train._assert_equal(_run(model, tmp_path), params)
+    assert test_train._numbers(tmp_path) == test_train._numbers(workdir)
+
+  def test_a_finished_run_goes_on_for_more_steps(self, whole, model, tmp_path):
+    params, workdir, _ = whole
+    _run(model, tmp_path, steps=2)
+    test_train._assert_equal(_run(model, tmp_path), params)
+    assert test_train._numbers(tmp_path) == test_train._numbers(workdir)
+
+  def test_it_is_played_during_the_update(self, model, tmp_path):
+    """In turn, this would wait for ever."""
+    updating, learn = threading.Event(), train.updates.learn
+    begun = []
+
+    class Waits(env_lib.ToolEnv):
+      async def reset(self, task):
+        begun.append(task)
+        if len(begun) > 8:
+          await asyncio.to_thread(updating.wait, 60)
+          assert updating.is_set()
+        return await super().reset(task)
+
+    def spy(*args, **kwargs):
+      updating.set()
+      return learn(*args, **kwargs)
+
+    with mock.patch.object(train.updates, 'learn', spy):
+      make_env = lambda: Waits([], lambda *_: 0.0)
+      _run(model, tmp_path, make_env=make_env, steps=2, eval_every=0)
+    # Of two rollouts, and of the evaluation.
+    assert len(begun) == 8 + 8 + 2
+
+
+class TestPartial:
+  def test_a_long_episode_holds_nobody_up(self, model, tmp_path):
+    """It goes on over updates, and the batches keep their order and their age."""
+    learned, begun = [], []
+
+    class Slow(env_lib.ToolEnv):
+      async def reset(self, task):
+        begun.append(len(begun))
+        self.slow, self.turns = len(begun) % 8 == 3, 0
+        return await super().reset(task)
+
+      async def step(self, reply):
+        # One in eight plays on until more rollouts than its own have been begun.
+        deadline = len(begun) + 8
+        while self.slow and len(begun) < min(deadline, 40):
+          await asyncio.sleep(0.01)
+        self.turns += 1
+        again = [{'role': 'user', 'content': 'name'}]
+        return types.Step(again, len(reply) % 5 / 5.0, done=self.turns == 2)
+
+    _run(
+      model,
+      tmp_path,
+      learned,
+      make_env=lambda: Slow([], lambda *_: 0.0),
+      ahead=2,
+      partial=True,
+      steps=5,
+      eval_every=0,
+    )
+    assert [[t.group for t in ts] for ts in learned] == [[0] * 4 + [1] * 4] * 5
+    ages = [[n - t.policy_steps for t in ts] for n, ts in enumerate(learned)]
+    flat = np.concatenate([age for some in ages for age in some])
+    assert flat.min() >= 0 and flat.max() == 2
+    several = [t for ts in learned for t in ts if len({*t.policy_steps}) > 1]
+    assert several
+    for t in several:
+      assert (np.diff(t.policy_steps) >= 0).all()
+    lines = metrics.read(tmp_path)
+    assert [line['train/stale_steps_max'] for line in lines] == [
+      max(age.max() for age in some) for some in ages
+    ]
+    assert all(np.isfinite(line['train/loss']) for line in lines)
+
+  def test_it_saves_and_goes_on(self, model, tmp_path):
+    _run(model, tmp_path, ahead=2, partial=True, steps=2)
+    params = _run(model, tmp_path, ahead=2, partial=True, steps=4)
+    assert [line['step'] for line in metrics.read(tmp_path)] == [0, 1, 2, 3, 4]
+    test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
+
+
+def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
+  calls, fetch = [], jax.device_get
+
+  def broken(out):
+    calls.append(out)
+    if len(calls) == 12:
+      raise MemoryError('out of device memory')
+    return fetch(out)
+
+  with mock.patch.object(replica, 'jax') as patched:
+    patched.device_get = broken
+    with pytest.raises(MemoryError, match='out of device memory'):
+      _run(model, tmp_path)
+  assert tiny.within(_run, model, tmp_path / 'again', steps=1) is not None
