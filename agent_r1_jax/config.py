@@ -129,6 +129,11 @@ class Config:
   max_error_rate: float = 0.1
   alarms: alarms_lib.Limits = dataclasses.field(default_factory=alarms_lib.Limits)
 
+  @property
+  def oldest(self) -> int:
+    """The most steps by which a policy may be older than the one that learns from it."""
+    return self.sync_every - 1 + self.ahead
+
 
 def check(config: Config, algorithm: algorithms.Algorithm) -> None:
   """Refuses what would fail only after a rollout, or would do nothing.
@@ -166,7 +171,7 @@ def _check_staleness(config, algorithm):
         f'{name} is {getattr(config, name)}: episodes are of an older policy, and the '
         'algorithm has no correction for that (rl/correction.py).'
       )
-  oldest = config.sync_every - 1 + config.ahead
+  oldest = config.oldest
   if config.max_staleness < oldest:
     raise ValueError(
       f'max_staleness is {config.max_staleness}, but with sync_every='

@@ -112,6 +112,9 @@ def run(
 ) -> decoder.Params:
   """Fits the policy to the action tokens of a stream of segments.
 
+  On several chips: with parameters on a mesh, inside `jax.set_mesh`, and in every process
+  with the same segments.
+
   Args:
     model: The policy's shape.
     params: To start from; used up.

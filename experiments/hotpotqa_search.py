@@ -28,7 +28,7 @@ import numpy as np
 from agent_r1_jax import evaluate, metrics, train, types
 from agent_r1_jax.agent import env, rewards
 from agent_r1_jax.retrieval import bm25, dense, documents, hashing
-from agent_r1_jax.rl import algorithms
+from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa, qa_data, qa_demos
 from agent_r1_jax.tools import search
 
@@ -131,12 +131,13 @@ def main(_):
   }
   played = play(config, base, baselines)
   laps.append(time.time())
+  corrected = correction.token_truncated() if config.oldest else None
   train.run(
     config,
     workdir,
     tasks=ask(rows),
     make_env=agent,
-    algorithm=algorithms.grpo(kl_coef=setting.kl),
+    algorithm=algorithms.grpo(kl_coef=setting.kl, correction=corrected),
     evals={'watched': ask(watched)},
     label='GRPO',
   )

@@ -16,7 +16,7 @@ from ml_collections import config_flags
 
 from agent_r1_jax import evaluate, metrics, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.rl import algorithms
+from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import miniwiki, qa
 from agent_r1_jax.tools import search
 
@@ -66,12 +66,13 @@ def main(_):
     'Base Tool Call': (sets, agent),
   }
   rows = train.play(config, config.model, baselines)
+  corrected = correction.token_truncated() if config.oldest else None
   train.run(
     config,
     str(workdir),
     tasks=miniwiki.train_tasks(_WORLD.value, 4096),
     make_env=agent,
-    algorithm=algorithms.grpo(kl_coef=0.0),
+    algorithm=algorithms.grpo(kl_coef=0.0, correction=corrected),
     evals=questions(_WATCHED.value, 'dev'),
     label='GRPO',
   )

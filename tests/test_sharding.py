@@ -104,7 +104,7 @@ jax.config.update('jax_disable_most_optimizations', True)  # Most time is compil
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
-from agent_r1_jax import sharding, types
+from agent_r1_jax import sft, sharding, types
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms, learner
 
@@ -187,6 +187,23 @@ for params, sizes in (
   assert gathered or fsdp * context == 1, sizes
   whole = (f'f32[{B * T},', f'f32[{B},{T},', f'f32[{B // data // fsdp},{T},')
   assert not [x for x in gathered if x.startswith(whole)], sizes
+# Supervised fine-tuning is on the same learner.
+plan = sft.Config(steps=3, rows=B, row_tokens=T, learning_rate=1e-2, warmup=1)
+texts = [
+  types.Segment(tokens[:n], np.arange(n) > 2, np.zeros(n, np.float32))
+  for tokens in batch.tokens
+  for n in (9, 14, 20)
+]
+losses = []
+for mesh in (None, sharding.mesh(data=2, fsdp=2, context=2)):
+  placed = jax.tree.map(jax.numpy.array, params)
+  if mesh is not None:
+    placed = jax.device_put(placed, sharding.shardings(placed, mesh))
+  with sharding.use(mesh):
+    on_step = lambda step, numbers, params: losses.append(numbers['loss'])
+    sft.run(config, placed, texts * 4, plan, on_step=on_step)
+assert len(losses) == 6
+np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
   small = jax.eval_shape(lambda: tiny.params(tiny.config()))
   sharding.shardings(small, sharding.mesh(tensor=8))

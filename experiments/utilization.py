@@ -1,0 +1,209 @@
+"""What playing ahead gives as episode lengths get a tail: chips that only take time.
+
+  python -m experiments.utilization --picture=docs/utilization.png
+
+The schedule, the driver and the environments are those of training. The chips are not:
+a decode segment takes its time whatever the rows (decoding is bound by the weights'
+bytes), an update takes its own, and neither computes anything. In turn, all chips sample
+and then all train; otherwise one half samples and the other trains, each with half of the
+rows and, for the update, twice the time. Both halves have the same work on average.
+
+An episode is one reply; lengths are log-normal with the same mean. A line of JSON for
+each cell: seconds a step, the speed over that in turn, the share of the samplers'
+row-steps that sampled and of the trainers' time that trained, the share of all chips'
+time that either makes, and the age of the tokens. About 6 minutes, most of it asleep.
+"""
+
+import json
+import pathlib
+import time
+import types as types_lib
+from typing import Any
+
+from absl import app, flags
+import numpy as np
+
+from agent_r1_jax import host, journal, rollout, schedule, train, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, correction, updates
+
+_TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
+_STEPS = flags.DEFINE_integer(
+  'steps', 30, 'Updates of a cell; the first 5 are not counted.'
+)
+_EPISODES = flags.DEFINE_integer('episodes', 64, 'Of an update.')
+_MEAN = flags.DEFINE_integer('mean', 128, 'Tokens of an episode.')
+_SEGMENT = flags.DEFINE_float('segment', 0.01, 'Seconds of a decode of 8 tokens.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the lengths.')
+_PICTURE = flags.DEFINE_string('picture', '', 'Where to draw the speeds (PNG).')
+
+_TOKENIZER = pathlib.Path(__file__).parent / 'miniwiki_model'
+_SLOTS, _TOKENS, _WARM = 4096, 8, 5
+MODES: dict[str, dict[str, Any]] = {
+  'in turn': {},
+  'one step off-policy': {'ahead': 1},
+  'partial, ahead 1': {'ahead': 1, 'partial': True},
+  'partial, ahead 2': {'ahead': 2, 'partial': True},
+  'partial, ahead 4': {'ahead': 4, 'partial': True},
+}
+
+
+class Asleep:
+  """A decode's result, which is there when its time is over."""
+
+  def __init__(self, out: tuple[np.ndarray, ...], until: float):
+    self._out, self._until = out, until
+
+  def get(self) -> tuple[np.ndarray, ...]:
+    """Waits for it."""
+    time.sleep(max(0.0, self._until - time.perf_counter()))
+    return self._out
+
+
+class Chips(replica_lib.Replica):
+  """A replica that computes nothing; each text has a length that its key gives."""
+
+  tail = 0.0
+
+  def _call_reset(self, fresh):
+    if not hasattr(self, '_left'):
+      self._left = np.zeros(len(self.rows), int)
+    for index, key in fresh.items():
+      normal = np.random.default_rng([_SEED.value, *key.tolist()]).normal()
+      length = _MEAN.value * np.exp(self.tail * normal - self.tail**2 / 2)
+      self._left[index] = np.clip(round(length), 1, _SLOTS // 2)
+
+  def _call_fork(self, *args):
+    pass
+
+  def _call_feed(self, *args):
+    pass
+
+  def _call_decode(self, rows, budget, bucket):
+    places = np.minimum(rows, len(self.rows) - 1)
+    count = np.minimum(self.sizes.steps, np.minimum(budget, self._left[places]))
+    count = np.where(budget > 0, count, 0)
+    np.subtract.at(self._left, places, count)
+    stopped = (budget > 0) & (self._left[places] == 0)
+    said = np.full((len(rows), self.sizes.steps), self.stop_id, np.int32)
+    out = said, np.zeros(said.shape, np.float32), count, stopped
+    return Asleep(out, time.perf_counter() + _SEGMENT.value)
+
+
+class Once:
+  """One reply."""
+
+  async def reset(self, task: types.Task) -> list[types.Message]:
+    """The task's prompt."""
+    return task.messages
+
+  async def step(self, reply: str) -> types.Step:
+    """The end."""
+    return types.Step([], done=True)
+
+
+def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
+  """One cell."""
+  apart = bool(MODES[mode])
+  rows = _EPISODES.value // (2 if apart else 1)
+  # In one half, as long as sampling takes there on average.
+  segments = _EPISODES.value * _MEAN.value / (rows * _TOKENS)
+  seconds = segments * _SEGMENT.value
+  config = train.Config(
+    steps=_STEPS.value, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
+  )
+  driver, carry, plan = _system(config, rows, tail, chat)
+  at = journal.Position()
+  quiet = types_lib.SimpleNamespace(phase=lambda *_: None)
+  kept = types_lib.SimpleNamespace(at=at, spool=None, progress=quiet)
+  tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
+  ages, begun, sampled = [], 0.0, 0
+  limits = rollout.Limits(1, _SLOTS // 2)
+  with driver.open():
+    rollouts = schedule.Schedule(
+      config, tasks, driver, chat, kept, make_env=Once, limits=limits
+    )
+    for step in range(_STEPS.value):
+      if step == _WARM:
+        begun, sampled = time.perf_counter(), driver.stats.sampled
+      found, drawn = rollouts.take(carry, plan)
+      ages += [carry.step - t.policy_steps for group in found for t in group]
+      time.sleep(seconds)
+      carry.step += 1
+      if not plan.early:
+        updates.hand_over(carry, plan)
+      at.learned({}, drawn)
+    wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
+  tokens = (driver.stats.sampled - sampled) / (_STEPS.value - _WARM)
+  sampling = tokens / (rows * _TOKENS) * _SEGMENT.value / wall
+  training = seconds / wall
+  return {
+    'mode': mode,
+    'tail': tail,
+    'seconds': round(wall, 3),
+    'sampling': round(sampling, 3),
+    'training': round(training, 3),
+    'used': round((sampling + training) / (2 if apart else 1), 3),
+    'age': round(float(np.concatenate(ages).mean()), 2),
+    'oldest': int(np.concatenate(ages).max()),
+  }
+
+
+def _system(config, rows, tail, chat):
+  """The driver with its chips, and updates that change nothing."""
+  shape = decoder.DecoderConfig('llama', 16, 2, 1, 1, 1, 2, 2)
+  stop = stop_lib.stop(chat.stop_ids)
+  sizes = {'rows': rows, 'slots': _SLOTS, 'steps': _TOKENS, 'narrow': False}
+  driver = driver_lib.Driver(shape, {}, stop=stop, **sizes)
+  chips = Chips(shape, stop, driver.sizes, driver.stats)
+  chips.tail, chips.stop_id = tail, chat.stop_ids[0]
+  driver.replicas = [chips]
+  algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
+  plan = updates.Plan(
+    shape, algorithm, None, {}, ahead=config.ahead, partial=config.partial
+  )
+  state = types_lib.SimpleNamespace(params={})
+  return driver, updates.Carry({'policy': state}, None, {}), plan
+
+
+def main(_):
+  host.prepare()
+  chat = chat_lib.Chat(tokenizer_lib.load(_TOKENIZER))
+  # What is awaited in a thread, in place of the device's arrays.
+  replica_lib.jax = types_lib.SimpleNamespace(device_get=lambda out: out.get())
+  cells = []
+  for tail in map(float, _TAILS.value):
+    for mode in MODES:
+      cell = measure(mode, tail, chat)
+      base = next(c for c in [*cells, cell] if c['tail'] == tail)
+      cells.append(cell | {'speed': round(base['seconds'] / cell['seconds'], 2)})
+      print(json.dumps(cells[-1]), flush=True)
+  if _PICTURE.value:
+    _draw(cells, _PICTURE.value)
+
+
+def _draw(cells, path):
+  """Speeds over the tail, a line a mode."""
+  from matplotlib import figure
+
+  picture = figure.Figure(figsize=(5, 3), layout='constrained')
+  axes = picture.subplots()
+  for mode in MODES:
+    mine = [c for c in cells if c['mode'] == mode]
+    axes.plot(
+      [c['tail'] for c in mine], [c['speed'] for c in mine], marker='o', label=mode
+    )
+  axes.set(xlabel="tail: σ of the log of an episode's length", ylim=(0, None))
+  axes.set_ylabel('steps a minute / in turn')
+  axes.grid(alpha=0.3)
+  axes.legend(fontsize='small')
+  picture.savefig(path, dpi=150)
+
+
+if __name__ == '__main__':
+  app.run(main)
