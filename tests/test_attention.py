@@ -1,7 +1,9 @@
-"""models/attention.py: the kernel for TPUs, and heads dealt to chips.
+"""models/attention.py: the kernels for TPUs and GPUs, and heads dealt to chips.
 
 That chips which share a row compute what one does is in test_sharding.py.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,8 @@ def inputs(B, T, N, K, H):
 
 
 @pytest.mark.parametrize('H', [128, 64])
-def test_the_kernel_for_tpus_is_the_plain_attention(H):
+@pytest.mark.parametrize('name', ['_splash', '_flash'])
+def test_kernels_are_the_plain_attention(name, H):
   """Forward and backward, grouped queries, two segments and padding."""
   T = 256
   q, k, v, slope = inputs(1, T, 2, 1, H)
@@ -33,7 +36,7 @@ def test_the_kernel_for_tpus_is_the_plain_attention(H):
 
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
 
-  interpreted = lambda *args: attention._splash(*args, interpret=True)
+  interpreted = functools.partial(getattr(attention, name), interpret=True)
   mine, plain = (both(f)(q, k, v) for f in (interpreted, attention.packed))
   for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)

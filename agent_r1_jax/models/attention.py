@@ -22,6 +22,8 @@ _MAX_BLOCKS, _MIN_BLOCK = 8, 64
 _FEW = 16
 # The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
 _LANES, _SPLASH_BLOCK = 128, 512
+# The kernel for GPUs takes whole blocks of tokens.
+_FLASH_BLOCK = 128
 
 
 def packed(
@@ -81,6 +83,8 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
   T = q_BTNH.shape[1]
   if sharding.platform() == 'tpu' and T % _LANES == 0:
     return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  if sharding.platform() == 'gpu' and T % _FLASH_BLOCK == 0:
+    return _flash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = _heads_first(k_BTKH), _heads_first(v_BTKH)
@@ -132,6 +136,29 @@ def _splash(
   whole = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
   heads_first = (jnp.swapaxes(x, 1, 2) for x in whole)
   return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
+
+
+def _flash(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BTKH: Float[Array, 'B T K H'],
+  v_BTKH: Float[Array, 'B T K H'],
+  segment_ids_BT: Int[Array, 'B T'],
+  interpret: bool = False,
+) -> Float[Array, 'B T N H']:
+  """As `packed`, by the Pallas kernel for GPUs: memory grows with T and not its square."""
+  from jax.experimental.pallas.ops.gpu import attention as kernels
+
+  N, K, H = q_BTNH.shape[2], k_BTKH.shape[2], q_BTNH.shape[3]
+  k_BTNH, v_BTNH = (jnp.repeat(x_BTKH, N // K, axis=2) for x_BTKH in (k_BTKH, v_BTKH))
+  return kernels.mha(
+    q_BTNH,
+    k_BTNH,
+    v_BTNH,
+    segment_ids_BT,
+    sm_scale=H**-0.5,
+    causal=True,
+    interpret=interpret,
+  )
 
 
 def _heads_first(x_BTKH: Float[Array, 'B T K H']) -> Float[Array, 'B K T H']:

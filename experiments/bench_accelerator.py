@@ -1,0 +1,323 @@
+"""What one accelerator does of what it could: a JSON line for each measurement.
+
+  python -m experiments.bench_accelerator                   # one GPU of 80 GB
+  python -m experiments.bench_accelerator --shape=tiny --rows=4 --used=64 --context=256
+
+- decode: a step of `rows` texts with `used` tokens each, beside its floor: the bytes of
+  the weights and of the used cache over the bandwidth that a copy reaches.
+- context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
+  of `context` tokens: tokens a second, and the share of the peak. Operations are counted
+  causally, recomputation not: 6 a parameter, and 6 T N H a layer.
+- step: 32 tasks x 8 samples x 4 turns, and the update on them: where the time goes.
+- agreement: the sampler's log-probs and the learner's, of the same tokens.
+
+bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
+repetitions. Not run on an accelerator yet; expected: docs/performance.md.
+"""
+
+import asyncio
+from collections.abc import Callable
+import dataclasses
+import json
+import platform
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax import host, types
+from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
+
+_WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
+_SHAPE = flags.DEFINE_string('shape', '', 'Of SHAPES; by default what each is meant for.')
+_ROWS = flags.DEFINE_list('rows', ['64', '256'], 'Texts that are decoded at a time.')
+_USED = flags.DEFINE_list('used', ['512', '1024', '2048', '4096'], 'Tokens of a text.')
+_CONTEXT = flags.DEFINE_list('context', ['16384', '65536'], 'Tokens of a training row.')
+_TASKS = flags.DEFINE_integer('tasks', 32, 'Of a step; each has 8 samples.')
+_OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'Of optimizers.KINDS.')
+_REMAT = flags.DEFINE_string('remat', 'full', 'Activations recomputed.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Compilation apart.')
+_PEAK = flags.DEFINE_float('peak', 989e12, 'Operations a second; an H100 in bfloat16.')
+_COPY = flags.DEFINE_integer('copy', 1 << 30, 'Numbers of the copy, of 2 bytes.')
+
+
+def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **kwargs):
+  fields: dict[str, Any] = {'rope_theta': 1e6, 'tie_embeddings': True} | kwargs
+  sizes = (vocab, embed, layers, heads, kv_heads, head, mlp)
+  return decoder.DecoderConfig(family, *sizes, dtype='bfloat16', **fields)
+
+
+SHAPES = {
+  'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
+  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3', qk_norm=True),
+  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936, qkv_bias=True),
+}
+
+
+def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
+  config = SHAPES[_SHAPE.value or default]
+  config = dataclasses.replace(config, remat=_REMAT.value)
+  return config, jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
+
+
+def _optimizer():
+  return optimizers.make(
+    _OPTIMIZER.value, 1e-6, warmup=0, clip_norm=1.0, weight_decay=0.0
+  )
+
+
+def _seconds(fn: Callable[[], Any]) -> tuple[float, float]:
+  """Of the first call, and the least of the others."""
+  times = []
+  for _ in range(1 + _REPEATS.value):
+    start = time.perf_counter()
+    jax.block_until_ready(fn())
+    times.append(time.perf_counter() - start)
+  return times[0], min(times[1:])
+
+
+def _peak_bytes() -> int | None:
+  """Most memory in use so far, where the device counts it."""
+  stats = jax.devices()[0].memory_stats() or {}
+  return stats.get('peak_bytes_in_use')
+
+
+def bandwidth() -> float:
+  """Bytes a second that a copy reads and writes."""
+  x = jnp.zeros(_COPY.value, jnp.bfloat16)
+  copy = jax.jit(lambda x: x + 1)
+  return 2 * x.nbytes / _seconds(lambda: copy(x))[1]
+
+
+def decode():
+  """A line for each number of rows and of used tokens."""
+  config, params = _policy('3b')
+  params = decoder.cast(params, config)
+  speed, steps = bandwidth(), 32
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  stop = stop_lib.stop([-1])
+  for rows in map(int, _ROWS.value):
+    slots = max(map(int, _USED.value)) + steps
+    state = state_lib.empty(config, rows, slots)
+    a_token = sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim > 2) / rows / slots
+    chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
+    for used in map(int, _USED.value):
+
+      def segment(used=used, rows=rows, chosen=chosen, budget=budget):
+        nonlocal state
+        length = jnp.full(rows, used, jnp.int32)
+        state, out = state_lib.decode(
+          params,
+          state._replace(length=length, last=length % config.vocab_size),
+          chosen,
+          budget,
+          stop,
+          None,
+          config=config,
+          sampling=sampling_lib.ON_POLICY,
+          steps=steps,
+          bucket=used + steps,
+        )
+        return out
+
+      first, seconds = _seconds(segment)
+      floor = (weights + rows * (used + steps / 2) * a_token) / speed
+      yield {
+        'rows': rows,
+        'used': used,
+        'step_milliseconds': round(1e3 * seconds / steps, 3),
+        'floor_milliseconds': round(1e3 * floor, 3),
+        'of_floor': round(floor / (seconds / steps), 3),
+        'bandwidth': round(speed),
+        'first_seconds': round(first, 1),
+      }
+
+
+def _updates(config, params, T: int, B: int = 1) -> Callable[[], Any]:
+  """An optimizer step at a time on B texts of T tokens, half of them actions."""
+  rng = np.random.default_rng(0)
+  mask = np.tile(np.arange(T) >= T // 2, (B, 1))
+  batch = types.Batch(
+    tokens=rng.integers(0, config.vocab_size, (B, T)).astype(np.int32),
+    positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+    segment_ids=np.ones((B, T), np.int32),
+    action_mask=mask,
+    logprobs=np.full((B, T), -np.log(config.vocab_size), np.float32),
+    advantages=rng.normal(size=(B, T)).astype(np.float32) * mask,
+    weights=(mask / mask.sum()).astype(np.float32),
+  )
+  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  optimizer = _optimizer()
+  state = learner.init(params, optimizer)
+
+  def step():
+    nonlocal state
+    state, _ = learner.update(
+      state, [batch], config=config, loss=loss, optimizer=optimizer
+    )
+    return state
+
+  return step
+
+
+def context():
+  """A line for each length."""
+  for T in map(int, _CONTEXT.value):
+    config, params = _policy('0.6b')
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    first, seconds = _seconds(_updates(config, params, T))
+    attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
+    operations = 6 * parameters + attention
+    yield {
+      'tokens': T,
+      'seconds': round(seconds, 3),
+      'tokens_per_second': round(T / seconds),
+      'operations_per_token': operations,
+      'of_peak': round(operations * T / seconds / _PEAK.value, 4),
+      'peak_bytes': _peak_bytes(),
+      'first_seconds': round(first, 1),
+    }
+
+
+async def _talk(driver, config, number: int, turns: int = 4, reply: int = 64):
+  """An episode of turns, each answered by 128 random tokens; a segment."""
+  tokens = lambda n, *seed: (
+    np.random.default_rng(seed).integers(0, config.vocab_size, n).astype(np.int32)
+  )
+  pieces, new = [], tokens(128, number // 8)
+  async with driver.row(driver_lib.key('bench', number)) as row:
+    for turn in range(turns):
+      said = await row.generate(new, reply)
+      pieces += [(new, None), said[:2]]
+      new = tokens(128, 1, number, turn)
+      await asyncio.sleep(0)
+  return types.Segment(
+    np.concatenate([t for t, _ in pieces]),
+    np.concatenate([np.full(len(t), x is not None) for t, x in pieces]),
+    np.concatenate([np.zeros(len(t), np.float32) if x is None else x for t, x in pieces]),
+  )
+
+
+def _driver(config, params) -> driver_lib.Driver:
+  rows = max(map(int, _ROWS.value))
+  driver = driver_lib.Driver(
+    config,
+    params,
+    stop=stop_lib.stop([-1]),
+    rows=rows,
+    slots=1024,
+    feed_tokens=128,
+    bucket=256,
+  )
+  driver.warm_up()
+  return driver
+
+
+def step():
+  """One line: seconds of a GRPO step, and their parts."""
+  config, params = _policy('3b')
+  driver, samples = _driver(config, params), 8
+  rows = experience.Rows(4, 1024)
+  algorithm = algorithms.grpo(kl_coef=0.0)
+  optimizer = _optimizer()
+  plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
+  carry, found = updates.start(params, plan), []
+  for _ in range(1 + _REPEATS.value):
+    driver.params, before = carry.sampler, dataclasses.replace(driver.stats)
+    start = time.perf_counter()
+    segments = driver.run(
+      [_talk(driver, config, n) for n in range(_TASKS.value * samples)]
+    )
+    played = time.perf_counter()
+    trajectories = [
+      types.Trajectory(
+        types.Task(str(n // samples), []),
+        n // samples,
+        n % samples,
+        [segment],
+        [types.Turn(0, len(segment.tokens) - 64, len(segment.tokens), n % 3)],
+        [],
+        'done',
+      )
+      for n, segment in enumerate(segments)
+    ]
+    carry, _ = updates.learn(carry, trajectories, plan)
+    jax.block_until_ready(carry.sampler)
+    end, stats = time.perf_counter(), driver.stats
+    parts = ('decode_seconds', 'feed_seconds', 'host_seconds', 'idle_seconds')
+    found.append(
+      {
+        'seconds': end - start,
+        'rollout_seconds': played - start,
+        'update_seconds': end - played,
+      }
+      | {name: getattr(stats, name) - getattr(before, name) for name in parts}
+    )
+    found[-1]['tokens'] = sum(len(s.tokens) for s in segments)
+    first = found[0]['seconds']
+  best = min(found[1:], key=lambda x: x['seconds'])
+  line = {name: round(value, 3) for name, value in best.items()}
+  yield line | {'first_seconds': round(first, 1), 'peak_bytes': _peak_bytes()}
+
+
+def agreement():
+  """One line: how far the sampler's log-probs and the learner's are apart."""
+  config, params = _policy('3b')
+  driver = _driver(config, params)
+  segments = driver.run([_talk(driver, config, n) for n in range(64)])
+  differences = []
+  for segment in segments:
+    T = len(segment.tokens)
+    batch = types.Batch(
+      segment.tokens[None],
+      np.arange(T, dtype=np.int32)[None],
+      np.ones((1, T), np.int32),
+      segment.action_mask[None],
+      segment.logprobs[None],
+      *(np.zeros((1, T), np.float32),) * 2,
+    )
+    learned = learner.logprobs(params, batch, config=config)[0]
+    mask = segment.action_mask
+    differences.append((learned - segment.logprobs)[mask].astype(np.float64))
+  x = np.concatenate(differences)
+  yield {
+    'tokens': len(x),
+    'mean_difference': float(np.abs(x).mean()),
+    'max_difference': float(np.abs(x).max()),
+    'kl_k1': float(-x.mean()),
+    'kl_k3': float((np.expm1(x) - x).mean()),
+  }
+
+
+MEASUREMENTS = (decode, context, step, agreement)
+
+
+def main(_):
+  host.prepare()
+  names = [measure.__name__ for measure in MEASUREMENTS]
+  if unknown := set(_WHAT.value) - set(names):
+    raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
+  about = {
+    'device': jax.devices()[0].device_kind,
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    'remat': _REMAT.value,
+    'optimizer': _OPTIMIZER.value,
+  }
+  for measure in MEASUREMENTS:
+    if _WHAT.value and measure.__name__ not in _WHAT.value:
+      continue
+    for line in measure():
+      print(json.dumps({'measurement': measure.__name__} | about | line), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
