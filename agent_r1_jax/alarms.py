@@ -13,7 +13,8 @@ class Limits:
   Attributes:
     entropy: The least mean entropy of the policy, in nats a token.
     kl: The greatest mean KL, to the reference and of the update to its rollout.
-    dead_groups: The greatest share of groups whose rewards are all equal.
+    dead_groups: The greatest share of groups whose rewards are all equal, of those that
+      were played.
     truncated: The greatest share of episodes that a budget ended.
     invalid_calls: The greatest share of calls that could not be read or run.
     action_share: The least share of a trajectory's tokens that the policy chose.
@@ -40,7 +41,7 @@ def ring(numbers: Mapping[str, float], limits: Limits) -> dict[str, float]:
       abs(numbers.get(f'train/{name}', 0.0)) > limits.kl
       for name in ('kl', 'behaviour_kl')
     ),
-    'dead_groups': numbers.get('train/dead_groups', 0.0) > limits.dead_groups,
+    'dead_groups': numbers.get('rollout/dead_groups', 0.0) > limits.dead_groups,
     'truncated': _truncated(numbers) > limits.truncated,
     'invalid_calls': _invalid(numbers) > limits.invalid_calls,
     'action_share': _share(numbers) < limits.action_share,

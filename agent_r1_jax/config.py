@@ -3,7 +3,7 @@
 import dataclasses
 
 from agent_r1_jax import alarms as alarms_lib
-from agent_r1_jax.rl import algorithms
+from agent_r1_jax.rl import algorithms, probe
 
 
 @dataclasses.dataclass
@@ -158,6 +158,7 @@ def check(config: Config, algorithm: algorithms.Algorithm) -> None:
     )
   if config.reference_every and algorithm.reads_reference:
     raise ValueError('reference_every: a teacher stays as it is; make it 0.')
+  probe.check(algorithm, config.samples)
   if config.reference_every and config.reference and config.lora_rank:
     raise ValueError('reference_every: with adapters it needs reference to be empty.')
   _check_staleness(config, algorithm)

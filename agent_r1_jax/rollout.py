@@ -44,9 +44,14 @@ class Limits:
 class Rollout:
   """Episodes that were started on the processes' engines."""
 
-  def __init__(self, future: futures.Future, kept: spool_lib.Rollout | None):
+  def __init__(
+    self,
+    driver: driver_lib.Driver,
+    future: futures.Future,
+    kept: spool_lib.Rollout | None,
+  ):
     """Of this process: the trajectories to come, and where they are kept."""
-    self._future, self._kept = future, kept
+    self._driver, self._future, self._kept = driver, future, kept
 
   def wait(self):
     """Until this process's episodes have ended, however they did."""
@@ -63,6 +68,9 @@ class Rollout:
     """
     try:
       played = self._future.result()
+      if self._driver.interrupted():
+        # Also after their ends: what would follow takes too long.
+        played = None
     except replica.PreemptedError:
       played = None
     finally:
@@ -141,7 +149,7 @@ def start(
       if group in mine:
         episodes.append(one(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(driver.start(episodes), kept)
+  return Rollout(driver, driver.start(episodes), kept)
 
 
 class _EnvironmentError(Exception):

@@ -86,10 +86,13 @@ class Schedule:
 
   def _start(self, last: int, carry):
     """Starts the rollouts up to `last`; all are played by the carry's policy from now."""
+    at, config = self._kept.at, self._config
+    last = min(last, config.steps - 1)
+    if self._next > last and not config.partial:
+      return
     self._driver.params, self._driver.policy_step = carry.sampler, carry.sampler_step
     self._driver.hand_over()
-    at, config = self._kept.at, self._config
-    while self._next <= min(last, config.steps - 1):
+    while self._next <= last:
       start = at.drawn + (self._next - at.step) * config.tasks
       tasks = self._drawn(start, config.tasks)
       self._started.append(self._play(tasks, journal.draw(config, self._next)))

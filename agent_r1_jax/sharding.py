@@ -89,6 +89,9 @@ def mesh(
       f'{len(devices)} devices; the product must be their number.'
     )
   types = (AxisType.Auto,) * len(AXES)
+  if len(devices) < jax.device_count():
+    # What is left of a slice need not be a block, which alone can be laid out.
+    return Mesh(np.reshape(devices, shape), AXES, axis_types=types)
   return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
@@ -225,7 +228,7 @@ def replicas(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
     if any(mine) and not all(mine):
       raise ValueError(
         f'tensor is {tensor}: its chips must belong to one process, which samples on '
-        f'them; make it a divisor of {jax.local_device_count()}.'
+        f'them; make it a divisor of {len(mesh.local_devices)}.'
       )
     if all(mine):
       found.append(part(group))

@@ -59,7 +59,7 @@ _PLANNED = (
 def make_mesh(config: Config) -> Mesh | None:
   """The chips that train as the configuration lays them out; None for one chip."""
   host.prepare()
-  devices, _ = sharding.parted(config.samplers)
+  devices, samplers = sharding.parted(config.samplers)
   chips = len(devices)
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
@@ -68,6 +68,7 @@ def make_mesh(config: Config) -> Mesh | None:
   axes = {'data': config.data, 'fsdp': fsdp}
   axes |= {'tensor': config.tensor, 'context': config.context}
   mesh = sharding.mesh(**axes, devices=devices)
+  sharding.replicas(mesh, samplers)  # Refuses what cannot sample.
   if config.microbatch % (config.data * fsdp):
     raise ValueError(
       f'microbatch is {config.microbatch}, yet its rows lie on {config.data * fsdp} '
@@ -193,6 +194,9 @@ def run(
     stack.enter_context(processes.ending_together())
     kept = stack.enter_context(journal.Journal(config, workdir, label))
     carry = kept.restore(carry, plan)
+    # What it began with may be another policy by now, and nobody else holds it.
+    driver.params = carry.sampler
+    del params
     driver.interrupted = stack.enter_context(preemption.watch()).given
     progress, at = kept.progress, kept.at
     driver.warm_up(functools.partial(progress.phase, 'compile'))
@@ -218,6 +222,7 @@ def run(
           played = [t for group in found for t in group]
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
+          numbers['rollout/dead_groups'] = float(np.mean([*map(groups.tied, found)]))
           found = groups.usable(
             found,
             max_error_rate=config.max_error_rate,
@@ -265,6 +270,8 @@ def _plan(
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
+  if own_critic and algorithm.value_coef != 1.0:
+    raise ValueError('value_coef: the critic is a model of its own; leave it out.')
   if config.lora_rank:
     targets = config.lora_targets.split(',')
     adapters = (config.lora_rank, targets, config.lora_alpha)

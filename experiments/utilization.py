@@ -114,9 +114,9 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   # In one half, as long as sampling takes there on average.
   segments = _EPISODES.value * _MEAN.value / (rows * _TOKENS)
   seconds = segments * _SEGMENT.value
-  config = train.Config(
-    steps=_STEPS.value, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
-  )
+  # It goes on past what is counted: otherwise the last updates would start no rollouts.
+  steps = _STEPS.value + MODES[mode].get('ahead', 0)
+  config = train.Config(steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode])
   driver, carry, plan = _system(config, rows, tail, chat)
   at = journal.Position()
   quiet = types_lib.SimpleNamespace(phase=lambda *_: None)

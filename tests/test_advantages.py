@@ -6,6 +6,7 @@ The peers' numbers are in test_advantages_golden.py.
 import copy
 import dataclasses
 import functools
+import itertools
 
 import episodes
 import numpy as np
@@ -416,12 +417,29 @@ def test_gigpo_finds_the_states_of_trajectories():
   np.testing.assert_array_equal(_flat(out), [0.25, 0, 0, -0.25, 0, 0, 0])
 
 
-def _told(*parts, picture='..00..1'):
-  rewards = [0.0] * (len(set(picture)) - 1)
-  batch = [_episode(picture, rewards=rewards) for _ in parts]
-  for e, told in zip(batch, parts):
-    e.parts = told
+def _told(*parts, picture='..00..1', more=()):
+  """Episodes whose reward is the sum of its parts, and of `more` that has no name."""
+  batch = []
+  for told, rest in itertools.zip_longest(parts, more, fillvalue=0.0):
+    rewards = [0.0] * (len(set(picture)) - 2) + [sum(told.values()) + rest]
+    batch.append(_episode(picture, rewards=rewards))
+    batch[-1].parts = told
   return batch
+
+
+def test_gdpo_loses_no_reward():
+  """What no part names is a part; the rounding of a sum is none."""
+  parts = {'a': 1.0, 'b': 0.1 + 0.2}, {'a': 3.0, 'b': 0.3}, {'a': 2.0, 'b': 0.3}
+  rest = (0.5, -1.0, 0.25)
+  named = [told | {'rest': x} for told, x in zip(parts, rest)]
+  out = advantages.gdpo(_told(*parts, more=rest))
+  np.testing.assert_allclose(_flat(out), _flat(advantages.gdpo(_told(*named))))
+  plain = advantages.gdpo(_told(*parts))
+  weights = dict.fromkeys('ab', 1.0)
+  np.testing.assert_array_equal(
+    _flat(plain), _flat(advantages.gdpo(_told(*parts), weights=weights))
+  )
+  assert not np.allclose(_flat(out), _flat(plain))
 
 
 def test_gdpo_by_hand():

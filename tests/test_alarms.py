@@ -40,7 +40,7 @@ def _ringing(numbers, limits=_LIMITS):
     ('kl_blow_up', 'train/kl', -2.0, _DOWN, {}),
     ('kl_blow_up', 'train/behaviour_kl', 2.0, _UP, {'train/kl': 0.1}),
     ('kl_blow_up', 'train/behaviour_kl', -2.0, _DOWN, {}),
-    ('dead_groups', 'train/dead_groups', 0.75, _UP, {}),
+    ('dead_groups', 'rollout/dead_groups', 0.75, _UP, {}),
     ('truncated', 'rollout/status/truncated', 0.25, _UP, {}),
     ('truncated', 'rollout/status/max_turns', 0.25, _UP, {}),
     # Each of the budgets counts.
@@ -82,7 +82,7 @@ def test_every_limit_has_its_alarm():
   numbers = {
     'train/entropy': 0.0,
     'train/kl': 9.0,
-    'train/dead_groups': 1.0,
+    'rollout/dead_groups': 1.0,
     'rollout/status/truncated': 1.0,
     'rollout/format_errors': 1.0,
     'rollout/tokens': 100.0,

@@ -409,6 +409,30 @@ class TestOpen:
     with pytest.raises(RuntimeError, match='not open'):
       _driver().start([])
 
+  def test_a_run_does_not_depend_on_the_one_before(self):
+    """As it would if it forked the prompts that rows still hold."""
+    driver, fed = _driver(), [0]
+
+    def play():
+      with driver.open():
+        for _ in range(2):
+          driver.start([_play(driver, n) for n in range(4)]).result()
+          fed.append(driver.stats.fed)
+
+    tiny.within(play)
+    assert fed[2] - fed[1] == fed[1] > 0
+
+  @pytest.mark.parametrize('end', [SystemExit('bad data'), KeyboardInterrupt()])
+  def test_an_episode_cannot_end_the_process(self, end):
+    async def leaves():
+      await asyncio.sleep(0)
+      raise end
+
+    driver = _driver()
+    with pytest.raises(RuntimeError, match='wanted to end the process'):
+      tiny.within(driver.run, [leaves(), _play(driver, 0)], seconds=60)
+    _assert_same(_run(driver, range(16)), _reference())
+
   def test_what_is_left_ends(self):
     driver, ended = _driver(), []
 

@@ -204,7 +204,9 @@ async def test_tools_report_rewards_and_a_turn_sums_them():
   step = await env.step(move('left') + CALL % ('nap', '{"seconds": 0}') + move('left'))
   assert step.messages[0]['content'] == '{"went": "left"}'
   assert (step.reward, step.done) == (0.5, False)
-  assert set(step.metrics) == {'tool_calls', 'tool_errors', 'format_errors'}
+  counts = {'tool_calls', 'tool_errors', 'format_errors'}
+  assert set(step.metrics) == {*counts, 'reward/process'}
+  assert step.metrics['reward/process'] == 0.5
   step = await env.step(move('right') + CALL % ('report', '{"worth": 3}'))
   assert step.reward == 2.0
   assert step.messages[1]['content'].endswith('x\n[cut: 250,000 characters in all]')

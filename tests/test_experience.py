@@ -11,7 +11,7 @@ import pytest
 import test_learner
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import algorithms, correction, experience, packing
+from agent_r1_jax.rl import advantages, algorithms, correction, experience, packing
 from agent_r1_jax.rl import episodes as episodes_lib
 from agent_r1_jax.rl import kl as kl_lib
 
@@ -140,17 +140,6 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   np.testing.assert_allclose(scored.metrics['kl'], np.mean(means), rtol=1e-5)
 
 
-def test_dead_groups():
-  rewards = [(0, [1.0]), (0, [1.0]), (1, [0.0]), (1, [1.0]), (2, [0.3]), (2, [0.3])]
-  ts = [episodes.trajectory('.0', rewards=r, group=group) for group, r in rewards]
-  ts += [
-    episodes.trajectory('.0.1', rewards=[0.1, 0.2], group=2),
-    episodes.trajectory('.0', rewards=[5.0], group=3),
-  ]
-  # 0.1 + 0.2 is not 0.3 to a computer; one alone has nothing to compare.
-  assert plain.credit(ts, plain.GRPO).metrics['dead_groups'] == 0.75
-
-
 def test_a_segment_that_fits_no_row_is_refused():
   with pytest.raises(ValueError, match='does not fit a row of 16'):
     plain.credit(plain.trajectories(), _PPO, shape=experience.Rows(2, 16))
@@ -183,8 +172,8 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
       np.testing.assert_allclose(w, mask * share, rtol=1e-6)
 
   is_even(batch.weights, weighed)
-  for advantages, mask in zip(batch.advantages, valued, strict=True):
-    np.testing.assert_array_equal(advantages != 0, mask)
+  for worth, mask in zip(batch.advantages, valued, strict=True):
+    np.testing.assert_array_equal(worth != 0, mask)
   said = plain.said(plain.policy(), segments).logprobs
   for s, old, new, mask in zip(segments, batch.logprobs, said, weighed, strict=True):
     np.testing.assert_array_equal(old[s.action_mask], s.logprobs[s.action_mask])
@@ -460,6 +449,17 @@ def _appended():
     t = episodes.trajectory(picture, rewards=rewards, group=i // 2, seed=i)
     out.append(dataclasses.replace(t, status='truncated' if i % 3 == 2 else 'done'))
   return out
+
+
+def test_the_states_of_steps_are_those_of_the_concatenated_episode():
+  """GiGPO compares turns by what was shown before them."""
+  whole = [episodes_lib.episode(t) for t in _appended()]
+  steps = [episodes_lib.episode(_as_steps(t)) for t in _appended()]
+  assert [e.anchors for e in steps] == [e.anchors for e in whole]
+  assert max(len(e.anchors) for e in whole) > 3
+  same = advantages.gigpo(whole), advantages.gigpo(steps)
+  for a, b in zip(*same, strict=True):
+    np.testing.assert_array_equal(a.advantages, b.advantages)
 
 
 @pytest.mark.parametrize('kind', ['grpo', 'shared', 'own'])

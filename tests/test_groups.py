@@ -38,6 +38,13 @@ def _played(rewards):
   return found
 
 
+def test_tied_rewards():
+  # 0.1 + 0.2 is not 0.3 to a computer; one alone has nothing to compare.
+  for rewards in ([1.0, 1.0], [0.3, 0.1 + 0.2], [5.0], [2.0, None], [None]):
+    assert groups.tied(_played(rewards))
+  assert not groups.tied(_played([0.0, 1.0]))
+
+
 def test_tied_groups_are_drawn_anew_within_bounds():
   rewards = iter([[1, 1], [0, 1], [0, 0], [0, 0]])
   asked = []

@@ -134,17 +134,17 @@ def test_they_train_as_one_does(count, model, alone, tmp_path):
 
 
 def test_some_chips_may_only_sample(model, alone, tmp_path):
-  """In turn, and one rollout ahead, in which one process is preempted."""
+  """In turn; and one rollout ahead, as if all did both, and after a preemption of one."""
   (ended,) = _end(_start(1, tmp_path / 'turns', model, '', '2'))
   assert ended[0] == 0, ended[1]
   _assert_same(tmp_path / 'turns', alone)
-  for count, moments in ((1, ['']), (2, ['preempted', ''])):
+  for count, samplers, moments in ((1, 0, ['']), (1, 2, ['']), (2, 1, ['preempted', ''])):
+    workdir = tmp_path / f'{count} {samplers}'
     for moment in moments:
-      samplers = str(2 // count)
-      ended = _end(_start(count, tmp_path / f'{count}', model, moment, samplers, '1'))
+      ended = _end(_start(count, workdir, model, moment, str(samplers), '1'))
       assert {status for status, _ in ended} == {preemption.STATUS if moment else 0}
-  _assert_same(tmp_path / '1', tmp_path / '2')
-  age = [line.get('train/stale_steps_max') for line in _numbers(tmp_path / '1')]
+    _assert_same(workdir, tmp_path / '1 0')
+  age = [line.get('train/stale_steps_max') for line in _numbers(tmp_path / '1 0')]
   assert age == [None, 0, 1, 1]
 
 

@@ -10,7 +10,7 @@ import pytest
 import test_train
 import tiny
 
-from agent_r1_jax import metrics, train, types
+from agent_r1_jax import groups, journal, metrics, rollout, train, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.models import weights
@@ -58,6 +58,30 @@ class TestOneStepOffPolicy:
     # The ratios say so too: a rollout is of the policy only before the first update.
     apart = [abs(line['train/stale_ratio_max'] - 1) for line in lines]
     assert apart[0] < 1e-3 and min(apart[1:]) > 1e-3
+
+  def test_it_is_the_same_as_playing_by_the_policy_before(self, whole, model):
+    """Step by step, without a schedule: to the last bit."""
+    config = test_train._config(model, steps=4, ahead=1)
+    shape, params, chat = train.load(config)
+    driver = train.make_driver(config, shape, params, chat)
+    driver.warm_up()
+    plan, carry = train._plan(config, shape, params, _STALE)
+    policies = [jax.tree.map(np.array, params)]
+    for step in range(4):
+      driver.params = jax.device_put(policies[max(0, step - 1)])
+      chosen = groups.epoch_tasks(test_train._tasks(), step * 2, 2, config.seed)
+      played = rollout.collect(
+        driver,
+        chat,
+        chosen,
+        test_train._make_env,
+        limits=rollout.Limits(config.max_turns, config.max_turn_tokens),
+        samples=config.samples,
+        draw=journal.draw(config, step),
+      )
+      carry, _ = train.updates.learn(carry, played, plan)
+      policies.append(jax.tree.map(np.array, carry.states['policy'].params))
+    test_train._assert_equal(carry.states['policy'].params, whole[0])
 
   def test_the_tasks_are_those_of_a_run_in_turn(self, whole, model, tmp_path):
     in_turn = []

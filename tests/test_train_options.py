@@ -11,9 +11,10 @@ import test_train
 import tiny
 
 from agent_r1_jax import evaluate, metrics, rollout, train, types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.rl import algorithms, correction, kl, learner, losses
+from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, rewards
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -49,15 +50,17 @@ class TestDynamicSampling:
     _, plain = _run(model, tmp_path / 'plain', **given)
     _, refilled = _run(model, tmp_path / 'refilled', max_refills=3, **given)
     assert [line['rollout/groups'] for line in plain] == [3, 3, 3]
-    assert all(line['train/dead_groups'] > 0 for line in plain)
+    assert all(line['rollout/dead_groups'] >= 1 / 3 for line in plain)
     for line in refilled:
       assert 3 < line['rollout/groups'] <= 3 + 2 + 2 + 2
-      assert line['train/dead_groups'] == 0
+      # Of all that were played, also those that were drawn again.
+      assert line['rollout/dead_groups'] > 0
 
   def test_a_rollout_without_any_variance_ends_at_the_bound(self, model, tmp_path):
     params, lines = _run(model, tmp_path, max_refills=2, make_env=_graded(lambda *_: 0.0))
     assert [line['rollout/groups'] for line in lines] == [6, 6]
     assert 'train/grad_norm' not in lines[0]
+    assert [line['alarm/dead_groups'] for line in lines] == [1, 1]
     test_train._assert_equal(params, weights.load(model)[1])
 
   def test_a_task_that_comes_again_is_sampled_anew(self, model, tmp_path):
@@ -78,13 +81,20 @@ class TestDynamicSampling:
 
 
 def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
-  begun, baselines, greedy = [], [], []
+  begun, baselines, greedy, asked = [], [], [], []
   learn, play = train.updates.learn, evaluate.run
 
   class Counted(env_lib.ToolEnv):
     async def reset(self, task):
       begun.append(task.id)
+      self.turns = 0
       return await super().reset(task)
+
+    async def step(self, reply):
+      self.turns += 1
+      look = calls.ToolCall('look', {'seconds': 0.0})
+      self._parse = lambda reply: [look] if self.turns == 1 else []
+      return await super().step(reply)
 
   def spy(carry, trajectories, *args, **kwargs):
     baselines.append(kwargs['baselines'])
@@ -93,10 +103,11 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
   def watched(*args, **kwargs):
     played = play(*args, **kwargs)
     greedy.append([t.reward for t in played.get('', ())])
+    asked.extend(t.metrics['tool_calls'] for t in played.get('', ()))
     return played
 
   reward = lambda task, messages: 1.0 + len(begun)
-  make_env = functools.partial(Counted, [], reward, parse=lambda reply: [])
+  make_env = functools.partial(Counted, [test_train.look], reward)
   with (
     mock.patch.object(train.updates, 'learn', spy),
     mock.patch.object(evaluate, 'run', watched),
@@ -105,7 +116,7 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
   # Two steps of two tasks: four episodes each, and a greedy one.
   assert len(begun) == 2 * 2 * (4 + 1)
   assert baselines == [[a] * 4 + [b] * 4 for a, b in greedy[:2]]
-  assert np.any(baselines)
+  assert np.any(baselines) and asked == [1, 1] * 2
 
 
 def test_a_student_learns_its_teachers_words(model, tmp_path):
@@ -177,7 +188,7 @@ def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
     return per_token / (batch.advantages > 0), watched
 
   with pytest.raises(
-    learner.NotFiniteError, match='not finite at step 0.*not_finite.npz'
+    learner.NotFiniteError, match='Of the policy, .*not finite at step 0.*not_finite.npz'
   ):
     _run(model, tmp_path, _PLAIN._replace(loss=breaks))
   with np.load(tmp_path / 'not_finite.npz') as dump:
@@ -231,6 +242,23 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
       _STALE,
       {'sync_every': 3, 'max_staleness': 1},
       'max_staleness is 1.*2 steps old',
+    ),
+    (_PLAIN._replace(value_coef=0.5), {}, 'value_coef: there is no critic'),
+    (algorithms.ppo(kl_coef=0.0, value_coef=0.5), {}, 'value_coef: .* model of its own'),
+    (_PLAIN._replace(value_loss=losses.value_clip()), {}, 'value_loss: these advantages'),
+    (_PLAIN._replace(greedy_baseline=True), {}, 'greedy_baseline: these'),
+    (algorithms.remax(rewards=(rewards.by_reward_to_go,)), {}, 'rewards: the greedy'),
+    (_PLAIN, {'samples': 1}, 'samples is 1'),
+    (algorithms.rloo(kl_coef=0.0), {'samples': 1}, 'samples is 1'),
+    (
+      algorithms.distillation(rewards=(rewards.by_reward_to_go,)),
+      {'reference': 'x'},
+      'rewards, or a KL in the reward: these',
+    ),
+    (
+      algorithms.distillation(kl=kl.InReward(0.1)),
+      {'reference': 'x'},
+      'rewards, or a KL in the reward: these',
     ),
     (_PLAIN, {'ahead': 1}, 'ahead is 1.*no correction'),
     (_STALE, {'ahead': -1}, 'ahead is -1'),

@@ -122,7 +122,7 @@ class ToolEnv:
   def process_reward(
     self, calls: Sequence[Call], results: Sequence[tool_lib.ToolResult]
   ) -> Score | Awaitable[Score]:
-    """The reward of a turn: the sum of what its tools reported.
+    """The reward of a turn: the sum of what its tools reported, by the name 'process'.
 
     Subclasses may think otherwise, sync or async; a dict names the parts of a sum, and a
     part that the final reward has too adds to it.
@@ -131,7 +131,8 @@ class ToolEnv:
       calls: What was run, or could not be read; none in the last turn.
       results: What came of each; `messages` ends with them.
     """
-    return float(sum(result.reward for result in results))
+    rewards = [result.reward for result in results]
+    return {'process': float(sum(rewards))} if any(rewards) else 0.0
 
   async def _answer(self, call: Call) -> tool_lib.ToolResult:
     if isinstance(call, calls_lib.CallError):

@@ -181,11 +181,14 @@ class Driver:
         )
       replica.sampling, replica.grammar = self.sampling, self.grammar
       replica.interrupted = self.interrupted
-    if self.params is not self._copied:
-      self._copies = []
+    if not busy:
       for replica in self.replicas:
-        if not busy:
-          replica.forget()
+        replica.forget_prompts()
+    if self.params is not self._copied:
+      self._copies, self._copied = [], None
+      if not busy:
+        for replica in self.replicas:
+          replica.forget_policy()
       self._copies, self._copied = self._made(), self.params
     for replica, params in zip(self.replicas, self._copies, strict=True):
       replica.hand(params, self.policy_step)

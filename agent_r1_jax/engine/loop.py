@@ -17,7 +17,7 @@ class Loop:
     self._under_way: set[futures.Future] = set()
     opened: futures.Future[None] = futures.Future()
     self._thread = threading.Thread(
-      target=lambda: asyncio.run(self._serve(opened)), name='engine', daemon=True
+      target=lambda: self._run(opened), name='engine', daemon=True
     )
     self._thread.start()
     opened.result()
@@ -35,8 +35,18 @@ class Loop:
 
   def close(self):
     """Cancels what is under way, and waits for its end."""
-    self._loop.call_soon_threadsafe(self._closed.set)
+    if not self._loop.is_closed():
+      self._loop.call_soon_threadsafe(self._closed.set)
     self._thread.join()
+
+  def _run(self, opened: futures.Future):
+    try:
+      asyncio.run(self._serve(opened))
+    except BaseException as error:
+      # Nobody waits for this thread, but for what it was to give.
+      for future in (opened, *self._under_way):
+        if not future.done():
+          future.set_exception(error)
 
   async def _serve(self, opened: futures.Future):
     self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
@@ -53,13 +63,21 @@ class Loop:
       async with asyncio.TaskGroup() as group:
         # Shielded: the end of these episodes is not the end of the replicas.
         watching = group.create_task(_end_of(asyncio.shield(self._serving)))
-        tasks = [group.create_task(episode) for episode in episodes]
+        tasks = [group.create_task(_staying(episode)) for episode in episodes]
         await asyncio.gather(*tasks)
         watching.cancel()
     except BaseExceptionGroup as error:
       # One failure cancels the rest; the group around it says nothing more.
       raise error.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def _staying(episode):
+  try:
+    return await episode
+  except (SystemExit, KeyboardInterrupt) as error:
+    # It would end the event loop and nothing else.
+    raise RuntimeError(f'An episode wanted to end the process: {error!r}.') from error
 
 
 async def _end_of(serving: asyncio.Future):

@@ -246,8 +246,8 @@ class Replica:
     """Before it serves: all rows are free."""
     self.wake, self.free = asyncio.Event(), asyncio.Queue()
     self._decoded: float | None = None
+    self.forget_prompts()
     for row in self.rows:
-      row.prompt = None
       self.free.put_nowait(row)
 
   def hand(self, params: decoder.Params, policy_step: int):
@@ -257,8 +257,13 @@ class Replica:
     """
     self._handed = params, policy_step
 
-  def forget(self):
-    """Frees its policy; `hand` must follow."""
+  def forget_prompts(self):
+    """Nobody forks what rows hold: so runs do not depend on the ones before."""
+    for row in self.rows:
+      row.prompt = None
+
+  def forget_policy(self):
+    """Frees it; `hand` must follow."""
     self.params, self._handed = {}, None
 
   def warm_up(self, on_done: Callable[[], None]):
@@ -322,12 +327,11 @@ class Replica:
 
   def _take_over(self):
     """Goes on with what was handed last."""
-    handed, self._handed = self._handed, None
+    handed = self._handed
     if handed is None:
       return
     if handed[0] is not self.params:
-      for row in self.rows:
-        row.prompt = None
+      self.forget_prompts()
     self.params, self.policy_step = handed
 
   def _reset(self, waiting: list[Row]):

@@ -145,7 +145,7 @@ def _flash(
   segment_ids_BT: Int[Array, 'B T'],
   interpret: bool = False,
 ) -> Float[Array, 'B T N H']:
-  """As `packed`, by the Pallas kernel for GPUs: memory grows with T and not its square."""
+  """As `packed`, by the Pallas kernel for GPUs: memory grows with T, not its square."""
   from jax.experimental.pallas.ops.gpu import attention as kernels
 
   N, K, H = q_BTNH.shape[2], k_BTKH.shape[2], q_BTNH.shape[3]

@@ -255,14 +255,17 @@ def gdpo(
 
   Args:
     episodes: Of all groups, with parts.
-    weights: w_k by name; no other part counts. None: every part, with weight 1.
+    weights: w_k by name; no other part counts. None: every part with weight 1, and what
+      the reward is beyond them as one more.
     eps: Added to the standard deviations.
 
   Raises:
     ValueError: No episode has any of the parts.
   """
   told = sorted({name for e in episodes for name in e.parts})
-  weights = dict.fromkeys(told, 1.0) if weights is None else weights
+  rest = [_rounded(e.score - sum(e.parts.values()), e.score) for e in episodes]
+  named = weights is not None
+  weights = weights if named else dict.fromkeys(told, 1.0)
   if not set(told) & set(weights):
     raise ValueError(
       f'gdpo found no part of the reward: weights name {sorted(weights)}, the episodes '
@@ -274,7 +277,14 @@ def gdpo(
   for name, weight in weights.items():
     part = [e.parts.get(name, 0.0) for e in episodes]
     total += weight * _by_group(groups, part, measure)
+  if not named and any(rest):
+    total += _by_group(groups, rest, measure)
   return whiten(_spread(episodes, total))
+
+
+def _rounded(difference: float, of: float) -> float:
+  """0 where a difference of sums is but their rounding."""
+  return difference if abs(difference) > 1e-9 * max(1.0, abs(of)) else 0.0
 
 
 def reverse_kl(episodes: Sequence[Episode]) -> list[Credit]:

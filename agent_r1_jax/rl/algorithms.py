@@ -328,7 +328,7 @@ def ppo(
   def advantages(episodes):
     credits = estimator(episodes, gamma=gamma, lam=lam)
     # Agent-R1's step advantages are normalised over the turns already.
-    if estimator is advantages_lib.step_gae:
+    if getattr(estimator, 'func', estimator) is advantages_lib.step_gae:
       return credits
     return advantages_lib.whiten(credits)
 

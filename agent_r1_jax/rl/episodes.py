@@ -101,7 +101,7 @@ def episode(trajectory: types.Trajectory, *, masked: bool = True) -> Episode:
   anchors, shown = [], (-1, 0)
   for number, t in enumerate(turns):
     segment, begin = segments[t.segment], begins[t.segment]
-    start = shown[1] if shown[0] == t.segment else 0
+    start = _known(segments, shown, t.segment)
     anchors.append(segment.tokens[start : t.start].tobytes())
     shown = (t.segment, t.stop)
     turn[begin + t.start : begins[t.segment + 1]] = number
@@ -121,6 +121,24 @@ def episode(trajectory: types.Trajectory, *, masked: bool = True) -> Episode:
     },
     trajectory.status in types.BUDGETS,
   )
+
+
+def _known(segments, shown: tuple[int, int], number: int) -> int:
+  """Tokens of a segment that a policy had seen, or said, when a turn ended.
+
+  Args:
+    segments: Of the trajectory.
+    shown: The turn's segment and its end there.
+    number: The segment of the next turn: another one may go on from the text of the last,
+      as an append-only episode does that is stored as steps.
+  """
+  before, stop = shown
+  if before == number:
+    return stop
+  same = before >= 0 and np.array_equal(
+    segments[before].tokens[:stop], segments[number].tokens[:stop]
+  )
+  return stop if same else 0
 
 
 def tied(scores: Float[np.ndarray, 'n']) -> bool:

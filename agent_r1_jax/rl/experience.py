@@ -97,7 +97,7 @@ def credit(
     episode.baseline = baselines[i] if baselines is not None else None
     if 'after' in scores:
       episode.final_value = float(scores['after'][i][-1][-1])
-  metrics = _summary(trajectories)
+  metrics: dict[str, float] = {}
   for transform in algorithm.rewards:
     eps = transform(eps)
   if algorithm.reads_reference:
@@ -315,12 +315,3 @@ def _mean_kl(eps, estimator) -> float:
     acted = np.isfinite(e.logprobs)
     means.append(estimator(e.logprobs[acted], e.ref_logprobs[acted]).mean())
   return float(np.mean(means))
-
-
-def _summary(trajectories) -> dict[str, float]:
-  """The share of groups whose rewards are all equal: nothing can be learned from them."""
-  scores: dict[int, list[float]] = {}
-  for t in trajectories:
-    scores.setdefault(t.group, []).append(t.reward)
-  dead = [episodes.tied(np.array(s)) for s in scores.values()]
-  return {'dead_groups': float(np.mean(dead))}

@@ -203,12 +203,15 @@ def update(
   grads, sums = total
   norms, sums = jax.device_get((_leaf_norms(grads), sums))
   weight, value = float(sums.pop('weight')), float(sums.pop('loss'))
-  finite = [('The loss', value)]
+  lost = [] if np.isfinite(value) else ['the loss']
   for path, norm in jax.tree_util.tree_leaves_with_path(norms):
-    finite.append((f'The gradient of {jax.tree_util.keystr(path)}', norm))
-  for name, number in finite:
-    if not np.isfinite(number):
-      raise NotFiniteError(f'{name} is not finite at step {int(state.step)}.', batches)
+    if not np.isfinite(norm):
+      lost.append(f'the gradient of {jax.tree_util.keystr(path)}')
+  if lost:
+    more = f' and {len(lost) - 3} more' if len(lost) > 3 else ''
+    raise NotFiniteError(
+      f'{", ".join(lost[:3])}{more}: not finite at step {int(state.step)}.', batches
+    )
   metrics = {name: float(x) / weight if weight else 0.0 for name, x in sums.items()}
   metrics['loss'] = value
   metrics['grad_norm'] = float(np.sqrt(sum(n**2 for n in jax.tree.leaves(norms))))

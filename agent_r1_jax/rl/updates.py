@@ -107,7 +107,8 @@ class Carry:
     """What a checkpoint must hold; what can be loaded or derived again is not in it."""
     learned = lambda params: lora.split(params)[0]
     reference = {'reference': learned(self.reference)} if plan.reference_every else {}
-    sampler = {'sampler': learned(self.sampler)} if plan.lagging else {}
+    older = plan.sync_every > 1 or plan.early
+    sampler = {'sampler': learned(self.sampler)} if older else {}
     states = {n: s._replace(params=learned(s.params)) for n, s in self.states.items()}
     return states | reference | sampler
 
@@ -122,6 +123,8 @@ class Carry:
       params = _beside(arrays[name].params, state.params)
       states[name] = arrays[name]._replace(params=params)
     reference, sampler = self.reference, states['policy'].params
+    if self.sampler is not self.states['policy'].params:
+      sampler = _copied(sampler)
     if 'reference' in arrays:
       reference = _beside(arrays['reference'], reference)
     if 'sampler' in arrays:
@@ -247,14 +250,17 @@ def _update(carry, lived, plan) -> dict[str, float]:
   metrics: dict[str, list[float]] = {}
 
   def update(name, batches):
-    carry.states[name], numbers = learner.update(
-      carry.states[name],
-      batches,
-      config=plan.model,
-      loss=plan.objectives[name],
-      optimizer=plan.optimizers[name],
-      temperature=plan.temperature,
-    )
+    try:
+      carry.states[name], numbers = learner.update(
+        carry.states[name],
+        batches,
+        config=plan.model,
+        loss=plan.objectives[name],
+        optimizer=plan.optimizers[name],
+        temperature=plan.temperature,
+      )
+    except learner.NotFiniteError as error:
+      raise learner.NotFiniteError(f'Of the {name}, {error}', error.batches) from None
     for key, value in numbers.items():
       key = f'critic_{key}' if name == 'critic' and key != 'value_loss' else key
       metrics.setdefault(key, []).append(value)
