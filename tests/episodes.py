@@ -69,13 +69,16 @@ def golden_mask() -> np.ndarray:
   return golden()['in/mask'] > 0
 
 
-def golden_actions(rewards: str, *, joined: bool = False) -> list[episodes.Episode]:
+def golden_actions(
+  rewards: str, *, joined: bool = False, masked: bool = True
+) -> list[episodes.Episode]:
   """The peers' episodes, through Trajectory.
 
   Args:
     rewards: 'rewards_outcome' or 'rewards_process'.
     joined: Agent-R1's view: rows, in the order `perm`, are steps of the trajectories
       `traj` of the groups `uid`. Its steps are our segments.
+    masked: Off, every token takes part; each row begins with an action.
   """
   g = golden()
   rows, group = _rows(joined), g['in/uid' if joined else 'in/index']
@@ -95,9 +98,10 @@ def golden_actions(rewards: str, *, joined: bool = False) -> list[episodes.Episo
     number = sorted(set(group)).index(group[traj == t][0])
     task = types.Task('golden', [])
     whole = types.Trajectory(task, number, 0, segments, turns, [], 'done')
-    episode = episodes.episode(whole)
-    episode.values = _on(g['in/values'][rows], rows, traj == t)
-    episode.ref_logprobs = _on(g['in/ref_logp'][rows], rows, traj == t)
+    episode = episodes.episode(whole, masked=masked)
+    at = lambda key, t=t: g[key][rows][traj == t]
+    seen = golden_mask()[rows[traj == t]] | (not masked)
+    episode.values, episode.ref_logprobs = at('in/values')[seen], at('in/ref_logp')[seen]
     out.append(episode)
   return out
 

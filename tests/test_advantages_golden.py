@@ -54,6 +54,19 @@ def test_gae_is_verls(rewards, variant):
 
 @_REWARDS
 @pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
+def test_gae_without_the_mask_is_search_r1s(rewards, variant):
+  gamma, lam = _GAE[variant]
+  batch = episodes.golden_actions(rewards, masked=False)
+  out = advantages.gae(batch, gamma=gamma, lam=lam)
+  g = episodes.golden()
+  expected = g[f'searchr1/gae_unmasked/{rewards}/{variant}/ret']
+  _close([c.returns for c in out], expected)
+  # Its advantages are whitened; the returns are made of them before that.
+  _close([c.advantages for c in out], expected - g['in/values'])
+
+
+@_REWARDS
+@pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
 def test_gae_over_segments_is_agent_r1s_over_steps(rewards, variant):
   gamma, lam = _GAE[variant]
   batch = episodes.golden_actions(rewards, joined=True)
@@ -197,10 +210,15 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
     _close(credit.advantages, part.advantages + expected, 1e-6)
 
 
-def test_whiten_is_verls():
+@pytest.mark.parametrize(
+  ('shift_mean', 'key'),
+  [(True, 'verl/masked_whiten'), (False, 'verl/masked_whiten_noshift')],
+)
+def test_whiten_is_verls(shift_mean, key):
   mask = episodes.golden_mask()
   values = [row[m] for row, m in zip(episodes.golden()['in/values'], mask)]
-  out = advantages.whiten([episodes_lib.Credit(v) for v in values])
+  credits = [episodes_lib.Credit(v) for v in values]
+  out = advantages.whiten(credits, shift_mean=shift_mean)
   assert [len(c.advantages) for c in out] == mask.sum(axis=1).tolist()
   white = np.concatenate([c.advantages for c in out])
-  _close(white, episodes.golden_at_actions('verl/masked_whiten'))
+  _close(white, episodes.golden_at_actions(key))

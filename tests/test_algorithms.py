@@ -38,7 +38,6 @@ def _inputs():
   """The peers' episodes, one a row, as TokenStats and Batch of float64 numpy arrays."""
   g, mask = episodes.golden(), episodes.golden_mask()
   counts = np.arange(24) * np.ones((12, 1), np.int32)
-  entropy = np.random.default_rng(0).uniform(0, 3, (12, 24))
   batch = types.Batch(
     tokens=counts,
     positions=counts,
@@ -51,6 +50,7 @@ def _inputs():
     values=g['in/values'],
     returns=g['in/rewards_process'],
   )
+  entropy = g['verl/entropy_from_logits']
   return losses.TokenStats(g['in/logp'], entropy, g['in/vpreds']), batch
 
 
@@ -357,6 +357,14 @@ def test_dr_grpos_norm_is_verls():
   np.testing.assert_allclose((g['in/values'] * weights).sum(), expected, rtol=1e-12)
 
 
+def test_trajectory_mean_is_skyrls():
+  """SkyRL scales the advantages by the weights, over a batch without an empty one."""
+  mask, g = episodes.golden_mask(), episodes.golden()
+  weights = mask * algorithms.trajectory_mean(mask.sum(axis=1))[:, None]
+  expected = g['skyrl/reduction/sequence_mean']
+  np.testing.assert_allclose(g['in/adv'] * weights, expected, rtol=1e-12)
+
+
 def test_agent_r1s_norm_is_not_divided_by_the_rows():
   """Its seq-mean-token-sum-norm is Σ / T: ours with T over the number of trajectories."""
   stats, batch = _inputs()
@@ -407,24 +415,23 @@ def test_grpos_loss_is_verls():
     'clip_fraction': g['verl/ppo_vanilla/metrics/pg_clipfrac'],
     'behaviour_kl': g['verl/ppo_vanilla/metrics/ppo_kl'],
     'kl': (g['verl/kl/low_var_kl/val'] * batch.weights).sum(),
-    'entropy': (stats.entropy * batch.weights).sum(),
+    'entropy': g['verl/entropy_loss'],
   }
   assert watched.keys() == expected.keys()
   for name, value in expected.items():
-    # verl's masked means have an ε of 1e-8; the clip fraction is a float32.
+    # verl's masked means have 1e-8 in the count; of 119 tokens that is less than 1e-10.
     mean = (watched[name] * batch.weights).sum()
-    np.testing.assert_allclose(mean, value, rtol=1e-7, err_msg=name)
+    np.testing.assert_allclose(mean, value, rtol=1e-9, err_msg=name)
 
 
 def test_ppos_loss_is_the_sum_of_verls():
   stats, batch = _inputs()
   (loss, watched), grad = _compiled(_ppo())(stats, batch)
   g = episodes.golden()
-  entropy = (stats.entropy * batch.weights).sum()
   expected = (
     g['verl/ppo_vanilla/token-mean/loss']
     + 0.7 * g['verl/value_loss/clip0.5/loss']
-    - 0.01 * entropy
+    - 0.01 * g['verl/entropy_loss']
   )
   np.testing.assert_allclose(loss, expected, rtol=1e-9)
   for part, value in (
@@ -460,6 +467,18 @@ def test_the_entropy_bonus_has_its_sign():
   entropy = (watched['entropy'] * batch.weights).sum()
   np.testing.assert_allclose(loss, plain - 0.25 * entropy, rtol=1e-12)
   np.testing.assert_allclose(grad.entropy, -0.25 * batch.weights, rtol=1e-12)
+
+
+def test_the_entropy_bonus_is_trls():
+  stats, batch = _inputs()
+  g = episodes.golden()
+  assert (g['in/trl_completion_mask'] >= batch.action_mask).all()
+  spread = np.broadcast_to(g['in/trl_adv'][:, None], (12, 24))
+  bonus = algorithms.grpo(kl_coef=0.0, dual_clip=None, entropy_coef=0.01)
+  (loss, _), grad = _compiled(bonus)(stats, batch._replace(advantages=spread))
+  key = 'trl/entropy_bonus_0.01'
+  np.testing.assert_allclose(loss, g[f'{key}/loss'], rtol=1e-9)
+  np.testing.assert_allclose(grad.logprobs, g[f'{key}/grad'], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize('rows', [1, 4])

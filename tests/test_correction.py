@@ -48,14 +48,16 @@ def _golden_weights(correct, old='in/old_logp', behaviour='in/rollout_logp'):
 )
 @pytest.mark.parametrize('normalized', [False, True])
 def test_weights_are_verls(key, correct, by_trajectory, normalized):
-  tolerance = 1e-12
+  g, mask = episodes.golden(), episodes.golden_mask()
+  expected = g[f'verl/rollout_is/{key}/bn{int(normalized)}/w']
   if normalized:
-    # verl adds 1e-8 to counts.
-    tolerance = 4e-9
     correct = correction.normalized(correct, by_trajectory=by_trajectory)
-  expected = episodes.golden()[f'verl/rollout_is/{key}/bn{int(normalized)}/w']
-  out = _golden_weights(correct)
-  np.testing.assert_allclose(out, expected, rtol=tolerance)
+    # verl divides by a mean that has 1e-8 added to its count, or to each trajectory's.
+    weights = g[f'verl/rollout_is/{key}/bn0/w']
+    counts = mask.sum(axis=1) if by_trajectory else mask.sum()
+    sums = weights.sum(axis=1) if by_trajectory else weights.sum()
+    expected = expected * np.mean(sums / (counts + 1e-8)) / np.mean(sums / counts)
+  np.testing.assert_allclose(_golden_weights(correct), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,37 @@ def test_rejection_leaves_the_weights_of_others_alone():
 def test_options_are_checked(make):
   with pytest.raises(ValueError, match='low'):
     make()
+
+
+def test_statistics_are_verls():
+  g, mask = episodes.golden(), episodes.golden_mask()
+
+  def statistics(old, behaviour, join=lambda x: x):
+    rows = [[join(x[m]) for x, m in zip(g[key], mask)] for key in (old, behaviour)]
+    return correction.statistics(*rows)
+
+  def verls(level, name):
+    return float(g[f'verl/rollout_is/{level}/th2.0/metrics/rollout_is_{name}'])
+
+  out, n = statistics('in/old_logp', 'in/rollout_logp'), mask.sum()
+  mean, effective = verls('token', 'mean'), verls('token', 'eff_sample_size')
+  # verl adds 1e-8 to the count of tokens, and to the mean that it divides by.
+  expected = {
+    'ratio_mean': mean * (n + 1e-8) / n,
+    'effective_sample': effective * (n + 1e-8) / n / (1 + 1e-8 / mean) ** 2,
+    'ratio_max': verls('token', 'max'),
+    'ratio_outside': verls('token', 'ratio_fraction_low'),
+  }
+  assert {name: out[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+  # No token's ratio is outside; of the trajectories' products some are.
+  products = statistics('in/old_logp', 'in/rollout_logp', lambda x: x.sum(keepdims=True))
+  assert products['ratio_max'] == pytest.approx(verls('sequence', 'max'), rel=1e-9)
+  shares = [verls('sequence', f'ratio_fraction_{side}') for side in ('low', 'high')]
+  # These are float32.
+  assert products['ratio_outside'] == np.float32(sum(shares)) > 0
+  # The mean of verl's k1.
+  mean_k1 = statistics('in/ref_logp', 'in/logp')['kl']
+  assert mean_k1 == pytest.approx(g['verl/kl/k1/val'][mask].mean(), rel=1e-9)
 
 
 def test_statistics():

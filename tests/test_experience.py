@@ -140,6 +140,16 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   np.testing.assert_allclose(scored.metrics['kl'], np.mean(means), rtol=1e-5)
 
 
+def test_the_mean_kl_is_verls():
+  # verl adds 1e-8 to the count of an episode's tokens.
+  estimator = lambda p, q: kl_lib.k1(p, q) * len(p) / (len(p) + 1e-8)
+  expected = episodes.golden()['verl/kl_in_reward/current_kl']
+  for masked in (True, False):
+    batch = episodes.golden_actions('rewards_outcome', masked=masked)
+    out = experience._mean_kl(batch, estimator)
+    np.testing.assert_allclose(out, expected, rtol=1e-9)
+
+
 def test_a_segment_that_fits_no_row_is_refused():
   with pytest.raises(ValueError, match='does not fit a row of 16'):
     plain.credit(plain.trajectories(), _PPO, shape=experience.Rows(2, 16))

@@ -29,13 +29,13 @@ def float64():
     yield
 
 
-def _golden(*keys):
-  return [jnp.asarray(episodes.golden()[key]) for key in keys]
+def _golden(*keys, dtype=None):
+  return [jnp.asarray(episodes.golden()[key], dtype) for key in keys]
 
 
-def _weights(aggregate=algorithms.token_mean, mask=None):
+def _weights(aggregate=algorithms.token_mean, mask=None, dtype=None):
   mask = episodes.golden_mask() if mask is None else mask
-  return jnp.asarray(mask * aggregate(mask.sum(axis=1))[:, None])
+  return jnp.asarray(mask * aggregate(mask.sum(axis=1))[:, None], dtype)
 
 
 def _stats(logprobs, values=None):
@@ -74,12 +74,19 @@ def _vjp(surrogate, batch):
   return both
 
 
-def _check(fn, argument, key, tolerance=1e-9):
+# What is computed in each, and how far from the peers' float64 it may be.
+_in_each_dtype = pytest.mark.parametrize(
+  ('dtype', 'tolerance'), [(np.float64, 1e-9), (np.float32, 1e-5)], ids=['f64', 'f32']
+)
+
+
+def _check(fn, argument, key, tolerance):
   """The value and gradient of fn are golden at key/loss and key/grad."""
   loss, grad = jax.jit(jax.value_and_grad(fn))(argument)
+  assert loss.dtype == grad.dtype == argument.dtype
   expected_loss, expected_grad = _golden(f'{key}/loss', f'{key}/grad')
   np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
-  np.testing.assert_allclose(grad, expected_grad, rtol=tolerance, atol=tolerance / 100)
+  np.testing.assert_allclose(grad, expected_grad, rtol=tolerance, atol=tolerance / 1000)
 
 
 # Surrogates against the peers.
@@ -90,6 +97,12 @@ MEAN, SUM = algorithms.token_mean, algorithms.seq_mean_token_sum
 SEQUENCES = algorithms.seq_mean_token_mean
 
 
+def _verls_sequences(counts):
+  """verl adds 1e-8 to the count of a sequence's tokens; the shortest has 4."""
+  return SEQUENCES(counts) * counts / (counts + 1e-8)
+
+
+@_in_each_dtype
 @pytest.mark.parametrize(
   ('key', 'surrogate', 'aggregate'),
   [
@@ -116,29 +129,19 @@ SEQUENCES = algorithms.seq_mean_token_mean
     ('verl/dppo_tv', losses.dppo_tv(low=0.2, high=0.2), MEAN),
     ('verl/dppo_kl', losses.dppo_kl(), MEAN),
     ('verl/reinforce', losses.reinforce(), SUM),
+    ('verl/ppo_vanilla/seq-mean-token-mean', losses.ppo_clip(), _verls_sequences),
+    ('verl/gspo', losses.gspo(), _verls_sequences),
+    ('verl/gspo_wide', losses.gspo(clip_low=0.2, clip_high=0.2), _verls_sequences),
+    ('verl/sapo', losses.sapo(), _verls_sequences),
   ],
 )
-def test_surrogate_is_the_peers(key, surrogate, aggregate):
-  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv')
-  _check(_loss(surrogate, _batch(old, adv, _weights(aggregate))), new, key)
+def test_surrogate_is_the_peers(key, surrogate, aggregate, dtype, tolerance):
+  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv', dtype=dtype)
+  batch = _batch(old, adv, _weights(aggregate, dtype=dtype))
+  _check(_loss(surrogate, batch), new, key, tolerance)
 
 
-@pytest.mark.parametrize(
-  ('key', 'surrogate'),
-  [
-    ('verl/ppo_vanilla/seq-mean-token-mean', losses.ppo_clip()),
-    ('verl/gspo', losses.gspo()),
-    ('verl/gspo_wide', losses.gspo(clip_low=0.2, clip_high=0.2)),
-    ('verl/sapo', losses.sapo()),
-  ],
-)
-def test_surrogate_is_verls_where_trajectories_weigh_the_same(key, surrogate):
-  # verl adds 1e-8 to the count of a sequence's tokens; the shortest has 3.
-  new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv')
-  batch = _batch(old, adv, _weights(SEQUENCES))
-  _check(_loss(surrogate, batch), new, key, tolerance=4e-9)
-
-
+@_in_each_dtype
 @pytest.mark.parametrize(
   ('key', 'surrogate', 'aggregate'),
   [
@@ -155,15 +158,13 @@ def test_surrogate_is_verls_where_trajectories_weigh_the_same(key, surrogate):
     ('trl/sapo', losses.sapo(tau_negative=float(np.float32(1.05))), SEQUENCES),
   ],
 )
-def test_surrogate_is_trls(key, surrogate, aggregate):
-  new, old, completion, adv = _golden(
-    'in/logp', 'in/old_logp', 'in/trl_completion_mask', 'in/trl_adv'
-  )
+def test_surrogate_is_trls(key, surrogate, aggregate, dtype, tolerance):
+  names = ('in/logp', 'in/old_logp', 'in/trl_completion_mask', 'in/trl_adv')
+  new, old, completion, adv = _golden(*names, dtype=dtype)
   mask = episodes.golden_mask() & (np.asarray(completion) > 0)
-  batch = _batch(
-    old, jnp.broadcast_to(adv[:, None], mask.shape), _weights(aggregate, mask)
-  )
-  _check(_loss(surrogate, batch), new, key)
+  spread = jnp.broadcast_to(adv[:, None], mask.shape)
+  batch = _batch(old, spread, _weights(aggregate, mask, dtype))
+  _check(_loss(surrogate, batch), new, key, tolerance)
 
 
 def test_ppo_clip_watches_what_verl_watches():
@@ -467,12 +468,14 @@ def _value_loss(clip, old, returns, weights):
   return lambda values: losses.weighted(value_loss(values, batch), weights)
 
 
+@_in_each_dtype
 @pytest.mark.parametrize('clip', [0.5, 0.2])
-def test_value_clip_is_verls(clip):
+def test_value_clip_is_verls(clip, dtype, tolerance):
   # The oracle's targets are the process rewards.
-  new, old, returns = _golden('in/vpreds', 'in/values', 'in/rewards_process')
-  loss = _value_loss(clip, old, returns, _weights())
-  _check(loss, new, f'verl/value_loss/clip{clip}')
+  names = ('in/vpreds', 'in/values', 'in/rewards_process')
+  new, old, returns = _golden(*names, dtype=dtype)
+  loss = _value_loss(clip, old, returns, _weights(dtype=dtype))
+  _check(loss, new, f'verl/value_loss/clip{clip}', tolerance)
 
 
 @pytest.mark.parametrize(
@@ -494,9 +497,19 @@ def test_value_clip_by_hand(value, old, target, clip, loss, slope):
   assert (out, grad) == (loss, slope)
 
 
-def test_entropy_is_verls():
-  logits, expected = _golden('in/logits', 'verl/entropy_from_logits')
-  np.testing.assert_allclose(jax.jit(losses.entropy)(logits), expected, rtol=1e-9)
+@_in_each_dtype
+def test_entropy_is_verls(dtype, tolerance):
+  (logits,) = _golden('in/logits', dtype=dtype)
+  (expected,) = _golden('verl/entropy_from_logits')
+  out = jax.jit(losses.entropy)(logits)
+  assert out.dtype == dtype
+  # Of the logits two episodes are stored.
+  np.testing.assert_allclose(out, expected[: len(logits)], rtol=tolerance)
+
+
+def test_mean_entropy_is_verls():
+  each, expected = _golden('verl/entropy_from_logits', 'verl/entropy_loss')
+  np.testing.assert_allclose(losses.weighted(each, _weights()), expected, rtol=1e-9)
 
 
 def test_entropy_by_hand():
@@ -522,7 +535,7 @@ def test_weighted_reads_nothing_where_nothing_weighs():
   ('mode', 'aggregate'),
   [
     ('token-mean', MEAN),
-    ('seq-mean-token-mean', SEQUENCES),
+    ('seq-mean-token-mean', _verls_sequences),
     ('seq-mean-token-sum', SUM),
     ('seq-mean-token-sum-norm', algorithms.seq_mean_token_sum_norm(24)),
   ],
@@ -536,9 +549,7 @@ def test_aggregation_is_verls(mode, aggregate, empty):
     'in/values', f'verl/agg_loss{"_emptyrow" if empty else ""}/{mode}'
   )
   out = losses.weighted(x, _weights(aggregate, mask))
-  # verl adds 1e-8 to the count of a sequence's tokens.
-  tolerance = 1e-8 if aggregate is SEQUENCES else 1e-12
-  np.testing.assert_allclose(out, expected, rtol=tolerance)
+  np.testing.assert_allclose(out, expected, rtol=1e-12)
 
 
 # Gradients.

@@ -103,7 +103,7 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
   def watched(*args, **kwargs):
     played = play(*args, **kwargs)
     greedy.append([t.reward for t in played.get('', ())])
-    asked.extend(t.metrics['tool_calls'] for t in played.get('', ()))
+    asked.extend(t.metrics.get('tool_calls', 0) for t in played.get('', ()))
     return played
 
   reward = lambda task, messages: 1.0 + len(begun)

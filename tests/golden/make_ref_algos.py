@@ -5,7 +5,7 @@ Command: python tests/golden/make_ref_algos.py SOURCE.npz
 SOURCE.npz holds inputs of 12 multi-turn episodes of 24 tokens ('in/...') and the outputs
 of the peers' own functions on them ('<peer>/<function>/<variant>/<output>'): verl
 1dda039b, Agent-R1 6dc8f67, Search-R1 a14dc3a4, RAGEN 20daedc4, a verl-agent fork e2ef5b0a
-(GiGPO), TRL 1.16.0, AReaL 4aef98d8. This keeps what the tests read.
+(GiGPO), TRL 1.16.0, AReaL 4aef98d8, SkyRL a9564572. This keeps what the tests read.
 """
 
 import fnmatch
@@ -35,8 +35,10 @@ _KEPT = (
   'in/logp_far_offset30',
   'in/values',
   'in/vpreds',
-  'verl/masked_whiten',
+  'verl/masked_whiten*',
   'verl/gae/*',
+  'searchr1/gae_unmasked/*/g1.0_l1.0/ret',
+  'searchr1/gae_unmasked/*/g0.99_l0.95/ret',
   'verl/grpo/*',
   'verl/rloo*',
   'verl/reinforce_pp*',
@@ -49,6 +51,7 @@ _KEPT = (
   'gigpo/*',
   'trl/adv/*',
   'verl/agg_loss*',
+  'skyrl/reduction/sequence_mean',
   'agentr1/ppo_vanilla/*',
   'verl/ppo_vanilla/*',
   'verl/ppo_plus_klloss0.001/*',
@@ -57,7 +60,7 @@ _KEPT = (
   'verl/sapo/*',
   'verl/dppo_*',
   'verl/reinforce/*',
-  'verl/entropy_loss',
+  'verl/entropy_*',
   'searchr1/ppo_0.2/*',
   'areal/*',
   'trl/gspo/*',
@@ -66,16 +69,21 @@ _KEPT = (
   'trl/dr_grpo/*',
   'trl/grpo/*',
   'trl/dapo*',
+  'trl/entropy_bonus_0.01/*',
   'verl/value_loss/clip0.?/[lg]*',
   'verl/kl/*',
   'verl/kl_in_reward/*',
   'verl/adaptive_kl/*',
   'in/adaptive*',
   'verl/rollout_is/*/w',
+  'verl/rollout_is/*/th2.0/metrics/rollout_is_max',
+  'verl/rollout_is/*/th2.0/metrics/rollout_is_ratio_fraction_*',
+  'verl/rollout_is/token/th2.0/metrics/rollout_is_mean',
+  'verl/rollout_is/token/th2.0/metrics/rollout_is_eff_sample_size',
   'verl/rollout_rs/*',
 )
 # Of these, two episodes are enough.
-_CUT = ('in/logits', 'verl/entropy_from_logits')
+_CUT = ('in/logits',)
 
 
 def main(source: str):
