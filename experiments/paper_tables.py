@@ -5,7 +5,10 @@
 
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
 corpus.jsonl.gz and train.jsonl.gz each) it trains on the first two and tests on held-out
-rows of all three, from `--model=DIR`, an instruct model or what hotpotqa_base wrote.
+rows of all three, from `--model=DIR`: an instruct model, or with --noinstruct what
+hotpotqa_base wrote. An instruct model reads five whole passages a search, for which
+`--config.slots` must be larger: with Qwen's tokenizer half of the right demonstrations
+are above 1,100 tokens, 1 in 100 above 2,300.
 
 Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
 goes on with the next, and a training cut short goes on from its checkpoint. Processes
@@ -29,7 +32,7 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import evaluate, metrics, rollout, sft, train, types
-from agent_r1_jax.agent import env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
@@ -212,15 +215,19 @@ def real_bench(config: train.Config) -> Bench:
   corpus = list(passages.values())
   retriever = bm25.BM25(corpus)
   room = qa if _INSTRUCT.value else qa_demos
-  template = documents.PASSAGE if _INSTRUCT.value else qa_demos.PASSAGE
-  tool = search.search_tool(retriever, k=5 if _INSTRUCT.value else 1, template=template)
+  k, template = (5, documents.PASSAGE) if _INSTRUCT.value else (1, qa_demos.PASSAGE)
+  tool = search.search_tool(retriever, k=k, template=template)
   maker = qa_demos.Maker(corpus, retriever)
+  tasks = [room.agent_task(task) for task in tasks]
+  prompts_of = {task.info['question']: task.messages for task in tasks}
+  search_for = functools.cache(lambda query: retriever.search([query], k)[0])
+  find = lambda query: documents.render(search_for(query), template)
 
   def demonstrations(seed):
     for example in qa_demos.examples(
       tasks, maker, seed, kinds={'demonstration': 1.0}, mixture={'right': 1.0}
     ):
-      yield example.messages
+      yield _retold(example.messages, prompts_of[example.item.question], find)
 
   direct = qa.direct_task if _INSTRUCT.value else qa_demos.agent_task
   ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
@@ -228,8 +235,19 @@ def real_bench(config: train.Config) -> Bench:
   agent = ask(room.agent_task)
   react = _shown(agent, next(demonstrations(0)))
   prompts = {'agent': agent, 'direct': ask(direct), 'rag': rag, 'react': react}
-  tasks = [room.agent_task(task) for task in tasks]
   return Bench(config, tasks, prompts, *_envs(tool), demonstrations, {})
+
+
+def _retold(messages, prompt, find) -> list[types.Message]:
+  """A demonstration as this bench asks it and as its own tool answers the queries."""
+  told = list(prompt)
+  for message in messages[1:]:
+    if message['role'] == 'tool':
+      parsed = calls.hermes(told[-1]['content'])
+      queries = [c.arguments['query'] for c in parsed if isinstance(c, calls.ToolCall)]
+      message = {**message, 'content': find(queries[0])}
+    told.append(message)
+  return told
 
 
 def _envs(tool) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:

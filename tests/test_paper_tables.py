@@ -1,18 +1,58 @@
-"""The script of the paper's tables, in small, as a user runs it."""
+"""The script of the paper's tables, in small, as a user runs it.
 
+Always in a process of its own: the flags of two scripts do not go together in one.
+"""
+
+import gzip
 import json
 import pathlib
 import subprocess
 import sys
 
+import pytest
+
+from agent_r1_jax.tasks import miniwiki
+
 ROOT = pathlib.Path(__file__).parent.parent
 METHODS = (
   'Naive RAG,ReAct prompting,Supervised fine-tuning,REINFORCE++,PPO (both masks off)'
 )
+# Prints what of the bench of real data can be compared, and a right demonstration as the
+# bench's own environment plays it.
+BENCH = """
+import asyncio, itertools, json
+from absl import app
+from experiments import paper_tables
+
+async def play(environment, task, replies):
+  messages, rewards = await environment.reset(task), []
+  for reply in replies:
+    step = await environment.step(reply)
+    messages += [{'role': 'assistant', 'content': reply}, *step.messages]
+    rewards.append(step.reward)
+  return messages, rewards
+
+def main(_):
+  bench = paper_tables.real_bench(paper_tables._CFG.value)
+  told, played = list(itertools.islice(bench.demonstrations(1), 8)), []
+  for messages in told:
+    (task,) = (task for task in bench.tasks if task.messages == messages[:1])
+    replies = [m['content'] for m in messages if m['role'] == 'assistant']
+    played.append(asyncio.run(play(bench.agent(), task, replies)))
+  pairs = lambda tasks: [(task.info['question'], task.messages) for task in tasks]
+  asked = {
+    which: pairs(itertools.chain(*sets.values())) for which, sets in bench.sets.items()
+  }
+  train = pairs(bench.tasks)
+  print(json.dumps({'told': told, 'played': played, 'asked': asked, 'train': train}))
+
+app.run(main)
+"""
 
 
-def run(*flags):
-  command = [sys.executable, '-m', 'experiments.paper_tables', *flags]
+def run(*flags, code=None):
+  what = ('-c', code) if code else ('-m', 'experiments.paper_tables')
+  command = [sys.executable, *what, *flags]
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
@@ -63,3 +103,65 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
 def test_an_unknown_method_is_refused(tmp_path):
   done = run(f'--out={tmp_path}', '--methods=GRPO2')
   assert done.returncode != 0 and "['GRPO2']; there are" in done.stderr + done.stdout
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+  """miniwiki in the layout of the three real data sets."""
+  folder = tmp_path_factory.mktemp('data')
+  passages = miniwiki.corpus(0, 'dev')
+  names = ('hotpotqa', '2wikimultihopqa', 'musique')
+  for name, mini, part in zip(names, miniwiki.SETS, range(3)):
+    (folder / name).mkdir()
+    corpus = passages[part * miniwiki.PASSAGES :][: miniwiki.PASSAGES]
+    rows = (
+      {
+        'id': task.id,
+        'question': task.info['question'],
+        'golden_answers': task.answer,
+        'supporting_titles': task.info['chain'],
+      }
+      for task in miniwiki.test_set(mini, 12, 0, 'dev')
+    )
+    _write(
+      folder / name / 'corpus.jsonl.gz',
+      ({'id': d.id, 'title': d.title, 'text': d.text} for d in corpus),
+    )
+    _write(folder / name / 'train.jsonl.gz', rows)
+  return folder
+
+
+def _write(path, rows):
+  with gzip.open(path, 'wt', encoding='utf-8') as file:
+    file.writelines(json.dumps(row) + '\n' for row in rows)
+
+
+@pytest.mark.parametrize(
+  ('flag', 'prompt', 'passages'),
+  [('--instruct', 'Use the search tool', 5), ('--noinstruct', 'Question: ', 1)],
+)
+def test_real_demonstrations_are_asked_and_answered_as_in_the_test(
+  data, flag, prompt, passages
+):
+  done = run(f'--data={data}', '--model=none', '--questions=3', flag, code=BENCH)
+  assert done.returncode == 0, done.stderr[-3000:]
+  bench = json.loads(done.stdout)
+  # Of held-out questions, of those to train on, and of the demonstrations.
+  (form,) = {
+    json.dumps(messages).replace(question, '{}')
+    for question, messages in (*bench['asked']['agent'], *bench['train'])
+  }
+  assert prompt in form and '{}' in form
+  assert len(bench['asked']['agent']) == 9 and len(bench['train']) == 18
+  prompts, found = [messages for _, messages in bench['train']], []
+  for told, (played, rewards) in zip(bench['told'], bench['played'], strict=True):
+    assert told[:1] in prompts
+    # Word by word what the tool answers; and right.
+    assert told == played
+    assert rewards[-1] == 1.0
+    found += [m['content'].count('(Title: ') for m in told if m['role'] == 'tool']
+  assert max(found) == passages
+  for (_, messages), (_, shown) in zip(bench['asked']['agent'], bench['asked']['react']):
+    example = shown[: -len(messages)]
+    assert shown[len(example) :] == messages
+    assert example[:1] in prompts and '<answer>' in example[-1]['content']
