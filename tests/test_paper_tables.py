@@ -6,6 +6,7 @@ Always in a process of its own: the flags of two scripts do not go together in o
 import gzip
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -47,6 +48,32 @@ def main(_):
   print(json.dumps({'told': told, 'played': played, 'asked': asked, 'train': train}))
 
 app.run(main)
+"""
+
+# The table with methods that only write down that they ran. The second is killed in the
+# midst of its first training.
+TABLE = """
+import functools, json, os, signal
+from absl import app
+from experiments import paper_tables
+
+def method(name, bench, seed, workdir):
+  with (workdir.parent / 'ran').open('a') as file:
+    file.write(f'{name} {seed}\\n')
+  first = not workdir.exists()
+  (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
+  if name == 'second' and first:
+    (workdir / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'time/update': 5000}))
+    os.kill(os.getpid(), signal.SIGKILL)
+  return paper_tables.Outcome({'set': []}, [0.5])
+
+paper_tables.METHODS = {
+  name: functools.partial(method, name) for name in ('first', 'second', 'third')
+}
+paper_tables.miniwiki_bench = lambda config: paper_tables.Bench(
+  config, [], {}, None, None, None, {}
+)
+app.run(paper_tables.main)
 """
 
 
@@ -165,3 +192,23 @@ def test_real_demonstrations_are_asked_and_answered_as_in_the_test(
     example = shown[: -len(messages)]
     assert shown[len(example) :] == messages
     assert example[:1] in prompts and '<answer>' in example[-1]['content']
+
+
+def test_a_table_that_was_killed_goes_on_with_the_method_cut_short(tmp_path):
+  flags = (f'--out={tmp_path}', '--seeds=0')
+  results = lambda: [
+    json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()
+  ]
+  killed = run(*flags, code=TABLE)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+  assert [line['method'] for line in results()] == ['first']
+  # What its training goes on from.
+  assert (tmp_path / 'second-seed-0' / 'checkpoints').is_dir()
+  done = run(*flags, code=TABLE)
+  assert done.returncode == 0, done.stderr[-3000:]
+  ran = (tmp_path / 'ran').read_text().splitlines()
+  assert ran == ['first 0', 'second 0', 'second 0', 'third 0']
+  assert [line['method'] for line in results()] == ['first', 'second', 'third']
+  # The time before the kill counts.
+  assert [line['seconds'] >= 5000 for line in results()] == [False, True, False]
+  assert not (tmp_path / 'second-seed-0' / 'checkpoints').exists()
