@@ -12,12 +12,15 @@ are above 1,100 tokens, 1 in 100 above 2,300.
 
 Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
 goes on with the next, and a training cut short goes on from its checkpoint. Processes
-with different --seeds or --methods may share OUT. On one CPU core a trained method takes
-6 to 10 minutes a seed.
+with different --seeds or --methods may share OUT; OUT/bench.json keeps those away that
+have other data, questions, another model or config. On one CPU core a trained method
+takes 6 to 10 minutes a seed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import pathlib
@@ -280,6 +283,9 @@ def main(_):
   out.mkdir(parents=True, exist_ok=True)
   if unknown := set(_METHODS.value) - set(METHODS):
     raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(METHODS)}')
+  if _DATA.value and not _MODEL.value:
+    raise app.UsageError('--data: the policy to start from is missing; give --model.')
+  claim(out)
   bench = (real_bench if _DATA.value else miniwiki_bench)(_CFG.value)
   for seed in map(int, _SEEDS.value):
     for method in _METHODS.value or METHODS:
@@ -306,6 +312,47 @@ def main(_):
         file.write(json.dumps(result) + '\n')
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
       shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
+
+
+def claim(out: pathlib.Path) -> None:
+  """Writes what all results in a directory have in common, if nobody has.
+
+  Raises:
+    app.UsageError: It was written for another bench; names the fields that differ.
+  """
+  config = dataclasses.asdict(_CFG.value)
+  del config['seed']  # Each run has its own.
+  model = config.pop('model')
+  real = bool(_DATA.value)
+  place = lambda path: str(pathlib.Path(path).resolve())
+  bench = {
+    'data': place(_DATA.value) if real else 'miniwiki',
+    'model': place(_MODEL.value if real else model),
+    'instruct': real and _INSTRUCT.value,
+    'questions': _QUESTIONS.value,
+    **{f'config.{name}': value for name, value in config.items()},
+  }
+  path = out / 'bench.json'
+  with path.open('a+') as file:
+    # Of processes that start at the same time one writes; some network file systems have
+    # no locks, though.
+    with contextlib.suppress(OSError):
+      fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    if not (text := file.read()):
+      file.write(json.dumps(bench, indent=2) + '\n')
+      return
+  before = json.loads(text)
+  differing = [
+    f'{name} was {before.get(name)!r} and is {bench.get(name)!r}'
+    for name in before | bench
+    if before.get(name) != bench.get(name)
+  ]
+  if differing:
+    raise app.UsageError(
+      f'{path}: its results are of another bench ({"; ".join(differing)}). Go on '
+      'as before, give another --out, or remove this one.'
+    )
 
 
 def _seconds(workdir: pathlib.Path) -> float:

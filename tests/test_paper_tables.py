@@ -212,3 +212,25 @@ def test_a_table_that_was_killed_goes_on_with_the_method_cut_short(tmp_path):
   # The time before the kill counts.
   assert [line['seconds'] >= 5000 for line in results()] == [False, True, False]
   assert not (tmp_path / 'second-seed-0' / 'checkpoints').exists()
+
+
+def test_results_of_another_bench_are_not_gone_on_with(tmp_path):
+  flags = (f'--out={tmp_path}', '--seeds=0', '--methods=first')
+  # As from before there was a bench.json.
+  result = json.dumps({'method': 'first', 'seed': 0}) + '\n'
+  (tmp_path / 'results.jsonl').write_text(result)
+  done = run(*flags, '--config.seed=3', code=TABLE)
+  assert done.returncode == 0, done.stderr[-3000:]
+  bench = json.loads((tmp_path / 'bench.json').read_text())
+  assert (bench['data'], bench['questions'], bench['config.steps']) == (
+    'miniwiki',
+    300,
+    40,
+  )
+  others = ('--config.steps=5', '--questions=9', '--config.seed=4')
+  refused = run(*flags, *others, code=TABLE)
+  assert refused.returncode != 0
+  said = refused.stderr + refused.stdout
+  assert '(questions was 300 and is 9; config.steps was 40 and is 5)' in said
+  assert json.loads((tmp_path / 'bench.json').read_text()) == bench
+  assert not (tmp_path / 'ran').exists()
