@@ -5,16 +5,22 @@
 
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
 corpus.jsonl.gz and train.jsonl.gz each) it trains on the first two and tests on held-out
-rows of all three, from `--model=DIR`, an instruct model or what hotpotqa_base wrote.
+rows of all three, from `--model=DIR`: an instruct model, or with --noinstruct what
+hotpotqa_base wrote. An instruct model reads five whole passages a search, for which
+`--config.slots` must be larger: with Qwen's tokenizer half of the right demonstrations
+are above 1,100 tokens, 1 in 100 above 2,300.
 
 Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
 goes on with the next, and a training cut short goes on from its checkpoint. Processes
-with different --seeds or --methods may share OUT. On one CPU core a trained method takes
-6 to 10 minutes a seed.
+with different --seeds or --methods may share OUT; OUT/bench.json keeps those away that
+have other data, questions, another model or config. On one CPU core a trained method
+takes 6 to 10 minutes a seed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import pathlib
@@ -29,7 +35,7 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import evaluate, metrics, rollout, sft, train, types
-from agent_r1_jax.agent import env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
@@ -212,15 +218,19 @@ def real_bench(config: train.Config) -> Bench:
   corpus = list(passages.values())
   retriever = bm25.BM25(corpus)
   room = qa if _INSTRUCT.value else qa_demos
-  template = documents.PASSAGE if _INSTRUCT.value else qa_demos.PASSAGE
-  tool = search.search_tool(retriever, k=5 if _INSTRUCT.value else 1, template=template)
+  k, template = (5, documents.PASSAGE) if _INSTRUCT.value else (1, qa_demos.PASSAGE)
+  tool = search.search_tool(retriever, k=k, template=template)
   maker = qa_demos.Maker(corpus, retriever)
+  tasks = [room.agent_task(task) for task in tasks]
+  prompts_of = {task.info['question']: task.messages for task in tasks}
+  search_for = functools.cache(lambda query: retriever.search([query], k)[0])
+  find = lambda query: documents.render(search_for(query), template)
 
   def demonstrations(seed):
     for example in qa_demos.examples(
       tasks, maker, seed, kinds={'demonstration': 1.0}, mixture={'right': 1.0}
     ):
-      yield example.messages
+      yield _retold(example.messages, prompts_of[example.item.question], find)
 
   direct = qa.direct_task if _INSTRUCT.value else qa_demos.agent_task
   ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
@@ -228,8 +238,19 @@ def real_bench(config: train.Config) -> Bench:
   agent = ask(room.agent_task)
   react = _shown(agent, next(demonstrations(0)))
   prompts = {'agent': agent, 'direct': ask(direct), 'rag': rag, 'react': react}
-  tasks = [room.agent_task(task) for task in tasks]
   return Bench(config, tasks, prompts, *_envs(tool), demonstrations, {})
+
+
+def _retold(messages, prompt, find) -> list[types.Message]:
+  """A demonstration as this bench asks it and as its own tool answers the queries."""
+  told = list(prompt)
+  for message in messages[1:]:
+    if message['role'] == 'tool':
+      parsed = calls.hermes(told[-1]['content'])
+      queries = [c.arguments['query'] for c in parsed if isinstance(c, calls.ToolCall)]
+      message = {**message, 'content': find(queries[0])}
+    told.append(message)
+  return told
 
 
 def _envs(tool) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:
@@ -262,6 +283,9 @@ def main(_):
   out.mkdir(parents=True, exist_ok=True)
   if unknown := set(_METHODS.value) - set(METHODS):
     raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(METHODS)}')
+  if _DATA.value and not _MODEL.value:
+    raise app.UsageError('--data: the policy to start from is missing; give --model.')
+  claim(out)
   bench = (real_bench if _DATA.value else miniwiki_bench)(_CFG.value)
   for seed in map(int, _SEEDS.value):
     for method in _METHODS.value or METHODS:
@@ -288,6 +312,47 @@ def main(_):
         file.write(json.dumps(result) + '\n')
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
       shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
+
+
+def claim(out: pathlib.Path) -> None:
+  """Writes what all results in a directory have in common, if nobody has.
+
+  Raises:
+    app.UsageError: It was written for another bench; names the fields that differ.
+  """
+  config = dataclasses.asdict(_CFG.value)
+  del config['seed']  # Each run has its own.
+  model = config.pop('model')
+  real = bool(_DATA.value)
+  place = lambda path: str(pathlib.Path(path).resolve())
+  bench = {
+    'data': place(_DATA.value) if real else 'miniwiki',
+    'model': place(_MODEL.value if real else model),
+    'instruct': real and _INSTRUCT.value,
+    'questions': _QUESTIONS.value,
+    **{f'config.{name}': value for name, value in config.items()},
+  }
+  path = out / 'bench.json'
+  with path.open('a+') as file:
+    # Of processes that start at the same time one writes; some network file systems have
+    # no locks, though.
+    with contextlib.suppress(OSError):
+      fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    if not (text := file.read()):
+      file.write(json.dumps(bench, indent=2) + '\n')
+      return
+  before = json.loads(text)
+  differing = [
+    f'{name} was {before.get(name)!r} and is {bench.get(name)!r}'
+    for name in before | bench
+    if before.get(name) != bench.get(name)
+  ]
+  if differing:
+    raise app.UsageError(
+      f'{path}: its results are of another bench ({"; ".join(differing)}). Go on '
+      'as before, give another --out, or remove this one.'
+    )
 
 
 def _seconds(workdir: pathlib.Path) -> float:

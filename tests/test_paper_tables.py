@@ -1,18 +1,85 @@
-"""The script of the paper's tables, in small, as a user runs it."""
+"""The script of the paper's tables, in small, as a user runs it.
 
+Always in a process of its own: the flags of two scripts do not go together in one.
+"""
+
+import gzip
 import json
 import pathlib
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from agent_r1_jax.tasks import miniwiki
 
 ROOT = pathlib.Path(__file__).parent.parent
 METHODS = (
   'Naive RAG,ReAct prompting,Supervised fine-tuning,REINFORCE++,PPO (both masks off)'
 )
+# Prints what of the bench of real data can be compared, and a right demonstration as the
+# bench's own environment plays it.
+BENCH = """
+import asyncio, itertools, json
+from absl import app
+from experiments import paper_tables
+
+async def play(environment, task, replies):
+  messages, rewards = await environment.reset(task), []
+  for reply in replies:
+    step = await environment.step(reply)
+    messages += [{'role': 'assistant', 'content': reply}, *step.messages]
+    rewards.append(step.reward)
+  return messages, rewards
+
+def main(_):
+  bench = paper_tables.real_bench(paper_tables._CFG.value)
+  told, played = list(itertools.islice(bench.demonstrations(1), 8)), []
+  for messages in told:
+    (task,) = (task for task in bench.tasks if task.messages == messages[:1])
+    replies = [m['content'] for m in messages if m['role'] == 'assistant']
+    played.append(asyncio.run(play(bench.agent(), task, replies)))
+  pairs = lambda tasks: [(task.info['question'], task.messages) for task in tasks]
+  asked = {
+    which: pairs(itertools.chain(*sets.values())) for which, sets in bench.sets.items()
+  }
+  train = pairs(bench.tasks)
+  print(json.dumps({'told': told, 'played': played, 'asked': asked, 'train': train}))
+
+app.run(main)
+"""
+
+# The table with methods that only write down that they ran. The second is killed in the
+# midst of its first training.
+TABLE = """
+import functools, json, os, signal
+from absl import app
+from experiments import paper_tables
+
+def method(name, bench, seed, workdir):
+  with (workdir.parent / 'ran').open('a') as file:
+    file.write(f'{name} {seed}\\n')
+  first = not workdir.exists()
+  (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
+  if name == 'second' and first:
+    (workdir / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'time/update': 5000}))
+    os.kill(os.getpid(), signal.SIGKILL)
+  return paper_tables.Outcome({'set': []}, [0.5])
+
+paper_tables.METHODS = {
+  name: functools.partial(method, name) for name in ('first', 'second', 'third')
+}
+paper_tables.miniwiki_bench = lambda config: paper_tables.Bench(
+  config, [], {}, None, None, None, {}
+)
+app.run(paper_tables.main)
+"""
 
 
-def run(*flags):
-  command = [sys.executable, '-m', 'experiments.paper_tables', *flags]
+def run(*flags, code=None):
+  what = ('-c', code) if code else ('-m', 'experiments.paper_tables')
+  command = [sys.executable, *what, *flags]
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
@@ -63,3 +130,107 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
 def test_an_unknown_method_is_refused(tmp_path):
   done = run(f'--out={tmp_path}', '--methods=GRPO2')
   assert done.returncode != 0 and "['GRPO2']; there are" in done.stderr + done.stdout
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+  """miniwiki in the layout of the three real data sets."""
+  folder = tmp_path_factory.mktemp('data')
+  passages = miniwiki.corpus(0, 'dev')
+  names = ('hotpotqa', '2wikimultihopqa', 'musique')
+  for name, mini, part in zip(names, miniwiki.SETS, range(3)):
+    (folder / name).mkdir()
+    corpus = passages[part * miniwiki.PASSAGES :][: miniwiki.PASSAGES]
+    rows = (
+      {
+        'id': task.id,
+        'question': task.info['question'],
+        'golden_answers': task.answer,
+        'supporting_titles': task.info['chain'],
+      }
+      for task in miniwiki.test_set(mini, 12, 0, 'dev')
+    )
+    _write(
+      folder / name / 'corpus.jsonl.gz',
+      ({'id': d.id, 'title': d.title, 'text': d.text} for d in corpus),
+    )
+    _write(folder / name / 'train.jsonl.gz', rows)
+  return folder
+
+
+def _write(path, rows):
+  with gzip.open(path, 'wt', encoding='utf-8') as file:
+    file.writelines(json.dumps(row) + '\n' for row in rows)
+
+
+@pytest.mark.parametrize(
+  ('flag', 'prompt', 'passages'),
+  [('--instruct', 'Use the search tool', 5), ('--noinstruct', 'Question: ', 1)],
+)
+def test_real_demonstrations_are_asked_and_answered_as_in_the_test(
+  data, flag, prompt, passages
+):
+  done = run(f'--data={data}', '--model=none', '--questions=3', flag, code=BENCH)
+  assert done.returncode == 0, done.stderr[-3000:]
+  bench = json.loads(done.stdout)
+  # Of held-out questions, of those to train on, and of the demonstrations.
+  (form,) = {
+    json.dumps(messages).replace(question, '{}')
+    for question, messages in (*bench['asked']['agent'], *bench['train'])
+  }
+  assert prompt in form and '{}' in form
+  assert len(bench['asked']['agent']) == 9 and len(bench['train']) == 18
+  prompts, found = [messages for _, messages in bench['train']], []
+  for told, (played, rewards) in zip(bench['told'], bench['played'], strict=True):
+    assert told[:1] in prompts
+    # Word by word what the tool answers; and right.
+    assert told == played
+    assert rewards[-1] == 1.0
+    found += [m['content'].count('(Title: ') for m in told if m['role'] == 'tool']
+  assert max(found) == passages
+  for (_, messages), (_, shown) in zip(bench['asked']['agent'], bench['asked']['react']):
+    example = shown[: -len(messages)]
+    assert shown[len(example) :] == messages
+    assert example[:1] in prompts and '<answer>' in example[-1]['content']
+
+
+def test_a_table_that_was_killed_goes_on_with_the_method_cut_short(tmp_path):
+  flags = (f'--out={tmp_path}', '--seeds=0')
+  results = lambda: [
+    json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()
+  ]
+  killed = run(*flags, code=TABLE)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+  assert [line['method'] for line in results()] == ['first']
+  # What its training goes on from.
+  assert (tmp_path / 'second-seed-0' / 'checkpoints').is_dir()
+  done = run(*flags, code=TABLE)
+  assert done.returncode == 0, done.stderr[-3000:]
+  ran = (tmp_path / 'ran').read_text().splitlines()
+  assert ran == ['first 0', 'second 0', 'second 0', 'third 0']
+  assert [line['method'] for line in results()] == ['first', 'second', 'third']
+  # The time before the kill counts.
+  assert [line['seconds'] >= 5000 for line in results()] == [False, True, False]
+  assert not (tmp_path / 'second-seed-0' / 'checkpoints').exists()
+
+
+def test_results_of_another_bench_are_not_gone_on_with(tmp_path):
+  flags = (f'--out={tmp_path}', '--seeds=0', '--methods=first')
+  # As from before there was a bench.json.
+  result = json.dumps({'method': 'first', 'seed': 0}) + '\n'
+  (tmp_path / 'results.jsonl').write_text(result)
+  done = run(*flags, '--config.seed=3', code=TABLE)
+  assert done.returncode == 0, done.stderr[-3000:]
+  bench = json.loads((tmp_path / 'bench.json').read_text())
+  assert (bench['data'], bench['questions'], bench['config.steps']) == (
+    'miniwiki',
+    300,
+    40,
+  )
+  others = ('--config.steps=5', '--questions=9', '--config.seed=4')
+  refused = run(*flags, *others, code=TABLE)
+  assert refused.returncode != 0
+  said = refused.stderr + refused.stdout
+  assert '(questions was 300 and is 9; config.steps was 40 and is 5)' in said
+  assert json.loads((tmp_path / 'bench.json').read_text()) == bench
+  assert not (tmp_path / 'ran').exists()
