@@ -61,8 +61,7 @@ class Loop:
   async def _play(self, episodes):
     try:
       async with asyncio.TaskGroup() as group:
-        # Shielded: the end of these episodes is not the end of the replicas.
-        watching = group.create_task(_end_of(asyncio.shield(self._serving)))
+        watching = group.create_task(self._watch())
         tasks = [group.create_task(_staying(episode)) for episode in episodes]
         await asyncio.gather(*tasks)
         watching.cancel()
@@ -71,6 +70,11 @@ class Loop:
       raise error.exceptions[0] from None
     return [task.result() for task in tasks]
 
+  async def _watch(self):
+    """Raises what a replica raises; its own end is not that of the replicas."""
+    await asyncio.wait([self._serving])
+    await self._serving
+
 
 async def _staying(episode):
   try:
@@ -78,7 +82,3 @@ async def _staying(episode):
   except (SystemExit, KeyboardInterrupt) as error:
     # It would end the event loop and nothing else.
     raise RuntimeError(f'An episode wanted to end the process: {error!r}.') from error
-
-
-async def _end_of(serving: asyncio.Future):
-  await serving
