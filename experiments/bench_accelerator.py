@@ -206,6 +206,15 @@ async def _talk(driver, config, number: int, turns: int = 4, reply: int = 64):
   )
 
 
+def _trajectory(segment, group: int, sample: int) -> types.Trajectory:
+  """What `_talk` gave, with a reward for its last turn."""
+  edges = np.flatnonzero(np.diff(segment.action_mask, prepend=False, append=False))
+  turns = [types.Turn(0, *edge) for edge in edges.reshape(-1, 2).tolist()]
+  turns[-1].reward = float(sample % 3)
+  task = types.Task(str(group), [])
+  return types.Trajectory(task, group, sample, [segment], turns, [], 'done')
+
+
 def _driver(config, params) -> driver_lib.Driver:
   rows = max(map(int, _ROWS.value))
   driver = driver_lib.Driver(
@@ -215,7 +224,8 @@ def _driver(config, params) -> driver_lib.Driver:
     rows=rows,
     slots=1024,
     feed_tokens=128,
-    bucket=256,
+    bucket=1024,
+    narrow=False,
   )
   driver.warm_up()
   return driver
@@ -238,15 +248,7 @@ def step():
     )
     played = time.perf_counter()
     trajectories = [
-      types.Trajectory(
-        types.Task(str(n // samples), []),
-        n // samples,
-        n % samples,
-        [segment],
-        [types.Turn(0, len(segment.tokens) - 64, len(segment.tokens), n % 3)],
-        [],
-        'done',
-      )
+      _trajectory(segment, n // samples, n % samples)
       for n, segment in enumerate(segments)
     ]
     carry, _ = updates.learn(carry, trajectories, plan)

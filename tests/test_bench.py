@@ -1,6 +1,7 @@
 """experiments/bench.py runs, and what it counts holds."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -32,6 +33,30 @@ def test_ragged_episodes_compile_nothing(lines):
   found = lines['programs']
   assert found['compiled_by_warm_up'] == found['programs'] > 0
   assert found['compiled_by_ragged_episodes'] == 0
+
+
+def test_an_accelerators_measurements():
+  """On a CPU, for their sense and not for their speed."""
+  command = [sys.executable, '-m', 'experiments.bench_accelerator', '--shape=tiny']
+  command += ['--rows=4', '--used=64', '--context=256', '--tasks=1', '--repeats=1']
+  command += ['--copy=1048576', '--peak=1e11']
+  # Most of the time is compilation.
+  env = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+  done = subprocess.run(command, capture_output=True, text=True, env=env)
+  assert done.returncode == 0, done.stderr
+  lines = [json.loads(line) for line in done.stdout.splitlines()]
+  found = {line['measurement']: line for line in lines}
+  assert list(found) == ['decode', 'context', 'step', 'agreement']
+  assert 0 < found['decode']['of_floor'] and 0 < found['context']['of_peak'] < 1
+  # 6 a parameter, 6 T N H a layer.
+  parameters = 256 * 64 + 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
+  assert found['context']['operations_per_token'] == 6 * parameters + 6 * 256 * 64 * 2
+  parts = found['step']['rollout_seconds'] + found['step']['update_seconds']
+  assert abs(parts - found['step']['seconds']) < 0.01
+  assert found['step']['tokens'] == 8 * 4 * (128 + 64)
+  agreement = found['agreement']
+  assert agreement['tokens'] == 64 * 4 * 64
+  assert 0 <= agreement['mean_difference'] < 0.02 and agreement['kl_k3'] < 1e-3
 
 
 @pytest.mark.parametrize('flag', ['--shape=none', '--what=none'])

@@ -38,7 +38,7 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
   """
   xp = _of(logprobs, ref_logprobs)
   x = xp.clip(ref_logprobs - logprobs, -20.0, 20.0)
-  return xp.clip(xp.exp(x) - x - 1.0, -10.0, 10.0)
+  return xp.clip(xp.expm1(x) - x, -10.0, 10.0)
 
 
 def absolute(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
