@@ -12,6 +12,9 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, losses, packing
 
+# So many segments in a row that do not fit are no chance.
+_MANY = 1000
+
 
 class Conversation(NamedTuple):
   """Messages that end with an assistant's, and the schemas of the tools in the prompt."""
@@ -88,13 +91,24 @@ def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment
 def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types.Batch]:
   """Packs a stream of segments into batches of config.rows rows, in order.
 
-  Where the stream ends, the last rows stay empty.
+  A segment that is longer than a row is left out. Where the stream ends, the last rows
+  stay empty.
+
+  Raises:
+    ValueError: Many segments in a row are longer than a row: the stream may have no end.
   """
   pool: list[types.Segment] = []
-  full = config.rows * config.row_tokens
+  full, too_long = config.rows * config.row_tokens, 0
   for s in segments:
     if len(s.tokens) > config.row_tokens:
+      too_long += 1
+      if too_long == _MANY:
+        raise ValueError(
+          f'{_MANY} segments in a row are longer than row_tokens = {config.row_tokens} '
+          f'(the last has {len(s.tokens)} tokens): raise it.'
+        )
       continue
+    too_long = 0
     pool.append(s)
     if sum(len(s.tokens) for s in pool) >= full:
       yield _take(pool, config)

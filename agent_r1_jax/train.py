@@ -199,7 +199,8 @@ def run(
     del params
     driver.interrupted = stack.enter_context(preemption.watch()).given
     progress, at = kept.progress, kept.at
-    driver.warm_up(functools.partial(progress.phase, 'compile'))
+    also = [evaluate.GREEDY] if evals else []
+    driver.warm_up(functools.partial(progress.phase, 'compile'), also)
     stack.enter_context(driver.open())
     rollouts = schedule.Schedule(config, tasks, driver, chat, kept, **playing)
 

@@ -607,6 +607,16 @@ class TestCompilations:
     assert not compiled
     _assert_same(played, _reference())
 
+  def test_warm_up_is_for_other_samplings_too(self):
+    driver, seen = _driver(rows=5, feed_tokens=6), []
+    greedy, own = sampling_lib.Sampling(0.0), driver.sampling
+    driver.warm_up(lambda *progress: seen.append(progress), [greedy])
+    assert seen[-1] == (15, 15) and driver.sampling == own
+    driver.sampling = greedy
+    with tiny.compilations() as compiled:
+      _run(driver, range(24, 30), group=3)
+    assert not compiled
+
   def test_warm_up_leaves_no_trace(self):
     driver = _driver()
     played = _run(driver, range(8))

@@ -193,12 +193,22 @@ class Driver:
     for replica, params in zip(self.replicas, self._copies, strict=True):
       replica.hand(params, self.policy_step)
 
-  def warm_up(self, on_done: Callable[[int, int], None] = lambda done, all: None):
-    """Compiles every program, on places without rows; on_done(compiled, programs)."""
+  def warm_up(
+    self,
+    on_done: Callable[[int, int], None] = lambda done, all: None,
+    also: Sequence[sampling_lib.Sampling] = (),
+  ):
+    """Compiles every program, on places without rows.
+
+    Args:
+      on_done: Called with the programs compiled so far, and how many there are.
+      also: Other ways than `sampling` in which tokens will be chosen.
+    """
     self.hand_over()
-    done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)
+    programs = self.sizes.programs + len(also) * self.sizes.decodes
+    done, all_of_them = itertools.count(1), programs * len(self.replicas)
     for replica in self.replicas:
-      replica.warm_up(lambda: on_done(next(done), programs))
+      replica.warm_up(lambda: on_done(next(done), all_of_them), also)
 
   @contextlib.asynccontextmanager
   async def row(

@@ -7,7 +7,7 @@ does.
 
 import asyncio
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import time
@@ -56,7 +56,12 @@ class Sizes(NamedTuple):
   @property
   def programs(self) -> int:
     """The most programs that one `sampling` compiles."""
-    return len(self.buckets) * (1 + len(self.feed_rows) + len(self.decode_rows)) + 1
+    return len(self.buckets) * (1 + len(self.feed_rows)) + self.decodes + 1
+
+  @property
+  def decodes(self) -> int:
+    """Those of them that another `sampling` compiles again."""
+    return len(self.buckets) * len(self.decode_rows)
 
 
 class Reply(NamedTuple):
@@ -266,8 +271,15 @@ class Replica:
     """Frees it; `hand` must follow."""
     self.params, self._handed = {}, None
 
-  def warm_up(self, on_done: Callable[[], None]):
-    """Compiles every program, on places without rows; calls on_done after each."""
+  def warm_up(
+    self, on_done: Callable[[], None], also: Sequence[sampling_lib.Sampling] = ()
+  ):
+    """Compiles every program, on places without rows; calls on_done after each.
+
+    Args:
+      on_done: Called after each.
+      also: Other ways in which tokens will be chosen.
+    """
     sizes = self.sizes
     nobody = lambda size: np.full(size, sizes.rows, np.int32)
     zeros = lambda size: np.zeros(size, np.int32)
@@ -283,9 +295,13 @@ class Replica:
         tokens = np.zeros((size, sizes.feed_tokens), np.int32)
         self._call_feed(nobody(size), tokens, ones(size), bucket)
         on_done()
+    own = self.sampling
+    for sampling, bucket in itertools.product((own, *also), sizes.buckets):
+      self.sampling = sampling
       for size in sizes.decode_rows:
         self._call_decode(nobody(size), zeros(size), bucket)
         on_done()
+    self.sampling = own
 
   async def serve(self):
     """Feeds and decodes whichever rows want it, for ever.
