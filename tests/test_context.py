@@ -63,7 +63,8 @@ async def test_a_sliding_window_forgets_the_first_turns():
   assert [step.done for step in steps] == [False] * 4 + [True]
   for step in steps:
     calls = {'tool_calls': 0.0 if step.done else 1.0}
-    assert step.metrics == COUNTS | calls | {'context/fresh': float(step.fresh)}
+    paid = {'reward/process': step.reward} if step.reward and not step.done else {}
+    assert step.metrics == COUNTS | calls | paid | {'context/fresh': float(step.fresh)}
   # What is forgotten is not lost: the reward saw all of it.
   assert len(env.env.messages) == 2 + 2 * 4 + 1
 
@@ -94,7 +95,7 @@ async def test_a_summary_is_asked_for_and_goes_on_alone():
   assert [i for i, step in enumerate(steps) if step.fresh] == [2, 5]
   assert [step.reward for step in steps] == [0.0, 0.125, 0.0, 0.25, 0.375, 0.0, 1.0]
   assert [step.done for step in steps] == [False] * 6 + [True]
-  assert steps[1].metrics == COUNTS | {'context/fresh': 0.0}
+  assert steps[1].metrics == COUNTS | {'reward/process': 0.125, 'context/fresh': 0.0}
   assert steps[2].metrics == {'context/fresh': 1.0}
   # The environment saw neither the request nor the summary, and ran no call of it.
   contents = [m['content'] for m in env.env.messages]

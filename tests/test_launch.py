@@ -261,6 +261,8 @@ class TestEntryPoint:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background job, as this suite may be, ignores Ctrl-C; bash keeps that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
       )
 
     return start
