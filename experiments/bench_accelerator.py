@@ -145,7 +145,7 @@ def _updates(config, params, T: int, B: int = 1) -> Callable[[], Any]:
   """An optimizer step at a time on B texts of T tokens, half of them actions."""
   rng = np.random.default_rng(0)
   mask = np.tile(np.arange(T) >= T // 2, (B, 1))
-  batch = types.Batch(
+  fields: dict[str, Any] = dict(
     tokens=rng.integers(0, config.vocab_size, (B, T)).astype(np.int32),
     positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
     segment_ids=np.ones((B, T), np.int32),
@@ -154,6 +154,7 @@ def _updates(config, params, T: int, B: int = 1) -> Callable[[], Any]:
     advantages=rng.normal(size=(B, T)).astype(np.float32) * mask,
     weights=(mask / mask.sum()).astype(np.float32),
   )
+  batch = types.Batch(**fields)
   loss = learner.objective(algorithms.grpo(kl_coef=0.0))
   optimizer = _optimizer()
   state = learner.init(params, optimizer)
@@ -278,14 +279,16 @@ def agreement():
   differences = []
   for segment in segments:
     T = len(segment.tokens)
-    batch = types.Batch(
+    arrays: Any = (
       segment.tokens[None],
       np.arange(T, dtype=np.int32)[None],
       np.ones((1, T), np.int32),
       segment.action_mask[None],
       segment.logprobs[None],
-      *(np.zeros((1, T), np.float32),) * 2,
+      np.zeros((1, T), np.float32),
+      np.zeros((1, T), np.float32),
     )
+    batch = types.Batch(*arrays)
     learned = learner.logprobs(params, batch, config=config)[0]
     mask = segment.action_mask
     differences.append((learned - segment.logprobs)[mask].astype(np.float64))

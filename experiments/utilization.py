@@ -30,7 +30,7 @@ from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, updates
+from agent_r1_jax.rl import algorithms, correction, experience, updates
 
 _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
 _STEPS = flags.DEFINE_integer(
@@ -68,7 +68,7 @@ class Asleep:
 class Chips(replica_lib.Replica):
   """A replica that computes nothing; each text has a length that its key gives."""
 
-  tail = 0.0
+  tail, stop_id = 0.0, 0
 
   def _call_reset(self, fresh):
     if not hasattr(self, '_left'):
@@ -120,7 +120,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   driver, carry, plan = _system(config, rows, tail, chat)
   at = journal.Position()
   quiet = types_lib.SimpleNamespace(phase=lambda *_: None)
-  kept = types_lib.SimpleNamespace(at=at, spool=None, progress=quiet)
+  kept: Any = types_lib.SimpleNamespace(at=at, spool=None, progress=quiet)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
   limits = rollout.Limits(1, _SLOTS // 2)
@@ -160,14 +160,14 @@ def _system(config, rows, tail, chat):
   stop = stop_lib.stop(chat.stop_ids)
   sizes = {'rows': rows, 'slots': _SLOTS, 'steps': _TOKENS, 'narrow': False}
   driver = driver_lib.Driver(shape, {}, stop=stop, **sizes)
-  chips = Chips(shape, stop, driver.sizes, driver.stats)
+  chips: Any = Chips(shape, stop, driver.sizes, driver.stats)
   chips.tail, chips.stop_id = tail, chat.stop_ids[0]
   driver.replicas = [chips]
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
-  plan = updates.Plan(
-    shape, algorithm, None, {}, ahead=config.ahead, partial=config.partial
-  )
-  state = types_lib.SimpleNamespace(params={})
+  rows_of_updates = experience.Rows(1, 1)  # There are none.
+  modes = {'ahead': config.ahead, 'partial': config.partial}
+  plan = updates.Plan(shape, algorithm, rows_of_updates, {}, **modes)
+  state: Any = types_lib.SimpleNamespace(params={})
   return driver, updates.Carry({'policy': state}, None, {}), plan
 
 
