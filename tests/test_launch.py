@@ -241,11 +241,19 @@ sys.exit(int(status))
 """
 
 
+@pytest.fixture
+def heard():
+  """A shell's background job, as this suite may be, ignores Ctrl-C; bash keeps that."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 class TestEntryPoint:
   """launch/run.sh with real processes, in a checkout of its own with one experiment."""
 
   @pytest.fixture
-  def start(self, tmp_path):
+  def start(self, tmp_path, heard):
     """Starts the toy; its `log` has one letter a start."""
     (tmp_path / 'experiments').mkdir()
     (tmp_path / 'experiments/toy.py').write_text(TOY)
@@ -261,8 +269,6 @@ class TestEntryPoint:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background job, as this suite may be, ignores Ctrl-C; bash keeps that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
       )
 
     return start
