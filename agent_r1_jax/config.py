@@ -172,11 +172,11 @@ def _check_staleness(config, algorithm):
         f'{name} is {getattr(config, name)}: episodes are of an older policy, and the '
         'algorithm has no correction for that (rl/correction.py).'
       )
-  oldest = config.oldest
-  if config.max_staleness < oldest:
+  if config.max_staleness < config.oldest:
     raise ValueError(
       f'max_staleness is {config.max_staleness}, but with sync_every='
-      f'{config.sync_every} and ahead={config.ahead} policies get {oldest} steps old.'
+      f'{config.sync_every} and ahead={config.ahead} policies get '
+      f'{config.oldest} steps old.'
     )
   if config.ahead < 0 or (config.ahead > 1 and not config.partial):
     raise ValueError(

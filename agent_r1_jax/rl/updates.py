@@ -123,12 +123,12 @@ class Carry:
       params = _beside(arrays[name].params, state.params)
       states[name] = arrays[name]._replace(params=params)
     reference, sampler = self.reference, states['policy'].params
-    if self.sampler is not self.states['policy'].params:
-      sampler = _copied(sampler)
     if 'reference' in arrays:
       reference = _beside(arrays['reference'], reference)
     if 'sampler' in arrays:
       sampler = _beside(arrays['sampler'], sampler)
+    elif self.sampler is not self.states['policy'].params:
+      sampler = _copied(sampler)
     return Carry(states, reference, sampler, **numbers)
 
 
