@@ -66,6 +66,8 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
 # Fewer key-value heads than `tensor`, which they divide, lie on every chip: they are
 # small, and attention takes of them what a chip's query heads need.
 _KEYS_VALUES = re.compile(r'\battn/[kv]/(kernel|bias|lora_b)$')
+# The engine's parameters are a tree a layer: they have no L.
+_ONE_LAYER = re.compile(r'\blayers/\d+/')
 
 
 def mesh(
@@ -372,6 +374,8 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
   spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
   if spec is None:
     raise ValueError(f'{name}: no rule in sharding.RULES is for this leaf; add one.')
+  if _ONE_LAYER.search(name):
+    spec = PartitionSpec(*spec[1:])
   tensor = mesh.shape['tensor']
   if _KEYS_VALUES.search(name) and shape[-2] < tensor and tensor % shape[-2] == 0:
     spec = PartitionSpec(*(None if axes == 'tensor' else axes for axes in spec))

@@ -399,7 +399,7 @@ def grammar(bench: Bench) -> dict[str, Any]:
   found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
   found['bytes'] = sum(x.nbytes for x in calls)
   wide = dataclasses.replace(bench.config, vocab_size=V)
-  params = decoder.init(wide, jax.random.key(0))
+  params = decoder.unstacked(decoder.init(wide, jax.random.key(0)), wide)
   stop, sampling = stop_lib.stop([-1]), sampling_lib.ON_POLICY
   state = state_lib.empty(wide, rows, 128)
   chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)

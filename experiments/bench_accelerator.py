@@ -100,7 +100,7 @@ def bandwidth() -> float:
 def decode():
   """A line for each number of rows and of used tokens."""
   config, params = _policy('3b')
-  params = decoder.cast(params, config)
+  params = decoder.unstacked(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
   stop = stop_lib.stop([-1])

@@ -165,16 +165,8 @@ def batch(mesh, rows: int, tokens: int) -> types.Batch:
 
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
-  """The engine's parameters: cast once to what they are cast to wherever they are used.
-
-  Norms' scales stay float32: they are never cast.
-  """
-
-  def cast(path, x):
-    norm = 'norm' in jax.tree_util.keystr(path)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype if norm else config.dtype)
-
-  shapes = jax.tree_util.tree_map_with_path(cast, parameters(config))
+  """The engine's parameters."""
+  shapes = jax.eval_shape(lambda p: decoder.unstacked(p, config), parameters(config))
   return abstract(shapes, sharding.shardings(shapes, mesh))
 
 

@@ -30,7 +30,9 @@ class Rows:
   """A DecodeState, and what its rows' texts should be."""
 
   def __init__(self, family='llama', stop=_NEVER, temperature=1.0, bucket=_S):
-    self.config, self.params = tiny.config(family), _params(family)
+    self.config = tiny.config(family)
+    self.learned = _params(family)
+    self.params = decoder.unstacked(self.learned, self.config)
     self.stop, self.bucket = stop, bucket
     self.sampling = sampling_lib.Sampling(temperature)
     self.state = state_lib.empty(self.config, _B, _S)
@@ -117,7 +119,7 @@ class Rows:
       for text in self.finished
     ]
     tiny.assert_on_policy(
-      self.params,
+      self.learned,
       segments,
       shape=self.config,
       temperature=self.sampling.temperature,
@@ -175,7 +177,8 @@ def test_hidden_states_of_chunks_are_those_of_the_whole():
   positions = jnp.broadcast_to(jnp.arange(24)[None], (2, 24))
   hidden = jax.jit(decoder.hidden, static_argnums=1)
   whole = hidden(params, config, tokens, positions, jnp.ones_like(tokens))
-  extend = jax.jit(functools.partial(decoder.extend, params, config))
+  engine = decoder.unstacked(params, config)
+  extend = jax.jit(functools.partial(decoder.extend, engine, config))
   cache, parts = decoder.empty_cache(config, 2, 32), []
   for begin in range(0, 24, 8):
     span = slice(begin, begin + 8)

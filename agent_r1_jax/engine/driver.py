@@ -230,7 +230,7 @@ class Driver:
 
   def _made(self) -> list[decoder.Params]:
     """A copy of the policy for each replica."""
-    used = decoder.cast(lora.merge(self.params), self.config)
+    used = decoder.unstacked(lora.merge(self.params), self.config)
     if self.mesh is None or self._parts is None:
       return [used]
     used = sharding.gathered(used, self.mesh)

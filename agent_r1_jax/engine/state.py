@@ -90,7 +90,7 @@ def feed(
   """Appends tokens[m, :count[m]] to the text of row rows[m].
 
   Args:
-    params: Of the policy.
+    params: Of the policy, by decoder.unstacked.
     state: Donated.
     rows: Distinct; B or more marks an unused place.
     tokens: Padded at the end.
@@ -176,7 +176,7 @@ def decode(
   is cut into segments can change it.
 
   Args:
-    params: Of the policy.
+    params: Of the policy, by decoder.unstacked.
     state: Donated.
     rows: Distinct; B or more marks an unused place.
     budget: Most tokens for row rows[m]; with budget 0 it does not run.

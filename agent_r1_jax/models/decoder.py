@@ -298,17 +298,20 @@ def init(config: DecoderConfig, key: Array, *, value_head: bool = False) -> Para
   return dict(Decoder(config, value_head).init(key, one, one, one)['params'])
 
 
-def cast(params: Params, config: DecoderConfig) -> Params:
-  """Parameters in config.dtype, the type they are used in; norms' scales stay float32.
+@functools.partial(jax.jit, static_argnames='config')
+def unstacked(params: Params, config: DecoderConfig) -> Params:
+  """The parameters as `extend` takes them: a tree a layer, in the type they are used in.
 
-  What is computed with them is the same: it spares the cast at each use.
+  What is computed with them is the same: it spares a slice and a cast at each use. Norms'
+  scales stay float32.
   """
 
   def leaf(path, x):
-    used = x.dtype if '_norm' in jax.tree_util.keystr(path) else config.dtype
-    return x if x.dtype == used else x.astype(used)
+    return x if '_norm' in jax.tree_util.keystr(path) else x.astype(config.dtype)
 
-  return jax.tree_util.tree_map_with_path(leaf, params)
+  params = jax.tree_util.tree_map_with_path(leaf, params)
+  layer = lambda i: jax.tree.map(lambda x: x[i], params['layers'])
+  return params | {'layers': tuple(map(layer, range(config.num_layers)))}
 
 
 def hidden(
@@ -341,12 +344,18 @@ def extend(
   """Writes tokens at their positions and returns their final hidden states.
 
   A token whose position is at or past the last slot is computed but not written.
+
+  Args:
+    params: Of `unstacked`.
+    config: Of the policy.
+    tokens: To write.
+    positions: Where.
+    cache: To write to.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   angles = _angles(positions, config)
   new_cache = []
-  for i, layer_cache in enumerate(cache):
-    layer = jax.tree.map(lambda leaf, i=i: leaf[i], params['layers'])
+  for layer, layer_cache in zip(params['layers'], cache, strict=True):
     block = {'params': layer}
     x, layer_cache = Block(config).apply(block, x, positions, angles, None, layer_cache)
     new_cache.append(layer_cache)
