@@ -9,8 +9,8 @@
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
 learner's gradient and update are compiled for all chips of the topology (float32 master
 parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's feed and
-decode for the chips of one host, which samples from a bfloat16 replica of its own (heads
-over tensor). The mesh of training, where no flag names an axis (`mesh_for`): tensor is 1,
+decode for the chips of one bfloat16 replica: as many of a host's four as divide the
+key-value heads. The mesh of training, where no flag names an axis (`mesh_for`): tensor is 1,
 context is the least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is
 as many of the other chips as can split the parameters, data is the rest.
 
@@ -64,9 +64,11 @@ SIZES = {
 }
 _LONGEST = 8192  # Tokens of a row on one chip.
 _GIB = 2**30
-# HBM of a chip, as its maker says, and the chips of one host.
+# HBM of a chip, as its maker says.
 _CHIP = {'v5e': 16 * _GIB, 'v5p': 95 * _GIB, 'v6e': 32 * _GIB, 'v4': 32 * _GIB}
-_HOST = {'v5e': '2x2', 'v5p': '2x2x1', 'v6e': '2x2', 'v4': '2x2x1'}
+# Chips of one host, and how those of a replica lie.
+_HOST = 4
+_BLOCKS = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1)}
 
 _COLLECTIVE = re.compile(
   r' = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)'
@@ -85,7 +87,7 @@ _DATA = flags.DEFINE_integer('data', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
 _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
 _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
-_TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's engine.")
+_TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's engine, of all replicas.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
 _FEED = flags.DEFINE_integer('feed_tokens', 256, 'Of a row in one feed.')
@@ -96,6 +98,18 @@ def chips(topology: str) -> list[Any]:
   """Those of a topology, such as v5e:4x4."""
   found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
   return list(found.devices)
+
+
+def replica_mesh(kind: str, config: decoder.DecoderConfig) -> Any:
+  """The chips that hold one copy of the policy: they split the heads."""
+  tensor = math.gcd(_HOST, config.num_kv_heads)
+  block = _BLOCKS[tensor]
+  # A program for some of a topology's chips does not compile: they are one by themselves.
+  name = 'x'.join(map(str, block if kind in ('v4', 'v5p') else block[:2]))
+  found = topologies.get_topology_desc(
+    platform='tpu', topology_name=f'{kind}:{name}', chips_per_host_bounds=block
+  )
+  return sharding.mesh(tensor=tensor, devices=found.devices)
 
 
 def abstract(tree: Any, where: Any) -> Any:
@@ -184,11 +198,16 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
   ), on_chip(state.opt_state)
 
 
+def replica_texts(mesh) -> int:
+  """A replica's share of the host's texts."""
+  return _TEXTS.value * mesh.size // _HOST
+
+
 def lowered_sampling(program: str, config, mesh) -> Any:
-  """A program of one host's engine: all its texts at once, over all their slots."""
-  texts, slots, vocab = _TEXTS.value, _SLOTS.value, config.vocab_size
+  """A program of one replica: all its texts at once, over all their slots."""
+  texts, slots, vocab = replica_texts(mesh), _SLOTS.value, config.vocab_size
   everywhere = NamedSharding(mesh, PartitionSpec())
-  cache = NamedSharding(mesh, PartitionSpec('data', 'tensor'))
+  cache = NamedSharding(mesh, PartitionSpec(None, 'tensor'))
 
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
@@ -221,7 +240,7 @@ def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
   tokens = {
     'gradient': 4 * math.prod(batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape),
     'feed': _FEED_ROWS.value * _FEED.value,
-    'decode': _TEXTS.value,
+    'decode': replica_texts(mesh),
   }
   return 2 * size * tokens.get(program, 0) / mesh.size
 
@@ -318,14 +337,12 @@ def report(name: str, program: Any, elsewhere: int, chip: int) -> dict[str, Any]
 def main(_):
   config = model(_MODEL.value)
   kind = _TOPOLOGY.value.split(':')[0]
-  # A program for some of a topology's chips does not compile: a host is one by itself.
-  devices, host = chips(_TOPOLOGY.value), chips(f'{kind}:{_HOST[kind]}')
+  devices = chips(_TOPOLOGY.value)
   flags_of = {'data': _DATA, 'fsdp': _FSDP, 'tensor': _TENSOR, 'context': _CONTEXT}
   given = {axis: flag.value for axis, flag in flags_of.items() if flag.value}
   sizes = mesh_for(config, len(devices), _TOKENS.value, given)
   everyone = sharding.mesh(**sizes, devices=devices)
-  heads = math.gcd(len(host), config.num_kv_heads)
-  one_host = sharding.mesh(data=len(host) // heads, tensor=heads, devices=host)
+  one_replica = replica_mesh(kind, config)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b2=0.95, weight_decay=0.0)
   )
@@ -335,7 +352,7 @@ def main(_):
       with jax.set_mesh(mesh):
         program, elsewhere = lowered(name, config, mesh, optimizer)
     else:
-      mesh, elsewhere = one_host, on_chip(training_state(config, optimizer, everyone))
+      mesh, elsewhere = one_replica, on_chip(training_state(config, optimizer, everyone))
       with jax.set_mesh(mesh):
         program = lowered_sampling(name, config, mesh)
     asked = {'topology': _TOPOLOGY.value, 'model': _MODEL.value, 'mesh': dict(mesh.shape)}

@@ -6,6 +6,7 @@ That chips which share a row compute what one does is in test_sharding.py.
 import functools
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,6 +41,19 @@ def test_kernels_are_the_plain_attention(name, H):
   mine, plain = (both(f)(q, k, v) for f in (interpreted, attention.packed))
   for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_pages_are_the_plain_attention():
+  """The kernel that reads pages: texts of 1 to all slots, and a row past the last."""
+  S, N, K = 512, 28, 2
+  q, _, _, _ = inputs(5, 1, N, K, 128)
+  _, k, v, _ = inputs(5, S, N, K, 128)
+  k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+  positions = jnp.asarray([[0], [127], [128], [S - 1], [S]])
+  with pltpu.force_tpu_interpret_mode():
+    paged = jax.jit(attention._paged)(q, k, v, positions)
+  # The kernel multiplies as a TPU does, in bfloat16.
+  np.testing.assert_allclose(paged, attention.cached(q, k, v, positions), atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,12 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   attn = found.params['layers']['attn']
   assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
+  unstack = lambda params: decoder.unstacked(params, tiny.config(family))
+  engine = jax.eval_shape(unstack, state.params)
+  one = sharding.mesh(devices=jax.devices()[:1])
+  attn = sharding.shardings(engine, one)['layers'][1]['attn']
+  assert attn['q']['kernel'].spec == P(('fsdp', 'context'), 'tensor')
+  assert attn['o']['kernel'].spec == P('tensor', None, ('fsdp', 'context'))
 
 
 @pytest.mark.parametrize('kind', list(optimizers.KINDS))
@@ -98,14 +104,15 @@ def test_axes_that_split_a_dimension_together_are_named_together():
 
 
 _EIGHT = """
-import dataclasses, re
+import dataclasses, math, re
 import jax, numpy as np, optax
 jax.config.update('jax_disable_most_optimizations', True)  # Most time is compilation.
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
+from jax.experimental.pallas import tpu as pltpu
 from agent_r1_jax import sft, sharding, types
-from agent_r1_jax.models import lora
+from agent_r1_jax.models import attention, lora
 from agent_r1_jax.rl import algorithms, learner
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
@@ -204,6 +211,16 @@ for mesh in (None, sharding.mesh(data=2, fsdp=2, context=2)):
     sft.run(config, placed, texts * 4, plan, on_step=on_step)
 assert len(losses) == 6
 np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+# Decoding's pages: key-value heads on a chip each, and both on all four.
+q, slots = normal(B, 1, 8, 128), normal(2, B, 2, 128, 128)
+at = np.arange(0, 128, 16, dtype=np.int32)[:, None]
+plain = attention.cached(q, *slots, at)
+for sizes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'tensor': 2}):
+  mesh = sharding.mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+  with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
+    paged = jax.jit(attention._paged)(q, *slots, at)
+  # The kernel multiplies as a TPU does, in bfloat16.
+  np.testing.assert_allclose(paged, plain, atol=0.03, err_msg=str(sizes))
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
   small = jax.eval_shape(lambda: tiny.params(tiny.config()))
   sharding.shardings(small, sharding.mesh(tensor=8))

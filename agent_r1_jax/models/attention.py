@@ -22,6 +22,8 @@ _MAX_BLOCKS, _MIN_BLOCK = 8, 64
 _FEW = 16
 # The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
 _LANES, _SPLASH_BLOCK = 128, 512
+# Slots that the kernel for decoding on TPUs fetches at a time, and pages it computes with.
+_PAGE, _PAGES = 128, 4
 # The kernel for GPUs takes whole blocks of tokens.
 _FLASH_BLOCK = 128
 
@@ -105,9 +107,58 @@ def cached(
   positions_BT: Int[Array, 'B T'],
 ) -> Float[Array, 'B T N H']:
   """Attention to every slot at or before the query's position: the cache's only mask."""
+  T, S = q_BTNH.shape[1], k_BKSH.shape[2]
+  whole = S % _PAGE == 0 and q_BTNH.shape[3] % _LANES == 0
+  if sharding.platform() == 'tpu' and T == 1 and whole:
+    return _paged(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   slots_S = jnp.arange(k_BKSH.shape[2])
   mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+
+def _paged(
+  q_B1NH: Float[Array, 'B 1 N H'],
+  k_BKSH: Float[Array, 'B K S H'],
+  v_BKSH: Float[Array, 'B K S H'],
+  positions_B1: Int[Array, 'B 1'],
+) -> Float[Array, 'B 1 N H']:
+  """As `cached`, by the Pallas kernel for TPUs, which reads no page past the position."""
+  mesh = sharding.active()
+  if mesh is None:
+    return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1)
+  # As sharding.cached lays them out: fewer key-value heads than chips are on each.
+  tensor = 'tensor' if k_BKSH.shape[1] % mesh.shape['tensor'] == 0 else None
+  queries, slots, rows = (
+    PartitionSpec(sharding.ROWS, None, tensor),
+    PartitionSpec(sharding.ROWS, tensor),
+    PartitionSpec(sharding.ROWS),
+  )
+  return jax.shard_map(
+    _of_pages, in_specs=(queries, slots, slots, rows), out_specs=queries, check_vma=False
+  )(q_B1NH, k_BKSH, v_BKSH, positions_B1)
+
+
+def _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1):
+  """On one chip. A row's slots of one key-value head lie together: they are its pages."""
+  # Slow to import, and there is nothing of it elsewhere.
+  from jax.experimental.pallas.ops.tpu import paged_attention as kernels
+
+  B, K, S, H = k_BKSH.shape
+  N, pages = q_B1NH.shape[2], S // _PAGE
+  # Each (row, key-value head) is a sequence to the kernel, with one key-value head.
+  q_QGH = (q_B1NH * H**-0.5).reshape(B * K, N // K, H)
+  k_1PSH, v_1PSH = (x.reshape(1, B * K * pages, _PAGE, H) for x in (k_BKSH, v_BKSH))
+  # A row that writes nothing is past the last slot, and reads what nobody asks for.
+  length_B = jnp.minimum(positions_B1[:, 0], S - 1) + 1
+  out_QGH = kernels.paged_attention(
+    q_QGH,
+    k_1PSH,
+    v_1PSH,
+    jnp.repeat(length_B, K),
+    jnp.arange(B * K * pages, dtype=jnp.int32).reshape(B * K, pages),
+    pages_per_compute_block=math.gcd(pages, _PAGES),
+  )
+  return out_QGH.reshape(B, 1, N, H).astype(q_B1NH.dtype)
 
 
 def _splash(

@@ -1,0 +1,221 @@
+"""This engine and learner beside Hugging Face's on the same device, in one run.
+
+  pip install torch transformers                    # where they are not there already
+  python -m experiments.bench_beside                # one GPU: Qwen3-0.6B's shape, bfloat16
+  python -m experiments.bench_beside --shape=tiny --rows=4 --prompt=16 --reply=16
+
+Two processes in turn, so that each has the memory to itself: one samples and updates with
+this project, one with `generate` and with a plain loop of torch, whose attention is SDPA
+and whose activations are recomputed. Both have random weights of one config.json, prompts
+and replies of the same lengths (nothing ends a reply), and a clipped policy-gradient step
+with AdamW on the replies of all rows, `microbatch` at a time, with float32 master weights
+and bfloat16 products. The first repetition compiles and warms up; seconds are the least
+of the others. A line for each process, then the ratios of our time to theirs.
+"""
+
+from collections.abc import Callable
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+import numpy as np
+
+from agent_r1_jax.models import decoder, hf_config
+
+_SHAPE = flags.DEFINE_string('shape', '0.6b', 'Of SHAPES.')
+_ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are sampled, and learned from.')
+_PROMPT = flags.DEFINE_integer('prompt', 512, 'Tokens.')
+_REPLY = flags.DEFINE_integer('reply', 512, 'Tokens.')
+_MICROBATCH = flags.DEFINE_integer('microbatch', 8, 'Texts of a gradient.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Of each measurement, the first apart.')
+_SIDE = flags.DEFINE_enum('side', 'both', ['both', 'jax', 'torch'], 'What to measure.')
+
+
+def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, **kwargs):
+  sizes = (vocab, embed, layers, heads, kv_heads, head, mlp)
+  fields: dict[str, Any] = {'rope_theta': 1e6, 'tie_embeddings': True, 'remat': 'full'}
+  return decoder.DecoderConfig('qwen3', *sizes, qk_norm=True, **fields | kwargs)
+
+
+SHAPES = {
+  'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
+  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, dtype='bfloat16'),
+  '1.7b': _shape(28, 2048, 16, 8, 128, 6144, 151_936, dtype='bfloat16'),
+}
+
+
+def least_seconds(fn: Callable[[], Any]) -> float:
+  """Of the repetitions after the first; fn returns when the device is done."""
+  times = []
+  for _ in range(1 + _REPEATS.value):
+    start = time.perf_counter()
+    fn()
+    times.append(time.perf_counter() - start)
+  return min(times[1:])
+
+
+def batch() -> dict[str, np.ndarray]:
+  """Prompts and replies of random tokens [B, T], and an advantage a text [B, 1]."""
+  rng, B = np.random.default_rng(0), _ROWS.value
+  T = _PROMPT.value + _REPLY.value
+  tokens = rng.integers(0, SHAPES[_SHAPE.value].vocab_size, (B, T))
+  return {'tokens': tokens, 'advantages': rng.normal(size=(B, 1)).astype(np.float32)}
+
+
+def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
+  """Seconds of sampling and of the update, by this project."""
+  import jax
+
+  from agent_r1_jax import host, types
+  from agent_r1_jax.engine import driver as driver_lib
+  from agent_r1_jax.engine import stop as stop_lib
+  from agent_r1_jax.rl import algorithms, learner, optimizers
+
+  host.prepare()
+  given, T = batch(), _PROMPT.value + _REPLY.value
+  params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
+  sizes = {'rows': _ROWS.value, 'slots': T, 'narrow': False, 'bucket': min(T, 512)}
+  driver = driver_lib.Driver(config, params, stop=stop_lib.stop([-1]), **sizes)
+  driver.warm_up()
+
+  async def reply(n: int) -> int:
+    async with driver.row(driver_lib.key('bench', n)) as row:
+      prompt = given['tokens'][n, : _PROMPT.value].astype(np.int32)
+      return len((await row.generate(prompt, _REPLY.value)).tokens)
+
+  def sample():
+    said = driver.run([reply(n) for n in range(_ROWS.value)])
+    assert set(said) == {_REPLY.value}
+
+  found = {'sampling': least_seconds(sample)}
+  del driver
+  mask = np.tile(np.arange(T) >= _PROMPT.value, (_ROWS.value, 1))
+  fields: dict[str, Any] = {
+    'tokens': given['tokens'].astype(np.int32),
+    'positions': np.tile(np.arange(T, dtype=np.int32), (_ROWS.value, 1)),
+    'segment_ids': np.ones(mask.shape, np.int32),
+    'action_mask': mask,
+    'logprobs': np.full(mask.shape, -np.log(config.vocab_size), np.float32),
+    'advantages': given['advantages'] * mask,
+    'weights': (mask / mask.sum()).astype(np.float32),
+  }
+  whole, n = types.Batch(**fields), _MICROBATCH.value
+  parts = [
+    jax.tree.map(lambda x, i=i: x[i : i + n], whole) for i in range(0, _ROWS.value, n)
+  ]
+  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  optimizer = optimizers.make('adamw', 1e-6, warmup=0, clip_norm=1.0, weight_decay=0.0)
+  state = learner.init(params, optimizer)
+
+  def update():
+    nonlocal state
+    state, _ = learner.update(state, parts, config=config, loss=loss, optimizer=optimizer)
+    jax.block_until_ready(state)
+
+  found['update'] = least_seconds(update)
+  device = jax.devices()[0]
+  peak = (device.memory_stats() or {}).get('peak_bytes_in_use')
+  return found | {'device': device.device_kind, 'peak_bytes': peak}
+
+
+def by_torch(config: decoder.DecoderConfig) -> dict[str, Any]:
+  """The same, as its users would do it with Hugging Face's transformers."""
+  try:
+    import torch
+    import transformers
+  except ImportError as error:
+    raise app.UsageError(
+      f'{error}: pip install torch transformers, or --side=jax'
+    ) from None
+
+  cuda = torch.cuda.is_available()
+  device = torch.device('cuda' if cuda else 'cpu')
+  wait = torch.cuda.synchronize if cuda else (lambda: None)
+  torch.set_float32_matmul_precision('high')
+  raw = hf_config.make(config, np.float32)
+  raw = {k: v for k, v in raw.items() if k not in ('architectures', 'torch_dtype')}
+  kind = transformers.AutoConfig.for_model(**raw)
+  model: Any = transformers.AutoModelForCausalLM.from_config(
+    kind, attn_implementation='sdpa'
+  )
+  model = model.to(device)
+  given, P = batch(), _PROMPT.value
+  tokens = torch.as_tensor(given['tokens'], device=device)
+  advantages = torch.as_tensor(given['advantages'], device=device)
+  low = getattr(torch, config.dtype)
+  # Generation holds the weights in the type that it computes in, as ours does.
+  engine = model if low == torch.float32 else type(model)(kind).to(device, low)
+  options = {'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
+  exact = {'max_new_tokens': _REPLY.value, 'min_new_tokens': _REPLY.value}
+
+  def sample():
+    with torch.inference_mode():
+      prompt = tokens[:, :P]
+      seen = torch.ones_like(prompt)
+      said = engine.generate(
+        prompt, attention_mask=seen, pad_token_id=0, eos_token_id=None, **options, **exact
+      )
+    assert said.shape == tokens.shape
+    wait()
+
+  found = {'sampling': least_seconds(sample)}
+  engine = None
+  model.train()
+  model.gradient_checkpointing_enable({'use_reentrant': False})
+  optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-6, weight_decay=0.0, fused=cuda or None
+  )
+  old = -float(np.log(config.vocab_size))
+
+  def update():
+    for i in range(0, _ROWS.value, _MICROBATCH.value):
+      part = tokens[i : i + _MICROBATCH.value]
+      with torch.autocast(device.type, low, enabled=low != torch.float32):
+        logits = model(part, logits_to_keep=_REPLY.value + 1, use_cache=False).logits
+      chosen = torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), part[:, P:].flatten(), reduction='none'
+      )
+      ratio = torch.exp(-chosen.view(len(part), -1) - old)
+      advantage = advantages[i : i + _MICROBATCH.value]
+      gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+      (-gain.sum() / (_ROWS.value * _REPLY.value)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    wait()
+
+  found['update'] = least_seconds(update)
+  name = torch.cuda.get_device_name() if cuda else 'cpu'
+  peak = torch.cuda.max_memory_allocated() if cuda else None
+  return found | {'device': name, 'torch': torch.__version__, 'peak_bytes': peak}
+
+
+def line_of(side: str) -> dict[str, Any]:
+  """What a process of its own prints."""
+  given = [flag for flag in sys.argv[1:] if not flag.startswith('--side')]
+  command = [sys.executable, '-m', 'experiments.bench_beside', f'--side={side}', *given]
+  done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+  if done.returncode:
+    raise SystemExit(f'--side={side} ended with {done.returncode}; see above')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(_):
+  if _SIDE.value == 'both':
+    ours, theirs = line_of('jax'), line_of('torch')
+    ratios = {k: round(ours[k] / theirs[k], 3) for k in ('sampling', 'update')}
+    for line in (ours, theirs, {'ratio': ratios}):
+      print(json.dumps(line), flush=True)
+    return
+  config = SHAPES[_SHAPE.value]
+  found = (by_jax if _SIDE.value == 'jax' else by_torch)(config)
+  sizes = dict(rows=_ROWS.value, prompt=_PROMPT.value, reply=_REPLY.value)
+  about = {'side': _SIDE.value, 'shape': _SHAPE.value} | sizes
+  print(json.dumps(about | found | {'dtype': config.dtype}), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
