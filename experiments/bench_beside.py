@@ -1,7 +1,7 @@
 """This engine and learner beside Hugging Face's on the same device, in one run.
 
   pip install torch transformers                    # where they are not there already
-  python -m experiments.bench_beside                # one GPU: Qwen3-0.6B's shape, bfloat16
+  python -m experiments.bench_beside                # one GPU: Qwen3-0.6B, bfloat16
   python -m experiments.bench_beside --shape=tiny --rows=4 --prompt=16 --reply=16
 
 Two processes in turn, so that each has the memory to itself: one samples and updates with

@@ -9,10 +9,10 @@
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
 learner's gradient and update are compiled for all chips of the topology (float32 master
 parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's feed and
-decode for the chips of one bfloat16 replica: as many of a host's four as divide the
-key-value heads. The mesh of training, where no flag names an axis (`mesh_for`): tensor is 1,
-context is the least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is
-as many of the other chips as can split the parameters, data is the rest.
+decode for the chips of a bfloat16 replica: as many of a host's four as divide the number
+of key-value heads. The mesh of training, where no flag names an axis (`mesh_for`): tensor
+is 1, context is the least power of 2 that leaves a chip 8,192 tokens of a row or fewer,
+fsdp is as many of the other chips as can split the parameters, data is the rest.
 
 Prints one JSON line a program. GiB a chip: arguments, temporaries, outputs that are not
 an argument's memory, what else lies there meanwhile (the optimizer's state while a
@@ -68,7 +68,7 @@ _GIB = 2**30
 _CHIP = {'v5e': 16 * _GIB, 'v5p': 95 * _GIB, 'v6e': 32 * _GIB, 'v4': 32 * _GIB}
 # Chips of one host, and how those of a replica lie.
 _HOST = 4
-_BLOCKS = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1)}
+_BLOCKS = {1: '1x1', 2: '1x2', 4: '2x2'}
 
 _COLLECTIVE = re.compile(
   r' = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)'
@@ -87,7 +87,7 @@ _DATA = flags.DEFINE_integer('data', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
 _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
 _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
-_TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's engine, of all replicas.")
+_TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
 _FEED = flags.DEFINE_integer('feed_tokens', 256, 'Of a row in one feed.')
@@ -96,20 +96,20 @@ _FEED_ROWS = flags.DEFINE_integer('feed_rows', 8, 'Of one feed.')
 
 def chips(topology: str) -> list[Any]:
   """Those of a topology, such as v5e:4x4."""
-  found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+  sizes = [int(n) for n in topology.partition(':')[2].split('x')]
+  few: dict[str, Any] = {}
+  if math.prod(sizes) < _HOST:
+    few['chips_per_host_bounds'] = (*sizes, 1, 1)[:3]
+  found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **few)
   return list(found.devices)
 
 
 def replica_mesh(kind: str, config: decoder.DecoderConfig) -> Any:
   """The chips that hold one copy of the policy: they split the heads."""
   tensor = math.gcd(_HOST, config.num_kv_heads)
-  block = _BLOCKS[tensor]
   # A program for some of a topology's chips does not compile: they are one by themselves.
-  name = 'x'.join(map(str, block if kind in ('v4', 'v5p') else block[:2]))
-  found = topologies.get_topology_desc(
-    platform='tpu', topology_name=f'{kind}:{name}', chips_per_host_bounds=block
-  )
-  return sharding.mesh(tensor=tensor, devices=found.devices)
+  name = _BLOCKS[tensor] + ('x1' if kind in ('v4', 'v5p') else '')
+  return sharding.mesh(tensor=tensor, devices=chips(f'{kind}:{name}'))
 
 
 def abstract(tree: Any, where: Any) -> Any:

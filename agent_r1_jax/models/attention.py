@@ -22,7 +22,7 @@ _MAX_BLOCKS, _MIN_BLOCK = 8, 64
 _FEW = 16
 # The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
 _LANES, _SPLASH_BLOCK = 128, 512
-# Slots that the kernel for decoding on TPUs fetches at a time, and pages it computes with.
+# Slots of a page of the kernel that decodes on TPUs, and most pages it takes at a time.
 _PAGE, _PAGES = 128, 4
 # The kernel for GPUs takes whole blocks of tokens.
 _FLASH_BLOCK = 128
