@@ -46,8 +46,9 @@ def test_an_accelerators_measurements():
   assert done.returncode == 0, done.stderr
   lines = [json.loads(line) for line in done.stdout.splitlines()]
   found = {line['measurement']: line for line in lines}
-  assert list(found) == ['decode', 'context', 'step', 'agreement']
+  assert list(found) == ['decode', 'context', 'kernels', 'step', 'agreement']
   assert 0 < found['decode']['of_floor'] and 0 < found['context']['of_peak'] < 1
+  assert 'error' not in found['kernels'] and found['kernels']['of_floor'] > 0
   # 6 a parameter, 6 T N H a layer.
   parameters = 256 * 64 + 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
   assert found['context']['operations_per_token'] == 6 * parameters + 6 * 256 * 64 * 2
