@@ -124,7 +124,7 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
 def by_torch(config: decoder.DecoderConfig) -> dict[str, Any]:
   """The same, as its users would do it with Hugging Face's transformers."""
   try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     import transformers
   except ImportError as error:
     raise app.UsageError(
@@ -147,7 +147,7 @@ def by_torch(config: decoder.DecoderConfig) -> dict[str, Any]:
   advantages = torch.as_tensor(given['advantages'], device=device)
   low = getattr(torch, config.dtype)
   # Generation holds the weights in the type that it computes in, as ours does.
-  engine = model if low == torch.float32 else type(model)(kind).to(device, low)
+  engine: Any = model if low == torch.float32 else type(model)(kind).to(device, low)
   options = {'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
   exact = {'max_new_tokens': _REPLY.value, 'min_new_tokens': _REPLY.value}
 

@@ -1,5 +1,6 @@
 """experiments/bench.py runs, and what it counts holds."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -65,3 +66,20 @@ def test_unknown_names_are_refused(flag):
   done = run(flag)
   assert done.returncode == 1
   assert 'there are' in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize('side', ['jax', 'torch'])
+def test_the_sides_beside_each_other(side):
+  """Seconds of either; of the other side, or what to install for it."""
+  command = [sys.executable, '-m', 'experiments.bench_beside', f'--side={side}']
+  command += ['--shape=tiny', '--rows=4', '--prompt=16', '--reply=16', '--microbatch=2']
+  env = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+  done = subprocess.run(
+    [*command, '--repeats=1'], capture_output=True, text=True, env=env
+  )
+  if side == 'torch' and importlib.util.find_spec('torch') is None:
+    assert done.returncode == 1 and 'pip install torch' in done.stdout + done.stderr
+    return
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert found['side'] == side and found['sampling'] > 0 and found['update'] > 0
