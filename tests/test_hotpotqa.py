@@ -172,6 +172,21 @@ def test_practice_is_answered_by_its_passages(maker):
   assert asked['Hall of Dragons a supplement published by whom?'] == 'Judges Guild'
 
 
+def test_practice_for_rl_can_be_answered_with_the_search_tool(maker):
+  kinds = {k: v for k, v in qa_demos.PRACTICE.items() if k != 'both'}
+  tasks = qa_demos.practice(maker, 0, 40, kinds=kinds)
+  assert tasks == qa_demos.practice(maker, 0, 40, kinds=kinds)
+  assert tasks != qa_demos.practice(maker, 1, 40, kinds=kinds)
+  assert len({task.id for task in tasks}) == 40
+  assert {task.info['type'] for task in tasks} == set(kinds)
+  for task in tasks:
+    gold = [Document(t, t, TEXTS[t]) for t in task.info['supporting_titles']]
+    item = qa_demos.Item(task.info['question'], tuple(gold), task.answer[0])
+    assert qa.em_reward(task, maker.with_search(item, random.Random(0), 'right')) == 1.0
+  with pytest.raises(ValueError, match='0 of 3 questions'):
+    qa_demos.practice(maker, 0, 3, kinds={'both': 1.0})
+
+
 def test_examples_are_deterministic_and_use_no_other_row(maker):
   kinds = {k: v for k, v in qa_demos.KINDS.items() if k != 'both'}
   tasks = [_task(*row) for row in ROWS[:2]]
@@ -267,6 +282,7 @@ def test_base_and_search(small_data, tmp_path):
 
   search = ('--config.steps=1', '--config.tasks=2', '--config.samples=2')
   search += ('--config.rows=4', '--config.microbatch=2', '--config.max_turn_tokens=16')
+  search += ('--practice=5',)
   search += (f'--base={tmp_path}/base', f'--workdir={tmp_path}/run', '--retriever=dense')
   _run('hotpotqa_search', *shared, *search)
   numbers = _check_run(tmp_path / 'run', 6)

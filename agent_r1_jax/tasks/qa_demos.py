@@ -48,6 +48,9 @@ KINDS = {
   'both': 0.05,
 }
 
+# Kinds that are made from the corpus alone.
+PRACTICE = {kind: KINDS[kind] for kind in ('cloze', 'chain', 'described', 'both')}
+
 # Draws after which a kind is given up.
 _TRIES = 10_000
 # Words that begin sentences and questions, and no name.
@@ -314,6 +317,34 @@ def examples(
     if example is None:
       raise ValueError(f'kinds: {kind!r} cannot be made of these rows and passages.')
     yield example
+
+
+def practice(
+  maker: Maker, seed: int, count: int, *, kinds: Mapping[str, float] = PRACTICE
+) -> list[types.Task]:
+  """Questions about the corpus for RL, each with its kind as info['type'].
+
+  Args:
+    maker: Of the corpus.
+    seed: Of everything.
+    count: How many.
+    kinds: Their shares; keys of PRACTICE.
+
+  Raises:
+    ValueError: The corpus does not give as many that the search tool leads to.
+  """
+  rng, tasks = random.Random(f'qa practice {seed}'), []
+  for _ in range(_TRIES + 20 * count):
+    if len(tasks) == count:
+      return tasks
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
+    item = getattr(maker, kind)(rng)
+    if item is None or maker.with_search(item, rng, 'right') is None:
+      continue
+    titles = [document.title for document in item.documents]
+    info = {'question': item.question, 'supporting_titles': titles, 'type': kind}
+    tasks.append(types.Task(f'practice-{seed}-{len(tasks)}', [], [item.answer], info))
+  raise ValueError(f'{len(tasks)} of {count} questions could be made of this corpus.')
 
 
 def _example(kind, fate, tasks, rows, maker, rng) -> Example | None:
