@@ -291,11 +291,11 @@ def tools(bench: Bench) -> dict[str, Any]:
         await asyncio.sleep(0.002)
       return sampled, time.perf_counter()
 
-    players = [asyncio.create_task(episodes()) for _ in range(rows)]
-    (before, start), (after, end) = await passed(first), await passed(last)
-    for player in players:
-      player.cancel()
-    await asyncio.gather(*players, return_exceptions=True)
+    async with asyncio.TaskGroup() as group:
+      players = [group.create_task(episodes()) for _ in range(rows)]
+      (before, start), (after, end) = await passed(first), await passed(last)
+      for player in players:
+        player.cancel()
     return (after - before) / (end - start)
 
   def speed(latency: float, lock_step: bool = False) -> float:

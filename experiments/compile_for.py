@@ -9,10 +9,11 @@
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
 learner's gradient and update are compiled for all chips of the topology (float32 master
 parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's feed and
-decode for the chips of a bfloat16 replica: as many of a host's four as divide the number
-of key-value heads. The mesh of training, where no flag names an axis (`mesh_for`): tensor
-is 1, context is the least power of 2 that leaves a chip 8,192 tokens of a row or fewer,
-fsdp is as many of the other chips as can split the parameters, data is the rest.
+decode for the chips of a bfloat16 replica: tensor of them, by default as many of a
+host's four as divide the number of key-value heads; a run's `tensor` must be that. The
+mesh of training, where no flag names an axis (`mesh_for`): tensor is 1, context is the
+least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is as many of the
+other chips as can split the parameters, data is the rest.
 
 Prints one JSON line a program. GiB a chip: arguments, temporaries, outputs that are not
 an argument's memory, what else lies there meanwhile (the optimizer's state while a
@@ -106,7 +107,9 @@ def chips(topology: str) -> list[Any]:
 
 def replica_mesh(kind: str, config: decoder.DecoderConfig) -> Any:
   """The chips that hold one copy of the policy: they split the heads."""
-  tensor = math.gcd(_HOST, config.num_kv_heads)
+  tensor = _TENSOR.value or math.gcd(_HOST, config.num_kv_heads)
+  if tensor not in _BLOCKS:
+    raise app.UsageError(f'--tensor={tensor}: replicas have {list(_BLOCKS)} chips')
   # A program for some of a topology's chips does not compile: they are one by themselves.
   name = _BLOCKS[tensor] + ('x1' if kind in ('v4', 'v5p') else '')
   return sharding.mesh(tensor=tensor, devices=chips(f'{kind}:{name}'))
@@ -200,7 +203,7 @@ def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:
 
 def replica_texts(mesh) -> int:
   """A replica's share of the host's texts."""
-  return _TEXTS.value * mesh.size // _HOST
+  return max(1, _TEXTS.value * mesh.size // _HOST)
 
 
 def lowered_sampling(program: str, config, mesh) -> Any:

@@ -43,17 +43,36 @@ def test_kernels_are_the_plain_attention(name, H):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_pages_are_the_plain_attention():
-  """The kernel that reads pages: texts of 1 to all slots, and a row past the last."""
-  S, N, K = 512, 28, 2
-  q, _, _, _ = inputs(5, 1, N, K, 128)
-  _, k, v, _ = inputs(5, S, N, K, 128)
-  k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-  positions = jnp.asarray([[0], [127], [128], [S - 1], [S]])
+@pytest.mark.parametrize(
+  ('S', 'N', 'dtype'), [(1536, 28, 'bfloat16'), (640, 16, 'float32')]
+)
+def test_pages_are_the_plain_attention(S, N, dtype):
+  """The kernel that reads pages, of 512 and of 128 slots: texts of 1 to all slots."""
+  K = 2
+  q, _, _, _ = inputs(6, 1, N, K, 128)
+  _, k, v, _ = inputs(6, S, N, K, 128)
+  k, v = (jnp.swapaxes(x, 1, 2).astype(dtype) for x in (k, v))
+  q = q.astype(dtype)
+  positions = jnp.asarray([[0], [127], [128], [S // 2], [S - 1], [S]])
   with pltpu.force_tpu_interpret_mode():
     paged = jax.jit(attention._paged)(q, k, v, positions)
-  # The kernel multiplies as a TPU does, in bfloat16.
-  np.testing.assert_allclose(paged, attention.cached(q, k, v, positions), atol=0.02)
+  assert paged.dtype == dtype and jnp.isfinite(paged).all()
+  plain = attention.cached(q, k, v, positions)
+  # The kernel multiplies as a TPU does, in bfloat16. The last row is past the last slot.
+  for x, y in zip(paged[:-1], plain[:-1], strict=True):
+    np.testing.assert_allclose(x.astype(float), y.astype(float), atol=0.02)
+
+
+def test_pages_are_for_bfloat16_and_whole_tiles():
+  for B, S, H, dtype, can in (
+    (64, 4096, 128, 'bfloat16', True),
+    (64, 4096, 128, 'float32', False),
+    (64, 4096, 64, 'bfloat16', False),
+    (64, 4000, 128, 'bfloat16', False),
+    (8192, 4096, 128, 'bfloat16', False),
+  ):
+    q = jax.ShapeDtypeStruct((B, 1, 16, H), dtype)
+    assert attention._has_pages(q, jax.ShapeDtypeStruct((B, 2, S, H), dtype)) == can
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ _MAX_BLOCKS, _MIN_BLOCK = 8, 64
 _FEW = 16
 # The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
 _LANES, _SPLASH_BLOCK = 128, 512
-# Slots of a page of the kernel that decodes on TPUs, and most pages it takes at a time.
-_PAGE, _PAGES = 128, 4
+# Most slots that the kernel for decoding on TPUs takes at a time, and most pages: their
+# numbers lie in scalar memory, of which a core has 1 MiB.
+_PAGE, _PAGES = 512, 1 << 16
 # The kernel for GPUs takes whole blocks of tokens.
 _FLASH_BLOCK = 128
 
@@ -107,13 +108,18 @@ def cached(
   positions_BT: Int[Array, 'B T'],
 ) -> Float[Array, 'B T N H']:
   """Attention to every slot at or before the query's position: the cache's only mask."""
-  T, S = q_BTNH.shape[1], k_BKSH.shape[2]
-  whole = S % _PAGE == 0 and q_BTNH.shape[3] % _LANES == 0
-  if sharding.platform() == 'tpu' and T == 1 and whole:
+  if sharding.platform() == 'tpu' and _has_pages(q_BTNH, k_BKSH):
     return _paged(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   slots_S = jnp.arange(k_BKSH.shape[2])
   mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+
+def _has_pages(q_BTNH, k_BKSH) -> bool:
+  """Whether the kernel that reads pages can be asked: it computes in bfloat16."""
+  B, K, S, H = k_BKSH.shape
+  tiles = S % _LANES == 0 and H % _LANES == 0 and q_BTNH.dtype == jnp.bfloat16
+  return q_BTNH.shape[1] == 1 and tiles and B * K * S // math.gcd(S, _PAGE) <= _PAGES
 
 
 def _paged(
@@ -122,41 +128,58 @@ def _paged(
   v_BKSH: Float[Array, 'B K S H'],
   positions_B1: Int[Array, 'B 1'],
 ) -> Float[Array, 'B 1 N H']:
-  """As `cached`, by the Pallas kernel for TPUs, which reads no page past the position."""
+  """As `cached`, by the Pallas kernel for TPUs: it reads no page after the position's.
+
+  A row that is past the last slot reads one page, and gives what nobody asks for.
+  """
   mesh = sharding.active()
+  K = k_BKSH.shape[1]
   if mesh is None:
-    return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1)
-  # As sharding.cached lays them out: fewer key-value heads than chips are on each.
-  tensor = 'tensor' if k_BKSH.shape[1] % mesh.shape['tensor'] == 0 else None
-  queries, slots, rows = (
-    PartitionSpec(sharding.ROWS, None, tensor),
-    PartitionSpec(sharding.ROWS, tensor),
-    PartitionSpec(sharding.ROWS),
-  )
+    return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
+  tensor = mesh.shape['tensor']
+  # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
+  # the query heads of a chip then share one of them.
+  split = K % tensor == 0
+
+  def on_chip(q_B1NH, k_BKSH, v_BKSH, positions_B1):
+    first = 0 if split else jax.lax.axis_index('tensor') * K // tensor
+    heads = k_BKSH.shape[1] if split else 1
+    return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
+
+  queries = PartitionSpec(sharding.ROWS, None, 'tensor')
+  slots = PartitionSpec(sharding.ROWS, 'tensor' if split else None)
   return jax.shard_map(
-    _of_pages, in_specs=(queries, slots, slots, rows), out_specs=queries, check_vma=False
+    on_chip,
+    in_specs=(queries, slots, slots, PartitionSpec(sharding.ROWS)),
+    out_specs=queries,
+    check_vma=False,
   )(q_B1NH, k_BKSH, v_BKSH, positions_B1)
 
 
-def _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1):
-  """On one chip. A row's slots of one key-value head lie together: they are its pages."""
+def _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
+  """On one chip, whose queries are for `heads` key-value heads, from `first` on.
+
+  The slots of a row and a key-value head lie together: they are the pages of a text.
+  """
   # Slow to import, and there is nothing of it elsewhere.
   from jax.experimental.pallas.ops.tpu import paged_attention as kernels
 
   B, K, S, H = k_BKSH.shape
-  N, pages = q_B1NH.shape[2], S // _PAGE
-  # Each (row, key-value head) is a sequence to the kernel, with one key-value head.
-  q_QGH = (q_B1NH * H**-0.5).reshape(B * K, N // K, H)
-  k_1PSH, v_1PSH = (x.reshape(1, B * K * pages, _PAGE, H) for x in (k_BKSH, v_BKSH))
-  # A row that writes nothing is past the last slot, and reads what nobody asks for.
-  length_B = jnp.minimum(positions_B1[:, 0], S - 1) + 1
+  N, page = q_B1NH.shape[2], math.gcd(S, _PAGE)
+  # Each row and key-value head is a text to the kernel, with one key-value head. It sums
+  # in the type of the queries.
+  q_QGH = (q_B1NH.astype(jnp.float32) * H**-0.5).reshape(B * heads, N // heads, H)
+  k_1PSH, v_1PSH = (x.reshape(1, -1, page, H) for x in (k_BKSH, v_BKSH))
+  text_BK = jnp.arange(B)[:, None] * K + first + jnp.arange(heads)[None]
+  pages_QP = text_BK.reshape(-1, 1) * (S // page) + jnp.arange(S // page)[None]
+  length_B = jnp.where(positions_B1[:, 0] < S, positions_B1[:, 0] + 1, 1)
   out_QGH = kernels.paged_attention(
     q_QGH,
     k_1PSH,
     v_1PSH,
-    jnp.repeat(length_B, K),
-    jnp.arange(B * K * pages, dtype=jnp.int32).reshape(B * K, pages),
-    pages_per_compute_block=math.gcd(pages, _PAGES),
+    jnp.repeat(length_B, heads).astype(jnp.int32),
+    pages_QP.astype(jnp.int32),
+    pages_per_compute_block=1,
   )
   return out_QGH.reshape(B, 1, N, H).astype(q_B1NH.dtype)
 

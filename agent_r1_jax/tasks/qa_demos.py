@@ -13,7 +13,7 @@ before it wherever it stands, so that its tokens are always the same.
 """
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -47,9 +47,6 @@ KINDS = {
   'described': 0.08,
   'both': 0.05,
 }
-
-# Kinds that are made from the corpus alone.
-PRACTICE = {kind: KINDS[kind] for kind in ('cloze', 'chain', 'described', 'both')}
 
 # Draws after which a kind is given up.
 _TRIES = 10_000
@@ -319,32 +316,36 @@ def examples(
     yield example
 
 
-def practice(
-  maker: Maker, seed: int, count: int, *, kinds: Mapping[str, float] = PRACTICE
+def comparisons(
+  maker: Maker, seed: int, count: int, without: Collection[str] = ()
 ) -> list[types.Task]:
-  """Questions about the corpus for RL, each with its kind as info['type'].
+  """Tasks that ask of two passages' subjects what they are, as Maker.both does.
 
   Args:
     maker: Of the corpus.
     seed: Of everything.
-    count: How many.
-    kinds: Their shares; keys of PRACTICE.
+    count: How many, all different.
+    without: Titles of passages that are in none.
 
   Raises:
     ValueError: The corpus does not give as many that the search tool leads to.
   """
-  rng, tasks = random.Random(f'qa practice {seed}'), []
+  rng, tasks = random.Random(f'qa comparisons {seed}'), {}
   for _ in range(_TRIES + 20 * count):
     if len(tasks) == count:
-      return tasks
-    kind = rng.choices(list(kinds), list(kinds.values()))[0]
-    item = getattr(maker, kind)(rng)
-    if item is None or maker.with_search(item, rng, 'right') is None:
+      break
+    item = maker.both(rng)
+    titles = [document.title for document in item.documents] if item else []
+    if not item or not set(titles).isdisjoint(without):
       continue
-    titles = [document.title for document in item.documents]
-    info = {'question': item.question, 'supporting_titles': titles, 'type': kind}
-    tasks.append(types.Task(f'practice-{seed}-{len(tasks)}', [], [item.answer], info))
-  raise ValueError(f'{len(tasks)} of {count} questions could be made of this corpus.')
+    if item.question in tasks or not maker.with_search(item, rng, 'right'):
+      continue
+    info = {'question': item.question, 'supporting_titles': titles, 'type': 'both'}
+    name = f'both-{seed}-{len(tasks)}'
+    tasks[item.question] = types.Task(name, [], [item.answer], info)
+  if len(tasks) < count:
+    raise ValueError(f'{len(tasks)} of {count} comparisons can be made of this corpus.')
+  return list(tasks.values())
 
 
 def _example(kind, fate, tasks, rows, maker, rng) -> Example | None:
