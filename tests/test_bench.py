@@ -17,7 +17,7 @@ def run(*args):
 
 @pytest.fixture(scope='module')
 def lines():
-  done = run('--what=no_work_twice,programs')
+  done = run('--what=no_work_twice,programs,tools', '--latencies=0.02')
   assert done.returncode == 0, done.stderr
   found = map(json.loads, done.stdout.splitlines())
   return {line['measurement']: line for line in found}
@@ -59,6 +59,12 @@ def test_an_accelerators_measurements():
   agreement = found['agreement']
   assert agreement['tokens'] == 64 * 4 * 64
   assert 0 <= agreement['mean_difference'] < 0.02 and agreement['kl_k3'] < 1e-3
+
+
+def test_slow_tools_are_measured_beside_lock_step(lines):
+  found = lines['tools']
+  assert len(found['tokens_per_second']) == 2 and found['0s'] == 1.0
+  assert found['0.02s'] > 0 and found['0.02s/lock_step'] > 0
 
 
 @pytest.mark.parametrize('flag', ['--shape=none', '--what=none'])

@@ -140,5 +140,7 @@ def test_training_and_sampling_compile_for_v5e_16():
   assert gradient['mesh'] == {'data': 1, 'fsdp': 4, 'tensor': 2, 'context': 2}
   # The attention kernel: forward, forward again, and two of its gradient.
   assert gradient['kernels'] > 0
+  # One a layer, which reads pages.
+  assert lines[3]['mesh']['tensor'] == 2 and lines[3]['kernels'] == 2
   # Parameters are gathered, tokens exchanged for heads.
   assert {'all-gather', 'all-to-all'} <= {*gradient['collectives']}

@@ -60,9 +60,6 @@ ROWS = (
 )
 
 
-NOUNS = ('river', 'castle')
-
-
 @pytest.fixture(scope='module')
 def maker():
   passages = [Document(title, title, text) for title, text in TEXTS.items()]
@@ -175,27 +172,6 @@ def test_practice_is_answered_by_its_passages(maker):
   assert asked['Hall of Dragons a supplement published by whom?'] == 'Judges Guild'
 
 
-def test_comparisons_can_be_answered_with_the_search_tool():
-  texts = {
-    f'{n.title()} {i}': f'{n.title()} {i} is a {n}.' for n in NOUNS for i in range(6)
-  }
-  passages = [Document(title, title, text) for title, text in texts.items()]
-  maker = qa_demos.Maker(passages, bm25.BM25(passages))
-  tasks = qa_demos.comparisons(maker, 0, 40, without=['River 3'])
-  assert tasks == qa_demos.comparisons(maker, 0, 40, without=['River 3'])
-  assert tasks != qa_demos.comparisons(maker, 1, 40, without=['River 3'])
-  assert len({t.id for t in tasks}) == len({t.info['question'] for t in tasks}) == 40
-  assert {t.answer[0] for t in tasks} > {'yes', 'no'}
-  for task in tasks:
-    titles = task.info['supporting_titles']
-    assert 'River 3' not in titles
-    gold = tuple(Document(t, t, texts[t]) for t in titles)
-    item = qa_demos.Item(task.info['question'], gold, task.answer[0])
-    assert qa.em_reward(task, maker.with_search(item, random.Random(0), 'right')) == 1.0
-  with pytest.raises(ValueError, match='of 4000 comparisons can be made'):
-    qa_demos.comparisons(maker, 0, 4000)
-
-
 def test_examples_are_deterministic_and_use_no_other_row(maker):
   kinds = {k: v for k, v in qa_demos.KINDS.items() if k != 'both'}
   tasks = [_task(*row) for row in ROWS[:2]]
@@ -259,7 +235,7 @@ def small_data(tmp_path_factory) -> pathlib.Path:
   # Two kinds of thing to compare; what miniwiki is of has names alone.
   kinds = [
     Document(f'{noun}-{i}', f'{noun.title()} {i}', f'{noun.title()} {i} is a {noun}.')
-    for noun in NOUNS
+    for noun in ('river', 'castle')
     for i in range(6)
   ]
   corpus = [*miniwiki.corpus(0, 'dev')[:900], *kinds]
@@ -291,7 +267,6 @@ def test_base_and_search(small_data, tmp_path):
 
   search = ('--config.steps=1', '--config.tasks=2', '--config.samples=2')
   search += ('--config.rows=4', '--config.microbatch=2', '--config.max_turn_tokens=16')
-  search += ('--comparisons=5',)
   search += (f'--base={tmp_path}/base', f'--workdir={tmp_path}/run', '--retriever=dense')
   _run('hotpotqa_search', *shared, *search)
   numbers = _check_run(tmp_path / 'run', 6)
@@ -300,6 +275,8 @@ def test_base_and_search(small_data, tmp_path):
 
   seen = _run('hotpotqa_search', *shared, *search, '--split=1', fails=True)
   assert 'has seen' in seen and 'the same --split' in seen
+  none = _run('hotpotqa_search', *shared, *search, '--types=none', fails=True)
+  assert '--types=none: no row is of these types' in none
 
 
 FAMILIES = {

@@ -348,9 +348,9 @@ def extend(
   Args:
     params: Of `unstacked`.
     config: Of the policy.
-    tokens: To write.
-    positions: Where.
-    cache: To write to.
+    tokens: With which the texts go on.
+    positions: The slot of each.
+    cache: Of the texts so far.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   angles = _angles(positions, config)

@@ -13,7 +13,7 @@ before it wherever it stands, so that its tokens are always the same.
 """
 
 import collections
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -314,38 +314,6 @@ def examples(
     if example is None:
       raise ValueError(f'kinds: {kind!r} cannot be made of these rows and passages.')
     yield example
-
-
-def comparisons(
-  maker: Maker, seed: int, count: int, without: Collection[str] = ()
-) -> list[types.Task]:
-  """Tasks that ask of two passages' subjects what they are, as Maker.both does.
-
-  Args:
-    maker: Of the corpus.
-    seed: Of everything.
-    count: How many, all different.
-    without: Titles of passages that are in none.
-
-  Raises:
-    ValueError: The corpus does not give as many that the search tool leads to.
-  """
-  rng, tasks = random.Random(f'qa comparisons {seed}'), {}
-  for _ in range(_TRIES + 20 * count):
-    if len(tasks) == count:
-      break
-    item = maker.both(rng)
-    titles = [document.title for document in item.documents] if item else []
-    if not item or not set(titles).isdisjoint(without):
-      continue
-    if item.question in tasks or not maker.with_search(item, rng, 'right'):
-      continue
-    info = {'question': item.question, 'supporting_titles': titles, 'type': 'both'}
-    name = f'both-{seed}-{len(tasks)}'
-    tasks[item.question] = types.Task(name, [], [item.answer], info)
-  if len(tasks) < count:
-    raise ValueError(f'{len(tasks)} of {count} comparisons can be made of this corpus.')
-  return list(tasks.values())
 
 
 def _example(kind, fate, tasks, rows, maker, rng) -> Example | None:
