@@ -321,6 +321,8 @@ class Replica:
         await self._idle()
         continue
       waiting.sort(key=lambda row: row.turn)
+      # What the others ask for is read when their turn comes: more of them in one feed.
+      waiting = waiting[: self.sizes.decode_rows[-1]]
       self._reset(waiting)
       if self._decoded is not None:
         self.stats.host_seconds += time.perf_counter() - self._decoded
@@ -409,7 +411,6 @@ class Replica:
 
   async def _decode(self, waiting: list[Row]):
     start = time.perf_counter()
-    waiting = waiting[: self.sizes.decode_rows[-1]]
     running = [(row, row.future) for row in waiting if row.future]
     size = _least(self.sizes.decode_rows, len(running))
     rows, budget = np.full(size, len(self.rows), np.int32), np.zeros(size, np.int32)
