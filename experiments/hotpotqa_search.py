@@ -9,8 +9,9 @@ Face layout it is the paper's experiment, with that model's tokenizer and chat t
 
   python -m experiments.hotpotqa_search --model=Qwen2.5-3B-Instruct
 
-What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either.
-Any folder of that layout will do as --data: 2WikiMultihopQA, MuSiQue.
+What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. The
+small policy learns from comparisons alone, unless `--types=` names other types of rows or
+none, for all. Any folder of that layout will do as --data: 2WikiMultihopQA, MuSiQue.
 """
 
 from collections.abc import Callable
@@ -117,7 +118,9 @@ def main(_):
   kinds = setting.types if _TYPES.value is None else _TYPES.value
   rows = [task for task in rows if not kinds or task.info.get('type') in kinds]
   if not rows:
-    raise ValueError(f'--types={",".join(kinds)}: no row is of these types.')
+    raise ValueError(
+      f'--types={",".join(kinds)}: no row is of these types; --types= is all.'
+    )
 
   passages = documents.read_corpus(data / 'corpus.jsonl.gz')
   encode = hashing.HashingEncoder(1024).fit([d.contents for d in passages]).encode
