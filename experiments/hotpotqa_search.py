@@ -9,9 +9,10 @@ Face layout it is the paper's experiment, with that model's tokenizer and chat t
 
   python -m experiments.hotpotqa_search --model=Qwen2.5-3B-Instruct
 
-What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. The
-small policy learns from comparisons alone, unless `--types=` names other types of rows or
-none, for all. Any folder of that layout will do as --data: 2WikiMultihopQA, MuSiQue.
+What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either.
+The small policy learns from comparisons alone, unless `--types=` names other types of
+rows, or none for all. Any folder of that layout will do as --data: 2WikiMultihopQA,
+MuSiQue.
 """
 
 from collections.abc import Callable
