@@ -268,8 +268,9 @@ def tools(bench: Bench) -> dict[str, Any]:
   """Tokens a second with slow tools over those with fast ones; lock-step beside it.
 
   Twice as many episodes and rows as are decoded at a time, whose latencies are
-  exponential. Another begins where one ends, so that they stay as many: of 24 segments
-  the first 8, while the episodes are still in step, are not counted.
+  exponential. Another begins where one ends, so that they stay as many; the first have 1
+  to 4 turns, so that long and short texts are mixed as they are in the midst of a run. Of
+  24 segments the first 8 are not counted.
   """
   rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
   slots = _PROMPT.value + turns * reply + turns * 32
@@ -280,11 +281,12 @@ def tools(bench: Bench) -> dict[str, Any]:
     draw = lambda *of: latency * np.random.default_rng(of).exponential()
     step = asyncio.Barrier(rows) if lock_step else None
     numbers, begun = itertools.count(), driver.stats.sampled
-    options = {'turns': turns, 'reply': reply, 'step': step}
+    options = {'reply': reply, 'step': step, 'latency': draw}
 
-    async def episodes():
+    async def episodes(first_turns: int):
+      await talk(bench, driver, next(numbers), turns=first_turns, **options)
       while True:
-        await talk(bench, driver, next(numbers), latency=draw, **options)
+        await talk(bench, driver, next(numbers), turns=turns, **options)
 
     async def passed(tokens: int) -> tuple[int, float]:
       while (sampled := driver.stats.sampled - begun) < tokens:
@@ -292,7 +294,7 @@ def tools(bench: Bench) -> dict[str, Any]:
       return sampled, time.perf_counter()
 
     async with asyncio.TaskGroup() as group:
-      players = [group.create_task(episodes()) for _ in range(rows)]
+      players = [group.create_task(episodes(1 + n % turns)) for n in range(rows)]
       (before, start), (after, end) = await passed(first), await passed(last)
       for player in players:
         player.cancel()
