@@ -159,7 +159,8 @@ def _system(config, rows, tail, chat):
   shape = decoder.DecoderConfig('llama', 16, 2, 1, 1, 1, 2, 2)
   stop = stop_lib.stop(chat.stop_ids)
   sizes = {'rows': rows, 'slots': _SLOTS, 'steps': _TOKENS, 'narrow': False}
-  driver = driver_lib.Driver(shape, {}, stop=stop, **sizes)
+  nothing = {'layers': {}}
+  driver = driver_lib.Driver(shape, nothing, stop=stop, **sizes)
   chips: Any = Chips(shape, stop, driver.sizes, driver.stats)
   chips.tail, chips.stop_id = tail, chat.stop_ids[0]
   driver.replicas = [chips]
@@ -167,8 +168,8 @@ def _system(config, rows, tail, chat):
   rows_of_updates = experience.Rows(1, 1)  # There are none.
   modes = {'ahead': config.ahead, 'partial': config.partial}
   plan = updates.Plan(shape, algorithm, rows_of_updates, {}, **modes)
-  state: Any = types_lib.SimpleNamespace(params={})
-  return driver, updates.Carry({'policy': state}, None, {}), plan
+  state: Any = types_lib.SimpleNamespace(params=nothing)
+  return driver, updates.Carry({'policy': state}, None, nothing), plan
 
 
 def main(_):
