@@ -59,6 +59,7 @@ class Config:
     width: Most rows that are decoded at a time; 0 is all. With slow tools, half of rows.
     narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
       time, a run repeats to the last bit only without it, and with bucket = slots.
+    replicas: That share each chip and its rows; as many as cores is best on a CPU.
     row_tokens: Tokens of a packed training row; 0 means `slots`.
     microbatch: Packed rows of one gradient, over all chips.
     data: Chips, or groups of them, that hold the training state each; see sharding.py.
@@ -115,6 +116,7 @@ class Config:
   bucket: int = 1024
   width: int = 0
   narrow: bool = True
+  replicas: int = 1
   row_tokens: int = 0
   microbatch: int = 4
   data: int = 1

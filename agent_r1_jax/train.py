@@ -123,6 +123,7 @@ def make_driver(
     bucket=config.bucket,
     width=config.width or None,
     narrow=config.narrow,
+    replicas=config.replicas,
   )
 
 

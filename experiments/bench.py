@@ -39,6 +39,7 @@ _SHAPE = flags.DEFINE_string('shape', 's5', 'Of SHAPES.')
 _WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Of each measurement, compilation apart.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
+_REPLICAS = flags.DEFINE_integer('replicas', 1, 'That divide them; see Driver.')
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
@@ -60,6 +61,7 @@ SHAPES = {
   '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3', qk_norm=True, **_BFLOAT16),
   '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936, qkv_bias=True, **_BFLOAT16),
 }
+_FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
 
 
 @dataclasses.dataclass
@@ -78,9 +80,10 @@ class Bench:
       'feed_rows': 32,
       'feed_tokens': 64,
       'bucket': 128,
+      'replicas': _REPLICAS.value,
     }
-    stop = stop_lib.stop([-1])
-    driver = driver_lib.Driver(self.config, self.params, stop=stop, **sizes | kwargs)
+    given: dict[str, Any] = {'stop': stop_lib.stop([-1])} | sizes | kwargs
+    driver = driver_lib.Driver(self.config, self.params, **given)
     if warm:
       driver.warm_up()
     return driver
@@ -139,7 +142,7 @@ async def talk(
   reply = reply or _REPLY.value
   text = bench.tokens(_PROMPT.value, 0, number // group)
   row_key = driver_lib.key('bench', number)
-  async with driver.row(row_key) as row:
+  async with driver.row(row_key, number // group) as row:
     new = text
     for turn in range(turns):
       said = await row.generate(text if again else new, reply)
@@ -231,14 +234,13 @@ def group_step(bench: Bench) -> dict[str, Any]:
 def multi_turn(bench: Bench) -> dict[str, Any]:
   """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
   found = {}
-  options: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
   learn = _updates(bench, 'reply')
   slots = _PROMPT.value + 4 * 32 + 3 * 64
   for name, again in (('kept', False), ('prefilled', True)):
     driver = bench.driver(slots=slots)
 
     def step(driver=driver, again=again):
-      ask = lambda n: talk(bench, driver, n, again=again, **options)
+      ask = lambda n: talk(bench, driver, n, again=again, **_FOUR_TURNS)
       driver.run([ask(n) for n in range(_ROWS.value)])
 
     times = timed(step)
@@ -251,8 +253,7 @@ def multi_turn(bench: Bench) -> dict[str, Any]:
 def no_work_twice(bench: Bench) -> dict[str, Any]:
   """Tokens computed by feeds and decodes over the distinct tokens of the trajectories."""
   driver = bench.driver(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
-  options: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
-  own = driver.run([talk(bench, driver, n, **options) for n in range(_ROWS.value)])
+  own = driver.run([talk(bench, driver, n, **_FOUR_TURNS) for n in range(_ROWS.value)])
   distinct = sum(own) + _ROWS.value // 8 * _PROMPT.value
   stats = driver.stats
   return {
@@ -310,11 +311,11 @@ def tools(bench: Bench) -> dict[str, Any]:
   fast += [speed(0) for _ in range(_REPEATS.value)]
   lock_step = [speed(latency, True) for latency in (0.0, *latencies)]
   mean = statistics.mean(fast)
-  found: dict[str, Any] = {'tokens_per_second': [round(x, 1) for x in fast], '0s': 1.0}
-  for latency, x in zip(latencies, ours, strict=True):
-    found[f'{latency:g}s'] = round(x / mean, 3)
-  for latency, x in zip((0.0, *latencies), lock_step, strict=True):
-    found[f'{latency:g}s/lock_step'] = round(x / mean, 3)
+  found: dict[str, Any] = {'tokens_per_second': [round(x, 1) for x in fast]}
+  cells = zip([0.0, *latencies], [mean, *ours], lock_step, strict=True)
+  for latency, *speeds in cells:
+    for name, x in zip(('', '/lock_step'), speeds, strict=True):
+      found[f'{latency:g}s{name}'] = round(x / mean, 3)
   if _CURVE.value:
     _draw(found, _CURVE.value)
   return found
@@ -340,13 +341,9 @@ def _draw(found: dict[str, Any], path: str) -> None:
 def reads(bench: Bench) -> dict[str, Any]:
   """A decode step with 256 tokens used, in rows of 512 and of 8,192 slots."""
   rows, steps = 8, 32
-  stop = stop_lib.stop([-1])
   found: dict[str, Any] = {}
   for slots in (512, 8192):
-    driver = driver_lib.Driver(
-      bench.config, bench.params, stop=stop, rows=rows, slots=slots, steps=steps
-    )
-    driver.warm_up()
+    driver = bench.driver(rows=rows, slots=slots, steps=steps, bucket=256, replicas=1)
     chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
 
     def step(replica=driver.replicas[0], chosen=chosen, budget=budget):
@@ -486,6 +483,7 @@ def main(_):
     'shape': _SHAPE.value,
     'parameters': sum(x.size for x in jax.tree.leaves(bench.params)),
     'rows': _ROWS.value,
+    'replicas': _REPLICAS.value,
     'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
     'jax': jax.__version__,
     'python': platform.python_version(),

@@ -43,6 +43,7 @@ _CFG = config_flags.DEFINE_config_dataclass(
     feed_rows=32,
     feed_tokens=32,
     bucket=128,
+    replicas=2,
     microbatch=16,
     eval_every=10,
   ),

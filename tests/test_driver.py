@@ -41,7 +41,7 @@ def _tokens(seed, n):
 async def _play(driver, number, *, latency=None, group=4, turns=3, reply=12):
   """A prompt shared by a group, then answers that depend on what was said."""
   pieces = []
-  async with driver.row(driver_lib.key('test', number)) as row:
+  async with driver.row(driver_lib.key('test', number), number // group) as row:
     tokens = _tokens(number // group, 9 + 5 * (number // group))
     for _ in range(turns):
       answer = await row.generate(tokens, reply)
@@ -642,6 +642,36 @@ class TestCompilations:
     # Of six rows no more than two share a step, and none is sampled for nothing else.
     assert driver.sizes.decode_rows == [1, 2]
     assert driver.stats.sampled <= driver.stats.steps < 1.5 * driver.stats.sampled
+
+  def test_replicas_share_a_chip(self, monkeypatch):
+    """They have the rows between them, one copy of the policy, and decode at one time."""
+    both, met = threading.Barrier(2), set()
+    decode = replica_lib.Replica._call_decode
+
+    def meet(replica, *args):
+      if replica not in met:
+        met.add(replica)
+        both.wait(20)
+      return decode(replica, *args)
+
+    driver = _driver(replicas=2, width=4, narrow=False, bucket=_SLOTS)
+    monkeypatch.setattr(replica_lib.Replica, '_call_decode', meet)
+    played = _run(driver, range(16))
+    monkeypatch.undo()
+    _assert_same(played, _reference())
+    first, second = driver.replicas
+    assert first.params is second.params
+    assert len(first.rows) == len(second.rows) == 3
+    assert driver.sizes.decode_rows == [2]
+
+  def test_replicas_that_do_not_divide_the_rows(self):
+    with pytest.raises(ValueError, match='rows = 6 and width = 6 .* 4, replicas'):
+      _driver(replicas=4)
+
+  def test_replicas_on_chips_that_share_a_layer(self):
+    mesh = jax.sharding.Mesh(jax.devices() * 2, ['tensor'])  # one device, twice
+    with pytest.raises(ValueError, match='replicas is 2: with tensor > 1'):
+      _driver(replicas=2, mesh=mesh)
 
   def test_buckets_double_up_to_the_slots(self):
     assert _driver(bucket=7).sizes.buckets == [7, 14, 28, 56, 112, _SLOTS]

@@ -76,6 +76,7 @@ class Driver:
     feed_tokens: int = 64,
     bucket: int = 256,
     narrow: bool = True,
+    replicas: int = 1,
   ):
     """Allocates the cache.
 
@@ -88,7 +89,7 @@ class Driver:
       mesh: That `params` lie on. This process's chips then have a replica each, or one
         together where its `tensor` splits a layer. None: one, on JAX's default device.
       chips: Of this process, which sample in place of those of the mesh.
-      rows: Texts at a time (B) of a replica.
+      rows: Texts at a time (B) on each chip (or `tensor` of them).
       slots: Most tokens of a text (S).
       steps: Tokens of one decode segment: what a row that has been answered by its tool
         waits for, at most.
@@ -98,6 +99,9 @@ class Driver:
       feed_tokens: Tokens of one feed (T).
       bucket: Cache reads are rounded up to this, twice this, four times this ...
       narrow: Whether few rows are fed and decoded by programs for a quarter of them.
+      replicas: That work side by side on each chip: they share its parameters and divide
+        its rows and width. One a core keeps a CPU busy, whose decode steps XLA computes
+        mostly on one core.
 
     A log-prob's last bits depend on the program that computed it: runs whose tools take
     their time repeat to the last bit only with bucket = slots and narrow = False.
@@ -105,9 +109,17 @@ class Driver:
     width = rows if width is None else min(width, rows)
     given = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
     given |= {'width': width, 'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
-    for name, size in given.items():
+    for name, size in (given | {'replicas': replicas}).items():
       if size < 1:
         raise ValueError(f'{name} is {size}; it must be at least 1.')
+    if rows % replicas or width % replicas:
+      raise ValueError(
+        f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'
+      )
+    if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
+      # Each would wait for the other's part of a sum over chips.
+      raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
+    rows, width = rows // replicas, width // replicas
     widths = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
     self.sizes = replica_lib.Sizes(
       rows=rows,
@@ -126,8 +138,9 @@ class Driver:
     self.replicas = [
       replica_lib.Replica(config, stop, self.sizes, self.stats, part)
       for part in self._parts or [None]
+      for _ in range(replicas)
     ]
-    # The parameters that `_copies`, one a replica, were made of.
+    # The parameters that `_copies`, one a chip, were made of.
     self._copied: decoder.Params | None = None
     self._copies: list[decoder.Params] = []
     self._loop: loop_lib.Loop | None = None
@@ -190,8 +203,9 @@ class Driver:
         for replica in self.replicas:
           replica.forget_policy()
       self._copies, self._copied = self._made(), self.params
-    for replica, params in zip(self.replicas, self._copies, strict=True):
-      replica.hand(params, self.policy_step)
+    each = len(self.replicas) // len(self._copies)
+    for n, replica in enumerate(self.replicas):
+      replica.hand(self._copies[n // each], self.policy_step)
 
   def warm_up(
     self,
@@ -229,7 +243,7 @@ class Driver:
       free.put_nowait(row)
 
   def _made(self) -> list[decoder.Params]:
-    """A copy of the policy for each replica."""
+    """A copy of the policy for each chip (or `tensor` of them)."""
     used = decoder.unstacked(lora.merge(self.params), self.config)
     if self.mesh is None or self._parts is None:
       return [used]

@@ -418,8 +418,11 @@ class Replica:
       rows[m], budget[m] = row.index, row.budget
     longest = max(row.length for row in waiting)
     step = self.policy_step
-    out = self._call_decode(rows, budget, self._bucket(longest + self.sizes.steps))
-    tokens, logprobs, count, stopped = await asyncio.to_thread(jax.device_get, out)
+    bucket = self._bucket(longest + self.sizes.steps)
+    # The call is made in the thread, too: a CPU computes what one thread asks of it in
+    # turn, for whichever replica.
+    decode = lambda: jax.device_get(self._call_decode(rows, budget, bucket))
+    tokens, logprobs, count, stopped = await asyncio.to_thread(decode)
     self._decoded = time.perf_counter()
     self.stats.decode_seconds += self._decoded - start
     self.stats.sampled += int(count.sum())
