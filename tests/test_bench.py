@@ -2,17 +2,14 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+import script
 
 
 def run(*args):
-  command = [sys.executable, '-m', 'experiments.bench', '--shape=tiny', *args]
   sizes = ['--rows=16', '--prompt=24', '--reply=8', '--microbatch=4', '--repeats=1']
-  return subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=900)
+  return script.run('-m', 'experiments.bench', '--shape=tiny', *args, *sizes)
 
 
 @pytest.fixture(scope='module')
@@ -38,12 +35,10 @@ def test_ragged_episodes_compile_nothing(lines):
 
 def test_an_accelerators_measurements():
   """On a CPU, for their sense and not for their speed."""
-  command = [sys.executable, '-m', 'experiments.bench_accelerator', '--shape=tiny']
+  command = ['-m', 'experiments.bench_accelerator', '--shape=tiny']
   command += ['--rows=4', '--used=64', '--context=256', '--tasks=1', '--repeats=1']
   command += ['--copy=1048576', '--peak=1e11']
-  # Most of the time is compilation.
-  env = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
-  done = subprocess.run(command, capture_output=True, text=True, env=env)
+  done = script.run(*command)
   assert done.returncode == 0, done.stderr
   lines = [json.loads(line) for line in done.stdout.splitlines()]
   found = {line['measurement']: line for line in lines}
@@ -77,12 +72,9 @@ def test_unknown_names_are_refused(flag):
 @pytest.mark.parametrize('side', ['jax', 'torch'])
 def test_the_sides_beside_each_other(side):
   """Seconds of either; of the other side, or what to install for it."""
-  command = [sys.executable, '-m', 'experiments.bench_beside', f'--side={side}']
+  command = ['-m', 'experiments.bench_beside', f'--side={side}', '--repeats=1']
   command += ['--shape=tiny', '--rows=4', '--prompt=16', '--reply=16', '--microbatch=2']
-  env = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
-  done = subprocess.run(
-    [*command, '--repeats=1'], capture_output=True, text=True, env=env
-  )
+  done = script.run(*command)
   if side == 'torch' and importlib.util.find_spec('torch') is None:
     assert done.returncode == 1 and 'pip install torch' in done.stdout + done.stderr
     return

@@ -11,12 +11,11 @@ import json
 import pathlib
 import random
 import re
-import subprocess
-import sys
 import zipfile
 
 import jax
 import pytest
+import script as script_lib
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
@@ -25,7 +24,6 @@ from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import miniwiki, qa, qa_data, qa_demos
 
-ROOT = pathlib.Path(__file__).parents[1]
 TEXTS = {
   'Hall of Dragons': 'Hall of Dragons is a supplement published by Judges Guild in 1981.',
   'Judges Guild': 'Judges Guild is a game publisher that has been active since 1976 in '
@@ -207,8 +205,7 @@ def _row(document: Document) -> dict:
 
 def _run(script: str, *args: str, fails: bool = False) -> str:
   """Runs an experiment's script; returns what it printed."""
-  command = [sys.executable, '-m', f'experiments.{script}', *args]
-  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+  result = script_lib.run('-m', f'experiments.{script}', *args, timeout=300)
   assert (result.returncode != 0) == fails, result.stdout + result.stderr
   return result.stdout + result.stderr
 

@@ -1,21 +1,16 @@
 """The quickstart's two scripts, in small, as a user runs them."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
+import script as script_lib
 
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import weights
 
-ROOT = pathlib.Path(__file__).parent.parent
-
 
 def run(script, *flags):
-  command = [sys.executable, '-m', f'experiments.{script}', *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+  return script_lib.run('-m', f'experiments.{script}', *flags)
 
 
 @pytest.fixture(scope='module')

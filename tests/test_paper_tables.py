@@ -5,16 +5,13 @@ Always in a process of its own: the flags of two scripts do not go together in o
 
 import gzip
 import json
-import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
+import script
 
 from agent_r1_jax.tasks import miniwiki
 
-ROOT = pathlib.Path(__file__).parent.parent
 METHODS = (
   'Naive RAG,ReAct prompting,Supervised fine-tuning,REINFORCE++,PPO (both masks off)'
 )
@@ -79,8 +76,7 @@ app.run(paper_tables.main)
 
 def run(*flags, code=None):
   what = ('-c', code) if code else ('-m', 'experiments.paper_tables')
-  command = [sys.executable, *what, *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+  return script.run(*what, *flags)
 
 
 def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):

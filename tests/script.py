@@ -1,0 +1,20 @@
+"""Experiments as their users start them, in processes of their own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*args: str, timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
+  """`python ...` in the checkout; compiles in a hurry, for most of its time is that."""
+  return subprocess.run(
+    [sys.executable, *args],
+    cwd=ROOT,
+    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
