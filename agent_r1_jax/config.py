@@ -49,6 +49,9 @@ class Config:
     weight_decay: Of the optimizer, decoupled as AdamW's.
     optimizer: Of optimizers.KINDS: 'adamw', 'adamw8' (moments of 8 bits) or 'adafactor'.
     offload: Keep the optimizer's state in the host's memory between updates.
+    adam_b1: Decay of Adam's first moment, of 'adamw' and 'adamw8'.
+    adam_b2: Of its second. The default forgets sooner than the .999 of PyTorch and verl.
+    adam_eps: Added to the root of the second moment.
     clip_norm: Of the gradient of policy and critic each, over all leaves.
     rows: Episodes at a time, on each chip (or `tensor` of them).
     slots: Tokens of a row, at most: prompt, replies and tools together.
@@ -107,6 +110,9 @@ class Config:
   weight_decay: float = 0.0
   optimizer: str = 'adamw'
   offload: bool = False
+  adam_b1: float = 0.9
+  adam_b2: float = 0.95
+  adam_eps: float = 1e-8
   clip_norm: float = 1.0
   rows: int = 64
   slots: int = 8192
@@ -160,7 +166,8 @@ def check(config: Config, algorithm: algorithms.Algorithm) -> None:
     )
   if config.reference_every and algorithm.reads_reference:
     raise ValueError('reference_every: a teacher stays as it is; make it 0.')
-  probe.check(algorithm, config.samples)
+  times = {'epochs': config.epochs, 'minibatches': config.minibatches}
+  probe.check(algorithm, config.samples, **times)
   if config.reference_every and config.reference and config.lora_rank:
     raise ValueError('reference_every: with adapters it needs reference to be empty.')
   _check_staleness(config, algorithm)

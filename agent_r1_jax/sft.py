@@ -34,6 +34,9 @@ class Config:
     learning_rate: At its peak, after the warm-up; then a cosine to 0.
     warmup: Steps of linear warm-up.
     weight_decay: Of AdamW.
+    adam_b1: Decay of AdamW's first moment.
+    adam_b2: Of its second; .999 in PyTorch.
+    adam_eps: Added to the root of the second.
     other_weight: Loss weight of the tokens that are not the assistant's, the first aside.
   """
 
@@ -43,6 +46,9 @@ class Config:
   learning_rate: float = 3e-3
   warmup: int = 50
   weight_decay: float = 0.1
+  adam_b1: float = 0.9
+  adam_b2: float = 0.98
+  adam_eps: float = 1e-8
   other_weight: float = 0.02
 
 
@@ -148,7 +154,13 @@ def run(
   )
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.adamw(rate, b2=0.98, weight_decay=config.weight_decay),
+    optax.adamw(
+      rate,
+      config.adam_b1,
+      config.adam_b2,
+      config.adam_eps,
+      weight_decay=config.weight_decay,
+    ),
   )
   state = learner.init(params, optimizer)
   stream = batches(segments, config)

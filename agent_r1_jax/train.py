@@ -279,7 +279,7 @@ def _plan(
     adapters = (config.lora_rank, targets, config.lora_alpha)
     params = lora.add(params, *adapters, jax.random.key(config.seed))
     params = sharding.placed(params, mesh)
-  fields = ('warmup', 'clip_norm', 'weight_decay')
+  fields = ('warmup', 'clip_norm', 'weight_decay', 'adam_b1', 'adam_b2', 'adam_eps')
   common = {name: getattr(config, name) for name in fields}
   make = functools.partial(optimizers_lib.make, config.optimizer, **common)
   optimizers = {'policy': make(config.learning_rate)}

@@ -12,7 +12,7 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages
+from agent_r1_jax.rl import advantages, rewards
 from agent_r1_jax.rl import episodes as episodes_lib
 
 _CRITIC = {
@@ -254,18 +254,30 @@ def test_gae_by_hand():
   np.testing.assert_array_equal(out.returns, [1.125, 2.5, 2.0])
 
 
-def test_gae_of_a_truncated_episode_goes_on_with_its_final_value():
+def test_gae_of_a_truncated_episode_goes_on_with_its_final_value_if_it_is_asked_to():
   """V after it is 8: δ_2 = 2 + 8/2 - 4 = 2; A_2 = 2; A_1 = 1 + 2/4; A_0 = 0 + (3/2)/4."""
   e = _episode('..00....', '....1', rewards=[1.0, 2.0], values=[1, 2, 4])
   e.final_value = 8.0
   options = {'gamma': 0.5, 'lam': 0.5}
-  (ended,) = advantages.gae([e], **options)
+  (ended,) = advantages.gae([e], bootstrap=True, **options)
   assert ended.advantages[-1] == -2, 'what follows an end is worth nothing'
   e.truncated = True
-  (out,) = advantages.gae([e], **options)
+  (out,) = advantages.gae([e], bootstrap=True, **options)
   np.testing.assert_array_equal(out.advantages, [0.375, 1.5, 2.0])
-  (out,) = advantages.gae([e], bootstrap=False, **options)
+  (out,) = advantages.gae([e], **options)
   np.testing.assert_array_equal(out.advantages, ended.advantages)
+
+
+@pytest.mark.parametrize('name', _CRITIC)
+def test_by_default_an_episode_that_ran_out_has_ended(name):
+  """Whatever the critic says of what would have followed."""
+  ended = [dataclasses.replace(e, truncated=False) for e in _batch()]
+  cut = [dataclasses.replace(e, truncated=True, final_value=9.0) for e in ended]
+  for a, b in zip(_CRITIC[name](cut), _CRITIC[name](ended), strict=True):
+    np.testing.assert_array_equal(a.advantages, b.advantages)
+    np.testing.assert_array_equal(a.returns, b.returns)
+  asked = _CRITIC[name](cut, bootstrap=True)
+  assert not np.allclose(_flat(asked), _flat(_CRITIC[name](ended)))
 
 
 def test_gae_without_the_mask_by_hand():
@@ -291,7 +303,7 @@ def test_gae_is_the_recursion(factor, n):
   for t in reversed(range(n)):
     following = rewards[t] + gamma * value - values[t] + gamma * lam * following
     expected[t], value = following, values[t]
-  (out,) = advantages.gae([e], gamma=gamma, lam=lam)
+  (out,) = advantages.gae([e], gamma=gamma, lam=lam, bootstrap=True)
   _close(out.advantages, expected)
   _close(out.returns, expected + values)
 
@@ -311,7 +323,10 @@ def test_step_gae_by_hand():
   _close(_flat(white), expected[[0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 3]])
   np.testing.assert_array_equal(white[0].returns, out.returns)
   e.truncated, e.final_value = True, 8.0
-  (out,) = advantages.step_gae([e], gamma=0.5, lam=0.5, normalize=False)
+  options = {'gamma': 0.5, 'lam': 0.5, 'normalize': False}
+  (ran_out,) = advantages.step_gae([e], **options)
+  np.testing.assert_array_equal(ran_out.advantages, out.advantages)
+  (out,) = advantages.step_gae([e], bootstrap=True, **options)
   np.testing.assert_array_equal(out.advantages, [0.375, 0.375, 1.5, 2, 2, 2])
 
 
@@ -336,7 +351,9 @@ def test_bi_level_gae_by_hand():
   np.testing.assert_array_equal(out.returns, [1.125, 2.5, 2.5, 2])
   # V after it is 4: δ_1 = -4 = A_1, A_0 = 2 - 4/4 = 1.
   e.truncated, e.final_value = True, 4.0
-  (out,) = advantages.bi_level_gae([e], **options)
+  (ran_out,) = advantages.bi_level_gae([e], **options)
+  np.testing.assert_array_equal(ran_out.advantages, out.advantages)
+  (out,) = advantages.bi_level_gae([e], bootstrap=True, **options)
   np.testing.assert_array_equal(out.advantages, [0.25, 1, -1, -4])
 
 
@@ -427,19 +444,46 @@ def _told(*parts, picture='..00..1', more=()):
   return batch
 
 
-def test_gdpo_loses_no_reward():
-  """What no part names is a part; the rounding of a sum is none."""
+def test_gdpo_adds_what_no_part_names_in_its_own_unit():
+  """Less its group's mean, -1/4 of 1/2, -1 and -1/4; the rounding of a sum is nothing."""
   parts = {'a': 1.0, 'b': 0.1 + 0.2}, {'a': 3.0, 'b': 0.3}, {'a': 2.0, 'b': 0.3}
-  rest = (0.5, -1.0, 0.25)
-  named = [told | {'rest': x} for told, x in zip(parts, rest)]
-  out = advantages.gdpo(_told(*parts, more=rest))
-  np.testing.assert_allclose(_flat(out), _flat(advantages.gdpo(_told(*named))))
   plain = advantages.gdpo(_told(*parts))
+  out = advantages.gdpo(_told(*parts, more=(0.5, -1.0, -0.25)))
+  added = np.repeat([0.75, -0.75, 0.0], [len(c.advantages) for c in out])
+  _close(_flat(out), _flat(plain) + added)
   weights = dict.fromkeys('ab', 1.0)
   np.testing.assert_array_equal(
     _flat(plain), _flat(advantages.gdpo(_told(*parts), weights=weights))
   )
-  assert not np.allclose(_flat(out), _flat(plain))
+
+
+def test_a_small_penalty_moves_gdpos_advantages_by_its_size():
+  """A KL of 0.1 to 0.4 a token times 0.001, in tied groups too; it moved them by 0.89."""
+  batch = _told({'a': 1.0}, {'a': 0.0}, {'a': 1.0}, {'a': 1.0})
+  for i, e in enumerate(batch):
+    e.group, e.ref_logprobs = i // 2, e.logprobs - 0.1 * (1 + i)
+  less = rewards.less_kl(batch, coef=0.001, estimator=lambda p, q: p - q)
+  moved = _flat(advantages.gdpo(less)) - _flat(advantages.gdpo(batch))
+  # Three tokens each. The first's KL is 0.3 and the second's 0.6: ±0.15 from their mean.
+  _close(moved, 1.5e-4 * np.repeat([1, -1, 1, -1], 3))
+
+
+def test_gdpo_sees_the_parts_in_the_unit_of_the_rewards():
+  """Rewards of 2, 0 and 2, 1 that are all of one part: by_group changes nothing there."""
+  batch = _told({'a': 2.0}, {'a': 0.0}, {'a': 2.0}, {'a': 1.0})
+  for i, e in enumerate(batch):
+    e.group = i // 2
+  expected = _flat(advantages.gdpo(batch))
+  assert (np.abs(expected) > 0.9).all()
+  for scaled in (rewards.by_group(batch), rewards.by_reward_to_go(batch)):
+    _close(_flat(advantages.gdpo(scaled)), expected, 1e-5)
+  # Half of the reward has no name: so has half of what it became, 1.
+  half = [dataclasses.replace(e, parts={'a': e.score / 2}) for e in batch]
+  scaled = rewards.by_reward_to_go(half, eps=0.0)
+  raw = [e.score / 2 for e in scaled]
+  assert raw == [0.5, 0.0, 0.5, 0.25]
+  added = np.repeat([0.25, -0.25, 0.125, -0.125], 3)
+  _close(_flat(advantages.gdpo(scaled)), expected + added, 1e-5)
 
 
 def test_gdpo_by_hand():

@@ -6,7 +6,7 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages
+from agent_r1_jax.rl import advantages, algorithms
 from agent_r1_jax.rl import episodes as episodes_lib
 
 _REWARDS = pytest.mark.parametrize('rewards', ['rewards_outcome', 'rewards_process'])
@@ -90,12 +90,67 @@ def test_step_gae_is_agent_r1s(rewards, variant):
   _equal(out, f'agentr1/step_gae/{rewards}/{variant}', joined=True)
 
 
+@_REWARDS
+@pytest.mark.parametrize('variant', _GAE)
+def test_gae_of_episodes_that_ran_out_is_verls(rewards, variant):
+  """verl has 0 after the last token, however an episode ended."""
+  gamma, lam = _GAE[variant]
+  batch = episodes.golden_actions(rewards)
+  for i, e in enumerate(batch):
+    e.truncated, e.final_value = i % 2 == 0, 5.0 + i
+  out = algorithms.ppo(gamma=gamma, lam=lam).advantages(batch)
+  _equal(out, f'verl/gae/{rewards}/{variant}')
+
+
 def test_bi_level_gae_is_ragens():
   """Where no turn's reward is 0, so that it sees every turn. It computes in float32."""
   batch = episodes.golden_actions('rewards_process')
-  assert all(e.turn_rewards.all() for e in batch) and len(batch[0].turn_ends) == 4
+  # Random numbers, of several turns: so they are of any seed.
+  assert all(e.turn_rewards.all() for e in batch)
+  assert max(len(e.turn_ends) for e in batch) > 1
   out = advantages.whiten(advantages.bi_level_gae(batch, high_gamma=0.95))
   _equal(out, 'ragen/bi_level_gae/g1_l1_hg0.95', tolerance=1e-6)
+  options = {'gamma': 1.0, 'lam': 1.0, 'high_gamma': 0.95}
+  plain = [_bi_level(e.rewards, e.values, e.turn_ends, **options) for e in batch]
+  out = advantages.bi_level_gae(batch, high_gamma=0.95)
+  _close(_flat(out), np.concatenate(plain))
+
+
+def _bi_level(rewards, values, ends, *, gamma, lam, high_gamma):
+  """RAGEN's two recursions over the tokens of one episode, written as loops."""
+  at_ends, following, value = {}, 0.0, 0.0
+  for end in reversed(ends.tolist()):
+    delta = rewards[end] + high_gamma * value - values[end]
+    following = delta + high_gamma * lam * following
+    at_ends[end], value = following, values[end]
+  out, following, value = np.zeros(len(rewards)), 0.0, 0.0
+  for t in reversed(range(len(rewards))):
+    if t in at_ends:  # A turn's end is rewarded with its return, and nothing follows.
+      reward, following, value = at_ends[t] + values[t], 0.0, 0.0
+    else:
+      reward = rewards[t]
+    following = reward + gamma * value - values[t] + gamma * lam * following
+    out[t], value = following, values[t]
+  return out
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_bi_level_gae_is_its_recursions(seed):
+  """Episodes of one to five turns of one to six tokens, whatever the seed."""
+  rng, batch = np.random.default_rng(seed), []
+  for group in range(12):
+    turn = np.repeat(np.arange(rng.integers(1, 6)), 6)
+    turn = turn[(rng.random(len(turn)) < 0.5) | (np.arange(len(turn)) % 6 == 0)]
+    rewards, values = np.zeros(len(turn)), rng.normal(size=len(turn))
+    ends = np.flatnonzero(np.diff(turn, append=-1))
+    rewards[ends] = rng.normal(size=len(ends))
+    logprobs, anchors = np.zeros(len(turn)), [b''] * len(ends)
+    e = episodes_lib.Episode(group, turn, rewards, logprobs, anchors, values=values)
+    batch.append(e)
+  options = {'gamma': 0.97, 'lam': 0.9, 'high_gamma': 0.8}
+  expected = [_bi_level(e.rewards, e.values, e.turn_ends, **options) for e in batch]
+  out = advantages.bi_level_gae(batch, **options)
+  _close(_flat(out), np.concatenate(expected))
 
 
 @_REWARDS

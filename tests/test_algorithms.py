@@ -156,7 +156,7 @@ def _effects(algorithm, needs_loss):
     rewards = transform(rewards)
   effects = {
     'advantages': _flat(algorithm.advantages(actions)),
-    'aggregate': algorithm.aggregate(np.array([1, 3, 0, 4])),
+    'aggregate': algorithm.aggregation(np.array([1, 3, 0, 4])),
     'rewards': np.concatenate([e.rewards for e in rewards]),
   }
   if needs_loss:
@@ -175,6 +175,7 @@ _PARTS = {
   'step_weight': (0.5, 'advantages'),
   'estimator': (advantages.bi_level_gae, 'advantages'),
   'weights': ({'answer': 2.0, 'format': -1.0}, 'advantages'),
+  'bootstrap_truncated': (True, 'advantages'),
   'threshold': (0.0, 'advantages'),
   'clip': (0.1, 'loss'),
   'clip_low': (0.05, 'loss'),
@@ -211,6 +212,89 @@ def test_options_change_their_part_and_no_other(name, option):
   after = _effects(_MAKERS[name](**{option: value}), part.endswith('loss'))
   changed = {k for k, x in before.items() if not np.array_equal(x, after[k])}
   assert changed == {part}
+
+
+# Of the algorithms that have two bounds, what else keeps the loss to the plain clip.
+_BOUNDS = {
+  'grpo': {'dual_clip': None},
+  'dr_grpo': {'dual_clip': None},
+  'dapo': {},
+  'gspo': {},
+  'gigpo': {'dual_clip': None},
+  'gdpo': {'dual_clip': None},
+  'ppo': {'dual_clip': None},
+}
+
+
+def _loss_at(algorithm, ratio, advantage):
+  """The loss of a sequence of one token that is `ratio` times as likely as it was."""
+  one = lambda x: np.full((1, 1), x)
+  stats = losses.TokenStats(one(np.log(ratio) - 2.0), one(0.0))
+  ids = np.ones((1, 1), np.int32)
+  batch = types.Batch(ids, ids - 1, ids, ids > 0, one(-2.0), one(advantage), one(1.0))
+  return float(_loss(algorithm.loss)(stats, batch)[0, 0])
+
+
+def test_every_algorithm_with_two_bounds_is_here():
+  assert {n for n in _MAKERS if (n, 'clip_low') in _options(n)} == _BOUNDS.keys()
+
+
+@pytest.mark.parametrize('name', _BOUNDS)
+def test_the_lower_bound_is_the_lower_one(name):
+  """ε_l = 0.1, ε_h = 0.3: A = 1 gains up to a ratio of 1.3, A = -1 down to 0.9."""
+  algorithm = _MAKERS[name](clip_low=0.1, clip_high=0.3, **_BOUNDS[name])
+  for ratio, advantage, expected in (
+    (1.25, 1.0, -1.25),
+    (1.5, 1.0, -1.3),
+    (0.95, -1.0, 0.95),
+    (0.75, -1.0, 0.9),
+  ):
+    found = _loss_at(algorithm, ratio, advantage)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+  ('name', 'low', 'high'),
+  [
+    ('grpo', 0.2, 0.2),
+    ('dr_grpo', 0.2, 0.2),
+    ('dapo', 0.2, 0.28),  # The paper's (arXiv 2503.14476, section 4.1).
+    ('gspo', 3e-4, 4e-4),  # The paper's (arXiv 2507.18071, section 5.1).
+    ('gigpo', 0.2, 0.2),
+    ('gdpo', 0.2, 0.2),
+    ('ppo', 0.2, 0.2),
+    ('rloo', 0.2, 0.2),
+    ('reinforce_plus_plus', 0.2, 0.2),
+    ('reinforce_plus_plus_baseline', 0.2, 0.2),
+  ],
+)
+def test_the_bounds_by_default(name, low, high):
+  algorithm = _MAKERS[name]()
+  np.testing.assert_allclose(_loss_at(algorithm, 1.6, 1.0), -1 - high, rtol=1e-12)
+  np.testing.assert_allclose(_loss_at(algorithm, 0.4, -1.0), 1 - low, rtol=1e-12)
+
+
+def test_a_loss_that_is_replaced_brings_its_aggregation():
+  """Three tokens and one: 1/4 each; or 1/6 and 1/2, where sequences weigh the same."""
+  counts = np.array([3, 1])
+  by_token, by_sequence = [1 / 4, 1 / 4], [1 / 6, 1 / 2]
+
+  def check(algorithm, expected):
+    np.testing.assert_allclose(algorithm.aggregation(counts), expected, rtol=1e-15)
+
+  check(algorithms.grpo(), by_token)
+  check(algorithms.gspo(), by_sequence)
+  for loss in (losses.gspo(), losses.sapo()):
+    check(algorithms.grpo()._replace(loss=loss), by_sequence)
+    check(algorithms.ppo()._replace(loss=loss), by_sequence)
+  for loss in (losses.ppo_clip(), losses.cispo(), lambda stats, batch: (0.0, {})):
+    check(algorithms.gspo()._replace(loss=loss), by_token)
+  # What is named stays.
+  named = algorithms.gspo(aggregate=algorithms.token_mean)
+  check(named, by_token)
+  check(named._replace(loss=losses.sapo()), by_token)
+  fixed = algorithms.dr_grpo(length=10)._replace(loss=losses.gspo())
+  check(fixed, [1 / 20, 1 / 20])
 
 
 def test_dapo_keeps_rewards_that_are_given():

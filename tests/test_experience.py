@@ -83,9 +83,18 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
     assert e.baseline == i and e.truncated == (t.status != 'done')
 
 
-def test_a_cut_episode_goes_on_with_the_value_after_its_last_token():
+def test_an_episode_that_ran_out_has_ended():
+  """γ = λ = 1: the return of the first token is all that comes."""
   ts = _cut()
   scored = plain.credit(ts, algorithms.ppo(kl_coef=0.0))
+  for t, returns in zip(ts, scored.numbers['returns'], strict=True):
+    first = _gathered(t, returns)[0]
+    np.testing.assert_allclose(first, t.reward, rtol=1e-5, atol=2e-5)
+
+
+def test_a_cut_episode_can_go_on_with_the_value_after_its_last_token():
+  ts = _cut()
+  scored = plain.credit(ts, algorithms.ppo(kl_coef=0.0, bootstrap_truncated=True))
   after = plain.regrouped(ts, plain.said(plain.shared(), plain.segments_of(ts)).after)
   for t, returns, x in zip(ts, scored.numbers['returns'], after, strict=True):
     goes_on = 0.0 if t.status == 'done' else x[-1][-1]
@@ -264,6 +273,44 @@ def test_corrections_weigh_their_actions():
   statistics = correction.statistics(*zip(*given, strict=True))
   for name, value in statistics.items():
     assert scored.metrics[f'stale_{name}'] == value
+
+
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('kind', ['in the reward', 'reverse'])
+def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked):
+  """verl's: the sampler's log-probs are for the correction alone."""
+  taken, ts = [], plain.trajectories()
+  algorithm = _PPO._replace(advantage_mask=masked, correction=correction.token_band())
+  if kind == 'reverse':
+    algorithm = algorithms.distillation(
+      advantage_mask=masked, correction=correction.token_band()
+    )
+  else:
+    algorithm = algorithm._replace(
+      advantages=_counting(taken), kl=kl_lib.InReward(estimator=kl_lib.k2)
+    )
+  scored = plain.credit(ts, algorithm, kl_coef=0.3)
+  segments = plain.segments_of(ts)
+  new, ref = (
+    plain.regrouped(ts, plain.said(params, segments).logprobs)
+    for params in (plain.policy(), plain.reference())
+  )
+  kls = []
+  for i, t in enumerate(ts):
+    e = episodes_lib.episode(t, masked=masked)
+    acted = np.isfinite(e.logprobs)
+    old, other = _gathered(t, new[i], masked), _gathered(t, ref[i], masked)
+    assert np.abs(old - e.logprobs)[acted].max() > 0.1, 'another policy sampled'
+    if kind == 'reverse':
+      expected = np.where(acted, other - old, 0.0)
+      found = _gathered(t, scored.numbers['advantages'][i], masked)
+      kls.append((old - other)[acted].mean())
+    else:
+      kl = np.where(acted, 0.5 * (old - other) ** 2, 0.0)
+      expected, found = e.rewards - 0.3 * kl, taken[i].rewards
+      kls.append(kl[acted].mean())
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(scored.metrics['kl'], np.mean(kls), rtol=1e-4)
 
 
 # What the critic alone sees.

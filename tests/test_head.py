@@ -81,6 +81,29 @@ def test_what_is_not_wanted_is_never_read():
     np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.parametrize('block', [2, 4, 64])
+def test_a_padding_slot_reads_no_token(block):
+  """Each logit is -200 + noise: e^200 is infinite, and 0 times that is no number."""
+  x, kernel, tokens, _ = inputs()
+  # Three tokens in a block of four; and the last is wanted.
+  wanted = jnp.arange(M) >= M - 3
+  far, far_kernel = x.at[:, 0].set(1.0), kernel.at[0].set(-200.0)
+  slopes = np.random.default_rng(1).normal(size=(2, M)).astype(np.float32)
+
+  def ours(x, kernel):
+    return head.logprobs(x, kernel, tokens, wanted, 1.0, block)
+
+  def theirs(x, kernel):
+    return [jnp.where(wanted, y, 0.0) for y in plain(x, kernel, tokens, 1.0)]
+
+  grads = (
+    jax.grad(weighted(f, slopes), argnums=(0, 1))(far, far_kernel) for f in (ours, theirs)
+  )
+  for mine, other in zip(*grads, strict=True):
+    assert np.isfinite(mine).all()
+    np.testing.assert_allclose(mine, other, rtol=0, atol=2e-3)
+
+
 def test_bfloat16_sums_in_float32():
   x, kernel, tokens, wanted = inputs()
   low, low_kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)

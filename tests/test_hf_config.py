@@ -1,5 +1,6 @@
 """config.json: what is read, what is written, what is refused."""
 
+import copy
 import json
 import pathlib
 
@@ -149,6 +150,84 @@ def test_an_unsupported_config_is_named(tmp_path, name, changes, message):
   with pytest.raises(ValueError, match=message) as error:
     hf_config.read(tmp_path)
   assert str(tmp_path / 'config.json') in str(error.value)
+
+
+_YARN = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32768}
+_NESTED = {
+  'full_attention': {'rope_type': 'default', 'rope_theta': 5e5},
+  'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
+}
+
+
+@pytest.mark.parametrize('key', ['rope_parameters', 'rope_scaling'])
+@pytest.mark.parametrize(
+  ('rope', 'message'),
+  [
+    (_YARN, "rope type is 'yarn'; supported are 'default' and 'llama3'"),
+    ({'full_attention': _YARN}, "rope type is 'yarn'"),
+    ({**_NESTED, 'full_attention': _YARN}, "rope type is 'yarn'"),
+    ({**_NESTED, 'full_attention': None}, "an object for 'full_attention'"),
+    ({'sliding_attention': _YARN}, "an object for 'full_attention'"),
+    ({**_NESTED, **_YARN}, 'nothing beside kinds of layers'),
+    ({'main': _YARN}, "main is {'rope_type': 'yarn'.*'default' does not read"),
+    ({'rope_type': 'default', 'type': 'yarn'}, r"two types, \['default', 'yarn'\]"),
+    ({'factor': 4.0}, "factor is 4.0, which rope type 'default' does not read"),
+    ({**_LLAMA3, 'rope_type': 'llama3', 'mscale': 0.7}, 'mscale is 0.7'),
+    ({'rope_type': 'default', 'partial_rotary_factor': 0.5}, 'partial_rotary_factor'),
+    ([4.0], r'is \[4.0\]; an object is needed'),
+    ('yarn', "is 'yarn'; an object is needed"),
+  ],
+)
+def test_no_rotation_is_ignored(tmp_path, key, rope, message):
+  """Beside a top-level rope_theta, which alone would be a rotation."""
+  raw = {**_PUBLISHED['Qwen2.5-3B'], key: rope}
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match=message):
+    hf_config.read(tmp_path)
+
+
+def test_two_rotations_that_differ_are_refused(tmp_path):
+  raw = {**_PUBLISHED['Llama-3.2-1B'], 'rope_parameters': {'rope_theta': 500000.0}}
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match='rope_scaling and rope_parameters differ'):
+    hf_config.read(tmp_path)
+  raw['rope_parameters'] = {'rope_theta': 500000.0, **raw['rope_scaling']}
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  assert hf_config.read(tmp_path).rope_scaling == _LLAMA3
+
+
+@pytest.mark.parametrize('key', ['rope_parameters', 'rope_scaling'])
+@pytest.mark.parametrize('beside', [{}, {'rope_theta': 1e6}])
+@pytest.mark.parametrize(
+  'rope',
+  [
+    {'rope_type': 'default', 'rope_theta': 5e5},
+    {'rope_theta': 5e5},
+    {'rope_type': 'llama3', 'rope_theta': 5e5, **_LLAMA3},
+    {'type': 'llama3', 'rope_theta': 5e5, **_LLAMA3},
+    {'full_attention': {'rope_type': 'llama3', 'rope_theta': 5e5, **_LLAMA3}},
+    {'full_attention': {'rope_type': 'llama3', **_LLAMA3}},
+    _NESTED,
+    {},
+  ],
+)
+def test_rotations_are_those_that_transformers_reads(tmp_path, key, beside, rope):
+  """By its own classes of configurations, nested and flat, θ inside and beside."""
+  from transformers import Qwen3Config
+
+  raw = {k: v for k, v in _PUBLISHED['Qwen3-8B'].items() if k != 'rope_theta'}
+  raw = raw | beside | {key: copy.deepcopy(rope)}
+  raw.pop('rope_scaling' if key == 'rope_parameters' else 'rope_parameters', None)
+  if not beside and 'rope_theta' not in str(rope):
+    pytest.skip('θ is nowhere: transformers takes 10000, we refuse')
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  found = hf_config.read(tmp_path)
+  theirs = Qwen3Config.from_pretrained(tmp_path).rope_parameters
+  theirs = theirs.get('full_attention', theirs)
+  assert found.rope_theta == theirs['rope_theta']
+  assert theirs['rope_type'] == ('llama3' if found.rope_scaling else 'default')
+  for name, value in (found.rope_scaling or {}).items():
+    assert theirs[name] == value
 
 
 def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path):

@@ -54,6 +54,61 @@ def test_it_learns(kind):
   assert np.mean(history[-10:]) < 0.1 * np.mean(history[:3])
 
 
+_BETAS = pytest.mark.parametrize(
+  'options',
+  [{}, {'adam_b1': 0.8, 'adam_b2': 0.999, 'adam_eps': 0.1}],
+  ids=['default', 'given'],
+)
+
+
+def _adam(gradients, *, rate, clip_norm, b1, b2, eps):
+  """What Adam adds to a parameter at each step, in float64, as its paper says it."""
+  m, v, steps = np.zeros_like(gradients[0]), np.zeros_like(gradients[0]), []
+  for t, g in enumerate(gradients, start=1):
+    g = g * min(1.0, clip_norm / np.linalg.norm(g))
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+    steps.append(-rate * m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))
+  return steps
+
+
+# Eight bits are rounded: to 1/16 of a moment, and thrice in three steps.
+@pytest.mark.parametrize(('kind', 'tolerance'), [('adamw', 1e-5), ('adamw8', 0.15)])
+@_BETAS
+def test_adam_by_hand_of_clipped_gradients(kind, tolerance, options):
+  """Gradients of very different norms: what is clipped is they, and not the steps.
+
+  Without the clip, or with one after Adam, the second and third step would be of the
+  first gradient's moments alone.
+  """
+  rng = np.random.default_rng(0)
+  gradients = [
+    norm * x / np.linalg.norm(x)
+    for norm, x in zip((1e4, 2.0, 0.5), rng.uniform(0.5, 1.0, (3, 4, 8)), strict=True)
+  ]
+  named = {'b1': 0.9, 'b2': 0.95, 'eps': 1e-8}
+  named |= {name.removeprefix('adam_'): value for name, value in options.items()}
+  expected = _adam(gradients, rate=1e-2, clip_norm=1.0, **named)
+  optimizer = optimizers.make(
+    kind, 1e-2, warmup=0, clip_norm=1.0, weight_decay=0.0, **options
+  )
+  params = {'kernel': jnp.zeros((4, 8))}
+  state = optimizer.init(params)
+  for gradient, step in zip(gradients, expected, strict=True):
+    grads = {'kernel': jnp.asarray(gradient, jnp.float32)}
+    updates, state = optimizer.update(grads, state, params)
+    np.testing.assert_allclose(updates['kernel'], step, rtol=tolerance)
+
+
+@pytest.mark.parametrize('name', ['adam_b1', 'adam_b2', 'adam_eps'])
+def test_numbers_of_adam_are_refused_where_they_mean_nothing(name):
+  options = {'warmup': 0, 'clip_norm': 1.0, 'weight_decay': 0.0}
+  for value in (-0.1, 0.0 if name == 'adam_eps' else 1.0, float('nan')):
+    with pytest.raises(ValueError, match=f'{name} is {value}; it must be'):
+      optimizers.make('adamw', 1e-3, **options, **{name: value})
+  with pytest.raises(ValueError, match=f"{name}.*'adafactor' reads none.*'adamw'"):
+    optimizers.make('adafactor', 1e-3, **options, **{name: 0.5})
+
+
 def test_eight_bits_follow_adam():
   """With zero gradients in between: a moment that only falls must fall."""
   params = {'kernel': jnp.zeros((16, 256))}

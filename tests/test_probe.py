@@ -60,6 +60,20 @@ def test_what_would_change_nothing_is_refused(algorithm, message):
     probe.check(algorithm, 4)
 
 
+@pytest.mark.parametrize('field', ['epochs', 'minibatches'])
+@pytest.mark.parametrize('name', ALL)
+def test_without_a_ratio_a_rollout_is_good_for_one_optimizer_step(name, field):
+  probe.check(ALL[name], 4, **{field: 1})
+  if name in ('reinforce', 'remax', 'distillation'):
+    with pytest.raises(ValueError, match=f'{field} is 2: .* Make it 1.*ppo_clip'):
+      probe.check(ALL[name], 4, **{field: 2})
+    # The mend that it names.
+    mended = ALL[name]._replace(loss=losses.ppo_clip())
+    probe.check(mended, 4, **{field: 2})
+  else:
+    probe.check(ALL[name], 4, **{field: 2})
+
+
 def test_what_only_the_environment_knows_is_left_to_it():
   named = functools.partial(advantages.gdpo, weights={'of the environment': 1.0})
   probe.check(algorithms.grpo()._replace(advantages=named), 4)

@@ -39,6 +39,7 @@ def _batch(masked):
   batch.insert(3, _episode('....', group=1))
   for e in batch:
     e.ref_logprobs = np.linspace(-2, -1, len(e.rewards))
+    e.parts = {'all': e.score}
   return batch
 
 
@@ -53,8 +54,12 @@ def test_only_rewards_of_actions_change_and_only_in_what_is_returned(name, maske
     for field in dataclasses.fields(e):
       old = getattr(b, field.name)
       np.testing.assert_array_equal(getattr(e, field.name), old)
-      if field.name != 'rewards':
+      if field.name not in ('rewards', 'parts'):
         np.testing.assert_array_equal(getattr(new, field.name), old)
+    if name.startswith('by_'):  # Another unit, for the parts as well.
+      _close(new.parts['all'], new.score)
+    else:
+      assert new.parts == b.parts
     assert np.isfinite(new.rewards).all() and new.rewards.shape == e.rewards.shape
     assert (new.rewards[np.isnan(e.logprobs)] == 0).all()
     changed = changed or not np.array_equal(new.rewards, e.rewards)

@@ -103,10 +103,13 @@ def _backward(temperature, block, saved, cotangents):
   def body(i, carry):
     dx_MD, dkernel_DV = carry
     at_C = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-    logp_CV = _logits(x_MD, kernel_DV, at_C, temperature) - lse_M[at_C][:, None]
+    # A slot of padding is M, which plain indexing would take for the last token: with its
+    # logsumexp below -88, exp(0 - logsumexp) is infinite, and 0 times that NaN.
+    of_C1 = lambda y_M: y_M.at[at_C].get(mode='fill', fill_value=0)[:, None]
+    logp_CV = _logits(x_MD, kernel_DV, at_C, temperature) - of_C1(lse_M)
     # d log π(t) = 1[t] - π and dH = -π (log π + H), by the logits.
-    dlogprob_C1, dentropy_C1 = dlogprob_M[at_C][:, None], dentropy_M[at_C][:, None]
-    both_CV = dlogprob_C1 + dentropy_C1 * (logp_CV + entropy_M[at_C][:, None])
+    dlogprob_C1, dentropy_C1 = of_C1(dlogprob_M), of_C1(dentropy_M)
+    both_CV = dlogprob_C1 + dentropy_C1 * (logp_CV + of_C1(entropy_M))
     chosen_CV = tokens_M[at_C][:, None] == jnp.arange(kernel_DV.shape[1])[None]
     dlogits_CV = jnp.where(chosen_CV, dlogprob_C1, 0.0) - jnp.exp(logp_CV) * both_CV
     dlogits_CV = (dlogits_CV / temperature).astype(x_MD.dtype)

@@ -200,17 +200,58 @@ def _check_supported(raw: dict[str, Any], family: _Family) -> None:
 
 def _parse_rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
   """Of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-  rope = {'rope_theta': raw.get('rope_theta')}
-  rope |= raw.get('rope_scaling') or {}
-  rope |= raw.get('rope_parameters') or {}
+  given = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
+  parsed = [_parse_rotation(raw, name, _flat_rope(raw, name)) for name in given]
+  if not parsed:
+    return _parse_rotation(raw, 'rope_scaling', {})
+  if parsed[0] != parsed[-1]:
+    raise ValueError(
+      'rope_scaling and rope_parameters differ; leave one of them, that of the training'
+    )
+  return parsed[0]
+
+
+def _flat_rope(raw: dict[str, Any], name: str) -> dict[str, Any]:
+  """The rotation of full attention; transformers 5 may nest one a kind of layer."""
+  rope = raw[name]
+  if not isinstance(rope, dict):
+    raise ValueError(f'{name} is {rope!r}; an object is needed')
+  nested = set(rope) & {'full_attention', 'sliding_attention', 'chunked_attention'}
+  if not nested:
+    return rope
+  # _check_supported has seen that every layer has full attention.
+  if set(rope) != nested or not isinstance(rope.get('full_attention'), dict):
+    raise ValueError(
+      f'{name} has {sorted(rope)}; by kinds of layers, it needs an object for '
+      "'full_attention' and nothing beside kinds of layers"
+    )
+  return rope['full_attention']
+
+
+def _parse_rotation(
+  raw: dict[str, Any], name: str, rope: dict[str, Any]
+) -> tuple[float, dict[str, Any] | None]:
+  """θ and the scaling; what is not in `rope` itself stands in the file beside it."""
+  kinds = {rope[key] for key in ('rope_type', 'type') if rope.get(key) is not None}
+  if len(kinds) > 1:
+    raise ValueError(f'{name} has two types, {sorted(kinds)}; leave one of them')
+  kind = kinds.pop() if kinds else 'default'
+  if kind not in ('default', 'llama3'):
+    raise ValueError(f"rope type is {kind!r}; supported are 'default' and 'llama3'")
+  rope = {'rope_theta': raw.get('rope_theta')} | rope
   theta = _number(rope, 'rope_theta', float)
   fraction = rope.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1))
   if fraction != 1:
     raise ValueError(f'partial_rotary_factor is {fraction!r}; only 1 is supported')
-  kind = rope.get('rope_type', rope.get('type', 'default'))
+  read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
+  read |= set(_LLAMA3_KEYS if kind == 'llama3' else ())
+  for key in sorted(set(rope) - read):
+    if rope[key] is not None:
+      raise ValueError(
+        f'{name}.{key} is {rope[key]!r}, which rope type {kind!r} does not read; name '
+        'the type that the model was trained with, or leave it out'
+      )
   if kind == 'default':
     return theta, None
-  if kind != 'llama3':
-    raise ValueError(f"rope type is {kind!r}; supported are 'default' and 'llama3'")
-  kinds = {'original_max_position_embeddings': int}
-  return theta, {key: _number(rope, key, kinds.get(key, float)) for key in _LLAMA3_KEYS}
+  types = {'original_max_position_embeddings': int}
+  return theta, {key: _number(rope, key, types.get(key, float)) for key in _LLAMA3_KEYS}

@@ -20,19 +20,21 @@ def gae(
   *,
   gamma: float = 1.0,
   lam: float = 1.0,
-  bootstrap: bool = True,
+  bootstrap: bool = False,
 ) -> list[Credit]:
   """δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γλ A_{t+1};  returns = A + V.
 
   Schulman et al. 2015 (arXiv 1506.02438), stepping from action to action (arXiv
   2511.14460's aligned advantages): γ and λ count the policy's tokens only. V after the
-  last token is 0; verl keeps it so for an episode that a budget cut, too.
+  last token is 0, also where a budget ended the episode, as in verl: it has ended and was
+  judged.
 
   Args:
     episodes: With values.
     gamma: Discount a token.
     lam: Trace decay a token.
-    bootstrap: A truncated episode goes on with its final_value.
+    bootstrap: Take final_value for V after an episode that a budget ended, as if it went
+      on.
 
   Raises:
     ValueError: An episode has no values.
@@ -50,7 +52,7 @@ def step_gae(
   *,
   gamma: float = 1.0,
   lam: float = 1.0,
-  bootstrap: bool = True,
+  bootstrap: bool = False,
   normalize: bool = True,
 ) -> list[Credit]:
   """δ_k = R_k + γ V_{k+1} - V_k;  A_k = δ_k + γλ A_{k+1}, the same on a turn's tokens.
@@ -63,7 +65,8 @@ def step_gae(
     episodes: With values.
     gamma: Discount a turn.
     lam: Trace decay a turn.
-    bootstrap: A truncated episode goes on with its final_value.
+    bootstrap: Take final_value for V after an episode that a budget ended, as if it went
+      on.
     normalize: Standardise the advantages.
 
   Raises:
@@ -89,7 +92,7 @@ def bi_level_gae(
   gamma: float = 1.0,
   lam: float = 1.0,
   high_gamma: float = 0.95,
-  bootstrap: bool = True,
+  bootstrap: bool = False,
 ) -> list[Credit]:
   """GAE over the turns' ends, then inside each turn towards the return of its end.
 
@@ -107,7 +110,8 @@ def bi_level_gae(
     gamma: Discount a token inside a turn.
     lam: Trace decay of both levels.
     high_gamma: Discount a turn, γ_h.
-    bootstrap: A truncated episode goes on with its final_value.
+    bootstrap: Take final_value for V after an episode that a budget ended, as if it went
+      on.
 
   Raises:
     ValueError: An episode has no values.
@@ -247,16 +251,21 @@ def gdpo(
   weights: Mapping[str, float] | None = None,
   eps: float = 1e-6,
 ) -> list[Credit]:
-  """A = whiten(Σ_k w_k (R_k - mean_g R_k) / (std_g R_k + ε)), R_k a part of the reward.
+  """A = whiten(Σ_k w_k (R_k - mean_g R_k) / (std_g R_k + ε)) + R' - mean_g R'.
 
-  Liu et al. 2026 (arXiv 2601.05242): a part of small variance is not drowned by another,
-  as it is where GRPO takes the sum of the parts. Whitened over tokens, as in verl. A part
-  that is tied in a group adds exactly 0 there; a part that an episode lacks is 0.
+  Liu et al. 2026 (arXiv 2601.05242): a part R_k of the reward that varies little is not
+  drowned by another, as it is where GRPO takes the sum of the parts. Whitened over
+  tokens, as in verl. A part that is tied in a group adds exactly 0 there; a part that an
+  episode lacks is 0.
+
+  R' is what the reward is beyond its named parts, such as a KL penalty. The paper and
+  verl have no such rest. It is centred in its group, but neither divided by the group's
+  standard deviation nor whitened: somebody chose its size, a KL's by its coefficient, and
+  a penalty of 0.0003 must not move an advantage by 1.
 
   Args:
     episodes: Of all groups, with parts.
-    weights: w_k by name; no other part counts. None: every part with weight 1, and what
-      the reward is beyond them as one more.
+    weights: w_k by name; nothing else counts, and R' = 0. None: every part has weight 1.
     eps: Added to the standard deviations.
 
   Raises:
@@ -277,9 +286,12 @@ def gdpo(
   for name, weight in weights.items():
     part = [e.parts.get(name, 0.0) for e in episodes]
     total += weight * _by_group(groups, part, measure)
-  if not named and any(rest):
-    total += _by_group(groups, rest, measure)
-  return whiten(_spread(episodes, total))
+  credits = whiten(_spread(episodes, total))
+  if named or not any(rest):
+    return credits
+  centre = lambda s: _normalized(s, divide_by_std=False, eps=0.0)
+  added = _by_group(groups, rest, centre)
+  return [Credit(c.advantages + a) for c, a in zip(credits, added, strict=True)]
 
 
 def _rounded(difference: float, of: float) -> float:
@@ -292,7 +304,8 @@ def reverse_kl(episodes: Sequence[Episode]) -> list[Credit]:
 
   Agarwal et al. 2023 (GKD, arXiv 2306.13649), with the reverse KL and the student's own
   samples; as a policy gradient with the KL of each token as its only reward (γ = 0), not
-  differentiated through the distribution. 0 at a token that the policy did not choose.
+  differentiated through the distribution. π is the policy before the update, whichever
+  policy sampled. 0 at a token that was not sampled.
 
   Args:
     episodes: With ref_logprobs.

@@ -29,7 +29,8 @@ class Algorithm(NamedTuple):
     loss: (TokenStats, Batch) -> the loss of each token, and numbers to watch. It is 0
       where the advantage is, so that such tokens need not be computed.
     aggregate: Token counts of a mini-batch's trajectories -> the weight of each
-      trajectory's tokens.
+      trajectory's tokens. None is the loss's own, so that a loss that is replaced brings
+      its aggregation along: seq_mean_token_mean of GSPO and SAPO, else token_mean.
     rewards: Changes of the episodes' rewards before all else, in order (rl/rewards.py).
     value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
     value_coef: Its weight where the critic is a second head of the policy.
@@ -43,12 +44,12 @@ class Algorithm(NamedTuple):
     advantage_mask: Advantages are estimated over the action tokens alone, and are 0
       elsewhere. Off, what the environment wrote takes part (see rl/episodes.py).
     mask_truncated: Leave out episodes that a budget ended. Otherwise they are scored by
-      the rewards that they got, and GAE bootstraps from the critic.
+      the rewards that they got, as episodes that have ended.
   """
 
   advantages: Callable[[Sequence[episodes_lib.Episode]], list[episodes_lib.Credit]]
   loss: losses.Surrogate
-  aggregate: Aggregate
+  aggregate: Aggregate | None = None
   rewards: tuple[rewards_lib.Transform, ...] = ()
   value_loss: losses.ValueLoss | None = None
   value_coef: float = 1.0
@@ -60,6 +61,14 @@ class Algorithm(NamedTuple):
   loss_mask: bool = True
   advantage_mask: bool = True
   mask_truncated: bool = False
+
+  @property
+  def aggregation(self) -> Aggregate:
+    """What is aggregated by: `aggregate`, or the loss's own."""
+    if self.aggregate is not None:
+      return self.aggregate
+    by_sequence = getattr(self.loss, 'sequence_mean', False)
+    return seq_mean_token_mean if by_sequence else token_mean
 
   @property
   def needs_reference(self) -> bool:
@@ -109,8 +118,6 @@ def trajectory_mean(counts: np.ndarray) -> np.ndarray:
   return 1.0 / (max(len(counts), 1) * np.maximum(counts, 1))
 
 
-_DEFAULTS: dict[str, Any] = {'aggregate': token_mean}
-
 # Algorithms by name. Each takes Algorithm's other fields by name too.
 
 
@@ -121,7 +128,7 @@ def grpo(
   clip_high: float = 0.2,
   dual_clip: float | None = 3.0,
   kl_coef: float = 0.001,
-  aggregate: Aggregate = token_mean,
+  aggregate: Aggregate | None = None,
   **fields: Any,
 ) -> Algorithm:
   """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults.
@@ -132,7 +139,7 @@ def grpo(
     clip_high: ε_h of the PPO clip.
     dual_clip: c of the dual clip, or None.
     kl_coef: Of the k3 KL to the reference in the loss; 0 needs no reference.
-    aggregate: How tokens and trajectories are weighed.
+    aggregate: How tokens and trajectories are weighed; None is by the loss's own.
     **fields: Of Algorithm.
   """
   fields.setdefault('kl', kl_lib.InLoss(kl_coef) if kl_coef else None)
@@ -180,7 +187,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
     clip_high: As well.
     **options: Of `grpo`, but for its clip.
   """
-  options = dict[str, Any](kl_coef=0.0, aggregate=seq_mean_token_mean) | options
+  options = dict[str, Any](kl_coef=0.0) | options
   return grpo(dual_clip=None, **options)._replace(
     loss=losses.gspo(clip_low=clip_low, clip_high=clip_high)
   )
@@ -200,12 +207,14 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
 def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """REINFORCE: -G_t log π, the return to go without a baseline.
 
+  Without a ratio it is exact on-policy only: one optimizer step a rollout.
+
   Args:
     gamma: Discount an action token.
     kl_coef: Of the k1 KL in the reward.
     **fields: Of Algorithm.
   """
-  fields = _DEFAULTS | _kl_in_reward(kl_coef) | fields
+  fields = _kl_in_reward(kl_coef) | fields
   returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
   return Algorithm(returns, losses.reinforce(), **fields)
 
@@ -253,6 +262,8 @@ def reinforce_plus_plus_baseline(
 def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """ReMax (arXiv 2310.10505): the baseline is a greedy episode's reward, tools included.
 
+  As `reinforce`, it is good for one optimizer step a rollout.
+
   Args:
     gamma: Discount an action token.
     kl_coef: Of the k1 KL in the reward.
@@ -292,7 +303,8 @@ def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algor
   """GDPO: each named part of the reward is normalised in its group, then they are summed.
 
   Args:
-    weights: Of the parts, by name; None is 1 each.
+    weights: Of the parts, by name; None is 1 each, and what no part names is added in
+      its own unit.
     **options: Of `grpo`, but for its std.
   """
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
@@ -308,6 +320,7 @@ def ppo(
   clip_high: float = 0.2,
   dual_clip: float | None = 3.0,
   value_clip: float | None = 0.5,
+  bootstrap_truncated: bool = False,
   kl_coef: float = 0.001,
   **fields: Any,
 ) -> Algorithm:
@@ -321,18 +334,22 @@ def ppo(
     clip_high: ε_h of the policy's clip.
     dual_clip: c of the dual clip, or None.
     value_clip: c of the clipped value loss, or None.
+    bootstrap_truncated: An episode that a budget ended goes on with the critic's value
+      after its last token. By default it has ended: what follows is worth 0, as in verl.
     kl_coef: Of the k1 KL taken off each token's reward; 0 needs no reference.
     **fields: Of Algorithm.
   """
+  # Where it is off, an estimator that was made with an option of its own keeps it.
+  bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
 
   def advantages(episodes):
-    credits = estimator(episodes, gamma=gamma, lam=lam)
+    credits = estimator(episodes, gamma=gamma, lam=lam, **bootstrap)
     # Agent-R1's step advantages are normalised over the turns already.
     if getattr(estimator, 'func', estimator) is advantages_lib.step_gae:
       return credits
     return advantages_lib.whiten(credits)
 
-  fields = _DEFAULTS | _kl_in_reward(kl_coef) | fields
+  fields = _kl_in_reward(kl_coef) | fields
   return Algorithm(
     advantages,
     losses.ppo_clip(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
@@ -346,7 +363,6 @@ def distillation(**fields: Any) -> Algorithm:
 
   The teacher is the reference: `train.Config.reference`. No reward is read.
   """
-  fields = _DEFAULTS | fields
   return Algorithm(
     advantages_lib.reverse_kl, losses.reinforce(), reads_reference=True, **fields
   )
@@ -359,13 +375,12 @@ def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
     threshold: The least reward that is learned from.
     **fields: Of Algorithm.
   """
-  fields = _DEFAULTS | fields
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
-  return Algorithm(accepted, losses.reinforce(), **fields)
+  return Algorithm(accepted, losses.likelihood(), **fields)
 
 
 def _clipped(advantages, clip, kl_coef, fields) -> Algorithm:
-  fields = _DEFAULTS | _kl_in_reward(kl_coef) | fields
+  fields = _kl_in_reward(kl_coef) | fields
   return Algorithm(advantages, losses.ppo_clip(clip_low=clip, clip_high=clip), **fields)
 
 

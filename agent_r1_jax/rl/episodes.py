@@ -33,10 +33,12 @@ class Episode:
     anchors: Of each turn, what the policy was shown right before it.
     parts: Named parts of the reward, where the environment told them.
     truncated: A budget ended the episode, not the environment.
-    logprobs: Of the behaviour policy; nan at a token that it did not choose.
+    logprobs: log π of the policy before the update; nan at a token that was not sampled.
+      Without a correction that policy sampled the tokens, and these are the sampler's.
     ref_logprobs: Of the reference policy, where there is one.
     values: The critic's value of the state before each token, where there is one.
-    final_value: The critic's value of the state after the last token.
+    final_value: The critic's value of the state after the last token; read only where
+      an estimator is asked to bootstrap.
     baseline: The reward of the greedy episode of the same task, where there is one.
   """
 

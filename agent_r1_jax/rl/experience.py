@@ -91,8 +91,12 @@ def credit(
   scores = _scores(trajectories, algorithm, models, shape, temperature, prefixes)
   seen = [episodes.seen(t, algorithm.advantage_mask) for t in trajectories]
   eps = [episodes.episode(t, masked=algorithm.advantage_mask) for t in trajectories]
+  old = _logprobs(trajectories, scores, algorithm)
   for i, episode in enumerate(eps):
     at = {name: packing.gather(seen[i], x[i]) for name, x in scores.items()}
+    # A KL is of the policy that is updated, whichever policy sampled (verl's too).
+    chosen = ~np.isnan(episode.logprobs)
+    episode.logprobs = np.where(chosen, packing.gather(seen[i], old[i]), np.nan)
     episode.ref_logprobs, episode.values = at.get('ref_logprobs'), at.get('values')
     episode.baseline = baselines[i] if baselines is not None else None
     if 'after' in scores:
@@ -107,7 +111,7 @@ def credit(
     metrics['kl'] = _mean_kl(eps, estimator)
     eps = rewards_lib.less_kl(eps, coef=kl_coef, estimator=estimator)
   credits = algorithm.advantages(eps)
-  numbers = {'logprobs': _logprobs(trajectories, scores, algorithm)}
+  numbers = {'logprobs': old}
   numbers |= {k: v for k, v in scores.items() if k in ('ref_logprobs', 'values')}
   numbers['advantages'] = [
     packing.scatter(s, c.advantages) for s, c in zip(seen, credits, strict=True)
@@ -258,7 +262,7 @@ def _weights(experience, members, masked) -> dict[int, list[np.ndarray]]:
   """Of some trajectories, the weight of each token: that of the aggregation."""
   masks = [episodes.seen(experience.trajectories[i], masked) for i in members]
   counts = np.array([sum(int(m.sum()) for m in some) for some in masks])
-  each = experience.algorithm.aggregate(counts)
+  each = experience.algorithm.aggregation(counts)
   return {
     i: [weight * m for m in some]
     for i, some, weight in zip(members, masks, each, strict=True)

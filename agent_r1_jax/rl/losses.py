@@ -10,6 +10,7 @@ Letters: B rows, T tokens. A advantage, ρ = π/π_old, sg stops the gradient.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,31 @@ Watched = dict[str, Float[Array, 'B T']]
 Surrogate = Callable[[TokenStats, types.Batch], tuple[Float[Array, 'B T'], Watched]]
 # (values, Batch) -> the critic's loss of each token.
 ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Described:
+  """A surrogate with what an algorithm must know of it; it is called as the surrogate is.
+
+  A plain function is a surrogate too, and both attributes are False of it.
+
+  Attributes:
+    surrogate: The function.
+    sequence_mean: Its authors average over the tokens of each sequence before they
+      average over sequences. An algorithm does so unless it names another aggregation.
+    exactly_on_policy: Its gradient is the policy gradient only under the policy that
+      sampled, so that a rollout is good for one optimizer step.
+  """
+
+  surrogate: Surrogate
+  sequence_mean: bool = False
+  exactly_on_policy: bool = False
+
+  def __call__(
+    self, stats: TokenStats, batch: types.Batch
+  ) -> tuple[Float[Array, 'B T'], Watched]:
+    """The surrogate's loss of each token, and its numbers to watch."""
+    return self.surrogate(stats, batch)
 
 
 def weighted(x: Float[Array, 'B T'], weights: Float[Array, 'B T']) -> Float[Array, '']:
@@ -89,7 +115,8 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
   Zheng et al. 2025 (arXiv 2507.18071). Each token's s is sg(s) π/sg(π), with the value of
   s and the gradient of its own log π (the paper's GSPO-token, as verl has it). A
   sequence is a segment: the mean is over its tokens that have a weight. TRL has the
-  gradient of s itself, which is the same where A is equal over a sequence.
+  gradient of s itself, which is the same where A is equal over a sequence. The paper
+  and verl average over each sequence first (Described.sequence_mean).
 
   Args:
     clip_low: ε_l; the paper's, as clip_high.
@@ -105,7 +132,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
     loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
     return loss, _watched(log_ratio(stats.logprobs, batch.logprobs), clipped)
 
-  return surrogate
+  return Described(surrogate, sequence_mean=True)
 
 
 def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
@@ -135,7 +162,8 @@ def cispo_absolute(*, max_ratio: float = 5.0) -> Surrogate:
 def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
   """-A σ(τ (ρ - 1)) 4/τ: a soft gate in the clip's place, as steep as ρ at ρ = 1.
 
-  Soft adaptive policy optimization (arXiv 2511.20347).
+  Soft adaptive policy optimization (arXiv 2511.20347). As in verl and TRL, it averages
+  over each sequence first (Described.sequence_mean).
 
   Args:
     tau_positive: τ where A > 0.
@@ -149,11 +177,20 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
     gate = jax.nn.sigmoid(tau * (jnp.exp(log) - 1.0)) * 4.0 / tau
     return -A * gate, _watched(log)
 
-  return surrogate
+  return Described(surrogate, sequence_mean=True)
 
 
 def reinforce() -> Surrogate:
   """-A log π: no ratio, so exact on-policy only. Williams 1992."""
+  return Described(likelihood(), exactly_on_policy=True)
+
+
+def likelihood() -> Surrogate:
+  """-A log π where A ≥ 0 is how much a token of given data counts: to be imitated.
+
+  The formula is `reinforce`'s. What differs is what A is: here a weight of data, whoever
+  made it, so that any number of optimizer steps may fit it.
+  """
   return lambda stats, batch: (-batch.advantages * stats.logprobs, {})
 
 

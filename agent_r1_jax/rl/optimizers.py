@@ -1,5 +1,9 @@
 """Optimizers by what they hold a parameter: Adam in 8 or 1 + 1 bytes, Adafactor.
 
+Adam's step is m̂ / (√v̂ + ε) with m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g². The
+default of β₂ is 0.95, where PyTorch, verl and TRL take 0.999: a run has some hundreds of
+steps, in which a mean over 1000 would hardly settle.
+
 | optimizer | moments of a large kernel | bytes a parameter |
 |---|---|---|
 | `adamw` | two of float32 | 8 |
@@ -43,26 +47,51 @@ class Adam8State(NamedTuple):
   root_nu: Rounded
 
 
-def adamw(rate: optax.ScalarOrSchedule, decay: float) -> optax.GradientTransformation:
-  """Adam with decoupled weight decay (arXiv 1711.05101), β₂ = 0.95."""
-  return optax.adamw(rate, b2=0.95, weight_decay=decay)
+class Adam(NamedTuple):
+  """β₁, β₂ and ε of Adam."""
+
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
 
 
-def adamw8(rate: optax.ScalarOrSchedule, decay: float) -> optax.GradientTransformation:
+DEFAULT = Adam()
+
+
+def adamw(
+  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+) -> optax.GradientTransformation:
+  """Adam with decoupled weight decay (arXiv 1711.05101)."""
+  return optax.adamw(rate, **adam._asdict(), weight_decay=decay)
+
+
+def adamw8(
+  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+) -> optax.GradientTransformation:
   """`adamw` with moments of 8 bits."""
   return optax.chain(
-    scale_by_adam8(b2=0.95),
+    scale_by_adam8(*adam),
     optax.add_decayed_weights(decay),
     optax.scale_by_learning_rate(rate),
   )
 
 
-def adafactor(rate: optax.ScalarOrSchedule, decay: float) -> optax.GradientTransformation:
+def adafactor(
+  rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
+) -> optax.GradientTransformation:
   """Adafactor (arXiv 1804.04235) without momentum, at the learning rate that is given.
 
   The step is not relative to the parameter's size, so rates are of Adam's order. The
   decay is decoupled and goes with the rate, as Adam's.
+
+  Raises:
+    ValueError: `adam` is not its default: there is no β or ε of Adam here.
   """
+  if adam != DEFAULT:
+    raise ValueError(
+      f"adam_b1, adam_b2, adam_eps are {(*adam,)}, and 'adafactor' reads none of them; "
+      "leave them out, or take the optimizer 'adamw'."
+    )
   return optax.chain(
     optax.scale_by_factored_rms(),
     optax.clip_by_block_rms(1.0),
@@ -75,22 +104,36 @@ KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
 
 
 def make(
-  kind: str, rate: float, *, warmup: int, clip_norm: float, weight_decay: float
+  kind: str,
+  rate: float,
+  *,
+  warmup: int,
+  clip_norm: float,
+  weight_decay: float,
+  adam_b1: float = DEFAULT.b1,
+  adam_b2: float = DEFAULT.b2,
+  adam_eps: float = DEFAULT.eps,
 ) -> optax.GradientTransformation:
   """One of KINDS with a linear warm-up to `rate`, after clipping the gradient's norm.
 
   Raises:
-    ValueError: No such kind.
+    ValueError: No such kind, or a number of Adam's that is out of its range or that this
+      kind does not read.
   """
   if kind not in KINDS:
     raise ValueError(f'optimizer is {kind!r}; give one of {tuple(KINDS)}.')
+  for name, beta in (('adam_b1', adam_b1), ('adam_b2', adam_b2)):
+    if not 0 <= beta < 1:
+      raise ValueError(f'{name} is {beta}; it must be at least 0 and below 1.')
+  if not adam_eps > 0:
+    raise ValueError(f'adam_eps is {adam_eps}; it must be above 0.')
   schedule = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
-  optimizer = KINDS[kind](schedule, weight_decay)
+  optimizer = KINDS[kind](schedule, weight_decay, Adam(adam_b1, adam_b2, adam_eps))
   return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
 
 def scale_by_adam8(
-  b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8
+  b1: float = DEFAULT.b1, b2: float = DEFAULT.b2, eps: float = DEFAULT.eps
 ) -> optax.GradientTransformation:
   """Adam's direction from moments of 8 bits (the aim of arXiv 2110.02861).
 

@@ -12,16 +12,31 @@ from agent_r1_jax.rl import algorithms, episodes
 from agent_r1_jax.rl import kl as kl_lib
 
 
-def check(algorithm: algorithms.Algorithm, samples: int) -> None:
+def check(
+  algorithm: algorithms.Algorithm,
+  samples: int,
+  *,
+  epochs: int = 1,
+  minibatches: int = 1,
+) -> None:
   """Refuses fields that do not go together.
 
   Args:
     algorithm: Of a run.
     samples: Episodes of a group.
+    epochs: Over each rollout.
+    minibatches: Optimizer steps an epoch.
 
   Raises:
     ValueError: Names the field and the mend.
   """
+  for name, times in (('epochs', epochs), ('minibatches', minibatches)):
+    if times > 1 and getattr(algorithm.loss, 'exactly_on_policy', False):
+      raise ValueError(
+        f'{name} is {times}: the loss of this algorithm has no ratio to the policy that '
+        'sampled, so that only the first optimizer step of a rollout is right. Make it '
+        '1, or give a loss that has one: algorithm._replace(loss=losses.ppo_clip()).'
+      )
   if algorithm.value_coef != 1.0 and not algorithm.needs_critic:
     raise ValueError('value_coef: there is no critic to weigh; leave it out.')
   if algorithm.greedy_baseline and algorithm.rewards:

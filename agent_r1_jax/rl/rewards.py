@@ -1,8 +1,10 @@
 """Rewards as estimators shall see them: from episodes to new episodes.
 
-Each transform changes `rewards` alone and leaves its argument as it was; named `parts` of
-the reward stay as the environment told them. They compose; `less_kl` comes last, because
-the others measure what the environment gave.
+Each transform gives new episodes and leaves its argument as it was. One that changes the
+unit of the rewards (`by_reward_to_go`, `by_group`) changes that of their named `parts`
+with it, so that the parts still add up to what they did; one that adds to the rewards
+leaves the parts alone. They compose; `less_kl` comes last, because the others measure
+what the environment gave.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ def by_reward_to_go(episodes: Sequence[Episode], *, eps: float = 1e-6) -> list[E
   """
   to_go = [np.abs(np.cumsum(e.rewards[::-1])) for e in episodes]
   scale = np.concatenate([np.zeros(1), *to_go]).max() + eps
-  return [dataclasses.replace(e, rewards=e.rewards / scale) for e in episodes]
+  return [_divided(e, scale) for e in episodes]
 
 
 def by_group(episodes: Sequence[Episode], *, eps: float = 1e-6) -> list[Episode]:
@@ -51,7 +53,7 @@ def by_group(episodes: Sequence[Episode], *, eps: float = 1e-6) -> list[Episode]
   for group, rewards in turns.items():
     squares = np.concatenate(rewards) ** 2
     scales[group] = np.sqrt(squares.sum() / max(len(squares), 1)) + eps
-  return [dataclasses.replace(e, rewards=e.rewards / scales[e.group]) for e in episodes]
+  return [_divided(e, scales[e.group]) for e in episodes]
 
 
 def overlong(
@@ -121,3 +123,9 @@ def less_kl(
     rewards[actions] -= coef * np.asarray(kl)
     out.append(dataclasses.replace(e, rewards=rewards))
   return out
+
+
+def _divided(episode: Episode, scale: float) -> Episode:
+  """The episode with its rewards and their named parts in another unit."""
+  parts = {name: value / scale for name, value in episode.parts.items()}
+  return dataclasses.replace(episode, rewards=episode.rewards / scale, parts=parts)
