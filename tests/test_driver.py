@@ -391,6 +391,26 @@ class TestOpen:
     one = mixed[0]
     assert not np.array_equal(played[one].tokens, _reference()[one].tokens)
 
+  @pytest.mark.parametrize('changed', [False, True])
+  def test_a_new_policy_reads_a_prompt_anew_that_a_row_still_holds(self, changed):
+    """In the midst of a run, in which an equal prompt would else be copied."""
+    driver, prompt = _driver(), _tokens(0, 9)
+    other = tiny.params(tiny.config(), likely={100: 0.5}) if changed else _params()
+
+    async def play():
+      async with driver.row(driver_lib.key('before')) as first:
+        await first.generate(prompt, 12)
+        if changed:
+          driver.params, driver.policy_step = other, 5
+          driver.hand_over()
+        async with driver.row(driver_lib.key('after')) as second:
+          return await second.generate(prompt, 12)
+
+    (reply,) = tiny.within(driver.run, [play()])
+    assert driver.stats.forked == (0 if changed else len(prompt))
+    assert (reply.policy_steps == (5 if changed else 0)).all()
+    tiny.assert_on_policy(other, [_segment([(prompt, None), reply[:3]])])
+
   def test_while_episodes_play_only_the_policy_changes(self):
     driver = _driver()
 

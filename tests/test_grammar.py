@@ -404,6 +404,30 @@ class TestDecode:
         said = b''.join(tokens.pieces[t] for t in reply)
         assert said.startswith(starts.encode()) and _END not in reply
 
+  def test_a_copied_prompt_begins_anew(self):
+    """In rows that were left in the midst of a call."""
+    tokens, tree = _tiny(required=True), tiny.params(tiny.config())
+    sizes = {'bucket': tiny.SIZES['slots'], 'narrow': False}
+    driver = tiny.driver(tree, grammar=tokens.grammar, **sizes)
+    rows = tiny.SIZES['rows']
+
+    async def play(number, prompt):
+      async with driver.row(driver_lib.key('copied', number)) as row:
+        reply = await row.generate(np.array(prompt, np.int32), 12)
+      return reply.tokens.tolist()
+
+    different = [play(number, [30 + number, 40]) for number in range(rows)]
+    states = [tokens.walk(reply) for reply in tiny.within(driver.run, different)]
+    assert all(state > 0 and not tokens.free[state] for state in states)
+    assert driver.stats.forked == 0
+    same = [play(number, [30, 40]) for number in range(rows)]
+    replies = tiny.within(driver.run, same)
+    assert driver.stats.forked == 2 * (rows - 1)
+    starts = _call('', {}).partition('{"name": ')[0]
+    for reply in replies:
+      assert tokens.walk(reply) >= 0
+      assert b''.join(tokens.pieces[t] for t in reply).startswith(starts.encode())
+
   def test_another_policys_grammar_is_refused(self):
     short = Tokens(tiny.chat().tokenizer, tiny.VOCAB + 1)
     with pytest.raises(ValueError, match='vocab_size=300'):

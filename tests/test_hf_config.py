@@ -218,9 +218,12 @@ def test_rotations_are_those_that_transformers_reads(tmp_path, key, beside, rope
   raw = {k: v for k, v in _PUBLISHED['Qwen3-8B'].items() if k != 'rope_theta'}
   raw = raw | beside | {key: copy.deepcopy(rope)}
   raw.pop('rope_scaling' if key == 'rope_parameters' else 'rope_parameters', None)
-  if not beside and 'rope_theta' not in str(rope):
-    pytest.skip('θ is nowhere: transformers takes 10000, we refuse')
   (tmp_path / 'config.json').write_text(json.dumps(raw))
+  if not beside and 'rope_theta' not in str(rope):
+    # Where θ is nowhere, transformers takes 10000.
+    with pytest.raises(ValueError, match='rope_theta is None'):
+      hf_config.read(tmp_path)
+    return
   found = hf_config.read(tmp_path)
   theirs = Qwen3Config.from_pretrained(tmp_path).rope_parameters
   theirs = theirs.get('full_attention', theirs)

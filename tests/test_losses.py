@@ -17,6 +17,7 @@ SURROGATES = {
   'cispo_absolute': losses.cispo_absolute(max_ratio=1.5),
   'sapo': losses.sapo(),
   'reinforce': losses.reinforce(),
+  'likelihood': losses.likelihood(),
   'dppo_tv': losses.dppo_tv(),
   'dppo_kl': losses.dppo_kl(),
 }
