@@ -52,6 +52,7 @@ def test_what_goes_together_is_taken(name):
     (algorithms.remax(**_SHAPED), 'rewards: the greedy'),
     (algorithms.gdpo(weights={'first': 1.0}, **_SHAPED), 'read no reward'),
     (algorithms.gdpo(weights={'first': 1.0}, kl=kl.InReward(0.1)), 'read no reward'),
+    (algorithms.gdpo(weights={'answer': 1.0}, kl=kl.InReward(0.1)), 'read no reward'),
     (algorithms.distillation(**_SHAPED), 'read no reward'),
   ],
 )

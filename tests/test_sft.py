@@ -1,10 +1,12 @@
 """Supervised fine-tuning: conversations become segments, segments become batches."""
 
+import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from agent_r1_jax import sft, types
@@ -244,6 +246,22 @@ def test_run_lowers_the_loss():
   np.testing.assert_allclose(metrics[0]['loss'], expected, rtol=1e-5)
   assert metrics[-1]['loss'] < 0.85 * metrics[0]['loss']
   assert sums[-1] == float(jnp.sum(params['final_norm']['scale'])) != sums[1]
+
+
+def test_adam_is_the_configured_one(monkeypatch):
+  made, adamw = [], optax.adamw
+
+  def spy(rate, b1, b2, eps, **options):
+    made.append((b1, b2, eps, options))
+    return adamw(rate, b1, b2, eps, **options)
+
+  monkeypatch.setattr(optax, 'adamw', spy)
+  changed = {'adam_b1': 0.8, 'adam_b2': 0.9, 'adam_eps': 1e-3, 'weight_decay': 0.2}
+  for config in (_CONFIG, dataclasses.replace(_CONFIG, **changed)):
+    with pytest.raises(ValueError, match='segments ended after 0'):
+      sft.run(_MODEL, _params(), [], config)
+  decay = lambda value: {'weight_decay': value}
+  assert made == [(0.9, 0.98, 1e-8, decay(0.1)), (0.8, 0.9, 1e-3, decay(0.2))]
 
 
 def test_a_stream_that_is_too_short_is_said():

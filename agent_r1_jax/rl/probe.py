@@ -3,7 +3,7 @@
 An option that nothing reads would change nothing, and nobody would be told.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 
 import numpy as np
@@ -44,7 +44,9 @@ def check(
       'rewards: the greedy episodes of the baseline are scored as they are; leave them '
       'out.'
     )
-  played = _episodes(samples)
+  # gdpo's, by the names of the parts of this run's reward.
+  named = getattr(algorithm.advantages, 'keywords', {}).get('weights') or ()
+  played = _episodes(samples, named)
   try:
     credits = algorithm.advantages(played)
   except ValueError:
@@ -78,8 +80,13 @@ def _reads(algorithm, played: Sequence[episodes.Episode], name: str) -> bool:
   return any(not np.allclose(a.advantages, b.advantages) for a, b in pairs)
 
 
-def _episodes(samples: int) -> list[episodes.Episode]:
-  """Two groups of two turns each, with all that an estimator may read."""
+def _episodes(samples: int, named: Iterable[str]) -> list[episodes.Episode]:
+  """Two groups of two turns each, with all that an estimator may read.
+
+  Args:
+    samples: Episodes of a group.
+    named: Further parts of the reward.
+  """
   rng = np.random.default_rng(0)
   found = []
   for group in range(2):
@@ -93,7 +100,7 @@ def _episodes(samples: int) -> list[episodes.Episode]:
           rewards,
           -rng.uniform(0.1, 2.0, 5),
           [b'a', b'b'],
-          {'first': rewards[1], 'last': rewards[4]},
+          {'first': rewards[1], 'last': rewards[4]} | {x: rng.normal() for x in named},
           ref_logprobs=-rng.uniform(0.1, 2.0, 5),
           values=rng.normal(size=5),
           baseline=rng.normal(),
