@@ -174,6 +174,7 @@ _NESTED = {
     ({'factor': 4.0}, "factor is 4.0, which rope type 'default' does not read"),
     ({**_LLAMA3, 'rope_type': 'llama3', 'mscale': 0.7}, 'mscale is 0.7'),
     ({'rope_type': 'default', 'partial_rotary_factor': 0.5}, 'partial_rotary_factor'),
+    ({'rope_type': ['yarn']}, r"rope type is \['yarn'\]"),
     ([4.0], r'is \[4.0\]; an object is needed'),
     ('yarn', "is 'yarn'; an object is needed"),
   ],

@@ -232,16 +232,16 @@ def _parse_rotation(
   raw: dict[str, Any], name: str, rope: dict[str, Any]
 ) -> tuple[float, dict[str, Any] | None]:
   """θ and the scaling; what is not in `rope` itself stands in the file beside it."""
-  kinds = {rope[key] for key in ('rope_type', 'type') if rope.get(key) is not None}
-  if len(kinds) > 1:
-    raise ValueError(f'{name} has two types, {sorted(kinds)}; leave one of them')
-  kind = kinds.pop() if kinds else 'default'
+  kinds = [rope[key] for key in ('rope_type', 'type') if rope.get(key) is not None]
+  if kinds and kinds[0] != kinds[-1]:
+    raise ValueError(f'{name} has two types, {kinds}; leave one of them')
+  kind = kinds[0] if kinds else 'default'
   if kind not in ('default', 'llama3'):
     raise ValueError(f"rope type is {kind!r}; supported are 'default' and 'llama3'")
   rope = {'rope_theta': raw.get('rope_theta')} | rope
   theta = _number(rope, 'rope_theta', float)
-  fraction = rope.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1))
-  if fraction != 1:
+  fraction = rope.get('partial_rotary_factor', raw.get('partial_rotary_factor'))
+  if fraction not in (None, 1):
     raise ValueError(f'partial_rotary_factor is {fraction!r}; only 1 is supported')
   read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
   read |= set(_LLAMA3_KEYS if kind == 'llama3' else ())
