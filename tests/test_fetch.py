@@ -1,46 +1,75 @@
-"""The fetcher verifies what comes, from a server on this machine."""
+"""The fetcher verifies, extracts and converts what a server on this machine sends."""
 
 import hashlib
 import http.server
 import importlib.util
+import io
 import json
+import os
 import pathlib
+import stat
+import subprocess
+import sys
+import tarfile
 import threading
+import zipfile
 
 import pytest
 
+from agent_r1_jax.tasks import qa_data
+
 ROOT = pathlib.Path(__file__).parents[1]
-_spec = importlib.util.spec_from_file_location('fetch', ROOT / 'third_party' / 'fetch.py')
+SCRIPT = ROOT / 'third_party' / 'fetch.py'
+_spec = importlib.util.spec_from_file_location('fetch', SCRIPT)
 assert _spec and _spec.loader
 fetch = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fetch)
 
 CONTENT = bytes(range(256)) * 40
+OTHER = CONTENT[::-1]
 SUM = hashlib.sha256(CONTENT).hexdigest()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  """/whole knows ranges, /plain does not, /cut ends early at first, /page is HTML."""
+  """/whole knows ranges, /plain does not, /cut ends early at first, /page is HTML.
+
+  /wrong sends another part than asked for. /served/NAME is SERVED[NAME].
+  """
 
   requests: list[tuple[str, str | None]] = []
+  served: dict[str, bytes] = {}
+  content = CONTENT
 
   def do_GET(self):
     wanted = self.headers.get('Range')
     self.requests.append((self.path, wanted))
-    if self.path == '/missing':
+    content, start = self.content, 0
+    tag = f'"{hashlib.md5(content).hexdigest()}"'
+    if self.path.startswith('/served/'):
+      content = self.served.get(self.path.removeprefix('/served/'))
+    if self.path == '/missing' or content is None:
       return self.send_error(404)
-    start = 0
+    if self.headers.get('If-Range', tag) != tag:
+      wanted = None
     if wanted and self.path != '/plain':
       start = int(wanted.removeprefix('bytes=').removesuffix('-'))
-      if start >= len(CONTENT):
+      if start >= len(content):
         return self.send_error(416)
-    body = CONTENT[start:]
+    body = content[start:]
     self.send_response(206 if start else 200)
+    if start:
+      first = 0 if self.path == '/wrong' else start
+      self.send_header(
+        'Content-Range', f'bytes {first}-{len(content) - 1}/{len(content)}'
+      )
     kind = 'text/html' if self.path == '/page' else 'application/octet-stream'
     self.send_header('Content-Type', kind)
     self.send_header('Content-Length', str(len(body)))
+    if self.path != '/untagged':
+      self.send_header('ETag', tag)
     self.end_headers()
-    self.wfile.write(body[:5000] if self.path == '/cut' and not start else body)
+    cut = self.path in ('/cut', '/wrong', '/untagged') and len(self.requests) == 1
+    self.wfile.write(body[:5000] if cut else body)
 
   def log_message(self, *_):
     pass
@@ -56,23 +85,29 @@ def address():
     thread.join()
 
 
+def _entry(files, **rest):
+  return {
+    'what': 'w',
+    'version': '1',
+    'licence': 'MIT',
+    'home': 'h',
+    **rest,
+    'files': files,
+  }
+
+
 @pytest.fixture
-def run(address, tmp_path, capsys):
+def run(address, tmp_path, capsys, monkeypatch):
   """Runs the command on a manifest with one file; returns its status and what it said."""
   _Handler.requests.clear()
+  monkeypatch.setattr(_Handler, 'content', CONTENT)
 
   def command(*arguments, url='/whole', sha256: str | None = SUM, path='a/data.bin'):
     manifest = tmp_path / 'manifest.json'
     if not manifest.exists():
-      file = {'path': path, 'url': address + url, 'sha256': sha256}
-      entry = {
-        'what': 'w',
-        'version': '1',
-        'licence': 'MIT',
-        'home': 'h',
-        'files': [file],
-      }
-      manifest.write_text(json.dumps({'entries': {'thing': entry}}))
+      url = url if '://' in url else address + url
+      file = {'path': path, 'url': url, 'sha256': sha256}
+      manifest.write_text(json.dumps({'entries': {'thing': _entry([file])}}))
     status = fetch.main([*arguments, f'--manifest={manifest}', f'--to={tmp_path}'])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
@@ -82,38 +117,82 @@ def run(address, tmp_path, capsys):
 
 def test_a_known_file_is_verified_and_kept(run, tmp_path):
   status, said = run('thing')
-  assert status == 0 and 'licence MIT' in said
+  assert status == 0 and 'licence MIT' in said and 'TRUSTED' not in said
   assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
   status, said = run('thing')
-  assert status == 0 and 'a/data.bin is there' in said
+  assert status == 0 and 'a/data.bin is there, with the sum of the manifest' in said
   assert len(_Handler.requests) == 1
+  assert not (tmp_path / 'sums.json').exists()
+  assert [p.name for p in (tmp_path / 'thing' / 'a').iterdir()] == ['data.bin']
 
 
 def test_a_damaged_file_is_fetched_again(run, tmp_path):
   run('thing')
   (tmp_path / 'thing' / 'a' / 'data.bin').write_bytes(b'damaged')
-  assert run('thing')[0] == 0
+  status, said = run('thing')
+  assert status == 0 and 'does not have the sum of the manifest: fetched again' in said
   assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
 
 
 def test_another_sum_is_refused_and_nothing_kept(run, tmp_path):
   status, said = run('thing', sha256='0' * 64)
-  assert status == 1 and f'has the sha256 {SUM} and not {"0" * 64}' in said
-  assert [p.name for p in (tmp_path / 'thing' / 'a').iterdir()] == []
+  assert status == 1 and f'has the sha256 {SUM} and not {"0" * 64} (the manifest)' in said
+  assert not (tmp_path / 'thing' / 'a' / 'data.bin').exists()
+  assert not list(tmp_path.rglob('*.part'))
 
 
-def test_an_unknown_sum_is_refused_unless_recorded(run, tmp_path):
+def test_an_unknown_sum_is_trusted_once_and_aloud(run, tmp_path, monkeypatch):
   status, said = run('thing', sha256=None)
-  assert status == 1 and 'a/data.bin is not known' in said and '--record' in said
+  assert status == 0
+  assert 'TRUSTED ON FIRST USE' in said and SUM in said and 'can change' in said
+  known = json.loads((tmp_path / 'sums.json').read_text())
+  assert known['thing/a/data.bin']['sha256'] == SUM
+  # Of the checkout, nothing is changed.
+  assert 'null' in (tmp_path / 'manifest.json').read_text()
+  status, said = run('thing')
+  assert status == 0 and 'is there, with the sum of' in said and 'TRUSTED' not in said
+  # Somebody puts another file to the address, and ours is lost.
+  (tmp_path / 'thing' / 'a' / 'data.bin').unlink()
+  monkeypatch.setattr(_Handler, 'content', OTHER)
+  status, said = run('thing')
+  assert status == 1 and f'and not {SUM} ({tmp_path}/sums.json, since ' in said
+  assert not (tmp_path / 'thing' / 'a' / 'data.bin').exists()
+
+
+def test_another_address_is_another_file(run, address, tmp_path):
+  run('thing', sha256=None)
+  manifest = tmp_path / 'manifest.json'
+  manifest.write_text(manifest.read_text().replace('/whole', '/plain'))
+  status, said = run('thing')
+  assert status == 0 and 'TRUSTED ON FIRST USE' in said
+
+
+def test_strict_refuses_an_unknown_sum_before_anything_is_fetched(run):
+  status, said = run('thing', '--strict', sha256=None)
+  assert status == 1 and 'knows no sha256 of a/data.bin' in said
   assert _Handler.requests == []
-  assert run('thing', '--record')[0] == 0
-  manifest = json.loads((tmp_path / 'manifest.json').read_text())
-  assert manifest['entries']['thing']['files'][0]['sha256'] == SUM
-  assert run('thing')[0] == 0
 
 
-def test_record_does_not_overwrite_a_known_sum(run):
-  assert run('thing', '--record', sha256='0' * 64)[0] == 1
+def test_strict_takes_a_known_sum(run):
+  assert run('thing', '--strict')[0] == 0
+
+
+def test_a_file_that_was_put_there_is_taken_and_recorded(run, tmp_path):
+  place = tmp_path / 'thing' / 'a' / 'data.bin'
+  place.parent.mkdir(parents=True)
+  place.write_bytes(OTHER)
+  status, said = run('thing', sha256=None)
+  assert status == 0 and 'what was in its place already could not be verified' in said
+  assert _Handler.requests == [] and place.read_bytes() == OTHER
+  place.write_bytes(CONTENT)  # Not what was trusted: fetched again, and refused.
+  status, said = run('thing')
+  assert status == 1 and f'the sha256 {SUM} and not' in said
+
+
+def test_damaged_sums_are_never_forgotten(run, tmp_path):
+  (tmp_path / 'sums.json').write_text('{')
+  status, said = run('thing')
+  assert status == 1 and 'sums.json is no JSON' in said and _Handler.requests == []
 
 
 def test_a_cut_download_goes_on(run, tmp_path):
@@ -124,12 +203,40 @@ def test_a_cut_download_goes_on(run, tmp_path):
   assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
 
 
+def test_a_cut_download_of_a_changed_file_begins_again(run, tmp_path, monkeypatch):
+  """Two halves of two files would be recorded as what to trust."""
+  run('thing', url='/cut', sha256=None)
+  monkeypatch.setattr(_Handler, 'content', OTHER)
+  assert run('thing')[0] == 0
+  assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == OTHER
+
+
+def test_a_cut_download_of_an_unknown_version_begins_again(run, tmp_path):
+  assert run('thing', url='/untagged', sha256=None)[0] == 1
+  assert run('thing')[0] == 0
+  assert _Handler.requests == [('/untagged', None), ('/untagged', None)]
+  assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
+
+
+def test_another_part_than_asked_for_is_refused(run, tmp_path):
+  run('thing', url='/wrong', sha256=None)
+  status, said = run('thing')
+  assert status == 1 and 'another part' in said
+  assert run('thing')[0] == 0
+  assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
+
+
 @pytest.mark.parametrize(('url', 'have'), [('/plain', 5000), ('/whole', 10240)])
-def test_servers_without_ranges_and_parts_that_are_complete(run, tmp_path, url, have):
+def test_servers_without_ranges_and_parts_that_are_complete(
+  run, address, tmp_path, url, have
+):
   part = tmp_path / 'thing' / 'a' / 'data.bin.part'
   part.parent.mkdir(parents=True)
   part.write_bytes(CONTENT[:have])
+  tag = f'"{hashlib.md5(CONTENT).hexdigest()}"'
+  part.with_name('data.bin.part.version').write_text(f'{address}{url}\n{tag}')
   assert run('thing', url=url)[0] == 0
+  assert _Handler.requests[0] == (url, f'bytes={have}-')
   assert part.with_suffix('').read_bytes() == CONTENT
 
 
@@ -138,15 +245,278 @@ def test_answers_that_are_no_file(run):
   assert status == 1 and 'answered 404' in said
 
 
+def test_a_server_that_is_not_there(run, tmp_path):
+  status, said = run('thing', url='http://127.0.0.1:1/x')
+  assert status == 1 and '127.0.0.1 cannot be reached' in said
+  assert f'is taken from {tmp_path}/thing/a/data.bin' in said
+
+
 def test_a_web_page_is_never_recorded(run, tmp_path):
-  status, said = run('thing', '--record', url='/page', sha256=None)
+  status, said = run('thing', url='/page', sha256=None)
   assert status == 1 and 'answered with a web page' in said
-  assert 'null' in (tmp_path / 'manifest.json').read_text()
+  assert not (tmp_path / 'sums.json').exists()
 
 
-def test_names_and_paths_that_are_wrong(run):
+def test_names_paths_and_addresses_that_are_wrong(run, tmp_path):
   status, said = run('thong', path='../x')
   assert status == 1 and '../x is outside of its folder' in said
+  (tmp_path / 'manifest.json').unlink()
+  status, said = run('thing', url='file:///etc/passwd')
+  assert status == 1 and 'file:///etc/passwd is no http(s) address' in said
+
+
+def _zip(**members: bytes) -> bytes:
+  out = io.BytesIO()
+  with zipfile.ZipFile(out, 'w') as archive:
+    for name, content in members.items():
+      info = zipfile.ZipInfo(name.removesuffix('->'))
+      info.external_attr = (stat.S_IFLNK if name.endswith('->') else stat.S_IFREG) << 16
+      archive.writestr(info, content)
+  return out.getvalue()
+
+
+def _tar(**members: bytes) -> bytes:
+  out = io.BytesIO()
+  with tarfile.open(fileobj=out, mode='w:gz') as archive:
+    for name, content in members.items():
+      info = tarfile.TarInfo(name.removesuffix('->'))
+      if name.endswith('->'):
+        info.type, info.linkname, content = tarfile.SYMTYPE, content.decode(), b''
+      info.size = len(content)
+      archive.addfile(info, io.BytesIO(content))
+  return out.getvalue()
+
+
+@pytest.mark.parametrize(('make', 'suffix'), [(_zip, '.zip'), (_tar, '.tar.gz')])
+def test_archives_are_extracted_once_and_again_when_they_change(
+  run, tmp_path, monkeypatch, make, suffix
+):
+  monkeypatch.setitem(_Handler.served, 'x', make(**{'in/a.txt': b'one'}))
+  status, said = run('thing', url='/served/x', sha256=None, path=f'data{suffix}')
+  assert status == 0 and 'extracted to' in said
+  found = tmp_path / 'thing' / 'data.extracted' / 'in' / 'a.txt'
+  assert found.read_bytes() == b'one'
+  status, said = run('thing')
+  assert status == 0 and 'extracted to' not in said
+  (tmp_path / 'sums.json').unlink()
+  (tmp_path / 'thing' / f'data{suffix}').unlink()
+  monkeypatch.setitem(_Handler.served, 'x', make(**{'in/a.txt': b'two'}))
+  assert run('thing')[0] == 0 and found.read_bytes() == b'two'
+
+
+@pytest.mark.parametrize(('make', 'suffix'), [(_zip, '.zip'), (_tar, '.tar.gz')])
+@pytest.mark.parametrize('name', ['../out', '/tmp/out-of-it', 'a/../../out', 'link->'])
+def test_archives_do_not_leave_their_folder(
+  run, tmp_path, monkeypatch, make, suffix, name
+):
+  archive = make(**{'good.txt': b'good', name: b'../../..'})
+  monkeypatch.setitem(_Handler.served, 'x', archive)
+  status, said = run('thing', url='/served/x', sha256=None, path=f'data{suffix}')
+  assert status == 1 and 'nothing is extracted' in said
+  there = {p.name for p in tmp_path.rglob('*')}
+  assert there == {'manifest.json', 'sums.json', 'thing', f'data{suffix}'}
+
+
+@pytest.mark.parametrize('suffix', ['.zip', '.tar.gz'])
+def test_damaged_archives_are_named(run, monkeypatch, suffix):
+  content = (_zip if suffix == '.zip' else _tar)(a=b'x' * 9000)[:-90]
+  monkeypatch.setitem(_Handler.served, 'x', content)
+  status, said = run('thing', url='/served/x', sha256=None, path=f'data{suffix}')
+  assert status == 1 and f'data{suffix} is damaged' in said
+
+
+HOTPOT = [
+  {
+    '_id': f'h{i}',
+    'question': f'Is Ann {i} older than Bo?',
+    'answer': 'yes',
+    'type': 'comparison',
+    'level': 'hard',
+    'supporting_facts': [[f'Ann {i}', 0], ['Bo', 1], [f'Ann {i}', 2]],
+    'context': [
+      [f'Ann {i}', ['Ann is 9.', ' She sings.']],
+      ['Bo', ['Bo is 8.']],
+      ['No', []],
+    ],
+  }
+  for i in range(3)
+]
+TWO_WIKI = [
+  row | {'_id': f'w{i}', 'answer_id': f'Q{i}', 'evidences': [['Ann', 'born', 'Oslo']]}
+  for i, row in enumerate(HOTPOT)
+]
+MUSIQUE = [
+  {
+    'id': f'3hop1__{i}_2_3',
+    'question': 'Who leads the city of Ann?',
+    'answer': 'Bo Lie',
+    'answer_aliases': ['Lie'],
+    'answerable': True,
+    'paragraphs': [
+      {'idx': 0, 'title': 'Ann', 'paragraph_text': 'Of Oslo.', 'is_supporting': True},
+      {'idx': 1, 'title': 'Eve', 'paragraph_text': f'Sings {i}.', 'is_supporting': False},
+    ],
+    'question_decomposition': [
+      {'id': 1, 'question': 'Ann >> city', 'answer': 'Oslo', 'paragraph_support_idx': 0}
+    ],
+  }
+  for i in range(3)
+]
+ALIASES = '\n'.join(
+  json.dumps({'Q_id': f'Q{i}', 'aliases': [f'aye {i}'], 'demonyms': []}) for i in range(3)
+).encode()
+_lines = lambda rows: '\n'.join(map(json.dumps, rows)).encode()
+_array = lambda rows: json.dumps(rows).encode()
+OFFICIAL = {
+  'hotpotqa': {
+    'hotpot_train_v1.1.json': _array(HOTPOT[:2]),
+    'hotpot_dev_distractor_v1.json': _array(HOTPOT[2:]),
+  },
+  '2wikimultihopqa': {
+    'data_ids_april7.zip': _zip(
+      **{
+        'data_ids/train.json': _array(TWO_WIKI[:2]),
+        'data_ids/dev.json': _array(TWO_WIKI[2:]),
+        'data_ids/test.json': b'[]',
+        'data_ids/id_aliases.json': ALIASES,
+        '__MACOSX/data_ids/._train.json': b'rubbish',
+      }
+    )
+  },
+  'musique': {
+    'musique_v1.0.zip': _zip(
+      **{
+        'data/musique_ans_v1.0_train.jsonl': _lines(MUSIQUE[:2]),
+        'data/musique_ans_v1.0_dev.jsonl': _lines(MUSIQUE[2:]),
+        'data/musique_full_v1.0_train.jsonl': b'{}',
+      }
+    )
+  },
+}
+
+
+@pytest.fixture
+def project(address, tmp_path, monkeypatch):
+  """The project's own manifest, with the addresses of this machine's server."""
+  manifest = json.loads((ROOT / 'third_party' / 'manifest.json').read_text())
+  for name, files in OFFICIAL.items():
+    entry = manifest['entries'][name]
+    assert {file['path'] for file in entry['files']} == {*files}
+    for file in entry['files']:
+      file['url'] = f'{address}/served/{name}/{file["path"]}'
+      monkeypatch.setitem(_Handler.served, f'{name}/{file["path"]}', files[file['path']])
+  path = tmp_path / 'manifest.json'
+  path.write_text(json.dumps(manifest))
+  return path
+
+
+@pytest.mark.parametrize('name', OFFICIAL)
+def test_official_files_end_as_what_data_takes(name, project, tmp_path, capsys):
+  arguments = [name, f'--manifest={project}', f'--to={tmp_path}']
+  assert fetch.main(arguments) == 0
+  said = capsys.readouterr().out
+  folder = tmp_path / name
+  assert '2 train, 1 dev questions' in said
+  assert f'launch/local.sh hotpotqa_search --data={folder}' in said
+
+  corpus, questions = qa_data.find(folder)
+  tasks = qa_data.jsonl(questions) + qa_data.jsonl(folder / 'dev.jsonl.gz')
+  (tmp_path / 'official').write_bytes(
+    _lines({'hotpotqa': HOTPOT, '2wikimultihopqa': TWO_WIKI, 'musique': MUSIQUE}[name])
+  )
+  official = qa_data.load(tmp_path / 'official')
+  if name == '2wikimultihopqa':
+    (tmp_path / 'aliases').write_bytes(ALIASES)
+    official = qa_data.add_aliases(official, tmp_path / 'aliases')
+    assert tasks[1].answer == ['yes', 'aye 1']
+  assert [task.info.pop('origin') for task in tasks] == ['train', 'train', 'dev']
+  passages = {d.id: d for d in qa_data.documents.read_corpus(corpus)}
+  assert {(d.title, d.text) for d in passages.values()} == {
+    (d.title, d.text) for d in qa_data.passages(tmp_path / 'official')
+  }
+  for task, other in zip(tasks, official, strict=True):
+    gold = [passages[id].title for id in task.info.pop('supporting_ids')]
+    assert gold == task.info['supporting_titles']
+    if name == 'musique':
+      assert task.info.pop('type') == '3hop1'
+    assert task == other
+
+  # Once more: nothing is fetched or made again, and the commands are there.
+  before = questions.stat().st_mtime_ns
+  assert fetch.main(arguments) == 0
+  said = capsys.readouterr().out
+  assert 'is converted' in said and f'--data={folder}' in said and 'TRUSTED' not in said
+  assert questions.stat().st_mtime_ns == before
+
+
+def test_broken_rows_are_left_out_and_named(project, tmp_path, capsys, monkeypatch):
+  rows = [row | {'_id': f'{row["_id"]}-{i}'} for i in range(100) for row in HOTPOT[:1]]
+  rows[7] = rows[7] | {'answer': ' '}
+  place = 'hotpotqa/hotpot_train_v1.1.json'
+  monkeypatch.setitem(_Handler.served, place, _array(rows))
+  arguments = ['hotpotqa', f'--manifest={project}', f'--to={tmp_path}']
+  assert fetch.main(arguments) == 0
+  said = capsys.readouterr().out
+  assert '99 train' in said and 'left out: ' in said and "row 8: 'answer' is ' '" in said
+  rows[9] = rows[8]
+  monkeypatch.setitem(_Handler.served, place, _array(rows))
+  arguments[-1] = f'--to={tmp_path}/other'
+  assert fetch.main(arguments) == 1
+  assert '2 of 100 rows are broken' in capsys.readouterr().err
+  assert not (tmp_path / 'other' / 'hotpotqa' / 'train.jsonl.gz').exists()
+
+
+@pytest.mark.parametrize('command', [[str(SCRIPT)], [sys.executable, str(SCRIPT)]])
+def test_both_ways_to_call_it_list_what_there_is(command, tmp_path):
+  done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert 'hotpotqa\n' in done.stdout and 'licence: CC BY-SA 4.0' in done.stdout
+  assert 'third_party/fetch.py NAME' in done.stdout
+  helped = subprocess.run([*command, '--help'], capture_output=True, text=True)
+  assert helped.returncode == 0 and '--strict' in helped.stdout
+
+
+def test_git_knows_that_it_is_executable():
+  listed = subprocess.run(
+    ['git', 'ls-files', '-s', 'third_party/fetch.py'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  if listed.returncode or not listed.stdout:
+    pytest.skip('this is no checkout of git')
+  assert listed.stdout.startswith('100755 ')
+
+
+def test_an_old_python_finds_a_newer_one(tmp_path):
+  """The file is read by an interpreter that says it is 3.8; python3.12 is on the PATH."""
+  (tmp_path / 'third_party').mkdir()
+  for name in ('fetch.py', 'manifest.json'):
+    (tmp_path / 'third_party' / name).write_bytes((SCRIPT.parent / name).read_bytes())
+  newer = tmp_path / 'python3.12'
+  newer.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+  newer.chmod(0o755)
+  code = (
+    'import runpy, sys; sys.version_info = (3, 8, 18); sys.argv = ["fetch.py"]; '
+    f'runpy.run_path({str(tmp_path / "third_party/fetch.py")!r}, run_name="__main__")'
+  )
+  command = [sys.executable, '-c', code]
+  environment = os.environ | {'PATH': str(tmp_path)}
+  done = subprocess.run(command, env=environment, capture_output=True, text=True)
+  assert done.returncode == 0 and 'hotpotqa' in done.stdout, done.stderr
+  newer.unlink()
+  done = subprocess.run(command, env=environment, capture_output=True, text=True)
+  assert done.returncode != 0 and '3.11 or later is needed' in done.stderr
+
+
+def test_without_the_environment_it_says_how_to_convert(
+  project, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setitem(sys.modules, 'agent_r1_jax.tasks.qa_convert', None)
+  monkeypatch.delattr('agent_r1_jax.tasks.qa_convert', raising=False)
+  assert fetch.main(['musique', f'--manifest={project}', f'--to={tmp_path}']) == 1
+  said = capsys.readouterr()
+  assert 'musique_v1.0.zip: extracted' in said.out and 'make .venv/installed' in said.err
 
 
 def test_the_list_and_an_unknown_name(capsys):
@@ -159,7 +529,7 @@ def test_the_list_and_an_unknown_name(capsys):
     'qwen2.5-3b-instruct',
     'wiki-18',
   ):
-    assert f'{name} ' in listed
+    assert f'{name}\n' in listed
   assert fetch.main(['imagenet']) == 1
   assert "no entry 'imagenet'; there are hotpotqa," in capsys.readouterr().err
 

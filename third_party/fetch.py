@@ -1,35 +1,93 @@
-"""Fetches the outside data, models and indexes of manifest.json, and verifies them.
+#!/usr/bin/env python3
+"""Fetches outside data, models and indexes, verifies them, and makes them ready for use.
 
-  python third_party/fetch.py                        what there is, with its licence
-  python third_party/fetch.py hotpotqa e5-base-v2    into third_party/downloads/<name>/
-  python third_party/fetch.py hotpotqa --record      trusts what comes this once
+  third_party/fetch.py                        what there is, its licence, what is fetched
+  third_party/fetch.py hotpotqa e5-base-v2    into third_party/downloads/<name>/
+  third_party/fetch.py --strict wiki-18       only files whose sum the manifest knows
 
-A file is kept only if its sha256 is the manifest's. Where that is not known (null), the
-file is refused unless --record is given, which writes the sum of what came into the
-manifest, for the next one. A download that was cut off goes on where it was. Needs the
-standard library alone.
+manifest.json says where each thing is. Archives are extracted; the official files of
+HotpotQA, 2WikiMultihopQA and MuSiQue are converted to what the scripts' `--data=` takes;
+the commands to run next are printed. A download that was cut off goes on where it was.
+
+Every file is checked by its sha256. Where the manifest knows none, what comes is trusted
+the first time: this is said, the sum is printed and written to downloads/sums.json, and
+from then on anything else is refused. --strict refuses such files at once. A file that
+you put into its folder yourself is taken in the same way.
+
+Downloading needs Python 3.11 and its standard library alone, conversion the project's
+environment (`make .venv/installed`).
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import datetime
 import hashlib
+import http.client
+import importlib.util
 import json
+import os
 import pathlib
+import shutil
+import stat
+import subprocess
 import sys
+import tarfile
+import time
 from typing import Any
 import urllib.error
+import urllib.parse
 import urllib.request
+import zipfile
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+
+def _interpreter():
+  """The command of a Python that can run the rest of this file; None if this one can.
+
+  An old Python gets here: no syntax of this file may be newer than 3.6.
+  """
+  ready = sys.version_info >= (3, 11)
+  if ready and importlib.util.find_spec('jax'):
+    return None
+  own = ROOT / '.venv' / 'bin' / 'python'
+  if own.exists() and pathlib.Path(sys.prefix).resolve() != own.parents[1].resolve():
+    return str(own)
+  if ready:
+    return None
+  for name in ('python3.12', 'python3.11', 'python3.13'):
+    # The name may be a shim of a version that is not installed: run it.
+    path = shutil.which(name)
+    if path and subprocess.call([path, '-c', ''], stderr=subprocess.DEVNULL) == 0:
+      return path
+  sys.exit(
+    f'fetch.py: this is Python {sys.version.split()[0]}, and 3.11 or later is needed; '
+    'none was found on PATH. Install one, or make the environment: make .venv/installed'
+  )
+
+
+def _restart():
+  other = _interpreter()
+  if other:
+    os.execv(other, [other, os.path.abspath(__file__)] + sys.argv[1:])
+
+
+if __name__ == '__main__':
+  _restart()
+
 _CHUNK = 1 << 20
+_SAY_SECONDS = 10.0
+_ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
   """Reads and checks the manifest.
 
   Raises:
-    ValueError: A field is missing, a sum is no sha256 or a path leaves its folder; the
-      message names the entry.
+    ValueError: A field is missing, a sum is no sha256, an address is not http(s) or a
+      path leaves its folder; the message names the entry.
   """
   manifest = json.loads(path.read_text(encoding='utf-8'))
   for name, entry in manifest['entries'].items():
@@ -42,117 +100,370 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
       parts = pathlib.PurePosixPath(file['path'])
       if parts.is_absolute() or '..' in parts.parts:
         raise ValueError(f'{path}, {name}: {file["path"]} is outside of its folder')
+      if urllib.parse.urlsplit(file['url']).scheme not in ('http', 'https'):
+        raise ValueError(f'{path}, {name}: {file["url"]} is no http(s) address')
       if file['sha256'] is not None and len(file['sha256']) != 64:
         raise ValueError(f'{path}, {name}: the sha256 of {file["path"]} has 64 digits')
   return manifest
 
 
+class Sums:
+  """The sums of files that were trusted when they first came, in downloads/sums.json."""
+
+  def __init__(self, path: pathlib.Path):
+    """Reads the file, if there is one.
+
+    Raises:
+      ValueError: It is damaged.
+    """
+    self.path = path
+    try:
+      self._known = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+      raise ValueError(
+        f'{path} is no JSON ({error}): it holds the sums of what was fetched before. '
+        'Mend it, or delete it to trust once more what is there'
+      ) from None
+
+  def find(self, name: str, file: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The sum that a file must have, and who says so; None if nobody does."""
+    if file['sha256'] is not None:
+      return file['sha256'], 'the manifest'
+    known = self._known.get(f'{name}/{file["path"]}', {})
+    # A new version of the manifest may name another address: that is another file.
+    if known.get('url') != file['url']:
+      return None, ''
+    return known['sha256'], f'{self.path}, since {known["first_seen"]}'
+
+  def trust(self, name: str, file: Mapping[str, Any], found: str, whence: str) -> None:
+    """Records the sum of a file that nobody vouches for, and says so."""
+    self._known[f'{name}/{file["path"]}'] = {
+      'sha256': found,
+      'url': file['url'],
+      'first_seen': datetime.date.today().isoformat(),
+    }
+    _write(self.path, json.dumps(self._known, indent=2) + '\n')
+    print(
+      f'{name}: TRUSTED ON FIRST USE: the manifest knows no sha256 of {file["path"]}, so '
+      f'{whence} could not be verified. Its sha256 is\n  {found}\n'
+      f'  recorded in {self.path}; from now on anything else is refused.'
+    )
+
+
 def fetch(
-  name: str, entry: Mapping[str, Any], directory: pathlib.Path, *, record: bool = False
+  name: str,
+  entry: Mapping[str, Any],
+  directory: pathlib.Path,
+  sums: Sums,
+  *,
+  strict: bool = False,
 ) -> None:
   """Brings the files of one entry into `directory`, each whole and verified.
 
-  With `record`, sums that are null in `entry` are filled in.
+  Args:
+    name: Of the entry.
+    entry: Of the manifest.
+    directory: Made if missing. Archives are extracted beside themselves.
+    sums: Of the files that the manifest knows no sum of.
+    strict: Refuse those files before anything is fetched.
 
   Raises:
-    ValueError: A sum is null and `record` is not given (before anything is fetched), or
-      a file has another sum.
+    ValueError: A file has another sum than it must have, an archive holds a path that
+      leaves its folder, or with `strict`, the manifest knows no sum of a file.
     OSError: The download failed; run it again, and it goes on.
   """
   unknown = [file['path'] for file in entry['files'] if file['sha256'] is None]
-  if unknown and not record:
+  if unknown and strict:
     raise ValueError(
-      f'{name}: the sha256 of {", ".join(unknown)} is not known, so what comes cannot be '
-      f'verified. Look at {entry["home"]}, and if you trust it, fetch with --record'
+      f'{name}: --strict, and the manifest knows no sha256 of {", ".join(unknown)}. Look '
+      f'at {entry["home"]}, and if you trust it, fetch without --strict'
     )
   for file in entry['files']:
     target = directory / file['path']
-    if target.exists() and _sum(target) == file['sha256']:
-      print(f'{name}: {file["path"]} is there')
-      continue
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + '.part')
-    _download(file['url'], part)
-    found = _sum(part)
-    if file['sha256'] is None:
-      file['sha256'] = found
-    elif file['sha256'] != found:
-      part.unlink()
-      raise ValueError(
-        f'{name}: {file["path"]} has the sha256 {found} and not {file["sha256"]}; it was '
-        'deleted. The file at its address has changed, or somebody changed it on the way'
-      )
-    part.replace(target)
-    print(f'{name}: {file["path"]}, {target.stat().st_size:,} bytes, {found[:12]}...')
+    wanted, by = sums.find(name, file)
+    found = sha256(target) if target.exists() else None
+    if found and wanted is None:
+      shutil.rmtree(_folder(target), ignore_errors=True)
+      sums.trust(name, file, found, 'what was in its place already')
+    elif found and found == wanted:
+      print(f'{name}: {file["path"]} is there, with the sum of {by}')
+    else:
+      if found:
+        print(f'{name}: {file["path"]} does not have the sum of {by}: fetched again')
+      _get(name, file, target, sums)
+    if target.name.endswith(_ARCHIVES):
+      _extract(target)
+
+
+def _get(name: str, file: Mapping[str, Any], target: pathlib.Path, sums: Sums) -> None:
+  """Downloads one file and puts it into its place once its sum is right."""
+  target.parent.mkdir(parents=True, exist_ok=True)
+  part = target.with_name(target.name + '.part')
+  _download(file['url'], part)
+  found = sha256(part)
+  wanted, by = sums.find(name, file)
+  if wanted is None:
+    plain = file['url'].startswith('http:')
+    way = ', over a connection that anybody on the way can change,' if plain else ''
+    sums.trust(name, file, found, f'what {_host(file["url"])} sent{way}')
+  elif found != wanted:
+    part.unlink()
+    raise ValueError(
+      f'{name}: {file["path"]} has the sha256 {found} and not {wanted} ({by}); it was '
+      'deleted. The file at its address has changed, or somebody changed it on the way'
+    )
+  part.replace(target)
+  _version(part).unlink(missing_ok=True)
+  # What was extracted from another file is not what is in this one.
+  shutil.rmtree(_folder(target), ignore_errors=True)
+  print(f'{name}: {file["path"]}, {target.stat().st_size:,} bytes, {found[:12]}...')
+
+
+def _version(part: pathlib.Path) -> pathlib.Path:
+  """Of which version of which address a part is: two lines."""
+  return part.with_name(part.name + '.version')
 
 
 def _download(url: str, part: pathlib.Path) -> None:
-  """Appends to `part` where the server allows it."""
-  have = part.stat().st_size if part.exists() else 0
+  """Appends to `part` where it is of the same version and the server can go on there."""
+  have, version = 0, ''
+  if part.exists() and _version(part).exists():
+    before, _, version = _version(part).read_text().partition('\n')
+    have = part.stat().st_size if before == url and version else 0
   request = urllib.request.Request(url, headers={'User-Agent': 'agent-r1-jax'})
   if have:
     request.add_header('Range', f'bytes={have}-')
+    request.add_header('If-Range', version)  # If it has changed, all of it comes.
   try:
     response = urllib.request.urlopen(request, timeout=60)
   except urllib.error.HTTPError as error:
-    if have and error.code == 416:  # nothing is left, or the file has become shorter
+    if have and error.code == 416:  # Nothing is left, or the file has become shorter.
       part.unlink()
       return _download(url, part)
     raise OSError(f'{url} answered {error.code} {error.reason}') from None
+  except (urllib.error.URLError, http.client.HTTPException) as error:
+    reason = getattr(error, 'reason', error)
+    raise OSError(
+      f'{url}: {_host(url)} cannot be reached ({reason}). A file that you fetch '
+      f'another way is taken from {part.with_suffix("")}'
+    ) from None
   with response:
-    if response.headers.get_content_type() == 'text/html':
-      raise OSError(f'{url} answered with a web page: fetch it with a browser')
-    going_on = response.status == 206
-    length = int(response.headers.get('Content-Length') or -1)
-    got = 0
+    _receive(url, response, part, have)
+
+
+def _receive(url, response, part: pathlib.Path, have: int) -> None:
+  """Writes what the server sends, after the `have` bytes that are there if it says so."""
+  if response.headers.get_content_type() == 'text/html':
+    raise OSError(
+      f'{url} answered with a web page: fetch it with a browser, and put it to '
+      f'{part.with_suffix("")}'
+    )
+  going_on = response.status == 206
+  if going_on and not response.headers.get('Content-Range', '').startswith(
+    f'bytes {have}-'
+  ):
+    part.unlink()
+    raise OSError(f'{url} sent another part of the file than asked for: run again')
+  tag, modified = (response.headers.get(h, '') for h in ('ETag', 'Last-Modified'))
+  # A weak tag does not say that the bytes are the same.
+  _version(part).write_text(
+    f'{url}\n{modified if tag.startswith("W/") else tag or modified}'
+  )
+  length = int(response.headers.get('Content-Length') or -1)
+  free = shutil.disk_usage(part.parent).free
+  if length > free:
+    raise OSError(f'{url}: {length:,} bytes are to come, and the disk has {free:,} free')
+  got, said = 0, time.monotonic()
+  try:
     with part.open('ab' if going_on else 'wb') as out:
-      while chunk := response.read(_CHUNK):
+      for chunk in iter(lambda: response.read(_CHUNK), b''):
         got += out.write(chunk)
+        if time.monotonic() - said > _SAY_SECONDS:
+          said = time.monotonic()
+          total = f' of {(have * going_on + length) >> 20:,}' if length >= 0 else ''
+          print(f'  {(have * going_on + got) >> 20:,}{total} MiB', file=sys.stderr)
+  except (http.client.HTTPException, OSError) as error:
+    raise OSError(f'{url} broke off after {got} bytes ({error}): run again') from None
   if 0 <= length != got:
-    raise OSError(f'{url} ended after {got} of {length} bytes: run again, it goes on')
+    raise OSError(f'{url} ended after {got} of {length} bytes: run again')
 
 
-def _sum(path: pathlib.Path) -> str:
+def _folder(archive: pathlib.Path) -> pathlib.Path:
+  """Where an archive is extracted to."""
+  name = archive.name
+  for suffix in _ARCHIVES:
+    name = name.removesuffix(suffix)
+  return archive.with_name(name + '.extracted')
+
+
+def _extract(archive: pathlib.Path) -> None:
+  """Extracts an archive, all of it or nothing.
+
+  Raises:
+    ValueError: It is damaged, or holds a link, a device or a path that leaves the folder.
+  """
+  folder = _folder(archive)
+  if folder.exists():
+    return
+  part = folder.with_name(folder.name + '.part')
+  shutil.rmtree(part, ignore_errors=True)
+  try:
+    part.mkdir()
+    if archive.name.endswith('.zip'):
+      with zipfile.ZipFile(archive) as zipped:
+        for member in zipped.infolist():
+          kind = stat.S_IFMT(member.external_attr >> 16)
+          _check(archive, member.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR))
+        _check_room(archive, part, sum(m.file_size for m in zipped.infolist()))
+        zipped.extractall(part)
+    else:
+      with tarfile.open(archive) as tarred:
+        members = tarred.getmembers()
+        for member in members:
+          _check(archive, member.name, member.isreg() or member.isdir())
+        _check_room(archive, part, sum(m.size for m in members))
+        for member in members:  # Neither owners nor rights are taken over.
+          member.mode = 0o755 if member.isdir() else 0o644
+          member.uid, member.gid = os.getuid(), os.getgid()
+          tarred.extract(member, part)
+  except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+    raise ValueError(f'{archive} is damaged ({error}): delete it and run again') from None
+  finally:
+    if sys.exc_info()[0]:
+      shutil.rmtree(part, ignore_errors=True)
+  part.replace(folder)
+  print(f'{archive.name}: extracted to {_shown(folder)}')
+
+
+def _check(archive: pathlib.Path, name: str, plain: bool) -> None:
+  """Raises ValueError for a member that is no plain file in the archive's own folder."""
+  path = pathlib.PurePosixPath(name.replace('\\', '/'))
+  if not plain or path.is_absolute() or '..' in path.parts or ':' in path.parts[:1]:
+    raise ValueError(
+      f'{archive}: nothing is extracted, for {name!r} is a link, a device or a path '
+      'out of the folder'
+    )
+
+
+def _check_room(archive: pathlib.Path, folder: pathlib.Path, size: int) -> None:
+  free = shutil.disk_usage(folder).free
+  if size > free:
+    raise OSError(f'{archive} holds {size:,} bytes, and the disk has {free:,} free')
+
+
+def convert(name: str, entry: Mapping[str, Any], directory: pathlib.Path) -> None:
+  """Makes corpus.jsonl.gz, train.jsonl.gz and dev.jsonl.gz of official question files.
+
+  Raises:
+    ValueError: A file is not there or broken, or the environment is missing.
+  """
+  named = entry.get('questions')
+  if not named:
+    return
+  sources = {split: _find(name, directory, file) for split, file in named.items()}
+  aliases = sources.pop('aliases', None)
+  made = [directory / f'{split}.jsonl.gz' for split in (*sources, 'corpus')]
+  newest = max(path.stat().st_mtime for path in (*sources.values(), aliases) if path)
+  if all(path.exists() and path.stat().st_mtime >= newest for path in made):
+    print(f'{name}: is converted')
+    return
+  sys.path.insert(0, str(ROOT))
+  try:
+    from agent_r1_jax.tasks import qa_convert
+  except ModuleNotFoundError as error:
+    raise ValueError(
+      f"{name} is downloaded and not converted: that needs the project's environment (no "
+      f'module {error.name!r} here). Make it with `make .venv/installed`, and give the '
+      'same command again'
+    ) from None
+  print(f'{name}: converting ...', flush=True)
+  done = qa_convert.convert(sources, directory, aliases)
+  for message in done.broken[:5]:
+    print(f'{name}: left out: {message}')
+  if len(done.broken) > 5:
+    print(f'{name}: left out: {len(done.broken) - 5} rows more')
+  counts = ', '.join(f'{count:,} {split}' for split, count in done.questions.items())
+  print(f'{name}: {counts} questions and {done.passages:,} passages')
+
+
+def _find(name: str, directory: pathlib.Path, file: str) -> pathlib.Path:
+  """A file by its name, in the folder or in what was extracted there."""
+  found = sorted(directory.rglob(file), key=lambda path: len(path.parts))
+  if not found:
+    raise ValueError(
+      f'{name}: there is no {file} in {directory}: is it the official one?'
+    )
+  return found[0]
+
+
+def sha256(path: pathlib.Path) -> str:
+  """The sum of a file, in hex."""
   with path.open('rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
+def _host(url: str) -> str:
+  return urllib.parse.urlsplit(url).hostname or url
+
+
+def _shown(path: pathlib.Path) -> str:
+  """A path as the commands that run in the checkout take it."""
+  path = path.resolve()
+  return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_name(path.name + '.part')
+  part.write_text(text, encoding='utf-8')
+  part.replace(path)
+
+
+def _listed(entries: Mapping[str, Any], to: pathlib.Path) -> Iterator[str]:
+  """The lines of the list."""
+  yield 'usage: third_party/fetch.py NAME [NAME...]      (--help says more)\n'
+  for name, entry in entries.items():
+    files = entry['files']
+    there = sum((to / name / file['path']).exists() for file in files)
+    sums = sum(file['sha256'] is not None for file in files)
+    yield f'{name}\n    {entry["what"]}\n    licence: {entry["licence"]}'
+    yield f'    files: {len(files)} ({there} there; the sums of {sums} are known)\n'
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
-  parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
-  parser.add_argument('names', nargs='*', help='entries of the manifest; none: list them')
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('names', nargs='*', help='what to fetch; none: list what there is')
   parser.add_argument('--to', type=pathlib.Path, default=HERE / 'downloads')
-  parser.add_argument('--record', action='store_true', help='write down unknown sums')
+  parser.add_argument('--strict', action='store_true', help='refuse files of unknown sum')
   parser.add_argument('--manifest', type=pathlib.Path, default=HERE / 'manifest.json')
   arguments = parser.parse_args(argv)
   try:
-    manifest = read_manifest(arguments.manifest)
-    entries = manifest['entries']
+    entries = read_manifest(arguments.manifest)['entries']
     for name in arguments.names:
       if name not in entries:
         raise ValueError(f'no entry {name!r}; there are {", ".join(entries)}')
+    sums = Sums(arguments.to / 'sums.json')
+    following = []
     for name in arguments.names:
-      print(f'{name}: licence {entries[name]["licence"]}, from {entries[name]["home"]}')
-      try:
-        fetch(name, entries[name], arguments.to / name, record=arguments.record)
-      finally:
-        if arguments.record:
-          _write(arguments.manifest, manifest)
+      entry, directory = entries[name], arguments.to / name
+      print(f'{name}: licence {entry["licence"]}, from {entry["home"]}')
+      fetch(name, entry, directory, sums, strict=arguments.strict)
+      convert(name, entry, directory)
+      print(f'{name}: all of it is in {_shown(directory)}')
+      following += [c.format(directory=_shown(directory)) for c in entry.get('next', ())]
+    if following:
+      print('\nNext, in the checkout:')
+      print(*(f'  {command}' for command in following), sep='\n')
   except (ValueError, OSError) as error:
     print(f'fetch.py: {error}', file=sys.stderr)
     return 1
   if not arguments.names:
-    for name, entry in entries.items():
-      print(f'{name:22} {entry["licence"]:45} {entry["what"]}')
+    with contextlib.suppress(BrokenPipeError):
+      print(*_listed(entries, arguments.to), sep='\n')
   return 0
-
-
-def _write(path: pathlib.Path, manifest: Mapping[str, Any]) -> None:
-  part = path.with_suffix('.part')
-  part.write_text(
-    json.dumps(manifest, indent=2, ensure_ascii=False) + '\n', encoding='utf-8'
-  )
-  part.replace(path)
 
 
 if __name__ == '__main__':

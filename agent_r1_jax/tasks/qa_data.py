@@ -8,14 +8,41 @@ titles and what else the row says.
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import os
+import pathlib
 from typing import Any
 
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.types import Task
 
+# What `--data=` takes: a folder of passages and questions.
+CORPUS, QUESTIONS = 'corpus.jsonl.gz', 'train.jsonl.gz'
+# Where third_party/fetch.py makes such a folder, seen from the checkout.
+FETCHED = 'third_party/downloads/{}'
+
 # Where a row stands (for errors) and the row, to its task.
 Layout = Callable[[str, dict[str, Any]], Task]
+
+
+def find(directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
+  """The files of passages and of questions in a folder that `--data=` names.
+
+  Raises:
+    FileNotFoundError: One of them is missing; says what the folder has to hold, and how
+      to get it.
+  """
+  folder = pathlib.Path(directory)
+  files = folder / CORPUS, folder / QUESTIONS
+  if missing := [path.name for path in files if not path.is_file()]:
+    lacks = f'has no {" and no ".join(missing)}'
+    there = lacks if folder.is_dir() else 'is no directory'
+    raise FileNotFoundError(
+      f'--data={directory} {there}. --data= takes a folder of {CORPUS} (rows of id, '
+      f'title, text) and {QUESTIONS} (rows of id, question, golden_answers). '
+      '`third_party/fetch.py hotpotqa` (or 2wikimultihopqa, or musique) downloads the '
+      f'official files and makes such a folder, {FETCHED.format("hotpotqa")}.'
+    )
+  return files
 
 
 def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
@@ -32,7 +59,7 @@ def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
   """
   tasks = {}
   for where, row in documents.read_rows(path):
-    layout = layout or _recognise(where, row)
+    layout = layout or recognise(where, row)
     task = layout(where, row)
     if task.id in tasks:
       raise ValueError(f'{where}: id {task.id!r} was taken before; make ids unique')
@@ -107,23 +134,30 @@ def passages(path: str | os.PathLike) -> list[Document]:
   """The paragraphs of an official file as a corpus: each once, with ids p0, p1, ..."""
   found = {}
   for where, row in documents.read_rows(path):
-    for title, text in _contexts(where, row):
-      if title.strip() and text.strip():
-        found.setdefault((title, text), Document(f'p{len(found)}', title, text))
+    for title, text in contexts(where, row):
+      found.setdefault((title, text), Document(f'p{len(found)}', title, text))
   return list(found.values())
 
 
-def _contexts(where, row) -> Iterator[tuple[str, str]]:
+def contexts(where: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+  """The paragraphs of a row of an official file, as (title, text), without blank ones."""
   if 'paragraphs' in row:
     for paragraph in _paragraphs(where, row):
       title = documents.text_field(where, paragraph, 'title')
       yield title, documents.text_field(where, paragraph, 'paragraph_text')
   else:
     for title, sentences in _pairs(where, row, 'context'):
-      yield title, ' '.join(sentence.strip() for sentence in sentences)
+      text = ' '.join(sentence.strip() for sentence in sentences)
+      if title.strip() and text.strip():
+        yield title, text
 
 
-def _recognise(where, row):
+def recognise(where: str, row: dict[str, Any]) -> Layout:
+  """The layout that a row is in, by its fields.
+
+  Raises:
+    ValueError: It is in none that is known.
+  """
   marks = {
     'golden_answers': jsonl_row,
     'paragraphs': musique_row,

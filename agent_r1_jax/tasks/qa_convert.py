@@ -1,0 +1,127 @@
+"""From the files that HotpotQA, 2Wiki and MuSiQue ship to a folder that `--data=` takes.
+
+The folder gets `corpus.jsonl.gz` (the paragraphs of all rows, each once: id, title, text)
+and a file of questions for each official file (`train.jsonl.gz`, `dev.jsonl.gz`: id,
+question, golden_answers, type, level, supporting_titles, supporting_ids, origin, and what
+else the official row says). `qa_data.jsonl` reads the questions as the tasks that
+`qa_data.load` reads from the official file.
+"""
+
+from collections.abc import Iterator, Mapping
+import gzip
+import json
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.tasks import qa_data
+
+# Shares of broken rows above which a file is not what it is taken for.
+_MAX_BROKEN = 0.01
+
+
+class Converted(NamedTuple):
+  """What a folder holds.
+
+  Attributes:
+    questions: Split -> number of rows.
+    passages: Number of passages.
+    broken: What was left out, one message a row.
+  """
+
+  questions: dict[str, int]
+  passages: int
+  broken: list[str]
+
+
+def convert(
+  files: Mapping[str, str | os.PathLike],
+  directory: str | os.PathLike,
+  aliases: str | os.PathLike | None = None,
+) -> Converted:
+  """Writes the corpus and the questions of official files.
+
+  A file is read whole where it is one JSON array: HotpotQA's training file of 540 MB
+  takes about 4 GB of memory.
+
+  Args:
+    files: Split ('train', 'dev') -> official file. The corpus is of all of them.
+    directory: The folder to write to. Files appear under their names when they are whole.
+    aliases: 2Wiki's id_aliases.json, whose names become golden answers too.
+
+  Raises:
+    ValueError: A file is damaged or empty, or more than 1 in 100 of its rows are broken.
+  """
+  directory = pathlib.Path(directory)
+  corpus: dict[tuple[str, str], str] = {}
+  counts, broken = {}, []
+  for split, path in files.items():
+    left_out: list[str] = []
+    rows = _rows(split, path, corpus, left_out)
+    rows = list(rows) if aliases is None else _with_aliases(rows, aliases)
+    total = len(rows) + len(left_out)
+    if len(left_out) > _MAX_BROKEN * total:
+      raise ValueError(
+        f'{path}: {len(left_out)} of {total} rows are broken, such as {left_out[0]}. Is '
+        'it the official file?'
+      )
+    counts[split] = _write(directory / f'{split}.jsonl.gz', rows)
+    broken += left_out
+  passages = (
+    {'id': id, 'title': title, 'text': text} for (title, text), id in corpus.items()
+  )
+  return Converted(counts, _write(directory / qa_data.CORPUS, passages), broken)
+
+
+def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
+  """The rows of one file; their passages go to `corpus`, what is broken to `broken`."""
+  layout, seen = None, set()
+  for where, row in documents.read_rows(path):
+    layout = layout or qa_data.recognise(where, row)
+    try:
+      task, found = layout(where, row), list(qa_data.contexts(where, row))
+      if task.id in seen:
+        raise ValueError(f'{where}: id {task.id!r} was taken before')
+    except ValueError as error:
+      broken.append(str(error))
+      continue
+    seen.add(task.id)
+    if 'paragraphs' in row:  # MuSiQue says its type in the id: 2hop__1_2, 3hop1__1_2_3.
+      task.info['type'] = task.id.partition('__')[0]
+    ids = {}
+    for passage in found:
+      corpus.setdefault(passage, f'p{len(corpus)}')
+      ids.setdefault(passage[0], corpus[passage])
+    titles = task.info['supporting_titles']
+    yield {
+      'id': task.id,
+      'question': task.info['question'],
+      'golden_answers': task.answer,
+      **task.info,
+      'supporting_ids': [ids[title] for title in titles if title in ids],
+      'origin': split,
+    }
+
+
+def _with_aliases(rows, path) -> list[dict[str, Any]]:
+  """2Wiki's rows with the other names of their answers."""
+  rows = list(rows)
+  tasks = [qa_data.jsonl_row(row['id'], row) for row in rows]
+  named = qa_data.add_aliases(tasks, path)
+  return [
+    row | {'golden_answers': list(dict.fromkeys(task.answer))}
+    for row, task in zip(rows, named, strict=True)
+  ]
+
+
+def _write(path: pathlib.Path, rows) -> int:
+  """Writes gzipped JSON lines, whole or not at all; the same rows give the same bytes."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part, count = path.with_name(path.name + '.part'), 0
+  with part.open('wb') as raw, gzip.GzipFile('', 'wb', mtime=0, fileobj=raw) as file:
+    for row in rows:
+      file.write(json.dumps(row, ensure_ascii=False).encode() + b'\n')
+      count += 1
+  part.replace(path)
+  return count
