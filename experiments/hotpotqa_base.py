@@ -1,6 +1,7 @@
 """The small base policy of hotpotqa_search, from nothing, on programmatic demonstrations.
 
-  python -m experiments.hotpotqa_base --data=$AGENT_R1_DATA/hotpotqa
+  third_party/fetch.py hotpotqa
+  python -m experiments.hotpotqa_base
 
 A byte-level BPE of the corpus, then a policy of 0.7M parameters that can copy from the
 start (models/induction.py): strings of random tokens at first, then demonstrations of the
@@ -27,7 +28,9 @@ from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import qa_data, qa_demos
 from agent_r1_jax.tools import search
 
-_DATA = flags.DEFINE_string('data', 'data/hotpotqa', 'Of corpus and train.jsonl.gz.')
+_DATA = flags.DEFINE_string(
+  'data', qa_data.FETCHED.format('hotpotqa'), 'Folder of corpus and train.jsonl.gz.'
+)
 _OUT = flags.DEFINE_string('out', 'runs/hotpotqa_base', 'Where the model is written.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the initialisation and the examples.')
 _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_search.')
@@ -71,17 +74,17 @@ def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   host.prepare()
   config, seed, start = _CFG.value, _SEED.value, time.time()
-  out, data = pathlib.Path(_OUT.value), pathlib.Path(_DATA.value)
-  passages = documents.read_corpus(data / 'corpus.jsonl.gz')
-  rows = qa_data.jsonl(data / 'train.jsonl.gz')
+  out = pathlib.Path(_OUT.value)
+  corpus, questions = qa_data.find(_DATA.value)
+  passages, rows = documents.read_corpus(corpus), qa_data.jsonl(questions)
   *_, rows = qa_demos.split(rows, _HELD_OUT.value, _WATCHED.value, seed=_SPLIT.value)
   out.mkdir(parents=True, exist_ok=True)
   (out / 'rows.json').write_text(json.dumps([task.id for task in rows]))
 
   retriever = bm25.BM25(passages)
   examples = qa_demos.examples(rows, qa_demos.Maker(passages, retriever), seed)
-  corpus = texts(passages, rows, examples)
-  tokenizer.train(corpus, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
+  read = texts(passages, rows, examples)
+  tokenizer.train(read, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
   tok = tokenizer.load(out / 'tokenizer')
   chat, model = chat_lib.Chat(tok), shape(len(tok))
   params = induction.init(model, seed)

@@ -1,33 +1,37 @@
 """Multi-turn RL with a search tool on real questions and real passages: HotpotQA.
 
-  python -m experiments.hotpotqa_base --data=$AGENT_R1_DATA/hotpotqa
-  python -m experiments.hotpotqa_search --data=$AGENT_R1_DATA/hotpotqa
+  third_party/fetch.py hotpotqa
+  python -m experiments.hotpotqa_base
+  python -m experiments.hotpotqa_search
 
-The second command takes 20 minutes on 2 CPU cores and prints a table: direct answer,
+The last command takes 20 minutes on 2 CPU cores and prints a table: direct answer,
 Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With an instruct model in Hugging
 Face layout it is the paper's experiment, with that model's tokenizer and chat template:
 
-  python -m experiments.hotpotqa_search --model=Qwen2.5-3B-Instruct
+  python -m experiments.hotpotqa_search --config.model=Qwen2.5-3B-Instruct
 
-What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either.
+What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. A
+model with hotpotqa_base's rows.json beside its directory is the small one. The baselines
+are kept in WORKDIR/results.jsonl, and played again only if what they depend on changes.
 The small policy learns from comparisons alone, unless `--types=` names other types of
 rows, or none for all. Any folder of that layout will do as --data: 2WikiMultihopQA,
-MuSiQue.
+MuSiQue; it is corpus.jsonl.gz and train.jsonl.gz.
 """
 
 from collections.abc import Callable
+import copy
 import dataclasses
+import functools
 import json
-import os
 import pathlib
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 import numpy as np
 
-from agent_r1_jax import evaluate, metrics, train, types
+from agent_r1_jax import evaluate, metrics, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.retrieval import bm25, dense, documents, hashing
 from agent_r1_jax.rl import algorithms, correction
@@ -62,6 +66,7 @@ SMALL = Setting(
   types=('comparison',),
   kl=0.0,
   config=train.Config(
+    model='runs/hotpotqa_base/model',
     steps=60,
     tasks=24,
     samples=8,
@@ -91,10 +96,10 @@ INSTRUCT = Setting(
   config=train.Config(dtype='bfloat16', remat='full', eval_every=20),
 )
 
-_DATA = flags.DEFINE_string('data', 'data/hotpotqa', 'Of corpus and train.jsonl.gz.')
+_DATA = flags.DEFINE_string(
+  'data', qa_data.FETCHED.format('hotpotqa'), 'Folder of corpus and train.jsonl.gz.'
+)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/hotpotqa', 'Where the run writes.')
-_MODEL = flags.DEFINE_string('model', '', 'An instruct model; else the small policy.')
-_BASE = flags.DEFINE_string('base', 'runs/hotpotqa_base', 'What hotpotqa_base wrote.')
 _RETRIEVER = flags.DEFINE_enum('retriever', 'bm25', ['bm25', 'dense'], 'Of the tool.')
 _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_base.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
@@ -105,16 +110,16 @@ _CFG = config_flags.DEFINE_config_dataclass('config', train.Config())
 
 def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
-  setting = INSTRUCT if _MODEL.value else SMALL
-  base = _MODEL.value or os.path.join(_BASE.value, 'model')
   given = config_flags.get_override_values(flags.FLAGS['config'])
-  config = dataclasses.replace(setting.config, **given, model=base)
-  workdir, data, laps = _WORKDIR.value, pathlib.Path(_DATA.value), [time.time()]
-  rows = qa_data.jsonl(data / 'train.jsonl.gz')
+  setting = setting_of(given.get('model', SMALL.config.model))
+  config = overridden(setting.config, given)
+  workdir, laps = pathlib.Path(_WORKDIR.value), [time.time()]
+  corpus, questions = qa_data.find(_DATA.value)
+  rows = qa_data.jsonl(questions)
   sizes = (_HELD_OUT.value, _WATCHED.value)
   held_out, watched, rows = qa_demos.split(rows, *sizes, seed=_SPLIT.value)
-  if not _MODEL.value:
-    check_unseen(held_out + watched)
+  if setting is SMALL:
+    check_unseen(config.model, held_out + watched)
   print(json.dumps(dataclasses.asdict(config), indent=2))
   kinds = setting.types if _TYPES.value is None else _TYPES.value
   rows = [task for task in rows if not kinds or task.info.get('type') in kinds]
@@ -123,7 +128,7 @@ def main(_):
       f'--types={",".join(kinds)}: no row is of these types; --types= is all.'
     )
 
-  passages = documents.read_corpus(data / 'corpus.jsonl.gz')
+  passages = documents.read_corpus(corpus)
   encode = hashing.HashingEncoder(1024).fit([d.contents for d in passages]).encode
   found = {'bm25': bm25.BM25(passages), 'dense': dense.Dense(passages, encode)}
   recalls = {name: recall(retriever, held_out) for name, retriever in found.items()}
@@ -141,12 +146,19 @@ def main(_):
     'Naive RAG': (read, alone),
     'Base Tool Call': (ask(held_out), agent),
   }
-  played = play(config, base, baselines)
+  depends_on = {
+    'retriever': _RETRIEVER.value,
+    'passages': results.digest([dataclasses.astuple(d) for d in passages]),
+    'k': setting.k,
+    'template': setting.template,
+    'reward': setting.reward.__name__,
+  }
+  numbers = play(config, config.model, baselines, depends_on)
   laps.append(time.time())
   corrected = correction.token_truncated() if config.oldest else None
   train.run(
     config,
-    workdir,
+    str(workdir),
     tasks=ask(rows),
     make_env=agent,
     algorithm=algorithms.grpo(kl_coef=setting.kl, correction=corrected),
@@ -154,18 +166,43 @@ def main(_):
     label='GRPO',
   )
   laps.append(time.time())
-  played |= play(config, f'{workdir}/model', {'GRPO': (ask(held_out), agent)})
+  trained = {'GRPO': (ask(held_out), agent)}
+  numbers |= play(config, workdir / 'model', trained, depends_on)
   laps.append(time.time())
   parts = ('indices and recall', 'three baselines', 'training', 'trained agent')
   times = dict(zip(parts, np.diff(laps).round().tolist(), strict=True))
-  report(pathlib.Path(workdir), played, recalls, times)
+  report(workdir, numbers, recalls, times)
 
 
-def check_unseen(tasks) -> None:
+def setting_of(model: str) -> Setting:
+  """SMALL where hotpotqa_base's list of rows is beside the model, else INSTRUCT."""
+  if rows_of(model).is_file():
+    return SMALL
+  if model == SMALL.config.model:
+    raise app.UsageError(
+      f'{rows_of(model)} is missing: run experiments.hotpotqa_base, which makes the '
+      'small policy, or name an instruct model with --config.model=DIR.'
+    )
+  return INSTRUCT
+
+
+def rows_of(model: str) -> pathlib.Path:
+  """Where hotpotqa_base lists the rows that the model beside it has seen."""
+  return pathlib.Path(model).absolute().parent / 'rows.json'
+
+
+def overridden(config: train.Config, given: dict[str, Any]) -> train.Config:
+  """The configuration with the fields that the command line gives, such as 'alarms.x'."""
+  config = copy.deepcopy(config)
+  for name, value in given.items():
+    *parents, field = name.split('.')
+    setattr(functools.reduce(getattr, parents, config), field, value)
+  return config
+
+
+def check_unseen(model: str, tasks) -> None:
   """Raises ValueError if the base policy has seen a row that it is to be measured on."""
-  path = pathlib.Path(_BASE.value) / 'rows.json'
-  if not path.is_file():
-    raise ValueError(f'{path} is missing: run experiments.hotpotqa_base, or give --base.')
+  path = rows_of(model)
   if seen := {task.id for task in tasks} & set(json.loads(path.read_text())):
     raise ValueError(
       f'{path}: the base has seen {len(seen)} of the rows kept from training; give both '
@@ -183,28 +220,47 @@ def recall(retriever, tasks) -> dict[str, float]:
   return {'recall@5': float(np.mean(shares)), 'all in 5': float(np.mean(whole))}
 
 
-def play(config, model, rows) -> dict[str, list[types.Trajectory]]:
-  """Greedy episodes of one policy, whose memory is free again afterwards."""
+def play(config, model, rows, depends_on) -> dict[str, dict[str, Any]]:
+  """Numbers of greedy episodes of one policy: stored ones where nothing has changed."""
+  path = pathlib.Path(_WORKDIR.value) / 'results.jsonl'
   rows = {method: ({'': tasks}, make_env) for method, (tasks, make_env) in rows.items()}
-  played = train.play(config, model, rows)
-  return {method: sets[''] for method, sets in played.items()}
+  return results.play(
+    path,
+    config,
+    model,
+    rows,
+    summarize=lambda sets: summarize(sets['']),
+    depends_on=depends_on,
+  )
 
 
-def report(workdir, played, recalls, times) -> None:
-  """Prints and stores the tables, and draws the curve."""
+def summarize(episodes) -> dict[str, Any]:
+  """A method's numbers: all that the tables show of its episodes."""
   kind = lambda task: task.info.get('type', 'all')
+  kinds = {
+    name: lambda task, name=name: kind(task) == name
+    for name in sorted({kind(t.task) for t in episodes})
+  }
+  f1 = [t.metrics.get('f1', 0.0) for t in episodes]
+  return {
+    'em': evaluate.by_kind(episodes, kinds),
+    'f1': float(np.mean(f1)),
+    'f1_interval': float(1.96 * np.std(f1) / len(f1) ** 0.5),
+    'searches': evaluate.score(episodes, 'tool_calls').mean,
+    'summary': evaluate.summary(episodes),
+  }
+
+
+def report(workdir, numbers, recalls, times) -> None:
+  """Prints and stores the tables, and draws the curve."""
   rows = {}
-  for method, episodes in played.items():
-    f1 = [t.metrics.get('f1', 0.0) for t in episodes]
-    wide = 1.96 * np.std(f1) / len(f1) ** 0.5
+  for method, of in numbers.items():
+    kinds = {f'EM, {name}': cell for name, cell in of['em'].items() if name != 'all'}
     rows[method] = {
-      'EM': count(episodes, lambda task: True),
-      'F1': f'{np.mean(f1):.3f} ± {wide:.3f}',
-      **{
-        f'EM, {k}': count(episodes, lambda task, k=k: kind(task) == k)
-        for k in sorted({kind(t.task) for t in episodes})
-      },
-      'searches': evaluate.score(episodes, 'tool_calls').mean,
+      'EM': count(of['em']['all']),
+      'F1': f'{of["f1"]:.3f} ± {of["f1_interval"]:.3f}',
+      **{name: count(cell) for name, cell in kinds.items()},
+      'searches': of['searches'],
     }
   text = '\n\n'.join(
     (
@@ -215,17 +271,16 @@ def report(workdir, played, recalls, times) -> None:
   )
   print(f'\n{text}\n{workdir}')
   (workdir / 'table.md').write_text(text + '\n')
-  methods = {method: evaluate.summary(episodes) for method, episodes in played.items()}
-  numbers = {'methods': methods, 'recall': recalls, 'seconds': times}
-  (workdir / 'table.json').write_text(json.dumps(numbers, indent=2) + '\n')
+  methods = {method: of['summary'] for method, of in numbers.items()}
+  table = {'methods': methods, 'recall': recalls, 'seconds': times}
+  (workdir / 'table.json').write_text(json.dumps(table, indent=2) + '\n')
   panels = {'Reward in training': ('rollout/reward',), 'Held out': ('eval/*/em',)}
   metrics.curve(str(workdir), workdir / 'curve.png', panels=panels, title='HotpotQA')
 
 
-def count(episodes, where) -> metrics.Count:
+def count(cell) -> metrics.Count:
   """How many answers are right."""
-  score = evaluate.score(episodes, 'em', where)
-  return metrics.Count(round(score.mean * score.count), score.count)
+  return metrics.Count(round(cell['mean'] * cell['count']), cell['count'])
 
 
 if __name__ == '__main__':

@@ -5,7 +5,7 @@
 
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
 corpus.jsonl.gz and train.jsonl.gz each) it trains on the first two and tests on held-out
-rows of all three, from `--model=DIR`: an instruct model, or with --noinstruct what
+rows of all three, from `--config.model=DIR`: an instruct model, or with --noinstruct what
 hotpotqa_base wrote. An instruct model reads five whole passages a search, for which
 `--config.slots` must be larger: with Qwen's tokenizer half of the right demonstrations
 are above 1,100 tokens, 1 in 100 above 2,300.
@@ -34,7 +34,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 import numpy as np
 
-from agent_r1_jax import evaluate, metrics, rollout, sft, train, types
+from agent_r1_jax import evaluate, metrics, results, rollout, sft, train, types
 from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import bm25, documents
@@ -48,8 +48,9 @@ _METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS; all by default.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
-_MODEL = flags.DEFINE_string('model', '', 'The policy to start from, for real data.')
-_INSTRUCT = flags.DEFINE_bool('instruct', True, 'Whether --model follows instructions.')
+_INSTRUCT = flags.DEFINE_bool(
+  'instruct', True, 'For real data: whether --config.model follows instructions.'
+)
 _CFG = config_flags.DEFINE_config_dataclass(
   'config',
   train.Config(
@@ -206,13 +207,13 @@ def miniwiki_bench(config: train.Config) -> Bench:
 
 def real_bench(config: train.Config) -> Bench:
   """HotpotQA and 2WikiMultihopQA to train on, MuSiQue too to test on."""
-  data, config = pathlib.Path(_DATA.value), dataclasses.replace(config)
-  config.model = _MODEL.value
+  data = pathlib.Path(_DATA.value)
   passages, tasks, held = {}, [], {}
   for name in ('hotpotqa', '2wikimultihopqa', 'musique'):
-    for document in documents.read_corpus(data / name / 'corpus.jsonl.gz'):
+    corpus, questions = qa_data.find(data / name)
+    for document in documents.read_corpus(corpus):
       passages.setdefault((document.title, document.text), document)
-    rows = qa_data.jsonl(data / name / 'train.jsonl.gz')
+    rows = qa_data.jsonl(questions)
     held[name], rest = qa_demos.split(rows, _QUESTIONS.value, seed=0)
     tasks += [] if name == 'musique' else rest
   corpus = list(passages.values())
@@ -279,26 +280,29 @@ def main(_):
   logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
-    return render(read(out), pathlib.Path(_RENDER.value))
+    found = results.read(out / 'results.jsonl')
+    return render(found, pathlib.Path(_RENDER.value))
   out.mkdir(parents=True, exist_ok=True)
   if unknown := set(_METHODS.value) - set(METHODS):
     raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(METHODS)}')
-  if _DATA.value and not _MODEL.value:
-    raise app.UsageError('--data: the policy to start from is missing; give --model.')
+  given = config_flags.get_override_values(flags.FLAGS['config'])
+  if _DATA.value and not given.get('model'):
+    raise app.UsageError(
+      '--data: the policy to start from is missing; give --config.model=DIR.'
+    )
   claim(out)
   bench = (real_bench if _DATA.value else miniwiki_bench)(_CFG.value)
   for seed in map(int, _SEEDS.value):
     for method in _METHODS.value or METHODS:
       # Greedy episodes of one policy are the same whatever the seed.
       seed_of = 0 if method in _UNTRAINED else seed
-      if (method, seed_of) in {(r['method'], r['seed']) for r in read(out)}:
+      key, path = {'method': method, 'seed': seed_of}, out / 'results.jsonl'
+      if results.find(path, key):
         continue
       workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
       before, start = _seconds(workdir), time.time()
       outcome = METHODS[method](bench, seed_of, workdir)
-      result = {
-        'method': method,
-        'seed': seed_of,
+      result = key | {
         'sets': {
           name: evaluate.by_kind(played, bench.kinds)
           for name, played in outcome.played.items()
@@ -308,8 +312,7 @@ def main(_):
         'machine': f'{platform.machine()}, {platform.python_version()}',
         'steps': bench.config.steps,
       }
-      with (out / 'results.jsonl').open('a') as file:
-        file.write(json.dumps(result) + '\n')
+      results.add(path, result)
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
       shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
 
@@ -327,7 +330,7 @@ def claim(out: pathlib.Path) -> None:
   place = lambda path: str(pathlib.Path(path).resolve())
   bench = {
     'data': place(_DATA.value) if real else 'miniwiki',
-    'model': place(_MODEL.value if real else model),
+    'model': place(model),
     'instruct': real and _INSTRUCT.value,
     'questions': _QUESTIONS.value,
     **{f'config.{name}': value for name, value in config.items()},
@@ -361,33 +364,26 @@ def _seconds(workdir: pathlib.Path) -> float:
   return sum(v for line in lines for k, v in line.items() if k.startswith('time/'))
 
 
-def read(out: pathlib.Path) -> list[dict[str, Any]]:
-  """The finished results."""
-  path = out / 'results.jsonl'
-  lines = path.read_text().splitlines() if path.exists() else []
-  return [json.loads(line) for line in lines]
-
-
-def render(results: list[dict[str, Any]], target: pathlib.Path) -> None:
+def render(lines: list[dict[str, Any]], target: pathlib.Path) -> None:
   """Writes the tables (.md), the curves (.png) and the numbers they are of (.jsonl)."""
   order = {method: i for i, method in enumerate(METHODS)}
-  results = sorted(results, key=lambda r: (order[r['method']], r['seed']))
-  of = {m: [r for r in results if r['method'] == m] for m in order}
+  lines = sorted(lines, key=lambda r: (order[r['method']], r['seed']))
+  of = {m: [r for r in lines if r['method'] == m] for m in order}
   of = {method: rows for method, rows in of.items() if rows}
-  sets = list(results[0]['sets'])
+  sets = list(lines[0]['sets'])
   parts = []
   for title, chosen in (
     ('Table 3: methods', [m for m in of if '(' not in m]),
     ('Table 4: masks', [m for m in of if m.startswith(('PPO', 'GRPO'))]),
   ):
-    kinds = list(results[0]['sets'][sets[0]])
+    kinds = list(lines[0]['sets'][sets[0]])
     for kind in kinds:
       rows = {m: _row(of[m], sets, kind) for m in chosen}
       columns = [*sets, 'average', 'seeds', 'minutes a seed']
       parts.append(f'### {title}, {kind}\n\n{metrics.table(rows, columns)}\n')
   target.parent.mkdir(parents=True, exist_ok=True)
   target.with_suffix('.md').write_text('\n'.join(parts))
-  target.with_suffix('.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in results))
+  target.with_suffix('.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in lines))
   print('\n'.join(parts))
   learned = {m: rows for m, rows in of.items() if rows[0]['rewards']}
   if learned:

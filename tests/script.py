@@ -8,12 +8,15 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(*args: str, timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
+def run(
+  *args: str, timeout: float = 900.0, cwd: pathlib.Path = ROOT
+) -> subprocess.CompletedProcess[str]:
   """`python ...` in the checkout; compiles in a hurry, for most of its time is that."""
+  path = {'PYTHONPATH': str(ROOT)} if cwd != ROOT else {}
   return subprocess.run(
     [sys.executable, *args],
-    cwd=ROOT,
-    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
+    cwd=cwd,
+    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'} | path,
     capture_output=True,
     text=True,
     timeout=timeout,

@@ -264,16 +264,55 @@ def test_base_and_search(small_data, tmp_path):
 
   search = ('--config.steps=1', '--config.tasks=2', '--config.samples=2')
   search += ('--config.rows=4', '--config.microbatch=2', '--config.max_turn_tokens=16')
-  search += (f'--base={tmp_path}/base', f'--workdir={tmp_path}/run', '--retriever=dense')
-  _run('hotpotqa_search', *shared, *search)
+  search += (f'--config.model={tmp_path}/base/model', f'--workdir={tmp_path}/run')
+  search += ('--retriever=dense', '--config.alarms.entropy=0.01')
+  first = _run('hotpotqa_search', *shared, *search)
+  assert 'nothing that it depends on' not in first
   numbers = _check_run(tmp_path / 'run', 6)
   assert min(r['recall@5'] for r in numbers['recall'].values()) > 0.3
   assert weights.read_config(tmp_path / 'run' / 'model').embed_dim == 96
+  # The small policy is known by its rows, and trained as such.
+  config = json.loads((tmp_path / 'run' / 'config.json').read_text())
+  assert config['alarms']['entropy'] == 0.01 and config['learning_rate'] == 3e-4
+
+  # Started again, the finished run plays nothing, and the tables are the same.
+  table = (tmp_path / 'run' / 'table.md').read_text()
+  again = _run('hotpotqa_search', *shared, *search)
+  for method in ('Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO'):
+    assert f'{method}: as in {tmp_path}/run/results.jsonl' in again
+  lines = (tmp_path / 'run' / 'results.jsonl').read_text().splitlines()
+  assert [json.loads(line)['method'] for line in lines] == [*numbers['methods']]
+  before, after = table, (tmp_path / 'run' / 'table.md').read_text()
+  assert after.split('seconds')[0] == before.split('seconds')[0]
 
   seen = _run('hotpotqa_search', *shared, *search, '--split=1', fails=True)
   assert 'has seen' in seen and 'the same --split' in seen
   none = _run('hotpotqa_search', *shared, *search, '--types=none', fails=True)
   assert '--types=none: no row is of these types' in none
+
+
+@pytest.mark.parametrize('script', ['hotpotqa_base', 'hotpotqa_search', 'paper_tables'])
+def test_missing_data_says_what_it_is_and_how_to_get_it(script, tmp_path):
+  model = () if script == 'hotpotqa_base' else (f'--config.model={tmp_path}',)
+  out = f'--{"workdir" if script == "hotpotqa_search" else "out"}={tmp_path}/run'
+  said = _run(script, f'--data={tmp_path}', *model, out, fails=True)
+  assert 'corpus.jsonl.gz' in said and 'train.jsonl.gz' in said
+  assert 'third_party/fetch.py hotpotqa' in said
+
+
+def test_a_missing_small_policy_says_how_to_make_it(tmp_path):
+  done = script_lib.run('-m', 'experiments.hotpotqa_search', cwd=tmp_path)
+  said = done.stdout + done.stderr
+  assert done.returncode != 0 and 'hotpotqa_base/rows.json is missing' in said
+  assert 'run experiments.hotpotqa_base' in said and '--config.model=DIR' in said
+
+
+@pytest.mark.parametrize('path', sorted((script_lib.ROOT / 'experiments').glob('*.py')))
+def test_there_is_one_way_to_name_a_model(path):
+  defined = re.findall(r"DEFINE_\w+\(\s*'([\w.]+)'", path.read_text())
+  assert 'model' not in defined and 'base' not in defined
+  if path.stem == 'compile_for':
+    assert 'config.model' in defined
 
 
 FAMILIES = {
@@ -318,7 +357,7 @@ def test_an_instruct_model_runs_unchanged(name, data_dir, real_data, tmp_path):
   sizes += ('--config.steps=1', '--config.tasks=2', '--config.samples=2')
   _run(
     'hotpotqa_search',
-    f'--model={tmp_path}/model',
+    f'--config.model={tmp_path}/model',
     f'--data={real_data}',
     f'--workdir={tmp_path}/run',
     '--held_out=3',

@@ -61,8 +61,15 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   assert len(list((tmp_path / 'trajectories').glob('step-00001-*.eval'))) == 3
   table = json.loads((tmp_path / 'table.json').read_text())
   assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
+  baselines = ('Direct answer', 'Naive RAG', 'Base Tool Call')
   again = run('miniwiki_search', *flags, '--config.steps=2')
   assert again.returncode == 0, again.stderr[-3000:]
+  # The baselines are those of before; the policy has learned, and is played again.
+  for method in baselines:
+    assert f'{method}: as in {tmp_path}/results.jsonl' in again.stdout
+  assert 'GRPO: as in' not in again.stdout
+  later = json.loads((tmp_path / 'table.json').read_text())
+  assert all(later[method] == table[method] for method in baselines)
   lines = [
     json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()
   ]

@@ -166,7 +166,7 @@ def _write(path, rows):
 def test_real_demonstrations_are_asked_and_answered_as_in_the_test(
   data, flag, prompt, passages
 ):
-  done = run(f'--data={data}', '--model=none', '--questions=3', flag, code=BENCH)
+  done = run(f'--data={data}', '--config.model=none', '--questions=3', flag, code=BENCH)
   assert done.returncode == 0, done.stderr[-3000:]
   bench = json.loads(done.stdout)
   # Of held-out questions, of those to train on, and of the demonstrations.

@@ -1,0 +1,161 @@
+"""What was measured once is read, and measured again when what it depends on changed."""
+
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import tiny
+
+from agent_r1_jax import evaluate, results, train, types
+from agent_r1_jax.agent import env
+
+
+def _tasks(*questions: str) -> list[types.Task]:
+  return [
+    types.Task(q, [{'role': 'user', 'content': q}], 'one', {'question': q})
+    for q in questions
+  ]
+
+
+class Play:
+  """`results.play` of a tiny policy that counts the episodes it plays."""
+
+  def __init__(self, folder: pathlib.Path):
+    self.path = folder / 'results.jsonl'
+    self.model = folder / 'model'
+    tiny.save(self.model)
+    self.config = train.Config(
+      rows=tiny.SIZES['rows'],
+      slots=tiny.SIZES['slots'],
+      decode_steps=tiny.SIZES['steps'],
+      feed_rows=tiny.SIZES['feed_rows'],
+      feed_tokens=tiny.SIZES['feed_tokens'],
+      bucket=tiny.BUCKET,
+      max_turns=1,
+      max_turn_tokens=8,
+    )
+    self.rows = {'short': _tasks('one', 'two'), 'long': _tasks('one two three four')}
+    self.episodes = 0
+
+  def __call__(self, **depends_on):
+    """Returns the numbers, and how many episodes were played for them."""
+    self.episodes = 0
+
+    def make_env():
+      self.episodes += 1
+      return env.ToolEnv([], lambda task, messages: 1.0)
+
+    numbers = results.play(
+      self.path,
+      self.config,
+      self.model,
+      {method: ({'': tasks}, make_env) for method, tasks in self.rows.items()},
+      summarize=lambda sets: evaluate.summary(sets['']),
+      depends_on=depends_on,
+    )
+    return numbers, self.episodes
+
+
+@pytest.fixture
+def play(tmp_path):
+  return Play(tmp_path)
+
+
+def test_the_second_time_nothing_is_played(play, capsys):
+  first, episodes = play(world=1)
+  assert episodes == 3 and list(first) == ['short', 'long']
+  assert first['short']['tokens'] > 0
+  assert 'as in' not in capsys.readouterr().out
+  again, episodes = play(world=1)
+  assert (again, episodes) == (first, 0)
+  assert capsys.readouterr().out.count(f'as in {play.path}; nothing that it') == 2
+
+
+def test_what_the_numbers_depend_on_is_played_again(play):
+  first, _ = play(world=1)
+  assert play(world=2)[1] == 3
+  play.rows['long'] = _tasks('one two three five')
+  assert play(world=1)[1] == 1  # Of two methods, one.
+  play.config.max_turn_tokens = 6
+  assert play(world=1)[1] == 3
+  play.config.max_turn_tokens = 8
+  # What changes the speed alone does not count; and what was before is there still.
+  play.config.replicas, play.rows['long'] = 2, _tasks('one two three four')
+  assert play(world=1) == (first, 0)
+
+
+def test_another_model_in_the_same_place_is_played_again(play):
+  play()
+  config = play.model / 'config.json'
+  config.write_text(config.read_text() + '\n')
+  assert play()[1] == 3
+  # The same files, written once more, are the same model.
+  for path in play.model.iterdir():
+    path.write_bytes(path.read_bytes())
+  assert play()[1] == 0
+
+
+def test_other_code_is_played_again(play, monkeypatch):
+  play()
+  monkeypatch.setattr(results, '_code_digest', lambda: 'a reward was mended')
+  assert play()[1] == 3
+
+
+def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
+  script = tmp_path / 'script.py'
+  seen = []
+  for text in ('1', '1', '2'):
+    script.write_text(
+      f'from agent_r1_jax import results\nprint(results._code_digest())\n{text}'
+    )
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(
+      [sys.executable, script],
+      env={'PYTHONPATH': str(root), 'PATH': '', 'JAX_PLATFORMS': 'cpu'},
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    seen.append(done.stdout)
+  assert seen[0] == seen[1] != seen[2]
+
+
+class TestFile:
+  def test_a_line_is_found_by_all_of_its_key(self, tmp_path):
+    path = tmp_path / 'a' / 'results.jsonl'
+    assert results.find(path, {'method': 'x'}) is None
+    results.add(path, {'method': 'x', 'seed': 0, 'n': 1})
+    results.add(path, {'method': 'x', 'seed': 1, 'n': 2})
+    assert results.find(path, {'method': 'x', 'seed': 0})['n'] == 1
+    assert results.find(path, {'method': 'x'})['n'] == 2  # The last.
+    assert results.find(path, {'method': 'x', 'seed': 2}) is None
+    assert results.find(path, {'method': 'x', 'other': None}) is None
+    # A tuple is a list once it is written.
+    results.add(path, {'sizes': (1, 2)})
+    assert results.find(path, {'sizes': (1, 2)})
+
+  def test_a_line_cut_short_loses_itself_alone(self, tmp_path):
+    path = tmp_path / 'results.jsonl'
+    results.add(path, {'method': 'x'})
+    path.write_text(path.read_text() + '{"method": "y", "n": [1, ')
+    results.add(path, {'method': 'z'})
+    with pytest.warns(UserWarning, match='line 2 is no JSON'):
+      found = results.read(path)
+    assert [line['method'] for line in found] == ['x', 'z']
+
+  def test_processes_that_write_at_the_same_time_lose_no_line(self, tmp_path):
+    path = tmp_path / 'results.jsonl'
+    code = (
+      'import sys; from agent_r1_jax import results\n'
+      'for i in range(50): results.add(sys.argv[1], {"who": sys.argv[2], "i": i})'
+    )
+    writers = [subprocess.Popen([sys.executable, '-c', code, path, who]) for who in 'abc']
+    assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
+    with warnings.catch_warnings():
+      warnings.simplefilter('error')
+      lines = results.read(path)
+    assert {(line['who'], line['i']) for line in lines} == {
+      (who, i) for who in 'abc' for i in range(50)
+    }
