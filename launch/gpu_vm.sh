@@ -3,7 +3,9 @@
 #
 #   HOSTS='gpu-0 gpu-1' launch/gpu_vm.sh hotpotqa_search --workdir=/shared/runs/first
 #
-# The last commit is copied to each and the environment made there. --workdir has to be on
+# In the place of an experiment's name the path of a script (*.py) may stand. The last commit
+# is copied to each machine and the environment made there; a script that is not in it has to
+# be on every machine, under the absolute path that is given. --workdir has to be on
 # storage that all of them mount at this place, such as NFS. The first host coordinates:
 # the others reach it by its name in HOSTS, on PORT (8476). RESTARTS (3) and SETUP, a command
 # that each host runs first, such as a mount, are optional.
@@ -13,14 +15,18 @@
 #
 #   for host in $HOSTS; do ssh "$host" "pkill -TERM -f 'launch/[r]un.sh'"; done
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
+source launch/place.sh
 read -ra hosts <<<"${HOSTS:?names the machines: HOSTS=\'gpu-0 gpu-1\'}"
 
+place "${1:?an experiment, or a script (*.py)}" "$caller"
+committed
 checkout=$(mktemp --suffix=.tar)
 trap 'rm "$checkout"' EXIT
 run git archive --output="$checkout" HEAD
-printf -v experiment '%q ' "$@"
+printf -v experiment '%q ' "$there" "${@:2}"
 for i in "${!hosts[@]}"; do
   command="${SETUP:-true} && mkdir -p agent_r1_jax && cd agent_r1_jax && \
 tar -xf ../checkout.tar && JAX_COORDINATOR_ADDRESS=${hosts[0]#*@}:${PORT:-8476} \

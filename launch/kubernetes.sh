@@ -4,7 +4,8 @@
 #   NAME=first IMAGE=my/agent_r1_jax HOSTS=2 CLAIM=shared DEVICES='{nvidia.com/gpu: 8}' \
 #     launch/kubernetes.sh hotpotqa_search --workdir=/shared/runs/first
 #
-# IMAGE is built from launch/Containerfile. CLAIM is a volume that all pods may write
+# In the place of an experiment's name the path of a script (*.py) may stand, in IMAGE's
+# checkout or on CLAIM. IMAGE is built from launch/Containerfile. CLAIM is a volume that all pods may write
 # (ReadWriteMany), mounted at /shared: --workdir has to be there. On TPUs DEVICES is
 # '{google.com/tpu: 4}' and NODES the selector, such as
 # '{cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice,
@@ -13,14 +14,17 @@
 # A pod that has to go gets SIGTERM, all of them save, and the JobSet starts them again.
 # DRY_RUN=1 prints what kubectl would be given; `kubectl delete jobset NAME` stops a run, saved.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
+source launch/place.sh
 : "${NAME:?of the JobSet}" "${IMAGE:?}" "${CLAIM:?of the volume}" "${DEVICES:?of a pod}"
 : "${HOSTS:=1}" "${RESTARTS:=3}" "${NODES:={\}}"
 
 # JSON's strings are YAML's.
 ARGS=''
-for arg in "$@"; do
+place "${1:?an experiment, or a script (*.py)}" "$caller"
+for arg in "$there" "${@:2}"; do
   arg=${arg//\\/\\\\}
   ARGS+="${ARGS:+, }\"${arg//\"/\\\"}\""
 done

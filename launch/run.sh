@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Runs an experiment; every launcher ends here, on each of its hosts:
+# Runs an experiment, or a script of yours; every launcher ends here, on each of its hosts:
 #
-#   launch/run.sh miniwiki_search --workdir=runs/first
+#   launch/run.sh miniwiki_search --workdir=runs/first   # in the checkout
+#   launch/run.sh path/to/mine.py --workdir=runs/mine    # in the folder where you are
+#
+# A name that ends in .py is the path of a script, seen from the folder where you are; as
+# with `python path/to/mine.py`, relative paths in its flags are too. It imports this
+# checkout's agent_r1_jax.
 #
 # RESTARTS=3  start it again, at most so often, when it ends with 75 (preempted and saved:
 #             start me again) or fails: with the same workdir it goes on. Default: 0.
@@ -13,19 +18,33 @@
 # again. Never `exec`s, so that it also serves as a container's PID 1: the kernel keeps from
 # a PID 1 every signal that it has no handler for, and orphans are left to it to reap.
 set -uo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 source launch/dry_run.sh
 
-if [[ $# -eq 0 ]]; then
-  echo "usage: launch/run.sh EXPERIMENT [FLAG...]; the experiments:" >&2
+usage() {
+  echo "usage: launch/run.sh EXPERIMENT|SCRIPT.py [FLAG...]; the experiments:" >&2
   for file in experiments/[a-z]*.py; do basename "$file" .py; done >&2
   exit 2
-fi
+}
+[[ $# -gt 0 ]] || usage
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 name=$1
 shift
+if [[ $name == *.py ]]; then
+  script=$name
+  [[ $script == /* ]] || script=$caller/$script
+  [[ -f $script ]] || { echo "launch/run.sh: there is no file $script" >&2; exit 2; }
+  [[ $python == */* && $python != /* ]] && python=$PWD/$python
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  cd "$caller" || exit
+  command=("$python" "$script" "$@")
+else
+  [[ -f experiments/$name.py ]] || { echo "no experiment is called $name" >&2; usage; }
+  command=("$python" -m "experiments.$name" "$@")
+fi
 if [[ ${DRY_RUN:-} ]]; then
-  run "$python" -m "experiments.$name" "$@"
+  run "${command[@]}"
   exit
 fi
 
@@ -40,7 +59,7 @@ finish() {
 }
 
 for ((left = ${RESTARTS:-0}; ; left--)); do
-  "$python" -m "experiments.$name" "$@" <&0 & # a debugger may want the terminal
+  "${command[@]}" <&0 & # a debugger may want the terminal
   [[ $stopped ]] && forward # the signal came before there was a child to have it
   finish
   ended=$status

@@ -4,14 +4,18 @@
 #   BUCKET=gs://my-bucket launch/sky.sh hotpotqa_search --workdir=/shared/runs/first
 #   BUCKET=... SKY='--num-nodes=2 --gpus=A100:8' launch/sky.sh ...
 #
-# BUCKET is mounted at /shared on all machines: --workdir has to be there, or what is moved
+# In the place of an experiment's name the path of a script (*.py) may stand, of the checkout
+# (which is copied) or in /shared. BUCKET is mounted at /shared on all machines: --workdir has to be there, or what is moved
 # begins anew. SKY holds options of `sky jobs launch`; what it runs is in sky.yaml.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
+source launch/place.sh
 : "${BUCKET:?the storage for /shared, such as gs://my-bucket}"
 
-printf -v experiment '%q ' "$@"
+place "${1:?an experiment, or a script (*.py)}" "$caller"
+printf -v experiment '%q ' "$there" "${@:2}"
 read -ra options <<<"${SKY:-}"
 run sky jobs launch --yes --detach-run "--env=BUCKET=$BUCKET" "--env=RUN=$experiment" \
   "${options[@]}" launch/sky.yaml

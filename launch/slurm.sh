@@ -3,7 +3,8 @@
 #
 #   sbatch --nodes=2 launch/slurm.sh hotpotqa_search --workdir=/shared/runs/first
 #
-# Checkout and --workdir have to be on storage that all nodes see. Five minutes before the
+# In the place of an experiment's name the path of a script (*.py) may stand, seen from the
+# checkout. Checkout, script and --workdir have to be on storage that all nodes see. Five minutes before the
 # time limit, and when it is preempted with grace, the run gets SIGTERM and saves; Slurm puts
 # the job into the queue again, under its number, until it has ended by itself.
 #SBATCH --job-name=agent_r1
@@ -17,6 +18,7 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
+[[ -f launch/run.sh ]] || { echo "submit the job from the checkout, not from $PWD" >&2; exit 2; }
 source launch/dry_run.sh
 
 run make --silent "EXTRA=${EXTRA-cuda}" .venv/installed

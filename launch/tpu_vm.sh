@@ -4,7 +4,9 @@
 #   NAME=first ZONE=us-west4-a TYPE=v5litepod-16 RUNTIME=v2-alpha-tpuv5-lite \
 #     launch/tpu_vm.sh hotpotqa_search --workdir=/shared/runs/first
 #
-# The last commit is copied to each worker and the environment made there; the workers find
+# In the place of an experiment's name the path of a script (*.py) may stand, of the checkout
+# or an absolute one on all workers. The last commit is copied to each worker and the
+# environment made there; the workers find
 # each other by the slice's metadata. --workdir has to be on storage that all of them mount
 # at this place: SETUP is a command that each runs first, to mount it and, where the image
 # has no Python 3.11 or 3.12, to install one. PRICE=--spot (default), --reserved, --guaranteed.
@@ -14,8 +16,10 @@
 #
 #   gcloud compute tpus queued-resources delete NAME --zone=ZONE --force
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/dry_run.sh
+source launch/place.sh
 : "${NAME:?of the slice}" "${ZONE:?}" "${TYPE:?such as v5litepod-16}" "${RUNTIME:?image}"
 
 tpus() { run gcloud compute tpus "$@" "--zone=$ZONE"; }
@@ -38,10 +42,12 @@ provide() {
   done
 }
 
+place "${1:?an experiment, or a script (*.py)}" "$caller"
+committed
 checkout=$(mktemp --suffix=.tar)
 trap 'rm "$checkout"' EXIT
 run git archive --output="$checkout" HEAD
-printf -v experiment '%q ' "$@"
+printf -v experiment '%q ' "$there" "${@:2}"
 command="${SETUP:-true} && mkdir -p agent_r1_jax && cd agent_r1_jax && \
 tar -xf ../checkout.tar && AGENT_R1_PROCESSES=auto EXTRA=tpu RESTARTS=${RESTARTS:-3} \
 launch/local.sh $experiment>>run.log 2>&1"

@@ -41,11 +41,15 @@ NEEDS = {
 }
 
 
-def launch(name, *arguments, path=None, **variables):
+def launch(name, *arguments, path=None, cwd=None, launchers=LAUNCH, **variables):
   """Runs a launcher with nothing but these variables, and PATH."""
   environment = {'PATH': path or os.environ['PATH'], 'HOME': '/nowhere'} | variables
   return subprocess.run(
-    [LAUNCH / name, *arguments], env=environment, capture_output=True, text=True
+    [launchers / name, *arguments],
+    cwd=cwd,
+    env=environment,
+    capture_output=True,
+    text=True,
   )
 
 
@@ -71,7 +75,7 @@ def commands(output):
 def test_shellcheck_finds_nothing():
   tool = pathlib.Path(sys.executable).parent / 'shellcheck'
   scripts = sorted(LAUNCH.glob('*.sh'))
-  assert {script.name for script in scripts} == {*NEEDS, 'dry_run.sh'}
+  assert {script.name for script in scripts} == {*NEEDS, 'dry_run.sh', 'place.sh'}
   done = subprocess.run(
     [tool, '--external-sources', *scripts, ROOT / '.ci/run'],
     cwd=ROOT,
@@ -172,6 +176,108 @@ class TestDryRun:
     assert shlex.split(run.removeprefix('--env=RUN=')) == [*RUN]
 
 
+# How each launcher's output holds the words that end in launch/run.sh elsewhere.
+WORDS = {
+  'gpu_vm.sh': lambda out: experiment_in(
+    next(c[2] for c in commands(out) if c[:2] == ['ssh', 'gpu-1'])
+  ),
+  'tpu_vm.sh': lambda out: experiment_in(
+    next(word for word in commands(out)[-1] if word.startswith('--command='))
+  ),
+  'kubernetes.sh': lambda out: yaml.safe_load(out.split('\n', 1)[1])['spec'][
+    'replicatedJobs'
+  ][0]['template']['spec']['template']['spec']['containers'][0]['args'],
+  'sky.sh': lambda out: shlex.split(
+    next(
+      word.removeprefix('--env=RUN=')
+      for word in commands(out)[0]
+      if word.startswith('--env=RUN=')
+    )
+  ),
+}
+
+
+class TestScriptsElsewhere:
+  """What a path of a script becomes on machines that have a copy of the checkout."""
+
+  @pytest.fixture
+  def checkout(self, tmp_path):
+    shutil.copytree(LAUNCH, tmp_path / 'checkout' / 'launch')
+    (tmp_path / 'checkout' / 'mine').mkdir()
+    (tmp_path / 'checkout' / 'mine' / 'a b.py').write_text('')
+    (tmp_path / 'other.py').write_text('')
+    return tmp_path / 'checkout'
+
+  def dry(self, name, checkout, bare_path, cwd, *words):
+    return launch(
+      name,
+      *words,
+      path=bare_path,
+      cwd=cwd,
+      launchers=checkout / 'launch',
+      DRY_RUN='1',
+      **NEEDS[name],
+    )
+
+  @pytest.mark.parametrize('name', WORDS)
+  @pytest.mark.parametrize(
+    ('folder', 'path'),
+    [('', 'mine/a b.py'), ('mine', 'a b.py'), ('launch', '../mine/a b.py')],
+  )
+  def test_one_of_the_checkout_is_called_by_its_place_in_it(
+    self, checkout, bare_path, name, folder, path
+  ):
+    done = self.dry(name, checkout, bare_path, checkout / folder, path, '--x=1 2')
+    assert done.returncode == 0 and done.stderr == ''
+    assert WORDS[name](done.stdout) == ['mine/a b.py', '--x=1 2']
+
+  @pytest.mark.parametrize('name', WORDS)
+  def test_one_from_elsewhere_has_to_be_there(self, checkout, bare_path, name):
+    outside = checkout.parent
+    for path in ('/shared/mine.py', str(outside / 'other.py')):
+      done = self.dry(name, checkout, bare_path, checkout, path)
+      assert done.returncode == 0
+      assert f'{path} is outside the checkout and is not copied' in done.stderr
+      assert WORDS[name](done.stdout) == [path]
+    for cwd, path in ((outside, 'other.py'), (checkout, 'none.py')):
+      done = self.dry(name, checkout, bare_path, cwd, path)
+      assert done.returncode == 2 and done.stdout == ''
+      assert f'{cwd}/{path} is no file of this checkout' in done.stderr
+
+  @pytest.mark.parametrize('name', ['gpu_vm.sh', 'tpu_vm.sh'])
+  def test_what_is_not_committed_is_not_started(self, checkout, tmp_path, name):
+    """With git itself, and in the place of the machines' tools one that leaves a mark."""
+    tools = tmp_path / 'bin'
+    tools.mkdir()
+    for tool in ('ssh', 'scp', 'gcloud'):
+      (tools / tool).write_text(f'#!/bin/sh\necho ACTIVE; touch {tmp_path}/called\n')
+      (tools / tool).chmod(0o755)
+    git = ['git', '-c', 'user.name=a', '-c', 'user.email=a@b', '-C', checkout]
+    for command in (['init', '-q'], ['add', 'launch'], ['commit', '-qm', 'x']):
+      subprocess.run([*git, *command], check=True)
+    start = lambda: launch(
+      name,
+      'mine/a b.py',
+      path=f'{tools}:{os.environ["PATH"]}',
+      cwd=checkout,
+      launchers=checkout / 'launch',
+      **NEEDS[name],
+    )
+    done = start()
+    assert done.returncode == 2 and 'mine/a b.py is not in the last commit' in done.stderr
+    assert not (tmp_path / 'called').exists()
+    subprocess.run([*git, 'add', '.'], check=True)
+    subprocess.run([*git, 'commit', '-qm', 'y'], check=True)
+    done = start()
+    assert done.returncode == 0 and (tmp_path / 'called').exists(), done.stderr
+
+  def test_slurm_is_submitted_from_the_checkout(self, checkout, bare_path):
+    done = self.dry('slurm.sh', checkout, bare_path, checkout, 'mine/a b.py')
+    assert commands(done.stdout)[1][-2:] == ['launch/run.sh', 'mine/a b.py']
+    done = self.dry('slurm.sh', checkout, bare_path, checkout.parent, 'mine/a b.py')
+    assert done.returncode == 2 and 'submit the job from the checkout' in done.stderr
+
+
 def experiment_in(remote):
   """The words after launch/local.sh, as the remote shell would split them."""
   return shlex.split(re.search(r'launch/local\.sh (.*)>>run\.log 2>&1$', remote)[1])
@@ -236,7 +342,9 @@ print('up', flush=True)
 if status == 'killed':
   signal.raise_signal(signal.SIGKILL)
 if status == 'waits':
-  time.sleep(60)
+  # In pieces: a signal just before a sleep begins is handled only when it ends.
+  for _ in range(600):
+    time.sleep(0.1)
 sys.exit(int(status))
 """
 
@@ -259,11 +367,12 @@ class TestEntryPoint:
     (tmp_path / 'experiments/toy.py').write_text(TOY)
     shutil.copytree(LAUNCH, tmp_path / 'launch')
 
-    def start(status, *wrapper, **variables):
+    def start(status, *wrapper, name='toy', cwd=None, **variables):
       environment = os.environ | {'PYTHON': sys.executable, 'PAUSE': '0.1'} | variables
       environment.pop('PYTHONPATH', None)  # The experiments there are others.
       return subprocess.Popen(
-        [*wrapper, tmp_path / 'launch/run.sh', 'toy', tmp_path / 'log', status],
+        [*wrapper, tmp_path / 'launch/run.sh', name, tmp_path / 'log', status],
+        cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -334,6 +443,62 @@ class TestEntryPoint:
       assert process.wait(timeout=60) == 75
     assert self.starts(tmp_path) == 1
 
+  @pytest.mark.parametrize(
+    ('status', 'restarts', 'ended', 'starts'), [('75', '2', 75, 3), ('3', '0', 3, 1)]
+  )
+  def test_a_script_is_started_again_as_an_experiment_is(
+    self, start, tmp_path, status, restarts, ended, starts
+  ):
+    folder = tmp_path / 'my project'
+    folder.mkdir()
+    (folder / 'mine.py').write_text(TOY)
+    with start(status, name='mine.py', cwd=folder, RESTARTS=restarts) as process:
+      _, said = process.communicate(timeout=60)
+    assert (process.returncode, self.starts(tmp_path)) == (ended, starts)
+    assert said.count(f'mine.py ended with {ended}') == starts - 1
+
+  def test_a_script_hears_the_signal(self, start, tmp_path):
+    (tmp_path / 'mine.py').write_text(TOY)
+    with start('waits', name=str(tmp_path / 'mine.py'), RESTARTS='3') as process:
+      assert process.stdout.readline() == 'up\n'
+      process.send_signal(signal.SIGTERM)
+      assert process.wait(timeout=60) == 75
+    assert self.starts(tmp_path) == 1
+
+  @pytest.mark.parametrize('launcher', ['run.sh', 'local.sh'])
+  def test_a_script_runs_where_its_user_is_and_imports_this_checkout(
+    self, tmp_path, launcher
+  ):
+    """local.sh makes no environment: the checkout is a copy whose .venv is there."""
+    checkout, folder = tmp_path / 'checkout', tmp_path / 'mine'
+    shutil.copytree(LAUNCH, checkout / 'launch')
+    (checkout / 'agent_r1_jax').mkdir()
+    (checkout / 'agent_r1_jax' / '__init__.py').write_text('HERE = "the copy"')
+    (checkout / 'Makefile').write_text('.venv/installed:\n\ttouch made\n')
+    (checkout / '.venv' / 'bin').mkdir(parents=True)
+    python = checkout / '.venv' / 'bin' / 'python'
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (folder / 'in').mkdir(parents=True)
+    (folder / 'in' / 'mine.py').write_text(
+      'import os, sys, agent_r1_jax\n'
+      'print(os.getcwd(), agent_r1_jax.HERE, sys.argv[1:], sep="|")'
+    )
+    launchers = checkout / 'launch'
+    words = ('in/mine.py', '--workdir=runs/a b')
+    done = launch(launcher, *words, cwd=folder, launchers=launchers)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said == f"{folder}|the copy|['--workdir=runs/a b']"
+    assert (checkout / 'made').exists() == (launcher == 'local.sh')
+    done = launch(launcher, 'none.py', cwd=folder, launchers=launchers)
+    assert done.returncode == 2 and f'no file {folder}/none.py' in done.stderr
+
   def test_without_an_experiment_it_lists_them(self):
     done = launch('run.sh')
     assert done.returncode == 2 and 'miniwiki_search' in done.stderr
+    done = launch('run.sh', 'miniwiki_serch', RESTARTS='3', PAUSE='0')
+    assert (
+      done.returncode == 2 and 'no experiment is called miniwiki_serch' in done.stderr
+    )
+    assert 'miniwiki_search' in done.stderr and 'restarts left' not in done.stderr
