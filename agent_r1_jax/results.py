@@ -63,8 +63,9 @@ def play(
   }
   # All processes must play the same rows, also where one sees the file later than others.
   known = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
-  for method in (method for method, line in known.items() if line):
-    print(f'{method}: as in {path}; nothing that it depends on has changed.')
+  for method, line in known.items():
+    if line and processes.first():
+      print(f'{method}: as in {path}; nothing that it depends on has changed.')
   missing = {method: row for method, row in rows.items() if not known[method]}
   if missing:
     for method, sets in train.play(config, model, missing).items():

@@ -4,8 +4,9 @@
   python -m experiments.paper_tables --out=runs/tables --render=docs/paper_tables
 
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
-corpus.jsonl.gz and train.jsonl.gz each) it trains on the first two and tests on held-out
-rows of all three, from `--config.model=DIR`: an instruct model, or with --noinstruct what
+corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes
+third_party/downloads such a folder) it trains on the first two and tests on held-out rows
+of all three, from `--config.model=DIR`: an instruct model, or with --noinstruct what
 hotpotqa_base wrote. An instruct model reads five whole passages a search, for which
 `--config.slots` must be larger: with Qwen's tokenizer half of the right demonstrations
 are above 1,100 tokens, 1 in 100 above 2,300.

@@ -5,6 +5,7 @@ Always in a process of its own: the flags of two scripts do not go together in o
 
 import gzip
 import json
+import shutil
 import signal
 
 import pytest
@@ -80,8 +81,11 @@ def run(*flags, code=None):
 
 
 def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
+  model = tmp_path / 'model'
+  shutil.copytree(script.ROOT / 'experiments' / 'miniwiki_model', model)
   small = (
     f'--out={tmp_path}',
+    f'--config.model={model}',
     '--seeds=0',
     '--questions=4',
     '--config.steps=1',
@@ -93,6 +97,7 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
   for methods in (METHODS, METHODS):
     done = run(*small, f'--methods={methods}')
     assert done.returncode == 0, done.stderr[-3000:]
+  assert json.loads((tmp_path / 'bench.json').read_text())['model'] == str(model)
   # The second time there was nothing left to do.
   assert done.stdout == ''
   results = (tmp_path / 'results.jsonl').read_text()

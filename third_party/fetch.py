@@ -208,6 +208,7 @@ def _get(name: str, file: Mapping[str, Any], target: pathlib.Path, sums: Sums) -
     sums.trust(name, file, found, f'what {_host(file["url"])} sent{way}')
   elif found != wanted:
     part.unlink()
+    _version(part).unlink(missing_ok=True)
     raise ValueError(
       f'{name}: {file["path"]} has the sha256 {found} and not {wanted} ({by}); it was '
       'deleted. The file at its address has changed, or somebody changed it on the way'
