@@ -51,28 +51,29 @@ def play(
     Method -> numbers, as JSON gives them back, in the order of `rows`.
   """
   host.prepare()
-  same = {
-    'model': model_digest(model),
-    'code': _code_digest(),
-    'config': {name: getattr(config, name) for name in _CONFIG},
-    **depends_on,
-  }
-  keys = {
-    method: {'method': method, 'depends_on': same | {'tasks': tasks_digest(sets)}}
-    for method, (sets, _) in rows.items()
-  }
-  # All processes must play the same rows, also where one sees the file later than others.
+  keys = {}
+  if processes.first():
+    same = {
+      'model': model_digest(model),
+      'code': _code_digest(),
+      'config': {name: getattr(config, name) for name in _CONFIG},
+      **depends_on,
+    }
+    keys = {
+      method: {'method': method, 'depends_on': same | {'tasks': tasks_digest(sets)}}
+      for method, (sets, _) in rows.items()
+    }
+  # Every process must play the same rows: the first one looks, and tells the others.
   known = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
-  for method, line in known.items():
-    if line and processes.first():
-      print(f'{method}: as in {path}; nothing that it depends on has changed.')
+  for method in (method for method in keys if known[method]):
+    print(f'{method}: as in {path}; nothing that it depends on has changed.')
   missing = {method: row for method, row in rows.items() if not known[method]}
   if missing:
     for method, sets in train.play(config, model, missing).items():
-      known[method] = _as_json(keys[method] | {'numbers': summarize(sets)})
+      known[method] = _as_json({'numbers': summarize(sets)})
       if processes.first():
-        add(path, known[method])
-  return {method: line['numbers'] for method, line in known.items()}
+        add(path, keys[method] | known[method])
+  return {method: known[method]['numbers'] for method in rows}
 
 
 def find(path: str | os.PathLike, key: Mapping[str, Any]) -> dict[str, Any] | None:
