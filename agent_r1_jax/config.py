@@ -5,6 +5,18 @@ import dataclasses
 from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax.rl import algorithms, probe
 
+# The fields for which 0 is "chosen": sizes.py.
+SIZES = (
+  'rows',
+  'slots',
+  'row_tokens',
+  'microbatch',
+  'feed_rows',
+  'feed_tokens',
+  'bucket',
+  'replicas',
+)
+
 
 @dataclasses.dataclass
 class Config:
@@ -53,7 +65,9 @@ class Config:
     adam_b2: Of its second. The default forgets sooner than the .999 of PyTorch and verl.
     adam_eps: Added to the root of the second moment.
     clip_norm: Of the gradient of policy and critic each, over all leaves.
-    rows: Episodes at a time, on each chip (or `tensor` of them).
+    rows: Episodes at a time, on each chip (or `tensor` of them). Of this and of the other
+      sizes 0 is chosen from device and model (sizes.py): slots, feed_rows, feed_tokens,
+      bucket, replicas, row_tokens and microbatch.
     slots: Tokens of a row, at most: prompt, replies and tools together.
     decode_steps: Tokens a decode segment.
     feed_rows: Rows a feed.
@@ -63,8 +77,8 @@ class Config:
     narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
       time, a run repeats to the last bit only without it, and with bucket = slots.
     replicas: That share each chip and its rows; as many as cores is best on a CPU.
-    row_tokens: Tokens of a packed training row; 0 means `slots`.
-    microbatch: Packed rows of one gradient, over all chips.
+    row_tokens: Tokens of a packed training row; at least `slots`.
+    microbatch: Packed rows of one gradient, over all chips: a multiple of data x fsdp.
     data: Chips, or groups of them, that hold the training state each; see sharding.py.
     fsdp: Chips that it is split over; 0 is all that the other axes leave.
     tensor: Chips that share each layer, in training and in sampling.
@@ -114,17 +128,17 @@ class Config:
   adam_b2: float = 0.95
   adam_eps: float = 1e-8
   clip_norm: float = 1.0
-  rows: int = 64
-  slots: int = 8192
+  rows: int = 0
+  slots: int = 0
   decode_steps: int = 32
-  feed_rows: int = 16
-  feed_tokens: int = 128
-  bucket: int = 1024
+  feed_rows: int = 0
+  feed_tokens: int = 0
+  bucket: int = 0
   width: int = 0
   narrow: bool = True
-  replicas: int = 1
+  replicas: int = 0
   row_tokens: int = 0
-  microbatch: int = 4
+  microbatch: int = 0
   data: int = 1
   fsdp: int = 0
   tensor: int = 1
@@ -149,9 +163,12 @@ def check(config: Config, algorithm: algorithms.Algorithm) -> None:
   Raises:
     ValueError: Names the field and the mend.
   """
-  for name in ('tasks', 'samples', 'epochs', 'minibatches', 'microbatch', 'sync_every'):
+  for name in ('tasks', 'samples', 'epochs', 'minibatches', 'sync_every'):
     if getattr(config, name) < 1:
       raise ValueError(f'{name} is {getattr(config, name)}; it must be at least 1.')
+  for name in SIZES:
+    if getattr(config, name) < 0:
+      raise ValueError(f'{name} is {getattr(config, name)}; 0 chooses it.')
   if 0 < config.row_tokens < config.slots:
     raise ValueError(
       f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '

@@ -12,6 +12,8 @@ import jax
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
+# Where Linux says what a process and its control groups may use.
+_GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
@@ -86,3 +88,69 @@ def keep_memory() -> bool:
   libc = ctypes.CDLL(None)
   settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1))
   return all([libc.mallopt(*setting) == 1 for setting in settings])
+
+
+def available_memory() -> int:
+  """Bytes that this process may use: of the machine and of its control groups.
+
+  What it uses already counts as available: freed memory stays in the process
+  (`keep_memory`), and is used again.
+  """
+  own = _own_memory()
+  free = [int(n) for n in _read_fields('/proc/meminfo', 'MemAvailable')]
+  found = [1024 * n + own for n in free]
+  for line in _lines(_GROUP):
+    _, kinds, name = line.split(':', 2)
+    if kinds not in ('', 'memory'):
+      continue
+    files = ('memory.max', 'memory.current')
+    if kinds:
+      files = ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes')
+    # A container sees its own group as the root; a group obeys those above it as well.
+    for folder in {'', *_above(name)}:
+      limit, used = (_number(file, folder) for file in files)
+      if limit is not None and used is not None:
+        found.append(max(0, limit - used + _cached(files[1], folder)) + own)
+  pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  return min([pages, *found])
+
+
+def _own_memory() -> int:
+  """Bytes of this process that are in memory."""
+  return 1024 * sum(int(n) for n in _read_fields('/proc/self/status', 'VmRSS'))
+
+
+def _above(name: str) -> list[str]:
+  """/a/b: a/b and a."""
+  parts = name.strip('/').split('/')
+  return ['/'.join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _number(file: str, group: str) -> int | None:
+  """What a control group's file says; None where there is none, or no limit."""
+  folder, _, base = file.rpartition('/')
+  text = ''.join(_lines(_GROUPS / folder / group / base))
+  return int(text) if text.isdigit() else None
+
+
+def _cached(file: str, group: str) -> int:
+  """Bytes of files that a control group holds, and would give up."""
+  folder = file.rpartition('/')[0]
+  return sum(
+    int(n)
+    for n in _read_fields(_GROUPS / folder / group / 'memory.stat', 'inactive_file')
+  )
+
+
+def _read_fields(path: str | os.PathLike, name: str) -> list[str]:
+  """The numbers of a file's lines that begin with `name`."""
+  found = (line.replace(':', ' ').split() for line in _lines(path))
+  return [words[1] for words in found if words[:1] == [name]]
+
+
+def _lines(path: str | os.PathLike) -> list[str]:
+  """Of a file; none where it cannot be read."""
+  try:
+    return pathlib.Path(path).read_text().splitlines()
+  except OSError:
+    return []

@@ -24,6 +24,7 @@ from agent_r1_jax import (
   rollout,
   schedule,
   sharding,
+  sizes,
   types,
   viewer,
 )
@@ -123,7 +124,7 @@ def make_driver(
     bucket=config.bucket,
     width=config.width or None,
     narrow=config.narrow,
-    replicas=config.replicas,
+    replicas=config.replicas or 1,
   )
 
 
@@ -135,8 +136,9 @@ def play(
   hold_calls: bool = False,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
+  config = sizes.settle(dataclasses.replace(config, model=str(model)))
   mesh = make_mesh(config)
-  shape, params, chat = load(dataclasses.replace(config, model=str(model)), mesh)
+  shape, params, chat = load(config, mesh)
   driver = make_driver(config, shape, params, chat, mesh)
   limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
   return evaluate.play(driver, chat, rows, limits=limits, hold_calls=hold_calls)
@@ -172,8 +174,8 @@ def run(
     The policy's parameters; adapters are merged into them.
 
   Raises:
-    ValueError: The configuration does not fit the workdir, the model, the tasks or the
-      algorithm.
+    ValueError: The configuration does not fit the workdir, the model, the tasks, the
+      algorithm or the device's memory.
     RuntimeError: Too many environments raised; the first error is told.
     learner.NotFiniteError: A loss or a gradient; the batch is in workdir/not_finite.npz.
     preemption.Preempted: SIGTERM or Ctrl-C; what had been learned is saved.
@@ -182,6 +184,7 @@ def run(
   config_lib.check(config, algorithm)
   if len(tasks) == 0:
     raise ValueError('tasks is empty: give at least one task to train on.')
+  config = sizes.settle(config, algorithm, workdir)
   mesh = make_mesh(config)
   model, params, chat = load(config, mesh)
   driver = make_driver(config, model, params, chat, mesh)

@@ -79,6 +79,7 @@ SMALL = Setting(
     feed_rows=32,
     feed_tokens=32,
     bucket=64,
+    replicas=1,
     microbatch=16,
     eval_every=20,
   ),

@@ -68,6 +68,7 @@ _CFG = config_flags.DEFINE_config_dataclass(
     feed_rows=32,
     feed_tokens=32,
     bucket=128,
+    replicas=1,
     microbatch=16,
   ),
 )

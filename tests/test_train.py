@@ -191,9 +191,9 @@ def _check_and_forget(workdir, expected):
 class TestRun:
   def test_what_it_writes(self, whole, model):
     params, workdir = whole
-    assert json.loads((workdir / 'config.json').read_text()) == dataclasses.asdict(
-      _config(model)
-    )
+    # Sizes that were left to be chosen are written as they were chosen.
+    chosen = _config(model, row_tokens=96, replicas=1)
+    assert json.loads((workdir / 'config.json').read_text()) == dataclasses.asdict(chosen)
     lines = metrics.read(workdir)
     assert [line['step'] for line in lines] == [0, 1, 2, 3, 4, 5]
     for line in lines[1:]:
@@ -322,8 +322,8 @@ class TestErrors:
       ('model', 'nowhere', 'nowhere'),
       ('temperature', 0.0, 'temperature is 0.0'),
       ('max_turns', 0, 'max_turns is 0'),
-      ('rows', 0, 'rows is 0'),
-      ('microbatch', 0, 'microbatch is 0'),
+      ('rows', -1, 'rows is -1'),
+      ('microbatch', -1, 'microbatch is -1'),
       ('row_tokens', 50, 'row_tokens is 50, less than slots .96'),
       ('checkpoint_every', 0, 'every=0'),
     ],

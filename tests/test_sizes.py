@@ -1,0 +1,408 @@
+"""Sizes that nobody gave, and the memory that a run is expected to take."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import test_train
+
+from agent_r1_jax import host, memory, metrics, sizes, train, types
+from agent_r1_jax.engine import sampling
+from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, learner, optimizers
+
+_GRPO = algorithms.grpo(kl_coef=0.0)
+_WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)
+_PPO = algorithms.ppo(kl_coef=0.0)
+model = test_train.model
+
+
+def _qwen(size: str = '3b', dtype='bfloat16', remat='full') -> decoder.DecoderConfig:
+  V, D, L, N, K, H, F, tied = {
+    # Of the vocabulary and width of 0.5B.
+    'small': (151_936, 896, 2, 14, 2, 64, 4864, True),
+    '0.5b': (151_936, 896, 24, 14, 2, 64, 4864, True),
+    '3b': (151_936, 2048, 36, 16, 2, 128, 11_008, True),
+    '7b': (152_064, 3584, 28, 28, 4, 128, 18_944, False),
+    '14b': (152_064, 5120, 48, 40, 8, 128, 13_824, False),
+    '32b': (152_064, 5120, 64, 40, 8, 128, 27_648, False),
+  }[size]
+  return decoder.DecoderConfig(
+    'qwen2',
+    V,
+    D,
+    L,
+    N,
+    K,
+    H,
+    F,
+    qkv_bias=True,
+    tie_embeddings=tied,
+    dtype=dtype,
+    remat=remat,
+  )
+
+
+def _tiny(**shape) -> decoder.DecoderConfig:
+  small = {'vocab_size': 1024, 'embed_dim': 128, 'num_layers': 2, 'num_heads': 4}
+  small |= {'num_kv_heads': 2, 'head_dim': 32, 'mlp_dim': 384, 'tie_embeddings': True}
+  return decoder.DecoderConfig('llama', **small | shape)
+
+
+def _gpu(gb=80.0, **fields) -> memory.Machine:
+  return memory.Machine('gpu', gb * 1e9, **fields)
+
+
+class TestChoose:
+  def test_what_is_given_stays(self):
+    given = {name: 7 * (i + 1) for i, name in enumerate(sizes.FIELDS)}
+    config = train.Config(**given)
+    machine = memory.Machine('cpu', 1e6)
+    assert sizes.choose(config, memory.Models(_tiny(), _GRPO), machine) == config
+
+  @pytest.mark.parametrize('field', ['rows', 'slots', 'microbatch', 'bucket', 'replicas'])
+  def test_one_that_is_given_stays_beside_the_others(self, field):
+    value = 2 if field == 'replicas' else 192
+    config = train.Config(**{field: value})
+    machine = memory.Machine('cpu', 24e9, cores=4)
+    chosen = sizes.choose(config, memory.Models(_tiny(), _GRPO), machine)
+    assert getattr(chosen, field) == value
+    assert all(getattr(chosen, name) > 0 for name in sizes.FIELDS)
+
+  @pytest.mark.parametrize('gb', [2, 4, 8, 16, 64])
+  @pytest.mark.parametrize('shape', [_tiny(), _qwen('small', 'float32', 'none')])
+  def test_what_is_chosen_fits_or_is_refused(self, shape, gb):
+    models = memory.Models(shape, _WITH_REFERENCE)
+    machine = memory.Machine('cpu', gb * 1e9, cores=4)
+    config = sizes.choose(train.Config(), models, machine)
+    assert config == sizes.choose(train.Config(), models, machine)
+    assert config.slots % 128 == 0 and config.row_tokens == config.slots
+    assert config.rows % config.replicas == 0
+    if memory.estimate(config, models, machine).peak <= machine.memory:
+      sizes.check(config, models, machine)
+    else:
+      # Not for sizes that could be smaller: what is left are parameters.
+      assert (config.rows, config.slots, config.microbatch) == (1, 1024, 1)
+
+  def test_more_memory_gives_no_smaller_sizes(self):
+    models = memory.Models(_qwen('small', 'float32', 'none'), _WITH_REFERENCE)
+    chosen = [
+      sizes.choose(train.Config(), models, memory.Machine('cpu', gb * 1e9, cores=4))
+      for gb in (7, 8, 12, 24, 48, 96)
+    ]
+    slots = [config.slots for config in chosen]
+    assert slots == sorted(slots) and slots[0] < slots[-1] == 8192
+    assert chosen[-1].rows == 128
+
+  def test_an_episode_bounds_the_slots(self):
+    config = train.Config(max_turns=2, max_turn_tokens=100, max_tool_tokens=60)
+    models = memory.Models(_tiny(), _GRPO)
+    chosen = sizes.choose(config, models, memory.Machine('cpu', 64e9))
+    assert 1024 + 2 * 160 <= chosen.slots < 1024 + 2 * 160 + 128
+    long = sizes.choose(train.Config(max_turns=50), models, memory.Machine('cpu', 64e9))
+    assert long.slots == 8192
+    short = memory.Models(dataclasses.replace(_tiny(), max_positions=512), _GRPO)
+    assert sizes.choose(config, short, memory.Machine('cpu', 64e9)).slots == 512
+
+  @pytest.mark.parametrize(
+    'axes, chips, groups',
+    [
+      ({}, 8, 8),
+      ({'data': 2}, 8, 8),
+      ({'tensor': 2}, 8, 4),
+      ({'context': 8}, 8, 1),
+      ({'data': 2, 'fsdp': 3, 'tensor': 2}, 12, 6),
+    ],
+  )
+  def test_the_microbatch_follows_the_chips(self, axes, chips, groups):
+    config = train.Config(dtype='bfloat16', remat='full', **axes)
+    models = memory.Models(_qwen('0.5b'), _GRPO)
+    for gb in (16, 80):
+      chosen = sizes.choose(config, models, _gpu(gb, chips=chips, engines=chips))
+      assert chosen.microbatch % groups == 0
+      assert chosen.row_tokens % config.context == 0
+
+  def test_rows_follow_the_engines(self):
+    models = memory.Models(_qwen('0.5b'), _GRPO)
+    config = train.Config(dtype='bfloat16', remat='full')
+    rows = [
+      sizes.choose(config, models, _gpu(chips=n, engines=n)).rows for n in (1, 4, 8)
+    ]
+    assert rows == [128, 32, 16]
+
+  def test_replicas_are_for_cores(self):
+    models = memory.Models(_tiny(), _GRPO)
+    machine = memory.Machine('cpu', 64e9, cores=4)
+    assert sizes.choose(train.Config(), models, machine).replicas == 4
+    assert sizes.choose(train.Config(rows=6), models, machine).replicas == 1
+    assert sizes.choose(train.Config(rows=26), models, machine).replicas == 2
+    models = memory.Models(_qwen('0.5b'), _GRPO)
+    assert sizes.choose(train.Config(), models, _gpu(cores=16)).replicas == 1
+
+
+class TestCheck:
+  """Qwen2.5-3B on one GPU of 80 GB: the table of docs/memory.md."""
+
+  def _check(self, algorithm=_GRPO, size='3b', **fields):
+    given = {'rows': 256, 'slots': 1024, 'microbatch': 4}
+    given |= {'dtype': 'bfloat16', 'remat': 'full'}
+    models = memory.Models(_qwen(size), algorithm)
+    config = sizes.choose(train.Config(**given | fields), models, _gpu())
+    found = memory.estimate(config, models, _gpu())
+    sizes.check(config, models, _gpu())
+    return found
+
+  @pytest.mark.parametrize(
+    'fields, gradient',
+    [({'optimizer': 'adamw8'}, 66.9), ({'offload': True}, 60.7)],
+  )
+  def test_what_the_documents_say_fits_is_accepted(self, fields, gradient):
+    found = self._check(**fields)
+    assert sum(found.phases['gradient'].values()) / 1e9 == pytest.approx(
+      gradient, rel=0.1
+    )
+
+  def test_what_does_not_fit_is_refused_with_its_terms(self):
+    with pytest.raises(ValueError) as caught:
+      self._check(_WITH_REFERENCE, slots=2048, row_tokens=2048)
+    message = str(caught.value)
+    assert '107.9 GB (gradient), and each chip has 80.0 GB' in message
+    lines = [line.split() for line in message.splitlines() if line.startswith('  ')]
+    numbers = [float(words[0]) for words in lines]
+    assert numbers == sorted(numbers, reverse=True)
+    assert sum(numbers) == pytest.approx(107.9, abs=0.1)
+    assert '24.69 GB  state of adamw' in message
+    assert 'optimizer=adamw8' in message
+
+  def test_the_mend_is_enough_and_no_more_than_that(self):
+    config = train.Config(
+      rows=256, slots=1024, row_tokens=1024, microbatch=8, feed_rows=16, feed_tokens=128
+    )
+    config = dataclasses.replace(config, bucket=1024, replicas=1, dtype='bfloat16')
+    models = memory.Models(_qwen(remat='none'), _WITH_REFERENCE)
+    fields, enough = memory.mends(config, models, _gpu())
+    assert enough and fields
+    for dropped in [None, *fields]:
+      given = {k: v for k, v in fields.items() if k != dropped}
+      other = dataclasses.replace(config, **given)
+      policy = dataclasses.replace(models.policy, remat=other.remat)
+      peak = memory.estimate(other, models._replace(policy=policy), _gpu()).peak
+      assert (peak <= 80e9) == (dropped is None)
+
+  def test_what_no_setting_mends_says_so(self):
+    models = memory.Models(_qwen('32b'), _GRPO)
+    config = sizes.choose(train.Config(dtype='bfloat16'), models, _gpu(24))
+    with pytest.raises(ValueError, match='No setting makes it fit.*more chips'):
+      sizes.check(config, models, _gpu(24))
+
+  def test_more_that_is_loaded_takes_more(self):
+    def peak(algorithm=_GRPO, **fields):
+      config = dataclasses.replace(base, **fields)
+      return memory.estimate(config, memory.Models(_qwen(), algorithm), _gpu()).peak
+
+    base = train.Config(rows=16, slots=1024, row_tokens=1024, microbatch=2, feed_rows=16)
+    base = dataclasses.replace(base, feed_tokens=128, bucket=256, replicas=1)
+    parameters = 4 * 3.086e9
+    assert peak(_WITH_REFERENCE) - peak() == pytest.approx(parameters, rel=0.01)
+    assert peak(_PPO) - peak() == pytest.approx(3 * parameters, rel=0.01)
+    assert peak(sync_every=2) - peak() == pytest.approx(parameters, rel=0.01)
+    assert peak(lora_rank=16) < peak() - 3 * parameters
+    spread = memory.Machine('gpu', 80e9, chips=8, engines=8)
+    models = memory.Models(_qwen(), _GRPO)
+    assert memory.estimate(base, models, spread).peak < peak() - 3 * parameters
+
+
+# GiB of temporaries of the gradient of a row of 4,096 tokens, compiled for 64 chips of
+# v5e: docs/scaling.md.
+_COMPILED = {'0.5b': 2.23, '3b': 3.46, '7b': 6.81, '14b': 9.51, '32b': 11.94}
+
+
+class TestEstimate:
+  @pytest.mark.parametrize('size, gib', _COMPILED.items())
+  def test_of_a_gradient_on_a_tpu(self, size, gib):
+    terms = memory.activations(
+      _qwen(size), rows=1, tokens=4096, platform='tpu', whole=False
+    )
+    assert 0.9 < sum(terms.values()) / 2**30 / gib < 1.31
+
+  @pytest.mark.parametrize(
+    'shape, rows, tokens',
+    [
+      ({}, 2, 1024),
+      ({'vocab_size': 32_768}, 1, 256),
+      ({'vocab_size': 32_768, 'tie_embeddings': False}, 1, 256),
+      ({'num_layers': 10, 'remat': 'none'}, 2, 512),
+      ({'num_layers': 10, 'remat': 'dots'}, 2, 512),
+      ({'num_layers': 10, 'remat': 'full'}, 2, 512),
+      ({'num_layers': 10, 'dtype': 'bfloat16'}, 2, 512),
+    ],
+  )
+  def test_of_a_gradient_on_this_cpu(self, shape, rows, tokens):
+    config = _tiny(**shape)
+    compiled = learner._gradient.lower(
+      _parameters(config),
+      _batch(rows, tokens),
+      config=config,
+      loss=learner.objective(_GRPO),
+      temperature=1.0,
+    ).compile()
+    terms = memory.activations(config, rows=rows, tokens=tokens, platform='cpu')
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.9 < sum(terms.values()) / taken < 1.3
+
+  @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+  def test_of_a_decode_and_a_feed(self, dtype):
+    shape, R, S = _tiny(dtype=dtype), 32, 1024
+    config = train.Config(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
+    params = jax.eval_shape(lambda p: decoder.unstacked(p, shape), _parameters(shape))
+    state = jax.eval_shape(lambda: state_lib.empty(shape, R, S))
+    ints = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+    options = {'config': shape, 'bucket': S}
+    programs = (
+      state_lib.decode.lower(
+        params,
+        state,
+        ints(R),
+        ints(R),
+        stop_lib.Stop(ints(2), ints(16, shape.vocab_size)),
+        sampling=sampling.ON_POLICY,
+        steps=8,
+        **options,
+      ),
+      state_lib.feed.lower(params, state, ints(16), ints(16, 64), ints(16), **options),
+    )
+    taken = [p.compile().memory_analysis().temp_size_in_bytes for p in programs]
+    terms = memory._playing(config, shape, memory.Machine('cpu', 1e9))
+    assert 0.9 < sum(terms.values()) / max(taken) < 1.3
+
+  @pytest.mark.parametrize('kind', optimizers.KINDS)
+  def test_of_the_optimizers_step(self, kind):
+    shape = _tiny(mlp_dim=1024, num_layers=4)
+    made = optimizers.make(kind, 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+    params = _parameters(shape)
+    state = jax.eval_shape(lambda p: learner.init(p, made), params)
+    compiled = learner._apply.lower(state, params, optimizer=made).compile()
+    taken = compiled.memory_analysis()
+    config = train.Config(optimizer=kind, slots=128, microbatch=1)
+    models = memory.Models(shape, _GRPO)
+    machine = memory.Machine('cpu', 1e9)
+    terms = memory._update(config, models, machine)
+    assert 0.8 < terms["optimizer's temporaries"] / taken.temp_size_in_bytes < 1.3
+    held = memory._state(config, models, machine)[f'state of {kind}']
+    sizes_of = [x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state)]
+    assert held == pytest.approx(sum(sizes_of))
+
+
+def _parameters(config):
+  return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+
+
+def _batch(rows, tokens):
+  kinds = {'tokens': jnp.int32, 'positions': jnp.int32, 'segment_ids': jnp.int32}
+  kinds |= {'action_mask': jnp.bool}
+  fields = types.Batch._fields[:7]
+  shape = (rows, tokens)
+  return types.Batch(
+    **{n: jax.ShapeDtypeStruct(shape, kinds.get(n, jnp.float32)) for n in fields}
+  )
+
+
+class TestMachine:
+  def test_the_process_has_less_than_the_machine_and_more_than_it_uses(self):
+    all_of_it = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    assert host._own_memory() < host.available_memory() <= all_of_it
+
+  def test_a_variable_says_otherwise(self, monkeypatch):
+    monkeypatch.setenv(sizes.MEMORY_VARIABLE, '3.5')
+    assert sizes.find_machine(train.Config()).memory == 3.5e9
+    for text in ('much', '0', '-1', 'nan'):
+      monkeypatch.setenv(sizes.MEMORY_VARIABLE, text)
+      with pytest.raises(ValueError, match=f'{sizes.MEMORY_VARIABLE} is .{text}'):
+        sizes.find_machine(train.Config())
+
+  def test_control_groups_are_obeyed(self, tmp_path, monkeypatch):
+    """Version 2, in a group whose parent has the lower limit."""
+    root = tmp_path / 'cgroup'
+    (root / 'a' / 'b').mkdir(parents=True)
+    for folder, limit in (('a', '5000000'), ('a/b', 'max')):
+      (root / folder / 'memory.max').write_text(limit + '\n')
+      (root / folder / 'memory.current').write_text('3000000\n')
+      (root / folder / 'memory.stat').write_text('file 9\ninactive_file 1000000\n')
+    (tmp_path / 'self').write_text('0::/a/b\n')
+    monkeypatch.setattr(host, '_GROUPS', root)
+    monkeypatch.setattr(host, '_GROUP', tmp_path / 'self')
+    own = host._own_memory()
+    assert abs(host.available_memory() - 3_000_000 - own) < 1e8
+
+
+# Sizes that are left to be chosen, in a run of a second or two.
+_CHOSEN = {'slots': 0, 'rows': 0, 'microbatch': 0, 'feed_rows': 0, 'bucket': 0}
+_CHOSEN |= {'feed_tokens': 0, 'tasks': 2, 'samples': 2, 'steps': 1, 'eval_every': 0}
+_CHOSEN |= {'max_turns': 1, 'max_tool_tokens': 32}
+
+
+class TestRun:
+  def test_sizes_are_those_that_a_run_began_with(
+    self, model, tmp_path, monkeypatch, capfd
+  ):
+    config = test_train._config(model, **_CHOSEN)
+    monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
+    test_train._run(config, tmp_path)
+    said = [line for line in capfd.readouterr().err.splitlines() if 'sizes:' in line]
+    assert len(said) == 1 and 'estimated peak' in said[0] and 'of 1.2 GB' in said[0]
+    first = json.loads((tmp_path / 'config.json').read_text())
+    assert all(first[name] > 0 for name in sizes.FIELDS)
+    # Another machine would choose others.
+    monkeypatch.setattr(sizes, '_begin', None)
+    monkeypatch.setenv(sizes.MEMORY_VARIABLE, '64')
+    test_train._run(dataclasses.replace(config, steps=2), tmp_path)
+    second = json.loads((tmp_path / 'config.json').read_text())
+    assert second == first | {'steps': 2}
+    assert [line['step'] for line in metrics.read(tmp_path)][-1] == 2
+
+  def test_sizes_that_no_longer_fit_are_refused(self, model, tmp_path, monkeypatch):
+    config = test_train._config(model, **_CHOSEN)
+    fields = dataclasses.asdict(config) | {'rows': 4096, 'slots': 8192}
+    (tmp_path / 'config.json').write_text(json.dumps(fields))
+    monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
+    message = r'(?s)has 1.2 GB.*rows, slots are those that this run began with'
+    with pytest.raises(ValueError, match=message):
+      test_train._run(config, tmp_path)
+
+  def test_nothing_is_loaded_or_compiled_before_a_refusal(
+    self, model, tmp_path, monkeypatch
+  ):
+    monkeypatch.setattr(train, 'load', None)
+    monkeypatch.setenv(sizes.MEMORY_VARIABLE, '0.5')
+    with pytest.raises(ValueError, match='memory: .*this process has 0.5 GB'):
+      test_train._run(test_train._config(model), tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_eight_devices_are_not_refused(model):
+  """In a process of its own: this one has one device."""
+  code = (
+    'import sys; from agent_r1_jax import sizes, train; '
+    'from agent_r1_jax.rl import algorithms; '
+    'config = train.Config(model=sys.argv[1]); '
+    'config = sizes.settle(config, algorithms.grpo()); '
+    'print(config.microbatch, train.make_mesh(config).size)'
+  )
+  flags = '--xla_force_host_platform_device_count=8'
+  done = subprocess.run(
+    [sys.executable, '-c', code, str(model)],
+    env=os.environ | {'XLA_FLAGS': flags},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  microbatch, devices = map(int, done.stdout.split())
+  assert devices == 8 and microbatch % 8 == 0
