@@ -1,11 +1,12 @@
 """How much memory a run takes on a chip, by arithmetic: nothing is compiled for it.
 
-The terms are those of docs/memory.md, which compares them with what XLA allocates. Three
+The terms are those of docs/memory.md, which compares them with what XLA allocates. The
 phases of a step are estimated, and what the largest of them holds is the run's peak:
 
 - rollout: the engine feeds and decodes, while the training state lies there;
 - gradient: of one micro-batch, while engine and cache lie there;
-- update: the optimizer's step.
+- update: the optimizer's step;
+- checkpoint, on a CPU: its copy lies in the same memory.
 
 Letters: B rows, T tokens of a row, M = B · T, S slots, L layers, D embed, F feed-forward,
 N query heads, K key-value heads, H head dim, V vocabulary, C tokens of one block of the
@@ -36,6 +37,8 @@ _SAVED_SCORES, _SCORES, _FUSED = 2.1, 3.15, 2**25
 _VIEWS = {'float32': 1.03, 'bfloat16': 5.0}
 # The share of what a rollout freed that a CPU's heap cannot use again.
 _GAPS = 0.5
+# And of what a gradient freed, while a checkpoint is copied.
+_GRADIENT_GAPS = 0.8
 # What XLA holds beyond the terms on a TPU (docs/memory.md); a GPU is taken to be alike.
 _MARGIN = 1.2
 # The share of a chip's layers that XLA casts before its loop over them: where they are
@@ -143,6 +146,8 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
     gradient, update = gaps | gradient, gaps | update
   always = process | engine | state
   phases = {'rollout': playing, 'gradient': beside | gradient, 'update': beside | update}
+  if machine.platform == 'cpu':
+    phases['checkpoint'] = _checkpoint(config, models, machine, gradient)
   return Estimate({name: always | terms for name, terms in phases.items()})
 
 
@@ -366,6 +371,17 @@ def _update(config, models, machine) -> dict[str, float]:
     leaf = min(leaf * _FLOAT, learned)
     terms["optimizer's temporaries"] = _STEP[config.optimizer] * leaf
   return terms
+
+
+def _checkpoint(config, models, machine, gradient) -> dict[str, float]:
+  """On a CPU: the copy that is written, and what a gradient left of the heap."""
+  learned, opt_state = _bytes(config, models, machine)
+  algorithm = models.algorithm
+  trained = 2 if algorithm.needs_critic and not models.shared_critic else 1
+  return {
+    'copy for the checkpoint': trained * (learned + opt_state),
+    'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values()),
+  }
 
 
 def mends(
