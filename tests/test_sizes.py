@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,12 @@ def _qwen(size: str = '3b', dtype='bfloat16', remat='full') -> decoder.DecoderCo
 
 
 def _tiny(**shape) -> decoder.DecoderConfig:
-  small = {'vocab_size': 1024, 'embed_dim': 128, 'num_layers': 2, 'num_heads': 4}
+  small: dict[str, Any] = {
+    'vocab_size': 1024,
+    'embed_dim': 128,
+    'num_layers': 2,
+    'num_heads': 4,
+  }
   small |= {'num_kv_heads': 2, 'head_dim': 32, 'mlp_dim': 384, 'tie_embeddings': True}
   return decoder.DecoderConfig('llama', **small | shape)
 
@@ -62,7 +68,7 @@ def _gpu(gb=80.0, **fields) -> memory.Machine:
 
 class TestChoose:
   def test_what_is_given_stays(self):
-    given = {name: 7 * (i + 1) for i, name in enumerate(sizes.FIELDS)}
+    given: dict[str, Any] = {name: 7 * (i + 1) for i, name in enumerate(sizes.FIELDS)}
     config = train.Config(**given)
     machine = memory.Machine('cpu', 1e6)
     assert sizes.choose(config, memory.Models(_tiny(), _GRPO), machine) == config
@@ -151,7 +157,7 @@ class TestCheck:
   """Qwen2.5-3B on one GPU of 80 GB: the table of docs/memory.md."""
 
   def _check(self, algorithm=_GRPO, size='3b', **fields):
-    given = {'rows': 256, 'slots': 1024, 'microbatch': 4}
+    given: dict[str, Any] = {'rows': 256, 'slots': 1024, 'microbatch': 4}
     given |= {'dtype': 'bfloat16', 'remat': 'full'}
     models = memory.Models(_qwen(size), algorithm)
     config = sizes.choose(train.Config(**given | fields), models, _gpu())
@@ -304,14 +310,19 @@ def _parameters(config):
   return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
-def _batch(rows, tokens):
-  kinds = {'tokens': jnp.int32, 'positions': jnp.int32, 'segment_ids': jnp.int32}
+def _batch(rows, tokens) -> Any:
+  kinds: dict[str, Any] = {
+    'tokens': jnp.int32,
+    'positions': jnp.int32,
+    'segment_ids': jnp.int32,
+  }
   kinds |= {'action_mask': jnp.bool}
   fields = types.Batch._fields[:7]
   shape = (rows, tokens)
-  return types.Batch(
-    **{n: jax.ShapeDtypeStruct(shape, kinds.get(n, jnp.float32)) for n in fields}
-  )
+  leaves: Any = {
+    n: jax.ShapeDtypeStruct(shape, kinds.get(n, jnp.float32)) for n in fields
+  }
+  return types.Batch(**leaves)
 
 
 class TestMachine:
@@ -342,33 +353,30 @@ class TestMachine:
     assert abs(host.available_memory() - 3_000_000 - own) < 1e8
 
 
-# Sizes that are left to be chosen, in a run of a second or two.
-_CHOSEN = {'slots': 0, 'rows': 0, 'microbatch': 0, 'feed_rows': 0, 'bucket': 0}
-_CHOSEN |= {'feed_tokens': 0, 'tasks': 2, 'samples': 2, 'steps': 1, 'eval_every': 0}
-_CHOSEN |= {'max_turns': 1, 'max_tool_tokens': 32}
+# One step of a second or two; these sizes are left to be chosen.
+_SHORT: dict[str, Any] = {'steps': 1, 'eval_every': 0, 'max_turns': 1}
+_CHOSEN = {'rows': 0, 'microbatch': 0}
 
 
 class TestRun:
   def test_sizes_are_those_that_a_run_began_with(
     self, model, tmp_path, monkeypatch, capfd
   ):
-    config = test_train._config(model, **_CHOSEN)
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
-    test_train._run(config, tmp_path)
+    test_train._run(test_train._config(model, **_SHORT), tmp_path)
     said = [line for line in capfd.readouterr().err.splitlines() if 'sizes:' in line]
     assert len(said) == 1 and 'estimated peak' in said[0] and 'of 1.2 GB' in said[0]
     first = json.loads((tmp_path / 'config.json').read_text())
-    assert all(first[name] > 0 for name in sizes.FIELDS)
-    # Another machine would choose others.
-    monkeypatch.setattr(sizes, '_begin', None)
-    monkeypatch.setenv(sizes.MEMORY_VARIABLE, '64')
-    test_train._run(dataclasses.replace(config, steps=2), tmp_path)
-    second = json.loads((tmp_path / 'config.json').read_text())
-    assert second == first | {'steps': 2}
+    assert (first['rows'], first['microbatch']) == (4, 2)
+    # Now they are to be chosen, and a new run would get others.
+    config = test_train._config(model, **_SHORT | _CHOSEN | {'steps': 2})
+    assert sizes.settle(config, test_train._GRPO).rows == 8
+    test_train._run(config, tmp_path)
+    assert json.loads((tmp_path / 'config.json').read_text()) == first | {'steps': 2}
     assert [line['step'] for line in metrics.read(tmp_path)][-1] == 2
 
   def test_sizes_that_no_longer_fit_are_refused(self, model, tmp_path, monkeypatch):
-    config = test_train._config(model, **_CHOSEN)
+    config = test_train._config(model, **_SHORT | _CHOSEN | {'slots': 0})
     fields = dataclasses.asdict(config) | {'rows': 4096, 'slots': 8192}
     (tmp_path / 'config.json').write_text(json.dumps(fields))
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
