@@ -252,7 +252,7 @@ class TestEstimate:
   )
   def test_of_a_gradient_on_this_cpu(self, shape, rows, tokens):
     config = _tiny(**shape)
-    compiled = learner._gradient.lower(
+    compiled: Any = learner._gradient.lower(
       _parameters(config),
       _batch(rows, tokens),
       config=config,
@@ -268,10 +268,10 @@ class TestEstimate:
     shape, R, S = _tiny(dtype=dtype), 32, 1024
     config = train.Config(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
     params = jax.eval_shape(lambda p: decoder.unstacked(p, shape), _parameters(shape))
-    state = jax.eval_shape(lambda: state_lib.empty(shape, R, S))
-    ints = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+    state: Any = jax.eval_shape(lambda: state_lib.empty(shape, R, S))
+    ints: Any = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     options = {'config': shape, 'bucket': S}
-    programs = (
+    programs: Any = (
       state_lib.decode.lower(
         params,
         state,
@@ -293,8 +293,8 @@ class TestEstimate:
     shape = _tiny(mlp_dim=1024, num_layers=4)
     made = optimizers.make(kind, 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
     params = _parameters(shape)
-    state = jax.eval_shape(lambda p: learner.init(p, made), params)
-    compiled = learner._apply.lower(state, params, optimizer=made).compile()
+    state: Any = jax.eval_shape(lambda p: learner.init(p, made), params)
+    compiled: Any = learner._apply.lower(state, params, optimizer=made).compile()
     taken = compiled.memory_analysis()
     config = train.Config(optimizer=kind, slots=128, microbatch=1)
     models = memory.Models(shape, _GRPO)
@@ -306,7 +306,7 @@ class TestEstimate:
     assert held == pytest.approx(sum(sizes_of))
 
 
-def _parameters(config):
+def _parameters(config) -> Any:
   return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
