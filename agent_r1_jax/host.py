@@ -2,9 +2,11 @@
 
 import ctypes
 import importlib.util
+import ipaddress
 import os
 import pathlib
 import platform
+import socket
 from typing import Any
 
 import jax
@@ -32,6 +34,12 @@ def join() -> None:
   A process that is silent for AGENT_R1_HEARTBEAT_SECONDS (60) is taken for dead, and the
   others end.
 
+  The first process listens for the others at the coordinator's address alone. Where that
+  is a name that others resolve otherwise (of a service, or of a machine that knows itself
+  as 127.0.1.1), and with AGENT_R1_PROCESSES=auto, where JAX alone learns the address, it
+  listens at all of its addresses, as JAX does by default. JAX_COORDINATOR_BIND_ADDRESS
+  (host:port) names another. Whoever reaches it can take part in the run: let no stranger.
+
   Raises:
     ValueError: Of the three variables some are missing.
   """
@@ -49,11 +57,34 @@ def join() -> None:
     given = {'num_processes': int(count), 'process_id': int(number)}
     # Slurm would be asked all the same, and give each process one device.
     given['cluster_detection_method'] = 'deactivate'
+    if number == '0' and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
+      given['coordinator_bind_address'] = _bind_address(address or '')
   jax.distributed.initialize(
     address,
     heartbeat_timeout_seconds=int(os.environ.get('AGENT_R1_HEARTBEAT_SECONDS', 60)),
     **given,
   )
+
+
+def _bind_address(coordinator: str) -> str | None:
+  """Where to listen so that others reach `coordinator` (host:port), and no more.
+
+  Returns:
+    host:port in numbers; None for all addresses, if the host is not this machine's alone.
+  """
+  host, _, port = coordinator.rpartition(':')
+  host = host.strip('[]')
+  try:
+    family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+      probe.bind((address[0], 0, *address[2:]))
+  except OSError:
+    return None  # Of a service, or a router that forwards it here.
+  number = str(address[0])
+  # A name that is this machine's own loopback is another address to the others.
+  if ipaddress.ip_address(number).is_loopback and host not in ('localhost', number):
+    return None
+  return f'[{number}]:{port}' if family == socket.AF_INET6 else f'{number}:{port}'
 
 
 def keep_compilations() -> None:

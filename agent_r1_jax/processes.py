@@ -8,11 +8,10 @@ JAX's coordination service carries the messages; the processes find each other i
 `host.prepare`. With one process, nothing here does anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import itertools
 import os
-import pickle
 import sys
 import threading
 import time
@@ -23,6 +22,8 @@ import jax
 
 # The only names here that JAX does not document; Orbax relies on the same.
 from jax._src import distributed
+
+from agent_r1_jax import records
 
 # Of one message: what gRPC carries at a time is bounded.
 _PART = 1 << 20
@@ -46,27 +47,35 @@ def share(n: int) -> range:
   return range(jax.process_index(), n, jax.process_count())
 
 
-def gather(mine: Any) -> list[Any]:
+def gather(
+  mine: Any,
+  *,
+  pack: Callable[[Any], bytes] = records.pack,
+  unpack: Callable[[bytes], Any] = records.unpack,
+) -> list[Any]:
   """What each process gave, in their order; waits for all of them.
 
   Args:
-    mine: What pickle can carry.
+    mine: With one process, this very object is returned.
+    pack: Makes bytes of it.
+    unpack: Makes the others' bytes, and this process's, what they were.
 
   Raises:
+    ValueError: Of `pack` or `unpack`.
     LostError: Another process ended, or does not answer.
   """
   if jax.process_count() == 1:
     return [mine]
   # Every process counts alike: all of them call this at the same places of a run.
   name = f'agent_r1/{next(_rounds)}'
-  client, data = _client(), pickle.dumps(mine, protocol=5)
+  client, data = _client(), pack(mine)
   parts = [data[i : i + _PART] for i in range(0, len(data), _PART)]
   try:
     for i, part in enumerate(parts):
       client.key_value_set_bytes(f'{name}/{jax.process_index()}/{i}', part)
     client.key_value_set(f'{name}/{jax.process_index()}/parts', str(len(parts)))
     client.wait_at_barrier(f'{name}/there', timeout_in_ms=_DAY * 1000)
-    found = [_fetched(client, f'{name}/{p}') for p in range(jax.process_count())]
+    data = [_fetched(client, f'{name}/{p}') for p in range(jax.process_count())]
     client.wait_at_barrier(f'{name}/read', timeout_in_ms=_DAY * 1000)
     client.key_value_delete(f'{name}/{jax.process_index()}/')
   except jax.errors.JaxRuntimeError as error:
@@ -76,7 +85,7 @@ def gather(mine: Any) -> list[Any]:
       f'({reason}). Start all of them again with the same command: the run goes on from '
       'its last checkpoint.'
     ) from None
-  return found
+  return [unpack(each) for each in data]
 
 
 @contextlib.contextmanager
@@ -122,11 +131,11 @@ class Notice:
     return self._here.is_set()
 
 
-def _fetched(client, name: str) -> Any:
+def _fetched(client, name: str) -> bytes:
   wait = 60_000
   count = int(client.blocking_key_value_get(f'{name}/parts', wait))
   parts = (client.blocking_key_value_get_bytes(f'{name}/{i}', wait) for i in range(count))
-  return pickle.loads(b''.join(parts))
+  return b''.join(parts)
 
 
 def _client() -> Any:

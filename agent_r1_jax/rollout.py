@@ -13,7 +13,7 @@ import traceback
 
 import numpy as np
 
-from agent_r1_jax import processes, types
+from agent_r1_jax import processes, records, types
 from agent_r1_jax import spool as spool_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
@@ -48,10 +48,12 @@ class Rollout:
     self,
     driver: driver_lib.Driver,
     future: futures.Future,
+    tasks: Sequence[types.Task],
     kept: spool_lib.Rollout | None,
   ):
-    """Of this process: the trajectories to come, and where they are kept."""
+    """The trajectories to come from this process, all tasks, and the spool."""
     self._driver, self._future, self._kept = driver, future, kept
+    self._tasks = tasks
 
   def wait(self):
     """Until this process's episodes have ended, however they did."""
@@ -76,7 +78,12 @@ class Rollout:
     finally:
       if self._kept:
         self._kept.close()
-    shares = processes.gather(played)
+    # A task does not travel: all processes have the same ones.
+    shares = processes.gather(
+      played,
+      pack=records.pack_trajectories,
+      unpack=lambda data: records.unpack_trajectories(data, self._tasks),
+    )
     if None in shares:
       raise replica.PreemptedError
     found = [t for share in shares for t in share]
@@ -123,7 +130,7 @@ def start(
       ended before a kill.
     on_done: Called with each trajectory as it ends.
   """
-  kept = spool.rollout(draw) if spool else None
+  kept = spool.rollout(draw, tasks) if spool else None
 
   async def one(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
@@ -149,7 +156,7 @@ def start(
       if group in mine:
         episodes.append(one(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(driver, driver.start(episodes), kept)
+  return Rollout(driver, driver.start(episodes), tasks, kept)
 
 
 class _EnvironmentError(Exception):

@@ -2,48 +2,111 @@
 
 A run that goes on from a checkpoint plays the rollouts after it again, with the same
 policies and the same randomness. What had ended before the kill is then read, not played.
+
+The spool saves time and holds nothing that cannot be played again: where it cannot be
+written or read, the run says so and goes on without it.
+
+A file is _MAGIC, and for each trajectory the length and CRC-32 of its record and the
+record (records.py).
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+import errno
+import io
 import os
 import pathlib
-import pickle
 import shutil
+import struct
 from typing import Any
+import warnings
+import zlib
 
 import jax
 
-from agent_r1_jax import types
+from agent_r1_jax import records, types
+
+_MAGIC = b'agent_r1_jax episodes 1\n'
+_HEADER = struct.Struct('<QI')
 
 
 class Rollout:
   """One rollout's finished trajectories, by what identifies each in it."""
 
-  def __init__(self, folder: pathlib.Path):
-    """Reads what all processes kept of it, and opens a file for what comes."""
-    self._found = {
-      key: trajectory
-      for path in sorted(folder.glob('*.pickle'))
-      for key, trajectory in _read(path)
-    }
-    folder.mkdir(parents=True, exist_ok=True)
+  def __init__(self, folder: pathlib.Path, tasks: Sequence[types.Task]):
+    """Reads what all processes kept of it, and opens a file for what comes.
+
+    Args:
+      folder: The rollout's.
+      tasks: The rollout's, by group.
+    """
+    self._found: dict[Hashable, types.Trajectory] = {}
+    for path in sorted(folder.glob('*')):
+      for key, fields in _read(path):
+        self._take(path, key, fields, tasks)
     # Never one that a kill may have left with half a trajectory at its end.
-    number = len(list(folder.glob('*.pickle')))
-    name = f'{jax.process_index()}-{number}-{os.getpid()}.pickle'
-    self._file = (folder / name).open('wb')
+    number = len(list(folder.glob('*')))
+    self._path = folder / f'{jax.process_index()}-{number}-{os.getpid()}.episodes'
+    self._file: io.FileIO | None = None
+    self._warned = False
 
   def found(self, key: Hashable) -> types.Trajectory | None:
     """The trajectory, if it had ended before."""
     return self._found.get(key)
 
   def keep(self, key: Hashable, trajectory: types.Trajectory):
-    """Writes it; a later kill of the process cannot lose it."""
-    pickle.dump((key, trajectory), self._file, protocol=5)
-    self._file.flush()
+    """Writes it; a later kill of the process cannot lose it.
+
+    What cannot be written is played again after a kill; a warning says so once.
+    """
+    try:
+      record = records.pack([key, records.fields(trajectory)])
+      header = _HEADER.pack(len(record), zlib.crc32(record))
+      self._append(header + record)
+    except (OSError, ValueError) as error:
+      if not self._warned:
+        warnings.warn(
+          f'finished episodes are not kept in {self._path} ({error}); after a kill they '
+          'would be played again',
+          stacklevel=2,
+        )
+      self._warned = True
 
   def close(self):
     """Closes the file."""
-    self._file.close()
+    if self._file:
+      self._file.close()
+
+  def _append(self, data: bytes):
+    """Writes all of it or, where the disk is full, nothing."""
+    if self._file is None:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      # Unbuffered: what a full disk refuses now must not be tried again later.
+      self._file = io.FileIO(self._path, 'x')
+      data = _MAGIC + data
+    start = self._file.tell()
+    try:
+      if self._file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+      self._file.seek(start)
+      self._file.truncate()
+      if not start:
+        self._file.close()
+        self._path.unlink()
+        self._file = None
+      raise
+
+  def _take(self, path, key, fields, tasks):
+    """Adds what was read, if it fits the rollout's tasks."""
+    try:
+      task = tasks[fields['group']]
+      if key[0] != task.id:
+        raise ValueError(
+          f'an episode of task {key[0]!r:.80} where {task.id!r} was played'
+        )
+      self._found[key] = records.trajectory(fields, task)
+    except (TypeError, LookupError, ValueError) as error:
+      _warn(path, error)
 
 
 class Spool:
@@ -52,22 +115,40 @@ class Spool:
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / 'rollouts'
 
-  def rollout(self, draw: int) -> Rollout:
-    """Of one draw of tasks."""
-    return Rollout(self._folder / str(draw))
+  def rollout(self, draw: int, tasks: Sequence[types.Task]) -> Rollout:
+    """The rollout of one draw of tasks."""
+    return Rollout(self._folder / str(draw), tasks)
 
   def forget(self, before: int):
     """Deletes the rollouts of the draws before `before`: no checkpoint needs them."""
     for path in self._folder.glob('*'):
-      if int(path.name) < before:
+      if path.name.isdecimal() and int(path.name) < before:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(path: pathlib.Path) -> Iterator[tuple[Any, types.Trajectory]]:
+def _read(path: pathlib.Path) -> Iterator[tuple[Any, Any]]:
   """What is whole in a file; a kill can cut its end off."""
-  with path.open('rb') as file:
-    while True:
-      try:
-        yield pickle.load(file)
-      except (EOFError, pickle.UnpicklingError):
-        return
+  try:
+    with path.open('rb') as file:
+      left = path.stat().st_size - len(_MAGIC)
+      if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError('it is of another program, or of an earlier version of this one')
+      while left >= _HEADER.size:
+        length, checksum = _HEADER.unpack(file.read(_HEADER.size))
+        left -= _HEADER.size + length
+        if left < 0:
+          return
+        record = file.read(length)
+        if zlib.crc32(record) != checksum:
+          raise ValueError('its bytes changed since they were written')
+        key, fields = records.unpack(record)
+        yield key, fields
+  except (OSError, TypeError, ValueError) as error:
+    _warn(path, error)
+
+
+def _warn(path: pathlib.Path, error: Exception):
+  warnings.warn(
+    f'{path} is passed over ({error}); the episodes in it are played again',
+    stacklevel=2,
+  )

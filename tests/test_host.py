@@ -3,10 +3,13 @@
 import os
 import pathlib
 import platform
+import socket
 import subprocess
 import sys
 
 import pytest
+
+from agent_r1_jax import host
 
 _MEMORY = """
 import resource
@@ -68,3 +71,51 @@ def test_unless_jax_was_told_where(tmp_path, chosen):
   python(_COMPILE, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=folder)
   assert not (tmp_path / 'agent_r1_jax').exists()
   assert bool(chosen) == (tmp_path / 'elsewhere').exists()
+
+
+_JOIN = """
+import os, pathlib, socket
+from agent_r1_jax import host
+with socket.socket() as free:
+  free.bind(('127.0.0.1', 0))
+  os.environ['JAX_COORDINATOR_ADDRESS'] = f'localhost:{free.getsockname()[1]}'
+os.environ |= {'JAX_NUM_PROCESSES': '1', 'JAX_PROCESS_ID': '0'}
+host.join()
+port = int(os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2])
+for name in ('tcp', 'tcp6'):
+  for line in pathlib.Path('/proc/self/net', name).read_text().splitlines()[1:]:
+    address, _, there = line.split()[1].partition(':')
+    if int(there, 16) == port and line.split()[3] == '0A':  # it listens
+      print(address)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/net/tcp'), reason='needs /proc')
+def test_the_coordinator_listens_where_it_was_told_to():
+  (listening,) = set(python(_JOIN, JAX_PLATFORMS='cpu').split())
+  loopback = ('0100007F', '0' * 16 + 'FFFF00000100007F', '0' * 24 + '01000000')
+  assert listening in loopback, 'others than those at the address can reach it'
+
+
+@pytest.mark.parametrize(
+  ('coordinator', 'expected'),
+  [
+    ('127.0.0.1:1234', '127.0.0.1:1234'),
+    ('[::1]:1234', '[::1]:1234'),
+    ('192.0.2.7:1234', None),  # kept for documents: nobody's
+    ('no.such.host.invalid:1234', None),
+    ('thismachine:1234', None),
+    ('service:1234', None),
+  ],
+)
+def test_where_the_coordinator_listens(coordinator, expected, monkeypatch):
+  resolve = socket.getaddrinfo
+  names = {'thismachine': '127.0.1.1', 'service': '192.0.2.7'}
+
+  def named(host, *args, **kwargs):
+    return resolve(names.get(host, host), *args, **kwargs)
+
+  monkeypatch.setattr(socket, 'getaddrinfo', named)
+  if coordinator.startswith('[') and not socket.has_ipv6:
+    pytest.skip('no IPv6 here')
+  assert host._bind_address(coordinator) == expected
