@@ -12,6 +12,7 @@ metrics.curve(workdir, 'curve.png')
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import fnmatch
+import io
 import itertools
 import json
 import math
@@ -22,6 +23,8 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from agent_r1_jax import disk, tensorboard
 
 # A curve's panels: a title, and the names (patterns of fnmatch) drawn in it.
 PANELS = {'Mean reward': ('reward', 'rollout/reward'), 'Exact match': ('em', '*/em')}
@@ -44,15 +47,12 @@ class Writer:
         after, behind its last checkpoint, is dropped; with None nothing is, but for a
         last line that was cut in half.
     """
-    import tensorboardX  # slow to import, and only a writer needs it
-
-    path = _file(workdir)
+    self._path = path = _file(workdir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop(path, math.inf if resume_step is None else resume_step)
-    self._lines = path.open('a', encoding='utf-8')
-    self._tensorboard = tensorboardX.SummaryWriter(
-      str(path.parent / 'tensorboard'), purge_step=resume_step, flush_secs=10
-    )
+    with disk.writing(path, 'The lines before this start'):
+      _drop(path, math.inf if resume_step is None else resume_step)
+      self._lines = io.FileIO(path, 'a')
+    self._tensorboard = tensorboard.Events(path.parent / 'tensorboard', resume_step)
 
   def __enter__(self):
     return self
@@ -69,15 +69,17 @@ class Writer:
 
     Raises:
       ValueError: A value is no scalar, or is called 'step'.
+      OSError: The line cannot be written, and the file is as it was: this file is the
+        record of a run. TensorBoard is a convenience: what it is not given is told once.
     """
     if 'step' in values:
       raise ValueError("a metric cannot be called 'step': the line has one already")
     numbers = {name: _scalar(name, value) for name, value in values.items()}
     line = {name: v if math.isfinite(v) else str(v) for name, v in numbers.items()}
-    self._lines.write(json.dumps({'step': int(step)} | line, allow_nan=False) + '\n')
-    self._lines.flush()
-    for name, value in numbers.items():
-      self._tensorboard.add_scalar(name, value, int(step))
+    text = json.dumps({'step': int(step)} | line, allow_nan=False) + '\n'
+    with disk.writing(self._path, f'The line of step {step}'):
+      disk.append(self._lines, text.encode())
+    self._tensorboard.add(int(step), numbers)
 
   def close(self) -> None:
     """Closes both files."""
@@ -99,7 +101,7 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     try:
       row = json.loads(line)
       rows.append({'step': int(row.pop('step'))} | {k: float(v) for k, v in row.items()})
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
       if number < len(lines):
         raise ValueError(
           f'{path}, line {number} is no line of metrics: {error}'
@@ -118,8 +120,12 @@ def _drop(path: pathlib.Path, resume_step: float) -> None:
   whole = path.read_bytes().splitlines(keepends=True)[: len(read(path.parent))]
   kept = [x for x in whole if json.loads(x)['step'] < resume_step]
   part = path.with_suffix('.part')
-  part.write_bytes(b''.join(line.rstrip(b'\r\n') + b'\n' for line in kept))
-  part.replace(path)
+  try:
+    part.write_bytes(b''.join(line.rstrip(b'\r\n') + b'\n' for line in kept))
+    part.replace(path)
+  except OSError:
+    part.unlink(missing_ok=True)
+    raise
 
 
 def _scalar(name: str, value: Any) -> float:

@@ -11,7 +11,6 @@ record (records.py).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-import errno
 import io
 import os
 import pathlib
@@ -23,7 +22,7 @@ import zlib
 
 import jax
 
-from agent_r1_jax import records, types
+from agent_r1_jax import disk, records, types
 
 _MAGIC = b'agent_r1_jax episodes 1\n'
 _HEADER = struct.Struct('<QI')
@@ -64,8 +63,9 @@ class Rollout:
       self._append(header + record)
     except (OSError, ValueError) as error:
       if not self._warned:
+        why = disk.reason(self._path, error)
         warnings.warn(
-          f'finished episodes are not kept in {self._path} ({error}); after a kill they '
+          f'finished episodes are not kept in {self._path} ({why}); after a kill they '
           'would be played again',
           stacklevel=2,
         )
@@ -83,14 +83,10 @@ class Rollout:
       # Unbuffered: what a full disk refuses now must not be tried again later.
       self._file = io.FileIO(self._path, 'x')
       data = _MAGIC + data
-    start = self._file.tell()
     try:
-      if self._file.write(data) < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+      disk.append(self._file, data)
     except OSError:
-      self._file.seek(start)
-      self._file.truncate()
-      if not start:
+      if not self._path.stat().st_size:
         self._file.close()
         self._path.unlink()
         self._file = None

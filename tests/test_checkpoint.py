@@ -12,6 +12,7 @@ import time
 from absl import logging as absl_logging
 import jax
 from jax import numpy as jnp
+import mounts
 import numpy as np
 import optax
 import pytest
@@ -214,22 +215,8 @@ class TestDamage:
 @pytest.fixture
 def small_disk(tmp_path):
   """A disk of 1.5 MB."""
-  mounted = mount(tmp_path, 'size=1500k')
-  yield tmp_path
-  unmount(mounted)
-
-
-def mount(path, options):
-  command = ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(path)]
-  try:
-    subprocess.run(command, check=True, capture_output=True)
-  except (OSError, subprocess.CalledProcessError) as error:
-    pytest.skip(f'no file system can be mounted here: {error}')
-  return path
-
-
-def unmount(path):
-  subprocess.run(['umount', '--lazy', str(path)], check=True)
+  with mounts.mounted(tmp_path, 'size=1500k'):
+    yield tmp_path
 
 
 class TestDisk:
@@ -265,18 +252,12 @@ class TestDisk:
     checkpoints.close()
 
   def test_read_only_workdir(self, tmp_path):
-    mounted = mount(tmp_path, 'ro')
-    try:
-      with pytest.raises(
-        ValueError, match=r'workdir=.* cannot be written to \(Read-only'
-      ):
+    said = r'workdir=.* cannot be written to \(Read-only'
+    with mounts.mounted(tmp_path, 'ro'):
+      with pytest.raises(ValueError, match=said):
         open_(tmp_path / 'run')
-      with pytest.raises(
-        ValueError, match=r'workdir=.* cannot be written to \(Read-only'
-      ):
+      with pytest.raises(ValueError, match=said):
         checkpoint.check_config(tmp_path, {})
-    finally:
-      unmount(mounted)
 
   def test_workdir_is_a_file(self, tmp_path):
     (tmp_path / 'run').write_text('')

@@ -1,14 +1,18 @@
 """Numbers in files survive a kill, and people are told the truth about them."""
 
+import errno
 import io
 import json
 import math
+import warnings
 
 import jax.numpy as jnp
+import mounts
 import numpy as np
 import pytest
+import tiny
 
-from agent_r1_jax import metrics
+from agent_r1_jax import metrics, spool, tensorboard, types
 
 
 class TestWriter:
@@ -104,6 +108,89 @@ class TestResume:
     path.write_text(path.read_text().replace('{"step": 2', '{"stop": 2'))
     with pytest.raises(ValueError, match=r'metrics\.jsonl, line 3 is no line'):
       metrics.read(tmp_path)
+
+
+class TestFullDisk:
+  def test_a_line_that_cannot_be_written_is_an_error(self, tmp_path):
+    numbers = {f'number/{i}': 0.1 * i for i in range(300)}
+    with (
+      mounts.mounted(tmp_path, 'size=256k') as workdir,
+      warnings.catch_warnings(),
+    ):
+      # Of TensorBoard's events: whether they come to be flushed is another test's.
+      warnings.filterwarnings('ignore', 'no more is written for TensorBoard')
+      with metrics.Writer(workdir) as writer:
+        writer.write(0, numbers)
+        filler = mounts.fill(workdir)
+        said = r'line of step 1 .*metrics\.jsonl: the disk is full \(0\.0 MB free\)'
+        with pytest.raises(OSError, match=said) as full:
+          tiny.within(writer.write, 1, numbers, seconds=60)
+        assert full.value.errno == errno.ENOSPC
+        assert 'start the same command again' in str(full.value)
+        assert (workdir / 'metrics.jsonl').read_text().count('\n') == 1
+        assert (workdir / 'metrics.jsonl').read_text().endswith('}\n')
+        filler.unlink()
+        writer.write(1, numbers)
+      assert metrics.read(workdir) == [{'step': i} | numbers for i in range(2)]
+
+  def test_a_full_disk_takes_no_start_of_the_lines_before(self, tmp_path):
+    with mounts.mounted(tmp_path, 'size=64k') as workdir:
+      with metrics.Writer(workdir) as writer:
+        for step in range(99):
+          writer.write(step, {'reward': 0.1 * step})
+      lines = metrics.read(workdir)
+      filler = mounts.fill(workdir)
+      with pytest.raises(OSError, match='lines before this start .* disk is full'):
+        metrics.Writer(workdir, resume_step=97)
+      assert metrics.read(workdir) == lines
+      filler.unlink()
+      metrics.Writer(workdir, resume_step=97).close()
+      assert metrics.read(workdir) == lines[:97]
+
+  @pytest.mark.parametrize('when', ['before', 'while'])
+  def test_tensorboard_is_given_up_and_no_line_is_lost(self, tmp_path, when, monkeypatch):
+    """Its writer's thread once died of it, and `write` waited for ever on its queue."""
+    monkeypatch.setattr(tensorboard, '_FLUSH_SECONDS', 0.0)
+    numbers = {f'number/{i}': 0.1 * i for i in range(300)}
+    with mounts.mounted(tmp_path / 'tensorboard', 'size=64k') as disk:
+
+      def write():
+        with metrics.Writer(tmp_path) as writer:
+          if when == 'while':
+            writer.write(-1, {'reward': 0.5})
+            mounts.fill(disk)
+          for step in range(50):
+            writer.write(step, numbers)
+
+      if when == 'before':
+        mounts.fill(disk)
+      with pytest.warns(UserWarning) as said:
+        tiny.within(write, seconds=60)
+      assert len(said) == 1
+      assert 'TensorBoard' in str(said[0].message)
+      assert 'the disk is full (0.0 MB free)' in str(said[0].message)
+    steps = [row['step'] for row in metrics.read(tmp_path)]
+    assert steps == [-1] * (when == 'while') + [*range(50)]
+
+  def test_episodes_are_kept_again_when_there_is_room(self, tmp_path):
+    task = types.Task('t0', [])
+    episode = types.Trajectory(task, 0, 0, [], [], [{'content': 'x' * 9000}], 'done')
+    with mounts.mounted(tmp_path, 'size=128k') as workdir:
+      rollout = spool.Spool(workdir).rollout(0, [task])
+      rollout.keep(('t0', 0), episode)
+      filler = mounts.fill(workdir)
+      with pytest.warns(
+        UserWarning, match=r'not kept in .* disk is full \(0\.0 MB'
+      ) as said:
+        rollout.keep(('t0', 1), episode)
+        rollout.keep(('t0', 2), episode)
+      assert len(said) == 1
+      filler.unlink()
+      rollout.keep(('t0', 3), episode)
+      rollout.close()
+      rollout = spool.Spool(workdir).rollout(0, [task])
+      found = [n for n in range(4) if rollout.found(('t0', n))]
+    assert found == [0, 3]
 
 
 class Clock:

@@ -1,0 +1,87 @@
+"""TensorBoard's events: a convenience beside metrics.jsonl that holds no run up."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+import warnings
+
+from agent_r1_jax import disk
+
+_FLUSH_SECONDS = 10.0
+
+
+class Events:
+  """Scalars in an events file that TensorBoard shows.
+
+  They are written by the thread that calls. tensorboardX's own writer passes them to a
+  thread through a queue: a full disk ends the thread, and the queue then blocks for ever.
+  """
+
+  def __init__(self, folder: pathlib.Path, resume_step: int | None):
+    """Opens a file of its own for this start of the run.
+
+    Args:
+      folder: Made if missing.
+      resume_step: TensorBoard drops what earlier files have at this step and after.
+    """
+    # Slow to import, and only a writer needs it.
+    from tensorboardX import proto, record_writer, summary
+
+    self._folder, self._proto, self._scalar = folder, proto, summary.scalar
+    self._file: Any = None
+    self._flushed = time.monotonic()
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      # With the process: two starts in one second would have one name.
+      name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
+      self._file = record_writer.RecordWriter(str(folder / name))
+      self._write(0, file_version='brain.Event:2')
+      if resume_step is not None:
+        log = proto.event_pb2.SessionLog
+        self._write(resume_step, session_log=log(status=log.START))
+    except OSError as error:
+      self._give_up(error)
+
+  def add(self, step: int, numbers: dict[str, float]) -> None:
+    """Writes a step's numbers; on disk within seconds. What fails is told once."""
+    if self._file is None:
+      return
+    try:
+      for name, value in numbers.items():
+        self._write(step, summary=self._scalar(name, value))
+      if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+        self._file.flush()
+        self._flushed = time.monotonic()
+    except OSError as error:
+      self._give_up(error)
+
+  def close(self) -> None:
+    """Writes the rest and closes the file."""
+    if self._file is None:
+      return
+    try:
+      self._file.flush()
+      self._file.close()
+      self._file = None
+    except OSError as error:
+      self._give_up(error)
+
+  def _write(self, step: int, **content: Any) -> None:
+    event = self._proto.event_pb2.Event(wall_time=time.time(), step=step, **content)
+    self._file.write(event.SerializeToString())
+
+  def _give_up(self, error: OSError) -> None:
+    why = disk.reason(self._folder, error)
+    if self._file is not None:
+      # It would flush what it holds, and fail again.
+      with contextlib.suppress(OSError):
+        self._file.close()
+    self._file = None
+    warnings.warn(
+      f'no more is written for TensorBoard to {self._folder}: {why}. metrics.jsonl has '
+      'all numbers; the next start of the run writes for TensorBoard again',
+      stacklevel=4,
+    )
