@@ -14,7 +14,7 @@ the only module that imports Orbax.
         checkpoints.save(step + 1, arrays, host_state)
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import errno
 import fcntl
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-_FULL = ('No space left on device', 'Disk quota exceeded')
+from agent_r1_jax import checksums, disk, processes
 
 
 class Checkpointer:
@@ -64,12 +64,14 @@ class Checkpointer:
     keep_policy: Any = ocp.training.preservation_policies.LatestN(keep)
     self._orbax = ocp.training.Checkpointer(
       str(self.directory),
-      context=_context(),
+      # Orbax copies its options deeply, and with a method its object.
+      context=_context(lambda: self._add_checksums()),
       save_decision_policy=save_policy,
       preservation_policy=keep_policy,
       cleanup_tmp_directories=True,
     )
     self._writing: int | None = None
+    self._nbytes = 0
 
   def __enter__(self):
     return self
@@ -109,7 +111,7 @@ class Checkpointer:
     if step in self.steps:
       return False
     try:
-      self._writing = step
+      self._writing, self._nbytes = step, sum(leaf.nbytes for leaf in flat.values())
       self._orbax.save_checkpointables_async(
         step, {'arrays': flat, 'host': host_state}, force=True
       )
@@ -142,7 +144,8 @@ class Checkpointer:
     """Reads a checkpoint, by default the newest that can be read.
 
     A newest checkpoint that was damaged after it had been written is put aside as
-    `<step>.unreadable`, with a warning, and the one before it is read.
+    `<step>.unreadable`, with a warning, and the one before it is read. Damaged is what
+    Orbax cannot read, and every file that is not, to the last bit, what was written.
 
     Args:
       like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and
@@ -151,11 +154,11 @@ class Checkpointer:
 
     Returns:
       The step, the arrays in the structure of `like`, the host's state. None if there
-      is no checkpoint.
+      is no checkpoint and there never was one.
 
     Raises:
       ValueError: The checkpoint is of another model (the leaves are listed), there is
-        none at `step`, or none can be read.
+        none at `step`, or none can be read, now or when the run was last started.
     """
     self.wait()
     steps = self.steps
@@ -169,14 +172,16 @@ class Checkpointer:
         if step is not None or jax.process_count() > 1:
           raise ValueError(f'{error}. Move it away to go on from {steps[:-1]}') from None
         self._put_aside(candidate, error)
-    if steps:
+    if aside := sorted(p.name for p in self.directory.glob('*.unreadable')):
       raise ValueError(
         f'no checkpoint in {self.directory} can be read; they are kept there as '
-        '<step>.unreadable. Give another workdir to start anew'
+        f'{", ".join(aside)}. Put a sound copy of one there under its number, or give '
+        'another workdir to start anew'
       )
     return None
 
   def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    self._check_checksums(step)
     names = _flat(like)
     abstract = {name: _abstract(leaf) for name, leaf in names.items()}
     try:
@@ -192,6 +197,18 @@ class Checkpointer:
     leaves = [_undata(read['arrays'][name], leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
+  def _add_checksums(self) -> None:
+    for folder in self.directory.glob(f'{self._writing}.orbax-checkpoint-tmp*'):
+      # Orbax writes the time of the commit into this file, after this.
+      checksums.add(folder, but=['_CHECKPOINT_METADATA'])
+
+  def _check_checksums(self, step: int) -> None:
+    """Raises _UnreadableError in all processes, if a file is not as it was written."""
+    folder = self.directory / str(step)
+    mine = checksums.difference(folder, processes.share)
+    if found := [text for text in processes.gather(mine) if text]:
+      raise _UnreadableError(folder, ValueError(found[0]))
+
   def _put_aside(self, step: int, error: Exception) -> None:
     target = self.directory / f'{step}.unreadable'
     shutil.rmtree(target, ignore_errors=True)
@@ -203,21 +220,23 @@ class Checkpointer:
 
   def _failed(self, error: Exception) -> OSError:
     step, self._writing = self._writing, None
+    # Before the rest of the failed checkpoint is cleared away.
+    reason = disk.reason(self.directory, error)
     self._orbax.reload()
     if jax.process_index() == 0:
       for rest in self.directory.glob('*.orbax-checkpoint-tmp'):
         shutil.rmtree(rest, ignore_errors=True)
     message = f'the checkpoint of step {step} could not be written to {self.directory}'
     intact = f'Intact are the steps {self.steps}.'
-    if any(reason in str(error) for reason in _FULL):
-      free = shutil.disk_usage(self.directory).free / 1e6
+    if disk.is_full(error):
       return OSError(
         errno.ENOSPC,
-        f'{message}: the disk is full ({free:.1f} MB free). {intact} Make room or keep '
-        'fewer, and start the same command again: it goes on from the last of them',
+        f'{message}: {reason}, and the checkpoint needs up to {self._nbytes / 1e6:.1f}. '
+        f'{intact} Make room or keep fewer, and start the same command again: it goes on '
+        'from the last of them',
       )
     return OSError(
-      getattr(error, 'errno', None) or errno.EIO, f'{message}: {error}. {intact}'
+      getattr(error, 'errno', None) or errno.EIO, f'{message}: {reason}. {intact}'
     )
 
 
@@ -244,9 +263,11 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
     except OSError as error:
       # Some network file systems have no locks: better a run than none.
       warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
-    file.truncate(0)
-    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-    file.flush()
+    # Without room for it, whoever finds the file locked is not told by whom.
+    with contextlib.suppress(OSError):
+      file.truncate(0)
+      file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+      file.flush()
     yield
 
 
@@ -315,11 +336,15 @@ def _dotted(tree: Any, prefix: str = '') -> dict[str, Any]:
 
 def _write_atomically(path: pathlib.Path, text: str) -> None:
   part = path.with_name(f'{path.name}.{os.getpid()}.part')
-  with part.open('w') as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  part.replace(path)
+  with disk.writing(path, 'The configuration'):
+    try:
+      with part.open('w') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+      part.replace(path)
+    finally:
+      part.unlink(missing_ok=True)
 
 
 def _writable(workdir: pathlib.Path) -> pathlib.Path:
@@ -345,12 +370,14 @@ class _UnreadableError(Exception):
     super().__init__(f'the checkpoint {path} cannot be read ({reason})')
 
 
-def _context() -> ocp.Context:
+def _context(before_commit: Callable[[], None]) -> ocp.Context:
   registry = ocp.handlers.local_registry()
   # Without it, Orbax would take a dict of numbers for a tree of arrays.
   registry.add(ocp.handlers.JsonHandler, checkpointable_name='host')
   context = ocp.Context()
   context.checkpointables.registry = registry
+  # Called in the first process, when all files are written and not yet of their name.
+  context.asynchronous.post_finalization_callback = before_commit
   return context
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import contextlib
 import dataclasses
 import os
+import pathlib
 
 from agent_r1_jax import checkpoint, metrics, processes
 from agent_r1_jax import config as config_lib
@@ -91,11 +92,17 @@ class Journal:
     return self._stack.__exit__(*error)
 
   def restore(self, carry: updates.Carry, plan: updates.Plan) -> updates.Carry:
-    """What the newest checkpoint holds, or `carry` as it is; opens the lines there."""
+    """What the newest checkpoint holds, or `carry` as it is; opens the lines there.
+
+    Raises:
+      ValueError: The run had checkpoints, and none is there that can be read.
+    """
     if restored := self.checkpoints.restore(like=carry.arrays(plan)):
       _, arrays, host = restored
       carry = carry.restored(arrays, host['carry'])
       self.at = Position(**host['at'])
+    else:
+      self._check_new()
     self._writer, shown = None, None
     if processes.first():
       writer = metrics.Writer(self._workdir, resume_step=self.at.written + 1)
@@ -108,6 +115,22 @@ class Journal:
       )
     )
     return carry
+
+  def _check_new(self):
+    """Refuses to begin anew where checkpoints have been.
+
+    A checkpoint is complete before the next is begun, and that after the line of its step:
+    once there is a line beyond the second one's step, the first one was complete.
+    """
+    path = pathlib.Path(self._workdir) / 'metrics.jsonl'
+    lines = metrics.read(self._workdir) if path.exists() else []
+    last = max((line['step'] for line in lines), default=0)
+    if last > 2 * self._config.checkpoint_every:
+      raise ValueError(
+        f'{path} has lines up to step {last}, and there is no checkpoint in '
+        f'{self.checkpoints.directory}: were they deleted? Put them back, or give another '
+        'workdir to start anew'
+      )
 
   def write(self, numbers: Mapping[str, float]):
     """Writes the line of the present step."""

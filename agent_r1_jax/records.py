@@ -35,9 +35,10 @@ def pack(value: Any) -> bytes:
     ValueError: Something else is in it; or it is too deep, or contains itself.
   """
   try:
-    return msgpack.packb(
-      value, default=_tagged, strict_types=True, unicode_errors='surrogatepass'
+    packer = msgpack.Packer(
+      default=_tagged, strict_types=True, unicode_errors='surrogatepass'
     )
+    return bytes(packer.pack(value))
   except (TypeError, OverflowError, RecursionError) as error:
     raise ValueError(f'cannot be written: {error}') from None
 
@@ -123,6 +124,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 def _tagged(value: Any) -> Any:
   """What MessagePack has no form for; subclasses of what it has become the latter."""
+  kind: Any  # What a subclass stands for.
   for kind in (str, bytes, dict, list):
     if isinstance(value, kind):
       return kind(value)

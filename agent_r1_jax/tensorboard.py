@@ -28,9 +28,11 @@ class Events:
       resume_step: TensorBoard drops what earlier files have at this step and after.
     """
     # Slow to import, and only a writer needs it.
-    from tensorboardX import proto, record_writer, summary
+    from tensorboardX import record_writer, summary
+    from tensorboardX.proto import event_pb2
 
-    self._folder, self._proto, self._scalar = folder, proto, summary.scalar
+    self._folder, self._scalar = folder, summary.scalar
+    self._messages: Any = event_pb2  # Its classes are made while it is imported.
     self._file: Any = None
     self._flushed = time.monotonic()
     try:
@@ -40,7 +42,7 @@ class Events:
       self._file = record_writer.RecordWriter(str(folder / name))
       self._write(0, file_version='brain.Event:2')
       if resume_step is not None:
-        log = proto.event_pb2.SessionLog
+        log = self._messages.SessionLog
         self._write(resume_step, session_log=log(status=log.START))
     except OSError as error:
       self._give_up(error)
@@ -70,7 +72,7 @@ class Events:
       self._give_up(error)
 
   def _write(self, step: int, **content: Any) -> None:
-    event = self._proto.event_pb2.Event(wall_time=time.time(), step=step, **content)
+    event = self._messages.Event(wall_time=time.time(), step=step, **content)
     self._file.write(event.SerializeToString())
 
   def _give_up(self, error: OSError) -> None:

@@ -120,7 +120,7 @@ def test_what_cannot_be_written_is_refused(make, message):
 
 def test_no_bytes_make_it_run_or_break_it():
   """Every cut, every flipped byte, and what pickle would have run."""
-  whole = records.pack(records.fields(_trajectory()))
+  whole: bytes = records.pack(records.fields(_trajectory()))
   rng = np.random.default_rng(0)
   flipped = []
   for _ in range(2000):

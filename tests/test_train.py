@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from unittest import mock
+import warnings
 
 from absl import flags
 import jax
@@ -451,6 +452,28 @@ class TestResume:
     assert kept >= 2 and len(begun) == 4 * 2 + 5 * 8 - kept
     left = {p.name for p in (tmp_path / 'run' / 'rollouts').iterdir()}
     assert left == {'4'}
+
+  def test_never_anew_where_checkpoints_were(self, whole, model, tmp_path):
+    """Deleted, or damaged: whatever is started, no line of metrics is lost."""
+    shutil.copytree(whole[1], tmp_path / 'run')
+    lines = (tmp_path / 'run' / 'metrics.jsonl').read_bytes()
+    checkpoints = tmp_path / 'run' / 'checkpoints'
+    checkpoints.rename(tmp_path / 'away')
+    with pytest.raises(
+      ValueError, match='lines up to step 5, and there is no checkpoint'
+    ):
+      _run(_config(model), tmp_path / 'run')
+    shutil.rmtree(checkpoints)
+    (tmp_path / 'away').rename(checkpoints)
+    for path in checkpoints.glob('*/arrays/manifest.ocdbt'):
+      path.write_bytes(path.read_bytes()[:-1])
+    for start in range(2):
+      with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with pytest.raises(ValueError, match=r'can be read; .* 2\.unreadable, 4\.unread'):
+          _run(_config(model), tmp_path / 'run')
+      assert sum('cannot be read' in str(w.message) for w in said) == 3 * (start == 0)
+    assert (tmp_path / 'run' / 'metrics.jsonl').read_bytes() == lines
 
   def test_a_finished_run_goes_on_for_more_steps(self, whole, model, tmp_path):
     params, workdir = whole
