@@ -265,9 +265,9 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
       warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
     # Without room for it, whoever finds the file locked is not told by whom.
     with contextlib.suppress(OSError):
-      file.truncate(0)
-      file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-      file.flush()
+      os.ftruncate(file.fileno(), 0)
+      text = f'process {os.getpid()} on {socket.gethostname()}\n'
+      os.write(file.fileno(), text.encode())
     yield
 
 
@@ -297,7 +297,7 @@ def check_config(
   if path.exists():
     try:
       old = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
     _compare(path, _dotted(old), _dotted(new), may_change)
     if old == new:

@@ -119,8 +119,8 @@ class Journal:
   def _check_new(self):
     """Refuses to begin anew where checkpoints have been.
 
-    A checkpoint is complete before the next is begun, and that after the line of its step:
-    once there is a line beyond the second one's step, the first one was complete.
+    A checkpoint is complete before the next is begun, and that after the line of its
+    step: once there is a line beyond the second one's step, the first was complete.
     """
     path = pathlib.Path(self._workdir) / 'metrics.jsonl'
     lines = metrics.read(self._workdir) if path.exists() else []
@@ -128,8 +128,8 @@ class Journal:
     if last > 2 * self._config.checkpoint_every:
       raise ValueError(
         f'{path} has lines up to step {last}, and there is no checkpoint in '
-        f'{self.checkpoints.directory}: were they deleted? Put them back, or give another '
-        'workdir to start anew'
+        f'{self.checkpoints.directory}: were they deleted? Put them back, or give '
+        'another workdir to start anew'
       )
 
   def write(self, numbers: Mapping[str, float]):

@@ -70,3 +70,10 @@ def test_render():
   assert shown == 'Doc 1 (Title: Ann) Born {here}.\nDoc 2 (Title: B) t'
   assert documents.render(hits, '{id}={score}') == 'a=2.5\nb=1'
   assert documents.render([]) == 'No passage found.'
+
+
+def test_a_row_that_is_too_deep_is_named(tmp_path):
+  path = tmp_path / 'rows.jsonl'
+  path.write_text('{"id": "1"}\n' + '[' * 100_000 + ']' * 100_000 + '\n')
+  with pytest.raises(ValueError, match=r'rows\.jsonl: row 2: no JSON'):
+    list(documents.read_rows(path))

@@ -252,3 +252,40 @@ def test_the_head_dim_that_transformers_takes_where_none_is_said(
     raw |= {'hidden_size': 2560, 'num_attention_heads': 32}
   (tmp_path / 'config.json').write_text(json.dumps(raw))
   assert hf_config.read(tmp_path).head_dim == head_dim
+
+
+@pytest.mark.parametrize('value', [10**9, 10**400, float('inf'), float('nan'), 1e300])
+@pytest.mark.parametrize(
+  'key', ['num_hidden_layers', 'vocab_size', 'head_dim', 'rms_norm_eps', 'rope_theta']
+)
+def test_numbers_that_no_model_has_are_refused(tmp_path, key, value):
+  raw = _PUBLISHED['Qwen3-8B'] | {key: value}
+  if key in ('rms_norm_eps', 'rope_theta') and value == 10**9:
+    return
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(
+    ValueError, match=f'config.json: {key} is .*(no known model|needed)'
+  ):
+    hf_config.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'model_type': []},
+    {'layer_types': 5},
+    {'rope_scaling': 'linear'},
+    {'use_sliding_window': True, 'max_window_layers': 'all'},
+  ],
+)
+def test_fields_of_other_kinds_are_named(tmp_path, fields):
+  raw = _PUBLISHED['Qwen2.5-3B'] | fields
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  with pytest.raises(ValueError, match=r'config\.json: '):
+    hf_config.read(tmp_path)
+
+
+def test_json_that_is_too_deep_is_named(tmp_path):
+  (tmp_path / 'config.json').write_text('{"a":' * 100_000 + '1' + '}' * 100_000)
+  with pytest.raises(ValueError, match=r'config\.json: not JSON .*fetch it again'):
+    hf_config.read(tmp_path)

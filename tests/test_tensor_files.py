@@ -145,3 +145,49 @@ def test_a_missing_or_mixed_up_shard_is_named(tmp_path):
   (tmp_path / _INDEX).write_text('{}')
   with pytest.raises(ValueError, match=f'{_INDEX}: has no weight_map'):
     tensor_files.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'name', ['../other/model.safetensors', '/etc/passwd', '..', '', 'a\x00.safetensors', 7]
+)
+def test_the_index_names_files_beside_it_only(tmp_path, name):
+  for folder in ('other', 'model'):
+    (tmp_path / folder).mkdir()
+    _write(tmp_path / folder, {'w': np.zeros(3, np.float32)})
+  directory = tmp_path / 'model'
+  (directory / 'model.safetensors').unlink()
+  (directory / _INDEX).write_text(json.dumps({'weight_map': {'w': name}}))
+  said = r'index\.json: weight_map names .* not a \.safetensors file beside it'
+  with pytest.raises(ValueError, match=said):
+    tensor_files.find(directory)
+
+
+def test_links_of_a_cache_of_downloads_are_followed(tmp_path):
+  for folder in ('blobs', 'model'):
+    (tmp_path / folder).mkdir()
+  arrays = {'w': np.arange(3, dtype=np.float32)}
+  _write(tmp_path / 'blobs', arrays)
+  (tmp_path / 'blobs' / 'model.safetensors').rename(tmp_path / 'blobs' / 'f00')
+  link = tmp_path / 'model' / 'model-1.safetensors'
+  link.symlink_to('../blobs/f00')
+  index = {'weight_map': {'w': link.name}}
+  (tmp_path / 'model' / _INDEX).write_text(json.dumps(index))
+  (tensor,) = tensor_files.find(tmp_path / 'model').values()
+  np.testing.assert_array_equal(tensor_files.read(tensor), arrays['w'])
+
+
+@pytest.mark.parametrize(
+  'header',
+  [
+    '[' * 100_000 + ']' * 100_000,
+    '{"w": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}',
+    '{"w": {"dtype": "F32", "shape": 7, "data_offsets": [0, 4]}}',
+    '{"w": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
+    '{"w": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}}',
+  ],
+)
+def test_headers_of_other_kinds_are_named(tmp_path, header):
+  file = tmp_path / 'model.safetensors'
+  file.write_bytes(len(header).to_bytes(8, 'little') + header.encode() + bytes(4))
+  with pytest.raises(ValueError, match=r'model\.safetensors: .*'):
+    tensor_files.find(tmp_path)

@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 
 import pytest
 
@@ -187,3 +188,38 @@ def test_train_refuses(tmp_path, change, message):
   with pytest.raises(ValueError, match=message):
     tokenizer_lib.train(TEXTS, **arguments)
   assert not list(tmp_path.iterdir())
+
+
+_LOOP = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'
+_TWICE = '{% set ns.x = ns.x ~ ns.x %}'
+
+
+@pytest.mark.parametrize(
+  'template, message',
+  [
+    (_LOOP, 'did not end within 3 s of a processor'),
+    (_LOOP.replace('{% endfor %}', 'xx{% endfor %}', 1), 'did not end within|took more'),
+    ("{{ 'x' * 10**10 }}", 'took more than 512 MiB'),
+    ("{% set ns = namespace(x='x') %}" + _TWICE * 40, 'took more than 512 MiB'),
+    ("{{ 'x' | center(2000000) }}", 'wrote more than 1000000 characters'),
+    ("{% if messages[-1].role == 'user' and tools %}" + _LOOP + '{% endif %}', 'not end'),
+    ('{{ ' + '(' * 100_000 + '1' + ')' * 100_000 + ' }}', None),  # only refused later
+  ],
+)
+def test_a_template_that_does_not_end_is_refused(directory, tmp_path, template, message):
+  shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+  path = tmp_path / 'tokenizer_config.json'
+  config = json.loads(path.read_text())
+  path.write_text(json.dumps(config | {'chat_template': template}))
+  if message is None:
+    tokenizer_lib.load(tmp_path)
+    return
+  with pytest.raises(ValueError, match=f'its chat template .*({message})'):
+    tokenizer_lib.load(tmp_path)
+
+
+def test_json_that_is_too_deep_is_named(directory, tmp_path):
+  shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+  (tmp_path / 'tokenizer.json').write_text('[' * 100_000 + ']' * 100_000)
+  with pytest.raises(ValueError, match=r'/tokenizer\.json is not valid JSON'):
+    tokenizer_lib.load(tmp_path)

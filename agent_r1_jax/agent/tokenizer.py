@@ -1,12 +1,19 @@
-"""Tokenizers: load one, train one, look inside one. Only this file knows the library."""
+"""Tokenizers: load one, train one, look inside one. Only this file knows the library.
+
+Run as a script, it tries a chat template that may be hostile (see `_try_template`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+import functools
 import json
 import os
 import pathlib
 import re
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,6 +63,33 @@ ADDED_TOKENS = (
   '</think>',
 )
 
+# What a template that came with a model may use for a short conversation.
+_TRY_SECONDS, _TRY_CPU_SECONDS = 120, 3
+_TRY_BYTES, _TRY_CHARS = 1 << 29, 1_000_000
+_FINE = 'fine'
+_CALL = {'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'it'}}}
+_TRIED = (
+  [{'role': 'user', 'content': 'x'}],
+  [
+    {'role': 'system', 'content': 'Look.'},
+    {'role': 'user', 'content': 'What is it?'},
+    {'role': 'assistant', 'content': '<think>\nSo.\n</think>\n', 'tool_calls': [_CALL]},
+    {'role': 'tool', 'name': 'look', 'content': 'It is.'},
+    {'role': 'assistant', 'content': 'It is.'},
+    {'role': 'user', 'content': 'And now?'},
+  ],
+)
+_TRIED_TOOLS = [
+  {
+    'type': 'function',
+    'function': {
+      'name': 'look',
+      'description': 'Looks.',
+      'parameters': {'type': 'object', 'properties': {'at': {'type': 'string'}}},
+    },
+  }
+]
+
 # The pieces within which BPE merges. A word with its leading space is one, so that a name
 # has the same tokens in every text; so are a number of up to four digits (a year), a run
 # of punctuation (`{"`, `":`, `"}}`) and a run of newlines.
@@ -79,7 +113,8 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   on what `train` wrote, and the ids differ. Give a model of our own another family.)
 
   Raises:
-    ValueError: The directory or a file of it is missing, truncated or unreadable.
+    ValueError: The directory or a file of it is missing, truncated or unreadable, or its
+      chat template does not come to an end.
   """
   # Set before the import, which otherwise remarks that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
@@ -94,12 +129,23 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     _read_json(directory / name)
   try:
-    return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+      str(directory), local_files_only=True
+    )
   except Exception as error:  # The library raises a bare Exception.
     raise ValueError(
       f'{directory} holds no readable fast tokenizer ({error}); copy tokenizer.json and '
       'tokenizer_config.json again.'
     ) from error
+  named = tokenizer.chat_template or {}
+  for template in named.values() if isinstance(named, dict) else [named]:
+    if template != CHATML and (wrong := _try_apart(str(template))):
+      raise ValueError(
+        f'{directory}: its chat template {wrong} on a conversation of a few words. Take '
+        'the model from where you trust it, or mend "chat_template" in '
+        'tokenizer_config.json (or chat_template.jinja).'
+      )
+  return tokenizer
 
 
 def train(
@@ -224,6 +270,67 @@ def eos_ids(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
   return [i for i in dict.fromkeys(ids) if i is not None]
 
 
+@functools.lru_cache
+def _try_apart(template: str) -> str:
+  """What is wrong with a chat template that came with a model, or ''.
+
+  A template is a program: it can run without an end and take all memory, and the library
+  keeps it from neither. It is tried in a process of its own, which can be ended, and
+  before this process has so much as compiled it: a compiler computes what is constant.
+  """
+  try:
+    done = subprocess.run(
+      [sys.executable, '-P', __file__],
+      input=template.encode('utf-8', errors='replace'),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      timeout=_TRY_SECONDS,
+    )
+  except subprocess.TimeoutExpired:
+    return f'did not end within {_TRY_SECONDS} s'
+  if done.returncode == -signal.SIGXCPU:
+    return f'did not end within {_TRY_CPU_SECONDS} s of a processor'
+  said = done.stdout.decode().strip()
+  if done.returncode or not said:
+    return f'ended its process with status {done.returncode}'
+  return '' if said == _FINE else said
+
+
+def _try_template() -> None:
+  """Renders short conversations with the template on stdin; prints what went wrong."""
+  import resource
+
+  from transformers.utils import chat_template_utils
+
+  template = sys.stdin.buffer.read().decode()
+  used = resource.getrusage(resource.RUSAGE_SELF)
+  seconds = int(used.ru_utime + used.ru_stime) + 1 + _TRY_CPU_SECONDS
+  # At the second of them the system kills, and does not say why.
+  resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+  memory = _TRY_BYTES
+  status = pathlib.Path('/proc/self/statm')
+  if status.exists():
+    memory += int(status.read_text().split()[0]) * resource.getpagesize()
+  resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+  for messages in _TRIED:
+    for tools in (None, _TRIED_TOOLS):
+      try:
+        (text,), _ = chat_template_utils.render_jinja_template(
+          [messages],
+          tools,
+          chat_template=template,
+          add_generation_prompt=True,
+          **{f'{name}_token': '<x>' for name in ('bos', 'eos', 'pad', 'unk')},
+        )
+      except MemoryError:
+        return print(f'took more than {_TRY_BYTES >> 20} MiB')
+      except Exception:
+        continue  # It may refuse a conversation: the true ones come later.
+      if len(text) > _TRY_CHARS:
+        return print(f'wrote more than {_TRY_CHARS} characters')
+  print(_FINE)
+
+
 def _byte_chars() -> dict[str, int]:
   """GPT-2's printable stand-in for each byte, in reverse."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -239,7 +346,7 @@ def _read_json(path: pathlib.Path) -> dict:
     raise ValueError(
       f'{path} cannot be read ({error.strerror}); copy it from the model.'
     ) from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(
       f'{path} is not valid JSON ({error}); the file is truncated or only a pointer to a '
       'large file: copy it again.'
@@ -249,3 +356,7 @@ def _read_json(path: pathlib.Path) -> dict:
 def _write_json(path: pathlib.Path, value: dict) -> None:
   text = json.dumps(value, ensure_ascii=False, indent=1)
   path.write_text(text + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+  _try_template()

@@ -26,6 +26,18 @@ _FAMILIES = {
   'qwen3': _Family('Qwen3ForCausalLM', False, True, _NO_BIAS),
   'llama': _Family('LlamaForCausalLM', False, False, {**_NO_BIAS, 'mlp_bias': False}),
 }
+# Several times what the largest models have. Lists as long as these numbers are made
+# before it is seen that the tensors do not fit them.
+_MOST = {
+  'num_hidden_layers': 1_000,
+  'hidden_size': 131_072,
+  'intermediate_size': 1_048_576,
+  'num_attention_heads': 1_024,
+  'num_key_value_heads': 1_024,
+  'head_dim': 4_096,
+  'vocab_size': 4_194_304,
+  'max_position_embeddings': 1 << 30,
+}
 _LLAMA3_KEYS = (
   'factor',
   'low_freq_factor',
@@ -48,6 +60,10 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
     return _parse(raw)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
+  except TypeError as error:
+    raise ValueError(
+      f'{path}: a field is of another kind than it should be ({error}); fetch it again'
+    ) from error
 
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
@@ -128,7 +144,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     raise ValueError(f'{path}: missing; a model in HF layout has it')
   try:
     value = json.loads(path.read_text('utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}: not JSON ({error}); fetch it again') from error
   if not isinstance(value, dict):
     raise ValueError(f'{path}: holds no JSON object; fetch it again')
@@ -175,6 +191,9 @@ def _number(raw: dict[str, Any], key: str, kind: type = int, default: Any = None
   allowed = (int, float) if kind is float else int
   if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
     raise ValueError(f'{key} is {value!r}; a positive {kind.__name__} is needed')
+  most = _MOST.get(key, 1e30)
+  if not value <= most:  # nor is NaN
+    raise ValueError(f'{key} is {str(value):.20}; no known model has more than {most:,}')
   return kind(value)
 
 

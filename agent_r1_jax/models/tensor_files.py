@@ -8,8 +8,10 @@ tensors in memory together to write it, and maps the whole file to read it.
 from collections.abc import Callable
 import json
 import math
+import operator
 import os
 import pathlib
+import re
 import struct
 from typing import NamedTuple
 
@@ -26,6 +28,9 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
+# As in the format's own library.
+_MAX_HEADER = 100_000_000
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MEND = 'truncated, or a pointer in place of the file? fetch it again'
 
 
@@ -69,6 +74,14 @@ def find(directory: pathlib.Path) -> dict[str, Tensor]:
   places = hf_config.read_json(index).get('weight_map')
   if not isinstance(places, dict):
     raise ValueError(f'{index}: has no weight_map; fetch it again')
+  for name in places.values():
+    # A link is followed: whoever made the directory on this machine, such as a cache of
+    # downloads, made it one. A name is what a stranger wrote.
+    if not isinstance(name, str) or not re.fullmatch(r'[^/\\\0]+\.safetensors', name):
+      raise ValueError(
+        f'{index}: weight_map names {name!r:.80}, and not a .safetensors file beside it; '
+        'fetch it again'
+      )
   tensors = {}
   for name in sorted(set(places.values())):
     file = directory / name
@@ -142,13 +155,17 @@ def _read_header(file: pathlib.Path) -> dict[str, Tensor]:
       (length,) = struct.unpack('<Q', stream.read(8))
       if 8 + length > size:
         raise ValueError('it would be longer than the file')
+      if length > _MAX_HEADER:
+        raise ValueError(f'it would have {length} bytes, and {_MAX_HEADER} are allowed')
       header = json.loads(stream.read(length))
     header.pop('__metadata__', None)
     for name, entry in header.items():
       start, end = entry['data_offsets']
-      shape = tuple(entry['shape'])
-      tensors[name] = Tensor(file, entry['dtype'], shape, 8 + length + start, end - start)
-  except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+      shape = tuple(map(operator.index, entry['shape']))
+      tensors[name] = Tensor(
+        file, str(entry['dtype']), shape, 8 + length + start, end - start
+      )
+  except (*_MALFORMED, struct.error) as error:
     raise ValueError(f'{file}: no safetensors header ({error}); {_MEND}') from error
   stated = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
   if size != stated:

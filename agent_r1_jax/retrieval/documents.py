@@ -131,7 +131,8 @@ def _numbered(path):
           yield number, json.loads(line)
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error
-  except ValueError as error:  # Of json, or bytes that are not UTF-8.
+  # Of json (a row may be nested too deep for it), or bytes that are not UTF-8.
+  except (ValueError, RecursionError) as error:
     raise ValueError(
       f'{path}: row {number}: no JSON: {error}; mend or drop it'
     ) from error
