@@ -276,6 +276,8 @@ def check_config(
   config: Mapping[str, Any],
   *,
   may_change: Collection[str] = (),
+  name: str = 'config.json',
+  mend: str = 'Give another workdir, or the same values',
 ) -> None:
   """Writes `<workdir>/config.json` the first time, and compares with it afterwards.
 
@@ -284,12 +286,14 @@ def check_config(
     config: The run's whole configuration, nested dicts of what JSON can write.
     may_change: Dotted names of fields that a continued run may change, such as
       'train.steps'; the file then gets the new values.
+    name: The file's, for what else describes a run.
+    mend: What to do where a field differs.
 
   Raises:
     ValueError: A field differs from the file (all that do are listed), the file cannot
       be read, the configuration cannot be written as JSON or `workdir` not written to.
   """
-  path = _writable(pathlib.Path(workdir).absolute()) / 'config.json'
+  path = _writable(pathlib.Path(workdir).absolute()) / name
   try:
     new = json.loads(json.dumps(config))
   except (TypeError, ValueError) as error:
@@ -299,14 +303,14 @@ def check_config(
       old = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
-    _compare(path, _dotted(old), _dotted(new), may_change)
+    _compare(path, _dotted(old), _dotted(new), may_change, mend)
     if old == new:
       return
   if jax.process_index() == 0:
     _write_atomically(path, json.dumps(new, indent=2) + '\n')
 
 
-def _compare(path, old, new, may_change) -> None:
+def _compare(path, old, new, may_change, mend) -> None:
   absent = object()
   lines = [
     f'  {name}: {_show(old, name)} there, {_show(new, name)} now'
@@ -315,8 +319,7 @@ def _compare(path, old, new, may_change) -> None:
   ]
   if lines:
     raise ValueError(
-      f'{path} is of a run with another configuration:\n' + '\n'.join(lines) + '\n'
-      'Give another workdir, or the same values'
+      f'{path} is of a run with another configuration:\n' + '\n'.join([*lines, mend])
     )
 
 

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+from typing import Any
 
 from agent_r1_jax import checkpoint, metrics, processes
 from agent_r1_jax import config as config_lib
@@ -60,16 +61,24 @@ class Journal:
     spool: Of finished episodes, if config.keep_rollouts.
   """
 
-  def __init__(self, config: config_lib.Config, workdir: str | os.PathLike, label: str):
+  def __init__(
+    self,
+    config: config_lib.Config,
+    workdir: str | os.PathLike,
+    label: str,
+    made_of: Mapping[str, Any] | None = None,
+  ):
     """Opens the workdir.
 
     Args:
       config: Of the run.
       workdir: Made if missing.
       label: What the progress bar calls the run.
+      made_of: What else may not change between two starts (identity.describe_run).
 
     Raises:
-      ValueError: Another run holds the workdir, or it is of another configuration.
+      ValueError: Another run holds the workdir, or it is of another configuration, or
+        made of something else.
     """
     self._config, self._workdir, self._label = config, workdir, label
     self.at = Position()
@@ -83,6 +92,13 @@ class Journal:
       # Only now: what has failed so far leaves no mark, and can be mended.
       fields = dataclasses.asdict(config)
       checkpoint.check_config(workdir, fields, may_change=('steps',))
+      if made_of is not None:
+        path = pathlib.Path(workdir) / 'made_of.json'
+        mend = (
+          'Give another workdir. If the change is meant, or is of no account, delete '
+          f'{path}: this run then goes on with what it is given now'
+        )
+        checkpoint.check_config(workdir, made_of, name=path.name, mend=mend)
       self._stack = stack.pop_all()
 
   def __enter__(self):

@@ -18,6 +18,7 @@ from agent_r1_jax import (
   evaluate,
   groups,
   host,
+  identity,
   journal,
   preemption,
   processes,
@@ -157,8 +158,9 @@ def run(
 ) -> decoder.Params:
   """Trains a policy; started again with the same workdir it goes on where it was.
 
-  Writes to workdir: config.json, metrics.jsonl and TensorBoard events, checkpoints/,
-  trajectories/step-*.eval of the evaluations, and model/ in HF layout at the end.
+  Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
+  checkpoints/, trajectories/step-*.eval of the evaluations, and model/ in HF layout at
+  the end.
 
   Args:
     config: Of the run.
@@ -175,7 +177,8 @@ def run(
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks, the
-      algorithm or the device's memory.
+      algorithm or the device's memory; or the workdir is of another algorithm, reward,
+      tools or tasks.
     RuntimeError: Too many environments raised; the first error is told.
     learner.NotFiniteError: A loss or a gradient; the batch is in workdir/not_finite.npz.
     preemption.Preempted: SIGTERM or Ctrl-C; what had been learned is saved.
@@ -196,7 +199,8 @@ def run(
   playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
   with contextlib.ExitStack() as stack:
     stack.enter_context(processes.ending_together())
-    kept = stack.enter_context(journal.Journal(config, workdir, label))
+    made_of = identity.describe_run(algorithm, make_env, tasks, privileged)
+    kept = stack.enter_context(journal.Journal(config, workdir, label, made_of))
     carry = kept.restore(carry, plan)
     # What it began with may be another policy by now, and nobody else holds it.
     driver.params = carry.sampler

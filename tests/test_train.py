@@ -348,6 +348,35 @@ class TestErrors:
       _run(_config(model, learning_rate=0.5), workdir)
     assert (workdir / 'metrics.jsonl').read_bytes() == before
 
+  @pytest.mark.parametrize(
+    'other, said',
+    [
+      (
+        {'algorithm': algorithms.grpo(kl_coef=0.02)},
+        r'algorithm\.kl\.coef: "0\.01" there, "0\.02" now',
+      ),
+      (
+        {'make_env': lambda: env_lib.ToolEnv([look], lambda t, m: 0.0, parse=_parse)},
+        r'environment\.reward\.function: "_reward" there, .*lambda',
+      ),
+      (
+        {'make_env': lambda: env_lib.ToolEnv([], _reward, parse=_parse)},
+        r'tools\.look\.schema: .* there, absent now',
+      ),
+      ({'tasks': _tasks(2)}, r'tasks\.count: "?3"? there, "?2"? now'),
+    ],
+  )
+  def test_another_algorithm_reward_or_tool_is_refused(self, whole, model, other, said):
+    """Until its record is deleted, which the message says."""
+    _, workdir = whole
+    before = (workdir / 'metrics.jsonl').read_bytes()
+    with pytest.raises(
+      ValueError, match=f'(?s)made_of.json is of a run .*{said}'
+    ) as told:
+      _run(_config(model), workdir, **other)
+    assert f'delete {workdir / "made_of.json"}' in str(told.value)
+    assert (workdir / 'metrics.jsonl').read_bytes() == before
+
 
 class TestFlags:
   @pytest.fixture
@@ -478,6 +507,7 @@ class TestResume:
   def test_a_finished_run_goes_on_for_more_steps(self, whole, model, tmp_path):
     params, workdir = whole
     shutil.copytree(workdir, tmp_path / 'more')
+    (tmp_path / 'more' / 'made_of.json').unlink()  # as of an earlier version
     _assert_equal(_run(_config(model), tmp_path / 'more'), params)
     assert _numbers(tmp_path / 'more') == _numbers(workdir)
     _run(_config(model, steps=6), tmp_path / 'more')

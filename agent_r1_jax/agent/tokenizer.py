@@ -79,7 +79,8 @@ _TRIED = (
     {'role': 'user', 'content': 'And now?'},
   ],
 )
-_TRIED_TOOLS = [
+_TRIED_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
+_TRIED_TOOLS: Any = [
   {
     'type': 'function',
     'function': {
@@ -320,7 +321,7 @@ def _try_template() -> None:
           tools,
           chat_template=template,
           add_generation_prompt=True,
-          **{f'{name}_token': '<x>' for name in ('bos', 'eos', 'pad', 'unk')},
+          **_TRIED_TOKENS,
         )
       except MemoryError:
         return print(f'took more than {_TRY_BYTES >> 20} MiB')

@@ -1,0 +1,211 @@
+"""What a run is made of beside its configuration, told so that starts can be compared.
+
+An algorithm, a reward and a tool are Python objects. A description is JSON: names,
+numbers and digests, and nothing that differs between two starts of one script, such as
+an address, the order of a set, the script's place or its comments.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import pathlib
+import sysconfig
+import types as python_types
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import types
+
+_PACKAGE = __name__.partition('.')[0]
+_LIBRARIES = tuple(
+  {sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')}
+)
+_DEPTH = 8
+# Of what surrounds a closure: more is data.
+_MOST_ITEMS = 100
+# Of the tasks, which may lie on a disk.
+_MOST_IDS = 1000
+
+
+def describe_run(
+  algorithm: Any,
+  make_env: Callable[[], Any],
+  tasks: Sequence[types.Task],
+  privileged: Callable | None = None,
+) -> dict[str, Any] | None:
+  """A run's algorithm, rewards, tools and tasks.
+
+  Args:
+    algorithm: A rl.algorithms.Algorithm.
+    make_env: Called once. Of a ToolEnv, the functions that it was given count; of another
+      environment its method `step`; of both the tools.
+    tasks: To train on.
+    privileged: As in train.run.
+
+  Returns:
+    None if no environment could be made: the run will say so, where it counts errors.
+  """
+  try:
+    env = make_env()
+  except Exception:
+    return None
+  functions = {
+    name.strip('_'): describe(value)
+    for name, value in getattr(env, '__dict__', {}).items()
+    if callable(value) and not inspect.isclass(value)
+  }
+  tools = {
+    tool.name: {'schema': _digest(tool.schema), 'fn': describe(tool.fn, values=False)}
+    for tool in getattr(env, 'tools', ())
+  }
+  return {
+    'algorithm': describe(algorithm),
+    'environment': functions or {'step': describe(type(env).step)},
+    'tools': tools,
+    'tasks': _tasks(tasks),
+    'privileged': describe(privileged),
+  }
+
+
+def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
+  """Describes a value.
+
+  A function of this package or an installed one has its name; one of the user's a digest
+  of its code too, with the functions of the user's that it calls. Both have what they
+  were made with: the arguments of a functools.partial, the variables around a closure.
+
+  Args:
+    value: Anything; an object that is none of the following is its class.
+    values: Whether numbers and texts around a function count. Those of a tool need not be
+      the same at the next start: the port of a server.
+    depth: How deep inside another value; what is deeper than _DEPTH is its class.
+  """
+  if value is None:
+    return None
+  if isinstance(value, bool | int | str | float):
+    return repr(value) if values else type(value).__name__
+  if depth > _DEPTH or (isinstance(value, Sized) and len(value) > _MOST_ITEMS):
+    return _name(type(value))
+  inner = functools.partial(describe, values=values, depth=depth + 1)
+  fields = _fields(value)
+  if fields is not None:
+    return {name: inner(field) for name, field in fields.items()}
+  if isinstance(value, set | frozenset):
+    return sorted((inner(x) for x in value), key=repr)
+  if function := _function(value):
+    return _describe_function(function, inner)
+  if isinstance(value, np.ndarray | np.generic):
+    return f'{value.dtype}{list(value.shape)} {_digest(value.tobytes().hex())}'
+  found = _name(value if isinstance(value, type) else type(value))
+  called = None if isinstance(value, type) else _function(type(value).__call__)
+  return {'type': found, 'call': inner(called)} if called else found
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+  """What a value of several parts consists of, by name."""
+  if isinstance(value, type):
+    return None
+  kind = {'type': type(value)}
+  if isinstance(value, functools.partial):
+    arguments = {str(i): x for i, x in enumerate(value.args)}
+    return {'partial': value.func} | arguments | value.keywords
+  if isinstance(value, Mapping):
+    return {str(key): x for key, x in value.items()}
+  if hasattr(value, '_asdict'):  # A named tuple.
+    return kind | value._asdict()
+  if isinstance(value, list | tuple):
+    return {str(i): x for i, x in enumerate(value)}
+  if dataclasses.is_dataclass(value):
+    return kind | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+  return None
+
+
+def _describe_function(function: python_types.FunctionType, inner: Callable) -> Any:
+  found: dict[str, Any] = {'function': _name(function)}
+  if not _installed(function):
+    found['code'] = _digest(sorted(_code(function, set())))
+  for name, cell in zip(
+    function.__code__.co_freevars, function.__closure__ or (), strict=True
+  ):
+    content = _content(cell)
+    if content is not function:
+      found[name] = inner(content)
+  return found if len(found) > 1 else found['function']
+
+
+def _function(value: Any) -> python_types.FunctionType | None:
+  """The Python function in a method, a wrapper, a jitted function, or none."""
+  try:
+    value = inspect.unwrap(value) if callable(value) else None
+  except ValueError:  # It wraps itself.
+    return None
+  value = getattr(value, '__func__', value)
+  return value if isinstance(value, python_types.FunctionType) else None
+
+
+def _name(value: Any) -> str:
+  """With its module where that is installed; a script is __main__ or not as it is run."""
+  name = value.__qualname__
+  return f'{value.__module__}.{name}' if _installed(value) else name
+
+
+def _installed(value: Any) -> bool:
+  """Whether it is of this package, Python or an installed package."""
+  if str(value.__module__).partition('.')[0] == _PACKAGE:
+    return True
+  try:
+    path = pathlib.Path(inspect.getfile(value))
+  except (TypeError, OSError):
+    # Built in; or typed into an interpreter, and then the user's.
+    return not isinstance(value, python_types.FunctionType)
+  return any(path.is_relative_to(library) for library in _LIBRARIES)
+
+
+def _code(function: python_types.FunctionType, seen: set[int]) -> Iterable[str]:
+  """The code of a function and of the user's functions that it reaches, as text."""
+  if id(function.__code__) in seen or _installed(function):
+    return
+  seen.add(id(function.__code__))
+  names: set[str] = set()
+  yield _text(function.__code__, function.__doc__, names) + repr(
+    [describe(function.__defaults__), describe(function.__kwdefaults__)]
+  )
+  reached = [function.__globals__.get(name) for name in sorted(names)]
+  reached += [_content(cell) for cell in function.__closure__ or ()]
+  for other in filter(None, map(_function, reached)):
+    yield from _code(other, seen)
+
+
+def _text(code: python_types.CodeType, doc: str | None, names: set[str]) -> str:
+  """What a code object does, without lines, files and docstring; adds its names."""
+  names.update(code.co_names)
+  consts = [
+    _text(const, None, names)
+    if isinstance(const, python_types.CodeType)
+    else repr(sorted(const, key=repr) if isinstance(const, frozenset) else const)
+    for const in code.co_consts
+    if const is None or const != doc
+  ]
+  return repr([code.co_code.hex(), consts, code.co_names, code.co_varnames])
+
+
+def _content(cell: Any) -> Any:
+  try:
+    return cell.cell_contents
+  except ValueError:  # It is not set yet.
+    return None
+
+
+def _tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
+  n = len(tasks)
+  places = sorted({i * n // _MOST_IDS for i in range(_MOST_IDS)}) if n else []
+  return {'count': n, 'ids': _digest([getattr(tasks[i], 'id', None) for i in places])}
+
+
+def _digest(value: Any) -> str:
+  text = json.dumps(value, sort_keys=True, default=repr)
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,185 @@
+"""A run's description: another reward, tool or algorithm is seen, and nothing else."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from agent_r1_jax import checkpoint, identity
+from agent_r1_jax.rl import algorithms, correction, losses
+
+_SCRIPT = '''
+import dataclasses, functools, json, re, time
+import jax
+from agent_r1_jax import identity, types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.rl import algorithms
+
+WORDS = {'river', 'city', 'lake', 'sea'}
+started = time.time()
+
+@dataclasses.dataclass
+class Judge:
+  scale: float
+  cache: object = dataclasses.field(default_factory=object)
+  def __call__(self, task, messages):
+    return self.scale * score(messages)
+
+def score(messages):
+  """Counts."""
+  found = messages[-1]['content'] in {'river', 'city', 'lake', 'sea'}
+  return 1.0 if found and len(messages) > 1 else 0.0
+
+def make_reward(bonus):
+  parts = {'again': None}
+  def again(messages):
+    return reward(None, messages)
+  def reward(task, messages):
+    parts['again'] = again
+    return bonus + score(messages)
+  return reward
+
+def make_tool(port):
+  client = object()
+  @tool_lib.tool
+  def look(at: str) -> str:
+    """Looks.
+
+    Args:
+      at: What.
+    """
+    return f'{client} {port} {at}'
+  return look
+
+rewards = {
+  'closure': make_reward(0.1),
+  'object': Judge(2.0),
+  'lambda': lambda task, messages: score(messages),
+  'partial': functools.partial(lambda x, task, messages: x, 0.5),
+  'jitted': jax.jit(lambda task, messages: 0.0),
+  'method': Judge(1.0).__call__,
+}
+make_env = lambda: env_lib.ToolEnv([make_tool(int(started))], rewards['closure'])
+tasks = [types.Task(f't{i}', []) for i in range(5)]
+algorithm = algorithms.dapo(overlong={'limit': 3, 'buffer': 1})
+found = identity.describe_run(algorithm, make_env, tasks)
+found['rewards'] = {name: identity.describe(r) for name, r in rewards.items()}
+print(json.dumps(found))
+'''
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+def _described(folder, script=_SCRIPT, seed='1'):
+  folder.mkdir(exist_ok=True, parents=True)
+  (folder / 'script.py').write_text(script)
+  done = subprocess.run(
+    [sys.executable, str(folder / 'script.py')],
+    env=os.environ | {'PYTHONPATH': str(_ROOT), 'PYTHONHASHSEED': seed},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout)
+
+
+def _different(a, b):
+  a, b = (checkpoint._dotted(x) for x in (a, b))
+  return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+@pytest.fixture(scope='module')
+def before(tmp_path_factory):
+  return _described(tmp_path_factory.mktemp('script'))
+
+
+def test_the_same_script_is_the_same_at_every_start(before, tmp_path):
+  """Elsewhere, later, with other addresses and hashes, comments and lines."""
+  script = '# A comment.\n\n' + _SCRIPT.replace('  found =', '  # why\n  found =', 1)
+  script = script.replace('"""Counts."""', '"""Counts what is there."""')
+  assert _described(tmp_path / 'deep' / 'er', script, seed='2') == before
+
+
+@pytest.mark.parametrize(
+  ('old', 'new', 'expected'),
+  [
+    # A reward's own number, its arguments, and the user's function that it calls.
+    ('make_reward(0.1)', 'make_reward(0.2)', ['environment.reward.bonus', '...']),
+    (
+      "'lake', 'sea'}\n  ret",
+      "'lake', 'bay'}\n  ret",
+      ['environment.reward.code', '...'],
+    ),
+    ('1.0 if found', '1.5 if found', ['environment.reward.code', '...']),
+    ('Judge(2.0)', 'Judge(3.0)', ['rewards.object.scale']),
+    ('messages: x, 0.5)', 'messages: x, 0.6)', ['rewards.partial.0']),
+    # A tool: what the model is told, and what it does.
+    ('Looks.', 'Finds.', ['tools.look.schema']),
+    ("{port} {at}'", "{port}, {at}'", ['tools.look.fn.code']),
+    ('@tool_lib.tool\n', "@tool_lib.tool(name='find')\n", ['tools.find...']),
+    # The algorithm.
+    ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.clip_high']),
+    ("'limit': 3", "'limit': 4", ['algorithm.rewards.0.limit']),
+    ('range(5)', 'range(6)', ['tasks.count', 'tasks.ids']),
+    ("f't{i}'", "f'u{i}'", ['tasks.ids']),
+  ],
+)
+def test_what_differs_is_named(before, tmp_path, old, new, expected):
+  assert _SCRIPT.count(old) == 1
+  found = _different(before, _described(tmp_path, _SCRIPT.replace(old, new)))
+  if expected[-1] == '...':
+    assert expected[0] in found
+  elif expected[0].endswith('...'):
+    assert {name.split('.')[1] for name in found} == {'find', 'look'}
+  else:
+    assert found == expected
+
+
+_ALGORITHMS = {
+  name: getattr(algorithms, name)
+  for name in (
+    'grpo dapo gspo rloo reinforce reinforce_plus_plus reinforce_plus_plus_baseline '
+    'remax gigpo gdpo ppo distillation rejection'
+  ).split()
+}
+
+
+def test_every_algorithm_is_another_and_equal_to_itself():
+  found = {name: json.dumps(identity.describe(f())) for name, f in _ALGORITHMS.items()}
+  assert len(set(found.values())) == len(found)
+  assert ' at 0x' not in str(found)
+  for name, make in _ALGORITHMS.items():
+    assert json.dumps(identity.describe(make())) == found[name]
+
+
+@pytest.mark.parametrize(
+  ('other', 'expected'),
+  [
+    (algorithms.grpo(clip_low=0.1), ['algorithm.loss.clip_low']),
+    (algorithms.grpo(kl_coef=0.1), ['algorithm.kl.coef']),
+    (algorithms.grpo(divide_by_std=False), ['algorithm.advantages.divide_by_std']),
+    (algorithms.grpo()._replace(mask_truncated=True), ['algorithm.mask_truncated']),
+    (
+      algorithms.grpo()._replace(aggregate=algorithms.trajectory_mean),
+      ['algorithm.aggregate'],
+    ),
+    (algorithms.grpo()._replace(loss=losses.reinforce()), None),
+    (algorithms.grpo(correction=correction.token_truncated()), None),
+  ],
+)
+def test_an_algorithms_options_are_named(other, expected):
+  found = _different(
+    {'algorithm': identity.describe(algorithms.grpo())},
+    {'algorithm': identity.describe(other)},
+  )
+  assert found and (expected is None or found == expected)
+
+
+def test_an_environment_that_cannot_be_made_is_not_described():
+  def make_env():
+    raise KeyError('page 7')
+
+  assert identity.describe_run(algorithms.grpo(), make_env, []) is None
