@@ -21,12 +21,14 @@ import json
 import math
 import os
 import pathlib
+import sys
 from typing import Any
 import zipfile
+import zlib
 
 import numpy as np
 
-from agent_r1_jax import types
+from agent_r1_jax import disk, types
 from agent_r1_jax.agent import calls
 
 _VERSION = 2  # of Inspect's log schema
@@ -61,6 +63,7 @@ def write(
   Raises:
     ValueError: `path` does not end in '.eval', or two trajectories are the same member
       of the same group.
+    OSError: The disk is full or cannot be written.
   """
   path = pathlib.Path(path)
   if path.suffix != '.eval':
@@ -94,10 +97,19 @@ def write(
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """The samples of a log that `write` wrote, in its order."""
-  with zipfile.ZipFile(path) as archive:
-    names = [name for name in archive.namelist() if name.startswith('samples/')]
-    return [json.loads(archive.read(name)) for name in names]
+  """The samples of a log that `write` wrote, in its order.
+
+  Raises:
+    ValueError: It is no such log, or cannot be read.
+  """
+  try:
+    with zipfile.ZipFile(path) as archive:
+      names = [name for name in archive.namelist() if name.startswith('samples/')]
+      return [json.loads(archive.read(name)) for name in names]
+  except OSError as error:
+    raise ValueError(f'{path} cannot be read: {error.strerror or error}') from None
+  except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RecursionError) as error:
+    raise ValueError(f'{path} is no log of trajectories: {error}') from None
 
 
 def text(sample: Mapping[str, Any]) -> str:
@@ -115,24 +127,57 @@ def text(sample: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-  """Prints the first samples of logs."""
+  """Prints the first samples of logs, and of all logs of folders."""
   parser = argparse.ArgumentParser(description='Prints trajectories.')
-  parser.add_argument('logs', nargs='+', metavar='LOG.eval')
+  parser.add_argument('logs', nargs='+', metavar='LOG.eval', help='or a folder of them')
   parser.add_argument('-n', type=int, default=3, help='of each log (default: 3)')
   arguments = parser.parse_args()
-  for log in arguments.logs:
-    print(f'=== {log}')
-    for sample in read(log)[: arguments.n]:
-      print(text(sample) + '\n')
+  try:
+    for log in (log for named in arguments.logs for log in _logs(named)):
+      samples = read(log)
+      print(f'=== {log}')
+      for sample in samples[: arguments.n]:
+        print(_printable(text(sample)) + '\n')
+    sys.stdout.flush()
+  except ValueError as error:
+    parser.error(str(error))
+  except BrokenPipeError:
+    # Whoever reads, such as `head`, has read enough. Python's end would flush again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _logs(named: str) -> list[str]:
+  """The log itself, or those in a folder of that name."""
+  if not os.path.isdir(named):
+    return [named]
+  found = sorted(map(str, pathlib.Path(named).glob('*.eval')))
+  if not found:
+    inner = sorted({str(path.parent) for path in pathlib.Path(named).glob('*/*.eval')})
+    raise ValueError(
+      f'{named} is a folder without logs (*.eval)'
+      + (f'; there are some in {", ".join(inner)}' if inner else '')
+    )
+  return found
+
+
+def _printable(text: str) -> str:
+  """What the terminal's encoding has no character for becomes '?'."""
+  encoding = sys.stdout.encoding or 'utf-8'
+  return text.encode(encoding, errors='replace').decode(encoding)
 
 
 def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
+  with disk.writing(path.parent, 'The folder of trajectories'):
+    path.parent.mkdir(parents=True, exist_ok=True)
   part = path.with_suffix('.part')
-  with zipfile.ZipFile(part, 'w', zipfile.ZIP_DEFLATED) as archive:
-    for name, content in members.items():
-      archive.writestr(name, _json(content))
-  part.replace(path)
+  with disk.writing(path, 'Trajectories'):
+    try:
+      with zipfile.ZipFile(part, 'w', zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+          archive.writestr(name, _json(content))
+      part.replace(path)
+    finally:
+      part.unlink(missing_ok=True)
 
 
 def _json(content: Any) -> bytes:

@@ -1,12 +1,20 @@
 """The log has the structure that Inspect asks for, and Inspect itself reads it."""
 
 import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
 import zipfile
 
+import mounts
 import numpy as np
 import pytest
 
 from agent_r1_jax import types, viewer
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "Arden Bridge"}}</tool_call>'
 
@@ -224,6 +232,85 @@ class TestStructure:
     with pytest.raises(ValueError, match='two trajectories are samples/bridge-0_epoch_1'):
       write(tmp_path / 'a.eval', [trajectory(), trajectory()])
     assert not list(tmp_path.iterdir())
+
+
+def view(*arguments, **kwargs):
+  """The command, as people start it."""
+  command = [sys.executable, '-m', 'agent_r1_jax.viewer', *map(str, arguments)]
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | kwargs
+  return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+class TestCommand:
+  @pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+      ('missing.eval', r'missing\.eval cannot be read: No such file'),
+      ('text.eval', r'text\.eval is no log of trajectories'),
+      ('cut.eval', r'cut\.eval is no log of trajectories'),
+      ('deep.eval', r'deep\.eval is no log of trajectories'),
+      ('empty', r'empty is a folder without logs \(\*\.eval\)'),
+      ('.', r'is a folder without logs \(\*\.eval\); there are some in .*/logs'),
+    ],
+  )
+  def test_mistakes_are_told_in_a_line(self, tmp_path, name, said, monkeypatch, capsys):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'text.eval').write_text('words')
+    write(tmp_path / 'logs' / 'a.eval', [trajectory()])
+    whole = (tmp_path / 'logs' / 'a.eval').read_bytes()
+    (tmp_path / 'cut.eval').write_bytes(whole[: len(whole) // 2])
+    with zipfile.ZipFile(tmp_path / 'deep.eval', 'w') as archive:
+      archive.writestr('samples/x.json', '[' * 100_000)
+    if name == '.':
+      for path in tmp_path.glob('*.eval'):
+        path.unlink()
+    monkeypatch.setattr('sys.argv', ['viewer', str(tmp_path / name)])
+    with pytest.raises(SystemExit) as ended:
+      viewer.main()
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(said, last) and 'Traceback' not in last
+
+  def test_a_folder_gives_its_logs(self, tmp_path, monkeypatch, capsys):
+    for name in ('b', 'a'):
+      write(tmp_path / f'{name}.eval', [trajectory()])
+    monkeypatch.setattr('sys.argv', ['viewer', str(tmp_path)])
+    viewer.main()
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line for line in lines if line.startswith('===')]
+    assert heads == [f'=== {tmp_path / name}.eval' for name in ('a', 'b')]
+
+  def test_a_reader_may_stop_reading(self, tmp_path):
+    """As `| head` does."""
+    long = [{'role': 'assistant', 'content': 'word ' * 100_000}]
+    write(tmp_path / 'a.eval', [trajectory(messages=long, turns=[])])
+    with view(tmp_path / 'a.eval') as process:
+      assert process.stdout and process.stderr
+      assert process.stdout.readline().startswith(b'===')
+      process.stdout.close()
+      assert process.stderr.read() == b''
+    assert process.returncode == 0
+
+  def test_a_terminal_of_few_characters(self, tmp_path):
+    write(
+      tmp_path / 'a.eval', [trajectory(messages=[{'role': 'user', 'content': 'é中'}])]
+    )
+    environment = os.environ | {'PYTHONIOENCODING': 'ascii'}
+    with view(tmp_path / 'a.eval', env=environment) as process:
+      said, errors = process.communicate()
+    assert b'user: ??' in said and not errors
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_a_log(tmp_path):
+  rng = np.random.default_rng(0)
+  noise = bytes(rng.integers(33, 127, 100_000, np.uint8)).decode()
+  with mounts.mounted(tmp_path, 'size=64k') as folder:
+    write(folder / 'a.eval', [trajectory()])
+    long = trajectory(messages=[{'role': 'user', 'content': noise}], turns=[])
+    with pytest.raises(OSError, match=r'Trajectories could .*b\.eval: the disk is full'):
+      write(folder / 'b.eval', [long])
+    assert [path.name for path in folder.iterdir()] == ['a.eval']
+    assert viewer.read(folder / 'a.eval')
 
 
 @pytest.fixture
