@@ -22,6 +22,7 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 from ml_collections import config_flags
+import mounts
 import numpy as np
 import pytest
 import tiny
@@ -481,6 +482,31 @@ class TestResume:
     assert kept >= 2 and len(begun) == 4 * 2 + 5 * 8 - kept
     left = {p.name for p in (tmp_path / 'run' / 'rollouts').iterdir()}
     assert left == {'4'}
+
+  @pytest.mark.filterwarnings('ignore:no more is written for TensorBoard')
+  @pytest.mark.filterwarnings('ignore:finished episodes are not kept')
+  @pytest.mark.parametrize('moment', [1, 14])
+  def test_a_full_disk_ends_it_and_the_same_command_goes_on(
+    self, whole, model, tmp_path, moment
+  ):
+    """In the first evaluation, or in the second rollout; told, and nothing hangs."""
+    resets, fillers = [], []
+
+    class Fills(env_lib.ToolEnv):
+      async def reset(self, task):
+        resets.append(task)
+        if len(resets) == moment:
+          fillers.append(mounts.fill(tmp_path / 'run'))
+        return await super().reset(task)
+
+    config = _config(model, keep_rollouts=True)
+    with mounts.mounted(tmp_path / 'run', 'size=64m') as workdir:
+      with pytest.raises(OSError, match=r'the disk is full \(0\.0 MB free'):
+        _run(config, workdir, make_env=lambda: Fills([look], _reward, parse=_parse))
+      fillers[0].unlink()
+      resumed = _run(config, workdir)
+      _assert_equal(resumed, whole[0])
+      assert _numbers(workdir) == _numbers(whole[1])
 
   def test_never_anew_where_checkpoints_were(self, whole, model, tmp_path):
     """Deleted, or damaged: whatever is started, no line of metrics is lost."""
