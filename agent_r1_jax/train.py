@@ -15,6 +15,7 @@ import numpy as np
 from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import (
+  disk,
   evaluate,
   groups,
   host,
@@ -328,9 +329,14 @@ def _dumping(workdir):
       for name, value in batch._asdict().items()
       if value is not None
     }
-    np.savez_compressed(path, **arrays)
+    where = f'The batch is in {path}.'
+    try:
+      np.savez_compressed(path, **arrays)
+    except OSError as failed:
+      where = f'Its batch could not be written: {disk.reason(path, failed)}.'
+      path.unlink(missing_ok=True)
     raise learner.NotFiniteError(
-      f'{error} The batch is in {path}. Lower the learning rate or look at the batch; '
+      f'{error} {where} Lower the learning rate or look at the batch; '
       'the same command goes on from the last checkpoint.',
       error.batches,
     ) from error

@@ -5,6 +5,7 @@ import functools
 from unittest import mock
 
 import jax
+import mounts
 import numpy as np
 import pytest
 import test_train
@@ -197,6 +198,16 @@ def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
     names = set(dump.files)
     assert {f'0/{n}' for n in ('tokens', 'advantages', 'weights')} <= names
     assert dump['0/tokens'].shape == (2, 96)
+
+
+def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
+  batch = types.Batch(*[np.zeros((2, 96))] * 7)
+  said = r'loss is nan\. Its batch could not be written: the disk is full \(0\.0 MB free'
+  with mounts.mounted(tmp_path, 'size=64k') as workdir:
+    mounts.fill(workdir)
+    with pytest.raises(learner.NotFiniteError, match=said), train._dumping(workdir):
+      raise learner.NotFiniteError('The loss is nan.', [batch])
+    assert [path.name for path in workdir.iterdir()] == ['filler']
 
 
 def test_alarms_are_metrics(model, tmp_path):
