@@ -221,7 +221,12 @@ class Progress:
     parts = [f'{self._label} {self._step}/{self._total}', *self._fields().values()]
     line = '  '.join(part for part in parts if part)
     if line != self._line:
-      print(line, file=self._file, flush=True)
+      try:
+        print(line, file=self._file, flush=True)
+      except OSError as error:
+        # A log that the terminal was sent to: what it lacks is in metrics.jsonl.
+        if not disk.is_full(error):
+          raise
     self._line = line
 
   def _fields(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import os
 import warnings
 
 import jax.numpy as jnp
@@ -171,6 +172,14 @@ class TestFullDisk:
       assert 'the disk is full (0.0 MB free)' in str(said[0].message)
     steps = [row['step'] for row in metrics.read(tmp_path)]
     assert steps == [-1] * (when == 'while') + [*range(50)]
+
+  @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux has it')
+  def test_a_log_without_room_ends_no_run(self):
+    file = open('/dev/full', 'w')
+    with metrics.Progress(2, file=file) as progress:
+      progress.update(1, reward=0.5)
+    with pytest.raises(OSError, match='No space left'):
+      file.close()  # as it tells whoever asks
 
   def test_episodes_are_kept_again_when_there_is_room(self, tmp_path):
     task = types.Task('t0', [])
