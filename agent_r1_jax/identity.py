@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(
@@ -41,8 +42,9 @@ def describe_run(
 
   Args:
     algorithm: A rl.algorithms.Algorithm.
-    make_env: Called once. Of a ToolEnv, the functions that it was given count; of another
-      environment its method `step`; of both the tools.
+    make_env: Called once. Of an environment the functions in its attributes count, such
+      as the reward that a ToolEnv was given, and the tools; of one that is no ToolEnv its
+      method `step` too.
     tasks: To train on.
     privileged: As in train.run.
 
@@ -62,9 +64,11 @@ def describe_run(
     tool.name: {'schema': _digest(tool.schema), 'fn': describe(tool.fn, values=False)}
     for tool in getattr(env, 'tools', ())
   }
+  if not isinstance(env, env_lib.ToolEnv):
+    functions['step'] = describe(type(env).step)
   return {
     'algorithm': describe(algorithm),
-    'environment': functions or {'step': describe(type(env).step)},
+    'environment': functions,
     'tools': tools,
     'tasks': _tasks(tasks),
     'privileged': describe(privileged),

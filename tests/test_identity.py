@@ -183,3 +183,25 @@ def test_an_environment_that_cannot_be_made_is_not_described():
     raise KeyError('page 7')
 
   assert identity.describe_run(algorithms.grpo(), make_env, []) is None
+
+
+def test_an_environment_of_ones_own_is_its_step():
+  class Own:
+    async def reset(self, task):
+      return task.messages
+
+    async def step(self, reply):
+      return float(len(reply))
+
+  class Other(Own):
+    async def step(self, reply):
+      return float(len(reply)) / 2
+
+  mine, again, other = (
+    identity.describe_run(algorithms.grpo(), make, []) for make in (Own, Own, Other)
+  )
+  assert mine == again and mine and other
+  assert set(_different(mine, other)) == {
+    'environment.step.code',
+    'environment.step.function',
+  }
