@@ -111,7 +111,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
   for number, line in enumerate(lines, 1):
     try:
       found.append(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
       if line:
         warnings.warn(
           f'{path}: line {number} is no JSON and is left out: the process that wrote it '
