@@ -96,7 +96,7 @@ def recorded(config: config_lib.Config, workdir: str | os.PathLike) -> config_li
   path = pathlib.Path(workdir) / 'config.json'
   try:
     fields = json.loads(path.read_text())
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return config  # No run yet; or the journal will say what is wrong with the file.
   if not isinstance(fields, Mapping):
     return config
