@@ -197,7 +197,7 @@ class _Episode:
       turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
       t.turns.append(turn)
       text = self.chat.decode(reply.tokens)
-      t.messages.append({'role': 'assistant', 'content': text})
+      t.messages.append({'role': 'assistant', 'content': str(text)})
       if not reply.stopped:
         # What the reply would have become is unknown: it earns nothing.
         return 'truncated'

@@ -245,7 +245,7 @@ def run(
           numbers['time/rollout'] = clock.lap()
           progress.phase('update')
           chosen = [t for group in found for t in group]
-          told = [chat.reply(privileged(t.task)) for t in chosen] if privileged else None
+          told = [chat.note(privileged(t.task)) for t in chosen] if privileged else None
           with _dumping(workdir), sharding.use(mesh):
             carry, learned = updates.learn(
               carry, chosen, plan, baselines=baselines, prefixes=told

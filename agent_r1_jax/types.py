@@ -4,14 +4,18 @@ Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on de
 Letters: B rows, T tokens of a row.
 """
 
+from collections.abc import Iterable
 import dataclasses
+import itertools
+import string
 from typing import Any, NamedTuple
 
 from jax import Array
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-# A chat message in the Hugging Face form: {'role': ..., 'content': ...}.
+# A chat message in the Hugging Face form: {'role': ..., 'content': ...}. Its strings are
+# data; see ControlText for what is not.
 Message = dict[str, Any]
 
 # How an episode ended. 'done': the environment said so. 'truncated': a turn or the row
@@ -20,6 +24,70 @@ Message = dict[str, Any]
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
 # A budget ended these, not the environment.
 BUDGETS = ('truncated', 'max_turns')
+
+
+class ControlText(str):
+  """Text of a task's own, in which control tokens are meant as control tokens.
+
+  Everything else that gets into a prompt is data: '<answer>' in it is encoded as ordinary
+  characters, even where the tokenizer has a control token of that name. Mark the words of
+  the task itself, and only these:
+
+    ASK = types.ControlText('Answer inside <answer> and </answer>: {question}')
+    task = types.Task('1', [{'role': 'user', 'content': ASK.format(question=question)}])
+
+  `format` keeps the marks, and what it fills in stays data unless it is a ControlText
+  itself. All other methods, `+` too, give plain strings, which are data.
+
+  Attributes:
+    parts: The text in pieces, by turns control text and data; it begins with the former.
+  """
+
+  parts: tuple[str, ...]
+
+  def __new__(cls, text: str, parts: tuple[str, ...] | None = None):
+    """Marks all of a text, or with `parts`, which join to it, every second part of it."""
+    self = super().__new__(cls, text)
+    self.parts = (str(text),) if parts is None else parts
+    return self
+
+  @classmethod
+  def joined(cls, pieces: Iterable[tuple[str, bool]]) -> 'ControlText':
+    """Joins pieces of text, each with whether it is control text."""
+    parts = ['']
+    for text, control in pieces:
+      if not text:
+        continue
+      # Control text has even numbers. Neighbours of one kind become one part, so that two
+      # pieces of data cannot make up a control token between them.
+      if (len(parts) % 2 == 1) != control:
+        parts.append('')
+      parts[-1] += text
+    return cls(''.join(parts), tuple(parts))
+
+  def format(self, *args: Any, **kwargs: Any) -> 'ControlText':
+    """As str.format, with simple fields: '{name}', '{0.attribute}', '{:5.2f}'.
+
+    Raises:
+      ValueError: The text has data in it already.
+    """
+    if len(self.parts) > 1:
+      raise ValueError('format: the text has been filled in already.')
+    formatter, numbers = string.Formatter(), itertools.count()
+    pieces: list[tuple[str, bool]] = []
+    for literal, name, spec, conversion in formatter.parse(self.parts[0]):
+      pieces.append((literal, True))
+      if name is None:
+        continue
+      if not name or name[0] in '.[':
+        name = f'{next(numbers)}{name}'
+      value, _ = formatter.get_field(name, args, kwargs)
+      if isinstance(value, ControlText) and not (spec or conversion):
+        pieces += [(part, i % 2 == 0) for i, part in enumerate(value.parts)]
+      else:
+        value = formatter.convert_field(value, conversion)
+        pieces.append((format(value, spec or ''), False))
+    return ControlText.joined(pieces)
 
 
 @dataclasses.dataclass(frozen=True)

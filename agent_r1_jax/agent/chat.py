@@ -7,12 +7,19 @@ A conversation grows by concatenation and is never encoded again:
 where a reply is what the policy sampled, its stop token included. As text this equals the
 template's own rendering, unless the template rewrites the past (Qwen3 drops earlier
 thinking): then the tokens stay what the policy has seen and sampled.
+
+Control tokens ('<|im_end|>', '<tool_call>') are what the template writes, what a task
+marks as `types.ControlText`, and what the policy sampled. Everything else is data,
+whoever says it: a question, a passage, a tool, a simulated user, a tool's description. A
+control token's name in data is encoded as ordinary characters.
 """
 
 from collections.abc import Mapping, Sequence
+import json
 import re
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from agent_r1_jax import types
@@ -20,19 +27,44 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 CUT = '\n[output cut]'
 
+# How a model is told of its tools where its chat template cannot say it.
+TOOLS = types.ControlText(
+  'You can call the tools that are described here, one JSON object a line:\n\n'
+  '{schemas}\n\n'
+  'A call is a JSON object with the name and the arguments of the tool, in two tags:\n'
+  '<tool_call>\n'
+  '{{"name": "the name", "arguments": {{"an argument": "its value"}}}}\n'
+  '</tool_call>\n'
+  'What the tool answers comes in the next message.'
+)
+TOOLS_IN_PROMPT = ('default', 'refuse', 'own')
+
 # Stand-ins in a rendering. No template's own words contain them.
 _REPLY, _MARK = 'qzreplyqz', 'qzmarkqz'
+_PROBE_TOOL = {
+  'type': 'function',
+  'function': {
+    'name': 'probe',
+    'description': 'Looks.',
+    'parameters': {'type': 'object', 'properties': {}},
+  },
+}
 
 
 class Chat:
   """Renders and encodes messages; decodes replies.
 
-  What a tool says is data. A control token in it ('<|im_end|>', '<tool_call>') becomes
-  ordinary text, and what exceeds `max_tool_tokens` is cut and marked with CUT.
+  What a tool says is cut where it exceeds `max_tool_tokens`, and marked with CUT.
+
+  In a message of the assistant, which stands for what the policy sampled (a worked
+  example, a history that is told again), control tokens count, but for those that only a
+  template writes: those around a user's message, and those that end a reply. In what
+  `decode` returned, those count that were sampled as such.
 
   Attributes:
     stop_ids: The ids that end a reply: the template's end of turn, then the generation
       config's.
+    knows_tools: Whether the template writes the schemas of tools.
   """
 
   def __init__(
@@ -40,6 +72,7 @@ class Chat:
     tokenizer,
     *,
     max_tool_tokens: int = 1024,
+    tools_in_prompt: str = 'default',
     template_kwargs: Mapping[str, Any] | None = None,
   ):
     """Studies the template.
@@ -47,6 +80,9 @@ class Chat:
     Args:
       tokenizer: From `tokenizer.load`.
       max_tool_tokens: Of one tool message, before a template quotes it.
+      tools_in_prompt: Who tells the model of its tools. 'default': the template; where it
+        knows none, TOOLS at the end of the system message. 'refuse': the template; where
+        it knows none, an error. 'own': the task's own messages, and nobody else.
       template_kwargs: For every rendering, such as {'enable_thinking': False}.
 
     Raises:
@@ -57,12 +93,19 @@ class Chat:
         f'tokenizer {tokenizer.name_or_path} has no chat template; add "chat_template" '
         'to its tokenizer_config.json.'
       )
+    if tools_in_prompt not in TOOLS_IN_PROMPT:
+      raise ValueError(
+        f'tools_in_prompt is {tools_in_prompt!r}; give one of {TOOLS_IN_PROMPT}.'
+      )
     self.tokenizer = tokenizer
+    self._tools_in_prompt = tools_in_prompt
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.plain_twin(tokenizer)
     self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    longest_first = sorted(self._control, key=len, reverse=True)
-    self._split = re.compile('(' + '|'.join(map(re.escape, longest_first)) + ')').split
+    self._names = {i: name for name, i in self._control.items()}
+    self._any_control = _any_of(self._control)
+    # Until more is known; see below.
+    self._never_sampled = self._any_control
     self._max_tool_tokens = max_tool_tokens
     self._max_kept_tokens = max_tool_tokens - len(self._encode_plain(CUT))
     if self._max_kept_tokens < 1:
@@ -70,6 +113,11 @@ class Chat:
     self._end = self._end_of_turn()
     eos = tokenizer_lib.eos_ids(tokenizer)
     self.stop_ids = tuple(dict.fromkeys([self._control[self._end], *eos]))
+    user = [{'role': 'user', 'content': 'x'}]
+    frame = self._any_control.findall(self._apply(user, add_generation_prompt=False))
+    ends = [self._names[i] for i in self.stop_ids if i in self._names]
+    self._never_sampled = _any_of([*frame, *ends])
+    self.knows_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
 
   def prompt(
     self,
@@ -77,8 +125,19 @@ class Chat:
     tools: Sequence[dict] = (),
     **template_kwargs,
   ) -> np.ndarray:
-    """Encodes a whole context and the opening of the assistant's turn: int32 [T]."""
-    return self._encode(self._render(messages, tools, **template_kwargs))
+    """Encodes a whole context and the opening of the assistant's turn: int32 [T].
+
+    Raises:
+      ValueError: A message has no role or no content, the template refuses the messages,
+        or it knows no tools and tools_in_prompt is 'refuse'.
+    """
+    if not messages:
+      raise ValueError('a prompt needs at least one message; there is none.')
+    if tools and self._tools_in_prompt == 'own':
+      tools = ()
+    elif tools and not self.knows_tools:
+      messages, tools = self._told(messages, tools), ()
+    return self._encode(*self._render(messages, tools, **template_kwargs))
 
   def delta(self, messages: Sequence[types.Message], **template_kwargs) -> np.ndarray:
     """Encodes what follows a reply: the rest of its turn, `messages`, the next opening.
@@ -87,21 +146,41 @@ class Chat:
       int32 [T], to be fed after the reply's sampled stop token. A reply that ended
       otherwise needs `stop_ids[0]` in between, which is no action of the policy.
     """
-    tail = self._after_reply(messages, **template_kwargs)
-    tail[0] = tail[0].removeprefix(self._end)
-    return self._encode(tail)
+    tail, mark = self._after_reply(messages, **template_kwargs)
+    return self._encode(tail.removeprefix(self._end), mark)
 
   def reply(self, text: str) -> np.ndarray:
     """Encodes a reply and its stop token, for supervised text: int32 [T].
 
     What the policy sampled is never encoded again; this is for replies of others.
     """
-    return np.append(self._encode([text]), self.stop_ids[0]).astype(np.int32)
+    mark = _fresh_mark(text)
+    ids = self._encode(self._neutral(text, mark, self._never_sampled), mark)
+    return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
-  def decode(self, ids: Sequence[int]) -> str:
-    """The text of a reply, without the stop token that ended it."""
+  def note(self, text: str) -> np.ndarray:
+    """Encodes data, such as an answer, and a stop token after it: int32 [T]."""
+    return np.array([*self._encode_plain(text), self.stop_ids[0]], np.int32)
+
+  def decode(self, ids: Sequence[int]) -> types.ControlText:
+    """The text of a reply, without the stop token that ended it.
+
+    It remembers which control tokens were sampled as such and which were spelt.
+    """
     ids = list(ids)
-    return self.text(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+    ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+    text = self.text(ids)
+    if len(self._any_control.findall(text)) == sum(i in self._names for i in ids):
+      return types.ControlText(text)
+    pieces, spelt = [], []
+    for i in [*ids, None]:
+      if i is None or i in self._names:
+        pieces.append((self.text(spelt), False))
+        pieces.append((self._names.get(i, ''), True))
+        spelt = []
+      else:
+        spelt.append(i)
+    return types.ControlText.joined(pieces)
 
   def text(self, ids: Sequence[int]) -> str:
     """The exact text of any tokens, control tokens included; for people."""
@@ -109,39 +188,96 @@ class Chat:
 
   def _end_of_turn(self) -> str:
     """The control token that the template writes after a reply."""
-    tail = self._after_reply([{'role': 'user', 'content': 'x'}])[0]
-    end = self._split(tail)[1:2]
-    if not any(end) or not tail.startswith(end[0]):
+    tail, _ = self._after_reply([{'role': 'user', 'content': 'x'}])
+    end = self._any_control.match(tail)
+    if not end:
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} writes {tail[:20]!r} after '
         'a reply; it must begin with a control token, which the policy samples to stop.'
       )
     return end[0]
 
-  def _after_reply(self, messages, **template_kwargs) -> list[str]:
+  def _told(self, messages, tools) -> list[types.Message]:
+    """Adds TOOLS to the system message, or to the first one if it takes none."""
+    if self._tools_in_prompt == 'refuse':
+      raise ValueError(
+        f'the chat template of {self.tokenizer.name_or_path} knows no tools, and the '
+        "model would not be told of them: make tools_in_prompt 'default' to put them "
+        "into the system message, or 'own' if the task's own messages tell of them."
+      )
+    schemas = '\n'.join(json.dumps(schema, ensure_ascii=False) for schema in tools)
+    told = TOOLS.format(schemas=schemas)
+    first, *others = messages
+    if first.get('role') == 'system':
+      told = types.ControlText('{}\n\n{}').format(first['content'], told)
+      return [{**first, 'content': told}, *others]
+    system = {'role': 'system', 'content': told}
+    try:
+      if _MARK in self._apply([{**system, 'content': _MARK}, first]):
+        return [system, *messages]
+    except ValueError:
+      pass  # It refuses a system message; others leave it out.
+    told = types.ControlText('{}\n\n{}').format(told, first['content'])
+    return [{**first, 'content': told}, *others]
+
+  def _after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
     """Renders a conversation with a stand-in reply, and takes what follows it."""
     opening = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _REPLY}]
-    parts = self._render([*opening, *messages], **template_kwargs)
-    return [parts[0].partition(_REPLY)[2], *parts[1:]]
+    text, mark = self._render([*opening, *messages], **template_kwargs)
+    return text.partition(_REPLY)[2], mark
 
-  def _render(self, messages, tools=(), **template_kwargs) -> list[str]:
-    """Renders to [template, tool's words, template, tool's words, ..., template].
+  def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
+    """Renders messages; in what is data, a stand-in takes a control token's place.
 
-    A mark on either side of what a tool says finds it again, as the template wrote it
-    (Llama 3 quotes it as JSON). The blanks outside the marks are the template's to strip.
+    The template sees all else as it is, so it strips, cuts and quotes as ever.
+
+    Returns:
+      The text, and the mark with which its stand-ins begin.
     """
-    messages = [self._cut(message) for message in messages]
-    seen, mark = repr((messages, tools)), _MARK
-    while mark in seen:
-      mark += 'x'
-    text = self.tokenizer.apply_chat_template(
-      [_mark(message, mark) for message in messages],
-      tools=list(tools) or None,
-      tokenize=False,
-      add_generation_prompt=True,
-      **{**self._template_kwargs, **template_kwargs},
-    )
-    return text.split(mark)
+    messages = [self._cut(_checked(message)) for message in messages]
+    mark = _fresh_mark(repr((messages, tools)))
+    neutral = [self._neutral_message(message, mark) for message in messages]
+    tools = self._neutral(list(tools), mark, self._any_control)
+    return self._apply(neutral, tools, **template_kwargs), mark
+
+  def _apply(self, messages, tools=(), **template_kwargs) -> str:
+    """Renders messages as they are."""
+    options = {'add_generation_prompt': True, **self._template_kwargs, **template_kwargs}
+    try:
+      return self.tokenizer.apply_chat_template(
+        messages, tools=list(tools) or None, tokenize=False, **options
+      )
+    except jinja2.TemplateError as error:
+      roles = ', '.join(str(message['role']) for message in messages)
+      raise ValueError(
+        f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '
+        f'roles {roles}: {error}. Give it messages of other roles, or mend the template.'
+      ) from error
+
+  def _neutral_message(self, message: types.Message, mark: str) -> types.Message:
+    """A message with stand-ins; what the assistant says keeps what it may sample."""
+    neutral = self._neutral(message, mark, self._any_control)
+    if message['role'] == 'assistant':
+      for name in message.keys() & {'content', 'reasoning_content'}:
+        neutral[name] = self._neutral(message[name], mark, self._never_sampled)
+    return neutral
+
+  def _neutral(self, value: Any, mark: str, tokens: re.Pattern[str]) -> Any:
+    """Puts stand-ins in the place of some control tokens in all strings of a value."""
+    if isinstance(value, types.ControlText):
+      parts = enumerate(value.parts)
+      return ''.join(
+        self._neutral(part, mark, self._any_control) if i % 2 else part
+        for i, part in parts
+      )
+    if isinstance(value, str):
+      return tokens.sub(lambda found: f'{mark}{self._control[found[0]]}z', value)
+    if isinstance(value, Mapping):
+      neutral = lambda inner: self._neutral(inner, mark, tokens)
+      return {neutral(name): neutral(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+      return [self._neutral(v, mark, tokens) for v in value]
+    return value
 
   def _cut(self, message: types.Message) -> types.Message:
     """Cuts what a tool says to its first tokens.
@@ -161,29 +297,52 @@ class Chat:
     # Half a character at the end decodes to the replacement character.
     return {**message, 'content': kept.rstrip('\ufffd') + CUT}
 
-  def _encode(self, parts: Sequence[str]) -> np.ndarray:
-    """Encodes what `_render` returns: control tokens count in the template's parts only.
+  def _encode(self, text: str, mark: str) -> np.ndarray:
+    """Encodes what `_render` returns.
 
     All that lies between two control tokens is encoded in one piece, so that the tokens
     are those of the model's own training.
     """
-    ids, plain = [], ''
-    for i, part in enumerate(parts):
-      pieces = [part] if i % 2 else self._split(part)
-      for j, piece in enumerate(pieces):
-        if j % 2:
-          ids += [*self._encode_plain(plain), self._control[piece]]
-          plain = ''
-        else:
-          plain += piece
-    return np.array(ids + self._encode_plain(plain), np.int32)
+    stand_in = re.compile(mark + r'(\d+)z')
+    spelt = lambda found: self._names[int(found[1])]
+    ids, start = [], 0
+    for token in self._any_control.finditer(text):
+      ids += self._encode_plain(stand_in.sub(spelt, text[start : token.start()]))
+      ids.append(self._control[token[0]])
+      start = token.end()
+    ids += self._encode_plain(stand_in.sub(spelt, text[start:]))
+    return np.array(ids, np.int32)
 
 
-def _mark(message: types.Message, mark: str) -> types.Message:
-  """Puts a mark on either side of what a tool says, inside the blanks around it."""
-  if message['role'] != 'tool':
-    return message
-  text = message['content']
-  inner = text.strip()
-  before, _, after = text.partition(inner) if inner else (text, '', '')
-  return {**message, 'content': before + mark + inner + mark + after}
+def _any_of(tokens) -> re.Pattern[str]:
+  """Finds control tokens; where one begins another, the longer."""
+  longest_first = sorted(dict.fromkeys(tokens), key=len, reverse=True)
+  return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
+
+
+def _fresh_mark(seen: str) -> str:
+  """A mark that does not occur in a text."""
+  mark = _MARK
+  while mark in seen:
+    mark += 'x'
+  return mark
+
+
+def _checked(message: types.Message) -> types.Message:
+  """The message, if it has a role and a content.
+
+  Raises:
+    ValueError: It has not.
+  """
+  if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
+    raise ValueError(
+      f"{message!r:.200} is no message: give {{'role': 'user', 'content': 'the text'}}."
+    )
+  content = message.get('content')
+  if not isinstance(content, str | list) and not message.get('tool_calls'):
+    said = 'no content' if content is None else f'a content of {type(content)}'
+    raise ValueError(
+      f'a message of role {message["role"]!r} has {said}; it must be a string: '
+      f'{dict(message)!r:.200}'
+    )
+  return message

@@ -13,20 +13,21 @@ import string
 from agent_r1_jax.agent import calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit
-from agent_r1_jax.types import Message, Task
+from agent_r1_jax.types import ControlText, Message, Task
 
-AGENT = (
+# Where the tokenizer has them, the tags in these are the tokens that the policy writes.
+AGENT = ControlText(
   'Answer the question. Use the search tool to find the facts you need: search for one '
   'fact at a time, as often as necessary, and read the passages before you go on. When '
   'you know the answer, give it inside <answer> and </answer>, as short as possible and '
   'without explanation, for example <answer>Beijing</answer>.\n\nQuestion: {question}'
 )
-DIRECT = (
+DIRECT = ControlText(
   'Answer the question from what you know. Give the answer inside <answer> and '
   '</answer>, as short as possible and without explanation, for example '
   '<answer>Beijing</answer>.\n\nQuestion: {question}'
 )
-RAG = (
+RAG = ControlText(
   'Answer the question with the help of the passages. Give the answer inside <answer> '
   'and </answer>, as short as possible and without explanation, for example '
   '<answer>Beijing</answer>.\n\n{passages}\n\nQuestion: {question}'
