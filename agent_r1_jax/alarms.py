@@ -1,6 +1,6 @@
 """Alarms: what goes wrong in a run long before its reward says so, as metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 
 from agent_r1_jax import types
@@ -28,6 +28,64 @@ class Limits:
   action_share: float = 0.02
 
 
+# What an alarm says where it begins, and what can be done.
+_WORDS = {
+  'entropy_collapse': (
+    'the entropy of the policy is {value:.3g} nats a token, below {limit:g}',
+    'Lower learning_rate, or add an entropy bonus or a KL.',
+  ),
+  'kl_blow_up': (
+    'the KL of the policy is {value:.3g}, above {limit:g}',
+    'Lower learning_rate or raise the KL coefficient.',
+  ),
+  'dead_groups': (
+    'in {value:.0%} of the groups all rewards are equal, above {limit:.0%}',
+    'Nothing is learned from them: look at trajectories, take tasks that are sometimes '
+    'solved, more samples, or a reward with parts.',
+  ),
+  'truncated': (
+    '{value:.0%} of the episodes ran out of tokens or turns, above {limit:.0%}',
+    'Raise max_turn_tokens, max_turns or slots: rollout/status/* and '
+    'rollout/prompt_too_long in metrics.jsonl say which.',
+  ),
+  'invalid_calls': (
+    '{value:.0%} of the tool calls could not be read or run, above {limit:.0%}',
+    "Look at the tools' answers in the trajectories and at what the prompt says of them.",
+  ),
+  'action_share': (
+    'the policy chose {value:.1%} of the tokens, below {limit:.1%}',
+    'Lower max_tool_tokens or shorten the prompts.',
+  ),
+}
+
+
+class Bell:
+  """Rings alarms, and says on the terminal when one begins and when it ends."""
+
+  def __init__(self, limits: Limits, say: Callable[[str], None]):
+    """Nothing rings yet.
+
+    Args:
+      limits: Of the run.
+      say: Shows a line.
+    """
+    self._limits, self._say = limits, say
+    self._ringing: set[str] = set()
+
+  def ring(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+    """`ring` of the numbers of a step; says what has changed since the last one."""
+    found = _beyond(numbers, self._limits)
+    for name, (value, limit, rings) in found.items():
+      if rings and name not in self._ringing:
+        what, mend = _WORDS[name]
+        said = what.format(value=value, limit=limit)
+        self._say(f'Alarm at step {step}, {name}: {said}. {mend}')
+      elif name in self._ringing and not rings:
+        self._say(f'Alarm over at step {step}: {name}.')
+    self._ringing = {name for name, (_, _, rings) in found.items() if rings}
+    return ring(numbers, self._limits)
+
+
 def ring(numbers: Mapping[str, float], limits: Limits) -> dict[str, float]:
   """'alarm/<name>' is 1 where a number is beyond its limit, else 0.
 
@@ -35,18 +93,27 @@ def ring(numbers: Mapping[str, float], limits: Limits) -> dict[str, float]:
     numbers: Of one step, by the names that train.run writes; what is absent rings not.
     limits: Of the run.
   """
-  beyond = {
-    'entropy_collapse': numbers.get('train/entropy', limits.entropy) < limits.entropy,
-    'kl_blow_up': any(
-      abs(numbers.get(f'train/{name}', 0.0)) > limits.kl
-      for name in ('kl', 'behaviour_kl')
-    ),
-    'dead_groups': numbers.get('rollout/dead_groups', 0.0) > limits.dead_groups,
-    'truncated': _truncated(numbers) > limits.truncated,
-    'invalid_calls': _invalid(numbers) > limits.invalid_calls,
-    'action_share': _share(numbers) < limits.action_share,
+  found = _beyond(numbers, limits)
+  return {f'alarm/{name}': float(rings) for name, (_, _, rings) in found.items()}
+
+
+def _beyond(numbers, limits: Limits) -> dict[str, tuple[float, float, bool]]:
+  """Of each alarm the number, its limit, and whether it is beyond it."""
+  kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
+  above = {
+    'kl_blow_up': (max(map(abs, kls)), limits.kl),
+    'dead_groups': (numbers.get('rollout/dead_groups', 0.0), limits.dead_groups),
+    'truncated': (_truncated(numbers), limits.truncated),
+    'invalid_calls': (_invalid(numbers), limits.invalid_calls),
   }
-  return {f'alarm/{name}': float(rings) for name, rings in beyond.items()}
+  below = {
+    'entropy_collapse': (numbers.get('train/entropy', limits.entropy), limits.entropy),
+    'action_share': (_share(numbers), limits.action_share),
+  }
+  found = {name: (value, limit, value > limit) for name, (value, limit) in above.items()}
+  for name, (value, limit) in below.items():
+    found[name] = (value, limit, value < limit)
+  return found
 
 
 def _truncated(numbers) -> float:

@@ -1,9 +1,15 @@
 """The configuration of a training run; absl flags and config.json are made of it."""
 
 import dataclasses
+import difflib
+import math
+import re
+import sys
+from typing import Any
 
 from agent_r1_jax import alarms as alarms_lib
-from agent_r1_jax.rl import algorithms, probe
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.rl import algorithms, optimizers, probe
 
 # The fields for which 0 is "chosen": sizes.py.
 SIZES = (
@@ -27,7 +33,7 @@ class Config:
     reference: Directory of the reference policy or teacher, of the same tokenizer; empty
       is the policy as it started.
     reference_every: Steps after which the reference becomes the present policy; 0 never.
-    dtype: Of activations and cache.
+    dtype: Of activations and cache: 'float32' or 'bfloat16'.
     remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
     lora_rank: Of the adapters that are trained in place of all parameters; 0 is without.
     lora_targets: Projections that get one, with commas between them.
@@ -39,6 +45,12 @@ class Config:
     max_turns: Replies of an episode.
     max_turn_tokens: Tokens of a reply.
     max_tool_tokens: Tokens of a tool's message; what is longer is cut.
+    tools_in_prompt: Who tells the model of its tools: 'default' is its chat template, or
+      where that knows none, a text in the system message (chat.TOOLS); 'refuse' refuses
+      such a template; 'own' leaves it to the tasks' own messages.
+    long_prompts: What happens to tasks whose prompt leaves no room for a reply in a row:
+      'refuse' ends the run before it begins; 'skip' leaves them out of training, and in
+      evaluations they stay, unanswered.
     temperature: Of sampling, and of the log-probs that are trained.
     max_refills: Rollouts that a step may add to take the place of groups whose rewards
       are all equal (DAPO's dynamic sampling).
@@ -64,7 +76,7 @@ class Config:
     adam_b1: Decay of Adam's first moment, of 'adamw' and 'adamw8'.
     adam_b2: Of its second. The default forgets sooner than the .999 of PyTorch and verl.
     adam_eps: Added to the root of the second moment.
-    clip_norm: Of the gradient of policy and critic each, over all leaves.
+    clip_norm: Of the gradient of policy and critic each, over all leaves; inf is without.
     rows: Episodes at a time, on each chip (or `tensor` of them). Of this and of the other
       sizes 0 is chosen from device and model (sizes.py): slots, feed_rows, feed_tokens,
       bucket, replicas, row_tokens and microbatch.
@@ -109,6 +121,8 @@ class Config:
   max_turns: int = 5
   max_turn_tokens: int = 1024
   max_tool_tokens: int = 1024
+  tools_in_prompt: str = 'default'
+  long_prompts: str = 'refuse'
   temperature: float = 1.0
   max_refills: int = 0
   sync_every: int = 1
@@ -157,18 +171,106 @@ class Config:
     return self.sync_every - 1 + self.ahead
 
 
+# What the fields may be. A number may be 0 and more, unless it is here; the first three
+# tables say otherwise for some.
+_AT_LEAST_1 = (
+  *('tasks', 'samples', 'max_turns', 'max_turn_tokens', 'max_tool_tokens'),
+  *('epochs', 'minibatches', 'sync_every', 'decode_steps'),
+  *('data', 'tensor', 'context', 'checkpoint_every', 'keep'),
+)
+_ABOVE_0 = ('clip_norm', 'lora_alpha', 'adam_eps')
+_AT_MOST = {'max_error_rate': 1.0}
+_BELOW_1 = ('adam_b1', 'adam_b2')
+_CHOICES = {
+  'dtype': ('float32', 'bfloat16'),
+  'remat': ('none', 'dots', 'full'),
+  'optimizer': tuple(optimizers.KINDS),
+  'tools_in_prompt': chat_lib.TOOLS_IN_PROMPT,
+  'long_prompts': ('refuse', 'skip'),
+}
+
+
+def define_flags(default: Any, name: str = 'config', **options: Any):
+  """Defines the absl flags --config.<field> of a configuration.
+
+  Args:
+    default: A configuration, a dataclass: what holds where no flag is given.
+    name: Of the flags.
+    **options: Of ml_collections.config_flags.DEFINE_config_dataclass.
+
+  Returns:
+    The holder of the flag, whose `value` is the configuration.
+
+  Raises:
+    SystemExit: The command line names a field that does not exist; says which may have
+      been meant.
+  """
+  from ml_collections import config_flags
+
+  given = (re.match(rf'--?{name}\.([\w.]+)', argument) for argument in sys.argv[1:])
+  for path in (match[1] for match in given if match):
+    owner: Any = default
+    for field in path.split('.'):
+      known = [f.name for f in dataclasses.fields(owner)] if _has_fields(owner) else []
+      if field not in known:
+        meant = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
+        hint = f'did you mean {meant[0]}?' if meant else f'there are {", ".join(known)}.'
+        sys.exit(f'--{name}.{path}: there is no field {field!r}; {hint}')
+      owner = getattr(owner, field)
+  return config_flags.DEFINE_config_dataclass(name, default, **options)
+
+
+def _has_fields(value: Any) -> bool:
+  return dataclasses.is_dataclass(value)
+
+
+def check_values(config: Config) -> None:
+  """Refuses a value of a wrong type or out of its range.
+
+  Raises:
+    ValueError: Names the field, the value and what it may be.
+  """
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if problem := _problem(field.name, field.type, value):
+      raise ValueError(f'{field.name} is {value!r}; {problem}')
+
+
+def _problem(name: str, kind: Any, value: Any) -> str | None:
+  """What a value must be, if it is not."""
+  if name in _CHOICES:
+    known = value in _CHOICES[name]
+    return None if known else f'give one of {", ".join(map(repr, _CHOICES[name]))}.'
+  if kind in (bool, str):
+    names = {bool: 'True or False', str: 'a text'}
+    return None if isinstance(value, kind) else f'it must be {names[kind]}.'
+  if kind not in (int, float):
+    return None if isinstance(value, kind) else f'it must be of {kind}.'
+  sort = 'a whole number' if kind is int else 'a number'
+  allowed = int if kind is int else int | float
+  if isinstance(value, bool) or not isinstance(value, allowed) or math.isnan(value):
+    return f'it must be {sort}.'
+  if name in _ABOVE_0:
+    return None if value > 0 else f'it must be {sort} above 0.'
+  if name in _BELOW_1:
+    return None if 0 <= value < 1 else f'it must be {sort} from 0 to below 1.'
+  least = 1 if name in _AT_LEAST_1 else 0
+  most = _AT_MOST.get(name, math.inf)
+  if least <= value <= most and not (kind is float and value == math.inf):
+    return None
+  if name in SIZES:
+    return f'it must be {sort}, and 0 chooses it.'
+  bound = f'at least {least}' if most == math.inf else f'from {least} to {most:g}'
+  return f'it must be {sort}, {bound}.'
+
+
 def check(config: Config, algorithm: algorithms.Algorithm) -> None:
   """Refuses what would fail only after a rollout, or would do nothing.
 
   Raises:
     ValueError: Names the field and the mend.
   """
-  for name in ('tasks', 'samples', 'epochs', 'minibatches', 'sync_every'):
-    if getattr(config, name) < 1:
-      raise ValueError(f'{name} is {getattr(config, name)}; it must be at least 1.')
-  for name in SIZES:
-    if getattr(config, name) < 0:
-      raise ValueError(f'{name} is {getattr(config, name)}; 0 chooses it.')
+  check_values(config)
   if 0 < config.row_tokens < config.slots:
     raise ValueError(
       f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '

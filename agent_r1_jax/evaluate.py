@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from agent_r1_jax import metrics as metrics_lib
-from agent_r1_jax import rollout, types
+from agent_r1_jax import preflight, rollout, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
@@ -83,9 +83,14 @@ def play(
     with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
       ended = progress.counter()
       held = calls_of(make_env, driver, chat) if hold_calls else None
+      if said := preflight.told_of_tools(chat, make_env()):
+        progress.say(said)
       played[label] = run(
         driver, chat, sets, make_env, limits=limits, grammar=held, on_done=ended
       )
+      long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
+      if lost := [t for t in long if t.status == 'truncated']:
+        progress.say(f'{len(lost)} tasks count as unanswered: {lost[0].error}.')
   return played
 
 

@@ -91,6 +91,22 @@ def usable(
   return [group for group in kept if group]
 
 
+def check_played(groups: Sequence[Group]) -> None:
+  """Refuses a rollout in which no prompt left room for a reply.
+
+  Raises:
+    ValueError: Names the first task and its length.
+  """
+  played = [t for group in groups for t in group]
+  if played and all(t.metrics.get('prompt_too_long') for t in played):
+    first = played[0]
+    raise ValueError(
+      f'no episode of the first rollout could begin. Task {first.task.id!r}: '
+      f'{first.error}. Raise slots, shorten what the environment begins with, or go on '
+      "all the same with long_prompts = 'skip'."
+    )
+
+
 def tied(group: Group) -> bool:
   """Whether a group's rewards are all equal; an error has none."""
   rewards = [t.reward for t in group if t.status != 'error']

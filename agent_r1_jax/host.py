@@ -3,12 +3,14 @@
 import ctypes
 import importlib.util
 import ipaddress
+import logging as py_logging
 import os
 import pathlib
 import platform
 import socket
 from typing import Any
 
+from absl import flags, logging
 import jax
 
 # From glibc's malloc.h; see mallopt(3).
@@ -24,6 +26,27 @@ def prepare() -> None:
   join()
   keep_compilations()
   keep_memory()
+
+
+def quiet() -> None:
+  """Drops what installed libraries narrate at INFO, unless --verbosity asks for it.
+
+  The user's own lines stay, and so do all warnings.
+  """
+  parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
+  if parsed and flags.FLAGS['verbosity'].present:
+    return
+  # A filter counts once, however often it is added. JAX does not log through absl.
+  logging.get_absl_logger().addFilter(_is_worth_showing)
+  for name in ('jax', 'faiss'):
+    py_logging.getLogger(name).setLevel(py_logging.WARNING)
+
+
+def _is_worth_showing(record: py_logging.LogRecord) -> bool:
+  installed = not {'site-packages', 'dist-packages'}.isdisjoint(
+    pathlib.Path(record.pathname).parts
+  )
+  return record.levelno >= py_logging.WARNING or not installed
 
 
 def join() -> None:

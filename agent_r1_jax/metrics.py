@@ -205,6 +205,13 @@ class Progress:
     self._numbers = '  '.join(f'{name} {value:.3f}' for name, value in numbers.items())
     self._show()
 
+  def say(self, line: str) -> None:
+    """Says something that stays: above the bar, or as a line of its own."""
+    if self._bar:
+      self._bar.console.print(line, markup=False, highlight=False)
+    else:
+      print(line, file=self._file, flush=True)
+
   def counter(self) -> Callable[[Any], None]:
     """A callback that counts its calls as steps, for what has no numbers of its own."""
     ended = itertools.count(self._start + 1)
@@ -413,7 +420,9 @@ class Count(NamedTuple):
 
 
 def table(
-  rows: Mapping[str, Mapping[str, Count | float | str]], columns: Iterable[str]
+  rows: Mapping[str, Mapping[str, Count | float | str]],
+  columns: Iterable[str],
+  corner: str = 'method',
 ) -> str:
   """A table in Markdown that reads well as plain text, as the paper's Table 3.
 
@@ -422,6 +431,7 @@ def table(
       proportion, its 95 % interval and the counts: '.713 [.659, .761] 214/300'; a number
       with three decimals; a missing cell as '-'.
     columns: The columns, in order.
+    corner: The title of the first column, which holds the rows' names.
 
   Raises:
     ValueError: A row has a column that is not in `columns`.
@@ -430,7 +440,7 @@ def table(
   for name, cells in rows.items():
     if unknown := cells.keys() - set(columns):
       raise ValueError(f'row {name!r} has {sorted(unknown)}, the columns are {columns}')
-  lines = [['method', *columns]]
+  lines = [[corner, *columns]]
   lines += [[name, *(_cell(r.get(c, '-')) for c in columns)] for name, r in rows.items()]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   text = [

@@ -189,6 +189,10 @@ class _Episode:
     for _ in range(self.limits.max_turns):
       room = self.row.replica.sizes.slots - self.row.length - len(ids)
       if room < 1:
+        if not t.turns:
+          slots = self.row.replica.sizes.slots
+          t.error = f'the prompt has {len(ids)} tokens, and a row {slots} (slots)'
+          t.metrics['prompt_too_long'] = 1.0
         return 'truncated'
       budget = min(room, self.limits.max_turn_tokens)
       reply = await self.row.generate(ids, budget)

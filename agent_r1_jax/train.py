@@ -22,7 +22,9 @@ from agent_r1_jax import (
   identity,
   journal,
   preemption,
+  preflight,
   processes,
+  report,
   rollout,
   schedule,
   sharding,
@@ -43,6 +45,9 @@ from agent_r1_jax.rl import experience as experience_lib
 from agent_r1_jax.rl import optimizers as optimizers_lib
 
 Config = config_lib.Config
+
+# Trajectories of the last rollout that are stored where there is no evaluation.
+_SHOWN = 64
 
 # What a plan of updates takes from the configuration as it is.
 _PLANNED = (
@@ -94,7 +99,15 @@ def load(
   model, params = weights.load(config.model, dtype='float32', place=place)
   model = dataclasses.replace(model, dtype=config.dtype, remat=config.remat)
   tokenizer = tokenizer_lib.load(config.model)
-  return model, params, chat_lib.Chat(tokenizer, max_tool_tokens=config.max_tool_tokens)
+  return (
+    model,
+    params,
+    chat_lib.Chat(
+      tokenizer,
+      max_tool_tokens=config.max_tool_tokens,
+      tools_in_prompt=config.tools_in_prompt,
+    ),
+  )
 
 
 def make_driver(
@@ -160,8 +173,8 @@ def run(
   """Trains a policy; started again with the same workdir it goes on where it was.
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
-  checkpoints/, trajectories/step-*.eval of the evaluations, and model/ in HF layout at
-  the end.
+  checkpoints/, trajectories/step-*.eval of the evaluations (without any, of the last
+  rollout), and at the end curve.png, numbers.md and model/ in HF layout.
 
   Args:
     config: Of the run.
@@ -188,10 +201,16 @@ def run(
   config_lib.check(config, algorithm)
   if len(tasks) == 0:
     raise ValueError('tasks is empty: give at least one task to train on.')
+  preflight.check_tasks(tasks)
+  for name, held_out in (evals or {}).items():
+    preflight.check_tasks(held_out, f'evals[{name!r}]')
+  host.quiet()
   config = sizes.settle(config, algorithm, workdir)
   mesh = make_mesh(config)
   model, params, chat = load(config, mesh)
   driver = make_driver(config, model, params, chat, mesh)
+  fits = {'slots': driver.sizes.slots, 'long_prompts': config.long_prompts}
+  tasks, lines = preflight.look(chat, make_env(), tasks, evals or {}, **fits)
   with sharding.use(mesh):
     plan, carry = _plan(config, model, params, algorithm, mesh)
   if privileged and 'critic' not in carry.states:
@@ -208,6 +227,9 @@ def run(
     del params
     driver.interrupted = stack.enter_context(preemption.watch()).given
     progress, at = kept.progress, kept.at
+    for line in lines:
+      progress.say(line)
+    bell = alarms_lib.Bell(config.alarms, progress.say)
     also = [evaluate.GREEDY] if evals else []
     driver.warm_up(functools.partial(progress.phase, 'compile'), also)
     stack.enter_context(driver.open())
@@ -233,6 +255,8 @@ def run(
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
           numbers['rollout/dead_groups'] = float(np.mean([*map(groups.tied, found)]))
+          if at.step == 0 and config.long_prompts == 'refuse':
+            groups.check_played(found)
           found = groups.usable(
             found,
             max_error_rate=config.max_error_rate,
@@ -253,12 +277,14 @@ def run(
           numbers |= {f'train/{k}': v for k, v in learned.items()}
           numbers['time/update'] = clock.lap()
           at.learned(numbers, drawn)
+          if at.step == config.steps and not evals:
+            _logged({'rollout': played[:_SHOWN]}, workdir, config, at.step)
         # From here on the step is learned, and only its line is missing.
         numbers = at.numbers()
         if at.step == config.steps or _every(config.eval_every, at.step):
           numbers |= evaluated()
           numbers['time/eval'] = clock.lap()
-        kept.write(numbers | alarms_lib.ring(numbers, config.alarms))
+        kept.write(numbers | bell.ring(at.step, numbers))
         progress.update(at.step, reward=numbers['rollout/reward'])
         if kept.checkpoints.due(at.step) or at.step == config.steps:
           kept.save(carry, plan)
@@ -270,6 +296,9 @@ def run(
   target = pathlib.Path(workdir) / 'model'
   params = lora.merge(carry.states['policy'].params)
   weights.save(target, model, params, tokenizer_from=config.model)
+  if processes.first():
+    report.training(workdir, label)
+    print(report.places(workdir))
   return params
 
 

@@ -164,7 +164,7 @@ class Trajectory:
     messages: The conversation as text, for people and rewards.
     status: One of STATUSES.
     metrics: Named numbers to log (summed over the steps' metrics).
-    error: What was raised, when status is 'error'.
+    error: What was raised, when status is 'error'; or why there is no turn.
   """
 
   task: Task

@@ -31,6 +31,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, metrics, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.retrieval import bm25, dense, documents, hashing
@@ -106,7 +107,7 @@ _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_bas
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
 _TYPES = flags.DEFINE_list('types', None, 'Of rows to learn from; "" is all.')
-_CFG = config_flags.DEFINE_config_dataclass('config', train.Config())
+_CFG = config_lib.define_flags(train.Config())
 
 
 def main(_):

@@ -13,9 +13,9 @@ import pathlib
 import time
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from agent_r1_jax import evaluate, metrics, results, train, types
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import evaluate, report, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import miniwiki, qa
@@ -32,8 +32,7 @@ _WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and the questions.
 _SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Of the tables.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set in the tables.')
 _WATCHED = flags.DEFINE_integer('watched', 64, 'Questions of each set during training.')
-_CFG = config_flags.DEFINE_config_dataclass(
-  'config',
+_CFG = config_lib.define_flags(
   train.Config(
     model=str(BASE),
     steps=40,
@@ -79,10 +78,11 @@ def main(_):
     make_env=agent,
     algorithm=algorithms.grpo(kl_coef=0.0, correction=corrected),
     evals=questions(_WATCHED.value, 'dev'),
-    label='GRPO',
+    label='GRPO on miniwiki',
   )
   numbers |= play(config, workdir / 'model', {'GRPO': (sets, agent)})
-  report(numbers, workdir)
+  print('\n' + report.tables(numbers, workdir))
+  print(report.places(workdir))
   print(f'{(time.time() - start) / 60:.1f} minutes in all.')
 
 
@@ -109,44 +109,6 @@ def play(config, model, rows) -> dict[str, Numbers]:
     },
     depends_on={'world': _WORLD.value},
   )
-
-
-def table(numbers: dict[str, Numbers], kind: str) -> str:
-  """Exact match of each method on each set, over one kind of question."""
-  rows = {
-    method: {
-      name: metrics.Count(round(cell['mean'] * cell['count']), round(cell['count']))
-      for name, kinds in sets.items()
-      if (cell := kinds[kind])['count']
-    }
-    for method, sets in numbers.items()
-  }
-  return metrics.table(rows, SETS)
-
-
-def report(numbers: dict[str, Numbers], workdir: pathlib.Path) -> None:
-  """Prints and stores the tables, and draws the curve."""
-  tables = [f'## Exact match\n\n{table(numbers, "all")}']
-  for kind in miniwiki.KINDS:
-    tables.append(f'## Exact match, {kind}\n\n{table(numbers, kind)}')
-  text = '\n\n'.join(tables) + '\n'
-  print('\n' + text)
-  (workdir / 'table.md').write_text(text)
-  (workdir / 'table.json').write_text(json.dumps(numbers, indent=2) + '\n')
-  metrics.curve(
-    str(workdir),
-    workdir / 'curve.png',
-    panels={'Reward in training': ('rollout/reward',), 'Exact match': ('eval/*/em',)},
-    title='GRPO on miniwiki',
-  )
-  for what, where in (
-    ('learning curve', 'curve.png'),
-    ('tables', 'table.md'),
-    ('metrics', 'metrics.jsonl and tensorboard/'),
-    ('trajectories', 'trajectories/ (inspect view --log-dir ...)'),
-    ('trained model', 'model/ (Hugging Face layout)'),
-  ):
-    print(f'{what}: {workdir / where}')
 
 
 if __name__ == '__main__':

@@ -35,6 +35,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, metrics, results, rollout, sft, train, types
 from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
@@ -52,8 +53,7 @@ _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
 _INSTRUCT = flags.DEFINE_bool(
   'instruct', True, 'For real data: whether --config.model follows instructions.'
 )
-_CFG = config_flags.DEFINE_config_dataclass(
-  'config',
+_CFG = config_lib.define_flags(
   train.Config(
     model=str(pathlib.Path(__file__).parent / 'miniwiki_model'),
     steps=40,

@@ -65,6 +65,7 @@ class Chat:
     stop_ids: The ids that end a reply: the template's end of turn, then the generation
       config's.
     knows_tools: Whether the template writes the schemas of tools.
+    tools_in_prompt: As given.
   """
 
   def __init__(
@@ -98,7 +99,7 @@ class Chat:
         f'tools_in_prompt is {tools_in_prompt!r}; give one of {TOOLS_IN_PROMPT}.'
       )
     self.tokenizer = tokenizer
-    self._tools_in_prompt = tools_in_prompt
+    self.tools_in_prompt = tools_in_prompt
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.plain_twin(tokenizer)
     self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
@@ -133,7 +134,7 @@ class Chat:
     """
     if not messages:
       raise ValueError('a prompt needs at least one message; there is none.')
-    if tools and self._tools_in_prompt == 'own':
+    if tools and self.tools_in_prompt == 'own':
       tools = ()
     elif tools and not self.knows_tools:
       messages, tools = self._told(messages, tools), ()
@@ -199,7 +200,7 @@ class Chat:
 
   def _told(self, messages, tools) -> list[types.Message]:
     """Adds TOOLS to the system message, or to the first one if it takes none."""
-    if self._tools_in_prompt == 'refuse':
+    if self.tools_in_prompt == 'refuse':
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} knows no tools, and the '
         "model would not be told of them: make tools_in_prompt 'default' to put them "
@@ -234,7 +235,7 @@ class Chat:
     Returns:
       The text, and the mark with which its stand-ins begin.
     """
-    messages = [self._cut(_checked(message)) for message in messages]
+    messages = [self._cut(check_message(message)) for message in messages]
     mark = _fresh_mark(repr((messages, tools)))
     neutral = [self._neutral_message(message, mark) for message in messages]
     tools = self._neutral(list(tools), mark, self._any_control)
@@ -328,7 +329,7 @@ def _fresh_mark(seen: str) -> str:
   return mark
 
 
-def _checked(message: types.Message) -> types.Message:
+def check_message(message: types.Message) -> types.Message:
   """The message, if it has a role and a content.
 
   Raises:

@@ -228,7 +228,13 @@ def _to_text(value: Any) -> str:
     try:
       value = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
-      value = str(value)
+      kind, value = type(value).__name__, str(value)
+      # What Python shows of objects that have no words of their own.
+      if re.search(r' at 0x[0-9a-f]+>', value):
+        raise TypeError(
+          f'the function returned a {kind}, which is no text; return a str, a number, '
+          'or a list or dict of these'
+        ) from None
   return str.__str__(value)  # A subclass of str may lie.
 
 
@@ -329,4 +335,6 @@ def _first_problem(children: Sequence[tuple[str, Any, Any]]) -> str | None:
 def _is_a(value: Any, name: str) -> bool:
   if name == 'number':
     return isinstance(value, int | float) and not isinstance(value, bool)
+  if name == 'string':
+    return isinstance(value, str)  # A reply is of a subclass, see Chat.decode.
   return type(value) is _KINDS[name] if name in _KINDS else True

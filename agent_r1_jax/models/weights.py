@@ -105,7 +105,8 @@ def load(
 
   Raises:
     ValueError: A file or tensor is missing, broken, unexpected or of the wrong shape or
-      dtype; all of this is checked before a parameter is placed.
+      dtype; all of this is checked before a parameter is placed. Or a number of it is not
+      finite.
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory)
@@ -118,8 +119,23 @@ def load(
   dtypes = [_leaf_dtype(leaf, tensors, dtype) for leaf in leaves]
   flat = {}
   for leaf, leaf_dtype in zip(leaves, dtypes, strict=True):
-    flat[leaf.path] = place(leaf.path, _read_leaf(leaf, tensors, leaf_dtype))
+    array = _read_leaf(leaf, tensors, leaf_dtype)
+    _check_finite(directory, leaf.path, array)
+    flat[leaf.path] = place(leaf.path, array)
   return config, traverse_util.unflatten_dict(flat, sep='/')
+
+
+def _check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
+  # The sum is not finite if a number is not; and hardly ever if all are.
+  with np.errstate(over='ignore', invalid='ignore'):
+    if np.isfinite(array.sum(dtype=np.float32)):
+      return
+  if lost := int((~np.isfinite(array)).sum()):
+    raise ValueError(
+      f'{directory}: {lost} of {array.size} numbers of {path} are not finite: the '
+      'training that wrote them diverged, or the file is damaged. Take an earlier '
+      'checkpoint, or copy the model again.'
+    )
 
 
 def save(

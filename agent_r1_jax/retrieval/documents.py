@@ -129,6 +129,11 @@ def _numbered(path):
           yield from enumerate(json.loads(line + file.read()), 1)
         elif line.strip():
           yield number, json.loads(line)
+  except FileNotFoundError:
+    raise FileNotFoundError(
+      f'{path}: there is no such file; give the folder that holds it (--data of the '
+      'scripts), or fetch it first (third_party/fetch.py lists what it can get)'
+    ) from None
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error
   # Of json (a row may be nested too deep for it), or bytes that are not UTF-8.

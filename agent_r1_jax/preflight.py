@@ -1,0 +1,160 @@
+"""First contact: what a run is refused for, or told of, before anything is compiled."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import context
+from agent_r1_jax.agent import env as env_lib
+
+# More tokens than any template writes around a message, as far as we know. Where one
+# writes more, the rollout finds what does not fit.
+_FRAME = 64
+
+
+def check_tasks(tasks: Sequence[Any], name: str = 'tasks') -> None:
+  """Refuses what are no tasks.
+
+  Raises:
+    ValueError: Names the first one, and what it should be.
+  """
+  for number, task in enumerate(tasks):
+    if not isinstance(task, types.Task):
+      raise ValueError(
+        f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
+        "types.Task('1', [{'role': 'user', 'content': 'the question'}], 'the answer')."
+      )
+    if not isinstance(task.messages, list | tuple):
+      raise ValueError(
+        f'{name}[{number}] ({task.id!r}): messages is {task.messages!r:.100}; it must be '
+        "a list: [{'role': 'user', 'content': 'the question'}]."
+      )
+
+
+def told_of_tools(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
+  """What is to be said of how the model is told of its tools, if there is anything.
+
+  Raises:
+    ValueError: Nobody would tell it, and tools_in_prompt is 'refuse'.
+  """
+  schemas = _schemas(env)
+  names = ', '.join(schema['function']['name'] for schema in schemas)
+  if not schemas:
+    return None
+  if chat.tools_in_prompt == 'own':
+    return f"Only the tasks' own messages tell of the tools ({names}): tools_in_prompt."
+  if chat.knows_tools:
+    return None
+  chat.prompt([{'role': 'user', 'content': 'x'}], schemas)  # Raises if it is to refuse.
+  return (
+    f'The chat template knows no tools: the system message tells of them ({names}). '
+    "tools_in_prompt = 'own' or 'refuse' changes that."
+  )
+
+
+def fitting(
+  chat: chat_lib.Chat,
+  env: env_lib.Env,
+  tasks: Sequence[types.Task],
+  *,
+  slots: int,
+  long_prompts: str = 'refuse',
+  name: str = 'tasks',
+) -> tuple[Sequence[types.Task], str | None]:
+  """The tasks whose prompts leave room for a reply, and what is to be said of the others.
+
+  Looks at the tasks' own messages, with which a ToolEnv begins. What another environment
+  begins with is seen when it is played.
+
+  Args:
+    chat: Of the policy's tokenizer.
+    env: One as the tasks will be played in.
+    tasks: To look at.
+    slots: Tokens of a row.
+    long_prompts: 'refuse', or 'skip' to leave such tasks out.
+    name: Of the tasks, for messages.
+
+  Raises:
+    ValueError: A message is broken. A prompt leaves no room and is refused, or none does.
+  """
+  if not _begins_with_the_task(env):
+    return tasks, None
+  schemas = _schemas(env)
+  least = len(chat.prompt([{'role': 'user', 'content': ''}], schemas))
+  long: dict[int, int] = {}
+  for number, task in enumerate(tasks):
+    try:
+      for message in task.messages:
+        chat_lib.check_message(message)
+      # A byte is a token at most: most prompts are short enough without a closer look.
+      if task.messages and least + sum(map(_bytes, task.messages)) < slots:
+        continue
+      tokens = len(chat.prompt(task.messages, schemas))
+    except ValueError as error:
+      raise ValueError(f'{name}[{number}] ({task.id!r}): {error}') from None
+    if tokens >= slots:
+      long[number] = tokens
+  if not long:
+    return tasks, None
+  first, tokens = next(iter(long.items()))
+  found = (
+    f'{len(long)} of {len(tasks)} {name} leave no room for a reply in a row of slots = '
+    f'{slots} tokens; the first is {tasks[first].id!r} with a prompt of {tokens}, the '
+    f'longest has {max(long.values())}.'
+  )
+  if long_prompts == 'refuse' or len(long) == len(tasks):
+    raise ValueError(
+      f'{found} Raise slots, shorten these prompts, or leave them out: long_prompts = '
+      "'skip' does that while others are left."
+    )
+  return [t for n, t in enumerate(tasks) if n not in long], found
+
+
+def look(
+  chat: chat_lib.Chat,
+  env: env_lib.Env,
+  tasks: Sequence[types.Task],
+  evals: Mapping[str, Sequence[types.Task]],
+  **options: Any,
+) -> tuple[Sequence[types.Task], list[str]]:
+  """The tasks to train on, and lines to show.
+
+  Evaluations keep all their tasks, so that their numbers are of the whole set: what does
+  not fit stays unanswered.
+
+  Args:
+    chat: Of the policy's tokenizer.
+    env: One as the tasks will be played in.
+    tasks: To train on.
+    evals: Sets to evaluate, by name.
+    **options: Of `fitting`: slots, long_prompts.
+
+  Raises:
+    ValueError: See `told_of_tools` and `fitting`.
+  """
+  lines = [told_of_tools(chat, env)]
+  tasks, said = fitting(chat, env, tasks, **options)
+  lines.append(said and f'{said} They are left out.')
+  for name, held_out in evals.items():
+    _, said = fitting(chat, env, held_out, name=f'tasks of evals[{name!r}]', **options)
+    lines.append(said and f'{said} They count as unanswered.')
+  return tasks, [line for line in lines if line]
+
+
+def _schemas(env: env_lib.Env) -> list[dict[str, Any]]:
+  return [tool.schema for tool in getattr(env, 'tools', ())]
+
+
+def _begins_with_the_task(env: Any) -> bool:
+  while isinstance(env, context.SlidingWindow | context.Summary):
+    env = env.env
+  return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
+
+
+def _bytes(message: types.Message) -> float:
+  """At least the tokens of a message."""
+  content = message.get('content')
+  if not isinstance(content, str) or len(message) > 2:
+    return float('inf')
+  return _FRAME + len(content.encode(errors='replace'))

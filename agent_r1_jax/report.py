@@ -1,0 +1,88 @@
+"""What a run leaves for people: tables and a curve, from its numbers and trajectories."""
+
+from collections.abc import Mapping, Sequence
+import json
+import os
+import pathlib
+
+import numpy as np
+
+from agent_r1_jax import metrics
+
+# Method, set, kind of task ('all' is of all), 'mean' and 'count'.
+Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
+
+# What lies in a workdir, as far as it is there.
+_PLACES = {
+  'learning curve': 'curve.png',
+  'numbers of the run': 'numbers.md',
+  'tables': 'table.md',
+  'metrics': 'metrics.jsonl',
+  'trajectories': 'trajectories',
+  'trained model': 'model',
+}
+
+
+def training(workdir: str | os.PathLike, title: str = '') -> None:
+  """Writes curve.png and numbers.md of what a run has measured."""
+  folder, lines = pathlib.Path(workdir), metrics.read(workdir)
+  if not any('rollout/reward' in line for line in lines):
+    return
+  second = {'Exact match': ('eval/*/em',)}
+  if not any(name.endswith('/em') for line in lines for name in line):
+    second = {'Reward in evaluations': ('eval/*/reward',)}
+  panels = {'Reward in training': ('rollout/reward',), **second}
+  metrics.curve(str(workdir), folder / 'curve.png', panels=panels, title=title)
+  (folder / 'numbers.md').write_text(numbers(lines) + '\n')
+
+
+def numbers(lines: Sequence[Mapping[str, float]]) -> str:
+  """A table of a run's numbers: how they began, how they ended, and their extremes."""
+  names = dict.fromkeys(name for line in lines for name in line if name != 'step')
+  rows = {}
+  for name in names:
+    values = [line[name] for line in lines if name in line]
+    tenth = max(1, len(values) // 10)
+    begin, end = np.mean(values[:tenth]), np.mean(values[-tenth:])
+    cells = {'first tenth': begin, 'last tenth': end}
+    cells |= {'lowest': min(values), 'highest': max(values)}
+    rows[name] = {column: f'{value:.4g}' for column, value in cells.items()}
+  columns = ('first tenth', 'last tenth', 'lowest', 'highest')
+  return metrics.table(rows, columns, corner='number')
+
+
+def tables(scores: Scores, workdir: str | os.PathLike) -> str:
+  """Writes table.md and table.json: exact match of each method on each set, by kind.
+
+  Args:
+    scores: Method -> set -> what `evaluate.by_kind` gave.
+    workdir: The run's directory.
+
+  Returns:
+    The text of table.md.
+  """
+  sets = {name: kinds for found in scores.values() for name, kinds in found.items()}
+  kinds = dict.fromkeys(kind for found in sets.values() for kind in found)
+  parts = []
+  for kind in kinds:
+    rows = {
+      method: {
+        name: metrics.Count(round(cell['mean'] * cell['count']), round(cell['count']))
+        for name, of in found.items()
+        if (cell := of[kind])['count']
+      }
+      for method, found in scores.items()
+    }
+    title = 'Exact match' if kind == 'all' else f'Exact match, {kind}'
+    parts.append(f'## {title}\n\n{metrics.table(rows, sets)}')
+  text, folder = '\n\n'.join(parts) + '\n', pathlib.Path(workdir)
+  (folder / 'table.md').write_text(text)
+  (folder / 'table.json').write_text(json.dumps(scores, indent=2) + '\n')
+  return text
+
+
+def places(workdir: str | os.PathLike) -> str:
+  """Says where what lies."""
+  folder = pathlib.Path(workdir)
+  found = {what: folder / name for what, name in _PLACES.items()}
+  return '\n'.join(f'{what}: {path}' for what, path in found.items() if path.exists())
