@@ -102,3 +102,37 @@ def test_the_names_are_those_of_a_rollouts_summary():
   t.metrics = {'tool_calls': 1.0, 'tool_errors': 1.0, 'format_errors': 0.0}
   numbers = {f'rollout/{k}': v for k, v in evaluate.summary([t]).items()}
   assert _ringing(numbers) == ['truncated', 'invalid_calls', 'action_share']
+
+
+def test_the_bell_says_when_an_alarm_begins_and_when_it_ends():
+  said = []
+  bell = alarms.Bell(alarms.Limits(), said.append)
+  good, bad = {'rollout/status/truncated': 0.1}, {'rollout/status/truncated': 1.0}
+  rung = [bell.ring(step, n) for step, n in enumerate([good, bad, bad, good, bad], 1)]
+  assert [r['alarm/truncated'] for r in rung] == [0, 1, 1, 0, 1]
+  assert [line.partition(':')[0] for line in said] == [
+    'Alarm at step 2, truncated',
+    'Alarm over at step 4',
+    'Alarm at step 5, truncated',
+  ]
+  assert '100% of the episodes ran out of tokens or turns, above 30%. Raise' in said[0]
+
+
+def test_every_alarm_has_its_words():
+  said, numbers = (
+    [],
+    {
+      'train/entropy': 0.001,
+      'train/kl': 9.0,
+      'rollout/dead_groups': 1.0,
+      'rollout/status/truncated': 1.0,
+      'rollout/format_errors': 1.0,
+      'rollout/tokens': 1000.0,
+      'rollout/action_tokens': 1.0,
+    },
+  )
+  bell = alarms.Bell(alarms.Limits(), said.append)
+  assert set(bell.ring(1, numbers).values()) == {1.0}
+  words = ' '.join(said)
+  for part in ('0.001 nats', 'is 9, above 1', 'of the groups', 'tool calls', '0.1% of'):
+    assert part in words

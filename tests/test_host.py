@@ -119,3 +119,34 @@ def test_where_the_coordinator_listens(coordinator, expected, monkeypatch):
   if coordinator.startswith('[') and not socket.has_ipv6:
     pytest.skip('no IPv6 here')
   assert host._bind_address(coordinator) == expected
+
+
+_NARRATION = """
+import pathlib, sys
+from absl import app, flags, logging
+from agent_r1_jax import host
+folder = pathlib.Path({folder!r}) / 'site-packages'
+folder.mkdir(exist_ok=True)
+(folder / 'library.py').write_text(
+  'from absl import logging\\nlogging.info("narrates")\\nlogging.warning("warns")')
+sys.path.insert(0, str(folder))
+def main(_):
+  for _ in range(2): host.quiet()
+  import library
+  logging.info('mine')
+  import logging as py
+  py.getLogger('jax._src.x').info('narrates')
+app.run(main, argv=['x', *{arguments!r}])
+"""
+
+
+@pytest.mark.parametrize('arguments, narrated', [([], 0), (['--verbosity=0'], 2)])
+def test_libraries_do_not_narrate_and_warn_all_the_same(tmp_path, arguments, narrated):
+  code = _NARRATION.format(folder=str(tmp_path), arguments=arguments)
+  command = [sys.executable, '-c', code]
+  root = str(pathlib.Path(__file__).parents[1])
+  environment = os.environ | {'PYTHONPATH': root}
+  done = subprocess.run(command, env=environment, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert done.stderr.count('narrates') == narrated
+  assert done.stderr.count('warns') == done.stderr.count('mine') == 1

@@ -231,6 +231,17 @@ class TestProgress:
     ]
     assert '\x1b' not in file.getvalue()
 
+  def test_what_is_said_stays_above_the_bar(self):
+    class Terminal(io.StringIO):
+      def isatty(self):
+        return True
+
+    for file in (io.StringIO(), Terminal()):
+      with metrics.Progress(10, label='GRPO', file=file) as progress:
+        progress.say('[bold]Alarm at step 3, a: 100% of 8')
+        progress.update(1, reward=0.5)
+      assert file.getvalue().count('[bold]Alarm at step 3, a: 100% of 8\n') == 1
+
   def test_a_slow_step_tells_its_phase(self):
     file = io.StringIO()
     clock = Clock()

@@ -55,7 +55,8 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   assert done.returncode == 0, done.stderr[-3000:]
   for row in ('Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO'):
     assert f'| {row} ' in done.stdout
-  for name in ('curve.png', 'table.md', 'config.json', 'metrics.jsonl', 'model'):
+  names = ('curve.png', 'numbers.md', 'table.md', 'config.json', 'metrics.jsonl', 'model')
+  for name in names:
     assert (tmp_path / name).exists(), name
     assert name in done.stdout or name == 'config.json'
   assert len(list((tmp_path / 'trajectories').glob('step-00001-*.eval'))) == 3

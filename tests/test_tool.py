@@ -413,3 +413,24 @@ def test_a_hung_tool_does_not_keep_the_interpreter():
     timeout=30,
   )
   assert (done.returncode, done.stdout, done.stderr) == (0, '[False, False]\n', '')
+
+
+@pytest.mark.parametrize(
+  'value', [object(), [object()], lambda: 0, (x for x in 'ab'), ValueError, {1: object()}]
+)
+def test_what_has_no_words_is_refused(value):
+  @tool_lib.tool
+  def look() -> str:
+    """Looks."""
+    return value
+
+  result = asyncio.run(tool_lib.call(look, {}))
+  if value is ValueError:  # A class has a name.
+    assert result.ok and result.text == "<class 'ValueError'>"
+    return
+  assert not result.ok and ' at 0x' not in result.text
+  kind = type(value).__name__
+  assert result.text.startswith(
+    f'Error: look: TypeError: the function returned a {kind},'
+  )
+  assert 'return a str, a number, or a list or dict' in result.text

@@ -21,13 +21,13 @@ import warnings
 from absl import flags
 import jax
 import jax.numpy as jnp
-from ml_collections import config_flags
 import mounts
 import numpy as np
 import pytest
 import tiny
 
 from agent_r1_jax import checkpoint, metrics, preemption, rollout, spool, train, types
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -273,16 +273,62 @@ class TestTasks:
 
   def test_a_prompt_that_fits_no_row_is_passed_over(self, model, tmp_path):
     """GRPO with a reference reads every log-prob: there is none for it."""
-    long = types.Task('long', [{'role': 'user', 'content': 'one two ' * 100}])
     config = _config(model, steps=2, eval_every=0)
-    _run(config, tmp_path / 'some', tasks=[*_tasks(1), long], evals=None)
+    tasks = [*_tasks(1), _LONG]
+    _run(config, tmp_path / 'some', tasks=tasks, evals=None, make_env=_Other)
     for line in metrics.read(tmp_path / 'some'):
       assert line['rollout/status/truncated'] >= 0.5
+      assert line['rollout/prompt_too_long'] == 0.5
       assert line['train/grad_norm'] > 0
-    params = _run(config, tmp_path / 'all', tasks=[long], evals=None)
+
+  def test_where_no_prompt_fits_the_run_ends_at_once(self, model, tmp_path, capfd):
+    config = _config(model, steps=2, eval_every=0)
+    run = functools.partial(_run, tasks=[_LONG], evals=None, make_env=_Other)
+    with pytest.raises(ValueError, match="could begin. Task 'long': the prompt has .*96"):
+      run(config, tmp_path / 'refused')
+    skip = dataclasses.replace(config, long_prompts='skip')
+    params = run(skip, tmp_path / 'all')
     _assert_equal(params, weights.load(model)[1])
     for line in metrics.read(tmp_path / 'all'):
-      assert line['rollout/status/truncated'] == 1
+      assert line['rollout/prompt_too_long'] == 1
+    # Once, not at each step.
+    said = capfd.readouterr().out
+    assert said.count('Alarm at step 1, truncated: 100% of the episodes ran out') == 1
+    assert said.count('Alarm at step 1, dead_groups') == said.count('dead_groups') == 1
+
+  def test_long_prompts_are_refused_or_left_out(self, model, tmp_path, capfd):
+    tasks, config = [_LONG, *_tasks(1)], _config(model, steps=1, eval_every=0)
+    for evals in ({'dev': tasks}, None):
+      given = {'tasks': tasks[bool(evals) :], 'evals': evals}
+      with pytest.raises(ValueError, match="1 of 2 tasks.*'long' with a prompt of"):
+        _run(config, tmp_path / 'refused', **given)
+    assert not (tmp_path / 'refused').exists()
+    skip = dataclasses.replace(config, long_prompts='skip')
+    _run(skip, tmp_path / 'skipped', tasks=tasks, evals={'dev': tasks})
+    (line,) = metrics.read(tmp_path / 'skipped')
+    assert 'rollout/prompt_too_long' not in line
+    assert line['eval/dev/prompt_too_long'] == 0.5
+    said = capfd.readouterr().out
+    assert 'They are left out.' in said and 'They count as unanswered.' in said
+
+  def test_what_is_no_task_is_refused(self, model, tmp_path):
+    with pytest.raises(ValueError, match=r"tasks\[0\] is 'hello'"):
+      _run(_config(model), tmp_path, tasks=['hello'])
+    with pytest.raises(ValueError, match=r"evals\['dev'\]\[0\] is 'hello'"):
+      _run(_config(model), tmp_path, evals={'dev': ['hello']})
+
+
+_LONG = types.Task('long', [{'role': 'user', 'content': 'one two ' * 100}])
+
+
+class _Other(env_lib.ToolEnv):
+  """Begins in a way of its own, so that nobody can know its prompts beforehand."""
+
+  def __init__(self):
+    super().__init__([look], _reward, parse=_parse)
+
+  async def reset(self, task):
+    return await super().reset(task)
 
 
 class TestErrors:
@@ -327,7 +373,7 @@ class TestErrors:
       ('rows', -1, 'rows is -1'),
       ('microbatch', -1, 'microbatch is -1'),
       ('row_tokens', 50, 'row_tokens is 50, less than slots .96'),
-      ('checkpoint_every', 0, 'every=0'),
+      ('checkpoint_every', 0, 'checkpoint_every is 0'),
     ],
   )
   def test_a_start_that_fails_leaves_the_workdir_free(
@@ -386,7 +432,7 @@ class TestFlags:
       argv = ['train', *arguments]
       monkeypatch.setattr(sys, 'argv', argv)  # config_flags reads it itself.
       values = flags.FlagValues()
-      config_flags.DEFINE_config_dataclass('config', train.Config(), flag_values=values)
+      config_lib.define_flags(train.Config(), flag_values=values)
       values(argv)
       return values['config'].value
 
@@ -399,13 +445,13 @@ class TestFlags:
   @pytest.mark.parametrize(
     'argument, message',
     [
-      ('--config.learnin_rate=1', 'learnin_rate not found'),
-      ('--config.optim.lr=1', 'optim does not exist'),
+      ('--config.learnin_rate=1', 'did you mean learning_rate'),
+      ('--config.optim.lr=1', "no field 'optim'"),
       ('--config.rows=many', "config.rows=many: invalid literal for int.*'many'"),
     ],
   )
   def test_what_no_field_takes_is_refused(self, parse, argument, message):
-    with pytest.raises((KeyError, flags.IllegalFlagValueError), match=message):
+    with pytest.raises((SystemExit, flags.IllegalFlagValueError), match=message):
       parse(argument)
 
 

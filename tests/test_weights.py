@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import tiny
 
 from agent_r1_jax.models import decoder, tensor_files, weights
 
@@ -507,3 +508,21 @@ def test_a_small_model_beside_the_real_tokenizer(tmp_path, data_dir, name, size)
   assert written['eos_token_id'] == raw['eos_token_id']
   assert tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)
   assert math.prod(params['embed']['embedding'].shape) == raw['vocab_size'] * 8
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_numbers_that_are_not_finite_are_named(tmp_path, dtype):
+  shape = tiny.config()
+  params = jax.device_get(tiny.params(shape))
+  for bad in (np.nan, np.inf):
+    params['embed']['embedding'] = np.array(params['embed']['embedding'])
+    params['embed']['embedding'][3, 5] = bad
+    weights.save(tmp_path / 'm', shape, params, dtype=dtype)
+    with pytest.raises(
+      ValueError, match='1 of 4800 numbers of embed/embedding are not f'
+    ):
+      weights.load(tmp_path / 'm')
+  # Large ones are, though their sum is not.
+  params['embed']['embedding'][:] = 3e38
+  weights.save(tmp_path / 'm', shape, params)
+  weights.load(tmp_path / 'm')

@@ -1,0 +1,146 @@
+"""First contact: what is refused or said before anything is compiled."""
+
+import pytest
+import tiny
+
+from agent_r1_jax import preflight, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import context
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.agent import tool as tool_lib
+
+
+@tool_lib.tool
+def look(place: str) -> str:
+  """Looks at a place.
+
+  Args:
+    place: Its name.
+  """
+  return place
+
+
+def _env(tools=()):
+  return env_lib.ToolEnv(tools, lambda *_: 0.0)
+
+
+def _tasks(*contents):
+  return [
+    types.Task(f't{i}', [{'role': 'user', 'content': content}])
+    for i, content in enumerate(contents)
+  ]
+
+
+def _ignorant(directory, **options):
+  """A chat whose template writes no tools."""
+  template = tokenizer_lib.CHATML.replace('{%- if tools %}', '{%- if false %}')
+  tokenizer_lib.train(
+    tiny.TEXTS, vocab_size=tiny.VOCAB, directory=directory, chat_template=template
+  )
+  return chat_lib.Chat(tokenizer_lib.load(directory), **options)
+
+
+@pytest.mark.parametrize(
+  'tasks, message',
+  [
+    (['hello'], r"tasks\[0\] is 'hello'; it must be a types.Task, such as types.Task\("),
+    ([*_tasks('x'), {'id': 1}], r"tasks\[1\] is \{'id': 1\}"),
+    ([types.Task('a', 'hello')], r"tasks\[0\] \('a'\): messages is 'hello'; it must"),  # pyright: ignore
+  ],
+)
+def test_what_is_no_task_is_named(tasks, message):
+  with pytest.raises(ValueError, match=message):
+    preflight.check_tasks(tasks)
+  preflight.check_tasks(_tasks('x', 'y'))
+
+
+@pytest.mark.parametrize('messages', [[{'role': 'user'}], [{'content': 'x'}], []])
+def test_a_broken_message_is_named_with_its_task(messages):
+  tasks = [*_tasks('x'), types.Task('broken', messages)]
+  with pytest.raises(ValueError, match=r"tasks\[1\] \('broken'\): a|no message|prompt"):
+    preflight.fitting(tiny.chat(), _env(), tasks, slots=128)
+
+
+class TestFitting:
+  def _length(self, task, tools=()):
+    schemas = [tool.schema for tool in tools]
+    return len(tiny.chat().prompt(task.messages, schemas))
+
+  @pytest.mark.parametrize('tools', [[], [look]])
+  def test_a_prompt_fits_if_a_token_of_a_reply_does(self, tools):
+    tasks = _tasks('one two three ' * 20, 'x')
+    length = self._length(tasks[0], tools)
+    for slots, fits in ((length + 1, True), (length, False)):
+      options = {'slots': slots, 'long_prompts': 'skip'}
+      kept, said = preflight.fitting(tiny.chat(), _env(tools), tasks, **options)
+      assert list(kept) == (tasks if fits else tasks[1:])
+      assert (said is None) == fits
+
+  def test_it_is_refused_with_its_length_and_the_mend(self):
+    tasks = _tasks('x', 'one two three ' * 100, 'one two three ' * 200)
+    lengths = [self._length(task) for task in tasks]
+    with pytest.raises(ValueError) as error:
+      preflight.fitting(tiny.chat(), _env(), tasks, slots=128)
+    said = str(error.value)
+    assert said.startswith(
+      '2 of 3 tasks leave no room for a reply in a row of slots = 128'
+    )
+    assert f"the first is 't1' with a prompt of {lengths[1]}" in said
+    assert f'the longest has {lengths[2]}. Raise slots' in said
+
+  def test_where_none_fits_none_can_be_left_out(self):
+    tasks = _tasks('one two three ' * 100)
+    with pytest.raises(ValueError, match='1 of 1 tasks leave no room'):
+      preflight.fitting(tiny.chat(), _env(), tasks, slots=128, long_prompts='skip')
+
+  def test_other_environments_begin_as_they_like(self):
+    class Own(env_lib.ToolEnv):
+      async def reset(self, task):
+        return [{'role': 'user', 'content': 'short'}]
+
+    long = _tasks('one two three ' * 100)
+    rebuilt = context.Rebuilt(_env(), lambda env: [{'role': 'user', 'content': 'x'}])
+    for env in (Own([], lambda *_: 0.0), rebuilt):
+      assert preflight.fitting(tiny.chat(), env, long, slots=128) == (long, None)
+    with pytest.raises(ValueError, match='no room'):
+      window = context.SlidingWindow(_env(), turns=2)
+      preflight.fitting(tiny.chat(), window, long, slots=128)
+
+  def test_evaluations_keep_their_tasks(self):
+    short, long = _tasks('x', 'one two three ' * 100)
+    look = lambda tasks, evals: preflight.look(
+      tiny.chat(), _env(), tasks, evals, slots=128, long_prompts='skip'
+    )
+    assert look([short], {'dev': [short]}) == ([short], [])
+    kept, (first, second) = look([short, long], {'dev': [short, long]})
+    assert list(kept) == [short]
+    assert first.startswith('1 of 2 tasks leave') and first.endswith('are left out.')
+    assert second.startswith("1 of 2 tasks of evals['dev'] leave")
+    assert second.endswith('They count as unanswered.')
+
+
+class TestTools:
+  def test_nothing_is_said_where_the_template_tells_of_them(self):
+    assert preflight.told_of_tools(tiny.chat(), _env([look])) is None
+    assert preflight.told_of_tools(tiny.chat(), _env()) is None
+
+  def test_a_template_without_tools(self, tmp_path):
+    chat = _ignorant(tmp_path)
+    assert preflight.told_of_tools(chat, _env()) is None
+    said = preflight.told_of_tools(chat, _env([look]))
+    assert said and 'knows no tools: the system message tells of them (look)' in said
+
+  def test_the_tasks_tell_of_them(self, tmp_path):
+    said = preflight.told_of_tools(
+      _ignorant(tmp_path, tools_in_prompt='own'), _env([look])
+    )
+    assert said and "Only the tasks' own messages tell of the tools (look)" in said
+
+  def test_it_is_refused(self, tmp_path):
+    chat = _ignorant(tmp_path, tools_in_prompt='refuse')
+    assert preflight.told_of_tools(chat, _env()) is None
+    with pytest.raises(
+      ValueError, match="knows no tools.*make tools_in_prompt 'default'"
+    ):
+      preflight.told_of_tools(chat, _env([look]))
