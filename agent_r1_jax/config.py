@@ -171,8 +171,7 @@ class Config:
     return self.sync_every - 1 + self.ahead
 
 
-# What the fields may be. A number may be 0 and more, unless it is here; the first three
-# tables say otherwise for some.
+# What the fields may be: numbers 0 and more, but for these.
 _AT_LEAST_1 = (
   *('tasks', 'samples', 'max_turns', 'max_turn_tokens', 'max_tool_tokens'),
   *('epochs', 'minibatches', 'sync_every', 'decode_steps'),

@@ -185,7 +185,7 @@ class _Episode:
     t = self.trajectory
     t.messages = list(await self._ask(self.env.reset, t.task))
     schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-    ids = self.chat.prompt(t.messages, schemas)
+    ids = self._encoded(self.chat.prompt, t.messages, schemas)
     for _ in range(self.limits.max_turns):
       room = self.row.replica.sizes.slots - self.row.length - len(ids)
       if room < 1:
@@ -217,7 +217,7 @@ class _Episode:
       if step.fresh:
         self._close_segment()
         self.row.restart(driver_lib.key(*self.identity, len(t.segments)))
-        ids = self.chat.prompt(step.messages, schemas)
+        ids = self._encoded(self.chat.prompt, step.messages, schemas)
       else:
         ids = self._after(reply, step.messages)
     return 'max_turns'
@@ -230,9 +230,16 @@ class _Episode:
       where = f'{frame.filename}:{frame.lineno}, in {frame.name}'
       raise _EnvironmentError(f'{type(error).__name__}: {error} ({where})') from error
 
+  def _encoded(self, encode, *messages) -> np.ndarray:
+    """Encodes what the environment said; a broken message is a fault of its."""
+    try:
+      return encode(*messages)
+    except ValueError as error:
+      raise _EnvironmentError(str(error)) from error
+
   def _after(self, reply, messages):
     """The tokens that go on from a reply."""
-    ids = self.chat.delta(messages)
+    ids = self._encoded(self.chat.delta, messages)
     if reply.tokens[-1] in self.chat.stop_ids:
       return ids
     # A stop string ended it: the end of the turn is ours to write, and no action.

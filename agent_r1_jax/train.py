@@ -151,6 +151,8 @@ def play(
   hold_calls: bool = False,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
+  config_lib.check_values(config)
+  host.quiet()
   config = sizes.settle(dataclasses.replace(config, model=str(model)))
   mesh = make_mesh(config)
   shape, params, chat = load(config, mesh)

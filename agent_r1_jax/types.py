@@ -71,7 +71,7 @@ class ControlText(str):
     Raises:
       ValueError: The text has data in it already.
     """
-    if len(self.parts) > 1:
+    if len(self.parts) != 1:
       raise ValueError('format: the text has been filled in already.')
     formatter, numbers = string.Formatter(), itertools.count()
     pieces: list[tuple[str, bool]] = []

@@ -27,6 +27,7 @@ _FIELDS = dataclasses.fields(config_lib.Config)
     ('steps', True, 'steps is True; it must be a whole number.'),
     ('tasks', 0, 'tasks is 0; it must be a whole number, at least 1.'),
     ('max_error_rate', 1.5, 'max_error_rate is 1.5; it must be a number, from 0 to 1.'),
+    ('adam_b2', 1.0, 'adam_b2 is 1.0; it must be a number from 0 to below 1.'),
     ('dtype', 'fp16', "dtype is 'fp16'; give one of 'float32', 'bfloat16'."),
     ('remat', 'some', "remat is 'some'; give one of 'none', 'dots', 'full'."),
     ('optimizer', 'sgd', "optimizer is 'sgd'; give one of 'adamw'"),
@@ -60,8 +61,9 @@ def test_no_number_may_be_below_0_or_no_number(field):
 
 def test_the_tables_name_fields():
   names = {field.name for field in _FIELDS}
-  tables = (config_lib._AT_LEAST_1, config_lib._ABOVE_0, config_lib._AT_MOST)
-  assert {*config_lib._CHOICES, *(name for table in tables for name in table)} <= names
+  tables = ('_AT_LEAST_1', '_ABOVE_0', '_BELOW_1', '_AT_MOST', '_CHOICES')
+  for table in tables:
+    assert set(getattr(config_lib, table)) <= names
 
 
 @pytest.mark.parametrize(

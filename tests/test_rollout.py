@@ -1,6 +1,7 @@
 """Rollouts: what the model sampled is what is trained on, whatever the world does."""
 
 import asyncio
+import dataclasses
 import functools
 import random
 import time
@@ -262,6 +263,23 @@ class TestEnds:
     said = f'the prompt has {length} tokens, and a row {_SLOTS} (slots)'
     assert (lost.error, lost.metrics) == (said, {'prompt_too_long': 1.0})
     assert all(t.turns and not t.error for t in others)
+
+  @pytest.mark.parametrize('broken', [{'role': 'user'}, 'hello'])
+  def test_a_broken_message_is_the_environments_fault(self, broken):
+    class Breaks(Env):
+      async def reset(self, task):
+        await super().reset(task)
+        return [broken] if task.answer == 1 else list(task.messages)
+
+      async def step(self, reply):
+        step = await super().step(reply)
+        return dataclasses.replace(step, messages=step.messages and [broken])
+
+    played = _collect(Breaks, limits=rollout.Limits(3, 30))
+    assert played[1].status == 'error' and not played[1].segments
+    assert {t.status for t in played} <= {'done', 'truncated', 'error'}
+    said = {t.error for t in played if t.status == 'error'}
+    assert len(said) == 1 and ('no content' in said.pop()) != (broken == 'hello')
 
   def test_an_answer_that_fits_no_row(self):
     class Talks(Env):
