@@ -13,6 +13,8 @@ from typing import Any
 from absl import flags, logging
 import jax
 
+from agent_r1_jax import processes
+
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
@@ -23,7 +25,10 @@ _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', '
 
 def prepare() -> None:
   """All of what follows; `train` calls it, and a script may before that."""
+  # One that is lost shall not make JAX abort the others: `look_out` names it instead.
+  jax.config.update('jax_enable_recoverability', True)
   join()
+  processes.look_out()
   keep_compilations()
   keep_memory()
 

@@ -8,6 +8,7 @@ JAX's coordination service carries the messages; the processes find each other i
 `host.prepare`. With one process, nothing here does anything.
 """
 
+import atexit
 from collections.abc import Callable, Iterator
 import contextlib
 import itertools
@@ -23,12 +24,15 @@ import jax
 # The only names here that JAX does not document; Orbax relies on the same.
 from jax._src import distributed
 
-from agent_r1_jax import records
+from agent_r1_jax import records, watchdog
 
 # Of one message: what gRPC carries at a time is bounded.
 _PART = 1 << 20
 _DAY = 24 * 3600
 _POLL_SECONDS = 1.0
+# How often it is asked who has ended, and how long a process that says so goes on living.
+_ASK_SECONDS, _LINGER_SECONDS = 0.4, 1.5
+_ENDED = 'agent_r1/ended/'
 
 _rounds = itertools.count()
 
@@ -40,6 +44,11 @@ class LostError(RuntimeError):
 def first() -> bool:
   """Whether this process is the one that writes files."""
   return jax.process_index() == 0
+
+
+def several() -> bool:
+  """Whether there are others; unlike jax.process_count, safe before `host.prepare`."""
+  return distributed.global_state.num_processes > 1
 
 
 def share(n: int) -> range:
@@ -88,22 +97,126 @@ def gather(
   return [unpack(each) for each in data]
 
 
+def look_out() -> None:
+  """From now on, a process that ends before its time ends this one, with one line.
+
+  Each says why it ends, if it can (`leave`). Of one that was killed or whose host is gone,
+  JAX's coordination service knows after the time of its heartbeat. The service lives in
+  process 0: if that is killed, JAX aborts the others at once with some lines of its own, and
+  ours is the last (see watchdog.py). For `host.prepare`; does nothing for one process.
+  """
+  global _looking
+  if _looking or not several():
+    return
+  _looking = True
+  watchdog.send(watchdog.SEVERAL)
+  # Without it, JAX's service would abort all processes when one is lost. With it, it also
+  # no longer waits for all at the end (`_wait_for_the_others`).
+  threading.Thread(target=_look, daemon=True, name='look out').start()
+  atexit.register(_wait_for_the_others)
+
+
+def leave(status: int, reason: str) -> None:
+  """Ends this process at once if it is one of several, and tells the others why.
+
+  Args:
+    status: That all of them end with.
+    reason: As in 'process 1 raised ...'.
+  """
+  state = distributed.global_state
+  if not several() or state.client is None:
+    return
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    word = f'{status} {reason}'
+    state.client.key_value_set(f'{_ENDED}{state.process_id}', word, allow_overwrite=True)
+    # The others ask, and the first process is whom they ask.
+    time.sleep(_LINGER_SECONDS)
+  watchdog.send(watchdog.LEFT)
+  os._exit(status)
+
+
+_looking = False
+_finishing = threading.Event()
+
+
+def _look() -> None:
+  state = distributed.global_state
+  everyone = [*range(state.num_processes)]
+  while not _finishing.wait(_ASK_SECONDS):
+    try:
+      for key, word in state.client.key_value_dir_get(_ENDED):
+        if (number := int(key.rpartition('/')[2])) != state.process_id:
+          status, _, reason = word.partition(' ')
+          _follow(int(status), f'process {number} of {len(everyone)} {reason}')
+      # Waits until all that live have asked the same.
+      lost = {*everyone} - state.client.get_live_nodes(everyone).keys()
+    except (jax.errors.JaxRuntimeError, AttributeError):
+      continue  # The end of this process, or of the first: JAX acts.
+    if lost and not _finishing.is_set():
+      names = ', '.join(map(str, sorted(lost)))
+      _follow(
+        1,
+        f'process {names} of {len(everyone)} is lost (killed, or its host or network is '
+        'gone)',
+      )
+
+
+def _follow(status: int, what: str) -> None:
+  """Says who ended, and ends as it did."""
+  me = distributed.global_state.process_id
+  watchdog.say(
+    f'{what}, so process {me} ends too; the same command, started in all, goes on from '
+    'the last checkpoint.'
+  )
+  watchdog.send(watchdog.LEFT)
+  os._exit(status)
+
+
+def _wait_for_the_others() -> None:
+  """At the end of Python, so that the first process outlives the others' last words."""
+  if client := _client():
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
+  _finishing.set()
+
+
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
   """An error inside ends this process at once, if it is one of several.
 
   Python's own end would wait for the others, who wait for this process: for minutes.
-  They hear of it as of a kill.
+  They are told its reason. An error of the runtime (a collective that broke off) may only
+  be what another's end looks like from here: then it is first waited to hear who is lost.
   """
   try:
     yield
-  except Exception:
+  except Exception as error:
     if jax.process_count() == 1:
       raise
+    reason = f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
+    if _of_the_runtime(error):
+      seconds = 1.5 * heartbeat_seconds() + 5
+      watchdog.say(f'{reason}; waiting up to {seconds:g} s to hear who is lost')
+      time.sleep(seconds)  # `_look` ends the process.
     traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    leave(1, f'raised {reason}')
+
+
+def heartbeat_seconds() -> int:
+  """After so long a silence a process is taken for dead."""
+  return int(os.environ.get('AGENT_R1_HEARTBEAT_SECONDS', 60))
+
+
+def _of_the_runtime(error: BaseException | None) -> bool:
+  while error is not None:
+    if isinstance(error, LostError):
+      return True
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      return 'RESOURCE_EXHAUSTED' not in str(error)  # Memory is this process's own.
+    error = error.__cause__ or error.__context__
+  return False
 
 
 class Notice:
@@ -117,6 +230,10 @@ class Notice:
   def give(self):
     """Safe in a signal's handler: the others hear of it when this process asks."""
     self._here.set()
+
+  def here(self) -> bool:
+    """Whether it is known in this process; asks nobody."""
+    return self._here.is_set()
 
   def given(self) -> bool:
     """Whether some process has given it; those of others are heard within a second."""

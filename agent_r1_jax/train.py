@@ -143,6 +143,7 @@ def make_driver(
   )
 
 
+@preemption.watch()
 def play(
   config: Config,
   model: str | os.PathLike,
@@ -158,9 +159,15 @@ def play(
   shape, params, chat = load(config, mesh)
   driver = make_driver(config, shape, params, chat, mesh)
   limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
-  return evaluate.play(driver, chat, rows, limits=limits, hold_calls=hold_calls)
+  with preemption.watch() as watch:
+    watch.phase, driver.interrupted = 'an evaluation', watch.given
+    try:
+      return evaluate.play(driver, chat, rows, limits=limits, hold_calls=hold_calls)
+    except replica.PreemptedError:
+      raise watch.unsaved() from None
 
 
+@preemption.watch()
 def run(
   config: Config,
   workdir: str,
@@ -197,7 +204,8 @@ def run(
       tools or tasks.
     RuntimeError: Too many environments raised; the first error is told.
     learner.NotFiniteError: A loss or a gradient; the batch is in workdir/not_finite.npz.
-    preemption.Preempted: SIGTERM or Ctrl-C; what had been learned is saved.
+    preemption.Preempted: SIGTERM or Ctrl-C; what had been learned is saved. Where that
+      takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
   """
   config_lib.check(config, algorithm)
@@ -221,23 +229,34 @@ def run(
   playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
   with contextlib.ExitStack() as stack:
     stack.enter_context(processes.ending_together())
+    watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, make_env, tasks, privileged)
     kept = stack.enter_context(journal.Journal(config, workdir, label, made_of))
+    watch.newest = lambda: max(kept.checkpoints.steps, default=0)
+    watch.check()
+    watch.phase = 'restoring'
     carry = kept.restore(carry, plan)
     # What it began with may be another policy by now, and nobody else holds it.
     driver.params = carry.sampler
     del params
-    driver.interrupted = stack.enter_context(preemption.watch()).given
+    driver.interrupted = watch.given
     progress, at = kept.progress, kept.at
     for line in lines:
       progress.say(line)
     bell = alarms_lib.Bell(config.alarms, progress.say)
     also = [evaluate.GREEDY] if evals else []
-    driver.warm_up(functools.partial(progress.phase, 'compile'), also)
+
+    def compiled(done: int, programs: int):
+      progress.phase('compile', done, programs)
+      watch.check()
+
+    watch.phase = 'compilation'
+    driver.warm_up(compiled, also)
     stack.enter_context(driver.open())
     rollouts = schedule.Schedule(config, tasks, driver, chat, kept, **playing)
 
     def evaluated() -> dict[str, float]:
+      watch.phase = 'an evaluation'
       rollouts.wait()
       driver.params, driver.policy_step = carry.states['policy'].params, carry.step
       ended = schedule.counter(
@@ -252,6 +271,7 @@ def run(
       while at.unwritten or at.step < config.steps:
         clock = metrics_lib.Clock()
         if not at.unwritten:
+          watch.phase = 'a rollout'
           found, drawn = rollouts.take(carry, plan)
           played = [t for group in found for t in group]
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
@@ -270,6 +290,7 @@ def run(
             found, baselines = rollouts.greedy(found)
           numbers['time/rollout'] = clock.lap()
           progress.phase('update')
+          watch.phase = 'an update'
           chosen = [t for group in found for t in group]
           told = [chat.note(privileged(t.task)) for t in chosen] if privileged else None
           with _dumping(workdir), sharding.use(mesh):
@@ -292,8 +313,10 @@ def run(
           kept.save(carry, plan)
     except replica.PreemptedError:
       progress.phase('saving')
+      watch.saving(at.step)
       kept.save(carry, plan)
       kept.checkpoints.wait()
+      watch.saved(at.step)
       raise preemption.Preempted from None
   target = pathlib.Path(workdir) / 'model'
   params = lora.merge(carry.states['policy'].params)

@@ -154,17 +154,10 @@ def _decoding(B, N, K, H, used: int) -> dict[str, Callable[[], Any]]:
   ours = jax.jit(attention.cached)
   found = {'ours': lambda: ours(q_BNH[:, None], k_BKSH, v_BKSH, length_B[:, None] - 1)}
   if jax.default_backend() == 'gpu':
-    from jax.experimental.pallas.ops.gpu import decode_attention
-
     k_BSKH, v_BSKH = (jnp.swapaxes(x, 1, 2).copy() for x in (k_BKSH, v_BKSH))
     nn = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
     cudnn = jax.jit(lambda q, k, v, n: nn(q, k, v, key_value_seq_lengths=n))
     found['cudnn'] = lambda: cudnn(q_BNH[:, None], k_BSKH, v_BSKH, length_B)
-    # A row's key-value head is a sequence of its own: its slots lie together.
-    k_QSH, v_QSH = (x.reshape(B * K, used, H) for x in (k_BKSH, v_BKSH))
-    q_QGH, length_Q = q_BNH.reshape(B * K, N // K, H), jnp.repeat(length_B, K)
-    mqa = jax.jit(lambda q, k, v, n: decode_attention.mqa(q, k, v, kv_seq_len=n))
-    found['pallas'] = lambda: mqa(q_QGH, k_QSH, v_QSH, length_Q)
   return found
 
 
@@ -181,8 +174,11 @@ def _training(N, K, H, T: int) -> dict[str, Callable[[], Any]]:
 
   found = {'ours': both(lambda q, k, v: attention.packed(q, k, v, ids))}
   if jax.default_backend() == 'gpu':
-    nn = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
-    found['cudnn'] = both(lambda q, k, v: nn(q, k, v, is_causal=True))
+    nn = jax.nn.dot_product_attention
+    # Without segments, so that no mask is read: what they cost beside it.
+    for name in ('cudnn', 'xla'):
+      causal = functools.partial(nn, is_causal=True, implementation=name)
+      found[name] = both(causal)
   return found
 
 

@@ -6,11 +6,15 @@ That chips which share a row compute what one does is in test_sharding.py.
 import functools
 
 import jax
+
+# It lowers only where cuDNN says its version, which it cannot say here.
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agent_r1_jax import sharding
 from agent_r1_jax.models import attention
 
 
@@ -21,14 +25,16 @@ def inputs(B, T, N, K, H):
   return make(N), make(K), make(K), make(N)
 
 
-@pytest.mark.parametrize('H', [128, 64])
-@pytest.mark.parametrize('name', ['_splash', '_flash'])
-def test_kernels_are_the_plain_attention(name, H):
-  """Forward and backward, grouped queries, two segments and padding."""
-  T = 256
-  q, k, v, slope = inputs(1, T, 2, 1, H)
+def segments(T=256):
+  """Two, and padding."""
   ids = jnp.asarray(np.searchsorted([100, 240], np.arange(T), 'right') + 1)[None]
-  ids = jnp.where(ids == 3, 0, ids)
+  return jnp.where(ids == 3, 0, ids)
+
+
+def assert_plain(attend, *, H, dtype=jnp.float32, **tolerance):
+  """Forward and backward, grouped queries."""
+  q, k, v, slope = (x.astype(dtype) for x in inputs(1, 256, 2, 1, H))
+  ids = segments()
 
   def both(attend):
     def total(q, k, v):
@@ -37,10 +43,62 @@ def test_kernels_are_the_plain_attention(name, H):
 
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
 
-  interpreted = functools.partial(getattr(attention, name), interpret=True)
-  mine, plain = (both(f)(q, k, v) for f in (interpreted, attention.packed))
+  mine = both(attend)(q, k, v)
+  with pytest.MonkeyPatch.context() as plain_only:
+    plain_only.setattr(sharding, 'platform', lambda: 'cpu')
+    plain = both(attention.packed)(q, k, v)
   for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(x.astype(float), y.astype(float), **tolerance)
+
+
+@pytest.mark.parametrize('H', [128, 64])
+def test_the_kernel_for_tpus_is_the_plain_attention(H):
+  interpreted = functools.partial(attention._splash, interpret=True)
+  assert_plain(interpreted, H=H, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+  """What is traced is for a GPU. cuDNN itself is not here to tell its version."""
+  monkeypatch.setattr(sharding, 'platform', lambda: 'gpu')
+  monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91000)
+
+
+def test_what_cudnn_is_given_is_the_plain_attention(gpu, monkeypatch):
+  """Its blocks and masks, with XLA in its place."""
+  asked = []
+
+  def by_xla(*args, implementation='cudnn'):
+    asked.append(implementation)
+    return cudnn(*args, implementation='xla')
+
+  cudnn = attention._cudnn
+  monkeypatch.setattr(attention, '_cudnn', by_xla)
+  tolerance = {'rtol': 0.05, 'atol': 0.05}  # bfloat16, multiplied in another order
+  assert_plain(attention.packed, H=64, dtype=jnp.bfloat16, **tolerance)
+  assert asked
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'H', 'tokens', 'fused'),
+  [
+    ('bfloat16', 64, 256, True),
+    ('bfloat16', 128, 256, True),
+    ('float32', 64, 256, False),
+    ('bfloat16', 20, 256, False),
+    ('bfloat16', 256, 256, False),
+    ('bfloat16', 64, 250, False),
+  ],
+)
+def test_it_lowers_for_cuda(gpu, dtype, H, tokens, fused):
+  """Forward and backward by cuDNN where it can, else by XLA; with no Pallas."""
+  q, k, v, _ = (jax.ShapeDtypeStruct((1, tokens, n, H), dtype) for n in (4, 2, 2, 4))
+  ids = jax.ShapeDtypeStruct((1, tokens), 'int32')
+  total = lambda q, k, v, ids: attention.packed(q, k, v, ids).astype(jnp.float32).sum()
+  traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(q, k, v, ids)
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  assert ('__cudnn$fmha' in text, 'Backward' in text) == (fused, fused)
+  assert 'triton' not in text and 'mosaic' not in text
 
 
 @pytest.mark.parametrize(

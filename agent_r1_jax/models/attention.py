@@ -25,8 +25,9 @@ _LANES, _SPLASH_BLOCK = 128, 512
 # Most slots that the kernel for decoding on TPUs takes at a time, and most pages: their
 # numbers lie in scalar memory, of which a core has 1 MiB.
 _PAGE, _PAGES = 512, 1 << 16
-# The kernel for GPUs takes whole blocks of tokens.
-_FLASH_BLOCK = 128
+# What cuDNN's attention takes on every GPU that has it: types, most numbers of a head (and
+# a multiple of 8). On Hopper heads could be of 256.
+_CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 
 
 def packed(
@@ -86,8 +87,7 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
   T = q_BTNH.shape[1]
   if sharding.platform() == 'tpu' and T % _LANES == 0:
     return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
-  if sharding.platform() == 'gpu' and T % _FLASH_BLOCK == 0:
-    return _flash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  fused = sharding.platform() == 'gpu' and _has_cudnn(q_BTNH)
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = _heads_first(k_BTKH), _heads_first(v_BTKH)
@@ -96,8 +96,12 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
     # A block of queries reads the keys before its end only: half the work of the square.
     causal_TS = jnp.arange(begin, end)[:, None] >= jnp.arange(end)[None]
     same_BTS = segment_ids_BT[:, begin:end, None] == segment_ids_BT[:, None, :end]
-    keys_values = (k_BKTH[:, :, :end], v_BKTH[:, :, :end])
-    out.append(_attend(q_BTNH[:, begin:end], *keys_values, causal_TS[None] & same_BTS))
+    mask_BTS = causal_TS[None] & same_BTS
+    q_BUNH = q_BTNH[:, begin:end]
+    if fused:
+      out.append(_cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
+    else:
+      out.append(_attend(q_BUNH, k_BKTH[:, :, :end], v_BKTH[:, :, :end], mask_BTS))
   return jnp.concatenate(out, axis=1)
 
 
@@ -212,26 +216,30 @@ def _splash(
   return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
 
 
-def _flash(
-  q_BTNH: Float[Array, 'B T N H'],
-  k_BTKH: Float[Array, 'B T K H'],
-  v_BTKH: Float[Array, 'B T K H'],
-  segment_ids_BT: Int[Array, 'B T'],
-  interpret: bool = False,
-) -> Float[Array, 'B T N H']:
-  """As `packed`, by the Pallas kernel for GPUs: memory grows with T, not its square."""
-  from jax.experimental.pallas.ops.gpu import attention as kernels
+def _has_cudnn(q_BTNH) -> bool:
+  """Whether cuDNN's attention can be asked; what it cannot do, XLA does."""
+  T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+  fits = H <= _CUDNN_HEAD and H % 8 == 0
+  # All blocks must have an even number of tokens.
+  return q_BTNH.dtype in _CUDNN_DTYPES and fits and T % (2 * _MAX_BLOCKS) == 0
 
-  N, K, H = q_BTNH.shape[2], k_BTKH.shape[2], q_BTNH.shape[3]
-  k_BTNH, v_BTNH = (jnp.repeat(x_BTKH, N // K, axis=2) for x_BTKH in (k_BTKH, v_BTKH))
-  return kernels.mha(
-    q_BTNH,
-    k_BTNH,
-    v_BTNH,
-    segment_ids_BT,
-    sm_scale=H**-0.5,
-    causal=True,
-    interpret=interpret,
+
+def _cudnn(
+  q_BTNH: Float[Array, 'B T N H'],
+  k_BSKH: Float[Array, 'B S K H'],
+  v_BSKH: Float[Array, 'B S K H'],
+  mask_BTS: Bool[Array, 'B T S'],
+  implementation: Any = 'cudnn',
+) -> Float[Array, 'B T N H']:
+  """As `_attend`, by cuDNN: scores of N heads never reach the GPU's memory, a mask does.
+
+  JAX's public interface has no segments, so that the mask becomes an addend of B T S
+  numbers of 2 bytes, the same for all heads, and the backward pass gives one more of that
+  size. In blocks of an eighth of a row of 16,384 tokens that is 64 MiB each, where scores
+  in float32 would be 128 MiB times N.
+  """
+  return jax.nn.dot_product_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation=implementation
   )
 
 

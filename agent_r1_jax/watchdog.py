@@ -1,0 +1,113 @@
+"""A small process beside a trainer: it acts where the trainer's Python cannot.
+
+`preemption.watch` starts this file by itself (`python -I -S watchdog.py`), without JAX and
+without this package: about 10 MB. The trainer writes single bytes to its standard input:
+
+- a signal's number, written by Python's C handler (`signal.set_wakeup_fd`), also while
+  other code holds the interpreter. It is passed back on standard output, to a thread that
+  answers;
+- BEAT every second from that thread, ANSWERED after a signal, SEVERAL where there are
+  other processes, LEFT at an end that somebody has explained.
+
+A signal without an answer, or a long silence, means that some code does not let go of the
+interpreter: Python's stacks are printed (`faulthandler`, on the signal STACKS), and the
+trainer is killed. Time counts only while the trainer could have run: not while it is
+stopped (SIGSTOP), and not while this process or the machine slept. Linux only.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+BEAT, ANSWERED, SEVERAL, LEFT = 0x80, 0x81, 0x82, 0x83
+ASKS = (int(signal.SIGTERM), int(signal.SIGINT))
+# A real-time signal: nobody else gives it a meaning.
+STACKS = int(getattr(signal, 'SIGRTMAX', 64)) - 1
+_TICK = 0.5
+
+
+# In the trainer: where its bytes go; -1 while no watch is on.
+wire = -1
+
+
+def send(byte: int) -> None:
+  """Tells the watchdog, if there is one."""
+  if wire >= 0:
+    with contextlib.suppress(OSError):  # Gone, or full.
+      os.write(wire, bytes([byte]))
+
+
+def say(text: str) -> None:
+  """Writes a line to standard error in one piece, past Python's buffers and locks."""
+  with contextlib.suppress(OSError):  # Nobody may read it any more.
+    os.write(2, f'agent_r1_jax: {text}\n'.encode(errors='replace'))
+
+
+def _can_run(pid: int) -> bool:
+  """Whether the process is there and not stopped, from /proc."""
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return file.read().rpartition(')')[2].split()[0] not in 'TtZX'
+  except OSError:
+    return False
+
+
+def _end(pid: int, reason: str) -> None:
+  """Prints why and where, and kills the trainer."""
+  say(
+    f'{reason}: some code holds the interpreter, such as a regular expression in a '
+    'reward. Run such code in a process of its own. Its stacks follow, then it is killed; '
+    'the same command goes on from the last checkpoint.'
+  )
+  try:
+    os.kill(pid, STACKS)
+    time.sleep(1.0)  # What is printed is a few pages.
+    os.kill(pid, signal.SIGKILL)
+  except ProcessLookupError:
+    pass
+
+
+def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
+  """Serves the trainer `pid` until it ends."""
+  for number in (*ASKS, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)  # They are often sent to a whole group.
+  asked, silent, unanswered, before = '', 0.0, 0.0, time.monotonic()
+  several = False
+  while True:
+    said = os.read(0, 4096) if (ready := select.select([0], [], [], _TICK)[0]) else b''
+    now = time.monotonic()
+    elapsed, before = min(now - before, 2 * _TICK), now
+    for byte in said:
+      if byte in ASKS:
+        asked, unanswered = asked or signal.Signals(byte).name, 0.0
+        os.write(1, bytes([byte]))
+      elif byte == ANSWERED:
+        asked = ''
+      elif byte == LEFT:
+        return
+    several |= SEVERAL in said
+    if (ready and not said) or os.getppid() != pid:
+      # A child of the trainer may hold the pipe open: then only its parent tells.
+      other = ', or aborted by JAX for want of process 0' if several else ''
+      return say(
+        f'process {pid} ended without a word: killed (out of memory?), or by os._exit in '
+        f'some code{other}; the same command goes on from the last checkpoint.'
+      )
+    if not _can_run(pid):
+      continue
+    silent = 0.0 if BEAT in said else silent + elapsed
+    unanswered += elapsed if asked else 0.0
+    name = f'process {pid}'
+    if unanswered > answer_seconds:
+      return _end(pid, f'{name} gave no answer to {asked} for {answer_seconds:g} s')
+    if 0 < silence_seconds < silent:
+      limit = f'{silence_seconds:g} s, AGENT_R1_SILENCE_SECONDS'
+      return _end(pid, f'{name} gave no sign of life for {limit}')
+
+
+if __name__ == '__main__':
+  with contextlib.suppress(OSError):  # A pipe that breaks says that the trainer is gone.
+    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
