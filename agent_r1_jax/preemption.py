@@ -45,7 +45,7 @@ class Watch:
     self.phase = 'the start'
     self.newest: Callable[[], int] = lambda: 0
     self._notice = processes.Notice('preempted')
-    self._grace = _seconds('AGENT_R1_GRACE_SECONDS', 8.0)
+    self._grace = _seconds('AGENT_R1_GRACE_SECONDS', 7.0)
     self._heard = 0.0
     self._saving, self._left = threading.Event(), threading.Event()
 
@@ -71,7 +71,8 @@ class Watch:
   def saving(self, step: int) -> None:
     """Says that the main thread has begun to save: it is waited for, however long."""
     self._saving.set()
-    watchdog.say(f'saving step {step}')
+    why = '' if self._heard else ': another process was told to end'
+    watchdog.say(f'saving step {step}{why}')
 
   def saved(self, step: int) -> None:
     """Says that all is on disk; what may still hang gets the grace once more."""
@@ -124,7 +125,7 @@ def watch() -> Iterator[Watch]:
   """Until it is left, SIGTERM and a first Ctrl-C are heard and ask the run to end.
 
   They are answered with a line on standard error at once. If the main thread has not begun
-  to save within AGENT_R1_GRACE_SECONDS (8; clouds give 30 before they kill), the process
+  to save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the process
   ends with STATUS as it is: a checkpoint is whole or not there. A second Ctrl-C ends it at
   once. On Linux, a process that gives no answer for as long, or no sign of life for
   AGENT_R1_SILENCE_SECONDS (300; 0: for ever), is killed with its stacks printed.
@@ -161,6 +162,9 @@ def _forget() -> None:
     _active, watchdog.wire = None, -1
 
 
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+
+
 def _after_fork() -> None:
   """A child's signals are its own: told to end, it ends."""
   if _active:
@@ -168,9 +172,15 @@ def _after_fork() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget()
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+# A signal to a child that still had our handlers would be heard by its parent: they wait.
+os.register_at_fork(
+  before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS),
+  after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
+  after_in_child=_after_fork,
+)
 
 
 @contextlib.contextmanager

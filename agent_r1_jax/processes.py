@@ -30,8 +30,9 @@ from agent_r1_jax import records, watchdog
 _PART = 1 << 20
 _DAY = 24 * 3600
 _POLL_SECONDS = 1.0
-# How often it is asked who has ended, and how long a process that says so goes on living.
-_ASK_SECONDS, _LINGER_SECONDS = 0.4, 1.5
+# How often it is asked who has ended, how long a process that says so goes on living, and
+# how long the first does, whom the others ask.
+_ASK_SECONDS, _LINGER_SECONDS, _FIRST_LINGERS_SECONDS = 0.4, 1.0, 2.5
 _ENDED = 'agent_r1/ended/'
 
 _rounds = itertools.count()
@@ -129,10 +130,7 @@ def leave(status: int, reason: str) -> None:
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     word = f'{status} {reason}'
     state.client.key_value_set(f'{_ENDED}{state.process_id}', word, allow_overwrite=True)
-    # The others ask, and the first process is whom they ask.
-    time.sleep(_LINGER_SECONDS)
-  watchdog.send(watchdog.LEFT)
-  os._exit(status)
+  _end(status)
 
 
 _looking = False
@@ -168,6 +166,12 @@ def _follow(status: int, what: str) -> None:
     f'{what}, so process {me} ends too; the same command, started in all, goes on from '
     'the last checkpoint.'
   )
+  _end(status)
+
+
+def _end(status: int) -> None:
+  lingers = distributed.global_state.process_id == 0
+  time.sleep(_FIRST_LINGERS_SECONDS if lingers else _LINGER_SECONDS)
   watchdog.send(watchdog.LEFT)
   os._exit(status)
 
@@ -177,7 +181,19 @@ def _wait_for_the_others() -> None:
   if client := _client():
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
-  _finishing.set()
+    _finishing.set()
+    if distributed.global_state.process_id == 0:
+      waiting = threading.Thread(target=_until_alone, args=(client,), daemon=True)
+      waiting.start()
+      waiting.join(30)
+
+
+def _until_alone(client) -> None:
+  """Until the others have told the service that they end."""
+  everyone = [*range(distributed.global_state.num_processes)]
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    while len(client.get_live_nodes(everyone)) > 1:
+      time.sleep(_ASK_SECONDS / 4)
 
 
 @contextlib.contextmanager
