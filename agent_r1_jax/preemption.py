@@ -143,11 +143,13 @@ def watch() -> Iterator[Watch]:
     for number in watchdog.ASKS:
       stack.callback(signal.signal, number, signal.signal(number, heard.give))
     stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(watchdog.wire))
-    stack.callback(heard.leave)
     reader = threading.Thread(
       target=_read, args=(heard, read), daemon=True, name='signals'
     )
     reader.start()
+    stack.callback(reader.join)
+    stack.callback(watchdog.send, watchdog.LEFT)  # Ends the watchdog, and so the reader.
+    stack.callback(heard.leave)
     _active = heard
     yield heard
 
@@ -190,8 +192,12 @@ def _wires(heard: Watch) -> Iterator[tuple[int, int]]:
     watchdog.say('no watchdog here (Linux only): code that holds the interpreter hangs')
     read, write = os.pipe()
     os.set_blocking(write, False)
-    yield read, write
-    return  # Both are left open: the thread may still read.
+    try:
+      yield read, write
+    finally:
+      os.close(read)
+      os.close(write)
+    return
   limits = heard._grace, _seconds('AGENT_R1_SILENCE_SECONDS', 300.0)
   # In a session of its own: no signal to the trainer's group stops or kills it.
   command = [sys.executable, '-I', '-S', watchdog.__file__, str(os.getpid())]
@@ -209,10 +215,10 @@ def _wires(heard: Watch) -> Iterator[tuple[int, int]]:
   try:
     yield process.stdout.fileno(), write
   finally:
-    os.write(write, bytes([watchdog.LEFT]))
     process.wait()
     faulthandler.unregister(watchdog.STACKS)
     process.stdin.close()
+    process.stdout.close()
 
 
 def _read(heard: Watch, read: int) -> None:

@@ -232,7 +232,7 @@ def run(
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, make_env, tasks, privileged)
     kept = stack.enter_context(journal.Journal(config, workdir, label, made_of))
-    watch.newest = lambda: max(kept.checkpoints.steps, default=0)
+    watch.newest = lambda: _newest(kept.checkpoints.directory)
     watch.check()
     watch.phase = 'restoring'
     carry = kept.restore(carry, plan)
@@ -414,6 +414,11 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
       step=step,
     )
   return numbers
+
+
+def _newest(checkpoints: pathlib.Path) -> int:
+  """The last step on disk; unlike Checkpointer.steps, also while one is being written."""
+  return max((int(p.name) for p in checkpoints.glob('*') if p.name.isdigit()), default=0)
 
 
 def _every(n: int, step: int) -> bool:

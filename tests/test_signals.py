@@ -198,6 +198,9 @@ class TestTraining:
     """And the same command goes on from the checkpoint before it."""
     process = start('update', tmp_path / 'run', model)
     process.until('in the update')
+    while not (tmp_path / 'run/checkpoints/1').exists():  # It is written meanwhile.
+      assert process.process.poll() is None, process.said
+      time.sleep(0.02)
     process.send(signal.SIGTERM)
     assert process.end() == preemption.STATUS
     assert f'ended during an update {_NOT_SAVED} 1\n' in process.said
@@ -280,6 +283,7 @@ def _train(moment, workdir, model):
       'compilation'
     ):
       if not watching.given():
+        # In the midst of the warm-up, however fast the machine is.
         os.kill(os.getpid(), signal.SIGTERM)
       print('compiled a program', flush=True)
 
