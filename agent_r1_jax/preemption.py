@@ -1,8 +1,8 @@
 """Preemption: a signal asks the run to end; it saves, and says so by its exit status.
 
-While `watch` is on, SIGTERM and Ctrl-C are answered at once, whatever the main thread does:
-Python's C handler writes a byte, which a thread reads. Where that thread cannot run either,
-because some code holds the interpreter, a small process acts (watchdog.py).
+While `watch` is on, SIGTERM and Ctrl-C are answered at once, whatever the main thread
+does: Python's C handler writes a byte, which a thread reads. Where that thread cannot run
+either, because some code holds the interpreter, a small process acts (watchdog.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ class Watch:
       raise self.unsaved()
 
   def unsaved(self) -> Preempted:
-    """Says that nothing is saved; what to raise then. One of several ends here, and all."""
+    """Says that nothing is saved; what to raise then. Several processes end here."""
     self._say_unsaved()
     processes.leave(STATUS, _TOLD)
     return Preempted()
@@ -115,8 +115,8 @@ class Watch:
 
   def _say_unsaved(self) -> None:
     watchdog.say(
-      f'ended during {self.phase} without a new checkpoint; the same command goes on from '
-      f'step {self.newest()}'
+      f'ended during {self.phase} without a new checkpoint; the same command goes on '
+      f'from step {self.newest()}'
     )
 
 
@@ -124,11 +124,11 @@ class Watch:
 def watch() -> Iterator[Watch]:
   """Until it is left, SIGTERM and a first Ctrl-C are heard and ask the run to end.
 
-  They are answered with a line on standard error at once. If the main thread has not begun
-  to save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the process
-  ends with STATUS as it is: a checkpoint is whole or not there. A second Ctrl-C ends it at
-  once. On Linux, a process that gives no answer for as long, or no sign of life for
-  AGENT_R1_SILENCE_SECONDS (300; 0: for ever), is killed with its stacks printed.
+  They are answered with a line on standard error at once. If the main thread has not
+  begun to save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the
+  process ends with STATUS as it is: a checkpoint is whole or not there. A second Ctrl-C
+  ends it at once. On Linux, a process that gives no answer for as long, or no sign of
+  life for AGENT_R1_SILENCE_SECONDS (300; 0: for ever), prints its stacks and is killed.
 
   Only Python's main thread can watch. Inside another watch, it is that watch.
   """

@@ -101,10 +101,10 @@ def gather(
 def look_out() -> None:
   """From now on, a process that ends before its time ends this one, with one line.
 
-  Each says why it ends, if it can (`leave`). Of one that was killed or whose host is gone,
-  JAX's coordination service knows after the time of its heartbeat. The service lives in
-  process 0: if that is killed, JAX aborts the others at once with some lines of its own, and
-  ours is the last (see watchdog.py). For `host.prepare`; does nothing for one process.
+  Each says why it ends, if it can (`leave`). Of one that was killed or whose host is
+  gone, JAX's coordination service knows after its heartbeat's time. The service lives in
+  process 0: if that is killed, JAX aborts the others at once with some lines of its own,
+  and ours is the last (see watchdog.py). For `host.prepare`; one process is left alone.
   """
   global _looking
   if _looking or not several():
@@ -138,17 +138,17 @@ _finishing = threading.Event()
 
 
 def _look() -> None:
-  state = distributed.global_state
+  state, client = distributed.global_state, _client()
   everyone = [*range(state.num_processes)]
   while not _finishing.wait(_ASK_SECONDS):
     try:
-      for key, word in state.client.key_value_dir_get(_ENDED):
+      for key, word in client.key_value_dir_get(_ENDED):
         if (number := int(key.rpartition('/')[2])) != state.process_id:
           status, _, reason = word.partition(' ')
           _follow(int(status), f'process {number} of {len(everyone)} {reason}')
       # Waits until all that live have asked the same.
-      lost = {*everyone} - state.client.get_live_nodes(everyone).keys()
-    except (jax.errors.JaxRuntimeError, AttributeError):
+      lost = {*everyone} - client.get_live_nodes(everyone).keys()
+    except jax.errors.JaxRuntimeError:
       continue  # The end of this process, or of the first: JAX acts.
     if lost and not _finishing.is_set():
       names = ', '.join(map(str, sorted(lost)))

@@ -1,7 +1,7 @@
 """A small process beside a trainer: it acts where the trainer's Python cannot.
 
-`preemption.watch` starts this file by itself (`python -I -S watchdog.py`), without JAX and
-without this package: about 10 MB. The trainer writes single bytes to its standard input:
+`preemption.watch` starts this file by itself (`python -I -S watchdog.py`), without JAX
+and without this package: about 10 MB. The trainer writes bytes to its standard input:
 
 - a signal's number, written by Python's C handler (`signal.set_wakeup_fd`), also while
   other code holds the interpreter. It is passed back on standard output, to a thread that
@@ -59,8 +59,8 @@ def _end(pid: int, reason: str) -> None:
   """Prints why and where, and kills the trainer."""
   say(
     f'{reason}: some code holds the interpreter, such as a regular expression in a '
-    'reward. Run such code in a process of its own. Its stacks follow, then it is killed; '
-    'the same command goes on from the last checkpoint.'
+    'reward. Run such code in a process of its own. Its stacks follow, then it is '
+    'killed; the same command goes on from the last checkpoint.'
   )
   try:
     os.kill(pid, STACKS)

@@ -36,7 +36,7 @@ def python(code, **environment):
   kept = {k: v for k, v in os.environ.items() if k not in names}
   kept |= {'PYTHONPATH': str(pathlib.Path(__file__).parents[1])} | environment
   command = [sys.executable, '-c', code]
-  done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=300)
+  done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=1200)
   assert done.returncode == 0, done.stderr
   return done.stdout
 

@@ -205,7 +205,7 @@ def _row(document: Document) -> dict:
 
 def _run(script: str, *args: str, fails: bool = False) -> str:
   """Runs an experiment's script; returns what it printed."""
-  result = script_lib.run('-m', f'experiments.{script}', *args, timeout=300)
+  result = script_lib.run('-m', f'experiments.{script}', *args, timeout=1200)
   assert (result.returncode != 0) == fails, result.stdout + result.stderr
   return result.stdout + result.stderr
 

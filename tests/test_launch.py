@@ -343,7 +343,7 @@ if status == 'killed':
   signal.raise_signal(signal.SIGKILL)
 if status == 'waits':
   # In pieces: a signal just before a sleep begins is handled only when it ends.
-  for _ in range(600):
+  for _ in range(12000):
     time.sleep(0.1)
 sys.exit(int(status))
 """
@@ -398,7 +398,7 @@ class TestEntryPoint:
   )
   def test_status_and_restarts(self, start, tmp_path, status, restarts, ended, starts):
     with start(status, RESTARTS=restarts) as process:
-      _, said = process.communicate(timeout=60)
+      _, said = process.communicate(timeout=600)
     assert (process.returncode, self.starts(tmp_path)) == (ended, starts)
     assert said.count(f'toy ended with {ended}') == starts - 1
 
@@ -412,7 +412,7 @@ class TestEntryPoint:
       for _ in range(times):
         process.send_signal(sent)
         time.sleep(0.05)
-      assert process.wait(timeout=60) == 75
+      assert process.wait(timeout=600) == 75
     assert self.starts(tmp_path) == 1
 
   def test_a_signal_to_the_whole_group(self, start, tmp_path):
@@ -420,14 +420,14 @@ class TestEntryPoint:
     with start('waits', RESTARTS='3') as process:
       assert process.stdout.readline() == 'up\n'
       os.killpg(process.pid, signal.SIGTERM)
-      assert process.wait(timeout=60) == 75
+      assert process.wait(timeout=600) == 75
     assert self.starts(tmp_path) == 1
 
   def test_a_signal_in_the_pause_ends_it(self, start, tmp_path):
-    with start('75', RESTARTS='3', PAUSE='60') as process:
+    with start('75', RESTARTS='3', PAUSE='1200') as process:
       assert 'ended with 75' in process.stderr.readline()
       process.send_signal(signal.SIGTERM)
-      assert process.wait(timeout=30) == 75
+      assert process.wait(timeout=600) == 75
     assert self.starts(tmp_path) == 1
 
   def test_as_process_1_of_a_namespace(self, start, tmp_path):
@@ -440,7 +440,7 @@ class TestEntryPoint:
       children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
       (first,) = children.read_text().split()  # process 1 of its namespace
       os.kill(int(first), signal.SIGTERM)
-      assert process.wait(timeout=60) == 75
+      assert process.wait(timeout=600) == 75
     assert self.starts(tmp_path) == 1
 
   @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ class TestEntryPoint:
     folder.mkdir()
     (folder / 'mine.py').write_text(TOY)
     with start(status, name='mine.py', cwd=folder, RESTARTS=restarts) as process:
-      _, said = process.communicate(timeout=60)
+      _, said = process.communicate(timeout=600)
     assert (process.returncode, self.starts(tmp_path)) == (ended, starts)
     assert said.count(f'mine.py ended with {ended}') == starts - 1
 
@@ -462,7 +462,7 @@ class TestEntryPoint:
     with start('waits', name=str(tmp_path / 'mine.py'), RESTARTS='3') as process:
       assert process.stdout.readline() == 'up\n'
       process.send_signal(signal.SIGTERM)
-      assert process.wait(timeout=60) == 75
+      assert process.wait(timeout=600) == 75
     assert self.starts(tmp_path) == 1
 
   @pytest.mark.parametrize('launcher', ['run.sh', 'local.sh'])

@@ -19,7 +19,7 @@ EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
 try:
-  nbclient.NotebookClient(notebook, timeout=600).execute(cwd=sys.argv[2])
+  nbclient.NotebookClient(notebook, timeout=1800).execute(cwd=sys.argv[2])
 finally:
   nbformat.write(notebook, sys.argv[1])
 """
@@ -42,7 +42,7 @@ def executed(name: str, tmp_path, monkeypatch, cwd=ROOT / 'launch', **settings):
   nbformat.write(notebook, path)
   monkeypatch.setenv('PYTHON', sys.executable)
   command = [sys.executable, '-c', EXECUTE, str(path), str(cwd)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
   cells = nbformat.read(path, as_version=4).cells
   return done, {cell.id: _shown(cell.get('outputs', ())) for cell in cells}
 

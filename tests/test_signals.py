@@ -93,7 +93,9 @@ def start(tmp_path):
     one.process.kill()
 
 
-pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='the watchdog is of Linux')
+pytestmark = pytest.mark.skipif(
+  sys.platform != 'linux', reason='the watchdog is of Linux'
+)
 
 
 class TestWatch:
@@ -212,7 +214,11 @@ class TestTraining:
     process = start('rollout', tmp_path / 'run', model, grace=_LIMIT)
     assert process.end() == preemption.STATUS
     said = process.said
-    order = [f'SIGTERM{_ANSWER}', 'saving step 1', 'saved step 1; the same command goes on']
+    order = [
+      f'SIGTERM{_ANSWER}',
+      'saving step 1',
+      'saved step 1; the same command goes on',
+    ]
     assert all(line in said for line in order), said
     assert sorted(order[1:], key=said.index) == order[1:]
 
@@ -278,7 +284,7 @@ def _train(moment, workdir, model):
       _long_program()
     return learn(*args, **kwargs)
 
-  def on_compilation(event, seconds, **kwargs):
+  def on_compilation(event, duration_secs, **kwargs):
     if event == '/jax/core/compile/backend_compile_duration' and watching.phase == (
       'compilation'
     ):

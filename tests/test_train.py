@@ -174,7 +174,7 @@ def _start(workdir, model, *moment):
 
 def _end(process):
   """Its status, and what it said on stderr."""
-  said = process.communicate(timeout=300)[1]
+  said = process.communicate(timeout=1200)[1]
   return process.returncode, said
 
 

@@ -25,8 +25,8 @@ _LANES, _SPLASH_BLOCK = 128, 512
 # Most slots that the kernel for decoding on TPUs takes at a time, and most pages: their
 # numbers lie in scalar memory, of which a core has 1 MiB.
 _PAGE, _PAGES = 512, 1 << 16
-# What cuDNN's attention takes on every GPU that has it: types, most numbers of a head (and
-# a multiple of 8). On Hopper heads could be of 256.
+# What cuDNN's attention takes on every GPU that has it: types, and most numbers of a head
+# (a multiple of 8). On Hopper heads could be of 256.
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 
 
