@@ -333,12 +333,20 @@ def activations(
 
 
 def _score_bytes(model, rows, tokens, platform, split) -> float:
-  """Bytes of one layer's attention scores; 0 where a kernel keeps them on the core."""
-  blocks = {'tpu': attention._LANES, 'gpu': attention._FLASH_BLOCK}
-  if platform in blocks and tokens % blocks[platform] == 0:
+  """Bytes of one layer's attention scores; 0 where a kernel keeps them on the core.
+
+  cuDNN's kernel does too, and has a mask of 2 bytes, and one more in the backward pass,
+  which all heads share.
+  """
+  if platform == 'tpu' and tokens % attention._LANES == 0:
     return 0.0
   parts = min(attention._MAX_BLOCKS, tokens // attention._MIN_BLOCK) or 1
   causal = (parts + 1) / (2 * parts)
+  queries = (rows, tokens, model.num_heads, model.head_dim)
+  if platform == 'gpu' and attention._has_cudnn(
+    jax.ShapeDtypeStruct(queries, model.dtype)
+  ):
+    return causal * rows * tokens**2 * 4
   return causal * rows * tokens**2 * model.num_heads / split * _FLOAT
 
 

@@ -38,12 +38,12 @@ class Watch:
 
   Attributes:
     phase: What the main thread is doing, for messages.
-    newest: The step that the same command would go on from.
+    newest: The step that the same command would go on from; None where it is not known.
   """
 
   def __init__(self):
     self.phase = 'the start'
-    self.newest: Callable[[], int] = lambda: 0
+    self.newest: Callable[[], int | None] = lambda: None
     self._notice = processes.Notice('preempted')
     self._grace = _seconds('AGENT_R1_GRACE_SECONDS', 7.0)
     self._heard = 0.0
@@ -114,9 +114,11 @@ class Watch:
     _end(STATUS)
 
   def _say_unsaved(self) -> None:
+    step = self.newest()
+    where = 'the last checkpoint' if step is None else f'step {step}'
     watchdog.say(
       f'ended during {self.phase} without a new checkpoint; the same command goes on '
-      f'from step {self.newest()}'
+      f'from {where}'
     )
 
 
