@@ -224,7 +224,7 @@ class _Env:
         dies = 'dies:' in self.moment
         if self.moment.startswith('stuck'):
           # It never gets to saving.
-          processes.gather = lambda mine: time.sleep(1200)
+          processes.gather = lambda mine, **how: time.sleep(1200)
         os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGTERM)
         await asyncio.sleep(600)
     again = [{'role': 'user', 'content': 'name'}]
