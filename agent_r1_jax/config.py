@@ -51,6 +51,10 @@ class Config:
     long_prompts: What happens to tasks whose prompt leaves no room for a reply in a row:
       'refuse' ends the run before it begins; 'skip' leaves them out of training, and in
       evaluations they stay, unanswered.
+    reset_seconds: That the reset of an environment may take, and before it make_env.
+    step_seconds: That each step of an environment may take, tools and rewards included.
+    episode_seconds: That an episode may take from when it gets a row; its time in the
+      engine counts, beside other episodes. What is late is masked as an error.
     temperature: Of sampling, and of the log-probs that are trained.
     max_refills: Rollouts that a step may add to take the place of groups whose rewards
       are all equal (DAPO's dynamic sampling).
@@ -86,8 +90,9 @@ class Config:
     feed_tokens: Tokens of a row a feed.
     bucket: Least slots that a cache read covers; it doubles up to slots.
     width: Most rows that are decoded at a time; 0 is all. With slow tools, half of rows.
-    narrow: Whether few rows run in programs for a quarter of rows. Where tools take their
-      time, a run repeats to the last bit only without it, and with bucket = slots.
+    narrow: Whether few rows run in programs for a quarter of rows. A run repeats to the
+      last bit only without it and with bucket = slots: environments and tools take their
+      time.
     replicas: That share each chip and its rows; as many as cores is best on a CPU.
     row_tokens: Tokens of a packed training row; at least `slots`.
     microbatch: Packed rows of one gradient, over all chips: a multiple of data x fsdp.
@@ -102,7 +107,7 @@ class Config:
     keep: Checkpoints kept.
     keep_rollouts: Whether finished episodes are on disk until a checkpoint has learned
       from them: after a kill they are not played again.
-    max_error_rate: Share of episodes of a rollout whose environment may raise.
+    max_error_rate: Share of episodes of a rollout whose environment may raise or be late.
     alarms: Numbers beyond which an alarm is logged.
   """
 
@@ -123,6 +128,9 @@ class Config:
   max_tool_tokens: int = 1024
   tools_in_prompt: str = 'default'
   long_prompts: str = 'refuse'
+  reset_seconds: float = 60.0
+  step_seconds: float = 300.0
+  episode_seconds: float = 3600.0
   temperature: float = 1.0
   max_refills: int = 0
   sync_every: int = 1
@@ -177,7 +185,14 @@ _AT_LEAST_1 = (
   *('epochs', 'minibatches', 'sync_every', 'decode_steps'),
   *('data', 'tensor', 'context', 'checkpoint_every', 'keep'),
 )
-_ABOVE_0 = ('clip_norm', 'lora_alpha', 'adam_eps')
+_ABOVE_0 = (
+  'reset_seconds',
+  'step_seconds',
+  'episode_seconds',
+  'clip_norm',
+  'lora_alpha',
+  'adam_eps',
+)
 _AT_MOST = {'max_error_rate': 1.0}
 _BELOW_1 = ('adam_b1', 'adam_b2')
 _CHOICES = {

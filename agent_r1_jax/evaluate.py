@@ -13,6 +13,8 @@ from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import grammar as grammar_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
+# What goes wrong in an episode; 0 is worth a line, too.
+_FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = sampling_lib.Sampling(temperature=0.0)
 
 
@@ -175,10 +177,14 @@ def by_kind(
 
 
 def summary(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-  """Means to log: reward, tokens, turns, every metric, and the share of each status."""
+  """Means to log: reward, tokens, turns, every metric, and the share of each status.
+
+  Those called _FAULTS are always among the metrics: the share of episodes that something
+  of a user's was late for, and the calls that were abandoned, of an episode.
+  """
   if not trajectories:
     return {}
-  names = sorted({name for t in trajectories for name in t.metrics})
+  names = sorted({name for t in trajectories for name in t.metrics}.union(_FAULTS))
   actions = [sum(int(s.action_mask.sum()) for s in t.segments) for t in trajectories]
   lengths = [sum(len(s.tokens) for s in t.segments) for t in trajectories]
   return {

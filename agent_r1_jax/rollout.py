@@ -4,12 +4,14 @@ Here the text side and the device side meet: messages become tokens, sampled tok
 a reply, and what both sides saw becomes a Trajectory.
 """
 
+import asyncio
 import collections
 from collections.abc import Callable, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import math
-import traceback
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,15 @@ from agent_r1_jax import processes, records, types
 from agent_r1_jax import spool as spool_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import workers
 from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica
 
 MakeEnv = Callable[[], env_lib.Env]
+
+# How often an episode is begun whose event loop another one's coroutine blocks.
+_ATTEMPTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +37,25 @@ class Limits:
   Attributes:
     max_turns: Replies.
     max_turn_tokens: Tokens of one reply.
+    reset_seconds: That the environment's reset may take, and before it make_env.
+    step_seconds: That each step of the environment may take, tools and rewards included.
+    episode_seconds: From when the episode gets its row to its end. Its time in the
+      engine counts, where it shares the device with others.
   """
 
   max_turns: int = 5
   max_turn_tokens: int = 512
+  reset_seconds: float = 60.0
+  step_seconds: float = 300.0
+  episode_seconds: float = 3600.0
 
   def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value < 1:
-        raise ValueError(f'{name} is {value}; it must be at least 1.')
+    for name in ('max_turns', 'max_turn_tokens'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}; it must be at least 1.')
+    for name in ('reset_seconds', 'step_seconds', 'episode_seconds'):
+      if not getattr(self, name) > 0:
+        raise ValueError(f'{name} is {getattr(self, name)}; it must be above 0.')
 
 
 class Rollout:
@@ -57,7 +74,7 @@ class Rollout:
 
   def wait(self):
     """Until this process's episodes have ended, however they did."""
-    futures.wait([self._future])
+    loop_lib.wait(self._future)
 
   def result(self) -> list[types.Trajectory]:
     """The trajectories of all processes, a task's samples side by side.
@@ -69,7 +86,7 @@ class Rollout:
       processes.LostError: Another process ended.
     """
     try:
-      played = self._future.result()
+      played = loop_lib.wait(self._future).result()
       if self._driver.interrupted():
         # Also after their ends: what would follow takes too long.
         played = None
@@ -137,12 +154,12 @@ def start(
     if kept and (before := kept.found((task.id, number))):
       on_done(before)
       return before
-    trajectory = types.Trajectory(
-      task, group, sample, segments=[], turns=[], messages=[], status='error'
-    )
     identity = (seed, draw, task.id, number)
     async with driver.row(driver_lib.key(*identity, 0), group) as row:
-      await _Episode(chat, make_env(), limits, row, identity, trajectory).play()
+      trajectory = await _play(
+        lambda: types.Trajectory(task, group, sample, [], [], [], status='error'),
+        lambda trajectory: _Episode(chat, make_env, limits, row, identity, trajectory),
+      )
     if kept:
       kept.keep((task.id, number), trajectory)
     on_done(trajectory)
@@ -159,33 +176,85 @@ def start(
   return Rollout(driver, driver.start(episodes), tasks, kept)
 
 
+async def _play(
+  new: Callable[[], types.Trajectory], episode: Callable[[types.Trajectory], '_Episode']
+) -> types.Trajectory:
+  """Plays an episode; anew where it waited on an event loop that another one blocks.
+
+  What it samples is the same again, so that nothing is lost but time.
+  """
+  for attempt in range(1, _ATTEMPTS + 1):
+    trajectory = new()
+    try:
+      await episode(trajectory).play()
+      break
+    except workers.BlockedError as error:
+      trajectory.error, trajectory.metrics['timeouts'] = str(error), 1.0
+      if attempt == _ATTEMPTS:
+        break
+  return trajectory
+
+
 class _EnvironmentError(Exception):
   """The environment or its reward raised; the trajectory is to be masked, not scored."""
+
+
+@contextlib.contextmanager
+def _blaming_the_environment():
+  """What is raised inside comes of what the environment gave."""
+  try:
+    yield
+  except (_EnvironmentError, workers.BlockedError):
+    raise
+  except Exception as error:
+    raise _EnvironmentError(workers.told(error) + workers.place(error)) from error
 
 
 class _Episode:
   """One episode in the making: the row's text, piece by piece."""
 
-  def __init__(self, chat, env, limits, row, identity, trajectory):
-    self.chat, self.env, self.limits, self.row = chat, env, limits, row
+  def __init__(self, chat, make_env, limits, row, identity, trajectory):
+    self.chat, self.make_env, self.limits, self.row = chat, make_env, limits, row
     self.identity, self.trajectory = identity, trajectory
+    self.env: Any = None
+    self.unfinished: str | None = None
     # What was fed has no log-probs and no policy's step.
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
 
   async def play(self):
-    """Plays to the end and completes the trajectory."""
-    t = self.trajectory
+    """Plays to the end and completes the trajectory.
+
+    Raises:
+      workers.BlockedError: A call waited on an event loop that another one's blocks.
+    """
+    t, abandoned = self.trajectory, collections.Counter()
+    workers.tally.set(abandoned)
+    self.row.restart(driver_lib.key(*self.identity, 0))
+    seconds = self.limits.episode_seconds
     try:
-      t.status = await self._converse()
+      async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
+        t.status = await self._converse()
+        if t.status in types.BUDGETS and t.turns:
+          await self._finish(t.status)
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)
-    self._close_segment()
+      t.metrics['timeouts'] = float(isinstance(error.__cause__, workers.LateError))
+    except TimeoutError:
+      if not clock.expired():
+        raise
+      t.status, t.metrics['timeouts'] = 'error', 1.0
+      t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
+    finally:
+      self._close_segment()
+    if t.metrics.get('timeouts'):
+      await workers.cancelled()
+    if abandoned:
+      t.metrics['abandoned_calls'] = float(abandoned.total())
+      t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
 
   async def _converse(self) -> str:
     t = self.trajectory
-    t.messages = list(await self._ask(self.env.reset, t.task))
-    schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-    ids = self._encoded(self.chat.prompt, t.messages, schemas)
+    ids, schemas = await self._begin()
     for _ in range(self.limits.max_turns):
       room = self.row.replica.sizes.slots - self.row.length - len(ids)
       if room < 1:
@@ -203,32 +272,61 @@ class _Episode:
       text = self.chat.decode(reply.tokens)
       t.messages.append({'role': 'assistant', 'content': str(text)})
       if not reply.stopped:
-        # What the reply would have become is unknown: it earns nothing.
+        self.unfinished = text
         return 'truncated'
-      step = await self._ask(self.env.step, text)
-      if not math.isfinite(step.reward):
-        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
-      turn.reward = float(step.reward)
-      for name, value in step.metrics.items():
-        t.metrics[name] = t.metrics.get(name, 0.0) + value
-      t.messages += step.messages
+      step = self._noted(await self._ask('step', text))
       if step.done:
         return 'done'
-      if step.fresh:
-        self._close_segment()
-        self.row.restart(driver_lib.key(*self.identity, len(t.segments)))
-        ids = self._encoded(self.chat.prompt, step.messages, schemas)
-      else:
-        ids = self._after(reply, step.messages)
+      with _blaming_the_environment():
+        t.messages += _copied(step.messages)
+        if step.fresh:
+          self._close_segment()
+          self.row.restart(driver_lib.key(*self.identity, len(t.segments)))
+          ids = self._encoded(self.chat.prompt, step.messages, schemas)
+        else:
+          ids = self._after(reply, step.messages)
     return 'max_turns'
 
-  async def _ask(self, method, argument):
-    try:
-      return await method(argument)
-    except Exception as error:
-      frame = traceback.extract_tb(error.__traceback__)[-1]
-      where = f'{frame.filename}:{frame.lineno}, in {frame.name}'
-      raise _EnvironmentError(f'{type(error).__name__}: {error} ({where})') from error
+  async def _begin(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """The prompt, and the schemas of the environment's tools."""
+    t = self.trajectory
+    # Whatever the environment does to its task, other episodes have theirs.
+    make = lambda: (self.make_env(), env_lib.copied(t.task))
+    with _blaming_the_environment():
+      seconds = self.limits.reset_seconds
+      call = workers.call(make, name='make_env', seconds=seconds, field='reset_seconds')
+      self.env, task = await call
+    t.messages = _copied(await self._ask('reset', task))
+    with _blaming_the_environment():
+      schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
+      return self._encoded(self.chat.prompt, t.messages, schemas), schemas
+
+  async def _finish(self, status: str):
+    """Asks what the end by a budget is worth; the turns have what they earned so far."""
+    if getattr(self.env, 'finish', None) is not None:
+      self._noted(await self._ask('finish', status, self.unfinished))
+
+  async def _ask(self, kind: str, *args) -> Any:
+    """What a method of the environment answers."""
+    field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
+    with _blaming_the_environment():
+      method, seconds = getattr(self.env, kind), getattr(self.limits, field)
+      return await workers.call_apart(
+        method, *args, name=kind, seconds=seconds, field=field
+      )
+
+  def _noted(self, step: types.Step) -> types.Step:
+    """Adds a step's reward to the last turn, and its metrics to the trajectory's."""
+    t = self.trajectory
+    with _blaming_the_environment():
+      if not isinstance(step, types.Step):
+        raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
+      if not math.isfinite(step.reward):
+        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
+      t.turns[-1].reward += float(step.reward)
+      for name, value in step.metrics.items():
+        t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
+    return step
 
   def _encoded(self, encode, *messages) -> np.ndarray:
     """Encodes what the environment said; a broken message is a fault of its."""
@@ -265,3 +363,15 @@ class _Episode:
       )
     )
     self.pieces = []
+
+
+def _copied(messages: Any) -> list[types.Message]:
+  """An environment's messages, which it may go on to change."""
+  if not isinstance(messages, list | tuple):
+    raise _EnvironmentError(
+      f'messages are of type {type(messages).__name__}, not a list.'
+    )
+  for message in messages:
+    if not (isinstance(message, dict) and isinstance(message.get('role'), str)):
+      raise _EnvironmentError(f'{str(message)[:200]} is no message: it has no role.')
+  return env_lib.copied(list(messages))

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 import copy
+import dataclasses
 import json
 import math
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import workers
 
 
 async def check_env(
@@ -16,7 +18,9 @@ async def check_env(
   """Plays `replies`, which must end the episode exactly with the last one.
 
   Checked: the form of messages and steps; that the task stays as it was; that the same
-  replies have the same answers, also while a second instance plays at the same time.
+  replies have the same answers, also while a second instance plays at the same time; and
+  that an environment with a `finish` judges the opening with an unfinished reply, and
+  alone.
 
   Args:
     make_env: Returns a new environment at each call.
@@ -34,23 +38,43 @@ async def check_env(
   alone, first, second = make_env(), make_env(), make_env()
   for item in getattr(alone, 'tools', ()):
     assert isinstance(item, tool_lib.Tool), f'tools holds {item!r}, which is not a Tool'
-  opening = await alone.reset(task)
+  opening = await workers.call(alone.reset, task)
   _check_messages(opening, 'reset')
   assert opening, 'reset returned no messages'
-  steps = [await alone.step(reply) for reply in replies]
+  steps = [await workers.call(alone.step, reply) for reply in replies]
   for i, step in enumerate(steps):
     _check_step(step, f'step {i}', last=i == len(steps) - 1)
 
-  assert await first.reset(task) == opening, 'reset is not repeatable'
-  assert await second.reset(task) == opening, 'reset is not repeatable'
+  for env in (first, second):
+    again = await workers.call(env.reset, task)
+    assert again == opening, 'reset is not repeatable'
   for i, (reply, step) in enumerate(zip(replies, steps, strict=True)):
     for env in (first, second):
-      again = await env.step(reply)
+      again = await workers.call(env.step, reply)
       assert again == step, f'step {i} differs beside another instance: {again} != {step}'
+  await _check_finish(make_env, task, replies[0])
   for message in opening:
     message.clear()
   assert task == untouched, 'the environment changed the task'
   return steps
+
+
+async def _check_finish(make_env, task, reply):
+  """What a budget ended is judged alike again, by environments that judge it."""
+  for status, unfinished in (
+    ('truncated', reply),
+    ('truncated', None),
+    ('max_turns', None),
+  ):
+    judged = []
+    for env in (make_env(), make_env()):
+      await workers.call(env.reset, task)
+      judged.append(await env_lib.finish(env, status, unfinished))
+    if judged[0] is not None:
+      _check_step(
+        dataclasses.replace(judged[0], messages=[]), f'finish({status!r})', last=True
+      )
+    assert judged[0] == judged[1], f'finish({status!r}) is not repeatable: {judged}'
 
 
 def _check_step(step: types.Step, where: str, *, last: bool) -> None:

@@ -158,7 +158,7 @@ def play(
   mesh = make_mesh(config)
   shape, params, chat = load(config, mesh)
   driver = make_driver(config, shape, params, chat, mesh)
-  limits = rollout.Limits(config.max_turns, config.max_turn_tokens)
+  limits = _limits(config)
   with preemption.watch() as watch:
     watch.phase, driver.interrupted = 'an evaluation', watch.given
     try:
@@ -226,7 +226,7 @@ def run(
   if privileged and 'critic' not in carry.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
   playing: dict[str, Any] = {'make_env': make_env}
-  playing['limits'] = rollout.Limits(config.max_turns, config.max_turn_tokens)
+  playing['limits'] = _limits(config)
   with contextlib.ExitStack() as stack:
     stack.enter_context(processes.ending_together())
     watch = stack.enter_context(preemption.watch())
@@ -325,6 +325,11 @@ def run(
     report.training(workdir, label)
     print(report.places(workdir))
   return params
+
+
+def _limits(config: Config) -> rollout.Limits:
+  fields = dataclasses.fields(rollout.Limits)
+  return rollout.Limits(**{f.name: getattr(config, f.name) for f in fields})
 
 
 def _plan(

@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 # How an episode ended. 'done': the environment said so. 'truncated': a turn or the row
 # ran out of tokens. 'max_turns': the turn budget was used. 'error': the environment or
-# the reward raised; such a trajectory is masked out and never scored 0.
+# the reward raised or took too long; such a trajectory is masked out, never scored 0.
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
 # A budget ended these, not the environment.
 BUDGETS = ('truncated', 'max_turns')
@@ -163,8 +163,10 @@ class Trajectory:
     turns: In order; rewards sit at `turn.stop - 1`.
     messages: The conversation as text, for people and rewards.
     status: One of STATUSES.
-    metrics: Named numbers to log (summed over the steps' metrics).
-    error: What was raised, when status is 'error'; or why there is no turn.
+    metrics: Named numbers to log (summed over the steps' metrics). 'timeouts' is 1 where
+      something of a user's was late, 'abandoned_calls' how many calls were given up that
+      did not end, and 'abandoned/<name>' those of one tool or function.
+    error: What was raised or late, when status is 'error'; or why there is no turn.
   """
 
   task: Task

@@ -47,7 +47,7 @@ async def test_hybrid_weighs_and_names_its_parts():
   assert (first.reward, last.reward) == (0.0, 1.75)
   parts = {k: v for k, v in last.metrics.items() if k.startswith('reward/')}
   assert parts == {'reward/outcome': 2.0, 'reward/slow': -0.25}
-  assert await env_lib.settled(reward(TASK, said('No.'))) == {
+  assert await reward(TASK, said('No.')) == {
     'outcome': 0.0,
     'slow': -0.25,
   }
@@ -124,7 +124,7 @@ def test_another_call_format():
 async def test_given_pays_as_far_as_the_condition_holds():
   async def value(condition, *replies):
     reward = rewards.given(condition, rewards.few_calls(4))
-    return await env_lib.settled(reward(TASK, said(*replies)))
+    return await reward(TASK, said(*replies))
 
   assert await value(right, CALL % '1', '6') == 0.75
   assert await value(right, CALL % '1', '7') == 0.0
@@ -133,7 +133,7 @@ async def test_given_pays_as_far_as_the_condition_holds():
 
 def length(task, messages):
   """Positive at the opening, and not bounded by the reward."""
-  assert task is TASK
+  assert task == TASK
   return 0.25 * sum(len(m['content']) for m in messages)
 
 

@@ -12,7 +12,12 @@ TASK = types.Task(
   [{'role': 'system', 'content': 'Count.'}, {'role': 'user', 'content': 'To four.'}],
   answer='4',
 )
-COUNTS = {'tool_calls': 1.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+COUNTS = {
+  'tool_calls': 1.0,
+  'tool_errors': 0.0,
+  'tool_timeouts': 0.0,
+  'format_errors': 0.0,
+}
 
 
 @tool_lib.tool

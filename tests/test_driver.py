@@ -256,12 +256,12 @@ class TestGenerate:
 def slow_decodes(monkeypatch):
   """While a decode is under way, others have this many turns of the event loop."""
 
-  async def to_thread(fn, *args):
+  async def decode(replica, fn):
     for _ in range(6):
       await asyncio.sleep(0)
-    return fn(*args)
+    return fn()
 
-  monkeypatch.setattr(replica_lib.asyncio, 'to_thread', to_thread)
+  monkeypatch.setattr(replica_lib.Replica, '_in_thread', decode)
 
 
 class TestRaces:

@@ -63,11 +63,21 @@ async def test_an_episode():
   step = await env.step('I compute. ' + calculate('2 * 3'))
   assert step == types.Step(
     messages=[{'role': 'tool', 'name': 'calculator', 'content': '6'}],
-    metrics={'tool_calls': 1.0, 'tool_errors': 0.0, 'format_errors': 0.0},
+    metrics={
+      'tool_calls': 1.0,
+      'tool_errors': 0.0,
+      'tool_timeouts': 0.0,
+      'format_errors': 0.0,
+    },
   )
   step = await env.step('It is 6.')
   assert (step.messages, step.reward, step.done, step.fresh) == ([], 1.0, True, False)
-  assert step.metrics == {'tool_calls': 0.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+  assert step.metrics == {
+    'tool_calls': 0.0,
+    'tool_errors': 0.0,
+    'tool_timeouts': 0.0,
+    'format_errors': 0.0,
+  }
   assert [m['role'] for m in env.messages] == ['user', 'assistant', 'tool', 'assistant']
   assert env.messages[-1]['content'] == 'It is 6.'
 
@@ -104,7 +114,12 @@ async def test_whatever_goes_wrong_is_text():
   ]
   assert all(message['role'] == 'tool' for message in step.messages)
   assert [m.get('name') for m in step.messages][4:] == ['no"body', None, 'calculator']
-  assert step.metrics == {'tool_calls': 6.0, 'tool_errors': 5.0, 'format_errors': 1.0}
+  assert step.metrics == {
+    'tool_calls': 6.0,
+    'tool_errors': 5.0,
+    'tool_timeouts': 1.0,
+    'format_errors': 1.0,
+  }
   assert not step.done
   assert (await env.step('6')).reward == 1.0
 
@@ -137,6 +152,7 @@ async def test_too_many_calls_are_refused_in_one_message():
   assert step.metrics == {
     'tool_calls': 1000.0,
     'tool_errors': 997.0,
+    'tool_timeouts': 0.0,
     'format_errors': 0.0,
   }
 
@@ -152,7 +168,12 @@ async def test_reward_sees_the_whole_conversation_and_may_have_parts():
   step = await env.step('6')
   assert seen == [(TASK, ['What is 2 * 3?', '6'])]
   assert step.reward == 0.75
-  zeros = {'tool_calls': 0.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+  zeros = {
+    'tool_calls': 0.0,
+    'tool_errors': 0.0,
+    'tool_timeouts': 0.0,
+    'format_errors': 0.0,
+  }
   parts = {'reward/right': 1.0, 'reward/short': -0.25, 'turns': 7.0}
   assert step.metrics == zeros | parts
 
@@ -204,7 +225,7 @@ async def test_tools_report_rewards_and_a_turn_sums_them():
   step = await env.step(move('left') + CALL % ('nap', '{"seconds": 0}') + move('left'))
   assert step.messages[0]['content'] == '{"went": "left"}'
   assert (step.reward, step.done) == (0.5, False)
-  counts = {'tool_calls', 'tool_errors', 'format_errors'}
+  counts = {'tool_calls', 'tool_errors', 'tool_timeouts', 'format_errors'}
   assert set(step.metrics) == {*counts, 'reward/process'}
   assert step.metrics['reward/process'] == 0.5
   step = await env.step(move('right') + CALL % ('report', '{"worth": 3}'))
@@ -249,7 +270,12 @@ async def test_a_process_reward_may_be_a_function_with_parts():
   step = await env.step(move('left'))
   assert step.reward == 0.125
   parts = {'reward/play': 0.25, 'reward/turn': -0.125}
-  counts = {'tool_calls': 1.0, 'tool_errors': 0.0, 'format_errors': 0.0}
+  counts = {
+    'tool_calls': 1.0,
+    'tool_errors': 0.0,
+    'tool_timeouts': 0.0,
+    'format_errors': 0.0,
+  }
   assert step.metrics == counts | parts
   assert (await env.step(move('right') * 2)).reward == -1.125
   step = await env.step('6')

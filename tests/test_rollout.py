@@ -362,12 +362,14 @@ class TestErrors:
     assert 'ZeroDivisionError' in played[0].error and 'in reward' in played[0].error
     assert [t.reward for t in played[1:]] == [1, 1 / 2, 1 / 3]
 
-  def test_a_mistake_of_the_caller_ends_the_run(self):
+  def test_a_mistake_of_make_env_is_its_episodes(self):
     def make_env():
       raise TypeError('make_env is wrong')
 
-    with pytest.raises(TypeError, match='make_env is wrong'):
-      _collect(make_env)
+    for t in _collect(make_env):
+      assert t.status == 'error'
+      assert t.error.startswith('TypeError: make_env is wrong (')
+      assert t.error.endswith('in make_env)')
 
   def test_on_done_hears_of_every_episode(self):
     ended = []

@@ -12,6 +12,7 @@ from typing import Any, Literal, Optional
 import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import workers
 from agent_r1_jax.agent.tool import Tool, tool
 
 
@@ -286,7 +287,7 @@ async def test_cancelling_itself_becomes_text():
     raise asyncio.CancelledError
 
   result = await tool_lib.call(bare(gone), {})
-  assert (result.text, result.ok) == ('Error: bare was cancelled', False)
+  assert (result.text, result.ok) == ('Error: bare: CancelledError', False)
 
 
 async def test_a_forgotten_async_is_an_error():
@@ -379,6 +380,7 @@ async def test_no_more_threads_is_text(monkeypatch):
   def fail(thread):
     raise RuntimeError("can't start new thread")
 
+  monkeypatch.setattr(workers, 'POOL', workers.Pool())  # without idle threads
   monkeypatch.setattr(threading.Thread, 'start', fail)
   result = await tool_lib.call(bare(lambda: 'x'), {})
   assert (result.ok, "can't start new thread" in result.text) == (False, True)

@@ -20,6 +20,7 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import workers
 
 SUMMARY = (
   'Only the task and your next reply will be kept; all else is forgotten. Write down '
@@ -38,6 +39,10 @@ class _Strategy:
   @property
   def tools(self) -> Sequence[tool_lib.Tool]:
     return getattr(self.env, 'tools', ())
+
+  async def finish(self, status: str, reply: str | None = None) -> types.Step:
+    """What the environment makes of an end by a budget, if it makes anything of it."""
+    return await env_lib.finish(self.env, status, reply) or types.Step([], done=True)
 
 
 class SlidingWindow(_Strategy):
@@ -60,12 +65,12 @@ class SlidingWindow(_Strategy):
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the environment's opening."""
     self._turns.clear()
-    self._opening = await self.env.reset(task)
+    self._opening = await workers.call(self.env.reset, task)
     return _copied(self._opening)
 
   async def step(self, reply: str) -> types.Step:
     """The environment's answer; fresh where a turn had to be forgotten."""
-    step = await self.env.step(reply)
+    step = await workers.call(self.env.step, reply)
     if step.fresh:
       self._turns.clear()
       self._opening = _copied(step.messages)
@@ -101,7 +106,7 @@ class Summary(_Strategy):
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the environment's opening."""
     self._turns, self._asked = 0, False
-    self._opening = await self.env.reset(task)
+    self._opening = await workers.call(self.env.reset, task)
     return _copied(self._opening)
 
   async def step(self, reply: str) -> types.Step:
@@ -111,7 +116,7 @@ class Summary(_Strategy):
       summary = reply.rpartition('</think>')[2].strip()
       note = {'role': 'user', 'content': RECALL.format(summary=summary)}
       return _fresh(types.Step([]), [*self._opening, note])
-    step = await self.env.step(reply)
+    step = await workers.call(self.env.step, reply)
     self._turns += 1
     if step.fresh:
       self._turns, self._opening = 0, _copied(step.messages)
@@ -120,6 +125,10 @@ class Summary(_Strategy):
       request = {'role': 'user', 'content': self._prompt}
       step = dataclasses.replace(step, messages=[*step.messages, request])
     return _counted(step)
+
+  async def finish(self, status: str, reply: str | None = None) -> types.Step:
+    """As the environment does, which never sees a summary, an unfinished one neither."""
+    return await super().finish(status, None if self._asked else reply)
 
 
 class Rebuilt(_Strategy):
@@ -138,16 +147,16 @@ class Rebuilt(_Strategy):
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with a rendering."""
-    await self.env.reset(task)
-    return self._prompt()
+    await workers.call(self.env.reset, task)
+    return await self._prompt()
 
   async def step(self, reply: str) -> types.Step:
     """Answers with a rendering."""
-    step = await self.env.step(reply)
-    return _counted(step) if step.done else _fresh(step, self._prompt())
+    step = await workers.call(self.env.step, reply)
+    return _counted(step) if step.done else _fresh(step, await self._prompt())
 
-  def _prompt(self) -> list[types.Message]:
-    messages = self._render(self.env)
+  async def _prompt(self) -> list[types.Message]:
+    messages = await workers.call(self._render, self.env)
     if not messages or messages[0]['role'] not in ('system', 'user'):
       raise ValueError(
         f'render gave {messages[:1]}: a prompt begins with a system or user message.'

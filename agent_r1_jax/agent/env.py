@@ -2,31 +2,47 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+import dataclasses
+import functools
 import inspect
 import json
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import workers
 
 Call = calls_lib.ToolCall | calls_lib.CallError
 Score = float | dict[str, float]
-# The whole conversation to a score, sync or async. A dict names the parts of a sum.
-Reward = Callable[[types.Task, list[types.Message]], Score | Awaitable[Score]]
+# The whole conversation to a score, sync or async. A dict names the parts of a sum. One
+# with a parameter `status` is told by that name how the episode ended: 'done', or one of
+# types.BUDGETS, where the last message may be a reply without an end. It gets copies.
+Reward = Callable[..., Score | Awaitable[Score]]
 # As the method `ToolEnv.process_reward`, the environment first.
 ProcessReward = Callable[
   ['ToolEnv', Sequence[Call], Sequence[tool_lib.ToolResult]], Score | Awaitable[Score]
 ]
-Metrics = Callable[[types.Task, list[types.Message]], dict[str, float]]
+Numbers = dict[str, float]
+Metrics = Callable[[types.Task, list[types.Message]], Numbers | Awaitable[Numbers]]
 
 
 class Env(Protocol):
   """One episode: plain attributes are its state.
 
   An attribute `tools`, a sequence of Tool, is optional; their schemas go into the prompt.
-  Whatever these methods raise marks the trajectory 'error'.
+  So is a method that judges an episode which a budget ended before the environment did:
+
+    async def finish(self, status: str, reply: str | None) -> types.Step
+
+  `status` is one of types.BUDGETS, `reply` the unfinished reply, which `step` has not
+  seen, or None where there is none. The Step's reward adds to the last turn's, and its
+  metrics count; without the method, such an episode keeps what its turns earned.
+
+  Coroutines share an event loop with those of other episodes, which they must not block;
+  a method that is a plain function runs in a thread and may block. Whatever a method
+  raises marks the trajectory 'error', as does one that takes too long (rollout.Limits).
   """
 
   async def reset(self, task: types.Task) -> list[types.Message]:
@@ -45,8 +61,14 @@ class ToolEnv:
   malformed, unknown or too many are answered with an error text, and the episode goes on.
 
   Every turn is paid its process reward, the last one the reward of the conversation too.
-  Every step's metrics hold tool_calls, tool_errors and format_errors, and the named parts
-  of its reward as 'reward/<name>'; the last step's also what `metrics` returns.
+  The reward judges a conversation that a budget cut short as well: an unfinished reply is
+  then its last message, whose calls are not run and which earns no process reward.
+  Every step's metrics hold tool_calls, tool_errors (of them tool_timeouts were late) and
+  format_errors, and the named parts of its reward as 'reward/<name>'; the last step's
+  also what `metrics` returns.
+
+  Functions that are not async run in threads (see workers). They get copies of the task
+  and the messages: what they change there, nobody sees.
 
   Attributes:
     task: The current one.
@@ -62,16 +84,20 @@ class ToolEnv:
     parse: Callable[[str], list[Call]] = calls_lib.hermes,
     metrics: Metrics | None = None,
     max_parallel_calls: int = 8,
+    reward_seconds: float = 60.0,
   ):
     """Nothing runs before `reset`.
 
     Args:
       tools: With different names.
-      reward: Of the conversation, when the agent replied without a call.
+      reward: Of the conversation, when the agent replied without a call or a budget ended
+        the episode.
       process_reward: Of a turn, in place of the method of that name.
       parse: The tool-call format.
       metrics: Further numbers to log for the episode, such as F1.
       max_parallel_calls: Of one reply; the calls beyond are refused.
+      reward_seconds: That each of reward, process_reward, metrics and parse may take, the
+        wait for a free thread included; what is late marks the trajectory 'error'.
     """
     for item in tools:
       if not isinstance(item, tool_lib.Tool):
@@ -82,7 +108,10 @@ class ToolEnv:
       raise ValueError(f'tools: two have one name in {[t.name for t in self.tools]}.')
     if max_parallel_calls < 1:
       raise ValueError(f'max_parallel_calls={max_parallel_calls} must be at least 1.')
+    if not reward_seconds > 0:
+      raise ValueError(f'reward_seconds={reward_seconds} must be above 0.')
     self._reward, self._metrics = reward, metrics
+    self._reward_seconds = reward_seconds
     self._process_reward = process_reward or type(self).process_reward
     self._parse, self._max_parallel_calls = parse, max_parallel_calls
     self._done = True
@@ -90,16 +119,16 @@ class ToolEnv:
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the task's messages."""
     self.task = task
-    self.messages = [dict(message) for message in task.messages]
+    self.messages = copied(task.messages)
     self._done = False
-    return list(self.messages)
+    return copied(self.messages)
 
   async def step(self, reply: str) -> types.Step:
     """Runs the reply's calls; without a call the episode is done."""
     if self._done:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
-    calls = self._parse(reply)
+    calls = await self._ask('parse', self._parse, reply)
     self._done = not calls
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
@@ -109,14 +138,24 @@ class ToolEnv:
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
     self.messages += messages
-    copies = [dict(message) for message in messages]
-    step = types.Step(copies, done=self._done, metrics=_counts(calls, results))
-    process_reward = self._process_reward(self, calls[: len(results)], results)
-    await self._pay(step, 'process reward', process_reward)
+    step = types.Step(copied(messages), done=self._done, metrics=_counts(calls, results))
+    process_reward = functools.partial(self._process_reward, self)
+    calls = calls[: len(results)]
+    score = await self._ask('process_reward', process_reward, calls, results)
+    self._pay(step, 'process reward', score)
     if self._done:
-      await self._pay(step, 'reward', self._reward(self.task, self.messages))
-      if self._metrics:
-        step.metrics |= self._metrics(self.task, self.messages)
+      await self._judge(step, 'done')
+    return step
+
+  async def finish(self, status: str, reply: str | None = None) -> types.Step:
+    """Judges a conversation that a budget ended."""
+    if self._done:
+      raise ValueError('finish: the episode is over or never began; call reset first.')
+    self._done = True
+    if reply is not None:
+      self.messages.append({'role': 'assistant', 'content': reply})
+    step = types.Step([], done=True)
+    await self._judge(step, status)
     return step
 
   def process_reward(
@@ -143,9 +182,26 @@ class ToolEnv:
       return tool_lib.ToolResult(text, ok=False)
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
-  async def _pay(self, step: types.Step, kind: str, score: Score | Awaitable[Score]):
+  async def _judge(self, step: types.Step, status: str):
+    """Adds the reward of the conversation, and the metrics of the episode."""
+    given = told_status(self._reward, status)
+    score = await self._ask('reward', given, copied(self.task), copied(self.messages))
+    self._pay(step, 'reward', score)
+    if self._metrics:
+      args = copied(self.task), copied(self.messages)
+      step.metrics |= await self._ask('metrics', self._metrics, *args)
+
+  async def _ask(self, kind: str, fn: Callable, *args) -> Any:
+    """What a function says; the library's own, which are quick, at once."""
+    if getattr(fn, 'func', fn) in (calls_lib.hermes, ToolEnv.process_reward):
+      return fn(*args)
+    seconds = self._reward_seconds
+    return await workers.call(
+      fn, *args, name=kind, seconds=seconds, field='reward_seconds'
+    )
+
+  def _pay(self, step: types.Step, kind: str, score: Score):
     """Adds a score and its named parts to a step."""
-    score = await settled(score)
     parts = score if isinstance(score, dict) else {}
     value = float(sum(parts.values()) if isinstance(score, dict) else score)
     if not math.isfinite(value):
@@ -156,9 +212,39 @@ class ToolEnv:
       step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
 
 
-async def settled(score: Score | Awaitable[Score]) -> Score:
-  """What a reward returned, once it is there."""
-  return await score if inspect.isawaitable(score) else score
+async def finish(env: Env, status: str, reply: str | None) -> types.Step | None:
+  """What the environment makes of an end by a budget; None if it has no such method."""
+  method = getattr(env, 'finish', None)
+  return None if method is None else await workers.call(method, status, reply)
+
+
+def told_status(reward: Reward, status: str) -> Reward:
+  """The reward, with the status if it has a parameter of that name."""
+  try:
+    parameters = inspect.signature(reward).parameters
+  except (TypeError, ValueError):
+    return reward  # A function without a signature, of another language.
+  return functools.partial(reward, status=status) if 'status' in parameters else reward
+
+
+def copied(value: Any) -> Any:
+  """A task or messages, in containers of their own: all else in them is shared.
+
+  Dicts, lists, tuples and sets are copied, also within each other; text and numbers
+  cannot be changed, and arrays and other objects may be large. A task whose containers
+  hold themselves is not copied.
+  """
+  if isinstance(value, types.Task):
+    fields = ('messages', 'answer', 'info')
+    try:
+      return dataclasses.replace(value, **{f: copied(getattr(value, f)) for f in fields})
+    except RecursionError:
+      return value
+  if type(value) is dict:
+    return {key: copied(item) for key, item in value.items()}
+  if type(value) in (list, tuple, set):
+    return type(value)(map(copied, value))
+  return value
 
 
 def _message(call: Call, result: tool_lib.ToolResult) -> types.Message:
@@ -173,5 +259,6 @@ def _counts(calls, results) -> dict[str, float]:
   return {
     'tool_calls': float(len(calls) - malformed),
     'tool_errors': float(failed - malformed),
+    'tool_timeouts': float(sum(result.late for result in results)),
     'format_errors': float(malformed),
   }

@@ -6,6 +6,7 @@ import math
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import workers
 
 Messages = list[types.Message]
 # How promising a conversation looks; the same for the same conversation.
@@ -26,9 +27,11 @@ def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
     if not math.isfinite(part[0]):
       raise ValueError(f'{name}: the weight {part[0]} must be finite.')
 
-  async def reward(task: types.Task, messages: Messages) -> dict[str, float]:
+  async def reward(
+    task: types.Task, messages: Messages, status: str = 'done'
+  ) -> dict[str, float]:
     return {
-      name: weight * await _number(part(task, messages))
+      name: weight * await _number(env_lib.told_status(part, status), task, messages)
       for name, (weight, part) in parts.items()
     }
 
@@ -41,9 +44,10 @@ def given(condition: env_lib.Reward, reward: env_lib.Reward) -> env_lib.Reward:
   given(qa.em_reward, few_calls(5))
   """
 
-  async def both(task: types.Task, messages: Messages) -> float:
-    value = await _number(condition(task, messages))
-    return value and value * await _number(reward(task, messages))
+  async def both(task: types.Task, messages: Messages, status: str = 'done') -> float:
+    first, then = (env_lib.told_status(part, status) for part in (condition, reward))
+    value = await _number(first, task, messages)
+    return value and value * await _number(then, task, messages)
 
   return both
 
@@ -104,16 +108,19 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
   async def process_reward(env: env_lib.ToolEnv, calls, results) -> float:
     messages = env.messages
     acted = max(i for i, m in enumerate(messages) if m['role'] == 'assistant')
-    before = await _number(potential(env.task, messages[:acted]))
+    before = await _number(potential, env.task, messages[:acted])
     # The turn without a call is the last.
-    after = await _number(potential(env.task, messages[:])) if calls else 0.0
+    after = await _number(potential, env.task, messages[:]) if calls else 0.0
     return gamma * after - before
 
   return process_reward
 
 
-async def _number(score: env_lib.Score | Awaitable[env_lib.Score]) -> float:
-  value = await env_lib.settled(score)
+async def _number(
+  reward: env_lib.Reward, task: types.Task, messages: Sequence[types.Message]
+) -> float:
+  """What a reward gives; each gets copies, a plain function in a thread."""
+  value = await workers.call(reward, env_lib.copied(task), env_lib.copied(messages))
   if isinstance(value, dict):
     raise ValueError(f'{value} has parts; here a reward must be one number.')
   return float(value)

@@ -4,19 +4,18 @@ A tool reports what happened. What goes wrong in it (it raises, hangs, is called
 returns something odd) is text for the model, never an exception for us.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-import contextvars
 import dataclasses
 import inspect
 import json
 import math
 import re
-import threading
 import time
 import types
 import typing
 from typing import Any
+
+from agent_r1_jax.agent import workers
 
 # A result's characters beyond these are dropped at once: a trajectory keeps its messages.
 MAX_CHARS = 200_000
@@ -30,10 +29,11 @@ class Tool:
     name: What the model calls it.
     schema: In the OpenAI form: {'type': 'function', 'function': {'name', 'description',
       'parameters'}}, for the chat template; calls are checked against it.
-    fn: Sync or async. A sync function runs in a thread of its own, where it may block; an
-      async one must not.
-    timeout: Seconds until a call is given up. A thread cannot be killed: a hung function
-      keeps its thread, which does not keep the interpreter from exiting.
+    fn: Sync or async. A sync function runs in a thread (see workers), where it may block;
+      an async one must not.
+    timeout: Seconds until a call is given up, the wait for a free thread included. A
+      thread cannot be killed: a hung function keeps its thread, which does not keep the
+      interpreter from exiting.
   """
 
   name: str
@@ -81,12 +81,14 @@ class ToolResult:
     ok: Whether it worked.
     seconds: How long it took.
     reward: What the tool reported.
+    late: Whether it failed because it took longer than the tool's timeout.
   """
 
   text: str
   ok: bool
   seconds: float = 0.0
   reward: float = 0.0
+  late: bool = False
 
 
 def tool(
@@ -151,72 +153,29 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   problem = _problem_of_call(tool, arguments)
   if problem:
     return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
-  if inspect.iscoroutinefunction(tool.fn):
-    future = asyncio.ensure_future(_run_async(tool, arguments))
-  else:
-    future = _run_in_thread(tool, arguments)
-  try:
-    # Unlike wait_for, this gives up on a function that refuses to be cancelled.
-    await asyncio.wait([future], timeout=tool.timeout)
-  finally:
-    late = future.cancel()
-  if late:
-    text = f'Error: {tool.name} gave no answer within {tool.timeout:g} seconds'
-    return ToolResult(text, ok=False)
-  if future.cancelled():
-    return ToolResult(f'Error: {tool.name} was cancelled', ok=False)
-  return future.result()
 
-
-async def _run_async(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-  try:
-    return _result(await tool.fn(**arguments))
-  except (asyncio.CancelledError, KeyboardInterrupt):
-    raise
-  except BaseException as error:  # SystemExit would end the event loop.
-    return _failure(tool, error)
-
-
-def _run_in_thread(tool: Tool, arguments: Mapping[str, Any]) -> asyncio.Future:
-  """Starts a daemon thread: the threads of an executor are joined at exit, these not."""
-  loop = asyncio.get_running_loop()
-  future = loop.create_future()
-  context = contextvars.copy_context()
-
-  def resolve(result):
-    if not future.done():
-      future.set_result(result)
-
+  # The result becomes text where the function ran: that may take its time, too.
   def run():
-    try:
-      result = _result(context.run(lambda: tool.fn(**arguments)))
-    except BaseException as error:
-      result = _failure(tool, error)
-    try:
-      loop.call_soon_threadsafe(resolve, result)
-    except RuntimeError:
-      pass  # The loop was closed while the tool hung.
+    return _result(tool.fn(**arguments))
 
+  async def run_async():
+    return _result(await tool.fn(**arguments))
+
+  fn = run_async if workers.is_async(tool.fn) else run
   try:
-    threading.Thread(target=run, name=f'tool-{tool.name}', daemon=True).start()
-  except RuntimeError as error:  # Too many threads hang.
-    future.set_result(_failure(tool, error))
-  return future
+    return await workers.call(fn, name=tool.name, seconds=tool.timeout)
+  except workers.LateError as error:
+    return ToolResult(f'Error: {error}', ok=False, late=True)
+  except workers.RaisedError as error:
+    return ToolResult(f'Error: {tool.name}: {error}', ok=False)
+  except Exception as error:
+    return ToolResult(f'Error: {tool.name}: {workers.told(error)}', ok=False)
 
 
 def _result(value: Any) -> ToolResult:
   if isinstance(value, Report):
     return ToolResult(_to_text(value.value), ok=True, reward=float(value.reward))
   return ToolResult(_to_text(value), ok=True)
-
-
-def _failure(tool: Tool, error: BaseException) -> ToolResult:
-  text = f'Error: {tool.name}: {type(error).__name__}'
-  try:
-    text += f': {error}'
-  except BaseException:
-    pass  # It has no words.
-  return ToolResult(text, ok=False)
 
 
 def _to_text(value: Any) -> str:

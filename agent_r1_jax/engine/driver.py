@@ -151,7 +151,7 @@ class Driver:
     The first exception of an episode or of the engine cancels the others and is raised.
     """
     with self.open():
-      return self.start(episodes).result()
+      return loop_lib.wait(self.start(episodes)).result()
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:

@@ -7,6 +7,16 @@ import threading
 
 from agent_r1_jax.engine import replica as replica_lib
 
+# Python hears a signal between two waits of this length, whatever thread got it.
+_POLL_SECONDS = 0.5
+
+
+def wait(future: futures.Future) -> futures.Future:
+  """The future once it is done; signals are heard meanwhile."""
+  while not future.done():
+    futures.wait([future], _POLL_SECONDS)
+  return future
+
 
 class Loop:
   """Replicas that serve until it is closed."""
@@ -20,7 +30,7 @@ class Loop:
       target=lambda: self._run(opened), name='engine', daemon=True
     )
     self._thread.start()
-    opened.result()
+    wait(opened).result()
 
   @property
   def busy(self) -> bool:
@@ -37,7 +47,8 @@ class Loop:
     """Cancels what is under way, and waits for its end."""
     if not self._loop.is_closed():
       self._loop.call_soon_threadsafe(self._closed.set)
-    self._thread.join()
+    while self._thread.is_alive():
+      self._thread.join(_POLL_SECONDS)
 
   def _run(self, opened: futures.Future):
     try:
@@ -47,6 +58,9 @@ class Loop:
       for future in (opened, *self._under_way):
         if not future.done():
           future.set_exception(error)
+    finally:
+      for replica in self._replicas:
+        replica.end()
 
   async def _serve(self, opened: futures.Future):
     self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
@@ -79,6 +93,12 @@ class Loop:
 async def _staying(episode):
   try:
     return await episode
+  except asyncio.CancelledError as error:
+    task = asyncio.current_task()
+    if task and not task.cancelling():
+      # As our own cancellation it would end all the others without a word.
+      raise RuntimeError('An episode raised CancelledError by itself.') from error
+    raise
   except (SystemExit, KeyboardInterrupt) as error:
     # It would end the event loop and nothing else.
     raise RuntimeError(f'An episode wanted to end the process: {error!r}.') from error

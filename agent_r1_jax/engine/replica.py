@@ -8,10 +8,11 @@ does.
 import asyncio
 import bisect
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import dataclasses
 import itertools
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -26,6 +27,8 @@ from agent_r1_jax.models import decoder
 
 # How long a call for the end goes unheard where all rows wait for tools.
 _POLL_SECONDS = 0.5
+# After a reply the device waits so long at most for what its episode asks next.
+_ANSWER_SECONDS = 0.002
 
 
 class PreemptedError(Exception):
@@ -163,6 +166,7 @@ class Row:
     self.asked = self.pending.tobytes() if self.length == 0 else None
     self.budget, self.parts = max_tokens, []
     self.turn = next(self.replica.turns)
+    self.replica.answered -= 1
     self.future = asyncio.get_running_loop().create_future()
     self.replica.wake.set()
     try:
@@ -213,6 +217,7 @@ class Replica:
     state: On the device.
     rows: The host's record of each row.
     free: The rows that no episode has.
+    answered: Replies of the last decode after which nobody has asked for another yet.
   """
 
   def __init__(
@@ -250,10 +255,16 @@ class Replica:
   def begin(self):
     """Before it serves: all rows are free."""
     self.wake, self.free = asyncio.Event(), asyncio.Queue()
-    self._decoded: float | None = None
+    self.answered, self._decoded = 0, None
+    # Its own: whatever hangs in other threads, decodes do not wait for it.
+    self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
     self.forget_prompts()
     for row in self.rows:
       self.free.put_nowait(row)
+
+  def end(self):
+    """After it served: waits for a decode under way."""
+    self._thread.shutdown()
 
   def hand(self, params: decoder.Params, policy_step: int):
     """Another policy, which its next piece of work is done with; from any thread.
@@ -274,7 +285,7 @@ class Replica:
   def warm_up(
     self, on_done: Callable[[], None], also: Sequence[sampling_lib.Sampling] = ()
   ):
-    """Compiles every program, on places without rows; calls on_done after each.
+    """Compiles every program, on places without rows.
 
     Args:
       on_done: Called after each.
@@ -312,8 +323,7 @@ class Replica:
     while True:
       if self.interrupted():
         raise PreemptedError
-      # Whoever can go on without waiting does, and asks, before the device works again.
-      await asyncio.sleep(0)
+      await self._let_ask()
       self._take_over()
       waiting = [row for row in self.rows if row.future is not None]
       if not waiting:
@@ -330,27 +340,37 @@ class Replica:
       if not (self._fork(waiting) or self._feed(waiting)):
         await self._decode(waiting)
 
-  async def _idle(self):
-    start = time.perf_counter()
+  async def _let_ask(self):
+    """Whoever can go on at once does, and asks, before the device works again."""
+    await asyncio.sleep(0)
+    # Environments answer from another thread, which takes a moment.
+    end = time.perf_counter() + _ANSWER_SECONDS
+    while self.answered > 0 and (left := end - time.perf_counter()) > 0:
+      await self._woken(left)
+    self.answered = 0
+
+  async def _woken(self, seconds: float):
+    """Until somebody asks for a reply, or the time is over."""
     self.wake.clear()
     # Not asyncio.wait_for: in Python 3.11 it may swallow a cancellation.
-    loop = asyncio.get_running_loop()
-    poll = loop.call_later(_POLL_SECONDS, self.wake.set)
+    poll = asyncio.get_running_loop().call_later(seconds, self.wake.set)
     try:
       await self.wake.wait()
     finally:
       poll.cancel()
+
+  async def _idle(self):
+    start = time.perf_counter()
+    await self._woken(_POLL_SECONDS)
     if self.free.qsize() < len(self.rows):
       self.stats.idle_seconds += time.perf_counter() - start
 
   def _take_over(self):
     """Goes on with what was handed last."""
-    handed = self._handed
-    if handed is None:
-      return
-    if handed[0] is not self.params:
-      self.forget_prompts()
-    self.params, self.policy_step = handed
+    if (handed := self._handed) is not None:
+      if handed[0] is not self.params:
+        self.forget_prompts()
+      self.params, self.policy_step = handed
 
   def _reset(self, waiting: list[Row]):
     fresh = {}
@@ -363,8 +383,6 @@ class Replica:
   def _fork(self, waiting: list[Row]) -> bool:
     """Copies prompts that other rows hold; False if there is none to copy."""
     asking = [row for row in waiting if row.asked is not None]
-    if not asking:
-      return False
     holders = {row.prompt: row.index for row in self.rows if row.holds_prompt}
     size = self.sizes.feed_rows[-1]
     forks = [row for row in asking if row.asked in holders][:size]
@@ -410,19 +428,16 @@ class Replica:
     return chosen
 
   async def _decode(self, waiting: list[Row]):
-    start = time.perf_counter()
+    start, step = time.perf_counter(), self.policy_step
     running = [(row, row.future) for row in waiting if row.future]
     size = _least(self.sizes.decode_rows, len(running))
     rows, budget = np.full(size, len(self.rows), np.int32), np.zeros(size, np.int32)
     for m, row in enumerate(waiting):
       rows[m], budget[m] = row.index, row.budget
-    longest = max(row.length for row in waiting)
-    step = self.policy_step
-    bucket = self._bucket(longest + self.sizes.steps)
-    # The call is made in the thread, too: a CPU computes what one thread asks of it in
-    # turn, for whichever replica.
+    bucket = self._bucket(max(row.length for row in waiting) + self.sizes.steps)
+    # The call is made there, too: a CPU computes what one thread asks of it in turn.
     decode = lambda: jax.device_get(self._call_decode(rows, budget, bucket))
-    tokens, logprobs, count, stopped = await asyncio.to_thread(decode)
+    tokens, logprobs, count, stopped = await self._in_thread(decode)
     self._decoded = time.perf_counter()
     self.stats.decode_seconds += self._decoded - start
     self.stats.sampled += int(count.sum())
@@ -432,12 +447,15 @@ class Replica:
       if row.future is not future or future.done():
         continue
       n = count[m]
-      steps = np.full(n, step, np.int32)
-      part = Reply(tokens[m, :n], logprobs[m, :n], steps, bool(stopped[m]))
-      reply = row.wrote(part)
+      part = tokens[m, :n], logprobs[m, :n], np.full(n, step, np.int32)
+      reply = row.wrote(Reply(*part, bool(stopped[m])))
       if reply is not None:
         row.future = None
         future.set_result(reply)
+        self.answered += 1
+
+  def _in_thread(self, fn: Callable[[], Any]) -> asyncio.Future:
+    return asyncio.get_running_loop().run_in_executor(self._thread, fn)
 
   def _call_reset(self, fresh: dict[int, np.ndarray]):
     chosen = np.zeros(len(self.rows), bool)

@@ -1,12 +1,12 @@
 """The search tool: passages for a query, many agents' queries in one call."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-import concurrent.futures
+from collections.abc import Sequence
 import threading
-from typing import Any
+import time
 
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import workers
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
 
@@ -22,10 +22,15 @@ def search_tool(
   """A tool `search(query: str)` over a retriever.
 
   Queries of agents that run at the same time go to the retriever together, in a thread,
-  one call at a time. What the retriever raises, each of them gets.
+  one call at a time; so do those that come while it is busy. What the retriever raises,
+  each of them gets.
+
+  A call of the retriever that takes longer than `timeout` is abandoned, counted as
+  'abandoned/search', and later queries are asked beside it.
 
   Args:
-    retriever: Need not be thread-safe.
+    retriever: Need not be thread-safe: it is entered while another call is inside only
+      after that one is past its time and was abandoned.
     k: Passages a query.
     template: Of one passage, as `documents.render` takes it.
     window: Seconds to wait for further queries.
@@ -34,7 +39,7 @@ def search_tool(
   if k < 1:
     raise ValueError(f'k is {k}; it must be at least 1')
   _check(template)
-  batcher = _Batcher(retriever, k, window)
+  batcher = _Batcher(retriever, k, window, timeout)
 
   async def search(query: str) -> str:
     """Searches an encyclopedia and returns the passages that fit best.
@@ -64,13 +69,16 @@ class _Batcher:
   """Gathers the queries that one event loop asks within a window.
 
   A batch belongs to the loop that opened it and is answered there, so that one tool
-  serves many loops, one after the other or at once.
+  serves many loops, one after the other or at once. It grows until its turn comes.
   """
 
-  def __init__(self, retriever, k, window):
+  def __init__(self, retriever, k, window, timeout):
     self._retriever, self._k, self._window = retriever, k, window
+    self._timeout = timeout
     self._lock = threading.Lock()
     self._open = None  # (loop, queries, answer) of the batch that may still grow.
+    # Whose turn it is, and until when.
+    self._turn: tuple[object, float] | None = None
 
   async def search(self, query: str) -> list[Hit]:
     loop = asyncio.get_running_loop()
@@ -86,29 +94,32 @@ class _Batcher:
 
   async def _answer(self, queries: list[str]) -> list[list[Hit]]:
     await asyncio.sleep(self._window)
+    # Not a lock, which a search that hangs would hold for ever.
+    while not (turn := self._take_turn()):
+      await asyncio.sleep(max(self._window, 0.001))
     batch = self._open
     if batch and batch[1] is queries:
       self._open = None
-    return await _in_thread(lambda: self._ask(queries))
+    return await workers.call(
+      self._ask, turn, queries, name='search', seconds=self._timeout
+    )
 
-  def _ask(self, queries: Sequence[str]) -> list[list[Hit]]:
+  def _take_turn(self) -> object | None:
+    """A turn of `timeout` seconds; None while another's lasts."""
     with self._lock:
+      now = time.monotonic()
+      if self._turn and now < self._turn[1]:
+        return None
+      self._turn = object(), now + self._timeout
+      return self._turn[0]
+
+  def _ask(self, turn: object, queries: Sequence[str]) -> list[list[Hit]]:
+    try:
       found = self._retriever.search(queries, self._k)
+    finally:
+      with self._lock:
+        if self._turn and self._turn[0] is turn:
+          self._turn = None
     if len(found) != len(queries):
       raise ValueError(f'search gave {len(found)} lists of hits, not {len(queries)}')
     return found
-
-
-def _in_thread(fn: Callable[[], Any]) -> asyncio.Future:
-  """Runs fn in a daemon thread: an executor's are joined at exit, a hung one for ever."""
-  future = concurrent.futures.Future()
-  future.set_running_or_notify_cancel()
-
-  def run():
-    try:
-      future.set_result(fn())
-    except BaseException as error:
-      future.set_exception(error)
-
-  threading.Thread(target=run, name='search', daemon=True).start()
-  return asyncio.wrap_future(future)

@@ -1,0 +1,566 @@
+"""Where users' functions run: tools, rewards, metrics and environments.
+
+They are other people's code: they may block, hang, raise whatever can be raised, or never
+come back. So none of them runs on the engine's event loop:
+
+- A plain function runs in `POOL`, a bounded pool of daemon threads. A call that is past
+  its time-out is abandoned: it frees its place at once, is counted by name, and nobody
+  waits for its thread, at the interpreter's end neither.
+- A coroutine function runs on an event loop in a thread of its own (`call_apart`), whose
+  `asyncio.to_thread` uses the same pool. A coroutine that blocks this loop costs its own
+  episode: the calls that have not begun move to a new loop, and those that were caught
+  on the blocked one raise BlockedError, after which their episodes can be played again.
+
+What holds the interpreter itself (a catastrophic regular expression) holds every thread;
+for that there is isolated.in_process.
+"""
+
+import asyncio
+import collections
+from collections.abc import Callable
+from concurrent import futures
+import contextvars
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+from typing import Any
+import weakref
+
+# An event loop that began nothing for so long is blocked.
+BLOCKED_SECONDS = 5.0
+# After its cancellation, a coroutine has so long to end.
+_GRACE_SECONDS = 0.2
+# An exception's text beyond so many characters is cut.
+_MAX_CHARS = 10_000
+
+# Where the episode that is being played counts its abandoned calls, by name.
+tally: contextvars.ContextVar[collections.Counter | None] = contextvars.ContextVar(
+  'tally', default=None
+)
+
+
+class LateError(TimeoutError):
+  """A call gave no answer in its time and was abandoned."""
+
+
+class BlockedError(RuntimeError):
+  """The event loop that the call was on is blocked by another call."""
+
+
+class RaisedError(RuntimeError):
+  """A call raised what is no Exception, such as SystemExit; that is its __cause__."""
+
+
+class FullError(RuntimeError):
+  """Too many abandoned calls have not come back, so no further call is begun."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Caller:
+  """Whom work is done for.
+
+  Attributes:
+    name: What is said of it.
+    deadline: Of time.monotonic(), after which nobody waits for it.
+    root: The first caller, where one function calls another.
+  """
+
+  name: str
+  deadline: float = math.inf
+  root: '_Caller | None' = None
+
+
+_caller: contextvars.ContextVar[_Caller | None] = contextvars.ContextVar(
+  'caller', default=None
+)
+# `process` is set, to its id, in the threads that run users' functions.
+_thread = threading.local()
+
+
+def told(error: BaseException) -> str:
+  """The exception's type and text, also where its text cannot be had."""
+  try:
+    text = str.__str__(str(error))
+  except BaseException:
+    text = ''  # It has no words.
+  return f'{type(error).__name__}: {text}'[:_MAX_CHARS] if text else type(error).__name__
+
+
+def place(error: BaseException) -> str:
+  """' (file:line, in function)' where the exception was raised, or '' if unknown."""
+  frames = (error.__cause__ if isinstance(error, RaisedError) else error).__traceback__  # type: ignore
+  if frames is None:
+    return ''
+  while frames.tb_next is not None:
+    frames = frames.tb_next
+  code = frames.tb_frame.f_code
+  return f' ({code.co_filename}:{frames.tb_lineno}, in {code.co_name})'
+
+
+def is_async(fn: Callable) -> bool:
+  """Whether a call of fn gives a coroutine; also of an object that can be called."""
+  return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+    getattr(fn, '__call__', None)  # noqa: B004
+  )
+
+
+class Call(futures.Future):
+  """A function at work in a pool.
+
+  It stays 'pending' until it has ended, so that it can be cancelled at any time: a call
+  that is cancelled while it runs is abandoned.
+
+  Attributes:
+    name: What is said of it.
+    begun: Whether a thread has taken it.
+  """
+
+  def __init__(self, pool: 'Pool', fn: Callable[[], Any]):
+    super().__init__()
+    caller = _caller.get()
+    self._pool, self._fn, self._tally = pool, fn, tally.get()
+    self.name = caller.name if caller else _name(fn)
+    self.deadline = caller.deadline if caller else math.inf
+    self.begun = False
+
+  def cancel(self) -> bool:
+    """Gives the call up."""
+    if not super().cancel():
+      return False
+    self._pool.leave(self)
+    return True
+
+  def count(self):
+    """Notes in the episode's tally that it was abandoned."""
+    if self._tally is not None:
+      self._tally[self.name] += 1
+
+  def run(self):
+    """Calls the function; whatever it raises is the future's exception."""
+    fn, self._fn = self._fn, None
+    try:
+      end = functools.partial(self.set_result, fn())  # type: ignore
+    except StopIteration as error:
+      # An asyncio future refuses it, and whoever awaits that would wait for ever.
+      end = functools.partial(self.set_exception, RaisedError(told(error)))
+    except BaseException as error:
+      end = functools.partial(self.set_exception, error)
+    try:
+      end()
+    except (futures.InvalidStateError, RuntimeError):
+      pass  # It was abandoned, or the loop that waited for it is closed.
+
+
+class Pool:
+  """At most so many threads at work; further calls wait for one of them.
+
+  Threads are daemons and never joined. A thread whose call was abandoned has lost its
+  place to a new one; when its function returns after all, it ends.
+  """
+
+  def __init__(self, threads: int = 64, max_abandoned: int = 256):
+    """Starts no thread.
+
+    Args:
+      threads: The most that are at work at a time, abandoned ones aside.
+      max_abandoned: Calls that were abandoned and have not come back: beyond these, no
+        further call is begun.
+    """
+    self._threads, self._max_abandoned = threads, max_abandoned
+    self._changed = threading.Condition()
+    self._waiting: collections.deque[Call] = collections.deque()
+    self._at_work: set[Call] = set()
+    self._abandoned: set[Call] = set()
+    self._alive = self._idle = 0
+
+  @property
+  def abandoned(self) -> dict[str, int]:
+    """How many abandoned calls have not come back, by name."""
+    with self._changed:
+      return dict(collections.Counter(call.name for call in self._abandoned))
+
+  @property
+  def at_work(self) -> int:
+    """How many calls have a place."""
+    return len(self._at_work)
+
+  def submit(self, fn: Callable[[], Any]) -> Call:
+    """Calls fn in a thread, in the present context.
+
+    Raises:
+      FullError: Too many calls were abandoned.
+      RuntimeError: The system gives no further thread.
+    """
+    call = Call(self, functools.partial(contextvars.copy_context().run, fn))
+    for late in self._late():
+      late.cancel()
+    if len(self._abandoned) > self._max_abandoned:
+      raise FullError(
+        f'{len(self._abandoned)} calls hang ({_counts(self.abandoned)}); '
+        'no further call is begun before some of them come back.'
+      )
+    with self._changed:
+      self._waiting.append(call)
+      try:
+        self._staff()
+      except RuntimeError:
+        self._waiting.remove(call)
+        raise
+    return call
+
+  def leave(self, call: Call):
+    """Takes a cancelled call out of the queue, or gives its place to another."""
+    with self._changed:
+      if call in self._waiting:
+        self._waiting.remove(call)
+      elif call in self._at_work:
+        self._at_work.remove(call)
+        self._abandoned.add(call)
+        self._alive -= 1
+        call.count()
+        if self._waiting:
+          self._staff()
+
+  def _late(self) -> list[Call]:
+    """Calls nobody waits for, if places are wanting: they may have been shielded."""
+    with self._changed:
+      if self._alive < self._threads or self._idle > len(self._waiting):
+        return []
+      now = time.monotonic()
+      return [call for call in self._at_work if call.deadline < now]
+
+  def _staff(self):
+    """Wakes a thread, or starts one; the lock is held."""
+    if self._idle >= len(self._waiting) or self._alive >= self._threads:
+      self._changed.notify()
+      return
+    threading.Thread(target=self._work, name='worker', daemon=True).start()
+    self._alive += 1
+
+  def _work(self):
+    _thread.process = os.getpid()
+    while True:
+      with self._changed:
+        while not self._waiting:
+          self._idle += 1
+          self._changed.wait()
+          self._idle -= 1
+        call = self._waiting.popleft()
+        call.begun = True
+        self._at_work.add(call)
+      call.run()
+      with self._changed:
+        if call in self._abandoned:
+          self._abandoned.remove(call)
+          return  # Another thread has this one's place.
+        self._at_work.discard(call)
+      del call
+
+
+POOL = Pool()
+
+
+async def call(
+  fn: Callable,
+  *args,
+  name: str = '',
+  seconds: float = math.inf,
+  field: str = '',
+  **kwargs,
+) -> Any:
+  """Calls a user's function: a plain one in the pool, a coroutine function on this loop.
+
+  An Exception is raised as it is. A function that is late is abandoned; a coroutine that
+  swallows its cancellation, too.
+
+  Args:
+    fn: Sync or async.
+    *args: Its arguments.
+    name: What errors and counts call it; its own name by default.
+    seconds: That it may take, the wait for a free thread included.
+    field: What sets these seconds, for the error's text.
+    **kwargs: Its arguments by name.
+
+  Raises:
+    LateError: It took longer.
+    RaisedError: It raised what is no Exception, such as SystemExit or CancelledError.
+    FullError: See Pool.
+  """
+  name, outer = name or _name(fn), _caller.get()
+  caller = _Caller(name, time.monotonic() + seconds, outer and (outer.root or outer))
+  token = _caller.set(caller)
+  try:
+    if is_async(fn):
+      work = future = asyncio.ensure_future(_outcome_later(fn, args, kwargs))
+    else:
+      work = POOL.submit(functools.partial(_outcome, fn, args, kwargs))
+      future = asyncio.wrap_future(work)
+  finally:
+    _caller.reset(token)
+  try:
+    await asyncio.wait([future], timeout=None if seconds == math.inf else seconds)
+  finally:
+    late = not future.done()
+    if late:
+      work.cancel()
+  if late:
+    queued = isinstance(work, Call) and not work.begun
+    if isinstance(work, asyncio.Task) and await _is_stubborn(work):
+      _count(name)
+    raise LateError(_late_text(name, seconds, field, queued))
+  value = _value(future)
+  if not inspect.isawaitable(value):
+    return value
+  left = caller.deadline - time.monotonic()
+  return await call(_awaited, value, name=name, seconds=left, field=field)
+
+
+async def call_apart(
+  fn: Callable, *args, name: str = '', seconds: float = math.inf, field: str = ''
+) -> Any:
+  """As `call`, but a coroutine function runs on the event loop of users' functions.
+
+  For callers whose own loop must go on whatever a coroutine does.
+
+  Raises:
+    BlockedError: Another call blocks that event loop, and this one was on it.
+  """
+  name, end = name or _name(fn), time.monotonic() + seconds
+  if not is_async(fn):
+    result = functools.partial(_outcome, fn, args, {})
+    value, error = await call(result, name=name, seconds=seconds, field=field)
+    if error is not None or not inspect.isawaitable(value):
+      return _settle(value, error)
+    fn, args = _awaited, (value,)
+  while True:
+    caller, loop = _Caller(name, end), _user_loop()
+    ticket = [caller]
+    token = _caller.set(caller)
+    try:
+      coroutine = _outcome_later(_begin, (ticket, fn, args), {})
+      work = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
+    finally:
+      _caller.reset(token)
+    future = asyncio.wrap_future(work)
+    try:
+      await _wait(future, min(BLOCKED_SECONDS, end - time.monotonic()))
+      if not future.done() and ticket:
+        # This loop may have been held up together with the other one.
+        await _wait(future, BLOCKED_SECONDS / 20)
+      if not future.done() and time.monotonic() < end and _take(ticket):
+        loop.retire()
+        continue
+      await _wait(future, end - time.monotonic())
+    finally:
+      late = not future.done()
+      if late:
+        work.cancel()
+        future.cancel()
+    if not late:
+      return _value(future)
+    blocker = await loop.blocker()
+    if blocker and blocker[0] is not caller:
+      raise BlockedError(f'{name} was on an event loop that {blocker[1]} blocks.')
+    text = _late_text(name, seconds, field)
+    raise LateError(f'{text}; {blocker[1]} blocks its event loop' if blocker else text)
+
+
+class _UserLoop:
+  """An event loop for users' coroutines, in a daemon thread."""
+
+  def __init__(self):
+    self.loop = asyncio.new_event_loop()
+    self.loop.set_default_executor(_Executor())
+    self.loop.set_task_factory(self._task)
+    self._callers = weakref.WeakKeyDictionary()
+    self.retired = False
+    self._thread = threading.Thread(target=self._run, name='users', daemon=True)
+    self._thread.start()
+
+  def retire(self):
+    """Takes no more calls; if it goes on again, it ends with the last of its tasks."""
+    if not self.retired:
+      self.retired = True
+      self.loop.call_soon_threadsafe(self._end_when_idle)
+
+  async def blocker(self) -> tuple[_Caller | None, str] | None:
+    """Who keeps the loop from going on, as first caller and in words; None: nobody."""
+    answer: futures.Future[None] = futures.Future()
+    self.loop.call_soon_threadsafe(answer.set_result, None)
+    await _wait(asyncio.wrap_future(answer), min(1.0, BLOCKED_SECONDS))
+    frame = sys._current_frames().get(self._thread.ident or 0)
+    task = asyncio.current_task(self.loop)
+    if answer.done() or frame is None:
+      return None
+    caller = self._callers.get(task) if task else None
+    where = f'({frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name})'
+    name = caller.name if caller else 'a task of its own'
+    text = f'{name} {where}, which should be a plain function or await asyncio.to_thread,'
+    return (caller and (caller.root or caller), text)
+
+  def _task(self, loop, coroutine, **kwargs):
+    task = asyncio.Task(coroutine, loop=loop, **kwargs)
+    self._callers[task] = _caller.get()
+    return task
+
+  def _run(self):
+    _thread.process = os.getpid()
+    while not (self.loop.is_closed() or self.retired and not self._tasks()):
+      try:
+        self.loop.run_forever()
+      except BaseException:
+        pass  # A task raised SystemExit; whoever awaits the task is told.
+    self.loop.close()
+
+  def _tasks(self):
+    return [task for task in asyncio.all_tasks(self.loop) if not task.done()]
+
+  def _end_when_idle(self):
+    if self._tasks():
+      self.loop.call_later(1.0, self._end_when_idle)
+    else:
+      self.loop.stop()
+
+
+class _Executor(futures.ThreadPoolExecutor):
+  """The pool, for asyncio.to_thread: an executor's own threads are joined at the end."""
+
+  def submit(self, fn, /, *args, **kwargs):
+    return POOL.submit(functools.partial(fn, *args, **kwargs))
+
+  def shutdown(self, wait=True, *, cancel_futures=False):
+    pass
+
+
+_latest: list[_UserLoop] = []
+
+
+def _user_loop() -> _UserLoop:
+  """The event loop that takes calls; a new one where the last is blocked."""
+  if not _latest or _latest[0].retired or _latest[0].loop.is_closed():
+    _latest[:] = [_UserLoop()]
+  return _latest[0]
+
+
+def _outcome(fn, args, kwargs) -> tuple[Any, BaseException | None]:
+  """What fn returned or raised: nothing that it raises gets into a future or a loop."""
+  try:
+    return fn(*args, **kwargs), None
+  except BaseException as error:
+    return None, error
+
+
+async def _outcome_later(fn, args, kwargs) -> tuple[Any, BaseException | None]:
+  try:
+    return await fn(*args, **kwargs), None
+  except BaseException as error:
+    return None, error
+
+
+async def _is_stubborn(task: asyncio.Task) -> bool:
+  """Whether a task swallows its cancellation."""
+  await _wait(task, _GRACE_SECONDS)
+  return not task.done()
+
+
+def _count(name: str):
+  """Notes in the episode's tally that a call was abandoned."""
+  counter = tally.get()
+  if counter is not None:
+    counter[name] += 1
+
+
+async def cancelled():
+  """Until those have ended, or were counted, whose cancellation was asked for before."""
+
+  async def turns():
+    for _ in range(20):
+      await asyncio.sleep(0)
+
+  work = asyncio.run_coroutine_threadsafe(turns(), _user_loop().loop)
+  await _wait(asyncio.wrap_future(work), 1.0)
+  work.cancel()
+
+
+async def _begin(ticket, fn, args):
+  """Runs fn unless the call was begun elsewhere: only one gets the ticket."""
+  if _take(ticket):
+    return await fn(*args)
+
+
+def _take(ticket: list) -> bool:
+  try:
+    ticket.pop()
+  except IndexError:
+    return False
+  return True
+
+
+async def _awaited(value):
+  return await value
+
+
+async def _wait(future: asyncio.Future, seconds: float):
+  await asyncio.wait([future], timeout=None if seconds == math.inf else max(seconds, 0))
+
+
+def _value(future: asyncio.Future) -> Any:
+  if future.cancelled():
+    raise RaisedError('CancelledError')
+  return _settle(*future.result())
+
+
+def _settle(value: Any, error: BaseException | None) -> Any:
+  if error is None:
+    return value
+  if isinstance(error, Exception):
+    raise error
+  raise RaisedError(told(error)) from error
+
+
+def _late_text(name: str, seconds: float, field: str, queued: bool = False) -> str:
+  text = f'{name} gave no answer within {seconds:g} seconds'
+  if field:
+    text += f' ({field})'
+  if queued:
+    text += f': it waited for a free thread, and {POOL.at_work} calls were at work'
+  return text
+
+
+def _name(fn: Callable) -> str:
+  while isinstance(fn, functools.partial):
+    fn = fn.args[0] if fn.args and callable(fn.args[0]) else fn.func
+  return getattr(fn, '__name__', type(fn).__name__)
+
+
+def _counts(numbers: dict[str, int]) -> str:
+  most = sorted(numbers.items(), key=lambda item: -item[1])[:5]
+  return ', '.join(f'{name}: {count}' for name, count in most)
+
+
+def _contain_exit():
+  """Makes os._exit an error of the call, where a user's function calls it.
+
+  It would end the run with the status that the function chose, such as 0. Other threads
+  and forked processes end as ever.
+  """
+  leave = os._exit
+
+  def contained(status=0):
+    if getattr(_thread, 'process', None) == os.getpid():
+      raise SystemExit(f'os._exit({status})')
+    leave(status)
+
+  os._exit = contained
+  if os.name == 'posix':
+    import posix
+
+    posix._exit = contained
+
+
+_contain_exit()

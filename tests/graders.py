@@ -1,0 +1,47 @@
+"""Graders that a test of isolated functions has processes import."""
+
+import os
+import re
+import threading
+import time
+
+
+def length(text: str, *, times: int = 1) -> int:
+  """A grader as it should be."""
+  return times * len(text)
+
+
+def process(_: object = None) -> int:
+  """Which process grades."""
+  return os.getpid()
+
+
+def catastrophe(text: str) -> bool:
+  """A regular expression that backtracks 2**n times, and holds the interpreter."""
+  return bool(re.fullmatch('(a+)+b', text))
+
+
+def hang():
+  """A grader that waits for ever."""
+  threading.Event().wait()
+
+
+def leave():
+  """A grader that ends its process and says that all is well."""
+  os._exit(0)
+
+
+def fail(kind: str):
+  """A grader that raises."""
+  raise {'exit': SystemExit(0), 'value': ValueError('bad'), 'stop': StopIteration()}[kind]
+
+
+def odd():
+  """A grader whose result is not JSON."""
+  return time
+
+
+def chat(text: str) -> str:
+  """A grader that prints."""
+  print(text)
+  return text

@@ -1,0 +1,148 @@
+"""Functions in a process: killed when late, replaced, and never left behind."""
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import graders
+import pytest
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import isolated
+
+_TASK = types.Task('t', [{'role': 'user', 'content': 'Go.'}])
+
+
+def gone(process: int) -> bool:
+  """Whether a process has ended; one that nobody has waited for counts."""
+  try:
+    return pathlib.Path(f'/proc/{process}/stat').read_text().rpartition(')')[2][1] == 'Z'
+  except FileNotFoundError:
+    return True
+
+
+def until(condition):
+  end = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < end, 'it never came about'
+    time.sleep(0.01)
+
+
+async def test_it_is_the_function():
+  grade = isolated.in_process(graders.length, seconds=60, processes=1)
+  assert await grade('four') == 4
+  assert await grade('four', times=3) == 12
+  assert grade.__name__ == 'length' and asyncio.iscoroutinefunction(grade)
+  chat = isolated.in_process(graders.chat, seconds=60, processes=1)
+  assert await chat('what it prints is no answer') == 'what it prints is no answer'
+
+
+async def test_processes_are_kept_and_are_so_many():
+  which = isolated.in_process(graders.process, seconds=60, processes=2)
+  found = await asyncio.gather(*(which(n) for n in range(12)))
+  assert 1 <= len(set(found)) <= 2 and os.getpid() not in found
+  assert await which() in found
+
+
+async def test_a_catastrophe_is_killed_and_holds_nobody_up():
+  which = isolated.in_process(graders.catastrophe, seconds=1.0, processes=1)
+  assert await which('aab') is True
+  caught = asyncio.create_task(which('a' * 60))
+  turns = 0
+  while not caught.done():  # The interpreter goes on.
+    await asyncio.sleep(0.01)
+    turns += 1
+  with pytest.raises(TimeoutError, match='catastrophe gave no answer within 1 seconds'):
+    await caught
+  assert turns > 5
+  assert await which('aab') is True  # In another process.
+
+
+async def test_a_reward_may_be_one():
+  async def reward(task, messages):
+    return await isolated.in_process(graders.hang, seconds=0.2)()
+
+  env = env_lib.ToolEnv([], reward)
+  await env.reset(_TASK)
+  with pytest.raises(TimeoutError, match='hang gave no answer within 0.2 seconds'):
+    await env.step('Gone.')
+
+
+async def test_a_process_that_ends_is_replaced():
+  leave = isolated.in_process(graders.leave, seconds=60, processes=1)
+  for _ in range(2):
+    with pytest.raises(isolated.LostError, match='leave ended with status 0 before it'):
+      await leave()
+
+
+@pytest.mark.parametrize(
+  'kind, message',
+  [('exit', 'SystemExit: 0'), ('value', 'ValueError: bad'), ('stop', 'StopIteration')],
+)
+async def test_what_it_raises_is_told(kind, message):
+  fail = isolated.in_process(graders.fail, seconds=60, processes=1)
+  with pytest.raises(isolated.FailedError, match=message):
+    await fail(kind)
+
+
+async def test_what_it_returns_must_be_json():
+  with pytest.raises(isolated.FailedError, match='is not JSON: TypeError'):
+    await isolated.in_process(graders.odd, seconds=60)()
+
+
+@pytest.mark.parametrize(
+  'kwargs, message',
+  [
+    ({'fn': lambda: 0}, 'is no name to import it by: define it at the top'),
+    ({'seconds': 0}, 'seconds=0 and processes=4 must be above 0'),
+    ({'processes': 0}, 'processes=0 must be above 0'),
+  ],
+)
+def test_misuse(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    isolated.in_process(**{'fn': graders.length, 'seconds': 1.0} | kwargs)
+
+
+_KILLED = """
+  import asyncio, sys
+  sys.path.insert(0, 'tests')
+  import graders
+  from agent_r1_jax.agent import isolated
+
+  which = isolated.in_process(graders.process, seconds=60, processes=1)
+  hangs = isolated.in_process(graders.catastrophe, seconds=0.5, processes=1)
+
+  async def main():
+    print(await which(), flush=True)
+    await hangs('aab')
+    (process,) = hangs.__closure__[0].cell_contents._idle
+    print(process._process.pid, flush=True)
+    # From here on nobody kills it, for this process is killed.
+    process._pipe.send(((['a' * 60], {}), 0.5))
+    print('ready', flush=True)
+    await asyncio.sleep(3600)
+
+  asyncio.run(main())
+"""
+
+
+def test_none_is_left_behind_by_a_process_that_is_killed():
+  run = subprocess.Popen(
+    [sys.executable, '-c', textwrap.dedent(_KILLED)],
+    cwd=pathlib.Path(__file__).parents[1],
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  idle, busy, ready = (run.stdout.readline().strip() for _ in range(3))
+  assert ready == 'ready' and not gone(int(idle)) and not gone(int(busy))
+  run.send_signal(signal.SIGKILL)
+  run.wait()
+  run.stdout.close()
+  until(lambda: gone(int(idle)))
+  until(lambda: gone(int(busy)))

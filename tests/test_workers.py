@@ -1,0 +1,343 @@
+"""The pool and the loop of users' functions: what hangs there costs nobody else."""
+
+import asyncio
+import collections
+import concurrent.futures
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from agent_r1_jax.agent import workers
+
+
+@pytest.fixture
+def pool(monkeypatch):
+  """A small one for the test alone; what hangs in it is let go at the end."""
+  made = workers.Pool(threads=3, max_abandoned=5)
+  monkeypatch.setattr(workers, 'POOL', made)
+  return made
+
+
+@pytest.fixture
+def gate():
+  event = threading.Event()
+  yield event
+  event.set()
+
+
+async def until(condition):
+  """Polls; the limit is generous."""
+  end = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < end, 'it never came about'
+    await asyncio.sleep(0.005)
+
+
+class TestPool:
+  async def test_so_many_run_at_a_time_and_all_get_their_turn(self, pool):
+    inside, most, lock = 0, 0, threading.Lock()
+    barrier = threading.Barrier(3)
+
+    def work(number):
+      nonlocal inside, most
+      with lock:
+        inside += 1
+        most = max(most, inside)
+      barrier.wait(60)  # Opens only where three are inside.
+      with lock:
+        inside -= 1
+      return number
+
+    results = await asyncio.gather(*(workers.call(work, n) for n in range(12)))
+    assert (results, most) == (list(range(12)), 3)
+    assert threading.active_count() < 20
+
+  async def test_what_hangs_frees_its_place_and_is_counted_until_it_comes_back(
+    self, pool, gate
+  ):
+    tally = collections.Counter()
+    workers.tally.set(tally)
+    for number in range(5):
+      with pytest.raises(workers.LateError, match=r'^wait gave no answer within 0\.01 s'):
+        await workers.call(gate.wait, seconds=0.01)
+      assert pool.abandoned == {'wait': number + 1} and tally['wait'] == number + 1
+      assert await workers.call(lambda: 'served') == 'served'
+    assert pool.at_work == 0
+    gate.set()
+    await until(lambda: not pool.abandoned)
+    assert await workers.call(lambda: 'served') == 'served'
+
+  async def test_too_many_that_hang_are_told_at_once(self, pool, gate):
+    for _ in range(6):
+      with pytest.raises(workers.LateError):
+        await workers.call(gate.wait, name='fetch', seconds=0.01)
+    with pytest.raises(workers.FullError, match=r'6 calls hang \(fetch: 6\); no further'):
+      await workers.call(lambda: 'served')
+    gate.set()
+    await until(lambda: not pool.abandoned)
+    assert await workers.call(lambda: 'served') == 'served'
+
+  async def test_the_wait_for_a_thread_counts_and_is_told(self, pool, gate):
+    busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
+    await until(lambda: pool.at_work == 3)
+    ran = []
+    with pytest.raises(workers.LateError, match='waited for a free thread, and 3 calls'):
+      await workers.call(ran.append, 1, seconds=0.01)
+    gate.set()
+    assert await asyncio.gather(*busy) == [True] * 3
+    assert ran == [] and pool.abandoned == {}
+
+  async def test_a_cancelled_call_gives_its_place_away(self, pool, gate):
+    busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
+    await until(lambda: pool.at_work == 3)
+    for task in busy:
+      task.cancel()
+    assert await workers.call(lambda: 'served') == 'served'
+    assert pool.abandoned == {'wait': 3}
+
+  async def test_the_context_goes_with_the_call(self, pool):
+    workers.tally.set(tally := collections.Counter())
+    assert await workers.call(workers.tally.get) is tally
+    assert await workers.call_apart(workers.tally.get) is tally
+
+
+class _Mute(Exception):
+  def __str__(self):
+    raise SystemExit(3)
+
+
+RAISED = [
+  ValueError('bad'),
+  KeyError('x'),
+  _Mute(),
+  TimeoutError('theirs'),
+  concurrent.futures.CancelledError(),
+  ExceptionGroup('two', [ValueError('a'), ValueError('b')]),
+  RecursionError(),
+  StopAsyncIteration(),
+]
+# No Exception, or none that a coroutine can raise.
+ENDS = [
+  asyncio.CancelledError(),
+  SystemExit(0),
+  KeyboardInterrupt(),
+  GeneratorExit(),
+  BaseExceptionGroup('all', [SystemExit(1)]),
+  StopIteration(1),
+]
+
+
+def raising(error):
+  """A function and a coroutine function that raise it."""
+
+  def now():
+    raise error
+
+  async def later():
+    raise error
+
+  return now, later
+
+
+class TestRaising:
+  @pytest.mark.parametrize('error', RAISED, ids=lambda e: type(e).__name__)
+  @pytest.mark.parametrize('call', [workers.call, workers.call_apart])
+  async def test_an_exception_is_raised_as_it_is(self, call, error):
+    for fn in raising(error):
+      with pytest.raises(type(error)) as caught:
+        await call(fn)
+      assert caught.value is error
+      assert 'test_workers.py' in workers.place(error)
+      assert workers.told(error).startswith(type(error).__name__)
+
+  @pytest.mark.parametrize('error', ENDS, ids=lambda e: type(e).__name__)
+  @pytest.mark.parametrize('call', [workers.call, workers.call_apart])
+  async def test_what_would_end_more_than_the_call_is_an_error_of_it(self, call, error):
+    for fn in raising(error):
+      with pytest.raises(RuntimeError, match=type(error).__name__):
+        await call(fn)
+      assert await call(lambda: 'served') == 'served'
+
+  async def test_a_task_that_a_coroutine_starts_cannot_end_the_loop(self):
+    async def starts():
+      await asyncio.create_task(raising(SystemExit(0))[1]())
+
+    async def stops():
+      asyncio.get_running_loop().stop()
+      await asyncio.sleep(0)
+      return 'goes on'
+
+    with pytest.raises(workers.RaisedError, match='SystemExit: 0'):
+      await workers.call_apart(starts)
+    assert await workers.call_apart(stops) == 'goes on'
+
+  @pytest.mark.parametrize('leave', [os._exit, sys.modules['posix']._exit])
+  async def test_leaving_the_process_is_an_error_of_the_call(self, leave):
+    async def later():
+      leave(0)
+
+    for call in (workers.call, workers.call_apart):
+      for fn in (lambda: leave(0), later):
+        if call is workers.call and fn is later:
+          continue  # It would run in this thread, which is ours.
+        with pytest.raises(workers.RaisedError, match=r'SystemExit: os._exit\(0\)'):
+          await call(fn)
+
+  async def test_a_forked_process_may_leave(self):
+    def fork():
+      child = os.fork()
+      if not child:
+        os._exit(7)
+      return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert await workers.call(fork) == 7
+
+
+class TestCoroutines:
+  async def test_one_that_swallows_its_cancellation_is_abandoned(self, gate):
+    async def stubborn():
+      while not gate.is_set():
+        try:
+          await asyncio.sleep(60)
+        except asyncio.CancelledError:
+          pass
+
+    workers.tally.set(tally := collections.Counter())
+    with pytest.raises(workers.LateError, match='stubborn gave no answer within'):
+      await workers.call(stubborn, seconds=0.01)
+    assert tally == {'stubborn': 1}
+    with pytest.raises(workers.LateError, match=r'within 0.01 seconds \(step_seconds\)$'):
+      await workers.call_apart(stubborn, seconds=0.01, field='step_seconds')
+    gate.set()
+
+  async def test_their_to_thread_is_the_pool(self, pool, gate):
+    """As many that hang there as it has threads hold nobody up."""
+
+    async def hang():
+      await asyncio.to_thread(gate.wait)
+
+    async def works():
+      return await asyncio.to_thread(lambda: threading.current_thread().name)
+
+    workers.tally.set(tally := collections.Counter())
+    for _ in range(5):
+      with pytest.raises(workers.LateError):
+        await workers.call_apart(hang, name='fetch', seconds=0.05)
+      assert await workers.call_apart(works) == 'worker'
+    await workers.cancelled()
+    assert pool.abandoned == tally == {'fetch': 5}
+
+  async def test_a_shielded_thread_loses_its_place_once_nobody_waits(self, pool, gate):
+    async def hang():
+      await asyncio.shield(asyncio.to_thread(gate.wait))
+
+    for _ in range(3):
+      with pytest.raises(workers.LateError):
+        await workers.call_apart(hang, seconds=0.05)
+    assert await workers.call(lambda: 'served') == 'served'
+    assert sum(pool.abandoned.values()) >= 1
+
+  async def test_one_that_blocks_holds_up_nobody_who_comes_later(self, monkeypatch, gate):
+    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.1)
+    begun = threading.Event()
+
+    async def blocks():
+      begun.set()
+      gate.wait()
+
+    async def name():
+      return threading.get_ident()
+
+    async def waits():
+      await asyncio.sleep(3600)
+
+    async with asyncio.TaskGroup() as group:
+      for _ in range(2):  # One loop after the other is lost.
+        begun.clear()
+        caught = group.create_task(failure(waits, seconds=3.0))
+        before = await workers.call_apart(name)
+        blocker = group.create_task(failure(blocks, seconds=3.0))
+        await until(begun.is_set)
+        assert await workers.call_apart(name) != before
+        error = await blocker
+        assert type(error) is workers.LateError
+        assert str(error).startswith('blocks gave no answer within 3 seconds; blocks (')
+        assert str(error).endswith('blocks its event loop')
+        error = await caught
+        assert type(error) is workers.BlockedError
+        assert 'waits was on an event loop that blocks (' in str(error)
+        assert 'threading.py' in str(error)
+
+  async def test_a_loop_that_goes_on_ends_with_its_tasks(self, monkeypatch, gate):
+    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.1)
+
+    async def blocks():
+      gate.wait()
+      await asyncio.sleep(0)
+      return threading.current_thread()
+
+    blocked = asyncio.ensure_future(workers.call_apart(blocks))
+    await asyncio.sleep(0)
+    assert await workers.call_apart(workers.cancelled) is None
+    gate.set()
+    thread = await blocked  # It was late for nothing.
+    await until(lambda: not thread.is_alive())
+
+  async def test_a_function_that_gives_a_coroutine(self):
+    async def later():
+      return threading.current_thread().name
+
+    assert await workers.call(lambda: later()) == threading.current_thread().name
+    assert await workers.call_apart(lambda: later()) == 'users'
+    assert await workers.call_apart(functools.partial(later)) == 'users'
+
+
+async def failure(fn, **kwargs):
+  try:
+    await workers.call_apart(fn, **kwargs)
+  except Exception as error:
+    return error
+
+
+_EXIT = """
+  import asyncio, threading
+  from agent_r1_jax.agent import workers
+
+  def hang():
+    threading.Event().wait()
+
+  async def hang_in_thread():
+    await asyncio.to_thread(hang)
+
+  async def block():
+    hang()
+
+  async def main():
+    for fn in (hang, hang_in_thread, block):
+      try:
+        await workers.call_apart(fn, seconds=0.1)
+      except workers.LateError as error:
+        print(fn.__name__)
+
+  asyncio.run(main())
+  print('end')
+"""
+
+
+def test_the_interpreter_ends_whatever_hangs():
+  run = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_EXIT)],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert run.stdout.split() == ['hang', 'hang_in_thread', 'block', 'end']
+  assert (run.returncode, run.stderr) == (0, '')
