@@ -19,7 +19,7 @@ from agent_r1_jax import processes, records, types
 from agent_r1_jax import spool as spool_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.agent import threads, workers
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica
@@ -228,7 +228,7 @@ class _Episode:
       workers.BlockedError: A call waited on an event loop that another one's blocks.
     """
     t, abandoned = self.trajectory, collections.Counter()
-    workers.tally.set(abandoned)
+    threads.tally.set(abandoned)
     self.row.restart(driver_lib.key(*self.identity, 0))
     seconds = self.limits.episode_seconds
     try:

@@ -11,8 +11,8 @@ from typing import Any, Literal, Optional
 
 import pytest
 
+from agent_r1_jax.agent import threads, workers
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
 from agent_r1_jax.agent.tool import Tool, tool
 
 
@@ -380,7 +380,7 @@ async def test_no_more_threads_is_text(monkeypatch):
   def fail(thread):
     raise RuntimeError("can't start new thread")
 
-  monkeypatch.setattr(workers, 'POOL', workers.Pool())  # without idle threads
+  monkeypatch.setattr(workers, 'POOL', threads.Pool())  # without idle threads
   monkeypatch.setattr(threading.Thread, 'start', fail)
   result = await tool_lib.call(bare(lambda: 'x'), {})
   assert (result.ok, "can't start new thread" in result.text) == (False, True)

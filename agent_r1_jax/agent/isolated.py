@@ -28,7 +28,7 @@ import threading
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import workers
+from agent_r1_jax.agent import threads, workers
 
 # Of a process's start: it imports the module of the function.
 _START_SECONDS = 60.0
@@ -95,7 +95,7 @@ class _Processes:
 
   def __init__(self, fn, seconds, processes):
     self._fn, self._seconds = fn, seconds
-    self._threads = workers.Pool(threads=processes)
+    self._threads = threads.Pool(threads=processes)
     self._idle: list[_Process] = []
 
   async def call(self, args, kwargs) -> Any:

@@ -16,20 +16,18 @@ for that there is isolated.in_process.
 """
 
 import asyncio
-import collections
 from collections.abc import Callable
 from concurrent import futures
-import contextvars
-import dataclasses
 import functools
 import inspect
 import math
-import os
 import sys
 import threading
 import time
 from typing import Any
 import weakref
+
+from agent_r1_jax.agent import threads
 
 # An event loop that began nothing for so long is blocked.
 BLOCKED_SECONDS = 5.0
@@ -37,11 +35,6 @@ BLOCKED_SECONDS = 5.0
 _GRACE_SECONDS = 0.2
 # An exception's text beyond so many characters is cut.
 _MAX_CHARS = 10_000
-
-# Where the episode that is being played counts its abandoned calls, by name.
-tally: contextvars.ContextVar[collections.Counter | None] = contextvars.ContextVar(
-  'tally', default=None
-)
 
 
 class LateError(TimeoutError):
@@ -54,32 +47,6 @@ class BlockedError(RuntimeError):
 
 class RaisedError(RuntimeError):
   """A call raised what is no Exception, such as SystemExit; that is its __cause__."""
-
-
-class FullError(RuntimeError):
-  """Too many abandoned calls have not come back, so no further call is begun."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Caller:
-  """Whom work is done for.
-
-  Attributes:
-    name: What is said of it.
-    deadline: Of time.monotonic(), after which nobody waits for it.
-    root: The first caller, where one function calls another.
-  """
-
-  name: str
-  deadline: float = math.inf
-  root: '_Caller | None' = None
-
-
-_caller: contextvars.ContextVar[_Caller | None] = contextvars.ContextVar(
-  'caller', default=None
-)
-# `process` is set, to its id, in the threads that run users' functions.
-_thread = threading.local()
 
 
 def told(error: BaseException) -> str:
@@ -109,160 +76,7 @@ def is_async(fn: Callable) -> bool:
   )
 
 
-class Call(futures.Future):
-  """A function at work in a pool.
-
-  It stays 'pending' until it has ended, so that it can be cancelled at any time: a call
-  that is cancelled while it runs is abandoned.
-
-  Attributes:
-    name: What is said of it.
-    begun: Whether a thread has taken it.
-  """
-
-  def __init__(self, pool: 'Pool', fn: Callable[[], Any]):
-    super().__init__()
-    caller = _caller.get()
-    self._pool, self._fn, self._tally = pool, fn, tally.get()
-    self.name = caller.name if caller else _name(fn)
-    self.deadline = caller.deadline if caller else math.inf
-    self.begun = False
-
-  def cancel(self) -> bool:
-    """Gives the call up."""
-    if not super().cancel():
-      return False
-    self._pool.leave(self)
-    return True
-
-  def count(self):
-    """Notes in the episode's tally that it was abandoned."""
-    if self._tally is not None:
-      self._tally[self.name] += 1
-
-  def run(self):
-    """Calls the function; whatever it raises is the future's exception."""
-    fn, self._fn = self._fn, None
-    try:
-      end = functools.partial(self.set_result, fn())  # type: ignore
-    except StopIteration as error:
-      # An asyncio future refuses it, and whoever awaits that would wait for ever.
-      end = functools.partial(self.set_exception, RaisedError(told(error)))
-    except BaseException as error:
-      end = functools.partial(self.set_exception, error)
-    try:
-      end()
-    except (futures.InvalidStateError, RuntimeError):
-      pass  # It was abandoned, or the loop that waited for it is closed.
-
-
-class Pool:
-  """At most so many threads at work; further calls wait for one of them.
-
-  Threads are daemons and never joined. A thread whose call was abandoned has lost its
-  place to a new one; when its function returns after all, it ends.
-  """
-
-  def __init__(self, threads: int = 64, max_abandoned: int = 256):
-    """Starts no thread.
-
-    Args:
-      threads: The most that are at work at a time, abandoned ones aside.
-      max_abandoned: Calls that were abandoned and have not come back: beyond these, no
-        further call is begun.
-    """
-    self._threads, self._max_abandoned = threads, max_abandoned
-    self._changed = threading.Condition()
-    self._waiting: collections.deque[Call] = collections.deque()
-    self._at_work: set[Call] = set()
-    self._abandoned: set[Call] = set()
-    self._alive = self._idle = 0
-
-  @property
-  def abandoned(self) -> dict[str, int]:
-    """How many abandoned calls have not come back, by name."""
-    with self._changed:
-      return dict(collections.Counter(call.name for call in self._abandoned))
-
-  @property
-  def at_work(self) -> int:
-    """How many calls have a place."""
-    return len(self._at_work)
-
-  def submit(self, fn: Callable[[], Any]) -> Call:
-    """Calls fn in a thread, in the present context.
-
-    Raises:
-      FullError: Too many calls were abandoned.
-      RuntimeError: The system gives no further thread.
-    """
-    call = Call(self, functools.partial(contextvars.copy_context().run, fn))
-    for late in self._late():
-      late.cancel()
-    if len(self._abandoned) > self._max_abandoned:
-      raise FullError(
-        f'{len(self._abandoned)} calls hang ({_counts(self.abandoned)}); '
-        'no further call is begun before some of them come back.'
-      )
-    with self._changed:
-      self._waiting.append(call)
-      try:
-        self._staff()
-      except RuntimeError:
-        self._waiting.remove(call)
-        raise
-    return call
-
-  def leave(self, call: Call):
-    """Takes a cancelled call out of the queue, or gives its place to another."""
-    with self._changed:
-      if call in self._waiting:
-        self._waiting.remove(call)
-      elif call in self._at_work:
-        self._at_work.remove(call)
-        self._abandoned.add(call)
-        self._alive -= 1
-        call.count()
-        if self._waiting:
-          self._staff()
-
-  def _late(self) -> list[Call]:
-    """Calls nobody waits for, if places are wanting: they may have been shielded."""
-    with self._changed:
-      if self._alive < self._threads or self._idle > len(self._waiting):
-        return []
-      now = time.monotonic()
-      return [call for call in self._at_work if call.deadline < now]
-
-  def _staff(self):
-    """Wakes a thread, or starts one; the lock is held."""
-    if self._idle >= len(self._waiting) or self._alive >= self._threads:
-      self._changed.notify()
-      return
-    threading.Thread(target=self._work, name='worker', daemon=True).start()
-    self._alive += 1
-
-  def _work(self):
-    _thread.process = os.getpid()
-    while True:
-      with self._changed:
-        while not self._waiting:
-          self._idle += 1
-          self._changed.wait()
-          self._idle -= 1
-        call = self._waiting.popleft()
-        call.begun = True
-        self._at_work.add(call)
-      call.run()
-      with self._changed:
-        if call in self._abandoned:
-          self._abandoned.remove(call)
-          return  # Another thread has this one's place.
-        self._at_work.discard(call)
-      del call
-
-
-POOL = Pool()
+POOL = threads.Pool()
 
 
 async def call(
@@ -291,9 +105,11 @@ async def call(
     RaisedError: It raised what is no Exception, such as SystemExit or CancelledError.
     FullError: See Pool.
   """
-  name, outer = name or _name(fn), _caller.get()
-  caller = _Caller(name, time.monotonic() + seconds, outer and (outer.root or outer))
-  token = _caller.set(caller)
+  name, outer = name or threads.name_of(fn), threads.present_caller.get()
+  caller = threads.Caller(
+    name, time.monotonic() + seconds, outer and (outer.root or outer)
+  )
+  token = threads.present_caller.set(caller)
   try:
     if is_async(fn):
       work = future = asyncio.ensure_future(_outcome_later(fn, args, kwargs))
@@ -301,7 +117,7 @@ async def call(
       work = POOL.submit(functools.partial(_outcome, fn, args, kwargs))
       future = asyncio.wrap_future(work)
   finally:
-    _caller.reset(token)
+    threads.present_caller.reset(token)
   try:
     await asyncio.wait([future], timeout=None if seconds == math.inf else seconds)
   finally:
@@ -309,7 +125,7 @@ async def call(
     if late:
       work.cancel()
   if late:
-    queued = isinstance(work, Call) and not work.begun
+    queued = isinstance(work, threads.Call) and not work.begun
     if isinstance(work, asyncio.Task) and await _is_stubborn(work):
       _count(name)
     raise LateError(_late_text(name, seconds, field, queued))
@@ -330,7 +146,7 @@ async def call_apart(
   Raises:
     BlockedError: Another call blocks that event loop, and this one was on it.
   """
-  name, end = name or _name(fn), time.monotonic() + seconds
+  name, end = name or threads.name_of(fn), time.monotonic() + seconds
   if not is_async(fn):
     result = functools.partial(_outcome, fn, args, {})
     value, error = await call(result, name=name, seconds=seconds, field=field)
@@ -338,14 +154,14 @@ async def call_apart(
       return _settle(value, error)
     fn, args = _awaited, (value,)
   while True:
-    caller, loop = _Caller(name, end), _user_loop()
+    caller, loop = threads.Caller(name, end), _user_loop()
     ticket = [caller]
-    token = _caller.set(caller)
+    token = threads.present_caller.set(caller)
     try:
       coroutine = _outcome_later(_begin, (ticket, fn, args), {})
       work = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
     finally:
-      _caller.reset(token)
+      threads.present_caller.reset(token)
     future = asyncio.wrap_future(work)
     try:
       await _wait(future, min(BLOCKED_SECONDS, end - time.monotonic()))
@@ -388,7 +204,7 @@ class _UserLoop:
       self.retired = True
       self.loop.call_soon_threadsafe(self._end_when_idle)
 
-  async def blocker(self) -> tuple[_Caller | None, str] | None:
+  async def blocker(self) -> tuple[threads.Caller | None, str] | None:
     """Who keeps the loop from going on, as first caller and in words; None: nobody."""
     answer: futures.Future[None] = futures.Future()
     self.loop.call_soon_threadsafe(answer.set_result, None)
@@ -405,11 +221,11 @@ class _UserLoop:
 
   def _task(self, loop, coroutine, **kwargs):
     task = asyncio.Task(coroutine, loop=loop, **kwargs)
-    self._callers[task] = _caller.get()
+    self._callers[task] = threads.present_caller.get()
     return task
 
   def _run(self):
-    _thread.process = os.getpid()
+    threads.mark()
     while not (self.loop.is_closed() or self.retired and not self._tasks()):
       try:
         self.loop.run_forever()
@@ -470,7 +286,7 @@ async def _is_stubborn(task: asyncio.Task) -> bool:
 
 def _count(name: str):
   """Notes in the episode's tally that a call was abandoned."""
-  counter = tally.get()
+  counter = threads.tally.get()
   if counter is not None:
     counter[name] += 1
 
@@ -530,37 +346,3 @@ def _late_text(name: str, seconds: float, field: str, queued: bool = False) -> s
   if queued:
     text += f': it waited for a free thread, and {POOL.at_work} calls were at work'
   return text
-
-
-def _name(fn: Callable) -> str:
-  while isinstance(fn, functools.partial):
-    fn = fn.args[0] if fn.args and callable(fn.args[0]) else fn.func
-  return getattr(fn, '__name__', type(fn).__name__)
-
-
-def _counts(numbers: dict[str, int]) -> str:
-  most = sorted(numbers.items(), key=lambda item: -item[1])[:5]
-  return ', '.join(f'{name}: {count}' for name, count in most)
-
-
-def _contain_exit():
-  """Makes os._exit an error of the call, where a user's function calls it.
-
-  It would end the run with the status that the function chose, such as 0. Other threads
-  and forked processes end as ever.
-  """
-  leave = os._exit
-
-  def contained(status=0):
-    if getattr(_thread, 'process', None) == os.getpid():
-      raise SystemExit(f'os._exit({status})')
-    leave(status)
-
-  os._exit = contained
-  if os.name == 'posix':
-    import posix
-
-    posix._exit = contained
-
-
-_contain_exit()
