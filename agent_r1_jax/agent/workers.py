@@ -24,6 +24,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 import weakref
 
@@ -60,13 +61,16 @@ def told(error: BaseException) -> str:
 
 def place(error: BaseException) -> str:
   """' (file:line, in function)' where the exception was raised, or '' if unknown."""
-  frames = (error.__cause__ if isinstance(error, RaisedError) else error).__traceback__  # type: ignore
-  if frames is None:
+  if isinstance(error, RaisedError) or isinstance(error.__cause__, StopIteration):
+    error = error.__cause__ or error
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+  if frames and frames[-1].f_code.co_filename == threads.__file__:
+    frames, lines = frames[:-1], lines[:-1]  # os._exit
+  if not frames:
     return ''
-  while frames.tb_next is not None:
-    frames = frames.tb_next
-  code = frames.tb_frame.f_code
-  return f' ({code.co_filename}:{frames.tb_lineno}, in {code.co_name})'
+  code = frames[-1].f_code
+  return f' ({code.co_filename}:{lines[-1]}, in {code.co_name})'
 
 
 def is_async(fn: Callable) -> bool:
@@ -334,7 +338,7 @@ def _value(future: asyncio.Future) -> Any:
 def _settle(value: Any, error: BaseException | None) -> Any:
   if error is None:
     return value
-  if isinstance(error, Exception):
+  if isinstance(error, Exception) and not isinstance(error, StopIteration):
     raise error
   raise RaisedError(told(error)) from error
 

@@ -1,0 +1,516 @@
+"""Rollouts whose tools, rewards and environments hang, lie and raise what they can."""
+
+import asyncio
+import functools
+import os
+import threading
+
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax import rollout, types
+from agent_r1_jax.agent import calls, context, rewards, threads, workers
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.rl import episodes
+
+_LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=80)
+_SLOTS = 256
+
+
+@functools.cache
+def _params(likely=2.2):
+  """Replies end after few tokens; with 1.4, some do not end within 16."""
+  return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: likely})
+
+
+def _tasks(n):
+  return [
+    types.Task(
+      f'task {i}', [{'role': 'user', 'content': f'What is {i}?'}], i, {'list': [i]}
+    )
+    for i in range(n)
+  ]
+
+
+def _collect(make_env, tasks, *, limits=_LIMITS, tree=None, **kwargs):
+  driver = tiny.driver(tree or _params(), slots=_SLOTS, bucket=_SLOTS)
+  return tiny.within(
+    rollout.collect, driver, tiny.chat(), tasks, make_env, limits=limits, **kwargs
+  )
+
+
+def _same(a, b):
+  for s, t in zip(a.segments, b.segments, strict=True):
+    np.testing.assert_array_equal(s.tokens, t.tokens)
+  assert (a.turns, a.messages, a.status) == (b.turns, b.messages, b.status)
+
+
+@pytest.fixture
+def gate():
+  """What hangs waits for it, and goes at the test's end."""
+  event = threading.Event()
+  yield event
+  event.set()
+
+
+@pytest.fixture
+def pool(monkeypatch):
+  made = threads.Pool(threads=4)
+  monkeypatch.setattr(workers, 'POOL', made)
+  return made
+
+
+class Env:
+  """Ends after the second reply at the latest; `do` may raise, hang or give a Step."""
+
+  def __init__(self, do=lambda where, task: None):
+    self.do, self.turn = do, 0
+
+  async def reset(self, task):
+    self.task = task
+    await self._do('reset')
+    return list(task.messages)
+
+  async def step(self, reply):
+    self.turn += 1
+    answer = await self._do('step')
+    if answer is not None:
+      return answer
+    message = {'role': 'user', 'content': f'{len(reply)} letters.'}
+    done = self.turn == 2
+    return types.Step([] if done else [message], float(len(reply)), done=done)
+
+  async def _do(self, where):
+    answer = self.do(where, self.task)
+    return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class PlainEnv(Env):
+  """The same with methods that are not async."""
+
+  def reset(self, task):
+    return asyncio.run(super().reset(task))
+
+  def step(self, reply):
+    return asyncio.run(super().step(reply))
+
+
+class _Mute(Exception):
+  def __str__(self):
+    raise SystemExit(3)
+
+
+_ENDS = [
+  asyncio.CancelledError(),
+  SystemExit(0),
+  KeyboardInterrupt(),
+  GeneratorExit(),
+  StopIteration(),
+  BaseExceptionGroup('all', [SystemExit(1), ValueError()]),
+  ExceptionGroup('all', [ValueError()]),
+  TimeoutError(),
+  _Mute(),
+]
+_KINDS = [type(error).__name__ for error in _ENDS] + ['os._exit(0)']
+
+
+def _raise(task):
+  """Each task but the last has an error of its own; the last is played to its end."""
+  if task.answer < len(_ENDS):
+    raise _ENDS[task.answer]
+  if task.answer == len(_ENDS):
+    os._exit(0)
+
+
+class TestRaising:
+  @pytest.mark.parametrize('where', ['make_env', 'reset', 'step'])
+  @pytest.mark.parametrize('kind', [Env, PlainEnv])
+  def test_an_environment(self, kind, where):
+    def do(at, task):
+      if at == where:
+        _raise(task)
+
+    def make_env():
+      if where == 'make_env' and len(made := seen) < len(_KINDS):
+        made.append(len(made))
+        _raise(types.Task('', [], made[-1]))
+      return kind(do)
+
+    seen, tasks = [], _tasks(len(_KINDS) + 2)
+    played = _collect(make_env, tasks)
+    assert [t.status for t in played] == ['error'] * len(_KINDS) + ['done'] * 2
+    for name, t in zip(_KINDS, played):
+      assert name in t.error and 'test_containment.py' in t.error
+      assert len(t.turns) == (where == 'step')
+    if where != 'make_env':
+      for t, expected in zip(played[-2:], _collect(Env, tasks)[-2:]):
+        _same(t, expected)
+
+  @pytest.mark.parametrize('where', ['reward', 'process_reward', 'metrics', 'parse'])
+  @pytest.mark.parametrize('is_async', [True, False])
+  def test_a_reward(self, where, is_async):
+    def fails(task_or_env, *_):
+      _raise(getattr(task_or_env, 'task', task_or_env))
+      return {} if where == 'metrics' else 1.0
+
+    async def fails_later(*args):
+      return fails(*args)
+
+    class Parses(env_lib.ToolEnv):
+      async def step(self, reply):
+        if where == 'parse':
+          self._parse = lambda reply: fails(self.task) and []
+        return await super().step(reply)
+
+    functions = {'reward': lambda task, messages: 1.0}
+    if where != 'parse':
+      functions[where] = fails_later if is_async else fails
+    played = _collect(lambda: Parses([], **functions), _tasks(len(_KINDS) + 1))
+    assert [t.status for t in played] == ['error'] * len(_KINDS) + ['done']
+    for name, t in zip(_KINDS, played):
+      assert name in t.error and 'test_containment.py' in t.error
+
+  @pytest.mark.parametrize('is_async', [True, False])
+  def test_a_tools_is_text(self, is_async):
+    def fails(number: int) -> str:
+      """Fails.
+
+      Args:
+        number: Of the task.
+      """
+      _raise(types.Task('', [], number))
+      return 'fine'
+
+    @functools.wraps(fails)
+    async def later(number):
+      return fails(number)
+
+    class Calls(env_lib.ToolEnv):
+      async def reset(self, task):
+        number = {'number': task.answer}
+        self._parse = lambda r: [calls.ToolCall('fails', number)] * (not self.said())
+        return await super().reset(task)
+
+      def said(self):
+        return any(m['role'] == 'tool' for m in self.messages)
+
+    item = tool_lib.tool(later if is_async else fails)
+    played = _collect(lambda: Calls([item], lambda *_: 1.0), _tasks(len(_KINDS) + 1))
+    for name, t in zip(_KINDS, played):
+      (said,) = [m['content'] for m in t.messages if m['role'] == 'tool']
+      assert said.startswith('Error: fails: ') and name in said
+    assert [t.status for t in played] == ['done'] * len(played)
+    assert sum(t.metrics['tool_errors'] for t in played) == len(_KINDS)
+
+  def test_what_is_no_step(self):
+    steps = [
+      None,
+      types.Step([], reward='much'),  # type: ignore
+      types.Step([], reward=float('inf'), done=True),
+      types.Step([], metrics={'x': 'y'}, done=True),  # type: ignore
+      types.Step(None),  # type: ignore
+      types.Step(['hello']),  # type: ignore
+      types.Step([{'content': 'x'}]),
+      types.Step([{'role': 'user', 'content': 3}]),
+    ]
+
+    class Lies(Env):
+      async def step(self, reply):
+        return steps[self.task.answer]
+
+    messages = ['not a Step', 'TypeError', 'reward of a turn is inf', 'ValueError']
+    messages += ['not a list', 'no message', 'no role', '']
+    for t, message in zip(_collect(Lies, _tasks(8)), messages, strict=True):
+      assert t.status == 'error' and message in t.error
+
+  def test_what_a_reward_does_to_its_arguments_nobody_sees(self):
+    """Neither the other samples of the task, nor the other functions, nor the record."""
+    seen = []
+
+    def spoils(task, messages, status='done'):
+      seen.append((repr(task), messages[0]['content'], len(messages)))
+      task.messages.clear()
+      task.info['list'].clear()
+      task.info['more'] = 1
+      messages[0]['content'] = ''
+      del messages[1:]
+      return 1.0
+
+    class Spoils(env_lib.ToolEnv):
+      async def reset(self, task):
+        opening = await super().reset(task)
+        task.info['list'].append('spoiled')
+        task.messages.append('spoiled')  # type: ignore
+        return opening
+
+    (task,), other = _tasks(1), _tasks(1)[0]
+    for make_env in (
+      lambda: env_lib.ToolEnv([], spoils, metrics=lambda *a: {'m': spoils(*a)}),
+      lambda: env_lib.ToolEnv([], rewards.hybrid(a=(1.0, spoils), b=(1.0, spoils))),
+    ):
+      seen.clear()
+      played = _collect(make_env, [task], samples=3)
+      assert {s[:2] for s in seen} == {(repr(other), 'What is 0?')}
+      assert min(n for _, _, n in seen) == 2
+      assert task == other and all(t.task is task for t in played)
+      assert all(t.messages[0]['content'] == 'What is 0?' for t in played)
+    _collect(lambda: Spoils([], spoils), [task], samples=2)
+    assert task == other
+
+
+class TestHanging:
+  @pytest.mark.parametrize('kind', [Env, PlainEnv])
+  @pytest.mark.parametrize('where', ['reset', 'step'])
+  def test_an_environment_is_given_up(self, gate, kind, where):
+    """The coroutine waits, the plain method holds its thread."""
+
+    async def wait():
+      await asyncio.sleep(3600)
+
+    def do(at, task):
+      if at == where and task.answer in (1, 2):
+        return wait() if kind is Env else gate.wait()
+
+    limits = rollout.Limits(3, 80, **{f'{where}_seconds': 0.3})
+    played = _collect(lambda: kind(do), _tasks(6), limits=limits)
+    for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
+      if t.task.answer not in (1, 2):
+        _same(t, expected)
+        continue
+      assert t.status == 'error'
+      text = f'{where} gave no answer within 0.3 seconds ({where}_seconds)'
+      assert text in t.error
+      assert t.metrics['timeouts'] == 1.0
+      abandoned = {k: v for k, v in t.metrics.items() if 'abandoned' in k}
+      hung = {'abandoned_calls': 1.0, f'abandoned/{where}': 1.0}
+      assert abandoned == ({} if kind is Env else hung)
+
+  @pytest.mark.parametrize('where', ['make_env', 'reward', 'process_reward', 'metrics'])
+  def test_a_function_is_given_up(self, gate, where):
+    def hangs(*args):
+      gate.wait()
+
+    limits, make = _LIMITS, hangs
+    if where != 'make_env':
+      functions = {'reward': lambda task, messages: 1.0} | {where: hangs}
+      make = lambda: env_lib.ToolEnv([], **functions, reward_seconds=0.2)
+    else:
+      limits = rollout.Limits(reset_seconds=0.2)
+    field = 'reset_seconds' if where == 'make_env' else 'reward_seconds'
+    for t in _collect(make, _tasks(2), limits=limits):
+      assert t.status == 'error'
+      assert f'{where} gave no answer within 0.2 seconds ({field})' in t.error
+      assert t.metrics['timeouts'] == t.metrics[f'abandoned/{where}'] == 1.0
+
+  def test_an_episode_is_given_up(self):
+    async def slow():
+      await asyncio.sleep(3600)
+
+    def do(where, task):
+      return slow() if task.answer == 1 and where == 'step' else None
+
+    limits = rollout.Limits(3, 80, episode_seconds=5.0)
+    first, late, last = _collect(lambda: Env(do), _tasks(3), limits=limits)
+    assert (first.status, last.status) == ('done', 'done')
+    assert late.error == 'the episode took longer than 5 seconds (episode_seconds)'
+    assert (late.status, late.metrics['timeouts']) == ('error', 1.0)
+
+  def test_more_tools_hang_than_there_are_threads(self, gate, pool):
+    """In plain functions and in to_thread; the others are served and end."""
+
+    @tool_lib.tool(timeout=0.2)
+    def hangs() -> str:
+      """Hangs."""
+      gate.wait()
+      return 'too late'
+
+    @tool_lib.tool(timeout=0.2)
+    async def hangs_in_thread() -> str:
+      """Hangs."""
+      await asyncio.to_thread(gate.wait)
+      return 'too late'
+
+    @tool_lib.tool(timeout=60.0)
+    def works() -> str:
+      """Works."""
+      return 'served'
+
+    class Calls(env_lib.ToolEnv):
+      async def reset(self, task):
+        kinds = ['hangs', 'hangs_in_thread', 'works']
+        found = [calls.ToolCall(k, {}) for k in kinds[task.answer % 2 :]]
+        self._parse = lambda r: found * (self.messages[-2]['role'] != 'tool')
+        return await super().reset(task)
+
+    tools = [hangs, hangs_in_thread, works]
+    played = _collect(lambda: Calls(tools, lambda *_: 1.0), _tasks(6))
+    assert [(t.status, t.reward) for t in played] == [('done', 1.0)] * 6
+    for t in played:
+      said = [m['content'] for m in t.messages if m['role'] == 'tool']
+      assert all(text.endswith('gave no answer within 0.2 seconds') for text in said[:-1])
+      late = 2 - t.task.answer % 2
+      assert t.metrics['tool_timeouts'] == t.metrics['tool_errors'] == late
+      assert t.metrics['abandoned_calls'] >= 1
+      assert t.metrics['abandoned_calls'] == sum(
+        t.metrics.get(f'abandoned/{tool.name}', 0) for tool in tools
+      )
+    assert sum(t.metrics['abandoned_calls'] for t in played) > 4
+    assert sum(pool.abandoned.values()) > 4
+
+  def test_a_coroutine_that_blocks_costs_its_own_episode(self, monkeypatch, gate):
+    """What is caught with it is played again, to the same end."""
+    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.2)
+    together = threading.Barrier(2)
+    begun = []
+
+    class Blocks(Env):
+      async def step(self, reply):
+        begun.append(self.task.answer)
+        if self.task.answer == 0:
+          await asyncio.to_thread(together.wait, 60)
+          gate.wait()
+        if self.task.answer == 1 and begun.count(1) == 1:
+          await asyncio.to_thread(together.wait, 60)
+          await asyncio.sleep(3600)
+        return await super().step(reply)
+
+    limits = rollout.Limits(3, 80, step_seconds=4.0)
+    blocker, *others = _collect(Blocks, _tasks(6), limits=limits)
+    assert blocker.status == 'error' and blocker.metrics['timeouts'] == 1.0
+    assert 'step gave no answer within 4 seconds (step_seconds); step (' in blocker.error
+    assert begun.count(0) == 1 and begun.count(1) == 3
+    for t, expected in zip(others, _collect(Env, _tasks(6))[1:], strict=True):
+      _same(t, expected)
+
+
+def test_rewards_that_are_not_async_run_side_by_side():
+  """Each waits until three are inside, which on one thread would be never."""
+  inside, lock, three = 0, threading.Lock(), threading.Event()
+
+  def reward(task, messages):
+    nonlocal inside
+    with lock:
+      inside += 1
+      if inside == 3:
+        three.set()
+    assert three.wait(60), 'they run one after the other'
+    return 1.0
+
+  played = _collect(lambda: env_lib.ToolEnv([], reward), _tasks(16))
+  assert [t.reward for t in played] == [1.0] * 16
+
+
+@tool_lib.tool
+def count(text: str) -> tool_lib.Report:
+  """Counts.
+
+  Args:
+    text: Anything.
+  """
+  ran.append(text)
+  return tool_lib.Report(len(text), reward=0.25)
+
+
+ran: list[str] = []
+
+
+def _parse(reply):
+  return [calls.ToolCall('count', {'text': reply})] if len(reply) % 8 else []
+
+
+_VALUE = {'done': 16.0, 'truncated': 32.0, 'max_turns': 64.0}
+
+
+class TestBudgets:
+  def _played(self, reward, wrap=lambda env: env, **kwargs):
+    make = lambda: wrap(env_lib.ToolEnv([count], reward, parse=_parse, **kwargs))
+    limits = rollout.Limits(max_turns=3, max_turn_tokens=16)
+    played = _collect(make, _tasks(8), limits=limits, samples=3, tree=_params(1.4))
+    assert {t.status for t in played} == {'done', 'truncated', 'max_turns'}
+    return played
+
+  @pytest.mark.parametrize(
+    'wrap', [lambda env: env, lambda env: context.SlidingWindow(env, turns=1)]
+  )
+  def test_the_reward_is_told_how_it_ended_and_what_was_said(self, wrap):
+    heard = {}
+    said = lambda messages: [m['content'] for m in messages if m['role'] == 'assistant']
+
+    def reward(task, messages, *, status):
+      heard[task.id, *said(messages)] = status
+      return {'end': _VALUE[status]}
+
+    ran.clear()
+    played = self._played(reward, wrap, metrics=lambda task, messages: {'asked': 1.0})
+    for t in played:
+      tokens = [
+        t.segments[turn.segment].tokens[turn.start : turn.stop] for turn in t.turns
+      ]
+      replies, status = [tiny.chat().decode(part) for part in tokens], t.status
+      assert heard[t.task.id, *replies] == status
+      # An unfinished reply's calls are not run and not paid.
+      called = sum(bool(_parse(r)) for r in replies[: -1 if status != 'max_turns' else 3])
+      assert t.metrics.get('reward/process', 0.0) == 0.25 * called
+      assert t.metrics['reward/end'] == _VALUE[status] and t.metrics['asked'] == 1.0
+      paid = episodes.episode(t).rewards
+      assert paid.sum() == t.reward == 0.25 * called + _VALUE[status]
+      assert paid[-1] >= _VALUE[status]  # On the last action token: never lost.
+    assert len(ran) == sum(4 * t.metrics.get('reward/process', 0.0) for t in played)
+
+  def test_a_reward_without_a_status_is_asked_too(self):
+    for t in self._played(lambda task, messages: 0.5 * len(messages)):
+      counted = t.metrics.get('reward/process', 0.0)
+      assert t.reward == 0.5 * len(t.messages) + counted
+
+  def test_parts_are_told(self):
+    def end(task, messages, status):
+      return _VALUE[status]
+
+    async def end_later(task, messages, status='unknown'):
+      return _VALUE[status]
+
+    one = lambda task, messages: 1.0
+    mixed = rewards.hybrid(
+      a=(1.0, end), b=(2.0, end_later), c=(1.0, rewards.given(one, end)), d=(1.0, one)
+    )
+    for t in self._played(mixed):
+      assert t.reward - t.metrics.get('reward/process', 0.0) == 4 * _VALUE[t.status] + 1
+
+  def test_an_environment_of_ones_own(self):
+    class Judges(Env):
+      def finish(self, status, reply):
+        return types.Step([], reward=1000.0, metrics={status: float(reply is not None)})
+
+    limits = rollout.Limits(max_turns=1, max_turn_tokens=16)
+    played = _collect(Judges, _tasks(8), limits=limits, tree=_params(1.4))
+    assert {t.status for t in played} == {'truncated', 'max_turns'}
+    for t in played:
+      assert t.metrics[t.status] == (t.status == 'truncated')
+      assert t.reward == 1000 + (len(t.messages[1]['content']) * (len(t.messages) > 2))
+
+  def test_what_finish_raises_is_an_error(self):
+    class Fails(Env):
+      async def finish(self, status, reply):
+        raise SystemExit('all is well')
+
+    for t in _collect(Fails, _tasks(4), limits=rollout.Limits(1, 16)):
+      assert t.status == 'error' and 'SystemExit: all is well' in t.error
+
+  def test_a_prompt_that_fits_no_row_is_not_judged(self):
+    task = types.Task('long', [{'role': 'user', 'content': 'one two three ' * 100}])
+    (t,) = _collect(lambda: env_lib.ToolEnv([], lambda *_: 1.0), [task])
+    assert (t.status, t.turns, t.reward) == ('truncated', [], 0.0)
+
+
+@pytest.mark.parametrize(
+  'field', ['reset_seconds', 'step_seconds', 'episode_seconds', 'reward_seconds']
+)
+@pytest.mark.parametrize('seconds', [0, -1.0, float('nan')])
+def test_times_are_above_0(field, seconds):
+  with pytest.raises(ValueError, match=f'{field}.*must be above 0'):
+    if field == 'reward_seconds':
+      env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
+    else:
+      rollout.Limits(**{field: seconds})
