@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from agent_r1_jax.agent import env, tool
 from agent_r1_jax.retrieval.documents import Document, Hit
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.types import Task
@@ -100,6 +101,39 @@ def test_extract_answer(text, answer):
 )
 def test_paper_reward(replies, reward):
   assert qa.paper_reward(TASK, _said(*replies)) == reward
+
+
+@pytest.mark.parametrize(
+  ('status', 'replies', 'reward', 'em'),
+  [
+    # Calls until the turns are used up: no answer is presented.
+    ('max_turns', [CALL], -0.5, 0.0),
+    ('max_turns', [CALL, CALL], -0.5, 0.0),
+    ('max_turns', [CALL, BAD_CALL], -1.0, 0.0),
+    # Rambles, or is cut in the midst of an answer or a call.
+    ('truncated', ['The Beatles, or'], -0.5, 0.0),
+    ('truncated', [CALL, 'Hm <answer>The Bea'], -0.5, 0.0),
+    ('truncated', [BAD_CALL, 'The Beatles, or'], -1.0, 0.0),
+    ('truncated', [CALL, CALL[:20]], -1.0, 0.0),
+    ('truncated', ['<answer>Beatles</answer>'], 1.0, 1.0),
+  ],
+)
+async def test_equation_6_judges_what_a_budget_ended(status, replies, reward, em):
+  @tool.tool
+  def search(query: str) -> str:
+    """Searches."""
+    assert replies.index(CALL) < len(replies) - 1 or status != 'truncated'
+    return 'nothing'
+
+  agent = env.ToolEnv([search], qa.paper_reward, metrics=qa.metrics)
+  await agent.reset(TASK)
+  unfinished = replies[-1] if status == 'truncated' else None
+  for reply in replies if unfinished is None else replies[:-1]:
+    assert not (await agent.step(reply)).done
+  step = await agent.finish(status, unfinished)
+  assert (step.reward, step.metrics['em'], step.messages) == (reward, em, [])
+  with pytest.raises(ValueError, match='finish: the episode is over'):
+    await agent.finish(status)
 
 
 THINK = '<think>I search.</think>'

@@ -1,6 +1,7 @@
 """The search tool: what it shows, how it gathers queries, and how it fails."""
 
 import asyncio
+import collections
 import pathlib
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 
 import pytest
 
+from agent_r1_jax.agent import threads
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.retrieval.documents import Document, Hit
 from agent_r1_jax.tools import search
@@ -93,6 +95,49 @@ async def test_the_loop_goes_on_and_the_retriever_is_entered_once_at_a_time():
   assert [(await task).ok for task in (first, second)] == [True, True]
   assert [batch[0] for batch in echo.batches] == [['first'], ['second']]
   assert echo.most_inside == 1
+
+
+async def test_what_is_asked_while_the_retriever_is_busy_is_one_search():
+  echo = Echo()
+  echo.gate.clear()
+  tool = search.search_tool(echo, k=1, window=0)
+  first = asyncio.create_task(_call(tool, 'first'))
+  while not echo.inside:
+    await asyncio.sleep(0.001)
+  later = []
+  for number in range(20):
+    later.append(asyncio.create_task(_call(tool, f'{number}')))
+    await asyncio.sleep(0.002)
+  echo.gate.set()
+  await asyncio.gather(first, *later)
+  assert [batch[0] for batch in echo.batches] == [['first'], [*map(str, range(20))]]
+
+
+async def test_after_a_search_that_hung_the_next_is_served():
+  """Not only those that come after it: also those that wait meanwhile."""
+  echo, hung = Echo(), threading.Event()
+  search_as_before = echo.search
+
+  def hang_once(queries, k):
+    if not hung.is_set():
+      hung.set()
+      threading.Event().wait(600)
+    return search_as_before(queries, k)
+
+  echo.search = hang_once
+  tool = search.search_tool(echo, k=1, timeout=1.0)
+  threads.tally.set(tally := collections.Counter())
+  first = asyncio.create_task(_call(tool, 'first'))
+  await asyncio.to_thread(hung.wait, 60)
+  waiting = asyncio.create_task(tool.fn('waits'))
+  result = await first
+  assert (result.text, result.late) == (
+    'Error: search gave no answer within 1 seconds',
+    True,
+  )
+  assert await waiting == 'Doc 1 (Title: waits) text 0'
+  assert (await _call(tool, 'next')).text == 'Doc 1 (Title: next) text 0'
+  assert tally == {'search': 1}
 
 
 async def test_an_exception_goes_to_every_waiter_and_the_next_search_works():

@@ -86,6 +86,8 @@ class _Batcher:
     if batch is None or batch[0] is not loop:
       queries = []
       batch = self._open = (loop, queries, loop.create_task(self._answer(queries)))
+      # If all have given up by then, nobody asks what became of it.
+      batch[2].add_done_callback(lambda task: task.cancelled() or task.exception())
     _, queries, answer = batch
     queries.append(query)
     row = len(queries) - 1
