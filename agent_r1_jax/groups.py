@@ -69,7 +69,7 @@ def usable(
 
   Args:
     groups: Of one step.
-    max_error_rate: Share of episodes whose environment may raise.
+    max_error_rate: Share of episodes whose environment may raise or be late.
     refilled: Tied groups are left out: others took their place.
     mask_truncated: What a budget ended is left out.
 
@@ -80,8 +80,8 @@ def usable(
   errors = [t.error for t in played if t.status == 'error']
   if len(errors) > max_error_rate * len(played):
     raise RuntimeError(
-      f'{len(errors)} of {len(played)} episodes raised, more than max_error_rate='
-      f'{max_error_rate}. The first: {errors[0]}'
+      f'{len(errors)} of {len(played)} episodes raised or were late, more than '
+      f'max_error_rate={max_error_rate}. The first: {errors[0]}'
     )
   if refilled:
     groups = [group for group in groups if not tied(group)]

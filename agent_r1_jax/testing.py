@@ -70,11 +70,12 @@ async def _check_finish(make_env, task, reply):
     for env in (make_env(), make_env()):
       await workers.call(env.reset, task)
       judged.append(await env_lib.finish(env, status, unfinished))
+    where = f'finish({status!r}, ...)'
     if judged[0] is not None:
-      _check_step(
-        dataclasses.replace(judged[0], messages=[]), f'finish({status!r})', last=True
-      )
-    assert judged[0] == judged[1], f'finish({status!r}) is not repeatable: {judged}'
+      assert isinstance(judged[0], types.Step), f'{where} returned no Step: {judged[0]}'
+      step = dataclasses.replace(judged[0], messages=[], done=True)
+      _check_step(step, where, last=True)
+    assert judged[0] == judged[1], f'{where} is not repeatable: {judged}'
 
 
 def _check_step(step: types.Step, where: str, *, last: bool) -> None:

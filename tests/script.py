@@ -12,11 +12,10 @@ def run(
   *args: str, timeout: float = 900.0, cwd: pathlib.Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
   """`python ...` in the checkout; compiles in a hurry, for most of its time is that."""
-  path = {'PYTHONPATH': str(ROOT)} if cwd != ROOT else {}
   return subprocess.run(
     [sys.executable, *args],
     cwd=cwd,
-    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'} | path,
+    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', 'PYTHONPATH': str(ROOT)},
     capture_output=True,
     text=True,
     timeout=timeout,

@@ -3,13 +3,17 @@
 import asyncio
 import functools
 import os
+import signal
+import sys
 import threading
 
 import numpy as np
 import pytest
+import script
+import test_train
 import tiny
 
-from agent_r1_jax import rollout, types
+from agent_r1_jax import metrics, preemption, rollout, types
 from agent_r1_jax.agent import calls, context, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
@@ -345,8 +349,8 @@ class TestHanging:
         return await super().reset(task)
 
     tools = [hangs, hangs_in_thread, works]
-    played = _collect(lambda: Calls(tools, lambda *_: 1.0), _tasks(6))
-    assert [(t.status, t.reward) for t in played] == [('done', 1.0)] * 6
+    played = _collect(lambda: Calls(tools, lambda *_: 1.0), _tasks(12))
+    assert [(t.status, t.reward) for t in played] == [('done', 1.0)] * 12
     for t in played:
       said = [m['content'] for m in t.messages if m['role'] == 'tool']
       assert all(text.endswith('gave no answer within 0.2 seconds') for text in said[:-1])
@@ -356,8 +360,9 @@ class TestHanging:
       assert t.metrics['abandoned_calls'] == sum(
         t.metrics.get(f'abandoned/{tool.name}', 0) for tool in tools
       )
-    assert sum(t.metrics['abandoned_calls'] for t in played) > 4
-    assert sum(pool.abandoned.values()) > 4
+    most = 2 * tiny.SIZES['rows']  # A rollout lets so many be at work.
+    assert sum(t.metrics['abandoned_calls'] for t in played) > most
+    assert sum(pool.abandoned.values()) > most
 
   def test_a_coroutine_that_blocks_costs_its_own_episode(self, monkeypatch, gate):
     """What is caught with it is played again, to the same end."""
@@ -514,3 +519,79 @@ def test_times_are_above_0(field, seconds):
       env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
     else:
       rollout.Limits(**{field: seconds})
+
+
+model = test_train.model
+
+
+class TestRun:
+  """Whole runs in processes of their own: `main` below."""
+
+  def test_it_ends_with_its_model_though_much_hangs(self, model, tmp_path):
+    """Tools in threads and in to_thread, and a reward: all for ever."""
+    ended = script.run(__file__, str(tmp_path), model, 'ends')
+    assert ended.returncode == 0, ended.stderr
+    assert 'Traceback' not in ended.stderr and 'never' not in ended.stderr
+    assert (tmp_path / 'model' / 'config.json').exists()
+    lines = metrics.read(tmp_path)
+    assert [line['step'] for line in lines] == [1, 2]
+    for line in lines:
+      names = ['hangs', 'hangs_in_thread', 'reward']
+      abandoned = [line.get(f'rollout/abandoned/{name}', 0.0) for name in names]
+      assert line['rollout/abandoned_calls'] == pytest.approx(sum(abandoned))
+      assert line['rollout/tool_timeouts'] == line['rollout/tool_errors'] > 0
+      assert line['rollout/timeouts'] == line['rollout/status/error']
+    assert any(line['rollout/timeouts'] for line in lines)
+
+  def test_it_hears_sigterm_though_all_hangs(self, model, tmp_path):
+    """More than there are threads, and the event loop of users' coroutines."""
+    ended = script.run(__file__, str(tmp_path), model, 'term')
+    assert ended.returncode == preemption.STATUS, ended.stderr
+    assert list((tmp_path / 'checkpoints').iterdir())
+
+
+def main(workdir, model, how):
+  """Trains while tools and a reward hang."""
+  never, hung = threading.Event(), []
+  ends = how == 'ends'
+
+  @tool_lib.tool(timeout=0.5 if ends else 1000.0)
+  def hangs() -> str:
+    """Hangs in its thread."""
+    never.wait()
+    return ''
+
+  @tool_lib.tool(timeout=0.5 if ends else 1000.0)
+  async def hangs_in_thread() -> str:
+    """Hangs in a thread of the loop's."""
+    await asyncio.to_thread(never.wait)
+    return ''
+
+  def reward(task, messages):
+    if ends and task.id == 't0' and len(messages[-1]['content']) % 3 == 0:
+      never.wait()
+    return float(len(messages[-1]['content']) % 5)
+
+  class Hangs(env_lib.ToolEnv):
+    async def step(self, reply):
+      if not ends:
+        hung.append(reply)
+        if len(hung) == 4:  # All rows.
+          threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+          never.wait()  # Blocks the loop.
+      return await super().step(reply)
+
+  def parse(reply):
+    found = [calls.ToolCall(name, {}) for name in ('hangs', 'hangs_in_thread')]
+    return found if not ends or 'capital' in reply else []
+
+  config = test_train._config(
+    model, steps=2, tasks=3, eval_every=0, max_error_rate=1.0, checkpoint_every=1
+  )
+  make = lambda: Hangs([hangs, hangs_in_thread], reward, parse=parse, reward_seconds=0.5)
+  workers.POOL = threads.Pool(threads=4)
+  test_train._train(config, workdir, make_env=make, evals=None)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

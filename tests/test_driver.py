@@ -453,6 +453,30 @@ class TestOpen:
       tiny.within(driver.run, [leaves(), _play(driver, 0)], seconds=60)
     _assert_same(_run(driver, range(16)), _reference())
 
+  def test_an_episode_that_cancels_itself_says_so(self):
+    async def leaves():
+      await asyncio.sleep(0)
+      raise asyncio.CancelledError
+
+    driver = _driver()
+    with pytest.raises(RuntimeError, match='raised CancelledError by itself'):
+      tiny.within(driver.run, [leaves(), _play(driver, 0)], seconds=60)
+    _assert_same(_run(driver, range(16)), _reference())
+
+  def test_threads_that_hang_hold_no_decode_up(self):
+    """As many as asyncio's own executor can have; they go on once all have played."""
+    driver, over = _driver(), threading.Event()
+    episodes = [asyncio.to_thread(over.wait, 60) for _ in range(64)]
+
+    async def plays():
+      played = await asyncio.gather(*(_play(driver, number) for number in range(16)))
+      over.set()
+      return played
+
+    *waited, played = tiny.within(driver.run, [*episodes, plays()])
+    assert all(waited)
+    _assert_same(dict(enumerate(played)), _reference())
+
   def test_what_is_left_ends(self):
     driver, ended = _driver(), []
 

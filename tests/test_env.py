@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import json
 import time
 from typing import Any
@@ -452,6 +453,45 @@ async def test_check_env_finds_faults(fault, message):
   task = types.Task('t', [{'role': 'user', 'content': 'Guess.'}])
   with pytest.raises(AssertionError, match=message):
     await testing.check_env(lambda: Guess(fault), task, ['a', 'b'])
+
+
+@pytest.mark.parametrize(
+  'finish, message',
+  [
+    (
+      lambda status, reply: types.Step([], reward=float(next(_counter)), done=True),
+      'rep',
+    ),
+    (lambda status, reply: 'x', r"finish\('truncated', ...\) returned no Step"),
+    (lambda status, reply: types.Step([], float('nan'), done=True), 'reward is nan'),
+  ],
+)
+async def test_check_env_finds_faults_of_finish(finish, message):
+  def make():
+    env = Guess()
+    env.finish = finish
+    return env
+
+  with pytest.raises(AssertionError, match=message):
+    await testing.check_env(make, TASK, ['a', 'b'])
+
+
+_counter = itertools.count()
+
+
+async def test_check_env_takes_methods_that_are_not_async():
+  class Plain(Guess):
+    def reset(self, task):
+      return asyncio.run(super().reset(task))
+
+    def step(self, reply):
+      return asyncio.run(super().step(reply))
+
+    def finish(self, status, reply):
+      return types.Step([], reward=0.5)
+
+  steps = await testing.check_env(Plain, TASK, ['a', 'b'])
+  assert [step.reward for step in steps] == [0.0, 1.0]
 
 
 async def test_check_env_wants_the_episode_to_end_with_the_replies():

@@ -93,6 +93,14 @@ class TestPool:
     assert await asyncio.gather(*busy) == [True] * 3
     assert ran == [] and pool.abandoned == {}
 
+  async def test_it_may_grow(self, pool, gate):
+    pool.grow(2)  # It has more.
+    pool.grow(5)
+    busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(7)]
+    await until(lambda: pool.at_work == 5)
+    gate.set()
+    assert await asyncio.gather(*busy) == [True] * 7
+
   async def test_a_cancelled_call_gives_its_place_away(self, pool, gate):
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
     await until(lambda: pool.at_work == 3)

@@ -67,8 +67,9 @@ class ToolEnv:
   format_errors, and the named parts of its reward as 'reward/<name>'; the last step's
   also what `metrics` returns.
 
-  Functions that are not async run in threads (see workers). They get copies of the task
-  and the messages: what they change there, nobody sees.
+  Functions that are not async run in threads (see workers), several at a time. They get
+  copies of the task and the messages: what they change there, nobody sees. A grader that
+  may hold the interpreter belongs into a process (isolated.in_process).
 
   Attributes:
     task: The current one.

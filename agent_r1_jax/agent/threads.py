@@ -114,6 +114,10 @@ class Pool:
     self._abandoned: set[Call] = set()
     self._alive = self._idle = 0
 
+  def grow(self, threads: int):
+    """Lets at least so many be at work at a time."""
+    self._threads = max(self._threads, threads)
+
   @property
   def abandoned(self) -> dict[str, int]:
     """How many abandoned calls have not come back, by name."""
