@@ -68,7 +68,7 @@ class TestPool:
         await workers.call(gate.wait, seconds=0.01)
       assert pool.abandoned == {'wait': number + 1} and tally['wait'] == number + 1
       assert await workers.call(lambda: 'served') == 'served'
-    assert pool.at_work == 0
+    await until(lambda: pool.at_work == 0)
     gate.set()
     await until(lambda: not pool.abandoned)
     assert await workers.call(lambda: 'served') == 'served'
