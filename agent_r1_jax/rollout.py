@@ -148,7 +148,6 @@ def start(
     on_done: Called with each trajectory as it ends.
   """
   kept = spool.rollout(draw, tasks) if spool else None
-  kept = spool.rollout(draw) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * sum(len(part.rows) for part in driver.replicas))
 
