@@ -33,7 +33,7 @@ import numpy as np
 
 from agent_r1_jax import groups, metrics, preemption
 from agent_r1_jax.tasks import miniwiki
-from experiments import bad_day_run
+from experiments import bad_day_faults
 
 SIGNALS = {
   'kill': signal.SIGKILL,
@@ -277,7 +277,7 @@ def expected_errors(workdir: pathlib.Path) -> int:
   tasks = groups.epoch_tasks(
     miniwiki.train_tasks(0, 512), 0, config['steps'] * config['tasks'], config['seed']
   )
-  places = [bad_day_run.fault_of(task)[0] for task in tasks]
+  places = [bad_day_faults.fault_of(task)[0] for task in tasks]
   return config['samples'] * sum(place in ('reset', 'reward') for place in places)
 
 
