@@ -13,6 +13,7 @@ raised, flood and lie.
 import asyncio
 from collections.abc import Callable, Sequence
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -20,6 +21,7 @@ import zlib
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import isolated
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_lib
@@ -54,6 +56,19 @@ async def hang_stubbornly(*args: Any, **kwargs: Any) -> str:
       await asyncio.sleep(3600)
     except asyncio.CancelledError:
       pass
+
+
+def hold_interpreter() -> bool:
+  """A regular expression that backtracks for ever, and holds the interpreter."""
+  return re.fullmatch('(a|aa)+b', 'a' * 200) is not None
+
+
+_hold = isolated.in_process(hold_interpreter, seconds=SHORT_SECONDS)
+
+
+async def hold_interpreter_apart(*args: Any, **kwargs: Any) -> float:
+  """The same in a process of its own, as a grader that may do so should run."""
+  return float(await _hold())
 
 
 class Wordless(Exception):
@@ -126,6 +141,7 @@ TOOL_FAULTS: dict[str, Callable[..., Any]] = {
   **{f'raise_async_{i}': raiser_async(i) for i in range(len(RAISED))},
 }
 REWARD_FAULTS: dict[str, Callable[..., Any]] = {
+  'hold_interpreter': hold_interpreter_apart,
   'hang': hang,
   'hang_async': hang_async,
   'hang_stubbornly': hang_stubbornly,
@@ -178,7 +194,7 @@ class VisibleFaults(env_lib.ToolEnv):
 
   def __init__(self, tool: tool_lib.Tool):
     super().__init__(
-      [tool], self._judge, metrics=qa.metrics, reward_seconds=SHORT_SECONDS
+      [tool], self._score, metrics=qa.metrics, reward_seconds=SHORT_SECONDS
     )
     self._healthy, self._place, self._name = tool, '', ''
 
@@ -208,7 +224,7 @@ class VisibleFaults(env_lib.ToolEnv):
     schema = self._healthy.schema
     return tool_lib.Tool('search', schema, TOOL_FAULTS[self._name], SHORT_SECONDS)
 
-  def _judge(self, task: types.Task, messages: list[types.Message]) -> Any:
+  def _score(self, task: types.Task, messages: list[types.Message]) -> Any:
     if self._place == 'reward':
       return REWARD_FAULTS[self._name](task, messages)
     return qa.paper_reward(task, messages)
@@ -219,7 +235,7 @@ class HiddenFaults(env_lib.ToolEnv):
 
   def __init__(self, tool: tool_lib.Tool):
     slow = tool_lib.Tool('search', tool.schema, self._search, LONG_SECONDS)
-    super().__init__([slow], self._judge, metrics=qa.metrics)
+    super().__init__([slow], self._score, metrics=qa.metrics)
     self._healthy = tool
 
   async def reset(self, task: types.Task) -> list[types.Message]:
@@ -241,7 +257,7 @@ class HiddenFaults(env_lib.ToolEnv):
       await asyncio.sleep(0.1 * kind)
     return await self._healthy.fn(query)
 
-  def _judge(self, task: types.Task, messages: list[types.Message]) -> float:
+  def _score(self, task: types.Task, messages: list[types.Message]) -> float:
     score = qa.paper_reward(task, messages)
     kind = choose('reward', task.id) % 8
     if kind == 0:

@@ -41,6 +41,7 @@ _CFG = config_flags.DEFINE_config_dataclass(
     narrow=False,
     microbatch=8,
     row_tokens=448,
+    replicas=1,
     checkpoint_every=1,
     keep=2,
     keep_rollouts=True,
