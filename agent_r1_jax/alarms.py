@@ -1,6 +1,7 @@
 """Alarms: what goes wrong in a run long before its reward says so, as metrics."""
 
-from collections.abc import Callable, Mapping
+import collections
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 
 from agent_r1_jax import types
@@ -84,6 +85,52 @@ class Bell:
         self._say(f'Alarm over at step {step}: {name}.')
     self._ringing = {name for name, (_, _, rings) in found.items() if rings}
     return ring(numbers, self._limits)
+
+
+# Metrics of a trajectory that count faults of users' code; see rollout and ToolEnv.
+_FAULTS = ('error/', 'abandoned/', 'tool_errors', 'tool_timeouts')
+
+
+class Faults:
+  """Says on the terminal what goes wrong in users' code: the first time, and in sum."""
+
+  def __init__(self, say: Callable[[str], None]):
+    """Nothing has gone wrong yet.
+
+    Args:
+      say: Shows a line.
+    """
+    self._say = say
+    self._counts: collections.Counter[str] = collections.Counter()
+
+  def note(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
+    """Counts the faults of played episodes, and says each kind that is new.
+
+    Args:
+      step: The step that they were played for.
+      trajectories: All of it, errors included.
+    """
+    examples: dict[str, str] = {}
+    found: collections.Counter[str] = collections.Counter()
+    for trajectory in trajectories:
+      for name, value in trajectory.metrics.items():
+        if value and name.startswith(_FAULTS):
+          found[name] += int(value)
+          examples.setdefault(name, trajectory.error or '')
+    for name in sorted(found.keys() - self._counts.keys()):
+      example = name.startswith('error/') and examples[name]
+      text = f': {example[:300]}' if example else ''
+      self._say(
+        f'Fault at step {step}, {name}: {found[name]} so far{text} '
+        '(counted in metrics.jsonl; said once)'
+      )
+    self._counts += found
+
+  def say_sum(self) -> None:
+    """Says how many of each kind there were; nothing if there were none."""
+    if self._counts:
+      each = ', '.join(f'{name} {n}' for name, n in sorted(self._counts.items()))
+      self._say(f'Faults since this start: {each}')
 
 
 def ring(numbers: Mapping[str, float], limits: Limits) -> dict[str, float]:

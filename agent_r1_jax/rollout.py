@@ -191,7 +191,8 @@ async def _play(
       await episode(trajectory).play()
       break
     except workers.BlockedError as error:
-      trajectory.error, trajectory.metrics['timeouts'] = str(error), 1.0
+      trajectory.error = str(error)
+      trajectory.metrics |= {'timeouts': 1.0, 'error/BlockedError': 1.0}
       if attempt == _ATTEMPTS:
         break
   return trajectory
@@ -199,6 +200,14 @@ async def _play(
 
 class _EnvironmentError(Exception):
   """The environment or its reward raised; the trajectory is to be masked, not scored."""
+
+
+def _kind(error: _EnvironmentError) -> str:
+  """The name of what users' code raised; 'InvalidAnswer' where it answered nonsense."""
+  cause = error.__cause__
+  if isinstance(cause, workers.RaisedError):
+    cause = cause.__cause__ or cause
+  return type(cause).__name__ if cause else 'InvalidAnswer'
 
 
 @contextlib.contextmanager
@@ -240,11 +249,13 @@ class _Episode:
           await self._finish(t.status)
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)
+      t.metrics[f'error/{_kind(error)}'] = 1.0
       t.metrics['timeouts'] = float(isinstance(error.__cause__, workers.LateError))
     except TimeoutError:
       if not clock.expired():
         raise
       t.status, t.metrics['timeouts'] = 'error', 1.0
+      t.metrics['error/LateEpisode'] = 1.0
       t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
     finally:
       self._close_segment()

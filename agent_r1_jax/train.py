@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -244,6 +245,7 @@ def run(
     for line in lines:
       progress.say(line)
     bell = alarms_lib.Bell(config.alarms, progress.say)
+    faults = alarms_lib.Faults(progress.say)
     also = [evaluate.GREEDY] if evals else []
 
     def compiled(done: int, programs: int):
@@ -263,6 +265,7 @@ def run(
         progress, 'evaluation', sum(map(len, (evals or {}).values()))
       )
       played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
+      faults.note(at.step, itertools.chain(*played.values()))
       return _logged(played, workdir, config, at.step)
 
     try:
@@ -274,6 +277,7 @@ def run(
           watch.phase = 'a rollout'
           found, drawn = rollouts.take(carry, plan)
           played = [t for group in found for t in group]
+          faults.note(at.step + 1, played)
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
           numbers['rollout/dead_groups'] = float(np.mean([*map(groups.tied, found)]))
@@ -311,6 +315,7 @@ def run(
         progress.update(at.step, reward=numbers['rollout/reward'])
         if kept.checkpoints.due(at.step) or at.step == config.steps:
           kept.save(carry, plan)
+      faults.say_sum()
     except replica.PreemptedError:
       progress.phase('saving')
       watch.saving(at.step)

@@ -29,8 +29,6 @@ import sys
 import time
 
 from absl import app, flags
-import numpy as np
-
 from agent_r1_jax import groups, metrics, preemption
 from agent_r1_jax.tasks import miniwiki
 from experiments import bad_day_faults
@@ -265,7 +263,8 @@ def differences(workdir: pathlib.Path, expected: pathlib.Path) -> list[str]:
     found += [
       f'step {mine["step"]}: {name} is {mine.get(name)}, not {theirs.get(name)}'
       for name in names
-      if not np.array_equal(mine.get(name), theirs.get(name), equal_nan=True)
+      # As text: NaN is NaN, and every bit of a float is in it.
+      if repr(mine.get(name)) != repr(theirs.get(name))
     ]
   models = [(p / 'model' / 'model.safetensors').read_bytes() for p in (workdir, expected)]
   return found + ['the parameters differ'] * (models[0] != models[1])
@@ -292,6 +291,27 @@ def counted(workdir: pathlib.Path) -> dict[str, float]:
         name = name.removeprefix('rollout/')
         total[name] = total.get(name, 0.0) + value * episodes
   return {name: round(value, 3) for name, value in total.items()}
+
+
+def uncounted(workdir: pathlib.Path, found: dict[str, float]) -> list[str]:
+  """Which faults of a visible run its metrics do not count, or its lines do not say."""
+  errors = {name: n for name, n in found.items() if name.startswith('error/')}
+  injected = {name: n for name, n in found.items() if name.startswith('injected/')}
+  harmless = ('injected/tool/flood', 'injected/tool/lie')
+  hangs = sum(n for name, n in injected.items() if '/hang' in name)
+  failed = sum(n for name, n in injected.items() if name not in harmless)
+  expected = expected_errors(workdir)
+  problems = []
+  if not found['status/error'] == sum(errors.values()) == expected:
+    problems.append(f'{expected} resets and rewards had faults, counted are {errors}')
+  if found['tool_timeouts'] != hangs:
+    problems.append(f'{hangs} calls hung, counted are {found["tool_timeouts"]}')
+  # The policy makes mistakes of its own.
+  if found['tool_errors'] < failed:
+    problems.append(f'{failed} calls failed, counted are {found["tool_errors"]}')
+  said = workdir.with_suffix('.log').read_text(errors='replace')
+  names = [*errors, *(name for name in found if name.startswith('abandoned/'))]
+  return problems + [f'{name} is not said' for name in names if f'{name}: ' not in said]
 
 
 def problems_of(outcomes: Sequence[Outcome], left: Sequence[str]) -> list[str]:
@@ -352,9 +372,7 @@ def main(_):
       if faults == 'hidden':
         problems += [f'hidden: {x}' for x in differences(workdir / faults, calm)]
   found = counted(workdir / 'visible')
-  errors = expected_errors(workdir / 'visible')
-  if found['status/error'] != errors:
-    problems.append(f'visible: {found["status/error"]} errors, not {errors}')
+  problems += [f'visible: {x}' for x in uncounted(workdir / 'visible', found)]
   print(f'\n{table(outcomes)}\n')
   print(json.dumps(found, indent=2))
   report = {

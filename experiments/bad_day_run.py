@@ -47,6 +47,8 @@ _CFG = config_flags.DEFINE_config_dataclass(
     keep_rollouts=True,
     eval_every=2,
     max_error_rate=0.9,
+    reset_seconds=10.0,
+    step_seconds=30.0,
   ),
 )
 

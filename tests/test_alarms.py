@@ -5,7 +5,7 @@ import dataclasses
 import episodes
 import pytest
 
-from agent_r1_jax import alarms, evaluate
+from agent_r1_jax import alarms, evaluate, types
 
 _QUIET = {
   'alarm/entropy_collapse': 0.0,
@@ -136,3 +136,31 @@ def test_every_alarm_has_its_words():
   words = ' '.join(said)
   for part in ('0.001 nats', 'is 9, above 1', 'of the groups', 'tool calls', '0.1% of'):
     assert part in words
+
+
+def _episode(error='', **metrics):
+  return types.Trajectory(
+    types.Task('1', []), 0, 0, [], [], [], 'error', metrics, error or None
+  )
+
+
+def test_faults_are_said_when_they_are_new_and_in_sum():
+  said = []
+  faults = alarms.Faults(said.append)
+  late = _episode('reset gave no answer', **{'error/LateError': 1.0, 'tool_errors': 0.0})
+  faults.note(1, [late, late, _episode(tool_timeouts=2.0, em=1.0)])
+  assert len(said) == 2
+  assert 'step 1, error/LateError: 2' in said[0] and 'reset gave no answer' in said[0]
+  assert 'step 1, tool_timeouts: 2' in said[1]
+  faults.note(2, [late])
+  assert len(said) == 2
+  faults.say_sum()
+  assert said[2].endswith('error/LateError 3, tool_timeouts 2')
+
+
+def test_nothing_is_said_where_nothing_went_wrong():
+  said = []
+  faults = alarms.Faults(said.append)
+  faults.note(1, [_episode(em=1.0, tool_calls=2.0)])
+  faults.say_sum()
+  assert said == []

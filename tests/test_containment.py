@@ -147,6 +147,7 @@ class TestRaising:
     assert [t.status for t in played] == ['error'] * len(_KINDS) + ['done'] * 2
     for name, t in zip(_KINDS, played):
       assert name in t.error and 'test_containment.py' in t.error
+      assert sum(v for k, v in t.metrics.items() if k.startswith('error/')) == 1
       assert len(t.turns) == (where == 'step')
     if where != 'make_env':
       for t, expected in zip(played[-2:], _collect(Env, tasks)[-2:]):
@@ -320,6 +321,7 @@ class TestHanging:
     assert (first.status, last.status) == ('done', 'done')
     assert late.error == 'the episode took longer than 5 seconds (episode_seconds)'
     assert (late.status, late.metrics['timeouts']) == ('error', 1.0)
+    assert late.metrics['error/LateEpisode'] == 1.0
 
   def test_more_tools_hang_than_there_are_threads(self, gate, pool):
     """In plain functions and in to_thread; the others are served and end."""
