@@ -29,6 +29,7 @@ import sys
 import time
 
 from absl import app, flags
+
 from agent_r1_jax import groups, metrics, preemption
 from agent_r1_jax.tasks import miniwiki
 from experiments import bad_day_faults

@@ -53,8 +53,8 @@ def test_freed_memory_is_not_faulted_in_again():
 def test_where_accelerators_are_memory_is_left_alone():
   code = """
 import importlib.util
-importlib.util.find_spec = lambda name: name == 'libtpu'
 from agent_r1_jax import host
+importlib.util.find_spec = lambda name: name == 'libtpu'
 print(host.keep_memory())
 """
   assert python(code, JAX_PLATFORMS='').split() == ['False']

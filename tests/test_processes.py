@@ -154,7 +154,7 @@ def test_some_chips_may_only_sample(model, alone, tmp_path):
   ('moment', 'status', 'all_end_with', 'word'),
   [
     ('dies', -signal.SIGKILL, 1, 'is lost (killed'),
-    ('raises', 1, 1, 'raised LookupError: no such tool'),
+    ('raises', 1, 1, 'raised LookupError: no such task'),
     ('stuck', preemption.STATUS, preemption.STATUS, 'was told to end'),
   ],
 )
@@ -164,7 +164,7 @@ def test_one_ends_and_all_start_again(
   """The other one says in one line who ended, and why."""
   died, lost = reversed(_end(_start(2, tmp_path / 'run', model, moment)))
   assert died[0] == status, died[1]
-  assert moment != 'raises' or 'LookupError: no such tool' in died[1]
+  assert moment != 'raises' or 'LookupError: no such task' in died[1]
   assert lost[0] == all_end_with, lost[1]
   assert f'process 1 of 2 {word}' in lost[1], lost[1]
   # A collective that broke off may have been noticed before; and JAX warns at its start.
@@ -200,16 +200,20 @@ def test_shares_are_all_tasks_once():
   assert processes.gather('mine') == ['mine']
 
 
+class _Tasks(list):
+  """Where the second process raises: a data set that it cannot read on."""
+
+  def __getitem__(self, place):
+    if os.environ.get('JAX_PROCESS_ID') == '1' and _Env.moment.startswith('raises'):
+      if _learned(_Env.moment) == 1:
+        raise LookupError('no such task')
+    return super().__getitem__(place)
+
+
 class _Env:
   """Two turns, the second of them after what the second process makes slow."""
 
   moment = ''
-
-  def __init__(self):
-    # What an environment raises in an episode is its trajectory's; this is not.
-    if os.environ.get('JAX_PROCESS_ID') == '1' and self.moment.startswith('raises'):
-      if _learned(self.moment) == 1:
-        raise LookupError('no such tool')
 
   async def reset(self, task):
     self.turns = 0
@@ -252,7 +256,7 @@ def main(workdir, model, moment='', samplers='0', ahead='0'):
   train.run(
     _config(model, **apart),
     workdir,
-    tasks=tasks,
+    tasks=_Tasks(tasks),
     make_env=_Env,
     algorithm=algorithm,
     evals={'dev': tasks[:3]},

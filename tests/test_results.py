@@ -43,9 +43,13 @@ class Play:
     """Returns the numbers, and how many episodes were played for them."""
     self.episodes = 0
 
+    class Counts(env.ToolEnv):
+      async def reset(_, task):
+        self.episodes += 1
+        return await super().reset(task)
+
     def make_env():
-      self.episodes += 1
-      return env.ToolEnv([], lambda task, messages: 1.0)
+      return Counts([], lambda task, messages: 1.0)
 
     numbers = results.play(
       self.path,
