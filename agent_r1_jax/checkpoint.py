@@ -136,7 +136,7 @@ class Checkpointer:
     try:
       self.wait()
     except OSError:
-      # Threads of Orbax's that wrote beside it have met the same: one clear word is enough.
+      # Orbax's other threads have met the same: one clear word is enough.
       with contextlib.suppress(Exception):
         self._orbax.close()
       raise

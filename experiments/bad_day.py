@@ -200,7 +200,7 @@ def endure(
     workdir: The run's directory.
     faults: The flag of bad_day_run.
     kinds: What is done, in this order.
-    reach: Each comes within so many seconds of the run's first line.
+    reach: Each comes half a second to so many seconds after the run's first line.
 
   Returns:
     What came of it, and the commands of processes that were left behind.
@@ -210,7 +210,7 @@ def endure(
   while True:
     run, ended_by_us = Run(workdir, faults), False
     while kinds and not ended_by_us:
-      outcome = disturb(run, kinds[0], rng.uniform(0, reach), workdir)
+      outcome = disturb(run, kinds[0], rng.uniform(0.5, max(reach, 1.0)), workdir)
       if outcome is None:
         break
       outcomes.append(outcome)
@@ -320,7 +320,9 @@ def problems_of(outcomes: Sequence[Outcome], left: Sequence[str]) -> list[str]:
   found = [f'left behind: {command}' for command in left]
   for outcome in outcomes:
     if outcome.kind in ('terminate', 'interrupt'):
-      if outcome.status not in (0, preemption.STATUS):
+      # Once it has said its last word, nothing is left to be saved.
+      finished = outcome.said.startswith('end, with')
+      if outcome.status not in (0, preemption.STATUS) and not finished:
         found.append(f'{outcome.kind} ended with {outcome.status}: {outcome.said}')
       if outcome.seconds is not None and outcome.seconds > _ANSWER.value:
         found.append(f'{outcome.kind} was answered after {outcome.seconds:.1f} s')
@@ -356,7 +358,7 @@ def main(_):
   wait_for(lambda: run.ended, 'the end of the undisturbed run', run)
   if run.process.returncode:
     sys.exit(f'The undisturbed run failed: {run.said()[-3000:]}')
-  # Most moments of a run that goes on are reached, its end rarely.
+  # So every moment of a run can be met, and most starts end before their time.
   reach = 0.7 * (time.monotonic() - run.began)
   signals = ['kill'] * _KILLS.value + ['terminate'] * _TERMINATIONS.value
   signals += ['interrupt'] * _INTERRUPTS.value + ['stop'] * _STOPS.value
