@@ -8,6 +8,7 @@ import numpy as np
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax import preflight, rollout, types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import grammar as grammar_lib
@@ -84,8 +85,9 @@ def play(
   for label, (sets, make_env) in rows.items():
     with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
       ended = progress.counter()
-      held = calls_of(make_env, driver, chat) if hold_calls else None
-      if said := preflight.told_of_tools(chat, make_env()):
+      env = preflight.make_environment(make_env, limits.reset_seconds)
+      held = calls_of(env, driver, chat) if hold_calls else None
+      if said := preflight.told_of_tools(chat, env):
         progress.say(said)
       played[label] = run(
         driver, chat, sets, make_env, limits=limits, grammar=held, on_done=ended
@@ -97,10 +99,10 @@ def play(
 
 
 def calls_of(
-  make_env: rollout.MakeEnv, driver: driver_lib.Driver, chat: chat_lib.Chat
+  env: env_lib.Env, driver: driver_lib.Driver, chat: chat_lib.Chat
 ) -> grammar_lib.Grammar | None:
   """The grammar of calls of an environment's tools; None if it has no tools."""
-  schemas = [tool.schema for tool in getattr(make_env(), 'tools', ())]
+  schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not schemas:
     return None
   pieces = tokenizer_lib.token_bytes(chat.tokenizer)

@@ -34,27 +34,20 @@ _MOST_IDS = 1000
 
 def describe_run(
   algorithm: Any,
-  make_env: Callable[[], Any],
+  env: Any,
   tasks: Sequence[types.Task],
   privileged: Callable | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
   """A run's algorithm, rewards, tools and tasks.
 
   Args:
     algorithm: A rl.algorithms.Algorithm.
-    make_env: Called once. Of an environment the functions in its attributes count, such
-      as the reward that a ToolEnv was given, and the tools; of one that is no ToolEnv its
-      method `step` too.
+    env: One of the run's environments, before its first episode. The functions in its
+      attributes count, such as the reward that a ToolEnv was given, and the tools; of one
+      that is no ToolEnv its method `step` too.
     tasks: To train on.
     privileged: As in train.run.
-
-  Returns:
-    None if no environment could be made: the run will say so, where it counts errors.
   """
-  try:
-    env = make_env()
-  except Exception:
-    return None
   functions = {
     name.strip('_'): describe(value)
     for name, value in getattr(env, '__dict__', {}).items()

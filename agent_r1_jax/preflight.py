@@ -1,11 +1,11 @@
 """First contact: what a run is refused for, or told of, before anything is compiled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import context
+from agent_r1_jax.agent import context, workers
 from agent_r1_jax.agent import env as env_lib
 
 # More tokens than any template writes around a message, as far as we know. Where one
@@ -30,6 +30,29 @@ def check_tasks(tasks: Sequence[Any], name: str = 'tasks') -> None:
         f'{name}[{number}] ({task.id!r}): messages is {task.messages!r:.100}; it must be '
         "a list: [{'role': 'user', 'content': 'the question'}]."
       )
+
+
+def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env_lib.Env:
+  """An environment to look at before an episode is played.
+
+  What make_env raises, this raises.
+
+  Args:
+    make_env: A user's function, which may hang.
+    seconds: That it may take.
+
+  Raises:
+    ValueError: It gave no environment in that time.
+  """
+  call = workers.POOL.submit(make_env)
+  try:
+    return call.result(seconds)
+  except TimeoutError:
+    if not call.cancel():
+      raise  # Its own.
+    raise ValueError(
+      f'make_env gave no environment within {seconds:g} seconds (reset_seconds).'
+    ) from None
 
 
 def told_of_tools(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:

@@ -221,7 +221,8 @@ def run(
   model, params, chat = load(config, mesh)
   driver = make_driver(config, model, params, chat, mesh)
   fits = {'slots': driver.sizes.slots, 'long_prompts': config.long_prompts}
-  tasks, lines = preflight.look(chat, make_env(), tasks, evals or {}, **fits)
+  env = preflight.make_environment(make_env, config.reset_seconds)
+  tasks, lines = preflight.look(chat, env, tasks, evals or {}, **fits)
   with sharding.use(mesh):
     plan, carry = _plan(config, model, params, algorithm, mesh)
   if privileged and 'critic' not in carry.states:
@@ -231,7 +232,7 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(processes.ending_together())
     watch = stack.enter_context(preemption.watch())
-    made_of = identity.describe_run(algorithm, make_env, tasks, privileged)
+    made_of = identity.describe_run(algorithm, env, tasks, privileged)
     kept = stack.enter_context(journal.Journal(config, workdir, label, made_of))
     watch.newest = lambda: _newest(kept.checkpoints.directory)
     watch.check()

@@ -6,7 +6,7 @@ import script as script_lib
 
 
 def test_everything_holds(tmp_path):
-  """With one of each thing that is done to a run; docs/reliability.md has the long day."""
+  """One of each thing is done to a run; docs/reliability.md has the long day."""
   workdir = tmp_path / 'day'
   done = script_lib.run(
     '-m',

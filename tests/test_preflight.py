@@ -1,5 +1,7 @@
 """First contact: what is refused or said before anything is compiled."""
 
+import threading
+
 import pytest
 import tiny
 
@@ -144,3 +146,30 @@ class TestTools:
       ValueError, match="knows no tools.*make tools_in_prompt 'default'"
     ):
       preflight.told_of_tools(chat, _env([look]))
+
+
+class TestMakeEnvironment:
+  def test_what_it_raises_is_raised(self):
+    def make_env():
+      raise KeyError('page 7')
+
+    with pytest.raises(KeyError, match='page 7'):
+      preflight.make_environment(make_env, 600)
+
+  def test_its_own_time_out_is_not_ours(self):
+    def make_env():
+      raise TimeoutError('the server sleeps')
+
+    with pytest.raises(TimeoutError, match='the server sleeps'):
+      preflight.make_environment(make_env, 600)
+
+  def test_one_that_hangs_is_refused(self):
+    gate = threading.Event()
+
+    def make_env() -> env_lib.Env:
+      gate.wait()
+      return _env()
+
+    with pytest.raises(ValueError, match=r'within 0.1 seconds \(reset_seconds\)'):
+      preflight.make_environment(make_env, 0.1)
+    gate.set()
