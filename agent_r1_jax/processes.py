@@ -134,7 +134,7 @@ def leave(status: int, reason: str) -> None:
 
 
 _looking = False
-_finishing = threading.Event()
+_finishing, _alone = threading.Event(), threading.Event()
 
 
 def _look() -> None:
@@ -157,6 +157,9 @@ def _look() -> None:
         f'process {names} of {len(everyone)} is lost (killed, or its host or network is '
         'gone)',
       )
+  if state.process_id == 0:
+    _until_alone(client)
+    _alone.set()
 
 
 def _follow(status: int, what: str) -> None:
@@ -183,9 +186,8 @@ def _wait_for_the_others() -> None:
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
     _finishing.set()
     if distributed.global_state.process_id == 0:
-      waiting = threading.Thread(target=_until_alone, args=(client,), daemon=True)
-      waiting.start()
-      waiting.join(30)
+      # It is the thread that looked out which waits: at the end, Python begins no new one.
+      _alone.wait(30)
 
 
 def _until_alone(client) -> None:

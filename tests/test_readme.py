@@ -24,7 +24,7 @@ def test_the_task_of_the_readme_runs(model, tmp_path, monkeypatch, capfd):
   small = test_train._config(model, steps=2, eval_every=0)
 
   def config(model, **given):
-    assert model == 'path/to/Qwen2.5-3B-Instruct'
+    assert model == 'path/to/Qwen2.5-0.5B-Instruct'
     return dataclasses.replace(small, **given | {'steps': small.steps})
 
   monkeypatch.setattr(train, 'Config', config)

@@ -319,6 +319,9 @@ def _extract(archive: pathlib.Path) -> None:
         zipped.extractall(part)
     else:
       with tarfile.open(archive) as tarred:
+        # Python’s own check, too, where it has one: from 3.12 on it asks for a choice.
+        if check := getattr(tarfile, 'data_filter', None):
+          tarred.extraction_filter = check
         members = tarred.getmembers()
         for member in members:
           _check(archive, member.name, member.isreg() or member.isdir())
