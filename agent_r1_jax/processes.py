@@ -186,7 +186,7 @@ def _wait_for_the_others() -> None:
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
     _finishing.set()
     if distributed.global_state.process_id == 0:
-      # It is the thread that looked out which waits: at the end, Python begins no new one.
+      # The thread that looked out waits: at the end, Python begins no new one.
       _alone.wait(30)
 
 
