@@ -1,6 +1,7 @@
 """Graders that a test of isolated functions has processes import."""
 
 import os
+import pathlib
 import re
 import threading
 import time
@@ -24,6 +25,14 @@ def catastrophe(text: str) -> bool:
 def hang():
   """A grader that waits for ever."""
   threading.Event().wait()
+
+
+def wait_for(file: str) -> str:
+  """A grader that says that it began, and waits to be told to go on."""
+  pathlib.Path(f'{file}.begun').touch()
+  while not pathlib.Path(file).exists():
+    time.sleep(0.01)
+  return 'went on'
 
 
 def leave():

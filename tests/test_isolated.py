@@ -109,6 +109,50 @@ def test_misuse(kwargs, message):
     isolated.in_process(**{'fn': graders.length, 'seconds': 1.0} | kwargs)
 
 
+_TOLD_TO_END = """
+  import asyncio, os, pathlib, signal, sys
+  sys.path.insert(0, 'tests')
+  import graders
+  from agent_r1_jax.agent import isolated
+
+  wait_for = isolated.in_process(graders.wait_for, seconds=60, processes=1)
+  which = isolated.in_process(graders.process, seconds=60, processes=1)
+
+  async def main(go_on):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      signal.signal(number, lambda *_: None)
+    grading, before = asyncio.create_task(wait_for(str(go_on))), await which()
+    while not go_on.with_name('go.begun').exists():
+      await asyncio.sleep(0.01)
+    (process,) = which.__closure__[0].cell_contents._idle
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      os.killpg(0, number)
+      os.kill(process._process.pid, number)
+    go_on.touch()
+    assert await grading == 'went on' and await which() == before
+    os.kill(before, signal.SIGKILL)
+    process._process.wait()
+    assert await which() != before
+
+  asyncio.run(main(pathlib.Path(sys.argv[1])))
+"""
+
+
+def test_what_ends_a_run_fails_no_call(tmp_path):
+  """Ctrl-C goes to a terminal's whole group, and a scheduler's SIGTERM to every process.
+
+  One that was killed while it had no call is replaced.
+  """
+  run = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_TOLD_TO_END), str(tmp_path / 'go')],
+    cwd=pathlib.Path(__file__).parents[1],
+    start_new_session=True,
+    capture_output=True,
+    text=True,
+  )
+  assert run.returncode == 0 and not run.stderr, run.stderr
+
+
 _KILLED = """
   import asyncio, sys
   sys.path.insert(0, 'tests')

@@ -22,6 +22,7 @@ import importlib
 import json
 from multiprocessing import connection
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -106,10 +107,7 @@ class _Processes:
       work.cancel()
 
   def _call(self, args, kwargs) -> Any:
-    try:
-      process = self._idle.pop()
-    except IndexError:
-      process = _Process(self._fn)
+    process = self._take() or _Process(self._fn)
     try:
       ok, answer = process.call((args, kwargs), self._seconds)
     except BaseException:
@@ -119,6 +117,18 @@ class _Processes:
     if not ok:
       raise FailedError(answer)
     return answer
+
+  def _take(self) -> '_Process | None':
+    """One that waits for a call; those that ended meanwhile are dropped."""
+    while self._idle:
+      try:
+        process = self._idle.pop()
+      except IndexError:
+        break  # Another thread took the last one.
+      if process.lives:
+        return process
+      process.end()
+    return None
 
 
 class _Process:
@@ -133,6 +143,8 @@ class _Process:
       [sys.executable, '-m', __name__, *names],
       stdin=subprocess.DEVNULL,
       pass_fds=[there.fileno()],
+      # Ctrl-C and a signal to the trainer's group are not for it: see _serve.
+      start_new_session=True,
       env=os.environ | {'PYTHONPATH': os.pathsep.join(p or os.curdir for p in sys.path)},
     )
     there.close()
@@ -141,6 +153,11 @@ class _Process:
     if not ok:
       self.end()
       raise FailedError(answer)
+
+  @property
+  def lives(self) -> bool:
+    """Whether it can take a call."""
+    return self._process.poll() is None
 
   def call(self, arguments, seconds) -> tuple[bool, Any]:
     """Whether the function returned, and what it returned or how it failed."""
@@ -176,7 +193,14 @@ def _end(process: subprocess.Popen, pipe):
 
 
 def _serve(pipe, module: str, name: str):
-  """Answers calls until nobody is left to ask."""
+  """Answers calls until nobody is left to ask.
+
+  Whoever ends a run may send its signal to every process of it. The trainer decides what
+  becomes of the call under way: a process that ended by itself would fail its episode.
+  """
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # A handler and not SIG_IGN, which the programs that the function starts would keep.
+    signal.signal(number, lambda *_: None)
   try:
     fn = _imported(module, name)
   except BaseException as error:
