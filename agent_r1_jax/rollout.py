@@ -162,7 +162,9 @@ def start(
         lambda: types.Trajectory(task, group, sample, [], [], [], status='error'),
         lambda trajectory: _Episode(chat, make_env, limits, row, identity, trajectory),
       )
-    if kept:
+    # Programs that tools started may have been told to end with the run, and have failed
+    # for it: what ended since then is played again.
+    if kept and not driver.interrupted():
       kept.keep((task.id, number), trajectory)
     on_done(trajectory)
     return trajectory

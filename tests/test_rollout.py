@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import rollout, types
+from agent_r1_jax import rollout, spool, types
 from agent_r1_jax.agent import calls, context, rewards
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.engine import replica
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.rl import episodes
 
@@ -370,6 +371,21 @@ class TestErrors:
       assert t.status == 'error'
       assert t.error.startswith('TypeError: make_env is wrong (')
       assert t.error.endswith('in make_env)')
+
+  def test_what_fails_when_the_run_is_told_to_end_is_not_kept(self, tmp_path):
+    """Its program got the signal, too: the next start plays the episode again."""
+    driver, told = _driver(), []
+    driver.interrupted = lambda: bool(told)
+
+    class Told(Env):
+      async def step(self, reply):
+        told.append(True)
+        raise ChildProcessError('ended by SIGTERM')
+
+    kept = spool.Spool(tmp_path)
+    with pytest.raises(replica.PreemptedError):
+      _collect(Told, _tasks(1), driver=driver, spool=kept)
+    assert kept.rollout(0, _tasks(1)).found(('task 0', 0)) is None
 
   def test_on_done_hears_of_every_episode(self):
     ended = []
