@@ -209,7 +209,7 @@ def ending_together() -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if jax.process_count() == 1:
+    if not several():
       raise
     reason = f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
     if _of_the_runtime(error):
@@ -220,6 +220,7 @@ def ending_together() -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     leave(1, f'raised {reason}')
+    raise  # The others cannot be told any more.
 
 
 def heartbeat_seconds() -> int:

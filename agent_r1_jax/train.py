@@ -145,6 +145,7 @@ def make_driver(
 
 
 @preemption.watch()
+@processes.ending_together()
 def play(
   config: Config,
   model: str | os.PathLike,
@@ -169,6 +170,7 @@ def play(
 
 
 @preemption.watch()
+@processes.ending_together()
 def run(
   config: Config,
   workdir: str,
@@ -230,7 +232,6 @@ def run(
   playing: dict[str, Any] = {'make_env': make_env}
   playing['limits'] = _limits(config)
   with contextlib.ExitStack() as stack:
-    stack.enter_context(processes.ending_together())
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, env, tasks, privileged)
     kept = stack.enter_context(journal.Journal(config, workdir, label, made_of))
