@@ -210,7 +210,7 @@ class Progress:
     if self._bar:
       self._bar.console.print(line, markup=False, highlight=False)
     else:
-      print(line, file=self._file, flush=True)
+      self._write(line)
 
   def counter(self) -> Callable[[Any], None]:
     """A callback that counts its calls as steps, for what has no numbers of its own."""
@@ -228,13 +228,16 @@ class Progress:
     parts = [f'{self._label} {self._step}/{self._total}', *self._fields().values()]
     line = '  '.join(part for part in parts if part)
     if line != self._line:
-      try:
-        print(line, file=self._file, flush=True)
-      except OSError as error:
-        # A log that the terminal was sent to: what it lacks is in metrics.jsonl.
-        if not disk.is_full(error):
-          raise
+      self._write(line)
     self._line = line
+
+  def _write(self, line: str) -> None:
+    try:
+      print(line, file=self._file, flush=True)
+    except OSError as error:
+      # A log that the terminal was sent to: what it lacks is in metrics.jsonl.
+      if not disk.is_full(error):
+        raise
 
   def _fields(self) -> dict[str, Any]:
     spent = self._clock() - self._began

@@ -178,6 +178,7 @@ class TestFullDisk:
     file = open('/dev/full', 'w')
     with metrics.Progress(2, file=file) as progress:
       progress.update(1, reward=0.5)
+      progress.say('step 1: 3 calls failed')
     with pytest.raises(OSError, match='No space left'):
       file.close()  # as it tells whoever asks
 
