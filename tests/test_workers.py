@@ -93,6 +93,21 @@ class TestPool:
     assert await asyncio.gather(*busy) == [True] * 3
     assert ran == [] and pool.abandoned == {}
 
+  async def test_where_no_thread_can_be_had_a_call_waits_for_one(self, pool, monkeypatch):
+    assert await workers.call(lambda: 'first') == 'first'
+    held = threading.Event()
+    first = asyncio.ensure_future(workers.call(held.wait))
+    await until(lambda: pool.at_work == 1)
+
+    def refuse(thread):
+      raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, 'start', refuse)
+    second = asyncio.ensure_future(workers.call(lambda: 'second'))
+    await asyncio.sleep(0)
+    held.set()
+    assert await second == 'second' and await first
+
   async def test_it_may_grow(self, pool, gate):
     pool.grow(2)  # It has more.
     pool.grow(5)

@@ -134,7 +134,7 @@ class Pool:
 
     Raises:
       FullError: Too many calls were abandoned.
-      RuntimeError: The system gives no further thread.
+      RuntimeError: The system gives no thread, and the pool has none.
     """
     call = Call(self, functools.partial(contextvars.copy_context().run, fn))
     for late in self._late():
@@ -149,8 +149,9 @@ class Pool:
       try:
         self._staff()
       except RuntimeError:
-        self._waiting.remove(call)
-        raise
+        if not self._alive:  # Else one of those takes it.
+          self._waiting.remove(call)
+          raise
     return call
 
   def leave(self, call: Call):
