@@ -125,7 +125,9 @@ def _fields(record: Any) -> dict[str, Any]:
 def _tagged(value: Any) -> Any:
   """What MessagePack has no form for; subclasses of what it has become the latter."""
   kind: Any  # What a subclass stands for.
-  for kind in (str, bytes, dict, list):
+  if isinstance(value, str):
+    return str.__str__(value)  # Of an enumeration, str() may give the name.
+  for kind in (bytes, dict, list):
     if isinstance(value, kind):
       return kind(value)
   for tag, kind in _COLLECTIONS.items():

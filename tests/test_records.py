@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import enum
 import pickle
 
 import numpy as np
@@ -83,6 +84,16 @@ def test_what_is_packed_comes_back(value):
 def test_subclasses_become_what_they_stand_for():
   value = [collections.OrderedDict(a=1), np.str_('x'), collections.Counter('aa')]
   assert _same(records.unpack(records.pack(value)), [{'a': 1}, 'x', {'a': 2}])
+  message = {'role': _Role.USER, _Role.USER: _Level.HIGH}
+  assert _same(records.unpack(records.pack(message)), {'role': 'user', 'user': 2})
+
+
+class _Role(str, enum.Enum):  # noqa: UP042
+  USER = 'user'
+
+
+class _Level(enum.IntEnum):
+  HIGH = 2
 
 
 class _Thing:
