@@ -285,6 +285,11 @@ def check(config: Config, algorithm: algorithms.Algorithm) -> None:
     ValueError: Names the field and the mend.
   """
   check_values(config)
+  if not isinstance(algorithm, algorithms.Algorithm):
+    raise ValueError(
+      f'algorithm is {algorithm!r:.100}; it must be an algorithms.Algorithm, such as '
+      'algorithms.grpo() gives.'
+    )
   if 0 < config.row_tokens < config.slots:
     raise ValueError(
       f'row_tokens is {config.row_tokens}, less than slots ({config.slots}): a long text '

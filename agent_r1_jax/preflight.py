@@ -13,12 +13,32 @@ from agent_r1_jax.agent import env as env_lib
 _FRAME = 64
 
 
-def check_tasks(tasks: Sequence[Any], name: str = 'tasks') -> None:
+def check_sets(tasks: Any, evals: Any) -> None:
+  """Refuses what are no tasks to train on, or no sets of tasks to evaluate.
+
+  Raises:
+    ValueError: Says what it should be.
+  """
+  check_tasks(tasks)
+  if len(tasks) == 0:
+    raise ValueError('tasks is empty: give at least one task to train on.')
+  if evals is not None and not isinstance(evals, Mapping):
+    raise ValueError(
+      f'evals is {evals!r:.100}; it must be a dict of sets by their names, such as '
+      "{'held_out': [...]}."
+    )
+  for name, held_out in (evals or {}).items():
+    check_tasks(held_out, f'evals[{name!r}]')
+
+
+def check_tasks(tasks: Any, name: str = 'tasks') -> None:
   """Refuses what are no tasks.
 
   Raises:
     ValueError: Names the first one, and what it should be.
   """
+  if not (hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')):
+    raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
   for number, task in enumerate(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
@@ -42,17 +62,27 @@ def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env
     seconds: That it may take.
 
   Raises:
-    ValueError: It gave no environment in that time.
+    ValueError: It is no function, or gave no environment in that time.
   """
+  if not callable(make_env):
+    raise ValueError(
+      f'make_env is {make_env!r:.100}; it must be a function that gives a new '
+      'environment for each episode: make_env=lambda: env.ToolEnv(...).'
+    )
   call = workers.POOL.submit(make_env)
   try:
-    return call.result(seconds)
+    env = call.result(seconds)
   except TimeoutError:
     if not call.cancel():
       raise  # Its own.
     raise ValueError(
       f'make_env gave no environment within {seconds:g} seconds (reset_seconds).'
     ) from None
+  if not (hasattr(env, 'reset') and hasattr(env, 'step')):
+    raise ValueError(
+      f'make_env gave {env!r:.100}; it must give an environment, with reset and step.'
+    )
+  return env
 
 
 def told_of_tools(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:

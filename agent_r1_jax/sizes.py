@@ -195,6 +195,10 @@ def describe(
 
 def _read_models(config, algorithm) -> memory.Models:
   """Shapes from the directories' config.json; no weights are read."""
+  if not config.model:
+    raise ValueError(
+      'model is empty; give the directory of a model in Hugging Face layout.'
+    )
   looks = {'dtype': config.dtype, 'remat': config.remat}
   policy = dataclasses.replace(hf_config.read(config.model), **looks)
   if algorithm is None:

@@ -212,11 +212,7 @@ def run(
     processes.LostError: Another process ended.
   """
   config_lib.check(config, algorithm)
-  if len(tasks) == 0:
-    raise ValueError('tasks is empty: give at least one task to train on.')
-  preflight.check_tasks(tasks)
-  for name, held_out in (evals or {}).items():
-    preflight.check_tasks(held_out, f'evals[{name!r}]')
+  preflight.check_sets(tasks, evals)
   host.quiet()
   config = sizes.settle(config, algorithm, workdir)
   mesh = make_mesh(config)

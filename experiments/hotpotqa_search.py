@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -181,7 +182,7 @@ def setting_of(model: str) -> Setting:
   if rows_of(model).is_file():
     return SMALL
   if model == SMALL.config.model:
-    raise app.UsageError(
+    sys.exit(
       f'{rows_of(model)} is missing: run experiments.hotpotqa_base, which makes the '
       'small policy, or name an instruct model with --config.model=DIR.'
     )

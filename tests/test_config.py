@@ -45,6 +45,12 @@ def test_a_wrong_value_is_refused(field, value, message):
   assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize('algorithm', ['grpo', algorithms.grpo, None])
+def test_what_is_no_algorithm_is_refused(algorithm):
+  with pytest.raises(ValueError, match=r'^algorithm is .*such as algorithms.grpo\(\)'):
+    config_lib.check(config_lib.Config(), algorithm)
+
+
 def test_the_defaults_and_the_edges_pass():
   config_lib.check_values(config_lib.Config())
   edges = {'learning_rate': 0, 'clip_norm': math.inf, 'steps': 0, 'max_error_rate': 1}

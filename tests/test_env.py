@@ -356,11 +356,13 @@ async def test_steps_belong_between_reset_and_done():
     ({'tools': [print]}, 'is not a Tool; decorate it with @tool'),
     ({'tools': [nap, nap]}, r"have one name in \['nap', 'nap'\]"),
     ({'tools': [], 'max_parallel_calls': 0}, 'must be at least 1'),
+    ({'tools': [], 'metrics': 'em'}, "metrics is 'em'; it must be a function"),
+    ({'tools': [], 'reward': 1.0}, 'reward is 1.0; it must be a function'),
   ],
 )
 def test_bad_arguments(kwargs, message):
   with pytest.raises(ValueError, match=message):
-    env_lib.ToolEnv(reward=right, **kwargs)
+    env_lib.ToolEnv(**{'reward': right} | kwargs)
 
 
 class Guess:

@@ -305,6 +305,7 @@ def test_a_missing_small_policy_says_how_to_make_it(tmp_path):
   said = done.stdout + done.stderr
   assert done.returncode != 0 and 'hotpotqa_base/rows.json is missing' in said
   assert 'run experiments.hotpotqa_base' in said and '--config.model=DIR' in said
+  assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize('path', sorted((script_lib.ROOT / 'experiments').glob('*.py')))

@@ -57,6 +57,22 @@ def test_what_is_no_task_is_named(tasks, message):
   preflight.check_tasks(_tasks('x', 'y'))
 
 
+@pytest.mark.parametrize(
+  'tasks, evals, message',
+  [
+    (iter(_tasks('x')), None, r'tasks is <list_iterator .*; it must be a list of'),
+    (_tasks('x')[0], None, r'tasks is Task\(.*; it must be a list of types.Task'),
+    (_tasks('x'), _tasks('y'), r'evals is \[Task\(.*; it must be a dict of sets'),
+    (_tasks('x'), {'dev': ['y']}, r"evals\['dev'\]\[0\] is 'y'"),
+    ([], None, 'tasks is empty: give at least one'),
+  ],
+)
+def test_what_is_no_list_or_no_dict_of_sets_is_named(tasks, evals, message):
+  with pytest.raises(ValueError, match=message):
+    preflight.check_sets(tasks, evals)
+  preflight.check_sets(_tasks('x'), {'dev': _tasks('y')})
+
+
 @pytest.mark.parametrize('messages', [[{'role': 'user'}], [{'content': 'x'}], []])
 def test_a_broken_message_is_named_with_its_task(messages):
   tasks = [*_tasks('x'), types.Task('broken', messages)]
@@ -149,6 +165,17 @@ class TestTools:
 
 
 class TestMakeEnvironment:
+  @pytest.mark.parametrize(
+    'make_env, message',
+    [
+      (_env(), r'make_env is <.*ToolEnv.*; it must be a function that gives a new'),
+      (lambda: None, 'make_env gave None; it must give an environment, with reset and'),
+    ],
+  )
+  def test_what_gives_no_environment_is_refused(self, make_env, message):
+    with pytest.raises(ValueError, match=message):
+      preflight.make_environment(make_env, 600)
+
   def test_what_it_raises_is_raised(self):
     def make_env():
       raise KeyError('page 7')

@@ -403,6 +403,11 @@ class TestRun:
     assert not (tmp_path / 'run').exists()
 
 
+def test_an_empty_model_is_named():
+  with pytest.raises(ValueError, match='model is empty; give the directory of a model'):
+    sizes.settle(train.Config())
+
+
 def test_eight_devices_are_not_refused(model):
   """In a process of its own: this one has one device."""
   code = (

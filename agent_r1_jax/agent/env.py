@@ -107,6 +107,12 @@ class ToolEnv:
     self._by_name = {item.name: item for item in tools}
     if len(self._by_name) < len(self.tools):
       raise ValueError(f'tools: two have one name in {[t.name for t in self.tools]}.')
+    functions = {'reward': reward, 'parse': parse}
+    optional = {'process_reward': process_reward, 'metrics': metrics}
+    functions |= {name: fn for name, fn in optional.items() if fn is not None}
+    for name, fn in functions.items():
+      if not callable(fn):
+        raise ValueError(f'{name} is {fn!r:.100}; it must be a function.')
     if max_parallel_calls < 1:
       raise ValueError(f'max_parallel_calls={max_parallel_calls} must be at least 1.')
     if not reward_seconds > 0:
