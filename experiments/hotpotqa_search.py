@@ -214,7 +214,13 @@ def check_unseen(model: str, tasks) -> None:
 
 
 def recall(retriever, tasks) -> dict[str, float]:
-  """Of the gold passages, the share among the first 5; and how often that is all."""
+  """Of the gold passages, the share among the first 5; and how often that is all.
+
+  Of the tasks that name theirs (supporting_titles); empty where none does.
+  """
+  tasks = [task for task in tasks if task.info.get('supporting_titles')]
+  if not tasks:
+    return {}
   hits = retriever.search([task.info['question'] for task in tasks], 5)
   found = [{hit.document.title for hit in five} for five in hits]
   gold = [set(task.info['supporting_titles']) for task in tasks]
@@ -265,13 +271,10 @@ def report(workdir, numbers, recalls, times) -> None:
       **{name: count(cell) for name, cell in kinds.items()},
       'searches': of['searches'],
     }
-  text = '\n\n'.join(
-    (
-      metrics.table(rows, rows['GRPO']),
-      metrics.table(recalls, recalls['bm25']),
-      metrics.table({'seconds': times}, times),
-    )
-  )
+  tables = [metrics.table(rows, rows['GRPO'])]
+  if recalls['bm25']:
+    tables.append(metrics.table(recalls, recalls['bm25']))
+  text = '\n\n'.join([*tables, metrics.table({'seconds': times}, times)])
   print(f'\n{text}\n{workdir}')
   (workdir / 'table.md').write_text(text + '\n')
   methods = {method: of['summary'] for method, of in numbers.items()}

@@ -1,6 +1,7 @@
 """BM25 against its formula, at its edges and on real questions."""
 
 import collections
+import logging
 import math
 
 import numpy as np
@@ -56,6 +57,12 @@ def test_numba_gives_the_same():
     for backend in ('numpy', 'numba')
   )
   assert plain == compiled
+
+
+def test_the_library_narrates_nothing(caplog):
+  with caplog.at_level(logging.DEBUG):
+    bm25.BM25(PASSAGES).search(['Oslo'], 1)
+  assert not [r for r in caplog.records if r.name.startswith('bm25s')]
 
 
 def test_edges():

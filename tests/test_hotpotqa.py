@@ -133,6 +133,25 @@ def test_a_demonstration_quotes_what_leads_to_its_words(maker):
 
 def test_a_row_without_a_way_to_the_answer_is_left_out(maker):
   assert maker.row(_task(*ROWS[3])) is None
+  question, answer, _, kind = ROWS[0]
+  assert maker.row(_task(question, answer, (), kind)) is None
+  assert (
+    maker.row(_task(question, answer, ('Hall of Dragons', 'Elsewhere'), kind)) is None
+  )
+
+
+def test_recall_is_of_the_rows_that_name_their_passages():
+  code = """
+from agent_r1_jax import types
+from agent_r1_jax.retrieval import bm25, documents
+from experiments import hotpotqa_search
+found = bm25.BM25([documents.Document('0', 'Oslo', 'A city.')])
+named = types.Task('0', [], 'x', {'question': 'Oslo?', 'supporting_titles': ['Oslo']})
+bare = types.Task('1', [], 'x', {'question': 'Who?'})
+print(hotpotqa_search.recall(found, [named, bare]), hotpotqa_search.recall(found, [bare]))
+"""
+  done = script_lib.run('-c', code)
+  assert done.stdout == "{'recall@5': 1.0, 'all in 5': 1.0} {}\n", done.stderr
 
 
 @pytest.mark.parametrize(

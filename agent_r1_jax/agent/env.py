@@ -196,7 +196,13 @@ class ToolEnv:
     self._pay(step, 'reward', score)
     if self._metrics:
       args = copied(self.task), copied(self.messages)
-      step.metrics |= await self._ask('metrics', self._metrics, *args)
+      found = await self._ask('metrics', self._metrics, *args)
+      if not isinstance(found, dict):
+        raise ValueError(
+          f'the metrics of task {self.task.id!r} are {found!r:.100}; make them a dict of '
+          'numbers.'
+        )
+      step.metrics |= found
 
   async def _ask(self, kind: str, fn: Callable, *args) -> Any:
     """What a function says; the library's own, which are quick, at once."""
@@ -210,7 +216,13 @@ class ToolEnv:
   def _pay(self, step: types.Step, kind: str, score: Score):
     """Adds a score and its named parts to a step."""
     parts = score if isinstance(score, dict) else {}
-    value = float(sum(parts.values()) if isinstance(score, dict) else score)
+    try:
+      value = float(sum(parts.values()) if isinstance(score, dict) else score)
+    except (TypeError, ValueError):
+      raise ValueError(
+        f'the {kind} of task {self.task.id!r} is {score!r:.100}; make it a number, or a '
+        'dict of numbers.'
+      ) from None
     if not math.isfinite(value):
       raise ValueError(f'the {kind} of task {self.task.id!r} is {score}; make it finite.')
     step.reward += value

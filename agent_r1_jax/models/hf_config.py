@@ -139,7 +139,10 @@ def token_ids(
 def read_json(path: pathlib.Path) -> dict[str, Any]:
   """The object in a JSON file; a ValueError names the file that is missing or broken."""
   if not path.parent.is_dir():
-    raise ValueError(f'{path.parent}: no such directory; give a model in HF layout')
+    raise ValueError(
+      f'{path.parent}: no such directory; give one with a model in HF layout. Names of '
+      'the Hub are not looked up.'
+    )
   if not path.is_file():
     raise ValueError(f'{path}: missing; a model in HF layout has it')
   try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import importlib.util
+import logging
 
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -40,6 +41,8 @@ class BM25:
     """
     import bm25s
 
+    # Its import makes it tell all.
+    logging.getLogger('bm25s').setLevel(logging.WARNING)
     if not passages:
       raise ValueError('passages is empty; BM25 needs at least one')
     if backend is None:

@@ -173,7 +173,10 @@ class Maker:
   def row(self, task: types.Task) -> Item | None:
     """A row's question, if names in it and in its passages lead to the answer."""
     question, answer = task.info['question'], task.answer[0]
-    gold = [self._by_title[title] for title in task.info['supporting_titles']]
+    titles = task.info.get('supporting_titles')
+    if not titles or not self._by_title.keys() >= set(titles):
+      return None
+    gold = [self._by_title[title] for title in titles]
     for way in self._ways(question, gold):
       if answer in ('yes', 'no'):
         return Item(question, way, answer)
