@@ -47,6 +47,7 @@ _TERMINATIONS = flags.DEFINE_integer('terminations', 4, 'SIGTERMs, likewise.')
 _INTERRUPTS = flags.DEFINE_integer('interrupts', 1, 'SIGINTs (Ctrl-C), likewise.')
 _STOPS = flags.DEFINE_integer('stops', 2, 'SIGSTOPs of 3 seconds, likewise.')
 _FILLS = flags.DEFINE_integer('fills', 2, "Times that the second run's disk fills.")
+_REACH = flags.DEFINE_float('reach', 8.0, 'Seconds of a start in which it is done.')
 _ANSWER = flags.DEFINE_float('answer', 10.0, 'Seconds in which a signal is answered.')
 _LIMIT = flags.DEFINE_float('limit', 1800.0, 'Seconds after which a run hangs.')
 _DISK = flags.DEFINE_integer('disk', 128, "Megabytes of the second run's disk.")
@@ -93,7 +94,6 @@ class Run:
     wait_for(lambda: 'begin\n' in self.said() or self.ended, 'its first line', self)
     if self.ended:
       raise RuntimeError(f'The run ended at its start: {self.said()[-2000:]}')
-    self.began = time.monotonic()
 
   @property
   def ended(self) -> bool:
@@ -192,15 +192,15 @@ def metrics_of(workdir: pathlib.Path) -> list[dict[str, float]]:
 
 
 def endure(
-  workdir: pathlib.Path, faults: str, kinds: Sequence[str], reach: float
+  workdir: pathlib.Path, faults: str, kinds: Sequence[str]
 ) -> tuple[list[Outcome], list[str]]:
   """Starts a run again and again, doing one thing to it each time, until it finishes.
 
   Args:
     workdir: The run's directory.
     faults: The flag of bad_day_run.
-    kinds: What is done, in this order.
-    reach: Each comes half a second to so many seconds after the run's first line.
+    kinds: What is done, in this order: half a second to --reach seconds after a start, or
+      after what was done before.
 
   Returns:
     What came of it, and the commands of processes that were left behind.
@@ -210,7 +210,7 @@ def endure(
   while True:
     run, ended_by_us = Run(workdir, faults), False
     while kinds and not ended_by_us:
-      outcome = disturb(run, kinds[0], rng.uniform(0.5, max(reach, 1.0)), workdir)
+      outcome = disturb(run, kinds[0], rng.uniform(0.5, _REACH.value), workdir)
       if outcome is None:
         break
       outcomes.append(outcome)
@@ -358,8 +358,6 @@ def main(_):
   wait_for(lambda: run.ended, 'the end of the undisturbed run', run)
   if run.process.returncode:
     sys.exit(f'The undisturbed run failed: {run.said()[-3000:]}')
-  # So every moment of a run can be met, and most starts end before their time.
-  reach = 0.7 * (time.monotonic() - run.began)
   signals = ['kill'] * _KILLS.value + ['terminate'] * _TERMINATIONS.value
   signals += ['interrupt'] * _INTERRUPTS.value + ['stop'] * _STOPS.value
   rng = random.Random(_SEED.value)
@@ -370,7 +368,7 @@ def main(_):
         print('No file system can be mounted here: the disk is not filled.', flush=True)
       kinds = signals + ['fill'] * (_FILLS.value if mounted else 0)
       rng.shuffle(kinds)
-      outcomes[faults], left = endure(workdir / faults, faults, kinds, reach)
+      outcomes[faults], left = endure(workdir / faults, faults, kinds)
       problems += [f'{faults}: {x}' for x in problems_of(outcomes[faults], left)]
       if faults == 'hidden':
         problems += [f'hidden: {x}' for x in differences(workdir / faults, calm)]

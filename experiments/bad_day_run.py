@@ -24,7 +24,7 @@ _CFG = config_flags.DEFINE_config_dataclass(
   'config',
   train.Config(
     model=str(BASE),
-    steps=8,
+    steps=32,
     tasks=8,
     samples=4,
     max_turns=4,

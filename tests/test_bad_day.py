@@ -17,6 +17,7 @@ def test_everything_holds(tmp_path):
     '--interrupts=0',
     '--stops=1',
     '--fills=1',
+    '--reach=6',
     # On a machine that does other work, too.
     '--answer=120',
     '--run=config.steps=3',
