@@ -104,7 +104,7 @@ def look_out() -> None:
   Each says why it ends, if it can (`leave`). Of one that was killed or whose host is
   gone, JAX's coordination service knows after its heartbeat's time. The service lives in
   process 0: if that is killed, JAX aborts the others at once with some lines of its own,
-  and ours is the last (see watchdog.py). For `host.prepare`; one process is left alone.
+  and ours is among them (watchdog.py). For `host.prepare`; one process is left alone.
   """
   global _looking
   if _looking or not several():
