@@ -145,8 +145,9 @@ def _tagged(value: Any) -> Any:
     return msgpack.ExtType(_INTEGER, value.to_bytes(length, 'little', signed=True))
   if isinstance(value, float):
     return float(value)
+  # Without its repr, which may be anybody's code.
   raise TypeError(
-    f'{value!r:.100} is a {type(value).__name__}; give text, numbers, lists, dicts'
+    f'{type(value).__name__} is no plain data; give text, numbers, lists, dicts'
   )
 
 

@@ -311,8 +311,9 @@ class _Episode:
       seconds = self.limits.reset_seconds
       call = workers.call(make, name='make_env', seconds=seconds, field='reset_seconds')
       self.env, task = await call
-    t.messages = _copied(await self._ask('reset', task))
+    messages = await self._ask('reset', task)
     with _blaming_the_environment():
+      t.messages = _copied(messages)
       schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
       return self._encoded(self.chat.prompt, t.messages, schemas), schemas
 
@@ -381,7 +382,11 @@ class _Episode:
 
 
 def _copied(messages: Any) -> list[types.Message]:
-  """An environment's messages, which it may go on to change."""
+  """An environment's messages, which it may go on to change.
+
+  What cannot be written is refused here, where it costs one episode: later the messages
+  go to the spool and to the other processes, and the run would end.
+  """
   if not isinstance(messages, list | tuple):
     raise _EnvironmentError(
       f'messages are of type {type(messages).__name__}, not a list.'
@@ -389,4 +394,9 @@ def _copied(messages: Any) -> list[types.Message]:
   for message in messages:
     if not (isinstance(message, dict) and isinstance(message.get('role'), str)):
       raise _EnvironmentError(f'{str(message)[:200]} is no message: it has no role.')
+    for key, value in message.items():
+      try:
+        records.pack([key, value])
+      except ValueError as error:
+        raise _EnvironmentError(f'{key!r} of a message {error}') from None
   return env_lib.copied(list(messages))

@@ -116,8 +116,8 @@ def _own():
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (_Thing, '_Thing; give text, numbers'),
-    (lambda: {'x': [print]}, 'builtin_function_or_method; give'),
+    (_Thing, '_Thing is no plain data; give text, numbers'),
+    (lambda: {'x': [print]}, 'builtin_function_or_method is no plain data; give'),
     (lambda: np.array(['text']), 'an array of'),
     (lambda: np.array([None]), 'an array of object'),
     (_deep, 'recursion limit'),

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import datetime
 import functools
+import pathlib
 import random
 import time
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import rollout, spool, types
+from agent_r1_jax import records, rollout, spool, types
 from agent_r1_jax.agent import calls, context, rewards
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -281,6 +283,40 @@ class TestEnds:
     assert {t.status for t in played} <= {'done', 'truncated', 'error'}
     said = {t.error for t in played if t.status == 'error'}
     assert len(said) == 1 and ('no content' in said.pop()) != (broken == 'hello')
+
+  @pytest.mark.parametrize('where', ['reset', 'step'])
+  @pytest.mark.parametrize(
+    'value', [pathlib.Path('a'), datetime.datetime(2026, 1, 1), [{'x': object()}]]
+  )
+  def test_a_message_that_cannot_be_written_costs_its_episode(
+    self, tmp_path, recwarn, where, value
+  ):
+    """Written it must be, for the spool and for the other processes."""
+    seen = {'role': 'user', 'content': 'What?', 'seen': value}
+
+    class Keeps(Env):
+      async def reset(self, task):
+        messages = await super().reset(task)
+        return [seen] if where == 'reset' and task.answer == 1 else messages
+
+      async def step(self, reply):
+        step = await super().step(reply)
+        if where == 'step' and self.task.answer == 1:
+          return dataclasses.replace(step, messages=[seen], done=False)
+        return step
+
+    kept, tasks, limits = spool.Spool(tmp_path), _tasks(4), rollout.Limits(3, 80)
+    played = _collect(Keeps, tasks, spool=kept, limits=limits)
+    assert not recwarn.list  # The spool warns of what it cannot write.
+    assert [t.status == 'error' for t in played] == [False, True, False, False]
+    error = played[1].error
+    assert error.startswith("'seen' of a message cannot be written: ")
+    assert error.endswith(' is no plain data; give text, numbers, lists, dicts')
+    shared = records.unpack_trajectories(records.pack_trajectories(played), tasks)
+    again = kept.rollout(0, tasks)
+    for t, other in zip(played, shared):
+      assert t.messages == other.messages
+      assert again.found((t.task.id, 0)).messages == t.messages
 
   def test_an_answer_that_fits_no_row(self):
     class Talks(Env):
