@@ -1,13 +1,17 @@
 """What a process is told before JAX first uses a device: others, compilations, memory."""
 
+import contextlib
 import ctypes
 import importlib.util
 import ipaddress
+import linecache
 import logging as py_logging
 import os
 import pathlib
 import platform
 import socket
+import sys
+import traceback
 from typing import Any
 
 from absl import flags, logging
@@ -20,6 +24,9 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 # Where Linux says what a process and its control groups may use.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
+_PACKAGE = f'{pathlib.Path(__file__).parent}{os.sep}'
+_OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[1] / "experiments"}{os.sep}')
+_REFUSALS = (ValueError, FileNotFoundError)
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
@@ -34,9 +41,10 @@ def prepare() -> None:
 
 
 def quiet() -> None:
-  """Drops what installed libraries narrate at INFO, unless --verbosity asks for it.
+  """Shows only what a user needs, unless --verbosity asks for more.
 
-  The user's own lines stay, and so do all warnings.
+  What installed libraries narrate at INFO is dropped; the user's own lines stay, and so
+  do all warnings. A refusal of ours ends the program with its text alone.
   """
   parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   if parsed and flags.FLAGS['verbosity'].present:
@@ -45,6 +53,27 @@ def quiet() -> None:
   logging.get_absl_logger().addFilter(_is_worth_showing)
   for name in ('jax', 'faiss'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
+  if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
+    sys.excepthook = _show
+
+
+def _show(kind, error, trace) -> None:
+  """Prints an error that ends the program: a refusal as one line, without its traceback.
+
+  A refusal is a ValueError or FileNotFoundError that a `raise` of this project raised.
+  Other errors are bugs, the user's or ours, and keep their traceback: also a ValueError
+  that a function of Python's raised where we called it.
+  """
+  calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
+  path, line = calls[-1] if calls else ('', 0)
+  raised = linecache.getline(path, line).lstrip().startswith('raise ')
+  if not (isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised):
+    return sys.__excepthook__(kind, error, trace)
+  # Where the script is that was refused.
+  between = (_PACKAGE, contextlib.__file__)
+  outside = [call for call in calls if not call[0].startswith(between)]
+  path, line = (outside or calls)[-1]
+  print(f'{path}:{line}: {error}', file=sys.stderr)
 
 
 def _is_worth_showing(record: py_logging.LogRecord) -> bool:

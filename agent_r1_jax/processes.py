@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from typing import Any
 
 import jax
@@ -216,7 +215,7 @@ def ending_together() -> Iterator[None]:
       seconds = 1.5 * heartbeat_seconds() + 5
       watchdog.say(f'{reason}; waiting up to {seconds:g} s to hear who is lost')
       time.sleep(seconds)  # `_look` ends the process.
-    traceback.print_exc()
+    sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     leave(1, f'raised {reason}')

@@ -154,8 +154,8 @@ def play(
   hold_calls: bool = False,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
-  config_lib.check_values(config)
   host.quiet()
+  config_lib.check_values(config)
   config = sizes.settle(dataclasses.replace(config, model=str(model)))
   mesh = make_mesh(config)
   shape, params, chat = load(config, mesh)
@@ -211,9 +211,9 @@ def run(
       takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
   """
+  host.quiet()
   config_lib.check(config, algorithm)
   preflight.check_sets(tasks, evals)
-  host.quiet()
   config = sizes.settle(config, algorithm, workdir)
   mesh = make_mesh(config)
   model, params, chat = load(config, mesh)

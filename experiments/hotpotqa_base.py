@@ -16,7 +16,7 @@ import json
 import pathlib
 import time
 
-from absl import app, flags, logging
+from absl import app, flags
 import jax
 
 from agent_r1_jax import config as config_lib
@@ -71,7 +71,7 @@ def texts(passages, rows, examples) -> Iterator[str]:
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
+  host.quiet()
   host.prepare()
   config, seed, start = _CFG.value, _SEED.value, time.time()
   out = pathlib.Path(_OUT.value)

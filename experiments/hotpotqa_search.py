@@ -28,12 +28,12 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, metrics, results, train, types
+from agent_r1_jax import evaluate, host, metrics, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.retrieval import bm25, dense, documents, hashing
 from agent_r1_jax.rl import algorithms, correction
@@ -112,7 +112,7 @@ _CFG = config_lib.define_flags(train.Config())
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
+  host.quiet()
   given = config_flags.get_override_values(flags.FLAGS['config'])
   setting = setting_of(given.get('model', SMALL.config.model))
   config = overridden(setting.config, given)

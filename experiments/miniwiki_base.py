@@ -14,7 +14,7 @@ import json
 import pathlib
 import time
 
-from absl import app, flags, logging
+from absl import app, flags
 import jax
 
 from agent_r1_jax import config as config_lib
@@ -75,7 +75,7 @@ def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
+  host.quiet()
   host.prepare()
   config, seed, out = _CFG.value, _SEED.value, pathlib.Path(_OUT.value)
   start = time.time()

@@ -12,10 +12,10 @@ import json
 import pathlib
 import time
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, report, results, train, types
+from agent_r1_jax import evaluate, host, report, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import miniwiki, qa
@@ -54,7 +54,7 @@ _CFG = config_lib.define_flags(
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
+  host.quiet()
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
   retriever = miniwiki.index(_WORLD.value)

@@ -31,12 +31,12 @@ import shutil
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, metrics, results, rollout, sft, train, types
+from agent_r1_jax import evaluate, host, metrics, results, rollout, sft, train, types
 from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import bm25, documents
@@ -279,7 +279,7 @@ def _shown(sets: Sets, example: list[types.Message]) -> Sets:
 
 
 def main(_):
-  logging.set_verbosity(logging.WARNING)  # Orbax and FAISS narrate at INFO
+  host.quiet()
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
     found = results.read(out / 'results.jsonl')

@@ -150,3 +150,66 @@ def test_libraries_do_not_narrate_and_warn_all_the_same(tmp_path, arguments, nar
   assert done.returncode == 0, done.stderr
   assert done.stderr.count('narrates') == narrated
   assert done.stderr.count('warns') == done.stderr.count('mine') == 1
+
+
+_REFUSED = """
+from absl import app
+from agent_r1_jax import train
+from agent_r1_jax.rl import algorithms
+class Tasks:
+  def __len__(self): return -1
+  def __getitem__(self, index): raise ValueError('a bug of theirs')
+class Short(Tasks):
+  def __getitem__(self, index): raise IndexError
+def main(_):
+  train.run(train.Config(model='x', steps={steps}), 'x', tasks={tasks}, make_env=None,
+            algorithm=algorithms.grpo())
+app.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+  'steps, tasks, flags, said',
+  [
+    (-3, '[]', [], '{path}:11: steps is -3; '),
+    (1, "['hello']", [], "{path}:11: tasks[0] is 'hello'; it must be "),
+    (1, 'Tasks()', [], 'ValueError: a bug of theirs'),
+    (1, 'Short()', [], 'ValueError: __len__() should return >= 0'),
+    (-3, '[]', ['--verbosity=0'], 'ValueError: steps is -3; '),
+  ],
+)
+def test_a_refusal_is_one_line_and_a_bug_has_its_traceback(
+  tmp_path, steps, tasks, flags, said
+):
+  path = tmp_path / 'mine.py'
+  path.write_text(_REFUSED.format(steps=steps, tasks=tasks))
+  done = _run_script(str(path), *flags)
+  *before, last = done.stderr.splitlines()
+  said = said.format(path=path)
+  assert (done.returncode, last[: len(said)]) == (1, said)
+  assert bool(before) == said.startswith('ValueError: ')
+
+
+def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
+  experiment = [
+    '-m',
+    'experiments.hotpotqa_search',
+    '--data=/nowhere',
+    '--config.model=x',
+  ]
+  done = _run_script(*experiment)
+  assert done.returncode == 1
+  (line,) = done.stderr.splitlines()
+  assert 'hotpotqa_search.py:' in line and '/nowhere' in line, line
+
+
+def _run_script(*command):
+  root = str(pathlib.Path(__file__).parents[1])
+  return subprocess.run(
+    [sys.executable, *command],
+    env=os.environ | {'PYTHONPATH': root},
+    cwd=root,
+    capture_output=True,
+    text=True,
+    timeout=1200,
+  )
