@@ -321,9 +321,12 @@ def run(
       kept.checkpoints.wait()
       watch.saved(at.step)
       raise preemption.Preempted from None
-  target = pathlib.Path(workdir) / 'model'
-  params = lora.merge(carry.states['policy'].params)
-  weights.save(target, model, params, tokenizer_from=config.model)
+    # While the workdir is still locked: another run may not write a model there too.
+    kept.checkpoints.wait()
+    watch.phase = 'the writing of the model'
+    target = pathlib.Path(workdir) / 'model'
+    params = lora.merge(carry.states['policy'].params)
+    weights.save(target, model, params, tokenizer_from=config.model)
   if processes.first():
     report.training(workdir, label)
     print(report.places(workdir))

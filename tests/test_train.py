@@ -229,6 +229,27 @@ class TestRun:
       tiny.chat().tokenizer.get_vocab()
     )
 
+  def test_the_workdir_is_locked_until_the_model_is_written(
+    self, model, tmp_path, monkeypatch
+  ):
+    saved, save = [], weights.save
+
+    def watched(directory, *args, **kwargs):
+      with (
+        pytest.raises(ValueError, match='in use by another run'),
+        checkpoint.lock(tmp_path),
+      ):
+        pass
+      assert (tmp_path / 'checkpoints' / '1').is_dir()
+      saved.append(directory)
+      save(directory, *args, **kwargs)
+
+    monkeypatch.setattr(weights, 'save', watched)
+    _run(_config(model, steps=1, eval_every=0), tmp_path)
+    assert saved == [tmp_path / 'model'] and saved[0].is_dir()
+    with checkpoint.lock(tmp_path):
+      pass
+
   def test_ppo_trains_a_critic(self, model, tmp_path):
     config = _config(
       model, steps=2, minibatches=2, critic_learning_rate=1e-2, eval_every=0
