@@ -288,20 +288,42 @@ class TestCoroutines:
         assert 'waits was on an event loop that blocks (' in str(error)
         assert 'threading.py' in str(error)
 
-  async def test_a_loop_that_goes_on_ends_with_its_tasks(self, monkeypatch, gate):
-    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.1)
+  async def test_a_loop_that_goes_on_takes_the_calls_again(self, monkeypatch):
+    """What coroutines share works on the event loop alone that it was first used on."""
+    monkeypatch.setattr(workers, '_loops', [])
+    # No call finds by itself that the loop is blocked: the test says so.
+    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600.0)
+    one = asyncio.Semaphore(1)
 
-    async def blocks():
+    async def share():
+      async def use():
+        async with one:
+          await asyncio.sleep(0)
+
+      await asyncio.gather(*(use() for _ in range(3)))
+      return threading.current_thread()
+
+    async def where():
+      return threading.current_thread()
+
+    async def block(begun, gate):
+      begun.set()
       gate.wait()
       await asyncio.sleep(0)
       return threading.current_thread()
 
-    blocked = asyncio.ensure_future(workers.call_apart(blocks))
-    await asyncio.sleep(0)
-    assert await workers.call_apart(workers.cancelled) is None
-    gate.set()
-    thread = await blocked  # It was late for nothing.
-    await until(lambda: not thread.is_alive())
+    first, stood_in = await workers.call_apart(share), set()
+    for _ in range(3):
+      begun, gate = threading.Event(), threading.Event()
+      blocked = asyncio.ensure_future(workers.call_apart(block, begun, gate))
+      await until(begun.is_set)
+      for _ in range(2):  # As two calls do that wait there.
+        workers._loops[0].pass_over()
+      stood_in.add(await workers.call_apart(where))
+      gate.set()
+      assert await blocked is first  # It was late for nothing.
+      assert await workers.call_apart(share) is first
+    assert len(stood_in) == 1 and first not in stood_in
 
   async def test_a_function_that_gives_a_coroutine(self):
     async def later():

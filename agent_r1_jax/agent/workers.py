@@ -10,6 +10,8 @@ come back. So none of them runs on the engine's event loop:
   `asyncio.to_thread` uses the same pool. A coroutine that blocks this loop costs its own
   episode: the calls that have not begun move to a new loop, and those that were caught
   on the blocked one raise BlockedError, after which their episodes can be played again.
+  When the blocked loop goes on, calls go to it again: the locks, semaphores and sessions
+  that coroutines share work on the event loop alone that they were first used on.
 
 What holds the interpreter itself (a catastrophic regular expression) holds every thread;
 for that there is isolated.in_process.
@@ -173,7 +175,7 @@ async def call_apart(
         # This loop may have been held up together with the other one.
         await _wait(future, BLOCKED_SECONDS / 20)
       if not future.done() and time.monotonic() < end and _take(ticket):
-        loop.retire()
+        loop.pass_over()
         continue
       await _wait(future, end - time.monotonic())
     finally:
@@ -198,15 +200,18 @@ class _UserLoop:
     self.loop.set_default_executor(_Executor())
     self.loop.set_task_factory(self._task)
     self._callers = weakref.WeakKeyDictionary()
-    self.retired = False
+    self.blocked = False
     self._thread = threading.Thread(target=self._run, name='users', daemon=True)
     self._thread.start()
 
-  def retire(self):
-    """Takes no more calls; if it goes on again, it ends with the last of its tasks."""
-    if not self.retired:
-      self.retired = True
-      self.loop.call_soon_threadsafe(self._end_when_idle)
+  def pass_over(self):
+    """Keeps calls away from it until it goes on."""
+    self.blocked = True
+    # In this order: however often it is passed over, what it does last is to go on.
+    self.loop.call_soon_threadsafe(self._go_on)
+
+  def _go_on(self):
+    self.blocked = False
 
   async def blocker(self) -> tuple[threads.Caller | None, str] | None:
     """Who keeps the loop from going on, as first caller and in words; None: nobody."""
@@ -230,21 +235,11 @@ class _UserLoop:
 
   def _run(self):
     threads.mark()
-    while not (self.loop.is_closed() or self.retired and not self._tasks()):
+    while not self.loop.is_closed():
       try:
         self.loop.run_forever()
       except BaseException:
         pass  # A task raised SystemExit; whoever awaits the task is told.
-    self.loop.close()
-
-  def _tasks(self):
-    return [task for task in asyncio.all_tasks(self.loop) if not task.done()]
-
-  def _end_when_idle(self):
-    if self._tasks():
-      self.loop.call_later(1.0, self._end_when_idle)
-    else:
-      self.loop.stop()
 
 
 class _Executor(futures.ThreadPoolExecutor):
@@ -257,14 +252,19 @@ class _Executor(futures.ThreadPoolExecutor):
     pass
 
 
-_latest: list[_UserLoop] = []
+# Oldest first. None of them ends: one that is not needed any more stands in next time.
+_loops: list[_UserLoop] = []
+_loops_lock = threading.Lock()
 
 
 def _user_loop() -> _UserLoop:
-  """The event loop that takes calls; a new one where the last is blocked."""
-  if not _latest or _latest[0].retired or _latest[0].loop.is_closed():
-    _latest[:] = [_UserLoop()]
-  return _latest[0]
+  """The event loop that takes calls: the oldest that is not blocked."""
+  with _loops_lock:
+    for loop in _loops:
+      if not (loop.blocked or loop.loop.is_closed()):
+        return loop
+    _loops.append(_UserLoop())
+    return _loops[-1]
 
 
 def _outcome(fn, args, kwargs) -> tuple[Any, BaseException | None]:
