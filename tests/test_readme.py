@@ -3,44 +3,71 @@
 import dataclasses
 import pathlib
 import re
+import subprocess
+import sys
 import textwrap
 
+import pytest
 import test_train
-import tiny
 
 from agent_r1_jax import metrics, train
 
-_README = pathlib.Path(__file__).parents[1] / 'README.md'
+_ROOT = pathlib.Path(__file__).parents[1]
 model = test_train.model
 
 
-def test_the_task_of_the_readme_runs(model, tmp_path, monkeypatch, capfd):
-  (script,) = re.findall(r'  ```python\n(.*?)  ```', _README.read_text(), re.S)
-  script, app_run = textwrap.dedent(script).split('\n\napp.run(main)')
-  assert not app_run.strip()
-  names: dict = {}
-  exec(script, names)
-  # As it is printed, but for the model, and sizes for which programs are compiled anyway.
-  small = test_train._config(model, steps=2, eval_every=0)
+@pytest.fixture
+def script(tmp_path):
+  """The page as it is printed, in a file."""
+  (text,) = re.findall(
+    r'  ```python\n(.*?)  ```', (_ROOT / 'README.md').read_text(), re.S
+  )
+  path = tmp_path / 'mine.py'
+  path.write_text(textwrap.dedent(text))
+  return path
 
-  def config(model, **given):
-    assert model == 'path/to/Qwen2.5-0.5B-Instruct'
-    return dataclasses.replace(small, **given | {'steps': small.steps})
 
-  monkeypatch.setattr(train, 'Config', config)
-  monkeypatch.chdir(tmp_path)
-  tiny.within(names['main'], None)
+def _run(script, *flags):
+  return subprocess.run(
+    [sys.executable, script.name, *flags],
+    env=test_train.os.environ | {'PYTHONPATH': str(_ROOT)},
+    cwd=script.parent,
+    capture_output=True,
+    text=True,
+    timeout=1200,
+  )
+
+
+def test_the_task_of_the_readme_runs(model, script, tmp_path):
+  # Sizes for which programs are compiled anyway.
+  small = dataclasses.asdict(test_train._config(model, steps=2, eval_every=0))
+  default = dataclasses.asdict(train.Config())
+  chosen = {name: value for name, value in small.items() if value != default[name]}
+  done = _run(script, *(f'--config.{name}={value}' for name, value in chosen.items()))
+  assert done.returncode == 0, done.stderr
   workdir = tmp_path / 'runs' / 'mine'
   assert len(metrics.read(workdir)) == 2
   left = ('curve.png', 'numbers.md', 'metrics.jsonl', 'trajectories', 'model')
-  said = capfd.readouterr()
   for name in left:
-    assert (workdir / name).exists() and f'runs/mine/{name}' in said.out
+    assert (workdir / name).exists() and f'runs/mine/{name}' in done.stdout
   (log,) = (workdir / 'trajectories').iterdir()
   assert log.name == 'step-00002-rollout.eval'
   assert '| rollout/reward ' in (workdir / 'numbers.md').read_text()
-  assert not re.search('^I[0-9]{4} ', said.err, re.M)
-  # An empty answer is wrong, no error.
+  assert not re.search('^I[0-9]{4} ', done.stderr, re.M)
+
+
+def test_without_a_model_one_line_says_what_is_missing(script, tmp_path):
+  done = _run(script, '--workdir=other')
+  (line,) = done.stderr.splitlines()
+  assert done.returncode == 1 and re.match(r'.*mine.py:\d+: model is empty; ', line)
+  assert not (tmp_path / 'other').exists()
+
+
+def test_an_empty_answer_is_wrong_and_no_error(script):
+  names: dict = {}
+  # The function alone: the page's flags are those of its own process.
+  (source,) = re.findall(r'^def reward.*?(?=\n\n\n)', script.read_text(), re.S | re.M)
+  exec(source, names)
   task = test_train.types.Task('1', [], '27')
   for reply, reward in (('', 0.0), ('It is 27', 1.0)):
     assert names['reward'](task, [{'role': 'assistant', 'content': reply}]) == reward
