@@ -33,11 +33,11 @@ class Limits:
 _WORDS = {
   'entropy_collapse': (
     'the entropy of the policy is {value:.3g} nats a token, below {limit:g}',
-    'Lower learning_rate, or add an entropy bonus or a KL.',
+    'Lower optimizer.learning_rate, or add an entropy bonus or a KL.',
   ),
   'kl_blow_up': (
     'the KL of the policy is {value:.3g}, above {limit:g}',
-    'Lower learning_rate or raise the KL coefficient.',
+    'Lower optimizer.learning_rate or raise the KL coefficient.',
   ),
   'dead_groups': (
     'in {value:.0%} of the groups all rewards are equal, above {limit:.0%}',
@@ -46,8 +46,8 @@ _WORDS = {
   ),
   'truncated': (
     '{value:.0%} of the episodes ran out of tokens or turns, above {limit:.0%}',
-    'Raise max_turn_tokens, max_turns or slots: rollout/status/* and '
-    'rollout/prompt_too_long in metrics.jsonl say which.',
+    'Raise limits.max_turn_tokens, limits.max_turns or engine.slots: rollout/status/* '
+    'and rollout/prompt_too_long in metrics.jsonl say which.',
   ),
   'invalid_calls': (
     '{value:.0%} of the tool calls could not be read or run, above {limit:.0%}',
@@ -55,7 +55,7 @@ _WORDS = {
   ),
   'action_share': (
     'the policy chose {value:.1%} of the tokens, below {limit:.1%}',
-    'Lower max_tool_tokens or shorten the prompts.',
+    'Lower chat.max_tool_tokens or shorten the prompts.',
   ),
 }
 

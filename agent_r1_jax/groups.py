@@ -102,8 +102,8 @@ def check_played(groups: Sequence[Group]) -> None:
     first = played[0]
     raise ValueError(
       f'no episode of the first rollout could begin. Task {first.task.id!r}: '
-      f'{first.error}. Raise slots, shorten what the environment begins with, or go on '
-      "all the same with long_prompts = 'skip'."
+      f'{first.error}. Raise engine.slots, shorten what the environment begins with, or '
+      "go on all the same with chat.long_prompts = 'skip'."
     )
 
 

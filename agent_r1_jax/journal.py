@@ -58,7 +58,7 @@ class Journal:
     at: How far the run is.
     checkpoints: Of all processes.
     progress: On the terminal.
-    spool: Of finished episodes, if config.keep_rollouts.
+    spool: Of finished episodes, if config.checkpoint.keep_rollouts.
   """
 
   def __init__(
@@ -82,16 +82,18 @@ class Journal:
     """
     self._config, self._workdir, self._label = config, workdir, label
     self.at = Position()
-    self.spool = spool_lib.Spool(workdir) if config.keep_rollouts else None
+    self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       if processes.first():
         stack.enter_context(checkpoint.lock(workdir))
       self.checkpoints = stack.enter_context(
-        checkpoint.Checkpointer(workdir, every=config.checkpoint_every, keep=config.keep)
+        checkpoint.Checkpointer(
+          workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
+        )
       )
       # Only now: what has failed so far leaves no mark, and can be mended.
       fields = dataclasses.asdict(config)
-      checkpoint.check_config(workdir, fields, may_change=('steps',))
+      checkpoint.check_config(workdir, fields, may_change=('schedule.steps',))
       if made_of is not None:
         path = pathlib.Path(workdir) / 'made_of.json'
         mend = (
@@ -127,7 +129,7 @@ class Journal:
       shown = self._stack.enter_context(open(os.devnull, 'w'))
     self.progress = self._stack.enter_context(
       metrics.Progress(
-        self._config.steps, label=self._label, start=self.at.step, file=shown
+        self._config.schedule.steps, label=self._label, start=self.at.step, file=shown
       )
     )
     return carry
@@ -141,7 +143,7 @@ class Journal:
     path = pathlib.Path(self._workdir) / 'metrics.jsonl'
     lines = metrics.read(self._workdir) if path.exists() else []
     last = max((line['step'] for line in lines), default=0)
-    if last > 2 * self._config.checkpoint_every:
+    if last > 2 * self._config.checkpoint.every:
       raise ValueError(
         f'{path} has lines up to step {last}, and there is no checkpoint in '
         f'{self.checkpoints.directory}: were they deleted? Put them back, or give '
@@ -160,9 +162,9 @@ class Journal:
     self.checkpoints.save(self.at.step, carry.arrays(plan), host)
     # The new one is still on its way; the one before it is safe.
     if self.spool and (safe := self.checkpoints.steps):
-      self.spool.forget(before=draw(self._config, safe[-1]))
+      self.spool.forget(before=draw(self._config.schedule, safe[-1]))
 
 
-def draw(config: config_lib.Config, step: int) -> int:
+def draw(schedule: config_lib.Schedule, step: int) -> int:
   """The number of a step's first rollout; its refills follow."""
-  return step * (config.max_refills + 1)
+  return step * (schedule.max_refills + 1)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields
 from agent_r1_jax.models import attention, decoder, head, lora
 from agent_r1_jax.rl import algorithms, learner, optimizers
 
@@ -107,7 +108,7 @@ class Estimate(NamedTuple):
     return '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in terms if n >= 5e6)
 
 
-def layout(config: config_lib.Config, chips: int) -> tuple[int, int]:
+def layout(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
   """Over how many chips rows and parameters are split: data x fsdp, and fsdp x ..."""
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
@@ -117,7 +118,7 @@ def layout(config: config_lib.Config, chips: int) -> tuple[int, int]:
 def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Estimate:
   """The bytes that a run with these sizes takes on one chip, by phase and term.
 
-  On a chip that both trains and samples; with config.samplers, of the two kinds of chips
+  On a chip that both trains and samples; with mesh.samplers, of the two kinds of chips
   the one that holds more in each phase.
 
   Args:
@@ -133,12 +134,12 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
   state = _state(config, models, machine)
   gradient = _gradient(config, models, machine)
   update = _update(config, models, machine)
-  if config.samplers:
+  if config.mesh.samplers:
     phases = {'rollout': engine | playing, 'gradient': state | gradient}
     phases['update'] = state | update
     return Estimate({name: process | terms for name, terms in phases.items()})
   # With `ahead` rollouts are played while updates are computed.
-  beside = playing if config.ahead else {}
+  beside = playing if config.schedule.ahead else {}
   if machine.platform == 'cpu':
     # What a rollout has freed lies between what is still used: part of it is too small
     # for the next phase.
@@ -173,7 +174,7 @@ def _learned(
     if rank:
       params = lora.add(params, rank, targets.split(','), 1.0, jax.random.key(0))
     learned = lora.split(params)[0]
-    made = optimizers.make(optimizer, 1.0, warmup=0, clip_norm=1.0, weight_decay=0.0)
+    made = optimizers.make(config_lib.Optimizer(kind=optimizer), 1.0)
     return learned, learner.init(params, made).opt_state
 
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -183,42 +184,43 @@ def _learned(
 
 def _bytes(config, models, machine) -> tuple[float, float]:
   """Bytes on one chip of what is learned, and of its optimizer's state."""
-  sizes = _learned(models.policy, config.lora_rank, config.lora_targets, config.optimizer)
-  split = layout(config, machine.chips)[1]
+  adapters = (config.model.lora_rank, config.model.lora_targets)
+  sizes = _learned(models.policy, *adapters, config.optimizer.kind)
+  split = layout(config.mesh, machine.chips)[1]
   return sizes[0] / split, sizes[1] / split
 
 
 def _state(config, models, machine) -> dict[str, float]:
   """What training holds all the time."""
-  algorithm, split = models.algorithm, layout(config, machine.chips)[1]
+  algorithm, split = models.algorithm, layout(config.mesh, machine.chips)[1]
   learned, opt_state = _bytes(config, models, machine)
   frozen = _parameters(models.policy)['all'] * _FLOAT / split
-  terms = {'parameters, float32': frozen + (learned if config.lora_rank else 0)}
+  terms = {'parameters, float32': frozen + (learned if config.model.lora_rank else 0)}
   trained = 1
   if algorithm.needs_critic and not models.shared_critic:
     terms['critic, float32'] = learned
     trained = 2
-  if not config.offload:
-    terms[f'state of {config.optimizer}'] = trained * opt_state
+  if not config.optimizer.offload:
+    terms[f'state of {config.optimizer.kind}'] = trained * opt_state
   if models.reference:
     terms['reference, float32'] = _parameters(models.reference)['all'] * _FLOAT / split
   elif algorithm.needs_reference:
     terms['reference, float32'] = learned
-  if config.sync_every > 1 or config.ahead:
+  if config.schedule.sync_every > 1 or config.schedule.ahead:
     terms["policy as the engine's is, float32"] = learned
   return terms
 
 
 def _engine(config, model, machine) -> dict[str, float]:
   """The engine's copy of the policy, and its cache."""
-  count, tensor = _parameters(model), config.tensor
+  count, tensor = _parameters(model), config.mesh.tensor
   size = 2 if model.dtype == 'bfloat16' else _FLOAT
   # On one chip, float32 embeddings are shared with the training's.
-  shared = size == _FLOAT and machine.chips == 1 and not config.samplers
+  shared = size == _FLOAT and machine.chips == 1 and not config.mesh.samplers
   copied = count['layers'] if shared else count['all']
   return {
     f"engine's copy, {model.dtype}": copied * size / tensor,
-    'cache': config.rows * config.slots * _slot(model, tensor),
+    'cache': config.engine.rows * config.engine.slots * _slot(model, tensor),
   }
 
 
@@ -232,24 +234,25 @@ def _slot(model, tensor) -> float:
 
 def _playing(config, model, machine) -> dict[str, float]:
   """Temporaries of a decode or a feed, whichever are more."""
-  slot, heads = _slot(model, config.tensor), model.num_heads / config.tensor
+  sizes, tensor = config.engine, config.mesh.tensor
+  slot, heads = _slot(model, tensor), model.num_heads / tensor
   views = _VIEWS[model.dtype] if machine.platform == 'cpu' else 1.0
-  width = min(config.width or config.rows, config.rows)
+  width = min(sizes.width or sizes.rows, sizes.rows)
   # Logits, their log-probs and what is chosen of them.
-  logits = 4 * width * model.vocab_size * _FLOAT / config.tensor
-  scores = 2 * width * heads * config.slots * _FLOAT
+  logits = 4 * width * model.vocab_size * _FLOAT / tensor
+  scores = 2 * width * heads * sizes.slots * _FLOAT
   decode = {
-    'decode: copy of the cache': views * width * config.slots * slot,
+    'decode: copy of the cache': views * width * sizes.slots * slot,
     'decode: logits and scores': logits + scores,
   }
   # Replicas that share a chip feed at the same time.
-  fed = min(config.feed_rows * config.replicas, config.rows)
-  tokens = fed * config.feed_tokens
+  fed = min(sizes.feed_rows * sizes.replicas, sizes.rows)
+  tokens = fed * sizes.feed_tokens
   size = 2 if model.dtype == 'bfloat16' else _FLOAT
-  hidden = tokens * (2 * model.mlp_dim / config.tensor + 4 * model.embed_dim) * size
+  hidden = tokens * (2 * model.mlp_dim / tensor + 4 * model.embed_dim) * size
   feed = {
-    'feed: copy of the cache': views * fed * config.slots * slot,
-    'feed: scores': 2 * tokens * heads * config.slots * _FLOAT,
+    'feed: copy of the cache': views * fed * sizes.slots * slot,
+    'feed: scores': 2 * tokens * heads * sizes.slots * _FLOAT,
     'feed: activations': hidden,
   }
   return max(decode, feed, key=lambda terms: sum(terms.values()))
@@ -260,11 +263,11 @@ def _gradient(config, models, machine) -> dict[str, float]:
   learned = _bytes(config, models, machine)[0]
   temporaries = activations(
     models.policy,
-    rows=max(1, config.microbatch // layout(config, machine.chips)[0]),
-    tokens=config.row_tokens or config.slots,
+    rows=max(1, config.batch.microbatch // layout(config.mesh, machine.chips)[0]),
+    tokens=config.batch.row_tokens or config.engine.slots,
     platform=machine.platform,
-    tensor=config.tensor,
-    context=config.context,
+    tensor=config.mesh.tensor,
+    context=config.mesh.context,
     whole=machine.chips == 1,
   )
   sums = {'gradient, float32': learned, 'sum of the gradients before it': learned}
@@ -368,16 +371,16 @@ def _update(config, models, machine) -> dict[str, float]:
   """The gradient, and what the optimizer's step takes beside it."""
   learned, opt_state = _bytes(config, models, machine)
   terms = {'gradient, float32': learned}
-  if config.offload:
-    terms[f'state of {config.optimizer}'] = opt_state
+  if config.optimizer.offload:
+    terms[f'state of {config.optimizer.kind}'] = opt_state
   if machine.platform == 'cpu':
-    terms["optimizer's temporaries"] = _STEP[config.optimizer] * learned
+    terms["optimizer's temporaries"] = _STEP[config.optimizer.kind] * learned
   else:
     # XLA computes leaf by leaf; the largest is a stack of feed-forward kernels.
-    model, split = models.policy, layout(config, machine.chips)[1]
+    model, split = models.policy, layout(config.mesh, machine.chips)[1]
     leaf = model.num_layers * model.embed_dim * model.mlp_dim / split
     leaf = min(leaf * _FLOAT, learned)
-    terms["optimizer's temporaries"] = _STEP[config.optimizer] * leaf
+    terms["optimizer's temporaries"] = _STEP[config.optimizer.kind] * leaf
   return terms
 
 
@@ -399,28 +402,30 @@ def mends(
 
   Changes that it then fits without are not named.
   """
-  groups = layout(config, machine.chips)[0]
-  changes: list[tuple[str, object]] = []
+  groups = layout(config.mesh, machine.chips)[0]
+  candidates: list[tuple[str, object]] = []
   if models.algorithm is not None:
-    halves = [config.microbatch >> i for i in range(1, 16)]
-    changes += [('microbatch', n) for n in halves if n >= groups and n % groups == 0]
-    changes += [('remat', 'full'), ('optimizer', 'adamw8')]
-    changes += [('offload', True)] if machine.platform != 'cpu' else []
-  rows = _halves('rows', config.rows, 1)
-  changes += [change for change in rows if change[1] % config.replicas == 0]
-  changes += _halves('slots', config.slots, 256)
+    halves = [config.batch.microbatch >> i for i in range(1, 16)]
+    candidates += [
+      ('batch.microbatch', n) for n in halves if n >= groups and n % groups == 0
+    ]
+    candidates += [('model.remat', 'full'), ('optimizer.kind', 'adamw8')]
+    candidates += [('optimizer.offload', True)] if machine.platform != 'cpu' else []
+  rows = _halves('engine.rows', config.engine.rows, 1)
+  candidates += [change for change in rows if change[1] % config.engine.replicas == 0]
+  candidates += _halves('engine.slots', config.engine.slots, 256)
   if models.algorithm is not None:
-    changes += [('microbatch', groups), ('lora_rank', 16)]
+    candidates += [('batch.microbatch', groups), ('model.lora_rank', 16)]
 
-  def peak(fields: dict[str, object]) -> float:
-    other = dataclasses.replace(config, **fields)
-    if 'slots' in fields:
-      other.row_tokens = other.slots
-    policy = dataclasses.replace(models.policy, remat=other.remat)
+  def peak(changes: dict[str, object]) -> float:
+    other = fields.replace(config, changes)
+    if 'engine.slots' in changes:
+      other.batch.row_tokens = other.engine.slots
+    policy = dataclasses.replace(models.policy, remat=other.model.remat)
     return estimate(other, models._replace(policy=policy), machine).peak
 
   found: dict[str, object] = {}
-  for name, value in changes:
+  for name, value in candidates:
     if peak(found) > machine.memory and peak(found | {name: value}) < peak(found):
       found[name] = value
   enough = peak(found) <= machine.memory

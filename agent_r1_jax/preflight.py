@@ -3,14 +3,73 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agent_r1_jax import types
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import context, workers
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.rl import algorithms, probe
 
 # More tokens than any template writes around a message, as far as we know. Where one
 # writes more, the rollout finds what does not fit.
 _FRAME = 64
+
+
+def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> None:
+  """Refuses what would fail only after a rollout, or would do nothing.
+
+  Raises:
+    ValueError: Names the field and the mend.
+  """
+  config.check()
+  model, schedule, batch = config.model, config.schedule, config.batch
+  if not isinstance(algorithm, algorithms.Algorithm):
+    raise ValueError(
+      f'algorithm is {algorithm!r:.100}; it must be an algorithms.Algorithm, such as '
+      'algorithms.grpo() gives.'
+    )
+  if 0 < batch.row_tokens < config.engine.slots:
+    raise ValueError(
+      f'batch.row_tokens is {batch.row_tokens}, less than engine.slots '
+      f'({config.engine.slots}): a long text would not fit a training row. Raise it, or '
+      'leave it 0.'
+    )
+  for name in ('model.reference', 'schedule.reference_every'):
+    if fields.get(config, name) and not algorithm.needs_reference:
+      raise ValueError(f'{name}: the algorithm reads no reference policy; leave it out.')
+  if algorithm.reads_reference and not model.reference:
+    raise ValueError(
+      'model.reference: the algorithm learns from a teacher; give its directory.'
+    )
+  if schedule.reference_every and algorithm.reads_reference:
+    raise ValueError('schedule.reference_every: a teacher stays as it is; make it 0.')
+  times = {'epochs': schedule.epochs, 'minibatches': schedule.minibatches}
+  probe.check(algorithm, schedule.samples, **times)
+  if schedule.reference_every and model.reference and model.lora_rank:
+    raise ValueError(
+      'schedule.reference_every: with adapters it needs model.reference to be empty.'
+    )
+  _check_staleness(schedule, algorithm)
+  if schedule.ahead and config.mesh.tensor > 1 and not config.mesh.samplers:
+    raise ValueError(
+      'schedule.ahead: the chips of a replica (mesh.tensor) cannot sample and train at '
+      'the same time; give some of them to sampling alone (mesh.samplers).'
+    )
+
+
+def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algorithm):
+  """Raises ValueError if what older policies sampled cannot be learned from."""
+  for name, least in (('sync_every', 2), ('ahead', 1)):
+    if getattr(schedule, name) >= least and not algorithm.correction:
+      raise ValueError(
+        f'schedule.{name} is {getattr(schedule, name)}: episodes are of an older policy, '
+        'and the algorithm has no correction for that (rl/correction.py).'
+      )
+  if schedule.ahead and (schedule.max_refills or algorithm.greedy_baseline):
+    raise ValueError(
+      f'schedule.ahead is {schedule.ahead}: schedule.max_refills, and algorithms with a '
+      'greedy baseline, play more episodes once a rollout has ended; make ahead 0.'
+    )
 
 
 def check_sets(tasks: Any, evals: Any) -> None:
@@ -76,7 +135,7 @@ def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env
     if not call.cancel():
       raise  # Its own.
     raise ValueError(
-      f'make_env gave no environment within {seconds:g} seconds (reset_seconds).'
+      f'make_env gave no environment within {seconds:g} seconds (limits.reset_seconds).'
     ) from None
   if not (hasattr(env, 'reset') and hasattr(env, 'step')):
     raise ValueError(
@@ -96,13 +155,15 @@ def told_of_tools(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
   if not schemas:
     return None
   if chat.tools_in_prompt == 'own':
-    return f"Only the tasks' own messages tell of the tools ({names}): tools_in_prompt."
+    return (
+      f"Only the tasks' own messages tell of the tools ({names}): chat.tools_in_prompt."
+    )
   if chat.knows_tools:
     return None
   chat.prompt([{'role': 'user', 'content': 'x'}], schemas)  # Raises if it is to refuse.
   return (
     f'The chat template knows no tools: the system message tells of them ({names}). '
-    "tools_in_prompt = 'own' or 'refuse' changes that."
+    "chat.tools_in_prompt = 'own' or 'refuse' changes that."
   )
 
 
@@ -152,14 +213,14 @@ def fitting(
     return tasks, None
   first, tokens = next(iter(long.items()))
   found = (
-    f'{len(long)} of {len(tasks)} {name} leave no room for a reply in a row of slots = '
-    f'{slots} tokens; the first is {tasks[first].id!r} with a prompt of {tokens}, the '
-    f'longest has {max(long.values())}.'
+    f'{len(long)} of {len(tasks)} {name} leave no room for a reply in a row of '
+    f'engine.slots = {slots} tokens; the first is {tasks[first].id!r} with a prompt of '
+    f'{tokens}, the longest has {max(long.values())}.'
   )
   if long_prompts == 'refuse' or len(long) == len(tasks):
     raise ValueError(
-      f'{found} Raise slots, shorten these prompts, or leave them out: long_prompts = '
-      "'skip' does that while others are left."
+      f'{found} Raise engine.slots, shorten these prompts, or leave them out: '
+      "chat.long_prompts = 'skip' does that while others are left."
     )
   return [t for n, t in enumerate(tasks) if n not in long], found
 

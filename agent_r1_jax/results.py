@@ -17,11 +17,17 @@ from typing import Any
 import warnings
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import host, processes, rollout, train, types
+from agent_r1_jax import fields, host, processes, rollout, train, types
 
 # Fields of the configuration that change what a greedy policy says. The others (rows,
 # replicas, chips, ...) change how fast it says it.
-_CONFIG = ('dtype', 'slots', 'max_turns', 'max_turn_tokens', 'max_tool_tokens')
+_CONFIG = (
+  'model.dtype',
+  'engine.slots',
+  'limits.max_turns',
+  'limits.max_turn_tokens',
+  'chat.max_tool_tokens',
+)
 
 
 def play(
@@ -56,7 +62,7 @@ def play(
     same = {
       'model': model_digest(model),
       'code': _code_digest(),
-      'config': {name: getattr(config, name) for name in _CONFIG},
+      'config': {name: fields.get(config, name) for name in _CONFIG},
       **depends_on,
     }
     keys = {

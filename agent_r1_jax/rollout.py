@@ -9,12 +9,12 @@ import collections
 from collections.abc import Callable, Sequence
 from concurrent import futures
 import contextlib
-import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import processes, records, types
 from agent_r1_jax import spool as spool_lib
 from agent_r1_jax.agent import chat as chat_lib
@@ -25,37 +25,10 @@ from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica
 
 MakeEnv = Callable[[], env_lib.Env]
+Limits = config_lib.Limits
 
 # How often an episode is begun whose event loop another one's coroutine blocks.
 _ATTEMPTS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """What one episode may use.
-
-  Attributes:
-    max_turns: Replies.
-    max_turn_tokens: Tokens of one reply.
-    reset_seconds: That the environment's reset may take, and before it make_env.
-    step_seconds: That each step of the environment may take, tools and rewards included.
-    episode_seconds: From when the episode gets its row to its end. Its time in the
-      engine counts, where it shares the device with others.
-  """
-
-  max_turns: int = 5
-  max_turn_tokens: int = 512
-  reset_seconds: float = 60.0
-  step_seconds: float = 300.0
-  episode_seconds: float = 3600.0
-
-  def __post_init__(self):
-    for name in ('max_turns', 'max_turn_tokens'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} is {getattr(self, name)}; it must be at least 1.')
-    for name in ('reset_seconds', 'step_seconds', 'episode_seconds'):
-      if not getattr(self, name) > 0:
-        raise ValueError(f'{name} is {getattr(self, name)}; it must be above 0.')
 
 
 class Rollout:
@@ -146,7 +119,11 @@ def start(
     spool: Where episodes that end are kept, and from where those are taken that had
       ended before a kill.
     on_done: Called with each trajectory as it ends.
+
+  Raises:
+    ValueError: A limit allows nothing.
   """
+  limits.check()
   kept = spool.rollout(draw, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * sum(len(part.rows) for part in driver.replicas))

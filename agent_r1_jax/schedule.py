@@ -29,24 +29,28 @@ class Schedule:
 
   def __init__(
     self,
-    config: config_lib.Config,
+    config: config_lib.Schedule,
     tasks: Sequence[types.Task],
     driver: driver_lib.Driver,
     chat: chat_lib.Chat,
     kept: journal.Journal,
+    *,
+    seed: int = 0,
     **playing: Any,
   ):
     """Starts nothing.
 
     Args:
-      config: Of the run.
+      config: How much is played, and when.
       tasks: To train on.
       driver: Open.
       chat: Of the policy's tokenizer.
       kept: Restored.
+      seed: Of the run.
       **playing: Of rollout.start: make_env, limits.
     """
     self._config, self._tasks, self._kept = config, tasks, kept
+    self._seed = seed
     self._driver, self._chat, self._playing = driver, chat, playing
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next = kept.at.step
@@ -59,7 +63,7 @@ class Schedule:
     Waits for them, and starts what is to be played while they are learned from.
     """
     step = self._kept.at.step
-    self._start(step if plan.early else step + plan.ahead, carry)
+    self._start(step if plan.early else step + plan.schedule.ahead, carry)
     found = groups.draw(
       self._played,
       lambda start, n: self._drawn(self._kept.at.drawn + start, n),
@@ -69,7 +73,7 @@ class Schedule:
     )
     if plan.early:
       updates.hand_over(carry, plan)
-      self._start(step + plan.ahead, carry)
+      self._start(step + plan.schedule.ahead, carry)
     return found
 
   def wait(self):
@@ -112,7 +116,7 @@ class Schedule:
       self._chat,
       tasks,
       samples=config.samples,
-      seed=config.seed,
+      seed=self._seed,
       draw=draw,
       spool=self._kept.spool,
       on_done=counter(self._kept.progress, label, total),
@@ -120,7 +124,7 @@ class Schedule:
     )
 
   def _drawn(self, start, n) -> list[types.Task]:
-    return groups.epoch_tasks(self._tasks, start, n, self._config.seed)
+    return groups.epoch_tasks(self._tasks, start, n, self._seed)
 
 
 def counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:

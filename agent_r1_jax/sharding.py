@@ -111,8 +111,8 @@ def parted(samplers: int) -> tuple[list[Any], list[Any]]:
     chips = jax.local_devices(process_index=process)
     if not 0 <= samplers < len(chips):
       raise ValueError(
-        f'samplers is {samplers}, yet process {process} has {len(chips)} chips, of which '
-        'one at least must train.'
+        f'mesh.samplers is {samplers}, yet process {process} has {len(chips)} chips, '
+        'of which one at least must train.'
       )
     training += chips[: len(chips) - samplers]
     if process == jax.process_index():

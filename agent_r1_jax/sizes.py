@@ -12,11 +12,12 @@ import math
 import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import host, memory, processes, sharding
+from agent_r1_jax import fields, host, memory, processes, sharding
 from agent_r1_jax.models import hf_config
 from agent_r1_jax.rl import algorithms
 
@@ -56,11 +57,13 @@ def settle(
     ValueError: It does not fit; lists the terms and which fields to change.
   """
   host.prepare()
-  machine, models = find_machine(config), _read_models(config, algorithm)
+  machine, models = find_machine(config.mesh), _read_models(config.model, algorithm)
   given = config
   if workdir is not None:
     config = recorded(config, workdir)
-  reused = [name for name in FIELDS if getattr(config, name) != getattr(given, name)]
+  reused = [
+    name for name in FIELDS if fields.get(config, name) != fields.get(given, name)
+  ]
   config = choose(config, models, machine)
   check(config, models, machine, reused)
   if processes.first():
@@ -68,7 +71,7 @@ def settle(
   return config
 
 
-def find_machine(config: config_lib.Config) -> memory.Machine:
+def find_machine(config: config_lib.Mesh) -> memory.Machine:
   """Where this process runs; with several processes, what the least of them has."""
   training, sampling = sharding.parted(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
@@ -92,18 +95,30 @@ def find_machine(config: config_lib.Config) -> memory.Machine:
 
 
 def recorded(config: config_lib.Config, workdir: str | os.PathLike) -> config_lib.Config:
-  """`config` with the sizes of the run in this workdir where it leaves them 0."""
+  """`config` with the sizes of the run in this workdir where it leaves them 0.
+
+  Raises:
+    ValueError: The run is of a version whose fields had other names.
+  """
   path = pathlib.Path(workdir) / 'config.json'
   try:
-    fields = json.loads(path.read_text())
+    found = json.loads(path.read_text())
   except (OSError, ValueError, RecursionError):
     return config  # No run yet; or the journal will say what is wrong with the file.
-  if not isinstance(fields, Mapping):
+  if not isinstance(found, Mapping):
     return config
-  known = {name: fields.get(name) for name in FIELDS if not getattr(config, name)}
-  return dataclasses.replace(
-    config, **{name: n for name, n in known.items() if type(n) is int and n > 0}
+  config_lib.refuse_old_file(found, path)
+  known = {name: _look_up(found, name) for name in FIELDS if not fields.get(config, name)}
+  return fields.replace(
+    config, {name: n for name, n in known.items() if type(n) is int and n > 0}
   )
+
+
+def _look_up(tree: Any, name: str) -> Any:
+  """The value of a dotted name in nested mappings, or None."""
+  for part in name.split('.'):
+    tree = tree.get(part) if isinstance(tree, Mapping) else None
+  return tree
 
 
 def choose(
@@ -115,8 +130,10 @@ def choose(
   memory they are halved, first the micro-batch, then rows, then slots; in the end those
   are doubled again of which it was not the fault. Nothing but the arguments counts.
   """
-  free = [name for name in ('microbatch', 'rows', 'slots') if not getattr(config, name)]
-  groups = memory.layout(config, machine.chips)[0]
+  given = {'microbatch': config.batch.microbatch}
+  given |= {'rows': config.engine.rows, 'slots': config.engine.slots}
+  free = [name for name, value in given.items() if not value]
+  groups = memory.layout(config.mesh, machine.chips)[0]
   most = _begin(config, models, machine)
   now = most
   for share, few_rows, few_slots in _ROUNDS:
@@ -129,7 +146,9 @@ def choose(
     for name in free:
       while now[name] // 2 >= least[name] and not fits(now):
         half = now[name] // 2
-        now = now | {name: _round_up(half, _step(config)) if name == 'slots' else half}
+        now = now | {
+          name: _round_up(half, _step(config.mesh)) if name == 'slots' else half
+        }
     if fits(now):
       for name in ('rows', 'microbatch'):
         while now[name] < most[name] and fits(now | {name: 2 * now[name]}):
@@ -158,14 +177,14 @@ def check(
   found = memory.estimate(config, models, machine)
   if found.peak <= machine.memory:
     return
-  fields, enough = memory.mends(config, models, machine)
-  named = ', '.join(f'{name}={value}' for name, value in fields.items())
-  changes = f'Lower it with {named}'
+  changes, enough = memory.mends(config, models, machine)
+  named = ', '.join(f'{name}={value}' for name, value in changes.items())
+  mend = f'Lower it with {named}'
   if not enough:
-    changes = 'No setting makes it fit: take a smaller model, or more chips (fsdp)'
+    mend = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
   if machine.platform == 'gpu' and found.peak < 0.95 / 0.75 * machine.memory:
     # JAX takes three quarters of a GPU if it is not told otherwise.
-    changes += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
+    mend += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
   whence = ''
   if reused:
     whence = (
@@ -176,7 +195,7 @@ def check(
   raise ValueError(
     f'memory: this run is estimated to take {found.peak / memory.GB:.1f} GB '
     f'({found.largest}), and {where} has {machine.memory / memory.GB:.1f} GB:\n'
-    f'{found.table()}\n{changes}.{whence} {MEMORY_VARIABLE} says that there is more or '
+    f'{found.table()}\n{mend}.{whence} {MEMORY_VARIABLE} says that there is more or '
     'less.'
   )
 
@@ -186,86 +205,88 @@ def describe(
 ) -> str:
   """One line: the sizes, and the memory that is expected."""
   found = memory.estimate(config, models, machine)
-  chosen = ' '.join(f'{name}={getattr(config, name)}' for name in FIELDS)
+  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in FIELDS)
   return (
     f'sizes: {chosen}; estimated peak {found.peak / memory.GB:.1f} GB ({found.largest}) '
     f'of {machine.memory / memory.GB:.1f} GB'
   )
 
 
-def _read_models(config, algorithm) -> memory.Models:
+def _read_models(config: config_lib.Model, algorithm) -> memory.Models:
   """Shapes from the directories' config.json; no weights are read."""
-  if not config.model:
+  if not config.path:
     raise ValueError(
-      'model is empty; give the directory of a model in Hugging Face layout.'
+      'model.path is empty; give the directory of a model in Hugging Face layout.'
     )
   looks = {'dtype': config.dtype, 'remat': config.remat}
-  policy = dataclasses.replace(hf_config.read(config.model), **looks)
+  policy = dataclasses.replace(hf_config.read(config.path), **looks)
   if algorithm is None:
     return memory.Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None
-  raw = hf_config.read_json(pathlib.Path(config.model) / 'config.json')
+  raw = hf_config.read_json(pathlib.Path(config.path) / 'config.json')
   shared = bool(raw.get('value_head'))
   return memory.Models(policy, algorithm, reference, shared)
 
 
 def _begin(config, models, machine) -> dict[str, int]:
   """The sizes that are chosen where memory is no matter."""
-  groups = memory.layout(config, machine.chips)[0]
-  slots = config.slots or _choose_slots(config, models)
-  tokens = (config.row_tokens or slots) / config.context
+  groups = memory.layout(config.mesh, machine.chips)[0]
+  slots = config.engine.slots or _choose_slots(config, models)
+  tokens = (config.batch.row_tokens or slots) / config.mesh.context
   each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))
   return {
     'slots': slots,
-    'rows': config.rows or _choose_rows(config, machine),
-    'microbatch': config.microbatch or groups * each,
+    'rows': config.engine.rows or _choose_rows(config, machine),
+    'microbatch': config.batch.microbatch or groups * each,
   }
 
 
 def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
   """`config` with these sizes, and with those that follow from them."""
-  if not config.rows:
-    rows = _round_up(rows, config.replicas or 1)
-  return dataclasses.replace(
-    config,
+  given = config.engine
+  if not given.rows:
+    rows = _round_up(rows, given.replicas or 1)
+  engine = dataclasses.replace(
+    given,
     slots=slots,
     rows=rows,
-    microbatch=microbatch,
-    row_tokens=config.row_tokens or slots,
-    feed_rows=config.feed_rows or min(16, rows),
-    feed_tokens=config.feed_tokens or 128,
-    bucket=config.bucket or min(slots, max(256, _power_of_two(max(1, slots // 8)))),
-    replicas=config.replicas or _choose_replicas(config, rows, machine),
+    feed_rows=given.feed_rows or min(16, rows),
+    feed_tokens=given.feed_tokens or 128,
+    bucket=given.bucket or min(slots, max(256, _power_of_two(max(1, slots // 8)))),
+    replicas=given.replicas or _choose_replicas(config, rows, machine),
   )
+  batch = config_lib.Batch(config.batch.row_tokens or slots, microbatch)
+  return dataclasses.replace(config, engine=engine, batch=batch)
 
 
 def _choose_slots(config, models) -> int:
   """What the longest episode takes, if that is not too much."""
-  turn = config.max_turn_tokens + config.max_tool_tokens
-  episode = _round_up(_PROMPT + config.max_turns * turn, _step(config))
-  most = min(_MOST_SLOTS, models.policy.max_positions, config.row_tokens or episode)
-  return min(episode, max(1, most // _step(config)) * _step(config), most)
+  step = _step(config.mesh)
+  turn = config.limits.max_turn_tokens + config.chat.max_tool_tokens
+  episode = _round_up(_PROMPT + config.limits.max_turns * turn, step)
+  most = min(_MOST_SLOTS, models.policy.max_positions, config.batch.row_tokens or episode)
+  return min(episode, max(1, most // step) * step, most)
 
 
 def _choose_rows(config, machine) -> int:
   """As many as there are episodes for each engine."""
-  episodes = -(-config.tasks * config.samples // machine.engines)
+  episodes = -(-config.schedule.tasks * config.schedule.samples // machine.engines)
   most = _MOST_ROWS[machine.platform]
   return min(most, 1 << (episodes - 1).bit_length())
 
 
 def _choose_replicas(config, rows, machine) -> int:
   """One a core of a CPU, if each has a few rows; elsewhere one a chip."""
-  if machine.platform != 'cpu' or config.tensor > 1:
+  if machine.platform != 'cpu' or config.mesh.tensor > 1:
     return 1
-  width = min(config.width or rows, rows)
+  width = min(config.engine.width or rows, rows)
   most = min(machine.cores, rows // 8)
   return next((n for n in range(most, 1, -1) if rows % n == 0 and width % n == 0), 1)
 
 
-def _step(config) -> int:
+def _step(mesh: config_lib.Mesh) -> int:
   """What slots, and so the tokens of a training row, are multiples of."""
-  return math.lcm(_TILE, config.context)
+  return math.lcm(_TILE, mesh.context)
 
 
 def _round_up(n: int, step: int) -> int:

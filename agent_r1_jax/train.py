@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import pathlib
@@ -18,6 +17,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import (
   disk,
   evaluate,
+  fields,
   groups,
   host,
   identity,
@@ -50,22 +50,8 @@ Config = config_lib.Config
 # Trajectories of the last rollout that are stored where there is no evaluation.
 _SHOWN = 64
 
-# What a plan of updates takes from the configuration as it is.
-_PLANNED = (
-  'temperature',
-  'minibatches',
-  'epochs',
-  'critic_warmup',
-  'reference_every',
-  'sync_every',
-  'ahead',
-  'partial',
-  'seed',
-  'offload',
-)
 
-
-def make_mesh(config: Config) -> Mesh | None:
+def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """The chips that train as the configuration lays them out; None for one chip."""
   host.prepare()
   devices, samplers = sharding.parted(config.samplers)
@@ -78,35 +64,43 @@ def make_mesh(config: Config) -> Mesh | None:
   axes |= {'tensor': config.tensor, 'context': config.context}
   mesh = sharding.mesh(**axes, devices=devices)
   sharding.replicas(mesh, samplers)  # Refuses what cannot sample.
-  if config.microbatch % (config.data * fsdp):
-    raise ValueError(
-      f'microbatch is {config.microbatch}, yet its rows lie on {config.data * fsdp} '
-      'groups of chips (data x fsdp): make it a multiple of that.'
-    )
-  if (config.row_tokens or config.slots) % config.context:
-    raise ValueError(
-      f'a training row has {config.row_tokens or config.slots} tokens (row_tokens, or '
-      f'slots), which context = {config.context} must divide.'
-    )
   return mesh
 
 
+def _check_split(batch: config_lib.Batch, slots: int, mesh: Mesh | None) -> None:
+  """Raises ValueError if training rows cannot be split over the mesh."""
+  if mesh is None:
+    return
+  groups, context = mesh.shape['data'] * mesh.shape['fsdp'], mesh.shape['context']
+  if batch.microbatch % groups:
+    raise ValueError(
+      f'batch.microbatch is {batch.microbatch}, yet its rows lie on {groups} groups of '
+      'chips (data x fsdp): make it a multiple of that.'
+    )
+  tokens = batch.row_tokens or slots
+  if tokens % context:
+    raise ValueError(
+      f'a training row has {tokens} tokens (batch.row_tokens, or engine.slots), which '
+      f'mesh.context = {context} must divide.'
+    )
+
+
 def load(
-  config: Config, mesh: Mesh | None = None
+  config: config_lib.Model, chat: config_lib.Chat, mesh: Mesh | None = None
 ) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
-  """The shape, parameters (on the mesh, if given) and chat of config.model."""
+  """The shape, parameters (on the mesh, if given) and chat of the model's directory."""
   host.prepare()
   place = sharding.placer(mesh)
-  model, params = weights.load(config.model, dtype='float32', place=place)
-  model = dataclasses.replace(model, dtype=config.dtype, remat=config.remat)
-  tokenizer = tokenizer_lib.load(config.model)
+  shape, params = weights.load(config.path, dtype='float32', place=place)
+  shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat)
+  tokenizer = tokenizer_lib.load(config.path)
   return (
-    model,
+    shape,
     params,
     chat_lib.Chat(
       tokenizer,
-      max_tool_tokens=config.max_tool_tokens,
-      tools_in_prompt=config.tools_in_prompt,
+      max_tool_tokens=chat.max_tool_tokens,
+      tools_in_prompt=chat.tools_in_prompt,
     ),
   )
 
@@ -119,11 +113,11 @@ def make_driver(
   mesh: Mesh | None = None,
 ) -> driver_lib.Driver:
   """The engine, with the run's sizes, on the chips of this process."""
-  sampling = sampling_lib.Sampling(config.temperature)
+  sizes, sampling = config.engine, sampling_lib.Sampling(config.sampling.temperature)
   if not sampling.on_policy:
     raise ValueError(
-      f'temperature is {config.temperature}: a policy is trained on samples of its own '
-      'distribution, so it must be above 0.'
+      f'sampling.temperature is {config.sampling.temperature}: a policy is trained on '
+      'samples of its own distribution, so it must be above 0.'
     )
   return driver_lib.Driver(
     model,
@@ -131,16 +125,16 @@ def make_driver(
     stop=stop_lib.stop(chat.stop_ids),
     sampling=sampling,
     mesh=mesh,
-    chips=sharding.parted(config.samplers)[1],
-    rows=config.rows,
-    slots=config.slots,
-    steps=config.decode_steps,
-    feed_rows=config.feed_rows,
-    feed_tokens=config.feed_tokens,
-    bucket=config.bucket,
-    width=config.width or None,
-    narrow=config.narrow,
-    replicas=config.replicas or 1,
+    chips=sharding.parted(config.mesh.samplers)[1],
+    rows=sizes.rows,
+    slots=sizes.slots,
+    steps=sizes.decode_steps,
+    feed_rows=sizes.feed_rows,
+    feed_tokens=sizes.feed_tokens,
+    bucket=sizes.bucket,
+    width=sizes.width or None,
+    narrow=sizes.narrow,
+    replicas=sizes.replicas or 1,
   )
 
 
@@ -155,16 +149,18 @@ def play(
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
   host.quiet()
-  config_lib.check_values(config)
-  config = sizes.settle(dataclasses.replace(config, model=str(model)))
-  mesh = make_mesh(config)
-  shape, params, chat = load(config, mesh)
+  config.check()
+  config = sizes.settle(fields.replace(config, {'model.path': str(model)}))
+  mesh = make_mesh(config.mesh)
+  _check_split(config.batch, config.engine.slots, mesh)
+  shape, params, chat = load(config.model, config.chat, mesh)
   driver = make_driver(config, shape, params, chat, mesh)
-  limits = _limits(config)
   with preemption.watch() as watch:
     watch.phase, driver.interrupted = 'an evaluation', watch.given
     try:
-      return evaluate.play(driver, chat, rows, limits=limits, hold_calls=hold_calls)
+      return evaluate.play(
+        driver, chat, rows, limits=config.limits, hold_calls=hold_calls
+      )
     except replica.PreemptedError:
       raise watch.unsaved() from None
 
@@ -212,21 +208,21 @@ def run(
     processes.LostError: Another process ended.
   """
   host.quiet()
-  config_lib.check(config, algorithm)
+  preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
   config = sizes.settle(config, algorithm, workdir)
-  mesh = make_mesh(config)
-  model, params, chat = load(config, mesh)
+  mesh = make_mesh(config.mesh)
+  _check_split(config.batch, config.engine.slots, mesh)
+  model, params, chat = load(config.model, config.chat, mesh)
   driver = make_driver(config, model, params, chat, mesh)
-  fits = {'slots': driver.sizes.slots, 'long_prompts': config.long_prompts}
-  env = preflight.make_environment(make_env, config.reset_seconds)
+  fits = {'slots': driver.sizes.slots, 'long_prompts': config.chat.long_prompts}
+  env = preflight.make_environment(make_env, config.limits.reset_seconds)
   tasks, lines = preflight.look(chat, env, tasks, evals or {}, **fits)
   with sharding.use(mesh):
     plan, carry = _plan(config, model, params, algorithm, mesh)
   if privileged and 'critic' not in carry.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
-  playing: dict[str, Any] = {'make_env': make_env}
-  playing['limits'] = _limits(config)
+  playing: dict[str, Any] = {'make_env': make_env, 'limits': config.limits}
   with contextlib.ExitStack() as stack:
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, env, tasks, privileged)
@@ -253,7 +249,9 @@ def run(
     watch.phase = 'compilation'
     driver.warm_up(compiled, also)
     stack.enter_context(driver.open())
-    rollouts = schedule.Schedule(config, tasks, driver, chat, kept, **playing)
+    rollouts = schedule.Schedule(
+      config.schedule, tasks, driver, chat, kept, seed=config.seed, **playing
+    )
 
     def evaluated() -> dict[str, float]:
       watch.phase = 'an evaluation'
@@ -267,9 +265,9 @@ def run(
       return _logged(played, workdir, config, at.step)
 
     try:
-      if at.written < 0 and config.eval_every and not at.unwritten:
+      if at.written < 0 and config.schedule.eval_every and not at.unwritten:
         kept.write(evaluated())
-      while at.unwritten or at.step < config.steps:
+      while at.unwritten or at.step < config.schedule.steps:
         clock = metrics_lib.Clock()
         if not at.unwritten:
           watch.phase = 'a rollout'
@@ -279,12 +277,12 @@ def run(
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
           numbers['rollout/dead_groups'] = float(np.mean([*map(groups.tied, found)]))
-          if at.step == 0 and config.long_prompts == 'refuse':
+          if at.step == 0 and config.chat.long_prompts == 'refuse':
             groups.check_played(found)
           found = groups.usable(
             found,
             max_error_rate=config.max_error_rate,
-            refilled=config.max_refills > 0,
+            refilled=config.schedule.max_refills > 0,
             mask_truncated=algorithm.mask_truncated,
           )
           baselines = None
@@ -302,16 +300,18 @@ def run(
           numbers |= {f'train/{k}': v for k, v in learned.items()}
           numbers['time/update'] = clock.lap()
           at.learned(numbers, drawn)
-          if at.step == config.steps and not evals:
+          if at.step == config.schedule.steps and not evals:
             _logged({'rollout': played[:_SHOWN]}, workdir, config, at.step)
         # From here on the step is learned, and only its line is missing.
         numbers = at.numbers()
-        if at.step == config.steps or _every(config.eval_every, at.step):
+        if at.step == config.schedule.steps or _every(
+          config.schedule.eval_every, at.step
+        ):
           numbers |= evaluated()
           numbers['time/eval'] = clock.lap()
         kept.write(numbers | bell.ring(at.step, numbers))
         progress.update(at.step, reward=numbers['rollout/reward'])
-        if kept.checkpoints.due(at.step) or at.step == config.steps:
+        if kept.checkpoints.due(at.step) or at.step == config.schedule.steps:
           kept.save(carry, plan)
       faults.say_sum()
     except replica.PreemptedError:
@@ -326,16 +326,11 @@ def run(
     watch.phase = 'the writing of the model'
     target = pathlib.Path(workdir) / 'model'
     params = lora.merge(carry.states['policy'].params)
-    weights.save(target, model, params, tokenizer_from=config.model)
+    weights.save(target, model, params, tokenizer_from=config.model.path)
   if processes.first():
     report.training(workdir, label)
     print(report.places(workdir))
   return params
-
-
-def _limits(config: Config) -> rollout.Limits:
-  fields = dataclasses.fields(rollout.Limits)
-  return rollout.Limits(**{f.name: getattr(config, f.name) for f in fields})
 
 
 def _plan(
@@ -343,40 +338,43 @@ def _plan(
 ) -> tuple[updates.Plan, updates.Carry]:
   """What stays the same, and what goes on from step to step."""
   own_critic = algorithm.needs_critic and 'value_head' not in params
-  if config.critic_warmup and not own_critic:
+  if config.schedule.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
   if own_critic and algorithm.value_coef != 1.0:
     raise ValueError('value_coef: the critic is a model of its own; leave it out.')
-  if config.lora_rank:
-    targets = config.lora_targets.split(',')
-    adapters = (config.lora_rank, targets, config.lora_alpha)
+  if config.model.lora_rank:
+    targets = config.model.lora_targets.split(',')
+    adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
     params = lora.add(params, *adapters, jax.random.key(config.seed))
     params = sharding.placed(params, mesh)
-  fields = ('warmup', 'clip_norm', 'weight_decay', 'adam_b1', 'adam_b2', 'adam_eps')
-  common = {name: getattr(config, name) for name in fields}
-  make = functools.partial(optimizers_lib.make, config.optimizer, **common)
-  optimizers = {'policy': make(config.learning_rate)}
+  options = config.optimizer
+  optimizers = {'policy': optimizers_lib.make(options, options.learning_rate)}
   if own_critic:
-    optimizers['critic'] = make(config.critic_learning_rate)
+    optimizers['critic'] = optimizers_lib.make(options, options.critic_learning_rate)
   reference_model, reference = model, None
-  if config.reference:
+  if config.model.reference:
     place = sharding.placer(mesh)
     reference_model, reference = weights.load(
-      config.reference, dtype='float32', place=place
+      config.model.reference, dtype='float32', place=place
     )
-    reference_model = dataclasses.replace(reference_model, dtype=config.dtype)
+    reference_model = dataclasses.replace(reference_model, dtype=config.model.dtype)
     if reference_model.vocab_size != model.vocab_size:
       raise ValueError(
-        f'reference: {config.reference} has {reference_model.vocab_size} tokens and the '
-        f'policy {model.vocab_size}; they must share a tokenizer.'
+        f'model.reference: {config.model.reference} has {reference_model.vocab_size} '
+        f'tokens and the policy {model.vocab_size}; they must share a tokenizer.'
       )
   plan = updates.Plan(
     model,
     algorithm,
-    experience_lib.Rows(config.microbatch, config.row_tokens or config.slots),
+    experience_lib.Rows(
+      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
+    ),
     optimizers,
+    config.schedule,
     reference_model,
-    **{name: getattr(config, name) for name in _PLANNED},
+    temperature=config.sampling.temperature,
+    seed=config.seed,
+    offload=config.optimizer.offload,
   )
   return plan, updates.start(params, plan, reference)
 
@@ -420,7 +418,7 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
       path,
       trajectories,
       task=name,
-      model=config.model,
+      model=config.model.path,
       config=dataclasses.asdict(config),
       step=step,
     )

@@ -275,16 +275,21 @@ def expected_errors(workdir: pathlib.Path) -> int:
   """Episodes of a visible run whose reset or reward has a fault."""
   config = json.loads((workdir / 'config.json').read_text())
   tasks = groups.epoch_tasks(
-    miniwiki.train_tasks(0, 512), 0, config['steps'] * config['tasks'], config['seed']
+    miniwiki.train_tasks(0, 512),
+    0,
+    config['schedule']['steps'] * config['schedule']['tasks'],
+    config['seed'],
   )
   places = [bad_day_faults.fault_of(task)[0] for task in tasks]
-  return config['samples'] * sum(place in ('reset', 'reward') for place in places)
+  return config['schedule']['samples'] * sum(
+    place in ('reset', 'reward') for place in places
+  )
 
 
 def counted(workdir: pathlib.Path) -> dict[str, float]:
   """Episodes and calls that the run's metrics count, over all steps."""
   config = json.loads((workdir / 'config.json').read_text())
-  episodes = config['tasks'] * config['samples']
+  episodes = config['schedule']['tasks'] * config['schedule']['samples']
   total: dict[str, float] = {}
   for line in metrics.read(workdir):
     for name, value in line.items():

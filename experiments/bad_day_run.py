@@ -8,9 +8,9 @@ import sys
 import threading
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from agent_r1_jax import train
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, train
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import miniwiki
 from agent_r1_jax.tools import search
@@ -20,35 +20,29 @@ BASE = pathlib.Path(__file__).parent / 'miniwiki_model'
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/bad_day_run', 'Where the run writes.')
 _FAULTS = flags.DEFINE_enum('faults', 'none', ['none', 'hidden', 'visible'], 'Which.')
-_CFG = config_flags.DEFINE_config_dataclass(
-  'config',
-  train.Config(
-    model=str(BASE),
-    steps=32,
-    tasks=8,
-    samples=4,
-    max_turns=4,
-    max_turn_tokens=60,
-    learning_rate=3e-4,
-    rows=32,
-    slots=448,
-    decode_steps=16,
-    feed_rows=16,
-    feed_tokens=32,
-    # The last bits of a log-prob must not depend on how many rows are decoded together,
-    # nor on how long they are: slow tools change both.
-    bucket=448,
-    narrow=False,
-    microbatch=8,
-    row_tokens=448,
-    replicas=1,
-    checkpoint_every=1,
-    keep=2,
-    keep_rollouts=True,
-    eval_every=2,
+_CFG = fields.define_flags(
+  config_lib.Config(
+    model=config_lib.Model(path=str(BASE)),
+    schedule=config_lib.Schedule(steps=32, tasks=8, samples=4, eval_every=2),
+    limits=config_lib.Limits(
+      max_turns=4, max_turn_tokens=60, reset_seconds=10.0, step_seconds=30.0
+    ),
+    optimizer=config_lib.Optimizer(learning_rate=3e-4),
+    engine=config_lib.Engine(
+      rows=32,
+      slots=448,
+      decode_steps=16,
+      feed_rows=16,
+      feed_tokens=32,
+      # The last bits of a log-prob must not depend on how many rows are decoded
+      # together, nor on how long they are: slow tools change both.
+      bucket=448,
+      narrow=False,
+      replicas=1,
+    ),
+    batch=config_lib.Batch(microbatch=8, row_tokens=448),
+    checkpoint=config_lib.Checkpoint(every=1, keep=2, keep_rollouts=True),
     max_error_rate=0.9,
-    reset_seconds=10.0,
-    step_seconds=30.0,
   ),
 )
 

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import host, types
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -73,9 +74,7 @@ def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
 
 
 def _optimizer():
-  return optimizers.make(
-    _OPTIMIZER.value, 1e-6, warmup=0, clip_norm=1.0, weight_decay=0.0
-  )
+  return optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
 
 
 def _seconds(fn: Callable[[], Any]) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import decoder, hf_config
 
 _SHAPE = flags.DEFINE_string('shape', '0.6b', 'Of SHAPES.')
@@ -107,7 +108,7 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
     jax.tree.map(lambda x, i=i: x[i : i + n], whole) for i in range(0, _ROWS.value, n)
   ]
   loss = learner.objective(algorithms.grpo(kl_coef=0.0))
-  optimizer = optimizers.make('adamw', 1e-6, warmup=0, clip_norm=1.0, weight_decay=0.0)
+  optimizer = optimizers.make(config_lib.Optimizer(), 1e-6)
   state = learner.init(params, optimizer)
 
   def update():

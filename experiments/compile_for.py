@@ -2,9 +2,9 @@
 
   pip install 'jax[tpu]==0.10.2'
   TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.compile_for \
-    --topology=v5e:4x4 --config.model=qwen2.5-7b
+    --topology=v5e:4x4 --config.model.path=qwen2.5-7b
 
-`--config.model` is a Hugging Face directory, a config.json, or a name in SIZES.
+`--config.model.path` is a Hugging Face directory, a config.json, or a name in SIZES.
 
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
 learner's gradient and update are compiled for all chips of the topology (float32 master
@@ -79,7 +79,7 @@ _ARRAY = re.compile(r'\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]')
 
 _TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'As v5p:4x4x4, v6e:8x8.')
 _MODEL = flags.DEFINE_string(
-  'config.model', 'qwen2.5-3b', 'Directory, config.json or name.'
+  'config.model.path', 'qwen2.5-3b', 'Directory, config.json or name.'
 )
 _PROGRAMS = flags.DEFINE_multi_enum(
   'program', _TRAINING + _SAMPLING, _TRAINING + _SAMPLING, 'What to compile.'

@@ -19,8 +19,7 @@ import time
 from absl import app, flags
 import jax
 
-from agent_r1_jax import config as config_lib
-from agent_r1_jax import host, metrics, sft
+from agent_r1_jax import fields, host, metrics, sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import decoder, induction, weights
@@ -40,7 +39,7 @@ _VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
 _LAYERS = flags.DEFINE_integer('layers', 3, 'Layers.')
 _DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
 _COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
-_CFG = config_lib.define_flags(
+_CFG = fields.define_flags(
   sft.Config(steps=2400, rows=8, row_tokens=512, learning_rate=2e-3), 'sft'
 )
 

@@ -8,7 +8,7 @@ The last command takes 20 minutes on 2 CPU cores and prints a table: direct answ
 Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With an instruct model in Hugging
 Face layout it is the paper's experiment, with that model's tokenizer and chat template:
 
-  python -m experiments.hotpotqa_search --config.model=Qwen2.5-3B-Instruct
+  python -m experiments.hotpotqa_search --config.model.path=Qwen2.5-3B-Instruct
 
 What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. A
 model with hotpotqa_base's rows.json beside its directory is the small one. The baselines
@@ -19,9 +19,7 @@ MuSiQue; it is corpus.jsonl.gz and train.jsonl.gz.
 """
 
 from collections.abc import Callable
-import copy
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -33,7 +31,7 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, host, metrics, results, train, types
+from agent_r1_jax import evaluate, fields, host, metrics, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.retrieval import bm25, dense, documents, hashing
 from agent_r1_jax.rl import algorithms, correction
@@ -53,7 +51,7 @@ class Setting(NamedTuple):
   reward: env.Reward
   types: tuple[str, ...]  # of the rows to learn from; all if there are none
   kl: float
-  config: train.Config
+  config: config_lib.Config
 
 
 SMALL = Setting(
@@ -67,23 +65,21 @@ SMALL = Setting(
   # Of the other rows the base answers one in a hundred: there is nothing to amplify.
   types=('comparison',),
   kl=0.0,
-  config=train.Config(
-    model='runs/hotpotqa_base/model',
-    steps=60,
-    tasks=24,
-    samples=8,
-    max_turns=4,
-    max_turn_tokens=96,
-    learning_rate=3e-4,
-    rows=192,
-    slots=640,
-    decode_steps=16,
-    feed_rows=32,
-    feed_tokens=32,
-    bucket=64,
-    replicas=1,
-    microbatch=16,
-    eval_every=20,
+  config=config_lib.Config(
+    model=config_lib.Model(path='runs/hotpotqa_base/model'),
+    schedule=config_lib.Schedule(steps=60, tasks=24, samples=8, eval_every=20),
+    limits=config_lib.Limits(max_turns=4, max_turn_tokens=96),
+    optimizer=config_lib.Optimizer(learning_rate=3e-4),
+    engine=config_lib.Engine(
+      rows=192,
+      slots=640,
+      decode_steps=16,
+      feed_rows=32,
+      feed_tokens=32,
+      bucket=64,
+      replicas=1,
+    ),
+    batch=config_lib.Batch(microbatch=16),
   ),
 )
 INSTRUCT = Setting(
@@ -96,7 +92,10 @@ INSTRUCT = Setting(
   reward=qa.paper_reward,
   types=(),
   kl=0.001,
-  config=train.Config(dtype='bfloat16', remat='full', eval_every=20),
+  config=config_lib.Config(
+    model=config_lib.Model(dtype='bfloat16', remat='full'),
+    schedule=config_lib.Schedule(eval_every=20),
+  ),
 )
 
 _DATA = flags.DEFINE_string(
@@ -108,21 +107,21 @@ _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_bas
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
 _TYPES = flags.DEFINE_list('types', None, 'Of rows to learn from; "" is all.')
-_CFG = config_lib.define_flags(train.Config())
+_CFG = fields.define_flags(config_lib.Config())
 
 
 def main(_):
   host.quiet()
   given = config_flags.get_override_values(flags.FLAGS['config'])
-  setting = setting_of(given.get('model', SMALL.config.model))
-  config = overridden(setting.config, given)
+  setting = setting_of(given.get('model.path', SMALL.config.model.path))
+  config = fields.replace(setting.config, given)
   workdir, laps = pathlib.Path(_WORKDIR.value), [time.time()]
   corpus, questions = qa_data.find(_DATA.value)
   rows = qa_data.jsonl(questions)
   sizes = (_HELD_OUT.value, _WATCHED.value)
   held_out, watched, rows = qa_demos.split(rows, *sizes, seed=_SPLIT.value)
   if setting is SMALL:
-    check_unseen(config.model, held_out + watched)
+    check_unseen(config.model.path, held_out + watched)
   print(json.dumps(dataclasses.asdict(config), indent=2))
   kinds = setting.types if _TYPES.value is None else _TYPES.value
   rows = [task for task in rows if not kinds or task.info.get('type') in kinds]
@@ -156,9 +155,9 @@ def main(_):
     'template': setting.template,
     'reward': setting.reward.__name__,
   }
-  numbers = play(config, config.model, baselines, depends_on)
+  numbers = play(config, config.model.path, baselines, depends_on)
   laps.append(time.time())
-  corrected = correction.token_truncated() if config.oldest else None
+  corrected = correction.token_truncated() if config.schedule.oldest else None
   train.run(
     config,
     str(workdir),
@@ -181,10 +180,10 @@ def setting_of(model: str) -> Setting:
   """SMALL where hotpotqa_base's list of rows is beside the model, else INSTRUCT."""
   if rows_of(model).is_file():
     return SMALL
-  if model == SMALL.config.model:
+  if model == SMALL.config.model.path:
     sys.exit(
       f'{rows_of(model)} is missing: run experiments.hotpotqa_base, which makes the '
-      'small policy, or name an instruct model with --config.model=DIR.'
+      'small policy, or name an instruct model with --config.model.path=DIR.'
     )
   return INSTRUCT
 
@@ -192,15 +191,6 @@ def setting_of(model: str) -> Setting:
 def rows_of(model: str) -> pathlib.Path:
   """Where hotpotqa_base lists the rows that the model beside it has seen."""
   return pathlib.Path(model).absolute().parent / 'rows.json'
-
-
-def overridden(config: train.Config, given: dict[str, Any]) -> train.Config:
-  """The configuration with the fields that the command line gives, such as 'alarms.x'."""
-  config = copy.deepcopy(config)
-  for name, value in given.items():
-    *parents, field = name.split('.')
-    setattr(functools.reduce(getattr, parents, config), field, value)
-  return config
 
 
 def check_unseen(model: str, tasks) -> None:

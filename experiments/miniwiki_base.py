@@ -17,8 +17,7 @@ import time
 from absl import app, flags
 import jax
 
-from agent_r1_jax import config as config_lib
-from agent_r1_jax import host, metrics, sft, types
+from agent_r1_jax import fields, host, metrics, sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import decoder, induction, weights
@@ -35,7 +34,7 @@ _EXAMPLES = flags.DEFINE_integer('examples', 6000, 'That the tokenizer is traine
 _COPYING = flags.DEFINE_float(
   'copying', 0.05, 'Share of the steps that practise copying.'
 )
-_CFG = config_lib.define_flags(sft.Config(steps=2000, rows=8, learning_rate=2e-3), 'sft')
+_CFG = fields.define_flags(sft.Config(steps=2000, rows=8, learning_rate=2e-3), 'sft')
 
 
 def index(passages):

@@ -15,7 +15,7 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, host, report, results, train, types
+from agent_r1_jax import evaluate, fields, host, report, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import miniwiki, qa
@@ -32,23 +32,22 @@ _WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and the questions.
 _SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Of the tables.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set in the tables.')
 _WATCHED = flags.DEFINE_integer('watched', 64, 'Questions of each set during training.')
-_CFG = config_lib.define_flags(
-  train.Config(
-    model=str(BASE),
-    steps=40,
-    tasks=16,
-    samples=8,
-    max_turn_tokens=80,
-    learning_rate=3e-4,
-    rows=128,
-    slots=448,
-    decode_steps=16,
-    feed_rows=32,
-    feed_tokens=32,
-    bucket=128,
-    replicas=2,
-    microbatch=16,
-    eval_every=10,
+_CFG = fields.define_flags(
+  config_lib.Config(
+    model=config_lib.Model(path=str(BASE)),
+    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
+    limits=config_lib.Limits(max_turn_tokens=80),
+    optimizer=config_lib.Optimizer(learning_rate=3e-4),
+    engine=config_lib.Engine(
+      rows=128,
+      slots=448,
+      decode_steps=16,
+      feed_rows=32,
+      feed_tokens=32,
+      bucket=128,
+      replicas=2,
+    ),
+    batch=config_lib.Batch(microbatch=16),
   ),
 )
 
@@ -69,8 +68,8 @@ def main(_):
     'Naive RAG': (with_passages, alone),
     'Base Tool Call': (sets, agent),
   }
-  numbers = play(config, config.model, baselines)
-  corrected = correction.token_truncated() if config.oldest else None
+  numbers = play(config, config.model.path, baselines)
+  corrected = correction.token_truncated() if config.schedule.oldest else None
   train.run(
     config,
     str(workdir),

@@ -6,10 +6,10 @@
 miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/ of
 corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes
 third_party/downloads such a folder) it trains on the first two and tests on held-out rows
-of all three, from `--config.model=DIR`: an instruct model, or with --noinstruct what
+of all three, from `--config.model.path=DIR`: an instruct model, or with --noinstruct what
 hotpotqa_base wrote. An instruct model reads five whole passages a search, for which
-`--config.slots` must be larger: with Qwen's tokenizer half of the right demonstrations
-are above 1,100 tokens, 1 in 100 above 2,300.
+`--config.engine.slots` must be larger: with Qwen's tokenizer half of the right
+demonstrations are above 1,100 tokens, 1 in 100 above 2,300.
 
 Each finished (method, seed) is one line of OUT/results.jsonl. Started again, the script
 goes on with the next, and a training cut short goes on from its checkpoint. Processes
@@ -36,7 +36,17 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, host, metrics, results, rollout, sft, train, types
+from agent_r1_jax import (
+  evaluate,
+  fields,
+  host,
+  metrics,
+  results,
+  rollout,
+  sft,
+  train,
+  types,
+)
 from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import bm25, documents
@@ -51,25 +61,24 @@ _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
 _INSTRUCT = flags.DEFINE_bool(
-  'instruct', True, 'For real data: whether --config.model follows instructions.'
+  'instruct', True, 'For real data: whether --config.model.path follows instructions.'
 )
-_CFG = config_lib.define_flags(
-  train.Config(
-    model=str(pathlib.Path(__file__).parent / 'miniwiki_model'),
-    steps=40,
-    tasks=16,
-    samples=8,
-    max_turn_tokens=80,
-    learning_rate=3e-4,
-    critic_learning_rate=1e-3,
-    rows=128,
-    slots=448,
-    decode_steps=16,
-    feed_rows=32,
-    feed_tokens=32,
-    bucket=128,
-    replicas=1,
-    microbatch=16,
+_CFG = fields.define_flags(
+  config_lib.Config(
+    model=config_lib.Model(path=str(pathlib.Path(__file__).parent / 'miniwiki_model')),
+    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8),
+    limits=config_lib.Limits(max_turn_tokens=80),
+    optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
+    engine=config_lib.Engine(
+      rows=128,
+      slots=448,
+      decode_steps=16,
+      feed_rows=32,
+      feed_tokens=32,
+      bucket=128,
+      replicas=1,
+    ),
+    batch=config_lib.Batch(microbatch=16),
   ),
 )
 
@@ -91,7 +100,7 @@ class Bench(NamedTuple):
     kinds: Of question, for the table by kind.
   """
 
-  config: train.Config
+  config: config_lib.Config
   tasks: Sequence[types.Task]
   sets: dict[str, Sets]
   agent: rollout.MakeEnv
@@ -111,9 +120,9 @@ def prompted(which: str, bench: Bench, seed: int, workdir: pathlib.Path) -> Outc
   """The base policy, greedily, with one way to ask it."""
   tools = bench.agent if which in ('agent', 'react') else bench.alone
   # A worked example takes room.
-  config = dataclasses.replace(bench.config, slots=2 * bench.config.slots)
+  config = fields.replace(bench.config, {'engine.slots': 2 * bench.config.engine.slots})
   rows = {which: (bench.sets[which], tools)}
-  return Outcome(train.play(config, config.model, rows)[which], [])
+  return Outcome(train.play(config, config.model.path, rows)[which], [])
 
 
 def trained(
@@ -136,7 +145,7 @@ def trained(
 def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
   """Fine-tuning on as many right demonstrations as RL has episodes, in as many steps."""
   config = bench.config
-  shape, params, chat = train.load(config)
+  shape, params, chat = train.load(config.model, config.chat)
   schemas = [tool.schema for tool in getattr(bench.agent(), 'tools', ())]
   text = (
     sft.segment(chat, sft.Conversation(messages, schemas))
@@ -144,15 +153,15 @@ def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
   )
   # Two conversations share a row.
   options = sft.Config(
-    steps=config.steps,
-    rows=config.tasks * config.samples // 2,
-    row_tokens=config.slots,
-    learning_rate=config.learning_rate,
+    steps=config.schedule.steps,
+    rows=config.schedule.tasks * config.schedule.samples // 2,
+    row_tokens=config.engine.slots,
+    learning_rate=config.optimizer.learning_rate,
     warmup=0,
     weight_decay=0.0,
   )
   params = sft.run(shape, params, text, options)
-  weights.save(workdir / 'model', shape, params, tokenizer_from=config.model)
+  weights.save(workdir / 'model', shape, params, tokenizer_from=config.model.path)
   return _played(bench, config, workdir, [])
 
 
@@ -192,7 +201,7 @@ METHODS |= {
 _UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
 
 
-def miniwiki_bench(config: train.Config) -> Bench:
+def miniwiki_bench(config: config_lib.Config) -> Bench:
   """The quickstart's worlds and questions."""
   retriever = miniwiki.index(0)
   tasks = miniwiki.train_tasks(0, 4096)
@@ -207,7 +216,7 @@ def miniwiki_bench(config: train.Config) -> Bench:
   return Bench(config, tasks, prompts, *_envs(tool), demonstrations, miniwiki.KINDS)
 
 
-def real_bench(config: train.Config) -> Bench:
+def real_bench(config: config_lib.Config) -> Bench:
   """HotpotQA and 2WikiMultihopQA to train on, MuSiQue too to test on."""
   data = pathlib.Path(_DATA.value)
   passages, tasks, held = {}, [], {}
@@ -288,9 +297,9 @@ def main(_):
   if unknown := set(_METHODS.value) - set(METHODS):
     raise app.UsageError(f'--methods: {sorted(unknown)}; there are {list(METHODS)}')
   given = config_flags.get_override_values(flags.FLAGS['config'])
-  if _DATA.value and not given.get('model'):
+  if _DATA.value and not given.get('model.path'):
     raise app.UsageError(
-      '--data: the policy to start from is missing; give --config.model=DIR.'
+      '--data: the policy to start from is missing; give --config.model.path=DIR.'
     )
   claim(out)
   bench = (real_bench if _DATA.value else miniwiki_bench)(_CFG.value)
@@ -312,7 +321,7 @@ def main(_):
         'rewards': [round(r, 4) for r in outcome.rewards],
         'seconds': round(before + time.time() - start),
         'machine': f'{platform.machine()}, {platform.python_version()}',
-        'steps': bench.config.steps,
+        'steps': bench.config.schedule.steps,
       }
       results.add(path, result)
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
@@ -325,17 +334,16 @@ def claim(out: pathlib.Path) -> None:
   Raises:
     app.UsageError: It was written for another bench; names the fields that differ.
   """
-  config = dataclasses.asdict(_CFG.value)
-  del config['seed']  # Each run has its own.
-  model = config.pop('model')
+  # Each run has a seed of its own.
+  names = [n for n in fields.names(_CFG.value) if n not in ('seed', 'model.path')]
   real = bool(_DATA.value)
   place = lambda path: str(pathlib.Path(path).resolve())
   bench = {
     'data': place(_DATA.value) if real else 'miniwiki',
-    'model': place(model),
+    'model': place(_CFG.value.model.path),
     'instruct': real and _INSTRUCT.value,
     'questions': _QUESTIONS.value,
-    **{f'config.{name}': value for name, value in config.items()},
+    **{f'config.{name}': fields.get(_CFG.value, name) for name in names},
   }
   path = out / 'bench.json'
   with path.open('a+') as file:

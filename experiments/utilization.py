@@ -23,7 +23,8 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 
-from agent_r1_jax import host, journal, rollout, schedule, train, types
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import host, journal, rollout, schedule, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
@@ -116,7 +117,9 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   seconds = segments * _SEGMENT.value
   # It goes on past what is counted: otherwise the last updates would start no rollouts.
   steps = _STEPS.value + MODES[mode].get('ahead', 0)
-  config = train.Config(steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode])
+  config = config_lib.Schedule(
+    steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
+  )
   driver, carry, plan = _system(config, rows, tail, chat)
   at = journal.Position()
   quiet = types_lib.SimpleNamespace(phase=lambda *_: None)
@@ -166,8 +169,7 @@ def _system(config, rows, tail, chat):
   driver.replicas = [chips]
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
   rows_of_updates = experience.Rows(1, 1)  # There are none.
-  modes = {'ahead': config.ahead, 'partial': config.partial}
-  plan = updates.Plan(shape, algorithm, rows_of_updates, {}, **modes)
+  plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)
   state: Any = types_lib.SimpleNamespace(params=nothing)
   return driver, updates.Carry({'policy': state}, None, nothing), plan
 

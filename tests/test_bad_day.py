@@ -20,12 +20,12 @@ def test_everything_holds(tmp_path):
     '--reach=6',
     # On a machine that does other work, too.
     '--answer=120',
-    '--run=config.steps=3',
-    '--run=config.tasks=4',
-    '--run=config.samples=2',
-    '--run=config.rows=8',
-    '--run=config.feed_rows=4',
-    '--run=config.reset_seconds=5',
+    '--run=config.schedule.steps=3',
+    '--run=config.schedule.tasks=4',
+    '--run=config.schedule.samples=2',
+    '--run=config.engine.rows=8',
+    '--run=config.engine.feed_rows=4',
+    '--run=config.limits.reset_seconds=5',
     timeout=3000,
   )
   assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

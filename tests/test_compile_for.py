@@ -130,7 +130,12 @@ def test_pieces_of_one_collective_count_once():
   not importlib.util.find_spec('libtpu'), reason="no libtpu: pip install 'jax[tpu]'"
 )
 def test_training_and_sampling_compile_for_v5e_16():
-  flags = ['--topology=v5e:4x4', '--config.model=tiny', '--tokens=256', '--context=2']
+  flags = [
+    '--topology=v5e:4x4',
+    '--config.model.path=tiny',
+    '--tokens=256',
+    '--context=2',
+  ]
   flags += ['--tensor=2', '--slots=256', '--texts=4']
   out = run('-m', 'experiments.compile_for', *flags)
   lines = [json.loads(line) for line in out.splitlines()]

@@ -1,75 +1,150 @@
 """The configuration: a wrong value is refused by its name, with what it may be."""
 
 import dataclasses
+import json
 import math
 import sys
 
 from absl import flags
 import pytest
+import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.rl import algorithms
+from agent_r1_jax import fields, preflight, sizes
+from agent_r1_jax.agent import chat
+from agent_r1_jax.rl import algorithms, optimizers
 
-_FIELDS = dataclasses.fields(config_lib.Config)
+_NAMES = list(fields.names(config_lib.Config))
+_NUMBERS = [
+  name
+  for name in _NAMES
+  if not name.startswith('alarms.')
+  and isinstance(fields.get(config_lib.Config(), name), int | float)
+  and not isinstance(fields.get(config_lib.Config(), name), bool)
+]
 
 
 @pytest.mark.parametrize(
   ('field', 'value', 'message'),
   [
-    ('learning_rate', -1e-3, 'learning_rate is -0.001; it must be a number, at least 0.'),
-    ('learning_rate', math.nan, 'learning_rate is nan; it must be a number.'),
-    ('learning_rate', math.inf, 'learning_rate is inf; it must be a number, at least 0.'),
-    ('learning_rate', '1e-3', "learning_rate is '1e-3'; it must be a number."),
-    ('clip_norm', 0, 'clip_norm is 0; it must be a number above 0.'),
-    ('clip_norm', 0.0, 'clip_norm is 0.0; it must be a number above 0.'),
-    ('steps', -3, 'steps is -3; it must be a whole number, at least 0.'),
-    ('steps', 2.5, 'steps is 2.5; it must be a whole number.'),
-    ('steps', True, 'steps is True; it must be a whole number.'),
-    ('tasks', 0, 'tasks is 0; it must be a whole number, at least 1.'),
-    ('max_error_rate', 1.5, 'max_error_rate is 1.5; it must be a number, from 0 to 1.'),
-    ('adam_b2', 1.0, 'adam_b2 is 1.0; it must be a number from 0 to below 1.'),
-    ('dtype', 'fp16', "dtype is 'fp16'; give one of 'float32', 'bfloat16'."),
-    ('remat', 'some', "remat is 'some'; give one of 'none', 'dots', 'full'."),
-    ('optimizer', 'sgd', "optimizer is 'sgd'; give one of 'adamw'"),
-    ('long_prompts', 'cut', "long_prompts is 'cut'; give one of 'refuse', 'skip'."),
-    ('tools_in_prompt', '', "tools_in_prompt is ''; give one of 'default'"),
-    ('offload', 1, 'offload is 1; it must be True or False.'),
-    ('model', None, 'model is None; it must be a text.'),
-    ('alarms', {}, 'alarms is {}; it must be of'),
+    ('optimizer.learning_rate', -1e-3, 'is -0.001; it must be a number, at least 0.'),
+    ('optimizer.learning_rate', math.nan, 'is nan; it must be a number.'),
+    ('optimizer.learning_rate', math.inf, 'is inf; it must be a number, at least 0.'),
+    ('optimizer.learning_rate', '1e-3', "is '1e-3'; it must be a number."),
+    ('optimizer.clip_norm', 0, 'is 0; it must be a number above 0.'),
+    ('optimizer.clip_norm', 0.0, 'is 0.0; it must be a number above 0.'),
+    ('schedule.steps', -3, 'is -3; it must be a whole number, at least 0.'),
+    ('schedule.steps', 2.5, 'is 2.5; it must be a whole number.'),
+    ('schedule.steps', True, 'is True; it must be a whole number.'),
+    ('schedule.tasks', 0, 'is 0; it must be a whole number, at least 1.'),
+    ('limits.step_seconds', 0.0, 'is 0.0; it must be a number above 0.'),
+    ('engine.rows', -1, 'is -1; it must be a whole number, and 0 chooses it.'),
+    ('max_error_rate', 1.5, 'is 1.5; it must be a number, from 0 to 1.'),
+    ('optimizer.adam_b2', 1.0, 'is 1.0; it must be a number from 0 to below 1.'),
+    ('model.dtype', 'fp16', "is 'fp16'; give one of 'float32', 'bfloat16'."),
+    ('model.remat', 'some', "is 'some'; give one of 'none', 'dots', 'full'."),
+    ('optimizer.kind', 'sgd', "is 'sgd'; give one of 'adamw'"),
+    ('chat.long_prompts', 'cut', "is 'cut'; give one of 'refuse', 'skip'."),
+    ('chat.tools_in_prompt', '', "is ''; give one of 'default'"),
+    ('optimizer.offload', 1, 'is 1; it must be True or False.'),
+    ('model.path', None, 'is None; it must be a text.'),
   ],
 )
 def test_a_wrong_value_is_refused(field, value, message):
-  config = dataclasses.replace(config_lib.Config(), **{field: value})
+  config = fields.replace(config_lib.Config(), {field: value})
   with pytest.raises(ValueError) as error:
-    config_lib.check(config, algorithms.grpo(kl_coef=0.0))
-  assert str(error.value).startswith(message)
+    preflight.check_config(config, algorithms.grpo(kl_coef=0.0))
+  assert str(error.value).startswith(f'{field} {message}')
+
+
+@pytest.mark.parametrize('name', ['alarms', 'engine'])
+def test_a_part_that_is_none_is_refused(name):
+  config = config_lib.Config()
+  setattr(config, name, {})
+  with pytest.raises(ValueError, match=f'^{name} is {{}}; it must be of'):
+    config.check()
 
 
 @pytest.mark.parametrize('algorithm', ['grpo', algorithms.grpo, None])
 def test_what_is_no_algorithm_is_refused(algorithm):
   with pytest.raises(ValueError, match=r'^algorithm is .*such as algorithms.grpo\(\)'):
-    config_lib.check(config_lib.Config(), algorithm)
+    preflight.check_config(config_lib.Config(), algorithm)
 
 
 def test_the_defaults_and_the_edges_pass():
-  config_lib.check_values(config_lib.Config())
+  config_lib.Config().check()
   edges = {'learning_rate': 0, 'clip_norm': math.inf, 'steps': 0, 'max_error_rate': 1}
-  config_lib.check_values(dataclasses.replace(config_lib.Config(), **edges))
+  tiny.run_config(**edges).check()
 
 
-@pytest.mark.parametrize('field', [f for f in _FIELDS if f.type in (int, float)])
+@pytest.mark.parametrize('field', _NUMBERS)
 def test_no_number_may_be_below_0_or_no_number(field):
   for value in (-1, math.nan, 'x', None):
-    config = dataclasses.replace(config_lib.Config(), **{field.name: value})
-    with pytest.raises(ValueError, match=f'^{field.name} is {value!r}; it must be'):
-      config_lib.check_values(config)
+    config = fields.replace(config_lib.Config(), {field: value})
+    with pytest.raises(ValueError, match=f'^{field} is {value!r}; it must be'):
+      config.check()
 
 
-def test_the_tables_name_fields():
-  names = {field.name for field in _FIELDS}
-  tables = ('_AT_LEAST_1', '_ABOVE_0', '_BELOW_1', '_AT_MOST', '_CHOICES')
-  for table in tables:
-    assert set(getattr(config_lib, table)) <= names
+def test_ranges_of_fields_that_do_not_exist_are_a_mistake():
+  with pytest.raises(TypeError, match="no fields .'decode_step'"):
+    fields.check(config_lib.Engine(), at_least_1=('decode_step',))
+
+
+def test_choices_are_those_of_the_code():
+  for kind in optimizers.KINDS:
+    config_lib.Optimizer(kind=kind).check()
+  for who in chat.TOOLS_IN_PROMPT:
+    config_lib.Chat(tools_in_prompt=who).check()
+
+
+def test_sizes_are_fields():
+  assert set(sizes.FIELDS) <= set(_NAMES)
+
+
+class TestReplace:
+  def test_the_given_one_stays_as_it_is(self):
+    before = config_lib.Config()
+    after = fields.replace(before, {'engine.rows': 3, 'seed': 7})
+    assert (after.engine.rows, after.seed) == (3, 7)
+    assert before == config_lib.Config()
+
+  def test_a_name_of_no_field_is_refused(self):
+    with pytest.raises(ValueError, match="no field 'engine.row'; did you mean engine.ro"):
+      fields.replace(config_lib.Config(), {'engine.row': 3})
+
+
+class TestOldNames:
+  """Before each part had its own dataclass, all fields lay side by side."""
+
+  @pytest.mark.parametrize(
+    ('old', 'new'),
+    [
+      ('rows', 'engine.rows'),
+      ('learning_rate', 'optimizer.learning_rate'),
+      ('model', 'model.path'),
+      ('optimizer', 'optimizer.kind'),
+      ('checkpoint_every', 'checkpoint.every'),
+      ('steps', 'schedule.steps'),
+      ('reference', 'model.reference'),
+    ],
+  )
+  def test_they_are_refused_with_the_new_one(self, monkeypatch, tmp_path, old, new):
+    said = f'{old} is now {new}'
+    with pytest.raises(ValueError, match=said):
+      config_lib.Config(**{old: 'x'})
+    monkeypatch.setattr(sys, 'argv', ['train', f'--config.{old}=1'])
+    with pytest.raises(SystemExit, match=f'--config.{old}: {said}'):
+      fields.define_flags(config_lib.Config(), flag_values=flags.FlagValues())
+    written = dataclasses.asdict(config_lib.Config()) | {old: 1}
+    (tmp_path / 'config.json').write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=f'config.json is of an earlier .*{said}'):
+      sizes.recorded(config_lib.Config(), tmp_path)
+
+  def test_a_file_of_this_version_is_not(self, tmp_path):
+    written = dataclasses.asdict(tiny.run_config(rows=3, microbatch=2))
+    (tmp_path / 'config.json').write_text(json.dumps(written))
+    found = sizes.recorded(config_lib.Config(), tmp_path)
+    assert found == tiny.run_config(rows=3, microbatch=2)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +152,33 @@ def test_the_tables_name_fields():
   [
     (
       '--config.learningrate=1',
-      "--config.learningrate: there is no field 'learningrate'; did you mean "
-      'learning_rate?',
+      '--config.learningrate: there is no such field; did you mean '
+      'optimizer.learning_rate?',
     ),
-    ('-config.alarms.kll=1', "--config.alarms.kll: there is no field 'kll'; did you m"),
     (
-      '--config.optim.lr=1',
-      "--config.optim.lr: there is no field 'optim'; did you mean ",
+      '--config.optimizer.learningrate=1',
+      '--config.optimizer.learningrate: there is no such field; did you mean '
+      'optimizer.learning_rate?',
     ),
-    ('--config.xyzzy', "there is no field 'xyzzy'; there are model, reference"),
-    ('--config.steps.x=1', "--config.steps.x: there is no field 'x'; there are"),
+    (
+      '--config.engine.steps=1',
+      '--config.engine.steps: there is no such field; did you mean schedule.steps?',
+    ),
+    (
+      '-config.alarms.kll=1',
+      '--config.alarms.kll: there is no such field; did you mean ',
+    ),
+    ('--config.optim.lr=1', '--config.optim.lr: there is no such field; did you mean '),
+    (
+      '--config.engine=1',
+      'there is no such field; name one of engine.rows, engine.slots',
+    ),
+    ('--config.xyzzy', 'there is no such field; there are model, chat'),
+    ('--config.schedule.steps.x=1', '--config.schedule.steps.x: there is no such field'),
   ],
 )
 def test_a_misspelt_flag_is_answered_in_a_line(monkeypatch, argument, message):
-  monkeypatch.setattr(sys, 'argv', ['train', '--config.rows=7', argument])
+  monkeypatch.setattr(sys, 'argv', ['train', '--config.engine.rows=7', argument])
   with pytest.raises(SystemExit) as error:
-    config_lib.define_flags(config_lib.Config(), flag_values=flags.FlagValues())
+    fields.define_flags(config_lib.Config(), flag_values=flags.FlagValues())
   assert message in str(error.value)

@@ -516,11 +516,11 @@ class TestBudgets:
 )
 @pytest.mark.parametrize('seconds', [0, -1.0, float('nan')])
 def test_times_are_above_0(field, seconds):
-  with pytest.raises(ValueError, match=f'{field}.*must be above 0'):
+  with pytest.raises(ValueError, match=f'{field} is .*must be a'):
     if field == 'reward_seconds':
       env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
     else:
-      rollout.Limits(**{field: seconds})
+      rollout.Limits(**{field: seconds}).check()
 
 
 model = test_train.model

@@ -154,7 +154,7 @@ def test_libraries_do_not_narrate_and_warn_all_the_same(tmp_path, arguments, nar
 
 _REFUSED = """
 from absl import app
-from agent_r1_jax import train
+from agent_r1_jax import config, train
 from agent_r1_jax.rl import algorithms
 class Tasks:
   def __len__(self): return -1
@@ -162,8 +162,8 @@ class Tasks:
 class Short(Tasks):
   def __getitem__(self, index): raise IndexError
 def main(_):
-  train.run(train.Config(model='x', steps={steps}), 'x', tasks={tasks}, make_env=None,
-            algorithm=algorithms.grpo())
+  train.run(config.Config(schedule=config.Schedule(steps={steps})), 'x',
+            tasks={tasks}, make_env=None, algorithm=algorithms.grpo())
 app.run(main)
 """
 
@@ -171,11 +171,11 @@ app.run(main)
 @pytest.mark.parametrize(
   'steps, tasks, flags, said',
   [
-    (-3, '[]', [], '{path}:11: steps is -3; '),
+    (-3, '[]', [], '{path}:11: schedule.steps is -3; '),
     (1, "['hello']", [], "{path}:11: tasks[0] is 'hello'; it must be "),
     (1, 'Tasks()', [], 'ValueError: a bug of theirs'),
     (1, 'Short()', [], 'ValueError: __len__() should return >= 0'),
-    (-3, '[]', ['--verbosity=0'], 'ValueError: steps is -3; '),
+    (-3, '[]', ['--verbosity=0'], 'ValueError: schedule.steps is -3; '),
   ],
 )
 def test_a_refusal_is_one_line_and_a_bug_has_its_traceback(
@@ -195,7 +195,7 @@ def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
     '-m',
     'experiments.hotpotqa_search',
     '--data=/nowhere',
-    '--config.model=x',
+    '--config.model.path=x',
   ]
   done = _run_script(*experiment)
   assert done.returncode == 1

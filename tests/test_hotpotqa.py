@@ -281,9 +281,17 @@ def test_base_and_search(small_data, tmp_path):
   held_out, _, rest = qa_demos.split(tasks, 6, 3)
   assert known == {task.id for task in rest}
 
-  search = ('--config.steps=1', '--config.tasks=2', '--config.samples=2')
-  search += ('--config.rows=4', '--config.microbatch=2', '--config.max_turn_tokens=16')
-  search += (f'--config.model={tmp_path}/base/model', f'--workdir={tmp_path}/run')
+  search = (
+    '--config.schedule.steps=1',
+    '--config.schedule.tasks=2',
+    '--config.schedule.samples=2',
+  )
+  search += (
+    '--config.engine.rows=4',
+    '--config.batch.microbatch=2',
+    '--config.limits.max_turn_tokens=16',
+  )
+  search += (f'--config.model.path={tmp_path}/base/model', f'--workdir={tmp_path}/run')
   search += ('--retriever=dense', '--config.alarms.entropy=0.01')
   first = _run('hotpotqa_search', *shared, *search)
   assert 'nothing that it depends on' not in first
@@ -292,7 +300,9 @@ def test_base_and_search(small_data, tmp_path):
   assert weights.read_config(tmp_path / 'run' / 'model').embed_dim == 96
   # The small policy is known by its rows, and trained as such.
   config = json.loads((tmp_path / 'run' / 'config.json').read_text())
-  assert config['alarms']['entropy'] == 0.01 and config['learning_rate'] == 3e-4
+  assert (
+    config['alarms']['entropy'] == 0.01 and config['optimizer']['learning_rate'] == 3e-4
+  )
 
   # Started again, the finished run plays nothing, and the tables are the same.
   table = (tmp_path / 'run' / 'table.md').read_text()
@@ -312,7 +322,7 @@ def test_base_and_search(small_data, tmp_path):
 
 @pytest.mark.parametrize('script', ['hotpotqa_base', 'hotpotqa_search', 'paper_tables'])
 def test_missing_data_says_what_it_is_and_how_to_get_it(script, tmp_path):
-  model = () if script == 'hotpotqa_base' else (f'--config.model={tmp_path}',)
+  model = () if script == 'hotpotqa_base' else (f'--config.model.path={tmp_path}',)
   out = f'--{"workdir" if script == "hotpotqa_search" else "out"}={tmp_path}/run'
   said = _run(script, f'--data={tmp_path}', *model, out, fails=True)
   assert 'corpus.jsonl.gz' in said and 'train.jsonl.gz' in said
@@ -323,7 +333,7 @@ def test_a_missing_small_policy_says_how_to_make_it(tmp_path):
   done = script_lib.run('-m', 'experiments.hotpotqa_search', cwd=tmp_path)
   said = done.stdout + done.stderr
   assert done.returncode != 0 and 'hotpotqa_base/rows.json is missing' in said
-  assert 'run experiments.hotpotqa_base' in said and '--config.model=DIR' in said
+  assert 'run experiments.hotpotqa_base' in said and '--config.model.path=DIR' in said
   assert len(said.splitlines()) == 1
 
 
@@ -332,7 +342,7 @@ def test_there_is_one_way_to_name_a_model(path):
   defined = re.findall(r"DEFINE_\w+\(\s*'([\w.]+)'", path.read_text())
   assert 'model' not in defined and 'base' not in defined
   if path.stem == 'compile_for':
-    assert 'config.model' in defined
+    assert 'config.model.path' in defined
 
 
 FAMILIES = {
@@ -372,12 +382,20 @@ def test_an_instruct_model_runs_unchanged(name, data_dir, real_data, tmp_path):
   params = decoder.init(config, jax.random.key(0))
   tokenizer = data_dir / 'models' / name
   weights.save(tmp_path / 'model', config, params, tokenizer_from=tokenizer)
-  sizes = ('--config.slots=1536', '--config.rows=2', '--config.microbatch=1')
-  sizes += ('--config.max_turn_tokens=16', '--config.feed_tokens=256')
-  sizes += ('--config.steps=1', '--config.tasks=2', '--config.samples=2')
+  sizes = (
+    '--config.engine.slots=1536',
+    '--config.engine.rows=2',
+    '--config.batch.microbatch=1',
+  )
+  sizes += ('--config.limits.max_turn_tokens=16', '--config.engine.feed_tokens=256')
+  sizes += (
+    '--config.schedule.steps=1',
+    '--config.schedule.tasks=2',
+    '--config.schedule.samples=2',
+  )
   _run(
     'hotpotqa_search',
-    f'--config.model={tmp_path}/model',
+    f'--config.model.path={tmp_path}/model',
     f'--data={real_data}',
     f'--workdir={tmp_path}/run',
     '--held_out=3',

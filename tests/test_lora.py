@@ -11,6 +11,7 @@ import plain
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import driver as driver_lib
 from agent_r1_jax.models import decoder, lora, weights
@@ -185,14 +186,13 @@ def test_only_adapters_learn_and_only_they_have_moments():
 
 
 def test_critic_and_reference_share_what_is_frozen():
-  make = functools.partial(optimizers.make, warmup=0, clip_norm=1.0, weight_decay=0.0)
+  make = lambda kind: optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
   plan = updates.Plan(
     plain.CONFIG,
     algorithms.ppo(kl_coef=0.1),
     plain.SHAPE,
-    {'policy': make('adamw', 1e-3), 'critic': make('adamw8', 1e-3)},
-    sync_every=2,
-    reference_every=1,
+    {'policy': make('adamw'), 'critic': make('adamw8')},
+    config_lib.Schedule(sync_every=2, reference_every=1),
     offload=True,
   )
   carry = updates.start(_adapted(plain.policy()), plan)

@@ -43,18 +43,18 @@ def test_base_script_makes_a_policy_that_learns(base):
 def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   flags = (
     f'--workdir={tmp_path}',
-    f'--config.model={base / "model"}',
+    f'--config.model.path={base / "model"}',
     '--questions=6',
     '--watched=3',
-    '--config.tasks=2',
-    '--config.samples=3',
-    '--config.rows=6',
-    '--config.eval_every=1',
+    '--config.schedule.tasks=2',
+    '--config.schedule.samples=3',
+    '--config.engine.rows=6',
+    '--config.schedule.eval_every=1',
     # So small a policy may earn the same in all episodes, and learn nothing from them:
     # decay changes it all the same.
-    '--config.weight_decay=0.1',
+    '--config.optimizer.weight_decay=0.1',
   )
-  done = run('miniwiki_search', *flags, '--config.steps=1')
+  done = run('miniwiki_search', *flags, '--config.schedule.steps=1')
   assert done.returncode == 0, done.stderr[-3000:]
   for row in ('Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO'):
     assert f'| {row} ' in done.stdout
@@ -66,7 +66,7 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   table = json.loads((tmp_path / 'table.json').read_text())
   assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
   baselines = ('Direct answer', 'Naive RAG', 'Base Tool Call')
-  again = run('miniwiki_search', *flags, '--config.steps=2')
+  again = run('miniwiki_search', *flags, '--config.schedule.steps=2')
   assert again.returncode == 0, again.stderr[-3000:]
   # The baselines are those of before; the policy has changed, and is played again.
   for method in baselines:
@@ -81,6 +81,6 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
 
 
 def test_an_unknown_flag_and_another_config_are_refused(base, tmp_path):
-  unknown = run('miniwiki_search', '--config.learning_rat=1')
+  unknown = run('miniwiki_search', '--config.optimizer.learning_rat=1')
   assert unknown.returncode != 0
   assert 'learning_rat' in unknown.stderr

@@ -11,9 +11,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / 'launch').glob('*.ipynb'))
 # The least that has every part: baselines, an update, evaluations, table, trajectories.
 SMALL = (
-  '--questions=2 --watched=1 --config.steps=1 --config.tasks=2 --config.samples=3 '
-  '--config.rows=6 --config.microbatch=2 --config.eval_every=1 --config.max_turns=2 '
-  '--config.bucket=448 --config.narrow=False'
+  '--questions=2 --watched=1 --config.schedule.steps=1 --config.schedule.tasks=2 '
+  '--config.schedule.samples=3 --config.schedule.eval_every=1 --config.engine.rows=6 '
+  '--config.engine.bucket=448 --config.engine.narrow=False --config.batch.microbatch=2 '
+  '--config.limits.max_turns=2'
 )
 EXECUTE = """
 import sys, nbclient, nbformat

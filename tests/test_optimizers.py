@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import sharding
 from agent_r1_jax.rl import optimizers
 
@@ -34,7 +35,9 @@ def test_it_learns(kind):
   rng = np.random.default_rng(0)
   sizes = 10.0 ** rng.uniform(-2, 0, 128).astype(np.float32)
   wanted = rng.normal(size=(128, 128)).astype(np.float32)
-  optimizer = optimizers.make(kind, 3e-2, warmup=5, clip_norm=1e9, weight_decay=0.0)
+  optimizer = optimizers.make(
+    config_lib.Optimizer(kind=kind, warmup=5, clip_norm=1e9), 3e-2
+  )
 
   def loss(params, x):
     return jnp.mean(jnp.square(x @ (params['kernel'] - wanted)))
@@ -88,9 +91,7 @@ def test_adam_by_hand_of_clipped_gradients(kind, tolerance, options):
   named = {'b1': 0.9, 'b2': 0.95, 'eps': 1e-8}
   named |= {name.removeprefix('adam_'): value for name, value in options.items()}
   expected = _adam(gradients, rate=1e-2, clip_norm=1.0, **named)
-  optimizer = optimizers.make(
-    kind, 1e-2, warmup=0, clip_norm=1.0, weight_decay=0.0, **options
-  )
+  optimizer = optimizers.make(config_lib.Optimizer(kind=kind, **options), 1e-2)
   params = {'kernel': jnp.zeros((4, 8))}
   state = optimizer.init(params)
   for gradient, step in zip(gradients, expected, strict=True):
@@ -101,12 +102,11 @@ def test_adam_by_hand_of_clipped_gradients(kind, tolerance, options):
 
 @pytest.mark.parametrize('name', ['adam_b1', 'adam_b2', 'adam_eps'])
 def test_numbers_of_adam_are_refused_where_they_mean_nothing(name):
-  options = {'warmup': 0, 'clip_norm': 1.0, 'weight_decay': 0.0}
   for value in (-0.1, 0.0 if name == 'adam_eps' else 1.0, float('nan')):
     with pytest.raises(ValueError, match=f'{name} is {value}; it must be'):
-      optimizers.make('adamw', 1e-3, **options, **{name: value})
+      optimizers.make(config_lib.Optimizer(**{name: value}), 1e-3)
   with pytest.raises(ValueError, match=f"{name}.*'adafactor' reads none.*'adamw'"):
-    optimizers.make('adafactor', 1e-3, **options, **{name: 0.5})
+    optimizers.make(config_lib.Optimizer(kind='adafactor', **{name: 0.5}), 1e-3)
 
 
 def test_eight_bits_follow_adam():
@@ -139,8 +139,8 @@ def test_rounding_is_right_on_average():
 
 
 def test_an_unknown_one_is_refused():
-  with pytest.raises(ValueError, match="optimizer is 'sgd'; give one of"):
-    optimizers.make('sgd', 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+  with pytest.raises(ValueError, match="optimizer.kind is 'sgd'; give one of"):
+    optimizers.make(config_lib.Optimizer(kind='sgd'), 1e-3)
 
 
 def test_its_state_can_wait_in_the_memory_of_the_host():

@@ -85,14 +85,14 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
   shutil.copytree(script.ROOT / 'experiments' / 'miniwiki_model', model)
   small = (
     f'--out={tmp_path}',
-    f'--config.model={model}',
+    f'--config.model.path={model}',
     '--seeds=0',
     '--questions=4',
-    '--config.steps=1',
-    '--config.tasks=2',
-    '--config.samples=2',
-    '--config.rows=8',
-    '--config.microbatch=2',
+    '--config.schedule.steps=1',
+    '--config.schedule.tasks=2',
+    '--config.schedule.samples=2',
+    '--config.engine.rows=8',
+    '--config.batch.microbatch=2',
   )
   for methods in (METHODS, METHODS):
     done = run(*small, f'--methods={methods}')
@@ -171,7 +171,9 @@ def _write(path, rows):
 def test_real_demonstrations_are_asked_and_answered_as_in_the_test(
   data, flag, prompt, passages
 ):
-  done = run(f'--data={data}', '--config.model=none', '--questions=3', flag, code=BENCH)
+  done = run(
+    f'--data={data}', '--config.model.path=none', '--questions=3', flag, code=BENCH
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   bench = json.loads(done.stdout)
   # Of held-out questions, of those to train on, and of the demonstrations.
@@ -223,15 +225,15 @@ def test_results_of_another_bench_are_not_gone_on_with(tmp_path):
   done = run(*flags, '--config.seed=3', code=TABLE)
   assert done.returncode == 0, done.stderr[-3000:]
   bench = json.loads((tmp_path / 'bench.json').read_text())
-  assert (bench['data'], bench['questions'], bench['config.steps']) == (
+  assert (bench['data'], bench['questions'], bench['config.schedule.steps']) == (
     'miniwiki',
     300,
     40,
   )
-  others = ('--config.steps=5', '--questions=9', '--config.seed=4')
+  others = ('--config.schedule.steps=5', '--questions=9', '--config.seed=4')
   refused = run(*flags, *others, code=TABLE)
   assert refused.returncode != 0
   said = refused.stderr + refused.stdout
-  assert '(questions was 300 and is 9; config.steps was 40 and is 5)' in said
+  assert '(questions was 300 and is 9; config.schedule.steps was 40 and is 5)' in said
   assert json.loads((tmp_path / 'bench.json').read_text()) == bench
   assert not (tmp_path / 'ran').exists()

@@ -102,10 +102,10 @@ class TestFitting:
       preflight.fitting(tiny.chat(), _env(), tasks, slots=128)
     said = str(error.value)
     assert said.startswith(
-      '2 of 3 tasks leave no room for a reply in a row of slots = 128'
+      '2 of 3 tasks leave no room for a reply in a row of engine.slots = 128'
     )
     assert f"the first is 't1' with a prompt of {lengths[1]}" in said
-    assert f'the longest has {lengths[2]}. Raise slots' in said
+    assert f'the longest has {lengths[2]}. Raise engine.slots' in said
 
   def test_where_none_fits_none_can_be_left_out(self):
     tasks = _tasks('one two three ' * 100)
@@ -197,6 +197,6 @@ class TestMakeEnvironment:
       gate.wait()
       return _env()
 
-    with pytest.raises(ValueError, match=r'within 0.1 seconds \(reset_seconds\)'):
+    with pytest.raises(ValueError, match=r'within 0.1 seconds \(limits.reset_seconds\)'):
       preflight.make_environment(make_env, 0.1)
     gate.set()

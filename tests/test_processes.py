@@ -44,7 +44,7 @@ def _config(model, **kwargs):
     'checkpoint_every': 1,
     'eval_every': 2,
   }
-  return train.Config(model=str(model), **small | kwargs)
+  return tiny.run_config(model=str(model), **small | kwargs)
 
 
 def _start(count, workdir, model, *arguments):

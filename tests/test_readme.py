@@ -1,6 +1,5 @@
 """The README's own task: the script that people copy runs, and leaves what it says."""
 
-import dataclasses
 import pathlib
 import re
 import subprocess
@@ -10,7 +9,7 @@ import textwrap
 import pytest
 import test_train
 
-from agent_r1_jax import metrics, train
+from agent_r1_jax import fields, metrics, train
 
 _ROOT = pathlib.Path(__file__).parents[1]
 model = test_train.model
@@ -40,10 +39,16 @@ def _run(script, *flags):
 
 def test_the_task_of_the_readme_runs(model, script, tmp_path):
   # Sizes for which programs are compiled anyway.
-  small = dataclasses.asdict(test_train._config(model, steps=2, eval_every=0))
-  default = dataclasses.asdict(train.Config())
-  chosen = {name: value for name, value in small.items() if value != default[name]}
-  done = _run(script, *(f'--config.{name}={value}' for name, value in chosen.items()))
+  small, default = test_train._config(model, steps=2, eval_every=0), train.Config()
+  chosen = {name: fields.get(small, name) for name in fields.names(default)}
+  done = _run(
+    script,
+    *(
+      f'--config.{name}={value}'
+      for name, value in chosen.items()
+      if value != fields.get(default, name)
+    ),
+  )
   assert done.returncode == 0, done.stderr
   workdir = tmp_path / 'runs' / 'mine'
   assert len(metrics.read(workdir)) == 2
@@ -59,7 +64,7 @@ def test_the_task_of_the_readme_runs(model, script, tmp_path):
 def test_without_a_model_one_line_says_what_is_missing(script, tmp_path):
   done = _run(script, '--workdir=other')
   (line,) = done.stderr.splitlines()
-  assert done.returncode == 1 and re.match(r'.*mine.py:\d+: model is empty; ', line)
+  assert done.returncode == 1 and re.match(r'.*mine.py:\d+: model.path is empty; ', line)
   assert not (tmp_path / 'other').exists()
 
 

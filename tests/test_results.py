@@ -8,6 +8,7 @@ import warnings
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, results, train, types
 from agent_r1_jax.agent import env
 
@@ -27,14 +28,15 @@ class Play:
     self.model = folder / 'model'
     tiny.save(self.model)
     self.config = train.Config(
-      rows=tiny.SIZES['rows'],
-      slots=tiny.SIZES['slots'],
-      decode_steps=tiny.SIZES['steps'],
-      feed_rows=tiny.SIZES['feed_rows'],
-      feed_tokens=tiny.SIZES['feed_tokens'],
-      bucket=tiny.BUCKET,
-      max_turns=1,
-      max_turn_tokens=8,
+      engine=config_lib.Engine(
+        rows=tiny.SIZES['rows'],
+        slots=tiny.SIZES['slots'],
+        decode_steps=tiny.SIZES['steps'],
+        feed_rows=tiny.SIZES['feed_rows'],
+        feed_tokens=tiny.SIZES['feed_tokens'],
+        bucket=tiny.BUCKET,
+      ),
+      limits=config_lib.Limits(max_turns=1, max_turn_tokens=8),
     )
     self.rows = {'short': _tasks('one', 'two'), 'long': _tasks('one two three four')}
     self.episodes = 0
@@ -82,11 +84,11 @@ def test_what_the_numbers_depend_on_is_played_again(play):
   assert play(world=2)[1] == 3
   play.rows['long'] = _tasks('one two three five')
   assert play(world=1)[1] == 1  # Of two methods, one.
-  play.config.max_turn_tokens = 6
+  play.config.limits.max_turn_tokens = 6
   assert play(world=1)[1] == 3
-  play.config.max_turn_tokens = 8
+  play.config.limits.max_turn_tokens = 8
   # What changes the speed alone does not count; and what was before is there still.
-  play.config.replicas, play.rows['long'] = 2, _tasks('one two three four')
+  play.config.engine.replicas, play.rows['long'] = 2, _tasks('one two three four')
   assert play(world=1) == (first, 0)
 
 

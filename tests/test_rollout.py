@@ -353,8 +353,8 @@ class TestEnds:
 
   @pytest.mark.parametrize('field', ['max_turns', 'max_turn_tokens'])
   def test_limits_must_allow_something(self, field):
-    with pytest.raises(ValueError, match=f'{field} is 0'):
-      rollout.Limits(**{field: 0})
+    with pytest.raises(ValueError, match=f'limits.{field} is 0'):
+      _collect(Env, limits=rollout.Limits(**{field: 0}))
 
 
 class TestErrors:

@@ -62,7 +62,7 @@ class TestOneStepOffPolicy:
   def test_it_is_the_same_as_playing_by_the_policy_before(self, whole, model):
     """Step by step, without a schedule: to the last bit."""
     config = test_train._config(model, steps=4, ahead=1)
-    shape, params, chat = train.load(config)
+    shape, params, chat = train.load(config.model, config.chat)
     driver = train.make_driver(config, shape, params, chat)
     driver.warm_up()
     plan, carry = train._plan(config, shape, params, _STALE)
@@ -75,9 +75,9 @@ class TestOneStepOffPolicy:
         chat,
         chosen,
         test_train._make_env,
-        limits=rollout.Limits(config.max_turns, config.max_turn_tokens),
-        samples=config.samples,
-        draw=journal.draw(config, step),
+        limits=config.limits,
+        samples=config.schedule.samples,
+        draw=journal.draw(config.schedule, step),
       )
       carry, _ = train.updates.learn(carry, played, plan)
       policies.append(jax.tree.map(np.array, carry.states['policy'].params))

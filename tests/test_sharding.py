@@ -12,6 +12,7 @@ import optax
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import sharding
 from agent_r1_jax.models import decoder, lora
 from agent_r1_jax.rl import learner, optimizers
@@ -50,7 +51,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
 def test_adapters_and_every_optimizer_have_rules(kind):
   def make():
     params = decoder.init(tiny.config('qwen3'), jax.random.key(0), value_head=True)
-    optimizer = optimizers.make(kind, 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+    optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
     states = [learner.init(params, optimizer)]
     adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
     return [*states, learner.init(adapted, optimizer)]

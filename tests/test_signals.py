@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import metrics, preemption, train, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.rl import algorithms, updates
@@ -299,21 +300,14 @@ def _train(moment, workdir, model):
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
   _Env.moment, _Env.workdir = moment, workdir
   config = train.Config(
-    model=model,
-    steps=2,
-    tasks=2,
-    samples=2,
-    max_turns=1,
-    max_turn_tokens=6,
-    rows=4,
-    slots=96,
-    decode_steps=4,
-    feed_rows=4,
-    feed_tokens=32,
-    bucket=48,
-    microbatch=2,
-    checkpoint_every=1,
-    eval_every=0,
+    model=config_lib.Model(path=model),
+    schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
+    limits=config_lib.Limits(max_turns=1, max_turn_tokens=6),
+    engine=config_lib.Engine(
+      rows=4, slots=96, decode_steps=4, feed_rows=4, feed_tokens=32, bucket=48
+    ),
+    batch=config_lib.Batch(microbatch=2),
+    checkpoint=config_lib.Checkpoint(every=1),
   )
   tasks = [
     types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])

@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_train
+import tiny
 
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import host, memory, metrics, sizes, train, types
 from agent_r1_jax.engine import sampling
 from agent_r1_jax.engine import state as state_lib
@@ -69,18 +72,18 @@ def _gpu(gb=80.0, **fields) -> memory.Machine:
 class TestChoose:
   def test_what_is_given_stays(self):
     given: dict[str, Any] = {name: 7 * (i + 1) for i, name in enumerate(sizes.FIELDS)}
-    config = train.Config(**given)
+    config = tiny.run_config(**given)
     machine = memory.Machine('cpu', 1e6)
     assert sizes.choose(config, memory.Models(_tiny(), _GRPO), machine) == config
 
   @pytest.mark.parametrize('field', ['rows', 'slots', 'microbatch', 'bucket', 'replicas'])
   def test_one_that_is_given_stays_beside_the_others(self, field):
     value = 2 if field == 'replicas' else 192
-    config = train.Config(**{field: value})
+    config = tiny.run_config(**{field: value})
     machine = memory.Machine('cpu', 24e9, cores=4)
     chosen = sizes.choose(config, memory.Models(_tiny(), _GRPO), machine)
-    assert getattr(chosen, field) == value
-    assert all(getattr(chosen, name) > 0 for name in sizes.FIELDS)
+    assert fields_lib.get(chosen, config_lib.new_name(field)) == value
+    assert all(fields_lib.get(chosen, name) > 0 for name in sizes.FIELDS)
 
   @pytest.mark.parametrize('gb', [2, 4, 8, 16, 64])
   @pytest.mark.parametrize('shape', [_tiny(), _qwen('small', 'float32', 'none')])
@@ -89,13 +92,19 @@ class TestChoose:
     machine = memory.Machine('cpu', gb * 1e9, cores=4)
     config = sizes.choose(train.Config(), models, machine)
     assert config == sizes.choose(train.Config(), models, machine)
-    assert config.slots % 128 == 0 and config.row_tokens == config.slots
-    assert config.rows % config.replicas == 0
+    assert (
+      config.engine.slots % 128 == 0 and config.batch.row_tokens == config.engine.slots
+    )
+    assert config.engine.rows % config.engine.replicas == 0
     if memory.estimate(config, models, machine).peak <= machine.memory:
       sizes.check(config, models, machine)
     else:
       # Not for sizes that could be smaller: what is left are parameters.
-      assert (config.rows, config.slots, config.microbatch) == (1, 1024, 1)
+      assert (config.engine.rows, config.engine.slots, config.batch.microbatch) == (
+        1,
+        1024,
+        1,
+      )
 
   def test_more_memory_gives_no_smaller_sizes(self):
     models = memory.Models(_qwen('small', 'float32', 'none'), _WITH_REFERENCE)
@@ -103,19 +112,26 @@ class TestChoose:
       sizes.choose(train.Config(), models, memory.Machine('cpu', gb * 1e9, cores=4))
       for gb in (7, 8, 12, 24, 48, 96)
     ]
-    slots = [config.slots for config in chosen]
+    slots = [config.engine.slots for config in chosen]
     assert slots == sorted(slots) and slots[0] < slots[-1] == 8192
-    assert chosen[-1].rows == 128
+    assert chosen[-1].engine.rows == 128
 
   def test_an_episode_bounds_the_slots(self):
-    config = train.Config(max_turns=2, max_turn_tokens=100, max_tool_tokens=60)
+    config = train.Config(
+      limits=config_lib.Limits(max_turns=2, max_turn_tokens=100),
+      chat=config_lib.Chat(max_tool_tokens=60),
+    )
     models = memory.Models(_tiny(), _GRPO)
     chosen = sizes.choose(config, models, memory.Machine('cpu', 64e9))
-    assert 1024 + 2 * 160 <= chosen.slots < 1024 + 2 * 160 + 128
-    long = sizes.choose(train.Config(max_turns=50), models, memory.Machine('cpu', 64e9))
-    assert long.slots == 8192
+    assert 1024 + 2 * 160 <= chosen.engine.slots < 1024 + 2 * 160 + 128
+    long = sizes.choose(
+      train.Config(limits=config_lib.Limits(max_turns=50)),
+      models,
+      memory.Machine('cpu', 64e9),
+    )
+    assert long.engine.slots == 8192
     short = memory.Models(dataclasses.replace(_tiny(), max_positions=512), _GRPO)
-    assert sizes.choose(config, short, memory.Machine('cpu', 64e9)).slots == 512
+    assert sizes.choose(config, short, memory.Machine('cpu', 64e9)).engine.slots == 512
 
   @pytest.mark.parametrize(
     'axes, chips, groups',
@@ -128,29 +144,40 @@ class TestChoose:
     ],
   )
   def test_the_microbatch_follows_the_chips(self, axes, chips, groups):
-    config = train.Config(dtype='bfloat16', remat='full', **axes)
+    config = tiny.run_config(dtype='bfloat16', remat='full', **axes)
     models = memory.Models(_qwen('0.5b'), _GRPO)
     for gb in (16, 80):
       chosen = sizes.choose(config, models, _gpu(gb, chips=chips, engines=chips))
-      assert chosen.microbatch % groups == 0
-      assert chosen.row_tokens % config.context == 0
+      assert chosen.batch.microbatch % groups == 0
+      assert chosen.batch.row_tokens % config.mesh.context == 0
 
   def test_rows_follow_the_engines(self):
     models = memory.Models(_qwen('0.5b'), _GRPO)
-    config = train.Config(dtype='bfloat16', remat='full')
+    config = train.Config(model=config_lib.Model(dtype='bfloat16', remat='full'))
     rows = [
-      sizes.choose(config, models, _gpu(chips=n, engines=n)).rows for n in (1, 4, 8)
+      sizes.choose(config, models, _gpu(chips=n, engines=n)).engine.rows
+      for n in (1, 4, 8)
     ]
     assert rows == [128, 32, 16]
 
   def test_replicas_are_for_cores(self):
     models = memory.Models(_tiny(), _GRPO)
     machine = memory.Machine('cpu', 64e9, cores=4)
-    assert sizes.choose(train.Config(), models, machine).replicas == 4
-    assert sizes.choose(train.Config(rows=6), models, machine).replicas == 1
-    assert sizes.choose(train.Config(rows=26), models, machine).replicas == 2
+    assert sizes.choose(train.Config(), models, machine).engine.replicas == 4
+    assert (
+      sizes.choose(
+        train.Config(engine=config_lib.Engine(rows=6)), models, machine
+      ).engine.replicas
+      == 1
+    )
+    assert (
+      sizes.choose(
+        train.Config(engine=config_lib.Engine(rows=26)), models, machine
+      ).engine.replicas
+      == 2
+    )
     models = memory.Models(_qwen('0.5b'), _GRPO)
-    assert sizes.choose(train.Config(), models, _gpu(cores=16)).replicas == 1
+    assert sizes.choose(train.Config(), models, _gpu(cores=16)).engine.replicas == 1
 
 
 class TestCheck:
@@ -160,7 +187,7 @@ class TestCheck:
     given: dict[str, Any] = {'rows': 256, 'slots': 1024, 'microbatch': 4}
     given |= {'dtype': 'bfloat16', 'remat': 'full'}
     models = memory.Models(_qwen(size), algorithm)
-    config = sizes.choose(train.Config(**given | fields), models, _gpu())
+    config = sizes.choose(tiny.run_config(**given | fields), models, _gpu())
     found = memory.estimate(config, models, _gpu())
     sizes.check(config, models, _gpu())
     return found
@@ -185,36 +212,42 @@ class TestCheck:
     assert numbers == sorted(numbers, reverse=True)
     assert sum(numbers) == pytest.approx(109.9, abs=0.1)
     assert '24.69 GB  state of adamw' in message
-    assert 'optimizer=adamw8' in message
+    assert 'optimizer.kind=adamw8' in message
 
   def test_the_mend_is_enough_and_no_more_than_that(self):
     config = train.Config(
-      rows=256, slots=1024, row_tokens=1024, microbatch=8, feed_rows=16, feed_tokens=128
+      engine=config_lib.Engine(rows=256, slots=1024, feed_rows=16, feed_tokens=128),
+      batch=config_lib.Batch(row_tokens=1024, microbatch=8),
     )
-    config = dataclasses.replace(config, bucket=1024, replicas=1, dtype='bfloat16')
+    config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
     models = memory.Models(_qwen(remat='none'), _WITH_REFERENCE)
     fields, enough = memory.mends(config, models, _gpu())
     assert enough and fields
     for dropped in [None, *fields]:
       given = {k: v for k, v in fields.items() if k != dropped}
-      other = dataclasses.replace(config, **given)
-      policy = dataclasses.replace(models.policy, remat=other.remat)
+      other = fields_lib.replace(config, given)
+      policy = dataclasses.replace(models.policy, remat=other.model.remat)
       peak = memory.estimate(other, models._replace(policy=policy), _gpu()).peak
       assert (peak <= 80e9) == (dropped is None)
 
   def test_what_no_setting_mends_says_so(self):
     models = memory.Models(_qwen('32b'), _GRPO)
-    config = sizes.choose(train.Config(dtype='bfloat16'), models, _gpu(24))
+    config = sizes.choose(
+      train.Config(model=config_lib.Model(dtype='bfloat16')), models, _gpu(24)
+    )
     with pytest.raises(ValueError, match='No setting makes it fit.*more chips'):
       sizes.check(config, models, _gpu(24))
 
   def test_more_that_is_loaded_takes_more(self):
     def peak(algorithm=_GRPO, **fields):
-      config = dataclasses.replace(base, **fields)
+      config = tiny.run_config(base, **fields)
       return memory.estimate(config, memory.Models(_qwen(), algorithm), _gpu()).peak
 
-    base = train.Config(rows=16, slots=1024, row_tokens=1024, microbatch=2, feed_rows=16)
-    base = dataclasses.replace(base, feed_tokens=128, bucket=256, replicas=1)
+    base = train.Config(
+      engine=config_lib.Engine(rows=16, slots=1024, feed_rows=16),
+      batch=config_lib.Batch(row_tokens=1024, microbatch=2),
+    )
+    base = tiny.run_config(base, feed_tokens=128, bucket=256, replicas=1)
     parameters = 4 * 3.086e9
     assert peak(_WITH_REFERENCE) - peak() == pytest.approx(parameters, rel=0.01)
     assert peak(_PPO) - peak() == pytest.approx(3 * parameters, rel=0.01)
@@ -266,7 +299,9 @@ class TestEstimate:
   @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
   def test_of_a_decode_and_a_feed(self, dtype):
     shape, R, S = _tiny(dtype=dtype), 32, 1024
-    config = train.Config(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
+    config = train.Config(
+      engine=config_lib.Engine(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
+    )
     params = jax.eval_shape(lambda p: decoder.unstacked(p, shape), _parameters(shape))
     state: Any = jax.eval_shape(lambda: state_lib.empty(shape, R, S))
     ints: Any = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
@@ -291,12 +326,16 @@ class TestEstimate:
   @pytest.mark.parametrize('kind', optimizers.KINDS)
   def test_of_the_optimizers_step(self, kind):
     shape = _tiny(mlp_dim=1024, num_layers=4)
-    made = optimizers.make(kind, 1e-3, warmup=0, clip_norm=1.0, weight_decay=0.0)
+    made = optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
     params = _parameters(shape)
     state: Any = jax.eval_shape(lambda p: learner.init(p, made), params)
     compiled: Any = learner._apply.lower(state, params, optimizer=made).compile()
     taken = compiled.memory_analysis()
-    config = train.Config(optimizer=kind, slots=128, microbatch=1)
+    config = train.Config(
+      optimizer=config_lib.Optimizer(kind=kind),
+      engine=config_lib.Engine(slots=128),
+      batch=config_lib.Batch(microbatch=1),
+    )
     models = memory.Models(shape, _GRPO)
     machine = memory.Machine('cpu', 1e9)
     terms = memory._update(config, models, machine)
@@ -341,11 +380,11 @@ class TestMachine:
 
   def test_a_variable_says_otherwise(self, monkeypatch):
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '3.5')
-    assert sizes.find_machine(train.Config()).memory == 3.5e9
+    assert sizes.find_machine(config_lib.Mesh()).memory == 3.5e9
     for text in ('much', '0', '-1', 'nan'):
       monkeypatch.setenv(sizes.MEMORY_VARIABLE, text)
       with pytest.raises(ValueError, match=f'{sizes.MEMORY_VARIABLE} is .{text}'):
-        sizes.find_machine(train.Config())
+        sizes.find_machine(config_lib.Mesh())
 
   def test_control_groups_are_obeyed(self, tmp_path, monkeypatch):
     """Version 2, in a group whose parent has the lower limit."""
@@ -376,20 +415,22 @@ class TestRun:
     said = [line for line in capfd.readouterr().err.splitlines() if 'sizes:' in line]
     assert len(said) == 1 and 'estimated peak' in said[0] and 'of 1.2 GB' in said[0]
     first = json.loads((tmp_path / 'config.json').read_text())
-    assert (first['rows'], first['microbatch']) == (4, 2)
+    assert (first['engine']['rows'], first['batch']['microbatch']) == (4, 2)
     # Now they are to be chosen, and a new run would get others.
     config = test_train._config(model, **_SHORT | _CHOSEN | {'steps': 2})
-    assert sizes.settle(config, test_train._GRPO).rows == 8
+    assert sizes.settle(config, test_train._GRPO).engine.rows == 8
     test_train._run(config, tmp_path)
-    assert json.loads((tmp_path / 'config.json').read_text()) == first | {'steps': 2}
+    first['schedule']['steps'] = 2
+    assert json.loads((tmp_path / 'config.json').read_text()) == first
     assert [line['step'] for line in metrics.read(tmp_path)][-1] == 2
 
   def test_sizes_that_no_longer_fit_are_refused(self, model, tmp_path, monkeypatch):
     config = test_train._config(model, **_SHORT | _CHOSEN | {'slots': 0})
-    fields = dataclasses.asdict(config) | {'rows': 4096, 'slots': 8192}
+    large = tiny.run_config(config, rows=4096, slots=8192)
+    fields = dataclasses.asdict(large)
     (tmp_path / 'config.json').write_text(json.dumps(fields))
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '1.2')
-    message = r'(?s)has 1.2 GB.*rows, slots are those that this run began with'
+    message = r'(?s)has 1.2 GB.*engine.rows, engine.slots are those that this run'
     with pytest.raises(ValueError, match=message):
       test_train._run(config, tmp_path)
 
@@ -404,18 +445,18 @@ class TestRun:
 
 
 def test_an_empty_model_is_named():
-  with pytest.raises(ValueError, match='model is empty; give the directory of a model'):
+  with pytest.raises(ValueError, match='model.path is empty; give the directory of'):
     sizes.settle(train.Config())
 
 
 def test_eight_devices_are_not_refused(model):
   """In a process of its own: this one has one device."""
   code = (
-    'import sys; from agent_r1_jax import sizes, train; '
+    'import sys; from agent_r1_jax import config, sizes, train; '
     'from agent_r1_jax.rl import algorithms; '
-    'config = train.Config(model=sys.argv[1]); '
-    'config = sizes.settle(config, algorithms.grpo()); '
-    'print(config.microbatch, train.make_mesh(config).size)'
+    'run = config.Config(model=config.Model(sys.argv[1])); '
+    'run = sizes.settle(run, algorithms.grpo()); '
+    'print(run.batch.microbatch, train.make_mesh(run.mesh).size)'
   )
   flags = '--xla_force_host_platform_device_count=8'
   done = subprocess.run(

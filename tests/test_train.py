@@ -26,7 +26,16 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import checkpoint, metrics, preemption, rollout, spool, train, types
+from agent_r1_jax import (
+  checkpoint,
+  fields,
+  metrics,
+  preemption,
+  rollout,
+  spool,
+  train,
+  types,
+)
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
@@ -59,7 +68,7 @@ def _config(model, **kwargs):
     'checkpoint_every': 2,
     'eval_every': 2,
   }
-  return train.Config(model=str(model), **small | kwargs)
+  return tiny.run_config(model=str(model), **small | kwargs)
 
 
 def _likely():
@@ -107,6 +116,10 @@ def _reward(task, messages):
 
 def _make_env():
   return env_lib.ToolEnv([look], _reward, parse=_parse)
+
+
+def _load(config):
+  return train.load(config.model, config.chat)
 
 
 def _run(config, workdir, **kwargs):
@@ -223,7 +236,7 @@ class TestRun:
       _logits(loaded, shape), _logits(params, tiny.config(layers=1))
     )
     ids = tiny.chat().prompt(_tasks()[0].messages)
-    chat = train.load(_config(workdir / 'model'))[2]
+    chat = _load(_config(workdir / 'model'))[2]
     np.testing.assert_array_equal(chat.prompt(_tasks()[0].messages), ids)
     assert tokenizer_lib.load(workdir / 'model').get_vocab() == (
       tiny.chat().tokenizer.get_vocab()
@@ -307,7 +320,7 @@ class TestTasks:
     run = functools.partial(_run, tasks=[_LONG], evals=None, make_env=_Other)
     with pytest.raises(ValueError, match="could begin. Task 'long': the prompt has .*96"):
       run(config, tmp_path / 'refused')
-    skip = dataclasses.replace(config, long_prompts='skip')
+    skip = tiny.run_config(config, long_prompts='skip')
     params = run(skip, tmp_path / 'all')
     _assert_equal(params, weights.load(model)[1])
     for line in metrics.read(tmp_path / 'all'):
@@ -324,7 +337,7 @@ class TestTasks:
       with pytest.raises(ValueError, match="1 of 2 tasks.*'long' with a prompt of"):
         _run(config, tmp_path / 'refused', **given)
     assert not (tmp_path / 'refused').exists()
-    skip = dataclasses.replace(config, long_prompts='skip')
+    skip = tiny.run_config(config, long_prompts='skip')
     _run(skip, tmp_path / 'skipped', tasks=tasks, evals={'dev': tasks})
     (line,) = metrics.read(tmp_path / 'skipped')
     assert 'rollout/prompt_too_long' not in line
@@ -380,7 +393,7 @@ class TestErrors:
     to_fail.append(True)
     assert line['rollout/status/error'] == 0.125
     assert line['train/grad_norm'] > 0
-    config = dataclasses.replace(config, max_error_rate=0.1)
+    config = tiny.run_config(config, max_error_rate=0.1)
     message = r"1 of 8 episodes raised.*max_error_rate=0.1.*KeyError: 'page 7 is missing'"
     with pytest.raises(RuntimeError, match=message):
       _run(config, tmp_path / 'many', make_env=make_env, evals=None)
@@ -393,8 +406,8 @@ class TestErrors:
       ('max_turns', 0, 'max_turns is 0'),
       ('rows', -1, 'rows is -1'),
       ('microbatch', -1, 'microbatch is -1'),
-      ('row_tokens', 50, 'row_tokens is 50, less than slots .96'),
-      ('checkpoint_every', 0, 'checkpoint_every is 0'),
+      ('row_tokens', 50, 'row_tokens is 50, less than engine.slots .96'),
+      ('checkpoint_every', 0, 'checkpoint.every is 0'),
     ],
   )
   def test_a_start_that_fails_leaves_the_workdir_free(
@@ -402,7 +415,7 @@ class TestErrors:
   ):
     config = _config(model)
     with pytest.raises(ValueError, match=message):
-      _run(dataclasses.replace(config, **{field: value}), tmp_path)
+      _run(tiny.run_config(config, **{field: value}), tmp_path)
     assert not (tmp_path / 'config.json').exists()
 
   def test_no_model_at_all(self, tmp_path):
@@ -453,22 +466,33 @@ class TestFlags:
       argv = ['train', *arguments]
       monkeypatch.setattr(sys, 'argv', argv)  # config_flags reads it itself.
       values = flags.FlagValues()
-      config_lib.define_flags(train.Config(), flag_values=values)
+      fields.define_flags(train.Config(), flag_values=values)
       values(argv)
       return values['config'].value
 
     return parse
 
   def test_they_set_fields(self, parse):
-    config = parse('--config.rows=7', '--config.temperature=0.5', '--config.model=m')
-    assert config == train.Config(rows=7, temperature=0.5, model='m')
+    config = parse(
+      '--config.engine.rows=7',
+      '--config.sampling.temperature=0.5',
+      '--config.model.path=m',
+    )
+    assert config == train.Config(
+      engine=config_lib.Engine(rows=7),
+      sampling=config_lib.Sampling(temperature=0.5),
+      model=config_lib.Model(path='m'),
+    )
 
   @pytest.mark.parametrize(
     'argument, message',
     [
-      ('--config.learnin_rate=1', 'did you mean learning_rate'),
-      ('--config.optim.lr=1', "no field 'optim'"),
-      ('--config.rows=many', "config.rows=many: invalid literal for int.*'many'"),
+      ('--config.optimizer.learnin_rate=1', 'did you mean optimizer.learning_rate'),
+      ('--config.optim.lr=1', 'there is no such field'),
+      (
+        '--config.engine.rows=many',
+        "config.engine.rows=many: invalid literal for int.*'many'",
+      ),
     ],
   )
   def test_what_no_field_takes_is_refused(self, parse, argument, message):

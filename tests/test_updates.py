@@ -11,6 +11,7 @@ import plain
 import pytest
 import test_learner
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, experience, learner, updates
@@ -36,7 +37,10 @@ def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
   optimizers = {'policy': _SGD}
   if algorithm.needs_critic:
     optimizers['critic'] = _SGD
+  names = {field.name for field in dataclasses.fields(config_lib.Schedule)}
+  schedule = {name: options.pop(name) for name in names & options.keys()}
   options = {'optimizers': optimizers, 'temperature': plain.TEMPERATURE} | options
+  options['schedule'] = config_lib.Schedule(**schedule)
   return updates.Plan(plain.CONFIG, algorithm, plain.SHAPE, **options)
 
 

@@ -12,7 +12,8 @@ import zlib
 import jax
 import numpy as np
 
-from agent_r1_jax import types
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import driver as driver_lib
@@ -30,6 +31,15 @@ VOCAB = 300
 # One size for most tests, so that they share what is compiled.
 SIZES = {'rows': 6, 'slots': 128, 'steps': 8, 'feed_rows': 4, 'feed_tokens': 8}
 BUCKET = 64
+
+
+def run_config(
+  base: config_lib.Config | None = None, **fields_by_last_name: Any
+) -> config_lib.Config:
+  """A run's configuration; fields are named without the part that they are in."""
+  new = {n: config_lib.new_name(n) or n for n in fields_by_last_name}
+  changes = {new[n]: value for n, value in fields_by_last_name.items()}
+  return fields.replace(base or config_lib.Config(), changes)
 
 
 def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:

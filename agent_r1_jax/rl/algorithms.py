@@ -166,7 +166,7 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
 def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
   """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, over-long punishment.
 
-  Its dynamic sampling is `train.Config.max_refills`.
+  Its dynamic sampling is `config.Schedule.max_refills`.
 
   Args:
     overlong: Options of rewards.overlong (limit, buffer, factor, floor); None is none.
@@ -361,7 +361,7 @@ def ppo(
 def distillation(**fields: Any) -> Algorithm:
   """On-policy distillation (arXiv 2306.13649): -KL(π ‖ teacher) on the student's tokens.
 
-  The teacher is the reference: `train.Config.reference`. No reward is read.
+  The teacher is the reference: `config.Model.reference`. No reward is read.
   """
   return Algorithm(
     advantages_lib.reverse_kl, losses.reinforce(), reads_reference=True, **fields

@@ -21,6 +21,8 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from agent_r1_jax import config as config_lib
+
 # 3 bits of mantissa, the largest number, and the smallest above 0.
 _FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
 # What float32 has beyond 3 bits of mantissa.
@@ -90,7 +92,7 @@ def adafactor(
   if adam != DEFAULT:
     raise ValueError(
       f"adam_b1, adam_b2, adam_eps are {(*adam,)}, and 'adafactor' reads none of them; "
-      "leave them out, or take the optimizer 'adamw'."
+      "leave them out, or take the kind 'adamw'."
     )
   return optax.chain(
     optax.scale_by_factored_rms(),
@@ -103,33 +105,22 @@ def adafactor(
 KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
 
 
-def make(
-  kind: str,
-  rate: float,
-  *,
-  warmup: int,
-  clip_norm: float,
-  weight_decay: float,
-  adam_b1: float = DEFAULT.b1,
-  adam_b2: float = DEFAULT.b2,
-  adam_eps: float = DEFAULT.eps,
-) -> optax.GradientTransformation:
+def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransformation:
   """One of KINDS with a linear warm-up to `rate`, after clipping the gradient's norm.
 
+  Args:
+    options: The kind and its numbers; neither of its learning rates is read.
+    rate: The learning rate after the warm-up.
+
   Raises:
-    ValueError: No such kind, or a number of Adam's that is out of its range or that this
-      kind does not read.
+    ValueError: No such kind, or a number that is out of its range or that this kind does
+      not read.
   """
-  if kind not in KINDS:
-    raise ValueError(f'optimizer is {kind!r}; give one of {tuple(KINDS)}.')
-  for name, beta in (('adam_b1', adam_b1), ('adam_b2', adam_b2)):
-    if not 0 <= beta < 1:
-      raise ValueError(f'{name} is {beta}; it must be at least 0 and below 1.')
-  if not adam_eps > 0:
-    raise ValueError(f'adam_eps is {adam_eps}; it must be above 0.')
-  schedule = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
-  optimizer = KINDS[kind](schedule, weight_decay, Adam(adam_b1, adam_b2, adam_eps))
-  return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+  options.check()
+  schedule = optax.linear_schedule(rate / (options.warmup + 1), rate, options.warmup)
+  adam = Adam(options.adam_b1, options.adam_b2, options.adam_eps)
+  optimizer = KINDS[options.kind](schedule, options.weight_decay, adam)
+  return optax.chain(optax.clip_by_global_norm(options.clip_norm), optimizer)
 
 
 def scale_by_adam8(

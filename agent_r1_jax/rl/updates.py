@@ -1,6 +1,6 @@
 """What a rollout changes: credit, mini-batches, the KL's control, the reference.
 
-plan = updates.Plan(model, algorithm, shape, optimizers, ...)
+plan = updates.Plan(model, algorithm, shape, optimizers, schedule, ...)
 carry = updates.start(params, plan)
 carry, metrics = updates.learn(carry, trajectories, plan)
 """
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import sharding, types
 from agent_r1_jax.models import decoder, lora
 from agent_r1_jax.rl import algorithms, experience, learner
@@ -30,15 +31,9 @@ class Plan:
     algorithm: Advantages, loss and the rest.
     shape: Of micro-batches.
     optimizers: 'policy' and, for a critic that is a model of its own, 'critic'.
+    schedule: How much is learned, and when the engine gets a new policy.
     reference_model: The shape of the reference policy, where there is one.
     temperature: That tokens are sampled at.
-    minibatches: Optimizer steps an epoch.
-    epochs: Over one rollout.
-    critic_warmup: Rollouts that update the critic alone.
-    reference_every: Rollouts after which the policy becomes the reference; 0 never.
-    sync_every: Rollouts between two hand-overs of the policy to the engine.
-    ahead: Rollouts that may be played before their turn.
-    partial: Whether each new policy is taken over in the midst of episodes.
     seed: Of the order of trajectories.
     offload: Whether optimizers' states lie in the host's memory between updates.
   """
@@ -47,15 +42,9 @@ class Plan:
   algorithm: algorithms.Algorithm
   shape: experience.Rows
   optimizers: dict[str, optax.GradientTransformation]
+  schedule: config_lib.Schedule = dataclasses.field(default_factory=config_lib.Schedule)
   reference_model: decoder.DecoderConfig | None = None
   temperature: float = 1.0
-  minibatches: int = 1
-  epochs: int = 1
-  critic_warmup: int = 0
-  reference_every: int = 0
-  sync_every: int = 1
-  ahead: int = 0
-  partial: bool = False
   seed: int = 0
   offload: bool = False
 
@@ -67,12 +56,12 @@ class Plan:
   @property
   def lagging(self) -> bool:
     """Whether an update is computed while the engine still needs what was before it."""
-    return self.sync_every > 1 or self.ahead > 0
+    return self.schedule.sync_every > 1 or self.schedule.ahead > 0
 
   @property
   def early(self) -> bool:
     """Whether the engine gets the policy before an update, for the rollout meanwhile."""
-    return self.ahead > 0 and not self.partial
+    return self.schedule.ahead > 0 and not self.schedule.partial
 
   @functools.cached_property
   def objectives(self) -> dict[str, learner.Loss]:
@@ -106,8 +95,10 @@ class Carry:
   def arrays(self, plan: Plan) -> dict[str, Any]:
     """What a checkpoint must hold; what can be loaded or derived again is not in it."""
     learned = lambda params: lora.split(params)[0]
-    reference = {'reference': learned(self.reference)} if plan.reference_every else {}
-    older = plan.sync_every > 1 or plan.early
+    reference = (
+      {'reference': learned(self.reference)} if plan.schedule.reference_every else {}
+    )
+    older = plan.schedule.sync_every > 1 or plan.early
     sampler = {'sampler': learned(self.sampler)} if older else {}
     states = {n: s._replace(params=learned(s.params)) for n, s in self.states.items()}
     return states | reference | sampler
@@ -208,7 +199,7 @@ def learn(
     carry.kl_coef = control(carry.kl_coef, metrics['kl'], len(trajectories))
   carry.step += 1
   params = carry.states['policy'].params
-  if plan.reference_every and carry.step % plan.reference_every == 0:
+  if plan.schedule.reference_every and carry.step % plan.schedule.reference_every == 0:
     carry.reference = _copied(params)
   if not plan.early:
     hand_over(carry, plan)
@@ -217,7 +208,7 @@ def learn(
 
 def hand_over(carry: Carry, plan: Plan):
   """Every so often, makes the policy the engine's; `learn` does it if not plan.early."""
-  if carry.step % plan.sync_every == 0 and carry.sampler_step != carry.step:
+  if carry.step % plan.schedule.sync_every == 0 and carry.sampler_step != carry.step:
     params = carry.states['policy'].params
     carry.sampler, carry.sampler_step = _handed(params, plan), carry.step
 
@@ -268,7 +259,7 @@ def _update(carry, lived, plan) -> dict[str, float]:
   for members in _minibatches(len(lived.trajectories), plan, carry.step):
     if 'critic' in carry.states:
       update('critic', experience.critic_minibatch(lived, members, shape=plan.shape))
-    if carry.step >= plan.critic_warmup:
+    if carry.step >= plan.schedule.critic_warmup:
       batches = experience.minibatch(
         lived,
         members,
@@ -282,7 +273,7 @@ def _update(carry, lived, plan) -> dict[str, float]:
 
 def _minibatches(n: int, plan: Plan, step: int) -> Iterator[list[int]]:
   """Members of each mini-batch; every epoch has an order of its own."""
-  for epoch in range(plan.epochs):
+  for epoch in range(plan.schedule.epochs):
     order = np.random.default_rng([plan.seed, step, epoch]).permutation(n)
-    for members in np.array_split(order, min(plan.minibatches, n)):
+    for members in np.array_split(order, min(plan.schedule.minibatches, n)):
       yield members.tolist()

@@ -1,0 +1,161 @@
+"""Configurations of nested dataclasses: what a field may be, and how it is named.
+
+A dotted name is that of a flag: 'engine.rows' is the field `rows` of the field `engine`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+import copy
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import sys
+from typing import Any, TypeVar
+
+_T = TypeVar('_T')
+
+
+def names(kind: Any) -> Iterator[str]:
+  """Yields the dotted names of all fields of a dataclass, in their order."""
+  for field in dataclasses.fields(kind):
+    if dataclasses.is_dataclass(field.type):
+      yield from (f'{field.name}.{name}' for name in names(field.type))
+    else:
+      yield field.name
+
+
+def locate(kind: Any, field: str) -> str | None:
+  """Returns the first dotted name that ends with this field, or None."""
+  return next((name for name in names(kind) if name.split('.')[-1] == field), None)
+
+
+def get(config: Any, name: str) -> Any:
+  """Returns the value of the field with this dotted name."""
+  return functools.reduce(getattr, name.split('.'), config)
+
+
+def replace(config: _T, changes: Mapping[str, Any]) -> _T:
+  """Returns a copy of a configuration with other values.
+
+  Args:
+    config: A dataclass, which stays as it is.
+    changes: Values by dotted names.
+
+  Raises:
+    ValueError: There is no field of such a name.
+  """
+  config = copy.deepcopy(config)
+  known = set(names(config))
+  for name, value in changes.items():
+    if name not in known:
+      raise ValueError(f'there is no field {name!r}{suggest(type(config), name)}')
+    *rooms, field = name.split('.')
+    setattr(functools.reduce(getattr, rooms, config), field, value)
+  return config
+
+
+def suggest(kind: Any, name: str) -> str:
+  """Returns the end of a sentence about a name that is wrong: what it may have meant."""
+  known = list(names(kind))
+  if inner := [field for field in known if field.startswith(f'{name}.')]:
+    return f'; name one of {", ".join(inner)}.'
+  outer = [field.name for field in dataclasses.fields(kind)]
+  meant = {field: field for field in outer} | {n.split('.')[-1]: n for n in known}
+  for part in reversed(name.split('.')):
+    if close := difflib.get_close_matches(part, meant, n=1, cutoff=0.5):
+      return f'; did you mean {meant[close[0]]}?'
+  return f'; there are {", ".join(outer)}.'
+
+
+def define_flags(default: Any, name: str = 'config', **options: Any):
+  """Defines the absl flags --config.<field> of a configuration.
+
+  Args:
+    default: The configuration, a dataclass, that holds where no flag is given. If it has
+      a method `refuse_old_names`, that sees the names of the flags that are given.
+    name: The name of the flags.
+    **options: Options of ml_collections.config_flags.DEFINE_config_dataclass.
+
+  Returns:
+    The holder of the flag, whose `value` is the configuration.
+
+  Raises:
+    SystemExit: The command line names a field that does not exist; says which may have
+      been meant.
+  """
+  from ml_collections import config_flags
+
+  given = (re.match(rf'--?{name}\.([\w.]+)', argument) for argument in sys.argv[1:])
+  known = set(names(default))
+  for path in (match[1] for match in given if match):
+    if path in known:
+      continue
+    try:
+      getattr(default, 'refuse_old_names', lambda given: None)([path])
+    except ValueError as error:
+      sys.exit(f'--{name}.{path}: {error}')
+    sys.exit(f'--{name}.{path}: there is no such field{suggest(type(default), path)}')
+  return config_flags.DEFINE_config_dataclass(name, default, **options)
+
+
+# Which numbers a field may hold, and how that is said.
+_RANGES = {
+  'at_least_0': (lambda x: 0 <= x < math.inf, ', at least 0'),
+  'at_least_1': (lambda x: 1 <= x < math.inf, ', at least 1'),
+  'above_0': (lambda x: x > 0, ' above 0'),
+  'below_1': (lambda x: 0 <= x < 1, ' from 0 to below 1'),
+  'at_most_1': (lambda x: 0 <= x <= 1, ', from 0 to 1'),
+  'chosen': (lambda x: x >= 0, ', and 0 chooses it'),
+}
+
+
+def check(
+  config: Any,
+  name: str = '',
+  *,
+  choices: Mapping[str, Collection[str]] | None = None,
+  **ranges: Collection[str],
+) -> None:
+  """Refuses a field of a wrong type or out of its range.
+
+  Args:
+    config: A dataclass.
+    name: Its dotted name in the run's configuration; empty for the whole of it.
+    choices: What the texts of these fields may be.
+    **ranges: Of each key of _RANGES, the numbers that it is for; all others must be at
+      least 0.
+
+  Raises:
+    ValueError: Names the field, the value and what it may be.
+  """
+  choices = dict(choices or {})
+  range_of = {field: kind for kind, group in ranges.items() for field in group}
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    known, allowed = choices.pop(field.name, None), range_of.pop(field.name, 'at_least_0')
+    if known is None:
+      problem = _problem(field.type, value, allowed)
+    else:
+      listed = ', '.join(map(repr, known))
+      problem = None if value in known else f'give one of {listed}.'
+    if problem:
+      dotted = f'{name}.{field.name}' if name else field.name
+      raise ValueError(f'{dotted} is {value!r}; {problem}')
+  if choices or range_of:
+    raise TypeError(f'{type(config)} has no fields {[*choices, *range_of]}.')
+
+
+def _problem(kind: Any, value: Any, allowed: str) -> str | None:
+  """Returns what a value must be, if it is not."""
+  if kind in (bool, str):
+    named = {bool: 'True or False', str: 'a text'}
+    return None if isinstance(value, kind) else f'it must be {named[kind]}.'
+  if kind not in (int, float):
+    return None if isinstance(value, kind) else f'it must be of {kind}.'
+  sort = 'a whole number' if kind is int else 'a number'
+  numbers = int if kind is int else int | float
+  if isinstance(value, bool) or not isinstance(value, numbers) or math.isnan(value):
+    return f'it must be {sort}.'
+  in_range, said = _RANGES[allowed]
+  return None if in_range(value) else f'it must be {sort}{said}.'
