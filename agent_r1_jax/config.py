@@ -67,14 +67,22 @@ class Chat:
     long_prompts: What happens to tasks whose prompt leaves no room for a reply in a row:
       'refuse' ends the run before it begins; 'skip' leaves them out of training, and in
       evaluations they stay, unanswered.
+    stop_strings: Strings that end a reply, beside the template's end of turn, as a JSON
+      list: '["Observation:"]'.
+    template: Options of the chat template, as a JSON object:
+      '{"enable_thinking": false}'.
   """
 
   max_tool_tokens: int = 1024
   tools_in_prompt: str = 'default'
   long_prompts: str = 'refuse'
+  stop_strings: str = '[]'
+  template: str = '{}'
 
   def check(self) -> None:
     """Raises ValueError for a field that cannot be."""
+    fields.parse_json('chat.stop_strings', self.stop_strings, list)
+    fields.parse_json('chat.template', self.template, dict)
     choices = {
       'tools_in_prompt': ('default', 'refuse', 'own'),
       'long_prompts': ('refuse', 'skip'),
@@ -115,17 +123,38 @@ class Limits:
 
 @dataclasses.dataclass
 class Sampling:
-  """How the tokens of training rollouts are chosen.
+  """How the tokens of replies are chosen, in training or in evaluations.
+
+  A policy is trained on samples of its own distribution: a training run that truncates it
+  or holds it to a grammar needs an algorithm with a correction.
 
   Attributes:
-    temperature: Divides the logits, also those of the log-probs that are trained.
+    temperature: Divides the logits; 0 is greedy. In training it also divides those of the
+      log-probs that are trained, and must be above 0.
+    top_k: Only the k likeliest tokens may be chosen; 0 allows all.
+    top_p: Only the smallest set of likeliest tokens that has at least this probability
+      may be chosen; 1 allows all.
+    min_p: Only tokens may be chosen that are at least this many times as probable as the
+      likeliest one; 0 allows all.
+    tool_grammar: Whether tool calls are held to the schemas of the environment's tools,
+      so that none is malformed.
   """
 
   temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  tool_grammar: bool = False
 
-  def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
-    fields.check(self, 'sampling')
+  def check(self, part: str = 'sampling') -> None:
+    """Raises ValueError for a field that cannot be; `part` is where it lies."""
+    fields.check(self, part, share=('top_p',), at_most_1=('min_p',))
+
+  @property
+  def on_policy(self) -> bool:
+    """Whether the tokens follow the distribution whose log-probs are trained."""
+    free = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+    return free and not self.tool_grammar
 
 
 @dataclasses.dataclass
@@ -342,7 +371,8 @@ class Config:
     model: What is loaded, and how it computes.
     chat: How tasks and tools become text.
     limits: What one episode may use.
-    sampling: How tokens are chosen.
+    sampling: How the tokens of training rollouts are chosen.
+    evaluation: How those of evaluations are; greedy unless said otherwise.
     engine: Sizes of the engine.
     schedule: How much is played and learned, and in which order.
     batch: Sizes of what a gradient is computed of.
@@ -358,6 +388,7 @@ class Config:
   chat: Chat = _default(Chat)
   limits: Limits = _default(Limits)
   sampling: Sampling = _default(Sampling)
+  evaluation: Sampling = _default(lambda: Sampling(temperature=0.0))
   engine: Engine = _default(Engine)
   schedule: Schedule = _default(Schedule)
   batch: Batch = _default(Batch)
@@ -401,7 +432,9 @@ class Config:
     fields.check(self, at_most_1=('max_error_rate',))
     for field in dataclasses.fields(self):
       room = getattr(self, field.name)
-      if hasattr(room, 'check'):
+      if isinstance(room, Sampling):
+        room.check(field.name)
+      elif hasattr(room, 'check'):
         room.check()
 
 

@@ -5,78 +5,78 @@ import dataclasses
 
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax import preflight, rollout, types
+from agent_r1_jax.agent import call_grammar
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.engine import driver as driver_lib
-from agent_r1_jax.engine import grammar as grammar_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
 # What goes wrong in an episode; 0 is worth a line, too.
 _FAULTS = ('timeouts', 'abandoned_calls')
-GREEDY = sampling_lib.Sampling(temperature=0.0)
+GREEDY = rollout.Decoding(sampling_lib.GREEDY)
 
 
 def run(
-  driver: driver_lib.Driver,
+  engine: engine_lib.Engine,
   chat: chat_lib.Chat,
   sets: Mapping[str, Sequence[types.Task]],
   make_env: rollout.MakeEnv,
   *,
   limits: rollout.Limits,
-  sampling: sampling_lib.Sampling = GREEDY,
-  grammar: grammar_lib.Grammar | None = None,
+  decoding: rollout.Decoding = GREEDY,
   seed: int = 0,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> dict[str, list[types.Trajectory]]:
   """Plays one episode of every task of every set.
 
   Args:
-    driver: With the policy's params; its sampling and grammar are as before afterwards.
-    chat: Of the policy's tokenizer.
+    engine: With the policy's weights; other clients may be playing on it.
+    chat: Messages to tokens, with the policy's tokenizer.
     sets: Tasks by the name of their set.
-    make_env: A new environment for each episode.
-    limits: Of each episode.
-    sampling: How tokens are chosen; greedy unless said otherwise.
-    grammar: What a reply may say, such as `grammar.tool_calls`; None allows all.
-    seed: Of the randomness, where there is any.
+    make_env: Makes a new environment for each episode.
+    limits: What each episode may use.
+    decoding: How replies are sampled; greedy unless said otherwise.
+    seed: The seed of the randomness, where there is any.
     on_done: Called with each trajectory as it ends.
 
   Returns:
     Trajectories by set, in the order of the tasks.
   """
   tasks = [task for tasks in sets.values() for task in tasks]
-  before = driver.sampling, driver.grammar
-  driver.sampling, driver.grammar = sampling, grammar
-  try:
-    played = rollout.collect(
-      driver, chat, tasks, make_env, limits=limits, seed=seed, on_done=on_done
-    )
-  finally:
-    driver.sampling, driver.grammar = before
+  played = rollout.collect(
+    engine,
+    chat,
+    tasks,
+    make_env,
+    limits=limits,
+    decoding=decoding,
+    seed=seed,
+    on_done=on_done,
+  )
   parts = iter(played)
   return {name: [next(parts) for _ in tasks] for name, tasks in sets.items()}
 
 
 def play(
-  driver: driver_lib.Driver,
+  engine: engine_lib.Engine,
   chat: chat_lib.Chat,
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
   *,
   limits: rollout.Limits,
-  hold_calls: bool = False,
+  sampling: config_lib.Sampling | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the rows of a table greedily, each under a progress bar.
+  """Plays the rows of a table, each under a progress bar.
 
   Args:
-    driver: With the policy's params.
-    chat: Of the policy's tokenizer.
+    engine: With the policy's weights.
+    chat: Messages to tokens, with the policy's tokenizer.
     rows: Method -> (tasks by set, a new environment for each episode).
     limits: Of each episode.
-    hold_calls: Hold tool calls to the schemas of the environment's tools, so that none is
-      malformed; a policy is not trained on such samples.
+    sampling: How tokens are chosen; greedy unless said otherwise.
 
   Returns:
     Method -> set -> trajectories, as `table` takes them.
@@ -86,11 +86,16 @@ def play(
     with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
       ended = progress.counter()
       env = preflight.make_environment(make_env, limits.reset_seconds)
-      held = calls_of(env, driver, chat) if hold_calls else None
       if said := preflight.told_of_tools(chat, env):
         progress.say(said)
       played[label] = run(
-        driver, chat, sets, make_env, limits=limits, grammar=held, on_done=ended
+        engine,
+        chat,
+        sets,
+        make_env,
+        limits=limits,
+        decoding=decoding(sampling, engine, chat, env) if sampling else GREEDY,
+        on_done=ended,
       )
       long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
       if lost := [t for t in long if t.status == 'truncated']:
@@ -98,15 +103,28 @@ def play(
   return played
 
 
+def decoding(
+  config: config_lib.Sampling,
+  engine: engine_lib.Engine,
+  chat: chat_lib.Chat,
+  env: env_lib.Env,
+) -> rollout.Decoding:
+  """How replies are sampled in an environment, as a configuration says."""
+  names = ('temperature', 'top_k', 'top_p', 'min_p')
+  sampling = sampling_lib.Sampling(**{name: getattr(config, name) for name in names})
+  grammar = calls_of(env, engine, chat) if config.tool_grammar else None
+  return rollout.Decoding(sampling, grammar)
+
+
 def calls_of(
-  env: env_lib.Env, driver: driver_lib.Driver, chat: chat_lib.Chat
-) -> grammar_lib.Grammar | None:
+  env: env_lib.Env, engine: engine_lib.Engine, chat: chat_lib.Chat
+) -> types.Automaton | None:
   """The grammar of calls of an environment's tools; None if it has no tools."""
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not schemas:
     return None
   pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-  return grammar_lib.tool_calls(schemas, pieces, driver.config.vocab_size)
+  return call_grammar.tool_calls(schemas, pieces, engine.config.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import re
 import sys
@@ -106,6 +107,7 @@ _RANGES = {
   'above_0': (lambda x: x > 0, ' above 0'),
   'below_1': (lambda x: 0 <= x < 1, ' from 0 to below 1'),
   'at_most_1': (lambda x: 0 <= x <= 1, ', from 0 to 1'),
+  'share': (lambda x: 0 < x <= 1, ' above 0, at most 1'),
   'chosen': (lambda x: x >= 0, ', and 0 chooses it'),
 }
 
@@ -144,6 +146,27 @@ def check(
       raise ValueError(f'{dotted} is {value!r}; {problem}')
   if choices or range_of:
     raise TypeError(f'{type(config)} has no fields {[*choices, *range_of]}.')
+
+
+def parse_json(name: str, text: str, kind: type) -> Any:
+  """Reads a field whose text is JSON.
+
+  Args:
+    name: The field's dotted name, for the error.
+    text: Its value.
+    kind: `list` for a list of texts, or `dict`.
+
+  Raises:
+    ValueError: The text is no such JSON.
+  """
+  example = {list: '\'["a", "b"]\'', dict: '\'{"a": true}\''}[kind]
+  try:
+    value = json.loads(text)
+  except (TypeError, ValueError, RecursionError):
+    value = None
+  if value is None or type(value) is not kind or any(type(x) is not str for x in value):
+    raise ValueError(f'{name} is {text!r}; it must be JSON such as {example}.')
+  return value
 
 
 def _problem(kind: Any, value: Any, allowed: str) -> str | None:

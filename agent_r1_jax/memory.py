@@ -3,7 +3,7 @@
 The terms are those of docs/memory.md, which compares them with what XLA allocates. The
 phases of a step are estimated, and what the largest of them holds is the run's peak:
 
-- rollout: the engine feeds and decodes, while the training state lies there;
+- rollout: the engine prefills and decodes, while the training state lies there;
 - gradient: of one micro-batch, while engine and cache lie there;
 - update: the optimizer's step;
 - checkpoint, on a CPU: its copy lies in the same memory.
@@ -131,11 +131,15 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
   process = {'the process itself': _PROCESS} if machine.platform == 'cpu' else {}
   if models.algorithm is None:
     return Estimate({'rollout': process | engine | playing})
+  rollout = dict(playing)
+  if config.schedule.ahead and config.schedule.eval_every:
+    # Rollouts that are under way keep their policy while another one is evaluated.
+    rollout["evaluation's copy of the policy"] = _copy(config, models.policy, machine)
   state = _state(config, models, machine)
   gradient = _gradient(config, models, machine)
   update = _update(config, models, machine)
   if config.mesh.samplers:
-    phases = {'rollout': engine | playing, 'gradient': state | gradient}
+    phases = {'rollout': engine | rollout, 'gradient': state | gradient}
     phases['update'] = state | update
     return Estimate({name: process | terms for name, terms in phases.items()})
   # With `ahead` rollouts are played while updates are computed.
@@ -146,7 +150,7 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
     gaps = {'freed by rollouts, in pieces': _GAPS * sum(playing.values())}
     gradient, update = gaps | gradient, gaps | update
   always = process | engine | state
-  phases = {'rollout': playing, 'gradient': beside | gradient, 'update': beside | update}
+  phases = {'rollout': rollout, 'gradient': beside | gradient, 'update': beside | update}
   if machine.platform == 'cpu':
     phases['checkpoint'] = _checkpoint(config, models, machine, gradient)
   return Estimate({name: always | terms for name, terms in phases.items()})
@@ -213,15 +217,19 @@ def _state(config, models, machine) -> dict[str, float]:
 
 def _engine(config, model, machine) -> dict[str, float]:
   """The engine's copy of the policy, and its cache."""
-  count, tensor = _parameters(model), config.mesh.tensor
+  return {
+    f"engine's copy, {model.dtype}": _copy(config, model, machine),
+    'cache': config.engine.rows * config.engine.slots * _slot(model, config.mesh.tensor),
+  }
+
+
+def _copy(config, model, machine) -> float:
+  """Bytes of one copy of the policy that samples, on one chip."""
+  count = _parameters(model)
   size = 2 if model.dtype == 'bfloat16' else _FLOAT
   # On one chip, float32 embeddings are shared with the training's.
   shared = size == _FLOAT and machine.chips == 1 and not config.mesh.samplers
-  copied = count['layers'] if shared else count['all']
-  return {
-    f"engine's copy, {model.dtype}": copied * size / tensor,
-    'cache': config.engine.rows * config.engine.slots * _slot(model, tensor),
-  }
+  return (count['layers'] if shared else count['all']) * size / config.mesh.tensor
 
 
 def _slot(model, tensor) -> float:
@@ -233,7 +241,7 @@ def _slot(model, tensor) -> float:
 
 
 def _playing(config, model, machine) -> dict[str, float]:
-  """Temporaries of a decode or a feed, whichever are more."""
+  """Temporaries of a decode or a prefill, whichever are more."""
   sizes, tensor = config.engine, config.mesh.tensor
   slot, heads = _slot(model, tensor), model.num_heads / tensor
   views = _VIEWS[model.dtype] if machine.platform == 'cpu' else 1.0
@@ -245,17 +253,17 @@ def _playing(config, model, machine) -> dict[str, float]:
     'decode: copy of the cache': views * width * sizes.slots * slot,
     'decode: logits and scores': logits + scores,
   }
-  # Replicas that share a chip feed at the same time.
+  # Replicas that share a chip prefill at the same time.
   fed = min(sizes.feed_rows * sizes.replicas, sizes.rows)
   tokens = fed * sizes.feed_tokens
   size = 2 if model.dtype == 'bfloat16' else _FLOAT
   hidden = tokens * (2 * model.mlp_dim / tensor + 4 * model.embed_dim) * size
-  feed = {
-    'feed: copy of the cache': views * fed * sizes.slots * slot,
-    'feed: scores': 2 * tokens * heads * sizes.slots * _FLOAT,
-    'feed: activations': hidden,
+  prefill = {
+    'prefill: copy of the cache': views * fed * sizes.slots * slot,
+    'prefill: scores': 2 * tokens * heads * sizes.slots * _FLOAT,
+    'prefill: activations': hidden,
   }
-  return max(decode, feed, key=lambda terms: sum(terms.values()))
+  return max(decode, prefill, key=lambda terms: sum(terms.values()))
 
 
 def _gradient(config, models, machine) -> dict[str, float]:

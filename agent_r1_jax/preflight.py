@@ -49,6 +49,17 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     raise ValueError(
       'schedule.reference_every: with adapters it needs model.reference to be empty.'
     )
+  if config.sampling.temperature == 0:
+    raise ValueError(
+      'sampling.temperature is 0: a policy is trained on samples of its own '
+      'distribution, so it must be above 0.'
+    )
+  if not config.sampling.on_policy and not algorithm.correction:
+    raise ValueError(
+      'sampling: top_k, top_p, min_p and tool_grammar take tokens from another '
+      'distribution than the one that is trained, and the algorithm has no correction '
+      'for that (rl/correction.py); set them in evaluation only.'
+    )
   _check_staleness(schedule, algorithm)
   if schedule.ahead and config.mesh.tensor > 1 and not config.mesh.samplers:
     raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 import contextlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from agent_r1_jax import spool as spool_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import threads, workers
-from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import loop as loop_lib
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import sampling as sampling_lib
 
 MakeEnv = Callable[[], env_lib.Env]
 Limits = config_lib.Limits
@@ -36,13 +38,13 @@ class Rollout:
 
   def __init__(
     self,
-    driver: driver_lib.Driver,
+    engine: engine_lib.Engine,
     future: futures.Future,
     tasks: Sequence[types.Task],
     kept: spool_lib.Rollout | None,
   ):
     """The trajectories to come from this process, all tasks, and the spool."""
-    self._driver, self._future, self._kept = driver, future, kept
+    self._engine, self._future, self._kept = engine, future, kept
     self._tasks = tasks
 
   def wait(self):
@@ -55,15 +57,15 @@ class Rollout:
     All processes ask for their rollouts' results in the same order.
 
     Raises:
-      replica.PreemptedError: In all processes, if one of them was interrupted.
+      replica_lib.PreemptedError: In all processes, if one of them was interrupted.
       processes.LostError: Another process ended.
     """
     try:
       played = loop_lib.wait(self._future).result()
-      if self._driver.interrupted():
+      if self._engine.interrupted():
         # Also after their ends: what would follow takes too long.
         played = None
-    except replica.PreemptedError:
+    except replica_lib.PreemptedError:
       played = None
     finally:
       if self._kept:
@@ -75,24 +77,42 @@ class Rollout:
       unpack=lambda data: records.unpack_trajectories(data, self._tasks),
     )
     if None in shares:
-      raise replica.PreemptedError
+      raise replica_lib.PreemptedError
     found = [t for share in shares for t in share]
     return sorted(found, key=lambda t: (t.group, t.sample))
 
 
-def collect(driver: driver_lib.Driver, *args, **kwargs) -> list[types.Trajectory]:
+def collect(engine: engine_lib.Engine, *args, **kwargs) -> list[types.Trajectory]:
   """Plays episodes to their ends: `start`, and its result."""
-  with driver.open():
-    return start(driver, *args, **kwargs).result()
+  with engine.open():
+    return start(engine, *args, **kwargs).result()
+
+
+class Decoding(NamedTuple):
+  """How the replies of a rollout are sampled.
+
+  Attributes:
+    sampling: How tokens are chosen.
+    grammar: What a reply may say; None allows all. It makes the samples off-policy.
+    policy: Which policy samples; None is the engine's own, as it is at each segment.
+  """
+
+  sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
+  grammar: types.Automaton | None = None
+  policy: replica_lib.Policy | None = None
+
+
+ON_POLICY = Decoding()
 
 
 def start(
-  driver: driver_lib.Driver,
+  engine: engine_lib.Engine,
   chat: chat_lib.Chat,
   tasks: Sequence[types.Task],
   make_env: MakeEnv,
   *,
   limits: Limits,
+  decoding: Decoding = ON_POLICY,
   samples: int = 1,
   seed: int = 0,
   draw: int = 0,
@@ -108,13 +128,14 @@ def start(
   its samples are counted on.
 
   Args:
-    driver: Open, with the policy's params.
-    chat: Of the policy's tokenizer.
+    engine: Open, with the policy's weights.
+    chat: Messages to tokens, with the policy's tokenizer.
     tasks: What to play.
-    make_env: A new environment for each episode.
-    limits: Of each episode.
+    make_env: Makes a new environment for each episode.
+    limits: What each episode may use.
+    decoding: How the replies are sampled.
     samples: Episodes of a task.
-    seed: Of the run.
+    seed: The run's seed.
     draw: Another number, another draw of the same tasks.
     spool: Where episodes that end are kept, and from where those are taken that had
       ended before a kill.
@@ -126,7 +147,9 @@ def start(
   limits.check()
   kept = spool.rollout(draw, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
-  workers.POOL.grow(2 * sum(len(part.rows) for part in driver.replicas))
+  workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
+  stops = chat.stops(engine.config.vocab_size)
+  automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
 
   async def one(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
@@ -134,14 +157,15 @@ def start(
       on_done(before)
       return before
     identity = (seed, draw, task.id, number)
-    async with driver.row(driver_lib.key(*identity, 0), group) as row:
+    async with engine.reserve(group) as replica:
+      voice = _Voice(replica, decoding, automata, identity)
       trajectory = await _play(
         lambda: types.Trajectory(task, group, sample, [], [], [], status='error'),
-        lambda trajectory: _Episode(chat, make_env, limits, row, identity, trajectory),
+        lambda trajectory: _Episode(chat, make_env, limits, voice, trajectory),
       )
     # Programs that tools started may have been told to end with the run, and have failed
     # for it: what ended since then is played again.
-    if kept and not driver.interrupted():
+    if kept and not engine.interrupted():
       kept.keep((task.id, number), trajectory)
     on_done(trajectory)
     return trajectory
@@ -154,7 +178,7 @@ def start(
       if group in mine:
         episodes.append(one(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(driver, driver.start(episodes), tasks, kept)
+  return Rollout(engine, engine.start(episodes), tasks, kept)
 
 
 async def _play(
@@ -200,12 +224,53 @@ def _blaming_the_environment():
     raise _EnvironmentError(workers.told(error) + workers.place(error)) from error
 
 
+class _Voice:
+  """The policy as one episode hears it: the text under way, and how it goes on.
+
+  Attributes:
+    text: The tokens of the segment under way; None before the first reply.
+    slots: The most tokens of a text.
+  """
+
+  def __init__(self, replica, decoding, automata, identity):
+    self._replica, self._decoding, self._automata = replica, decoding, automata
+    self._identity = identity
+    self.slots = replica.sizes.slots
+    self.restart(0)
+
+  def restart(self, segment: int):
+    """Begins a new text, with randomness of its own."""
+    self._key = request_lib.key(*self._identity, segment)
+    self.text: request_lib.Text | None = None
+
+  async def reply(self, ids: np.ndarray, most: int) -> request_lib.Chunk:
+    """Appends tokens to the text and samples what the policy replies."""
+    generation = self._replica.submit(
+      request_lib.Request(
+        ids,
+        self.text,
+        max_tokens=most,
+        sampling=self._decoding.sampling,
+        key=self._key,
+        automata=self._automata,
+        policy=self._decoding.policy,
+      )
+    )
+    self.text = generation.text
+    return await generation
+
+  def close(self):
+    """Ends the text: other texts may have its row."""
+    if self.text is not None:
+      self.text.close()
+
+
 class _Episode:
   """One episode in the making: the row's text, piece by piece."""
 
-  def __init__(self, chat, make_env, limits, row, identity, trajectory):
-    self.chat, self.make_env, self.limits, self.row = chat, make_env, limits, row
-    self.identity, self.trajectory = identity, trajectory
+  def __init__(self, chat, make_env, limits, voice, trajectory):
+    self.chat, self.make_env, self.limits, self.voice = chat, make_env, limits, voice
+    self.trajectory = trajectory
     self.env: Any = None
     self.unfinished: str | None = None
     # What was fed has no log-probs and no policy's step.
@@ -219,7 +284,7 @@ class _Episode:
     """
     t, abandoned = self.trajectory, collections.Counter()
     threads.tally.set(abandoned)
-    self.row.restart(driver_lib.key(*self.identity, 0))
+    self.voice.restart(0)
     seconds = self.limits.episode_seconds
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
@@ -237,6 +302,7 @@ class _Episode:
       t.metrics['error/LateEpisode'] = 1.0
       t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
     finally:
+      self.voice.close()
       self._close_segment()
     if t.metrics.get('timeouts'):
       await workers.cancelled()
@@ -248,17 +314,17 @@ class _Episode:
     t = self.trajectory
     ids, schemas = await self._begin()
     for _ in range(self.limits.max_turns):
-      room = self.row.replica.sizes.slots - self.row.length - len(ids)
+      room = self.voice.slots - len(self.voice.text or ()) - len(ids)
       if room < 1:
         if not t.turns:
-          slots = self.row.replica.sizes.slots
-          t.error = f'the prompt has {len(ids)} tokens, and a row {slots} (slots)'
+          t.error = (
+            f'the prompt has {len(ids)} tokens, and a row {self.voice.slots} (slots)'
+          )
           t.metrics['prompt_too_long'] = 1.0
         return 'truncated'
-      budget = min(room, self.limits.max_turn_tokens)
-      reply = await self.row.generate(ids, budget)
+      reply = await self.voice.reply(ids, min(room, self.limits.max_turn_tokens))
       self.pieces += [(ids, None, None), reply[:3]]
-      stop = self.row.length
+      stop = len(self.voice.text or ())
       turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
       t.turns.append(turn)
       text = self.chat.decode(reply.tokens)
@@ -273,7 +339,8 @@ class _Episode:
         t.messages += _copied(step.messages)
         if step.fresh:
           self._close_segment()
-          self.row.restart(driver_lib.key(*self.identity, len(t.segments)))
+          self.voice.close()
+          self.voice.restart(len(t.segments))
           ids = self._encoded(self.chat.prompt, step.messages, schemas)
         else:
           ids = self._after(reply, step.messages)

@@ -20,7 +20,7 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, groups, journal, rollout, types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 
 
@@ -31,9 +31,10 @@ class Schedule:
     self,
     config: config_lib.Schedule,
     tasks: Sequence[types.Task],
-    driver: driver_lib.Driver,
+    engine: engine_lib.Engine,
     chat: chat_lib.Chat,
     kept: journal.Journal,
+    decoding: rollout.Decoding,
     *,
     seed: int = 0,
     **playing: Any,
@@ -43,15 +44,16 @@ class Schedule:
     Args:
       config: How much is played, and when.
       tasks: To train on.
-      driver: Open.
+      engine: Open.
       chat: Of the policy's tokenizer.
       kept: Restored.
-      seed: Of the run.
+      decoding: How training rollouts are sampled.
+      seed: The run's seed.
       **playing: Of rollout.start: make_env, limits.
     """
     self._config, self._tasks, self._kept = config, tasks, kept
-    self._seed = seed
-    self._driver, self._chat, self._playing = driver, chat, playing
+    self._engine, self._chat, self._playing = engine, chat, playing
+    self._decoding, self._seed = decoding, seed
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next = kept.at.step
 
@@ -76,15 +78,10 @@ class Schedule:
       self._start(step + plan.schedule.ahead, carry)
     return found
 
-  def wait(self):
-    """Until nothing is under way: the driver can then be used for something else."""
-    for started in self._started:
-      started.wait()
-
   def greedy(self, found: list[groups.Group]) -> tuple[list[groups.Group], list[float]]:
     """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
     tasks = [group[0].task for group in found]
-    greedy = evaluate.run(self._driver, self._chat, {'': tasks}, **self._playing)['']
+    greedy = evaluate.run(self._engine, self._chat, {'': tasks}, **self._playing)['']
     pairs = [(g, t) for g, t in zip(found, greedy, strict=True) if t.status != 'error']
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
@@ -94,8 +91,7 @@ class Schedule:
     last = min(last, config.steps - 1)
     if self._next > last and not config.partial:
       return
-    self._driver.params, self._driver.policy_step = carry.sampler, carry.sampler_step
-    self._driver.hand_over()
+    self._engine.sync_weights(carry.sampler, carry.sampler_step)
     while self._next <= last:
       start = at.drawn + (self._next - at.step) * config.tasks
       tasks = self._drawn(start, config.tasks)
@@ -112,10 +108,11 @@ class Schedule:
     config = self._config
     total = len(tasks) * config.samples
     return rollout.start(
-      self._driver,
+      self._engine,
       self._chat,
       tasks,
       samples=config.samples,
+      decoding=self._decoding,
       seed=self._seed,
       draw=draw,
       spool=self._kept.spool,

@@ -5,7 +5,7 @@
   with jax.set_mesh(mesh):
     state = learner.init(params, optimizer)
     state, metrics = learner.update(state, batches, ...)
-  driver = Driver(config, state.params, mesh=mesh, ...)
+  engine = Engine(config, state.params, mesh=mesh, ...)
 
 Rows lie over `data` and `fsdp`, a row's tokens over `context`. `data` copies the
 parameters; `fsdp` and `context` split them, and XLA gathers a layer where it is used;
@@ -272,15 +272,15 @@ def local(params: Any, part: Mesh) -> Any:
   return jax.tree.map(leaf, params)
 
 
-def cached(state: Any, part: Mesh) -> Any:
-  """A new DecodeState on a replica's chips: the key-value heads lie with their kernel."""
+def place_cache(cache: Any, part: Mesh) -> Any:
+  """Puts a new key-value cache on a replica's chips: heads lie with their kernel."""
 
   def put(x):
     heads = x.ndim == 4 and x.shape[1] % part.shape['tensor'] == 0
     spec = PartitionSpec(None, 'tensor') if heads else PartitionSpec()
     return jax.device_put(x, NamedSharding(part, spec))
 
-  return jax.tree.map(put, state)
+  return jax.tree.map(put, cache)
 
 
 def read(x: Any) -> np.ndarray:

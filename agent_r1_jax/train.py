@@ -36,10 +36,8 @@ from agent_r1_jax import (
 from agent_r1_jax import metrics as metrics_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica
-from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.rl import experience as experience_lib
@@ -101,29 +99,23 @@ def load(
       tokenizer,
       max_tool_tokens=chat.max_tool_tokens,
       tools_in_prompt=chat.tools_in_prompt,
+      stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
+      template_kwargs=fields.parse_json('chat.template', chat.template, dict),
     ),
   )
 
 
-def make_driver(
+def make_engine(
   config: Config,
   model: decoder.DecoderConfig,
   params: decoder.Params,
-  chat: chat_lib.Chat,
   mesh: Mesh | None = None,
-) -> driver_lib.Driver:
+) -> engine_lib.Engine:
   """The engine, with the run's sizes, on the chips of this process."""
-  sizes, sampling = config.engine, sampling_lib.Sampling(config.sampling.temperature)
-  if not sampling.on_policy:
-    raise ValueError(
-      f'sampling.temperature is {config.sampling.temperature}: a policy is trained on '
-      'samples of its own distribution, so it must be above 0.'
-    )
-  return driver_lib.Driver(
+  sizes = config.engine
+  return engine_lib.Engine(
     model,
     params,
-    stop=stop_lib.stop(chat.stop_ids),
-    sampling=sampling,
     mesh=mesh,
     chips=sharding.parted(config.mesh.samplers)[1],
     rows=sizes.rows,
@@ -144,8 +136,6 @@ def play(
   config: Config,
   model: str | os.PathLike,
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
-  *,
-  hold_calls: bool = False,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
   host.quiet()
@@ -154,12 +144,12 @@ def play(
   mesh = make_mesh(config.mesh)
   _check_split(config.batch, config.engine.slots, mesh)
   shape, params, chat = load(config.model, config.chat, mesh)
-  driver = make_driver(config, shape, params, chat, mesh)
+  engine = make_engine(config, shape, params, mesh)
   with preemption.watch() as watch:
-    watch.phase, driver.interrupted = 'an evaluation', watch.given
+    watch.phase, engine.interrupted = 'an evaluation', watch.given
     try:
       return evaluate.play(
-        driver, chat, rows, limits=config.limits, hold_calls=hold_calls
+        engine, chat, rows, limits=config.limits, sampling=config.evaluation
       )
     except replica.PreemptedError:
       raise watch.unsaved() from None
@@ -214,8 +204,8 @@ def run(
   mesh = make_mesh(config.mesh)
   _check_split(config.batch, config.engine.slots, mesh)
   model, params, chat = load(config.model, config.chat, mesh)
-  driver = make_driver(config, model, params, chat, mesh)
-  fits = {'slots': driver.sizes.slots, 'long_prompts': config.chat.long_prompts}
+  engine = make_engine(config, model, params, mesh)
+  fits = {'slots': engine.sizes.slots, 'long_prompts': config.chat.long_prompts}
   env = preflight.make_environment(make_env, config.limits.reset_seconds)
   tasks, lines = preflight.look(chat, env, tasks, evals or {}, **fits)
   with sharding.use(mesh):
@@ -232,35 +222,50 @@ def run(
     watch.phase = 'restoring'
     carry = kept.restore(carry, plan)
     # What it began with may be another policy by now, and nobody else holds it.
-    driver.params = carry.sampler
+    engine.sync_weights(carry.sampler, carry.sampler_step)
     del params
-    driver.interrupted = watch.given
+    engine.interrupted = watch.given
     progress, at = kept.progress, kept.at
     for line in lines:
       progress.say(line)
     bell = alarms_lib.Bell(config.alarms, progress.say)
     faults = alarms_lib.Faults(progress.say)
-    also = [evaluate.GREEDY] if evals else []
 
     def compiled(done: int, programs: int):
       progress.phase('compile', done, programs)
       watch.check()
 
     watch.phase = 'compilation'
-    driver.warm_up(compiled, also)
-    stack.enter_context(driver.open())
+    sampled = evaluate.decoding(config.sampling, engine, chat, env)
+    held_out = evaluate.decoding(config.evaluation, engine, chat, env)
+    grammars = [d.grammar for d in (sampled, held_out) if d.grammar]
+    engine.warm_up(compiled, [chat.stops(model.vocab_size), *grammars])
+    stack.enter_context(engine.open())
     rollouts = schedule.Schedule(
-      config.schedule, tasks, driver, chat, kept, seed=config.seed, **playing
+      config.schedule,
+      tasks,
+      engine,
+      chat,
+      kept,
+      sampled,
+      seed=config.seed,
+      **playing,
     )
 
     def evaluated() -> dict[str, float]:
       watch.phase = 'an evaluation'
-      rollouts.wait()
-      driver.params, driver.policy_step = carry.states['policy'].params, carry.step
+      params = carry.states['policy'].params
+      if not engine.busy:
+        engine.sync_weights(params, carry.step)  # Without a second copy.
+      # Rollouts that are under way go on beside it, by the policy that they had.
+      policy = engine.make_policy(params, carry.step)
+      decoding = held_out._replace(policy=policy)
       ended = schedule.counter(
         progress, 'evaluation', sum(map(len, (evals or {}).values()))
       )
-      played = evaluate.run(driver, chat, evals or {}, on_done=ended, **playing)
+      played = evaluate.run(
+        engine, chat, evals or {}, decoding=decoding, on_done=ended, **playing
+      )
       faults.note(at.step, itertools.chain(*played.values()))
       return _logged(played, workdir, config, at.step)
 

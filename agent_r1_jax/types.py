@@ -6,6 +6,7 @@ Letters: B rows, T tokens of a row.
 
 from collections.abc import Iterable
 import dataclasses
+import functools
 import itertools
 import string
 from typing import Any, NamedTuple
@@ -190,6 +191,30 @@ class Trajectory:
   def reward(self) -> float:
     """The undiscounted sum of the turns' rewards."""
     return float(sum(turn.reward for turn in self.turns))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Automaton:
+  """A finite automaton over the tokens of a vocabulary; it begins in state 0.
+
+  The text side makes one of stop strings or a grammar (agent/automata.py), and the engine
+  runs it. Letters: V tokens, Q states, C classes of tokens.
+
+  Attributes:
+    classes: int32 [V]; tokens of one class lead from each state to the same one.
+    table: int [Q, C]; table[state, classes[token]] is the next state, and -1 says that
+      the token is forbidden there. Some token is allowed in every state.
+    ends: bool [Q]; a reply ends with the token that leads to such a state.
+  """
+
+  classes: np.ndarray
+  table: np.ndarray
+  ends: np.ndarray
+
+  @functools.cached_property
+  def restricts(self) -> bool:
+    """Whether it forbids anything."""
+    return bool((self.table < 0).any())
 
 
 class Batch(NamedTuple):

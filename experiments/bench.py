@@ -11,6 +11,7 @@ docs/performance.md, and how the peers were measured beside it: compare within o
 import asyncio
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -26,20 +27,19 @@ import numpy as np
 import optax
 
 from agent_r1_jax import host, types
+from agent_r1_jax.agent import automata, call_grammar
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.engine import driver as driver_lib
-from agent_r1_jax.engine import grammar as grammar_lib
-from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.engine import state as state_lib
-from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
+from experiments import bench_shapes
 
-_SHAPE = flags.DEFINE_string('shape', 's5', 'Of SHAPES.')
+_SHAPE = flags.DEFINE_string('shape', 's5', 'Of bench_shapes.SHAPES.')
 _WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Of each measurement, compilation apart.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
-_REPLICAS = flags.DEFINE_integer('replicas', 1, 'That divide them; see Driver.')
+_REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see Engine.')
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
@@ -47,20 +47,6 @@ _CURVE = flags.DEFINE_string('curve', '', 'Where to draw what slow tools cost (P
 _LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Of tools, seconds.')
 
 
-def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **kwargs):
-  return decoder.DecoderConfig(
-    family, vocab, embed, layers, heads, kv_heads, head, mlp, rope_theta=1e6, **kwargs
-  )
-
-
-_BFLOAT16: dict[str, Any] = {'dtype': 'bfloat16', 'remat': 'full', 'tie_embeddings': True}
-SHAPES = {
-  'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
-  's5': _shape(4, 256, 8, 2, 32, 704, 4096, qkv_bias=True),
-  's25': _shape(8, 512, 8, 2, 64, 1408, 4096, qkv_bias=True),
-  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3', qk_norm=True, **_BFLOAT16),
-  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936, qkv_bias=True, **_BFLOAT16),
-}
 _FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
 
 
@@ -71,8 +57,8 @@ class Bench:
   config: decoder.DecoderConfig
   params: decoder.Params
 
-  def driver(self, *, warm: bool = True, **kwargs) -> driver_lib.Driver:
-    """An engine whose replies end only at their budget."""
+  def engine(self, *, warm: bool = True, **kwargs) -> engine_lib.Engine:
+    """Makes an engine that holds some texts of a prompt and a reply."""
     sizes: dict[str, Any] = {
       'rows': _ROWS.value,
       'slots': _PROMPT.value + _REPLY.value,
@@ -82,11 +68,20 @@ class Bench:
       'bucket': 128,
       'replicas': _REPLICAS.value,
     }
-    given: dict[str, Any] = {'stop': stop_lib.stop([-1])} | sizes | kwargs
-    driver = driver_lib.Driver(self.config, self.params, **given)
+    engine = engine_lib.Engine(self.config, self.params, **sizes | kwargs)
     if warm:
-      driver.warm_up()
-    return driver
+      engine.warm_up()
+    return engine
+
+  @functools.cached_property
+  def _stop(self) -> types.Automaton:
+    """Costs what stop ids cost, and ends no reply: they end at their budget."""
+    return automata.stop([], self.config.vocab_size)
+
+  def request(self, number: int, tokens, most: int, parent=None, *guides):
+    """Asks for `most` tokens after these; the number says which randomness."""
+    key, guides = request_lib.key('bench', number), (self._stop, *guides)
+    return request_lib.Request(tokens, parent, most, key=key, automata=guides)
 
   def tokens(self, n: int, *seed: int) -> np.ndarray:
     """n random tokens."""
@@ -114,7 +109,7 @@ def timed(fn: Callable[[], Any]) -> dict[str, Any]:
 
 async def talk(
   bench: Bench,
-  driver: driver_lib.Driver,
+  engine: engine_lib.Engine,
   number: int,
   *,
   group: int = 1,
@@ -125,42 +120,50 @@ async def talk(
   step: asyncio.Barrier | None = None,
   again: bool = False,
 ) -> int:
-  """One episode; gives the tokens that are its own.
+  """Plays one episode, and returns how many tokens are its own.
 
   Args:
-    bench: Whose policy.
-    driver: To run on.
-    number: Of the episode; `group` of them share a prompt.
+    bench: Gives the prompts and the answers.
+    engine: Samples the replies.
+    number: The episode's number; `group` of them share a prompt.
     group: Episodes of one prompt.
     turns: Replies.
     reply: Tokens of a reply.
     answer: Tokens of a tool's answer.
-    latency: Of the tool, in seconds, by episode and turn; the last reply calls none.
+    latency: The tool's latency in seconds, by episode and turn; the last reply calls
+      none.
     step: Where all wait for all after each turn.
-    again: Whether each turn prefills the whole history, as the peers do.
+    again: Whether each turn prefills the whole history, as the peers do. Its first token
+      is another one each time: the engine would find what it holds of it.
   """
   reply = reply or _REPLY.value
   text = bench.tokens(_PROMPT.value, 0, number // group)
-  row_key = driver_lib.key('bench', number)
-  async with driver.row(row_key, number // group) as row:
+  held: request_lib.Text | None = None
+  async with engine.reserve(number // group) as replica:
     new = text
     for turn in range(turns):
-      said = await row.generate(text if again else new, reply)
+      asked = bench.request(number, text if again else new, reply, held)
+      said = await (generation := replica.submit(asked))
       if latency and turn < turns - 1:
         await asyncio.sleep(latency(number, turn))
       if step:
         await step.wait()
       new = bench.tokens(answer, 1, number, turn)
-      text = np.concatenate([text, said.tokens, new])
       if again:
-        row.restart(row_key)
+        generation.text.close()
+        text = np.concatenate([text, said.tokens, new])
+        text[0] = (number * turns + turn) % bench.config.vocab_size
+      else:
+        held = generation.text
+    if held:
+      held.close()
   return turns * reply + (turns - 1) * answer
 
 
 def sampling(bench: Bench) -> dict[str, Any]:
   """A batch of prompts, each with a prompt of its own; host time included."""
-  driver = bench.driver()
-  run = lambda: driver.run([talk(bench, driver, n) for n in range(_ROWS.value)])
+  engine = bench.engine()
+  run = lambda: engine.run([talk(bench, engine, n) for n in range(_ROWS.value)])
   times = timed(run)
   tokens = _ROWS.value * _REPLY.value
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
@@ -222,10 +225,10 @@ def update(bench: Bench) -> dict[str, Any]:
 
 def group_step(bench: Bench) -> dict[str, Any]:
   """A whole GRPO step: 8 samples of each prompt, then the update on them."""
-  driver, learn = bench.driver(), _updates(bench, 'reply')
+  engine, learn = bench.engine(), _updates(bench, 'reply')
 
   def step():
-    driver.run([talk(bench, driver, n, group=8) for n in range(_ROWS.value)])
+    engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
     learn()
 
   return timed(step)
@@ -237,11 +240,11 @@ def multi_turn(bench: Bench) -> dict[str, Any]:
   learn = _updates(bench, 'reply')
   slots = _PROMPT.value + 4 * 32 + 3 * 64
   for name, again in (('kept', False), ('prefilled', True)):
-    driver = bench.driver(slots=slots)
+    engine = bench.engine(slots=slots)
 
-    def step(driver=driver, again=again):
-      ask = lambda n: talk(bench, driver, n, again=again, **_FOUR_TURNS)
-      driver.run([ask(n) for n in range(_ROWS.value)])
+    def step(engine=engine, again=again):
+      ask = lambda n: talk(bench, engine, n, again=again, **_FOUR_TURNS)
+      engine.run([ask(n) for n in range(_ROWS.value)])
 
     times = timed(step)
     found |= {f'{name}/{key}': value for key, value in times.items()}
@@ -251,17 +254,17 @@ def multi_turn(bench: Bench) -> dict[str, Any]:
 
 
 def no_work_twice(bench: Bench) -> dict[str, Any]:
-  """Tokens computed by feeds and decodes over the distinct tokens of the trajectories."""
-  driver = bench.driver(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
-  own = driver.run([talk(bench, driver, n, **_FOUR_TURNS) for n in range(_ROWS.value)])
+  """Tokens computed by prefills and decodes over the distinct ones of the episodes."""
+  engine = bench.engine(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
+  own = engine.run([talk(bench, engine, n, **_FOUR_TURNS) for n in range(_ROWS.value)])
   distinct = sum(own) + _ROWS.value // 8 * _PROMPT.value
-  stats = driver.stats
+  stats = engine.stats
   return {
-    'prefilled': stats.fed,
+    'prefilled': stats.prefilled,
     'sampled': stats.sampled,
-    'forked': stats.forked,
+    'shared': stats.shared,
     'distinct': distinct,
-    'ratio': round((stats.fed + stats.sampled) / distinct, 4),
+    'ratio': round((stats.prefilled + stats.sampled) / distinct, 4),
   }
 
 
@@ -275,22 +278,22 @@ def tools(bench: Bench) -> dict[str, Any]:
   """
   rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
   slots = _PROMPT.value + turns * reply + turns * 32
-  driver = bench.driver(rows=rows, width=_ROWS.value, slots=slots, steps=steps)
+  engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, steps=steps)
   first, last = 8 * _ROWS.value * steps, 24 * _ROWS.value * steps
 
   async def play(latency: float, lock_step: bool) -> float:
     draw = lambda *of: latency * np.random.default_rng(of).exponential()
     step = asyncio.Barrier(rows) if lock_step else None
-    numbers, begun = itertools.count(), driver.stats.sampled
+    numbers, begun = itertools.count(), engine.stats.sampled
     options = {'reply': reply, 'step': step, 'latency': draw}
 
     async def episodes(first_turns: int):
-      await talk(bench, driver, next(numbers), turns=first_turns, **options)
+      await talk(bench, engine, next(numbers), turns=first_turns, **options)
       while True:
-        await talk(bench, driver, next(numbers), turns=turns, **options)
+        await talk(bench, engine, next(numbers), turns=turns, **options)
 
     async def passed(tokens: int) -> tuple[int, float]:
-      while (sampled := driver.stats.sampled - begun) < tokens:
+      while (sampled := engine.stats.sampled - begun) < tokens:
         await asyncio.sleep(0.002)
       return sampled, time.perf_counter()
 
@@ -302,7 +305,7 @@ def tools(bench: Bench) -> dict[str, Any]:
     return (after - before) / (end - start)
 
   def speed(latency: float, lock_step: bool = False) -> float:
-    return driver.run([play(latency, lock_step)])[0]
+    return engine.run([play(latency, lock_step)])[0]
 
   latencies = list(map(float, _LATENCIES.value))
   # Other work on the machine may change during the minutes that this takes.
@@ -343,13 +346,19 @@ def reads(bench: Bench) -> dict[str, Any]:
   rows, steps = 8, 32
   found: dict[str, Any] = {}
   for slots in (512, 8192):
-    driver = bench.driver(rows=rows, slots=slots, steps=steps, bucket=256, replicas=1)
-    chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
+    engine = bench.engine(rows=rows, slots=slots, steps=steps, bucket=256, replicas=1)
+    replica = engine.replicas[0]
+    assert replica.policy is not None
+    places, used, states = replica._arguments({}, rows)
+    places = places._replace(
+      rows=np.arange(rows, dtype=np.int32),
+      length=np.full(rows, 256 - steps, np.int32),
+      budget=np.full(rows, steps, np.int32),
+    )
+    call: Any = (replica.policy.copies[0], places, used, states, 256)
 
-    def step(replica=driver.replicas[0], chosen=chosen, budget=budget):
-      used = jnp.full(rows, 256 - steps, jnp.int32)
-      replica.state = replica.state._replace(length=used, last=used + 0)
-      jax.block_until_ready(replica._call_decode(chosen, budget, replica._bucket(256)))
+    def step(replica=replica, call=call):
+      jax.block_until_ready(replica._call_decode(*call))
 
     found[f'{slots}/step_milliseconds'] = round(1e3 * timed(step)['seconds'] / steps, 3)
   small, large = found.values()
@@ -366,20 +375,20 @@ def programs(bench: Bench) -> dict[str, Any]:
 
   listener: Any = on_duration
   jax.monitoring.register_event_duration_secs_listener(listener)
-  driver = bench.driver(slots=768, feed_tokens=63, warm=False)
+  engine = bench.engine(slots=768, feed_tokens=63, warm=False)
   compiled.clear()
   start = time.perf_counter()
-  driver.warm_up()
+  engine.warm_up()
   found: dict[str, Any] = {
-    'programs': driver.sizes.programs,
+    'programs': engine.sizes.programs,
     'compiled_by_warm_up': len(compiled),
   }
   found['warm_up_seconds'] = round(time.perf_counter() - start, 2)
   compiled.clear()
   lengths = np.random.default_rng(0).integers(1, 60, size=(3 * _ROWS.value, 2))
-  driver.run(
+  engine.run(
     [
-      talk(bench, driver, n, turns=4, reply=int(a), answer=int(b))
+      talk(bench, engine, n, turns=4, reply=int(a), answer=int(b))
       for n, (a, b) in enumerate(lengths)
     ]
   )
@@ -388,12 +397,12 @@ def programs(bench: Bench) -> dict[str, Any]:
 
 def host_time(bench: Bench) -> dict[str, Any]:
   """The device's idle share between segments, with rows that want it."""
-  driver = bench.driver(slots=_PROMPT.value + 4 * 64, steps=16, rows=2 * _ROWS.value)
-  start, before = time.perf_counter(), dataclasses.replace(driver.stats)
+  engine = bench.engine(slots=_PROMPT.value + 4 * 64, steps=16, rows=2 * _ROWS.value)
+  start, before = time.perf_counter(), dataclasses.replace(engine.stats)
   numbers = range(4 * _ROWS.value)
-  driver.run([talk(bench, driver, n, turns=4, reply=32, group=8) for n in numbers])
-  wall, stats = time.perf_counter() - start, driver.stats
-  steps = (stats.steps - before.steps) / driver.sizes.decode_rows[-1]
+  engine.run([talk(bench, engine, n, turns=4, reply=32, group=8) for n in numbers])
+  wall, stats = time.perf_counter() - start, engine.stats
+  steps = (stats.steps - before.steps) / engine.sizes.decode_rows[-1]
   return {
     'seconds': round(wall, 3),
     'step_milliseconds': round(1e3 * stats.decode_seconds / steps, 2),
@@ -418,37 +427,27 @@ def grammar(bench: Bench) -> dict[str, Any]:
   words = (bytes(rng.integers(97, 123, n).tolist()) for n in rng.integers(2, 9, V - 256))
   token_bytes = [*(bytes([i]) for i in range(256)), *words]
   start = time.perf_counter()
-  calls = grammar_lib.tool_calls(
-    [tool_lib.tool(search).schema], token_bytes, V, required=True
-  )
+  schemas = [tool_lib.tool(search).schema]
+  calls = call_grammar.tool_calls(schemas, token_bytes, V, required=True)
   found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
-  found['bytes'] = sum(x.nbytes for x in calls)
-  wide = dataclasses.replace(bench.config, vocab_size=V)
-  params = decoder.unstacked(decoder.init(wide, jax.random.key(0)), wide)
-  stop, sampling = stop_lib.stop([-1]), sampling_lib.ON_POLICY
-  state = state_lib.empty(wide, rows, 128)
-  chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
+  found['bytes'] = calls.classes.nbytes + calls.table.nbytes
+  config = dataclasses.replace(bench.config, vocab_size=V)
+  wide = Bench(config, decoder.init(config, jax.random.key(0)))
+  engine = wide.engine(warm=False, slots=128, steps=steps, narrow=False)
+  engine.warm_up(automata=[calls])
+
+  async def reply(n: int, held: bool):
+    # Of a prompt of one token nothing is prefilled.
+    prompt, guides = np.array([n], np.int32), [calls] if held else []
+    await engine.submit(wide.request(n, prompt, steps, None, *guides))
+
   seconds: dict[bool, list[float]] = {False: [], True: []}
   for _ in range(2 + 2 * _REPEATS.value):
     for held in seconds:
-      used = jnp.full(rows, 64, jnp.int32)
-      state = state._replace(length=used, last=used + 0, grammar=used * 0)
-      start = time.perf_counter()
-      state, out = state_lib.decode(
-        params,
-        state,
-        chosen,
-        budget,
-        stop,
-        calls if held else None,
-        config=wide,
-        sampling=sampling,
-        steps=steps,
-        bucket=128,
-      )
-      jax.block_until_ready(out)
-      seconds[held].append((time.perf_counter() - start) / steps)
-  # The first of each compiles.
+      before = engine.stats.decode_seconds
+      engine.run([reply(n, held) for n in range(rows)])
+      seconds[held].append((engine.stats.decode_seconds - before) / steps)
+  # The first of each warms up.
   free, held = (min(seconds[held][1:]) for held in (False, True))
   pairs = [b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True)]
   found['step_milliseconds'] = round(1e3 * free, 2)
@@ -475,9 +474,10 @@ def main(_):
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
-  if _SHAPE.value not in SHAPES:
-    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {list(SHAPES)}')
-  config = SHAPES[_SHAPE.value]
+  shapes = bench_shapes.SHAPES
+  if _SHAPE.value not in shapes:
+    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*shapes]}')
+  config = shapes[_SHAPE.value]
   bench = Bench(config, decoder.init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,

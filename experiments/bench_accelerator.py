@@ -34,10 +34,12 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import host, types
-from agent_r1_jax.engine import driver as driver_lib
-from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import attention, decoder
 from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
 
@@ -106,28 +108,33 @@ def decode():
   params = decoder.unstacked(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  stop = stop_lib.stop([-1])
+  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
+  tables = jax.device_put(automaton_lib.AutomatonPool(config.vocab_size).tables)
   for rows in map(int, _ROWS.value):
     slots = max(map(int, _USED.value)) + steps
-    state = state_lib.empty(config, rows, slots)
-    a_token = sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim > 2) / rows / slots
-    chosen, budget = np.arange(rows, dtype=np.int32), np.full(rows, steps, np.int32)
+    cache = decoder.empty_cache(config, rows, slots)
+    a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
+    nobody, *guided = running_lib.arguments({}, rows, guides, nobody=rows)
     for used in map(int, _USED.value):
+      places = nobody._replace(
+        rows=np.arange(rows, dtype=np.int32),
+        length=np.full(rows, used, np.int32),
+        last=np.full(rows, used % config.vocab_size, np.int32),
+        budget=np.full(rows, steps, np.int32),
+      )
 
-      def segment(used=used, rows=rows, chosen=chosen, budget=budget):
-        nonlocal state
-        length = jnp.full(rows, used, jnp.int32)
-        state, out = state_lib.decode(
+      def segment(places=places, guided=guided, bucket=used + steps):
+        nonlocal cache
+        cache, _, out = state_lib.decode(
           params,
-          state._replace(length=length, last=length % config.vocab_size),
-          chosen,
-          budget,
-          stop,
-          None,
+          cache,
+          places,
+          *guided,
+          (tables, None),
           config=config,
-          sampling=sampling_lib.ON_POLICY,
+          guides=guides,
           steps=steps,
-          bucket=used + steps,
+          bucket=bucket,
         )
         return out
 
@@ -258,18 +265,25 @@ def context():
     }
 
 
-async def _talk(driver, config, number: int, turns: int = 4, reply: int = 64):
-  """An episode of turns, each answered by 128 random tokens; a segment."""
+async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
+  """Plays turns, each answered by 128 random tokens; returns them as a segment."""
   tokens = lambda n, *seed: (
     np.random.default_rng(seed).integers(0, config.vocab_size, n).astype(np.int32)
   )
   pieces, new = [], tokens(128, number // 8)
-  async with driver.row(driver_lib.key('bench', number)) as row:
+  text: request_lib.Text | None = None
+  key = request_lib.key('bench', number)
+  async with engine.reserve(number // 8) as replica:
     for turn in range(turns):
-      said = await row.generate(new, reply)
+      generation = replica.submit(
+        request_lib.Request(new, text, max_tokens=reply, key=key)
+      )
+      said, text = await generation, generation.text
       pieces += [(new, None), said[:2]]
       new = tokens(128, 1, number, turn)
       await asyncio.sleep(0)
+    if text:
+      text.close()
   return types.Segment(
     np.concatenate([t for t, _ in pieces]),
     np.concatenate([np.full(len(t), x is not None) for t, x in pieces]),
@@ -286,36 +300,35 @@ def _trajectory(segment, group: int, sample: int) -> types.Trajectory:
   return types.Trajectory(task, group, sample, [segment], turns, [], 'done')
 
 
-def _driver(config, params) -> driver_lib.Driver:
-  rows = max(map(int, _ROWS.value))
-  driver = driver_lib.Driver(
+def _engine(config, params) -> engine_lib.Engine:
+  engine = engine_lib.Engine(
     config,
     params,
-    stop=stop_lib.stop([-1]),
-    rows=rows,
+    rows=max(map(int, _ROWS.value)),
     slots=1024,
     feed_tokens=128,
     bucket=1024,
     narrow=False,
   )
-  driver.warm_up()
-  return driver
+  engine.warm_up()
+  return engine
 
 
 def step():
   """One line: seconds of a GRPO step, and their parts."""
   config, params = _policy('3b')
-  driver, samples = _driver(config, params), 8
+  engine, samples = _engine(config, params), 8
   rows = experience.Rows(4, 1024)
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
   carry, found = updates.start(params, plan), []
   for _ in range(1 + _REPEATS.value):
-    driver.params, before = carry.sampler, dataclasses.replace(driver.stats)
+    before = dataclasses.replace(engine.stats)
+    engine.sync_weights(carry.sampler, carry.sampler_step)
     start = time.perf_counter()
-    segments = driver.run(
-      [_talk(driver, config, n) for n in range(_TASKS.value * samples)]
+    segments = engine.run(
+      [_talk(engine, config, n) for n in range(_TASKS.value * samples)]
     )
     played = time.perf_counter()
     trajectories = [
@@ -324,8 +337,8 @@ def step():
     ]
     carry, _ = updates.learn(carry, trajectories, plan)
     jax.block_until_ready(carry.sampler)
-    end, stats = time.perf_counter(), driver.stats
-    parts = ('decode_seconds', 'feed_seconds', 'host_seconds', 'idle_seconds')
+    end, stats = time.perf_counter(), engine.stats
+    parts = ('decode_seconds', 'prefill_seconds', 'host_seconds', 'idle_seconds')
     found.append(
       {
         'seconds': end - start,
@@ -344,8 +357,8 @@ def step():
 def agreement():
   """One line: how far the sampler's log-probs and the learner's are apart."""
   config, params = _policy('3b')
-  driver = _driver(config, params)
-  segments = driver.run([_talk(driver, config, n) for n in range(64)])
+  engine = _engine(config, params)
+  segments = engine.run([_talk(engine, config, n) for n in range(64)])
   differences = []
   for segment in segments:
     T = len(segment.tokens)

@@ -71,28 +71,29 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
   import jax
 
   from agent_r1_jax import host, types
-  from agent_r1_jax.engine import driver as driver_lib
-  from agent_r1_jax.engine import stop as stop_lib
+  from agent_r1_jax.engine import engine as engine_lib
+  from agent_r1_jax.engine import request as request_lib
   from agent_r1_jax.rl import algorithms, learner, optimizers
 
   host.prepare()
   given, T = batch(), _PROMPT.value + _REPLY.value
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
   sizes = {'rows': _ROWS.value, 'slots': T, 'narrow': False, 'bucket': min(T, 512)}
-  driver = driver_lib.Driver(config, params, stop=stop_lib.stop([-1]), **sizes)
-  driver.warm_up()
+  engine = engine_lib.Engine(config, params, **sizes)
+  engine.warm_up()
 
   async def reply(n: int) -> int:
-    async with driver.row(driver_lib.key('bench', n)) as row:
-      prompt = given['tokens'][n, : _PROMPT.value].astype(np.int32)
-      return len((await row.generate(prompt, _REPLY.value)).tokens)
+    prompt = given['tokens'][n, : _PROMPT.value].astype(np.int32)
+    key = request_lib.key('bench', n)
+    request = request_lib.Request(prompt, max_tokens=_REPLY.value, key=key)
+    return len((await engine.submit(request)).tokens)
 
   def sample():
-    said = driver.run([reply(n) for n in range(_ROWS.value)])
+    said = engine.run([reply(n) for n in range(_ROWS.value)])
     assert set(said) == {_REPLY.value}
 
   found = {'sampling': least_seconds(sample)}
-  del driver
+  del engine
   mask = np.tile(np.arange(T) >= _PROMPT.value, (_ROWS.value, 1))
   fields: dict[str, Any] = {
     'tokens': given['tokens'].astype(np.int32),

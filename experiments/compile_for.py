@@ -8,8 +8,8 @@
 
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
 learner's gradient and update are compiled for all chips of the topology (float32 master
-parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's feed and
-decode for the chips of a bfloat16 replica: tensor of them, by default as many of a
+parameters and AdamW, bfloat16 activations, layers rematerialised), the engine's prefill
+and decode for the chips of a bfloat16 replica: tensor of them, by default as many of a
 host's four as divide the number of key-value heads; a run's `tensor` must be that. The
 mesh of training, where no flag names an axis (`mesh_for`): tensor is 1, context is the
 least power of 2 that leaves a chip 8,192 tokens of a row or fewer, fsdp is as many of the
@@ -20,7 +20,7 @@ an argument's memory, what else lies there meanwhile (the optimizer's state whil
 gradient is made, the training state while a host samples), their total and the chip's
 memory. XLA counts the body of a loop once: its operations and bytes are those of one
 layer and one block of logits for the gradient, of one token for decode, and whole for
-feed and apply; what kernels do is not in them. `estimated` are the operations of all
+prefill and apply; what kernels do is not in them. `estimated` are the operations of all
 layers: 2 a parameter and token, four times that for a gradient that recomputes.
 `collectives` are bytes of the results of what the chips exchange, on one chip and in one
 call, times the passes of the loops that they are in; `loops_counted_once` are loops with
@@ -46,13 +46,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 from agent_r1_jax import sharding, types
-from agent_r1_jax.engine import sampling
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
-from agent_r1_jax.engine import stop as stop_lib
-from agent_r1_jax.models import decoder, hf_config
+from agent_r1_jax.models import attention, decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
 
-_TRAINING, _SAMPLING = ('gradient', 'apply'), ('feed', 'decode')
+_TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
 # V, D, L, N, K, H, F, tied, as in models/decoder.py: Qwen2.5, and one for the tests.
 SIZES = {
   'qwen2.5-0.5b': (151_936, 896, 24, 14, 2, 64, 4864, True),
@@ -93,8 +94,8 @@ _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
-_FEED = flags.DEFINE_integer('feed_tokens', 256, 'Of a row in one feed.')
-_FEED_ROWS = flags.DEFINE_integer('feed_rows', 8, 'Of one feed.')
+_FEED = flags.DEFINE_integer('feed_tokens', 256, 'Of a row in one prefill.')
+_FEED_ROWS = flags.DEFINE_integer('feed_rows', 8, 'Of one prefill.')
 
 
 def chips(topology: str) -> list[Any]:
@@ -210,28 +211,31 @@ def replica_texts(mesh) -> int:
 
 def lowered_sampling(program: str, config, mesh) -> Any:
   """A program of one replica: all its texts at once, over all their slots."""
-  texts, slots, vocab = replica_texts(mesh), _SLOTS.value, config.vocab_size
+  texts, slots = replica_texts(mesh), _SLOTS.value
   everywhere = NamedSharding(mesh, PartitionSpec())
-  cache = NamedSharding(mesh, PartitionSpec(None, 'tensor'))
+  heads = NamedSharding(mesh, PartitionSpec(None, 'tensor'))
 
   def ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-  shapes = jax.eval_shape(lambda: state_lib.empty(config, texts, slots))
-  state = abstract(shapes, everywhere)._replace(cache=abstract(shapes.cache, cache))
+  shapes = jax.eval_shape(lambda: decoder.empty_cache(config, texts, slots))
+  params, cache = replica(config, mesh), abstract(shapes, heads)
   options = {'config': config, 'bucket': slots}
-  if program == 'feed':
+  if program == 'prefill':
     rows, width = _FEED_ROWS.value, _FEED.value
-    fed = (ints(rows), ints(rows, width), ints(rows))
-    return state_lib.feed.lower(replica(config, mesh), state, *fed, **options)
+    places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
+    return state_lib.prefill.lower(params, cache, *places, **options)
+  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
+  tables = automaton_lib.AutomatonPool(config.vocab_size).tables
+  arguments = running_lib.arguments({}, texts, guides, nobody=texts)
   return state_lib.decode.lower(
-    replica(config, mesh),
-    state,
-    ints(texts),
-    ints(texts),
-    stop_lib.Stop(ints(2), ints(16, vocab)),
-    sampling=sampling.ON_POLICY,
+    params,
+    cache,
+    *abstract(arguments, everywhere),
+    (abstract(tables, everywhere), None),
+    guides=guides,
     steps=_STEPS.value,
+    in_place=attention.reads_used_slots(cache[0][0].shape, cache[0][0].dtype),
     **options,
   )
 
@@ -244,7 +248,7 @@ def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
   size = sum(x.size for x in jax.tree.leaves(shapes))
   tokens = {
     'gradient': 4 * math.prod(batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape),
-    'feed': _FEED_ROWS.value * _FEED.value,
+    'prefill': _FEED_ROWS.value * _FEED.value,
     'decode': replica_texts(mesh),
   }
   return 2 * size * tokens.get(program, 0) / mesh.size

@@ -2,7 +2,7 @@
 
   python -m experiments.utilization --picture=docs/utilization.png
 
-The schedule, the driver and the environments are those of training. The chips are not:
+The schedule, the engine and the environments are those of training. The chips are not:
 a decode segment takes its time whatever the rows (decoding is bound by the weights'
 bytes), an update takes its own, and neither computes anything. In turn, all chips sample
 and then all train; otherwise one half samples and the other trains, each with half of the
@@ -27,9 +27,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import host, journal, rollout, schedule, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, experience, updates
 
@@ -45,6 +45,7 @@ _PICTURE = flags.DEFINE_string('picture', '', 'Where to draw the speeds (PNG).')
 
 _TOKENIZER = pathlib.Path(__file__).parent / 'miniwiki_model'
 _SLOTS, _TOKENS, _WARM = 4096, 8, 5
+_LONGEST = _SLOTS // 2  # The most tokens of an episode.
 MODES: dict[str, dict[str, Any]] = {
   'in turn': {},
   'one step off-policy': {'ahead': 1},
@@ -54,46 +55,34 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Asleep:
-  """A decode's result, which is there when its time is over."""
-
-  def __init__(self, out: tuple[np.ndarray, ...], until: float):
-    self._out, self._until = out, until
-
-  def get(self) -> tuple[np.ndarray, ...]:
-    """Waits for it."""
-    time.sleep(max(0.0, self._until - time.perf_counter()))
-    return self._out
-
-
 class Chips(replica_lib.Replica):
   """A replica that computes nothing; each text has a length that its key gives."""
 
   tail, stop_id = 0.0, 0
 
-  def _call_reset(self, fresh):
-    if not hasattr(self, '_left'):
-      self._left = np.zeros(len(self.rows), int)
-    for index, key in fresh.items():
-      normal = np.random.default_rng([_SEED.value, *key.tolist()]).normal()
-      length = _MEAN.value * np.exp(self.tail * normal - self.tail**2 / 2)
-      self._left[index] = np.clip(round(length), 1, _SLOTS // 2)
-
-  def _call_fork(self, *args):
+  def _call_copy(self, *args):
     pass
 
-  def _call_feed(self, *args):
+  def _call_prefill(self, *args):
     pass
 
-  def _call_decode(self, rows, budget, bucket):
-    places = np.minimum(rows, len(self.rows) - 1)
-    count = np.minimum(self.sizes.steps, np.minimum(budget, self._left[places]))
-    count = np.where(budget > 0, count, 0)
-    np.subtract.at(self._left, places, count)
-    stopped = (budget > 0) & (self._left[places] == 0)
-    said = np.full((len(rows), self.sizes.steps), self.stop_id, np.int32)
-    out = said, np.zeros(said.shape, np.float32), count, stopped
-    return Asleep(out, time.perf_counter() + _SEGMENT.value)
+  def _call_decode(self, params, places, used, states, bucket):
+    until = time.perf_counter() + _SEGMENT.value
+    # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
+    left = np.array([self._length(key) for key in places.keys]) - _LONGEST + places.budget
+    running = places.budget > 0
+    count = np.where(running, np.minimum(self.sizes.steps, left), 0)
+    said = np.full((len(count), self.sizes.steps), self.stop_id, np.int32)
+    nothing = np.zeros((*said.shape, 0), np.float32)
+    ended = running & (left == count)
+    out: Any = (said, np.float32(0 * said), count, ended, np.int32(nothing), nothing)
+    time.sleep(max(0.0, until - time.perf_counter()))
+    return states, state_lib.Decoded(*out)
+
+  def _length(self, key: np.ndarray) -> int:
+    normal = np.random.default_rng([_SEED.value, *key.tolist()]).normal()
+    length = _MEAN.value * np.exp(self.tail * normal - self.tail**2 / 2)
+    return int(np.clip(round(length), 1, _LONGEST))
 
 
 class Once:
@@ -120,20 +109,20 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   config = config_lib.Schedule(
     steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
   )
-  driver, carry, plan = _system(config, rows, tail, chat)
+  engine, carry, plan = _system(config, rows, tail, chat)
   at = journal.Position()
   quiet = types_lib.SimpleNamespace(phase=lambda *_: None)
   kept: Any = types_lib.SimpleNamespace(at=at, spool=None, progress=quiet)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
-  limits = rollout.Limits(1, _SLOTS // 2)
-  with driver.open():
+  playing: dict[str, Any] = {'make_env': Once, 'limits': rollout.Limits(1, _LONGEST)}
+  with engine.open():
     rollouts = schedule.Schedule(
-      config, tasks, driver, chat, kept, make_env=Once, limits=limits
+      config, tasks, engine, chat, kept, rollout.ON_POLICY, **playing
     )
     for step in range(_STEPS.value):
       if step == _WARM:
-        begun, sampled = time.perf_counter(), driver.stats.sampled
+        begun, sampled = time.perf_counter(), engine.stats.sampled
       found, drawn = rollouts.take(carry, plan)
       ages += [carry.step - t.policy_steps for group in found for t in group]
       time.sleep(seconds)
@@ -142,7 +131,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
         updates.hand_over(carry, plan)
       at.learned({}, drawn)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
-  tokens = (driver.stats.sampled - sampled) / (_STEPS.value - _WARM)
+  tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
   sampling = tokens / (rows * _TOKENS) * _SEGMENT.value / wall
   training = seconds / wall
   return {
@@ -158,27 +147,24 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
 
 
 def _system(config, rows, tail, chat):
-  """The driver with its chips, and updates that change nothing."""
-  shape = decoder.DecoderConfig('llama', 16, 2, 1, 1, 1, 2, 2)
-  stop = stop_lib.stop(chat.stop_ids)
+  """Makes the engine with its chips, and updates that change nothing."""
+  shape = decoder.DecoderConfig('llama', len(chat.tokenizer), 2, 1, 1, 1, 2, 2)
   sizes = {'rows': rows, 'slots': _SLOTS, 'steps': _TOKENS, 'narrow': False}
   nothing = {'layers': {}}
-  driver = driver_lib.Driver(shape, nothing, stop=stop, **sizes)
-  chips: Any = Chips(shape, stop, driver.sizes, driver.stats)
+  engine = engine_lib.Engine(shape, nothing, **sizes)
+  chips: Any = Chips(shape, engine.sizes, {}, engine.stats)
   chips.tail, chips.stop_id = tail, chat.stop_ids[0]
-  driver.replicas = [chips]
+  engine.replicas = [chips]
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
   rows_of_updates = experience.Rows(1, 1)  # There are none.
   plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)
   state: Any = types_lib.SimpleNamespace(params=nothing)
-  return driver, updates.Carry({'policy': state}, None, nothing), plan
+  return engine, updates.Carry({'policy': state}, None, nothing), plan
 
 
 def main(_):
   host.prepare()
   chat = chat_lib.Chat(tokenizer_lib.load(_TOKENIZER))
-  # What is awaited in a thread, in place of the device's arrays.
-  replica_lib.jax = types_lib.SimpleNamespace(device_get=lambda out: out.get())
   cells = []
   for tail in map(float, _TAILS.value):
     for mode in MODES:

@@ -152,3 +152,13 @@ def test_each_chip_gets_heads_with_their_keys(heads, chips, dealt):
   out = np.concatenate([attend(*part, ids) for part in parts], axis=2)
   whole = attend(q, k, v, ids)
   np.testing.assert_allclose(out[:, :, : heads[0]], whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', jnp.bfloat16, np.dtype('bfloat16')])
+def test_only_the_kernel_for_tpus_reads_no_more_than_is_used(monkeypatch, dtype):
+  shape = (4, 2, 1024, 128)
+  assert not attention.reads_used_slots(shape, dtype)
+  monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
+  assert attention.reads_used_slots(shape, dtype)
+  assert not attention.reads_used_slots(shape, 'float32')
+  assert not attention.reads_used_slots((4, 2, 1024, 64), dtype)

@@ -139,7 +139,7 @@ def test_training_and_sampling_compile_for_v5e_16():
   flags += ['--tensor=2', '--slots=256', '--texts=4']
   out = run('-m', 'experiments.compile_for', *flags)
   lines = [json.loads(line) for line in out.splitlines()]
-  assert [line['program'] for line in lines] == ['gradient', 'apply', 'feed', 'decode']
+  assert [line['program'] for line in lines] == ['gradient', 'apply', 'prefill', 'decode']
   assert all(line['fits'] and line['operations'] > 0 for line in lines)
   gradient = lines[0]
   assert gradient['mesh'] == {'data': 1, 'fsdp': 4, 'tensor': 2, 'context': 2}

@@ -39,9 +39,9 @@ def _tasks(n):
 
 
 def _collect(make_env, tasks, *, limits=_LIMITS, tree=None, **kwargs):
-  driver = tiny.driver(tree or _params(), slots=_SLOTS, bucket=_SLOTS)
+  engine = tiny.engine(tree or _params(), slots=_SLOTS, bucket=_SLOTS)
   return tiny.within(
-    rollout.collect, driver, tiny.chat(), tasks, make_env, limits=limits, **kwargs
+    rollout.collect, engine, tiny.chat(), tasks, make_env, limits=limits, **kwargs
   )
 
 

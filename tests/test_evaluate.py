@@ -1,15 +1,17 @@
 """Evaluation: which episodes, and what their numbers say."""
 
+import asyncio
 import functools
+import threading
 
 import numpy as np
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, metrics, rollout, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 
 _LIMITS = rollout.Limits(max_turns=2, max_turn_tokens=12)
 
@@ -36,18 +38,29 @@ def _sets():
   return {'rivers': tasks('river', 3), 'none': [], 'cities': tasks('city', 4)}
 
 
-def _run(driver, **kwargs):
+def _engine():
+  return tiny.engine(_params(), bucket=tiny.SIZES['slots'])
+
+
+def _same(a, b):
+  assert [t.messages for t in a] == [t.messages for t in b]
+  for s, t in zip(a, b, strict=True):
+    for ours, theirs in zip(s.segments, t.segments, strict=True):
+      np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+      np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5)
+
+
+def _run(engine, **kwargs):
   return tiny.within(
-    evaluate.run, driver, tiny.chat(), _sets(), Env, limits=_LIMITS, **kwargs
+    evaluate.run, engine, tiny.chat(), _sets(), Env, limits=_LIMITS, **kwargs
   )
 
 
 class TestRun:
   def test_greedy_episodes_of_every_set_in_order(self):
-    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
-    sampling = driver.sampling
+    engine = _engine()
     ended = []
-    played = _run(driver, on_done=ended.append)
+    played = _run(engine, on_done=ended.append)
     assert {name: [t.task.id for t in ts] for name, ts in played.items()} == {
       'rivers': ['0', '1', '2'],
       'none': [],
@@ -57,9 +70,8 @@ class TestRun:
       t.messages for t in _sets()['cities']
     ]
     assert len(ended) == 7
-    assert driver.sampling == sampling == sampling_lib.ON_POLICY
     # Greedy: another seed changes nothing.
-    again = _run(driver, seed=5)
+    again = _run(engine, seed=5)
     for name, trajectories in played.items():
       for a, b in zip(trajectories, again[name], strict=True):
         assert a.messages == b.messages
@@ -67,26 +79,112 @@ class TestRun:
     tiny.assert_on_policy(_params(), segments)
 
   def test_sampling_may_be_asked_for(self):
-    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
+    engine = _engine()
     first, second = (
-      _run(driver, sampling=sampling_lib.ON_POLICY, seed=seed)['cities']
-      for seed in (0, 1)
+      _run(engine, decoding=rollout.ON_POLICY, seed=seed)['cities'] for seed in (0, 1)
     )
     assert [t.messages for t in first] != [t.messages for t in second]
 
-  def test_the_sampling_is_put_back_after_a_failure(self):
-    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
+  def test_a_failure_leaves_nothing_behind(self):
+    engine = _engine()
 
     def fail(trajectory):
       raise LookupError('in on_done')
 
     with pytest.raises(LookupError, match='in on_done'):
-      _run(driver, on_done=fail)
-    assert driver.sampling == sampling_lib.ON_POLICY
+      _run(engine, on_done=fail)
+    sampled, expected = (
+      _run(e, decoding=rollout.ON_POLICY)['cities'] for e in (engine, _engine())
+    )
+    _same(sampled, expected)
 
   def test_no_tasks(self):
-    driver = tiny.driver(_params(), bucket=tiny.SIZES['slots'])
-    assert evaluate.run(driver, tiny.chat(), {}, Env, limits=_LIMITS) == {}
+    engine = _engine()
+    assert evaluate.run(engine, tiny.chat(), {}, Env, limits=_LIMITS) == {}
+
+
+class Asks(Env):
+  """Two turns; what is held waits after the first until it is let go."""
+
+  def __init__(self, held=None, begun=lambda: None):
+    self.held, self.begun, self.turn = held, begun, 0
+
+  async def step(self, reply):
+    self.turn += 1
+    if self.turn == 1 and self.held:
+      self.begun()
+      await asyncio.to_thread(self.held.wait)
+    return types.Step([{'role': 'user', 'content': 'And then?'}], done=self.turn == 2)
+
+
+_LONG = rollout.Limits(max_turns=2, max_turn_tokens=40)
+
+
+def _start(engine, sets, make_env, decoding=rollout.ON_POLICY):
+  """Starts one episode of each of some tasks."""
+  tasks = [task for tasks in sets for task in tasks]
+  return rollout.start(
+    engine, tiny.chat(), tasks, make_env, limits=_LONG, decoding=decoding
+  )
+
+
+class TestBesideRollouts:
+  """Of four samples and four greedy episodes, by two policies, on six rows."""
+
+  other = functools.cached_property(
+    lambda self: tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.7})
+  )
+
+  def _play(self, held: str, together: bool):
+    """Plays a rollout and an evaluation; whichever is held ends after the other."""
+    engine, sets = _engine(), _sets()
+    let_go, begun = threading.Event(), threading.Event()
+    make = {held: lambda: Asks(let_go, begun.set)}
+    with engine.open():
+      greedy = evaluate.GREEDY._replace(policy=engine.make_policy(self.other, 7))
+      start = {
+        'rollout': lambda: _start(engine, [sets['cities']], make.get('rollout', Asks)),
+        'evaluation': lambda: _start(
+          engine, [sets['cities']], make.get('evaluation', Asks), greedy
+        ),
+      }
+      (first, second) = sorted(start, key=lambda name: name != held)
+      if not together:
+        let_go.set()
+        return {name: start[name]().result() for name in start}
+      waits = start[first]()
+      assert begun.wait(300)
+      # What is held is under way all the time that the other one takes.
+      played = {second: start[second]().result()}
+      let_go.set()
+      return played | {first: waits.result()}
+
+  @pytest.mark.parametrize('held', ['rollout', 'evaluation'])
+  def test_neither_waits_nor_changes_a_token(self, held):
+    together = tiny.within(self._play, held, together=True)
+    alone = tiny.within(self._play, held, together=False)
+    for name in alone:
+      _same(together[name], alone[name])
+    policies = {'rollout': (_params(), 0), 'evaluation': (self.other, 7)}
+    for name, (params, step) in policies.items():
+      assert all({*t.policy_steps} == {step} for t in together[name])
+      assert max(len(t.turns) for t in together[name]) == 2
+      segments = [s for t in together[name] for s in t.segments]
+      tiny.assert_on_policy(params, segments)
+
+  def test_it_keeps_its_policy_where_the_engine_gets_another(self):
+    engine, let_go, begun = _engine(), threading.Event(), threading.Event()
+    with engine.open():
+      greedy = evaluate.GREEDY._replace(policy=engine.make_policy(_params(), 0))
+      make_env = lambda: Asks(let_go, begun.set)
+      started = _start(engine, [_sets()['cities']], make_env, greedy)
+      assert begun.wait(300)
+      engine.sync_weights(self.other, 1)
+      let_go.set()
+      played = tiny.within(started.result)
+    assert all({*t.policy_steps} == {0} for t in played)
+    assert max(len(t.turns) for t in played) == 2
+    tiny.assert_on_policy(_params(), [s for t in played for s in t.segments])
 
 
 @tool_lib.tool
@@ -104,20 +202,21 @@ def test_calls_can_be_held_to_their_schemas(hold):
   """Of a policy that begins one and knows nothing of how it goes on."""
   (opening,) = tiny.chat().tokenizer.encode('<tool_call>', add_special_tokens=False)
   params = tiny.params(tiny.config(), likely={opening: 4.0})
-  driver = tiny.driver(params, bucket=tiny.SIZES['slots'])
+  engine = tiny.engine(params, bucket=tiny.SIZES['slots'])
   rows = {
     'tools': (_sets(), lambda: env_lib.ToolEnv([look], lambda task, messages: 0.0)),
     'none': (_sets(), Env),
   }
   limits = rollout.Limits(max_turns=1, max_turn_tokens=60)
-  play = functools.partial(tiny.within, evaluate.play, driver, tiny.chat(), rows)
-  played = play(limits=limits, hold_calls=hold)
+  play = functools.partial(tiny.within, evaluate.play, engine, tiny.chat(), rows)
+  played = play(
+    limits=limits, sampling=config_lib.Sampling(temperature=0.0, tool_grammar=hold)
+  )
   said = [t.messages[-1]['content'] for t in played['tools']['cities']]
   begin = '<tool_call>\n{"name": "look", "arguments": {"place": "'
   assert [text.startswith(begin) for text in said] == [hold] * 4
   free = [t.messages[-1]['content'] for t in played['none']['cities']]
   assert not any(text.startswith(begin) for text in free)
-  assert driver.grammar is None
 
 
 def _trajectory(number, status='done', turns=((0, 2, 4, 1.0),), **numbers):

@@ -17,7 +17,7 @@ OWNERS = {
   'flax': f'{PACKAGE}/models/',
   'orbax': f'{PACKAGE}/checkpoint.py',
   'faiss': f'{PACKAGE}/retrieval/dense.py',
-  'outlines_core': f'{PACKAGE}/engine/grammar.py',
+  'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tokenizer.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
@@ -149,11 +149,11 @@ def test_text_rooms_are_light():
     ('agent/chat.py', 'import agent_r1_jax.rl.loss as x', 'agent and rl meet in'),
     (
       'tasks/qa.py',
-      'def f():\n  from agent_r1_jax.engine import driver',
+      'def f():\n  from agent_r1_jax.engine import request',
       'tasks and engine',
     ),
     ('rl/loss.py', 'from agent_r1_jax.tools.search import f', 'rl and tools meet in'),
-    ('engine/driver.py', 'from agent_r1_jax import agent as a', 'engine and agent meet'),
+    ('engine/engine.py', 'from agent_r1_jax import agent as a', 'engine and agent meet'),
     (
       'models/x.py',
       "import importlib\nimportlib.import_module('agent_r1_jax.agent')",
@@ -175,7 +175,7 @@ def test_text_rooms_are_light():
     ('agent/chat.py', 'def f():\n  import tokenizers', 'tokenizer.py imports tokenizers'),
     ('train.py', 'from experiments import x', 'nothing imports experiments'),
     ('agent/chat.py', 'from . import env', 'a relative import'),
-    ('agent/chat.py', 'from ..engine import driver', 'a relative import'),
+    ('agent/chat.py', 'from ..engine import request', 'a relative import'),
     ('retrieval/dense.py', 'import faiss', 'inside the function that needs it'),
     ('agent/tokenizer.py', 'class A:\n  import transformers', 'inside the function'),
     (

@@ -13,7 +13,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import driver as driver_lib
+from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
 
@@ -59,19 +59,19 @@ def _logprobs(params):
   return learner.logprobs(params, batch, **kwargs)
 
 
-def _sampled(driver):
-  """Four replies."""
+def _sampled(engine):
+  """Samples four replies; returns them as segments."""
 
   async def play(number):
     prompt = np.arange(30 + number, 40 + number, dtype=np.int32)
-    async with driver.row(driver_lib.key('test', number)) as row:
-      reply = await row.generate(prompt, 12)
+    key = request_lib.key('test', number)
+    reply = await engine.submit(request_lib.Request(prompt, max_tokens=12, key=key))
     tokens = np.concatenate([prompt, reply.tokens])
     said = np.arange(len(tokens)) >= len(prompt)
     logprobs = np.concatenate([np.zeros(len(prompt), np.float32), reply.logprobs])
     return types.Segment(tokens, said, logprobs)
 
-  return tiny.within(driver.run, [play(number) for number in range(4)])
+  return tiny.within(engine.run, [play(number) for number in range(4)])
 
 
 def _gradient(params):
@@ -217,7 +217,7 @@ def test_critic_and_reference_share_what_is_frozen():
 
 def test_the_sampler_and_the_learner_agree():
   params = _adapted(tiny.params(tiny.config()))
-  tiny.assert_on_policy(params, _sampled(tiny.driver(lora.merge(params))))
+  tiny.assert_on_policy(params, _sampled(tiny.engine(lora.merge(params))))
 
 
 def test_an_export_is_a_plain_model(tmp_path):

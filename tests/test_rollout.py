@@ -14,11 +14,10 @@ import tiny
 
 from agent_r1_jax import records, rollout, spool, types
 from agent_r1_jax.agent import calls, context, rewards
+from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import replica
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.rl import episodes
 
 _LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=16)
@@ -31,8 +30,8 @@ def _params():
   return tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.4})
 
 
-def _driver(tree=None, **kwargs):
-  return tiny.driver(tree or _params(), slots=_SLOTS, bucket=_SLOTS, **kwargs)
+def _engine(tree=None):
+  return tiny.engine(tree or _params(), slots=_SLOTS, bucket=_SLOTS)
 
 
 def _tasks(n, text='What is {}?'):
@@ -42,11 +41,9 @@ def _tasks(n, text='What is {}?'):
   ]
 
 
-def _collect(make_env, tasks=None, *, driver=None, limits=_LIMITS, **kwargs):
-  driver, tasks = driver or _driver(), _tasks(4) if tasks is None else tasks
-  return tiny.within(
-    rollout.collect, driver, tiny.chat(), tasks, make_env, limits=limits, **kwargs
-  )
+def _collect(make_env, tasks=None, *, engine=None, chat=None, limits=_LIMITS, **kwargs):
+  given = engine or _engine(), chat or tiny.chat(), tasks or _tasks(4), make_env
+  return tiny.within(rollout.collect, *given, limits=limits, **kwargs)
 
 
 class Env:
@@ -175,12 +172,13 @@ class TestTrajectory:
       assert t.status != 'max_turns' or len(t.turns) == _LIMITS.max_turns
     assert {t.status for t in _played()} == {'done', 'truncated', 'max_turns'}
 
-  def test_a_groups_prompt_is_fed_once(self):
-    driver = _driver()
+  def test_a_groups_prompt_is_prefilled_once(self):
+    engine = _engine()
     task = _tasks(1, 'What is the capital of the country of {}?')
     limits = rollout.Limits(1, 16)
-    _collect(Env, task, driver=driver, samples=tiny.SIZES['rows'], limits=limits)
-    assert driver.stats.fed == len(tiny.chat().prompt(task[0].messages))
+    _collect(Env, task, engine=engine, samples=tiny.SIZES['rows'], limits=limits)
+    # The last token is computed by each sample's first decode.
+    assert engine.stats.prefilled == len(tiny.chat().prompt(task[0].messages)) - 1
 
 
 class TestRandomness:
@@ -199,11 +197,11 @@ class TestRandomness:
   def test_it_depends_on_seed_draw_task_and_sample(self):
     task = _tasks(1)
     first, second = _collect(Env, task, samples=2)
-    marked = _driver()
-    marked.policy_step = 7
+    marked = _engine()
+    marked.sync_weights(_params(), 7)
     others = [
       _collect(Env, task, seed=1)[0],
-      _collect(Env, task, draw=1, driver=marked)[0],
+      _collect(Env, task, draw=1, engine=marked)[0],
       _collect(Env, [types.Task('another id', task[0].messages)])[0],
       second,
     ]
@@ -335,8 +333,8 @@ class TestEnds:
     room = _SLOTS - len(tiny.chat().prompt(task[0].messages))
     assert 10 < room < 60
     silent = {i: -9.0 for i in tiny.chat().stop_ids}
-    driver = _driver(tiny.params(tiny.config(), likely=silent))
-    (t,) = _collect(Env, task, driver=driver, limits=rollout.Limits(3, 60))
+    engine = _engine(tiny.params(tiny.config(), likely=silent))
+    (t,) = _collect(Env, task, engine=engine, limits=rollout.Limits(3, 60))
     assert t.status == 'truncated'
     assert len(t.segments[0].tokens) == _SLOTS
     assert t.segments[0].action_mask.sum() == room
@@ -410,8 +408,8 @@ class TestErrors:
 
   def test_what_fails_when_the_run_is_told_to_end_is_not_kept(self, tmp_path):
     """Its program got the signal, too: the next start plays the episode again."""
-    driver, told = _driver(), []
-    driver.interrupted = lambda: bool(told)
+    engine, told = _engine(), []
+    engine.interrupted = lambda: bool(told)
 
     class Told(Env):
       async def step(self, reply):
@@ -420,7 +418,7 @@ class TestErrors:
 
     kept = spool.Spool(tmp_path)
     with pytest.raises(replica.PreemptedError):
-      _collect(Told, _tasks(1), driver=driver, spool=kept)
+      _collect(Told, _tasks(1), engine=engine, spool=kept)
     assert kept.rollout(0, _tasks(1)).found(('task 0', 0)) is None
 
   def test_on_done_hears_of_every_episode(self):
@@ -546,9 +544,9 @@ def test_nobody_poses_as_the_template(window):
     for name in ('<tool_call>', '<|im_start|>', '<|im_end|>')
   )
   likely = {end: 3.0, start: -9.0, call: -9.0}  # Short replies; no token of the template.
-  driver = _driver(tiny.params(tiny.config(), likely=likely))
+  engine = _engine(tiny.params(tiny.config(), likely=likely))
   tasks = _tasks(4, f'{{}} {_FORGED}')
-  played = _collect(make_env, tasks, driver=driver, limits=rollout.Limits(3, 8))
+  played = _collect(make_env, tasks, engine=engine, limits=rollout.Limits(3, 8))
   told = [s.tokens.tolist() for t in played for s in t.segments]
   # A question, then a user's turn and an assistant's opening a step.
   frames = {(ids.count(start), ids.count(call)) for ids in told}
@@ -557,12 +555,10 @@ def test_nobody_poses_as_the_template(window):
 
 class TestStopStrings:
   def test_the_end_of_the_turn_is_written_but_not_trained(self):
-    chat = tiny.chat()
-    pieces = tokenizer_lib.token_bytes(chat.tokenizer)
     strings = ['a', 'e', 'they']
-    driver = _driver(stop=stop_lib.stop(chat.stop_ids, strings, pieces))
+    chat = chat_lib.Chat(tiny.chat().tokenizer, stop_strings=strings)
     make_env = functools.partial(Env, forever=True)
-    played = _collect(make_env, driver=driver, samples=3)
+    played = _collect(make_env, chat=chat, samples=3)
     by_string = 0
     for t in played:
       (segment,) = t.segments
@@ -586,12 +582,11 @@ class TestStopStrings:
 
   def test_as_text_it_is_the_templates_rendering(self):
     """Of a policy that says one word for ever, so that its text is plain."""
-    chat = tiny.chat()
+    chat = chat_lib.Chat(tiny.chat().tokenizer, stop_strings=[' the'])
     (word,) = chat.tokenizer.encode(' the', add_special_tokens=False)
-    pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-    tree = tiny.params(tiny.config(), likely={word: 9.0})
-    driver = _driver(tree, stop=stop_lib.stop(chat.stop_ids, [' the'], pieces))
-    (t,) = _collect(lambda: Env(forever=True), _tasks(1), driver=driver)
+    engine = _engine(tiny.params(tiny.config(), likely={word: 9.0}))
+    make_env = functools.partial(Env, forever=True)
+    (t,) = _collect(make_env, _tasks(1), engine=engine, chat=chat)
     assert [m['content'] for m in t.messages[1::2]] == [' the'] * 3
     assert t.status == 'max_turns'
     text = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
@@ -644,7 +639,7 @@ def _play_strategy(strategy, final=lambda *_: 16.0, **kwargs):
     return Recorded(strategy(env), by_task)
 
   limits = rollout.Limits(max_turns=5, max_turn_tokens=32)
-  played = _collect(make_env, _tasks(12), driver=_driver(tree), limits=limits)
+  played = _collect(make_env, _tasks(12), engine=_engine(tree), limits=limits)
   assert {'done'} < {t.status for t in played} <= {'done', 'truncated', 'max_turns'}
   tiny.assert_on_policy(tree, [s for t in played for s in t.segments])
   return [(t, by_task[t.task.id]) for t in played]

@@ -8,13 +8,37 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
 Sampling = sampling_lib.Sampling
 _N = 8_000
 
 
-_sample_rows = jax.jit(sampling_lib.sample, static_argnums=2)
+@jax.jit
+def _choose(logits, u, temperature, truncation):
+  """As a decode does it; returns the tokens and their log-probs."""
+  scaled = sampling_lib.scale(logits, temperature)
+  full = jax.nn.log_softmax(scaled)
+  state = {name: jnp.full(len(u), value) for name, value in truncation.items()}
+  used = ((truncation['top_k'] > 0) | (truncation['top_p'] < 1)) | (
+    truncation['min_p'] > 0
+  )
+  changed = guide_lib.guided(
+    [guide_lib.TRUNCATION],
+    [None],
+    [state],
+    jnp.broadcast_to(used, (1, len(u))),
+    scaled,
+    scaled[:, :1],
+  )
+  tokens = sampling_lib.choose(jax.nn.log_softmax(changed), u, temperature == 0)
+  return tokens, jnp.take_along_axis(full, tokens[:, None], 1)[:, 0]
+
+
+def _sample_rows(logits, u, sampling):
+  temperature = np.full(len(u), sampling.temperature, np.float32)
+  return _choose(logits, jnp.asarray(u), temperature, guide_lib.truncation(sampling))
 
 
 def _sample(logits, u, sampling):
@@ -50,12 +74,13 @@ def _fits(tokens, p):
 
 
 def _kept(p, sampling):
-  """What top-k, then top-p leave, renormalised: by the definition, one by one."""
+  """What top-k, then top-p, then min-p leave, renormalised: by the definition."""
   order = np.argsort(-p)
   kept, mass = [], 0.0
   allowed = order[: sampling.top_k or len(p)]
   for token in allowed:
-    if mass < sampling.top_p * p[allowed].sum():
+    enough = p[token] >= sampling.min_p * p.max()
+    if enough and mass < sampling.top_p * p[allowed].sum():
       kept.append(token)
     mass += p[token]
   out = np.zeros_like(p)
@@ -150,6 +175,8 @@ class TestTruncation:
       Sampling(top_k=1000),
       Sampling(0.7, top_p=0.9),
       Sampling(1.3, top_k=20, top_p=0.6),
+      Sampling(min_p=0.2),
+      Sampling(1.5, top_k=30, top_p=0.9, min_p=0.1),
     ],
   )
   def test_tokens_follow_what_is_kept_and_log_probs_the_whole(self, sampling):
@@ -173,6 +200,26 @@ class TestTruncation:
     tokens, _ = _sample(_logits(300), _uniforms(), Sampling(top_k=1))
     assert set(np.asarray(tokens).tolist()) == {int(np.argmax(_logits(300)))}
 
+  def test_min_p_is_of_the_likeliest_and_of_scaled_logits(self):
+    logits = np.log(np.float32([0.5, 0.26, 0.14, 0.1]))
+    for temperature, kept in ((1.0, {0, 1}), (2.0, {0, 1, 2})):
+      sampling = Sampling(temperature, min_p=0.5)
+      tokens, _ = _sample(logits, _uniforms(), sampling)
+      assert set(np.asarray(tokens).tolist()) == kept
+
+  def test_rows_that_use_none_of_it_keep_their_logits(self):
+    """To the last bit, whatever their neighbours do."""
+    logits = np.stack([_logits(300, seed) for seed in range(4)])
+    truncations = [Sampling(top_k=1), Sampling(), Sampling(min_p=0.9), Sampling()]
+    states = [guide_lib.truncation(sampling) for sampling in truncations]
+    state = {name: jnp.stack([s[name] for s in states]) for name in states[0]}
+    used = jnp.array([[sampling.truncated for sampling in truncations]])
+    out = jax.jit(
+      lambda x: guide_lib.guided([guide_lib.TRUNCATION], [None], [state], used, x, x)
+    )(logits)
+    np.testing.assert_array_equal(out[1::2], logits[1::2])
+    assert np.isinf(out[0]).sum() == 299 and np.isinf(out[2]).any()
+
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_1():
   logits = np.stack([_logits(300, seed) for seed in range(8)])
@@ -195,14 +242,45 @@ def test_rows_are_independent():
 
 def test_on_policy_is_the_plain_softmax_only():
   assert sampling_lib.ON_POLICY.on_policy and Sampling(0.3).on_policy
-  for other in (Sampling(0.0), Sampling(top_k=5), Sampling(top_p=0.9)):
+  truncated = Sampling(top_k=5), Sampling(top_p=0.9), Sampling(min_p=0.1)
+  assert all(other.truncated for other in truncated) and not Sampling(0.0).truncated
+  for other in (Sampling(0.0), *truncated):
     assert not other.on_policy
 
 
 @pytest.mark.parametrize(
   'field, value',
-  [('temperature', -0.1), ('top_k', -1), ('top_p', 0.0), ('top_p', 1.1)],
+  [
+    ('temperature', -0.1),
+    ('top_k', -1),
+    ('top_p', 0.0),
+    ('top_p', 1.1),
+    ('min_p', -0.1),
+    ('min_p', 1.1),
+  ],
 )
 def test_a_value_out_of_range_is_refused(field, value):
   with pytest.raises(ValueError, match=f'{field} is {value}'):
     Sampling(**{field: value})
+
+
+@pytest.mark.parametrize('temperature', [0.0, 0.05, 1.0])
+def test_what_is_forbidden_is_not_chosen_however_likely_it_is(temperature):
+  logits = np.zeros((2, 300), np.float32)
+  logits[:, 7], logits[:, 200] = 400, 5
+  scaled = sampling_lib.scale(jnp.asarray(logits), jnp.full(2, temperature))
+  choices = jax.nn.log_softmax(scaled.at[0, 7].set(-jnp.inf))
+  greedy = jnp.full(2, temperature == 0)
+  tokens = sampling_lib.choose(choices, jnp.array([0.5, 0.5]), greedy)
+  assert tokens.tolist() == [200, 7]
+
+
+def test_greedy_and_sampled_rows_share_a_call():
+  logits = np.stack([_logits(300, seed) for seed in range(8)])
+  u, temperature = np.linspace(0, 0.99, 8).astype(np.float32), np.ones(8, np.float32)
+  temperature[::2] = 0
+  plain = guide_lib.truncation(Sampling())
+  tokens, _ = _choose(logits, jnp.asarray(u), temperature, plain)
+  sampled, _ = _sample_rows(logits, u, Sampling())
+  np.testing.assert_array_equal(tokens[::2], logits.argmax(-1)[::2])
+  np.testing.assert_array_equal(tokens[1::2], sampled[1::2])

@@ -1,7 +1,9 @@
 """Rollouts ahead of the updates: what is learned from is the same, and of known age."""
 
 import asyncio
+import dataclasses
 import threading
+from typing import Any
 from unittest import mock
 
 import jax
@@ -28,7 +30,7 @@ def compiled_here():
 
 def _run(model, workdir, learned=None, **kwargs):
   """The parameters, and in `learned` the trajectories of each update."""
-  options = {'make_env': kwargs.pop('make_env')} if 'make_env' in kwargs else {}
+  options = {name: kwargs.pop(name) for name in ('make_env', 'evals') if name in kwargs}
   config = test_train._config(model, **{'steps': 4, 'ahead': 1} | kwargs)
   learn = train.updates.learn
 
@@ -63,15 +65,15 @@ class TestOneStepOffPolicy:
     """Step by step, without a schedule: to the last bit."""
     config = test_train._config(model, steps=4, ahead=1)
     shape, params, chat = train.load(config.model, config.chat)
-    driver = train.make_driver(config, shape, params, chat)
-    driver.warm_up()
+    engine = train.make_engine(config, shape, params)
+    engine.warm_up()
     plan, carry = train._plan(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     for step in range(4):
-      driver.params = jax.device_put(policies[max(0, step - 1)])
+      engine.sync_weights(jax.device_put(policies[max(0, step - 1)]), max(0, step - 1))
       chosen = groups.epoch_tasks(test_train._tasks(), step * 2, 2, config.seed)
       played = rollout.collect(
-        driver,
+        engine,
         chat,
         chosen,
         test_train._make_env,
@@ -100,22 +102,22 @@ class TestOneStepOffPolicy:
 
     class Ends(env_lib.ToolEnv):
       async def step(self, reply):
-        driver = drivers[-1]
-        if moment == 'rollout' and driver.policy_step == 1:
+        policy = engines[-1].replicas[0].policy
+        if moment == 'rollout' and policy.step == 1:
           ended.append(True)
         return await super().step(reply)
 
-    drivers, make = [], train.make_driver
+    engines, make = [], train.make_engine
 
     def spy(*args):
-      drivers.append(make(*args))
-      return drivers[-1]
+      engines.append(make(*args))
+      return engines[-1]
 
     make_env = lambda: Ends(
       [test_train.look], test_train._reward, parse=test_train._parse
     )
     with (
-      mock.patch.object(train, 'make_driver', spy),
+      mock.patch.object(train, 'make_engine', spy),
       mock.patch.object(train.updates, 'learn', end_in_update),
       mock.patch.object(train.preemption, 'watch') as watch,
       pytest.raises(train.preemption.Preempted),
@@ -209,17 +211,91 @@ class TestPartial:
     test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
 
 
-def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
-  calls, fetch = [], jax.device_get
+class TestEvaluationBesideRollouts:
+  def test_what_is_learned_from_is_the_same_without(self, whole, model, tmp_path):
+    params, _, learned = whole
+    alone = []
+    _run(model, tmp_path, alone, eval_every=0, evals=None)
+    test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
+    for some, others in zip(learned, alone, strict=True):
+      for a, b in zip(some, others, strict=True):
+        for s, t in zip(a.segments, b.segments, strict=True):
+          np.testing.assert_array_equal(s.tokens, t.tokens)
+          np.testing.assert_array_equal(s.logprobs, t.logprobs)
 
-  def broken(out):
-    calls.append(out)
+  @pytest.mark.parametrize('partial', [False, True])
+  def test_it_is_played_by_its_policy_while_a_rollout_is(self, model, tmp_path, partial):
+    """The second rollout goes on when the evaluation of step 1 has ended."""
+    ended, held, learned = threading.Event(), [], []
+    evaluated, policies = [], [jax.tree.map(np.array, weights.load(model)[1])]
+    tasks = test_train._tasks(4)
+    first = {t.id for t in groups.epoch_tasks(tasks, 0, 2, 0)}
+    evals = {'dev': [dataclasses.replace(t, id=f'dev {t.id}') for t in tasks[:2]]}
+
+    class Waits(env_lib.ToolEnv):
+      async def reset(self, task):
+        self.turns, self.waits = 0, task.id in {t.id for t in tasks} - first
+        return await super().reset(task)
+
+      async def step(self, reply):
+        self.turns += 1
+        if self.waits and self.turns == 1:
+          held.append(ended.is_set())
+          await asyncio.to_thread(ended.wait, 250)
+          assert ended.is_set()
+        again = [{'role': 'user', 'content': 'name'}]
+        return types.Step(again, len(reply) % 5 / 5.0, done=self.turns == 2)
+
+    learn, run = train.updates.learn, train.evaluate.run
+
+    def learn_and_note(carry, trajectories, *args, **kwargs):
+      carry, numbers = learn(carry, trajectories, *args, **kwargs)
+      learned.append(trajectories)
+      policies.append(jax.tree.map(np.array, carry.states['policy'].params))
+      return carry, numbers
+
+    def run_and_note(*args, **kwargs):
+      evaluated.append(run(*args, **kwargs)['dev'])
+      if len(evaluated) == 2:
+        ended.set()
+      return {'dev': evaluated[-1]}
+
+    config = test_train._config(
+      model, steps=2, ahead=1, partial=partial, eval_every=1, rows=20
+    )
+    with (
+      mock.patch.object(train.updates, 'learn', learn_and_note),
+      mock.patch.object(train.evaluate, 'run', run_and_note),
+    ):
+      make_env = lambda: Waits([], lambda *_: 0.0)
+      given: Any = {'tasks': tasks, 'evals': evals, 'make_env': make_env}
+      test_train._run(config, tmp_path, algorithm=_STALE, **given)
+    assert False in held and len(evaluated) == 3
+    shape = tiny.config(layers=1)
+    for step, played in enumerate(evaluated):
+      assert all({*t.policy_steps} == {step} for t in played)
+      segments = [s for t in played for s in t.segments]
+      tiny.assert_on_policy(policies[step], segments, shape=shape)
+    steps = {step for t in learned[1] for step in t.policy_steps.tolist()}
+    assert steps <= {0, 1} if partial else steps == {0}
+    for t in learned[1]:
+      (segment,) = t.segments
+      (logprobs,) = tiny.learned(policies[0], t.segments, shape=shape)
+      # Later ones follow a text that two policies have computed.
+      mask = segment.action_mask & (segment.policy_steps == 0)
+      np.testing.assert_allclose(segment.logprobs[mask], logprobs[mask], atol=2e-5)
+
+
+def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
+  calls, decode = [], replica.Replica._call_decode
+
+  def broken(*args):
+    calls.append(args)
     if len(calls) == 12:
       raise MemoryError('out of device memory')
-    return fetch(out)
+    return decode(*args)
 
-  with mock.patch.object(replica, 'jax') as patched:
-    patched.device_get = broken
+  with mock.patch.object(replica.Replica, '_call_decode', broken):
     with pytest.raises(MemoryError, match='out of device memory'):
       _run(model, tmp_path)
   assert tiny.within(_run, model, tmp_path / 'again', steps=1) is not None

@@ -16,9 +16,10 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import host, memory, metrics, sizes, train, types
-from agent_r1_jax.engine import sampling
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers
 
@@ -253,6 +254,17 @@ class TestCheck:
     assert peak(_PPO) - peak() == pytest.approx(3 * parameters, rel=0.01)
     assert peak(sync_every=2) - peak() == pytest.approx(parameters, rel=0.01)
     assert peak(lora_rank=16) < peak() - 3 * parameters
+    rollouts = [
+      memory.estimate(
+        tiny.run_config(base, eval_every=n, ahead=1),
+        memory.Models(_qwen(), _GRPO),
+        _gpu(),
+      ).phases['rollout']
+      for n in (0, 5)
+    ]
+    name = "evaluation's copy of the policy"
+    assert rollouts[1].pop(name) == rollouts[1]["engine's copy, bfloat16"]
+    assert rollouts[0] == rollouts[1]
     spread = memory.Machine('gpu', 80e9, chips=8, engines=8)
     models = memory.Models(_qwen(), _GRPO)
     assert memory.estimate(base, models, spread).peak < peak() - 3 * parameters
@@ -297,27 +309,30 @@ class TestEstimate:
     assert 0.9 < sum(terms.values()) / taken < _most(config.dtype)
 
   @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-  def test_of_a_decode_and_a_feed(self, dtype):
+  def test_of_a_decode_and_a_prefill(self, dtype):
     shape, R, S = _tiny(dtype=dtype), 32, 1024
     config = train.Config(
       engine=config_lib.Engine(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
     )
     params = jax.eval_shape(lambda p: decoder.unstacked(p, shape), _parameters(shape))
-    state: Any = jax.eval_shape(lambda: state_lib.empty(shape, R, S))
+    cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
+    guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
+    tables = automaton_lib.AutomatonPool(shape.vocab_size).tables
     ints: Any = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     options = {'config': shape, 'bucket': S}
     programs: Any = (
       state_lib.decode.lower(
         params,
-        state,
-        ints(R),
-        ints(R),
-        stop_lib.Stop(ints(2), ints(16, shape.vocab_size)),
-        sampling=sampling.ON_POLICY,
+        cache,
+        *running_lib.arguments({}, R, guides, nobody=R),
+        (tables, None),
+        guides=guides,
         steps=8,
         **options,
       ),
-      state_lib.feed.lower(params, state, ints(16), ints(16, 64), ints(16), **options),
+      state_lib.prefill.lower(
+        params, cache, ints(16), ints(16), ints(16, 64), ints(16), **options
+      ),
     )
     taken = [p.compile().memory_analysis().temp_size_in_bytes for p in programs]
     terms = memory._playing(config, shape, memory.Machine('cpu', 1e9))

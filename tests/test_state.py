@@ -1,4 +1,4 @@
-"""The decode state: however a text is fed, forked, decoded: it is the packed forward."""
+"""The cache: however a text is prefilled, copied, decoded: it is the packed forward."""
 
 import dataclasses
 import functools
@@ -10,15 +10,13 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.agent import automata
+from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import state as state_lib
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
 
 _B, _S, _STEPS = (tiny.SIZES[name] for name in ('rows', 'slots', 'steps'))
 _M, _T = tiny.SIZES['feed_rows'], tiny.SIZES['feed_tokens']
-# As many ids as elsewhere, for the sake of compilation; no token has them.
-_NEVER = stop_lib.stop([-1] * 35)
 
 
 @functools.cache
@@ -27,90 +25,111 @@ def _params(family='llama'):
 
 
 class Rows:
-  """A DecodeState, and what its rows' texts should be."""
+  """A cache, and what its rows' texts should be."""
 
-  def __init__(self, family='llama', stop=_NEVER, temperature=1.0, bucket=_S):
+  def __init__(self, family='llama', stop=(), temperature=1.0, bucket=_S):
     self.config = tiny.config(family)
     self.learned = _params(family)
     self.params = decoder.unstacked(self.learned, self.config)
-    self.stop, self.bucket = stop, bucket
-    self.sampling = sampling_lib.Sampling(temperature)
-    self.state = state_lib.empty(self.config, _B, _S)
+    self.pool, self.stop = automaton_lib.AutomatonPool(tiny.VOCAB), stop
+    self.bucket, self.temperature = bucket, temperature
+    self.cache = decoder.empty_cache(self.config, _B, _S)
+    self.keys = {row: 0 for row in range(_B)}
     self.texts = [[] for _ in range(_B)]  # of (token, chosen, log-prob)
+    self.cached = [0] * _B
+    self.states = [self._begin() for _ in range(_B)]
     self.finished = []
 
+  def _begin(self):
+    return self.pool.take(self.stop)
+
   def reset(self, keys):
-    """Empties rows and gives them keys: {row: number}."""
-    fresh, data = np.zeros(_B, bool), np.zeros((_B, 2), np.uint32)
+    """Begins new texts in rows and gives them keys: {row: number}."""
     for row, number in keys.items():
-      fresh[row], data[row] = True, (number, 7)
       self._finish(row)
-    self.state = state_lib.reset(self.state, fresh, data)
+      self.keys[row], self.cached[row] = number, 0
 
   def feed(self, parts):
-    """Appends {row: tokens}, at most M rows of at most T tokens."""
+    """Appends {row: tokens} and computes what can be: at most M rows of T tokens."""
     rows, count = np.full(_M, _B + 3, np.int32), np.ones(_M, np.int32)
+    start = np.zeros(_M, np.int32)
     tokens = np.full((_M, _T), 11, np.int32)  # what lies behind `count` has no effect
     for m, (row, part) in enumerate(parts.items()):
-      rows[m], count[m], tokens[m, : len(part)] = row, len(part), part
       self.texts[row] += [(int(t), False, 0.0) for t in part]
-    self.state = state_lib.feed(
+      self.states[row] = self._begin()
+      missing = [t for t, *_ in self.texts[row][self.cached[row] : -1]]
+      assert len(missing) <= _T
+      rows[m], start[m], count[m] = row, self.cached[row], len(missing)
+      tokens[m, : len(missing)] = missing
+      self.cached[row] += len(missing)
+    self.cache = state_lib.prefill(
       self.params,
-      self.state,
-      rows,
-      tokens,
-      count,
+      self.cache,
+      *(rows, start, tokens, count),
       config=self.config,
       bucket=self.bucket,
     )
 
   def fork(self, pairs):
-    """Gives {row: (source, count)}."""
+    """Begins texts in rows with those of others: {row: (source, count)}."""
     source, rows = np.zeros(_M, np.int32), np.full(_M, _B, np.int32)
-    count, last = np.ones((2, _M), np.int32)
-    for m, (row, (origin, n)) in enumerate(pairs.items()):
-      source[m], rows[m], count[m] = origin, row, n
-      last[m] = self.texts[origin][n - 1][0]
     begun = {row: self.texts[origin][:n] for row, (origin, n) in pairs.items()}
-    for row, text in begun.items():
+    for m, (row, (origin, n)) in enumerate(pairs.items()):
+      source[m], rows[m] = origin, row
       self._finish(row)
-      self.texts[row] = list(text)
-    self.state = state_lib.fork(self.state, source, rows, count, last, bucket=self.bucket)
+      self.texts[row], self.cached[row] = list(begun[row]), n - 1
+      self.states[row] = self._begin()
+    self.cache = state_lib.copy(self.cache, source, rows, bucket=self.bucket)
 
-  def decode(self, budgets):
+  def decode(self, budgets, in_place=False):
     """Samples with {row: budget}; returns {row: (tokens, stopped)}."""
-    rows, budget = np.full(_B, _B + 3, np.int32), np.zeros(_B, np.int32)
-    budget[len(budgets) :] = 5  # an unused place does not run, whatever it says
-    for m, (row, n) in enumerate(budgets.items()):
-      rows[m], budget[m] = row, n
-    self.state, out = state_lib.decode(
-      self.params,
-      self.state,
-      rows,
-      budget,
-      self.stop,
-      config=self.config,
-      sampling=self.sampling,
-      steps=_STEPS,
-      bucket=self.bucket,
+    numpy, nothing = np, self.pool.take([])
+    where = [row if in_place else m for m, row in enumerate(budgets)]
+    places = state_lib.Places(
+      rows=numpy.full(_B, _B + 3, np.int32),
+      length=numpy.zeros(_B, np.int32),
+      last=numpy.zeros(_B, np.int32),
+      # An unused place does not run, whatever it says.
+      budget=numpy.full(_B, 5, np.int32),
+      keys=numpy.zeros((_B, 2), np.uint32),
+      temperature=numpy.full(_B, self.temperature, np.float32),
+      top=numpy.zeros(_B, bool),
     )
-    out = jax.device_get(out)
+    states = [nothing] * _B
+    for m, (row, n) in zip(where, budgets.items(), strict=True):
+      places.rows[m], places.length[m], places.budget[m] = row, self.cached[row], n
+      places.last[m], places.keys[m] = self.texts[row][-1][0], (self.keys[row], 7)
+      states[m] = self.states[row]
+    states = {name: np.stack([s[name] for s in states]) for name in nothing}
+    self.cache, (states,), out = state_lib.decode(
+      self.params,
+      self.cache,
+      places,
+      np.zeros((1, _B), bool),
+      (states,),
+      (self.pool.tables,),
+      config=self.config,
+      guides=(automaton_lib.AUTOMATA,),
+      steps=_STEPS,
+      bucket=_S if in_place else self.bucket,
+      in_place=in_place,
+    )
+    out, states = jax.device_get((out, states))
     replies = {}
-    for m, row in enumerate(budgets):
+    for m, row in zip(where, budgets, strict=True):
       n = out.count[m]
       tokens, logprobs = out.tokens[m, :n], out.logprobs[m, :n]
       self.texts[row] += [(int(t), True, float(x)) for t, x in zip(tokens, logprobs)]
+      self.cached[row] += int(n)
+      self.states[row] = {name: state[m] for name, state in states.items()}
       replies[row] = (tokens.tolist(), bool(out.stopped[m]))
-      assert n <= min(budget[m], _STEPS)
-    assert not out.count[len(budgets) :].any()
+      assert n <= min(places.budget[m], _STEPS)
+    assert not np.delete(out.count, where).any()
     return replies
 
   def check(self):
     """All texts, those of earlier owners of the rows too, are the learner's."""
     for row in range(_B):
-      assert int(self.state.length[row]) == max(len(self.texts[row]) - 1, 0)
-      last = self.texts[row][-1][0] if self.texts[row] else -1
-      assert int(self.state.last[row]) == last
       self._finish(row)
     segments = [
       types.Segment(
@@ -119,17 +138,14 @@ class Rows:
       for text in self.finished
     ]
     tiny.assert_on_policy(
-      self.learned,
-      segments,
-      shape=self.config,
-      temperature=self.sampling.temperature,
+      self.learned, segments, shape=self.config, temperature=self.temperature
     )
     return segments
 
   def _finish(self, row):
     if self.texts[row]:
       self.finished.append(self.texts[row])
-    self.texts[row] = []
+    self.texts[row], self.cached[row], self.states[row] = [], 0, self._begin()
 
 
 def _prompt(seed, n):
@@ -141,11 +157,14 @@ def _feed_all(rows, row, tokens, chunk=_T):
     rows.feed({row: tokens[i : i + chunk]})
 
 
-@pytest.mark.parametrize('family, temperature', [('llama', 1.0), ('qwen3', 0.7)])
-def test_any_schedule_is_the_packed_forward(family, temperature):
+@pytest.mark.parametrize(
+  'family, temperature, in_place',
+  [('llama', 1.0, False), ('qwen3', 0.7, False), ('llama', 0.9, True)],
+)
+def test_any_schedule_is_the_packed_forward(family, temperature, in_place):
   """A random walk of feeds, forks, decodes and resets over all rows."""
   rng = np.random.default_rng(0)
-  rows = Rows(family, stop_lib.stop(range(5, 40)), temperature)
+  rows = Rows(family, (tiny.stop(range(5, 40)),), temperature)
   rows.reset({row: row for row in range(_B)})
   for step in range(120):
     room = [row for row in range(_B) if len(rows.texts[row]) + _STEPS <= _S]
@@ -153,9 +172,12 @@ def test_any_schedule_is_the_packed_forward(family, temperature):
     some = rng.permutation(room)[: rng.integers(1, _M + 1)].tolist()
     kind = rng.choice(['feed', 'feed', 'decode', 'decode', 'fork', 'reset'])
     if kind == 'feed':
+      # Behind a reply, its last token is computed with them.
       rows.feed({row: _prompt(step, rng.integers(1, _T + 1)) for row in some})
     elif kind == 'decode':
-      replies = rows.decode({row: int(rng.integers(0, 12)) for row in some})
+      some = [row for row in some if rows.texts[row]]
+      budgets = {row: int(rng.integers(0, 12)) for row in some}
+      replies = rows.decode(budgets, in_place)
       for tokens, stopped in replies.values():
         ends = [5 <= t < 40 for t in tokens]
         assert not any(ends[:-1]) and any(ends) == stopped
@@ -245,16 +267,14 @@ def test_rows_that_are_not_meant_keep_every_bit():
   rows.reset({row: row for row in range(_B)})
   for row in range(4):
     _feed_all(rows, row, _prompt(row, 20 + row))
-  before = jax.device_get(rows.state)
+  before = jax.device_get(rows.cache)
 
   def assert_kept(kept):
-    after = jax.device_get(rows.state)
+    after = jax.device_get(rows.cache)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
       np.testing.assert_array_equal(old[kept], new[kept])
 
   rows.decode({})  # nothing to do
-  rows.decode({4: 8, 5: 8})  # empty rows have nothing to go on from
-  assert not rows.texts[4]
   rows.feed({})
   rows.fork({})
   rows.reset({})
@@ -272,7 +292,8 @@ class TestStop:
   vocabulary = [(b'a', b'b', b'cab')[t % 3] for t in range(tiny.VOCAB)]
 
   def _replies(self, budgets):
-    rows = Rows(stop=stop_lib.stop([], ['abba', 'ccc'], self.vocabulary))
+    stop = automata.stop([], tiny.VOCAB, ['abba', 'ccc'], self.vocabulary)
+    rows = Rows(stop=(stop,))
     rows.reset({row: row for row in range(_B)})
     for row in range(_B):
       rows.feed({row: [6, 7, 7]})  # 'abb' of the prompt is no part of a reply
@@ -297,8 +318,8 @@ class TestStop:
       assert self._replies(budgets) == (replies, stopped)
 
   def _two_letters(self):
-    # The third string makes the table as large as the other: compiled once.
-    return stop_lib.stop([], ['ab', 'ba', 'xyzw'], [b'a', b'b'] * (tiny.VOCAB // 2))
+    letters = [b'a', b'b'] * (tiny.VOCAB // 2)
+    return (automata.stop([], tiny.VOCAB, ['ab', 'ba'], letters),)
 
   def test_a_feed_begins_a_new_reply(self):
     rows = Rows(stop=self._two_letters())
@@ -323,7 +344,7 @@ class TestStop:
 
 
 def test_a_bucket_is_compiled_once_and_changes_nothing():
-  fns = (state_lib.feed, state_lib.decode, state_lib.fork)
+  fns = (state_lib.prefill, state_lib.decode, state_lib.copy)
 
   def play(rows, length):
     rows.reset({0: 1, 1: 1})
@@ -345,5 +366,4 @@ def test_a_bucket_is_compiled_once_and_changes_nothing():
 
 def test_activations_and_cache_may_be_bfloat16():
   config = dataclasses.replace(tiny.config(), dtype='bfloat16')
-  state = state_lib.empty(config, 2, 8)
-  assert state.cache[0][0].dtype == jnp.bfloat16
+  assert decoder.empty_cache(config, 2, 8)[0][0].dtype == jnp.bfloat16

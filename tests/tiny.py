@@ -14,10 +14,10 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.engine import driver as driver_lib
-from agent_r1_jax.engine import stop as stop_lib
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import learner, packing
 
@@ -113,20 +113,16 @@ def save(
   return str(directory)
 
 
-def driver(
-  tree: decoder.Params,
-  *,
-  shape: decoder.DecoderConfig | None = None,
-  stop: stop_lib.Stop | None = None,
-  **sizes: Any,
-) -> driver_lib.Driver:
-  """A driver of the sizes that are compiled anyway."""
-  return driver_lib.Driver(
-    shape or config(),
-    tree,
-    stop=stop or stop_lib.stop(chat().stop_ids),
-    **SIZES | {'bucket': BUCKET} | sizes,
-  )
+def engine(
+  tree: decoder.Params, *, shape: decoder.DecoderConfig | None = None, **sizes: Any
+) -> engine_lib.Engine:
+  """An engine of the sizes that are compiled anyway."""
+  return engine_lib.Engine(shape or config(), tree, **SIZES | {'bucket': BUCKET} | sizes)
+
+
+def stop(ids: Sequence[int] | None = None) -> types.Automaton:
+  """Ends a reply at these tokens; by default at those of `chat`."""
+  return automata.stop(chat().stop_ids if ids is None else ids, VOCAB)
 
 
 def learned(
@@ -138,7 +134,7 @@ def learned(
 ) -> list[np.ndarray]:
   """The learner's log-probs of each segment's tokens, packed as in training."""
   lengths = [len(s.tokens) for s in segments]
-  row_tokens = SIZES['slots'] * (1 if max(lengths) <= SIZES['slots'] else 2)
+  row_tokens = SIZES['slots'] * -(-max(lengths) // SIZES['slots'])
   where = packing.layout(lengths, row_tokens=row_tokens, row_multiple=8)
   out = []
   for batch in packing.microbatches(packing.pack(segments, where), 8):

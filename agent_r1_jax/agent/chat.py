@@ -23,6 +23,7 @@ import jinja2
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 CUT = '\n[output cut]'
@@ -74,6 +75,7 @@ class Chat:
     *,
     max_tool_tokens: int = 1024,
     tools_in_prompt: str = 'default',
+    stop_strings: Sequence[str] = (),
     template_kwargs: Mapping[str, Any] | None = None,
   ):
     """Studies the template.
@@ -84,6 +86,7 @@ class Chat:
       tools_in_prompt: Who tells the model of its tools. 'default': the template; where it
         knows none, TOOLS at the end of the system message. 'refuse': the template; where
         it knows none, an error. 'own': the task's own messages, and nobody else.
+      stop_strings: Strings that end a reply, beside the stop ids.
       template_kwargs: For every rendering, such as {'enable_thinking': False}.
 
     Raises:
@@ -99,7 +102,8 @@ class Chat:
         f'tools_in_prompt is {tools_in_prompt!r}; give one of {TOOLS_IN_PROMPT}.'
       )
     self.tokenizer = tokenizer
-    self.tools_in_prompt = tools_in_prompt
+    self.tools_in_prompt, self._stop_strings = tools_in_prompt, tuple(stop_strings)
+    self._stops: dict[int, types.Automaton] = {}
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.plain_twin(tokenizer)
     self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
@@ -119,6 +123,15 @@ class Chat:
     ends = [self._names[i] for i in self.stop_ids if i in self._names]
     self._never_sampled = _any_of([*frame, *ends])
     self.knows_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
+
+  def stops(self, vocab_size: int) -> types.Automaton:
+    """The automaton that ends a reply, for a model of vocab_size tokens; made once."""
+    if vocab_size not in self._stops:
+      pieces = tokenizer_lib.token_bytes(self.tokenizer) if self._stop_strings else ()
+      self._stops[vocab_size] = automata.stop(
+        self.stop_ids, vocab_size, self._stop_strings, pieces
+      )
+    return self._stops[vocab_size]
 
   def prompt(
     self,

@@ -1,33 +1,36 @@
-"""A replica: one copy of the policy, the rows of its DecodeState, and who is next there.
+"""A replica: one copy of the policy, the rows of its cache, and what is computed next.
 
-Whoever wants a reply says so on its Row; `serve` feeds and decodes those rows and
-resolves their futures. A decode is awaited in a thread, so tools run while the device
-does.
+Clients submit requests; `serve` gives their texts rows, prefills what is not in the cache
+yet, decodes a segment of all that are ready, and hands out chunks. A decode is awaited in
+a thread, so tools run while the device does.
 """
 
 import asyncio
-import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import itertools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from agent_r1_jax import sharding
-from agent_r1_jax.engine import grammar as grammar_lib
-from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax import sharding, types
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import rows as rows_lib
+from agent_r1_jax.engine import running as running_lib
+from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import state as state_lib
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
 
-# How long a call for the end goes unheard where all rows wait for tools.
+# How long a call for the end goes unheard where nothing is to be computed.
 _POLL_SECONDS = 0.5
-# After a reply the device waits so long at most for what its episode asks next.
+# After a reply the device waits so long at most for what its client asks next.
 _ANSWER_SECONDS = 0.002
 
 
@@ -35,287 +38,228 @@ class PreemptedError(Exception):
   """The process is to end: the replies that were asked for were not waited for."""
 
 
-class Sizes(NamedTuple):
-  """Of everything that is compiled; see Driver for what each costs.
-
-  Attributes:
-    rows: Texts at a time (B).
-    slots: Most tokens of a text (S).
-    steps: Tokens of one decode segment.
-    feed_tokens: Tokens of a row in one feed (T).
-    feed_rows: Rows of one feed, ascending: the least that holds enough is taken.
-    decode_rows: Rows of one decode, likewise.
-    buckets: Slots that a cache read covers, likewise.
-  """
-
-  rows: int
-  slots: int
-  steps: int
-  feed_tokens: int
-  feed_rows: list[int]
-  decode_rows: list[int]
-  buckets: list[int]
-
-  @property
-  def programs(self) -> int:
-    """The most programs that one `sampling` compiles."""
-    return len(self.buckets) * (1 + len(self.feed_rows)) + self.decodes + 1
-
-  @property
-  def decodes(self) -> int:
-    """Those of them that another `sampling` compiles again."""
-    return len(self.buckets) * len(self.decode_rows)
-
-
-class Reply(NamedTuple):
-  """What the policy said; n tokens.
-
-  Attributes:
-    tokens: int32 [n].
-    logprobs: float32 [n].
-    policy_steps: int32 [n], the step of the policy that chose each.
-    stopped: False if it ran out of tokens.
-  """
-
-  tokens: np.ndarray
-  logprobs: np.ndarray
-  policy_steps: np.ndarray
-  stopped: bool
-
-
 @dataclasses.dataclass
 class Stats:
-  """Counts since the driver was made.
+  """Counts since the engine was made.
 
   Attributes:
-    fed: Tokens computed by feeds.
-    forked: Tokens that a fork spared.
+    prefilled: Tokens computed by prefills.
+    shared: Tokens that were copied from another row in place of computing them.
     sampled: Tokens sampled.
     steps: Row-steps of decoding, idle rows included.
-    feed_seconds: Host time of feeds; the device's is part of the decode that follows.
+    prefill_seconds: Host time of prefills; the device's is part of the decode that
+      follows.
     decode_seconds: Wall time of decodes.
     idle_seconds: Wall time of waiting for tools with nothing to compute.
     host_seconds: Wall time between a decode and what the device was asked for next,
-      while rows wanted it.
+      while requests waited.
   """
 
-  fed: int = 0
-  forked: int = 0
+  prefilled: int = 0
+  shared: int = 0
   sampled: int = 0
   steps: int = 0
-  feed_seconds: float = 0.0
+  prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
   idle_seconds: float = 0.0
   host_seconds: float = 0.0
 
 
-@dataclasses.dataclass
-class Row:
-  """The host's record of one row; episodes use `length`, `restart` and `generate`.
+@dataclasses.dataclass(eq=False)
+class Policy:
+  """Parameters that sample.
 
   Attributes:
-    index: Of the row in the DecodeState.
-    replica: Whose row it is.
-    length: Tokens of the text.
-    fresh_key: What the device's row is to be reset with before anything else.
-    asked: The prompt that the still empty row waits for, as bytes.
-    prompt: The prompt that the text begins with, or will once it is fed.
-    pending: Tokens that are still to be fed.
-    budget: Tokens that the reply may still have.
-    turn: How many replies had been asked for before; first come, first served.
-    parts: The reply so far, a part a decode segment.
-    future: Of the reply; None while the episode wants none.
+    copies: One for each chip (or `tensor` of them), as decoder.extend takes them.
+    step: The updates that they have seen: what their tokens are marked with.
+    version: Another number for other parameters.
   """
 
-  index: int
-  replica: 'Replica'
-  length: int = 0
-  fresh_key: np.ndarray | None = None
-  asked: bytes | None = None
-  prompt: bytes | None = None
-  pending: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-  budget: int = 0
-  turn: int = 0
-  parts: list[Reply] = dataclasses.field(default_factory=list)
-  future: asyncio.Future | None = None
-
-  def restart(self, row_key: np.ndarray):
-    """Empties the row's text and gives it a key."""
-    self.length, self.asked, self.prompt = 0, None, None
-    self.fresh_key = row_key
-
-  async def generate(self, tokens: np.ndarray, max_tokens: int) -> Reply:
-    """Appends `tokens` to the text, samples until a stop or `max_tokens`.
-
-    Where this is cancelled, the text is unknown: nothing but `restart` may follow.
-
-    Raises:
-      ValueError: The text and the reply would not fit the row, or one of them is empty.
-    """
-    if len(tokens) == 0 or max_tokens < 1:
-      raise ValueError(
-        f'{len(tokens)} tokens to feed, {max_tokens} to sample: both need 1.'
-      )
-    if self.length + len(tokens) + max_tokens > self.replica.sizes.slots:
-      raise ValueError(
-        f'A text of {self.length} + {len(tokens)} tokens and a reply of {max_tokens} do '
-        f'not fit a row of {self.replica.sizes.slots} slots: raise slots or shorten the '
-        'reply.'
-      )
-    self.pending = np.asarray(tokens, np.int32)
-    self.asked = self.pending.tobytes() if self.length == 0 else None
-    self.budget, self.parts = max_tokens, []
-    self.turn = next(self.replica.turns)
-    self.replica.answered -= 1
-    self.future = asyncio.get_running_loop().create_future()
-    self.replica.wake.set()
-    try:
-      return await self.future
-    finally:
-      self._leave()
-
-  @property
-  def holds_prompt(self) -> bool:
-    """The prompt has been fed to its end."""
-    return self.prompt is not None and 4 * self.length >= len(self.prompt)
-
-  def read(self, tokens: int):
-    """Notes that the next pending tokens are part of the text."""
-    if self.asked is not None:
-      self.prompt, self.asked = self.asked, None
-    self.length += tokens
-    self.pending = self.pending[tokens:]
-
-  def wrote(self, part: Reply) -> Reply | None:
-    """Notes what a segment sampled; gives the whole reply if that ended it."""
-    self.parts.append(part)
-    self.length += len(part.tokens)
-    self.budget -= len(part.tokens)
-    if not part.stopped and self.budget:
-      return None
-    tokens, logprobs, steps = (
-      np.concatenate([part[i] for part in self.parts]) for i in range(3)
-    )
-    return Reply(tokens, logprobs, steps, part.stopped)
-
-  def _leave(self):
-    """Wants nothing more; after a cancellation, no other row may wait for its prompt."""
-    self.future, self.asked, self.pending = None, None, self.pending[:0]
-    if not self.holds_prompt:
-      self.prompt = None
+  copies: list[decoder.Params]
+  step: int
+  version: int
 
 
 class Replica:
   """One copy of the policy at work.
 
   Attributes:
-    params: The copy.
-    policy_step: The updates that it has seen.
-    sampling: How tokens are chosen.
-    grammar: What a reply may say; None allows all.
+    policy: Samples what asks for no other; may be assigned from any thread.
     interrupted: Asked before each piece of work; True ends `serve`.
-    state: On the device.
-    rows: The host's record of each row.
-    free: The rows that no episode has.
-    answered: Replies of the last decode after which nobody has asked for another yet.
+    cache: Keys and values, on the device.
+    rows: What the host knows of the cache.
+    pool: The automata that requests use.
+    guides: All kinds of guides that requests can use.
   """
 
   def __init__(
     self,
     config: decoder.DecoderConfig,
-    stop: stop_lib.Stop,
-    sizes: Sizes,
+    sizes: sizes_lib.Sizes,
+    guides: Mapping[guide_lib.Guide, Any],
     stats: Stats,
     mesh: Mesh | None = None,
+    part: int = 0,
   ):
     """Allocates the cache.
 
     Args:
-      config: Of the policy.
-      stop: What ends a reply.
-      sizes: Of programs and state.
+      config: The policy's shape.
+      sizes: Sizes of the programs and of the cache.
+      guides: The kinds of guides that requests may use, and the parameters of each.
       stats: Where it counts.
       mesh: The chips that share this copy; None is JAX's default device.
+      part: Which of a policy's copies is on these chips.
     """
-    self.config, self.stop, self.sizes, self.stats = config, stop, sizes, stats
-    self.mesh = mesh
-    self.params: decoder.Params = {}
-    self.policy_step = 0
-    self._handed: tuple[decoder.Params, int] | None = None
-    self.sampling = sampling_lib.ON_POLICY
-    self.grammar: grammar_lib.Grammar | None = None
+    self.config, self.sizes, self.stats, self.mesh = config, sizes, stats, mesh
+    self.part = part
+    self.policy: Policy | None = None
     self.interrupted: Callable[[], bool] = lambda: False
-    self.state = state_lib.empty(config, sizes.rows, sizes.slots)
+    self.cache = decoder.empty_cache(config, sizes.rows, sizes.slots)
     if mesh is not None:
-      self.state = sharding.cached(self.state, mesh)
-    self.rows = [Row(i, self) for i in range(sizes.rows)]
-    self.turns = itertools.count()
+      self.cache = sharding.place_cache(self.cache, mesh)
+    self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
+    self.pool = automaton_lib.AutomatonPool(config.vocab_size)
+    self._guide_params = {
+      automaton_lib.AUTOMATA: None,  # The pool's tables; see _call_decode.
+      guide_lib.TRUNCATION: None,
+      **guides,
+    }
+    self.guides = tuple(self._guide_params)
+    self._tables: automaton_lib.Tables | None = None
+    self._numbers = itertools.count()
     self.begin()
 
   def begin(self):
-    """Before it serves: all rows are free."""
-    self.wake, self.free = asyncio.Event(), asyncio.Queue()
-    self.answered, self._decoded = 0, None
+    """Makes it ready to serve."""
+    self._wake, self._places = asyncio.Event(), asyncio.Semaphore(self.sizes.rows)
+    self._reserved = 0
+    self._live: list[running_lib.Running] = []
+    # Replies of the last decode after which nobody has asked for another yet.
+    self._answered = 0
+    self._decoded: float | None = None
+    self._served: Policy | None = None
     # Its own: whatever hangs in other threads, decodes do not wait for it.
     self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
-    self.forget_prompts()
-    for row in self.rows:
-      self.free.put_nowait(row)
+    self.rows.forget()
 
   def end(self):
-    """After it served: waits for a decode under way."""
+    """Waits for a decode that is under way, and cancels the requests that are left."""
     self._thread.shutdown()
+    for running in self._live:
+      running.generation.cancel()
+    self._drop_done()
 
-  def hand(self, params: decoder.Params, policy_step: int):
-    """Another policy, which its next piece of work is done with; from any thread.
+  @property
+  def load(self) -> int:
+    """Requests that are waiting or under way."""
+    return sum(not running.generation.done for running in self._live)
 
-    Texts under way keep the cache that they have; those that begin share none of it.
+  @contextlib.asynccontextmanager
+  async def reserve(self) -> AsyncIterator['Replica']:
+    """Waits until fewer than `rows` others are inside, so that each can have a row."""
+    async with self._places:
+      self._reserved += 1
+      try:
+        yield self
+      finally:
+        self._reserved -= 1
+
+  def submit(self, request: request_lib.Request) -> request_lib.Generation:
+    """Takes a request; only inside the event loop that `serve` runs in.
+
+    Raises:
+      ValueError: The text and the reply would not fit a row, one of them is empty, the
+        text is being sampled, a guide is unknown, or an automaton does not fit.
     """
-    self._handed = params, policy_step
+    self._check(request)
+    automata = self.pool.take(request.automata)
+    number = next(self._numbers)
+    text, tokens = request.parent, np.asarray(request.tokens, np.int32)
+    if isinstance(text, request_lib.Text):
+      text.append(tokens)
+    else:
+      begin = text.text.tokens[: text.at] if text else tokens[:0]
+      text = request_lib.Text(self, np.concatenate([begin, tokens]))
+    generation = request_lib.Generation(request, text, number, self._wake.set)
+    self._live.append(running_lib.Running(generation, self.guides, automata))
+    # A client that has got its reply and asks again is not waited for any more.
+    self._answered -= 1
+    self._wake.set()
+    return generation
 
-  def forget_prompts(self):
-    """Nobody forks what rows hold: so runs do not depend on the ones before."""
-    for row in self.rows:
-      row.prompt = None
+  def _check(self, request: request_lib.Request):
+    """Raises ValueError for a request that cannot be answered; see `submit`."""
+    parent, added, most = request.parent, len(request.tokens), request.max_tokens
+    if added == 0 or most < 1:
+      raise ValueError(f'{added} tokens to append, {most} to sample: both need 1.')
+    # What else would fail in `serve` would fail all other requests with it.
+    vocab, given = self.config.vocab_size, np.asarray(request.tokens)
+    if len(outside := given[(given < 0) | (given >= vocab)]):
+      raise ValueError(f'token {outside[0]} is none of the {vocab} of the policy.')
+    if np.shape(request.key) != (2,):
+      raise ValueError(f'key has the shape {np.shape(request.key)}; make it with `key`.')
+    begun = len(parent or ())
+    if isinstance(parent, request_lib.Fork):
+      begun = parent.at
+      if not 0 <= begun <= len(parent.text):
+        raise ValueError(
+          f'a fork at {begun} of a text of {len(parent.text)} tokens: it has no such end.'
+        )
+    elif any(r.generation.text is parent and not r.generation.done for r in self._live):
+      raise ValueError(
+        'The text is being sampled for another request: wait for that one, cancel it, or '
+        'fork the text.'
+      )
+    if begun + added + most > self.sizes.slots:
+      raise ValueError(
+        f'A text of {begun} + {added} tokens and a reply of {most} do not fit a row of '
+        f'{self.sizes.slots} slots: raise slots or shorten the reply.'
+      )
+    if unknown := {*request.guides} - {*self.guides}:
+      raise ValueError(
+        f'the request uses {len(unknown)} guides that the engine was not made with: name '
+        'them in Engine(guides={...}).'
+      )
+    form = lambda tree: jax.tree.map(np.shape, tree)
+    for guide, state in request.guides.items():
+      if form(state) != form(guide.off):
+        raise ValueError(
+          f'the state of a guide has the form {form(state)}; it must be that of its '
+          f'`off`, {form(guide.off)}.'
+        )
+    if not 0 <= request.top_logprobs <= state_lib.TOP:
+      raise ValueError(
+        f'top_logprobs is {request.top_logprobs}; it must be 0 to {state_lib.TOP}.'
+      )
 
-  def forget_policy(self):
-    """Frees it; `hand` must follow."""
-    self.params, self._handed = {}, None
-
-  def warm_up(
-    self, on_done: Callable[[], None], also: Sequence[sampling_lib.Sampling] = ()
-  ):
+  def warm_up(self, on_done: Callable[[], None], automata: Sequence[types.Automaton]):
     """Compiles every program, on places without rows.
 
     Args:
       on_done: Called after each.
-      also: Other ways in which tokens will be chosen.
+      automata: Larger ones than stop ids that requests will bring: tables grow to them.
     """
-    sizes = self.sizes
+    assert self.policy is not None
+    for automaton in automata:
+      self.pool.give_back(self.pool.take([automaton]))
+    sizes, params = self.sizes, self.policy.copies[self.part]
     nobody = lambda size: np.full(size, sizes.rows, np.int32)
     zeros = lambda size: np.zeros(size, np.int32)
-    ones = lambda size: np.ones(size, np.int32)
-    self._take_over()
-    self._call_reset({})
-    on_done()
     for bucket in sizes.buckets:
-      size = sizes.feed_rows[-1]
-      self._call_fork(zeros(size), nobody(size), ones(size), zeros(size), bucket)
+      size = sizes.prefill_rows[-1]
+      self._call_copy(zeros(size), nobody(size), bucket)
       on_done()
-      for size in sizes.feed_rows:
-        tokens = np.zeros((size, sizes.feed_tokens), np.int32)
-        self._call_feed(nobody(size), tokens, ones(size), bucket)
+      for size in sizes.prefill_rows:
+        tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
+        self._call_prefill(params, nobody(size), zeros(size), tokens, zeros(size), bucket)
         on_done()
-    own = self.sampling
-    for sampling, bucket in itertools.product((own, *also), sizes.buckets):
-      self.sampling = sampling
-      for size in sizes.decode_rows:
-        self._call_decode(nobody(size), zeros(size), bucket)
-        on_done()
-    self.sampling = own
+    for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
+      self._call_decode(params, *self._arguments({}, size), bucket)
+      on_done()
 
   async def serve(self):
-    """Feeds and decodes whichever rows want it, for ever.
+    """Answers requests, for ever.
 
     Raises:
       PreemptedError: `interrupted` said so.
@@ -324,177 +268,193 @@ class Replica:
       if self.interrupted():
         raise PreemptedError
       await self._let_ask()
-      self._take_over()
-      waiting = [row for row in self.rows if row.future is not None]
-      if not waiting:
-        self._decoded = None
+      self._drop_done()
+      if not self._live:
+        self._decoded = self._served = None
         await self._idle()
         continue
-      waiting.sort(key=lambda row: row.turn)
-      # What the others ask for is read when their turn comes: more of them in one feed.
-      waiting = waiting[: self.sizes.decode_rows[-1]]
-      self._reset(waiting)
-      if self._decoded is not None:
-        self.stats.host_seconds += time.perf_counter() - self._decoded
-        self._decoded = None
-      if not (self._fork(waiting) or self._feed(waiting)):
-        await self._decode(waiting)
+      await self._work()
+
+  async def _work(self):
+    """Does one piece of work; afterwards nothing here holds its policy any more."""
+    policy, chosen = self._choose()
+    if not chosen:
+      return  # All rows are at work for requests of another policy.
+    if self._decoded is not None:
+      self.stats.host_seconds += time.perf_counter() - self._decoded
+      self._decoded = None
+    params = policy.copies[self.part]
+    if not self._fill(params, chosen):
+      await self._decode(params, policy.step, chosen)
 
   async def _let_ask(self):
-    """Whoever can go on at once does, and asks, before the device works again."""
+    """Lets whoever can go on at once ask for more, before the device works again."""
     await asyncio.sleep(0)
     # Environments answer from another thread, which takes a moment.
     end = time.perf_counter() + _ANSWER_SECONDS
-    while self.answered > 0 and (left := end - time.perf_counter()) > 0:
-      await self._woken(left)
-    self.answered = 0
+    while self._answered > 0 and (left := end - time.perf_counter()) > 0:
+      await self._wait(left)
+    self._answered = 0
 
-  async def _woken(self, seconds: float):
-    """Until somebody asks for a reply, or the time is over."""
-    self.wake.clear()
+  async def _wait(self, seconds: float):
+    """Waits until somebody asks for something, or the time is over."""
+    self._wake.clear()
     # Not asyncio.wait_for: in Python 3.11 it may swallow a cancellation.
-    poll = asyncio.get_running_loop().call_later(seconds, self.wake.set)
+    poll = asyncio.get_running_loop().call_later(seconds, self._wake.set)
     try:
-      await self.wake.wait()
+      await self._wake.wait()
     finally:
       poll.cancel()
 
   async def _idle(self):
     start = time.perf_counter()
-    await self._woken(_POLL_SECONDS)
-    if self.free.qsize() < len(self.rows):
+    await self._wait(_POLL_SECONDS)
+    if self._reserved:
       self.stats.idle_seconds += time.perf_counter() - start
 
-  def _take_over(self):
-    """Goes on with what was handed last."""
-    if (handed := self._handed) is not None:
-      if handed[0] is not self.params:
-        self.forget_prompts()
-      self.params, self.policy_step = handed
+  def _drop_done(self):
+    """Gives up the rows and automata of what has ended or was cancelled."""
+    for running in self._live:
+      if running.generation.done:
+        running.leave()
+        self.pool.give_back(running.automata)
+    self._live = [r for r in self._live if not r.generation.done]
 
-  def _reset(self, waiting: list[Row]):
-    fresh = {}
-    for row in waiting:
-      if row.fresh_key is not None:
-        fresh[row.index], row.fresh_key = row.fresh_key, None
-    if fresh:
-      self._call_reset(fresh)
+  def _choose(self) -> tuple[Policy, list[running_lib.Running]]:
+    """Chooses the requests of the next piece of work, all of one policy, and their rows.
 
-  def _fork(self, waiting: list[Row]) -> bool:
-    """Copies prompts that other rows hold; False if there is none to copy."""
-    asking = [row for row in waiting if row.asked is not None]
-    holders = {row.prompt: row.index for row in self.rows if row.holds_prompt}
-    size = self.sizes.feed_rows[-1]
-    forks = [row for row in asking if row.asked in holders][:size]
-    if not forks:
-      return False
-    source, last = np.zeros((2, size), np.int32)
-    rows, count = np.full(size, len(self.rows), np.int32), np.ones(size, np.int32)
-    for m, row in enumerate(forks):
-      source[m], rows[m] = holders[row.asked], row.index
-      count[m], last[m] = len(row.pending), row.pending[-1]
-      self.stats.forked += len(row.pending)
-      row.read(len(row.pending))
-    self._call_fork(source, rows, count, last, self._bucket(int(count.max())))
-    return True
-
-  def _feed(self, waiting: list[Row]) -> bool:
-    """Feeds one chunk to the rows that have something to read; False if none has."""
-    pending = [row for row in waiting if len(row.pending)]
-    if not pending:
-      return False
-    start = time.perf_counter()
-    fed = self._unshared(pending)[: self.sizes.feed_rows[-1]]
-    size, chunk = _least(self.sizes.feed_rows, len(fed)), self.sizes.feed_tokens
-    rows, count = np.full(size, len(self.rows), np.int32), np.ones(size, np.int32)
-    tokens = np.zeros((size, chunk), np.int32)
-    for m, row in enumerate(fed):
-      part = row.pending[:chunk]
-      rows[m], count[m], tokens[m, : len(part)] = row.index, len(part), part
-      self.stats.fed += len(part)
-      row.read(len(part))
-    self._call_feed(rows, tokens, count, self._bucket(max(row.length for row in fed)))
-    self.stats.feed_seconds += time.perf_counter() - start
-    return True
-
-  def _unshared(self, pending: list[Row]) -> list[Row]:
-    """Of the rows that ask for one prompt the first; none if another is being fed it."""
-    taken = {row.prompt for row in self.rows} - {None}
+    Where requests are of several policies, these take turns. Of one policy, whoever came
+    first is served first.
+    """
+    asked = list(dict.fromkeys(r.generation.request.policy for r in self._live))
+    turn = asked.index(self._served) + 1 if self._served in asked else 0
+    self._served = asked[turn % len(asked)]
+    policy = self._served or self.policy
+    assert policy is not None
+    mine = [r for r in self._live if r.generation.request.policy is self._served]
     chosen = []
-    for row in pending:
-      if row.asked is None or row.asked not in taken:
-        chosen.append(row)
-        taken.add(row.asked)
-    return chosen
+    for running in sorted(mine, key=lambda r: r.generation.number):
+      if running.row is None:
+        running.row = self.rows.place(running.generation, policy.version)
+      if running.row is not None:
+        running.row.note_policy(policy.version)
+        chosen.append(running)
+      if len(chosen) == self.sizes.decode_rows[-1]:
+        break
+    return policy, chosen
 
-  async def _decode(self, waiting: list[Row]):
-    start, step = time.perf_counter(), self.policy_step
-    running = [(row, row.future) for row in waiting if row.future]
-    size = _least(self.sizes.decode_rows, len(running))
-    rows, budget = np.full(size, len(self.rows), np.int32), np.zeros(size, np.int32)
-    for m, row in enumerate(waiting):
-      rows[m], budget[m] = row.index, row.budget
-    bucket = self._bucket(max(row.length for row in waiting) + self.sizes.steps)
+  def _fill(self, params, chosen: list[running_lib.Running]) -> bool:
+    """Copies shared prefixes or prefills one chunk a row; False if nothing is missing."""
+    begin = time.perf_counter()
+    rows = [r.row for r in chosen if r.row and not r.row.filled]
+    copies, waiting = self.rows.find_sources(rows, self.sizes.prefill_rows[-1])
+    if copies:
+      self._copy(copies)
+      return True
+    rows = [row for row in rows if row not in waiting][: self.sizes.prefill_rows[-1]]
+    if not rows:
+      return False
+    size, most = (
+      sizes_lib.least(self.sizes.prefill_rows, len(rows)),
+      self.sizes.prefill_tokens,
+    )
+    places, start, count = np.zeros((3, size), np.int32)
+    places[len(rows) :] = self.sizes.rows
+    tokens = np.zeros((size, most), np.int32)
+    for m, row in enumerate(rows):
+      part = row.missing[:most]
+      places[m], start[m], count[m] = row.index, row.cached, len(part)
+      tokens[m, : len(part)] = part
+      row.cached += len(part)
+      self.stats.prefilled += len(part)
+    bucket = self.sizes.bucket(max(row.cached for row in rows))
+    self._call_prefill(params, places, start, tokens, count, bucket)
+    self.stats.prefill_seconds += time.perf_counter() - begin
+    return True
+
+  def _copy(self, copies: list[tuple[rows_lib.Source, rows_lib.Row]]):
+    size = self.sizes.prefill_rows[-1]
+    source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)
+    for m, (found, row) in enumerate(copies):
+      source[m], rows[m] = found.row.index, row.index
+      self.stats.shared += found.length - row.cached
+      row.cached = found.length
+    bucket = self.sizes.bucket(max(found.length for found, _ in copies))
+    self._call_copy(source, rows, bucket)
+
+  async def _decode(self, params, step: int, chosen: list[running_lib.Running]):
+    """Samples a segment of the rows that are filled, and hands out its chunks."""
+    start = time.perf_counter()
+    chosen = [running for running in chosen if running.filled]
+    size = sizes_lib.least(self.sizes.decode_rows, len(chosen))
+    in_row = lambda m, running: running.row.index if self.sizes.in_place else m
+    where = [in_row(m, running) for m, running in enumerate(chosen)]
+    arguments = self._arguments(dict(zip(where, chosen, strict=True)), size)
+    longest = int(arguments[0].length.max())
+    bucket = self.sizes.decode_bucket(longest + self.sizes.steps)
+    wanted = bool(arguments[0].top.any())
+
+    def decode():
+      states, out = self._call_decode(params, *arguments, bucket)
+      # The log-probs of the likeliest tokens are many, and seldom asked for.
+      none = np.zeros((size, self.sizes.steps, 0), np.int32)
+      tops = jax.device_get(out[4:]) if wanted else (none, np.float32(none))
+      return jax.device_get(states), state_lib.Decoded(*jax.device_get(out[:4]), *tops)
+
     # The call is made there, too: a CPU computes what one thread asks of it in turn.
-    decode = lambda: jax.device_get(self._call_decode(rows, budget, bucket))
-    tokens, logprobs, count, stopped = await self._in_thread(decode)
+    states, out = await self._in_thread(decode)
     self._decoded = time.perf_counter()
     self.stats.decode_seconds += self._decoded - start
-    self.stats.sampled += int(count.sum())
-    self.stats.steps += int(count.max()) * size
-    for m, (row, future) in enumerate(running):
-      # Who asked during the decode, or took over a row that was left, has nothing here.
-      if row.future is not future or future.done():
-        continue
-      n = count[m]
-      part = tokens[m, :n], logprobs[m, :n], np.full(n, step, np.int32)
-      reply = row.wrote(Reply(*part, bool(stopped[m])))
-      if reply is not None:
-        row.future = None
-        future.set_result(reply)
-        self.answered += 1
+    self.stats.sampled += int(out.count.sum())
+    self.stats.steps += int(out.count.max()) * size
+    for m, running in zip(where, chosen, strict=True):
+      # What was cancelled meanwhile has nothing of it: its text ends where it did.
+      if not running.generation.done:
+        running.take(out, m, step, [_place(state, m) for state in states])
+        self._answered += running.generation.done
+
+  def _arguments(self, chosen: dict[int, running_lib.Running], size: int):
+    return running_lib.arguments(chosen, size, self.guides, nobody=self.sizes.rows)
 
   def _in_thread(self, fn: Callable[[], Any]) -> asyncio.Future:
     return asyncio.get_running_loop().run_in_executor(self._thread, fn)
 
-  def _call_reset(self, fresh: dict[int, np.ndarray]):
-    chosen = np.zeros(len(self.rows), bool)
-    keys = np.zeros((len(self.rows), 2), np.uint32)
-    for index, row_key in fresh.items():
-      chosen[index], keys[index] = True, row_key
+  def _call_copy(self, source, rows, bucket):
     with sharding.use(self.mesh):
-      self.state = state_lib.reset(self.state, chosen, keys)
+      self.cache = state_lib.copy(self.cache, source, rows, bucket=bucket)
 
-  def _call_fork(self, source, rows, count, last, bucket):
+  def _call_prefill(self, params, rows, start, tokens, count, bucket):
     with sharding.use(self.mesh):
-      self.state = state_lib.fork(self.state, source, rows, count, last, bucket=bucket)
-
-  def _call_feed(self, rows, tokens, count, bucket):
-    with sharding.use(self.mesh):
-      self.state = state_lib.feed(
-        self.params, self.state, rows, tokens, count, config=self.config, bucket=bucket
-      )
-
-  def _call_decode(self, rows, budget, bucket) -> state_lib.Decoded:
-    with sharding.use(self.mesh):
-      self.state, out = state_lib.decode(
-        self.params,
-        self.state,
-        rows,
-        budget,
-        self.stop,
-        self.grammar,
+      self.cache = state_lib.prefill(
+        params,
+        self.cache,
+        *(rows, start, tokens, count),
         config=self.config,
-        sampling=self.sampling,
-        steps=self.sizes.steps,
         bucket=bucket,
       )
-    return out
 
-  def _bucket(self, length: int) -> int:
-    return _least(self.sizes.buckets, min(length, self.sizes.slots))
+  def _call_decode(self, params, places, used, states, bucket):
+    with sharding.use(self.mesh):
+      if self._tables is not self.pool.tables:
+        # An automaton came in since the last decode.
+        self._tables = self.pool.tables
+        self._guide_params[automaton_lib.AUTOMATA] = jax.device_put(self._tables)
+      self.cache, states, out = state_lib.decode(
+        params,
+        self.cache,
+        places,
+        used,
+        states,
+        tuple(self._guide_params.values()),
+        config=self.config,
+        guides=self.guides,
+        steps=self.sizes.steps,
+        bucket=bucket,
+        in_place=self.sizes.in_place,
+      )
+    return states, out
 
 
-def _least(sizes: list[int], n: int) -> int:
-  """The least of ascending sizes that holds n."""
-  return sizes[bisect.bisect_left(sizes, n)]
+def _place(state: guide_lib.State, m: int) -> guide_lib.State:
+  """One place's part of a guide's states."""
+  return jax.tree.map(lambda x: x[m], state)

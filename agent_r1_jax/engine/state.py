@@ -1,10 +1,13 @@
-"""DecodeState and its pure functions: reset, feed, decode, fork.
+"""The functions on the device: prefill, decode, and copies of what texts have in common.
 
-A row's text is what was fed to it and sampled in it, in order. The cache stays one token
-behind the text: `last` is known but not yet computed, so a reply, a tool's answer and a
-prompt all continue a row in the same way, and the logits of a fed text are never wanted.
+The device holds the key-value cache and nothing else; the host knows each row's text and
+how much of it lies in the cache, and says so in every call. The cache stays one token
+behind the text: the last token is known but not yet computed, so a reply, a tool's answer
+and a prompt all continue a row in the same way, and the logits of a prefilled text are
+never wanted.
 
-Letters: B rows, M of them in one call, T tokens of one feed, S slots, V vocabulary.
+Letters: B rows of the cache, M of them in one call, T tokens of one prefill, S slots, V
+tokens of the vocabulary, G guides, n likeliest tokens.
 """
 
 import functools
@@ -15,245 +18,246 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from agent_r1_jax.engine import grammar as grammar_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder
 
+# How many of the likeliest tokens a request can ask the log-probs of.
+TOP = 20
 
-class DecodeState(NamedTuple):
-  """B rows of text in the making.
+
+class Places(NamedTuple):
+  """The rows of one decode; place m decodes row rows[m].
 
   Attributes:
-    cache: One (k, v) a layer, each [B, K, S, H].
-    length: Tokens in the cache; the text is one longer, unless it is empty.
-    last: The text's last token; -1 where the text is empty.
-    keys: Each row's own randomness.
-    stop: The stop automaton's state inside the reply under way.
-    grammar: The grammar's, likewise.
+    rows: Distinct; B or more marks an unused place.
+    length: Tokens in the cache; the text is one longer.
+    last: The text's last token.
+    budget: The most tokens to sample; with 0 the place does not run.
+    keys: The randomness of each request.
+    temperature: 0 is greedy.
+    top: Whether log-probs of the likeliest tokens are wanted.
   """
 
-  cache: decoder.Cache
-  length: Int[Array, 'B']
-  last: Int[Array, 'B']
-  keys: UInt32[Array, 'B 2']
-  stop: Int[Array, 'B']
-  grammar: Int[Array, 'B']
+  rows: Int[Array, 'M']
+  length: Int[Array, 'M']
+  last: Int[Array, 'M']
+  budget: Int[Array, 'M']
+  keys: UInt32[Array, 'M 2']
+  temperature: Float[Array, 'M']
+  top: Bool[Array, 'M']
 
 
 class Decoded(NamedTuple):
-  """What one segment sampled; place m's tokens are tokens[m, :count[m]]."""
+  """What one segment sampled; place m's tokens are tokens[m, :count[m]].
+
+  Attributes:
+    tokens: The tokens.
+    logprobs: Their log-probs, of the temperature-scaled full softmax of the policy.
+    count: How many there are.
+    stopped: Whether a guide ended the reply.
+    top_tokens: The likeliest tokens, where they were asked for.
+    top_logprobs: Their log-probs.
+  """
 
   tokens: Int[Array, 'M steps']
   logprobs: Float[Array, 'M steps']
   count: Int[Array, 'M']
   stopped: Bool[Array, 'M']
+  top_tokens: Int[Array, 'M steps n']
+  top_logprobs: Float[Array, 'M steps n']
 
 
-def empty(config: decoder.DecoderConfig, rows: int, slots: int) -> DecodeState:
-  """A state without text: `rows` rows of at most `slots` tokens."""
-  zeros = jnp.zeros(rows, jnp.int32)
-  keys = jnp.zeros((rows, 2), jnp.uint32)
-  return DecodeState(
-    cache=decoder.empty_cache(config, rows, slots),
-    length=zeros,
-    last=zeros - 1,
-    keys=keys,
-    stop=zeros.copy(),
-    grammar=zeros.copy(),
-  )
-
-
-@functools.partial(jax.jit, donate_argnames='state')
-def reset(
-  state: DecodeState, fresh: Bool[Array, 'B'], keys: UInt32[Array, 'B 2']
-) -> DecodeState:
-  """Empties the rows where `fresh` and gives them new keys."""
-  return state._replace(
-    length=jnp.where(fresh, 0, state.length),
-    last=jnp.where(fresh, -1, state.last),
-    keys=jnp.where(fresh[:, None], keys, state.keys),
-  )
-
-
-@functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='state')
-def feed(
+@functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='cache')
+def prefill(
   params: decoder.Params,
-  state: DecodeState,
+  cache: decoder.Cache,
   rows: Int[Array, 'M'],
+  start: Int[Array, 'M'],
   tokens: Int[Array, 'M T'],
   count: Int[Array, 'M'],
   *,
   config: decoder.DecoderConfig,
   bucket: int,
-) -> DecodeState:
-  """Appends tokens[m, :count[m]] to the text of row rows[m].
+) -> decoder.Cache:
+  """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
   Args:
-    params: Of the policy, by decoder.unstacked.
-    state: Donated.
+    params: Parameters of the policy, by decoder.unstacked.
+    cache: Donated.
     rows: Distinct; B or more marks an unused place.
+    start: Tokens that the row's cache holds already.
     tokens: Padded at the end.
-    count: At least 1 in a used place.
-    config: Of the policy.
-    bucket: Slots that are read and written; at least the texts' new lengths.
+    count: How many tokens of a place count.
+    config: The policy's shape.
+    bucket: Slots that are read and written; at least start + count.
   """
-  view = _view(state, rows, bucket)
-  begun = view.last >= 0
-  # The text is one token ahead: its old last token goes in first, its new one waits.
-  shifted = jnp.concatenate([view.last[:, None], tokens[:, :-1]], axis=1)
-  inputs = jnp.where(begun[:, None], shifted, tokens)
-  written = count - jnp.where(begun, 0, 1)
-  steps_T = jnp.arange(tokens.shape[1])[None]
-  positions = jnp.where(
-    steps_T < written[:, None], view.length[:, None] + steps_T, bucket
-  )
-  _, cache = decoder.extend(params, config, inputs, positions, view.cache)
-  view = DecodeState(
-    cache=cache,
-    length=view.length + written,
-    last=jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0],
-    keys=view.keys,
-    stop=jnp.zeros_like(view.stop),
-    grammar=jnp.zeros_like(view.grammar),
-  )
-  return _put(state, rows, view)
+  view = _view(cache, rows, bucket)
+  steps_1T = jnp.arange(tokens.shape[1])[None]
+  positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
+  _, view = decoder.extend(params, config, tokens, positions, view)
+  return _put(cache, rows, view)
 
 
-@functools.partial(jax.jit, static_argnames='bucket', donate_argnames='state')
-def fork(
-  state: DecodeState,
-  source: Int[Array, 'M'],
-  rows: Int[Array, 'M'],
-  count: Int[Array, 'M'],
-  last: Int[Array, 'M'],
-  *,
-  bucket: int,
-) -> DecodeState:
-  """Gives row rows[m] the first count[m] tokens of row source[m]'s text.
+@functools.partial(jax.jit, static_argnames='bucket', donate_argnames='cache')
+def copy(
+  cache: decoder.Cache, source: Int[Array, 'M'], rows: Int[Array, 'M'], *, bucket: int
+) -> decoder.Cache:
+  """Copies the first `bucket` slots of row source[m] to row rows[m].
 
   Args:
-    state: Donated.
-    source: Rows whose text begins with the shared tokens.
-    rows: Distinct; B or more marks an unused place. Their keys stay their own.
-    count: At least 1.
-    last: The last of the shared tokens.
-    bucket: Slots that are copied; at least count - 1.
+    cache: Donated.
+    source: The rows to copy from.
+    rows: Distinct, none of them a source; B or more marks an unused place.
+    bucket: Slots that are copied.
   """
-  return state._replace(
-    cache=jax.tree.map(
-      lambda x: x.at[rows, :, :bucket].set(x[source, :, :bucket], mode='drop'),
-      state.cache,
-    ),
-    length=state.length.at[rows].set(count - 1, mode='drop'),
-    last=state.last.at[rows].set(last, mode='drop'),
-    stop=state.stop.at[rows].set(0, mode='drop'),
-    grammar=state.grammar.at[rows].set(0, mode='drop'),
+  return jax.tree.map(
+    lambda x: x.at[rows, :, :bucket].set(x[source, :, :bucket], mode='drop'), cache
   )
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=('config', 'sampling', 'steps', 'bucket'),
-  donate_argnames='state',
+  static_argnames=('config', 'guides', 'steps', 'bucket', 'in_place'),
+  donate_argnames='cache',
 )
 def decode(
   params: decoder.Params,
-  state: DecodeState,
-  rows: Int[Array, 'M'],
-  budget: Int[Array, 'M'],
-  stop: stop_lib.Stop,
-  grammar: grammar_lib.Grammar | None = None,
+  cache: decoder.Cache,
+  places: Places,
+  used: Bool[Array, 'G M'],
+  states: tuple[guide_lib.State, ...],
+  guide_params: tuple,
   *,
   config: decoder.DecoderConfig,
-  sampling: sampling_lib.Sampling,
+  guides: tuple[guide_lib.Guide, ...],
   steps: int,
   bucket: int,
-) -> tuple[DecodeState, Decoded]:
-  """Samples one segment: until every running row has stopped, or for `steps` tokens.
+  in_place: bool = False,
+) -> tuple[decoder.Cache, tuple[guide_lib.State, ...], Decoded]:
+  """Samples one segment: until every running place has stopped, or for `steps` tokens.
 
-  A token's randomness is (row key, position): neither the other rows nor the way a reply
-  is cut into segments can change it.
+  A token's randomness is (key, position): neither the other rows nor the way a reply is
+  cut into segments can change it.
 
   Args:
-    params: Of the policy, by decoder.unstacked.
-    state: Donated.
-    rows: Distinct; B or more marks an unused place.
-    budget: Most tokens for row rows[m]; with budget 0 it does not run.
-    stop: What ends a reply.
-    grammar: What a reply may say; None allows all.
-    config: Of the policy.
-    sampling: How to choose.
-    steps: Most tokens of this segment.
-    bucket: Slots that are read and written; at least length + steps of every running row.
+    params: Parameters of the policy, by decoder.unstacked.
+    cache: Donated.
+    places: What is decoded.
+    used: Which places' logits each guide changes.
+    states: Of each guide, the state of each place.
+    guide_params: Of each guide, its parameters.
+    config: The policy's shape.
+    guides: The kinds of guides that the engine was made with.
+    steps: The most tokens of this segment.
+    bucket: Slots that are read and written; at least length + steps of every place that
+      runs.
+    in_place: Whether place m is row m, for all rows and all their slots: nothing is then
+      copied, and there is no second cache. It is for attention that reads no more slots
+      than are used.
+
+  Returns:
+    The cache, the guides' states after the last token of each place, and the tokens.
   """
-  if grammar is not None and grammar.classes.shape[0] != config.vocab_size:
-    raise ValueError(
-      f'the grammar is for {grammar.classes.shape[0]} tokens, the policy has '
-      f'{config.vocab_size}: make it with vocab_size={config.vocab_size}.'
-    )
+  B, M = cache[0][0].shape[0], places.rows.shape[0]
   # The view is copied once a segment; attention then reads `bucket` slots at every token.
-  view = _view(state, rows, bucket)
-  M, B = rows.shape[0], state.length.shape[0]
+  view = cache if in_place else _view(cache, places.rows, bucket)
   out = Decoded(
     tokens=jnp.zeros((M, steps), jnp.int32),
     logprobs=jnp.zeros((M, steps), jnp.float32),
     count=jnp.zeros(M, jnp.int32),
     stopped=jnp.zeros(M, bool),
+    top_tokens=jnp.zeros((M, steps, min(TOP, config.vocab_size)), jnp.int32),
+    top_logprobs=jnp.zeros((M, steps, min(TOP, config.vocab_size)), jnp.float32),
   )
 
-  def running(carry):
-    i, _, _, alive = carry
-    return (i < steps) & alive.any()
+  def running(loop):
+    return (loop.i < steps) & loop.alive.any()
 
-  def step(carry):
-    i, s, out, alive = carry
-    positions = jnp.where(alive, s.length, bucket)
-    x, cache = decoder.extend(
-      params, config, s.last[:, None], positions[:, None], s.cache
+  def step(loop):
+    alive = loop.alive
+    length = places.length + loop.out.count
+    positions = jnp.where(alive, length, bucket)[:, None]
+    x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
+    hidden = x[:, 0]
+    logits = decoder.logits(params, config, hidden)
+    logits = sampling_lib.scale(logits, places.temperature)
+    logprobs = jax.nn.log_softmax(logits)
+
+    u = sampling_lib.uniforms(places.keys, length + 1)
+    choose = functools.partial(sampling_lib.choose, u=u, greedy=places.temperature == 0)
+
+    def guided():
+      changed = guide_lib.guided(guides, guide_params, loop.states, used, logits, hidden)
+      return choose(jax.nn.log_softmax(changed))
+
+    token = jax.lax.cond(used.any(), guided, lambda: choose(logprobs))
+    states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
+    out = _write(loop.out, loop.i, alive, token, logprobs, ended, places.top)
+    return _Loop(
+      i=loop.i + 1,
+      view=view,
+      last=jnp.where(alive, token, loop.last),
+      states=jax.tree.map(functools.partial(_where, alive), states, loop.states),
+      out=out,
+      alive=alive & ~ended & (out.count < places.budget),
     )
-    u = sampling_lib.uniforms(s.keys, s.length + 1)
-    logits = decoder.logits(params, config, x[:, 0])
-    allowed = None
-    if grammar is not None:
-      allowed = functools.partial(grammar_lib.allowed, grammar, s.grammar)
-    token, logprob = sampling_lib.sample(logits, u, sampling, allowed)
-    stop_state, ended = stop_lib.advance(stop, s.stop, token)
-    said = s.grammar
-    if grammar is not None:
-      said = grammar_lib.advance(grammar, said, token)
-    s = DecodeState(
-      cache=cache,
-      length=s.length + alive,
-      last=jnp.where(alive, token, s.last),
-      keys=s.keys,
-      stop=jnp.where(alive, stop_state, s.stop),
-      grammar=jnp.where(alive, said, s.grammar),
-    )
-    out = Decoded(
-      tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
-      logprobs=out.logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0)),
-      count=out.count + alive,
-      stopped=out.stopped | (alive & ended),
-    )
-    return i + 1, s, out, alive & ~ended & (out.count < budget)
 
-  alive = (rows < B) & (budget > 0) & (view.last >= 0)
-  _, end, out, _ = jax.lax.while_loop(running, step, (0, view, out, alive))
-  return _put(state, rows, end), out
+  alive = (places.rows < B) & (places.budget > 0)
+  zero = jnp.zeros((), jnp.int32)
+  end = jax.lax.while_loop(
+    running, step, _Loop(zero, view, places.last, states, out, alive)
+  )
+  cache = end.view if in_place else _put(cache, places.rows, end.view)
+  return cache, end.states, end.out
 
 
-def _view(state: DecodeState, rows: Int[Array, 'M'], bucket: int) -> DecodeState:
+class _Loop(NamedTuple):
+  """What goes from token to token of `decode`."""
+
+  i: Int[Array, '']
+  view: decoder.Cache
+  last: Int[Array, 'M']
+  states: tuple[guide_lib.State, ...]
+  out: Decoded
+  alive: Bool[Array, 'M']
+
+
+def _write(out: Decoded, i, alive, token, logprobs_MV, ended, top) -> Decoded:
+  """Adds the i-th token of the places that are alive."""
+  logprob = jnp.take_along_axis(logprobs_MV, token[:, None], axis=1)[:, 0]
+
+  n = out.top_tokens.shape[2]
+  none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros_like(token, shape=(len(top), n))
+  # The search is left out where no place asks for it.
+  values_Mn, tokens_Mn = jax.lax.cond(
+    top.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
+  )
+  return Decoded(
+    tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
+    logprobs=out.logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0)),
+    count=out.count + alive,
+    stopped=out.stopped | (alive & ended),
+    top_tokens=out.top_tokens.at[:, i].set(tokens_Mn),
+    top_logprobs=out.top_logprobs.at[:, i].set(values_Mn),
+  )
+
+
+def _where(alive: Bool[Array, 'M'], new: Array, old: Array) -> Array:
+  """`new` in the places that are alive, whatever else the arrays' axes are."""
+  return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _view(cache: decoder.Cache, rows: Int[Array, 'M'], bucket: int) -> decoder.Cache:
   """M rows alone, with the first `bucket` slots of their cache."""
-  cache = jax.tree.map(lambda x: x[rows, :, :bucket], state.cache)
-  return DecodeState(cache, *(x[rows] for x in state[1:]))
+  return jax.tree.map(lambda x: x[rows, :, :bucket], cache)
 
 
-def _put(state: DecodeState, rows: Int[Array, 'M'], view: DecodeState) -> DecodeState:
+def _put(
+  cache: decoder.Cache, rows: Int[Array, 'M'], view: decoder.Cache
+) -> decoder.Cache:
   """Writes a view back."""
-  bucket = view.cache[0][0].shape[2]
-  cache = jax.tree.map(
-    lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), state.cache, view.cache
+  bucket = view[0][0].shape[2]
+  return jax.tree.map(
+    lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), cache, view
   )
-  rest = zip(state[1:], view[1:], strict=True)
-  return DecodeState(cache, *(x.at[rows].set(v, mode='drop') for x, v in rest))

@@ -112,18 +112,24 @@ def cached(
   positions_BT: Int[Array, 'B T'],
 ) -> Float[Array, 'B T N H']:
   """Attention to every slot at or before the query's position: the cache's only mask."""
-  if sharding.platform() == 'tpu' and _has_pages(q_BTNH, k_BKSH):
+  if q_BTNH.shape[1] == 1 and reads_used_slots(k_BKSH.shape, k_BKSH.dtype):
     return _paged(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   slots_S = jnp.arange(k_BKSH.shape[2])
   mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
 
 
-def _has_pages(q_BTNH, k_BKSH) -> bool:
-  """Whether the kernel that reads pages can be asked: it computes in bfloat16."""
-  B, K, S, H = k_BKSH.shape
-  tiles = S % _LANES == 0 and H % _LANES == 0 and q_BTNH.dtype == jnp.bfloat16
-  return q_BTNH.shape[1] == 1 and tiles and B * K * S // math.gcd(S, _PAGE) <= _PAGES
+def reads_used_slots(shape: tuple[int, ...], dtype: Any) -> bool:
+  """Whether a decode's attention reads no more of a row than its used slots.
+
+  Args:
+    shape: The cache's: rows B, key-value heads K, slots S, numbers of a head H.
+    dtype: The cache's type or its name; the kernel that reads pages computes in bfloat16.
+  """
+  B, K, S, H = shape
+  tiles = S % _LANES == 0 and H % _LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
+  few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
+  return sharding.platform() == 'tpu' and tiles and few
 
 
 def _paged(

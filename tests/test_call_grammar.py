@@ -1,23 +1,18 @@
-"""Grammars: what is sampled fits the schemas, what fits can be sampled, text is free."""
+"""The grammar of calls: what fits the schemas can be said, nothing else; text is free."""
 
 import asyncio
 import functools
 import json
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import types
+from agent_r1_jax.agent import call_grammar
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.engine import driver as driver_lib
-from agent_r1_jax.engine import grammar as grammar_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 
 
 @tool_lib.tool
@@ -86,8 +81,8 @@ class Tokens:
   def __init__(self, tokenizer, vocab_size, **kwargs):
     self.tokenizer, self.pieces = tokenizer, tokenizer_lib.token_bytes(tokenizer)
     schemas = [tool.schema for tool in TOOLS.values()]
-    self.grammar = grammar_lib.tool_calls(schemas, self.pieces, vocab_size, **kwargs)
-    self.classes, self.table = map(np.asarray, self.grammar[:2])
+    self.grammar = call_grammar.tool_calls(schemas, self.pieces, vocab_size, **kwargs)
+    self.classes, self.table = self.grammar.classes, self.grammar.table
     # Where a control token may follow, the text is free.
     self.free = self.table[:, self.classes[tokenizer.eos_token_id]] >= 0
     self.opening = self.pieces.index(b'<tool_call>')
@@ -143,7 +138,7 @@ class Tokens:
 
 
 @functools.cache
-def _tiny(**kwargs):
+def of_tiny(**kwargs):
   return Tokens(tiny.chat().tokenizer, tiny.VOCAB, **kwargs)
 
 
@@ -158,7 +153,7 @@ def _assert_fits(text):
   return call
 
 
-def _call(name, arguments):
+def call_text(name, arguments):
   data = json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)
   return f'<tool_call>\n{data}\n</tool_call>'
 
@@ -213,8 +208,8 @@ _BAD = [
 class TestAutomaton:
   @pytest.mark.parametrize('name, arguments', _GOOD)
   def test_what_fits_can_be_said(self, name, arguments):
-    tokens = _tiny()
-    text = _call(name, arguments)
+    tokens = of_tiny()
+    text = call_text(name, arguments)
     _assert_fits(text)
     before = 'I <look> it <tool_ up. '
     for extra in ('', ' done', text):
@@ -223,11 +218,11 @@ class TestAutomaton:
 
   @pytest.mark.parametrize('body', _BAD)
   def test_what_does_not_fit_cannot(self, body):
-    tokens = _tiny()
+    tokens = of_tiny()
     assert tokens.walk(tokens.encode(f'<tool_call>\n{body}\n</tool_call>')) == -1
 
   def test_the_opening_is_seen_however_it_is_cut(self):
-    tokens = _tiny()
+    tokens = of_tiny()
     for opening in (['<tool_call>'], list('<tool_call>'), ['<', '<tool_call>']):
       ids = [t for part in opening for t in tokens.encode(part)]
       assert not tokens.free[tokens.walk(ids)]
@@ -235,9 +230,9 @@ class TestAutomaton:
     assert tokens.free[tokens.walk(tokens.encode('<tool_calls <tool call> </tool_call>'))]
 
   def test_a_control_token_ends_no_call_and_separates_the_opening(self):
-    tokens = _tiny()
+    tokens = of_tiny()
     end = tokens.tokenizer.eos_token_id
-    body = tokens.encode(_call(*_GOOD[1]))
+    body = tokens.encode(call_text(*_GOOD[1]))
     for i in range(1, len(body)):
       assert tokens.walk([*body[:i], end]) == -1
       assert tokens.walk([*body[:i], tiny.VOCAB - 1]) == -1  # beyond the tokenizer
@@ -247,7 +242,7 @@ class TestAutomaton:
     assert tokens.free[tokens.walk([*half, end, *tokens.encode('call>')])]
 
   def test_a_token_leads_where_its_bytes_lead(self):
-    tokens = _tiny()
+    tokens = of_tiny()
     single = {piece: i for i, piece in enumerate(tokens.pieces) if len(piece) == 1}
     longer = [i for i, piece in enumerate(tokens.pieces) if len(piece) > 1]
     assert longer
@@ -256,16 +251,26 @@ class TestAutomaton:
         byte_by_byte = [single[bytes([b])] for b in tokens.pieces[token]]
         assert tokens.walk([token], state) == tokens.walk(byte_by_byte, state)
 
-  def test_masks_are_the_table(self):
-    tokens = _tiny()
-    state = jnp.arange(len(tokens.table))
-    allowed = np.asarray(grammar_lib.allowed(tokens.grammar, state))
-    np.testing.assert_array_equal(allowed, tokens.table[:, tokens.classes] >= 0)
-    assert allowed.any(1).all() and allowed[0].all()
+  def test_something_can_always_be_said_and_no_reply_ends(self):
+    tokens = of_tiny()
+    assert (tokens.table >= 0).any(1).all() and (tokens.table[0] >= 0).all()
+    assert not tokens.grammar.ends.any() and tokens.grammar.restricts
+
+  def test_a_required_call_is_said_at_once(self):
+    tokens, text = of_tiny(required=True), call_text('now', {})
+    assert tokens.free[tokens.walk(tokens.encode(text + ' and so on'))]
+    assert tokens.walk(tokens.encode('I call ' + text)) == -1
+    assert tokens.walk([tokens.tokenizer.eos_token_id]) == -1
+
+  def test_the_words_around_a_call_may_be_others(self):
+    tokens = of_tiny(opening='<<', closing='>>')
+    body = '\n{"name": "now", "arguments": {}}\n'
+    assert tokens.free[tokens.walk(tokens.encode(f'So <tool_call> or <<{body}>> it'))]
+    assert tokens.walk(tokens.encode('So << no')) == -1
 
   @pytest.mark.parametrize('length', [0, 3, 12, 30, 80])
   def test_every_prefix_is_one_of_a_call_that_fits(self, length):
-    tokens, rng = _tiny(), np.random.default_rng(length)
+    tokens, rng = of_tiny(), np.random.default_rng(length)
     calls = [
       _assert_fits(tokens.text(tokens.completed(tokens.random_call(rng, length))))
       for _ in range(40)
@@ -276,9 +281,9 @@ class TestAutomaton:
   @pytest.mark.parametrize('model', ['qwen2.5', 'qwen3'])
   def test_with_a_real_tokenizer(self, data_dir, model):
     tokens = Tokens(tokenizer_lib.load(data_dir / 'models' / model), 151_936)
-    assert tokens.grammar.masks.shape[1] == 151_936 // 32
+    assert tokens.classes.shape == (151_936,)
     for name, arguments in _GOOD:
-      text = f'Well. {_call(name, arguments)}'
+      text = f'Well. {call_text(name, arguments)}'
       assert tokens.free[tokens.walk(tokens.encode(text))], text
     for body in _BAD:
       text = f'<tool_call>\n{body}\n</tool_call>'
@@ -288,165 +293,19 @@ class TestAutomaton:
       _assert_fits(tokens.text(tokens.completed(tokens.random_call(rng, length))))
 
 
-class TestSampling:
-  def test_the_law_is_that_of_what_is_allowed(self):
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=300).astype(np.float32)
-    allowed = rng.random(300) < 0.05
-    u = (np.arange(4000, dtype=np.float32) + 0.5) / 4000
-    sample = jax.jit(
-      lambda logits, u: sampling_lib.sample(
-        logits, u, sampling_lib.ON_POLICY, lambda: jnp.tile(allowed[None], (4000, 1))
-      )
-    )
-    tokens, logprobs = sample(np.tile(logits, (4000, 1)), u)
-    p = np.where(allowed, np.exp(logits), 0)
-    np.testing.assert_allclose(
-      np.bincount(tokens, minlength=300) / 4000, p / p.sum(), atol=5e-4
-    )
-    full = jax.nn.log_softmax(logits)
-    np.testing.assert_allclose(logprobs, full[np.asarray(tokens)], atol=1e-5)
-
-  @pytest.mark.parametrize('temperature', [0.0, 0.05, 1.0])
-  def test_what_is_forbidden_is_not_chosen_however_likely_it_is(self, temperature):
-    logits = np.zeros((2, 300), np.float32)
-    logits[:, 7], logits[:, 200] = 400, 5
-    allowed = np.ones((2, 300), bool)
-    allowed[0, 7] = False
-    tokens, _ = sampling_lib.sample(
-      jnp.asarray(logits),
-      jnp.array([0.5, 0.5]),
-      sampling_lib.Sampling(temperature),
-      lambda: jnp.asarray(allowed),
-    )
-    assert tokens.tolist() == [200, 7]
-
-
-_END = tiny.chat().tokenizer.eos_token_id
-
-
-def _replies(likely, grammar, *, turns=1, sampling=sampling_lib.ON_POLICY):
-  """[segment] of six episodes, each reply as long as it can be."""
-  tree = tiny.params(tiny.config(), likely)
-  # One program for all lengths: less to compile.
-  sizes = {'bucket': tiny.SIZES['slots'], 'narrow': False}
-  driver = tiny.driver(tree, grammar=grammar, sampling=sampling, **sizes)
-
-  async def play(number):
-    pieces, replies = [], []
-    async with driver.row(driver_lib.key('grammar', number)) as row:
-      for turn in range(turns):
-        given = np.array([30 + number, 40 + turn], np.int32)
-        reply = await row.generate(given, 110 // turns)
-        pieces += [(given, np.zeros(2, np.float32), False)]
-        pieces += [(reply.tokens, reply.logprobs, True)]
-        replies.append(reply.tokens.tolist())
-    tokens, logprobs, chosen = zip(*pieces)
-    mask = np.repeat(chosen, [len(t) for t in tokens])
-    segment = types.Segment(np.concatenate(tokens), mask, np.concatenate(logprobs))
-    return segment, replies
-
-  played = tiny.within(driver.run, [play(number) for number in range(6)])
-  tiny.assert_on_policy(
-    tree, [s for s, _ in played], temperature=sampling.temperature or 1.0
-  )
-  return played
-
-
-def _talkative():
-  """Calls are begun, and strings ended; without a grammar nothing of it would fit."""
-  pieces = _tiny().pieces
-  bias = {i: 0.9 for i, piece in enumerate(pieces) if set(piece) & {*b'"}]'}}
-  return bias | {_tiny().opening: 2.0}
-
-
-class TestDecode:
-  def test_free_text_is_as_without_a_grammar(self):
-    """To the last bit."""
-    never = {_tiny().opening: -9.0}
-    played = _replies(never, _tiny().grammar)
-    for (segment, _), (other, _) in zip(played, _replies(never, None), strict=True):
-      for ours, theirs in zip(vars(segment).values(), vars(other).values()):
-        np.testing.assert_array_equal(ours, theirs)
-
-  @pytest.mark.parametrize('temperature', [1.0, 0.0])
-  def test_calls_fit(self, temperature):
-    """Over many segments, in which a call's state is kept."""
-    sampling = sampling_lib.Sampling(temperature)
-    played = _replies(_talkative(), _tiny().grammar, sampling=sampling)
-    assert any(_tiny().opening in reply[:-16] for _, (reply,) in played)
-    complete = self._check(played)
-    if temperature:
-      assert complete
-      without = _replies(_talkative(), None, sampling=sampling)
-      assert any(_tiny().walk(reply) < 0 for _, (reply,) in without)
-
-  def _check(self, played):
-    """How many calls were completed; all fit."""
-    tokens, complete = _tiny(), 0
-    for _, replies in played:
-      for reply in replies:
-        assert tokens.walk(reply) >= 0
-        calls = calls_lib.hermes(tokens.text(tokens.completed(reply)))
-        assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
-        for call in calls:
-          assert asyncio.run(tool_lib.call(TOOLS[call.name], call.arguments)).ok
-        complete += len(calls) - (not tokens.free[tokens.walk(reply)])
-    return complete
-
-  def test_each_reply_begins_anew(self):
-    tokens = _tiny(required=True)
-    played = _replies(None, tokens.grammar, turns=4)
-    starts = _call('', {}).partition('{"name": ')[0]
-    for _, replies in played:
-      for reply in replies:
-        assert tokens.walk(reply) >= 0
-        said = b''.join(tokens.pieces[t] for t in reply)
-        assert said.startswith(starts.encode()) and _END not in reply
-
-  def test_a_copied_prompt_begins_anew(self):
-    """In rows that were left in the midst of a call."""
-    tokens, tree = _tiny(required=True), tiny.params(tiny.config())
-    sizes = {'bucket': tiny.SIZES['slots'], 'narrow': False}
-    driver = tiny.driver(tree, grammar=tokens.grammar, **sizes)
-    rows = tiny.SIZES['rows']
-
-    async def play(number, prompt):
-      async with driver.row(driver_lib.key('copied', number)) as row:
-        reply = await row.generate(np.array(prompt, np.int32), 12)
-      return reply.tokens.tolist()
-
-    different = [play(number, [30 + number, 40]) for number in range(rows)]
-    states = [tokens.walk(reply) for reply in tiny.within(driver.run, different)]
-    assert all(state > 0 and not tokens.free[state] for state in states)
-    assert driver.stats.forked == 0
-    same = [play(number, [30, 40]) for number in range(rows)]
-    replies = tiny.within(driver.run, same)
-    assert driver.stats.forked == 2 * (rows - 1)
-    starts = _call('', {}).partition('{"name": ')[0]
-    for reply in replies:
-      assert tokens.walk(reply) >= 0
-      assert b''.join(tokens.pieces[t] for t in reply).startswith(starts.encode())
-
-  def test_another_policys_grammar_is_refused(self):
-    short = Tokens(tiny.chat().tokenizer, tiny.VOCAB + 1)
-    with pytest.raises(ValueError, match='vocab_size=300'):
-      _replies(None, short.grammar)
-
-
 class TestMistakes:
   def test_no_tools(self):
     with pytest.raises(ValueError, match='schemas is empty'):
-      grammar_lib.tool_calls([], _tiny().pieces, tiny.VOCAB)
+      call_grammar.tool_calls([], of_tiny().pieces, tiny.VOCAB)
 
   def test_another_models_vocabulary(self):
     with pytest.raises(ValueError, match='do not belong together'):
-      grammar_lib.tool_calls([now.schema], _tiny().pieces, 100)
+      call_grammar.tool_calls([now.schema], of_tiny().pieces, 100)
 
   def test_a_vocabulary_without_the_bytes(self):
-    pieces = [b'' if piece == b'{' else piece for piece in _tiny().pieces]
+    pieces = [b'' if piece == b'{' else piece for piece in of_tiny().pieces]
     with pytest.raises(ValueError, match=r'single bytes.*\{'):
-      grammar_lib.tool_calls([now.schema], pieces, tiny.VOCAB)
+      call_grammar.tool_calls([now.schema], pieces, tiny.VOCAB)
 
   @pytest.mark.parametrize(
     'properties', [{'a"b': {'type': 'string'}}, {'a': {'type': 'colour'}}]
@@ -455,4 +314,4 @@ class TestMistakes:
     parameters = {'type': 'object', 'properties': properties}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
     with pytest.raises(ValueError, match='tool f: .*'):
-      grammar_lib.tool_calls([schema], _tiny().pieces, tiny.VOCAB)
+      call_grammar.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)

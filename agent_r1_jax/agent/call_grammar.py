@@ -1,37 +1,17 @@
-"""What a reply may say: tool calls that fit their schemas, as an automaton over tokens.
+"""A grammar of tool calls: what a reply in Hermes format may say, as an automaton.
 
-Letters: Q automaton states, V vocabulary, C classes of tokens, K kinds of states, W words
-of 32 bits, B rows.
+Letters: V tokens of the vocabulary, Q automaton states.
 """
 
 from collections.abc import Mapping, Sequence
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
-from jax import Array
-import jax.numpy as jnp
-from jaxtyping import Bool, Int, UInt32
 import numpy as np
 
-from agent_r1_jax.engine import stop as stop_lib
-
-
-class Grammar(NamedTuple):
-  """Which tokens may follow, and where they lead; a reply begins in state 0.
-
-  Attributes:
-    classes: Tokens of one class lead from each state to the same one.
-    table: table[state, classes[token]] is the next state, -1 where the token is
-      forbidden.
-    kinds: States that allow the same tokens are of one kind.
-    masks: Bit i of masks[kind, w] says whether token 32 w + i may follow.
-  """
-
-  classes: Int[Array, 'V']
-  table: Int[Array, 'Q C']
-  kinds: Int[Array, 'Q']
-  masks: UInt32[Array, 'K W']
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata
 
 
 def tool_calls(
@@ -42,7 +22,7 @@ def tool_calls(
   required: bool = False,
   opening: str = '<tool_call>',
   closing: str = '</tool_call>',
-) -> Grammar:
+) -> types.Automaton:
   r"""Lets a reply call tools in Hermes format, and only as their schemas want it.
 
   Text is free until `opening` has been said, however it is cut into tokens. Then follows
@@ -55,9 +35,10 @@ def tool_calls(
   the lengths of strings and arrays, and no others.
 
   Args:
-    schemas: Of the tools, in the OpenAI form.
+    schemas: The tools' schemas, in the OpenAI form.
     token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
-    vocab_size: Of the model (V); tokens beyond the tokenizer's count as control tokens.
+    vocab_size: Tokens of the model (V); those beyond the tokenizer's count as control
+      tokens.
     required: The reply must begin with a call.
     opening: What a call begins with.
     closing: What it ends with.
@@ -67,30 +48,10 @@ def tool_calls(
   """
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
-  if len(token_bytes) > vocab_size:
-    raise ValueError(
-      f'token_bytes has {len(token_bytes)} tokens, the model {vocab_size}: they do not '
-      'belong together.'
-    )
   call = f'{re.escape(opening)}\n({_calls(schemas)})\n{re.escape(closing)}'
-  step, silent = _with_free_text(*_byte_automaton(call), opening.encode(), required)
-  padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
-  return _over_tokens(step, silent, padded)
-
-
-def allowed(grammar: Grammar, state: Int[Array, 'B']) -> Bool[Array, 'B V']:
-  """Which tokens may follow in each row."""
-  words_BW1 = grammar.masks[grammar.kinds[state]][:, :, None]
-  bits = (words_BW1 >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
-  flat = bits.astype(bool).reshape(state.shape[0], -1)
-  return flat[:, : grammar.classes.shape[0]]
-
-
-def advance(
-  grammar: Grammar, state: Int[Array, 'B'], tokens: Int[Array, 'B']
-) -> Int[Array, 'B']:
-  """The state after one allowed token a row."""
-  return grammar.table[state, grammar.classes[tokens]].astype(jnp.int32)
+  step, begin, (end,) = automata.bytes_automaton(call)
+  step, silent = _with_free_text(step, begin, end, opening.encode(), required)
+  return automata.over_tokens(step, silent, token_bytes, vocab_size)
 
 
 # Stands for the blanks that the library writes everywhere; no schema contains it.
@@ -155,27 +116,6 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
   return schema if constrained else _ANY
 
 
-def _byte_automaton(pattern: str) -> tuple[np.ndarray, int, int]:
-  """A regular expression, as bytes: int32 [Q + 1, 256], its start and its only end.
-
-  The last state means that the text does not fit; it is never left.
-  """
-  import outlines_core
-
-  # The end-of-text token is the library's; all others are the single bytes.
-  vocabulary = outlines_core.Vocabulary(256, {bytes([b]): [b] for b in range(256)})
-  index = outlines_core.Index(pattern, vocabulary)
-  transitions = index.get_transitions()
-  number = {state: i for i, state in enumerate(sorted(transitions))}
-  step = np.full((len(number) + 1, 256), len(number), np.int32)
-  for state, edges in transitions.items():
-    for byte, after in edges.items():
-      if byte < 256:
-        step[number[state], byte] = number[after]
-  (end,) = index.get_final_states()
-  return step, number[index.get_initial_state()], number[end]
-
-
 def _with_free_text(
   call: np.ndarray, begin: int, end: int, opening: bytes, required: bool
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +128,7 @@ def _with_free_text(
   opened = begin
   for byte in opening:
     opened = call[opened, byte]
-  text = stop_lib.search([opening])
+  text = automata.search([opening])
   found = len(text) - 1
   forbidden = found + len(call) - 1
   # The end of a call is free text again, of which nothing has been read.
@@ -206,39 +146,3 @@ def _with_free_text(
   number = np.zeros(len(step), np.int32)
   number[order] = np.arange(len(order))
   return number[step[order]], number[silent[order]]
-
-
-def _over_tokens(
-  step: np.ndarray, silent: np.ndarray, token_bytes: Sequence[bytes]
-) -> Grammar:
-  """The automaton over tokens, of one over bytes."""
-  forbidden = len(step) - 1
-  bytes_used = np.flatnonzero((step[:-1] != forbidden).any(0))
-  missing = {bytes([byte]) for byte in bytes_used.tolist()} - {*token_bytes}
-  if missing:
-    # With them every state can reach the end: there are no dead ends to be cut off.
-    raise ValueError(
-      f'the vocabulary has no tokens for the single bytes {sorted(missing)[:5]} ...; a '
-      'grammar needs a byte-level tokenizer (Qwen2, Qwen3, Llama 3).'
-    )
-  classes, columns = stop_lib.read_tokens(step, token_bytes)
-  columns = np.concatenate([columns, silent[:, None]], axis=1)
-  classes[[not data for data in token_bytes]] = columns.shape[1] - 1
-  used, classes = np.unique(classes, return_inverse=True)
-  table = np.where(columns == forbidden, -1, columns)[:-1, used]
-  fits, kinds = np.unique(table >= 0, axis=0, return_inverse=True)
-  small = np.int16 if len(table) < 2**15 else np.int32
-  return Grammar(
-    classes=jnp.asarray(classes.astype(np.int32)),
-    table=jnp.asarray(table.astype(small)),
-    kinds=jnp.asarray(kinds.astype(np.int32)),
-    masks=jnp.asarray(_pack(fits[:, classes])),
-  )
-
-
-def _pack(fits: np.ndarray) -> np.ndarray:
-  """Booleans [K, V] as the bits of Grammar.masks."""
-  padded = np.pad(fits, ((0, 0), (0, -fits.shape[1] % 32)))
-  # The words' bytes are in the order of the bits, whatever the machine's own order is.
-  packed = np.ascontiguousarray(np.packbits(padded, axis=1, bitorder='little'))
-  return packed.view('<u4').astype(np.uint32)

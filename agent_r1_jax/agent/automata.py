@@ -1,0 +1,232 @@
+"""Finite automata over tokens: stop ids and strings, regular expressions, JSON schemas.
+
+The engine runs them inside its jitted loop (engine/guide.py); here they are made of text.
+
+Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+import functools
+import json
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import types
+
+
+def stop(
+  ids: Sequence[int],
+  vocab_size: int,
+  strings: Sequence[str] = (),
+  token_bytes: Sequence[bytes] = (),
+) -> types.Automaton:
+  """Makes an automaton that ends a reply at stop ids and stop strings.
+
+  A stop string is found wherever it is completed, also across token boundaries and
+  inside one token (the reply then ends with that whole token). A control token, which has
+  no bytes, lies between what it separates.
+
+  Args:
+    ids: Tokens that end a reply.
+    vocab_size: Tokens of the model (V); those beyond the tokenizer's have no text.
+    strings: Strings that end a reply.
+    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens;
+      needed with strings.
+
+  Raises:
+    ValueError: A string is empty, token_bytes are missing, or an id is beyond the
+      vocabulary.
+  """
+  if not all(strings):
+    raise ValueError('A stop string is empty: it would end every reply at once. Drop it.')
+  if strings and not token_bytes:
+    raise ValueError('Stop strings need token_bytes: the bytes of every token.')
+  if outside := [i for i in ids if not 0 <= i < vocab_size]:
+    raise ValueError(f'the stop id {outside[0]} is not one of {vocab_size} tokens.')
+  if strings:
+    padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
+    classes, columns = read_tokens(search([s.encode() for s in strings]), padded)
+    silent = np.array([not data for data in padded])
+  else:
+    # Two states, before and after a stop id.
+    classes, columns = np.zeros(vocab_size, np.int32), np.array([[0], [1]], np.int32)
+    silent = np.ones(vocab_size, bool)
+  end = len(columns) - 1
+  # Two further classes: tokens without text lead to the start, stop ids to the end.
+  to_start, to_end = np.zeros(end + 1, np.int32), np.full(end + 1, end, np.int32)
+  table = np.concatenate([columns, to_start[:, None], to_end[:, None]], axis=1)
+  classes = np.where(silent, columns.shape[1], classes).astype(np.int32)
+  classes[list(ids)] = columns.shape[1] + 1
+  return types.Automaton(classes, table, np.arange(end + 1) == end)
+
+
+def regex(
+  pattern: str, stop_ids: Sequence[int], token_bytes: Sequence[bytes], vocab_size: int
+) -> types.Automaton:
+  """Makes an automaton that holds a whole reply to a regular expression.
+
+  Where the expression is fulfilled, a stop id can end the reply, and nowhere else; no
+  other control token is allowed.
+
+  Args:
+    pattern: A regular expression as outlines_core reads it (the syntax of Rust's regex).
+    stop_ids: Tokens that end a reply.
+    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
+    vocab_size: Tokens of the model (V).
+
+  Raises:
+    ValueError: The vocabulary lacks a byte that the expression needs.
+  """
+  step, start, finals = bytes_automaton(pattern)
+  # The automaton begins in state 0: the two change places.
+  order = np.arange(len(step))
+  order[[0, start]] = [start, 0]
+  step, finals = order[step[order]], {int(order[state]) for state in finals}
+  forbidden = len(step) - 1
+  held = over_tokens(step, np.full(len(step), forbidden), token_bytes, vocab_size)
+  # A further class of tokens, and a state that they lead to.
+  column = np.full((len(held.table), 1), -1)
+  column[sorted(finals)] = len(held.table)
+  table = np.concatenate([held.table, column], axis=1)
+  table = np.concatenate([table, np.full((1, table.shape[1]), len(held.table))])
+  classes = held.classes.copy()
+  classes[list(stop_ids)] = table.shape[1] - 1
+  return types.Automaton(classes, table, np.arange(len(table)) == len(table) - 1)
+
+
+def json_schema(
+  schema: Mapping[str, Any],
+  stop_ids: Sequence[int],
+  token_bytes: Sequence[bytes],
+  vocab_size: int,
+) -> types.Automaton:
+  """As `regex`, for JSON of a schema."""
+  from outlines_core import json_schema as library
+
+  pattern = library.build_regex_from_schema(json.dumps(schema))
+  return regex(pattern, stop_ids, token_bytes, vocab_size)
+
+
+def search(strings: Sequence[bytes]) -> np.ndarray:
+  """Aho-Corasick: a state is the longest suffix read that begins one of the strings.
+
+  int32 [Q, 256]; every completed string is the one last state, which is never left.
+  """
+  prefixes = sorted({s[:i] for s in strings for i in range(len(s))}, key=len)
+  number = {prefix: i for i, prefix in enumerate(prefixes)}
+  found = len(prefixes)
+  step = np.full((found + 1, 256), found, np.int32)
+  for prefix, i in number.items():
+    for byte in range(256):
+      text = prefix + bytes([byte])
+      if not text.endswith(tuple(strings)):
+        while text not in number:
+          text = text[1:]
+        step[i, byte] = number[text]
+  return step
+
+
+def read_tokens(
+  step: np.ndarray, token_bytes: Sequence[bytes]
+) -> tuple[np.ndarray, np.ndarray]:
+  """Lets every state of an automaton over bytes read every token.
+
+  Tokens that lead from each state to the same one are a class: of 150,000 tokens there
+  are some hundreds.
+
+  Args:
+    step: step[state, byte] is the next state: int [Q, 256].
+    token_bytes: Of V tokens; b'' leads nowhere.
+
+  Returns:
+    classes, int32 [V], and columns, int32 [Q, C]: columns[state, classes[token]] is the
+    state after the token.
+  """
+  lengths = np.array([len(data) for data in token_bytes])
+  padded = np.zeros((len(token_bytes), max(lengths.max(), 1)), np.uint8)
+  for row, data in zip(padded, token_bytes, strict=True):
+    row[: len(data)] = np.frombuffer(data, np.uint8)
+  columns = [np.arange(len(step), dtype=np.int32)]
+  number = {columns[0].tobytes(): 0}
+
+  @functools.cache
+  def after(pair: int) -> int:
+    column = step[columns[pair // 256], pair % 256].astype(np.int32)
+    key = column.tobytes()
+    if key not in number:
+      number[key] = len(columns)
+      columns.append(column)
+    return number[key]
+
+  # All tokens side by side, one byte a pass; each pair of class and byte is met once.
+  classes = np.zeros(len(token_bytes), np.int64)
+  for i in range(padded.shape[1]):
+    going = np.flatnonzero(lengths > i)
+    pairs, where = np.unique(classes[going] * 256 + padded[going, i], return_inverse=True)
+    classes[going] = np.array([after(pair) for pair in pairs.tolist()], np.int64)[where]
+  used, classes = np.unique(classes, return_inverse=True)
+  return classes.astype(np.int32), np.stack([columns[c] for c in used], axis=1)
+
+
+def bytes_automaton(pattern: str) -> tuple[np.ndarray, int, list[int]]:
+  """Compiles a regular expression to an automaton over bytes.
+
+  Returns:
+    step, int32 [Q + 1, 256], whose last state means that the text does not fit and is
+    never left; the start; and the states in which the expression is fulfilled.
+  """
+  import outlines_core
+
+  # The end-of-text token is the library's; all others are the single bytes.
+  vocabulary = outlines_core.Vocabulary(256, {bytes([b]): [b] for b in range(256)})
+  index = outlines_core.Index(pattern, vocabulary)
+  transitions, finals = index.get_transitions(), index.get_final_states()
+  states = sorted({*transitions, *finals, index.get_initial_state()})
+  number = {state: i for i, state in enumerate(states)}
+  step = np.full((len(number) + 1, 256), len(number), np.int32)
+  for state, edges in transitions.items():
+    for byte, after in edges.items():
+      if byte < 256:
+        step[number[state], byte] = number[after]
+  return step, number[index.get_initial_state()], sorted(number[f] for f in finals)
+
+
+def over_tokens(
+  step: np.ndarray, silent: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int
+) -> types.Automaton:
+  """Lets an automaton over bytes read tokens.
+
+  Args:
+    step: int [Q + 1, 256]; it begins in state 0, and its last state is the forbidden one.
+    silent: int [Q + 1], where a token without text leads from each state.
+    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
+    vocab_size: Tokens of the model (V); those beyond the tokenizer's have no text.
+
+  Raises:
+    ValueError: The vocabulary lacks a byte that the automaton needs, or is larger than
+      the model's.
+  """
+  if len(token_bytes) > vocab_size:
+    raise ValueError(
+      f'token_bytes has {len(token_bytes)} tokens, the model {vocab_size}: they do not '
+      'belong together.'
+    )
+  forbidden = len(step) - 1
+  bytes_used = np.flatnonzero((step[:-1] != forbidden).any(0))
+  missing = {bytes([byte]) for byte in bytes_used.tolist()} - {*token_bytes}
+  if missing:
+    # With them every state can reach the end: there are no dead ends to be cut off.
+    raise ValueError(
+      f'the vocabulary has no tokens for the single bytes {sorted(missing)[:5]} ...; a '
+      'grammar needs a byte-level tokenizer (Qwen2, Qwen3, Llama 3).'
+    )
+  padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
+  classes, columns = read_tokens(step, padded)
+  columns = np.concatenate([columns, silent[:, None]], axis=1)
+  classes[[not data for data in padded]] = columns.shape[1] - 1
+  used, classes = np.unique(classes, return_inverse=True)
+  table = np.where(columns == forbidden, -1, columns)[:-1, used]
+  return types.Automaton(
+    classes.astype(np.int32), table.astype(np.int32), np.zeros(len(table), bool)
+  )

@@ -1,0 +1,257 @@
+"""The engine: answers requests of many clients at once, on one policy or several.
+
+Clients are coroutines in the engine's own event loop: episodes of a rollout, an
+evaluation, a search, a server's handlers.
+
+  played = engine.run(coroutines)      # plays them to their ends
+
+  with engine.open():
+    future = engine.start(coroutines)  # They play while this thread does something else.
+    engine.sync_weights(params, 1)     # The rest of them is played by another policy.
+    played = future.result()
+
+Inside a coroutine, `engine.submit(request)` asks for a reply; see request.py.
+"""
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+import contextlib
+import itertools
+from typing import Any
+
+from jax.sharding import Mesh
+
+from agent_r1_jax import sharding, types
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import loop as loop_lib
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import sizes as sizes_lib
+from agent_r1_jax.models import attention, decoder, lora
+
+
+class Engine:
+  """One or several replicas of a policy, and the loop in which they serve.
+
+  Attributes:
+    config: The policy's shape.
+    interrupted: Asked while requests are served; True ends them with
+      replica.PreemptedError.
+    sizes: The sizes of everything that is compiled.
+    replicas: Copies of the policy, each with rows of its own.
+    stats: Counts so far, over all replicas.
+  """
+
+  def __init__(
+    self,
+    config: decoder.DecoderConfig,
+    params: decoder.Params,
+    *,
+    guides: Mapping[guide_lib.Guide, Any] | None = None,
+    mesh: Mesh | None = None,
+    chips: Sequence[Any] = (),
+    rows: int = 64,
+    slots: int = 1024,
+    steps: int = 32,
+    width: int | None = None,
+    feed_rows: int = 16,
+    feed_tokens: int = 64,
+    bucket: int = 256,
+    narrow: bool = True,
+    replicas: int = 1,
+  ):
+    """Allocates the cache.
+
+    Args:
+      config: The policy's shape.
+      params: Parameters of the policy, with or without adapters.
+      guides: Further kinds of guides that requests may use, and the parameters of each.
+      mesh: The mesh that `params` lie on. This process's chips then have a replica each,
+        or one together where its `tensor` splits a layer. None: one, on JAX's default
+        device.
+      chips: Chips of this process which sample in place of those of the mesh.
+      rows: Texts in the cache at a time (B), on each chip (or `tensor` of them).
+      slots: The most tokens of a text (S).
+      steps: Tokens of one decode segment: what a request waits for, at most, before its
+        text is looked at.
+      width: The most rows that are decoded at a time; all by default. With slow tools,
+        twice as many rows as this keep the device busy.
+      feed_rows: Rows of one prefill (M).
+      feed_tokens: Tokens of one prefill (T).
+      bucket: Cache reads are rounded up to this, twice this, four times this ...
+      narrow: Whether few rows are prefilled and decoded by programs for a quarter of
+        them.
+      replicas: Replicas that work side by side on each chip: they share its parameters
+        and divide its rows and width. One a core keeps a CPU busy, whose decode steps XLA
+        computes mostly on one core.
+
+    A log-prob's last bits depend on the program that computed it: runs whose tools take
+    their time repeat to the last bit only with bucket = slots and narrow = False.
+    """
+    width = rows if width is None else min(width, rows)
+    given = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
+    given |= {'width': width, 'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
+    for name, size in (given | {'replicas': replicas}).items():
+      if size < 1:
+        raise ValueError(f'{name} is {size}; it must be at least 1.')
+    if rows % replicas or width % replicas:
+      raise ValueError(
+        f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'
+      )
+    if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
+      # Each would wait for the other's part of a sum over chips.
+      raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
+    rows, width = rows // replicas, width // replicas
+    widths = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
+    self.sizes = sizes_lib.Sizes(
+      rows=rows,
+      slots=slots,
+      steps=steps,
+      prefill_tokens=feed_tokens,
+      prefill_rows=widths(min(feed_rows, rows)),
+      decode_rows=widths(width),
+      buckets=[b for i in range(32) if (b := bucket << i) < slots] + [slots],
+    )
+    with sharding.use(mesh):
+      shape = (rows, config.num_kv_heads, slots, config.head_dim)
+      if width == rows and attention.reads_used_slots(shape, config.dtype):
+        self.sizes = self.sizes._replace(in_place=True, decode_rows=[rows])
+    self.config, self.mesh = config, mesh
+    self.interrupted: Callable[[], bool] = lambda: False
+    self.stats = replica_lib.Stats()
+    self._meshes = [None] if mesh is None else sharding.replicas(mesh, chips)
+    self.replicas = [
+      replica_lib.Replica(config, self.sizes, guides or {}, self.stats, part, number)
+      for number, part in enumerate(self._meshes)
+      for _ in range(replicas)
+    ]
+    for replica in self.replicas:
+      replica.interrupted = lambda: self.interrupted()
+    # Set by sync_weights: what the clients' own policy was made of, on the mesh.
+    self._params, self._step = params, 0
+    self._synced: decoder.Params | None = None
+    self._versions = itertools.count()
+    self._loop: loop_lib.Loop | None = None
+
+  def run(self, coroutines: Iterable[Coroutine]) -> list:
+    """Runs clients to their ends and returns their results in order.
+
+    The first exception of one of them or of the engine cancels the others and is raised.
+    """
+    with self.open():
+      return loop_lib.wait(self.start(coroutines)).result()
+
+  @contextlib.contextmanager
+  def open(self) -> Iterator[None]:
+    """Inside, `start` may be called; what it started ends with it, done or not."""
+    if self._loop:
+      yield
+      return
+    self._sync()
+    self._loop = loop_lib.Loop(self.replicas)
+    try:
+      yield
+    finally:
+      loop, self._loop = self._loop, None
+      loop.close()
+
+  @property
+  def busy(self) -> bool:
+    """Whether clients are under way, or replies that no client awaits any more."""
+    loads = any(replica.load for replica in self.replicas)
+    return bool(self._loop and (self._loop.busy or loads))
+
+  def start(self, coroutines: Iterable[Coroutine]) -> futures.Future[list]:
+    """As `run`, but does not wait: the future has the results, or the exception.
+
+    Raises:
+      RuntimeError: The engine is not open.
+    """
+    if not self._loop:
+      raise RuntimeError('The engine is not open: start inside `with engine.open()`.')
+    if not self.busy:
+      # So that a run does not depend on the ones before.
+      for replica in self.replicas:
+        replica.rows.forget()
+    return self._loop.start(coroutines)
+
+  def reserve(self, group: int = 0):
+    """Waits for a row's worth of room; an async context manager that gives a replica.
+
+    A client that keeps texts between requests, as an episode does while its tools work,
+    asks inside it, so that no more texts are kept than there are rows.
+
+    Args:
+      group: Clients of one group share a replica, where what their texts have in common
+        is computed once.
+    """
+    return self.replicas[group % len(self.replicas)].reserve()
+
+  def submit(self, request: request_lib.Request) -> request_lib.Generation:
+    """Takes a request, from a coroutine that was started here; see Replica.submit."""
+    parent = request.parent
+    if isinstance(parent, request_lib.Fork):
+      parent = parent.text
+    replica = parent.replica if parent else min(self.replicas, key=lambda r: r.load)
+    return replica.submit(request)
+
+  def sync_weights(self, params: decoder.Params, policy_step: int):
+    """Gives the engine another policy, also in the midst of replies; from any thread.
+
+    Texts under way keep what is cached of them; those that begin share none of it. While
+    requests are under way there is room for two copies.
+
+    Args:
+      params: Parameters of the policy, with or without adapters.
+      policy_step: The updates that they have seen.
+    """
+    self._params, self._step = params, policy_step
+    self._sync()
+
+  def make_policy(self, params: decoder.Params, policy_step: int) -> replica_lib.Policy:
+    """Makes a policy that single requests can ask for; it is freed with the last user.
+
+    Where `params` are those of the engine's own policy, nothing is copied.
+    """
+    own = self.replicas[0].policy
+    if params is self._synced and own is not None:
+      return replica_lib.Policy(own.copies, policy_step, own.version)
+    return replica_lib.Policy(self._copy(params), policy_step, next(self._versions))
+
+  def warm_up(
+    self,
+    on_done: Callable[[int, int], None] = lambda done, all: None,
+    automata: Sequence[types.Automaton] = (),
+  ):
+    """Compiles every program, on places without rows.
+
+    Args:
+      on_done: Called with the programs compiled so far, and how many there are.
+      automata: Grammars and long stop strings that requests will bring: the programs are
+        compiled for tables that hold them.
+    """
+    self._sync()
+    done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)
+    for replica in self.replicas:
+      replica.warm_up(lambda: on_done(next(done), programs), automata)
+
+  def _sync(self):
+    # Also a reply that no client awaits needs a policy.
+    busy = self.busy or any(replica.load for replica in self.replicas)
+    if self._params is not self._synced and not busy:
+      # The old copy is freed before the new one is made.
+      self._synced = None
+      for replica in self.replicas:
+        replica.policy = None
+    policy = self.make_policy(self._params, self._step)
+    self._synced = self._params
+    for replica in self.replicas:
+      replica.policy = policy
+
+  def _copy(self, params: decoder.Params) -> list[decoder.Params]:
+    """A copy of the policy for each chip (or `tensor` of them)."""
+    used = decoder.unstacked(lora.merge(params), self.config)
+    if self.mesh is None:
+      return [used]
+    used = sharding.gathered(used, self.mesh)
+    return [sharding.local(used, part) for part in self._meshes if part is not None]

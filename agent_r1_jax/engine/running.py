@@ -1,0 +1,127 @@
+"""Requests under way: what the device is told of them, and what they take from it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import rows as rows_lib
+from agent_r1_jax.engine import state as state_lib
+
+
+class Running:
+  """A request under way.
+
+  Attributes:
+    generation: What the client holds.
+    row: The row of its text, once it has one.
+    states: The state of each of the engine's guides, as of the last segment.
+    used: bool [G], whether each guide changes the request's logits.
+  """
+
+  def __init__(
+    self,
+    generation: request_lib.Generation,
+    guides: Sequence[guide_lib.Guide],
+    automata: guide_lib.State,
+  ):
+    """Begins without a row.
+
+    Args:
+      generation: What the client holds.
+      guides: All that the engine was made with; AUTOMATA and TRUNCATION come first.
+      automata: The state of AUTOMATA, from AutomatonPool.take.
+    """
+    request = generation.request
+    self.generation, self.automata = generation, automata
+    self.row: rows_lib.Row | None = None
+    given = {
+      automaton_lib.AUTOMATA: automata,
+      guide_lib.TRUNCATION: guide_lib.truncation(request.sampling),
+      **request.guides,
+    }
+    self.states = [given.get(guide, guide.off) for guide in guides]
+    self.used = np.array([guide in request.guides for guide in guides])
+    self.used[0] = any(automaton.restricts for automaton in request.automata)
+    self.used[1] = request.sampling.truncated
+
+  @property
+  def filled(self) -> bool:
+    """Whether a decode can go on from its row."""
+    return self.row is not None and self.row.filled
+
+  def take(self, out: Any, m: int, step: int, states: list):
+    """Takes what a segment sampled in place m.
+
+    Args:
+      out: state.Decoded of the whole decode, in numpy.
+      m: The place of this request.
+      step: The updates that the policy had seen.
+      states: The state of each guide after it.
+    """
+    assert self.row is not None
+    n, top = out.count[m], self.generation.request.top_logprobs
+    chunk = request_lib.Chunk(
+      out.tokens[m, :n],
+      out.logprobs[m, :n],
+      np.full(n, step, np.int32),
+      bool(out.stopped[m]),
+      out.top_tokens[m, :n, :top],
+      out.top_logprobs[m, :n, :top],
+    )
+    self.states = states
+    self.row.extend(chunk.tokens)
+    self.generation.add(chunk)
+
+  def leave(self):
+    """Gives up the row."""
+    if self.row is not None and self.row.running is self.generation:
+      self.row.running = None
+
+
+def arguments(
+  chosen: Mapping[int, Running], size: int, guides: Sequence[guide_lib.Guide], nobody: int
+) -> tuple[state_lib.Places, np.ndarray, tuple[guide_lib.State, ...]]:
+  """Lays requests side by side, as `state.decode` takes them.
+
+  Args:
+    chosen: Requests whose rows are filled, by their place in the decode.
+    size: Places of the decode.
+    guides: All that the engine was made with.
+    nobody: The row of a place without a request.
+
+  Returns:
+    The places; which of them use each guide, bool [G, size]; and the guides' states.
+  """
+  numpy: Any = np  # Places takes JAX's arrays; these become such in the call.
+  places: Any = state_lib.Places(
+    rows=numpy.full(size, nobody, np.int32),
+    length=numpy.zeros(size, np.int32),
+    last=numpy.zeros(size, np.int32),
+    budget=numpy.zeros(size, np.int32),
+    keys=numpy.zeros((size, 2), np.uint32),
+    temperature=numpy.ones(size, np.float32),
+    top=numpy.zeros(size, bool),
+  )
+  used = np.zeros((len(guides), size), bool)
+  for m, running in chosen.items():
+    row, request = running.row, running.generation.request
+    assert row is not None and row.text is not None
+    places.rows[m], places.length[m] = row.index, row.cached
+    places.last[m] = row.text.tokens[-1]
+    places.budget[m] = running.generation.remaining
+    places.keys[m], places.top[m] = request.key, request.top_logprobs > 0
+    places.temperature[m] = request.sampling.temperature
+    used[:, m] = running.used
+  states = tuple(
+    jax.tree.map(
+      lambda *places: np.stack(places),
+      *(chosen[m].states[g] if m in chosen else guide.off for m in range(size)),
+    )
+    for g, guide in enumerate(guides)
+  )
+  return places, used, states

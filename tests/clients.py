@@ -1,0 +1,141 @@
+"""Clients of an engine on the tiny policy, for the tests of the engine."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import tiny
+
+from agent_r1_jax import types
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.models import decoder
+
+STOPS = tuple(range(5, 25))
+SLOTS, STEPS, ROWS = (tiny.SIZES[name] for name in ('slots', 'steps', 'rows'))
+# A text's pieces: tokens that were given have no log-probs.
+Pieces = list[tuple[np.ndarray, ...]]
+
+
+@functools.cache
+def params() -> decoder.Params:
+  """The policy of most tests."""
+  return tiny.params(tiny.config())
+
+
+@functools.cache
+def other_params() -> decoder.Params:
+  """Another policy, which samples other tokens."""
+  return tiny.params(tiny.config(), likely={100: 0.5})
+
+
+@functools.cache
+def stop() -> types.Automaton:
+  """Ends a reply at STOPS."""
+  return tiny.stop(STOPS)
+
+
+def engine(**sizes: Any) -> engine_lib.Engine:
+  """An engine on `params`."""
+  return tiny.engine(params(), **sizes)
+
+
+def tokens(seed: int, n: int) -> np.ndarray:
+  """Random tokens that end nothing, int32 [n]."""
+  return np.random.default_rng(seed).integers(25, tiny.VOCAB, n).astype(np.int32)
+
+
+def request(
+  given: np.ndarray,
+  parent: request_lib.Text | request_lib.Fork | None = None,
+  most: int = 12,
+  key: Any = 0,
+  **fields: Any,
+) -> request_lib.Request:
+  """A request whose reply may end at STOPS."""
+  fields = {'automata': (stop(),)} | fields
+  return request_lib.Request(
+    given, parent, max_tokens=most, key=request_lib.key('test', str(key)), **fields
+  )
+
+
+def segment(pieces: Pieces) -> types.Segment:
+  """Joins (tokens,) that were given and (tokens, log-probs[, policy steps])."""
+  zeros = lambda piece: np.zeros(len(piece[0]), np.float32)
+  steps = [p[2] if len(p) > 2 else np.int32(zeros(p)) for p in pieces]
+  return types.Segment(
+    np.concatenate([p[0] for p in pieces]),
+    np.concatenate([np.full(len(p[0]), len(p) > 1) for p in pieces]),
+    np.concatenate([p[1] if len(p) > 1 else zeros(p) for p in pieces]),
+    np.concatenate(steps),
+  )
+
+
+def prompt(group: int) -> np.ndarray:
+  """What the texts of a group begin with."""
+  return tokens(group, 9 + 5 * group)
+
+
+async def play(
+  engine: engine_lib.Engine,
+  number: int,
+  *,
+  latency: Callable[[], float] | None = None,
+  group: int = 4,
+  turns: int = 3,
+  reply: int = 12,
+  **fields: Any,
+) -> types.Segment:
+  """Plays a group's prompt, then answers that depend on what was said."""
+  pieces: Pieces = []
+  async with engine.reserve(number // group) as replica:
+    given, text = prompt(number // group), None
+    for _ in range(turns):
+      generation = replica.submit(request(given, text, reply, number, **fields))
+      answer, text = await generation, generation.text
+      pieces += [(given,), answer[:3]]
+      if latency:
+        await asyncio.sleep(latency())
+      given = tokens(int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11)
+    if text is not None:
+      text.close()
+  return segment(pieces)
+
+
+def run(
+  engine: engine_lib.Engine, numbers: Iterable[int], **kwargs: Any
+) -> dict[int, types.Segment]:
+  """Plays each number and returns its segment."""
+  numbers = list(numbers)
+  played = [play(engine, number, **kwargs) for number in numbers]
+  return dict(zip(numbers, tiny.within(engine.run, played), strict=True))
+
+
+@functools.cache
+def reference() -> Mapping[int, types.Segment]:
+  """What 16 numbers play."""
+  return run(engine(), range(16))
+
+
+def random_latency(seconds: float = 0.004) -> Callable[[], float]:
+  """How long each tool takes; three of ten answer at once."""
+  rng = random.Random(0)
+  return lambda: rng.random() * seconds if rng.random() < 0.7 else 0
+
+
+def assert_same(
+  played: Mapping[int, types.Segment],
+  expected: Mapping[int, types.Segment],
+  exactly: bool = False,
+):
+  """The same tokens, with the same log-probs up to the program's last bits."""
+  assert played.keys() == expected.keys()
+  for number, one in played.items():
+    np.testing.assert_array_equal(one.tokens, expected[number].tokens)
+    np.testing.assert_array_equal(one.action_mask, expected[number].action_mask)
+    np.testing.assert_allclose(
+      one.logprobs, expected[number].logprobs, atol=0 if exactly else 2e-5
+    )

@@ -1,0 +1,224 @@
+"""Automata that are made of text: stop strings against a search, regular expressions."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+
+
+def _ends(stop, *replies):
+  """Index of the token that ends each reply, or None."""
+  ends = []
+  for tokens in replies:
+    state, end = 0, None
+    for i, token in enumerate(tokens):
+      state = int(stop.table[state, stop.classes[token]])
+      if stop.ends[state]:
+        end = i
+        break
+    ends.append(end)
+  return ends
+
+
+def _stop(ids, strings=(), token_bytes=()):
+  """Of ten tokens, or as many as have bytes."""
+  return automata.stop(ids, max(10, len(token_bytes)), strings, token_bytes)
+
+
+def _search(strings, pieces):
+  """The same, by its definition."""
+  text = b''
+  for i, piece in enumerate(pieces):
+    # Only what this piece completes: an earlier match would have ended the reply.
+    text += piece
+    if any(s.encode() in text for s in strings):
+      return i
+  return None
+
+
+class TestStop:
+  @pytest.mark.parametrize(
+    'strings',
+    [
+      ['ab'],
+      ['aab', 'ab', 'ba'],
+      ['abab', 'bb'],
+      ['aaaa'],
+      ['abcab', 'bca', 'c'],
+      ['cabac', 'abab', 'bacab'],
+      ['é', 'aé'],
+    ],
+  )
+  def test_strings_are_found_where_a_search_finds_them(self, strings):
+    rng = np.random.default_rng(0)
+    e = 'é'.encode()
+    vocabulary = [b'a', b'b', b'c', b'ab', b'ba', b'aa', b'bcab', b'xa', b'bx']
+    vocabulary += [e[:1], e[1:], b'aab', b'ab' + e, b'abababab', b'zzz']
+    stop = _stop([], strings, vocabulary)
+    replies = rng.integers(0, len(vocabulary), (64, 12))
+    expected = [_search(strings, [vocabulary[t] for t in reply]) for reply in replies]
+    assert _ends(stop, *replies) == expected
+    # Both happen: a reply that ends (after its first token) and one that does not.
+    assert any(expected)
+
+  def test_a_string_across_tokens_inside_a_token_and_overlapping_itself(self):
+    vocabulary = [b'<', b'/ans', b'wer>', b'x</answer>y', b'</ans', b'er>', b'/']
+    stop = _stop([], ['</answer>'], vocabulary)
+    replies = {
+      (0, 1, 2, 0): 2,  # across three tokens
+      (6, 3, 0, 0): 1,  # inside one
+      (4, 4, 2, 0): 2,  # begun twice
+      (4, 5, 2, 0): None,  # interrupted
+      (0, 0, 1, 2): 3,  # its first character repeated
+    }
+    assert _ends(stop, *replies) == list(replies.values())
+
+  def test_a_control_token_separates(self):
+    """The text of a reply shows it, so the string is not there."""
+    stop = _stop([], ['ab'], [b'a', b'b', b'', b'ab'])
+    assert _ends(stop, (0, 2, 1, 2), (0, 1, 2, 2), (2, 2, 3, 2)) == [None, 1, 2]
+
+  def test_tokens_beyond_the_tokenizer_are_no_text(self):
+    """A model's vocabulary may be padded; the last token's text is not theirs."""
+    stop = _stop([], ['ab'], [b'a', b'b', b'ab'])
+    assert _ends(stop, (7, 3, 3), (0, 5, 1), (9, 0, 1)) == [None, None, 2]
+
+  def test_ids_and_strings_end_a_reply_side_by_side(self):
+    stop = _stop([3, 4], ['ab'], [b'a', b'b', b'c', b'', b''])
+    assert _ends(stop, (0, 2, 3), (2, 4, 0), (0, 1, 3), (2, 2, 2)) == [2, 1, 1, None]
+
+  def test_ids_alone_need_two_states(self):
+    stop = _stop((5, 2))
+    assert len(stop.table) == 2 and not stop.restricts
+    assert _ends(stop, (1, 2), (5, 1), (0, 1)) == [1, 0, None]
+
+  def test_without_ids_and_strings_nothing_ends(self):
+    assert _ends(_stop(()), (0, 1, 2, 3)) == [None]
+
+  def test_nothing_is_forbidden(self):
+    stop = _stop([3], ['ab', 'c'], [b'a', b'b', b'c', b'', b'ab'])
+    assert not stop.restricts and (stop.table >= 0).all()
+
+  def test_with_a_real_vocabulary(self):
+    tokenizer = tiny.chat().tokenizer
+    pieces = tokenizer_lib.token_bytes(tokenizer)
+    strings = ['the city', '</answer>']
+    stop = automata.stop(tiny.chat().stop_ids, tiny.VOCAB, strings, pieces)
+    for text, found in (
+      ('name of the city of the river', True),
+      ('the  city', False),
+      ('answer</answer>', True),
+      ('</answer', False),
+    ):
+      ids = tokenizer.encode(text, add_special_tokens=False)
+      (end,) = _ends(stop, ids)
+      assert (end is not None) == found
+      if found:
+        before, upto = (tokenizer.decode(ids[:n]) for n in (end, end + 1))
+        assert any(s in upto for s in strings)
+        assert not any(s in before for s in strings)
+    assert _ends(stop, [tokenizer.eos_token_id]) == [0]
+
+  def test_mistakes_are_named(self):
+    with pytest.raises(ValueError, match='stop string is empty'):
+      _stop([], ['a', ''], [b'a'])
+    with pytest.raises(ValueError, match='need token_bytes'):
+      _stop([], ['a'])
+    for outside in (-1, 10):
+      with pytest.raises(ValueError, match=f'stop id {outside} is not one of 10 tokens'):
+        _stop([2, outside])
+
+
+_PIECES = tokenizer_lib.token_bytes(tiny.chat().tokenizer)
+_EOS = tiny.chat().tokenizer.eos_token_id
+
+
+def _encode(text):
+  return tiny.chat().tokenizer.encode(text, add_special_tokens=False)
+
+
+def _walk(automaton, tokens):
+  """The state after the tokens; -1 where one of them was forbidden."""
+  state = 0
+  for token in tokens:
+    state = int(automaton.table[state, automaton.classes[token]])
+    if state < 0:
+      break
+  return state
+
+
+class TestRegex:
+  pattern = r'(yes|no|(a|b)+c?) [0-9]{1,3}'
+
+  def _automaton(self):
+    return automata.regex(self.pattern, [_EOS], _PIECES, tiny.VOCAB)
+
+  def test_replies_fit_and_end_only_where_they_do(self):
+    automaton = self._automaton()
+    for text in ('yes 1', 'no 123', 'abba 7', 'bc 00'):
+      assert re.fullmatch(self.pattern, text)
+      ended = _walk(automaton, [*_encode(text), _EOS])
+      assert ended >= 0 and automaton.ends[ended]
+      for n in range(len(text)):
+        state = _walk(automaton, _encode(text[:n]))
+        assert state >= 0 and not automaton.ends[state]
+        fits = bool(re.fullmatch(self.pattern, text[:n]))
+        assert (_walk(automaton, [*_encode(text[:n]), _EOS]) >= 0) == fits
+
+  @pytest.mark.parametrize('text', ['maybe 1', 'yes1', 'yes 1234', ' yes 1', 'cab 1'])
+  def test_nothing_else_can_be_said(self, text):
+    assert _walk(self._automaton(), _encode(text)) == -1
+
+  def test_other_control_tokens_are_forbidden_everywhere(self):
+    automaton = self._automaton()
+    silent = [t for t, piece in enumerate(_PIECES) if not piece and t != _EOS]
+    silent += [tiny.VOCAB - 1]
+    held = ~automaton.ends
+    assert (automaton.table[held][:, automaton.classes[silent]] == -1).all()
+
+  def test_in_every_state_something_can_be_said(self):
+    assert (self._automaton().table >= 0).any(1).all()
+
+  def test_a_random_walk_fits(self):
+    automaton, rng = self._automaton(), np.random.default_rng(0)
+    said = set()
+    for _ in range(50):
+      tokens, state = [], 0
+      while not automaton.ends[state]:
+        fits = np.flatnonzero(automaton.table[state, automaton.classes] >= 0)
+        tokens.append(int(rng.choice(fits)))
+        state = _walk(automaton, tokens)
+      assert tokens[-1] == _EOS
+      text = b''.join(_PIECES[t] for t in tokens).decode()
+      assert re.fullmatch(self.pattern, text)
+      said.add(text)
+    assert len(said) > 20
+
+
+class TestJsonSchema:
+  schema = {
+    'type': 'object',
+    'properties': {'city': {'type': 'string'}, 'size': {'enum': ['S', 'L']}},
+    'required': ['city', 'size'],
+  }
+
+  @pytest.mark.parametrize(
+    'value, fits',
+    [
+      ({'city': 'Rome', 'size': 'S'}, True),
+      ({'city': '', 'size': 'L'}, True),
+      ({'city': 'Rome', 'size': 'M'}, False),
+      ({'city': 3, 'size': 'S'}, False),
+      ({'size': 'S', 'city': 'Rome'}, False),
+      ({'city': 'Rome'}, False),
+    ],
+  )
+  def test_a_reply_is_a_value_of_the_schema(self, value, fits):
+    automaton = automata.json_schema(self.schema, [_EOS], _PIECES, tiny.VOCAB)
+    state = _walk(automaton, [*_encode(json.dumps(value)), _EOS])
+    assert (state >= 0) == fits and (not fits or automaton.ends[state])

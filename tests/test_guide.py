@@ -1,0 +1,419 @@
+"""Guides in the jitted loop: automata, truncation, someone's own; and their pool."""
+
+import asyncio
+import functools
+import json
+
+import clients
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_call_grammar as grammars
+import tiny
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import calls as calls_lib
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import sampling as sampling_lib
+
+_EOS = tiny.chat().tokenizer.eos_token_id
+_EXACT = {'bucket': clients.SLOTS, 'narrow': False}
+_read = jax.jit(automaton_lib.AUTOMATA.advance)
+_allow = jax.jit(automaton_lib.AUTOMATA.logits)
+
+
+def _automaton(seed, states=6, classes=5, vocab=tiny.VOCAB, forbid=0.3):
+  """A random one: in each state some token is allowed."""
+  rng = np.random.default_rng(seed)
+  table = rng.integers(0, states, (states, classes))
+  table[rng.random((states, classes)) < forbid] = -1
+  table[np.arange(states), rng.integers(0, classes, states)] = 0
+  ends = np.arange(states) == states - 1
+  return types.Automaton(rng.integers(0, classes, vocab).astype(np.int32), table, ends)
+
+
+def _states(*taken):
+  return {name: np.stack([t[name] for t in taken]) for name in taken[0]}
+
+
+class TestAutomata:
+  def test_masks_and_steps_are_the_tables(self):
+    """In rows that use none, one or two automata, in any of their states."""
+    pool, (one, two) = automaton_lib.AutomatonPool(tiny.VOCAB), map(_automaton, (1, 2))
+    rows = [(), (one,), (two,), (one, two), (two, one)]
+    state = _states(*(pool.take(row) for row in rows))
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(len(rows), tiny.VOCAB)), jnp.float32)
+    for _ in range(30):
+      masked = np.asarray(_allow(pool.tables, state, logits, logits))
+      tokens, ends = [], []
+      for m, row in enumerate(rows):
+        after = [
+          a.table[q, a.classes] for a, q in zip(row, np.asarray(state['state'])[m])
+        ]
+        fits = np.all([x >= 0 for x in after], axis=0) & np.ones(tiny.VOCAB, bool)
+        np.testing.assert_array_equal(masked[m], np.where(fits, logits[m], -np.inf))
+        some = np.flatnonzero(fits)
+        tokens.append(int(rng.choice(some)) if len(some) else 7)
+        # A forbidden token leaves an automaton where it is.
+        q = [
+          x[tokens[m]] if x[tokens[m]] >= 0 else q
+          for x, q in zip(after, np.asarray(state['state'])[m])
+        ]
+        ends.append(any(a.ends[i] for a, i in zip(row, q)))
+      state, ended = _read(pool.tables, state, jnp.array(tokens, jnp.int32))
+      np.testing.assert_array_equal(ended, ends)
+
+  @pytest.mark.parametrize('vocab', [31, 32, 33, 300])
+  def test_vocabularies_of_any_size(self, vocab):
+    pool, one = automaton_lib.AutomatonPool(vocab), _automaton(3, vocab=vocab)
+    logits = jnp.zeros((1, vocab))
+    masked = _allow(pool.tables, _states(pool.take([])), logits, logits)
+    assert np.isfinite(masked).all()
+    state = _states(pool.take([one]))
+    masked = _allow(pool.tables, state, logits, logits)
+    np.testing.assert_array_equal(
+      np.isfinite(np.asarray(masked)[0]), one.table[0, one.classes] >= 0
+    )
+
+
+class TestPool:
+  def test_an_automaton_that_is_there_is_shared(self):
+    pool, one = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(1)
+    first = pool.take([one])
+    tables = pool.tables
+    second = pool.take([one])
+    assert pool.tables is tables
+    np.testing.assert_array_equal(first['automaton'], second['automaton'])
+
+  def test_places_are_used_again_and_grow_where_all_are_used(self):
+    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    for seed in range(20):
+      pool.give_back(pool.take([_automaton(seed)]))
+    assert len(pool.tables.ends) == 4
+    held = [pool.take([_automaton(seed)]) for seed in range(4)]
+    assert len(pool.tables.ends) == 8
+    numbers = [int(state['automaton'][0]) for state in held]
+    assert len(set(numbers)) == 4 and 0 not in numbers
+
+  def test_what_is_used_keeps_its_place(self):
+    pool, kept = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(99)
+    state = pool.take([kept])
+    number = int(state['automaton'][0])
+    pool.give_back(pool.take([kept]))  # Still used once.
+    for seed in range(10):
+      pool.give_back(pool.take([_automaton(seed), _automaton(seed + 50)]))
+    np.testing.assert_array_equal(pool.tables.classes[number], kept.classes)
+    table = pool.tables.table[number, :6, :5]
+    np.testing.assert_array_equal(table, kept.table)
+
+  def test_sizes_only_grow(self):
+    """So that what was compiled for a large grammar is there when it comes again."""
+    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    pool.give_back(pool.take([_automaton(0, states=100, classes=70)]))
+    shapes = [table.shape for table in pool.tables]
+    for seed in range(6):
+      pool.give_back(pool.take([_automaton(seed)]))
+    assert [table.shape for table in pool.tables] == shapes
+
+  def test_too_many_for_one_row(self):
+    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    with pytest.raises(ValueError, match='3 automata guide one request; it can have 2'):
+      pool.take([_automaton(0)] * 3)
+
+  def test_another_policys_automaton_is_refused(self):
+    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    with pytest.raises(ValueError, match='vocab_size=300'):
+      pool.take([_automaton(0, vocab=301)])
+
+
+# Someone's own guide: from token to token, fewer of the likeliest may be chosen.
+def _narrow(params, state, logits, hidden):
+  del hidden
+  allowed = jnp.maximum(params - state['said'], 1)
+  ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
+  return jnp.where(ranks < allowed[:, None], logits, -jnp.inf)
+
+
+def _count(params, state, tokens):
+  del params
+  said = state['said'] + 1
+  # The off state, -1000, never gets there.
+  return {'said': said}, (said == 11) & (tokens > 0)
+
+
+NARROW = guide_lib.Guide({'said': np.int32(-1000)}, _narrow, _count)
+_MOST = 6
+
+
+def _own_engine(tree=None, **sizes):
+  guides = {NARROW: np.int32(_MOST)}
+  return tiny.engine(tree or clients.params(), guides=guides, **_EXACT | sizes)
+
+
+class TestOwnGuide:
+  def _reply(self, engine, number, **fields):
+    async def play():
+      given = clients.tokens(number, 7)
+      fields['top_logprobs'] = 20
+      reply = await engine.submit(clients.request(given, None, 30, number, **fields))
+      return given, reply
+
+    return play()
+
+  def test_it_chooses_and_ends(self):
+    engine = _own_engine()
+    mine = {'guides': {NARROW: {'said': np.int32(0)}}, 'automata': ()}
+    coroutines = [self._reply(engine, n, **mine) for n in range(4)]
+    coroutines += [self._reply(engine, 9, automata=())]
+    *guided, (_, free) = tiny.within(engine.run, coroutines)
+    for _, reply in guided:
+      assert len(reply.tokens) == 11 and reply.stopped
+      for i, token in enumerate(reply.tokens):
+        assert token in reply.top_tokens[i, : max(_MOST - i, 1)]
+    assert any(reply.tokens[0] != reply.top_tokens[0, 0] for _, reply in guided)
+    assert len(free.tokens) == 30 and not free.stopped
+    # What is reported is the policy's own.
+    segments = [clients.segment([(given,), reply[:3]]) for given, reply in guided]
+    tiny.assert_on_policy(clients.params(), segments)
+
+  def test_it_composes_with_stop_ids_and_a_grammar(self):
+    """Each restricts what the others leave, and each may end the reply."""
+    pieces = grammars.of_tiny().pieces
+    digits = automata.regex('[0-9 ]*', [_EOS], pieces, tiny.VOCAB)
+    tree = tiny.params(tiny.config(), {pieces.index(b'7'): 0.4})
+    allowed = [t for t in range(tiny.VOCAB) if digits.table[0, digits.classes[t]] >= 0]
+    ended, engine = set(), _own_engine(tree)
+    sevens = tiny.stop([pieces.index(b'7')])
+    fields = {'guides': {NARROW: {'said': np.int32(0)}}, 'automata': (sevens, digits)}
+    played = tiny.within(
+      engine.run, [self._reply(engine, n, **fields) for n in range(24)]
+    )
+    for _, reply in played:
+      assert {*reply.tokens.tolist()} <= {*allowed} and reply.stopped
+      last = int(reply.tokens[-1])
+      ended.add('own' if len(reply.tokens) == 11 else last)
+      assert len(reply.tokens) == 11 or last in (_EOS, pieces.index(b'7'))
+      assert not {*reply.tokens[:-1].tolist()} & {_EOS, pieces.index(b'7')}
+    assert ended >= {pieces.index(b'7'), _EOS}
+    segments = [clients.segment([(given,), reply[:3]]) for given, reply in played]
+    tiny.assert_on_policy(tree, segments)
+
+  def test_one_that_the_engine_does_not_know_is_refused(self):
+    engine = clients.engine()
+
+    async def play():
+      with pytest.raises(ValueError, match='uses 1 guides that the engine was not made'):
+        guides = {NARROW: {'said': np.int32(0)}}
+        engine.submit(clients.request(clients.tokens(0, 3), guides=guides))
+
+    tiny.within(engine.run, [play()])
+
+  def test_a_state_of_another_form_is_refused(self):
+    """It would else end the engine for all."""
+    engine = _own_engine()
+
+    async def play():
+      for state in ({}, {'said': np.zeros(2, np.int32)}, {'other': np.int32(0)}):
+        with pytest.raises(ValueError, match='state of a guide'):
+          request = clients.request(clients.tokens(0, 3), guides={NARROW: state})
+          engine.submit(request)
+
+    tiny.within(engine.run, [play(), clients.play(engine, 0)])
+
+
+def _talkative():
+  """Calls are begun, and strings ended; without a grammar nothing of it would fit."""
+  pieces = grammars.of_tiny().pieces
+  bias = {i: 0.9 for i, piece in enumerate(pieces) if set(piece) & {*b'"}]'}}
+  return bias | {grammars.of_tiny().opening: 2.0}
+
+
+def _replies(likely, grammar, *, turns=1, sampling=sampling_lib.ON_POLICY, engine=None):
+  """[(segment, replies)] of six clients, each reply as long as it can be."""
+  tree = tiny.params(tiny.config(), likely)
+  engine = engine or tiny.engine(tree, **_EXACT)
+  guides = (tiny.stop(),) if grammar is None else (tiny.stop(), grammar)
+
+  async def play(number):
+    pieces, replies, text = [], [], None
+    for turn in range(turns):
+      given = np.array([30 + number, 40 + turn], np.int32)
+      fields = {'automata': guides, 'sampling': sampling}
+      generation = engine.submit(
+        clients.request(given, text, 110 // turns, number, **fields)
+      )
+      reply, text = await generation, generation.text
+      pieces += [(given,), reply[:3]]
+      replies.append(reply.tokens.tolist())
+    return clients.segment(pieces), replies
+
+  played = tiny.within(engine.run, [play(number) for number in range(6)])
+  tiny.assert_on_policy(
+    tree, [s for s, _ in played], temperature=sampling.temperature or 1.0
+  )
+  return played
+
+
+class TestGrammar:
+  def test_free_text_is_as_without_a_grammar(self):
+    """To the last bit."""
+    never = {grammars.of_tiny().opening: -9.0}
+    played = _replies(never, grammars.of_tiny().grammar)
+    for (segment, _), (other, _) in zip(played, _replies(never, None), strict=True):
+      for ours, theirs in zip(vars(segment).values(), vars(other).values()):
+        np.testing.assert_array_equal(ours, theirs)
+
+  @pytest.mark.parametrize('temperature', [1.0, 0.0])
+  def test_calls_fit(self, temperature):
+    """Over many segments, in which a call's state is kept."""
+    sampling, tokens = sampling_lib.Sampling(temperature), grammars.of_tiny()
+    played = _replies(_talkative(), tokens.grammar, sampling=sampling)
+    assert any(tokens.opening in reply[:-16] for _, (reply,) in played)
+    complete = self._check(played)
+    if temperature:
+      assert complete
+      without = _replies(_talkative(), None, sampling=sampling)
+      assert any(tokens.walk(reply) < 0 for _, (reply,) in without)
+
+  def _check(self, played):
+    """How many calls were completed; all fit."""
+    tokens, complete = grammars.of_tiny(), 0
+    for _, replies in played:
+      for reply in replies:
+        assert tokens.walk(reply) >= 0
+        calls = calls_lib.hermes(tokens.text(tokens.completed(reply)))
+        assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
+        for call in calls:
+          called = tool_lib.call(grammars.TOOLS[call.name], call.arguments)
+          assert asyncio.run(called).ok
+        complete += len(calls) - (not tokens.free[tokens.walk(reply)])
+    return complete
+
+  def test_each_reply_begins_anew(self):
+    tokens = grammars.of_tiny(required=True)
+    played = _replies(None, tokens.grammar, turns=4)
+    for _, replies in played:
+      for reply in replies:
+        self._assert_begins_a_call(reply)
+
+  def test_a_copied_prompt_begins_anew(self):
+    """In rows that were left in the midst of a call."""
+    tokens, engine = grammars.of_tiny(required=True), clients.engine(**_EXACT)
+
+    async def play(number, prompt):
+      prompt, fields = np.array(prompt, np.int32), {'automata': (tokens.grammar,)}
+      request = clients.request(prompt, None, 12, number, **fields)
+      return (await engine.submit(request)).tokens.tolist()
+
+    rows = range(clients.ROWS)
+    different = [play(number, [30 + number, 40]) for number in rows]
+    states = [tokens.walk(reply) for reply in tiny.within(engine.run, different)]
+    assert all(state > 0 and not tokens.free[state] for state in states)
+    assert engine.stats.shared == 0
+    prompt = clients.tokens(0, 20)
+    replies = tiny.within(engine.run, [play(number, prompt) for number in rows])
+    assert engine.stats.shared == 19 * (clients.ROWS - 1)
+    for reply in replies:
+      self._assert_begins_a_call(reply)
+
+  def _assert_begins_a_call(self, reply):
+    tokens = grammars.of_tiny(required=True)
+    start = grammars.call_text('', {}).partition('{"name": ')[0]
+    assert tokens.walk(reply) >= 0 and _EOS not in reply
+    said = b''.join(tokens.pieces[t] for t in reply)
+    assert said.startswith(start.encode())
+
+  def test_a_reply_is_json_of_a_schema(self):
+    schema = {
+      'type': 'object',
+      'properties': {'on': {'type': 'boolean'}, 'size': {'enum': ['S', 'L']}},
+      'required': ['on', 'size'],
+    }
+    pieces, engine = grammars.of_tiny().pieces, clients.engine(**_EXACT)
+    guide = automata.json_schema(schema, [_EOS], pieces, tiny.VOCAB)
+
+    async def play(number):
+      request = clients.request(
+        clients.tokens(number, 5), None, 100, number, automata=(guide,)
+      )
+      return await engine.submit(request)
+
+    for reply in tiny.within(engine.run, [play(number) for number in range(8)]):
+      said = b''.join(pieces[t] for t in reply.tokens)
+      assert reply.stopped and json.loads(said).keys() == {'on', 'size'}
+
+
+@functools.cache
+def _tree():
+  """A policy that begins calls."""
+  return tiny.params(tiny.config(), _talkative())
+
+
+class TestTogether:
+  """Requests of all kinds in one decode."""
+
+  def _kinds(self, policy):
+    return {
+      'plain': {},
+      'warm': {'sampling': sampling_lib.Sampling(0.7)},
+      'greedy': {'sampling': sampling_lib.GREEDY},
+      'truncated': {'sampling': sampling_lib.Sampling(1.3, 40, 0.9, 0.01)},
+      'grammar': {'automata': (clients.stop(), grammars.of_tiny().grammar)},
+      'required': {'automata': (grammars.of_tiny(required=True).grammar,)},
+      'own': {'guides': {NARROW: {'said': np.int32(0)}}},
+      'other': {'policy': policy},
+      'top': {'top_logprobs': 5},
+    }
+
+  def _engine(self):
+    engine = _own_engine(_tree(), rows=7, bucket=tiny.BUCKET, narrow=True)
+    return engine, self._kinds(engine.make_policy(clients.other_params(), 3))
+
+  def test_they_give_what_each_gives_alone_and_nothing_is_compiled(self):
+    alone = {}
+    for kind in self._kinds(None):
+      engine, kinds = self._engine()
+      alone |= self._play(engine, {kind: kinds[kind]})
+    engine, kinds = self._engine()
+    large = [grammars.of_tiny().grammar, grammars.of_tiny(required=True).grammar]
+    with tiny.compilations() as compiled:
+      engine.warm_up(automata=[clients.stop(), *large])
+    programs = [name for name in compiled if 'unstacked' not in name]
+    assert len(programs) <= engine.sizes.programs
+    with tiny.compilations() as compiled:
+      together = self._play(engine, kinds)
+    assert not compiled
+    clients.assert_same(together, alone)
+    kept = [alone[kind, 0].tokens.tolist() for kind in kinds]
+    assert len({tuple(tokens) for tokens in kept}) > 5
+
+  def _play(self, engine, kinds):
+    names = [(kind, number) for number in range(4) for kind in kinds]
+    played = [
+      clients.play(engine, number, turns=2, reply=20, **kinds[kind])
+      for kind, number in names
+    ]
+    return dict(zip(names, tiny.within(engine.run, played), strict=True))
+
+
+class TestCompilations:
+  def test_warm_up_is_all_of_them(self):
+    """Whatever the lengths and however many rows want something."""
+    engine, seen = clients.engine(rows=5, feed_tokens=6), []  # which no other test has
+    with tiny.compilations() as compiled:
+      engine.warm_up(lambda *progress: seen.append(progress))
+    # The copy of the parameters is none of them.
+    programs = [name for name in compiled if 'unstacked' not in name]
+    assert len(programs) == engine.sizes.programs == 2 * (1 + 2 + 2)
+    assert seen == [(i + 1, engine.sizes.programs) for i in range(engine.sizes.programs)]
+    with tiny.compilations() as compiled:
+      played = clients.run(engine, range(16))
+      clients.run(engine, range(24, 30), group=3)  # the longest texts: both buckets
+      clients.run(engine, [2, 7, 11], latency=clients.random_latency(), turns=2)
+    assert not compiled
+    clients.assert_same(played, clients.reference())

@@ -1,0 +1,438 @@
+"""A request: its reply, chunk by chunk or whole; texts that go on, fork, and are left."""
+
+import asyncio
+
+import clients
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.models import decoder
+
+_SLOTS, _STEPS, _ROWS = clients.SLOTS, clients.STEPS, clients.ROWS
+# No automaton ends these replies.
+_LONG = {'automata': ()}
+
+
+def _run(engine, *coroutines, **kwargs):
+  return tiny.within(engine.run, coroutines, **kwargs)
+
+
+class TestKey:
+  def test_it_depends_on_every_part_and_on_nothing_else(self):
+    parts = [
+      (0, 0, 'a', 0),
+      (1, 0, 'a', 0),
+      (0, 1, 'a', 0),
+      (0, 0, 'b', 0),
+      (0, 0, 'a', 1),
+    ]
+    keys = {tuple(request_lib.key(*p).tolist()) for p in parts}
+    assert len(keys) == len(parts)
+    # Of every version, process and machine.
+    assert request_lib.key(0, 0, 'a', 0).tolist() == [687195798, 1807713719]
+
+
+class TestReply:
+  def test_it_ends_at_a_stop_token_or_out_of_budget(self):
+    engine, replies = clients.engine(), []
+
+    async def play(number):
+      text = None
+      for most in (1, 7, 20):
+        given = clients.tokens(number, 3)
+        generation = engine.submit(clients.request(given, text, most, number))
+        replies.append((await generation, most))
+        text = generation.text
+
+    _run(engine, *(play(number) for number in range(8)))
+    for reply, most in replies:
+      assert len(reply.tokens) == len(reply.logprobs) <= most
+      stops = [t in clients.STOPS for t in reply.tokens]
+      assert not any(stops[:-1]) and stops[-1] == reply.stopped
+      assert reply.stopped or len(reply.tokens) == most
+    assert len({reply.stopped for reply, most in replies if most == 20}) == 2
+
+  def test_a_text_may_fill_its_row_to_the_last_slot(self):
+    engine = clients.engine()
+
+    async def play():
+      pieces, text, length = [], None, 0
+      while _SLOTS - length > 1:
+        given = clients.tokens(length, min(30, _SLOTS - length - 1))
+        most = min(7, _SLOTS - length - len(given))
+        generation = engine.submit(clients.request(given, text, most))
+        pieces += [(given,), (await generation)[:3]]
+        text, length = generation.text, len(generation.text)
+      return clients.segment(pieces)
+
+    (segment,) = _run(engine, play())
+    assert len(segment.tokens) >= _SLOTS - 1
+    tiny.assert_on_policy(clients.params(), [segment])
+
+  def test_greedy_is_the_likeliest_whatever_the_key(self):
+    engine = clients.engine()
+
+    async def play(key):
+      greedy = {'sampling': sampling_lib.GREEDY, 'top_logprobs': 1}
+      given = clients.tokens(3, 9)
+      return await engine.submit(clients.request(given, key=key, **_LONG, **greedy))
+
+    first, second = _run(engine, play(0), play(1))
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    np.testing.assert_array_equal(first.tokens, first.top_tokens[:, 0])
+
+  def test_top_logprobs_are_those_of_the_full_softmax(self):
+    """At the request's temperature, whatever is truncated; others are told none."""
+    engine, temperature = clients.engine(), 0.7
+    sampling = sampling_lib.Sampling(temperature, top_k=3)
+
+    async def play(top):
+      given = clients.tokens(1, 9)
+      fields = {'sampling': sampling, 'top_logprobs': top, **_LONG}
+      reply = await engine.submit(clients.request(given, **fields))
+      return given, reply
+
+    (given, reply), (_, less), (_, none) = _run(engine, play(20), play(4), play(0))
+    text = np.concatenate([given, reply.tokens])
+    full = _log_softmax(text, temperature)[len(given) - 1 : -1]
+    order = np.argsort(-full, axis=1)[:, :20]
+    np.testing.assert_array_equal(reply.top_tokens, order)
+    expected = np.take_along_axis(full, order, 1)
+    np.testing.assert_allclose(reply.top_logprobs, expected, atol=2e-5)
+    np.testing.assert_array_equal(less.top_tokens, reply.top_tokens[:, :4])
+    np.testing.assert_array_equal(less.top_logprobs, reply.top_logprobs[:, :4])
+    assert none.top_tokens.shape == none.top_logprobs.shape == (len(none.tokens), 0)
+    for other in (less, none):
+      np.testing.assert_array_equal(other.tokens, reply.tokens)
+
+
+def _log_softmax(text, temperature):
+  """Of every position, float32 [T, V], by the learner's forward."""
+  params, config = clients.params(), tiny.config()
+  padded = np.zeros((1, 64), np.int32)
+  padded[0, : len(text)] = text
+  positions = jnp.arange(64)[None]
+
+  @jax.jit
+  def logits(tokens):
+    hidden = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
+    rows = decoder.logits(decoder.unstacked(params, config), config, hidden[0])
+    return jax.nn.log_softmax(rows / temperature)
+
+  return np.asarray(logits(padded))[: len(text)]
+
+
+class TestRefused:
+  @pytest.mark.parametrize(
+    'given, most, message',
+    [
+      (_SLOTS - 7, 8, rf'text of 0 \+ {_SLOTS - 7} tokens and a reply of 8 do not fit'),
+      (0, 8, '0 tokens to append, 8 to sample'),
+      (4, 0, '4 tokens to append, 0 to sample'),
+    ],
+  )
+  def test_what_does_not_fit(self, given, most, message):
+    self._assert_refused(message, clients.tokens(0, given), most=most)
+
+  def test_a_text_that_is_being_sampled(self):
+    engine = clients.engine()
+
+    async def play():
+      first = engine.submit(clients.request(clients.tokens(0, 9)))
+      with pytest.raises(ValueError, match='being sampled for another request'):
+        engine.submit(clients.request(clients.tokens(1, 2), first.text))
+      fork = request_lib.Fork(first.text, 9)
+      other = engine.submit(clients.request(clients.tokens(1, 2), fork))
+      reply = await first
+      assert first.text.tokens[9:].tolist() == reply.tokens.tolist()
+      await other
+
+    _run(engine, play())
+
+  @pytest.mark.parametrize('at', [-1, 10])
+  def test_a_fork_beyond_the_text(self, at):
+    text = request_lib.Text(clients.engine().replicas[0], clients.tokens(0, 9))
+    message = f'a fork at {at} of a text of 9 tokens'
+    self._assert_refused(message, clients.tokens(1, 2), request_lib.Fork(text, at))
+
+  @pytest.mark.parametrize('top', [-1, 21])
+  def test_log_probs_of_too_many(self, top):
+    message = f'top_logprobs is {top}; it must be 0 to 20'
+    self._assert_refused(message, clients.tokens(0, 3), top_logprobs=top)
+
+  def test_a_key_that_is_none(self):
+    """Where it would else end the engine for all."""
+    engine = clients.engine()
+
+    async def play():
+      bad = request_lib.Request(clients.tokens(0, 3), key=np.zeros(3, np.uint32))
+      with pytest.raises(ValueError, match='key'):
+        engine.submit(bad)
+
+    _run(engine, play(), clients.play(engine, 0))
+
+  @pytest.mark.parametrize('token', [-1, tiny.VOCAB])
+  def test_tokens_that_the_policy_does_not_have(self, token):
+    given = np.array([30, token, 31], np.int32)
+    self._assert_refused(f'token {token} .* {tiny.VOCAB}', given)
+
+  def _assert_refused(self, message, *args, **kwargs):
+    """Nothing of it is left behind: others play on."""
+    engine = clients.engine()
+
+    async def play():
+      with pytest.raises(ValueError, match=message):
+        engine.submit(clients.request(*args, **kwargs))
+
+    _, segment = _run(engine, play(), clients.play(engine, 0))
+    clients.assert_same({0: segment}, {0: clients.reference()[0]})
+
+
+class TestChunks:
+  def test_they_come_while_a_reply_is_sampled(self):
+    engine = clients.engine()
+
+    async def play():
+      given = clients.tokens(0, 9)
+      chunks, progress = [], []
+      generation = engine.submit(clients.request(given, None, 3 * _STEPS, **_LONG))
+      async for chunk in generation:
+        progress.append((len(generation.text), generation.done))
+        chunks.append(chunk)
+      assert [len(chunk.tokens) for chunk in chunks] == 3 * [_STEPS]
+      assert progress == [(9 + _STEPS * i, i == 3) for i in (1, 2, 3)]
+      whole = await generation
+      for ours, theirs in zip(request_lib.join(chunks), whole, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+      np.testing.assert_array_equal(generation.text.tokens[9:], whole.tokens)
+      return clients.segment([(given,), whole[:3]])
+
+    (segment,) = _run(engine, play())
+    tiny.assert_on_policy(clients.params(), [segment])
+
+  def test_several_may_listen(self):
+    engine = clients.engine()
+
+    async def play():
+      given = clients.tokens(0, 9)
+      generation = engine.submit(clients.request(given, None, 3 * _STEPS, **_LONG))
+      first, second = await asyncio.gather(generation, generation)
+      assert first.tokens.tolist() == second.tokens.tolist()
+
+    _run(engine, play())
+
+
+@pytest.fixture
+def slow_decodes(monkeypatch):
+  """While a decode is under way, others have this many turns of the event loop."""
+
+  async def decode(replica, fn):
+    for _ in range(6):
+      await asyncio.sleep(0)
+    return fn()
+
+  monkeypatch.setattr(replica_lib.Replica, '_in_thread', decode)
+
+
+def _by_cancel(generation, task):
+  generation.cancel()
+
+
+def _by_its_task(generation, task):
+  task.cancel()
+
+
+class TestCancel:
+  @pytest.mark.parametrize('give_up', [_by_cancel, _by_its_task])
+  @pytest.mark.parametrize('when', range(6))
+  def test_the_row_is_free_and_the_text_goes_on(self, slow_decodes, give_up, when):
+    """From its last chunk; at any time of a decode. Another text waits for the row."""
+    engine = clients.engine(rows=1)
+    given, more = clients.tokens(9, 9), clients.tokens(8, 5)
+
+    async def play():
+      generation = engine.submit(clients.request(given, None, 100, **_LONG))
+      task = asyncio.ensure_future(_whole(generation))
+      while not generation.chunks:
+        await asyncio.sleep(0)
+      waiting = engine.submit(clients.request(clients.tokens(7, 9), None, 5, 1))
+      for _ in range(when):
+        await asyncio.sleep(0)
+      give_up(generation, task)
+      with pytest.raises(asyncio.CancelledError):
+        await task
+      assert generation.done
+      had = len(generation.text)
+      assert had == 9 + sum(len(chunk.tokens) for chunk in generation.chunks)
+      sampled = engine.stats.sampled
+      await waiting
+      # The decode that was under way is the last one that it was in.
+      assert engine.stats.sampled - sampled <= _STEPS + 5
+      assert len(generation.text) == had
+      said = request_lib.join(generation.chunks)
+      again = engine.submit(clients.request(more, generation.text))
+      return clients.segment([(given,), said[:3], (more,), (await again)[:3]])
+
+    (segment,) = _run(engine, play(), seconds=60)
+    tiny.assert_on_policy(clients.params(), [segment])
+
+  def test_whoever_breaks_off_cancels(self):
+    engine = clients.engine()
+
+    async def play():
+      given = clients.tokens(0, 9)
+      generation = engine.submit(clients.request(given, None, 100, **_LONG))
+      async for _ in generation:
+        break
+      while not generation.done:
+        await asyncio.sleep(0)
+      assert generation.remaining > 0
+
+    _run(engine, play(), seconds=60)
+
+  def test_what_waits_for_a_row_can_be_cancelled(self):
+    engine = clients.engine(rows=1)
+
+    async def play():
+      first = engine.submit(clients.request(clients.tokens(0, 9), None, 60, **_LONG))
+      second = engine.submit(clients.request(clients.tokens(1, 9)))
+      await asyncio.sleep(0.01)
+      second.cancel()
+      second.cancel()  # nothing more
+      with pytest.raises(asyncio.CancelledError):
+        await second
+      assert len((await first).tokens) == 60
+      assert second.text.tokens.tolist() == clients.tokens(1, 9).tolist()
+      third = engine.submit(clients.request(clients.tokens(2, 3), second.text))
+      given = np.concatenate([clients.tokens(1, 9), clients.tokens(2, 3)])
+      return clients.segment([(given,), (await third)[:3]])
+
+    (segment,) = _run(engine, play(), seconds=60)
+    tiny.assert_on_policy(clients.params(), [segment])
+
+  def test_of_a_whole_reply_it_is_nothing(self):
+    engine = clients.engine()
+
+    async def play():
+      generation = engine.submit(clients.request(clients.tokens(0, 9)))
+      reply = await generation
+      generation.cancel()
+      assert (await generation).tokens.tolist() == reply.tokens.tolist()
+
+    _run(engine, play())
+
+  def test_it_gives_its_automata_back(self):
+    """More times than there are places for automata."""
+    engine = clients.engine(rows=1)
+    pool = engine.replicas[0].pool
+    size = len(pool.tables.ends)
+
+    async def play():
+      for number in range(3 * size):
+        own = (tiny.stop([number + 5]),)
+        given = clients.tokens(number, 5)
+        generation = engine.submit(clients.request(given, None, 90, automata=own))
+        if number % 2:
+          await asyncio.sleep(0)
+        generation.cancel()
+        await engine.submit(clients.request(given, None, 1, automata=()))
+
+    _run(engine, play(), seconds=120)
+    assert len(pool.tables.ends) == size
+
+
+async def _whole(generation):
+  return await generation
+
+
+class TestRaces:
+  def test_who_asks_during_a_decode_is_not_handed_its_result(self, slow_decodes):
+    engine = clients.engine()
+
+    async def play(number):
+      pieces, text = [], None
+      for turn in range(4):
+        given = clients.tokens(10 * number + turn, 3)
+        most = 5 if number % 2 else 24
+        generation = engine.submit(clients.request(given, text, most, number))
+        pieces += [(given,), (await generation)[:3]]
+        text = generation.text
+        for _ in range(number):  # A tool that is ready in the midst of a decode.
+          await asyncio.sleep(0)
+      return clients.segment(pieces)
+
+    segments = _run(engine, *(play(number) for number in range(6)))
+    tiny.assert_on_policy(clients.params(), segments)
+
+  @pytest.mark.parametrize('when', range(4))
+  def test_a_row_that_was_left_during_a_decode_begins_anew(self, slow_decodes, when):
+    """Its next client gets nothing of the decode that was meant for the last one."""
+    engine = clients.engine(rows=2)
+    alone = clients.run(clients.engine(), [0, 1])
+
+    async def impatient():
+      async with engine.reserve() as replica:
+        generation = replica.submit(
+          clients.request(clients.tokens(99, 20), None, 40, **_LONG)
+        )
+        asked = asyncio.ensure_future(_whole(generation))
+        while not generation.chunks and not generation.done:
+          await asyncio.sleep(0)
+        for _ in range(when):
+          await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+          await asked
+
+    _, *played = _run(engine, impatient(), *(clients.play(engine, n) for n in (0, 1)))
+    clients.assert_same(dict(enumerate(played)), alone)
+
+  def test_a_text_that_goes_on_in_the_decode_in_which_it_was_cancelled(
+    self, slow_decodes
+  ):
+    """Nothing of that decode is in it."""
+    engine = clients.engine()
+    given, more = clients.tokens(1, 9), clients.tokens(2, 4)
+
+    async def play():
+      generation = engine.submit(clients.request(given, None, 60, **_LONG))
+      while not generation.chunks:
+        await asyncio.sleep(0)
+      await asyncio.sleep(0)
+      await asyncio.sleep(0)
+      generation.cancel()
+      again = engine.submit(clients.request(more, generation.text, 30, 5, **_LONG))
+      reply, said = await again, request_lib.join(generation.chunks)
+      assert len(generation.text) == 9 + len(said.tokens) + 4 + 30
+      return clients.segment([(given,), said[:3], (more,), reply[:3]])
+
+    (segment,) = _run(engine, play(), seconds=60)
+    tiny.assert_on_policy(clients.params(), [segment])
+
+  def test_a_prompt_that_was_left_half_prefilled_is_computed_by_another(self):
+    engine, begun = clients.engine(), asyncio.Event()
+    prompt = clients.prompt(8)  # of numbers 24 to 26 in groups of 3, in seven chunks
+
+    async def impatient():
+      generation = engine.submit(clients.request(prompt, None, 5))
+      while not engine.stats.prefilled:
+        await asyncio.sleep(0)
+      begun.set()
+      for _ in range(3):
+        await asyncio.sleep(0)
+      assert 0 < engine.stats.prefilled < len(prompt) - 1
+      generation.cancel()
+
+    async def waits_for_its_prompt():
+      await begun.wait()
+      return await clients.play(engine, 24, group=3, turns=1)
+
+    _, segment = _run(engine, impatient(), waits_for_its_prompt(), seconds=60)
+    assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
+    tiny.assert_on_policy(clients.params(), [segment])

@@ -1,0 +1,281 @@
+"""The host's bookkeeping of rows, against a model that knows what each slot holds."""
+
+import numpy as np
+import pytest
+
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.engine import rows as rows_lib
+
+_B, _S, _LEAST = 5, 64, rows_lib.MIN_SHARED
+
+
+def _text(*parts):
+  """A text of parts (seed, number of tokens)."""
+  drawn = [np.random.default_rng(seed).integers(0, 50, n) for seed, n in parts]
+  return request_lib.Text(None, np.concatenate(drawn))
+
+
+def _generation(text, number):
+  request = request_lib.Request(text.tokens)
+  return request_lib.Generation(request, text, number, lambda: None)
+
+
+class Cache:
+  """Rows, and what the device would hold: of each slot (version, the text up to it)."""
+
+  def __init__(self, width=_B):
+    self.rows = rows_lib.Rows(_B, _S)
+    self.slots = [[None] * _S for _ in range(_B)]
+    self.width, self.number = width, 0
+    # Of each request under way, whether it asks for a policy of its own.
+    self.live = {}
+    self.prefilled = self.copied = 0
+
+  def submit(self, text, own=False):
+    generation = _generation(text, self.number)
+    self.number += 1
+    self.live[generation] = own
+    return generation
+
+  def leave(self, generation):
+    del self.live[generation]
+    row = self.rows.of(generation.text)
+    if row is not None and row.running is generation:
+      row.running = None
+
+  def work(self, version, own=False, chunk=7, copies_at_once=3):
+    """One piece of work of the replica, for one policy; True if all rows are filled."""
+    chosen = []
+    for generation in [g for g, its_own in self.live.items() if its_own == own]:
+      row = self.rows.of(generation.text)
+      if row is None or row.running is not generation:
+        row = self.rows.place(generation, version)
+      if row is not None:
+        row.note_policy(version)
+        chosen.append(row)
+      if len(chosen) == self.width:
+        break
+    self.check()
+    missing = [row for row in chosen if not row.filled]
+    copies, waiting = self.rows.find_sources(missing, copies_at_once)
+    assert len(copies) <= copies_at_once
+    for source, row in copies:
+      self._copy(source, row, version)
+    going = [row for row in missing if row not in waiting]
+    if not copies:
+      # Nobody waits for a row that waits: somebody is computed while anybody waits.
+      assert going or not waiting
+      for row in going:
+        part = row.missing[:chunk]
+        self._compute(row, len(part), version)
+        row.cached += len(part)
+        self.prefilled += len(part)
+    self.check()
+    return chosen, not missing
+
+  def _copy(self, source, row, version):
+    assert source.ready and source.row is not row and source.length > row.cached
+    assert source.row.version == version == row.version
+    # Computed, of this policy, and of the same tokens.
+    assert source.length <= min(source.row.cached, row.size - 1)
+    held = self.slots[source.row.index][: source.length]
+    assert held == self._wanted(row, source.length, version)
+    self.slots[row.index][: source.length] = held
+    self.copied += source.length - row.cached
+    row.cached = source.length
+
+  def _compute(self, row, n, version):
+    for i in range(row.cached, row.cached + n):
+      self.slots[row.index][i] = (version, row.text.tokens[: i + 1].tobytes())
+
+  def _wanted(self, row, n, version):
+    return [(version, row.text.tokens[: i + 1].tobytes()) for i in range(n)]
+
+  def decode(self, row, tokens, version):
+    """Samples tokens: all but the last are computed."""
+    assert row.filled
+    begin = row.cached
+    row.extend(np.asarray(tokens))
+    row.cached, end = begin, row.cached
+    self._compute(row, end - begin, version)
+    row.cached = end
+
+  def check(self):
+    """What the host believes of each row is so."""
+    held = [row.text for row in self.rows.rows if row.text is not None]
+    assert len({id(text) for text in held}) == len(held)
+    for row in self.rows.rows:
+      if row.text is None:
+        continue
+      assert self.rows.of(row.text) is row
+      slots = self.slots[row.index][: row.cached]
+      texts = [row.text.tokens[: i + 1].tobytes() for i in range(row.cached)]
+      assert [slot[1] for slot in slots] == texts
+      if row.version != rows_lib.MIXED:
+        assert {slot[0] for slot in slots} <= {row.version}
+      if row.running is not None:
+        assert row.cached <= row.size - 1
+        np.testing.assert_array_equal(row.tokens[: row.size], row.text.tokens)
+        assert (row.tokens[row.size :] == -1).all()
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_a_random_walk(seed):
+  """Texts begin, go on, fork, end and are cancelled; one of two policies changes."""
+  rng = np.random.default_rng(seed)
+  cache, texts, version = Cache(width=int(rng.integers(2, _B + 1))), [], 1
+  for _ in range(300):
+    busy = [generation.text for generation in cache.live]
+    idle = [text for text in texts if text not in busy and len(text) < _S - 12]
+    own = bool(rng.random() < 0.3)
+    kind = rng.choice(['new', 'fork', 'on', 'work', 'work', 'work', 'leave', 'policy'])
+    if kind == 'new' and len(busy) < 9:
+      # Few beginnings, so that much is shared.
+      texts.append(_text((int(rng.integers(2)), 24), (int(rng.integers(3)), 9)))
+      cache.submit(texts[-1], own)
+    elif kind == 'fork' and texts and len(busy) < 9:
+      text = texts[rng.integers(len(texts))]
+      begin = text.tokens[: rng.integers(1, min(len(text), _S - 20) + 1)]
+      texts.append(request_lib.Text(None, begin))
+      texts[-1].append(rng.integers(0, 50, 3))
+      cache.submit(texts[-1], own)
+    elif kind == 'on' and idle:
+      text = idle[rng.integers(len(idle))]
+      text.append(rng.integers(0, 50, int(rng.integers(1, 4))))
+      cache.submit(text, own)
+    elif kind == 'work':
+      policy = 0 if own else version
+      chosen, filled = cache.work(policy, own)
+      for row in chosen if filled else ():
+        cache.decode(row, rng.integers(0, 50, int(rng.integers(1, 5))), policy)
+        # Room for the next.
+        if rng.random() < 0.5 or row.size > _S - 12:
+          cache.leave(row.running)
+    elif kind == 'leave' and cache.live:
+      generation = [*cache.live][rng.integers(len(cache.live))]
+      cache.leave(generation)
+      if rng.random() < 0.5:
+        generation.text.close()
+    elif kind == 'policy' and rng.random() < 0.3:
+      version += 1
+    cache.check()
+  # All that are left come to their turn.
+  for turn in range(400):
+    chosen, filled = cache.work(*((version, False) if turn % 2 else (0, True)))
+    for row in chosen if filled else ():
+      cache.leave(row.running)
+    if not cache.live:
+      break
+  assert not cache.live and cache.copied and cache.prefilled
+
+
+class TestPlace:
+  def test_closed_texts_go_first_then_those_that_were_used_longest_ago(self):
+    cache = Cache()
+    texts = [_text((n, 20)) for n in range(_B)]
+    for text in texts:
+      cache.submit(text)
+    while not cache.work(0)[1]:
+      pass
+    for generation in [*cache.live]:
+      cache.leave(generation)
+    again = cache.submit(texts[0])
+    cache.work(0)
+    cache.leave(again)
+    texts[3].close()
+    gone = []
+    for n in range(3):
+      cache.submit(_text((10 + n, 20)))
+      cache.work(0)
+      gone += [t for t in texts if cache.rows.of(t) is None and t not in gone]
+    assert gone == [texts[3], texts[1], texts[2]]
+
+  def test_no_row_of_a_running_text_is_given_away(self):
+    cache = Cache()
+    for n in range(_B):
+      cache.submit(_text((n, 20)))
+    cache.work(0)
+    assert cache.rows.place(_generation(_text((9, 20)), 99), 0) is None
+
+  @pytest.mark.parametrize('version, kept', [(0, 12), (1, 0)])
+  def test_what_a_text_has_in_common_with_the_last_one_is_kept(self, version, kept):
+    rows = rows_lib.Rows(1, _S)
+    first, second = _text((0, 12), (1, 8)), _text((0, 12), (2, 8))
+    generation = _generation(first, 0)
+    row = rows.place(generation, 0)
+    row.cached, row.running = 19, None
+    assert rows.place(_generation(second, 1), version) is row
+    # Tokens may be the same by chance.
+    assert row.cached >= kept and (row.cached == 0) == (kept == 0)
+    assert rows.of(first) is None and row.version == version
+
+  def test_an_equal_text_keeps_all_but_the_last_token(self):
+    rows = rows_lib.Rows(1, _S)
+    row = rows.place(_generation(_text((0, 12)), 0), 0)
+    row.extend(np.array([7, 7]))
+    row.cached, row.running = 13, None
+    assert rows.place(_generation(_text((0, 12)), 1), 0).cached == 11
+
+
+class TestFindSources:
+  def _placed(self, *texts, version=0):
+    rows = rows_lib.Rows(_B, _S)
+    placed = [rows.place(_generation(t, n), version) for n, t in enumerate(texts)]
+    return rows, placed
+
+  def test_equal_texts_wait_for_the_first(self):
+    rows, placed = self._placed(*(_text((0, 30)) for _ in range(3)))
+    assert rows.find_sources(placed, 4) == ([], {*placed[1:]})
+    placed[0].cached = 29
+    copies, waiting = rows.find_sources(placed[1:], 4)
+    assert [(s.row, s.length, r) for s, r in copies] == [
+      (placed[0], 29, placed[1]),
+      (placed[0], 29, placed[2]),
+    ]
+    assert not waiting
+
+  def test_short_prefixes_are_computed_again(self):
+    for n, waits in ((_LEAST - 1, False), (_LEAST, True)):
+      rows, placed = self._placed(_text((0, n), (1, 9)), _text((0, n), (2, 9)))
+      shared = int((placed[0].tokens[: n + 9] != placed[1].tokens[: n + 9]).argmax())
+      assert shared == n, 'the seeds share a token more'
+      assert rows.find_sources(placed, 4) == ([], {placed[1]} if waits else set())
+
+  def test_no_more_copies_than_there_is_room_for(self):
+    rows, placed = self._placed(*(_text((0, 30)) for _ in range(4)))
+    placed[0].cached, placed[0].begun = 29, True
+    copies, waiting = rows.find_sources(placed[1:], 2)
+    assert [row for _, row in copies] == placed[1:3] and waiting == {placed[3]}
+
+  @pytest.mark.parametrize('mixed', [0, 1])
+  def test_nothing_is_copied_from_or_to_a_row_of_several_policies(self, mixed):
+    rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
+    placed[0].cached, placed[0].begun, placed[1].cached = 29, True, 2
+    placed[mixed].note_policy(1)
+    assert placed[mixed].version == rows_lib.MIXED
+    assert rows.find_sources([placed[1]], 4) == ([], set())
+
+  def test_nor_from_one_that_was_forgotten(self):
+    rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
+    placed[0].cached, placed[0].running = 29, None
+    rows.forget()
+    assert placed[0].version == rows_lib.MIXED and placed[1].version == 0
+    assert rows.find_sources([placed[1]], 4) == ([], set())
+
+  def test_nor_from_one_whose_reply_has_ended_but_that_has_not_been_left_yet(self):
+    rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
+    placed[0].cached = 29
+    placed[0].running.cancel()
+    rows.forget()
+    assert placed[0].version == rows_lib.MIXED and placed[1].version == 0
+
+  def test_the_longer_of_two_is_waited_for(self):
+    rows, placed = self._placed(
+      _text((0, 20)), _text((0, 20), (1, 20)), _text((0, 20), (1, 20), (2, 5))
+    )
+    placed[0].cached, placed[0].begun, placed[1].begun = 19, True, True
+    assert rows.find_sources(placed[1:], 4) == ([], {placed[2]})
+    placed[1].cached = 39
+    ((source, row),), waiting = rows.find_sources(placed[2:], 4)
+    assert (source.row, source.length, row) == (placed[1], 40 - 1, placed[2])
+    assert not waiting
