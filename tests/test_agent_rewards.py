@@ -42,7 +42,7 @@ async def play(env, *replies):
 
 async def test_hybrid_weighs_and_names_its_parts():
   reward = rewards.hybrid(outcome=(2.0, right), slow=(-0.5, slow))
-  env = env_lib.ToolEnv([calculator_lib.calculator], reward)
+  env = env_lib.ToolEnv([calculator_lib.calculator_tool()], reward)
   first, last = await play(env, CALL % '2 * 3', 'It is 6.')
   assert (first.reward, last.reward) == (0.0, 1.75)
   parts = {k: v for k, v in last.metrics.items() if k.startswith('reward/')}
@@ -148,7 +148,7 @@ REPLIES = (CALL % '2 * 3', BAD, CALL % '1' * 2, 'It is 6.')
 @pytest.mark.parametrize('gamma', [1.0, 0.5])
 async def test_shaping_telescopes(potential, gamma):
   def make(**kwargs):
-    return env_lib.ToolEnv([calculator_lib.calculator], right, **kwargs)
+    return env_lib.ToolEnv([calculator_lib.calculator_tool()], right, **kwargs)
 
   shaping = rewards.potential_based(potential, gamma)
   plain = await play(make(), *REPLIES)
@@ -169,7 +169,7 @@ async def test_shaping_telescopes(potential, gamma):
 async def test_shaping_has_no_memory():
   shaping = rewards.potential_based(length)
   make = functools.partial(
-    env_lib.ToolEnv, [calculator_lib.calculator], right, process_reward=shaping
+    env_lib.ToolEnv, [calculator_lib.calculator_tool()], right, process_reward=shaping
   )
   steps = await testing.check_env(make, TASK, REPLIES)
   assert sum(step.reward for step in steps) == 1.0 - length(TASK, TASK.messages)
@@ -177,7 +177,9 @@ async def test_shaping_has_no_memory():
 
 async def test_an_episode_that_was_cut_keeps_the_potential_of_where_it_was():
   env = env_lib.ToolEnv(
-    [calculator_lib.calculator], right, process_reward=rewards.potential_based(length)
+    [calculator_lib.calculator_tool()],
+    right,
+    process_reward=rewards.potential_based(length),
   )
   steps = await play(env, *REPLIES[:2])
   total = sum(step.reward for step in steps)

@@ -121,7 +121,11 @@ def test_paper_reward(replies, reward):
 async def test_equation_6_judges_what_a_budget_ended(status, replies, reward, em):
   @tool.tool
   def search(query: str) -> str:
-    """Searches."""
+    """Searches.
+
+    Args:
+      query: What for.
+    """
     assert replies.index(CALL) < len(replies) - 1 or status != 'truncated'
     return 'nothing'
 
