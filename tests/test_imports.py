@@ -32,6 +32,7 @@ LAZY = (
   'jsonschema',
   'matplotlib',
   'outlines_core',
+  'scipy',
   'tensorboardX',
   'tokenizers',
   'transformers',
