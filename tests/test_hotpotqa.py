@@ -346,8 +346,8 @@ def test_there_is_one_way_to_name_a_model(path):
 
 
 FAMILIES = {
-  'qwen2.5': {'family': 'qwen2', 'qkv_bias': True},
-  'qwen3': {'family': 'qwen3', 'qk_norm': True},
+  'qwen2.5': {'family': 'qwen2'},
+  'qwen3': {'family': 'qwen3'},
 }
 
 

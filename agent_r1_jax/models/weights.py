@@ -8,6 +8,7 @@ for byte.
 from collections.abc import Callable, Iterator
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax import sharding
-from agent_r1_jax.models import decoder, hf_config, tensor_files
+from agent_r1_jax.models import decoder, families, hf_config, tensor_files
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -36,33 +37,29 @@ _TOKENIZER_FILES = (
 
 
 class _Leaf(NamedTuple):
-  """A parameter and the tensors it is made of.
+  """A parameter of a model of some size, and the tensors it is made of.
 
   Attributes:
-    path: In the parameter tree, joined by '/'.
-    name: The tensor's; '{}' stands for the layer of a stacked leaf.
-    shape: Of one layer's part.
-    stored: Of the tensor. A kernel is stored [outputs, inputs], the others as they are.
-    layers: How many are stacked; None where the leaf is no part of a layer.
+    path: Its path in the parameter tree, joined by '/'.
+    tensor: The name of its tensor; '{}' stands for the layer.
+    shape: Its shape; the layers come first, if it has them.
+    stored: The shape of a tensor. A kernel is stored [outputs, inputs].
+    layers: How many tensors are stacked; None where it is no part of a layer.
   """
 
   path: str
-  name: str
+  tensor: str
   shape: tuple[int, ...]
   stored: tuple[int, ...]
-  layers: int | None = None
+  layers: int | None
 
   @property
   def is_kernel(self) -> bool:
     return self.path.endswith('/kernel')
 
   @property
-  def full_shape(self) -> tuple[int, ...]:
-    return self.shape if self.layers is None else (self.layers, *self.shape)
-
-  @property
   def names(self) -> list[str]:
-    return [self.name.format(i) for i in range(self.layers or 1)]
+    return [self.tensor.format(i) for i in range(self.layers or 1)]
 
 
 class _Part(NamedTuple):
@@ -198,33 +195,27 @@ def save(
 
 
 def _leaves(config: decoder.DecoderConfig, value_head: bool) -> list[_Leaf]:
-  """All parameters of a model; nothing else knows both layouts."""
-  L, D, F, V = config.num_layers, config.embed_dim, config.mlp_dim, config.vocab_size
-  N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-
-  def layer(path, name, shape, stored):
-    return _Leaf(f'layers/{path}', f'model.layers.{{}}.{name}', shape, stored, L)
-
-  leaves = [_Leaf('embed/embedding', 'model.embed_tokens.weight', (V, D), (V, D))]
-  for path, name in (('attn_norm', 'input'), ('mlp_norm', 'post_attention')):
-    leaves.append(layer(f'{path}/scale', f'{name}_layernorm.weight', (D,), (D,)))
-  for x, n in (('q', N), ('k', K), ('v', K)):
-    path, name = f'attn/{x}', f'self_attn.{x}_proj'
-    leaves.append(layer(f'{path}/kernel', f'{name}.weight', (D, n, H), (n * H, D)))
-    if config.qkv_bias:
-      leaves.append(layer(f'{path}/bias', f'{name}.bias', (n, H), (n * H,)))
-    if config.qk_norm and x != 'v':
-      leaves.append(layer(f'{path}_norm/scale', f'self_attn.{x}_norm.weight', (H,), (H,)))
-  leaves.append(layer('attn/o/kernel', 'self_attn.o_proj.weight', (N, H, D), (D, N * H)))
-  for x, shape in (('gate', (D, F)), ('up', (D, F)), ('down', (F, D))):
-    leaves.append(layer(f'mlp/{x}/kernel', f'mlp.{x}_proj.weight', shape, shape[::-1]))
-  leaves.append(_Leaf('final_norm/scale', 'model.norm.weight', (D,), (D,)))
-  if not config.tie_embeddings:
-    leaves.append(_Leaf('lm_head/kernel', 'lm_head.weight', (D, V), (V, D)))
+  """Lists the parameters of a model by the table of its family."""
+  heads, kv_heads = config.num_heads, config.num_kv_heads
+  sizes = {'N': heads, 'K': kv_heads, 'H': config.head_dim, 'F': config.mlp_dim}
+  sizes |= {'D': config.embed_dim, 'd': config.embed_dim, 'V': config.vocab_size, '1': 1}
+  leaves = []
+  for path, tensor, dims in config.facts.parameters:
+    if path != 'lm_head/kernel' or not config.tie_embeddings:
+      leaves.append(_leaf(path, tensor, dims, sizes, config.num_layers))
   if value_head:
-    leaves.append(_Leaf('value_head/kernel', 'value_head.weight', (D, 1), (1, D)))
-    leaves.append(_Leaf('value_head/bias', 'value_head.bias', (1,), (1,)))
+    leaves += [_leaf(*row, sizes, config.num_layers) for row in families.VALUE_HEAD]
   return leaves
+
+
+def _leaf(path: str, tensor: str, dims: str, sizes: dict[str, int], layers: int) -> _Leaf:
+  stacked = dims.startswith('L')
+  parts = [[sizes[x] for x in part] for part in dims.removeprefix('L').split('>')]
+  shape = tuple(itertools.chain(*parts))
+  stored = shape if len(parts) == 1 else tuple(math.prod(x) for x in parts[::-1] if x)
+  if not stacked:
+    return _Leaf(path, tensor, shape, stored, None)
+  return _Leaf(path, tensor, (layers, *shape), stored, layers)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -276,7 +267,7 @@ def _leaf_dtype(
     return _checked_dtype(dtype)
   if len(found) > 1:
     raise ValueError(
-      f'{tensors[leaf.names[0]].file}: tensors {leaf.name} are {" and ".join(found)}; '
+      f'{tensors[leaf.names[0]].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
       'all layers are one array: give a dtype'
     )
   return tensor_files.DTYPES[found[0]]
@@ -285,11 +276,12 @@ def _leaf_dtype(
 def _read_leaf(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
 ) -> np.ndarray:
-  array = _aligned_empty((leaf.layers or 1, *leaf.shape), dtype)
-  for i, name in enumerate(leaf.names):
+  array = _aligned_empty(leaf.shape, dtype)
+  layers = array if leaf.layers else array[None]
+  for layer, name in zip(layers, leaf.names, strict=True):
     x = tensor_files.read(tensors[name])
-    array[i] = (x.T if leaf.is_kernel else x).reshape(leaf.shape)
-  return array.reshape(leaf.full_shape)
+    layer[...] = (x.T if leaf.is_kernel else x).reshape(layer.shape)
+  return array
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -306,10 +298,10 @@ def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
   for leaf in leaves:
     if leaf.path not in flat:
       raise ValueError(f'params: no {leaf.path}, which config asks for')
-    if flat[leaf.path].shape != leaf.full_shape:
+    if flat[leaf.path].shape != leaf.shape:
       raise ValueError(
         f'params: {leaf.path} has shape {flat[leaf.path].shape}, by config it is '
-        f'{leaf.full_shape}'
+        f'{leaf.shape}'
       )
 
 
