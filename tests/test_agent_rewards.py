@@ -85,30 +85,10 @@ def test_well_formed_is_a_share_of_the_calls(replies, share):
   assert rewards.well_formed(TASK, said(*replies)) == share
 
 
-@pytest.mark.parametrize(
-  ('replies', 'reward'),
-  [
-    (['6'], 1.0),
-    ([CALL % '1', '6'], 0.75),
-    ([CALL % '1' + BAD, CALL % '1', '6'], 0.25),
-    ([CALL % '1' * 4, '6'], 0.0),
-    ([CALL % '1' * 9, '6'], 0.0),
-  ],
-)
-def test_few_calls(replies, reward):
-  assert rewards.few_calls(4)(TASK, said(*replies)) == reward
-
-
-def test_few_calls_allows_one():
-  with pytest.raises(ValueError, match='max_calls=0 must be at least 1'):
-    rewards.few_calls(0)
-
-
 def test_what_the_task_shows_is_no_call_of_the_agent():
   shown = types.Task('t', said(BAD, BAD, '6') + TASK.messages)
   messages = [*shown.messages, {'role': 'assistant', 'content': CALL % '1'}]
   assert rewards.well_formed(shown, messages) == 1.0
-  assert rewards.few_calls(4)(shown, messages) == 0.75
 
 
 def test_another_call_format():
@@ -116,19 +96,8 @@ def test_another_call_format():
     return [calls_lib.ToolCall('x', {})] * reply.count('!')
 
   messages = said('Go!', 'Go!', BAD)
-  assert rewards.few_calls(4, parse=parse)(TASK, messages) == 0.5
   assert rewards.well_formed(TASK, messages, parse=parse) == 1.0
   assert rewards.well_formed(TASK, messages) == 0.0
-
-
-async def test_given_pays_as_far_as_the_condition_holds():
-  async def value(condition, *replies):
-    reward = rewards.given(condition, rewards.few_calls(4))
-    return await reward(TASK, said(*replies))
-
-  assert await value(right, CALL % '1', '6') == 0.75
-  assert await value(right, CALL % '1', '7') == 0.0
-  assert await value(slow, CALL % '1', '7') == 0.375
 
 
 def length(task, messages):

@@ -19,7 +19,7 @@ import script as script_lib
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import miniwiki, qa, qa_data, qa_demos
@@ -297,7 +297,7 @@ def test_base_and_search(small_data, tmp_path):
   assert 'nothing that it depends on' not in first
   numbers = _check_run(tmp_path / 'run', 6)
   assert min(r['recall@5'] for r in numbers['recall'].values()) > 0.3
-  assert weights.read_config(tmp_path / 'run' / 'model').embed_dim == 96
+  assert hf_config.read(tmp_path / 'run' / 'model').embed_dim == 96
   # The small policy is known by its rows, and trained as such.
   config = json.loads((tmp_path / 'run' / 'config.json').read_text())
   assert (

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 import tiny
 
-from agent_r1_jax.models import decoder, tensor_files, weights
+from agent_r1_jax.models import decoder, hf_config, tensor_files, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _FAMILIES = ('qwen2', 'qwen3', 'llama')
@@ -98,7 +98,7 @@ def test_import_then_export_gives_the_tensors_of_transformers_back(tmp_path, fam
   config, params = weights.load(_GOLDEN / family)
   weights.save(tmp_path / 'model', config, params)
   assert _tensors(tmp_path / 'model') == _tensors(_GOLDEN / family)
-  assert weights.read_config(tmp_path / 'model') == config
+  assert hf_config.read(tmp_path / 'model') == config
 
 
 @pytest.mark.parametrize('family', _FAMILIES)
@@ -231,7 +231,7 @@ def test_transformers_reads_our_config(tmp_path, family):
     rope |= {**_LLAMA3, 'rope_type': 'llama3'}
   assert dict(theirs.rope_parameters) == rope
   theirs.save_pretrained(tmp_path)
-  assert weights.read_config(tmp_path) == config
+  assert hf_config.read(tmp_path) == config
 
 
 # Broken directories.
@@ -471,7 +471,7 @@ def test_a_small_model_beside_the_real_tokenizer(tmp_path, data_dir, name, size)
   raw = json.loads((source / f'config-{size}.json').read_text())
   (tmp_path / 'published').mkdir()
   (tmp_path / 'published' / 'config.json').write_text(json.dumps(raw))
-  published = weights.read_config(tmp_path / 'published')
+  published = hf_config.read(tmp_path / 'published')
   config = dataclasses.replace(
     published,
     embed_dim=8,

@@ -70,18 +70,6 @@ class _Part(NamedTuple):
   layer: int | None
 
 
-def read_config(directory: str | os.PathLike) -> decoder.DecoderConfig:
-  """Reads config.json of a Qwen2, Qwen2.5, Qwen3 or Llama 3 model.
-
-  The activations' dtype is not the file's to say: it stays DecoderConfig's default.
-
-  Raises:
-    ValueError: The file is missing or broken, or asks for what the decoder does not
-      compute; the message names the field.
-  """
-  return hf_config.read(directory)
-
-
 def load(
   directory: str | os.PathLike,
   *,
