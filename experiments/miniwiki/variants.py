@@ -1,7 +1,8 @@
-"""The quickstart with one thing changed: a loss, what the policy sees, or a reward.
+r"""The quickstart with one thing changed: a loss, what the policy sees, or a reward.
 
-  python -m experiments.miniwiki_variants --workdir=runs/variants --config.steps=12
-  python -m experiments.miniwiki_variants --workdir=runs/variants --only=cispo,summary
+  python -m experiments.miniwiki.variants --workdir=runs/variants \
+    --config.schedule.steps=12 --questions=100
+  python -m experiments.miniwiki.variants --workdir=runs/variants --only=cispo,summary
 
 Each variant is trained from the quickstart's base policy and then answers the questions
 of the quickstart's tables; docs/algorithms.md has the numbers. Losses take two optimizer
@@ -10,6 +11,7 @@ is 1, and they are all alike.
 """
 
 from collections.abc import Callable
+import copy
 import dataclasses
 import functools
 import pathlib
@@ -20,9 +22,10 @@ from absl import app, flags
 from agent_r1_jax import host, report, train, types
 from agent_r1_jax.agent import context, env, rewards, tool
 from agent_r1_jax.rl import algorithms, losses
-from agent_r1_jax.tasks import miniwiki, qa
+from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from experiments import miniwiki_search as quickstart
+from experiments.miniwiki import search as quickstart
+from experiments.miniwiki import tasks as miniwiki
 
 GRPO = algorithms.grpo(kl_coef=0.0)
 
@@ -98,11 +101,9 @@ def main(_):
   for name in _ONLY.value:
     variant, workdir = VARIANTS[name], pathlib.Path(f.workdir, name)
     make_env = functools.partial(variant.make_env, search_tool)
-    config = dataclasses.replace(
-      f.config,
-      minibatches=variant.minibatches,
-      learning_rate=f.config.learning_rate / variant.minibatches,
-    )
+    config = copy.deepcopy(f.config)
+    config.schedule.minibatches = variant.minibatches
+    config.optimizer.learning_rate /= variant.minibatches
     train.run(
       config,
       str(workdir),
