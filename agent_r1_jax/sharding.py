@@ -1,4 +1,4 @@
-"""Where arrays lie on several chips: a mesh, and rules from parameter paths to its axes.
+"""Where arrays lie on several chips: a mesh, and which of its axes split a parameter.
 
   mesh = sharding.mesh(fsdp=8)
   config, params = weights.load(directory, place=sharding.placer(mesh))
@@ -42,13 +42,7 @@ SPLIT = ('fsdp', 'context')  # D of parameters
 
 # The mesh axes of a parameter's dimensions, by their letters in models/families.py;
 # the others are not split. An adapter's rank lies on every chip: merging moves nothing.
-_SPLIT_BY = {
-  'D': SPLIT,
-  'V': 'tensor',
-  'N': 'tensor',
-  'K': 'tensor',
-  'F': 'tensor',
-}
+_SPLIT_BY = {'D': SPLIT} | dict.fromkeys('VNKF', ('tensor',))
 # What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
 # The engine's parameters are a tree a layer: they have no L.
@@ -116,7 +110,8 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     mesh: From `mesh`.
 
   Raises:
-    ValueError: No rule is for a leaf, or an axis does not divide its dimension.
+    ValueError: models/families.py does not know a leaf, or an axis does not divide one of
+      its dimensions.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh)), tree
@@ -353,7 +348,7 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-  """The mesh axes of a leaf, by the letters of the parameter whose path ends its name."""
+  """Gives the mesh axes of a leaf whose name ends with the path of a parameter."""
   # Optimizers put a single number where they need none.
   if math.prod(shape) == 1 or _FACTORED.search(name):
     return PartitionSpec()
@@ -363,7 +358,6 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
   spec = []
   for size, letter in zip(shape, letters, strict=False):
     axes = _SPLIT_BY.get(letter, ())
-    axes = (axes,) if isinstance(axes, str) else axes
     chips = math.prod(mesh.shape[axis] for axis in axes)
     # The scales of 8-bit moments are one a row of the last axis. Fewer key-value heads
     # than `tensor`, which they divide, lie on every chip: they are small, and attention
@@ -383,7 +377,7 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def _letters(name: str) -> str:
-  """The dimensions of the parameter with whose path a leaf's name ends."""
+  """Finds the dimensions of the parameter with whose path a leaf's name ends."""
   parts = name.split('/')
   paths = ('/'.join(parts[start:]) for start in range(len(parts)))
   found = next((families.DIMS[path] for path in paths if path in families.DIMS), None)

@@ -1,9 +1,9 @@
 """The facts of each model family, in one table.
 
-A new family is a row of FAMILIES; if its layers compute something new, a block of
-models/decoder.py; and a directory of tests/golden/decoder, which tests/golden/
-make_decoder_golden.py writes. Reading and writing checkpoints, sharding and adapters
-follow the table.
+A new family is a row of FAMILIES; a directory of tests/golden/decoder, which
+make_decoder_golden.py beside it writes; and if its layers compute something new, a module
+of models/decoder.py that Block chooses by a field of the row. Checkpoints, sharding and
+adapters follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary; d is embed where no mesh splits it.
