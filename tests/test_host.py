@@ -200,7 +200,7 @@ def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
   done = _run_script(*experiment)
   assert done.returncode == 1
   (line,) = done.stderr.splitlines()
-  assert 'hotpotqa.search.py:' in line and '/nowhere' in line, line
+  assert 'search.py:' in line and '/nowhere' in line, line
 
 
 def _run_script(*command):

@@ -92,9 +92,9 @@ def test_every_variant_has_an_environment_that_conforms():
   code = """
 import asyncio, json
 from agent_r1_jax import testing
-from experiments.miniwiki import tasks as miniwiki
 from agent_r1_jax.tools import search
-from experiments import miniwiki.variants as variants
+from experiments.miniwiki import tasks as miniwiki
+from experiments.miniwiki import variants
 
 (task,) = miniwiki.train_tasks(0, 1)
 call = {'name': 'search', 'arguments': {'query': task.info['chain'][0]}}

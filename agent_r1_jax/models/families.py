@@ -11,14 +11,25 @@ heads, H head dim, V vocabulary; d is embed where no mesh splits it.
 
 from typing import Any, NamedTuple
 
+# Letter -> the field of DecoderConfig with its size, and that of config.json.
+SIZES = {
+  'V': ('vocab_size', 'vocab_size'),
+  'D': ('embed_dim', 'hidden_size'),
+  'F': ('mlp_dim', 'intermediate_size'),
+  'L': ('num_layers', 'num_hidden_layers'),
+  'N': ('num_heads', 'num_attention_heads'),
+  'K': ('num_kv_heads', 'num_key_value_heads'),
+  'H': ('head_dim', 'head_dim'),
+}
+
 
 class Parameter(NamedTuple):
   """A parameter of the model; one of a layer stands for that of all layers.
 
   Attributes:
     path: Its path in the parameter tree, joined by '/'.
-    tensor: The name of its tensor in a checkpoint; '{}' stands for the layer, which is
-      then the first dimension of the parameter.
+    tensor: The name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}'
+      is a dimension of the parameter, in front of those of a tensor.
     dims: A letter a dimension. '>' divides inputs from outputs: the checkpoint holds
       [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
       [outputs]. A parameter without '>' is stored as it is.
@@ -36,7 +47,7 @@ class Parameter(NamedTuple):
   @property
   def inputs(self) -> str:
     """The dimensions of a kernel of a layer that its product contracts."""
-    return self.dims.removeprefix('L').split('>')[0]
+    return self.dims.split('>')[0].removeprefix('L')
 
 
 class Family(NamedTuple):

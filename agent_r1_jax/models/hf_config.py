@@ -55,13 +55,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
   return {
     'architectures': [family.architecture],
     'model_type': config.family,
-    'vocab_size': config.vocab_size,
-    'hidden_size': config.embed_dim,
-    'intermediate_size': config.mlp_dim,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
-    'head_dim': config.head_dim,
+    **{key: getattr(config, field) for field, key in families.SIZES.values()},
     'rms_norm_eps': config.norm_eps,
     'rope_theta': config.rope_theta,
     'rope_scaling': config.rope_scaling
@@ -133,15 +127,13 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   _check_supported(raw, family)
   theta, scaling = _parse_rope(raw)
   width, num_heads = _number(raw, 'hidden_size'), _number(raw, 'num_attention_heads')
+  absent = {'K': num_heads, 'H': family.head_dim or width // num_heads}
   config = decoder.DecoderConfig(
     family=name,
-    vocab_size=_number(raw, 'vocab_size'),
-    embed_dim=width,
-    num_layers=_number(raw, 'num_hidden_layers'),
-    num_heads=num_heads,
-    num_kv_heads=_number(raw, 'num_key_value_heads', default=num_heads),
-    head_dim=_number(raw, 'head_dim', default=family.head_dim or width // num_heads),
-    mlp_dim=_number(raw, 'intermediate_size'),
+    **{
+      field: _number(raw, key, default=absent.get(letter))
+      for letter, (field, key) in families.SIZES.items()
+    },
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=_number(raw, 'rms_norm_eps', float),

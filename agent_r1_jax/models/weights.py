@@ -8,7 +8,6 @@ for byte.
 from collections.abc import Callable, Iterator
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -41,33 +40,29 @@ class _Leaf(NamedTuple):
 
   Attributes:
     path: Its path in the parameter tree, joined by '/'.
-    tensor: The name of its tensor; '{}' stands for the layer.
-    shape: Its shape; the layers come first, if it has them.
+    tensor: The name of its tensors; '{}' stands for the layer.
+    shape: Its shape; what is stacked comes first.
     stored: The shape of a tensor. A kernel is stored [outputs, inputs].
-    layers: How many tensors are stacked; None where it is no part of a layer.
+    tensors: Where each tensor is in the parameter, for example (layer,), and its name.
   """
 
   path: str
   tensor: str
   shape: tuple[int, ...]
   stored: tuple[int, ...]
-  layers: int | None
+  tensors: dict[tuple[int, ...], str]
 
   @property
   def is_kernel(self) -> bool:
     return self.path.endswith('/kernel')
 
-  @property
-  def names(self) -> list[str]:
-    return [self.tensor.format(i) for i in range(self.layers or 1)]
-
 
 class _Part(NamedTuple):
-  """A tensor to be written: a leaf, or layer `layer` of a stacked one."""
+  """A tensor to be written: the part of a leaf at `index`, which is () for all of it."""
 
   spec: tensor_files.Spec
   leaf: _Leaf
-  layer: int | None
+  index: tuple[int, ...]
 
 
 def load(
@@ -184,26 +179,25 @@ def save(
 
 def _leaves(config: decoder.DecoderConfig, value_head: bool) -> list[_Leaf]:
   """Lists the parameters of a model by the table of its family."""
-  heads, kv_heads = config.num_heads, config.num_kv_heads
-  sizes = {'N': heads, 'K': kv_heads, 'H': config.head_dim, 'F': config.mlp_dim}
-  sizes |= {'D': config.embed_dim, 'd': config.embed_dim, 'V': config.vocab_size, '1': 1}
-  leaves = []
-  for path, tensor, dims in config.facts.parameters:
-    if path != 'lm_head/kernel' or not config.tie_embeddings:
-      leaves.append(_leaf(path, tensor, dims, sizes, config.num_layers))
-  if value_head:
-    leaves += [_leaf(*row, sizes, config.num_layers) for row in families.VALUE_HEAD]
-  return leaves
+  sizes = {x: getattr(config, field) for x, (field, _) in families.SIZES.items()}
+  sizes |= {'d': sizes['D'], '1': 1}
+  parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
+  untied = lambda parameter: parameter.path != 'lm_head/kernel'
+  if config.tie_embeddings:
+    parameters = filter(untied, parameters)
+  return [_leaf(parameter, sizes) for parameter in parameters]
 
 
-def _leaf(path: str, tensor: str, dims: str, sizes: dict[str, int], layers: int) -> _Leaf:
-  stacked = dims.startswith('L')
-  parts = [[sizes[x] for x in part] for part in dims.removeprefix('L').split('>')]
-  shape = tuple(itertools.chain(*parts))
-  stored = shape if len(parts) == 1 else tuple(math.prod(x) for x in parts[::-1] if x)
-  if not stacked:
-    return _Leaf(path, tensor, shape, stored, None)
-  return _Leaf(path, tensor, (layers, *shape), stored, layers)
+def _leaf(parameter: families.Parameter, sizes: dict[str, int]) -> _Leaf:
+  path, tensor, dims = parameter
+  shape = tuple(sizes[letter] for letter in parameter.letters)
+  stacked = tensor.count('{}')
+  stored = shape[stacked:]
+  if '>' in dims:
+    sides = [side for side in dims[stacked:].split('>') if side]
+    stored = tuple(math.prod(sizes[letter] for letter in side) for side in sides[::-1])
+  names = {index: tensor.format(*index) for index in np.ndindex(shape[:stacked])}
+  return _Leaf(path, tensor, shape, stored, names)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -229,7 +223,7 @@ def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:
 def _check_tensors(
   directory: pathlib.Path, leaves: list[_Leaf], tensors: dict[str, tensor_files.Tensor]
 ) -> None:
-  expected = {name: leaf for leaf in leaves for name in leaf.names}
+  expected = {name: leaf for leaf in leaves for name in leaf.tensors.values()}
   for name, leaf in expected.items():
     if name not in tensors:
       tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
@@ -250,12 +244,13 @@ def _check_tensors(
 def _leaf_dtype(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
 ) -> np.dtype:
-  found = sorted({tensors[name].dtype for name in leaf.names})
+  names = list(leaf.tensors.values())
+  found = sorted({tensors[name].dtype for name in names})
   if dtype is not None:
     return _checked_dtype(dtype)
   if len(found) > 1:
     raise ValueError(
-      f'{tensors[leaf.names[0]].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
+      f'{tensors[names[0]].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
       'all layers are one array: give a dtype'
     )
   return tensor_files.DTYPES[found[0]]
@@ -265,10 +260,9 @@ def _read_leaf(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
 ) -> np.ndarray:
   array = _aligned_empty(leaf.shape, dtype)
-  layers = array if leaf.layers else array[None]
-  for layer, name in zip(layers, leaf.names, strict=True):
+  for index, name in leaf.tensors.items():
     x = tensor_files.read(tensors[name])
-    layer[...] = (x.T if leaf.is_kernel else x).reshape(layer.shape)
+    array[index] = (x.T if leaf.is_kernel else x).reshape(array[index].shape)
   return array
 
 
@@ -298,13 +292,13 @@ def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _
   parts = []
   for leaf in leaves:
     target = _checked_dtype(flat[leaf.path].dtype if dtype is None else dtype)
-    for i, name in enumerate(leaf.names):
+    for index, name in leaf.tensors.items():
       spec = tensor_files.Spec(name, target, leaf.stored)
-      parts.append(_Part(spec, leaf, None if leaf.layers is None else i))
+      parts.append(_Part(spec, leaf, index))
   first = [part for part in parts if part.leaf.path == 'embed/embedding']
-  layers = [part for part in parts if part.layer is not None]
-  last = [part for part in parts if part.layer is None and part not in first]
-  ordered = first + sorted(layers, key=lambda part: part.layer) + last
+  layers = [part for part in parts if part.index]
+  last = [part for part in parts if not part.index and part not in first]
+  ordered = first + sorted(layers, key=lambda part: part.index[0]) + last
   return {part.spec.name: part for part in ordered}
 
 
@@ -312,7 +306,7 @@ def _stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
   """One tensor on the host, as it is stored."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = sharding.read(x if part.layer is None else x[part.layer])
+  x = sharding.read(x[part.index] if part.index else x)
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)
 
