@@ -132,13 +132,9 @@ FAMILIES = {
   'llama': Family('LlamaForCausalLM', _LLAMA, {**_NO_BIAS, 'mlp_bias': False}, {}),
 }
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
-# The kernels of a layer, each of which may have an adapter: name -> parameter. A new one
-# comes last, for the random numbers of an adapter depend on its place.
-TARGETS = {
-  path.split('/')[-2]: parameter
-  for path, parameter in _EVERY.items()
-  if path.startswith('layers/') and path.endswith('/kernel')
-}
+# The kernels that may have an adapter: name -> parameter. A new one comes last, for the
+# random numbers of an adapter depend on its place.
+TARGETS = {kernel.path.split('/')[-2]: kernel for kernel in (*_ATTENTION, *_MLP)}
 
 
 def _dims() -> dict[str, str]:
