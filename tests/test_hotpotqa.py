@@ -146,11 +146,11 @@ def test_recall_is_of_the_rows_that_name_their_passages():
   code = """
 from agent_r1_jax import types
 from agent_r1_jax.retrieval import bm25, documents
-from experiments import hotpotqa.search
+from experiments.hotpotqa import search
 found = bm25.BM25([documents.Document('0', 'Oslo', 'A city.')])
 named = types.Task('0', [], 'x', {'question': 'Oslo?', 'supporting_titles': ['Oslo']})
 bare = types.Task('1', [], 'x', {'question': 'Who?'})
-print(hotpotqa.search.recall(found, [named, bare]), hotpotqa.search.recall(found, [bare]))
+print(search.recall(found, [named, bare]), search.recall(found, [bare]))
 """
   done = script_lib.run('-c', code)
   assert done.stdout == "{'recall@5': 1.0, 'all in 5': 1.0} {}\n", done.stderr
