@@ -22,7 +22,7 @@ PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 .DEFAULT_GOAL := test
 
 quickstart: $(VENV)/installed
-	$(VENV)/bin/python -m experiments.miniwiki_search --workdir=$(WORKDIR)
+	$(VENV)/bin/python -m experiments.miniwiki.search --workdir=$(WORKDIR)
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)

@@ -153,10 +153,26 @@ def digest(value: Any) -> str:
 
 def _code_digest() -> str:
   """The package's code and the script's: a mended reward must not show old numbers."""
-  files = sorted(pathlib.Path(__file__).parent.rglob('*.py'))
-  script = getattr(sys.modules['__main__'], '__file__', None)
-  files += [pathlib.Path(script)] if script else []
-  return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+  files = {*pathlib.Path(__file__).parent.rglob('*.py'), *_files_of_the_script()}
+  return digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
+
+
+def _files_of_the_script() -> set[pathlib.Path]:
+  """What is loaded of the script's folder, or of its package.
+
+  Of `python -m experiments.miniwiki.search` that is what is loaded of experiments/.
+  """
+  main = sys.modules['__main__']
+  script = getattr(main, '__file__', None)
+  if script is None:
+    return set()
+  dots = main.__spec__.name.count('.') if main.__spec__ else 0
+  folder = pathlib.Path(script).resolve().parents[max(dots - 1, 0)]
+  loaded = [getattr(module, '__file__', None) for module in [*sys.modules.values()]]
+  paths = {pathlib.Path(path).resolve() for path in loaded if path}
+  # The folder may hold the environment, too.
+  own = lambda path: path.suffix == '.py' and 'site-packages' not in path.parts
+  return {path for path in paths if path.is_relative_to(folder) and own(path)}
 
 
 def _as_json(value: Any) -> Any:

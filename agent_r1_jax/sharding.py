@@ -1,4 +1,4 @@
-"""Where arrays lie on several chips: a mesh, and rules from parameter paths to its axes.
+"""Where arrays lie on several chips: a mesh, and which of its axes split a parameter.
 
   mesh = sharding.mesh(fsdp=8)
   config, params = weights.load(directory, place=sharding.placer(mesh))
@@ -33,39 +33,18 @@ from jax.sharding import (
 )
 import numpy as np
 
+from agent_r1_jax.models import families
+
 AXES = ('data', 'fsdp', 'tensor', 'context')
 ROWS = ('data', 'fsdp')
 TOKENS = PartitionSpec(ROWS, 'context')  # B T
 SPLIT = ('fsdp', 'context')  # D of parameters
 
-# The first expression that is found in a leaf's path counts. Leaves of an optimizer end
-# with the path of their parameter; L, D, N, K, H, F, V as in models/decoder.py.
-RULES: tuple[tuple[str, PartitionSpec], ...] = (
-  # What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
-  (r'\bv_(row|col)/', PartitionSpec()),
-  (r'\bembed/embedding$', PartitionSpec('tensor', SPLIT)),  # V D
-  (r'\blm_head/kernel$', PartitionSpec(SPLIT, 'tensor')),  # D V
-  (r'\battn/[qkv]/kernel$', PartitionSpec(None, SPLIT, 'tensor')),  # L D N|K H
-  (r'\battn/[qkv]/bias$', PartitionSpec(None, 'tensor')),  # L N|K H
-  (r'\battn/o/kernel$', PartitionSpec(None, 'tensor', None, SPLIT)),  # L N H D
-  (r'\bmlp/(gate|up)/kernel$', PartitionSpec(None, SPLIT, 'tensor')),  # L D F
-  (r'\bmlp/down/kernel$', PartitionSpec(None, 'tensor', SPLIT)),  # L F D
-  # As their kernel, and the rank R on every chip: merging moves nothing.
-  (r'\battn/[qkv]/lora_a$', PartitionSpec(None, SPLIT)),  # L D R
-  (r'\battn/[qkv]/lora_b$', PartitionSpec(None, None, 'tensor')),  # L R N|K H
-  (r'\battn/o/lora_a$', PartitionSpec(None, 'tensor')),  # L N H R
-  (r'\battn/o/lora_b$', PartitionSpec(None, None, SPLIT)),  # L R D
-  (r'\bmlp/(gate|up)/lora_a$', PartitionSpec(None, SPLIT)),  # L D R
-  (r'\bmlp/(gate|up)/lora_b$', PartitionSpec(None, None, 'tensor')),  # L R F
-  (r'\bmlp/down/lora_a$', PartitionSpec(None, 'tensor')),  # L F R
-  (r'\bmlp/down/lora_b$', PartitionSpec(None, None, SPLIT)),  # L R D
-  (r'/lora_scale$', PartitionSpec()),  # L
-  (r'_norm/scale$', PartitionSpec()),
-  (r'\bvalue_head/(kernel|bias)$', PartitionSpec()),
-)
-# Fewer key-value heads than `tensor`, which they divide, lie on every chip: they are
-# small, and attention takes of them what a chip's query heads need.
-_KEYS_VALUES = re.compile(r'\battn/[kv]/(kernel|bias|lora_b)$')
+# The mesh axes of a parameter's dimensions, by their letters in models/families.py;
+# the others are not split. An adapter's rank lies on every chip: merging moves nothing.
+_SPLIT_BY = {'D': SPLIT} | dict.fromkeys('VNKF', ('tensor',))
+# What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
+_FACTORED = re.compile(r'\bv_(row|col)/')
 # The engine's parameters are a tree a layer: they have no L.
 _ONE_LAYER = re.compile(r'\blayers/\d+/')
 
@@ -131,7 +110,8 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     mesh: From `mesh`.
 
   Raises:
-    ValueError: No rule is for a leaf, or an axis does not divide its dimension.
+    ValueError: models/families.py does not know a leaf, or an axis does not divide one of
+      its dimensions.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh)), tree
@@ -368,27 +348,39 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+  """Gives the mesh axes of a leaf whose name ends with the path of a parameter."""
   # Optimizers put a single number where they need none.
-  if math.prod(shape) == 1:
+  if math.prod(shape) == 1 or _FACTORED.search(name):
     return PartitionSpec()
-  spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
-  if spec is None:
-    raise ValueError(f'{name}: no rule in sharding.RULES is for this leaf; add one.')
+  letters = _letters(_ONE_LAYER.sub('layers/', name))
   if _ONE_LAYER.search(name):
-    spec = PartitionSpec(*spec[1:])
-  tensor = mesh.shape['tensor']
-  if _KEYS_VALUES.search(name) and shape[-2] < tensor and tensor % shape[-2] == 0:
-    spec = PartitionSpec(*(None if axes == 'tensor' else axes for axes in spec))
-  # As in the scales of moments, one a row of the last axis.
-  dimensions = zip(shape, spec, strict=False)
-  spec = PartitionSpec(*(None if size == 1 else axes for size, axes in dimensions))
-  for size, axes in zip(shape, spec, strict=False):
-    axes = (axes,) if isinstance(axes, str) else axes or ()
+    letters = letters.removeprefix('L')
+  spec = []
+  for size, letter in zip(shape, letters, strict=False):
+    axes = _SPLIT_BY.get(letter, ())
     chips = math.prod(mesh.shape[axis] for axis in axes)
-    if size % chips:
+    # The scales of 8-bit moments are one a row of the last axis. Fewer key-value heads
+    # than `tensor`, which they divide, lie on every chip: they are small, and attention
+    # takes of them what a chip's query heads need.
+    if size == 1 or (letter == 'K' and size < chips and chips % size == 0):
+      axes = ()
+    elif size % chips:
       named = ' x '.join(axes)
       raise ValueError(
         f'{name}: a dimension of {size} in {shape} cannot be split over {named} = '
         f'{chips}; choose a mesh whose {named} divides it.'
       )
-  return spec
+    spec.append(axes if len(axes) > 1 else next(iter(axes), None))
+  while spec and spec[-1] is None:
+    spec.pop()
+  return PartitionSpec(*spec)
+
+
+def _letters(name: str) -> str:
+  """Finds the dimensions of the parameter with whose path a leaf's name ends."""
+  parts = name.split('/')
+  paths = ('/'.join(parts[start:]) for start in range(len(parts)))
+  found = next((families.DIMS[path] for path in paths if path in families.DIMS), None)
+  if found is None:
+    raise ValueError(f'{name}: no parameter in models/families.py has this path; add it.')
+  return found

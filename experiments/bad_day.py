@@ -31,8 +31,8 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import groups, metrics, preemption
-from agent_r1_jax.tasks import miniwiki
 from experiments import bad_day_faults
+from experiments.miniwiki import tasks as miniwiki
 
 SIGNALS = {
   'kill': signal.SIGKILL,

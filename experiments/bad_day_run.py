@@ -12,11 +12,11 @@ from absl import app, flags, logging
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.tasks import miniwiki
 from agent_r1_jax.tools import search
 from experiments import bad_day_faults as faults
+from experiments.miniwiki import tasks as miniwiki
 
-BASE = pathlib.Path(__file__).parent / 'miniwiki_model'
+BASE = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/bad_day_run', 'Where the run writes.')
 _FAULTS = flags.DEFINE_enum('faults', 'none', ['none', 'hidden', 'visible'], 'Which.')

@@ -63,9 +63,9 @@ def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **k
 
 
 SHAPES = {
-  'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
-  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3', qk_norm=True),
-  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936, qkv_bias=True),
+  'tiny': _shape(2, 64, 4, 2, 16, 128, 256, 'llama'),
+  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3'),
+  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936),
 }
 
 

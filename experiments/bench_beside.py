@@ -38,7 +38,7 @@ _SIDE = flags.DEFINE_enum('side', 'both', ['both', 'jax', 'torch'], 'What to mea
 def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, **kwargs):
   sizes = (vocab, embed, layers, heads, kv_heads, head, mlp)
   fields: dict[str, Any] = {'rope_theta': 1e6, 'tie_embeddings': True, 'remat': 'full'}
-  return decoder.DecoderConfig('qwen3', *sizes, qk_norm=True, **fields | kwargs)
+  return decoder.DecoderConfig('qwen3', *sizes, **fields | kwargs)
 
 
 SHAPES = {

@@ -138,9 +138,7 @@ def model(name: str) -> decoder.DecoderConfig:
   """As it is trained on TPUs: bfloat16, layers rematerialised."""
   if name in SIZES:
     V, D, L, N, K, H, F, tied = SIZES[name]
-    config = decoder.DecoderConfig(
-      'qwen2', V, D, L, N, K, H, F, qkv_bias=True, tie_embeddings=tied
-    )
+    config = decoder.DecoderConfig('qwen2', V, D, L, N, K, H, F, tie_embeddings=tied)
   else:
     config = hf_config.read(name)
   return dataclasses.replace(config, dtype='bfloat16', remat='full')

@@ -7,7 +7,7 @@ miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/
 corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes
 third_party/downloads such a folder) it trains on the first two and tests on held-out rows
 of all three, from `--config.model.path=DIR`: an instruct model, or with --noinstruct what
-hotpotqa_base wrote. An instruct model reads five whole passages a search, for which
+hotpotqa.pretrain wrote. An instruct model reads five whole passages a search, for which
 `--config.engine.slots` must be larger: with Qwen's tokenizer half of the right
 demonstrations are above 1,100 tokens, 1 in 100 above 2,300.
 
@@ -51,8 +51,10 @@ from agent_r1_jax.agent import calls, env
 from agent_r1_jax.models import weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.tasks import miniwiki, qa, qa_data, qa_demos
+from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
+from experiments.hotpotqa import demos
+from experiments.miniwiki import tasks as miniwiki
 
 _OUT = flags.DEFINE_string('out', 'runs/paper_tables', 'Where runs and results lie.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of the methods that are trained.')
@@ -65,7 +67,9 @@ _INSTRUCT = flags.DEFINE_bool(
 )
 _CFG = fields.define_flags(
   config_lib.Config(
-    model=config_lib.Model(path=str(pathlib.Path(__file__).parent / 'miniwiki_model')),
+    model=config_lib.Model(
+      path=str(pathlib.Path(__file__).parent / 'miniwiki' / 'model')
+    ),
     schedule=config_lib.Schedule(steps=40, tasks=16, samples=8),
     limits=config_lib.Limits(max_turn_tokens=80),
     optimizer=config_lib.Optimizer(learning_rate=3e-4, critic_learning_rate=1e-3),
@@ -225,26 +229,26 @@ def real_bench(config: config_lib.Config) -> Bench:
     for document in documents.read_corpus(corpus):
       passages.setdefault((document.title, document.text), document)
     rows = qa_data.jsonl(questions)
-    held[name], rest = qa_demos.split(rows, _QUESTIONS.value, seed=0)
+    held[name], rest = demos.split(rows, _QUESTIONS.value, seed=0)
     tasks += [] if name == 'musique' else rest
   corpus = list(passages.values())
   retriever = bm25.BM25(corpus)
-  room = qa if _INSTRUCT.value else qa_demos
-  k, template = (5, documents.PASSAGE) if _INSTRUCT.value else (1, qa_demos.PASSAGE)
+  room = qa if _INSTRUCT.value else demos
+  k, template = (5, documents.PASSAGE) if _INSTRUCT.value else (1, demos.PASSAGE)
   tool = search.search_tool(retriever, k=k, template=template)
-  maker = qa_demos.Maker(corpus, retriever)
+  maker = demos.Maker(corpus, retriever)
   tasks = [room.agent_task(task) for task in tasks]
   prompts_of = {task.info['question']: task.messages for task in tasks}
   search_for = functools.cache(lambda query: retriever.search([query], k)[0])
   find = lambda query: documents.render(search_for(query), template)
 
   def demonstrations(seed):
-    for example in qa_demos.examples(
+    for example in demos.examples(
       tasks, maker, seed, kinds={'demonstration': 1.0}, mixture={'right': 1.0}
     ):
       yield _retold(example.messages, prompts_of[example.item.question], find)
 
-  direct = qa.direct_task if _INSTRUCT.value else qa_demos.agent_task
+  direct = qa.direct_task if _INSTRUCT.value else demos.agent_task
   ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
   rag = _with_passages(held, retriever, room.rag_task)
   agent = ask(room.agent_task)

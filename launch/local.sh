@@ -2,9 +2,9 @@
 # Runs an experiment, or a script of yours, on this machine, in the project's environment
 # (made if missing):
 #
-#   launch/local.sh miniwiki_search --workdir=runs/first
+#   launch/local.sh miniwiki.search --workdir=runs/first
 #   launch/local.sh path/to/mine.py --workdir=runs/mine
-#   EXTRA=cuda launch/local.sh miniwiki_search --workdir=runs/first   # or tpu
+#   EXTRA=cuda launch/local.sh miniwiki.search --workdir=runs/first   # or tpu
 #
 # Started again with the same workdir, a run goes on where it was. What else can be said:
 # launch/run.sh.

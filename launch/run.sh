@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs an experiment, or a script of yours; every launcher ends here, on each of its hosts:
 #
-#   launch/run.sh miniwiki_search --workdir=runs/first   # in the checkout
+#   launch/run.sh miniwiki.search --workdir=runs/first   # in the checkout
 #   launch/run.sh path/to/mine.py --workdir=runs/mine    # in the folder where you are
 #
 # A name that ends in .py is the path of a script, seen from the folder where you are; as
@@ -24,7 +24,8 @@ source launch/dry_run.sh
 
 usage() {
   echo "usage: launch/run.sh EXPERIMENT|SCRIPT.py [FLAG...]; the experiments:" >&2
-  for file in experiments/[a-z]*.py; do basename "$file" .py; done >&2
+  grep --files-with-matches '^  app\.run(' experiments/*.py experiments/*/*.py |
+    sed 's|^experiments/||; s|\.py$||; s|/|.|g' >&2
   exit 2
 }
 [[ $# -gt 0 ]] || usage
@@ -40,7 +41,7 @@ if [[ $name == *.py ]]; then
   cd "$caller" || exit
   command=("$python" "$script" "$@")
 else
-  [[ -f experiments/$name.py ]] || { echo "no experiment is called $name" >&2; usage; }
+  [[ -f experiments/${name//.//}.py ]] || { echo "no experiment is called $name" >&2; usage; }
   command=("$python" -m "experiments.$name" "$@")
 fi
 if [[ ${DRY_RUN:-} ]]; then

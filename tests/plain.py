@@ -22,7 +22,6 @@ CONFIG = decoder.DecoderConfig(
   num_kv_heads=1,
   head_dim=8,
   mlp_dim=24,
-  qk_norm=True,
 )
 TEMPERATURE = 0.7
 # One shape for most tests, so that they share what is compiled.

@@ -42,7 +42,7 @@ async def play(env, *replies):
 
 async def test_hybrid_weighs_and_names_its_parts():
   reward = rewards.hybrid(outcome=(2.0, right), slow=(-0.5, slow))
-  env = env_lib.ToolEnv([calculator_lib.calculator], reward)
+  env = env_lib.ToolEnv([calculator_lib.calculator_tool()], reward)
   first, last = await play(env, CALL % '2 * 3', 'It is 6.')
   assert (first.reward, last.reward) == (0.0, 1.75)
   parts = {k: v for k, v in last.metrics.items() if k.startswith('reward/')}
@@ -85,30 +85,10 @@ def test_well_formed_is_a_share_of_the_calls(replies, share):
   assert rewards.well_formed(TASK, said(*replies)) == share
 
 
-@pytest.mark.parametrize(
-  ('replies', 'reward'),
-  [
-    (['6'], 1.0),
-    ([CALL % '1', '6'], 0.75),
-    ([CALL % '1' + BAD, CALL % '1', '6'], 0.25),
-    ([CALL % '1' * 4, '6'], 0.0),
-    ([CALL % '1' * 9, '6'], 0.0),
-  ],
-)
-def test_few_calls(replies, reward):
-  assert rewards.few_calls(4)(TASK, said(*replies)) == reward
-
-
-def test_few_calls_allows_one():
-  with pytest.raises(ValueError, match='max_calls=0 must be at least 1'):
-    rewards.few_calls(0)
-
-
 def test_what_the_task_shows_is_no_call_of_the_agent():
   shown = types.Task('t', said(BAD, BAD, '6') + TASK.messages)
   messages = [*shown.messages, {'role': 'assistant', 'content': CALL % '1'}]
   assert rewards.well_formed(shown, messages) == 1.0
-  assert rewards.few_calls(4)(shown, messages) == 0.75
 
 
 def test_another_call_format():
@@ -116,19 +96,8 @@ def test_another_call_format():
     return [calls_lib.ToolCall('x', {})] * reply.count('!')
 
   messages = said('Go!', 'Go!', BAD)
-  assert rewards.few_calls(4, parse=parse)(TASK, messages) == 0.5
   assert rewards.well_formed(TASK, messages, parse=parse) == 1.0
   assert rewards.well_formed(TASK, messages) == 0.0
-
-
-async def test_given_pays_as_far_as_the_condition_holds():
-  async def value(condition, *replies):
-    reward = rewards.given(condition, rewards.few_calls(4))
-    return await reward(TASK, said(*replies))
-
-  assert await value(right, CALL % '1', '6') == 0.75
-  assert await value(right, CALL % '1', '7') == 0.0
-  assert await value(slow, CALL % '1', '7') == 0.375
 
 
 def length(task, messages):
@@ -148,7 +117,7 @@ REPLIES = (CALL % '2 * 3', BAD, CALL % '1' * 2, 'It is 6.')
 @pytest.mark.parametrize('gamma', [1.0, 0.5])
 async def test_shaping_telescopes(potential, gamma):
   def make(**kwargs):
-    return env_lib.ToolEnv([calculator_lib.calculator], right, **kwargs)
+    return env_lib.ToolEnv([calculator_lib.calculator_tool()], right, **kwargs)
 
   shaping = rewards.potential_based(potential, gamma)
   plain = await play(make(), *REPLIES)
@@ -169,7 +138,7 @@ async def test_shaping_telescopes(potential, gamma):
 async def test_shaping_has_no_memory():
   shaping = rewards.potential_based(length)
   make = functools.partial(
-    env_lib.ToolEnv, [calculator_lib.calculator], right, process_reward=shaping
+    env_lib.ToolEnv, [calculator_lib.calculator_tool()], right, process_reward=shaping
   )
   steps = await testing.check_env(make, TASK, REPLIES)
   assert sum(step.reward for step in steps) == 1.0 - length(TASK, TASK.messages)
@@ -177,7 +146,9 @@ async def test_shaping_has_no_memory():
 
 async def test_an_episode_that_was_cut_keeps_the_potential_of_where_it_was():
   env = env_lib.ToolEnv(
-    [calculator_lib.calculator], right, process_reward=rewards.potential_based(length)
+    [calculator_lib.calculator_tool()],
+    right,
+    process_reward=rewards.potential_based(length),
   )
   steps = await play(env, *REPLIES[:2])
   total = sum(step.reward for step in steps)

@@ -29,7 +29,9 @@ from agent_r1_jax.tools import calculator as calculator_lib
   ],
 )
 async def test_results(expression, text):
-  result = await tool_lib.call(calculator_lib.calculator, {'expression': expression})
+  result = await tool_lib.call(
+    calculator_lib.calculator_tool(), {'expression': expression}
+  )
   assert (result.text, result.ok) == (text, True)
 
 
@@ -108,7 +110,7 @@ def test_no_expression_takes_long(expression):
 
 
 def test_the_schema_says_what_it_is_for():
-  function = calculator_lib.calculator.schema['function']
+  function = calculator_lib.calculator_tool().schema['function']
   assert function['name'] == 'calculator'
   assert function['parameters']['required'] == ['expression']
   assert '**' in function['parameters']['properties']['expression']['description']

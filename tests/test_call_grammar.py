@@ -17,13 +17,24 @@ from agent_r1_jax.agent import tool as tool_lib
 
 @tool_lib.tool
 def search(query: str, top_k: int = 5, lang: Literal['en', 'dé', '"'] = 'en') -> str:
-  """Searches."""
+  """Searches.
+
+  Args:
+    query: What for.
+    top_k: How many.
+    lang: The language.
+  """
   return 'found'
 
 
 @tool_lib.tool
 def search_all(queries: list[str], weights: list[float] | None = None) -> str:
-  """Searches for many things: its name begins with that of another."""
+  """Searches for many things: its name begins with that of another.
+
+  Args:
+    queries: What for.
+    weights: How much each counts.
+  """
   return 'found'
 
 
@@ -36,7 +47,16 @@ def edit(
   note: Any = None,
   limits: list = (),  # pyright: ignore[reportArgumentType]
 ) -> str:
-  """Changes a file."""
+  """Changes a file.
+
+  Args:
+    path: The file.
+    changes: What to put where.
+    strict: Whether all must be possible.
+    by: Who.
+    note: Why.
+    limits: How far.
+  """
   return 'changed'
 
 

@@ -13,8 +13,9 @@ from agent_r1_jax import sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.retrieval import documents
-from agent_r1_jax.tasks import miniwiki, qa
+from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
+from experiments.miniwiki import tasks as miniwiki
 
 TEXT = 'who wrote the book? the search result says it was John Smith in 1984.\n' * 5
 OPENING = [
@@ -274,7 +275,7 @@ def test_calls_that_the_template_writes(data_dir):
 
 def test_the_quickstarts_and_the_papers_prompts_keep_their_tokens():
   """As at the commit before control tokens in data became text: none of them changed."""
-  directory = pathlib.Path(__file__).parents[1] / 'experiments' / 'miniwiki_model'
+  directory = pathlib.Path(__file__).parents[1] / 'experiments' / 'miniwiki' / 'model'
   chat = chat_lib.Chat(tokenizer_lib.load(directory))
   tasks = miniwiki.train_tasks(0, 16)
   hits = [[documents.Document(t.id, t.id, 'Is a town.')] for t in tasks]

@@ -59,7 +59,7 @@ def test_sizes_are_the_published_ones(data_dir, size):
   published = compile_for.model(f'{data_dir}/models/qwen2.5/config-{size}.json')
   ours = compile_for.model(f'qwen2.5-{size.lower()}')
   fields = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads')
-  for field in (*fields, 'head_dim', 'mlp_dim', 'tie_embeddings', 'qkv_bias'):
+  for field in (*fields, 'head_dim', 'mlp_dim', 'tie_embeddings', 'family'):
     assert getattr(ours, field) == getattr(published, field), field
 
 

@@ -479,9 +479,7 @@ class TestBudgets:
       return _VALUE[status]
 
     one = lambda task, messages: 1.0
-    mixed = rewards.hybrid(
-      a=(1.0, end), b=(2.0, end_later), c=(1.0, rewards.given(one, end)), d=(1.0, one)
-    )
+    mixed = rewards.hybrid(a=(1.0, end), b=(3.0, end_later), c=(1.0, one))
     for t in self._played(mixed):
       assert t.reward - t.metrics.get('reward/process', 0.0) == 4 * _VALUE[t.status] + 1
 

@@ -45,7 +45,7 @@ def right(task, messages):
 
 
 def make(**kwargs):
-  tools = [calculator_lib.calculator, nap, hang, fail]
+  tools = [calculator_lib.calculator_tool(), nap, hang, fail]
   return env_lib.ToolEnv(tools, kwargs.pop('reward', right), **kwargs)
 
 
@@ -140,7 +140,11 @@ async def test_too_many_calls_are_refused_in_one_message():
 
   @tool_lib.tool
   def count(i: int) -> int:
-    """Counts."""
+    """Counts.
+
+    Args:
+      i: A number.
+    """
     ran.append(i)
     return i
 
@@ -186,7 +190,7 @@ async def test_process_rewards():
       malformed = [isinstance(call, calls_lib.CallError) for call in calls]
       return 0.1 * sum(result.ok for result in results) - sum(malformed)
 
-  env = Strict([calculator_lib.calculator], right, max_parallel_calls=2)
+  env = Strict([calculator_lib.calculator_tool()], right, max_parallel_calls=2)
   await env.reset(TASK)
   assert (await env.step(calculate('1') * 2)).reward == pytest.approx(0.2)
   assert (await env.step('<tool_call>{' + calculate('1') * 2)).reward == pytest.approx(

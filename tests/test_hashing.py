@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from agent_r1_jax.retrieval import dense, hashing
+from agent_r1_jax.retrieval import dense
 from agent_r1_jax.retrieval.documents import Document
+from experiments.miniwiki import hashing
 
 RELATIONS = ('director', 'spouse', 'birthplace', 'employer', 'founder', 'capital')
 
@@ -56,7 +57,7 @@ def test_vectors_are_the_same_in_every_process():
   texts = ['Ann Berg\nborn in Oslo, Norway', 'été', 'Oslo Oslo Oslo capital']
   here = hashing.HashingEncoder(seed=3).fit(texts).encode(texts)
   code = (
-    'import sys; from agent_r1_jax.retrieval import hashing\n'
+    'import sys; from experiments.miniwiki import hashing\n'
     f'texts = {texts!r}\n'
     'vectors = hashing.HashingEncoder(seed=3).fit(texts).encode(texts)\n'
     'sys.stdout.buffer.write(vectors.tobytes())'

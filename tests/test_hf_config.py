@@ -93,8 +93,6 @@ def test_published_configs(tmp_path, name):
     rope_theta=raw['rope_theta'],
     rope_scaling=_LLAMA3 if name == 'Llama-3.2-1B' else None,
     norm_eps=raw['rms_norm_eps'],
-    qkv_bias=name == 'Qwen2.5-3B',
-    qk_norm=name == 'Qwen3-8B',
     tie_embeddings=raw['tie_word_embeddings'],
     max_positions=raw['max_position_embeddings'],
   )

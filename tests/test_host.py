@@ -193,14 +193,14 @@ def test_a_refusal_is_one_line_and_a_bug_has_its_traceback(
 def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
   experiment = [
     '-m',
-    'experiments.hotpotqa_search',
+    'experiments.hotpotqa.search',
     '--data=/nowhere',
     '--config.model.path=x',
   ]
   done = _run_script(*experiment)
   assert done.returncode == 1
   (line,) = done.stderr.splitlines()
-  assert 'hotpotqa_search.py:' in line and '/nowhere' in line, line
+  assert 'search.py:' in line and '/nowhere' in line, line
 
 
 def _run_script(*command):

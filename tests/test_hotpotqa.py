@@ -19,10 +19,12 @@ import script as script_lib
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
-from agent_r1_jax.tasks import miniwiki, qa, qa_data, qa_demos
+from agent_r1_jax.tasks import qa, qa_data
+from experiments.hotpotqa import demos
+from experiments.miniwiki import tasks as miniwiki
 
 TEXTS = {
   'Hall of Dragons': 'Hall of Dragons is a supplement published by Judges Guild in 1981.',
@@ -61,7 +63,7 @@ ROWS = (
 @pytest.fixture(scope='module')
 def maker():
   passages = [Document(title, title, text) for title, text in TEXTS.items()]
-  return qa_demos.Maker(passages, bm25.BM25(passages))
+  return demos.Maker(passages, bm25.BM25(passages))
 
 
 def _task(question, answer, titles, kind):
@@ -82,14 +84,14 @@ def _queries(messages):
 
 def test_split_hangs_on_the_ids_alone():
   tasks = [types.Task(f'q{i}', []) for i in range(50)]
-  a, b, rest = qa_demos.split(tasks, 10, 5)
+  a, b, rest = demos.split(tasks, 10, 5)
   assert [len(a), len(b), len(rest)] == [10, 5, 35]
   assert {t.id for t in [*a, *b, *rest]} == {t.id for t in tasks}
-  assert qa_demos.split(tasks[::-1], 10, 5) == [a, b, rest]
-  assert qa_demos.split(tasks, 10, 5, seed=1) != [a, b, rest]
-  assert qa_demos.split(tasks, 15)[0] == a + b
+  assert demos.split(tasks[::-1], 10, 5) == [a, b, rest]
+  assert demos.split(tasks, 10, 5, seed=1) != [a, b, rest]
+  assert demos.split(tasks, 15)[0] == a + b
   with pytest.raises(ValueError, match=r'sizes \(30, 20\) leave nothing of 50'):
-    qa_demos.split(tasks, 30, 20)
+    demos.split(tasks, 30, 20)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_a_right_demonstration_reads_what_it_writes(maker, row, titles):
   assert [d.title for d in item.documents] == titles
   messages = maker.with_search(item, random.Random(0), 'right')
   assert qa.paper_reward(task, messages) == 1.0
-  assert messages[0]['content'] == qa_demos.agent_task(task).messages[0]['content']
+  assert messages[0]['content'] == demos.agent_task(task).messages[0]['content']
   queries = list(_queries(messages))
   assert [q for q, _ in queries] == [
     {'Rush (band)': ' Rush', 'Adlumia': ' adlumia'}.get(title, f' {title}')
@@ -120,7 +122,7 @@ def test_a_right_demonstration_reads_what_it_writes(maker, row, titles):
       assert said.removesuffix('.') in ' '.join(m['content'] for m in messages[:i])
   found = [m['content'] for m in messages if m['role'] == 'tool']
   hits = [[documents.Hit(document, 0.0)] for document in item.documents]
-  assert found == [documents.render(hit, qa_demos.PASSAGE) for hit in hits]
+  assert found == [documents.render(hit, demos.PASSAGE) for hit in hits]
 
 
 def test_a_demonstration_quotes_what_leads_to_its_words(maker):
@@ -144,11 +146,11 @@ def test_recall_is_of_the_rows_that_name_their_passages():
   code = """
 from agent_r1_jax import types
 from agent_r1_jax.retrieval import bm25, documents
-from experiments import hotpotqa_search
+from experiments.hotpotqa import search
 found = bm25.BM25([documents.Document('0', 'Oslo', 'A city.')])
 named = types.Task('0', [], 'x', {'question': 'Oslo?', 'supporting_titles': ['Oslo']})
 bare = types.Task('1', [], 'x', {'question': 'Who?'})
-print(hotpotqa_search.recall(found, [named, bare]), hotpotqa_search.recall(found, [bare]))
+print(search.recall(found, [named, bare]), search.recall(found, [bare]))
 """
   done = script_lib.run('-c', code)
   assert done.stdout == "{'recall@5': 1.0, 'all in 5': 1.0} {}\n", done.stderr
@@ -190,17 +192,17 @@ def test_practice_is_answered_by_its_passages(maker):
 
 
 def test_examples_are_deterministic_and_use_no_other_row(maker):
-  kinds = {k: v for k, v in qa_demos.KINDS.items() if k != 'both'}
+  kinds = {k: v for k, v in demos.KINDS.items() if k != 'both'}
   tasks = [_task(*row) for row in ROWS[:2]]
   first, again, other = (
-    list(itertools.islice(qa_demos.examples(tasks, maker, seed, kinds=kinds), 600))
+    list(itertools.islice(demos.examples(tasks, maker, seed, kinds=kinds), 600))
     for seed in (0, 0, 1)
   )
   assert first == again != other
   seen = collections.Counter(example.kind.split('/')[0] for example in first)
   assert set(seen) == set(kinds)
   assert {e.kind for e in first if e.kind.startswith('demo')} == {
-    f'demonstration/{fate}' for fate in qa_demos.MIXTURE
+    f'demonstration/{fate}' for fate in demos.MIXTURE
   }
   assert not any(ROWS[2][0] in str(example) for example in first)
   assert {e.item.question for e in first if e.kind == 'reading'} == {
@@ -210,7 +212,7 @@ def test_examples_are_deterministic_and_use_no_other_row(maker):
 
 def test_what_cannot_be_made_is_an_error(maker):
   with pytest.raises(ValueError, match="kinds: 'reading' cannot be made"):
-    next(qa_demos.examples([_task(*ROWS[3])], maker, 0, kinds={'reading': 1.0}))
+    next(demos.examples([_task(*ROWS[3])], maker, 0, kinds={'reading': 1.0}))
 
 
 def _write(path: pathlib.Path, rows) -> None:
@@ -275,10 +277,10 @@ def test_base_and_search(small_data, tmp_path):
   shared = (f'--data={small_data}', '--held_out=6', '--watched=3')
   size = ('--vocab=700', '--dim=96', '--layers=2')
   sft = ('--sft.steps=4', '--sft.rows=2', '--sft.warmup=1', '--sft.row_tokens=512')
-  _run('hotpotqa_base', *shared, *size, *sft, f'--out={tmp_path}/base')
+  _run('hotpotqa.pretrain', *shared, *size, *sft, f'--out={tmp_path}/base')
   known = set(json.loads((tmp_path / 'base' / 'rows.json').read_text()))
   tasks = qa_data.jsonl(small_data / 'train.jsonl.gz')
-  held_out, _, rest = qa_demos.split(tasks, 6, 3)
+  held_out, _, rest = demos.split(tasks, 6, 3)
   assert known == {task.id for task in rest}
 
   search = (
@@ -293,11 +295,11 @@ def test_base_and_search(small_data, tmp_path):
   )
   search += (f'--config.model.path={tmp_path}/base/model', f'--workdir={tmp_path}/run')
   search += ('--retriever=dense', '--config.alarms.entropy=0.01')
-  first = _run('hotpotqa_search', *shared, *search)
+  first = _run('hotpotqa.search', *shared, *search)
   assert 'nothing that it depends on' not in first
   numbers = _check_run(tmp_path / 'run', 6)
   assert min(r['recall@5'] for r in numbers['recall'].values()) > 0.3
-  assert weights.read_config(tmp_path / 'run' / 'model').embed_dim == 96
+  assert hf_config.read(tmp_path / 'run' / 'model').embed_dim == 96
   # The small policy is known by its rows, and trained as such.
   config = json.loads((tmp_path / 'run' / 'config.json').read_text())
   assert (
@@ -306,7 +308,7 @@ def test_base_and_search(small_data, tmp_path):
 
   # Started again, the finished run plays nothing, and the tables are the same.
   table = (tmp_path / 'run' / 'table.md').read_text()
-  again = _run('hotpotqa_search', *shared, *search)
+  again = _run('hotpotqa.search', *shared, *search)
   for method in ('Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO'):
     assert f'{method}: as in {tmp_path}/run/results.jsonl' in again
   lines = (tmp_path / 'run' / 'results.jsonl').read_text().splitlines()
@@ -314,30 +316,32 @@ def test_base_and_search(small_data, tmp_path):
   before, after = table, (tmp_path / 'run' / 'table.md').read_text()
   assert after.split('seconds')[0] == before.split('seconds')[0]
 
-  seen = _run('hotpotqa_search', *shared, *search, '--split=1', fails=True)
+  seen = _run('hotpotqa.search', *shared, *search, '--split=1', fails=True)
   assert 'has seen' in seen and 'the same --split' in seen
-  none = _run('hotpotqa_search', *shared, *search, '--types=none', fails=True)
+  none = _run('hotpotqa.search', *shared, *search, '--types=none', fails=True)
   assert '--types=none: no row is of these types' in none
 
 
-@pytest.mark.parametrize('script', ['hotpotqa_base', 'hotpotqa_search', 'paper_tables'])
+@pytest.mark.parametrize(
+  'script', ['hotpotqa.pretrain', 'hotpotqa.search', 'paper_tables']
+)
 def test_missing_data_says_what_it_is_and_how_to_get_it(script, tmp_path):
-  model = () if script == 'hotpotqa_base' else (f'--config.model.path={tmp_path}',)
-  out = f'--{"workdir" if script == "hotpotqa_search" else "out"}={tmp_path}/run'
+  model = () if script == 'hotpotqa.pretrain' else (f'--config.model.path={tmp_path}',)
+  out = f'--{"workdir" if script == "hotpotqa.search" else "out"}={tmp_path}/run'
   said = _run(script, f'--data={tmp_path}', *model, out, fails=True)
   assert 'corpus.jsonl.gz' in said and 'train.jsonl.gz' in said
   assert 'third_party/fetch.py hotpotqa' in said
 
 
 def test_a_missing_small_policy_says_how_to_make_it(tmp_path):
-  done = script_lib.run('-m', 'experiments.hotpotqa_search', cwd=tmp_path)
+  done = script_lib.run('-m', 'experiments.hotpotqa.search', cwd=tmp_path)
   said = done.stdout + done.stderr
   assert done.returncode != 0 and 'hotpotqa_base/rows.json is missing' in said
-  assert 'run experiments.hotpotqa_base' in said and '--config.model.path=DIR' in said
+  assert 'run experiments.hotpotqa.pretrain' in said and '--config.model.path=DIR' in said
   assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize('path', sorted((script_lib.ROOT / 'experiments').glob('*.py')))
+@pytest.mark.parametrize('path', sorted((script_lib.ROOT / 'experiments').rglob('*.py')))
 def test_there_is_one_way_to_name_a_model(path):
   defined = re.findall(r"DEFINE_\w+\(\s*'([\w.]+)'", path.read_text())
   assert 'model' not in defined and 'base' not in defined
@@ -346,8 +350,8 @@ def test_there_is_one_way_to_name_a_model(path):
 
 
 FAMILIES = {
-  'qwen2.5': {'family': 'qwen2', 'qkv_bias': True},
-  'qwen3': {'family': 'qwen3', 'qk_norm': True},
+  'qwen2.5': {'family': 'qwen2'},
+  'qwen3': {'family': 'qwen3'},
 }
 
 
@@ -394,7 +398,7 @@ def test_an_instruct_model_runs_unchanged(name, data_dir, real_data, tmp_path):
     '--config.schedule.samples=2',
   )
   _run(
-    'hotpotqa_search',
+    'hotpotqa.search',
     f'--config.model.path={tmp_path}/model',
     f'--data={real_data}',
     f'--workdir={tmp_path}/run',

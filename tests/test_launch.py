@@ -17,7 +17,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / 'launch'
-RUN = ('hotpotqa_search', '--workdir=/shared/a', '--note=a "b" $c \\d')
+RUN = ('hotpotqa.search', '--workdir=/shared/a', '--note=a "b" $c \\d')
 # What each launcher cannot do without.
 NEEDS = {
   'run.sh': {},
@@ -496,9 +496,9 @@ class TestEntryPoint:
 
   def test_without_an_experiment_it_lists_them(self):
     done = launch('run.sh')
-    assert done.returncode == 2 and 'miniwiki_search' in done.stderr
-    done = launch('run.sh', 'miniwiki_serch', RESTARTS='3', PAUSE='0')
+    assert done.returncode == 2 and 'miniwiki.search' in done.stderr
+    done = launch('run.sh', 'miniwiki.serch', RESTARTS='3', PAUSE='0')
     assert (
-      done.returncode == 2 and 'no experiment is called miniwiki_serch' in done.stderr
+      done.returncode == 2 and 'no experiment is called miniwiki.serch' in done.stderr
     )
-    assert 'miniwiki_search' in done.stderr and 'restarts left' not in done.stderr
+    assert 'miniwiki.search' in done.stderr and 'restarts left' not in done.stderr

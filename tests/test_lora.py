@@ -14,10 +14,10 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, lora, weights
+from agent_r1_jax.models import decoder, families, lora, weights
 from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
 
-_ALL = tuple(lora.TARGETS)
+_ALL = tuple(families.TARGETS)
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -126,7 +126,8 @@ def test_gradients_are_the_dense_gradient_contracted():
   adapted = _adapted(plain.policy())
   grads, dense = _gradient(adapted), _gradient(lora.merge(adapted))
   assert jax.tree.structure(grads) == jax.tree.structure(lora.split(adapted)[0])
-  for name, (place, inputs) in lora.TARGETS.items():
+  for name, target in families.TARGETS.items():
+    place, inputs = target.path.split('/')[1], len(target.inputs)
     node, dw = adapted['layers'][place][name], dense['layers'][place][name]['kernel']
     found = grads['layers'][place][name]
     I, R = int(np.prod(dw.shape[1 : inputs + 1])), 3

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 
 from agent_r1_jax.agent import calls, chat, tokenizer
-from agent_r1_jax.retrieval import dense, documents, hashing
-from agent_r1_jax.tasks import (
-  miniwiki,
-  miniwiki_demos,
-  miniwiki_questions,
-  miniwiki_relations,
-  miniwiki_world,
-  qa,
-)
+from agent_r1_jax.retrieval import dense, documents
+from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_lib
+from experiments.miniwiki import demos, hashing
+from experiments.miniwiki import questions as questions_lib
+from experiments.miniwiki import relations as relations_lib
+from experiments.miniwiki import tasks as miniwiki
+from experiments.miniwiki import world as world_lib
 
 IN_DOMAIN = ('miniwiki-hotpot', 'miniwiki-2wiki')
 
@@ -38,13 +36,13 @@ def make_search(passages):
 
 @pytest.fixture(scope='module')
 def examples():
-  return list(miniwiki_demos.examples(0, 3000, make_search, examples_per_world=1500))
+  return list(demos.examples(0, 3000, make_search, examples_per_world=1500))
 
 
 @pytest.fixture(scope='module')
 def chatter(examples, tmp_path_factory):
   directory = tmp_path_factory.mktemp('tokenizer')
-  texts = miniwiki_demos.tokenizer_texts(examples)
+  texts = demos.tokenizer_texts(examples)
   tokenizer.train(texts, vocab_size=1024, directory=directory)
   return chat.Chat(tokenizer.load(directory))
 
@@ -52,8 +50,8 @@ def chatter(examples, tmp_path_factory):
 def names_in(split):
   """All names' words of a split's passages."""
   text = ' '.join(d.contents for d in miniwiki.corpus(0, split))
-  made = set(miniwiki_world.words('base')).union(
-    *(miniwiki_world.words(s) for s in miniwiki_world.SPLITS)
+  made = set(world_lib.words('base')).union(
+    *(world_lib.words(s) for s in world_lib.SPLITS)
   )
   return made.intersection(re.findall(r'\w+', text))
 
@@ -63,10 +61,10 @@ def digest():
   tasks = miniwiki.train_tasks(3, 50) + [
     task for name in miniwiki.SETS for task in miniwiki.test_set(name, 20, 3)
   ]
-  demos = miniwiki_demos.examples(3, 60, make_search, examples_per_world=30)
+  made = demos.examples(3, 60, make_search, examples_per_world=30)
   rows = [d.contents for d in miniwiki.corpus(3, 'train') + miniwiki.corpus(3, 'test')]
   rows += [[t.id, t.messages, t.answer, t.info] for t in tasks]
-  rows += [[e.messages, e.tools, e.kind] for e in demos]
+  rows += [[e.messages, e.tools, e.kind] for e in made]
   return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -93,22 +91,22 @@ def test_seeds_differ():
 
 
 def test_no_word_of_a_name_is_in_two_splits():
-  used = {split: names_in(split) for split in miniwiki_world.SPLITS}
+  used = {split: names_in(split) for split in world_lib.SPLITS}
   assert all(len(words) > 500 for words in used.values())
   assert sum(map(len, used.values())) == len(set().union(*used.values()))
-  worlds = [miniwiki_world.words('test', part) for part in range(miniwiki_world.PARTS)]
+  worlds = [world_lib.words('test', part) for part in range(world_lib.PARTS)]
   assert sum(map(len, worlds)) == len(set().union(*worlds))
 
 
 def test_every_word_has_one_decomposition():
-  starts, ends = miniwiki_world.syllables()
+  starts, ends = world_lib.syllables()
   assert len({s + e for s in starts for e in ends}) == len(starts) * len(ends)
 
 
 def test_base_examples_use_base_words_only(examples):
   used = set(re.findall(r'\w+', json.dumps([e.messages for e in examples])))
   for split in ('train', 'dev', 'test'):
-    assert not used.intersection(miniwiki_world.words(split))
+    assert not used.intersection(world_lib.words(split))
 
 
 @pytest.mark.parametrize('split', ['train', 'test'])
@@ -124,13 +122,13 @@ def test_corpus(split):
 
 
 def test_passages_say_the_facts():
-  world = miniwiki_world.world(0, 'dev', 200)
+  world = world_lib.world(0, 'dev', 200)
   for title, facts in world.facts.items():
     assert all(f' {value}' in world.passages[title] for value in facts.values())
 
 
 def test_distractors_share_a_word():
-  world = miniwiki_world.world(0, 'test')
+  world = world_lib.world(0, 'test')
   for kind in ('person', 'film'):
     titles = world.by_kind[kind]
     shared = [
@@ -142,7 +140,7 @@ def test_distractors_share_a_word():
 @pytest.mark.parametrize('name', miniwiki.SETS)
 def test_chain_leads_to_the_answer_and_nothing_earlier_does(name):
   _, part = miniwiki.SETS[name]
-  world = miniwiki_world.world(0, 'test', miniwiki.PASSAGES, part)
+  world = world_lib.world(0, 'test', miniwiki.PASSAGES, part)
   tasks = miniwiki.test_set(name, 300, 0)
   assert len({t.messages[0]['content'] for t in tasks}) > 295  # Wordings may vary.
   for task in tasks:
@@ -191,35 +189,35 @@ def pairs_of(tasks):
 
 
 def test_held_out_compositions_are_never_trained(examples):
-  held_out = miniwiki_questions.HELD_OUT
+  held_out = questions_lib.HELD_OUT
   trained = pairs_of(miniwiki.train_tasks(0, 1500))
   demonstrated = pairs_of([e.task for e in examples if e.task])
   in_domain = pairs_of([t for n in IN_DOMAIN for t in miniwiki.test_set(n, 300, 0)])
   assert not (trained | demonstrated | in_domain) & held_out
-  assert trained == miniwiki_questions.PAIRS - held_out
-  assert 0.2 <= len(held_out) / len(miniwiki_questions.PAIRS) <= 0.3
+  assert trained == questions_lib.PAIRS - held_out
+  assert 0.2 <= len(held_out) / len(questions_lib.PAIRS) <= 0.3
   for name in ('miniwiki-musique', 'miniwiki-musique-4hop'):
     for task in miniwiki.test_set(name, 100, 0):
       assert pairs_of([task]) & held_out
   # Each relation alone is trained in every place that it has.
   for place in (0, 1):
-    assert {p[place] for p in trained} == {p[place] for p in miniwiki_questions.PAIRS}
+    assert {p[place] for p in trained} == {p[place] for p in questions_lib.PAIRS}
 
 
 def test_practice_chains_are_never_held_out(examples):
-  asked = {r.name: r for r in miniwiki_relations.EDGES}
+  asked = {r.name: r for r in relations_lib.EDGES}
   chains = [e for e in examples if e.kind == 'chain']
   assert len(chains) > 100
   for e in chains:
     said = re.findall(r'The (\w+) is', e.messages[-1]['content'])
-    assert set(said) <= set(asked) and not miniwiki_questions.holds_out(said)
+    assert set(said) <= set(asked) and not questions_lib.holds_out(said)
 
 
 def test_gold_query_finds_the_gold_passage_first():
   index = make_index(miniwiki.corpus(0, 'test'))
   wanted = {}
-  for part in range(miniwiki_world.PARTS):
-    facts = miniwiki_world.world(0, 'test', miniwiki.PASSAGES, part).facts
+  for part in range(world_lib.PARTS):
+    facts = world_lib.world(0, 'test', miniwiki.PASSAGES, part).facts
     wanted |= {f' {title} {r}': title for title, known in facts.items() for r in known}
   found = index.search(list(wanted), 1)
   right = [h[0].document.title == t for h, t in zip(found, wanted.values(), strict=True)]
@@ -258,7 +256,7 @@ def test_demonstrations(examples):
 
 def test_mixture_is_kept(examples):
   kinds = collections.Counter(e.kind for e in examples)
-  for shares in (miniwiki_demos.MIXTURE, miniwiki_demos.PRACTICE):
+  for shares in (demos.MIXTURE, demos.PRACTICE):
     total = sum(kinds[kind] for kind in shares)
     assert 0.45 < total / len(examples) < 0.55
     for kind, share in shares.items():
@@ -306,13 +304,13 @@ def test_tokens_of_names_and_years(chatter):
   """No name of the test is longer in tokens than those trained on; a year is two."""
   encode = chatter.tokenizer.encode
   lengths = {
-    split: np.mean([len(encode(f' {w}')) for w in miniwiki_world.words(split)[::7]])
+    split: np.mean([len(encode(f' {w}')) for w in world_lib.words(split)[::7]])
     for split in ('base', 'test')
   }
   assert lengths['base'] < 2.5
   assert abs(lengths['base'] - lengths['test']) < 0.1
-  assert {len(encode(f' {year}')) for year in miniwiki_world.YEARS} == {2}
-  word = miniwiki_world.words('test')[0]
+  assert {len(encode(f' {year}')) for year in world_lib.YEARS} == {2}
+  word = world_lib.words('test')[0]
   alone = ','.join(map(str, encode(f' {word}')))
   for text in (f'Doc 1 (Title: {word}) x', f'is {word}.', f'" {word} river"'):
     assert f',{alone},' in ','.join(map(str, encode(text)))
@@ -320,19 +318,19 @@ def test_tokens_of_names_and_years(chatter):
 
 def test_mistakes_are_named():
   with pytest.raises(ValueError, match='split.*moon'):
-    miniwiki_world.world(0, 'moon')
+    world_lib.world(0, 'moon')
   with pytest.raises(ValueError, match='size: 5'):
-    miniwiki_world.world(0, 'dev', 5)
+    world_lib.world(0, 'dev', 5)
   with pytest.raises(ValueError, match='too few words'):
-    miniwiki_world.world(0, 'dev', 30_000)
+    world_lib.world(0, 'dev', 30_000)
   with pytest.raises(ValueError, match='name.*squad'):
     miniwiki.test_set('squad', 3, 0)
   with pytest.raises(ValueError, match="split: 'train'"):
     miniwiki.test_set('miniwiki-2wiki', 3, 0, 'train')
-  world = miniwiki_world.world(0, 'dev', 100)
+  world = world_lib.world(0, 'dev', 100)
   with pytest.raises(ValueError, match='style.*haiku'):
-    miniwiki_questions.questions(world, 3, 'haiku', 0)
+    questions_lib.questions(world, 3, 'haiku', 0)
   with pytest.raises(ValueError, match='n: .* less than 100000'):
-    miniwiki_questions.questions(world, 100_000, 'hotpot', 0)
+    questions_lib.questions(world, 100_000, 'hotpot', 0)
   with pytest.raises(ValueError, match='mixture.*lucky'):
-    list(miniwiki_demos.examples(0, 9, make_search, mixture={'lucky': 1.0}))
+    list(demos.examples(0, 9, make_search, mixture={'lucky': 1.0}))

@@ -8,6 +8,8 @@ import script as script_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.models import weights
 
+CONTEXTS = ['window', 'summary', 'rebuilt']
+
 
 def run(script, *flags):
   return script_lib.run('-m', f'experiments.{script}', *flags)
@@ -17,7 +19,7 @@ def run(script, *flags):
 def base(tmp_path_factory):
   out = tmp_path_factory.mktemp('base')
   done = run(
-    'miniwiki_base',
+    'miniwiki.pretrain',
     f'--out={out}',
     '--dim=96',
     '--layers=2',
@@ -54,7 +56,7 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
     # decay changes it all the same.
     '--config.optimizer.weight_decay=0.1',
   )
-  done = run('miniwiki_search', *flags, '--config.schedule.steps=1')
+  done = run('miniwiki.search', *flags, '--config.schedule.steps=1')
   assert done.returncode == 0, done.stderr[-3000:]
   for row in ('Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO'):
     assert f'| {row} ' in done.stdout
@@ -66,7 +68,7 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   table = json.loads((tmp_path / 'table.json').read_text())
   assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
   baselines = ('Direct answer', 'Naive RAG', 'Base Tool Call')
-  again = run('miniwiki_search', *flags, '--config.schedule.steps=2')
+  again = run('miniwiki.search', *flags, '--config.schedule.steps=2')
   assert again.returncode == 0, again.stderr[-3000:]
   # The baselines are those of before; the policy has changed, and is played again.
   for method in baselines:
@@ -81,6 +83,32 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
 
 
 def test_an_unknown_flag_and_another_config_are_refused(base, tmp_path):
-  unknown = run('miniwiki_search', '--config.optimizer.learning_rat=1')
+  unknown = run('miniwiki.search', '--config.optimizer.learning_rat=1')
   assert unknown.returncode != 0
   assert 'learning_rat' in unknown.stderr
+
+
+def test_every_variant_has_an_environment_that_conforms():
+  code = """
+import asyncio, json
+from agent_r1_jax import testing
+from agent_r1_jax.tools import search
+from experiments.miniwiki import tasks as miniwiki
+from experiments.miniwiki import variants
+
+(task,) = miniwiki.train_tasks(0, 1)
+call = {'name': 'search', 'arguments': {'query': task.info['chain'][0]}}
+replies = [f'<tool_call>{json.dumps(call)}</tool_call>'] * 4
+tool = search.search_tool(miniwiki.index(0), k=1)
+for name, variant in variants.VARIANTS.items():
+  make_env = lambda: variant.make_env(tool)
+  steps = asyncio.run(testing.check_env(make_env, task, [*replies, '<answer>x</answer>']))
+  shown = name, sum(step.fresh for step in steps), round(steps[0].reward, 2)
+  print(*shown, sorted(steps[-1].metrics), sep='|')
+"""
+  done = script_lib.run('-c', code)
+  assert done.returncode == 0, done.stderr[-3000:]
+  rows = {line.split('|')[0]: line for line in done.stdout.splitlines()}
+  assert [name for name in rows if rows[name].split('|')[1] != '0'] == CONTEXTS
+  assert rows['shaping'].split('|')[2] == '0.5' and rows['sapo'].split('|')[2] == '0.0'
+  assert 'reward/format' in rows['parts'] and 'reward/format' not in rows['cispo']

@@ -11,7 +11,7 @@ import signal
 import pytest
 import script
 
-from agent_r1_jax.tasks import miniwiki
+from experiments.miniwiki import tasks as miniwiki
 
 METHODS = (
   'Naive RAG,ReAct prompting,Supervised fine-tuning,REINFORCE++,PPO (both masks off)'
@@ -82,7 +82,7 @@ def run(*flags, code=None):
 
 def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
   model = tmp_path / 'model'
-  shutil.copytree(script.ROOT / 'experiments' / 'miniwiki_model', model)
+  shutil.copytree(script.ROOT / 'experiments' / 'miniwiki' / 'model', model)
   small = (
     f'--out={tmp_path}',
     f'--config.model.path={model}',

@@ -121,7 +121,11 @@ def test_paper_reward(replies, reward):
 async def test_equation_6_judges_what_a_budget_ended(status, replies, reward, em):
   @tool.tool
   def search(query: str) -> str:
-    """Searches."""
+    """Searches.
+
+    Args:
+      query: What for.
+    """
     assert replies.index(CALL) < len(replies) - 1 or status != 'truncated'
     return 'nothing'
 
@@ -134,55 +138,6 @@ async def test_equation_6_judges_what_a_budget_ended(status, replies, reward, em
   assert (step.reward, step.metrics['em'], step.messages) == (reward, em, [])
   with pytest.raises(ValueError, match='finish: the episode is over'):
     await agent.finish(status)
-
-
-THINK = '<think>I search.</think>'
-ANSWER = '<think>I know.</think> So <answer>the beatles</answer>'
-
-
-@pytest.mark.parametrize(
-  ('replies', 'reward'),
-  [
-    # Half for each call, half for the answer, 1 at most; then 1 for covering the answer.
-    ([THINK + CALL, ANSWER], 1.0),
-    ([f'{THINK}\n\n{CALL}\n', ANSWER + ' \n'], 1.0),
-    ([THINK + CALL] * 3 + [ANSWER], 1.0),
-    ([ANSWER], 0.5),
-    ([CALL, ANSWER], 0.5),
-    # Substrings are enough, and the first answer counts; eq. 6 gives 0 and -0.5 here.
-    ([THINK + CALL, '<think></think><answer>Beatles or Queen</answer>'], 1.0),
-    ([THINK + CALL, '<think></think><answer>Queen</answer>'], 0.0),
-    ([THINK + CALL, f'{ANSWER}<answer>Queen</answer>'], 1.0),
-    # A fifth where the answer stands elsewhere in the last reply.
-    ([THINK + CALL, '<think>Beatles?</think><answer>Queen</answer>'], 0.2),
-    ([THINK + CALL, f'<think>x</think><answer>Queen</answer>{ANSWER}'], 0.2),
-    # Half of the format is enough for that.
-    ([THINK + CALL, '<answer>The Beatles</answer>'], 0.5),
-    ([THINK + CALL, 'The Beatles'], -0.3),
-    ([THINK + CALL] * 2 + ['The Beatles'], 0.2),
-    ([THINK + CALL, 'Queen'], -0.5),
-    # Less is not.
-    (['<answer>The Beatles</answer>'], -1.0),
-    ([CALL, 'The Beatles'], -1.0),
-    ([THINK + CALL], -1.0),
-    ([], -1.0),
-    # What is around a call or an answer, or comes twice, spoils it.
-    (['Well. ' + THINK + CALL, ANSWER], 0.5),
-    ([THINK + 'Well. ' + CALL, ANSWER], 0.5),
-    ([THINK + CALL + ' Well.', ANSWER], 0.5),
-    ([THINK + CALL + CALL, ANSWER], 0.5),
-    ([THINK + THINK + CALL, ANSWER], 0.5),
-    ([CALL + THINK, ANSWER], 0.5),
-    ([THINK + CALL, ANSWER + ' Yes.'], 0.5),
-    ([THINK + CALL, ' ' + ANSWER], 0.5),
-    (['x', '<answer>Beatles</answer><think></think>'], -1.0),
-    (['x', '<think><answer>Beatles</answer>'], -1.0),
-    # Nobody asks what is in a call.
-    ([THINK + '<tool_call>!</tool_call>', ANSWER], 1.0),
-  ],
-)
-def test_paper_era_reward(replies, reward):
-  assert qa.paper_era_reward(TASK, _said(*replies)) == pytest.approx(reward, abs=1e-12)
 
 
 def test_metrics_read_the_last_reply_alone():

@@ -110,22 +110,32 @@ def test_other_code_is_played_again(play, monkeypatch):
 
 
 def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
-  script = tmp_path / 'script.py'
+  folder = tmp_path / 'mine' / 'game'
+  folder.mkdir(parents=True)
   seen = []
-  for text in ('1', '1', '2'):
-    script.write_text(
-      f'from agent_r1_jax import results\nprint(results._code_digest())\n{text}'
+  for text, world, other in ('111', '211', '221', '222'):
+    (folder / 'script.py').write_text(
+      'from agent_r1_jax import results\nfrom mine import world\n'
+      f'print(results._code_digest())\n{text}'
     )
+    (tmp_path / 'mine' / 'world.py').write_text(world)
+    (tmp_path / 'mine' / 'other.py').write_text(other)  # It is not imported.
     root = pathlib.Path(__file__).parents[1]
     done = subprocess.run(
-      [sys.executable, script],
+      [sys.executable, '-m', 'mine.game.script'],
       env={'PYTHONPATH': str(root), 'PATH': '', 'JAX_PLATFORMS': 'cpu'},
+      cwd=tmp_path,
       capture_output=True,
       text=True,
       check=True,
     )
     seen.append(done.stdout)
-  assert seen[0] == seen[1] != seen[2]
+  assert seen[0] != seen[1] != seen[2] == seen[3]
+  alone = [sys.executable, folder / 'script.py']
+  path = {'PYTHONPATH': f'{root}:{tmp_path}', 'PATH': '', 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run(alone, env=path, capture_output=True, text=True, check=True)
+  # mine/world.py is not in the folder of the script, which is all that is known of it.
+  assert done.stdout and done.stdout != seen[3]
 
 
 class TestFile:

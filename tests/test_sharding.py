@@ -14,7 +14,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sharding
-from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.models import decoder, families, lora
 from agent_r1_jax.rl import learner, optimizers
 
 
@@ -53,7 +53,7 @@ def test_adapters_and_every_optimizer_have_rules(kind):
     params = decoder.init(tiny.config('qwen3'), jax.random.key(0), value_head=True)
     optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
     states = [learner.init(params, optimizer)]
-    adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
+    adapted = lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
     return [*states, learner.init(adapted, optimizer)]
 
   plain, adapted = jax.eval_shape(make)
@@ -74,7 +74,7 @@ def test_adapters_and_every_optimizer_have_rules(kind):
 
 def test_a_leaf_without_a_rule_is_refused():
   mesh = sharding.mesh(devices=jax.devices()[:1])
-  with pytest.raises(ValueError, match='layers/new/kernel: no rule'):
+  with pytest.raises(ValueError, match='layers/new/kernel: no parameter'):
     sharding.shardings({'layers': {'new': {'kernel': jax.numpy.ones((2, 2))}}}, mesh)
 
 
@@ -90,8 +90,8 @@ def test_few_key_value_heads_lie_on_every_chip():
     params, AbstractMesh((1, 1, tensor, 1), sharding.AXES)
   )['layers']['attn']
   assert where(2)['k']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
-  assert where(4)['k']['kernel'].spec == P(None, ('fsdp', 'context'), None)
-  assert where(4)['v']['bias'].spec == P(None, None)
+  assert where(4)['k']['kernel'].spec == P(None, ('fsdp', 'context'))
+  assert where(4)['v']['bias'].spec == P()
   assert where(4)['q']['bias'].spec == P(None, 'tensor')
   with pytest.raises(ValueError, match='attn/k/bias: a dimension of 2 .* tensor = 3'):
     where(3)
@@ -113,7 +113,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
 from jax.experimental.pallas import tpu as pltpu
 from agent_r1_jax import sft, sharding, types
-from agent_r1_jax.models import attention, lora
+from agent_r1_jax.models import attention, families, lora
 from agent_r1_jax.rl import algorithms, learner
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
@@ -162,7 +162,7 @@ def lies(tree, where, why):
     shape = leaf.addressable_shards[0].data.shape
     assert shape == spec.shard_shape(leaf.shape), (why, path, shape, spec)
 
-adapted = lora.add(params, 2, tuple(lora.TARGETS), 4.0, jax.random.key(0))
+adapted = lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))
 adapted = jax.tree_util.tree_map_with_path(
   lambda path, x: 0.1 * normal(*x.shape) if 'lora_b' in str(path) else x,
   jax.device_get(adapted),

@@ -48,7 +48,6 @@ def _qwen(size: str = '3b', dtype='bfloat16', remat='full') -> decoder.DecoderCo
     K,
     H,
     F,
-    qkv_bias=True,
     tie_embeddings=tied,
     dtype=dtype,
     remat=remat,

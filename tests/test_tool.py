@@ -1,7 +1,8 @@
 import asyncio
-import enum
 import functools
 import json
+import pathlib
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,9 +17,10 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.tool import Tool, tool
 
 
-def bare(fn, timeout=5.0, properties=(), **more):
-  """A Tool without a schema worth the name."""
-  parameters = {'type': 'object', 'properties': dict.fromkeys(properties, {}), **more}
+def bare(fn, timeout=5.0, more=False, **properties):
+  """A Tool with little of a schema."""
+  parameters = {'type': 'object', 'properties': properties}
+  parameters |= {'additionalProperties': True} if more else {}
   function = {'name': 'bare', 'description': 'x', 'parameters': parameters}
   return Tool('bare', {'type': 'function', 'function': function}, fn, timeout)
 
@@ -92,28 +94,49 @@ def no_docstring(x: str):
   return x
 
 
+def no_note(x: str):
+  """Doc."""
+
+
 def no_type(x):
-  """Doc."""
+  """Doc.
+
+  Args:
+    x: Doc.
+  """
 
 
-def odd_type(x: enum.Enum):
-  """Doc."""
+def odd_type(x: pathlib.Path):
+  """Doc.
+
+  Args:
+    x: Doc.
+  """
 
 
 def unknown_type(x: 'Nowhere'):  # noqa: F821
-  """Doc."""
+  """Doc.
+
+  Args:
+    x: Doc.
+  """
 
 
 def starred(*words: str):
-  """Doc."""
+  """Doc.
+
+  Args:
+    words: Doc.
+  """
 
 
 @pytest.mark.parametrize(
   'fn, message',
   [
-    (no_docstring, 'tool no_docstring: no docstring'),
-    (no_type, "tool no_type: parameter 'x' has no type; write x: str"),
-    (odd_type, "tool odd_type: parameter 'x': .*has no JSON form; use str"),
+    (no_docstring, 'tool no_docstring: .* has no docstring'),
+    (no_note, "tool no_note: .* no description for the argument 'x'"),
+    (no_type, 'tool no_type: Argument x is missing a type hint'),
+    (odd_type, "tool odd_type: Couldn't convert the type hint .*Path.* mend its sign"),
     (unknown_type, "tool unknown_type: name 'Nowhere' is not defined"),
     (starred, r'tool starred: \*args'),
   ],
@@ -126,6 +149,8 @@ def test_functions_without_a_schema_are_refused(fn, message):
 def test_bad_tools_are_refused():
   with pytest.raises(ValueError, match='tool x: schema must be'):
     Tool('x', {'name': 'x'}, print)
+  with pytest.raises(ValueError, match=r"schema, at \$.properties.x.type of .*'strin'"):
+    bare(print, x={'type': 'strin'})
   with pytest.raises(ValueError, match='timeout=0 must be above 0'):
     Tool('book', book.schema, print, timeout=0)
 
@@ -139,22 +164,26 @@ async def test_a_call():
 @pytest.mark.parametrize(
   'change, message',
   [
-    ({'pages': None}, "argument 'pages' must be of type integer"),
-    ({'pages': '3'}, "argument 'pages' must be of type integer"),
-    ({'pages': 3.0}, "argument 'pages' must be of type integer"),
-    ({'pages': True}, "argument 'pages' must be of type integer"),
-    ({'title': 3}, "argument 'title' must be of type string"),
-    ({'price': '1'}, "argument 'price' must be of type number"),
-    ({'price': False}, "argument 'price' must be of type number"),
-    ({'lent': 1}, "argument 'lent' must be of type boolean"),
-    ({'tags': 'a'}, "argument 'tags' must be of type array"),
-    ({'tags': ['a', 1]}, "argument 'tags[1]' must be of type string"),
-    ({'kind': 'song'}, 'argument \'kind\' must be one of ["novel", "poem"]'),
-    ({'extra': {'a': 'b'}}, "argument 'extra.a' must be of type integer"),
-    ({'extra': []}, "argument 'extra' must be of type object"),
-    ({'key': 1.5}, "argument 'key' must be of type integer or string"),
-    ({'rows': [[1], ['a']]}, "argument 'rows[1][0]' must be of type integer"),
-    ({'old': 'a'}, "argument 'old' must be of type integer"),
+    ({'pages': None}, "argument 'pages': None is not of type 'integer'"),
+    ({'pages': '3'}, "argument 'pages': '3' is not of type 'integer'"),
+    ({'pages': 3.0}, "argument 'pages': 3.0 is not of type 'integer'"),
+    ({'pages': True}, "argument 'pages': True is not of type 'integer'"),
+    ({'title': 3}, "argument 'title': 3 is not of type 'string'"),
+    ({'title': [0] * 10**6}, ", 0, 0] is not of type 'string'"),
+    ({'price': '1'}, "argument 'price': '1' is not of type 'number'"),
+    ({'price': False}, "argument 'price': False is not of type 'number'"),
+    ({'lent': 1}, "argument 'lent': 1 is not of type 'boolean'"),
+    ({'tags': 'a'}, "argument 'tags': 'a' is not of type 'array'"),
+    ({'tags': ['a', 1]}, "argument 'tags[1]': 1 is not of type 'string'"),
+    ({'kind': 'song'}, "argument 'kind': 'song' is not one of ['novel', 'poem']"),
+    ({'kind': None}, "argument 'kind': None is not of type 'string'"),
+    ({'extra': {'a': 'b'}}, "argument 'extra.a': 'b' is not of type 'integer'"),
+    ({'extra': []}, "argument 'extra': [] is not of type 'object'"),
+    ({'key': 1.5}, "argument 'key': 1.5 is not of type 'integer', 'string'"),
+    ({'rows': [[1], ['a']]}, "argument 'rows[1][0]': 'a' is not of type 'integer'"),
+    ({'rows': None}, "argument 'rows': None is not "),
+    ({'level': True}, "argument 'level': True is not of type 'integer', 'string'"),
+    ({'old': 'a'}, "argument 'old': 'a' is not of type 'integer'"),
     ({'author': 'x'}, "unknown argument 'author'; it takes title, pages, price"),
   ],
 )
@@ -163,12 +192,15 @@ async def test_arguments_are_checked(change, message):
   result = await tool_lib.call(book, {**good, **change})
   assert not result.ok
   assert result.text.startswith('Error: book: ')
-  assert message in result.text
+  assert message in result.text and len(result.text) < 400
 
 
 async def test_missing_arguments_are_named():
   result = await tool_lib.call(book, {'title': 'Emma'})
-  assert (result.text, result.ok) == ("Error: book: argument 'pages' is missing", False)
+  assert (result.text, result.ok) == (
+    "Error: book: 'pages' is a required property",
+    False,
+  )
 
 
 @pytest.mark.parametrize(
@@ -180,6 +212,7 @@ async def test_missing_arguments_are_named():
     {'rows': [[]]},
     {'anything': [{}]},
     {'level': 'x'},
+    {'old': None},
   ],
 )
 async def test_good_arguments_pass(change):
@@ -187,14 +220,25 @@ async def test_good_arguments_pass(change):
 
 
 async def test_schemas_of_others_may_allow_more():
-  open_tool = bare(lambda **words: sorted(words), additionalProperties=True)
+  open_tool = bare(lambda **words: sorted(words), more=True)
   assert (await tool_lib.call(open_tool, {'a': 1, 'b': 2})).text == '["a", "b"]'
   nested = {'type': 'object', 'properties': {'x': {'type': 'null'}}, 'required': ['x']}
   function = {'name': 'n', 'parameters': {'properties': {'deep': nested}}}
   strict = Tool('n', {'type': 'function', 'function': function}, lambda deep: 'ok')
   assert (await tool_lib.call(strict, {'deep': {'x': None}})).text == 'ok'
-  assert "'deep.x' is missing" in (await tool_lib.call(strict, {'deep': {}})).text
-  assert "'deep.x' must be" in (await tool_lib.call(strict, {'deep': {'x': 0}})).text
+  assert "'deep': 'x' is a req" in (await tool_lib.call(strict, {'deep': {}})).text
+  assert "'deep.x': 0 is not" in (await tool_lib.call(strict, {'deep': {'x': 0}})).text
+  whole = {'type': 'string', 'pattern': '^[a-z]+$', 'minLength': 2}
+  named = bare(lambda word: word, word=whole)
+  assert (await tool_lib.call(named, {'word': 'ab'})).ok
+  assert "'A1' does not match" in (await tool_lib.call(named, {'word': 'A1'})).text
+
+
+async def test_schemas_of_others_download_nothing(monkeypatch):
+  monkeypatch.setattr(socket, 'socket', lambda *_, **__: pytest.fail('a connection'))
+  far = bare(lambda x: x, x={'$ref': 'http://localhost:1/schema.json'})
+  result = await tool_lib.call(far, {'x': 1})
+  assert not result.ok and 'Unresolvable' in result.text
 
 
 class Word(str):
@@ -372,7 +416,7 @@ async def test_huge_results_are_cut():
 
 async def test_deep_arguments_do_no_harm():
   deep = json.loads('[' * 500 + ']' * 500)
-  free = bare(lambda x: 'ok', properties=['x'])
+  free = bare(lambda x: 'ok', x={})
   assert (await tool_lib.call(free, {'x': deep})).text == 'ok'
 
 

@@ -53,8 +53,6 @@ def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:
     num_kv_heads=2,
     head_dim=8,
     mlp_dim=24,
-    qkv_bias=family == 'qwen2',
-    qk_norm=family == 'qwen3',
   )
 
 

@@ -38,20 +38,6 @@ def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
   return reward
 
 
-def given(condition: env_lib.Reward, reward: env_lib.Reward) -> env_lib.Reward:
-  """r = c · r': a reward that is paid as far as another one is.
-
-  given(qa.em_reward, few_calls(5))
-  """
-
-  async def both(task: types.Task, messages: Messages, status: str = 'done') -> float:
-    first, then = (env_lib.told_status(part, status) for part in (condition, reward))
-    value = await _number(first, task, messages)
-    return value and value * await _number(then, task, messages)
-
-  return both
-
-
 def well_formed(
   task: types.Task,
   messages: Messages,
@@ -63,25 +49,6 @@ def well_formed(
   return (
     sum(isinstance(c, calls_lib.ToolCall) for c in calls) / len(calls) if calls else 1.0
   )
-
-
-def few_calls(
-  max_calls: int,
-  *,
-  parse: Callable[[str], Sequence[env_lib.Call]] = calls_lib.hermes,
-) -> env_lib.Reward:
-  """r = max(0, 1 - calls / max_calls), malformed calls included.
-
-  Alone it pays the agent that gives up at once; `given(outcome, few_calls(5))` pays for
-  brevity only where the outcome is right.
-  """
-  if max_calls < 1:
-    raise ValueError(f'max_calls={max_calls} must be at least 1.')
-
-  def reward(task: types.Task, messages: Messages) -> float:
-    return max(0.0, 1 - len(_calls(task, messages, parse)) / max_calls)
-
-  return reward
 
 
 def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.ProcessReward:

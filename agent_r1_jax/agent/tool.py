@@ -4,15 +4,15 @@ A tool reports what happened. What goes wrong in it (it raises, hangs, is called
 returns something odd) is text for the model, never an exception for us.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import inspect
 import json
 import math
+import os
 import re
 import time
-import types
-import typing
 from typing import Any
 
 from agent_r1_jax.agent import workers
@@ -42,11 +42,21 @@ class Tool:
   timeout: float = 30.0
 
   def __post_init__(self):
-    if self.schema.get('function', {}).get('name') != self.name:
+    import jsonschema
+
+    function = self.schema.get('function', {})
+    if function.get('name') != self.name:
       raise ValueError(
         f"tool {self.name}: schema must be {{'type': 'function', 'function': {{'name': "
         f"{self.name!r}, 'description': ..., 'parameters': ...}}}}, not {self.schema}."
       )
+    try:
+      _validator().check_schema(function.get('parameters', {}))
+    except jsonschema.SchemaError as error:
+      raise ValueError(
+        f'tool {self.name}: schema, at {error.json_path} of parameters: {error.message}; '
+        'write it as JSON Schema says (draft 2020-12).'
+      ) from None
     if not self.timeout > 0:
       raise ValueError(f'tool {self.name}: timeout={self.timeout} must be above 0.')
 
@@ -96,12 +106,13 @@ def tool(
 ):
   """Makes a Tool of a function: `@tool` or `@tool(timeout=5)`.
 
-  Name, types, defaults and the Google docstring become the schema, in the form of
-  transformers' `get_json_schema`. Types: str, int, float, bool, list[T], dict[str, T],
-  Literal, Any, unions and None of these.
+  Name, types, defaults and the Google docstring become the schema, by transformers'
+  `get_json_schema`: str, int, float, bool, list[T], dict[str, T], Literal, Any, unions
+  and None of these are types that it knows, and it asks for a line on each argument.
 
   Raises:
-    ValueError: No docstring, or a parameter without a usable type.
+    ValueError: The docstring does not say what the tool or an argument is, or an
+      argument has no type that JSON knows.
   """
   if fn is None:
     return lambda fn: tool(fn, name=name, timeout=timeout)
@@ -110,33 +121,27 @@ def tool(
 
 
 def schema(fn: Callable, name: str) -> dict[str, Any]:
-  """The schema of a function, from its signature and docstring."""
-  description, notes = _docstring(fn)
-  if not description:
-    raise ValueError(f'tool {name}: no docstring; say in one what the tool does.')
-  try:
-    hints = typing.get_type_hints(fn)
-  except NameError as error:
-    raise ValueError(f'tool {name}: {error}; import its types in its module.') from None
-  properties, required = {}, []
-  for key, parameter in inspect.signature(fn).parameters.items():
+  """Describes a function by its signature and docstring, in the OpenAI form.
+
+  Raises:
+    ValueError: transformers' `get_json_schema` refuses it, or it takes *args or **kwargs.
+  """
+  # Set before the import, which otherwise remarks that PyTorch is missing.
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
+  from transformers.utils.chat_template_utils import get_json_schema
+
+  for parameter in inspect.signature(fn).parameters.values():
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
       raise ValueError(f'tool {name}: *args and **kwargs have no schema; name them.')
-    if key not in hints:
-      raise ValueError(f'tool {name}: parameter {key!r} has no type; write {key}: str.')
-    try:
-      properties[key] = _type_schema(hints[key])
-    except TypeError as error:
-      raise ValueError(f'tool {name}: parameter {key!r}: {error}') from None
-    if key in notes:
-      properties[key]['description'] = notes[key]
-    if parameter.default is parameter.empty:
-      required.append(key)
-  parameters = {'type': 'object', 'properties': properties}
-  if required:
-    parameters['required'] = required
-  function = {'name': name, 'description': description, 'parameters': parameters}
-  return {'type': 'function', 'function': function}
+  try:
+    function = get_json_schema(fn)['function']
+  except Exception as error:
+    raise ValueError(
+      f'tool {name}: {error}; mend its signature or docstring, or give Tool a schema of '
+      'your own.'
+    ) from error
+  function = {key: value for key, value in function.items() if key != 'return'}
+  return {'type': 'function', 'function': function | {'name': name}}
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
@@ -150,10 +155,6 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
 
 
 async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-  problem = _problem_of_call(tool, arguments)
-  if problem:
-    return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
-
   # The result becomes text where the function ran: that may take its time, too.
   def run():
     return _result(tool.fn(**arguments))
@@ -163,6 +164,8 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
 
   fn = run_async if workers.is_async(tool.fn) else run
   try:
+    if problem := _problem_of_call(tool, arguments):
+      return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
     return await workers.call(fn, name=tool.name, seconds=tool.timeout)
   except workers.LateError as error:
     return ToolResult(f'Error: {error}', ok=False, late=True)
@@ -197,103 +200,47 @@ def _to_text(value: Any) -> str:
   return str.__str__(value)  # A subclass of str may lie.
 
 
-def _docstring(fn: Callable) -> tuple[str, dict[str, str]]:
-  """Splits a Google docstring into its description and the notes on its arguments."""
-  text = inspect.getdoc(fn) or ''
-  description, *sections = re.split(r'^(Args|Returns|Yields|Raises):\n', text, flags=re.M)
-  named = dict(zip(sections[::2], sections[1::2], strict=True))
-  notes, key = {}, None
-  lines = inspect.cleandoc('\n' + named.get('Args', '')).splitlines()
-  for line in lines:
-    # A note may go on in deeper lines.
-    if match := re.match(r'(\w+)(?: \(.*?\))?:\s*(.*)', line):
-      key, notes[match[1]] = match[1], match[2]
-    elif key:
-      notes[key] = f'{notes[key]} {line.strip()}'.strip()
-  return description.strip(), notes
-
-
-_SCALARS = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
-_NAMES = _SCALARS | {list: 'array', dict: 'object', type(None): 'null'}
-_KINDS = {name: kind for kind, name in _NAMES.items()}
-
-
-def _type_schema(hint: Any) -> dict[str, Any]:
-  """The JSON schema of a type annotation."""
-  origin, args = typing.get_origin(hint), typing.get_args(hint)
-  if hint is Any:
-    return {}
-  if hint in _NAMES:
-    return {'type': _NAMES[hint]}
-  if origin is list:
-    return {'type': 'array', 'items': _type_schema(args[0])}
-  if origin is dict and args[0] is str:
-    return {'type': 'object', 'additionalProperties': _type_schema(args[1])}
-  if origin is typing.Literal and all(type(arg) in _SCALARS for arg in args):
-    names = list(dict.fromkeys(_SCALARS[type(arg)] for arg in args))
-    return {'type': names[0] if len(names) == 1 else names, 'enum': list(args)}
-  if origin in (typing.Union, types.UnionType):
-    options = [_type_schema(arg) for arg in args if arg is not type(None)]
-    if len(options) == 1:
-      result = options[0]
-    elif all(option.keys() == {'type'} for option in options):
-      result = {'type': sorted(option['type'] for option in options)}
-    else:
-      result = {'anyOf': options}
-    return result | ({'nullable': True} if type(None) in args else {})
-  raise TypeError(
-    f'{hint} has no JSON form; use str, int, float, bool, list[T], dict[str, T], Literal '
-    'or a union of these, or give Tool a schema of your own.'
-  )
-
-
 def _problem_of_call(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
   """Says what is wrong with a call's arguments, or None."""
+  from jsonschema import exceptions
+  import referencing
+
   parameters = tool.schema['function'].get('parameters', {})
   known = parameters.get('properties', {})
   unknown = [key for key in arguments if key not in known]
-  if unknown and not parameters.get('additionalProperties'):
+  if unknown and parameters.get('additionalProperties', False) is False:
     return f'unknown argument {unknown[0]!r}; it takes {", ".join(known) or "none"}'
-  return _problem(dict(arguments), parameters, '')
-
-
-def _problem(value: Any, schema: Mapping[str, Any], path: str) -> str | None:
-  """Checks a JSON value against the parts of JSON Schema that tools use."""
-  if value is None and schema.get('nullable'):
+  # With a registry of its own, the library downloads no $ref.
+  validator = _validator()(parameters, registry=referencing.Registry())
+  error = exceptions.best_match(validator.iter_errors(dict(arguments)))
+  if error is None:
     return None
-  if options := schema.get('anyOf'):
-    problems = [_problem(value, option, path) for option in options]
-    return None if None in problems else problems[0]
-  names = schema.get('type', [])
-  names = [names] if isinstance(names, str) else names
-  if names and not any(_is_a(value, name) for name in names):
-    return f'argument {path!r} must be of type {" or ".join(names)}'
-  if 'enum' in schema and value not in schema['enum']:
-    return f'argument {path!r} must be one of {json.dumps(schema["enum"])}'
-  if isinstance(value, list):
-    children = [(f'{path}[{i}]', v, schema.get('items')) for i, v in enumerate(value)]
-  elif isinstance(value, dict):
-    prefix = path and f'{path}.'
-    for key in schema.get('required', ()):
-      if key not in value:
-        return f'argument {prefix + key!r} is missing'
-    known, other = schema.get('properties', {}), schema.get('additionalProperties')
-    children = [(prefix + k, v, known.get(k, other)) for k, v in value.items()]
-  else:
-    return None
-  return _first_problem(children)
+  path = error.json_path.removeprefix('$').removeprefix('.')
+  where = f'argument {path!r}: ' if path else ''
+  # The message begins with the value, which may be long.
+  return where + error.message[-300:]
 
 
-def _first_problem(children: Sequence[tuple[str, Any, Any]]) -> str | None:
-  for path, value, schema in children:
-    if isinstance(schema, dict) and (problem := _problem(value, schema, path)):
-      return problem
-  return None
+@functools.cache
+def _validator() -> Any:
+  """The class that checks JSON Schema, with two differences.
 
+  None fits what is `nullable`, as `get_json_schema` writes it; 3.0 is no integer, for a
+  function that asks for an int would get a float.
+  """
+  from jsonschema import validators
 
-def _is_a(value: Any, name: str) -> bool:
-  if name == 'number':
-    return isinstance(value, int | float) and not isinstance(value, bool)
-  if name == 'string':
-    return isinstance(value, str)  # A reply is of a subclass, see Chat.decode.
-  return type(value) is _KINDS[name] if name in _KINDS else True
+  plain = validators.Draft202012Validator
+
+  def unless_null(check):
+    def checked(validator, value, instance, schema):
+      if instance is not None or not schema.get('nullable'):
+        yield from check(validator, value, instance, schema) or ()
+
+    return checked
+
+  return validators.extend(
+    plain,
+    {keyword: unless_null(check) for keyword, check in plain.VALIDATORS.items()},
+    type_checker=plain.TYPE_CHECKER.redefine('integer', lambda _, x: type(x) is int),
+  )

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from agent_r1_jax import sharding
-from agent_r1_jax.models import attention, lora
+from agent_r1_jax.models import attention, families, lora
 
 Params = dict[str, Any]
 # Stacks of this many layers are compiled as such: a scan's residuals are copied into
@@ -45,7 +45,7 @@ class DecoderConfig:
   """The shape of a decoder.
 
   Attributes:
-    family: 'qwen2', 'qwen3' or 'llama'; what config.json will call it.
+    family: A key of families.FAMILIES; what config.json will call it.
     rope_scaling: Llama 3's {'factor', 'low_freq_factor', 'high_freq_factor',
       'original_max_position_embeddings'}, or None.
     max_positions: The longest context the model was made for.
@@ -66,16 +66,23 @@ class DecoderConfig:
   rope_theta: float = 10_000.0
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
   norm_eps: float = 1e-6
-  qkv_bias: bool = False
-  qk_norm: bool = False
   tie_embeddings: bool = False
   max_positions: int = 32_768
   dtype: str = 'float32'
   remat: str = 'none'
 
   def __post_init__(self):
+    if self.family not in families.FAMILIES:
+      raise ValueError(
+        f'family is {self.family!r}; give one of {", ".join(families.FAMILIES)}.'
+      )
     if self.remat not in _REMAT:
       raise ValueError(f'remat is {self.remat!r}; give one of {tuple(_REMAT)}.')
+
+  @property
+  def facts(self) -> families.Family:
+    """What the family fixes."""
+    return families.FAMILIES[self.family]
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Array, 'half']:
@@ -194,11 +201,11 @@ class Attention(nn.Module):
   def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT, cache):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
-    project = functools.partial(Projection, dtype=c.dtype, use_bias=c.qkv_bias)
+    project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
     q_BTNH = _merged(project((c.num_heads, c.head_dim), name='q'), x_BTD)
     k_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
     v_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
-    if c.qk_norm:
+    if c.facts.qk_norm:
       q_BTNH = RMSNorm(c.norm_eps, name='q_norm')(q_BTNH)
       k_BTKH = RMSNorm(c.norm_eps, name='k_norm')(k_BTKH)
     q_BTNH = _rope(q_BTNH, angles)

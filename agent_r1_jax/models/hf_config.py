@@ -3,29 +3,12 @@
 import json
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, families
 
-
-class _Family(NamedTuple):
-  """What a model_type fixes, and the fields that may have one value only."""
-
-  architecture: str
-  qkv_bias: bool
-  qk_norm: bool
-  only: dict[str, Any]
-
-
-_SILU = {'hidden_act': 'silu', 'quantization_config': None}
-_NO_BIAS = {**_SILU, 'attention_bias': False}
-_FAMILIES = {
-  'qwen2': _Family('Qwen2ForCausalLM', True, False, _SILU),
-  'qwen3': _Family('Qwen3ForCausalLM', False, True, _NO_BIAS),
-  'llama': _Family('LlamaForCausalLM', False, False, {**_NO_BIAS, 'mlp_bias': False}),
-}
 # Several times what the largest models have. Lists as long as these numbers are made
 # before it is seen that the tensors do not fit them.
 _MOST = {
@@ -67,31 +50,12 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
 
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
-  """The content of config.json, with the keys of transformers 4, which 5 reads as well.
-
-  Raises:
-    ValueError: The family cannot be what config says.
-  """
-  if config.family not in _FAMILIES:
-    raise ValueError(f'config.family is {config.family!r}; use {", ".join(_FAMILIES)}')
-  family = _FAMILIES[config.family]
-  for field in ('qkv_bias', 'qk_norm'):
-    value = getattr(config, field)
-    if value != getattr(family, field):
-      raise ValueError(
-        f'config.{field} is {value}, which {config.family} cannot be; name another family'
-      )
-  windows = {} if config.family == 'llama' else {'use_sliding_window': False}
+  """Gives the content of config.json, as transformers 4 writes it and 5 reads it."""
+  family = config.facts
   return {
     'architectures': [family.architecture],
     'model_type': config.family,
-    'vocab_size': config.vocab_size,
-    'hidden_size': config.embed_dim,
-    'intermediate_size': config.mlp_dim,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
-    'head_dim': config.head_dim,
+    **{key: getattr(config, field) for field, key in families.SIZES.values()},
     'rms_norm_eps': config.norm_eps,
     'rope_theta': config.rope_theta,
     'rope_scaling': config.rope_scaling
@@ -99,8 +63,8 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_positions,
     'torch_dtype': jnp.dtype(dtype).name,
-    **{key: value for key, value in family.only.items() if value is not None},
-    **windows,
+    **{key: value for key, value in family.fixed.items() if value is not None},
+    **family.written,
   }
 
 
@@ -155,28 +119,24 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
-  family = raw.get('model_type')
-  if family not in _FAMILIES:
-    raise ValueError(f'model_type is {family!r}; supported are {", ".join(_FAMILIES)}')
-  _check_supported(raw, _FAMILIES[family])
+  name = raw.get('model_type')
+  if name not in families.FAMILIES:
+    known = ', '.join(families.FAMILIES)
+    raise ValueError(f'model_type is {name!r}; supported are {known}')
+  family = families.FAMILIES[name]
+  _check_supported(raw, family)
   theta, scaling = _parse_rope(raw)
   width, num_heads = _number(raw, 'hidden_size'), _number(raw, 'num_attention_heads')
-  # Where head_dim is absent, transformers takes 128 for Qwen3 and D / N for the others.
-  head_dim = 128 if family == 'qwen3' else width // num_heads
+  absent = {'K': num_heads, 'H': family.head_dim or width // num_heads}
   config = decoder.DecoderConfig(
-    family=family,
-    vocab_size=_number(raw, 'vocab_size'),
-    embed_dim=width,
-    num_layers=_number(raw, 'num_hidden_layers'),
-    num_heads=num_heads,
-    num_kv_heads=_number(raw, 'num_key_value_heads', default=num_heads),
-    head_dim=_number(raw, 'head_dim', default=head_dim),
-    mlp_dim=_number(raw, 'intermediate_size'),
+    family=name,
+    **{
+      field: _number(raw, key, default=absent.get(letter))
+      for letter, (field, key) in families.SIZES.items()
+    },
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=_number(raw, 'rms_norm_eps', float),
-    qkv_bias=_FAMILIES[family].qkv_bias,
-    qk_norm=_FAMILIES[family].qk_norm,
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=_number(raw, 'max_position_embeddings'),
   )
@@ -200,8 +160,8 @@ def _number(raw: dict[str, Any], key: str, kind: type = int, default: Any = None
   return kind(value)
 
 
-def _check_supported(raw: dict[str, Any], family: _Family) -> None:
-  for key, only in family.only.items():
+def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
+  for key, only in family.fixed.items():
     if raw.get(key, only) != only:
       raise ValueError(f'{key} is {raw[key]!r}; only {only!r} is supported')
   kinds = raw.get('layer_types')

@@ -28,16 +28,8 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-# In the order of a layer; where each lies, and how many axes of its kernel are inputs.
-TARGETS = {
-  'q': ('attn', 1),
-  'k': ('attn', 1),
-  'v': ('attn', 1),
-  'o': ('attn', 2),
-  'gate': ('mlp', 1),
-  'up': ('mlp', 1),
-  'down': ('mlp', 1),
-}
+from agent_r1_jax.models import families
+
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 
 
@@ -55,7 +47,7 @@ def add(
   Args:
     params: Plain ones; their arrays are shared.
     rank: R, at least 1.
-    targets: Of TARGETS; in any order.
+    targets: Names in families.TARGETS, in any order.
     alpha: s = alpha / rank.
     key: Of A.
 
@@ -67,18 +59,21 @@ def add(
     raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
   if not alpha > 0:
     raise ValueError(f'lora_alpha is {alpha}; it must be above 0, or nothing is learned.')
-  unknown = sorted(set(targets) - TARGETS.keys())
+  unknown = sorted(set(targets) - families.TARGETS.keys())
   if unknown or not targets:
     raise ValueError(
-      f'lora_targets is {tuple(targets)}; give one or more of {tuple(TARGETS)}.'
+      f'lora_targets is {tuple(targets)}; give one or more of {tuple(families.TARGETS)}.'
     )
   if adapted(params):
     raise ValueError('params have adapters already; merge them first.')
   layers = dict(params['layers'])
-  for number, (name, (place, inputs)) in enumerate(TARGETS.items()):
+  for number, (name, target) in enumerate(families.TARGETS.items()):
     if name in targets:
+      _, place, *_ = target.path.split('/')
       plain, own = layers[place][name], jax.random.fold_in(key, number)
-      adapter = _adapter(plain['kernel'].shape, inputs, rank, alpha / rank, own)
+      adapter = _adapter(
+        plain['kernel'].shape, len(target.inputs), rank, alpha / rank, own
+      )
       layers[place] = layers[place] | {name: plain | adapter}
   return params | {'layers': layers}
 

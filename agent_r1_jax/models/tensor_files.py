@@ -1,14 +1,13 @@
 """Safetensors files, read and written a tensor at a time.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON
-header {name: {dtype, shape, data_offsets}}, the tensors. Its own library wants a file's
-tensors in memory together to write it, and maps the whole file to read it.
+header {name: {dtype, shape, data_offsets}}, the tensors. Its own library reads it; to
+write, it wants all tensors of a file in memory together, which `write` does not.
 """
 
 from collections.abc import Callable
 import json
 import math
-import operator
 import os
 import pathlib
 import re
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 
 from agent_r1_jax.models import hf_config
 
@@ -28,20 +28,15 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
-# As in the format's own library.
-_MAX_HEADER = 100_000_000
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-_MEND = 'truncated, or a pointer in place of the file? fetch it again'
 
 
 class Tensor(NamedTuple):
   """Where a tensor lies; `dtype` is the format's name for it."""
 
   file: pathlib.Path
+  name: str
   dtype: str
   shape: tuple[int, ...]
-  offset: int
-  nbytes: int
 
 
 class Spec(NamedTuple):
@@ -104,9 +99,9 @@ def find(directory: pathlib.Path) -> dict[str, Tensor]:
 
 
 def read(tensor: Tensor) -> np.ndarray:
-  """The tensor's values."""
-  raw = np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.offset)
-  return raw.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+  """Reads the tensor's values, without the others of its file."""
+  with safetensors.safe_open(tensor.file, 'np') as opened:
+    return opened.get_tensor(tensor.name)
 
 
 def shards(specs: list[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
@@ -148,37 +143,24 @@ def write(
 
 
 def _read_header(file: pathlib.Path) -> dict[str, Tensor]:
-  size = file.stat().st_size
-  tensors = {}
   try:
-    with open(file, 'rb') as stream:
-      (length,) = struct.unpack('<Q', stream.read(8))
-      if 8 + length > size:
-        raise ValueError('it would be longer than the file')
-      if length > _MAX_HEADER:
-        raise ValueError(f'it would have {length} bytes, and {_MAX_HEADER} are allowed')
-      header = json.loads(stream.read(length))
-    header.pop('__metadata__', None)
-    for name, entry in header.items():
-      start, end = entry['data_offsets']
-      shape = tuple(map(operator.index, entry['shape']))
-      tensors[name] = Tensor(
-        file, str(entry['dtype']), shape, 8 + length + start, end - start
-      )
-  except (*_MALFORMED, struct.error) as error:
-    raise ValueError(f'{file}: no safetensors header ({error}); {_MEND}') from error
-  stated = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
-  if size != stated:
-    raise ValueError(f'{file}: is {size} bytes, its header says {stated}; {_MEND}')
-  for name, tensor in tensors.items():
+    with safetensors.safe_open(file, 'np') as opened:
+      slices = {name: opened.get_slice(name) for name in opened.keys()}
+      tensors = {
+        name: Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+        for name, part in slices.items()
+      }
+  except safetensors.SafetensorError as error:
+    raise ValueError(
+      f'{file}: no safetensors file ({error}); truncated, or a pointer in place of the '
+      'file? fetch it again'
+    ) from error
+  for tensor in tensors.values():
     if tensor.dtype not in DTYPES:
       raise ValueError(
-        f'{file}: tensor {name} is {tensor.dtype}, not one of {", ".join(DTYPES)}; take '
-        'the model that is not quantized'
+        f'{file}: tensor {tensor.name} is {tensor.dtype}, not one of '
+        f'{", ".join(DTYPES)}; take the model that is not quantized'
       )
-    nbytes = Spec(name, DTYPES[tensor.dtype], tensor.shape).nbytes
-    if tensor.nbytes != nbytes or tensor.offset < 8 + length:
-      raise ValueError(f'{file}: tensor {name} has wrong data_offsets; fetch it again')
   return tensors
 
 

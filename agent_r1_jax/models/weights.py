@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax import sharding
-from agent_r1_jax.models import decoder, hf_config, tensor_files
+from agent_r1_jax.models import decoder, families, hf_config, tensor_files
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -36,53 +36,33 @@ _TOKENIZER_FILES = (
 
 
 class _Leaf(NamedTuple):
-  """A parameter and the tensors it is made of.
+  """A parameter of a model of some size, and the tensors it is made of.
 
   Attributes:
-    path: In the parameter tree, joined by '/'.
-    name: The tensor's; '{}' stands for the layer of a stacked leaf.
-    shape: Of one layer's part.
-    stored: Of the tensor. A kernel is stored [outputs, inputs], the others as they are.
-    layers: How many are stacked; None where the leaf is no part of a layer.
+    path: Its path in the parameter tree, joined by '/'.
+    tensor: The name of its tensors; '{}' stands for the layer.
+    shape: Its shape; what is stacked comes first.
+    stored: The shape of a tensor. A kernel is stored [outputs, inputs].
+    tensors: Where each tensor is in the parameter, for example (layer,), and its name.
   """
 
   path: str
-  name: str
+  tensor: str
   shape: tuple[int, ...]
   stored: tuple[int, ...]
-  layers: int | None = None
+  tensors: dict[tuple[int, ...], str]
 
   @property
   def is_kernel(self) -> bool:
     return self.path.endswith('/kernel')
 
-  @property
-  def full_shape(self) -> tuple[int, ...]:
-    return self.shape if self.layers is None else (self.layers, *self.shape)
-
-  @property
-  def names(self) -> list[str]:
-    return [self.name.format(i) for i in range(self.layers or 1)]
-
 
 class _Part(NamedTuple):
-  """A tensor to be written: a leaf, or layer `layer` of a stacked one."""
+  """A tensor to be written: the part of a leaf at `index`, which is () for all of it."""
 
   spec: tensor_files.Spec
   leaf: _Leaf
-  layer: int | None
-
-
-def read_config(directory: str | os.PathLike) -> decoder.DecoderConfig:
-  """Reads config.json of a Qwen2, Qwen2.5, Qwen3 or Llama 3 model.
-
-  The activations' dtype is not the file's to say: it stays DecoderConfig's default.
-
-  Raises:
-    ValueError: The file is missing or broken, or asks for what the decoder does not
-      compute; the message names the field.
-  """
-  return hf_config.read(directory)
+  index: tuple[int, ...]
 
 
 def load(
@@ -198,33 +178,26 @@ def save(
 
 
 def _leaves(config: decoder.DecoderConfig, value_head: bool) -> list[_Leaf]:
-  """All parameters of a model; nothing else knows both layouts."""
-  L, D, F, V = config.num_layers, config.embed_dim, config.mlp_dim, config.vocab_size
-  N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+  """Lists the parameters of a model by the table of its family."""
+  sizes = {x: getattr(config, field) for x, (field, _) in families.SIZES.items()}
+  sizes |= {'d': sizes['D'], '1': 1}
+  parameters = [*config.facts.parameters, *(families.VALUE_HEAD if value_head else ())]
+  untied = lambda parameter: parameter.path != 'lm_head/kernel'
+  if config.tie_embeddings:
+    parameters = filter(untied, parameters)
+  return [_leaf(parameter, sizes) for parameter in parameters]
 
-  def layer(path, name, shape, stored):
-    return _Leaf(f'layers/{path}', f'model.layers.{{}}.{name}', shape, stored, L)
 
-  leaves = [_Leaf('embed/embedding', 'model.embed_tokens.weight', (V, D), (V, D))]
-  for path, name in (('attn_norm', 'input'), ('mlp_norm', 'post_attention')):
-    leaves.append(layer(f'{path}/scale', f'{name}_layernorm.weight', (D,), (D,)))
-  for x, n in (('q', N), ('k', K), ('v', K)):
-    path, name = f'attn/{x}', f'self_attn.{x}_proj'
-    leaves.append(layer(f'{path}/kernel', f'{name}.weight', (D, n, H), (n * H, D)))
-    if config.qkv_bias:
-      leaves.append(layer(f'{path}/bias', f'{name}.bias', (n, H), (n * H,)))
-    if config.qk_norm and x != 'v':
-      leaves.append(layer(f'{path}_norm/scale', f'self_attn.{x}_norm.weight', (H,), (H,)))
-  leaves.append(layer('attn/o/kernel', 'self_attn.o_proj.weight', (N, H, D), (D, N * H)))
-  for x, shape in (('gate', (D, F)), ('up', (D, F)), ('down', (F, D))):
-    leaves.append(layer(f'mlp/{x}/kernel', f'mlp.{x}_proj.weight', shape, shape[::-1]))
-  leaves.append(_Leaf('final_norm/scale', 'model.norm.weight', (D,), (D,)))
-  if not config.tie_embeddings:
-    leaves.append(_Leaf('lm_head/kernel', 'lm_head.weight', (D, V), (V, D)))
-  if value_head:
-    leaves.append(_Leaf('value_head/kernel', 'value_head.weight', (D, 1), (1, D)))
-    leaves.append(_Leaf('value_head/bias', 'value_head.bias', (1,), (1,)))
-  return leaves
+def _leaf(parameter: families.Parameter, sizes: dict[str, int]) -> _Leaf:
+  path, tensor, dims = parameter
+  shape = tuple(sizes[letter] for letter in parameter.letters)
+  stacked = tensor.count('{}')
+  stored = shape[stacked:]
+  if '>' in dims:
+    sides = [side for side in dims[stacked:].split('>') if side]
+    stored = tuple(math.prod(sizes[letter] for letter in side) for side in sides[::-1])
+  names = {index: tensor.format(*index) for index in np.ndindex(shape[:stacked])}
+  return _Leaf(path, tensor, shape, stored, names)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -250,7 +223,7 @@ def _drop_tied(tensors: dict[str, tensor_files.Tensor]) -> None:
 def _check_tensors(
   directory: pathlib.Path, leaves: list[_Leaf], tensors: dict[str, tensor_files.Tensor]
 ) -> None:
-  expected = {name: leaf for leaf in leaves for name in leaf.names}
+  expected = {name: leaf for leaf in leaves for name in leaf.tensors.values()}
   for name, leaf in expected.items():
     if name not in tensors:
       tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
@@ -271,12 +244,13 @@ def _check_tensors(
 def _leaf_dtype(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
 ) -> np.dtype:
-  found = sorted({tensors[name].dtype for name in leaf.names})
+  names = list(leaf.tensors.values())
+  found = sorted({tensors[name].dtype for name in names})
   if dtype is not None:
     return _checked_dtype(dtype)
   if len(found) > 1:
     raise ValueError(
-      f'{tensors[leaf.names[0]].file}: tensors {leaf.name} are {" and ".join(found)}; '
+      f'{tensors[names[0]].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
       'all layers are one array: give a dtype'
     )
   return tensor_files.DTYPES[found[0]]
@@ -285,11 +259,11 @@ def _leaf_dtype(
 def _read_leaf(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
 ) -> np.ndarray:
-  array = _aligned_empty((leaf.layers or 1, *leaf.shape), dtype)
-  for i, name in enumerate(leaf.names):
+  array = _aligned_empty(leaf.shape, dtype)
+  for index, name in leaf.tensors.items():
     x = tensor_files.read(tensors[name])
-    array[i] = (x.T if leaf.is_kernel else x).reshape(leaf.shape)
-  return array.reshape(leaf.full_shape)
+    array[index] = (x.T if leaf.is_kernel else x).reshape(array[index].shape)
+  return array
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -306,10 +280,10 @@ def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
   for leaf in leaves:
     if leaf.path not in flat:
       raise ValueError(f'params: no {leaf.path}, which config asks for')
-    if flat[leaf.path].shape != leaf.full_shape:
+    if flat[leaf.path].shape != leaf.shape:
       raise ValueError(
         f'params: {leaf.path} has shape {flat[leaf.path].shape}, by config it is '
-        f'{leaf.full_shape}'
+        f'{leaf.shape}'
       )
 
 
@@ -318,13 +292,13 @@ def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _
   parts = []
   for leaf in leaves:
     target = _checked_dtype(flat[leaf.path].dtype if dtype is None else dtype)
-    for i, name in enumerate(leaf.names):
+    for index, name in leaf.tensors.items():
       spec = tensor_files.Spec(name, target, leaf.stored)
-      parts.append(_Part(spec, leaf, None if leaf.layers is None else i))
+      parts.append(_Part(spec, leaf, index))
   first = [part for part in parts if part.leaf.path == 'embed/embedding']
-  layers = [part for part in parts if part.layer is not None]
-  last = [part for part in parts if part.layer is None and part not in first]
-  ordered = first + sorted(layers, key=lambda part: part.layer) + last
+  layers = [part for part in parts if part.index]
+  last = [part for part in parts if not part.index and part not in first]
+  ordered = first + sorted(layers, key=lambda part: part.index[0]) + last
   return {part.spec.name: part for part in ordered}
 
 
@@ -332,7 +306,7 @@ def _stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
   """One tensor on the host, as it is stored."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = sharding.read(x if part.layer is None else x[part.layer])
+  x = sharding.read(x[part.index] if part.index else x)
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)
 

@@ -139,7 +139,8 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
   """-sg(clip(ρ, 1-ε_l, 1+ε_h)) A log π: the weight is clipped, no token is lost.
 
   MiniMax 2025 (arXiv 2506.13585), in its and verl's convention: the bounds are measured
-  from 1. Without a lower bound: clip_low = 1. See `cispo_absolute`.
+  from 1. TRL has no lower bound and measures from 0: its ε_max = 5 is clip_low = 1,
+  clip_high = 4 here.
 
   Args:
     clip_low: ε_l.
@@ -147,16 +148,6 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
   """
   _positive(clip_low=clip_low, clip_high=clip_high)
   return _weighted_likelihood(lambda ratio: jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
-
-
-def cispo_absolute(*, max_ratio: float = 5.0) -> Surrogate:
-  """-sg(min(ρ, ε_max)) A log π: `cispo` in TRL's convention, the bound is the ratio's.
-
-  Args:
-    max_ratio: ε_max; 5 here is clip_high = 4 there.
-  """
-  _positive(max_ratio=max_ratio)
-  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, max_ratio))
 
 
 def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
@@ -212,28 +203,6 @@ def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surr
   def kept(logprobs, old, positive):
     moved = jnp.exp(logprobs) - jnp.exp(old)
     return jnp.where(positive, moved <= high, moved >= -low)
-
-  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, cap), kept)
-
-
-def dppo_kl(*, low: float = 0.05, high: float = 0.05, cap: float = 20.0) -> Surrogate:
-  """As `dppo_tv`, where the binary KL(p_old ‖ p) ≤ δ or p moved against A; else 0.
-
-  KL(p_old ‖ p) = p_old log p_old/p + (1 - p_old) log (1 - p_old)/(1 - p), with verl's
-  1e-8 in the last fraction. The defaults are what TRL gives as the paper's.
-
-  Args:
-    low: δ_l, where A ≤ 0.
-    high: δ_h, where A > 0.
-    cap: c.
-  """
-  _positive(low=low, high=high, cap=cap)
-
-  def kept(logprobs, old, positive):
-    p, q, eps = jnp.exp(logprobs), jnp.exp(old), 1e-8
-    rest = (1.0 - q) * jnp.log((1.0 - q + eps) / (1.0 - p + eps))
-    near = q * (old - logprobs) + rest <= jnp.where(positive, high, low)
-    return near | jnp.where(positive, p <= q, p >= q)
 
   return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, cap), kept)
 

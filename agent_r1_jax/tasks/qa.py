@@ -35,9 +35,6 @@ RAG = ControlText(
 
 # The innermost pair: an answer holds no other tag of its kind.
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
-# As the code of the paper's time reads them.
-_FIRST_ANSWER = re.compile('<answer>(.*?)</answer>', re.DOTALL)
-_CALL = re.compile(r'<think>.*</think>\s*<tool_call>.*</tool_call>', re.DOTALL)
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 # HotpotQA gives these no credit for shared words.
 _CLOSED = ('yes', 'no', 'noanswer')
@@ -135,44 +132,6 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   called = not any(isinstance(call, calls.CallError) for call in parsed)
   r_format = (presented + called) / 2
   return em_reward(task, messages) if r_format == 1 else r_format - 1
-
-
-def paper_era_reward(task: Task, messages: Sequence[Message]) -> float:
-  """r = r_format - 1 + r_answer · 1[r_format ≥ ½]: the code of arXiv 2511.14460's time.
-
-  r_format is 0.5 for each reply before the last that is a <think> and a <tool_call> and
-  nothing else, and 0.5 for a last reply that begins with a <think> and ends with an
-  <answer>; 1 at most. r_answer is cover-EM of the first <answer> of the last reply, or
-  0.2 where the answer stands elsewhere in that reply.
-
-  It is not eq. 6 (`paper_reward`): what that code calls EM is a substring match, half of
-  the format is enough for the answer's reward, thoughts are demanded, and whether a call
-  can be read is not asked. A blank at the end of a reply is forgiven here.
-
-  Returns:
-    -1.0 to 1.0, the latter for a covered answer where the format is right.
-  """
-  replies = [reply.rstrip() for reply in _replies(messages)] or ['']
-  r_format = min(1.0, (sum(map(_is_call, replies[:-1])) + _is_answer(replies[-1])) / 2)
-  if r_format < 0.5:
-    return r_format - 1
-  answer = _FIRST_ANSWER.search(replies[-1])
-  if answer and cover_exact_match(answer[1], task.answer):
-    return r_format
-  return r_format - 1 + 0.2 * cover_exact_match(replies[-1], task.answer)
-
-
-def _is_call(reply: str) -> bool:
-  """Whether a reply is one thought, one tool call and nothing else."""
-  tags = ('<think>', '</think>', '<tool_call>', '</tool_call>')
-  return all(reply.count(tag) == 1 for tag in tags) and bool(_CALL.fullmatch(reply))
-
-
-def _is_answer(reply: str) -> bool:
-  """Whether a reply begins with a thought and ends with an answer."""
-  after = reply.partition('</think>')[2]
-  ends = reply.startswith('<think>') and reply.endswith('</answer>')
-  return ends and '<answer>' in after
 
 
 def found_share(task: Task, messages: Sequence[Message]) -> float:

@@ -54,7 +54,12 @@ def evaluate(expression: str) -> int | float:
     raise ValueError(str(error)) from None
 
 
-@tool_lib.tool(timeout=5.0)
+def calculator_tool(timeout: float = 5.0) -> tool_lib.Tool:
+  """Makes a tool `calculator(expression: str)` that may take `timeout` seconds."""
+  schema = tool_lib.schema(calculator, 'calculator')
+  return tool_lib.Tool('calculator', schema, calculator, timeout)
+
+
 def calculator(expression: str) -> str:
   """Evaluates an arithmetic expression.
 

@@ -12,7 +12,7 @@ import random
 import zlib
 
 from agent_r1_jax.retrieval.documents import Document
-from agent_r1_jax.tasks import miniwiki_relations
+from experiments.miniwiki import relations as relations_lib
 
 # Of 20 shares of the words. 'base': supervised base policy; 'train': RL; 'dev': choosing
 # settings; 'test': reported numbers.
@@ -92,7 +92,7 @@ class World:
   @functools.cached_property
   def by_kind(self) -> dict[str, list[str]]:
     """Kind to titles, in order."""
-    titles = {kind: [] for kind in miniwiki_relations.KINDS}
+    titles = {kind: [] for kind in relations_lib.KINDS}
     for title, kind in self.kinds.items():
       titles[kind].append(title)
     return titles
@@ -126,10 +126,10 @@ def world(seed: int, split: str, size: int = 900, part: int | None = None) -> Wo
   rng = random.Random(f'miniwiki {seed} {split} {size} {part}')
   pool = list(words(split, part))
   rng.shuffle(pool)
-  shares = miniwiki_relations.KINDS.items()
+  shares = relations_lib.KINDS.items()
   counts = {kind: max(3, round(size * portion)) for kind, portion in shares}
   titles, others = _titles(rng, counts, pool)
-  kinds = {title: kind for kind in miniwiki_relations.KINDS for title in titles[kind]}
+  kinds = {title: kind for kind in relations_lib.KINDS for title in titles[kind]}
   facts = _facts(rng, titles | others)
   prefix = f'{split}-{seed}' if part is None else f'{split}{part}-{seed}'
   passages = tuple(
@@ -177,10 +177,10 @@ def _facts(rng, titles) -> dict[str, dict[str, str]]:
   spouses = dict(zip(people[:half], people[half:], strict=True))
   spouses |= {b: a for a, b in spouses.items()}
   facts = {}
-  for kind in miniwiki_relations.KINDS:
+  for kind in relations_lib.KINDS:
     for title in titles[kind]:
       facts[title] = {}
-      for relation in miniwiki_relations.OF_KIND[kind]:
+      for relation in relations_lib.OF_KIND[kind]:
         if relation.name == 'spouse':
           value = spouses.get(title)
         else:
@@ -202,7 +202,7 @@ def _value(rng, relation, titles) -> str:
 
 def _passage(rng, kind, title, facts) -> str:
   """Three to five sentences in random order; the first names the entity."""
-  relations = [r for r in miniwiki_relations.OF_KIND[kind] if r.name in facts]
+  relations = [r for r in relations_lib.OF_KIND[kind] if r.name in facts]
   rng.shuffle(relations)
   if kind == 'person':
     subject, possessive = rng.choice((('She', 'Her'), ('He', 'His')))

@@ -1,6 +1,6 @@
 """The quickstart: an agent learns to answer multi-hop questions with a search tool.
 
-  python -m experiments.miniwiki_search --workdir=runs/quickstart
+  python -m experiments.miniwiki.search --workdir=runs/quickstart
 
 GRPO with the paper's reward on miniwiki, from the small base policy kept beside this
 script. On 2 CPU cores: under 8 minutes, the tables included. The baselines are kept in
@@ -18,11 +18,12 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, fields, host, report, results, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.tasks import miniwiki, qa
+from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
+from experiments.miniwiki import tasks as miniwiki
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-BASE = pathlib.Path(__file__).parent / 'miniwiki_model'
+BASE = pathlib.Path(__file__).parent / 'model'
 
 # Set -> kind of question -> mean and count of exact match.
 Numbers = dict[str, dict[str, dict[str, float]]]

@@ -1,8 +1,8 @@
 """miniwiki: a generated encyclopedia and multi-hop questions about it.
 
 Nothing of it can be memorised: a word of a name belongs to exactly one split (see
-`miniwiki_world`), and the out-of-domain set composes relations as no training question
-does (see `miniwiki_questions`). Equal arguments give equal bytes in every process.
+world.py), and the out-of-domain set composes relations as no training question
+does (see questions.py). Equal arguments give equal bytes in every process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,10 @@ import functools
 import random
 
 from agent_r1_jax import types
-from agent_r1_jax.retrieval import dense, documents, hashing
-from agent_r1_jax.tasks import miniwiki_demos, miniwiki_questions, miniwiki_world
+from agent_r1_jax.retrieval import dense, documents
+from experiments.miniwiki import demos, hashing
+from experiments.miniwiki import questions as questions_lib
+from experiments.miniwiki import world as world_lib
 
 # Data set to (style, part of the split's words): each set has a world of its own.
 SETS = {
@@ -33,9 +35,9 @@ TRAIN_PASSAGES = 2400
 
 
 @functools.lru_cache(8)
-def _world(seed, split, part) -> miniwiki_world.World:
+def _world(seed, split, part) -> world_lib.World:
   size = TRAIN_PASSAGES if part is None else PASSAGES
-  return miniwiki_world.world(seed, split, size, part)
+  return world_lib.world(seed, split, size, part)
 
 
 def train_tasks(seed: int, n: int, split: str = 'train') -> list[types.Task]:
@@ -47,7 +49,7 @@ def train_tasks(seed: int, n: int, split: str = 'train') -> list[types.Task]:
     split: Whose words; 'train' unless a base policy is supervised.
   """
   world = _world(seed, split, None)
-  make = functools.partial(miniwiki_questions.questions, world, prefix=f'{split}-')
+  make = functools.partial(questions_lib.questions, world, prefix=f'{split}-')
   tasks = make(n - n // 2, 'hotpot', seed) + make(n // 2, '2wiki', seed)
   random.Random(f'miniwiki train {seed}').shuffle(tasks)
   return tasks
@@ -68,12 +70,12 @@ def test_set(name: str, n: int, seed: int, split: str = 'test') -> list[types.Ta
     raise ValueError(f"split: {split!r} is neither 'dev' nor 'test'")
   style, part = SETS[name]
   world = _world(seed, split, part)
-  return miniwiki_questions.questions(world, n, style, seed, prefix=f'{split}-')
+  return questions_lib.questions(world, n, style, seed, prefix=f'{split}-')
 
 
 def corpus(seed: int, split: str) -> list[documents.Document]:
   """All passages of a split: one world's, or those of the three worlds of the sets."""
-  parts = range(miniwiki_world.PARTS) if split in ('dev', 'test') else [None]
+  parts = range(world_lib.PARTS) if split in ('dev', 'test') else [None]
   return [d for part in parts for d in _world(seed, split, part).documents]
 
 
@@ -98,12 +100,12 @@ def demonstrations(
   rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)
   while True:
     for task in rng.sample(tasks, len(tasks)):
-      example = miniwiki_demos.demonstration(task, facts, rng, find, {'right': 1.0})
+      example = demos.demonstration(task, facts, rng, find, {'right': 1.0})
       yield example.messages
 
 
 def rag_task(task: types.Task, hits: Sequence[documents.Hit]) -> types.Task:
   """The same task with passages before the question, in the form that was practised."""
   passages = documents.render(hits)
-  content = miniwiki_demos.with_passages(passages, task.info['question'])
+  content = demos.with_passages(passages, task.info['question'])
   return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])

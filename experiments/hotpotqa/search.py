@@ -1,17 +1,17 @@
 """Multi-turn RL with a search tool on real questions and real passages: HotpotQA.
 
   third_party/fetch.py hotpotqa
-  python -m experiments.hotpotqa_base
-  python -m experiments.hotpotqa_search
+  python -m experiments.hotpotqa.pretrain
+  python -m experiments.hotpotqa.search
 
 The last command takes 20 minutes on 2 CPU cores and prints a table: direct answer,
 Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With an instruct model in Hugging
 Face layout it is the paper's experiment, with that model's tokenizer and chat template:
 
-  python -m experiments.hotpotqa_search --config.model.path=Qwen2.5-3B-Instruct
+  python -m experiments.hotpotqa.search --config.model.path=Qwen2.5-3B-Instruct
 
 What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. A
-model with hotpotqa_base's rows.json beside its directory is the small one. The baselines
+model with pretrain.py's rows.json beside its directory is the small one. The baselines
 are kept in WORKDIR/results.jsonl, and played again only if what they depend on changes.
 The small policy learns from comparisons alone, unless `--types=` names other types of
 rows, or none for all. Any folder of that layout will do as --data: 2WikiMultihopQA,
@@ -33,10 +33,12 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import evaluate, fields, host, metrics, results, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.retrieval import bm25, dense, documents, hashing
+from agent_r1_jax.retrieval import bm25, dense, documents
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.tasks import qa, qa_data, qa_demos
+from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
+from experiments.hotpotqa import demos
+from experiments.miniwiki import hashing
 
 
 class Setting(NamedTuple):
@@ -55,10 +57,10 @@ class Setting(NamedTuple):
 
 
 SMALL = Setting(
-  qa_demos.agent_task,
-  qa_demos.agent_task,
-  qa_demos.rag_task,
-  template=qa_demos.PASSAGE,
+  demos.agent_task,
+  demos.agent_task,
+  demos.rag_task,
+  template=demos.PASSAGE,
   k=1,
   rag_k=3,
   reward=qa.em_reward,
@@ -103,7 +105,7 @@ _DATA = flags.DEFINE_string(
 )
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/hotpotqa', 'Where the run writes.')
 _RETRIEVER = flags.DEFINE_enum('retriever', 'bm25', ['bm25', 'dense'], 'Of the tool.')
-_SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_base.')
+_SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa.pretrain.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
 _TYPES = flags.DEFINE_list('types', None, 'Of rows to learn from; "" is all.')
@@ -119,7 +121,7 @@ def main(_):
   corpus, questions = qa_data.find(_DATA.value)
   rows = qa_data.jsonl(questions)
   sizes = (_HELD_OUT.value, _WATCHED.value)
-  held_out, watched, rows = qa_demos.split(rows, *sizes, seed=_SPLIT.value)
+  held_out, watched, rows = demos.split(rows, *sizes, seed=_SPLIT.value)
   if setting is SMALL:
     check_unseen(config.model.path, held_out + watched)
   print(json.dumps(dataclasses.asdict(config), indent=2))
@@ -177,19 +179,19 @@ def main(_):
 
 
 def setting_of(model: str) -> Setting:
-  """SMALL where hotpotqa_base's list of rows is beside the model, else INSTRUCT."""
+  """SMALL where hotpotqa.pretrain's list of rows is beside the model, else INSTRUCT."""
   if rows_of(model).is_file():
     return SMALL
   if model == SMALL.config.model.path:
     sys.exit(
-      f'{rows_of(model)} is missing: run experiments.hotpotqa_base, which makes the '
+      f'{rows_of(model)} is missing: run experiments.hotpotqa.pretrain, which makes the '
       'small policy, or name an instruct model with --config.model.path=DIR.'
     )
   return INSTRUCT
 
 
 def rows_of(model: str) -> pathlib.Path:
-  """Where hotpotqa_base lists the rows that the model beside it has seen."""
+  """Where hotpotqa.pretrain lists the rows that the model beside it has seen."""
   return pathlib.Path(model).absolute().parent / 'rows.json'
 
 

@@ -1,11 +1,11 @@
 """The small base policy of miniwiki, supervised on imperfect demonstrations.
 
-  python -m experiments.miniwiki_base --out=runs/base
+  python -m experiments.miniwiki.pretrain --out=runs/base
 
 It learns to read, to copy names and to call the search tool, but not to do it well: three
 in four demonstrations are wrong in one way or another. Its worlds share no word of a name
 with those of RL or of the tests. The initialisation holds a hand-made induction circuit
-(models/induction.py); without it the policy had not learned to copy after 3M tokens.
+(induction.py); without it the policy had not learned to copy after 3M tokens.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,11 @@ import jax
 from agent_r1_jax import fields, host, metrics, sft, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
-from agent_r1_jax.models import decoder, induction, weights
-from agent_r1_jax.retrieval import dense, documents, hashing
-from agent_r1_jax.tasks import miniwiki, miniwiki_demos
+from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.retrieval import dense, documents
 from agent_r1_jax.tools import search as search_lib
+from experiments.miniwiki import demos, hashing, induction
+from experiments.miniwiki import tasks as miniwiki
 
 _OUT = flags.DEFINE_string('out', 'runs/base', 'Where the model is written.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the worlds and of the initialisation.')
@@ -68,7 +69,7 @@ def shape(vocab_size: int) -> decoder.DecoderConfig:
 
 def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
   """Demonstrations and practice items, for ever."""
-  for example in miniwiki_demos.examples(seed, 10**9, make_search):
+  for example in demos.examples(seed, 10**9, make_search):
     conversation = sft.Conversation(example.messages, tools if example.tools else ())
     yield sft.segment(chat, conversation)
 
@@ -78,8 +79,8 @@ def main(_):
   host.prepare()
   config, seed, out = _CFG.value, _SEED.value, pathlib.Path(_OUT.value)
   start = time.time()
-  sample = list(miniwiki_demos.examples(seed + 2, _EXAMPLES.value, make_search))
-  texts = miniwiki_demos.tokenizer_texts(sample)
+  sample = list(demos.examples(seed + 2, _EXAMPLES.value, make_search))
+  texts = demos.tokenizer_texts(sample)
   tokenizer.train(texts, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
   tok = tokenizer.load(out / 'tokenizer')
   model = shape(len(tok))

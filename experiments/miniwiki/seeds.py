@@ -1,9 +1,9 @@
 """Several seeds of the quickstart side by side: tables by kind of question, and a curve.
 
   for s in 0 1 2; do
-    python -m experiments.miniwiki_search --workdir=runs/seed$s --config.seed=$s
+    python -m experiments.miniwiki.search --workdir=runs/seed$s --config.seed=$s
   done
-  python -m experiments.miniwiki_seeds --out=docs/miniwiki runs/seed0 runs/seed1 ...
+  python -m experiments.miniwiki.seeds --out=docs/miniwiki runs/seed0 runs/seed1 ...
 
 Every number is exact match at the last step. The rows above GRPO are greedy episodes of
 one base policy and the same in every run.

@@ -1,11 +1,11 @@
-"""The small base policy of hotpotqa_search, from nothing, on programmatic demonstrations.
+"""The small base policy of hotpotqa.search, from nothing, on programmatic demonstrations.
 
   third_party/fetch.py hotpotqa
-  python -m experiments.hotpotqa_base
+  python -m experiments.hotpotqa.pretrain
 
 A byte-level BPE of the corpus, then a policy of 0.7M parameters that can copy from the
-start (models/induction.py): strings of random tokens at first, then demonstrations of the
-training rows, half of them wrong, and practice made from the corpus (tasks/qa_demos.py).
+start (miniwiki/induction.py): strings of random tokens at first, then demonstrations of
+the training rows, half of them wrong, and practice made from the corpus (demos.py).
 Rows that are kept for the table or for watching are never used. On 2 CPU cores: 25
 minutes.
 """
@@ -22,17 +22,19 @@ import jax
 from agent_r1_jax import fields, host, metrics, sft
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
-from agent_r1_jax.models import decoder, induction, weights
+from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.retrieval import bm25, documents
-from agent_r1_jax.tasks import qa_data, qa_demos
+from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.tools import search
+from experiments.hotpotqa import demos
+from experiments.miniwiki import induction
 
 _DATA = flags.DEFINE_string(
   'data', qa_data.FETCHED.format('hotpotqa'), 'Folder of corpus and train.jsonl.gz.'
 )
 _OUT = flags.DEFINE_string('out', 'runs/hotpotqa_base', 'Where the model is written.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the initialisation and the examples.')
-_SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa_search.')
+_SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa.search.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows kept for the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows kept for watching the training.')
 _VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
@@ -76,12 +78,12 @@ def main(_):
   out = pathlib.Path(_OUT.value)
   corpus, questions = qa_data.find(_DATA.value)
   passages, rows = documents.read_corpus(corpus), qa_data.jsonl(questions)
-  *_, rows = qa_demos.split(rows, _HELD_OUT.value, _WATCHED.value, seed=_SPLIT.value)
+  *_, rows = demos.split(rows, _HELD_OUT.value, _WATCHED.value, seed=_SPLIT.value)
   out.mkdir(parents=True, exist_ok=True)
   (out / 'rows.json').write_text(json.dumps([task.id for task in rows]))
 
   retriever = bm25.BM25(passages)
-  examples = qa_demos.examples(rows, qa_demos.Maker(passages, retriever), seed)
+  examples = demos.examples(rows, demos.Maker(passages, retriever), seed)
   read = texts(passages, rows, examples)
   tokenizer.train(read, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
   tok = tokenizer.load(out / 'tokenizer')

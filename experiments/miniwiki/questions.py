@@ -5,8 +5,9 @@ import functools
 import random
 
 from agent_r1_jax import types
-from agent_r1_jax.tasks import miniwiki_relations, miniwiki_world
-from agent_r1_jax.tasks.miniwiki_relations import Relation
+from experiments.miniwiki import relations as relations_lib
+from experiments.miniwiki import world as world_lib
+from experiments.miniwiki.relations import Relation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,9 @@ def _pairs() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
   trained at some second place.
   """
   every, held_out = set(), set()
-  for kind in miniwiki_relations.KINDS:
-    firsts = [r.name for r in miniwiki_relations.EDGES if r.target == kind]
-    seconds = [r.name for r in miniwiki_relations.EDGES if r.source == kind]
+  for kind in relations_lib.KINDS:
+    firsts = [r.name for r in relations_lib.EDGES if r.target == kind]
+    seconds = [r.name for r in relations_lib.EDGES if r.source == kind]
     for i, first in enumerate(firsts):
       for j, second in enumerate(seconds):
         if (first, second) != ('spouse', 'spouse'):
@@ -58,12 +59,12 @@ PAIRS, HELD_OUT = map(frozenset, _pairs())
 @functools.cache
 def paths(hops: int, held_out: bool) -> tuple[tuple[Relation, ...], ...]:
   """All chains of relations of a length, with or without held-out pairs."""
-  chains = [(r,) for r in miniwiki_relations.EDGES]
+  chains = [(r,) for r in relations_lib.EDGES]
   for _ in range(hops - 1):
     chains = [
       c + (r,)
       for c in chains
-      for r in miniwiki_relations.EDGES
+      for r in relations_lib.EDGES
       if (c[-1].name, r.name) in PAIRS
     ]
   return tuple(c for c in chains if holds_out(r.name for r in c) == held_out)
@@ -76,7 +77,7 @@ def holds_out(relations) -> bool:
 
 
 def questions(
-  world: miniwiki_world.World, n: int, style: str, seed: int, prefix: str = ''
+  world: world_lib.World, n: int, style: str, seed: int, prefix: str = ''
 ) -> list[types.Task]:
   """Draws `n` different questions; the kinds keep the style's shares exactly.
 
@@ -135,7 +136,7 @@ def _quota(mix, n) -> list[int | str]:
 
 
 def bridge(
-  world: miniwiki_world.World, rng: random.Random, hops: int, wording: str, held_out: bool
+  world: world_lib.World, rng: random.Random, hops: int, wording: str, held_out: bool
 ) -> tuple[str, str, dict]:
   """A question whose every hop's value is the next hop's subject.
 
@@ -181,7 +182,7 @@ APART = 10
 
 
 def comparison(
-  world: miniwiki_world.World, rng: random.Random, wording: str, number: int
+  world: world_lib.World, rng: random.Random, wording: str, number: int
 ) -> tuple[str, str, dict]:
   """Which of two entities of a kind is earlier, or later.
 
@@ -191,7 +192,7 @@ def comparison(
   Returns:
     Question, answer, info.
   """
-  kind = rng.choice(list(miniwiki_relations.DATED))
+  kind = rng.choice(list(relations_lib.DATED))
   while True:
     a, b = rng.sample(world.by_kind[kind], 2)
     x, y = world.facts[a]['year'], world.facts[b]['year']
@@ -201,7 +202,7 @@ def comparison(
   first_wins = number // 2 % 2 == 0
   if ((x < y) == (sign == 'earlier')) != first_wins:
     a, b, x, y = b, a, y, x
-  happened, noun = miniwiki_relations.DATED[kind]
+  happened, noun = relations_lib.DATED[kind]
   if wording == 'nested':
     forms = (
       f'Which has the {sign} {noun}, {a} or {b}?',

@@ -13,7 +13,8 @@ import re
 
 from agent_r1_jax import types
 from agent_r1_jax.retrieval import documents
-from agent_r1_jax.tasks import miniwiki_questions, miniwiki_world
+from experiments.miniwiki import questions as questions_lib
+from experiments.miniwiki import world as world_lib
 
 # What becomes of a demonstration. 'stop': answers after the first hop; 'relation': asks
 # for the wrong relation; 'partial': searches with one word of a name; 'repeat': searches
@@ -85,14 +86,14 @@ def examples(
   """
   rng = random.Random(f'miniwiki examples {seed} {split}')
   for start in range(0, n, examples_per_world):
-    world = miniwiki_world.world(rng.getrandbits(32), split, world_size)
+    world = world_lib.world(rng.getrandbits(32), split, world_size)
     search = make_search(world.documents)
     count = min(examples_per_world, n - start)
     half = (count + 1) // 2
     tasks = [
       task
       for style in ('hotpot', '2wiki')
-      for task in miniwiki_questions.questions(world, half, style, rng.getrandbits(32))
+      for task in questions_lib.questions(world, half, style, rng.getrandbits(32))
     ]
     rng.shuffle(tasks)
     for task in tasks[:count]:
@@ -117,7 +118,7 @@ def tokenizer_texts(items: Iterable[Example]) -> Iterator[str]:
 
 def demonstration(
   task: types.Task,
-  world: miniwiki_world.World,
+  world: world_lib.World,
   rng: random.Random,
   search: Callable[[str], str],
   mixture: Mapping[str, float] = MIXTURE,
@@ -245,7 +246,7 @@ def _partial(rng, world, name) -> str:
 
 
 def practice(
-  world: miniwiki_world.World,
+  world: world_lib.World,
   rng: random.Random,
   search: Callable[[str], str],
   mix: Mapping[str, float] = PRACTICE,
@@ -294,7 +295,7 @@ def _passages(world, rng, titles, n) -> str:
 
 def _bridge(world, rng, hops):
   wording = rng.choice(('natural', 'nested'))
-  return miniwiki_questions.bridge(world, rng, hops, wording, False)
+  return questions_lib.bridge(world, rng, hops, wording, False)
 
 
 def _lookup(world, rng):
@@ -318,9 +319,7 @@ def _chain(world, rng):
 def _compare_passages(world, rng):
   """Both passages of a comparison; the years are recalled in the passages' order."""
   wording = rng.choice(('natural', 'nested'))
-  question, value, info = miniwiki_questions.comparison(
-    world, rng, wording, rng.randrange(4)
-  )
+  question, value, info = questions_lib.comparison(world, rng, wording, rng.randrange(4))
   passages = _passages(world, rng, info['chain'], rng.randint(2, 3))
   names = sorted(info['chain'], key=lambda t: passages.index(f'(Title: {t})'))
   read = [(world.facts[name]['year'], name) for name in names]
@@ -331,7 +330,7 @@ def _compare_passages(world, rng):
 def _single(world, rng, search):
   """A one-hop question with the search tool."""
   question, value, info = _bridge(world, rng, 1)
-  task = miniwiki_questions.task('single', question, value, info)
+  task = questions_lib.task('single', question, value, info)
   episode = _Episode(task, world, search)
   _follow(episode, rng, 'right')
   return Example(episode.messages, True, 'single', task)
@@ -339,7 +338,7 @@ def _single(world, rng, search):
 
 def _names(world, rng):
   """Lists of names to repeat, or to find what followed; names of the whole split."""
-  words = miniwiki_world.words(world.split)
+  words = world_lib.words(world.split)
   names = [
     ' '.join(rng.sample(words, rng.randint(1, 2))) for _ in range(rng.randint(3, 7))
   ]
@@ -354,8 +353,8 @@ def _years(world, rng):
   """Two years, with or without names, and which is earlier or later."""
   sign = rng.choice(('earlier', 'later'))
   while True:
-    years = [str(rng.choice(miniwiki_world.YEARS)) for _ in range(2)]
-    if abs(int(years[0]) - int(years[1])) >= miniwiki_questions.APART:
+    years = [str(rng.choice(world_lib.YEARS)) for _ in range(2)]
+    if abs(int(years[0]) - int(years[1])) >= questions_lib.APART:
       break
   if rng.random() < 0.5:
     year = (min if sign == 'earlier' else max)(years)
@@ -371,9 +370,7 @@ def _direct(world, rng):
   """A question and nothing else: a name of the right kind, by chance."""
   wording = rng.choice(('natural', 'nested'))
   if rng.random() < 0.25:
-    question, _, info = miniwiki_questions.comparison(
-      world, rng, wording, rng.randrange(4)
-    )
+    question, _, info = questions_lib.comparison(world, rng, wording, rng.randrange(4))
     return question, answer(rng.choice(info['chain']))
   question, _, info = _bridge(world, rng, rng.choice((2, 2, 3)))
   last = info['relations'][-1]

@@ -38,7 +38,7 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   Raises:
     ValueError: The family or the number of layers does not fit.
   """
-  if config.qkv_bias or config.qk_norm or config.num_layers < 2:
+  if config.facts.qkv_bias or config.facts.qk_norm or config.num_layers < 2:
     raise ValueError(
       f'family={config.family}, num_layers={config.num_layers}: the induction circuit '
       "needs family 'llama' (no biases, no q/k norms) and 2 layers or more."
