@@ -41,8 +41,7 @@ from agent_r1_jax.engine import replica
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import decoder, lora, weights
-from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.rl import experience as experience_lib
+from agent_r1_jax.rl import algorithms, learner, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
 
 Config = config_lib.Config
@@ -271,7 +270,7 @@ def run(
         clock = metrics_lib.Clock()
         if not at.unwritten:
           watch.phase = 'a rollout'
-          found, drawn = rollouts.take(carry, plan)
+          carry, found, drawn = rollouts.take(carry, plan)
           played = [t for group in found for t in group]
           faults.note(at.step + 1, played)
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
@@ -366,9 +365,7 @@ def _plan(
   plan = updates.Plan(
     model,
     algorithm,
-    experience_lib.Rows(
-      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
-    ),
+    packing.Rows(config.batch.microbatch, config.batch.row_tokens or config.engine.slots),
     optimizers,
     config.schedule,
     reference_model,

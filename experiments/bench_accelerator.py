@@ -39,7 +39,7 @@ from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.engine import stop as stop_lib
 from agent_r1_jax.models import attention, decoder
-from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
+from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
 
 _WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
 _SHAPE = flags.DEFINE_string('shape', '', 'Of SHAPES; by default what each is meant for.')
@@ -306,7 +306,7 @@ def step():
   """One line: seconds of a GRPO step, and their parts."""
   config, params = _policy('3b')
   driver, samples = _driver(config, params), 8
-  rows = experience.Rows(4, 1024)
+  rows = packing.Rows(4, 1024)
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})

@@ -1,5 +1,6 @@
 """What a rollout changes, and what goes on to the next one."""
 
+import copy
 import dataclasses
 
 import episodes
@@ -14,7 +15,7 @@ import test_learner
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, experience, learner, updates
+from agent_r1_jax.rl import algorithms, credit, learner, updates
 from agent_r1_jax.rl import kl as kl_lib
 
 _SGD, _ADAM = optax.sgd(0.1), optax.adam(1e-2)
@@ -168,13 +169,13 @@ def test_the_warm_up_trains_the_critic_alone():
 
 
 def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
-  used, less_kl = [], experience.rewards_lib.less_kl
+  used, less_kl = [], credit.rewards_lib.less_kl
 
-  def spy(eps, *, coef, estimator):
+  def spy(table, *, coef, estimator):
     used.append(coef)
-    return less_kl(eps, coef=coef, estimator=estimator)
+    return less_kl(table, coef=coef, estimator=estimator)
 
-  monkeypatch.setattr(experience.rewards_lib, 'less_kl', spy)
+  monkeypatch.setattr(credit.rewards_lib, 'less_kl', spy)
   monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
   plan = _plan(_PPO, minibatches=2)
   carry = _start(plan)
@@ -252,6 +253,30 @@ def test_the_policy_is_handed_over_every_so_often(every):
     plain.equal(after['sampler'], after['policy'] if handed else before['sampler'])
     assert carry.sampler_step == step - step % every
     assert not _same(before['policy'], after['policy'])
+
+
+# No argument is changed.
+
+
+@pytest.mark.parametrize('options', [{}, {'reference_every': 1, 'sync_every': 2}])
+def test_learning_changes_nothing_that_it_is_given(options):
+  """But for the memory of what it updates, which the new parameters take."""
+  plan = _plan(_PPO, minibatches=2, **options)
+  carry, ts = _start(plan), _rollout()
+  fields, states = dict(vars(carry)), dict(carry.states)
+  before, baselines = copy.deepcopy(ts), [0.5] * 4
+  prefixes = [np.arange(3, dtype=np.int32)] * 4
+  new, _ = updates.learn(carry, ts, plan, baselines=baselines, prefixes=prefixes)
+  assert all(value is fields[name] for name, value in vars(carry).items())
+  assert {n: id(x) for n, x in carry.states.items()} == {
+    n: id(x) for n, x in states.items()
+  }
+  assert (carry.step, new.step) == (0, 1) and new.kl_coef != carry.kl_coef
+  assert baselines == [0.5] * 4 and all(p.tolist() == [0, 1, 2] for p in prefixes)
+  for t, b in zip(ts, before):
+    assert (t.group, t.turns, t.metrics) == (b.group, b.turns, b.metrics)
+    for segment, was in zip(t.segments, b.segments):
+      np.testing.assert_equal(vars(segment), vars(was))
 
 
 # What is handed on.
