@@ -46,8 +46,8 @@ from agent_r1_jax.rl import optimizers as optimizers_lib
 
 Config = config_lib.Config
 
-# Trajectories of the last rollout that are stored where there is no evaluation.
-_SHOWN = 64
+# Trajectories of each rollout that are written, with the numbers of their tokens.
+_WRITTEN = 8
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
@@ -180,8 +180,8 @@ def run(
   """Trains a policy; started again with the same workdir it goes on where it was.
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
-  checkpoints/, trajectories/step-*.eval of the evaluations (without any, of the last
-  rollout), and at the end curve.png, numbers.md and model/ in HF layout.
+  checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
+  rollout, and at the end curve.png, numbers.md and model/ in HF layout.
 
   Args:
     config: Of the run.
@@ -293,14 +293,13 @@ def run(
           chosen = [t for group in found for t in group]
           told = [chat.note(privileged(t.task)) for t in chosen] if privileged else None
           with _dumping(workdir), sharding.use(mesh):
-            carry, learned = updates.learn(
+            carry, learned, table = updates.learn(
               carry, chosen, plan, baselines=baselines, prefixes=told
             )
           numbers |= {f'train/{k}': v for k, v in learned.items()}
           numbers['time/update'] = clock.lap()
           at.learned(numbers, drawn)
-          if at.step == config.schedule.steps and not evals:
-            _logged({'rollout': played[:_SHOWN]}, workdir, config, at.step)
+          _write_rollout(played[:_WRITTEN], chosen, table, workdir, config, at.step)
         # From here on the step is learned, and only its line is missing.
         numbers = at.numbers()
         if at.step == config.schedule.steps or _every(
@@ -408,18 +407,40 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
   for name, trajectories in played.items():
     summary = evaluate.summary(trajectories)
     numbers |= {f'eval/{name}/{k}': v for k, v in summary.items()}
-    if not processes.first():
-      continue
-    path = pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval'
+    _write(name, trajectories, workdir, config, step)
+  return numbers
+
+
+def _write_rollout(played, chosen, table, workdir, config, step):
+  """Writes some of a rollout's trajectories, with what was learned of their tokens.
+
+  Args:
+    played: The trajectories to write.
+    chosen: Those that were learned from; they are the table's.
+    table: As updates.learn gave it.
+    workdir: The run's.
+    config: The run's.
+    step: The update that learned from them.
+  """
+  numbers = {id(t): i for i, t in enumerate(chosen)}
+  extra = [
+    {'actions': table.actions_of(numbers[id(t)])} if id(t) in numbers else {}
+    for t in played
+  ]
+  _write('rollout', played, workdir, config, step, extra=extra)
+
+
+def _write(name, trajectories, workdir, config, step, **more):
+  if processes.first():
     viewer.write(
-      path,
+      pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval',
       trajectories,
       task=name,
       model=config.model.path,
       config=dataclasses.asdict(config),
       step=step,
+      **more,
     )
-  return numbers
 
 
 def _newest(checkpoints: pathlib.Path) -> int:

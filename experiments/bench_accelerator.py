@@ -322,7 +322,7 @@ def step():
       _trajectory(segment, n // samples, n % samples)
       for n, segment in enumerate(segments)
     ]
-    carry, _ = updates.learn(carry, trajectories, plan)
+    carry, *_ = updates.learn(carry, trajectories, plan)
     jax.block_until_ready(carry.sampler)
     end, stats = time.perf_counter(), driver.stats
     parts = ('decode_seconds', 'feed_seconds', 'host_seconds', 'idle_seconds')

@@ -273,6 +273,26 @@ def test_a_column_that_is_missing_says_what_gives_it():
   assert with_values.column('values') is with_values.values
 
 
+def test_a_log_says_what_there_is_of_each_action():
+  ts = [
+    episodes.trajectory('..0'),
+    episodes.trajectory('.00.1', '..2', rewards=[0, 1, 2]),
+  ]
+  table = table_lib.build(ts)
+  logprobs = np.arange(len(table)) / -3.0
+  table = dataclasses.replace(table, logprobs=logprobs, values=-logprobs)
+  actions = table.actions_of(1)
+  assert actions.keys() == {
+    *('turn', 'tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs'),
+    *('rewards', 'values'),
+  }
+  assert actions['turn'] == [1, 1, 2, 3] and actions['rewards'] == [0, 0, 1, 2]
+  first, second = (s.tokens.tolist() for s in ts[1].segments)
+  assert actions['tokens'] == [first[1], first[2], first[4], second[2]]
+  assert actions['values'] == [1.3333, 1.6667, 2.3333, 3.3333]
+  assert table_lib.build([episodes.trajectory('..')]).actions_of(0)['turn'] == []
+
+
 # Functions of columns.
 
 _IDS = np.array([0, 0, 2, 2, 2, 2, 2, 3])

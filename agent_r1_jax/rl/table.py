@@ -171,6 +171,21 @@ class TokenTable:
     )
     return wide, np.insert(np.ones(len(self), bool), where, False)
 
+  def actions_of(self, trajectory: int) -> dict[str, list]:
+    """The numbers of a trajectory's action tokens, as lists of one length, for a log.
+
+    Turns are counted from 1; fractions have four decimals; what there is no column of is
+    left out.
+    """
+    rows = self.take((self.trajectory == trajectory) & self.action_mask)
+    columns = {name: getattr(rows, name) for name in _LOGGED}
+    first = np.min(rows.turn, initial=len(self.states))
+    return {'turn': (rows.turn - first + 1).tolist()} | {
+      name: np.round(column, 4).tolist()
+      for name, column in columns.items()
+      if column is not None
+    }
+
   def _with_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
     names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_ROWS
     columns = {name: getattr(self, name) for name in names}
@@ -182,6 +197,9 @@ class TokenTable:
 # The columns that have a number for each turn or each trajectory.
 _NOT_OF_ROWS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
 _NOT_OF_ROWS |= {'final_values'}
+# What a log says of each token.
+_LOGGED = ('tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs', 'ref_logprobs')
+_LOGGED += ('rewards', 'values', 'advantages', 'returns', 'correction')
 # What a user does to get a column that is missing.
 _GIVEN_BY = {
   'values': 'set value_loss of the algorithm, so that there is a critic',

@@ -2,7 +2,7 @@
 
 plan = updates.Plan(model, algorithm, shape, optimizers, schedule, ...)
 carry = updates.start(params, plan)
-carry, metrics = updates.learn(carry, trajectories, plan)
+carry, metrics, table = updates.learn(carry, trajectories, plan)
 """
 
 from collections.abc import Iterator, Sequence
@@ -158,7 +158,7 @@ def learn(
   *,
   baselines: Sequence[float] | None = None,
   prefixes: Sequence[np.ndarray] | None = None,
-) -> tuple[Carry, dict[str, float]]:
+) -> tuple[Carry, dict[str, float], table_lib.TokenTable]:
   """Learns from one rollout; no argument is changed.
 
   Args:
@@ -170,7 +170,8 @@ def learn(
     prefixes: Tokens of each trajectory that only the critic sees, before the text.
 
   Returns:
-    The new carry, and metrics; those of the critic's updates begin 'critic_'.
+    The new carry; metrics, of which those of the critic's updates begin 'critic_'; and
+    the table of what was learned from, its trajectories in their order.
 
   Raises:
     learner.NotFiniteError: See there. Some of carry's arrays may have been donated.
@@ -178,8 +179,8 @@ def learn(
   algorithm, kl = plan.algorithm, plan.algorithm.kl
   states, kl_coef, reference = carry.states, carry.kl_coef, carry.reference
   metrics: dict[str, float] = {'kl_coef': kl_coef} if kl else {}
+  table = table_lib.build(trajectories, baselines)
   if trajectories:
-    table = table_lib.build(trajectories, baselines)
     if plan.lagging:
       age = carry.step - table.policy_steps[table.action_mask]
       metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
@@ -202,7 +203,7 @@ def learn(
   carry = dataclasses.replace(
     carry, states=states, reference=reference, kl_coef=kl_coef, step=step
   )
-  return (carry if plan.early else hand_over(carry, plan)), metrics
+  return (carry if plan.early else hand_over(carry, plan)), metrics, table
 
 
 def hand_over(carry: Carry, plan: Plan) -> Carry:
