@@ -43,8 +43,8 @@ class Algorithm(NamedTuple):
     rewards: Changes of the rewards before all else, in order (rl/rewards.py).
     value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
     value_coef: Its weight where the critic is a second head of the policy.
-    entropy_coef: Of the entropy bonus.
-    kl: To the reference policy, in the reward or in the loss.
+    entropy_coef: The weight of the entropy bonus.
+    kl: The KL to the reference policy, in the reward or in the loss.
     correction: The table of the action tokens -> their importance weights in the loss
       (rl/correction.py); None: the policy that is updated sampled them.
     loss_mask: Only action tokens have a loss. Off, so has what the environment wrote.
@@ -204,13 +204,13 @@ def grpo(
   """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults.
 
   Args:
-    divide_by_std: Of the group's rewards.
+    divide_by_std: Whether advantages are divided by the std of the group's rewards.
     clip_low: ε_l of the PPO clip.
     clip_high: ε_h of the PPO clip.
     dual_clip: c of the dual clip, or None.
-    kl_coef: Of the k3 KL to the reference in the loss; 0 needs no reference.
+    kl_coef: The weight of the k3 KL to the reference in the loss; 0 needs no reference.
     aggregate: How tokens and trajectories are weighed; None is by the loss's own.
-    **fields: Of Algorithm.
+    **fields: Other fields of Algorithm.
   """
   fields.setdefault('kl', kl_lib.InLoss(kl_coef) if kl_coef else None)
   return Algorithm(
@@ -226,7 +226,7 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
 
   Args:
     length: The constant that takes a trajectory's length's place.
-    **options: Of `grpo`.
+    **options: Options of `grpo`.
   """
   options = dict[str, Any](kl_coef=0.0) | options
   aggregate = seq_mean_token_sum_norm(length)
@@ -240,7 +240,7 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
 
   Args:
     overlong: Options of rewards.overlong (limit, buffer, factor, floor); None is none.
-    **options: Of `grpo`.
+    **options: Options of `grpo`.
   """
   options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
   if overlong is not None:
@@ -253,9 +253,9 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
   """Group sequence policy optimisation (arXiv 2507.18071): one ratio a sequence.
 
   Args:
-    clip_low: Of the sequence's geometric mean ratio; the paper's.
-    clip_high: As well.
-    **options: Of `grpo`, but for its clip.
+    clip_low: ε_l of the sequence's geometric mean ratio; the default is the paper's.
+    clip_high: ε_h of it; the default is the paper's.
+    **options: Options of `grpo`, but for its clip.
   """
   options = dict[str, Any](kl_coef=0.0) | options
   return grpo(dual_clip=None, **options)._replace(
@@ -268,8 +268,8 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
 
   Args:
     clip: ε of the PPO clip; it is active with several updates a rollout only.
-    kl_coef: Of the k1 KL in the reward.
-    **fields: Of Algorithm.
+    kl_coef: The weight of the k1 KL in the reward.
+    **fields: Other fields of Algorithm.
   """
   return _clipped(advantages_lib.leave_one_out, clip, kl_coef, fields)
 
@@ -281,8 +281,8 @@ def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Alg
 
   Args:
     gamma: Discount an action token.
-    kl_coef: Of the k1 KL in the reward.
-    **fields: Of Algorithm.
+    kl_coef: The weight of the k1 KL in the reward.
+    **fields: Other fields of Algorithm.
   """
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards',)} | fields
   returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
@@ -299,8 +299,8 @@ def reinforce_plus_plus(
   Args:
     gamma: Discount an action token.
     clip: ε of the PPO clip.
-    kl_coef: Of the k1 KL in the reward.
-    **fields: Of Algorithm.
+    kl_coef: The weight of the k1 KL in the reward.
+    **fields: Other fields of Algorithm.
   """
 
   def advantages(table):
@@ -318,8 +318,8 @@ def reinforce_plus_plus_baseline(
 
   Args:
     clip: ε of the PPO clip.
-    kl_coef: Of the k1 KL in the reward.
-    **fields: Of Algorithm.
+    kl_coef: The weight of the k1 KL in the reward.
+    **fields: Other fields of Algorithm.
   """
 
   def advantages(table):
@@ -336,8 +336,8 @@ def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorit
 
   Args:
     gamma: Discount an action token.
-    kl_coef: Of the k1 KL in the reward.
-    **fields: Of Algorithm.
+    kl_coef: The weight of the k1 KL in the reward.
+    **fields: Other fields of Algorithm.
   """
   return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
     advantages=functools.partial(advantages_lib.greedy_baseline, gamma=gamma),
@@ -357,8 +357,8 @@ def gigpo(
   Args:
     gamma: Discount a turn.
     step_weight: ω of the step part.
-    divide_by_std: Of both parts.
-    **options: Of `grpo`.
+    divide_by_std: Whether both parts are divided by their groups' std.
+    **options: Options of `grpo`.
   """
   advantages = functools.partial(
     advantages_lib.gigpo,
@@ -373,9 +373,9 @@ def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algor
   """GDPO: each named part of the reward is normalised in its group, then they are summed.
 
   Args:
-    weights: Of the parts, by name; None is 1 each, and what no part names is added in
-      its own unit.
-    **options: Of `grpo`, but for its std.
+    weights: The parts' weights by name; None is 1 each, and what no part names is added
+      in its own unit.
+    **options: Options of `grpo`, but for its std.
   """
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
   # With weights, nothing of the reward counts but its named parts.
@@ -408,8 +408,8 @@ def ppo(
     value_clip: c of the clipped value loss, or None.
     bootstrap_truncated: An episode that a budget ended goes on with the critic's value
       after its last token. By default it has ended: what follows is worth 0, as in verl.
-    kl_coef: Of the k1 KL taken off each token's reward; 0 needs no reference.
-    **fields: Of Algorithm.
+    kl_coef: The weight of the k1 KL taken off each token's reward; 0 needs no reference.
+    **fields: Other fields of Algorithm.
   """
   # Where it is off, an estimator that was made with an option of its own keeps it.
   bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
@@ -444,7 +444,7 @@ def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
 
   Args:
     threshold: The least reward that is learned from.
-    **fields: Of Algorithm.
+    **fields: Other fields of Algorithm.
   """
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields

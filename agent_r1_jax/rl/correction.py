@@ -129,7 +129,7 @@ def normalized(correction: Correction, *, by_trajectory: bool = False) -> Correc
   verl's batch normalisation, without its 1e-8.
 
   Args:
-    correction: Whose weights.
+    correction: Gives the weights w.
     by_trajectory: The mean is of the trajectories' means, as verl's for weights of
       trajectories; otherwise of all tokens.
   """
@@ -148,7 +148,7 @@ def statistics(table: TokenTable) -> dict[str, float]:
 
   Returns:
     kl: Mean k1 of KL(π_behaviour ‖ π_old).
-    ratio_mean: Of r; 1 in the mean if the tokens are the behaviour policy's.
+    ratio_mean: The mean of r; 1 on average if the tokens are the behaviour policy's.
     ratio_max: The greatest r.
     ratio_outside: Share of the tokens whose r is outside [1/2, 2].
     effective_sample: (Σ r)² / (n Σ r²): the share of the tokens that r's variance leaves.

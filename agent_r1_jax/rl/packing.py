@@ -29,7 +29,7 @@ class Layout:
 
   Attributes:
     lengths: Tokens of the segments.
-    places: (row, offset) of each.
+    places: Row and offset of each segment.
     rows: R, padding rows included.
     row_tokens: T.
   """
@@ -41,18 +41,18 @@ class Layout:
 
   @functools.cached_property
   def positions(self) -> Int[np.ndarray, 'n']:
-    """Of each token, its place in its segment."""
+    """The place of each token in its segment."""
     return _joined([np.arange(length) for length in self.lengths])
 
   @functools.cached_property
   def index(self) -> Int[np.ndarray, 'n']:
-    """Of each token, its place in the packed rows, these laid end to end."""
+    """The place of each token in the packed rows, these laid end to end."""
     begins = [row * self.row_tokens + offset for row, offset in self.places]
     return self.positions + np.repeat(np.array(begins, int), self.lengths)
 
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
-    """Of each token, its segment's number among those of the packed row: 1, 2, ..."""
+    """The number of each token's segment among those of its packed row: 1, 2, ..."""
     seen = [0] * self.rows
     numbers = []
     for row, _ in self.places:

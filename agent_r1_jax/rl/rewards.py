@@ -72,7 +72,7 @@ def overlong(
     table: Any.
     limit: The length that is punished with `factor`.
     buffer: How long before it the punishment begins.
-    factor: Of the punishment.
+    factor: The punishment at the limit.
     floor: The punishment falls no deeper.
 
   Raises:
@@ -104,7 +104,7 @@ def less_kl(
   Args:
     table: With ref_logprobs.
     coef: β.
-    estimator: Of rl/kl.py: (logprobs, ref_logprobs) -> KL a token.
+    estimator: One of rl/kl.py: (logprobs, ref_logprobs) -> the KL of each token.
 
   Raises:
     ValueError: The table has no ref_logprobs.

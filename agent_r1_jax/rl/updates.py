@@ -65,7 +65,7 @@ class Plan:
 
   @functools.cached_property
   def objectives(self) -> dict[str, learner.Loss]:
-    """Of policy and critic: each is made once, and so compiled once."""
+    """The losses of policy and critic; each is made once, and so compiled once."""
     policy = learner.objective(self.algorithm, shared_critic=self.shared_critic)
     if 'critic' not in self.optimizers:
       return {'policy': policy}
@@ -81,7 +81,7 @@ class Carry:
     reference: The reference policy's parameters, where there is one.
     sampler: The engine's parameters; adapters are not merged into them yet.
     sampler_step: The rollouts that they had learned from.
-    kl_coef: Of the algorithm's KL term.
+    kl_coef: The present weight of the algorithm's KL term.
     step: Rollouts learned from.
   """
 
@@ -133,8 +133,8 @@ def start(
   and the reference's adapters stay as they start, where they change nothing.
 
   Args:
-    params: Of the policy.
-    plan: Of the run.
+    params: The policy's parameters.
+    plan: The run's.
     reference: Another reference policy than the policy as it starts.
   """
   if reference is None and plan.algorithm.needs_reference:
