@@ -232,41 +232,43 @@ def build(
   for t in trajectories:
     _check_turns(t)
   table = of_segments([s for t in trajectories for s in t.segments])
-  lengths = [len(s.tokens) for t in trajectories for s in t.segments]
-  ends = np.cumsum(lengths, dtype=int)
-  turn, rewards, states = table.turn.copy(), table.rewards.copy(), []
-  seen: dict[bytes, int] = {}
-  first = 0  # The number of the trajectory's first segment.
-  for t in trajectories:
-    shown = (-1, 0)
-    for part in t.turns:
-      number = first + part.segment
-      begin = ends[number] - lengths[number]
-      turn[begin + part.start : ends[number]] = len(states)
-      rewards[begin + part.stop - 1] = part.reward
-      known = _known(t.segments, shown, part.segment)
-      state = t.segments[part.segment].tokens[known : part.start].tobytes()
-      states.append(seen.setdefault(state, len(seen)))
-      shown = (part.segment, part.stop)
-    first += len(t.segments)
+  turn, rewards, states = _turn_columns(trajectories, table)
   numbers = np.arange(len(trajectories))
   owner = np.repeat(numbers, [len(t.segments) for t in trajectories])
   names = {name for t in trajectories for name in t.metrics if name.startswith(_PART)}
+  part = lambda name: np.array([t.metrics.get(name, 0.0) for t in trajectories], float)
   return dataclasses.replace(
     table,
     rewards=rewards,
     turn=turn,
-    trajectory=np.repeat(owner, lengths),
+    trajectory=owner[table.segment],
     turn_trajectory=np.repeat(numbers, [len(t.turns) for t in trajectories]),
-    states=np.array(states, int),
+    states=states,
     group=np.unique([t.group for t in trajectories], return_inverse=True)[1],
     truncated=np.array([t.status in types.BUDGETS for t in trajectories], bool),
-    parts={
-      name.removeprefix(_PART): np.array([t.metrics.get(name, 0.0) for t in trajectories])
-      for name in sorted(names)
-    },
-    baselines=None if baselines is None else np.array(baselines, np.float64),
+    parts={name.removeprefix(_PART): part(name) for name in sorted(names)},
+    baselines=None if baselines is None else np.array(baselines, float),
   )
+
+
+def _turn_columns(trajectories, table: TokenTable):
+  """The columns turn and rewards, and the state before each turn (TokenTable)."""
+  turn, rewards, states = table.turn.copy(), table.rewards.copy(), []
+  seen: dict[bytes, int] = {}
+  begin = 0  # The row where the trajectory's first segment begins.
+  for t in trajectories:
+    offsets = begin + np.cumsum([0, *(len(s.tokens) for s in t.segments)])
+    shown = (-1, 0)
+    for part in t.turns:
+      start = offsets[part.segment]
+      turn[start + part.start : offsets[part.segment + 1]] = len(states)
+      rewards[start + part.stop - 1] = part.reward
+      known = _known(t.segments, shown, part.segment)
+      state = t.segments[part.segment].tokens[known : part.start].tobytes()
+      states.append(seen.setdefault(state, len(seen)))
+      shown = (part.segment, part.stop)
+    begin = offsets[-1]
+  return turn, rewards, np.array(states, int)
 
 
 def of_segments(segments: Sequence[types.Segment]) -> TokenTable:
