@@ -46,9 +46,6 @@ from agent_r1_jax.rl import optimizers as optimizers_lib
 
 Config = config_lib.Config
 
-# Trajectories of each rollout that are written, with the numbers of their tokens.
-_WRITTEN = 8
-
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """The chips that train as the configuration lays them out; None for one chip."""
@@ -299,7 +296,7 @@ def run(
           numbers |= {f'train/{k}': v for k, v in learned.items()}
           numbers['time/update'] = clock.lap()
           at.learned(numbers, drawn)
-          _write_rollout(played[:_WRITTEN], chosen, table, workdir, config, at.step)
+          _write_rollout(played, chosen, table, workdir, config, at.step)
         # From here on the step is learned, and only its line is missing.
         numbers = at.numbers()
         if at.step == config.schedule.steps or _every(
@@ -412,22 +409,24 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
 
 
 def _write_rollout(played, chosen, table, workdir, config, step):
-  """Writes some of a rollout's trajectories, with what was learned of their tokens.
+  """Writes the first of a rollout's trajectories, with what was learned of their tokens.
 
   Args:
-    played: The trajectories to write.
+    played: The rollout's trajectories.
     chosen: Those that were learned from; they are the table's.
     table: As updates.learn gave it.
     workdir: The run's.
     config: The run's.
     step: The update that learned from them.
   """
+  if not (shown := played[: config.log_episodes]):
+    return
   numbers = {id(t): i for i, t in enumerate(chosen)}
   extra = [
     {'actions': table.actions_of(numbers[id(t)])} if id(t) in numbers else {}
-    for t in played
+    for t in shown
   ]
-  _write('rollout', played, workdir, config, step, extra=extra)
+  _write('rollout', shown, workdir, config, step, extra=extra)
 
 
 def _write(name, trajectories, workdir, config, step, **more):

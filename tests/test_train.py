@@ -238,14 +238,15 @@ class TestRun:
       tables.append((args[1], learned := learn(*args, **kwargs)))
       return learned
 
-    config = _config(model, steps=1, critic_learning_rate=1e-2, eval_every=0)
+    given = {'steps': 1, 'critic_learning_rate': 1e-2, 'eval_every': 0}
+    config = _config(model, **given, log_episodes=5)
     with mock.patch.object(train.updates, 'learn', learn):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
     (log,) = (tmp_path / 'trajectories').iterdir()
     ((chosen, (*_, table)),) = tables
     by_member = {(t.task.id, t.sample): i for i, t in enumerate(chosen)}
     samples = viewer.read(log)
-    assert len(samples) == 8
+    assert len(samples) == 5
     for sample in samples:
       i, actions = (
         by_member[sample['id'], sample['epoch'] - 1],
@@ -295,8 +296,9 @@ class TestRun:
       save(directory, *args, **kwargs)
 
     monkeypatch.setattr(weights, 'save', watched)
-    _run(_config(model, steps=1, eval_every=0), tmp_path)
+    _run(_config(model, steps=1, eval_every=0, log_episodes=0), tmp_path, evals=None)
     assert saved == [tmp_path / 'model'] and saved[0].is_dir()
+    assert not (tmp_path / 'trajectories').exists(), 'none is asked for'
     with checkpoint.lock(tmp_path):
       pass
 
