@@ -109,6 +109,7 @@ _KL_IN_REWARD += ['reinforce_plus_plus_baseline']
 @_every
 def test_other_fields_are_passed_on_and_unknown_options_are_refused(name):
   fields = {
+    'reads': ('parts',),
     'value_coef': 0.3,
     'entropy_coef': 0.01,
     'correction': print,

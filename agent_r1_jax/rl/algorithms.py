@@ -339,9 +339,9 @@ def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorit
     kl_coef: The weight of the k1 KL in the reward.
     **fields: Other fields of Algorithm.
   """
+  fields = {'reads': ('rewards', 'baselines')} | fields
   return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
-    advantages=functools.partial(advantages_lib.greedy_baseline, gamma=gamma),
-    reads=('rewards', 'baselines'),
+    advantages=functools.partial(advantages_lib.greedy_baseline, gamma=gamma)
   )
 
 
@@ -380,7 +380,8 @@ def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algor
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
   # With weights, nothing of the reward counts but its named parts.
   reads = ('parts', 'group') if weights is not None else ('rewards', 'parts', 'group')
-  return grpo(divide_by_std=True, **options)._replace(advantages=advantages, reads=reads)
+  options = {'reads': reads} | options
+  return grpo(divide_by_std=True, **options)._replace(advantages=advantages)
 
 
 def ppo(
