@@ -382,6 +382,8 @@ class Config:
     alarms: Numbers beyond which an alarm is logged.
     seed: Seed of the order of tasks and of all sampling.
     max_error_rate: Share of episodes of a rollout whose environment may raise or be late.
+    log_episodes: Episodes of each rollout that are written to trajectories/, with the
+      numbers of their tokens; 0 writes none.
   """
 
   model: Model = _default(Model)
@@ -398,6 +400,7 @@ class Config:
   alarms: alarms_lib.Limits = _default(alarms_lib.Limits)
   seed: int = 0
   max_error_rate: float = 0.1
+  log_episodes: int = 8
 
   def __new__(cls, **given: Any) -> Self:
     """Refuses the flat fields of earlier versions, which nest now."""

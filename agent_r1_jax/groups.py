@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import episodes
+from agent_r1_jax.rl import table
 
 Group = list[types.Trajectory]
 
@@ -110,4 +110,4 @@ def check_played(groups: Sequence[Group]) -> None:
 def tied(group: Group) -> bool:
   """Whether a group's rewards are all equal; an error has none."""
   rewards = [t.reward for t in group if t.status != 'error']
-  return not rewards or episodes.tied(np.array(rewards))
+  return not rewards or table.tied(np.array(rewards))

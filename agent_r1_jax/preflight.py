@@ -8,7 +8,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import context, workers
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.rl import algorithms, probe
+from agent_r1_jax.rl import algorithms
 
 # More tokens than any template writes around a message, as far as we know. Where one
 # writes more, the rollout finds what does not fit.
@@ -44,7 +44,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
   if schedule.reference_every and algorithm.reads_reference:
     raise ValueError('schedule.reference_every: a teacher stays as it is; make it 0.')
   times = {'epochs': schedule.epochs, 'minibatches': schedule.minibatches}
-  probe.check(algorithm, schedule.samples, **times)
+  algorithms.check(algorithm, schedule.samples, **times)
   if schedule.reference_every and model.reference and model.lora_rank:
     raise ValueError(
       'schedule.reference_every: with adapters it needs model.reference to be empty.'

@@ -59,14 +59,15 @@ class Schedule:
 
   def take(
     self, carry: updates.Carry, plan: updates.Plan
-  ) -> tuple[list[groups.Group], int]:
+  ) -> tuple[updates.Carry, list[groups.Group], int]:
     """The groups of the next step, and how many tasks they were drawn from.
 
-    Waits for them, and starts what is to be played while they are learned from.
+    Waits for them, and starts what is to be played while they are learned from; with
+    plan.early by the policy as it is now, which the carry that is returned has.
     """
     step = self._kept.at.step
     self._start(step if plan.early else step + plan.schedule.ahead, carry)
-    found = groups.draw(
+    found, drawn = groups.draw(
       self._played,
       lambda start, n: self._drawn(self._kept.at.drawn + start, n),
       n=self._config.tasks,
@@ -74,9 +75,9 @@ class Schedule:
       max_refills=self._config.max_refills,
     )
     if plan.early:
-      updates.hand_over(carry, plan)
+      carry = updates.hand_over(carry, plan)
       self._start(step + plan.schedule.ahead, carry)
-    return found
+    return carry, found, drawn
 
   def greedy(self, found: list[groups.Group]) -> tuple[list[groups.Group], list[float]]:
     """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""

@@ -10,7 +10,7 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import learner, losses, packing
+from agent_r1_jax.rl import learner, losses, packing, table
 
 # So many segments in a row that do not fit are no chance.
 _MANY = 1000
@@ -197,12 +197,9 @@ def _layout(segments, config):
 
 
 def _weighted(segments, layout, other_weight) -> types.Batch:
-  weight = [np.where(s.action_mask, 1.0, other_weight) for s in segments]
-  for w in weight:
-    # The first token is given, not predicted.
-    w[0] = 0.0
-  placed = layout.place(weight, np.float32)
-  used = (placed > 0).astype(np.float32)
-  return packing.pack(segments, layout)._replace(
-    advantages=placed, weights=used / placed.sum()
-  )
+  text = table.of_segments(segments)
+  weight = np.where(text.action_mask, 1.0, other_weight)
+  weight[table.starts(text.segment)] = 0.0  # It is given, not predicted.
+  used = weight > 0
+  text = dataclasses.replace(text, advantages=weight, weights=used / weight.sum())
+  return packing.pack(text, layout)

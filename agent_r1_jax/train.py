@@ -39,14 +39,10 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.models import decoder, lora, weights
-from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.rl import experience as experience_lib
+from agent_r1_jax.rl import algorithms, learner, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
 
 Config = config_lib.Config
-
-# Trajectories of the last rollout that are stored where there is no evaluation.
-_SHOWN = 64
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
@@ -171,8 +167,8 @@ def run(
   """Trains a policy; started again with the same workdir it goes on where it was.
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
-  checkpoints/, trajectories/step-*.eval of the evaluations (without any, of the last
-  rollout), and at the end curve.png, numbers.md and model/ in HF layout.
+  checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
+  rollout, and at the end curve.png, numbers.md and model/ in HF layout.
 
   Args:
     config: Of the run.
@@ -276,7 +272,7 @@ def run(
         clock = metrics_lib.Clock()
         if not at.unwritten:
           watch.phase = 'a rollout'
-          found, drawn = rollouts.take(carry, plan)
+          carry, found, drawn = rollouts.take(carry, plan)
           played = [t for group in found for t in group]
           faults.note(at.step + 1, played)
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
@@ -299,14 +295,13 @@ def run(
           chosen = [t for group in found for t in group]
           told = [chat.note(privileged(t.task)) for t in chosen] if privileged else None
           with _dumping(workdir), sharding.use(mesh):
-            carry, learned = updates.learn(
+            carry, learned, table = updates.learn(
               carry, chosen, plan, baselines=baselines, prefixes=told
             )
           numbers |= {f'train/{k}': v for k, v in learned.items()}
           numbers['time/update'] = clock.lap()
           at.learned(numbers, drawn)
-          if at.step == config.schedule.steps and not evals:
-            _logged({'rollout': played[:_SHOWN]}, workdir, config, at.step)
+          _write_rollout(played, chosen, table, workdir, config, at.step)
         # From here on the step is learned, and only its line is missing.
         numbers = at.numbers()
         if at.step == config.schedule.steps or _every(
@@ -371,9 +366,7 @@ def _plan(
   plan = updates.Plan(
     model,
     algorithm,
-    experience_lib.Rows(
-      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
-    ),
+    packing.Rows(config.batch.microbatch, config.batch.row_tokens or config.engine.slots),
     optimizers,
     config.schedule,
     reference_model,
@@ -416,18 +409,42 @@ def _logged(played, workdir, config, step) -> dict[str, float]:
   for name, trajectories in played.items():
     summary = evaluate.summary(trajectories)
     numbers |= {f'eval/{name}/{k}': v for k, v in summary.items()}
-    if not processes.first():
-      continue
-    path = pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval'
+    _write(name, trajectories, workdir, config, step)
+  return numbers
+
+
+def _write_rollout(played, chosen, table, workdir, config, step):
+  """Writes the first of a rollout's trajectories, with what was learned of their tokens.
+
+  Args:
+    played: The rollout's trajectories.
+    chosen: Those that were learned from; they are the table's.
+    table: As updates.learn gave it.
+    workdir: The run's.
+    config: The run's.
+    step: The update that learned from them.
+  """
+  if not (shown := played[: config.log_episodes]):
+    return
+  numbers = {id(t): i for i, t in enumerate(chosen)}
+  extra = [
+    {'actions': table.actions_of(numbers[id(t)])} if id(t) in numbers else {}
+    for t in shown
+  ]
+  _write('rollout', shown, workdir, config, step, extra=extra)
+
+
+def _write(name, trajectories, workdir, config, step, **more):
+  if processes.first():
     viewer.write(
-      path,
+      pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval',
       trajectories,
       task=name,
       model=config.model.path,
       config=dataclasses.asdict(config),
       step=step,
+      **more,
     )
-  return numbers
 
 
 def _newest(checkpoints: pathlib.Path) -> int:

@@ -8,7 +8,9 @@ or, as plain text and without anything to install:
   python -m agent_r1_jax.viewer runs/quickstart/trajectories/step-00040-*.eval
 
 Inspect's words for ours: a sample is a group's task, its epochs are the group's members
-(the first is 1), a score is the reward. Written with the standard library alone; the
+(the first is 1), a score is the reward. Of training rollouts the metadata of a sample has
+`actions`, the numbers of its action tokens (TokenTable.actions_of): log-probs, policy
+steps, rewards, values, advantages. Written with the standard library alone; the
 format is a ZIP of JSON files that inspect_ai 0.3.285 reads (tests/test_viewer.py).
 """
 

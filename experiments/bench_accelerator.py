@@ -41,7 +41,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.models import attention, decoder
-from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
+from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
 
 _WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
 _SHAPE = flags.DEFINE_string('shape', '', 'Of SHAPES; by default what each is meant for.')
@@ -318,7 +318,7 @@ def step():
   """One line: seconds of a GRPO step, and their parts."""
   config, params = _policy('3b')
   engine, samples = _engine(config, params), 8
-  rows = experience.Rows(4, 1024)
+  rows = packing.Rows(4, 1024)
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
@@ -335,7 +335,7 @@ def step():
       _trajectory(segment, n // samples, n % samples)
       for n, segment in enumerate(segments)
     ]
-    carry, _ = updates.learn(carry, trajectories, plan)
+    carry, *_ = updates.learn(carry, trajectories, plan)
     jax.block_until_ready(carry.sampler)
     end, stats = time.perf_counter(), engine.stats
     parts = ('decode_seconds', 'prefill_seconds', 'host_seconds', 'idle_seconds')

@@ -14,6 +14,7 @@ row-steps that sampled and of the trainers' time that trained, the share of all 
 time that either makes, and the age of the tokens. About 6 minutes, most of it asleep.
 """
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -31,7 +32,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, experience, updates
+from agent_r1_jax.rl import algorithms, correction, packing, updates
 
 _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
 _STEPS = flags.DEFINE_integer(
@@ -123,12 +124,12 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled
-      found, drawn = rollouts.take(carry, plan)
+      carry, found, drawn = rollouts.take(carry, plan)
       ages += [carry.step - t.policy_steps for group in found for t in group]
       time.sleep(seconds)
-      carry.step += 1
+      carry = dataclasses.replace(carry, step=carry.step + 1)
       if not plan.early:
-        updates.hand_over(carry, plan)
+        carry = updates.hand_over(carry, plan)
       at.learned({}, drawn)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
   tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
@@ -156,7 +157,7 @@ def _system(config, rows, tail, chat):
   chips.tail, chips.stop_id = tail, chat.stop_ids[0]
   engine.replicas = [chips]
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
-  rows_of_updates = experience.Rows(1, 1)  # There are none.
+  rows_of_updates = packing.Rows(1, 1)  # There are none.
   plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)
   state: Any = types_lib.SimpleNamespace(params=nothing)
   return engine, updates.Carry({'policy': state}, None, nothing), plan

@@ -1,6 +1,7 @@
 """Trajectories drawn as text, and the peers' numbers, for the tests of rl."""
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 import pathlib
 import types as types_lib
@@ -8,7 +9,7 @@ import types as types_lib
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import episodes
+from agent_r1_jax.rl import table as table_lib
 
 
 def trajectory(
@@ -53,6 +54,74 @@ def varied(n: int = 6) -> list[types.Trajectory]:
   return out
 
 
+def shown(
+  trajectories: Sequence[types.Trajectory], *, masked: bool = True
+) -> table_lib.TokenTable:
+  """The rows of trajectories that an estimator is shown."""
+  table = table_lib.build(trajectories)
+  return table.take(table.visible(masked))
+
+
+def made(
+  turns: Sequence[Sequence[int]], group: Sequence[int] | None = None, **columns
+) -> table_lib.TokenTable:
+  """A table by hand: all tokens are actions with log π = 0, and all texts are alike.
+
+  Args:
+    turns: The number of tokens of each turn of each trajectory.
+    group: The group of each trajectory; by default all are of one.
+    **columns: Others than 0, None and that.
+  """
+  sizes = [n for some in turns for n in some]
+  owner = np.repeat(np.arange(len(turns)), [len(some) for some in turns])
+  turn = np.repeat(np.arange(len(sizes)), sizes)
+  zeros = np.zeros(len(turn))
+  return table_lib.TokenTable(
+    **{
+      'tokens': zeros.astype(np.int32),
+      'action_mask': zeros == 0,
+      'logprobs': zeros,
+      'behaviour_logprobs': zeros,
+      'policy_steps': zeros.astype(np.int32),
+      'rewards': zeros,
+      'segment': owner[turn],
+      'turn': turn,
+      'trajectory': owner[turn],
+      'turn_trajectory': owner,
+      'states': np.zeros(len(owner), int),
+      'group': np.zeros(len(turns), int) if group is None else np.array(group, int),
+      'truncated': np.zeros(len(turns), bool),
+    }
+    | columns
+  )
+
+
+def reordered(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.TokenTable:
+  """The table of the same trajectories in another order."""
+  order = np.asarray(order)
+  rows = table.take(table.rows_of(order.tolist()))
+  turns = np.concatenate([np.flatnonzero(table.turn_trajectory == i) for i in order])
+  # The new number of each trajectory, and of each turn; that of no turn stays -1.
+  number, of_turn = np.argsort(order), np.append(np.argsort(turns), -1)
+  changed = {'states': table.states[turns]}
+  for name in ('group', 'truncated', 'baselines', 'final_values'):
+    column = getattr(table, name)
+    changed[name] = None if column is None else column[order]
+  return dataclasses.replace(
+    rows,
+    turn=of_turn[rows.turn],
+    trajectory=number[rows.trajectory],
+    turn_trajectory=number[table.turn_trajectory[turns]],
+    parts={name: part[order] for name, part in table.parts.items()},
+    **changed,
+  )
+
+
+def each(table: table_lib.TokenTable, column: np.ndarray) -> list[np.ndarray]:
+  """The numbers of each trajectory, of a column with one for each row."""
+  return np.split(column, np.cumsum(table.lengths)[:-1]) if len(table.group) else []
+
+
 @functools.cache
 def golden() -> types_lib.MappingProxyType[str, np.ndarray]:
   """What golden/make_ref_algos.py kept; read-only."""
@@ -71,7 +140,7 @@ def golden_mask() -> np.ndarray:
 
 def golden_actions(
   rewards: str, *, joined: bool = False, masked: bool = True
-) -> list[episodes.Episode]:
+) -> table_lib.TokenTable:
   """The peers' episodes, through Trajectory.
 
   Args:
@@ -83,7 +152,7 @@ def golden_actions(
   g = golden()
   rows, group = _rows(joined), g['in/uid' if joined else 'in/index']
   traj = g['in/traj'] if joined else np.arange(12)
-  out = []
+  out, numbers = [], {'in/values': [], 'in/ref_logp': []}
   for t in np.unique(traj):
     segments, turns = [], []
     for number, row in enumerate(rows[traj == t].tolist()):
@@ -95,15 +164,17 @@ def golden_actions(
       for start, stop in edges.reshape(-1, 2).tolist():
         reward = float(g[f'in/{rewards}'][row, stop - 1])
         turns.append(types.Turn(number, start, stop, reward))
+      for key, columns in numbers.items():
+        columns.append(g[key][row])
     number = sorted(set(group)).index(group[traj == t][0])
     task = types.Task('golden', [])
-    whole = types.Trajectory(task, number, 0, segments, turns, [], 'done')
-    episode = episodes.episode(whole, masked=masked)
-    at = lambda key, t=t: g[key][rows][traj == t]
-    seen = golden_mask()[rows[traj == t]] | (not masked)
-    episode.values, episode.ref_logprobs = at('in/values')[seen], at('in/ref_logp')[seen]
-    out.append(episode)
-  return out
+    out.append(types.Trajectory(task, number, 0, segments, turns, [], 'done'))
+  table = dataclasses.replace(
+    table_lib.build(out),
+    values=np.concatenate(numbers['in/values']),
+    ref_logprobs=np.concatenate(numbers['in/ref_logp']),
+  )
+  return table.take(table.visible(masked))
 
 
 def golden_at_actions(key: str, *, joined: bool = False) -> np.ndarray:

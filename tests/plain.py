@@ -11,7 +11,8 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, experience, learner, packing
+from agent_r1_jax.rl import algorithms, learner, packing, table
+from agent_r1_jax.rl import credit as credit_lib
 
 CONFIG = decoder.DecoderConfig(
   family='qwen3',
@@ -25,7 +26,7 @@ CONFIG = decoder.DecoderConfig(
 )
 TEMPERATURE = 0.7
 # One shape for most tests, so that they share what is compiled.
-SHAPE = experience.Rows(rows=2, row_tokens=32)
+SHAPE = packing.Rows(rows=2, row_tokens=32)
 _PADDED = 64
 
 GRPO = algorithms.grpo(kl_coef=0.0, dual_clip=None)
@@ -71,17 +72,35 @@ def critic() -> decoder.Params:
   return tree(2, True)
 
 
-def models(*, own_critic: bool = False) -> experience.Models:
+def models(*, own_critic: bool = False) -> credit_lib.Models:
   """A policy with a critic of its own, or with one that it shares."""
   if own_critic:
-    return experience.Models(policy(), CONFIG, critic(), reference(), CONFIG)
-  return experience.Models(shared(), CONFIG, shared(), reference(), CONFIG)
+    return credit_lib.Models(policy(), CONFIG, critic(), reference(), CONFIG)
+  return credit_lib.Models(shared(), CONFIG, shared(), reference(), CONFIG)
 
 
-def credit(trajectories, algorithm, which=None, **kwargs) -> experience.Experience:
-  """experience.credit with the models and sizes of here."""
-  options = {'shape': SHAPE, 'temperature': TEMPERATURE} | kwargs
-  return experience.credit(trajectories, algorithm, which or models(), **options)
+class Credit(NamedTuple):
+  """What credit.estimate gave: the table, and its metrics."""
+
+  table: table.TokenTable
+  metrics: dict[str, float]
+
+
+def credit(
+  trajectories,
+  algorithm,
+  which=None,
+  *,
+  shape=SHAPE,
+  kl_coef=0.0,
+  baselines=None,
+  prefixes=None,
+) -> Credit:
+  """credit.score and credit.estimate with the models and sizes of here."""
+  options = {'shape': shape, 'temperature': TEMPERATURE, 'prefixes': prefixes}
+  built = table.build(trajectories, baselines)
+  scored = credit_lib.score(built, algorithm, which or models(), **options)
+  return Credit(*credit_lib.estimate(scored, algorithm, kl_coef=kl_coef))
 
 
 @functools.cache
@@ -133,19 +152,21 @@ def padded(segments: Sequence[types.Segment], rows: int | None = None):
     rows or len(segments),
     32,
   )
-  return where, packing.pack(segments, where)
+  return where, packing.pack(table.of_segments(segments), where)
+
+
+def by_segment(segments: Sequence[types.Segment], column: np.ndarray) -> list[np.ndarray]:
+  """The numbers of each segment, of a column with one for each of their tokens."""
+  lengths = [len(s.tokens) for s in segments]
+  return np.split(column, np.cumsum(lengths)[:-1])
 
 
 def said(params: decoder.Params, segments: Iterable[types.Segment]) -> Said:
   """What a model says of texts of at most 32 tokens."""
-  where, batch = padded(list(segments), _PADDED)
-  return Said(*(where.extract(np.asarray(x)) for x in _direct(params, batch.tokens)))
-
-
-def regrouped(trajectories_, per_segment) -> list[list[np.ndarray]]:
-  """A flat list over all segments, by trajectory."""
-  parts = iter(per_segment)
-  return [[next(parts) for _ in t.segments] for t in trajectories_]
+  segments = list(segments)
+  where, batch = padded(segments, _PADDED)
+  columns = (where.extract(np.asarray(x)) for x in _direct(params, batch.tokens))
+  return Said(*(by_segment(segments, column) for column in columns))
 
 
 def segments_of(trajectories_) -> list[types.Segment]:

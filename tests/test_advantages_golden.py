@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax.rl import advantages, algorithms
-from agent_r1_jax.rl import episodes as episodes_lib
+from agent_r1_jax.rl import table as table_lib
 
 _REWARDS = pytest.mark.parametrize('rewards', ['rewards_outcome', 'rewards_process'])
 _GAE = {
@@ -23,25 +23,19 @@ def _close(actual, expected, tolerance=1e-9):
   np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def _flat(credits):
-  return np.concatenate([c.advantages for c in credits])
-
-
-def _equal(credits, key, *, joined=False, returns=True, tolerance=1e-9):
+def _equal(table, key, *, joined=False, returns=True, tolerance=1e-9):
   """The peer's advantages, and its returns if it has some of its own."""
-  fields = [('adv', 'advantages'), *([('ret', 'returns')] if returns else [])]
-  for name, field in fields:
-    ours = np.concatenate([getattr(c, field) for c in credits])
+  fields = [('adv', table.advantages), *([('ret', table.returns)] if returns else [])]
+  for name, ours in fields:
     expected = episodes.golden_at_actions(f'{key}/{name}', joined=joined)
     _close(ours, expected, tolerance)
 
 
-def _singleton_as_verls(credits, key):
+def _singleton_as_verls(table, key):
   """The last episode is alone in its group: ours is 0, verl keeps the raw score."""
-  alone = credits[-1].advantages
-  verls = episodes.golden_at_actions(key)[-len(alone) :]
-  assert (alone == 0).all() and (verls != 0).all()
-  return [*credits[:-1], episodes_lib.Credit(verls)]
+  alone, verls = table.trajectory == 11, episodes.golden_at_actions(key)
+  assert (table.advantages[alone] == 0).all() and (verls[alone] != 0).all()
+  return dataclasses.replace(table, advantages=np.where(alone, verls, table.advantages))
 
 
 @_REWARDS
@@ -60,9 +54,9 @@ def test_gae_without_the_mask_is_search_r1s(rewards, variant):
   out = advantages.gae(batch, gamma=gamma, lam=lam)
   g = episodes.golden()
   expected = g[f'searchr1/gae_unmasked/{rewards}/{variant}/ret']
-  _close([c.returns for c in out], expected)
+  _close(out.returns.reshape(12, 24), expected)
   # Its advantages are whitened; the returns are made of them before that.
-  _close([c.advantages for c in out], expected - g['in/values'])
+  _close(out.advantages.reshape(12, 24), expected - g['in/values'])
 
 
 @_REWARDS
@@ -78,14 +72,15 @@ def test_gae_over_segments_is_agent_r1s_over_steps(rewards, variant):
 @pytest.mark.parametrize('variant', ['g1.0_l1.0', 'g0.99_l0.95'])
 def test_step_gae_is_agent_r1s(rewards, variant):
   gamma, lam = _GAE[variant]
-  g = episodes.golden()
-  sizes = episodes.golden_mask()[g['in/perm']].sum(axis=1)
-  batch = []
-  for number, e in enumerate(episodes.golden_actions(rewards, joined=True)):
-    # Its steps are rows, here segments, of several turns; and here a step is a turn.
-    rows = sizes[g['in/traj'] == f't{number}']
-    step = np.repeat(np.arange(len(rows)), rows)
-    batch.append(dataclasses.replace(e, turn=step, anchors=[b''] * len(rows)))
+  batch = episodes.golden_actions(rewards, joined=True)
+  # Its steps are rows, here segments, of several turns; and here a step is a turn.
+  starts = table_lib.starts(batch.segment)
+  batch = dataclasses.replace(
+    batch,
+    turn=batch.segment,
+    turn_trajectory=batch.trajectory[starts],
+    states=np.zeros(12, int),
+  )
   out = advantages.step_gae(batch, gamma=gamma, lam=lam)
   _equal(out, f'agentr1/step_gae/{rewards}/{variant}', joined=True)
 
@@ -96,8 +91,10 @@ def test_gae_of_episodes_that_ran_out_is_verls(rewards, variant):
   """verl has 0 after the last token, however an episode ended."""
   gamma, lam = _GAE[variant]
   batch = episodes.golden_actions(rewards)
-  for i, e in enumerate(batch):
-    e.truncated, e.final_value = i % 2 == 0, 5.0 + i
+  numbers = np.arange(12)
+  batch = dataclasses.replace(
+    batch, truncated=numbers % 2 == 0, final_values=5.0 + numbers
+  )
   out = algorithms.ppo(gamma=gamma, lam=lam).advantages(batch)
   _equal(out, f'verl/gae/{rewards}/{variant}')
 
@@ -106,14 +103,21 @@ def test_bi_level_gae_is_ragens():
   """Where no turn's reward is 0, so that it sees every turn. It computes in float32."""
   batch = episodes.golden_actions('rewards_process')
   # Random numbers, of several turns: so they are of any seed.
-  assert all(e.turn_rewards.all() for e in batch)
-  assert max(len(e.turn_ends) for e in batch) > 1
-  out = advantages.whiten(advantages.bi_level_gae(batch, high_gamma=0.95))
-  _equal(out, 'ragen/bi_level_gae/g1_l1_hg0.95', tolerance=1e-6)
-  options = {'gamma': 1.0, 'lam': 1.0, 'high_gamma': 0.95}
-  plain = [_bi_level(e.rewards, e.values, e.turn_ends, **options) for e in batch]
+  assert batch.turn_rewards.all()
+  assert max(np.bincount(batch.turn_trajectory)) > 1
   out = advantages.bi_level_gae(batch, high_gamma=0.95)
-  _close(_flat(out), np.concatenate(plain))
+  _equal(advantages.whiten(out), 'ragen/bi_level_gae/g1_l1_hg0.95', tolerance=1e-6)
+  options = {'gamma': 1.0, 'lam': 1.0, 'high_gamma': 0.95}
+  _close(out.advantages, _bi_levels(batch, **options))
+
+
+def _bi_levels(table, **options):
+  """`_bi_level` of each trajectory, joined."""
+  columns = (table.rewards, table.values, table.turn)
+  parts = zip(*(episodes.each(table, column) for column in columns))
+  return np.concatenate(
+    [_bi_level(r, v, table_lib.ends(t), **options) for r, v, t in parts]
+  )
 
 
 def _bi_level(rewards, values, ends, *, gamma, lam, high_gamma):
@@ -137,20 +141,15 @@ def _bi_level(rewards, values, ends, *, gamma, lam, high_gamma):
 @pytest.mark.parametrize('seed', range(5))
 def test_bi_level_gae_is_its_recursions(seed):
   """Episodes of one to five turns of one to six tokens, whatever the seed."""
-  rng, batch = np.random.default_rng(seed), []
-  for group in range(12):
-    turn = np.repeat(np.arange(rng.integers(1, 6)), 6)
-    turn = turn[(rng.random(len(turn)) < 0.5) | (np.arange(len(turn)) % 6 == 0)]
-    rewards, values = np.zeros(len(turn)), rng.normal(size=len(turn))
-    ends = np.flatnonzero(np.diff(turn, append=-1))
-    rewards[ends] = rng.normal(size=len(ends))
-    logprobs, anchors = np.zeros(len(turn)), [b''] * len(ends)
-    e = episodes_lib.Episode(group, turn, rewards, logprobs, anchors, values=values)
-    batch.append(e)
+  rng = np.random.default_rng(seed)
+  turns = [rng.integers(1, 7, rng.integers(1, 6)).tolist() for _ in range(12)]
+  batch = episodes.made(turns)
+  rewards, ends = np.zeros(len(batch)), table_lib.ends(batch.turn)
+  rewards[ends] = rng.normal(size=len(ends))
+  batch = dataclasses.replace(batch, rewards=rewards, values=rng.normal(size=len(batch)))
   options = {'gamma': 0.97, 'lam': 0.9, 'high_gamma': 0.8}
-  expected = [_bi_level(e.rewards, e.values, e.turn_ends, **options) for e in batch]
   out = advantages.bi_level_gae(batch, **options)
-  _close(_flat(out), np.concatenate(expected))
+  _close(out.advantages, _bi_levels(batch, **options))
 
 
 @_REWARDS
@@ -166,7 +165,7 @@ def test_group_relative_is_verls_but_for_the_singleton(rewards, variant):
 @pytest.mark.parametrize('variant', ['std1', 'std0'])
 def test_group_relative_over_segments_is_agent_r1s_over_steps(rewards, variant):
   batch = episodes.golden_actions(rewards, joined=True)
-  assert len(batch) == 5
+  assert len(batch.group) == 5
   out = advantages.group_relative(batch, divide_by_std=variant == 'std1')
   _equal(out, f'agentr1/grpo/{rewards}/{variant}', joined=True, returns=False)
 
@@ -175,9 +174,10 @@ def test_group_relative_over_segments_is_agent_r1s_over_steps(rewards, variant):
 def test_group_relative_is_trls(scale):
   """Four rows a group, the outcome's rewards; its ε is larger."""
   batch = episodes.golden_actions('rewards_outcome')
-  batch = [dataclasses.replace(e, group=i // 4) for i, e in enumerate(batch)]
+  batch = dataclasses.replace(batch, group=np.arange(12) // 4)
   out = advantages.group_relative(batch, divide_by_std=scale == 'group', eps=1e-4)
-  _close([c.advantages[0] for c in out], episodes.golden()[f'trl/adv/{scale}'])
+  first = table_lib.starts(out.trajectory)
+  _close(out.advantages[first], episodes.golden()[f'trl/adv/{scale}'])
 
 
 @_REWARDS
@@ -207,47 +207,43 @@ def test_whitened_group_relative_is_verls_baseline_but_for_the_singleton(rewards
 @_REWARDS
 def test_greedy_baseline_is_verls_remax(rewards):
   batch = episodes.golden_actions(rewards)
-  for e, baseline in zip(batch, episodes.golden()['in/remax_baseline'].tolist()):
-    e.baseline = baseline
+  baselines = episodes.golden()['in/remax_baseline']
+  batch = dataclasses.replace(batch, baselines=baselines)
   _equal(advantages.greedy_baseline(batch), f'verl/remax/{rewards}')
 
 
 @_REWARDS
 def test_gdpo_of_one_part_is_verls_but_for_the_singleton(rewards):
   batch = episodes.golden_actions(rewards)
-  for e in batch:
-    e.parts = {'score': e.score}
+  batch = dataclasses.replace(batch, parts={'score': batch.scores})
   raw = advantages.group_relative(batch)
   white = advantages.whiten(raw)
-  np.testing.assert_array_equal(_flat(advantages.gdpo(batch)), _flat(white))
+  np.testing.assert_array_equal(advantages.gdpo(batch).advantages, white.advantages)
   raw = _singleton_as_verls(raw, f'verl/grpo/{rewards}/std1/adv')
   _equal(advantages.whiten(raw), f'verl/gdpo_single/{rewards}', returns=False)
 
 
 def _authors_steps(rewards):
-  """GiGPO's batch, and the rows of each episode: steps of `traj` from states `obs`."""
+  """GiGPO's batch, and the row of each of its turns: a step of `traj` from `obs`."""
   g, mask = episodes.golden(), episodes.golden_mask()
-  batch, rows = [], []
-  for traj in np.unique(g['in/traj']):
-    mine = np.flatnonzero(g['in/traj'] == traj)
-    tokens = np.concatenate([g[f'in/{rewards}'][row][mask[row]] for row in mine])
-    group = int(g['in/uid'][mine[0]][1:])
-    turn = np.repeat(np.arange(len(mine)), mask[mine].sum(axis=1))
-    anchors = [obs.encode() for obs in g['in/obs'][mine]]
-    logprobs = np.zeros_like(tokens)
-    batch.append(episodes_lib.Episode(group, turn, tokens, logprobs, anchors))
-    rows.append(mine)
-  return batch, rows
+  rows = [np.flatnonzero(g['in/traj'] == traj) for traj in np.unique(g['in/traj'])]
+  order = np.concatenate(rows)
+  batch = episodes.made(
+    [mask[mine].sum(axis=1).tolist() for mine in rows],
+    group=[int(g['in/uid'][mine[0]][1:]) for mine in rows],
+    rewards=np.concatenate([g[f'in/{rewards}'][row][mask[row]] for row in order]),
+    states=np.unique(g['in/obs'][order], return_inverse=True)[1],
+  )
+  return batch, order
 
 
 @_REWARDS
 @pytest.mark.parametrize('variant', ['mean_norm', 'mean_std_norm'])
 def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, variant):
   g, mask = episodes.golden(), episodes.golden_mask()
-  batch, rows = _authors_steps(rewards)
+  batch, order = _authors_steps(rewards)
   scores = np.zeros(12)
-  for mine, e in zip(rows, batch):
-    scores[mine] = e.score
+  scores[order] = batch.scores[batch.turn_trajectory]
   _close(scores, g[f'gigpo/{rewards}/episode_reward'])
   divide = variant == 'mean_std_norm'
   ours = advantages.gigpo(batch, divide_by_std=divide)
@@ -258,11 +254,10 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
     scale = s.std(ddof=1) + 1e-6 if divide else 1.0
     whole[g['in/uid'] == uid] = (s - s.mean()) / scale
   steps = g[f'gigpo/{rewards}/{variant}/adv'] - whole[:, None]
-  episode_parts = advantages.group_relative(batch, divide_by_std=divide)
-  for mine, credit, part in zip(rows, ours, episode_parts):
-    expected = np.concatenate([steps[row][mask[row]] for row in mine])
-    # Its returns of the steps are float32.
-    _close(credit.advantages, part.advantages + expected, 1e-6)
+  part = advantages.group_relative(batch, divide_by_std=divide)
+  expected = np.concatenate([steps[row][mask[row]] for row in order])
+  # Its returns of the steps are float32.
+  _close(ours.advantages, part.advantages + expected, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +266,7 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
 )
 def test_whiten_is_verls(shift_mean, key):
   mask = episodes.golden_mask()
-  values = [row[m] for row, m in zip(episodes.golden()['in/values'], mask)]
-  credits = [episodes_lib.Credit(v) for v in values]
-  out = advantages.whiten(credits, shift_mean=shift_mean)
-  assert [len(c.advantages) for c in out] == mask.sum(axis=1).tolist()
-  white = np.concatenate([c.advantages for c in out])
-  _close(white, episodes.golden_at_actions(key))
+  values = episodes.golden()['in/values'][mask]
+  table = episodes.made([[n] for n in mask.sum(axis=1)], advantages=values)
+  out = advantages.whiten(table, shift_mean=shift_mean)
+  _close(out.advantages, episodes.golden_at_actions(key))

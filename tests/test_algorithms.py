@@ -11,6 +11,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.rl import advantages, algorithms, kl, learner, losses
+from agent_r1_jax.rl import table as table_lib
 
 # Every constructor, with the options that it must have.
 _MUST = {'dr_grpo': {'length': 24}}
@@ -27,10 +28,6 @@ def float64():
   """The formulas are compared where rounding cannot hide a difference."""
   with jax.enable_x64(True):
     yield
-
-
-def _flat(credits, field='advantages'):
-  return np.concatenate([getattr(c, field) for c in credits])
 
 
 @functools.cache
@@ -57,10 +54,14 @@ def _inputs():
 def _actions(rewards='rewards_process'):
   """The peers' episodes with all that an estimator may read."""
   actions = episodes.golden_actions(rewards)
-  for i, e in enumerate(actions):
-    e.baseline, e.final_value, e.truncated = 0.1 * i, 0.5, i % 3 == 0
-    e.parts = {'answer': float(i % 2), 'format': e.score}
-  return actions
+  numbers = np.arange(12)
+  return dataclasses.replace(
+    actions,
+    baselines=0.1 * numbers,
+    final_values=np.full(12, 0.5),
+    truncated=numbers % 3 == 0,
+    parts={'answer': numbers % 2.0, 'format': actions.scores},
+  )
 
 
 # What each is made of.
@@ -108,6 +109,7 @@ _KL_IN_REWARD += ['reinforce_plus_plus_baseline']
 @_every
 def test_other_fields_are_passed_on_and_unknown_options_are_refused(name):
   fields = {
+    'reads': ('parts',),
     'value_coef': 0.3,
     'entropy_coef': 0.01,
     'correction': print,
@@ -151,13 +153,13 @@ def _loss(loss):
 def _effects(algorithm, needs_loss):
   """Of each part of an algorithm, what it does to some numbers."""
   stats, batch = _inputs()
-  rewards = actions = _actions()
+  shaped = actions = _actions()
   for transform in algorithm.rewards:
-    rewards = transform(rewards)
+    shaped = transform(shaped)
   effects = {
-    'advantages': _flat(algorithm.advantages(actions)),
+    'advantages': algorithm.advantages(actions).advantages,
     'aggregate': algorithm.aggregation(np.array([1, 3, 0, 4])),
-    'rewards': np.concatenate([e.rewards for e in rewards]),
+    'rewards': shaped.rewards,
   }
   if needs_loss:
     effects['loss'] = np.asarray(_loss(algorithm.loss)(stats, batch))
@@ -298,8 +300,8 @@ def test_a_loss_that_is_replaced_brings_its_aggregation():
 
 
 def test_dapo_keeps_rewards_that_are_given():
-  def double(eps):
-    return [dataclasses.replace(e, rewards=2 * e.rewards) for e in eps]
+  def double(table):
+    return dataclasses.replace(table, rewards=2 * table.rewards)
 
   first, second = algorithms.dapo(
     rewards=(double,), overlong={'limit': 8, 'buffer': 4}
@@ -338,14 +340,11 @@ def test_each_has_its_estimator():
     'rejection': advantages.accepted(actions, threshold=1.0),
   }
   assert expected.keys() == _MAKERS.keys()
-  for name, credits in expected.items():
+  for name, table in expected.items():
     actual = _MAKERS[name]().advantages(actions)
-    np.testing.assert_array_equal(_flat(actual), _flat(credits), err_msg=name)
-    assert (_flat(actual) != 0).any(), name
-    returns = [c.returns is None for c in actual]
-    assert returns == [c.returns is None for c in credits], name
-  returns = _flat(algorithms.ppo().advantages(actions), 'returns')
-  np.testing.assert_array_equal(returns, _flat(expected['ppo'], 'returns'))
+    np.testing.assert_array_equal(actual.advantages, table.advantages, err_msg=name)
+    np.testing.assert_array_equal(actual.returns, table.returns, err_msg=name)
+    assert (actual.advantages != 0).any(), name
 
 
 @pytest.mark.parametrize(
@@ -353,27 +352,26 @@ def test_each_has_its_estimator():
 )
 def test_ppo_gives_verls_whitened_gae(variant, gamma, lam):
   algorithm = algorithms.ppo(gamma=gamma, lam=lam)
-  credits = algorithm.advantages(episodes.golden_actions('rewards_process'))
-  for field, key in (('advantages', 'adv'), ('returns', 'ret')):
+  out = algorithm.advantages(episodes.golden_actions('rewards_process'))
+  for column, key in ((out.advantages, 'adv'), (out.returns, 'ret')):
     expected = episodes.golden_at_actions(f'verl/gae/rewards_process/{variant}/{key}')
-    np.testing.assert_allclose(_flat(credits, field), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(column, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_ppos_step_advantages_are_not_whitened_twice():
   actions = _actions()
   step = algorithms.ppo(estimator=advantages.step_gae, gamma=0.9).advantages(actions)
   expected = advantages.step_gae(actions, gamma=0.9)
-  np.testing.assert_array_equal(_flat(step), _flat(expected))
+  np.testing.assert_array_equal(step.advantages, expected.advantages)
 
 
 @_every
-def test_the_order_of_the_episodes_does_not_matter(name):
+def test_the_order_of_the_trajectories_does_not_matter(name):
   actions, order = _actions(), np.random.default_rng(0).permutation(12)
   algorithm = _MAKERS[name]()
-  straight = algorithm.advantages(actions)
-  mixed = algorithm.advantages([actions[i] for i in order])
-  for i, credit in zip(order, mixed, strict=True):
-    np.testing.assert_allclose(credit.advantages, straight[i].advantages, atol=1e-12)
+  straight = episodes.reordered(algorithm.advantages(actions), order)
+  mixed = algorithm.advantages(episodes.reordered(actions, order))
+  np.testing.assert_allclose(mixed.advantages, straight.advantages, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -381,35 +379,36 @@ def test_the_order_of_the_episodes_does_not_matter(name):
 )
 def test_a_groups_common_reward_changes_nothing(name):
   actions = _actions()
-  shifts = {group: 0.7 * (1 + group) for group in {e.group for e in actions}}
-  shifted = []
-  for e in actions:
-    rewards = e.rewards.copy()
-    rewards[-1] += shifts[e.group]
-    shifted.append(dataclasses.replace(e, rewards=rewards))
-  advantages_ = _MAKERS[name]().advantages
+  rewards = actions.rewards.copy()
+  rewards[table_lib.ends(actions.trajectory)] += 0.7 * (1 + actions.group)
+  estimate = _MAKERS[name]().advantages
   np.testing.assert_allclose(
-    _flat(advantages_(shifted)), _flat(advantages_(actions)), rtol=1e-9, atol=1e-9
+    estimate(dataclasses.replace(actions, rewards=rewards)).advantages,
+    estimate(actions).advantages,
+    rtol=1e-9,
+    atol=1e-9,
   )
 
 
 @_every
 def test_groups_of_one_and_of_equal_rewards_make_no_nan(name):
   """And where the group is the baseline, exactly 0."""
-  algorithm, grouped = _MAKERS[name](), _actions()
-  alone = [dataclasses.replace(e, group=i) for i, e in enumerate(_actions())]
-  for e in grouped:
-    # 0.1 + 0.2 and 0.3: equal but for rounding.
-    e.rewards = np.zeros_like(e.rewards)
-    e.rewards[-2:] = (0.1, 0.2) if e.baseline > 0.5 else (0.0, 0.3)
-    e.parts = {'answer': 1.0}
-  for actions in (alone, grouped):
-    flat = _flat(algorithm.advantages(actions))
-    assert np.isfinite(flat).all()
+  algorithm, actions = _MAKERS[name](), _actions()
+  alone = dataclasses.replace(actions, group=np.arange(12))
+  # 0.1 + 0.2 and 0.3: equal but for rounding.
+  rewards, last = np.zeros(len(actions)), table_lib.ends(actions.trajectory)
+  early = actions.baselines > 0.5
+  rewards[last - 1] = np.where(early, 0.1, 0.0)
+  rewards[last] = np.where(early, 0.2, 0.3)
+  grouped = dataclasses.replace(actions, rewards=rewards, parts={'answer': np.ones(12)})
+  assert len({*grouped.scores}) > 1
+  for table in (alone, grouped):
+    out = algorithm.advantages(table).advantages
+    assert np.isfinite(out).all()
     if name in ('grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'gdpo'):
-      assert not flat.any()
-  one = algorithm.advantages([_actions()[0]])
-  assert np.isfinite(_flat(one)).all()
+      assert not out.any()
+  one = actions.take(actions.trajectory == 0)
+  assert np.isfinite(algorithm.advantages(one).advantages).all()
 
 
 # Aggregations; more of verl's numbers are in test_losses.

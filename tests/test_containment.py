@@ -17,7 +17,7 @@ from agent_r1_jax import metrics, preemption, rollout, types
 from agent_r1_jax.agent import calls, context, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.rl import episodes
+from agent_r1_jax.rl import table
 
 _LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=80)
 _SLOTS = 256
@@ -461,7 +461,8 @@ class TestBudgets:
       called = sum(bool(_parse(r)) for r in replies[: -1 if status != 'max_turns' else 3])
       assert t.metrics.get('reward/process', 0.0) == 0.25 * called
       assert t.metrics['reward/end'] == _VALUE[status] and t.metrics['asked'] == 1.0
-      paid = episodes.episode(t).rewards
+      tokens = table.build([t])
+      paid = tokens.rewards[tokens.action_mask]
       assert paid.sum() == t.reward == 0.25 * called + _VALUE[status]
       assert paid[-1] >= _VALUE[status]  # On the last action token: never lost.
     assert len(ran) == sum(4 * t.metrics.get('reward/process', 0.0) for t in played)

@@ -1,5 +1,8 @@
 """Corrections: verl's and AReaL's numbers in float64 (golden/), hand-made cases."""
 
+import copy
+import dataclasses
+
 import episodes
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,18 @@ from agent_r1_jax import types
 from agent_r1_jax.rl import correction, kl, losses
 
 UNTOUCHED = [np.array([-1.0, -2.0, -0.5]), np.zeros(0), np.array([-3.0])]
+
+
+def _table(old, behaviour):
+  """Trajectories of action tokens with these log-probs under the two policies."""
+  join = lambda parts: np.concatenate([np.zeros(0), *parts]).astype(np.float64)
+  return episodes.made(
+    [[len(x)] if len(x) else [] for x in old],
+    logprobs=join(old),
+    behaviour_logprobs=join(behaviour),
+  )
+
+
 # One of each, with options under which each of them keeps what is on-policy.
 EVERY = {
   'token_truncated': correction.token_truncated(),
@@ -29,11 +44,9 @@ EVERY = {
 def _golden_weights(correct, old='in/old_logp', behaviour='in/rollout_logp'):
   """The weights of the peers' episodes, [12, 24]; 0 off the action tokens."""
   g, mask = episodes.golden(), episodes.golden_mask()
-  rows = range(len(mask))
-  weights = correct(*([g[key][b][mask[b]] for b in rows] for key in (old, behaviour)))
+  numbers = ([x[m] for x, m in zip(g[key], mask)] for key in (old, behaviour))
   out = np.zeros(mask.shape)
-  for b in rows:
-    out[b, mask[b]] = weights[b]
+  out[mask] = correct(_table(*numbers))
   return out
 
 
@@ -128,7 +141,8 @@ def _weights(correct, *ratios):
   """The weights of trajectories whose tokens have these ratios."""
   behaviour = [np.full(len(r), -1.5) for r in ratios]
   old = [b + np.log(r) for b, r in zip(behaviour, ratios)]
-  return [w.tolist() for w in correct(old, behaviour)]
+  table = _table(old, behaviour)
+  return [w.tolist() for w in episodes.each(table, correct(table))]
 
 
 @pytest.mark.parametrize(
@@ -184,40 +198,35 @@ def test_by_hand(correct, expected):
 
 @pytest.mark.parametrize('name', EVERY)
 def test_on_policy_nothing_is_corrected(name):
-  weights = EVERY[name](UNTOUCHED, UNTOUCHED)
-  assert [w.dtype for w in weights] == [np.float64] * 3
-  for w, x in zip(weights, UNTOUCHED, strict=True):
-    np.testing.assert_array_equal(w, np.ones(len(x)))
-  assert EVERY[name]([], []) == []
+  weights = EVERY[name](_table(UNTOUCHED, UNTOUCHED))
+  assert weights.dtype == np.float64
+  np.testing.assert_array_equal(weights, np.ones(4))
+  assert len(EVERY[name](_table([], []))) == 0
 
 
 @pytest.mark.parametrize('name', EVERY)
-def test_far_away_is_finite_and_arguments_stay(name):
-  old = [np.array([-800.0, -0.5], np.float32), np.array([-1.0], np.float32)]
-  behaviour = [np.array([-0.5, -800.0], np.float32), np.array([-900.0], np.float32)]
-  copies = [x.copy() for x in (*old, *behaviour)]
-  for w, x in zip(EVERY[name](old, behaviour), old, strict=True):
-    assert w.shape == x.shape and np.isfinite(w).all() and (w >= 0).all()
-    assert w.dtype == np.float64
-  for x, copy in zip((*old, *behaviour), copies):
-    np.testing.assert_array_equal(x, copy)
+def test_far_away_is_finite_and_the_table_stays(name):
+  table = _table(
+    [np.array([-800.0, -0.5]), np.array([-1.0])],
+    [np.array([-0.5, -800.0]), np.array([-900.0])],
+  )
+  before = copy.deepcopy(table)
+  weights = EVERY[name](table)
+  assert weights.shape == (3,) and weights.dtype == np.float64
+  assert np.isfinite(weights).all() and (weights >= 0).all()
+  for field in dataclasses.fields(table):
+    np.testing.assert_equal(getattr(table, field.name), getattr(before, field.name))
 
 
 def test_ratios_are_clipped():
-  far = [np.array([40.0, -40.0, 3.0]), np.array([30.0, -30.0])]
-  zeros = [np.zeros(3), np.zeros(2)]
-  out = correction.token_truncated(cap=1e99)(far, zeros)
-  np.testing.assert_allclose(out[0], np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
+  far = _table(
+    [np.array([40.0, -40.0, 3.0]), np.array([30.0, -30.0])], [np.zeros(3), np.zeros(2)]
+  )
+  out = correction.token_truncated(cap=1e99)(far)
+  np.testing.assert_allclose(out[:3], np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
   # The sum is clipped, not what is summed.
-  out = correction.sequence_truncated(cap=1e99)(far, zeros)
-  np.testing.assert_allclose(out[0], np.full(3, np.exp(3)), rtol=1e-12)
-  np.testing.assert_allclose(out[1], np.ones(2), rtol=1e-12)
-
-
-@pytest.mark.parametrize('name', EVERY)
-def test_lists_of_unequal_length_are_refused(name):
-  with pytest.raises(ValueError, match='zip'):
-    EVERY[name](UNTOUCHED, UNTOUCHED[:2])
+  out = correction.sequence_truncated(cap=1e99)(far)
+  np.testing.assert_allclose(out, np.exp([3, 3, 3, 0, 0]), rtol=1e-12)
 
 
 def test_rejection_leaves_the_weights_of_others_alone():
@@ -249,7 +258,7 @@ def test_statistics_are_verls():
 
   def statistics(old, behaviour, join=lambda x: x):
     rows = [[join(x[m]) for x, m in zip(g[key], mask)] for key in (old, behaviour)]
-    return correction.statistics(*rows)
+    return correction.statistics(_table(*rows))
 
   def verls(level, name):
     return float(g[f'verl/rollout_is/{level}/th2.0/metrics/rollout_is_{name}'])
@@ -285,12 +294,14 @@ def test_statistics():
     'ratio_outside': 0.5,
     'effective_sample': 5.8**2 / (4 * 17.4),
   }
-  assert correction.statistics(old, behaviour) == pytest.approx(expected, rel=1e-12)
-  assert correction.statistics(UNTOUCHED, UNTOUCHED) == {
+  assert correction.statistics(_table(old, behaviour)) == pytest.approx(
+    expected, rel=1e-12
+  )
+  assert correction.statistics(_table(UNTOUCHED, UNTOUCHED)) == {
     'kl': 0.0,
     'ratio_mean': 1.0,
     'ratio_max': 1.0,
     'ratio_outside': 0.0,
     'effective_sample': 1.0,
   }
-  assert correction.statistics([], []) == {}
+  assert correction.statistics(_table([], [])) == {}

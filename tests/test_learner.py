@@ -15,8 +15,9 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, experience, learner, losses, packing
+from agent_r1_jax.rl import algorithms, correction, credit, learner, losses, packing
 from agent_r1_jax.rl import kl as kl_lib
+from agent_r1_jax.rl import table as table_lib
 
 _PPO = algorithms.ppo(
   gamma=0.9,
@@ -62,20 +63,16 @@ def _loss(stats, batch):
 
 
 @functools.cache
-def _experience():
-  scored = plain.credit(plain.trajectories(), _PPO)
+def _table():
+  table = plain.credit(plain.trajectories(), _PPO).table
   # As after a few updates: some tokens are clipped, others not.
-  rng = np.random.default_rng(0)
-  for old in (x for some in scored.numbers['logprobs'] for x in some):
-    old += 0.3 * rng.normal(size=len(old))
-  return scored
+  noise = 0.3 * np.random.default_rng(0).normal(size=len(table))
+  return dataclasses.replace(table, logprobs=table.logprobs + noise)
 
 
 def _batches(members=range(14), *, row_tokens=32, rows=2):
-  shape = experience.Rows(rows, row_tokens)
-  return experience.minibatch(
-    _experience(), list(members), shape=shape, kl_coef=0.1, dense=True
-  )
+  shape = packing.Rows(rows, row_tokens)
+  return credit.minibatch(_table(), members, _PPO, shape=shape, kl_coef=0.1, dense=True)
 
 
 def _gradient(batches, params=None, loss=_loss):
@@ -93,7 +90,7 @@ def _expected():
 def _packed():
   segments = plain.segments_of(plain.trajectories())
   where = packing.layout([len(s.tokens) for s in segments], row_tokens=32, row_multiple=2)
-  return where, packing.pack(segments, where)
+  return where, packing.pack(table_lib.of_segments(segments), where)
 
 
 def test_token_stats_are_what_the_model_says_of_each_token():
@@ -107,9 +104,11 @@ def test_token_stats_are_what_the_model_says_of_each_token():
 
   whole = jax.jit(functools.partial(learner.token_stats, **kwargs))
   stats = everywhere(whole, plain.shared())
-  said = plain.said(plain.shared(), plain.segments_of(plain.trajectories()))
+  segments = plain.segments_of(plain.trajectories())
+  said = plain.said(plain.shared(), segments)
+  extract = lambda packed: plain.by_segment(segments, where.extract(packed))
   for actual, expected in zip(stats, said[:3], strict=True):
-    for a, e in zip(where.extract(actual), expected, strict=True):
+    for a, e in zip(extract(actual), expected, strict=True):
       np.testing.assert_allclose(a, e, rtol=0, atol=2e-5)
       assert a[0] == 0 and (a[1:] != 0).all()
     assert (actual[batch.segment_ids == 0] == 0).all()
@@ -117,7 +116,7 @@ def test_token_stats_are_what_the_model_says_of_each_token():
   np.testing.assert_allclose(alone, stats.logprobs, rtol=0, atol=2e-6)
   # Of the state after each token, the last one included.
   after = everywhere(learner.values, plain.shared(), config=plain.CONFIG)
-  for a, e in zip(where.extract(after), said.after, strict=True):
+  for a, e in zip(extract(after), said.after, strict=True):
     np.testing.assert_allclose(a, e, rtol=0, atol=2e-5)
   assert jax.eval_shape(whole, plain.policy(), batch).values is None
 
@@ -132,10 +131,11 @@ def test_the_gradient_is_that_of_the_plain_formula():
   where, padded = plain.padded(segments)
   rng = np.random.default_rng(0)
   draw = lambda s: rng.normal(size=len(s.tokens)) * s.action_mask
-  adv, returns = ([draw(s) for s in segments] for _ in range(2))
+  adv, returns = (np.concatenate([draw(s) for s in segments]) for _ in range(2))
   # Near the policy: some tokens are clipped, others not.
   near = plain.said(plain.shared(), segments).logprobs
   old = [x * s.action_mask + 0.3 * draw(s) for x, s in zip(near, segments)]
+  old = np.concatenate(old)
 
   def formula(params):
     logprobs, _, values, _ = plain.direct(params, jnp.asarray(padded.tokens))
@@ -398,7 +398,8 @@ def test_updates_make_good_actions_likelier():
   kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
 
   def replies(state):
-    logprobs = where.extract(np.asarray(learner.logprobs(state.params, padded, **kwargs)))
+    packed = np.asarray(learner.logprobs(state.params, padded, **kwargs))
+    logprobs = plain.by_segment(segments, where.extract(packed))
     return [x * s.action_mask for x, s in zip(logprobs, segments)]
 
   adam = optax.adam(3e-3)
@@ -408,7 +409,7 @@ def test_updates_make_good_actions_likelier():
   for s, x in zip(segments, before):
     s.logprobs = x.astype(np.float32)
   scored = plain.credit(group, plain.GRPO)
-  batches = experience.minibatch(scored, [0, 1], shape=plain.SHAPE)
+  batches = credit.minibatch(scored.table, [0, 1], plain.GRPO, shape=plain.SHAPE)
   assert all(b.ref_logprobs is b.values is b.returns is None for b in batches)
   history = []
   for _ in range(4):

@@ -15,7 +15,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder, families, lora, weights
-from agent_r1_jax.rl import algorithms, experience, learner, optimizers, updates
+from agent_r1_jax.rl import algorithms, credit, learner, optimizers, updates
 
 _ALL = tuple(families.TARGETS)
 
@@ -45,12 +45,11 @@ def _adapted(params, *, zero=False, targets=_ALL, rank=3):
 @functools.cache
 def _batches():
   scored = plain.credit(plain.trajectories(4), plain.GRPO, _models(plain.policy()))
-  shape = experience.Rows(2, 32)
-  return experience.minibatch(scored, [0, 1, 2, 3], shape=shape)
+  return credit.minibatch(scored.table, [0, 1, 2, 3], plain.GRPO, shape=plain.SHAPE)
 
 
 def _models(policy):
-  return experience.Models(policy, plain.CONFIG, policy, None, plain.CONFIG)
+  return credit.Models(policy, plain.CONFIG, policy, None, plain.CONFIG)
 
 
 def _logprobs(params):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import algorithms, losses, packing
+from agent_r1_jax.rl import algorithms, losses, packing, table
 
 SURROGATES = {
   'ppo_clip': losses.ppo_clip(),
@@ -312,13 +312,14 @@ def test_gspo_does_not_depend_on_the_layout():
     where = packing.layout(
       [len(masks[i]) for i in order], row_tokens=row_tokens, row_multiple=row_multiple
     )
-    new, old, adv = (
-      where.place([numbers[i][k] for i in order], np.float64) for k in range(3)
-    )
-    weights = where.place([masks[i] * 0.1 for i in order], np.float64)
-    batch = packing.pack([pieces[i] for i in order], where)
+    place = lambda parts: where.place(np.concatenate(parts), np.float64)
+    new, old, adv = (place([numbers[i][k] for i in order]) for k in range(3))
+    weights = place([masks[i] * 0.1 for i in order])
+    batch = packing.pack(table.of_segments([pieces[i] for i in order]), where)
     batch = batch._replace(logprobs=old, advantages=adv, weights=weights)
-    parts = [where.extract(np.asarray(y)) for y in run(new, batch)]
+    edges = np.cumsum(where.lengths)[:-1]
+    columns = (where.extract(np.asarray(y)) for y in run(new, batch))
+    parts = [np.split(column, edges) for column in columns]
     shared = len(order) - len({row for row, _ in where.places})
     return shared, {i: [p[n] for p in parts] for n, i in enumerate(order)}
 

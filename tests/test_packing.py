@@ -1,12 +1,12 @@
 """Packing: every token has one place, and comes back from it."""
 
-import episodes
+import dataclasses
+
 import numpy as np
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import episodes as episodes_lib
-from agent_r1_jax.rl import packing
+from agent_r1_jax.rl import packing, table
 
 
 def _segments(lengths, seed=0):
@@ -63,37 +63,37 @@ def test_a_segment_longer_than_a_row_is_refused():
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
 def test_extract_is_the_inverse_of_place(lengths, multiple):
   where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
-  rng = np.random.default_rng(0)
-  arrays = [rng.normal(size=n) for n in lengths]
-  packed = where.place(arrays, np.float64)
+  column = np.random.default_rng(0).normal(size=sum(lengths))
+  packed = where.place(column, np.float64)
   assert packed.shape == (where.rows, 32) and packed.dtype == np.float64
-  np.testing.assert_allclose(packed.sum(), sum(a.sum() for a in arrays), atol=1e-9)
-  for out, array in zip(where.extract(packed), arrays, strict=True):
-    np.testing.assert_array_equal(out, array)
+  np.testing.assert_allclose(packed.sum(), column.sum(), atol=1e-9)
+  np.testing.assert_array_equal(where.extract(packed), column)
+  ends = np.cumsum(lengths, dtype=int)
+  for n, end, (row, offset) in zip(lengths, ends, where.places, strict=True):
+    np.testing.assert_array_equal(packed[row, offset : offset + n], column[end - n : end])
 
 
-def test_place_wants_an_array_for_every_segment():
+def test_place_wants_a_number_for_every_token():
   where = packing.layout([2, 3], row_tokens=8)
-  with pytest.raises(ValueError):
-    where.place([np.zeros(2)], np.float32)
-  with pytest.raises(ValueError):
-    where.place([np.zeros(2), np.zeros(4)], np.float32)
+  for wrong in (2, 4, 6):
+    with pytest.raises(ValueError):
+      where.place(np.zeros(wrong), np.float32)
 
 
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
 def test_pack(lengths, multiple):
   segments = _segments(lengths)
   where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
-  batch = packing.pack(segments, where)
+  batch = packing.pack(table.of_segments(segments), where)
   padding = batch.segment_ids == 0
   assert padding.sum() == where.rows * 32 - sum(lengths)
   for name in ('tokens', 'positions', 'action_mask', 'logprobs'):
     assert (getattr(batch, name)[padding] == 0).all()
   assert not batch.advantages.any() and not batch.weights.any()
   assert set(batch[7:]) == {None}
-  for s, tokens, positions, ids, mask, logprobs in zip(
-    segments, *map(where.extract, batch[:5]), strict=True
-  ):
+  edges = np.cumsum(lengths, dtype=int)[:-1]
+  columns = (np.split(where.extract(x), edges) for x in batch[:5])
+  for s, tokens, positions, ids, mask, logprobs in zip(segments, *columns):
     np.testing.assert_array_equal(tokens, s.tokens)
     np.testing.assert_array_equal(positions, np.arange(len(s.tokens)))
     np.testing.assert_array_equal(mask, s.action_mask)
@@ -107,38 +107,28 @@ def test_pack(lengths, multiple):
   assert dtypes == ['int32', 'int32', 'int32', 'bool', 'float32']
 
 
+def test_every_column_that_a_batch_has_a_field_for_is_packed():
+  names = types.Batch._fields[4:]
+  segments = _segments([5, 7, 9])
+  columns = {name: np.arange(21) + 100.0 * i for i, name in enumerate(names)}
+  text = dataclasses.replace(table.of_segments(segments), **columns)
+  where = packing.layout([5, 7, 9], row_tokens=16)
+  batch = packing.pack(text, where)
+  for name, column in columns.items():
+    packed = getattr(batch, name)
+    assert packed.dtype == np.float32 and packed.shape == (2, 16)
+    np.testing.assert_array_equal(where.extract(packed), column)
+
+
 def test_microbatches_are_the_batch():
-  segments = _segments([20] * 6)
-  batch = packing.pack(segments, packing.layout([20] * 6, row_tokens=32, row_multiple=2))
-  parts = list(packing.microbatches(batch, 2))
-  assert len(parts) == 3
+  text = table.of_segments(_segments([20] * 6))
+  where = packing.layout([20] * 6, row_tokens=32, row_multiple=2)
+  batch = packing.pack(text, where)
+  parts, same = packing.split(text, packing.Rows(2, 32))
+  assert len(parts) == 3 and same == where
   for whole, *of_parts in zip(batch, *parts):
     if whole is None:
       assert set(of_parts) == {None}
     else:
       assert {x.shape for x in of_parts} == {(2, 32)}
       np.testing.assert_array_equal(np.concatenate(of_parts), whole)
-
-
-def test_gather_by_hand():
-  masks = [s.action_mask for s in episodes.trajectory('..00.1', '.2').segments]
-  per_segment = [np.arange(6) + 10, np.array([20, 21])]
-  out = packing.gather(masks, per_segment)
-  assert out.tolist() == [12, 13, 15, 21] and out.dtype == np.float64
-  back = packing.scatter(masks, out)
-  assert [x.tolist() for x in back] == [[0, 0, 12, 13, 0, 15], [0, 21]]
-  with pytest.raises(ValueError):
-    packing.gather(masks, per_segment[:1])
-
-
-@pytest.mark.parametrize('masked', [True, False])
-def test_scatter_is_the_inverse_of_gather_and_both_keep_the_order_of_tokens(masked):
-  for t in episodes.varied(12):
-    logprobs = [s.logprobs for s in t.segments]
-    masks = episodes_lib.seen(t, masked)
-    values = packing.gather(masks, logprobs)
-    expected = episodes_lib.episode(t, masked=masked).logprobs
-    # What is no action has no log-prob there, and 0 here.
-    np.testing.assert_array_equal(values, np.nan_to_num(expected))
-    for array, x in zip(packing.scatter(masks, values), logprobs, strict=True):
-      np.testing.assert_array_equal(array, x)

@@ -18,7 +18,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import replica
-from agent_r1_jax.rl import episodes
+from agent_r1_jax.rl import table
 
 _LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=16)
 _SLOTS = 256
@@ -134,7 +134,7 @@ class TestTrajectory:
 
   def test_every_reward_sits_on_the_last_action_token_of_its_turn(self):
     for t in _played():
-      actions = episodes.episode(t)
+      tokens = table.build([t])
       ends = np.cumsum([turn.stop - turn.start for turn in t.turns]) - 1
       expected = np.zeros(ends[-1] + 1)
       replies = [m['content'] for m in t.messages if m['role'] == 'assistant']
@@ -142,7 +142,7 @@ class TestTrajectory:
         expected[end] = len(reply) / 8
       if t.status == 'truncated':
         expected[ends[-1]] = 0  # It never was a reply.
-      np.testing.assert_array_equal(actions.rewards, expected)
+      np.testing.assert_array_equal(tokens.rewards[tokens.action_mask], expected)
       assert t.reward == expected.sum()
     assert any(t.reward for t in _played())
 
@@ -234,7 +234,7 @@ class TestFresh:
         chosen[turn.segment][turn.start : turn.stop] = True
       for segment, mask in zip(t.segments, chosen, strict=True):
         np.testing.assert_array_equal(segment.action_mask, mask)
-      episodes.episode(t)
+      table.build([t])
     for t in whole:
       said = [m for m in t.messages if m['role'] == 'user']
       prompts = [chat.prompt([said[0]]), chat.prompt([said[1]]), chat.prompt([said[3]])]
@@ -666,7 +666,8 @@ def _assert_as_shown(trajectory, shown):
   fresh = sum(step.fresh for step in shown[1:])
   assert trajectory.metrics.get('context/fresh', 0) == fresh
   paid = [step.reward for step in shown[1:]]
-  rewards = episodes.episode(trajectory).rewards
+  tokens = table.build([trajectory])
+  rewards = tokens.rewards[tokens.action_mask]
   expected = np.zeros(len(rewards))
   ends = np.cumsum([turn.stop - turn.start for turn in turns]) - 1
   expected[ends[: len(paid)]] = paid  # A reply without an end earns nothing.
@@ -726,7 +727,7 @@ def test_named_parts_of_a_reward_add_up_over_the_episode():
 
   final = rewards.hybrid(outcome=(16.0, lambda *_: 1.0), turns=(1.0, lambda *_: 4.0))
   for t, _ in _play_strategy(lambda env: env, final=final, process_reward=process):
-    parts = episodes.episode(t).parts
+    parts = {name: x.item() for name, x in table.build([t]).parts.items()}
     assert sum(parts.values()) == t.reward
     assert parts.get('outcome', 0) == 16 * (t.status == 'done')
     answered = len(t.turns) - (t.status == 'truncated')

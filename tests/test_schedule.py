@@ -81,7 +81,7 @@ class TestOneStepOffPolicy:
         samples=config.schedule.samples,
         draw=journal.draw(config.schedule, step),
       )
-      carry, _ = train.updates.learn(carry, played, plan)
+      carry, *_ = train.updates.learn(carry, played, plan)
       policies.append(jax.tree.map(np.array, carry.states['policy'].params))
     test_train._assert_equal(carry.states['policy'].params, whole[0])
 

@@ -35,6 +35,7 @@ from agent_r1_jax import (
   spool,
   train,
   types,
+  viewer,
 )
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import calls
@@ -222,11 +223,48 @@ class TestRun:
         assert name in line
     evaluated = [line['step'] for line in lines if 'eval/dev/reward' in line]
     assert evaluated == [0, 2, 4, 5]
-    logs = sorted(path.name for path in (workdir / 'trajectories').iterdir())
-    assert logs == [f'step-{step:05}-dev.eval' for step in evaluated]
+    logs = {path.name for path in (workdir / 'trajectories').iterdir()}
+    assert logs == {f'step-{step:05}-dev.eval' for step in evaluated} | {
+      f'step-{step:05}-rollout.eval' for step in range(1, 6)
+    }
     assert sum(line.get('rollout/tool_calls', 0) for line in lines) > 0
     before = weights.load(model)[1]
     assert not np.array_equal(before['embed']['embedding'], params['embed']['embedding'])
+
+  def test_rollouts_are_written_with_the_numbers_of_their_tokens(self, model, tmp_path):
+    tables = []
+
+    def learn(*args, learn=train.updates.learn, **kwargs):
+      tables.append((args[1], learned := learn(*args, **kwargs)))
+      return learned
+
+    given = {'steps': 1, 'critic_learning_rate': 1e-2, 'eval_every': 0}
+    config = _config(model, **given, log_episodes=5)
+    with mock.patch.object(train.updates, 'learn', learn):
+      _run(config, tmp_path, algorithm=_PPO, evals=None)
+    (log,) = (tmp_path / 'trajectories').iterdir()
+    ((chosen, (*_, table)),) = tables
+    by_member = {(t.task.id, t.sample): i for i, t in enumerate(chosen)}
+    samples = viewer.read(log)
+    assert len(samples) == 5
+    for sample in samples:
+      i, actions = (
+        by_member[sample['id'], sample['epoch'] - 1],
+        sample['metadata']['actions'],
+      )
+      rows = table.take((table.trajectory == i) & table.action_mask)
+      assert {len(column) for column in actions.values()} == {len(rows)}
+      assert actions['tokens'] == rows.tokens.tolist()
+      assert 'ref_logprobs' not in actions, 'there is no reference'
+      names = ('logprobs', 'behaviour_logprobs', 'policy_steps', 'rewards')
+      for name in (*names, 'values', 'advantages', 'returns'):
+        np.testing.assert_allclose(actions[name], getattr(rows, name), atol=6e-5)
+      turns = [
+        n + 1
+        for n, turn in enumerate(chosen[i].turns)
+        for _ in range(turn.stop - turn.start)
+      ]
+      assert actions['turn'] == turns
 
   def test_the_model_it_writes_is_the_one_it_trained(self, whole, model):
     params, workdir = whole
@@ -258,8 +296,9 @@ class TestRun:
       save(directory, *args, **kwargs)
 
     monkeypatch.setattr(weights, 'save', watched)
-    _run(_config(model, steps=1, eval_every=0), tmp_path)
+    _run(_config(model, steps=1, eval_every=0, log_episodes=0), tmp_path, evals=None)
     assert saved == [tmp_path / 'model'] and saved[0].is_dir()
+    assert not (tmp_path / 'trajectories').exists(), 'none is asked for'
     with checkpoint.lock(tmp_path):
       pass
 

@@ -1,5 +1,6 @@
 """What a rollout changes, and what goes on to the next one."""
 
+import copy
 import dataclasses
 
 import episodes
@@ -14,7 +15,7 @@ import test_learner
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, experience, learner, updates
+from agent_r1_jax.rl import algorithms, credit, learner, updates
 from agent_r1_jax.rl import kl as kl_lib
 
 _SGD, _ADAM = optax.sgd(0.1), optax.adam(1e-2)
@@ -93,7 +94,7 @@ def test_every_epoch_goes_through_all_trajectories(steps):
   for i, t in enumerate(ts):
     t.segments[0].tokens[:] = i
   plan = _plan(epochs=3, minibatches=2)
-  _, metrics = updates.learn(_start(plan), ts, plan)
+  _, metrics, _ = updates.learn(_start(plan), ts, plan)
   assert len(steps) == 6
   every = _tokens([plain.padded(plain.segments_of(ts))[1]])
   orders = []
@@ -124,7 +125,7 @@ def test_orders_come_from_the_seed_and_the_step():
 
 def test_a_critic_of_its_own_has_a_step_for_each_of_the_policys(steps):
   plan = _plan(algorithms.ppo(kl_coef=0.0), epochs=2, minibatches=2)
-  _, metrics = updates.learn(_start(plan), _rollout(), plan)
+  _, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
   assert [name for name, _ in steps] == ['critic', 'policy'] * 4
   assert all((batch.values is None) == (name == 'policy') for name, batch in steps)
   assert metrics['critic_loss'] == 4 and metrics['loss'] == 5
@@ -151,7 +152,7 @@ def test_the_warm_up_trains_the_critic_alone():
   carry = _start(plan)
   for step in range(3):
     before = _copied(carry)
-    carry, metrics = updates.learn(carry, _rollout(step), plan)
+    carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
     after = _copied(carry)
     assert _same(before['policy'], after['policy']) == (step < 2)
     assert not _same(before['critic'], after['critic'])
@@ -168,19 +169,19 @@ def test_the_warm_up_trains_the_critic_alone():
 
 
 def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
-  used, less_kl = [], experience.rewards_lib.less_kl
+  used, less_kl = [], credit.rewards_lib.less_kl
 
-  def spy(eps, *, coef, estimator):
+  def spy(table, *, coef, estimator):
     used.append(coef)
-    return less_kl(eps, coef=coef, estimator=estimator)
+    return less_kl(table, coef=coef, estimator=estimator)
 
-  monkeypatch.setattr(experience.rewards_lib, 'less_kl', spy)
+  monkeypatch.setattr(credit.rewards_lib, 'less_kl', spy)
   monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
   plan = _plan(_PPO, minibatches=2)
   carry = _start(plan)
   expected = 0.05
   for step in range(3):
-    carry, metrics = updates.learn(carry, _rollout(step), plan)
+    carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
     assert used[-1] == metrics['kl_coef'] == expected
     # Four trajectories, a target of 0.5, a horizon of 10.
     expected *= 1 + np.clip(metrics['kl'] / 0.5 - 1, -0.2, 0.2) * 4 / 10
@@ -193,7 +194,7 @@ def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
   plan = _plan(plain.GRPO._replace(kl=kl), minibatches=2)
   carry, expected = _start(plan), 0.05
   for step in range(2):
-    carry, metrics = updates.learn(carry, _rollout(step), plan)
+    carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
     for _, batch in steps[-2:]:
       np.testing.assert_allclose(batch.kl_weights, expected * batch.weights, rtol=1e-6)
     assert metrics['kl_coef'] == expected
@@ -205,7 +206,7 @@ def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
 
 def test_without_a_kl_there_is_no_coefficient(steps):
   plan = _plan()
-  carry, metrics = updates.learn(_start(plan), _rollout(), plan)
+  carry, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
   assert carry.kl_coef == 0 and carry.reference is None
   assert not {'kl', 'kl_coef'} & metrics.keys()
 
@@ -214,7 +215,7 @@ def test_the_reference_is_the_start_unless_another_is_given():
   plan = _plan(_PPO)
   carry = _start(plan)
   plain.equal(carry.reference, plain.policy())
-  carry, _ = updates.learn(carry, _rollout(), plan)
+  carry, *_ = updates.learn(carry, _rollout(), plan)
   # It is a copy: the update used the parameters up.
   plain.equal(carry.reference, plain.policy())
   other = _start(plan, reference=plain.reference())
@@ -226,7 +227,7 @@ def test_the_policy_becomes_the_reference_every_so_often():
   carry = _start(plan)
   for step in range(1, 6):
     before = _copied(carry)
-    carry, _ = updates.learn(carry, _rollout(step), plan)
+    carry, *_ = updates.learn(carry, _rollout(step), plan)
     after = _copied(carry)
     expected = after['policy'] if step % 2 == 0 else before['reference']
     plain.equal(after['reference'], expected)
@@ -244,7 +245,7 @@ def test_the_policy_is_handed_over_every_so_often(every):
   for step in range(1, 6):
     before = _copied(carry)
     used_up = carry.states['policy'].params
-    carry, _ = updates.learn(carry, _rollout(step), plan)
+    carry, *_ = updates.learn(carry, _rollout(step), plan)
     assert all(x.is_deleted() for x in jax.tree.leaves(used_up))
     # The sampler's lives: it can be read.
     after = _copied(carry)
@@ -252,6 +253,30 @@ def test_the_policy_is_handed_over_every_so_often(every):
     plain.equal(after['sampler'], after['policy'] if handed else before['sampler'])
     assert carry.sampler_step == step - step % every
     assert not _same(before['policy'], after['policy'])
+
+
+# No argument is changed.
+
+
+@pytest.mark.parametrize('options', [{}, {'reference_every': 1, 'sync_every': 2}])
+def test_learning_changes_nothing_that_it_is_given(options):
+  """But for the memory of what it updates, which the new parameters take."""
+  plan = _plan(_PPO, minibatches=2, **options)
+  carry, ts = _start(plan), _rollout()
+  fields, states = dict(vars(carry)), dict(carry.states)
+  before, baselines = copy.deepcopy(ts), [0.5] * 4
+  prefixes = [np.arange(3, dtype=np.int32)] * 4
+  new, *_ = updates.learn(carry, ts, plan, baselines=baselines, prefixes=prefixes)
+  assert all(value is fields[name] for name, value in vars(carry).items())
+  assert {n: id(x) for n, x in carry.states.items()} == {
+    n: id(x) for n, x in states.items()
+  }
+  assert (carry.step, new.step) == (0, 1) and new.kl_coef != carry.kl_coef
+  assert baselines == [0.5] * 4 and all(p.tolist() == [0, 1, 2] for p in prefixes)
+  for t, b in zip(ts, before):
+    assert (t.group, t.turns, t.metrics) == (b.group, b.turns, b.metrics)
+    for segment, was in zip(t.segments, b.segments):
+      np.testing.assert_equal(vars(segment), vars(was))
 
 
 # What is handed on.
@@ -297,7 +322,7 @@ def test_a_restored_carry_goes_on_bit_for_bit(options):
   def learned(carry, steps):
     metrics = {}
     for step in steps:
-      carry, metrics = updates.learn(carry, _rollout(step), plan)
+      carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
     return carry, metrics
 
   carry, _ = learned(_start(plan), range(4))
@@ -320,7 +345,7 @@ def test_an_empty_rollout_changes_nothing_but_the_step():
   plan = _plan(_PPO)
   carry = _start(plan)
   before = _copied(carry), carry.kl_coef
-  carry, metrics = updates.learn(carry, [], plan)
+  carry, metrics, _ = updates.learn(carry, [], plan)
   assert carry.step == carry.sampler_step == 1 and metrics == {'kl_coef': 0.05}
   plain.equal((_copied(carry), carry.kl_coef), before)
   assert int(carry.states['policy'].step) == 0
@@ -367,7 +392,7 @@ def test_distillation_moves_the_student_to_the_teacher():
   history = [divergence()]
   for step in range(15):
     rollout = _played(carry.sampler, 64, step)
-    carry, metrics = updates.learn(carry, rollout, plan)
+    carry, metrics, _ = updates.learn(carry, rollout, plan)
     history.append(divergence())
   assert history[5] < history[0] and history[10] < history[5]
   assert history[-1] < 0.5 * history[0]
@@ -386,7 +411,7 @@ def test_rejection_learns_from_what_is_accepted_alone():
   assert 0 < len(accepted) < len(rollout)
   outcomes = []
   for some in (rollout, accepted):
-    carry, metrics = updates.learn(_start(plan), some, plan)
+    carry, metrics, _ = updates.learn(_start(plan), some, plan)
     outcomes.append((carry.states['policy'].params, metrics['loss']))
   plain.close(*outcomes, 1e-4)
 
@@ -405,5 +430,5 @@ def test_rejection_learns_from_what_is_accepted_alone():
   for t in rollout:
     t.turns[0].reward = 0.5
   plan = dataclasses.replace(plan, optimizers={'policy': _SGD})
-  carry, metrics = updates.learn(_start(plan), rollout, plan)
+  carry, metrics, _ = updates.learn(_start(plan), rollout, plan)
   plain.equal(carry.states['policy'].params, plain.policy())

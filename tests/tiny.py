@@ -19,7 +19,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.rl import learner, packing
+from agent_r1_jax.rl import learner, packing, table
 
 TEXTS = (
   'What is the capital of the country? The capital is the city of the river.',
@@ -135,11 +135,11 @@ def learned(
   row_tokens = SIZES['slots'] * -(-max(lengths) // SIZES['slots'])
   where = packing.layout(lengths, row_tokens=row_tokens, row_multiple=8)
   out = []
-  for batch in packing.microbatches(packing.pack(segments, where), 8):
+  for batch in packing.microbatches(packing.pack(table.of_segments(segments), where), 8):
     batch = jax.device_put(batch)
     kwargs = {'config': shape or config(), 'temperature': temperature}
     out.append(np.asarray(learner.logprobs(tree, batch, **kwargs)))
-  return where.extract(np.concatenate(out))
+  return np.split(where.extract(np.concatenate(out)), np.cumsum(lengths)[:-1])
 
 
 def assert_on_policy(tree: decoder.Params, segments: Sequence[types.Segment], **kwargs):

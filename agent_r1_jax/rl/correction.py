@@ -2,22 +2,24 @@
 
 Where trajectories are stale, or were sampled by other code than the learner's, let
 r = π_old/π_behaviour of each action token, π_old being the policy before the update. A
-correction takes log π_old and log π_behaviour of each trajectory's action tokens and
-returns their weights, float64, which multiply the policy loss and take no gradient.
+correction takes the table of all action tokens (rl/table.py), whose columns `logprobs`
+and `behaviour_logprobs` are log π_old and log π_behaviour, and returns a weight for each
+row, float64. The weights multiply the policy loss and take no gradient.
 
 A rejected token has weight 0, but counts in the loss's denominators: what is left is not
 weighed up. That is AReaL's convention; verl takes what it rejects out of the mask, and so
 out of the denominators too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from jaxtyping import Float
 import numpy as np
 
 from agent_r1_jax.rl import kl
+from agent_r1_jax.rl.table import TokenTable, map_by, sum_by
 
-PerTrajectory = Sequence[np.ndarray]
-Correction = Callable[[PerTrajectory, PerTrajectory], list[np.ndarray]]
+Correction = Callable[[TokenTable], Float[np.ndarray, 'n']]
 # Log-ratios beyond this are clipped before exp, as in verl.
 _MAX_LOG_RATIO = 20.0
 
@@ -29,7 +31,7 @@ def token_truncated(*, cap: float = 2.0) -> Correction:
     cap: C.
   """
   _check(0.0, cap)
-  return _each(lambda x: np.minimum(_exp(x), cap))
+  return lambda table: np.minimum(_exp(_log_ratio(table)), cap)
 
 
 def sequence_truncated(*, cap: float = 2.0) -> Correction:
@@ -39,7 +41,7 @@ def sequence_truncated(*, cap: float = 2.0) -> Correction:
     cap: C.
   """
   _check(0.0, cap)
-  return _each(lambda x: np.minimum(_exp(_spread(x, np.sum)), cap))
+  return lambda table: np.minimum(_exp(_product(table)), cap)
 
 
 def token_band(*, low: float = 0.5, high: float = 5.0) -> Correction:
@@ -52,7 +54,7 @@ def token_band(*, low: float = 0.5, high: float = 5.0) -> Correction:
     high: The greatest.
   """
   _check(low, high)
-  return _each(lambda x: _band(_exp(x), low, high))
+  return lambda table: _band(_exp(_log_ratio(table)), low, high)
 
 
 def sequence_band(*, low: float = 0.0, high: float = 3.0) -> Correction:
@@ -65,7 +67,7 @@ def sequence_band(*, low: float = 0.0, high: float = 3.0) -> Correction:
     high: The greatest.
   """
   _check(low, high)
-  return _each(lambda x: _band(_exp(_spread(x, np.sum)), low, high))
+  return lambda table: _band(_exp(_product(table)), low, high)
 
 
 def geometric_band(*, low: float = 0.99, high: float = 1.01) -> Correction:
@@ -104,12 +106,10 @@ def reject(
   if not low <= high:
     raise ValueError(f'low ({low}) must be at most high ({high}).')
 
-  def correction(old: PerTrajectory, behaviour: PerTrajectory) -> list[np.ndarray]:
-    weights = []
-    for new, sampled in zip(old, behaviour, strict=True):
-      x = _spread(estimator(_float64(sampled), _float64(new)), over)
-      weights.append(((low <= x) & (x <= high)).astype(np.float64))
-    return weights
+  def correction(table):
+    x = estimator(table.behaviour_logprobs, table.logprobs)
+    x = map_by([table.trajectory], x, over) if over else x
+    return ((low <= x) & (x <= high)).astype(np.float64)
 
   return correction
 
@@ -120,12 +120,7 @@ def product(*corrections: Correction) -> Correction:
   Args:
     *corrections: Such as geometric_band and token_truncated.
   """
-
-  def correction(old: PerTrajectory, behaviour: PerTrajectory) -> list[np.ndarray]:
-    parts = [each(old, behaviour) for each in corrections]
-    return [np.prod(factors, axis=0) for factors in zip(*parts, strict=True)]
-
-  return correction
+  return lambda table: np.prod([weigh(table) for weigh in corrections], axis=0)
 
 
 def normalized(correction: Correction, *, by_trajectory: bool = False) -> Correction:
@@ -134,32 +129,31 @@ def normalized(correction: Correction, *, by_trajectory: bool = False) -> Correc
   verl's batch normalisation, without its 1e-8.
 
   Args:
-    correction: Whose weights.
+    correction: Gives the weights w.
     by_trajectory: The mean is of the trajectories' means, as verl's for weights of
       trajectories; otherwise of all tokens.
   """
 
-  def scaled(old: PerTrajectory, behaviour: PerTrajectory) -> list[np.ndarray]:
-    weights = correction(old, behaviour)
-    each = [w.mean(keepdims=True) for w in weights if w.size]
-    flat = np.concatenate([np.zeros(0), *(each if by_trajectory else weights)])
-    mean = flat.mean() if flat.any() else 1.0
-    return [w / mean for w in weights]
+  def scaled(table):
+    weights = correction(table)
+    means = sum_by(table.trajectory, weights, len(table.group)) / table.lengths.clip(1)
+    each = means[table.lengths > 0] if by_trajectory else weights
+    return weights / each.mean() if weights.any() else weights
 
   return scaled
 
 
-def statistics(old: PerTrajectory, behaviour: PerTrajectory) -> dict[str, float]:
-  """How far the two policies are apart on the tokens of a batch.
+def statistics(table: TokenTable) -> dict[str, float]:
+  """How far the two policies are apart on the tokens of a batch; empty without tokens.
 
   Returns:
     kl: Mean k1 of KL(π_behaviour ‖ π_old).
-    ratio_mean: Of r; 1 in the mean if the tokens are the behaviour policy's.
+    ratio_mean: The mean of r; 1 on average if the tokens are the behaviour policy's.
     ratio_max: The greatest r.
     ratio_outside: Share of the tokens whose r is outside [1/2, 2].
     effective_sample: (Σ r)² / (n Σ r²): the share of the tokens that r's variance leaves.
   """
-  x = np.concatenate([np.zeros(0), *_log_ratios(old, behaviour)])
+  x = _log_ratio(table)
   if not x.size:
     return {}
   ratio = _exp(x)
@@ -172,19 +166,15 @@ def statistics(old: PerTrajectory, behaviour: PerTrajectory) -> dict[str, float]
   }
 
 
-def _each(weigh: Callable[[np.ndarray], np.ndarray]) -> Correction:
-  """A correction that weighs each trajectory by its log r."""
-  return lambda old, behaviour: [weigh(x) for x in _log_ratios(old, behaviour)]
+def _log_ratio(table: TokenTable) -> Float[np.ndarray, 'n']:
+  """log r of each token."""
+  return table.logprobs - table.behaviour_logprobs
 
 
-def _log_ratios(old: PerTrajectory, behaviour: PerTrajectory) -> list[np.ndarray]:
-  pairs = zip(old, behaviour, strict=True)
-  return [_float64(new) - _float64(sampled) for new, sampled in pairs]
-
-
-def _spread(x: np.ndarray, over: Callable[[np.ndarray], float] | None) -> np.ndarray:
-  """At each token, the statistic of all tokens; x itself without one."""
-  return np.full(x.shape, over(x)) if over is not None and x.size else x
+def _product(table: TokenTable) -> Float[np.ndarray, 'n']:
+  """log Π r of each token's trajectory."""
+  sums = sum_by(table.trajectory, _log_ratio(table), len(table.group))
+  return sums[table.trajectory]
 
 
 def _band(ratio: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -193,10 +183,6 @@ def _band(ratio: np.ndarray, low: float, high: float) -> np.ndarray:
 
 def _exp(x: np.ndarray) -> np.ndarray:
   return np.exp(np.clip(x, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-
-
-def _float64(x: np.ndarray) -> np.ndarray:
-  return np.asarray(x, np.float64)
 
 
 def _check(low: float, high: float) -> None:

@@ -97,8 +97,8 @@ class InReward:
 
   Attributes:
     coef: β at the start.
-    estimator: Of the KL.
-    control: Of β after each rollout.
+    estimator: Estimates the KL.
+    control: Gives the next β after each rollout.
   """
 
   coef: float = 0.001

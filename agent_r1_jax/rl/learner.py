@@ -36,8 +36,10 @@ class TrainState(NamedTuple):
   """What training changes: of the policy, and of a critic that is a model of its own.
 
   Attributes:
-    params: Of one model; a 'value_head' in a policy's makes its critic a second head.
-    opt_state: Of optax, for what lora.split says is learned: all but of adapters.
+    params: The parameters of one model; with a 'value_head' in the policy's, its critic
+      is a second head.
+    opt_state: Optax's state for what lora.split says is learned: all parameters, or the
+      adapters.
     step: Updates so far, int32 [].
   """
 
@@ -72,10 +74,10 @@ def token_stats(
   """Log-probs, entropies and values of tokens; 0 at the first of a segment.
 
   Args:
-    params: Of one model; values are given if it has a value head.
+    params: The parameters of one model; values are given if it has a value head.
     batch: Only tokens, positions and segment_ids are read.
-    config: Of the model.
-    temperature: That the tokens were sampled at.
+    config: The model's shape.
+    temperature: What the tokens were sampled at.
     wanted: Others get 0 and cost no logits; None is all.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
@@ -175,11 +177,11 @@ def update(
       opt_state lies in the host's memory (sharding.to_host), so does the new one; it is
       on the device only while it is updated.
     batches: Micro-batches of one shape; their weights add up over all of them.
-    config: Of the model.
+    config: The model's shape.
     loss: (TokenStats, Batch) -> this micro-batch's share of the loss, and numbers a token
       to watch.
-    optimizer: That made state.opt_state.
-    temperature: That the tokens were sampled at.
+    optimizer: The one that made state.opt_state.
+    temperature: What the tokens were sampled at.
 
   Returns:
     The new state and the metrics: loss, grad_norm, and the means of the watched numbers

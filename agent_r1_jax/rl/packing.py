@@ -1,16 +1,26 @@
-"""Packing: ragged segments into rows of a fixed length, and back.
+"""Packing: a table's rows, segment by segment, into rows of a fixed length, and back.
 
-Letters: R rows, T tokens of a row.
+Letters: n rows of a table, R packed rows, T tokens of a packed row.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Int
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.rl.table import TokenTable
+
+
+class Rows(NamedTuple):
+  """Shape of the packed micro-batches: B rows of T tokens."""
+
+  rows: int
+  row_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +28,8 @@ class Layout:
   """Where each segment lies.
 
   Attributes:
-    lengths: Of the segments.
-    places: (row, offset) of each.
+    lengths: Tokens of the segments.
+    places: Row and offset of each segment.
     rows: R, padding rows included.
     row_tokens: T.
   """
@@ -29,35 +39,53 @@ class Layout:
   rows: int
   row_tokens: int
 
-  def place(self, arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
-    """Puts one array a segment into [R, T]; 0 elsewhere."""
-    out = np.zeros((self.rows, self.row_tokens), dtype)
-    for array, n, (row, offset) in zip(arrays, self.lengths, self.places, strict=True):
-      out[row, offset : offset + n] = array
-    return out
+  @functools.cached_property
+  def positions(self) -> Int[np.ndarray, 'n']:
+    """The place of each token in its segment."""
+    return _joined([np.arange(length) for length in self.lengths])
 
-  def extract(self, packed: np.ndarray) -> list[np.ndarray]:
+  @functools.cached_property
+  def index(self) -> Int[np.ndarray, 'n']:
+    """The place of each token in the packed rows, these laid end to end."""
+    begins = [row * self.row_tokens + offset for row, offset in self.places]
+    return self.positions + np.repeat(np.array(begins, int), self.lengths)
+
+  @functools.cached_property
+  def segment_ids(self) -> Int[np.ndarray, 'n']:
+    """The number of each token's segment among those of its packed row: 1, 2, ..."""
+    seen = [0] * self.rows
+    numbers = []
+    for row, _ in self.places:
+      seen[row] += 1
+      numbers.append(seen[row])
+    return np.repeat(np.array(numbers, int), self.lengths)
+
+  def place(self, column: np.ndarray, dtype) -> np.ndarray:
+    """Puts a column [n], segment after segment, into [R, T]; 0 elsewhere."""
+    out = np.zeros(self.rows * self.row_tokens, dtype)
+    out[self.index] = column
+    return out.reshape(self.rows, self.row_tokens)
+
+  def extract(self, packed: np.ndarray) -> np.ndarray:
     """The inverse of `place`."""
-    return [
-      packed[row, offset : offset + n]
-      for n, (row, offset) in zip(self.lengths, self.places, strict=True)
-    ]
+    return packed.reshape(-1)[self.index]
 
 
 def layout(lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1) -> Layout:
   """First-fit decreasing.
 
   Args:
-    lengths: Of the segments.
+    lengths: Tokens of the segments.
     row_tokens: T.
     row_multiple: R is rounded up to a multiple of this, so that micro-batches are whole.
 
   Raises:
     ValueError: A segment is longer than a row.
   """
-  if max(lengths, default=0) > row_tokens:
+  longest = max(lengths, default=0)
+  if longest > row_tokens:
     raise ValueError(
-      f'A segment of {max(lengths)} tokens does not fit a row of {row_tokens}: '
+      f'A segment of {longest} tokens does not fit a row of {row_tokens}: '
       'raise row_tokens.'
     )
   used: list[int] = []
@@ -73,26 +101,28 @@ def layout(lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1) ->
   return Layout(tuple(lengths), tuple(places), rows, row_tokens)
 
 
-def pack(segments: Sequence[types.Segment], where: Layout) -> types.Batch:
-  """A batch of the segments' tokens, masks, log-probs; advantages and weights are 0."""
-  number, seen = [], [0] * where.rows
-  for row, _ in where.places:
-    seen[row] += 1
-    number.append(seen[row])
+def pack(table: TokenTable, where: Layout) -> types.Batch:
+  """The batch of a table's rows; advantages and weights that it lacks are 0.
+
+  Args:
+    table: Its columns that a batch has fields for are placed, as float32.
+    where: The layout of its segments.
+  """
+  columns = {name: getattr(table, name, None) for name in types.Batch._fields[4:]}
   # Until the learner takes it, a batch is of NumPy arrays.
-  zeros: Any = np.zeros((where.rows, where.row_tokens), np.float32)
-  place: Callable[..., Any] = where.place
-  return types.Batch(
-    tokens=place([s.tokens for s in segments], np.int32),
-    positions=place([np.arange(len(s.tokens)) for s in segments], np.int32),
-    segment_ids=place(
-      [np.full(len(s.tokens), i) for i, s in zip(number, segments, strict=True)], np.int32
-    ),
-    action_mask=place([s.action_mask for s in segments], bool),
-    logprobs=place([s.logprobs for s in segments], np.float32),
-    advantages=zeros,
-    weights=zeros,
-  )
+  numbers: dict[str, Any] = {
+    name: where.place(column, np.float32)
+    for name, column in columns.items()
+    if column is not None
+  }
+  nothing: Any = np.zeros((where.rows, where.row_tokens), np.float32)
+  texts: dict[str, Any] = {
+    'tokens': where.place(table.tokens, np.int32),
+    'positions': where.place(where.positions, np.int32),
+    'segment_ids': where.place(where.segment_ids, np.int32),
+    'action_mask': where.place(table.action_mask, bool),
+  }
+  return types.Batch(**texts, **{'advantages': nothing, 'weights': nothing} | numbers)
 
 
 def microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
@@ -101,18 +131,17 @@ def microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
     yield jax.tree.map(lambda x, at=slice(start, start + rows): x[at], batch)
 
 
-def gather(masks: Sequence[np.ndarray], per_segment: Sequence[np.ndarray]) -> np.ndarray:
-  """The numbers of one trajectory's chosen tokens, joined over its segments: float64."""
-  parts = [x[mask] for mask, x in zip(masks, per_segment, strict=True)]
-  return np.concatenate(parts).astype(np.float64)
+def split(table: TokenTable, shape: Rows) -> tuple[list[types.Batch], Layout]:
+  """The micro-batches of a table's rows, and where these lie in all of them together.
+
+  Raises:
+    ValueError: A segment is longer than a row.
+  """
+  where = layout(
+    table.segment_lengths.tolist(), row_tokens=shape.row_tokens, row_multiple=shape.rows
+  )
+  return list(microbatches(pack(table, where), shape.rows)), where
 
 
-def scatter(masks: Sequence[np.ndarray], values: np.ndarray) -> list[np.ndarray]:
-  """The inverse of `gather`: one array a segment, 0 elsewhere."""
-  out, begin = [], 0
-  for mask in masks:
-    array, end = np.zeros(len(mask)), begin + int(mask.sum())
-    array[mask] = values[begin:end]
-    out.append(array)
-    begin = end
-  return out
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+  return np.concatenate([np.zeros(0, int), *parts])

@@ -1,37 +1,38 @@
-"""Rewards as estimators shall see them: from episodes to new episodes.
+"""Changes of the rewards, before advantages are estimated from them.
 
-Each transform gives new episodes and leaves its argument as it was. One that changes the
-unit of the rewards (`by_reward_to_go`, `by_group`) changes that of their named `parts`
-with it, so that the parts still add up to what they did; one that adds to the rewards
-leaves the parts alone. They compose; `less_kl` comes last, because the others measure
-what the environment gave.
+Each transform takes the rows that estimators are shown (rl/table.py) and returns the
+table with another column `rewards`. One that changes the unit of the rewards
+(`by_reward_to_go`, `by_group`) changes that of their named `parts` with it, so that the
+parts still add up to what they did; one that adds to the rewards leaves the parts alone.
+They compose; `less_kl` comes last, because the others measure what the environment gave.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 
+from jaxtyping import Float
 import numpy as np
 
-from agent_r1_jax.rl.episodes import Episode
+from agent_r1_jax.rl.table import TokenTable, discounted_sum, ends, sum_by
 
-Transform = Callable[[Sequence[Episode]], list[Episode]]
+Transform = Callable[[TokenTable], TokenTable]
 
 
-def by_reward_to_go(episodes: Sequence[Episode], *, eps: float = 1e-6) -> list[Episode]:
+def by_reward_to_go(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
   """r' = r / (max over the batch of |Σ_{u≥t} r_u| + ε): no return is beyond ±1.
 
   How Agent-R1's paper-era code (arXiv 2511.14460) normalises process rewards.
 
   Args:
-    episodes: The whole batch.
+    table: The whole batch.
     eps: Added to the divisor.
   """
-  to_go = [np.abs(np.cumsum(e.rewards[::-1])) for e in episodes]
-  scale = np.concatenate([np.zeros(1), *to_go]).max() + eps
-  return [_divided(e, scale) for e in episodes]
+  to_go = discounted_sum(table.trajectory, table.rewards, 1.0)
+  largest = np.abs(to_go).max(initial=0.0)
+  return _divided(table, np.full(len(table.group), largest + eps))
 
 
-def by_group(episodes: Sequence[Episode], *, eps: float = 1e-6) -> list[Episode]:
+def by_group(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
   """r' = r / (√(mean over the turns of the group of R_k²) + ε), R_k a turn's reward.
 
   Makes the process rewards of easy and hard tasks alike in size. GRPO's process
@@ -43,27 +44,24 @@ def by_group(episodes: Sequence[Episode], *, eps: float = 1e-6) -> list[Episode]
   trajectories.
 
   Args:
-    episodes: Of all groups.
+    table: Whole groups.
     eps: Added to the divisor.
   """
-  turns: dict[int, list[np.ndarray]] = {}
-  for e in episodes:
-    turns.setdefault(e.group, []).append(e.turn_rewards)
-  scales = {}
-  for group, rewards in turns.items():
-    squares = np.concatenate(rewards) ** 2
-    scales[group] = np.sqrt(squares.sum() / max(len(squares), 1)) + eps
-  return [_divided(e, scales[e.group]) for e in episodes]
+  group, groups = table.group[table.turn_trajectory], int(table.group.max(initial=-1)) + 1
+  squares = sum_by(group, table.turn_rewards**2, groups)
+  turns = np.bincount(group, minlength=groups)
+  scale = np.sqrt(squares / np.maximum(turns, 1)) + eps
+  return _divided(table, scale[table.group])
 
 
 def overlong(
-  episodes: Sequence[Episode],
+  table: TokenTable,
   *,
   limit: int,
   buffer: int,
   factor: float = 1.0,
   floor: float | None = None,
-) -> list[Episode]:
+) -> TokenTable:
   """r' = r + min(-(len - (limit - buffer)) / buffer · factor, 0) at the last action.
 
   DAPO's soft punishment of length (arXiv 2503.14476) with verl's convention: it goes on
@@ -71,10 +69,10 @@ def overlong(
   is the number of its action tokens: what the tools wrote is not the policy's fault.
 
   Args:
-    episodes: Any.
+    table: Any.
     limit: The length that is punished with `factor`.
     buffer: How long before it the punishment begins.
-    factor: Of the punishment.
+    factor: The punishment at the limit.
     floor: The punishment falls no deeper.
 
   Raises:
@@ -82,50 +80,43 @@ def overlong(
   """
   if not 0 < buffer <= limit:
     raise ValueError(f'buffer={buffer} must be positive and no more than limit={limit}.')
-  out = []
-  for e in episodes:
-    actions = np.flatnonzero(~np.isnan(e.logprobs))
-    penalty = min((limit - buffer - len(actions)) / buffer * factor, 0.0)
-    rewards = e.rewards.copy()
-    rewards[actions[-1:]] += penalty if floor is None else max(penalty, floor)
-    out.append(dataclasses.replace(e, rewards=rewards))
-  return out
+  actions = np.flatnonzero(table.action_mask)
+  last = actions[ends(table.trajectory[actions])]
+  lengths = np.bincount(table.trajectory[actions], minlength=len(table.group))
+  penalty = np.minimum((limit - buffer - lengths) / buffer * factor, 0.0)
+  penalty = penalty if floor is None else np.maximum(penalty, floor)
+  rewards = table.rewards.copy()
+  rewards[last] += penalty[table.trajectory[last]]
+  return dataclasses.replace(table, rewards=rewards)
 
 
 def less_kl(
-  episodes: Sequence[Episode],
+  table: TokenTable,
   *,
   coef: float,
   estimator: Callable[[np.ndarray, np.ndarray], np.ndarray],
-) -> list[Episode]:
+) -> TokenTable:
   """r'_t = r_t - β kl(log π_t, log π_ref,t) at every action token.
 
   The KL in the reward of PPO's RLHF (arXiv 1909.08593), as in verl. A token that the
   policy did not choose has none.
 
   Args:
-    episodes: With ref_logprobs.
+    table: With ref_logprobs.
     coef: β.
-    estimator: Of rl/kl.py: (logprobs, ref_logprobs) -> KL a token.
+    estimator: One of rl/kl.py: (logprobs, ref_logprobs) -> the KL of each token.
 
   Raises:
-    ValueError: An episode has no ref_logprobs.
+    ValueError: The table has no ref_logprobs.
   """
-  out = []
-  for e in episodes:
-    if e.ref_logprobs is None:
-      raise ValueError(
-        'less_kl needs Episode.ref_logprobs: set kl of the algorithm, so that the '
-        'reference policy scores the tokens.'
-      )
-    actions, rewards = ~np.isnan(e.logprobs), e.rewards.copy()
-    kl = estimator(e.logprobs[actions], e.ref_logprobs[actions])
-    rewards[actions] -= coef * np.asarray(kl)
-    out.append(dataclasses.replace(e, rewards=rewards))
-  return out
+  actions, rewards = table.action_mask, table.rewards.copy()
+  kl = estimator(table.logprobs[actions], table.column('ref_logprobs')[actions])
+  rewards[actions] -= coef * np.asarray(kl)
+  return dataclasses.replace(table, rewards=rewards)
 
 
-def _divided(episode: Episode, scale: float) -> Episode:
-  """The episode with its rewards and their named parts in another unit."""
-  parts = {name: value / scale for name, value in episode.parts.items()}
-  return dataclasses.replace(episode, rewards=episode.rewards / scale, parts=parts)
+def _divided(table: TokenTable, scale: Float[np.ndarray, 'N']) -> TokenTable:
+  """The table with its rewards and their named parts in another unit."""
+  parts = {name: part / scale for name, part in table.parts.items()}
+  rewards = table.rewards / scale[table.trajectory]
+  return dataclasses.replace(table, rewards=rewards, parts=parts)

@@ -2,7 +2,7 @@
 
 plan = updates.Plan(model, algorithm, shape, optimizers, schedule, ...)
 carry = updates.start(params, plan)
-carry, metrics = updates.learn(carry, trajectories, plan)
+carry, metrics, table = updates.learn(carry, trajectories, plan)
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ import optax
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import sharding, types
 from agent_r1_jax.models import decoder, lora
-from agent_r1_jax.rl import algorithms, experience, learner
-from agent_r1_jax.rl import kl as kl_lib
+from agent_r1_jax.rl import algorithms, credit, learner, packing
+from agent_r1_jax.rl import table as table_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Plan:
 
   model: decoder.DecoderConfig
   algorithm: algorithms.Algorithm
-  shape: experience.Rows
+  shape: packing.Rows
   optimizers: dict[str, optax.GradientTransformation]
   schedule: config_lib.Schedule = dataclasses.field(default_factory=config_lib.Schedule)
   reference_model: decoder.DecoderConfig | None = None
@@ -65,23 +65,23 @@ class Plan:
 
   @functools.cached_property
   def objectives(self) -> dict[str, learner.Loss]:
-    """Of policy and critic: each is made once, and so compiled once."""
+    """The losses of policy and critic; each is made once, and so compiled once."""
     policy = learner.objective(self.algorithm, shared_critic=self.shared_critic)
     if 'critic' not in self.optimizers:
       return {'policy': policy}
     return {'policy': policy, 'critic': learner.critic_objective(self.algorithm)}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Carry:
-  """What goes on from rollout to rollout.
+  """What goes on from rollout to rollout; `learn` gives another one.
 
   Attributes:
     states: 'policy', and 'critic' where that is a model of its own.
     reference: The reference policy's parameters, where there is one.
     sampler: The engine's parameters; adapters are not merged into them yet.
     sampler_step: The rollouts that they had learned from.
-    kl_coef: Of the algorithm's KL term.
+    kl_coef: The present weight of the algorithm's KL term.
     step: Rollouts learned from.
   """
 
@@ -133,8 +133,8 @@ def start(
   and the reference's adapters stay as they start, where they change nothing.
 
   Args:
-    params: Of the policy.
-    plan: Of the run.
+    params: The policy's parameters.
+    plan: The run's.
     reference: Another reference policy than the policy as it starts.
   """
   if reference is None and plan.algorithm.needs_reference:
@@ -158,59 +158,67 @@ def learn(
   *,
   baselines: Sequence[float] | None = None,
   prefixes: Sequence[np.ndarray] | None = None,
-) -> tuple[Carry, dict[str, float]]:
-  """Learns from one rollout.
+) -> tuple[Carry, dict[str, float], table_lib.TokenTable]:
+  """Learns from one rollout; no argument is changed.
 
   Args:
-    carry: Used up.
+    carry: What the last rollout left. The arrays of its policy and critic are donated:
+      after the call their memory is the new ones'.
     trajectories: None with status 'error', each with a turn.
-    plan: Of the run.
-    baselines: Of each trajectory, the reward of its task's greedy episode.
-    prefixes: Of each trajectory, tokens that only the critic sees, before the text.
+    plan: The run's.
+    baselines: The reward of the greedy episode of each trajectory's task.
+    prefixes: Tokens of each trajectory that only the critic sees, before the text.
 
   Returns:
-    The new carry, and metrics; those of the critic's updates begin 'critic_'.
+    The new carry; metrics, of which those of the critic's updates begin 'critic_'; and
+    the table of what was learned from, its trajectories in their order.
 
   Raises:
-    learner.NotFiniteError: See there. `carry` is used up in part.
+    learner.NotFiniteError: See there. Some of carry's arrays may have been donated.
   """
-  metrics: dict[str, float] = {'kl_coef': carry.kl_coef} if plan.algorithm.kl else {}
+  algorithm, kl = plan.algorithm, plan.algorithm.kl
+  states, kl_coef, reference = carry.states, carry.kl_coef, carry.reference
+  metrics: dict[str, float] = {'kl_coef': kl_coef} if kl else {}
+  table = table_lib.build(trajectories, baselines)
   if trajectories:
-    policy = carry.states['policy'].params
-    critic = carry.states['critic'].params if 'critic' in carry.states else policy
-    lived = experience.credit(
-      trajectories,
-      plan.algorithm,
-      experience.Models(
-        policy, plan.model, critic, carry.reference, plan.reference_model or plan.model
-      ),
+    if plan.lagging:
+      age = carry.step - table.policy_steps[table.action_mask]
+      metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
+    table = credit.score(
+      table,
+      algorithm,
+      _models(carry, plan),
       shape=plan.shape,
       temperature=plan.temperature,
-      kl_coef=carry.kl_coef,
-      baselines=baselines,
       prefixes=prefixes,
     )
-    if plan.lagging:
-      age = carry.step - np.concatenate([t.policy_steps for t in trajectories])
-      metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
-    metrics |= lived.metrics | _update(carry, lived, plan)
-  if isinstance(plan.algorithm.kl, kl_lib.InReward | kl_lib.InLoss) and 'kl' in metrics:
-    control = plan.algorithm.kl.control
-    carry.kl_coef = control(carry.kl_coef, metrics['kl'], len(trajectories))
-  carry.step += 1
-  params = carry.states['policy'].params
-  if plan.schedule.reference_every and carry.step % plan.schedule.reference_every == 0:
-    carry.reference = _copied(params)
-  if not plan.early:
-    hand_over(carry, plan)
-  return carry, metrics
+    table, found = credit.estimate(table, algorithm, kl_coef=kl_coef)
+    states, watched = _update(carry, table, plan, prefixes)
+    metrics |= found | watched
+  if kl and 'kl' in metrics:
+    kl_coef = kl.control(kl_coef, metrics['kl'], len(trajectories))
+  step = carry.step + 1
+  if plan.schedule.reference_every and step % plan.schedule.reference_every == 0:
+    reference = _copied(states['policy'].params)
+  carry = dataclasses.replace(
+    carry, states=states, reference=reference, kl_coef=kl_coef, step=step
+  )
+  return (carry if plan.early else hand_over(carry, plan)), metrics, table
 
 
-def hand_over(carry: Carry, plan: Plan):
+def hand_over(carry: Carry, plan: Plan) -> Carry:
   """Every so often, makes the policy the engine's; `learn` does it if not plan.early."""
-  if carry.step % plan.schedule.sync_every == 0 and carry.sampler_step != carry.step:
-    params = carry.states['policy'].params
-    carry.sampler, carry.sampler_step = _handed(params, plan), carry.step
+  if carry.step % plan.schedule.sync_every or carry.sampler_step == carry.step:
+    return carry
+  sampler = _handed(carry.states['policy'].params, plan)
+  return dataclasses.replace(carry, sampler=sampler, sampler_step=carry.step)
+
+
+def _models(carry: Carry, plan: Plan) -> credit.Models:
+  policy = carry.states['policy'].params
+  critic = carry.states['critic'].params if 'critic' in carry.states else policy
+  reference_model = plan.reference_model or plan.model
+  return credit.Models(policy, plan.model, critic, carry.reference, reference_model)
 
 
 def _value_head(model):
@@ -236,14 +244,16 @@ def _beside(learned, params):
   return lora.join(learned, lora.split(params)[1])
 
 
-def _update(carry, lived, plan) -> dict[str, float]:
-  """Epochs of mini-batches; the means of their metrics."""
-  metrics: dict[str, list[float]] = {}
+def _update(
+  carry: Carry, table: table_lib.TokenTable, plan: Plan, prefixes
+) -> tuple[dict[str, learner.TrainState], dict[str, float]]:
+  """Epochs of mini-batches: the new states, and the means of their metrics."""
+  states, metrics = dict(carry.states), dict[str, list[float]]()
 
   def update(name, batches):
     try:
-      carry.states[name], numbers = learner.update(
-        carry.states[name],
+      states[name], numbers = learner.update(
+        states[name],
         batches,
         config=plan.model,
         loss=plan.objectives[name],
@@ -256,19 +266,15 @@ def _update(carry, lived, plan) -> dict[str, float]:
       key = f'critic_{key}' if name == 'critic' and key != 'value_loss' else key
       metrics.setdefault(key, []).append(value)
 
-  for members in _minibatches(len(lived.trajectories), plan, carry.step):
-    if 'critic' in carry.states:
-      update('critic', experience.critic_minibatch(lived, members, shape=plan.shape))
+  options = {'algorithm': plan.algorithm, 'shape': plan.shape}
+  for members in _minibatches(len(table.group), plan, carry.step):
+    if 'critic' in states:
+      batches = credit.critic_minibatch(table, members, prefixes=prefixes, **options)
+      update('critic', batches)
     if carry.step >= plan.schedule.critic_warmup:
-      batches = experience.minibatch(
-        lived,
-        members,
-        shape=plan.shape,
-        kl_coef=carry.kl_coef,
-        dense=plan.shared_critic,
-      )
-      update('policy', batches)
-  return {name: float(np.mean(values)) for name, values in metrics.items()}
+      more = {'kl_coef': carry.kl_coef, 'dense': plan.shared_critic}
+      update('policy', credit.minibatch(table, members, **options, **more))
+  return states, {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
 def _minibatches(n: int, plan: Plan, step: int) -> Iterator[list[int]]:

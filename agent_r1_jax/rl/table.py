@@ -1,0 +1,418 @@
+"""The token table: one row a token of a rollout, one column a number.
+
+Trajectories become a table (`build`), models add columns to it (rl/credit.py), estimators
+are functions of its columns (rl/rewards.py, rl/advantages.py, rl/correction.py), and
+packing places its rows into the device's batch (rl/packing.py). Columns are NumPy arrays
+on the host; what estimators compute with is float64. A table is never changed:
+`dataclasses.replace(table, rewards=...)` gives another one.
+
+Rows are in the order of trajectories, of their segments, and of the tokens in these.
+Three columns say where a row belongs: `trajectory`, `turn` and `segment` number these
+over the whole batch. They also spread numbers: where x has a number for each trajectory,
+`x[table.trajectory]` has one for each row.
+
+Letters: n rows, K turns, N trajectories.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+
+from jaxtyping import Bool, Float, Int
+import numpy as np
+
+from agent_r1_jax import types
+
+# Trajectory.metrics whose names begin so are named parts of the reward.
+_PART = 'reward/'
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenTable:
+  """The tokens of some trajectories, or those of them that an estimator is shown.
+
+  A column that nobody has computed is None.
+
+  Attributes:
+    tokens: int32 token ids.
+    action_mask: True where the policy chose the token.
+    logprobs: log π of the token under the policy before the update, from which the ratio
+      of a loss starts. Without a correction the sampler's numbers, which are the same.
+    behaviour_logprobs: log π of the token under the policy that sampled it; 0 where none
+      did.
+    policy_steps: int32, the updates that the sampling policy had seen.
+    rewards: A turn's reward on its last action token, else 0.
+    segment: The number of the row's segment.
+    turn: The number of the row's turn. What the environment wrote after a reply belongs
+      to the reply's turn; what stands before the first reply of a segment has -1.
+    trajectory: The number of the row's trajectory.
+    turn_trajectory: The trajectory of each turn.
+    states: What the policy was shown right before each turn, as a number: equal numbers
+      are equal texts.
+    group: The group of each trajectory, counted from 0. The members of one group answered
+      the same task.
+    truncated: Whether a budget ended the trajectory, not the environment.
+    parts: Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
+    baselines: The reward of the greedy episode of each trajectory's task.
+    final_values: The critic's value of the state after each trajectory's last token.
+    values: The critic's value of the state before the token.
+    ref_logprobs: log π of the token under the reference policy.
+    advantages: What the token was worth, beyond what was expected.
+    returns: What the critic is to learn.
+    weights: The token's share in the loss.
+    kl_weights: The token's share in the KL term of the loss, coefficient included.
+    correction: Importance weights where another policy sampled; 1 off the action mask.
+  """
+
+  tokens: Int[np.ndarray, 'n']
+  action_mask: Bool[np.ndarray, 'n']
+  logprobs: Float[np.ndarray, 'n']
+  behaviour_logprobs: Float[np.ndarray, 'n']
+  policy_steps: Int[np.ndarray, 'n']
+  rewards: Float[np.ndarray, 'n']
+  segment: Int[np.ndarray, 'n']
+  turn: Int[np.ndarray, 'n']
+  trajectory: Int[np.ndarray, 'n']
+  turn_trajectory: Int[np.ndarray, 'K']
+  states: Int[np.ndarray, 'K']
+  group: Int[np.ndarray, 'N']
+  truncated: Bool[np.ndarray, 'N']
+  parts: Mapping[str, Float[np.ndarray, 'N']] = dataclasses.field(default_factory=dict)
+  baselines: Float[np.ndarray, 'N'] | None = None
+  final_values: Float[np.ndarray, 'N'] | None = None
+  values: Float[np.ndarray, 'n'] | None = None
+  ref_logprobs: Float[np.ndarray, 'n'] | None = None
+  advantages: Float[np.ndarray, 'n'] | None = None
+  returns: Float[np.ndarray, 'n'] | None = None
+  weights: Float[np.ndarray, 'n'] | None = None
+  kl_weights: Float[np.ndarray, 'n'] | None = None
+  correction: Float[np.ndarray, 'n'] | None = None
+
+  def __len__(self) -> int:
+    """n."""
+    return len(self.tokens)
+
+  def column(self, name: str) -> np.ndarray:
+    """A column that may not be there.
+
+    Raises:
+      ValueError: It is not; says what gives it.
+    """
+    if (column := getattr(self, name)) is None:
+      mend = _GIVEN_BY.get(name, 'nobody has computed them')
+      raise ValueError(f'The table has no {name}: {mend}.')
+    return column
+
+  @property
+  def scores(self) -> Float[np.ndarray, 'N']:
+    """The undiscounted reward of each trajectory."""
+    return sum_by(self.trajectory, self.rewards, len(self.group))
+
+  @property
+  def turn_rewards(self) -> Float[np.ndarray, 'K']:
+    """The reward of each turn."""
+    return sum_by(self.turn, self.rewards, len(self.states))
+
+  @property
+  def lengths(self) -> Int[np.ndarray, 'N']:
+    """The rows of each trajectory."""
+    return np.bincount(self.trajectory, minlength=len(self.group))
+
+  @property
+  def segment_lengths(self) -> Int[np.ndarray, 'S']:
+    """The rows of each segment that has some, in the table's order."""
+    return np.diff(np.append(starts(self.segment), len(self)))
+
+  def take(self, rows: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
+    """The table of some rows, in their order; turns and trajectories stay all there."""
+    return self._with_rows(lambda column: column[rows])
+
+  def rows_of(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
+    """The rows of some trajectories, in their order."""
+    spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
+    return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
+
+  def visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
+    """Which rows estimators are shown.
+
+    Args:
+      action_mask: The action tokens alone. Otherwise all that follows the first prompt of
+        a segment (the paper's ablation): what the environment wrote takes part as if the
+        policy had chosen it.
+    """
+    return self.action_mask if action_mask else self.turn >= 0
+
+  def spread(
+    self, rows: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
+  ) -> Float[np.ndarray, 'n']:
+    """The column that has x in the chosen rows and `rest` in the others."""
+    column = np.full(len(self), rest)
+    column[rows] = x
+    return column
+
+  def with_prefixes(
+    self, prefixes: Sequence[Int[np.ndarray, '_']]
+  ) -> tuple['TokenTable', Bool[np.ndarray, 'm']]:
+    """The table with further tokens before every segment, and which rows are no such.
+
+    Args:
+      prefixes: The tokens of each trajectory. Their other numbers are 0.
+    """
+    before = starts(self.segment)
+    given = [prefixes[i] for i in self.trajectory[before]]
+    where = np.repeat(before, [len(tokens) for tokens in given])
+    wide = self._with_rows(lambda column: np.insert(column, where, 0))
+    wide = dataclasses.replace(
+      wide,
+      tokens=np.insert(self.tokens, where, np.concatenate([_NO_TOKENS, *given])),
+      segment=np.insert(self.segment, where, self.segment[where]),
+      turn=np.insert(self.turn, where, -1),
+      trajectory=np.insert(self.trajectory, where, self.trajectory[where]),
+    )
+    return wide, np.insert(np.ones(len(self), bool), where, False)
+
+  def actions_of(self, trajectory: int) -> dict[str, list]:
+    """The numbers of a trajectory's action tokens, as lists of one length, for a log.
+
+    Turns are counted from 1; fractions have four decimals; what there is no column of is
+    left out.
+    """
+    rows = self.take((self.trajectory == trajectory) & self.action_mask)
+    columns = {name: getattr(rows, name) for name in _LOGGED}
+    first = np.min(rows.turn, initial=len(self.states))
+    return {'turn': (rows.turn - first + 1).tolist()} | {
+      name: np.round(column, 4).tolist()
+      for name, column in columns.items()
+      if column is not None
+    }
+
+  def _with_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
+    names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_ROWS
+    columns = {name: getattr(self, name) for name in names}
+    return dataclasses.replace(
+      self, **{name: change(x) for name, x in columns.items() if x is not None}
+    )
+
+
+# The columns that have a number for each turn or each trajectory.
+_NOT_OF_ROWS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
+_NOT_OF_ROWS |= {'final_values'}
+# What a log says of each token.
+_LOGGED = ('tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs', 'ref_logprobs')
+_LOGGED += ('rewards', 'values', 'advantages', 'returns', 'correction')
+# What a user does to get a column that is missing.
+_GIVEN_BY = {
+  'values': 'set value_loss of the algorithm, so that there is a critic',
+  'ref_logprobs': "set kl of the algorithm, or add 'ref_logprobs' to its reads, so that "
+  'the reference policy scores the tokens',
+  'baselines': "add 'baselines' to reads of the algorithm, so that a greedy episode of "
+  'each task is played',
+  'advantages': 'let advantages of the algorithm return a table that has them',
+  'returns': 'let advantages of the algorithm return a table that has them, or leave '
+  'value_loss out',
+}
+
+
+# From trajectories.
+
+
+def build(
+  trajectories: Sequence[types.Trajectory], baselines: Sequence[float] | None = None
+) -> TokenTable:
+  """The table of all tokens of some trajectories.
+
+  Args:
+    trajectories: None of them is changed, and the table shares no array with them.
+    baselines: The reward of the greedy episode of each trajectory's task.
+
+  Raises:
+    ValueError: A turn has no tokens, or some that are not actions: its reward would be
+      lost. Or the turns do not hold every action token once and in order.
+  """
+  for t in trajectories:
+    _check_turns(t)
+  table = of_segments([s for t in trajectories for s in t.segments])
+  turn, rewards, states = _turn_columns(trajectories, table)
+  numbers = np.arange(len(trajectories))
+  owner = np.repeat(numbers, [len(t.segments) for t in trajectories])
+  names = {name for t in trajectories for name in t.metrics if name.startswith(_PART)}
+  part = lambda name: np.array([t.metrics.get(name, 0.0) for t in trajectories], float)
+  return dataclasses.replace(
+    table,
+    rewards=rewards,
+    turn=turn,
+    trajectory=owner[table.segment],
+    turn_trajectory=np.repeat(numbers, [len(t.turns) for t in trajectories]),
+    states=states,
+    group=np.unique([t.group for t in trajectories], return_inverse=True)[1],
+    truncated=np.array([t.status in types.BUDGETS for t in trajectories], bool),
+    parts={name.removeprefix(_PART): part(name) for name in sorted(names)},
+    baselines=None if baselines is None else np.array(baselines, float),
+  )
+
+
+def _turn_columns(trajectories, table: TokenTable):
+  """The columns turn and rewards, and the state before each turn (TokenTable)."""
+  turn, rewards, states = table.turn.copy(), table.rewards.copy(), []
+  seen: dict[bytes, int] = {}
+  begin = 0  # The row where the trajectory's first segment begins.
+  for t in trajectories:
+    offsets = begin + np.cumsum([0, *(len(s.tokens) for s in t.segments)])
+    shown = (-1, 0)
+    for part in t.turns:
+      start = offsets[part.segment]
+      turn[start + part.start : offsets[part.segment + 1]] = len(states)
+      rewards[start + part.stop - 1] = part.reward
+      known = _known(t.segments, shown, part.segment)
+      state = t.segments[part.segment].tokens[known : part.start].tobytes()
+      states.append(seen.setdefault(state, len(seen)))
+      shown = (part.segment, part.stop)
+    begin = offsets[-1]
+  return turn, rewards, np.array(states, int)
+
+
+def of_segments(segments: Sequence[types.Segment]) -> TokenTable:
+  """The table of texts without turns; each is a trajectory, alone in its group."""
+  join = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+  numbers = np.arange(len(segments))
+  number = np.repeat(numbers, [len(s.tokens) for s in segments])
+  logprobs = join([s.logprobs for s in segments], np.float64)
+  none = np.zeros(0, int)
+  return TokenTable(
+    tokens=join([s.tokens for s in segments], np.int32),
+    action_mask=join([s.action_mask for s in segments], bool),
+    logprobs=logprobs,
+    behaviour_logprobs=logprobs,
+    policy_steps=join([s.policy_steps for s in segments], np.int32),
+    rewards=np.zeros(len(number)),
+    segment=number,
+    turn=np.full(len(number), -1),
+    trajectory=number,
+    turn_trajectory=none,
+    states=none,
+    group=numbers,
+    truncated=np.zeros(len(segments), bool),
+  )
+
+
+# What estimators do with columns. In these, `ids` says to what each number belongs (a
+# trajectory, a turn, a segment); equal ids stand side by side.
+
+
+def starts(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
+  """Where each run of equal ids begins."""
+  return np.flatnonzero(np.diff(ids, prepend=-2))
+
+
+def ends(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
+  """The last place of each run of equal ids."""
+  return np.flatnonzero(np.diff(ids, append=-2))
+
+
+def sum_by(
+  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], count: int
+) -> Float[np.ndarray, 'm']:
+  """Σ x over each of the ids 0, 1, ..., count - 1; they may come in any order."""
+  # Without a number bincount gives integers, weights or not.
+  return np.bincount(ids, x, minlength=count).astype(np.float64)
+
+
+def discounted_sum(
+  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], factor: float
+) -> Float[np.ndarray, 'n']:
+  """y_t = x_t + f y_{t+1} within each run of equal ids, in log₂ n operations.
+
+  After j rounds y_t is the sum of the first 2ʲ terms of x_t + f x_{t+1} + f² x_{t+2} ...
+  """
+  y, reach, longest = x.copy(), 1, np.max(ends(ids) - starts(ids), initial=-1) + 1
+  while reach < longest:
+    same = ids[reach:] == ids[:-reach]
+    y[:-reach] += factor**reach * np.where(same, y[reach:], 0.0)
+    reach *= 2
+  return y
+
+
+def following(
+  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], after: Float[np.ndarray, 'm']
+) -> Float[np.ndarray, 'n']:
+  """x_{t+1} within each run of equal ids, and after[id] at its end."""
+  y, last = np.append(x[1:], np.zeros(1))[: len(x)], ends(ids)
+  y[last] = after[ids[last]]
+  return y
+
+
+def preceding(
+  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n']
+) -> Float[np.ndarray, 'n']:
+  """x_{t-1} within each run of equal ids, and 0 at its beginning."""
+  y = np.append(np.zeros(1), x)[: len(x)]
+  y[starts(ids)] = 0.0
+  return y
+
+
+def map_by(
+  keys: Sequence[np.ndarray],
+  x: Float[np.ndarray, 'n'],
+  measure: Callable[[np.ndarray], np.ndarray | float],
+) -> Float[np.ndarray, 'n']:
+  """Every number as the measure of its group has it.
+
+  map_by([table.group], table.scores, np.mean) is, for each trajectory, the mean score of
+  its group.
+
+  Args:
+    keys: Numbers that are equal for members of a group, in all of these arrays.
+    x: What is measured.
+    measure: Takes the numbers of a group, in their order; returns as many, or one for
+      all of them.
+  """
+  members: dict[tuple, list[int]] = {}
+  for i, key in enumerate(zip(*(k.tolist() for k in keys), strict=True)):
+    members.setdefault(key, []).append(i)
+  out = np.zeros(len(x))
+  for chosen in members.values():
+    out[chosen] = measure(x[chosen])
+  return out
+
+
+def tied(scores: Float[np.ndarray, 'n']) -> bool:
+  """Whether scores are equal, but for the rounding of the sums that they are."""
+  return len(scores) < 2 or bool(np.ptp(scores) <= 1e-12 * np.abs(scores).max())
+
+
+def _known(segments, shown: tuple[int, int], number: int) -> int:
+  """How many tokens of a segment the policy had seen, or said, when a turn ended.
+
+  Args:
+    segments: The trajectory's.
+    shown: The turn's segment and its end there.
+    number: The segment of the next turn: another one may go on from the text of the last,
+      as an append-only episode does that is stored as steps.
+  """
+  before, stop = shown
+  if before == number:
+    return stop
+  same = before >= 0 and np.array_equal(
+    segments[before].tokens[:stop], segments[number].tokens[:stop]
+  )
+  return stop if same else 0
+
+
+def _check_turns(trajectory: types.Trajectory) -> None:
+  """Raises ValueError unless the turns hold every action token once and in order."""
+  masks = [segment.action_mask for segment in trajectory.segments]
+  begins = np.cumsum([0, *(len(mask) for mask in masks)])
+  held = [np.zeros(0, int)]
+  for number, t in enumerate(trajectory.turns):
+    if not 0 < t.stop - t.start == masks[t.segment][t.start : t.stop].sum():
+      raise ValueError(
+        f'Turn {number} of task {trajectory.task.id!r} spans tokens {t.start}:{t.stop}, '
+        'which are not all action tokens; its reward would be lost.'
+      )
+    held.append(begins[t.segment] + np.arange(t.start, t.stop))
+  acted = np.flatnonzero(np.concatenate([np.zeros(0, bool), *masks]))
+  if not np.array_equal(np.concatenate(held), acted):
+    raise ValueError(
+      f'The turns of task {trajectory.task.id!r} do not hold its {len(acted)} action '
+      'tokens, each once and in order.'
+    )

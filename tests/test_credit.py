@@ -1,0 +1,559 @@
+"""Credit: every number is read at its token and put there; weights are as stated."""
+
+import copy
+import dataclasses
+import itertools
+
+import episodes
+import jax
+import numpy as np
+import plain
+import pytest
+import test_learner
+
+from agent_r1_jax import types
+from agent_r1_jax.rl import advantages, algorithms, correction, credit, packing
+from agent_r1_jax.rl import kl as kl_lib
+from agent_r1_jax.rl import table as table_lib
+
+_PPO = algorithms.ppo(gamma=0.9, lam=0.8, kl_coef=0.05)
+quick_compiler = test_learner.quick_compiler
+
+
+def _counting(taken):
+  """Estimator that keeps what it is shown, and gives every row a number of its own."""
+
+  def advantages(table):
+    taken.append(table)
+    numbers = np.arange(1.0, len(table) + 1)
+    return dataclasses.replace(table, advantages=numbers, returns=numbers)
+
+  return advantages
+
+
+def _close(actual, expected, tolerance=2e-5):
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def _cut(n=14):
+  """Trajectories, every other one cut by a budget."""
+  statuses = itertools.cycle(['done', 'truncated', 'done', 'max_turns'])
+  ts = episodes.varied(n)
+  return [dataclasses.replace(t, status=s) for t, s in zip(ts, statuses)]
+
+
+def _unpacked(batches, segments, shape=plain.SHAPE):
+  """Batch whose fields are columns: a number for each token of the segments."""
+  lengths = [len(s.tokens) for s in segments]
+  where = packing.layout(lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows)
+  assert {b.tokens.shape for b in batches} == {tuple(shape)}
+  fields = plain.whole(batches)
+  return types.Batch(*(x if x is None else where.extract(x) for x in fields))
+
+
+def _said(params, trajectories):
+  """plain.Said whose fields are columns."""
+  said = plain.said(params, plain.segments_of(trajectories))
+  return plain.Said(*map(np.concatenate, said))
+
+
+# Credit.
+
+
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('own_critic', [True, False])
+def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
+  taken, ts = [], _cut()
+  algorithm = _PPO._replace(
+    advantages=_counting(taken),
+    advantage_mask=masked,
+    kl=None,
+    reads=('values', 'ref_logprobs', 'baselines'),
+  )
+  which = plain.models(own_critic=own_critic)
+  table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
+  (shown,) = taken
+  rows, of_critic = table.visible(masked), _said(which.critic, ts)
+  expected = {
+    'ref_logprobs': _said(which.reference, ts).logprobs,
+    'values': of_critic.values,
+  }
+  for name, column in expected.items():
+    _close(getattr(table, name), column)
+    _close(getattr(shown, name), column[rows])
+  # After the last token, whoever wrote it.
+  _close(shown.final_values, of_critic.after[table_lib.ends(table.trajectory)])
+  assert shown.baselines.tolist() == list(range(14))
+  assert shown.truncated.tolist() == [t.status != 'done' for t in ts]
+
+
+def _first_returns(table):
+  """The return of the first action of each trajectory."""
+  acted = table.take(table.action_mask)
+  return acted.returns[table_lib.starts(acted.trajectory)]
+
+
+def test_an_episode_that_ran_out_has_ended():
+  """γ = λ = 1: the return of the first token is all that comes."""
+  ts = _cut()
+  table, _ = plain.credit(ts, algorithms.ppo(kl_coef=0.0))
+  expected = [t.reward for t in ts]
+  np.testing.assert_allclose(_first_returns(table), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_a_cut_episode_can_go_on_with_the_value_after_its_last_token():
+  ts = _cut()
+  table, _ = plain.credit(ts, algorithms.ppo(kl_coef=0.0, bootstrap_truncated=True))
+  after = _said(plain.shared(), ts).after[table_lib.ends(table.trajectory)]
+  # γ = λ = 1: the return of the first token is all that comes.
+  goes_on = np.where([t.status == 'done' for t in ts], 0.0, after)
+  expected = np.array([t.reward for t in ts]) + goes_on
+  np.testing.assert_allclose(_first_returns(table), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize('masked', [True, False])
+def test_credit_is_put_at_its_tokens(masked):
+  taken, ts = [], plain.trajectories()
+  algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
+  table, metrics = plain.credit(ts, algorithm)
+  assert table.ref_logprobs is table.correction is table.weights is None
+  rows, count = table.visible(masked), len(taken[0])
+  for column in (table.advantages, table.returns):
+    np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
+    assert not column[~rows].any()
+  np.testing.assert_allclose(metrics['advantage_std'], np.arange(count).std())
+
+
+def test_nothing_that_is_given_changes():
+  ts = episodes.varied(14)
+  before, algorithm = copy.deepcopy(ts), _PPO._replace(rewards=(_doubled,))
+  built = table_lib.build(ts)
+  same = copy.deepcopy(built)
+  options = {'shape': plain.SHAPE, 'prefixes': [np.arange(2, dtype=np.int32)] * 14}
+  scored = credit.score(built, algorithm, plain.models(own_critic=True), **options)
+  estimated, _ = credit.estimate(scored, algorithm, kl_coef=0.1)
+  credit.minibatch(estimated, range(14), algorithm, shape=plain.SHAPE)
+  credit.critic_minibatch(estimated, range(14), algorithm, **options)
+  for field in dataclasses.fields(built):
+    was = getattr(same, field.name)
+    np.testing.assert_equal(getattr(built, field.name), was)
+    if was is not None and field.name != 'final_values':
+      np.testing.assert_equal(getattr(estimated, field.name), was)
+  for t, b in zip(ts, before):
+    assert t.turns == b.turns and t.metrics == b.metrics
+    for segment, was in zip(t.segments, b.segments):
+      np.testing.assert_equal(vars(segment), vars(was))
+
+
+def _doubled(table):
+  return dataclasses.replace(table, rewards=2 * table.rewards)
+
+
+@pytest.mark.parametrize('masked', [True, False])
+def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
+  """After the algorithm's own transforms, with the present coefficient."""
+  taken, ts = [], plain.trajectories()
+  algorithm = _PPO._replace(
+    advantages=_counting(taken),
+    advantage_mask=masked,
+    rewards=(_doubled,),
+    kl=kl_lib.InReward(coef=99.0, estimator=kl_lib.k2),
+  )
+  table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
+  (shown,) = taken
+  before = table_lib.build(ts)
+  kl = 0.5 * (before.logprobs - _said(plain.reference(), ts).logprobs) ** 2
+  kl = np.where(before.action_mask, kl, 0.0)
+  rows = before.visible(masked)
+  expected = (2 * before.rewards - 0.3 * kl)[rows]
+  np.testing.assert_allclose(shown.rewards, expected, rtol=1e-5, atol=1e-4)
+  assert before.action_mask[rows].all() == masked
+  sums = np.bincount(before.trajectory, kl)
+  counts = np.bincount(before.trajectory, before.action_mask)
+  np.testing.assert_allclose(metrics['kl'], np.mean(sums / counts), rtol=1e-5)
+  # What the environment gave is still to be seen.
+  np.testing.assert_array_equal(table.rewards, before.rewards)
+
+
+def test_the_mean_kl_is_verls():
+  # verl adds 1e-8 to the count of an episode's tokens.
+  expected = episodes.golden()['verl/kl_in_reward/current_kl']
+  for masked in (True, False):
+    batch = episodes.golden_actions('rewards_outcome', masked=masked)
+    counts = np.bincount(batch.trajectory, batch.action_mask)
+    share = (counts / (counts + 1e-8))[batch.trajectory[batch.action_mask]]
+    out = credit._mean_kl(batch, lambda p, q, share=share: kl_lib.k1(p, q) * share)
+    np.testing.assert_allclose(out, expected, rtol=1e-9)
+
+
+def test_a_segment_that_fits_no_row_is_refused():
+  with pytest.raises(ValueError, match='does not fit a row of 16'):
+    plain.credit(plain.trajectories(), _PPO, shape=packing.Rows(2, 16))
+
+
+# Masks.
+
+
+@pytest.mark.parametrize('advantage_mask', [True, False])
+@pytest.mark.parametrize('loss_mask', [True, False])
+@pytest.mark.parametrize('kind', ['grpo', 'ppo', 'shared'])
+def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
+  """The ablation of the paper's Table 4, the cell that it lacks included."""
+  ts, segments = plain.trajectories(), plain.segments_of(plain.trajectories())
+  algorithm = (plain.GRPO if kind == 'grpo' else _PPO)._replace(
+    loss_mask=loss_mask, advantage_mask=advantage_mask
+  )
+  table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
+  options = {'shape': plain.SHAPE, 'dense': kind == 'shared'}
+  batch = _unpacked(credit.minibatch(table, range(14), algorithm, **options), segments)
+  acted = np.concatenate([s.action_mask for s in segments])
+  every = [np.logical_or.accumulate(s.action_mask) for s in segments]
+  every = np.concatenate(every)
+  assert every.sum() > acted.sum()
+  weighed, valued = (acted if on else every for on in (loss_mask, advantage_mask))
+  np.testing.assert_allclose(batch.weights, weighed / weighed.sum(), rtol=1e-6)
+  np.testing.assert_array_equal(batch.advantages != 0, valued)
+  sampled = np.concatenate([s.logprobs for s in segments])
+  np.testing.assert_array_equal(batch.logprobs[acted], sampled[acted])
+  # Nobody sampled what the environment wrote: its ratio starts at 1.
+  given = weighed & ~acted
+  _close(batch.logprobs[given], _said(plain.policy(), ts).logprobs[given])
+  if kind == 'ppo':
+    assert batch.values is None and batch.returns is None
+    whole = credit.critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    batch = _unpacked(whole, segments)
+    np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
+  if kind != 'grpo':
+    assert not batch.returns[~valued].any() and batch.returns[acted].all()
+    for returns, mask, s in zip(
+      plain.by_segment(segments, batch.returns),
+      plain.by_segment(segments, valued),
+      segments,
+    ):
+      # The last thing that the environment wrote is worth nothing.
+      if not advantage_mask and s.action_mask.any():
+        assert returns[mask & ~s.action_mask][:-1].all()
+
+
+def test_with_both_masks_nothing_of_the_environment_is_read():
+  """Only what it wrote, as the text before the actions."""
+  ts = plain.trajectories()
+  broken = [
+    dataclasses.replace(t, segments=[dataclasses.replace(s) for s in t.segments])
+    for t in ts
+  ]
+  for s in plain.segments_of(broken):
+    s.logprobs = np.where(s.action_mask, s.logprobs, np.float32(np.nan))
+  # And no forward pass is spent on log-probs that are known.
+  nothing = credit.Models(None, plain.CONFIG)
+
+  def outcome(some, algorithm, which):
+    table, _ = plain.credit(some, algorithm, which)
+    return table, credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+
+  _, batches = outcome(ts, plain.GRPO, nothing)
+  _, others = outcome(broken, plain.GRPO, nothing)
+  assert any(np.isnan(b.logprobs).any() for b in others)
+  gradients = (
+    plain.gradient(plain.policy(), b, plain.GRPO_OBJECTIVE) for b in (others, batches)
+  )
+  plain.equal(*gradients)
+  (expected, _), (table, _) = (outcome(x, _PPO, plain.models()) for x in (ts, broken))
+  np.testing.assert_array_equal(table.advantages, expected.advantages)
+  np.testing.assert_array_equal(table.returns, expected.returns)
+
+
+# Corrections.
+
+
+def test_corrections_weigh_their_actions():
+  ts, segments = plain.trajectories(), plain.segments_of(plain.trajectories())
+  given = []
+
+  def correct(acted):
+    given.append(acted)
+    return np.arange(2.0, len(acted) + 2)
+
+  algorithm = plain.GRPO._replace(correction=correct)
+  table, metrics = plain.credit(ts, algorithm)
+  new, mask = _said(plain.policy(), ts).logprobs, table.action_mask
+  (acted,) = given
+  _close(acted.logprobs, new[mask])
+  sampled = np.concatenate([s.logprobs for s in segments])
+  np.testing.assert_array_equal(acted.behaviour_logprobs, sampled[mask])
+  whole = credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batch = _unpacked(whole, segments)
+  np.testing.assert_array_equal(batch.correction[mask], np.arange(2, mask.sum() + 2))
+  assert (batch.correction[~mask] == 1).all()
+  # The ratio starts from the policy that is updated.
+  _close(batch.logprobs, new)
+  for name, value in correction.statistics(acted).items():
+    assert metrics[f'stale_{name}'] == value
+
+
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('kind', ['in the reward', 'reverse'])
+def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked):
+  """verl's: the sampler's log-probs are for the correction alone."""
+  taken, ts = [], plain.trajectories()
+  algorithm = _PPO._replace(advantage_mask=masked, correction=correction.token_band())
+  if kind == 'reverse':
+    algorithm = algorithms.distillation(
+      advantage_mask=masked, correction=correction.token_band()
+    )
+  else:
+    algorithm = algorithm._replace(
+      advantages=_counting(taken), kl=kl_lib.InReward(estimator=kl_lib.k2)
+    )
+  table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
+  old, other = (_said(p, ts).logprobs for p in (plain.policy(), plain.reference()))
+  before = table_lib.build(ts)
+  mask, rows = before.action_mask, before.visible(masked)
+  assert np.abs(old - before.logprobs)[mask].max() > 0.1, 'another policy sampled'
+  if kind == 'reverse':
+    kl = np.where(mask, old - other, 0.0)
+    expected, found = -kl, table.advantages
+  else:
+    kl = np.where(mask, 0.5 * (old - other) ** 2, 0.0)
+    expected, found = (before.rewards - 0.3 * kl)[rows], taken[0].rewards
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  means = np.bincount(before.trajectory, kl) / np.bincount(before.trajectory, mask)
+  np.testing.assert_allclose(metrics['kl'], means.mean(), rtol=1e-4)
+
+
+# What the critic alone sees.
+
+
+def _with_prefixes():
+  """Trajectories, prefixes of 0 to 5 tokens, and the texts that the critic sees."""
+  ts, rng = plain.trajectories(), np.random.default_rng(3)
+  prefixes = [rng.integers(0, 64, i % 6).astype(np.int32) for i in range(14)]
+  views = []
+  for t, prefix in zip(ts, prefixes):
+    for s in t.segments:
+      none = np.zeros(len(prefix) + len(s.tokens))
+      tokens = np.concatenate([prefix, s.tokens])
+      views.append(types.Segment(tokens, none > 0, none))
+  return ts, prefixes, views
+
+
+def test_the_critic_sees_the_prefix_before_every_segment():
+  ts, prefixes, views = _with_prefixes()
+  taken = []
+  algorithm = _PPO._replace(advantages=_counting(taken), kl=None)
+  which = plain.models(own_critic=True)
+  table, _ = plain.credit(ts, algorithm, which, prefixes=prefixes)
+  said = plain.said(plain.critic(), views)
+  before = [prefixes[i] for i, t in enumerate(ts) for _ in t.segments]
+  cut = lambda x: np.concatenate([a[len(p) :] for a, p in zip(x, before)])
+  values, after = cut(said.values), cut(said.after)
+  _close(table.values, values)
+  # With a prefix there is a state before the first token.
+  first = table_lib.starts(table.segment)
+  assert ((table.values[first] != 0) == [len(p) > 0 for p in before]).all()
+  (shown,) = taken
+  _close(shown.values, values[table.action_mask])
+  _close(shown.final_values, after[table_lib.ends(table.trajectory)])
+  options = {'shape': plain.SHAPE, 'prefixes': prefixes}
+  batches = credit.critic_minibatch(table, range(14), algorithm, **options)
+  batch = _unpacked(batches, views)
+  np.testing.assert_array_equal(batch.tokens, np.concatenate([v.tokens for v in views]))
+  weights = table.action_mask / table.action_mask.sum()
+  for column, expected in (
+    (batch.weights, weights),
+    (batch.values, table.values),
+    (batch.returns, table.returns),
+  ):
+    split = plain.by_segment(views, column)
+    np.testing.assert_allclose(cut(split), expected, rtol=1e-6)
+    assert not any(a[: len(p)].any() for a, p in zip(split, before))
+  # The policy never sees it.
+  batches = credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  tokens = _unpacked(batches, plain.segments_of(ts)).tokens
+  np.testing.assert_array_equal(tokens, table.tokens)
+
+
+def test_a_prefix_that_fits_no_row_is_refused():
+  t = episodes.trajectory('....000')
+  room = [np.zeros(25, np.int32)]
+  plain.credit([t], _PPO, plain.models(own_critic=True), prefixes=room)
+  message = 'segment of 7 tokens and the 26 before it.*critic sees do not fit a row of 32'
+  with pytest.raises(ValueError, match=message):
+    plain.credit([t], _PPO, prefixes=[np.zeros(26, np.int32)])
+
+
+# Mini-batches.
+
+
+def _made_up(trajectories):
+  """A table with different numbers for every token."""
+  names = ('logprobs', 'advantages', 'ref_logprobs', 'correction', 'values', 'returns')
+  table = table_lib.build(trajectories)
+  numbers = {
+    name: np.arange(1.0, len(table) + 1) + 1000 * i for i, name in enumerate(names)
+  }
+  return dataclasses.replace(table, **numbers), names
+
+
+_AGGREGATES = [
+  algorithms.token_mean,
+  algorithms.seq_mean_token_mean,
+  algorithms.seq_mean_token_sum_norm(20),
+]
+
+
+@pytest.mark.parametrize('members', [range(14), [5, 0, 2], [1]])
+@pytest.mark.parametrize('aggregate', _AGGREGATES)
+def test_minibatch_puts_every_number_at_its_token(members, aggregate):
+  algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
+  (table, names), shape = _made_up(plain.trajectories()), packing.Rows(3, 40)
+  options = {'shape': shape, 'kl_coef': 0.3, 'dense': True}
+  batches = credit.minibatch(table, members, algorithm, **options)
+  chosen = [plain.trajectories()[i] for i in members]
+  segments = plain.segments_of(chosen)
+  batch = _unpacked(batches, segments, shape)
+  rows = np.concatenate([np.flatnonzero(table.trajectory == i) for i in members])
+  for name in ('tokens', 'action_mask', *names):
+    np.testing.assert_array_equal(getattr(batch, name), getattr(table, name)[rows])
+  # The denominators are those of these members.
+  counts = np.array([sum(s.action_mask.sum() for s in t.segments) for t in chosen])
+  lengths = [sum(len(s.tokens) for s in t.segments) for t in chosen]
+  weights = np.repeat(aggregate(counts), lengths) * table.action_mask[rows]
+  np.testing.assert_allclose(batch.weights, weights, rtol=1e-6)
+  np.testing.assert_allclose(batch.kl_weights, 0.3 * batch.weights, rtol=1e-6)
+
+
+def test_only_what_is_read_is_in_a_minibatch():
+  table, _ = _made_up(plain.trajectories())
+  for batch in credit.minibatch(table, range(14), _PPO, shape=plain.SHAPE, kl_coef=0.3):
+    # The KL is in the reward, and the critic is another model.
+    assert batch.kl_weights is batch.values is batch.returns is None
+
+
+def _with_dead_groups():
+  """The second and the fourth group have nothing to learn from."""
+  ts = episodes.varied(14)
+  for i in (2, 3, 6, 7):
+    ts[i] = dataclasses.replace(
+      ts[i], turns=[dataclasses.replace(u) for u in ts[i].turns]
+    )
+    for turn in ts[i].turns:
+      turn.reward = 0.0
+  return ts
+
+
+@pytest.mark.parametrize('aggregate', _AGGREGATES)
+def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
+  ts = _with_dead_groups()
+  algorithm = plain.GRPO._replace(aggregate=aggregate)
+  table, _ = plain.credit(ts, algorithm)
+  whole = {'members': range(14), 'algorithm': algorithm, 'shape': plain.SHAPE}
+  sparse = credit.minibatch(table, **whole)
+  dense = credit.minibatch(table, **whole, dense=True)
+  kept = [i for i in range(14) if i not in (2, 3, 6, 7)]
+  few = _unpacked(sparse, plain.segments_of([ts[i] for i in kept]))
+  every = _unpacked(dense, plain.segments_of(ts))
+  live = np.isin(table.trajectory, kept)
+  np.testing.assert_array_equal(few.weights, every.weights[live])
+  # To rounding: the rows are others.
+  if aggregate is algorithms.token_mean:
+    run = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
+    (grads, sums), (expected, whole) = run(sparse), run(dense)
+    plain.close(grads, expected)
+    np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-5)
+
+
+def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
+  ts = _with_dead_groups()
+  table, _ = plain.credit(ts, plain.GRPO)
+  (batch,) = credit.minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
+  grads, sums = plain.gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
+  assert not any(map(np.any, jax.tree.leaves(grads))) and sums['loss'] == 0
+
+
+@pytest.mark.parametrize(
+  'change', [{'entropy_coef': 0.1}, {'kl': kl_lib.InLoss()}], ids=['entropy', 'kl']
+)
+def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
+  ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)
+  table, _ = plain.credit(ts, algorithm)
+  batches = credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  assert sum((b.segment_ids > 0).sum() for b in batches) == len(table)
+
+
+# Steps.
+
+
+def _as_steps(t):
+  """The same episode, each turn a segment whose prompt is all that came before it."""
+  (whole,), segments, turns = t.segments, [], []
+  for number, turn in enumerate(t.turns):
+    stop = turn.stop if number < len(t.turns) - 1 else len(whole.tokens)
+    acted = np.arange(stop) >= turn.start
+    acted &= whole.action_mask[:stop]
+    logprobs = np.where(acted, whole.logprobs[:stop], 0)
+    segments.append(types.Segment(whole.tokens[:stop], acted, logprobs))
+    turns.append(dataclasses.replace(turn, segment=number))
+  return dataclasses.replace(t, segments=segments, turns=turns)
+
+
+def _appended():
+  """Append-only episodes of one to four turns, done and cut, each in one segment."""
+  pictures = ('..00...111...', '...0', '.0.1..22..333....', '....00000.1', '..0..111..2')
+  pictures += ('.......0.......1.......22',)
+  out = []
+  for i, picture in enumerate(pictures):
+    turns = len(set(picture) - {'.'})
+    rewards = np.random.default_rng(i).normal(size=turns).tolist()
+    t = episodes.trajectory(picture, rewards=rewards, group=i // 2, seed=i)
+    out.append(dataclasses.replace(t, status='truncated' if i % 3 == 2 else 'done'))
+  return out
+
+
+def test_the_states_of_steps_are_those_of_the_concatenated_episode():
+  """GiGPO compares turns by what was shown before them."""
+  whole = episodes.shown(_appended())
+  steps = episodes.shown([_as_steps(t) for t in _appended()])
+  np.testing.assert_array_equal(steps.states, whole.states)
+  assert max(np.bincount(whole.turn_trajectory)) > 3
+  np.testing.assert_array_equal(
+    advantages.gigpo(steps).advantages, advantages.gigpo(whole).advantages
+  )
+
+
+@pytest.mark.parametrize('kind', ['grpo', 'shared', 'own'])
+def test_steps_are_the_concatenated_episode(kind):
+  """The same log-probs, values and credit at 2e-5, the same loss and gradient at 5e-5."""
+  algorithm = {
+    'grpo': algorithms.grpo(kl_coef=0.1, entropy_coef=0.01),
+    'shared': _PPO._replace(value_coef=0.5),
+    'own': _PPO._replace(kl=None, loss=plain.GRPO.loss),
+  }[kind]
+  own, dense = kind == 'own', kind == 'shared'
+  objective = plain.objective(plain.GRPO if own else algorithm, shared_critic=dense)
+  which, ts = plain.models(own_critic=own), _appended()
+  runs = []
+  for some in (ts, [_as_steps(t) for t in ts]):
+    table, _ = plain.credit(some, algorithm, which, kl_coef=0.1)
+    recomputed = algorithm._replace(correction=correction.token_truncated())
+    old, _ = plain.credit(some, recomputed, which)
+    acted = table.take(table.action_mask)
+    names = ('logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
+    flat = {name: getattr(acted, name) for name in names}
+    flat |= {
+      f'old {x}': getattr(old, x)[old.action_mask] for x in ('logprobs', 'correction')
+    }
+    flat = {name: column for name, column in flat.items() if column is not None}
+    options = {'algorithm': algorithm, 'shape': plain.SHAPE}
+    members = range(len(ts))
+    batches = credit.minibatch(table, members, **options, kl_coef=0.1, dense=dense)
+    learned = [plain.gradient(which.policy, batches, objective)]
+    if own:
+      batches = credit.critic_minibatch(table, members, **options)
+      of_critic = plain.critic_objective(_PPO)
+      learned.append(plain.gradient(which.critic, batches, of_critic))
+    runs.append((flat, learned, len(plain.segments_of(some))))
+  (flat, learned, size), (expected, expected_learned, more) = runs
+  assert more > 2 * size - 1 and len(flat) >= 5
+  plain.close(flat, expected)
+  plain.close(learned, expected_learned, 5e-5)
