@@ -1,6 +1,8 @@
 """A request: its reply, chunk by chunk or whole; texts that go on, fork, and are left."""
 
 import asyncio
+import pathlib
+import re
 
 import clients
 import jax
@@ -436,3 +438,12 @@ class TestRaces:
     _, segment = _run(engine, impatient(), waits_for_its_prompt(), seconds=60)
     assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
     tiny.assert_on_policy(clients.params(), [segment])
+
+
+def test_the_page_about_the_engine_runs(tmp_path, capsys):
+  text = (pathlib.Path(__file__).parents[1] / 'docs' / 'engine.md').read_text()
+  (block,) = re.findall(r'```python\n(.*?)```', text, re.S)
+  names: dict = {}
+  exec(block, names)
+  (best,) = tiny.within(names['main'], tiny.save(tmp_path / 'model'))
+  assert isinstance(best, str) and capsys.readouterr().out
