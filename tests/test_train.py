@@ -441,7 +441,7 @@ class TestErrors:
     'field, value, message',
     [
       ('model', 'nowhere', 'nowhere'),
-      ('temperature', 0.0, 'temperature is 0.0'),
+      ('temperature', 0.0, 'sampling.temperature is 0'),
       ('max_turns', 0, 'max_turns is 0'),
       ('rows', -1, 'rows is -1'),
       ('microbatch', -1, 'microbatch is -1'),

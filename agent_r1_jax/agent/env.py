@@ -116,7 +116,7 @@ class ToolEnv:
     if max_parallel_calls < 1:
       raise ValueError(f'max_parallel_calls={max_parallel_calls} must be at least 1.')
     if not reward_seconds > 0:
-      raise ValueError(f'reward_seconds={reward_seconds} must be above 0.')
+      raise ValueError(f'reward_seconds is {reward_seconds}; it must be above 0.')
     self._reward, self._metrics = reward, metrics
     self._reward_seconds = reward_seconds
     self._process_reward = process_reward or type(self).process_reward
