@@ -227,12 +227,14 @@ def _made_up(seed=0):
 
 _ESTIMATORS = [kl_lib.k1, kl_lib.k2, kl_lib.k3, kl_lib.absolute]
 _ESTIMATORS += [kl_lib.straight_through(estimator) for estimator in _ESTIMATORS]
-assert len(_SURROGATES) >= len(_ESTIMATORS), 'each of them is tried'
-
-
-@pytest.mark.parametrize(
-  ('name', 'estimator'), list(zip(_SURROGATES, itertools.cycle(_ESTIMATORS)))
+# As many pairs as are needed for each of both to be tried.
+_PAIRS = itertools.islice(
+  zip(itertools.cycle(_SURROGATES), itertools.cycle(_ESTIMATORS)),
+  max(len(_SURROGATES), len(_ESTIMATORS)),
 )
+
+
+@pytest.mark.parametrize(('name', 'estimator'), list(_PAIRS))
 def test_a_nan_without_weight_does_not_leak(bare, name, estimator):
   """From any field of the batch or from the model, for any surrogate and KL."""
   surrogate, kl = _SURROGATES[name], kl_lib.InLoss(estimator=estimator)

@@ -249,10 +249,10 @@ class TestEvaluationBesideRollouts:
     learn, run = train.updates.learn, train.evaluate.run
 
     def learn_and_note(carry, trajectories, *args, **kwargs):
-      carry, numbers = learn(carry, trajectories, *args, **kwargs)
+      carry, *rest = learn(carry, trajectories, *args, **kwargs)
       learned.append(trajectories)
       policies.append(jax.tree.map(np.array, carry.states['policy'].params))
-      return carry, numbers
+      return carry, *rest
 
     def run_and_note(*args, **kwargs):
       evaluated.append(run(*args, **kwargs)['dev'])
