@@ -38,7 +38,7 @@ _CFG = fields.define_flags(
     model=config_lib.Model(path=str(BASE)),
     schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
     limits=config_lib.Limits(max_turn_tokens=80),
-    optimizer=config_lib.Optimizer(learning_rate=3e-4),
+    optimizer=config_lib.Optimizer(learning_rate=2e-4),
     engine=config_lib.Engine(
       rows=128,
       slots=448,
