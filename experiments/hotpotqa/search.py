@@ -1,14 +1,17 @@
-"""Multi-turn RL with a search tool on real questions and real passages: HotpotQA.
+r"""Multi-turn RL with a search tool on real questions and real passages: HotpotQA.
 
   third_party/fetch.py hotpotqa
   python -m experiments.hotpotqa.pretrain
   python -m experiments.hotpotqa.search
 
 The last command takes 20 minutes on 2 CPU cores and prints a table: direct answer,
-Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With an instruct model in Hugging
-Face layout it is the paper's experiment, with that model's tokenizer and chat template:
+Naive RAG, Base Tool Call and GRPO on 300 held-out rows. With an instruct model in
+Hugging Face layout it is the paper's experiment, with that model's tokenizer and chat
+template. On one GPU of 80 GB, as docs/memory.md counts it:
 
-  python -m experiments.hotpotqa.search --config.model.path=Qwen2.5-3B-Instruct
+  XLA_PYTHON_CLIENT_MEM_FRACTION=.95 python -m experiments.hotpotqa.search \
+    --config.model.path=Qwen2.5-3B-Instruct --config.optimizer.kind=adamw8 \
+    --config.engine.slots=4096
 
 What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. A
 model with pretrain.py's rows.json beside its directory is the small one. The baselines
