@@ -324,15 +324,17 @@ def problems_of(outcomes: Sequence[Outcome], left: Sequence[str]) -> list[str]:
   """What does not hold of a run that was disturbed."""
   found = [f'left behind: {command}' for command in left]
   for outcome in outcomes:
+    # Once it has said its last word, nothing is left to be saved.
+    finished = outcome.said.startswith('end, with')
     if outcome.kind in ('terminate', 'interrupt'):
-      # Once it has said its last word, nothing is left to be saved.
-      finished = outcome.said.startswith('end, with')
       if outcome.status not in (0, preemption.STATUS) and not finished:
         found.append(f'{outcome.kind} ended with {outcome.status}: {outcome.said}')
       if outcome.seconds is not None and outcome.seconds > _ANSWER.value:
         found.append(f'{outcome.kind} was answered after {outcome.seconds:.1f} s')
     if outcome.kind == 'fill' and outcome.status is not None:
-      if outcome.status == 0 or 'disk is full' not in outcome.said:
+      # A run that had written all of it before the disk was full ends as ever.
+      done = outcome.status == 0 and finished
+      if not done and (outcome.status == 0 or 'disk is full' not in outcome.said):
         found.append(f'a full disk ended it with {outcome.status}: {outcome.said}')
   return found
 
