@@ -64,8 +64,9 @@ class TestPool:
     tally = collections.Counter()
     threads.tally.set(tally)
     for number in range(5):
-      with pytest.raises(workers.LateError, match=r'^wait gave no answer within 0\.01 s'):
-        await workers.call(gate.wait, seconds=0.01)
+      # Long enough for a thread to have begun, on a busy machine too.
+      with pytest.raises(workers.LateError, match=r'^wait gave no answer within 0\.5 s'):
+        await workers.call(gate.wait, seconds=0.5)
       assert pool.abandoned == {'wait': number + 1} and tally['wait'] == number + 1
       assert await workers.call(lambda: 'served') == 'served'
     await until(lambda: pool.at_work == 0)
