@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 import dataclasses
 from typing import Any, Self
 
-from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax import fields
 
-# The fields for which 0 is "chosen": sizes.py.
+# The fields for which 0 is "chosen": train/sizes.py.
 SIZES = (
   'engine.rows',
   'engine.slots',
@@ -317,7 +316,7 @@ class Optimizer:
 
 @dataclasses.dataclass
 class Mesh:
-  """Over which chips training and sampling are split; see sharding.py.
+  """Over which chips training and sampling are split; see host/sharding.py.
 
   Attributes:
     data: Chips, or groups of them, that hold the training state each.
@@ -359,6 +358,28 @@ class Checkpoint:
     fields.check(self, 'checkpoint', at_least_1=('every', 'keep'))
 
 
+@dataclasses.dataclass
+class Alarms:
+  """Numbers beyond which an alarm is logged.
+
+  Attributes:
+    entropy: The least mean entropy of the policy, in nats a token.
+    kl: The greatest mean KL, to the reference and of the update to its rollout.
+    dead_groups: The greatest share of groups whose rewards are all equal, of those that
+      were played.
+    truncated: The greatest share of episodes that a budget ended.
+    invalid_calls: The greatest share of calls that could not be read or run.
+    action_share: The least share of a trajectory's tokens that the policy chose.
+  """
+
+  entropy: float = 0.01
+  kl: float = 1.0
+  dead_groups: float = 0.9
+  truncated: float = 0.3
+  invalid_calls: float = 0.5
+  action_share: float = 0.02
+
+
 def _default(kind: Any) -> Any:
   return dataclasses.field(default_factory=kind)
 
@@ -397,7 +418,7 @@ class Config:
   optimizer: Optimizer = _default(Optimizer)
   mesh: Mesh = _default(Mesh)
   checkpoint: Checkpoint = _default(Checkpoint)
-  alarms: alarms_lib.Limits = _default(alarms_lib.Limits)
+  alarms: Alarms = _default(Alarms)
   seed: int = 0
   max_error_rate: float = 0.1
   log_episodes: int = 8

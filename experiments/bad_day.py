@@ -30,7 +30,9 @@ import time
 
 from absl import app, flags
 
-from agent_r1_jax import groups, metrics, preemption
+from agent_r1_jax.host import preemption
+from agent_r1_jax.report import metrics
+from agent_r1_jax.train import groups
 from experiments import bad_day_faults
 from experiments.miniwiki import tasks as miniwiki
 

@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agent_r1_jax import host, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_grammar
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
 from experiments import bench_shapes
@@ -470,7 +471,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
 
 
 def main(_):
-  host.prepare()
+  runtime.prepare()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')

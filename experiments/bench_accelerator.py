@@ -33,13 +33,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import host, types
+from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
 
@@ -389,7 +390,7 @@ MEASUREMENTS = (decode, context, kernels, step, agreement)
 
 
 def main(_):
-  host.prepare()
+  runtime.prepare()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')

@@ -70,12 +70,13 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
   """Seconds of sampling and of the update, by this project."""
   import jax
 
-  from agent_r1_jax import host, types
+  from agent_r1_jax import types
   from agent_r1_jax.engine import engine as engine_lib
   from agent_r1_jax.engine import request as request_lib
+  from agent_r1_jax.host import runtime
   from agent_r1_jax.rl import algorithms, learner, optimizers
 
-  host.prepare()
+  runtime.prepare()
   given, T = batch(), _PROMPT.value + _REPLY.value
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
   sizes = {'rows': _ROWS.value, 'slots': T, 'narrow': False, 'bucket': min(T, 512)}

@@ -45,11 +45,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
-from agent_r1_jax import sharding, types
+from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import attention, decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
 

@@ -36,23 +36,16 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import (
-  evaluate,
-  fields,
-  host,
-  metrics,
-  results,
-  rollout,
-  sft,
-  train,
-  types,
-)
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import calls, env
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
+from agent_r1_jax.report import metrics
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import evaluate, results, rollout, sft
 from experiments.hotpotqa import demos
 from experiments.miniwiki import tasks as miniwiki
 
@@ -292,7 +285,7 @@ def _shown(sets: Sets, example: list[types.Message]) -> Sets:
 
 
 def main(_):
-  host.quiet()
+  runtime.quiet()
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
     found = results.read(out / 'results.jsonl')

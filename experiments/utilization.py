@@ -25,14 +25,16 @@ from absl import app, flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import host, journal, rollout, schedule, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
+from agent_r1_jax.train import journal, rollout, schedule
 
 _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
 _STEPS = flags.DEFINE_integer(
@@ -164,7 +166,7 @@ def _system(config, rows, tail, chat):
 
 
 def main(_):
-  host.prepare()
+  runtime.prepare()
   chat = chat_lib.Chat(tokenizer_lib.load(_TOKENIZER))
   cells = []
   for tail in map(float, _TAILS.value):

@@ -5,7 +5,9 @@ import dataclasses
 import episodes
 import pytest
 
-from agent_r1_jax import alarms, evaluate, types
+from agent_r1_jax import config, types
+from agent_r1_jax.report import alarms
+from agent_r1_jax.train import evaluate
 
 _QUIET = {
   'alarm/entropy_collapse': 0.0,
@@ -15,7 +17,7 @@ _QUIET = {
   'alarm/invalid_calls': 0.0,
   'alarm/action_share': 0.0,
 }
-_LIMITS = alarms.Limits(
+_LIMITS = config.Alarms(
   entropy=0.5,
   kl=2.0,
   dead_groups=0.75,
@@ -71,7 +73,7 @@ def test_an_alarm_rings_just_beyond_its_limit(alarm, name, limit, beyond, others
 
 
 def test_what_is_absent_does_not_ring():
-  assert alarms.ring({}, _LIMITS) == alarms.ring({}, alarms.Limits()) == _QUIET
+  assert alarms.ring({}, _LIMITS) == alarms.ring({}, config.Alarms()) == _QUIET
   # Nor do limits that nothing can be beyond, or calls where there were none.
   numbers = {'rollout/tool_calls': 0.0, 'rollout/tool_errors': 0.0, 'rollout/tokens': 0.0}
   assert alarms.ring(numbers, _LIMITS) == _QUIET
@@ -106,7 +108,7 @@ def test_the_names_are_those_of_a_rollouts_summary():
 
 def test_the_bell_says_when_an_alarm_begins_and_when_it_ends():
   said = []
-  bell = alarms.Bell(alarms.Limits(), said.append)
+  bell = alarms.Bell(config.Alarms(), said.append)
   good, bad = {'rollout/status/truncated': 0.1}, {'rollout/status/truncated': 1.0}
   rung = [bell.ring(step, n) for step, n in enumerate([good, bad, bad, good, bad], 1)]
   assert [r['alarm/truncated'] for r in rung] == [0, 1, 1, 0, 1]
@@ -131,7 +133,7 @@ def test_every_alarm_has_its_words():
       'rollout/action_tokens': 1.0,
     },
   )
-  bell = alarms.Bell(alarms.Limits(), said.append)
+  bell = alarms.Bell(config.Alarms(), said.append)
   assert set(bell.ring(1, numbers).values()) == {1.0}
   words = ' '.join(said)
   for part in ('0.001 nats', 'is 9, above 1', 'of the groups', 'tool calls', '0.1% of'):

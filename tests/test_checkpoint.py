@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 
-from agent_r1_jax import checkpoint
+from agent_r1_jax.host import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -316,7 +316,7 @@ class TestDisk:
 _SAVER = """
 import sys
 import jax
-from agent_r1_jax import checkpoint
+from agent_r1_jax.host import checkpoint
 def arrays(step):
   return {'w': jax.random.normal(jax.random.key(step), (512, 512))}
 if __name__ == '__main__':
@@ -410,7 +410,7 @@ def test_restores_onto_another_mesh(tmp_path):
 import sys, numpy as np, jax
 jax.config.update('jax_num_cpu_devices', 4)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from agent_r1_jax import checkpoint
+from agent_r1_jax.host import checkpoint
 def put(n, spec):
   mesh = Mesh(np.array(jax.devices()[:n]), ('x',))
   w = np.arange(32.0, dtype=np.float32).reshape(8, 4)
@@ -436,7 +436,7 @@ def test_a_second_run_on_a_workdir_is_refused(tmp_path):
   """Until the first ends, even by a kill."""
   script = """
 import sys, time
-from agent_r1_jax import checkpoint
+from agent_r1_jax.host import checkpoint
 with checkpoint.lock(sys.argv[1]):
   print('locked', flush=True)
   time.sleep(600)

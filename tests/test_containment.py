@@ -13,11 +13,14 @@ import script
 import test_train
 import tiny
 
-from agent_r1_jax import metrics, preemption, rollout, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import calls, context, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import preemption
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import table
+from agent_r1_jax.train import rollout
 
 _LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=80)
 _SLOTS = 256

@@ -9,9 +9,11 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, metrics, rollout, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.report import metrics
+from agent_r1_jax.train import evaluate, rollout
 
 _LIMITS = rollout.Limits(max_turns=2, max_turn_tokens=12)
 

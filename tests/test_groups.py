@@ -4,7 +4,8 @@ import collections
 
 import pytest
 
-from agent_r1_jax import groups, types
+from agent_r1_jax import types
+from agent_r1_jax.train import groups
 
 
 def _tasks(n):

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import metrics, spool, tensorboard, types
+from agent_r1_jax import types
+from agent_r1_jax.report import metrics, tensorboard
+from agent_r1_jax.train import spool
 
 
 class TestWriter:

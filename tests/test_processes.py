@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import metrics, preemption, processes, train, types
+from agent_r1_jax import train, types
+from agent_r1_jax.host import preemption, processes
 from agent_r1_jax.models import weights
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
 
 _HEARTBEAT = 10

@@ -9,7 +9,8 @@ import textwrap
 import pytest
 import test_train
 
-from agent_r1_jax import fields, metrics, train
+from agent_r1_jax import fields, train
+from agent_r1_jax.report import metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
 model = test_train.model

@@ -8,7 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
-from agent_r1_jax import records, spool, types
+from agent_r1_jax import types
+from agent_r1_jax.host import records
+from agent_r1_jax.train import spool
 
 _TASK = types.Task('t0', [{'role': 'user', 'content': 'name'}], answer={'x'})
 

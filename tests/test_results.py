@@ -9,8 +9,9 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, results, train, types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import env
+from agent_r1_jax.train import evaluate, results
 
 
 def _tasks(*questions: str) -> list[types.Task]:
@@ -115,7 +116,7 @@ def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
   seen = []
   for text, world, other in ('111', '211', '221', '222'):
     (folder / 'script.py').write_text(
-      'from agent_r1_jax import results\nfrom mine import world\n'
+      'from agent_r1_jax.train import results\nfrom mine import world\n'
       f'print(results._code_digest())\n{text}'
     )
     (tmp_path / 'mine' / 'world.py').write_text(world)
@@ -164,7 +165,7 @@ class TestFile:
   def test_processes_that_write_at_the_same_time_lose_no_line(self, tmp_path):
     path = tmp_path / 'results.jsonl'
     code = (
-      'import sys; from agent_r1_jax import results\n'
+      'import sys; from agent_r1_jax.train import results\n'
       'for i in range(50): results.add(sys.argv[1], {"who": sys.argv[2], "i": i})'
     )
     writers = [subprocess.Popen([sys.executable, '-c', code, path, who]) for who in 'abc']

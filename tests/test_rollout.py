@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import records, rollout, spool, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import calls, context, rewards
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import replica
+from agent_r1_jax.host import records
 from agent_r1_jax.rl import table
+from agent_r1_jax.train import rollout, spool
 
 _LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=16)
 _SLOTS = 256

@@ -12,11 +12,13 @@ import pytest
 import test_train
 import tiny
 
-from agent_r1_jax import groups, journal, metrics, rollout, train, types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.models import weights
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.train import groups, journal, loop, rollout
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
@@ -32,14 +34,14 @@ def _run(model, workdir, learned=None, **kwargs):
   """The parameters, and in `learned` the trajectories of each update."""
   options = {name: kwargs.pop(name) for name in ('make_env', 'evals') if name in kwargs}
   config = test_train._config(model, **{'steps': 4, 'ahead': 1} | kwargs)
-  learn = train.updates.learn
+  learn = loop.updates.learn
 
   def spy(carry, trajectories, *args, **kwargs):
     if learned is not None:
       learned.append(trajectories)
     return learn(carry, trajectories, *args, **kwargs)
 
-  with mock.patch.object(train.updates, 'learn', spy):
+  with mock.patch.object(loop.updates, 'learn', spy):
     return test_train._run(config, workdir, algorithm=_STALE, **options)
 
 
@@ -67,7 +69,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = train.load(config.model, config.chat)
     engine = train.make_engine(config, shape, params)
     engine.warm_up()
-    plan, carry = train._plan(config, shape, params, _STALE)
+    plan, carry = loop._plan(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     for step in range(4):
       engine.sync_weights(jax.device_put(policies[max(0, step - 1)]), max(0, step - 1))
@@ -81,7 +83,7 @@ class TestOneStepOffPolicy:
         samples=config.schedule.samples,
         draw=journal.draw(config.schedule, step),
       )
-      carry, *_ = train.updates.learn(carry, played, plan)
+      carry, *_ = loop.updates.learn(carry, played, plan)
       policies.append(jax.tree.map(np.array, carry.states['policy'].params))
     test_train._assert_equal(carry.states['policy'].params, whole[0])
 
@@ -94,7 +96,7 @@ class TestOneStepOffPolicy:
   @pytest.mark.parametrize('moment', ['rollout', 'update'])
   def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path, moment):
     params, workdir, _ = whole
-    ended, learn = [], train.updates.learn
+    ended, learn = [], loop.updates.learn
 
     def end_in_update(carry, *args, **kwargs):
       ended.extend([True] if carry.step == 2 and moment == 'update' else [])
@@ -118,7 +120,7 @@ class TestOneStepOffPolicy:
     )
     with (
       mock.patch.object(train, 'make_engine', spy),
-      mock.patch.object(train.updates, 'learn', end_in_update),
+      mock.patch.object(loop.updates, 'learn', end_in_update),
       mock.patch.object(train.preemption, 'watch') as watch,
       pytest.raises(train.preemption.Preempted),
     ):
@@ -138,7 +140,7 @@ class TestOneStepOffPolicy:
 
   def test_it_is_played_during_the_update(self, model, tmp_path):
     """In turn, this would wait for ever."""
-    updating, learn = threading.Event(), train.updates.learn
+    updating, learn = threading.Event(), loop.updates.learn
     begun = []
 
     class Waits(env_lib.ToolEnv):
@@ -153,7 +155,7 @@ class TestOneStepOffPolicy:
       updating.set()
       return learn(*args, **kwargs)
 
-    with mock.patch.object(train.updates, 'learn', spy):
+    with mock.patch.object(loop.updates, 'learn', spy):
       make_env = lambda: Waits([], lambda *_: 0.0)
       _run(model, tmp_path, make_env=make_env, steps=2, eval_every=0)
     # Of two rollouts, and of the evaluation.
@@ -246,7 +248,7 @@ class TestEvaluationBesideRollouts:
         again = [{'role': 'user', 'content': 'name'}]
         return types.Step(again, len(reply) % 5 / 5.0, done=self.turns == 2)
 
-    learn, run = train.updates.learn, train.evaluate.run
+    learn, run = loop.updates.learn, train.evaluate.run
 
     def learn_and_note(carry, trajectories, *args, **kwargs):
       carry, *rest = learn(carry, trajectories, *args, **kwargs)
@@ -264,7 +266,7 @@ class TestEvaluationBesideRollouts:
       model, steps=2, ahead=1, partial=partial, eval_every=1, rows=20
     )
     with (
-      mock.patch.object(train.updates, 'learn', learn_and_note),
+      mock.patch.object(loop.updates, 'learn', learn_and_note),
       mock.patch.object(train.evaluate, 'run', run_and_note),
     ):
       make_env = lambda: Waits([], lambda *_: 0.0)

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import sharding
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, families, lora
 from agent_r1_jax.rl import learner, optimizers
 
@@ -112,7 +112,9 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
 from jax.experimental.pallas import tpu as pltpu
-from agent_r1_jax import sft, sharding, types
+from agent_r1_jax import types
+from agent_r1_jax.host import sharding
+from agent_r1_jax.train import sft
 from agent_r1_jax.models import attention, families, lora
 from agent_r1_jax.rl import algorithms, learner
 

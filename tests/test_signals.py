@@ -18,8 +18,10 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import metrics, preemption, train, types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.host import preemption
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, updates
 
 _LIMIT = 300

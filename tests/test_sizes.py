@@ -17,13 +17,16 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
-from agent_r1_jax import host, memory, metrics, sizes, train, types
+from agent_r1_jax import train, types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, learner, optimizers
+from agent_r1_jax.train import memory, sizes
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
 _WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)
@@ -477,7 +480,7 @@ def _batch(rows, tokens) -> Any:
 class TestMachine:
   def test_the_process_has_less_than_the_machine_and_more_than_it_uses(self):
     all_of_it = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    assert host._own_memory() < host.available_memory() <= all_of_it
+    assert runtime._own_memory() < runtime.available_memory() <= all_of_it
 
   def test_a_variable_says_otherwise(self, monkeypatch):
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '3.5')
@@ -498,8 +501,8 @@ class TestMachine:
     (tmp_path / 'self').write_text('0::/a/b\n')
     monkeypatch.setattr(host, '_GROUPS', root)
     monkeypatch.setattr(host, '_GROUP', tmp_path / 'self')
-    own = host._own_memory()
-    assert abs(host.available_memory() - 3_000_000 - own) < 1e8
+    own = runtime._own_memory()
+    assert abs(runtime.available_memory() - 3_000_000 - own) < 1e8
 
 
 # One step of a second or two; these sizes are left to be chosen.
@@ -553,7 +556,8 @@ def test_an_empty_model_is_named():
 def test_eight_devices_are_not_refused(model):
   """In a process of its own: this one has one device."""
   code = (
-    'import sys; from agent_r1_jax import config, sizes, train; '
+    'import sys; from agent_r1_jax import config, train; '
+    'from agent_r1_jax.train import sizes; '
     'from agent_r1_jax.rl import algorithms; '
     'run = config.Config(model=config.Model(sys.argv[1])); '
     'run = sizes.settle(run, algorithms.grpo()); '

@@ -26,24 +26,17 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import (
-  checkpoint,
-  fields,
-  metrics,
-  preemption,
-  rollout,
-  spool,
-  train,
-  types,
-  viewer,
-)
 from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import checkpoint, preemption
 from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.report import metrics, viewer
 from agent_r1_jax.rl import algorithms, learner
+from agent_r1_jax.train import loop, rollout, spool
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -234,13 +227,13 @@ class TestRun:
   def test_rollouts_are_written_with_the_numbers_of_their_tokens(self, model, tmp_path):
     tables = []
 
-    def learn(*args, learn=train.updates.learn, **kwargs):
+    def learn(*args, learn=loop.updates.learn, **kwargs):
       tables.append((args[1], learned := learn(*args, **kwargs)))
       return learned
 
     given = {'steps': 1, 'critic_learning_rate': 1e-2, 'eval_every': 0}
     config = _config(model, **given, log_episodes=5)
-    with mock.patch.object(train.updates, 'learn', learn):
+    with mock.patch.object(loop.updates, 'learn', learn):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
     (log,) = (tmp_path / 'trajectories').iterdir()
     ((chosen, (*_, table)),) = tables
@@ -308,7 +301,7 @@ class TestRun:
     )
     with (
       mock.patch.object(rollout, 'start', wraps=rollout.start) as start,
-      mock.patch.object(train.updates, 'learn', wraps=train.updates.learn) as learn,
+      mock.patch.object(loop.updates, 'learn', wraps=train.updates.learn) as learn,
     ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
     assert [c.kwargs['draw'] for c in start.mock_calls if 'draw' in c.kwargs] == [0, 1]
@@ -319,7 +312,7 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    plan, carry = train._plan(config, shape, params, _PPO)
+    plan, carry = loop._plan(config, shape, params, _PPO)
     assert not np.any(carry.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(carry.arrays(plan))
@@ -408,7 +401,7 @@ class TestErrors:
   def test_episodes_that_raise_are_passed_over_up_to_the_limit(
     self, model, tmp_path, monkeypatch
   ):
-    to_fail, trained, learn = [True], [], train.updates.learn
+    to_fail, trained, learn = [True], [], loop.updates.learn
 
     class Fails(env_lib.ToolEnv):
       async def step(self, reply):
@@ -424,7 +417,7 @@ class TestErrors:
       trained.extend(trajectories)
       return learn(carry, trajectories, *args, **kwargs)
 
-    monkeypatch.setattr(train.updates, 'learn', spy)
+    monkeypatch.setattr(loop.updates, 'learn', spy)
     config = _config(model, steps=1, max_error_rate=0.125, eval_every=0)
     _run(config, tmp_path / 'few', make_env=make_env, evals=None)
     (line,) = metrics.read(tmp_path / 'few')

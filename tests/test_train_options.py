@@ -11,11 +11,13 @@ import pytest
 import test_train
 import tiny
 
-from agent_r1_jax import evaluate, metrics, rollout, train, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.models import weights
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, rewards
+from agent_r1_jax.train import evaluate, loop, rollout
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -83,7 +85,7 @@ class TestDynamicSampling:
 
 def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
   begun, baselines, greedy, asked = [], [], [], []
-  learn, play = train.updates.learn, evaluate.run
+  learn, play = loop.updates.learn, evaluate.run
 
   class Counted(env_lib.ToolEnv):
     async def reset(self, task):
@@ -111,7 +113,7 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
   paid = {'process_reward': lambda *_: 1.0 + len(begun)}
   make_env = functools.partial(Counted, [test_train.look], lambda *_: 0.0, **paid)
   with (
-    mock.patch.object(train.updates, 'learn', spy),
+    mock.patch.object(loop.updates, 'learn', spy),
     mock.patch.object(evaluate, 'run', watched),
   ):
     _run(model, tmp_path, algorithms.remax(), make_env=make_env, max_turn_tokens=40)
@@ -205,7 +207,7 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
   said = r'loss is nan\. Its batch could not be written: the disk is full \(0\.0 MB free'
   with mounts.mounted(tmp_path, 'size=64k') as workdir:
     mounts.fill(workdir)
-    with pytest.raises(learner.NotFiniteError, match=said), train._dumping(workdir):
+    with pytest.raises(learner.NotFiniteError, match=said), loop._dumping(workdir):
       raise learner.NotFiniteError('The loss is nan.', [batch])
     assert [path.name for path in workdir.iterdir()] == ['filler']
 
@@ -217,14 +219,14 @@ def test_alarms_are_metrics(model, tmp_path):
 
 
 def test_truncated_episodes_can_be_left_out(model, tmp_path):
-  shown, learn = [], train.updates.learn
+  shown, learn = [], loop.updates.learn
 
   def spy(carry, trajectories, *args, **kwargs):
     shown.append({t.status for t in trajectories})
     return learn(carry, trajectories, *args, **kwargs)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(train.updates, 'learn', spy)
+    patch.setattr(loop.updates, 'learn', spy)
     # Two tokens a reply: most do not come to their end.
     _run(model, tmp_path / 'scored', max_turn_tokens=2)
     _run(model, tmp_path / 'left_out', _PLAIN._replace(mask_truncated=True))

@@ -12,7 +12,8 @@ import mounts
 import numpy as np
 import pytest
 
-from agent_r1_jax import types, viewer
+from agent_r1_jax import types
+from agent_r1_jax.report import viewer
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -236,7 +237,7 @@ class TestStructure:
 
 def view(*arguments, **kwargs):
   """The command, as people start it."""
-  command = [sys.executable, '-m', 'agent_r1_jax.viewer', *map(str, arguments)]
+  command = [sys.executable, '-m', 'agent_r1_jax.report.viewer', *map(str, arguments)]
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | kwargs
   return subprocess.Popen(command, cwd=ROOT, **pipes)
 

@@ -21,12 +21,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from agent_r1_jax import sharding, types
+from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import attention, decoder, lora
 
 

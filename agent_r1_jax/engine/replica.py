@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from agent_r1_jax import sharding, types
+from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
@@ -26,6 +26,7 @@ from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.engine import state as state_lib
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
 
 # How long a call for the end goes unheard where nothing is to be computed.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from agent_r1_jax import sharding
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import attention, families, lora
 
 Params = dict[str, Any]

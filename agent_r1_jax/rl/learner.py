@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float
 import numpy as np
 import optax
 
-from agent_r1_jax import sharding, types
+from agent_r1_jax import types
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, head, lora
 from agent_r1_jax.rl import algorithms, losses
 

@@ -19,13 +19,16 @@ import time
 from absl import app, flags
 import jax
 
-from agent_r1_jax import fields, host, metrics, sft
+from agent_r1_jax import fields
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.report import metrics
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import sft
 from experiments.hotpotqa import demos
 from experiments.miniwiki import induction
 
@@ -72,8 +75,8 @@ def texts(passages, rows, examples) -> Iterator[str]:
 
 
 def main(_):
-  host.quiet()
-  host.prepare()
+  runtime.quiet()
+  runtime.prepare()
   config, seed, start = _CFG.value, _SEED.value, time.time()
   out = pathlib.Path(_OUT.value)
   corpus, questions = qa_data.find(_DATA.value)

@@ -34,12 +34,15 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, fields, host, metrics, results, train, types
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
+from agent_r1_jax.host import runtime
+from agent_r1_jax.report import metrics
 from agent_r1_jax.retrieval import bm25, dense, documents
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import evaluate, results
 from experiments.hotpotqa import demos
 from experiments.miniwiki import hashing
 
@@ -116,7 +119,7 @@ _CFG = fields.define_flags(config_lib.Config())
 
 
 def main(_):
-  host.quiet()
+  runtime.quiet()
   given = config_flags.get_override_values(flags.FLAGS['config'])
   setting = setting_of(given.get('model.path', SMALL.config.model.path))
   config = fields.replace(setting.config, given)

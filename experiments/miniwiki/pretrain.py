@@ -17,12 +17,15 @@ import time
 from absl import app, flags
 import jax
 
-from agent_r1_jax import fields, host, metrics, sft, types
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.report import metrics
 from agent_r1_jax.retrieval import dense, documents
 from agent_r1_jax.tools import search as search_lib
+from agent_r1_jax.train import sft
 from experiments.miniwiki import demos, hashing, induction
 from experiments.miniwiki import tasks as miniwiki
 
@@ -75,8 +78,8 @@ def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
 
 
 def main(_):
-  host.quiet()
-  host.prepare()
+  runtime.quiet()
+  runtime.prepare()
   config, seed, out = _CFG.value, _SEED.value, pathlib.Path(_OUT.value)
   start = time.time()
   sample = list(demos.examples(seed + 2, _EXAMPLES.value, make_search))

@@ -15,11 +15,14 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, fields, host, report, results, train, types
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
+from agent_r1_jax.host import runtime
+from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import evaluate, results
 from experiments.miniwiki import tasks as miniwiki
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
@@ -54,7 +57,7 @@ _CFG = fields.define_flags(
 
 
 def main(_):
-  host.quiet()
+  runtime.quiet()
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
   retriever = miniwiki.index(_WORLD.value)
@@ -81,8 +84,8 @@ def main(_):
     label='GRPO on miniwiki',
   )
   numbers |= play(config, workdir / 'model', {'GRPO': (sets, agent)})
-  print('\n' + report.tables(numbers, workdir))
-  print(report.places(workdir))
+  print('\n' + summary.tables(numbers, workdir))
+  print(summary.places(workdir))
   print(f'{(time.time() - start) / 60:.1f} minutes in all.')
 
 

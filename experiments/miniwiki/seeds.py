@@ -14,7 +14,7 @@ import pathlib
 
 from absl import app, flags
 
-from agent_r1_jax import metrics
+from agent_r1_jax.report import metrics
 
 _OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md and .png written.')
 

@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from agent_r1_jax import host, report, train, types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import context, env, rewards, tool
+from agent_r1_jax.host import runtime
+from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
@@ -93,7 +95,7 @@ _ONLY = flags.DEFINE_list('only', list(VARIANTS), 'Variants to run.')
 
 
 def main(_):
-  host.quiet()
+  runtime.quiet()
   f = flags.FLAGS
   search_tool = search.search_tool(miniwiki.index(f.world), k=1)
   sets = quickstart.questions(f.questions, f.split)
@@ -113,7 +115,7 @@ def main(_):
       label=name,
     )
     numbers |= quickstart.play(config, workdir / 'model', {name: (sets, make_env)})
-  print('\n' + report.tables(numbers, pathlib.Path(f.workdir)))
+  print('\n' + summary.tables(numbers, pathlib.Path(f.workdir)))
 
 
 if __name__ == '__main__':

@@ -17,15 +17,15 @@ from typing import Any
 from absl import flags, logging
 import jax
 
-from agent_r1_jax import processes
+from agent_r1_jax.host import processes
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 # Where Linux says what a process and its control groups may use.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
-_PACKAGE = f'{pathlib.Path(__file__).parent}{os.sep}'
-_OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[1] / "experiments"}{os.sep}')
+_PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
+_OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
 _REFUSALS = (ValueError, FileNotFoundError)
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 

@@ -6,14 +6,15 @@ import dataclasses
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import metrics as metrics_lib
-from agent_r1_jax import preflight, rollout, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import call_grammar
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.report import metrics as metrics_lib
+from agent_r1_jax.train import preflight, rollout
 
 # What goes wrong in an episode; 0 is worth a line, too.
 _FAULTS = ('timeouts', 'abandoned_calls')

@@ -2,32 +2,8 @@
 
 import collections
 from collections.abc import Callable, Iterable, Mapping
-import dataclasses
 
-from agent_r1_jax import types
-
-
-@dataclasses.dataclass
-class Limits:
-  """Beyond which a number rings.
-
-  Attributes:
-    entropy: The least mean entropy of the policy, in nats a token.
-    kl: The greatest mean KL, to the reference and of the update to its rollout.
-    dead_groups: The greatest share of groups whose rewards are all equal, of those that
-      were played.
-    truncated: The greatest share of episodes that a budget ended.
-    invalid_calls: The greatest share of calls that could not be read or run.
-    action_share: The least share of a trajectory's tokens that the policy chose.
-  """
-
-  entropy: float = 0.01
-  kl: float = 1.0
-  dead_groups: float = 0.9
-  truncated: float = 0.3
-  invalid_calls: float = 0.5
-  action_share: float = 0.02
-
+from agent_r1_jax import config, types
 
 # What an alarm says where it begins, and what can be done.
 _WORDS = {
@@ -63,7 +39,7 @@ _WORDS = {
 class Bell:
   """Rings alarms, and says on the terminal when one begins and when it ends."""
 
-  def __init__(self, limits: Limits, say: Callable[[str], None]):
+  def __init__(self, limits: config.Alarms, say: Callable[[str], None]):
     """Nothing rings yet.
 
     Args:
@@ -133,7 +109,7 @@ class Faults:
       self._say(f'Faults since this start: {each}')
 
 
-def ring(numbers: Mapping[str, float], limits: Limits) -> dict[str, float]:
+def ring(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
   """'alarm/<name>' is 1 where a number is beyond its limit, else 0.
 
   Args:
@@ -144,7 +120,7 @@ def ring(numbers: Mapping[str, float], limits: Limits) -> dict[str, float]:
   return {f'alarm/{name}': float(rings) for name, (_, _, rings) in found.items()}
 
 
-def _beyond(numbers, limits: Limits) -> dict[str, tuple[float, float, bool]]:
+def _beyond(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bool]]:
   """Of each alarm the number, its limit, and whether it is beyond it."""
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
   above = {

@@ -8,7 +8,7 @@ import time
 from typing import Any
 import warnings
 
-from agent_r1_jax import disk
+from agent_r1_jax.host import disk
 
 _FLUSH_SECONDS = 10.0
 

@@ -7,7 +7,7 @@ import pathlib
 
 import numpy as np
 
-from agent_r1_jax import metrics
+from agent_r1_jax.report import metrics
 
 # Method, set, kind of task ('all' is of all), 'mean' and 'count'.
 Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]

@@ -5,7 +5,7 @@ At its end everyone is told everyone's trajectories: what follows (credit, packi
 the same computation everywhere, on the same numbers, and needs no collective of ours.
 
 JAX's coordination service carries the messages; the processes find each other in
-`host.prepare`. With one process, nothing here does anything.
+`runtime.prepare`. With one process, nothing here does anything.
 """
 
 import atexit
@@ -23,7 +23,7 @@ import jax
 # The only names here that JAX does not document; Orbax relies on the same.
 from jax._src import distributed
 
-from agent_r1_jax import records, watchdog
+from agent_r1_jax.host import records, watchdog
 
 # Of one message: what gRPC carries at a time is bounded.
 _PART = 1 << 20
@@ -47,7 +47,7 @@ def first() -> bool:
 
 
 def several() -> bool:
-  """Whether there are others; unlike jax.process_count, safe before `host.prepare`."""
+  """Whether there are others; unlike jax.process_count, safe before `runtime.prepare`."""
   return distributed.global_state.num_processes > 1
 
 
@@ -103,7 +103,7 @@ def look_out() -> None:
   Each says why it ends, if it can (`leave`). Of one that was killed or whose host is
   gone, JAX's coordination service knows after its heartbeat's time. The service lives in
   process 0: if that is killed, JAX aborts the others at once with some lines of its own,
-  and ours is among them (watchdog.py). For `host.prepare`; one process is left alone.
+  and ours is among them (watchdog.py). For `runtime.prepare`; one process is left alone.
   """
   global _looking
   if _looking or not several():

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from agent_r1_jax import processes, watchdog
+from agent_r1_jax.host import processes, watchdog
 
 # EX_TEMPFAIL of sysexits.h: start the same command again. What launch/ restarts on.
 STATUS = 75
@@ -50,7 +50,7 @@ class Watch:
     self._saving, self._left = threading.Event(), threading.Event()
 
   def given(self) -> bool:
-    """Whether this process or another one was told to end; after `host.prepare` only."""
+    """Whether this process or another one was told to end; after `runtime.prepare`."""
     return self._notice.given()
 
   def check(self) -> None:

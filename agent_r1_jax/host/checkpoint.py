@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from agent_r1_jax import checksums, disk, processes
+from agent_r1_jax.host import checksums, disk, processes
 
 
 class Checkpointer:

@@ -5,7 +5,7 @@
 
 or, as plain text and without anything to install:
 
-  python -m agent_r1_jax.viewer runs/quickstart/trajectories/step-00040-*.eval
+  python -m agent_r1_jax.report.viewer runs/quickstart/trajectories/step-00040-*.eval
 
 Inspect's words for ours: a sample is a group's task, its epochs are the group's members
 (the first is 1), a score is the reward. Of training rollouts the metadata of a sample has
@@ -30,8 +30,9 @@ import zlib
 
 import numpy as np
 
-from agent_r1_jax import disk, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import calls
+from agent_r1_jax.host import disk
 
 _VERSION = 2  # of Inspect's log schema
 _LIMITS = {'truncated': 'token', 'max_turns': 'turn'}

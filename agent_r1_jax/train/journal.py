@@ -17,10 +17,11 @@ import os
 import pathlib
 from typing import Any
 
-from agent_r1_jax import checkpoint, metrics, processes
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import spool as spool_lib
+from agent_r1_jax.host import checkpoint, processes
+from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import updates
+from agent_r1_jax.train import spool as spool_lib
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""host.py: what a process is told before JAX starts."""
+"""runtime.py: what a process is told before JAX starts."""
 
 import os
 import pathlib
@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from agent_r1_jax import host
+from agent_r1_jax.host import runtime
 
 _MEMORY = """
 import resource
 import numpy as np
-from agent_r1_jax import host
-if {keep}: assert host.keep_memory()
+from agent_r1_jax.host import runtime
+if {keep}: assert runtime.keep_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(2): np.ones(10_000_000)
 before = faults()
@@ -24,8 +24,8 @@ print(faults() - before)
 """
 _COMPILE = """
 import jax
-from agent_r1_jax import host
-host.keep_compilations()
+from agent_r1_jax.host import runtime
+runtime.keep_compilations()
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 jax.jit(lambda x: x + 1)(1.0)
 """
@@ -53,9 +53,9 @@ def test_freed_memory_is_not_faulted_in_again():
 def test_where_accelerators_are_memory_is_left_alone():
   code = """
 import importlib.util
-from agent_r1_jax import host
+from agent_r1_jax.host import runtime
 importlib.util.find_spec = lambda name: name == 'libtpu'
-print(host.keep_memory())
+print(runtime.keep_memory())
 """
   assert python(code, JAX_PLATFORMS='').split() == ['False']
 
@@ -75,12 +75,12 @@ def test_unless_jax_was_told_where(tmp_path, chosen):
 
 _JOIN = """
 import os, pathlib, socket
-from agent_r1_jax import host
+from agent_r1_jax.host import runtime
 with socket.socket() as free:
   free.bind(('127.0.0.1', 0))
   os.environ['JAX_COORDINATOR_ADDRESS'] = f'localhost:{free.getsockname()[1]}'
 os.environ |= {'JAX_NUM_PROCESSES': '1', 'JAX_PROCESS_ID': '0'}
-host.join()
+runtime.join()
 port = int(os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2])
 for name in ('tcp', 'tcp6'):
   for line in pathlib.Path('/proc/self/net', name).read_text().splitlines()[1:]:
@@ -118,20 +118,20 @@ def test_where_the_coordinator_listens(coordinator, expected, monkeypatch):
   monkeypatch.setattr(socket, 'getaddrinfo', named)
   if coordinator.startswith('[') and not socket.has_ipv6:
     pytest.skip('no IPv6 here')
-  assert host._bind_address(coordinator) == expected
+  assert runtime._bind_address(coordinator) == expected
 
 
 _NARRATION = """
 import pathlib, sys
 from absl import app, flags, logging
-from agent_r1_jax import host
+from agent_r1_jax.host import runtime
 folder = pathlib.Path({folder!r}) / 'site-packages'
 folder.mkdir(exist_ok=True)
 (folder / 'library.py').write_text(
   'from absl import logging\\nlogging.info("narrates")\\nlogging.warning("warns")')
 sys.path.insert(0, str(folder))
 def main(_):
-  for _ in range(2): host.quiet()
+  for _ in range(2): runtime.quiet()
   import library
   logging.info('mine')
   import logging as py

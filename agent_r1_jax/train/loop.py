@@ -12,42 +12,36 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from agent_r1_jax import alarms as alarms_lib
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import (
-  disk,
-  evaluate,
-  fields,
-  groups,
-  host,
-  identity,
-  journal,
-  preemption,
-  preflight,
-  processes,
-  report,
-  rollout,
-  schedule,
-  sharding,
-  sizes,
-  types,
-  viewer,
-)
-from agent_r1_jax import metrics as metrics_lib
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica
+from agent_r1_jax.host import disk, preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
+from agent_r1_jax.report import alarms as alarms_lib
+from agent_r1_jax.report import metrics as metrics_lib
+from agent_r1_jax.report import summary, viewer
 from agent_r1_jax.rl import algorithms, learner, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.train import (
+  evaluate,
+  groups,
+  identity,
+  journal,
+  preflight,
+  rollout,
+  schedule,
+  sizes,
+)
 
 Config = config_lib.Config
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """The chips that train as the configuration lays them out; None for one chip."""
-  host.prepare()
+  runtime.prepare()
   devices, samplers = sharding.parted(config.samplers)
   chips = len(devices)
   rest = config.data * config.tensor * config.context
@@ -83,7 +77,7 @@ def load(
   config: config_lib.Model, chat: config_lib.Chat, mesh: Mesh | None = None
 ) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
   """The shape, parameters (on the mesh, if given) and chat of the model's directory."""
-  host.prepare()
+  runtime.prepare()
   place = sharding.placer(mesh)
   shape, params = weights.load(config.path, dtype='float32', place=place)
   shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat)
@@ -134,7 +128,7 @@ def play(
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
-  host.quiet()
+  runtime.quiet()
   config.check()
   config = sizes.settle(fields.replace(config, {'model.path': str(model)}))
   mesh = make_mesh(config.mesh)
@@ -193,7 +187,7 @@ def run(
       takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
   """
-  host.quiet()
+  runtime.quiet()
   preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
   config = sizes.settle(config, algorithm, workdir)
@@ -328,8 +322,8 @@ def run(
     params = lora.merge(carry.states['policy'].params)
     weights.save(target, model, params, tokenizer_from=config.model.path)
   if processes.first():
-    report.training(workdir, label)
-    print(report.places(workdir))
+    summary.training(workdir, label)
+    print(summary.places(workdir))
   return params
 
 

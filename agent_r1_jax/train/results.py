@@ -17,7 +17,9 @@ from typing import Any
 import warnings
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, host, processes, rollout, train, types
+from agent_r1_jax import fields, train, types
+from agent_r1_jax.host import processes, runtime
+from agent_r1_jax.train import rollout
 
 # Fields of the configuration that change what a greedy policy says. The others (rows,
 # replicas, chips, ...) change how fast it says it.
@@ -56,7 +58,7 @@ def play(
   Returns:
     Method -> numbers, as JSON gives them back, in the order of `rows`.
   """
-  host.prepare()
+  runtime.prepare()
   keys = {}
   if processes.first():
     same = {
@@ -153,7 +155,7 @@ def digest(value: Any) -> str:
 
 def _code_digest() -> str:
   """The package's code and the script's: a mended reward must not show old numbers."""
-  files = {*pathlib.Path(__file__).parent.rglob('*.py'), *_files_of_the_script()}
+  files = {*pathlib.Path(__file__).parents[1].rglob('*.py'), *_files_of_the_script()}
   return digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
 
 

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agent_r1_jax import disk, tensorboard
+from agent_r1_jax.host import disk
+from agent_r1_jax.report import tensorboard
 
 # A curve's panels: a title, and the names (patterns of fnmatch) drawn in it.
 PANELS = {'Mean reward': ('reward', 'rollout/reward'), 'Exact match': ('em', '*/em')}

@@ -22,7 +22,8 @@ import zlib
 
 import jax
 
-from agent_r1_jax import disk, records, types
+from agent_r1_jax import types
+from agent_r1_jax.host import disk, records
 
 _MAGIC = b'agent_r1_jax episodes 1\n'
 _HEADER = struct.Struct('<QI')

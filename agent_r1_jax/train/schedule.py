@@ -18,10 +18,11 @@ import itertools
 from typing import Any
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import evaluate, groups, journal, rollout, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
+from agent_r1_jax.train import evaluate, groups, journal, rollout
 
 
 class Schedule:

@@ -17,9 +17,11 @@ from typing import Any
 import jax
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, host, memory, processes, sharding
+from agent_r1_jax import fields
+from agent_r1_jax.host import processes, runtime, sharding
 from agent_r1_jax.models import hf_config
 from agent_r1_jax.rl import algorithms
+from agent_r1_jax.train import memory
 
 FIELDS = config_lib.SIZES
 # GB (10^9 bytes) that each accelerator has, or this process on a CPU, in place of what
@@ -56,7 +58,7 @@ def settle(
   Raises:
     ValueError: It does not fit; lists the terms and which fields to change.
   """
-  host.prepare()
+  runtime.prepare()
   machine, models = find_machine(config.mesh), _read_models(config.model, algorithm)
   given = config
   if workdir is not None:
@@ -79,7 +81,7 @@ def find_machine(config: config_lib.Mesh) -> memory.Machine:
   if given is not None:
     found = _parse_memory(given)
   elif platform == 'cpu':
-    found = float(host.available_memory())
+    found = float(runtime.available_memory())
   else:
     stats = [device.memory_stats() or {} for device in local]
     found = float(min(s.get('bytes_limit', _UNKNOWN) for s in stats))

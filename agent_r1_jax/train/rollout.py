@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import processes, records, types
-from agent_r1_jax import spool as spool_lib
+from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import threads, workers
@@ -25,6 +24,8 @@ from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.host import processes, records
+from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env]
 Limits = config_lib.Limits
