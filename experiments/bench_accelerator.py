@@ -323,10 +323,10 @@ def step():
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
-  carry, found = updates.start(params, plan), []
+  train_state, found = updates.init(params, plan), []
   for _ in range(1 + _REPEATS.value):
     before = dataclasses.replace(engine.stats)
-    engine.sync_weights(carry.sampler, carry.sampler_step)
+    engine.sync_weights(train_state.sampler, train_state.sampler_step)
     start = time.perf_counter()
     segments = engine.run(
       [_talk(engine, config, n) for n in range(_TASKS.value * samples)]
@@ -336,8 +336,8 @@ def step():
       _trajectory(segment, n // samples, n % samples)
       for n, segment in enumerate(segments)
     ]
-    carry, *_ = updates.learn(carry, trajectories, plan)
-    jax.block_until_ready(carry.sampler)
+    train_state, *_ = updates.learn(train_state, trajectories, plan)
+    jax.block_until_ready(train_state.sampler)
     end, stats = time.perf_counter(), engine.stats
     parts = ('decode_seconds', 'prefill_seconds', 'host_seconds', 'idle_seconds')
     found.append(

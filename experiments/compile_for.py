@@ -116,7 +116,7 @@ def replica_mesh(kind: str, config: decoder.DecoderConfig) -> Any:
     raise app.UsageError(f'--tensor={tensor}: replicas have {list(_BLOCKS)} chips')
   # A program for some of a topology's chips does not compile: they are one by themselves.
   name = _BLOCKS[tensor] + ('x1' if kind in ('v4', 'v5p') else '')
-  return sharding.mesh(tensor=tensor, devices=chips(f'{kind}:{name}'))
+  return sharding.make_mesh(tensor=tensor, devices=chips(f'{kind}:{name}'))
 
 
 def abstract(tree: Any, where: Any) -> Any:
@@ -164,7 +164,7 @@ def parameters(config: decoder.DecoderConfig) -> Any:
   return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
-def training_state(config, optimizer, mesh) -> learner.TrainState:
+def training_state(config, optimizer, mesh) -> learner.ModelState:
   """Abstract and split."""
   shapes = jax.eval_shape(lambda p: learner.init(p, optimizer), parameters(config))
   return abstract(shapes, sharding.shardings(shapes, mesh))
@@ -180,7 +180,7 @@ def batch(mesh, rows: int, tokens: int) -> types.Batch:
     name: jax.ShapeDtypeStruct((rows, tokens), kinds.get(name, jnp.float32))
     for name in fields
   }
-  return abstract(types.Batch(**shapes), sharding.rows(mesh))
+  return abstract(types.Batch(**shapes), sharding.row_sharding(mesh))
 
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
@@ -349,7 +349,7 @@ def main(_):
   flags_of = {'data': _DATA, 'fsdp': _FSDP, 'tensor': _TENSOR, 'context': _CONTEXT}
   given = {axis: flag.value for axis, flag in flags_of.items() if flag.value}
   sizes = mesh_for(config, len(devices), _TOKENS.value, given)
-  everyone = sharding.mesh(**sizes, devices=devices)
+  everyone = sharding.make_mesh(**sizes, devices=devices)
   one_replica = replica_mesh(kind, config)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adamw(1e-6, b2=0.95, weight_decay=0.0)

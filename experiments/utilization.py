@@ -112,7 +112,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   config = config_lib.Schedule(
     steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
   )
-  engine, carry, plan = _system(config, rows, tail, chat)
+  engine, train_state, plan = _system(config, rows, tail, chat)
   at = journal.Position()
   quiet = types_lib.SimpleNamespace(phase=lambda *_: None)
   kept: Any = types_lib.SimpleNamespace(at=at, spool=None, progress=quiet)
@@ -126,12 +126,12 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled
-      carry, found, drawn = rollouts.take(carry, plan)
-      ages += [carry.step - t.policy_steps for group in found for t in group]
+      train_state, found, drawn = rollouts.take(train_state, plan)
+      ages += [train_state.step - t.policy_steps for group in found for t in group]
       time.sleep(seconds)
-      carry = dataclasses.replace(carry, step=carry.step + 1)
+      train_state = dataclasses.replace(train_state, step=train_state.step + 1)
       if not plan.early:
-        carry = updates.hand_over(carry, plan)
+        train_state = updates.sync_sampler(train_state, plan)
       at.learned({}, drawn)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
   tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
@@ -162,7 +162,7 @@ def _system(config, rows, tail, chat):
   rows_of_updates = packing.Rows(1, 1)  # There are none.
   plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)
   state: Any = types_lib.SimpleNamespace(params=nothing)
-  return engine, updates.Carry({'policy': state}, None, nothing), plan
+  return engine, updates.TrainState({'policy': state}, None, nothing), plan
 
 
 def main(_):

@@ -139,12 +139,12 @@ class TestOldNames:
     written = dataclasses.asdict(config_lib.Config()) | {old: 1}
     (tmp_path / 'config.json').write_text(json.dumps(written))
     with pytest.raises(ValueError, match=f'config.json is of an earlier .*{said}'):
-      sizes.recorded(config_lib.Config(), tmp_path)
+      sizes.load_recorded(config_lib.Config(), tmp_path)
 
   def test_a_file_of_this_version_is_not(self, tmp_path):
     written = dataclasses.asdict(tiny.run_config(rows=3, microbatch=2))
     (tmp_path / 'config.json').write_text(json.dumps(written))
-    found = sizes.recorded(config_lib.Config(), tmp_path)
+    found = sizes.load_recorded(config_lib.Config(), tmp_path)
     assert found == tiny.run_config(rows=3, microbatch=2)
 
 

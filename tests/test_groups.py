@@ -54,7 +54,7 @@ def test_tied_groups_are_drawn_anew_within_bounds():
     asked.append((len(tasks), refill))
     return [t for _ in tasks for t in _played(next(rewards))]
 
-  found, drawn = groups.draw(
+  found, drawn = groups.collect_groups(
     collect, lambda start, n: _tasks(n), n=2, samples=2, max_refills=2
   )
   assert asked == [(2, 0), (1, 1), (1, 2)] and drawn == 4

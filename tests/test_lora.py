@@ -195,24 +195,28 @@ def test_critic_and_reference_share_what_is_frozen():
     config_lib.Schedule(sync_every=2, reference_every=1),
     offload=True,
   )
-  carry = updates.start(_adapted(plain.policy()), plan)
-  policy, critic = (carry.states[name].params for name in ('policy', 'critic'))
-  for other in (critic, carry.reference, carry.sampler):
+  train_state = updates.init(_adapted(plain.policy()), plan)
+  policy, critic = (train_state.states[name].params for name in ('policy', 'critic'))
+  for other in (critic, train_state.reference, train_state.sampler):
     mine, its = (tree['layers']['mlp']['up'] for tree in (policy, other))
     assert its['kernel'] is mine['kernel'] and its['lora_a'] is not mine['lora_a']
     plain.equal(its, mine)
   assert 'value_head' in lora.split(critic)[0]
-  memory = {x.sharding.memory_kind for x in jax.tree.leaves(carry.states['critic'][1])}
+  memory = {
+    x.sharding.memory_kind for x in jax.tree.leaves(train_state.states['critic'][1])
+  }
   assert memory == {'pinned_host'}
   # Nor is it in a checkpoint, and what is comes back beside it.
-  arrays = carry.arrays(plan)
+  arrays = train_state.arrays(plan)
   trees = [arrays['policy'].params, arrays['reference'], arrays['sampler']]
   for tree in trees:
     assert tree.keys() == {'layers'}
     assert tree['layers']['attn']['q'].keys() == {'lora_a', 'lora_b'}
-  again = carry.restored(jax.tree.map(jnp.copy, arrays), carry.numbers())
-  plain.equal(again.states, carry.states)
-  plain.equal((again.reference, again.sampler), (carry.reference, carry.sampler))
+  again = train_state.restored(jax.tree.map(jnp.copy, arrays), train_state.numbers())
+  plain.equal(again.states, train_state.states)
+  plain.equal(
+    (again.reference, again.sampler), (train_state.reference, train_state.sampler)
+  )
 
 
 def test_the_sampler_and_the_learner_agree():

@@ -151,9 +151,9 @@ def test_its_state_can_wait_in_the_memory_of_the_host():
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
   assert kinds(away) == {'pinned_host'}
   back = sharding.to_device(away)
-  assert kinds(back) == {'device'} and kinds(sharding.as_before(back, away)) == kinds(
-    away
-  )
+  assert kinds(back) == {'device'} and kinds(
+    sharding.match_memory_kind(back, away)
+  ) == kinds(away)
   jax.tree.map(np.testing.assert_array_equal, back, state)
   # What is where it should be is not copied.
   here = sharding.to_device(state)

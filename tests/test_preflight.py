@@ -78,7 +78,7 @@ def test_what_is_no_list_or_no_dict_of_sets_is_named(tasks, evals, message):
 def test_a_broken_message_is_named_with_its_task(messages):
   tasks = [*_tasks('x'), types.Task('broken', messages)]
   with pytest.raises(ValueError, match=r"tasks\[1\] \('broken'\): a|no message|prompt"):
-    preflight.fitting(tiny.chat(), _env(), tasks, slots=128)
+    preflight.select_fitting_tasks(tiny.chat(), _env(), tasks, slots=128)
 
 
 class TestFitting:
@@ -92,7 +92,9 @@ class TestFitting:
     length = self._length(tasks[0], tools)
     for slots, fits in ((length + 1, True), (length, False)):
       options = {'slots': slots, 'long_prompts': 'skip'}
-      kept, said = preflight.fitting(tiny.chat(), _env(tools), tasks, **options)
+      kept, said = preflight.select_fitting_tasks(
+        tiny.chat(), _env(tools), tasks, **options
+      )
       assert list(kept) == (tasks if fits else tasks[1:])
       assert (said is None) == fits
 
@@ -100,7 +102,7 @@ class TestFitting:
     tasks = _tasks('x', 'one two three ' * 100, 'one two three ' * 200)
     lengths = [self._length(task) for task in tasks]
     with pytest.raises(ValueError) as error:
-      preflight.fitting(tiny.chat(), _env(), tasks, slots=128)
+      preflight.select_fitting_tasks(tiny.chat(), _env(), tasks, slots=128)
     said = str(error.value)
     assert said.startswith(
       '2 of 3 tasks leave no room for a reply in a row of engine.slots = 128'
@@ -111,7 +113,9 @@ class TestFitting:
   def test_where_none_fits_none_can_be_left_out(self):
     tasks = _tasks('one two three ' * 100)
     with pytest.raises(ValueError, match='1 of 1 tasks leave no room'):
-      preflight.fitting(tiny.chat(), _env(), tasks, slots=128, long_prompts='skip')
+      preflight.select_fitting_tasks(
+        tiny.chat(), _env(), tasks, slots=128, long_prompts='skip'
+      )
 
   def test_other_environments_begin_as_they_like(self):
     class Own(env_lib.ToolEnv):
@@ -121,14 +125,17 @@ class TestFitting:
     long = _tasks('one two three ' * 100)
     rebuilt = context.Rebuilt(_env(), lambda env: [{'role': 'user', 'content': 'x'}])
     for env in (Own([], lambda *_: 0.0), rebuilt):
-      assert preflight.fitting(tiny.chat(), env, long, slots=128) == (long, None)
+      assert preflight.select_fitting_tasks(tiny.chat(), env, long, slots=128) == (
+        long,
+        None,
+      )
     with pytest.raises(ValueError, match='no room'):
       window = context.SlidingWindow(_env(), turns=2)
-      preflight.fitting(tiny.chat(), window, long, slots=128)
+      preflight.select_fitting_tasks(tiny.chat(), window, long, slots=128)
 
   def test_evaluations_keep_their_tasks(self):
     short, long = _tasks('x', 'one two three ' * 100)
-    look = lambda tasks, evals: preflight.look(
+    look = lambda tasks, evals: preflight.examine(
       tiny.chat(), _env(), tasks, evals, slots=128, long_prompts='skip'
     )
     assert look([short], {'dev': [short]}) == ([short], [])
@@ -141,28 +148,28 @@ class TestFitting:
 
 class TestTools:
   def test_nothing_is_said_where_the_template_tells_of_them(self):
-    assert preflight.told_of_tools(tiny.chat(), _env([look])) is None
-    assert preflight.told_of_tools(tiny.chat(), _env()) is None
+    assert preflight.describe_tool_prompt(tiny.chat(), _env([look])) is None
+    assert preflight.describe_tool_prompt(tiny.chat(), _env()) is None
 
   def test_a_template_without_tools(self, tmp_path):
     chat = _ignorant(tmp_path)
-    assert preflight.told_of_tools(chat, _env()) is None
-    said = preflight.told_of_tools(chat, _env([look]))
+    assert preflight.describe_tool_prompt(chat, _env()) is None
+    said = preflight.describe_tool_prompt(chat, _env([look]))
     assert said and 'knows no tools: the system message tells of them (look)' in said
 
   def test_the_tasks_tell_of_them(self, tmp_path):
-    said = preflight.told_of_tools(
+    said = preflight.describe_tool_prompt(
       _ignorant(tmp_path, tools_in_prompt='own'), _env([look])
     )
     assert said and "Only the tasks' own messages tell of the tools (look)" in said
 
   def test_it_is_refused(self, tmp_path):
     chat = _ignorant(tmp_path, tools_in_prompt='refuse')
-    assert preflight.told_of_tools(chat, _env()) is None
+    assert preflight.describe_tool_prompt(chat, _env()) is None
     with pytest.raises(
       ValueError, match="knows no tools.*make tools_in_prompt 'default'"
     ):
-      preflight.told_of_tools(chat, _env([look]))
+      preflight.describe_tool_prompt(chat, _env([look]))
 
 
 class TestMakeEnvironment:

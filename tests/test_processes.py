@@ -204,7 +204,7 @@ def test_a_preemption_of_one_ends_all_and_is_gone_on_from(model, alone, tmp_path
 
 
 def test_shares_are_all_tasks_once():
-  assert list(processes.share(5)) == list(range(5))
+  assert list(processes.take_share(5)) == list(range(5))
   assert processes.gather('mine') == ['mine']
 
 

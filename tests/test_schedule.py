@@ -36,10 +36,10 @@ def _run(model, workdir, learned=None, **kwargs):
   config = test_train._config(model, **{'steps': 4, 'ahead': 1} | kwargs)
   learn = loop.updates.learn
 
-  def spy(carry, trajectories, *args, **kwargs):
+  def spy(train_state, trajectories, *args, **kwargs):
     if learned is not None:
       learned.append(trajectories)
-    return learn(carry, trajectories, *args, **kwargs)
+    return learn(train_state, trajectories, *args, **kwargs)
 
   with mock.patch.object(loop.updates, 'learn', spy):
     return test_train._run(config, workdir, algorithm=_STALE, **options)
@@ -69,7 +69,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = train.load(config.model, config.chat)
     engine = train.make_engine(config, shape, params)
     engine.warm_up()
-    plan, carry = loop._plan(config, shape, params, _STALE)
+    plan, train_state = loop._plan(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     for step in range(4):
       engine.sync_weights(jax.device_put(policies[max(0, step - 1)]), max(0, step - 1))
@@ -81,11 +81,11 @@ class TestOneStepOffPolicy:
         test_train._make_env,
         limits=config.limits,
         samples=config.schedule.samples,
-        draw=journal.draw(config.schedule, step),
+        draw=journal.rollout_number(config.schedule, step),
       )
-      carry, *_ = loop.updates.learn(carry, played, plan)
-      policies.append(jax.tree.map(np.array, carry.states['policy'].params))
-    test_train._assert_equal(carry.states['policy'].params, whole[0])
+      train_state, *_ = loop.updates.learn(train_state, played, plan)
+      policies.append(jax.tree.map(np.array, train_state.states['policy'].params))
+    test_train._assert_equal(train_state.states['policy'].params, whole[0])
 
   def test_the_tasks_are_those_of_a_run_in_turn(self, whole, model, tmp_path):
     in_turn = []
@@ -98,9 +98,9 @@ class TestOneStepOffPolicy:
     params, workdir, _ = whole
     ended, learn = [], loop.updates.learn
 
-    def end_in_update(carry, *args, **kwargs):
-      ended.extend([True] if carry.step == 2 and moment == 'update' else [])
-      return learn(carry, *args, **kwargs)
+    def end_in_update(train_state, *args, **kwargs):
+      ended.extend([True] if train_state.step == 2 and moment == 'update' else [])
+      return learn(train_state, *args, **kwargs)
 
     class Ends(env_lib.ToolEnv):
       async def step(self, reply):
@@ -250,11 +250,11 @@ class TestEvaluationBesideRollouts:
 
     learn, run = loop.updates.learn, train.evaluate.run
 
-    def learn_and_note(carry, trajectories, *args, **kwargs):
-      carry, *rest = learn(carry, trajectories, *args, **kwargs)
+    def learn_and_note(train_state, trajectories, *args, **kwargs):
+      train_state, *rest = learn(train_state, trajectories, *args, **kwargs)
       learned.append(trajectories)
-      policies.append(jax.tree.map(np.array, carry.states['policy'].params))
-      return carry, *rest
+      policies.append(jax.tree.map(np.array, train_state.states['policy'].params))
+      return train_state, *rest
 
     def run_and_note(*args, **kwargs):
       evaluated.append(run(*args, **kwargs)['dev'])

@@ -31,7 +31,7 @@ def shapes(family):
 @pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
 def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   state = shapes(family)
-  found = sharding.shardings(state, sharding.mesh(devices=jax.devices()[:1]))
+  found = sharding.shardings(state, sharding.make_mesh(devices=jax.devices()[:1]))
   adam = found.opt_state[0]
   for moments in (adam.mu, adam.nu):
     assert jax.tree.leaves(moments) == jax.tree.leaves(found.params)
@@ -41,7 +41,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
   unstack = lambda params: decoder.unstacked(params, tiny.config(family))
   engine = jax.eval_shape(unstack, state.params)
-  one = sharding.mesh(devices=jax.devices()[:1])
+  one = sharding.make_mesh(devices=jax.devices()[:1])
   attn = sharding.shardings(engine, one)['layers'][1]['attn']
   assert attn['q']['kernel'].spec == P(('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P('tensor', None, ('fsdp', 'context'))
@@ -57,7 +57,7 @@ def test_adapters_and_every_optimizer_have_rules(kind):
     return [*states, learner.init(adapted, optimizer)]
 
   plain, adapted = jax.eval_shape(make)
-  mesh = sharding.mesh(devices=jax.devices()[:1])
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
   found = [sharding.shardings(state, mesh) for state in (plain, adapted)]
   for state, where in zip((plain, adapted), found):
     for leaf, at in zip(jax.tree.leaves(state), jax.tree.leaves(where)):
@@ -73,14 +73,14 @@ def test_adapters_and_every_optimizer_have_rules(kind):
 
 
 def test_a_leaf_without_a_rule_is_refused():
-  mesh = sharding.mesh(devices=jax.devices()[:1])
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
   with pytest.raises(ValueError, match='layers/new/kernel: no parameter'):
     sharding.shardings({'layers': {'new': {'kernel': jax.numpy.ones((2, 2))}}}, mesh)
 
 
 def test_axes_must_be_the_devices():
   with pytest.raises(ValueError, match='2 x 1 x 1 x 1, yet there are 1 devices'):
-    sharding.mesh(data=2, devices=jax.devices()[:1])
+    sharding.make_mesh(data=2, devices=jax.devices()[:1])
 
 
 def test_few_key_value_heads_lie_on_every_chip():
@@ -179,10 +179,10 @@ for params, sizes in (
   if want is None or params is adapted:
     (want, want_sums), _ = jax.device_get(gradient(params, batch))
     stepped = jax.device_get(update(start(), batch))
-  mesh = sharding.mesh(**dict(zip(sharding.AXES, sizes)))
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes)))
   where = sharding.shardings(start(), mesh)
   with jax.set_mesh(mesh):
-    rows = jax.device_put(batch, sharding.rows(mesh))
+    rows = jax.device_put(batch, sharding.row_sharding(mesh))
     (grads, sums), text = gradient(jax.device_put(params, where.params), rows)
     if sizes[0] == 2:
       after = update(jax.device_put(start(), where), rows)
@@ -205,11 +205,11 @@ texts = [
   for n in (9, 14, 20)
 ]
 losses = []
-for mesh in (None, sharding.mesh(data=2, fsdp=2, context=2)):
+for mesh in (None, sharding.make_mesh(data=2, fsdp=2, context=2)):
   placed = jax.tree.map(jax.numpy.array, params)
   if mesh is not None:
     placed = jax.device_put(placed, sharding.shardings(placed, mesh))
-  with sharding.use(mesh):
+  with sharding.use_mesh(mesh):
     on_step = lambda step, numbers, params: losses.append(numbers['loss'])
     sft.run(config, placed, texts * 4, plan, on_step=on_step)
 assert len(losses) == 6
@@ -219,14 +219,14 @@ q, slots = normal(B, 1, 8, 128), normal(2, B, 2, 128, 128)
 at = np.arange(0, 128, 16, dtype=np.int32)[:, None]
 plain = attention.cached(q, *slots, at)
 for sizes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'tensor': 2}):
-  mesh = sharding.mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+  mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
     paged = jax.jit(attention._paged)(q, *slots, at)
   # The kernel multiplies as a TPU does, in bfloat16.
   np.testing.assert_allclose(paged, plain, atol=0.03, err_msg=str(sizes))
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
   small = jax.eval_shape(lambda: tiny.params(tiny.config()))
-  sharding.shardings(small, sharding.mesh(tensor=8))
+  sharding.shardings(small, sharding.make_mesh(tensor=8))
 print('equal')
 """
 

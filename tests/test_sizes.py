@@ -311,7 +311,7 @@ class TestCheck:
     )
     config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
     models = memory.Models(_qwen(remat='none'), _WITH_REFERENCE)
-    fields, enough = memory.mends(config, models, _gpu())
+    fields, enough = memory.suggest_changes(config, models, _gpu())
     assert enough and fields
     for dropped in [None, *fields]:
       given = {k: v for k, v in fields.items() if k != dropped}
@@ -522,7 +522,7 @@ class TestRun:
     assert (first['engine']['rows'], first['batch']['microbatch']) == (4, 2)
     # Now they are to be chosen, and a new run would get others.
     config = test_train._config(model, **_SHORT | _CHOSEN | {'steps': 2})
-    assert sizes.settle(config, test_train._GRPO).engine.rows == 8
+    assert sizes.resolve(config, test_train._GRPO).engine.rows == 8
     test_train._run(config, tmp_path)
     first['schedule']['steps'] = 2
     assert json.loads((tmp_path / 'config.json').read_text()) == first
@@ -550,7 +550,7 @@ class TestRun:
 
 def test_an_empty_model_is_named():
   with pytest.raises(ValueError, match='model.path is empty; give the directory of'):
-    sizes.settle(train.Config())
+    sizes.resolve(train.Config())
 
 
 def test_eight_devices_are_not_refused(model):
@@ -560,7 +560,7 @@ def test_eight_devices_are_not_refused(model):
     'from agent_r1_jax.train import sizes; '
     'from agent_r1_jax.rl import algorithms; '
     'run = config.Config(model=config.Model(sys.argv[1])); '
-    'run = sizes.settle(run, algorithms.grpo()); '
+    'run = sizes.resolve(run, algorithms.grpo()); '
     'print(run.batch.microbatch, train.make_mesh(run.mesh).size)'
   )
   flags = '--xla_force_host_platform_device_count=8'

@@ -312,11 +312,13 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    plan, carry = loop._plan(config, shape, params, _PPO)
-    assert not np.any(carry.states['critic'].params['value_head']['kernel'])
+    plan, train_state = loop._plan(config, shape, params, _PPO)
+    assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
-      step, arrays, host = checkpoints.restore(carry.arrays(plan))
-    assert host['at']['drawn'] == 4 and host['carry']['step'] == step == 2
+      step, arrays, host = checkpoints.restore(train_state.arrays(plan))
+    assert (
+      host['position']['tasks_drawn'] == 4 and host['train_state']['step'] == step == 2
+    )
     assert {name: int(state.step) for name, state in arrays.items()} == {
       'policy': 4,
       'critic': 4,
@@ -413,9 +415,9 @@ class TestErrors:
     def make_env():
       return Fails([look], _reward, parse=_parse)
 
-    def spy(carry, trajectories, *args, **kwargs):
+    def spy(train_state, trajectories, *args, **kwargs):
       trained.extend(trajectories)
-      return learn(carry, trajectories, *args, **kwargs)
+      return learn(train_state, trajectories, *args, **kwargs)
 
     monkeypatch.setattr(loop.updates, 'learn', spy)
     config = _config(model, steps=1, max_error_rate=0.125, eval_every=0)

@@ -100,9 +100,9 @@ def test_remax_plays_a_greedy_episode_of_each_task(model, tmp_path):
       self._parse = lambda reply: [look] if self.turns == 1 else []
       return await super().step(reply)
 
-  def spy(carry, trajectories, *args, **kwargs):
+  def spy(train_state, trajectories, *args, **kwargs):
     baselines.append(kwargs['baselines'])
-    return learn(carry, trajectories, *args, **kwargs)
+    return learn(train_state, trajectories, *args, **kwargs)
 
   def watched(*args, **kwargs):
     played = play(*args, **kwargs)
@@ -221,9 +221,9 @@ def test_alarms_are_metrics(model, tmp_path):
 def test_truncated_episodes_can_be_left_out(model, tmp_path):
   shown, learn = [], loop.updates.learn
 
-  def spy(carry, trajectories, *args, **kwargs):
+  def spy(train_state, trajectories, *args, **kwargs):
     shown.append({t.status for t in trajectories})
-    return learn(carry, trajectories, *args, **kwargs)
+    return learn(train_state, trajectories, *args, **kwargs)
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(loop.updates, 'learn', spy)

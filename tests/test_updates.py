@@ -45,8 +45,8 @@ def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
   return updates.Plan(plain.CONFIG, algorithm, plain.SHAPE, **options)
 
 
-def _start(plan, params=None, reference=None) -> updates.Carry:
-  return updates.start(plain.copied(params or plain.policy()), plan, reference)
+def _start(plan, params=None, reference=None) -> updates.TrainState:
+  return updates.init(plain.copied(params or plain.policy()), plan, reference)
 
 
 def _rollout(step=0, n=4):
@@ -55,10 +55,10 @@ def _rollout(step=0, n=4):
   return [ts[(step + i) % 14] for i in range(n)]
 
 
-def _copied(carry):
+def _copied(train_state):
   """Parameters by name, as they are now."""
-  trees = {name: state.params for name, state in carry.states.items()}
-  trees |= {'sampler': carry.sampler, 'reference': carry.reference}
+  trees = {name: state.params for name, state in train_state.states.items()}
+  trees |= {'sampler': train_state.sampler, 'reference': train_state.reference}
   return jax.tree.map(np.array, trees)
 
 
@@ -136,8 +136,8 @@ def test_a_critic_of_its_own_has_a_step_for_each_of_the_policys(steps):
 
 
 def test_a_critic_starts_as_the_policy_with_a_head_of_zeros():
-  carry = _start(_plan(_PPO))
-  params = dict(carry.states['critic'].params)
+  train_state = _start(_plan(_PPO))
+  params = dict(train_state.states['critic'].params)
   assert not any(map(np.any, jax.tree.leaves(params.pop('value_head'))))
   plain.equal(params, plain.policy())
   # A shared one is the policy's own head.
@@ -149,11 +149,11 @@ def test_a_critic_starts_as_the_policy_with_a_head_of_zeros():
 
 def test_the_warm_up_trains_the_critic_alone():
   plan = _plan(_PPO, critic_warmup=2)
-  carry = _start(plan)
+  train_state = _start(plan)
   for step in range(3):
-    before = _copied(carry)
-    carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
-    after = _copied(carry)
+    before = _copied(train_state)
+    train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
+    after = _copied(train_state)
     assert _same(before['policy'], after['policy']) == (step < 2)
     assert not _same(before['critic'], after['critic'])
     assert ('loss' in metrics) == ('grad_norm' in metrics) == (step == 2)
@@ -162,7 +162,10 @@ def test_the_warm_up_trains_the_critic_alone():
   assert watched <= metrics.keys()
   # Bit for bit, up to the last step of the warm-up.
   plain.equal(before['policy'], plain.policy())
-  assert int(carry.states['policy'].step) == 1 and int(carry.states['critic'].step) == 3
+  assert (
+    int(train_state.states['policy'].step) == 1
+    and int(train_state.states['critic'].step) == 3
+  )
 
 
 # The KL and the reference.
@@ -178,57 +181,57 @@ def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
   monkeypatch.setattr(credit.rewards_lib, 'less_kl', spy)
   monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
   plan = _plan(_PPO, minibatches=2)
-  carry = _start(plan)
+  train_state = _start(plan)
   expected = 0.05
   for step in range(3):
-    carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
+    train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
     assert used[-1] == metrics['kl_coef'] == expected
     # Four trajectories, a target of 0.5, a horizon of 10.
     expected *= 1 + np.clip(metrics['kl'] / 0.5 - 1, -0.2, 0.2) * 4 / 10
-    assert carry.kl_coef == pytest.approx(expected, rel=1e-12) != used[-1]
+    assert train_state.kl_coef == pytest.approx(expected, rel=1e-12) != used[-1]
 
 
 def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
   control = kl_lib.adaptive(target=0.5, horizon=10)
   kl = kl_lib.InLoss(0.05, control=control)
   plan = _plan(plain.GRPO._replace(kl=kl), minibatches=2)
-  carry, expected = _start(plan), 0.05
+  train_state, expected = _start(plan), 0.05
   for step in range(2):
-    carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
+    train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
     for _, batch in steps[-2:]:
       np.testing.assert_allclose(batch.kl_weights, expected * batch.weights, rtol=1e-6)
     assert metrics['kl_coef'] == expected
     # The mean over the steps, 0.7 and 1.1: in the second it is too far off.
     assert metrics['kl'] == pytest.approx(0.7 + 0.4 * step)
     expected *= 1 + np.clip(metrics['kl'] / 0.5 - 1, -0.2, 0.2) * 4 / 10
-    assert carry.kl_coef == pytest.approx(expected, rel=1e-12)
+    assert train_state.kl_coef == pytest.approx(expected, rel=1e-12)
 
 
 def test_without_a_kl_there_is_no_coefficient(steps):
   plan = _plan()
-  carry, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
-  assert carry.kl_coef == 0 and carry.reference is None
+  train_state, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
+  assert train_state.kl_coef == 0 and train_state.reference is None
   assert not {'kl', 'kl_coef'} & metrics.keys()
 
 
 def test_the_reference_is_the_start_unless_another_is_given():
   plan = _plan(_PPO)
-  carry = _start(plan)
-  plain.equal(carry.reference, plain.policy())
-  carry, *_ = updates.learn(carry, _rollout(), plan)
+  train_state = _start(plan)
+  plain.equal(train_state.reference, plain.policy())
+  train_state, *_ = updates.learn(train_state, _rollout(), plan)
   # It is a copy: the update used the parameters up.
-  plain.equal(carry.reference, plain.policy())
+  plain.equal(train_state.reference, plain.policy())
   other = _start(plan, reference=plain.reference())
   assert other.reference is plain.reference()
 
 
 def test_the_policy_becomes_the_reference_every_so_often():
   plan = _plan(_PPO, reference_every=2)
-  carry = _start(plan)
+  train_state = _start(plan)
   for step in range(1, 6):
-    before = _copied(carry)
-    carry, *_ = updates.learn(carry, _rollout(step), plan)
-    after = _copied(carry)
+    before = _copied(train_state)
+    train_state, *_ = updates.learn(train_state, _rollout(step), plan)
+    after = _copied(train_state)
     expected = after['policy'] if step % 2 == 0 else before['reference']
     plain.equal(after['reference'], expected)
   assert not _same(after['reference'], plain.policy())
@@ -240,18 +243,18 @@ def test_the_policy_becomes_the_reference_every_so_often():
 @pytest.mark.parametrize('every', [1, 2, 3])
 def test_the_policy_is_handed_over_every_so_often(every):
   plan = _plan(sync_every=every)
-  carry = _start(plan)
-  plain.equal(carry.sampler, plain.policy())
+  train_state = _start(plan)
+  plain.equal(train_state.sampler, plain.policy())
   for step in range(1, 6):
-    before = _copied(carry)
-    used_up = carry.states['policy'].params
-    carry, *_ = updates.learn(carry, _rollout(step), plan)
+    before = _copied(train_state)
+    used_up = train_state.states['policy'].params
+    train_state, *_ = updates.learn(train_state, _rollout(step), plan)
     assert all(x.is_deleted() for x in jax.tree.leaves(used_up))
     # The sampler's lives: it can be read.
-    after = _copied(carry)
+    after = _copied(train_state)
     handed = step % every == 0
     plain.equal(after['sampler'], after['policy'] if handed else before['sampler'])
-    assert carry.sampler_step == step - step % every
+    assert train_state.sampler_step == step - step % every
     assert not _same(before['policy'], after['policy'])
 
 
@@ -262,16 +265,16 @@ def test_the_policy_is_handed_over_every_so_often(every):
 def test_learning_changes_nothing_that_it_is_given(options):
   """But for the memory of what it updates, which the new parameters take."""
   plan = _plan(_PPO, minibatches=2, **options)
-  carry, ts = _start(plan), _rollout()
-  fields, states = dict(vars(carry)), dict(carry.states)
+  train_state, ts = _start(plan), _rollout()
+  fields, states = dict(vars(train_state)), dict(train_state.states)
   before, baselines = copy.deepcopy(ts), [0.5] * 4
   prefixes = [np.arange(3, dtype=np.int32)] * 4
-  new, *_ = updates.learn(carry, ts, plan, baselines=baselines, prefixes=prefixes)
-  assert all(value is fields[name] for name, value in vars(carry).items())
-  assert {n: id(x) for n, x in carry.states.items()} == {
+  new, *_ = updates.learn(train_state, ts, plan, baselines=baselines, prefixes=prefixes)
+  assert all(value is fields[name] for name, value in vars(train_state).items())
+  assert {n: id(x) for n, x in train_state.states.items()} == {
     n: id(x) for n, x in states.items()
   }
-  assert (carry.step, new.step) == (0, 1) and new.kl_coef != carry.kl_coef
+  assert (train_state.step, new.step) == (0, 1) and new.kl_coef != train_state.kl_coef
   assert baselines == [0.5] * 4 and all(p.tolist() == [0, 1, 2] for p in prefixes)
   for t, b in zip(ts, before):
     assert (t.group, t.turns, t.metrics) == (b.group, b.turns, b.metrics)
@@ -319,36 +322,38 @@ def test_the_reference_has_a_shape_and_the_run_a_temperature(steps, monkeypatch)
 def test_a_restored_carry_goes_on_bit_for_bit(options):
   plan = _plan(_PPO, minibatches=2, **options)
 
-  def learned(carry, steps):
+  def learned(train_state, steps):
     metrics = {}
     for step in steps:
-      carry, metrics, _ = updates.learn(carry, _rollout(step), plan)
-    return carry, metrics
+      train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
+    return train_state, metrics
 
-  carry, _ = learned(_start(plan), range(4))
-  arrays, numbers = carry.arrays(plan), carry.numbers()
+  train_state, _ = learned(_start(plan), range(4))
+  arrays, numbers = train_state.arrays(plan), train_state.numbers()
   extra = {'reference', 'sampler'} if options else set()
   assert arrays.keys() == {'policy', 'critic'} | extra
   saved = plain.copied(arrays)
   restored = _start(plan).restored(saved, dict(numbers))
-  assert restored.step == 4 and restored.kl_coef == carry.kl_coef != 0.05
+  assert restored.step == 4 and restored.kl_coef == train_state.kl_coef != 0.05
   assert restored.sampler_step == (3 if options else 4)
-  plain.equal(_copied(restored), _copied(carry))
-  carry, metrics = learned(carry, range(4, 7))
+  plain.equal(_copied(restored), _copied(train_state))
+  train_state, metrics = learned(train_state, range(4, 7))
   again, same = learned(restored, range(4, 7))
-  plain.equal(_copied(again), _copied(carry))
-  plain.equal(again.states, carry.states)
-  assert same == metrics and again.numbers() == carry.numbers()
+  plain.equal(_copied(again), _copied(train_state))
+  plain.equal(again.states, train_state.states)
+  assert same == metrics and again.numbers() == train_state.numbers()
 
 
 def test_an_empty_rollout_changes_nothing_but_the_step():
   plan = _plan(_PPO)
-  carry = _start(plan)
-  before = _copied(carry), carry.kl_coef
-  carry, metrics, _ = updates.learn(carry, [], plan)
-  assert carry.step == carry.sampler_step == 1 and metrics == {'kl_coef': 0.05}
-  plain.equal((_copied(carry), carry.kl_coef), before)
-  assert int(carry.states['policy'].step) == 0
+  train_state = _start(plan)
+  before = _copied(train_state), train_state.kl_coef
+  train_state, metrics, _ = updates.learn(train_state, [], plan)
+  assert train_state.step == train_state.sampler_step == 1 and metrics == {
+    'kl_coef': 0.05
+  }
+  plain.equal((_copied(train_state), train_state.kl_coef), before)
+  assert int(train_state.states['policy'].step) == 0
 
 
 # Without a reward's gradient: distillation and rejection.
@@ -382,22 +387,22 @@ def test_distillation_moves_the_student_to_the_teacher():
   teacher = plain.reference()
   optimizers = {'policy': _ADAM}
   plan = _plan(algorithms.distillation(), optimizers=optimizers)
-  carry = _start(plan, reference=teacher)
+  train_state = _start(plan, reference=teacher)
 
   def divergence():
     """KL(student ‖ teacher) of the replies, exact."""
-    student, taught = (np.asarray(_replies(p)) for p in (carry.sampler, teacher))
+    student, taught = (np.asarray(_replies(p)) for p in (train_state.sampler, teacher))
     return float((np.exp(student) * (student - taught)).sum(axis=1).mean())
 
   history = [divergence()]
   for step in range(15):
-    rollout = _played(carry.sampler, 64, step)
-    carry, metrics, _ = updates.learn(carry, rollout, plan)
+    rollout = _played(train_state.sampler, 64, step)
+    train_state, metrics, _ = updates.learn(train_state, rollout, plan)
     history.append(divergence())
   assert history[5] < history[0] and history[10] < history[5]
   assert history[-1] < 0.5 * history[0]
   assert metrics['grad_norm'] > 0
-  plain.equal(carry.reference, teacher)
+  plain.equal(train_state.reference, teacher)
 
 
 def test_rejection_learns_from_what_is_accepted_alone():
@@ -411,8 +416,8 @@ def test_rejection_learns_from_what_is_accepted_alone():
   assert 0 < len(accepted) < len(rollout)
   outcomes = []
   for some in (rollout, accepted):
-    carry, metrics, _ = updates.learn(_start(plan), some, plan)
-    outcomes.append((carry.states['policy'].params, metrics['loss']))
+    train_state, metrics, _ = updates.learn(_start(plan), some, plan)
+    outcomes.append((train_state.states['policy'].params, metrics['loss']))
   plain.close(*outcomes, 1e-4)
 
   def likelihood(params, wanted):
@@ -430,5 +435,5 @@ def test_rejection_learns_from_what_is_accepted_alone():
   for t in rollout:
     t.turns[0].reward = 0.5
   plan = dataclasses.replace(plan, optimizers={'policy': _SGD})
-  carry, metrics, _ = updates.learn(_start(plan), rollout, plan)
-  plain.equal(carry.states['policy'].params, plain.policy())
+  train_state, metrics, _ = updates.learn(_start(plan), rollout, plan)
+  plain.equal(train_state.states['policy'].params, plain.policy())

@@ -177,8 +177,8 @@ class TestRaising:
       with pytest.raises(type(error)) as caught:
         await call(fn)
       assert caught.value is error
-      assert 'test_workers.py' in workers.place(error)
-      assert workers.told(error).startswith(type(error).__name__)
+      assert 'test_workers.py' in workers.locate_error(error)
+      assert workers.describe_error(error).startswith(type(error).__name__)
 
   @pytest.mark.parametrize('error', ENDS, ids=lambda e: type(e).__name__)
   @pytest.mark.parametrize('call', [workers.call, workers.call_apart])

@@ -126,9 +126,9 @@ class ToolEnv:
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the task's messages."""
     self.task = task
-    self.messages = copied(task.messages)
+    self.messages = copy_value(task.messages)
     self._done = False
-    return copied(self.messages)
+    return copy_value(self.messages)
 
   async def step(self, reply: str) -> types.Step:
     """Runs the reply's calls; without a call the episode is done."""
@@ -145,7 +145,9 @@ class ToolEnv:
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
     self.messages += messages
-    step = types.Step(copied(messages), done=self._done, metrics=_counts(calls, results))
+    step = types.Step(
+      copy_value(messages), done=self._done, metrics=_counts(calls, results)
+    )
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
     score = await self._ask('process_reward', process_reward, calls, results)
@@ -191,11 +193,13 @@ class ToolEnv:
 
   async def _judge(self, step: types.Step, status: str):
     """Adds the reward of the conversation, and the metrics of the episode."""
-    given = told_status(self._reward, status)
-    score = await self._ask('reward', given, copied(self.task), copied(self.messages))
+    given = call_with_status(self._reward, status)
+    score = await self._ask(
+      'reward', given, copy_value(self.task), copy_value(self.messages)
+    )
     self._pay(step, 'reward', score)
     if self._metrics:
-      args = copied(self.task), copied(self.messages)
+      args = copy_value(self.task), copy_value(self.messages)
       found = await self._ask('metrics', self._metrics, *args)
       if not isinstance(found, dict):
         raise ValueError(
@@ -237,7 +241,7 @@ async def finish(env: Env, status: str, reply: str | None) -> types.Step | None:
   return None if method is None else await workers.call(method, status, reply)
 
 
-def told_status(reward: Reward, status: str) -> Reward:
+def call_with_status(reward: Reward, status: str) -> Reward:
   """The reward, with the status if it has a parameter of that name."""
   try:
     parameters = inspect.signature(reward).parameters
@@ -246,7 +250,7 @@ def told_status(reward: Reward, status: str) -> Reward:
   return functools.partial(reward, status=status) if 'status' in parameters else reward
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
   """A task or messages, in containers of their own: all else in them is shared.
 
   Dicts, lists, tuples and sets are copied, also within each other; text and numbers
@@ -256,13 +260,15 @@ def copied(value: Any) -> Any:
   if isinstance(value, types.Task):
     fields = ('messages', 'answer', 'info')
     try:
-      return dataclasses.replace(value, **{f: copied(getattr(value, f)) for f in fields})
+      return dataclasses.replace(
+        value, **{f: copy_value(getattr(value, f)) for f in fields}
+      )
     except RecursionError:
       return value
   if type(value) is dict:
-    return {key: copied(item) for key, item in value.items()}
+    return {key: copy_value(item) for key, item in value.items()}
   if type(value) in (list, tuple, set):
-    return type(value)(map(copied, value))
+    return type(value)(map(copy_value, value))
   return value
 
 

@@ -204,7 +204,7 @@ def _serve(pipe, module: str, name: str):
   try:
     fn = _imported(module, name)
   except BaseException as error:
-    _send(pipe, False, workers.told(error))
+    _send(pipe, False, workers.describe_error(error))
     return
   _send(pipe, True, None)
   nowhere = open(os.devnull, 'w')
@@ -219,7 +219,7 @@ def _serve(pipe, module: str, name: str):
     try:
       ok, answer = True, fn(*args, **kwargs)
     except BaseException as error:
-      ok, answer = False, workers.told(error)
+      ok, answer = False, workers.describe_error(error)
     faulthandler.cancel_dump_traceback_later()
     _send(pipe, ok, answer)
 
@@ -228,7 +228,9 @@ def _send(pipe, ok: bool, answer: Any):
   try:
     data = json.dumps([ok, answer])
   except (TypeError, ValueError, RecursionError) as error:
-    data = json.dumps([False, f'what it returned is not JSON: {workers.told(error)}'])
+    data = json.dumps(
+      [False, f'what it returned is not JSON: {workers.describe_error(error)}']
+    )
   pipe.send_bytes(data.encode())
 
 

@@ -31,7 +31,7 @@ def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
     task: types.Task, messages: Messages, status: str = 'done'
   ) -> dict[str, float]:
     return {
-      name: weight * await _number(env_lib.told_status(part, status), task, messages)
+      name: weight * await _number(env_lib.call_with_status(part, status), task, messages)
       for name, (weight, part) in parts.items()
     }
 
@@ -87,7 +87,9 @@ async def _number(
   reward: env_lib.Reward, task: types.Task, messages: Sequence[types.Message]
 ) -> float:
   """What a reward gives; each gets copies, a plain function in a thread."""
-  value = await workers.call(reward, env_lib.copied(task), env_lib.copied(messages))
+  value = await workers.call(
+    reward, env_lib.copy_value(task), env_lib.copy_value(messages)
+  )
   if isinstance(value, dict):
     raise ValueError(f'{value} has parts; here a reward must be one number.')
   return float(value)

@@ -172,7 +172,7 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   except workers.RaisedError as error:
     return ToolResult(f'Error: {tool.name}: {error}', ok=False)
   except Exception as error:
-    return ToolResult(f'Error: {tool.name}: {workers.told(error)}', ok=False)
+    return ToolResult(f'Error: {tool.name}: {workers.describe_error(error)}', ok=False)
 
 
 def _result(value: Any) -> ToolResult:

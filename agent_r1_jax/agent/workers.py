@@ -52,7 +52,7 @@ class RaisedError(RuntimeError):
   """A call raised what is no Exception, such as SystemExit; that is its __cause__."""
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
   """The exception's type and text, also where its text cannot be had."""
   try:
     text = str.__str__(str(error))
@@ -61,7 +61,7 @@ def told(error: BaseException) -> str:
   return f'{type(error).__name__}: {text}'[:_MAX_CHARS] if text else type(error).__name__
 
 
-def place(error: BaseException) -> str:
+def locate_error(error: BaseException) -> str:
   """' (file:line, in function)' where the exception was raised, or '' if unknown."""
   if isinstance(error, RaisedError) or isinstance(error.__cause__, StopIteration):
     error = error.__cause__ or error
@@ -340,7 +340,7 @@ def _settle(value: Any, error: BaseException | None) -> Any:
     return value
   if isinstance(error, Exception) and not isinstance(error, StopIteration):
     raise error
-  raise RaisedError(told(error)) from error
+  raise RaisedError(describe_error(error)) from error
 
 
 def _late_text(name: str, seconds: float, field: str, queued: bool = False) -> str:

@@ -113,14 +113,14 @@ class Engine:
       decode_rows=widths(width),
       buckets=[b for i in range(32) if (b := bucket << i) < slots] + [slots],
     )
-    with sharding.use(mesh):
+    with sharding.use_mesh(mesh):
       shape = (rows, config.num_kv_heads, slots, config.head_dim)
       if width == rows and attention.reads_used_slots(shape, config.dtype):
         self.sizes = self.sizes._replace(in_place=True, decode_rows=[rows])
     self.config, self.mesh = config, mesh
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = replica_lib.Stats()
-    self._meshes = [None] if mesh is None else sharding.replicas(mesh, chips)
+    self._meshes = [None] if mesh is None else sharding.replica_meshes(mesh, chips)
     self.replicas = [
       replica_lib.Replica(config, self.sizes, guides or {}, self.stats, part, number)
       for number, part in enumerate(self._meshes)
@@ -254,5 +254,7 @@ class Engine:
     used = decoder.unstacked(lora.merge(params), self.config)
     if self.mesh is None:
       return [used]
-    used = sharding.gathered(used, self.mesh)
-    return [sharding.local(used, part) for part in self._meshes if part is not None]
+    used = sharding.gather_params(used, self.mesh)
+    return [
+      sharding.local_params(used, part) for part in self._meshes if part is not None
+    ]

@@ -421,11 +421,11 @@ class Replica:
     return asyncio.get_running_loop().run_in_executor(self._thread, fn)
 
   def _call_copy(self, source, rows, bucket):
-    with sharding.use(self.mesh):
+    with sharding.use_mesh(self.mesh):
       self.cache = state_lib.copy(self.cache, source, rows, bucket=bucket)
 
   def _call_prefill(self, params, rows, start, tokens, count, bucket):
-    with sharding.use(self.mesh):
+    with sharding.use_mesh(self.mesh):
       self.cache = state_lib.prefill(
         params,
         self.cache,
@@ -435,7 +435,7 @@ class Replica:
       )
 
   def _call_decode(self, params, places, used, states, bucket):
-    with sharding.use(self.mesh):
+    with sharding.use_mesh(self.mesh):
       if self._tables is not self.pool.tables:
         # An automaton came in since the last decode.
         self._tables = self.pool.tables

@@ -212,7 +212,7 @@ class Checkpointer:
   def _check_checksums(self, step: int) -> None:
     """Raises _UnreadableError in all processes, if a file is not as it was written."""
     folder = self.directory / str(step)
-    mine = checksums.difference(folder, processes.share)
+    mine = checksums.difference(folder, processes.take_share)
     if found := [text for text in processes.gather(mine) if text]:
       raise _UnreadableError(folder, ValueError(found[0]))
 

@@ -225,7 +225,7 @@ def _wires(heard: Watch) -> Iterator[tuple[int, int]]:
 
 def _read(heard: Watch, read: int) -> None:
   """Answers signals, and gives signs of life, until the watch is left."""
-  if processes.several():
+  if processes.is_distributed():
     watchdog.send(watchdog.SEVERAL)
   poll = select.poll()
   poll.register(read, select.POLLIN)

@@ -41,17 +41,17 @@ class LostError(RuntimeError):
   """Another process is gone; from the last checkpoint, all can go on."""
 
 
-def first() -> bool:
+def is_first() -> bool:
   """Whether this process is the one that writes files."""
   return jax.process_index() == 0
 
 
-def several() -> bool:
+def is_distributed() -> bool:
   """Whether there are others; unlike jax.process_count, safe before `runtime.prepare`."""
   return distributed.global_state.num_processes > 1
 
 
-def share(n: int) -> range:
+def take_share(n: int) -> range:
   """The places, of n, that are this process's."""
   return range(jax.process_index(), n, jax.process_count())
 
@@ -97,7 +97,7 @@ def gather(
   return [unpack(each) for each in data]
 
 
-def look_out() -> None:
+def watch_others() -> None:
   """From now on, a process that ends before its time ends this one, with one line.
 
   Each says why it ends, if it can (`leave`). Of one that was killed or whose host is
@@ -106,7 +106,7 @@ def look_out() -> None:
   and ours is among them (watchdog.py). For `runtime.prepare`; one process is left alone.
   """
   global _looking
-  if _looking or not several():
+  if _looking or not is_distributed():
     return
   _looking = True
   watchdog.send(watchdog.SEVERAL)
@@ -124,7 +124,7 @@ def leave(status: int, reason: str) -> None:
     reason: As in 'process 1 raised ...'.
   """
   state = distributed.global_state
-  if not several() or state.client is None:
+  if not is_distributed() or state.client is None:
     return
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     word = f'{status} {reason}'
@@ -208,7 +208,7 @@ def ending_together() -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if not several():
+    if not is_distributed():
       raise
     reason = f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
     if _of_the_runtime(error):

@@ -35,7 +35,7 @@ def prepare() -> None:
   # One that is lost shall not make JAX abort the others: `look_out` names it instead.
   jax.config.update('jax_enable_recoverability', True)
   join()
-  processes.look_out()
+  processes.watch_others()
   keep_compilations()
   keep_memory()
 

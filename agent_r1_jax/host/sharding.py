@@ -1,7 +1,7 @@
 """Where arrays lie on several chips: a mesh, and which of its axes split a parameter.
 
-  mesh = sharding.mesh(fsdp=8)
-  config, params = weights.load(directory, place=sharding.placer(mesh))
+  mesh = sharding.make_mesh(fsdp=8)
+  config, params = weights.load(directory, place=sharding.make_placer(mesh))
   with jax.set_mesh(mesh):
     state = learner.init(params, optimizer)
     state, metrics = learner.update(state, batches, ...)
@@ -13,7 +13,8 @@ parameters; `fsdp` and `context` split them, and XLA gathers a layer where it is
 long for one chip: all work is a token's own, but for attention, for which the chips of a
 row exchange tokens for heads, and the shift by one of the learner. It is last, so that
 these chips are neighbours. XLA does most of it by itself, from where its arguments lie.
-What it does not see is said in the models, and only where a mesh is set: `settled` in the
+What it does not see is said in the models, and only where a mesh is set:
+`constrain_params` in the
 decoder, and the work of one chip in the embedding, attention and the vocabulary head.
 """
 
@@ -49,7 +50,7 @@ _FACTORED = re.compile(r'\bv_(row|col)/')
 _ONE_LAYER = re.compile(r'\blayers/\d+/')
 
 
-def mesh(
+def make_mesh(
   *,
   data: int = 1,
   fsdp: int = 1,
@@ -76,7 +77,7 @@ def mesh(
   return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
-def parted(samplers: int) -> tuple[list[Any], list[Any]]:
+def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
   """Chips that train, of all processes, and those of this process that only sample.
 
   Args:
@@ -107,7 +108,7 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
   Args:
     tree: Of arrays or ShapeDtypeStructs.
-    mesh: From `mesh`.
+    mesh: From `make_mesh`.
 
   Raises:
     ValueError: models/families.py does not know a leaf, or an axis does not divide one of
@@ -118,17 +119,17 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
   )
 
 
-def rows(mesh: Mesh) -> NamedSharding:
+def row_sharding(mesh: Mesh) -> NamedSharding:
   """Of a batch's leaves [B, T]: rows over data and fsdp, tokens over context."""
   return NamedSharding(mesh, TOKENS)
 
 
-def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
   """Sets the mesh inside `with`; None sets none."""
   return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
+def make_placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
   """(path, host array) -> the array where its rule says, as weights.load places it.
 
   Each process must have the whole array. Without a mesh: on JAX's default device.
@@ -143,11 +144,11 @@ def placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
   return place
 
 
-def placed(params: Any, mesh: Mesh | None) -> Any:
+def shard_params(params: Any, mesh: Mesh | None) -> Any:
   """Parameters of which some are new, and each process has them whole: on the mesh."""
   if mesh is None:
     return params
-  place = placer(mesh)
+  place = make_placer(mesh)
 
   def leaf(path, x):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -156,7 +157,7 @@ def placed(params: Any, mesh: Mesh | None) -> Any:
   return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def put_rows(batch: Any) -> Any:
+def shard_batch(batch: Any) -> Any:
   """A batch of host arrays on the mesh that is set; unchanged without one.
 
   Each process must have the whole batch; each chip gets its rows.
@@ -164,30 +165,30 @@ def put_rows(batch: Any) -> Any:
   mesh = jax.sharding.get_mesh()
   if mesh.empty:
     return batch
-  where = rows(mesh)
+  where = row_sharding(mesh)
   put = lambda x: jax.make_array_from_callback(x.shape, where, lambda at: x[at])
   return jax.tree.map(put, batch)
 
 
-def whole(x: Any) -> Any:
+def replicate(x: Any) -> Any:
   """Inside jit: arrays that every chip has, and so every process can read."""
-  found = active()
+  found = active_mesh()
   if found is None:
     return x
   everywhere = NamedSharding(found, PartitionSpec())
   return jax.lax.with_sharding_constraint(x, everywhere)
 
 
-def built(make: Callable[..., Any], *args: Any) -> Any:
+def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
   """make(*args), whose leaves lie where their rules say if a mesh is set."""
-  found = active()
+  found = active_mesh()
   if found is None:
     return make(*args)
   where = shardings(jax.eval_shape(make, *args), found)
   return jax.jit(make, out_shardings=where)(*args)
 
 
-def replicas(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
+def replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   """This process's chips in meshes of `tensor` chips: each can hold a whole policy.
 
   Args:
@@ -223,18 +224,18 @@ def replicas(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   return [part(chips[i : i + tensor]) for i in range(0, len(chips), tensor)]
 
 
-def gathered(params: Any, mesh: Mesh) -> Any:
+def gather_params(params: Any, mesh: Mesh) -> Any:
   """Parameters that only `tensor` splits, from those that lie on the mesh."""
   with jax.set_mesh(mesh):
     return _gathered(params)
 
 
-def local(params: Any, part: Mesh) -> Any:
-  """The replica, on its own, of what `gathered` gave.
+def local_params(params: Any, part: Mesh) -> Any:
+  """The replica, on its own, of what `gather_params` gave.
 
   Args:
     params: Of all processes.
-    part: One of `replicas`; nothing is copied to chips that are on the mesh.
+    part: One of `replica_meshes`; nothing is copied to chips that are on the mesh.
   """
 
   def leaf(x: jax.Array) -> jax.Array:
@@ -263,11 +264,11 @@ def place_cache(cache: Any, part: Mesh) -> Any:
   return jax.tree.map(put, cache)
 
 
-def read(x: Any) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
   """An array on this host; all processes must ask for it if it lies on all of them."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     with jax.set_mesh(_named(x).mesh):
-      x = jax.jit(whole)(x)
+      x = jax.jit(replicate)(x)
   return np.asarray(x)
 
 
@@ -278,7 +279,7 @@ def _named(x: jax.Array) -> Any:
 
 @jax.jit
 def _gathered(params: Any) -> Any:
-  mesh: Any = active()
+  mesh: Any = active_mesh()
   only = lambda axis: axis if axis == 'tensor' else None
 
   def leaf(path, x):
@@ -301,7 +302,7 @@ def to_device(tree: Any) -> Any:
   return jax.tree.map(lambda x: _moved(x, 'device'), tree)
 
 
-def as_before(tree: Any, before: Any) -> Any:
+def match_memory_kind(tree: Any, before: Any) -> Any:
   """`tree` in the kind of memory in which the leaves of `before` lie."""
   return jax.tree.map(lambda x, y: _moved(x, y.sharding.memory_kind), tree, before)
 
@@ -312,18 +313,18 @@ def _moved(x, kind):
   return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def settled(params: Any) -> Any:
+def constrain_params(params: Any) -> Any:
   """Parameters where their rules put them, if a mesh is set; so are their gradients.
 
   Left to itself, XLA leaves some gradients whole on every chip.
   """
-  found = active()
+  found = active_mesh()
   if found is None:
     return params
   return jax.lax.with_sharding_constraint(params, shardings(params, found))
 
 
-def active() -> AbstractMesh | None:
+def active_mesh() -> AbstractMesh | None:
   """The mesh that is set by jax.set_mesh, if it has our axes."""
   found = jax.sharding.get_abstract_mesh()
   return found if set(AXES) <= set(found.axis_names) else None
@@ -331,13 +332,13 @@ def active() -> AbstractMesh | None:
 
 def splits_rows() -> bool:
   """Whether a mesh is set that splits the tokens of a row."""
-  found = active()
+  found = active_mesh()
   return found is not None and found.shape['context'] > 1
 
 
 def platform() -> str:
   """What is compiled for, 'cpu', 'gpu' or 'tpu': of the mesh, else of this machine."""
-  found = active()
+  found = active_mesh()
   device = found.abstract_device if found else None
   return device.platform if device else jax.default_backend()
 

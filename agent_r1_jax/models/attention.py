@@ -45,7 +45,7 @@ def packed(
   the same. A ring of keys and values would need one that can go on from another's sums,
   and an order of tokens in which the triangle is shared fairly.
   """
-  mesh = sharding.active()
+  mesh = sharding.active_mesh()
   if mesh is None:
     return _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   heads = PartitionSpec(*sharding.TOKENS, 'tensor')
@@ -142,7 +142,7 @@ def _paged(
 
   A row that is past the last slot reads one page, and gives what nobody asks for.
   """
-  mesh = sharding.active()
+  mesh = sharding.active_mesh()
   K = k_BKSH.shape[1]
   if mesh is None:
     return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)

@@ -285,7 +285,7 @@ class Decoder(nn.Module):
       unroll=c.num_layers if c.num_layers <= _UNROLLED else 1,
     )
     angles = _angles(positions_BT, c)
-    if self.is_initializing() or sharding.active() is None:
+    if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = _looked_up(embed.embedding.astype(c.dtype), tokens_BT)
@@ -329,7 +329,7 @@ def hidden(
   segment_ids: Int[Array, 'B T'],
 ) -> Float[Array, 'B T D']:
   """Final hidden states of packed rows; position t sees tokens <= t of its segment."""
-  params = sharding.settled(params)
+  params = sharding.constrain_params(params)
   x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids)
   return x
 

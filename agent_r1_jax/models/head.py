@@ -58,7 +58,7 @@ def logprobs(
     kernel_DV = jax.lax.all_gather(kernel_DV, sharding.SPLIT, axis=0, tiled=True)
     return flat(x, kernel_DV, tokens, wanted)
 
-  mesh = sharding.active()
+  mesh = sharding.active_mesh()
   if mesh is None or mesh.size == mesh.shape['tensor']:
     return flat(x, kernel_DV, tokens, wanted)
   # The wanted tokens are sorted on each chip: among all, they would all be everywhere.

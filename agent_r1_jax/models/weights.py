@@ -306,7 +306,7 @@ def _stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
   """One tensor on the host, as it is stored."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = sharding.read(x[part.index] if part.index else x)
+  x = sharding.to_numpy(x[part.index] if part.index else x)
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)
 

@@ -33,7 +33,7 @@ Watched = dict[str, Float[Array, 'B T']]
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, Watched]]
 
 
-class TrainState(NamedTuple):
+class ModelState(NamedTuple):
   """What training changes: of the policy, and of a critic that is a model of its own.
 
   Attributes:
@@ -57,11 +57,11 @@ class NotFiniteError(FloatingPointError):
     self.batches = batches
 
 
-def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> TrainState:
-  """A TrainState at step 0; on the mesh that is set, with the parameters."""
+def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> ModelState:
+  """A ModelState at step 0; on the mesh that is set, with the parameters."""
   step = lambda: jnp.zeros((), jnp.int32)
-  opt_state = sharding.built(optimizer.init, lora.split(params)[0])
-  return TrainState(params, opt_state, sharding.built(step))
+  opt_state = sharding.init_sharded(optimizer.init, lora.split(params)[0])
+  return ModelState(params, opt_state, sharding.init_sharded(step))
 
 
 def token_stats(
@@ -100,25 +100,25 @@ def token_stats(
 
 def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
   """token_stats' log-probs alone, float32 [B, T] on the host."""
-  batch = sharding.put_rows(batch)
+  batch = sharding.shard_batch(batch)
   return np.asarray(_logprobs(params, batch, config=config, temperature=temperature))
 
 
 def values(params, batch, *, config) -> np.ndarray:
   """The critic's value of the state after each token: token_stats' shifted by one."""
-  return np.asarray(_values(params, sharding.put_rows(batch), config=config))
+  return np.asarray(_values(params, sharding.shard_batch(batch), config=config))
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'temperature'))
 def _logprobs(params, batch, *, config, temperature):
   stats = token_stats(params, batch, config=config, temperature=temperature)
-  return sharding.whole(stats.logprobs)
+  return sharding.replicate(stats.logprobs)
 
 
 @functools.partial(jax.jit, static_argnames='config')
 def _values(params, batch, *, config):
   text = (batch.tokens, batch.positions, batch.segment_ids)
-  return sharding.whole(decoder.values(params, decoder.hidden(params, config, *text)))
+  return sharding.replicate(decoder.values(params, decoder.hidden(params, config, *text)))
 
 
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
@@ -163,14 +163,14 @@ def critic_objective(algorithm: algorithms.Algorithm) -> Loss:
 
 
 def update(
-  state: TrainState,
+  state: ModelState,
   batches: Iterable[types.Batch],
   *,
   config: decoder.DecoderConfig,
   loss: Loss,
   optimizer: optax.GradientTransformation,
   temperature: float = 1.0,
-) -> tuple[TrainState, dict[str, float]]:
+) -> tuple[ModelState, dict[str, float]]:
   """One optimizer step on the sum of the micro-batches' gradients.
 
   Args:
@@ -195,7 +195,7 @@ def update(
   for batch in batches:
     part = _gradient(
       state.params,
-      sharding.put_rows(batch),
+      sharding.shard_batch(batch),
       config=config,
       loss=loss,
       temperature=temperature,
@@ -220,9 +220,9 @@ def update(
   metrics['grad_norm'] = float(np.sqrt(sum(n**2 for n in jax.tree.leaves(norms))))
   learned, frozen = lora.split(state.params)
   opt_state = sharding.to_device(state.opt_state)
-  new = _apply(TrainState(learned, opt_state, state.step), grads, optimizer=optimizer)
-  opt_state = sharding.as_before(new.opt_state, state.opt_state)
-  return TrainState(lora.join(new.params, frozen), opt_state, new.step), metrics
+  new = _apply(ModelState(learned, opt_state, state.step), grads, optimizer=optimizer)
+  opt_state = sharding.match_memory_kind(new.opt_state, state.opt_state)
+  return ModelState(lora.join(new.params, frozen), opt_state, new.step), metrics
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))
@@ -263,7 +263,7 @@ def _leaf_norms(grads):
 def _apply(state, grads, *, optimizer):
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params: Any = optax.apply_updates(state.params, updates)
-  return TrainState(params, opt_state, state.step + 1)
+  return ModelState(params, opt_state, state.step + 1)
 
 
 def _before(x_BTD: Array) -> Array:

@@ -1,8 +1,8 @@
 """What a rollout changes: credit, mini-batches, the KL's control, the reference.
 
 plan = updates.Plan(model, algorithm, shape, optimizers, schedule, ...)
-carry = updates.start(params, plan)
-carry, metrics, table = updates.learn(carry, trajectories, plan)
+train_state = updates.init(params, plan)
+train_state, metrics, table = updates.learn(train_state, trajectories, plan)
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,7 +74,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Carry:
+class TrainState:
   """What goes on from rollout to rollout; `learn` gives another one.
 
   Attributes:
@@ -86,7 +86,7 @@ class Carry:
     step: Rollouts learned from.
   """
 
-  states: dict[str, learner.TrainState]
+  states: dict[str, learner.ModelState]
   reference: decoder.Params | None
   sampler: decoder.Params
   sampler_step: int = 0
@@ -108,7 +108,7 @@ class Carry:
     """The rest of a checkpoint."""
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
-  def restored(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'Carry':
+  def restored(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
     """What a checkpoint held, beside what is frozen here."""
     states = {}
     for name, state in self.states.items():
@@ -121,12 +121,12 @@ class Carry:
       sampler = _beside(arrays['sampler'], sampler)
     elif self.sampler is not self.states['policy'].params:
       sampler = _copied(sampler)
-    return Carry(states, reference, sampler, **numbers)
+    return TrainState(states, reference, sampler, **numbers)
 
 
-def start(
+def init(
   params: decoder.Params, plan: Plan, reference: decoder.Params | None = None
-) -> Carry:
+) -> TrainState:
   """Before the first rollout.
 
   A critic of its own starts as a copy of the policy with a value head of zeros. With
@@ -142,84 +142,93 @@ def start(
     reference = _copied(params)
   models = {'policy': params}
   if 'critic' in plan.optimizers:
-    head = sharding.built(functools.partial(_value_head, plan.model))
+    head = sharding.init_sharded(functools.partial(_value_head, plan.model))
     models['critic'] = _copied(params) | head
   states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
   if plan.offload:
     for name, state in states.items():
       states[name] = state._replace(opt_state=sharding.to_host(state.opt_state))
   coef = plan.algorithm.kl.coef if plan.algorithm.kl else 0.0
-  return Carry(states, reference, _handed(params, plan), kl_coef=coef)
+  return TrainState(states, reference, _handed(params, plan), kl_coef=coef)
 
 
 def learn(
-  carry: Carry,
+  train_state: TrainState,
   trajectories: Sequence[types.Trajectory],
   plan: Plan,
   *,
   baselines: Sequence[float] | None = None,
   prefixes: Sequence[np.ndarray] | None = None,
-) -> tuple[Carry, dict[str, float], table_lib.TokenTable]:
+) -> tuple[TrainState, dict[str, float], table_lib.TokenTable]:
   """Learns from one rollout; no argument is changed.
 
   Args:
-    carry: What the last rollout left. The arrays of its policy and critic are donated:
-      after the call their memory is the new ones'.
+    train_state: What the last rollout left. The arrays of its policy and critic are
+      donated: after the call their memory is the new ones'.
     trajectories: None with status 'error', each with a turn.
     plan: The run's.
     baselines: The reward of the greedy episode of each trajectory's task.
     prefixes: Tokens of each trajectory that only the critic sees, before the text.
 
   Returns:
-    The new carry; metrics, of which those of the critic's updates begin 'critic_'; and
-    the table of what was learned from, its trajectories in their order.
+    The new train_state; metrics, of which those of the critic's updates begin
+    'critic_'; and the table of what was learned from, its trajectories in their order.
 
   Raises:
-    learner.NotFiniteError: See there. Some of carry's arrays may have been donated.
+    learner.NotFiniteError: See there. Some of train_state's arrays may have been donated.
   """
   algorithm, kl = plan.algorithm, plan.algorithm.kl
-  states, kl_coef, reference = carry.states, carry.kl_coef, carry.reference
+  states, kl_coef, reference = (
+    train_state.states,
+    train_state.kl_coef,
+    train_state.reference,
+  )
   metrics: dict[str, float] = {'kl_coef': kl_coef} if kl else {}
   table = table_lib.build(trajectories, baselines)
   if trajectories:
     if plan.lagging:
-      age = carry.step - table.policy_steps[table.action_mask]
+      age = train_state.step - table.policy_steps[table.action_mask]
       metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
     table = credit.score(
       table,
       algorithm,
-      _models(carry, plan),
+      _models(train_state, plan),
       shape=plan.shape,
       temperature=plan.temperature,
       prefixes=prefixes,
     )
     table, found = credit.estimate(table, algorithm, kl_coef=kl_coef)
-    states, watched = _update(carry, table, plan, prefixes)
+    states, watched = _update(train_state, table, plan, prefixes)
     metrics |= found | watched
   if kl and 'kl' in metrics:
     kl_coef = kl.control(kl_coef, metrics['kl'], len(trajectories))
-  step = carry.step + 1
+  step = train_state.step + 1
   if plan.schedule.reference_every and step % plan.schedule.reference_every == 0:
     reference = _copied(states['policy'].params)
-  carry = dataclasses.replace(
-    carry, states=states, reference=reference, kl_coef=kl_coef, step=step
+  train_state = dataclasses.replace(
+    train_state, states=states, reference=reference, kl_coef=kl_coef, step=step
   )
-  return (carry if plan.early else hand_over(carry, plan)), metrics, table
+  return (train_state if plan.early else sync_sampler(train_state, plan)), metrics, table
 
 
-def hand_over(carry: Carry, plan: Plan) -> Carry:
+def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
   """Every so often, makes the policy the engine's; `learn` does it if not plan.early."""
-  if carry.step % plan.schedule.sync_every or carry.sampler_step == carry.step:
-    return carry
-  sampler = _handed(carry.states['policy'].params, plan)
-  return dataclasses.replace(carry, sampler=sampler, sampler_step=carry.step)
+  if (
+    train_state.step % plan.schedule.sync_every
+    or train_state.sampler_step == train_state.step
+  ):
+    return train_state
+  sampler = _handed(train_state.states['policy'].params, plan)
+  return dataclasses.replace(train_state, sampler=sampler, sampler_step=train_state.step)
 
 
-def _models(carry: Carry, plan: Plan) -> credit.Models:
-  policy = carry.states['policy'].params
-  critic = carry.states['critic'].params if 'critic' in carry.states else policy
+def _models(train_state: TrainState, plan: Plan) -> credit.Models:
+  policy = train_state.states['policy'].params
+  critic = (
+    train_state.states['critic'].params if 'critic' in train_state.states else policy
+  )
   reference_model = plan.reference_model or plan.model
-  return credit.Models(policy, plan.model, critic, carry.reference, reference_model)
+  return credit.Models(policy, plan.model, critic, train_state.reference, reference_model)
 
 
 def _value_head(model):
@@ -246,10 +255,10 @@ def _beside(learned, params):
 
 
 def _update(
-  carry: Carry, table: table_lib.TokenTable, plan: Plan, prefixes
-) -> tuple[dict[str, learner.TrainState], dict[str, float]]:
+  train_state: TrainState, table: table_lib.TokenTable, plan: Plan, prefixes
+) -> tuple[dict[str, learner.ModelState], dict[str, float]]:
   """Epochs of mini-batches: the new states, and the means of their metrics."""
-  states, metrics = dict(carry.states), dict[str, list[float]]()
+  states, metrics = dict(train_state.states), dict[str, list[float]]()
 
   def update(name, batches):
     try:
@@ -268,12 +277,12 @@ def _update(
       metrics.setdefault(key, []).append(value)
 
   options = {'algorithm': plan.algorithm, 'shape': plan.shape}
-  for members in _minibatches(len(table.group), plan, carry.step):
+  for members in _minibatches(len(table.group), plan, train_state.step):
     if 'critic' in states:
       batches = credit.critic_minibatch(table, members, prefixes=prefixes, **options)
       update('critic', batches)
-    if carry.step >= plan.schedule.critic_warmup:
-      more = {'kl_coef': carry.kl_coef, 'dense': plan.shared_critic}
+    if train_state.step >= plan.schedule.critic_warmup:
+      more = {'kl_coef': train_state.kl_coef, 'dense': plan.shared_critic}
       update('policy', credit.minibatch(table, members, **options, **more))
   return states, {name: float(np.mean(values)) for name, values in metrics.items()}
 

@@ -87,7 +87,7 @@ def play(
     with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
       ended = progress.counter()
       env = preflight.make_environment(make_env, limits.reset_seconds)
-      if said := preflight.told_of_tools(chat, env):
+      if said := preflight.describe_tool_prompt(chat, env):
         progress.say(said)
       played[label] = run(
         engine,

@@ -24,7 +24,7 @@ def epoch_tasks(
   return [tasks[order(epoch)[place]] for epoch, place in places]
 
 
-def draw(
+def collect_groups(
   collect: Callable[..., list[types.Trajectory]],
   draw_tasks: Callable[[int, int], list[types.Task]],
   *,

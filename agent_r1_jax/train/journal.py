@@ -1,13 +1,13 @@
 """The journal: everything a training run keeps in its workdir, and how far it is.
 
-with journal.Journal(config, workdir, label) as kept:
-carry = kept.restore(carry, plan)
-while kept.at.step < config.steps:
+with journal.Journal(config, workdir, label) as run_log:
+train_state = run_log.restore(train_state, plan)
+while run_log.position.step < config.steps:
 ...
-kept.at.learned(numbers, drawn)
-kept.write(numbers)
-if kept.checkpoints.due(kept.at.step):
-kept.save(carry, plan)
+run_log.position.learned(numbers, tasks_drawn)
+run_log.write(numbers)
+if run_log.checkpoints.due(run_log.position.step):
+run_log.save(train_state, plan)
 """
 
 from collections.abc import Mapping
@@ -30,21 +30,21 @@ class Position:
 
   Attributes:
     step: Rollouts that were learned from.
-    drawn: Tasks that were drawn.
+    tasks_drawn: Tasks that were drawn.
     written: The last step whose line is written; the first line is of step 0.
     unwritten: The line of `step` while its evaluation is missing; numbers as text, for
       not all that a float can be is JSON.
   """
 
   step: int = 0
-  drawn: int = 0
+  tasks_drawn: int = 0
   written: int = -1
   unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
 
-  def learned(self, numbers: Mapping[str, float], drawn: int):
+  def learned(self, numbers: Mapping[str, float], tasks_drawn: int):
     """Notes a step: its numbers so far, and the tasks that it drew."""
     self.step += 1
-    self.drawn += drawn
+    self.tasks_drawn += tasks_drawn
     self.unwritten = {name: repr(float(value)) for name, value in numbers.items()}
 
   def numbers(self) -> dict[str, float]:
@@ -56,7 +56,7 @@ class Journal:
   """A run's files. Only the first process writes lines and shows progress.
 
   Attributes:
-    at: How far the run is.
+    position: How far the run is.
     checkpoints: Of all processes.
     progress: On the terminal.
     spool: Of finished episodes, if config.checkpoint.keep_rollouts.
@@ -82,10 +82,10 @@ class Journal:
         made of something else.
     """
     self._config, self._workdir, self._label = config, workdir, label
-    self.at = Position()
+    self.position = Position()
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
-      if processes.first():
+      if processes.is_first():
         stack.enter_context(checkpoint.lock(workdir))
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
@@ -110,30 +110,35 @@ class Journal:
   def __exit__(self, *error):
     return self._stack.__exit__(*error)
 
-  def restore(self, carry: updates.Carry, plan: updates.Plan) -> updates.Carry:
-    """What the newest checkpoint holds, or `carry` as it is; opens the lines there.
+  def restore(
+    self, train_state: updates.TrainState, plan: updates.Plan
+  ) -> updates.TrainState:
+    """What the newest checkpoint holds, or `train_state` as it is; opens the lines there.
 
     Raises:
       ValueError: The run had checkpoints, and none is there that can be read.
     """
-    if restored := self.checkpoints.restore(like=carry.arrays(plan)):
+    if restored := self.checkpoints.restore(like=train_state.arrays(plan)):
       _, arrays, host = restored
-      carry = carry.restored(arrays, host['carry'])
-      self.at = Position(**host['at'])
+      train_state = train_state.restored(arrays, host['train_state'])
+      self.position = Position(**host['position'])
     else:
       self._check_new()
     self._writer, shown = None, None
-    if processes.first():
-      writer = metrics.Writer(self._workdir, resume_step=self.at.written + 1)
+    if processes.is_first():
+      writer = metrics.Writer(self._workdir, resume_step=self.position.written + 1)
       self._writer = self._stack.enter_context(writer)
     else:
       shown = self._stack.enter_context(open(os.devnull, 'w'))
     self.progress = self._stack.enter_context(
       metrics.Progress(
-        self._config.schedule.steps, label=self._label, start=self.at.step, file=shown
+        self._config.schedule.steps,
+        label=self._label,
+        start=self.position.step,
+        file=shown,
       )
     )
-    return carry
+    return train_state
 
   def _check_new(self):
     """Refuses to begin anew where checkpoints have been.
@@ -154,18 +159,21 @@ class Journal:
   def write(self, numbers: Mapping[str, float]):
     """Writes the line of the present step."""
     if self._writer:
-      self._writer.write(self.at.step, numbers)
-    self.at.written, self.at.unwritten = self.at.step, {}
+      self._writer.write(self.position.step, numbers)
+    self.position.written, self.position.unwritten = self.position.step, {}
 
-  def save(self, carry: updates.Carry, plan: updates.Plan):
+  def save(self, train_state: updates.TrainState, plan: updates.Plan):
     """Starts to write a checkpoint of the present step, if there is none."""
-    host = {'at': dataclasses.asdict(self.at), 'carry': carry.numbers()}
-    self.checkpoints.save(self.at.step, carry.arrays(plan), host)
+    host = {
+      'position': dataclasses.asdict(self.position),
+      'train_state': train_state.numbers(),
+    }
+    self.checkpoints.save(self.position.step, train_state.arrays(plan), host)
     # The new one is still on its way; the one before it is safe.
     if self.spool and (safe := self.checkpoints.steps):
-      self.spool.forget(before=draw(self._config.schedule, safe[-1]))
+      self.spool.forget(before=rollout_number(self._config.schedule, safe[-1]))
 
 
-def draw(schedule: config_lib.Schedule, step: int) -> int:
+def rollout_number(schedule: config_lib.Schedule, step: int) -> int:
   """The number of a step's first rollout; its refills follow."""
   return step * (schedule.max_refills + 1)

@@ -42,7 +42,7 @@ Config = config_lib.Config
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """The chips that train as the configuration lays them out; None for one chip."""
   runtime.prepare()
-  devices, samplers = sharding.parted(config.samplers)
+  devices, samplers = sharding.split_devices(config.samplers)
   chips = len(devices)
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
@@ -50,8 +50,8 @@ def make_mesh(config: config_lib.Mesh) -> Mesh | None:
     return None
   axes = {'data': config.data, 'fsdp': fsdp}
   axes |= {'tensor': config.tensor, 'context': config.context}
-  mesh = sharding.mesh(**axes, devices=devices)
-  sharding.replicas(mesh, samplers)  # Refuses what cannot sample.
+  mesh = sharding.make_mesh(**axes, devices=devices)
+  sharding.replica_meshes(mesh, samplers)  # Refuses what cannot sample.
   return mesh
 
 
@@ -78,7 +78,7 @@ def load(
 ) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
   """The shape, parameters (on the mesh, if given) and chat of the model's directory."""
   runtime.prepare()
-  place = sharding.placer(mesh)
+  place = sharding.make_placer(mesh)
   shape, params = weights.load(config.path, dtype='float32', place=place)
   shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat)
   tokenizer = tokenizer_lib.load(config.path)
@@ -107,7 +107,7 @@ def make_engine(
     model,
     params,
     mesh=mesh,
-    chips=sharding.parted(config.mesh.samplers)[1],
+    chips=sharding.split_devices(config.mesh.samplers)[1],
     rows=sizes.rows,
     slots=sizes.slots,
     steps=sizes.decode_steps,
@@ -130,7 +130,7 @@ def play(
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
   runtime.quiet()
   config.check()
-  config = sizes.settle(fields.replace(config, {'model.path': str(model)}))
+  config = sizes.resolve(fields.replace(config, {'model.path': str(model)}))
   mesh = make_mesh(config.mesh)
   _check_split(config.batch, config.engine.slots, mesh)
   shape, params, chat = load(config.model, config.chat, mesh)
@@ -190,32 +190,32 @@ def run(
   runtime.quiet()
   preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
-  config = sizes.settle(config, algorithm, workdir)
+  config = sizes.resolve(config, algorithm, workdir)
   mesh = make_mesh(config.mesh)
   _check_split(config.batch, config.engine.slots, mesh)
   model, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, model, params, mesh)
   fits = {'slots': engine.sizes.slots, 'long_prompts': config.chat.long_prompts}
   env = preflight.make_environment(make_env, config.limits.reset_seconds)
-  tasks, lines = preflight.look(chat, env, tasks, evals or {}, **fits)
-  with sharding.use(mesh):
-    plan, carry = _plan(config, model, params, algorithm, mesh)
-  if privileged and 'critic' not in carry.states:
+  tasks, lines = preflight.examine(chat, env, tasks, evals or {}, **fits)
+  with sharding.use_mesh(mesh):
+    plan, train_state = _plan(config, model, params, algorithm, mesh)
+  if privileged and 'critic' not in train_state.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
   playing: dict[str, Any] = {'make_env': make_env, 'limits': config.limits}
   with contextlib.ExitStack() as stack:
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, env, tasks, privileged)
-    kept = stack.enter_context(journal.Journal(config, workdir, label, made_of))
-    watch.newest = lambda: _newest(kept.checkpoints.directory)
+    run_log = stack.enter_context(journal.Journal(config, workdir, label, made_of))
+    watch.newest = lambda: _newest(run_log.checkpoints.directory)
     watch.check()
     watch.phase = 'restoring'
-    carry = kept.restore(carry, plan)
+    train_state = run_log.restore(train_state, plan)
     # What it began with may be another policy by now, and nobody else holds it.
-    engine.sync_weights(carry.sampler, carry.sampler_step)
+    engine.sync_weights(train_state.sampler, train_state.sampler_step)
     del params
     engine.interrupted = watch.given
-    progress, at = kept.progress, kept.at
+    progress, position = run_log.progress, run_log.position
     for line in lines:
       progress.say(line)
     bell = alarms_lib.Bell(config.alarms, progress.say)
@@ -236,7 +236,7 @@ def run(
       tasks,
       engine,
       chat,
-      kept,
+      run_log,
       sampled,
       seed=config.seed,
       **playing,
@@ -244,11 +244,11 @@ def run(
 
     def evaluated() -> dict[str, float]:
       watch.phase = 'an evaluation'
-      params = carry.states['policy'].params
+      params = train_state.states['policy'].params
       if not engine.busy:
-        engine.sync_weights(params, carry.step)  # Without a second copy.
+        engine.sync_weights(params, train_state.step)  # Without a second copy.
       # Rollouts that are under way go on beside it, by the policy that they had.
-      policy = engine.make_policy(params, carry.step)
+      policy = engine.make_policy(params, train_state.step)
       decoding = held_out._replace(policy=policy)
       ended = schedule.counter(
         progress, 'evaluation', sum(map(len, (evals or {}).values()))
@@ -256,23 +256,23 @@ def run(
       played = evaluate.run(
         engine, chat, evals or {}, decoding=decoding, on_done=ended, **playing
       )
-      faults.note(at.step, itertools.chain(*played.values()))
-      return _logged(played, workdir, config, at.step)
+      faults.note(position.step, itertools.chain(*played.values()))
+      return _logged(played, workdir, config, position.step)
 
     try:
-      if at.written < 0 and config.schedule.eval_every and not at.unwritten:
-        kept.write(evaluated())
-      while at.unwritten or at.step < config.schedule.steps:
+      if position.written < 0 and config.schedule.eval_every and not position.unwritten:
+        run_log.write(evaluated())
+      while position.unwritten or position.step < config.schedule.steps:
         clock = metrics_lib.Clock()
-        if not at.unwritten:
+        if not position.unwritten:
           watch.phase = 'a rollout'
-          carry, found, drawn = rollouts.take(carry, plan)
+          train_state, found, drawn = rollouts.take(train_state, plan)
           played = [t for group in found for t in group]
-          faults.note(at.step + 1, played)
+          faults.note(position.step + 1, played)
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
           numbers['rollout/dead_groups'] = float(np.mean([*map(groups.tied, found)]))
-          if at.step == 0 and config.chat.long_prompts == 'refuse':
+          if position.step == 0 and config.chat.long_prompts == 'refuse':
             groups.check_played(found)
           found = groups.usable(
             found,
@@ -288,40 +288,42 @@ def run(
           watch.phase = 'an update'
           chosen = [t for group in found for t in group]
           told = [chat.note(privileged(t.task)) for t in chosen] if privileged else None
-          with _dumping(workdir), sharding.use(mesh):
-            carry, learned, table = updates.learn(
-              carry, chosen, plan, baselines=baselines, prefixes=told
+          with _dumping(workdir), sharding.use_mesh(mesh):
+            train_state, learned, table = updates.learn(
+              train_state, chosen, plan, baselines=baselines, prefixes=told
             )
           numbers |= {f'train/{k}': v for k, v in learned.items()}
           numbers['time/update'] = clock.lap()
-          at.learned(numbers, drawn)
-          _write_rollout(played, chosen, table, workdir, config, at.step)
+          position.learned(numbers, drawn)
+          _write_rollout(played, chosen, table, workdir, config, position.step)
         # From here on the step is learned, and only its line is missing.
-        numbers = at.numbers()
-        if at.step == config.schedule.steps or _every(
-          config.schedule.eval_every, at.step
+        numbers = position.numbers()
+        if position.step == config.schedule.steps or _every(
+          config.schedule.eval_every, position.step
         ):
           numbers |= evaluated()
           numbers['time/eval'] = clock.lap()
-        kept.write(numbers | bell.ring(at.step, numbers))
-        progress.update(at.step, reward=numbers['rollout/reward'])
-        if kept.checkpoints.due(at.step) or at.step == config.schedule.steps:
-          kept.save(carry, plan)
+        run_log.write(numbers | bell.ring(position.step, numbers))
+        progress.update(position.step, reward=numbers['rollout/reward'])
+        if (
+          run_log.checkpoints.due(position.step) or position.step == config.schedule.steps
+        ):
+          run_log.save(train_state, plan)
       faults.say_sum()
     except replica.PreemptedError:
       progress.phase('saving')
-      watch.saving(at.step)
-      kept.save(carry, plan)
-      kept.checkpoints.wait()
-      watch.saved(at.step)
+      watch.saving(position.step)
+      run_log.save(train_state, plan)
+      run_log.checkpoints.wait()
+      watch.saved(position.step)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
-    kept.checkpoints.wait()
+    run_log.checkpoints.wait()
     watch.phase = 'the writing of the model'
     target = pathlib.Path(workdir) / 'model'
-    params = lora.merge(carry.states['policy'].params)
+    params = lora.merge(train_state.states['policy'].params)
     weights.save(target, model, params, tokenizer_from=config.model.path)
-  if processes.first():
+  if processes.is_first():
     summary.training(workdir, label)
     print(summary.places(workdir))
   return params
@@ -329,7 +331,7 @@ def run(
 
 def _plan(
   config, model, params, algorithm, mesh=None
-) -> tuple[updates.Plan, updates.Carry]:
+) -> tuple[updates.Plan, updates.TrainState]:
   """What stays the same, and what goes on from step to step."""
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.schedule.critic_warmup and not own_critic:
@@ -340,14 +342,14 @@ def _plan(
     targets = config.model.lora_targets.split(',')
     adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
     params = lora.add(params, *adapters, jax.random.key(config.seed))
-    params = sharding.placed(params, mesh)
+    params = sharding.shard_params(params, mesh)
   options = config.optimizer
   optimizers = {'policy': optimizers_lib.make(options, options.learning_rate)}
   if own_critic:
     optimizers['critic'] = optimizers_lib.make(options, options.critic_learning_rate)
   reference_model, reference = model, None
   if config.model.reference:
-    place = sharding.placer(mesh)
+    place = sharding.make_placer(mesh)
     reference_model, reference = weights.load(
       config.model.reference, dtype='float32', place=place
     )
@@ -368,7 +370,7 @@ def _plan(
     seed=config.seed,
     offload=config.optimizer.offload,
   )
-  return plan, updates.start(params, plan, reference)
+  return plan, updates.init(params, plan, reference)
 
 
 @contextlib.contextmanager
@@ -429,7 +431,7 @@ def _write_rollout(played, chosen, table, workdir, config, step):
 
 
 def _write(name, trajectories, workdir, config, step, **more):
-  if processes.first():
+  if processes.is_first():
     viewer.write(
       pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval',
       trajectories,

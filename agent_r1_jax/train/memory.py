@@ -112,7 +112,7 @@ class Estimate(NamedTuple):
     return '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in terms if n >= 5e6)
 
 
-def layout(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
+def count_splits(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
   """Over how many chips rows and parameters are split: data x fsdp, and fsdp x ..."""
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
@@ -194,13 +194,13 @@ def _bytes(config, models, machine) -> tuple[float, float]:
   """Bytes on one chip of what is learned, and of its optimizer's state."""
   adapters = (config.model.lora_rank, config.model.lora_targets)
   sizes = _learned(models.policy, *adapters, config.optimizer.kind)
-  split = layout(config.mesh, machine.chips)[1]
+  split = count_splits(config.mesh, machine.chips)[1]
   return sizes[0] / split, sizes[1] / split
 
 
 def _state(config, models, machine) -> dict[str, float]:
   """What training holds all the time."""
-  algorithm, split = models.algorithm, layout(config.mesh, machine.chips)[1]
+  algorithm, split = models.algorithm, count_splits(config.mesh, machine.chips)[1]
   learned, opt_state = _bytes(config, models, machine)
   frozen = _parameters(models.policy)['all'] * _FLOAT / split
   terms = {'parameters, float32': frozen + (learned if config.model.lora_rank else 0)}
@@ -275,7 +275,7 @@ def _gradient(config, models, machine) -> dict[str, float]:
   learned = _bytes(config, models, machine)[0]
   temporaries = activations(
     models.policy,
-    rows=max(1, config.batch.microbatch // layout(config.mesh, machine.chips)[0]),
+    rows=max(1, config.batch.microbatch // count_splits(config.mesh, machine.chips)[0]),
     tokens=config.batch.row_tokens or config.engine.slots,
     platform=machine.platform,
     tensor=config.mesh.tensor,
@@ -389,7 +389,7 @@ def _update(config, models, machine) -> dict[str, float]:
     terms["optimizer's temporaries"] = _STEP[config.optimizer.kind] * learned
   else:
     # XLA computes leaf by leaf; the largest is a stack of feed-forward kernels.
-    model, split = models.policy, layout(config.mesh, machine.chips)[1]
+    model, split = models.policy, count_splits(config.mesh, machine.chips)[1]
     leaf = model.num_layers * model.embed_dim * model.mlp_dim / split
     leaf = min(leaf * _FLOAT, learned)
     terms["optimizer's temporaries"] = _STEP_OF_LEAF[config.optimizer.kind] * leaf
@@ -407,14 +407,14 @@ def _checkpoint(config, models, machine, gradient) -> dict[str, float]:
   }
 
 
-def mends(
+def suggest_changes(
   config: config_lib.Config, models: Models, machine: Machine
 ) -> tuple[dict[str, object], bool]:
   """Fields to change so that the run fits, one after the other; and whether it then does.
 
   Changes that it then fits without are not named.
   """
-  groups = layout(config.mesh, machine.chips)[0]
+  groups = count_splits(config.mesh, machine.chips)[0]
   candidates: list[tuple[str, object]] = []
   if models.algorithm is not None:
     halves = [config.batch.microbatch >> i for i in range(1, 16)]

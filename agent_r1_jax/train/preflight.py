@@ -155,7 +155,7 @@ def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env
   return env
 
 
-def told_of_tools(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
+def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
   """What is to be said of how the model is told of its tools, if there is anything.
 
   Raises:
@@ -178,7 +178,7 @@ def told_of_tools(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
   )
 
 
-def fitting(
+def select_fitting_tasks(
   chat: chat_lib.Chat,
   env: env_lib.Env,
   tasks: Sequence[types.Task],
@@ -236,7 +236,7 @@ def fitting(
   return [t for n, t in enumerate(tasks) if n not in long], found
 
 
-def look(
+def examine(
   chat: chat_lib.Chat,
   env: env_lib.Env,
   tasks: Sequence[types.Task],
@@ -253,16 +253,18 @@ def look(
     env: One as the tasks will be played in.
     tasks: To train on.
     evals: Sets to evaluate, by name.
-    **options: Of `fitting`: slots, long_prompts.
+    **options: Of `select_fitting_tasks`: slots, long_prompts.
 
   Raises:
-    ValueError: See `told_of_tools` and `fitting`.
+    ValueError: See `describe_tool_prompt` and `select_fitting_tasks`.
   """
-  lines = [told_of_tools(chat, env)]
-  tasks, said = fitting(chat, env, tasks, **options)
+  lines = [describe_tool_prompt(chat, env)]
+  tasks, said = select_fitting_tasks(chat, env, tasks, **options)
   lines.append(said and f'{said} They are left out.')
   for name, held_out in evals.items():
-    _, said = fitting(chat, env, held_out, name=f'tasks of evals[{name!r}]', **options)
+    _, said = select_fitting_tasks(
+      chat, env, held_out, name=f'tasks of evals[{name!r}]', **options
+    )
     lines.append(said and f'{said} They count as unanswered.')
   return tasks, [line for line in lines if line]
 

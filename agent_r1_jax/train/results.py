@@ -60,7 +60,7 @@ def play(
   """
   runtime.prepare()
   keys = {}
-  if processes.first():
+  if processes.is_first():
     same = {
       'model': model_digest(model),
       'code': _code_digest(),
@@ -79,7 +79,7 @@ def play(
   if missing:
     for method, sets in train.play(config, model, missing).items():
       known[method] = _as_json({'numbers': summarize(sets)})
-      if processes.first():
+      if processes.is_first():
         add(path, keys[method] | known[method])
   return {method: known[method]['numbers'] for method in rows}
 

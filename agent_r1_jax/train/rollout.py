@@ -171,7 +171,7 @@ def start(
     on_done(trajectory)
     return trajectory
 
-  mine = processes.share(len(tasks))
+  mine = processes.take_share(len(tasks))
   seen = collections.Counter()
   episodes = []
   for group, task in enumerate(tasks):
@@ -222,7 +222,9 @@ def _blaming_the_environment():
   except (_EnvironmentError, workers.BlockedError):
     raise
   except Exception as error:
-    raise _EnvironmentError(workers.told(error) + workers.place(error)) from error
+    raise _EnvironmentError(
+      workers.describe_error(error) + workers.locate_error(error)
+    ) from error
 
 
 class _Voice:
@@ -351,7 +353,7 @@ class _Episode:
     """The prompt, and the schemas of the environment's tools."""
     t = self.trajectory
     # Whatever the environment does to its task, other episodes have theirs.
-    make = lambda: (self.make_env(), env_lib.copied(t.task))
+    make = lambda: (self.make_env(), env_lib.copy_value(t.task))
     with _blaming_the_environment():
       seconds = self.limits.reset_seconds
       call = workers.call(make, name='make_env', seconds=seconds, field='reset_seconds')
@@ -444,4 +446,4 @@ def _copied(messages: Any) -> list[types.Message]:
         records.pack([key, value])
       except ValueError as error:
         raise _EnvironmentError(f'{key!r} of a message {error}') from None
-  return env_lib.copied(list(messages))
+  return env_lib.copy_value(list(messages))

@@ -34,7 +34,7 @@ class Schedule:
     tasks: Sequence[types.Task],
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
-    kept: journal.Journal,
+    run_log: journal.Journal,
     decoding: rollout.Decoding,
     *,
     seed: int = 0,
@@ -47,38 +47,38 @@ class Schedule:
       tasks: To train on.
       engine: Open.
       chat: Of the policy's tokenizer.
-      kept: Restored.
+      run_log: Restored.
       decoding: How training rollouts are sampled.
       seed: The run's seed.
       **playing: Of rollout.start: make_env, limits.
     """
-    self._config, self._tasks, self._kept = config, tasks, kept
+    self._config, self._tasks, self._journal = config, tasks, run_log
     self._engine, self._chat, self._playing = engine, chat, playing
     self._decoding, self._seed = decoding, seed
     self._started: collections.deque[rollout.Rollout] = collections.deque()
-    self._next = kept.at.step
+    self._next = run_log.position.step
 
   def take(
-    self, carry: updates.Carry, plan: updates.Plan
-  ) -> tuple[updates.Carry, list[groups.Group], int]:
+    self, train_state: updates.TrainState, plan: updates.Plan
+  ) -> tuple[updates.TrainState, list[groups.Group], int]:
     """The groups of the next step, and how many tasks they were drawn from.
 
     Waits for them, and starts what is to be played while they are learned from; with
-    plan.early by the policy as it is now, which the carry that is returned has.
+    plan.early by the policy as it is now, which the train_state that is returned has.
     """
-    step = self._kept.at.step
-    self._start(step if plan.early else step + plan.schedule.ahead, carry)
-    found, drawn = groups.draw(
+    step = self._journal.position.step
+    self._start(step if plan.early else step + plan.schedule.ahead, train_state)
+    found, drawn = groups.collect_groups(
       self._played,
-      lambda start, n: self._drawn(self._kept.at.drawn + start, n),
+      lambda start, n: self._draw_tasks(self._journal.position.tasks_drawn + start, n),
       n=self._config.tasks,
       samples=self._config.samples,
       max_refills=self._config.max_refills,
     )
     if plan.early:
-      carry = updates.hand_over(carry, plan)
-      self._start(step + plan.schedule.ahead, carry)
-    return carry, found, drawn
+      train_state = updates.sync_sampler(train_state, plan)
+      self._start(step + plan.schedule.ahead, train_state)
+    return train_state, found, drawn
 
   def greedy(self, found: list[groups.Group]) -> tuple[list[groups.Group], list[float]]:
     """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
@@ -87,23 +87,23 @@ class Schedule:
     pairs = [(g, t) for g, t in zip(found, greedy, strict=True) if t.status != 'error']
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
-  def _start(self, last: int, carry):
-    """Starts the rollouts up to `last`; all are played by the carry's policy from now."""
-    at, config = self._kept.at, self._config
+  def _start(self, last: int, train_state):
+    """Starts the rollouts up to `last`, which the present policy plays."""
+    position, config = self._journal.position, self._config
     last = min(last, config.steps - 1)
     if self._next > last and not config.partial:
       return
-    self._engine.sync_weights(carry.sampler, carry.sampler_step)
+    self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
     while self._next <= last:
-      start = at.drawn + (self._next - at.step) * config.tasks
-      tasks = self._drawn(start, config.tasks)
-      self._started.append(self._play(tasks, journal.draw(config, self._next)))
+      start = position.tasks_drawn + (self._next - position.step) * config.tasks
+      tasks = self._draw_tasks(start, config.tasks)
+      self._started.append(self._play(tasks, journal.rollout_number(config, self._next)))
       self._next += 1
 
   def _played(self, tasks, refill) -> list[types.Trajectory]:
     if not refill:
       return self._started.popleft().result()
-    draw = journal.draw(self._config, self._kept.at.step) + refill
+    draw = journal.rollout_number(self._config, self._journal.position.step) + refill
     return self._play(tasks, draw, 'refill').result()
 
   def _play(self, tasks, draw, label='rollout') -> rollout.Rollout:
@@ -117,12 +117,12 @@ class Schedule:
       decoding=self._decoding,
       seed=self._seed,
       draw=draw,
-      spool=self._kept.spool,
-      on_done=counter(self._kept.progress, label, total),
+      spool=self._journal.spool,
+      on_done=counter(self._journal.progress, label, total),
       **self._playing,
     )
 
-  def _drawn(self, start, n) -> list[types.Task]:
+  def _draw_tasks(self, start, n) -> list[types.Task]:
     return groups.epoch_tasks(self._tasks, start, n, self._seed)
 
 

@@ -1,6 +1,6 @@
 """Sizes that follow from the device and the model, where a configuration leaves them 0.
 
-`settle` is what `train` calls: it chooses them, estimates the memory of the run
+`resolve` is what `train` calls: it chooses them, estimates the memory of the run
 (memory.py) and refuses what does not fit, before anything is loaded or compiled. A run
 that goes on has the sizes that it began with: config.json holds them.
 """
@@ -41,7 +41,7 @@ _ROUNDS = ((0.85, 8, 2048), (1.0, 1, 1024))
 _UNKNOWN = 16e9
 
 
-def settle(
+def resolve(
   config: config_lib.Config,
   algorithm: algorithms.Algorithm | None = None,
   workdir: str | os.PathLike | None = None,
@@ -62,20 +62,20 @@ def settle(
   machine, models = find_machine(config.mesh), _read_models(config.model, algorithm)
   given = config
   if workdir is not None:
-    config = recorded(config, workdir)
+    config = load_recorded(config, workdir)
   reused = [
     name for name in FIELDS if fields.get(config, name) != fields.get(given, name)
   ]
   config = choose(config, models, machine)
   check(config, models, machine, reused)
-  if processes.first():
+  if processes.is_first():
     print(describe(config, models, machine), file=sys.stderr)
   return config
 
 
 def find_machine(config: config_lib.Mesh) -> memory.Machine:
   """Where this process runs; with several processes, what the least of them has."""
-  training, sampling = sharding.parted(config.samplers)
+  training, sampling = sharding.split_devices(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
   given = os.environ.get(MEMORY_VARIABLE)
   if given is not None:
@@ -96,7 +96,9 @@ def find_machine(config: config_lib.Mesh) -> memory.Machine:
   return memory.Machine(platform, found, len(training), engines, int(cores))
 
 
-def recorded(config: config_lib.Config, workdir: str | os.PathLike) -> config_lib.Config:
+def load_recorded(
+  config: config_lib.Config, workdir: str | os.PathLike
+) -> config_lib.Config:
   """`config` with the sizes of the run in this workdir where it leaves them 0.
 
   Raises:
@@ -135,7 +137,7 @@ def choose(
   given = {'microbatch': config.batch.microbatch}
   given |= {'rows': config.engine.rows, 'slots': config.engine.slots}
   free = [name for name, value in given.items() if not value]
-  groups = memory.layout(config.mesh, machine.chips)[0]
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
   most = _begin(config, models, machine)
   now = most
   for share, few_rows, few_slots in _ROUNDS:
@@ -179,7 +181,7 @@ def check(
   found = memory.estimate(config, models, machine)
   if found.peak <= machine.memory:
     return
-  changes, enough = memory.mends(config, models, machine)
+  changes, enough = memory.suggest_changes(config, models, machine)
   named = ', '.join(f'{name}={value}' for name, value in changes.items())
   mend = f'Lower it with {named}'
   if not enough:
@@ -232,7 +234,7 @@ def _read_models(config: config_lib.Model, algorithm) -> memory.Models:
 
 def _begin(config, models, machine) -> dict[str, int]:
   """The sizes that are chosen where memory is no matter."""
-  groups = memory.layout(config.mesh, machine.chips)[0]
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
   slots = config.engine.slots or _choose_slots(config, models)
   tokens = (config.batch.row_tokens or slots) / config.mesh.context
   each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))
