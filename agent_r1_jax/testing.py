@@ -69,7 +69,7 @@ async def _check_finish(make_env, task, reply):
     judged = []
     for env in (make_env(), make_env()):
       await workers.call(env.reset, task)
-      judged.append(await env_lib.finish(env, status, unfinished))
+      judged.append(await env_lib.finish_episode(env, status, unfinished))
     where = f'finish({status!r}, ...)'
     if judged[0] is not None:
       assert isinstance(judged[0], types.Step), f'{where} returned no Step: {judged[0]}'

@@ -329,7 +329,7 @@ def problems_of(outcomes: Sequence[Outcome], left: Sequence[str]) -> list[str]:
     # Once it has said its last word, nothing is left to be saved.
     finished = outcome.said.startswith('end, with')
     if outcome.kind in ('terminate', 'interrupt'):
-      if outcome.status not in (0, preemption.STATUS) and not finished:
+      if outcome.status not in (0, preemption.EXIT_STATUS) and not finished:
         found.append(f'{outcome.kind} ended with {outcome.status}: {outcome.said}')
       if outcome.seconds is not None and outcome.seconds > _ANSWER.value:
         found.append(f'{outcome.kind} was answered after {outcome.seconds:.1f} s')

@@ -63,7 +63,7 @@ def hold_interpreter() -> bool:
   return re.fullmatch('(a|aa)+b', 'a' * 200) is not None
 
 
-_hold = isolated.in_process(hold_interpreter, seconds=SHORT_SECONDS)
+_hold = isolated.in_subprocess(hold_interpreter, seconds=SHORT_SECONDS)
 
 
 async def hold_interpreter_apart(*args: Any, **kwargs: Any) -> float:

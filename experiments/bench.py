@@ -471,7 +471,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
 
 
 def main(_):
-  runtime.prepare()
+  runtime.initialize()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')

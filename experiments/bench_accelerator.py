@@ -390,7 +390,7 @@ MEASUREMENTS = (decode, context, kernels, step, agreement)
 
 
 def main(_):
-  runtime.prepare()
+  runtime.initialize()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')

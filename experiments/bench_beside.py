@@ -76,7 +76,7 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
   from agent_r1_jax.host import runtime
   from agent_r1_jax.rl import algorithms, learner, optimizers
 
-  runtime.prepare()
+  runtime.initialize()
   given, T = batch(), _PROMPT.value + _REPLY.value
   params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
   sizes = {'rows': _ROWS.value, 'slots': T, 'narrow': False, 'bucket': min(T, 512)}

@@ -167,7 +167,7 @@ def parameters(config: decoder.DecoderConfig) -> Any:
 def training_state(config, optimizer, mesh) -> learner.ModelState:
   """Abstract and split."""
   shapes = jax.eval_shape(lambda p: learner.init(p, optimizer), parameters(config))
-  return abstract(shapes, sharding.shardings(shapes, mesh))
+  return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
 def batch(mesh, rows: int, tokens: int) -> types.Batch:
@@ -180,13 +180,13 @@ def batch(mesh, rows: int, tokens: int) -> types.Batch:
     name: jax.ShapeDtypeStruct((rows, tokens), kinds.get(name, jnp.float32))
     for name in fields
   }
-  return abstract(types.Batch(**shapes), sharding.row_sharding(mesh))
+  return abstract(types.Batch(**shapes), sharding.batch_sharding(mesh))
 
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
   """The engine's parameters."""
   shapes = jax.eval_shape(lambda p: decoder.unstacked(p, config), parameters(config))
-  return abstract(shapes, sharding.shardings(shapes, mesh))
+  return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
 def lowered(program: str, config, mesh, optimizer) -> tuple[Any, int]:

@@ -40,7 +40,7 @@ from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import calls, env
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import metrics, plots, tables
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
@@ -255,7 +255,7 @@ def _retold(messages, prompt, find) -> list[types.Message]:
   told = list(prompt)
   for message in messages[1:]:
     if message['role'] == 'tool':
-      parsed = calls.hermes(told[-1]['content'])
+      parsed = calls.parse_hermes(told[-1]['content'])
       queries = [c.arguments['query'] for c in parsed if isinstance(c, calls.ToolCall)]
       message = {**message, 'content': find(queries[0])}
     told.append(message)
@@ -285,7 +285,7 @@ def _shown(sets: Sets, example: list[types.Message]) -> Sets:
 
 
 def main(_):
-  runtime.quiet()
+  runtime.quiet_logging()
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
     found = results.read(out / 'results.jsonl')
@@ -387,7 +387,7 @@ def render(lines: list[dict[str, Any]], target: pathlib.Path) -> None:
     for kind in kinds:
       rows = {m: _row(of[m], sets, kind) for m in chosen}
       columns = [*sets, 'average', 'seeds', 'minutes a seed']
-      parts.append(f'### {title}, {kind}\n\n{metrics.table(rows, columns)}\n')
+      parts.append(f'### {title}, {kind}\n\n{tables.format_table(rows, columns)}\n')
   target.parent.mkdir(parents=True, exist_ok=True)
   target.with_suffix('.md').write_text('\n'.join(parts))
   target.with_suffix('.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in lines))
@@ -404,7 +404,7 @@ def _row(rows, sets, kind) -> dict[str, Any]:
   counts = [rows[0]['sets'][s][kind]['count'] for s in sets]
   for name, values, n in zip(sets, zip(*means, strict=True), counts, strict=True):
     if n:
-      alone = metrics.Count(round(values[0] * n), n)
+      alone = tables.Count(round(values[0] * n), n)
       cells[name] = _interval(values) if len(rows) > 1 else alone
   if all(counts):
     average = [float(np.mean(m)) for m in means]
@@ -433,7 +433,7 @@ def _curves(learned, path) -> None:
   for name in ('PPO', 'GRPO'):
     panels[f'{name} and its masks'] = [m for m in learned if m.split(' (')[0] == name]
   runs = [list(lines.values()) for lines in seeds.values()]
-  metrics.curve(runs, path, panels=panels, title='Reward in training')
+  plots.plot_curves(runs, path, panels=panels, title='Reward in training')
 
 
 if __name__ == '__main__':

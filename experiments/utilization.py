@@ -166,7 +166,7 @@ def _system(config, rows, tail, chat):
 
 
 def main(_):
-  runtime.prepare()
+  runtime.initialize()
   chat = chat_lib.Chat(tokenizer_lib.load(_TOKENIZER))
   cells = []
   for tail in map(float, _TAILS.value):

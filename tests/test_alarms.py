@@ -29,7 +29,7 @@ _UP, _DOWN = 1e-9, -1e-9
 
 
 def _ringing(numbers, limits=_LIMITS):
-  rung = alarms.ring(numbers, limits)
+  rung = alarms.check(numbers, limits)
   assert rung.keys() == _QUIET.keys() and set(rung.values()) <= {0.0, 1.0}
   return [name.removeprefix('alarm/') for name, value in rung.items() if value]
 
@@ -73,10 +73,10 @@ def test_an_alarm_rings_just_beyond_its_limit(alarm, name, limit, beyond, others
 
 
 def test_what_is_absent_does_not_ring():
-  assert alarms.ring({}, _LIMITS) == alarms.ring({}, config.Alarms()) == _QUIET
+  assert alarms.check({}, _LIMITS) == alarms.check({}, config.Alarms()) == _QUIET
   # Nor do limits that nothing can be beyond, or calls where there were none.
   numbers = {'rollout/tool_calls': 0.0, 'rollout/tool_errors': 0.0, 'rollout/tokens': 0.0}
-  assert alarms.ring(numbers, _LIMITS) == _QUIET
+  assert alarms.check(numbers, _LIMITS) == _QUIET
 
 
 def test_every_limit_has_its_alarm():
@@ -108,9 +108,9 @@ def test_the_names_are_those_of_a_rollouts_summary():
 
 def test_the_bell_says_when_an_alarm_begins_and_when_it_ends():
   said = []
-  bell = alarms.Bell(config.Alarms(), said.append)
+  monitor = alarms.AlarmMonitor(config.Alarms(), said.append)
   good, bad = {'rollout/status/truncated': 0.1}, {'rollout/status/truncated': 1.0}
-  rung = [bell.ring(step, n) for step, n in enumerate([good, bad, bad, good, bad], 1)]
+  rung = [monitor.check(step, n) for step, n in enumerate([good, bad, bad, good, bad], 1)]
   assert [r['alarm/truncated'] for r in rung] == [0, 1, 1, 0, 1]
   assert [line.partition(':')[0] for line in said] == [
     'Alarm at step 2, truncated',
@@ -133,8 +133,8 @@ def test_every_alarm_has_its_words():
       'rollout/action_tokens': 1.0,
     },
   )
-  bell = alarms.Bell(config.Alarms(), said.append)
-  assert set(bell.ring(1, numbers).values()) == {1.0}
+  monitor = alarms.AlarmMonitor(config.Alarms(), said.append)
+  assert set(monitor.check(1, numbers).values()) == {1.0}
   words = ' '.join(said)
   for part in ('0.001 nats', 'is 9, above 1', 'of the groups', 'tool calls', '0.1% of'):
     assert part in words
@@ -148,21 +148,25 @@ def _episode(error='', **metrics):
 
 def test_faults_are_said_when_they_are_new_and_in_sum():
   said = []
-  faults = alarms.Faults(said.append)
-  late = _episode('reset gave no answer', **{'error/LateError': 1.0, 'tool_errors': 0.0})
-  faults.note(1, [late, late, _episode(tool_timeouts=2.0, em=1.0)])
+  faults = alarms.FaultCounter(said.append)
+  late = _episode(
+    'reset gave no answer', **{'error/CallTimeoutError': 1.0, 'tool_errors': 0.0}
+  )
+  faults.count(1, [late, late, _episode(tool_timeouts=2.0, em=1.0)])
   assert len(said) == 2
-  assert 'step 1, error/LateError: 2' in said[0] and 'reset gave no answer' in said[0]
+  assert (
+    'step 1, error/CallTimeoutError: 2' in said[0] and 'reset gave no answer' in said[0]
+  )
   assert 'step 1, tool_timeouts: 2' in said[1]
-  faults.note(2, [late])
+  faults.count(2, [late])
   assert len(said) == 2
-  faults.say_sum()
-  assert said[2].endswith('error/LateError 3, tool_timeouts 2')
+  faults.report_totals()
+  assert said[2].endswith('error/CallTimeoutError 3, tool_timeouts 2')
 
 
 def test_nothing_is_said_where_nothing_went_wrong():
   said = []
-  faults = alarms.Faults(said.append)
-  faults.note(1, [_episode(em=1.0, tool_calls=2.0)])
-  faults.say_sum()
+  faults = alarms.FaultCounter(said.append)
+  faults.count(1, [_episode(em=1.0, tool_calls=2.0)])
+  faults.report_totals()
   assert said == []

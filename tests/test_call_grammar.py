@@ -164,7 +164,7 @@ def of_tiny(**kwargs):
 
 def _assert_fits(text):
   """One call, which its tool accepts."""
-  (call,) = calls_lib.hermes(text)
+  (call,) = calls_lib.parse_hermes(text)
   assert isinstance(call, calls_lib.ToolCall), (text, call)
   result = asyncio.run(tool_lib.call(TOOLS[call.name], call.arguments))
   assert result.ok, (text, result.text)

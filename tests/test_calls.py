@@ -4,7 +4,7 @@ import random
 import pytest
 
 from agent_r1_jax.agent import calls as calls_lib
-from agent_r1_jax.agent.calls import CallError, ToolCall, hermes
+from agent_r1_jax.agent.calls import CallError, ToolCall, parse_hermes
 
 
 def call(name='search', **arguments):
@@ -15,7 +15,7 @@ def call(name='search', **arguments):
 
 def test_no_call():
   for reply in ('', 'Paris.', '</tool_call>', '<answer>tool_call</answer>', '<tool_call'):
-    assert hermes(reply) == []
+    assert parse_hermes(reply) == []
 
 
 def test_one_call_in_any_spacing():
@@ -27,12 +27,12 @@ def test_one_call_in_any_spacing():
     f'<tool_call>{payload}',
     f'<tool_call>{payload}\n',
   ):
-    assert hermes(reply) == expected
+    assert parse_hermes(reply) == expected
 
 
 def test_parallel_calls_in_order():
   reply = call(query='a') + '\n' + call('calculator', expression='1') + call(query='b')
-  assert [c.arguments for c in hermes(reply)] == [
+  assert [c.arguments for c in parse_hermes(reply)] == [
     {'query': 'a'},
     {'expression': '1'},
     {'query': 'b'},
@@ -55,15 +55,17 @@ def test_parallel_calls_in_order():
 )
 def test_any_text_can_be_an_argument(text):
   reply = call(query=f'a{text}b') + call(query='c')
-  assert hermes(reply) == [
+  assert parse_hermes(reply) == [
     ToolCall('search', {'query': f'a{text}b'}),
     ToolCall('search', {'query': 'c'}),
   ]
 
 
 def test_arguments_may_be_nested_or_left_out():
-  assert hermes(call(x=[1, {'y': None}])) == [ToolCall('search', {'x': [1, {'y': None}]})]
-  assert hermes('<tool_call>{"name": "now"}</tool_call>') == [ToolCall('now', {})]
+  assert parse_hermes(call(x=[1, {'y': None}])) == [
+    ToolCall('search', {'x': [1, {'y': None}]})
+  ]
+  assert parse_hermes('<tool_call>{"name": "now"}</tool_call>') == [ToolCall('now', {})]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_arguments_may_be_nested_or_left_out():
 )
 def test_malformed_calls(payload, reason):
   reply = f'so <tool_call>{payload}</tool_call>' + call(query='b')
-  error, after = hermes(reply)
+  error, after = parse_hermes(reply)
   assert isinstance(error, CallError)
   assert error.message.startswith('invalid tool call: ')
   assert reason in error.message
@@ -97,7 +99,7 @@ def test_malformed_calls(payload, reason):
 
 
 def test_a_broken_call_does_not_swallow_the_next():
-  error, good = hermes('<tool_call>{"name": ' + call(query='a'))
+  error, good = parse_hermes('<tool_call>{"name": ' + call(query='a'))
   assert isinstance(error, CallError)
   assert error.text == '{"name": '
   assert good == ToolCall('search', {'query': 'a'})
@@ -121,7 +123,7 @@ def test_a_broken_call_does_not_swallow_the_next():
   ],
 )
 def test_a_closed_thought_is_no_call(reply, queries):
-  assert [c.arguments['query'] for c in hermes(reply)] == queries
+  assert [c.arguments['query'] for c in parse_hermes(reply)] == queries
 
 
 def test_nothing_makes_it_raise():
@@ -142,6 +144,6 @@ def test_nothing_makes_it_raise():
   ]
   kinds = set()
   for _ in range(3000):
-    for found in hermes(''.join(rng.choices(pieces, k=rng.randrange(30)))):
+    for found in parse_hermes(''.join(rng.choices(pieces, k=rng.randrange(30)))):
       kinds.add(type(found))
   assert kinds == {calls_lib.ToolCall, calls_lib.CallError}

@@ -121,7 +121,7 @@ class TestRoundTrip:
 
   def test_due(self, tmp_path):
     with open_(tmp_path, every=3) as checkpoints:
-      assert [step for step in range(1, 10) if checkpoints.due(step)] == [3, 6, 9]
+      assert [step for step in range(1, 10) if checkpoints.should_save(step)] == [3, 6, 9]
 
 
 class TestMistakes:
@@ -437,7 +437,7 @@ def test_a_second_run_on_a_workdir_is_refused(tmp_path):
   script = """
 import sys, time
 from agent_r1_jax.host import checkpoint
-with checkpoint.lock(sys.argv[1]):
+with checkpoint.lock_workdir(sys.argv[1]):
   print('locked', flush=True)
   time.sleep(600)
 """
@@ -451,9 +451,9 @@ with checkpoint.lock(sys.argv[1]):
     try:
       assert process.stdout and process.stdout.readline() == 'locked\n'
       said = f'in use by another run .process {process.pid}'
-      with pytest.raises(ValueError, match=said), checkpoint.lock(tmp_path):
+      with pytest.raises(ValueError, match=said), checkpoint.lock_workdir(tmp_path):
         pass
     finally:
       process.kill()
-  with checkpoint.lock(tmp_path):
+  with checkpoint.lock_workdir(tmp_path):
     pass

@@ -550,7 +550,7 @@ class TestRun:
   def test_it_hears_sigterm_though_all_hangs(self, model, tmp_path):
     """More than there are threads, and the event loop of users' coroutines."""
     ended = script.run(__file__, str(tmp_path), model, 'term')
-    assert ended.returncode == preemption.STATUS, ended.stderr
+    assert ended.returncode == preemption.EXIT_STATUS, ended.stderr
     assert list((tmp_path / 'checkpoints').iterdir())
 
 

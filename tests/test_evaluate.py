@@ -12,7 +12,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import tables
 from agent_r1_jax.train import evaluate, rollout
 
 _LIMITS = rollout.Limits(max_turns=2, max_turn_tokens=12)
@@ -254,8 +254,8 @@ class TestNumbers:
     assert evaluate.score([]) == evaluate.Score(0.0, 0)
 
   def test_interval_is_wilsons(self):
-    assert evaluate.score(self.four).interval == metrics.wilson(2, 4)
-    assert evaluate.Score(214 / 300, 300).interval == metrics.wilson(214, 300)
+    assert evaluate.score(self.four).interval == tables.wilson_interval(2, 4)
+    assert evaluate.Score(214 / 300, 300).interval == tables.wilson_interval(214, 300)
 
   def test_by_kind(self):
     assert evaluate.by_kind(self.four, {'even': lambda task: task.info['even']}) == {
@@ -266,10 +266,10 @@ class TestNumbers:
   def test_table_has_a_column_for_every_set(self):
     rows = {'Base': {'a': self.four, 'b': self.four[:1]}, 'GRPO': {'b': self.four[:2]}}
     text = evaluate.table(rows)
-    assert text == metrics.table(
+    assert text == tables.format_table(
       {
-        'Base': {'a': metrics.Count(2, 4), 'b': metrics.Count(1, 1)},
-        'GRPO': {'b': metrics.Count(1, 2)},
+        'Base': {'a': tables.Count(2, 4), 'b': tables.Count(1, 1)},
+        'GRPO': {'b': tables.Count(1, 2)},
       },
       ['a', 'b'],
     )

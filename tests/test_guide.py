@@ -286,7 +286,7 @@ class TestGrammar:
     for _, replies in played:
       for reply in replies:
         assert tokens.walk(reply) >= 0
-        calls = calls_lib.hermes(tokens.text(tokens.completed(reply)))
+        calls = calls_lib.parse_hermes(tokens.text(tokens.completed(reply)))
         assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
         for call in calls:
           called = tool_lib.call(grammars.TOOLS[call.name], call.arguments)

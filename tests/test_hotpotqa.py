@@ -76,7 +76,7 @@ def _queries(messages):
   seen = ''
   for message in messages:
     if message['role'] == 'assistant':
-      for call in calls.hermes(message['content']):
+      for call in calls.parse_hermes(message['content']):
         assert isinstance(call, calls.ToolCall), call
         yield call.arguments['query'], seen
     seen += f' {message["content"]}'

@@ -35,23 +35,23 @@ def until(condition):
 
 
 async def test_it_is_the_function():
-  grade = isolated.in_process(graders.length, seconds=60, processes=1)
+  grade = isolated.in_subprocess(graders.length, seconds=60, processes=1)
   assert await grade('four') == 4
   assert await grade('four', times=3) == 12
   assert grade.__name__ == 'length' and asyncio.iscoroutinefunction(grade)
-  chat = isolated.in_process(graders.chat, seconds=60, processes=1)
+  chat = isolated.in_subprocess(graders.chat, seconds=60, processes=1)
   assert await chat('what it prints is no answer') == 'what it prints is no answer'
 
 
 async def test_processes_are_kept_and_are_so_many():
-  which = isolated.in_process(graders.process, seconds=60, processes=2)
+  which = isolated.in_subprocess(graders.process, seconds=60, processes=2)
   found = await asyncio.gather(*(which(n) for n in range(12)))
   assert 1 <= len(set(found)) <= 2 and os.getpid() not in found
   assert await which() in found
 
 
 async def test_a_catastrophe_is_killed_and_holds_nobody_up():
-  which = isolated.in_process(graders.catastrophe, seconds=1.0, processes=1)
+  which = isolated.in_subprocess(graders.catastrophe, seconds=1.0, processes=1)
   assert await which('aab') is True
   caught = asyncio.create_task(which('a' * 60))
   turns = 0
@@ -66,7 +66,7 @@ async def test_a_catastrophe_is_killed_and_holds_nobody_up():
 
 async def test_a_reward_may_be_one():
   async def reward(task, messages):
-    return await isolated.in_process(graders.hang, seconds=0.2)()
+    return await isolated.in_subprocess(graders.hang, seconds=0.2)()
 
   env = env_lib.ToolEnv([], reward)
   await env.reset(_TASK)
@@ -75,7 +75,7 @@ async def test_a_reward_may_be_one():
 
 
 async def test_a_process_that_ends_is_replaced():
-  leave = isolated.in_process(graders.leave, seconds=60, processes=1)
+  leave = isolated.in_subprocess(graders.leave, seconds=60, processes=1)
   for _ in range(2):
     with pytest.raises(isolated.LostError, match='leave ended with status 0 before it'):
       await leave()
@@ -86,14 +86,14 @@ async def test_a_process_that_ends_is_replaced():
   [('exit', 'SystemExit: 0'), ('value', 'ValueError: bad'), ('stop', 'StopIteration')],
 )
 async def test_what_it_raises_is_told(kind, message):
-  fail = isolated.in_process(graders.fail, seconds=60, processes=1)
+  fail = isolated.in_subprocess(graders.fail, seconds=60, processes=1)
   with pytest.raises(isolated.FailedError, match=message):
     await fail(kind)
 
 
 async def test_what_it_returns_must_be_json():
   with pytest.raises(isolated.FailedError, match='is not JSON: TypeError'):
-    await isolated.in_process(graders.odd, seconds=60)()
+    await isolated.in_subprocess(graders.odd, seconds=60)()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_what_it_returns_must_be_json():
 )
 def test_misuse(kwargs, message):
   with pytest.raises(ValueError, match=message):
-    isolated.in_process(**{'fn': graders.length, 'seconds': 1.0} | kwargs)
+    isolated.in_subprocess(**{'fn': graders.length, 'seconds': 1.0} | kwargs)
 
 
 _TOLD_TO_END = """
@@ -115,8 +115,8 @@ _TOLD_TO_END = """
   import graders
   from agent_r1_jax.agent import isolated
 
-  wait_for = isolated.in_process(graders.wait_for, seconds=60, processes=1)
-  which = isolated.in_process(graders.process, seconds=60, processes=1)
+  wait_for = isolated.in_subprocess(graders.wait_for, seconds=60, processes=1)
+  which = isolated.in_subprocess(graders.process, seconds=60, processes=1)
 
   async def main(go_on):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -159,8 +159,8 @@ _KILLED = """
   import graders
   from agent_r1_jax.agent import isolated
 
-  which = isolated.in_process(graders.process, seconds=60, processes=1)
-  hangs = isolated.in_process(graders.catastrophe, seconds=0.5, processes=1)
+  which = isolated.in_subprocess(graders.process, seconds=60, processes=1)
+  hangs = isolated.in_subprocess(graders.catastrophe, seconds=0.5, processes=1)
 
   async def main():
     print(await which(), flush=True)

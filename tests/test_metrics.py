@@ -14,7 +14,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.report import metrics, tensorboard
+from agent_r1_jax.report import metrics, plots, tables, tensorboard
+from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.train import spool
 
 
@@ -178,9 +179,9 @@ class TestFullDisk:
   @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux has it')
   def test_a_log_without_room_ends_no_run(self):
     file = open('/dev/full', 'w')
-    with metrics.Progress(2, file=file) as progress:
+    with progress_lib.Progress(2, file=file) as progress:
       progress.update(1, reward=0.5)
-      progress.say('step 1: 3 calls failed')
+      progress.print_line('step 1: 3 calls failed')
     with pytest.raises(OSError, match='No space left'):
       file.close()  # as it tells whoever asks
 
@@ -214,13 +215,13 @@ class Clock:
 
 class TestProgress:
   def run(self, file, clock, seconds=1.0, every=5.0):
-    with metrics.Progress(
+    with progress_lib.Progress(
       12, label='GRPO', start=2, every=every, file=file, clock=clock
     ) as p:
       for step in range(2, 12):
-        p.phase('rollout', 32, 128)
+        p.set_phase('rollout', 32, 128)
         clock.now += seconds / 2
-        p.phase('update')
+        p.set_phase('update')
         clock.now += seconds / 2
         p.update(step + 1, reward=step / 10)
 
@@ -240,19 +241,19 @@ class TestProgress:
         return True
 
     for file in (io.StringIO(), Terminal()):
-      with metrics.Progress(10, label='GRPO', file=file) as progress:
-        progress.say('[bold]Alarm at step 3, a: 100% of 8')
+      with progress_lib.Progress(10, label='GRPO', file=file) as progress:
+        progress.print_line('[bold]Alarm at step 3, a: 100% of 8')
         progress.update(1, reward=0.5)
       assert file.getvalue().count('[bold]Alarm at step 3, a: 100% of 8\n') == 1
 
   def test_a_slow_step_tells_its_phase(self):
     file = io.StringIO()
     clock = Clock()
-    with metrics.Progress(10, label='GRPO', file=file, clock=clock) as progress:
+    with progress_lib.Progress(10, label='GRPO', file=file, clock=clock) as progress:
       clock.now += 8000
       progress.update(1, reward=0.5)
       clock.now += 60
-      progress.phase('rollout', 32, 128)
+      progress.set_phase('rollout', 32, 128)
     assert file.getvalue().splitlines()[:2] == [
       'GRPO 1/10  reward 0.500  2:13:20 spent, 20:00:00 left',
       'GRPO 1/10  reward 0.500  2:14:20 spent, 20:09:00 left  rollout 32/128',
@@ -290,31 +291,33 @@ class TestCurve:
     with metrics.Writer(tmp_path) as writer:
       for row in rows(0):
         writer.write(row.pop('step'), row)
-    metrics.curve(tmp_path, tmp_path / 'plots' / 'curve.png')
+    plots.plot_curves(tmp_path, tmp_path / 'plots' / 'curve.png')
     width, height = self.size(tmp_path / 'plots' / 'curve.png')
     assert (width, height) == (1568, 576)
 
   def test_of_several_seeds_of_unequal_length(self, tmp_path):
     seeds = [list(rows(0)), list(rows(1, 40)), list(rows(2))]
-    metrics.curve(seeds, tmp_path / 'c.png', title='GRPO', baselines={'Naive RAG': 0.2})
+    plots.plot_curves(
+      seeds, tmp_path / 'c.png', title='GRPO', baselines={'Naive RAG': 0.2}
+    )
     assert self.size(tmp_path / 'c.png')[0] == 1568
 
   def test_panels_without_numbers_are_left_out(self, tmp_path):
-    metrics.curve([{'step': 0, 'em': 0.1}], tmp_path / 'c.png')
+    plots.plot_curves([{'step': 0, 'em': 0.1}], tmp_path / 'c.png')
     assert self.size(tmp_path / 'c.png')[0] == 784
     with pytest.raises(ValueError, match="none of .'reward'"):
-      metrics.curve([{'step': 0, 'loss': 0.1}], tmp_path / 'c.png')
+      plots.plot_curves([{'step': 0, 'loss': 0.1}], tmp_path / 'c.png')
 
   def test_seeds_are_aligned_by_step(self):
     seeds = [[{'step': s, 'x': s + 10 * seed} for s in (0, 2, 4)] for seed in (0, 1)]
     del seeds[1][1]
-    steps, values = metrics._aligned(seeds, 'x')
+    steps, values = plots._aligned(seeds, 'x')
     assert steps.tolist() == [0, 4]
     assert values.tolist() == [[0, 4], [10, 14]]
 
   def test_smoothing_keeps_a_constant_and_a_short_curve(self):
-    np.testing.assert_allclose(metrics._smooth(np.full(100, 0.3)), 0.3)
-    np.testing.assert_array_equal(metrics._smooth(np.arange(8.0)), np.arange(8.0))
+    np.testing.assert_allclose(plots._smooth(np.full(100, 0.3)), 0.3)
+    np.testing.assert_array_equal(plots._smooth(np.arange(8.0)), np.arange(8.0))
 
 
 class TestTable:
@@ -328,22 +331,26 @@ class TestTable:
     ],
   )
   def test_wilson(self, successes, n, low, high):
-    np.testing.assert_allclose(metrics.wilson(successes, n), (low, high), atol=5e-5)
-    mirrored = metrics.wilson(n - successes, n)
+    np.testing.assert_allclose(
+      tables.wilson_interval(successes, n), (low, high), atol=5e-5
+    )
+    mirrored = tables.wilson_interval(n - successes, n)
     np.testing.assert_allclose(mirrored, (1 - high, 1 - low), atol=5e-5)
 
   def test_wilson_at_the_edges(self):
-    assert metrics.wilson(0, 0) == (0.0, 1.0)
-    assert metrics.wilson(0, 5)[0] == 0.0 and metrics.wilson(5, 5)[1] == 1.0
+    assert tables.wilson_interval(0, 0) == (0.0, 1.0)
+    assert (
+      tables.wilson_interval(0, 5)[0] == 0.0 and tables.wilson_interval(5, 5)[1] == 1.0
+    )
     for successes, n in ((-1, 5), (6, 5)):
       with pytest.raises(ValueError, match=f'{successes} successes of {n}'):
-        metrics.wilson(successes, n)
+        tables.wilson_interval(successes, n)
 
   def test_table(self):
-    text = metrics.table(
+    text = tables.format_table(
       {
-        'Naive RAG': {'in-domain': metrics.Count(61, 300), 'note': 'top 5'},
-        'GRPO': {'in-domain': metrics.Count(300, 300), 'average': 0.75},
+        'Naive RAG': {'in-domain': tables.Count(61, 300), 'note': 'top 5'},
+        'GRPO': {'in-domain': tables.Count(300, 300), 'average': 0.75},
       },
       ['in-domain', 'average', 'note'],
     )
@@ -356,11 +363,11 @@ class TestTable:
 
   def test_an_unknown_column_is_a_mistake(self):
     with pytest.raises(ValueError, match="row 'GRPO' has ..out"):
-      metrics.table({'GRPO': {'out': 0.1}}, ['in'])
+      tables.format_table({'GRPO': {'out': 0.1}}, ['in'])
 
 
 def test_a_lap_ends_where_the_next_begins(monkeypatch):
   times = iter([1.0, 3.0, 3.5])
-  monkeypatch.setattr(metrics.time, 'perf_counter', lambda: next(times))
-  clock = metrics.Clock()
+  monkeypatch.setattr(progress_lib.time, 'perf_counter', lambda: next(times))
+  clock = progress_lib.Clock()
   assert [clock.lap(), clock.lap()] == [2.0, 0.5]

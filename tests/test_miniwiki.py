@@ -230,11 +230,11 @@ def test_demonstrations(examples):
     replies = [m['content'] for m in e.messages if m['role'] == 'assistant']
     assert e.messages[0]['role'] == 'user' and e.messages[-1]['role'] == 'assistant'
     assert not any(
-      isinstance(c, calls.CallError) for r in replies for c in calls.hermes(r)
+      isinstance(c, calls.CallError) for r in replies for c in calls.parse_hermes(r)
     )
-    assert bool(calls.hermes(replies[-1])) is False
+    assert bool(calls.parse_hermes(replies[-1])) is False
     for reply in replies[:-1]:
-      [call] = calls.hermes(reply)
+      [call] = calls.parse_hermes(reply)
       assert call.name == 'search' and call.arguments['query'].startswith(' ')
     if e.task is not None:
       kind = e.kind, e.task.info['kind'], e.task.info['hops']
@@ -292,7 +292,7 @@ def test_token_lengths(examples, chatter):
   for e in examples:
     if e.kind == 'right':
       shape = e.task.info['kind'], e.task.info['hops']
-      ids = chatter.prompt(e.messages[:-1], tools)
+      ids = chatter.encode_prompt(e.messages[:-1], tools)
       last = chatter.tokenizer.encode(e.messages[-1]['content'])
       lengths[shape].append(len(ids) + len(last) + 1)
   assert np.mean(lengths['bridge', 2]) < 230

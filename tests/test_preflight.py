@@ -84,7 +84,7 @@ def test_a_broken_message_is_named_with_its_task(messages):
 class TestFitting:
   def _length(self, task, tools=()):
     schemas = [tool.schema for tool in tools]
-    return len(tiny.chat().prompt(task.messages, schemas))
+    return len(tiny.chat().encode_prompt(task.messages, schemas))
 
   @pytest.mark.parametrize('tools', [[], [look]])
   def test_a_prompt_fits_if_a_token_of_a_reply_does(self, tools):

@@ -146,7 +146,7 @@ def test_some_chips_may_only_sample(model, alone, tmp_path):
     workdir = tmp_path / f'{count} {samplers}'
     for moment in moments:
       ended = _end(_start(count, workdir, model, moment, str(samplers), '1'))
-      assert {status for status, _ in ended} == {preemption.STATUS if moment else 0}
+      assert {status for status, _ in ended} == {preemption.EXIT_STATUS if moment else 0}
     _assert_same(workdir, tmp_path / '1 0')
   age = [line.get('train/stale_steps_max') for line in _numbers(tmp_path / '1 0')]
   assert age == [None, 0, 1, 1]
@@ -158,7 +158,7 @@ def test_some_chips_may_only_sample(model, alone, tmp_path):
     ('dies', -signal.SIGKILL, 1, 'is lost (killed'),
     ('raises', 1, 1, 'raised LookupError: no such task'),
     ('no start', 1, 1, 'raised LookupError: no index here'),
-    ('stuck', preemption.STATUS, preemption.STATUS, 'was told to end'),
+    ('stuck', preemption.EXIT_STATUS, preemption.EXIT_STATUS, 'was told to end'),
   ],
 )
 def test_one_ends_and_all_start_again(
@@ -185,7 +185,7 @@ def test_one_ends_and_all_start_again(
 def test_where_the_first_dies_a_line_says_so(model, tmp_path):
   """JAX's service lives in it, and aborts the other with lines of its own beside ours."""
   died, lost = _end(_start(2, tmp_path / 'run', model, 'first dies'))
-  assert died[0] == -signal.SIGKILL and lost[0] not in (0, preemption.STATUS)
+  assert died[0] == -signal.SIGKILL and lost[0] not in (0, preemption.EXIT_STATUS)
   log, end = pathlib.Path(f'{tmp_path / "run"}.1.log'), time.monotonic() + 600
   words = ('is lost (killed', 'aborted by JAX for want of process 0')
   # The watchdog may say it a moment after the process that it watched has ended.
@@ -196,7 +196,7 @@ def test_where_the_first_dies_a_line_says_so(model, tmp_path):
 
 def test_a_preemption_of_one_ends_all_and_is_gone_on_from(model, alone, tmp_path):
   ended = _end(_start(2, tmp_path / 'run', model, 'preempted'))
-  assert [status for status, _ in ended] == [preemption.STATUS] * 2, ended
+  assert [status for status, _ in ended] == [preemption.EXIT_STATUS] * 2, ended
   assert max(line['step'] for line in metrics.read(tmp_path / 'run')) == 1
   ended = _end(_start(2, tmp_path / 'run', model))
   assert [status for status, _ in ended] == [0, 0], ended

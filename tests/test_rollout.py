@@ -74,14 +74,14 @@ def _expected_tokens(trajectory, schemas=()):
   chat, (segment,) = tiny.chat(), trajectory.segments
   messages, turns = trajectory.messages, iter(trajectory.turns)
   first = next(i for i, m in enumerate(messages) if m['role'] == 'assistant')
-  parts = [(chat.prompt(messages[:first], schemas), False)]
+  parts = [(chat.encode_prompt(messages[:first], schemas), False)]
   after = []
   for message in [*messages[first:], {'role': 'assistant'}]:
     if message['role'] != 'assistant':
       after.append(message)
       continue
     if after:
-      parts.append((chat.delta(after), False))
+      parts.append((chat.encode_delta(after), False))
     if turn := next(turns, None):
       parts.append((segment.tokens[turn.start : turn.stop], True))
     after = []
@@ -180,7 +180,7 @@ class TestTrajectory:
     limits = rollout.Limits(1, 16)
     _collect(Env, task, engine=engine, samples=tiny.SIZES['rows'], limits=limits)
     # The last token is computed by each sample's first decode.
-    assert engine.stats.prefilled == len(tiny.chat().prompt(task[0].messages)) - 1
+    assert engine.stats.prefilled == len(tiny.chat().encode_prompt(task[0].messages)) - 1
 
 
 class TestRandomness:
@@ -239,7 +239,11 @@ class TestFresh:
       table.build([t])
     for t in whole:
       said = [m for m in t.messages if m['role'] == 'user']
-      prompts = [chat.prompt([said[0]]), chat.prompt([said[1]]), chat.prompt([said[3]])]
+      prompts = [
+        chat.encode_prompt([said[0]]),
+        chat.encode_prompt([said[1]]),
+        chat.encode_prompt([said[3]]),
+      ]
       for segment, prompt in zip(t.segments, prompts, strict=True):
         assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
         assert segment.action_mask[len(prompt)]
@@ -262,7 +266,7 @@ class TestEnds:
     lost, *others = _collect(Env, long + _tasks(3))
     assert (lost.status, lost.segments, lost.turns) == ('truncated', [], [])
     assert lost.messages == long[0].messages
-    length = len(tiny.chat().prompt(long[0].messages))
+    length = len(tiny.chat().encode_prompt(long[0].messages))
     said = f'the prompt has {length} tokens, and a row {_SLOTS} (slots)'
     assert (lost.error, lost.metrics) == (said, {'prompt_too_long': 1.0})
     assert all(t.turns and not t.error for t in others)
@@ -332,7 +336,7 @@ class TestEnds:
   def test_a_reply_that_fills_its_row(self):
     """The row's room limits a reply, not the turn's budget alone."""
     task = _tasks(1, 'one two three ' * 18)
-    room = _SLOTS - len(tiny.chat().prompt(task[0].messages))
+    room = _SLOTS - len(tiny.chat().encode_prompt(task[0].messages))
     assert 10 < room < 60
     silent = {i: -9.0 for i in tiny.chat().stop_ids}
     engine = _engine(tiny.params(tiny.config(), likely=silent))
@@ -572,7 +576,7 @@ class TestStopStrings:
           assert any(s in reply for s in strings)
         if following is None:
           continue
-        delta = chat.delta([next(messages)])
+        delta = chat.encode_delta([next(messages)])
         if last not in chat.stop_ids:
           by_string += 1
           delta = np.append(chat.stop_ids[0], delta)
@@ -592,7 +596,7 @@ class TestStopStrings:
     assert [m['content'] for m in t.messages[1::2]] == [' the'] * 3
     assert t.status == 'max_turns'
     text = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
-    assert chat.text(t.segments[0].tokens) + '<|im_end|>\n' == text
+    assert chat.decode_exactly(t.segments[0].tokens) + '<|im_end|>\n' == text
 
 
 @tool_lib.tool
@@ -653,9 +657,9 @@ def _assert_as_shown(trajectory, shown):
   assert len(turns) <= len(shown) <= len(turns) + 1
   for turn, step in zip(turns, shown):
     if step.fresh:
-      segments.append([(chat.prompt(step.messages, [count.schema]), False)])
+      segments.append([(chat.encode_prompt(step.messages, [count.schema]), False)])
     else:
-      segments[-1].append((chat.delta(step.messages), False))
+      segments[-1].append((chat.encode_delta(step.messages), False))
     start = sum(len(tokens) for tokens, _ in segments[-1])
     assert (turn.segment, turn.start) == (len(segments) - 1, start)
     reply = trajectory.segments[turn.segment].tokens[turn.start : turn.stop]

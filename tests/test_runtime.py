@@ -15,7 +15,7 @@ _MEMORY = """
 import resource
 import numpy as np
 from agent_r1_jax.host import runtime
-if {keep}: assert runtime.keep_memory()
+if {keep}: assert runtime.retain_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(2): np.ones(10_000_000)
 before = faults()
@@ -25,7 +25,7 @@ print(faults() - before)
 _COMPILE = """
 import jax
 from agent_r1_jax.host import runtime
-runtime.keep_compilations()
+runtime.enable_compilation_cache()
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 jax.jit(lambda x: x + 1)(1.0)
 """
@@ -55,7 +55,7 @@ def test_where_accelerators_are_memory_is_left_alone():
 import importlib.util
 from agent_r1_jax.host import runtime
 importlib.util.find_spec = lambda name: name == 'libtpu'
-print(runtime.keep_memory())
+print(runtime.retain_freed_memory())
 """
   assert python(code, JAX_PLATFORMS='').split() == ['False']
 
@@ -80,7 +80,7 @@ with socket.socket() as free:
   free.bind(('127.0.0.1', 0))
   os.environ['JAX_COORDINATOR_ADDRESS'] = f'localhost:{free.getsockname()[1]}'
 os.environ |= {'JAX_NUM_PROCESSES': '1', 'JAX_PROCESS_ID': '0'}
-runtime.join()
+runtime.join_processes()
 port = int(os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2])
 for name in ('tcp', 'tcp6'):
   for line in pathlib.Path('/proc/self/net', name).read_text().splitlines()[1:]:
@@ -131,7 +131,7 @@ folder.mkdir(exist_ok=True)
   'from absl import logging\\nlogging.info("narrates")\\nlogging.warning("warns")')
 sys.path.insert(0, str(folder))
 def main(_):
-  for _ in range(2): runtime.quiet()
+  for _ in range(2): runtime.quiet_logging()
   import library
   logging.info('mine')
   import logging as py

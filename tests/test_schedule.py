@@ -124,7 +124,7 @@ class TestOneStepOffPolicy:
       mock.patch.object(train.preemption, 'watch') as watch,
       pytest.raises(train.preemption.Preempted),
     ):
-      watch.return_value.__enter__.return_value.given = lambda: bool(ended)
+      watch.return_value.__enter__.return_value.is_requested = lambda: bool(ended)
       _run(model, tmp_path, make_env=make_env)
     # Line 2 waits for its evaluation; the update that was under way is learned.
     reached = metrics.read(tmp_path)[-1]['step']

@@ -126,12 +126,12 @@ async def test_after_a_search_that_hung_the_next_is_served():
 
   echo.search = hang_once
   tool = search.search_tool(echo, k=1, timeout=1.0)
-  threads.tally.set(tally := collections.Counter())
+  threads.abandoned_calls.set(tally := collections.Counter())
   first = asyncio.create_task(_call(tool, 'first'))
   await asyncio.to_thread(hung.wait, 60)
   waiting = asyncio.create_task(tool.fn('waits'))
   result = await first
-  assert (result.text, result.late) == (
+  assert (result.text, result.timed_out) == (
     'Error: search gave no answer within 1 seconds',
     True,
   )

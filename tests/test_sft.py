@@ -51,12 +51,12 @@ def test_a_segment_is_what_a_rollout_would_have_made(chat):
   s = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
   m = _MESSAGES
   parts = [
-    (chat.prompt(m[:2], [_SEARCH]), False),
-    (chat.reply(m[2]['content']), True),
-    (chat.delta(m[3:5]), False),
-    (chat.reply(m[5]['content']), True),
-    (chat.delta(m[6:7]), False),
-    (chat.reply(m[7]['content']), True),
+    (chat.encode_prompt(m[:2], [_SEARCH]), False),
+    (chat.encode_reply(m[2]['content']), True),
+    (chat.encode_delta(m[3:5]), False),
+    (chat.encode_reply(m[5]['content']), True),
+    (chat.encode_delta(m[6:7]), False),
+    (chat.encode_reply(m[7]['content']), True),
   ]
   np.testing.assert_array_equal(s.tokens, np.concatenate([p for p, _ in parts]))
   mask = np.concatenate([np.full(len(p), action) for p, action in parts])
@@ -71,9 +71,9 @@ def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
   whole = chat.tokenizer.apply_chat_template(
     list(_MESSAGES), tools=[_SEARCH], tokenize=False
   )
-  assert chat.text(s.tokens) == whole.removesuffix('\n')
+  assert chat.decode_exactly(s.tokens) == whole.removesuffix('\n')
   edges = np.flatnonzero(np.diff(np.concatenate([[0], s.action_mask, [0]])))
-  replies = [chat.text(s.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+  replies = [chat.decode_exactly(s.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
   said = [m['content'] for m in _MESSAGES if m['role'] == 'assistant']
   assert replies == [text + '<|im_end|>' for text in said]
   # The tool's '<|im_end|>' is plain text, each reply's is the control token.
@@ -84,8 +84,8 @@ def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
 def test_tools_are_named_in_the_prompt_only_if_there_are_any(chat):
   with_tools = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
   without = sft.segment(chat, sft.Conversation(_MESSAGES))
-  assert 'search' in chat.text(with_tools.tokens)
-  assert 'search' not in chat.text(without.tokens)
+  assert 'search' in chat.decode_exactly(with_tools.tokens)
+  assert 'search' not in chat.decode_exactly(without.tokens)
 
 
 @pytest.mark.parametrize('messages', [[], _MESSAGES[:2], _MESSAGES[:5]])

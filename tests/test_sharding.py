@@ -31,7 +31,7 @@ def shapes(family):
 @pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
 def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   state = shapes(family)
-  found = sharding.shardings(state, sharding.make_mesh(devices=jax.devices()[:1]))
+  found = sharding.make_shardings(state, sharding.make_mesh(devices=jax.devices()[:1]))
   adam = found.opt_state[0]
   for moments in (adam.mu, adam.nu):
     assert jax.tree.leaves(moments) == jax.tree.leaves(found.params)
@@ -42,7 +42,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   unstack = lambda params: decoder.unstacked(params, tiny.config(family))
   engine = jax.eval_shape(unstack, state.params)
   one = sharding.make_mesh(devices=jax.devices()[:1])
-  attn = sharding.shardings(engine, one)['layers'][1]['attn']
+  attn = sharding.make_shardings(engine, one)['layers'][1]['attn']
   assert attn['q']['kernel'].spec == P(('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P('tensor', None, ('fsdp', 'context'))
 
@@ -58,7 +58,7 @@ def test_adapters_and_every_optimizer_have_rules(kind):
 
   plain, adapted = jax.eval_shape(make)
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  found = [sharding.shardings(state, mesh) for state in (plain, adapted)]
+  found = [sharding.make_shardings(state, mesh) for state in (plain, adapted)]
   for state, where in zip((plain, adapted), found):
     for leaf, at in zip(jax.tree.leaves(state), jax.tree.leaves(where)):
       at.shard_shape(leaf.shape)  # Refuses more axes than the leaf has.
@@ -75,7 +75,7 @@ def test_adapters_and_every_optimizer_have_rules(kind):
 def test_a_leaf_without_a_rule_is_refused():
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   with pytest.raises(ValueError, match='layers/new/kernel: no parameter'):
-    sharding.shardings({'layers': {'new': {'kernel': jax.numpy.ones((2, 2))}}}, mesh)
+    sharding.make_shardings({'layers': {'new': {'kernel': jax.numpy.ones((2, 2))}}}, mesh)
 
 
 def test_axes_must_be_the_devices():
@@ -86,7 +86,7 @@ def test_axes_must_be_the_devices():
 def test_few_key_value_heads_lie_on_every_chip():
   """2 heads cannot be split over tensor = 4, though 4 query heads can."""
   params = jax.eval_shape(lambda: decoder.init(tiny.config('qwen2'), jax.random.key(0)))
-  where = lambda tensor: sharding.shardings(
+  where = lambda tensor: sharding.make_shardings(
     params, AbstractMesh((1, 1, tensor, 1), sharding.AXES)
   )['layers']['attn']
   assert where(2)['k']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
@@ -101,7 +101,7 @@ def test_axes_that_split_a_dimension_together_are_named_together():
   params = {'embed': {'embedding': jax.ShapeDtypeStruct((300, 16), 'float32')}}
   mesh = AbstractMesh((1, 4, 1, 8), sharding.AXES)
   with pytest.raises(ValueError, match='16 in .* over fsdp x context = 32'):
-    sharding.shardings(params, mesh)
+    sharding.make_shardings(params, mesh)
 
 
 _EIGHT = """
@@ -180,9 +180,9 @@ for params, sizes in (
     (want, want_sums), _ = jax.device_get(gradient(params, batch))
     stepped = jax.device_get(update(start(), batch))
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes)))
-  where = sharding.shardings(start(), mesh)
+  where = sharding.make_shardings(start(), mesh)
   with jax.set_mesh(mesh):
-    rows = jax.device_put(batch, sharding.row_sharding(mesh))
+    rows = jax.device_put(batch, sharding.batch_sharding(mesh))
     (grads, sums), text = gradient(jax.device_put(params, where.params), rows)
     if sizes[0] == 2:
       after = update(jax.device_put(start(), where), rows)
@@ -208,7 +208,7 @@ losses = []
 for mesh in (None, sharding.make_mesh(data=2, fsdp=2, context=2)):
   placed = jax.tree.map(jax.numpy.array, params)
   if mesh is not None:
-    placed = jax.device_put(placed, sharding.shardings(placed, mesh))
+    placed = jax.device_put(placed, sharding.make_shardings(placed, mesh))
   with sharding.use_mesh(mesh):
     on_step = lambda step, numbers, params: losses.append(numbers['loss'])
     sft.run(config, placed, texts * 4, plan, on_step=on_step)
@@ -226,7 +226,7 @@ for sizes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'tensor': 2}):
   np.testing.assert_allclose(paged, plain, atol=0.03, err_msg=str(sizes))
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):
   small = jax.eval_shape(lambda: tiny.params(tiny.config()))
-  sharding.shardings(small, sharding.make_mesh(tensor=8))
+  sharding.make_shardings(small, sharding.make_mesh(tensor=8))
 print('equal')
 """
 

@@ -114,7 +114,7 @@ class TestWatch:
     process.send(signal.SIGTERM)
     if stopped:
       process.send(signal.SIGCONT)
-    assert process.end() == preemption.STATUS
+    assert process.end() == preemption.EXIT_STATUS
     assert process.said.count(f'SIGTERM{_ANSWER}') == 1
     assert f'ended during a program {_NOT_SAVED} 7\n' in process.said
 
@@ -149,7 +149,7 @@ class TestWatch:
     process.send(signal.SIGCONT)
     process.until('still up')
     process.send(signal.SIGTERM)
-    assert process.end() == preemption.STATUS
+    assert process.end() == preemption.EXIT_STATUS
     assert 'no sign of life' not in process.said
 
   @pytest.mark.parametrize(('moment', 'status'), [('exits', 0), ('killed', -9)])
@@ -194,7 +194,7 @@ class TestTraining:
   def test_in_a_cold_compilation(self, start, model, tmp_path):
     """It does not wait for all programs."""
     process = start('compilation', tmp_path / 'run', model, grace=_LIMIT)
-    assert process.end() == preemption.STATUS
+    assert process.end() == preemption.EXIT_STATUS
     assert f'ended during compilation {_NOT_SAVED} 0\n' in process.said
     compiled = process.said.count('compiled a program')
     assert 1 <= compiled < 5, process.said
@@ -207,7 +207,7 @@ class TestTraining:
       assert process.process.poll() is None, process.said
       time.sleep(0.02)
     process.send(signal.SIGTERM)
-    assert process.end() == preemption.STATUS
+    assert process.end() == preemption.EXIT_STATUS
     assert f'ended during an update {_NOT_SAVED} 1\n' in process.said
     process = start('', tmp_path / 'run', model)
     assert process.end() == 0, process.said
@@ -215,7 +215,7 @@ class TestTraining:
 
   def test_what_it_saves_it_says(self, start, model, tmp_path):
     process = start('rollout', tmp_path / 'run', model, grace=_LIMIT)
-    assert process.end() == preemption.STATUS
+    assert process.end() == preemption.EXIT_STATUS
     said = process.said
     order = [
       f'SIGTERM{_ANSWER}',
@@ -229,7 +229,7 @@ class TestTraining:
 def _alone(moment):
   """A watch, and inside what `moment` says."""
   with preemption.watch() as watch:
-    watch.phase, watch.newest = 'a program', lambda: 7
+    watch.phase, watch.newest_step = 'a program', lambda: 7
     print('up', flush=True)
     if moment == 'in xla':
       _long_program()
@@ -250,7 +250,7 @@ def _alone(moment):
         os._exit(1)
       os.kill(child, signal.SIGTERM)
       status = os.waitpid(child, 0)[1]
-      print(f'child ended with {status}, given {watch.given()}', flush=True)
+      print(f'child ended with {status}, given {watch.is_requested()}', flush=True)
 
 
 def _long_program():
@@ -291,7 +291,7 @@ def _train(moment, workdir, model):
     if event == '/jax/core/compile/backend_compile_duration' and watching.phase == (
       'compilation'
     ):
-      if not watching.given():
+      if not watching.is_requested():
         # In the midst of the warm-up, however fast the machine is.
         os.kill(os.getpid(), signal.SIGTERM)
       print('compiled a program', flush=True)

@@ -96,7 +96,7 @@ def test_auto_tokenizer_reads_what_train_wrote(directory, tmp_path, model_type):
 
 
 def test_plain_twin_knows_no_control_tokens(tokenizer):
-  twin = tokenizer_lib.plain_twin(tokenizer)
+  twin = tokenizer_lib.make_plain_encoder(tokenizer)
   control = [*tokenizer_lib.SPECIAL_TOKENS, *tokenizer_lib.ADDED_TOKENS]
   ids = twin('say ' + ' '.join(control) + ''.join(control))
   assert min(ids) >= len(control)
@@ -107,7 +107,7 @@ def test_plain_twin_knows_no_control_tokens(tokenizer):
 
 
 def test_plain_twin_takes_lone_surrogates(tokenizer):
-  twin = tokenizer_lib.plain_twin(tokenizer)
+  twin = tokenizer_lib.make_plain_encoder(tokenizer)
   assert tokenizer.decode(twin('a\ud800b')) == 'a?b'
 
 

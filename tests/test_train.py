@@ -238,7 +238,7 @@ class TestRun:
     (log,) = (tmp_path / 'trajectories').iterdir()
     ((chosen, (*_, table)),) = tables
     by_member = {(t.task.id, t.sample): i for i, t in enumerate(chosen)}
-    samples = viewer.read(log)
+    samples = viewer.read_log(log)
     assert len(samples) == 5
     for sample in samples:
       i, actions = (
@@ -266,9 +266,9 @@ class TestRun:
     np.testing.assert_array_equal(
       _logits(loaded, shape), _logits(params, tiny.config(layers=1))
     )
-    ids = tiny.chat().prompt(_tasks()[0].messages)
+    ids = tiny.chat().encode_prompt(_tasks()[0].messages)
     chat = _load(_config(workdir / 'model'))[2]
-    np.testing.assert_array_equal(chat.prompt(_tasks()[0].messages), ids)
+    np.testing.assert_array_equal(chat.encode_prompt(_tasks()[0].messages), ids)
     assert tokenizer_lib.load(workdir / 'model').get_vocab() == (
       tiny.chat().tokenizer.get_vocab()
     )
@@ -281,7 +281,7 @@ class TestRun:
     def watched(directory, *args, **kwargs):
       with (
         pytest.raises(ValueError, match='in use by another run'),
-        checkpoint.lock(tmp_path),
+        checkpoint.lock_workdir(tmp_path),
       ):
         pass
       assert (tmp_path / 'checkpoints' / '1').is_dir()
@@ -292,7 +292,7 @@ class TestRun:
     _run(_config(model, steps=1, eval_every=0, log_episodes=0), tmp_path, evals=None)
     assert saved == [tmp_path / 'model'] and saved[0].is_dir()
     assert not (tmp_path / 'trajectories').exists(), 'none is asked for'
-    with checkpoint.lock(tmp_path):
+    with checkpoint.lock_workdir(tmp_path):
       pass
 
   def test_ppo_trains_a_critic(self, model, tmp_path):
@@ -555,7 +555,7 @@ class TestResume:
     reached = []
     for moment in ('term in rollout', 'ctrl-c in evaluation', 'term in update'):
       ended = _end(_start(tmp_path / 'run', model, moment))
-      assert ended[0] == preemption.STATUS, ended[1]
+      assert ended[0] == preemption.EXIT_STATUS, ended[1]
       reached.append(_step_reached(tmp_path / 'run'))
     # The line of a step waits for its evaluation, which is made anew: 1 and not 2. So it
     # is in the update before the second evaluation.

@@ -55,7 +55,7 @@ def trajectory(group=0, sample=0, status='done', reward=1.0, task_id=None, **kwa
 
 def write(path, trajectories, **kwargs):
   arguments = {'task': 'miniwiki', 'model': 'base', 'config': {'lr': 1e-3}, 'step': 8}
-  viewer.write(path, trajectories, **(arguments | kwargs))
+  viewer.write_log(path, trajectories, **(arguments | kwargs))
   with zipfile.ZipFile(path) as archive:
     assert archive.testzip() is None
     return {name: json.loads(archive.read(name)) for name in archive.namelist()}
@@ -71,14 +71,14 @@ def failed(group=9):
 class TestReading:
   def test_what_was_written_is_read_in_its_order(self, tmp_path):
     members = write(tmp_path / 'a.eval', [trajectory(1), trajectory(0)])
-    samples = viewer.read(tmp_path / 'a.eval')
+    samples = viewer.read_log(tmp_path / 'a.eval')
     assert [sample['id'] for sample in samples] == ['bridge-1', 'bridge-0']
     assert samples[0] == members['samples/bridge-1_epoch_1.json']
 
   def test_text_shows_each_message_and_what_a_reply_earned(self, tmp_path):
     write(tmp_path / 'a.eval', [trajectory(reward=0.5)])
-    (sample,) = viewer.read(tmp_path / 'a.eval')
-    assert viewer.text(sample).splitlines() == [
+    (sample,) = viewer.read_log(tmp_path / 'a.eval')
+    assert viewer.format_sample(sample).splitlines() == [
       "--- bridge-0, target: Corvid Works | Corvid, done {'reward': 0.5, 'em': 0.5}",
       'system: Tools: search',
       'user: Who built the Arden Bridge?',
@@ -89,8 +89,8 @@ class TestReading:
 
   def test_a_failed_episode_has_text_too(self, tmp_path):
     write(tmp_path / 'a.eval', [failed()])
-    (sample,) = viewer.read(tmp_path / 'a.eval')
-    assert 'error {}' in viewer.text(sample)
+    (sample,) = viewer.read_log(tmp_path / 'a.eval')
+    assert 'error {}' in viewer.format_sample(sample)
 
   def test_the_command_prints_the_first_of_each_log(self, tmp_path, monkeypatch, capsys):
     logs = [str(tmp_path / name) for name in ('a.eval', 'b.eval')]
@@ -311,7 +311,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_a_log(tmp_path):
     with pytest.raises(OSError, match=r'Trajectories could .*b\.eval: the disk is full'):
       write(folder / 'b.eval', [long])
     assert [path.name for path in folder.iterdir()] == ['a.eval']
-    assert viewer.read(folder / 'a.eval')
+    assert viewer.read_log(folder / 'a.eval')
 
 
 @pytest.fixture

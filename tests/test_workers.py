@@ -62,23 +62,27 @@ class TestPool:
     self, pool, gate
   ):
     tally = collections.Counter()
-    threads.tally.set(tally)
+    threads.abandoned_calls.set(tally)
     for number in range(5):
       # Long enough for a thread to have begun, on a busy machine too.
-      with pytest.raises(workers.LateError, match=r'^wait gave no answer within 0\.5 s'):
+      with pytest.raises(
+        workers.CallTimeoutError, match=r'^wait gave no answer within 0\.5 s'
+      ):
         await workers.call(gate.wait, seconds=0.5)
       assert pool.abandoned == {'wait': number + 1} and tally['wait'] == number + 1
       assert await workers.call(lambda: 'served') == 'served'
-    await until(lambda: pool.at_work == 0)
+    await until(lambda: pool.busy == 0)
     gate.set()
     await until(lambda: not pool.abandoned)
     assert await workers.call(lambda: 'served') == 'served'
 
   async def test_too_many_that_hang_are_told_at_once(self, pool, gate):
     for _ in range(6):
-      with pytest.raises(workers.LateError):
+      with pytest.raises(workers.CallTimeoutError):
         await workers.call(gate.wait, name='fetch', seconds=0.01)
-    with pytest.raises(threads.FullError, match=r'6 calls hang \(fetch: 6\); no further'):
+    with pytest.raises(
+      threads.PoolFullError, match=r'6 calls hang \(fetch: 6\); no further'
+    ):
       await workers.call(lambda: 'served')
     gate.set()
     await until(lambda: not pool.abandoned)
@@ -86,9 +90,11 @@ class TestPool:
 
   async def test_the_wait_for_a_thread_counts_and_is_told(self, pool, gate):
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
-    await until(lambda: pool.at_work == 3)
+    await until(lambda: pool.busy == 3)
     ran = []
-    with pytest.raises(workers.LateError, match='waited for a free thread, and 3 calls'):
+    with pytest.raises(
+      workers.CallTimeoutError, match='waited for a free thread, and 3 calls'
+    ):
       await workers.call(ran.append, 1, seconds=0.01)
     gate.set()
     assert await asyncio.gather(*busy) == [True] * 3
@@ -98,7 +104,7 @@ class TestPool:
     assert await workers.call(lambda: 'first') == 'first'
     held = threading.Event()
     first = asyncio.ensure_future(workers.call(held.wait))
-    await until(lambda: pool.at_work == 1)
+    await until(lambda: pool.busy == 1)
 
     def refuse(thread):
       raise RuntimeError("can't start new thread")
@@ -113,22 +119,22 @@ class TestPool:
     pool.grow(2)  # It has more.
     pool.grow(5)
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(7)]
-    await until(lambda: pool.at_work == 5)
+    await until(lambda: pool.busy == 5)
     gate.set()
     assert await asyncio.gather(*busy) == [True] * 7
 
   async def test_a_cancelled_call_gives_its_place_away(self, pool, gate):
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
-    await until(lambda: pool.at_work == 3)
+    await until(lambda: pool.busy == 3)
     for task in busy:
       task.cancel()
     assert await workers.call(lambda: 'served') == 'served'
     assert pool.abandoned == {'wait': 3}
 
   async def test_the_context_goes_with_the_call(self, pool):
-    threads.tally.set(tally := collections.Counter())
-    assert await workers.call(threads.tally.get) is tally
-    assert await workers.call_apart(threads.tally.get) is tally
+    threads.abandoned_calls.set(tally := collections.Counter())
+    assert await workers.call(threads.abandoned_calls.get) is tally
+    assert await workers.call_on_user_loop(threads.abandoned_calls.get) is tally
 
 
 class _Mute(Exception):
@@ -171,7 +177,7 @@ def raising(error):
 
 class TestRaising:
   @pytest.mark.parametrize('error', RAISED, ids=lambda e: type(e).__name__)
-  @pytest.mark.parametrize('call', [workers.call, workers.call_apart])
+  @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
   async def test_an_exception_is_raised_as_it_is(self, call, error):
     for fn in raising(error):
       with pytest.raises(type(error)) as caught:
@@ -181,7 +187,7 @@ class TestRaising:
       assert workers.describe_error(error).startswith(type(error).__name__)
 
   @pytest.mark.parametrize('error', ENDS, ids=lambda e: type(e).__name__)
-  @pytest.mark.parametrize('call', [workers.call, workers.call_apart])
+  @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
   async def test_what_would_end_more_than_the_call_is_an_error_of_it(self, call, error):
     for fn in raising(error):
       with pytest.raises(RuntimeError, match=type(error).__name__):
@@ -197,20 +203,22 @@ class TestRaising:
       await asyncio.sleep(0)
       return 'goes on'
 
-    with pytest.raises(workers.RaisedError, match='SystemExit: 0'):
-      await workers.call_apart(starts)
-    assert await workers.call_apart(stops) == 'goes on'
+    with pytest.raises(workers.BaseExceptionError, match='SystemExit: 0'):
+      await workers.call_on_user_loop(starts)
+    assert await workers.call_on_user_loop(stops) == 'goes on'
 
   @pytest.mark.parametrize('leave', [os._exit, sys.modules['posix']._exit])
   async def test_leaving_the_process_is_an_error_of_the_call(self, leave):
     async def later():
       leave(0)
 
-    for call in (workers.call, workers.call_apart):
+    for call in (workers.call, workers.call_on_user_loop):
       for fn in (lambda: leave(0), later):
         if call is workers.call and fn is later:
           continue  # It would run in this thread, which is ours.
-        with pytest.raises(workers.RaisedError, match=r'SystemExit: os._exit\(0\)'):
+        with pytest.raises(
+          workers.BaseExceptionError, match=r'SystemExit: os._exit\(0\)'
+        ):
           await call(fn)
 
 
@@ -223,12 +231,14 @@ class TestCoroutines:
         except asyncio.CancelledError:
           pass
 
-    threads.tally.set(tally := collections.Counter())
-    with pytest.raises(workers.LateError, match='stubborn gave no answer within'):
+    threads.abandoned_calls.set(tally := collections.Counter())
+    with pytest.raises(workers.CallTimeoutError, match='stubborn gave no answer within'):
       await workers.call(stubborn, seconds=0.01)
     assert tally == {'stubborn': 1}
-    with pytest.raises(workers.LateError, match=r'within 0.01 seconds \(step_seconds\)$'):
-      await workers.call_apart(stubborn, seconds=0.01, field='step_seconds')
+    with pytest.raises(
+      workers.CallTimeoutError, match=r'within 0.01 seconds \(step_seconds\)$'
+    ):
+      await workers.call_on_user_loop(stubborn, seconds=0.01, field='step_seconds')
     gate.set()
 
   async def test_their_to_thread_is_the_pool(self, pool, gate):
@@ -240,12 +250,12 @@ class TestCoroutines:
     async def works():
       return await asyncio.to_thread(lambda: threading.current_thread().name)
 
-    threads.tally.set(tally := collections.Counter())
+    threads.abandoned_calls.set(tally := collections.Counter())
     for _ in range(5):
-      with pytest.raises(workers.LateError):
-        await workers.call_apart(hang, name='fetch', seconds=0.05)
-      assert await workers.call_apart(works) == 'worker'
-    await workers.cancelled()
+      with pytest.raises(workers.CallTimeoutError):
+        await workers.call_on_user_loop(hang, name='fetch', seconds=0.05)
+      assert await workers.call_on_user_loop(works) == 'worker'
+    await workers.drain_cancelled_calls()
     assert pool.abandoned == tally == {'fetch': 5}
 
   async def test_a_shielded_thread_loses_its_place_once_nobody_waits(self, pool, gate):
@@ -253,8 +263,8 @@ class TestCoroutines:
       await asyncio.shield(asyncio.to_thread(gate.wait))
 
     for _ in range(3):
-      with pytest.raises(workers.LateError):
-        await workers.call_apart(hang, seconds=0.05)
+      with pytest.raises(workers.CallTimeoutError):
+        await workers.call_on_user_loop(hang, seconds=0.05)
     assert await workers.call(lambda: 'served') == 'served'
     assert sum(pool.abandoned.values()) >= 1
 
@@ -276,16 +286,16 @@ class TestCoroutines:
       for _ in range(2):  # One loop after the other is lost.
         begun.clear()
         caught = group.create_task(failure(waits, seconds=3.0))
-        before = await workers.call_apart(name)
+        before = await workers.call_on_user_loop(name)
         blocker = group.create_task(failure(blocks, seconds=3.0))
         await until(begun.is_set)
-        assert await workers.call_apart(name) != before
+        assert await workers.call_on_user_loop(name) != before
         error = await blocker
-        assert type(error) is workers.LateError
+        assert type(error) is workers.CallTimeoutError
         assert str(error).startswith('blocks gave no answer within 3 seconds; blocks (')
         assert str(error).endswith('blocks its event loop')
         error = await caught
-        assert type(error) is workers.BlockedError
+        assert type(error) is workers.LoopBlockedError
         assert 'waits was on an event loop that blocks (' in str(error)
         assert 'threading.py' in str(error)
 
@@ -313,17 +323,17 @@ class TestCoroutines:
       await asyncio.sleep(0)
       return threading.current_thread()
 
-    first, stood_in = await workers.call_apart(share), set()
+    first, stood_in = await workers.call_on_user_loop(share), set()
     for _ in range(3):
       begun, gate = threading.Event(), threading.Event()
-      blocked = asyncio.ensure_future(workers.call_apart(block, begun, gate))
+      blocked = asyncio.ensure_future(workers.call_on_user_loop(block, begun, gate))
       await until(begun.is_set)
       for _ in range(2):  # As two calls do that wait there.
         workers._loops[0].pass_over()
-      stood_in.add(await workers.call_apart(where))
+      stood_in.add(await workers.call_on_user_loop(where))
       gate.set()
       assert await blocked is first  # It was late for nothing.
-      assert await workers.call_apart(share) is first
+      assert await workers.call_on_user_loop(share) is first
     assert len(stood_in) == 1 and first not in stood_in
 
   async def test_a_function_that_gives_a_coroutine(self):
@@ -331,13 +341,13 @@ class TestCoroutines:
       return threading.current_thread().name
 
     assert await workers.call(lambda: later()) == threading.current_thread().name
-    assert await workers.call_apart(lambda: later()) == 'users'
-    assert await workers.call_apart(functools.partial(later)) == 'users'
+    assert await workers.call_on_user_loop(lambda: later()) == 'users'
+    assert await workers.call_on_user_loop(functools.partial(later)) == 'users'
 
 
 async def failure(fn, **kwargs):
   try:
-    await workers.call_apart(fn, **kwargs)
+    await workers.call_on_user_loop(fn, **kwargs)
   except Exception as error:
     return error
 
@@ -358,8 +368,8 @@ _EXIT = """
   async def main():
     for fn in (hang, hang_in_thread, block):
       try:
-        await workers.call_apart(fn, seconds=0.1)
-      except workers.LateError as error:
+        await workers.call_on_user_loop(fn, seconds=0.1)
+      except workers.CallTimeoutError as error:
         print(fn.__name__)
 
     print(await workers.call(fork))

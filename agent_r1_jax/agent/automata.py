@@ -46,7 +46,9 @@ def stop(
     raise ValueError(f'the stop id {outside[0]} is not one of {vocab_size} tokens.')
   if strings:
     padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
-    classes, columns = read_tokens(search([s.encode() for s in strings]), padded)
+    classes, columns = group_tokens(
+      build_string_search([s.encode() for s in strings]), padded
+    )
     silent = np.array([not data for data in padded])
   else:
     # Two states, before and after a stop id.
@@ -78,13 +80,13 @@ def regex(
   Raises:
     ValueError: The vocabulary lacks a byte that the expression needs.
   """
-  step, start, finals = bytes_automaton(pattern)
+  step, start, finals = compile_regex(pattern)
   # The automaton begins in state 0: the two change places.
   order = np.arange(len(step))
   order[[0, start]] = [start, 0]
   step, finals = order[step[order]], {int(order[state]) for state in finals}
   forbidden = len(step) - 1
-  held = over_tokens(step, np.full(len(step), forbidden), token_bytes, vocab_size)
+  held = lift_to_tokens(step, np.full(len(step), forbidden), token_bytes, vocab_size)
   # A further class of tokens, and a state that they lead to.
   column = np.full((len(held.table), 1), -1)
   column[sorted(finals)] = len(held.table)
@@ -108,7 +110,7 @@ def json_schema(
   return regex(pattern, stop_ids, token_bytes, vocab_size)
 
 
-def search(strings: Sequence[bytes]) -> np.ndarray:
+def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   """Aho-Corasick: a state is the longest suffix read that begins one of the strings.
 
   int32 [Q, 256]; every completed string is the one last state, which is never left.
@@ -127,7 +129,7 @@ def search(strings: Sequence[bytes]) -> np.ndarray:
   return step
 
 
-def read_tokens(
+def group_tokens(
   step: np.ndarray, token_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
   """Lets every state of an automaton over bytes read every token.
@@ -169,7 +171,7 @@ def read_tokens(
   return classes.astype(np.int32), np.stack([columns[c] for c in used], axis=1)
 
 
-def bytes_automaton(pattern: str) -> tuple[np.ndarray, int, list[int]]:
+def compile_regex(pattern: str) -> tuple[np.ndarray, int, list[int]]:
   """Compiles a regular expression to an automaton over bytes.
 
   Returns:
@@ -192,7 +194,7 @@ def bytes_automaton(pattern: str) -> tuple[np.ndarray, int, list[int]]:
   return step, number[index.get_initial_state()], sorted(number[f] for f in finals)
 
 
-def over_tokens(
+def lift_to_tokens(
   step: np.ndarray, silent: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int
 ) -> types.Automaton:
   """Lets an automaton over bytes read tokens.
@@ -222,7 +224,7 @@ def over_tokens(
       'grammar needs a byte-level tokenizer (Qwen2, Qwen3, Llama 3).'
     )
   padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
-  classes, columns = read_tokens(step, padded)
+  classes, columns = group_tokens(step, padded)
   columns = np.concatenate([columns, silent[:, None]], axis=1)
   classes[[not data for data in padded]] = columns.shape[1] - 1
   used, classes = np.unique(classes, return_inverse=True)

@@ -49,9 +49,9 @@ def tool_calls(
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
   call = f'{re.escape(opening)}\n({_calls(schemas)})\n{re.escape(closing)}'
-  step, begin, (end,) = automata.bytes_automaton(call)
+  step, begin, (end,) = automata.compile_regex(call)
   step, silent = _with_free_text(step, begin, end, opening.encode(), required)
-  return automata.over_tokens(step, silent, token_bytes, vocab_size)
+  return automata.lift_to_tokens(step, silent, token_bytes, vocab_size)
 
 
 # Stands for the blanks that the library writes everywhere; no schema contains it.
@@ -128,7 +128,7 @@ def _with_free_text(
   opened = begin
   for byte in opening:
     opened = call[opened, byte]
-  text = automata.search([opening])
+  text = automata.build_string_search([opening])
   found = len(text) - 1
   forbidden = found + len(call) - 1
   # The end of a call is free text again, of which nothing has been read.

@@ -36,7 +36,7 @@ _BREAK = re.compile(r'</?tool_call>|</think>')
 _DECODER = json.JSONDecoder()
 
 
-def hermes(reply: str) -> list[ToolCall | CallError]:
+def parse_hermes(reply: str) -> list[ToolCall | CallError]:
   """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
 
   The JSON is scanned, so a literal '</tool_call>' inside a string does no harm. The

@@ -65,7 +65,7 @@ class Chat:
   Attributes:
     stop_ids: The ids that end a reply: the template's end of turn, then the generation
       config's.
-    knows_tools: Whether the template writes the schemas of tools.
+    supports_tools: Whether the template writes the schemas of tools.
     tools_in_prompt: As given.
   """
 
@@ -105,7 +105,7 @@ class Chat:
     self.tools_in_prompt, self._stop_strings = tools_in_prompt, tuple(stop_strings)
     self._stops: dict[int, types.Automaton] = {}
     self._template_kwargs = dict(template_kwargs or {})
-    self._encode_plain = tokenizer_lib.plain_twin(tokenizer)
+    self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
     self._names = {i: name for name, i in self._control.items()}
     self._any_control = _any_of(self._control)
@@ -122,9 +122,9 @@ class Chat:
     frame = self._any_control.findall(self._apply(user, add_generation_prompt=False))
     ends = [self._names[i] for i in self.stop_ids if i in self._names]
     self._never_sampled = _any_of([*frame, *ends])
-    self.knows_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
+    self.supports_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
 
-  def stops(self, vocab_size: int) -> types.Automaton:
+  def stop_automaton(self, vocab_size: int) -> types.Automaton:
     """The automaton that ends a reply, for a model of vocab_size tokens; made once."""
     if vocab_size not in self._stops:
       pieces = tokenizer_lib.token_bytes(self.tokenizer) if self._stop_strings else ()
@@ -133,7 +133,7 @@ class Chat:
       )
     return self._stops[vocab_size]
 
-  def prompt(
+  def encode_prompt(
     self,
     messages: Sequence[types.Message],
     tools: Sequence[dict] = (),
@@ -149,11 +149,13 @@ class Chat:
       raise ValueError('a prompt needs at least one message; there is none.')
     if tools and self.tools_in_prompt == 'own':
       tools = ()
-    elif tools and not self.knows_tools:
+    elif tools and not self.supports_tools:
       messages, tools = self._told(messages, tools), ()
     return self._encode(*self._render(messages, tools, **template_kwargs))
 
-  def delta(self, messages: Sequence[types.Message], **template_kwargs) -> np.ndarray:
+  def encode_delta(
+    self, messages: Sequence[types.Message], **template_kwargs
+  ) -> np.ndarray:
     """Encodes what follows a reply: the rest of its turn, `messages`, the next opening.
 
     Returns:
@@ -163,7 +165,7 @@ class Chat:
     tail, mark = self._after_reply(messages, **template_kwargs)
     return self._encode(tail.removeprefix(self._end), mark)
 
-  def reply(self, text: str) -> np.ndarray:
+  def encode_reply(self, text: str) -> np.ndarray:
     """Encodes a reply and its stop token, for supervised text: int32 [T].
 
     What the policy sampled is never encoded again; this is for replies of others.
@@ -172,7 +174,7 @@ class Chat:
     ids = self._encode(self._neutral(text, mark, self._never_sampled), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
-  def note(self, text: str) -> np.ndarray:
+  def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token after it: int32 [T]."""
     return np.array([*self._encode_plain(text), self.stop_ids[0]], np.int32)
 
@@ -183,20 +185,20 @@ class Chat:
     """
     ids = list(ids)
     ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-    text = self.text(ids)
+    text = self.decode_exactly(ids)
     if len(self._any_control.findall(text)) == sum(i in self._names for i in ids):
       return types.ControlText(text)
     pieces, spelt = [], []
     for i in [*ids, None]:
       if i is None or i in self._names:
-        pieces.append((self.text(spelt), False))
+        pieces.append((self.decode_exactly(spelt), False))
         pieces.append((self._names.get(i, ''), True))
         spelt = []
       else:
         spelt.append(i)
     return types.ControlText.joined(pieces)
 
-  def text(self, ids: Sequence[int]) -> str:
+  def decode_exactly(self, ids: Sequence[int]) -> str:
     """The exact text of any tokens, control tokens included; for people."""
     return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 

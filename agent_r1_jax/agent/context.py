@@ -42,7 +42,9 @@ class _Strategy:
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """What the environment makes of an end by a budget, if it makes anything of it."""
-    return await env_lib.finish(self.env, status, reply) or types.Step([], done=True)
+    return await env_lib.finish_episode(self.env, status, reply) or types.Step(
+      [], done=True
+    )
 
 
 class SlidingWindow(_Strategy):

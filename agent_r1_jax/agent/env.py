@@ -69,7 +69,7 @@ class ToolEnv:
 
   Functions that are not async run in threads (see workers), several at a time. They get
   copies of the task and the messages: what they change there, nobody sees. A grader that
-  may hold the interpreter belongs into a process (isolated.in_process).
+  may hold the interpreter belongs into a process (isolated.in_subprocess).
 
   Attributes:
     task: The current one.
@@ -82,7 +82,7 @@ class ToolEnv:
     reward: Reward,
     *,
     process_reward: ProcessReward | None = None,
-    parse: Callable[[str], list[Call]] = calls_lib.hermes,
+    parse: Callable[[str], list[Call]] = calls_lib.parse_hermes,
     metrics: Metrics | None = None,
     max_parallel_calls: int = 8,
     reward_seconds: float = 60.0,
@@ -126,9 +126,9 @@ class ToolEnv:
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the task's messages."""
     self.task = task
-    self.messages = copy_value(task.messages)
+    self.messages = copy_containers(task.messages)
     self._done = False
-    return copy_value(self.messages)
+    return copy_containers(self.messages)
 
   async def step(self, reply: str) -> types.Step:
     """Runs the reply's calls; without a call the episode is done."""
@@ -146,7 +146,7 @@ class ToolEnv:
       messages.append({'role': 'tool', 'content': text})
     self.messages += messages
     step = types.Step(
-      copy_value(messages), done=self._done, metrics=_counts(calls, results)
+      copy_containers(messages), done=self._done, metrics=_counts(calls, results)
     )
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
@@ -193,13 +193,13 @@ class ToolEnv:
 
   async def _judge(self, step: types.Step, status: str):
     """Adds the reward of the conversation, and the metrics of the episode."""
-    given = call_with_status(self._reward, status)
+    given = bind_status(self._reward, status)
     score = await self._ask(
-      'reward', given, copy_value(self.task), copy_value(self.messages)
+      'reward', given, copy_containers(self.task), copy_containers(self.messages)
     )
     self._pay(step, 'reward', score)
     if self._metrics:
-      args = copy_value(self.task), copy_value(self.messages)
+      args = copy_containers(self.task), copy_containers(self.messages)
       found = await self._ask('metrics', self._metrics, *args)
       if not isinstance(found, dict):
         raise ValueError(
@@ -210,7 +210,7 @@ class ToolEnv:
 
   async def _ask(self, kind: str, fn: Callable, *args) -> Any:
     """What a function says; the library's own, which are quick, at once."""
-    if getattr(fn, 'func', fn) in (calls_lib.hermes, ToolEnv.process_reward):
+    if getattr(fn, 'func', fn) in (calls_lib.parse_hermes, ToolEnv.process_reward):
       return fn(*args)
     seconds = self._reward_seconds
     return await workers.call(
@@ -235,13 +235,13 @@ class ToolEnv:
       step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
 
 
-async def finish(env: Env, status: str, reply: str | None) -> types.Step | None:
+async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step | None:
   """What the environment makes of an end by a budget; None if it has no such method."""
   method = getattr(env, 'finish', None)
   return None if method is None else await workers.call(method, status, reply)
 
 
-def call_with_status(reward: Reward, status: str) -> Reward:
+def bind_status(reward: Reward, status: str) -> Reward:
   """The reward, with the status if it has a parameter of that name."""
   try:
     parameters = inspect.signature(reward).parameters
@@ -250,7 +250,7 @@ def call_with_status(reward: Reward, status: str) -> Reward:
   return functools.partial(reward, status=status) if 'status' in parameters else reward
 
 
-def copy_value(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
   """A task or messages, in containers of their own: all else in them is shared.
 
   Dicts, lists, tuples and sets are copied, also within each other; text and numbers
@@ -261,14 +261,14 @@ def copy_value(value: Any) -> Any:
     fields = ('messages', 'answer', 'info')
     try:
       return dataclasses.replace(
-        value, **{f: copy_value(getattr(value, f)) for f in fields}
+        value, **{f: copy_containers(getattr(value, f)) for f in fields}
       )
     except RecursionError:
       return value
   if type(value) is dict:
-    return {key: copy_value(item) for key, item in value.items()}
+    return {key: copy_containers(item) for key, item in value.items()}
   if type(value) in (list, tuple, set):
-    return type(value)(map(copy_value, value))
+    return type(value)(map(copy_containers, value))
   return value
 
 
@@ -284,6 +284,6 @@ def _counts(calls, results) -> dict[str, float]:
   return {
     'tool_calls': float(len(calls) - malformed),
     'tool_errors': float(failed - malformed),
-    'tool_timeouts': float(sum(result.late for result in results)),
+    'tool_timeouts': float(sum(result.timed_out for result in results)),
     'format_errors': float(malformed),
   }

@@ -8,7 +8,7 @@ killed:
   def grade(answer: str, golden: str) -> float: ...
 
   # the run's script
-  _grade = isolated.in_process(grader.grade, seconds=5)
+  _grade = isolated.in_subprocess(grader.grade, seconds=5)
 
   async def reward(task, messages):
     return await _grade(messages[-1]['content'], task.answer)
@@ -46,7 +46,7 @@ class FailedError(RuntimeError):
   """The function raised; type and text are told."""
 
 
-def in_process(
+def in_subprocess(
   fn: Callable, *, seconds: float, processes: int = 4
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
   """fn as an async function that runs in a process, and is killed when it is late.

@@ -31,7 +31,7 @@ def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
     task: types.Task, messages: Messages, status: str = 'done'
   ) -> dict[str, float]:
     return {
-      name: weight * await _number(env_lib.call_with_status(part, status), task, messages)
+      name: weight * await _number(env_lib.bind_status(part, status), task, messages)
       for name, (weight, part) in parts.items()
     }
 
@@ -42,7 +42,7 @@ def well_formed(
   task: types.Task,
   messages: Messages,
   *,
-  parse: Callable[[str], Sequence[env_lib.Call]] = calls_lib.hermes,
+  parse: Callable[[str], Sequence[env_lib.Call]] = calls_lib.parse_hermes,
 ) -> float:
   """The share of the agent's tool calls that can be read; 1 where it made none."""
   calls = _calls(task, messages, parse)
@@ -88,7 +88,7 @@ async def _number(
 ) -> float:
   """What a reward gives; each gets copies, a plain function in a thread."""
   value = await workers.call(
-    reward, env_lib.copy_value(task), env_lib.copy_value(messages)
+    reward, env_lib.copy_containers(task), env_lib.copy_containers(messages)
   )
   if isinstance(value, dict):
     raise ValueError(f'{value} has parts; here a reward must be one number.')

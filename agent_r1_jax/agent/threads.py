@@ -14,14 +14,14 @@ import time
 from typing import Any
 
 # Where the episode that is being played counts its abandoned calls, by name.
-tally: contextvars.ContextVar[collections.Counter | None] = contextvars.ContextVar(
-  'tally', default=None
+abandoned_calls: contextvars.ContextVar[collections.Counter | None] = (
+  contextvars.ContextVar('abandoned_calls', default=None)
 )
 # `process` is set, to its id, in the threads that run users' functions.
 _thread = threading.local()
 
 
-class FullError(RuntimeError):
+class PoolFullError(RuntimeError):
   """Too many abandoned calls have not come back, so no further call is begun."""
 
 
@@ -40,7 +40,7 @@ class Caller:
   root: 'Caller | None' = None
 
 
-present_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar(
+current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar(
   'caller', default=None
 )
 
@@ -58,11 +58,11 @@ class Call(futures.Future):
 
   def __init__(self, pool: 'Pool', fn: Callable[[], Any]):
     super().__init__()
-    caller = present_caller.get()
-    self._pool, self._fn, self._tally = pool, fn, tally.get()
-    self.name = caller.name if caller else name_of(fn)
+    caller = current_caller.get()
+    self._pool, self._fn, self._tally = pool, fn, abandoned_calls.get()
+    self.name = caller.name if caller else function_name(fn)
     self.deadline = caller.deadline if caller else math.inf
-    self.begun = False
+    self.started = False
 
   def cancel(self) -> bool:
     """Gives the call up."""
@@ -110,7 +110,7 @@ class Pool:
     self._threads, self._max_abandoned = threads, max_abandoned
     self._changed = threading.Condition()
     self._waiting: collections.deque[Call] = collections.deque()
-    self._at_work: set[Call] = set()
+    self._busy: set[Call] = set()
     self._abandoned: set[Call] = set()
     self._alive = self._idle = 0
 
@@ -125,22 +125,22 @@ class Pool:
       return dict(collections.Counter(call.name for call in self._abandoned))
 
   @property
-  def at_work(self) -> int:
+  def busy(self) -> int:
     """How many calls have a place."""
-    return len(self._at_work)
+    return len(self._busy)
 
   def submit(self, fn: Callable[[], Any]) -> Call:
     """Calls fn in a thread, in the present context.
 
     Raises:
-      FullError: Too many calls were abandoned.
+      PoolFullError: Too many calls were abandoned.
       RuntimeError: The system gives no thread, and the pool has none.
     """
     call = Call(self, functools.partial(contextvars.copy_context().run, fn))
     for late in self._late():
       late.cancel()
     if len(self._abandoned) >= self._max_abandoned:
-      raise FullError(
+      raise PoolFullError(
         f'{len(self._abandoned)} calls hang ({_counts(self.abandoned)}); '
         'no further call is begun before some of them come back.'
       )
@@ -159,8 +159,8 @@ class Pool:
     with self._changed:
       if call in self._waiting:
         self._waiting.remove(call)
-      elif call in self._at_work:
-        self._at_work.remove(call)
+      elif call in self._busy:
+        self._busy.remove(call)
         self._abandoned.add(call)
         self._alive -= 1
         call.count()
@@ -174,7 +174,7 @@ class Pool:
       if self._alive < self._threads or self._idle > len(self._waiting):
         return []
       now = time.monotonic()
-      return [call for call in self._at_work if call.deadline < now]
+      return [call for call in self._busy if call.deadline < now]
 
   def _staff(self):
     """Wakes a thread, or starts one; the lock is held."""
@@ -185,7 +185,7 @@ class Pool:
     self._alive += 1
 
   def _work(self):
-    mark()
+    mark_user_thread()
     while True:
       with self._changed:
         while not self._waiting:
@@ -193,18 +193,18 @@ class Pool:
           self._changed.wait()
           self._idle -= 1
         call = self._waiting.popleft()
-        call.begun = True
-        self._at_work.add(call)
+        call.started = True
+        self._busy.add(call)
       call.run()
       with self._changed:
         if call in self._abandoned:
           self._abandoned.remove(call)
           return  # Another thread has this one's place.
-        self._at_work.discard(call)
+        self._busy.discard(call)
       del call
 
 
-def name_of(fn: Callable) -> str:
+def function_name(fn: Callable) -> str:
   """What the function is called where it was defined."""
   while isinstance(fn, functools.partial):
     fn = fn.args[0] if fn.args and callable(fn.args[0]) else fn.func
@@ -216,7 +216,7 @@ def _counts(numbers: dict[str, int]) -> str:
   return ', '.join(f'{name}: {count}' for name, count in most)
 
 
-def mark():
+def mark_user_thread():
   """Says that the present thread runs users' functions."""
   _thread.process = os.getpid()
 

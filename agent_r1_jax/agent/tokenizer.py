@@ -218,7 +218,7 @@ def train(
   _write_json(directory / 'tokenizer_config.json', config)
 
 
-def plain_twin(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
   """The same encoder without control tokens: '<|im_end|>' becomes ordinary text.
 
   Any string encodes; lone surrogates, which are no text, become '?'.

@@ -91,14 +91,14 @@ class ToolResult:
     ok: Whether it worked.
     seconds: How long it took.
     reward: What the tool reported.
-    late: Whether it failed because it took longer than the tool's timeout.
+    timed_out: Whether it failed because it took longer than the tool's timeout.
   """
 
   text: str
   ok: bool
   seconds: float = 0.0
   reward: float = 0.0
-  late: bool = False
+  timed_out: bool = False
 
 
 def tool(
@@ -167,9 +167,9 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     if problem := _problem_of_call(tool, arguments):
       return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
     return await workers.call(fn, name=tool.name, seconds=tool.timeout)
-  except workers.LateError as error:
-    return ToolResult(f'Error: {error}', ok=False, late=True)
-  except workers.RaisedError as error:
+  except workers.CallTimeoutError as error:
+    return ToolResult(f'Error: {error}', ok=False, timed_out=True)
+  except workers.BaseExceptionError as error:
     return ToolResult(f'Error: {tool.name}: {error}', ok=False)
   except Exception as error:
     return ToolResult(f'Error: {tool.name}: {workers.describe_error(error)}', ok=False)

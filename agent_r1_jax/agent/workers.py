@@ -6,15 +6,16 @@ come back. So none of them runs on the engine's event loop:
 - A plain function runs in `POOL`, a bounded pool of daemon threads. A call that is past
   its time-out is abandoned: it frees its place at once, is counted by name, and nobody
   waits for its thread, at the interpreter's end neither.
-- A coroutine function runs on an event loop in a thread of its own (`call_apart`), whose
-  `asyncio.to_thread` uses the same pool. A coroutine that blocks this loop costs its own
-  episode: the calls that have not begun move to a new loop, and those that were caught
-  on the blocked one raise BlockedError, after which their episodes can be played again.
+- A coroutine function runs on an event loop in a thread of its own, by
+  `call_on_user_loop`; the loop's `asyncio.to_thread` uses the same pool. A coroutine that
+  blocks this loop costs its own episode: the calls that have not begun move to a new
+  loop, and those that were caught on the blocked one raise LoopBlockedError, after which
+  their episodes can be played again.
   When the blocked loop goes on, calls go to it again: the locks, semaphores and sessions
   that coroutines share work on the event loop alone that they were first used on.
 
 What holds the interpreter itself (a catastrophic regular expression) holds every thread;
-for that there is isolated.in_process.
+for that there is isolated.in_subprocess.
 """
 
 import asyncio
@@ -40,15 +41,15 @@ _GRACE_SECONDS = 0.2
 _MAX_CHARS = 10_000
 
 
-class LateError(TimeoutError):
+class CallTimeoutError(TimeoutError):
   """A call gave no answer in its time and was abandoned."""
 
 
-class BlockedError(RuntimeError):
+class LoopBlockedError(RuntimeError):
   """The event loop that the call was on is blocked by another call."""
 
 
-class RaisedError(RuntimeError):
+class BaseExceptionError(RuntimeError):
   """A call raised what is no Exception, such as SystemExit; that is its __cause__."""
 
 
@@ -63,7 +64,7 @@ def describe_error(error: BaseException) -> str:
 
 def locate_error(error: BaseException) -> str:
   """' (file:line, in function)' where the exception was raised, or '' if unknown."""
-  if isinstance(error, RaisedError) or isinstance(error.__cause__, StopIteration):
+  if isinstance(error, BaseExceptionError) or isinstance(error.__cause__, StopIteration):
     error = error.__cause__ or error
   frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
   lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
@@ -107,15 +108,15 @@ async def call(
     **kwargs: Its arguments by name.
 
   Raises:
-    LateError: It took longer.
-    RaisedError: It raised what is no Exception, such as SystemExit or CancelledError.
-    FullError: See Pool.
+    CallTimeoutError: It took longer.
+    BaseExceptionError: It raised no Exception, but SystemExit or CancelledError.
+    PoolFullError: See Pool.
   """
-  name, outer = name or threads.name_of(fn), threads.present_caller.get()
+  name, outer = name or threads.function_name(fn), threads.current_caller.get()
   caller = threads.Caller(
     name, time.monotonic() + seconds, outer and (outer.root or outer)
   )
-  token = threads.present_caller.set(caller)
+  token = threads.current_caller.set(caller)
   try:
     if is_async(fn):
       work = future = asyncio.ensure_future(_outcome_later(fn, args, kwargs))
@@ -123,7 +124,7 @@ async def call(
       work = POOL.submit(functools.partial(_outcome, fn, args, kwargs))
       future = asyncio.wrap_future(work)
   finally:
-    threads.present_caller.reset(token)
+    threads.current_caller.reset(token)
   try:
     await asyncio.wait([future], timeout=None if seconds == math.inf else seconds)
   finally:
@@ -131,10 +132,10 @@ async def call(
     if late:
       work.cancel()
   if late:
-    queued = isinstance(work, threads.Call) and not work.begun
+    queued = isinstance(work, threads.Call) and not work.started
     if isinstance(work, asyncio.Task) and await _is_stubborn(work):
       _count(name)
-    raise LateError(_late_text(name, seconds, field, queued))
+    raise CallTimeoutError(_late_text(name, seconds, field, queued))
   value = _value(future)
   if not inspect.isawaitable(value):
     return value
@@ -142,7 +143,7 @@ async def call(
   return await call(_awaited, value, name=name, seconds=left, field=field)
 
 
-async def call_apart(
+async def call_on_user_loop(
   fn: Callable, *args, name: str = '', seconds: float = math.inf, field: str = ''
 ) -> Any:
   """As `call`, but a coroutine function runs on the event loop of users' functions.
@@ -150,9 +151,9 @@ async def call_apart(
   For callers whose own loop must go on whatever a coroutine does.
 
   Raises:
-    BlockedError: Another call blocks that event loop, and this one was on it.
+    LoopBlockedError: Another call blocks that event loop, and this one was on it.
   """
-  name, end = name or threads.name_of(fn), time.monotonic() + seconds
+  name, end = name or threads.function_name(fn), time.monotonic() + seconds
   if not is_async(fn):
     result = functools.partial(_outcome, fn, args, {})
     value, error = await call(result, name=name, seconds=seconds, field=field)
@@ -162,12 +163,12 @@ async def call_apart(
   while True:
     caller, loop = threads.Caller(name, end), _user_loop()
     ticket = [caller]
-    token = threads.present_caller.set(caller)
+    token = threads.current_caller.set(caller)
     try:
       coroutine = _outcome_later(_begin, (ticket, fn, args), {})
       work = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
     finally:
-      threads.present_caller.reset(token)
+      threads.current_caller.reset(token)
     future = asyncio.wrap_future(work)
     try:
       await _wait(future, min(BLOCKED_SECONDS, end - time.monotonic()))
@@ -187,9 +188,11 @@ async def call_apart(
       return _value(future)
     blocker = await loop.blocker()
     if blocker and blocker[0] is not caller:
-      raise BlockedError(f'{name} was on an event loop that {blocker[1]} blocks.')
+      raise LoopBlockedError(f'{name} was on an event loop that {blocker[1]} blocks.')
     text = _late_text(name, seconds, field)
-    raise LateError(f'{text}; {blocker[1]} blocks its event loop' if blocker else text)
+    raise CallTimeoutError(
+      f'{text}; {blocker[1]} blocks its event loop' if blocker else text
+    )
 
 
 class _UserLoop:
@@ -230,11 +233,11 @@ class _UserLoop:
 
   def _task(self, loop, coroutine, **kwargs):
     task = asyncio.Task(coroutine, loop=loop, **kwargs)
-    self._callers[task] = threads.present_caller.get()
+    self._callers[task] = threads.current_caller.get()
     return task
 
   def _run(self):
-    threads.mark()
+    threads.mark_user_thread()
     while not self.loop.is_closed():
       try:
         self.loop.run_forever()
@@ -290,12 +293,12 @@ async def _is_stubborn(task: asyncio.Task) -> bool:
 
 def _count(name: str):
   """Notes in the episode's tally that a call was abandoned."""
-  counter = threads.tally.get()
+  counter = threads.abandoned_calls.get()
   if counter is not None:
     counter[name] += 1
 
 
-async def cancelled():
+async def drain_cancelled_calls():
   """Until those have ended, or were counted, whose cancellation was asked for before."""
 
   async def turns():
@@ -331,7 +334,7 @@ async def _wait(future: asyncio.Future, seconds: float):
 
 def _value(future: asyncio.Future) -> Any:
   if future.cancelled():
-    raise RaisedError('CancelledError')
+    raise BaseExceptionError('CancelledError')
   return _settle(*future.result())
 
 
@@ -340,7 +343,7 @@ def _settle(value: Any, error: BaseException | None) -> Any:
     return value
   if isinstance(error, Exception) and not isinstance(error, StopIteration):
     raise error
-  raise RaisedError(describe_error(error)) from error
+  raise BaseExceptionError(describe_error(error)) from error
 
 
 def _late_text(name: str, seconds: float, field: str, queued: bool = False) -> str:
@@ -348,5 +351,5 @@ def _late_text(name: str, seconds: float, field: str, queued: bool = False) -> s
   if field:
     text += f' ({field})'
   if queued:
-    text += f': it waited for a free thread, and {POOL.at_work} calls were at work'
+    text += f': it waited for a free thread, and {POOL.busy} calls were at work'
   return text

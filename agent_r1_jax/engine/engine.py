@@ -120,7 +120,7 @@ class Engine:
     self.config, self.mesh = config, mesh
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = replica_lib.Stats()
-    self._meshes = [None] if mesh is None else sharding.replica_meshes(mesh, chips)
+    self._meshes = [None] if mesh is None else sharding.make_replica_meshes(mesh, chips)
     self.replicas = [
       replica_lib.Replica(config, self.sizes, guides or {}, self.stats, part, number)
       for number, part in enumerate(self._meshes)
@@ -256,5 +256,7 @@ class Engine:
       return [used]
     used = sharding.gather_params(used, self.mesh)
     return [
-      sharding.local_params(used, part) for part in self._meshes if part is not None
+      sharding.take_replica_params(used, part)
+      for part in self._meshes
+      if part is not None
     ]

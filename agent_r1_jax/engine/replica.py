@@ -118,7 +118,7 @@ class Replica:
     self.interrupted: Callable[[], bool] = lambda: False
     self.cache = decoder.empty_cache(config, sizes.rows, sizes.slots)
     if mesh is not None:
-      self.cache = sharding.place_cache(self.cache, mesh)
+      self.cache = sharding.shard_cache(self.cache, mesh)
     self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
     self.pool = automaton_lib.AutomatonPool(config.vocab_size)
     self._guide_params = {

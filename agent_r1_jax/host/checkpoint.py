@@ -10,7 +10,7 @@ the only module that imports Orbax.
       start, arrays, host_state = restored
     for step in range(start, steps):
       ...
-      if checkpoints.due(step + 1):
+      if checkpoints.should_save(step + 1):
         checkpoints.save(step + 1, arrays, host_state)
 """
 
@@ -84,7 +84,7 @@ class Checkpointer:
     """The steps that can be restored, in ascending order."""
     return [c.step for c in self._orbax.checkpoints if c.step != self._writing]
 
-  def due(self, step: int) -> bool:
+  def should_save(self, step: int) -> bool:
     """Whether to save now: at each `every`-th step."""
     return self._orbax.should_save(step)
 
@@ -207,12 +207,12 @@ class Checkpointer:
   def _add_checksums(self) -> None:
     for folder in self.directory.glob(f'{self._writing}.orbax-checkpoint-tmp*'):
       # Orbax writes the time of the commit into this file, after this.
-      checksums.add(folder, but=['_CHECKPOINT_METADATA'])
+      checksums.write(folder, but=['_CHECKPOINT_METADATA'])
 
   def _check_checksums(self, step: int) -> None:
     """Raises _UnreadableError in all processes, if a file is not as it was written."""
     folder = self.directory / str(step)
-    mine = checksums.difference(folder, processes.take_share)
+    mine = checksums.find_mismatch(folder, processes.take_share)
     if found := [text for text in processes.gather(mine) if text]:
       raise _UnreadableError(folder, ValueError(found[0]))
 
@@ -228,7 +228,7 @@ class Checkpointer:
   def _failed(self, error: Exception) -> OSError:
     step, self._writing = self._writing, None
     # Before the rest of the failed checkpoint is cleared away.
-    reason = disk.reason(self.directory, error)
+    reason = disk.describe_failure(self.directory, error)
     self._orbax.reload()
     if jax.process_index() == 0:
       for rest in self.directory.glob('*.orbax-checkpoint-tmp'):
@@ -248,7 +248,7 @@ class Checkpointer:
 
 
 @contextlib.contextmanager
-def lock(workdir: str | os.PathLike) -> Iterator[None]:
+def lock_workdir(workdir: str | os.PathLike) -> Iterator[None]:
   """Holds `<workdir>/.lock` until it is left; the system lets go of it after a kill.
 
   Args:
@@ -346,7 +346,7 @@ def _dotted(tree: Any, prefix: str = '') -> dict[str, Any]:
 
 def _write_atomically(path: pathlib.Path, text: str) -> None:
   part = path.with_name(f'{path.name}.{os.getpid()}.part')
-  with disk.writing(path, 'The configuration'):
+  with disk.explain_write_errors(path, 'The configuration'):
     try:
       with part.open('w') as file:
         file.write(text)

@@ -16,7 +16,7 @@ import zlib
 _NAME = 'checksums.json'
 
 
-def add(folder: pathlib.Path, but: Collection[str] = ()) -> None:
+def write(folder: pathlib.Path, but: Collection[str] = ()) -> None:
   """Writes the sizes and checksums of all files in a folder into it.
 
   Args:
@@ -32,7 +32,7 @@ def add(folder: pathlib.Path, but: Collection[str] = ()) -> None:
     os.fsync(file.fileno())
 
 
-def difference(
+def find_mismatch(
   folder: pathlib.Path, share: Callable[[int], Sequence[int]] = range
 ) -> str:
   """What differs in a folder from what `add` found there, or ''.

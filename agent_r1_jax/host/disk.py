@@ -10,7 +10,7 @@ import shutil
 _FULL = ('No space left on device', 'Disk quota exceeded', 'File too large')
 
 
-def reason(path: pathlib.Path, error: Exception) -> str:
+def describe_failure(path: pathlib.Path, error: Exception) -> str:
   """Why something could not be written at `path`: 'the disk is full (0.0 MB free)'.
 
   To be asked before anything is cleaned up, so that the free space is what the writing
@@ -30,7 +30,7 @@ def is_full(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike, what: str) -> Iterator[None]:
+def explain_write_errors(path: str | os.PathLike, what: str) -> Iterator[None]:
   """Around the writing of a file: an error of the system names file, cause and mend.
 
   Args:
@@ -44,11 +44,12 @@ def writing(path: str | os.PathLike, what: str) -> Iterator[None]:
     yield
   except OSError as error:
     path = pathlib.Path(path)
+    why = describe_failure(path, error)
     mend = 'Make room' if is_full(error) else 'Mend that'
     raise OSError(
       error.errno or errno.EIO,
-      f'{what} could not be written to {path}: {reason(path, error)}. {mend}, and start '
-      'the same command again: it goes on from its last checkpoint',
+      f'{what} could not be written to {path}: {why}. {mend}, and start the '
+      'same command again: it goes on from its last checkpoint',
     ) from None
 
 

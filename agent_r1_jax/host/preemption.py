@@ -19,7 +19,7 @@ import time
 from agent_r1_jax.host import processes, watchdog
 
 # EX_TEMPFAIL of sysexits.h: start the same command again. What launch/ restarts on.
-STATUS = 75
+EXIT_STATUS = 75
 _BEAT_SECONDS = 1.0
 # A terminal and a wrapper may both pass on one Ctrl-C.
 _SAME_SECONDS = 0.5
@@ -27,10 +27,10 @@ _TOLD = 'was told to end'
 
 
 class Preempted(SystemExit):
-  """Ends the process with STATUS; what had been learned is saved."""
+  """Ends the process with EXIT_STATUS; what had been learned is saved."""
 
   def __init__(self):
-    super().__init__(STATUS)
+    super().__init__(EXIT_STATUS)
 
 
 class Watch:
@@ -43,63 +43,63 @@ class Watch:
 
   def __init__(self):
     self.phase = 'the start'
-    self.newest: Callable[[], int | None] = lambda: None
+    self.newest_step: Callable[[], int | None] = lambda: None
     self._notice = processes.Notice('preempted')
     self._grace = _seconds('AGENT_R1_GRACE_SECONDS', 7.0)
     self._heard = 0.0
     self._saving, self._left = threading.Event(), threading.Event()
 
-  def given(self) -> bool:
-    """Whether this process or another one was told to end; after `runtime.prepare`."""
+  def is_requested(self) -> bool:
+    """Whether this process or another one was told to end; after `runtime.initialize`."""
     return self._notice.given()
 
-  def check(self) -> None:
+  def raise_if_requested(self) -> None:
     """Ends the run if it is to end: where there is nothing to save.
 
     Raises:
       Preempted: It is to end.
     """
-    if self.given():
-      raise self.unsaved()
+    if self.is_requested():
+      raise self.end_unsaved()
 
-  def unsaved(self) -> Preempted:
+  def end_unsaved(self) -> Preempted:
     """Says that nothing is saved; what to raise then. Several processes end here."""
     self._say_unsaved()
-    processes.leave(STATUS, _TOLD)
+    processes.leave(EXIT_STATUS, _TOLD)
     return Preempted()
 
-  def saving(self, step: int) -> None:
+  def start_saving(self, step: int) -> None:
     """Says that the main thread has begun to save: it is waited for, however long."""
     self._saving.set()
     why = '' if self._heard else ': another process was told to end'
-    watchdog.say(f'saving step {step}{why}')
+    watchdog.print_line(f'saving step {step}{why}')
 
-  def saved(self, step: int) -> None:
+  def finish_saving(self, step: int) -> None:
     """Says that all is on disk; what may still hang gets the grace once more."""
-    watchdog.say(f'saved step {step}; the same command goes on from there')
-    self._later(lambda: _end(STATUS), self._left)
+    watchdog.print_line(f'saved step {step}; the same command goes on from there')
+    self._later(lambda: _end(EXIT_STATUS), self._left)
 
-  def hear(self, number: int) -> None:
+  def handle_signal(self, number: int) -> None:
     """Answers a signal, in the thread that reads them."""
     name = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
     first, now = not self._heard, time.monotonic()
     if first:
       self._heard = now
-      self.give()
-      watchdog.say(
+      self.request()
+      watchdog.print_line(
         f'{name}: saving and ending. If it cannot save within {self._grace:g} s, it ends '
         'without; a second Ctrl-C ends at once.'
       )
       self._later(self._give_up, self._saving)
     elif number == signal.SIGINT and now - self._heard > _SAME_SECONDS:
-      watchdog.say(f'{name} again: ended at once; the same command goes on')
+      watchdog.print_line(f'{name} again: ended at once; the same command goes on')
       _end(128 + number)
 
-  def give(self, *_) -> None:
+  def request(self, *_) -> None:
     """Gives the notice; also Python's own handler, which runs in the main thread."""
     self._notice.give()
 
-  def leave(self) -> None:
+  def close(self) -> None:
     """Lets what was started here end; it acts no more."""
     self._saving.set()
     self._left.set()
@@ -111,12 +111,12 @@ class Watch:
 
   def _give_up(self) -> None:
     self._say_unsaved()
-    _end(STATUS)
+    _end(EXIT_STATUS)
 
   def _say_unsaved(self) -> None:
-    step = self.newest()
+    step = self.newest_step()
     where = 'the last checkpoint' if step is None else f'step {step}'
-    watchdog.say(
+    watchdog.print_line(
       f'ended during {self.phase} without a new checkpoint; the same command goes on '
       f'from {where}'
     )
@@ -128,9 +128,10 @@ def watch() -> Iterator[Watch]:
 
   They are answered with a line on standard error at once. If the main thread has not
   begun to save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the
-  process ends with STATUS as it is: a checkpoint is whole or not there. A second Ctrl-C
-  ends it at once. On Linux, a process that gives no answer for as long, or no sign of
-  life for AGENT_R1_SILENCE_SECONDS (300; 0: for ever), prints its stacks and is killed.
+  process ends with EXIT_STATUS as it is: a checkpoint is whole or not there. A second
+  Ctrl-C ends it at once. On Linux, a process that gives no answer for as long, or no
+  sign of life for AGENT_R1_SILENCE_SECONDS (300; 0: for ever), prints its stacks and is
+  killed.
 
   Only Python's main thread can watch. Inside another watch, it is that watch.
   """
@@ -142,16 +143,18 @@ def watch() -> Iterator[Watch]:
   with contextlib.ExitStack() as stack:
     read, watchdog.wire = stack.enter_context(_wires(heard))
     stack.callback(_forget)
-    for number in watchdog.ASKS:
-      stack.callback(signal.signal, number, signal.signal(number, heard.give))
+    for number in watchdog.END_SIGNALS:
+      stack.callback(signal.signal, number, signal.signal(number, heard.request))
     stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(watchdog.wire))
     reader = threading.Thread(
       target=_read, args=(heard, read), daemon=True, name='signals'
     )
     reader.start()
     stack.callback(reader.join)
-    stack.callback(watchdog.send, watchdog.LEFT)  # Ends the watchdog, and so the reader.
-    stack.callback(heard.leave)
+    stack.callback(
+      watchdog.send, watchdog.FINISHED
+    )  # Ends the watchdog, and so the reader.
+    stack.callback(heard.close)
     _active = heard
     yield heard
 
@@ -191,7 +194,9 @@ os.register_at_fork(
 def _wires(heard: Watch) -> Iterator[tuple[int, int]]:
   """What signals are read from, and what they are written to: through the watchdog."""
   if sys.platform != 'linux':
-    watchdog.say('no watchdog here (Linux only): code that holds the interpreter hangs')
+    watchdog.print_line(
+      'no watchdog here (Linux only): code that holds the interpreter hangs'
+    )
     read, write = os.pipe()
     os.set_blocking(write, False)
     try:
@@ -213,12 +218,12 @@ def _wires(heard: Watch) -> Iterator[tuple[int, int]]:
   assert process.stdin and process.stdout
   write = process.stdin.fileno()
   os.set_blocking(write, False)
-  faulthandler.register(watchdog.STACKS, file=2, all_threads=True)
+  faulthandler.register(watchdog.STACKS_SIGNAL, file=2, all_threads=True)
   try:
     yield process.stdout.fileno(), write
   finally:
     process.wait()
-    faulthandler.unregister(watchdog.STACKS)
+    faulthandler.unregister(watchdog.STACKS_SIGNAL)
     process.stdin.close()
     process.stdout.close()
 
@@ -226,7 +231,7 @@ def _wires(heard: Watch) -> Iterator[tuple[int, int]]:
 def _read(heard: Watch, read: int) -> None:
   """Answers signals, and gives signs of life, until the watch is left."""
   if processes.is_distributed():
-    watchdog.send(watchdog.SEVERAL)
+    watchdog.send(watchdog.DISTRIBUTED)
   poll = select.poll()
   poll.register(read, select.POLLIN)
   while not heard._left.is_set():
@@ -235,10 +240,10 @@ def _read(heard: Watch, read: int) -> None:
       if not said:
         break  # The watchdog is gone.
       for number in said:
-        if number in watchdog.ASKS:
-          heard.hear(number)
+        if number in watchdog.END_SIGNALS:
+          heard.handle_signal(number)
           watchdog.send(watchdog.ANSWERED)
-    watchdog.send(watchdog.BEAT)
+    watchdog.send(watchdog.HEARTBEAT)
 
 
 def _end(status: int) -> None:
@@ -247,7 +252,7 @@ def _end(status: int) -> None:
   flush.start()
   flush.join(1.0)  # Where nobody reads what is printed, it would wait for ever.
   processes.leave(status, _TOLD)
-  watchdog.send(watchdog.LEFT)
+  watchdog.send(watchdog.FINISHED)
   os._exit(status)
 
 

@@ -5,7 +5,7 @@ At its end everyone is told everyone's trajectories: what follows (credit, packi
 the same computation everywhere, on the same numbers, and needs no collective of ours.
 
 JAX's coordination service carries the messages; the processes find each other in
-`runtime.prepare`. With one process, nothing here does anything.
+`runtime.initialize`. With one process, nothing here does anything.
 """
 
 import atexit
@@ -47,7 +47,7 @@ def is_first() -> bool:
 
 
 def is_distributed() -> bool:
-  """Whether there are others; unlike jax.process_count, safe before `runtime.prepare`."""
+  """Whether there are others; usable before `runtime.initialize`."""
   return distributed.global_state.num_processes > 1
 
 
@@ -103,13 +103,13 @@ def watch_others() -> None:
   Each says why it ends, if it can (`leave`). Of one that was killed or whose host is
   gone, JAX's coordination service knows after its heartbeat's time. The service lives in
   process 0: if that is killed, JAX aborts the others at once with some lines of its own,
-  and ours is among them (watchdog.py). For `runtime.prepare`; one process is left alone.
+  and ours is among them (watchdog.py). One process is left alone.
   """
   global _looking
   if _looking or not is_distributed():
     return
   _looking = True
-  watchdog.send(watchdog.SEVERAL)
+  watchdog.send(watchdog.DISTRIBUTED)
   # Without it, JAX's service would abort all processes when one is lost. With it, it also
   # no longer waits for all at the end (`_wait_for_the_others`).
   threading.Thread(target=_look, daemon=True, name='look out').start()
@@ -164,7 +164,7 @@ def _look() -> None:
 def _follow(status: int, what: str) -> None:
   """Says who ended, and ends as it did."""
   me = distributed.global_state.process_id
-  watchdog.say(
+  watchdog.print_line(
     f'{what}, so process {me} ends too; the same command, started in all, goes on from '
     'the last checkpoint.'
   )
@@ -174,7 +174,7 @@ def _follow(status: int, what: str) -> None:
 def _end(status: int) -> None:
   lingers = distributed.global_state.process_id == 0
   time.sleep(_FIRST_LINGERS_SECONDS if lingers else _LINGER_SECONDS)
-  watchdog.send(watchdog.LEFT)
+  watchdog.send(watchdog.FINISHED)
   os._exit(status)
 
 
@@ -213,7 +213,7 @@ def ending_together() -> Iterator[None]:
     reason = f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
     if _of_the_runtime(error):
       seconds = 1.5 * heartbeat_seconds() + 5
-      watchdog.say(f'{reason}; waiting up to {seconds:g} s to hear who is lost')
+      watchdog.print_line(f'{reason}; waiting up to {seconds:g} s to hear who is lost')
       time.sleep(seconds)  # `_look` ends the process.
     sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()

@@ -30,17 +30,17 @@ _REFUSALS = (ValueError, FileNotFoundError)
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
-def prepare() -> None:
+def initialize() -> None:
   """All of what follows; `train` calls it, and a script may before that."""
   # One that is lost shall not make JAX abort the others: `look_out` names it instead.
   jax.config.update('jax_enable_recoverability', True)
-  join()
+  join_processes()
   processes.watch_others()
-  keep_compilations()
-  keep_memory()
+  enable_compilation_cache()
+  retain_freed_memory()
 
 
-def quiet() -> None:
+def quiet_logging() -> None:
   """Shows only what a user needs, unless --verbosity asks for more.
 
   What installed libraries narrate at INFO is dropped; the user's own lines stay, and so
@@ -83,7 +83,7 @@ def _is_worth_showing(record: py_logging.LogRecord) -> bool:
   return record.levelno >= py_logging.WARNING or not installed
 
 
-def join() -> None:
+def join_processes() -> None:
   """Meets the other processes of this run, if the environment says that there are some.
 
   JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID
@@ -144,7 +144,7 @@ def _bind_address(coordinator: str) -> str | None:
   return f'[{number}]:{port}' if family == socket.AF_INET6 else f'{number}:{port}'
 
 
-def keep_compilations() -> None:
+def enable_compilation_cache() -> None:
   """Keeps compiled programs on disk for the next process, unless JAX was told where.
 
   They lie in ~/.cache/agent_r1_jax, or in JAX_COMPILATION_CACHE_DIR; that set to nothing
@@ -158,7 +158,7 @@ def keep_compilations() -> None:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
 
 
-def keep_memory() -> bool:
+def retain_freed_memory() -> bool:
   """Keeps freed memory in the process; only before JAX's first use of a device.
 
   XLA allocates all temporaries of a CPU program anew at each call, and glibc gives

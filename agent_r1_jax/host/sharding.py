@@ -37,13 +37,13 @@ import numpy as np
 from agent_r1_jax.models import families
 
 AXES = ('data', 'fsdp', 'tensor', 'context')
-ROWS = ('data', 'fsdp')
-TOKENS = PartitionSpec(ROWS, 'context')  # B T
-SPLIT = ('fsdp', 'context')  # D of parameters
+ROW_AXES = ('data', 'fsdp')
+TOKEN_SPEC = PartitionSpec(ROW_AXES, 'context')  # B T
+PARAM_AXES = ('fsdp', 'context')  # D of parameters
 
 # The mesh axes of a parameter's dimensions, by their letters in models/families.py;
 # the others are not split. An adapter's rank lies on every chip: merging moves nothing.
-_SPLIT_BY = {'D': SPLIT} | dict.fromkeys('VNKF', ('tensor',))
+_SPLIT_BY = {'D': PARAM_AXES} | dict.fromkeys('VNKF', ('tensor',))
 # What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
 # The engine's parameters are a tree a layer: they have no L.
@@ -100,7 +100,7 @@ def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
   return training, mine
 
 
-def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
   """A NamedSharding for each leaf of parameters, of an optimizer's or a TrainState.
 
   Scalars are on every chip. A leaf that cannot be split as its rule says is an error and
@@ -119,9 +119,9 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
   )
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Of a batch's leaves [B, T]: rows over data and fsdp, tokens over context."""
-  return NamedSharding(mesh, TOKENS)
+  return NamedSharding(mesh, TOKEN_SPEC)
 
 
 def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
@@ -165,7 +165,7 @@ def shard_batch(batch: Any) -> Any:
   mesh = jax.sharding.get_mesh()
   if mesh.empty:
     return batch
-  where = row_sharding(mesh)
+  where = batch_sharding(mesh)
   put = lambda x: jax.make_array_from_callback(x.shape, where, lambda at: x[at])
   return jax.tree.map(put, batch)
 
@@ -184,11 +184,11 @@ def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
   found = active_mesh()
   if found is None:
     return make(*args)
-  where = shardings(jax.eval_shape(make, *args), found)
+  where = make_shardings(jax.eval_shape(make, *args), found)
   return jax.jit(make, out_shardings=where)(*args)
 
 
-def replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
+def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   """This process's chips in meshes of `tensor` chips: each can hold a whole policy.
 
   Args:
@@ -230,12 +230,12 @@ def gather_params(params: Any, mesh: Mesh) -> Any:
     return _gathered(params)
 
 
-def local_params(params: Any, part: Mesh) -> Any:
+def take_replica_params(params: Any, part: Mesh) -> Any:
   """The replica, on its own, of what `gather_params` gave.
 
   Args:
     params: Of all processes.
-    part: One of `replica_meshes`; nothing is copied to chips that are on the mesh.
+    part: One of `make_replica_meshes`; nothing is copied to chips that are on the mesh.
   """
 
   def leaf(x: jax.Array) -> jax.Array:
@@ -253,7 +253,7 @@ def local_params(params: Any, part: Mesh) -> Any:
   return jax.tree.map(leaf, params)
 
 
-def place_cache(cache: Any, part: Mesh) -> Any:
+def shard_cache(cache: Any, part: Mesh) -> Any:
   """Puts a new key-value cache on a replica's chips: heads lie with their kernel."""
 
   def put(x):
@@ -321,7 +321,7 @@ def constrain_params(params: Any) -> Any:
   found = active_mesh()
   if found is None:
     return params
-  return jax.lax.with_sharding_constraint(params, shardings(params, found))
+  return jax.lax.with_sharding_constraint(params, make_shardings(params, found))
 
 
 def active_mesh() -> AbstractMesh | None:
@@ -330,7 +330,7 @@ def active_mesh() -> AbstractMesh | None:
   return found if set(AXES) <= set(found.axis_names) else None
 
 
-def splits_rows() -> bool:
+def uses_context_parallelism() -> bool:
   """Whether a mesh is set that splits the tokens of a row."""
   found = active_mesh()
   return found is not None and found.shape['context'] > 1

@@ -6,11 +6,11 @@ and without this package: about 10 MB. The trainer writes bytes to its standard 
 - a signal's number, written by Python's C handler (`signal.set_wakeup_fd`), also while
   other code holds the interpreter. It is passed back on standard output, to a thread that
   answers;
-- BEAT every second from that thread, ANSWERED after a signal, SEVERAL where there are
-  other processes, LEFT at an end that somebody has explained.
+- HEARTBEAT every second from that thread, ANSWERED after a signal, DISTRIBUTED where
+  there are other processes, FINISHED at an end that somebody has explained.
 
 A signal without an answer, or a long silence, means that some code does not let go of the
-interpreter: Python's stacks are printed (`faulthandler`, on the signal STACKS), and the
+interpreter: Python's stacks are printed (`faulthandler`, on STACKS_SIGNAL), and the
 trainer is killed. Time counts only while the trainer could have run: not while it is
 stopped (SIGSTOP), and not while this process or the machine slept. Linux only.
 """
@@ -22,10 +22,10 @@ import signal
 import sys
 import time
 
-BEAT, ANSWERED, SEVERAL, LEFT = 0x80, 0x81, 0x82, 0x83
-ASKS = (int(signal.SIGTERM), int(signal.SIGINT))
+HEARTBEAT, ANSWERED, DISTRIBUTED, FINISHED = 0x80, 0x81, 0x82, 0x83
+END_SIGNALS = (int(signal.SIGTERM), int(signal.SIGINT))
 # A real-time signal: nobody else gives it a meaning.
-STACKS = int(getattr(signal, 'SIGRTMAX', 64)) - 1
+STACKS_SIGNAL = int(getattr(signal, 'SIGRTMAX', 64)) - 1
 _TICK = 0.5
 
 
@@ -40,7 +40,7 @@ def send(byte: int) -> None:
       os.write(wire, bytes([byte]))
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
   """Writes a line to standard error in one piece, past Python's buffers and locks."""
   with contextlib.suppress(OSError):  # Nobody may read it any more.
     os.write(2, f'agent_r1_jax: {text}\n'.encode(errors='replace'))
@@ -57,13 +57,13 @@ def _can_run(pid: int) -> bool:
 
 def _end(pid: int, reason: str) -> None:
   """Prints why and where, and kills the trainer."""
-  say(
+  print_line(
     f'{reason}: some code holds the interpreter, such as a regular expression in a '
     'reward. Run such code in a process of its own. Its stacks follow, then it is '
     'killed; the same command goes on from the last checkpoint.'
   )
   try:
-    os.kill(pid, STACKS)
+    os.kill(pid, STACKS_SIGNAL)
     time.sleep(1.0)  # What is printed is a few pages.
     os.kill(pid, signal.SIGKILL)
   except ProcessLookupError:
@@ -72,7 +72,7 @@ def _end(pid: int, reason: str) -> None:
 
 def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
   """Serves the trainer `pid` until it ends."""
-  for number in (*ASKS, signal.SIGHUP):
+  for number in (*END_SIGNALS, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)  # They are often sent to a whole group.
   asked, silent, unanswered, before = '', 0.0, 0.0, time.monotonic()
   several = False
@@ -81,24 +81,24 @@ def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
     now = time.monotonic()
     elapsed, before = min(now - before, 2 * _TICK), now
     for byte in said:
-      if byte in ASKS:
+      if byte in END_SIGNALS:
         asked, unanswered = asked or signal.Signals(byte).name, 0.0
         os.write(1, bytes([byte]))
       elif byte == ANSWERED:
         asked = ''
-      elif byte == LEFT:
+      elif byte == FINISHED:
         return
-    several |= SEVERAL in said
+    several |= DISTRIBUTED in said
     if (ready and not said) or os.getppid() != pid:
       # A child of the trainer may hold the pipe open: then only its parent tells.
       other = ', or aborted by JAX for want of process 0' if several else ''
-      return say(
+      return print_line(
         f'process {pid} ended without a word: killed (out of memory?), or by os._exit in '
         f'some code{other}; the same command goes on from the last checkpoint.'
       )
     if not _can_run(pid):
       continue
-    silent = 0.0 if BEAT in said else silent + elapsed
+    silent = 0.0 if HEARTBEAT in said else silent + elapsed
     unanswered += elapsed if asked else 0.0
     name = f'process {pid}'
     if unanswered > answer_seconds:

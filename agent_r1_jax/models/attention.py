@@ -48,10 +48,10 @@ def packed(
   mesh = sharding.active_mesh()
   if mesh is None:
     return _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
-  heads = PartitionSpec(*sharding.TOKENS, 'tensor')
+  heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   return jax.shard_map(
     _of_all_tokens,
-    in_specs=(heads, heads, heads, PartitionSpec(sharding.ROWS)),
+    in_specs=(heads, heads, heads, PartitionSpec(sharding.ROW_AXES)),
     out_specs=heads,
     check_vma=False,
   )(*_dealt(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), segment_ids_BT)
@@ -156,11 +156,11 @@ def _paged(
     heads = k_BKSH.shape[1] if split else 1
     return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
 
-  queries = PartitionSpec(sharding.ROWS, None, 'tensor')
-  slots = PartitionSpec(sharding.ROWS, 'tensor' if split else None)
+  queries = PartitionSpec(sharding.ROW_AXES, None, 'tensor')
+  slots = PartitionSpec(sharding.ROW_AXES, 'tensor' if split else None)
   return jax.shard_map(
     on_chip,
-    in_specs=(queries, slots, slots, PartitionSpec(sharding.ROWS)),
+    in_specs=(queries, slots, slots, PartitionSpec(sharding.ROW_AXES)),
     out_specs=queries,
     check_vma=False,
   )(q_B1NH, k_BKSH, v_BKSH, positions_B1)

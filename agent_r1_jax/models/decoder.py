@@ -118,7 +118,7 @@ def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   The gradient of a kernel then contracts one axis: on CPU half the time of two, which
   XLA first copies together. Of split rows and split tokens no one axis can be made.
   """
-  if sharding.splits_rows():
+  if sharding.uses_context_parallelism():
     return layer(x_BTX)
   B, T = x_BTX.shape[:2]
   y_MY = layer(x_BTX.reshape(B * T, *x_BTX.shape[2:]))
@@ -133,17 +133,17 @@ def _looked_up(table_VD: Array, tokens_BT: Array) -> Array:
   """
 
   def shard(table_VD, tokens_BT):
-    every_SBT = jax.lax.all_gather(tokens_BT, sharding.SPLIT)
+    every_SBT = jax.lax.all_gather(tokens_BT, sharding.PARAM_AXES)
     every_SBT -= jax.lax.axis_index('tensor') * table_VD.shape[0]
     here_SBT1 = ((every_SBT >= 0) & (every_SBT < table_VD.shape[0]))[..., None]
     x_SBTD = jnp.where(here_SBT1, table_VD.at[every_SBT].get(mode='clip'), 0)
     x_SBTD = jax.lax.psum(x_SBTD, 'tensor')
-    return jax.lax.all_to_all(x_SBTD, sharding.SPLIT, 0, 3, tiled=True)[0]
+    return jax.lax.all_to_all(x_SBTD, sharding.PARAM_AXES, 0, 3, tiled=True)[0]
 
   return jax.shard_map(
     shard,
-    in_specs=(PartitionSpec('tensor', sharding.SPLIT), sharding.TOKENS),
-    out_specs=sharding.TOKENS,
+    in_specs=(PartitionSpec('tensor', sharding.PARAM_AXES), sharding.TOKEN_SPEC),
+    out_specs=sharding.TOKEN_SPEC,
     check_vma=False,
   )(table_VD, tokens_BT)
 

@@ -55,19 +55,19 @@ def logprobs(
 
   def shard(x, kernel_DV, tokens, wanted):
     # Gathered once; the transpose scatters the gradient's sum over the same chips.
-    kernel_DV = jax.lax.all_gather(kernel_DV, sharding.SPLIT, axis=0, tiled=True)
+    kernel_DV = jax.lax.all_gather(kernel_DV, sharding.PARAM_AXES, axis=0, tiled=True)
     return flat(x, kernel_DV, tokens, wanted)
 
   mesh = sharding.active_mesh()
   if mesh is None or mesh.size == mesh.shape['tensor']:
     return flat(x, kernel_DV, tokens, wanted)
   # The wanted tokens are sorted on each chip: among all, they would all be everywhere.
-  split = PartitionSpec(sharding.SPLIT)
+  split = PartitionSpec(sharding.PARAM_AXES)
   return jax.shard_map(
     shard,
-    in_specs=(sharding.TOKENS, split, sharding.TOKENS, sharding.TOKENS),
-    out_specs=(sharding.TOKENS, sharding.TOKENS),
-    axis_names={*sharding.ROWS, 'context'},
+    in_specs=(sharding.TOKEN_SPEC, split, sharding.TOKEN_SPEC, sharding.TOKEN_SPEC),
+    out_specs=(sharding.TOKEN_SPEC, sharding.TOKEN_SPEC),
+    axis_names={*sharding.ROW_AXES, 'context'},
     check_vma=False,
   )(x, kernel_DV, tokens, wanted)
 

@@ -36,7 +36,7 @@ _WORDS = {
 }
 
 
-class Bell:
+class AlarmMonitor:
   """Rings alarms, and says on the terminal when one begins and when it ends."""
 
   def __init__(self, limits: config.Alarms, say: Callable[[str], None]):
@@ -49,8 +49,8 @@ class Bell:
     self._limits, self._say = limits, say
     self._ringing: set[str] = set()
 
-  def ring(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-    """`ring` of the numbers of a step; says what has changed since the last one."""
+  def check(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+    """`check` of the numbers of a step; says what has changed since the last one."""
     found = _beyond(numbers, self._limits)
     for name, (value, limit, rings) in found.items():
       if rings and name not in self._ringing:
@@ -60,14 +60,14 @@ class Bell:
       elif name in self._ringing and not rings:
         self._say(f'Alarm over at step {step}: {name}.')
     self._ringing = {name for name, (_, _, rings) in found.items() if rings}
-    return ring(numbers, self._limits)
+    return check(numbers, self._limits)
 
 
 # Metrics of a trajectory that count faults of users' code; see rollout and ToolEnv.
 _FAULTS = ('error/', 'abandoned/', 'tool_errors', 'tool_timeouts')
 
 
-class Faults:
+class FaultCounter:
   """Says on the terminal what goes wrong in users' code: the first time, and in sum."""
 
   def __init__(self, say: Callable[[str], None]):
@@ -79,7 +79,7 @@ class Faults:
     self._say = say
     self._counts: collections.Counter[str] = collections.Counter()
 
-  def note(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
+  def count(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
     """Counts the faults of played episodes, and says each kind that is new.
 
     Args:
@@ -102,14 +102,14 @@ class Faults:
       )
     self._counts += found
 
-  def say_sum(self) -> None:
+  def report_totals(self) -> None:
     """Says how many of each kind there were; nothing if there were none."""
     if self._counts:
       each = ', '.join(f'{name} {n}' for name, n in sorted(self._counts.items()))
       self._say(f'Faults since this start: {each}')
 
 
-def ring(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
+def check(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
   """'alarm/<name>' is 1 where a number is beyond its limit, else 0.
 
   Args:

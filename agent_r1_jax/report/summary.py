@@ -7,7 +7,7 @@ import pathlib
 
 import numpy as np
 
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import metrics, plots, tables
 
 # Method, set, kind of task ('all' is of all), 'mean' and 'count'.
 Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
@@ -23,7 +23,7 @@ _PLACES = {
 }
 
 
-def training(workdir: str | os.PathLike, title: str = '') -> None:
+def write_training_report(workdir: str | os.PathLike, title: str = '') -> None:
   """Writes curve.png and numbers.md of what a run has measured."""
   folder, lines = pathlib.Path(workdir), metrics.read(workdir)
   if not any('rollout/reward' in line for line in lines):
@@ -32,11 +32,11 @@ def training(workdir: str | os.PathLike, title: str = '') -> None:
   if not any(name.endswith('/em') for line in lines for name in line):
     second = {'Reward in evaluations': ('eval/*/reward',)}
   panels = {'Reward in training': ('rollout/reward',), **second}
-  metrics.curve(str(workdir), folder / 'curve.png', panels=panels, title=title)
-  (folder / 'numbers.md').write_text(numbers(lines) + '\n')
+  plots.plot_curves(str(workdir), folder / 'curve.png', panels=panels, title=title)
+  (folder / 'numbers.md').write_text(summarize_metrics(lines) + '\n')
 
 
-def numbers(lines: Sequence[Mapping[str, float]]) -> str:
+def summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
   """A table of a run's numbers: how they began, how they ended, and their extremes."""
   names = dict.fromkeys(name for line in lines for name in line if name != 'step')
   rows = {}
@@ -48,10 +48,10 @@ def numbers(lines: Sequence[Mapping[str, float]]) -> str:
     cells |= {'lowest': min(values), 'highest': max(values)}
     rows[name] = {column: f'{value:.4g}' for column, value in cells.items()}
   columns = ('first tenth', 'last tenth', 'lowest', 'highest')
-  return metrics.table(rows, columns, corner='number')
+  return tables.format_table(rows, columns, corner='number')
 
 
-def tables(scores: Scores, workdir: str | os.PathLike) -> str:
+def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
   """Writes table.md and table.json: exact match of each method on each set, by kind.
 
   Args:
@@ -67,21 +67,21 @@ def tables(scores: Scores, workdir: str | os.PathLike) -> str:
   for kind in kinds:
     rows = {
       method: {
-        name: metrics.Count(round(cell['mean'] * cell['count']), round(cell['count']))
+        name: tables.Count(round(cell['mean'] * cell['count']), round(cell['count']))
         for name, of in found.items()
         if (cell := of[kind])['count']
       }
       for method, found in scores.items()
     }
     title = 'Exact match' if kind == 'all' else f'Exact match, {kind}'
-    parts.append(f'## {title}\n\n{metrics.table(rows, sets)}')
+    parts.append(f'## {title}\n\n{tables.format_table(rows, sets)}')
   text, folder = '\n\n'.join(parts) + '\n', pathlib.Path(workdir)
   (folder / 'table.md').write_text(text)
   (folder / 'table.json').write_text(json.dumps(scores, indent=2) + '\n')
   return text
 
 
-def places(workdir: str | os.PathLike) -> str:
+def list_files(workdir: str | os.PathLike) -> str:
   """Says where what lies."""
   folder = pathlib.Path(workdir)
   found = {what: folder / name for what, name in _PLACES.items()}

@@ -13,7 +13,7 @@ from agent_r1_jax.host import disk
 _FLUSH_SECONDS = 10.0
 
 
-class Events:
+class EventWriter:
   """Scalars in an events file that TensorBoard shows.
 
   They are written by the thread that calls. tensorboardX's own writer passes them to a
@@ -76,7 +76,7 @@ class Events:
     self._file.write(event.SerializeToString())
 
   def _give_up(self, error: OSError) -> None:
-    why = disk.reason(self._folder, error)
+    why = disk.describe_failure(self._folder, error)
     if self._file is not None:
       # It would flush what it holds, and fail again.
       with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ _VERSION = 2  # of Inspect's log schema
 _LIMITS = {'truncated': 'token', 'max_turns': 'turn'}
 
 
-def write(
+def write_log(
   path: str | os.PathLike,
   trajectories: Sequence[types.Trajectory],
   *,
@@ -48,7 +48,7 @@ def write(
   step: int,
   scores: Sequence[str] = ('em',),
   extra: Sequence[Mapping[str, Any]] | None = None,
-  parse: Callable[[str], Sequence[calls.ToolCall | calls.CallError]] = calls.hermes,
+  parse: Callable[[str], Sequence[calls.ToolCall | calls.CallError]] = calls.parse_hermes,
 ) -> None:
   """Writes a log, whole or not at all.
 
@@ -99,8 +99,8 @@ def write(
   _zip(path, members)
 
 
-def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """The samples of a log that `write` wrote, in its order.
+def read_log(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """The samples of a log that `write_log` wrote, in its order.
 
   Raises:
     ValueError: It is no such log, or cannot be read.
@@ -115,7 +115,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
     raise ValueError(f'{path} is no log of trajectories: {error}') from None
 
 
-def text(sample: Mapping[str, Any]) -> str:
+def format_sample(sample: Mapping[str, Any]) -> str:
   """A sample to be read in a terminal: each message, and what a reply earned."""
   scores = {name: score['value'] for name, score in sample.get('scores', {}).items()}
   target = sample['target']
@@ -137,10 +137,10 @@ def main() -> None:
   arguments = parser.parse_args()
   try:
     for log in (log for named in arguments.logs for log in _logs(named)):
-      samples = read(log)
+      samples = read_log(log)
       print(f'=== {log}')
       for sample in samples[: arguments.n]:
-        print(_printable(text(sample)) + '\n')
+        print(_printable(format_sample(sample)) + '\n')
     sys.stdout.flush()
   except ValueError as error:
     parser.error(str(error))
@@ -170,10 +170,10 @@ def _printable(text: str) -> str:
 
 
 def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
-  with disk.writing(path.parent, 'The folder of trajectories'):
+  with disk.explain_write_errors(path.parent, 'The folder of trajectories'):
     path.parent.mkdir(parents=True, exist_ok=True)
   part = path.with_suffix('.part')
-  with disk.writing(path, 'Trajectories'):
+  with disk.explain_write_errors(path, 'Trajectories'):
     try:
       with zipfile.ZipFile(part, 'w', zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():

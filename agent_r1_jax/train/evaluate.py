@@ -13,7 +13,8 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.report import metrics as metrics_lib
+from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.report import tables
 from agent_r1_jax.train import preflight, rollout
 
 # What goes wrong in an episode; 0 is worth a line, too.
@@ -84,11 +85,11 @@ def play(
   """
   played = {}
   for label, (sets, make_env) in rows.items():
-    with metrics_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
-      ended = progress.counter()
+    with progress_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
+      ended = progress.step_counter()
       env = preflight.make_environment(make_env, limits.reset_seconds)
       if said := preflight.describe_tool_prompt(chat, env):
-        progress.say(said)
+        progress.print_line(said)
       played[label] = run(
         engine,
         chat,
@@ -100,7 +101,7 @@ def play(
       )
       long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
       if lost := [t for t in long if t.status == 'truncated']:
-        progress.say(f'{len(lost)} tasks count as unanswered: {lost[0].error}.')
+        progress.print_line(f'{len(lost)} tasks count as unanswered: {lost[0].error}.')
   return played
 
 
@@ -143,7 +144,7 @@ class Score:
   @property
   def interval(self) -> tuple[float, float]:
     """95 % Wilson interval; for a metric that is 0 or 1 in each episode."""
-    return metrics_lib.wilson(round(self.mean * self.count), self.count)
+    return tables.wilson_interval(round(self.mean * self.count), self.count)
 
 
 def score(
@@ -177,13 +178,13 @@ def table(
   columns = list(dict.fromkeys(name for sets in rows.values() for name in sets))
   cells = {
     row: {
-      name: metrics_lib.Count(round(s.mean * s.count), s.count)
+      name: tables.Count(round(s.mean * s.count), s.count)
       for name, trajectories in sets.items()
       if (s := score(trajectories, metric, where)).count
     }
     for row, sets in rows.items()
   }
-  return metrics_lib.table(cells, columns)
+  return tables.format_table(cells, columns)
 
 
 def by_kind(

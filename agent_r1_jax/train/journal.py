@@ -6,7 +6,7 @@ while run_log.position.step < config.steps:
 ...
 run_log.position.learned(numbers, tasks_drawn)
 run_log.write(numbers)
-if run_log.checkpoints.due(run_log.position.step):
+if run_log.checkpoints.should_save(run_log.position.step):
 run_log.save(train_state, plan)
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.host import checkpoint, processes
 from agent_r1_jax.report import metrics
+from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import spool as spool_lib
 
@@ -86,7 +87,7 @@ class Journal:
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       if processes.is_first():
-        stack.enter_context(checkpoint.lock(workdir))
+        stack.enter_context(checkpoint.lock_workdir(workdir))
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
@@ -131,7 +132,7 @@ class Journal:
     else:
       shown = self._stack.enter_context(open(os.devnull, 'w'))
     self.progress = self._stack.enter_context(
-      metrics.Progress(
+      progress_lib.Progress(
         self._config.schedule.steps,
         label=self._label,
         start=self.position.step,

@@ -21,7 +21,7 @@ from agent_r1_jax.engine import replica
 from agent_r1_jax.host import disk, preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import alarms as alarms_lib
-from agent_r1_jax.report import metrics as metrics_lib
+from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import summary, viewer
 from agent_r1_jax.rl import algorithms, learner, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
@@ -41,7 +41,7 @@ Config = config_lib.Config
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """The chips that train as the configuration lays them out; None for one chip."""
-  runtime.prepare()
+  runtime.initialize()
   devices, samplers = sharding.split_devices(config.samplers)
   chips = len(devices)
   rest = config.data * config.tensor * config.context
@@ -51,7 +51,7 @@ def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   axes = {'data': config.data, 'fsdp': fsdp}
   axes |= {'tensor': config.tensor, 'context': config.context}
   mesh = sharding.make_mesh(**axes, devices=devices)
-  sharding.replica_meshes(mesh, samplers)  # Refuses what cannot sample.
+  sharding.make_replica_meshes(mesh, samplers)  # Refuses what cannot sample.
   return mesh
 
 
@@ -77,7 +77,7 @@ def load(
   config: config_lib.Model, chat: config_lib.Chat, mesh: Mesh | None = None
 ) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
   """The shape, parameters (on the mesh, if given) and chat of the model's directory."""
-  runtime.prepare()
+  runtime.initialize()
   place = sharding.make_placer(mesh)
   shape, params = weights.load(config.path, dtype='float32', place=place)
   shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat)
@@ -128,7 +128,7 @@ def play(
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """evaluate.play with the policy of a directory; its memory is free again afterwards."""
-  runtime.quiet()
+  runtime.quiet_logging()
   config.check()
   config = sizes.resolve(fields.replace(config, {'model.path': str(model)}))
   mesh = make_mesh(config.mesh)
@@ -136,13 +136,13 @@ def play(
   shape, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, shape, params, mesh)
   with preemption.watch() as watch:
-    watch.phase, engine.interrupted = 'an evaluation', watch.given
+    watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:
       return evaluate.play(
         engine, chat, rows, limits=config.limits, sampling=config.evaluation
       )
     except replica.PreemptedError:
-      raise watch.unsaved() from None
+      raise watch.end_unsaved() from None
 
 
 @preemption.watch()
@@ -187,7 +187,7 @@ def run(
       takes too long (see preemption.watch), the process ends with the same status.
     processes.LostError: Another process ended.
   """
-  runtime.quiet()
+  runtime.quiet_logging()
   preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
   config = sizes.resolve(config, algorithm, workdir)
@@ -207,29 +207,29 @@ def run(
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, env, tasks, privileged)
     run_log = stack.enter_context(journal.Journal(config, workdir, label, made_of))
-    watch.newest = lambda: _newest(run_log.checkpoints.directory)
-    watch.check()
+    watch.newest_step = lambda: _newest(run_log.checkpoints.directory)
+    watch.raise_if_requested()
     watch.phase = 'restoring'
     train_state = run_log.restore(train_state, plan)
     # What it began with may be another policy by now, and nobody else holds it.
     engine.sync_weights(train_state.sampler, train_state.sampler_step)
     del params
-    engine.interrupted = watch.given
+    engine.interrupted = watch.is_requested
     progress, position = run_log.progress, run_log.position
     for line in lines:
-      progress.say(line)
-    bell = alarms_lib.Bell(config.alarms, progress.say)
-    faults = alarms_lib.Faults(progress.say)
+      progress.print_line(line)
+    monitor = alarms_lib.AlarmMonitor(config.alarms, progress.print_line)
+    faults = alarms_lib.FaultCounter(progress.print_line)
 
     def compiled(done: int, programs: int):
-      progress.phase('compile', done, programs)
-      watch.check()
+      progress.set_phase('compile', done, programs)
+      watch.raise_if_requested()
 
     watch.phase = 'compilation'
     sampled = evaluate.decoding(config.sampling, engine, chat, env)
     held_out = evaluate.decoding(config.evaluation, engine, chat, env)
     grammars = [d.grammar for d in (sampled, held_out) if d.grammar]
-    engine.warm_up(compiled, [chat.stops(model.vocab_size), *grammars])
+    engine.warm_up(compiled, [chat.stop_automaton(model.vocab_size), *grammars])
     stack.enter_context(engine.open())
     rollouts = schedule.Schedule(
       config.schedule,
@@ -256,19 +256,19 @@ def run(
       played = evaluate.run(
         engine, chat, evals or {}, decoding=decoding, on_done=ended, **playing
       )
-      faults.note(position.step, itertools.chain(*played.values()))
+      faults.count(position.step, itertools.chain(*played.values()))
       return _logged(played, workdir, config, position.step)
 
     try:
       if position.written < 0 and config.schedule.eval_every and not position.unwritten:
         run_log.write(evaluated())
       while position.unwritten or position.step < config.schedule.steps:
-        clock = metrics_lib.Clock()
+        clock = progress_lib.Clock()
         if not position.unwritten:
           watch.phase = 'a rollout'
           train_state, found, drawn = rollouts.take(train_state, plan)
           played = [t for group in found for t in group]
-          faults.note(position.step + 1, played)
+          faults.count(position.step + 1, played)
           numbers = {f'rollout/{k}': v for k, v in evaluate.summary(played).items()}
           numbers['rollout/groups'] = len(found)
           numbers['rollout/dead_groups'] = float(np.mean([*map(groups.tied, found)]))
@@ -284,10 +284,12 @@ def run(
           if algorithm.greedy_baseline:
             found, baselines = rollouts.greedy(found)
           numbers['time/rollout'] = clock.lap()
-          progress.phase('update')
+          progress.set_phase('update')
           watch.phase = 'an update'
           chosen = [t for group in found for t in group]
-          told = [chat.note(privileged(t.task)) for t in chosen] if privileged else None
+          told = (
+            [chat.encode_data(privileged(t.task)) for t in chosen] if privileged else None
+          )
           with _dumping(workdir), sharding.use_mesh(mesh):
             train_state, learned, table = updates.learn(
               train_state, chosen, plan, baselines=baselines, prefixes=told
@@ -303,19 +305,20 @@ def run(
         ):
           numbers |= evaluated()
           numbers['time/eval'] = clock.lap()
-        run_log.write(numbers | bell.ring(position.step, numbers))
+        run_log.write(numbers | monitor.check(position.step, numbers))
         progress.update(position.step, reward=numbers['rollout/reward'])
         if (
-          run_log.checkpoints.due(position.step) or position.step == config.schedule.steps
+          run_log.checkpoints.should_save(position.step)
+          or position.step == config.schedule.steps
         ):
           run_log.save(train_state, plan)
-      faults.say_sum()
+      faults.report_totals()
     except replica.PreemptedError:
-      progress.phase('saving')
-      watch.saving(position.step)
+      progress.set_phase('saving')
+      watch.start_saving(position.step)
       run_log.save(train_state, plan)
       run_log.checkpoints.wait()
-      watch.saved(position.step)
+      watch.finish_saving(position.step)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
     run_log.checkpoints.wait()
@@ -324,8 +327,8 @@ def run(
     params = lora.merge(train_state.states['policy'].params)
     weights.save(target, model, params, tokenizer_from=config.model.path)
   if processes.is_first():
-    summary.training(workdir, label)
-    print(summary.places(workdir))
+    summary.write_training_report(workdir, label)
+    print(summary.list_files(workdir))
   return params
 
 
@@ -390,7 +393,7 @@ def _dumping(workdir):
     try:
       np.savez_compressed(path, **arrays)
     except OSError as failed:
-      where = f'Its batch could not be written: {disk.reason(path, failed)}.'
+      where = f'Its batch could not be written: {disk.describe_failure(path, failed)}.'
       path.unlink(missing_ok=True)
     raise learner.NotFiniteError(
       f'{error} {where} Lower the learning rate or look at the batch; '
@@ -432,7 +435,7 @@ def _write_rollout(played, chosen, table, workdir, config, step):
 
 def _write(name, trajectories, workdir, config, step, **more):
   if processes.is_first():
-    viewer.write(
+    viewer.write_log(
       pathlib.Path(workdir) / 'trajectories' / f'step-{step:05d}-{name}.eval',
       trajectories,
       task=name,

@@ -169,9 +169,10 @@ def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
     return (
       f"Only the tasks' own messages tell of the tools ({names}): chat.tools_in_prompt."
     )
-  if chat.knows_tools:
+  if chat.supports_tools:
     return None
-  chat.prompt([{'role': 'user', 'content': 'x'}], schemas)  # Raises if it is to refuse.
+  # Raises if it is to refuse.
+  chat.encode_prompt([{'role': 'user', 'content': 'x'}], schemas)
   return (
     f'The chat template knows no tools: the system message tells of them ({names}). '
     "chat.tools_in_prompt = 'own' or 'refuse' changes that."
@@ -206,7 +207,7 @@ def select_fitting_tasks(
   if not _begins_with_the_task(env):
     return tasks, None
   schemas = _schemas(env)
-  least = len(chat.prompt([{'role': 'user', 'content': ''}], schemas))
+  least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}
   for number, task in enumerate(tasks):
     try:
@@ -215,7 +216,7 @@ def select_fitting_tasks(
       # A byte is a token at most: most prompts are short enough without a closer look.
       if task.messages and least + sum(map(_bytes, task.messages)) < slots:
         continue
-      tokens = len(chat.prompt(task.messages, schemas))
+      tokens = len(chat.encode_prompt(task.messages, schemas))
     except ValueError as error:
       raise ValueError(f'{name}[{number}] ({task.id!r}): {error}') from None
     if tokens >= slots:

@@ -58,7 +58,7 @@ def play(
   Returns:
     Method -> numbers, as JSON gives them back, in the order of `rows`.
   """
-  runtime.prepare()
+  runtime.initialize()
   keys = {}
   if processes.is_first():
     same = {

@@ -149,7 +149,7 @@ def start(
   kept = spool.rollout(draw, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
-  stops = chat.stops(engine.config.vocab_size)
+  stops = chat.stop_automaton(engine.config.vocab_size)
   automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
 
   async def one(group: int, sample: int, number: int) -> types.Trajectory:
@@ -194,9 +194,9 @@ async def _play(
     try:
       await episode(trajectory).play()
       break
-    except workers.BlockedError as error:
+    except workers.LoopBlockedError as error:
       trajectory.error = str(error)
-      trajectory.metrics |= {'timeouts': 1.0, 'error/BlockedError': 1.0}
+      trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
       if attempt == _ATTEMPTS:
         break
   return trajectory
@@ -209,7 +209,7 @@ class _EnvironmentError(Exception):
 def _kind(error: _EnvironmentError) -> str:
   """The name of what users' code raised; 'InvalidAnswer' where it answered nonsense."""
   cause = error.__cause__
-  if isinstance(cause, workers.RaisedError):
+  if isinstance(cause, workers.BaseExceptionError):
     cause = cause.__cause__ or cause
   return type(cause).__name__ if cause else 'InvalidAnswer'
 
@@ -219,7 +219,7 @@ def _blaming_the_environment():
   """What is raised inside comes of what the environment gave."""
   try:
     yield
-  except (_EnvironmentError, workers.BlockedError):
+  except (_EnvironmentError, workers.LoopBlockedError):
     raise
   except Exception as error:
     raise _EnvironmentError(
@@ -283,10 +283,10 @@ class _Episode:
     """Plays to the end and completes the trajectory.
 
     Raises:
-      workers.BlockedError: A call waited on an event loop that another one's blocks.
+      workers.LoopBlockedError: A call waited on an event loop that another one's blocks.
     """
     t, abandoned = self.trajectory, collections.Counter()
-    threads.tally.set(abandoned)
+    threads.abandoned_calls.set(abandoned)
     self.voice.restart(0)
     seconds = self.limits.episode_seconds
     try:
@@ -297,7 +297,7 @@ class _Episode:
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)
       t.metrics[f'error/{_kind(error)}'] = 1.0
-      t.metrics['timeouts'] = float(isinstance(error.__cause__, workers.LateError))
+      t.metrics['timeouts'] = float(isinstance(error.__cause__, workers.CallTimeoutError))
     except TimeoutError:
       if not clock.expired():
         raise
@@ -308,7 +308,7 @@ class _Episode:
       self.voice.close()
       self._close_segment()
     if t.metrics.get('timeouts'):
-      await workers.cancelled()
+      await workers.drain_cancelled_calls()
     if abandoned:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
@@ -344,7 +344,7 @@ class _Episode:
           self._close_segment()
           self.voice.close()
           self.voice.restart(len(t.segments))
-          ids = self._encoded(self.chat.prompt, step.messages, schemas)
+          ids = self._encoded(self.chat.encode_prompt, step.messages, schemas)
         else:
           ids = self._after(reply, step.messages)
     return 'max_turns'
@@ -353,7 +353,7 @@ class _Episode:
     """The prompt, and the schemas of the environment's tools."""
     t = self.trajectory
     # Whatever the environment does to its task, other episodes have theirs.
-    make = lambda: (self.make_env(), env_lib.copy_value(t.task))
+    make = lambda: (self.make_env(), env_lib.copy_containers(t.task))
     with _blaming_the_environment():
       seconds = self.limits.reset_seconds
       call = workers.call(make, name='make_env', seconds=seconds, field='reset_seconds')
@@ -362,7 +362,7 @@ class _Episode:
     with _blaming_the_environment():
       t.messages = _copied(messages)
       schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      return self._encoded(self.chat.prompt, t.messages, schemas), schemas
+      return self._encoded(self.chat.encode_prompt, t.messages, schemas), schemas
 
   async def _finish(self, status: str):
     """Asks what the end by a budget is worth; the turns have what they earned so far."""
@@ -374,7 +374,7 @@ class _Episode:
     field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
     with _blaming_the_environment():
       method, seconds = getattr(self.env, kind), getattr(self.limits, field)
-      return await workers.call_apart(
+      return await workers.call_on_user_loop(
         method, *args, name=kind, seconds=seconds, field=field
       )
 
@@ -400,7 +400,7 @@ class _Episode:
 
   def _after(self, reply, messages):
     """The tokens that go on from a reply."""
-    ids = self._encoded(self.chat.delta, messages)
+    ids = self._encoded(self.chat.encode_delta, messages)
     if reply.tokens[-1] in self.chat.stop_ids:
       return ids
     # A stop string ended it: the end of the turn is ours to write, and no action.
@@ -446,4 +446,4 @@ def _copied(messages: Any) -> list[types.Message]:
         records.pack([key, value])
       except ValueError as error:
         raise _EnvironmentError(f'{key!r} of a message {error}') from None
-  return env_lib.copy_value(list(messages))
+  return env_lib.copy_containers(list(messages))

@@ -129,4 +129,4 @@ class Schedule:
 def counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:
   """Shows how many episodes of a phase have ended."""
   ended = itertools.count(1)
-  return lambda trajectory: progress.phase(phase, next(ended), total)
+  return lambda trajectory: progress.set_phase(phase, next(ended), total)

@@ -71,8 +71,10 @@ def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
     if message['role'] != 'assistant':
       continue
     given = messages[start:i]
-    parts.append(chat.delta(given) if parts else chat.prompt(given, conversation.tools))
-    parts.append(chat.reply(message['content']))
+    parts.append(
+      chat.encode_delta(given) if parts else chat.encode_prompt(given, conversation.tools)
+    )
+    parts.append(chat.encode_reply(message['content']))
     mask += [False, True]
     start = i + 1
   sizes = [len(part) for part in parts]

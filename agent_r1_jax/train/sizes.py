@@ -58,7 +58,7 @@ def resolve(
   Raises:
     ValueError: It does not fit; lists the terms and which fields to change.
   """
-  runtime.prepare()
+  runtime.initialize()
   machine, models = find_machine(config.mesh), _read_models(config.model, algorithm)
   given = config
   if workdir is not None:

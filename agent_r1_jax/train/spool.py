@@ -64,7 +64,7 @@ class Rollout:
       self._append(header + record)
     except (OSError, ValueError) as error:
       if not self._warned:
-        why = disk.reason(self._path, error)
+        why = disk.describe_failure(self._path, error)
         warnings.warn(
           f'finished episodes are not kept in {self._path} ({why}); after a kill they '
           'would be played again',

@@ -24,7 +24,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.tools import search
@@ -75,8 +75,8 @@ def texts(passages, rows, examples) -> Iterator[str]:
 
 
 def main(_):
-  runtime.quiet()
-  runtime.prepare()
+  runtime.quiet_logging()
+  runtime.initialize()
   config, seed, start = _CFG.value, _SEED.value, time.time()
   out = pathlib.Path(_OUT.value)
   corpus, questions = qa_data.find(_DATA.value)
@@ -106,7 +106,7 @@ def main(_):
   )
   with (
     (out / 'log.jsonl').open('w') as log,
-    metrics.Progress(config.steps, label='base policy') as progress,
+    progress_lib.Progress(config.steps, label='base policy') as progress,
   ):
 
     def on_step(step, numbers, params):

@@ -37,7 +37,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import bm25, dense, documents
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa, qa_data
@@ -119,7 +119,7 @@ _CFG = fields.define_flags(config_lib.Config())
 
 
 def main(_):
-  runtime.quiet()
+  runtime.quiet_logging()
   given = config_flags.get_override_values(flags.FLAGS['config'])
   setting = setting_of(given.get('model.path', SMALL.config.model.path))
   config = fields.replace(setting.config, given)
@@ -269,22 +269,22 @@ def report(workdir, numbers, recalls, times) -> None:
       **{name: count(cell) for name, cell in kinds.items()},
       'searches': of['searches'],
     }
-  tables = [metrics.table(rows, rows['GRPO'])]
+  parts = [tables.format_table(rows, rows['GRPO'])]
   if recalls['bm25']:
-    tables.append(metrics.table(recalls, recalls['bm25']))
-  text = '\n\n'.join([*tables, metrics.table({'seconds': times}, times)])
+    parts.append(tables.format_table(recalls, recalls['bm25']))
+  text = '\n\n'.join([*parts, tables.format_table({'seconds': times}, times)])
   print(f'\n{text}\n{workdir}')
   (workdir / 'table.md').write_text(text + '\n')
   methods = {method: of['summary'] for method, of in numbers.items()}
   table = {'methods': methods, 'recall': recalls, 'seconds': times}
   (workdir / 'table.json').write_text(json.dumps(table, indent=2) + '\n')
   panels = {'Reward in training': ('rollout/reward',), 'Held out': ('eval/*/em',)}
-  metrics.curve(str(workdir), workdir / 'curve.png', panels=panels, title='HotpotQA')
+  plots.plot_curves(str(workdir), workdir / 'curve.png', panels=panels, title='HotpotQA')
 
 
-def count(cell) -> metrics.Count:
+def count(cell) -> tables.Count:
   """How many answers are right."""
-  return metrics.Count(round(cell['mean'] * cell['count']), cell['count'])
+  return tables.Count(round(cell['mean'] * cell['count']), cell['count'])
 
 
 if __name__ == '__main__':

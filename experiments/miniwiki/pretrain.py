@@ -22,7 +22,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, weights
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.retrieval import dense, documents
 from agent_r1_jax.tools import search as search_lib
 from agent_r1_jax.train import sft
@@ -78,8 +78,8 @@ def reading(seed: int, chat: chat_lib.Chat, tools) -> Iterator[types.Segment]:
 
 
 def main(_):
-  runtime.quiet()
-  runtime.prepare()
+  runtime.quiet_logging()
+  runtime.initialize()
   config, seed, out = _CFG.value, _SEED.value, pathlib.Path(_OUT.value)
   start = time.time()
   sample = list(demos.examples(seed + 2, _EXAMPLES.value, make_search))
@@ -97,7 +97,7 @@ def main(_):
   )
   with (
     (out / 'log.jsonl').open('w') as log,
-    metrics.Progress(config.steps, label='base policy') as progress,
+    progress_lib.Progress(config.steps, label='base policy') as progress,
   ):
 
     def on_step(step, numbers, params):

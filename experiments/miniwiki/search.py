@@ -57,7 +57,7 @@ _CFG = fields.define_flags(
 
 
 def main(_):
-  runtime.quiet()
+  runtime.quiet_logging()
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
   retriever = miniwiki.index(_WORLD.value)
@@ -84,8 +84,8 @@ def main(_):
     label='GRPO on miniwiki',
   )
   numbers |= play(config, workdir / 'model', {'GRPO': (sets, agent)})
-  print('\n' + summary.tables(numbers, workdir))
-  print(summary.places(workdir))
+  print('\n' + summary.write_tables(numbers, workdir))
+  print(summary.list_files(workdir))
   print(f'{(time.time() - start) / 60:.1f} minutes in all.')
 
 

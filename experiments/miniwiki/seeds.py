@@ -14,7 +14,7 @@ import pathlib
 
 from absl import app, flags
 
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import plots, tables
 
 _OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md and .png written.')
 
@@ -23,26 +23,26 @@ def main(argv):
   workdirs = [pathlib.Path(name) for name in argv[1:]]
   if not workdirs:
     raise app.UsageError('name the working directories of the runs')
-  tables = {w.name: json.loads((w / 'table.json').read_text()) for w in workdirs}
-  first = next(iter(tables.values()))
+  seeds = {w.name: json.loads((w / 'table.json').read_text()) for w in workdirs}
+  first = next(iter(seeds.values()))
   sets = list(first['GRPO'])
   rows = {name: row for name, row in first.items() if name != 'GRPO'}
-  rows |= {f'GRPO, {run}': table['GRPO'] for run, table in tables.items()}
+  rows |= {f'GRPO, {run}': table['GRPO'] for run, table in seeds.items()}
   parts = []
   for kind in ('all', '2 hops', '3 hops', '2 and 3 hops', 'comparison'):
-    cells: dict[str, dict[str, metrics.Count | float | str]] = {
+    cells: dict[str, dict[str, tables.Count | float | str]] = {
       name: {s: count(row[s][kind]) for s in sets if row[s][kind]['count']}
       for name, row in rows.items()
     }
     for s in sets:
-      means = [table['GRPO'][s][kind]['mean'] for table in tables.values()]
+      means = [table['GRPO'][s][kind]['mean'] for table in seeds.values()]
       if s in cells['Naive RAG']:
         cells.setdefault('GRPO, mean', {})[s] = sum(means) / len(means)
-    parts.append(f'### {kind}\n\n{metrics.table(cells, sets)}\n')
+    parts.append(f'### {kind}\n\n{tables.format_table(cells, sets)}\n')
   out = pathlib.Path(_OUT.value)
   out.parent.mkdir(parents=True, exist_ok=True)
   out.with_suffix('.md').write_text('\n'.join(parts))
-  metrics.curve(
+  plots.plot_curves(
     [str(w) for w in workdirs],
     out.with_suffix('.png'),
     panels={
@@ -54,9 +54,9 @@ def main(argv):
   print('\n'.join(parts))
 
 
-def count(cell) -> metrics.Count:
+def count(cell) -> tables.Count:
   """A cell of table.json as one of the table."""
-  return metrics.Count(round(cell['mean'] * cell['count']), cell['count'])
+  return tables.Count(round(cell['mean'] * cell['count']), cell['count'])
 
 
 if __name__ == '__main__':

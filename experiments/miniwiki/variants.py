@@ -95,7 +95,7 @@ _ONLY = flags.DEFINE_list('only', list(VARIANTS), 'Variants to run.')
 
 
 def main(_):
-  runtime.quiet()
+  runtime.quiet_logging()
   f = flags.FLAGS
   search_tool = search.search_tool(miniwiki.index(f.world), k=1)
   sets = quickstart.questions(f.questions, f.split)
@@ -115,7 +115,7 @@ def main(_):
       label=name,
     )
     numbers |= quickstart.play(config, workdir / 'model', {name: (sets, make_env)})
-  print('\n' + summary.tables(numbers, pathlib.Path(f.workdir)))
+  print('\n' + summary.write_tables(numbers, pathlib.Path(f.workdir)))
 
 
 if __name__ == '__main__':
