@@ -218,3 +218,21 @@ class TestEviction:
 
     _run(engine, *(play(number) for number in range(9)))
     assert max(most) == 3 and len(most) == 9
+
+  def test_policies_that_wait_are_let_in_by_turns(self):
+    """Of one policy, whoever came first is first."""
+    engine, began = clients.engine(rows=1), []
+
+    async def play(name, policy=None):
+      async with engine.reserve(policy=policy):
+        began.append(name)
+        await asyncio.sleep(0)
+
+    async def everybody():
+      policy = engine.make_policy(clients.other_params(), 3)
+      rollouts = [play(number) for number in range(6)]
+      evaluations = [play('abc'[number], policy) for number in range(3)]
+      await asyncio.gather(*rollouts, *evaluations)
+
+    _run(engine, everybody())
+    assert began == [0, 1, 'a', 2, 'b', 3, 'c', 4, 5]

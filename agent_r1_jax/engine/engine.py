@@ -176,17 +176,20 @@ class Engine:
         replica.rows.forget()
     return self._loop.start(coroutines)
 
-  def reserve(self, group: int = 0):
+  def reserve(self, group: int = 0, policy: replica_lib.Policy | None = None):
     """Waits for a row's worth of room; an async context manager that gives a replica.
 
     A client that keeps texts between requests, as an episode does while its tools work,
-    asks inside it, so that no more texts are kept than there are rows.
+    asks inside it, so that no more texts are kept than there are rows. Whoever came first
+    is let in first. Where clients of several policies wait, the policies take turns: an
+    evaluation does not wait until all rollouts have begun, nor they for all of it.
 
     Args:
       group: Clients of one group share a replica, where what their texts have in common
         is computed once.
+      policy: The policy that the client's requests will ask for.
     """
-    return self.replicas[group % len(self.replicas)].reserve()
+    return self.replicas[group % len(self.replicas)].reserve(policy)
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Takes a request, from a coroutine that was started here; see Replica.submit."""

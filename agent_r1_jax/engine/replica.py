@@ -6,6 +6,7 @@ a thread, so tools run while the device does.
 """
 
 import asyncio
+import collections
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
@@ -134,6 +135,8 @@ class Replica:
   def begin(self):
     """Makes it ready to serve."""
     self._wake, self._places = asyncio.Event(), asyncio.Semaphore(self.sizes.rows)
+    # The clients that wait for a row's place, in a line for each policy's version.
+    self._lines = collections.defaultdict(asyncio.Lock)
     self._reserved = 0
     self._live: list[running_lib.Running] = []
     # Replies of the last decode after which nobody has asked for another yet.
@@ -157,14 +160,19 @@ class Replica:
     return sum(not running.generation.done for running in self._live)
 
   @contextlib.asynccontextmanager
-  async def reserve(self) -> AsyncIterator['Replica']:
-    """Waits until fewer than `rows` others are inside, so that each can have a row."""
-    async with self._places:
+  async def reserve(self, policy: Policy | None = None) -> AsyncIterator['Replica']:
+    """Waits until fewer than `rows` others are inside; see Engine.reserve."""
+    first_in_line = self._lines[policy.version if policy else None]
+    # The semaphore serves whoever came first. As no more than one client of each policy
+    # waits for it, the policies get their places in turns.
+    async with first_in_line:
+      await self._places.acquire()
+    try:
       self._reserved += 1
-      try:
-        yield self
-      finally:
-        self._reserved -= 1
+      yield self
+    finally:
+      self._reserved -= 1
+      self._places.release()
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Takes a request; only inside the event loop that `serve` runs in.

@@ -158,7 +158,7 @@ def start(
       on_done(before)
       return before
     identity = (seed, draw, task.id, number)
-    async with engine.reserve(group) as replica:
+    async with engine.reserve(group, decoding.policy) as replica:
       voice = _Voice(replica, decoding, automata, identity)
       trajectory = await _play(
         lambda: types.Trajectory(task, group, sample, [], [], [], status='error'),
