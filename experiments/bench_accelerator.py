@@ -110,7 +110,9 @@ def decode():
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
   guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
-  tables = jax.device_put(automaton_lib.AutomatonPool(config.vocab_size).tables)
+  tables = jax.device_put(
+    automaton_lib.make_tables(automaton_lib.AutomatonPool(config.vocab_size).entries)
+  )
   for rows in map(int, _ROWS.value):
     slots = max(map(int, _USED.value)) + steps
     cache = decoder.empty_cache(config, rows, slots)

@@ -225,7 +225,9 @@ def lowered_sampling(program: str, config, mesh) -> Any:
     places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
     return state_lib.prefill.lower(params, cache, *places, **options)
   guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
-  tables = automaton_lib.AutomatonPool(config.vocab_size).tables
+  tables = automaton_lib.make_tables(
+    automaton_lib.AutomatonPool(config.vocab_size).entries
+  )
   arguments = running_lib.arguments({}, texts, guides, nobody=texts)
   return state_lib.decode.lower(
     params,

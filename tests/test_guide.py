@@ -45,11 +45,12 @@ class TestAutomata:
     """In rows that use none, one or two automata, in any of their states."""
     pool, (one, two) = automaton_lib.AutomatonPool(tiny.VOCAB), map(_automaton, (1, 2))
     rows = [(), (one,), (two,), (one, two), (two, one)]
-    state = _states(*(pool.take(row) for row in rows))
+    state = _states(*(pool.acquire(row) for row in rows))
+    tables = automaton_lib.make_tables(pool.entries)
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(len(rows), tiny.VOCAB)), jnp.float32)
     for _ in range(30):
-      masked = np.asarray(_allow(pool.tables, state, logits, logits))
+      masked = np.asarray(_allow(tables, state, logits, logits))
       tokens, ends = [], []
       for m, row in enumerate(rows):
         after = [
@@ -65,70 +66,72 @@ class TestAutomata:
           for x, q in zip(after, np.asarray(state['state'])[m])
         ]
         ends.append(any(a.ends[i] for a, i in zip(row, q)))
-      state, ended = _read(pool.tables, state, jnp.array(tokens, jnp.int32))
+      state, ended = _read(tables, state, jnp.array(tokens, jnp.int32))
       np.testing.assert_array_equal(ended, ends)
 
   @pytest.mark.parametrize('vocab', [31, 32, 33, 300])
   def test_vocabularies_of_any_size(self, vocab):
     pool, one = automaton_lib.AutomatonPool(vocab), _automaton(3, vocab=vocab)
-    logits = jnp.zeros((1, vocab))
-    masked = _allow(pool.tables, _states(pool.take([])), logits, logits)
-    assert np.isfinite(masked).all()
-    state = _states(pool.take([one]))
-    masked = _allow(pool.tables, state, logits, logits)
-    np.testing.assert_array_equal(
-      np.isfinite(np.asarray(masked)[0]), one.table[0, one.classes] >= 0
-    )
+    rows = [pool.acquire([]), pool.acquire([one])]
+    tables, logits = automaton_lib.make_tables(pool.entries), jnp.zeros((2, vocab))
+    masked = _allow(tables, _states(*rows), logits, logits)
+    free, guided = np.isfinite(masked)
+    assert free.all()
+    np.testing.assert_array_equal(guided, one.table[0, one.classes] >= 0)
 
 
 class TestPool:
   def test_an_automaton_that_is_there_is_shared(self):
     pool, one = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(1)
-    first = pool.take([one])
-    tables = pool.tables
-    second = pool.take([one])
-    assert pool.tables is tables
+    first = pool.acquire([one])
+    entries = pool.entries
+    second = pool.acquire([one])
+    assert pool.entries is entries
     np.testing.assert_array_equal(first['automaton'], second['automaton'])
 
-  def test_places_are_used_again_and_grow_where_all_are_used(self):
+  def test_numbers_are_used_again_and_double_where_all_are_used(self):
     pool = automaton_lib.AutomatonPool(tiny.VOCAB)
     for seed in range(20):
-      pool.give_back(pool.take([_automaton(seed)]))
-    assert len(pool.tables.ends) == 4
-    held = [pool.take([_automaton(seed)]) for seed in range(4)]
-    assert len(pool.tables.ends) == 8
+      pool.release(pool.acquire([_automaton(seed)]))
+    assert len(pool.entries) == 4
+    held = [pool.acquire([_automaton(seed)]) for seed in range(4)]
+    assert len(pool.entries) == 8
     numbers = [int(state['automaton'][0]) for state in held]
     assert len(set(numbers)) == 4 and 0 not in numbers
 
-  def test_what_is_used_keeps_its_place(self):
-    pool, kept = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(99)
-    state = pool.take([kept])
-    number = int(state['automaton'][0])
-    pool.give_back(pool.take([kept]))  # Still used once.
+  def test_an_automaton_that_is_used_keeps_its_number(self):
+    pool, used = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(99)
+    number = int(pool.acquire([used])['automaton'][0])
+    pool.release(pool.acquire([used]))  # One request still uses it.
     for seed in range(10):
-      pool.give_back(pool.take([_automaton(seed), _automaton(seed + 50)]))
-    np.testing.assert_array_equal(pool.tables.classes[number], kept.classes)
-    table = pool.tables.table[number, :6, :5]
-    np.testing.assert_array_equal(table, kept.table)
+      pool.release(pool.acquire([_automaton(seed), _automaton(seed + 50)]))
+    assert pool.entries[number].automaton is used
+    tables = automaton_lib.make_tables(pool.entries)
+    np.testing.assert_array_equal(tables.classes[number], used.classes)
+    np.testing.assert_array_equal(tables.table[number, :6, :5], used.table)
 
-  def test_sizes_only_grow(self):
-    """So that what was compiled for a large grammar is there when it comes again."""
+  def test_sizes_of_tables_only_grow(self):
+    """So that the programs for a large grammar are there when it comes again."""
     pool = automaton_lib.AutomatonPool(tiny.VOCAB)
-    pool.give_back(pool.take([_automaton(0, states=100, classes=70)]))
-    shapes = [table.shape for table in pool.tables]
+    pool.release(pool.acquire([_automaton(0, states=100, classes=70)]))
+    large = automaton_lib.make_tables(pool.entries)
     for seed in range(6):
-      pool.give_back(pool.take([_automaton(seed)]))
-    assert [table.shape for table in pool.tables] == shapes
+      pool.release(pool.acquire([_automaton(seed)]))
+    small = automaton_lib.make_tables(pool.entries)
+    tables = automaton_lib.make_tables(pool.entries, large)
+    for before, alone, now in zip(large, small, tables, strict=True):
+      assert before.shape == now.shape and alone.size <= now.size
+    assert small.table.size < tables.table.size
 
   def test_too_many_for_one_row(self):
     pool = automaton_lib.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='3 automata guide one request; it can have 2'):
-      pool.take([_automaton(0)] * 3)
+      pool.acquire([_automaton(0)] * 3)
 
   def test_another_policys_automaton_is_refused(self):
     pool = automaton_lib.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='vocab_size=300'):
-      pool.take([_automaton(0, vocab=301)])
+      pool.acquire([_automaton(0, vocab=301)])
 
 
 # Someone's own guide: from token to token, fewer of the likeliest may be chosen.

@@ -333,7 +333,7 @@ class TestCancel:
     """More times than there are places for automata."""
     engine = clients.engine(rows=1)
     pool = engine.replicas[0].pool
-    size = len(pool.tables.ends)
+    size = len(pool.entries)
 
     async def play():
       for number in range(3 * size):
@@ -346,7 +346,7 @@ class TestCancel:
         await engine.submit(clients.request(given, None, 1, automata=()))
 
     _run(engine, play(), seconds=120)
-    assert len(pool.tables.ends) == size
+    assert len(pool.entries) == size
 
 
 async def _whole(generation):

@@ -406,7 +406,9 @@ class TestEstimate:
     params = jax.eval_shape(lambda p: decoder.unstacked(p, shape), _parameters(shape))
     cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
     guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
-    tables = automaton_lib.AutomatonPool(shape.vocab_size).tables
+    tables = automaton_lib.make_tables(
+      automaton_lib.AutomatonPool(shape.vocab_size).entries
+    )
     ints: Any = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     options = {'config': shape, 'bucket': S}
     programs: Any = (

@@ -41,7 +41,7 @@ class Rows:
     self.finished = []
 
   def _begin(self):
-    return self.pool.take(self.stop)
+    return self.pool.acquire(self.stop)
 
   def reset(self, keys):
     """Begins new texts in rows and gives them keys: {row: number}."""
@@ -83,7 +83,7 @@ class Rows:
 
   def decode(self, budgets, in_place=False):
     """Samples with {row: budget}; returns {row: (tokens, stopped)}."""
-    numpy, nothing = np, self.pool.take([])
+    numpy, nothing = np, self.pool.acquire([])
     where = [row if in_place else m for m, row in enumerate(budgets)]
     places = state_lib.Places(
       rows=numpy.full(_B, _B + 3, np.int32),
@@ -107,7 +107,7 @@ class Rows:
       places,
       np.zeros((1, _B), bool),
       (states,),
-      (self.pool.tables,),
+      (automaton_lib.make_tables(self.pool.entries),),
       config=self.config,
       guides=(automaton_lib.AUTOMATA,),
       steps=_STEPS,

@@ -5,6 +5,8 @@ that a row can use, Q states, C classes of tokens, K kinds of states, W words of
 """
 
 from collections.abc import Sequence
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -37,68 +39,90 @@ class Tables(NamedTuple):
   masks: UInt32[Array, 'A K W']
 
 
-def _allowed(tables, state, logits_MV, hidden):
-  """Forbids what one of the row's automata forbids."""
+def _mask_logits(tables, state, logits_MV, hidden):
+  """Forbids the tokens that one of a row's automata forbids."""
   for j in range(PER_ROW):
     a_M, q_M = state['automaton'][:, j], state['state'][:, j]
     words_MW1 = tables.masks[a_M, tables.kinds[a_M, q_M]][:, :, None]
     bits = (words_MW1 >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
-    fits_MV = bits.astype(bool).reshape(len(a_M), -1)[:, : logits_MV.shape[1]]
-    logits_MV = jnp.where(fits_MV, logits_MV, -jnp.inf)
+    allowed_MV = bits.astype(bool).reshape(len(a_M), -1)[:, : logits_MV.shape[1]]
+    logits_MV = jnp.where(allowed_MV, logits_MV, -jnp.inf)
   return logits_MV
 
 
-def _read_token(tables, state, tokens_M):
-  a_MJ, tokens_M1 = state['automaton'], tokens_M[:, None]
-  # Where another guide let a forbidden token through, the automaton stays where it is.
-  after_MJ = tables.table[a_MJ, state['state'], tables.classes[a_MJ, tokens_M1]]
-  after_MJ = jnp.where(after_MJ < 0, state['state'], after_MJ)
-  ended_M = tables.ends[a_MJ, after_MJ].any(-1)
-  return {'automaton': a_MJ, 'state': after_MJ}, ended_M
+def _advance(tables, state, tokens_M):
+  a_MJ, q_MJ = state['automaton'], state['state']
+  next_MJ = tables.table[a_MJ, q_MJ, tables.classes[a_MJ, tokens_M[:, None]]]
+  # Where another guide let a forbidden token through, the automaton stays in its state.
+  next_MJ = jnp.where(next_MJ < 0, q_MJ, next_MJ)
+  ended_M = tables.ends[a_MJ, next_MJ].any(-1)
+  return {'automaton': a_MJ, 'state': next_MJ}, ended_M
 
 
 # Runs finite automata over tokens: stop ids, stop strings, grammars. Its params are
 # Tables, and a row's state says which of them it uses, and where it is in each.
 AUTOMATA = guide_lib.Guide(
   off={'automaton': np.zeros(PER_ROW, np.int32), 'state': np.zeros(PER_ROW, np.int32)},
-  logits=_allowed,
-  advance=_read_token,
+  logits=_mask_logits,
+  advance=_advance,
 )
 
 
-# The least sizes of the tables: stop ids, and stop strings of a few words, fit them.
-_LEAST_STATES, _LEAST_CLASSES, _LEAST_KINDS = 32, 32, 4
+# The least numbers of states, classes and kinds, which stop ids and short strings fit.
+_LEAST_SIZES = (32, 32, 4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+  """One automaton of a pool, with what is computed of it once, when it is first used."""
+
+  automaton: types.Automaton
+
+  @functools.cached_property
+  def kinds(self) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each state, int32 [Q], and the bits of each kind, uint32 [K, W].
+
+    States of one kind allow the same tokens; bit i of masks[kind, w] is for token
+    32 w + i.
+    """
+    allowed_QC = self.automaton.table >= 0
+    allowed_KC, kinds_Q = np.unique(allowed_QC, axis=0, return_inverse=True)
+    allowed_KV = allowed_KC[:, self.automaton.classes]
+    padded = np.pad(allowed_KV, ((0, 0), (0, -allowed_KV.shape[1] % 32)))
+    packed = np.ascontiguousarray(np.packbits(padded, axis=1, bitorder='little'))
+    # The words' bytes are in the order of the bits, whatever the machine's own order is.
+    masks_KW = packed.view('<u4').astype(np.uint32)
+    return kinds_Q.reshape(-1).astype(np.int32), masks_KW
 
 
 class AutomatonPool:
-  """The automata that an engine holds on the device.
+  """The automata that the requests of a replica use, by number.
 
-  Requests bring automata of any size. They are padded to common sizes that only double,
-  and one that nobody uses any more gives its place to a new one; so a server that gets
-  another schema with every request compiles its programs a few times and not for each.
+  A number that no request uses any more goes to the next new automaton, so that a server
+  that gets another schema with every request needs few numbers.
 
   Attributes:
-    tables: Tables of numpy, on the host; assigned anew when an automaton comes in.
+    entries: The automata by their number; the first, and those of numbers that were never
+      used, allow everything. A new tuple replaces it when an automaton comes in.
   """
 
   def __init__(self, vocab_size: int):
-    """Makes a pool that holds the automaton that allows everything.
+    """Makes a pool that only holds the automaton that allows everything.
 
     Args:
       vocab_size: Tokens of the model (V).
     """
     self._vocab_size = vocab_size
-    free = types.Automaton(
-      np.zeros(vocab_size, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, bool)
+    self._allow_all = Entry(
+      types.Automaton(
+        np.zeros(vocab_size, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, bool)
+      )
     )
-    self._held: list[types.Automaton | None] = [free, None, None, None]
-    self._uses = [1, 0, 0, 0]
-    # The sizes of the tables so far: states, classes, kinds.
-    self._sizes = (_LEAST_STATES, _LEAST_CLASSES, _LEAST_KINDS)
-    self.tables = self._padded()
+    self.entries = (self._allow_all,) * 4
+    self._users = [1, 0, 0, 0]
 
-  def take(self, automata: Sequence[types.Automaton]) -> guide_lib.State:
-    """Returns the state of AUTOMATA for a row that begins with these; see `give_back`.
+  def acquire(self, automata: Sequence[types.Automaton]) -> guide_lib.State:
+    """Returns the state of AUTOMATA for a row that begins with these; see `release`.
 
     Raises:
       ValueError: There are more than PER_ROW of them, or one is of another vocabulary.
@@ -116,63 +140,64 @@ class AutomatonPool:
         )
     numbers = np.zeros(PER_ROW, np.int32)
     for j, automaton in enumerate(automata):
-      numbers[j] = self._number(automaton)
-      self._uses[numbers[j]] += 1
+      numbers[j] = self._find_number(automaton)
+      self._users[numbers[j]] += 1
     return {'automaton': numbers, 'state': np.zeros(PER_ROW, np.int32)}
 
-  def give_back(self, state: guide_lib.State):
-    """Says that a row of `take` is done with its automata."""
+  def release(self, state: guide_lib.State):
+    """Notes that a row with a state from `acquire` is done with its automata."""
     for number in state['automaton']:
-      self._uses[number] -= 1 if number else 0
+      self._users[number] -= 1 if number else 0
 
-  def _number(self, automaton: types.Automaton) -> int:
-    for number, held in enumerate(self._held):
-      if held is automaton:
+  def _find_number(self, automaton: types.Automaton) -> int:
+    """Finds the number of an automaton, or gives it one."""
+    for number, entry in enumerate(self.entries):
+      if entry.automaton is automaton:
         return number
-    unused = [i for i, uses in enumerate(self._uses) if not uses]
-    if not unused:
-      unused = [len(self._held)]
-      self._held += [None] * len(self._held)
-      self._uses += [0] * len(self._uses)
-    empty = [i for i in unused if self._held[i] is None]
-    number = (empty or unused)[0]
-    self._held[number] = automaton
-    self.tables = self._padded()
+    if all(self._users):
+      self.entries += (self._allow_all,) * len(self.entries)
+      self._users += [0] * len(self._users)
+    free = [number for number, users in enumerate(self._users) if users == 0]
+    # Numbers that were never used come first: an old automaton may be asked for again.
+    number = min(free, key=lambda number: self.entries[number] is not self._allow_all)
+    entries = [*self.entries]
+    entries[number] = Entry(automaton)
+    self.entries = tuple(entries)
     return number
 
-  def _padded(self) -> Tables:
-    """Lays the held automata side by side, in sizes that are powers of two."""
-    free = self._held[0]
-    held = [(a, *_kinds(a)) for a in (x or free for x in self._held) if a]
-    needed = zip(*((*a.table.shape, len(masks)) for a, _, masks in held), strict=True)
-    # They never shrink: for the sizes of a large one that is gone all is compiled.
-    self._sizes = Q, C, K = tuple(
-      1 << (max(size, *numbers) - 1).bit_length()
-      for size, numbers in zip(self._sizes, needed, strict=True)
-    )
-    A, V = len(held), self._vocab_size
-    small = np.int16 if Q < 2**15 else np.int32
-    zeros: Any = np.zeros  # They become JAX's arrays in the call.
-    tables = Tables(
-      classes=zeros((A, V), np.int32),
-      table=zeros((A, Q, C), small),
-      ends=zeros((A, Q), bool),
-      kinds=zeros((A, Q), np.int32),
-      masks=zeros((A, K, -(-V // 32)), np.uint32),
-    )
-    for i, (a, kinds, masks) in enumerate(held):
-      q, c = a.table.shape
-      tables.classes[i], tables.table[i, :q, :c] = a.classes, a.table
-      tables.ends[i, :q], tables.kinds[i, :q] = a.ends, kinds
-      tables.masks[i, : len(masks)] = masks
-    return tables
 
+def make_tables(entries: Sequence[Entry], before: Tables | None = None) -> Tables:
+  """Lays automata side by side, padded to sizes that are powers of two, in numpy.
 
-def _kinds(automaton: types.Automaton) -> tuple[np.ndarray, np.ndarray]:
-  """The kind of each state, int32 [Q], and what each kind allows, uint32 [K, W]."""
-  fits, kinds = np.unique(automaton.table >= 0, axis=0, return_inverse=True)
-  fits = fits[:, automaton.classes]
-  padded = np.pad(fits, ((0, 0), (0, -fits.shape[1] % 32)))
-  # The words' bytes are in the order of the bits, whatever the machine's own order is.
-  packed = np.ascontiguousarray(np.packbits(padded, axis=1, bitorder='little'))
-  return kinds.reshape(-1).astype(np.int32), packed.view('<u4').astype(np.uint32)
+  The sizes never shrink: the programs for those of a large automaton that is gone are
+  compiled already. For 16 automata of 50,000 tokens this takes some milliseconds, once
+  for each automaton that comes in, and so is no work for the event loop.
+
+  Args:
+    entries: AutomatonPool.entries.
+    before: The tables so far, whose sizes are the least; there are none at first.
+  """
+  needed = [(*e.automaton.table.shape, len(e.kinds[1])) for e in entries]
+  least = (*before.table.shape[1:], before.masks.shape[1]) if before else _LEAST_SIZES
+  Q, C, K = (
+    1 << (max(sizes) - 1).bit_length() for sizes in zip(least, *needed, strict=True)
+  )
+  A, V = len(entries), len(entries[0].automaton.classes)
+  zeros: Any = np.zeros  # They become JAX's arrays in the call.
+  tables = Tables(
+    classes=zeros((A, V), np.int32),
+    table=zeros((A, Q, C), np.int16 if Q < 2**15 else np.int32),
+    ends=zeros((A, Q), bool),
+    kinds=zeros((A, Q), np.int32),
+    masks=zeros((A, K, -(-V // 32)), np.uint32),
+  )
+  for number, entry in enumerate(entries):
+    automaton = entry.automaton
+    q, c = automaton.table.shape
+    tables.classes[number] = automaton.classes
+    tables.table[number, :q, :c] = automaton.table
+    tables.ends[number, :q] = automaton.ends
+    kinds, masks = entry.kinds
+    tables.kinds[number, :q] = kinds
+    tables.masks[number, : len(masks)] = masks
+  return tables

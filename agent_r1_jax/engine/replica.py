@@ -128,6 +128,7 @@ class Replica:
       **guides,
     }
     self.guides = tuple(self._guide_params)
+    self._loaded: tuple[automaton_lib.Entry, ...] = ()
     self._tables: automaton_lib.Tables | None = None
     self._numbers = itertools.count()
     self.begin()
@@ -182,7 +183,7 @@ class Replica:
         text is being sampled, a guide is unknown, or an automaton does not fit.
     """
     self._check(request)
-    automata = self.pool.take(request.automata)
+    automata = self.pool.acquire(request.automata)
     number = next(self._numbers)
     text, tokens = request.parent, np.asarray(request.tokens, np.int32)
     if isinstance(text, request_lib.Text):
@@ -250,8 +251,7 @@ class Replica:
       automata: Larger ones than stop ids that requests will bring: tables grow to them.
     """
     assert self.policy is not None
-    for automaton in automata:
-      self.pool.give_back(self.pool.take([automaton]))
+    acquired = [self.pool.acquire([automaton]) for automaton in automata]
     sizes, params = self.sizes, self.policy.copies[self.part]
     nobody = lambda size: np.full(size, sizes.rows, np.int32)
     zeros = lambda size: np.zeros(size, np.int32)
@@ -266,6 +266,8 @@ class Replica:
     for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
       self._call_decode(params, *self._arguments({}, size), bucket)
       on_done()
+    for state in acquired:
+      self.pool.release(state)
 
   async def serve(self):
     """Answers requests, for ever.
@@ -326,7 +328,7 @@ class Replica:
     for running in self._live:
       if running.generation.done:
         running.leave()
-        self.pool.give_back(running.automata)
+        self.pool.release(running.automata)
     self._live = [r for r in self._live if not r.generation.done]
 
   def _choose(self) -> tuple[Policy, list[running_lib.Running]]:
@@ -444,10 +446,7 @@ class Replica:
 
   def _call_decode(self, params, places, used, states, bucket):
     with sharding.use_mesh(self.mesh):
-      if self._tables is not self.pool.tables:
-        # An automaton came in since the last decode.
-        self._tables = self.pool.tables
-        self._guide_params[automaton_lib.AUTOMATA] = jax.device_put(self._tables)
+      self._load_automata()
       self.cache, states, out = state_lib.decode(
         params,
         self.cache,
@@ -462,6 +461,14 @@ class Replica:
         in_place=self.sizes.in_place,
       )
     return states, out
+
+  def _load_automata(self):
+    """Puts the automata on the device, if one came in since the last decode."""
+    entries = self.pool.entries
+    if entries is not self._loaded:
+      self._loaded = entries
+      self._tables = automaton_lib.make_tables(entries, self._tables)
+      self._guide_params[automaton_lib.AUTOMATA] = jax.device_put(self._tables)
 
 
 def _place(state: guide_lib.State, m: int) -> guide_lib.State:
