@@ -81,7 +81,7 @@ class Bench:
 
   def request(self, number: int, tokens, most: int, parent=None, *guides):
     """Asks for `most` tokens after these; the number says which randomness."""
-    key, guides = request_lib.key('bench', number), (self._stop, *guides)
+    key, guides = request_lib.make_key('bench', number), (self._stop, *guides)
     return request_lib.Request(tokens, parent, most, key=key, automata=guides)
 
   def tokens(self, n: int, *seed: int) -> np.ndarray:

@@ -117,7 +117,7 @@ def decode():
     slots = max(map(int, _USED.value)) + steps
     cache = decoder.empty_cache(config, rows, slots)
     a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
-    nobody, *guided = running_lib.arguments({}, rows, guides, nobody=rows)
+    nobody, *guided = running_lib.make_decode_arguments({}, rows, guides, unused_row=rows)
     for used in map(int, _USED.value):
       places = nobody._replace(
         rows=np.arange(rows, dtype=np.int32),
@@ -275,7 +275,7 @@ async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
   )
   pieces, new = [], tokens(128, number // 8)
   text: request_lib.Text | None = None
-  key = request_lib.key('bench', number)
+  key = request_lib.make_key('bench', number)
   async with engine.reserve(number // 8) as replica:
     for turn in range(turns):
       generation = replica.submit(

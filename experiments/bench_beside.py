@@ -85,7 +85,7 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
 
   async def reply(n: int) -> int:
     prompt = given['tokens'][n, : _PROMPT.value].astype(np.int32)
-    key = request_lib.key('bench', n)
+    key = request_lib.make_key('bench', n)
     request = request_lib.Request(prompt, max_tokens=_REPLY.value, key=key)
     return len((await engine.submit(request)).tokens)
 

@@ -228,7 +228,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   tables = automaton_lib.make_tables(
     automaton_lib.AutomatonPool(config.vocab_size).entries
   )
-  arguments = running_lib.arguments({}, texts, guides, nobody=texts)
+  arguments = running_lib.make_decode_arguments({}, texts, guides, unused_row=texts)
   return state_lib.decode.lower(
     params,
     cache,

@@ -58,7 +58,7 @@ def request(
   """A request whose reply may end at STOPS."""
   fields = {'automata': (stop(),)} | fields
   return request_lib.Request(
-    given, parent, max_tokens=most, key=request_lib.key('test', str(key)), **fields
+    given, parent, max_tokens=most, key=request_lib.make_key('test', str(key)), **fields
   )
 
 

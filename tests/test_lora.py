@@ -63,7 +63,7 @@ def _sampled(engine):
 
   async def play(number):
     prompt = np.arange(30 + number, 40 + number, dtype=np.int32)
-    key = request_lib.key('test', number)
+    key = request_lib.make_key('test', number)
     reply = await engine.submit(request_lib.Request(prompt, max_tokens=12, key=key))
     tokens = np.concatenate([prompt, reply.tokens])
     said = np.arange(len(tokens)) >= len(prompt)

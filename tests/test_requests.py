@@ -34,10 +34,10 @@ class TestKey:
       (0, 0, 'b', 0),
       (0, 0, 'a', 1),
     ]
-    keys = {tuple(request_lib.key(*p).tolist()) for p in parts}
+    keys = {tuple(request_lib.make_key(*p).tolist()) for p in parts}
     assert len(keys) == len(parts)
     # Of every version, process and machine.
-    assert request_lib.key(0, 0, 'a', 0).tolist() == [687195798, 1807713719]
+    assert request_lib.make_key(0, 0, 'a', 0).tolist() == [687195798, 1807713719]
 
 
 class TestReply:

@@ -415,7 +415,7 @@ class TestEstimate:
       state_lib.decode.lower(
         params,
         cache,
-        *running_lib.arguments({}, R, guides, nobody=R),
+        *running_lib.make_decode_arguments({}, R, guides, unused_row=R),
         (tables, None),
         guides=guides,
         steps=8,

@@ -189,7 +189,7 @@ class Replica:
     if isinstance(text, request_lib.Text):
       text.append(tokens)
     else:
-      begin = text.text.tokens[: text.at] if text else tokens[:0]
+      begin = text.text.tokens[: text.length] if text else tokens[:0]
       text = request_lib.Text(self, np.concatenate([begin, tokens]))
     generation = request_lib.Generation(request, text, number, self._wake.set)
     self._live.append(running_lib.Running(generation, self.guides, automata))
@@ -208,10 +208,12 @@ class Replica:
     if len(outside := given[(given < 0) | (given >= vocab)]):
       raise ValueError(f'token {outside[0]} is none of the {vocab} of the policy.')
     if np.shape(request.key) != (2,):
-      raise ValueError(f'key has the shape {np.shape(request.key)}; make it with `key`.')
+      raise ValueError(
+        f'key has the shape {np.shape(request.key)}; make it with make_key.'
+      )
     begun = len(parent or ())
     if isinstance(parent, request_lib.Fork):
-      begun = parent.at
+      begun = parent.length
       if not 0 <= begun <= len(parent.text):
         raise ValueError(
           f'a fork at {begun} of a text of {len(parent.text)} tokens: it has no such end.'
@@ -425,7 +427,9 @@ class Replica:
         self._answered += running.generation.done
 
   def _arguments(self, chosen: dict[int, running_lib.Running], size: int):
-    return running_lib.arguments(chosen, size, self.guides, nobody=self.sizes.rows)
+    return running_lib.make_decode_arguments(
+      chosen, size, self.guides, unused_row=self.sizes.rows
+    )
 
   def _in_thread(self, fn: Callable[[], Any]) -> asyncio.Future:
     return asyncio.get_running_loop().run_in_executor(self._thread, fn)

@@ -4,8 +4,8 @@ generation = engine.submit(Request(prompt, max_tokens=200))
 async for chunk in generation:      # as the tokens are sampled, or
   ...
 reply = await generation            # all of them together
-generation = engine.submit(Request(answer, parent=generation.text))       # goes on
-generation = engine.submit(Request(answer, parent=Fork(text, at=120)))    # branches off
+generation = engine.submit(Request(answer, parent=generation.text))  # goes on
+generation = engine.submit(Request(answer, parent=Fork(text, length=120)))  # branches
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
 
-def key(*parts: int | str) -> np.ndarray:
+def make_key(*parts: int | str) -> np.ndarray:
   """Makes a request's key, uint32 [2], of what identifies it (seed, task, sample ...)."""
   digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
   return np.frombuffer(digest[:8], np.uint32).copy()
@@ -92,10 +92,10 @@ class Text:
 
 
 class Fork(NamedTuple):
-  """The first `at` tokens of a text, as the beginning of another."""
+  """The first `length` tokens of a text, as the beginning of another."""
 
   text: Text
-  at: int
+  length: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Request:
     parent: The text that they are appended to, or a fork of one; None begins a new text.
     max_tokens: The most tokens of the reply.
     sampling: How its tokens are chosen.
-    key: uint32 [2], the randomness of the reply, from `key`: the same key, text and
+    key: uint32 [2], the randomness of the reply, from `make_key`: the same key, text and
       policy sample the same tokens.
     automata: At most automaton.PER_ROW of them, which end the reply or restrict it: stop
       ids and stop strings, a grammar.

@@ -83,8 +83,11 @@ class Running:
       self.row.running = None
 
 
-def arguments(
-  chosen: Mapping[int, Running], size: int, guides: Sequence[guide_lib.Guide], nobody: int
+def make_decode_arguments(
+  chosen: Mapping[int, Running],
+  size: int,
+  guides: Sequence[guide_lib.Guide],
+  unused_row: int,
 ) -> tuple[state_lib.Places, np.ndarray, tuple[guide_lib.State, ...]]:
   """Lays requests side by side, as `state.decode` takes them.
 
@@ -92,14 +95,14 @@ def arguments(
     chosen: Requests whose rows are filled, by their place in the decode.
     size: Places of the decode.
     guides: All that the engine was made with.
-    nobody: The row of a place without a request.
+    unused_row: The row of a place without a request.
 
   Returns:
     The places; which of them use each guide, bool [G, size]; and the guides' states.
   """
   numpy: Any = np  # Places takes JAX's arrays; these become such in the call.
   places: Any = state_lib.Places(
-    rows=numpy.full(size, nobody, np.int32),
+    rows=numpy.full(size, unused_row, np.int32),
     length=numpy.zeros(size, np.int32),
     last=numpy.zeros(size, np.int32),
     budget=numpy.zeros(size, np.int32),

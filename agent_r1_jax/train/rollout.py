@@ -243,7 +243,7 @@ class _Voice:
 
   def restart(self, segment: int):
     """Begins a new text, with randomness of its own."""
-    self._key = request_lib.key(*self._identity, segment)
+    self._key = request_lib.make_key(*self._identity, segment)
     self.text: request_lib.Text | None = None
 
   async def reply(self, ids: np.ndarray, most: int) -> request_lib.Chunk:
