@@ -51,7 +51,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import sharding
-from agent_r1_jax.models import attention, decoder, hf_config
+from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
 
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
@@ -236,7 +236,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
     (abstract(tables, everywhere), None),
     guides=guides,
     steps=_STEPS.value,
-    in_place=attention.reads_used_slots(cache[0][0].shape, cache[0][0].dtype),
+    in_place=True,
     **options,
   )
 

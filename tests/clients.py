@@ -16,8 +16,12 @@ from agent_r1_jax.models import decoder
 
 STOPS = tuple(range(5, 25))
 SLOTS, STEPS, ROWS = (tiny.SIZES[name] for name in ('slots', 'steps', 'rows'))
-# A text's pieces: tokens that were given have no log-probs.
-Pieces = list[tuple[np.ndarray, ...]]
+# One program for each step, so that log-probs repeat to the last bit.
+EXACT: dict[str, Any] = {'bucket': SLOTS, 'narrow': False}
+# No automaton ends these replies.
+ENDLESS: dict[str, Any] = {'automata': ()}
+# The parts of a text, in order; parts that were given have no log-probs.
+Parts = list[tuple[np.ndarray, ...]]
 
 
 @functools.cache
@@ -44,7 +48,7 @@ def engine(**sizes: Any) -> engine_lib.Engine:
 
 
 def tokens(seed: int, n: int) -> np.ndarray:
-  """Random tokens that end nothing, int32 [n]."""
+  """Random tokens that end no reply, int32 [n]."""
   return np.random.default_rng(seed).integers(25, tiny.VOCAB, n).astype(np.int32)
 
 
@@ -62,20 +66,20 @@ def request(
   )
 
 
-def segment(pieces: Pieces) -> types.Segment:
+def segment(parts: Parts) -> types.Segment:
   """Joins (tokens,) that were given and (tokens, log-probs[, policy steps])."""
-  zeros = lambda piece: np.zeros(len(piece[0]), np.float32)
-  steps = [p[2] if len(p) > 2 else np.int32(zeros(p)) for p in pieces]
+  zeros = lambda part: np.zeros(len(part[0]), np.float32)
+  steps = [part[2] if len(part) > 2 else np.int32(zeros(part)) for part in parts]
   return types.Segment(
-    np.concatenate([p[0] for p in pieces]),
-    np.concatenate([np.full(len(p[0]), len(p) > 1) for p in pieces]),
-    np.concatenate([p[1] if len(p) > 1 else zeros(p) for p in pieces]),
+    np.concatenate([part[0] for part in parts]),
+    np.concatenate([np.full(len(part[0]), len(part) > 1) for part in parts]),
+    np.concatenate([part[1] if len(part) > 1 else zeros(part) for part in parts]),
     np.concatenate(steps),
   )
 
 
 def prompt(group: int) -> np.ndarray:
-  """What the texts of a group begin with."""
+  """The beginning of a group's texts."""
   return tokens(group, 9 + 5 * group)
 
 
@@ -89,20 +93,20 @@ async def play(
   reply: int = 12,
   **fields: Any,
 ) -> types.Segment:
-  """Plays a group's prompt, then answers that depend on what was said."""
-  pieces: Pieces = []
+  """Plays a group's prompt, then answers that depend on the replies."""
+  parts: Parts = []
   async with engine.reserve(number // group) as replica:
     given, text = prompt(number // group), None
     for _ in range(turns):
       generation = replica.submit(request(given, text, reply, number, **fields))
       answer, text = await generation, generation.text
-      pieces += [(given,), answer[:3]]
+      parts += [(given,), answer[:3]]
       if latency:
         await asyncio.sleep(latency())
       given = tokens(int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11)
     if text is not None:
       text.close()
-  return segment(pieces)
+  return segment(parts)
 
 
 def run(
@@ -116,12 +120,12 @@ def run(
 
 @functools.cache
 def reference() -> Mapping[int, types.Segment]:
-  """What 16 numbers play."""
+  """The segments of 16 numbers."""
   return run(engine(), range(16))
 
 
 def random_latency(seconds: float = 0.004) -> Callable[[], float]:
-  """How long each tool takes; three of ten answer at once."""
+  """Latencies of tools; three of ten answer at once."""
   rng = random.Random(0)
   return lambda: rng.random() * seconds if rng.random() < 0.7 else 0
 
@@ -139,3 +143,13 @@ def assert_same(
     np.testing.assert_allclose(
       one.logprobs, expected[number].logprobs, atol=0 if exactly else 2e-5
     )
+
+
+def assert_reference(played: Mapping[int, types.Segment]):
+  """Each number's segment is that of `reference`."""
+  assert_same(played, {number: reference()[number] for number in played})
+
+
+def assert_plays(engine: engine_lib.Engine, numbers: Iterable[int] = range(16), **kwargs):
+  """The engine plays `reference`, also after an earlier run failed."""
+  assert_reference(run(engine, numbers, **kwargs))

@@ -1,8 +1,8 @@
-"""Guides in the jitted loop: automata, truncation, someone's own; and their pool."""
+"""Guides in the jitted loop: automata, a user's own guide; and the pool of automata."""
 
 import asyncio
-import functools
 import json
+from typing import Any
 
 import clients
 import jax
@@ -21,7 +21,6 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
 _EOS = tiny.chat().tokenizer.eos_token_id
-_EXACT = {'bucket': clients.SLOTS, 'narrow': False}
 _read = jax.jit(automaton_lib.AUTOMATA.advance)
 _allow = jax.jit(automaton_lib.AUTOMATA.logits)
 
@@ -134,126 +133,118 @@ class TestPool:
       pool.acquire([_automaton(0, vocab=301)])
 
 
-# Someone's own guide: from token to token, fewer of the likeliest may be chosen.
+# A user's own guide: from token to token, fewer of the likeliest may be chosen.
 def _narrow(params, state, logits, hidden):
   del hidden
-  allowed = jnp.maximum(params - state['said'], 1)
+  allowed = jnp.maximum(params - state['sampled'], 1)
   ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
   return jnp.where(ranks < allowed[:, None], logits, -jnp.inf)
 
 
 def _count(params, state, tokens):
   del params
-  said = state['said'] + 1
+  sampled = state['sampled'] + 1
   # The off state, -1000, never gets there.
-  return {'said': said}, (said == 11) & (tokens > 0)
+  return {'sampled': sampled}, (sampled == 11) & (tokens > 0)
 
 
-NARROW = guide_lib.Guide({'said': np.int32(-1000)}, _narrow, _count)
+NARROW = guide_lib.Guide({'sampled': np.int32(-1000)}, _narrow, _count)
+_NARROWED: dict[str, Any] = {'guides': {NARROW: {'sampled': np.int32(0)}}}
 _MOST = 6
 
 
 def _own_engine(tree=None, **sizes):
   guides = {NARROW: np.int32(_MOST)}
-  return tiny.engine(tree or clients.params(), guides=guides, **_EXACT | sizes)
+  return tiny.engine(tree or clients.params(), guides=guides, **clients.EXACT | sizes)
 
 
 class TestOwnGuide:
-  def _reply(self, engine, number, **fields):
-    async def play():
-      given = clients.tokens(number, 7)
-      fields['top_logprobs'] = 20
-      reply = await engine.submit(clients.request(given, None, 30, number, **fields))
-      return given, reply
-
-    return play()
+  async def _reply(self, engine, number, **fields):
+    """The reply, and a segment of it and its prompt."""
+    given = clients.tokens(number, 7)
+    request = clients.request(given, None, 30, number, top_logprobs=20, **fields)
+    reply = await engine.submit(request)
+    return reply, clients.segment([(given,), reply[:3]])
 
   def test_it_chooses_and_ends(self):
     engine = _own_engine()
-    mine = {'guides': {NARROW: {'said': np.int32(0)}}, 'automata': ()}
-    coroutines = [self._reply(engine, n, **mine) for n in range(4)]
-    coroutines += [self._reply(engine, 9, automata=())]
-    *guided, (_, free) = tiny.within(engine.run, coroutines)
-    for _, reply in guided:
+    mine = [self._reply(engine, n, **_NARROWED, **clients.ENDLESS) for n in range(4)]
+    plain = self._reply(engine, 9, **clients.ENDLESS)
+    *guided, (free, _) = tiny.within(engine.run, [*mine, plain])
+    for reply, _ in guided:
       assert len(reply.tokens) == 11 and reply.stopped
       for i, token in enumerate(reply.tokens):
         assert token in reply.top_tokens[i, : max(_MOST - i, 1)]
-    assert any(reply.tokens[0] != reply.top_tokens[0, 0] for _, reply in guided)
+    assert any(reply.tokens[0] != reply.top_tokens[0, 0] for reply, _ in guided)
     assert len(free.tokens) == 30 and not free.stopped
-    # What is reported is the policy's own.
-    segments = [clients.segment([(given,), reply[:3]]) for given, reply in guided]
-    tiny.assert_on_policy(clients.params(), segments)
+    # The log-probs are the policy's own.
+    tiny.assert_on_policy(clients.params(), [segment for _, segment in guided])
 
   def test_it_composes_with_stop_ids_and_a_grammar(self):
     """Each restricts what the others leave, and each may end the reply."""
     pieces = grammars.of_tiny().pieces
+    seven = pieces.index(b'7')
     digits = automata.regex('[0-9 ]*', [_EOS], pieces, tiny.VOCAB)
-    tree = tiny.params(tiny.config(), {pieces.index(b'7'): 0.4})
-    allowed = [t for t in range(tiny.VOCAB) if digits.table[0, digits.classes[t]] >= 0]
-    ended, engine = set(), _own_engine(tree)
-    sevens = tiny.stop([pieces.index(b'7')])
-    fields = {'guides': {NARROW: {'said': np.int32(0)}}, 'automata': (sevens, digits)}
-    played = tiny.within(
-      engine.run, [self._reply(engine, n, **fields) for n in range(24)]
-    )
-    for _, reply in played:
-      assert {*reply.tokens.tolist()} <= {*allowed} and reply.stopped
-      last = int(reply.tokens[-1])
-      ended.add('own' if len(reply.tokens) == 11 else last)
-      assert len(reply.tokens) == 11 or last in (_EOS, pieces.index(b'7'))
-      assert not {*reply.tokens[:-1].tolist()} & {_EOS, pieces.index(b'7')}
-    assert ended >= {pieces.index(b'7'), _EOS}
-    segments = [clients.segment([(given,), reply[:3]]) for given, reply in played]
-    tiny.assert_on_policy(tree, segments)
+    tree = tiny.params(tiny.config(), {seven: 0.4})
+    allowed = np.flatnonzero(digits.table[0, digits.classes] >= 0)
+    ends, engine = set(), _own_engine(tree)
+    fields = _NARROWED | {'automata': (tiny.stop([seven]), digits)}
+    coroutines = [self._reply(engine, n, **fields) for n in range(24)]
+    played = tiny.within(engine.run, coroutines)
+    for reply, _ in played:
+      assert {*reply.tokens} <= {*allowed} and reply.stopped
+      assert not {*reply.tokens[:-1]} & {_EOS, seven}
+      ends.add('own' if len(reply.tokens) == 11 else int(reply.tokens[-1]))
+    assert {_EOS, seven} <= ends <= {_EOS, seven, 'own'}
+    tiny.assert_on_policy(tree, [segment for _, segment in played])
 
-  def test_one_that_the_engine_does_not_know_is_refused(self):
-    engine = clients.engine()
+  @pytest.mark.parametrize(
+    'state, message',
+    [
+      (None, 'uses 1 guides that the engine was not made with'),
+      ({}, 'state of a guide'),
+      ({'sampled': np.zeros(2, np.int32)}, 'state of a guide'),
+      ({'other': np.int32(0)}, 'state of a guide'),
+    ],
+  )
+  def test_a_bad_guide_is_refused(self, state, message):
+    """It would else end the engine for all."""
+    engine = _own_engine()
+    other = guide_lib.Guide(NARROW.off)
+    guides = {other: NARROW.off} if state is None else {NARROW: state}
 
     async def play():
-      with pytest.raises(ValueError, match='uses 1 guides that the engine was not made'):
-        guides = {NARROW: {'said': np.int32(0)}}
+      with pytest.raises(ValueError, match=message):
         engine.submit(clients.request(clients.tokens(0, 3), guides=guides))
 
     tiny.within(engine.run, [play()])
-
-  def test_a_state_of_another_form_is_refused(self):
-    """It would else end the engine for all."""
-    engine = _own_engine()
-
-    async def play():
-      for state in ({}, {'said': np.zeros(2, np.int32)}, {'other': np.int32(0)}):
-        with pytest.raises(ValueError, match='state of a guide'):
-          request = clients.request(clients.tokens(0, 3), guides={NARROW: state})
-          engine.submit(request)
-
-    tiny.within(engine.run, [play(), clients.play(engine, 0)])
+    assert not engine.replicas[0].load
 
 
 def _talkative():
-  """Calls are begun, and strings ended; without a grammar nothing of it would fit."""
+  """Makes the policy begin calls and end strings, which no schema fits by chance."""
   pieces = grammars.of_tiny().pieces
   bias = {i: 0.9 for i, piece in enumerate(pieces) if set(piece) & {*b'"}]'}}
   return bias | {grammars.of_tiny().opening: 2.0}
 
 
-def _replies(likely, grammar, *, turns=1, sampling=sampling_lib.ON_POLICY, engine=None):
-  """[(segment, replies)] of six clients, each reply as long as it can be."""
+def _play(likely, grammar, *, turns=1, sampling=sampling_lib.ON_POLICY):
+  """Returns [(segment, replies)] of six clients, each reply as long as it can be."""
   tree = tiny.params(tiny.config(), likely)
-  engine = engine or tiny.engine(tree, **_EXACT)
+  engine = tiny.engine(tree, **clients.EXACT)
   guides = (tiny.stop(),) if grammar is None else (tiny.stop(), grammar)
 
   async def play(number):
-    pieces, replies, text = [], [], None
+    parts, replies, text = [], [], None
     for turn in range(turns):
       given = np.array([30 + number, 40 + turn], np.int32)
       fields = {'automata': guides, 'sampling': sampling}
-      generation = engine.submit(
-        clients.request(given, text, 110 // turns, number, **fields)
-      )
+      request = clients.request(given, text, 110 // turns, number, **fields)
+      generation = engine.submit(request)
       reply, text = await generation, generation.text
-      pieces += [(given,), reply[:3]]
+      parts += [(given,), reply[:3]]
       replies.append(reply.tokens.tolist())
-    return clients.segment(pieces), replies
+    return clients.segment(parts), replies
 
   played = tiny.within(engine.run, [play(number) for number in range(6)])
   tiny.assert_on_policy(
@@ -266,8 +257,8 @@ class TestGrammar:
   def test_free_text_is_as_without_a_grammar(self):
     """To the last bit."""
     never = {grammars.of_tiny().opening: -9.0}
-    played = _replies(never, grammars.of_tiny().grammar)
-    for (segment, _), (other, _) in zip(played, _replies(never, None), strict=True):
+    played = _play(never, grammars.of_tiny().grammar)
+    for (segment, _), (other, _) in zip(played, _play(never, None), strict=True):
       for ours, theirs in zip(vars(segment).values(), vars(other).values()):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -275,16 +266,16 @@ class TestGrammar:
   def test_calls_fit(self, temperature):
     """Over many segments, in which a call's state is kept."""
     sampling, tokens = sampling_lib.Sampling(temperature), grammars.of_tiny()
-    played = _replies(_talkative(), tokens.grammar, sampling=sampling)
+    played = _play(_talkative(), tokens.grammar, sampling=sampling)
     assert any(tokens.opening in reply[:-16] for _, (reply,) in played)
-    complete = self._check(played)
+    complete = self._count_complete(played)
     if temperature:
       assert complete
-      without = _replies(_talkative(), None, sampling=sampling)
+      without = _play(_talkative(), None, sampling=sampling)
       assert any(tokens.walk(reply) < 0 for _, (reply,) in without)
 
-  def _check(self, played):
-    """How many calls were completed; all fit."""
+  def _count_complete(self, played):
+    """Counts the calls that were completed; all calls fit."""
     tokens, complete = grammars.of_tiny(), 0
     for _, replies in played:
       for reply in replies:
@@ -299,14 +290,14 @@ class TestGrammar:
 
   def test_each_reply_begins_anew(self):
     tokens = grammars.of_tiny(required=True)
-    played = _replies(None, tokens.grammar, turns=4)
+    played = _play(None, tokens.grammar, turns=4)
     for _, replies in played:
       for reply in replies:
         self._assert_begins_a_call(reply)
 
   def test_a_copied_prompt_begins_anew(self):
     """In rows that were left in the midst of a call."""
-    tokens, engine = grammars.of_tiny(required=True), clients.engine(**_EXACT)
+    tokens, engine = grammars.of_tiny(required=True), clients.engine(**clients.EXACT)
 
     async def play(number, prompt):
       prompt, fields = np.array(prompt, np.int32), {'automata': (tokens.grammar,)}
@@ -337,7 +328,7 @@ class TestGrammar:
       'properties': {'on': {'type': 'boolean'}, 'size': {'enum': ['S', 'L']}},
       'required': ['on', 'size'],
     }
-    pieces, engine = grammars.of_tiny().pieces, clients.engine(**_EXACT)
+    pieces, engine = grammars.of_tiny().pieces, clients.engine(**clients.EXACT)
     guide = automata.json_schema(schema, [_EOS], pieces, tiny.VOCAB)
 
     async def play(number):
@@ -351,49 +342,44 @@ class TestGrammar:
       assert reply.stopped and json.loads(said).keys() == {'on', 'size'}
 
 
-@functools.cache
-def _tree():
-  """A policy that begins calls."""
-  return tiny.params(tiny.config(), _talkative())
-
-
 class TestTogether:
   """Requests of all kinds in one decode."""
 
-  def _kinds(self, policy):
-    return {
+  def _engine(self):
+    """An engine that has compiled everything, and the kinds of requests."""
+    tree = tiny.params(tiny.config(), _talkative())
+    engine = _own_engine(tree, rows=7, bucket=tiny.BUCKET, narrow=True)
+    grammar, required = (
+      grammars.of_tiny().grammar,
+      grammars.of_tiny(required=True).grammar,
+    )
+    engine.warm_up(automata=[clients.stop(), grammar, required])
+    return engine, {
       'plain': {},
       'warm': {'sampling': sampling_lib.Sampling(0.7)},
       'greedy': {'sampling': sampling_lib.GREEDY},
       'truncated': {'sampling': sampling_lib.Sampling(1.3, 40, 0.9, 0.01)},
-      'grammar': {'automata': (clients.stop(), grammars.of_tiny().grammar)},
-      'required': {'automata': (grammars.of_tiny(required=True).grammar,)},
-      'own': {'guides': {NARROW: {'said': np.int32(0)}}},
-      'other': {'policy': policy},
+      'grammar': {'automata': (clients.stop(), grammar)},
+      'required': {'automata': (required,)},
+      'own': _NARROWED,
+      'other': {'policy': engine.make_policy(clients.other_params(), 3)},
       'top': {'top_logprobs': 5},
     }
 
-  def _engine(self):
-    engine = _own_engine(_tree(), rows=7, bucket=tiny.BUCKET, narrow=True)
-    return engine, self._kinds(engine.make_policy(clients.other_params(), 3))
-
   def test_they_give_what_each_gives_alone_and_nothing_is_compiled(self):
-    alone = {}
-    for kind in self._kinds(None):
-      engine, kinds = self._engine()
-      alone |= self._play(engine, {kind: kinds[kind]})
-    engine, kinds = self._engine()
-    large = [grammars.of_tiny().grammar, grammars.of_tiny(required=True).grammar]
     with tiny.compilations() as compiled:
-      engine.warm_up(automata=[clients.stop(), *large])
+      engine, kinds = self._engine()
     programs = [name for name in compiled if 'unstacked' not in name]
     assert len(programs) <= engine.sizes.programs
+    alone = {}
     with tiny.compilations() as compiled:
-      together = self._play(engine, kinds)
+      for kind, fields in kinds.items():
+        alone |= self._play(engine, {kind: fields})
+      together = self._play(*self._engine())
     assert not compiled
     clients.assert_same(together, alone)
-    kept = [alone[kind, 0].tokens.tolist() for kind in kinds]
-    assert len({tuple(tokens) for tokens in kept}) > 5
+    different = {tuple(alone[kind, 0].tokens.tolist()) for kind in kinds}
+    assert len(different) > 5
 
   def _play(self, engine, kinds):
     names = [(kind, number) for number in range(4) for kind in kinds]
@@ -406,8 +392,9 @@ class TestTogether:
 
 class TestCompilations:
   def test_warm_up_is_all_of_them(self):
-    """Whatever the lengths and however many rows want something."""
-    engine, seen = clients.engine(rows=5, feed_tokens=6), []  # which no other test has
+    """Whatever the lengths, and however many rows are prefilled or decoded."""
+    # No other test has these sizes.
+    engine, seen = clients.engine(rows=5, feed_tokens=6), []
     with tiny.compilations() as compiled:
       engine.warm_up(lambda *progress: seen.append(progress))
     # The copy of the parameters is none of them.
@@ -415,8 +402,7 @@ class TestCompilations:
     assert len(programs) == engine.sizes.programs == 2 * (1 + 2 + 2)
     assert seen == [(i + 1, engine.sizes.programs) for i in range(engine.sizes.programs)]
     with tiny.compilations() as compiled:
-      played = clients.run(engine, range(16))
+      clients.assert_plays(engine)
       clients.run(engine, range(24, 30), group=3)  # the longest texts: both buckets
       clients.run(engine, [2, 7, 11], latency=clients.random_latency(), turns=2)
     assert not compiled
-    clients.assert_same(played, clients.reference())

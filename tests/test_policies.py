@@ -13,17 +13,18 @@ import tiny
 from agent_r1_jax.engine import engine as engine_lib
 
 
-def _run(engine, *coroutines, **kwargs):
-  return tiny.within(engine.run, coroutines, **kwargs)
+def _run(engine, *coroutines):
+  return tiny.within(engine.run, coroutines)
 
 
-def _assert_of(params, segments):
-  tiny.assert_on_policy(params, segments)
+@pytest.fixture
+def engine():
+  return clients.engine()
 
 
 class TestSync:
   def test_a_policy_is_taken_over_in_the_midst(self):
-    engine, other = clients.engine(steps=3), clients.other_params()
+    engine, other = clients.engine(steps=3, **clients.EXACT), clients.other_params()
 
     async def syncs():
       while engine.stats.sampled < 60:
@@ -52,9 +53,11 @@ class TestSync:
     assert not np.array_equal(played[one].tokens, clients.reference()[one].tokens)
 
   @pytest.mark.parametrize('changed', [False, True])
-  def test_a_new_policy_computes_a_prompt_anew_that_a_row_still_holds(self, changed):
+  def test_a_new_policy_computes_a_prompt_anew_that_a_row_still_holds(
+    self, changed, engine
+  ):
     """In the midst of a run, in which an equal prompt would else be copied."""
-    engine, prompt = clients.engine(), clients.prompt(4)
+    prompt = clients.prompt(4)
     other = clients.other_params() if changed else clients.params()
 
     async def play():
@@ -66,12 +69,12 @@ class TestSync:
     (reply,) = _run(engine, play())
     assert engine.stats.shared == (0 if changed else len(prompt) - 1)
     assert (reply.policy_steps == (5 if changed else 0)).all()
-    _assert_of(other, [clients.segment([(prompt,), reply[:3]])])
+    tiny.assert_on_policy(other, [clients.segment([(prompt,), reply[:3]])])
 
   @pytest.mark.parametrize('when', range(0, 40, 7))
   def test_no_text_copies_what_another_policy_computed(self, when):
     """Whenever the sync comes while prompts that have much in common are prefilled."""
-    engine, other = clients.engine(feed_tokens=4), clients.other_params()
+    engine, other = clients.engine(feed_tokens=4, **clients.EXACT), clients.other_params()
     prompt = clients.prompt(9)
 
     async def play(number):
@@ -91,11 +94,9 @@ class TestSync:
     # Rows: six; the last ones certainly began after the sync, with nothing of the first.
     late = [s for s, _ in played[8:]]
     assert all((s.policy_steps[s.action_mask] == 5).all() for s in late)
-    _assert_of(other, late)
+    tiny.assert_on_policy(other, late)
 
-  def test_the_same_policy_under_another_number_is_not_copied(self):
-    engine = clients.engine()
-
+  def test_the_same_policy_under_another_number_is_not_copied(self, engine):
     async def play():
       await engine.submit(clients.request(clients.prompt(4)))
       engine.sync_weights(clients.params(), 7)
@@ -106,11 +107,11 @@ class TestSync:
     assert engine.stats.shared == len(clients.prompt(4)) - 1
 
   def test_from_another_thread_while_a_reply_that_nobody_awaits_is_sampled(
-    self, monkeypatch
+    self, engine, monkeypatch
   ):
     """No client is under way, but the replica is at work: it needs a policy."""
-    engine, began, over = clients.engine(), threading.Event(), threading.Event()
-    copy = engine_lib.Engine._copy
+    began, over = threading.Event(), threading.Event()
+    copy = engine_lib.Engine._copy_params
 
     def slow_copy(self, params):
       if params is not clients.params():
@@ -134,16 +135,16 @@ class TestSync:
         return engine.start([clients.play(engine, 0)]).result()
 
     generations = []
-    monkeypatch.setattr(engine_lib.Engine, '_copy', slow_copy)
+    monkeypatch.setattr(engine_lib.Engine, '_copy_params', slow_copy)
     (segment,) = tiny.within(play, seconds=60)
     assert began.is_set()
-    _assert_of(clients.other_params(), [segment])
+    tiny.assert_on_policy(clients.other_params(), [segment])
 
 
 class TestMakePolicy:
-  def test_two_policies_play_side_by_side(self):
+  def test_two_policies_play_side_by_side(self, engine):
     """Each as it plays alone, its tokens marked with its step."""
-    engine, other = clients.engine(), clients.other_params()
+    other = clients.other_params()
     policy = engine.make_policy(other, 3)
     alone = clients.run(tiny.engine(other), range(12))
 
@@ -166,7 +167,7 @@ class TestMakePolicy:
 
   def test_a_sync_changes_nothing_of_a_policy_that_was_asked_for(self):
     """As evaluation has it, which began with the engine's own policy."""
-    engine, other = clients.engine(steps=3), clients.other_params()
+    engine, other = clients.engine(steps=3, **clients.EXACT), clients.other_params()
 
     async def syncs():
       while engine.stats.sampled < 60:
@@ -186,9 +187,9 @@ class TestMakePolicy:
     played = tiny.within(play)
     clients.assert_same(dict(enumerate(played)), clients.reference())
 
-  def test_one_text_may_be_played_by_two(self):
+  def test_one_text_may_be_played_by_two(self, engine):
     """Who goes on from there reads what the other has computed, and shares nothing."""
-    engine, other = clients.engine(), clients.other_params()
+    other = clients.other_params()
     given = clients.prompt(4), clients.tokens(1, 5)
 
     async def play():
@@ -205,10 +206,10 @@ class TestMakePolicy:
       return [clients.segment([(given[0],), reply[:3]]) for reply in (third, fourth)]
 
     (segments,) = _run(engine, play())
-    _assert_of(other, segments)
+    tiny.assert_on_policy(other, segments)
 
-  def test_it_is_freed_with_its_last_user(self):
-    engine, freed = clients.engine(), threading.Event()
+  def test_it_is_freed_with_its_last_user(self, engine):
+    freed = threading.Event()
 
     async def play():
       policy = engine.make_policy(clients.other_params(), 3)

@@ -16,33 +16,33 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.models import decoder
 
-_SLOTS, _STEPS, _ROWS = clients.SLOTS, clients.STEPS, clients.ROWS
-# No automaton ends these replies.
-_LONG = {'automata': ()}
+_SLOTS, _STEPS, _LONG = clients.SLOTS, clients.STEPS, clients.ENDLESS
 
 
-def _run(engine, *coroutines, **kwargs):
-  return tiny.within(engine.run, coroutines, **kwargs)
+def _run(engine, *coroutines):
+  return tiny.within(engine.run, coroutines)
 
 
-class TestKey:
-  def test_it_depends_on_every_part_and_on_nothing_else(self):
-    parts = [
-      (0, 0, 'a', 0),
-      (1, 0, 'a', 0),
-      (0, 1, 'a', 0),
-      (0, 0, 'b', 0),
-      (0, 0, 'a', 1),
-    ]
-    keys = {tuple(request_lib.make_key(*p).tolist()) for p in parts}
-    assert len(keys) == len(parts)
-    # Of every version, process and machine.
-    assert request_lib.make_key(0, 0, 'a', 0).tolist() == [687195798, 1807713719]
+def _assert_on_policy(*segments):
+  tiny.assert_on_policy(clients.params(), segments)
+
+
+@pytest.fixture
+def engine():
+  return clients.engine()
+
+
+def test_a_key_depends_on_every_part_and_on_nothing_else():
+  parts = [(0, 0, 'a', 0), (1, 0, 'a', 0), (0, 1, 'a', 0), (0, 0, 'b', 0), (0, 0, 'a', 1)]
+  keys = {tuple(request_lib.make_key(*p).tolist()) for p in parts}
+  assert len(keys) == len(parts)
+  # In every version, process and machine.
+  assert request_lib.make_key(0, 0, 'a', 0).tolist() == [687195798, 1807713719]
 
 
 class TestReply:
-  def test_it_ends_at_a_stop_token_or_out_of_budget(self):
-    engine, replies = clients.engine(), []
+  def test_it_ends_at_a_stop_token_or_out_of_budget(self, engine):
+    replies = []
 
     async def play(number):
       text = None
@@ -60,26 +60,22 @@ class TestReply:
       assert reply.stopped or len(reply.tokens) == most
     assert len({reply.stopped for reply, most in replies if most == 20}) == 2
 
-  def test_a_text_may_fill_its_row_to_the_last_slot(self):
-    engine = clients.engine()
-
+  def test_a_text_may_fill_its_row_to_the_last_slot(self, engine):
     async def play():
-      pieces, text, length = [], None, 0
+      parts, text, length = [], None, 0
       while _SLOTS - length > 1:
         given = clients.tokens(length, min(30, _SLOTS - length - 1))
         most = min(7, _SLOTS - length - len(given))
         generation = engine.submit(clients.request(given, text, most))
-        pieces += [(given,), (await generation)[:3]]
+        parts += [(given,), (await generation)[:3]]
         text, length = generation.text, len(generation.text)
-      return clients.segment(pieces)
+      return clients.segment(parts)
 
     (segment,) = _run(engine, play())
     assert len(segment.tokens) >= _SLOTS - 1
-    tiny.assert_on_policy(clients.params(), [segment])
+    _assert_on_policy(segment)
 
-  def test_greedy_is_the_likeliest_whatever_the_key(self):
-    engine = clients.engine()
-
+  def test_greedy_is_the_likeliest_whatever_the_key(self, engine):
     async def play(key):
       greedy = {'sampling': sampling_lib.GREEDY, 'top_logprobs': 1}
       given = clients.tokens(3, 9)
@@ -89,9 +85,9 @@ class TestReply:
     np.testing.assert_array_equal(first.tokens, second.tokens)
     np.testing.assert_array_equal(first.tokens, first.top_tokens[:, 0])
 
-  def test_top_logprobs_are_those_of_the_full_softmax(self):
+  def test_top_logprobs_are_those_of_the_full_softmax(self, engine):
     """At the request's temperature, whatever is truncated; others are told none."""
-    engine, temperature = clients.engine(), 0.7
+    temperature = 0.7
     sampling = sampling_lib.Sampling(temperature, top_k=3)
 
     async def play(top):
@@ -130,21 +126,53 @@ def _log_softmax(text, temperature):
   return np.asarray(logits(padded))[: len(text)]
 
 
+def _fork(length):
+  text = request_lib.Text(clients.engine().replicas[0], clients.tokens(0, 9))
+  return request_lib.Fork(text, length)
+
+
 class TestRefused:
   @pytest.mark.parametrize(
-    'given, most, message',
+    'given, parent, fields, message',
     [
-      (_SLOTS - 7, 8, rf'text of 0 \+ {_SLOTS - 7} tokens and a reply of 8 do not fit'),
-      (0, 8, '0 tokens to append, 8 to sample'),
-      (4, 0, '4 tokens to append, 0 to sample'),
+      (
+        _SLOTS - 7,
+        None,
+        {'most': 8},
+        rf'0 \+ {_SLOTS - 7} tokens and a reply of 8 do not',
+      ),
+      (0, None, {'most': 8}, '0 tokens to append, 8 to sample'),
+      (4, None, {'most': 0}, '4 tokens to append, 0 to sample'),
+      (2, -1, {}, 'a fork of the first -1 tokens of a text that has 9'),
+      (2, 10, {}, 'a fork of the first 10 tokens of a text that has 9'),
+      (3, None, {'top_logprobs': -1}, 'top_logprobs is -1; it must be 0 to 20'),
+      (3, None, {'top_logprobs': 21}, 'top_logprobs is 21; it must be 0 to 20'),
+      ([30, -1, 31], None, {}, f'token -1 .* {tiny.VOCAB}'),
+      ([30, tiny.VOCAB, 31], None, {}, f'token {tiny.VOCAB} .* {tiny.VOCAB}'),
     ],
   )
-  def test_what_does_not_fit(self, given, most, message):
-    self._assert_refused(message, clients.tokens(0, given), most=most)
+  def test_a_bad_request_leaves_nothing_behind(
+    self, engine, given, parent, fields, message
+  ):
+    tokens = clients.tokens(0, given) if isinstance(given, int) else np.int32(given)
+    parent = None if parent is None else _fork(parent)
+    self._assert_refused(engine, clients.request(tokens, parent, **fields), message)
 
-  def test_a_text_that_is_being_sampled(self):
-    engine = clients.engine()
+  def test_a_key_of_another_shape(self, engine):
+    request = request_lib.Request(clients.tokens(0, 3), key=np.zeros(3, np.uint32))
+    self._assert_refused(engine, request, 'key')
 
+  def _assert_refused(self, engine, request, message):
+    """Other clients are not disturbed."""
+
+    async def play():
+      with pytest.raises(ValueError, match=message):
+        engine.submit(request)
+
+    _, segment = _run(engine, play(), clients.play(engine, 0))
+    clients.assert_reference({0: segment})
+
+  def test_a_text_that_is_being_sampled(self, engine):
     async def play():
       first = engine.submit(clients.request(clients.tokens(0, 9)))
       with pytest.raises(ValueError, match='being sampled for another request'):
@@ -157,49 +185,9 @@ class TestRefused:
 
     _run(engine, play())
 
-  @pytest.mark.parametrize('at', [-1, 10])
-  def test_a_fork_beyond_the_text(self, at):
-    text = request_lib.Text(clients.engine().replicas[0], clients.tokens(0, 9))
-    message = f'a fork at {at} of a text of 9 tokens'
-    self._assert_refused(message, clients.tokens(1, 2), request_lib.Fork(text, at))
-
-  @pytest.mark.parametrize('top', [-1, 21])
-  def test_log_probs_of_too_many(self, top):
-    message = f'top_logprobs is {top}; it must be 0 to 20'
-    self._assert_refused(message, clients.tokens(0, 3), top_logprobs=top)
-
-  def test_a_key_that_is_none(self):
-    """Where it would else end the engine for all."""
-    engine = clients.engine()
-
-    async def play():
-      bad = request_lib.Request(clients.tokens(0, 3), key=np.zeros(3, np.uint32))
-      with pytest.raises(ValueError, match='key'):
-        engine.submit(bad)
-
-    _run(engine, play(), clients.play(engine, 0))
-
-  @pytest.mark.parametrize('token', [-1, tiny.VOCAB])
-  def test_tokens_that_the_policy_does_not_have(self, token):
-    given = np.array([30, token, 31], np.int32)
-    self._assert_refused(f'token {token} .* {tiny.VOCAB}', given)
-
-  def _assert_refused(self, message, *args, **kwargs):
-    """Nothing of it is left behind: others play on."""
-    engine = clients.engine()
-
-    async def play():
-      with pytest.raises(ValueError, match=message):
-        engine.submit(clients.request(*args, **kwargs))
-
-    _, segment = _run(engine, play(), clients.play(engine, 0))
-    clients.assert_same({0: segment}, {0: clients.reference()[0]})
-
 
 class TestChunks:
-  def test_they_come_while_a_reply_is_sampled(self):
-    engine = clients.engine()
-
+  def test_they_come_while_a_reply_is_sampled(self, engine):
     async def play():
       given = clients.tokens(0, 9)
       chunks, progress = [], []
@@ -216,11 +204,9 @@ class TestChunks:
       return clients.segment([(given,), whole[:3]])
 
     (segment,) = _run(engine, play())
-    tiny.assert_on_policy(clients.params(), [segment])
+    _assert_on_policy(segment)
 
-  def test_several_may_listen(self):
-    engine = clients.engine()
-
+  def test_several_may_listen(self, engine):
     async def play():
       given = clients.tokens(0, 9)
       generation = engine.submit(clients.request(given, None, 3 * _STEPS, **_LONG))
@@ -242,31 +228,23 @@ def slow_decodes(monkeypatch):
   monkeypatch.setattr(replica_lib.Replica, '_in_thread', decode)
 
 
-def _by_cancel(generation, task):
-  generation.cancel()
-
-
-def _by_its_task(generation, task):
-  task.cancel()
-
-
 class TestCancel:
-  @pytest.mark.parametrize('give_up', [_by_cancel, _by_its_task])
+  @pytest.mark.parametrize('by_its_task', [False, True])
   @pytest.mark.parametrize('when', range(6))
-  def test_the_row_is_free_and_the_text_goes_on(self, slow_decodes, give_up, when):
+  def test_the_row_is_free_and_the_text_goes_on(self, slow_decodes, by_its_task, when):
     """From its last chunk; at any time of a decode. Another text waits for the row."""
     engine = clients.engine(rows=1)
     given, more = clients.tokens(9, 9), clients.tokens(8, 5)
 
     async def play():
       generation = engine.submit(clients.request(given, None, 100, **_LONG))
-      task = asyncio.ensure_future(_whole(generation))
+      task = asyncio.ensure_future(generation)
       while not generation.chunks:
         await asyncio.sleep(0)
       waiting = engine.submit(clients.request(clients.tokens(7, 9), None, 5, 1))
       for _ in range(when):
         await asyncio.sleep(0)
-      give_up(generation, task)
+      (task if by_its_task else generation).cancel()
       with pytest.raises(asyncio.CancelledError):
         await task
       assert generation.done
@@ -281,12 +259,10 @@ class TestCancel:
       again = engine.submit(clients.request(more, generation.text))
       return clients.segment([(given,), said[:3], (more,), (await again)[:3]])
 
-    (segment,) = _run(engine, play(), seconds=60)
-    tiny.assert_on_policy(clients.params(), [segment])
+    (segment,) = _run(engine, play())
+    _assert_on_policy(segment)
 
-  def test_whoever_breaks_off_cancels(self):
-    engine = clients.engine()
-
+  def test_whoever_breaks_off_cancels(self, engine):
     async def play():
       given = clients.tokens(0, 9)
       generation = engine.submit(clients.request(given, None, 100, **_LONG))
@@ -296,7 +272,7 @@ class TestCancel:
         await asyncio.sleep(0)
       assert generation.remaining > 0
 
-    _run(engine, play(), seconds=60)
+    _run(engine, play())
 
   def test_what_waits_for_a_row_can_be_cancelled(self):
     engine = clients.engine(rows=1)
@@ -315,12 +291,10 @@ class TestCancel:
       given = np.concatenate([clients.tokens(1, 9), clients.tokens(2, 3)])
       return clients.segment([(given,), (await third)[:3]])
 
-    (segment,) = _run(engine, play(), seconds=60)
-    tiny.assert_on_policy(clients.params(), [segment])
+    (segment,) = _run(engine, play())
+    _assert_on_policy(segment)
 
-  def test_of_a_whole_reply_it_is_nothing(self):
-    engine = clients.engine()
-
+  def test_of_a_whole_reply_it_is_nothing(self, engine):
     async def play():
       generation = engine.submit(clients.request(clients.tokens(0, 9)))
       reply = await generation
@@ -345,45 +319,38 @@ class TestCancel:
         generation.cancel()
         await engine.submit(clients.request(given, None, 1, automata=()))
 
-    _run(engine, play(), seconds=120)
+    _run(engine, play())
     assert len(pool.entries) == size
 
 
-async def _whole(generation):
-  return await generation
-
-
 class TestRaces:
-  def test_who_asks_during_a_decode_is_not_handed_its_result(self, slow_decodes):
-    engine = clients.engine()
-
+  def test_who_asks_during_a_decode_is_not_handed_its_result(self, slow_decodes, engine):
     async def play(number):
-      pieces, text = [], None
+      parts, text = [], None
       for turn in range(4):
         given = clients.tokens(10 * number + turn, 3)
         most = 5 if number % 2 else 24
         generation = engine.submit(clients.request(given, text, most, number))
-        pieces += [(given,), (await generation)[:3]]
+        parts += [(given,), (await generation)[:3]]
         text = generation.text
         for _ in range(number):  # A tool that is ready in the midst of a decode.
           await asyncio.sleep(0)
-      return clients.segment(pieces)
+      return clients.segment(parts)
 
     segments = _run(engine, *(play(number) for number in range(6)))
-    tiny.assert_on_policy(clients.params(), segments)
+    _assert_on_policy(*segments)
 
   @pytest.mark.parametrize('when', range(4))
   def test_a_row_that_was_left_during_a_decode_begins_anew(self, slow_decodes, when):
     """Its next client gets nothing of the decode that was meant for the last one."""
     engine = clients.engine(rows=2)
-    alone = clients.run(clients.engine(), [0, 1])
 
     async def impatient():
       async with engine.reserve() as replica:
         generation = replica.submit(
           clients.request(clients.tokens(99, 20), None, 40, **_LONG)
         )
-        asked = asyncio.ensure_future(_whole(generation))
+        asked = asyncio.ensure_future(generation)
         while not generation.chunks and not generation.done:
           await asyncio.sleep(0)
         for _ in range(when):
@@ -393,13 +360,12 @@ class TestRaces:
           await asked
 
     _, *played = _run(engine, impatient(), *(clients.play(engine, n) for n in (0, 1)))
-    clients.assert_same(dict(enumerate(played)), alone)
+    clients.assert_reference(dict(enumerate(played)))
 
   def test_a_text_that_goes_on_in_the_decode_in_which_it_was_cancelled(
-    self, slow_decodes
+    self, slow_decodes, engine
   ):
     """Nothing of that decode is in it."""
-    engine = clients.engine()
     given, more = clients.tokens(1, 9), clients.tokens(2, 4)
 
     async def play():
@@ -414,11 +380,11 @@ class TestRaces:
       assert len(generation.text) == 9 + len(said.tokens) + 4 + 30
       return clients.segment([(given,), said[:3], (more,), reply[:3]])
 
-    (segment,) = _run(engine, play(), seconds=60)
-    tiny.assert_on_policy(clients.params(), [segment])
+    (segment,) = _run(engine, play())
+    _assert_on_policy(segment)
 
-  def test_a_prompt_that_was_left_half_prefilled_is_computed_by_another(self):
-    engine, begun = clients.engine(), asyncio.Event()
+  def test_a_prompt_that_was_left_half_prefilled_is_computed_by_another(self, engine):
+    begun = asyncio.Event()
     prompt = clients.prompt(8)  # of numbers 24 to 26 in groups of 3, in seven chunks
 
     async def impatient():
@@ -435,9 +401,9 @@ class TestRaces:
       await begun.wait()
       return await clients.play(engine, 24, group=3, turns=1)
 
-    _, segment = _run(engine, impatient(), waits_for_its_prompt(), seconds=60)
+    _, segment = _run(engine, impatient(), waits_for_its_prompt())
     assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
-    tiny.assert_on_policy(clients.params(), [segment])
+    _assert_on_policy(segment)
 
 
 def test_the_page_about_the_engine_runs(tmp_path, capsys):

@@ -29,7 +29,7 @@ class Cache:
     self.width, self.number = width, 0
     # Of each request under way, whether it asks for a policy of its own.
     self.live = {}
-    self.prefilled = self.copied = 0
+    self.computed = self.copied = 0
 
   def submit(self, text, own=False):
     generation = _generation(text, self.number)
@@ -39,7 +39,7 @@ class Cache:
 
   def leave(self, generation):
     del self.live[generation]
-    row = self.rows.of(generation.text)
+    row = self.rows.find(generation.text)
     if row is not None and row.running is generation:
       row.running = None
 
@@ -47,16 +47,16 @@ class Cache:
     """One piece of work of the replica, for one policy; True if all rows are filled."""
     chosen = []
     for generation in [g for g, its_own in self.live.items() if its_own == own]:
-      row = self.rows.of(generation.text)
+      row = self.rows.find(generation.text)
       if row is None or row.running is not generation:
-        row = self.rows.place(generation, version)
+        row = self.rows.assign(generation, version)
       if row is not None:
         row.note_policy(version)
         chosen.append(row)
       if len(chosen) == self.width:
         break
     self.check()
-    missing = [row for row in chosen if not row.filled]
+    missing = [row for row in chosen if not row.prefilled]
     copies, waiting = self.rows.find_sources(missing, copies_at_once)
     assert len(copies) <= copies_at_once
     for source, row in copies:
@@ -69,7 +69,7 @@ class Cache:
         part = row.missing[:chunk]
         self._compute(row, len(part), version)
         row.cached += len(part)
-        self.prefilled += len(part)
+        self.computed += len(part)
     self.check()
     return chosen, not missing
 
@@ -93,7 +93,7 @@ class Cache:
 
   def decode(self, row, tokens, version):
     """Samples tokens: all but the last are computed."""
-    assert row.filled
+    assert row.prefilled
     begin = row.cached
     row.extend(np.asarray(tokens))
     row.cached, end = begin, row.cached
@@ -107,7 +107,7 @@ class Cache:
     for row in self.rows.rows:
       if row.text is None:
         continue
-      assert self.rows.of(row.text) is row
+      assert self.rows.find(row.text) is row
       slots = self.slots[row.index][: row.cached]
       texts = [row.text.tokens[: i + 1].tobytes() for i in range(row.cached)]
       assert [slot[1] for slot in slots] == texts
@@ -166,7 +166,7 @@ def test_a_random_walk(seed):
       cache.leave(row.running)
     if not cache.live:
       break
-  assert not cache.live and cache.copied and cache.prefilled
+  assert not cache.live and cache.copied and cache.computed
 
 
 class TestPlace:
@@ -187,7 +187,7 @@ class TestPlace:
     for n in range(3):
       cache.submit(_text((10 + n, 20)))
       cache.work(0)
-      gone += [t for t in texts if cache.rows.of(t) is None and t not in gone]
+      gone += [t for t in texts if cache.rows.find(t) is None and t not in gone]
     assert gone == [texts[3], texts[1], texts[2]]
 
   def test_no_row_of_a_running_text_is_given_away(self):
@@ -195,32 +195,32 @@ class TestPlace:
     for n in range(_B):
       cache.submit(_text((n, 20)))
     cache.work(0)
-    assert cache.rows.place(_generation(_text((9, 20)), 99), 0) is None
+    assert cache.rows.assign(_generation(_text((9, 20)), 99), 0) is None
 
   @pytest.mark.parametrize('version, kept', [(0, 12), (1, 0)])
   def test_what_a_text_has_in_common_with_the_last_one_is_kept(self, version, kept):
     rows = rows_lib.Rows(1, _S)
     first, second = _text((0, 12), (1, 8)), _text((0, 12), (2, 8))
     generation = _generation(first, 0)
-    row = rows.place(generation, 0)
+    row = rows.assign(generation, 0)
     row.cached, row.running = 19, None
-    assert rows.place(_generation(second, 1), version) is row
+    assert rows.assign(_generation(second, 1), version) is row
     # Tokens may be the same by chance.
     assert row.cached >= kept and (row.cached == 0) == (kept == 0)
-    assert rows.of(first) is None and row.version == version
+    assert rows.find(first) is None and row.version == version
 
   def test_an_equal_text_keeps_all_but_the_last_token(self):
     rows = rows_lib.Rows(1, _S)
-    row = rows.place(_generation(_text((0, 12)), 0), 0)
+    row = rows.assign(_generation(_text((0, 12)), 0), 0)
     row.extend(np.array([7, 7]))
     row.cached, row.running = 13, None
-    assert rows.place(_generation(_text((0, 12)), 1), 0).cached == 11
+    assert rows.assign(_generation(_text((0, 12)), 1), 0).cached == 11
 
 
 class TestFindSources:
   def _placed(self, *texts, version=0):
     rows = rows_lib.Rows(_B, _S)
-    placed = [rows.place(_generation(t, n), version) for n, t in enumerate(texts)]
+    placed = [rows.assign(_generation(t, n), version) for n, t in enumerate(texts)]
     return rows, placed
 
   def test_equal_texts_wait_for_the_first(self):
@@ -258,7 +258,7 @@ class TestFindSources:
   def test_nor_from_one_that_was_forgotten(self):
     rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
     placed[0].cached, placed[0].running = 29, None
-    rows.forget()
+    rows.stop_sharing()
     assert placed[0].version == rows_lib.MIXED and placed[1].version == 0
     assert rows.find_sources([placed[1]], 4) == ([], set())
 
@@ -266,7 +266,7 @@ class TestFindSources:
     rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
     placed[0].cached = 29
     placed[0].running.cancel()
-    rows.forget()
+    rows.stop_sharing()
     assert placed[0].version == rows_lib.MIXED and placed[1].version == 0
 
   def test_the_longer_of_two_is_waited_for(self):

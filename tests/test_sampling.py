@@ -18,13 +18,13 @@ _N = 8_000
 @jax.jit
 def _choose(logits, u, temperature, truncation):
   """As a decode does it; returns the tokens and their log-probs."""
-  scaled = sampling_lib.scale(logits, temperature)
+  scaled = sampling_lib.scale_logits(logits, temperature)
   full = jax.nn.log_softmax(scaled)
   state = {name: jnp.full(len(u), value) for name, value in truncation.items()}
   used = ((truncation['top_k'] > 0) | (truncation['top_p'] < 1)) | (
     truncation['min_p'] > 0
   )
-  changed = guide_lib.guided(
+  changed = guide_lib.apply(
     [guide_lib.TRUNCATION],
     [None],
     [state],
@@ -32,13 +32,15 @@ def _choose(logits, u, temperature, truncation):
     scaled,
     scaled[:, :1],
   )
-  tokens = sampling_lib.choose(jax.nn.log_softmax(changed), u, temperature == 0)
+  tokens = sampling_lib.choose_tokens(jax.nn.log_softmax(changed), u, temperature == 0)
   return tokens, jnp.take_along_axis(full, tokens[:, None], 1)[:, 0]
 
 
 def _sample_rows(logits, u, sampling):
   temperature = np.full(len(u), sampling.temperature, np.float32)
-  return _choose(logits, jnp.asarray(u), temperature, guide_lib.truncation(sampling))
+  return _choose(
+    logits, jnp.asarray(u), temperature, guide_lib.truncation_state(sampling)
+  )
 
 
 def _sample(logits, u, sampling):
@@ -49,7 +51,7 @@ def _sample(logits, u, sampling):
 @functools.cache
 def _uniforms(n=_N):
   keys = np.random.default_rng(0).integers(0, 2**32, (n, 2), np.uint32)
-  return jax.jit(sampling_lib.uniforms)(keys, np.arange(n, dtype=np.int32) % 50)
+  return jax.jit(sampling_lib.draw_uniforms)(keys, np.arange(n, dtype=np.int32) % 50)
 
 
 def _logits(V, seed=1, spread=1.5):
@@ -97,12 +99,12 @@ class TestUniforms:
   def test_they_depend_on_key_and_position_alone(self):
     keys = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
     positions = jnp.array([7, 8, 7, 7], jnp.int32)
-    u = np.asarray(sampling_lib.uniforms(keys, positions))
+    u = np.asarray(sampling_lib.draw_uniforms(keys, positions))
     assert len(set(u.tolist())) == 4
     order = np.array([2, 0, 3, 1])
-    again = sampling_lib.uniforms(keys[order], positions[order])
+    again = sampling_lib.draw_uniforms(keys[order], positions[order])
     np.testing.assert_array_equal(again, u[order])
-    fewer = sampling_lib.uniforms(keys[1:3], positions[1:3])
+    fewer = sampling_lib.draw_uniforms(keys[1:3], positions[1:3])
     np.testing.assert_array_equal(fewer, u[1:3])
 
 
@@ -211,11 +213,11 @@ class TestTruncation:
     """To the last bit, whatever their neighbours do."""
     logits = np.stack([_logits(300, seed) for seed in range(4)])
     truncations = [Sampling(top_k=1), Sampling(), Sampling(min_p=0.9), Sampling()]
-    states = [guide_lib.truncation(sampling) for sampling in truncations]
+    states = [guide_lib.truncation_state(sampling) for sampling in truncations]
     state = {name: jnp.stack([s[name] for s in states]) for name in states[0]}
     used = jnp.array([[sampling.truncated for sampling in truncations]])
     out = jax.jit(
-      lambda x: guide_lib.guided([guide_lib.TRUNCATION], [None], [state], used, x, x)
+      lambda x: guide_lib.apply([guide_lib.TRUNCATION], [None], [state], used, x, x)
     )(logits)
     np.testing.assert_array_equal(out[1::2], logits[1::2])
     assert np.isinf(out[0]).sum() == 299 and np.isinf(out[2]).any()
@@ -268,10 +270,10 @@ def test_a_value_out_of_range_is_refused(field, value):
 def test_what_is_forbidden_is_not_chosen_however_likely_it_is(temperature):
   logits = np.zeros((2, 300), np.float32)
   logits[:, 7], logits[:, 200] = 400, 5
-  scaled = sampling_lib.scale(jnp.asarray(logits), jnp.full(2, temperature))
+  scaled = sampling_lib.scale_logits(jnp.asarray(logits), jnp.full(2, temperature))
   choices = jax.nn.log_softmax(scaled.at[0, 7].set(-jnp.inf))
   greedy = jnp.full(2, temperature == 0)
-  tokens = sampling_lib.choose(choices, jnp.array([0.5, 0.5]), greedy)
+  tokens = sampling_lib.choose_tokens(choices, jnp.array([0.5, 0.5]), greedy)
   assert tokens.tolist() == [200, 7]
 
 
@@ -279,7 +281,7 @@ def test_greedy_and_sampled_rows_share_a_call():
   logits = np.stack([_logits(300, seed) for seed in range(8)])
   u, temperature = np.linspace(0, 0.99, 8).astype(np.float32), np.ones(8, np.float32)
   temperature[::2] = 0
-  plain = guide_lib.truncation(Sampling())
+  plain = guide_lib.truncation_state(Sampling())
   tokens, _ = _choose(logits, jnp.asarray(u), temperature, plain)
   sampled, _ = _sample_rows(logits, u, Sampling())
   np.testing.assert_array_equal(tokens[::2], logits.argmax(-1)[::2])

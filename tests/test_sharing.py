@@ -4,17 +4,24 @@ import asyncio
 
 import clients
 import numpy as np
+import pytest
 import tiny
 
 from agent_r1_jax.engine import request as request_lib
 
 # Room for 64 texts of a long system prompt.
-_LARGE = {'rows': 64, 'slots': 512, 'feed_rows': 16, 'feed_tokens': 64, 'narrow': False}
+_LARGE = {'rows': 64, 'slots': 512, 'feed_rows': 16, 'feed_tokens': 64}
+_LARGE |= {'bucket': 512, 'narrow': False}
 _SYSTEM = clients.tokens(1000, 400)
 
 
-def _run(engine, *coroutines, **kwargs):
-  return tiny.within(engine.run, coroutines, **kwargs)
+def _run(engine, *coroutines):
+  return tiny.within(engine.run, coroutines)
+
+
+@pytest.fixture
+def engine():
+  return clients.engine()
 
 
 def _distinct(texts):
@@ -28,14 +35,13 @@ def _task(number):
 
 
 class TestPrefilled:
-  def test_a_groups_prompt_is_computed_once(self):
-    engine, prompt = clients.engine(), clients.prompt(2)
+  def test_a_groups_prompt_is_computed_once(self, engine):
+    prompt = clients.prompt(2)
     clients.run(engine, range(12, 18), group=6, turns=1)
     assert engine.stats.prefilled == len(prompt) - 1
     assert engine.stats.shared == 5 * (len(prompt) - 1)
 
-  def test_so_is_one_that_is_longer_than_a_prefill_and_all_the_rest_once(self):
-    engine = clients.engine()
+  def test_so_is_one_that_is_longer_than_a_prefill_and_all_the_rest_once(self, engine):
     played = clients.run(engine, range(24, 30), group=3)
     prompts = [len(clients.prompt(group)) for group in (8, 9)]
     given = sum(int((~s.action_mask).sum()) for s in played.values())
@@ -45,8 +51,8 @@ class TestPrefilled:
     sampled = sum(int(s.action_mask.sum()) for s in played.values())
     assert engine.stats.sampled == sampled
 
-  def test_a_late_comer_copies_from_a_row_that_has_gone_on(self):
-    engine, arrived, prompt = clients.engine(), asyncio.Event(), clients.prompt(4)
+  def test_a_late_comer_copies_from_a_row_that_has_gone_on(self, engine):
+    arrived, prompt = asyncio.Event(), clients.prompt(4)
 
     async def late():
       await arrived.wait()
@@ -106,9 +112,7 @@ class TestPrefilled:
     assert engine.stats.prefilled == 4 * (3 * 25 - 1) + 4 * 2 * 20
     tiny.assert_on_policy(clients.params(), _continued(played))
 
-  def test_a_text_goes_on_from_two_turns_back(self):
-    engine = clients.engine()
-
+  def test_a_text_goes_on_from_two_turns_back(self, engine):
     async def play():
       text, ends = None, []
       for turn in range(3):
@@ -137,37 +141,34 @@ def _continued(played):
 
 
 class TestEviction:
-  def test_more_samples_than_rows(self):
-    engine = clients.engine()
-    clients.assert_same(clients.run(engine, range(16)), clients.reference())
+  def test_more_samples_than_rows(self, engine):
+    clients.assert_plays(engine)
     assert engine.stats.shared > 0
 
   def test_clients_that_hold_texts_without_a_reserve_all_come_to_their_ends(self):
     """More open texts than rows, all at the same time; they lose their rows in turns."""
-    engine = clients.engine(rows=3)
-    alone = clients.run(clients.engine(), range(12))
+    engine = clients.engine(rows=3, **clients.EXACT)
     met = asyncio.Barrier(12)
 
     async def play(number):
-      pieces, given, text = [], clients.prompt(number // 4), None
+      parts, given, text = [], clients.prompt(number // 4), None
       for _ in range(3):
         generation = engine.submit(clients.request(given, text, 12, number))
         answer, text = await generation, generation.text
-        pieces += [(given,), answer[:3]]
+        parts += [(given,), answer[:3]]
         given = clients.tokens(
           int(answer.tokens.sum()), 1 + int(answer.tokens.sum()) % 11
         )
         await met.wait()  # Every text is held by its client here.
-      return clients.segment(pieces)
+      return clients.segment(parts)
 
-    played = _run(engine, *(play(number) for number in range(12)), seconds=120)
-    clients.assert_same(dict(enumerate(played)), alone)
-    tiny.assert_on_policy(clients.params(), played)
+    played = _run(engine, *(play(number) for number in range(12)))
+    clients.assert_reference(dict(enumerate(played)))
     given = sum(int((~s.action_mask).sum()) for s in played)
     assert engine.stats.prefilled > given  # Some were computed again.
 
   def test_closed_texts_lose_their_rows_first(self):
-    engine = clients.engine(rows=3)
+    engine = clients.engine(rows=3, **clients.EXACT)
 
     async def play():
       held = []
@@ -189,8 +190,8 @@ class TestEviction:
 
     tiny.assert_on_policy(clients.params(), _continued(_run(engine, play())))
 
-  def test_a_text_of_an_earlier_run_goes_on(self):
-    engine, texts = clients.engine(), []
+  def test_a_text_of_an_earlier_run_goes_on(self, engine):
+    texts = []
     given = clients.tokens(0, 30), clients.tokens(1, 5)
 
     async def begin():
@@ -203,11 +204,11 @@ class TestEviction:
 
     (first,) = _run(engine, begin())
     (second,) = _run(engine, go_on())
-    pieces = [(given[0],), first[:3], (given[1],), second[:3]]
-    tiny.assert_on_policy(clients.params(), [clients.segment(pieces)])
+    parts = [(given[0],), first[:3], (given[1],), second[:3]]
+    tiny.assert_on_policy(clients.params(), [clients.segment(parts)])
 
   def test_reserve_lets_no_more_clients_in_than_there_are_rows(self):
-    engine, inside, most = clients.engine(rows=3), set(), []
+    engine, inside, most = clients.engine(rows=3, **clients.EXACT), set(), []
 
     async def play(number):
       async with engine.reserve(number):
@@ -221,7 +222,7 @@ class TestEviction:
 
   def test_policies_that_wait_are_let_in_by_turns(self):
     """Of one policy, whoever came first is first."""
-    engine, began = clients.engine(rows=1), []
+    engine, began = clients.engine(rows=1, **clients.EXACT), []
 
     async def play(name, policy=None):
       async with engine.reserve(policy=policy):

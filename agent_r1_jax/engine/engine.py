@@ -3,12 +3,12 @@
 Clients are coroutines in the engine's own event loop: episodes of a rollout, an
 evaluation, a search, a server's handlers.
 
-  played = engine.run(coroutines)      # plays them to their ends
+  results = engine.run(coroutines)     # runs them to their ends
 
   with engine.open():
-    future = engine.start(coroutines)  # They play while this thread does something else.
-    engine.sync_weights(params, 1)     # The rest of them is played by another policy.
-    played = future.result()
+    future = engine.start(coroutines)  # They run while this thread does something else.
+    engine.sync_weights(params, 1)     # Another policy samples the rest.
+    results = future.result()
 
 Inside a coroutine, `engine.submit(request)` asks for a reply; see request.py.
 """
@@ -36,11 +36,12 @@ class Engine:
 
   Attributes:
     config: The policy's shape.
+    mesh: The mesh that the parameters lie on.
     interrupted: Asked while requests are served; True ends them with
       replica.PreemptedError.
     sizes: The sizes of everything that is compiled.
     replicas: Copies of the policy, each with rows of its own.
-    stats: Counts so far, over all replicas.
+    stats: Counts since the engine was made, over all replicas.
   """
 
   def __init__(
@@ -67,14 +68,12 @@ class Engine:
       config: The policy's shape.
       params: Parameters of the policy, with or without adapters.
       guides: Further kinds of guides that requests may use, and the parameters of each.
-      mesh: The mesh that `params` lie on. This process's chips then have a replica each,
-        or one together where its `tensor` splits a layer. None: one, on JAX's default
-        device.
-      chips: Chips of this process which sample in place of those of the mesh.
+      mesh: The mesh that `params` lie on. Each of this process's chips then has a
+        replica, or `tensor` of them share one. None: JAX's default device has one.
+      chips: Chips of this process that sample instead of those of the mesh.
       rows: Texts in the cache at a time (B), on each chip (or `tensor` of them).
       slots: The most tokens of a text (S).
-      steps: Tokens of one decode segment: what a request waits for, at most, before its
-        text is looked at.
+      steps: Tokens of one decode segment; a new request waits for at most one.
       width: The most rows that are decoded at a time; all by default. With slow tools,
         twice as many rows as this keep the device busy.
       feed_rows: Rows of one prefill (M).
@@ -83,8 +82,8 @@ class Engine:
       narrow: Whether few rows are prefilled and decoded by programs for a quarter of
         them.
       replicas: Replicas that work side by side on each chip: they share its parameters
-        and divide its rows and width. One a core keeps a CPU busy, whose decode steps XLA
-        computes mostly on one core.
+        and divide its rows and width. On a CPU, one for each core keeps it busy: XLA
+        computes a decode mostly on one core.
 
     A log-prob's last bits depend on the program that computed it: runs whose tools take
     their time repeat to the last bit only with bucket = slots and narrow = False.
@@ -104,6 +103,7 @@ class Engine:
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
     rows, width = rows // replicas, width // replicas
     widths = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
+    buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
     self.sizes = sizes_lib.Sizes(
       rows=rows,
       slots=slots,
@@ -111,12 +111,14 @@ class Engine:
       prefill_tokens=feed_tokens,
       prefill_rows=widths(min(feed_rows, rows)),
       decode_rows=widths(width),
-      buckets=[b for i in range(32) if (b := bucket << i) < slots] + [slots],
+      buckets=buckets,
+      decode_buckets=buckets,
     )
     with sharding.use_mesh(mesh):
-      shape = (rows, config.num_kv_heads, slots, config.head_dim)
-      if width == rows and attention.reads_used_slots(shape, config.dtype):
-        self.sizes = self.sizes._replace(in_place=True, decode_rows=[rows])
+      cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
+      if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
+        # Smaller programs would read no less, and have to copy what they read.
+        self.sizes = self.sizes._replace(decode_rows=[rows], decode_buckets=[slots])
     self.config, self.mesh = config, mesh
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = replica_lib.Stats()
@@ -128,7 +130,7 @@ class Engine:
     ]
     for replica in self.replicas:
       replica.interrupted = lambda: self.interrupted()
-    # Set by sync_weights: what the clients' own policy was made of, on the mesh.
+    # The parameters that the replicas' policy is made of, and those it was last made of.
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
@@ -144,7 +146,7 @@ class Engine:
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:
-    """Inside, `start` may be called; what it started ends with it, done or not."""
+    """Allows `start` inside `with`, at whose end everything that it started is ended."""
     if self._loop:
       yield
       return
@@ -159,11 +161,11 @@ class Engine:
   @property
   def busy(self) -> bool:
     """Whether clients are under way, or replies that no client awaits any more."""
-    loads = any(replica.load for replica in self.replicas)
-    return bool(self._loop and (self._loop.busy or loads))
+    clients = self._loop is not None and self._loop.busy
+    return clients or any(replica.load for replica in self.replicas)
 
   def start(self, coroutines: Iterable[Coroutine]) -> futures.Future[list]:
-    """As `run`, but does not wait: the future has the results, or the exception.
+    """Starts clients; the future has their results in order, or the first exception.
 
     Raises:
       RuntimeError: The engine is not open.
@@ -171,9 +173,9 @@ class Engine:
     if not self._loop:
       raise RuntimeError('The engine is not open: start inside `with engine.open()`.')
     if not self.busy:
-      # So that a run does not depend on the ones before.
+      # A run's log-probs must not depend, in their last bits, on the runs before.
       for replica in self.replicas:
-        replica.rows.forget()
+        replica.rows.stop_sharing()
     return self._loop.start(coroutines)
 
   def reserve(self, group: int = 0, policy: replica_lib.Policy | None = None):
@@ -192,7 +194,7 @@ class Engine:
     return self.replicas[group % len(self.replicas)].reserve(policy)
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
-    """Takes a request, from a coroutine that was started here; see Replica.submit."""
+    """Submits a request, from a coroutine that was started here; see Replica.submit."""
     parent = request.parent
     if isinstance(parent, request_lib.Fork):
       parent = parent.text
@@ -202,8 +204,8 @@ class Engine:
   def sync_weights(self, params: decoder.Params, policy_step: int):
     """Gives the engine another policy, also in the midst of replies; from any thread.
 
-    Texts under way keep what is cached of them; those that begin share none of it. While
-    requests are under way there is room for two copies.
+    Texts under way keep their cached keys and values; texts that begin later share none
+    of them. While requests are under way, two copies of the policy are in memory.
 
     Args:
       params: Parameters of the policy, with or without adapters.
@@ -215,22 +217,23 @@ class Engine:
   def make_policy(self, params: decoder.Params, policy_step: int) -> replica_lib.Policy:
     """Makes a policy that single requests can ask for; it is freed with the last user.
 
-    Where `params` are those of the engine's own policy, nothing is copied.
+    Nothing is copied if `params` are those of the engine's own policy.
     """
     own = self.replicas[0].policy
     if params is self._synced and own is not None:
       return replica_lib.Policy(own.copies, policy_step, own.version)
-    return replica_lib.Policy(self._copy(params), policy_step, next(self._versions))
+    copies = self._copy_params(params)
+    return replica_lib.Policy(copies, policy_step, next(self._versions))
 
   def warm_up(
     self,
     on_done: Callable[[int, int], None] = lambda done, all: None,
     automata: Sequence[types.Automaton] = (),
   ):
-    """Compiles every program, on places without rows.
+    """Compiles every program, with calls that use no row.
 
     Args:
-      on_done: Called with the programs compiled so far, and how many there are.
+      on_done: Called with the number of programs compiled so far, and of all programs.
       automata: Grammars and long stop strings that requests will bring: the programs are
         compiled for tables that hold them.
     """
@@ -240,9 +243,8 @@ class Engine:
       replica.warm_up(lambda: on_done(next(done), programs), automata)
 
   def _sync(self):
-    # Also a reply that no client awaits needs a policy.
-    busy = self.busy or any(replica.load for replica in self.replicas)
-    if self._params is not self._synced and not busy:
+    """Makes the replicas' policy of the engine's parameters."""
+    if self._params is not self._synced and not self.busy:
       # The old copy is freed before the new one is made.
       self._synced = None
       for replica in self.replicas:
@@ -252,8 +254,8 @@ class Engine:
     for replica in self.replicas:
       replica.policy = policy
 
-  def _copy(self, params: decoder.Params) -> list[decoder.Params]:
-    """A copy of the policy for each chip (or `tensor` of them)."""
+  def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
+    """Copies parameters to each chip (or to `tensor` of them)."""
     used = decoder.unstacked(lora.merge(params), self.config)
     if self.mesh is None:
       return [used]

@@ -1,11 +1,11 @@
 """Guides: what a request may do to the choice of its tokens, inside the jitted loop.
 
-A guide is a pair of pure functions over the state that a row has of it: what it does to
-the logits, and how a token advances its state. Stop strings, a grammar of tool calls, a
-truncation of the distribution and a value function are of one kind. The guides of a row
-compose: logits pass through one after the other, and a reply ends where one of them says
-so. Each row's state goes through the loop as an argument, so that which rows use a guide,
-and with which state, compiles nothing.
+A guide has a state in each row, and is a pair of pure functions over it: what the guide
+does to the logits, and how a token advances the state. Stop strings, a grammar of tool
+calls, a truncation of the distribution and a value function are all guides. The guides of
+a row compose: logits pass through one after the other, and a reply ends where one of them
+ends it. The states are arguments of the jitted loop, so that nothing is compiled for
+another choice of rows and guides.
 
 Someone's own guide:
 
@@ -34,22 +34,23 @@ import numpy as np
 
 from agent_r1_jax.engine import sampling as sampling_lib
 
-# A tree of arrays; in `Guide.off` of one row, in the functions of all rows [M, ...].
+# A tree of arrays: of one row in Guide.off and in requests, of all rows, [M, ...], in the
+# functions.
 State = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Guide:
-  """One kind of guide; the engine is told at its making of the kinds that it will meet.
+  """One kind of guide; an engine is made with the kinds that its requests may use.
 
   Attributes:
     off: The state of a row that does not use the guide, numpy scalars or arrays.
-    logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]; the logits are
-      scaled by the temperature, and hidden is the policy's last hidden state. Its result
-      counts in the rows that use the guide. None leaves all logits as they are.
-    advance: (params, state, tokens [M]) -> (state, ended [M]): what one more token makes
-      of the state, and whether the reply ends with it. It must not end a row whose state
-      is `off`. None keeps the state.
+    logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]. The logits are
+      scaled by the temperature, and hidden is the policy's last hidden state. The result
+      is only used in the rows that use the guide. None changes no logits.
+    advance: (params, state, tokens [M]) -> (state, ended [M]): the state after one more
+      token, and whether the reply ends with it. It must not end a row whose state is
+      `off`. None changes no state.
   """
 
   off: State
@@ -57,7 +58,7 @@ class Guide:
   advance: Callable[[Any, State, Array], tuple[State, Array]] | None = None
 
 
-def guided(
+def apply(
   guides: Sequence[Guide],
   params: Sequence[Any],
   states: Sequence[State],
@@ -65,16 +66,26 @@ def guided(
   logits: Float[Array, 'M V'],
   hidden: Float[Array, 'M D'],
 ) -> Float[Array, 'M V']:
-  """Passes scaled logits through the guides, each in the rows that use it."""
+  """Passes scaled logits through the guides, each in the rows that use it.
+
+  Args:
+    guides: The kinds of guides that the engine was made with.
+    params: The parameters of each guide.
+    states: The state of each guide in all rows.
+    used: The rows whose logits each guide changes.
+    logits: Logits that are scaled by the temperature.
+    hidden: The policy's last hidden states.
+  """
   for g, guide in enumerate(guides):
     if guide.logits is None:
       continue
 
-    def apply(logits, g=g, change=guide.logits):
+    def change_rows(logits, g=g, change=guide.logits):
       changed = change(params[g], states[g], logits, hidden)
       return jnp.where(used[g][:, None], changed, logits)
 
-    logits = jax.lax.cond(used[g].any(), apply, lambda x: x, logits)
+    # A guide costs nothing where no row uses it.
+    logits = jax.lax.cond(used[g].any(), change_rows, lambda x: x, logits)
   return logits
 
 
@@ -84,41 +95,41 @@ def advance(
   states: Sequence[State],
   tokens: Int[Array, 'M'],
 ) -> tuple[tuple[State, ...], Bool[Array, 'M']]:
-  """Advances all states by one token a row; says which replies it ends."""
-  ended, new = jnp.zeros(tokens.shape, bool), []
-  for guide, its_params, state in zip(guides, params, states, strict=True):
+  """Advances all states by one token a row; returns them and which replies end."""
+  ended, new_states = jnp.zeros(tokens.shape, bool), []
+  for guide, guide_params, state in zip(guides, params, states, strict=True):
     if guide.advance is not None:
-      state, by_this = guide.advance(its_params, state, tokens)
-      ended |= by_this
-    new.append(state)
-  return tuple(new), ended
+      state, ended_here = guide.advance(guide_params, state, tokens)
+      ended |= ended_here
+    new_states.append(state)
+  return tuple(new_states), ended
 
 
 def _truncate(params, state, logits_MV, hidden):
-  """Applies top-k, top-p of what it leaves, then min-p; ties stay together."""
+  """Applies top-k, top-p of what that leaves, then min-p; ties stay together."""
   p_MV = jax.nn.softmax(logits_MV)
   sorted_MV = -jnp.sort(-p_MV, axis=-1)
   ranks_V = jnp.arange(p_MV.shape[1])
   k_M = jnp.where(state['top_k'] > 0, state['top_k'], p_MV.shape[1])
-  kept_MV = jnp.where(ranks_V[None] < k_M[:, None], sorted_MV, 0.0)
+  top_MV = jnp.where(ranks_V[None] < k_M[:, None], sorted_MV, 0.0)
   # A token stays if the mass before it is still below top_p of what top-k left.
-  before_MV = jnp.cumsum(kept_MV, axis=-1) - kept_MV
-  limit_M = jnp.where(state['top_p'] < 1, state['top_p'] * kept_MV.sum(-1), jnp.inf)
-  stays_MV = (kept_MV > 0) & (before_MV < limit_M[:, None])
+  before_MV = jnp.cumsum(top_MV, axis=-1) - top_MV
+  limit_M = jnp.where(state['top_p'] < 1, state['top_p'] * top_MV.sum(-1), jnp.inf)
+  stays_MV = (top_MV > 0) & (before_MV < limit_M[:, None])
   least_M = jnp.min(jnp.where(stays_MV, sorted_MV, jnp.inf), axis=-1)
   least_M = jnp.maximum(least_M, state['min_p'] * sorted_MV[:, 0])
   return jnp.where(p_MV >= least_M[:, None], logits_MV, -jnp.inf)
 
 
-# What Sampling's top_k, top_p and min_p are: only the rows that use them pay for them.
+# Sampling's top_k, top_p and min_p, as a guide: only decodes that use them pay for them.
 TRUNCATION = Guide(
   off={'top_k': np.int32(0), 'top_p': np.float32(1), 'min_p': np.float32(0)},
   logits=_truncate,
 )
 
 
-def truncation(sampling: sampling_lib.Sampling) -> dict[str, np.generic]:
-  """The state of TRUNCATION for one row."""
+def truncation_state(sampling: sampling_lib.Sampling) -> dict[str, np.generic]:
+  """Returns the state of TRUNCATION for one row."""
   return {
     'top_k': np.int32(sampling.top_k),
     'top_p': np.float32(sampling.top_p),

@@ -1,4 +1,4 @@
-"""The event loop, in a thread of its own, where episodes play and replicas serve."""
+"""The event loop, in a thread of its own, in which clients run and replicas serve."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
@@ -7,19 +7,19 @@ import threading
 
 from agent_r1_jax.engine import replica as replica_lib
 
-# Python hears a signal between two waits of this length, whatever thread got it.
+# Python handles signals between two waits of this length, whatever thread got them.
 _POLL_SECONDS = 0.5
 
 
 def wait(future: futures.Future) -> futures.Future:
-  """The future once it is done; signals are heard meanwhile."""
+  """Returns the future once it is done; signals are handled meanwhile."""
   while not future.done():
     futures.wait([future], _POLL_SECONDS)
   return future
 
 
 class Loop:
-  """Replicas that serve until it is closed."""
+  """Runs clients, and the replicas that serve them, until it is closed."""
 
   def __init__(self, replicas: Sequence[replica_lib.Replica]):
     """Starts the thread."""
@@ -27,78 +27,84 @@ class Loop:
     self._under_way: set[futures.Future] = set()
     opened: futures.Future[None] = futures.Future()
     self._thread = threading.Thread(
-      target=lambda: self._run(opened), name='engine', daemon=True
+      target=lambda: self._run_thread(opened), name='engine', daemon=True
     )
     self._thread.start()
     wait(opened).result()
 
   @property
   def busy(self) -> bool:
-    """Whether episodes are under way."""
+    """Whether clients are under way."""
     return any(not future.done() for future in self._under_way)
 
-  def start(self, episodes: Iterable[Coroutine]) -> futures.Future[list]:
-    """Plays episodes; the first exception of one, or of a replica, ends all of them."""
-    future = asyncio.run_coroutine_threadsafe(self._play(episodes), self._loop)
+  def start(self, clients: Iterable[Coroutine]) -> futures.Future[list]:
+    """Runs clients; the first exception of one, or of a replica, ends all of them."""
+    future = asyncio.run_coroutine_threadsafe(self._run_clients(clients), self._loop)
     self._under_way = {f for f in self._under_way if not f.done()} | {future}
     return future
 
   def close(self):
-    """Cancels what is under way, and waits for its end."""
+    """Cancels the clients that are under way, and waits for their end."""
     if not self._loop.is_closed():
       self._loop.call_soon_threadsafe(self._closed.set)
     while self._thread.is_alive():
       self._thread.join(_POLL_SECONDS)
 
-  def _run(self, opened: futures.Future):
+  def _run_thread(self, opened: futures.Future):
     try:
       asyncio.run(self._serve(opened))
     except BaseException as error:
-      # Nobody waits for this thread, but for what it was to give.
+      # Nobody waits for this thread itself, but for the futures that it was to fulfil.
       for future in (opened, *self._under_way):
         if not future.done():
           future.set_exception(error)
     finally:
       for replica in self._replicas:
-        replica.end()
+        replica.stop()
 
   async def _serve(self, opened: futures.Future):
     self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
     for replica in self._replicas:
-      replica.begin()
+      replica.start()
     self._serving = asyncio.gather(*(replica.serve() for replica in self._replicas))
-    # An error of theirs is raised by what was started, if anything was.
+    # Clients raise an error of a replica, see _watch; without clients nobody needs it.
     self._serving.add_done_callback(lambda f: f.cancelled() or f.exception())
     opened.set_result(None)
     await self._closed.wait()
 
-  async def _play(self, episodes):
+  async def _run_clients(self, clients):
     try:
       async with asyncio.TaskGroup() as group:
         watching = group.create_task(self._watch())
-        tasks = [group.create_task(_staying(episode)) for episode in episodes]
+        tasks = [group.create_task(_guard(client)) for client in clients]
         await asyncio.gather(*tasks)
         watching.cancel()
     except BaseExceptionGroup as error:
-      # One failure cancels the rest; the group around it says nothing more.
+      # One failure cancels the rest; the exception group around it adds nothing.
       raise error.exceptions[0] from None
     return [task.result() for task in tasks]
 
   async def _watch(self):
-    """Raises what a replica raises; its own end is not that of the replicas."""
+    """Raises what a replica raises."""
+    # Cancelling this task must not cancel the replicas, as awaiting them alone would.
     await asyncio.wait([self._serving])
     await self._serving
 
 
-async def _staying(episode):
+async def _guard(client: Coroutine):
+  """Awaits a client, and makes an error of what would silently end the others."""
   try:
-    return await episode
+    return await client
   except asyncio.CancelledError as error:
     task = asyncio.current_task()
     if task and not task.cancelling():
-      # As our own cancellation it would end all the others without a word.
-      raise RuntimeError('An episode raised CancelledError by itself.') from error
+      # A task group takes it for a cancellation from outside.
+      raise RuntimeError(
+        'A client of the engine raised CancelledError by itself.'
+      ) from error
     raise
   except (SystemExit, KeyboardInterrupt) as error:
     # It would end the event loop and nothing else.
-    raise RuntimeError(f'An episode wanted to end the process: {error!r}.') from error
+    raise RuntimeError(
+      f'A client of the engine tried to end the process: {error!r}.'
+    ) from error

@@ -1,4 +1,4 @@
-"""What a client asks the engine for, and what it gets: requests, texts, chunks.
+"""What a client asks the engine for, and what it gets: requests, texts and chunks.
 
 generation = engine.submit(Request(prompt, max_tokens=200))
 async for chunk in generation:      # as the tokens are sampled, or
@@ -9,35 +9,44 @@ generation = engine.submit(Request(answer, parent=Fork(text, length=120)))  # br
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+  AsyncIterator,
+  Callable,
+  Collection,
+  Generator,
+  Mapping,
+  Sequence,
+)
 import dataclasses
 import hashlib
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import state as state_lib
 
 
 def make_key(*parts: int | str) -> np.ndarray:
-  """Makes a request's key, uint32 [2], of what identifies it (seed, task, sample ...)."""
+  """Makes a request's key, uint32 [2], from what identifies it (seed, task ...)."""
   digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
   return np.frombuffer(digest[:8], np.uint32).copy()
 
 
 class Chunk(NamedTuple):
-  """Tokens that were sampled, n of them: a segment's, or a whole reply's.
+  """The n tokens that a segment or a whole reply sampled.
 
   Attributes:
-    tokens: int32 [n].
-    logprobs: float32 [n], of the temperature-scaled full softmax of the policy, whatever
-      guides or truncation made of it: the number that the learner computes. Greedy
-      requests report temperature 1.
+    tokens: The tokens, int32 [n].
+    logprobs: Their log-probs, float32 [n], under the policy's temperature-scaled full
+      softmax, which the learner computes too; guides and truncation do not change them.
+      Greedy requests report those of temperature 1.
     policy_steps: int32 [n], the updates that the policy had seen which chose each token.
     stopped: Whether a guide ended the reply with the last token.
-    top_tokens: int32 [n, top_logprobs], the likeliest tokens where they were asked for.
+    top_tokens: int32 [n, top_logprobs], the likeliest tokens, where they were asked for.
     top_logprobs: float32 [n, top_logprobs], their log-probs.
   """
 
@@ -50,27 +59,27 @@ class Chunk(NamedTuple):
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-  """Joins the chunks of one reply; there is at least one."""
+  """Joins the chunks of one reply, of which there is at least one."""
   column = lambda name: np.concatenate([getattr(chunk, name) for chunk in chunks])
   columns = {name: column(name) for name in Chunk._fields if name != 'stopped'}
   return Chunk(**columns, stopped=chunks[-1].stopped)
 
 
 class Text:
-  """A text that the engine holds: what was appended and sampled, in order.
+  """A text that the engine holds: all tokens that were appended and sampled, in order.
 
-  A text stays usable for as long as someone has it. The engine keeps its keys and values
-  in a row of the cache, and gives the row to another text when it needs one: first those
-  of closed texts, then the ones that were asked about longest ago. A text that lost its
-  row is prefilled again when it goes on.
+  A text can be used for as long as someone refers to it. The engine keeps its keys and
+  values in a row of the cache, and gives the row to another text when it needs one: first
+  the rows of closed texts, then those that no request used for longest. A text that lost
+  its row is prefilled again when it goes on.
 
   Attributes:
-    replica: The copy of the policy that holds it.
-    closed: Nobody will ask for it again; its row goes first.
+    replica: The replica whose cache holds the text.
+    closed: Whether its row may go to another text first.
   """
 
   def __init__(self, replica: Any, tokens: np.ndarray):
-    """Makes a text of some tokens, which is in no row yet."""
+    """Makes a text that is in no row yet."""
     self.replica, self.closed = replica, False
     self._tokens = np.array(tokens, np.int32)
 
@@ -87,12 +96,12 @@ class Text:
     self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
 
   def close(self):
-    """Says that no request will go on from this text; forks of it still may."""
+    """Declares that no request will continue this text; forks of it still may."""
     self.closed = True
 
 
 class Fork(NamedTuple):
-  """The first `length` tokens of a text, as the beginning of another."""
+  """The first `length` tokens of a text, with which another text begins."""
 
   text: Text
   length: int
@@ -100,23 +109,23 @@ class Fork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-  """What a client asks for: tokens to append to a text, and how to go on from there.
+  """Tokens to append to a text, and how to sample the reply.
 
   Attributes:
-    tokens: int32 [n], at least one.
+    tokens: The tokens to append, int32 [n], at least one.
     parent: The text that they are appended to, or a fork of one; None begins a new text.
     max_tokens: The most tokens of the reply.
-    sampling: How its tokens are chosen.
+    sampling: How the tokens of the reply are chosen.
     key: uint32 [2], the randomness of the reply, from `make_key`: the same key, text and
       policy sample the same tokens.
-    automata: At most automaton.PER_ROW of them, which end the reply or restrict it: stop
-      ids and stop strings, a grammar.
-    guides: Further guides that the engine was made with, and the state in which the reply
-      begins.
-    top_logprobs: How many of the likeliest tokens are told with each token, with their
-      log-probs; at most state.TOP.
-    policy: Which policy samples, from Engine.make_policy; None is the engine's own, also
-      where that changes in the midst of the reply.
+    automata: Stop ids and strings that end the reply, or a grammar that restricts it; at
+      most automaton.PER_ROW of them.
+    guides: Further guides that the engine was made with, and the state of each in which
+      the reply begins.
+    top_logprobs: The number of likeliest tokens that are reported with each token, with
+      their log-probs; at most state.TOP.
+    policy: The policy that samples, from Engine.make_policy; None is the engine's own,
+      even if that changes in the midst of the reply.
   """
 
   tokens: np.ndarray
@@ -132,21 +141,72 @@ class Request:
   policy: Any = None
 
 
+def check(
+  request: Request, *, vocab_size: int, slots: int, guides: Collection[guide_lib.Guide]
+):
+  """Raises ValueError for a request that an engine cannot answer.
+
+  What would fail later, while requests are served, would fail all others with it.
+
+  Args:
+    request: What a client asks for.
+    vocab_size: Tokens of the policy.
+    slots: The most tokens of a text.
+    guides: The kinds of guides that the engine was made with.
+  """
+  parent, added, most = request.parent, len(request.tokens), request.max_tokens
+  if added == 0 or most < 1:
+    raise ValueError(f'{added} tokens to append, {most} to sample: both need 1.')
+  given = np.asarray(request.tokens)
+  if len(outside := given[(given < 0) | (given >= vocab_size)]):
+    raise ValueError(f'token {outside[0]} is none of the {vocab_size} of the policy.')
+  if np.shape(request.key) != (2,):
+    raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
+  before = len(parent or ())
+  if isinstance(parent, Fork):
+    before = parent.length
+    if not 0 <= before <= len(parent.text):
+      raise ValueError(
+        f'a fork of the first {before} tokens of a text that has {len(parent.text)}.'
+      )
+  if before + added + most > slots:
+    raise ValueError(
+      f'A text of {before} + {added} tokens and a reply of {most} do not fit a row of '
+      f'{slots} slots: raise slots or shorten the reply.'
+    )
+  if unknown := {*request.guides} - {*guides}:
+    raise ValueError(
+      f'the request uses {len(unknown)} guides that the engine was not made with: name '
+      'them in Engine(guides={...}).'
+    )
+  shapes = lambda tree: jax.tree.map(np.shape, tree)
+  for guide, state in request.guides.items():
+    if shapes(state) != shapes(guide.off):
+      raise ValueError(
+        f'the state of a guide has the form {shapes(state)}; it must be that of its '
+        f'`off`, {shapes(guide.off)}.'
+      )
+  if not 0 <= request.top_logprobs <= state_lib.TOP:
+    raise ValueError(
+      f'top_logprobs is {request.top_logprobs}; it must be 0 to {state_lib.TOP}.'
+    )
+
+
 class Generation:
   """The reply to a request, while it is being sampled.
 
   Attributes:
-    request: What was asked.
-    text: The text that it goes on, with the chunks so far.
+    request: The request.
+    text: The text that the reply continues, with the chunks so far.
     chunks: The chunks so far.
-    number: How many requests the engine had got before: first come, first served.
-    done: Whether the reply has ended, whichever way.
+    number: The number of requests that the replica got before this one.
+    done: Whether the reply has ended, in whatever way.
   """
 
   def __init__(
     self, request: Request, text: Text, number: int, on_cancel: Callable[[], None]
   ):
-    """Begins without chunks; `on_cancel` is called if the client gives it up."""
+    """Makes a reply without chunks; `on_cancel` is called if it is cancelled."""
     self.request, self.text, self.number = request, text, number
     self.chunks: list[Chunk] = []
     self.done = False
@@ -156,17 +216,17 @@ class Generation:
 
   @property
   def remaining(self) -> int:
-    """The most tokens that are still to come."""
+    """The most tokens that can still be sampled."""
     return self.request.max_tokens - sum(len(chunk.tokens) for chunk in self.chunks)
 
   def cancel(self):
-    """Gives the reply up; its text ends with the last chunk, and its row is free."""
+    """Ends the reply: its text ends with the last chunk, and its row is freed."""
     if not self.done:
       self.end(asyncio.CancelledError('The request was cancelled.'))
       self._on_cancel()
 
   def add(self, chunk: Chunk):
-    """Takes what a segment has sampled; only the engine does."""
+    """Adds what a segment has sampled; only the engine does."""
     self.chunks.append(chunk)
     self.done = chunk.stopped or self.remaining == 0
     self._changed.set()
@@ -177,10 +237,10 @@ class Generation:
     self._changed.set()
 
   def __await__(self) -> Generator[Any, None, Chunk]:
-    """Waits for the whole reply; where the waiting is cancelled, so is the request."""
-    return self._whole().__await__()
+    """Waits for the whole reply; if the wait is cancelled, so is the request."""
+    return self._wait().__await__()
 
-  async def _whole(self) -> Chunk:
+  async def _wait(self) -> Chunk:
     async for _ in self:
       pass
     return join(self.chunks)

@@ -1,4 +1,4 @@
-"""Requests under way: what the device is told of them, and what they take from it."""
+"""Requests under way: what a decode is given of them, and what they get from it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +17,10 @@ class Running:
   """A request under way.
 
   Attributes:
-    generation: What the client holds.
+    generation: The reply, as the client sees it.
+    automata: The state of AUTOMATA in which the request began.
     row: The row of its text, once it has one.
-    states: The state of each of the engine's guides, as of the last segment.
+    states: The state of each of the engine's guides, after the last segment.
     used: bool [G], whether each guide changes the request's logits.
   """
 
@@ -29,19 +30,19 @@ class Running:
     guides: Sequence[guide_lib.Guide],
     automata: guide_lib.State,
   ):
-    """Begins without a row.
+    """Makes a request without a row.
 
     Args:
-      generation: What the client holds.
-      guides: All that the engine was made with; AUTOMATA and TRUNCATION come first.
-      automata: The state of AUTOMATA, from AutomatonPool.take.
+      generation: The reply, as the client sees it.
+      guides: All guides of the engine; AUTOMATA and TRUNCATION come first.
+      automata: The state of AUTOMATA, from AutomatonPool.acquire.
     """
     request = generation.request
     self.generation, self.automata = generation, automata
     self.row: rows_lib.Row | None = None
     given = {
       automaton_lib.AUTOMATA: automata,
-      guide_lib.TRUNCATION: guide_lib.truncation(request.sampling),
+      guide_lib.TRUNCATION: guide_lib.truncation_state(request.sampling),
       **request.guides,
     }
     self.states = [given.get(guide, guide.off) for guide in guides]
@@ -49,19 +50,14 @@ class Running:
     self.used[0] = any(automaton.restricts for automaton in request.automata)
     self.used[1] = request.sampling.truncated
 
-  @property
-  def filled(self) -> bool:
-    """Whether a decode can go on from its row."""
-    return self.row is not None and self.row.filled
-
-  def take(self, out: Any, m: int, step: int, states: list):
-    """Takes what a segment sampled in place m.
+  def add_chunk(self, out: Any, m: int, step: int, states: list):
+    """Adds what a segment sampled in place m to the text and the reply.
 
     Args:
-      out: state.Decoded of the whole decode, in numpy.
+      out: The decode's state.Decoded, in numpy.
       m: The place of this request.
       step: The updates that the policy had seen.
-      states: The state of each guide after it.
+      states: The state of each guide after the segment.
     """
     assert self.row is not None
     n, top = out.count[m], self.generation.request.top_logprobs
@@ -77,30 +73,30 @@ class Running:
     self.row.extend(chunk.tokens)
     self.generation.add(chunk)
 
-  def leave(self):
-    """Gives up the row."""
+  def release_row(self):
+    """Lets other texts have the row."""
     if self.row is not None and self.row.running is self.generation:
       self.row.running = None
 
 
 def make_decode_arguments(
-  chosen: Mapping[int, Running],
+  requests: Mapping[int, Running],
   size: int,
   guides: Sequence[guide_lib.Guide],
   unused_row: int,
 ) -> tuple[state_lib.Places, np.ndarray, tuple[guide_lib.State, ...]]:
-  """Lays requests side by side, as `state.decode` takes them.
+  """Makes the arguments of `state.decode` that tell of requests.
 
   Args:
-    chosen: Requests whose rows are filled, by their place in the decode.
+    requests: Requests whose rows are prefilled, by their place in the decode.
     size: Places of the decode.
-    guides: All that the engine was made with.
+    guides: All guides of the engine.
     unused_row: The row of a place without a request.
 
   Returns:
     The places; which of them use each guide, bool [G, size]; and the guides' states.
   """
-  numpy: Any = np  # Places takes JAX's arrays; these become such in the call.
+  numpy: Any = np  # The fields of Places become JAX's arrays in the call.
   places: Any = state_lib.Places(
     rows=numpy.full(size, unused_row, np.int32),
     length=numpy.zeros(size, np.int32),
@@ -111,7 +107,7 @@ def make_decode_arguments(
     top=numpy.zeros(size, bool),
   )
   used = np.zeros((len(guides), size), bool)
-  for m, running in chosen.items():
+  for m, running in requests.items():
     row, request = running.row, running.generation.request
     assert row is not None and row.text is not None
     places.rows[m], places.length[m] = row.index, row.cached
@@ -123,7 +119,7 @@ def make_decode_arguments(
   states = tuple(
     jax.tree.map(
       lambda *places: np.stack(places),
-      *(chosen[m].states[g] if m in chosen else guide.off for m in range(size)),
+      *(requests[m].states[g] if m in requests else guide.off for m in range(size)),
     )
     for g, guide in enumerate(guides)
   )

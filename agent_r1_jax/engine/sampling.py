@@ -10,7 +10,8 @@ from jax import Array
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-# The width of the blocks that inverse-CDF sampling sums first; any width gives one law.
+# The width of the blocks that inverse-CDF sampling sums first; the distribution of the
+# tokens does not depend on it.
 _BLOCK = 128
 
 
@@ -51,7 +52,7 @@ class Sampling:
   def on_policy(self) -> bool:
     """Whether the tokens follow the distribution whose log-probs are reported.
 
-    A guide that changes logits ends that, whatever the sampling.
+    With a guide that changes logits they do not, whatever the sampling.
     """
     return self.temperature > 0 and not self.truncated
 
@@ -60,7 +61,9 @@ ON_POLICY = Sampling()
 GREEDY = Sampling(temperature=0.0)
 
 
-def uniforms(keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']) -> Float[Array, 'M']:
+def draw_uniforms(
+  keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']
+) -> Float[Array, 'M']:
   """Draws one number in [0, 1) a row, from its key and the token's position alone."""
 
   def one(key, position):
@@ -69,22 +72,22 @@ def uniforms(keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']) -> Float[Ar
   return jax.vmap(one)(jax.random.wrap_key_data(keys, impl='threefry2x32'), positions)
 
 
-def scale(
+def scale_logits(
   logits: Float[Array, 'M V'], temperature: Float[Array, 'M']
 ) -> Float[Array, 'M V']:
-  """Divides each row's logits by its temperature; those of greedy rows stay."""
+  """Divides each row's logits by its temperature; those of greedy rows do not change."""
   return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
-def choose(
+def choose_tokens(
   logprobs: Float[Array, 'M V'], u: Float[Array, 'M'], greedy: Bool[Array, 'M']
 ) -> Int[Array, 'M']:
-  """Chooses a token a row: the likeliest in greedy rows, else by inverse CDF.
+  """Chooses a token for each row: the likeliest in greedy rows, else by inverse CDF.
 
   Args:
     logprobs: Log-probabilities of the tokens, float32; -inf where one is forbidden.
-    u: From `uniforms`.
-    greedy: Which rows take the likeliest token.
+    u: Numbers from `draw_uniforms`.
+    greedy: The rows that take the likeliest token.
 
   Returns:
     The tokens, int32.

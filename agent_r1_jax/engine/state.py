@@ -1,10 +1,9 @@
-"""The functions on the device: prefill, decode, and copies of what texts have in common.
+"""The functions on the device: prefill, decode, and copies of prefixes between rows.
 
-The device holds the key-value cache and nothing else; the host knows each row's text and
-how much of it lies in the cache, and says so in every call. The cache stays one token
-behind the text: the last token is known but not yet computed, so a reply, a tool's answer
-and a prompt all continue a row in the same way, and the logits of a prefilled text are
-never wanted.
+The device holds the key-value cache and nothing else. The host knows each row's text and
+how much of it lies in the cache, and passes both in every call. The cache stays one token
+behind the text: the last token is known but not yet computed, so that a reply, a tool's
+answer and a prompt all continue a row in the same way, and no prefill computes logits.
 
 Letters: B rows of the cache, M of them in one call, T tokens of one prefill, S slots, V
 tokens of the vocabulary, G guides, n likeliest tokens.
@@ -22,7 +21,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.models import decoder
 
-# How many of the likeliest tokens a request can ask the log-probs of.
+# The number of likeliest tokens whose log-probs a request can ask for.
 TOP = 20
 
 
@@ -30,12 +29,12 @@ class Places(NamedTuple):
   """The rows of one decode; place m decodes row rows[m].
 
   Attributes:
-    rows: Distinct; B or more marks an unused place.
-    length: Tokens in the cache; the text is one longer.
+    rows: Distinct rows; B or more marks an unused place.
+    length: Tokens in the cache; the text is one token longer.
     last: The text's last token.
     budget: The most tokens to sample; with 0 the place does not run.
     keys: The randomness of each request.
-    temperature: 0 is greedy.
+    temperature: The temperature of sampling; 0 is greedy.
     top: Whether log-probs of the likeliest tokens are wanted.
   """
 
@@ -49,12 +48,12 @@ class Places(NamedTuple):
 
 
 class Decoded(NamedTuple):
-  """What one segment sampled; place m's tokens are tokens[m, :count[m]].
+  """The tokens of one segment; those of place m are tokens[m, :count[m]].
 
   Attributes:
-    tokens: The tokens.
-    logprobs: Their log-probs, of the temperature-scaled full softmax of the policy.
-    count: How many there are.
+    tokens: The sampled tokens.
+    logprobs: Their log-probs under the policy's temperature-scaled full softmax.
+    count: The number of tokens that were sampled.
     stopped: Whether a guide ended the reply.
     top_tokens: The likeliest tokens, where they were asked for.
     top_logprobs: Their log-probs.
@@ -83,12 +82,12 @@ def prefill(
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
   Args:
-    params: Parameters of the policy, by decoder.unstacked.
-    cache: Donated.
-    rows: Distinct; B or more marks an unused place.
-    start: Tokens that the row's cache holds already.
-    tokens: Padded at the end.
-    count: How many tokens of a place count.
+    params: Parameters of the policy, from decoder.unstacked.
+    cache: The cache; it is donated.
+    rows: Distinct rows; B or more marks an unused place.
+    start: Tokens that are in the row's cache already.
+    tokens: Tokens, padded at the end.
+    count: The number of tokens before the padding.
     config: The policy's shape.
     bucket: Slots that are read and written; at least start + count.
   """
@@ -106,9 +105,9 @@ def copy(
   """Copies the first `bucket` slots of row source[m] to row rows[m].
 
   Args:
-    cache: Donated.
+    cache: The cache; it is donated.
     source: The rows to copy from.
-    rows: Distinct, none of them a source; B or more marks an unused place.
+    rows: Distinct rows, none of them a source; B or more marks an unused place.
     bucket: Slots that are copied.
   """
   return jax.tree.map(
@@ -141,20 +140,19 @@ def decode(
   cut into segments can change it.
 
   Args:
-    params: Parameters of the policy, by decoder.unstacked.
-    cache: Donated.
-    places: What is decoded.
-    used: Which places' logits each guide changes.
-    states: Of each guide, the state of each place.
-    guide_params: Of each guide, its parameters.
+    params: Parameters of the policy, from decoder.unstacked.
+    cache: The cache; it is donated.
+    places: The rows to decode.
+    used: The places whose logits each guide changes.
+    states: The state of each guide in all places.
+    guide_params: The parameters of each guide.
     config: The policy's shape.
     guides: The kinds of guides that the engine was made with.
     steps: The most tokens of this segment.
     bucket: Slots that are read and written; at least length + steps of every place that
       runs.
-    in_place: Whether place m is row m, for all rows and all their slots: nothing is then
-      copied, and there is no second cache. It is for attention that reads no more slots
-      than are used.
+    in_place: Whether place m is row m, for all rows and all their slots. The cache is
+      then not copied, so that no second one needs memory.
 
   Returns:
     The cache, the guides' states after the last token of each place, and the tokens.
@@ -181,17 +179,19 @@ def decode(
     x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
     hidden = x[:, 0]
     logits = decoder.logits(params, config, hidden)
-    logits = sampling_lib.scale(logits, places.temperature)
+    logits = sampling_lib.scale_logits(logits, places.temperature)
     logprobs = jax.nn.log_softmax(logits)
 
-    u = sampling_lib.uniforms(places.keys, length + 1)
-    choose = functools.partial(sampling_lib.choose, u=u, greedy=places.temperature == 0)
+    u = sampling_lib.draw_uniforms(places.keys, length + 1)
+    choose = functools.partial(
+      sampling_lib.choose_tokens, u=u, greedy=places.temperature == 0
+    )
 
-    def guided():
-      changed = guide_lib.guided(guides, guide_params, loop.states, used, logits, hidden)
+    def choose_guided():
+      changed = guide_lib.apply(guides, guide_params, loop.states, used, logits, hidden)
       return choose(jax.nn.log_softmax(changed))
 
-    token = jax.lax.cond(used.any(), guided, lambda: choose(logprobs))
+    token = jax.lax.cond(used.any(), choose_guided, lambda: choose(logprobs))
     states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
     out = _write(loop.out, loop.i, alive, token, logprobs, ended, places.top)
     return _Loop(
@@ -213,7 +213,7 @@ def decode(
 
 
 class _Loop(NamedTuple):
-  """What goes from token to token of `decode`."""
+  """What `decode` carries from token to token; i counts the tokens."""
 
   i: Int[Array, '']
   view: decoder.Cache
@@ -229,7 +229,7 @@ def _write(out: Decoded, i, alive, token, logprobs_MV, ended, top) -> Decoded:
 
   n = out.top_tokens.shape[2]
   none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros_like(token, shape=(len(top), n))
-  # The search is left out where no place asks for it.
+  # The search takes time, and is skipped where no place asks for it.
   values_Mn, tokens_Mn = jax.lax.cond(
     top.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
@@ -244,19 +244,19 @@ def _write(out: Decoded, i, alive, token, logprobs_MV, ended, top) -> Decoded:
 
 
 def _where(alive: Bool[Array, 'M'], new: Array, old: Array) -> Array:
-  """`new` in the places that are alive, whatever else the arrays' axes are."""
+  """Selects `new` in the places that are alive, whatever the arrays' other axes are."""
   return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def _view(cache: decoder.Cache, rows: Int[Array, 'M'], bucket: int) -> decoder.Cache:
-  """M rows alone, with the first `bucket` slots of their cache."""
+  """Copies the first `bucket` slots of M rows out of the cache."""
   return jax.tree.map(lambda x: x[rows, :, :bucket], cache)
 
 
 def _put(
   cache: decoder.Cache, rows: Int[Array, 'M'], view: decoder.Cache
 ) -> decoder.Cache:
-  """Writes a view back."""
+  """Writes a view back into the cache; unused places are dropped."""
   bucket = view[0][0].shape[2]
   return jax.tree.map(
     lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), cache, view
