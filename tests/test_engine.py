@@ -339,8 +339,9 @@ class TestPrograms:
     assert len([c for c in compiled if 'unstacked' not in c]) <= engine.sizes.programs
     assert engine.sizes.programs == 2 * (1 + 2) + 1
     with tiny.compilations() as compiled:
-      clients.assert_plays(engine, latency=clients.random_latency())
+      played = clients.run(engine, range(16), latency=clients.random_latency())
     assert not compiled
+    clients.assert_reference(played)
 
   def test_replicas_share_a_chip(self, monkeypatch):
     """They divide the rows, share a copy of the policy, and decode at the same time."""

@@ -367,11 +367,7 @@ class TestTogether:
     }
 
   def test_they_give_what_each_gives_alone_and_nothing_is_compiled(self):
-    with tiny.compilations() as compiled:
-      engine, kinds = self._engine()
-    programs = [name for name in compiled if 'unstacked' not in name]
-    assert len(programs) <= engine.sizes.programs
-    alone = {}
+    (engine, kinds), alone = self._engine(), {}
     with tiny.compilations() as compiled:
       for kind, fields in kinds.items():
         alone |= self._play(engine, {kind: fields})
@@ -402,7 +398,8 @@ class TestCompilations:
     assert len(programs) == engine.sizes.programs == 2 * (1 + 2 + 2)
     assert seen == [(i + 1, engine.sizes.programs) for i in range(engine.sizes.programs)]
     with tiny.compilations() as compiled:
-      clients.assert_plays(engine)
+      played = clients.run(engine, range(16))
       clients.run(engine, range(24, 30), group=3)  # the longest texts: both buckets
       clients.run(engine, [2, 7, 11], latency=clients.random_latency(), turns=2)
     assert not compiled
+    clients.assert_reference(played)

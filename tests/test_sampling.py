@@ -1,4 +1,4 @@
-"""Sampling: the law of the tokens, and the log-probs that are reported for them."""
+"""Sampling: the distribution of the tokens, and the log-probs reported for them."""
 
 import functools
 
@@ -17,13 +17,12 @@ _N = 8_000
 
 @jax.jit
 def _choose(logits, u, temperature, truncation):
-  """As a decode does it; returns the tokens and their log-probs."""
+  """Chooses as a decode does; returns the tokens and their log-probs."""
   scaled = sampling_lib.scale_logits(logits, temperature)
   full = jax.nn.log_softmax(scaled)
   state = {name: jnp.full(len(u), value) for name, value in truncation.items()}
-  used = ((truncation['top_k'] > 0) | (truncation['top_p'] < 1)) | (
-    truncation['min_p'] > 0
-  )
+  used = (truncation['top_k'] > 0) | (truncation['top_p'] < 1)
+  used |= truncation['min_p'] > 0
   changed = guide_lib.apply(
     [guide_lib.TRUNCATION],
     [None],
@@ -64,8 +63,8 @@ def _softmax(logits, temperature=1.0):
   return p / p.sum()
 
 
-def _fits(tokens, p):
-  """The p-value of the counts, rare tokens taken together."""
+def _p_value(tokens, p):
+  """The p-value of a chi-square test of the counts, rare tokens taken together."""
   counts, expected = np.bincount(tokens, minlength=len(p)), p * len(tokens)
   assert counts[p == 0].sum() == 0
   often = expected >= 5
@@ -76,7 +75,7 @@ def _fits(tokens, p):
 
 
 def _kept(p, sampling):
-  """What top-k, then top-p, then min-p leave, renormalised: by the definition."""
+  """What top-k, then top-p, then min-p leave, renormalised, by the definitions."""
   order = np.argsort(-p)
   kept, mass = [], 0.0
   allowed = order[: sampling.top_k or len(p)]
@@ -115,13 +114,13 @@ class TestLaw:
   def test_tokens_follow_the_softmax(self, V, temperature):
     logits = _logits(V)
     tokens, _ = _sample(logits, _uniforms(), Sampling(temperature))
-    assert _fits(np.asarray(tokens), _softmax(logits, temperature)) > 0.01
+    assert _p_value(np.asarray(tokens), _softmax(logits, temperature)) > 0.01
 
   def test_the_law_is_tested_sharply_enough(self):
     """The same test refuses a slightly different law."""
     logits = _logits(300)
     tokens, _ = _sample(logits, _uniforms(), Sampling(1.0))
-    assert _fits(np.asarray(tokens), _softmax(logits, 1.1)) < 1e-6
+    assert _p_value(np.asarray(tokens), _softmax(logits, 1.1)) < 1e-6
 
   @pytest.mark.parametrize('V', [127, 300])
   def test_it_is_the_inverse_of_the_cumulative_distribution(self, V):
@@ -185,7 +184,7 @@ class TestTruncation:
     logits = _logits(300)
     p = _softmax(logits, sampling.temperature)
     tokens, logprobs = _sample(logits, _uniforms(), sampling)
-    assert _fits(np.asarray(tokens), _kept(p, sampling)) > 0.01
+    assert _p_value(np.asarray(tokens), _kept(p, sampling)) > 0.01
     np.testing.assert_allclose(logprobs, np.log(p)[np.asarray(tokens)], atol=2e-6)
 
   def test_the_set_is_the_smallest_with_the_mass(self):
@@ -197,10 +196,6 @@ class TestTruncation:
     ):
       tokens, _ = _sample(np.log(np.float32(p)), _uniforms(), Sampling(top_p=0.5))
       assert set(np.asarray(tokens).tolist()) == kept
-
-  def test_one_kept_token_is_always_chosen(self):
-    tokens, _ = _sample(_logits(300), _uniforms(), Sampling(top_k=1))
-    assert set(np.asarray(tokens).tolist()) == {int(np.argmax(_logits(300)))}
 
   def test_min_p_is_of_the_likeliest_and_of_scaled_logits(self):
     logits = np.log(np.float32([0.5, 0.26, 0.14, 0.1]))
@@ -221,15 +216,6 @@ class TestTruncation:
     )(logits)
     np.testing.assert_array_equal(out[1::2], logits[1::2])
     assert np.isinf(out[0]).sum() == 299 and np.isinf(out[2]).any()
-
-
-def test_greedy_takes_the_likeliest_and_reports_temperature_1():
-  logits = np.stack([_logits(300, seed) for seed in range(8)])
-  u = jnp.linspace(0, 0.99, 8)
-  tokens, logprobs = _sample_rows(logits, u, Sampling(0.0))
-  np.testing.assert_array_equal(tokens, logits.argmax(-1))
-  expected = [np.log(_softmax(row)).max() for row in logits]
-  np.testing.assert_allclose(logprobs, expected, atol=2e-6)
 
 
 def test_rows_are_independent():
@@ -278,11 +264,14 @@ def test_what_is_forbidden_is_not_chosen_however_likely_it_is(temperature):
 
 
 def test_greedy_and_sampled_rows_share_a_call():
+  """Greedy ones report log-probs of temperature 1."""
   logits = np.stack([_logits(300, seed) for seed in range(8)])
   u, temperature = np.linspace(0, 0.99, 8).astype(np.float32), np.ones(8, np.float32)
   temperature[::2] = 0
   plain = guide_lib.truncation_state(Sampling())
-  tokens, _ = _choose(logits, jnp.asarray(u), temperature, plain)
-  sampled, _ = _sample_rows(logits, u, Sampling())
+  tokens, logprobs = _choose(logits, jnp.asarray(u), temperature, plain)
   np.testing.assert_array_equal(tokens[::2], logits.argmax(-1)[::2])
+  expected = [np.log(_softmax(row)).max() for row in logits[::2]]
+  np.testing.assert_allclose(logprobs[::2], expected, atol=2e-6)
+  sampled, _ = _sample_rows(logits, u, Sampling())
   np.testing.assert_array_equal(tokens[1::2], sampled[1::2])

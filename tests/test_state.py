@@ -1,4 +1,4 @@
-"""The cache: however a text is prefilled, copied, decoded: it is the packed forward."""
+"""The cache: prefilled, copied and decoded in any order, it gives the packed forward."""
 
 import functools
 
@@ -24,7 +24,7 @@ def _params(family='llama'):
 
 
 class Rows:
-  """A cache, and what its rows' texts should be."""
+  """A cache, and the texts that its rows should hold."""
 
   def __init__(self, family='llama', stop=(), temperature=1.0, bucket=_S):
     self.config = tiny.config(family)
@@ -49,7 +49,7 @@ class Rows:
       self.keys[row], self.cached[row] = number, 0
 
   def feed(self, parts):
-    """Appends {row: tokens} and computes what can be: at most M rows of T tokens."""
+    """Appends {row: tokens} and prefills them: at most M rows of T tokens."""
     rows, count = np.full(_M, _B + 3, np.int32), np.ones(_M, np.int32)
     start = np.zeros(_M, np.int32)
     tokens = np.full((_M, _T), 11, np.int32)  # what lies behind `count` has no effect
@@ -70,7 +70,7 @@ class Rows:
     )
 
   def fork(self, pairs):
-    """Begins texts in rows with those of others: {row: (source, count)}."""
+    """Begins texts with the first tokens of others: {row: (source, count)}."""
     source, rows = np.zeros(_M, np.int32), np.full(_M, _B, np.int32)
     begun = {row: self.texts[origin][:n] for row, (origin, n) in pairs.items()}
     for m, (row, (origin, n)) in enumerate(pairs.items()):
@@ -127,7 +127,7 @@ class Rows:
     return replies
 
   def check(self):
-    """All texts, those of earlier owners of the rows too, are the learner's."""
+    """Asserts that the log-probs of all texts so far are the learner's."""
     for row in range(_B):
       self._finish(row)
     segments = [
@@ -231,7 +231,7 @@ def test_segments_and_chunks_do_not_change_what_is_sampled():
   assert [t for t, *_ in _sampled([8, 8], key=4)] != [t for t, *_ in whole]
 
 
-def test_rows_that_are_not_meant_keep_every_bit():
+def test_other_rows_keep_every_bit():
   rows = Rows()
   rows.reset({row: row for row in range(_B)})
   for row in range(4):
@@ -256,35 +256,34 @@ def test_rows_that_are_not_meant_keep_every_bit():
   rows.check()
 
 
-class TestStop:
-  # Every token says something, so that a stop string is sampled soon.
-  vocabulary = [(b'a', b'b', b'cab')[t % 3] for t in range(tiny.VOCAB)]
+# Every token has a text, so that a stop string is sampled soon.
+_VOCABULARY = [(b'a', b'b', b'cab')[t % 3] for t in range(tiny.VOCAB)]
 
-  def _replies(self, budgets):
-    stop = automata.stop([], tiny.VOCAB, ['abba', 'ccc'], self.vocabulary)
-    rows = Rows(stop=(stop,))
-    rows.reset({row: row for row in range(_B)})
-    for row in range(_B):
-      rows.feed({row: [6, 7, 7]})  # 'abb' of the prompt is no part of a reply
-    replies = {row: [] for row in range(_B)}
-    stopped = set()
-    for budget in budgets:
-      running = set(range(_B)) - stopped
-      for row, (tokens, ended) in rows.decode(dict.fromkeys(running, budget)).items():
-        replies[row] += tokens
-        stopped |= {row} if ended else set()
-    return replies, stopped
 
-  def test_the_automaton_lives_across_segments(self):
-    replies, stopped = self._replies([8] * 6)
-    assert 1 < len(stopped)
-    for row, tokens in replies.items():
-      text = b''.join(self.vocabulary[t] for t in tokens)
-      assert (b'abba' in text) == (row in stopped)
-      before = b''.join(self.vocabulary[t] for t in tokens[:-1])
-      assert b'abba' not in before
-    for budgets in ([1] * 48, [5, 1, 2, 8] * 3):
-      assert self._replies(budgets) == (replies, stopped)
+def _stopped_replies(budgets):
+  stop = automata.stop([], tiny.VOCAB, ['abba', 'ccc'], _VOCABULARY)
+  rows = Rows(stop=(stop,))
+  rows.reset({row: row for row in range(_B)})
+  for row in range(_B):
+    rows.feed({row: [6, 7, 7]})  # 'abb' of the prompt is no part of a reply
+  replies, stopped = {row: [] for row in range(_B)}, set()
+  for budget in budgets:
+    running = set(range(_B)) - stopped
+    for row, (tokens, ended) in rows.decode(dict.fromkeys(running, budget)).items():
+      replies[row] += tokens
+      stopped |= {row} if ended else set()
+  return replies, stopped
+
+
+def test_the_state_of_a_stop_string_lives_across_segments():
+  replies, stopped = _stopped_replies([8] * 6)
+  assert 1 < len(stopped)
+  for row, tokens in replies.items():
+    text = b''.join(_VOCABULARY[t] for t in tokens)
+    assert (b'abba' in text) == (row in stopped)
+    assert b'abba' not in b''.join(_VOCABULARY[t] for t in tokens[:-1])
+  for budgets in ([1] * 48, [5, 1, 2, 8] * 3):
+    assert _stopped_replies(budgets) == (replies, stopped)
 
 
 def test_a_bucket_is_compiled_once_and_changes_nothing():
