@@ -11,6 +11,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.models import decoder
 
@@ -305,3 +306,21 @@ def test_a_bucket_is_compiled_once_and_changes_nothing():
     assert [play(rows, length) for length in lengths] == expected
   assert not compiled
   rows.check()
+
+
+def test_a_decode_in_place_has_no_second_cache():
+  """Its temporaries are less than a tenth of a cache of long rows; a copy is as large."""
+  config, slots = tiny.config(layers=4), 8192
+  shapes = jax.eval_shape(lambda: decoder.empty_cache(config, _B, slots))
+  params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+  params = jax.eval_shape(lambda params: decoder.unstacked(params, config), params)
+  arguments = running_lib.make_decode_arguments({}, _B, (), unused_row=_B)
+  sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
+  cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}
+  for in_place in (False, True):
+    program = state_lib.decode.lower(
+      params, shapes, *arguments, (), **sizes, in_place=in_place
+    )
+    memory = program.compile().memory_analysis()
+    temporaries[in_place] = memory.temp_size_in_bytes / cache
+  assert temporaries[True] < 0.1 < 1 < temporaries[False]
