@@ -42,7 +42,8 @@ class Layout:
   @functools.cached_property
   def positions(self) -> Int[np.ndarray, 'n']:
     """The place of each token in its segment."""
-    return _joined([np.arange(length) for length in self.lengths])
+    lengths = np.array(self.lengths, int)
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
   @functools.cached_property
   def index(self) -> Int[np.ndarray, 'n']:
@@ -88,16 +89,16 @@ def layout(lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1) ->
       f'A segment of {longest} tokens does not fit a row of {row_tokens}: '
       'raise row_tokens.'
     )
-  used: list[int] = []
+  used = np.zeros(len(lengths) + 1, int)  # Tokens of each row; there is one to spare.
+  opened = 0
   places = [(0, 0)] * len(lengths)
   for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-    fits = (row for row, n in enumerate(used) if n + lengths[i] <= row_tokens)
-    row = next(fits, len(used))
-    if row == len(used):
-      used.append(0)
-    places[i] = (row, used[row])
+    # The first row with room; the row after those in use has it.
+    row = int(np.argmax(used[: opened + 1] <= row_tokens - lengths[i]))
+    opened = max(opened, row + 1)
+    places[i] = (row, int(used[row]))
     used[row] += lengths[i]
-  rows = -(-max(len(used), 1) // row_multiple) * row_multiple
+  rows = -(-max(opened, 1) // row_multiple) * row_multiple
   return Layout(tuple(lengths), tuple(places), rows, row_tokens)
 
 
@@ -141,7 +142,3 @@ def split(table: TokenTable, shape: Rows) -> tuple[list[types.Batch], Layout]:
     table.segment_lengths.tolist(), row_tokens=shape.row_tokens, row_multiple=shape.rows
   )
   return list(microbatches(pack(table, where), shape.rows)), where
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-  return np.concatenate([np.zeros(0, int), *parts])

@@ -229,14 +229,12 @@ def build(
     ValueError: A turn has no tokens, or some that are not actions: its reward would be
       lost. Or the turns do not hold every action token once and in order.
   """
-  for t in trajectories:
-    _check_turns(t)
   table = of_segments([s for t in trajectories for s in t.segments])
-  turn, rewards, states = _turn_columns(trajectories, table)
   numbers = np.arange(len(trajectories))
   owner = np.repeat(numbers, [len(t.segments) for t in trajectories])
   names = {name for t in trajectories for name in t.metrics if name.startswith(_PART)}
   part = lambda name: np.array([t.metrics.get(name, 0.0) for t in trajectories], float)
+  turn, rewards, states = _turn_columns(trajectories, table)
   return dataclasses.replace(
     table,
     rewards=rewards,
@@ -252,23 +250,59 @@ def build(
 
 
 def _turn_columns(trajectories, table: TokenTable):
-  """The columns turn and rewards, and the state before each turn (TokenTable)."""
-  turn, rewards, states = table.turn.copy(), table.rewards.copy(), []
-  seen: dict[bytes, int] = {}
-  begin = 0  # The row where the trajectory's first segment begins.
+  """Returns the columns `turn`, `rewards` and `states`; see TokenTable.
+
+  Raises:
+    ValueError: The turns do not hold every action token once and in order.
+  """
+  acted = np.append(0, np.cumsum(table.action_mask))  # Actions before each row.
+  rewards, turn, states = np.zeros(len(table)), np.full(len(table), -1), []
+  texts: dict[bytes, int] = {}
+  begin = 0  # The row where the trajectory begins.
   for t in trajectories:
-    offsets = begin + np.cumsum([0, *(len(s.tokens) for s in t.segments)])
-    shown = (-1, 0)
-    for part in t.turns:
-      start = offsets[part.segment]
-      turn[start + part.start : offsets[part.segment + 1]] = len(states)
-      rewards[start + part.stop - 1] = part.reward
-      known = _known(t.segments, shown, part.segment)
-      state = t.segments[part.segment].tokens[known : part.start].tobytes()
-      states.append(seen.setdefault(state, len(seen)))
-      shown = (part.segment, part.stop)
-    begin = offsets[-1]
+    edges = [begin]
+    for segment in t.segments:
+      edges.append(edges[-1] + len(segment.tokens))
+    last, reached = None, begin  # The last turn, and the row where it stopped.
+    for number, x in enumerate(t.turns):
+      first, end = edges[x.segment : x.segment + 2]
+      start, stop = first + x.start, first + x.stop
+      inside = first <= start < stop <= end
+      if not inside or acted[stop] - acted[start] != stop - start:
+        raise ValueError(
+          f'Turn {number} of task {t.task.id!r} spans tokens {x.start}:{x.stop}, which '
+          'are not all action tokens; its reward would be lost.'
+        )
+      if acted[start] != acted[reached]:
+        raise _wrong_turns(t)
+      # What the environment wrote after a reply belongs to the reply's turn.
+      turn[start:end] = len(states)
+      rewards[stop - 1] = x.reward
+      # The policy knows what stands before the end of its last turn, ...
+      known = first
+      if last and last.segment == x.segment:
+        known = reached
+      elif last and np.array_equal(
+        said := t.segments[last.segment].tokens[: last.stop],
+        t.segments[x.segment].tokens[: last.stop],
+      ):
+        # ... also where another segment goes on from the text of the last one, as an
+        # append-only episode does that is stored as steps.
+        known = first + len(said)
+      text = table.tokens[known:start].tobytes()
+      states.append(texts.setdefault(text, len(texts)))
+      last, reached = x, stop
+    begin = edges[-1]
+    if acted[begin] != acted[reached]:
+      raise _wrong_turns(t)
   return turn, rewards, np.array(states, int)
+
+
+def _wrong_turns(trajectory: types.Trajectory) -> ValueError:
+  return ValueError(
+    f'The turns of task {trajectory.task.id!r} do not hold its action tokens, each once '
+    'and in order.'
+  )
 
 
 def of_segments(segments: Sequence[types.Segment]) -> TokenTable:
@@ -378,41 +412,3 @@ def map_by(
 def tied(scores: Float[np.ndarray, 'n']) -> bool:
   """Whether scores are equal, but for the rounding of the sums that they are."""
   return len(scores) < 2 or bool(np.ptp(scores) <= 1e-12 * np.abs(scores).max())
-
-
-def _known(segments, shown: tuple[int, int], number: int) -> int:
-  """How many tokens of a segment the policy had seen, or said, when a turn ended.
-
-  Args:
-    segments: The trajectory's.
-    shown: The turn's segment and its end there.
-    number: The segment of the next turn: another one may go on from the text of the last,
-      as an append-only episode does that is stored as steps.
-  """
-  before, stop = shown
-  if before == number:
-    return stop
-  same = before >= 0 and np.array_equal(
-    segments[before].tokens[:stop], segments[number].tokens[:stop]
-  )
-  return stop if same else 0
-
-
-def _check_turns(trajectory: types.Trajectory) -> None:
-  """Raises ValueError unless the turns hold every action token once and in order."""
-  masks = [segment.action_mask for segment in trajectory.segments]
-  begins = np.cumsum([0, *(len(mask) for mask in masks)])
-  held = [np.zeros(0, int)]
-  for number, t in enumerate(trajectory.turns):
-    if not 0 < t.stop - t.start == masks[t.segment][t.start : t.stop].sum():
-      raise ValueError(
-        f'Turn {number} of task {trajectory.task.id!r} spans tokens {t.start}:{t.stop}, '
-        'which are not all action tokens; its reward would be lost.'
-      )
-    held.append(begins[t.segment] + np.arange(t.start, t.stop))
-  acted = np.flatnonzero(np.concatenate([np.zeros(0, bool), *masks]))
-  if not np.array_equal(np.concatenate(held), acted):
-    raise ValueError(
-      f'The turns of task {trajectory.task.id!r} do not hold its {len(acted)} action '
-      'tokens, each once and in order.'
-    )
