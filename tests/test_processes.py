@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -99,6 +100,18 @@ def _numbers(workdir):
   return [{k: v for k, v in x.items() if not k.startswith('time/')} for x in lines]
 
 
+def _logged_messages(workdir):
+  """The conversations of the logged episodes, by log and episode."""
+  conversations = {}
+  for path in sorted((workdir / 'trajectories').glob('*.eval')):
+    with zipfile.ZipFile(path) as log:
+      for name in log.namelist():
+        if name.startswith('samples/'):
+          messages = json.loads(log.read(name))['messages']
+          conversations[path.name, name] = [m['content'] for m in messages]
+  return conversations
+
+
 def _assert_same(workdir, other):
   mine, others = _numbers(workdir), _numbers(other)
   assert [line.keys() for line in mine] == [line.keys() for line in others]
@@ -135,6 +148,9 @@ def test_they_train_as_one_does(count, model, alone, tmp_path):
   assert {p.name for p in (tmp_path / 'run').iterdir()} == {
     p.name for p in alone.iterdir()
   }
+  conversations = _logged_messages(alone)
+  assert min(len(texts) for texts in conversations.values()) >= 2
+  assert _logged_messages(tmp_path / 'run') == conversations
 
 
 def test_some_chips_may_only_sample(model, alone, tmp_path):
@@ -206,6 +222,8 @@ def test_a_preemption_of_one_ends_all_and_is_gone_on_from(model, alone, tmp_path
 def test_shares_are_all_tasks_once():
   assert list(processes.take_share(5)) == list(range(5))
   assert processes.gather('mine') == ['mine']
+  (same,) = processes.gather_arrays(np.arange(3))
+  np.testing.assert_array_equal(same, np.arange(3))
 
 
 class _Tasks(list):
@@ -236,7 +254,7 @@ class _Env:
         dies = 'dies:' in self.moment
         if self.moment.startswith('stuck'):
           # It never gets to saving.
-          processes.gather = lambda mine, **how: time.sleep(1200)
+          processes.gather = lambda mine: time.sleep(1200)
         os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGTERM)
         await asyncio.sleep(600)
     again = [{'role': 'user', 'content': 'name'}]

@@ -156,16 +156,16 @@ def test_no_bytes_make_it_run_or_break_it():
   assert refused > len(whole)
 
 
-def test_a_share_of_a_rollout_comes_back():
+def test_a_share_of_a_rollout_comes_back_without_its_messages():
   share = [_trajectory(sample=n) for n in range(3)]
-  data = records.pack_trajectories(share)
-  assert _same(records.unpack_trajectories(data, [_TASK]), share)
-  for empty in ([], None):
-    assert records.unpack_trajectories(records.pack_trajectories(empty), []) == empty
-  with pytest.raises(ValueError, match='no trajectories of this rollout'):
-    records.unpack_trajectories(data, [])
-  with pytest.raises(ValueError, match='no record'):
-    records.unpack_trajectories(pickle.dumps(_Bomb()), [_TASK])
+  share.append(types.Trajectory(_TASK, 0, 3, [], [], [], 'error', error='KeyError'))
+  heads, columns = records.split(share)
+  assert columns.dtype == np.int32 and columns.shape == (24, 4)
+  heads = records.unpack(records.pack(heads))
+  for expected in share:
+    expected.messages = []
+  assert _same(records.join(heads, columns, [_TASK]), share)
+  assert records.join(*records.split([]), []) == []
 
 
 class _Bomb:

@@ -1,15 +1,16 @@
 """Several processes, one a host: who plays which tasks, and that all end together.
 
 Each process samples its share of a rollout on its own chips and waits for nobody in it.
-At its end everyone is told everyone's trajectories: what follows (credit, packing) is
-the same computation everywhere, on the same numbers, and needs no collective of ours.
+At its end the processes exchange their tokens as arrays (`gather_arrays`). What follows
+(credit, packing) is the same computation on the same numbers in every process, and each
+places its own rows of a batch (host/sharding.py).
 
-JAX's coordination service carries the messages; the processes find each other in
-`runtime.initialize`. With one process, nothing here does anything.
+JAX's coordination service carries small values (`gather`); the processes find each other
+in `runtime.initialize`. With one process, nothing here does anything.
 """
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import itertools
 import os
@@ -22,6 +23,8 @@ import jax
 
 # The only names here that JAX does not document; Orbax relies on the same.
 from jax._src import distributed
+from jax.experimental import multihost_utils
+import numpy as np
 
 from agent_r1_jax.host import records, watchdog
 
@@ -56,35 +59,29 @@ def take_share(n: int) -> range:
   return range(jax.process_index(), n, jax.process_count())
 
 
-def gather(
-  mine: Any,
-  *,
-  pack: Callable[[Any], bytes] = records.pack,
-  unpack: Callable[[bytes], Any] = records.unpack,
-) -> list[Any]:
-  """What each process gave, in their order; waits for all of them.
+def gather(mine: Any) -> list[Any]:
+  """Returns the small value that each process gave, in their order; waits for all.
 
   Args:
-    mine: With one process, this very object is returned.
-    pack: Makes bytes of it.
-    unpack: Makes the others' bytes, and this process's, what they were.
+    mine: This process's value, as plain data (records.pack). With one process, this very
+      object is returned.
 
   Raises:
-    ValueError: Of `pack` or `unpack`.
+    ValueError: The value is not plain data.
     LostError: Another process ended, or does not answer.
   """
   if jax.process_count() == 1:
     return [mine]
-  # Every process counts alike: all of them call this at the same places of a run.
+  # All processes call this at the same places of a run, so their counters agree.
   name = f'agent_r1/{next(_rounds)}'
-  client, data = _client(), pack(mine)
+  client, data = _client(), records.pack(mine)
   parts = [data[i : i + _PART] for i in range(0, len(data), _PART)]
   try:
     for i, part in enumerate(parts):
       client.key_value_set_bytes(f'{name}/{jax.process_index()}/{i}', part)
     client.key_value_set(f'{name}/{jax.process_index()}/parts', str(len(parts)))
     client.wait_at_barrier(f'{name}/there', timeout_in_ms=_DAY * 1000)
-    data = [_fetched(client, f'{name}/{p}') for p in range(jax.process_count())]
+    shares = [_fetch(client, f'{name}/{p}') for p in range(jax.process_count())]
     client.wait_at_barrier(f'{name}/read', timeout_in_ms=_DAY * 1000)
     client.key_value_delete(f'{name}/{jax.process_index()}/')
   except jax.errors.JaxRuntimeError as error:
@@ -94,7 +91,31 @@ def gather(
       f'({reason}). Start all of them again with the same command: the run goes on from '
       'its last checkpoint.'
     ) from None
-  return [unpack(each) for each in data]
+  return [records.unpack(share) for share in shares]
+
+
+def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
+  """Returns the array that each process gave, in their order; waits for all.
+
+  The chips exchange the arrays, so nothing large passes through the coordinator.
+
+  Args:
+    mine: This process's array [n, ...]. n may differ between processes; the other
+      dimensions and the dtype, of at most 32 bits, may not.
+
+  Raises:
+    LostError: Another process ended, or does not answer.
+  """
+  if jax.process_count() == 1:
+    return [mine]
+  # A collective may not wait long for a process that comes late; `gather` may.
+  lengths = gather(len(mine))
+  # Powers of two, so that few shapes are compiled.
+  longest = 1 << max(max(lengths) - 1, 0).bit_length()
+  padded = np.zeros((longest, *mine.shape[1:]), mine.dtype)
+  padded[: len(mine)] = mine
+  shares = multihost_utils.process_allgather(padded)
+  return [share[:length] for share, length in zip(shares, lengths, strict=True)]
 
 
 def watch_others() -> None:
@@ -266,7 +287,7 @@ class Notice:
     return self._here.is_set()
 
 
-def _fetched(client, name: str) -> bytes:
+def _fetch(client, name: str) -> bytes:
   wait = 60_000
   count = int(client.blocking_key_value_get(f'{name}/parts', wait))
   parts = (client.blocking_key_value_get_bytes(f'{name}/{i}', wait) for i in range(count))

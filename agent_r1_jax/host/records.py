@@ -13,11 +13,13 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import Int
 import msgpack
 import numpy as np
 
 from agent_r1_jax import types
 
+_COLUMNS = ('tokens', 'action_mask', 'logprobs', 'policy_steps')
 _TUPLE, _SET, _FROZENSET, _INTEGER, _ARRAY, _NUMBER = range(6)
 _COLLECTIONS = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
 # Booleans, integers, floats and complex numbers, in this machine's order of bytes: no
@@ -59,7 +61,7 @@ def unpack(data: bytes) -> Any:
 
 
 def fields(trajectory: types.Trajectory) -> dict[str, Any]:
-  """A trajectory's fields but its task, for `pack`."""
+  """Returns a trajectory's fields but its task, for `pack`."""
   found = _fields(trajectory)
   del found['task']
   for name in ('segments', 'turns'):
@@ -68,14 +70,14 @@ def fields(trajectory: types.Trajectory) -> dict[str, Any]:
 
 
 def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
-  """The trajectory whose `fields` these are.
+  """Returns the trajectory that has these fields.
 
   Args:
-    fields: As they were read.
-    task: The trajectory's.
+    fields: What `fields` gave, after `pack` and `unpack`.
+    task: The trajectory's task.
 
   Raises:
-    ValueError: They are not those of a trajectory.
+    ValueError: They are not the fields of a trajectory.
   """
   try:
     parts = {
@@ -94,28 +96,52 @@ def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
   return found
 
 
-def pack_trajectories(trajectories: Sequence[types.Trajectory] | None) -> bytes:
-  """A share of a rollout, or None; see `pack`."""
-  return pack(trajectories and [fields(t) for t in trajectories])
+def split(
+  trajectories: Sequence[types.Trajectory],
+) -> tuple[list[dict[str, Any]], Int[np.ndarray, 'n 4']]:
+  """Splits trajectories into small records and the columns of all their tokens.
+
+  Returns:
+    For each trajectory, its `fields` without messages, and with the lengths of its
+    segments in the place of these. And int32 columns: the tokens, action masks,
+    log-probs (their bits) and policy steps of all segments, one after the other.
+  """
+  heads, columns = [], [np.zeros((0, 4), np.int32)]
+  for each in trajectories:
+    head = fields(each)
+    head['messages'] = []
+    head['segments'] = [len(segment.tokens) for segment in each.segments]
+    heads.append(head)
+    for s in each.segments:
+      logprobs = s.logprobs.astype(np.float32).view(np.int32)
+      columns.append(
+        np.stack([s.tokens, s.action_mask, logprobs, s.policy_steps], axis=1)
+      )
+  return heads, np.concatenate(columns).astype(np.int32)
 
 
-def unpack_trajectories(
-  data: bytes, tasks: Sequence[types.Task]
-) -> list[types.Trajectory] | None:
-  """What `pack_trajectories` was given.
+def join(
+  heads: Sequence[dict[str, Any]],
+  columns: Int[np.ndarray, 'n 4'],
+  tasks: Sequence[types.Task],
+) -> list[types.Trajectory]:
+  """The inverse of `split`, but for the messages.
 
   Args:
-    data: Its bytes.
-    tasks: Of the rollout, by group.
-
-  Raises:
-    ValueError: The bytes are none of them, or of a rollout of other tasks.
+    heads: The small records.
+    columns: The columns of all tokens.
+    tasks: The tasks of the rollout, by group.
   """
-  found = unpack(data)
-  try:
-    return found and [trajectory(each, tasks[each['group']]) for each in found]
-  except (TypeError, LookupError) as error:
-    raise ValueError(f'no trajectories of this rollout: {error}') from None
+  trajectories, begin = [], 0
+  for head in heads:
+    segments = []
+    for length in head['segments']:
+      tokens, mask, logprobs, steps = columns[begin : begin + length].T.copy()
+      parts = (tokens, mask.astype(bool), logprobs.view(np.float32), steps)
+      segments.append(dict(zip(_COLUMNS, parts, strict=True)))
+      begin += length
+    trajectories.append(trajectory(head | {'segments': segments}, tasks[head['group']]))
+  return trajectories
 
 
 def _fields(record: Any) -> dict[str, Any]:

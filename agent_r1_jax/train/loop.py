@@ -239,6 +239,7 @@ def run(
       run_log,
       sampled,
       seed=config.seed,
+      messages=config.log_episodes,
       **playing,
     )
 

@@ -43,10 +43,11 @@ class Rollout:
     future: futures.Future,
     tasks: Sequence[types.Task],
     kept: spool_lib.Rollout | None,
+    messages: int | None,
   ):
     """The trajectories to come from this process, all tasks, and the spool."""
     self._engine, self._future, self._kept = engine, future, kept
-    self._tasks = tasks
+    self._tasks, self._messages = tasks, messages
 
   def wait(self):
     """Until this process's episodes have ended, however they did."""
@@ -71,16 +72,44 @@ class Rollout:
     finally:
       if self._kept:
         self._kept.close()
-    # A task does not travel: all processes have the same ones.
-    shares = processes.gather(
-      played,
-      pack=records.pack_trajectories,
-      unpack=lambda data: records.unpack_trajectories(data, self._tasks),
-    )
-    if None in shares:
-      raise replica_lib.PreemptedError
-    found = [t for share in shares for t in share]
-    return sorted(found, key=lambda t: (t.group, t.sample))
+    if not processes.is_distributed():
+      if played is None:
+        raise replica_lib.PreemptedError
+      return played
+    return _exchange(played, self._tasks, self._messages)
+
+
+def _exchange(
+  played: list[types.Trajectory] | None, tasks: Sequence[types.Task], messages: int | None
+) -> list[types.Trajectory]:
+  """Returns the trajectories of all processes, in the order of tasks and samples.
+
+  Small records go through the coordinator; tokens and messages go as arrays.
+
+  Args:
+    played: This process's trajectories, or None if it was interrupted.
+    tasks: The rollout's tasks, by group; all processes have the same ones.
+    messages: As in `start`.
+  """
+  heads, columns = records.split(played or [])
+  everyones_heads = processes.gather(None if played is None else heads)
+  if None in everyones_heads:
+    raise replica_lib.PreemptedError
+  texts = records.pack([t.messages for t in (played or [])[:messages]])
+  shares = zip(
+    everyones_heads,
+    processes.gather_arrays(columns),
+    processes.gather_arrays(np.frombuffer(texts, np.uint8)),
+    strict=True,
+  )
+  trajectories = []
+  for heads, columns, texts in shares:
+    share = records.join(heads, columns, tasks)
+    # The first trajectories of a share have their messages, the others none.
+    for trajectory, text in zip(share, records.unpack(texts.tobytes()), strict=False):
+      trajectory.messages = text
+    trajectories += share
+  return sorted(trajectories, key=lambda t: (t.group, t.sample))
 
 
 def collect(engine: engine_lib.Engine, *args, **kwargs) -> list[types.Trajectory]:
@@ -118,11 +147,13 @@ def start(
   seed: int = 0,
   draw: int = 0,
   spool: spool_lib.Spool | None = None,
+  messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> Rollout:
   """Starts `samples` episodes of every task; a task is a group.
 
-  Each process plays its share of the tasks, and gets the trajectories of all.
+  Each process plays its share of the tasks, and gets the trajectories of all; see
+  `messages`.
 
   A trajectory's randomness depends on (seed, draw, task id, sample, position) alone: the
   order, the number of rows and the tools' speed change nothing. Where an id comes again,
@@ -140,6 +171,9 @@ def start(
     draw: Another number, another draw of the same tasks.
     spool: Where episodes that end are kept, and from where those are taken that had
       ended before a kill.
+    messages: With several processes, how many of a process's trajectories are sent to the
+      others with their messages, from the first; None: all of them. The others arrive
+      without messages.
     on_done: Called with each trajectory as it ends.
 
   Raises:
@@ -179,7 +213,7 @@ def start(
       if group in mine:
         episodes.append(one(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, kept)
+  return Rollout(engine, engine.start(episodes), tasks, kept, messages)
 
 
 async def _play(

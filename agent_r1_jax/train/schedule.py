@@ -38,6 +38,7 @@ class Schedule:
     decoding: rollout.Decoding,
     *,
     seed: int = 0,
+    messages: int | None = None,
     **playing: Any,
   ):
     """Starts nothing.
@@ -50,11 +51,12 @@ class Schedule:
       run_log: Restored.
       decoding: How training rollouts are sampled.
       seed: The run's seed.
+      messages: Trajectories of each process whose messages the others get; None: all.
       **playing: Of rollout.start: make_env, limits.
     """
     self._config, self._tasks, self._journal = config, tasks, run_log
     self._engine, self._chat, self._playing = engine, chat, playing
-    self._decoding, self._seed = decoding, seed
+    self._decoding, self._seed, self._messages = decoding, seed, messages
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next = run_log.position.step
 
@@ -118,6 +120,7 @@ class Schedule:
       seed=self._seed,
       draw=draw,
       spool=self._journal.spool,
+      messages=self._messages,
       on_done=counter(self._journal.progress, label, total),
       **self._playing,
     )
