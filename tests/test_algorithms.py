@@ -185,7 +185,7 @@ _PARTS = {
   'dual_clip': (1.1, 'loss'),
   'value_clip': (0.1, 'value_loss'),
   'length': (12, 'aggregate'),
-  'aggregate': (algorithms.trajectory_mean, 'aggregate'),
+  'aggregate': (algorithms.seq_mean_token_sum, 'aggregate'),
   'overlong': ({'limit': 8, 'buffer': 4}, 'rewards'),
 }
 
@@ -347,47 +347,11 @@ def test_each_has_its_estimator():
     assert (actual.advantages != 0).any(), name
 
 
-@pytest.mark.parametrize(
-  ('variant', 'gamma', 'lam'), [('g1.0_l1.0', 1.0, 1.0), ('g0.99_l0.95', 0.99, 0.95)]
-)
-def test_ppo_gives_verls_whitened_gae(variant, gamma, lam):
-  algorithm = algorithms.ppo(gamma=gamma, lam=lam)
-  out = algorithm.advantages(episodes.golden_actions('rewards_process'))
-  for column, key in ((out.advantages, 'adv'), (out.returns, 'ret')):
-    expected = episodes.golden_at_actions(f'verl/gae/rewards_process/{variant}/{key}')
-    np.testing.assert_allclose(column, expected, rtol=1e-9, atol=1e-9)
-
-
 def test_ppos_step_advantages_are_not_whitened_twice():
   actions = _actions()
   step = algorithms.ppo(estimator=advantages.step_gae, gamma=0.9).advantages(actions)
   expected = advantages.step_gae(actions, gamma=0.9)
   np.testing.assert_array_equal(step.advantages, expected.advantages)
-
-
-@_every
-def test_the_order_of_the_trajectories_does_not_matter(name):
-  actions, order = _actions(), np.random.default_rng(0).permutation(12)
-  algorithm = _MAKERS[name]()
-  straight = episodes.reordered(algorithm.advantages(actions), order)
-  mixed = algorithm.advantages(episodes.reordered(actions, order))
-  np.testing.assert_allclose(mixed.advantages, straight.advantages, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-  'name', ['grpo', 'dr_grpo', 'dapo', 'gspo', 'rloo', 'reinforce_plus_plus_baseline']
-)
-def test_a_groups_common_reward_changes_nothing(name):
-  actions = _actions()
-  rewards = actions.rewards.copy()
-  rewards[table_lib.ends(actions.trajectory)] += 0.7 * (1 + actions.group)
-  estimate = _MAKERS[name]().advantages
-  np.testing.assert_allclose(
-    estimate(dataclasses.replace(actions, rewards=rewards)).advantages,
-    estimate(actions).advantages,
-    rtol=1e-9,
-    atol=1e-9,
-  )
 
 
 @_every
@@ -429,8 +393,6 @@ def test_aggregations_by_hand():
   check(algorithms.seq_mean_token_mean, [1 / 3, 1 / 9, 1 / 12])
   check(algorithms.seq_mean_token_sum, [1 / 3] * 3)
   check(algorithms.seq_mean_token_sum_norm(10), [1 / 30] * 3)
-  # The empty one counts.
-  check(algorithms.trajectory_mean, [1 / 4, 1 / 12, 1 / 16])
 
 
 def test_dr_grpos_norm_is_verls():
@@ -438,14 +400,6 @@ def test_dr_grpos_norm_is_verls():
   weights = mask * algorithms.seq_mean_token_sum_norm(512)(mask.sum(axis=1))[:, None]
   expected = g['verl/agg_loss/seq-mean-token-sum-norm/scale512']
   np.testing.assert_allclose((g['in/values'] * weights).sum(), expected, rtol=1e-12)
-
-
-def test_trajectory_mean_is_skyrls():
-  """SkyRL scales the advantages by the weights, over a batch without an empty one."""
-  mask, g = episodes.golden_mask(), episodes.golden()
-  weights = mask * algorithms.trajectory_mean(mask.sum(axis=1))[:, None]
-  expected = g['skyrl/reduction/sequence_mean']
-  np.testing.assert_allclose(g['in/adv'] * weights, expected, rtol=1e-12)
 
 
 def test_agent_r1s_norm_is_not_divided_by_the_rows():

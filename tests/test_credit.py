@@ -296,10 +296,12 @@ def test_corrections_weigh_their_actions():
 def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked):
   """verl's: the sampler's log-probs are for the correction alone."""
   taken, ts = [], plain.trajectories()
-  algorithm = _PPO._replace(advantage_mask=masked, correction=correction.token_band())
+  algorithm = _PPO._replace(
+    advantage_mask=masked, correction=correction.token_truncated()
+  )
   if kind == 'reverse':
     algorithm = algorithms.distillation(
-      advantage_mask=masked, correction=correction.token_band()
+      advantage_mask=masked, correction=correction.token_truncated()
     )
   else:
     algorithm = algorithm._replace(

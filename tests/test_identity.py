@@ -165,7 +165,7 @@ def test_every_algorithm_is_another_and_equal_to_itself():
     (algorithms.grpo(divide_by_std=False), ['algorithm.advantages.divide_by_std']),
     (algorithms.grpo()._replace(mask_truncated=True), ['algorithm.mask_truncated']),
     (
-      algorithms.grpo()._replace(aggregate=algorithms.trajectory_mean),
+      algorithms.grpo()._replace(aggregate=algorithms.seq_mean_token_sum),
       ['algorithm.aggregate'],
     ),
     (algorithms.grpo()._replace(loss=losses.reinforce()), None),

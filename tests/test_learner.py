@@ -225,7 +225,7 @@ def _made_up(seed=0):
   return params, batch
 
 
-_ESTIMATORS = [kl_lib.k1, kl_lib.k2, kl_lib.k3, kl_lib.absolute]
+_ESTIMATORS = [kl_lib.k1, kl_lib.k2, kl_lib.k3]
 _ESTIMATORS += [kl_lib.straight_through(estimator) for estimator in _ESTIMATORS]
 # As many pairs as are needed for each of both to be tried.
 _PAIRS = itertools.islice(

@@ -440,7 +440,7 @@ def test_log_ratio_is_clipped():
   np.testing.assert_array_equal(back(jnp.ones((1, 4)))[0], [[1, 0, 0, 1]])
 
 
-# Values and entropy.
+# Values.
 
 
 def _value_loss(clip, old, returns, weights):
@@ -476,29 +476,6 @@ def test_value_clip_by_hand(value, old, target, clip, loss, slope):
   fn = _value_loss(clip, full(old), full(target), full(1.0))
   out, grad = jax.value_and_grad(lambda v: fn(v[None, None]))(jnp.asarray(value))
   assert (out, grad) == (loss, slope)
-
-
-@_in_each_dtype
-def test_entropy_is_verls(dtype, tolerance):
-  (logits,) = _golden('in/logits', dtype=dtype)
-  (expected,) = _golden('verl/entropy_from_logits')
-  out = jax.jit(losses.entropy)(logits)
-  assert out.dtype == dtype
-  # Of the logits two episodes are stored.
-  np.testing.assert_allclose(out, expected[: len(logits)], rtol=tolerance)
-
-
-def test_mean_entropy_is_verls():
-  each, expected = _golden('verl/entropy_from_logits', 'verl/entropy_loss')
-  np.testing.assert_allclose(losses.weighted(each, _weights()), expected, rtol=1e-9)
-
-
-def test_entropy_by_hand():
-  shifted = np.log([0.5, 0.25, 0.25]) + 7.0
-  logits = jnp.array([[0.0, 0.0, 0.0], [0.0, 800.0, 0.0], shifted])
-  expected = [np.log(3), 0, 1.5 * np.log(2)]
-  out = jax.jit(losses.entropy)(logits)
-  np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
 
 
 # Aggregation.
@@ -552,7 +529,6 @@ def test_gradients_are_derivatives():
       losses.sapo()(stats, batch)[0],
       losses.reinforce()(stats, batch)[0],
       losses.log_ratio(x, y),
-      losses.entropy(x),
       losses.weighted(x, y),
       losses.value_clip()(x, batch),
       losses.value_clip(clip=None)(x, batch),

@@ -18,7 +18,6 @@ _GOLDEN = json.loads(
 _k1 = lambda logprobs, ref_logprobs: logprobs - ref_logprobs
 _ALL = {
   'by_reward_to_go': rewards.by_reward_to_go,
-  'by_group': rewards.by_group,
   'overlong': functools.partial(rewards.overlong, limit=4, buffer=2),
   'less_kl': functools.partial(rewards.less_kl, coef=0.1, estimator=_k1),
 }
@@ -59,7 +58,7 @@ def test_only_rewards_of_actions_change_and_only_in_what_is_returned(name, maske
     np.testing.assert_equal(getattr(table, field.name), was)
     if field.name not in ('rewards', 'parts'):
       np.testing.assert_equal(getattr(out, field.name), was)
-  if name.startswith('by_'):  # Another unit, for the parts as well.
+  if name == 'by_reward_to_go':  # Another unit, for the parts as well.
     _close(out.parts['all'], out.scores)
   else:
     np.testing.assert_equal(out.parts, before.parts)
@@ -98,29 +97,6 @@ def test_by_reward_to_go_by_hand():
 def test_by_reward_to_go_of_nothing_is_nothing():
   out = rewards.by_reward_to_go(_table(_drawn('..00.1', rewards=[0.0, 0.0])))
   assert (out.rewards == 0).all()
-
-
-def test_by_group_by_hand():
-  """Group 0: turns 3, 0, 4, 0, so √(25/4) = 5/2. Group 1: √((1 + 49)/2) = 5."""
-  table = _table(
-    _drawn('..00...1', rewards=[3.0, 0.0]),
-    _drawn('.0', '.1', rewards=[4.0, 0.0]),
-    _drawn('..00', rewards=[-1.0], group=1),
-    _drawn('..00', rewards=[7.0], group=1),
-  )
-  out = rewards.by_group(table, eps=0.0)
-  _close(out.rewards, [0, 1.2, 0, 1.6, 0, 0, -0.2, 0, 1.4])
-  out = rewards.by_group(table, eps=5.0)
-  _close(out.rewards[-2:], [0, 0.7])
-
-
-def test_by_group_where_all_turns_get_the_same():
-  """0.1 and 0.1 + rounding are 1 each, not the spike that a std would make of them."""
-  tied = [_drawn('.0.1', rewards=[0.1, 0.3 - 0.2]) for _ in range(3)]
-  none = [_drawn('.0.1', rewards=[0.0, 0.0], group=1)]
-  out = rewards.by_group(_table(*tied, *none), eps=1e-15)
-  _close(out.rewards[:6], np.ones(6))
-  assert (out.rewards[6:] == 0).all()
 
 
 def _long(n, **kwargs):

@@ -304,22 +304,18 @@ def accepted(table: TokenTable, *, threshold: float) -> TokenTable:
   return _on_all_tokens(table, np.where(passed, weight, 0.0))
 
 
-def whiten(
-  table: TokenTable, *, eps: float = 1e-8, shift_mean: bool = True
-) -> TokenTable:
+def whiten(table: TokenTable, *, eps: float = 1e-8) -> TokenTable:
   """(A - mean) / √(var + ε) over all tokens, with Bessel's correction (verl).
 
   Args:
     table: With advantages; its returns stay.
     eps: Added to the variance.
-    shift_mean: False adds the mean again.
   """
   raw = table.column('advantages')
   if not len(raw):
     return table
-  mean, var = raw.mean(), raw.var(ddof=1) if len(raw) > 1 else 0.0
-  back = 0.0 if shift_mean else mean
-  advantages = (raw - mean) / np.sqrt(var + eps) + back
+  var = raw.var(ddof=1) if len(raw) > 1 else 0.0
+  advantages = (raw - raw.mean()) / np.sqrt(var + eps)
   return dataclasses.replace(table, advantages=advantages)
 
 

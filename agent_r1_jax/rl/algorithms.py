@@ -183,11 +183,6 @@ def seq_mean_token_sum_norm(length: float) -> Aggregate:
   return lambda counts: seq_mean_token_sum(counts) / length
 
 
-def trajectory_mean(counts: np.ndarray) -> np.ndarray:
-  """As seq_mean_token_mean, over all trajectories: empty ones count (SkyRL)."""
-  return 1.0 / (max(len(counts), 1) * np.maximum(counts, 1))
-
-
 # Algorithms by name. Each takes Algorithm's other fields by name too.
 
 

@@ -41,11 +41,6 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
   return xp.clip(xp.expm1(x) - x, -10.0, 10.0)
 
 
-def absolute(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
-  """|log π - log π_ref|: no estimate of the KL, but 0 only where the two agree (verl)."""
-  return _of(logprobs, ref_logprobs).abs(logprobs - ref_logprobs)
-
-
 def straight_through(estimator: Estimator) -> Estimator:
   """The estimator's value with k2's gradient; verl's names end in '+'.
 

@@ -228,11 +228,6 @@ def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
   return loss
 
 
-def entropy(logits: Float[Array, '*B V']) -> Float[Array, '*B']:
-  """-Σ π log π = logsumexp(z) - Σ softmax(z) z."""
-  return jax.nn.logsumexp(logits, -1) - jnp.sum(jax.nn.softmax(logits) * logits, -1)
-
-
 def _clipped(ratio, advantages, low: float, high: float) -> tuple[Array, Array]:
   """max(-A r, -A clip(r, 1-ε_l, 1+ε_h)), and where the clip is active."""
   plain = -advantages * ratio

@@ -2,7 +2,7 @@
 
 Each transform takes the rows that estimators are shown (rl/table.py) and returns the
 table with another column `rewards`. One that changes the unit of the rewards
-(`by_reward_to_go`, `by_group`) changes that of their named `parts` with it, so that the
+(`by_reward_to_go`) changes that of their named `parts` with it, so that the
 parts still add up to what they did; one that adds to the rewards leaves the parts alone.
 They compose; `less_kl` comes last, because the others measure what the environment gave.
 """
@@ -13,7 +13,7 @@ import dataclasses
 from jaxtyping import Float
 import numpy as np
 
-from agent_r1_jax.rl.table import TokenTable, discounted_sum, ends, sum_by
+from agent_r1_jax.rl.table import TokenTable, discounted_sum, ends
 
 Transform = Callable[[TokenTable], TokenTable]
 
@@ -30,28 +30,6 @@ def by_reward_to_go(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
   to_go = discounted_sum(table.trajectory, table.rewards, 1.0)
   largest = np.abs(to_go).max(initial=0.0)
   return _divided(table, np.full(len(table.group), largest + eps))
-
-
-def by_group(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
-  """r' = r / (√(mean over the turns of the group of R_k²) + ε), R_k a turn's reward.
-
-  Makes the process rewards of easy and hard tasks alike in size. GRPO's process
-  supervision (arXiv 2402.03300, 4.1.3) takes (R_k - mean) / std instead. Without the
-  mean, a turn without a reward stays without one, and a further turn is no reward in
-  itself. And where the mean stays, the std is no measure: 0.99 and 1 would become 140.
-  So a group whose turns all get the same is no special case: it becomes ±1, or stays 0.
-  What is measured is the size of a turn's reward, so turns are counted here, not
-  trajectories.
-
-  Args:
-    table: Whole groups.
-    eps: Added to the divisor.
-  """
-  group, groups = table.group[table.turn_trajectory], int(table.group.max(initial=-1)) + 1
-  squares = sum_by(group, table.turn_rewards**2, groups)
-  turns = np.bincount(group, minlength=groups)
-  scale = np.sqrt(squares / np.maximum(turns, 1)) + eps
-  return _divided(table, scale[table.group])
 
 
 def overlong(
