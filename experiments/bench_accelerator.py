@@ -321,7 +321,7 @@ def step():
   """One line: seconds of a GRPO step, and their parts."""
   config, params = _policy('3b')
   engine, samples = _engine(config, params), 8
-  rows = packing.Rows(4, 1024)
+  rows = packing.MicrobatchShape(4, 1024)
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})

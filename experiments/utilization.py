@@ -130,7 +130,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       ages += [train_state.step - t.policy_steps for group in found for t in group]
       time.sleep(seconds)
       train_state = dataclasses.replace(train_state, step=train_state.step + 1)
-      if not plan.early:
+      if not plan.syncs_before_update:
         train_state = updates.sync_sampler(train_state, plan)
       at.learned({}, drawn)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
@@ -159,7 +159,7 @@ def _system(config, rows, tail, chat):
   chips.tail, chips.stop_id = tail, chat.stop_ids[0]
   engine.replicas = [chips]
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
-  rows_of_updates = packing.Rows(1, 1)  # There are none.
+  rows_of_updates = packing.MicrobatchShape(1, 1)  # There are none.
   plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)
   state: Any = types_lib.SimpleNamespace(params=nothing)
   return engine, updates.TrainState({'policy': state}, None, nothing), plan

@@ -59,7 +59,7 @@ def shown(
 ) -> table_lib.TokenTable:
   """The rows of trajectories that an estimator is shown."""
   table = table_lib.build(trajectories)
-  return table.take(table.visible(masked))
+  return table.take(table.visible_rows(masked))
 
 
 def made(
@@ -99,7 +99,7 @@ def made(
 def reordered(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.TokenTable:
   """The table of the same trajectories in another order."""
   order = np.asarray(order)
-  rows = table.take(table.rows_of(order.tolist()))
+  rows = table.take(table.find_rows(order.tolist()))
   turns = np.concatenate([np.flatnonzero(table.turn_trajectory == i) for i in order])
   # The new number of each trajectory, and of each turn; that of no turn stays -1.
   number, of_turn = np.argsort(order), np.append(np.argsort(turns), -1)
@@ -174,7 +174,7 @@ def golden_actions(
     values=np.concatenate(numbers['in/values']),
     ref_logprobs=np.concatenate(numbers['in/ref_logp']),
   )
-  return table.take(table.visible(masked))
+  return table.take(table.visible_rows(masked))
 
 
 def golden_at_actions(key: str, *, joined: bool = False) -> np.ndarray:

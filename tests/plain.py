@@ -26,7 +26,7 @@ CONFIG = decoder.DecoderConfig(
 )
 TEMPERATURE = 0.7
 # One shape for most tests, so that they share what is compiled.
-SHAPE = packing.Rows(rows=2, row_tokens=32)
+SHAPE = packing.MicrobatchShape(rows=2, row_tokens=32)
 _PADDED = 64
 
 GRPO = algorithms.grpo(kl_coef=0.0, dual_clip=None)
@@ -152,7 +152,7 @@ def padded(segments: Sequence[types.Segment], rows: int | None = None):
     rows or len(segments),
     32,
   )
-  return where, packing.pack(table.of_segments(segments), where)
+  return where, packing.pack(table.from_segments(segments), where)
 
 
 def by_segment(segments: Sequence[types.Segment], column: np.ndarray) -> list[np.ndarray]:

@@ -45,7 +45,9 @@ def _cut(n=14):
 def _unpacked(batches, segments, shape=plain.SHAPE):
   """Batch whose fields are columns: a number for each token of the segments."""
   lengths = [len(s.tokens) for s in segments]
-  where = packing.layout(lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows)
+  where = packing.plan_layout(
+    lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows
+  )
   assert {b.tokens.shape for b in batches} == {tuple(shape)}
   fields = plain.whole(batches)
   return types.Batch(*(x if x is None else where.extract(x) for x in fields))
@@ -73,7 +75,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   which = plain.models(own_critic=own_critic)
   table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
   (shown,) = taken
-  rows, of_critic = table.visible(masked), _said(which.critic, ts)
+  rows, of_critic = table.visible_rows(masked), _said(which.critic, ts)
   expected = {
     'ref_logprobs': _said(which.reference, ts).logprobs,
     'values': of_critic.values,
@@ -117,7 +119,7 @@ def test_credit_is_put_at_its_tokens(masked):
   algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
   table, metrics = plain.credit(ts, algorithm)
   assert table.ref_logprobs is table.correction is table.weights is None
-  rows, count = table.visible(masked), len(taken[0])
+  rows, count = table.visible_rows(masked), len(taken[0])
   for column in (table.advantages, table.returns):
     np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
     assert not column[~rows].any()
@@ -132,8 +134,8 @@ def test_nothing_that_is_given_changes():
   options = {'shape': plain.SHAPE, 'prefixes': [np.arange(2, dtype=np.int32)] * 14}
   scored = credit.score(built, algorithm, plain.models(own_critic=True), **options)
   estimated, _ = credit.estimate(scored, algorithm, kl_coef=0.1)
-  credit.minibatch(estimated, range(14), algorithm, shape=plain.SHAPE)
-  credit.critic_minibatch(estimated, range(14), algorithm, **options)
+  credit.make_minibatch(estimated, range(14), algorithm, shape=plain.SHAPE)
+  credit.make_critic_minibatch(estimated, range(14), algorithm, **options)
   for field in dataclasses.fields(built):
     was = getattr(same, field.name)
     np.testing.assert_equal(getattr(built, field.name), was)
@@ -164,7 +166,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   before = table_lib.build(ts)
   kl = 0.5 * (before.logprobs - _said(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
-  rows = before.visible(masked)
+  rows = before.visible_rows(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
   np.testing.assert_allclose(shown.rewards, expected, rtol=1e-5, atol=1e-4)
   assert before.action_mask[rows].all() == masked
@@ -188,7 +190,7 @@ def test_the_mean_kl_is_verls():
 
 def test_a_segment_that_fits_no_row_is_refused():
   with pytest.raises(ValueError, match='does not fit a row of 16'):
-    plain.credit(plain.trajectories(), _PPO, shape=packing.Rows(2, 16))
+    plain.credit(plain.trajectories(), _PPO, shape=packing.MicrobatchShape(2, 16))
 
 
 # Masks.
@@ -205,7 +207,9 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   )
   table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
   options = {'shape': plain.SHAPE, 'dense': kind == 'shared'}
-  batch = _unpacked(credit.minibatch(table, range(14), algorithm, **options), segments)
+  batch = _unpacked(
+    credit.make_minibatch(table, range(14), algorithm, **options), segments
+  )
   acted = np.concatenate([s.action_mask for s in segments])
   every = [np.logical_or.accumulate(s.action_mask) for s in segments]
   every = np.concatenate(every)
@@ -220,7 +224,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   _close(batch.logprobs[given], _said(plain.policy(), ts).logprobs[given])
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None
-    whole = credit.critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
     batch = _unpacked(whole, segments)
     np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
   if kind != 'grpo':
@@ -249,7 +253,7 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
 
   def outcome(some, algorithm, which):
     table, _ = plain.credit(some, algorithm, which)
-    return table, credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    return table, credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
 
   _, batches = outcome(ts, plain.GRPO, nothing)
   _, others = outcome(broken, plain.GRPO, nothing)
@@ -281,7 +285,7 @@ def test_corrections_weigh_their_actions():
   _close(acted.logprobs, new[mask])
   sampled = np.concatenate([s.logprobs for s in segments])
   np.testing.assert_array_equal(acted.behaviour_logprobs, sampled[mask])
-  whole = credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  whole = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   batch = _unpacked(whole, segments)
   np.testing.assert_array_equal(batch.correction[mask], np.arange(2, mask.sum() + 2))
   assert (batch.correction[~mask] == 1).all()
@@ -310,7 +314,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   old, other = (_said(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
-  mask, rows = before.action_mask, before.visible(masked)
+  mask, rows = before.action_mask, before.visible_rows(masked)
   assert np.abs(old - before.logprobs)[mask].max() > 0.1, 'another policy sampled'
   if kind == 'reverse':
     kl = np.where(mask, old - other, 0.0)
@@ -357,7 +361,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   _close(shown.values, values[table.action_mask])
   _close(shown.final_values, after[table_lib.ends(table.trajectory)])
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
-  batches = credit.critic_minibatch(table, range(14), algorithm, **options)
+  batches = credit.make_critic_minibatch(table, range(14), algorithm, **options)
   batch = _unpacked(batches, views)
   np.testing.assert_array_equal(batch.tokens, np.concatenate([v.tokens for v in views]))
   weights = table.action_mask / table.action_mask.sum()
@@ -370,7 +374,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
     np.testing.assert_allclose(cut(split), expected, rtol=1e-6)
     assert not any(a[: len(p)].any() for a, p in zip(split, before))
   # The policy never sees it.
-  batches = credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batches = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   tokens = _unpacked(batches, plain.segments_of(ts)).tokens
   np.testing.assert_array_equal(tokens, table.tokens)
 
@@ -408,9 +412,9 @@ _AGGREGATES = [
 @pytest.mark.parametrize('aggregate', _AGGREGATES)
 def test_minibatch_puts_every_number_at_its_token(members, aggregate):
   algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
-  (table, names), shape = _made_up(plain.trajectories()), packing.Rows(3, 40)
+  (table, names), shape = _made_up(plain.trajectories()), packing.MicrobatchShape(3, 40)
   options = {'shape': shape, 'kl_coef': 0.3, 'dense': True}
-  batches = credit.minibatch(table, members, algorithm, **options)
+  batches = credit.make_minibatch(table, members, algorithm, **options)
   chosen = [plain.trajectories()[i] for i in members]
   segments = plain.segments_of(chosen)
   batch = _unpacked(batches, segments, shape)
@@ -427,7 +431,9 @@ def test_minibatch_puts_every_number_at_its_token(members, aggregate):
 
 def test_only_what_is_read_is_in_a_minibatch():
   table, _ = _made_up(plain.trajectories())
-  for batch in credit.minibatch(table, range(14), _PPO, shape=plain.SHAPE, kl_coef=0.3):
+  for batch in credit.make_minibatch(
+    table, range(14), _PPO, shape=plain.SHAPE, kl_coef=0.3
+  ):
     # The KL is in the reward, and the critic is another model.
     assert batch.kl_weights is batch.values is batch.returns is None
 
@@ -450,8 +456,8 @@ def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
   algorithm = plain.GRPO._replace(aggregate=aggregate)
   table, _ = plain.credit(ts, algorithm)
   whole = {'members': range(14), 'algorithm': algorithm, 'shape': plain.SHAPE}
-  sparse = credit.minibatch(table, **whole)
-  dense = credit.minibatch(table, **whole, dense=True)
+  sparse = credit.make_minibatch(table, **whole)
+  dense = credit.make_minibatch(table, **whole, dense=True)
   kept = [i for i in range(14) if i not in (2, 3, 6, 7)]
   few = _unpacked(sparse, plain.segments_of([ts[i] for i in kept]))
   every = _unpacked(dense, plain.segments_of(ts))
@@ -468,7 +474,7 @@ def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
 def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
   ts = _with_dead_groups()
   table, _ = plain.credit(ts, plain.GRPO)
-  (batch,) = credit.minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
+  (batch,) = credit.make_minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
   grads, sums = plain.gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
   assert not any(map(np.any, jax.tree.leaves(grads))) and sums['loss'] == 0
 
@@ -479,7 +485,7 @@ def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
 def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
   ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)
   table, _ = plain.credit(ts, algorithm)
-  batches = credit.minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batches = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   assert sum((b.segment_ids > 0).sum() for b in batches) == len(table)
 
 
@@ -548,10 +554,10 @@ def test_steps_are_the_concatenated_episode(kind):
     flat = {name: column for name, column in flat.items() if column is not None}
     options = {'algorithm': algorithm, 'shape': plain.SHAPE}
     members = range(len(ts))
-    batches = credit.minibatch(table, members, **options, kl_coef=0.1, dense=dense)
+    batches = credit.make_minibatch(table, members, **options, kl_coef=0.1, dense=dense)
     learned = [plain.gradient(which.policy, batches, objective)]
     if own:
-      batches = credit.critic_minibatch(table, members, **options)
+      batches = credit.make_critic_minibatch(table, members, **options)
       of_critic = plain.critic_objective(_PPO)
       learned.append(plain.gradient(which.critic, batches, of_critic))
     runs.append((flat, learned, len(plain.segments_of(some))))

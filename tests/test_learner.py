@@ -71,8 +71,10 @@ def _table():
 
 
 def _batches(members=range(14), *, row_tokens=32, rows=2):
-  shape = packing.Rows(rows, row_tokens)
-  return credit.minibatch(_table(), members, _PPO, shape=shape, kl_coef=0.1, dense=True)
+  shape = packing.MicrobatchShape(rows, row_tokens)
+  return credit.make_minibatch(
+    _table(), members, _PPO, shape=shape, kl_coef=0.1, dense=True
+  )
 
 
 def _gradient(batches, params=None, loss=_loss):
@@ -89,8 +91,10 @@ def _expected():
 
 def _packed():
   segments = plain.segments_of(plain.trajectories())
-  where = packing.layout([len(s.tokens) for s in segments], row_tokens=32, row_multiple=2)
-  return where, packing.pack(table_lib.of_segments(segments), where)
+  where = packing.plan_layout(
+    [len(s.tokens) for s in segments], row_tokens=32, row_multiple=2
+  )
+  return where, packing.pack(table_lib.from_segments(segments), where)
 
 
 def test_token_stats_are_what_the_model_says_of_each_token():
@@ -99,7 +103,7 @@ def test_token_stats_are_what_the_model_says_of_each_token():
   kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
 
   def everywhere(fn, *args, **kwargs):
-    parts = [fn(*args, b, **kwargs) for b in packing.microbatches(batch, 2)]
+    parts = [fn(*args, b, **kwargs) for b in packing.split_microbatches(batch, 2)]
     return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
   whole = jax.jit(functools.partial(learner.token_stats, **kwargs))
@@ -155,7 +159,7 @@ def test_the_gradient_is_that_of_the_plain_formula():
   )
   algorithm = algorithms.ppo(dual_clip=None, value_clip=None, value_coef=0.5)
   objective = learner.objective(algorithm, shared_critic=True)
-  grads, sums = _gradient(packing.microbatches(batch, 2), loss=objective)
+  grads, sums = _gradient(packing.split_microbatches(batch, 2), loss=objective)
   assert 0.1 < sums['clip_fraction'] / sums['weight'] < 0.9
   np.testing.assert_allclose(sums['loss'], expected_loss, rtol=1e-4)
   plain.close(grads, expected)
@@ -411,7 +415,7 @@ def test_updates_make_good_actions_likelier():
   for s, x in zip(segments, before):
     s.logprobs = x.astype(np.float32)
   scored = plain.credit(group, plain.GRPO)
-  batches = credit.minibatch(scored.table, [0, 1], plain.GRPO, shape=plain.SHAPE)
+  batches = credit.make_minibatch(scored.table, [0, 1], plain.GRPO, shape=plain.SHAPE)
   assert all(b.ref_logprobs is b.values is b.returns is None for b in batches)
   history = []
   for _ in range(4):

@@ -45,7 +45,7 @@ def _adapted(params, *, zero=False, targets=_ALL, rank=3):
 @functools.cache
 def _batches():
   scored = plain.credit(plain.trajectories(4), plain.GRPO, _models(plain.policy()))
-  return credit.minibatch(scored.table, [0, 1, 2, 3], plain.GRPO, shape=plain.SHAPE)
+  return credit.make_minibatch(scored.table, [0, 1, 2, 3], plain.GRPO, shape=plain.SHAPE)
 
 
 def _models(policy):
@@ -207,12 +207,14 @@ def test_critic_and_reference_share_what_is_frozen():
   }
   assert memory == {'pinned_host'}
   # Nor is it in a checkpoint, and what is comes back beside it.
-  arrays = train_state.arrays(plan)
+  arrays = train_state.checkpoint_arrays(plan)
   trees = [arrays['policy'].params, arrays['reference'], arrays['sampler']]
   for tree in trees:
     assert tree.keys() == {'layers'}
     assert tree['layers']['attn']['q'].keys() == {'lora_a', 'lora_b'}
-  again = train_state.restored(jax.tree.map(jnp.copy, arrays), train_state.numbers())
+  again = train_state.restore(
+    jax.tree.map(jnp.copy, arrays), train_state.checkpoint_numbers()
+  )
   plain.equal(again.states, train_state.states)
   plain.equal(
     (again.reference, again.sampler), (train_state.reference, train_state.sampler)

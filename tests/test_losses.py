@@ -309,13 +309,13 @@ def test_gspo_does_not_depend_on_the_layout():
     return SURROGATES['gspo'](_stats(logprobs), batch)[0], jax.grad(loss)(logprobs)
 
   def per_segment(order, row_tokens, row_multiple):
-    where = packing.layout(
+    where = packing.plan_layout(
       [len(masks[i]) for i in order], row_tokens=row_tokens, row_multiple=row_multiple
     )
     place = lambda parts: where.place(np.concatenate(parts), np.float64)
     new, old, adv = (place([numbers[i][k] for i in order]) for k in range(3))
     weights = place([masks[i] * 0.1 for i in order])
-    batch = packing.pack(table.of_segments([pieces[i] for i in order]), where)
+    batch = packing.pack(table.from_segments([pieces[i] for i in order]), where)
     batch = batch._replace(logprobs=old, advantages=adv, weights=weights)
     edges = np.cumsum(where.lengths)[:-1]
     columns = (where.extract(np.asarray(y)) for y in run(new, batch))

@@ -189,20 +189,20 @@ class TestFullDisk:
     task = types.Task('t0', [])
     episode = types.Trajectory(task, 0, 0, [], [], [{'content': 'x' * 9000}], 'done')
     with mounts.mounted(tmp_path, 'size=128k') as workdir:
-      rollout = spool.Spool(workdir).rollout(0, [task])
-      rollout.keep(('t0', 0), episode)
+      rollout = spool.Spool(workdir).open_rollout(0, [task])
+      rollout.add(('t0', 0), episode)
       filler = mounts.fill(workdir)
       with pytest.warns(
         UserWarning, match=r'not kept in .* disk is full \(0\.0 MB'
       ) as said:
-        rollout.keep(('t0', 1), episode)
-        rollout.keep(('t0', 2), episode)
+        rollout.add(('t0', 1), episode)
+        rollout.add(('t0', 2), episode)
       assert len(said) == 1
       filler.unlink()
-      rollout.keep(('t0', 3), episode)
+      rollout.add(('t0', 3), episode)
       rollout.close()
-      rollout = spool.Spool(workdir).rollout(0, [task])
-      found = [n for n in range(4) if rollout.found(('t0', n))]
+      rollout = spool.Spool(workdir).open_rollout(0, [task])
+      found = [n for n in range(4) if rollout.get(('t0', n))]
     assert found == [0, 3]
 
 

@@ -35,7 +35,7 @@ _CASES = list(_cases())
 
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
 def test_every_token_has_a_place_of_its_own(lengths, multiple):
-  where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
+  where = packing.plan_layout(lengths, row_tokens=32, row_multiple=multiple)
   assert where.rows % multiple == 0 and where.rows > 0
   used = np.zeros((where.rows, 32), int)
   for n, (row, offset) in zip(lengths, where.places, strict=True):
@@ -50,19 +50,19 @@ def test_every_token_has_a_place_of_its_own(lengths, multiple):
 
 
 def test_layout_is_first_fit_decreasing():
-  where = packing.layout([3, 10, 6, 7, 2], row_tokens=10)
+  where = packing.plan_layout([3, 10, 6, 7, 2], row_tokens=10)
   assert where.places == ((1, 7), (0, 0), (2, 0), (1, 0), (2, 6))
   assert (where.rows, where.row_tokens, where.lengths) == (3, 10, (3, 10, 6, 7, 2))
 
 
 def test_a_segment_longer_than_a_row_is_refused():
   with pytest.raises(ValueError, match='33 tokens does not fit a row of 32.*row_tokens'):
-    packing.layout([1, 33, 4], row_tokens=32)
+    packing.plan_layout([1, 33, 4], row_tokens=32)
 
 
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
 def test_extract_is_the_inverse_of_place(lengths, multiple):
-  where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
+  where = packing.plan_layout(lengths, row_tokens=32, row_multiple=multiple)
   column = np.random.default_rng(0).normal(size=sum(lengths))
   packed = where.place(column, np.float64)
   assert packed.shape == (where.rows, 32) and packed.dtype == np.float64
@@ -74,7 +74,7 @@ def test_extract_is_the_inverse_of_place(lengths, multiple):
 
 
 def test_place_wants_a_number_for_every_token():
-  where = packing.layout([2, 3], row_tokens=8)
+  where = packing.plan_layout([2, 3], row_tokens=8)
   for wrong in (2, 4, 6):
     with pytest.raises(ValueError):
       where.place(np.zeros(wrong), np.float32)
@@ -83,8 +83,8 @@ def test_place_wants_a_number_for_every_token():
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
 def test_pack(lengths, multiple):
   segments = _segments(lengths)
-  where = packing.layout(lengths, row_tokens=32, row_multiple=multiple)
-  batch = packing.pack(table.of_segments(segments), where)
+  where = packing.plan_layout(lengths, row_tokens=32, row_multiple=multiple)
+  batch = packing.pack(table.from_segments(segments), where)
   padding = batch.segment_ids == 0
   assert padding.sum() == where.rows * 32 - sum(lengths)
   for name in ('tokens', 'positions', 'action_mask', 'logprobs'):
@@ -111,8 +111,8 @@ def test_every_column_that_a_batch_has_a_field_for_is_packed():
   names = types.Batch._fields[4:]
   segments = _segments([5, 7, 9])
   columns = {name: np.arange(21) + 100.0 * i for i, name in enumerate(names)}
-  text = dataclasses.replace(table.of_segments(segments), **columns)
-  where = packing.layout([5, 7, 9], row_tokens=16)
+  text = dataclasses.replace(table.from_segments(segments), **columns)
+  where = packing.plan_layout([5, 7, 9], row_tokens=16)
   batch = packing.pack(text, where)
   for name, column in columns.items():
     packed = getattr(batch, name)
@@ -121,10 +121,10 @@ def test_every_column_that_a_batch_has_a_field_for_is_packed():
 
 
 def test_microbatches_are_the_batch():
-  text = table.of_segments(_segments([20] * 6))
-  where = packing.layout([20] * 6, row_tokens=32, row_multiple=2)
+  text = table.from_segments(_segments([20] * 6))
+  where = packing.plan_layout([20] * 6, row_tokens=32, row_multiple=2)
   batch = packing.pack(text, where)
-  parts, same = packing.split(text, packing.Rows(2, 32))
+  parts, same = packing.pack_microbatches(text, packing.MicrobatchShape(2, 32))
   assert len(parts) == 3 and same == where
   for whole, *of_parts in zip(batch, *parts):
     if whole is None:

@@ -181,27 +181,27 @@ class _Bomb:
 
 class TestSpool:
   def _kept(self, tmp_path, n=3):
-    rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
+    rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
     for number in range(n):
-      rollout.keep(('t0', number), _trajectory(sample=number))
+      rollout.add(('t0', number), _trajectory(sample=number))
     rollout.close()
     (path,) = (tmp_path / 'rollouts' / '0').iterdir()
     return path
 
   def test_episodes_come_back(self, tmp_path):
     self._kept(tmp_path)
-    rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
+    rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
     for number in range(3):
-      assert _same(rollout.found(('t0', number)), _trajectory(sample=number))
-    assert rollout.found(('t0', 3)) is None
+      assert _same(rollout.get(('t0', number)), _trajectory(sample=number))
+    assert rollout.get(('t0', 3)) is None
 
   def test_a_kill_may_cut_a_file_anywhere(self, tmp_path):
     path = self._kept(tmp_path)
     whole, found = path.read_bytes(), []
     for size in range(len(spool._MAGIC), len(whole), 7):
       path.write_bytes(whole[:size])
-      rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
-      found.append(sum(rollout.found(('t0', n)) is not None for n in range(3)))
+      rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
+      found.append(sum(rollout.get(('t0', n)) is not None for n in range(3)))
     assert found == sorted(found) and {*found} == {0, 1, 2}
 
   @pytest.mark.parametrize('name', ['0-0-1.pickle', '0-0-1.episodes'])
@@ -212,8 +212,8 @@ class TestSpool:
       pickle.loads(bad)
     good.with_name(name).write_bytes(bad)
     with pytest.warns(UserWarning, match=f'{name} is passed over'):
-      rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
-    assert rollout.found(('t0', 0)) is not None  # of the other file
+      rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
+    assert rollout.get(('t0', 0)) is not None  # of the other file
 
   def test_changed_bytes_are_told(self, tmp_path):
     path = self._kept(tmp_path)
@@ -221,23 +221,23 @@ class TestSpool:
     data[-100] ^= 1
     path.write_bytes(data)
     with pytest.warns(UserWarning, match='its bytes changed'):
-      rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
-    assert rollout.found(('t0', 1)) and not rollout.found(('t0', 2))
+      rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
+    assert rollout.get(('t0', 1)) and not rollout.found(('t0', 2))
 
   def test_episodes_of_other_tasks_are_told(self, tmp_path):
     self._kept(tmp_path)
     other = types.Task('another', [])
     with pytest.warns(UserWarning, match="an episode of task 't0' where 'another'"):
-      rollout = spool.Spool(tmp_path).rollout(0, [other])
-    assert not rollout.found(('t0', 0)) and not rollout.found(('another', 0))
+      rollout = spool.Spool(tmp_path).open_rollout(0, [other])
+    assert not rollout.get(('t0', 0)) and not rollout.found(('another', 0))
 
   def test_what_cannot_be_written_is_told_once_and_played_again(self, tmp_path, recwarn):
-    rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
-    rollout.keep(('t0', 0), _trajectory(metrics={'x': _Thing()}))
-    rollout.keep(('t0', 1), _trajectory(metrics={'x': _Thing()}))
-    rollout.keep(('t0', 2), _trajectory(sample=2))
+    rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
+    rollout.add(('t0', 0), _trajectory(metrics={'x': _Thing()}))
+    rollout.add(('t0', 1), _trajectory(metrics={'x': _Thing()}))
+    rollout.add(('t0', 2), _trajectory(sample=2))
     rollout.close()
     (warning,) = recwarn
     assert 'finished episodes are not kept in' in str(warning.message)
-    rollout = spool.Spool(tmp_path).rollout(0, [_TASK])
-    assert not rollout.found(('t0', 0)) and rollout.found(('t0', 2))
+    rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
+    assert not rollout.get(('t0', 0)) and rollout.found(('t0', 2))

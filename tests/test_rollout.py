@@ -316,10 +316,10 @@ class TestEnds:
     error = played[1].error
     assert error.startswith("'seen' of a message cannot be written: ")
     assert error.endswith(' is no plain data; give text, numbers, lists, dicts')
-    again = kept.rollout(0, tasks)
+    again = kept.open_rollout(0, tasks)
     for t in played:
       assert records.unpack(records.pack(t.messages)) == t.messages
-      assert again.found((t.task.id, 0)).messages == t.messages
+      assert again.get((t.task.id, 0)).messages == t.messages
 
   def test_an_answer_that_fits_no_row(self):
     class Talks(Env):
@@ -424,7 +424,7 @@ class TestErrors:
     kept = spool.Spool(tmp_path)
     with pytest.raises(replica.PreemptedError):
       _collect(Told, _tasks(1), engine=engine, spool=kept)
-    assert kept.rollout(0, _tasks(1)).found(('task 0', 0)) is None
+    assert kept.open_rollout(0, _tasks(1)).get(('task 0', 0)) is None
 
   def test_on_done_hears_of_every_episode(self):
     ended = []

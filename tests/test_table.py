@@ -81,7 +81,7 @@ def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
   np.testing.assert_array_equal(table.action_mask, acted)
   whole = table_lib.build([episodes.trajectory(*pictures)])
   expected = [False] * 2 + [True] * 7 + [False, True, True] + [False] * 4
-  assert whole.visible(False).tolist() == expected
+  assert whole.visible_rows(False).tolist() == expected
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -226,23 +226,23 @@ def test_rows_are_taken_with_all_their_numbers():
 
 def test_rows_of_trajectories_come_in_their_order():
   table = _numbered()
-  taken = table.take(table.rows_of([4, 0, 2]))
+  taken = table.take(table.find_rows([4, 0, 2]))
   assert list(dict.fromkeys(taken.trajectory.tolist())) == [4, 0, 2]
   np.testing.assert_array_equal(taken.lengths[[4, 0, 2]], table.lengths[[4, 0, 2]])
-  assert len(table.take(table.rows_of([]))) == 0
+  assert len(table.take(table.find_rows([]))) == 0
 
 
 def test_spread_is_the_inverse_of_take():
   table = _numbered()
-  rows = table.visible(True)
-  column = table.spread(rows, table.take(rows).values, -1.0)
+  rows = table.visible_rows(True)
+  column = table.scatter(rows, table.take(rows).values, -1.0)
   np.testing.assert_array_equal(column, np.where(rows, table.values, -1.0))
 
 
 def test_prefixes_stand_before_every_segment():
   table = _numbered()
   prefixes = [np.arange(i) + 100 for i in (2, 0, 1, 3, 0, 4)]
-  wide, own = table.with_prefixes(prefixes)
+  wide, own = table.add_prefixes(prefixes)
   for name, column in vars(table).items():
     if isinstance(column, np.ndarray) and len(column) == len(table):
       np.testing.assert_array_equal(getattr(wide, name)[own], column)
@@ -281,7 +281,7 @@ def test_a_log_says_what_there_is_of_each_action():
   table = table_lib.build(ts)
   logprobs = np.arange(len(table)) / -3.0
   table = dataclasses.replace(table, logprobs=logprobs, values=-logprobs)
-  actions = table.actions_of(1)
+  actions = table.list_actions(1)
   assert actions.keys() == {
     *('turn', 'tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs'),
     *('rewards', 'values'),
@@ -290,7 +290,7 @@ def test_a_log_says_what_there_is_of_each_action():
   first, second = (s.tokens.tolist() for s in ts[1].segments)
   assert actions['tokens'] == [first[1], first[2], first[4], second[2]]
   assert actions['values'] == [1.3333, 1.6667, 2.3333, 3.3333]
-  assert table_lib.build([episodes.trajectory('..')]).actions_of(0)['turn'] == []
+  assert table_lib.build([episodes.trajectory('..')]).list_actions(0)['turn'] == []
 
 
 # Functions of columns.
@@ -309,12 +309,12 @@ def test_runs_of_ids():
 
 def test_neighbours_within_runs():
   x, after = np.arange(8.0) + 1, np.array([10.0, 11.0, 12.0, 13.0])
-  following = table_lib.following(_IDS, x, after)
+  following = table_lib.next_values(_IDS, x, after)
   assert following.tolist() == [2, 10, 4, 5, 6, 7, 12, 13]
-  assert table_lib.preceding(_IDS, x).tolist() == [0, 1, 0, 3, 4, 5, 6, 0]
+  assert table_lib.previous_values(_IDS, x).tolist() == [0, 1, 0, 3, 4, 5, 6, 0]
   none = np.zeros(0, int)
-  assert len(table_lib.following(none, np.zeros(0), after)) == 0
-  assert len(table_lib.preceding(none, np.zeros(0))) == 0
+  assert len(table_lib.next_values(none, np.zeros(0), after)) == 0
+  assert len(table_lib.previous_values(none, np.zeros(0))) == 0
 
 
 @pytest.mark.parametrize('factor', [0.0, 0.5, 1.0])

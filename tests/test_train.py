@@ -315,7 +315,7 @@ class TestRun:
     plan, train_state = loop._plan(config, shape, params, _PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
-      step, arrays, host = checkpoints.restore(train_state.arrays(plan))
+      step, arrays, host = checkpoints.restore(train_state.checkpoint_arrays(plan))
     assert (
       host['position']['tasks_drawn'] == 4 and host['train_state']['step'] == step == 2
     )

@@ -329,11 +329,11 @@ def test_a_restored_carry_goes_on_bit_for_bit(options):
     return train_state, metrics
 
   train_state, _ = learned(_start(plan), range(4))
-  arrays, numbers = train_state.arrays(plan), train_state.numbers()
+  arrays, numbers = train_state.checkpoint_arrays(plan), train_state.checkpoint_numbers()
   extra = {'reference', 'sampler'} if options else set()
   assert arrays.keys() == {'policy', 'critic'} | extra
   saved = plain.copied(arrays)
-  restored = _start(plan).restored(saved, dict(numbers))
+  restored = _start(plan).restore(saved, dict(numbers))
   assert restored.step == 4 and restored.kl_coef == train_state.kl_coef != 0.05
   assert restored.sampler_step == (3 if options else 4)
   plain.equal(_copied(restored), _copied(train_state))
@@ -341,7 +341,9 @@ def test_a_restored_carry_goes_on_bit_for_bit(options):
   again, same = learned(restored, range(4, 7))
   plain.equal(_copied(again), _copied(train_state))
   plain.equal(again.states, train_state.states)
-  assert same == metrics and again.numbers() == train_state.numbers()
+  assert (
+    same == metrics and again.checkpoint_numbers() == train_state.checkpoint_numbers()
+  )
 
 
 def test_an_empty_rollout_changes_nothing_but_the_step():

@@ -133,9 +133,11 @@ def learned(
   """The learner's log-probs of each segment's tokens, packed as in training."""
   lengths = [len(s.tokens) for s in segments]
   row_tokens = SIZES['slots'] * -(-max(lengths) // SIZES['slots'])
-  where = packing.layout(lengths, row_tokens=row_tokens, row_multiple=8)
+  where = packing.plan_layout(lengths, row_tokens=row_tokens, row_multiple=8)
   out = []
-  for batch in packing.microbatches(packing.pack(table.of_segments(segments), where), 8):
+  for batch in packing.split_microbatches(
+    packing.pack(table.from_segments(segments), where), 8
+  ):
     batch = jax.device_put(batch)
     kwargs = {'config': shape or config(), 'temperature': temperature}
     out.append(np.asarray(learner.logprobs(tree, batch, **kwargs)))

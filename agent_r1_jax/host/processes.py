@@ -219,7 +219,7 @@ def _until_alone(client) -> None:
 
 
 @contextlib.contextmanager
-def ending_together() -> Iterator[None]:
+def exit_together() -> Iterator[None]:
   """An error inside ends this process at once, if it is one of several.
 
   Python's own end would wait for the others, who wait for this process: for minutes.

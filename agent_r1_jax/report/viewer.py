@@ -9,7 +9,7 @@ or, as plain text and without anything to install:
 
 Inspect's words for ours: a sample is a group's task, its epochs are the group's members
 (the first is 1), a score is the reward. Of training rollouts the metadata of a sample has
-`actions`, the numbers of its action tokens (TokenTable.actions_of): log-probs, policy
+`actions`, the numbers of its action tokens (TokenTable.list_actions): log-probs, policy
 steps, rewards, values, advantages. Written with the standard library alone; the
 format is a ZIP of JSON files that inspect_ai 0.3.285 reads (tests/test_viewer.py).
 """

@@ -335,7 +335,7 @@ def _gae(
   lam: float,
 ) -> Float[np.ndarray, 'n']:
   """GAE within each run of equal ids, with the value after[id] at its end."""
-  deltas = rewards + gamma * table_lib.following(ids, values, after) - values
+  deltas = rewards + gamma * table_lib.next_values(ids, values, after) - values
   return discounted_sum(ids, deltas, gamma * lam)
 
 

@@ -49,7 +49,7 @@ class Algorithm(NamedTuple):
       (rl/correction.py); None: the policy that is updated sampled them.
     loss_mask: Only action tokens have a loss. Off, so has what the environment wrote.
     advantage_mask: Advantages are estimated over the action tokens alone, and are 0
-      elsewhere. Off, what the environment wrote takes part (see TokenTable.visible).
+      elsewhere. Off, what the environment wrote takes part (see TokenTable.visible_rows).
     mask_truncated: Leave out episodes that a budget ended. Otherwise they are scored by
       the rewards that they got, as episodes that have ended.
   """

@@ -2,7 +2,7 @@
 
 table = credit.score(table, algorithm, models, shape=shape)  # What models say of them.
 table, metrics = credit.estimate(table, algorithm)           # What they are worth.
-batches = credit.minibatch(table, members, algorithm, shape=shape)
+batches = credit.make_minibatch(table, members, algorithm, shape=shape)
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def score(
   algorithm: algorithms.Algorithm,
   models: Models,
   *,
-  shape: packing.Rows,
+  shape: packing.MicrobatchShape,
   temperature: float = 1.0,
   prefixes: Prefixes | None = None,
 ) -> TokenTable:
@@ -81,11 +81,11 @@ def score(
     columns['logprobs'] = np.where(sampled, table.logprobs, old)
   if algorithm.needs_critic:
     values = lambda b: learner.values(models.critic, b, config=models.config)
-    view, own = table.with_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
+    view, own = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
     _check_rows(view, own, shape)
     after = _scored(view, values, shape)
     # The value before a token is the one after the token before it.
-    columns['values'] = table_lib.preceding(view.segment, after)[own]
+    columns['values'] = table_lib.previous_values(view.segment, after)[own]
     last = table_lib.ends(table.trajectory)
     columns['final_values'] = np.zeros(len(table.group))
     columns['final_values'][table.trajectory[last]] = after[own][last]
@@ -109,7 +109,7 @@ def estimate(
     ValueError: The estimator needs a column that is missing, or does not give one.
   """
   metrics: dict[str, float] = {}
-  rows = table.visible(algorithm.advantage_mask)
+  rows = table.visible_rows(algorithm.advantage_mask)
   shown = table.take(rows)
   for transform in algorithm.rewards:
     shown = transform(shown)
@@ -122,25 +122,25 @@ def estimate(
   shown = algorithm.advantages(shown)
   advantages = shown.column('advantages')
   metrics['advantage_std'] = float(advantages.std()) if len(advantages) else 0.0
-  columns = {'advantages': table.spread(rows, advantages)}
+  columns = {'advantages': table.scatter(rows, advantages)}
   if algorithm.needs_critic:
-    columns['returns'] = table.spread(rows, shown.column('returns'))
+    columns['returns'] = table.scatter(rows, shown.column('returns'))
   if algorithm.correction:
     acted = table.take(table.action_mask)
     weights = algorithm.correction(acted)
     # What was not sampled needs no correction.
-    columns['correction'] = table.spread(table.action_mask, weights, 1.0)
+    columns['correction'] = table.scatter(table.action_mask, weights, 1.0)
     found = correction.statistics(acted)
     metrics |= {f'stale_{name}': value for name, value in found.items()}
   return dataclasses.replace(table, **columns), metrics
 
 
-def minibatch(
+def make_minibatch(
   table: TokenTable,
   members: Sequence[int],
   algorithm: algorithms.Algorithm,
   *,
-  shape: packing.Rows,
+  shape: packing.MicrobatchShape,
   kl_coef: float = 0.0,
   dense: bool = False,
 ) -> list[types.Batch]:
@@ -167,45 +167,47 @@ def minibatch(
     live = np.unique(part.trajectory[part.advantages != 0])
     live = live if len(live) else members[:1]
     part = part.take(np.isin(part.trajectory, live))
-  return packing.split(part, shape)[0]
+  return packing.pack_microbatches(part, shape)[0]
 
 
-def critic_minibatch(
+def make_critic_minibatch(
   table: TokenTable,
   members: Sequence[int],
   algorithm: algorithms.Algorithm,
   *,
-  shape: packing.Rows,
+  shape: packing.MicrobatchShape,
   prefixes: Prefixes | None = None,
 ) -> list[types.Batch]:
-  """As `minibatch`, for a critic that is a model of its own: it sees the prefixes."""
+  """As `make_minibatch`, for a critic of its own, which sees the prefixes."""
   part = _weighted(table, members, algorithm, algorithm.advantage_mask)
   part = dataclasses.replace(part, advantages=None, ref_logprobs=None, correction=None)
   if prefixes is not None:
-    part, _ = part.with_prefixes(prefixes)
-  return packing.split(part, shape)[0]
+    part, _ = part.add_prefixes(prefixes)
+  return packing.pack_microbatches(part, shape)[0]
 
 
 def _scored(
-  table: TokenTable, say: Callable[[types.Batch], np.ndarray], shape: packing.Rows
+  table: TokenTable,
+  say: Callable[[types.Batch], np.ndarray],
+  shape: packing.MicrobatchShape,
 ) -> Float[np.ndarray, 'n']:
   """A number of every token, by a function of packed batches."""
-  batches, where = packing.split(table, shape)
+  batches, where = packing.pack_microbatches(table, shape)
   packed = np.concatenate([np.asarray(say(batch), np.float64) for batch in batches])
   return where.extract(packed)
 
 
 def _weighted(table, members, algorithm, masked: bool) -> TokenTable:
   """The rows of some trajectories, with the weights that the aggregation gives them."""
-  rows, members = table.visible(masked), list(members)
+  rows, members = table.visible_rows(masked), list(members)
   counts = np.bincount(table.trajectory[rows], minlength=len(table.group))
   each = np.zeros(len(table.group))
   each[members] = algorithm.aggregation(counts[members])
   table = dataclasses.replace(table, weights=each[table.trajectory] * rows)
-  return table.take(table.rows_of(members))
+  return table.take(table.find_rows(members))
 
 
-def _check_rows(view: TokenTable, own, shape: packing.Rows) -> None:
+def _check_rows(view: TokenTable, own, shape: packing.MicrobatchShape) -> None:
   """Raises ValueError where the text fits a row and the critic's view of it does not."""
   sizes = np.bincount(view.segment)
   longest = np.argmax(sizes)

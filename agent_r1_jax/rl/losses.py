@@ -45,7 +45,7 @@ ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Described:
+class AnnotatedLoss:
   """A surrogate with what an algorithm must know of it; it is called as the surrogate is.
 
   A plain function is a surrogate too, and both attributes are False of it.
@@ -116,7 +116,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
   s and the gradient of its own log π (the paper's GSPO-token, as verl has it). A
   sequence is a segment: the mean is over its tokens that have a weight. TRL has the
   gradient of s itself, which is the same where A is equal over a sequence. The paper
-  and verl average over each sequence first (Described.sequence_mean).
+  and verl average over each sequence first (AnnotatedLoss.sequence_mean).
 
   Args:
     clip_low: ε_l; the paper's, as clip_high.
@@ -132,7 +132,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
     loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
     return loss, _watched(log_ratio(stats.logprobs, batch.logprobs), clipped)
 
-  return Described(surrogate, sequence_mean=True)
+  return AnnotatedLoss(surrogate, sequence_mean=True)
 
 
 def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
@@ -154,7 +154,7 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
   """-A σ(τ (ρ - 1)) 4/τ: a soft gate in the clip's place, as steep as ρ at ρ = 1.
 
   Soft adaptive policy optimization (arXiv 2511.20347). As in verl and TRL, it averages
-  over each sequence first (Described.sequence_mean).
+  over each sequence first (AnnotatedLoss.sequence_mean).
 
   Args:
     tau_positive: τ where A > 0.
@@ -168,12 +168,12 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
     gate = jax.nn.sigmoid(tau * (jnp.exp(log) - 1.0)) * 4.0 / tau
     return -A * gate, _watched(log)
 
-  return Described(surrogate, sequence_mean=True)
+  return AnnotatedLoss(surrogate, sequence_mean=True)
 
 
 def reinforce() -> Surrogate:
   """-A log π: no ratio, so exact on-policy only. Williams 1992."""
-  return Described(likelihood(), exactly_on_policy=True)
+  return AnnotatedLoss(likelihood(), exactly_on_policy=True)
 
 
 def likelihood() -> Surrogate:

@@ -16,7 +16,7 @@ from agent_r1_jax import types
 from agent_r1_jax.rl.table import TokenTable
 
 
-class Rows(NamedTuple):
+class MicrobatchShape(NamedTuple):
   """Shape of the packed micro-batches: B rows of T tokens."""
 
   rows: int
@@ -72,7 +72,9 @@ class Layout:
     return packed.reshape(-1)[self.index]
 
 
-def layout(lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1) -> Layout:
+def plan_layout(
+  lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1
+) -> Layout:
   """First-fit decreasing.
 
   Args:
@@ -126,19 +128,21 @@ def pack(table: TokenTable, where: Layout) -> types.Batch:
   return types.Batch(**texts, **{'advantages': nothing, 'weights': nothing} | numbers)
 
 
-def microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
+def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
   """Splits a batch into parts of `rows` rows; R is a multiple of it."""
   for start in range(0, batch.tokens.shape[0], rows):
     yield jax.tree.map(lambda x, at=slice(start, start + rows): x[at], batch)
 
 
-def split(table: TokenTable, shape: Rows) -> tuple[list[types.Batch], Layout]:
+def pack_microbatches(
+  table: TokenTable, shape: MicrobatchShape
+) -> tuple[list[types.Batch], Layout]:
   """The micro-batches of a table's rows, and where these lie in all of them together.
 
   Raises:
     ValueError: A segment is longer than a row.
   """
-  where = layout(
+  where = plan_layout(
     table.segment_lengths.tolist(), row_tokens=shape.row_tokens, row_multiple=shape.rows
   )
-  return list(microbatches(pack(table, where), shape.rows)), where
+  return list(split_microbatches(pack(table, where), shape.rows)), where

@@ -127,12 +127,12 @@ class TokenTable:
     """The table of some rows, in their order; turns and trajectories stay all there."""
     return self._with_rows(lambda column: column[rows])
 
-  def rows_of(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
+  def find_rows(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
     """The rows of some trajectories, in their order."""
     spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
     return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
 
-  def visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
+  def visible_rows(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
     """Which rows estimators are shown.
 
     Args:
@@ -142,7 +142,7 @@ class TokenTable:
     """
     return self.action_mask if action_mask else self.turn >= 0
 
-  def spread(
+  def scatter(
     self, rows: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
   ) -> Float[np.ndarray, 'n']:
     """The column that has x in the chosen rows and `rest` in the others."""
@@ -150,7 +150,7 @@ class TokenTable:
     column[rows] = x
     return column
 
-  def with_prefixes(
+  def add_prefixes(
     self, prefixes: Sequence[Int[np.ndarray, '_']]
   ) -> tuple['TokenTable', Bool[np.ndarray, 'm']]:
     """The table with further tokens before every segment, and which rows are no such.
@@ -171,7 +171,7 @@ class TokenTable:
     )
     return wide, np.insert(np.ones(len(self), bool), where, False)
 
-  def actions_of(self, trajectory: int) -> dict[str, list]:
+  def list_actions(self, trajectory: int) -> dict[str, list]:
     """The numbers of a trajectory's action tokens, as lists of one length, for a log.
 
     Turns are counted from 1; fractions have four decimals; what there is no column of is
@@ -229,7 +229,7 @@ def build(
     ValueError: A turn has no tokens, or some that are not actions: its reward would be
       lost. Or the turns do not hold every action token once and in order.
   """
-  table = of_segments([s for t in trajectories for s in t.segments])
+  table = from_segments([s for t in trajectories for s in t.segments])
   numbers = np.arange(len(trajectories))
   owner = np.repeat(numbers, [len(t.segments) for t in trajectories])
   names = {name for t in trajectories for name in t.metrics if name.startswith(_PART)}
@@ -305,7 +305,7 @@ def _wrong_turns(trajectory: types.Trajectory) -> ValueError:
   )
 
 
-def of_segments(segments: Sequence[types.Segment]) -> TokenTable:
+def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
   """The table of texts without turns; each is a trajectory, alone in its group."""
   join = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
   numbers = np.arange(len(segments))
@@ -366,7 +366,7 @@ def discounted_sum(
   return y
 
 
-def following(
+def next_values(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], after: Float[np.ndarray, 'm']
 ) -> Float[np.ndarray, 'n']:
   """x_{t+1} within each run of equal ids, and after[id] at its end."""
@@ -375,7 +375,7 @@ def following(
   return y
 
 
-def preceding(
+def previous_values(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n']
 ) -> Float[np.ndarray, 'n']:
   """x_{t-1} within each run of equal ids, and 0 at its beginning."""

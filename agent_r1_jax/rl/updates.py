@@ -41,7 +41,7 @@ class Plan:
 
   model: decoder.DecoderConfig
   algorithm: algorithms.Algorithm
-  shape: packing.Rows
+  shape: packing.MicrobatchShape
   optimizers: dict[str, optax.GradientTransformation]
   schedule: config_lib.Schedule = dataclasses.field(default_factory=config_lib.Schedule)
   reference_model: decoder.DecoderConfig | None = None
@@ -55,12 +55,12 @@ class Plan:
     return self.algorithm.needs_critic and 'critic' not in self.optimizers
 
   @property
-  def lagging(self) -> bool:
+  def keeps_old_sampler(self) -> bool:
     """Whether an update is computed while the engine still needs what was before it."""
     return self.schedule.sync_every > 1 or self.schedule.ahead > 0
 
   @property
-  def early(self) -> bool:
+  def syncs_before_update(self) -> bool:
     """Whether the engine gets the policy before an update, for the rollout meanwhile."""
     return self.schedule.ahead > 0 and not self.schedule.partial
 
@@ -93,22 +93,22 @@ class TrainState:
   kl_coef: float = 0.0
   step: int = 0
 
-  def arrays(self, plan: Plan) -> dict[str, Any]:
+  def checkpoint_arrays(self, plan: Plan) -> dict[str, Any]:
     """What a checkpoint must hold; what can be loaded or derived again is not in it."""
     learned = lambda params: lora.split(params)[0]
     reference = (
       {'reference': learned(self.reference)} if plan.schedule.reference_every else {}
     )
-    older = plan.schedule.sync_every > 1 or plan.early
+    older = plan.schedule.sync_every > 1 or plan.syncs_before_update
     sampler = {'sampler': learned(self.sampler)} if older else {}
     states = {n: s._replace(params=learned(s.params)) for n, s in self.states.items()}
     return states | reference | sampler
 
-  def numbers(self) -> dict[str, Any]:
+  def checkpoint_numbers(self) -> dict[str, Any]:
     """The rest of a checkpoint."""
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
-  def restored(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
+  def restore(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
     """What a checkpoint held, beside what is frozen here."""
     states = {}
     for name, state in self.states.items():
@@ -186,7 +186,7 @@ def learn(
   metrics: dict[str, float] = {'kl_coef': kl_coef} if kl else {}
   table = table_lib.build(trajectories, baselines)
   if trajectories:
-    if plan.lagging:
+    if plan.keeps_old_sampler:
       age = train_state.step - table.policy_steps[table.action_mask]
       metrics |= {'stale_steps': float(age.mean()), 'stale_steps_max': float(age.max())}
     table = credit.score(
@@ -208,11 +208,18 @@ def learn(
   train_state = dataclasses.replace(
     train_state, states=states, reference=reference, kl_coef=kl_coef, step=step
   )
-  return (train_state if plan.early else sync_sampler(train_state, plan)), metrics, table
+  return (
+    (train_state if plan.syncs_before_update else sync_sampler(train_state, plan)),
+    metrics,
+    table,
+  )
 
 
 def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
-  """Every so often, makes the policy the engine's; `learn` does it if not plan.early."""
+  """Gives the engine the policy after every `sync_every` rollouts; see TrainState.sampler.
+
+  `learn` calls it, unless plan.syncs_before_update.
+  """
   if (
     train_state.step % plan.schedule.sync_every
     or train_state.sampler_step == train_state.step
@@ -240,7 +247,7 @@ def _value_head(model):
 
 def _handed(params, plan):
   """The engine's parameters: a copy if an update uses the policy's up before the next."""
-  return _copied(params) if plan.lagging else params
+  return _copied(params) if plan.keeps_old_sampler else params
 
 
 def _copied(params):
@@ -279,11 +286,11 @@ def _update(
   options = {'algorithm': plan.algorithm, 'shape': plan.shape}
   for members in _minibatches(len(table.group), plan, train_state.step):
     if 'critic' in states:
-      batches = credit.critic_minibatch(table, members, prefixes=prefixes, **options)
+      batches = credit.make_critic_minibatch(table, members, prefixes=prefixes, **options)
       update('critic', batches)
     if train_state.step >= plan.schedule.critic_warmup:
       more = {'kl_coef': train_state.kl_coef, 'dense': plan.shared_critic}
-      update('policy', credit.minibatch(table, members, **options, **more))
+      update('policy', credit.make_minibatch(table, members, **options, **more))
   return states, {name: float(np.mean(values)) for name, values in metrics.items()}
 
 

@@ -119,9 +119,9 @@ class Journal:
     Raises:
       ValueError: The run had checkpoints, and none is there that can be read.
     """
-    if restored := self.checkpoints.restore(like=train_state.arrays(plan)):
+    if restored := self.checkpoints.restore(like=train_state.checkpoint_arrays(plan)):
       _, arrays, host = restored
-      train_state = train_state.restored(arrays, host['train_state'])
+      train_state = train_state.restore(arrays, host['train_state'])
       self.position = Position(**host['position'])
     else:
       self._check_new()
@@ -167,12 +167,12 @@ class Journal:
     """Starts to write a checkpoint of the present step, if there is none."""
     host = {
       'position': dataclasses.asdict(self.position),
-      'train_state': train_state.numbers(),
+      'train_state': train_state.checkpoint_numbers(),
     }
-    self.checkpoints.save(self.position.step, train_state.arrays(plan), host)
+    self.checkpoints.save(self.position.step, train_state.checkpoint_arrays(plan), host)
     # The new one is still on its way; the one before it is safe.
     if self.spool and (safe := self.checkpoints.steps):
-      self.spool.forget(before=rollout_number(self._config.schedule, safe[-1]))
+      self.spool.delete(before=rollout_number(self._config.schedule, safe[-1]))
 
 
 def rollout_number(schedule: config_lib.Schedule, step: int) -> int:

@@ -121,7 +121,7 @@ def make_engine(
 
 
 @preemption.watch()
-@processes.ending_together()
+@processes.exit_together()
 def play(
   config: Config,
   model: str | os.PathLike,
@@ -146,7 +146,7 @@ def play(
 
 
 @preemption.watch()
-@processes.ending_together()
+@processes.exit_together()
 def run(
   config: Config,
   workdir: str,
@@ -366,7 +366,9 @@ def _plan(
   plan = updates.Plan(
     model,
     algorithm,
-    packing.Rows(config.batch.microbatch, config.batch.row_tokens or config.engine.slots),
+    packing.MicrobatchShape(
+      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
+    ),
     optimizers,
     config.schedule,
     reference_model,
@@ -428,7 +430,7 @@ def _write_rollout(played, chosen, table, workdir, config, step):
     return
   numbers = {id(t): i for i, t in enumerate(chosen)}
   extra = [
-    {'actions': table.actions_of(numbers[id(t)])} if id(t) in numbers else {}
+    {'actions': table.list_actions(numbers[id(t)])} if id(t) in numbers else {}
     for t in shown
   ]
   _write('rollout', shown, workdir, config, step, extra=extra)

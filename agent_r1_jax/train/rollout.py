@@ -42,7 +42,7 @@ class Rollout:
     engine: engine_lib.Engine,
     future: futures.Future,
     tasks: Sequence[types.Task],
-    kept: spool_lib.Rollout | None,
+    kept: spool_lib.RolloutSpool | None,
     messages: int | None,
   ):
     """The trajectories to come from this process, all tasks, and the spool."""
@@ -180,7 +180,7 @@ def start(
     ValueError: A limit allows nothing.
   """
   limits.check()
-  kept = spool.rollout(draw, tasks) if spool else None
+  kept = spool.open_rollout(draw, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
@@ -188,7 +188,7 @@ def start(
 
   async def one(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
-    if kept and (before := kept.found((task.id, number))):
+    if kept and (before := kept.get((task.id, number))):
       on_done(before)
       return before
     identity = (seed, draw, task.id, number)
@@ -201,7 +201,7 @@ def start(
     # Programs that tools started may have been told to end with the run, and have failed
     # for it: what ended since then is played again.
     if kept and not engine.interrupted():
-      kept.keep((task.id, number), trajectory)
+      kept.add((task.id, number), trajectory)
     on_done(trajectory)
     return trajectory
 

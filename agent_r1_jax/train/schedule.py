@@ -66,10 +66,13 @@ class Schedule:
     """The groups of the next step, and how many tasks they were drawn from.
 
     Waits for them, and starts what is to be played while they are learned from; with
-    plan.early by the policy as it is now, which the train_state that is returned has.
+    plan.syncs_before_update by the policy as it is now, which the train_state that is
+    returned has.
     """
     step = self._journal.position.step
-    self._start(step if plan.early else step + plan.schedule.ahead, train_state)
+    self._start(
+      step if plan.syncs_before_update else step + plan.schedule.ahead, train_state
+    )
     found, drawn = groups.collect_groups(
       self._played,
       lambda start, n: self._draw_tasks(self._journal.position.tasks_drawn + start, n),
@@ -77,7 +80,7 @@ class Schedule:
       samples=self._config.samples,
       max_refills=self._config.max_refills,
     )
-    if plan.early:
+    if plan.syncs_before_update:
       train_state = updates.sync_sampler(train_state, plan)
       self._start(step + plan.schedule.ahead, train_state)
     return train_state, found, drawn

@@ -191,7 +191,7 @@ def _take(pool: list[types.Segment], config) -> types.Batch:
 
 
 def _layout(segments, config):
-  return packing.layout(
+  return packing.plan_layout(
     [len(s.tokens) for s in segments],
     row_tokens=config.row_tokens,
     row_multiple=config.rows,
@@ -199,7 +199,7 @@ def _layout(segments, config):
 
 
 def _weighted(segments, layout, other_weight) -> types.Batch:
-  text = table.of_segments(segments)
+  text = table.from_segments(segments)
   weight = np.where(text.action_mask, 1.0, other_weight)
   weight[table.starts(text.segment)] = 0.0  # It is given, not predicted.
   used = weight > 0

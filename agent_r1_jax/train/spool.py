@@ -29,7 +29,7 @@ _MAGIC = b'agent_r1_jax episodes 1\n'
 _HEADER = struct.Struct('<QI')
 
 
-class Rollout:
+class RolloutSpool:
   """One rollout's finished trajectories, by what identifies each in it."""
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[types.Task]):
@@ -49,11 +49,11 @@ class Rollout:
     self._file: io.FileIO | None = None
     self._warned = False
 
-  def found(self, key: Hashable) -> types.Trajectory | None:
+  def get(self, key: Hashable) -> types.Trajectory | None:
     """The trajectory, if it had ended before."""
     return self._found.get(key)
 
-  def keep(self, key: Hashable, trajectory: types.Trajectory):
+  def add(self, key: Hashable, trajectory: types.Trajectory):
     """Writes it; a later kill of the process cannot lose it.
 
     What cannot be written is played again after a kill; a warning says so once.
@@ -112,11 +112,11 @@ class Spool:
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / 'rollouts'
 
-  def rollout(self, draw: int, tasks: Sequence[types.Task]) -> Rollout:
+  def open_rollout(self, draw: int, tasks: Sequence[types.Task]) -> RolloutSpool:
     """The rollout of one draw of tasks."""
-    return Rollout(self._folder / str(draw), tasks)
+    return RolloutSpool(self._folder / str(draw), tasks)
 
-  def forget(self, before: int):
+  def delete(self, before: int):
     """Deletes the rollouts of the draws before `before`: no checkpoint needs them."""
     for path in self._folder.glob('*'):
       if path.name.isdecimal() and int(path.name) < before:
