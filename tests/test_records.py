@@ -222,14 +222,14 @@ class TestSpool:
     path.write_bytes(data)
     with pytest.warns(UserWarning, match='its bytes changed'):
       rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
-    assert rollout.get(('t0', 1)) and not rollout.found(('t0', 2))
+    assert rollout.get(('t0', 1)) and not rollout.get(('t0', 2))
 
   def test_episodes_of_other_tasks_are_told(self, tmp_path):
     self._kept(tmp_path)
     other = types.Task('another', [])
     with pytest.warns(UserWarning, match="an episode of task 't0' where 'another'"):
       rollout = spool.Spool(tmp_path).open_rollout(0, [other])
-    assert not rollout.get(('t0', 0)) and not rollout.found(('another', 0))
+    assert not rollout.get(('t0', 0)) and not rollout.get(('another', 0))
 
   def test_what_cannot_be_written_is_told_once_and_played_again(self, tmp_path, recwarn):
     rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
@@ -240,4 +240,4 @@ class TestSpool:
     (warning,) = recwarn
     assert 'finished episodes are not kept in' in str(warning.message)
     rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
-    assert not rollout.get(('t0', 0)) and rollout.found(('t0', 2))
+    assert not rollout.get(('t0', 0)) and rollout.get(('t0', 2))

@@ -216,7 +216,7 @@ def learn(
 
 
 def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
-  """Gives the engine the policy after every `sync_every` rollouts; see TrainState.sampler.
+  """Gives the engine the policy, every `sync_every` rollouts.
 
   `learn` calls it, unless plan.syncs_before_update.
   """
