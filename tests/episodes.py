@@ -34,7 +34,7 @@ def trajectory(
   return types.Trajectory(task, group, seed, segments, turns, [], 'done')
 
 
-def varied(n: int = 6) -> list[types.Trajectory]:
+def make_varied(n: int = 6) -> list[types.Trajectory]:
   """Groups of two with every shape: one turn, several, over two segments, short, long."""
   pictures = [
     ('...00..111....2222',),
@@ -54,7 +54,7 @@ def varied(n: int = 6) -> list[types.Trajectory]:
   return out
 
 
-def shown(
+def visible_table(
   trajectories: Sequence[types.Trajectory], *, masked: bool = True
 ) -> table_lib.TokenTable:
   """The rows of trajectories that an estimator is shown."""
@@ -62,7 +62,7 @@ def shown(
   return table.take(table.visible_rows(masked))
 
 
-def made(
+def make_table(
   turns: Sequence[Sequence[int]], group: Sequence[int] | None = None, **columns
 ) -> table_lib.TokenTable:
   """A table by hand: all tokens are actions with log π = 0, and all texts are alike.
@@ -96,7 +96,7 @@ def made(
   )
 
 
-def reordered(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.TokenTable:
+def reorder(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.TokenTable:
   """The table of the same trajectories in another order."""
   order = np.asarray(order)
   rows = table.take(table.find_rows(order.tolist()))
@@ -117,7 +117,9 @@ def reordered(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.To
   )
 
 
-def each(table: table_lib.TokenTable, column: np.ndarray) -> list[np.ndarray]:
+def split_by_trajectory(
+  table: table_lib.TokenTable, column: np.ndarray
+) -> list[np.ndarray]:
   """The numbers of each trajectory, of a column with one for each row."""
   return np.split(column, np.cumsum(table.lengths)[:-1]) if len(table.group) else []
 

@@ -106,7 +106,7 @@ def credit(
 @functools.cache
 def trajectories(n: int = 14) -> tuple[types.Trajectory, ...]:
   """Of several turns, with environment tokens inside, over one or two segments."""
-  return tuple(episodes.varied(n))
+  return tuple(episodes.make_varied(n))
 
 
 class Said(NamedTuple):

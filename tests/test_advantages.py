@@ -47,7 +47,7 @@ def _close(actual, expected, tolerance=1e-12):
 def _table(*trajectories, masked=True, **columns):
   """What an estimator is shown of drawn trajectories, with further columns."""
   columns = {name: np.array(column) for name, column in columns.items()}
-  table = episodes.shown(trajectories, masked=masked)
+  table = episodes.visible_table(trajectories, masked=masked)
   return dataclasses.replace(table, **columns)
 
 
@@ -67,7 +67,7 @@ def _batch(masked=True, more=()):
     masked: Whether what the environment wrote is left out.
     more: (place, trajectory) of further ones.
   """
-  ts = episodes.varied(12)
+  ts = episodes.make_varied(12)
   for place, t in more:
     ts.insert(place, t)
   table, rng = _table(*ts, masked=masked), np.random.default_rng(1)
@@ -135,8 +135,8 @@ def test_what_is_given_stays(name):
 def test_the_order_of_trajectories_does_not_matter(name):
   table = _batch()
   order = np.random.default_rng(0).permutation(len(table.group))
-  expected = episodes.reordered(_ALL[name](table), order)
-  out = _ALL[name](episodes.reordered(table, order))
+  expected = episodes.reorder(_ALL[name](table), order)
+  out = _ALL[name](episodes.reorder(table, order))
   _close(out.advantages, expected.advantages)
   if out.returns is not None:
     _close(out.returns, expected.returns)
@@ -373,7 +373,9 @@ def test_bi_level_gae_counts_a_reward_within_a_turn_once():
   )
   out = advantages.bi_level_gae(table, high_gamma=1.0)
   for returns, r in zip(
-    episodes.each(table, out.returns), episodes.each(table, table.rewards), strict=True
+    episodes.split_by_trajectory(table, out.returns),
+    episodes.split_by_trajectory(table, table.rewards),
+    strict=True,
   ):
     _close(returns, np.cumsum(r[::-1])[::-1])
 
@@ -551,7 +553,7 @@ def _worth(*numbers):
   """One token a trajectory, with these advantages and returns."""
   numbers = np.array(numbers, float)
   turns = [[1]] * len(numbers)
-  return episodes.made(turns, advantages=numbers, returns=numbers)
+  return episodes.make_table(turns, advantages=numbers, returns=numbers)
 
 
 def test_whiten_by_hand():

@@ -185,7 +185,7 @@ def _authors_steps(rewards):
   g, mask = episodes.golden(), episodes.golden_mask()
   rows = [np.flatnonzero(g['in/traj'] == traj) for traj in np.unique(g['in/traj'])]
   order = np.concatenate(rows)
-  batch = episodes.made(
+  batch = episodes.make_table(
     [mask[mine].sum(axis=1).tolist() for mine in rows],
     group=[int(g['in/uid'][mine[0]][1:]) for mine in rows],
     rewards=np.concatenate([g[f'in/{rewards}'][row][mask[row]] for row in order]),
@@ -220,6 +220,6 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
 def test_whiten_is_verls():
   mask = episodes.golden_mask()
   values = episodes.golden()['in/values'][mask]
-  table = episodes.made([[n] for n in mask.sum(axis=1)], advantages=values)
+  table = episodes.make_table([[n] for n in mask.sum(axis=1)], advantages=values)
   out = advantages.whiten(table)
   _close(out.advantages, episodes.golden_at_actions('verl/masked_whiten'))

@@ -15,7 +15,7 @@ UNTOUCHED = [np.array([-1.0, -2.0, -0.5]), np.zeros(0), np.array([-3.0])]
 def _table(old, behaviour):
   """Trajectories of action tokens with these log-probs under the two policies."""
   join = lambda parts: np.concatenate([np.zeros(0), *parts]).astype(np.float64)
-  return episodes.made(
+  return episodes.make_table(
     [[len(x)] if len(x) else [] for x in old],
     logprobs=join(old),
     behaviour_logprobs=join(behaviour),
@@ -57,7 +57,7 @@ def _weights(correct, *ratios):
   behaviour = [np.full(len(r), -1.5) for r in ratios]
   old = [b + np.log(r) for b, r in zip(behaviour, ratios)]
   table = _table(old, behaviour)
-  return [w.tolist() for w in episodes.each(table, correct(table))]
+  return [w.tolist() for w in episodes.split_by_trajectory(table, correct(table))]
 
 
 @pytest.mark.parametrize(

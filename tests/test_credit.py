@@ -38,7 +38,7 @@ def _close(actual, expected, tolerance=2e-5):
 def _cut(n=14):
   """Trajectories, every other one cut by a budget."""
   statuses = itertools.cycle(['done', 'truncated', 'done', 'max_turns'])
-  ts = episodes.varied(n)
+  ts = episodes.make_varied(n)
   return [dataclasses.replace(t, status=s) for t, s in zip(ts, statuses)]
 
 
@@ -127,7 +127,7 @@ def test_credit_is_put_at_its_tokens(masked):
 
 
 def test_nothing_that_is_given_changes():
-  ts = episodes.varied(14)
+  ts = episodes.make_varied(14)
   before, algorithm = copy.deepcopy(ts), _PPO._replace(rewards=(_doubled,))
   built = table_lib.build(ts)
   same = copy.deepcopy(built)
@@ -440,7 +440,7 @@ def test_only_what_is_read_is_in_a_minibatch():
 
 def _with_dead_groups():
   """The second and the fourth group have nothing to learn from."""
-  ts = episodes.varied(14)
+  ts = episodes.make_varied(14)
   for i in (2, 3, 6, 7):
     ts[i] = dataclasses.replace(
       ts[i], turns=[dataclasses.replace(u) for u in ts[i].turns]
@@ -520,8 +520,8 @@ def _appended():
 
 def test_the_states_of_steps_are_those_of_the_concatenated_episode():
   """GiGPO compares turns by what was shown before them."""
-  whole = episodes.shown(_appended())
-  steps = episodes.shown([_as_steps(t) for t in _appended()])
+  whole = episodes.visible_table(_appended())
+  steps = episodes.visible_table([_as_steps(t) for t in _appended()])
   np.testing.assert_array_equal(steps.states, whole.states)
   assert max(np.bincount(whole.turn_trajectory)) > 3
   np.testing.assert_array_equal(

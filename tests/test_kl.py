@@ -1,11 +1,8 @@
 """KL to the reference: verl's numbers in float64 (golden/), hand-made cases."""
 
-import functools
-
 import episodes
 import jax
 import jax.numpy as jnp
-from jax.test_util import check_grads
 import numpy as np
 import pytest
 
@@ -71,12 +68,8 @@ def test_estimators_are_the_same_on_the_host(name):
     assert type(out) is np.ndarray and out.dtype == np.float64
     device = jax.jit(ESTIMATORS[name])(jnp.asarray(logp + shift), jnp.asarray(ref))
     np.testing.assert_allclose(out, device, rtol=1e-13, atol=1e-15)
-
-
-def test_the_host_needs_no_float64_on_the_device():
-  with jax.enable_x64(False):
-    for estimator in ESTIMATORS.values():
-      assert estimator(np.full(3, -1.0), np.full(3, -1.5)).dtype == np.float64
+    with jax.enable_x64(False):
+      assert ESTIMATORS[name](logp, ref).dtype == np.float64
 
 
 def test_estimators_by_hand():
@@ -110,29 +103,6 @@ def test_gradients_in_the_mean():
   for value, grad in zip(values[5:], grads[5:]):
     np.testing.assert_allclose(value, values[0], rtol=1e-12)
     np.testing.assert_allclose(grad, grads[0], rtol=1e-12)
-
-
-def test_straight_through_has_one_value_and_another_gradient():
-  @functools.partial(jax.jit, static_argnums=0)
-  def value_and_slope(estimator, x, ref):
-    out, back = jax.vjp(lambda x: estimator(x, ref), x)
-    return out, back(jnp.ones_like(x))[0]
-
-  both = lambda estimator: functools.partial(value_and_slope, estimator)
-  logp, ref, far = _golden('in/logp', 'in/ref_logp', 'in/logp_far_offset30')
-  for estimator in (kl.k1, kl.k3):
-    for x in (logp, logp + far):
-      out, grad = both(kl.straight_through(estimator))(x, ref)
-      # Not a bit of the value is lost to k2's.
-      np.testing.assert_array_equal(out, both(estimator)(x, ref)[0])
-      np.testing.assert_array_equal(grad, both(kl.k2)(x, ref)[1])
-
-
-def test_gradients_are_derivatives():
-  rng = np.random.default_rng(0)
-  x, y = (jnp.asarray(rng.normal(size=(2, 5))) for _ in range(2))
-  estimators = (kl.k1, kl.k2, kl.k3)
-  check_grads(jax.jit(lambda x, y: [f(x, y) for f in estimators]), (x, y), order=1)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +159,6 @@ def test_adaptive_by_hand():
   assert control(2.0, 200.0, 50) == pytest.approx(2.2)  # the error is at most 0.2
   assert control(2.0, -200.0, 50) == pytest.approx(1.8)
   assert kl.fixed(0.3, 200.0, 50) == 0.3
-
-
-def test_defaults():
-  reward, loss = kl.InReward(), kl.InLoss()
-  assert (reward.coef, reward.estimator, reward.control) == (0.001, kl.k1, kl.fixed)
-  assert (loss.coef, loss.estimator, loss.control) == (0.001, kl.k3, kl.fixed)
 
 
 @pytest.mark.parametrize('where', [kl.InReward, kl.InLoss])

@@ -193,7 +193,7 @@ class TestFullDisk:
       rollout.add(('t0', 0), episode)
       filler = mounts.fill(workdir)
       with pytest.warns(
-        UserWarning, match=r'not kept in .* disk is full \(0\.0 MB'
+        UserWarning, match=r'not written to .* disk is full \(0\.0 MB'
       ) as said:
         rollout.add(('t0', 1), episode)
         rollout.add(('t0', 2), episode)

@@ -130,11 +130,11 @@ def test_eight_bits_follow_adam():
 def test_rounding_is_right_on_average():
   x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (4, 64)), jnp.float32)
   many, key = jnp.tile(x[None], (2000, 1, 1)), jax.random.key(0)
-  mean = optimizers._exact(*optimizers._rounded(many, key)).mean(0)
+  mean = optimizers._decode(*optimizers._encode(many, key)).mean(0)
   # A step is an eighth of a number at most; its mean over 2000 is 30 times nearer.
   far = np.abs(x) > 1e-3
   np.testing.assert_allclose(mean[far], x[far], rtol=0.02)
-  codes, scales = optimizers._rounded(jnp.zeros_like(x), key, least=2.0**-9)
+  codes, scales = optimizers._encode(jnp.zeros_like(x), key, least=2.0**-9)
   assert (np.asarray(codes, np.float32) > 0).all() and (np.asarray(scales) == 1).all()
 
 

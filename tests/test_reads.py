@@ -42,7 +42,7 @@ _ALONE |= {'distillation', 'rejection'}
 def _batch():
   """Two groups of four, two turns each, with all that an estimator may read."""
   rng = np.random.default_rng(0)
-  table = episodes.made([[2, 3]] * 8, group=np.arange(8) // 4)
+  table = episodes.make_table([[2, 3]] * 8, group=np.arange(8) // 4)
   rewards_, values, ref_logprobs, logprobs = rng.normal(size=(4, 40))
   return dataclasses.replace(
     table,

@@ -211,7 +211,7 @@ class TestSpool:
     with pytest.raises(AssertionError, match='has run'):
       pickle.loads(bad)
     good.with_name(name).write_bytes(bad)
-    with pytest.warns(UserWarning, match=f'{name} is passed over'):
+    with pytest.warns(UserWarning, match=f'{name} is skipped'):
       rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
     assert rollout.get(('t0', 0)) is not None  # of the other file
 
@@ -238,6 +238,6 @@ class TestSpool:
     rollout.add(('t0', 2), _trajectory(sample=2))
     rollout.close()
     (warning,) = recwarn
-    assert 'finished episodes are not kept in' in str(warning.message)
+    assert 'finished episodes are not written to' in str(warning.message)
     rollout = spool.Spool(tmp_path).open_rollout(0, [_TASK])
     assert not rollout.get(('t0', 0)) and rollout.get(('t0', 2))

@@ -33,12 +33,12 @@ _drawn = episodes.trajectory
 def _table(*trajectories, masked=True, **columns):
   """What is shown of drawn trajectories, with further columns."""
   columns = {name: np.array(column, float) for name, column in columns.items()}
-  table = episodes.shown(trajectories, masked=masked)
+  table = episodes.visible_table(trajectories, masked=masked)
   return dataclasses.replace(table, **columns)
 
 
 def _batch(masked):
-  ts = episodes.varied(12)
+  ts = episodes.make_varied(12)
   ts.insert(3, _drawn('....', group=1))
   table = _table(*ts, masked=masked)
   ref_logprobs = np.linspace(-2, -1, len(table))
@@ -71,8 +71,8 @@ def test_only_rewards_of_actions_change_and_only_in_what_is_returned(name, maske
 def test_the_order_of_trajectories_does_not_matter(name):
   table = _batch(True)
   order = np.random.default_rng(0).permutation(13)
-  expected = episodes.reordered(_ALL[name](table), order)
-  out = _ALL[name](episodes.reordered(table, order))
+  expected = episodes.reorder(_ALL[name](table), order)
+  out = _ALL[name](episodes.reorder(table, order))
   _close(out.rewards, expected.rewards)
   _close(out.parts['all'], expected.parts['all'])
 
@@ -119,9 +119,9 @@ def test_overlong_is_verls_and_trls(key, floor, masked):
   first = np.full(len(table), 0.5)
   table = dataclasses.replace(table, rewards=first)
   out = rewards.overlong(table, limit=100, buffer=20, floor=floor)
-  changes = episodes.each(table, out.rewards - first)
+  changes = episodes.split_by_trajectory(table, out.rewards - first)
   for added, mask, penalty in zip(
-    changes, episodes.each(table, table.action_mask), expected, strict=True
+    changes, episodes.split_by_trajectory(table, table.action_mask), expected, strict=True
   ):
     where = np.zeros(len(added))
     where[np.flatnonzero(mask)[-1]] = penalty

@@ -12,11 +12,11 @@ from agent_r1_jax.rl import table as table_lib
 
 
 def _build(*pictures, masked=True, **kwargs):
-  return episodes.shown([episodes.trajectory(*pictures, **kwargs)], masked=masked)
+  return episodes.visible_table([episodes.trajectory(*pictures, **kwargs)], masked=masked)
 
 
 def test_every_token_has_a_row():
-  ts = episodes.varied(12)
+  ts = episodes.make_varied(12)
   table = table_lib.build(ts, baselines=range(12))
   segments = [s for t in ts for s in t.segments]
   for name, column in (
@@ -47,7 +47,7 @@ def test_groups_are_counted():
 
 
 def test_a_table_shares_nothing_with_its_trajectories_and_changes_none():
-  ts = episodes.varied(4)
+  ts = episodes.make_varied(4)
   before = copy.deepcopy(ts)
   table = table_lib.build(ts)
   for name, column in vars(table).items():
@@ -63,7 +63,7 @@ def test_a_table_shares_nothing_with_its_trajectories_and_changes_none():
 
 def test_actions_are_in_order_over_turns_and_segments():
   t = episodes.trajectory('..00...111.', '...2', rewards=[0.5, 0.0, -2.0], group=7)
-  table = episodes.shown([t])
+  table = episodes.visible_table([t])
   np.testing.assert_array_equal(table.turn, [0, 0, 1, 1, 1, 2])
   np.testing.assert_array_equal(table.rewards, [0, 0.5, 0, 0, 0, -2.0])
   first, second = t.segments
@@ -86,8 +86,8 @@ def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
 
 @pytest.mark.parametrize('masked', [True, False])
 def test_no_action_is_hidden(masked):
-  ts = episodes.varied(12)
-  table = episodes.shown(ts, masked=masked)
+  ts = episodes.make_varied(12)
+  table = episodes.visible_table(ts, masked=masked)
   actions = [sum(int(s.action_mask.sum()) for s in t.segments) for t in ts]
   found = np.bincount(table.trajectory[table.action_mask])
   np.testing.assert_array_equal(found, actions)
@@ -96,9 +96,9 @@ def test_no_action_is_hidden(masked):
 
 @pytest.mark.parametrize('masked', [True, False])
 def test_no_trajectory_loses_its_reward(masked):
-  ts = episodes.varied(12)
+  ts = episodes.make_varied(12)
   assert all(t.reward for t in ts)
-  table = episodes.shown(ts, masked=masked)
+  table = episodes.visible_table(ts, masked=masked)
   np.testing.assert_allclose(table.scores, [t.reward for t in ts], rtol=1e-12)
   # It sits on an action token; KL may come off it there, and only there.
   assert table.action_mask[table.rewards != 0].all()
@@ -120,7 +120,7 @@ def test_turns(masked):
 @pytest.mark.parametrize('masked', [True, False])
 def test_a_trajectory_without_a_turn_has_no_action(masked):
   for t in [episodes.trajectory('....'), episodes.trajectory()]:
-    table = episodes.shown([t], masked=masked)
+    table = episodes.visible_table([t], masked=masked)
     assert len(table) == len(table.rewards) == len(table.logprobs) == 0
     assert len(table.states) == len(table.turn_rewards) == 0
     assert table.scores.tolist() == [0] and table.scores.dtype == np.float64
@@ -200,7 +200,7 @@ def test_turns_hold_every_action_once_and_in_order(spans):
 
 def _numbered():
   """A table whose every column has other numbers in each row."""
-  table = table_lib.build(episodes.varied(6))
+  table = table_lib.build(episodes.make_varied(6))
   columns = {'values': 0.1, 'ref_logprobs': 0.2, 'advantages': 0.3, 'returns': 0.4}
   columns |= {'weights': 0.5, 'kl_weights': 0.6, 'correction': 0.7}
   numbers = {name: np.arange(len(table)) + x for name, x in columns.items()}
@@ -258,7 +258,7 @@ def test_prefixes_stand_before_every_segment():
 
 
 def test_a_column_that_is_missing_says_what_gives_it():
-  table = episodes.made([[1]])
+  table = episodes.make_table([[1]])
   for name, mend in (
     ('values', 'value_loss'),
     ('ref_logprobs', "kl .* 'ref_logprobs' to its reads"),

@@ -193,7 +193,8 @@ def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
     return per_token / (batch.advantages > 0), watched
 
   with pytest.raises(
-    learner.NotFiniteError, match='Of the policy, .*not finite at step 0.*not_finite.npz'
+    learner.NotFiniteError,
+    match='In the update of the policy, .*not finite at step 0.*not_finite.npz',
   ):
     _run(model, tmp_path, _PLAIN._replace(loss=breaks))
   with np.load(tmp_path / 'not_finite.npz') as dump:

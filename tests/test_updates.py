@@ -51,7 +51,7 @@ def _start(plan, params=None, reference=None) -> updates.TrainState:
 
 def _rollout(step=0, n=4):
   """Other tasks in every step."""
-  ts = episodes.varied(14)
+  ts = episodes.make_varied(14)
   return [ts[(step + i) % 14] for i in range(n)]
 
 
@@ -112,14 +112,14 @@ def test_every_epoch_goes_through_all_trajectories(steps):
 def test_orders_come_from_the_seed_and_the_step():
   def orders(step, **options):
     plan = _plan(epochs=2, minibatches=3, **options)
-    return list(updates._minibatches(10, plan, step))
+    return list(updates._split_epochs(10, plan, step))
 
   assert orders(4) == orders(4)
   assert orders(4) != orders(5) and orders(4) != orders(4, seed=1)
   sizes = [len(members) for members in orders(0)]
   assert sizes == [4, 3, 3] * 2
   # With fewer trajectories than mini-batches no step is empty.
-  sizes = [len(m) for m in updates._minibatches(2, _plan(minibatches=3), 0)]
+  sizes = [len(m) for m in updates._split_epochs(2, _plan(minibatches=3), 0)]
   assert sizes == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""Several processes, one a host: who plays which tasks, and that all end together.
+"""Several processes, one a host: shares of tasks, exchange of data, a common end.
 
 Each process samples its share of a rollout on its own chips and waits for nobody in it.
 At its end the processes exchange their tokens as arrays (`gather_arrays`). What follows
@@ -21,19 +21,19 @@ from typing import Any
 
 import jax
 
-# The only names here that JAX does not document; Orbax relies on the same.
+# JAX does not document these names; Orbax uses them too.
 from jax._src import distributed
 from jax.experimental import multihost_utils
 import numpy as np
 
 from agent_r1_jax.host import records, watchdog
 
-# Of one message: what gRPC carries at a time is bounded.
+# Bytes of one message; gRPC bounds them.
 _PART = 1 << 20
 _DAY = 24 * 3600
 _POLL_SECONDS = 1.0
-# How often it is asked who has ended, how long a process that says so goes on living, and
-# how long the first does, whom the others ask.
+# The interval at which processes ask who has ended, and how long a process waits before
+# it exits, so that the others can read why; the first waits longer, since it is asked.
 _ASK_SECONDS, _LINGER_SECONDS, _FIRST_LINGERS_SECONDS = 0.4, 1.0, 2.5
 _ENDED = 'agent_r1/ended/'
 
@@ -41,11 +41,11 @@ _rounds = itertools.count()
 
 
 class LostError(RuntimeError):
-  """Another process is gone; from the last checkpoint, all can go on."""
+  """Another process ended; all can continue from the last checkpoint."""
 
 
 def is_first() -> bool:
-  """Whether this process is the one that writes files."""
+  """Whether this process is the first, which writes files."""
   return jax.process_index() == 0
 
 
@@ -55,7 +55,7 @@ def is_distributed() -> bool:
 
 
 def take_share(n: int) -> range:
-  """The places, of n, that are this process's."""
+  """Returns the indices, of n, that belong to this process."""
   return range(jax.process_index(), n, jax.process_count())
 
 
@@ -119,30 +119,30 @@ def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
 
 
 def watch_others() -> None:
-  """From now on, a process that ends before its time ends this one, with one line.
+  """Ends this process, with one line on stderr, when another ends before its time.
 
-  Each says why it ends, if it can (`leave`). Of one that was killed or whose host is
-  gone, JAX's coordination service knows after its heartbeat's time. The service lives in
+  A process says why it ends, if it can (`leave`). JAX's coordination service notices one
+  that was killed, or whose host is gone, by its missing heartbeats. The service runs in
   process 0: if that is killed, JAX aborts the others at once with some lines of its own,
-  and ours is among them (watchdog.py). One process is left alone.
+  and ours is among them (watchdog.py). With one process, this does nothing.
   """
-  global _looking
-  if _looking or not is_distributed():
+  global _watching
+  if _watching or not is_distributed():
     return
-  _looking = True
+  _watching = True
   watchdog.send(watchdog.DISTRIBUTED)
-  # Without it, JAX's service would abort all processes when one is lost. With it, it also
-  # no longer waits for all at the end (`_wait_for_the_others`).
-  threading.Thread(target=_look, daemon=True, name='look out').start()
-  atexit.register(_wait_for_the_others)
+  # Asking for the live processes keeps JAX's service from aborting all when one is lost.
+  # It also keeps it from waiting for all at the end, which `_wait_for_others` does.
+  threading.Thread(target=_watch, daemon=True, name='watch others').start()
+  atexit.register(_wait_for_others)
 
 
 def leave(status: int, reason: str) -> None:
   """Ends this process at once if it is one of several, and tells the others why.
 
   Args:
-    status: That all of them end with.
-    reason: As in 'process 1 raised ...'.
+    status: The exit status of all processes.
+    reason: What this process did, as in 'process 1 raised ...'.
   """
   state = distributed.global_state
   if not is_distributed() or state.client is None:
@@ -153,11 +153,12 @@ def leave(status: int, reason: str) -> None:
   _end(status)
 
 
-_looking = False
+_watching = False
 _finishing, _alone = threading.Event(), threading.Event()
 
 
-def _look() -> None:
+def _watch() -> None:
+  """Asks who has ended until this process does."""
   state, client = distributed.global_state, _client()
   everyone = [*range(state.num_processes)]
   while not _finishing.wait(_ASK_SECONDS):
@@ -166,10 +167,10 @@ def _look() -> None:
         if (number := int(key.rpartition('/')[2])) != state.process_id:
           status, _, reason = word.partition(' ')
           _follow(int(status), f'process {number} of {len(everyone)} {reason}')
-      # Waits until all that live have asked the same.
+      # Blocks until all live processes ask.
       lost = {*everyone} - client.get_live_nodes(everyone).keys()
     except jax.errors.JaxRuntimeError:
-      continue  # The end of this process, or of the first: JAX acts.
+      continue  # This process or the first is ending, and JAX handles that.
     if lost and not _finishing.is_set():
       names = ', '.join(map(str, sorted(lost)))
       _follow(
@@ -178,16 +179,16 @@ def _look() -> None:
         'gone)',
       )
   if state.process_id == 0:
-    _until_alone(client)
+    _wait_until_alone(client)
     _alone.set()
 
 
 def _follow(status: int, what: str) -> None:
-  """Says who ended, and ends as it did."""
+  """Prints who ended, and ends with the same status."""
   me = distributed.global_state.process_id
   watchdog.print_line(
-    f'{what}, so process {me} ends too; the same command, started in all, goes on from '
-    'the last checkpoint.'
+    f'{what}, so process {me} ends too; the same command, started in all, continues '
+    'from the last checkpoint.'
   )
   _end(status)
 
@@ -199,19 +200,19 @@ def _end(status: int) -> None:
   os._exit(status)
 
 
-def _wait_for_the_others() -> None:
-  """At the end of Python, so that the first process outlives the others' last words."""
+def _wait_for_others() -> None:
+  """At Python's exit, lets the first process outlive the others' last messages."""
   if client := _client():
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
     _finishing.set()
     if distributed.global_state.process_id == 0:
-      # The thread that looked out waits: at the end, Python begins no new one.
+      # The thread of `_watch` sets it; at exit, Python starts no new threads.
       _alone.wait(30)
 
 
-def _until_alone(client) -> None:
-  """Until the others have told the service that they end."""
+def _wait_until_alone(client) -> None:
+  """Waits until the others have told the service that they end."""
   everyone = [*range(distributed.global_state.num_processes)]
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     while len(client.get_live_nodes(everyone)) > 1:
@@ -220,11 +221,11 @@ def _until_alone(client) -> None:
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-  """An error inside ends this process at once, if it is one of several.
+  """Ends all processes, if there are several, when an error is raised inside.
 
-  Python's own end would wait for the others, who wait for this process: for minutes.
-  They are told its reason. An error of the runtime (a collective that broke off) may only
-  be what another's end looks like from here: then it is first waited to hear who is lost.
+  Python's normal exit would wait for minutes for the others, which wait for this process.
+  The others print the reason. An error of the runtime (a broken collective) may be the
+  consequence of another process's end: then this process first waits to learn which.
   """
   try:
     yield
@@ -232,34 +233,34 @@ def exit_together() -> Iterator[None]:
     if not is_distributed():
       raise
     reason = f'{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}'
-    if _of_the_runtime(error):
+    if _is_runtime_error(error):
       seconds = 1.5 * heartbeat_seconds() + 5
       watchdog.print_line(f'{reason}; waiting up to {seconds:g} s to hear who is lost')
-      time.sleep(seconds)  # `_look` ends the process.
+      time.sleep(seconds)  # `_watch` ends the process meanwhile.
     sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     leave(1, f'raised {reason}')
-    raise  # The others cannot be told any more.
+    raise  # Reached only if the others cannot be told.
 
 
 def heartbeat_seconds() -> int:
-  """After so long a silence a process is taken for dead."""
+  """Returns the seconds without heartbeats after which a process counts as lost."""
   return int(os.environ.get('AGENT_R1_HEARTBEAT_SECONDS', 60))
 
 
-def _of_the_runtime(error: BaseException | None) -> bool:
+def _is_runtime_error(error: BaseException | None) -> bool:
   while error is not None:
     if isinstance(error, LostError):
       return True
     if isinstance(error, jax.errors.JaxRuntimeError):
-      return 'RESOURCE_EXHAUSTED' not in str(error)  # Memory is this process's own.
+      return 'RESOURCE_EXHAUSTED' not in str(error)  # Out of memory has a local cause.
     error = error.__cause__ or error.__context__
   return False
 
 
 class Notice:
-  """A word to all processes that can be given once, such as that the run is to end."""
+  """A flag of all processes that any of them can set, such as that the run shall end."""
 
   def __init__(self, name: str):
     self._key = f'agent_r1/notice/{name}'
@@ -267,15 +268,18 @@ class Notice:
     self._asked = 0.0
 
   def give(self):
-    """Safe in a signal's handler: the others hear of it when this process asks."""
+    """Sets the flag here; the others see it after this process has called `given`.
+
+    May be called in a signal handler.
+    """
     self._here.set()
 
   def here(self) -> bool:
-    """Whether it is known in this process; asks nobody."""
+    """Whether the flag is known to be set in this process; asks no other."""
     return self._here.is_set()
 
   def given(self) -> bool:
-    """Whether some process has given it; those of others are heard within a second."""
+    """Whether some process has set the flag; others' flags are seen within a second."""
     if jax.process_count() == 1 or time.monotonic() - self._asked < _POLL_SECONDS:
       return self._here.is_set()
     self._asked = time.monotonic()

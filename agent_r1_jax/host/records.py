@@ -1,11 +1,10 @@
-"""Records: plain data and trajectories as bytes and back, and nothing in them ever runs.
+"""Records: serialises plain data and trajectories without executing anything.
 
-MessagePack carries them, and a few tags that it leaves to its users carry what it lacks:
-tuples, sets, large integers, and NumPy's arrays and numbers. All of it comes back as it
-was, to the last bit. Nothing else can be written, and nothing that is read is called,
-imported or evaluated, which is why it is not pickle.
+The format is MessagePack, with extension types for tuples, sets, large integers, and
+NumPy's arrays and numbers. All of it is restored to the last bit. Other types cannot be
+written, and nothing that is read is called, imported or evaluated, unlike with pickle.
 
-A trajectory's task does not travel: whoever reads a rollout has its tasks.
+The task of a trajectory is not written: whoever reads a rollout has its tasks.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from agent_r1_jax import types
 _COLUMNS = ('tokens', 'action_mask', 'logprobs', 'policy_steps')
 _TUPLE, _SET, _FROZENSET, _INTEGER, _ARRAY, _NUMBER = range(6)
 _COLLECTIONS = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
-# Booleans, integers, floats and complex numbers, in this machine's order of bytes: no
-# text, no records, and above all no Python objects.
+# Booleans, integers, floats and complex numbers in this machine's byte order. Arrays of
+# Python objects are the reason for this list: they would be unpickled.
 _DTYPES = {
   np.dtype(code).str
   for code in '?' + np.typecodes['AllInteger'] + np.typecodes['AllFloat']
@@ -31,10 +30,10 @@ _DTYPES = {
 
 
 def pack(value: Any) -> bytes:
-  """Any nesting of what JSON knows, tuples, sets, bytes, and NumPy's arrays and numbers.
+  """Serialises any nesting of JSON's types, tuples, sets, bytes and NumPy's arrays.
 
   Raises:
-    ValueError: Something else is in it; or it is too deep, or contains itself.
+    ValueError: The value contains another type, is nested too deeply, or contains itself.
   """
   try:
     packer = msgpack.Packer(
@@ -46,17 +45,17 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-  """What `pack` was given; arrays may be written to.
+  """Restores what `pack` was given; arrays are writable.
 
   Raises:
-    ValueError: The bytes are none of `pack`'s.
+    ValueError: The bytes were not made by `pack`.
   """
   try:
     return msgpack.unpackb(
       data, ext_hook=_untagged, strict_map_key=False, unicode_errors='surrogatepass'
     )
   except Exception as error:
-    # MessagePack raises its own kinds; a tag with a false content others.
+    # MessagePack raises types of its own, and wrong extension data raises others.
     raise ValueError(f'no record: {type(error).__name__} {error}') from None
 
 
@@ -149,10 +148,10 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _tagged(value: Any) -> Any:
-  """What MessagePack has no form for; subclasses of what it has become the latter."""
-  kind: Any  # What a subclass stands for.
+  """Encodes what MessagePack cannot; subclasses of its types become these types."""
+  kind: Any
   if isinstance(value, str):
-    return str.__str__(value)  # Of an enumeration, str() may give the name.
+    return str.__str__(value)  # str() of an enumeration may be its name.
   for kind in (bytes, dict, list):
     if isinstance(value, kind):
       return kind(value)
@@ -171,7 +170,7 @@ def _tagged(value: Any) -> Any:
     return msgpack.ExtType(_INTEGER, value.to_bytes(length, 'little', signed=True))
   if isinstance(value, float):
     return float(value)
-  # Without its repr, which may be anybody's code.
+  # The message has no repr of the value, which would run its code.
   raise TypeError(
     f'{type(value).__name__} is no plain data; give text, numbers, lists, dicts'
   )

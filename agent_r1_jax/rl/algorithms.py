@@ -1,10 +1,10 @@
-"""Algorithms: what a trajectory's tokens are worth, and the loss that follows from it.
+"""Algorithms: an advantage estimator, a loss, and their options.
 
-As an optax.GradientTransformation is two pure functions, so is an Algorithm: `advantages`
-(host, float64, over whole trajectories) and `loss` (device, one number a token). What
-else people vary are its other fields, independent of one another:
-`algorithms.ppo()._replace(advantage_mask=False)`. `check` refuses what does not go
-together.
+Like optax.GradientTransformation, an Algorithm is two pure functions: `advantages` (on
+the host, float64, of the trajectories of a rollout) and `loss` (on the device, one number
+for each token). Its other fields are independent options:
+`algorithms.ppo()._replace(advantage_mask=False)`. `check` refuses combinations in which
+an option would have no effect.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,37 +21,37 @@ from agent_r1_jax.rl import rewards as rewards_lib
 from agent_r1_jax.rl.table import TokenTable
 
 Aggregate = Callable[[np.ndarray], np.ndarray]
-# What `Algorithm.reads` may name.
+# The values that `Algorithm.reads` may contain.
 READABLE = ('rewards', 'parts', 'group', 'values', 'ref_logprobs', 'baselines')
 
 
 class Algorithm(NamedTuple):
-  """Two pure functions, and what they need.
+  """An advantage estimator, a loss, and their options.
 
   Attributes:
-    advantages: The rows that are shown (see advantage_mask) -> the same table with the
-      column `advantages`, and with `returns` where there is a critic.
-    loss: (TokenStats, Batch) -> the loss of each token, and numbers to watch. It is 0
-      where the advantage is, so that such tokens need not be computed.
-    aggregate: Token counts of a mini-batch's trajectories -> the weight of each
-      trajectory's tokens. None is the loss's own, so that a loss that is replaced brings
-      its aggregation along: seq_mean_token_mean of GSPO and SAPO, else token_mean.
-    reads: What `advantages` reads, of READABLE. 'ref_logprobs' lets the reference policy
-      score the tokens, 'baselines' lets a greedy episode of each task be played; 'group'
-      says that the episodes of a group are compared. Options that would have no effect
-      on what is read are refused (`check`).
-    rewards: Changes of the rewards before all else, in order (rl/rewards.py).
+    advantages: Takes the visible rows of a table (see advantage_mask), and returns it
+      with the column `advantages`, and with `returns` if there is a critic.
+    loss: (TokenStats, Batch) -> the loss and the metrics of each token. The loss is 0
+      where the advantage is 0, so that such tokens need not be computed.
+    aggregate: Takes the token counts of a mini-batch's trajectories, and returns the
+      weight of each trajectory's tokens. None is the aggregation of the loss, also if the
+      loss is replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
+    reads: The names from READABLE that `advantages` reads. With 'ref_logprobs' the
+      reference policy scores the tokens, with 'baselines' a greedy episode of each task
+      is played; 'group' means that the episodes of a group are compared. `check` refuses
+      options that would have no effect on what is read.
+    rewards: Transforms of the rewards, applied first and in order (rl/rewards.py).
     value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
-    value_coef: Its weight where the critic is a second head of the policy.
+    value_coef: The weight of the value loss if the critic is a second head of the policy.
     entropy_coef: The weight of the entropy bonus.
     kl: The KL to the reference policy, in the reward or in the loss.
-    correction: The table of the action tokens -> their importance weights in the loss
-      (rl/correction.py); None: the policy that is updated sampled them.
-    loss_mask: Only action tokens have a loss. Off, so has what the environment wrote.
-    advantage_mask: Advantages are estimated over the action tokens alone, and are 0
-      elsewhere. Off, what the environment wrote takes part (see TokenTable.visible_rows).
-    mask_truncated: Leave out episodes that a budget ended. Otherwise they are scored by
-      the rewards that they got, as episodes that have ended.
+    correction: Takes the table of the action tokens, and returns their importance weights
+      in the loss (rl/correction.py). None: the policy that is updated sampled them.
+    loss_mask: Only action tokens have a loss. If False, the environment's tokens do too.
+    advantage_mask: Advantages are estimated over the action tokens, and are 0 elsewhere.
+      If False, the environment's tokens take part (see TokenTable.visible_rows).
+    mask_truncated: Leave out episodes that a budget ended. If False, they are scored by
+      their rewards, like episodes that the environment ended.
   """
 
   advantages: Callable[[TokenTable], TokenTable]
@@ -70,7 +70,7 @@ class Algorithm(NamedTuple):
 
   @property
   def aggregation(self) -> Aggregate:
-    """What is aggregated by: `aggregate`, or the loss's own."""
+    """The aggregation in use: `aggregate`, or that of the loss."""
     if self.aggregate is not None:
       return self.aggregate
     by_sequence = getattr(self.loss, 'sequence_mean', False)
@@ -100,16 +100,16 @@ class Algorithm(NamedTuple):
 def check(
   algorithm: Algorithm, samples: int, *, epochs: int = 1, minibatches: int = 1
 ) -> None:
-  """Refuses fields that do not go together, by what the algorithm says that it reads.
+  """Refuses fields that have no effect or contradict each other.
 
   Args:
-    algorithm: The run's.
-    samples: Episodes of a group.
-    epochs: How often a rollout is gone through.
-    minibatches: Optimizer steps an epoch.
+    algorithm: The run's algorithm.
+    samples: The number of episodes of a group.
+    epochs: The number of passes over a rollout.
+    minibatches: The number of optimizer steps of an epoch.
 
   Raises:
-    ValueError: Names the field and the mend.
+    ValueError: The message names the field and the remedy.
   """
   reads = algorithm.reads
   if unknown := set(reads) - set(READABLE):
@@ -155,20 +155,20 @@ def check(
 
 
 def token_mean(counts: np.ndarray) -> np.ndarray:
-  """Every token of the batch weighs the same: 1 / Σ counts (DAPO, verl's default)."""
+  """All tokens of the batch have the same weight, 1 / Σ counts (DAPO, verl's default)."""
   return np.full(len(counts), 1.0 / max(counts.sum(), 1))
 
 
 def seq_mean_token_mean(counts: np.ndarray) -> np.ndarray:
-  """Every trajectory weighs the same, and so do the tokens inside it (GRPO's paper).
+  """All trajectories have the same weight, and so do the tokens of each (GRPO's paper).
 
-  As in verl, a trajectory without an action token is not counted.
+  As in verl, trajectories without an action token are not counted.
   """
   return 1.0 / (max((counts > 0).sum(), 1) * np.maximum(counts, 1))
 
 
 def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
-  """The tokens of a trajectory are summed, trajectories averaged: 1 / #{counts > 0}."""
+  """Sums over the tokens, averages over the trajectories: 1 / #{counts > 0}."""
   return np.full(len(counts), 1.0 / max((counts > 0).sum(), 1))
 
 
@@ -176,14 +176,14 @@ def seq_mean_token_sum_norm(length: float) -> Aggregate:
   """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
 
   Args:
-    length: That constant; the most action tokens that a trajectory can have.
+    length: The constant, such as the most action tokens that a trajectory can have.
   """
   if not length > 0:
     raise ValueError(f'length is {length}; it must be above 0.')
   return lambda counts: seq_mean_token_sum(counts) / length
 
 
-# Algorithms by name. Each takes Algorithm's other fields by name too.
+# Algorithms by name. Each takes the other fields of Algorithm as keywords.
 
 
 def grpo(
@@ -220,7 +220,7 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
   """GRPO done right (arXiv 2503.20783): no std, no length bias, no KL.
 
   Args:
-    length: The constant that takes a trajectory's length's place.
+    length: The constant that replaces the length of a trajectory.
     **options: Options of `grpo`.
   """
   options = dict[str, Any](kl_coef=0.0) | options
@@ -234,13 +234,13 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
   Its dynamic sampling is `config.Schedule.max_refills`.
 
   Args:
-    overlong: Options of rewards.overlong (limit, buffer, factor, floor); None is none.
+    overlong: Options of rewards.overlong (limit, buffer, factor, floor), or None.
     **options: Options of `grpo`.
   """
   options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
   if overlong is not None:
-    punished = functools.partial(rewards_lib.overlong, **overlong)
-    options['rewards'] = (*options.get('rewards', ()), punished)
+    penalty = functools.partial(rewards_lib.overlong, **overlong)
+    options['rewards'] = (*options.get('rewards', ()), penalty)
   return grpo(**options)
 
 
@@ -250,7 +250,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
   Args:
     clip_low: ε_l of the sequence's geometric mean ratio; the default is the paper's.
     clip_high: ε_h of it; the default is the paper's.
-    **options: Options of `grpo`, but for its clip.
+    **options: Options of `grpo`, except for its clip.
   """
   options = dict[str, Any](kl_coef=0.0) | options
   return grpo(dual_clip=None, **options)._replace(
@@ -262,7 +262,7 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
   """REINFORCE leave-one-out (arXiv 2402.14740), with the clip of verl's runs of it.
 
   Args:
-    clip: ε of the PPO clip; it is active with several updates a rollout only.
+    clip: ε of the PPO clip, which has an effect from the second update of a rollout on.
     kl_coef: The weight of the k1 KL in the reward.
     **fields: Other fields of Algorithm.
   """
@@ -272,7 +272,7 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
 def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """REINFORCE: -G_t log π, the return to go without a baseline.
 
-  Without a ratio it is exact on-policy only: one optimizer step a rollout.
+  It has no ratio, so it is exact for one optimizer step a rollout only.
 
   Args:
     gamma: Discount an action token.
@@ -289,7 +289,7 @@ def reinforce_plus_plus(
 ) -> Algorithm:
   """REINFORCE++ (arXiv 2501.03262): whitened returns to go, k1 in the reward, clip.
 
-  The return is carried past observations and across segments.
+  Returns continue across the environment's tokens and across segments.
 
   Args:
     gamma: Discount an action token.
@@ -309,7 +309,7 @@ def reinforce_plus_plus_baseline(
 ) -> Algorithm:
   """REINFORCE++-baseline (arXiv 2501.03262): R - mean_g R, whitened over the batch.
 
-  A group of equal rewards gets the whitening's common shift, which is not 0.
+  A group of equal rewards gets the shift of the whitening, which is not 0.
 
   Args:
     clip: ε of the PPO clip.
@@ -327,7 +327,7 @@ def reinforce_plus_plus_baseline(
 def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorithm:
   """ReMax (arXiv 2310.10505): the baseline is a greedy episode's reward, tools included.
 
-  As `reinforce`, it is good for one optimizer step a rollout.
+  Like `reinforce`, it is exact for one optimizer step a rollout only.
 
   Args:
     gamma: Discount an action token.
@@ -368,12 +368,12 @@ def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algor
   """GDPO: each named part of the reward is normalised in its group, then they are summed.
 
   Args:
-    weights: The parts' weights by name; None is 1 each, and what no part names is added
-      in its own unit.
-    **options: Options of `grpo`, but for its std.
+    weights: The weight of each part, by name. None gives each part weight 1, and adds
+      the rest of the reward in its own unit.
+    **options: Options of `grpo`, except divide_by_std.
   """
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
-  # With weights, nothing of the reward counts but its named parts.
+  # With weights, only the named parts of the reward count.
   reads = ('parts', 'group') if weights is not None else ('rewards', 'parts', 'group')
   options = {'reads': reads} | options
   return grpo(divide_by_std=True, **options)._replace(advantages=advantages)
@@ -402,17 +402,17 @@ def ppo(
     clip_high: ε_h of the policy's clip.
     dual_clip: c of the dual clip, or None.
     value_clip: c of the clipped value loss, or None.
-    bootstrap_truncated: An episode that a budget ended goes on with the critic's value
-      after its last token. By default it has ended: what follows is worth 0, as in verl.
-    kl_coef: The weight of the k1 KL taken off each token's reward; 0 needs no reference.
+    bootstrap_truncated: Take the critic's value after the last token of an episode that a
+      budget ended. By default that value is 0, as in verl.
+    kl_coef: The weight of the k1 KL in the reward; 0 needs no reference.
     **fields: Other fields of Algorithm.
   """
-  # Where it is off, an estimator that was made with an option of its own keeps it.
+  # If it is off, an estimator that the user has bound `bootstrap` to keeps it.
   bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
 
   def advantages(table):
     estimated = estimator(table, gamma=gamma, lam=lam, **bootstrap)
-    # Agent-R1's step advantages are normalised over the turns already.
+    # step_gae has normalised its advantages over the turns.
     if getattr(estimator, 'func', estimator) is advantages_lib.step_gae:
       return estimated
     return advantages_lib.whiten(estimated)
@@ -439,7 +439,7 @@ def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
   """Rejection-sampling fine-tuning: the likelihood of what earned the threshold.
 
   Args:
-    threshold: The least reward that is learned from.
+    threshold: The least reward of a trajectory that is imitated.
     **fields: Other fields of Algorithm.
   """
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)

@@ -1,7 +1,7 @@
-"""KL to the reference policy: its estimators, where it goes, and who sets its weight.
+"""KL to the reference policy: estimators, its place in reward or loss, its coefficient.
 
-An estimator takes log π and log π_ref of tokens that π chose, and returns one number a
-token. On the host, float64 stays float64.
+An estimator takes log π and log π_ref of tokens that π sampled, and returns one number
+for each token. NumPy arrays give NumPy arrays, so that float64 stays float64 on the host.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
   Clipped as in verl: log r to ±20, the result to ±10 (its gradient is 0 beyond). TRL
   clips neither.
   """
-  xp = _of(logprobs, ref_logprobs)
+  xp = _array_module(logprobs, ref_logprobs)
   x = xp.clip(ref_logprobs - logprobs, -20.0, 20.0)
   return xp.clip(xp.expm1(x) - x, -10.0, 10.0)
 
@@ -44,8 +44,8 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
 def straight_through(estimator: Estimator) -> Estimator:
   """The estimator's value with k2's gradient; verl's names end in '+'.
 
-  In a loss, the gradient of k1 has mean 0 and that of k3 is of another divergence,
-  KL(π_ref ‖ π); k2's is that of KL(π ‖ π_ref).
+  In a loss, the gradient of k1 has mean 0, that of k3 belongs to another divergence,
+  KL(π_ref ‖ π), and that of k2 is the gradient of KL(π ‖ π_ref).
 
   Args:
     estimator: Such as k1 or k3.
@@ -53,7 +53,7 @@ def straight_through(estimator: Estimator) -> Estimator:
 
   def combined(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
     value = estimator(logprobs, ref_logprobs)
-    if isinstance(value, np.ndarray):  # The host takes no gradient.
+    if isinstance(value, np.ndarray):  # There is no gradient on the host.
       return value
     slope = k2(logprobs, ref_logprobs)
     return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))
@@ -62,7 +62,7 @@ def straight_through(estimator: Estimator) -> Estimator:
 
 
 def fixed(coef: float, kl: float, n: int) -> float:
-  """The coefficient stays."""
+  """Keeps the coefficient."""
   del kl, n
   return coef
 
@@ -73,8 +73,8 @@ def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
   Ziegler et al. 2019 (arXiv 1909.08593), with verl's defaults.
 
   Args:
-    target: The KL to keep to.
-    horizon: In trajectories: how slowly the coefficient moves.
+    target: The KL to aim at, in nats.
+    horizon: How slowly the coefficient changes, in trajectories.
   """
   if not (target > 0 and horizon > 0):
     raise ValueError(f'target ({target}) and horizon ({horizon}) must be above 0.')
@@ -88,12 +88,12 @@ def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
 
 @dataclasses.dataclass(frozen=True)
 class InReward:
-  """β KL is taken off each token's reward: r - β KL.
+  """Subtracts the KL from each token's reward: r - β KL.
 
   Attributes:
-    coef: β at the start.
+    coef: The initial β.
     estimator: Estimates the KL.
-    control: Gives the next β after each rollout.
+    control: Computes the next β after each rollout.
   """
 
   coef: float = 0.001
@@ -101,26 +101,26 @@ class InReward:
   control: Control = fixed
 
   def __post_init__(self):
-    _check(self.coef)
+    _check_coef(self.coef)
 
 
 @dataclasses.dataclass(frozen=True)
 class InLoss:
-  """β KL is added to each token's loss. The attributes are InReward's."""
+  """Adds β KL to each token's loss. The attributes are those of InReward."""
 
   coef: float = 0.001
   estimator: Estimator = k3
   control: Control = fixed
 
   def __post_init__(self):
-    _check(self.coef)
+    _check_coef(self.coef)
 
 
-def _check(coef: float) -> None:
+def _check_coef(coef: float) -> None:
   if not coef >= 0:
-    raise ValueError(f'coef is {coef}; below 0 it would drive the policy away.')
+    raise ValueError(f'coef is {coef}; it must be 0 or more.')
 
 
-def _of(x: Numbers, y: Numbers) -> Any:
-  """NumPy where both are on the host, else jax.numpy."""
+def _array_module(x: Numbers, y: Numbers) -> Any:
+  """NumPy if both arrays are NumPy's, else jax.numpy."""
   return np if isinstance(x, np.ndarray) and isinstance(y, np.ndarray) else jnp

@@ -1,4 +1,4 @@
-"""The learner: one forward pass for every log-prob, accumulated gradients, one update.
+"""The learner: log-probs by one forward pass, gradients over micro-batches, one update.
 
 Letters: B rows, T tokens, M tokens of the flattened batch, D embed, V vocabulary.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 import numpy as np
 import optax
 
@@ -19,8 +19,8 @@ from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, head, lora
 from agent_r1_jax.rl import algorithms, losses
 
-# What a batch says of each token and a loss may read.
-_NUMBERS = (
+# The fields of a batch that a loss may read.
+_LOSS_FIELDS = (
   'logprobs',
   'advantages',
   'ref_logprobs',
@@ -29,19 +29,18 @@ _NUMBERS = (
   'values',
   'returns',
 )
-Watched = dict[str, Float[Array, 'B T']]
-Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, Watched]]
+Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetrics]]
 
 
 class ModelState(NamedTuple):
-  """What training changes: of the policy, and of a critic that is a model of its own.
+  """The trained state of one model: of the policy, or of a critic of its own.
 
   Attributes:
-    params: The parameters of one model; with a 'value_head' in the policy's, its critic
-      is a second head.
-    opt_state: Optax's state for what lora.split says is learned: all parameters, or the
+    params: The parameters. If the policy's have a 'value_head', its critic is a second
+      head.
+    opt_state: Optax's state for the learned parameters (lora.split): all of them, or the
       adapters.
-    step: Updates so far, int32 [].
+    step: int32 [], the number of updates so far.
   """
 
   params: decoder.Params
@@ -50,7 +49,7 @@ class ModelState(NamedTuple):
 
 
 class NotFiniteError(FloatingPointError):
-  """A loss or a gradient is not finite; `batches` are the micro-batches it came from."""
+  """A loss or a gradient is not finite; `batches` are the micro-batches of the update."""
 
   def __init__(self, message: str, batches: list[types.Batch]):
     super().__init__(message)
@@ -58,7 +57,7 @@ class NotFiniteError(FloatingPointError):
 
 
 def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> ModelState:
-  """A ModelState at step 0; on the mesh that is set, with the parameters."""
+  """Makes a ModelState at step 0, on the mesh that is set."""
   step = lambda: jnp.zeros((), jnp.int32)
   opt_state = sharding.init_sharded(optimizer.init, lora.split(params)[0])
   return ModelState(params, opt_state, sharding.init_sharded(step))
@@ -72,18 +71,18 @@ def token_stats(
   temperature: float = 1.0,
   wanted: Bool[Array, 'B T'] | None = None,
 ) -> losses.TokenStats:
-  """Log-probs, entropies and values of tokens; 0 at the first of a segment.
+  """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
   Args:
-    params: The parameters of one model; values are given if it has a value head.
-    batch: Only tokens, positions and segment_ids are read.
+    params: The parameters of one model. Values are computed if it has a value head.
+    batch: A batch, of which only tokens, positions and segment_ids are read.
     config: The model's shape.
-    temperature: What the tokens were sampled at.
-    wanted: Others get 0 and cost no logits; None is all.
+    temperature: The temperature at which the tokens were sampled.
+    wanted: The tokens to compute; the others get 0 and cost no logits. None is all.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
-  x_BTD = _before(decoder.hidden(params, config, *text))
-  # The first token of a segment was given, not predicted.
+  x_BTD = _shift_right(decoder.hidden(params, config, *text))
+  # Nothing predicts the first token of a segment.
   wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
   logprobs, entropy = head.logprobs(
     x_BTD,
@@ -99,13 +98,16 @@ def token_stats(
 
 
 def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
-  """token_stats' log-probs alone, float32 [B, T] on the host."""
+  """Computes the log-probs of token_stats alone, float32 [B, T] on the host."""
   batch = sharding.shard_batch(batch)
   return np.asarray(_logprobs(params, batch, config=config, temperature=temperature))
 
 
 def values(params, batch, *, config) -> np.ndarray:
-  """The critic's value of the state after each token: token_stats' shifted by one."""
+  """Computes the critic's value of the state after each token, float32 [B, T].
+
+  Those of token_stats are of the state before each token.
+  """
   return np.asarray(_values(params, sharding.shard_batch(batch), config=config))
 
 
@@ -122,35 +124,35 @@ def _values(params, batch, *, config):
 
 
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
-  """The policy's whole loss: the algorithm's, entropy, KL, the critic's if it is shared.
+  """Makes the policy's loss: the algorithm's, entropy, KL, and a shared critic's.
 
-  Give the same object to every `update`: it is compiled once for each.
+  Every object that this returns is compiled anew, so use one for all updates.
   """
   kl, value_loss = algorithm.kl, algorithm.value_loss
 
   def loss(stats, batch):
-    per_token, watched = algorithm.loss(stats, batch)
+    per_token, metrics = algorithm.loss(stats, batch)
     if batch.correction is not None:
       per_token = per_token * batch.correction
     total = losses.weighted(per_token, batch.weights)
-    watched = watched | {'entropy': stats.entropy}
+    metrics = metrics | {'entropy': stats.entropy}
     total -= algorithm.entropy_coef * losses.weighted(stats.entropy, batch.weights)
     if kl and batch.kl_weights is not None:
-      watched['kl'] = kl.estimator(stats.logprobs, batch.ref_logprobs)
-      total += losses.weighted(watched['kl'], batch.kl_weights)
+      metrics['kl'] = kl.estimator(stats.logprobs, batch.ref_logprobs)
+      total += losses.weighted(metrics['kl'], batch.kl_weights)
     if shared_critic and value_loss:
       error = value_loss(stats.values, batch)
-      if algorithm.advantage_mask:  # Other tokens have no return to learn.
+      if algorithm.advantage_mask:  # Only action tokens have a return.
         error = jnp.where(batch.action_mask, error, 0.0)
-      watched['value_loss'] = error
+      metrics['value_loss'] = error
       total += algorithm.value_coef * losses.weighted(error, batch.weights)
-    return total, watched
+    return total, metrics
 
   return loss
 
 
 def critic_objective(algorithm: algorithms.Algorithm) -> Loss:
-  """The loss of a critic that is a model of its own."""
+  """Makes the loss of a critic that is a model of its own."""
   value_loss = algorithm.value_loss
   if value_loss is None:
     raise ValueError('The algorithm has no value_loss, so it has no critic.')
@@ -171,25 +173,26 @@ def update(
   optimizer: optax.GradientTransformation,
   temperature: float = 1.0,
 ) -> tuple[ModelState, dict[str, float]]:
-  """One optimizer step on the sum of the micro-batches' gradients.
+  """Makes one optimizer step on the sum of the micro-batches' gradients.
 
   Args:
-    state: Donated, but for what is frozen: that may be shared with other models. If
-      opt_state lies in the host's memory (sharding.to_host), so does the new one; it is
-      on the device only while it is updated.
-    batches: Micro-batches of one shape; their weights add up over all of them.
+    state: The state, whose learned arrays are donated; frozen ones may be shared with
+      other models. If opt_state is in the host's memory (sharding.to_host), so is the
+      new one; it is on the device only during the update.
+    batches: Micro-batches of one shape, whose weights have a common denominator.
     config: The model's shape.
-    loss: (TokenStats, Batch) -> this micro-batch's share of the loss, and numbers a token
-      to watch.
-    optimizer: The one that made state.opt_state.
-    temperature: What the tokens were sampled at.
+    loss: (TokenStats, Batch) -> the micro-batch's share of the loss, and metrics of each
+      token.
+    optimizer: The optimizer that made state.opt_state.
+    temperature: The temperature at which the tokens were sampled.
 
   Returns:
-    The new state and the metrics: loss, grad_norm, and the means of the watched numbers
-    over the tokens, weighted as in the loss.
+    The new state, and metrics: loss, grad_norm, and the means of the token metrics,
+    weighted as in the loss.
 
   Raises:
-    NotFiniteError: The loss or a gradient; names the leaf. `state` is not used up.
+    NotFiniteError: The loss or a gradient is not finite; the message names the leaf.
+      `state` is not donated.
   """
   batches, total = list(batches), None
   for batch in batches:
@@ -206,14 +209,14 @@ def update(
   grads, sums = total
   norms, sums = jax.device_get((_leaf_norms(grads), sums))
   weight, value = float(sums.pop('weight')), float(sums.pop('loss'))
-  lost = [] if np.isfinite(value) else ['the loss']
+  bad = [] if np.isfinite(value) else ['the loss']
   for path, norm in jax.tree_util.tree_leaves_with_path(norms):
     if not np.isfinite(norm):
-      lost.append(f'the gradient of {jax.tree_util.keystr(path)}')
-  if lost:
-    more = f' and {len(lost) - 3} more' if len(lost) > 3 else ''
+      bad.append(f'the gradient of {jax.tree_util.keystr(path)}')
+  if bad:
+    more = f' and {len(bad) - 3} more' if len(bad) > 3 else ''
     raise NotFiniteError(
-      f'{", ".join(lost[:3])}{more}: not finite at step {int(state.step)}.', batches
+      f'{", ".join(bad[:3])}{more}: not finite at step {int(state.step)}.', batches
     )
   metrics = {name: float(x) / weight if weight else 0.0 for name, x in sums.items()}
   metrics['loss'] = value
@@ -227,9 +230,9 @@ def update(
 
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))
 def _gradient(params, batch, *, config, loss, temperature):
-  # Whatever the loss, a token without weight sends no gradient, not even 0 · NaN.
+  # Whatever the loss, a token of weight 0 has no gradient, not even 0 · NaN.
   wanted = batch.weights != 0
-  counted = lambda x: jnp.where(wanted, x, 0.0)
+  clean = lambda x: jnp.where(wanted, x, 0.0)
   learned, frozen = lora.split(params)
 
   def objective(learned):
@@ -237,10 +240,10 @@ def _gradient(params, batch, *, config, loss, temperature):
     stats = token_stats(
       params, batch, config=config, temperature=temperature, wanted=wanted
     )
-    numbers = {name: getattr(batch, name) for name in _NUMBERS}
-    clean = batch._replace(**jax.tree.map(counted, numbers))
-    total, watched = loss(jax.tree.map(counted, stats), clean)
-    sums = {name: losses.weighted(x, batch.weights) for name, x in watched.items()}
+    numbers = {name: getattr(batch, name) for name in _LOSS_FIELDS}
+    cleaned = batch._replace(**jax.tree.map(clean, numbers))
+    total, metrics = loss(jax.tree.map(clean, stats), cleaned)
+    sums = {name: losses.weighted(x, batch.weights) for name, x in metrics.items()}
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 
   (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
@@ -266,6 +269,6 @@ def _apply(state, grads, *, optimizer):
   return ModelState(params, opt_state, state.step + 1)
 
 
-def _before(x_BTD: Array) -> Array:
-  """Shifts right by one: what was known before each token."""
+def _shift_right(x_BTD: Array) -> Array:
+  """Moves the hidden state before each token to the token's position."""
   return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))

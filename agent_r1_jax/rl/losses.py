@@ -1,12 +1,12 @@
 """Per-token losses on the device.
 
-A surrogate takes what the learner says of the tokens and what the batch says of them, and
-returns the loss of each token and numbers of each token to watch; the factories here make
-surrogates. `weighted` sums either with the batch's weights. The weights carry the
-aggregation with global denominators, so that the sum over micro-batches and devices is
-the whole batch's loss however it was split or packed.
+The functions here make surrogates: a surrogate takes the learner's TokenStats and the
+batch, and returns the loss of each token and metrics of each token. `weighted` sums
+either with the batch's weights. The weights contain the aggregation with global
+denominators, so that the sum over micro-batches and devices is the loss of the batch,
+however it is split or packed.
 
-Letters: B rows, T tokens. A advantage, ρ = π/π_old, sg stops the gradient.
+Letters: B rows, T tokens. A is the advantage, ρ = π/π_old, sg stops the gradient.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ _MAX_LOG_RATIO = 20.0
 
 
 class TokenStats(NamedTuple):
-  """What the learner's forward pass says of each token; position t describes token t.
+  """The results of the learner's forward pass; position t describes token t.
 
   Attributes:
-    logprobs: Of the token under the policy, given what precedes it.
-    entropy: Of the distribution it was drawn from.
-    values: The critic's value of the state before it, where there is one.
+    logprobs: log π of the token, given the tokens before it.
+    entropy: The entropy in nats of the distribution that it was sampled from.
+    values: The critic's value of the state before it, if there is a critic.
   """
 
   logprobs: Float[Array, 'B T']
@@ -38,24 +38,24 @@ class TokenStats(NamedTuple):
   values: Float[Array, 'B T'] | None = None
 
 
-Watched = dict[str, Float[Array, 'B T']]
-Surrogate = Callable[[TokenStats, types.Batch], tuple[Float[Array, 'B T'], Watched]]
+TokenMetrics = dict[str, Float[Array, 'B T']]
+Surrogate = Callable[[TokenStats, types.Batch], tuple[Float[Array, 'B T'], TokenMetrics]]
 # (values, Batch) -> the critic's loss of each token.
 ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnnotatedLoss:
-  """A surrogate with what an algorithm must know of it; it is called as the surrogate is.
+  """A surrogate with properties that an algorithm must know; it is called like one.
 
-  A plain function is a surrogate too, and both attributes are False of it.
+  A plain function is a surrogate too, for which both properties are False.
 
   Attributes:
     surrogate: The function.
     sequence_mean: Its authors average over the tokens of each sequence before they
       average over sequences. An algorithm does so unless it names another aggregation.
     exactly_on_policy: Its gradient is the policy gradient only under the policy that
-      sampled, so that a rollout is good for one optimizer step.
+      sampled, so that a rollout allows one optimizer step only.
   """
 
   surrogate: Surrogate
@@ -64,13 +64,13 @@ class AnnotatedLoss:
 
   def __call__(
     self, stats: TokenStats, batch: types.Batch
-  ) -> tuple[Float[Array, 'B T'], Watched]:
-    """The surrogate's loss of each token, and its numbers to watch."""
+  ) -> tuple[Float[Array, 'B T'], TokenMetrics]:
+    """Returns the loss and the metrics of each token."""
     return self.surrogate(stats, batch)
 
 
 def weighted(x: Float[Array, 'B T'], weights: Float[Array, 'B T']) -> Float[Array, '']:
-  """Σ w x over the tokens with w ≠ 0; elsewhere nothing is read, not even a NaN."""
+  """Σ w x over the tokens with w ≠ 0; a NaN at another token has no effect."""
   return jnp.sum(jnp.where(weights != 0, x, 0.0) * weights)
 
 
@@ -95,7 +95,7 @@ def ppo_clip(
     clip_high: ε_h.
     dual_clip: c > 1, or None.
   """
-  _positive(clip_low=clip_low, clip_high=clip_high)
+  _check_positive(clip_low=clip_low, clip_high=clip_high)
   if dual_clip is not None and not dual_clip > 1:
     raise ValueError(f'dual_clip is {dual_clip}; it must be above 1, or None.')
 
@@ -104,7 +104,7 @@ def ppo_clip(
     loss, clipped = _clipped(jnp.exp(log), A, clip_low, clip_high)
     if dual_clip is not None:
       loss = jnp.where(A < 0, jnp.minimum(loss, -A * dual_clip), loss)
-    return loss, _watched(log, clipped)
+    return loss, _token_metrics(log, clipped)
 
   return surrogate
 
@@ -114,15 +114,15 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
 
   Zheng et al. 2025 (arXiv 2507.18071). Each token's s is sg(s) π/sg(π), with the value of
   s and the gradient of its own log π (the paper's GSPO-token, as verl has it). A
-  sequence is a segment: the mean is over its tokens that have a weight. TRL has the
-  gradient of s itself, which is the same where A is equal over a sequence. The paper
+  sequence is a segment: the mean is over its tokens that have a weight. TRL takes the
+  gradient of s itself, which is the same if A is constant over a sequence. The paper
   and verl average over each sequence first (AnnotatedLoss.sequence_mean).
 
   Args:
     clip_low: ε_l; the paper's, as clip_high.
     clip_high: ε_h.
   """
-  _positive(clip_low=clip_low, clip_high=clip_high)
+  _check_positive(clip_low=clip_low, clip_high=clip_high)
 
   def surrogate(stats: TokenStats, batch: types.Batch):
     log = stats.logprobs - batch.logprobs
@@ -130,7 +130,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
     own = stats.logprobs - jax.lax.stop_gradient(stats.logprobs)
     ratio = jnp.exp(jnp.minimum(own + jax.lax.stop_gradient(mean), 10.0))
     loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
-    return loss, _watched(log_ratio(stats.logprobs, batch.logprobs), clipped)
+    return loss, _token_metrics(log_ratio(stats.logprobs, batch.logprobs), clipped)
 
   return AnnotatedLoss(surrogate, sequence_mean=True)
 
@@ -146,7 +146,7 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
     clip_low: ε_l.
     clip_high: ε_h.
   """
-  _positive(clip_low=clip_low, clip_high=clip_high)
+  _check_positive(clip_low=clip_low, clip_high=clip_high)
   return _weighted_likelihood(lambda ratio: jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
 
 
@@ -160,13 +160,13 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
     tau_positive: τ where A > 0.
     tau_negative: τ elsewhere; the greater, the sooner a token fades out.
   """
-  _positive(tau_positive=tau_positive, tau_negative=tau_negative)
+  _check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
 
   def surrogate(stats: TokenStats, batch: types.Batch):
     log, A = log_ratio(stats.logprobs, batch.logprobs), batch.advantages
     tau = jnp.where(A > 0, tau_positive, tau_negative)
     gate = jax.nn.sigmoid(tau * (jnp.exp(log) - 1.0)) * 4.0 / tau
-    return -A * gate, _watched(log)
+    return -A * gate, _token_metrics(log)
 
   return AnnotatedLoss(surrogate, sequence_mean=True)
 
@@ -177,10 +177,10 @@ def reinforce() -> Surrogate:
 
 
 def likelihood() -> Surrogate:
-  """-A log π where A ≥ 0 is how much a token of given data counts: to be imitated.
+  """-A log π, where A ≥ 0 is the weight of a token that is to be imitated.
 
-  The formula is `reinforce`'s. What differs is what A is: here a weight of data, whoever
-  made it, so that any number of optimizer steps may fit it.
+  The formula is `reinforce`'s. Here A weighs data, whoever produced them, so that any
+  number of optimizer steps may fit them.
   """
   return lambda stats, batch: (-batch.advantages * stats.logprobs, {})
 
@@ -188,23 +188,23 @@ def likelihood() -> Surrogate:
 def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surrogate:
   """-A sg(min(ρ, c)) log π where p - p_old ≤ δ_h (A > 0) or p_old - p ≤ δ_l; else 0.
 
-  Divergence PPO (arXiv 2602.04879): the trust region is of the total variation between
-  the binary distributions "this token or another", not of the ratio; a token beyond it
-  on the side that A pushes to is left out. The defaults are TRL's; verl's are its PPO
-  clip's.
+  Divergence PPO (arXiv 2602.04879): the trust region bounds the total variation between
+  the binary distributions "this token or another", not the ratio; a token beyond it on
+  the side that A pushes to has no loss. The defaults are TRL's; verl takes those of its
+  PPO clip.
 
   Args:
     low: δ_l.
     high: δ_h.
     cap: c.
   """
-  _positive(low=low, high=high, cap=cap)
+  _check_positive(low=low, high=high, cap=cap)
 
-  def kept(logprobs, old, positive):
-    moved = jnp.exp(logprobs) - jnp.exp(old)
-    return jnp.where(positive, moved <= high, moved >= -low)
+  def inside(logprobs, old, positive):
+    change = jnp.exp(logprobs) - jnp.exp(old)
+    return jnp.where(positive, change <= high, change >= -low)
 
-  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, cap), kept)
+  return _weighted_likelihood(lambda ratio: jnp.minimum(ratio, cap), inside)
 
 
 def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
@@ -216,7 +216,7 @@ def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
     clip: c, or None for ½ (V - R)².
   """
   if clip is not None:
-    _positive(clip=clip)
+    _check_positive(clip=clip)
 
   def loss(values, batch):
     error = jnp.square(values - batch.returns)
@@ -235,22 +235,23 @@ def _clipped(ratio, advantages, low: float, high: float) -> tuple[Array, Array]:
   return jnp.maximum(plain, clipped), clipped > plain
 
 
-def _weighted_likelihood(bound: Callable, kept: Callable | None = None) -> Surrogate:
-  """-sg(bound(ρ)) A log π, and 0 where (log π, log π_old, A > 0) is not kept.
+def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Surrogate:
+  """-sg(bound(ρ)) A log π where inside(log π, log π_old, A > 0), else 0.
 
-  'clip_fraction' is of tokens that are not kept, or without `kept`, that are bounded.
+  The metric 'clip_fraction' marks the tokens outside, or without `inside` those whose
+  ratio is changed by `bound`.
   """
 
   def surrogate(stats: TokenStats, batch: types.Batch):
     log = log_ratio(stats.logprobs, batch.logprobs)
     ratio = jnp.exp(log)
-    held = bound(ratio)
-    out = held != ratio
-    if kept is not None:
-      out = ~kept(stats.logprobs, batch.logprobs, batch.advantages > 0)
-      held = jnp.where(out, 0.0, held)
-    loss = -jax.lax.stop_gradient(held) * batch.advantages * stats.logprobs
-    return loss, _watched(log, out)
+    weight = bound(ratio)
+    clipped = weight != ratio
+    if inside is not None:
+      clipped = ~inside(stats.logprobs, batch.logprobs, batch.advantages > 0)
+      weight = jnp.where(clipped, 0.0, weight)
+    loss = -jax.lax.stop_gradient(weight) * batch.advantages * stats.logprobs
+    return loss, _token_metrics(log, clipped)
 
   return surrogate
 
@@ -258,22 +259,22 @@ def _weighted_likelihood(bound: Callable, kept: Callable | None = None) -> Surro
 def _segment_mean(
   x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T'], counted: Bool[Array, 'B T']
 ) -> Float[Array, 'B T']:
-  """At each token, the mean of x over the counted tokens of its segment; 0 of none."""
-  # Segments of a row are 1, 2, ..., at most as many as it has tokens; 0 is padding.
+  """For each token, the mean of x over the counted tokens of its segment, or 0."""
+  # The segments of a row are 1, 2, ..., at most one for each token; 0 is padding.
   sums = jax.vmap(lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i])
   total = sums(jnp.where(counted, x, 0.0), segment_ids)
   return total / jnp.maximum(sums(counted.astype(x.dtype), segment_ids), 1.0)
 
 
-def _watched(log: Array, clipped: Array | None = None) -> Watched:
-  """-log ρ, whose mean is the KL from the policy that sampled; where it is clipped."""
-  watched = {'behaviour_kl': -log}
+def _token_metrics(log: Array, clipped: Array | None = None) -> TokenMetrics:
+  """-log ρ, whose mean estimates KL(π_old ‖ π), and whether the token is clipped."""
+  metrics = {'behaviour_kl': -log}
   if clipped is not None:
-    watched['clip_fraction'] = clipped.astype(log.dtype)
-  return watched
+    metrics['clip_fraction'] = clipped.astype(log.dtype)
+  return metrics
 
 
-def _positive(**options: float) -> None:
+def _check_positive(**options: float) -> None:
   for name, value in options.items():
     if not value > 0:
       raise ValueError(f'{name} is {value}; it must be above 0.')

@@ -1,8 +1,8 @@
-"""Optimizers by what they hold a parameter: Adam in 8 or 1 + 1 bytes, Adafactor.
+"""Optimizers of different memory: Adam with 8 or 2 bytes a parameter, Adafactor.
 
 Adam's step is m̂ / (√v̂ + ε) with m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g². The
 default of β₂ is 0.95, where PyTorch, verl and TRL take 0.999: a run has some hundreds of
-steps, in which a mean over 1000 would hardly settle.
+steps, too few for a mean over 1000.
 
 | optimizer | moments of a large kernel | bytes a parameter |
 |---|---|---|
@@ -10,8 +10,8 @@ steps, in which a mean over 1000 would hardly settle.
 | `adamw8` | two of float8; float32 scales of rows of the last axis | 2 + 8 / row |
 | `adafactor` | means of the second over each of two axes | 0.01 to 0.1 |
 
-tests/test_optimizers.py measures them. Neither optax 0.2.8 nor another kept library for
-both pairs of JAX in requirements.txt has 8-bit moments, so these are ours.
+tests/test_optimizers.py measures these. optax 0.2.8 has no 8-bit moments, nor has another
+maintained library for both versions of JAX in requirements.txt.
 """
 
 from typing import Any, NamedTuple
@@ -23,18 +23,18 @@ import optax
 
 from agent_r1_jax import config as config_lib
 
-# 3 bits of mantissa, the largest number, and the smallest above 0.
+# float8 with 3 bits of mantissa, its largest number, and its smallest above 0.
 _FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
-# What float32 has beyond 3 bits of mantissa.
+# The mantissa of float32 has 20 bits more.
 _CUT = 20
 
 
 class Rounded(NamedTuple):
-  """Numbers in a byte each.
+  """An array of one byte a number.
 
   Attributes:
-    codes: float8, of the numbers' shape.
-    scales: float32, [..., 1]: the numbers are codes * scales.
+    codes: float8, of the array's shape.
+    scales: float32 [..., 1]; the array is codes * scales.
   """
 
   codes: Any
@@ -42,7 +42,7 @@ class Rounded(NamedTuple):
 
 
 class Adam8State(NamedTuple):
-  """Attributes: updates so far; the moments, the second one as its root."""
+  """The number of updates, and the moments; of the second one, the square root."""
 
   count: Array
   mu: Rounded
@@ -81,13 +81,13 @@ def adamw8(
 def adafactor(
   rate: optax.ScalarOrSchedule, decay: float, adam: Adam = DEFAULT
 ) -> optax.GradientTransformation:
-  """Adafactor (arXiv 1804.04235) without momentum, at the learning rate that is given.
+  """Adafactor (arXiv 1804.04235) without momentum and with absolute step sizes.
 
-  The step is not relative to the parameter's size, so rates are of Adam's order. The
-  decay is decoupled and goes with the rate, as Adam's.
+  Learning rates have the magnitude of Adam's. The weight decay is decoupled and scales
+  with the learning rate, as in `adamw`.
 
   Raises:
-    ValueError: `adam` is not its default: there is no β or ε of Adam here.
+    ValueError: `adam` is not the default, because no number of it is read.
   """
   if adam != DEFAULT:
     raise ValueError(
@@ -106,15 +106,15 @@ KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
 
 
 def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransformation:
-  """One of KINDS with a linear warm-up to `rate`, after clipping the gradient's norm.
+  """Makes one of KINDS with clipped gradients and a linear warm-up of the rate.
 
   Args:
-    options: The kind and its numbers; neither of its learning rates is read.
+    options: The kind and its numbers, of which the learning rates are not read.
     rate: The learning rate after the warm-up.
 
   Raises:
-    ValueError: No such kind, or a number that is out of its range or that this kind does
-      not read.
+    ValueError: There is no such kind, or a number is out of its range or is not read by
+      this kind.
   """
   options.check()
   schedule = optax.linear_schedule(rate / (options.warmup + 1), rate, options.warmup)
@@ -128,17 +128,17 @@ def scale_by_adam8(
 ) -> optax.GradientTransformation:
   """Adam's direction from moments of 8 bits (the aim of arXiv 2110.02861).
 
-  It differs from that paper in two things. Moments are float8 with a scale of each row
-  and keep the parameter's shape, so that they are split over a mesh as it is. And they
-  are rounded up or down by chance, so that their mean is exact: rounded to the nearest, a
-  moment that changes by less than half a step would never change again. Of the second
-  moment the root is held, whose range is half as wide; none is rounded to 0.
+  It differs from that paper in two ways. Moments are float8 with one scale a row and have
+  the parameter's shape, so that they are sharded as it is. And they are rounded
+  stochastically, so that their mean is exact: rounded to the nearest, a moment that
+  changes by less than half a step would never change again. The second moment is stored
+  as its root, whose exponents have half the range; none is rounded to 0.
   """
 
   def init(params):
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _FLOAT8), params)
     ones = jax.tree.map(lambda p: jnp.ones((*p.shape[:-1], 1)), params)
-    # Copies: a buffer can be donated once only.
+    # The two moments need buffers of their own: each is donated.
     moments = (Rounded(*jax.tree.map(jnp.copy, (zeros, ones))) for _ in range(2))
     return Adam8State(jnp.zeros((), jnp.int32), *moments)
 
@@ -151,12 +151,12 @@ def scale_by_adam8(
     results = []
     for number, (g, *old) in enumerate(columns):
       key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), number)
-      g, (m, r) = g.astype(jnp.float32), (_exact(*old[:2]), _exact(*old[2:]))
+      g, (m, r) = g.astype(jnp.float32), (_decode(*old[:2]), _decode(*old[2:]))
       m = b1 * m + (1 - b1) * g
       v = b2 * jnp.square(r) + (1 - b2) * jnp.square(g)
       step = (m / (1 - b1**count)) / (jnp.sqrt(v / (1 - b2**count)) + eps)
       first, second = jax.random.split(key)
-      new = (*_rounded(m, first), *_rounded(jnp.sqrt(v), second, least=_SMALLEST))
+      new = (*_encode(m, first), *_encode(jnp.sqrt(v), second, least=_SMALLEST))
       results.append((step, *new))
     steps, *new = map(structure.unflatten, zip(*results, strict=True))
     return steps, Adam8State(count, Rounded(*new[:2]), Rounded(*new[2:]))
@@ -164,12 +164,12 @@ def scale_by_adam8(
   return optax.GradientTransformation(init, update)
 
 
-def _exact(codes, scales):
+def _decode(codes, scales):
   return codes.astype(jnp.float32) * scales
 
 
-def _rounded(x: Array, key: Array, least: float = 0.0) -> tuple[Array, Array]:
-  """Codes and scales of x; the mean of its roundings is x where codes are above 2⁻⁶."""
+def _encode(x: Array, key: Array, least: float = 0.0) -> tuple[Array, Array]:
+  """Rounds x stochastically, without bias where the codes are above 2⁻⁶."""
   scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST
   scales = jnp.where(scales > 0, scales, 1.0)
   bits = jax.lax.bitcast_convert_type(jnp.abs(x) / scales, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Packing: a table's rows, segment by segment, into rows of a fixed length, and back.
+"""Packing: the segments of a table into rows of a fixed length, and back.
 
 Letters: n rows of a table, R packed rows, T tokens of a packed row.
 """
@@ -17,7 +17,7 @@ from agent_r1_jax.rl.table import TokenTable
 
 
 class MicrobatchShape(NamedTuple):
-  """Shape of the packed micro-batches: B rows of T tokens."""
+  """The shape of packed micro-batches: B rows of T tokens."""
 
   rows: int
   row_tokens: int
@@ -25,11 +25,11 @@ class MicrobatchShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where each segment lies.
+  """The places of segments in packed rows.
 
   Attributes:
-    lengths: Tokens of the segments.
-    places: Row and offset of each segment.
+    lengths: The number of tokens of each segment.
+    places: The row of each segment, and its first column there.
     rows: R, padding rows included.
     row_tokens: T.
   """
@@ -41,19 +41,19 @@ class Layout:
 
   @functools.cached_property
   def positions(self) -> Int[np.ndarray, 'n']:
-    """The place of each token in its segment."""
+    """The position of each token in its segment."""
     lengths = np.array(self.lengths, int)
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
   @functools.cached_property
   def index(self) -> Int[np.ndarray, 'n']:
-    """The place of each token in the packed rows, these laid end to end."""
+    """The index of each token in the flattened packed rows."""
     begins = [row * self.row_tokens + offset for row, offset in self.places]
     return self.positions + np.repeat(np.array(begins, int), self.lengths)
 
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
-    """The number of each token's segment among those of its packed row: 1, 2, ..."""
+    """The number of each token's segment within its packed row: 1, 2, ..."""
     seen = [0] * self.rows
     numbers = []
     for row, _ in self.places:
@@ -62,7 +62,7 @@ class Layout:
     return np.repeat(np.array(numbers, int), self.lengths)
 
   def place(self, column: np.ndarray, dtype) -> np.ndarray:
-    """Puts a column [n], segment after segment, into [R, T]; 0 elsewhere."""
+    """Packs a column [n] of all segments into an array [R, T], padded with 0."""
     out = np.zeros(self.rows * self.row_tokens, dtype)
     out[self.index] = column
     return out.reshape(self.rows, self.row_tokens)
@@ -75,12 +75,13 @@ class Layout:
 def plan_layout(
   lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1
 ) -> Layout:
-  """First-fit decreasing.
+  """Assigns segments to rows by first-fit decreasing.
 
   Args:
-    lengths: Tokens of the segments.
+    lengths: The number of tokens of each segment.
     row_tokens: T.
-    row_multiple: R is rounded up to a multiple of this, so that micro-batches are whole.
+    row_multiple: R is rounded up to a multiple of this, so that all micro-batches are
+      full.
 
   Raises:
     ValueError: A segment is longer than a row.
@@ -104,45 +105,48 @@ def plan_layout(
   return Layout(tuple(lengths), tuple(places), rows, row_tokens)
 
 
-def pack(table: TokenTable, where: Layout) -> types.Batch:
-  """The batch of a table's rows; advantages and weights that it lacks are 0.
+def pack(table: TokenTable, layout: Layout) -> types.Batch:
+  """Packs a table into one batch; advantages and weights that it lacks are 0.
 
   Args:
-    table: Its columns that a batch has fields for are placed, as float32.
-    where: The layout of its segments.
+    table: The table. Every column that Batch has a field for is packed, as float32.
+    layout: The layout of its segments.
   """
   columns = {name: getattr(table, name, None) for name in types.Batch._fields[4:]}
-  # Until the learner takes it, a batch is of NumPy arrays.
+  # The arrays stay NumPy arrays until the learner puts them on the mesh.
   numbers: dict[str, Any] = {
-    name: where.place(column, np.float32)
+    name: layout.place(column, np.float32)
     for name, column in columns.items()
     if column is not None
   }
-  nothing: Any = np.zeros((where.rows, where.row_tokens), np.float32)
+  nothing: Any = np.zeros((layout.rows, layout.row_tokens), np.float32)
   texts: dict[str, Any] = {
-    'tokens': where.place(table.tokens, np.int32),
-    'positions': where.place(where.positions, np.int32),
-    'segment_ids': where.place(where.segment_ids, np.int32),
-    'action_mask': where.place(table.action_mask, bool),
+    'tokens': layout.place(table.tokens, np.int32),
+    'positions': layout.place(layout.positions, np.int32),
+    'segment_ids': layout.place(layout.segment_ids, np.int32),
+    'action_mask': layout.place(table.action_mask, bool),
   }
   return types.Batch(**texts, **{'advantages': nothing, 'weights': nothing} | numbers)
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
-  """Splits a batch into parts of `rows` rows; R is a multiple of it."""
+  """Splits a batch into micro-batches of `rows` rows; R is a multiple of `rows`."""
   for start in range(0, batch.tokens.shape[0], rows):
-    yield jax.tree.map(lambda x, at=slice(start, start + rows): x[at], batch)
+    yield jax.tree.map(lambda x, part=slice(start, start + rows): x[part], batch)
 
 
 def pack_microbatches(
   table: TokenTable, shape: MicrobatchShape
 ) -> tuple[list[types.Batch], Layout]:
-  """The micro-batches of a table's rows, and where these lie in all of them together.
+  """Packs a table into micro-batches.
+
+  Returns:
+    The micro-batches, and the layout of the batch that they are parts of.
 
   Raises:
     ValueError: A segment is longer than a row.
   """
-  where = plan_layout(
+  layout = plan_layout(
     table.segment_lengths.tolist(), row_tokens=shape.row_tokens, row_multiple=shape.rows
   )
-  return list(split_microbatches(pack(table, where), shape.rows)), where
+  return list(split_microbatches(pack(table, layout), shape.rows)), layout

@@ -1,15 +1,15 @@
-"""The token table: one row a token of a rollout, one column a number.
+"""The token table: one row for each token of a rollout, one column for each quantity.
 
-Trajectories become a table (`build`), models add columns to it (rl/credit.py), estimators
+`build` makes a table of trajectories, models add columns to it (rl/credit.py), estimators
 are functions of its columns (rl/rewards.py, rl/advantages.py, rl/correction.py), and
-packing places its rows into the device's batch (rl/packing.py). Columns are NumPy arrays
-on the host; what estimators compute with is float64. A table is never changed:
-`dataclasses.replace(table, rewards=...)` gives another one.
+packing copies its rows into the device's batch (rl/packing.py). Columns are NumPy arrays
+on the host; estimators compute in float64. A table is never modified:
+`dataclasses.replace(table, rewards=...)` returns another one.
 
 Rows are in the order of trajectories, of their segments, and of the tokens in these.
-Three columns say where a row belongs: `trajectory`, `turn` and `segment` number these
-over the whole batch. They also spread numbers: where x has a number for each trajectory,
-`x[table.trajectory]` has one for each row.
+Three columns say where a row belongs: `trajectory`, `turn` and `segment` hold numbers
+that are counted over the whole batch. They also broadcast: if x has a number for each
+trajectory, `x[table.trajectory]` has one for each row.
 
 Letters: n rows, K turns, N trajectories.
 """
@@ -22,46 +22,46 @@ import numpy as np
 
 from agent_r1_jax import types
 
-# Trajectory.metrics whose names begin so are named parts of the reward.
+# Metrics of a trajectory with this prefix are named parts of its reward.
 _PART = 'reward/'
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenTable:
-  """The tokens of some trajectories, or those of them that an estimator is shown.
+  """The tokens of some trajectories, or the subset of them that an estimator sees.
 
-  A column that nobody has computed is None.
+  A column that has not been computed is None.
 
   Attributes:
     tokens: int32 token ids.
-    action_mask: True where the policy chose the token.
-    logprobs: log π of the token under the policy before the update, from which the ratio
-      of a loss starts. Without a correction the sampler's numbers, which are the same.
-    behaviour_logprobs: log π of the token under the policy that sampled it; 0 where none
-      did.
-    policy_steps: int32, the updates that the sampling policy had seen.
-    rewards: A turn's reward on its last action token, else 0.
+    action_mask: True where the policy sampled the token.
+    logprobs: log π of the token under the policy before the update, with which the ratio
+      of a loss is formed. Without a correction these are the sampler's log-probs.
+    behaviour_logprobs: log π of the token under the policy that sampled it; 0 off the
+      action mask.
+    policy_steps: int32, the number of updates that the sampling policy had received.
+    rewards: The reward of a turn on its last action token, 0 on all other tokens.
     segment: The number of the row's segment.
     turn: The number of the row's turn. What the environment wrote after a reply belongs
-      to the reply's turn; what stands before the first reply of a segment has -1.
+      to the reply's turn; tokens before the first reply of a segment have -1.
     trajectory: The number of the row's trajectory.
     turn_trajectory: The trajectory of each turn.
-    states: What the policy was shown right before each turn, as a number: equal numbers
-      are equal texts.
-    group: The group of each trajectory, counted from 0. The members of one group answered
+    states: An id of the text that the policy was shown right before each turn; equal
+      texts have equal ids.
+    group: The group of each trajectory, counted from 0. The members of a group answered
       the same task.
-    truncated: Whether a budget ended the trajectory, not the environment.
+    truncated: Whether a budget, and not the environment, ended the trajectory.
     parts: Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
     baselines: The reward of the greedy episode of each trajectory's task.
     final_values: The critic's value of the state after each trajectory's last token.
     values: The critic's value of the state before the token.
     ref_logprobs: log π of the token under the reference policy.
-    advantages: What the token was worth, beyond what was expected.
-    returns: What the critic is to learn.
-    weights: The token's share in the loss.
-    kl_weights: The token's share in the KL term of the loss, coefficient included.
-    correction: Importance weights where another policy sampled; 1 off the action mask.
+    advantages: The advantage of the token.
+    returns: The regression target of the critic.
+    weights: The weight of the token in the loss.
+    kl_weights: The weight of the token in the KL term of the loss, coefficient included.
+    correction: The importance weight of the token; 1 off the action mask.
   """
 
   tokens: Int[np.ndarray, 'n']
@@ -93,14 +93,14 @@ class TokenTable:
     return len(self.tokens)
 
   def column(self, name: str) -> np.ndarray:
-    """A column that may not be there.
+    """Returns a column.
 
     Raises:
-      ValueError: It is not; says what gives it.
+      ValueError: The column has not been computed; the message says what computes it.
     """
     if (column := getattr(self, name)) is None:
-      mend = _GIVEN_BY.get(name, 'nobody has computed them')
-      raise ValueError(f'The table has no {name}: {mend}.')
+      remedy = _REMEDIES.get(name, 'nobody has computed them')
+      raise ValueError(f'The table has no {name}: {remedy}.')
     return column
 
   @property
@@ -115,37 +115,37 @@ class TokenTable:
 
   @property
   def lengths(self) -> Int[np.ndarray, 'N']:
-    """The rows of each trajectory."""
+    """The number of rows of each trajectory."""
     return np.bincount(self.trajectory, minlength=len(self.group))
 
   @property
   def segment_lengths(self) -> Int[np.ndarray, 'S']:
-    """The rows of each segment that has some, in the table's order."""
+    """The number of rows of each segment that has any, in the table's order."""
     return np.diff(np.append(starts(self.segment), len(self)))
 
   def take(self, rows: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
-    """The table of some rows, in their order; turns and trajectories stay all there."""
-    return self._with_rows(lambda column: column[rows])
+    """Selects rows, in the given order; all turns and trajectories keep their columns."""
+    return self._map_rows(lambda column: column[rows])
 
   def find_rows(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
-    """The rows of some trajectories, in their order."""
+    """Returns the rows of some trajectories, in the order given."""
     spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
     return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
 
   def visible_rows(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
-    """Which rows estimators are shown.
+    """Returns a mask of the rows that estimators see.
 
     Args:
-      action_mask: The action tokens alone. Otherwise all that follows the first prompt of
-        a segment (the paper's ablation): what the environment wrote takes part as if the
-        policy had chosen it.
+      action_mask: True selects the action tokens. False selects everything after the
+        first prompt of a segment (the paper's ablation): the environment's tokens take
+        part as if the policy had sampled them.
     """
     return self.action_mask if action_mask else self.turn >= 0
 
   def scatter(
     self, rows: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
   ) -> Float[np.ndarray, 'n']:
-    """The column that has x in the chosen rows and `rest` in the others."""
+    """Returns a column with x in the chosen rows and `rest` in the others."""
     column = np.full(len(self), rest)
     column[rows] = x
     return column
@@ -153,29 +153,32 @@ class TokenTable:
   def add_prefixes(
     self, prefixes: Sequence[Int[np.ndarray, '_']]
   ) -> tuple['TokenTable', Bool[np.ndarray, 'm']]:
-    """The table with further tokens before every segment, and which rows are no such.
+    """Inserts further tokens before every segment.
 
     Args:
-      prefixes: The tokens of each trajectory. Their other numbers are 0.
+      prefixes: The tokens of each trajectory's prefix. Their other columns are 0.
+
+    Returns:
+      The longer table, and a mask of the rows that this table has too.
     """
-    before = starts(self.segment)
-    given = [prefixes[i] for i in self.trajectory[before]]
-    where = np.repeat(before, [len(tokens) for tokens in given])
-    wide = self._with_rows(lambda column: np.insert(column, where, 0))
-    wide = dataclasses.replace(
-      wide,
-      tokens=np.insert(self.tokens, where, np.concatenate([_NO_TOKENS, *given])),
-      segment=np.insert(self.segment, where, self.segment[where]),
-      turn=np.insert(self.turn, where, -1),
-      trajectory=np.insert(self.trajectory, where, self.trajectory[where]),
+    first = starts(self.segment)
+    inserted = [prefixes[i] for i in self.trajectory[first]]
+    before = np.repeat(first, [len(tokens) for tokens in inserted])
+    longer = self._map_rows(lambda column: np.insert(column, before, 0))
+    longer = dataclasses.replace(
+      longer,
+      tokens=np.insert(self.tokens, before, np.concatenate([_NO_TOKENS, *inserted])),
+      segment=np.insert(self.segment, before, self.segment[before]),
+      turn=np.insert(self.turn, before, -1),
+      trajectory=np.insert(self.trajectory, before, self.trajectory[before]),
     )
-    return wide, np.insert(np.ones(len(self), bool), where, False)
+    return longer, np.insert(np.ones(len(self), bool), before, False)
 
   def list_actions(self, trajectory: int) -> dict[str, list]:
-    """The numbers of a trajectory's action tokens, as lists of one length, for a log.
+    """Returns the columns of a trajectory's action tokens as lists, for a log.
 
-    Turns are counted from 1; fractions have four decimals; what there is no column of is
-    left out.
+    Turns are counted from 1, and numbers are rounded to four decimals. Columns that have
+    not been computed are left out.
     """
     rows = self.take((self.trajectory == trajectory) & self.action_mask)
     columns = {name: getattr(rows, name) for name in _LOGGED}
@@ -186,7 +189,7 @@ class TokenTable:
       if column is not None
     }
 
-  def _with_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
+  def _map_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
     names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_ROWS
     columns = {name: getattr(self, name) for name in names}
     return dataclasses.replace(
@@ -194,14 +197,14 @@ class TokenTable:
     )
 
 
-# The columns that have a number for each turn or each trajectory.
+# These columns have a number for each turn or each trajectory, the others for each row.
 _NOT_OF_ROWS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
 _NOT_OF_ROWS |= {'final_values'}
-# What a log says of each token.
+# The columns of a token that are logged.
 _LOGGED = ('tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs', 'ref_logprobs')
 _LOGGED += ('rewards', 'values', 'advantages', 'returns', 'correction')
-# What a user does to get a column that is missing.
-_GIVEN_BY = {
+# What a user has to do to get a column that is missing.
+_REMEDIES = {
   'values': 'set value_loss of the algorithm, so that there is a critic',
   'ref_logprobs': "set kl of the algorithm, or add 'ref_logprobs' to its reads, so that "
   'the reference policy scores the tokens',
@@ -213,21 +216,18 @@ _GIVEN_BY = {
 }
 
 
-# From trajectories.
-
-
 def build(
   trajectories: Sequence[types.Trajectory], baselines: Sequence[float] | None = None
 ) -> TokenTable:
-  """The table of all tokens of some trajectories.
+  """Makes the table of all tokens of some trajectories.
 
   Args:
-    trajectories: None of them is changed, and the table shares no array with them.
+    trajectories: The trajectories; the table shares no array with them.
     baselines: The reward of the greedy episode of each trajectory's task.
 
   Raises:
     ValueError: A turn has no tokens, or some that are not actions: its reward would be
-      lost. Or the turns do not hold every action token once and in order.
+      lost. Or the turns do not contain every action token once and in order.
   """
   table = from_segments([s for t in trajectories for s in t.segments])
   numbers = np.arange(len(trajectories))
@@ -306,7 +306,7 @@ def _wrong_turns(trajectory: types.Trajectory) -> ValueError:
 
 
 def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
-  """The table of texts without turns; each is a trajectory, alone in its group."""
+  """Makes the table of texts without turns; each is a trajectory in its own group."""
   join = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
   numbers = np.arange(len(segments))
   number = np.repeat(numbers, [len(s.tokens) for s in segments])
@@ -329,32 +329,32 @@ def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
   )
 
 
-# What estimators do with columns. In these, `ids` says to what each number belongs (a
-# trajectory, a turn, a segment); equal ids stand side by side.
+# Functions of columns, for estimators. `ids` holds the trajectory, turn or segment to
+# which each number belongs; equal ids are neighbours.
 
 
 def starts(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
-  """Where each run of equal ids begins."""
+  """The first index of each run of equal ids."""
   return np.flatnonzero(np.diff(ids, prepend=-2))
 
 
 def ends(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
-  """The last place of each run of equal ids."""
+  """The last index of each run of equal ids."""
   return np.flatnonzero(np.diff(ids, append=-2))
 
 
 def sum_by(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], count: int
 ) -> Float[np.ndarray, 'm']:
-  """Σ x over each of the ids 0, 1, ..., count - 1; they may come in any order."""
-  # Without a number bincount gives integers, weights or not.
+  """Σ x for each of the ids 0, 1, ..., count - 1, which may come in any order."""
+  # bincount of an empty array returns integers even where it has weights.
   return np.bincount(ids, x, minlength=count).astype(np.float64)
 
 
 def discounted_sum(
   ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], factor: float
 ) -> Float[np.ndarray, 'n']:
-  """y_t = x_t + f y_{t+1} within each run of equal ids, in log₂ n operations.
+  """y_t = x_t + f y_{t+1} within each run of equal ids, in log₂ n array operations.
 
   After j rounds y_t is the sum of the first 2ʲ terms of x_t + f x_{t+1} + f² x_{t+2} ...
   """
@@ -389,14 +389,14 @@ def map_by(
   x: Float[np.ndarray, 'n'],
   measure: Callable[[np.ndarray], np.ndarray | float],
 ) -> Float[np.ndarray, 'n']:
-  """Every number as the measure of its group has it.
+  """Applies a function to the numbers of each group.
 
   map_by([table.group], table.scores, np.mean) is, for each trajectory, the mean score of
   its group.
 
   Args:
-    keys: Numbers that are equal for members of a group, in all of these arrays.
-    x: What is measured.
+    keys: Arrays of integers; the members of a group have equal integers in all of them.
+    x: The numbers.
     measure: Takes the numbers of a group, in their order; returns as many, or one for
       all of them.
   """
@@ -410,5 +410,5 @@ def map_by(
 
 
 def tied(scores: Float[np.ndarray, 'n']) -> bool:
-  """Whether scores are equal, but for the rounding of the sums that they are."""
+  """Whether all scores are equal, up to the rounding of sums of rewards."""
   return len(scores) < 2 or bool(np.ptp(scores) <= 1e-12 * np.abs(scores).max())

@@ -1,4 +1,4 @@
-"""What a rollout changes: credit, mini-batches, the KL's control, the reference.
+"""Learning from a rollout: credit, mini-batches, the KL coefficient, the reference.
 
 plan = updates.Plan(model, algorithm, shape, optimizers, schedule, ...)
 train_state = updates.init(params, plan)
@@ -25,18 +25,19 @@ from agent_r1_jax.rl import table as table_lib
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What stays the same over a run.
+  """The constants of a run that learning depends on.
 
   Attributes:
     model: The shape of policy and critic.
-    algorithm: Advantages, loss and the rest.
-    shape: Of micro-batches.
-    optimizers: 'policy' and, for a critic that is a model of its own, 'critic'.
-    schedule: How much is learned, and when the engine gets a new policy.
-    reference_model: The shape of the reference policy, where there is one.
-    temperature: That tokens are sampled at.
-    seed: Of the order of trajectories.
-    offload: Whether optimizers' states lie in the host's memory between updates.
+    algorithm: The algorithm.
+    shape: The shape of micro-batches.
+    optimizers: 'policy' and, if the critic is a model of its own, 'critic'.
+    schedule: The number of epochs and mini-batches, and when the engine gets a new
+      policy.
+    reference_model: The shape of the reference policy, if it differs from `model`.
+    temperature: The temperature at which tokens are sampled.
+    seed: The seed of the order of trajectories.
+    offload: Whether optimizer states are in the host's memory between updates.
   """
 
   model: decoder.DecoderConfig
@@ -56,17 +57,17 @@ class Plan:
 
   @property
   def keeps_old_sampler(self) -> bool:
-    """Whether an update is computed while the engine still needs what was before it."""
+    """Whether the engine still samples from the old policy after an update."""
     return self.schedule.sync_every > 1 or self.schedule.ahead > 0
 
   @property
   def syncs_before_update(self) -> bool:
-    """Whether the engine gets the policy before an update, for the rollout meanwhile."""
+    """Whether the engine gets the policy before the update that runs beside a rollout."""
     return self.schedule.ahead > 0 and not self.schedule.partial
 
   @functools.cached_property
   def objectives(self) -> dict[str, learner.Loss]:
-    """The losses of policy and critic; each is made once, and so compiled once."""
+    """The losses of policy and critic, made once so that each is compiled once."""
     policy = learner.objective(self.algorithm, shared_critic=self.shared_critic)
     if 'critic' not in self.optimizers:
       return {'policy': policy}
@@ -75,15 +76,15 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """What goes on from rollout to rollout; `learn` gives another one.
+  """The state that learning passes from rollout to rollout; `learn` returns a new one.
 
   Attributes:
-    states: 'policy', and 'critic' where that is a model of its own.
-    reference: The reference policy's parameters, where there is one.
-    sampler: The engine's parameters; adapters are not merged into them yet.
-    sampler_step: The rollouts that they had learned from.
-    kl_coef: The present weight of the algorithm's KL term.
-    step: Rollouts learned from.
+    states: 'policy' and, if the critic is a model of its own, 'critic'.
+    reference: The reference policy's parameters, if there is one.
+    sampler: The parameters that the engine samples from, before adapters are merged.
+    sampler_step: The number of rollouts that `sampler` has learned from.
+    kl_coef: The present coefficient of the algorithm's KL term.
+    step: The number of rollouts learned from.
   """
 
   states: dict[str, learner.ModelState]
@@ -94,7 +95,7 @@ class TrainState:
   step: int = 0
 
   def checkpoint_arrays(self, plan: Plan) -> dict[str, Any]:
-    """What a checkpoint must hold; what can be loaded or derived again is not in it."""
+    """Returns the arrays of a checkpoint, without those that can be loaded or derived."""
     learned = lambda params: lora.split(params)[0]
     reference = (
       {'reference': learned(self.reference)} if plan.schedule.reference_every else {}
@@ -105,51 +106,55 @@ class TrainState:
     return states | reference | sampler
 
   def checkpoint_numbers(self) -> dict[str, Any]:
-    """The rest of a checkpoint."""
+    """Returns the Python numbers of a checkpoint."""
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
   def restore(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
-    """What a checkpoint held, beside what is frozen here."""
+    """Returns the state of a checkpoint, with the frozen parameters of this one.
+
+    Args:
+      arrays: What `checkpoint_arrays` returned.
+      numbers: What `checkpoint_numbers` returned.
+    """
     states = {}
     for name, state in self.states.items():
-      params = _beside(arrays[name].params, state.params)
+      params = _with_frozen_of(arrays[name].params, state.params)
       states[name] = arrays[name]._replace(params=params)
     reference, sampler = self.reference, states['policy'].params
     if 'reference' in arrays:
-      reference = _beside(arrays['reference'], reference)
+      reference = _with_frozen_of(arrays['reference'], reference)
     if 'sampler' in arrays:
-      sampler = _beside(arrays['sampler'], sampler)
+      sampler = _with_frozen_of(arrays['sampler'], sampler)
     elif self.sampler is not self.states['policy'].params:
-      sampler = _copied(sampler)
+      sampler = _copy_learned(sampler)
     return TrainState(states, reference, sampler, **numbers)
 
 
 def init(
   params: decoder.Params, plan: Plan, reference: decoder.Params | None = None
 ) -> TrainState:
-  """Before the first rollout.
+  """Makes the state before the first rollout.
 
-  A critic of its own starts as a copy of the policy with a value head of zeros. With
-  adapters only they are copied: policy, critic and reference share the frozen kernels,
-  and the reference's adapters stay as they start, where they change nothing.
+  A critic of its own starts as a copy of the policy with a value head of zeros. Policy,
+  critic and reference share frozen parameters; with LoRA only the adapters are copied.
 
   Args:
     params: The policy's parameters.
-    plan: The run's.
-    reference: Another reference policy than the policy as it starts.
+    plan: The run's constants.
+    reference: The parameters of a reference policy other than the initial policy.
   """
   if reference is None and plan.algorithm.needs_reference:
-    reference = _copied(params)
+    reference = _copy_learned(params)
   models = {'policy': params}
   if 'critic' in plan.optimizers:
     head = sharding.init_sharded(functools.partial(_value_head, plan.model))
-    models['critic'] = _copied(params) | head
+    models['critic'] = _copy_learned(params) | head
   states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
   if plan.offload:
     for name, state in states.items():
       states[name] = state._replace(opt_state=sharding.to_host(state.opt_state))
   coef = plan.algorithm.kl.coef if plan.algorithm.kl else 0.0
-  return TrainState(states, reference, _handed(params, plan), kl_coef=coef)
+  return TrainState(states, reference, _sampler_params(params, plan), kl_coef=coef)
 
 
 def learn(
@@ -160,29 +165,27 @@ def learn(
   baselines: Sequence[float] | None = None,
   prefixes: Sequence[np.ndarray] | None = None,
 ) -> tuple[TrainState, dict[str, float], table_lib.TokenTable]:
-  """Learns from one rollout; no argument is changed.
+  """Learns from one rollout.
 
   Args:
-    train_state: What the last rollout left. The arrays of its policy and critic are
-      donated: after the call their memory is the new ones'.
-    trajectories: None with status 'error', each with a turn.
-    plan: The run's.
+    train_state: The state after the last rollout. The arrays of its policy and critic
+      are donated: they cannot be read after the call.
+    trajectories: The trajectories. None has the status 'error', and each has a turn.
+    plan: The run's constants.
     baselines: The reward of the greedy episode of each trajectory's task.
-    prefixes: Tokens of each trajectory that only the critic sees, before the text.
+    prefixes: For each trajectory, tokens before its text that only the critic sees.
 
   Returns:
-    The new train_state; metrics, of which those of the critic's updates begin
-    'critic_'; and the table of what was learned from, its trajectories in their order.
+    The new train_state; metrics, those of the critic's updates with the prefix
+    'critic_'; and the table of the trajectories, in their order.
 
   Raises:
-    learner.NotFiniteError: See there. Some of train_state's arrays may have been donated.
+    learner.NotFiniteError: A loss or a gradient is not finite. Some of train_state's
+      arrays may have been donated.
   """
   algorithm, kl = plan.algorithm, plan.algorithm.kl
-  states, kl_coef, reference = (
-    train_state.states,
-    train_state.kl_coef,
-    train_state.reference,
-  )
+  states, reference = train_state.states, train_state.reference
+  kl_coef = train_state.kl_coef
   metrics: dict[str, float] = {'kl_coef': kl_coef} if kl else {}
   table = table_lib.build(trajectories, baselines)
   if trajectories:
@@ -197,14 +200,14 @@ def learn(
       temperature=plan.temperature,
       prefixes=prefixes,
     )
-    table, found = credit.estimate(table, algorithm, kl_coef=kl_coef)
-    states, watched = _update(train_state, table, plan, prefixes)
-    metrics |= found | watched
+    table, estimated = credit.estimate(table, algorithm, kl_coef=kl_coef)
+    states, updated = _update(train_state, table, plan, prefixes)
+    metrics |= estimated | updated
   if kl and 'kl' in metrics:
     kl_coef = kl.control(kl_coef, metrics['kl'], len(trajectories))
   step = train_state.step + 1
   if plan.schedule.reference_every and step % plan.schedule.reference_every == 0:
-    reference = _copied(states['policy'].params)
+    reference = _copy_learned(states['policy'].params)
   train_state = dataclasses.replace(
     train_state, states=states, reference=reference, kl_coef=kl_coef, step=step
   )
@@ -225,7 +228,7 @@ def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
     or train_state.sampler_step == train_state.step
   ):
     return train_state
-  sampler = _handed(train_state.states['policy'].params, plan)
+  sampler = _sampler_params(train_state.states['policy'].params, plan)
   return dataclasses.replace(train_state, sampler=sampler, sampler_step=train_state.step)
 
 
@@ -239,32 +242,32 @@ def _models(train_state: TrainState, plan: Plan) -> credit.Models:
 
 
 def _value_head(model):
-  """One of zeros; of the rest of the model only the shapes are made."""
+  """Makes a value head of zeros, and only the shapes of the rest of the model."""
   make = functools.partial(decoder.init, model, value_head=True)
   shapes = jax.eval_shape(make, jax.random.key(0))['value_head']
   return {'value_head': jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)}
 
 
-def _handed(params, plan):
-  """The engine's parameters: a copy if an update uses the policy's up before the next."""
-  return _copied(params) if plan.keeps_old_sampler else params
+def _sampler_params(params, plan):
+  """Returns the engine's parameters: a copy if the next update would donate them."""
+  return _copy_learned(params) if plan.keeps_old_sampler else params
 
 
-def _copied(params):
-  """What an update would use up is copied, what is frozen is shared."""
+def _copy_learned(params):
+  """Copies the learned parameters, which an update would donate, and no frozen ones."""
   learned, frozen = lora.split(params)
   return lora.join(jax.tree.map(jnp.copy, learned), frozen)
 
 
-def _beside(learned, params):
-  """`params` with other numbers where they are learned."""
+def _with_frozen_of(learned, params):
+  """Joins learned parameters with the frozen ones of `params`."""
   return lora.join(learned, lora.split(params)[1])
 
 
 def _update(
   train_state: TrainState, table: table_lib.TokenTable, plan: Plan, prefixes
 ) -> tuple[dict[str, learner.ModelState], dict[str, float]]:
-  """Epochs of mini-batches: the new states, and the means of their metrics."""
+  """Makes the optimizer steps of all epochs; returns the new states and mean metrics."""
   states, metrics = dict(train_state.states), dict[str, list[float]]()
 
   def update(name, batches):
@@ -278,24 +281,31 @@ def _update(
         temperature=plan.temperature,
       )
     except learner.NotFiniteError as error:
-      raise learner.NotFiniteError(f'Of the {name}, {error}', error.batches) from None
+      where = f'In the update of the {name}, {error}'
+      raise learner.NotFiniteError(where, error.batches) from None
     for key, value in numbers.items():
       key = f'critic_{key}' if name == 'critic' and key != 'value_loss' else key
       metrics.setdefault(key, []).append(value)
 
   options = {'algorithm': plan.algorithm, 'shape': plan.shape}
-  for members in _minibatches(len(table.group), plan, train_state.step):
+  for members in _split_epochs(len(table.group), plan, train_state.step):
     if 'critic' in states:
       batches = credit.make_critic_minibatch(table, members, prefixes=prefixes, **options)
       update('critic', batches)
     if train_state.step >= plan.schedule.critic_warmup:
-      more = {'kl_coef': train_state.kl_coef, 'dense': plan.shared_critic}
-      update('policy', credit.make_minibatch(table, members, **options, **more))
+      batches = credit.make_minibatch(
+        table,
+        members,
+        kl_coef=train_state.kl_coef,
+        dense=plan.shared_critic,
+        **options,
+      )
+      update('policy', batches)
   return states, {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
-def _minibatches(n: int, plan: Plan, step: int) -> Iterator[list[int]]:
-  """Members of each mini-batch; every epoch has an order of its own."""
+def _split_epochs(n: int, plan: Plan, step: int) -> Iterator[list[int]]:
+  """Yields the members of each mini-batch; every epoch has an order of its own."""
   for epoch in range(plan.schedule.epochs):
     order = np.random.default_rng([plan.seed, step, epoch]).permutation(n)
     for members in np.array_split(order, min(plan.schedule.minibatches, n)):

@@ -1,13 +1,12 @@
-"""The spool: trajectories on disk as they end, so that a kill loses no finished episode.
+"""The spool: writes episodes to disk as they end, so that a kill loses none of them.
 
-A run that goes on from a checkpoint plays the rollouts after it again, with the same
-policies and the same randomness. What had ended before the kill is then read, not played.
+A run that continues from a checkpoint plays the rollouts after it again, with the same
+policies and the same randomness. Episodes that had ended before the kill are then read
+instead of played. If the spool cannot be written or read, the run warns and continues
+without it, because everything in it can be played again.
 
-The spool saves time and holds nothing that cannot be played again: where it cannot be
-written or read, the run says so and goes on without it.
-
-A file is _MAGIC, and for each trajectory the length and CRC-32 of its record and the
-record (records.py).
+A file is _MAGIC and, for each trajectory, the length and CRC-32 of its record and the
+record (host/records.py).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -30,33 +29,33 @@ _HEADER = struct.Struct('<QI')
 
 
 class RolloutSpool:
-  """One rollout's finished trajectories, by what identifies each in it."""
+  """The finished trajectories of one rollout, by the key of each."""
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[types.Task]):
-    """Reads what all processes kept of it, and opens a file for what comes.
+    """Reads what all processes have written of the rollout.
 
     Args:
-      folder: The rollout's.
-      tasks: The rollout's, by group.
+      folder: The folder of the rollout.
+      tasks: The tasks of the rollout, by group.
     """
     self._found: dict[Hashable, types.Trajectory] = {}
     for path in sorted(folder.glob('*')):
       for key, fields in _read(path):
         self._take(path, key, fields, tasks)
-    # Never one that a kill may have left with half a trajectory at its end.
+    # A new file, because a kill may have cut the last record of an older one.
     number = len(list(folder.glob('*')))
     self._path = folder / f'{jax.process_index()}-{number}-{os.getpid()}.episodes'
     self._file: io.FileIO | None = None
     self._warned = False
 
   def get(self, key: Hashable) -> types.Trajectory | None:
-    """The trajectory, if it had ended before."""
+    """Returns the trajectory if it had ended before, else None."""
     return self._found.get(key)
 
   def add(self, key: Hashable, trajectory: types.Trajectory):
-    """Writes it; a later kill of the process cannot lose it.
+    """Writes a trajectory, which a later kill of the process cannot lose.
 
-    What cannot be written is played again after a kill; a warning says so once.
+    If it cannot be written, this warns once, and it is played again after a kill.
     """
     try:
       record = records.pack([key, records.fields(trajectory)])
@@ -66,22 +65,22 @@ class RolloutSpool:
       if not self._warned:
         why = disk.describe_failure(self._path, error)
         warnings.warn(
-          f'finished episodes are not kept in {self._path} ({why}); after a kill they '
-          'would be played again',
+          f'finished episodes are not written to {self._path} ({why}); after a kill '
+          'they will be played again',
           stacklevel=2,
         )
       self._warned = True
 
   def close(self):
-    """Closes the file."""
+    """Closes the file that this process writes."""
     if self._file:
       self._file.close()
 
   def _append(self, data: bytes):
-    """Writes all of it or, where the disk is full, nothing."""
+    """Writes all of the data or, if the disk is full, nothing."""
     if self._file is None:
       self._path.parent.mkdir(parents=True, exist_ok=True)
-      # Unbuffered: what a full disk refuses now must not be tried again later.
+      # Unbuffered: a buffer would try again later what a full disk refuses now.
       self._file = io.FileIO(self._path, 'x')
       data = _MAGIC + data
     try:
@@ -94,7 +93,7 @@ class RolloutSpool:
       raise
 
   def _take(self, path, key, fields, tasks):
-    """Adds what was read, if it fits the rollout's tasks."""
+    """Adds a trajectory that was read, if it belongs to one of the tasks."""
     try:
       task = tasks[fields['group']]
       if key[0] != task.id:
@@ -107,29 +106,29 @@ class RolloutSpool:
 
 
 class Spool:
-  """The rollouts of one run, one folder each under `<workdir>/rollouts`."""
+  """The spools of a run's rollouts, one folder each under `<workdir>/rollouts`."""
 
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / 'rollouts'
 
   def open_rollout(self, draw: int, tasks: Sequence[types.Task]) -> RolloutSpool:
-    """The rollout of one draw of tasks."""
+    """Opens the spool of the rollout number `draw`."""
     return RolloutSpool(self._folder / str(draw), tasks)
 
   def delete(self, before: int):
-    """Deletes the rollouts of the draws before `before`: no checkpoint needs them."""
+    """Deletes the spools of the rollouts before number `before`."""
     for path in self._folder.glob('*'):
       if path.name.isdecimal() and int(path.name) < before:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _read(path: pathlib.Path) -> Iterator[tuple[Any, Any]]:
-  """What is whole in a file; a kill can cut its end off."""
+  """Yields the complete records of a file, whose end a kill may have cut off."""
   try:
     with path.open('rb') as file:
       left = path.stat().st_size - len(_MAGIC)
       if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError('it is of another program, or of an earlier version of this one')
+        raise ValueError('it was written by another program or an earlier version')
       while left >= _HEADER.size:
         length, checksum = _HEADER.unpack(file.read(_HEADER.size))
         left -= _HEADER.size + length
@@ -146,6 +145,6 @@ def _read(path: pathlib.Path) -> Iterator[tuple[Any, Any]]:
 
 def _warn(path: pathlib.Path, error: Exception):
   warnings.warn(
-    f'{path} is passed over ({error}); the episodes in it are played again',
+    f'{path} is skipped ({error}); the episodes in it are played again',
     stacklevel=2,
   )
