@@ -1,4 +1,4 @@
-"""Trajectories drawn as text, and the peers' numbers, for the tests of rl."""
+"""Trajectories from pictures, and the peers' numbers, for the tests of rl."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,7 +15,7 @@ from agent_r1_jax.rl import table as table_lib
 def trajectory(
   *pictures: str, rewards: Sequence[float] = (), group: int = 0, seed: int = 0
 ) -> types.Trajectory:
-  """One picture a segment: a digit is an action token of that turn, '.' is given.
+  """Makes a trajectory of one picture a segment; a digit is an action token of that turn.
 
   '..00...1' is a prompt of 2, a reply of 2, a tool's answer of 3 and a reply of 1 token.
   """
@@ -35,7 +35,7 @@ def trajectory(
 
 
 def make_varied(n: int = 6) -> list[types.Trajectory]:
-  """Groups of two with every shape: one turn, several, over two segments, short, long."""
+  """Makes groups of two of different shapes, some of several turns or segments."""
   pictures = [
     ('...00..111....2222',),
     ('..0',),
@@ -57,7 +57,7 @@ def make_varied(n: int = 6) -> list[types.Trajectory]:
 def visible_table(
   trajectories: Sequence[types.Trajectory], *, masked: bool = True
 ) -> table_lib.TokenTable:
-  """The rows of trajectories that an estimator is shown."""
+  """Makes the table of the rows of trajectories that an estimator sees."""
   table = table_lib.build(trajectories)
   return table.take(table.visible_rows(masked))
 
@@ -65,12 +65,12 @@ def visible_table(
 def make_table(
   turns: Sequence[Sequence[int]], group: Sequence[int] | None = None, **columns
 ) -> table_lib.TokenTable:
-  """A table by hand: all tokens are actions with log π = 0, and all texts are alike.
+  """Makes a table of action tokens whose log-probs and rewards are 0.
 
   Args:
     turns: The number of tokens of each turn of each trajectory.
-    group: The group of each trajectory; by default all are of one.
-    **columns: Others than 0, None and that.
+    group: The group of each trajectory; by default there is one group.
+    **columns: Columns that replace the default ones.
   """
   sizes = [n for some in turns for n in some]
   owner = np.repeat(np.arange(len(turns)), [len(some) for some in turns])
@@ -97,11 +97,11 @@ def make_table(
 
 
 def reorder(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.TokenTable:
-  """The table of the same trajectories in another order."""
+  """Puts the trajectories of a table into another order."""
   order = np.asarray(order)
   rows = table.take(table.find_rows(order.tolist()))
   turns = np.concatenate([np.flatnonzero(table.turn_trajectory == i) for i in order])
-  # The new number of each trajectory, and of each turn; that of no turn stays -1.
+  # The new number of each trajectory, and of each turn; -1, for no turn, stays -1.
   number, of_turn = np.argsort(order), np.append(np.argsort(turns), -1)
   changed = {'states': table.states[turns]}
   for name in ('group', 'truncated', 'baselines', 'final_values'):
@@ -120,13 +120,13 @@ def reorder(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.Toke
 def split_by_trajectory(
   table: table_lib.TokenTable, column: np.ndarray
 ) -> list[np.ndarray]:
-  """The numbers of each trajectory, of a column with one for each row."""
+  """Splits a column into the parts of the trajectories."""
   return np.split(column, np.cumsum(table.lengths)[:-1]) if len(table.group) else []
 
 
 @functools.cache
 def golden() -> types_lib.MappingProxyType[str, np.ndarray]:
-  """What golden/make_ref_algos.py kept; read-only."""
+  """Loads what golden/make_ref_algos.py saved, as read-only arrays."""
   path = pathlib.Path(__file__).parent / 'golden' / 'ref_algos.npz'
   with np.load(path) as file:
     arrays = dict(file)
@@ -136,20 +136,20 @@ def golden() -> types_lib.MappingProxyType[str, np.ndarray]:
 
 
 def golden_mask() -> np.ndarray:
-  """Of the peers' episodes, bool [12, 24]; environment tokens lie between the turns."""
+  """The action mask of the peers' episodes, bool [12, 24]."""
   return golden()['in/mask'] > 0
 
 
 def golden_actions(
   rewards: str, *, joined: bool = False, masked: bool = True
 ) -> table_lib.TokenTable:
-  """The peers' episodes, through Trajectory.
+  """Makes the table of the peers' episodes.
 
   Args:
     rewards: 'rewards_outcome' or 'rewards_process'.
     joined: Agent-R1's view: rows, in the order `perm`, are steps of the trajectories
       `traj` of the groups `uid`. Its steps are our segments.
-    masked: Off, every token takes part; each row begins with an action.
+    masked: Whether only action tokens take part; each row begins with an action.
   """
   g = golden()
   rows, group = _rows(joined), g['in/uid' if joined else 'in/index']
@@ -180,15 +180,10 @@ def golden_actions(
 
 
 def golden_at_actions(key: str, *, joined: bool = False) -> np.ndarray:
-  """A golden [12, 24] at its action tokens, flat in the order of `golden_actions`."""
-  return _on(golden()[key], _rows(joined), np.full(12, True))
+  """Selects the action tokens of a golden [12, 24], in the order of `golden_actions`."""
+  return golden()[key][golden_mask()[_rows(joined)]]
 
 
 def _rows(joined: bool) -> np.ndarray:
-  """Which episode stands in each row."""
+  """The episode of each row."""
   return golden()['in/perm'] if joined else np.arange(12)
-
-
-def _on(ordered: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-  """The values at the action tokens of the chosen rows."""
-  return ordered[chosen][golden_mask()[rows[chosen]]]

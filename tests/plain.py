@@ -1,4 +1,4 @@
-"""A tiny policy, critic and reference, and what they say of a text, written plainly."""
+"""A tiny policy, critic and reference, and their scores of a text, computed plainly."""
 
 from collections.abc import Callable, Iterable, Sequence
 import functools
@@ -38,7 +38,7 @@ GRPO_OBJECTIVE = objective(GRPO, shared_critic=False)
 
 @functools.cache
 def tree(seed: int, value_head: bool = False) -> decoder.Params:
-  """Random parameters; no norm is 1 and no value head 0."""
+  """Makes random parameters, also of norms and value head."""
   rng, key = np.random.default_rng(seed), jax.random.key(0)
   shapes = jax.eval_shape(lambda: decoder.init(CONFIG, key, value_head=value_head))
 
@@ -49,8 +49,8 @@ def tree(seed: int, value_head: bool = False) -> decoder.Params:
   return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def copied(params: Any) -> Any:
-  """To be used up."""
+def copy_tree(params: Any) -> Any:
+  """Copies arrays, for a function that donates them."""
   return jax.tree.map(lambda x: jnp.asarray(np.array(x)), params)
 
 
@@ -59,7 +59,7 @@ def policy() -> decoder.Params:
 
 
 def shared() -> decoder.Params:
-  """A policy whose critic is a second head."""
+  """The parameters of a policy whose critic is a second head."""
   return tree(0, True)
 
 
@@ -68,19 +68,19 @@ def reference() -> decoder.Params:
 
 
 def critic() -> decoder.Params:
-  """A model of its own."""
+  """The parameters of a critic that is a model of its own."""
   return tree(2, True)
 
 
 def models(*, own_critic: bool = False) -> credit_lib.Models:
-  """A policy with a critic of its own, or with one that it shares."""
+  """The models, with a critic of its own or one that is a head of the policy."""
   if own_critic:
     return credit_lib.Models(policy(), CONFIG, critic(), reference(), CONFIG)
   return credit_lib.Models(shared(), CONFIG, shared(), reference(), CONFIG)
 
 
 class Credit(NamedTuple):
-  """What credit.estimate gave: the table, and its metrics."""
+  """The results of credit.estimate."""
 
   table: table.TokenTable
   metrics: dict[str, float]
@@ -96,7 +96,7 @@ def credit(
   baselines=None,
   prefixes=None,
 ) -> Credit:
-  """credit.score and credit.estimate with the models and sizes of here."""
+  """Calls credit.score and credit.estimate with the models and sizes of this module."""
   options = {'shape': shape, 'temperature': TEMPERATURE, 'prefixes': prefixes}
   built = table.build(trajectories, baselines)
   scored = credit_lib.score(built, algorithm, which or models(), **options)
@@ -105,18 +105,18 @@ def credit(
 
 @functools.cache
 def trajectories(n: int = 14) -> tuple[types.Trajectory, ...]:
-  """Of several turns, with environment tokens inside, over one or two segments."""
+  """Trajectories of several turns, in one or two segments."""
   return tuple(episodes.make_varied(n))
 
 
-class Said(NamedTuple):
-  """Of each segment, a number a token; 0 at its first but for `after`.
+class Scores(NamedTuple):
+  """A model's scores of the tokens of each segment; 0 at its first but for `after`.
 
   Attributes:
-    logprobs: Of the token.
-    entropy: Of the distribution that it comes from.
-    values: Of the state before it.
-    after: Of the state after it.
+    logprobs: The log-prob of the token.
+    entropy: The entropy of its distribution.
+    values: The value of the state before it.
+    after: The value of the state after it.
   """
 
   logprobs: list[np.ndarray]
@@ -126,7 +126,7 @@ class Said(NamedTuple):
 
 
 def direct(params: decoder.Params, tokens: Any) -> tuple[jax.Array, ...]:
-  """The fields of Said of rows [B, T] that each hold one text from their first token."""
+  """Computes the fields of Scores for rows [B, T] of one text each."""
   ones = jnp.ones_like(tokens)
   x = decoder.hidden(params, CONFIG, tokens, jnp.cumsum(ones, axis=1) - 1, ones)
   log_p = jax.nn.log_softmax(x[:, :-1] @ params['lm_head']['kernel'] / TEMPERATURE)
@@ -145,7 +145,7 @@ _direct = jax.jit(direct)
 
 
 def padded(segments: Sequence[types.Segment], rows: int | None = None):
-  """Each segment in a row of its own: where it lies, and the batch."""
+  """Packs each segment into a row of its own; returns the layout and the batch."""
   where = packing.Layout(
     tuple(len(s.tokens) for s in segments),
     tuple((i, 0) for i in range(len(segments))),
@@ -156,17 +156,17 @@ def padded(segments: Sequence[types.Segment], rows: int | None = None):
 
 
 def by_segment(segments: Sequence[types.Segment], column: np.ndarray) -> list[np.ndarray]:
-  """The numbers of each segment, of a column with one for each of their tokens."""
+  """Splits a column into the parts of the segments."""
   lengths = [len(s.tokens) for s in segments]
   return np.split(column, np.cumsum(lengths)[:-1])
 
 
-def said(params: decoder.Params, segments: Iterable[types.Segment]) -> Said:
-  """What a model says of texts of at most 32 tokens."""
+def score(params: decoder.Params, segments: Iterable[types.Segment]) -> Scores:
+  """Scores texts of at most 32 tokens."""
   segments = list(segments)
   where, batch = padded(segments, _PADDED)
   columns = (where.extract(np.asarray(x)) for x in _direct(params, batch.tokens))
-  return Said(*(by_segment(segments, column) for column in columns))
+  return Scores(*(by_segment(segments, column) for column in columns))
 
 
 def segments_of(trajectories_) -> list[types.Segment]:
@@ -174,21 +174,21 @@ def segments_of(trajectories_) -> list[types.Segment]:
 
 
 def whole(batches: Iterable[types.Batch]) -> types.Batch:
-  """The batch whose micro-batches these are."""
+  """Joins micro-batches into one batch."""
   return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
 def gradient(
   params: decoder.Params, batches: Iterable[types.Batch], loss: Callable
 ) -> tuple[decoder.Params, dict[str, np.ndarray]]:
-  """The gradient and the sums of all micro-batches together."""
+  """Computes the gradient and the sums of all micro-batches together."""
   kwargs = {'config': CONFIG, 'loss': loss, 'temperature': TEMPERATURE}
   parts = [learner._gradient(params, batch, **kwargs) for batch in batches]
   return jax.tree.map(lambda *xs: np.sum(xs, axis=0), *parts)
 
 
 def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
-  """Equal, relative to the largest number of a leaf."""
+  """Asserts that trees are equal, relative to the largest number of a leaf."""
 
   def check(path, a, b):
     a, b = np.asarray(a), np.asarray(b)
@@ -200,5 +200,5 @@ def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
 
 
 def equal(actual: Any, expected: Any) -> None:
-  """Equal bit for bit."""
+  """Asserts that trees are equal bit for bit."""
   jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -485,19 +485,3 @@ def test_the_entropy_bonus_is_trls():
   key = 'trl/entropy_bonus_0.01'
   np.testing.assert_allclose(loss, g[f'{key}/loss'], rtol=1e-9)
   np.testing.assert_allclose(grad.logprobs, g[f'{key}/grad'], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize('rows', [1, 4])
-@pytest.mark.parametrize('make', [_grpo, _ppo])
-def test_shares_of_micro_batches_add_up(make, rows):
-  stats, batch = _inputs()
-  batch = _with_kl(batch) if make is _grpo else batch
-  fn = _compiled(make())
-  (whole, _), grad = fn(stats, batch)
-  parts = [
-    fn(*jax.tree.map(lambda x, i=i: x[i : i + rows], (stats, batch)))
-    for i in range(0, 12, rows)
-  ]
-  np.testing.assert_allclose(sum(loss for (loss, _), _ in parts), whole, rtol=1e-12)
-  joined = jax.tree.map(lambda *xs: np.concatenate(xs), *(g for _, g in parts))
-  jax.tree.map(np.testing.assert_array_equal, joined, grad)

@@ -1,6 +1,5 @@
 """Credit: every number is read at its token and put there; weights are as stated."""
 
-import copy
 import dataclasses
 import itertools
 
@@ -43,7 +42,7 @@ def _cut(n=14):
 
 
 def _unpacked(batches, segments, shape=plain.SHAPE):
-  """Batch whose fields are columns: a number for each token of the segments."""
+  """Unpacks batches into one Batch whose fields are columns [n]."""
   lengths = [len(s.tokens) for s in segments]
   where = packing.plan_layout(
     lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows
@@ -53,10 +52,10 @@ def _unpacked(batches, segments, shape=plain.SHAPE):
   return types.Batch(*(x if x is None else where.extract(x) for x in fields))
 
 
-def _said(params, trajectories):
-  """plain.Said whose fields are columns."""
-  said = plain.said(params, plain.segments_of(trajectories))
-  return plain.Said(*map(np.concatenate, said))
+def _score(params, trajectories):
+  """Scores trajectories; the fields are columns [n]."""
+  said = plain.score(params, plain.segments_of(trajectories))
+  return plain.Scores(*map(np.concatenate, said))
 
 
 # Credit.
@@ -75,9 +74,9 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   which = plain.models(own_critic=own_critic)
   table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
   (shown,) = taken
-  rows, of_critic = table.visible_rows(masked), _said(which.critic, ts)
+  rows, of_critic = table.visible_rows(masked), _score(which.critic, ts)
   expected = {
-    'ref_logprobs': _said(which.reference, ts).logprobs,
+    'ref_logprobs': _score(which.reference, ts).logprobs,
     'values': of_critic.values,
   }
   for name, column in expected.items():
@@ -95,21 +94,16 @@ def _first_returns(table):
   return acted.returns[table_lib.starts(acted.trajectory)]
 
 
-def test_an_episode_that_ran_out_has_ended():
+@pytest.mark.parametrize('bootstrap', [False, True])
+def test_a_cut_episode_has_ended_unless_the_value_after_it_is_asked_for(bootstrap):
   """γ = λ = 1: the return of the first token is all that comes."""
   ts = _cut()
-  table, _ = plain.credit(ts, algorithms.ppo(kl_coef=0.0))
-  expected = [t.reward for t in ts]
-  np.testing.assert_allclose(_first_returns(table), expected, rtol=1e-5, atol=2e-5)
-
-
-def test_a_cut_episode_can_go_on_with_the_value_after_its_last_token():
-  ts = _cut()
-  table, _ = plain.credit(ts, algorithms.ppo(kl_coef=0.0, bootstrap_truncated=True))
-  after = _said(plain.shared(), ts).after[table_lib.ends(table.trajectory)]
-  # γ = λ = 1: the return of the first token is all that comes.
-  goes_on = np.where([t.status == 'done' for t in ts], 0.0, after)
-  expected = np.array([t.reward for t in ts]) + goes_on
+  algorithm = algorithms.ppo(kl_coef=0.0, bootstrap_truncated=bootstrap)
+  table, _ = plain.credit(ts, algorithm)
+  expected = np.array([t.reward for t in ts])
+  if bootstrap:
+    after = _score(plain.shared(), ts).after[table_lib.ends(table.trajectory)]
+    expected += np.where([t.status == 'done' for t in ts], 0.0, after)
   np.testing.assert_allclose(_first_returns(table), expected, rtol=1e-5, atol=2e-5)
 
 
@@ -124,27 +118,6 @@ def test_credit_is_put_at_its_tokens(masked):
     np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
     assert not column[~rows].any()
   np.testing.assert_allclose(metrics['advantage_std'], np.arange(count).std())
-
-
-def test_nothing_that_is_given_changes():
-  ts = episodes.make_varied(14)
-  before, algorithm = copy.deepcopy(ts), _PPO._replace(rewards=(_doubled,))
-  built = table_lib.build(ts)
-  same = copy.deepcopy(built)
-  options = {'shape': plain.SHAPE, 'prefixes': [np.arange(2, dtype=np.int32)] * 14}
-  scored = credit.score(built, algorithm, plain.models(own_critic=True), **options)
-  estimated, _ = credit.estimate(scored, algorithm, kl_coef=0.1)
-  credit.make_minibatch(estimated, range(14), algorithm, shape=plain.SHAPE)
-  credit.make_critic_minibatch(estimated, range(14), algorithm, **options)
-  for field in dataclasses.fields(built):
-    was = getattr(same, field.name)
-    np.testing.assert_equal(getattr(built, field.name), was)
-    if was is not None and field.name != 'final_values':
-      np.testing.assert_equal(getattr(estimated, field.name), was)
-  for t, b in zip(ts, before):
-    assert t.turns == b.turns and t.metrics == b.metrics
-    for segment, was in zip(t.segments, b.segments):
-      np.testing.assert_equal(vars(segment), vars(was))
 
 
 def _doubled(table):
@@ -164,7 +137,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   (shown,) = taken
   before = table_lib.build(ts)
-  kl = 0.5 * (before.logprobs - _said(plain.reference(), ts).logprobs) ** 2
+  kl = 0.5 * (before.logprobs - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
   rows = before.visible_rows(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
@@ -221,7 +194,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   np.testing.assert_array_equal(batch.logprobs[acted], sampled[acted])
   # Nobody sampled what the environment wrote: its ratio starts at 1.
   given = weighed & ~acted
-  _close(batch.logprobs[given], _said(plain.policy(), ts).logprobs[given])
+  _close(batch.logprobs[given], _score(plain.policy(), ts).logprobs[given])
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None
     whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
@@ -280,7 +253,7 @@ def test_corrections_weigh_their_actions():
 
   algorithm = plain.GRPO._replace(correction=correct)
   table, metrics = plain.credit(ts, algorithm)
-  new, mask = _said(plain.policy(), ts).logprobs, table.action_mask
+  new, mask = _score(plain.policy(), ts).logprobs, table.action_mask
   (acted,) = given
   _close(acted.logprobs, new[mask])
   sampled = np.concatenate([s.logprobs for s in segments])
@@ -312,7 +285,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
       advantages=_counting(taken), kl=kl_lib.InReward(estimator=kl_lib.k2)
     )
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
-  old, other = (_said(p, ts).logprobs for p in (plain.policy(), plain.reference()))
+  old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
   mask, rows = before.action_mask, before.visible_rows(masked)
   assert np.abs(old - before.logprobs)[mask].max() > 0.1, 'another policy sampled'
@@ -349,7 +322,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   algorithm = _PPO._replace(advantages=_counting(taken), kl=None)
   which = plain.models(own_critic=True)
   table, _ = plain.credit(ts, algorithm, which, prefixes=prefixes)
-  said = plain.said(plain.critic(), views)
+  said = plain.score(plain.critic(), views)
   before = [prefixes[i] for i, t in enumerate(ts) for _ in t.segments]
   cut = lambda x: np.concatenate([a[len(p) :] for a, p in zip(x, before)])
   values, after = cut(said.values), cut(said.after)

@@ -109,7 +109,7 @@ def test_token_stats_are_what_the_model_says_of_each_token():
   whole = jax.jit(functools.partial(learner.token_stats, **kwargs))
   stats = everywhere(whole, plain.shared())
   segments = plain.segments_of(plain.trajectories())
-  said = plain.said(plain.shared(), segments)
+  said = plain.score(plain.shared(), segments)
   extract = lambda packed: plain.by_segment(segments, where.extract(packed))
   for actual, expected in zip(stats, said[:3], strict=True):
     for a, e in zip(extract(actual), expected, strict=True):
@@ -137,7 +137,7 @@ def test_the_gradient_is_that_of_the_plain_formula():
   draw = lambda s: rng.normal(size=len(s.tokens)) * s.action_mask
   adv, returns = (np.concatenate([draw(s) for s in segments]) for _ in range(2))
   # Near the policy: some tokens are clipped, others not.
-  near = plain.said(plain.shared(), segments).logprobs
+  near = plain.score(plain.shared(), segments).logprobs
   old = [x * s.action_mask + 0.3 * draw(s) for x, s in zip(near, segments)]
   old = np.concatenate(old)
 
@@ -312,7 +312,7 @@ _SGD = optax.sgd(0.1)
 
 
 def _state(params=None):
-  return learner.init(plain.copied(params or plain.shared()), _SGD)
+  return learner.init(plain.copy_tree(params or plain.shared()), _SGD)
 
 
 def _update(state, batches, optimizer=_SGD, loss=_loss):
@@ -409,7 +409,7 @@ def test_updates_make_good_actions_likelier():
     return [x * s.action_mask for x, s in zip(logprobs, segments)]
 
   adam = optax.adam(3e-3)
-  state = learner.init(plain.copied(plain.policy()), adam)
+  state = learner.init(plain.copy_tree(plain.policy()), adam)
   before = replies(state)
   # On-policy: what was sampled is what the learner says of it.
   for s, x in zip(segments, before):

@@ -165,7 +165,7 @@ def _residuals(params, config):
 
 
 def test_only_adapters_learn_and_only_they_have_moments():
-  params = _adapted(plain.copied(plain.policy()))
+  params = _adapted(plain.copy_tree(plain.policy()))
   before = jax.device_get(params)
   adam = optax.adam(1e-2)
   state = learner.init(params, adam)

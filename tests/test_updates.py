@@ -46,7 +46,7 @@ def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
 
 
 def _start(plan, params=None, reference=None) -> updates.TrainState:
-  return updates.init(plain.copied(params or plain.policy()), plan, reference)
+  return updates.init(plain.copy_tree(params or plain.policy()), plan, reference)
 
 
 def _rollout(step=0, n=4):
@@ -332,7 +332,7 @@ def test_a_restored_carry_goes_on_bit_for_bit(options):
   arrays, numbers = train_state.checkpoint_arrays(plan), train_state.checkpoint_numbers()
   extra = {'reference', 'sampler'} if options else set()
   assert arrays.keys() == {'policy', 'critic'} | extra
-  saved = plain.copied(arrays)
+  saved = plain.copy_tree(arrays)
   restored = _start(plan).restore(saved, dict(numbers))
   assert restored.step == 4 and restored.kl_coef == train_state.kl_coef != 0.05
   assert restored.sampler_step == (3 if options else 4)

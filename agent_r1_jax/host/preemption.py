@@ -44,14 +44,14 @@ class Watch:
   def __init__(self):
     self.phase = 'the start'
     self.newest_step: Callable[[], int | None] = lambda: None
-    self._notice = processes.Notice('preempted')
+    self._flag = processes.SharedFlag('preempted')
     self._grace = _seconds('AGENT_R1_GRACE_SECONDS', 7.0)
     self._heard = 0.0
     self._saving, self._left = threading.Event(), threading.Event()
 
   def is_requested(self) -> bool:
     """Whether this process or another one was told to end; after `runtime.initialize`."""
-    return self._notice.given()
+    return self._flag.is_set()
 
   def raise_if_requested(self) -> None:
     """Ends the run if it is to end: where there is nothing to save.
@@ -97,7 +97,7 @@ class Watch:
 
   def request(self, *_) -> None:
     """Gives the notice; also Python's own handler, which runs in the main thread."""
-    self._notice.give()
+    self._flag.set()
 
   def close(self) -> None:
     """Lets what was started here end; it acts no more."""

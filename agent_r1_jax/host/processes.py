@@ -259,36 +259,32 @@ def _is_runtime_error(error: BaseException | None) -> bool:
   return False
 
 
-class Notice:
-  """A flag of all processes that any of them can set, such as that the run shall end."""
+class SharedFlag:
+  """A flag that any process can set for all, such as that the run shall end."""
 
   def __init__(self, name: str):
-    self._key = f'agent_r1/notice/{name}'
-    self._here = threading.Event()
+    self._key = f'agent_r1/flag/{name}'
+    self._set_here = threading.Event()
     self._asked = 0.0
 
-  def give(self):
-    """Sets the flag here; the others see it after this process has called `given`.
+  def set(self):
+    """Sets the flag; the others see it after this process has called `is_set`.
 
     May be called in a signal handler.
     """
-    self._here.set()
+    self._set_here.set()
 
-  def here(self) -> bool:
-    """Whether the flag is known to be set in this process; asks no other."""
-    return self._here.is_set()
-
-  def given(self) -> bool:
+  def is_set(self) -> bool:
     """Whether some process has set the flag; others' flags are seen within a second."""
     if jax.process_count() == 1 or time.monotonic() - self._asked < _POLL_SECONDS:
-      return self._here.is_set()
+      return self._set_here.is_set()
     self._asked = time.monotonic()
     client = _client()
-    if self._here.is_set():
+    if self._set_here.is_set():
       client.key_value_set(self._key, '1', allow_overwrite=True)
     elif client.key_value_dir_get(self._key):
-      self._here.set()
-    return self._here.is_set()
+      self._set_here.set()
+    return self._set_here.is_set()
 
 
 def _fetch(client, name: str) -> bytes:

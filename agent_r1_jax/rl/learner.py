@@ -209,15 +209,8 @@ def update(
   grads, sums = total
   norms, sums = jax.device_get((_leaf_norms(grads), sums))
   weight, value = float(sums.pop('weight')), float(sums.pop('loss'))
-  bad = [] if np.isfinite(value) else ['the loss']
-  for path, norm in jax.tree_util.tree_leaves_with_path(norms):
-    if not np.isfinite(norm):
-      bad.append(f'the gradient of {jax.tree_util.keystr(path)}')
-  if bad:
-    more = f' and {len(bad) - 3} more' if len(bad) > 3 else ''
-    raise NotFiniteError(
-      f'{", ".join(bad[:3])}{more}: not finite at step {int(state.step)}.', batches
-    )
+  if bad := _name_not_finite(value, norms):
+    raise NotFiniteError(f'{bad}: not finite at step {int(state.step)}.', batches)
   metrics = {name: float(x) / weight if weight else 0.0 for name, x in sums.items()}
   metrics['loss'] = value
   metrics['grad_norm'] = float(np.sqrt(sum(n**2 for n in jax.tree.leaves(norms))))
@@ -226,6 +219,16 @@ def update(
   new = _apply(ModelState(learned, opt_state, state.step), grads, optimizer=optimizer)
   opt_state = sharding.match_memory_kind(new.opt_state, state.opt_state)
   return ModelState(lora.join(new.params, frozen), opt_state, new.step), metrics
+
+
+def _name_not_finite(loss: float, norms: Any) -> str:
+  """Names the loss and the gradients that are not finite, at most three of them."""
+  names = [] if np.isfinite(loss) else ['the loss']
+  for path, norm in jax.tree_util.tree_leaves_with_path(norms):
+    if not np.isfinite(norm):
+      names.append(f'the gradient of {jax.tree_util.keystr(path)}')
+  more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+  return ', '.join(names[:3]) + more
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'loss', 'temperature'))

@@ -283,12 +283,12 @@ def _turn_columns(trajectories, table: TokenTable):
       if last and last.segment == x.segment:
         known = reached
       elif last and np.array_equal(
-        said := t.segments[last.segment].tokens[: last.stop],
+        before := t.segments[last.segment].tokens[: last.stop],
         t.segments[x.segment].tokens[: last.stop],
       ):
         # ... also where another segment goes on from the text of the last one, as an
         # append-only episode does that is stored as steps.
-        known = first + len(said)
+        known = first + len(before)
       text = table.tokens[known:start].tobytes()
       states.append(texts.setdefault(text, len(texts)))
       last, reached = x, stop
