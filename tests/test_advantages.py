@@ -15,7 +15,7 @@ import pytest
 from agent_r1_jax.rl import advantages, rewards
 from agent_r1_jax.rl import table as table_lib
 
-_drawn = episodes.trajectory
+_trajectory = episodes.trajectory
 _CRITIC = {
   'gae': functools.partial(advantages.gae, gamma=0.97, lam=0.9),
   'step_gae': functools.partial(advantages.step_gae, gamma=0.97, lam=0.9),
@@ -45,27 +45,27 @@ def _close(actual, expected, tolerance=1e-12):
 
 
 def _table(*trajectories, masked=True, **columns):
-  """What an estimator is shown of drawn trajectories, with further columns."""
+  """Makes the table that an estimator sees, with further columns."""
   columns = {name: np.array(column) for name, column in columns.items()}
   table = episodes.visible_table(trajectories, masked=masked)
   return dataclasses.replace(table, **columns)
 
 
 def _scored(*groups):
-  """Trajectories of one token with these scores, group by group."""
+  """Makes trajectories of one token with these scores, group by group."""
   return [
-    _drawn('..0', rewards=[score], group=number)
+    _trajectory('..0', rewards=[score], group=number)
     for number, scores in enumerate(groups)
     for score in scores
   ]
 
 
 def _batch(masked=True, more=()):
-  """Groups of two of every shape, with all that any estimator asks for.
+  """Makes groups of two with all columns that any estimator reads.
 
   Args:
-    masked: Whether what the environment wrote is left out.
-    more: (place, trajectory) of further ones.
+    masked: Whether only action tokens are visible.
+    more: (index, trajectory) of further trajectories.
   """
   ts = episodes.make_varied(12)
   for place, t in more:
@@ -95,8 +95,8 @@ def _batch(masked=True, more=()):
 @pytest.mark.parametrize('masked', [True, False])
 @pytest.mark.parametrize('name', _ALL)
 def test_every_row_gets_a_number(name, masked):
-  """The log-probs of what the environment wrote are nan, and never reach a number."""
-  table = _batch(masked, more=[(3, _drawn('....', group=1))])
+  """The NaN log-probs of the environment's tokens have no effect."""
+  table = _batch(masked, more=[(3, _trajectory('....', group=1))])
   out = _ALL[name](table)
   for column in (out.advantages, out.returns):
     if column is not None:
@@ -111,7 +111,9 @@ def test_every_row_gets_a_number(name, masked):
 @pytest.mark.parametrize('name', _ALL)
 def test_without_a_token_there_is_nothing(name):
   none = {'values': [], 'ref_logprobs': [], 'baselines': [0.0, 0.0]}
-  table = _table(_drawn('....'), _drawn('....'), **none, final_values=[0.0, 0.0])
+  table = _table(
+    _trajectory('....'), _trajectory('....'), **none, final_values=[0.0, 0.0]
+  )
   table = dataclasses.replace(table, parts={'answer': np.ones(2)})
   assert len(_ALL[name](table).advantages) == 0
   none = {key: [] for key in (*none, 'final_values')}
@@ -145,7 +147,7 @@ def test_the_order_of_trajectories_does_not_matter(name):
 @pytest.mark.parametrize('name', _ALL)
 def test_what_the_environment_wrote_does_not_matter(name):
   def estimated(*pictures):
-    ts = [_drawn(p, rewards=[1.0, 2.0 * i]) for i, p in enumerate(pictures)]
+    ts = [_trajectory(p, rewards=[1.0, 2.0 * i]) for i, p in enumerate(pictures)]
     table, logprobs = _table(*ts, states=[0, 1, 0, 1]), np.tile(np.arange(5.0), 2)
     return _ALL[name](
       dataclasses.replace(
@@ -177,7 +179,7 @@ def test_what_the_environment_wrote_does_not_matter(name):
 )
 def test_what_an_estimator_misses_is_named(name, missing):
   with pytest.raises(ValueError, match=missing):
-    _ALL[name](_table(_drawn('..0', rewards=[1.0])))
+    _ALL[name](_table(_trajectory('..0', rewards=[1.0])))
 
 
 # Groups.
@@ -191,7 +193,7 @@ def test_a_group_without_variance_gets_exactly_nothing(name):
   assert (out.advantages == 0).all()
   # 0.1 + 0.2 is not 0.3; the order of a sum's terms is seen too.
   parts = [[0.1, 0.2], [0.2, 0.1], [0.3, 0.0]]
-  same = _table(*(_drawn('.0.1', rewards=r, seed=i) for i, r in enumerate(parts)))
+  same = _table(*(_trajectory('.0.1', rewards=r, seed=i) for i, r in enumerate(parts)))
   assert len({*same.scores}) > 1
   assert (_GROUP[name](same).advantages == 0).all()
 
@@ -214,7 +216,7 @@ def test_a_constant_added_to_a_groups_rewards_changes_nothing():
 
 def test_group_relative_by_hand():
   # Group 0: mean 1, deviations -1, 0, 1, std 1. Group 1: mean 3, std sqrt(2).
-  long = _drawn('..0..11', '.222', rewards=[0.5, 0.5, -1.0])
+  long = _trajectory('..0..11', '.222', rewards=[0.5, 0.5, -1.0])
   table = _table(long, *_scored([1.0, 2.0], [2.0, 4.0]))
   out = advantages.group_relative(table, eps=0.0)
   np.testing.assert_array_equal(out.advantages[:6], [-1.0] * 6)
@@ -225,7 +227,7 @@ def test_group_relative_by_hand():
 
 
 def test_leave_one_out_is_the_score_less_the_mean_of_the_others():
-  long = _drawn('..0..11', rewards=[0.5, -0.5])
+  long = _trajectory('..0..11', rewards=[0.5, -0.5])
   table = _table(long, *_scored([3.0, 6.0], [2.0, 4.0], [9.0]))
   # 0 - (3+6)/2, 3 - (0+6)/2, 6 - (0+3)/2; 2 - 4, 4 - 2; none.
   expected = [-4.5] * 3 + [0, 4.5, -2, 2, 0]
@@ -233,8 +235,8 @@ def test_leave_one_out_is_the_score_less_the_mean_of_the_others():
 
 
 def test_long_trajectories_do_not_vote_more():
-  short = _drawn('..0', rewards=[1.0])
-  long = _drawn('..0..11111111..22222222', rewards=[0.0, 0.0, 0.0])
+  short = _trajectory('..0', rewards=[1.0])
+  long = _trajectory('..0..11111111..22222222', rewards=[0.0, 0.0, 0.0])
   for divide, expected in ((False, 0.5), (True, 0.5**0.5)):
     table = _table(short, long)
     out = advantages.group_relative(table, divide_by_std=divide, eps=0.0)
@@ -256,7 +258,7 @@ def test_gae_by_hand():
   V = 1, 2, 4 and r = 0, 1, 2. δ_2 = 2 - 4 = -2; δ_1 = 1 + 4/2 - 2 = 1; δ_0 = 2/2 - 1 = 0.
   A_2 = -2; A_1 = 1 - 2/4 = 1/2; A_0 = 0 + (1/2)/4 = 1/8.
   """
-  table = _table(_drawn('..00....', '....1', rewards=[1.0, 2.0]), values=[1.0, 2, 4])
+  table = _table(_trajectory('..00....', '....1', rewards=[1.0, 2.0]), values=[1.0, 2, 4])
   out = advantages.gae(table, gamma=0.5, lam=0.5)
   np.testing.assert_array_equal(out.advantages, [0.125, 0.5, -2.0])
   np.testing.assert_array_equal(out.returns, [1.125, 2.5, 2.0])
@@ -273,7 +275,7 @@ def _cut(table, final_value):
 def test_gae_of_a_truncated_episode_goes_on_with_its_final_value_if_it_is_asked_to():
   """V after it is 8: δ_2 = 2 + 8/2 - 4 = 2; A_2 = 2; A_1 = 1 + 2/4; A_0 = 0 + (3/2)/4."""
   table = _table(
-    _drawn('..00....', '....1', rewards=[1.0, 2.0]),
+    _trajectory('..00....', '....1', rewards=[1.0, 2.0]),
     values=[1.0, 2, 4],
     final_values=[8.0],
   )
@@ -289,7 +291,7 @@ def test_gae_of_a_truncated_episode_goes_on_with_its_final_value_if_it_is_asked_
 
 @pytest.mark.parametrize('name', _CRITIC)
 def test_by_default_an_episode_that_ran_out_has_ended(name):
-  """Whatever the critic says of what would have followed."""
+  """The critic's value after it has no effect."""
   ended = _batch()
   ended = dataclasses.replace(ended, truncated=np.zeros_like(ended.truncated))
   cut = _cut(ended, 9.0)
@@ -306,7 +308,7 @@ def test_gae_without_the_mask_by_hand():
   δ_2 = 2 - 4 = -2; δ_1 = 0 + 4/2 - 2 = 0; δ_0 = 1 + 2/2 - 1 = 1.
   A_2 = -2; A_1 = -2/4 = -1/2; A_0 = 1 - (1/2)/4 = 7/8.
   """
-  t = _drawn('..0.1', rewards=[1.0, 2.0])
+  t = _trajectory('..0.1', rewards=[1.0, 2.0])
   table = _table(t, masked=False, values=[1.0, 2, 4])
   out = advantages.gae(table, gamma=0.5, lam=0.5)
   np.testing.assert_array_equal(out.advantages, [0.875, -0.5, -2.0])
@@ -315,14 +317,14 @@ def test_gae_without_the_mask_by_hand():
 def test_step_gae_by_hand():
   """A turn is a step: test_gae_by_hand's V = 1, 2, 4 at the turns' beginnings."""
   values = [1.0, 9, 2, 4, 9, 9]
-  t = _drawn('..00..1', '..222', rewards=[0.0, 1.0, 2.0])
+  t = _trajectory('..00..1', '..222', rewards=[0.0, 1.0, 2.0])
   table = _table(t, values=values)
   options = {'gamma': 0.5, 'lam': 0.5, 'normalize': False}
   out = advantages.step_gae(table, **options)
   np.testing.assert_array_equal(out.advantages, [0.125, 0.125, 0.5, -2, -2, -2])
   np.testing.assert_array_equal(out.returns, [1.125, 1.125, 2.5, 2, 2, 2])
   # With a further episode of one turn, A = 0: the mean and the std are of four turns.
-  other = _drawn('.00000', rewards=[3.0])
+  other = _trajectory('.00000', rewards=[3.0])
   both = _table(t, other, values=[*values, 3.0, 0, 0, 0, 0])
   white = advantages.step_gae(both, gamma=0.5, lam=0.5)
   turns = np.array([0.125, 0.5, -2, 0])
@@ -336,7 +338,7 @@ def test_step_gae_by_hand():
 
 
 def test_step_gae_without_the_mask_takes_the_value_before_the_reply():
-  t = _drawn('..0..1.', rewards=[1.0, 2.0])
+  t = _trajectory('..0..1.', rewards=[1.0, 2.0])
   table = _table(t, masked=False, values=[1.0, 9, 9, 4, 9])
   out = advantages.step_gae(table, gamma=0.5, lam=0.5, normalize=False)
   # δ_1 = 2 - 4; δ_0 = 1 + 4/2 - 1.
@@ -350,7 +352,7 @@ def test_bi_level_gae_by_hand():
   rewarded with A + V = 5/2 and 2. Tokens: 5/2 - 2 = 1/2, before it 2/2 - 1 + (1/2)/4 =
   1/8; 2 - 8 = -6, before it 8/2 - 4 - 6/4 = -3/2.
   """
-  table = _table(_drawn('..00..', '.11', rewards=[0.0, 2.0]), values=[1.0, 2, 4, 8])
+  table = _table(_trajectory('..00..', '.11', rewards=[0.0, 2.0]), values=[1.0, 2, 4, 8])
   options = {'gamma': 0.5, 'lam': 0.5, 'high_gamma': 0.5}
   out = advantages.bi_level_gae(table, **options)
   np.testing.assert_array_equal(out.advantages, [0.125, 0.5, -1.5, -6])
@@ -381,7 +383,7 @@ def test_bi_level_gae_counts_a_reward_within_a_turn_once():
 
 
 def test_step_gae_of_turns_that_do_not_differ_is_nothing():
-  alone = _drawn('.00', rewards=[1.0])
+  alone = _trajectory('.00', rewards=[1.0])
   for n in (1, 3):
     out = advantages.step_gae(_table(*[alone] * n, values=[0.1, 0.0] * n))
     assert (out.advantages == 0).all()
@@ -391,20 +393,20 @@ def test_step_gae_of_turns_that_do_not_differ_is_nothing():
 
 
 def test_returns_to_go_are_carried_past_what_the_environment_wrote():
-  table = _table(_drawn('..00...1.', '..2', rewards=[1.0, 0.0, 4.0]))
+  table = _table(_trajectory('..00...1.', '..2', rewards=[1.0, 0.0, 4.0]))
   out = advantages.returns_to_go(table, gamma=0.5)
   np.testing.assert_array_equal(out.advantages, [1, 2, 2, 4])
   np.testing.assert_array_equal(out.returns, out.advantages)
   out = advantages.returns_to_go(table)
   np.testing.assert_array_equal(out.advantages, [5, 5, 4, 4])
   # Without the mask the environment's token takes part, with reward 0.
-  table = _table(_drawn('.0.1', rewards=[1.0, 4.0]), masked=False)
+  table = _table(_trajectory('.0.1', rewards=[1.0, 4.0]), masked=False)
   out = advantages.returns_to_go(table, gamma=0.5)
   np.testing.assert_array_equal(out.advantages, [2, 2, 4])
 
 
 def test_greedy_baseline_by_hand():
-  table = _table(_drawn('..00..1', rewards=[1.0, 4.0]), baselines=[0.5])
+  table = _table(_trajectory('..00..1', rewards=[1.0, 4.0]), baselines=[0.5])
   out = advantages.greedy_baseline(table, gamma=0.5)
   np.testing.assert_array_equal(out.advantages, [1, 2.5, 3.5])
   np.testing.assert_array_equal(out.returns, [1.5, 3, 4])
@@ -419,9 +421,9 @@ def test_gigpo_by_hand():
   first: 'a' 0 + 1/2, 'b' 1. second: 'a' 2 + (0 + 1/2)/2, 'a' 0 + 1/2, 'c' 1.
   'a' holds 1/2, 9/4, 1/2: mean 13/12. 'b' and 'c' are alone. In task 1 'a' is alone.
   """
-  first = _drawn('..00..1', rewards=[0.0, 1.0])
-  second = _drawn('..0..1', '..222', rewards=[2.0, 0.0, 1.0])
-  third = _drawn('..0', rewards=[5.0], group=1)
+  first = _trajectory('..00..1', rewards=[0.0, 1.0])
+  second = _trajectory('..0..1', '..222', rewards=[2.0, 0.0, 1.0])
+  third = _trajectory('..0', rewards=[5.0], group=1)
   a, b, c = 0, 1, 2
   table = _table(first, second, third, states=[a, b, a, a, c, a])
   out = advantages.gigpo(table, gamma=0.5, step_weight=12.0).advantages
@@ -436,7 +438,7 @@ def test_gigpo_by_hand():
 
 
 def test_gigpo_finds_the_states_of_trajectories():
-  one, other = _drawn('..0.1', '.2'), _drawn('..0.11', '.2')
+  one, other = _trajectory('..0.1', '.2'), _trajectory('..0.11', '.2')
   for t, ids in ((one, [7, 7, 1, 5, 1]), (other, [7, 7, 2, 6, 2, 2])):
     t.segments[0].tokens[:], t.segments[1].tokens[:] = ids, [8, ids[-1]]
   for turn, r in zip(one.turns + other.turns, [1.0, 0, 0, 0, 1.0, 0]):
@@ -451,7 +453,7 @@ def _told(*parts, picture='..00..1', more=(), group=None):
   ts, empty = [], {}
   for i, (told, rest) in enumerate(itertools.zip_longest(parts, more, fillvalue=0.0)):
     rewards = [0.0] * (len(set(picture)) - 2) + [sum(told.values()) + rest]
-    ts.append(_drawn(picture, rewards=rewards, group=group[i] if group else 0))
+    ts.append(_trajectory(picture, rewards=rewards, group=group[i] if group else 0))
     empty |= dict.fromkeys(told)
   columns = {name: np.array([told.get(name, 0.0) for told in parts]) for name in empty}
   return dataclasses.replace(_table(*ts), parts=columns)
@@ -487,7 +489,7 @@ def test_gdpo_sees_the_parts_in_the_unit_of_the_rewards():
   assert (np.abs(expected) > 0.9).all()
   scaled = rewards.by_reward_to_go(table)
   _close(advantages.gdpo(scaled).advantages, expected, 1e-5)
-  # Half of the reward has no name: so has half of what it became, 1.
+  # Half of the reward has no name, also after the transform.
   half = dataclasses.replace(table, parts={'a': table.scores / 2})
   scaled = rewards.by_reward_to_go(half, eps=0.0)
   assert (scaled.scores / 2).tolist() == [0.5, 0.0, 0.5, 0.25]
@@ -520,26 +522,26 @@ def test_gdpo_takes_the_parts_that_weigh():
 
 def test_reverse_kl_by_hand():
   table = _table(
-    _drawn('.0.1', rewards=[1.0, 1.0]),
+    _trajectory('.0.1', rewards=[1.0, 1.0]),
     masked=False,
     logprobs=[-1.0, np.nan, -2.0],
     ref_logprobs=[-3.0, -9.0, -0.5],
   )
-  # What the environment wrote is not the policy's.
+  # The environment's token has no advantage.
   out = advantages.reverse_kl(table)
   np.testing.assert_array_equal(out.advantages, [-2, 0, 1.5])
 
 
 def test_accepted_by_hand():
   table = _table(
-    _drawn('..0000..11', rewards=[0.5, 0.5]),
-    _drawn('..000', rewards=[0.9]),
-    _drawn('.0', rewards=[2.0]),
+    _trajectory('..0000..11', rewards=[0.5, 0.5]),
+    _trajectory('..000', rewards=[0.9]),
+    _trajectory('.0', rewards=[2.0]),
   )
   accepted = lambda threshold: advantages.accepted(table, threshold=threshold).advantages
   out = accepted(1.0)
   np.testing.assert_array_equal(out, np.repeat([10 / 7, 0, 10 / 7], [6, 3, 1]))
-  # The mean over the batch of any number a token is the mean over what was accepted.
+  # A mean over the batch is a mean over the accepted tokens.
   numbers = np.arange(10.0) ** 2
   _close((out * numbers).mean(), numbers[[0, 1, 2, 3, 4, 5, 9]].mean())
   assert (accepted(3.0) == 0).all()

@@ -1,4 +1,4 @@
-"""Algorithms: what each is made of, and the whole loss against the peers' (golden/)."""
+"""Algorithms: their parts, and their losses against the peers' (golden/)."""
 
 import dataclasses
 import functools
@@ -64,11 +64,11 @@ def _actions(rewards='rewards_process'):
   )
 
 
-# What each is made of.
+# The parts of algorithms.
 
 
 def test_what_is_needed_is_said():
-  """(a reference, a critic), and what else is to be sampled or given."""
+  """(whether a reference, whether a critic), and baselines and reference log-probs."""
   kinds = {
     (True, False): {
       'grpo',
@@ -151,7 +151,7 @@ def _loss(loss):
 
 
 def _effects(algorithm, needs_loss):
-  """Of each part of an algorithm, what it does to some numbers."""
+  """Computes the result of each part of an algorithm."""
   stats, batch = _inputs()
   shaped = actions = _actions()
   for transform in algorithm.rewards:
@@ -216,7 +216,7 @@ def test_options_change_their_part_and_no_other(name, option):
   assert changed == {part}
 
 
-# Of the algorithms that have two bounds, what else keeps the loss to the plain clip.
+# Algorithms with two bounds, and the options that reduce their loss to the plain clip.
 _BOUNDS = {
   'grpo': {'dual_clip': None},
   'dr_grpo': {'dual_clip': None},
@@ -291,7 +291,7 @@ def test_a_loss_that_is_replaced_brings_its_aggregation():
     check(algorithms.ppo()._replace(loss=loss), by_sequence)
   for loss in (losses.ppo_clip(), losses.cispo(), lambda stats, batch: (0.0, {})):
     check(algorithms.gspo()._replace(loss=loss), by_token)
-  # What is named stays.
+  # An aggregation that is given stays.
   named = algorithms.gspo(aggregate=algorithms.token_mean)
   check(named, by_token)
   check(named._replace(loss=losses.sapo()), by_token)
@@ -316,11 +316,11 @@ def test_a_norm_must_be_positive(length):
     algorithms.seq_mean_token_sum_norm(length)
 
 
-# What tokens are worth.
+# Advantages.
 
 
 def test_each_has_its_estimator():
-  """What the estimators give is in test_advantages."""
+  """The estimators themselves are tested in test_advantages."""
   actions = _actions()
   white, group = advantages.whiten, advantages.group_relative
   expected = {
@@ -382,7 +382,7 @@ def test_aggregations_by_hand():
   counts = np.array([1, 3, 0, 4])
 
   def check(aggregate, expected):
-    # What the weight of a trajectory without a token is does not matter.
+    # The weight of a trajectory without a token does not matter.
     actual = aggregate(counts)[counts > 0]
     np.testing.assert_allclose(actual, expected, rtol=1e-15)
     assert np.isfinite(aggregate(counts)).all()

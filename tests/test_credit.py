@@ -20,7 +20,7 @@ quick_compiler = test_learner.quick_compiler
 
 
 def _counting(taken):
-  """Estimator that keeps what it is shown, and gives every row a number of its own."""
+  """Makes an estimator that records its table and numbers the rows."""
 
   def advantages(table):
     taken.append(table)
@@ -146,7 +146,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   sums = np.bincount(before.trajectory, kl)
   counts = np.bincount(before.trajectory, before.action_mask)
   np.testing.assert_allclose(metrics['kl'], np.mean(sums / counts), rtol=1e-5)
-  # What the environment gave is still to be seen.
+  # The environment's rewards are still in the table.
   np.testing.assert_array_equal(table.rewards, before.rewards)
 
 
@@ -192,7 +192,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   np.testing.assert_array_equal(batch.advantages != 0, valued)
   sampled = np.concatenate([s.logprobs for s in segments])
   np.testing.assert_array_equal(batch.logprobs[acted], sampled[acted])
-  # Nobody sampled what the environment wrote: its ratio starts at 1.
+  # Nobody sampled the environment's tokens: their ratio starts at 1.
   given = weighed & ~acted
   _close(batch.logprobs[given], _score(plain.policy(), ts).logprobs[given])
   if kind == 'ppo':
@@ -213,7 +213,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
 
 
 def test_with_both_masks_nothing_of_the_environment_is_read():
-  """Only what it wrote, as the text before the actions."""
+  """Its tokens are read as text only."""
   ts = plain.trajectories()
   broken = [
     dataclasses.replace(t, segments=[dataclasses.replace(s) for s in t.segments])
@@ -300,7 +300,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
   np.testing.assert_allclose(metrics['kl'], means.mean(), rtol=1e-4)
 
 
-# What the critic alone sees.
+# Prefixes that only the critic sees.
 
 
 def _with_prefixes():

@@ -1,4 +1,4 @@
-"""groups.py: the order of tasks, and what is drawn anew."""
+"""groups.py: the order of tasks, and which groups are sampled again."""
 
 import collections
 

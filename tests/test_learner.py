@@ -1,4 +1,4 @@
-"""The learner: layouts do not matter, and only what has a weight does."""
+"""The learner: layouts do not matter, and tokens without a weight do not."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ _SURROGATES = {
 
 @pytest.fixture(scope='module', autouse=True)
 def quick_compiler():
-  """Most of the time goes into compiling what runs a few times only."""
+  """Compiling would take most of the time, and the programs run a few times only."""
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', False)
@@ -47,7 +47,7 @@ def quick_compiler():
 
 @pytest.fixture
 def bare(monkeypatch):
-  """Without a model: what it says of the tokens are the parameters themselves."""
+  """Replaces the model: its token stats are the parameters themselves."""
   monkeypatch.setattr(learner, 'token_stats', lambda p, *_, **__: losses.TokenStats(**p))
 
 
@@ -55,7 +55,7 @@ _OBJECTIVE = learner.objective(_PPO, shared_critic=True)
 
 
 def _loss(stats, batch):
-  """All terms that there are; and huge if it is given a number where nothing weighs."""
+  """All terms of a loss; huge if a number of a token without weight reaches it."""
   total, watched = _OBJECTIVE(stats, batch)
   given = (*stats, *(getattr(batch, name) for name in _NUMBERS))
   stray = sum(jnp.sum(jnp.abs(x) * (batch.weights == 0)) for x in given)
@@ -172,7 +172,7 @@ def test_layout_does_not_matter():
 
 
 def test_order_does_not_matter():
-  # Rows, their order and what shares them.
+  # The order of trajectories, and so the rows.
   plain.close(_gradient(_batches(range(13, -1, -1))), _expected())
   plain.close(_gradient(_batches()[::-1]), _expected())
   flipped = [jax.tree.map(lambda x: x[::-1], batch) for batch in _batches()]
@@ -192,7 +192,7 @@ def test_nothing_off_the_mask_is_read():
     return batch._replace(**jax.tree.map(off, fields))
 
   plain.equal(_gradient(map(broken, _batches())), _expected())
-  # Nor is what the model says there given to a loss.
+  # Nor are the model's numbers there.
   assert abs(_expected()[1]['loss']) < 100
 
 
@@ -270,7 +270,7 @@ def test_the_objective_is_the_sum_of_its_terms(bare):
   value, entropy = (b.weights * 0.5 * error).sum(), (b.weights * stats.entropy).sum()
   expected = policy - 0.01 * entropy + 0.5 * value + (b.kl_weights * kl).sum()
   np.testing.assert_allclose(sums['loss'], expected, rtol=1e-5)
-  # What is watched is weighted as the loss; its KL is without the coefficient.
+  # Metrics are weighted as the loss; the KL has no coefficient.
   watched = {'value_loss': value, 'entropy': entropy, 'kl': (b.weights * kl).sum()}
   for name, number in watched.items():
     np.testing.assert_allclose(sums[name], number, rtol=1e-5)
@@ -293,7 +293,7 @@ def test_a_critic_of_its_own_has_a_loss_of_its_own(bare):
 
 @pytest.mark.parametrize('advantage_mask', [True, False])
 def test_a_shared_critic_learns_only_where_there_are_returns(bare, advantage_mask):
-  """Also where the loss is of every token: what is no action has a return of 0."""
+  """Also if every token has a loss: the environment's tokens have no return."""
   params, batch = _made_up()
   batch = batch._replace(weights=np.full((2, 8), 0.1, np.float32))
   algorithm = algorithms.ppo(
@@ -411,7 +411,7 @@ def test_updates_make_good_actions_likelier():
   adam = optax.adam(3e-3)
   state = learner.init(plain.copy_tree(plain.policy()), adam)
   before = replies(state)
-  # On-policy: what was sampled is what the learner says of it.
+  # On-policy: the sampler's log-probs are the learner's.
   for s, x in zip(segments, before):
     s.logprobs = x.astype(np.float32)
   scored = plain.credit(group, plain.GRPO)
@@ -430,7 +430,7 @@ def test_updates_make_good_actions_likelier():
 
 
 def test_bfloat16_is_for_activations_only():
-  """Parameters, gradients and moments are float32; so is what is stored between."""
+  """Parameters, gradients and moments are float32."""
   half = dataclasses.replace(plain.CONFIG, dtype='bfloat16')
   options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': 1.0, 'config': half}
   adam, (batch, *_) = optax.adam(1e-3), _batches()

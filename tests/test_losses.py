@@ -42,7 +42,7 @@ def _stats(logprobs, values=None):
 
 
 def _batch(logprobs, advantages, weights=None, segment_ids=None, **numbers):
-  """A segment a row, every token weighs 1, unless told otherwise."""
+  """Makes a batch; by default a segment a row, and all weights 1."""
   B, T = logprobs.shape
   numbers.update(logprobs=logprobs, advantages=advantages)
   return types.Batch(
@@ -73,7 +73,7 @@ def _vjp(surrogate, batch):
   return both
 
 
-# What is computed in each, and how far from the peers' float64 it may be.
+# The dtype of the computation, and its tolerance against the peers' float64.
 _in_each_dtype = pytest.mark.parametrize(
   ('dtype', 'tolerance'), [(np.float64, 1e-9), (np.float32, 1e-5)], ids=['f64', 'f32']
 )

@@ -1,4 +1,4 @@
-"""Optimizers: what they hold is as small as they say, and they learn."""
+"""Optimizers: the size of their states, their steps, and that they learn."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ _SHAPE = (2, 256, 384)  # L D F
 
 
 def _bytes(kind):
-  """Of the state, a parameter."""
+  """Returns the bytes of the state of a parameter."""
   params = {'kernel': jax.ShapeDtypeStruct(_SHAPE, jnp.float32)}
   state = jax.eval_shape(optimizers.KINDS[kind](1e-3, 0.0).init, params)
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -65,7 +65,7 @@ _BETAS = pytest.mark.parametrize(
 
 
 def _adam(gradients, *, rate, clip_norm, b1, b2, eps):
-  """What Adam adds to a parameter at each step, in float64, as its paper says it."""
+  """Computes Adam's steps by its paper, in float64."""
   m, v, steps = np.zeros_like(gradients[0]), np.zeros_like(gradients[0]), []
   for t, g in enumerate(gradients, start=1):
     g = g * min(1.0, clip_norm / np.linalg.norm(g))
@@ -78,7 +78,7 @@ def _adam(gradients, *, rate, clip_norm, b1, b2, eps):
 @pytest.mark.parametrize(('kind', 'tolerance'), [('adamw', 1e-5), ('adamw8', 0.15)])
 @_BETAS
 def test_adam_by_hand_of_clipped_gradients(kind, tolerance, options):
-  """Gradients of very different norms: what is clipped is they, and not the steps.
+  """Gradients of very different norms: they are clipped, and not the steps.
 
   Without the clip, or with one after Adam, the second and third step would be of the
   first gradient's moments alone.
@@ -155,6 +155,6 @@ def test_its_state_can_wait_in_the_memory_of_the_host():
     sharding.match_memory_kind(back, away)
   ) == kinds(away)
   jax.tree.map(np.testing.assert_array_equal, back, state)
-  # What is where it should be is not copied.
+  # Arrays that are on the device already are not copied.
   here = sharding.to_device(state)
   assert all(x is y for x, y in zip(jax.tree.leaves(here), jax.tree.leaves(state)))

@@ -80,7 +80,7 @@ def _start(count, workdir, model, *arguments):
 
 
 def _end(started, seconds=1200):
-  """Exit statuses and what was said on stderr."""
+  """Waits for the processes; returns their exit statuses and stderr."""
   ended = []
   for process, log in started:
     try:
@@ -153,7 +153,7 @@ def test_four_train_as_one_does(model, alone, tmp_path):
 
 
 def test_some_chips_may_only_sample(model, alone, tmp_path):
-  """In turn; and one rollout ahead, as if all did both, and after a preemption of one."""
+  """In turn and one rollout ahead; also after a preemption of one process."""
   (ended,) = _end(_start(1, tmp_path / 'turns', model, '', '2'))
   assert ended[0] == 0, ended[1]
   _assert_same(tmp_path / 'turns', alone)
@@ -236,7 +236,7 @@ class _Tasks(list):
 
 
 class _Env:
-  """Two turns, the second of them after what the second process makes slow."""
+  """An episode of two turns, which are slow in the second process."""
 
   moment = ''
 
@@ -274,7 +274,7 @@ def _learned(moment):
 
 
 def main(workdir, model, moment='', samplers='0', ahead='0'):
-  """Trains; `moment` is what happens to the second process after the first step."""
+  """Trains; `moment` names what happens to the second process after the first step."""
   _Env.moment = moment and f'{moment}:{workdir}'
   algorithm = algorithms.reinforce_plus_plus(kl_coef=0.01)
   if ahead != '0':

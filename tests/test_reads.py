@@ -1,6 +1,6 @@
-"""What algorithms read is what they say, and what would change nothing is refused.
+"""Algorithms read the columns that they declare, and options without effect are refused.
 
-What train.run says of it is in test_train_options.py.
+test_train_options.py tests the same through train.run.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ ALL = {
   'distillation': algorithms.distillation(),
   'rejection': algorithms.rejection(),
 }
-# A group of one is all that these need.
+# These need no more than one trajectory a group.
 _ALONE = {'reinforce', 'reinforce_plus_plus', 'remax', 'ppo', 'step ppo', 'bi-level ppo'}
 _ALONE |= {'distillation', 'rejection'}
 
@@ -58,7 +58,7 @@ def _batch():
 
 
 def _other(table, name):
-  """The table with other numbers in one of what can be read."""
+  """Changes the numbers of one readable column."""
   if name == 'parts':
     parts = {key: np.cos(7.0 * part) for key, part in table.parts.items()}
     return dataclasses.replace(table, parts=parts)
@@ -130,7 +130,7 @@ def test_an_estimator_of_ones_own_says_what_it_reads():
     advantages.returns_to_go, losses.ppo_clip(), reads=('rewards',)
   )
   algorithms.check(alone, 1)
-  # What says nothing is taken to compare groups, as most do.
+  # By default an algorithm compares groups.
   with pytest.raises(ValueError, match="samples is 1.*take 'group' out of reads"):
     algorithms.check(
       alone._replace(reads=algorithms.Algorithm._field_defaults['reads']), 1

@@ -132,7 +132,7 @@ def test_what_cannot_be_written_is_refused(make, message):
 
 
 def test_no_bytes_make_it_run_or_break_it():
-  """Every cut, every flipped byte, and what pickle would have run."""
+  """For every cut, flipped bits, and malformed extension types."""
   whole: bytes = records.pack(records.fields(_trajectory()))
   rng = np.random.default_rng(0)
   flipped = []
@@ -169,7 +169,7 @@ def test_a_share_of_a_rollout_comes_back_without_its_messages():
 
 
 class _Bomb:
-  """What pickle would call when it is read."""
+  """Pickle would call `explode` on reading it."""
 
   def __reduce__(self):
     return (_Bomb.explode, ())

@@ -1,4 +1,4 @@
-"""Transforms of rewards: by hand, the peers' numbers, and what no transform may do."""
+"""Transforms of rewards: by hand, the peers' numbers, and invariants."""
 
 import copy
 import dataclasses
@@ -27,11 +27,11 @@ def _close(actual, expected, tolerance=1e-12):
   np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-_drawn = episodes.trajectory
+_trajectory = episodes.trajectory
 
 
 def _table(*trajectories, masked=True, **columns):
-  """What is shown of drawn trajectories, with further columns."""
+  """Makes the table that a transform sees, with further columns."""
   columns = {name: np.array(column, float) for name, column in columns.items()}
   table = episodes.visible_table(trajectories, masked=masked)
   return dataclasses.replace(table, **columns)
@@ -39,7 +39,7 @@ def _table(*trajectories, masked=True, **columns):
 
 def _batch(masked):
   ts = episodes.make_varied(12)
-  ts.insert(3, _drawn('....', group=1))
+  ts.insert(3, _trajectory('....', group=1))
   table = _table(*ts, masked=masked)
   ref_logprobs = np.linspace(-2, -1, len(table))
   return dataclasses.replace(
@@ -79,14 +79,14 @@ def test_the_order_of_trajectories_does_not_matter(name):
 
 @pytest.mark.parametrize('name', _ALL)
 def test_without_a_token_there_is_nothing(name):
-  for ts in ([_drawn('....')], []):
+  for ts in ([_trajectory('....')], []):
     assert len(_ALL[name](_table(*ts, ref_logprobs=[])).rewards) == 0
 
 
 def test_by_reward_to_go_by_hand():
-  """What follows, over the batch: 1 - 3 = -2, -3, -3; 2, 2. The largest |.| is 3."""
-  one = _drawn('..00...1', '.2', rewards=[1.0, 0.0, -3.0])
-  other = _drawn('..00', rewards=[2.0], group=1)
+  """The rewards to go over the batch: 1 - 3 = -2, -3, -3; 2, 2. The largest |.| is 3."""
+  one = _trajectory('..00...1', '.2', rewards=[1.0, 0.0, -3.0])
+  other = _trajectory('..00', rewards=[2.0], group=1)
   out = rewards.by_reward_to_go(_table(one, other), eps=1.0)
   np.testing.assert_array_equal(out.rewards, [0, 0.25, 0, -0.75, 0, 0.5])
   # Alone, the return of the second is within ±1 by its own size.
@@ -95,13 +95,15 @@ def test_by_reward_to_go_by_hand():
 
 
 def test_by_reward_to_go_of_nothing_is_nothing():
-  out = rewards.by_reward_to_go(_table(_drawn('..00.1', rewards=[0.0, 0.0])))
+  out = rewards.by_reward_to_go(_table(_trajectory('..00.1', rewards=[0.0, 0.0])))
   assert (out.rewards == 0).all()
 
 
 def _long(n, **kwargs):
   """n action tokens in two turns, with an answer of the environment between them."""
-  return _drawn('...' + '0' * (n - n // 2) + '.' * 50 + '1' * (n // 2) + '..', **kwargs)
+  return _trajectory(
+    '...' + '0' * (n - n // 2) + '.' * 50 + '1' * (n // 2) + '..', **kwargs
+  )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_less_kl_is_verls():
 
 def test_less_kl_by_hand():
   table = _table(
-    _drawn('..0..1.', rewards=[1.0, 2.0]),
+    _trajectory('..0..1.', rewards=[1.0, 2.0]),
     masked=False,
     logprobs=[-1.0, np.nan, np.nan, -2.0, np.nan],
     ref_logprobs=[-3.0, -9.0, -9.0, -1.0, -9.0],
@@ -169,4 +171,4 @@ def test_less_kl_by_hand():
 
 def test_less_kl_without_a_reference_is_refused():
   with pytest.raises(ValueError, match='ref_logprobs: set kl of the algorithm'):
-    rewards.less_kl(_table(_drawn('..0')), coef=0.1, estimator=_k1)
+    rewards.less_kl(_table(_trajectory('..0')), coef=0.1, estimator=_k1)

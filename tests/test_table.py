@@ -127,7 +127,7 @@ def test_a_trajectory_without_a_turn_has_no_action(masked):
 
 
 def test_a_state_is_what_was_shown_right_before_the_turn():
-  """And nothing else: whatever was said, and whatever came before."""
+  """Replies and earlier text have no effect."""
   t = episodes.trajectory('...00..11.', '.2.', '4')
   first, second, _ = (s.tokens for s in t.segments)
   shown = [first[:3], first[5:7], second[:1], second[:0]]
@@ -143,7 +143,7 @@ def test_a_state_is_what_was_shown_right_before_the_turn():
 
 
 def test_states_meet_where_the_text_is_the_same():
-  """Whatever the policy said, and wherever the turn stands."""
+  """The replies and the number of the turn have no effect."""
   one, other = episodes.trajectory('..0...1..2'), episodes.trajectory('..00...1', seed=1)
   one.segments[0].tokens[:] = [5, 6, 10, 7, 8, 9, 11, 7, 8, 12]
   other.segments[0].tokens[:] = [5, 6, 13, 14, 7, 8, 9, 15]

@@ -1,4 +1,4 @@
-"""What a rollout changes, and what goes on to the next one."""
+"""Learning from rollouts: mini-batches, KL, reference, sampler, checkpoints."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ quick_compiler = test_learner.quick_compiler
 
 @pytest.fixture(scope='module', autouse=True)
 def few_objectives():
-  """Plans of one algorithm share what is compiled."""
+  """Lets plans of one algorithm share compiled programs."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(learner, 'objective', plain.objective)
     patch.setattr(learner, 'critic_objective', plain.critic_objective)
@@ -263,7 +263,7 @@ def test_the_policy_is_handed_over_every_so_often(every):
 
 @pytest.mark.parametrize('options', [{}, {'reference_every': 1, 'sync_every': 2}])
 def test_learning_changes_nothing_that_it_is_given(options):
-  """But for the memory of what it updates, which the new parameters take."""
+  """Except for donated arrays."""
   plan = _plan(_PPO, minibatches=2, **options)
   train_state, ts = _start(plan), _rollout()
   fields, states = dict(vars(train_state)), dict(train_state.states)
@@ -282,7 +282,7 @@ def test_learning_changes_nothing_that_it_is_given(options):
       np.testing.assert_equal(vars(segment), vars(was))
 
 
-# What is handed on.
+# Baselines, prefixes, shape and temperature.
 
 
 def test_baselines_and_prefixes_reach_the_credit(steps):
