@@ -289,19 +289,6 @@ def test_gae_of_a_truncated_episode_goes_on_with_its_final_value_if_it_is_asked_
   np.testing.assert_array_equal(out.advantages, ended.advantages)
 
 
-@pytest.mark.parametrize('name', _CRITIC)
-def test_by_default_an_episode_that_ran_out_has_ended(name):
-  """The critic's value after it has no effect."""
-  ended = _batch()
-  ended = dataclasses.replace(ended, truncated=np.zeros_like(ended.truncated))
-  cut = _cut(ended, 9.0)
-  expected, out = _CRITIC[name](ended), _CRITIC[name](cut)
-  np.testing.assert_array_equal(out.advantages, expected.advantages)
-  np.testing.assert_array_equal(out.returns, expected.returns)
-  asked = _CRITIC[name](cut, bootstrap=True)
-  assert not np.allclose(asked.advantages, expected.advantages)
-
-
 def test_gae_without_the_mask_by_hand():
   """The environment's token takes part: r = 1, 0, 2 and V = 1, 2, 4.
 
