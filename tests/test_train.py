@@ -609,7 +609,7 @@ class TestResume:
     assert left == {'4'}
 
   @pytest.mark.filterwarnings('ignore:no more is written for TensorBoard')
-  @pytest.mark.filterwarnings('ignore:finished episodes are not kept')
+  @pytest.mark.filterwarnings('ignore:finished episodes are not written')
   @pytest.mark.parametrize('moment', [1, 14])
   def test_a_full_disk_ends_it_and_the_same_command_goes_on(
     self, whole, model, tmp_path, moment
