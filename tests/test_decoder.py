@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, families, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
-_FAMILIES = ('qwen2', 'qwen3', 'llama')
+_FAMILIES = tuple(families.FAMILIES)
 
 
 @functools.cache
@@ -57,6 +57,26 @@ def test_logits_are_those_of_transformers(family):
   actual = _logits(params, config, *([tokens] for tokens, _ in rows))
   for logits, (tokens, expected) in zip(actual, rows, strict=True):
     _assert_close(logits[: len(tokens)], expected)
+
+
+@pytest.mark.parametrize('family', _FAMILIES)
+def test_the_cache_gives_the_logits_of_transformers(family):
+  """The rows are fed 12 tokens at a time; a shorter row stops writing at its end."""
+  config, params, rows = _model(family)
+  layers = decoder.unstacked(params, config)
+  extend = jax.jit(functools.partial(decoder.extend, layers, config))
+  slots, cache, found = 48, decoder.empty_cache(config, len(rows), 48), []
+  tokens = np.array([np.resize(tokens, slots) for tokens, _ in rows])
+  places = np.array([np.arange(slots)] * len(rows))
+  for row, (text, _) in enumerate(rows):
+    places[row, len(text) :] = slots
+  for start in range(0, slots, 12):
+    chunk = slice(start, start + 12)
+    x, cache = extend(tokens[:, chunk], places[:, chunk], cache)
+    found.append(decoder.logits(layers, config, x))
+  found = np.concatenate(found, axis=1)
+  for logits, (text, expected) in zip(found, rows, strict=True):
+    _assert_close(logits[: len(text)], expected)
 
 
 @pytest.mark.parametrize('family', _FAMILIES)

@@ -88,12 +88,12 @@ def test_published_configs(tmp_path, name):
     raw['num_hidden_layers'],
     raw['num_attention_heads'],
     raw['num_key_value_heads'],
-    {'Qwen2.5-3B': 128, 'Qwen3-8B': 128, 'Llama-3.2-1B': 64}[name],
+    raw.get('head_dim', 128),
     raw['intermediate_size'],
     rope_theta=raw['rope_theta'],
     rope_scaling=_LLAMA3 if name == 'Llama-3.2-1B' else None,
     norm_eps=raw['rms_norm_eps'],
-    tie_embeddings=raw['tie_word_embeddings'],
+    tie_embeddings=raw.get('tie_word_embeddings', True),
     max_positions=raw['max_position_embeddings'],
   )
   assert config == expected
@@ -232,14 +232,16 @@ def test_rotations_are_those_that_transformers_reads(tmp_path, key, beside, rope
     assert theirs[name] == value
 
 
-def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path):
-  raw = {**_PUBLISHED['Qwen2.5-3B'], 'use_sliding_window': True, 'max_window_layers': 36}
+@pytest.mark.parametrize('unused', [{'max_window_layers': 36}, {'sliding_window': None}])
+def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path, unused):
+  raw = {**_PUBLISHED['Qwen2.5-3B'], 'use_sliding_window': True, **unused}
   (tmp_path / 'config.json').write_text(json.dumps(raw))
   assert hf_config.read(tmp_path).num_layers == 36
 
 
 @pytest.mark.parametrize(
-  ('name', 'head_dim'), [('Qwen2.5-3B', 128), ('Qwen3-8B', 128), ('Llama-3.2-1B', 80)]
+  ('name', 'head_dim'),
+  [('Qwen2.5-3B', 128), ('Qwen3-8B', 128), ('Llama-3.2-1B', 80)],
 )
 @pytest.mark.parametrize('absent', [{}, {'head_dim': None}])
 def test_the_head_dim_that_transformers_takes_where_none_is_said(

@@ -28,7 +28,7 @@ def shapes(family):
   return jax.eval_shape(make)
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
+@pytest.mark.parametrize('family', families.FAMILIES)
 def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   state = shapes(family)
   found = sharding.make_shardings(state, sharding.make_mesh(devices=jax.devices()[:1]))

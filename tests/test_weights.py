@@ -15,10 +15,10 @@ import safetensors
 import safetensors.numpy
 import tiny
 
-from agent_r1_jax.models import decoder, hf_config, tensor_files, weights
+from agent_r1_jax.models import decoder, families, hf_config, tensor_files, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
-_FAMILIES = ('qwen2', 'qwen3', 'llama')
+_FAMILIES = tuple(families.FAMILIES)
 _LLAMA3 = {
   'factor': 32.0,
   'low_freq_factor': 1.0,

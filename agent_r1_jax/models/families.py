@@ -56,20 +56,19 @@ class Family(NamedTuple):
   Attributes:
     architecture: The class of transformers.
     parameters: All of them, but for a value head's.
-    fixed: Fields of config.json that have this value or are absent: the decoder computes
-      nothing else.
+    fixed: Fields of config.json that have one of these values or are absent: the decoder
+      computes nothing else. An export writes the first, unless it is None.
     written: Fields that an export writes besides `fixed`.
-    head_dim: What transformers takes where config.json has no head_dim; None is
-      hidden_size / num_attention_heads.
+    defaults: What transformers takes for fields that are absent from config.json.
     qkv_bias: Whether the projections to queries, keys and values have biases.
     qk_norm: Whether queries and keys are normalised.
   """
 
   architecture: str
   parameters: tuple[Parameter, ...]
-  fixed: dict[str, Any]
-  written: dict[str, Any]
-  head_dim: int | None = None
+  fixed: dict[str, tuple]
+  written: dict[str, Any] = {}
+  defaults: dict[str, Any] = {}
   qkv_bias: bool = False
   qk_norm: bool = False
 
@@ -114,8 +113,8 @@ VALUE_HEAD = (
   Parameter('value_head/bias', 'value_head.bias', '>1'),
 )
 
-_SILU = {'hidden_act': 'silu', 'quantization_config': None}
-_NO_BIAS = {**_SILU, 'attention_bias': False}
+_SILU = {'hidden_act': ('silu',), 'quantization_config': (None,)}
+_NO_BIAS = {**_SILU, 'attention_bias': (False,)}
 _NO_WINDOW = {'use_sliding_window': False}
 FAMILIES = {
   'qwen2': Family(
@@ -126,10 +125,10 @@ FAMILIES = {
     (*_LLAMA, *_QK_NORM),
     _NO_BIAS,
     _NO_WINDOW,
-    head_dim=128,
+    defaults={'head_dim': 128},
     qk_norm=True,
   ),
-  'llama': Family('LlamaForCausalLM', _LLAMA, {**_NO_BIAS, 'mlp_bias': False}, {}),
+  'llama': Family('LlamaForCausalLM', _LLAMA, {**_NO_BIAS, 'mlp_bias': (False,)}),
 }
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 # The kernels that may have an adapter: name -> parameter. A new one comes last, for the

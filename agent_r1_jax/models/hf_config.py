@@ -63,7 +63,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_positions,
     'torch_dtype': jnp.dtype(dtype).name,
-    **{key: value for key, value in family.fixed.items() if value is not None},
+    **{key: only[0] for key, only in family.fixed.items() if only[0] is not None},
     **family.written,
   }
 
@@ -124,10 +124,11 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     known = ', '.join(families.FAMILIES)
     raise ValueError(f'model_type is {name!r}; supported are {known}')
   family = families.FAMILIES[name]
+  raw = raw | {key: x for key, x in family.defaults.items() if raw.get(key) is None}
   _check_supported(raw, family)
   theta, scaling = _parse_rope(raw)
   width, num_heads = _number(raw, 'hidden_size'), _number(raw, 'num_attention_heads')
-  absent = {'K': num_heads, 'H': family.head_dim or width // num_heads}
+  absent = {'K': num_heads, 'H': width // num_heads}
   config = decoder.DecoderConfig(
     family=name,
     **{
@@ -162,8 +163,8 @@ def _number(raw: dict[str, Any], key: str, kind: type = int, default: Any = None
 
 def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
   for key, only in family.fixed.items():
-    if raw.get(key, only) != only:
-      raise ValueError(f'{key} is {raw[key]!r}; only {only!r} is supported')
+    if raw.get(key, only[0]) not in only:
+      raise ValueError(f'{key} is {raw[key]!r}; only {only[0]!r} is supported')
   kinds = raw.get('layer_types')
   if kinds is None:
     # Files of transformers 4: the layers from max_window_layers on use the window.
