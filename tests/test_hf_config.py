@@ -73,6 +73,22 @@ _PUBLISHED = {
     'rope_theta': 500000.0,
     'max_position_embeddings': 131072,
   },
+  'gemma-2b': {
+    'model_type': 'gemma',
+    'attention_bias': False,
+    'head_dim': 256,
+    'hidden_act': 'gelu',
+    'hidden_size': 2048,
+    'intermediate_size': 16384,
+    'num_hidden_layers': 18,
+    'num_attention_heads': 8,
+    'num_key_value_heads': 1,
+    'vocab_size': 256000,
+    'rms_norm_eps': 1e-06,
+    'rope_scaling': None,
+    'rope_theta': 10000.0,
+    'max_position_embeddings': 8192,
+  },
 }
 
 
@@ -241,7 +257,7 @@ def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path, unused):
 
 @pytest.mark.parametrize(
   ('name', 'head_dim'),
-  [('Qwen2.5-3B', 128), ('Qwen3-8B', 128), ('Llama-3.2-1B', 80)],
+  [('Qwen2.5-3B', 128), ('Qwen3-8B', 128), ('Llama-3.2-1B', 80), ('gemma-2b', 256)],
 )
 @pytest.mark.parametrize('absent', [{}, {'head_dim': None}])
 def test_the_head_dim_that_transformers_takes_where_none_is_said(

@@ -1,4 +1,4 @@
-"""One functional decoder for Qwen2, Qwen2.5, Qwen3 and Llama 3.
+"""One functional decoder for Qwen2, Qwen2.5, Qwen3, Llama 3 and Gemma.
 
 Parameters are a plain dict whose layer leaves are stacked over L; the cache is an
 argument and a result. The same Block computes training (packed rows, layers scanned) and
@@ -36,6 +36,7 @@ _REMAT: dict[str, Any] = {
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots': jax.checkpoint_policies.save_only_these_names('projection'),
 }
+_ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': nn.gelu}
 # One (k, v) pair a layer, each [B, K, S, H].
 Cache = tuple[tuple[Array, Array], ...]
 
@@ -148,6 +149,13 @@ def _looked_up(table_VD: Array, tokens_BT: Array) -> Array:
   )(table_VD, tokens_BT)
 
 
+def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
+  if not config.facts.scaled_embeddings:
+    return x_BTD
+  # Rounded to the type of the activations, as transformers does it.
+  return x_BTD * jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
+
+
 class Projection(nn.Module):
   """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs]; with its adapter."""
 
@@ -178,18 +186,20 @@ class Projection(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """x / rms(x) * scale, computed in float32."""
+  """x / rms(x) * (scale + the family's offset), computed in float32."""
 
-  eps: float
+  config: DecoderConfig
 
   @nn.compact
   def __call__(self, x):
     """Normalises the last axis of x [..., D]."""
-    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],))
+    c = self.config
+    init = nn.initializers.constant(1.0 - c.facts.norm_offset)
+    scale = self.param('scale', init, (x.shape[-1],))
     x32 = x.astype(jnp.float32)
-    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-    broadcast = scale.reshape((1,) * (x.ndim - 1) + (-1,))
-    return (x32 * broadcast).astype(x.dtype)
+    x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + c.norm_eps)
+    scale = scale.astype(jnp.float32) + c.facts.norm_offset
+    return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 class Attention(nn.Module):
@@ -206,8 +216,8 @@ class Attention(nn.Module):
     k_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
     v_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
     if c.facts.qk_norm:
-      q_BTNH = RMSNorm(c.norm_eps, name='q_norm')(q_BTNH)
-      k_BTKH = RMSNorm(c.norm_eps, name='k_norm')(k_BTKH)
+      q_BTNH = RMSNorm(c, name='q_norm')(q_BTNH)
+      k_BTKH = RMSNorm(c, name='k_norm')(k_BTKH)
     q_BTNH = _rope(q_BTNH, angles)
     k_BTKH = _rope(k_BTKH, angles)
     if self.is_initializing():
@@ -228,19 +238,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-  """SwiGLU."""
+  """A gated feed-forward: SwiGLU, or GeGLU in Gemma."""
 
   config: DecoderConfig
 
   @nn.compact
   def __call__(self, x_BTD):
-    """Down(silu(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
+    """Down(activation(gate(x)) * up(x)), [B, T, D] to [B, T, D]."""
     c = self.config
     gate = Projection((c.mlp_dim,), c.dtype, name='gate')
     up = Projection((c.mlp_dim,), c.dtype, name='up')
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     down = Projection((c.embed_dim,), c.dtype, kernel_init=init, name='down')
-    return _merged(lambda x_MD: down(nn.silu(gate(x_MD)) * up(x_MD)), x_BTD)
+    activate = _ACTIVATIONS[c.facts.activation]
+    return _merged(lambda x_MD: down(activate(gate(x_MD)) * up(x_MD)), x_BTD)
 
 
 class Block(nn.Module):
@@ -252,11 +263,11 @@ class Block(nn.Module):
   def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT=None, cache=None):
     """Adds attention, then the MLP, to the residual stream; returns the cache too."""
     c = self.config
-    normed = RMSNorm(c.norm_eps, name='attn_norm')(x_BTD)
+    normed = RMSNorm(c, name='attn_norm')(x_BTD)
     attend = Attention(c, name='attn')
     out, cache = attend(normed, positions_BT, angles, segment_ids_BT, cache)
     x_BTD += out
-    x_BTD += MLP(c, name='mlp')(RMSNorm(c.norm_eps, name='mlp_norm')(x_BTD))
+    x_BTD += MLP(c, name='mlp')(RMSNorm(c, name='mlp_norm')(x_BTD))
     return x_BTD, cache
 
 
@@ -289,8 +300,9 @@ class Decoder(nn.Module):
       x_BTD = embed(tokens_BT)
     else:
       x_BTD = _looked_up(embed.embedding.astype(c.dtype), tokens_BT)
+    x_BTD = _scale_embeddings(x_BTD, c)
     x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segment_ids_BT)
-    x_BTD = RMSNorm(c.norm_eps, name='final_norm')(x_BTD)
+    x_BTD = RMSNorm(c, name='final_norm')(x_BTD)
     if self.is_initializing():
       if not c.tie_embeddings:
         nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
@@ -360,13 +372,14 @@ def extend(
     cache: Of the texts so far.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
+  x = _scale_embeddings(x, config)
   angles = _angles(positions, config)
   new_cache = []
   for layer, layer_cache in zip(params['layers'], cache, strict=True):
     block = {'params': layer}
     x, layer_cache = Block(config).apply(block, x, positions, angles, None, layer_cache)
     new_cache.append(layer_cache)
-  x = RMSNorm(config.norm_eps).apply({'params': params['final_norm']}, x)
+  x = RMSNorm(config).apply({'params': params['final_norm']}, x)
   return x, tuple(new_cache)
 
 

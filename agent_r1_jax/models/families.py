@@ -62,6 +62,8 @@ class Family(NamedTuple):
     defaults: What transformers takes for fields that are absent from config.json.
     qkv_bias: Whether the projections to queries, keys and values have biases.
     qk_norm: Whether queries and keys are normalised.
+    norm_offset: What is added to the scale of each norm.
+    scaled_embeddings: Whether embeddings are multiplied by sqrt(hidden_size).
   """
 
   architecture: str
@@ -71,6 +73,13 @@ class Family(NamedTuple):
   defaults: dict[str, Any] = {}
   qkv_bias: bool = False
   qk_norm: bool = False
+  norm_offset: float = 0.0
+  scaled_embeddings: bool = False
+
+  @property
+  def activation(self) -> str:
+    """The name of the feed-forward's activation, as config.json has it."""
+    return self.fixed['hidden_act'][0]
 
 
 def _layer(path: str, tensor: str, dims: str) -> Parameter:
@@ -129,6 +138,19 @@ FAMILIES = {
     qk_norm=True,
   ),
   'llama': Family('LlamaForCausalLM', _LLAMA, {**_NO_BIAS, 'mlp_bias': (False,)}),
+  'gemma': Family(
+    'GemmaForCausalLM',
+    _LLAMA,
+    # The first files say 'gelu' and mean the approximation by tanh.
+    {
+      **_NO_BIAS,
+      'hidden_act': ('gelu_pytorch_tanh', 'gelu'),
+      'use_bidirectional_attention': (None, False),
+    },
+    defaults={'head_dim': 256, 'tie_word_embeddings': True},
+    norm_offset=1.0,
+    scaled_embeddings=True,
+  ),
 }
 _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 # The kernels that may have an adapter: name -> parameter. A new one comes last, for the

@@ -50,8 +50,14 @@ _MODELS = {
   'llama': transformers.LlamaConfig(
     **_SIZES, head_dim=8, rms_norm_eps=1e-3, rope_parameters=_LLAMA3
   ),
+  'gemma': transformers.GemmaConfig(
+    **_SIZES,
+    head_dim=8,
+    rms_norm_eps=1e-3,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1000.0},
+  ),
 }
-_DTYPES = {'qwen2': torch.bfloat16, 'qwen3': torch.float32, 'llama': torch.float32}
+_DTYPES = {'qwen2': torch.bfloat16}  # The others are float32.
 _LENGTHS = (48, 11, 1)
 
 
@@ -75,7 +81,7 @@ def main():
     )
     _randomize(model, generator)
     model.tie_weights()
-    model = model.to(_DTYPES[name])
+    model = model.to(_DTYPES.get(name, torch.float32))
     # Qwen3 is saved in several shards, as transformers cuts them.
     size = '20KB' if name == 'qwen3' else '1GB'
     model.save_pretrained(_DIRECTORY / name, max_shard_size=size)
