@@ -79,15 +79,17 @@ _COLLECTIVE = re.compile(
 )
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]')
 
-_TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'As v5p:4x4x4, v6e:8x8.')
+_TOPOLOGY = flags.DEFINE_string(
+  'topology', 'v5e:4x4', 'Chips, for example v5p:4x4x4, v6e:8x8.'
+)
 _MODEL = flags.DEFINE_string(
   'config.model.path', 'qwen2.5-3b', 'Directory, config.json or name.'
 )
 _PROGRAMS = flags.DEFINE_multi_enum(
   'program', _TRAINING + _SAMPLING, _TRAINING + _SAMPLING, 'What to compile.'
 )
-_TOKENS = flags.DEFINE_integer('tokens', 4096, 'Of a row of a micro-batch.')
-_ROWS = flags.DEFINE_integer('rows', 1, 'Of a micro-batch, on one chip.')
+_TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a row of a micro-batch.')
+_ROWS = flags.DEFINE_integer('rows', 1, 'Rows of a micro-batch, on one chip.')
 _DATA = flags.DEFINE_integer('data', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
 _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
@@ -95,8 +97,8 @@ _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
-_FEED = flags.DEFINE_integer('feed_tokens', 256, 'Of a row in one prefill.')
-_FEED_ROWS = flags.DEFINE_integer('feed_rows', 8, 'Of one prefill.')
+_FEED = flags.DEFINE_integer('feed_tokens', 256, 'Tokens of a row in one prefill.')
+_FEED_ROWS = flags.DEFINE_integer('feed_rows', 8, 'Rows of one prefill.')
 
 
 def chips(topology: str) -> list[Any]:
@@ -185,7 +187,7 @@ def batch(mesh, rows: int, tokens: int) -> types.Batch:
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
   """The engine's parameters."""
-  shapes = jax.eval_shape(lambda p: decoder.unstacked(p, config), parameters(config))
+  shapes = jax.eval_shape(lambda p: decoder.unstack(p, config), parameters(config))
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 

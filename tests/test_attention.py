@@ -121,16 +121,24 @@ def test_pages_are_the_plain_attention(S, N, dtype):
     np.testing.assert_allclose(x.astype(float), y.astype(float), atol=0.02)
 
 
-def test_pages_are_for_bfloat16_and_whole_tiles(monkeypatch):
-  monkeypatch.setattr(attention.sharding, 'platform', lambda: 'tpu')
-  for B, S, H, dtype, can in (
+@pytest.mark.parametrize(
+  ('B', 'S', 'H', 'dtype', 'reads_pages'),
+  [
     (64, 4096, 128, 'bfloat16', True),
+    (64, 4096, 128, jnp.bfloat16, True),
+    (64, 4096, 128, np.dtype('bfloat16'), True),
     (64, 4096, 128, 'float32', False),
     (64, 4096, 64, 'bfloat16', False),
     (64, 4000, 128, 'bfloat16', False),
     (8192, 4096, 128, 'bfloat16', False),
-  ):
-    assert attention.reads_used_slots((B, 2, S, H), dtype) == can
+  ],
+)
+def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
+  monkeypatch, B, S, H, dtype, reads_pages
+):
+  assert not attention.reads_used_slots((B, 2, S, H), dtype)
+  monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
+  assert attention.reads_used_slots((B, 2, S, H), dtype) == reads_pages
 
 
 @pytest.mark.parametrize(
@@ -145,20 +153,10 @@ def test_each_chip_gets_heads_with_their_keys(heads, chips, dealt):
   """Chips that compute their heads alone give together what one gives."""
   q, k, v, _ = inputs(2, 5, *heads, 4)
   ids = jnp.asarray([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]])
-  arrays = attention._dealt(q, k, v, chips)
+  arrays = attention._split_heads(q, k, v, chips)
   assert (arrays[0].shape[2], arrays[1].shape[2]) == dealt
   parts = zip(*(jnp.split(x, chips, axis=2) for x in arrays), strict=True)
   attend = jax.jit(attention.packed)
   out = np.concatenate([attend(*part, ids) for part in parts], axis=2)
   whole = attend(q, k, v, ids)
   np.testing.assert_allclose(out[:, :, : heads[0]], whole, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize('dtype', ['bfloat16', jnp.bfloat16, np.dtype('bfloat16')])
-def test_only_the_kernel_for_tpus_reads_no_more_than_is_used(monkeypatch, dtype):
-  shape = (4, 2, 1024, 128)
-  assert not attention.reads_used_slots(shape, dtype)
-  monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
-  assert attention.reads_used_slots(shape, dtype)
-  assert not attention.reads_used_slots(shape, 'float32')
-  assert not attention.reads_used_slots((4, 2, 1024, 64), dtype)

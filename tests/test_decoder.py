@@ -63,7 +63,7 @@ def test_logits_are_those_of_transformers(family):
 def test_the_cache_gives_the_logits_of_transformers(family):
   """The rows are fed 12 tokens at a time; a shorter row stops writing at its end."""
   config, params, rows = _model(family)
-  layers = decoder.unstacked(params, config)
+  layers = decoder.unstack(params, config)
   extend = jax.jit(functools.partial(decoder.extend, layers, config))
   slots, cache, found = 48, decoder.empty_cache(config, len(rows), 48), []
   tokens = np.array([np.resize(tokens, slots) for tokens, _ in rows])

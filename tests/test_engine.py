@@ -336,7 +336,7 @@ class TestPrograms:
     engine = clients.engine()
     with tiny.compilations() as compiled:
       engine.warm_up()
-    assert len([c for c in compiled if 'unstacked' not in c]) <= engine.sizes.programs
+    assert len([c for c in compiled if 'unstack' not in c]) <= engine.sizes.programs
     assert engine.sizes.programs == 2 * (1 + 2) + 1
     with tiny.compilations() as compiled:
       played = clients.run(engine, range(16), latency=clients.random_latency())

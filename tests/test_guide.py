@@ -394,7 +394,7 @@ class TestCompilations:
     with tiny.compilations() as compiled:
       engine.warm_up(lambda *progress: seen.append(progress))
     # The copy of the parameters is none of them.
-    programs = [name for name in compiled if 'unstacked' not in name]
+    programs = [name for name in compiled if 'unstack' not in name]
     assert len(programs) == engine.sizes.programs == 2 * (1 + 2 + 2)
     assert seen == [(i + 1, engine.sizes.programs) for i in range(engine.sizes.programs)]
     with tiny.compilations() as compiled:

@@ -120,7 +120,7 @@ def _log_softmax(text, temperature):
   @jax.jit
   def logits(tokens):
     hidden = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
-    rows = decoder.logits(decoder.unstacked(params, config), config, hidden[0])
+    rows = decoder.logits(decoder.unstack(params, config), config, hidden[0])
     return jax.nn.log_softmax(rows / temperature)
 
   return np.asarray(logits(padded))[: len(text)]

@@ -39,7 +39,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   attn = found.params['layers']['attn']
   assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
-  unstack = lambda params: decoder.unstacked(params, tiny.config(family))
+  unstack = lambda params: decoder.unstack(params, tiny.config(family))
   engine = jax.eval_shape(unstack, state.params)
   one = sharding.make_mesh(devices=jax.devices()[:1])
   attn = sharding.make_shardings(engine, one)['layers'][1]['attn']

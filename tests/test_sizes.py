@@ -403,7 +403,7 @@ class TestEstimate:
     config = train.Config(
       engine=config_lib.Engine(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
     )
-    params = jax.eval_shape(lambda p: decoder.unstacked(p, shape), _parameters(shape))
+    params = jax.eval_shape(lambda p: decoder.unstack(p, shape), _parameters(shape))
     cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
     guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
     tables = automaton_lib.make_tables(

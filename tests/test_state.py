@@ -30,7 +30,7 @@ class Rows:
   def __init__(self, family='llama', stop=(), temperature=1.0, bucket=_S):
     self.config = tiny.config(family)
     self.learned = _params(family)
-    self.params = decoder.unstacked(self.learned, self.config)
+    self.params = decoder.unstack(self.learned, self.config)
     self.pool, self.stop = automaton_lib.AutomatonPool(tiny.VOCAB), stop
     self.bucket, self.temperature = bucket, temperature
     self.cache = decoder.empty_cache(self.config, _B, _S)
@@ -199,7 +199,7 @@ def test_hidden_states_of_chunks_are_those_of_the_whole():
   positions = jnp.broadcast_to(jnp.arange(24)[None], (2, 24))
   hidden = jax.jit(decoder.hidden, static_argnums=1)
   whole = hidden(params, config, tokens, positions, jnp.ones_like(tokens))
-  engine = decoder.unstacked(params, config)
+  engine = decoder.unstack(params, config)
   extend = jax.jit(functools.partial(decoder.extend, engine, config))
   cache, parts = decoder.empty_cache(config, 2, 32), []
   for begin in range(0, 24, 8):

@@ -256,7 +256,7 @@ class Engine:
 
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
     """Copies parameters to each chip (or to `tensor` of them)."""
-    used = decoder.unstacked(lora.merge(params), self.config)
+    used = decoder.unstack(lora.merge(params), self.config)
     if self.mesh is None:
       return [used]
     used = sharding.gather_params(used, self.mesh)

@@ -82,7 +82,7 @@ def prefill(
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
   Args:
-    params: Parameters of the policy, from decoder.unstacked.
+    params: Parameters of the policy, from decoder.unstack.
     cache: The cache; it is donated.
     rows: Distinct rows; B or more marks an unused place.
     start: Tokens that are in the row's cache already.
@@ -140,7 +140,7 @@ def decode(
   cut into segments can change it.
 
   Args:
-    params: Parameters of the policy, from decoder.unstacked.
+    params: Parameters of the policy, from decoder.unstack.
     cache: The cache; it is donated.
     places: The rows to decode.
     used: The places whose logits each guide changes.

@@ -50,24 +50,24 @@ def packed(
     return _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   return jax.shard_map(
-    _of_all_tokens,
+    _attend_across_chips,
     in_specs=(heads, heads, heads, PartitionSpec(sharding.ROW_AXES)),
     out_specs=heads,
     check_vma=False,
-  )(*_dealt(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), segment_ids_BT)
+  )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), segment_ids_BT)
 
 
-def _of_all_tokens(q_BUNH, k_BUKH, v_BUKH, segment_ids_BT):
-  """On one chip, for its U = T / context tokens: attention to those of the whole row."""
+def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, segment_ids_BT):
+  """Attends, on one chip, from its U = T / context tokens to those of the whole row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
-  dealt = _dealt(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
-  q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in dealt)
+  heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
+  q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in heads)
   out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
 
 
-def _dealt(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
-  """The same heads so that each chip gets as many, with their keys and values.
+def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
+  """Repeats and pads heads so that each chip gets as many, with their keys and values.
 
   Key-value heads are repeated: for 16 query heads, 2 key-value heads and 4 chips, twice.
   Where query heads that share keys cannot lie together, they get keys of their own, and
@@ -83,7 +83,7 @@ def _dealt(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
 
 
 def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
-  """On one chip."""
+  """Computes `packed` on one chip, by the fastest kernel that takes these shapes."""
   T = q_BTNH.shape[1]
   if sharding.platform() == 'tpu' and T % _LANES == 0:
     return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
@@ -111,7 +111,7 @@ def cached(
   v_BKSH: Float[Array, 'B K S H'],
   positions_BT: Int[Array, 'B T'],
 ) -> Float[Array, 'B T N H']:
-  """Attention to every slot at or before the query's position: the cache's only mask."""
+  """Attends to every slot at or before the query's position: the cache's only mask."""
   if q_BTNH.shape[1] == 1 and reads_used_slots(k_BKSH.shape, k_BKSH.dtype):
     return _paged(q_BTNH, k_BKSH, v_BKSH, positions_BT)
   slots_S = jnp.arange(k_BKSH.shape[2])
@@ -123,8 +123,8 @@ def reads_used_slots(shape: tuple[int, ...], dtype: Any) -> bool:
   """Whether a decode's attention reads no more of a row than its used slots.
 
   Args:
-    shape: The cache's: rows B, key-value heads K, slots S, numbers of a head H.
-    dtype: The cache's type or its name; the kernel that reads pages computes in bfloat16.
+    shape: The cache's shape: rows B, key-value heads K, slots S, head dim H.
+    dtype: The cache's dtype; the kernel that reads pages computes in bfloat16.
   """
   B, K, S, H = shape
   tiles = S % _LANES == 0 and H % _LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
@@ -138,14 +138,14 @@ def _paged(
   v_BKSH: Float[Array, 'B K S H'],
   positions_B1: Int[Array, 'B 1'],
 ) -> Float[Array, 'B 1 N H']:
-  """As `cached`, by the Pallas kernel for TPUs: it reads no page after the position's.
+  """Computes `cached` by Pallas' kernel for TPUs, which reads no page after a position's.
 
-  A row that is past the last slot reads one page, and gives what nobody asks for.
+  A row that is past the last slot reads one page, and its result has no meaning.
   """
   mesh = sharding.active_mesh()
   K = k_BKSH.shape[1]
   if mesh is None:
-    return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
+    return _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
   tensor = mesh.shape['tensor']
   # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
   # the query heads of a chip then share one of them.
@@ -154,7 +154,7 @@ def _paged(
   def on_chip(q_B1NH, k_BKSH, v_BKSH, positions_B1):
     first = 0 if split else jax.lax.axis_index('tensor') * K // tensor
     heads = k_BKSH.shape[1] if split else 1
-    return _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
+    return _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
 
   queries = PartitionSpec(sharding.ROW_AXES, None, 'tensor')
   slots = PartitionSpec(sharding.ROW_AXES, 'tensor' if split else None)
@@ -166,12 +166,12 @@ def _paged(
   )(q_B1NH, k_BKSH, v_BKSH, positions_B1)
 
 
-def _of_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
-  """On one chip, whose queries are for `heads` key-value heads, from `first` on.
+def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
+  """Attends on one chip, whose queries are for `heads` key-value heads, from `first` on.
 
   The slots of a row and a key-value head lie together: they are the pages of a text.
   """
-  # Slow to import, and there is nothing of it elsewhere.
+  # The import is slow, and useless on other platforms.
   from jax.experimental.pallas.ops.tpu import paged_attention as kernels
 
   B, K, S, H = k_BKSH.shape
@@ -201,8 +201,8 @@ def _splash(
   segment_ids_BT: Int[Array, 'B T'],
   interpret: bool = False,
 ) -> Float[Array, 'B T N H']:
-  """As `packed`, by the Pallas kernel for TPUs: scores never leave the chip's core."""
-  # Slow to import, and there is nothing of it elsewhere.
+  """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core."""
+  # The import is slow, and useless on other platforms.
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   T, N, H = q_BTNH.shape[1:]
@@ -217,13 +217,13 @@ def _splash(
   ids = splash.SegmentIds(segment_ids_BT, segment_ids_BT)
   # Heads of fewer numbers (64 in the smallest Qwen2.5) end with zeros.
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % _LANES))
-  whole = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
-  heads_first = (jnp.swapaxes(x, 1, 2) for x in whole)
+  padded = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
+  heads_first = (jnp.swapaxes(x, 1, 2) for x in padded)
   return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
 
 
 def _has_cudnn(q_BTNH) -> bool:
-  """Whether cuDNN's attention can be asked; what it cannot do, XLA does."""
+  """Whether cuDNN's attention takes these queries; XLA's takes the others."""
   T, H = q_BTNH.shape[1], q_BTNH.shape[3]
   fits = H <= _CUDNN_HEAD and H % 8 == 0
   # All blocks must have an even number of tokens.
@@ -237,7 +237,7 @@ def _cudnn(
   mask_BTS: Bool[Array, 'B T S'],
   implementation: Any = 'cudnn',
 ) -> Float[Array, 'B T N H']:
-  """As `_attend`, by cuDNN: scores of N heads never reach the GPU's memory, a mask does.
+  """Computes `_attend` by cuDNN: a mask reaches the GPU's memory, scores do not.
 
   JAX's public interface has no segments, so that the mask becomes an addend of B T S
   numbers of 2 bytes, the same for all heads, and the backward pass gives one more of that

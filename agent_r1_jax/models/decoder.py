@@ -30,7 +30,7 @@ Params = dict[str, Any]
 # Stacks of this many layers are compiled as such: a scan's residuals are copied into
 # one array and out of it, 15 % of a small model's gradient.
 _UNROLLED = 8
-# What is kept of a layer for its backward pass; None is without jax.checkpoint.
+# What of a layer's activations is stored for its backward pass; None stores all.
 _REMAT: dict[str, Any] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
@@ -50,7 +50,7 @@ class DecoderConfig:
     rope_scaling: Llama 3's {'factor', 'low_freq_factor', 'high_freq_factor',
       'original_max_position_embeddings'}, or None.
     max_positions: The longest context the model was made for.
-    dtype: Of activations and of the cache; parameters are cast where they are used.
+    dtype: The type of activations and cache; parameters are cast where they are used.
     remat: What of a layer's activations is recomputed in the backward pass: 'none';
       'full', all but its input; 'dots', all but what its projections give, so that no
       projection is computed twice. docs/memory.md has what each costs.
@@ -100,8 +100,8 @@ def rope_frequencies(config: DecoderConfig) -> Float[Array, 'half']:
   return keep * freq + (1.0 - keep) * freq / s['factor']
 
 
-def _angles(positions_BT: Array, config: DecoderConfig) -> tuple[Array, Array]:
-  """The rotation's sin and cos at each position, [B, T, 1, H/2]; once for all layers."""
+def _rope_angles(positions_BT: Array, config: DecoderConfig) -> tuple[Array, Array]:
+  """Sin and cos of RoPE at each position, [B, T, 1, H/2]; the same in all layers."""
   frequencies = rope_frequencies(config)[None, None, None]
   angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
   return jnp.sin(angles), jnp.cos(angles)
@@ -113,11 +113,11 @@ def _rope(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
 
 
-def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
+def _apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   """Applies a layer to all tokens as one axis.
 
   The gradient of a kernel then contracts one axis: on CPU half the time of two, which
-  XLA first copies together. Of split rows and split tokens no one axis can be made.
+  XLA first copies together. Rows and tokens that a mesh splits cannot become one axis.
   """
   if sharding.uses_context_parallelism():
     return layer(x_BTX)
@@ -126,11 +126,11 @@ def _merged(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   return y_MY.reshape(B, T, *y_MY.shape[1:])
 
 
-def _looked_up(table_VD: Array, tokens_BT: Array) -> Array:
-  """Embeddings [B, T, D] of a batch's tokens, of a table that is split by its rule.
+def _look_up(table_VD: Array, tokens_BT: Array) -> Array:
+  """Looks up the embeddings [B, T, D] of tokens in a table that the mesh splits.
 
-  Each chip looks the tokens of all that split D up in its part, and they exchange parts
-  for tokens. Left to itself, XLA gathers the embeddings of all tokens on each chip.
+  Each chip looks up, in its part of the table, the tokens of all chips that split D; then
+  they exchange parts for tokens. XLA by itself gathers all embeddings on each chip.
   """
 
   def shard(table_VD, tokens_BT):
@@ -157,7 +157,7 @@ def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
 
 
 class Projection(nn.Module):
-  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs]; with its adapter."""
+  """x · kernel (+ bias) in `dtype`, [*M, *inputs] to [*M, *outputs], with any adapter."""
 
   outputs: tuple[int, ...]
   dtype: str
@@ -212,16 +212,16 @@ class Attention(nn.Module):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
-    q_BTNH = _merged(project((c.num_heads, c.head_dim), name='q'), x_BTD)
-    k_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
-    v_BTKH = _merged(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
+    q_BTNH = _apply_flat(project((c.num_heads, c.head_dim), name='q'), x_BTD)
+    k_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
+    v_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
     if c.facts.qk_norm:
       q_BTNH = RMSNorm(c, name='q_norm')(q_BTNH)
       k_BTKH = RMSNorm(c, name='k_norm')(k_BTKH)
     q_BTNH = _rope(q_BTNH, angles)
     k_BTKH = _rope(k_BTKH, angles)
     if self.is_initializing():
-      out_BTNH = q_BTNH  # One token, which no mesh can split; there is nothing to make.
+      out_BTNH = q_BTNH  # Attention has no parameters, and no mesh can split one token.
     elif cache is None:
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     else:
@@ -234,7 +234,7 @@ class Attention(nn.Module):
       out_BTNH = attention.cached(q_BTNH, k_BKSH, v_BKSH, positions_BT)
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     out = Projection((c.embed_dim,), c.dtype, 2, kernel_init=init, name='o')
-    return _merged(out, out_BTNH), cache
+    return _apply_flat(out, out_BTNH), cache
 
 
 class MLP(nn.Module):
@@ -251,7 +251,7 @@ class MLP(nn.Module):
     init = nn.initializers.variance_scaling(1 / (2 * c.num_layers), 'fan_in', 'normal')
     down = Projection((c.embed_dim,), c.dtype, kernel_init=init, name='down')
     activate = _ACTIVATIONS[c.facts.activation]
-    return _merged(lambda x_MD: down(activate(gate(x_MD)) * up(x_MD)), x_BTD)
+    return _apply_flat(lambda x_MD: down(activate(gate(x_MD)) * up(x_MD)), x_BTD)
 
 
 class Block(nn.Module):
@@ -272,7 +272,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-  """The whole model over packed rows; `init` makes its parameters."""
+  """The model over packed rows; `init` makes its parameters."""
 
   config: DecoderConfig
   value_head: bool = False
@@ -295,11 +295,11 @@ class Decoder(nn.Module):
       length=c.num_layers,
       unroll=c.num_layers if c.num_layers <= _UNROLLED else 1,
     )
-    angles = _angles(positions_BT, c)
+    angles = _rope_angles(positions_BT, c)
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
-      x_BTD = _looked_up(embed.embedding.astype(c.dtype), tokens_BT)
+      x_BTD = _look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = _scale_embeddings(x_BTD, c)
     x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segment_ids_BT)
     x_BTD = RMSNorm(c, name='final_norm')(x_BTD)
@@ -318,11 +318,10 @@ def init(config: DecoderConfig, key: Array, *, value_head: bool = False) -> Para
 
 
 @functools.partial(jax.jit, static_argnames='config')
-def unstacked(params: Params, config: DecoderConfig) -> Params:
-  """The parameters as `extend` takes them: a tree a layer, in the type they are used in.
+def unstack(params: Params, config: DecoderConfig) -> Params:
+  """Makes the parameters that `extend` takes: one tree a layer, cast to config.dtype.
 
-  What is computed with them is the same: it spares a slice and a cast at each use. Norms'
-  scales stay float32.
+  The results are the same; each use saves a slice and a cast. Norms stay float32.
   """
 
   def leaf(path, x):
@@ -365,15 +364,15 @@ def extend(
   A token whose position is at or past the last slot is computed but not written.
 
   Args:
-    params: Of `unstacked`.
-    config: Of the policy.
-    tokens: With which the texts go on.
-    positions: The slot of each.
-    cache: Of the texts so far.
+    params: The policy's parameters, from `unstack`.
+    config: The policy's shape.
+    tokens: The tokens that continue each text.
+    positions: The slot of each token.
+    cache: The keys and values of the texts so far.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   x = _scale_embeddings(x, config)
-  angles = _angles(positions, config)
+  angles = _rope_angles(positions, config)
   new_cache = []
   for layer, layer_cache in zip(params['layers'], cache, strict=True):
     block = {'params': layer}
@@ -384,7 +383,7 @@ def extend(
 
 
 def head_kernel(params: Params, config: DecoderConfig) -> Float[Array, 'D V']:
-  """What makes logits of final hidden states, in config.dtype."""
+  """The output layer's kernel in config.dtype; with tied embeddings, their transpose."""
   if config.tie_embeddings:
     return params['embed']['embedding'].T.astype(config.dtype)
   return params['lm_head']['kernel'].astype(config.dtype)

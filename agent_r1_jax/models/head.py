@@ -19,7 +19,7 @@ _BLOCK_LOGITS = 2**27
 
 
 def block_tokens(vocab_size: int) -> int:
-  """Tokens of one block on one of the devices that are compiled for."""
+  """How many tokens make a block on the platform that is compiled for."""
   if sharding.platform() == 'cpu':
     return 256
   return max(256, _BLOCK_LOGITS // vocab_size)
@@ -35,16 +35,16 @@ def logprobs(
 ) -> tuple[Float[Array, '*M'], Float[Array, '*M']]:
   """log π(token) and the entropy of π = softmax(x · kernel / temperature), both float32.
 
-  Blocks of logits are made, used and dropped, in the backward pass again; only as many
-  as the wanted tokens fill, however few of a batch those are.
+  Logits are computed in blocks and dropped, and computed again in the backward pass. Only
+  as many blocks are computed as the wanted tokens fill.
 
   Args:
     x: Hidden states before each token; [B, T, D] where a mesh is set.
-    kernel_DV: Of the head, in x's type.
-    tokens: Whose log-probs.
-    wanted: Others get 0 and send no gradient.
-    temperature: That the tokens were sampled at.
-    block: Tokens of one block (C).
+    kernel_DV: The head's kernel, in x's type.
+    tokens: The tokens whose log-probs are computed.
+    wanted: Where False, both results are 0 and send no gradient.
+    temperature: The temperature that the tokens were sampled at.
+    block: Number of tokens in a block (C).
   """
 
   def flat(x, kernel_DV, tokens, wanted):
@@ -54,14 +54,14 @@ def logprobs(
     return tuple(y_M.reshape(tokens.shape) for y_M in out)
 
   def shard(x, kernel_DV, tokens, wanted):
-    # Gathered once; the transpose scatters the gradient's sum over the same chips.
+    # The kernel is gathered once; the transpose scatters its gradient over these chips.
     kernel_DV = jax.lax.all_gather(kernel_DV, sharding.PARAM_AXES, axis=0, tiled=True)
     return flat(x, kernel_DV, tokens, wanted)
 
   mesh = sharding.active_mesh()
   if mesh is None or mesh.size == mesh.shape['tensor']:
     return flat(x, kernel_DV, tokens, wanted)
-  # The wanted tokens are sorted on each chip: among all, they would all be everywhere.
+  # Each chip sorts its own tokens: sorting all would gather them on every chip.
   split = PartitionSpec(sharding.PARAM_AXES)
   return jax.shard_map(
     shard,
@@ -127,7 +127,7 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
-  """The wanted tokens first, padded to whole blocks with M; the blocks they fill."""
+  """Indices of the wanted tokens first, then M; and the number of blocks they fill."""
   M = wanted_M.shape[0]
   order = jnp.argsort(~wanted_M, stable=True).astype(jnp.int32)
   count = wanted_M.sum()

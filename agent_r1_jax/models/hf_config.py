@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from agent_r1_jax.models import decoder, families
 
-# Several times what the largest models have. Lists as long as these numbers are made
-# before it is seen that the tensors do not fit them.
+# Several times what the largest models have: a damaged file must not make us build lists
+# of a billion layers before the tensors are compared with it.
 _MOST = {
   'num_hidden_layers': 1_000,
   'hidden_size': 131_072,
@@ -50,7 +50,7 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
 
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
-  """Gives the content of config.json, as transformers 4 writes it and 5 reads it."""
+  """Makes the content of config.json, as transformers 4 writes it and 5 reads it."""
   family = config.facts
   return {
     'architectures': [family.architecture],
@@ -71,10 +71,10 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
 def token_ids(
   directory: pathlib.Path, vocab_size: int
 ) -> dict[str, int | list[int] | None]:
-  """The ids that generation stops at and pads with, for config.json.
+  """Finds the ids that generation stops at and pads with, for config.json.
 
-  Those of the directory's own config.json, else of its tokenizer's special tokens, else
-  None: transformers would take Llama 2's ids for a Llama whose file says nothing.
+  They are those of the directory's own config.json, else of its tokenizer's special
+  tokens, else None: transformers takes Llama 2's ids for a Llama without any.
 
   Raises:
     ValueError: The tokenizer has more ids than the model.
@@ -101,7 +101,7 @@ def token_ids(
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """The object in a JSON file; a ValueError names the file that is missing or broken."""
+  """Reads the object in a JSON file; a ValueError names a missing or broken file."""
   if not path.parent.is_dir():
     raise ValueError(
       f'{path.parent}: no such directory; give one with a model in HF layout. Names of '
@@ -182,7 +182,7 @@ def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
 
 
 def _parse_rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-  """Of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+  """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
   given = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
   parsed = [_parse_rotation(raw, name, _flat_rope(raw, name)) for name in given]
   if not parsed:
@@ -195,7 +195,7 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _flat_rope(raw: dict[str, Any], name: str) -> dict[str, Any]:
-  """The rotation of full attention; transformers 5 may nest one a kind of layer."""
+  """Finds the rotation of full attention; transformers 5 may nest one a kind of layer."""
   rope = raw[name]
   if not isinstance(rope, dict):
     raise ValueError(f'{name} is {rope!r}; an object is needed')
@@ -214,7 +214,7 @@ def _flat_rope(raw: dict[str, Any], name: str) -> dict[str, Any]:
 def _parse_rotation(
   raw: dict[str, Any], name: str, rope: dict[str, Any]
 ) -> tuple[float, dict[str, Any] | None]:
-  """θ and the scaling; what is not in `rope` itself stands in the file beside it."""
+  """Reads θ and the scaling from `rope`, or else from the file's own fields."""
   kinds = [rope[key] for key in ('rope_type', 'type') if rope.get(key) is not None]
   if kinds and kinds[0] != kinds[-1]:
     raise ValueError(f'{name} has two types, {kinds}; leave one of them')

@@ -40,20 +40,21 @@ def add(
   alpha: float,
   key: Array,
 ) -> dict[str, Any]:
-  """Parameters with adapters; the policy is the same, for B is 0.
+  """Adds adapters to parameters; the policy stays the same, for B is 0.
 
-  A is normal with variance 1 / inputs. Other targets change nothing of a target's A.
+  A is normal with variance 1 / inputs; the A of a target is the same whichever other
+  targets there are.
 
   Args:
-    params: Plain ones; their arrays are shared.
+    params: Parameters without adapters; their arrays are shared.
     rank: R, at least 1.
     targets: Names in families.TARGETS, in any order.
     alpha: s = alpha / rank.
-    key: Of A.
+    key: The random key of A.
 
   Raises:
-    ValueError: A rank below 1, an alpha of 0, no or unknown targets, or there are
-      adapters already.
+    ValueError: The rank is below 1, alpha is not above 0, targets are missing or unknown,
+      or there are adapters already.
   """
   if rank < 1:
     raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
@@ -64,7 +65,7 @@ def add(
     raise ValueError(
       f'lora_targets is {tuple(targets)}; give one or more of {tuple(families.TARGETS)}.'
     )
-  if adapted(params):
+  if has_adapters(params):
     raise ValueError('params have adapters already; merge them first.')
   layers = dict(params['layers'])
   for number, (name, target) in enumerate(families.TARGETS.items()):
@@ -78,28 +79,28 @@ def add(
   return params | {'layers': layers}
 
 
-def adapted(params: dict[str, Any]) -> bool:
-  """Whether there is an adapter."""
+def has_adapters(params: dict[str, Any]) -> bool:
+  """Whether some kernel has an adapter."""
   return any(
-    name in LEAVES or (isinstance(node, dict) and adapted(node))
+    name in LEAVES or (isinstance(node, dict) and has_adapters(node))
     for name, node in params.items()
   )
 
 
 def merge(params: dict[str, Any]) -> dict[str, Any]:
-  """Plain parameters of the same policy; what has no adapter is shared, not copied."""
+  """Merges the adapters into their kernels; other arrays are shared, not copied."""
   if 'lora_a' in params:
-    kernel = _merged(params['kernel'], *(params[name] for name in LEAVES))
+    kernel = _merge_kernel(params['kernel'], *(params[name] for name in LEAVES))
     return {k: v for k, v in params.items() if k not in LEAVES} | {'kernel': kernel}
   return {k: merge(v) if isinstance(v, dict) else v for k, v in params.items()}
 
 
 def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """What is learned and what is frozen, each a tree without the other's leaves.
+  """Splits parameters into what is learned and what is frozen.
 
-  Of parameters with adapters, A, B and a value head are learned; of plain ones, all.
+  With adapters, A, B and a value head are learned; without, everything is.
   """
-  return _parted(params) if adapted(params) else (params, {})
+  return _split(params) if has_adapters(params) else (params, {})
 
 
 def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
 def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
   """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
 
-  The gradient is of x, A and B; W and s are frozen.
+  x, A and B have gradients; W and s are frozen.
 
   Args:
     x: [*M, *inputs].
@@ -125,7 +126,7 @@ def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
 
 @jax.custom_vjp
 def _project(x, kernel, a, b, scale):
-  merged = _merged(kernel, a, b, scale).astype(x.dtype)
+  merged = _merge_kernel(kernel, a, b, scale).astype(x.dtype)
   return jnp.tensordot(x, merged, a.ndim - 1)
 
 
@@ -137,7 +138,7 @@ def _backward(saved, dy):
   x, kernel, a, b, scale = saved
   inputs, outputs = a.ndim - 1, b.ndim - 1
   tokens = tuple(range(x.ndim - inputs))
-  merged = _merged(kernel, a, b, scale).astype(x.dtype)
+  merged = _merge_kernel(kernel, a, b, scale).astype(x.dtype)
   last = lambda y, n: tuple(range(y.ndim - n, y.ndim))
   dx = jnp.tensordot(dy, merged, (last(dy, outputs), last(merged, outputs)))
 
@@ -156,20 +157,20 @@ _project.defvjp(_forward, _backward)
 
 
 @jax.jit
-def _merged(kernel, a, b, scale):
-  """W + s · A · B in W's type; of one layer, or of all of them one after the other.
+def _merge_kernel(kernel, a, b, scale):
+  """W + s · A · B in W's type, for one layer or for a stack of them.
 
-  s goes into A and the product is float32 whatever the chip would make of it: the sum is
-  then rounded in one way only, wherever it is compiled.
+  The product is computed in float32 on every chip, so that the sum is rounded in the same
+  way wherever it is compiled.
   """
   if scale.ndim:
-    return jax.lax.map(lambda layer: _merged(*layer), (kernel, a, b, scale))
+    return jax.lax.map(lambda layer: _merge_kernel(*layer), (kernel, a, b, scale))
   product = jnp.tensordot(scale * a, b, 1, precision=jax.lax.Precision.HIGHEST)
   return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
 
 
 def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[str, Array]:
-  """The leaves beside a stacked kernel of this shape."""
+  """Makes the three leaves for a stacked kernel of this shape."""
   L, into, out = shape[0], shape[1 : inputs + 1], shape[inputs + 1 :]
   noise = jax.random.normal(key, (L, *into, rank))
   return {
@@ -179,13 +180,13 @@ def _adapter(shape, inputs: int, rank: int, scale: float, key: Array) -> dict[st
   }
 
 
-def _parted(params):
+def _split(params):
   learned, frozen = {}, {}
   for name, node in params.items():
     if name in ('lora_a', 'lora_b', 'value_head'):
       learned[name] = node
     elif isinstance(node, dict):
-      inner = _parted(node)
+      inner = _split(node)
       for tree, part in zip((learned, frozen), inner, strict=True):
         if part:
           tree[name] = part

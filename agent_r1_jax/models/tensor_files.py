@@ -31,7 +31,7 @@ _INDEX = 'model.safetensors.index.json'
 
 
 class Tensor(NamedTuple):
-  """Where a tensor lies; `dtype` is the format's name for it."""
+  """A tensor in a file; `dtype` is the format's name for its type."""
 
   file: pathlib.Path
   name: str
@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
 
 
 class Spec(NamedTuple):
-  """A tensor to be written."""
+  """The name, type and shape of a tensor to be written."""
 
   name: str
   dtype: np.dtype
@@ -48,12 +48,12 @@ class Spec(NamedTuple):
 
   @property
   def nbytes(self) -> int:
-    """Of its values in the file."""
+    """Bytes of its values in the file."""
     return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find(directory: pathlib.Path) -> dict[str, Tensor]:
-  """The tensors of model.safetensors, or of the shards that the index names.
+  """Finds the tensors of model.safetensors, or of the shards that the index names.
 
   Raises:
     ValueError: Names the file that is missing or broken, or that contradicts the index.
@@ -66,10 +66,10 @@ def find(directory: pathlib.Path) -> dict[str, Tensor]:
       f'{directory}: has neither {_SINGLE} nor {_INDEX}; convert other formats first '
       '(transformers: model.save_pretrained)'
     )
-  places = hf_config.read_json(index).get('weight_map')
-  if not isinstance(places, dict):
+  weight_map = hf_config.read_json(index).get('weight_map')
+  if not isinstance(weight_map, dict):
     raise ValueError(f'{index}: has no weight_map; fetch it again')
-  for name in places.values():
+  for name in weight_map.values():
     # A link is followed: whoever made the directory on this machine, such as a cache of
     # downloads, made it one. A name is what a stranger wrote.
     if not isinstance(name, str) or not re.fullmatch(r'[^/\\\0]+\.safetensors', name):
@@ -78,22 +78,22 @@ def find(directory: pathlib.Path) -> dict[str, Tensor]:
         'fetch it again'
       )
   tensors = {}
-  for name in sorted(set(places.values())):
+  for name in sorted(set(weight_map.values())):
     file = directory / name
     if not file.is_file():
       raise ValueError(f'{file}: missing, though {_INDEX} names it; fetch it')
     found = _read_header(file)
-    strange = [tensor for tensor in found if places.get(tensor) != name]
+    strange = [tensor for tensor in found if weight_map.get(tensor) != name]
     if strange:
       raise ValueError(
         f'{file}: has tensor {strange[0]}, which {_INDEX} does not put there; fetch both'
       )
     tensors |= found
-  lost = [name for name in places if name not in tensors]
+  lost = [name for name in weight_map if name not in tensors]
   if lost:
     raise ValueError(
-      f'{directory / places[lost[0]]}: no tensor {lost[0]}, which {_INDEX} puts there; '
-      'fetch both'
+      f'{directory / weight_map[lost[0]]}: no tensor {lost[0]}, which {_INDEX} puts '
+      'there; fetch both'
     )
   return tensors
 
@@ -105,7 +105,11 @@ def read(tensor: Tensor) -> np.ndarray:
 
 
 def shards(specs: list[Spec], max_shard_bytes: int) -> dict[str, list[Spec]]:
-  """File name -> its tensors; a tensor larger than the limit has a file of its own."""
+  """Divides tensors over files; one larger than the limit has a file of its own.
+
+  Returns:
+    File name -> its tensors.
+  """
   if max_shard_bytes <= 0:
     raise ValueError(f'max_shard_bytes is {max_shard_bytes}; a positive number is needed')
   lists, room = [], 0
@@ -129,16 +133,16 @@ def write(
   """Writes files of `shards` and their index, and waits until they are on the disk.
 
   Args:
-    directory: Exists.
-    files: From `shards`.
+    directory: An existing directory.
+    files: The tensors of each file, from `shards`.
     get: A tensor's name -> its values, C-contiguous, as its Spec says; called once each.
   """
   for file, specs in files.items():
     _write_file(directory / file, specs, get)
   if len(files) > 1:
     total = sum(spec.nbytes for specs in files.values() for spec in specs)
-    places = {spec.name: file for file, specs in files.items() for spec in specs}
-    index = {'metadata': {'total_size': total}, 'weight_map': places}
+    weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
+    index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + '\n', 'utf-8')
 
 

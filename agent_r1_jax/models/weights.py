@@ -36,14 +36,14 @@ _TOKENIZER_FILES = (
 
 
 class _Leaf(NamedTuple):
-  """A parameter of a model of some size, and the tensors it is made of.
+  """A parameter of a model, and the tensors it is made of.
 
   Attributes:
-    path: Its path in the parameter tree, joined by '/'.
-    tensor: The name of its tensors; '{}' stands for the layer.
-    shape: Its shape; what is stacked comes first.
-    stored: The shape of a tensor. A kernel is stored [outputs, inputs].
-    tensors: Where each tensor is in the parameter, for example (layer,), and its name.
+    path: Path in the parameter tree, joined by '/'.
+    tensor: Name of its tensors; '{}' stands for the layer.
+    shape: Shape of the parameter; stacked dimensions come first.
+    stored: Shape of a tensor. A kernel is stored [outputs, inputs].
+    tensors: Index of each tensor in the parameter, for example (layer,) -> its name.
   """
 
   path: str
@@ -58,7 +58,7 @@ class _Leaf(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """A tensor to be written: the part of a leaf at `index`, which is () for all of it."""
+  """A tensor to be written: the part of a leaf at `index`; () is all of the leaf."""
 
   spec: tensor_files.Spec
   leaf: _Leaf
@@ -79,14 +79,13 @@ def load(
 
   Args:
     directory: In the Hugging Face layout.
-    dtype: Of every parameter: float32, bfloat16 or float16; None keeps the file's.
-    place: Called with each leaf's path ('layers/attn/q/kernel') and its finished host
-      array, gives the leaf: the place to shard it while the others are still on disk.
+    dtype: Type of every parameter: float32, bfloat16 or float16; None keeps the file's.
+    place: Called with each leaf's path ('layers/attn/q/kernel') and its host array,
+      returns the leaf; it can shard a leaf while the others are still on disk.
 
   Raises:
     ValueError: A file or tensor is missing, broken, unexpected or of the wrong shape or
-      dtype; all of this is checked before a parameter is placed. Or a number of it is not
-      finite.
+      dtype, which is checked before a parameter is placed; or a number is not finite.
   """
   directory = pathlib.Path(directory)
   config = hf_config.read(directory)
@@ -106,7 +105,7 @@ def load(
 
 
 def _check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
-  # The sum is not finite if a number is not; and hardly ever if all are.
+  # A sum is quick, and not finite if a number is not.
   with np.errstate(over='ignore', invalid='ignore'):
     if np.isfinite(array.sum(dtype=np.float32)):
       return
@@ -135,11 +134,11 @@ def save(
 
   Args:
     directory: New, empty, or a model to be replaced; anything else in it is refused.
-    config: Of the model.
-    params: As from `decoder.init`; with a 'value_head' in a critic. Where they lie on
-      several processes, all must call this, and the first one writes.
-    dtype: Of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
-    max_shard_bytes: Tensor data a file; a larger tensor has a file of its own.
+    config: The model's shape.
+    params: Parameters as from `decoder.init`; a critic's have a 'value_head'. If several
+      processes hold them, all must call this, and the first one writes.
+    dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
+    max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
       copied; None keeps those that are in `directory` already.
 
@@ -167,14 +166,14 @@ def save(
   if jax.process_index():
     for file in files.values():
       for spec in file:
-        _stored(parts[spec.name], flat)
+        _to_stored(parts[spec.name], flat)
     return
-  with _replacing(directory, sum(spec.nbytes for spec in specs)) as partial:
+  with _replace(directory, sum(spec.nbytes for spec in specs)) as partial:
     for file in _TOKENIZER_FILES:
       if (source / file).is_file():
         shutil.copyfile(source / file, partial / file)
     (partial / 'config.json').write_text(json.dumps(raw, indent=2) + '\n', 'utf-8')
-    tensor_files.write(partial, files, lambda name: _stored(parts[name], flat))
+    tensor_files.write(partial, files, lambda name: _to_stored(parts[name], flat))
 
 
 def _leaves(config: decoder.DecoderConfig, value_head: bool) -> list[_Leaf]:
@@ -267,7 +266,7 @@ def _read_leaf(
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """An array that jax takes over on the CPU without a copy: it must begin at 64 bytes."""
+  """Allocates an array at 64 bytes, which jax on a CPU takes without a copy."""
   nbytes = math.prod(shape) * dtype.itemsize
   raw = np.empty(nbytes + 64, np.uint8)
   start = -raw.ctypes.data % 64
@@ -288,7 +287,7 @@ def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
 
 
 def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _Part]:
-  """By name, in the order of published files: layer by layer, then what follows them."""
+  """Lists the tensors by name, in the order of published files: layer by layer."""
   parts = []
   for leaf in leaves:
     target = _checked_dtype(flat[leaf.path].dtype if dtype is None else dtype)
@@ -302,8 +301,8 @@ def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _
   return {part.spec.name: part for part in ordered}
 
 
-def _stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
-  """One tensor on the host, as it is stored."""
+def _to_stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
+  """Copies one tensor to the host, in the layout of the file."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
   x = sharding.to_numpy(x[part.index] if part.index else x)
@@ -326,15 +325,15 @@ def _check_target(directory: pathlib.Path) -> None:
       )
 
 
-def _beside(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-  """Where a model is being written, and where the one it replaces waits."""
+def _temporary_paths(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+  """The directories of the model being written and of the one that it replaces."""
   name = f'.{directory.name}'
   return directory.with_name(f'{name}.partial'), directory.with_name(f'{name}.previous')
 
 
 def _recover(directory: pathlib.Path) -> None:
-  """Clears up what a killed save left beside `directory`."""
-  partial, previous = _beside(directory)
+  """Restores or removes what a killed save left beside `directory`."""
+  partial, previous = _temporary_paths(directory)
   if previous.exists() and not directory.exists():
     previous.rename(directory)
   for left_over in (partial, previous):
@@ -342,9 +341,9 @@ def _recover(directory: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _replacing(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
-  """Yields an empty directory that takes `directory`'s name if the body succeeds."""
-  partial, previous = _beside(directory)
+def _replace(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
+  """Yields an empty directory, which is renamed to `directory` if the body succeeds."""
+  partial, previous = _temporary_paths(directory)
   partial.mkdir(parents=True)
   try:
     free = shutil.disk_usage(partial).free
