@@ -42,7 +42,7 @@ SIGNALS = {
   'interrupt': signal.SIGINT,
 }
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/bad_day', 'Where the runs write.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/bad_day', 'Directory of the runs.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the order and times of what is done.')
 _KILLS = flags.DEFINE_integer('kills', 4, 'SIGKILLs of the second and third run each.')
 _TERMINATIONS = flags.DEFINE_integer('terminations', 4, 'SIGTERMs, likewise.')

@@ -18,8 +18,8 @@ from experiments.miniwiki import tasks as miniwiki
 
 BASE = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/bad_day_run', 'Where the run writes.')
-_FAULTS = flags.DEFINE_enum('faults', 'none', ['none', 'hidden', 'visible'], 'Which.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/bad_day_run', 'Directory of the run.')
+_FAULTS = flags.DEFINE_enum('faults', 'none', ['none', 'hidden', 'visible'], 'Faults.')
 _CFG = fields.define_flags(
   config_lib.Config(
     model=config_lib.Model(path=str(BASE)),

@@ -33,19 +33,20 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner
-from experiments import bench_shapes
+from experiments import bench_common
 
-_SHAPE = flags.DEFINE_string('shape', 's5', 'Of bench_shapes.SHAPES.')
-_WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'Of each measurement, compilation apart.')
+_SHAPE = flags.DEFINE_string('shape', 's5', 'A key of bench_common.SHAPES.')
+_WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions of each, without compilation.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
 _REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see Engine.')
-_PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens.')
-_REPLY = flags.DEFINE_integer('reply', 128, 'Tokens.')
+_PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
+_REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
-_CURVE = flags.DEFINE_string('curve', '', 'Where to draw what slow tools cost (PNG).')
-_LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Of tools, seconds.')
+_CURVE = flags.DEFINE_string('curve', '', 'PNG file to draw what slow tools cost to.')
+_LATENCIES = flags.DEFINE_list(
+  'latencies', ['0.2', '1', '5'], 'Latencies of tools, seconds.'
+)
 
 
 _FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
@@ -170,8 +171,8 @@ def sampling(bench: Bench) -> dict[str, Any]:
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
 
 
-def _batches(bench: Bench, wanted: str) -> list[types.Batch]:
-  """Rows of prompt and reply; the peers' mask has an observation in the reply."""
+def _make_update(bench: Bench, wanted: str) -> Callable[[], None]:
+  """Makes the step on rows of prompt and reply, with an observation in the reply."""
   rng = np.random.default_rng(0)
   B, T = _ROWS.value, _PROMPT.value + _REPLY.value
   mask = np.ones((B, T), bool)
@@ -179,45 +180,22 @@ def _batches(bench: Bench, wanted: str) -> list[types.Batch]:
   if wanted == 'reply':
     mask[:, : _PROMPT.value] = False
     mask[:, _PROMPT.value + 40 : _PROMPT.value + 72] = False
-  advantages = np.broadcast_to(rng.normal(size=(B, 1)), (B, T)).astype(np.float32)
-  fields: dict[str, Any] = {
-    'tokens': bench.tokens(B * T, 2).reshape(B, T),
-    'positions': np.tile(np.arange(T, dtype=np.int32), (B, 1)),
-    'segment_ids': np.ones((B, T), np.int32),
-    'action_mask': mask,
-    'logprobs': np.full((B, T), -np.log(bench.config.vocab_size), np.float32),
-    'advantages': np.where(mask, advantages, 0),
-    'weights': (mask / mask.sum()).astype(np.float32),
-  }
-  whole = types.Batch(**fields)
-  n = _MICROBATCH.value
-  return [
-    jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + n]), whole) for i in range(0, B, n)
-  ]
-
-
-def _updates(bench: Bench, wanted: str) -> Callable[[], None]:
-  """An optimizer step at a time."""
-  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
+  batch = bench_common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
-  state = learner.init(jax.tree.map(jnp.copy, bench.params), optimizer)
-  batches = _batches(bench, wanted)
-
-  def step():
-    nonlocal state
-    state, _ = learner.update(
-      state, batches, config=bench.config, loss=loss, optimizer=optimizer
-    )
-    jax.block_until_ready(state)
-
-  return step
+  return bench_common.make_update(
+    bench.config,
+    jax.tree.map(jnp.copy, bench.params),
+    bench_common.split_batch(batch, _MICROBATCH.value),
+    optimizer,
+  )
 
 
 def update(bench: Bench) -> dict[str, Any]:
   """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
   found = {}
   for wanted in ('reply', 'all'):
-    times = timed(_updates(bench, wanted))
+    times = timed(_make_update(bench, wanted))
     tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
     times['tokens_per_second'] = round(tokens / times['seconds'])
     found |= {f'{wanted}/{name}': value for name, value in times.items()}
@@ -226,7 +204,7 @@ def update(bench: Bench) -> dict[str, Any]:
 
 def group_step(bench: Bench) -> dict[str, Any]:
   """A whole GRPO step: 8 samples of each prompt, then the update on them."""
-  engine, learn = bench.engine(), _updates(bench, 'reply')
+  engine, learn = bench.engine(), _make_update(bench, 'reply')
 
   def step():
     engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
@@ -238,7 +216,7 @@ def group_step(bench: Bench) -> dict[str, Any]:
 def multi_turn(bench: Bench) -> dict[str, Any]:
   """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
   found = {}
-  learn = _updates(bench, 'reply')
+  learn = _make_update(bench, 'reply')
   slots = _PROMPT.value + 4 * 32 + 3 * 64
   for name, again in (('kept', False), ('prefilled', True)):
     engine = bench.engine(slots=slots)
@@ -475,7 +453,7 @@ def main(_):
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
-  shapes = bench_shapes.SHAPES
+  shapes = bench_common.SHAPES
   if _SHAPE.value not in shapes:
     raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*shapes]}')
   config = shapes[_SHAPE.value]

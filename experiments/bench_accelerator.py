@@ -43,36 +43,26 @@ from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
+from experiments import bench_common
 
-_WHAT = flags.DEFINE_list('what', [], 'Of MEASUREMENTS; all by default.')
-_SHAPE = flags.DEFINE_string('shape', '', 'Of SHAPES; by default what each is meant for.')
+_WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
+_SHAPE = flags.DEFINE_string(
+  'shape', '', 'A key of bench_common.SHAPES; by default what each is meant for.'
+)
 _ROWS = flags.DEFINE_list('rows', ['64', '256'], 'Texts that are decoded at a time.')
 _USED = flags.DEFINE_list('used', ['512', '1024', '2048', '4096'], 'Tokens of a text.')
 _CONTEXT = flags.DEFINE_list('context', ['16384', '65536'], 'Tokens of a training row.')
-_TASKS = flags.DEFINE_integer('tasks', 32, 'Of a step; each has 8 samples.')
-_OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'Of optimizers.KINDS.')
+_TASKS = flags.DEFINE_integer('tasks', 32, 'Tasks of a step; each has 8 samples.')
+_OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'A key of optimizers.KINDS.')
 _REMAT = flags.DEFINE_string('remat', 'full', 'Activations recomputed.')
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'Compilation apart.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions, without compilation.')
 _PEAK = flags.DEFINE_float('peak', 989e12, 'Operations a second; an H100 in bfloat16.')
 _COPY = flags.DEFINE_integer('copy', 1 << 30, 'Numbers of the copy, of 2 bytes.')
 
 
-def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **kwargs):
-  fields: dict[str, Any] = {'rope_theta': 1e6, 'tie_embeddings': True} | kwargs
-  sizes = (vocab, embed, layers, heads, kv_heads, head, mlp)
-  return decoder.DecoderConfig(family, *sizes, dtype='bfloat16', **fields)
-
-
-SHAPES = {
-  'tiny': _shape(2, 64, 4, 2, 16, 128, 256, 'llama'),
-  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3'),
-  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936),
-}
-
-
 def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
-  config = SHAPES[_SHAPE.value or default]
-  config = dataclasses.replace(config, remat=_REMAT.value)
+  config = bench_common.SHAPES[_SHAPE.value or default]
+  config = dataclasses.replace(config, dtype='bfloat16', remat=_REMAT.value)
   return config, jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
 
 
@@ -106,7 +96,7 @@ def bandwidth() -> float:
 def decode():
   """A line for each number of rows and of used tokens."""
   config, params = _policy('3b')
-  params = decoder.unstacked(params, config)
+  params = decoder.unstack(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
   guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
@@ -193,7 +183,9 @@ def _training(N, K, H, T: int) -> dict[str, Callable[[], Any]]:
 
 def kernels():
   """A line for each kernel and size; one that fails says why."""
-  decoded, trained = (SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b'))
+  decoded, trained = (
+    bench_common.SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b')
+  )
   heads = lambda config: (config.num_heads, config.num_kv_heads, config.head_dim)
   speed, jobs = bandwidth(), []
   for rows, used in itertools.product(map(int, _ROWS.value), map(int, _USED.value)):
@@ -221,40 +213,18 @@ def kernels():
     yield line | times
 
 
-def _updates(config, params, T: int, B: int = 1) -> Callable[[], Any]:
-  """An optimizer step at a time on B texts of T tokens, half of them actions."""
-  rng = np.random.default_rng(0)
-  mask = np.tile(np.arange(T) >= T // 2, (B, 1))
-  fields: dict[str, Any] = dict(
-    tokens=rng.integers(0, config.vocab_size, (B, T)).astype(np.int32),
-    positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
-    segment_ids=np.ones((B, T), np.int32),
-    action_mask=mask,
-    logprobs=np.full((B, T), -np.log(config.vocab_size), np.float32),
-    advantages=rng.normal(size=(B, T)).astype(np.float32) * mask,
-    weights=(mask / mask.sum()).astype(np.float32),
-  )
-  batch = types.Batch(**fields)
-  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
-  optimizer = _optimizer()
-  state = learner.init(params, optimizer)
-
-  def step():
-    nonlocal state
-    state, _ = learner.update(
-      state, [batch], config=config, loss=loss, optimizer=optimizer
-    )
-    return state
-
-  return step
-
-
 def context():
   """A line for each length."""
   for T in map(int, _CONTEXT.value):
     config, params = _policy('0.6b')
     parameters = sum(x.size for x in jax.tree.leaves(params))
-    first, seconds = _seconds(_updates(config, params, T))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (1, T))
+    actions = np.arange(T)[None] >= T // 2
+    advantages = rng.normal(size=(1, T))
+    batch = bench_common.make_batch(tokens, actions, advantages, config.vocab_size)
+    update = bench_common.make_update(config, params, [batch], _optimizer())
+    first, seconds = _seconds(update)
     attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
     operations = 6 * parameters + attention
     yield {

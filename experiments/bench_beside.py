@@ -25,27 +25,17 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import decoder, hf_config
+from experiments import bench_common
 
-_SHAPE = flags.DEFINE_string('shape', '0.6b', 'Of SHAPES.')
+_SHAPE = flags.DEFINE_string('shape', '0.6b', 'A key of bench_common.SHAPES.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are sampled, and learned from.')
-_PROMPT = flags.DEFINE_integer('prompt', 512, 'Tokens.')
-_REPLY = flags.DEFINE_integer('reply', 512, 'Tokens.')
+_PROMPT = flags.DEFINE_integer('prompt', 512, 'Tokens of a prompt.')
+_REPLY = flags.DEFINE_integer('reply', 512, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 8, 'Texts of a gradient.')
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'Of each measurement, the first apart.')
+_REPEATS = flags.DEFINE_integer(
+  'repeats', 3, 'Repetitions of each measurement, after the first.'
+)
 _SIDE = flags.DEFINE_enum('side', 'both', ['both', 'jax', 'torch'], 'What to measure.')
-
-
-def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, **kwargs):
-  sizes = (vocab, embed, layers, heads, kv_heads, head, mlp)
-  fields: dict[str, Any] = {'rope_theta': 1e6, 'tie_embeddings': True, 'remat': 'full'}
-  return decoder.DecoderConfig('qwen3', *sizes, **fields | kwargs)
-
-
-SHAPES = {
-  'tiny': _shape(2, 64, 4, 2, 16, 128, 256),
-  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, dtype='bfloat16'),
-  '1.7b': _shape(28, 2048, 16, 8, 128, 6144, 151_936, dtype='bfloat16'),
-}
 
 
 def least_seconds(fn: Callable[[], Any]) -> float:
@@ -62,7 +52,7 @@ def batch() -> dict[str, np.ndarray]:
   """Prompts and replies of random tokens [B, T], and an advantage a text [B, 1]."""
   rng, B = np.random.default_rng(0), _ROWS.value
   T = _PROMPT.value + _REPLY.value
-  tokens = rng.integers(0, SHAPES[_SHAPE.value].vocab_size, (B, T))
+  tokens = rng.integers(0, bench_common.SHAPES[_SHAPE.value].vocab_size, (B, T))
   return {'tokens': tokens, 'advantages': rng.normal(size=(B, 1)).astype(np.float32)}
 
 
@@ -70,11 +60,10 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
   """Seconds of sampling and of the update, by this project."""
   import jax
 
-  from agent_r1_jax import types
   from agent_r1_jax.engine import engine as engine_lib
   from agent_r1_jax.engine import request as request_lib
   from agent_r1_jax.host import runtime
-  from agent_r1_jax.rl import algorithms, learner, optimizers
+  from agent_r1_jax.rl import optimizers
 
   runtime.initialize()
   given, T = batch(), _PROMPT.value + _REPLY.value
@@ -96,28 +85,12 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
   found = {'sampling': least_seconds(sample)}
   del engine
   mask = np.tile(np.arange(T) >= _PROMPT.value, (_ROWS.value, 1))
-  fields: dict[str, Any] = {
-    'tokens': given['tokens'].astype(np.int32),
-    'positions': np.tile(np.arange(T, dtype=np.int32), (_ROWS.value, 1)),
-    'segment_ids': np.ones(mask.shape, np.int32),
-    'action_mask': mask,
-    'logprobs': np.full(mask.shape, -np.log(config.vocab_size), np.float32),
-    'advantages': given['advantages'] * mask,
-    'weights': (mask / mask.sum()).astype(np.float32),
-  }
-  whole, n = types.Batch(**fields), _MICROBATCH.value
-  parts = [
-    jax.tree.map(lambda x, i=i: x[i : i + n], whole) for i in range(0, _ROWS.value, n)
-  ]
-  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  whole = bench_common.make_batch(
+    given['tokens'], mask, given['advantages'], config.vocab_size
+  )
+  parts = bench_common.split_batch(whole, _MICROBATCH.value)
   optimizer = optimizers.make(config_lib.Optimizer(), 1e-6)
-  state = learner.init(params, optimizer)
-
-  def update():
-    nonlocal state
-    state, _ = learner.update(state, parts, config=config, loss=loss, optimizer=optimizer)
-    jax.block_until_ready(state)
-
+  update = bench_common.make_update(config, params, parts, optimizer)
   found['update'] = least_seconds(update)
   device = jax.devices()[0]
   peak = (device.memory_stats() or {}).get('peak_bytes_in_use')
@@ -213,7 +186,7 @@ def main(_):
     for line in (ours, theirs, {'ratio': ratios}):
       print(json.dumps(line), flush=True)
     return
-  config = SHAPES[_SHAPE.value]
+  config = bench_common.SHAPES[_SHAPE.value]
   found = (by_jax if _SIDE.value == 'jax' else by_torch)(config)
   sizes = dict(rows=_ROWS.value, prompt=_PROMPT.value, reply=_REPLY.value)
   about = {'side': _SIDE.value, 'shape': _SHAPE.value} | sizes

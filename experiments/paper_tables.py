@@ -37,7 +37,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
-from agent_r1_jax.agent import calls, env
+from agent_r1_jax.agent import calls
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics, plots, tables
@@ -46,13 +46,16 @@ from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, results, rollout, sft
+from experiments import comparison
 from experiments.hotpotqa import demos
 from experiments.miniwiki import tasks as miniwiki
 
-_OUT = flags.DEFINE_string('out', 'runs/paper_tables', 'Where runs and results lie.')
-_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Of the methods that are trained.')
+_OUT = flags.DEFINE_string(
+  'out', 'runs/paper_tables', 'Directory of the runs and results.'
+)
+_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of the trained methods.')
 _METHODS = flags.DEFINE_list('methods', [], 'Keys of METHODS; all by default.')
-_QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set.')
+_QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 _RENDER = flags.DEFINE_string('render', '', 'Prefix of the .md, .png, .jsonl to write.')
 _DATA = flags.DEFINE_string('data', '', 'Real data; empty is miniwiki.')
 _INSTRUCT = flags.DEFINE_bool(
@@ -79,27 +82,23 @@ _CFG = fields.define_flags(
   ),
 )
 
-Sets = Mapping[str, Sequence[types.Task]]
-# Two-sided 95 % quantiles of Student's t for 2, 3, ... seeds.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
 
 class Bench(NamedTuple):
   """What all methods share.
 
   Attributes:
-    config: Of training; its seed is set for each run.
-    tasks: To train on.
+    config: Configuration of the training; its seed is set for each run.
+    tasks: Tasks to train on.
     sets: Held out, by name: 'agent', 'direct', 'rag' and 'react' prompts of them.
     agent: The environment with the search tool.
     alone: The environment without tools.
     demonstrations: Seed -> right conversations on the training tasks, for ever.
-    kinds: Of question, for the table by kind.
+    kinds: Kinds of questions, for the table by kind.
   """
 
   config: config_lib.Config
   tasks: Sequence[types.Task]
-  sets: dict[str, Sets]
+  sets: dict[str, comparison.Sets]
   agent: rollout.MakeEnv
   alone: rollout.MakeEnv
   demonstrations: Callable[[int], Iterator[list[types.Message]]]
@@ -210,7 +209,14 @@ def miniwiki_bench(config: config_lib.Config) -> Bench:
   example = next(demonstrations(0))
   rag = _with_passages(sets, retriever, miniwiki.rag_task)
   prompts = {'agent': sets, 'direct': sets, 'rag': rag, 'react': _shown(sets, example)}
-  return Bench(config, tasks, prompts, *_envs(tool), demonstrations, miniwiki.KINDS)
+  return Bench(
+    config,
+    tasks,
+    prompts,
+    *comparison.make_envs(tool, qa.paper_reward),
+    demonstrations,
+    miniwiki.KINDS,
+  )
 
 
 def real_bench(config: config_lib.Config) -> Bench:
@@ -247,7 +253,14 @@ def real_bench(config: config_lib.Config) -> Bench:
   agent = ask(room.agent_task)
   react = _shown(agent, next(demonstrations(0)))
   prompts = {'agent': agent, 'direct': ask(direct), 'rag': rag, 'react': react}
-  return Bench(config, tasks, prompts, *_envs(tool), demonstrations, {})
+  return Bench(
+    config,
+    tasks,
+    prompts,
+    *comparison.make_envs(tool, qa.paper_reward),
+    demonstrations,
+    {},
+  )
 
 
 def _retold(messages, prompt, find) -> list[types.Message]:
@@ -262,21 +275,15 @@ def _retold(messages, prompt, find) -> list[types.Message]:
   return told
 
 
-def _envs(tool) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:
-  make = lambda tools: env.ToolEnv(tools, qa.paper_reward, metrics=qa.metrics)
-  return lambda: make([tool]), lambda: make([])
-
-
-def _with_passages(sets: Sets, retriever, rag_task) -> Sets:
-  """The questions with the three passages that each finds by itself."""
-  found = {
-    name: retriever.search([task.info['question'] for task in tasks], 3)
+def _with_passages(sets: comparison.Sets, retriever, rag_task) -> comparison.Sets:
+  """Puts the three passages that each question finds by itself into its prompt."""
+  return {
+    name: comparison.with_passages(tasks, retriever, rag_task)
     for name, tasks in sets.items()
   }
-  return {name: list(map(rag_task, tasks, found[name])) for name, tasks in sets.items()}
 
 
-def _shown(sets: Sets, example: list[types.Message]) -> Sets:
+def _shown(sets: comparison.Sets, example: list[types.Message]) -> comparison.Sets:
   """ReAct prompting (arXiv 2210.03629): a worked example of thought and action first."""
   return {
     name: [dataclasses.replace(t, messages=[*example, *t.messages]) for t in tasks]
@@ -415,8 +422,10 @@ def _row(rows, sets, kind) -> dict[str, Any]:
 
 
 def _interval(values: Sequence[float]) -> str:
+  from scipy import stats  # The import takes a second.
+
   n = len(values)
-  half = _STUDENT[n - 2] * np.std(values, ddof=1) / n**0.5
+  half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
   return f'{np.mean(values):.3f} ± {half:.3f}'
 
 

@@ -40,11 +40,11 @@ _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of 
 _STEPS = flags.DEFINE_integer(
   'steps', 30, 'Updates of a cell; the first 5 are not counted.'
 )
-_EPISODES = flags.DEFINE_integer('episodes', 64, 'Of an update.')
+_EPISODES = flags.DEFINE_integer('episodes', 64, 'Episodes of an update.')
 _MEAN = flags.DEFINE_integer('mean', 128, 'Tokens of an episode.')
 _SEGMENT = flags.DEFINE_float('segment', 0.01, 'Seconds of a decode of 8 tokens.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the lengths.')
-_PICTURE = flags.DEFINE_string('picture', '', 'Where to draw the speeds (PNG).')
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of the lengths.')
+_PICTURE = flags.DEFINE_string('picture', '', 'PNG file to draw the speeds to.')
 
 _TOKENIZER = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
 _SLOTS, _TOKENS, _WARM = 4096, 8, 5

@@ -8,6 +8,12 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+def one_program(slots: int) -> tuple[str, ...]:
+  """Flags of a run with one program to decode and one to prefill: most time is theirs."""
+  sizes = {'slots': slots, 'bucket': slots, 'narrow': False, 'replicas': 1}
+  return tuple(f'--config.engine.{name}={value}' for name, value in sizes.items())
+
+
 def run(
   *args: str, timeout: float = 900.0, cwd: pathlib.Path = ROOT
 ) -> subprocess.CompletedProcess[str]:

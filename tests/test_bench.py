@@ -48,7 +48,7 @@ def test_an_accelerators_measurements():
   assert 0 < found['decode']['of_floor'] and 0 < found['context']['of_peak'] < 1
   assert 'error' not in found['kernels'] and found['kernels']['of_floor'] > 0
   # 6 a parameter, 6 T N H a layer.
-  parameters = 256 * 64 + 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
+  parameters = 2 * 256 * 64 + 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64)
   assert found['context']['operations_per_token'] == 6 * parameters + 6 * 256 * 64 * 2
   parts = found['step']['rollout_seconds'] + found['step']['update_seconds']
   assert abs(parts - found['step']['seconds']) < 0.01

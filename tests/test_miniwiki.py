@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from agent_r1_jax.agent import calls, chat, tokenizer
-from agent_r1_jax.retrieval import dense, documents
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_lib
-from experiments.miniwiki import demos, hashing
+from experiments.miniwiki import demos
 from experiments.miniwiki import questions as questions_lib
 from experiments.miniwiki import relations as relations_lib
 from experiments.miniwiki import tasks as miniwiki
@@ -24,19 +23,9 @@ from experiments.miniwiki import world as world_lib
 IN_DOMAIN = ('miniwiki-hotpot', 'miniwiki-2wiki')
 
 
-def make_index(passages):
-  encoder = hashing.HashingEncoder().fit([p.contents for p in passages])
-  return dense.Dense(passages, encoder.encode)
-
-
-def make_search(passages):
-  index = make_index(passages)
-  return lambda query: documents.render(index.search([query], 1)[0])
-
-
 @pytest.fixture(scope='module')
 def examples():
-  return list(demos.examples(0, 3000, make_search, examples_per_world=1500))
+  return list(demos.examples(0, 3000, miniwiki.make_search, examples_per_world=1500))
 
 
 @pytest.fixture(scope='module')
@@ -61,7 +50,7 @@ def digest():
   tasks = miniwiki.train_tasks(3, 50) + [
     task for name in miniwiki.SETS for task in miniwiki.test_set(name, 20, 3)
   ]
-  made = demos.examples(3, 60, make_search, examples_per_world=30)
+  made = demos.examples(3, 60, miniwiki.make_search, examples_per_world=30)
   rows = [d.contents for d in miniwiki.corpus(3, 'train') + miniwiki.corpus(3, 'test')]
   rows += [[t.id, t.messages, t.answer, t.info] for t in tasks]
   rows += [[e.messages, e.tools, e.kind] for e in made]
@@ -214,7 +203,7 @@ def test_practice_chains_are_never_held_out(examples):
 
 
 def test_gold_query_finds_the_gold_passage_first():
-  index = make_index(miniwiki.corpus(0, 'test'))
+  index = miniwiki.make_index(miniwiki.corpus(0, 'test'))
   wanted = {}
   for part in range(world_lib.PARTS):
     facts = world_lib.world(0, 'test', miniwiki.PASSAGES, part).facts
@@ -276,7 +265,7 @@ def test_practice_answers_stand_in_the_prompt(examples):
 def test_rag_prompt_has_the_practised_form(examples):
   corpus = miniwiki.corpus(0, 'test')
   task = miniwiki.test_set('miniwiki-hotpot', 1, 0)[0]
-  hits = make_index(corpus).search([task.info['question']], 3)[0]
+  hits = miniwiki.make_index(corpus).search([task.info['question']], 3)[0]
   made = miniwiki.rag_task(task, hits)
   form = r'(Doc \d \(Title: [\w ]+\) .+\.\n)+[^\n]+[?.]'
   assert re.fullmatch(form, made.messages[0]['content'])
@@ -287,7 +276,9 @@ def test_rag_prompt_has_the_practised_form(examples):
 
 def test_token_lengths(examples, chatter):
   """Every token costs on a laptop."""
-  tools = [search_lib.search_tool(make_index(miniwiki.corpus(0, 'dev')), k=1).schema]
+  tools = [
+    search_lib.search_tool(miniwiki.make_index(miniwiki.corpus(0, 'dev')), k=1).schema
+  ]
   lengths = collections.defaultdict(list)
   for e in examples:
     if e.kind == 'right':
@@ -333,4 +324,4 @@ def test_mistakes_are_named():
   with pytest.raises(ValueError, match='n: .* less than 100000'):
     questions_lib.questions(world, 100_000, 'hotpot', 0)
   with pytest.raises(ValueError, match='mixture.*lucky'):
-    list(demos.examples(0, 9, make_search, mixture={'lucky': 1.0}))
+    list(demos.examples(0, 9, miniwiki.make_search, mixture={'lucky': 1.0}))

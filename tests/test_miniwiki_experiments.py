@@ -24,7 +24,7 @@ def base(tmp_path_factory):
     '--dim=96',
     '--layers=2',
     '--examples=300',
-    '--sft.steps=30',
+    '--sft.steps=20',
     '--sft.rows=4',
     '--sft.warmup=5',
   )
@@ -34,7 +34,7 @@ def base(tmp_path_factory):
 
 def test_base_script_makes_a_policy_that_learns(base):
   log = [json.loads(line) for line in (base / 'log.jsonl').read_text().splitlines()]
-  assert [line['step'] for line in log] == list(range(1, 31))
+  assert [line['step'] for line in log] == list(range(1, 21))
   # The first steps copy; then reading begins anew.
   assert log[-1]['loss'] < max(line['loss'] for line in log) - 1
   config, params = weights.load(base / 'model')
@@ -51,6 +51,10 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
     '--config.schedule.tasks=2',
     '--config.schedule.samples=3',
     '--config.engine.rows=6',
+    '--config.engine.feed_rows=6',
+    *script_lib.one_program(slots=448),
+    '--config.batch.microbatch=2',
+    '--config.limits.max_turn_tokens=32',
     '--config.schedule.eval_every=1',
     # So small a policy may earn the same in all episodes, and learn nothing from them:
     # decay changes it all the same.
@@ -80,12 +84,6 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
     json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()
   ]
   assert [line['step'] for line in lines] == [0, 1, 2]
-
-
-def test_an_unknown_flag_and_another_config_are_refused(base, tmp_path):
-  unknown = run('miniwiki.search', '--config.optimizer.learning_rat=1')
-  assert unknown.returncode != 0
-  assert 'learning_rat' in unknown.stderr
 
 
 def test_every_variant_has_an_environment_that_conforms():

@@ -299,8 +299,8 @@ def examples(
 
   Args:
     tasks: Rows to demonstrate; of no other is the question or the answer used.
-    maker: Of the corpus.
-    seed: Of everything.
+    maker: Makes items and conversations from the corpus.
+    seed: The seed of everything random.
     kinds: Shares of the examples; keys of KINDS.
     mixture: Shares of the demonstrations' fates; keys of MIXTURE.
 

@@ -23,6 +23,7 @@ MuSiQue; it is corpus.jsonl.gz and train.jsonl.gz.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -34,15 +35,15 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import bm25, dense, documents
-from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, results
+from experiments import comparison
 from experiments.hotpotqa import demos
 from experiments.miniwiki import hashing
 
@@ -109,12 +110,14 @@ INSTRUCT = Setting(
 _DATA = flags.DEFINE_string(
   'data', qa_data.FETCHED.format('hotpotqa'), 'Folder of corpus and train.jsonl.gz.'
 )
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/hotpotqa', 'Where the run writes.')
-_RETRIEVER = flags.DEFINE_enum('retriever', 'bm25', ['bm25', 'dense'], 'Of the tool.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/hotpotqa', 'Directory of the run.')
+_RETRIEVER = flags.DEFINE_enum(
+  'retriever', 'bm25', ['bm25', 'dense'], 'Retriever of the tool.'
+)
 _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa.pretrain.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
-_TYPES = flags.DEFINE_list('types', None, 'Of rows to learn from; "" is all.')
+_TYPES = flags.DEFINE_list('types', None, 'Types of rows to learn from; "" is all.')
 _CFG = fields.define_flags(config_lib.Config())
 
 
@@ -123,7 +126,7 @@ def main(_):
   given = config_flags.get_override_values(flags.FLAGS['config'])
   setting = setting_of(given.get('model.path', SMALL.config.model.path))
   config = fields.replace(setting.config, given)
-  workdir, laps = pathlib.Path(_WORKDIR.value), [time.time()]
+  workdir, start = pathlib.Path(_WORKDIR.value), time.time()
   corpus, questions = qa_data.find(_DATA.value)
   rows = qa_data.jsonl(questions)
   sizes = (_HELD_OUT.value, _WATCHED.value)
@@ -131,57 +134,60 @@ def main(_):
   if setting is SMALL:
     check_unseen(config.model.path, held_out + watched)
   print(json.dumps(dataclasses.asdict(config), indent=2))
+  rows = choose_rows(rows, setting)
+
+  passages = documents.read_corpus(corpus)
+  encode = hashing.HashingEncoder(1024).fit([d.contents for d in passages]).encode
+  retrievers = {'bm25': bm25.BM25(passages), 'dense': dense.Dense(passages, encode)}
+  recalls = {
+    name: comparison.recall(found, held_out) for name, found in retrievers.items()
+  }
+  retriever = retrievers[_RETRIEVER.value]
+  rag = comparison.with_passages(held_out, retriever, setting.rag_task, setting.rag_k)
+  ask = lambda tasks: [setting.agent_task(task) for task in tasks]
+  prompts = comparison.Prompts(
+    direct={'': [setting.direct_task(task) for task in held_out]},
+    rag={'': rag},
+    agent={'': ask(held_out)},
+  )
+  play = functools.partial(
+    results.play,
+    workdir / 'results.jsonl',
+    summarize=lambda sets: summarize(sets['']),
+    depends_on={
+      'retriever': _RETRIEVER.value,
+      'passages': results.digest([dataclasses.astuple(d) for d in passages]),
+      'k': setting.k,
+      'template': setting.template,
+      'reward': setting.reward.__name__,
+    },
+  )
+  prepared = time.time() - start
+  numbers, seconds = comparison.run(
+    config,
+    workdir,
+    play,
+    prompts,
+    search.search_tool(retriever, k=setting.k, template=setting.template),
+    reward=setting.reward,
+    tasks=ask(rows),
+    evals={'watched': ask(watched)},
+    kl_coef=setting.kl,
+    label='GRPO',
+  )
+  times = {'indices and recall': prepared, **seconds}
+  report(workdir, numbers, recalls, {k: float(round(s)) for k, s in times.items()})
+
+
+def choose_rows(rows: list[types.Task], setting: Setting) -> list[types.Task]:
+  """Chooses the rows to learn from by --types, else by the setting."""
   kinds = setting.types if _TYPES.value is None else _TYPES.value
   rows = [task for task in rows if not kinds or task.info.get('type') in kinds]
   if not rows:
     raise ValueError(
       f'--types={",".join(kinds)}: no row is of these types; --types= is all.'
     )
-
-  passages = documents.read_corpus(corpus)
-  encode = hashing.HashingEncoder(1024).fit([d.contents for d in passages]).encode
-  found = {'bm25': bm25.BM25(passages), 'dense': dense.Dense(passages, encode)}
-  recalls = {name: recall(retriever, held_out) for name, retriever in found.items()}
-  retriever = found[_RETRIEVER.value]
-  hits = retriever.search([t.info['question'] for t in held_out], setting.rag_k)
-  laps.append(time.time())
-
-  tool = search.search_tool(retriever, k=setting.k, template=setting.template)
-  agent = lambda: env.ToolEnv([tool], setting.reward, metrics=qa.metrics)
-  alone = lambda: env.ToolEnv([], setting.reward, metrics=qa.metrics)
-  ask = lambda tasks: [setting.agent_task(task) for task in tasks]
-  read = [setting.rag_task(t, h) for t, h in zip(held_out, hits, strict=True)]
-  baselines = {
-    'Direct answer': ([setting.direct_task(task) for task in held_out], alone),
-    'Naive RAG': (read, alone),
-    'Base Tool Call': (ask(held_out), agent),
-  }
-  depends_on = {
-    'retriever': _RETRIEVER.value,
-    'passages': results.digest([dataclasses.astuple(d) for d in passages]),
-    'k': setting.k,
-    'template': setting.template,
-    'reward': setting.reward.__name__,
-  }
-  numbers = play(config, config.model.path, baselines, depends_on)
-  laps.append(time.time())
-  corrected = correction.token_truncated() if config.schedule.oldest else None
-  train.run(
-    config,
-    str(workdir),
-    tasks=ask(rows),
-    make_env=agent,
-    algorithm=algorithms.grpo(kl_coef=setting.kl, correction=corrected),
-    evals={'watched': ask(watched)},
-    label='GRPO',
-  )
-  laps.append(time.time())
-  trained = {'GRPO': (ask(held_out), agent)}
-  numbers |= play(config, workdir / 'model', trained, depends_on)
-  laps.append(time.time())
-  parts = ('indices and recall', 'three baselines', 'training', 'trained agent')
-  times = dict(zip(parts, np.diff(laps).round().tolist(), strict=True))
-  report(workdir, numbers, recalls, times)
+  return rows
 
 
 def setting_of(model: str) -> Setting:
@@ -211,36 +217,6 @@ def check_unseen(model: str, tasks) -> None:
     )
 
 
-def recall(retriever, tasks) -> dict[str, float]:
-  """Of the gold passages, the share among the first 5; and how often that is all.
-
-  Of the tasks that name theirs (supporting_titles); empty where none does.
-  """
-  tasks = [task for task in tasks if task.info.get('supporting_titles')]
-  if not tasks:
-    return {}
-  hits = retriever.search([task.info['question'] for task in tasks], 5)
-  found = [{hit.document.title for hit in five} for five in hits]
-  gold = [set(task.info['supporting_titles']) for task in tasks]
-  shares = [len(g & f) / len(g) for g, f in zip(gold, found, strict=True)]
-  whole = np.equal(shares, 1)
-  return {'recall@5': float(np.mean(shares)), 'all in 5': float(np.mean(whole))}
-
-
-def play(config, model, rows, depends_on) -> dict[str, dict[str, Any]]:
-  """Numbers of greedy episodes of one policy: stored ones where nothing has changed."""
-  path = pathlib.Path(_WORKDIR.value) / 'results.jsonl'
-  rows = {method: ({'': tasks}, make_env) for method, (tasks, make_env) in rows.items()}
-  return results.play(
-    path,
-    config,
-    model,
-    rows,
-    summarize=lambda sets: summarize(sets['']),
-    depends_on=depends_on,
-  )
-
-
 def summarize(episodes) -> dict[str, Any]:
   """A method's numbers: all that the tables show of its episodes."""
   kind = lambda task: task.info.get('type', 'all')
@@ -264,9 +240,9 @@ def report(workdir, numbers, recalls, times) -> None:
   for method, of in numbers.items():
     kinds = {f'EM, {name}': cell for name, cell in of['em'].items() if name != 'all'}
     rows[method] = {
-      'EM': count(of['em']['all']),
+      'EM': comparison.count(of['em']['all']),
       'F1': f'{of["f1"]:.3f} ± {of["f1_interval"]:.3f}',
-      **{name: count(cell) for name, cell in kinds.items()},
+      **{name: comparison.count(cell) for name, cell in kinds.items()},
       'searches': of['searches'],
     }
   parts = [tables.format_table(rows, rows['GRPO'])]
@@ -280,11 +256,6 @@ def report(workdir, numbers, recalls, times) -> None:
   (workdir / 'table.json').write_text(json.dumps(table, indent=2) + '\n')
   panels = {'Reward in training': ('rollout/reward',), 'Held out': ('eval/*/em',)}
   plots.plot_curves(str(workdir), workdir / 'curve.png', panels=panels, title='HotpotQA')
-
-
-def count(cell) -> tables.Count:
-  """How many answers are right."""
-  return tables.Count(round(cell['mean'] * cell['count']), cell['count'])
 
 
 if __name__ == '__main__':

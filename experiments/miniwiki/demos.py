@@ -74,10 +74,10 @@ def examples(
   """Yields `n` examples over as many worlds as it takes, so that no name is seen often.
 
   Args:
-    seed: Of everything.
+    seed: The seed of everything random.
     n: How many.
     make_search: Makes the search (query -> the tool's text) of a world's documents.
-    split: Whose words the names are made of.
+    split: The split whose words make the names.
     mixture: Shares of the demonstrations' fates; keys of MIXTURE.
     practice_share: How many of the examples are practice items.
     practice_mix: Shares of the kinds of practice; keys of PRACTICE.

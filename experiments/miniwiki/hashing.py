@@ -29,7 +29,7 @@ class HashingEncoder:
     """Makes an encoder in which every word weighs the same, until `fit`.
 
     Args:
-      dim: Of the vectors; recall@5 on HotpotQA's 28,757 passages is .69 at 512, .71 at
+      dim: Size of a vector; recall@5 on HotpotQA's 28,757 passages is .69 at 512, .71 at
         1024, .72 at 2048; a few thousand short passages do with 512.
       seed: Another seed hashes to other places.
       title_weight: The count of each word of the title, at least 1.

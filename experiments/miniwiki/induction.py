@@ -32,13 +32,13 @@ def init(config: decoder.DecoderConfig, seed: int) -> decoder.Params:
   (slow frequencies) and copies that position's token.
 
   Args:
-    config: Without biases and q/k norms, at least 2 layers.
-    seed: Of everything.
+    config: A shape of family 'llama' (no biases, no q/k norms) with 2 layers or more.
+    seed: The seed of everything random.
 
   Raises:
     ValueError: The family or the number of layers does not fit.
   """
-  if config.facts.qkv_bias or config.facts.qk_norm or config.num_layers < 2:
+  if config.family != 'llama' or config.num_layers < 2:
     raise ValueError(
       f'family={config.family}, num_layers={config.num_layers}: the induction circuit '
       "needs family 'llama' (no biases, no q/k norms) and 2 layers or more."

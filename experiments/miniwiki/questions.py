@@ -85,8 +85,8 @@ def questions(
     world: What is asked about.
     n: How many.
     style: One of STYLES.
-    seed: Of the draw.
-    prefix: Of the tasks' ids.
+    seed: The seed that samples the questions.
+    prefix: What the tasks' ids begin with.
 
   Returns:
     Tasks whose one message is the question. `answer` is a list of accepted names; `info`

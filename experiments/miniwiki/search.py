@@ -8,6 +8,7 @@ WORKDIR/results.jsonl, and played again only if what they depend on changes.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -15,26 +16,22 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
-from agent_r1_jax.agent import env
+from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
-from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, results
+from experiments import comparison
 from experiments.miniwiki import tasks as miniwiki
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
 BASE = pathlib.Path(__file__).parent / 'model'
 
-# Set -> kind of question -> mean and count of exact match.
-Numbers = dict[str, dict[str, dict[str, float]]]
-
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/quickstart', 'Where the run writes.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/quickstart', 'Directory of the run.')
 _WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and the questions.')
-_SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Of the tables.')
-_QUESTIONS = flags.DEFINE_integer('questions', 300, 'Of each set in the tables.')
+_SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the tables.')
+_QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 _WATCHED = flags.DEFINE_integer('watched', 64, 'Questions of each set during training.')
 _CFG = fields.define_flags(
   config_lib.Config(
@@ -61,52 +58,38 @@ def main(_):
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
   retriever = miniwiki.index(_WORLD.value)
-  tool = search.search_tool(retriever, k=1)
-  agent = lambda: env.ToolEnv([tool], qa.paper_reward, metrics=qa.metrics)
-  alone = lambda: env.ToolEnv([], qa.paper_reward, metrics=qa.metrics)
   sets = questions(_QUESTIONS.value, _SPLIT.value)
-
-  with_passages = {name: with_rag(tasks, retriever) for name, tasks in sets.items()}
-  baselines = {
-    'Direct answer': (sets, alone),
-    'Naive RAG': (with_passages, alone),
-    'Base Tool Call': (sets, agent),
+  rag = {
+    name: comparison.with_passages(tasks, retriever, miniwiki.rag_task)
+    for name, tasks in sets.items()
   }
-  numbers = play(config, config.model.path, baselines)
-  corrected = correction.token_truncated() if config.schedule.oldest else None
-  train.run(
+  numbers, _ = comparison.run(
     config,
-    str(workdir),
+    workdir,
+    make_play(workdir),
+    comparison.Prompts(direct=sets, rag=rag, agent=sets),
+    search.search_tool(retriever, k=1),
+    reward=qa.paper_reward,
     tasks=miniwiki.train_tasks(_WORLD.value, 4096),
-    make_env=agent,
-    algorithm=algorithms.grpo(kl_coef=0.0, correction=corrected),
     evals=questions(_WATCHED.value, 'dev'),
+    kl_coef=0.0,
     label='GRPO on miniwiki',
   )
-  numbers |= play(config, workdir / 'model', {'GRPO': (sets, agent)})
   print('\n' + summary.write_tables(numbers, workdir))
   print(summary.list_files(workdir))
   print(f'{(time.time() - start) / 60:.1f} minutes in all.')
 
 
 def questions(n: int, split: str) -> dict[str, list[types.Task]]:
-  """The two in-domain sets and the out-of-domain set."""
+  """Makes the two in-domain sets and the out-of-domain set."""
   return {name: miniwiki.test_set(name, n, _WORLD.value, split) for name in SETS}
 
 
-def with_rag(tasks, retriever) -> list[types.Task]:
-  """Puts the passages that the question itself finds into the prompt."""
-  found = retriever.search([task.info['question'] for task in tasks], 3)
-  return [miniwiki.rag_task(t, hits) for t, hits in zip(tasks, found, strict=True)]
-
-
-def play(config, model, rows) -> dict[str, Numbers]:
-  """Numbers of greedy episodes of one policy: stored ones where nothing has changed."""
-  return results.play(
-    pathlib.Path(_WORKDIR.value) / 'results.jsonl',
-    config,
-    model,
-    rows,
+def make_play(workdir: pathlib.Path) -> comparison.Play:
+  """Makes the function that plays episodes, or reads their numbers from the workdir."""
+  return functools.partial(
+    results.play,
+    workdir / 'results.jsonl',
     summarize=lambda sets: {
       name: evaluate.by_kind(episodes, miniwiki.KINDS) for name, episodes in sets.items()
     },

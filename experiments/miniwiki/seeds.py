@@ -15,6 +15,7 @@ import pathlib
 from absl import app, flags
 
 from agent_r1_jax.report import plots, tables
+from experiments import comparison
 
 _OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md and .png written.')
 
@@ -31,7 +32,7 @@ def main(argv):
   parts = []
   for kind in ('all', '2 hops', '3 hops', '2 and 3 hops', 'comparison'):
     cells: dict[str, dict[str, tables.Count | float | str]] = {
-      name: {s: count(row[s][kind]) for s in sets if row[s][kind]['count']}
+      name: {s: comparison.count(row[s][kind]) for s in sets if row[s][kind]['count']}
       for name, row in rows.items()
     }
     for s in sets:
@@ -52,11 +53,6 @@ def main(argv):
     title='GRPO on miniwiki',
   )
   print('\n'.join(parts))
-
-
-def count(cell) -> tables.Count:
-  """A cell of table.json as one of the table."""
-  return tables.Count(round(cell['mean'] * cell['count']), cell['count'])
 
 
 if __name__ == '__main__':

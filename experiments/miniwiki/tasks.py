@@ -44,9 +44,9 @@ def train_tasks(seed: int, n: int, split: str = 'train') -> list[types.Task]:
   """Questions for RL, both in-domain styles by halves, mixed.
 
   Args:
-    seed: Of the world and of the questions.
+    seed: The seed of the world and of the questions.
     n: How many.
-    split: Whose words; 'train' unless a base policy is supervised.
+    split: The split whose words make the names; 'train', or 'base' for pretraining.
   """
   world = _world(seed, split, None)
   make = functools.partial(questions_lib.questions, world, prefix=f'{split}-')
@@ -61,7 +61,7 @@ def test_set(name: str, n: int, seed: int, split: str = 'test') -> list[types.Ta
   Args:
     name: One of SETS.
     n: How many questions.
-    seed: Of the world and of the questions.
+    seed: The seed of the world and of the questions.
     split: 'test' for numbers to report, 'dev' for choosing settings.
   """
   if name not in SETS:
@@ -79,11 +79,21 @@ def corpus(seed: int, split: str) -> list[documents.Document]:
   return [d for part in parts for d in _world(seed, split, part).documents]
 
 
-def index(seed: int) -> dense.Dense:
-  """One FAISS index over the passages of all splits: the world's encyclopedia."""
-  passages = [d for split in ('train', 'dev', 'test') for d in corpus(seed, split)]
+def make_index(passages: Sequence[documents.Document]) -> dense.Dense:
+  """Makes a FAISS index of passages."""
   encoder = hashing.HashingEncoder().fit([d.contents for d in passages])
   return dense.Dense(passages, encoder.encode)
+
+
+def make_search(passages: Sequence[documents.Document]) -> Callable[[str], str]:
+  """Makes the function from a query to what the search tool answers."""
+  found = make_index(passages)
+  return lambda query: documents.render(found.search([query], 1)[0])
+
+
+def index(seed: int) -> dense.Dense:
+  """Makes one FAISS index of the passages of all splits: the world's encyclopedia."""
+  return make_index([d for s in ('train', 'dev', 'test') for d in corpus(seed, s)])
 
 
 def demonstrations(
@@ -92,9 +102,9 @@ def demonstrations(
   """Right conversations on questions of `train_tasks`, for ever.
 
   Args:
-    tasks: Of train_tasks(world, ...).
-    world: Their seed.
-    seed: Of the order and of the choices.
+    tasks: Tasks from train_tasks(world, ...).
+    world: The seed of their world.
+    seed: The seed of the order and of the choices.
     find: What the search tool answers to a query.
   """
   rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)

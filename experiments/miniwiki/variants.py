@@ -36,11 +36,11 @@ class Variant(NamedTuple):
   """What differs from the quickstart.
 
   Attributes:
-    algorithm: Of the updates.
-    wrap: From the quickstart's environment to the variant's.
-    reward: Of the environment.
-    process_reward: Of each turn, or None.
-    minibatches: Optimizer steps of a rollout.
+    algorithm: The advantages and the loss.
+    wrap: Makes the variant's environment from the quickstart's.
+    reward: The reward of an episode.
+    process_reward: The reward of each turn, or None.
+    minibatches: Number of optimizer steps for a rollout.
   """
 
   algorithm: algorithms.Algorithm = GRPO
@@ -99,7 +99,7 @@ def main(_):
   f = flags.FLAGS
   search_tool = search.search_tool(miniwiki.index(f.world), k=1)
   sets = quickstart.questions(f.questions, f.split)
-  numbers = {}
+  play, numbers = quickstart.make_play(pathlib.Path(f.workdir)), {}
   for name in _ONLY.value:
     variant, workdir = VARIANTS[name], pathlib.Path(f.workdir, name)
     make_env = functools.partial(variant.make_env, search_tool)
@@ -114,7 +114,7 @@ def main(_):
       algorithm=variant.algorithm,
       label=name,
     )
-    numbers |= quickstart.play(config, workdir / 'model', {name: (sets, make_env)})
+    numbers |= play(config, workdir / 'model', {name: (sets, make_env)})
   print('\n' + summary.write_tables(numbers, pathlib.Path(f.workdir)))
 
 

@@ -73,7 +73,7 @@ class World:
   """Entities, their facts and their passages.
 
   Attributes:
-    split: Whose words the names are made of.
+    split: The split whose words make the names.
     documents: One passage an entity, titles unique.
     kinds: Title to kind.
     facts: Title to {relation: value}; years are strings.

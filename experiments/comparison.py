@@ -1,0 +1,143 @@
+"""GRPO against three baselines of one base policy, on the same questions.
+
+The scripts search.py of miniwiki and hotpotqa differ in questions, tools and rewards.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import train, types
+from agent_r1_jax.agent import env, tool
+from agent_r1_jax.report import tables
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.tasks import qa
+from agent_r1_jax.train import rollout
+
+# Tasks by the name of their set.
+Sets = Mapping[str, Sequence[types.Task]]
+# Plays greedy episodes: results.play, for one file and one way to summarize.
+Play = Callable[..., dict[str, Any]]
+
+
+class Prompts(NamedTuple):
+  """The same questions, asked in three ways.
+
+  Attributes:
+    direct: Prompts for an answer without tools.
+    rag: The same after the passages that the question itself finds.
+    agent: Prompts for an agent with the search tool.
+  """
+
+  direct: Sets
+  rag: Sets
+  agent: Sets
+
+
+def make_envs(
+  search_tool: tool.Tool, reward: env.Reward
+) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:
+  """Makes the environment with the search tool, and the one without tools."""
+  make = lambda tools: env.ToolEnv(tools, reward, metrics=qa.metrics)
+  return lambda: make([search_tool]), lambda: make([])
+
+
+def with_passages(
+  tasks: Sequence[types.Task],
+  retriever: documents.Retriever,
+  rag_task: Callable[..., types.Task],
+  k: int = 3,
+) -> list[types.Task]:
+  """Puts the k passages that each question finds by itself into its prompt."""
+  found = retriever.search([task.info['question'] for task in tasks], k)
+  return [rag_task(task, hits) for task, hits in zip(tasks, found, strict=True)]
+
+
+def recall(
+  retriever: documents.Retriever, tasks: Sequence[types.Task]
+) -> dict[str, float]:
+  """Measures which of the supporting passages are among the first 5.
+
+  Returns:
+    The mean share of a task's supporting_titles ('recall@5') and the share of the tasks
+    that find all of theirs ('all in 5'); nothing if no task names its passages.
+  """
+  tasks = [task for task in tasks if task.info.get('supporting_titles')]
+  if not tasks:
+    return {}
+  hits = retriever.search([task.info['question'] for task in tasks], 5)
+  shares = []
+  for task, five in zip(tasks, hits, strict=True):
+    gold = set(task.info['supporting_titles'])
+    found = {hit.document.title for hit in five}
+    shares.append(len(gold & found) / len(gold))
+  complete = np.equal(shares, 1)
+  return {'recall@5': float(np.mean(shares)), 'all in 5': float(np.mean(complete))}
+
+
+def run(
+  config: config_lib.Config,
+  workdir: pathlib.Path,
+  play: Play,
+  prompts: Prompts,
+  search_tool: tool.Tool,
+  *,
+  reward: env.Reward,
+  tasks: Sequence[types.Task],
+  evals: Sets,
+  kl_coef: float,
+  label: str,
+) -> tuple[dict[str, Any], dict[str, float]]:
+  """Plays the baselines, trains with GRPO, and plays the policy that came of it.
+
+  Args:
+    config: Configuration of the run; `model.path` is the base policy.
+    workdir: Directory of the run.
+    play: Plays (config, model, rows) and gives the numbers of each method.
+    prompts: The held-out questions.
+    search_tool: The tool of the agents.
+    reward: Reward of all episodes.
+    tasks: Tasks to train on.
+    evals: Tasks to watch the training with.
+    kl_coef: Coefficient of GRPO's KL penalty.
+    label: Name of the training in its progress lines.
+
+  Returns:
+    The numbers of each method, and the seconds of the three parts.
+  """
+  agent, alone = make_envs(search_tool, reward)
+  clock = [time.time()]
+  baselines = {
+    'Direct answer': (prompts.direct, alone),
+    'Naive RAG': (prompts.rag, alone),
+    'Base Tool Call': (prompts.agent, agent),
+  }
+  numbers = play(config, config.model.path, baselines)
+  clock.append(time.time())
+  corrected = correction.token_truncated() if config.schedule.oldest else None
+  train.run(
+    config,
+    str(workdir),
+    tasks=tasks,
+    make_env=agent,
+    algorithm=algorithms.grpo(kl_coef=kl_coef, correction=corrected),
+    evals=evals,
+    label=label,
+  )
+  clock.append(time.time())
+  trained = {'GRPO': (prompts.agent, agent)}
+  numbers |= play(config, workdir / 'model', trained)
+  clock.append(time.time())
+  parts = ('three baselines', 'training', 'trained agent')
+  seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]
+  return numbers, dict(zip(parts, seconds, strict=True))
+
+
+def count(cell: Mapping[str, Any]) -> tables.Count:
+  """The right answers of a cell with the mean and the count of exact match."""
+  return tables.Count(round(cell['mean'] * cell['count']), cell['count'])

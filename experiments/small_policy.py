@@ -1,0 +1,93 @@
+"""A small base policy, made from nothing: tokenizer, initialisation, supervised text.
+
+The scripts pretrain.py of miniwiki and hotpotqa differ in their examples alone. The
+policy can copy from the start (miniwiki/induction.py); without that hand-made circuit it
+had not learned to copy after 3M tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+import itertools
+import json
+import pathlib
+import time
+from typing import Any
+
+from absl import flags
+import jax
+
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer
+from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.train import sft
+from experiments.miniwiki import induction
+
+SEED = flags.DEFINE_integer('seed', 0, 'Seed of the initialisation and the examples.')
+_VOCAB = flags.DEFINE_integer('vocab', 1024, 'Size of the vocabulary.')
+_LAYERS = flags.DEFINE_integer('layers', 3, 'Number of layers.')
+_DIM = flags.DEFINE_integer('dim', 128, 'Embedding; the feed-forward is 3 times as wide.')
+_COPYING = flags.DEFINE_float('copying', 0.05, 'Share of the steps that only copy.')
+_SAVE_EVERY = 200  # steps
+
+
+def make_config(vocab_size: int) -> decoder.DecoderConfig:
+  """Makes the policy's architecture: Llama's, small."""
+  return decoder.DecoderConfig(
+    family='llama',
+    vocab_size=vocab_size,
+    embed_dim=_DIM.value,
+    num_layers=_LAYERS.value,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_dim=3 * _DIM.value,
+    tie_embeddings=True,
+    rope_theta=1e6,
+    max_positions=2048,
+  )
+
+
+def train(
+  out: pathlib.Path,
+  texts: Iterable[str],
+  examples: Iterable[Any],
+  schemas: Sequence[dict[str, Any]],
+  config: sft.Config,
+) -> None:
+  """Writes the tokenizer, the model and log.jsonl, a line for each step.
+
+  Args:
+    out: The directory to write to.
+    texts: What the tokenizer is trained on; read to its end before `examples` is.
+    examples: What is learned, without end: each has `messages`, a conversation, and
+      `tools`, whether its prompt offers the tools.
+    schemas: The schemas of the tools, for examples that offer them.
+    config: The configuration of the training.
+  """
+  start = time.time()
+  tokenizer.train(texts, vocab_size=_VOCAB.value, directory=out / 'tokenizer')
+  tok = tokenizer.load(out / 'tokenizer')
+  model = make_config(len(tok))
+  params = induction.init(model, SEED.value)
+  print(f'{sum(x.size for x in jax.tree.leaves(params)):,} parameters', flush=True)
+
+  chat = chat_lib.Chat(tok)
+  conversations = (
+    sft.segment(chat, sft.Conversation(e.messages, schemas if e.tools else ()))
+    for e in examples
+  )
+  budget = _COPYING.value * config.steps * config.rows * config.row_tokens
+  text = itertools.chain(sft.repeats(SEED.value, len(tok), budget), conversations)
+  with (
+    (out / 'log.jsonl').open('w') as log,
+    progress_lib.Progress(config.steps, label='base policy') as progress,
+  ):
+
+    def on_step(step, numbers, params):
+      seconds = time.time() - start
+      log.write(json.dumps({'step': step, 'seconds': seconds, **numbers}) + '\n')
+      progress.update(step, loss=numbers['loss'])
+      if step % _SAVE_EVERY == 0 or step == config.steps:
+        weights.save(out / 'model', model, params, tokenizer_from=out / 'tokenizer')
+
+    sft.run(model, params, text, config, on_step=on_step)
