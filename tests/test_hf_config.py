@@ -1,6 +1,7 @@
 """config.json: what is read, what is written, what is refused."""
 
 import copy
+import itertools
 import json
 import pathlib
 
@@ -270,14 +271,19 @@ def test_the_head_dim_that_transformers_takes_where_none_is_said(
   assert hf_config.read(tmp_path).head_dim == head_dim
 
 
-@pytest.mark.parametrize('value', [10**9, 10**400, float('inf'), float('nan'), 1e300])
 @pytest.mark.parametrize(
-  'key', ['num_hidden_layers', 'vocab_size', 'head_dim', 'rms_norm_eps', 'rope_theta']
+  ('key', 'value'),
+  [
+    *itertools.product(
+      ('num_hidden_layers', 'vocab_size', 'head_dim'), (10**9, 10**400, float('inf'))
+    ),
+    *itertools.product(
+      ('rms_norm_eps', 'rope_theta'), (10**400, float('inf'), float('nan'), 1e300)
+    ),
+  ],
 )
 def test_numbers_that_no_model_has_are_refused(tmp_path, key, value):
   raw = _PUBLISHED['Qwen3-8B'] | {key: value}
-  if key in ('rms_norm_eps', 'rope_theta') and value == 10**9:
-    return
   (tmp_path / 'config.json').write_text(json.dumps(raw))
   with pytest.raises(
     ValueError, match=f'config.json: {key} is .*(no known model|needed)'

@@ -103,8 +103,10 @@ def test_import_then_export_gives_the_tensors_of_transformers_back(tmp_path, fam
 
 @pytest.mark.parametrize('family', _FAMILIES)
 @pytest.mark.parametrize('tied', [False, True])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
-@pytest.mark.parametrize('max_shard_bytes', [10**9, 3000])
+@pytest.mark.parametrize(
+  ('dtype', 'max_shard_bytes'),
+  [('float32', 10**9), ('bfloat16', 3000), ('float16', 3000)],
+)
 def test_export_then_import_is_the_identity(
   tmp_path, family, tied, dtype, max_shard_bytes
 ):

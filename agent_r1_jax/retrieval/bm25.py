@@ -32,8 +32,8 @@ class BM25:
     """Indexes the passages: 4 s for 30,000 on one core.
 
     Args:
-      passages: At least one.
-      k1: Where term frequency saturates.
+      passages: The corpus, at least one passage.
+      k1: The term frequency at which a word's score saturates.
       b: Length normalisation, 0 to 1.
       title_weight: How many times the title is indexed beside the text; recall@5 on
         HotpotQA's 28,757 passages is .73 with 1, .75 with 3.
@@ -41,7 +41,7 @@ class BM25:
     """
     import bm25s
 
-    # Its import makes it tell all.
+    # Importing bm25s sets its logger to print everything.
     logging.getLogger('bm25s').setLevel(logging.WARNING)
     if not passages:
       raise ValueError('passages is empty; BM25 needs at least one')
@@ -58,7 +58,7 @@ class BM25:
     self._index.index(terms, show_progress=False)
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-    """The k best passages of each query, best first; fewer where fewer share a word."""
+    """Finds the k best passages of each query, best first, that share a word with it."""
     # bm25s fails on a query without a known word, and asks the first query alone what
     # kind of list it was given.
     known = self._index.vocab_dict
@@ -72,9 +72,8 @@ class BM25:
       show_progress=False,
       backend_selection=self._selection,
     )
-    found = zip(rows, scores, strict=True)
-    return [self._hits(*next(found)) if words else [] for words in terms]
-
-  def _hits(self, rows, scores):
-    pairs = zip(rows, scores, strict=True)
-    return [Hit(self.documents[i], float(score)) for i, score in pairs if score > 0]
+    answers, found = zip(rows, scores, strict=True), []
+    for known_words in terms:
+      pairs = zip(*next(answers), strict=True) if known_words else ()
+      found.append([Hit(self.documents[i], float(s)) for i, s in pairs if s > 0])
+    return found

@@ -35,15 +35,15 @@ class Dense:
     """Encodes `Document.contents` of all passages and indexes them.
 
     Args:
-      passages: At least one.
-      encode: Of passages; gets batches of texts, title on the first line.
-      encode_query: Of queries, where they need another prefix; `encode` if None.
+      passages: The corpus, at least one passage.
+      encode: Encodes batches of passages, with the title on the first line.
+      encode_query: Encodes queries, where they need another prefix; None is `encode`.
       factory: A FAISS index factory string: 'Flat' is exact; 'IVF4096,SQ8' or 'HNSW32'
         for millions.
-      parameters: Of the index's search, in FAISS's form: 'nprobe=64', 'efSearch=128'.
-        Those of approximate indexes start at their fastest and worst.
-      batch_size: Texts a call of `encode`.
-      train_size: How many passages, drawn by a fixed seed, train an index that learns
+      parameters: Parameters of the search, in FAISS's form: 'nprobe=64', 'efSearch=128'.
+        The defaults of approximate indexes are the fastest and least accurate.
+      batch_size: Number of texts in a call of `encode`.
+      train_size: How many passages, sampled with a fixed seed, train an index that learns
         (IVF, SQ, PQ); they are encoded twice.
     """
     import faiss
@@ -68,7 +68,7 @@ class Dense:
       self._index.add(vectors)
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-    """The k passages of the largest inner product with each query, best first.
+    """Finds the k passages of the largest inner product with each query, best first.
 
     An approximate index may find fewer.
     """
@@ -87,7 +87,7 @@ class Dense:
     ]
 
   def save(self, directory: str | os.PathLike) -> None:
-    """Writes the index and its passages; the encoder stays the caller's."""
+    """Writes the index and its passages, without the encoder."""
     import faiss
 
     directory = pathlib.Path(directory)
@@ -99,7 +99,7 @@ class Dense:
 
   @classmethod
   def load(cls, directory: str | os.PathLike, encode_query: Encode) -> 'Dense':
-    """Reads what `save` wrote; `encode_query` as it was for the saved index.
+    """Reads what `save` wrote; `encode_query` must be that of the saved index.
 
     Raises:
       ValueError: The index cannot be read, or is not of the passages beside it.

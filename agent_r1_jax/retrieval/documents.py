@@ -39,19 +39,19 @@ class Hit(NamedTuple):
 
 
 class Retriever(Protocol):
-  """What finds passages."""
+  """Any object that finds passages."""
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-    """At most k passages a query, best first."""
+    """Finds at most k passages for each query, best first."""
     ...
 
 
 def render(hits: Sequence[Hit], template: str = PASSAGE) -> str:
-  """Passages as the policy reads them, one a line.
+  """Writes passages as the policy reads them, one a line.
 
   Args:
-    hits: Best first.
-    template: Of one passage; may use {rank} (from 1), {title}, {text}, {id}, {score}.
+    hits: The passages, best first.
+    template: The form of a passage, with {rank} (from 1), {title}, {text}, {id}, {score}.
   """
   lines = [
     template.format(rank=rank, score=score, **dataclasses.asdict(document))
@@ -61,7 +61,7 @@ def render(hits: Sequence[Hit], template: str = PASSAGE) -> str:
 
 
 def words(text: str) -> list[str]:
-  """Lower-case words without accents: the terms of the lexical retrievers."""
+  """Splits a text into lower-case words without accents, for lexical retrieval."""
   if not text.isascii():
     letters = unicodedata.normalize('NFKD', text)
     text = ''.join(letter for letter in letters if not unicodedata.combining(letter))
@@ -69,7 +69,7 @@ def words(text: str) -> list[str]:
 
 
 def read_corpus(path: str | os.PathLike) -> list[Document]:
-  """Passages from a file of rows (`read_rows`).
+  """Reads passages from a file of rows (`read_rows`).
 
   Rows are {id, title, text}, or {id, contents} with the title on the first line of
   the contents, as in Search-R1's Wikipedia.
@@ -77,10 +77,10 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
   Raises:
     ValueError: A row is broken; names the file, the row and the field.
   """
-  return [_document(where, row) for where, row in read_rows(path)]
+  return [_make_document(where, row) for where, row in read_rows(path)]
 
 
-def _document(where: str, row: dict) -> Document:
+def _make_document(where: str, row: dict) -> Document:
   if 'contents' in row and 'text' not in row:
     title, _, text = text_field(where, row, 'contents').partition('\n')
     row = {'id': str(row.get('id', '')), 'title': title.strip('"'), 'text': text}
@@ -88,7 +88,7 @@ def _document(where: str, row: dict) -> Document:
 
 
 def text_field(where: str, row: dict, name: str) -> str:
-  """A field that must be a text with something in it."""
+  """Gives a field that must be a text and not blank; else raises ValueError."""
   value = row.get(name)
   if not isinstance(value, str) or not value.strip():
     raise wrong_field(where, row, name, 'a text that is not blank')
@@ -96,7 +96,7 @@ def text_field(where: str, row: dict, name: str) -> str:
 
 
 def wrong_field(where: str, row: dict, name: str, wanted: str) -> ValueError:
-  """The error that names the row, the field, what is there and what should be."""
+  """Makes the error that names the row, the field, what it holds and what it should."""
   found = f'is {row[name]!r:.80}' if name in row else f'is missing among {sorted(row)}'
   return ValueError(f'{where}: {name!r} {found}; give {wanted}, or drop the row')
 
@@ -107,7 +107,7 @@ def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
   Rows count from 1; in JSON lines they are the lines of the file.
 
   Raises:
-    ValueError: Something is no JSON object, the file is damaged or holds no row.
+    ValueError: A row is no JSON object, or the file is damaged or has no rows.
   """
   empty = True
   for number, row in _numbered(path):
@@ -136,7 +136,7 @@ def _numbered(path):
     ) from None
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error
-  # Of json (a row may be nested too deep for it), or bytes that are not UTF-8.
+  # json's errors, for instance a row nested too deep, or bytes that are not UTF-8.
   except (ValueError, RecursionError) as error:
     raise ValueError(
       f'{path}: row {number}: no JSON: {error}; mend or drop it'

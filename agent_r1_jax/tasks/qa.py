@@ -1,7 +1,7 @@
-"""Multi-hop question answering: scores, rewards, and how the question is put.
+"""Multi-hop question answering: prompts, scores and rewards.
 
 A task's `answer` is the list of golden answers (aliases); `info['question']` is the
-question itself. Scores read the last assistant message alone.
+question itself. Scores depend on the last assistant message alone.
 """
 
 import collections
@@ -15,7 +15,8 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit
 from agent_r1_jax.types import ControlText, Message, Task
 
-# Where the tokenizer has them, the tags in these are the tokens that the policy writes.
+# A tag in these prompts is encoded as one token if the tokenizer has it, as the policy
+# writes it.
 AGENT = ControlText(
   'Answer the question. Use the search tool to find the facts you need: search for one '
   'fact at a time, as often as necessary, and read the passages before you go on. When '
@@ -41,17 +42,17 @@ _CLOSED = ('yes', 'no', 'noanswer')
 
 
 def agent_task(task: Task) -> Task:
-  """The task for an agent with a search tool."""
+  """Asks the question of an agent with a search tool."""
   return _ask(task, AGENT)
 
 
 def direct_task(task: Task) -> Task:
-  """The task for a model alone."""
+  """Asks the question of a model without tools."""
   return _ask(task, DIRECT)
 
 
 def rag_task(task: Task, hits: Sequence[Hit]) -> Task:
-  """The task with passages found for it, in the form the search tool gives them."""
+  """Asks the question after passages found for it, in the form of the search tool."""
   return _ask(task, RAG, passages=documents.render(hits))
 
 
@@ -61,7 +62,7 @@ def _ask(task, prompt, **fields):
 
 
 def normalize_answer(text: str) -> str:
-  """Lower case; without punctuation, articles and superfluous space (SQuAD)."""
+  """Lowers case and removes punctuation, articles and superfluous space (SQuAD)."""
   text = text.lower().translate(_PUNCTUATION)
   return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
 
@@ -75,8 +76,8 @@ def exact_match(prediction: str, golden: str | Sequence[str]) -> float:
 def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
   """Cover-EM: 1.0 if any normalised golden answer is a substring of the prediction.
 
-  Search-R1's `subem`; generous ('unknown' covers 'no'), so never a substitute for EM.
-  A golden answer of articles and punctuation alone is covered by its equal only.
+  Search-R1's `subem`. It is generous ('unknown' covers 'no'), so no substitute for EM. A
+  golden answer of articles and punctuation alone is covered by an equal one only.
   """
   prediction = normalize_answer(prediction)
   covers = (normalize_answer(g) for g in _aliases(golden))
@@ -84,7 +85,7 @@ def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
 
 
 def f1(prediction: str, golden: str | Sequence[str]) -> float:
-  """HotpotQA's F1 of words, the best over the golden answers.
+  """Computes HotpotQA's F1 of words, the best over the golden answers.
 
   Where either side is yes, no or noanswer, only equality scores.
   """
@@ -105,13 +106,13 @@ def _aliases(golden):
 
 
 def extract_answer(text: str) -> str | None:
-  """What stands in the last <answer>...</answer>, or None."""
+  """Finds the text of the last <answer>...</answer>; None without one."""
   found = _ANSWER.findall(text)
   return found[-1].strip() if found else None
 
 
 def em_reward(task: Task, messages: Sequence[Message]) -> float:
-  """Strict EM of the final answer; 0.0 without one."""
+  """Scores the final answer by strict EM; 0.0 without one."""
   return metrics(task, messages)['em']
 
 
@@ -135,9 +136,9 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
 
 
 def found_share(task: Task, messages: Sequence[Message]) -> float:
-  """The share of info['supporting_titles'] that stand in what the tools said.
+  """Computes the share of info['supporting_titles'] that the tools have shown.
 
-  A dense part of a hybrid reward; where a task names no passages, 0.0.
+  It can be a dense part of a hybrid reward; 0.0 if the task names no passages.
   """
   gold = task.info.get('supporting_titles') or ()
   said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
@@ -145,9 +146,9 @@ def found_share(task: Task, messages: Sequence[Message]) -> float:
 
 
 def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
-  """em, cover_em and f1 of the final answer, and whether there was one (answered).
+  """Computes em, cover_em, f1 of the final answer, and whether there is one (answered).
 
-  A blank answer is none.
+  A blank answer counts as none.
   """
   replies = _replies(messages)
   answer = extract_answer(replies[-1]) if replies else None

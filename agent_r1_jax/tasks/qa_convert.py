@@ -1,4 +1,4 @@
-"""From the files that HotpotQA, 2Wiki and MuSiQue ship to a folder that `--data=` takes.
+"""Converts the files of HotpotQA, 2Wiki and MuSiQue to a folder that `--data=` takes.
 
 The folder gets `corpus.jsonl.gz` (the paragraphs of all rows, each once: id, title, text)
 and a file of questions for each official file (`train.jsonl.gz`, `dev.jsonl.gz`: id,
@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import qa_data
 
-# Shares of broken rows above which a file is not what it is taken for.
+# A file with a larger share of broken rows is not the official one.
 _MAX_BROKEN = 0.01
 
 
 class Converted(NamedTuple):
-  """What a folder holds.
+  """Counts of what was converted.
 
   Attributes:
     questions: Split -> number of rows.
     passages: Number of passages.
-    broken: What was left out, one message a row.
+    broken: A message for each row that was left out.
   """
 
   questions: dict[str, int]
@@ -42,12 +42,12 @@ def convert(
 ) -> Converted:
   """Writes the corpus and the questions of official files.
 
-  A file that is one JSON array is read whole: that takes five to six times its size in
-  memory (3 GB for the 540 MB of HotpotQA's training file).
+  Reading a file that is one JSON array takes five to six times its size in memory (3 GB
+  for the 540 MB of HotpotQA's training file).
 
   Args:
-    files: Split ('train', 'dev') -> official file. The corpus is of all of them.
-    directory: The folder to write to. Files appear under their names when they are whole.
+    files: Split ('train', 'dev') -> official file. All give passages to the corpus.
+    directory: The folder to write to. A file gets its name when it is complete.
     aliases: 2Wiki's id_aliases.json, whose names become golden answers too.
 
   Raises:
@@ -75,7 +75,7 @@ def convert(
 
 
 def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
-  """The rows of one file; their passages go to `corpus`, what is broken to `broken`."""
+  """Yields the rows of a file; adds passages to `corpus`, messages to `broken`."""
   layout, seen = None, set()
   for where, row in documents.read_rows(path):
     layout = layout or qa_data.recognise(where, row)
@@ -105,7 +105,7 @@ def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
 
 
 def _with_aliases(rows, path) -> list[dict[str, Any]]:
-  """2Wiki's rows with the other names of their answers."""
+  """Adds the aliases of 2Wiki's answers to its rows."""
   rows = list(rows)
   tasks = [qa_data.jsonl_row(row['id'], row) for row in rows]
   named = qa_data.add_aliases(tasks, path)
@@ -116,7 +116,7 @@ def _with_aliases(rows, path) -> list[dict[str, Any]]:
 
 
 def _write(path: pathlib.Path, rows) -> int:
-  """Writes gzipped JSON lines, whole or not at all; the same rows give the same bytes."""
+  """Writes gzipped JSON lines atomically; the same rows give the same bytes."""
   path.parent.mkdir(parents=True, exist_ok=True)
   part, count = path.with_name(path.name + '.part'), 0
   with part.open('wb') as raw, gzip.GzipFile('', 'wb', 6, raw, mtime=0) as file:

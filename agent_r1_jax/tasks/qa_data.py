@@ -20,16 +20,16 @@ CORPUS, QUESTIONS = 'corpus.jsonl.gz', 'train.jsonl.gz'
 # Where third_party/fetch.py makes such a folder, seen from the checkout.
 FETCHED = 'third_party/downloads/{}'
 
-# Where a row stands (for errors) and the row, to its task.
+# Makes a row's task; the first argument says where the row is, for errors.
 Layout = Callable[[str, dict[str, Any]], Task]
 
 
 def find(directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
-  """The files of passages and of questions in a folder that `--data=` names.
+  """Finds the files of passages and of questions in a folder that `--data=` names.
 
   Raises:
-    FileNotFoundError: One of them is missing; says what the folder has to hold, and how
-      to get it.
+    FileNotFoundError: A file is missing; the message says what the folder must hold, and
+      how to get it.
   """
   folder = pathlib.Path(directory)
   files = folder / CORPUS, folder / QUESTIONS
@@ -46,12 +46,12 @@ def find(directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
-  """Tasks from JSON lines or one JSON array, gzipped or plain.
+  """Reads tasks from JSON lines or one JSON array, gzipped or plain.
 
   Args:
     path: The file.
-    layout: `jsonl_row`, `hotpotqa_row`, `two_wiki_row`, `musique_row` or one's own; None
-      asks the fields of the first row.
+    layout: `jsonl_row`, `hotpotqa_row`, `two_wiki_row`, `musique_row` or your own; None
+      decides by the fields of the first row.
 
   Raises:
     ValueError: A row is broken or repeats an id, the layout is unknown, the file is
@@ -68,12 +68,12 @@ def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
 
 
 def jsonl(path: str | os.PathLike) -> list[Task]:
-  """Tasks from JSON lines of the project's own layout, `jsonl_row`."""
+  """Reads tasks from JSON lines of the project's own layout, `jsonl_row`."""
   return load(path, jsonl_row)
 
 
 def jsonl_row(where: str, row: dict[str, Any]) -> Task:
-  """{id, question, golden_answers} and whatever else, which goes to info."""
+  """{id, question, golden_answers, ...}; all other fields go to info."""
   rest = {k: v for k, v in row.items() if k not in ('id', 'golden_answers')}
   return _task(where, row, 'id', _texts(where, row, 'golden_answers'), rest)
 
@@ -87,7 +87,7 @@ def hotpotqa_row(where: str, row: dict[str, Any]) -> Task:
 
 
 def two_wiki_row(where: str, row: dict[str, Any]) -> Task:
-  """As `hotpotqa_row`, with evidences: [subject, relation, object] a hop."""
+  """Like `hotpotqa_row`, with evidences: [subject, relation, object] for each hop."""
   task = hotpotqa_row(where, row)
   task.info['evidences'] = _list(where, row, 'evidences')
   return task
@@ -110,12 +110,12 @@ def musique_row(where: str, row: dict[str, Any]) -> Task:
 
 
 def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
-  """2Wiki's tasks with the other names of their answers as golden answers too.
+  """Adds the aliases of 2Wiki's answers to the golden answers.
 
   Args:
-    tasks: Of the release whose rows have an `answer_id`.
-    path: Its id_aliases.json, lines of {Q_id, aliases, demonyms}; both kinds count, as
-      in its evaluation script v1.1.
+    tasks: Tasks of the release whose rows have an `answer_id`.
+    path: The release's id_aliases.json, lines of {Q_id, aliases, demonyms}; both count,
+      as in its evaluation script v1.1.
   """
   names: dict[str | None, list[str]] = {
     documents.text_field(where, row, 'Q_id'): _list(where, row, 'aliases')
@@ -131,7 +131,7 @@ def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
 
 
 def passages(path: str | os.PathLike) -> list[Document]:
-  """The paragraphs of an official file as a corpus: each once, with ids p0, p1, ..."""
+  """Reads the paragraphs of an official file, each once, with ids p0, p1, ..."""
   found = {}
   for where, row in documents.read_rows(path):
     for title, text in contexts(where, row):
@@ -140,7 +140,7 @@ def passages(path: str | os.PathLike) -> list[Document]:
 
 
 def contexts(where: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-  """The paragraphs of a row of an official file, as (title, text), without blank ones."""
+  """Yields the paragraphs of a row of an official file as (title, text), if not blank."""
   if 'paragraphs' in row:
     for paragraph in _paragraphs(where, row):
       title = documents.text_field(where, paragraph, 'title')
@@ -153,10 +153,10 @@ def contexts(where: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def recognise(where: str, row: dict[str, Any]) -> Layout:
-  """The layout that a row is in, by its fields.
+  """Finds the layout of a row by its fields.
 
   Raises:
-    ValueError: It is in none that is known.
+    ValueError: The layout is unknown.
   """
   marks = {
     'golden_answers': jsonl_row,

@@ -56,7 +56,7 @@ def write(
   Args:
     files: Split name ('train', 'validation', ...) to the file of questions.
     directory: TFDS's data_dir.
-    name: Of the configuration, for example 'hotpotqa'.
+    name: Name of the configuration, for example 'hotpotqa'.
 
   Raises:
     ValueError: A row is broken (`qa_data.load`), or the data set was built before.
@@ -70,10 +70,10 @@ def write(
 
 
 def read(directory: str | os.PathLike, split: str = 'train') -> list[Task]:
-  """Tasks of a split that `write` wrote; TFDS's sub-splits too, as 'train[:80%]'.
+  """Reads the tasks of a split, or of a sub-split such as 'train[:80%]'.
 
   Raises:
-    ValueError: No data set is there, or no such split.
+    ValueError: The directory holds no data set, or no such split.
   """
   if not (pathlib.Path(directory) / 'dataset_info.json').exists():
     raise ValueError(f'{directory}: holds no TFDS data set; give what `write` returned')
