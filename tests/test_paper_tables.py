@@ -3,6 +3,7 @@
 Always in a process of its own: the flags of two scripts do not go together in one.
 """
 
+import copy
 import dataclasses
 import gzip
 import json
@@ -117,8 +118,9 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
     assert all(kinds['all']['count'] == 4 for kinds in line['sets'].values())
     assert line['seconds'] >= 0
     assert len(line['rewards']) == (line['method'][:3] in ('REI', 'PPO'))
-  another = [dict(line, seed=1) for line in lines if line['rewards']]
+  another = copy.deepcopy([line for line in lines if line['rewards']])
   for line in another:
+    line['seed'] = 1
     line['sets']['miniwiki-2wiki']['all']['mean'] = 1.0
   with (tmp_path / 'results.jsonl').open('a') as file:
     file.writelines(json.dumps(line) + '\n' for line in another)
