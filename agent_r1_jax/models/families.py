@@ -1,9 +1,9 @@
 """The facts of each model family, in one table.
 
-A new family is a row of FAMILIES; a directory of tests/golden/decoder, which
-make_decoder_golden.py beside it writes; and if its layers compute something new, a module
-of models/decoder.py that Block chooses by a field of the row. Checkpoints, sharding and
-adapters follow the table.
+A new family is a row of FAMILIES and a directory of tests/golden/decoder, which
+tests/golden/make_decoder_golden.py writes. If its layers compute something new, that is
+code in models/decoder.py which depends on a field of the row. Checkpoints, sharding,
+adapters and the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary; d is embed where no mesh splits it.
@@ -24,14 +24,14 @@ SIZES = {
 
 
 class Parameter(NamedTuple):
-  """A parameter of the model; one of a layer stands for that of all layers.
+  """A parameter of the model; a layer's parameter is stacked over all layers.
 
   Attributes:
-    path: Its path in the parameter tree, joined by '/'.
-    tensor: The name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}'
-      is a dimension of the parameter, in front of those of a tensor.
-    dims: A letter a dimension. '>' divides inputs from outputs: the checkpoint holds
-      [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
+    path: Path in the parameter tree, joined by '/'.
+    tensor: Name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}' is a
+      dimension of the parameter, in front of those of a tensor.
+    dims: A letter for each dimension. '>' divides inputs from outputs: the checkpoint
+      holds [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
       [outputs]. A parameter without '>' is stored as it is.
   """
 
@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
 
   @property
   def inputs(self) -> str:
-    """The dimensions of a kernel of a layer that its product contracts."""
+    """The dimensions of a layer's kernel that its product contracts."""
     return self.dims.split('>')[0].removeprefix('L')
 
 
@@ -54,8 +54,8 @@ class Family(NamedTuple):
   """A family of models, which config.json names by its `model_type`.
 
   Attributes:
-    architecture: The class of transformers.
-    parameters: All of them, but for a value head's.
+    architecture: The class in transformers.
+    parameters: All parameters, without those of a value head.
     fixed: Fields of config.json that have one of these values or are absent: the decoder
       computes nothing else. An export writes the first, unless it is None.
     written: Fields that an export writes besides `fixed`.
@@ -158,7 +158,7 @@ _EVERY = {p.path: p for family in FAMILIES.values() for p in family.parameters}
 TARGETS = {kernel.path.split('/')[-2]: kernel for kernel in (*_ATTENTION, *_MLP)}
 
 
-def _dims() -> dict[str, str]:
+def _list_dims() -> dict[str, str]:
   found = {p.path: p.letters for p in (*_EVERY.values(), *VALUE_HEAD)}
   for target in TARGETS.values():
     place, outputs = target.path.removesuffix('kernel'), target.dims.split('>')[1]
@@ -170,4 +170,4 @@ def _dims() -> dict[str, str]:
 
 
 # The letters of each parameter's dimensions, by path; adapters' leaves included.
-DIMS = _dims()
+DIMS = _list_dims()
