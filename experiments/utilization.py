@@ -113,15 +113,15 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
     steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
   )
   engine, train_state, plan = _system(config, rows, tail, chat)
-  at = journal.Position()
-  quiet = types_lib.SimpleNamespace(phase=lambda *_: None)
-  kept: Any = types_lib.SimpleNamespace(at=at, spool=None, progress=quiet)
+  position = journal.Position()
+  quiet = types_lib.SimpleNamespace(set_phase=lambda *_: None)
+  run_log: Any = types_lib.SimpleNamespace(position=position, spool=None, progress=quiet)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
   playing: dict[str, Any] = {'make_env': Once, 'limits': rollout.Limits(1, _LONGEST)}
   with engine.open():
     rollouts = schedule.Schedule(
-      config, tasks, engine, chat, kept, rollout.ON_POLICY, **playing
+      config, tasks, engine, chat, run_log, rollout.ON_POLICY, **playing
     )
     for step in range(_STEPS.value):
       if step == _WARM:
@@ -132,7 +132,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       train_state = dataclasses.replace(train_state, step=train_state.step + 1)
       if not plan.syncs_before_update:
         train_state = updates.sync_sampler(train_state, plan)
-      at.learned({}, drawn)
+      position.learned({}, drawn)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
   tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
   sampling = tokens / (rows * _TOKENS) * _SEGMENT.value / wall
