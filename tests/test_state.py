@@ -313,7 +313,7 @@ def test_a_decode_in_place_has_no_second_cache():
   config, slots = tiny.config(layers=4), 8192
   shapes = jax.eval_shape(lambda: decoder.empty_cache(config, _B, slots))
   params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-  params = jax.eval_shape(lambda params: decoder.unstacked(params, config), params)
+  params = jax.eval_shape(lambda params: decoder.unstack(params, config), params)
   arguments = running_lib.make_decode_arguments({}, _B, (), unused_row=_B)
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
   cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}
