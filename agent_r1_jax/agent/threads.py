@@ -1,4 +1,4 @@
-"""A bounded pool of daemon threads that nobody joins; see workers.py."""
+"""A bounded pool of daemon threads that run users' functions; see workers.py."""
 
 import collections
 from collections.abc import Callable
@@ -13,26 +13,26 @@ import threading
 import time
 from typing import Any
 
-# Where the episode that is being played counts its abandoned calls, by name.
+# Counts the abandoned calls of the episode that is being played, by name.
 abandoned_calls: contextvars.ContextVar[collections.Counter | None] = (
   contextvars.ContextVar('abandoned_calls', default=None)
 )
-# `process` is set, to its id, in the threads that run users' functions.
+# Threads that run users' functions have the attribute `process`, the process's id.
 _thread = threading.local()
 
 
 class PoolFullError(RuntimeError):
-  """Too many abandoned calls have not come back, so no further call is begun."""
+  """Too many abandoned calls still hang, so no further call is started."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-  """Whom work is done for.
+  """On whose behalf a function runs.
 
   Attributes:
-    name: What is said of it.
-    deadline: Of time.monotonic(), after which nobody waits for it.
-    root: The first caller, where one function calls another.
+    name: What errors and counts call the work.
+    deadline: When nobody waits for it any longer, in seconds of time.monotonic().
+    root: The outermost caller, where one user's function calls another.
   """
 
   name: str
@@ -46,178 +46,163 @@ current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar(
 
 
 class Call(futures.Future):
-  """A function at work in a pool.
+  """One function in a pool.
 
-  It stays 'pending' until it has ended, so that it can be cancelled at any time: a call
-  that is cancelled while it runs is abandoned.
+  The future stays 'pending' while the function runs, so that it can be cancelled at any
+  time. A call that is cancelled while it runs is abandoned.
 
   Attributes:
-    name: What is said of it.
-    begun: Whether a thread has taken it.
+    name: What errors and counts call it.
+    deadline: When nobody waits for it any longer, in seconds of time.monotonic().
+    started: Whether a thread runs it, or ran it.
   """
 
   def __init__(self, pool: 'Pool', fn: Callable[[], Any]):
     super().__init__()
     caller = current_caller.get()
-    self._pool, self._fn, self._tally = pool, fn, abandoned_calls.get()
+    self._pool, self._abandoned_calls = pool, abandoned_calls.get()
+    self._fn = functools.partial(contextvars.copy_context().run, fn)
     self.name = caller.name if caller else function_name(fn)
     self.deadline = caller.deadline if caller else math.inf
     self.started = False
 
   def cancel(self) -> bool:
-    """Gives the call up."""
+    """Gives the call up, and its place in the pool to another."""
     if not super().cancel():
       return False
-    self._pool.leave(self)
+    if self._pool.release(self) and self._abandoned_calls is not None:
+      self._abandoned_calls[self.name] += 1
     return True
 
-  def count(self):
-    """Notes in the episode's tally that it was abandoned."""
-    if self._tally is not None:
-      self._tally[self.name] += 1
-
   def run(self):
-    """Calls the function; whatever it raises is the future's exception."""
+    """Calls the function; whatever it raises becomes the future's exception."""
     fn, self._fn = self._fn, None
     try:
-      end = functools.partial(self.set_result, fn())  # type: ignore
+      finish = functools.partial(self.set_result, fn())  # type: ignore
     except StopIteration as error:
       # An asyncio future refuses it, and whoever awaits that would wait for ever.
-      end = functools.partial(self.set_exception, RuntimeError(f'StopIteration: {error}'))
+      error = RuntimeError(f'StopIteration: {error}')
+      finish = functools.partial(self.set_exception, error)
     except BaseException as error:
-      end = functools.partial(self.set_exception, error)
-    try:
-      end()
-    except (futures.InvalidStateError, RuntimeError):
-      pass  # It was abandoned, or the loop that waited for it is closed.
+      finish = functools.partial(self.set_exception, error)
+    # It may have been abandoned, or the loop that waited for it is closed.
+    with contextlib.suppress(futures.InvalidStateError, RuntimeError):
+      finish()
 
 
 class Pool:
-  """At most so many threads at work; further calls wait for one of them.
+  """Runs at most so many calls at a time; further calls wait for a place.
 
-  Threads are daemons and never joined. A thread whose call was abandoned has lost its
-  place to a new one; when its function returns after all, it ends.
+  Threads are daemons, are never joined, and end when no call waits. An abandoned call
+  loses its place to the next one; its thread ends when the function returns after all.
   """
 
   def __init__(self, threads: int = 64, max_abandoned: int = 256):
     """Starts no thread.
 
     Args:
-      threads: The most that are at work at a time, abandoned ones aside.
-      max_abandoned: Calls that were abandoned and have not come back: with so many, no
-        further call is begun.
+      threads: The most calls that run at a time, abandoned ones aside.
+      max_abandoned: While so many abandoned calls hang, no further call is started.
     """
     self._threads, self._max_abandoned = threads, max_abandoned
-    self._changed = threading.Condition()
+    self._lock = threading.RLock()
     self._waiting: collections.deque[Call] = collections.deque()
-    self._busy: set[Call] = set()
+    self._running: set[Call] = set()
     self._abandoned: set[Call] = set()
-    self._alive = self._idle = 0
 
   def grow(self, threads: int):
-    """Lets at least so many be at work at a time."""
+    """Lets at least so many calls run at a time."""
     self._threads = max(self._threads, threads)
 
   @property
   def abandoned(self) -> dict[str, int]:
-    """How many abandoned calls have not come back, by name."""
-    with self._changed:
+    """How many abandoned calls still hang, by name."""
+    with self._lock:
       return dict(collections.Counter(call.name for call in self._abandoned))
 
   @property
   def busy(self) -> int:
-    """How many calls have a place."""
-    return len(self._busy)
+    """How many calls run, abandoned ones aside."""
+    return len(self._running)
 
   def submit(self, fn: Callable[[], Any]) -> Call:
     """Calls fn in a thread, in the present context.
 
     Raises:
-      PoolFullError: Too many calls were abandoned.
-      RuntimeError: The system gives no thread, and the pool has none.
+      PoolFullError: Too many abandoned calls hang.
+      RuntimeError: The system gives no thread, and no thread of the pool is alive.
     """
-    call = Call(self, functools.partial(contextvars.copy_context().run, fn))
-    for late in self._late():
-      late.cancel()
-    if len(self._abandoned) >= self._max_abandoned:
-      raise PoolFullError(
-        f'{len(self._abandoned)} calls hang ({_counts(self.abandoned)}); '
-        'no further call is begun before some of them come back.'
-      )
-    with self._changed:
+    call = Call(self, fn)
+    with self._lock:
+      if len(self._running) >= self._threads:
+        # Nobody waits for these any longer, though a shield kept them from being
+        # cancelled.
+        for late in [c for c in self._running if c.deadline < time.monotonic()]:
+          late.cancel()
+      if len(self._abandoned) >= self._max_abandoned:
+        most = collections.Counter(self.abandoned).most_common(5)
+        counts = ', '.join(f'{name}: {count}' for name, count in most)
+        raise PoolFullError(
+          f'{len(self._abandoned)} calls hang ({counts}); no further call is started '
+          'before some of them come back.'
+        )
       self._waiting.append(call)
       try:
-        self._staff()
+        self._start_threads()
       except RuntimeError:
-        if not self._alive:  # Else one of those takes it.
+        if not self._running:  # Else the thread of one of those takes it.
           self._waiting.remove(call)
           raise
     return call
 
-  def leave(self, call: Call):
-    """Takes a cancelled call out of the queue, or gives its place to another."""
-    with self._changed:
+  def release(self, call: Call) -> bool:
+    """Takes a cancelled call out; returns whether it was running, and is abandoned."""
+    with self._lock:
       if call in self._waiting:
         self._waiting.remove(call)
-      elif call in self._busy:
-        self._busy.remove(call)
-        self._abandoned.add(call)
-        self._alive -= 1
-        call.count()
-        if self._waiting:
-          with contextlib.suppress(RuntimeError):  # The other threads go on.
-            self._staff()
+      if call not in self._running:
+        return False
+      self._running.remove(call)
+      self._abandoned.add(call)
+      # Without a new thread, those that run take the waiting calls one by one.
+      with contextlib.suppress(RuntimeError):
+        self._start_threads()
+      return True
 
-  def _late(self) -> list[Call]:
-    """Calls nobody waits for, if places are wanting: they may have been shielded."""
-    with self._changed:
-      if self._alive < self._threads or self._idle > len(self._waiting):
-        return []
-      now = time.monotonic()
-      return [call for call in self._busy if call.deadline < now]
+  def _start_threads(self):
+    """Starts a thread for each waiting call that has a place; the lock is held."""
+    while self._waiting and len(self._running) < self._threads:
+      call = self._waiting[0]
+      threading.Thread(target=self._work, args=[call], name='worker', daemon=True).start()
+      self._start(self._waiting.popleft())
 
-  def _staff(self):
-    """Wakes a thread, or starts one; the lock is held."""
-    if self._idle >= len(self._waiting) or self._alive >= self._threads:
-      self._changed.notify()
-      return
-    threading.Thread(target=self._work, name='worker', daemon=True).start()
-    self._alive += 1
+  def _start(self, call: Call):
+    call.started = True
+    self._running.add(call)
 
-  def _work(self):
+  def _work(self, call: Call):
     mark_user_thread()
     while True:
-      with self._changed:
-        while not self._waiting:
-          self._idle += 1
-          self._changed.wait()
-          self._idle -= 1
-        call = self._waiting.popleft()
-        call.started = True
-        self._busy.add(call)
       call.run()
-      with self._changed:
+      with self._lock:
         if call in self._abandoned:
           self._abandoned.remove(call)
           return  # Another thread has this one's place.
-        self._busy.discard(call)
-      del call
+        self._running.remove(call)
+        if not self._waiting:
+          return
+        self._start(call := self._waiting.popleft())
 
 
 def function_name(fn: Callable) -> str:
-  """What the function is called where it was defined."""
+  """Returns what the function is called where it was defined."""
   while isinstance(fn, functools.partial):
     fn = fn.args[0] if fn.args and callable(fn.args[0]) else fn.func
   return getattr(fn, '__name__', type(fn).__name__)
 
 
-def _counts(numbers: dict[str, int]) -> str:
-  most = sorted(numbers.items(), key=lambda item: -item[1])[:5]
-  return ', '.join(f'{name}: {count}' for name, count in most)
-
-
 def mark_user_thread():
-  """Says that the present thread runs users' functions."""
+  """Marks the present thread as one that runs users' functions."""
   _thread.process = os.getpid()
 
 
