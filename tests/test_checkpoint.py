@@ -75,7 +75,7 @@ class TestRoundTrip:
 
   def test_host_state_is_copied(self):
     host = {'order': [3, 1, 2]}
-    copy = checkpoint._plain(host)  # not through `save`: whether that shows is a race
+    copy = checkpoint._copy_json(host)  # not through `save`: whether that shows is a race
     host['order'].append(9)
     assert copy == {'order': [3, 1, 2]}
 
@@ -138,11 +138,11 @@ class TestMistakes:
     other['count'] = jnp.zeros((), jnp.float32)
     with open_(tmp_path) as checkpoints, pytest.raises(ValueError) as caught:
       checkpoints.restore(other)
-    assert 'params.layers.0.w: float32[7, 5] there, float32[7, 6] here' in str(
+    assert 'params.layers.0.w: float32[7, 5] there, float32[7, 6] now' in str(
       caught.value
     )
-    assert 'params.extra: absent there, float32[1] here' in str(caught.value)
-    assert 'count: int32[] there, float32[] here' in str(caught.value)
+    assert 'params.extra: absent there, float32[1] now' in str(caught.value)
+    assert 'count: int32[] there, float32[] now' in str(caught.value)
     assert (tmp_path / 'checkpoints' / '1').is_dir()  # refused, not put aside
 
   @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ class TestMistakes:
       checkpoints.save(1, {'params': {'n': leaf}}, {})
 
   def test_two_leaves_of_one_name(self, tmp_path):
-    with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match='one name'):
+    with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match='the same name'):
       checkpoints.save(1, {'a.b': jnp.zeros(1), 'a': {'b': jnp.zeros(1)}}, {})
 
 

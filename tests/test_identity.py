@@ -89,7 +89,7 @@ def _described(folder, script=_SCRIPT, seed='1'):
 
 
 def _different(a, b):
-  a, b = (checkpoint._dotted(x) for x in (a, b))
+  a, b = (checkpoint._flatten_fields(x) for x in (a, b))
   return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 

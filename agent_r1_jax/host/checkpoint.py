@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written in the background, whole or not at all, kept k at a time.
+"""Checkpoints of a run, written in the background; the newest k are kept.
 
-The arrays (parameters, optimiser state, keys) and the host's state (counters, cursors of
-data, plain JSON) of one step are one checkpoint: `<workdir>/checkpoints/<step>/`. This is
-the only module that imports Orbax.
+A checkpoint, `<workdir>/checkpoints/<step>/`, holds the arrays (parameters, optimiser
+state, keys) and the host's state (counters and data cursors as plain JSON) of one step.
+It is written completely or not at all. Only this module imports Orbax.
 
   with checkpoint.Checkpointer(workdir, every=20, keep=3) as checkpoints:
     restored = checkpoints.restore(like=arrays)
@@ -37,19 +37,19 @@ from agent_r1_jax.host import checksums, disk, processes
 
 
 class Checkpointer:
-  """The checkpoints of one run.
+  """Saves and restores the checkpoints of one run.
 
   Attributes:
-    directory: Where they lie, one folder a step.
+    directory: The folder of the checkpoints, which has one folder for each step.
   """
 
   def __init__(self, workdir: str | os.PathLike, *, every: int, keep: int = 3):
-    """Opens `workdir`, and removes what a killed run left half-written there.
+    """Opens `workdir` and removes checkpoints that a killed run did not finish.
 
     Args:
       workdir: The run's directory; made if missing.
-      every: A checkpoint is due at each multiple of this many steps.
-      keep: The newest this many stay, older ones are deleted.
+      every: Number of steps between two checkpoints.
+      keep: Number of checkpoints to keep; older ones are deleted.
 
     Raises:
       ValueError: `every` or `keep` is below 1, or `workdir` cannot be written to.
@@ -57,7 +57,7 @@ class Checkpointer:
     for name, value in (('every', every), ('keep', keep)):
       if value < 1:
         raise ValueError(f'checkpoint {name}={value}: must be at least 1')
-    self.directory = _writable(pathlib.Path(workdir).absolute()) / 'checkpoints'
+    self.directory = _make_writable(pathlib.Path(workdir)) / 'checkpoints'
     # Orbax logs one failed write dozens of times; `save` and `wait` raise it, once.
     absl_logging.get_absl_logger().addFilter(_without_orbax_tracebacks)
     save_policy: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(every)
@@ -81,32 +81,32 @@ class Checkpointer:
 
   @property
   def steps(self) -> list[int]:
-    """The steps that can be restored, in ascending order."""
+    """The steps whose checkpoints are complete, in ascending order."""
     return [c.step for c in self._orbax.checkpoints if c.step != self._writing]
 
   def should_save(self, step: int) -> bool:
-    """Whether to save now: at each `every`-th step."""
+    """Whether `step` is a multiple of `every`."""
     return self._orbax.should_save(step)
 
   def save(self, step: int, arrays: Any, host_state: Mapping[str, Any]) -> bool:
-    """Starts to write a checkpoint, after the one before has been finished.
+    """Starts to write a checkpoint, once the one before is on disk.
 
-    Returns as soon as the values are copied: both arguments may be changed or donated.
+    It returns when the values are copied; the arguments may then be changed or donated.
 
     Args:
-      step: The number of updates that made `arrays`.
+      step: Number of updates after which the values are saved.
       arrays: A pytree of JAX arrays; typed PRNG keys are stored as their data.
-      host_state: What JSON gives back unchanged: string keys, lists and no tuples.
+      host_state: State that JSON gives back unchanged: string keys, no tuples.
 
     Returns:
-      False if there is a checkpoint of this step already; then nothing is written.
+      False if the step has a checkpoint already; nothing is written then.
 
     Raises:
       ValueError: A leaf is no JAX array, or JSON would change `host_state`.
       OSError: The checkpoint before this one could not be written.
     """
-    flat = {name: _data(name, leaf) for name, leaf in _flat(arrays).items()}
-    host_state = _plain(host_state)
+    flat = {name: _to_data(name, leaf) for name, leaf in _flatten(arrays).items()}
+    host_state = _copy_json(host_state)
     self.wait()
     if step in self.steps:
       return False
@@ -116,56 +116,56 @@ class Checkpointer:
         step, {'arrays': flat, 'host': host_state}, force=True
       )
     except Exception as error:
-      raise self._failed(error) from error
+      raise self._recover(error) from error
     return True
 
   def wait(self) -> None:
     """Waits until the last checkpoint is on disk.
 
     Raises:
-      OSError: It could not be written; the earlier ones are as they were.
+      OSError: It could not be written. The earlier checkpoints are intact.
     """
     try:
       self._orbax.wait()
     except Exception as error:
-      raise self._failed(error) from None
+      raise self._recover(error) from None
     self._writing = None
 
   def close(self) -> None:
-    """Waits, and lets go of Orbax's threads. Raises what `wait` raises."""
+    """Waits for the last checkpoint, as `wait` does, and ends Orbax's threads."""
     try:
       self.wait()
     except OSError:
-      # Orbax's other threads have met the same: one clear word is enough.
+      # Orbax's other threads failed in the same way: one clear error is enough.
       with contextlib.suppress(Exception):
         self._orbax.close()
       raise
     try:
       self._orbax.close()
     except Exception as error:
-      raise self._failed(error) from None
+      raise self._recover(error) from None
 
   def restore(
     self, like: Any, step: int | None = None
   ) -> tuple[int, Any, dict[str, Any]] | None:
-    """Reads a checkpoint, by default the newest that can be read.
+    """Reads a checkpoint, by default the newest that is readable.
 
-    A newest checkpoint that was damaged after it had been written is put aside as
-    `<step>.unreadable`, with a warning, and the one before it is read. Damaged is what
-    Orbax cannot read, and every file that is not, to the last bit, what was written.
+    A newest checkpoint that was damaged after it had been written is renamed to
+    `<step>.unreadable`, with a warning, and the one before it is read. A checkpoint is
+    damaged if Orbax cannot read it, or if any file differs from its checksum.
 
     Args:
-      like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and
-        types to expect. Arrays come back on the devices, sharded, as they are here.
-      step: Read this step and no other.
+      like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the expected structure,
+        shapes, dtypes and shardings.
+      step: The step to read; None for the newest.
 
     Returns:
-      The step, the arrays in the structure of `like`, the host's state. None if there
-      is no checkpoint and there never was one.
+      The step, the arrays in the structure of `like`, and the host's state; None if no
+      checkpoint was ever written.
 
     Raises:
-      ValueError: The checkpoint is of another model (the leaves are listed), there is
-        none at `step`, or none can be read, now or when the run was last started.
+      ValueError: The checkpoint is of another model (the leaves are listed), `step` has
+        none, or none is readable.
     """
     self.wait()
     steps = self.steps
@@ -175,7 +175,7 @@ class Checkpointer:
       try:
         return candidate, *self._read(candidate, like)
       except _UnreadableError as error:
-        # Others may have read theirs: only a person can decide for all processes.
+        # Other processes may have read theirs: only a person can decide for all.
         if step is not None or jax.process_count() > 1:
           raise ValueError(f'{error}. Move it away to go on from {steps[:-1]}') from None
         self._put_aside(candidate, error)
@@ -189,8 +189,8 @@ class Checkpointer:
 
   def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     self._check_checksums(step)
-    names = _flat(like)
-    abstract = {name: _abstract(leaf) for name, leaf in names.items()}
+    names = _flatten(like)
+    abstract = {name: _describe_data(leaf) for name, leaf in names.items()}
     try:
       saved = self._orbax.checkpointables_metadata(step).metadata['arrays']
       found = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in saved.items()}
@@ -201,16 +201,16 @@ class Checkpointer:
       read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
     except Exception as error:
       raise _UnreadableError(self.directory / str(step), error) from error
-    leaves = [_undata(read['arrays'][name], leaf) for name, leaf in names.items()]
+    leaves = [_from_data(read['arrays'][name], leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
   def _add_checksums(self) -> None:
     for folder in self.directory.glob(f'{self._writing}.orbax-checkpoint-tmp*'):
-      # Orbax writes the time of the commit into this file, after this.
-      checksums.write(folder, but=['_CHECKPOINT_METADATA'])
+      # Orbax writes the time of the commit into this file later.
+      checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
 
   def _check_checksums(self, step: int) -> None:
-    """Raises _UnreadableError in all processes, if a file is not as it was written."""
+    """Raises _UnreadableError in all processes if a file differs from its checksum."""
     folder = self.directory / str(step)
     mine = checksums.find_mismatch(folder, processes.take_share)
     if found := [text for text in processes.gather(mine) if text]:
@@ -225,9 +225,10 @@ class Checkpointer:
       f'{error}. It is now {target.name}; an earlier one is used', stacklevel=3
     )
 
-  def _failed(self, error: Exception) -> OSError:
+  def _recover(self, error: Exception) -> OSError:
+    """Removes a checkpoint that could not be written, and returns the error to raise."""
     step, self._writing = self._writing, None
-    # Before the rest of the failed checkpoint is cleared away.
+    # Asked before the failed checkpoint is removed, which makes room.
     reason = disk.describe_failure(self.directory, error)
     self._orbax.reload()
     if jax.process_index() == 0:
@@ -249,7 +250,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def lock_workdir(workdir: str | os.PathLike) -> Iterator[None]:
-  """Holds `<workdir>/.lock` until it is left; the system lets go of it after a kill.
+  """Holds `<workdir>/.lock` inside `with`; the system releases it after a kill.
 
   Args:
     workdir: The run's directory; made if missing.
@@ -257,7 +258,7 @@ def lock_workdir(workdir: str | os.PathLike) -> Iterator[None]:
   Raises:
     ValueError: Another run holds it, or `workdir` cannot be written to.
   """
-  path = _writable(pathlib.Path(workdir).absolute()) / '.lock'
+  path = _make_writable(pathlib.Path(workdir)) / '.lock'
   with path.open('a+') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,9 +269,9 @@ def lock_workdir(workdir: str | os.PathLike) -> Iterator[None]:
         'another workdir, or end that run first'
       ) from None
     except OSError as error:
-      # Some network file systems have no locks: better a run than none.
+      # Some network file systems have no locks; a run without one is better than none.
       warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
-    # Without room for it, whoever finds the file locked is not told by whom.
+    # On a full disk, the error of a second run does not name this process.
     with contextlib.suppress(OSError):
       os.ftruncate(file.fileno(), 0)
       text = f'process {os.getpid()} on {socket.gethostname()}\n'
@@ -286,21 +287,21 @@ def check_config(
   name: str = 'config.json',
   mend: str = 'Give another workdir, or the same values',
 ) -> None:
-  """Writes `<workdir>/config.json` the first time, and compares with it afterwards.
+  """Writes the configuration the first time, and compares it with the file afterwards.
 
   Args:
     workdir: The run's directory; made if missing.
-    config: The run's whole configuration, nested dicts of what JSON can write.
+    config: The run's configuration as nested dicts of JSON values.
     may_change: Dotted names of fields that a continued run may change, such as
-      'train.steps'; the file then gets the new values.
-    name: The file's, for what else describes a run.
-    mend: What to do where a field differs.
+      'schedule.steps'; the file then gets the new values.
+    name: The file's name in `workdir`.
+    mend: What the error tells a user to do where a field differs.
 
   Raises:
-    ValueError: A field differs from the file (all that do are listed), the file cannot
-      be read, the configuration cannot be written as JSON or `workdir` not written to.
+    ValueError: Fields differ from the file (they are listed), the file cannot be read,
+      the configuration is no JSON, or `workdir` cannot be written to.
   """
-  path = _writable(pathlib.Path(workdir).absolute()) / name
+  path = _make_writable(pathlib.Path(workdir)) / name
   try:
     new = json.loads(json.dumps(config))
   except (TypeError, ValueError) as error:
@@ -310,37 +311,37 @@ def check_config(
       old = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
-    _compare(path, _dotted(old), _dotted(new), may_change, mend)
+    there, here = _flatten_fields(old), _flatten_fields(new)
+    for name in may_change:
+      there.pop(name, None)
+      here.pop(name, None)
+    if lines := _list_differences(there, here, json.dumps):
+      raise ValueError('\n'.join([f'{path} has another configuration:', *lines, mend]))
     if old == new:
       return
   if jax.process_index() == 0:
     _write_atomically(path, json.dumps(new, indent=2) + '\n')
 
 
-def _compare(path, old, new, may_change, mend) -> None:
-  absent = object()
-  lines = [
-    f'  {name}: {_show(old, name)} there, {_show(new, name)} now'
-    for name in sorted(old.keys() | new.keys())
-    if name not in may_change and old.get(name, absent) != new.get(name, absent)
-  ]
-  if lines:
-    raise ValueError(
-      f'{path} is of a run with another configuration:\n' + '\n'.join([*lines, mend])
-    )
+def _list_differences(
+  there: Mapping[str, Any], here: Mapping[str, Any], show: Callable[[Any], str]
+) -> list[str]:
+  """Returns a line for each name whose value differs, is new, or is gone."""
+  absent, lines = object(), []
+  for name in sorted(there.keys() | here.keys()):
+    if there.get(name, absent) != here.get(name, absent):
+      old, new = (show(x[name]) if name in x else 'absent' for x in (there, here))
+      lines.append(f'  {name}: {old} there, {new} now')
+  return lines
 
 
-def _show(fields: Mapping[str, Any], name: str) -> str:
-  return json.dumps(fields[name]) if name in fields else 'absent'
-
-
-def _dotted(tree: Any, prefix: str = '') -> dict[str, Any]:
+def _flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:
   """{'a': {'b': 1}} -> {'a.b': 1}; an empty dict is a value."""
   if not isinstance(tree, dict) or not tree:
     return {prefix: tree}
   fields = {}
   for key, value in tree.items():
-    fields |= _dotted(value, f'{prefix}.{key}' if prefix else key)
+    fields |= _flatten_fields(value, f'{prefix}.{key}' if prefix else key)
   return fields
 
 
@@ -357,7 +358,9 @@ def _write_atomically(path: pathlib.Path, text: str) -> None:
       part.unlink(missing_ok=True)
 
 
-def _writable(workdir: pathlib.Path) -> pathlib.Path:
+def _make_writable(workdir: pathlib.Path) -> pathlib.Path:
+  """Makes the directory, tries to write into it, and returns its absolute path."""
+  workdir = workdir.absolute()
   probe = workdir / f'.writable.{os.getpid()}'
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -372,7 +375,7 @@ def _writable(workdir: pathlib.Path) -> pathlib.Path:
 
 
 class _UnreadableError(Exception):
-  """A checkpoint that is there and cannot be read."""
+  """A checkpoint exists and cannot be read."""
 
   def __init__(self, path: pathlib.Path, error: Exception):
     # Orbax's own message prints the whole tree; its cause says what was wrong.
@@ -382,11 +385,11 @@ class _UnreadableError(Exception):
 
 def _context(before_commit: Callable[[], None]) -> ocp.Context:
   registry = ocp.handlers.local_registry()
-  # Without it, Orbax would take a dict of numbers for a tree of arrays.
+  # Without it, Orbax would treat a dict of numbers as a tree of arrays.
   registry.add(ocp.handlers.JsonHandler, checkpointable_name='host')
   context = ocp.Context()
   context.checkpointables.registry = registry
-  # Called in the first process, when all files are written and not yet of their name.
+  # Called in the first process when all files are written, before the folder is renamed.
   context.asynchronous.post_finalization_callback = before_commit
   return context
 
@@ -395,12 +398,12 @@ def _without_orbax_tracebacks(record: logging.LogRecord) -> bool:
   return not (record.exc_info and 'orbax' in pathlib.Path(record.pathname).parts)
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-  """{'params.w': leaf, ...}: names that outlive a change of container types."""
+def _flatten(tree: Any) -> dict[str, Any]:
+  """Names each leaf by its path, 'params.w', whatever the types of the containers."""
   pairs = jax.tree_util.tree_leaves_with_path(tree)
   flat = {jax.tree_util.keystr(p, simple=True, separator='.'): leaf for p, leaf in pairs}
   if len(flat) < len(pairs):
-    raise ValueError('two leaves have one name: let no key of a dict contain a dot')
+    raise ValueError('two leaves have the same name: use no dot in keys of dicts')
   return flat
 
 
@@ -408,7 +411,8 @@ def _is_key(leaf: Any) -> bool:
   return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _data(name: str, leaf: Any) -> jax.Array:
+def _to_data(name: str, leaf: Any) -> jax.Array:
+  """Returns the array to save: a typed PRNG key's data, any other leaf as it is."""
   if not isinstance(leaf, jax.Array):
     raise ValueError(
       f'{name} is a {type(leaf).__name__} and no JAX array: numbers and other state of '
@@ -417,15 +421,18 @@ def _data(name: str, leaf: Any) -> jax.Array:
   return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _undata(array: jax.Array, like: Any) -> jax.Array:
+def _from_data(array: jax.Array, like: Any) -> jax.Array:
+  """Inverts `_to_data` for a leaf like `like`."""
   if not _is_key(like):
     return array
-  impls = []  # traced, because an abstract key does not tell its implementation
+  # An abstract key tells its implementation only while it is traced.
+  impls = []
   jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
   return jax.random.wrap_key_data(array, impl=impls[0])
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _describe_data(leaf: Any) -> jax.ShapeDtypeStruct:
+  """Returns shape, dtype and sharding of what `_to_data` gives for the leaf."""
   if _is_key(leaf):
     data = jax.random.key_data
     leaf = data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(data, leaf)
@@ -435,11 +442,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_leaves(step: int, found, expected: dict[str, jax.ShapeDtypeStruct]) -> None:
   wanted = {name: (x.shape, np.dtype(x.dtype)) for name, x in expected.items()}
-  lines = [
-    f'  {name}: {_kind(found, name)} there, {_kind(wanted, name)} here'
-    for name in sorted(found.keys() | wanted.keys())
-    if found.get(name) != wanted.get(name)
-  ]
+  lines = _list_differences(found, wanted, lambda x: f'{x[1]}{list(x[0])}')
   if lines:
     more = f'\n  and {len(lines) - 10} more' if len(lines) > 10 else ''
     raise ValueError(
@@ -449,15 +452,8 @@ def _check_leaves(step: int, found, expected: dict[str, jax.ShapeDtypeStruct]) -
     )
 
 
-def _kind(leaves, name: str) -> str:
-  if name not in leaves:
-    return 'absent'
-  shape, dtype = leaves[name]
-  return f'{dtype}{list(shape)}'
-
-
-def _plain(host_state: Mapping[str, Any]) -> dict[str, Any]:
-  """A copy, so that the caller may go on changing its own."""
+def _copy_json(host_state: Mapping[str, Any]) -> dict[str, Any]:
+  """Copies the state, so that the caller may go on changing its own."""
   try:
     copy = json.loads(json.dumps(host_state, allow_nan=False))
   except (TypeError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Checksums of a folder's files: whether they are what was written, to the last bit.
+"""Checksums of a folder's files, which show whether a file has changed by a single bit.
 
-They are of files and not of arrays. So they hold for every layout of the arrays over
-devices and processes, and for what lies beside the arrays; and no device waits for them.
-CRC-32 sees each flipped bit and each burst of up to 32, at gigabytes a second; it is no
-protection from someone who changes the checksums too.
+They are of files and not of arrays, so that they do not depend on how arrays are sharded,
+cover every other file too, and make no device wait. CRC-32 detects each flipped bit and
+each burst of up to 32 bits, at gigabytes a second. It does not protect from someone who
+changes the checksums too.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,16 +16,18 @@ import zlib
 _NAME = 'checksums.json'
 
 
-def write(folder: pathlib.Path, but: Collection[str] = ()) -> None:
-  """Writes the sizes and checksums of all files in a folder into it.
+def write(folder: pathlib.Path, exclude: Collection[str] = ()) -> None:
+  """Writes the sizes and checksums of all files in a folder to a file in it.
 
   Args:
-    folder: With folders in it, or without.
-    but: Files that will still change.
+    folder: The folder, with its subfolders.
+    exclude: Files that will still change.
   """
-  found = [path for path in sorted(folder.rglob('*')) if path.is_file()]
-  sums = {str(path.relative_to(folder)): _sum(path) for path in found}
-  sums = {name: value for name, value in sums.items() if name not in but}
+  sums = {}
+  for path in sorted(folder.rglob('*')):
+    name = str(path.relative_to(folder))
+    if path.is_file() and name not in exclude:
+      sums[name] = _checksum(path)
   with (folder / _NAME).open('w') as file:
     file.write(json.dumps(sums))
     file.flush()
@@ -35,37 +37,36 @@ def write(folder: pathlib.Path, but: Collection[str] = ()) -> None:
 def find_mismatch(
   folder: pathlib.Path, share: Callable[[int], Sequence[int]] = range
 ) -> str:
-  """What differs in a folder from what `add` found there, or ''.
+  """Describes the first file that differs from its checksum, or returns ''.
 
-  A folder without checksums, of an earlier version, is taken as it is, and the log says
-  so. Files that came later are not looked at.
+  A folder without checksums, of an earlier version, is accepted with a warning. Files
+  that were added later are ignored.
 
   Args:
-    folder: Of `add`.
-    share: The number of files -> the places of those to read here, where several
-      processes share the work.
+    folder: A folder that `write` was called for.
+    share: Maps the number of files to the indices of those that this process reads.
   """
   if not (folder / _NAME).exists():
     logging.getLogger(__name__).warning(
-      '%s has no checksums: nobody can say whether it is as it was written', folder
+      '%s has no checksums: it is not known whether its files are intact', folder
     )
     return ''
   try:
     sums = json.loads((folder / _NAME).read_text())
-    # The largest first, so that all processes have as much to read.
+    # The largest first, so that all processes read about as much.
     names = sorted(sums, key=lambda name: (-sums[name][0], name))
     for i in share(len(names)):
       if not (folder / names[i]).is_file():
         return f'{names[i]} is missing'
-      if _sum(folder / names[i]) != sums[names[i]]:
+      if _checksum(folder / names[i]) != sums[names[i]]:
         return f'{names[i]} is not what was written: its checksum differs'
   except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
     return f'{_NAME} cannot be read: {error}'
   return ''
 
 
-def _sum(path: pathlib.Path) -> list[int]:
-  """The size and the CRC-32 of a file."""
+def _checksum(path: pathlib.Path) -> list[int]:
+  """Returns the size and the CRC-32 of a file."""
   size = checksum = 0
   with path.open('rb') as file:
     while block := file.read(1 << 22):

@@ -1,4 +1,4 @@
-"""What cannot be written, said so that it can be mended."""
+"""Errors of writing to disk, described so that a user can mend them."""
 
 from collections.abc import Iterator
 import contextlib
@@ -11,10 +11,9 @@ _FULL = ('No space left on device', 'Disk quota exceeded', 'File too large')
 
 
 def describe_failure(path: pathlib.Path, error: Exception) -> str:
-  """Why something could not be written at `path`: 'the disk is full (0.0 MB free)'.
+  """Says why `path` could not be written, such as 'the disk is full (0.0 MB free)'.
 
-  To be asked before anything is cleaned up, so that the free space is what the writing
-  had.
+  Call it before cleaning up, so that the free space is what the writer had.
   """
   if is_full(error):
     return f'the disk is full ({_free(path) / 1e6:.1f} MB free)'
@@ -22,7 +21,7 @@ def describe_failure(path: pathlib.Path, error: Exception) -> str:
 
 
 def is_full(error: Exception) -> bool:
-  """Whether it is for want of room."""
+  """Whether the error means that a disk or quota is full."""
   number = getattr(error, 'errno', None)
   return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
     text in str(error) for text in _FULL
@@ -31,14 +30,14 @@ def is_full(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | os.PathLike, what: str) -> Iterator[None]:
-  """Around the writing of a file: an error of the system names file, cause and mend.
+  """Makes an OSError inside `with` name the file, the cause and what to do.
 
   Args:
-    path: The file.
+    path: The file that is written.
     what: Its content, for example 'the line of step 3'.
 
   Raises:
-    OSError: Of the same number.
+    OSError: The error with the same errno and a longer text.
   """
   try:
     yield
@@ -54,12 +53,12 @@ def explain_write_errors(path: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 def append(file, data: bytes) -> None:
-  """Writes all of `data` at the end of an unbuffered file, or nothing.
+  """Appends all of `data` to an unbuffered file, or nothing.
 
-  A buffer would hold what a full disk refuses, and try it again with what comes later.
+  A buffer would keep what a full disk refuses and write it again later.
 
   Raises:
-    OSError: It cannot be written; the file is as it was.
+    OSError: The data cannot be written; the file is unchanged.
   """
   end = os.fstat(file.fileno()).st_size
   try:
@@ -72,7 +71,7 @@ def append(file, data: bytes) -> None:
 
 
 def _free(path: pathlib.Path) -> int:
-  """Bytes that this user may still write where `path` is, or would be."""
+  """Returns the free bytes for this user on the disk of `path`."""
   while not path.exists():
     path = path.parent
   return shutil.disk_usage(path).free

@@ -1,4 +1,4 @@
-"""What a process is told before JAX first uses a device: others, compilations, memory."""
+"""Sets up a process before JAX uses a device: other processes, compilations, memory."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ from agent_r1_jax.host import processes
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
-# Where Linux says what a process and its control groups may use.
+# Where Linux lists the control groups of a process, and their limits.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
@@ -31,8 +31,8 @@ _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', '
 
 
 def initialize() -> None:
-  """All of what follows; `train` calls it, and a script may before that."""
-  # One that is lost shall not make JAX abort the others: `look_out` names it instead.
+  """Does all that follows; `train` calls it, and a script may call it before that."""
+  # JAX must not abort the others where one is lost: `processes.watch_others` names it.
   jax.config.update('jax_enable_recoverability', True)
   join_processes()
   processes.watch_others()
@@ -41,35 +41,35 @@ def initialize() -> None:
 
 
 def quiet_logging() -> None:
-  """Shows only what a user needs, unless --verbosity asks for more.
+  """Drops INFO lines of installed libraries, unless --verbosity is given.
 
-  What installed libraries narrate at INFO is dropped; the user's own lines stay, and so
-  do all warnings. A refusal of ours ends the program with its text alone.
+  The user's own lines and all warnings stay. An error that refuses a user's input ends
+  the program with its text alone, without a traceback.
   """
   parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   if parsed and flags.FLAGS['verbosity'].present:
     return
-  # A filter counts once, however often it is added. JAX does not log through absl.
+  # A filter that is added twice counts once. JAX does not log through absl.
   logging.get_absl_logger().addFilter(_is_worth_showing)
   for name in ('jax', 'faiss'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
   if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
-    sys.excepthook = _show
+    sys.excepthook = _print_error
 
 
-def _show(kind, error, trace) -> None:
-  """Prints an error that ends the program: a refusal as one line, without its traceback.
+def _print_error(kind, error, trace) -> None:
+  """Prints an error that ends the program; a refusal is one line without traceback.
 
-  A refusal is a ValueError or FileNotFoundError that a `raise` of this project raised.
-  Other errors are bugs, the user's or ours, and keep their traceback: also a ValueError
-  that a function of Python's raised where we called it.
+  A refusal is a ValueError or FileNotFoundError that a `raise` statement of this project
+  raised. Other errors are bugs and keep their traceback; so does a ValueError that a
+  function of Python raised where we called it.
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
   raised = linecache.getline(path, line).lstrip().startswith('raise ')
   if not (isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised):
     return sys.__excepthook__(kind, error, trace)
-  # Where the script is that was refused.
+  # Name the line of the user's script that called us.
   between = (_PACKAGE, contextlib.__file__)
   outside = [call for call in calls if not call[0].startswith(between)]
   path, line = (outside or calls)[-1]
@@ -84,21 +84,22 @@ def _is_worth_showing(record: py_logging.LogRecord) -> bool:
 
 
 def join_processes() -> None:
-  """Meets the other processes of this run, if the environment says that there are some.
+  """Connects to the other processes of this run, if environment variables name them.
 
-  JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID
-  name them; with AGENT_R1_PROCESSES=auto JAX asks Slurm, Open MPI or the TPU's metadata.
-  A process that is silent for AGENT_R1_HEARTBEAT_SECONDS (60) is taken for dead, and the
-  others end.
+  These are JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES
+  and JAX_PROCESS_ID; with AGENT_R1_PROCESSES=auto JAX asks Slurm, Open MPI or the TPU's
+  metadata. A process that is silent for AGENT_R1_HEARTBEAT_SECONDS (60) counts as dead,
+  and the others end.
 
-  The first process listens for the others at the coordinator's address alone. Where that
-  is a name that others resolve otherwise (of a service, or of a machine that knows itself
-  as 127.0.1.1), and with AGENT_R1_PROCESSES=auto, where JAX alone learns the address, it
-  listens at all of its addresses, as JAX does by default. JAX_COORDINATOR_BIND_ADDRESS
-  (host:port) names another. Whoever reaches it can take part in the run: let no stranger.
+  The first process listens at the coordinator's address only. It listens at all its
+  addresses, as JAX does by default, where the address is a name that other machines
+  resolve to another one (a service, or a machine that calls itself 127.0.1.1), and with
+  AGENT_R1_PROCESSES=auto, where only JAX knows the address. JAX_COORDINATOR_BIND_ADDRESS
+  (host:port) overrides both. Whoever reaches the address can take part in the run, so
+  let no stranger reach it.
 
   Raises:
-    ValueError: Of the three variables some are missing.
+    ValueError: Some of the three variables are missing.
   """
   found = {name: os.environ.get(f'JAX_{name}') for name in _PROCESSES}
   auto = os.environ.get('AGENT_R1_PROCESSES') == 'auto'
@@ -106,13 +107,13 @@ def join_processes() -> None:
     return
   if missing := [f'JAX_{name}' for name in _PROCESSES if not (auto or found[name])]:
     raise ValueError(f'{" and ".join(missing)} must be set too, to join other processes.')
-  # A signal's handler of JAX's own would take SIGTERM from preemption.watch.
+  # JAX's own signal handler would take SIGTERM from preemption.watch.
   jax.config.update('jax_enable_preemption_service', False)
   address, count, number = found.values()
   given: dict[str, Any] = {}
   if count and number:
     given = {'num_processes': int(count), 'process_id': int(number)}
-    # Slurm would be asked all the same, and give each process one device.
+    # Otherwise JAX asks Slurm all the same, and gives each process one device.
     given['cluster_detection_method'] = 'deactivate'
     if number == '0' and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
       given['coordinator_bind_address'] = _bind_address(address or '')
@@ -124,10 +125,11 @@ def join_processes() -> None:
 
 
 def _bind_address(coordinator: str) -> str | None:
-  """Where to listen so that others reach `coordinator` (host:port), and no more.
+  """Returns the address to listen at, so that others reach `coordinator` (host:port).
 
   Returns:
-    host:port in numbers; None for all addresses, if the host is not this machine's alone.
+    host:port in numbers; None, for all addresses, if the host is no address of this
+    machine or means another machine elsewhere.
   """
   host, _, port = coordinator.rpartition(':')
   host = host.strip('[]')
@@ -136,19 +138,18 @@ def _bind_address(coordinator: str) -> str | None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
       probe.bind((address[0], 0, *address[2:]))
   except OSError:
-    return None  # Of a service, or a router that forwards it here.
+    return None  # The address of a service or router, which forwards to this machine.
   number = str(address[0])
-  # A name that is this machine's own loopback is another address to the others.
+  # Other machines resolve a name of this machine's loopback to another address.
   if ipaddress.ip_address(number).is_loopback and host not in ('localhost', number):
     return None
   return f'[{number}]:{port}' if family == socket.AF_INET6 else f'{number}:{port}'
 
 
 def enable_compilation_cache() -> None:
-  """Keeps compiled programs on disk for the next process, unless JAX was told where.
+  """Keeps compiled programs in ~/.cache/agent_r1_jax for the next process.
 
-  They lie in ~/.cache/agent_r1_jax, or in JAX_COMPILATION_CACHE_DIR; that set to nothing
-  turns it off.
+  JAX_COMPILATION_CACHE_DIR names another folder; if it is empty, nothing is kept.
   """
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
@@ -159,14 +160,14 @@ def enable_compilation_cache() -> None:
 
 
 def retain_freed_memory() -> bool:
-  """Keeps freed memory in the process; only before JAX's first use of a device.
+  """Makes malloc keep freed memory; call it before JAX first uses a device.
 
-  XLA allocates all temporaries of a CPU program anew at each call, and glibc gives
-  blocks of that size back to the kernel at once: every page is then faulted in and
-  zeroed again: on one core a fifth of a training step (docs/performance.md).
+  XLA allocates all temporaries of a CPU program anew at each call, and glibc returns
+  blocks of that size to the kernel at once. Faulting in and zeroing the pages again takes
+  a fifth of a training step on one core (docs/performance.md).
 
   Returns:
-    Whether it was done: with glibc, where JAX will use no accelerator.
+    Whether it was done, which needs glibc and a JAX that will use no accelerator.
   """
   if platform.libc_ver()[0] != 'glibc':
     return False
@@ -179,10 +180,10 @@ def retain_freed_memory() -> bool:
 
 
 def available_memory() -> int:
-  """Bytes that this process may use: of the machine and of its control groups.
+  """Returns the bytes that the machine and its control groups let this process use.
 
-  What it uses already counts as available: freed memory stays in the process
-  (`keep_memory`), and is used again.
+  Memory that the process uses already counts as available: freed memory stays in the
+  process (`retain_freed_memory`), and is used again.
   """
   own = _own_memory()
   free = [int(n) for n in _read_fields('/proc/meminfo', 'MemAvailable')]
@@ -194,8 +195,8 @@ def available_memory() -> int:
     files = ('memory.max', 'memory.current')
     if kinds:
       files = ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes')
-    # A container sees its own group as the root; a group obeys those above it as well.
-    for folder in {'', *_above(name)}:
+    # A container sees its own group as the root. A group also obeys all groups above it.
+    for folder in {'', *_parent_groups(name)}:
       limit, used = (_number(file, folder) for file in files)
       if limit is not None and used is not None:
         found.append(max(0, limit - used + _cached(files[1], folder)) + own)
@@ -204,25 +205,25 @@ def available_memory() -> int:
 
 
 def _own_memory() -> int:
-  """Bytes of this process that are in memory."""
+  """Returns the bytes of this process that are in memory."""
   return 1024 * sum(int(n) for n in _read_fields('/proc/self/status', 'VmRSS'))
 
 
-def _above(name: str) -> list[str]:
-  """/a/b: a/b and a."""
+def _parent_groups(name: str) -> list[str]:
+  """Returns the group and those above it: for /a/b, a and a/b."""
   parts = name.strip('/').split('/')
   return ['/'.join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _number(file: str, group: str) -> int | None:
-  """What a control group's file says; None where there is none, or no limit."""
+  """Reads the number in a control group's file; None without a file or a limit."""
   folder, _, base = file.rpartition('/')
   text = ''.join(_lines(_GROUPS / folder / group / base))
   return int(text) if text.isdigit() else None
 
 
 def _cached(file: str, group: str) -> int:
-  """Bytes of files that a control group holds, and would give up."""
+  """Returns the bytes of cached files that a control group would give up."""
   folder = file.rpartition('/')[0]
   return sum(
     int(n)
@@ -231,13 +232,13 @@ def _cached(file: str, group: str) -> int:
 
 
 def _read_fields(path: str | os.PathLike, name: str) -> list[str]:
-  """The numbers of a file's lines that begin with `name`."""
+  """Returns the numbers of a file's lines that begin with `name`."""
   found = (line.replace(':', ' ').split() for line in _lines(path))
   return [words[1] for words in found if words[:1] == [name]]
 
 
 def _lines(path: str | os.PathLike) -> list[str]:
-  """Of a file; none where it cannot be read."""
+  """Returns the lines of a file; none if it cannot be read."""
   try:
     return pathlib.Path(path).read_text().splitlines()
   except OSError:

@@ -1,4 +1,4 @@
-"""Where arrays lie on several chips: a mesh, and which of its axes split a parameter.
+"""Places arrays on several chips: the mesh, and the axes that shard each parameter.
 
   mesh = sharding.make_mesh(fsdp=8)
   config, params = weights.load(directory, place=sharding.make_placer(mesh))
@@ -7,15 +7,15 @@
     state, metrics = learner.update(state, batches, ...)
   engine = Engine(config, state.params, mesh=mesh, ...)
 
-Rows lie over `data` and `fsdp`, a row's tokens over `context`. `data` copies the
-parameters; `fsdp` and `context` split them, and XLA gathers a layer where it is used;
-`tensor` splits heads, feed-forward and vocabulary. `context` is for rows that are too
-long for one chip: all work is a token's own, but for attention, for which the chips of a
-row exchange tokens for heads, and the shift by one of the learner. It is last, so that
-these chips are neighbours. XLA does most of it by itself, from where its arguments lie.
-What it does not see is said in the models, and only where a mesh is set:
-`constrain_params` in the
-decoder, and the work of one chip in the embedding, attention and the vocabulary head.
+A batch's rows are sharded over `data` and `fsdp`, and a row's tokens over `context`.
+Parameters are replicated over `data`, sharded over `fsdp` and `context` (XLA gathers a
+layer where it is used), and their heads, feed-forward and vocabulary over `tensor`.
+`context` is for rows that are too long for one chip. Only two computations mix tokens:
+attention, for which the chips of a row exchange tokens for heads, and the learner's shift
+by one. It is the last axis, so that these chips are neighbours. XLA derives most of the
+computation from the shardings of its arguments. What it does not derive is written in the
+models, where a mesh is set: `constrain_params` in the decoder, and the work of one chip
+in the embedding, attention and the vocabulary head.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ from agent_r1_jax.models import families
 AXES = ('data', 'fsdp', 'tensor', 'context')
 ROW_AXES = ('data', 'fsdp')
 TOKEN_SPEC = PartitionSpec(ROW_AXES, 'context')  # B T
-PARAM_AXES = ('fsdp', 'context')  # D of parameters
+PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
 
-# The mesh axes of a parameter's dimensions, by their letters in models/families.py;
-# the others are not split. An adapter's rank lies on every chip: merging moves nothing.
+# The mesh axes of a parameter's dimensions, by their letters in models/families.py; other
+# dimensions are replicated. So is an adapter's rank: merging needs no communication.
 _SPLIT_BY = {'D': PARAM_AXES} | dict.fromkeys('VNKF', ('tensor',))
-# What adafactor holds of a kernel is thousands of times smaller, and has fewer axes.
+# Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
-# The engine's parameters are a tree a layer: they have no L.
+# The engine's parameters have one tree for each layer, and no dimension L.
 _ONE_LAYER = re.compile(r'\blayers/\d+/')
 
 
@@ -58,7 +58,7 @@ def make_mesh(
   context: int = 1,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh of (data, fsdp, tensor, context) over `devices`, by default all there are.
+  """Makes a mesh of (data, fsdp, tensor, context) over `devices`, by default over all.
 
   Raises:
     ValueError: The axes do not multiply to the number of devices.
@@ -72,26 +72,29 @@ def make_mesh(
     )
   types = (AxisType.Auto,) * len(AXES)
   if len(devices) < jax.device_count():
-    # What is left of a slice need not be a block, which alone can be laid out.
+    # jax.make_mesh needs a whole block of chips, and a part of a slice may be none.
     return Mesh(np.reshape(devices, shape), AXES, axis_types=types)
   return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
 
 
 def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
-  """Chips that train, of all processes, and those of this process that only sample.
+  """Splits the chips into those that train and those that only sample.
 
   Args:
-    samplers: How many of each process's chips sample; its last ones do.
+    samplers: Number of chips of each process that sample, which are its last ones.
+
+  Returns:
+    The training chips of all processes, and the sampling chips of this process.
 
   Raises:
-    ValueError: No chip of a process would be left to train.
+    ValueError: A process has no chip left to train.
   """
   training, mine = [], []
   for process in range(jax.process_count()):
     chips = jax.local_devices(process_index=process)
     if not 0 <= samplers < len(chips):
       raise ValueError(
-        f'mesh.samplers is {samplers}, yet process {process} has {len(chips)} chips, '
+        f'mesh.samplers is {samplers}, but process {process} has {len(chips)} chips, '
         'of which one at least must train.'
       )
     training += chips[: len(chips) - samplers]
@@ -101,17 +104,17 @@ def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
 
 
 def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-  """A NamedSharding for each leaf of parameters, of an optimizer's or a TrainState.
+  """Gives each leaf of parameters, optimizer state or a TrainState a NamedSharding.
 
-  Scalars are on every chip. A leaf that cannot be split as its rule says is an error and
-  not a copy on every chip: that would be found when memory runs out, if at all.
+  Scalars are replicated. A leaf that its rule cannot shard is an error: replicated, it
+  would be noticed when memory runs out, if at all.
 
   Args:
-    tree: Of arrays or ShapeDtypeStructs.
-    mesh: From `make_mesh`.
+    tree: A pytree of arrays or ShapeDtypeStructs.
+    mesh: A mesh of `make_mesh`.
 
   Raises:
-    ValueError: models/families.py does not know a leaf, or an axis does not divide one of
+    ValueError: models/families.py does not list a leaf, or an axis does not divide one of
       its dimensions.
   """
   return jax.tree_util.tree_map_with_path(
@@ -120,32 +123,33 @@ def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Of a batch's leaves [B, T]: rows over data and fsdp, tokens over context."""
+  """Returns the sharding of [B, T]: rows over data and fsdp, tokens over context."""
   return NamedSharding(mesh, TOKEN_SPEC)
 
 
 def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-  """Sets the mesh inside `with`; None sets none."""
+  """Sets the mesh inside `with`; does nothing if it is None."""
   return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def make_placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
-  """(path, host array) -> the array where its rule says, as weights.load places it.
+  """Makes a function (path, host array) -> the sharded array, for weights.load.
 
-  Each process must have the whole array. Without a mesh: on JAX's default device.
+  Each process must have the whole array. Without a mesh, it is put on JAX's default
+  device.
   """
   if mesh is None:
     return lambda path, x: jax.device_put(x)
 
   def place(path: str, x: np.ndarray) -> jax.Array:
-    where = NamedSharding(mesh, _rule(path, x.shape, mesh))
-    return jax.make_array_from_callback(x.shape, where, lambda at: x[at])
+    named = NamedSharding(mesh, _make_spec(path, x.shape, mesh))
+    return jax.make_array_from_callback(x.shape, named, lambda index: x[index])
 
   return place
 
 
 def shard_params(params: Any, mesh: Mesh | None) -> Any:
-  """Parameters of which some are new, and each process has them whole: on the mesh."""
+  """Shards the leaves that are not on the mesh yet; each process has their data."""
   if mesh is None:
     return params
   place = make_placer(mesh)
@@ -158,20 +162,20 @@ def shard_params(params: Any, mesh: Mesh | None) -> Any:
 
 
 def shard_batch(batch: Any) -> Any:
-  """A batch of host arrays on the mesh that is set; unchanged without one.
+  """Shards a batch of host arrays over the mesh that is set; without one, returns it.
 
-  Each process must have the whole batch; each chip gets its rows.
+  Each process must have the whole batch.
   """
   mesh = jax.sharding.get_mesh()
   if mesh.empty:
     return batch
-  where = batch_sharding(mesh)
-  put = lambda x: jax.make_array_from_callback(x.shape, where, lambda at: x[at])
-  return jax.tree.map(put, batch)
+  named = batch_sharding(mesh)
+  shard = lambda x: jax.make_array_from_callback(x.shape, named, lambda index: x[index])
+  return jax.tree.map(shard, batch)
 
 
 def replicate(x: Any) -> Any:
-  """Inside jit: arrays that every chip has, and so every process can read."""
+  """Replicates arrays inside jit, so that every process can read them."""
   found = active_mesh()
   if found is None:
     return x
@@ -180,7 +184,7 @@ def replicate(x: Any) -> Any:
 
 
 def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
-  """make(*args), whose leaves lie where their rules say if a mesh is set."""
+  """Computes make(*args), whose leaves are sharded if a mesh is set."""
   found = active_mesh()
   if found is None:
     return make(*args)
@@ -189,18 +193,19 @@ def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
 
 
 def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
-  """This process's chips in meshes of `tensor` chips: each can hold a whole policy.
+  """Groups this process's chips into meshes of `tensor` chips, one for each replica.
 
   Args:
-    mesh: Of the training.
-    chips: Of this process, which are not on the mesh; they then are what is parted.
+    mesh: The mesh that trains.
+    chips: Sampling chips of this process; if there are any, they are grouped in place of
+      the chips on the mesh.
 
   Raises:
-    ValueError: `tensor` reaches over processes, or does not divide the number of chips.
+    ValueError: `tensor` spans processes, or does not divide the number of chips.
   """
   tensor = mesh.shape['tensor']
   groups = np.moveaxis(mesh.devices, mesh.axis_names.index('tensor'), -1)
-  part = lambda group: Mesh(
+  make_replica_mesh = lambda group: Mesh(
     np.reshape(group, [tensor if axis == 'tensor' else 1 for axis in mesh.axis_names]),
     mesh.axis_names,
     axis_types=mesh.axis_types,
@@ -214,109 +219,112 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
         f'them; make it a divisor of {len(mesh.local_devices)}.'
       )
     if all(mine):
-      found.append(part(group))
+      found.append(make_replica_mesh(group))
   if not chips:
     return found
   if len(chips) % tensor:
     raise ValueError(
       f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
     )
-  return [part(chips[i : i + tensor]) for i in range(0, len(chips), tensor)]
+  starts = range(0, len(chips), tensor)
+  return [make_replica_mesh(chips[i : i + tensor]) for i in starts]
 
 
 def gather_params(params: Any, mesh: Mesh) -> Any:
-  """Parameters that only `tensor` splits, from those that lie on the mesh."""
+  """Gathers parameters on the mesh, so that only `tensor` shards them."""
   with jax.set_mesh(mesh):
-    return _gathered(params)
+    return _gather(params)
 
 
-def take_replica_params(params: Any, part: Mesh) -> Any:
-  """The replica, on its own, of what `gather_params` gave.
+def take_replica_params(params: Any, replica: Mesh) -> Any:
+  """Takes one replica's parameters out of those that `gather_params` returned.
 
   Args:
-    params: Of all processes.
-    part: One of `make_replica_meshes`; nothing is copied to chips that are on the mesh.
+    params: Parameters on the mesh of all processes.
+    replica: A mesh of `make_replica_meshes`. Chips that are on both meshes share the
+      data; nothing is copied to them.
   """
 
   def leaf(x: jax.Array) -> jax.Array:
-    where = NamedSharding(part, _named(x).spec)
-    held: dict[str, dict[Any, jax.Array]] = {}
+    named = NamedSharding(replica, _named_sharding(x).spec)
+    # The copies of each shard, by their chips.
+    shards: dict[str, dict[Any, jax.Array]] = {}
     for shard in x.addressable_shards:
-      held.setdefault(str(shard.index), {})[shard.device] = shard.data
-    pieces = []
-    for chip, index in where.devices_indices_map(x.shape).items():
-      copies = held[str(index)]
+      shards.setdefault(str(shard.index), {})[shard.device] = shard.data
+    arrays = []
+    for chip, index in named.devices_indices_map(x.shape).items():
+      copies = shards[str(index)]
       copy = copies[chip] if chip in copies else next(iter(copies.values()))
-      pieces.append(jax.device_put(copy, chip))
-    return jax.make_array_from_single_device_arrays(x.shape, where, pieces)
+      arrays.append(jax.device_put(copy, chip))
+    return jax.make_array_from_single_device_arrays(x.shape, named, arrays)
 
   return jax.tree.map(leaf, params)
 
 
-def shard_cache(cache: Any, part: Mesh) -> Any:
-  """Puts a new key-value cache on a replica's chips: heads lie with their kernel."""
+def shard_cache(cache: Any, replica: Mesh) -> Any:
+  """Puts a new KV cache on a replica's chips; `tensor` shards the heads."""
 
   def put(x):
-    heads = x.ndim == 4 and x.shape[1] % part.shape['tensor'] == 0
+    heads = x.ndim == 4 and x.shape[1] % replica.shape['tensor'] == 0
     spec = PartitionSpec(None, 'tensor') if heads else PartitionSpec()
-    return jax.device_put(x, NamedSharding(part, spec))
+    return jax.device_put(x, NamedSharding(replica, spec))
 
   return jax.tree.map(put, cache)
 
 
 def to_numpy(x: Any) -> np.ndarray:
-  """An array on this host; all processes must ask for it if it lies on all of them."""
+  """Copies an array to this host; if it spans processes, all of them must call this."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    with jax.set_mesh(_named(x).mesh):
+    with jax.set_mesh(_named_sharding(x).mesh):
       x = jax.jit(replicate)(x)
   return np.asarray(x)
 
 
-def _named(x: jax.Array) -> Any:
-  """The NamedSharding that all of our arrays on several chips have."""
+def _named_sharding(x: jax.Array) -> Any:
+  """Returns the sharding as a NamedSharding, which all our sharded arrays have."""
   return x.sharding
 
 
 @jax.jit
-def _gathered(params: Any) -> Any:
+def _gather(params: Any) -> Any:
   mesh: Any = active_mesh()
-  only = lambda axis: axis if axis == 'tensor' else None
+  keep_tensor = lambda axis: axis if axis == 'tensor' else None
 
   def leaf(path, x):
-    spec = PartitionSpec(*map(only, _spec(path, x.shape, mesh)))
+    spec = PartitionSpec(*map(keep_tensor, _spec(path, x.shape, mesh)))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
   return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def to_host(tree: Any) -> Any:
-  """The same arrays in the host's memory, split over the same devices.
+  """Moves arrays to pinned host memory, sharded over the same devices.
 
-  It is pinned: their programs can copy it, and none but copies are meant to read it.
+  Programs may copy them from there and to there, but not compute with them.
   """
-  return jax.tree.map(lambda x: _moved(x, 'pinned_host'), tree)
+  return jax.tree.map(lambda x: _move(x, 'pinned_host'), tree)
 
 
 def to_device(tree: Any) -> Any:
-  """The inverse of `to_host`; what lies on devices is not copied."""
-  return jax.tree.map(lambda x: _moved(x, 'device'), tree)
+  """Inverts `to_host`; arrays that are on devices already are not copied."""
+  return jax.tree.map(lambda x: _move(x, 'device'), tree)
 
 
 def match_memory_kind(tree: Any, before: Any) -> Any:
-  """`tree` in the kind of memory in which the leaves of `before` lie."""
-  return jax.tree.map(lambda x, y: _moved(x, y.sharding.memory_kind), tree, before)
+  """Moves the leaves to the kind of memory that the leaves of `before` are in."""
+  return jax.tree.map(lambda x, y: _move(x, y.sharding.memory_kind), tree, before)
 
 
-def _moved(x, kind):
+def _move(x, kind):
   if x.sharding.memory_kind == kind:
     return x
   return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def constrain_params(params: Any) -> Any:
-  """Parameters where their rules put them, if a mesh is set; so are their gradients.
+  """Constrains parameters, and so their gradients, to their shardings if a mesh is set.
 
-  Left to itself, XLA leaves some gradients whole on every chip.
+  Without it, XLA replicates some gradients on every chip.
   """
   found = active_mesh()
   if found is None:
@@ -325,19 +333,19 @@ def constrain_params(params: Any) -> Any:
 
 
 def active_mesh() -> AbstractMesh | None:
-  """The mesh that is set by jax.set_mesh, if it has our axes."""
+  """Returns the mesh that jax.set_mesh has set, or None if it lacks our axes."""
   found = jax.sharding.get_abstract_mesh()
   return found if set(AXES) <= set(found.axis_names) else None
 
 
 def uses_context_parallelism() -> bool:
-  """Whether a mesh is set that splits the tokens of a row."""
+  """Whether a mesh is set that shards the tokens of a row."""
   found = active_mesh()
   return found is not None and found.shape['context'] > 1
 
 
 def platform() -> str:
-  """What is compiled for, 'cpu', 'gpu' or 'tpu': of the mesh, else of this machine."""
+  """Returns the platform of the mesh, else of this machine: 'cpu', 'gpu' or 'tpu'."""
   found = active_mesh()
   device = found.abstract_device if found else None
   return device.platform if device else jax.default_backend()
@@ -345,12 +353,14 @@ def platform() -> str:
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
   name = jax.tree_util.keystr(path, simple=True, separator='/')
-  return _rule(name, shape, mesh)
+  return _make_spec(name, shape, mesh)
 
 
-def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-  """Gives the mesh axes of a leaf whose name ends with the path of a parameter."""
-  # Optimizers put a single number where they need none.
+def _make_spec(
+  name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+  """Returns the mesh axes of a leaf whose name ends with the path of a parameter."""
+  # Optimizers have a single number where they need no array.
   if math.prod(shape) == 1 or _FACTORED.search(name):
     return PartitionSpec()
   letters = _letters(_ONE_LAYER.sub('layers/', name))
@@ -360,15 +370,15 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
   for size, letter in zip(shape, letters, strict=False):
     axes = _SPLIT_BY.get(letter, ())
     chips = math.prod(mesh.shape[axis] for axis in axes)
-    # The scales of 8-bit moments are one a row of the last axis. Fewer key-value heads
-    # than `tensor`, which they divide, lie on every chip: they are small, and attention
-    # takes of them what a chip's query heads need.
+    # The scales of 8-bit moments have size 1 in the last axis. Key-value heads are
+    # replicated where there are fewer than `tensor` and their number divides it: they are
+    # small, and attention takes those that a chip's query heads need.
     if size == 1 or (letter == 'K' and size < chips and chips % size == 0):
       axes = ()
     elif size % chips:
       named = ' x '.join(axes)
       raise ValueError(
-        f'{name}: a dimension of {size} in {shape} cannot be split over {named} = '
+        f'{name}: a dimension of {size} in {shape} cannot be sharded over {named} = '
         f'{chips}; choose a mesh whose {named} divides it.'
       )
     spec.append(axes if len(axes) > 1 else next(iter(axes), None))
@@ -378,7 +388,7 @@ def _rule(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def _letters(name: str) -> str:
-  """Finds the dimensions of the parameter with whose path a leaf's name ends."""
+  """Returns the dimensions of the parameter whose path a leaf's name ends with."""
   parts = name.split('/')
   paths = ('/'.join(parts[start:]) for start in range(len(parts)))
   found = next((families.DIMS[path] for path in paths if path in families.DIMS), None)

@@ -1,18 +1,19 @@
-"""A small process beside a trainer: it acts where the trainer's Python cannot.
+"""A small process that acts for a trainer where the trainer's Python cannot.
 
-`preemption.watch` starts this file by itself (`python -I -S watchdog.py`), without JAX
-and without this package: about 10 MB. The trainer writes bytes to its standard input:
+`preemption.watch` runs this file as a script (`python -I -S watchdog.py`), without JAX
+and without this package; it takes about 10 MB. The trainer writes bytes to its standard
+input:
 
-- a signal's number, written by Python's C handler (`signal.set_wakeup_fd`), also while
-  other code holds the interpreter. It is passed back on standard output, to a thread that
-  answers;
+- the number of a signal. Python's C handler writes it (`signal.set_wakeup_fd`), even
+  while other code holds the interpreter. It is returned on standard output, to a thread
+  that answers;
 - HEARTBEAT every second from that thread, ANSWERED after a signal, DISTRIBUTED where
-  there are other processes, FINISHED at an end that somebody has explained.
+  there are other processes, FINISHED before an end that has been explained.
 
-A signal without an answer, or a long silence, means that some code does not let go of the
+A signal without an answer, or a long silence, means that some code does not release the
 interpreter: Python's stacks are printed (`faulthandler`, on STACKS_SIGNAL), and the
-trainer is killed. Time counts only while the trainer could have run: not while it is
-stopped (SIGSTOP), and not while this process or the machine slept. Linux only.
+trainer is killed. Time counts only while the trainer could run: not while it is stopped
+(SIGSTOP), nor while this process or the machine sleeps. Linux only.
 """
 
 import contextlib
@@ -24,30 +25,30 @@ import time
 
 HEARTBEAT, ANSWERED, DISTRIBUTED, FINISHED = 0x80, 0x81, 0x82, 0x83
 END_SIGNALS = (int(signal.SIGTERM), int(signal.SIGINT))
-# A real-time signal: nobody else gives it a meaning.
+# A real-time signal, which nothing else uses.
 STACKS_SIGNAL = int(getattr(signal, 'SIGRTMAX', 64)) - 1
 _TICK = 0.5
 
 
-# In the trainer: where its bytes go; -1 while no watch is on.
-wire = -1
+# In the trainer: the file descriptor for its bytes; -1 while no watch is on.
+pipe = -1
 
 
 def send(byte: int) -> None:
-  """Tells the watchdog, if there is one."""
-  if wire >= 0:
+  """Sends a byte to the watchdog, if there is one."""
+  if pipe >= 0:
     with contextlib.suppress(OSError):  # Gone, or full.
-      os.write(wire, bytes([byte]))
+      os.write(pipe, bytes([byte]))
 
 
 def print_line(text: str) -> None:
-  """Writes a line to standard error in one piece, past Python's buffers and locks."""
-  with contextlib.suppress(OSError):  # Nobody may read it any more.
+  """Writes a line to standard error at once, without Python's buffers and locks."""
+  with contextlib.suppress(OSError):  # The reader may be gone.
     os.write(2, f'agent_r1_jax: {text}\n'.encode(errors='replace'))
 
 
 def _can_run(pid: int) -> bool:
-  """Whether the process is there and not stopped, from /proc."""
+  """Whether the process exists and is not stopped, from /proc."""
   try:
     with open(f'/proc/{pid}/stat') as file:
       return file.read().rpartition(')')[2].split()[0] not in 'TtZX'
@@ -56,7 +57,7 @@ def _can_run(pid: int) -> bool:
 
 
 def _end(pid: int, reason: str) -> None:
-  """Prints why and where, and kills the trainer."""
+  """Prints the reason and the trainer's stacks, and kills the trainer."""
   print_line(
     f'{reason}: some code holds the interpreter, such as a regular expression in a '
     'reward. Run such code in a process of its own. Its stacks follow, then it is '
@@ -64,7 +65,7 @@ def _end(pid: int, reason: str) -> None:
   )
   try:
     os.kill(pid, STACKS_SIGNAL)
-    time.sleep(1.0)  # What is printed is a few pages.
+    time.sleep(1.0)  # The stacks are a few pages.
     os.kill(pid, signal.SIGKILL)
   except ProcessLookupError:
     pass
@@ -73,9 +74,9 @@ def _end(pid: int, reason: str) -> None:
 def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
   """Serves the trainer `pid` until it ends."""
   for number in (*END_SIGNALS, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)  # They are often sent to a whole group.
+    signal.signal(number, signal.SIG_IGN)  # They are often sent to all processes.
   asked, silent, unanswered, before = '', 0.0, 0.0, time.monotonic()
-  several = False
+  distributed = False
   while True:
     said = os.read(0, 4096) if (ready := select.select([0], [], [], _TICK)[0]) else b''
     now = time.monotonic()
@@ -88,10 +89,10 @@ def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
         asked = ''
       elif byte == FINISHED:
         return
-    several |= DISTRIBUTED in said
+    distributed |= DISTRIBUTED in said
     if (ready and not said) or os.getppid() != pid:
-      # A child of the trainer may hold the pipe open: then only its parent tells.
-      other = ', or aborted by JAX for want of process 0' if several else ''
+      # A child of the trainer may hold the pipe open; then only getppid tells.
+      other = ', or aborted by JAX for want of process 0' if distributed else ''
       return print_line(
         f'process {pid} ended without a word: killed (out of memory?), or by os._exit in '
         f'some code{other}; the same command goes on from the last checkpoint.'
