@@ -1,4 +1,4 @@
-"""Environments: what the agent's replies lead to."""
+"""Environments: they answer the agent's replies and give rewards."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,11 +16,11 @@ from agent_r1_jax.agent import workers
 
 Call = calls_lib.ToolCall | calls_lib.CallError
 Score = float | dict[str, float]
-# The whole conversation to a score, sync or async. A dict names the parts of a sum. One
-# with a parameter `status` is told by that name how the episode ended: 'done', or one of
-# types.BUDGETS, where the last message may be a reply without an end. It gets copies.
+# (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
+# sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one of
+# types.BUDGETS, where the last message may be an unfinished reply.
 Reward = Callable[..., Score | Awaitable[Score]]
-# As the method `ToolEnv.process_reward`, the environment first.
+# Like the method `ToolEnv.process_reward`; the first argument is the environment.
 ProcessReward = Callable[
   ['ToolEnv', Sequence[Call], Sequence[tool_lib.ToolResult]], Score | Awaitable[Score]
 ]
@@ -29,24 +29,24 @@ Metrics = Callable[[types.Task, list[types.Message]], Numbers | Awaitable[Number
 
 
 class Env(Protocol):
-  """One episode: plain attributes are its state.
+  """One episode; plain attributes are its state.
 
   An attribute `tools`, a sequence of Tool, is optional; their schemas go into the prompt.
-  So is a method that judges an episode which a budget ended before the environment did:
+  Optional, too, is a method that judges an episode that a budget ended:
 
     async def finish(self, status: str, reply: str | None) -> types.Step
 
-  `status` is one of types.BUDGETS, `reply` the unfinished reply, which `step` has not
-  seen, or None where there is none. The Step's reward adds to the last turn's, and its
-  metrics count; without the method, such an episode keeps what its turns earned.
+  `status` is one of types.BUDGETS; `reply` is the unfinished reply, which `step` has not
+  seen, or None. The Step's reward is added to the last turn's, and its metrics to the
+  episode's. Without the method, such an episode keeps the rewards of its turns.
 
-  Coroutines share an event loop with those of other episodes, which they must not block;
-  a method that is a plain function runs in a thread and may block. Whatever a method
-  raises marks the trajectory 'error', as does one that takes too long (rollout.Limits).
+  Coroutines share an event loop with those of other episodes and must not block it; a
+  method that is a plain function runs in a thread and may block. A method that raises or
+  takes too long (rollout.Limits) marks the trajectory 'error'.
   """
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins the episode: what the agent sees first."""
+    """Begins the episode and returns the first messages for the agent."""
     ...
 
   async def step(self, reply: str) -> types.Step:
@@ -55,24 +55,24 @@ class Env(Protocol):
 
 
 class ToolEnv:
-  """The agent calls tools until it replies without a call; then the reward is given.
+  """The agent calls tools until it replies without a call; then the episode is done.
 
-  Calls of one reply run at the same time and are answered in order. Calls that are
-  malformed, unknown or too many are answered with an error text, and the episode goes on.
+  Calls of one reply run concurrently and are answered in order. Calls that are malformed,
+  unknown or too many are answered with an error text, and the episode continues.
 
-  Every turn is paid its process reward, the last one the reward of the conversation too.
-  The reward judges a conversation that a budget cut short as well: an unfinished reply is
-  then its last message, whose calls are not run and which earns no process reward.
-  Every step's metrics hold tool_calls, tool_errors (of them tool_timeouts were late) and
-  format_errors, and the named parts of its reward as 'reward/<name>'; the last step's
-  also what `metrics` returns.
+  Every turn gets its process reward, and the last turn also the reward of the
+  conversation, even if a budget ended it. An unfinished reply is then the last message;
+  its calls are not run, and it gets no process reward.
+  Every step's metrics are tool_calls, tool_errors (which include tool_timeouts),
+  format_errors, and the named parts of its reward as 'reward/<name>'. The last step's
+  also include those of `metrics`.
 
   Functions that are not async run in threads (see workers), several at a time. They get
-  copies of the task and the messages: what they change there, nobody sees. A grader that
-  may hold the interpreter belongs into a process (isolated.in_subprocess).
+  copies of the task and the messages, which they may change. A grader that may hold the
+  interpreter belongs into a subprocess (isolated.in_subprocess).
 
   Attributes:
-    task: The current one.
+    task: The task of the episode.
     messages: The conversation so far.
   """
 
@@ -87,18 +87,17 @@ class ToolEnv:
     max_parallel_calls: int = 8,
     reward_seconds: float = 60.0,
   ):
-    """Nothing runs before `reset`.
+    """Checks the arguments; nothing runs before `reset`.
 
     Args:
-      tools: With different names.
-      reward: Of the conversation, when the agent replied without a call or a budget ended
-        the episode.
-      process_reward: Of a turn, in place of the method of that name.
-      parse: The tool-call format.
-      metrics: Further numbers to log for the episode, such as F1.
-      max_parallel_calls: Of one reply; the calls beyond are refused.
-      reward_seconds: That each of reward, process_reward, metrics and parse may take, the
-        wait for a free thread included; what is late marks the trajectory 'error'.
+      tools: The tools, whose names must differ.
+      reward: Scores the conversation when the episode ends.
+      process_reward: Scores a turn, in place of the method of that name.
+      parse: Parses the calls in a reply.
+      metrics: Computes further metrics of the episode, such as F1.
+      max_parallel_calls: The most calls of one reply that are run.
+      reward_seconds: The time that each of reward, process_reward, metrics and parse may
+        take, including the wait for a thread; a longer call marks the trajectory 'error'.
     """
     for item in tools:
       if not isinstance(item, tool_lib.Tool):
@@ -124,7 +123,7 @@ class ToolEnv:
     self._done = True
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins with the task's messages."""
+    """Begins the episode with the task's messages."""
     self.task = task
     self.messages = copy_containers(task.messages)
     self._done = False
@@ -135,7 +134,7 @@ class ToolEnv:
     if self._done:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
-    calls = await self._ask('parse', self._parse, reply)
+    calls = await self._call('parse', self._parse, reply)
     self._done = not calls
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
@@ -150,14 +149,14 @@ class ToolEnv:
     )
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
-    score = await self._ask('process_reward', process_reward, calls, results)
-    self._pay(step, 'process reward', score)
+    score = await self._call('process_reward', process_reward, calls, results)
+    self._add_reward(step, 'process reward', score)
     if self._done:
       await self._judge(step, 'done')
     return step
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
-    """Judges a conversation that a budget ended."""
+    """Scores a conversation that a budget ended."""
     if self._done:
       raise ValueError('finish: the episode is over or never began; call reset first.')
     self._done = True
@@ -170,14 +169,14 @@ class ToolEnv:
   def process_reward(
     self, calls: Sequence[Call], results: Sequence[tool_lib.ToolResult]
   ) -> Score | Awaitable[Score]:
-    """The reward of a turn: the sum of what its tools reported, by the name 'process'.
+    """Scores a turn by the sum of its tools' rewards, under the name 'process'.
 
-    Subclasses may think otherwise, sync or async; a dict names the parts of a sum, and a
-    part that the final reward has too adds to it.
+    Subclasses may override it, sync or async. A dict names the parts of a sum; a part of
+    the same name in the final reward is added to it.
 
     Args:
-      calls: What was run, or could not be read; none in the last turn.
-      results: What came of each; `messages` ends with them.
+      calls: The turn's calls, also those that could not be parsed; none in the last turn.
+      results: The result of each; `messages` ends with them.
     """
     rewards = [result.reward for result in results]
     return {'process': float(sum(rewards))} if any(rewards) else 0.0
@@ -192,15 +191,15 @@ class ToolEnv:
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
   async def _judge(self, step: types.Step, status: str):
-    """Adds the reward of the conversation, and the metrics of the episode."""
+    """Adds the conversation's reward and the episode's metrics to a step."""
     given = bind_status(self._reward, status)
-    score = await self._ask(
+    score = await self._call(
       'reward', given, copy_containers(self.task), copy_containers(self.messages)
     )
-    self._pay(step, 'reward', score)
+    self._add_reward(step, 'reward', score)
     if self._metrics:
       args = copy_containers(self.task), copy_containers(self.messages)
-      found = await self._ask('metrics', self._metrics, *args)
+      found = await self._call('metrics', self._metrics, *args)
       if not isinstance(found, dict):
         raise ValueError(
           f'the metrics of task {self.task.id!r} are {found!r:.100}; make them a dict of '
@@ -208,8 +207,8 @@ class ToolEnv:
         )
       step.metrics |= found
 
-  async def _ask(self, kind: str, fn: Callable, *args) -> Any:
-    """What a function says; the library's own, which are quick, at once."""
+  async def _call(self, kind: str, fn: Callable, *args) -> Any:
+    """Calls a user's function in a thread, and the library's own, which are quick, here."""
     if getattr(fn, 'func', fn) in (calls_lib.parse_hermes, ToolEnv.process_reward):
       return fn(*args)
     seconds = self._reward_seconds
@@ -217,7 +216,7 @@ class ToolEnv:
       fn, *args, name=kind, seconds=seconds, field='reward_seconds'
     )
 
-  def _pay(self, step: types.Step, kind: str, score: Score):
+  def _add_reward(self, step: types.Step, kind: str, score: Score):
     """Adds a score and its named parts to a step."""
     parts = score if isinstance(score, dict) else {}
     try:
@@ -236,26 +235,25 @@ class ToolEnv:
 
 
 async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step | None:
-  """What the environment makes of an end by a budget; None if it has no such method."""
+  """Calls the environment's `finish`; returns None if it has no such method."""
   method = getattr(env, 'finish', None)
   return None if method is None else await workers.call(method, status, reply)
 
 
 def bind_status(reward: Reward, status: str) -> Reward:
-  """The reward, with the status if it has a parameter of that name."""
+  """Binds the status to the reward function, if it has a parameter of that name."""
   try:
     parameters = inspect.signature(reward).parameters
   except (TypeError, ValueError):
-    return reward  # A function without a signature, of another language.
+    return reward  # A function of another language has no signature.
   return functools.partial(reward, status=status) if 'status' in parameters else reward
 
 
 def copy_containers(value: Any) -> Any:
-  """A task or messages, in containers of their own: all else in them is shared.
+  """Copies a task or messages: nested dicts, lists, tuples and sets, and nothing else.
 
-  Dicts, lists, tuples and sets are copied, also within each other; text and numbers
-  cannot be changed, and arrays and other objects may be large. A task whose containers
-  hold themselves is not copied.
+  Text and numbers cannot be changed, and arrays and other objects may be large. A task
+  whose containers contain themselves is not copied.
   """
   if isinstance(value, types.Task):
     fields = ('messages', 'answer', 'info')
@@ -278,7 +276,7 @@ def _message(call: Call, result: tool_lib.ToolResult) -> types.Message:
 
 
 def _counts(calls, results) -> dict[str, float]:
-  """Counts a turn's calls; a refused call is an error of the call."""
+  """Counts a turn's calls; a refused call counts as a tool error."""
   malformed = sum(isinstance(call, calls_lib.CallError) for call in calls)
   failed = len(calls) - sum(result.ok for result in results)
   return {

@@ -1,8 +1,7 @@
-"""Functions in a process of their own, for graders that may hold the interpreter.
+"""Runs functions in a subprocess, for graders that may hold the interpreter.
 
 A regular expression that backtracks, a huge power or another long call into C holds the
-interpreter: no thread goes on meanwhile, the engine's neither. In a process it can be
-killed:
+interpreter: every thread stops, the engine's too. A subprocess can be killed:
 
   # grader.py, which the process imports
   def grade(answer: str, golden: str) -> float: ...
@@ -31,68 +30,68 @@ import weakref
 
 from agent_r1_jax.agent import threads, workers
 
-# Of a process's start: it imports the module of the function.
+# The time for a subprocess to start and to import the function's module.
 _START_SECONDS = 60.0
-# A process ends by itself so long after its call was late, if nobody is left to kill it.
+# A subprocess ends itself so long after its call timed out, if nobody is left to kill it.
 _ALONE_SECONDS = 5.0
 _MAX_BYTES = 64 << 20
 
 
 class LostError(RuntimeError):
-  """The process ended before it answered, such as by os._exit or for want of memory."""
+  """The subprocess ended before it answered, as by os._exit or out of memory."""
 
 
 class FailedError(RuntimeError):
-  """The function raised; type and text are told."""
+  """The function raised; the text has the exception's type and text."""
 
 
 def in_subprocess(
   fn: Callable, *, seconds: float, processes: int = 4
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-  """fn as an async function that runs in a process, and is killed when it is late.
+  """Makes an async function that calls fn in a subprocess, and kills it after a time.
 
-  Processes are started when they are needed, kept for further calls, and replaced where
-  one was killed or ended. They end when this process does, however it ends: at once, or
-  in the midst of a call when its time is over.
+  Subprocesses are started when they are needed, reused, and replaced when one was killed
+  or ended. They end when this process ends, however it ends: at once, or during a call
+  when its time is over.
 
   Args:
-    fn: Of a module that can be imported: its name is what the process gets. pickle
-      carries what it takes, JSON what it returns.
-    seconds: That a call may take, once it has a process.
-    processes: At most so many at a time; further calls wait.
+    fn: A function that can be imported by its name. Arguments are pickled, and what it
+      returns is sent as JSON.
+    seconds: The time that a call may take once it has a subprocess.
+    processes: The most subprocesses that work at a time; further calls wait.
 
   Returns:
     An async function of the same arguments. It raises FailedError where fn raises,
-    TimeoutError where it is late, and LostError where its process ended.
+    TimeoutError where it takes too long, and LostError where its subprocess ended.
 
   Raises:
     ValueError: fn cannot be imported by its name, or a number is not above 0.
   """
   if not seconds > 0 or processes < 1:
     raise ValueError(f'seconds={seconds} and processes={processes} must be above 0.')
-  if fn.__module__ == '__main__' or _imported(fn.__module__, fn.__qualname__) is not fn:
+  if fn.__module__ == '__main__' or _import_function(fn.__module__, fn.__qualname__) is not fn:
     raise ValueError(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'
     )
-  kept = _Processes(fn, seconds, processes)
+  pool = _ProcessPool(fn, seconds, processes)
 
   @functools.wraps(fn)
   async def call(*args, **kwargs):
-    return await kept.call(args, kwargs)
+    return await pool.call(args, kwargs)
 
   return call
 
 
-def _imported(module: str, name: str) -> Any:
+def _import_function(module: str, name: str) -> Any:
   found = importlib.import_module(module)
   for part in name.split('.'):
     found = getattr(found, part, None)
   return found
 
 
-class _Processes:
-  """Processes for one function, and a thread for each that is at work."""
+class _ProcessPool:
+  """Subprocesses of one function, and a thread for each that works."""
 
   def __init__(self, fn, seconds, processes):
     self._fn, self._seconds = fn, seconds
@@ -107,7 +106,7 @@ class _Processes:
       work.cancel()
 
   def _call(self, args, kwargs) -> Any:
-    process = self._take() or _Process(self._fn)
+    process = self._take_idle() or _Process(self._fn)
     try:
       ok, answer = process.call((args, kwargs), self._seconds)
     except BaseException:
@@ -118,21 +117,20 @@ class _Processes:
       raise FailedError(answer)
     return answer
 
-  def _take(self) -> '_Process | None':
-    """One that waits for a call; those that ended meanwhile are dropped."""
-    while self._idle:
+  def _take_idle(self) -> '_Process | None':
+    """Returns an idle subprocess, and drops those that ended meanwhile."""
+    while True:
       try:
         process = self._idle.pop()
-      except IndexError:
-        break  # Another thread took the last one.
-      if process.lives:
+      except IndexError:  # Another thread may have taken the last one.
+        return None
+      if process.is_alive:
         return process
       process.end()
-    return None
 
 
 class _Process:
-  """One process, and the pipe to it."""
+  """One subprocess and the pipe to it."""
 
   def __init__(self, fn):
     self._name = fn.__name__
@@ -143,31 +141,31 @@ class _Process:
       [sys.executable, '-m', __name__, *names],
       stdin=subprocess.DEVNULL,
       pass_fds=[there.fileno()],
-      # Ctrl-C and a signal to the trainer's group are not for it: see _serve.
+      # Ctrl-C and signals to the trainer's group do not reach it; see _serve.
       start_new_session=True,
       env=os.environ | {'PYTHONPATH': os.pathsep.join(p or os.curdir for p in sys.path)},
     )
     there.close()
     self.end = weakref.finalize(self, _end, self._process, here)
-    ok, answer = self._answer(_START_SECONDS)
+    ok, answer = self._receive(_START_SECONDS)
     if not ok:
       self.end()
       raise FailedError(answer)
 
   @property
-  def lives(self) -> bool:
+  def is_alive(self) -> bool:
     """Whether it can take a call."""
     return self._process.poll() is None
 
   def call(self, arguments, seconds) -> tuple[bool, Any]:
-    """Whether the function returned, and what it returned or how it failed."""
+    """Returns whether the function returned, and its value or its error's text."""
     try:
       self._pipe.send((arguments, seconds))
     except OSError as error:
       raise self._lost() from error
-    return self._answer(seconds)
+    return self._receive(seconds)
 
-  def _answer(self, seconds) -> tuple[bool, Any]:
+  def _receive(self, seconds) -> tuple[bool, Any]:
     try:
       if not self._pipe.poll(seconds):
         raise TimeoutError(f'{self._name} gave no answer within {seconds:g} seconds')
@@ -193,16 +191,16 @@ def _end(process: subprocess.Popen, pipe):
 
 
 def _serve(pipe, module: str, name: str):
-  """Answers calls until nobody is left to ask.
+  """Answers calls until the pipe is closed.
 
-  Whoever ends a run may send its signal to every process of it. The trainer decides what
-  becomes of the call under way: a process that ended by itself would fail its episode.
+  A signal that ends a run may be sent to all its processes. It is ignored here: the
+  trainer decides about the call under way, whose episode would fail otherwise.
   """
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    # A handler and not SIG_IGN, which the programs that the function starts would keep.
+    # A handler and not SIG_IGN, which programs that the function starts would inherit.
     signal.signal(number, lambda *_: None)
   try:
-    fn = _imported(module, name)
+    fn = _import_function(module, name)
   except BaseException as error:
     _send(pipe, False, workers.describe_error(error))
     return
@@ -213,7 +211,7 @@ def _serve(pipe, module: str, name: str):
       (args, kwargs), seconds = pipe.recv()
     except EOFError:
       return
-    # Its thread needs no interpreter, whoever holds that.
+    # The time-out acts in a thread that does not need the interpreter.
     seconds = min(seconds + _ALONE_SECONDS, threading.TIMEOUT_MAX)
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
     try:

@@ -1,7 +1,7 @@
 """Tools: plain Python functions that a model may call.
 
-A tool reports what happened. What goes wrong in it (it raises, hangs, is called wrongly,
-returns something odd) is text for the model, never an exception for us.
+A tool reports what happened. If it raises, hangs, is called wrongly or returns something
+odd, the model gets a text; the run never gets an exception.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,23 +17,22 @@ from typing import Any
 
 from agent_r1_jax.agent import workers
 
-# A result's characters beyond these are dropped at once: a trajectory keeps its messages.
+# A result is cut to so many characters, since a trajectory keeps its messages.
 MAX_CHARS = 200_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-  """A function and what the model is told of it.
+  """A function and its description for the model.
 
   Attributes:
-    name: What the model calls it.
-    schema: In the OpenAI form: {'type': 'function', 'function': {'name', 'description',
-      'parameters'}}, for the chat template; calls are checked against it.
-    fn: Sync or async. A sync function runs in a thread (see workers), where it may block;
-      an async one must not.
-    timeout: Seconds until a call is given up, the wait for a free thread included. A
-      thread cannot be killed: a hung function keeps its thread, which does not keep the
-      interpreter from exiting.
+    name: The name that the model calls.
+    schema: {'type': 'function', 'function': {'name', 'description', 'parameters'}}, the
+      OpenAI form. The chat template shows it, and calls are checked against it.
+    fn: The function. A sync function runs in a thread (see workers) and may block; an
+      async one must not block.
+    timeout: Seconds after which a call is abandoned, including the wait for a thread. A
+      hung function keeps its thread, which does not keep the interpreter from exiting.
   """
 
   name: str
@@ -61,17 +60,17 @@ class Tool:
       raise ValueError(f'tool {self.name}: timeout={self.timeout} must be above 0.')
 
   def __call__(self, *args, **kwargs):
-    """Calls the plain function: what it raises, it raises."""
+    """Calls the plain function, whose exceptions pass through."""
     return self.fn(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What a function returns that can tell a reward, too: `Report('you won', reward=1)`.
+  """A function's return value with a reward: `Report('you won', reward=1)`.
 
   Attributes:
-    value: For the model: whatever a function may return.
-    reward: What happened is worth this; the environment decides what that means.
+    value: The value for the model, of any type that a tool may return.
+    reward: The reward; the environment decides what it means.
   """
 
   value: Any
@@ -84,13 +83,13 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
-  """What a call came to.
+  """The result of a call.
 
   Attributes:
-    text: For the model.
-    ok: Whether it worked.
-    seconds: How long it took.
-    reward: What the tool reported.
+    text: The text for the model.
+    ok: Whether the call succeeded.
+    seconds: The time that it took.
+    reward: The reward of the tool's Report, else 0.
     timed_out: Whether it failed because it took longer than the tool's timeout.
   """
 
@@ -126,7 +125,7 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
   Raises:
     ValueError: transformers' `get_json_schema` refuses it, or it takes *args or **kwargs.
   """
-  # Set before the import, which otherwise remarks that PyTorch is missing.
+  # Set before the import, which otherwise warns that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   from transformers.utils.chat_template_utils import get_json_schema
 
@@ -145,7 +144,7 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-  """Calls a tool within its time. Never raises, whatever the tool does."""
+  """Calls a tool within its timeout; never raises, whatever the tool does."""
   start = time.monotonic()
   result = await _attempt(tool, arguments)
   text = result.text
@@ -155,16 +154,16 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
 
 
 async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-  # The result becomes text where the function ran: that may take its time, too.
+  # The result becomes text in the thread of the function, as that may take long too.
   def run():
-    return _result(tool.fn(**arguments))
+    return _to_result(tool.fn(**arguments))
 
   async def run_async():
-    return _result(await tool.fn(**arguments))
+    return _to_result(await tool.fn(**arguments))
 
   fn = run_async if workers.is_async(tool.fn) else run
   try:
-    if problem := _problem_of_call(tool, arguments):
+    if problem := _find_problem(tool, arguments):
       return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
     return await workers.call(fn, name=tool.name, seconds=tool.timeout)
   except workers.CallTimeoutError as error:
@@ -175,7 +174,7 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     return ToolResult(f'Error: {tool.name}: {workers.describe_error(error)}', ok=False)
 
 
-def _result(value: Any) -> ToolResult:
+def _to_result(value: Any) -> ToolResult:
   if isinstance(value, Report):
     return ToolResult(_to_text(value.value), ok=True, reward=float(value.reward))
   return ToolResult(_to_text(value), ok=True)
@@ -191,17 +190,17 @@ def _to_text(value: Any) -> str:
       value = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
       kind, value = type(value).__name__, str(value)
-      # What Python shows of objects that have no words of their own.
+      # Python's default text of an object says nothing to a model.
       if re.search(r' at 0x[0-9a-f]+>', value):
         raise TypeError(
           f'the function returned a {kind}, which is no text; return a str, a number, '
           'or a list or dict of these'
         ) from None
-  return str.__str__(value)  # A subclass of str may lie.
+  return str.__str__(value)  # A subclass of str may override it.
 
 
-def _problem_of_call(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-  """Says what is wrong with a call's arguments, or None."""
+def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
+  """Describes what is wrong with a call's arguments; None if they fit the schema."""
   from jsonschema import exceptions
   import referencing
 
@@ -210,7 +209,7 @@ def _problem_of_call(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
   unknown = [key for key in arguments if key not in known]
   if unknown and parameters.get('additionalProperties', False) is False:
     return f'unknown argument {unknown[0]!r}; it takes {", ".join(known) or "none"}'
-  # With a registry of its own, the library downloads no $ref.
+  # With an empty registry, the library downloads no $ref.
   validator = _validator()(parameters, registry=referencing.Registry())
   error = exceptions.best_match(validator.iter_errors(dict(arguments)))
   if error is None:
@@ -223,10 +222,10 @@ def _problem_of_call(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
 
 @functools.cache
 def _validator() -> Any:
-  """The class that checks JSON Schema, with two differences.
+  """Returns a validator class of JSON Schema, with two differences.
 
-  None fits what is `nullable`, as `get_json_schema` writes it; 3.0 is no integer, for a
-  function that asks for an int would get a float.
+  None is valid where a schema is `nullable`, as `get_json_schema` writes it. 3.0 is no
+  integer, because a function that asks for an int would get a float.
   """
   from jsonschema import validators
 

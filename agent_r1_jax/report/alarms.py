@@ -1,11 +1,11 @@
-"""Alarms: what goes wrong in a run long before its reward says so, as metrics."""
+"""Alarms: metrics that show what goes wrong in a run long before its reward does."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping
 
 from agent_r1_jax import config, types
 
-# What an alarm says where it begins, and what can be done.
+# What an alarm says when it begins, and what can be done.
 _WORDS = {
   'entropy_collapse': (
     'the entropy of the policy is {value:.3g} nats a token, below {limit:g}',
@@ -37,20 +37,20 @@ _WORDS = {
 
 
 class AlarmMonitor:
-  """Rings alarms, and says on the terminal when one begins and when it ends."""
+  """Checks alarms, and prints a line when one begins and when it ends."""
 
   def __init__(self, limits: config.Alarms, say: Callable[[str], None]):
-    """Nothing rings yet.
+    """Begins without any alarm.
 
     Args:
-      limits: Of the run.
+      limits: The run's limits.
       say: Shows a line.
     """
     self._limits, self._say = limits, say
     self._ringing: set[str] = set()
 
   def check(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-    """`check` of the numbers of a step; says what has changed since the last one."""
+    """Returns `check` of a step's metrics; says what changed since the last step."""
     found = _beyond(numbers, self._limits)
     for name, (value, limit, rings) in found.items():
       if rings and name not in self._ringing:
@@ -63,15 +63,15 @@ class AlarmMonitor:
     return check(numbers, self._limits)
 
 
-# Metrics of a trajectory that count faults of users' code; see rollout and ToolEnv.
+# Metrics of a trajectory that count faults of users' code, by how they begin.
 _FAULTS = ('error/', 'abandoned/', 'tool_errors', 'tool_timeouts')
 
 
 class FaultCounter:
-  """Says on the terminal what goes wrong in users' code: the first time, and in sum."""
+  """Prints each new kind of fault in users' code, and all counts at the end."""
 
   def __init__(self, say: Callable[[str], None]):
-    """Nothing has gone wrong yet.
+    """Begins without any fault.
 
     Args:
       say: Shows a line.
@@ -80,11 +80,11 @@ class FaultCounter:
     self._counts: collections.Counter[str] = collections.Counter()
 
   def count(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
-    """Counts the faults of played episodes, and says each kind that is new.
+    """Counts the faults of a step's trajectories, and says each kind that is new.
 
     Args:
-      step: The step that they were played for.
-      trajectories: All of it, errors included.
+      step: The step that they were sampled for.
+      trajectories: All of the step's trajectories, including those with an error.
     """
     examples: dict[str, str] = {}
     found: collections.Counter[str] = collections.Counter()
@@ -103,25 +103,26 @@ class FaultCounter:
     self._counts += found
 
   def report_totals(self) -> None:
-    """Says how many of each kind there were; nothing if there were none."""
+    """Says how many faults of each kind there were; nothing if there were none."""
     if self._counts:
       each = ', '.join(f'{name} {n}' for name, n in sorted(self._counts.items()))
       self._say(f'Faults since this start: {each}')
 
 
 def check(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
-  """'alarm/<name>' is 1 where a number is beyond its limit, else 0.
+  """Returns 'alarm/<name>': 1 where a metric is beyond its limit, else 0.
 
   Args:
-    numbers: Of one step, by the names that train.run writes; what is absent rings not.
-    limits: Of the run.
+    numbers: A step's metrics by the names that train.run writes; a missing one gives no
+      alarm.
+    limits: The run's limits.
   """
   found = _beyond(numbers, limits)
   return {f'alarm/{name}': float(rings) for name, (_, _, rings) in found.items()}
 
 
 def _beyond(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bool]]:
-  """Of each alarm the number, its limit, and whether it is beyond it."""
+  """Returns each alarm's metric, its limit, and whether it is beyond the limit."""
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
   above = {
     'kl_blow_up': (max(map(abs, kls)), limits.kl),
@@ -144,9 +145,9 @@ def _truncated(numbers) -> float:
 
 
 def _invalid(numbers) -> float:
-  of = lambda name: numbers.get(f'rollout/{name}', 0.0)
-  failed = of('tool_errors') + of('format_errors')
-  return failed / max(of('tool_calls') + of('format_errors'), 1e-9)
+  get = lambda name: numbers.get(f'rollout/{name}', 0.0)
+  failed = get('tool_errors') + get('format_errors')
+  return failed / max(get('tool_calls') + get('format_errors'), 1e-9)
 
 
 def _share(numbers) -> float:

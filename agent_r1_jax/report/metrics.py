@@ -20,26 +20,25 @@ from agent_r1_jax.report import tensorboard
 
 
 class Writer:
-  """Writes numbers to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/`.
+  """Writes metrics to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/`.
 
-  A line of the file is one JSON object with 'step' and the numbers; it is on disk when
-  `write` returns. JSON has no NaN and no infinity: they are the strings 'nan', 'inf' and
-  '-inf', which `read` turns back.
+  A line of the file is a JSON object with 'step' and the metrics; it is on disk when
+  `write` returns. JSON has no NaN and no infinity: they become the strings 'nan', 'inf'
+  and '-inf', which `read` converts back.
   """
 
   def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None = None):
-    """Opens the files of `workdir`; goes on after what is there.
+    """Opens the files of `workdir` and appends to them.
 
     Args:
       workdir: The run's directory; made if missing.
-      resume_step: The step that comes next. What a killed run wrote at this step and
-        after, behind its last checkpoint, is dropped; with None nothing is, but for a
-        last line that was cut in half.
+      resume_step: The next step. Lines of this step and later, which a killed run wrote
+        after its last checkpoint, are dropped. None drops only an incomplete last line.
     """
     self._path = path = _file(workdir)
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk.explain_write_errors(path, 'The lines before this start'):
-      _drop(path, math.inf if resume_step is None else resume_step)
+      _drop_lines(path, math.inf if resume_step is None else resume_step)
       self._lines = io.FileIO(path, 'a')
     self._tensorboard = tensorboard.EventWriter(path.parent / 'tensorboard', resume_step)
 
@@ -53,13 +52,13 @@ class Writer:
     """Writes one line.
 
     Args:
-      step: Lines of one step may be several, for example of training and evaluation.
-      values: Names and scalars (also of NumPy and JAX). 'a/b' groups in TensorBoard.
+      step: The step; it may have several lines, such as of training and evaluation.
+      values: Metrics, as scalars of Python, NumPy or JAX. 'a/b' groups in TensorBoard.
 
     Raises:
       ValueError: A value is no scalar, or is called 'step'.
-      OSError: The line cannot be written, and the file is as it was: this file is the
-        record of a run. TensorBoard is a convenience: what it is not given is told once.
+      OSError: The line cannot be written; the file is unchanged. A failure to write for
+        TensorBoard is only a warning.
     """
     if 'step' in values:
       raise ValueError("a metric cannot be called 'step': the line has one already")
@@ -77,11 +76,11 @@ class Writer:
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-  """The lines of `<workdir>/metrics.jsonl`, without a last one that was cut in half.
+  """Reads `<workdir>/metrics.jsonl`, without a last line that is incomplete.
 
   Raises:
     FileNotFoundError: There is no such file.
-    ValueError: Another line than the last is broken; the message has its number.
+    ValueError: Another line than the last is broken; the error names its number.
   """
   path = _file(workdir)
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
@@ -102,15 +101,15 @@ def _file(workdir: str | os.PathLike) -> pathlib.Path:
   return pathlib.Path(workdir) / 'metrics.jsonl'
 
 
-def _drop(path: pathlib.Path, resume_step: float) -> None:
-  """Rewrites the file, atomically, with the whole lines of the steps before."""
+def _drop_lines(path: pathlib.Path, resume_step: float) -> None:
+  """Rewrites the file atomically, with the complete lines of earlier steps."""
   if not path.exists():
     return
-  whole = path.read_bytes().splitlines(keepends=True)[: len(read(path.parent))]
-  kept = [x for x in whole if json.loads(x)['step'] < resume_step]
+  complete = path.read_bytes().splitlines()[: len(read(path.parent))]
+  earlier = [line for line in complete if json.loads(line)['step'] < resume_step]
   part = path.with_suffix('.part')
   try:
-    part.write_bytes(b''.join(line.rstrip(b'\r\n') + b'\n' for line in kept))
+    part.write_bytes(b''.join(line + b'\n' for line in earlier))
     part.replace(path)
   except OSError:
     part.unlink(missing_ok=True)

@@ -27,12 +27,12 @@ def plot_curves(
   """Draws a learning curve as a PNG.
 
   Args:
-    runs: One run or several seeds of one: working directories, or what `read` returns.
-      Several give their mean, a band from the lowest to the highest, and thin lines.
-    path: The picture.
-    panels: Titles, and the patterns of the names to draw. A name that no run has is left
-      out, and so is a panel without any.
-    title: Above all panels.
+    runs: One run or several seeds of one: workdirs, or lines of `metrics.read`. Several
+      seeds give their mean, a band from the lowest to the highest, and thin lines.
+    path: The PNG file.
+    panels: Titles, each with patterns of the names to draw. Names that no run has are
+      left out, and so are panels without any.
+    title: The title above all panels.
     baselines: Names and heights of dashed lines in the last panel.
 
   Raises:
@@ -131,7 +131,7 @@ def _names(seeds, patterns: Sequence[str]) -> list[str]:
 
 
 def _aligned(seeds, name: str) -> tuple[np.ndarray, np.ndarray]:
-  """Steps [S] that every seed with this name has, and its values [seeds, S]."""
+  """Returns the steps [S] that all seeds with this name have, and values [seeds, S]."""
   series = [{r['step']: float(r[name]) for r in rows if name in r} for rows in seeds]
   series = [values for values in series if values]
   steps = sorted(set.intersection(*(set(values) for values in series)))
@@ -139,7 +139,7 @@ def _aligned(seeds, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-  """A centred running mean over a twentieth of the curve; windows shrink at the ends."""
+  """Returns a centred running mean over a twentieth; windows shrink at the ends."""
   half = len(values) // 40
   windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
   return np.array([np.mean(window) for window in windows])

@@ -1,4 +1,4 @@
-"""How far a loop is, on the terminal, and how long its parts took.
+"""Shows the progress of a loop on the terminal, and times its parts.
 
 with progress.Progress(steps, label='GRPO', start=start) as bar:
   for step in range(start, steps):
@@ -18,7 +18,7 @@ from agent_r1_jax.host import disk
 
 
 class Progress:
-  """How far a loop is: a bar on a terminal, a line every few seconds in a log file."""
+  """Shows the steps of a loop: a bar on a terminal, a line at intervals in a log file."""
 
   def __init__(
     self,
@@ -30,15 +30,15 @@ class Progress:
     file: Any = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Shows nothing before it is entered (`with`).
+    """Shows nothing before `with`.
 
     Args:
-      total: Steps of the whole loop.
+      total: Number of steps of the whole loop.
       label: What the loop does, for example 'GRPO'.
-      start: Steps done before, when a run goes on.
+      start: Number of steps done before, when a run is resumed.
       every: Seconds between two lines where `file` is no terminal.
       file: Where to show it; by default standard output.
-      clock: Seconds that only grow.
+      clock: Returns monotonic seconds.
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
@@ -79,25 +79,25 @@ class Progress:
   def set_phase(
     self, name: str, done: int | None = None, total: int | None = None
   ) -> None:
-    """Says what is going on inside the step, for example ('rollout', 45, 128)."""
+    """Shows what the step is doing, for example ('rollout', 45, 128)."""
     self._phase = name if done is None else f'{name} {done}/{total}'
     self._show()
 
   def update(self, step: int, **numbers: float) -> None:
-    """Says that `step` steps are done, and the newest numbers, for example reward=0.4."""
+    """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
     self._step, self._phase = step, ''
     self._numbers = '  '.join(f'{name} {value:.3f}' for name, value in numbers.items())
     self._show()
 
   def print_line(self, line: str) -> None:
-    """Says something that stays: above the bar, or as a line of its own."""
+    """Prints a line that stays, above the bar."""
     if self._bar:
       self._bar.console.print(line, markup=False, highlight=False)
     else:
       self._write(line)
 
   def step_counter(self) -> Callable[[Any], None]:
-    """A callback that counts its calls as steps, for what has no numbers of its own."""
+    """Returns a callback that counts each call of it as a step."""
     ended = itertools.count(self._start + 1)
     return lambda _: self.update(next(ended))
 
@@ -119,7 +119,7 @@ class Progress:
     try:
       print(line, file=self._file, flush=True)
     except OSError as error:
-      # A log that the terminal was sent to: what it lacks is in metrics.jsonl.
+      # Standard output goes to a file on a full disk; metrics.jsonl has the numbers.
       if not disk.is_full(error):
         raise
 
@@ -138,13 +138,13 @@ def _minutes(seconds: float) -> str:
 
 
 class Clock:
-  """Seconds since the last lap."""
+  """Measures the seconds between laps."""
 
   def __init__(self):
     self._last = time.perf_counter()
 
   def lap(self) -> float:
-    """Seconds since this was called last, or since the clock was made."""
+    """Returns the seconds since the last call, or since the clock was made."""
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
     return seconds

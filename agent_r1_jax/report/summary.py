@@ -1,4 +1,4 @@
-"""What a run leaves for people: tables and a curve, from its numbers and trajectories."""
+"""Files that summarise a run for people: tables and a learning curve."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -9,10 +9,10 @@ import numpy as np
 
 from agent_r1_jax.report import metrics, plots, tables
 
-# Method, set, kind of task ('all' is of all), 'mean' and 'count'.
+# Method -> set -> kind of task, or 'all' -> 'mean' and 'count'.
 Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 
-# What lies in a workdir, as far as it is there.
+# The files of a workdir, if they exist.
 _PLACES = {
   'learning curve': 'curve.png',
   'numbers of the run': 'numbers.md',
@@ -24,7 +24,7 @@ _PLACES = {
 
 
 def write_training_report(workdir: str | os.PathLike, title: str = '') -> None:
-  """Writes curve.png and numbers.md of what a run has measured."""
+  """Writes curve.png and numbers.md from a run's metrics."""
   folder, lines = pathlib.Path(workdir), metrics.read(workdir)
   if not any('rollout/reward' in line for line in lines):
     return
@@ -37,7 +37,7 @@ def write_training_report(workdir: str | os.PathLike, title: str = '') -> None:
 
 
 def summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
-  """A table of a run's numbers: how they began, how they ended, and their extremes."""
+  """Makes a table of each metric's first and last mean and its extremes."""
   names = dict.fromkeys(name for line in lines for name in line if name != 'step')
   rows = {}
   for name in names:
@@ -52,10 +52,10 @@ def summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
 
 
 def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
-  """Writes table.md and table.json: exact match of each method on each set, by kind.
+  """Writes table.md and table.json: exact match by method, set and kind of task.
 
   Args:
-    scores: Method -> set -> what `evaluate.by_kind` gave.
+    scores: Method -> set -> the result of `evaluate.by_kind`.
     workdir: The run's directory.
 
   Returns:
@@ -68,8 +68,8 @@ def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
     rows = {
       method: {
         name: tables.Count(round(cell['mean'] * cell['count']), round(cell['count']))
-        for name, of in found.items()
-        if (cell := of[kind])['count']
+        for name, kinds_of_set in found.items()
+        if (cell := kinds_of_set[kind])['count']
       }
       for method, found in scores.items()
     }
@@ -82,7 +82,7 @@ def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
 
 
 def list_files(workdir: str | os.PathLike) -> str:
-  """Says where what lies."""
+  """Lists the files of a workdir, one a line."""
   folder = pathlib.Path(workdir)
   found = {what: folder / name for what, name in _PLACES.items()}
   return '\n'.join(f'{what}: {path}' for what, path in found.items() if path.exists())

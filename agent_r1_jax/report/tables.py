@@ -11,8 +11,8 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
   or 1.
 
   Args:
-    successes: How many of the trials succeeded.
-    n: How many trials there were; with none, the interval is (0, 1).
+    successes: Number of trials that succeeded.
+    n: Number of trials; without any, the interval is (0, 1).
 
   Raises:
     ValueError: `successes` is not in [0, n].
@@ -28,7 +28,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 class Count(NamedTuple):
-  """A cell of a table: `successes` of `n`."""
+  """A cell of a table: `successes` of `n` trials."""
 
   successes: int
   n: int
@@ -39,14 +39,14 @@ def format_table(
   columns: Iterable[str],
   corner: str = 'method',
 ) -> str:
-  """A table in Markdown that reads well as plain text, as the paper's Table 3.
+  """Formats a Markdown table that reads well as plain text, like the paper's Table 3.
 
   Args:
-    rows: Name of a method -> name of a column -> its cell. A `Count` is shown as a
-      proportion, its 95 % interval and the counts: '.713 [.659, .761] 214/300'; a number
-      with three decimals; a missing cell as '-'.
+    rows: Row -> column -> cell. A `Count` becomes a proportion, its 95 % interval and
+      the counts, '.713 [.659, .761] 214/300'; a number gets three decimals; a missing
+      cell is '-'.
     columns: The columns, in order.
-    corner: The title of the first column, which holds the rows' names.
+    corner: The title of the first column, which names the rows.
 
   Raises:
     ValueError: A row has a column that is not in `columns`.

@@ -1,4 +1,4 @@
-"""TensorBoard's events: a convenience beside metrics.jsonl that holds no run up."""
+"""TensorBoard's events: a convenience beside metrics.jsonl, whose failure ends no run."""
 
 import contextlib
 import os
@@ -14,30 +14,29 @@ _FLUSH_SECONDS = 10.0
 
 
 class EventWriter:
-  """Scalars in an events file that TensorBoard shows.
+  """Writes scalars to an events file of TensorBoard, in the thread that calls.
 
-  They are written by the thread that calls. tensorboardX's own writer passes them to a
-  thread through a queue: a full disk ends the thread, and the queue then blocks for ever.
+  tensorboardX's own writer passes them to a thread through a queue. A full disk ends that
+  thread, and the queue then blocks for ever.
   """
 
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
-    """Opens a file of its own for this start of the run.
+    """Opens a new file for this start of the run.
 
     Args:
-      folder: Made if missing.
-      resume_step: TensorBoard drops what earlier files have at this step and after.
+      folder: The folder of the events files; made if missing.
+      resume_step: TensorBoard hides what earlier files have at this step and after.
     """
-    # Slow to import, and only a writer needs it.
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
     self._folder, self._scalar = folder, summary.scalar
-    self._messages: Any = event_pb2  # Its classes are made while it is imported.
+    self._messages: Any = event_pb2  # Its classes are created at import.
     self._file: Any = None
     self._flushed = time.monotonic()
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      # With the process: two starts in one second would have one name.
+      # With the process's id: two starts in one second would have the same name.
       name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
       self._file = record_writer.RecordWriter(str(folder / name))
       self._write(0, file_version='brain.Event:2')
@@ -48,7 +47,7 @@ class EventWriter:
       self._give_up(error)
 
   def add(self, step: int, numbers: dict[str, float]) -> None:
-    """Writes a step's numbers; on disk within seconds. What fails is told once."""
+    """Writes a step's metrics, on disk within seconds; warns once on failure."""
     if self._file is None:
       return
     try:
@@ -78,7 +77,7 @@ class EventWriter:
   def _give_up(self, error: OSError) -> None:
     why = disk.describe_failure(self._folder, error)
     if self._file is not None:
-      # It would flush what it holds, and fail again.
+      # Closing flushes, which may fail again.
       with contextlib.suppress(OSError):
         self._file.close()
     self._file = None

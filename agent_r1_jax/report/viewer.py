@@ -1,4 +1,4 @@
-"""Trajectories that people can look at: logs in the `.eval` format of Inspect.
+"""Logs of trajectories for people, in the `.eval` format of Inspect.
 
   pip install inspect_ai   (in an environment of its own)
   inspect view --log-dir runs/quickstart/trajectories
@@ -7,11 +7,11 @@ or, as plain text and without anything to install:
 
   python -m agent_r1_jax.report.viewer runs/quickstart/trajectories/step-00040-*.eval
 
-Inspect's words for ours: a sample is a group's task, its epochs are the group's members
-(the first is 1), a score is the reward. Of training rollouts the metadata of a sample has
-`actions`, the numbers of its action tokens (TokenTable.list_actions): log-probs, policy
-steps, rewards, values, advantages. Written with the standard library alone; the
-format is a ZIP of JSON files that inspect_ai 0.3.285 reads (tests/test_viewer.py).
+In Inspect's words, a sample is the task of a group, its epochs are the members of the
+group (the first is 1), and a score is the reward. The metadata of a training rollout's
+sample has `actions`, the columns of its action tokens (TokenTable.list_actions): log-probs,
+policy steps, rewards, values, advantages. The format is a ZIP of JSON files that
+inspect_ai 0.3.285 reads (tests/test_viewer.py); only the standard library writes it.
 """
 
 import argparse
@@ -50,18 +50,18 @@ def write_log(
   extra: Sequence[Mapping[str, Any]] | None = None,
   parse: Callable[[str], Sequence[calls.ToolCall | calls.CallError]] = calls.parse_hermes,
 ) -> None:
-  """Writes a log, whole or not at all.
+  """Writes a log, completely or not at all.
 
   Args:
-    path: A file; its name has to end in '.eval'. Its directory is made if missing.
-    trajectories: In any order; the members of a group share `group`.
-    task: The name above the log, for example 'miniwiki, training'.
+    path: The file, whose name must end in '.eval'. Its directory is made if missing.
+    trajectories: The trajectories in any order; members of a group share `group`.
+    task: The log's title, for example 'miniwiki, training'.
     model: The policy's name.
     config: The run's configuration, shown with the log.
-    step: The update that the trajectories are for.
+    step: The update that the trajectories were sampled for.
     scores: Names of metrics to show as scores beside the reward.
     extra: More metadata for each trajectory, such as {'advantage': 0.3}.
-    parse: The tool-call format, so that calls and results are shown together.
+    parse: Parses the tool calls of a reply, to show each with its result.
 
   Raises:
     ValueError: `path` does not end in '.eval', or two trajectories are the same member
@@ -100,10 +100,10 @@ def write_log(
 
 
 def read_log(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """The samples of a log that `write_log` wrote, in its order.
+  """Reads the samples of a log of `write_log`, in their order.
 
   Raises:
-    ValueError: It is no such log, or cannot be read.
+    ValueError: The file is no such log, or cannot be read.
   """
   try:
     with zipfile.ZipFile(path) as archive:
@@ -116,7 +116,7 @@ def read_log(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def format_sample(sample: Mapping[str, Any]) -> str:
-  """A sample to be read in a terminal: each message, and what a reply earned."""
+  """Formats a sample for a terminal: each message, and the reward of each reply."""
   scores = {name: score['value'] for name, score in sample.get('scores', {}).items()}
   target = sample['target']
   target = target if isinstance(target, str) else ' | '.join(target)
@@ -130,7 +130,7 @@ def format_sample(sample: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-  """Prints the first samples of logs, and of all logs of folders."""
+  """Prints the first samples of logs, and of all logs in folders."""
   parser = argparse.ArgumentParser(description='Prints trajectories.')
   parser.add_argument('logs', nargs='+', metavar='LOG.eval', help='or a folder of them')
   parser.add_argument('-n', type=int, default=3, help='of each log (default: 3)')
@@ -145,12 +145,12 @@ def main() -> None:
   except ValueError as error:
     parser.error(str(error))
   except BrokenPipeError:
-    # Whoever reads, such as `head`, has read enough. Python's end would flush again.
+    # The reader, such as `head`, has read enough. Python flushes again when it ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _logs(named: str) -> list[str]:
-  """The log itself, or those in a folder of that name."""
+  """Returns the log itself, or the logs in a folder of that name."""
   if not os.path.isdir(named):
     return [named]
   found = sorted(map(str, pathlib.Path(named).glob('*.eval')))
@@ -164,7 +164,7 @@ def _logs(named: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-  """What the terminal's encoding has no character for becomes '?'."""
+  """Replaces characters that the terminal's encoding lacks by '?'."""
   encoding = sys.stdout.encoding or 'utf-8'
   return text.encode(encoding, errors='replace').decode(encoding)
 
@@ -177,31 +177,33 @@ def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
     try:
       with zipfile.ZipFile(part, 'w', zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
-          archive.writestr(name, _json(content))
+          archive.writestr(name, _to_json(content))
       part.replace(path)
     finally:
       part.unlink(missing_ok=True)
 
 
-def _json(content: Any) -> bytes:
-  # Lone surrogates, which a model's bytes can decode to, are no UTF-8.
-  text = json.dumps(_finite(content), ensure_ascii=False, default=str, allow_nan=False)
+def _to_json(content: Any) -> bytes:
+  # A model's bytes can decode to lone surrogates, which UTF-8 cannot encode.
+  text = json.dumps(
+    _replace_nonfinite(content), ensure_ascii=False, default=str, allow_nan=False
+  )
   return text.encode('utf-8', errors='replace')
 
 
-def _finite(value: Any) -> Any:
-  """JSON has no NaN and no infinity: they become strings."""
+def _replace_nonfinite(value: Any) -> Any:
+  """Replaces NaN and infinity, which JSON lacks, by strings."""
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)
   if isinstance(value, Mapping):
-    return {str(key): _finite(inner) for key, inner in value.items()}
+    return {str(key): _replace_nonfinite(inner) for key, inner in value.items()}
   if isinstance(value, list | tuple):
-    return [_finite(inner) for inner in value]
+    return [_replace_nonfinite(inner) for inner in value]
   return value
 
 
 def _ids(trajectories: Sequence[types.Trajectory]) -> list[str]:
-  """The task's id, with the group's where several groups have the same task."""
+  """Returns each task's id, with the group where several groups share the task."""
   groups: dict[str, set[int]] = {}
   for t in trajectories:
     groups.setdefault(t.task.id, set()).add(t.group)
@@ -299,13 +301,13 @@ def _metadata(
 
 
 def _messages(t: types.Trajectory, parse: Callable) -> list[dict[str, Any]]:
-  """The conversation; each reply of the policy has its reward and length beside it."""
+  """Returns the conversation; each reply has its reward and length as metadata."""
   messages = [
     _message(message) | {'id': f'{i}'} for i, message in enumerate(t.messages, start=1)
   ]
   _link_tools(messages, parse)
   replies = [message for message in messages if message['role'] == 'assistant']
-  # From the end: a prompt may hold examples, whose replies are no turns.
+  # From the end, as replies of examples in a prompt are no turns.
   pairs = zip(reversed(t.turns), reversed(replies), strict=False)
   for number, (turn, reply) in enumerate(pairs):
     reply['source'] = 'generate'
@@ -318,7 +320,7 @@ def _messages(t: types.Trajectory, parse: Callable) -> list[dict[str, Any]]:
 
 
 def _link_tools(messages: Sequence[dict[str, Any]], parse: Callable) -> None:
-  """Inspect shows a tool's message only under a call of the reply before, by its id."""
+  """Links a tool's message to its call; Inspect shows it only under that call."""
   for i, message in enumerate(messages):
     if message['role'] == 'assistant':
       results = list(
@@ -362,7 +364,7 @@ def _target(answer: Any) -> str | list[str]:
 
 
 def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
-  """What the list of samples shows; the rest is read when a sample is opened."""
+  """Returns what the list of samples shows before a sample is opened."""
   names = ('id', 'epoch', 'input', 'target', 'scores', 'model_usage', 'turn_count')
   summary: dict[str, Any] = {name: sample[name] for name in names if name in sample}
   flat = {k: v for k, v in sample['metadata'].items() if not isinstance(v, dict | list)}
