@@ -1,6 +1,6 @@
-"""Finite automata over tokens: stop ids and strings, regular expressions, JSON schemas.
+"""Makes automata over tokens of stop strings, regular expressions and JSON schemas.
 
-The engine runs them inside its jitted loop (engine/guide.py); here they are made of text.
+The engine runs them in its jitted loop (engine/guide.py).
 
 Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
 """
@@ -23,9 +23,9 @@ def stop(
 ) -> types.Automaton:
   """Makes an automaton that ends a reply at stop ids and stop strings.
 
-  A stop string is found wherever it is completed, also across token boundaries and
-  inside one token (the reply then ends with that whole token). A control token, which has
-  no bytes, lies between what it separates.
+  A stop string is found wherever it is completed, across token boundaries and also inside
+  a token; the reply then ends with that token. A stop string does not match across a
+  control token, which has no bytes.
 
   Args:
     ids: Tokens that end a reply.
@@ -66,10 +66,10 @@ def stop(
 def regex(
   pattern: str, stop_ids: Sequence[int], token_bytes: Sequence[bytes], vocab_size: int
 ) -> types.Automaton:
-  """Makes an automaton that holds a whole reply to a regular expression.
+  """Makes an automaton that constrains a whole reply to a regular expression.
 
-  Where the expression is fulfilled, a stop id can end the reply, and nowhere else; no
-  other control token is allowed.
+  A stop id can end the reply only where the expression matches; no other control token is
+  allowed.
 
   Args:
     pattern: A regular expression as outlines_core reads it (the syntax of Rust's regex).
@@ -81,13 +81,13 @@ def regex(
     ValueError: The vocabulary lacks a byte that the expression needs.
   """
   step, start, finals = compile_regex(pattern)
-  # The automaton begins in state 0: the two change places.
+  # The automaton must begin in state 0, so swap it with the start.
   order = np.arange(len(step))
   order[[0, start]] = [start, 0]
   step, finals = order[step[order]], {int(order[state]) for state in finals}
   forbidden = len(step) - 1
   held = lift_to_tokens(step, np.full(len(step), forbidden), token_bytes, vocab_size)
-  # A further class of tokens, and a state that they lead to.
+  # Stop ids become a further class of tokens, and lead to a further state.
   column = np.full((len(held.table), 1), -1)
   column[sorted(finals)] = len(held.table)
   table = np.concatenate([held.table, column], axis=1)
@@ -103,7 +103,7 @@ def json_schema(
   token_bytes: Sequence[bytes],
   vocab_size: int,
 ) -> types.Automaton:
-  """As `regex`, for JSON of a schema."""
+  """Makes an automaton like `regex`, for JSON of a schema."""
   from outlines_core import json_schema as library
 
   pattern = library.build_regex_from_schema(json.dumps(schema))
@@ -111,9 +111,10 @@ def json_schema(
 
 
 def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
-  """Aho-Corasick: a state is the longest suffix read that begins one of the strings.
+  """Makes the Aho-Corasick automaton of the strings over bytes, int32 [Q, 256].
 
-  int32 [Q, 256]; every completed string is the one last state, which is never left.
+  A state is the longest suffix of the input that begins one of the strings. The last
+  state means that a string is complete, and is never left.
   """
   prefixes = sorted({s[:i] for s in strings for i in range(len(s))}, key=len)
   number = {prefix: i for i, prefix in enumerate(prefixes)}
@@ -132,14 +133,14 @@ def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
 def group_tokens(
   step: np.ndarray, token_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Lets every state of an automaton over bytes read every token.
+  """Computes where every token leads from every state of an automaton over bytes.
 
-  Tokens that lead from each state to the same one are a class: of 150,000 tokens there
-  are some hundreds.
+  Tokens that lead from each state to the same one form a class; 150,000 tokens have some
+  hundred classes.
 
   Args:
-    step: step[state, byte] is the next state: int [Q, 256].
-    token_bytes: Of V tokens; b'' leads nowhere.
+    step: int [Q, 256]; step[state, byte] is the next state.
+    token_bytes: The bytes of V tokens; b'' changes no state.
 
   Returns:
     classes, int32 [V], and columns, int32 [Q, C]: columns[state, classes[token]] is the
@@ -161,7 +162,7 @@ def group_tokens(
       columns.append(column)
     return number[key]
 
-  # All tokens side by side, one byte a pass; each pair of class and byte is met once.
+  # Each pass reads one byte of all tokens, and each pair of class and byte once.
   classes = np.zeros(len(token_bytes), np.int64)
   for i in range(padded.shape[1]):
     going = np.flatnonzero(lengths > i)
@@ -175,12 +176,12 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, int, list[int]]:
   """Compiles a regular expression to an automaton over bytes.
 
   Returns:
-    step, int32 [Q + 1, 256], whose last state means that the text does not fit and is
-    never left; the start; and the states in which the expression is fulfilled.
+    step, int32 [Q + 1, 256], whose last state means that the text cannot match and is
+    never left; the start state; and the states in which the text matches.
   """
   import outlines_core
 
-  # The end-of-text token is the library's; all others are the single bytes.
+  # Token 256 is the library's end of text; the others are the single bytes.
   vocabulary = outlines_core.Vocabulary(256, {bytes([b]): [b] for b in range(256)})
   index = outlines_core.Index(pattern, vocabulary)
   transitions, finals = index.get_transitions(), index.get_final_states()
@@ -197,11 +198,11 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, int, list[int]]:
 def lift_to_tokens(
   step: np.ndarray, silent: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int
 ) -> types.Automaton:
-  """Lets an automaton over bytes read tokens.
+  """Converts an automaton over bytes to one over tokens.
 
   Args:
     step: int [Q + 1, 256]; it begins in state 0, and its last state is the forbidden one.
-    silent: int [Q + 1], where a token without text leads from each state.
+    silent: int [Q + 1]; the state that a token without text leads to from each state.
     token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
     vocab_size: Tokens of the model (V); those beyond the tokenizer's have no text.
 
@@ -218,7 +219,7 @@ def lift_to_tokens(
   bytes_used = np.flatnonzero((step[:-1] != forbidden).any(0))
   missing = {bytes([byte]) for byte in bytes_used.tolist()} - {*token_bytes}
   if missing:
-    # With them every state can reach the end: there are no dead ends to be cut off.
+    # With all single bytes, every state can reach the end, so there are no dead ends.
     raise ValueError(
       f'the vocabulary has no tokens for the single bytes {sorted(missing)[:5]} ...; a '
       'grammar needs a byte-level tokenizer (Qwen2, Qwen3, Llama 3).'

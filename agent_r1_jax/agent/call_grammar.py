@@ -1,4 +1,4 @@
-"""A grammar of tool calls: what a reply in Hermes format may say, as an automaton.
+"""Makes an automaton that constrains tool calls in Hermes format to their schemas.
 
 Letters: V tokens of the vocabulary, Q automaton states.
 """
@@ -23,16 +23,16 @@ def tool_calls(
   opening: str = '<tool_call>',
   closing: str = '</tool_call>',
 ) -> types.Automaton:
-  r"""Lets a reply call tools in Hermes format, and only as their schemas want it.
+  r"""Constrains the tool calls of a reply to Hermes format and to their schemas.
 
-  Text is free until `opening` has been said, however it is cut into tokens. Then follows
+  Text is free until `opening` is complete, however it is split into tokens. Then follows
   '\n{"name": ..., "arguments": {...}}\n' and `closing`, spaced as json.dumps does, with
-  the arguments in the schema's order. The text is free again after it. A call is not
-  interrupted: control tokens, stop tokens too, are forbidden in it.
+  the arguments in the schema's order. Text is free again after it. Control tokens, which
+  include stop tokens, are forbidden in a call.
 
-  What agent/tool.py checks holds. What nothing says of an argument (any value, any list)
-  is a scalar, or a list or an object of scalars. Of bounds, the library keeps those of
-  the lengths of strings and arrays, and no others.
+  A call fulfils what agent/tool.py checks. An argument whose schema allows any value is a
+  scalar, or a list or an object of scalars. The library enforces bounds on the lengths of
+  strings and arrays, and no others.
 
   Args:
     schemas: The tools' schemas, in the OpenAI form.
@@ -40,11 +40,12 @@ def tool_calls(
     vocab_size: Tokens of the model (V); those beyond the tokenizer's count as control
       tokens.
     required: The reply must begin with a call.
-    opening: What a call begins with.
-    closing: What it ends with.
+    opening: The text that begins a call.
+    closing: The text that ends a call.
 
   Raises:
-    ValueError: No tools, a schema that has no such form, or a vocabulary without bytes.
+    ValueError: There are no tools, a schema has no grammar, or the vocabulary lacks
+      single bytes.
   """
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
@@ -54,7 +55,7 @@ def tool_calls(
   return automata.lift_to_tokens(step, silent, token_bytes, vocab_size)
 
 
-# Stands for the blanks that the library writes everywhere; no schema contains it.
+# Takes the place of the library's optional blanks; no schema contains it.
 _BLANK = '\ue000'
 _SCALARS = [{'type': name} for name in ('string', 'number', 'boolean', 'null')]
 _ANY = {
@@ -67,7 +68,7 @@ _ANY = {
 
 
 def _calls(schemas: Sequence[Mapping[str, Any]]) -> str:
-  """A regular expression for the JSON of a call of any of the tools."""
+  """Returns a regular expression for the JSON of a call of any of the tools."""
   from outlines_core import json_schema
 
   patterns = []
@@ -78,7 +79,7 @@ def _calls(schemas: Sequence[Mapping[str, Any]]) -> str:
       known = {'name': {'const': function['name']}, 'arguments': _plain(parameters)}
       call = {'type': 'object', 'properties': known, 'required': [*known]}
       pattern = json_schema.build_regex_from_schema(json.dumps(call), _BLANK)
-    except Exception as error:  # The library's own kinds differ from case to case.
+    except Exception as error:  # The library raises various types.
       raise ValueError(
         f'tool {function["name"]}: its parameters have no grammar ({error}); simplify '
         'them or play without a grammar.'
@@ -90,7 +91,7 @@ def _calls(schemas: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-  """The schema in the library's words, and closed where it leaves everything open."""
+  """Rewrites a schema as the library needs it, with _ANY where it allows any value."""
   schema = dict(schema)
   if schema.pop('nullable', False):
     return {'anyOf': [_plain(schema), {'type': 'null'}]}
@@ -119,11 +120,11 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _with_free_text(
   call: np.ndarray, begin: int, end: int, opening: bytes, required: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Free text around the calls: the whole automaton, int32 [Q + 1, 256].
+  """Adds free text around the automaton of a call.
 
   Returns:
-    The automaton, which begins in state 0 and whose last state is the forbidden one; and
-    for each of its states the one that a control token leads to.
+    The automaton, int32 [Q + 1, 256], which begins in state 0 and whose last state is the
+    forbidden one; and for each state, the state that a control token leads to.
   """
   opened = begin
   for byte in opening:
@@ -131,11 +132,11 @@ def _with_free_text(
   text = automata.build_string_search([opening])
   found = len(text) - 1
   forbidden = found + len(call) - 1
-  # The end of a call is free text again, of which nothing has been read.
+  # After a call, the text is free again, and no part of `opening` has been read.
   moved = np.where(np.arange(len(call)) == end, 0, np.arange(len(call)) + found)
   step = np.concatenate([np.where(text == found, moved[opened], text)[:-1], moved[call]])
   silent = np.where(np.arange(len(step)) < found, 0, forbidden)
-  # Only what can be reached, from the start on.
+  # Keep the states that can be reached from the start, in that order.
   order = [int(moved[begin]) if required else 0]
   seen = {*order, forbidden}
   for state in order:

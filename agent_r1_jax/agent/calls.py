@@ -1,7 +1,4 @@
-"""Tool-call formats: a format is a function from a reply to the calls in it.
-
-`ToolEnv(parse=...)` takes any such function.
-"""
+"""Parses the tool calls in a reply; `ToolEnv(parse=...)` takes any such function."""
 
 import dataclasses
 import json
@@ -11,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-  """A well-formed request; the tool may not exist, the arguments may not suit it."""
+  """A well-formed call; the tool may not exist, and the arguments may not fit it."""
 
   name: str
   arguments: dict[str, Any]
@@ -19,11 +16,11 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class CallError:
-  """A request that cannot be read.
+  """A call that cannot be parsed.
 
   Attributes:
-    message: What is wrong, for the model to read.
-    text: What the model wrote.
+    message: What is wrong, for the model.
+    text: The text of the call.
   """
 
   message: str
@@ -37,15 +34,15 @@ _DECODER = json.JSONDecoder()
 
 
 def parse_hermes(reply: str) -> list[ToolCall | CallError]:
-  """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
+  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
 
-  The JSON is scanned, so a literal '</tool_call>' inside a string does no harm. The
-  closing tag may be missing at the reply's very end. What stands in a thinking block that
-  was closed is a thought and no call, also where the prompt opened the block; in an
-  unclosed block (generation may stop at a call) it counts. Never raises.
+  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
+  tag may be missing at the end of the reply. A call in a closed thinking block does not
+  count, even if the prompt opened the block; a call in an open block does, because
+  generation may stop at a call. Never raises.
   """
   found: list[ToolCall | CallError] = []
-  position = block = 0  # `block`: how many calls came before the thinking began.
+  position = block = 0  # `block` is the number of calls before the thinking block.
   while tag := _TAG.search(reply, position):
     position = tag.end()
     if tag[0] == '<think>':
@@ -53,19 +50,19 @@ def parse_hermes(reply: str) -> list[ToolCall | CallError]:
     elif tag[0] == '</think>':
       del found[block:]
     else:
-      call, position = _read(reply, position)
+      call, position = _parse_call(reply, position)
       found.append(call)
   return found
 
 
-def _read(reply: str, start: int) -> tuple[ToolCall | CallError, int]:
-  """Reads the call whose JSON begins at `start`; also says where the call ends."""
+def _parse_call(reply: str, start: int) -> tuple[ToolCall | CallError, int]:
+  """Parses the call whose JSON begins at `start`; also returns where the call ends."""
   try:
     value, end = _DECODER.raw_decode(reply, start)
     close = _CLOSE.match(reply, end)
     if not close:
       raise ValueError('expected </tool_call> after the JSON object')
-    return _call(value), close.end()
+    return _check_call(value), close.end()
   except (ValueError, RecursionError) as error:
     stop = _BREAK.search(reply, start)
     end = stop.start() if stop else len(reply)
@@ -73,7 +70,7 @@ def _read(reply: str, start: int) -> tuple[ToolCall | CallError, int]:
     return CallError(f'invalid tool call: {reason}', reply[start:end]), end
 
 
-def _call(value: Any) -> ToolCall:
+def _check_call(value: Any) -> ToolCall:
   if not isinstance(value, dict):
     raise ValueError('expected a JSON object with "name" and "arguments"')
   name, arguments = value.get('name'), value.get('arguments', {})

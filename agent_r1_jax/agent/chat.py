@@ -1,17 +1,17 @@
-"""Messages to tokens, through the tokenizer's own chat template.
+"""Encodes messages as tokens, with the tokenizer's own chat template.
 
 A conversation grows by concatenation and is never encoded again:
 
-  prompt(messages) + reply + delta(messages) + reply + delta(messages) + ...
+  encode_prompt(messages) + reply + encode_delta(messages) + reply + ...
 
-where a reply is what the policy sampled, its stop token included. As text this equals the
+A reply is what the policy sampled, including its stop token. The text equals the
 template's own rendering, unless the template rewrites the past (Qwen3 drops earlier
-thinking): then the tokens stay what the policy has seen and sampled.
+thinking): the tokens then stay those that the policy has seen and sampled.
 
-Control tokens ('<|im_end|>', '<tool_call>') are what the template writes, what a task
-marks as `types.ControlText`, and what the policy sampled. Everything else is data,
-whoever says it: a question, a passage, a tool, a simulated user, a tool's description. A
-control token's name in data is encoded as ordinary characters.
+Control tokens ('<|im_end|>', '<tool_call>') come only from the template, from text that
+a task marks as `types.ControlText`, and from the policy. Everything else is data: a
+question, a passage, a tool's output or description, a simulated user. The name of a
+control token in data is encoded as ordinary characters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 CUT = '\n[output cut]'
 
-# How a model is told of its tools where its chat template cannot say it.
+# Describes the tools to a model whose chat template cannot.
 TOOLS = types.ControlText(
   'You can call the tools that are described here, one JSON object a line:\n\n'
   '{schemas}\n\n'
@@ -40,7 +40,7 @@ TOOLS = types.ControlText(
 )
 TOOLS_IN_PROMPT = ('default', 'refuse', 'own')
 
-# Stand-ins in a rendering. No template's own words contain them.
+# Placeholders in a rendering, which no template's own text contains.
 _REPLY, _MARK = 'qzreplyqz', 'qzmarkqz'
 _PROBE_TOOL = {
   'type': 'function',
@@ -55,18 +55,18 @@ _PROBE_TOOL = {
 class Chat:
   """Renders and encodes messages; decodes replies.
 
-  What a tool says is cut where it exceeds `max_tool_tokens`, and marked with CUT.
+  A tool's output is cut to `max_tool_tokens`, and marked with CUT.
 
-  In a message of the assistant, which stands for what the policy sampled (a worked
-  example, a history that is told again), control tokens count, but for those that only a
-  template writes: those around a user's message, and those that end a reply. In what
-  `decode` returned, those count that were sampled as such.
+  A message of the assistant stands for what the policy sampled (a worked example, a
+  repeated history), so control tokens in it are encoded as such, except those that only a
+  template writes: those around a user's message, and those that end a reply. In text that
+  `decode` returned, exactly those are encoded as control tokens that were sampled so.
 
   Attributes:
-    stop_ids: The ids that end a reply: the template's end of turn, then the generation
-      config's.
+    stop_ids: The ids that end a reply: the template's end of turn, then those of the
+      generation config.
     supports_tools: Whether the template writes the schemas of tools.
-    tools_in_prompt: As given.
+    tools_in_prompt: The argument of that name.
   """
 
   def __init__(
@@ -78,19 +78,19 @@ class Chat:
     stop_strings: Sequence[str] = (),
     template_kwargs: Mapping[str, Any] | None = None,
   ):
-    """Studies the template.
+    """Analyses the template.
 
     Args:
-      tokenizer: From `tokenizer.load`.
-      max_tool_tokens: Of one tool message, before a template quotes it.
-      tools_in_prompt: Who tells the model of its tools. 'default': the template; where it
-        knows none, TOOLS at the end of the system message. 'refuse': the template; where
-        it knows none, an error. 'own': the task's own messages, and nobody else.
-      stop_strings: Strings that end a reply, beside the stop ids.
-      template_kwargs: For every rendering, such as {'enable_thinking': False}.
+      tokenizer: A tokenizer of `tokenizer.load`.
+      max_tool_tokens: The most tokens of one tool message, without those of the template.
+      tools_in_prompt: Who describes the tools to the model. 'default': the template, or,
+        if it cannot, TOOLS at the end of the system message. 'refuse': the template, or,
+        if it cannot, an error. 'own': only the task's own messages.
+      stop_strings: Strings that end a reply, besides the stop ids.
+      template_kwargs: Arguments of every rendering, such as {'enable_thinking': False}.
 
     Raises:
-      ValueError: No chat template, or one whose turns do not end with a control token.
+      ValueError: There is no chat template, or its turns do not end with a control token.
     """
     if not tokenizer.chat_template:
       raise ValueError(
@@ -108,12 +108,12 @@ class Chat:
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
     self._names = {i: name for name, i in self._control.items()}
-    self._any_control = _any_of(self._control)
-    # Until more is known; see below.
+    self._any_control = _match_any(self._control)
+    # Replaced below, when the template's control tokens are known.
     self._never_sampled = self._any_control
     self._max_tool_tokens = max_tool_tokens
-    self._max_kept_tokens = max_tool_tokens - len(self._encode_plain(CUT))
-    if self._max_kept_tokens < 1:
+    self._max_head_tokens = max_tool_tokens - len(self._encode_plain(CUT))
+    if self._max_head_tokens < 1:
       raise ValueError(f'max_tool_tokens={max_tool_tokens} has no room for {CUT!r}.')
     self._end = self._end_of_turn()
     eos = tokenizer_lib.eos_ids(tokenizer)
@@ -121,11 +121,11 @@ class Chat:
     user = [{'role': 'user', 'content': 'x'}]
     frame = self._any_control.findall(self._apply(user, add_generation_prompt=False))
     ends = [self._names[i] for i in self.stop_ids if i in self._names]
-    self._never_sampled = _any_of([*frame, *ends])
+    self._never_sampled = _match_any([*frame, *ends])
     self.supports_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
 
   def stop_automaton(self, vocab_size: int) -> types.Automaton:
-    """The automaton that ends a reply, for a model of vocab_size tokens; made once."""
+    """Returns the automaton that ends a reply, for a vocabulary of that size; cached."""
     if vocab_size not in self._stops:
       pieces = tokenizer_lib.token_bytes(self.tokenizer) if self._stop_strings else ()
       self._stops[vocab_size] = automata.stop(
@@ -139,49 +139,49 @@ class Chat:
     tools: Sequence[dict] = (),
     **template_kwargs,
   ) -> np.ndarray:
-    """Encodes a whole context and the opening of the assistant's turn: int32 [T].
+    """Encodes a whole context and the start of the assistant's turn as int32 [T].
 
     Raises:
       ValueError: A message has no role or no content, the template refuses the messages,
-        or it knows no tools and tools_in_prompt is 'refuse'.
+        or it cannot describe tools and tools_in_prompt is 'refuse'.
     """
     if not messages:
       raise ValueError('a prompt needs at least one message; there is none.')
     if tools and self.tools_in_prompt == 'own':
       tools = ()
     elif tools and not self.supports_tools:
-      messages, tools = self._told(messages, tools), ()
+      messages, tools = self._describe_tools(messages, tools), ()
     return self._encode(*self._render(messages, tools, **template_kwargs))
 
   def encode_delta(
     self, messages: Sequence[types.Message], **template_kwargs
   ) -> np.ndarray:
-    """Encodes what follows a reply: the rest of its turn, `messages`, the next opening.
+    """Encodes what follows a reply: the rest of its turn, `messages`, the next start.
 
     Returns:
-      int32 [T], to be fed after the reply's sampled stop token. A reply that ended
+      int32 [T], to be fed after the sampled stop token of the reply. A reply that ended
       otherwise needs `stop_ids[0]` in between, which is no action of the policy.
     """
     tail, mark = self._after_reply(messages, **template_kwargs)
     return self._encode(tail.removeprefix(self._end), mark)
 
   def encode_reply(self, text: str) -> np.ndarray:
-    """Encodes a reply and its stop token, for supervised text: int32 [T].
+    """Encodes a reply and its stop token as int32 [T], for supervised text.
 
-    What the policy sampled is never encoded again; this is for replies of others.
+    Replies that the policy sampled are never encoded again.
     """
-    mark = _fresh_mark(text)
-    ids = self._encode(self._neutral(text, mark, self._never_sampled), mark)
+    mark = _unused_mark(text)
+    ids = self._encode(self._neutralize(text, mark, self._never_sampled), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
   def encode_data(self, text: str) -> np.ndarray:
-    """Encodes data, such as an answer, and a stop token after it: int32 [T]."""
+    """Encodes data, such as an answer, and a stop token as int32 [T]."""
     return np.array([*self._encode_plain(text), self.stop_ids[0]], np.int32)
 
   def decode(self, ids: Sequence[int]) -> types.ControlText:
-    """The text of a reply, without the stop token that ended it.
+    """Returns the text of a reply, without the stop token that ended it.
 
-    It remembers which control tokens were sampled as such and which were spelt.
+    The text records which control tokens were sampled as such and which were spelt.
     """
     ids = list(ids)
     ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
@@ -199,11 +199,11 @@ class Chat:
     return types.ControlText.joined(pieces)
 
   def decode_exactly(self, ids: Sequence[int]) -> str:
-    """The exact text of any tokens, control tokens included; for people."""
+    """Returns the exact text of any tokens, including control tokens, for people."""
     return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
   def _end_of_turn(self) -> str:
-    """The control token that the template writes after a reply."""
+    """Returns the control token that the template writes after a reply."""
     tail, _ = self._after_reply([{'role': 'user', 'content': 'x'}])
     end = self._any_control.match(tail)
     if not end:
@@ -213,51 +213,51 @@ class Chat:
       )
     return end[0]
 
-  def _told(self, messages, tools) -> list[types.Message]:
-    """Adds TOOLS to the system message, or to the first one if it takes none."""
+  def _describe_tools(self, messages, tools) -> list[types.Message]:
+    """Adds TOOLS to the system message, or to the first one if there can be none."""
     if self.tools_in_prompt == 'refuse':
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} knows no tools, and the '
-        "model would not be told of them: make tools_in_prompt 'default' to put them "
+        "model would not see them: make tools_in_prompt 'default' to put them "
         "into the system message, or 'own' if the task's own messages tell of them."
       )
     schemas = '\n'.join(json.dumps(schema, ensure_ascii=False) for schema in tools)
-    told = TOOLS.format(schemas=schemas)
+    text = TOOLS.format(schemas=schemas)
     first, *others = messages
     if first.get('role') == 'system':
-      told = types.ControlText('{}\n\n{}').format(first['content'], told)
-      return [{**first, 'content': told}, *others]
-    system = {'role': 'system', 'content': told}
+      text = types.ControlText('{}\n\n{}').format(first['content'], text)
+      return [{**first, 'content': text}, *others]
+    system = {'role': 'system', 'content': text}
     try:
       if _MARK in self._apply([{**system, 'content': _MARK}, first]):
         return [system, *messages]
     except ValueError:
-      pass  # It refuses a system message; others leave it out.
-    told = types.ControlText('{}\n\n{}').format(told, first['content'])
-    return [{**first, 'content': told}, *others]
+      pass  # The template refuses a system message; others leave it out.
+    text = types.ControlText('{}\n\n{}').format(text, first['content'])
+    return [{**first, 'content': text}, *others]
 
   def _after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
-    """Renders a conversation with a stand-in reply, and takes what follows it."""
+    """Renders a conversation with a placeholder as reply, and returns what follows."""
     opening = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _REPLY}]
     text, mark = self._render([*opening, *messages], **template_kwargs)
     return text.partition(_REPLY)[2], mark
 
   def _render(self, messages, tools=(), **template_kwargs) -> tuple[str, str]:
-    """Renders messages; in what is data, a stand-in takes a control token's place.
+    """Renders messages; in data, placeholders take the place of control tokens.
 
-    The template sees all else as it is, so it strips, cuts and quotes as ever.
+    The template sees everything else unchanged, so it strips, cuts and quotes as usual.
 
     Returns:
-      The text, and the mark with which its stand-ins begin.
+      The text, and the mark with which its placeholders begin.
     """
     messages = [self._cut(check_message(message)) for message in messages]
-    mark = _fresh_mark(repr((messages, tools)))
-    neutral = [self._neutral_message(message, mark) for message in messages]
-    tools = self._neutral(list(tools), mark, self._any_control)
+    mark = _unused_mark(repr((messages, tools)))
+    neutral = [self._neutralize_message(message, mark) for message in messages]
+    tools = self._neutralize(list(tools), mark, self._any_control)
     return self._apply(neutral, tools, **template_kwargs), mark
 
   def _apply(self, messages, tools=(), **template_kwargs) -> str:
-    """Renders messages as they are."""
+    """Renders messages unchanged."""
     options = {'add_generation_prompt': True, **self._template_kwargs, **template_kwargs}
     try:
       return self.tokenizer.apply_chat_template(
@@ -270,35 +270,36 @@ class Chat:
         f'roles {roles}: {error}. Give it messages of other roles, or mend the template.'
       ) from error
 
-  def _neutral_message(self, message: types.Message, mark: str) -> types.Message:
-    """A message with stand-ins; what the assistant says keeps what it may sample."""
-    neutral = self._neutral(message, mark, self._any_control)
+  def _neutralize_message(self, message: types.Message, mark: str) -> types.Message:
+    """Puts placeholders into a message; the assistant keeps tokens that it may sample."""
+    neutral = self._neutralize(message, mark, self._any_control)
     if message['role'] == 'assistant':
       for name in message.keys() & {'content', 'reasoning_content'}:
-        neutral[name] = self._neutral(message[name], mark, self._never_sampled)
+        neutral[name] = self._neutralize(message[name], mark, self._never_sampled)
     return neutral
 
-  def _neutral(self, value: Any, mark: str, tokens: re.Pattern[str]) -> Any:
-    """Puts stand-ins in the place of some control tokens in all strings of a value."""
+  def _neutralize(self, value: Any, mark: str, tokens: re.Pattern[str]) -> Any:
+    """Puts placeholders for the given control tokens into all strings of a value."""
     if isinstance(value, types.ControlText):
       parts = enumerate(value.parts)
       return ''.join(
-        self._neutral(part, mark, self._any_control) if i % 2 else part
+        self._neutralize(part, mark, self._any_control) if i % 2 else part
         for i, part in parts
       )
     if isinstance(value, str):
       return tokens.sub(lambda found: f'{mark}{self._control[found[0]]}z', value)
     if isinstance(value, Mapping):
-      neutral = lambda inner: self._neutral(inner, mark, tokens)
+      neutral = lambda inner: self._neutralize(inner, mark, tokens)
       return {neutral(name): neutral(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-      return [self._neutral(v, mark, tokens) for v in value]
+      return [self._neutralize(v, mark, tokens) for v in value]
     return value
 
   def _cut(self, message: types.Message) -> types.Message:
-    """Cuts what a tool says to its first tokens.
+    """Cuts a tool's message to its first tokens.
 
-    Only the first characters, 32 a token, are looked at: 10 MB cost no more than 10 kB.
+    Only the first 32 characters a token are encoded, so that 10 MB cost no more than
+    10 kB.
     """
     if message['role'] != 'tool':
       return message
@@ -309,35 +310,35 @@ class Chat:
     ids = self._encode_plain(head)
     if len(head) == len(text) and len(ids) <= self._max_tool_tokens:
       return message
-    kept = self.tokenizer.decode(ids[: self._max_kept_tokens])
-    # Half a character at the end decodes to the replacement character.
-    return {**message, 'content': kept.rstrip('\ufffd') + CUT}
+    head = self.tokenizer.decode(ids[: self._max_head_tokens])
+    # An incomplete character at the end decodes to the replacement character.
+    return {**message, 'content': head.rstrip('\ufffd') + CUT}
 
   def _encode(self, text: str, mark: str) -> np.ndarray:
     """Encodes what `_render` returns.
 
-    All that lies between two control tokens is encoded in one piece, so that the tokens
-    are those of the model's own training.
+    The text between two control tokens is encoded in one piece, so that the tokens are
+    those of the model's own training.
     """
-    stand_in = re.compile(mark + r'(\d+)z')
-    spelt = lambda found: self._names[int(found[1])]
+    placeholder = re.compile(mark + r'(\d+)z')
+    name = lambda found: self._names[int(found[1])]
     ids, start = [], 0
     for token in self._any_control.finditer(text):
-      ids += self._encode_plain(stand_in.sub(spelt, text[start : token.start()]))
+      ids += self._encode_plain(placeholder.sub(name, text[start : token.start()]))
       ids.append(self._control[token[0]])
       start = token.end()
-    ids += self._encode_plain(stand_in.sub(spelt, text[start:]))
+    ids += self._encode_plain(placeholder.sub(name, text[start:]))
     return np.array(ids, np.int32)
 
 
-def _any_of(tokens) -> re.Pattern[str]:
-  """Finds control tokens; where one begins another, the longer."""
+def _match_any(tokens) -> re.Pattern[str]:
+  """Makes a pattern of control tokens; where one begins another, the longer matches."""
   longest_first = sorted(dict.fromkeys(tokens), key=len, reverse=True)
   return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
 
 
-def _fresh_mark(seen: str) -> str:
-  """A mark that does not occur in a text."""
+def _unused_mark(seen: str) -> str:
+  """Returns a mark that does not occur in a text."""
   mark = _MARK
   while mark in seen:
     mark += 'x'
@@ -345,11 +346,7 @@ def _fresh_mark(seen: str) -> str:
 
 
 def check_message(message: types.Message) -> types.Message:
-  """The message, if it has a role and a content.
-
-  Raises:
-    ValueError: It has not.
-  """
+  """Returns the message, or raises ValueError if it has no role or no content."""
   if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
     raise ValueError(
       f"{message!r:.200} is no message: give {{'role': 'user', 'content': 'the text'}}."

@@ -1,15 +1,14 @@
-"""Context strategies: what the policy sees of a conversation that grows.
+"""Context strategies: how much of a growing conversation the policy sees.
 
-Without any, the context is all that was said and is only appended to. A strategy wraps an
-environment and is one itself: `make_env=lambda: SlidingWindow(ToolEnv(...), turns=4)`.
-Where it forgets, its Step is `fresh`: a whole new prompt, whose tokens are given, and a
-new segment. What the policy said before was trained in the segment where it said it.
+Without a strategy, the context is the whole conversation and only grows. A strategy wraps
+an environment and is one itself: `make_env=lambda: SlidingWindow(ToolEnv(...), turns=4)`.
+Where it drops messages, its Step is `fresh`: a new prompt begins a new segment. Earlier
+replies are trained on in the segment where the policy sampled them.
 
-Each passes on the reward of a turn, done and the metrics as they are, and adds the metric
-'context/fresh', 1 for a step that begins a new context. Where the environment itself
-begins one, the strategy takes it as the opening from then on.
-
-Letters: a turn is a reply and what the environment answered.
+A strategy passes on reward, done and metrics of a step, and adds the metric
+'context/fresh', which is 1 for a step that begins a new context. If the environment
+begins a new context itself, its messages become the opening. A turn is a reply and the
+environment's answer to it.
 """
 
 import collections
@@ -31,7 +30,7 @@ RECALL = 'What you wrote down of the work so far:\n\n{summary}'
 
 
 class _Strategy:
-  """An environment around another."""
+  """An environment that wraps another."""
 
   def __init__(self, env: env_lib.Env):
     self.env = env
@@ -41,121 +40,123 @@ class _Strategy:
     return getattr(self.env, 'tools', ())
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
-    """What the environment makes of an end by a budget, if it makes anything of it."""
+    """Passes the end by a budget on to the environment."""
     return await env_lib.finish_episode(self.env, status, reply) or types.Step(
       [], done=True
     )
 
 
 class SlidingWindow(_Strategy):
-  """The opening and the last turns: earlier ones are forgotten.
+  """Keeps the opening and the last turns, and drops earlier ones.
 
-  Once `turns` are full, every step begins a new context, so an episode of K turns trains
-  on up to K prompts of that length.
+  After `turns` turns, every step begins a new context, so that an episode of K turns
+  trains on up to K prompts of that length.
   """
 
   def __init__(self, env: env_lib.Env, *, turns: int):
-    """Nothing runs before `reset`.
+    """Wraps an environment.
 
     Args:
-      env: Whose conversation it is.
-      turns: To remember, at least 1.
+      env: The environment.
+      turns: Number of turns to keep, at least 1.
     """
     super().__init__(env)
-    self._turns = collections.deque[list[types.Message]](maxlen=_at_least_1(turns))
+    self._turns = collections.deque[list[types.Message]](maxlen=_check_turns(turns))
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the environment's opening."""
     self._turns.clear()
     self._opening = await workers.call(self.env.reset, task)
-    return _copied(self._opening)
+    return _copy(self._opening)
 
   async def step(self, reply: str) -> types.Step:
-    """The environment's answer; fresh where a turn had to be forgotten."""
+    """Returns the environment's answer, or a new context where a turn is dropped."""
     step = await workers.call(self.env.step, reply)
     if step.fresh:
       self._turns.clear()
-      self._opening = _copied(step.messages)
-      return _counted(step)
+      self._opening = _copy(step.messages)
+      return _count_fresh(step)
     full = len(self._turns) == self._turns.maxlen
-    self._turns.append([_assistant(reply), *_copied(step.messages)])
+    self._turns.append([{'role': 'assistant', 'content': reply}, *_copy(step.messages)])
     if step.done or not full:
-      return _counted(step)
-    return _fresh(step, [*self._opening, *(m for turn in self._turns for m in turn)])
+      return _count_fresh(step)
+    return _begin_context(
+      step, [*self._opening, *(m for turn in self._turns for m in turn)]
+    )
 
 
 class Summary(_Strategy):
-  """After so many turns the policy writes a summary, and goes on with it alone.
+  """Asks the policy for a summary after some turns; the context goes on with it alone.
 
-  The request for it follows the environment's answer. The reply to it is a turn like any
-  other: sampled, trained on, counted by the rollout's max_turns. The environment never
-  sees it, so nothing in it is a call, and its reward is 0: what a summary is worth is
-  what the episode earns after it. The new context is the opening and the summary, without
-  thoughts that ended with </think>.
+  The request follows the environment's answer. The summary is a turn like any other: it
+  is sampled, trained on, and counted by the rollout's max_turns. The environment does not
+  see it, so no call in it is run, and its reward is 0: its value is what the episode
+  earns after it. The new context is the opening and the summary, without the part up to
+  </think>.
   """
 
   def __init__(self, env: env_lib.Env, *, turns: int, prompt: str = SUMMARY):
-    """Nothing runs before `reset`.
+    """Wraps an environment.
 
     Args:
-      env: Whose conversation it is.
-      turns: Between two summaries, at least 1.
-      prompt: Asks for the summary.
+      env: The environment.
+      turns: Number of turns between two summaries, at least 1.
+      prompt: The request for the summary.
     """
     super().__init__(env)
-    self._every, self._prompt = _at_least_1(turns), prompt
+    self._every, self._prompt = _check_turns(turns), prompt
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the environment's opening."""
     self._turns, self._asked = 0, False
     self._opening = await workers.call(self.env.reset, task)
-    return _copied(self._opening)
+    return _copy(self._opening)
 
   async def step(self, reply: str) -> types.Step:
-    """The environment's answer; or what follows a summary."""
+    """Returns the environment's answer, or the new context after a summary."""
     if self._asked:
       self._turns, self._asked = 0, False
       summary = reply.rpartition('</think>')[2].strip()
       note = {'role': 'user', 'content': RECALL.format(summary=summary)}
-      return _fresh(types.Step([]), [*self._opening, note])
+      return _begin_context(types.Step([]), [*self._opening, note])
     step = await workers.call(self.env.step, reply)
     self._turns += 1
     if step.fresh:
-      self._turns, self._opening = 0, _copied(step.messages)
+      self._turns, self._opening = 0, _copy(step.messages)
     elif self._turns == self._every and not step.done:
       self._asked = True
       request = {'role': 'user', 'content': self._prompt}
       step = dataclasses.replace(step, messages=[*step.messages, request])
-    return _counted(step)
+    return _count_fresh(step)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
-    """As the environment does, which never sees a summary, an unfinished one neither."""
+    """Passes the end on to the environment, without an unfinished summary."""
     return await super().finish(status, None if self._asked else reply)
 
 
 class Rebuilt(_Strategy):
-  """Every turn begins with what `render` makes of the environment's state."""
+  """Rebuilds the prompt of every turn from the environment's state."""
 
   def __init__(self, env: env_lib.Env, render: Callable[[Any], list[types.Message]]):
-    """Nothing runs before `reset`.
+    """Wraps an environment.
 
     Args:
-      env: Whose state it is.
-      render: From the environment to a whole prompt, the first one included. The policy
-        sees nothing else, so the environment has to keep what it answered.
+      env: The environment.
+      render: Makes the messages of a whole prompt from the environment, also of the first
+        prompt. The policy sees nothing else, so the environment must keep its answers.
     """
     super().__init__(env)
     self._render = render
 
   async def reset(self, task: types.Task) -> list[types.Message]:
-    """Begins with a rendering."""
+    """Begins with a rendered prompt."""
     await workers.call(self.env.reset, task)
     return await self._prompt()
 
   async def step(self, reply: str) -> types.Step:
-    """Answers with a rendering."""
+    """Answers with a rendered prompt."""
     step = await workers.call(self.env.step, reply)
-    return _counted(step) if step.done else _fresh(step, await self._prompt())
+    return _count_fresh(step) if step.done else _begin_context(step, await self._prompt())
 
   async def _prompt(self) -> list[types.Message]:
     messages = await workers.call(self._render, self.env)
@@ -163,27 +164,23 @@ class Rebuilt(_Strategy):
       raise ValueError(
         f'render gave {messages[:1]}: a prompt begins with a system or user message.'
       )
-    return _copied(messages)
+    return _copy(messages)
 
 
-def _fresh(step: types.Step, messages: list[types.Message]) -> types.Step:
-  return _counted(dataclasses.replace(step, messages=_copied(messages), fresh=True))
+def _begin_context(step: types.Step, messages: list[types.Message]) -> types.Step:
+  return _count_fresh(dataclasses.replace(step, messages=_copy(messages), fresh=True))
 
 
-def _counted(step: types.Step) -> types.Step:
+def _count_fresh(step: types.Step) -> types.Step:
   metrics = step.metrics | {'context/fresh': float(step.fresh)}
   return dataclasses.replace(step, metrics=metrics)
 
 
-def _assistant(reply: str) -> types.Message:
-  return {'role': 'assistant', 'content': reply}
-
-
-def _copied(messages: Sequence[types.Message]) -> list[types.Message]:
+def _copy(messages: Sequence[types.Message]) -> list[types.Message]:
   return [dict(message) for message in messages]
 
 
-def _at_least_1(turns: int) -> int:
+def _check_turns(turns: int) -> int:
   if turns < 1:
     raise ValueError(f'turns={turns} must be at least 1.')
   return turns

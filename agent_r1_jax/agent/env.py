@@ -17,8 +17,8 @@ from agent_r1_jax.agent import workers
 Call = calls_lib.ToolCall | calls_lib.CallError
 Score = float | dict[str, float]
 # (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
-# sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one of
-# types.BUDGETS, where the last message may be an unfinished reply.
+# sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one
+# of types.BUDGETS, where the last message may be an unfinished reply.
 Reward = Callable[..., Score | Awaitable[Score]]
 # Like the method `ToolEnv.process_reward`; the first argument is the environment.
 ProcessReward = Callable[
@@ -208,7 +208,7 @@ class ToolEnv:
       step.metrics |= found
 
   async def _call(self, kind: str, fn: Callable, *args) -> Any:
-    """Calls a user's function in a thread, and the library's own, which are quick, here."""
+    """Calls a user's function in a thread; the library's own are quick and run here."""
     if getattr(fn, 'func', fn) in (calls_lib.parse_hermes, ToolEnv.process_reward):
       return fn(*args)
     seconds = self._reward_seconds

@@ -69,7 +69,10 @@ def in_subprocess(
   """
   if not seconds > 0 or processes < 1:
     raise ValueError(f'seconds={seconds} and processes={processes} must be above 0.')
-  if fn.__module__ == '__main__' or _import_function(fn.__module__, fn.__qualname__) is not fn:
+  if (
+    fn.__module__ == '__main__'
+    or _import_function(fn.__module__, fn.__qualname__) is not fn
+  ):
     raise ValueError(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'

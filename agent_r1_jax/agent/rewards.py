@@ -1,4 +1,4 @@
-"""Rewards that fit any task: parts to mix, and shaping that keeps the best policy."""
+"""Rewards that fit any task: mixtures, the format of calls, and potential shaping."""
 
 from collections.abc import Awaitable, Callable, Sequence
 import math
@@ -9,17 +9,17 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import workers
 
 Messages = list[types.Message]
-# How promising a conversation looks; the same for the same conversation.
+# How promising a conversation is; it must be deterministic.
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
 
 
 def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
-  """r = Σₖ wₖ · rₖ, each part logged as 'reward/<name>' with its weight.
+  """r = Σₖ wₖ · rₖ; each weighted part is logged as 'reward/<name>'.
 
     hybrid(outcome=(1.0, qa.em_reward), format=(0.2, well_formed))
 
   Args:
-    **parts: Of each name a weight and a reward, sync or async, that returns a number.
+    **parts: A weight and a reward function, sync or async, which returns a number.
   """
   for name, part in parts.items():
     if not (isinstance(part, tuple) and len(part) == 2 and callable(part[1])):
@@ -31,7 +31,7 @@ def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
     task: types.Task, messages: Messages, status: str = 'done'
   ) -> dict[str, float]:
     return {
-      name: weight * await _number(env_lib.bind_status(part, status), task, messages)
+      name: weight * await _call_reward(env_lib.bind_status(part, status), task, messages)
       for name, (weight, part) in parts.items()
     }
 
@@ -44,58 +44,55 @@ def well_formed(
   *,
   parse: Callable[[str], Sequence[env_lib.Call]] = calls_lib.parse_hermes,
 ) -> float:
-  """The share of the agent's tool calls that can be read; 1 where it made none."""
-  calls = _calls(task, messages, parse)
-  return (
-    sum(isinstance(c, calls_lib.ToolCall) for c in calls) / len(calls) if calls else 1.0
-  )
+  """Returns the share of the agent's tool calls that can be parsed; 1 without calls."""
+  calls = []
+  # A call in the task's own messages is an example.
+  for message in messages[len(task.messages) :]:
+    if message['role'] == 'assistant':
+      calls += parse(message['content'])
+  parsed = sum(isinstance(call, calls_lib.ToolCall) for call in calls)
+  return parsed / len(calls) if calls else 1.0
 
 
 def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.ProcessReward:
-  """F(s, s') = γ Φ(s') - Φ(s) of each turn, with Φ = 0 when the episode is over.
+  """F(s, s') = γ Φ(s') - Φ(s) for each turn, with Φ = 0 when the episode is over.
 
     ToolEnv(tools, reward, process_reward=potential_based(found_share))
 
-  Ng, Harada and Russell (ICML 1999): the only shaping that leaves the best policy as it
-  is, whatever Φ. The last turn pays -Φ(s), so the episode's Σ γᵗ F is -Φ(s₀), whatever
-  the agent did; only when it is paid differs. Three things follow:
+  Ng, Harada and Russell (ICML 1999) show that this is the only shaping that does not
+  change the best policy, whatever Φ. The last turn gets -Φ(s), so that an episode's
+  Σ γᵗ F is -Φ(s₀), whatever the agent did; only the time of each reward differs:
 
-  - With γ = 1, what looks at an episode's sum alone (GRPO, RLOO) sees no difference in a
-    group. It helps estimators with a return for each turn.
-  - An episode that its budget cut short (truncated, max_turns) gets no last payment, and
-    keeps Φ of where it was: bound Φ, or let the budget be ample.
-  - γ is for a turn here. Where an estimator discounts by the token, only γ = 1 is exact.
+  - With γ = 1, estimators that use only an episode's sum (GRPO, RLOO) see no difference
+    in a group. It helps estimators with a return for each turn.
+  - An episode that a budget ended (truncated, max_turns) gets no last reward and keeps Φ
+    of its last state: bound Φ, or give an ample budget.
+  - γ discounts turns. If an estimator discounts tokens, only γ = 1 is exact.
 
   Args:
-    potential: Φ of the task and the conversation, sync or async. It is asked twice a
+    potential: Φ of the task and the conversation, sync or async. It is called twice a
       turn, so that it needs no memory.
-    gamma: Of the return that is maximised, for a turn.
+    gamma: The discount of the return that is maximised, for each turn.
   """
 
   async def process_reward(env: env_lib.ToolEnv, calls, results) -> float:
     messages = env.messages
     acted = max(i for i, m in enumerate(messages) if m['role'] == 'assistant')
-    before = await _number(potential, env.task, messages[:acted])
-    # The turn without a call is the last.
-    after = await _number(potential, env.task, messages[:]) if calls else 0.0
+    before = await _call_reward(potential, env.task, messages[:acted])
+    # The turn without a call is the last one.
+    after = await _call_reward(potential, env.task, messages[:]) if calls else 0.0
     return gamma * after - before
 
   return process_reward
 
 
-async def _number(
+async def _call_reward(
   reward: env_lib.Reward, task: types.Task, messages: Sequence[types.Message]
 ) -> float:
-  """What a reward gives; each gets copies, a plain function in a thread."""
+  """Calls a reward function with copies, a plain function in a thread."""
   value = await workers.call(
     reward, env_lib.copy_containers(task), env_lib.copy_containers(messages)
   )
   if isinstance(value, dict):
     raise ValueError(f'{value} has parts; here a reward must be one number.')
   return float(value)
-
-
-def _calls(task, messages, parse) -> list[env_lib.Call]:
-  """The calls that the agent made; what the task itself shows is an example."""
-  replies = messages[len(task.messages) :]
-  return [c for m in replies if m['role'] == 'assistant' for c in parse(m['content'])]

@@ -1,6 +1,6 @@
-"""Tokenizers: load one, train one, look inside one. Only this file knows the library.
+"""Loads, trains and inspects tokenizers; only this file imports the library.
 
-Run as a script, it tries a chat template that may be hostile (see `_try_template`).
+Run as a script, it tests a chat template that may be hostile (see `_test_template`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
 
-# The chat template of models that we train ourselves: Qwen2.5's, with a system message as
-# short as can be.
+# The chat template of models that we train ourselves: that of Qwen2.5 with the shortest
+# possible system message.
 CHATML = """\
 {%- set ns = namespace(system='') %}
 {%- if messages and messages[0].role == 'system' %}
@@ -63,7 +63,7 @@ ADDED_TOKENS = (
   '</think>',
 )
 
-# What a template that came with a model may use for a short conversation.
+# The resources that a model's template may use for a short conversation.
 _TRY_SECONDS, _TRY_CPU_SECONDS = 120, 3
 _TRY_BYTES, _TRY_CHARS = 1 << 29, 1_000_000
 _FINE = 'fine'
@@ -91,9 +91,9 @@ _TRIED_TOOLS: Any = [
   }
 ]
 
-# The pieces within which BPE merges. A word with its leading space is one, so that a name
-# has the same tokens in every text; so are a number of up to four digits (a year), a run
-# of punctuation (`{"`, `":`, `"}}`) and a run of newlines.
+# The pieces within which BPE merges: a word with its leading space, so that a name has
+# the same tokens in every text; a number of up to four digits (a year); a run of
+# punctuation (`{"`, `":`, `"}}`); a run of newlines.
 _PIECES = '|'.join(
   (
     r' ?[\p{L}\p{M}]+',
@@ -109,15 +109,15 @@ _PIECES = '|'.join(
 def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
   """Loads a tokenizer in Hugging Face layout from a local directory.
 
-  tokenizer.json is taken as it stands. (AutoTokenizer of transformers 5 does so too,
-  except beside a config.json of model_type 'qwen2', where it forces Qwen2's pre-tokenizer
-  on what `train` wrote, and the ids differ. Give a model of our own another family.)
+  tokenizer.json is used unchanged. (AutoTokenizer of transformers 5 does so too, unless
+  config.json has the model_type 'qwen2': then it forces Qwen2's pre-tokenizer on what
+  `train` wrote, and the ids differ. Give a model of our own another family.)
 
   Raises:
-    ValueError: The directory or a file of it is missing, truncated or unreadable, or its
-      chat template does not come to an end.
+    ValueError: The directory or a file in it is missing, truncated or unreadable, or the
+      chat template does not end in time.
   """
-  # Set before the import, which otherwise remarks that PyTorch is missing.
+  # Set before the import, which otherwise warns that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   from transformers import PreTrainedTokenizerFast
 
@@ -138,12 +138,12 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
       f'{directory} holds no readable fast tokenizer ({error}); copy tokenizer.json and '
       'tokenizer_config.json again.'
     ) from error
-  named = tokenizer.chat_template or {}
-  for template in named.values() if isinstance(named, dict) else [named]:
-    if template != CHATML and (wrong := _try_apart(str(template))):
+  templates = tokenizer.chat_template or {}
+  for template in templates.values() if isinstance(templates, dict) else [templates]:
+    if template != CHATML and (problem := _test_in_subprocess(str(template))):
       raise ValueError(
-        f'{directory}: its chat template {wrong} on a conversation of a few words. Take '
-        'the model from where you trust it, or mend "chat_template" in '
+        f'{directory}: its chat template {problem} on a conversation of a few words. '
+        'Take the model from where you trust it, or mend "chat_template" in '
         'tokenizer_config.json (or chat_template.jinja).'
       )
   return tokenizer
@@ -159,24 +159,24 @@ def train(
 ) -> None:
   """Trains a lossless byte-level BPE tokenizer and writes it in Hugging Face layout.
 
-  Ids: SPECIAL_TOKENS, then `added_tokens`, then the 256 bytes, then the merges. The
-  result depends on the texts alone, not on their order or the machine.
+  The ids are SPECIAL_TOKENS, `added_tokens`, the 256 bytes and the merges, in this order.
+  The result depends on the texts, and not on their order or the machine.
 
   Args:
-    texts: Training text; control tokens in it are skipped.
-    vocab_size: At most that many ids; fewer if the texts have not enough pairs.
-    directory: Where tokenizer.json and tokenizer_config.json are written.
+    texts: Training texts; control tokens in them are skipped.
+    vocab_size: The most ids; there are fewer if the texts have too few pairs.
+    directory: The folder for tokenizer.json and tokenizer_config.json.
     added_tokens: Further control tokens, each of the form '<name>'.
-    chat_template: Jinja.
+    chat_template: The chat template, in Jinja.
 
   Raises:
-    ValueError: A control token's form is wrong, or the vocabulary has no room for bytes.
+    ValueError: A control token has a wrong form, or vocab_size is too small for bytes.
   """
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers, trainers
 
   control = [*SPECIAL_TOKENS, *added_tokens]
-  # The brackets hold a control token apart from anything that merges can build.
+  # The brackets keep a control token different from anything that merges can build.
   bad = [token for token in control if not re.fullmatch(r'<[^<>\s]+>', token)]
   if bad or len(set(control)) < len(control):
     raise ValueError(f"added_tokens must be different and look like '<name>': {control}.")
@@ -219,9 +219,9 @@ def train(
 
 
 def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-  """The same encoder without control tokens: '<|im_end|>' becomes ordinary text.
+  """Makes an encoder without control tokens: '<|im_end|>' becomes ordinary text.
 
-  Any string encodes; lone surrogates, which are no text, become '?'.
+  It encodes any string; lone surrogates become '?'.
   """
   import tokenizers
 
@@ -238,9 +238,9 @@ def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], li
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
-  """What each id stands for, indexed by id; b'' for special tokens and unused ids.
+  """Returns the bytes of each id; b'' for special tokens and unused ids.
 
-  A model's vocabulary may be padded to more rows than the tokenizer has ids.
+  A model's vocabulary may have more rows than the tokenizer has ids.
 
   Raises:
     ValueError: The tokenizer is not byte-level.
@@ -264,7 +264,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-  """The ids that end generation: its eos token and those of generation_config.json."""
+  """Returns the ids that end generation: eos, and those of generation_config.json."""
   path = pathlib.Path(tokenizer.name_or_path) / 'generation_config.json'
   listed: Any = _read_json(path).get('eos_token_id') if path.is_file() else None
   ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
@@ -272,12 +272,12 @@ def eos_ids(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
 
 
 @functools.lru_cache
-def _try_apart(template: str) -> str:
-  """What is wrong with a chat template that came with a model, or ''.
+def _test_in_subprocess(template: str) -> str:
+  """Describes what is wrong with a model's chat template; '' if nothing is.
 
-  A template is a program: it can run without an end and take all memory, and the library
-  keeps it from neither. It is tried in a process of its own, which can be ended, and
-  before this process has so much as compiled it: a compiler computes what is constant.
+  A template is a program that can run for ever and take all memory, and the library does
+  not prevent it. So it is tested in a subprocess, which can be killed, before this
+  process even compiles it: a compiler evaluates constant expressions.
   """
   try:
     done = subprocess.run(
@@ -297,8 +297,8 @@ def _try_apart(template: str) -> str:
   return '' if said == _FINE else said
 
 
-def _try_template() -> None:
-  """Renders short conversations with the template on stdin; prints what went wrong."""
+def _test_template() -> None:
+  """Renders short conversations with the template on stdin; prints the problem."""
   import resource
 
   from transformers.utils import chat_template_utils
@@ -306,7 +306,7 @@ def _try_template() -> None:
   template = sys.stdin.buffer.read().decode()
   used = resource.getrusage(resource.RUSAGE_SELF)
   seconds = int(used.ru_utime + used.ru_stime) + 1 + _TRY_CPU_SECONDS
-  # At the second of them the system kills, and does not say why.
+  # At the first limit the system sends SIGXCPU; at the second it kills.
   resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
   memory = _TRY_BYTES
   status = pathlib.Path('/proc/self/statm')
@@ -326,14 +326,14 @@ def _try_template() -> None:
       except MemoryError:
         return print(f'took more than {_TRY_BYTES >> 20} MiB')
       except Exception:
-        continue  # It may refuse a conversation: the true ones come later.
+        continue  # A template may refuse a conversation.
       if len(text) > _TRY_CHARS:
         return print(f'wrote more than {_TRY_CHARS} characters')
   print(_FINE)
 
 
 def _byte_chars() -> dict[str, int]:
-  """GPT-2's printable stand-in for each byte, in reverse."""
+  """Maps GPT-2's printable characters to the bytes that they stand for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   chars = {chr(byte): byte for byte in printable}
@@ -360,4 +360,4 @@ def _write_json(path: pathlib.Path, value: dict) -> None:
 
 
 if __name__ == '__main__':
-  _try_template()
+  _test_template()

@@ -1,4 +1,4 @@
-"""The search tool: passages for a query, many agents' queries in one call."""
+"""The search tool, which batches the queries of many agents."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ def search_tool(
   window: float = 0.003,
   timeout: float = 30.0,
 ) -> tool_lib.Tool:
-  """A tool `search(query: str)` over a retriever.
+  """Makes a tool `search(query: str)` over a retriever.
 
-  Queries of agents that run at the same time go to the retriever together, in a thread,
-  one call at a time; so do those that come while it is busy. What the retriever raises,
-  each of them gets.
+  Queries that arrive within a window, or while the retriever is busy, go to it in one
+  call, in a thread, one call at a time. An exception of the retriever is an error of each
+  of these queries.
 
-  A call of the retriever that takes longer than `timeout` is abandoned, counted as
-  'abandoned/search', and later queries are asked beside it.
+  A call of the retriever that takes longer than `timeout` is abandoned and counted as
+  'abandoned/search'; later queries do not wait for it.
 
   Args:
-    retriever: Need not be thread-safe: it is entered while another call is inside only
-      after that one is past its time and was abandoned.
-    k: Passages a query.
-    template: Of one passage, as `documents.render` takes it.
+    retriever: The retriever. It need not be thread-safe: two calls overlap only if the
+      first one was abandoned.
+    k: Number of passages for a query.
+    template: The template of one passage, for `documents.render`.
     window: Seconds to wait for further queries.
-    timeout: Seconds a query may take, the window included.
+    timeout: Seconds that a query may take, including the window.
   """
   if k < 1:
     raise ValueError(f'k is {k}; it must be at least 1')
-  _check(template)
+  _check_template(template)
   batcher = _Batcher(retriever, k, window, timeout)
 
   async def search(query: str) -> str:
@@ -55,7 +55,7 @@ def search_tool(
   return tool_lib.Tool('search', tool_lib.schema(search, 'search'), search, timeout)
 
 
-def _check(template):
+def _check_template(template):
   try:
     documents.render([Hit(Document('', '', ''), 0.0)], template)
   except (AttributeError, KeyError, IndexError, ValueError) as error:
@@ -66,10 +66,10 @@ def _check(template):
 
 
 class _Batcher:
-  """Gathers the queries that one event loop asks within a window.
+  """Collects the queries of an event loop into batches.
 
-  A batch belongs to the loop that opened it and is answered there, so that one tool
-  serves many loops, one after the other or at once. It grows until its turn comes.
+  A batch belongs to the loop that opened it and is answered there, so that one tool can
+  serve many loops. It grows until its turn comes.
   """
 
   def __init__(self, retriever, k, window, timeout):
@@ -77,7 +77,7 @@ class _Batcher:
     self._timeout = timeout
     self._lock = threading.Lock()
     self._open = None  # (loop, queries, answer) of the batch that may still grow.
-    # Whose turn it is, and until when.
+    # The batch whose turn it is, and the end of its turn.
     self._turn: tuple[object, float] | None = None
 
   async def search(self, query: str) -> list[Hit]:
@@ -86,7 +86,7 @@ class _Batcher:
     if batch is None or batch[0] is not loop:
       queries = []
       batch = self._open = (loop, queries, loop.create_task(self._answer(queries)))
-      # If all have given up by then, nobody asks what became of it.
+      # Nobody may await it any longer; asyncio would warn of its exception.
       batch[2].add_done_callback(lambda task: task.cancelled() or task.exception())
     _, queries, answer = batch
     queries.append(query)
@@ -96,7 +96,7 @@ class _Batcher:
 
   async def _answer(self, queries: list[str]) -> list[list[Hit]]:
     await asyncio.sleep(self._window)
-    # Not a lock, which a search that hangs would hold for ever.
+    # A search that hangs would hold a lock for ever.
     while not (turn := self._take_turn()):
       await asyncio.sleep(max(self._window, 0.001))
     batch = self._open
@@ -107,7 +107,7 @@ class _Batcher:
     )
 
   def _take_turn(self) -> object | None:
-    """A turn of `timeout` seconds; None while another's lasts."""
+    """Returns a turn of `timeout` seconds; None during the turn of another batch."""
     with self._lock:
       now = time.monotonic()
       if self._turn and now < self._turn[1]:
