@@ -1,7 +1,7 @@
 import asyncio
 import itertools
 import json
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -27,11 +27,20 @@ async def nap(seconds: float) -> str:
   return f'slept {seconds:g}'
 
 
+_LET_GO = threading.Event()
+
+
 @tool_lib.tool(timeout=0.05)
 def hang() -> str:
   """Hangs."""
-  time.sleep(2)
+  _LET_GO.wait()
   return 'never'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _let_go():
+  yield
+  _LET_GO.set()
 
 
 @tool_lib.tool
@@ -42,6 +51,12 @@ def fail() -> str:
 
 def right(task, messages):
   return float(task.answer in messages[-1]['content'])
+
+
+def counts(calls=0.0, errors=0.0, timeouts=0.0, malformed=0.0):
+  """The metrics of a turn's calls."""
+  named = {'tool_calls': calls, 'tool_errors': errors, 'tool_timeouts': timeouts}
+  return named | {'format_errors': malformed}
 
 
 def make(**kwargs):
@@ -64,21 +79,11 @@ async def test_an_episode():
   step = await env.step('I compute. ' + calculate('2 * 3'))
   assert step == types.Step(
     messages=[{'role': 'tool', 'name': 'calculator', 'content': '6'}],
-    metrics={
-      'tool_calls': 1.0,
-      'tool_errors': 0.0,
-      'tool_timeouts': 0.0,
-      'format_errors': 0.0,
-    },
+    metrics=counts(calls=1.0),
   )
   step = await env.step('It is 6.')
   assert (step.messages, step.reward, step.done, step.fresh) == ([], 1.0, True, False)
-  assert step.metrics == {
-    'tool_calls': 0.0,
-    'tool_errors': 0.0,
-    'tool_timeouts': 0.0,
-    'format_errors': 0.0,
-  }
+  assert step.metrics == counts()
   assert [m['role'] for m in env.messages] == ['user', 'assistant', 'tool', 'assistant']
   assert env.messages[-1]['content'] == 'It is 6.'
 
@@ -115,24 +120,30 @@ async def test_whatever_goes_wrong_is_text():
   ]
   assert all(message['role'] == 'tool' for message in step.messages)
   assert [m.get('name') for m in step.messages][4:] == ['no"body', None, 'calculator']
-  assert step.metrics == {
-    'tool_calls': 6.0,
-    'tool_errors': 5.0,
-    'tool_timeouts': 1.0,
-    'format_errors': 1.0,
-  }
+  assert step.metrics == counts(calls=6.0, errors=5.0, timeouts=1.0, malformed=1.0)
   assert not step.done
   assert (await env.step('6')).reward == 1.0
 
 
 async def test_calls_run_at_the_same_time_and_answer_in_order():
-  env = await begin()
-  naps = [CALL % ('nap', f'{{"seconds": {s}}}') for s in (0.2, 0.1, 0.15)]
-  start = time.monotonic()
-  step = await env.step(''.join(naps))
-  assert time.monotonic() - start < 0.4
-  texts = [message['content'] for message in step.messages]
-  assert texts == ['slept 0.2', 'slept 0.1', 'slept 0.15']
+  ended = [asyncio.Event() for _ in range(4)]
+  ended[3].set()
+
+  @tool_lib.tool
+  async def follow(i: int) -> int:
+    """Ends after the call that follows it has ended.
+
+    Args:
+      i: The call's number.
+    """
+    await ended[i + 1].wait()
+    ended[i].set()
+    return i
+
+  env = env_lib.ToolEnv([follow], right)
+  await env.reset(TASK)
+  step = await env.step(''.join(CALL % ('follow', f'{{"i": {i}}}') for i in range(3)))
+  assert [message['content'] for message in step.messages] == ['0', '1', '2']
 
 
 async def test_too_many_calls_are_refused_in_one_message():
@@ -154,12 +165,7 @@ async def test_too_many_calls_are_refused_in_one_message():
   assert sorted(ran) == [0, 1, 2]
   texts = [message['content'] for message in step.messages]
   assert texts == ['0', '1', '2', 'Error: 997 more calls were not run; at most 3 a turn.']
-  assert step.metrics == {
-    'tool_calls': 1000.0,
-    'tool_errors': 997.0,
-    'tool_timeouts': 0.0,
-    'format_errors': 0.0,
-  }
+  assert step.metrics == counts(calls=1000.0, errors=997.0)
 
 
 async def test_reward_sees_the_whole_conversation_and_may_have_parts():
@@ -173,14 +179,8 @@ async def test_reward_sees_the_whole_conversation_and_may_have_parts():
   step = await env.step('6')
   assert seen == [(TASK, ['What is 2 * 3?', '6'])]
   assert step.reward == 0.75
-  zeros = {
-    'tool_calls': 0.0,
-    'tool_errors': 0.0,
-    'tool_timeouts': 0.0,
-    'format_errors': 0.0,
-  }
   parts = {'reward/right': 1.0, 'reward/short': -0.25, 'turns': 7.0}
-  assert step.metrics == zeros | parts
+  assert step.metrics == counts() | parts
 
 
 async def test_process_rewards():
@@ -230,9 +230,7 @@ async def test_tools_report_rewards_and_a_turn_sums_them():
   step = await env.step(move('left') + CALL % ('nap', '{"seconds": 0}') + move('left'))
   assert step.messages[0]['content'] == '{"went": "left"}'
   assert (step.reward, step.done) == (0.5, False)
-  counts = {'tool_calls', 'tool_errors', 'tool_timeouts', 'format_errors'}
-  assert set(step.metrics) == {*counts, 'reward/process'}
-  assert step.metrics['reward/process'] == 0.5
+  assert step.metrics == counts(calls=3.0) | {'reward/process': 0.5}
   step = await env.step(move('right') + CALL % ('report', '{"worth": 3}'))
   assert step.reward == 2.0
   assert step.messages[1]['content'].endswith('x\n[cut: 250,000 characters in all]')
@@ -275,19 +273,12 @@ async def test_a_process_reward_may_be_a_function_with_parts():
   step = await env.step(move('left'))
   assert step.reward == 0.125
   parts = {'reward/play': 0.25, 'reward/turn': -0.125}
-  counts = {
-    'tool_calls': 1.0,
-    'tool_errors': 0.0,
-    'tool_timeouts': 0.0,
-    'format_errors': 0.0,
-  }
-  assert step.metrics == counts | parts
+  assert step.metrics == counts(calls=1.0) | parts
   assert (await env.step(move('right') * 2)).reward == -1.125
   step = await env.step('6')
   assert step.reward == 1.375
-  counts = dict.fromkeys(counts, 0.0)
   parts = {'reward/play': 0.0, 'reward/turn': 0.375, 'reward/right': 1.0}
-  assert step.metrics == counts | parts
+  assert step.metrics == counts() | parts
   assert [n for n, _, _ in seen] == [1, 1, 0]
   assert [r for _, r, _ in seen] == [[0.25], [-1.0], []]
   assert seen[0][2] == '{"went": "left"}' and seen[2][2] == '6'

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from typing import Any, Literal, Optional
 
 import pytest
@@ -197,10 +196,8 @@ async def test_arguments_are_checked(change, message):
 
 async def test_missing_arguments_are_named():
   result = await tool_lib.call(book, {'title': 'Emma'})
-  assert (result.text, result.ok) == (
-    "Error: book: 'pages' is a required property",
-    False,
-  )
+  assert not result.ok
+  assert result.text == "Error: book: 'pages' is a required property"
 
 
 @pytest.mark.parametrize(
@@ -354,51 +351,54 @@ async def test_hung_tools_time_out():
   async def stubborn():
     while not release.is_set():
       try:
-        await asyncio.sleep(10)
+        await asyncio.sleep(3600)
       except asyncio.CancelledError:
         await asyncio.sleep(0.01)
 
   async def asleep():
-    await asyncio.sleep(10)
+    await asyncio.sleep(3600)
 
-  start = time.monotonic()
   for fn in (release.wait, asleep, stubborn):
     result = await tool_lib.call(bare(fn, timeout=0.05), {})
     assert not result.ok
     assert result.text == 'Error: bare gave no answer within 0.05 seconds'
     assert result.seconds >= 0.05
-  assert time.monotonic() - start < 2
   release.set()
-  await asyncio.sleep(0.05)
 
 
-async def test_a_late_answer_is_dropped():
+async def test_a_late_answer_is_dropped(monkeypatch):
   problems = []
   loop = asyncio.get_running_loop()
   loop.set_exception_handler(lambda loop, context: problems.append(context))
-  result = await tool_lib.call(bare(lambda: time.sleep(0.1), timeout=0.02), {})
-  await asyncio.sleep(0.2)
+  pool, gate = threads.Pool(), threading.Event()
+  monkeypatch.setattr(workers, 'POOL', pool)
+  result = await tool_lib.call(bare(gate.wait, timeout=0.02), {})
+  gate.set()
+  while pool.abandoned or pool.busy:
+    await asyncio.sleep(0.001)
+  await asyncio.sleep(0)  # What the answer asked of the loop would happen here.
   assert (result.ok, problems) == (False, [])
 
 
 async def test_sync_tools_run_side_by_side():
   barrier = threading.Barrier(20)
-  tools = [bare(lambda: barrier.wait(5) >= 0) for _ in range(20)]
+  tools = [bare(lambda: barrier.wait(60) >= 0, timeout=60) for _ in range(20)]
   results = await asyncio.gather(*(tool_lib.call(t, {}) for t in tools))
   assert [r.text for r in results] == ['true'] * 20
 
 
 async def test_cancelling_a_call_cancels_the_tool():
-  seen = []
+  seen, begun = [], asyncio.Event()
 
   async def slow():
     try:
-      await asyncio.sleep(10)
+      begun.set()
+      await asyncio.sleep(3600)
     finally:
       seen.append('ended')
 
   task = asyncio.create_task(tool_lib.call(bare(slow), {}))
-  await asyncio.sleep(0.01)
+  await begun.wait()
   task.cancel()
   with pytest.raises(asyncio.CancelledError):
     await task
@@ -407,9 +407,7 @@ async def test_cancelling_a_call_cancels_the_tool():
 
 
 async def test_huge_results_are_cut():
-  start = time.monotonic()
   result = await tool_lib.call(bare(lambda: 'x' * 10_000_000), {})
-  assert time.monotonic() - start < 0.5
   assert result.text.endswith('x\n[cut: 10,000,000 characters in all]')
   assert len(result.text) < tool_lib.MAX_CHARS + 100
 
@@ -432,31 +430,35 @@ async def test_no_more_threads_is_text(monkeypatch):
 
 def test_a_hung_tool_does_not_keep_the_interpreter():
   script = """
-    import asyncio, time
-    from agent_r1_jax.agent import tool as tool_lib
+    import asyncio, threading, time
+    from agent_r1_jax.agent import tool as tool_lib, workers
+
+    ended = threading.Event()
 
     @tool_lib.tool(timeout=0.1)
     def hang() -> str:
       '''Hangs.'''
-      time.sleep(1000)
+      threading.Event().wait()
 
     @tool_lib.tool(timeout=0.1)
     def late() -> str:
       '''Answers after the loop has gone.'''
-      time.sleep(0.3)
+      ended.wait()
       return 'x'
 
     async def main():
       return [(await tool_lib.call(t, {})).ok for t in (hang, late)]
 
     print(asyncio.run(main()))
-    time.sleep(0.4)
+    ended.set()
+    while 'late' in workers.POOL.abandoned:
+      time.sleep(0.001)
   """
   done = subprocess.run(
     [sys.executable, '-c', textwrap.dedent(script)],
     capture_output=True,
     text=True,
-    timeout=30,
+    timeout=300,
   )
   assert (done.returncode, done.stdout, done.stderr) == (0, '[False, False]\n', '')
 
