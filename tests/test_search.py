@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -68,16 +69,26 @@ async def test_queries_at_the_same_time_are_one_search():
   assert [batch[0] for batch in echo.batches] == [queries, ['later']]
 
 
-async def test_the_window_stays_open_for_later_queries():
-  echo = Echo()
+async def test_the_window_stays_open_for_later_queries(monkeypatch):
+  echo, waited, over = Echo(), [], asyncio.Event()
   tool = search.search_tool(echo, k=1, window=0.3)
 
-  async def late(seconds):
-    await asyncio.sleep(seconds)
-    return await _call(tool, str(seconds))
+  async def sleep(seconds):
+    waited.append(seconds)
+    await over.wait()
 
-  await asyncio.gather(*(late(i * 0.02) for i in range(4)))
-  assert len(echo.batches) == 1
+  theirs = vars(asyncio) | {'sleep': sleep}
+  monkeypatch.setattr(search, 'asyncio', types.SimpleNamespace(**theirs))
+  asked = [asyncio.create_task(_call(tool, 'first'))]
+  while not waited:
+    await asyncio.sleep(0)
+  asked += [asyncio.create_task(_call(tool, f'{i}')) for i in range(3)]
+  for _ in range(10):
+    await asyncio.sleep(0)
+  over.set()
+  await asyncio.gather(*asked)
+  assert waited == [0.3]
+  assert [sorted(batch[0]) for batch in echo.batches] == [['0', '1', '2', 'first']]
 
 
 async def test_the_loop_goes_on_and_the_retriever_is_entered_once_at_a_time():

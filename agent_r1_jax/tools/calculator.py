@@ -1,4 +1,4 @@
-"""A calculator: arithmetic without `eval`, bounded in time and memory."""
+"""A calculator tool without `eval`, bounded in time and memory."""
 
 import ast
 import math
@@ -36,16 +36,16 @@ _FUNCTIONS = {
 
 
 def evaluate(expression: str) -> int | float:
-  """Evaluates + - * / // % **, parentheses, pi, e, and the functions of school.
+  """Evaluates + - * / // % **, parentheses, pi, e, and common functions.
 
   Raises:
-    ValueError: Not such an expression, or too large.
-    ArithmeticError: Division by zero, overflow.
+    ValueError: It is no such expression, or too large.
+    ArithmeticError: It divides by zero or overflows.
   """
   if len(expression) > MAX_LENGTH:
     raise ValueError(f'the expression has more than {MAX_LENGTH} characters')
   try:
-    return _value(ast.parse(expression.strip(), mode='eval').body)
+    return _evaluate_node(ast.parse(expression.strip(), mode='eval').body)
   except SyntaxError as error:
     raise ValueError(f'not an arithmetic expression: {error.msg}') from None
   except (RecursionError, MemoryError):
@@ -55,7 +55,7 @@ def evaluate(expression: str) -> int | float:
 
 
 def calculator_tool(timeout: float = 5.0) -> tool_lib.Tool:
-  """Makes a tool `calculator(expression: str)` that may take `timeout` seconds."""
+  """Makes a tool `calculator(expression: str)` with a time-out in seconds."""
   schema = tool_lib.schema(calculator, 'calculator')
   return tool_lib.Tool('calculator', schema, calculator, timeout)
 
@@ -73,21 +73,21 @@ def calculator(expression: str) -> str:
   return str(value)
 
 
-def _value(node: ast.expr) -> int | float:
+def _evaluate_node(node: ast.expr) -> int | float:
   match node:
     case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-      return _bounded(value)
+      return _check_number(value)
     case ast.Name(id=name) if name in _CONSTANTS:
       return _CONSTANTS[name]
     case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-      return _UNARY[type(op)](_value(operand))
+      return _UNARY[type(op)](_evaluate_node(operand))
     case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-      left, right = _value(left), _value(right)
+      left, right = _evaluate_node(left), _evaluate_node(right)
       if isinstance(op, ast.Pow):
         _check_power(left, right)
-      return _bounded(_BINARY[type(op)](left, right))
+      return _check_number(_BINARY[type(op)](left, right))
     case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-      return _bounded(_FUNCTIONS[name](*(_value(arg) for arg in args)))
+      return _check_number(_FUNCTIONS[name](*(_evaluate_node(arg) for arg in args)))
     case ast.BinOp(op=ast.BitXor()):
       raise ValueError('^ is not a power here; write **')
     case ast.Tuple():
@@ -95,7 +95,8 @@ def _value(node: ast.expr) -> int | float:
   raise ValueError(f'{ast.unparse(node)} is not allowed; only numbers and arithmetic are')
 
 
-def _bounded(value):
+def _check_number(value):
+  """Returns the number, if it is finite and not too large."""
   if isinstance(value, int):
     if value.bit_length() > MAX_BITS:
       raise ValueError('the number is too large')
