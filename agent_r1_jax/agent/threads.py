@@ -93,8 +93,8 @@ class Call(futures.Future):
 class Pool:
   """Runs at most so many calls at a time; further calls wait for a place.
 
-  Threads are daemons, are never joined, and end when no call waits. An abandoned call
-  loses its place to the next one; its thread ends when the function returns after all.
+  Threads are daemons and are never joined. An abandoned call loses its place to the next
+  one; its thread ends when the function returns after all.
   """
 
   def __init__(self, threads: int = 64, max_abandoned: int = 256):
@@ -105,10 +105,11 @@ class Pool:
       max_abandoned: While so many abandoned calls hang, no further call is started.
     """
     self._threads, self._max_abandoned = threads, max_abandoned
-    self._lock = threading.RLock()
+    self._changed = threading.Condition()
     self._waiting: collections.deque[Call] = collections.deque()
     self._running: set[Call] = set()
     self._abandoned: set[Call] = set()
+    self._idle = 0  # Threads without a call; with the running ones, at most `threads`.
 
   def grow(self, threads: int):
     """Lets at least so many calls run at a time."""
@@ -117,7 +118,7 @@ class Pool:
   @property
   def abandoned(self) -> dict[str, int]:
     """How many abandoned calls still hang, by name."""
-    with self._lock:
+    with self._changed:
       return dict(collections.Counter(call.name for call in self._abandoned))
 
   @property
@@ -133,7 +134,7 @@ class Pool:
       RuntimeError: The system gives no thread, and no thread of the pool is alive.
     """
     call = Call(self, fn)
-    with self._lock:
+    with self._changed:
       if len(self._running) >= self._threads:
         # Nobody waits for these any longer, though a shield kept them from being
         # cancelled.
@@ -150,48 +151,51 @@ class Pool:
       try:
         self._start_threads()
       except RuntimeError:
-        if not self._running:  # Else the thread of one of those takes it.
+        if not (self._running or self._idle):  # Else one of those threads takes it.
           self._waiting.remove(call)
           raise
     return call
 
   def release(self, call: Call) -> bool:
     """Takes a cancelled call out; returns whether it was running, and is abandoned."""
-    with self._lock:
+    with self._changed:
       if call in self._waiting:
         self._waiting.remove(call)
       if call not in self._running:
         return False
       self._running.remove(call)
       self._abandoned.add(call)
-      # Without a new thread, those that run take the waiting calls one by one.
+      # Without new threads, the others take the waiting calls one by one.
       with contextlib.suppress(RuntimeError):
         self._start_threads()
       return True
 
   def _start_threads(self):
-    """Starts a thread for each waiting call that has a place; the lock is held."""
-    while self._waiting and len(self._running) < self._threads:
-      call = self._waiting[0]
-      threading.Thread(target=self._work, args=[call], name='worker', daemon=True).start()
-      self._start(self._waiting.popleft())
+    """Wakes or starts a thread for each waiting call with a place; the lock is held."""
+    ready = min(len(self._waiting), self._threads - len(self._running))
+    self._changed.notify(ready)
+    while self._idle < ready:
+      threading.Thread(target=self._work, name='worker', daemon=True).start()
+      self._idle += 1
 
-  def _start(self, call: Call):
-    call.started = True
-    self._running.add(call)
-
-  def _work(self, call: Call):
+  def _work(self):
     mark_user_thread()
     while True:
+      with self._changed:
+        while not self._waiting:
+          self._changed.wait()
+        call = self._waiting.popleft()
+        call.started = True
+        self._idle -= 1
+        self._running.add(call)
       call.run()
-      with self._lock:
+      with self._changed:
         if call in self._abandoned:
           self._abandoned.remove(call)
           return  # Another thread has this one's place.
         self._running.remove(call)
-        if not self._waiting:
-          return
-        self._start(call := self._waiting.popleft())
+        self._idle += 1
+      del call  # While this thread waits, it keeps no result alive.
 
 
 def function_name(fn: Callable) -> str:
