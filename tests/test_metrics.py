@@ -87,16 +87,12 @@ class TestResume:
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ['metrics.jsonl', 'tensorboard']
 
-  def test_a_run_killed_before_its_first_checkpoint_starts_anew(self, tmp_path):
+  @pytest.mark.parametrize(('resume_step', 'left'), [(0, 0), (None, 6)])
+  def test_all_lines_are_dropped_or_only_the_half_one(self, tmp_path, resume_step, left):
     killed(tmp_path)
-    metrics.Writer(tmp_path, resume_step=0).close()
-    assert metrics.read(tmp_path) == []
-
-  def test_without_a_step_only_the_half_line_goes(self, tmp_path):
-    killed(tmp_path)
-    with metrics.Writer(tmp_path) as writer:
+    with metrics.Writer(tmp_path, resume_step=resume_step) as writer:
       writer.write(6, {'reward': 0.6})
-    assert [row['step'] for row in metrics.read(tmp_path)] == list(range(7))
+    assert [row['step'] for row in metrics.read(tmp_path)] == [*range(left), 6]
 
   @pytest.mark.parametrize('half', ['', '{', '{"step": 6}', 'null', '\x00\x00', '7'])
   def test_read_copes_with_any_last_line(self, tmp_path, half):

@@ -157,7 +157,7 @@ class _Process:
 
   @property
   def is_alive(self) -> bool:
-    """Whether it can take a call."""
+    """Whether the subprocess can take a call."""
     return self._process.poll() is None
 
   def call(self, arguments, seconds) -> tuple[bool, Any]:

@@ -172,9 +172,6 @@ def train(
   Raises:
     ValueError: A control token has a wrong form, or vocab_size is too small for bytes.
   """
-  import tokenizers
-  from tokenizers import decoders, models, pre_tokenizers, trainers
-
   control = [*SPECIAL_TOKENS, *added_tokens]
   # The brackets keep a control token different from anything that merges can build.
   bad = [token for token in control if not re.fullmatch(r'<[^<>\s]+>', token)]
@@ -185,24 +182,7 @@ def train(
       f'vocab_size={vocab_size} is too small: {len(control)} control tokens and 256 '
       f'bytes need at least {len(control) + 256}.'
     )
-  bpe = tokenizers.Tokenizer(models.BPE())
-  bpe.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior='isolated'),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-  bpe.decoder = decoders.ByteLevel()
-  trainer = trainers.BpeTrainer(
-    vocab_size=vocab_size,
-    min_frequency=2,
-    special_tokens=control,
-    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    show_progress=False,
-  )
-  split = re.compile('|'.join(map(re.escape, control))).split
-  bpe.train_from_iterator((part for text in texts for part in split(text)), trainer)
-  tokenizer = json.loads(bpe.to_str())
+  tokenizer = _train_bpe(texts, vocab_size, control)
   for token in tokenizer['added_tokens']:
     token['special'] = token['content'] in SPECIAL_TOKENS
   config = {
@@ -216,6 +196,33 @@ def train(
   directory.mkdir(parents=True, exist_ok=True)
   _write_json(directory / 'tokenizer.json', tokenizer)
   _write_json(directory / 'tokenizer_config.json', config)
+
+
+def _train_bpe(
+  texts: Iterable[str], vocab_size: int, control: Sequence[str]
+) -> dict[str, Any]:
+  """Trains byte-level BPE on the text between control tokens; returns tokenizer.json."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, trainers
+
+  bpe = tokenizers.Tokenizer(models.BPE())
+  bpe.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_PIECES), behavior='isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  bpe.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    min_frequency=2,
+    special_tokens=list(control),
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  split = re.compile('|'.join(map(re.escape, control))).split
+  bpe.train_from_iterator((part for text in texts for part in split(text)), trainer)
+  return json.loads(bpe.to_str())
 
 
 def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:

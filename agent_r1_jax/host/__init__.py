@@ -1,1 +1,1 @@
-"""What a process needs of its machine and of others: meshes, checkpoints, signals."""
+"""The process, its machine and other processes: meshes, checkpoints, signals."""

@@ -1,1 +1,1 @@
-"""What a run tells people: metrics, alarms, curves, tables, trajectories."""
+"""Reports of a run: metrics, alarms, curves, tables, logs of trajectories."""
