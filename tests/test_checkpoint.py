@@ -178,11 +178,11 @@ def damage(directory: pathlib.Path, name: str, how: str):
       path.write_bytes(content[: len(content) // 2]) if how == 'cut' else path.unlink()
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.filterwarnings('ignore:coroutine .* was never awaited:RuntimeWarning')
 class TestDamage:
   """Orbax's unfinished coroutines warn when they are collected: so in these tests."""
 
-  @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
-  @pytest.mark.filterwarnings('ignore:coroutine .* was never awaited:RuntimeWarning')
   @pytest.mark.parametrize('how', ['cut', 'remove'])
   @pytest.mark.parametrize('name', ['/d/', '_METADATA', 'manifest', 'data.json'])
   def test_an_older_one_is_used_and_the_damaged_one_kept_aside(self, tmp_path, name, how):
@@ -200,8 +200,6 @@ class TestDamage:
     assert (tmp_path / 'checkpoints' / '2.unreadable').is_dir()
     gc.collect()
 
-  @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
-  @pytest.mark.filterwarnings('ignore:coroutine .* was never awaited:RuntimeWarning')
   def test_never_silently_from_scratch(self, tmp_path):
     save(tmp_path, [1])
     shutil.copytree(tmp_path / 'checkpoints' / '1', tmp_path / 'sound')
@@ -220,8 +218,6 @@ class TestDamage:
       assert_equal(checkpoints.restore(state())[1], state(1))
     gc.collect()
 
-  @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
-  @pytest.mark.filterwarnings('ignore:coroutine .* was never awaited:RuntimeWarning')
   def test_no_flipped_bit_is_restored(self, tmp_path):
     """In every file of a checkpoint; of most, Orbax alone notices nothing."""
     save(tmp_path, [1])
