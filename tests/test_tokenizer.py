@@ -20,6 +20,12 @@ def directory(tmp_path_factory):
   return path
 
 
+@pytest.fixture
+def copied(directory, tmp_path):
+  """A copy of the directory, which the test may damage."""
+  return shutil.copytree(directory, tmp_path / 'copied')
+
+
 @pytest.fixture(scope='module')
 def tokenizer(directory):
   return tokenizer_lib.load(directory)
@@ -81,34 +87,32 @@ def test_control_tokens_in_the_texts_are_not_learned(tmp_path):
 
 
 @pytest.mark.parametrize('model_type', [None, 'qwen3', 'llama'])
-def test_auto_tokenizer_reads_what_train_wrote(directory, tmp_path, model_type):
+def test_auto_tokenizer_reads_what_train_wrote(copied, model_type):
   from transformers import AutoTokenizer
 
-  for name in ('tokenizer.json', 'tokenizer_config.json'):
-    (tmp_path / name).write_bytes((directory / name).read_bytes())
   if model_type:
-    (tmp_path / 'config.json').write_text(json.dumps({'model_type': model_type}))
-  auto, own = AutoTokenizer.from_pretrained(tmp_path), tokenizer_lib.load(tmp_path)
+    (copied / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  auto, own = AutoTokenizer.from_pretrained(copied), tokenizer_lib.load(copied)
   text = '<|im_start|>user\n"John 12345  <tool_call> x<|im_end|>\n'
   assert auto(text).input_ids == own(text).input_ids
   assert auto.chat_template == own.chat_template == tokenizer_lib.CHATML
   assert auto.eos_token_id == own.eos_token_id == 2
 
 
-def test_plain_twin_knows_no_control_tokens(tokenizer):
-  twin = tokenizer_lib.make_plain_encoder(tokenizer)
+def test_the_plain_encoder_knows_no_control_tokens(tokenizer):
+  plain = tokenizer_lib.make_plain_encoder(tokenizer)
   control = [*tokenizer_lib.SPECIAL_TOKENS, *tokenizer_lib.ADDED_TOKENS]
-  ids = twin('say ' + ' '.join(control) + ''.join(control))
+  ids = plain('say ' + ' '.join(control) + ''.join(control))
   assert min(ids) >= len(control)
   assert tokenizer.decode(ids) == 'say ' + ' '.join(control) + ''.join(control)
-  assert twin(TEXTS[0]) == encode(tokenizer, TEXTS[0])
+  assert plain(TEXTS[0]) == encode(tokenizer, TEXTS[0])
   # The tokenizer itself is as it was.
   assert encode(tokenizer, '<|im_end|>') == [2]
 
 
-def test_plain_twin_takes_lone_surrogates(tokenizer):
-  twin = tokenizer_lib.make_plain_encoder(tokenizer)
-  assert tokenizer.decode(twin('a\ud800b')) == 'a?b'
+def test_the_plain_encoder_takes_lone_surrogates(tokenizer):
+  plain = tokenizer_lib.make_plain_encoder(tokenizer)
+  assert tokenizer.decode(plain('a\ud800b')) == 'a?b'
 
 
 def test_token_bytes(tokenizer):
@@ -143,12 +147,10 @@ def test_token_bytes_refuses_other_kinds(tmp_path):
 
 
 @pytest.mark.parametrize('listed, ids', [([5, 2], [2, 5]), (7, [2, 7]), (None, [2])])
-def test_eos_ids(directory, tmp_path, listed, ids):
-  for name in ('tokenizer.json', 'tokenizer_config.json'):
-    (tmp_path / name).write_bytes((directory / name).read_bytes())
+def test_eos_ids(copied, listed, ids):
   text = json.dumps({'eos_token_id': listed} if listed else {})
-  (tmp_path / 'generation_config.json').write_text(text)
-  assert tokenizer_lib.eos_ids(tokenizer_lib.load(tmp_path)) == ids
+  (copied / 'generation_config.json').write_text(text)
+  assert tokenizer_lib.eos_ids(tokenizer_lib.load(copied)) == ids
 
 
 def test_a_missing_directory_is_named(tmp_path):
@@ -157,22 +159,27 @@ def test_a_missing_directory_is_named(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json'])
-def test_missing_and_truncated_files_are_named(directory, tmp_path, name):
-  for other in ('tokenizer.json', 'tokenizer_config.json'):
-    (tmp_path / other).write_bytes((directory / other).read_bytes())
-  (tmp_path / name).write_bytes((directory / name).read_bytes()[:-20])
+def test_missing_and_truncated_files_are_named(copied, name):
+  (copied / name).write_bytes((copied / name).read_bytes()[:-20])
   with pytest.raises(ValueError, match=rf'/{name} is not valid JSON .*copy it again'):
-    tokenizer_lib.load(tmp_path)
-  (tmp_path / name).unlink()
+    tokenizer_lib.load(copied)
+  (copied / name).unlink()
   with pytest.raises(ValueError, match=rf'/{name} cannot be read .*copy it'):
-    tokenizer_lib.load(tmp_path)
+    tokenizer_lib.load(copied)
 
 
-def test_json_that_is_no_tokenizer_is_named(directory, tmp_path):
-  (tmp_path / 'tokenizer_config.json').write_text('{}')
-  (tmp_path / 'tokenizer.json').write_text('{"model": 1}')
-  with pytest.raises(ValueError, match='holds no readable fast tokenizer'):
-    tokenizer_lib.load(tmp_path)
+@pytest.mark.parametrize(
+  'content, message',
+  [
+    ('{"model": 1}', 'holds no readable fast tokenizer'),
+    ('[' * 100_000 + ']' * 100_000, r'/tokenizer\.json is not valid JSON'),
+  ],
+  ids=['another', 'deep'],
+)
+def test_json_that_is_no_tokenizer_is_named(copied, content, message):
+  (copied / 'tokenizer.json').write_text(content)
+  with pytest.raises(ValueError, match=message):
+    tokenizer_lib.load(copied)
 
 
 @pytest.mark.parametrize(
@@ -197,29 +204,23 @@ _TWICE = '{% set ns.x = ns.x ~ ns.x %}'
 @pytest.mark.parametrize(
   'template, message',
   [
-    (_LOOP, 'did not end within 3 s of a processor'),
     (_LOOP.replace('{% endfor %}', 'xx{% endfor %}', 1), 'did not end within|took more'),
     ("{{ 'x' * 10**10 }}", 'took more than 512 MiB'),
     ("{% set ns = namespace(x='x') %}" + _TWICE * 40, 'took more than 512 MiB'),
     ("{{ 'x' | center(2000000) }}", 'wrote more than 1000000 characters'),
-    ("{% if messages[-1].role == 'user' and tools %}" + _LOOP + '{% endif %}', 'not end'),
+    (
+      "{% if messages[-1].role == 'user' and tools %}" + _LOOP + '{% endif %}',
+      'did not end within 3 s of a processor',
+    ),
     ('{{ ' + '(' * 100_000 + '1' + ')' * 100_000 + ' }}', None),  # only refused later
   ],
 )
-def test_a_template_that_does_not_end_is_refused(directory, tmp_path, template, message):
-  shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-  path = tmp_path / 'tokenizer_config.json'
+def test_a_template_that_does_not_end_is_refused(copied, template, message):
+  path = copied / 'tokenizer_config.json'
   config = json.loads(path.read_text())
   path.write_text(json.dumps(config | {'chat_template': template}))
   if message is None:
-    tokenizer_lib.load(tmp_path)
+    tokenizer_lib.load(copied)
     return
   with pytest.raises(ValueError, match=f'its chat template .*({message})'):
-    tokenizer_lib.load(tmp_path)
-
-
-def test_json_that_is_too_deep_is_named(directory, tmp_path):
-  shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-  (tmp_path / 'tokenizer.json').write_text('[' * 100_000 + ']' * 100_000)
-  with pytest.raises(ValueError, match=r'/tokenizer\.json is not valid JSON'):
-    tokenizer_lib.load(tmp_path)
+    tokenizer_lib.load(copied)
