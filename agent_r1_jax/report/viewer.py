@@ -9,9 +9,10 @@ or, as plain text and without anything to install:
 
 In Inspect's words, a sample is the task of a group, its epochs are the members of the
 group (the first is 1), and a score is the reward. The metadata of a training rollout's
-sample has `actions`, the columns of its action tokens (TokenTable.list_actions): log-probs,
-policy steps, rewards, values, advantages. The format is a ZIP of JSON files that
-inspect_ai 0.3.285 reads (tests/test_viewer.py); only the standard library writes it.
+sample has `actions`, the columns of its action tokens (TokenTable.list_actions):
+log-probs, policy steps, rewards, values, advantages. The format is a ZIP of JSON files
+that inspect_ai 0.3.285 reads (tests/test_viewer.py); only the standard library writes
+it.
 """
 
 import argparse
