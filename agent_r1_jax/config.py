@@ -1,17 +1,16 @@
-"""The configuration of a training run; absl flags and config.json are made of it.
+"""The configuration of a training run: dataclasses that are absl flags and config.json.
 
-Each part of the house has a dataclass of its own here, which checks itself, and a
-function is given no more of them than it reads. `Config` nests them: the field `rows` of
-`engine` is the flag --config.engine.rows.
+Each part of a run has a dataclass, which checks itself, and a function takes no more of
+them than it reads. `Config` nests them: the field `rows` of `engine` is the flag
+--config.engine.rows.
 """
 
-from collections.abc import Collection, Mapping
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 from agent_r1_jax import fields
 
-# The fields for which 0 is "chosen": train/sizes.py.
+# Fields whose value is chosen where they are 0; see train/sizes.py.
 SIZES = (
   'engine.rows',
   'engine.slots',
@@ -26,18 +25,18 @@ SIZES = (
 
 @dataclasses.dataclass
 class Model:
-  """What is loaded, and how it computes.
+  """The models that are loaded, and how they compute.
 
   Attributes:
     path: Directory of the policy to start from: weights and tokenizer in HF layout.
-    reference: Directory of the reference policy or teacher, of the same tokenizer; empty
-      is the policy as it started.
-    dtype: Type of activations and cache: 'float32' or 'bfloat16'.
+    reference: Directory of the reference policy or teacher, which must have the same
+      tokenizer; empty takes the policy as it started.
+    dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
     remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
-    lora_rank: Rank of the adapters that are trained in place of all parameters; 0 is
-      without.
-    lora_targets: Projections that get one, with commas between them.
-    lora_alpha: Adapters count lora_alpha / lora_rank times.
+    lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0
+      trains all.
+    lora_targets: The projections with adapters, separated by commas.
+    lora_alpha: Adapters are scaled by lora_alpha / lora_rank.
   """
 
   path: str = ''
@@ -49,7 +48,7 @@ class Model:
   lora_alpha: float = 16.0
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     choices = {'dtype': ('float32', 'bfloat16'), 'remat': ('none', 'dots', 'full')}
     fields.check(self, 'model', above_0=('lora_alpha',), choices=choices)
 
@@ -59,14 +58,14 @@ class Chat:
   """How tasks and tools become the text that the policy reads.
 
   Attributes:
-    max_tool_tokens: Tokens of a tool's message; what is longer is cut.
-    tools_in_prompt: Who tells the model of its tools: 'default' is its chat template, or
-      where that knows none, a text in the system message (chat.TOOLS); 'refuse' refuses
-      such a template; 'own' leaves it to the tasks' own messages.
-    long_prompts: What happens to tasks whose prompt leaves no room for a reply in a row:
-      'refuse' ends the run before it begins; 'skip' leaves them out of training, and in
-      evaluations they stay, unanswered.
-    stop_strings: Strings that end a reply, beside the template's end of turn, as a JSON
+    max_tool_tokens: The most tokens of a tool's message; longer ones are cut.
+    tools_in_prompt: What describes the tools to the model: with 'default' its chat
+      template, or if that supports none, a text in the system message (chat.TOOLS);
+      'refuse' refuses such a template; with 'own' the tasks' own messages do.
+    long_prompts: What happens to tasks whose prompt leaves no room for a reply: 'refuse'
+      ends the run before it begins; 'skip' leaves them out of training, and evaluations
+      count them as unanswered.
+    stop_strings: Strings that end a reply, like the template's end of turn, as a JSON
       list: '["Observation:"]'.
     template: Options of the chat template, as a JSON object:
       '{"enable_thinking": false}'.
@@ -79,7 +78,7 @@ class Chat:
   template: str = '{}'
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     fields.parse_json('chat.stop_strings', self.stop_strings, list)
     fields.parse_json('chat.template', self.template, dict)
     choices = {
@@ -94,14 +93,13 @@ class Limits:
   """What one episode may use.
 
   Attributes:
-    max_turns: Replies of an episode.
-    max_turn_tokens: Tokens of a reply.
-    reset_seconds: Seconds that the environment's reset may take, and before it make_env.
-    step_seconds: Seconds that each step of the environment may take, tools and rewards
+    max_turns: The most replies of an episode.
+    max_turn_tokens: The most tokens of a reply.
+    reset_seconds: The most seconds of the environment's reset, and of make_env.
+    step_seconds: The most seconds of each step of the environment, tools and rewards
       included.
-    episode_seconds: Seconds from when the episode gets its row to its end. Its time in
-      the engine counts, where it shares the device with others. What is late is masked
-      as an error.
+    episode_seconds: The most seconds of an episode, its time in the engine included. Late
+      episodes are masked as errors.
   """
 
   max_turns: int = 5
@@ -111,7 +109,7 @@ class Limits:
   episode_seconds: float = 3600.0
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     fields.check(
       self,
       'limits',
@@ -125,18 +123,18 @@ class Sampling:
   """How the tokens of replies are chosen, in training or in evaluations.
 
   A policy is trained on samples of its own distribution: a training run that truncates it
-  or holds it to a grammar needs an algorithm with a correction.
+  or restricts it by a grammar needs an algorithm with a correction.
 
   Attributes:
-    temperature: Divides the logits; 0 is greedy. In training it also divides those of the
-      log-probs that are trained, and must be above 0.
+    temperature: Divides the logits; 0 is greedy. In training it must be above 0, and the
+      log-probs that are trained have it too.
     top_k: Only the k likeliest tokens may be chosen; 0 allows all.
     top_p: Only the smallest set of likeliest tokens that has at least this probability
       may be chosen; 1 allows all.
     min_p: Only tokens may be chosen that are at least this many times as probable as the
       likeliest one; 0 allows all.
-    tool_grammar: Whether tool calls are held to the schemas of the environment's tools,
-      so that none is malformed.
+    tool_grammar: Whether a grammar restricts tool calls to the schemas of the
+      environment's tools, so that none is malformed.
   """
 
   temperature: float = 1.0
@@ -146,7 +144,7 @@ class Sampling:
   tool_grammar: bool = False
 
   def check(self, part: str = 'sampling') -> None:
-    """Raises ValueError for a field that cannot be; `part` is where it lies."""
+    """Raises ValueError for a wrong value; `part` is the name of this part."""
     fields.check(self, part, share=('top_p',), at_most_1=('min_p',))
 
   @property
@@ -158,21 +156,20 @@ class Sampling:
 
 @dataclasses.dataclass
 class Engine:
-  """Sizes of the engine's programs; of some of them 0 is chosen (SIZES).
+  """Sizes of the engine's programs; those in SIZES are chosen where they are 0.
 
   Attributes:
-    rows: Episodes at a time, on each chip (or `mesh.tensor` of them).
-    slots: Tokens of a row, at most: prompt, replies and tools together.
-    decode_steps: Tokens a decode segment.
-    feed_rows: Rows a feed.
-    feed_tokens: Tokens of a row a feed.
-    bucket: Least slots that a cache read covers; it doubles up to slots.
-    width: Most rows that are decoded at a time; 0 is all. With slow tools, half of rows.
-    narrow: Whether few rows run in programs for a quarter of rows. A run repeats to the
-      last bit only without it and with bucket = slots: environments and tools take their
-      time.
-    replicas: Engines that share each chip and its rows; as many as cores is best on a
-      CPU.
+    rows: Rows of the KV cache, so episodes at a time, on each chip (or `mesh.tensor`).
+    slots: The most tokens of a row: prompt, replies and tool messages together.
+    decode_steps: Tokens sampled by one decode.
+    feed_rows: Rows of one prefill.
+    feed_tokens: Tokens of each row in one prefill.
+    bucket: The least slots that a cache read covers; reads double from there to slots.
+    width: The most rows that are decoded at a time; 0 is all. With slow tools, take half
+      of rows.
+    narrow: Whether few rows run in programs for a quarter of rows. A run is repeatable to
+      the last bit only without it and with bucket = slots, as the timing of tools varies.
+    replicas: Engines that share each chip and its rows; on a CPU, at most one per core.
   """
 
   rows: int = 0
@@ -186,36 +183,36 @@ class Engine:
   replicas: int = 0
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     chosen = [name.removeprefix('engine.') for name in SIZES if 'engine.' in name]
     fields.check(self, 'engine', at_least_1=('decode_steps',), chosen=chosen)
 
 
 @dataclasses.dataclass
 class Schedule:
-  """How much is played and learned, in which order, and by which policy.
+  """How many episodes are played and learned from, in which order, and by which policy.
 
   Attributes:
-    steps: Rollouts, each followed by its updates.
+    steps: Number of rollouts, each followed by its updates.
     tasks: Tasks of one rollout.
-    samples: Episodes of a task: the group.
-    epochs: Times that the updates go over each rollout.
-    minibatches: Optimizer steps an epoch.
-    max_refills: Rollouts that a step may add to take the place of groups whose rewards
-      are all equal (DAPO's dynamic sampling).
-    sync_every: Steps between two hand-overs of the policy to the engine; above 1 the
-      algorithm must have a correction.
-    ahead: Rollouts that may be played before their turn, while updates are computed.
+    samples: Episodes of each task: the group size.
+    epochs: Passes of the updates over each rollout.
+    minibatches: Optimizer steps of an epoch.
+    max_refills: The most rollouts that a step adds in place of groups whose rewards are
+      all equal (DAPO's dynamic sampling).
+    sync_every: Steps between two weight syncs to the engine; above 1 the algorithm must
+      have a correction.
+    ahead: How many rollouts may be played before their turn, while updates are computed.
       With 1, rollout n + 1 is played during update n by the policy before it: one step
       off-policy. Above 0 the algorithm must have a correction.
-    partial: Whether the engine takes over each new policy in the midst of episodes, so
-      that a long one holds nobody up; it is then of several policies. Such a run does not
-      repeat to the last bit. Without it, `ahead` is at most 1.
-    max_staleness: Steps by which a token's policy may be older than the one that learns
-      from it; bounds sync_every and ahead.
-    critic_warmup: Steps in which the critic alone is updated.
+    partial: Whether the engine gets each new policy during episodes, so that a long one
+      delays no update; several policies then sample it. Such a run is not repeatable to
+      the last bit. Without it, `ahead` is at most 1.
+    max_staleness: The most steps by which a token's policy may be older than the one that
+      learns from it; bounds sync_every and ahead.
+    critic_warmup: Steps in which only the critic is updated.
     reference_every: Steps after which the reference becomes the present policy; 0 never.
-    eval_every: Rollouts between evaluations; 0 evaluates at the end only.
+    eval_every: Steps between evaluations; 0 evaluates at the end only.
   """
 
   steps: int = 100
@@ -234,11 +231,11 @@ class Schedule:
 
   @property
   def oldest(self) -> int:
-    """The most steps by which a policy may be older than the one that learns from it."""
+    """The most steps by which a policy can be older than the one that learns from it."""
     return self.sync_every - 1 + self.ahead
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be, or two that do not go together."""
+    """Raises ValueError for a wrong value, or two that contradict each other."""
     least = ('tasks', 'samples', 'epochs', 'minibatches', 'sync_every')
     fields.check(self, 'schedule', at_least_1=least)
     if self.max_staleness < self.oldest:
@@ -259,18 +256,18 @@ class Schedule:
 
 @dataclasses.dataclass
 class Batch:
-  """Sizes of what a gradient is computed of; 0 is chosen (SIZES).
+  """Sizes of the batches that gradients are computed of; chosen where they are 0.
 
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.
-    microbatch: Packed rows of one gradient, over all chips: a multiple of data x fsdp.
+    microbatch: Packed rows of one micro-batch, over all chips: a multiple of data x fsdp.
   """
 
   row_tokens: int = 0
   microbatch: int = 0
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     fields.check(self, 'batch', chosen=('row_tokens', 'microbatch'))
 
 
@@ -280,16 +277,16 @@ class Optimizer:
 
   Attributes:
     kind: 'adamw', 'adamw8' (moments of 8 bits) or 'adafactor': rl/optimizers.py.
-    learning_rate: Of the policy, after the warm-up.
-    critic_learning_rate: Of the critic.
+    learning_rate: Learning rate of the policy, after the warm-up.
+    critic_learning_rate: Learning rate of the critic.
     warmup: Optimizer steps of linear warm-up.
-    weight_decay: Decoupled, as AdamW's.
-    adam_b1: Decay of Adam's first moment, of 'adamw' and 'adamw8'.
-    adam_b2: Of its second. The default forgets sooner than the .999 of PyTorch and verl.
+    weight_decay: Decoupled weight decay, as in AdamW.
+    adam_b1: Decay rate of the first moment of 'adamw' and 'adamw8'.
+    adam_b2: Decay rate of the second moment; PyTorch and verl have .999.
     adam_eps: Added to the root of the second moment.
-    clip_norm: The most that the gradient of policy and critic each may have as its norm,
-      over all leaves; inf is without.
-    offload: Keep the optimizer's state in the host's memory between updates.
+    clip_norm: The global norm that gradients are clipped to, of policy and critic each;
+      inf does not clip.
+    offload: Whether the optimizer's state is in the host's memory between updates.
   """
 
   kind: str = 'adamw'
@@ -304,7 +301,7 @@ class Optimizer:
   offload: bool = False
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     fields.check(
       self,
       'optimizer',
@@ -319,12 +316,12 @@ class Mesh:
   """Over which chips training and sampling are split; see host/sharding.py.
 
   Attributes:
-    data: Chips, or groups of them, that hold the training state each.
-    fsdp: Chips that it is split over; 0 is all that the other axes leave.
+    data: How many copies of the training state there are.
+    fsdp: Chips that each copy is split over; 0 is all that the other axes leave.
     tensor: Chips that share each layer, in training and in sampling.
     context: Chips that share each training row.
-    samplers: Chips of each process that only sample, while the others only train; 0: all
-      do both in turn.
+    samplers: Chips of each process that only sample, while the others only train; with 0
+      all do both in turn.
   """
 
   data: int = 1
@@ -334,18 +331,18 @@ class Mesh:
   samplers: int = 0
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     fields.check(self, 'mesh', at_least_1=('data', 'tensor', 'context'))
 
 
 @dataclasses.dataclass
 class Checkpoint:
-  """What a run keeps on disk to go on from.
+  """What a run writes to disk to be resumed from.
 
   Attributes:
-    every: Rollouts between checkpoints.
-    keep: Checkpoints kept.
-    keep_rollouts: Whether finished episodes are on disk until a checkpoint has learned
+    every: Steps between checkpoints.
+    keep: How many checkpoints are kept.
+    keep_rollouts: Whether finished episodes are written, until a checkpoint has learned
       from them: after a kill they are not played again.
   """
 
@@ -354,22 +351,21 @@ class Checkpoint:
   keep_rollouts: bool = False
 
   def check(self) -> None:
-    """Raises ValueError for a field that cannot be."""
+    """Raises ValueError for a wrong value; the message names the field."""
     fields.check(self, 'checkpoint', at_least_1=('every', 'keep'))
 
 
 @dataclasses.dataclass
 class Alarms:
-  """Numbers beyond which an alarm is logged.
+  """Limits of metrics beyond which an alarm is logged.
 
   Attributes:
-    entropy: The least mean entropy of the policy, in nats a token.
-    kl: The greatest mean KL, to the reference and of the update to its rollout.
-    dead_groups: The greatest share of groups whose rewards are all equal, of those that
-      were played.
-    truncated: The greatest share of episodes that a budget ended.
-    invalid_calls: The greatest share of calls that could not be read or run.
-    action_share: The least share of a trajectory's tokens that the policy chose.
+    entropy: The least mean entropy of the policy, in nats per token.
+    kl: The greatest mean KL, to the reference and to the policy that sampled.
+    dead_groups: The greatest share of played groups whose rewards are all equal.
+    truncated: The greatest share of episodes that ran out of tokens or turns.
+    invalid_calls: The greatest share of tool calls that could not be parsed or run.
+    action_share: The least share of a trajectory's tokens that the policy sampled.
   """
 
   entropy: float = 0.01
@@ -386,25 +382,26 @@ def _default(kind: Any) -> Any:
 
 @dataclasses.dataclass
 class Config:
-  """Everything of a run that is a number or a name; the paper's values where it has them.
+  """All numbers and names of a run; the defaults are the paper's where it has them.
 
   Attributes:
-    model: What is loaded, and how it computes.
+    model: The models that are loaded, and how they compute.
     chat: How tasks and tools become text.
     limits: What one episode may use.
     sampling: How the tokens of training rollouts are chosen.
-    evaluation: How those of evaluations are; greedy unless said otherwise.
-    engine: Sizes of the engine.
-    schedule: How much is played and learned, and in which order.
-    batch: Sizes of what a gradient is computed of.
+    evaluation: How the tokens of evaluations are chosen; greedy by default.
+    engine: Sizes of the engine's programs.
+    schedule: How much is played and learned from, and in which order.
+    batch: Sizes of the batches that gradients are computed of.
     optimizer: The optimizer of policy and critic.
     mesh: Over which chips the work is split.
-    checkpoint: What is kept on disk to go on from.
-    alarms: Numbers beyond which an alarm is logged.
+    checkpoint: What is written to disk to be resumed from.
+    alarms: Limits of metrics beyond which an alarm is logged.
     seed: Seed of the order of tasks and of all sampling.
-    max_error_rate: Share of episodes of a rollout whose environment may raise or be late.
-    log_episodes: Episodes of each rollout that are written to trajectories/, with the
-      numbers of their tokens; 0 writes none.
+    max_error_rate: The share of a rollout's episodes whose environment may raise or be
+      late before the run ends.
+    log_episodes: How many episodes of each rollout are written to trajectories/, with the
+      numbers of their tokens.
   """
 
   model: Model = _default(Model)
@@ -423,30 +420,6 @@ class Config:
   max_error_rate: float = 0.1
   log_episodes: int = 8
 
-  def __new__(cls, **given: Any) -> Self:
-    """Refuses the flat fields of earlier versions, which nest now."""
-    cls.refuse_old_names(
-      [name for name, value in given.items() if not dataclasses.is_dataclass(value)]
-    )
-    return super().__new__(cls)
-
-  @classmethod
-  def refuse_old_names(cls, given: Collection[str]) -> None:
-    """Refuses names that fields had when all of them lay side by side.
-
-    Args:
-      given: Names of fields whose values are numbers or texts, not dataclasses.
-
-    Raises:
-      ValueError: Says what they are called now.
-    """
-    new = {name: new_name(name) for name in given}
-    moved = [
-      f'{old} is now {name}' for old, name in new.items() if name not in (None, old)
-    ]
-    if moved:
-      raise ValueError(', '.join(moved) + '.')
-
   def check(self) -> None:
     """Refuses a value of a wrong type or out of its range.
 
@@ -460,31 +433,3 @@ class Config:
         room.check(field.name)
       elif hasattr(room, 'check'):
         room.check()
-
-
-# Fields of earlier versions that did not only move into a dataclass of their own.
-_RENAMED = {
-  'model': 'model.path',
-  'optimizer': 'optimizer.kind',
-  'checkpoint_every': 'checkpoint.every',
-}
-
-
-def new_name(old: str) -> str | None:
-  """The dotted name of a field of an earlier version; None if there was none."""
-  return _RENAMED.get(old) or fields.locate(Config, old)
-
-
-def refuse_old_file(found: Mapping[str, Any], path: Any) -> None:
-  """Refuses a config.json of a version whose fields lay side by side.
-
-  Raises:
-    ValueError: Names the file, and what the fields are called now.
-  """
-  flat = [name for name, value in found.items() if not isinstance(value, Mapping)]
-  try:
-    Config.refuse_old_names(flat)
-  except ValueError as error:
-    raise ValueError(
-      f'{path} is of an earlier version: {error} Give another workdir.'
-    ) from None

@@ -1,4 +1,4 @@
-"""Configurations of nested dataclasses: what a field may be, and how it is named.
+"""Nested dataclasses as configurations: dotted names, flags, and checks of values.
 
 A dotted name is that of a flag: 'engine.rows' is the field `rows` of the field `engine`.
 """
@@ -40,7 +40,7 @@ def replace(config: _T, changes: Mapping[str, Any]) -> _T:
   """Returns a copy of a configuration with other values.
 
   Args:
-    config: A dataclass, which stays as it is.
+    config: A dataclass; it is not changed.
     changes: Values by dotted names.
 
   Raises:
@@ -57,12 +57,13 @@ def replace(config: _T, changes: Mapping[str, Any]) -> _T:
 
 
 def suggest(kind: Any, name: str) -> str:
-  """Returns the end of a sentence about a name that is wrong: what it may have meant."""
+  """Returns the end of an error about a wrong name: which field may have been meant."""
   known = list(names(kind))
   if inner := [field for field in known if field.startswith(f'{name}.')]:
     return f'; name one of {", ".join(inner)}.'
   outer = [field.name for field in dataclasses.fields(kind)]
   meant = {field: field for field in outer} | {n.split('.')[-1]: n for n in known}
+  meant |= {field.replace('.', '_'): field for field in known}
   for part in reversed(name.split('.')):
     if close := difflib.get_close_matches(part, meant, n=1, cutoff=0.5):
       return f'; did you mean {meant[close[0]]}?'
@@ -73,8 +74,7 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   """Defines the absl flags --config.<field> of a configuration.
 
   Args:
-    default: The configuration, a dataclass, that holds where no flag is given. If it has
-      a method `refuse_old_names`, that sees the names of the flags that are given.
+    default: The configuration, a dataclass, without any flag.
     name: The name of the flags.
     **options: Options of ml_collections.config_flags.DEFINE_config_dataclass.
 
@@ -82,8 +82,8 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
     The holder of the flag, whose `value` is the configuration.
 
   Raises:
-    SystemExit: The command line names a field that does not exist; says which may have
-      been meant.
+    SystemExit: The command line names a field that does not exist; the message says
+      which may have been meant.
   """
   from ml_collections import config_flags
 
@@ -92,15 +92,11 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   for path in (match[1] for match in given if match):
     if path in known:
       continue
-    try:
-      getattr(default, 'refuse_old_names', lambda given: None)([path])
-    except ValueError as error:
-      sys.exit(f'--{name}.{path}: {error}')
     sys.exit(f'--{name}.{path}: there is no such field{suggest(type(default), path)}')
   return config_flags.DEFINE_config_dataclass(name, default, **options)
 
 
-# Which numbers a field may hold, and how that is said.
+# Name of a range -> (whether a number is in it, its words in an error).
 _RANGES = {
   'at_least_0': (lambda x: 0 <= x < math.inf, ', at least 0'),
   'at_least_1': (lambda x: 1 <= x < math.inf, ', at least 1'),
@@ -123,10 +119,10 @@ def check(
 
   Args:
     config: A dataclass.
-    name: Its dotted name in the run's configuration; empty for the whole of it.
-    choices: What the texts of these fields may be.
-    **ranges: Of each key of _RANGES, the numbers that it is for; all others must be at
-      least 0.
+    name: Its dotted name in the run's configuration; empty for the outermost one.
+    choices: The values that fields of text may have.
+    **ranges: Key of _RANGES -> the fields that must be in that range; all other numbers
+      must be at least 0.
 
   Raises:
     ValueError: Names the field, the value and what it may be.
@@ -170,7 +166,7 @@ def parse_json(name: str, text: str, kind: type) -> Any:
 
 
 def _problem(kind: Any, value: Any, allowed: str) -> str | None:
-  """Returns what a value must be, if it is not."""
+  """Returns what a value must be; None if it is that."""
   if kind in (bool, str):
     named = {bool: 'True or False', str: 'a text'}
     return None if isinstance(value, kind) else f'it must be {named[kind]}.'

@@ -15,23 +15,22 @@ from agent_r1_jax.agent import workers
 async def check_env(
   make_env: Callable[[], env_lib.Env], task: types.Task, replies: Sequence[str]
 ) -> list[types.Step]:
-  """Plays `replies`, which must end the episode exactly with the last one.
+  """Plays `replies`, of which exactly the last must end the episode.
 
-  Checked: the form of messages and steps; that the task stays as it was; that the same
+  Checks the types of messages and steps; that the task is not changed; that the same
   replies have the same answers, also while a second instance plays at the same time; and
-  that an environment with a `finish` judges the opening with an unfinished reply, and
-  alone.
+  that a method `finish` scores truncated episodes repeatably.
 
   Args:
-    make_env: Returns a new environment at each call.
-    task: What is asked.
-    replies: The agent's, at least one.
+    make_env: Makes a new environment at each call.
+    task: The task to play.
+    replies: The agent's replies, at least one.
 
   Returns:
     The steps, for further checks.
 
   Raises:
-    AssertionError: It says what the environment does wrong.
+    AssertionError: The message says what the environment does wrong.
   """
   assert replies, 'give at least one reply'
   untouched = copy.deepcopy(task)
@@ -60,22 +59,22 @@ async def check_env(
 
 
 async def _check_finish(make_env, task, reply):
-  """What a budget ended is judged alike again, by environments that judge it."""
+  """Checks that two environments score an episode alike that a budget ended."""
   for status, unfinished in (
     ('truncated', reply),
     ('truncated', None),
     ('max_turns', None),
   ):
-    judged = []
+    scored = []
     for env in (make_env(), make_env()):
       await workers.call(env.reset, task)
-      judged.append(await env_lib.finish_episode(env, status, unfinished))
+      scored.append(await env_lib.finish_episode(env, status, unfinished))
     where = f'finish({status!r}, ...)'
-    if judged[0] is not None:
-      assert isinstance(judged[0], types.Step), f'{where} returned no Step: {judged[0]}'
-      step = dataclasses.replace(judged[0], messages=[], done=True)
+    if scored[0] is not None:
+      assert isinstance(scored[0], types.Step), f'{where} returned no Step: {scored[0]}'
+      step = dataclasses.replace(scored[0], messages=[], done=True)
       _check_step(step, where, last=True)
-    assert judged[0] == judged[1], f'{where} is not repeatable: {judged}'
+    assert scored[0] == scored[1], f'{where} is not repeatable: {scored}'
 
 
 def _check_step(step: types.Step, where: str, *, last: bool) -> None:

@@ -15,39 +15,39 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-# A chat message in the Hugging Face form: {'role': ..., 'content': ...}. Its strings are
-# data; see ControlText for what is not.
+# A chat message in the Hugging Face form: {'role': ..., 'content': ...}. Control tokens
+# in its strings are encoded as plain text, unless they are ControlText.
 Message = dict[str, Any]
 
 # How an episode ended. 'done': the environment said so. 'truncated': a turn or the row
 # ran out of tokens. 'max_turns': the turn budget was used. 'error': the environment or
 # the reward raised or took too long; such a trajectory is masked out, never scored 0.
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
-# A budget ended these, not the environment.
+# The statuses of episodes that ran out of tokens or turns.
 BUDGETS = ('truncated', 'max_turns')
 
 
 class ControlText(str):
-  """Text of a task's own, in which control tokens are meant as control tokens.
+  """Text of a task itself, in which control tokens are encoded as control tokens.
 
-  Everything else that gets into a prompt is data: '<answer>' in it is encoded as ordinary
-  characters, even where the tokenizer has a control token of that name. Mark the words of
-  the task itself, and only these:
+  All other text in a prompt is data: '<answer>' in it is encoded as ordinary characters,
+  even if the tokenizer has a control token of that name. Mark the words of the task
+  itself, and only these:
 
     ASK = types.ControlText('Answer inside <answer> and </answer>: {question}')
     task = types.Task('1', [{'role': 'user', 'content': ASK.format(question=question)}])
 
-  `format` keeps the marks, and what it fills in stays data unless it is a ControlText
-  itself. All other methods, `+` too, give plain strings, which are data.
+  What `format` fills in is data unless it is a ControlText itself. All other methods,
+  `+` too, return plain strings, which are data.
 
   Attributes:
-    parts: The text in pieces, by turns control text and data; it begins with the former.
+    parts: The text in pieces, alternately control text and data; the first is control.
   """
 
   parts: tuple[str, ...]
 
   def __new__(cls, text: str, parts: tuple[str, ...] | None = None):
-    """Marks all of a text, or with `parts`, which join to it, every second part of it."""
+    """Marks a text as control text; with `parts`, which join to it, every second one."""
     self = super().__new__(cls, text)
     self.parts = (str(text),) if parts is None else parts
     return self
@@ -67,10 +67,10 @@ class ControlText(str):
     return cls(''.join(parts), tuple(parts))
 
   def format(self, *args: Any, **kwargs: Any) -> 'ControlText':
-    """As str.format, with simple fields: '{name}', '{0.attribute}', '{:5.2f}'.
+    """Formats as str.format, with simple fields: '{name}', '{0.x}', '{:5.2f}'.
 
     Raises:
-      ValueError: The text has data in it already.
+      ValueError: The text contains data already.
     """
     if len(self.parts) != 1:
       raise ValueError('format: the text has been filled in already.')
@@ -93,7 +93,7 @@ class ControlText(str):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """One row of a data set: what the agent is asked, and what its reward needs."""
+  """A row of a data set: the agent's prompt, and what its reward needs."""
 
   id: str
   messages: list[Message]
@@ -107,10 +107,11 @@ class Step:
 
   Attributes:
     messages: What the agent sees next; empty when `done`.
-    reward: For this turn; it will sit on the turn's last action token.
-    done: The episode is over.
-    fresh: Forget the context: `messages` is a whole new prompt and starts a new segment.
-    metrics: Named numbers to log for the trajectory; never part of the reward.
+    reward: The reward of this turn; the turn's last action token gets it.
+    done: Whether the episode is over.
+    fresh: Whether the context is dropped: `messages` is then a new prompt, and starts a
+      new segment.
+    metrics: Named numbers to log for the trajectory; they are no part of the reward.
   """
 
   messages: list[Message]
@@ -122,13 +123,13 @@ class Step:
 
 @dataclasses.dataclass
 class Segment:
-  """A contiguous context, token-exact: what was fed and what was sampled.
+  """The exact tokens of one context: prompts and observations, and what was sampled.
 
   Attributes:
     tokens: int32 [T].
-    action_mask: bool [T], True where the policy chose the token.
-    logprobs: float32 [T], of the behaviour policy; 0 off the action mask.
-    policy_steps: int32 [T], the updates that the policy had seen which chose the token;
+    action_mask: bool [T], True where the policy sampled the token.
+    logprobs: float32 [T], log-probs of the behaviour policy; 0 off the action mask.
+    policy_steps: int32 [T], how many updates the policy had seen that sampled the token;
       0 off the action mask, and by default everywhere.
   """
 
@@ -157,17 +158,17 @@ class Trajectory:
   """One episode.
 
   Attributes:
-    task: What was asked.
-    group: Trajectories of one group answer the same task; the id is unique in a batch.
-    sample: The member's number in its group.
-    segments: At least one, unless the status is 'error' or the prompt did not fit a row.
-    turns: In order; rewards sit at `turn.stop - 1`.
+    task: The task.
+    group: Number of the group; its trajectories answer the same task.
+    sample: Number of the trajectory in its group.
+    segments: The contexts; none if the prompt did not fit a row, or after some errors.
+    turns: The replies in order; the reward of one is at token `turn.stop - 1`.
     messages: The conversation as text, for people and rewards.
     status: One of STATUSES.
-    metrics: Named numbers to log (summed over the steps' metrics). 'timeouts' is 1 where
-      something of a user's was late, 'abandoned_calls' how many calls were given up that
-      did not end, and 'abandoned/<name>' those of one tool or function.
-    error: What was raised or late, when status is 'error'; or why there is no turn.
+    metrics: Named numbers to log, summed over the steps' metrics. 'timeouts' is 1 if the
+      user's code was late, 'abandoned_calls' counts calls that never returned, and
+      'abandoned/<name>' those of one tool or function.
+    error: What was raised or late, if the status is 'error'; or why there is no turn.
   """
 
   task: Task
@@ -182,7 +183,7 @@ class Trajectory:
 
   @property
   def policy_steps(self) -> np.ndarray:
-    """int32, the updates that the policy had seen which chose each action token."""
+    """int32, how many updates the policy had seen that sampled each action token."""
     return np.concatenate(
       [np.zeros(0, np.int32), *(s.policy_steps[s.action_mask] for s in self.segments)]
     )
@@ -197,13 +198,13 @@ class Trajectory:
 class Automaton:
   """A finite automaton over the tokens of a vocabulary; it begins in state 0.
 
-  The text side makes one of stop strings or a grammar (agent/automata.py), and the engine
-  runs it. Letters: V tokens, Q states, C classes of tokens.
+  agent/automata.py makes one of stop strings or a grammar, and the engine runs it.
+  Letters: V tokens, Q states, C classes of tokens.
 
   Attributes:
     classes: int32 [V]; tokens of one class lead from each state to the same one.
-    table: int [Q, C]; table[state, classes[token]] is the next state, and -1 says that
-      the token is forbidden there. Some token is allowed in every state.
+    table: int [Q, C]; table[state, classes[token]] is the next state, or -1 if the token
+      is forbidden there. Some token is allowed in every state.
     ends: bool [Q]; a reply ends with the token that leads to such a state.
   """
 
@@ -221,21 +222,20 @@ class Batch(NamedTuple):
   """Packed rows on the device; several segments share a row.
 
   Attributes:
-    tokens: The text.
-    positions: Restart at 0 in each segment.
+    tokens: Token ids.
+    positions: Position of each token in its segment, from 0.
     segment_ids: 1, 2, ... within a row; 0 is padding.
-    action_mask: True where the policy chose the token (the paper's action mask).
-    logprobs: Of the policy that the ratio starts from: the behaviour policy's, or where
-      there is a correction, of the policy before the update; 0 off the action mask.
-    advantages: Per action token, 0 off the action mask.
-    weights: The token's share in the loss; in RL 0 off the action mask, in supervised
-      fine-tuning small there. They carry the aggregation with its global denominators,
-      so a loss is Σ weights · loss a token.
-    ref_logprobs: Of the reference policy, where a KL term needs them.
-    kl_weights: The token's share in the KL term of the loss, coefficient included.
+    action_mask: True where the policy sampled the token (the paper's action mask).
+    logprobs: Log-probs that the ratio starts from: the behaviour policy's, or with a
+      correction those of the policy before the update; 0 off the action mask.
+    advantages: Advantage of each action token; 0 off the action mask.
+    weights: Weight of each token in the loss, Σ weights · token loss, with the global
+      denominators. Off the action mask it is 0 in RL, and small in fine-tuning.
+    ref_logprobs: Log-probs of the reference policy, if a KL term needs them.
+    kl_weights: Weight of each token in the KL term of the loss, coefficient included.
     correction: Importance weights of stale trajectories; they multiply the policy loss.
-    values: Of the critic at rollout, where there is one.
-    returns: The critic's targets, where there is one.
+    values: The critic's values at rollout, if there is a critic.
+    returns: The critic's targets, if there is a critic.
   """
 
   tokens: Int[Array, 'B T']

@@ -276,7 +276,7 @@ def differences(workdir: pathlib.Path, expected: pathlib.Path) -> list[str]:
 def expected_errors(workdir: pathlib.Path) -> int:
   """Episodes of a visible run whose reset or reward has a fault."""
   config = json.loads((workdir / 'config.json').read_text())
-  tasks = groups.epoch_tasks(
+  tasks = groups.sample_tasks(
     miniwiki.train_tasks(0, 512),
     0,
     config['schedule']['steps'] * config['schedule']['tasks'],

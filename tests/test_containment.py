@@ -13,6 +13,7 @@ import script
 import test_train
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls, context, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
@@ -22,7 +23,7 @@ from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import table
 from agent_r1_jax.train import rollout
 
-_LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=80)
+_LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=80)
 _SLOTS = 256
 
 
@@ -281,7 +282,7 @@ class TestHanging:
       if at == where and task.answer in (1, 2):
         return wait() if kind is Env else gate.wait()
 
-    limits = rollout.Limits(3, 80, **{f'{where}_seconds': 0.3})
+    limits = config_lib.Limits(3, 80, **{f'{where}_seconds': 0.3})
     played = _collect(lambda: kind(do), _tasks(6), limits=limits)
     for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
       if t.task.answer not in (1, 2):
@@ -305,7 +306,7 @@ class TestHanging:
       functions = {'reward': lambda task, messages: 1.0} | {where: hangs}
       make = lambda: env_lib.ToolEnv([], **functions, reward_seconds=0.2)
     else:
-      limits = rollout.Limits(reset_seconds=0.2)
+      limits = config_lib.Limits(reset_seconds=0.2)
     field = 'reset_seconds' if where == 'make_env' else 'reward_seconds'
     for t in _collect(make, _tasks(2), limits=limits):
       assert t.status == 'error'
@@ -319,7 +320,7 @@ class TestHanging:
     def do(where, task):
       return slow() if task.answer == 1 and where == 'step' else None
 
-    limits = rollout.Limits(3, 80, episode_seconds=5.0)
+    limits = config_lib.Limits(3, 80, episode_seconds=5.0)
     first, late, last = _collect(lambda: Env(do), _tasks(3), limits=limits)
     assert (first.status, last.status) == ('done', 'done')
     assert late.error == 'the episode took longer than 5 seconds (episode_seconds)'
@@ -386,7 +387,7 @@ class TestHanging:
           await asyncio.sleep(3600)
         return await super().step(reply)
 
-    limits = rollout.Limits(3, 80, step_seconds=4.0)
+    limits = config_lib.Limits(3, 80, step_seconds=4.0)
     blocker, *others = _collect(Blocks, _tasks(6), limits=limits)
     assert blocker.status == 'error' and blocker.metrics['timeouts'] == 1.0
     assert 'step gave no answer within 4 seconds (step_seconds); step (' in blocker.error
@@ -436,7 +437,7 @@ _VALUE = {'done': 16.0, 'truncated': 32.0, 'max_turns': 64.0}
 class TestBudgets:
   def _played(self, reward, wrap=lambda env: env, **kwargs):
     make = lambda: wrap(env_lib.ToolEnv([count], reward, parse=_parse, **kwargs))
-    limits = rollout.Limits(max_turns=3, max_turn_tokens=16)
+    limits = config_lib.Limits(max_turns=3, max_turn_tokens=16)
     played = _collect(make, _tasks(8), limits=limits, samples=3, tree=_params(1.4))
     assert {t.status for t in played} == {'done', 'truncated', 'max_turns'}
     return played
@@ -492,7 +493,7 @@ class TestBudgets:
       def finish(self, status, reply):
         return types.Step([], reward=1000.0, metrics={status: float(reply is not None)})
 
-    limits = rollout.Limits(max_turns=1, max_turn_tokens=16)
+    limits = config_lib.Limits(max_turns=1, max_turn_tokens=16)
     played = _collect(Judges, _tasks(8), limits=limits, tree=_params(1.4))
     assert {t.status for t in played} == {'truncated', 'max_turns'}
     for t in played:
@@ -504,7 +505,7 @@ class TestBudgets:
       async def finish(self, status, reply):
         raise SystemExit('all is well')
 
-    for t in _collect(Fails, _tasks(4), limits=rollout.Limits(1, 16)):
+    for t in _collect(Fails, _tasks(4), limits=config_lib.Limits(1, 16)):
       assert t.status == 'error' and 'SystemExit: all is well' in t.error
 
   def test_a_prompt_that_fits_no_row_is_not_judged(self):
@@ -522,7 +523,7 @@ def test_times_are_above_0(field, seconds):
     if field == 'reward_seconds':
       env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
     else:
-      rollout.Limits(**{field: seconds}).check()
+      config_lib.Limits(**{field: seconds}).check()
 
 
 model = test_train.model

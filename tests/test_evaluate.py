@@ -12,10 +12,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.report import tables
 from agent_r1_jax.train import evaluate, rollout
 
-_LIMITS = rollout.Limits(max_turns=2, max_turn_tokens=12)
+_LIMITS = config_lib.Limits(max_turns=2, max_turn_tokens=12)
 
 
 @functools.cache
@@ -119,7 +118,7 @@ class Asks(Env):
     return types.Step([{'role': 'user', 'content': 'And then?'}], done=self.turn == 2)
 
 
-_LONG = rollout.Limits(max_turns=2, max_turn_tokens=40)
+_LONG = config_lib.Limits(max_turns=2, max_turn_tokens=40)
 
 
 def _start(engine, sets, make_env, decoding=rollout.ON_POLICY):
@@ -209,7 +208,7 @@ def test_calls_can_be_held_to_their_schemas(hold):
     'tools': (_sets(), lambda: env_lib.ToolEnv([look], lambda task, messages: 0.0)),
     'none': (_sets(), Env),
   }
-  limits = rollout.Limits(max_turns=1, max_turn_tokens=60)
+  limits = config_lib.Limits(max_turns=1, max_turn_tokens=60)
   play = functools.partial(tiny.within, evaluate.play, engine, tiny.chat(), rows)
   played = play(
     limits=limits, sampling=config_lib.Sampling(temperature=0.0, tool_grammar=hold)
@@ -247,15 +246,9 @@ class TestNumbers:
     _trajectory(3, status='error', turns=()),
   ]
 
-  def test_score_counts_every_episode(self):
-    assert evaluate.score(self.four) == evaluate.Score(0.5, 4)
-    assert evaluate.score(self.four, where=lambda task: task.info['even']).mean == 1
-    assert evaluate.score(self.four, 'unknown') == evaluate.Score(0.0, 4)
-    assert evaluate.score([]) == evaluate.Score(0.0, 0)
-
-  def test_interval_is_wilsons(self):
-    assert evaluate.score(self.four).interval == tables.wilson_interval(2, 4)
-    assert evaluate.Score(214 / 300, 300).interval == tables.wilson_interval(214, 300)
+  def test_a_mean_counts_every_episode(self):
+    assert evaluate.mean_metric(self.four) == 0.5
+    assert evaluate.mean_metric(self.four, 'unknown') == evaluate.mean_metric([]) == 0.0
 
   def test_by_kind(self):
     assert evaluate.by_kind(self.four, {'even': lambda task: task.info['even']}) == {
@@ -263,21 +256,8 @@ class TestNumbers:
       'even': {'mean': 1.0, 'count': 2},
     }
 
-  def test_table_has_a_column_for_every_set(self):
-    rows = {'Base': {'a': self.four, 'b': self.four[:1]}, 'GRPO': {'b': self.four[:2]}}
-    text = evaluate.table(rows)
-    assert text == tables.format_table(
-      {
-        'Base': {'a': tables.Count(2, 4), 'b': tables.Count(1, 1)},
-        'GRPO': {'b': tables.Count(1, 2)},
-      },
-      ['a', 'b'],
-    )
-    odd = evaluate.table(rows, where=lambda task: not task.info['even'])
-    assert '0/2' in odd and '0/1' in odd and '1/1' not in odd
-
   def test_summary(self):
-    assert evaluate.summary(self.four) == {
+    assert evaluate.summarize(self.four) == {
       'reward': (1 + 0.75 + 1 + 0) / 4,
       'turns': (1 + 2 + 1 + 0) / 4,
       'tokens': (10 + 20 + 10 + 0) / 4,
@@ -290,4 +270,4 @@ class TestNumbers:
       'status/max_turns': 0.25,
       'status/error': 0.25,
     }
-    assert evaluate.summary([]) == {}
+    assert evaluate.summarize([]) == {}

@@ -14,16 +14,16 @@ def _tasks(n):
 
 def test_every_epoch_is_an_order_of_all_tasks():
   tasks = _tasks(7)
-  seen = [t.id for step in range(14) for t in groups.epoch_tasks(tasks, 3 * step, 3, 1)]
+  seen = [t.id for step in range(14) for t in groups.sample_tasks(tasks, 3 * step, 3, 1)]
   epochs = [tuple(seen[i : i + 7]) for i in range(0, 42, 7)]
   assert all(sorted(epoch) == [t.id for t in tasks] for epoch in epochs)
   assert len(set(epochs)) == 6
-  other = [t.id for t in groups.epoch_tasks(tasks, 0, 7, 2)]
+  other = [t.id for t in groups.sample_tasks(tasks, 0, 7, 2)]
   assert tuple(other) != epochs[0]
 
 
 def test_more_than_there_are():
-  chosen = groups.epoch_tasks(_tasks(3), 0, 8, 0)
+  chosen = groups.sample_tasks(_tasks(3), 0, 8, 0)
   assert sorted(collections.Counter(t.id for t in chosen).values()) == [2, 3, 3]
 
 
@@ -42,8 +42,8 @@ def _played(rewards):
 def test_tied_rewards():
   # 0.1 + 0.2 is not 0.3 to a computer; one alone has nothing to compare.
   for rewards in ([1.0, 1.0], [0.3, 0.1 + 0.2], [5.0], [2.0, None], [None]):
-    assert groups.tied(_played(rewards))
-  assert not groups.tied(_played([0.0, 1.0]))
+    assert groups.is_tied(_played(rewards))
+  assert not groups.is_tied(_played([0.0, 1.0]))
 
 
 def test_tied_groups_are_drawn_anew_within_bounds():
@@ -59,13 +59,13 @@ def test_tied_groups_are_drawn_anew_within_bounds():
   )
   assert asked == [(2, 0), (1, 1), (1, 2)] and drawn == 4
   assert [[t.group for t in group] for group in found] == [[i, i] for i in range(4)]
-  (left,) = groups.usable(found, max_error_rate=0, refilled=True)
+  (left,) = groups.select_usable(found, max_error_rate=0, refilled=True)
   assert [t.reward for t in left] == [0, 1]
 
 
 def test_errors_are_left_out_up_to_a_rate():
   found = [_played([1, None]), _played([0, 1])]
-  kept = groups.usable(found, max_error_rate=0.25)
+  kept = groups.select_usable(found, max_error_rate=0.25)
   assert [len(group) for group in kept] == [1, 2]
   with pytest.raises(RuntimeError, match='1 of 4 episodes raised.*KeyError: lost'):
-    groups.usable(found, max_error_rate=0.2)
+    groups.select_usable(found, max_error_rate=0.2)

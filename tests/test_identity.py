@@ -75,17 +75,46 @@ print(json.dumps(found))
 _ROOT = pathlib.Path(__file__).parents[1]
 
 
-def _described(folder, script=_SCRIPT, seed='1'):
+# Runs each of some scripts as `python script` would.
+_RUN = (
+  'import runpy, sys\nfor path in sys.argv[1:]:\n  runpy.run_path(path, None, "__main__")'
+)
+# (text of the script, what is there instead, names of what differs then; with '...' among
+# others).
+_CHANGES = [
+  # A reward's own number, its arguments, and the user's function that it calls.
+  ('make_reward(0.1)', 'make_reward(0.2)', ['environment.reward.bonus', '...']),
+  ("'lake', 'sea'}\n  ret", "'lake', 'bay'}\n  ret", ['environment.reward.code', '...']),
+  ('1.0 if found', '1.5 if found', ['environment.reward.code', '...']),
+  ('Judge(2.0)', 'Judge(3.0)', ['rewards.object.scale']),
+  ('messages: x, 0.5)', 'messages: x, 0.6)', ['rewards.partial.0']),
+  # A tool: what the model is told, and what it does.
+  ('Looks.', 'Finds.', ['tools.look.schema']),
+  ("{port} {at}'", "{port}, {at}'", ['tools.look.fn.code']),
+  ('@tool_lib.tool\n', "@tool_lib.tool(name='find')\n", ['tools.find.schema', '...']),
+  # The algorithm.
+  ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.clip_high']),
+  ("'limit': 3", "'limit': 4", ['algorithm.rewards.0.limit']),
+  ('range(5)', 'range(6)', ['tasks.count', 'tasks.ids']),
+  ("f't{i}'", "f'u{i}'", ['tasks.ids']),
+]
+
+
+def _describe(folder, *scripts, seed='1'):
+  """Runs scripts in a new process; returns what each of them prints."""
   folder.mkdir(exist_ok=True, parents=True)
-  (folder / 'script.py').write_text(script)
+  paths = [folder / f'script_{i}.py' for i in range(len(scripts))]
+  for path, script in zip(paths, scripts):
+    path.write_text(script)
+  (folder / 'run.py').write_text(_RUN)
   done = subprocess.run(
-    [sys.executable, str(folder / 'script.py')],
+    [sys.executable, str(folder / 'run.py'), *map(str, paths)],
     env=os.environ | {'PYTHONPATH': str(_ROOT), 'PYTHONHASHSEED': seed},
     capture_output=True,
     text=True,
   )
   assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout)
+  return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _different(a, b):
@@ -94,50 +123,25 @@ def _different(a, b):
 
 
 @pytest.fixture(scope='module')
-def before(tmp_path_factory):
-  return _described(tmp_path_factory.mktemp('script'))
+def described(tmp_path_factory):
+  """Descriptions of the script, and of it with each of the changes."""
+  assert all(_SCRIPT.count(old) == 1 for old, _, _ in _CHANGES)
+  changed = [_SCRIPT.replace(old, new) for old, new, _ in _CHANGES]
+  return _describe(tmp_path_factory.mktemp('script'), _SCRIPT, *changed)
 
 
-def test_the_same_script_is_the_same_at_every_start(before, tmp_path):
+def test_the_same_script_is_the_same_at_every_start(described, tmp_path):
   """Elsewhere, later, with other addresses and hashes, comments and lines."""
   script = '# A comment.\n\n' + _SCRIPT.replace('  found =', '  # why\n  found =', 1)
   script = script.replace('"""Counts."""', '"""Counts what is there."""')
-  assert _described(tmp_path / 'deep' / 'er', script, seed='2') == before
+  assert _describe(tmp_path / 'deep' / 'er', script, seed='2') == described[:1]
 
 
-@pytest.mark.parametrize(
-  ('old', 'new', 'expected'),
-  [
-    # A reward's own number, its arguments, and the user's function that it calls.
-    ('make_reward(0.1)', 'make_reward(0.2)', ['environment.reward.bonus', '...']),
-    (
-      "'lake', 'sea'}\n  ret",
-      "'lake', 'bay'}\n  ret",
-      ['environment.reward.code', '...'],
-    ),
-    ('1.0 if found', '1.5 if found', ['environment.reward.code', '...']),
-    ('Judge(2.0)', 'Judge(3.0)', ['rewards.object.scale']),
-    ('messages: x, 0.5)', 'messages: x, 0.6)', ['rewards.partial.0']),
-    # A tool: what the model is told, and what it does.
-    ('Looks.', 'Finds.', ['tools.look.schema']),
-    ("{port} {at}'", "{port}, {at}'", ['tools.look.fn.code']),
-    ('@tool_lib.tool\n', "@tool_lib.tool(name='find')\n", ['tools.find...']),
-    # The algorithm.
-    ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.clip_high']),
-    ("'limit': 3", "'limit': 4", ['algorithm.rewards.0.limit']),
-    ('range(5)', 'range(6)', ['tasks.count', 'tasks.ids']),
-    ("f't{i}'", "f'u{i}'", ['tasks.ids']),
-  ],
-)
-def test_what_differs_is_named(before, tmp_path, old, new, expected):
-  assert _SCRIPT.count(old) == 1
-  found = _different(before, _described(tmp_path, _SCRIPT.replace(old, new)))
-  if expected[-1] == '...':
-    assert expected[0] in found
-  elif expected[0].endswith('...'):
-    assert {name.split('.')[1] for name in found} == {'find', 'look'}
-  else:
-    assert found == expected
+@pytest.mark.parametrize('number', range(len(_CHANGES)))
+def test_what_differs_is_named(described, number):
+  expected = _CHANGES[number][2]
+  found = _different(described[0], described[1 + number])
+  assert found == expected or (expected[-1] == '...' and expected[0] in found)
 
 
 _ALGORITHMS = {

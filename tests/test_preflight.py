@@ -135,7 +135,7 @@ class TestFitting:
 
   def test_evaluations_keep_their_tasks(self):
     short, long = _tasks('x', 'one two three ' * 100)
-    look = lambda tasks, evals: preflight.examine(
+    look = lambda tasks, evals: preflight.check_prompts(
       tiny.chat(), _env(), tasks, evals, slots=128, long_prompts='skip'
     )
     assert look([short], {'dev': [short]}) == ([short], [])

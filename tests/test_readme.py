@@ -9,7 +9,8 @@ import textwrap
 import pytest
 import test_train
 
-from agent_r1_jax import fields, train
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields
 from agent_r1_jax.report import metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -40,7 +41,7 @@ def _run(script, *flags):
 
 def test_the_task_of_the_readme_runs(model, script, tmp_path):
   # Sizes for which programs are compiled anyway.
-  small, default = test_train._config(model, steps=2, eval_every=0), train.Config()
+  small, default = test_train._config(model, steps=2, eval_every=0), config_lib.Config()
   chosen = {name: fields.get(small, name) for name in fields.names(default)}
   done = _run(
     script,

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import env
 from agent_r1_jax.train import evaluate, results
 
@@ -28,7 +28,7 @@ class Play:
     self.path = folder / 'results.jsonl'
     self.model = folder / 'model'
     tiny.save(self.model)
-    self.config = train.Config(
+    self.config = config_lib.Config(
       engine=config_lib.Engine(
         rows=tiny.SIZES['rows'],
         slots=tiny.SIZES['slots'],
@@ -59,7 +59,7 @@ class Play:
       self.config,
       self.model,
       {method: ({'': tasks}, make_env) for method, tasks in self.rows.items()},
-      summarize=lambda sets: evaluate.summary(sets['']),
+      summarize=lambda sets: evaluate.summarize(sets['']),
       depends_on=depends_on,
     )
     return numbers, self.episodes

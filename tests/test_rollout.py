@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls, context, rewards
 from agent_r1_jax.agent import chat as chat_lib
@@ -22,7 +23,7 @@ from agent_r1_jax.host import records
 from agent_r1_jax.rl import table
 from agent_r1_jax.train import rollout, spool
 
-_LIMITS = rollout.Limits(max_turns=3, max_turn_tokens=16)
+_LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=16)
 _SLOTS = 256
 
 
@@ -177,7 +178,7 @@ class TestTrajectory:
   def test_a_groups_prompt_is_prefilled_once(self):
     engine = _engine()
     task = _tasks(1, 'What is the capital of the country of {}?')
-    limits = rollout.Limits(1, 16)
+    limits = config_lib.Limits(1, 16)
     _collect(Env, task, engine=engine, samples=tiny.SIZES['rows'], limits=limits)
     # The last token is computed by each sample's first decode.
     assert engine.stats.prefilled == len(tiny.chat().encode_prompt(task[0].messages)) - 1
@@ -223,7 +224,7 @@ class TestRandomness:
 class TestFresh:
   def test_a_fresh_step_begins_a_segment(self):
     chat = tiny.chat()
-    limits = rollout.Limits(max_turns=4, max_turn_tokens=16)
+    limits = config_lib.Limits(max_turns=4, max_turn_tokens=16)
     make_env = functools.partial(Env, fresh=lambda turn: turn != 2, forever=True)
     played = _collect(make_env, limits=limits, samples=3)
     whole = [t for t in played if t.status == 'max_turns']
@@ -282,7 +283,7 @@ class TestEnds:
         step = await super().step(reply)
         return dataclasses.replace(step, messages=step.messages and [broken])
 
-    played = _collect(Breaks, limits=rollout.Limits(3, 30))
+    played = _collect(Breaks, limits=config_lib.Limits(3, 30))
     assert played[1].status == 'error' and not played[1].segments
     assert {t.status for t in played} <= {'done', 'truncated', 'error'}
     said = {t.error for t in played if t.status == 'error'}
@@ -309,7 +310,7 @@ class TestEnds:
           return dataclasses.replace(step, messages=[seen], done=False)
         return step
 
-    kept, tasks, limits = spool.Spool(tmp_path), _tasks(4), rollout.Limits(3, 80)
+    kept, tasks, limits = spool.Spool(tmp_path), _tasks(4), config_lib.Limits(3, 80)
     played = _collect(Keeps, tasks, spool=kept, limits=limits)
     assert not recwarn.list  # The spool warns of what it cannot write.
     assert [t.status == 'error' for t in played] == [False, True, False, False]
@@ -339,7 +340,7 @@ class TestEnds:
     assert 10 < room < 60
     silent = {i: -9.0 for i in tiny.chat().stop_ids}
     engine = _engine(tiny.params(tiny.config(), likely=silent))
-    (t,) = _collect(Env, task, engine=engine, limits=rollout.Limits(3, 60))
+    (t,) = _collect(Env, task, engine=engine, limits=config_lib.Limits(3, 60))
     assert t.status == 'truncated'
     assert len(t.segments[0].tokens) == _SLOTS
     assert t.segments[0].action_mask.sum() == room
@@ -349,7 +350,7 @@ class TestEnds:
       async def step(self, reply):
         raise AssertionError('was asked')
 
-    played = _collect(Refuses, samples=4, limits=rollout.Limits(3, 3))
+    played = _collect(Refuses, samples=4, limits=config_lib.Limits(3, 3))
     assert {t.status for t in played} == {'truncated', 'error'}
     for t in played:
       assert (t.status == 'error') == ('was asked' in (t.error or ''))
@@ -357,7 +358,7 @@ class TestEnds:
   @pytest.mark.parametrize('field', ['max_turns', 'max_turn_tokens'])
   def test_limits_must_allow_something(self, field):
     with pytest.raises(ValueError, match=f'limits.{field} is 0'):
-      _collect(Env, limits=rollout.Limits(**{field: 0}))
+      _collect(Env, limits=config_lib.Limits(**{field: 0}))
 
 
 class TestErrors:
@@ -377,7 +378,7 @@ class TestErrors:
           step.reward = float('nan')
         return step
 
-    limits = rollout.Limits(3, 80)
+    limits = config_lib.Limits(3, 80)
     played = _collect(Fails, limits=limits, samples=2)
     for t, expected in zip(played, _collect(Env, limits=limits, samples=2)):
       if t.task.answer == 2:
@@ -397,7 +398,9 @@ class TestErrors:
     def reward(task, messages):
       return 1 / task.answer
 
-    played = _collect(lambda: env_lib.ToolEnv([], reward), limits=rollout.Limits(3, 80))
+    played = _collect(
+      lambda: env_lib.ToolEnv([], reward), limits=config_lib.Limits(3, 80)
+    )
     assert played[0].status == 'error'
     assert 'ZeroDivisionError' in played[0].error and 'in reward' in played[0].error
     assert [t.reward for t in played[1:]] == [1, 1 / 2, 1 / 3]
@@ -551,7 +554,7 @@ def test_nobody_poses_as_the_template(window):
   likely = {end: 3.0, start: -9.0, call: -9.0}  # Short replies; no token of the template.
   engine = _engine(tiny.params(tiny.config(), likely=likely))
   tasks = _tasks(4, f'{{}} {_FORGED}')
-  played = _collect(make_env, tasks, engine=engine, limits=rollout.Limits(3, 8))
+  played = _collect(make_env, tasks, engine=engine, limits=config_lib.Limits(3, 8))
   told = [s.tokens.tolist() for t in played for s in t.segments]
   # A question, then a user's turn and an assistant's opening a step.
   frames = {(ids.count(start), ids.count(call)) for ids in told}
@@ -643,7 +646,7 @@ def _play_strategy(strategy, final=lambda *_: 16.0, **kwargs):
     env = env_lib.ToolEnv([count], final, parse=_count_until_eight, **kwargs)
     return Recorded(strategy(env), by_task)
 
-  limits = rollout.Limits(max_turns=5, max_turn_tokens=32)
+  limits = config_lib.Limits(max_turns=5, max_turn_tokens=32)
   played = _collect(make_env, _tasks(12), engine=_engine(tree), limits=limits)
   assert {'done'} < {t.status for t in played} <= {'done', 'truncated', 'max_turns'}
   tiny.assert_on_policy(tree, [s for t in played for s in t.segments])

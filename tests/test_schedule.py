@@ -12,13 +12,14 @@ import pytest
 import test_train
 import tiny
 
-from agent_r1_jax import train, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica
+from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import groups, journal, loop, rollout
+from agent_r1_jax.train import groups, journal, loop, rollout, setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
@@ -66,14 +67,14 @@ class TestOneStepOffPolicy:
   def test_it_is_the_same_as_playing_by_the_policy_before(self, whole, model):
     """Step by step, without a schedule: to the last bit."""
     config = test_train._config(model, steps=4, ahead=1)
-    shape, params, chat = train.load(config.model, config.chat)
-    engine = train.make_engine(config, shape, params)
+    shape, params, chat = setup.load(config.model, config.chat)
+    engine = setup.make_engine(config, shape, params)
     engine.warm_up()
-    plan, train_state = loop._plan(config, shape, params, _STALE)
+    plan, train_state = setup.make_plan(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     for step in range(4):
       engine.sync_weights(jax.device_put(policies[max(0, step - 1)]), max(0, step - 1))
-      chosen = groups.epoch_tasks(test_train._tasks(), step * 2, 2, config.seed)
+      chosen = groups.sample_tasks(test_train._tasks(), step * 2, 2, config.seed)
       played = rollout.collect(
         engine,
         chat,
@@ -109,7 +110,7 @@ class TestOneStepOffPolicy:
           ended.append(True)
         return await super().step(reply)
 
-    engines, make = [], train.make_engine
+    engines, make = [], setup.make_engine
 
     def spy(*args):
       engines.append(make(*args))
@@ -119,10 +120,10 @@ class TestOneStepOffPolicy:
       [test_train.look], test_train._reward, parse=test_train._parse
     )
     with (
-      mock.patch.object(train, 'make_engine', spy),
+      mock.patch.object(setup, 'make_engine', spy),
       mock.patch.object(loop.updates, 'learn', end_in_update),
-      mock.patch.object(train.preemption, 'watch') as watch,
-      pytest.raises(train.preemption.Preempted),
+      mock.patch.object(preemption, 'watch') as watch,
+      pytest.raises(preemption.Preempted),
     ):
       watch.return_value.__enter__.return_value.is_requested = lambda: bool(ended)
       _run(model, tmp_path, make_env=make_env)
@@ -231,7 +232,7 @@ class TestEvaluationBesideRollouts:
     ended, held, learned = threading.Event(), [], []
     evaluated, policies = [], [jax.tree.map(np.array, weights.load(model)[1])]
     tasks = test_train._tasks(4)
-    first = {t.id for t in groups.epoch_tasks(tasks, 0, 2, 0)}
+    first = {t.id for t in groups.sample_tasks(tasks, 0, 2, 0)}
     evals = {'dev': [dataclasses.replace(t, id=f'dev {t.id}') for t in tasks[:2]]}
 
     class Waits(env_lib.ToolEnv):
@@ -248,7 +249,7 @@ class TestEvaluationBesideRollouts:
         again = [{'role': 'user', 'content': 'name'}]
         return types.Step(again, len(reply) % 5 / 5.0, done=self.turns == 2)
 
-    learn, run = loop.updates.learn, train.evaluate.run
+    learn, run = loop.updates.learn, loop.evaluate.run
 
     def learn_and_note(train_state, trajectories, *args, **kwargs):
       train_state, *rest = learn(train_state, trajectories, *args, **kwargs)
@@ -267,7 +268,7 @@ class TestEvaluationBesideRollouts:
     )
     with (
       mock.patch.object(loop.updates, 'learn', learn_and_note),
-      mock.patch.object(train.evaluate, 'run', run_and_note),
+      mock.patch.object(loop.evaluate, 'run', run_and_note),
     ):
       make_env = lambda: Waits([], lambda *_: 0.0)
       given: Any = {'tasks': tasks, 'evals': evals, 'make_env': make_env}

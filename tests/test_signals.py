@@ -301,7 +301,7 @@ def _train(moment, workdir, model):
   if moment == 'compilation':
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
   _Env.moment, _Env.workdir = moment, workdir
-  config = train.Config(
+  config = config_lib.Config(
     model=config_lib.Model(path=model),
     schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
     limits=config_lib.Limits(max_turns=1, max_turn_tokens=6),

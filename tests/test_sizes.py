@@ -17,7 +17,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
-from agent_r1_jax import train, types
+from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import running as running_lib
@@ -26,7 +26,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, learner, optimizers
-from agent_r1_jax.train import memory, sizes
+from agent_r1_jax.train import memory, setup, sizes
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
 _WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)
@@ -87,7 +87,7 @@ class TestChoose:
     config = tiny.run_config(**{field: value})
     machine = memory.Machine('cpu', 24e9, cores=4)
     chosen = sizes.choose(config, memory.Models(_tiny(), _GRPO), machine)
-    assert fields_lib.get(chosen, config_lib.new_name(field)) == value
+    assert fields_lib.get(chosen, tiny.full_name(field)) == value
     assert all(fields_lib.get(chosen, name) > 0 for name in sizes.FIELDS)
 
   @pytest.mark.parametrize('gb', [2, 4, 8, 16, 64])
@@ -95,8 +95,8 @@ class TestChoose:
   def test_what_is_chosen_fits_or_is_refused(self, shape, gb):
     models = memory.Models(shape, _WITH_REFERENCE)
     machine = memory.Machine('cpu', gb * 1e9, cores=4)
-    config = sizes.choose(train.Config(), models, machine)
-    assert config == sizes.choose(train.Config(), models, machine)
+    config = sizes.choose(config_lib.Config(), models, machine)
+    assert config == sizes.choose(config_lib.Config(), models, machine)
     assert (
       config.engine.slots % 128 == 0 and config.batch.row_tokens == config.engine.slots
     )
@@ -114,7 +114,7 @@ class TestChoose:
   def test_more_memory_gives_no_smaller_sizes(self):
     models = memory.Models(_qwen('small', 'float32', 'none'), _WITH_REFERENCE)
     chosen = [
-      sizes.choose(train.Config(), models, memory.Machine('cpu', gb * 1e9, cores=4))
+      sizes.choose(config_lib.Config(), models, memory.Machine('cpu', gb * 1e9, cores=4))
       for gb in (7, 8, 12, 24, 48, 96)
     ]
     slots = [config.engine.slots for config in chosen]
@@ -122,7 +122,7 @@ class TestChoose:
     assert chosen[-1].engine.rows == 128
 
   def test_an_episode_bounds_the_slots(self):
-    config = train.Config(
+    config = config_lib.Config(
       limits=config_lib.Limits(max_turns=2, max_turn_tokens=100),
       chat=config_lib.Chat(max_tool_tokens=60),
     )
@@ -130,7 +130,7 @@ class TestChoose:
     chosen = sizes.choose(config, models, memory.Machine('cpu', 64e9))
     assert 1024 + 2 * 160 <= chosen.engine.slots < 1024 + 2 * 160 + 128
     long = sizes.choose(
-      train.Config(limits=config_lib.Limits(max_turns=50)),
+      config_lib.Config(limits=config_lib.Limits(max_turns=50)),
       models,
       memory.Machine('cpu', 64e9),
     )
@@ -158,7 +158,7 @@ class TestChoose:
 
   def test_rows_follow_the_engines(self):
     models = memory.Models(_qwen('0.5b'), _GRPO)
-    config = train.Config(model=config_lib.Model(dtype='bfloat16', remat='full'))
+    config = config_lib.Config(model=config_lib.Model(dtype='bfloat16', remat='full'))
     rows = [
       sizes.choose(config, models, _gpu(chips=n, engines=n)).engine.rows
       for n in (1, 4, 8)
@@ -168,25 +168,25 @@ class TestChoose:
   def test_replicas_are_for_cores(self):
     models = memory.Models(_tiny(), _GRPO)
     machine = memory.Machine('cpu', 64e9, cores=4)
-    assert sizes.choose(train.Config(), models, machine).engine.replicas == 4
+    assert sizes.choose(config_lib.Config(), models, machine).engine.replicas == 4
     assert (
       sizes.choose(
-        train.Config(engine=config_lib.Engine(rows=6)), models, machine
+        config_lib.Config(engine=config_lib.Engine(rows=6)), models, machine
       ).engine.replicas
       == 1
     )
     assert (
       sizes.choose(
-        train.Config(engine=config_lib.Engine(rows=26)), models, machine
+        config_lib.Config(engine=config_lib.Engine(rows=26)), models, machine
       ).engine.replicas
       == 2
     )
     models = memory.Models(_qwen('0.5b'), _GRPO)
-    assert sizes.choose(train.Config(), models, _gpu(cores=16)).engine.replicas == 1
+    assert sizes.choose(config_lib.Config(), models, _gpu(cores=16)).engine.replicas == 1
 
 
 @pytest.fixture(scope='module')
-def instruct() -> train.Config:
+def instruct() -> config_lib.Config:
   """What the script sets; in a process of its own, as it defines flags."""
   code = (
     'import dataclasses, json; from experiments.hotpotqa import search as h; '
@@ -201,7 +201,7 @@ def instruct() -> train.Config:
     if isinstance(values, dict)
     for name, value in values.items()
   }
-  return fields_lib.replace(train.Config(), flat)
+  return fields_lib.replace(config_lib.Config(), flat)
 
 
 class TestDocumentedCommand:
@@ -218,7 +218,7 @@ class TestDocumentedCommand:
   _MODELS = memory.Models(_qwen(), _WITH_REFERENCE)
 
   @pytest.fixture
-  def settled(self, instruct) -> tuple[train.Config, memory.Machine]:
+  def settled(self, instruct) -> tuple[config_lib.Config, memory.Machine]:
     """The sizes that the command gets, and the memory that it lets JAX use."""
     fraction, *words = self._COMMAND
     name, _, value = fraction.partition('=')
@@ -305,7 +305,7 @@ class TestCheck:
     assert 'optimizer.kind=adamw8' in message
 
   def test_the_mend_is_enough_and_no_more_than_that(self):
-    config = train.Config(
+    config = config_lib.Config(
       engine=config_lib.Engine(rows=256, slots=1024, feed_rows=16, feed_tokens=128),
       batch=config_lib.Batch(row_tokens=1024, microbatch=8),
     )
@@ -323,7 +323,7 @@ class TestCheck:
   def test_what_no_setting_mends_says_so(self):
     models = memory.Models(_qwen('32b'), _GRPO)
     config = sizes.choose(
-      train.Config(model=config_lib.Model(dtype='bfloat16')), models, _gpu(24)
+      config_lib.Config(model=config_lib.Model(dtype='bfloat16')), models, _gpu(24)
     )
     with pytest.raises(ValueError, match='No setting makes it fit.*more chips'):
       sizes.check(config, models, _gpu(24))
@@ -333,7 +333,7 @@ class TestCheck:
       config = tiny.run_config(base, **fields)
       return memory.estimate(config, memory.Models(_qwen(), algorithm), _gpu()).peak
 
-    base = train.Config(
+    base = config_lib.Config(
       engine=config_lib.Engine(rows=16, slots=1024, feed_rows=16),
       batch=config_lib.Batch(row_tokens=1024, microbatch=2),
     )
@@ -368,7 +368,7 @@ class TestEstimate:
   @pytest.mark.parametrize('size, gib', _COMPILED.items())
   def test_of_a_gradient_on_a_tpu(self, size, gib):
     terms = memory.activations(
-      _qwen(size), rows=1, tokens=4096, platform='tpu', whole=False
+      _qwen(size), rows=1, tokens=4096, platform='tpu', sharded=True
     )
     assert 0.9 < sum(terms.values()) / 2**30 / gib < 1.31
 
@@ -400,7 +400,7 @@ class TestEstimate:
   @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
   def test_of_a_decode_and_a_prefill(self, dtype):
     shape, R, S = _tiny(dtype=dtype), 32, 1024
-    config = train.Config(
+    config = config_lib.Config(
       engine=config_lib.Engine(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
     )
     params = jax.eval_shape(lambda p: decoder.unstack(p, shape), _parameters(shape))
@@ -426,8 +426,19 @@ class TestEstimate:
       ),
     )
     taken = [p.compile().memory_analysis().temp_size_in_bytes for p in programs]
-    terms = memory._playing(config, shape, memory.Machine('cpu', 1e9))
+    terms = memory._sampling_terms(config, shape, memory.Machine('cpu', 1e9))
     assert 0.9 < sum(terms.values()) / max(taken) < _most(dtype)
+
+  @pytest.mark.parametrize(
+    'platform, width, copied', [('tpu', 0, False), ('tpu', 32, True), ('gpu', 0, True)]
+  )
+  def test_a_decode_on_a_tpu_copies_no_cache_unless_it_is_of_some_rows(
+    self, platform, width, copied
+  ):
+    given = {'rows': 64, 'slots': 4096, 'feed_rows': 1, 'feed_tokens': 8, 'replicas': 1}
+    config = tiny.run_config(**given, width=width, dtype='bfloat16')
+    terms = memory._sampling_terms(config, _qwen(), memory.Machine(platform, 80e9))
+    assert ('decode: copy of the cache' in terms) == copied
 
   @pytest.mark.parametrize('kind', optimizers.KINDS)
   def test_of_the_optimizers_step(self, kind):
@@ -437,16 +448,16 @@ class TestEstimate:
     state: Any = jax.eval_shape(lambda p: learner.init(p, made), params)
     compiled: Any = learner._apply.lower(state, params, optimizer=made).compile()
     taken = compiled.memory_analysis()
-    config = train.Config(
+    config = config_lib.Config(
       optimizer=config_lib.Optimizer(kind=kind),
       engine=config_lib.Engine(slots=128),
       batch=config_lib.Batch(microbatch=1),
     )
     models = memory.Models(shape, _GRPO)
     machine = memory.Machine('cpu', 1e9)
-    terms = memory._update(config, models, machine)
+    terms = memory._update_terms(config, models, machine)
     assert 0.8 < terms["optimizer's temporaries"] / taken.temp_size_in_bytes < 1.3
-    held = memory._state(config, models, machine)[f'state of {kind}']
+    held = memory._training_terms(config, models, machine)[f'state of {kind}']
     sizes_of = [x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state)]
     assert held == pytest.approx(sum(sizes_of))
 
@@ -501,8 +512,8 @@ class TestMachine:
       (root / folder / 'memory.current').write_text('3000000\n')
       (root / folder / 'memory.stat').write_text('file 9\ninactive_file 1000000\n')
     (tmp_path / 'self').write_text('0::/a/b\n')
-    monkeypatch.setattr(host, '_GROUPS', root)
-    monkeypatch.setattr(host, '_GROUP', tmp_path / 'self')
+    monkeypatch.setattr(runtime, '_GROUPS', root)
+    monkeypatch.setattr(runtime, '_GROUP', tmp_path / 'self')
     own = runtime._own_memory()
     assert abs(runtime.available_memory() - 3_000_000 - own) < 1e8
 
@@ -543,7 +554,7 @@ class TestRun:
   def test_nothing_is_loaded_or_compiled_before_a_refusal(
     self, model, tmp_path, monkeypatch
   ):
-    monkeypatch.setattr(train, 'load', None)
+    monkeypatch.setattr(setup, 'load', None)
     monkeypatch.setenv(sizes.MEMORY_VARIABLE, '0.5')
     with pytest.raises(ValueError, match='memory: .*this process has 0.5 GB'):
       test_train._run(test_train._config(model), tmp_path / 'run')
@@ -552,7 +563,7 @@ class TestRun:
 
 def test_an_empty_model_is_named():
   with pytest.raises(ValueError, match='model.path is empty; give the directory of'):
-    sizes.resolve(train.Config())
+    sizes.resolve(config_lib.Config())
 
 
 def test_eight_devices_are_not_refused(model):

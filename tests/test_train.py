@@ -18,7 +18,6 @@ import time
 from unittest import mock
 import warnings
 
-from absl import flags
 import jax
 import jax.numpy as jnp
 import mounts
@@ -27,7 +26,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -36,7 +35,7 @@ from agent_r1_jax.host import checkpoint, preemption
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.report import metrics, viewer
 from agent_r1_jax.rl import algorithms, learner
-from agent_r1_jax.train import loop, rollout, spool
+from agent_r1_jax.train import loop, rollout, setup, spool
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -66,7 +65,7 @@ def _config(model, **kwargs):
 
 
 def _likely():
-  """A policy that says one of four words and ends its reply."""
+  """Returns the biases of a policy that says one of four words and ends its reply."""
   tokenizer = tiny.chat().tokenizer
   ids = [tokenizer.encode(word, add_special_tokens=False) for word in _WORDS]
   assert all(len(i) == 1 for i in ids)
@@ -126,19 +125,19 @@ def _train(config, workdir, algorithm=_GRPO, make_env=_make_env, **kwargs):
 
 
 @functools.cache
-def _whole(model, root):
-  """The run that nothing interrupts."""
+def _uninterrupted(model, root):
+  """Trains without an interruption."""
   return _run(_config(model), root / 'whole')
 
 
 @pytest.fixture
 def whole(model, tmp_path_factory):
   root = tmp_path_factory.getbasetemp()
-  return _whole(model, root), root / 'whole'
+  return _uninterrupted(model, root), root / 'whole'
 
 
 def _numbers(workdir):
-  """Every number of every line but the times."""
+  """Returns all metrics but the times, a dict a line."""
   return [
     {k: v for k, v in line.items() if not k.startswith('time/')}
     for line in metrics.read(workdir)
@@ -159,7 +158,7 @@ def _logits(params, shape):
 
 
 def _wait_for_lock(workdir, process):
-  """Until the process has begun to train."""
+  """Waits until the process has begun to train."""
   lock = workdir / '.lock'
   while process.poll() is None:
     if lock.exists() and f'process {process.pid} ' in lock.read_text():
@@ -168,7 +167,7 @@ def _wait_for_lock(workdir, process):
 
 
 def _start(workdir, model, *moment):
-  """A process that trains as `_whole` does, until the moment comes."""
+  """Starts a process that trains as `_uninterrupted` does, until the moment comes."""
   environment = os.environ | {
     'PYTHONPATH': str(pathlib.Path(__file__).parents[1]),
     # Shared by all of them: most of their time is compilation.
@@ -180,7 +179,7 @@ def _start(workdir, model, *moment):
 
 
 def _end(process):
-  """Its status, and what it said on stderr."""
+  """Waits for the process; returns its exit status and what it wrote to stderr."""
   said = process.communicate(timeout=1200)[1]
   return process.returncode, said
 
@@ -190,7 +189,7 @@ def _step_reached(workdir):
 
 
 def _check_and_forget(workdir, expected):
-  """Of a run that came to its end between two kills; the next one starts anew."""
+  """Checks a run that ended between two kills, and deletes it: the next starts anew."""
   ours, theirs = (weights.load(path / 'model')[1] for path in (workdir, expected))
   _assert_equal(ours, theirs)
   assert _numbers(workdir) == _numbers(expected)
@@ -301,7 +300,7 @@ class TestRun:
     )
     with (
       mock.patch.object(rollout, 'start', wraps=rollout.start) as start,
-      mock.patch.object(loop.updates, 'learn', wraps=train.updates.learn) as learn,
+      mock.patch.object(loop.updates, 'learn', wraps=loop.updates.learn) as learn,
     ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
     assert [c.kwargs['draw'] for c in start.mock_calls if 'draw' in c.kwargs] == [0, 1]
@@ -312,7 +311,7 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    plan, train_state = loop._plan(config, shape, params, _PPO)
+    plan, train_state = setup.make_plan(config, shape, params, _PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(train_state.checkpoint_arrays(plan))
@@ -379,12 +378,6 @@ class TestTasks:
     said = capfd.readouterr().out
     assert 'They are left out.' in said and 'They count as unanswered.' in said
 
-  def test_what_is_no_task_is_refused(self, model, tmp_path):
-    with pytest.raises(ValueError, match=r"tasks\[0\] is 'hello'"):
-      _run(_config(model), tmp_path, tasks=['hello'])
-    with pytest.raises(ValueError, match=r"evals\['dev'\]\[0\] is 'hello'"):
-      _run(_config(model), tmp_path, evals={'dev': ['hello']})
-
 
 _LONG = types.Task('long', [{'role': 'user', 'content': 'one two ' * 100}])
 
@@ -437,11 +430,7 @@ class TestErrors:
     [
       ('model', 'nowhere', 'nowhere'),
       ('temperature', 0.0, 'sampling.temperature is 0'),
-      ('max_turns', 0, 'max_turns is 0'),
-      ('rows', -1, 'rows is -1'),
-      ('microbatch', -1, 'microbatch is -1'),
       ('row_tokens', 50, 'row_tokens is 50, less than engine.slots .96'),
-      ('checkpoint_every', 0, 'checkpoint.every is 0'),
     ],
   )
   def test_a_start_that_fails_leaves_the_workdir_free(
@@ -454,7 +443,7 @@ class TestErrors:
 
   def test_no_model_at_all(self, tmp_path):
     with pytest.raises(ValueError, match='model'):
-      _run(train.Config(), tmp_path)
+      _run(config_lib.Config(), tmp_path)
 
   def test_another_config_on_a_workdir_is_refused(self, whole, model):
     _, workdir = whole
@@ -491,47 +480,6 @@ class TestErrors:
       _run(_config(model), workdir, **other)
     assert f'delete {workdir / "made_of.json"}' in str(told.value)
     assert (workdir / 'metrics.jsonl').read_bytes() == before
-
-
-class TestFlags:
-  @pytest.fixture
-  def parse(self, monkeypatch):
-    def parse(*arguments):
-      argv = ['train', *arguments]
-      monkeypatch.setattr(sys, 'argv', argv)  # config_flags reads it itself.
-      values = flags.FlagValues()
-      fields.define_flags(train.Config(), flag_values=values)
-      values(argv)
-      return values['config'].value
-
-    return parse
-
-  def test_they_set_fields(self, parse):
-    config = parse(
-      '--config.engine.rows=7',
-      '--config.sampling.temperature=0.5',
-      '--config.model.path=m',
-    )
-    assert config == train.Config(
-      engine=config_lib.Engine(rows=7),
-      sampling=config_lib.Sampling(temperature=0.5),
-      model=config_lib.Model(path='m'),
-    )
-
-  @pytest.mark.parametrize(
-    'argument, message',
-    [
-      ('--config.optimizer.learnin_rate=1', 'did you mean optimizer.learning_rate'),
-      ('--config.optim.lr=1', 'there is no such field'),
-      (
-        '--config.engine.rows=many',
-        "config.engine.rows=many: invalid literal for int.*'many'",
-      ),
-    ],
-  )
-  def test_what_no_field_takes_is_refused(self, parse, argument, message):
-    with pytest.raises((SystemExit, flags.IllegalFlagValueError), match=message):
-      parse(argument)
 
 
 class TestResume:
@@ -671,7 +619,7 @@ def _die(number=signal.SIGKILL):
 
 
 def main(workdir, model, moment, keep=''):
-  """Trains as `_whole` does, until the moment comes."""
+  """Trains as `_uninterrupted` does, until the moment comes."""
   make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
   resets = []
   # Of the first evaluation, the first rollout, the second one, the second evaluation.

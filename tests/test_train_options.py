@@ -17,7 +17,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, rewards
-from agent_r1_jax.train import evaluate, loop, rollout
+from agent_r1_jax.train import evaluate, journal, loop, rollout
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -64,6 +64,7 @@ class TestDynamicSampling:
     assert [line['rollout/groups'] for line in lines] == [6, 6]
     assert 'train/grad_norm' not in lines[0]
     assert [line['alarm/dead_groups'] for line in lines] == [1, 1]
+    assert [line['alarm/entropy_collapse'] for line in lines] == [0, 0]
     test_train._assert_equal(params, weights.load(model)[1])
 
   def test_a_task_that_comes_again_is_sampled_anew(self, model, tmp_path):
@@ -205,18 +206,13 @@ def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
 
 def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
   batch = types.Batch(*[np.zeros((2, 96))] * 7)
-  said = r'loss is nan\. Its batch could not be written: the disk is full \(0\.0 MB free'
-  with mounts.mounted(tmp_path, 'size=64k') as workdir:
-    mounts.fill(workdir)
-    with pytest.raises(learner.NotFiniteError, match=said), loop._dumping(workdir):
-      raise learner.NotFiniteError('The loss is nan.', [batch])
-    assert [path.name for path in workdir.iterdir()] == ['filler']
-
-
-def test_alarms_are_metrics(model, tmp_path):
-  _, lines = _run(model, tmp_path, make_env=_graded(lambda *_: 0.0), steps=1)
-  assert lines[0]['alarm/dead_groups'] == 1
-  assert lines[0]['alarm/entropy_collapse'] == 0
+  with mounts.mounted(tmp_path, 'size=256k') as workdir:
+    with journal.Journal(tiny.run_config(), workdir, 'training') as run_journal:
+      before = {path.name for path in workdir.iterdir()}
+      mounts.fill(workdir)
+      said = run_journal.dump_batches([batch])
+    assert said.startswith('Its batch could not be written: the disk is full (0.0 MB')
+    assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 
 
 def test_truncated_episodes_can_be_left_out(model, tmp_path):
@@ -242,13 +238,7 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'reference_every': 2}, 'reference_every: the algorithm reads no'),
     (_PLAIN, {'critic_warmup': 1}, 'critic_warmup: there is no critic'),
     (_PLAIN, {'sync_every': 2}, 'sync_every is 2.*no correction'),
-    (_PLAIN, {'epochs': 0}, 'epochs is 0'),
-    (_PLAIN, {'remat': 'some'}, "remat is 'some'"),
-    (_PLAIN, {'optimizer': 'sgd'}, "optimizer.kind is 'sgd'"),
     (_PLAIN, {'optimizer': 'adafactor', 'adam_b2': 0.9}, "'adafactor' reads none"),
-    (_PLAIN, {'adam_b1': 1.0}, 'adam_b1 is 1.0'),
-    (_PLAIN, {'adam_b2': -0.5}, 'adam_b2 is -0.5'),
-    (_PLAIN, {'adam_eps': 0.0}, 'adam_eps is 0.0'),
     (algorithms.reinforce(), {'epochs': 2}, 'epochs is 2: the loss .* Make it 1'),
     (algorithms.remax(), {'minibatches': 2}, 'minibatches is 2: the loss'),
     (_PLAIN, {'tensor': 2}, '1 x 1 x 2 x 1, yet there are 1 devices'),
@@ -284,7 +274,6 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
       'rewards, or a KL in the reward: these',
     ),
     (_PLAIN, {'ahead': 1}, 'ahead is 1.*no correction'),
-    (_STALE, {'ahead': -1}, 'ahead is -1'),
     (_STALE, {'ahead': 2}, 'ahead is 2.*partial=True'),
     (_STALE, {'ahead': 3, 'partial': True, 'max_staleness': 2}, '3 steps old'),
     (_STALE, {'partial': True}, 'make ahead 1'),

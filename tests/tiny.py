@@ -37,9 +37,15 @@ def run_config(
   base: config_lib.Config | None = None, **fields_by_last_name: Any
 ) -> config_lib.Config:
   """A run's configuration; fields are named without the part that they are in."""
-  new = {n: config_lib.new_name(n) or n for n in fields_by_last_name}
-  changes = {new[n]: value for n, value in fields_by_last_name.items()}
+  changes = {full_name(name): value for name, value in fields_by_last_name.items()}
   return fields.replace(base or config_lib.Config(), changes)
+
+
+def full_name(name: str) -> str:
+  """The dotted name of a field of a run's configuration."""
+  ambiguous = {'model': 'model.path', 'optimizer': 'optimizer.kind'}
+  ambiguous |= {'checkpoint_every': 'checkpoint.every'}
+  return ambiguous.get(name) or fields.locate(config_lib.Config, name) or name
 
 
 def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:

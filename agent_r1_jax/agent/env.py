@@ -42,7 +42,7 @@ class Env(Protocol):
 
   Coroutines share an event loop with those of other episodes and must not block it; a
   method that is a plain function runs in a thread and may block. A method that raises or
-  takes too long (rollout.Limits) marks the trajectory 'error'.
+  takes too long (config.Limits) marks the trajectory 'error'.
   """
 
   async def reset(self, task: types.Task) -> list[types.Message]:

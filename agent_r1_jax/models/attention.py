@@ -119,17 +119,20 @@ def cached(
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
 
 
-def reads_used_slots(shape: tuple[int, ...], dtype: Any) -> bool:
+def reads_used_slots(
+  shape: tuple[int, ...], dtype: Any, platform: str | None = None
+) -> bool:
   """Whether a decode's attention reads no more of a row than its used slots.
 
   Args:
-    shape: The cache's shape: rows B, key-value heads K, slots S, head dim H.
-    dtype: The cache's dtype; the kernel that reads pages computes in bfloat16.
+    shape: The cache's: rows B, key-value heads K, slots S, numbers of a head H.
+    dtype: The cache's type or its name; the kernel that reads pages computes in bfloat16.
+    platform: 'cpu', 'gpu' or 'tpu'; by default that of the devices in use.
   """
   B, K, S, H = shape
   tiles = S % _LANES == 0 and H % _LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
-  return sharding.platform() == 'tpu' and tiles and few
+  return (platform or sharding.platform()) == 'tpu' and tiles and few
 
 
 def _paged(

@@ -1,7 +1,6 @@
 """Evaluation: the same episodes without the update, and the paper's baselines."""
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 
 import numpy as np
 
@@ -14,10 +13,9 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.report import tables
 from agent_r1_jax.train import preflight, rollout
 
-# What goes wrong in an episode; 0 is worth a line, too.
+# Metrics of what goes wrong in an episode; they are logged when they are 0, too.
 _FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = rollout.Decoding(sampling_lib.GREEDY)
 
@@ -28,7 +26,7 @@ def run(
   sets: Mapping[str, Sequence[types.Task]],
   make_env: rollout.MakeEnv,
   *,
-  limits: rollout.Limits,
+  limits: config_lib.Limits,
   decoding: rollout.Decoding = GREEDY,
   seed: int = 0,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
@@ -36,13 +34,13 @@ def run(
   """Plays one episode of every task of every set.
 
   Args:
-    engine: With the policy's weights; other clients may be playing on it.
-    chat: Messages to tokens, with the policy's tokenizer.
+    engine: The engine, with the policy's weights; others may use it at the same time.
+    chat: Encodes messages with the policy's tokenizer.
     sets: Tasks by the name of their set.
     make_env: Makes a new environment for each episode.
     limits: What each episode may use.
-    decoding: How replies are sampled; greedy unless said otherwise.
-    seed: The seed of the randomness, where there is any.
+    decoding: How replies are sampled; greedy by default.
+    seed: The seed of the sampling.
     on_done: Called with each trajectory as it ends.
 
   Returns:
@@ -68,35 +66,35 @@ def play(
   chat: chat_lib.Chat,
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
   *,
-  limits: rollout.Limits,
+  limits: config_lib.Limits,
   sampling: config_lib.Sampling | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table, each under a progress bar.
 
   Args:
-    engine: With the policy's weights.
-    chat: Messages to tokens, with the policy's tokenizer.
-    rows: Method -> (tasks by set, a new environment for each episode).
-    limits: Of each episode.
-    sampling: How tokens are chosen; greedy unless said otherwise.
+    engine: The engine, with the policy's weights.
+    chat: Encodes messages with the policy's tokenizer.
+    rows: Method -> (tasks by set, a function that makes an environment).
+    limits: What each episode may use.
+    sampling: How tokens are chosen; greedy by default.
 
   Returns:
-    Method -> set -> trajectories, as `table` takes them.
+    Method -> set -> trajectories.
   """
   played = {}
   for label, (sets, make_env) in rows.items():
     with progress_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
       ended = progress.step_counter()
       env = preflight.make_environment(make_env, limits.reset_seconds)
-      if said := preflight.describe_tool_prompt(chat, env):
-        progress.print_line(said)
+      if line := preflight.describe_tool_prompt(chat, env):
+        progress.print_line(line)
       played[label] = run(
         engine,
         chat,
         sets,
         make_env,
         limits=limits,
-        decoding=decoding(sampling, engine, chat, env) if sampling else GREEDY,
+        decoding=make_decoding(sampling, engine, chat, env) if sampling else GREEDY,
         on_done=ended,
       )
       long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
@@ -105,23 +103,23 @@ def play(
   return played
 
 
-def decoding(
+def make_decoding(
   config: config_lib.Sampling,
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
   env: env_lib.Env,
 ) -> rollout.Decoding:
-  """How replies are sampled in an environment, as a configuration says."""
+  """Returns how replies are sampled in an environment, by the configuration."""
   names = ('temperature', 'top_k', 'top_p', 'min_p')
   sampling = sampling_lib.Sampling(**{name: getattr(config, name) for name in names})
-  grammar = calls_of(env, engine, chat) if config.tool_grammar else None
+  grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
   return rollout.Decoding(sampling, grammar)
 
 
-def calls_of(
+def _make_grammar(
   env: env_lib.Env, engine: engine_lib.Engine, chat: chat_lib.Chat
 ) -> types.Automaton | None:
-  """The grammar of calls of an environment's tools; None if it has no tools."""
+  """Makes the grammar of calls of an environment's tools; None if it has no tools."""
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not schemas:
     return None
@@ -129,62 +127,10 @@ def calls_of(
   return call_grammar.tool_calls(schemas, pieces, engine.config.vocab_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
-  """A mean over episodes.
-
-  Attributes:
-    mean: Of the metric.
-    count: Episodes.
-  """
-
-  mean: float
-  count: int
-
-  @property
-  def interval(self) -> tuple[float, float]:
-    """95 % Wilson interval; for a metric that is 0 or 1 in each episode."""
-    return tables.wilson_interval(round(self.mean * self.count), self.count)
-
-
-def score(
-  trajectories: Sequence[types.Trajectory],
-  metric: str = 'em',
-  where: Callable[[types.Task], bool] = lambda task: True,
-) -> Score:
-  """The mean of a metric; an episode that did not get to it, errors included, counts 0.
-
-  Args:
-    trajectories: Of one set.
-    metric: A key of Trajectory.metrics.
-    where: Which tasks to count.
-  """
-  values = [t.metrics.get(metric, 0.0) for t in trajectories if where(t.task)]
-  return Score(float(np.mean(values)) if values else 0.0, len(values))
-
-
-def table(
-  rows: Mapping[str, Mapping[str, Sequence[types.Trajectory]]],
-  metric: str = 'em',
-  where: Callable[[types.Task], bool] = lambda task: True,
-) -> str:
-  """The paper's Table 3: a metric of each method on each set, with counts and intervals.
-
-  Args:
-    rows: Method -> set -> trajectories.
-    metric: 0 or 1 in each episode.
-    where: Which tasks to count.
-  """
-  columns = list(dict.fromkeys(name for sets in rows.values() for name in sets))
-  cells = {
-    row: {
-      name: tables.Count(round(s.mean * s.count), s.count)
-      for name, trajectories in sets.items()
-      if (s := score(trajectories, metric, where)).count
-    }
-    for row, sets in rows.items()
-  }
-  return tables.format_table(cells, columns)
+def mean_metric(trajectories: Sequence[types.Trajectory], metric: str = 'em') -> float:
+  """Returns the mean of a metric; an episode without it, errors included, counts 0."""
+  values = [t.metrics.get(metric, 0.0) for t in trajectories]
+  return float(np.mean(values)) if values else 0.0
 
 
 def by_kind(
@@ -192,17 +138,21 @@ def by_kind(
   kinds: Mapping[str, Callable[[types.Task], bool]],
   metric: str = 'em',
 ) -> dict[str, dict[str, float]]:
-  """Mean and count of a metric over all tasks ('all') and over each kind of task."""
-  scores = {'all': score(trajectories, metric)}
-  scores |= {kind: score(trajectories, metric, where) for kind, where in kinds.items()}
-  return {kind: {'mean': s.mean, 'count': s.count} for kind, s in scores.items()}
+  """Returns mean and count of a metric over all tasks ('all') and each kind of task."""
+  members = {'all': list(trajectories)}
+  for kind, is_of_kind in kinds.items():
+    members[kind] = [t for t in trajectories if is_of_kind(t.task)]
+  return {
+    kind: {'mean': mean_metric(some, metric), 'count': len(some)}
+    for kind, some in members.items()
+  }
 
 
-def summary(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-  """Means to log: reward, tokens, turns, every metric, and the share of each status.
+def summarize(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+  """Returns the means to log: reward, tokens, turns, metrics, the share of each status.
 
-  Those called _FAULTS are always among the metrics: the share of episodes that something
-  of a user's was late for, and the calls that were abandoned, of an episode.
+  The metrics in _FAULTS are always among them: the share of episodes in which something
+  of the user's was late, and the calls that were abandoned per episode.
   """
   if not trajectories:
     return {}
@@ -214,7 +164,7 @@ def summary(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     'turns': float(np.mean([len(t.turns) for t in trajectories])),
     'tokens': float(np.mean(lengths)),
     'action_tokens': float(np.mean(actions)),
-    **{name: score(trajectories, name).mean for name in names},
+    **{name: mean_metric(trajectories, name) for name in names},
     **{
       f'status/{status}': float(np.mean([t.status == status for t in trajectories]))
       for status in types.STATUSES

@@ -1,7 +1,6 @@
-"""Groups of episodes: which tasks a step draws, and what of them can be learned from."""
+"""Groups of episodes: the tasks that a step draws, and the episodes it can learn from."""
 
 from collections.abc import Callable, Sequence
-import functools
 
 import numpy as np
 
@@ -11,17 +10,17 @@ from agent_r1_jax.rl import table
 Group = list[types.Trajectory]
 
 
-def epoch_tasks(
+def sample_tasks(
   tasks: Sequence[types.Task], start: int, n: int, seed: int
 ) -> list[types.Task]:
-  """The n tasks after the first `start`: every epoch is a seeded order of all tasks."""
-
-  @functools.cache
-  def order(epoch):
-    return np.random.default_rng([seed, epoch]).permutation(len(tasks)).tolist()
-
-  places = (divmod(i, len(tasks)) for i in range(start, start + n))
-  return [tasks[order(epoch)[place]] for epoch, place in places]
+  """Returns tasks start, ..., start + n - 1 of an endless run of shuffled epochs."""
+  chosen, epoch, order = [], -1, []
+  for i in range(start, start + n):
+    if i // len(tasks) != epoch:
+      epoch = i // len(tasks)
+      order = np.random.default_rng([seed, epoch]).permutation(len(tasks)).tolist()
+    chosen.append(tasks[order[i % len(tasks)]])
+  return chosen
 
 
 def collect_groups(
@@ -32,19 +31,22 @@ def collect_groups(
   samples: int,
   max_refills: int,
 ) -> tuple[list[Group], int]:
-  """A step's groups, and how many tasks were drawn; tied groups are drawn anew.
+  """Collects the groups of a step; plays more tasks in place of tied groups (DAPO).
 
   Args:
-    collect: (tasks, refill) -> the trajectories of each, side by side.
+    collect: (tasks, refill) -> trajectories; those of one task stand side by side.
     draw_tasks: (start, n) -> the n tasks after this step's first `start`.
-    n: Groups that are wanted.
-    samples: Episodes of a task.
-    max_refills: Rollouts that may take the place of tied groups (DAPO).
+    n: How many groups are wanted whose rewards are not all equal.
+    samples: How many episodes of each task are played.
+    max_refills: How many more rollouts may be played.
+
+  Returns:
+    All groups, tied ones included, and how many tasks were drawn.
   """
   groups: list[Group] = []
-  live, drawn = 0, 0
+  untied, drawn = 0, 0
   for refill in range(max_refills + 1):
-    missing = n - live
+    missing = n - untied
     if not missing:
       break
     played = collect(draw_tasks(drawn, missing), refill)
@@ -54,27 +56,27 @@ def collect_groups(
       for trajectory in group:
         trajectory.group = number
     groups += new
-    live += sum(not tied(group) for group in new)
+    untied += sum(not is_tied(group) for group in new)
   return groups, drawn
 
 
-def usable(
+def select_usable(
   groups: Sequence[Group],
   *,
   max_error_rate: float,
   refilled: bool = False,
   mask_truncated: bool = False,
 ) -> list[Group]:
-  """What can be learned from.
+  """Returns the episodes that can be learned from, by group.
 
   Args:
-    groups: Of one step.
-    max_error_rate: Share of episodes whose environment may raise or be late.
-    refilled: Tied groups are left out: others took their place.
-    mask_truncated: What a budget ended is left out.
+    groups: The groups of one step.
+    max_error_rate: The share of episodes whose environment may raise or be late.
+    refilled: Whether tied groups are left out, because others took their place.
+    mask_truncated: Whether episodes that a budget ended are left out.
 
   Raises:
-    RuntimeError: Too many environments raised; the first error is told.
+    RuntimeError: Too many environments raised; the message has the first error.
   """
   played = [t for group in groups for t in group]
   errors = [t.error for t in played if t.status == 'error']
@@ -84,15 +86,15 @@ def usable(
       f'max_error_rate={max_error_rate}. The first: {errors[0]}'
     )
   if refilled:
-    groups = [group for group in groups if not tied(group)]
+    groups = [group for group in groups if not is_tied(group)]
   masked = ('error', *(types.BUDGETS if mask_truncated else ()))
   # A prompt that did not fit its row left no turn.
-  kept = [[t for t in group if t.status not in masked and t.turns] for group in groups]
-  return [group for group in kept if group]
+  chosen = [[t for t in g if t.status not in masked and t.turns] for g in groups]
+  return [group for group in chosen if group]
 
 
-def check_played(groups: Sequence[Group]) -> None:
-  """Refuses a rollout in which no prompt left room for a reply.
+def check_first_rollout(groups: Sequence[Group]) -> None:
+  """Refuses a first rollout in which no prompt left room for a reply.
 
   Raises:
     ValueError: Names the first task and its length.
@@ -107,7 +109,7 @@ def check_played(groups: Sequence[Group]) -> None:
     )
 
 
-def tied(group: Group) -> bool:
-  """Whether a group's rewards are all equal; an error has none."""
+def is_tied(group: Group) -> bool:
+  """Whether a group's rewards are all equal; episodes with an error do not count."""
   rewards = [t.reward for t in group if t.status != 'error']
   return not rewards or table.tied(np.array(rewards))

@@ -1,8 +1,8 @@
-"""What a run is made of beside its configuration, told so that starts can be compared.
+"""Describes the Python objects of a run, so that two starts of it can be compared.
 
-An algorithm, a reward and a tool are Python objects. A description is JSON: names,
-numbers and digests, and nothing that differs between two starts of one script, such as
-an address, the order of a set, the script's place or its comments.
+Algorithms, rewards and tools are Python objects. Their descriptions are JSON: names,
+numbers and digests, without what differs between two starts of one script, such as an
+address, the order of a set, the script's path or its comments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -26,9 +26,9 @@ _LIBRARIES = tuple(
   {sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')}
 )
 _DEPTH = 8
-# Of what surrounds a closure: more is data.
+# A container with more items is data, and only its type counts.
 _MOST_ITEMS = 100
-# Of the tasks, which may lie on a disk.
+# So many tasks are looked at: they may lie on a disk.
 _MOST_IDS = 1000
 
 
@@ -38,15 +38,15 @@ def describe_run(
   tasks: Sequence[types.Task],
   privileged: Callable | None = None,
 ) -> dict[str, Any]:
-  """A run's algorithm, rewards, tools and tasks.
+  """Describes a run's algorithm, rewards, tools and tasks.
 
   Args:
     algorithm: A rl.algorithms.Algorithm.
-    env: One of the run's environments, before its first episode. The functions in its
-      attributes count, such as the reward that a ToolEnv was given, and the tools; of one
-      that is no ToolEnv its method `step` too.
-    tasks: To train on.
-    privileged: As in train.run.
+    env: One of the run's environments, before its first episode. Its tools are described,
+      the functions in its attributes, such as a ToolEnv's reward, and the method `step`
+      of an environment that is no ToolEnv.
+    tasks: The tasks to train on.
+    privileged: The argument of train.run.
   """
   functions = {
     name.strip('_'): describe(value)
@@ -63,7 +63,7 @@ def describe_run(
     'algorithm': describe(algorithm),
     'environment': functions,
     'tools': tools,
-    'tasks': _tasks(tasks),
+    'tasks': _describe_tasks(tasks),
     'privileged': describe(privileged),
   }
 
@@ -71,15 +71,17 @@ def describe_run(
 def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   """Describes a value.
 
-  A function of this package or an installed one has its name; one of the user's a digest
-  of its code too, with the functions of the user's that it calls. Both have what they
-  were made with: the arguments of a functools.partial, the variables around a closure.
+  A function of this package or of an installed one is described by its name; one of the
+  user's also by a digest of its code and that of the user's functions that it calls. What
+  it was made with is described too: the arguments of a functools.partial, the variables
+  of a closure.
 
   Args:
-    value: Anything; an object that is none of the following is its class.
-    values: Whether numbers and texts around a function count. Those of a tool need not be
-      the same at the next start: the port of a server.
-    depth: How deep inside another value; what is deeper than _DEPTH is its class.
+    value: Any object; one that is no function, container, dataclass or array is described
+      by its class.
+    values: Whether numbers and texts of a closure count. Those of a tool may differ at
+      the next start, such as the port of a server.
+    depth: How deep the value lies in another one; below _DEPTH only the class counts.
   """
   if value is None:
     return None
@@ -103,7 +105,7 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-  """What a value of several parts consists of, by name."""
+  """Returns the parts of a container, a partial or a dataclass by name; else None."""
   if isinstance(value, type):
     return None
   kind = {'type': type(value)}
@@ -124,7 +126,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
 def _describe_function(function: python_types.FunctionType, inner: Callable) -> Any:
   found: dict[str, Any] = {'function': _name(function)}
   if not _installed(function):
-    found['code'] = _digest(sorted(_code(function, set())))
+    found['code'] = _digest(sorted(_code_texts(function, set())))
   for name, cell in zip(
     function.__code__.co_freevars, function.__closure__ or (), strict=True
   ):
@@ -135,7 +137,7 @@ def _describe_function(function: python_types.FunctionType, inner: Callable) -> 
 
 
 def _function(value: Any) -> python_types.FunctionType | None:
-  """The Python function in a method, a wrapper, a jitted function, or none."""
+  """Returns the Python function inside a method, a wrapper or a jitted function."""
   try:
     value = inspect.unwrap(value) if callable(value) else None
   except ValueError:  # It wraps itself.
@@ -145,43 +147,43 @@ def _function(value: Any) -> python_types.FunctionType | None:
 
 
 def _name(value: Any) -> str:
-  """With its module where that is installed; a script is __main__ or not as it is run."""
+  """Returns the name, with its module if that is installed: a script may be __main__."""
   name = value.__qualname__
   return f'{value.__module__}.{name}' if _installed(value) else name
 
 
 def _installed(value: Any) -> bool:
-  """Whether it is of this package, Python or an installed package."""
+  """Whether it belongs to this package, to Python or to an installed package."""
   if str(value.__module__).partition('.')[0] == _PACKAGE:
     return True
   try:
     path = pathlib.Path(inspect.getfile(value))
   except (TypeError, OSError):
-    # Built in; or typed into an interpreter, and then the user's.
+    # It is built in, or a function that the user typed into an interpreter.
     return not isinstance(value, python_types.FunctionType)
   return any(path.is_relative_to(library) for library in _LIBRARIES)
 
 
-def _code(function: python_types.FunctionType, seen: set[int]) -> Iterable[str]:
-  """The code of a function and of the user's functions that it reaches, as text."""
+def _code_texts(function: python_types.FunctionType, seen: set[int]) -> Iterable[str]:
+  """Yields the code of a function, and of the user's functions that it names, as text."""
   if id(function.__code__) in seen or _installed(function):
     return
   seen.add(id(function.__code__))
   names: set[str] = set()
-  yield _text(function.__code__, function.__doc__, names) + repr(
+  yield _code_text(function.__code__, function.__doc__, names) + repr(
     [describe(function.__defaults__), describe(function.__kwdefaults__)]
   )
   reached = [function.__globals__.get(name) for name in sorted(names)]
   reached += [_content(cell) for cell in function.__closure__ or ()]
   for other in filter(None, map(_function, reached)):
-    yield from _code(other, seen)
+    yield from _code_texts(other, seen)
 
 
-def _text(code: python_types.CodeType, doc: str | None, names: set[str]) -> str:
-  """What a code object does, without lines, files and docstring; adds its names."""
+def _code_text(code: python_types.CodeType, doc: str | None, names: set[str]) -> str:
+  """Returns bytecode and constants without lines, files and docstring; adds its names."""
   names.update(code.co_names)
   consts = [
-    _text(const, None, names)
+    _code_text(const, None, names)
     if isinstance(const, python_types.CodeType)
     else repr(sorted(const, key=repr) if isinstance(const, frozenset) else const)
     for const in code.co_consts
@@ -197,7 +199,7 @@ def _content(cell: Any) -> Any:
     return None
 
 
-def _tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
+def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
   n = len(tasks)
   places = sorted({i * n // _MOST_IDS for i in range(_MOST_IDS)}) if n else []
   return {'count': n, 'ids': _digest([getattr(tasks[i], 'id', None) for i in places])}

@@ -1,26 +1,21 @@
-"""The journal: everything a training run keeps in its workdir, and how far it is.
+"""The journal: everything that a training run keeps in its workdir, and how far it is."""
 
-with journal.Journal(config, workdir, label) as run_log:
-train_state = run_log.restore(train_state, plan)
-while run_log.position.step < config.steps:
-...
-run_log.position.learned(numbers, tasks_drawn)
-run_log.write(numbers)
-if run_log.checkpoints.should_save(run_log.position.step):
-run_log.save(train_state, plan)
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import os
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.host import checkpoint, processes
-from agent_r1_jax.report import metrics
+from agent_r1_jax import types
+from agent_r1_jax.host import checkpoint, disk, processes
+from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.report import viewer
+from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import spool as spool_lib
 
@@ -30,10 +25,10 @@ class Position:
   """How far a run is.
 
   Attributes:
-    step: Rollouts that were learned from.
-    tasks_drawn: Tasks that were drawn.
-    written: The last step whose line is written; the first line is of step 0.
-    unwritten: The line of `step` while its evaluation is missing; numbers as text, for
+    step: How many rollouts were learned from.
+    tasks_drawn: How many tasks were drawn.
+    written: The last step whose line is in metrics.jsonl; the first line is of step 0.
+    unwritten: The metrics of `step` while its evaluation is missing; values as text, for
       not all that a float can be is JSON.
   """
 
@@ -42,14 +37,19 @@ class Position:
   written: int = -1
   unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
 
-  def learned(self, numbers: Mapping[str, float], tasks_drawn: int):
-    """Notes a step: its numbers so far, and the tasks that it drew."""
+  @property
+  def is_new(self) -> bool:
+    """Whether nothing has been written or learned yet."""
+    return self.written < 0 and not self.unwritten
+
+  def advance(self, metrics: Mapping[str, float], tasks_drawn: int):
+    """Counts a step, with its metrics so far and the number of tasks that it drew."""
     self.step += 1
     self.tasks_drawn += tasks_drawn
-    self.unwritten = {name: repr(float(value)) for name, value in numbers.items()}
+    self.unwritten = {name: repr(float(value)) for name, value in metrics.items()}
 
-  def numbers(self) -> dict[str, float]:
-    """Of the line that is not written yet."""
+  def metrics(self) -> dict[str, float]:
+    """Returns the metrics of the line that is not written yet."""
     return {name: float(text) for name, text in self.unwritten.items()}
 
 
@@ -58,9 +58,9 @@ class Journal:
 
   Attributes:
     position: How far the run is.
-    checkpoints: Of all processes.
-    progress: On the terminal.
-    spool: Of finished episodes, if config.checkpoint.keep_rollouts.
+    checkpoints: Writes and restores the train state, in all processes together.
+    progress: The progress bar on the terminal.
+    spool: Keeps finished episodes, if config.checkpoint.keep_rollouts.
   """
 
   def __init__(
@@ -70,11 +70,11 @@ class Journal:
     label: str,
     made_of: Mapping[str, Any] | None = None,
   ):
-    """Opens the workdir.
+    """Opens and locks the workdir.
 
     Args:
-      config: Of the run.
-      workdir: Made if missing.
+      config: The run's configuration, which is written to config.json.
+      workdir: The directory; made if missing.
       label: What the progress bar calls the run.
       made_of: What else may not change between two starts (identity.describe_run).
 
@@ -82,7 +82,7 @@ class Journal:
       ValueError: Another run holds the workdir, or it is of another configuration, or
         made of something else.
     """
-    self._config, self._workdir, self._label = config, workdir, label
+    self._config, self._workdir, self._label = config, pathlib.Path(workdir), label
     self.position = Position()
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ class Journal:
       fields = dataclasses.asdict(config)
       checkpoint.check_config(workdir, fields, may_change=('schedule.steps',))
       if made_of is not None:
-        path = pathlib.Path(workdir) / 'made_of.json'
+        path = self._workdir / 'made_of.json'
         mend = (
           'Give another workdir. If the change is meant, or is of no account, delete '
           f'{path}: this run then goes on with what it is given now'
@@ -114,7 +114,10 @@ class Journal:
   def restore(
     self, train_state: updates.TrainState, plan: updates.Plan
   ) -> updates.TrainState:
-    """What the newest checkpoint holds, or `train_state` as it is; opens the lines there.
+    """Restores the newest checkpoint, and opens metrics.jsonl where it left off.
+
+    Returns:
+      The restored train state; `train_state` itself if there is no checkpoint yet.
 
     Raises:
       ValueError: The run had checkpoints, and none is there that can be read.
@@ -125,18 +128,18 @@ class Journal:
       self.position = Position(**host['position'])
     else:
       self._check_new()
-    self._writer, shown = None, None
+    self._writer, terminal = None, None
     if processes.is_first():
-      writer = metrics.Writer(self._workdir, resume_step=self.position.written + 1)
+      writer = metrics_lib.Writer(self._workdir, resume_step=self.position.written + 1)
       self._writer = self._stack.enter_context(writer)
     else:
-      shown = self._stack.enter_context(open(os.devnull, 'w'))
+      terminal = self._stack.enter_context(open(os.devnull, 'w'))
     self.progress = self._stack.enter_context(
       progress_lib.Progress(
         self._config.schedule.steps,
         label=self._label,
         start=self.position.step,
-        file=shown,
+        file=terminal,
       )
     )
     return train_state
@@ -147,8 +150,8 @@ class Journal:
     A checkpoint is complete before the next is begun, and that after the line of its
     step: once there is a line beyond the second one's step, the first was complete.
     """
-    path = pathlib.Path(self._workdir) / 'metrics.jsonl'
-    lines = metrics.read(self._workdir) if path.exists() else []
+    path = self._workdir / 'metrics.jsonl'
+    lines = metrics_lib.read(self._workdir) if path.exists() else []
     last = max((line['step'] for line in lines), default=0)
     if last > 2 * self._config.checkpoint.every:
       raise ValueError(
@@ -157,10 +160,10 @@ class Journal:
         'another workdir to start anew'
       )
 
-  def write(self, numbers: Mapping[str, float]):
-    """Writes the line of the present step."""
+  def write(self, metrics: Mapping[str, float]):
+    """Writes the line of the present step to metrics.jsonl."""
     if self._writer:
-      self._writer.write(self.position.step, numbers)
+      self._writer.write(self.position.step, metrics)
     self.position.written, self.position.unwritten = self.position.step, {}
 
   def save(self, train_state: updates.TrainState, plan: updates.Plan):
@@ -170,11 +173,75 @@ class Journal:
       'train_state': train_state.checkpoint_numbers(),
     }
     self.checkpoints.save(self.position.step, train_state.checkpoint_arrays(plan), host)
-    # The new one is still on its way; the one before it is safe.
-    if self.spool and (safe := self.checkpoints.steps):
-      self.spool.delete(before=rollout_number(self._config.schedule, safe[-1]))
+    # The new one is not complete yet: only what the one before it has may be deleted.
+    if self.spool and (complete := self.checkpoints.steps):
+      self.spool.delete(before=rollout_number(self._config.schedule, complete[-1]))
+
+  def find_newest_checkpoint(self) -> int:
+    """Returns the last step on disk, 0 if none; also while one is being written."""
+    names = [path.name for path in self.checkpoints.directory.glob('*')]
+    return max([int(name) for name in names if name.isdigit()], default=0)
+
+  def write_rollout(
+    self,
+    played: Sequence[types.Trajectory],
+    learned_from: Sequence[types.Trajectory],
+    table: table_lib.TokenTable,
+  ):
+    """Writes the first trajectories of a rollout, with the numbers of their tokens.
+
+    Args:
+      played: All trajectories of the rollout; config.log_episodes of them are written.
+      learned_from: The trajectories of the table, in its order.
+      table: What updates.learn returned.
+    """
+    shown = played[: self._config.log_episodes]
+    numbers = {id(t): number for number, t in enumerate(learned_from)}
+    extra = [
+      {'actions': table.list_actions(numbers[id(t)])} if id(t) in numbers else {}
+      for t in shown
+    ]
+    if shown:
+      self.write_trajectories('rollout', shown, extra=extra)
+
+  def write_trajectories(
+    self, name: str, trajectories: Sequence[types.Trajectory], **options: Any
+  ):
+    """Writes trajectories/step-<step>-<name>.eval; takes options of viewer.write_log."""
+    if processes.is_first():
+      step = self.position.step
+      viewer.write_log(
+        self._workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
+        trajectories,
+        task=name,
+        model=self._config.model.path,
+        config=dataclasses.asdict(self._config),
+        step=step,
+        **options,
+      )
+
+  def dump_batches(self, batches: Sequence[types.Batch]) -> str:
+    """Writes the micro-batches of a loss that is not finite to not_finite.npz.
+
+    Returns:
+      A sentence that says where they are, or why they could not be written.
+    """
+    path = self._workdir / 'not_finite.npz'
+    arrays: dict[str, Any] = {
+      f'{i}/{name}': np.asarray(value)
+      for i, batch in enumerate(batches)
+      for name, value in batch._asdict().items()
+      if value is not None
+    }
+    try:
+      np.savez_compressed(path, **arrays)
+    except OSError as error:
+      reason = disk.describe_failure(path, error)
+      path.unlink(missing_ok=True)
+      return f'Its batch could not be written: {reason}.'
+    return f'The batch is in {path}.'
 
 
 def rollout_number(schedule: config_lib.Schedule, step: int) -> int:
-  """The number of a step's first rollout; its refills follow."""
+  """Returns the number of a step's first rollout; its refills follow."""
   return step * (schedule.max_refills + 1)

@@ -1,16 +1,15 @@
 """How much memory a run takes on a chip, by arithmetic: nothing is compiled for it.
 
 The terms are those of docs/memory.md, which compares them with what XLA allocates. The
-phases of a step are estimated, and what the largest of them holds is the run's peak:
+phases of a step are estimated, and the run's peak is that of the largest phase:
 
-- rollout: the engine prefills and decodes, while the training state lies there;
-- gradient: of one micro-batch, while engine and cache lie there;
+- rollout: the engine prefills and decodes, beside the training state;
+- gradient: of one micro-batch, beside the engine and its cache;
 - update: the optimizer's step;
-- checkpoint, on a CPU: its copy lies in the same memory.
+- checkpoint, on a CPU only: its copy lies in the same memory.
 
 Letters: B rows, T tokens of a row, M = B · T, S slots, L layers, D embed, F feed-forward,
-N query heads, K key-value heads, H head dim, V vocabulary, C tokens of one block of the
-vocabulary head; all on one chip.
+N query heads, K key-value heads, H head dim, V vocabulary; all on one chip.
 """
 
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
@@ -27,29 +27,26 @@ from agent_r1_jax.rl import algorithms, learner, optimizers
 
 GB = 1e9
 _FLOAT = 4
-# The process itself on a CPU: Python, the libraries, what XLA compiles and has compiled.
+# Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled.
 _PROCESS = 0.8e9
-# Attention on a CPU holds this many times the scores of the causal blocks: those that
-# wait for the backward pass, and those of the layer that is computed. Below _FUSED bytes
-# of scores, products need no copy in another order.
+# Attention on a CPU holds this many times the scores of the causal blocks: those saved
+# for the backward pass, and those of the layer that is being computed. Below _FUSED bytes
+# of scores XLA fuses the products, and no copy in another order is made.
 _SAVED_SCORES, _SCORES, _FUSED = 2.1, 3.15, 2**25
-# On a CPU, bfloat16 is computed in float32: the engine's view of a cache in bfloat16 is
-# copied so often.
-_VIEWS = {'float32': 1.03, 'bfloat16': 5.0}
-# The share of what a rollout freed that a CPU's heap cannot use again.
-_GAPS = 0.5
-# And of what a gradient freed, while a checkpoint is copied.
-_GRADIENT_GAPS = 0.8
-# What XLA holds beyond the terms on a TPU (docs/memory.md); a GPU is taken to be alike.
+# The engine's copies of the part of the cache that it reads, on a CPU: bfloat16 is
+# computed in float32 there.
+_CACHE_COPIES = {'float32': 1.03, 'bfloat16': 5.0}
+# The share of what a rollout, or a gradient, freed that a CPU's heap cannot use again.
+_ROLLOUT_GAPS, _GRADIENT_GAPS = 0.5, 0.8
+# What XLA holds beyond the terms on a TPU (docs/memory.md); a GPU is assumed to be alike.
 _MARGIN = 1.2
-# The share of a chip's layers that XLA casts before its loop over them: where they are
-# whole, it takes most casts out of the loop.
+# The share of a chip's layers that XLA casts before its loop over them, if they are not
+# sharded: it then takes most casts out of the loop.
 _CAST = 0.75
-# Bytes that the optimizer's step takes beside its arguments on a CPU: 1 is those of the
-# gradient.
+# Bytes of the optimizer step's temporaries on a CPU, per byte of the gradient.
 _STEP = {'adamw': 1.0, 'adamw8': 6.6, 'adafactor': 1.85}
-# And on an accelerator: 1 is those of the largest leaf. Compiled for a TPU it is below
-# 0.1 of all kinds; a GPU's compiler was not at hand, and may keep a leaf or two.
+# And on an accelerator, per byte of the largest leaf. Compiled for a TPU they are below
+# 0.1 for all kinds; a GPU's compiler was not at hand, and may keep a leaf or two.
 _STEP_OF_LEAF = {'adamw': 1.0, 'adamw8': 2.0, 'adafactor': 2.0}
 
 
@@ -59,9 +56,9 @@ class Machine(NamedTuple):
   Attributes:
     platform: 'cpu', 'gpu' or 'tpu'.
     memory: Bytes on each chip.
-    chips: That train, of all processes.
-    engines: That sample, of all processes.
-    cores: Of the processor, for each engine.
+    chips: How many chips train, over all processes.
+    engines: How many engines sample, over all processes.
+    cores: Processor cores for each engine.
   """
 
   platform: str
@@ -75,10 +72,10 @@ class Models(NamedTuple):
   """What a run loads.
 
   Attributes:
-    policy: Its shape, with the run's dtype and remat.
-    algorithm: None: the policy only plays.
-    reference: The shape of a reference policy of its own, where a directory is given.
-    shared_critic: Whether the directory of the policy has a value head.
+    policy: The policy's shape, with the run's dtype and remat.
+    algorithm: The algorithm; None if the policy only plays.
+    reference: The shape of a reference policy that has a directory of its own.
+    shared_critic: Whether the policy's directory has a value head.
   """
 
   policy: decoder.DecoderConfig
@@ -91,7 +88,7 @@ class Estimate(NamedTuple):
   """Bytes on one chip.
 
   Attributes:
-    phases: Of each phase, bytes by term.
+    phases: Phase -> term -> bytes.
   """
 
   phases: dict[str, dict[str, float]]
@@ -103,78 +100,77 @@ class Estimate(NamedTuple):
 
   @property
   def peak(self) -> float:
-    """What that phase holds."""
+    """The bytes of that phase."""
     return sum(self.phases[self.largest].values())
 
   def table(self) -> str:
-    """The terms of that phase in GB, the largest first, a line each."""
+    """Returns the terms of that phase in GB, the largest first, a line each."""
     terms = sorted(self.phases[self.largest].items(), key=lambda term: -term[1])
     return '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in terms if n >= 5e6)
 
 
 def count_splits(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
-  """Over how many chips rows and parameters are split: data x fsdp, and fsdp x ..."""
+  """Returns over how many chips rows are split, and over how many parameters are."""
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
   return config.data * fsdp, fsdp * config.tensor * config.context
 
 
 def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Estimate:
-  """The bytes that a run with these sizes takes on one chip, by phase and term.
+  """Estimates the bytes that a run takes on one chip, by phase and term.
 
-  On a chip that both trains and samples; with mesh.samplers, of the two kinds of chips
-  the one that holds more in each phase.
+  With mesh.samplers, the rollout's are those of a chip that samples and the others' those
+  of a chip that trains.
 
   Args:
-    config: With all sizes chosen.
-    models: What it loads.
+    config: The configuration, with all sizes chosen.
+    models: What the run loads.
     machine: Where it runs.
   """
-  engine = _engine(config, models.policy, machine)
-  playing = _playing(config, models.policy, machine)
+  engine = _engine_terms(config, models.policy, machine)
+  sampling = _sampling_terms(config, models.policy, machine)
   process = {'the process itself': _PROCESS} if machine.platform == 'cpu' else {}
   if models.algorithm is None:
-    return Estimate({'rollout': process | engine | playing})
-  rollout = dict(playing)
+    return Estimate({'rollout': process | engine | sampling})
+  rollout = dict(sampling)
   if config.schedule.ahead and config.schedule.eval_every:
-    # Rollouts that are under way keep their policy while another one is evaluated.
-    rollout["evaluation's copy of the policy"] = _copy(config, models.policy, machine)
-  state = _state(config, models, machine)
-  gradient = _gradient(config, models, machine)
-  update = _update(config, models, machine)
+    # Rollouts under way keep their policy while another one is evaluated.
+    rollout["evaluation's copy of the policy"] = _copy_bytes(
+      config, models.policy, machine
+    )
+  state = _training_terms(config, models, machine)
+  gradient = _gradient_terms(config, models, machine)
+  update = _update_terms(config, models, machine)
   if config.mesh.samplers:
     phases = {'rollout': engine | rollout, 'gradient': state | gradient}
     phases['update'] = state | update
     return Estimate({name: process | terms for name, terms in phases.items()})
-  # With `ahead` rollouts are played while updates are computed.
-  beside = playing if config.schedule.ahead else {}
-  if machine.platform == 'cpu':
-    # What a rollout has freed lies between what is still used: part of it is too small
-    # for the next phase.
-    gaps = {'freed by rollouts, in pieces': _GAPS * sum(playing.values())}
-    gradient, update = gaps | gradient, gaps | update
   always = process | engine | state
+  # With `ahead` rollouts are played while updates are computed.
+  beside = sampling if config.schedule.ahead else {}
+  if machine.platform == 'cpu':
+    freed = _ROLLOUT_GAPS * sum(sampling.values())
+    beside = beside | {'freed by rollouts, in pieces': freed}
   phases = {'rollout': rollout, 'gradient': beside | gradient, 'update': beside | update}
   if machine.platform == 'cpu':
-    phases['checkpoint'] = _checkpoint(config, models, machine, gradient)
+    phases['checkpoint'] = _checkpoint_terms(config, models, machine, gradient)
   return Estimate({name: always | terms for name, terms in phases.items()})
 
 
 @functools.cache
-def _parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
-  """How many there are: of the layers, and beside them."""
+def _count_parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
+  """Counts the parameters of a model: those of its layers, and all."""
   plain = dataclasses.replace(model, dtype='float32', remat='none')
   shapes = jax.eval_shape(lambda: decoder.init(plain, jax.random.key(0)))
   count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
-  layers = count(shapes['layers'])
-  return {'layers': layers, 'all': count(shapes), 'rest': count(shapes) - layers}
+  return {'layers': count(shapes['layers']), 'all': count(shapes)}
 
 
 @functools.cache
-def _learned(
+def _trained_bytes(
   model: decoder.DecoderConfig, rank: int, targets: str, optimizer: str
 ) -> tuple[int, int]:
-  """Bytes of what is learned, and of the optimizer's state for it."""
+  """Returns the bytes of the trained parameters and of the optimizer's state."""
   plain = dataclasses.replace(model, dtype='float32', remat='none')
 
   def make():
@@ -190,19 +186,19 @@ def _learned(
   return size(learned), size(state)
 
 
-def _bytes(config, models, machine) -> tuple[float, float]:
-  """Bytes on one chip of what is learned, and of its optimizer's state."""
+def _trained_on_chip(config, models, machine) -> tuple[float, float]:
+  """Returns the same bytes for one chip of the mesh."""
   adapters = (config.model.lora_rank, config.model.lora_targets)
-  sizes = _learned(models.policy, *adapters, config.optimizer.kind)
+  sizes = _trained_bytes(models.policy, *adapters, config.optimizer.kind)
   split = count_splits(config.mesh, machine.chips)[1]
   return sizes[0] / split, sizes[1] / split
 
 
-def _state(config, models, machine) -> dict[str, float]:
-  """What training holds all the time."""
+def _training_terms(config, models, machine) -> dict[str, float]:
+  """Returns what training holds in every phase."""
   algorithm, split = models.algorithm, count_splits(config.mesh, machine.chips)[1]
-  learned, opt_state = _bytes(config, models, machine)
-  frozen = _parameters(models.policy)['all'] * _FLOAT / split
+  learned, opt_state = _trained_on_chip(config, models, machine)
+  frozen = _count_parameters(models.policy)['all'] * _FLOAT / split
   terms = {'parameters, float32': frozen + (learned if config.model.lora_rank else 0)}
   trained = 1
   if algorithm.needs_critic and not models.shared_critic:
@@ -211,7 +207,9 @@ def _state(config, models, machine) -> dict[str, float]:
   if not config.optimizer.offload:
     terms[f'state of {config.optimizer.kind}'] = trained * opt_state
   if models.reference:
-    terms['reference, float32'] = _parameters(models.reference)['all'] * _FLOAT / split
+    terms['reference, float32'] = (
+      _count_parameters(models.reference)['all'] * _FLOAT / split
+    )
   elif algorithm.needs_reference:
     terms['reference, float32'] = learned
   if config.schedule.sync_every > 1 or config.schedule.ahead:
@@ -219,60 +217,65 @@ def _state(config, models, machine) -> dict[str, float]:
   return terms
 
 
-def _engine(config, model, machine) -> dict[str, float]:
-  """The engine's copy of the policy, and its cache."""
+def _engine_terms(config, model, machine) -> dict[str, float]:
+  """Returns the engine's copy of the policy, and its cache."""
   return {
-    f"engine's copy, {model.dtype}": _copy(config, model, machine),
-    'cache': config.engine.rows * config.engine.slots * _slot(model, config.mesh.tensor),
+    f"engine's copy, {model.dtype}": _copy_bytes(config, model, machine),
+    'cache': config.engine.rows
+    * config.engine.slots
+    * _slot_bytes(model, config.mesh.tensor),
   }
 
 
-def _copy(config, model, machine) -> float:
-  """Bytes of one copy of the policy that samples, on one chip."""
-  count = _parameters(model)
-  size = 2 if model.dtype == 'bfloat16' else _FLOAT
+def _copy_bytes(config, model, machine) -> float:
+  """Returns the bytes of one copy of the policy that samples, on one chip."""
+  count = _count_parameters(model)
+  size = jnp.dtype(model.dtype).itemsize
   # On one chip, float32 embeddings are shared with the training's.
   shared = size == _FLOAT and machine.chips == 1 and not config.mesh.samplers
   return (count['layers'] if shared else count['all']) * size / config.mesh.tensor
 
 
-def _slot(model, tensor) -> float:
-  """Bytes of a slot of the cache on one chip."""
-  size = 2 if model.dtype == 'bfloat16' else _FLOAT
+def _slot_bytes(model, tensor) -> float:
+  """Returns the bytes of one slot of one row of the cache, on one chip."""
+  size = jnp.dtype(model.dtype).itemsize
   heads = model.num_kv_heads
   heads = heads / tensor if heads % tensor == 0 else heads
   return 2 * model.num_layers * heads * model.head_dim * size
 
 
-def _playing(config, model, machine) -> dict[str, float]:
-  """Temporaries of a decode or a prefill, whichever are more."""
+def _sampling_terms(config, model, machine) -> dict[str, float]:
+  """Returns the temporaries of a decode or of a prefill, whichever are more."""
   sizes, tensor = config.engine, config.mesh.tensor
-  slot, heads = _slot(model, tensor), model.num_heads / tensor
-  views = _VIEWS[model.dtype] if machine.platform == 'cpu' else 1.0
+  slot, heads = _slot_bytes(model, tensor), model.num_heads / tensor
+  copies = _CACHE_COPIES[model.dtype] if machine.platform == 'cpu' else 1.0
   width = min(sizes.width or sizes.rows, sizes.rows)
+  in_place = width == sizes.rows and attention.reads_used_slots(
+    (sizes.rows // sizes.replicas, model.num_kv_heads, sizes.slots, model.head_dim),
+    model.dtype,
+    machine.platform,
+  )
   # Logits, their log-probs and what is chosen of them.
-  logits = 4 * width * model.vocab_size * _FLOAT / tensor
-  scores = 2 * width * heads * sizes.slots * _FLOAT
-  decode = {
-    'decode: copy of the cache': views * width * sizes.slots * slot,
-    'decode: logits and scores': logits + scores,
-  }
+  decode = {'decode: logits and scores': 4 * width * model.vocab_size * _FLOAT / tensor}
+  if not in_place:
+    decode['decode: logits and scores'] += 2 * width * heads * sizes.slots * _FLOAT
+    decode['decode: copy of the cache'] = copies * width * sizes.slots * slot
   # Replicas that share a chip prefill at the same time.
   fed = min(sizes.feed_rows * sizes.replicas, sizes.rows)
   tokens = fed * sizes.feed_tokens
-  size = 2 if model.dtype == 'bfloat16' else _FLOAT
+  size = jnp.dtype(model.dtype).itemsize
   hidden = tokens * (2 * model.mlp_dim / tensor + 4 * model.embed_dim) * size
   prefill = {
-    'prefill: copy of the cache': views * fed * sizes.slots * slot,
+    'prefill: copy of the cache': copies * fed * sizes.slots * slot,
     'prefill: scores': 2 * tokens * heads * sizes.slots * _FLOAT,
     'prefill: activations': hidden,
   }
   return max(decode, prefill, key=lambda terms: sum(terms.values()))
 
 
-def _gradient(config, models, machine) -> dict[str, float]:
-  """The gradient, the sum of those before it, and the temporaries of one micro-batch."""
-  learned = _bytes(config, models, machine)[0]
+def _gradient_terms(config, models, machine) -> dict[str, float]:
+  """Returns the gradients and the temporaries of one micro-batch."""
+  learned = _trained_on_chip(config, models, machine)[0]
   temporaries = activations(
     models.policy,
     rows=max(1, config.batch.microbatch // count_splits(config.mesh, machine.chips)[0]),
@@ -280,7 +283,7 @@ def _gradient(config, models, machine) -> dict[str, float]:
     platform=machine.platform,
     tensor=config.mesh.tensor,
     context=config.mesh.context,
-    whole=machine.chips == 1,
+    sharded=machine.chips > 1,
   )
   sums = {'gradient, float32': learned, 'sum of the gradients before it': learned}
   return sums | temporaries
@@ -294,18 +297,18 @@ def activations(
   platform: str,
   tensor: int = 1,
   context: int = 1,
-  whole: bool = True,
+  sharded: bool = False,
 ) -> dict[str, float]:
-  """Bytes that XLA allocates on a chip for one gradient, by term; an estimate.
+  """Estimates the bytes that XLA allocates on a chip for one gradient, by term.
 
   Args:
     model: The shape, with dtype and remat.
-    rows: Of the micro-batch, on this chip (B).
-    tokens: Of a row (T).
+    rows: Rows of the micro-batch on this chip (B).
+    tokens: Tokens of a row (T).
     platform: 'cpu', 'gpu' or 'tpu'.
-    tensor: Chips that share a layer.
-    context: Chips that share a row.
-    whole: The chip has all parameters, not a part of each.
+    tensor: How many chips share a layer.
+    context: How many chips share a row.
+    sharded: Whether the parameters are split over chips.
   """
   cpu = platform == 'cpu'
   # What a CPU computes in bfloat16 XLA holds in float32.
@@ -328,27 +331,27 @@ def activations(
     # keeps it, so that `remat` changes nothing.
     terms['activations of all layers'] = L * layer
     terms['attention scores of all layers'] = L * working
-    terms['vocabulary head'] = _head(model, M, platform, tensor)
+    terms['vocabulary head'] = _head_bytes(model, M, platform, tensor)
     return terms
   terms['saved for the backward pass'] = L * saved
   terms['attention scores saved'] = L * saved_scores
-  largest = max(_head(model, M, platform, tensor), layer + working)
+  largest = max(_head_bytes(model, M, platform, tensor), layer + working)
   if cpu:
     terms['vocabulary head, or one layer with its scores'] = largest
     return terms
   # On TPUs the head's gradient lies there while the layers' are made.
   terms['one layer'] = layer + working
-  terms['vocabulary head'] = _head(model, M, platform, tensor)
+  terms['vocabulary head'] = _head_bytes(model, M, platform, tensor)
   terms = {name: _MARGIN * n for name, n in terms.items()}
   if size < _FLOAT:
-    count = _parameters(model)['layers'] / tensor
-    cast = _CAST * count if whole else 2 * _MARGIN * count / L
+    count = _count_parameters(model)['layers'] / tensor
+    cast = 2 * _MARGIN * count / L if sharded else _CAST * count
     terms[f'layers cast to {model.dtype}'] = size * cast
   return terms
 
 
 def _score_bytes(model, rows, tokens, platform, split) -> float:
-  """Bytes of one layer's attention scores; 0 where a kernel keeps them on the core.
+  """Returns the bytes of one layer's attention scores; 0 if a kernel keeps them.
 
   cuDNN's kernel does too, and has a mask of 2 bytes, and one more in the backward pass,
   which all heads share.
@@ -365,8 +368,8 @@ def _score_bytes(model, rows, tokens, platform, split) -> float:
   return causal * rows * tokens**2 * model.num_heads / split * _FLOAT
 
 
-def _head(model, M, platform, tensor) -> float:
-  """Bytes of the vocabulary head: blocks of logits, its kernel, the kernel's gradient."""
+def _head_bytes(model, M, platform, tensor) -> float:
+  """Returns the bytes of the vocabulary head: logits, its kernel and its gradient."""
   DV = model.embed_dim * model.vocab_size / tensor
   if platform == 'cpu':
     block = min(256, M)
@@ -379,9 +382,9 @@ def _head(model, M, platform, tensor) -> float:
   return (_FLOAT + size) * DV + _FLOAT * block * model.vocab_size / tensor
 
 
-def _update(config, models, machine) -> dict[str, float]:
-  """The gradient, and what the optimizer's step takes beside it."""
-  learned, opt_state = _bytes(config, models, machine)
+def _update_terms(config, models, machine) -> dict[str, float]:
+  """Returns the gradient, and what the optimizer's step takes beside it."""
+  learned, opt_state = _trained_on_chip(config, models, machine)
   terms = {'gradient, float32': learned}
   if config.optimizer.offload:
     terms[f'state of {config.optimizer.kind}'] = opt_state
@@ -396,9 +399,9 @@ def _update(config, models, machine) -> dict[str, float]:
   return terms
 
 
-def _checkpoint(config, models, machine, gradient) -> dict[str, float]:
-  """On a CPU: the copy that is written, and what a gradient left of the heap."""
-  learned, opt_state = _bytes(config, models, machine)
+def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
+  """Returns the copy that a CPU writes, and what a gradient left of its heap."""
+  learned, opt_state = _trained_on_chip(config, models, machine)
   algorithm = models.algorithm
   trained = 2 if algorithm.needs_critic and not models.shared_critic else 1
   return {
@@ -410,9 +413,9 @@ def _checkpoint(config, models, machine, gradient) -> dict[str, float]:
 def suggest_changes(
   config: config_lib.Config, models: Models, machine: Machine
 ) -> tuple[dict[str, object], bool]:
-  """Fields to change so that the run fits, one after the other; and whether it then does.
+  """Finds fields to change so that the run fits, and whether it fits with them.
 
-  Changes that it then fits without are not named.
+  Changes are tried one after the other; those that are not needed are left out.
   """
   groups = count_splits(config.mesh, machine.chips)[0]
   candidates: list[tuple[str, object]] = []

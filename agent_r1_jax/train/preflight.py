@@ -1,4 +1,4 @@
-"""First contact: what a run is refused for, or told of, before anything is compiled."""
+"""Checks a run before anything is compiled: refuses mistakes, says what is left out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from agent_r1_jax.agent import context, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.rl import algorithms
 
-# More tokens than any template writes around a message, as far as we know. Where one
-# writes more, the rollout finds what does not fit.
+# An upper bound of the tokens that a template writes around a message. If one writes
+# more, the rollout finds what does not fit.
 _FRAME = 64
 
 
 def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> None:
-  """Refuses what would fail only after a rollout, or would do nothing.
+  """Refuses settings that would fail only after a rollout, or have no effect.
 
   Raises:
     ValueError: Names the field and the mend.
@@ -69,7 +69,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
 
 
 def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algorithm):
-  """Raises ValueError if what older policies sampled cannot be learned from."""
+  """Raises ValueError if episodes of older policies cannot be learned from."""
   for name, least in (('sync_every', 2), ('ahead', 1)):
     if getattr(schedule, name) >= least and not algorithm.correction:
       raise ValueError(
@@ -84,7 +84,7 @@ def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algori
 
 
 def check_sets(tasks: Any, evals: Any) -> None:
-  """Refuses what are no tasks to train on, or no sets of tasks to evaluate.
+  """Refuses training tasks or evaluation sets that are none.
 
   Raises:
     ValueError: Says what it should be.
@@ -102,10 +102,10 @@ def check_sets(tasks: Any, evals: Any) -> None:
 
 
 def check_tasks(tasks: Any, name: str = 'tasks') -> None:
-  """Refuses what are no tasks.
+  """Refuses a value that is no list of tasks.
 
   Raises:
-    ValueError: Names the first one, and what it should be.
+    ValueError: Names the first wrong item, and what it should be.
   """
   if not (hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')):
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
@@ -123,16 +123,14 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
 
 
 def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env_lib.Env:
-  """An environment to look at before an episode is played.
-
-  What make_env raises, this raises.
+  """Makes an environment to look at before an episode is played.
 
   Args:
-    make_env: A user's function, which may hang.
-    seconds: That it may take.
+    make_env: The user's function, which may hang; what it raises is raised.
+    seconds: How long it may take.
 
   Raises:
-    ValueError: It is no function, or gave no environment in that time.
+    ValueError: It is no function, or returned no environment in that time.
   """
   if not callable(make_env):
     raise ValueError(
@@ -156,10 +154,10 @@ def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
-  """What is to be said of how the model is told of its tools, if there is anything.
+  """Returns a line on how the prompt describes the tools; None if the template does.
 
   Raises:
-    ValueError: Nobody would tell it, and tools_in_prompt is 'refuse'.
+    ValueError: The template does not, and tools_in_prompt is 'refuse'.
   """
   schemas = _schemas(env)
   names = ', '.join(schema['function']['name'] for schema in schemas)
@@ -188,18 +186,18 @@ def select_fitting_tasks(
   long_prompts: str = 'refuse',
   name: str = 'tasks',
 ) -> tuple[Sequence[types.Task], str | None]:
-  """The tasks whose prompts leave room for a reply, and what is to be said of the others.
+  """Returns the tasks whose prompts leave room for a reply, and a line on the others.
 
-  Looks at the tasks' own messages, with which a ToolEnv begins. What another environment
-  begins with is seen when it is played.
+  Looks at the tasks' own messages, with which a ToolEnv begins. The prompts of other
+  environments are known only when they are played.
 
   Args:
-    chat: Of the policy's tokenizer.
-    env: One as the tasks will be played in.
-    tasks: To look at.
-    slots: Tokens of a row.
+    chat: Encodes messages with the policy's tokenizer.
+    env: An environment that the tasks will be played in.
+    tasks: The tasks to look at.
+    slots: The most tokens of a text.
     long_prompts: 'refuse', or 'skip' to leave such tasks out.
-    name: Of the tasks, for messages.
+    name: What messages call the tasks.
 
   Raises:
     ValueError: A message is broken. A prompt leaves no room and is refused, or none does.
@@ -214,7 +212,7 @@ def select_fitting_tasks(
       for message in task.messages:
         chat_lib.check_message(message)
       # A byte is a token at most: most prompts are short enough without a closer look.
-      if task.messages and least + sum(map(_bytes, task.messages)) < slots:
+      if task.messages and least + sum(map(_bound_tokens, task.messages)) < slots:
         continue
       tokens = len(chat.encode_prompt(task.messages, schemas))
     except ValueError as error:
@@ -224,49 +222,49 @@ def select_fitting_tasks(
   if not long:
     return tasks, None
   first, tokens = next(iter(long.items()))
-  found = (
+  line = (
     f'{len(long)} of {len(tasks)} {name} leave no room for a reply in a row of '
     f'engine.slots = {slots} tokens; the first is {tasks[first].id!r} with a prompt of '
     f'{tokens}, the longest has {max(long.values())}.'
   )
   if long_prompts == 'refuse' or len(long) == len(tasks):
     raise ValueError(
-      f'{found} Raise engine.slots, shorten these prompts, or leave them out: '
+      f'{line} Raise engine.slots, shorten these prompts, or leave them out: '
       "chat.long_prompts = 'skip' does that while others are left."
     )
-  return [t for n, t in enumerate(tasks) if n not in long], found
+  return [t for n, t in enumerate(tasks) if n not in long], line
 
 
-def examine(
+def check_prompts(
   chat: chat_lib.Chat,
   env: env_lib.Env,
   tasks: Sequence[types.Task],
   evals: Mapping[str, Sequence[types.Task]],
   **options: Any,
 ) -> tuple[Sequence[types.Task], list[str]]:
-  """The tasks to train on, and lines to show.
+  """Returns the tasks to train on, and lines to show.
 
-  Evaluations keep all their tasks, so that their numbers are of the whole set: what does
-  not fit stays unanswered.
+  Evaluations keep all their tasks, so that their numbers are over the complete set: a
+  task that does not fit counts as unanswered.
 
   Args:
-    chat: Of the policy's tokenizer.
-    env: One as the tasks will be played in.
-    tasks: To train on.
+    chat: Encodes messages with the policy's tokenizer.
+    env: An environment that the tasks will be played in.
+    tasks: The tasks to train on.
     evals: Sets to evaluate, by name.
-    **options: Of `select_fitting_tasks`: slots, long_prompts.
+    **options: The arguments slots and long_prompts of `select_fitting_tasks`.
 
   Raises:
     ValueError: See `describe_tool_prompt` and `select_fitting_tasks`.
   """
   lines = [describe_tool_prompt(chat, env)]
-  tasks, said = select_fitting_tasks(chat, env, tasks, **options)
-  lines.append(said and f'{said} They are left out.')
+  tasks, line = select_fitting_tasks(chat, env, tasks, **options)
+  lines.append(line and f'{line} They are left out.')
   for name, held_out in evals.items():
-    _, said = select_fitting_tasks(
+    _, line = select_fitting_tasks(
       chat, env, held_out, name=f'tasks of evals[{name!r}]', **options
     )
-    lines.append(said and f'{said} They count as unanswered.')
+    lines.append(line and f'{line} They count as unanswered.')
   return tasks, [line for line in lines if line]
 
 
@@ -280,8 +278,8 @@ def _begins_with_the_task(env: Any) -> bool:
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
 
 
-def _bytes(message: types.Message) -> float:
-  """At least the tokens of a message."""
+def _bound_tokens(message: types.Message) -> float:
+  """Returns an upper bound of the tokens of a message."""
   content = message.get('content')
   if not isinstance(content, str) or len(message) > 2:
     return float('inf')

@@ -1,8 +1,9 @@
-"""Results kept in a file of JSON lines: what was measured once is not measured again.
+"""A cache of results in a file of JSON lines: nothing is measured twice.
 
-A line is a key (what was measured, and what the numbers depend on) and the numbers. A
-measurement whose key is in the file is read from there; with any other key it is made,
-and its line is added. Nothing is overwritten: going back to earlier settings is free.
+A line has a key (what was measured, and all that its numbers depend on) and the numbers.
+If the file has a line with the key of a measurement, its numbers are returned; otherwise
+it is made and a line is appended. No line is overwritten: going back to earlier settings
+costs nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,8 @@ from agent_r1_jax import fields, train, types
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.train import rollout
 
-# Fields of the configuration that change what a greedy policy says. The others (rows,
-# replicas, chips, ...) change how fast it says it.
+# Fields of the configuration that change a greedy policy's replies. The others (rows,
+# replicas, chips, ...) only change how fast they come.
 _CONFIG = (
   'model.dtype',
   'engine.slots',
@@ -41,19 +42,19 @@ def play(
   summarize: Callable[[Mapping[str, Sequence[types.Trajectory]]], Any],
   depends_on: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """The numbers of each method: read from `path`, or of greedy episodes played now.
+  """Returns the numbers of each method, read from `path` or measured now.
 
   A method is played again when the model's files, the tasks, the sizes of the
   configuration that an answer depends on, the code, or `depends_on` differ.
 
   Args:
     path: The file of results; made if missing.
-    config: Sizes of the engine and limits of the episodes.
-    model: The directory of the policy.
-    rows: Method -> (tasks by set, a new environment for each episode).
+    config: The configuration of engine and episodes.
+    model: The policy's directory.
+    rows: Method -> (tasks by set, a function that makes an environment).
     summarize: Trajectories by set -> the method's numbers, which JSON can write.
-    depends_on: What else the numbers depend on and cannot be seen here, such as the
-      corpus that the environment's tool searches.
+    depends_on: What else the numbers depend on, such as the corpus that the environment's
+      tool searches.
 
   Returns:
     Method -> numbers, as JSON gives them back, in the order of `rows`.
@@ -71,7 +72,7 @@ def play(
       method: {'method': method, 'depends_on': same | {'tasks': tasks_digest(sets)}}
       for method, (sets, _) in rows.items()
     }
-  # Every process must play the same rows: the first one looks, and tells the others.
+  # Every process must play the same rows: the first one reads the file for all.
   known = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
   for method in (method for method in keys if known[method]):
     print(f'{method}: as in {path}; nothing that it depends on has changed.')
@@ -85,7 +86,7 @@ def play(
 
 
 def find(path: str | os.PathLike, key: Mapping[str, Any]) -> dict[str, Any] | None:
-  """The last line of the file that says what `key` says, field by field; None if none."""
+  """Returns the last line of the file that has all fields of `key`; None if none has."""
   key = _as_json(key)
   for line in reversed(read(path)):
     if all(name in line and line[name] == value for name, value in key.items()):
@@ -94,7 +95,7 @@ def find(path: str | os.PathLike, key: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def add(path: str | os.PathLike, line: Mapping[str, Any]) -> None:
-  """Appends one line and waits until it is on the disk. Processes may share the file."""
+  """Appends one line and syncs it to the disk. Processes may share the file."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open('ab+') as file:
@@ -113,12 +114,12 @@ def add(path: str | os.PathLike, line: Mapping[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """The lines of a file of results, oldest first, without one that a kill cut short."""
-  path, found = pathlib.Path(path), []
+  """Reads the lines of a file, oldest first, without those that a kill cut short."""
+  path, read_lines = pathlib.Path(path), []
   lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
   for number, line in enumerate(lines, 1):
     try:
-      found.append(json.loads(line))
+      read_lines.append(json.loads(line))
     except (ValueError, RecursionError):
       if line:
         warnings.warn(
@@ -126,11 +127,11 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
           'was probably killed. What it held is measured again.',
           stacklevel=2,
         )
-  return found
+  return read_lines
 
 
 def model_digest(directory: str | os.PathLike) -> str:
-  """sha256 over the names and contents of the files of a model's directory, in hex."""
+  """Returns the sha256, in hex, of the names and contents of a model's files."""
   total = hashlib.sha256()
   for path in sorted(p for p in pathlib.Path(directory).rglob('*') if p.is_file()):
     total.update(str(path.relative_to(directory)).encode() + b'\0')
@@ -140,7 +141,7 @@ def model_digest(directory: str | os.PathLike) -> str:
 
 
 def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
-  """sha256 over everything that tasks say, prompts and answers included, in hex."""
+  """Returns the sha256, in hex, of all fields of tasks."""
   rows = {
     name: [[task.id, task.messages, task.answer, task.info] for task in tasks]
     for name, tasks in sets.items()
@@ -149,20 +150,20 @@ def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
 
 
 def digest(value: Any) -> str:
-  """sha256 of a value as JSON (what JSON does not know as its repr), in hex."""
+  """Returns the sha256, in hex, of a value as JSON; repr stands in for other types."""
   return hashlib.sha256(json.dumps(value, default=repr).encode()).hexdigest()
 
 
 def _code_digest() -> str:
-  """The package's code and the script's: a mended reward must not show old numbers."""
-  files = {*pathlib.Path(__file__).parents[1].rglob('*.py'), *_files_of_the_script()}
+  """Hashes the code of package and script: a mended reward must not show old numbers."""
+  files = {*pathlib.Path(__file__).parents[1].rglob('*.py'), *_find_script_files()}
   return digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
 
 
-def _files_of_the_script() -> set[pathlib.Path]:
-  """What is loaded of the script's folder, or of its package.
+def _find_script_files() -> set[pathlib.Path]:
+  """Finds the loaded modules that lie in the script's folder, or in its package.
 
-  Of `python -m experiments.miniwiki.search` that is what is loaded of experiments/.
+  For `python -m experiments.miniwiki.search` these are the modules of experiments/.
   """
   main = sys.modules['__main__']
   script = getattr(main, '__file__', None)
@@ -178,5 +179,5 @@ def _files_of_the_script() -> set[pathlib.Path]:
 
 
 def _as_json(value: Any) -> Any:
-  """The value as it comes back from a file."""
+  """Returns the value as a JSON file would give it back."""
   return json.loads(json.dumps(value))

@@ -1,7 +1,7 @@
-"""Rollout: episodes of an environment, played by the policy on the engine's rows.
+"""Rollouts: plays episodes of an environment with the policy.
 
-Here the text side and the device side meet: messages become tokens, sampled tokens become
-a reply, and what both sides saw becomes a Trajectory.
+Text and device meet here: messages are encoded, the engine samples a reply, the
+environment answers it, and tokens, log-probs and messages become a Trajectory.
 """
 
 import asyncio
@@ -28,35 +28,30 @@ from agent_r1_jax.host import processes, records
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env]
-Limits = config_lib.Limits
 
-# How often an episode is begun whose event loop another one's coroutine blocks.
+# How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
 
 
 class Rollout:
-  """Episodes that were started on the processes' engines."""
+  """The episodes of a rollout, under way on the engine of each process."""
 
   def __init__(
     self,
     engine: engine_lib.Engine,
     future: futures.Future,
     tasks: Sequence[types.Task],
-    kept: spool_lib.RolloutSpool | None,
+    spool: spool_lib.RolloutSpool | None,
     messages: int | None,
   ):
-    """The trajectories to come from this process, all tasks, and the spool."""
-    self._engine, self._future, self._kept = engine, future, kept
+    """Holds the future of this process's trajectories, and the tasks of all processes."""
+    self._engine, self._future, self._spool = engine, future, spool
     self._tasks, self._messages = tasks, messages
 
-  def wait(self):
-    """Until this process's episodes have ended, however they did."""
-    loop_lib.wait(self._future)
-
   def result(self) -> list[types.Trajectory]:
-    """The trajectories of all processes, a task's samples side by side.
+    """Waits for the trajectories of all processes; samples of a task are side by side.
 
-    All processes ask for their rollouts' results in the same order.
+    All processes must ask for their rollouts' results in the same order.
 
     Raises:
       replica_lib.PreemptedError: In all processes, if one of them was interrupted.
@@ -65,13 +60,13 @@ class Rollout:
     try:
       played = loop_lib.wait(self._future).result()
       if self._engine.interrupted():
-        # Also after their ends: what would follow takes too long.
+        # Even if all episodes have ended: the update would take too long.
         played = None
     except replica_lib.PreemptedError:
       played = None
     finally:
-      if self._kept:
-        self._kept.close()
+      if self._spool:
+        self._spool.close()
     if not processes.is_distributed():
       if played is None:
         raise replica_lib.PreemptedError
@@ -113,7 +108,7 @@ def _exchange(
 
 
 def collect(engine: engine_lib.Engine, *args, **kwargs) -> list[types.Trajectory]:
-  """Plays episodes to their ends: `start`, and its result."""
+  """Plays episodes to their ends; takes the arguments of `start`."""
   with engine.open():
     return start(engine, *args, **kwargs).result()
 
@@ -122,9 +117,9 @@ class Decoding(NamedTuple):
   """How the replies of a rollout are sampled.
 
   Attributes:
-    sampling: How tokens are chosen.
-    grammar: What a reply may say; None allows all. It makes the samples off-policy.
-    policy: Which policy samples; None is the engine's own, as it is at each segment.
+    sampling: How tokens are chosen from the logits.
+    grammar: Restricts what a reply may say, which makes the samples off-policy.
+    policy: The policy that samples; None is the engine's newest at each decode segment.
   """
 
   sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
@@ -141,7 +136,7 @@ def start(
   tasks: Sequence[types.Task],
   make_env: MakeEnv,
   *,
-  limits: Limits,
+  limits: config_lib.Limits,
   decoding: Decoding = ON_POLICY,
   samples: int = 1,
   seed: int = 0,
@@ -156,52 +151,56 @@ def start(
   `messages`.
 
   A trajectory's randomness depends on (seed, draw, task id, sample, position) alone: the
-  order, the number of rows and the tools' speed change nothing. Where an id comes again,
-  its samples are counted on.
+  order, the number of rows and the tools' speed change nothing. Where a task comes twice,
+  its samples are numbered on.
 
   Args:
-    engine: Open, with the policy's weights.
-    chat: Messages to tokens, with the policy's tokenizer.
-    tasks: What to play.
+    engine: The engine, open, with the policy's weights.
+    chat: Encodes messages with the policy's tokenizer.
+    tasks: The tasks to play.
     make_env: Makes a new environment for each episode.
     limits: What each episode may use.
     decoding: How the replies are sampled.
-    samples: Episodes of a task.
+    samples: How many episodes of each task are played.
     seed: The run's seed.
-    draw: Another number, another draw of the same tasks.
-    spool: Where episodes that end are kept, and from where those are taken that had
-      ended before a kill.
+    draw: Another number samples other episodes of the same tasks.
+    spool: Keeps finished episodes on disk; what it has of before a kill is not played.
     messages: With several processes, how many of a process's trajectories are sent to the
       others with their messages, from the first; None: all of them. The others arrive
       without messages.
     on_done: Called with each trajectory as it ends.
 
   Raises:
-    ValueError: A limit allows nothing.
+    ValueError: A limit is not above 0.
   """
   limits.check()
-  kept = spool.open_rollout(draw, tasks) if spool else None
+  finished = spool.open_rollout(draw, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
   automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
 
-  async def one(group: int, sample: int, number: int) -> types.Trajectory:
+  async def play(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
-    if kept and (before := kept.get((task.id, number))):
+    if finished and (before := finished.get((task.id, number))):
       on_done(before)
       return before
-    identity = (seed, draw, task.id, number)
     async with engine.reserve(group, decoding.policy) as replica:
-      voice = _Voice(replica, decoding, automata, identity)
-      trajectory = await _play(
-        lambda: types.Trajectory(task, group, sample, [], [], [], status='error'),
-        lambda trajectory: _Episode(chat, make_env, limits, voice, trajectory),
-      )
-    # Programs that tools started may have been told to end with the run, and have failed
-    # for it: what ended since then is played again.
-    if kept and not engine.interrupted():
-      kept.add((task.id, number), trajectory)
+      context = _Context(replica, decoding, automata, (seed, draw, task.id, number))
+      # An episode that waited on an event loop that another one blocks is played again.
+      # It samples the same tokens, so that nothing is lost but time.
+      for _ in range(_ATTEMPTS):
+        trajectory = types.Trajectory(task, group, sample, [], [], [], status='error')
+        try:
+          await _Episode(chat, make_env, limits, context, trajectory).play()
+          break
+        except workers.LoopBlockedError as error:
+          trajectory.error = str(error)
+          trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
+    # An interrupt may also have ended programs that tools had started: what failed for
+    # that is played again.
+    if finished and not engine.interrupted():
+      finished.add((task.id, number), trajectory)
     on_done(trajectory)
     return trajectory
 
@@ -211,37 +210,17 @@ def start(
   for group, task in enumerate(tasks):
     for sample in range(samples):
       if group in mine:
-        episodes.append(one(group, sample, seen[task.id]))
+        episodes.append(play(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, kept, messages)
-
-
-async def _play(
-  new: Callable[[], types.Trajectory], episode: Callable[[types.Trajectory], '_Episode']
-) -> types.Trajectory:
-  """Plays an episode; anew where it waited on an event loop that another one blocks.
-
-  What it samples is the same again, so that nothing is lost but time.
-  """
-  for attempt in range(1, _ATTEMPTS + 1):
-    trajectory = new()
-    try:
-      await episode(trajectory).play()
-      break
-    except workers.LoopBlockedError as error:
-      trajectory.error = str(error)
-      trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
-      if attempt == _ATTEMPTS:
-        break
-  return trajectory
+  return Rollout(engine, engine.start(episodes), tasks, finished, messages)
 
 
 class _EnvironmentError(Exception):
-  """The environment or its reward raised; the trajectory is to be masked, not scored."""
+  """The environment or its reward raised; the trajectory is masked, not scored."""
 
 
-def _kind(error: _EnvironmentError) -> str:
-  """The name of what users' code raised; 'InvalidAnswer' where it answered nonsense."""
+def _name_cause(error: _EnvironmentError) -> str:
+  """Names the type that the user's code raised; 'InvalidAnswer' if it raised nothing."""
   cause = error.__cause__
   if isinstance(cause, workers.BaseExceptionError):
     cause = cause.__cause__ or cause
@@ -250,7 +229,7 @@ def _kind(error: _EnvironmentError) -> str:
 
 @contextlib.contextmanager
 def _blaming_the_environment():
-  """What is raised inside comes of what the environment gave."""
+  """Turns what is raised inside into an _EnvironmentError."""
   try:
     yield
   except (_EnvironmentError, workers.LoopBlockedError):
@@ -261,12 +240,11 @@ def _blaming_the_environment():
     ) from error
 
 
-class _Voice:
-  """The policy as one episode hears it: the text under way, and how it goes on.
+class _Context:
+  """The context of one episode: the text in the engine that each reply extends.
 
   Attributes:
-    text: The tokens of the segment under way; None before the first reply.
-    slots: The most tokens of a text.
+    slots: The most tokens that it may have.
   """
 
   def __init__(self, replica, decoding, automata, identity):
@@ -276,52 +254,62 @@ class _Voice:
     self.restart(0)
 
   def restart(self, segment: int):
-    """Begins a new text, with randomness of its own."""
+    """Begins a new text, with a random key of its own."""
     self._key = request_lib.make_key(*self._identity, segment)
-    self.text: request_lib.Text | None = None
+    self._text: request_lib.Text | None = None
 
-  async def reply(self, ids: np.ndarray, most: int) -> request_lib.Chunk:
-    """Appends tokens to the text and samples what the policy replies."""
+  async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
+    """Appends tokens to the text and samples the policy's reply."""
     generation = self._replica.submit(
       request_lib.Request(
         ids,
-        self.text,
-        max_tokens=most,
+        self._text,
+        max_tokens=max_tokens,
         sampling=self._decoding.sampling,
         key=self._key,
         automata=self._automata,
         policy=self._decoding.policy,
       )
     )
-    self.text = generation.text
+    self._text = generation.text
     return await generation
 
+  @property
+  def length(self) -> int:
+    """The tokens of the text so far."""
+    return 0 if self._text is None else len(self._text)
+
   def close(self):
-    """Ends the text: other texts may have its row."""
-    if self.text is not None:
-      self.text.close()
+    """Frees the row of the text."""
+    if self._text is not None:
+      self._text.close()
 
 
 class _Episode:
-  """One episode in the making: the row's text, piece by piece."""
+  """One episode while it is played; it fills in its trajectory.
 
-  def __init__(self, chat, make_env, limits, voice, trajectory):
-    self.chat, self.make_env, self.limits, self.voice = chat, make_env, limits, voice
-    self.trajectory = trajectory
+  Attributes:
+    pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
+      reply and observation; the last two are None where the policy did not sample.
+    unfinished: The text of a reply that ran out of tokens.
+  """
+
+  def __init__(self, chat, make_env, limits, context, trajectory):
+    self.chat, self.make_env, self.limits = chat, make_env, limits
+    self.context, self.trajectory = context, trajectory
     self.env: Any = None
     self.unfinished: str | None = None
-    # What was fed has no log-probs and no policy's step.
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
 
   async def play(self):
     """Plays to the end and completes the trajectory.
 
     Raises:
-      workers.LoopBlockedError: A call waited on an event loop that another one's blocks.
+      workers.LoopBlockedError: A call waited on an event loop that another call blocks.
     """
     t, abandoned = self.trajectory, collections.Counter()
     threads.abandoned_calls.set(abandoned)
-    self.voice.restart(0)
+    self.context.restart(0)
     seconds = self.limits.episode_seconds
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
@@ -330,7 +318,7 @@ class _Episode:
           await self._finish(t.status)
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)
-      t.metrics[f'error/{_kind(error)}'] = 1.0
+      t.metrics[f'error/{_name_cause(error)}'] = 1.0
       t.metrics['timeouts'] = float(isinstance(error.__cause__, workers.CallTimeoutError))
     except TimeoutError:
       if not clock.expired():
@@ -339,7 +327,7 @@ class _Episode:
       t.metrics['error/LateEpisode'] = 1.0
       t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
     finally:
-      self.voice.close()
+      self.context.close()
       self._close_segment()
     if t.metrics.get('timeouts'):
       await workers.drain_cancelled_calls()
@@ -348,20 +336,21 @@ class _Episode:
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
 
   async def _converse(self) -> str:
+    """Plays turn after turn; returns the status in which the episode ended."""
     t = self.trajectory
     ids, schemas = await self._begin()
     for _ in range(self.limits.max_turns):
-      room = self.voice.slots - len(self.voice.text or ()) - len(ids)
+      room = self.context.slots - self.context.length - len(ids)
       if room < 1:
         if not t.turns:
           t.error = (
-            f'the prompt has {len(ids)} tokens, and a row {self.voice.slots} (slots)'
+            f'the prompt has {len(ids)} tokens, and a row {self.context.slots} (slots)'
           )
           t.metrics['prompt_too_long'] = 1.0
         return 'truncated'
-      reply = await self.voice.reply(ids, min(room, self.limits.max_turn_tokens))
+      reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
       self.pieces += [(ids, None, None), reply[:3]]
-      stop = len(self.voice.text or ())
+      stop = self.context.length
       turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
       t.turns.append(turn)
       text = self.chat.decode(reply.tokens)
@@ -369,24 +358,24 @@ class _Episode:
       if not reply.stopped:
         self.unfinished = text
         return 'truncated'
-      step = self._noted(await self._ask('step', text))
+      step = self._add_reward(await self._ask('step', text))
       if step.done:
         return 'done'
       with _blaming_the_environment():
-        t.messages += _copied(step.messages)
+        t.messages += _copy_messages(step.messages)
         if step.fresh:
           self._close_segment()
-          self.voice.close()
-          self.voice.restart(len(t.segments))
-          ids = self._encoded(self.chat.encode_prompt, step.messages, schemas)
+          self.context.close()
+          self.context.restart(len(t.segments))
+          ids = self._encode(self.chat.encode_prompt, step.messages, schemas)
         else:
-          ids = self._after(reply, step.messages)
+          ids = self._encode_answer(reply, step.messages)
     return 'max_turns'
 
   async def _begin(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """The prompt, and the schemas of the environment's tools."""
+    """Makes the environment; returns the prompt's tokens and the schemas of its tools."""
     t = self.trajectory
-    # Whatever the environment does to its task, other episodes have theirs.
+    # A copy: the environment may change its task, and other episodes have the same one.
     make = lambda: (self.make_env(), env_lib.copy_containers(t.task))
     with _blaming_the_environment():
       seconds = self.limits.reset_seconds
@@ -394,17 +383,17 @@ class _Episode:
       self.env, task = await call
     messages = await self._ask('reset', task)
     with _blaming_the_environment():
-      t.messages = _copied(messages)
+      t.messages = _copy_messages(messages)
       schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      return self._encoded(self.chat.encode_prompt, t.messages, schemas), schemas
+      return self._encode(self.chat.encode_prompt, t.messages, schemas), schemas
 
   async def _finish(self, status: str):
-    """Asks what the end by a budget is worth; the turns have what they earned so far."""
+    """Lets the environment score an episode that a budget ended."""
     if getattr(self.env, 'finish', None) is not None:
-      self._noted(await self._ask('finish', status, self.unfinished))
+      self._add_reward(await self._ask('finish', status, self.unfinished))
 
   async def _ask(self, kind: str, *args) -> Any:
-    """What a method of the environment answers."""
+    """Calls a method of the environment, within its time limit."""
     field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
     with _blaming_the_environment():
       method, seconds = getattr(self.env, kind), getattr(self.limits, field)
@@ -412,8 +401,8 @@ class _Episode:
         method, *args, name=kind, seconds=seconds, field=field
       )
 
-  def _noted(self, step: types.Step) -> types.Step:
-    """Adds a step's reward to the last turn, and its metrics to the trajectory's."""
+  def _add_reward(self, step: types.Step) -> types.Step:
+    """Adds a step's reward to the last turn, and its metrics to the trajectory."""
     t = self.trajectory
     with _blaming_the_environment():
       if not isinstance(step, types.Step):
@@ -425,48 +414,42 @@ class _Episode:
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
 
-  def _encoded(self, encode, *messages) -> np.ndarray:
-    """Encodes what the environment said; a broken message is a fault of its."""
+  def _encode(self, encode, *messages) -> np.ndarray:
+    """Encodes the environment's messages; blames it if one of them is broken."""
     try:
       return encode(*messages)
     except ValueError as error:
       raise _EnvironmentError(str(error)) from error
 
-  def _after(self, reply, messages):
-    """The tokens that go on from a reply."""
-    ids = self._encoded(self.chat.encode_delta, messages)
+  def _encode_answer(self, reply, messages) -> np.ndarray:
+    """Encodes the environment's answer, to be appended after a reply."""
+    ids = self._encode(self.chat.encode_delta, messages)
     if reply.tokens[-1] in self.chat.stop_ids:
       return ids
-    # A stop string ended it: the end of the turn is ours to write, and no action.
+    # A stop string ended it: the template's end of turn is appended, and is no action.
     return np.append(self.chat.stop_ids[0], ids)
 
   def _close_segment(self):
     if not self.pieces:
       return
-    tokens, logprobs, steps = zip(*self.pieces, strict=True)
-    sizes = [len(t) for t in tokens]
-    chosen = [lp is not None for lp in logprobs]
-
-    def filled(parts, dtype):
-      parts = [np.zeros(n) if x is None else x for n, x in zip(sizes, parts, strict=True)]
-      return np.concatenate(parts).astype(dtype)
-
-    self.trajectory.segments.append(
-      types.Segment(
-        np.concatenate(tokens).astype(np.int32),
-        np.repeat(chosen, sizes),
-        filled(logprobs, np.float32),
-        filled(steps, np.int32),
-      )
-    )
+    columns = [[], [], [], []]
+    for tokens, logprobs, steps in self.pieces:
+      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
+      columns[0].append(tokens)
+      columns[1].append(np.full(len(tokens), sampled))
+      columns[2].append(logprobs if sampled else zeros)
+      columns[3].append(steps if sampled else zeros)
+    dtypes = (np.int32, bool, np.float32, np.int32)
+    arrays = [np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True)]
+    self.trajectory.segments.append(types.Segment(*arrays))
     self.pieces = []
 
 
-def _copied(messages: Any) -> list[types.Message]:
-  """An environment's messages, which it may go on to change.
+def _copy_messages(messages: Any) -> list[types.Message]:
+  """Copies an environment's messages, which it may go on to change.
 
-  What cannot be written is refused here, where it costs one episode: later the messages
-  go to the spool and to the other processes, and the run would end.
+  What cannot be serialized is refused here, where it costs one episode. Later, when the
+  messages are sent to other processes, it would end the run.
   """
   if not isinstance(messages, list | tuple):
     raise _EnvironmentError(

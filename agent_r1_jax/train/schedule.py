@@ -1,15 +1,15 @@
 """The schedule: which rollouts are played when, and by which policy.
 
-Updates take rollouts whole and in their order, so that no batch prefers short episodes,
-and no token that is learned from is older than `ahead` updates (and sync_every - 1).
+Updates learn from complete rollouts in their order, so that no batch prefers short
+episodes, and no token is older than `ahead` + `sync_every` - 1 updates.
 
 - In turn (ahead = 0): rollout n, then update n, and so on.
 - One step off-policy (ahead = 1): rollout n + 1 begins when rollout n has ended, and is
-  played during update n by the policy before that update. Such a run repeats to the last
-  bit.
+  played during update n by the policy before that update. Such a run is repeatable to the
+  last bit.
 - Partial (ahead >= 1): rollouts n + 1 to n + ahead are under way during update n, and go
-  on with the new policy after it. An episode holds the updates up only when it has taken
-  longer than `ahead` of them.
+  on with the new policy after it. An episode delays an update only if it takes longer
+  than `ahead` updates.
 """
 
 import collections
@@ -22,11 +22,12 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
-from agent_r1_jax.train import evaluate, groups, journal, rollout
+from agent_r1_jax.train import evaluate, groups, rollout
+from agent_r1_jax.train import journal as journal_lib
 
 
 class Schedule:
-  """Rollouts of a run, from where its journal says that it is."""
+  """Starts the rollouts of a run, beginning at the step that its journal says."""
 
   def __init__(
     self,
@@ -34,48 +35,49 @@ class Schedule:
     tasks: Sequence[types.Task],
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
-    run_log: journal.Journal,
+    journal: journal_lib.Journal,
     decoding: rollout.Decoding,
     *,
     seed: int = 0,
     messages: int | None = None,
     **playing: Any,
   ):
-    """Starts nothing.
+    """Starts nothing yet.
 
     Args:
       config: How much is played, and when.
-      tasks: To train on.
-      engine: Open.
-      chat: Of the policy's tokenizer.
-      run_log: Restored.
+      tasks: The tasks to train on.
+      engine: The engine, open.
+      chat: Encodes messages with the policy's tokenizer.
+      journal: The run's journal, restored.
       decoding: How training rollouts are sampled.
       seed: The run's seed.
       messages: Trajectories of each process whose messages the others get; None: all.
-      **playing: Of rollout.start: make_env, limits.
+      **playing: The arguments make_env and limits of rollout.start.
     """
-    self._config, self._tasks, self._journal = config, tasks, run_log
+    self._config, self._tasks, self._journal = config, tasks, journal
     self._engine, self._chat, self._playing = engine, chat, playing
     self._decoding, self._seed, self._messages = decoding, seed, messages
     self._started: collections.deque[rollout.Rollout] = collections.deque()
-    self._next = run_log.position.step
+    self._next = journal.position.step
 
-  def take(
+  def next_groups(
     self, train_state: updates.TrainState, plan: updates.Plan
   ) -> tuple[updates.TrainState, list[groups.Group], int]:
-    """The groups of the next step, and how many tasks they were drawn from.
+    """Waits for the groups of the next step, and starts the rollouts after it.
 
-    Waits for them, and starts what is to be played while they are learned from; with
-    plan.syncs_before_update by the policy as it is now, which the train_state that is
-    returned has.
+    Returns:
+      The train state, whose sampler is the present policy if
+      plan.syncs_before_update; the groups; and
+      how many tasks were drawn for them.
     """
     step = self._journal.position.step
     self._start(
       step if plan.syncs_before_update else step + plan.schedule.ahead, train_state
     )
-    found, drawn = groups.collect_groups(
+    step_groups, drawn = groups.collect_groups(
       self._played,
-      lambda start, n: self._draw_tasks(self._journal.position.tasks_drawn + start, n),
+      lambda start, n: self._sample_tasks(self._journal.position.tasks_drawn + start, n),
       n=self._config.tasks,
       samples=self._config.samples,
       max_refills=self._config.max_refills,
@@ -83,17 +85,26 @@ class Schedule:
     if plan.syncs_before_update:
       train_state = updates.sync_sampler(train_state, plan)
       self._start(step + plan.schedule.ahead, train_state)
-    return train_state, found, drawn
+    return train_state, step_groups, drawn
 
-  def greedy(self, found: list[groups.Group]) -> tuple[list[groups.Group], list[float]]:
-    """Of each trajectory, the reward of a greedy episode of its task (ReMax)."""
-    tasks = [group[0].task for group in found]
+  def play_greedy(
+    self, step_groups: list[groups.Group]
+  ) -> tuple[list[groups.Group], list[float]]:
+    """Plays a greedy episode of each group's task (ReMax).
+
+    Returns:
+      The groups whose greedy episode did not fail, and the greedy reward of the task of
+      each of their trajectories.
+    """
+    tasks = [group[0].task for group in step_groups]
     greedy = evaluate.run(self._engine, self._chat, {'': tasks}, **self._playing)['']
-    pairs = [(g, t) for g, t in zip(found, greedy, strict=True) if t.status != 'error']
+    pairs = [
+      (g, t) for g, t in zip(step_groups, greedy, strict=True) if t.status != 'error'
+    ]
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
   def _start(self, last: int, train_state):
-    """Starts the rollouts up to `last`, which the present policy plays."""
+    """Starts the rollouts up to step `last`, by the sampler of the train state."""
     position, config = self._journal.position, self._config
     last = min(last, config.steps - 1)
     if self._next > last and not config.partial:
@@ -101,14 +112,16 @@ class Schedule:
     self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
     while self._next <= last:
       start = position.tasks_drawn + (self._next - position.step) * config.tasks
-      tasks = self._draw_tasks(start, config.tasks)
-      self._started.append(self._play(tasks, journal.rollout_number(config, self._next)))
+      tasks = self._sample_tasks(start, config.tasks)
+      self._started.append(
+        self._play(tasks, journal_lib.rollout_number(config, self._next))
+      )
       self._next += 1
 
   def _played(self, tasks, refill) -> list[types.Trajectory]:
     if not refill:
       return self._started.popleft().result()
-    draw = journal.rollout_number(self._config, self._journal.position.step) + refill
+    draw = journal_lib.rollout_number(self._config, self._journal.position.step) + refill
     return self._play(tasks, draw, 'refill').result()
 
   def _play(self, tasks, draw, label='rollout') -> rollout.Rollout:
@@ -128,11 +141,11 @@ class Schedule:
       **self._playing,
     )
 
-  def _draw_tasks(self, start, n) -> list[types.Task]:
-    return groups.epoch_tasks(self._tasks, start, n, self._seed)
+  def _sample_tasks(self, start, n) -> list[types.Task]:
+    return groups.sample_tasks(self._tasks, start, n, self._seed)
 
 
 def counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:
-  """Shows how many episodes of a phase have ended."""
+  """Returns a callback that counts a phase's episodes on the progress bar."""
   ended = itertools.count(1)
   return lambda trajectory: progress.set_phase(phase, next(ended), total)

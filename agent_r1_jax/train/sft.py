@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on whole conversations, with the learner that RL uses."""
+"""Supervised fine-tuning on conversations, with the learner that RL uses."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
@@ -12,7 +12,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, losses, packing, table
 
-# So many segments in a row that do not fit are no chance.
+# After this many segments in a row that do not fit, the stream is taken to have no other.
 _MANY = 1000
 
 
@@ -25,19 +25,19 @@ class Conversation(NamedTuple):
 
 @dataclasses.dataclass
 class Config:
-  """Of one supervised run.
+  """The configuration of a supervised run.
 
   Attributes:
-    steps: Optimizer steps.
-    rows: Packed rows a step.
+    steps: Number of optimizer steps.
+    rows: Packed rows of a step.
     row_tokens: Tokens of a row; longer conversations are left out.
-    learning_rate: At its peak, after the warm-up; then a cosine to 0.
+    learning_rate: Peak learning rate, after the warm-up; then a cosine to 0.
     warmup: Steps of linear warm-up.
-    weight_decay: Of AdamW.
-    adam_b1: Decay of AdamW's first moment.
-    adam_b2: Of its second; .999 in PyTorch.
-    adam_eps: Added to the root of the second.
-    other_weight: Loss weight of the tokens that are not the assistant's, the first aside.
+    weight_decay: Weight decay of AdamW.
+    adam_b1: Decay rate of AdamW's first moment.
+    adam_b2: Decay rate of its second moment; PyTorch has .999.
+    adam_eps: Added to the root of the second moment.
+    other_weight: Loss weight of tokens that are not the assistant's.
   """
 
   steps: int = 1000
@@ -57,7 +57,7 @@ def _ignore(step, metrics, params):
 
 
 def _likelihood(stats, batch):
-  """-w log π, with the tokens' weights as advantages."""
+  """Returns -w log π; the weights w of the tokens are in batch.advantages."""
   return losses.weighted(-batch.advantages * stats.logprobs, batch.weights), {}
 
 
@@ -83,9 +83,9 @@ def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
 
 
 def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
-  """Strings of random tokens, each written two to four times; `tokens` tokens in all.
+  """Yields random strings repeated two to four times, about `tokens` tokens in all.
 
-  Nothing but copying predicts the repetitions: induction heads settle in on them first.
+  Only copying predicts the repetitions, so induction heads form on them early.
   """
   rng = np.random.default_rng(seed)
   while tokens > 0:
@@ -139,11 +139,11 @@ def run(
 
   Args:
     model: The policy's shape.
-    params: To start from; used up.
-    segments: At least as many as config.steps batches need; see `segment`.
-    config: Of the run.
-    on_step: Called with the number of finished steps, their metrics and the parameters,
-      which the next step uses up.
+    params: The parameters to start from; donated.
+    segments: A stream of segments that fills config.steps batches; see `segment`.
+    config: The configuration of the run.
+    on_step: Called with the number of finished steps, the last one's metrics and the
+      parameters, which the next step donates.
 
   Returns:
     The new parameters.
@@ -179,18 +179,18 @@ def run(
 
 
 def _take(pool: list[types.Segment], config) -> types.Batch:
-  """Takes the longest beginning of the pool that fits a batch out of it."""
+  """Removes the longest prefix of the pool that fits a batch, and packs it."""
   taken = len(pool)
-  layout = _layout(pool, config)
+  layout = _lay_out(pool, config)
   while layout.rows > config.rows:
     taken -= 1
-    layout = _layout(pool[:taken], config)
-  batch = _weighted(pool[:taken], layout, config.other_weight)
+    layout = _lay_out(pool[:taken], config)
+  batch = _pack(pool[:taken], layout, config.other_weight)
   del pool[:taken]
   return batch
 
 
-def _layout(segments, config):
+def _lay_out(segments, config):
   return packing.plan_layout(
     [len(s.tokens) for s in segments],
     row_tokens=config.row_tokens,
@@ -198,10 +198,10 @@ def _layout(segments, config):
   )
 
 
-def _weighted(segments, layout, other_weight) -> types.Batch:
+def _pack(segments, layout, other_weight) -> types.Batch:
   text = table.from_segments(segments)
   weight = np.where(text.action_mask, 1.0, other_weight)
-  weight[table.starts(text.segment)] = 0.0  # It is given, not predicted.
+  weight[table.starts(text.segment)] = 0.0  # The first token is given, not predicted.
   used = weight > 0
   text = dataclasses.replace(text, advantages=weight, weights=used / weight.sum())
   return packing.pack(text, layout)

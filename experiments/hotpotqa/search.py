@@ -229,8 +229,8 @@ def summarize(episodes) -> dict[str, Any]:
     'em': evaluate.by_kind(episodes, kinds),
     'f1': float(np.mean(f1)),
     'f1_interval': float(1.96 * np.std(f1) / len(f1) ** 0.5),
-    'searches': evaluate.score(episodes, 'tool_calls').mean,
-    'summary': evaluate.summary(episodes),
+    'searches': evaluate.mean_metric(episodes, 'tool_calls'),
+    'summary': evaluate.summarize(episodes),
   }
 
 

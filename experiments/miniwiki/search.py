@@ -39,16 +39,7 @@ _CFG = fields.define_flags(
     schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
     limits=config_lib.Limits(max_turn_tokens=80),
     optimizer=config_lib.Optimizer(learning_rate=2e-4),
-    engine=config_lib.Engine(
-      rows=128,
-      slots=448,
-      decode_steps=16,
-      feed_rows=32,
-      feed_tokens=32,
-      bucket=128,
-      replicas=2,
-    ),
-    batch=config_lib.Batch(microbatch=16),
+    engine=config_lib.Engine(slots=448, decode_steps=16, replicas=2),
   ),
 )
 

@@ -1,0 +1,275 @@
+"""Sets up what a run needs before its first step: mesh, model, engine, files.
+
+`start` makes all of it for a training run; the other functions are its parts, and scripts
+that only play a policy use them too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.host import preemption, runtime, sharding
+from agent_r1_jax.models import decoder, lora, weights
+from agent_r1_jax.report import alarms as alarms_lib
+from agent_r1_jax.rl import algorithms, packing, updates
+from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule, sizes
+from agent_r1_jax.train import journal as journal_lib
+
+
+@dataclasses.dataclass
+class Job:
+  """A training run that has been set up.
+
+  Attributes:
+    config: The run's configuration, with every engine and batch size chosen.
+    train_state: The models, optimizer states and counters; replaced at each step.
+    plan: What the updates need and no step changes.
+    chat: Encodes messages with the policy's tokenizer.
+    engine: Samples; it is open.
+    rollouts: Starts the rollouts of each step and waits for them.
+    journal: The files of the workdir, and how far the run is.
+    watch: Hears that the process is to end.
+    evaluation: How the replies of evaluations are sampled.
+    alarms: Says which alarms begin and end.
+    faults: Says what goes wrong in environments, tools and rewards.
+  """
+
+  config: config_lib.Config
+  train_state: updates.TrainState
+  plan: updates.Plan
+  chat: chat_lib.Chat
+  engine: engine_lib.Engine
+  rollouts: schedule.Schedule
+  journal: journal_lib.Journal
+  watch: preemption.Watch
+  evaluation: rollout.Decoding
+  alarms: alarms_lib.AlarmMonitor
+  faults: alarms_lib.FaultCounter
+
+
+@contextlib.contextmanager
+def start(
+  config: config_lib.Config,
+  workdir: str,
+  *,
+  tasks: Sequence[types.Task],
+  make_env: rollout.MakeEnv,
+  algorithm: algorithms.Algorithm,
+  evals: Mapping[str, Sequence[types.Task]],
+  privileged: Callable[[types.Task], str] | None,
+  label: str,
+) -> Iterator[Job]:
+  """Sets up a training run, restored from its newest checkpoint if there is one.
+
+  Inside the context the workdir is locked and the engine is open. The arguments and the
+  errors are those of `loop.run`. What can be refused is refused before the workdir is
+  made.
+  """
+  config = sizes.resolve(config, algorithm, workdir)
+  mesh = make_mesh(config.mesh)
+  model, params, chat = load(config.model, config.chat, mesh)
+  engine = make_engine(config, model, params, mesh)
+  env = preflight.make_environment(make_env, config.limits.reset_seconds)
+  fits = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
+  tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **fits)
+  with sharding.use_mesh(mesh):
+    plan, train_state = make_plan(config, model, params, algorithm, mesh)
+  if privileged and 'critic' not in train_state.states:
+    raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
+  with contextlib.ExitStack() as stack:
+    watch = stack.enter_context(preemption.watch())
+    made_of = identity.describe_run(algorithm, env, tasks, privileged)
+    journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
+    watch.newest_step = journal.find_newest_checkpoint
+    watch.raise_if_requested()
+    watch.phase = 'restoring'
+    train_state = journal.restore(train_state, plan)
+    engine.sync_weights(train_state.sampler, train_state.sampler_step)
+    del params  # The restored ones take their place.
+    engine.interrupted = watch.is_requested
+    for line in lines:
+      journal.progress.print_line(line)
+    watch.phase = 'compilation'
+    sampling = evaluate.make_decoding(config.sampling, engine, chat, env)
+    evaluation = evaluate.make_decoding(config.evaluation, engine, chat, env)
+    _compile(engine, chat, (sampling, evaluation), journal, watch)
+    stack.enter_context(engine.open())
+    playing = {'make_env': make_env, 'limits': config.limits}
+    rollouts = schedule.Schedule(
+      config.schedule,
+      tasks,
+      engine,
+      chat,
+      journal,
+      sampling,
+      seed=config.seed,
+      messages=config.log_episodes,
+      **playing,
+    )
+    job = Job(
+      config=config,
+      train_state=train_state,
+      plan=plan,
+      chat=chat,
+      engine=engine,
+      rollouts=rollouts,
+      journal=journal,
+      watch=watch,
+      evaluation=evaluation,
+      alarms=alarms_lib.AlarmMonitor(config.alarms, journal.progress.print_line),
+      faults=alarms_lib.FaultCounter(journal.progress.print_line),
+    )
+    # This frame lives as long as the run: what it names is not freed before.
+    del train_state
+    yield job
+
+
+def _compile(
+  engine: engine_lib.Engine,
+  chat: chat_lib.Chat,
+  decodings: Sequence[rollout.Decoding],
+  journal: journal_lib.Journal,
+  watch: preemption.Watch,
+):
+  """Compiles the engine's programs, and shows how many are done."""
+  automata = [chat.stop_automaton(engine.config.vocab_size)]
+  automata += [decoding.grammar for decoding in decodings if decoding.grammar]
+
+  def report(done: int, programs: int):
+    journal.progress.set_phase('compile', done, programs)
+    watch.raise_if_requested()
+
+  engine.warm_up(report, automata)
+
+
+def make_mesh(config: config_lib.Mesh) -> Mesh | None:
+  """Returns the mesh of the chips that train; None for one chip."""
+  runtime.initialize()
+  devices, samplers = sharding.split_devices(config.samplers)
+  chips = len(devices)
+  rest = config.data * config.tensor * config.context
+  fsdp = config.fsdp or max(1, chips // rest)
+  if chips == rest * fsdp == 1 and not config.samplers:
+    return None
+  axes = {'data': config.data, 'fsdp': fsdp}
+  axes |= {'tensor': config.tensor, 'context': config.context}
+  mesh = sharding.make_mesh(**axes, devices=devices)
+  sharding.make_replica_meshes(mesh, samplers)  # Raises if these chips cannot sample.
+  return mesh
+
+
+def load(
+  config: config_lib.Model, chat: config_lib.Chat, mesh: Mesh | None = None
+) -> tuple[decoder.DecoderConfig, decoder.Params, chat_lib.Chat]:
+  """Loads the shape, the float32 parameters and the chat of the model in `config.path`.
+
+  On a mesh the parameters are sharded as they are read.
+  """
+  runtime.initialize()
+  place = sharding.make_placer(mesh)
+  shape, params = weights.load(config.path, dtype='float32', place=place)
+  shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat)
+  return (
+    shape,
+    params,
+    chat_lib.Chat(
+      tokenizer_lib.load(config.path),
+      max_tool_tokens=chat.max_tool_tokens,
+      tools_in_prompt=chat.tools_in_prompt,
+      stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
+      template_kwargs=fields.parse_json('chat.template', chat.template, dict),
+    ),
+  )
+
+
+def make_engine(
+  config: config_lib.Config,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+  mesh: Mesh | None = None,
+) -> engine_lib.Engine:
+  """Makes an engine of the sizes in `config.engine` on the chips of this process."""
+  sizes = config.engine
+  return engine_lib.Engine(
+    model,
+    params,
+    mesh=mesh,
+    chips=sharding.split_devices(config.mesh.samplers)[1],
+    rows=sizes.rows,
+    slots=sizes.slots,
+    steps=sizes.decode_steps,
+    feed_rows=sizes.feed_rows,
+    feed_tokens=sizes.feed_tokens,
+    bucket=sizes.bucket,
+    width=sizes.width or None,
+    narrow=sizes.narrow,
+    replicas=sizes.replicas or 1,
+  )
+
+
+def make_plan(
+  config: config_lib.Config,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+  algorithm: algorithms.Algorithm,
+  mesh: Mesh | None = None,
+) -> tuple[updates.Plan, updates.TrainState]:
+  """Makes the updates' plan, and the train state before the first rollout.
+
+  Raises:
+    ValueError: A field of the configuration does not fit the algorithm or the model.
+  """
+  own_critic = algorithm.needs_critic and 'value_head' not in params
+  if config.schedule.critic_warmup and not own_critic:
+    raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
+  if own_critic and algorithm.value_coef != 1.0:
+    raise ValueError('value_coef: the critic is a model of its own; leave it out.')
+  if config.model.lora_rank:
+    targets = config.model.lora_targets.split(',')
+    adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
+    params = lora.add(params, *adapters, jax.random.key(config.seed))
+    params = sharding.shard_params(params, mesh)
+  options = config.optimizer
+  optimizers = {'policy': optimizers_lib.make(options, options.learning_rate)}
+  if own_critic:
+    optimizers['critic'] = optimizers_lib.make(options, options.critic_learning_rate)
+  reference_model, reference = model, None
+  if config.model.reference:
+    reference_model, reference = _load_reference(config.model, model, mesh)
+  plan = updates.Plan(
+    model,
+    algorithm,
+    packing.MicrobatchShape(
+      config.batch.microbatch, config.batch.row_tokens or config.engine.slots
+    ),
+    optimizers,
+    config.schedule,
+    reference_model,
+    temperature=config.sampling.temperature,
+    seed=config.seed,
+    offload=config.optimizer.offload,
+  )
+  return plan, updates.init(params, plan, reference)
+
+
+def _load_reference(
+  config: config_lib.Model, policy: decoder.DecoderConfig, mesh: Mesh | None
+) -> tuple[decoder.DecoderConfig, decoder.Params]:
+  """Loads the shape and the parameters of the model in `config.reference`."""
+  place = sharding.make_placer(mesh)
+  model, params = weights.load(config.reference, dtype='float32', place=place)
+  if model.vocab_size != policy.vocab_size:
+    raise ValueError(
+      f'model.reference: {config.reference} has {model.vocab_size} tokens and the policy '
+      f'{policy.vocab_size}; they must share a tokenizer.'
+    )
+  return dataclasses.replace(model, dtype=config.dtype), params
