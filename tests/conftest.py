@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 
 # Before anything imports JAX: the tests need no accelerator, and take none from others.
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -15,6 +16,9 @@ os.environ['JAX_COMPILATION_CACHE_DIR'] = (
   if 'PYTEST_XDIST_WORKER' in os.environ
   else tempfile.mkdtemp(prefix='agent_r1_jax_')
 )
+# Most of a test's time is compilation, which takes half as long without optimizations.
+# With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment the tests compile as users do.
+os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
 # Nothing may be fetched: whoever tries fails at once and not after a time-out.
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -40,6 +44,22 @@ def data_dir() -> pathlib.Path:
   if not path.is_dir():
     pytest.fail(f'AGENT_R1_DATA={name} is no directory')
   return path
+
+
+@pytest.fixture
+def no_clock(monkeypatch):
+  """Calls of users' functions are late when they say so; see late.py."""
+  import late  # It imports the package, so not before the hook is there.
+
+  late.install(monkeypatch)
+
+
+@pytest.fixture
+def gate():
+  """What hangs waits for it, and goes on at the test's end."""
+  event = threading.Event()
+  yield event
+  event.set()
 
 
 def pytest_unconfigure():

@@ -17,11 +17,11 @@ def one_program(slots: int) -> tuple[str, ...]:
 def run(
   *args: str, timeout: float = 900.0, cwd: pathlib.Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-  """`python ...` in the checkout; compiles in a hurry, for most of its time is that."""
+  """`python ...` with this checkout's packages."""
   return subprocess.run(
     [sys.executable, *args],
     cwd=cwd,
-    env=os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', 'PYTHONPATH': str(ROOT)},
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
     capture_output=True,
     text=True,
     timeout=timeout,

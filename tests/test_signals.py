@@ -1,21 +1,20 @@
 """Signals, to real processes: each is answered at once, and ends the process in time.
 
-Run as a script, it is such a process (see `main`). No test looks at a clock: the grace is
-made short, and a limit only ends a hang.
+The processes are watched.py and, for whole runs, this file (see `_train`). No test looks
+at a clock: the grace is made short, and a limit only ends a hang.
 """
 
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import pytest
 import tiny
+import watched
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import train, types
@@ -32,19 +31,16 @@ _NOT_SAVED = 'without a new checkpoint; the same command goes on from step'
 class _Process:
   """A script's process; what it says is in a file."""
 
-  def __init__(self, log, *arguments, grace=1, silence=0):
+  def __init__(self, log, script, *arguments, grace=3, silence=0):
     here = pathlib.Path(__file__).parent
     environment = os.environ | {
       'PYTHONPATH': f'{here}{os.pathsep}{here.parent}',
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_COMPILATION_CACHE_DIR': '',  # A cold compilation.
-      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
       'AGENT_R1_GRACE_SECONDS': str(grace),
       'AGENT_R1_SILENCE_SECONDS': str(silence),
     }
     self.log = log
     with log.open('w') as file:
-      command = [sys.executable, '-u', __file__, *map(str, arguments)]
+      command = [sys.executable, '-u', here / script, *map(str, arguments)]
       self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
 
   @property
@@ -86,9 +82,9 @@ def _holders(path):
 def start(tmp_path):
   started = []
 
-  def start(*arguments, **seconds):
-    log = tmp_path / f'{len(started)}.log'
-    started.append(_Process(log, *arguments, **seconds))
+  def start(thing, *run, **seconds):
+    log, script = tmp_path / f'{len(started)}.log', __file__ if run else 'watched.py'
+    started.append(_Process(log, script, thing, *run, **seconds))
     return started[-1]
 
   yield start
@@ -102,12 +98,12 @@ pytestmark = pytest.mark.skipif(
 
 
 class TestWatch:
-  """The watch around code that does one thing (see `_alone`)."""
+  """The watch around code that does one thing (see watched.py)."""
 
   @pytest.mark.parametrize('stopped', [False, True])
   def test_what_cannot_be_interrupted_ends_after_the_grace(self, start, stopped):
     """Its main thread is in a program of XLA; also where it was stopped meanwhile."""
-    process = start('in xla')
+    process = start('xla')
     process.until('up')
     if stopped:
       process.send(signal.SIGSTOP)
@@ -119,7 +115,7 @@ class TestWatch:
     assert f'ended during a program {_NOT_SAVED} 7\n' in process.said
 
   def test_a_second_ctrl_c_ends_at_once(self, start):
-    process = start('in xla', grace=10 * _LIMIT)
+    process = start('xla', grace=10 * _LIMIT)
     process.until('up')
     process.send(signal.SIGINT)
     process.until(f'Ctrl-C{_ANSWER}')
@@ -139,20 +135,20 @@ class TestWatch:
     assert process.end() == -signal.SIGKILL
     reason = 'no answer to SIGTERM' if asked else 'no sign of life'
     assert reason in process.said and 'holds the interpreter' in process.said
-    assert 'in _hold_the_interpreter' in process.said  # where it is
+    assert 'in hold_the_interpreter' in process.said  # where it is
 
   def test_a_stopped_process_is_not_silent(self, start):
-    process = start('waits', silence=2)
+    process = start('print', silence=5)
     process.until('up')
     process.send(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(7)  # A program that minds would have been killed by now.
     process.send(signal.SIGCONT)
     process.until('still up')
     process.send(signal.SIGTERM)
     assert process.end() == preemption.EXIT_STATUS
     assert 'no sign of life' not in process.said
 
-  @pytest.mark.parametrize(('moment', 'status'), [('exits', 0), ('killed', -9)])
+  @pytest.mark.parametrize(('moment', 'status'), [('exit', 0), ('kill', -9)])
   def test_an_end_without_a_word_gets_one(self, start, moment, status):
     process = start(moment)
     assert process.end() == status
@@ -160,7 +156,7 @@ class TestWatch:
 
   def test_a_forked_child_has_signals_of_its_own(self, start):
     """It dies of them, and its parent is not told to end by them."""
-    process = start('forks')
+    process = start('fork')
     assert process.end() == 0
     assert f'child ended with {signal.SIGTERM:d}, given False' in process.said
     assert _ANSWER not in process.said and 'without a word' not in process.said
@@ -226,44 +222,6 @@ class TestTraining:
     assert sorted(order[1:], key=said.index) == order[1:]
 
 
-def _alone(moment):
-  """A watch, and inside what `moment` says."""
-  with preemption.watch() as watch:
-    watch.phase, watch.newest_step = 'a program', lambda: 7
-    print('up', flush=True)
-    if moment == 'in xla':
-      _long_program()
-    elif moment == 'regex':
-      _hold_the_interpreter()
-    elif moment == 'waits':
-      while True:
-        time.sleep(0.2)
-        print('still up', flush=True)
-    elif moment == 'exits':
-      os._exit(0)
-    elif moment == 'killed':
-      os.kill(os.getpid(), signal.SIGKILL)
-    elif moment == 'forks':
-      child = os.fork()
-      if child == 0:
-        time.sleep(_LIMIT)
-        os._exit(1)
-      os.kill(child, signal.SIGTERM)
-      status = os.waitpid(child, 0)[1]
-      print(f'child ended with {status}, given {watch.is_requested()}', flush=True)
-
-
-def _long_program():
-  """Hours in C++, where no handler of Python runs."""
-  ones = jnp.ones((200, 200))
-  body = lambda i, x: x @ ones / 200
-  jax.jit(lambda x: jax.lax.fori_loop(0, 10**9, body, x))(ones).block_until_ready()
-
-
-def _hold_the_interpreter():
-  re.match('(a+)+b', 'a' * 64)
-
-
 class _Env(env_lib.ToolEnv):
   moment, workdir = '', ''
 
@@ -284,7 +242,7 @@ def _train(moment, workdir, model):
   def learn_for_hours(*args, **kwargs):
     if _written(workdir):
       print('in the update', flush=True)
-      _long_program()
+      watched.run_for_hours()
     return learn(*args, **kwargs)
 
   def on_compilation(event, duration_secs, **kwargs):
@@ -299,6 +257,7 @@ def _train(moment, workdir, model):
   if moment == 'update':
     updates.learn = learn_for_hours
   if moment == 'compilation':
+    jax.config.update('jax_enable_compilation_cache', False)
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
   _Env.moment, _Env.workdir = moment, workdir
   config = config_lib.Config(
@@ -323,9 +282,5 @@ def _train(moment, workdir, model):
     )
 
 
-def main(moment, *workdir_and_model):
-  _train(moment, *workdir_and_model) if workdir_and_model else _alone(moment)
-
-
 if __name__ == '__main__':
-  main(*sys.argv[1:])
+  _train(*sys.argv[1:])

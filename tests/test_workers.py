@@ -11,7 +11,9 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
+import late
 import pytest
 
 from agent_r1_jax.agent import threads, workers
@@ -26,10 +28,14 @@ def pool(monkeypatch):
 
 
 @pytest.fixture
-def gate():
-  event = threading.Event()
-  yield event
-  event.set()
+def hang(no_clock, gate):
+  """A function that hangs: a call of it is late as soon as it has begun."""
+
+  def hang():
+    late.hang()
+    return gate.wait()
+
+  return hang
 
 
 async def until(condition):
@@ -59,27 +65,25 @@ class TestPool:
     assert (results, most) == (list(range(12)), 3)
 
   async def test_what_hangs_frees_its_place_and_is_counted_until_it_comes_back(
-    self, pool, gate
+    self, pool, gate, hang
   ):
-    tally = collections.Counter()
-    threads.abandoned_calls.set(tally)
+    threads.abandoned_calls.set(tally := collections.Counter())
     for number in range(5):
-      # Long enough for a thread to have begun, on a busy machine too.
       with pytest.raises(
-        workers.CallTimeoutError, match=r'^wait gave no answer within 0\.5 s'
+        workers.CallTimeoutError, match=r'^hang gave no answer within 2\.5 s'
       ):
-        await workers.call(gate.wait, seconds=0.5)
-      assert pool.abandoned == {'wait': number + 1} and tally['wait'] == number + 1
+        await workers.call(hang, seconds=2.5)
+      assert pool.abandoned == tally == {'hang': number + 1}
       assert await workers.call(lambda: 'served') == 'served'
     await until(lambda: pool.busy == 0)
     gate.set()
     await until(lambda: not pool.abandoned)
     assert await workers.call(lambda: 'served') == 'served'
 
-  async def test_too_many_that_hang_are_told_at_once(self, pool, gate):
+  async def test_too_many_that_hang_are_told_at_once(self, pool, gate, hang):
     for _ in range(6):
       with pytest.raises(workers.CallTimeoutError):
-        await workers.call(gate.wait, name='fetch', seconds=0.01)
+        await workers.call(hang, name='fetch', seconds=60)
     with pytest.raises(
       threads.PoolFullError, match=r'6 calls hang \(fetch: 6\); no further'
     ):
@@ -223,8 +227,9 @@ class TestRaising:
 
 
 class TestCoroutines:
-  async def test_one_that_swallows_its_cancellation_is_abandoned(self, gate):
+  async def test_one_that_swallows_its_cancellation_is_abandoned(self, no_clock, gate):
     async def stubborn():
+      late.hang()
       while not gate.is_set():
         try:
           await asyncio.sleep(60)
@@ -233,19 +238,19 @@ class TestCoroutines:
 
     threads.abandoned_calls.set(tally := collections.Counter())
     with pytest.raises(workers.CallTimeoutError, match='stubborn gave no answer within'):
-      await workers.call(stubborn, seconds=0.01)
+      await workers.call(stubborn, seconds=60)
     assert tally == {'stubborn': 1}
     with pytest.raises(
-      workers.CallTimeoutError, match=r'within 0.01 seconds \(step_seconds\)$'
+      workers.CallTimeoutError, match=r'within 60 seconds \(step_seconds\)$'
     ):
-      await workers.call_on_user_loop(stubborn, seconds=0.01, field='step_seconds')
+      await workers.call_on_user_loop(stubborn, seconds=60, field='step_seconds')
     gate.set()
 
-  async def test_their_to_thread_is_the_pool(self, pool, gate):
+  async def test_their_to_thread_is_the_pool(self, pool, hang):
     """As many that hang there as it has threads hold nobody up."""
 
-    async def hang():
-      await asyncio.to_thread(gate.wait)
+    async def hang_in_thread():
+      await asyncio.to_thread(hang)
 
     async def works():
       return await asyncio.to_thread(lambda: threading.current_thread().name)
@@ -253,51 +258,70 @@ class TestCoroutines:
     threads.abandoned_calls.set(tally := collections.Counter())
     for _ in range(5):
       with pytest.raises(workers.CallTimeoutError):
-        await workers.call_on_user_loop(hang, name='fetch', seconds=0.05)
+        await workers.call_on_user_loop(hang_in_thread, name='fetch', seconds=60)
       assert await workers.call_on_user_loop(works) == 'worker'
-    await workers.drain_cancelled_calls()
-    assert pool.abandoned == tally == {'fetch': 5}
+    await until(lambda: pool.abandoned == tally == {'fetch': 5})
 
-  async def test_a_shielded_thread_loses_its_place_once_nobody_waits(self, pool, gate):
-    async def hang():
-      await asyncio.shield(asyncio.to_thread(gate.wait))
+  async def test_a_shielded_thread_loses_its_place_once_nobody_waits(
+    self, pool, hang, monkeypatch
+  ):
+    async def hang_shielded():
+      await asyncio.shield(asyncio.to_thread(hang))
 
     for _ in range(3):
       with pytest.raises(workers.CallTimeoutError):
-        await workers.call_on_user_loop(hang, seconds=0.05)
+        await workers.call_on_user_loop(hang_shielded, seconds=60)
+    later = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
+    monkeypatch.setattr(threads, 'time', later)
     assert await workers.call(lambda: 'served') == 'served'
     assert sum(pool.abandoned.values()) >= 1
 
-  async def test_one_that_blocks_holds_up_nobody_who_comes_later(self, monkeypatch, gate):
-    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.1)
-    begun = threading.Event()
+  async def test_one_that_blocks_holds_up_nobody_who_comes_later(
+    self, no_clock, monkeypatch, gate
+  ):
+    waiting, blocking = threading.Event(), threading.Event()
+    running = {}  # Of each function: its call, and its event loop's thread.
 
     async def blocks():
-      begun.set()
+      running['blocks'] = late.this_call(), threading.get_ident()
+      blocking.set()
       gate.wait()
 
-    async def name():
-      return threading.get_ident()
-
     async def waits():
+      running['waits'] = late.this_call(), threading.get_ident()
+      waiting.set()
       await asyncio.sleep(3600)
 
-    async with asyncio.TaskGroup() as group:
-      for _ in range(2):  # One loop after the other is lost.
-        begun.clear()
-        caught = group.create_task(failure(waits, seconds=3.0))
-        before = await workers.call_on_user_loop(name)
-        blocker = group.create_task(failure(blocks, seconds=3.0))
-        await until(begun.is_set)
-        assert await workers.call_on_user_loop(name) != before
-        error = await blocker
-        assert type(error) is workers.CallTimeoutError
-        assert str(error).startswith('blocks gave no answer within 3 seconds; blocks (')
-        assert str(error).endswith('blocks its event loop')
-        error = await caught
-        assert type(error) is workers.LoopBlockedError
-        assert 'waits was on an event loop that blocks (' in str(error)
-        assert 'threading.py' in str(error)
+    async def thread():
+      return threading.get_ident()
+
+    async def failure(fn):
+      with pytest.raises((workers.CallTimeoutError, workers.LoopBlockedError)) as caught:
+        await workers.call_on_user_loop(fn, seconds=60)
+      return caught.value
+
+    for _ in range(2):  # One loop after the other is lost.
+      # So that no call leaves a loop that is slow and not blocked.
+      monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600)
+      waiting.clear()
+      blocking.clear()
+      caught = asyncio.create_task(failure(waits))
+      await until(waiting.is_set)
+      blocker = asyncio.create_task(failure(blocks))
+      await until(blocking.is_set)
+      monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.1)
+      (first_call, first_thread), (call, lost_thread) = running.values()
+      assert first_thread == lost_thread != await workers.call_on_user_loop(thread)
+      call.strike()
+      error = await blocker
+      assert type(error) is workers.CallTimeoutError
+      assert str(error).startswith('blocks gave no answer within 60 seconds; blocks (')
+      assert str(error).endswith('blocks its event loop')
+      first_call.strike()
+      error = await caught
+      assert type(error) is workers.LoopBlockedError
+      assert 'waits was on an event loop that blocks (' in str(error)
+      assert 'threading.py' in str(error)
 
   async def test_a_loop_that_goes_on_takes_the_calls_again(self, monkeypatch):
     """What coroutines share works on the event loop alone that it was first used on."""
@@ -345,13 +369,6 @@ class TestCoroutines:
     assert await workers.call_on_user_loop(functools.partial(later)) == 'users'
 
 
-async def failure(fn, **kwargs):
-  try:
-    await workers.call_on_user_loop(fn, **kwargs)
-  except Exception as error:
-    return error
-
-
 _EXIT = """
   import asyncio, os, threading
   from agent_r1_jax.agent import threads, workers
@@ -365,7 +382,11 @@ _EXIT = """
   async def block():
     hang()
 
+  async def begin():
+    pass  # It is the event loop of users' functions that begins.
+
   async def main():
+    await workers.call_on_user_loop(begin)
     for fn in (hang, hang_in_thread, block):
       try:
         await workers.call_on_user_loop(fn, seconds=0.1)
