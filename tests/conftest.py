@@ -19,7 +19,7 @@ os.environ['JAX_COMPILATION_CACHE_DIR'] = (
 # Most of a test's time is compilation, which takes half as long without optimizations.
 # With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment the tests compile as users do.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 # Nothing may be fetched: whoever tries fails at once and not after a time-out.
 os.environ['HF_HUB_OFFLINE'] = '1'
 
