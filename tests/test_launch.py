@@ -362,17 +362,18 @@ class TestEntryPoint:
 
   @pytest.fixture
   def start(self, tmp_path, heard):
-    """Starts the toy; its `log` has one letter a start."""
-    (tmp_path / 'experiments').mkdir()
-    (tmp_path / 'experiments/toy.py').write_text(TOY)
+    """Starts the toy, an experiment or a script; its `log` has one letter a start."""
+    for folder, file in (('experiments', 'toy.py'), ('my project', 'mine.py')):
+      (tmp_path / folder).mkdir()
+      (tmp_path / folder / file).write_text(TOY)
     shutil.copytree(LAUNCH, tmp_path / 'launch')
 
-    def start(status, *wrapper, name='toy', cwd=None, **variables):
+    def start(status, *wrapper, name='toy', **variables):
       environment = os.environ | {'PYTHON': sys.executable, 'PAUSE': '0.1'} | variables
       environment.pop('PYTHONPATH', None)  # The experiments there are others.
       return subprocess.Popen(
         [*wrapper, tmp_path / 'launch/run.sh', name, tmp_path / 'log', status],
-        cwd=cwd,
+        cwd=tmp_path / 'my project',
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -386,28 +387,32 @@ class TestEntryPoint:
     return len((tmp_path / 'log').read_text())
 
   @pytest.mark.parametrize(
-    ('status', 'restarts', 'ended', 'starts'),
+    ('name', 'status', 'restarts', 'ended', 'starts'),
     [
-      ('0', '3', 0, 1),
-      ('75', '0', 75, 1),
-      ('75', '2', 75, 3),
-      ('1', '1', 1, 2),
-      ('3', '0', 3, 1),
-      ('killed', '1', 128 + signal.SIGKILL, 2),
+      ('toy', '0', '3', 0, 1),
+      ('toy', '75', '0', 75, 1),
+      ('toy', '75', '2', 75, 3),
+      ('toy', '1', '1', 1, 2),
+      ('toy', 'killed', '1', 128 + signal.SIGKILL, 2),
+      ('mine.py', '75', '2', 75, 3),
+      ('mine.py', '3', '0', 3, 1),
     ],
   )
-  def test_status_and_restarts(self, start, tmp_path, status, restarts, ended, starts):
-    with start(status, RESTARTS=restarts) as process:
+  def test_status_and_restarts(
+    self, start, tmp_path, name, status, restarts, ended, starts
+  ):
+    with start(status, name=name, RESTARTS=restarts) as process:
       _, said = process.communicate(timeout=600)
     assert (process.returncode, self.starts(tmp_path)) == (ended, starts)
-    assert said.count(f'toy ended with {ended}') == starts - 1
+    assert said.count(f'{name} ended with {ended}') == starts - 1
 
+  @pytest.mark.parametrize('name', ['toy', 'mine.py'])
   @pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGINT])
   @pytest.mark.parametrize('times', [1, 3])
   def test_a_signal_is_passed_on_and_nothing_restarted(
-    self, start, tmp_path, sent, times
+    self, start, tmp_path, name, sent, times
   ):
-    with start('waits', RESTARTS='3') as process:
+    with start('waits', name=name, RESTARTS='3') as process:
       assert process.stdout.readline() == 'up\n'
       for _ in range(times):
         process.send_signal(sent)
@@ -440,28 +445,6 @@ class TestEntryPoint:
       children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
       (first,) = children.read_text().split()  # process 1 of its namespace
       os.kill(int(first), signal.SIGTERM)
-      assert process.wait(timeout=600) == 75
-    assert self.starts(tmp_path) == 1
-
-  @pytest.mark.parametrize(
-    ('status', 'restarts', 'ended', 'starts'), [('75', '2', 75, 3), ('3', '0', 3, 1)]
-  )
-  def test_a_script_is_started_again_as_an_experiment_is(
-    self, start, tmp_path, status, restarts, ended, starts
-  ):
-    folder = tmp_path / 'my project'
-    folder.mkdir()
-    (folder / 'mine.py').write_text(TOY)
-    with start(status, name='mine.py', cwd=folder, RESTARTS=restarts) as process:
-      _, said = process.communicate(timeout=600)
-    assert (process.returncode, self.starts(tmp_path)) == (ended, starts)
-    assert said.count(f'mine.py ended with {ended}') == starts - 1
-
-  def test_a_script_hears_the_signal(self, start, tmp_path):
-    (tmp_path / 'mine.py').write_text(TOY)
-    with start('waits', name=str(tmp_path / 'mine.py'), RESTARTS='3') as process:
-      assert process.stdout.readline() == 'up\n'
-      process.send_signal(signal.SIGTERM)
       assert process.wait(timeout=600) == 75
     assert self.starts(tmp_path) == 1
 
