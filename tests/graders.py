@@ -22,7 +22,7 @@ def catastrophe(text: str) -> bool:
   return bool(re.fullmatch('(a+)+b', text))
 
 
-def hang():
+def hang(*_: object):
   """A grader that waits for ever."""
   threading.Event().wait()
 
@@ -35,7 +35,7 @@ def wait_for(file: str) -> str:
   return 'went on'
 
 
-def leave():
+def leave(*_: object):
   """A grader that ends its process and says that all is well."""
   os._exit(0)
 

@@ -21,6 +21,7 @@ OWNERS = {
   'transformers': f'{PACKAGE}/agent/tool.py {PACKAGE}/agent/tokenizer.py',
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
+  'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
 }
 # It times what others' libraries do in our place.
@@ -30,6 +31,7 @@ LAZY = (
   'bm25s',
   'faiss',
   'jsonschema',
+  'math_verify',
   'matplotlib',
   'outlines_core',
   'scipy',

@@ -1,0 +1,176 @@
+r"""Mathematics: GSM8K and MATH, asked with a calculator or alone, graded by math-verify.
+
+A task's `answer` is the golden answer: a number of GSM8K, LaTeX of MATH. A reply answers
+by the last \boxed{...} of the agent's last message, and is right where math-verify finds
+that both mean the same: 1/2, 0.5 and \frac{1}{2} are one answer.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import logging
+import os
+import re
+import resource
+import warnings
+
+from agent_r1_jax.agent import env, isolated
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.types import Message, Task
+
+AGENT = (
+  'Solve the problem step by step. Use the calculator for arithmetic. When you know the '
+  'answer, give it inside \\boxed{}, for example \\boxed{42}.\n\nProblem: '
+)
+DIRECT = (
+  'Solve the problem step by step. Give the answer inside \\boxed{}, for example '
+  '\\boxed{42}.\n\nProblem: '
+)
+
+# What one grading may allocate: a power such as 9^{9^9} would take all memory.
+_MAX_BYTES = 4 << 30
+_GSM8K_ANSWER = re.compile(r'####\s*(\S.*)')
+
+
+def load(path: str | os.PathLike) -> list[Task]:
+  r"""Reads tasks from JSON lines in the layout of GSM8K or of MATH, gzipped or plain.
+
+  GSM8K's rows are {question, answer}, whose answer ends with '#### <number>'. MATH's are
+  {problem, solution, level, type}, with the answer in the field `answer` or in the last
+  \boxed{} of the solution. Worked solutions are not in the tasks.
+
+  Returns:
+    Tasks whose only message is the problem, as info['question'] is; info also has MATH's
+    level and type. MATH's rows without an answer are left out with a warning.
+
+  Raises:
+    ValueError: A row lacks a field or the file is damaged; names the file and the row.
+  """
+  tasks, unanswered = [], []
+  name = os.path.basename(os.fspath(path)).split('.')[0]
+  for number, (where, row) in enumerate(documents.read_rows(path)):
+    if 'problem' in row:
+      question = documents.text_field(where, row, 'problem')
+      answer = row.get('answer') or find_boxed(row.get('solution') or '')
+    else:
+      question = documents.text_field(where, row, 'question')
+      answer = _gsm8k_answer(where, row)
+    identity = str(row.get('id', f'{name}-{number}'))
+    if not answer:
+      unanswered.append(identity)
+      continue
+    info = {key: row[key] for key in ('level', 'type') if key in row}
+    messages = [{'role': 'user', 'content': question}]
+    tasks.append(Task(identity, messages, answer, info | {'question': question}))
+  if unanswered:
+    warnings.warn(
+      f'{path}: {len(unanswered)} rows have no answer and are left out: '
+      f'{", ".join(unanswered[:5])}',
+      stacklevel=2,
+    )
+  return tasks
+
+
+def agent_task(task: Task) -> Task:
+  """Returns the task with the prompt for an agent that has a calculator."""
+  return _with_prompt(task, AGENT)
+
+
+def direct_task(task: Task) -> Task:
+  """Returns the task with the prompt for a model without tools."""
+  return _with_prompt(task, DIRECT)
+
+
+def find_boxed(text: str) -> str | None:
+  r"""Returns what the last \boxed{...} or \fbox{...} of a text holds, braces matched."""
+  start = max(text.rfind('\\boxed{'), text.rfind('\\fbox{'))
+  if start < 0:
+    return None
+  start = text.index('{', start)
+  depth = 0
+  for end in range(start, len(text)):
+    depth += {'{': 1, '}': -1}.get(text[end], 0)
+    if depth == 0:
+      return text[start + 1 : end].strip() or None
+  return None
+
+
+def is_equal(answer: str, golden: str) -> bool:
+  """Whether two answers, as LaTeX or as plain numbers, mean the same.
+
+  A hostile answer may compute for ever or take all memory: where a model's answers are
+  graded, use `Grader`, which runs this function in a process.
+  """
+  import math_verify  # Imports sympy, which takes a second.
+
+  # Without its own time-outs, which need the main thread; it warns of that at each call.
+  logging.getLogger('math_verify').setLevel(logging.CRITICAL)
+  parse = functools.partial(math_verify.parse, parsing_timeout=0)
+  wanted, found = (parse(f'\\boxed{{{text}}}') for text in (golden, answer))
+  return bool(found) and math_verify.verify(wanted, found, timeout_seconds=None)
+
+
+class Grader:
+  """Reward and metrics of an episode; gradings run in processes that may be killed.
+
+  grader = mathematics.Grader()
+  env.ToolEnv(tools, grader.reward, metrics=grader.metrics)
+  """
+
+  def __init__(self, *, seconds: float = 10.0, processes: int = 2):
+    """Starts no process yet.
+
+    Args:
+      seconds: Seconds that one grading may take; what is late counts as wrong.
+      processes: The most gradings that run at a time.
+    """
+    self._is_equal = isolated.in_subprocess(
+      is_equal_in_limits, seconds=seconds, processes=processes
+    )
+
+  async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
+    """Returns 1.0 for a right answer, else 0.0."""
+    return (await self.metrics(task, messages))['accuracy']
+
+  async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
+    """Returns accuracy, answered, and grading_failed.
+
+    grading_failed is 1.0 where the answer could not be graded in the time and memory that
+    a grading has. Such an answer is wrong, not an error: else an agent could escape its
+    reward by an answer that nobody can compute.
+    """
+    replies = [m['content'] for m in messages if m['role'] == 'assistant']
+    answer = find_boxed(replies[-1]) if replies else None
+    found = {
+      'accuracy': 0.0,
+      'answered': float(answer is not None),
+      'grading_failed': 0.0,
+    }
+    if answer is None:
+      return found
+    try:
+      found['accuracy'] = float(await self._is_equal(answer, task.answer))
+    except (TimeoutError, isolated.FailedError, isolated.LostError):
+      found['grading_failed'] = 1.0
+    return found
+
+
+def is_equal_in_limits(answer: str, golden: str) -> bool:
+  """Calls `is_equal` in a process that may not allocate more than 4 GiB."""
+  _, hard = resource.getrlimit(resource.RLIMIT_AS)
+  resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, hard))
+  return is_equal(answer, golden)
+
+
+def _with_prompt(task: Task, prompt: str) -> Task:
+  message = {'role': 'user', 'content': prompt + task.info['question']}
+  return dataclasses.replace(task, messages=[message])
+
+
+def _gsm8k_answer(where: str, row: dict) -> str:
+  found = _GSM8K_ANSWER.search(documents.text_field(where, row, 'answer'))
+  if not found:
+    raise documents.wrong_field(
+      where, row, 'answer', "a text that ends with '#### <number>'"
+    )
+  return found[1].strip()
