@@ -22,6 +22,7 @@ OWNERS = {
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
+  'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
 }
 # It times what others' libraries do in our place.

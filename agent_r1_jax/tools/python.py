@@ -1,0 +1,78 @@
+"""The Python tool: runs the code that an agent writes in the sandbox."""
+
+import threading
+
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.tools import sandbox
+
+# A call's time-out is the code's, and what starting an interpreter may take.
+_START_SECONDS = 30.0
+_FAILURES = {
+  'timeout': 'the code was stopped after {seconds:g} seconds',
+  'output': 'the code printed too much and was stopped',
+  'ended': 'the interpreter ended before the code did',
+}
+
+
+def python_tool(
+  box: sandbox.Sandbox, *, seconds: float = 10.0, stateful: bool = False
+) -> tool_lib.Tool:
+  """Makes a tool `python(code: str)` that runs code in a sandbox.
+
+  What the code prints is the tool's text, a traceback included. Code that is late, ends
+  its interpreter or prints too much is an error of the call.
+
+  Args:
+    box: The sandbox; one serves all episodes.
+    seconds: Seconds of the clock that a call's code may take.
+    stateful: Whether variables last from call to call. Each episode then needs a tool of
+      its own: make it in `make_env`. Its interpreter ends with the tool.
+  """
+  runner = _Stateful(box) if stateful else _Stateless(box)
+
+  def python(code: str) -> str:
+    """Runs Python code and returns what it prints, or its error.
+
+    Args:
+      code: The code; the value of a last line that is an expression is printed too.
+    """
+    output = runner.run(code, seconds)
+    if output.status in _FAILURES:
+      failure = _FAILURES[output.status].format(seconds=seconds)
+      raise RuntimeError(f'{failure}{runner.consequence}\n{output.text}'.rstrip())
+    return output.text or '(The code printed nothing.)'
+
+  schema = tool_lib.schema(python, 'python')
+  return tool_lib.Tool('python', schema, python, seconds + _START_SECONDS)
+
+
+class _Stateless:
+  """Runs each call in an interpreter of its own."""
+
+  consequence = ''
+
+  def __init__(self, box: sandbox.Sandbox):
+    self._box = box
+
+  def run(self, code: str, seconds: float) -> sandbox.Output:
+    with self._box.open_session() as session:
+      return session.run(code, seconds)
+
+
+class _Stateful:
+  """Runs all calls in one interpreter, one after the other; starts another if it ends."""
+
+  consequence = '; the variables of earlier calls are gone'
+
+  def __init__(self, box: sandbox.Sandbox):
+    self._box, self._session = box, None
+    self._lock = threading.Lock()
+
+  def run(self, code: str, seconds: float) -> sandbox.Output:
+    with self._lock:
+      if self._session is None:
+        self._session = self._box.open_session()
+      output = self._session.run(code, seconds)
+      if not self._session.close.alive:
+        self._session = None
+      return output

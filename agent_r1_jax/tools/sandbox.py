@@ -1,0 +1,238 @@
+"""Runs Python that a model wrote, confined by the kernel.
+
+  box = sandbox.Sandbox()
+  with box.open_session() as session:
+    print(session.run('x = 6 * 7').text)
+    print(session.run('x').text)  # 42
+
+One worker process, a fresh interpreter with an empty environment, forks an interpreter
+for each session, which takes a few milliseconds. That one is confined by resource limits,
+Landlock and seccomp (sandbox_worker.confine): it reads the interpreter's own files and
+nothing else, writes no file, has no network, starts no process, signals nobody. Where
+`bwrap` (bubblewrap) is installed and allowed, the worker also has namespaces of its own.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import json
+import os
+import pathlib
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import NamedTuple, Self
+import weakref
+
+LAYERS = ('landlock', 'seccomp')
+_WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
+_START_SECONDS = 60.0
+
+
+class Output(NamedTuple):
+  """What came of a cell.
+
+  Attributes:
+    text: What it printed, its traceback included; cut where it was too long.
+    status: 'ok'; 'error' where it raised; 'timeout'; 'output' where it printed far too
+      much; 'ended' where its interpreter ended, such as by os._exit or a crash.
+    seconds: Seconds that it took.
+  """
+
+  text: str
+  status: str
+  seconds: float
+
+
+class Sandbox:
+  """A worker process that starts confined interpreters; it may be shared by threads."""
+
+  def __init__(
+    self,
+    *,
+    memory_mb: int = 512,
+    max_output: int = 20_000,
+    preload: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+  ):
+    """Starts the worker.
+
+    Args:
+      memory_mb: MiB that a session may allocate.
+      max_output: Bytes of a cell's output that are kept; a cell that prints sixteen times
+        as much is ended.
+      preload: Modules that are imported once, before any session, such as 'numpy'.
+      without: Layers of confinement (LAYERS) to do without where the machine lacks them.
+
+    Raises:
+      RuntimeError: The machine lacks a layer that is not waived; says which, and what it
+        needs.
+    """
+    if unknown := set(without) - {*LAYERS}:
+      raise ValueError(f'without: {sorted(unknown)} are no layers; there are {LAYERS}.')
+    self._limits = {'memory': memory_mb << 20, 'without': [*without]}
+    self._preload, self.max_output = preload, max_output
+    self._lock = threading.Lock()
+    self._start()
+
+  def _start(self) -> None:
+    """Starts the worker, and refuses a machine that cannot confine what it runs."""
+    self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    self._socket.settimeout(_START_SECONDS)
+    with theirs:
+      process = subprocess.Popen(
+        [*_isolate(), sys.executable, '-I', str(_WORKER), str(theirs.fileno())],
+        # Nothing of the trainer's environment, where API keys are. What is here keeps
+        # numpy from starting a thread a core in each interpreter.
+        env={'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1', 'LANG': 'C.UTF-8'},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        cwd='/',
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+      )
+    self.close = weakref.finalize(self, _end, process, self._socket)
+    try:
+      missing = self._ask({'preload': [*self._preload]})['missing']
+    except (OSError, ValueError) as error:
+      self.close()
+      raise RuntimeError(
+        'the worker of the sandbox did not start, for the reason that is printed above; '
+        f'it imports {[*self._preload]} first (preload)'
+      ) from error
+    waived = self._limits['without']
+    missing = [text for text in missing if text.partition(':')[0] not in waived]
+    if missing:
+      self.close()
+      raise RuntimeError(
+        'untrusted code cannot be confined on this machine. Missing are '
+        f'{"; ".join(missing)}. To run it all the same, with less protection, name the '
+        'layer: Sandbox(without=(...,)).'
+      )
+
+  def open_session(self) -> 'Session':
+    """Starts an interpreter, whose variables last until it is closed."""
+    return Session(self)
+
+  def _fork(self, descriptors: list[int]) -> int:
+    request = {'fork': self._limits}
+    with self._lock:
+      try:
+        return self._ask(request, descriptors)['pid']
+      except (OSError, ValueError):
+        self.close()  # The worker has ended, or does not answer: another takes its place.
+        self._start()
+        return self._ask(request, descriptors)['pid']
+
+  def _kill(self, pid: int) -> None:
+    # Where the worker has ended, so has the interpreter.
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      self._ask({'kill': pid})
+
+  def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> dict:
+    socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+    return json.loads(self._socket.recv(1 << 16))
+
+
+class Session:
+  """One confined interpreter; for one thread at a time."""
+
+  def __init__(self, box: Sandbox):
+    """Forks the interpreter."""
+    self._box = box
+    theirs, self._code = os.pipe()
+    self._output, theirs_output = os.pipe()
+    self._done, theirs_done = os.pipe()
+    given = [theirs, theirs_output, theirs_done]
+    mine = (self._code, self._output, self._done)
+    try:
+      pid = box._fork(given)
+    except BaseException:
+      _close_all(mine)
+      raise
+    finally:
+      _close_all(given)
+    os.set_blocking(self._code, False)
+    self.close = weakref.finalize(self, _close_session, box, pid, mine)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error) -> None:
+    self.close()
+
+  def run(self, code: str, seconds: float = 10.0) -> Output:
+    """Runs a cell of code; after any status but 'ok' and 'error' the session is closed.
+
+    Args:
+      code: Python; the value of a last expression is printed, as in a notebook.
+      seconds: Seconds of the clock that it may take.
+    """
+    if not self.close.alive:
+      return Output('', 'ended', 0.0)
+    start = time.monotonic()
+    data = code.encode(errors='replace')
+    data = struct.pack('>I', len(data)) + data
+    text, status = self._exchange(data, start + seconds)
+    if status not in ('ok', 'error'):
+      self.close()
+    shown = text[: self._box.max_output].decode(errors='replace')
+    if len(text) > self._box.max_output:
+      shown += '\n... (the rest of the output is cut)'
+    return Output(shown, status, time.monotonic() - start)
+
+  def _exchange(self, data: bytes, deadline: float) -> tuple[bytes, str]:
+    """Sends a cell, and reads output until it is done; (output, status)."""
+    text, status = b'', ''
+    while not status:
+      left = deadline - time.monotonic()
+      if left <= 0:
+        return text, 'timeout'
+      writers = [self._code] if data else []
+      readable, writable, _ = select.select([self._output, self._done], writers, [], left)
+      if writable:
+        try:
+          data = data[os.write(self._code, data) :]
+        except BrokenPipeError:
+          return text, 'ended'
+      piece = os.read(self._output, 1 << 16) if self._output in readable else b''
+      text += piece
+      if len(text) > 16 * self._box.max_output:
+        return text, 'output'
+      if not piece and self._done in readable:
+        # Only now: what the cell printed came first, and all of it has been read.
+        status = {b'0': 'ok', b'1': 'error'}.get(os.read(self._done, 1), 'ended')
+      elif not piece and self._output in readable:
+        return text, 'ended'
+    return text, status
+
+
+def _isolate() -> list[str]:
+  """Returns the command that gives the worker namespaces; empty where there is none."""
+  if not shutil.which('bwrap'):
+    return []
+  command = ['bwrap', '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
+  command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
+  allowed = subprocess.run([*command, 'true'], env={}, capture_output=True)
+  return command if allowed.returncode == 0 else []
+
+
+def _end(process: subprocess.Popen, there: socket.socket) -> None:
+  """Ends the worker; the kernel then kills the interpreters that it forked."""
+  there.close()
+  process.kill()
+  process.wait()
+
+
+def _close_session(box: Sandbox, pid: int, descriptors: tuple[int, ...]) -> None:
+  _close_all(descriptors)
+  box._kill(pid)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+  for descriptor in descriptors:
+    os.close(descriptor)

@@ -1,0 +1,274 @@
+"""The worker process of sandbox.py, which forks a confined interpreter for each session.
+
+It runs as a script (`python -I sandbox_worker.py FD`) with an empty environment and never
+imports the package, so that nothing of the trainer is in its memory or in that of the
+interpreters that it forks. Requests come over a Unix socket, one JSON object each:
+
+  {"fork": {...limits}} with three descriptors: code, output, done  -> {"pid": n}
+  {"kill": pid}                                                     -> {"status": n}
+
+A forked interpreter reads cells of code (a length of 4 bytes, then UTF-8), writes what
+they print to `output`, and after each of them one byte to `done`: b'0' where it returned
+and b'1' where it raised. It is confined four times over, see `confine`.
+"""
+
+import ast
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import sysconfig
+import traceback
+
+# Bits of Landlock's access rights (linux/landlock.h), by the first version of the
+# interface that knows them. A right that is handled and not granted is denied.
+_READ = 1 << 2 | 1 << 3  # READ_FILE and READ_DIR: all that is ever granted.
+_FILE_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+_NETWORK_RIGHTS = {4: 1 << 0 | 1 << 1}  # TCP: bind and connect.
+_SCOPES = {6: 1 << 0 | 1 << 1}  # Abstract Unix sockets and signals.
+# The numbers of its system calls are the same on every architecture.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+
+# Calls that an interpreter needs. Everything else fails with EPERM: sockets, fork, exec,
+# kill, ptrace, mount, io_uring, and whatever changes a file system.
+_ALLOWED = """
+  read readv pread64 write writev pwrite64 close fstat stat lstat newfstatat statx lseek
+  open openat access faccessat faccessat2 getdents64 readlink readlinkat getcwd dup dup2
+  dup3 fcntl pipe pipe2 poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait
+  epoll_pwait eventfd2 mmap mprotect munmap mremap madvise brk mincore membarrier futex
+  set_robust_list get_robust_list rseq set_tid_address arch_prctl rt_sigaction
+  rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit exit_group sched_yield
+  sched_getaffinity getpid getppid gettid getuid geteuid getgid getegid getrlimit
+  getrusage sysinfo uname getrandom clock_gettime clock_getres clock_nanosleep nanosleep
+  gettimeofday time times
+""".split()
+_CLONE_THREAD = 0x10000
+_TERMINAL_REQUESTS = (0x5401, 0x5413, 0x5451)  # TCGETS, TIOCGWINSZ, FIOCLEX
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _PathRule(ctypes.Structure):
+  _pack_ = 1
+  _fields_ = [('allowed', ctypes.c_uint64), ('parent', ctypes.c_int32)]
+
+
+def main(descriptor: int) -> None:
+  """Serves requests until the other end of the socket is closed."""
+  server = socket.socket(fileno=descriptor)
+  for module in json.loads(server.recv(1 << 16))['preload']:
+    __import__(module)
+  server.sendall(json.dumps({'missing': find_missing_layers()}).encode())
+  children = set()
+  while True:
+    data, descriptors, _, _ = socket.recv_fds(server, 1 << 16, 3)
+    if not data:
+      return
+    request = json.loads(data)
+    if 'fork' in request:
+      pid = os.fork()
+      if pid == 0:
+        server.close()
+        _run_interpreter(descriptors, request['fork'])
+      children.add(pid)
+      answer = {'pid': pid}
+    else:
+      status = None
+      # Nobody else's: a number may belong to another process when its own has ended.
+      if (pid := request['kill']) in children:
+        children.remove(pid)
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+      answer = {'status': status}
+    for descriptor in descriptors:
+      os.close(descriptor)
+    server.sendall(json.dumps(answer).encode())
+
+
+def find_missing_layers() -> list[str]:
+  """Names the layers of confinement that this machine cannot give, each with a mend."""
+  missing = []
+  if _landlock_version() < 1:
+    missing.append('landlock: it needs Linux 5.13 with Landlock enabled')
+  try:
+    import pyseccomp  # noqa: F401
+  except (ImportError, RuntimeError, OSError):
+    missing.append("seccomp: it needs Debian's libseccomp2 and pip's pyseccomp")
+  return missing
+
+
+def confine(limits: dict) -> None:
+  """Takes from this process all that untrusted code must not have, for good.
+
+  1. Resource limits: address space, size of files (0), open files, no core dump.
+  2. no_new_privs, not dumpable (no ptrace by its kin), killed when the worker ends.
+  3. Landlock: of the file system only the interpreter and its libraries, to be read.
+  4. seccomp: an allow-list of system calls, without sockets, processes and signals.
+
+  Args:
+    limits: 'memory': bytes that it may allocate beyond what the worker has;
+      'without': names of layers that the user has waived.
+  """
+  _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+  _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+  seccomp = None if 'seccomp' in limits['without'] else _make_filter()
+  for name, value in {
+    resource.RLIMIT_AS: _address_space() + limits['memory'],
+    resource.RLIMIT_FSIZE: 0,
+    resource.RLIMIT_NOFILE: 64,
+    resource.RLIMIT_CORE: 0,
+  }.items():
+    resource.setrlimit(name, (value, value))
+  if 'landlock' not in limits['without']:
+    _restrict_files()
+  if seccomp:
+    seccomp.load()
+
+
+def _address_space() -> int:
+  with open('/proc/self/statm') as file:
+    return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _landlock_version() -> int:
+  return _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+
+
+def _restrict_files() -> None:
+  version = _landlock_version()
+  handled = [
+    sum(bits for first, bits in table.items() if first <= version)
+    for table in (_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES)
+  ]
+  # Older kernels know a shorter struct.
+  fields = 1 if version < 4 else 2 if version < 6 else 3
+  attributes = struct.pack(f'{fields}Q', *handled[:fields])
+  ruleset = _checked(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+  for path in _readable_paths():
+    with contextlib.suppress(FileNotFoundError):
+      parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+      right = _READ if os.path.isdir(path) else 1 << 2
+      rule = _PathRule(right, parent)
+      _checked(_ADD_RULE, ruleset, 1, ctypes.byref(rule), 0)
+      os.close(parent)
+  _checked(_RESTRICT_SELF, ruleset, 0)
+  os.close(ruleset)
+
+
+def _readable_paths() -> set[str]:
+  """The interpreter's modules, shared libraries, time zones and harmless devices.
+
+  Not all of sys.path: an editable installation puts a checkout there, data and all.
+  """
+  kinds = ('stdlib', 'platstdlib', 'purelib', 'platlib')
+  modules = {sysconfig.get_path(kind) for kind in kinds}
+  libraries = {'/lib', '/lib64', '/usr/lib'}
+  return modules | libraries | {'/usr/share/zoneinfo', '/dev/null', '/dev/urandom'}
+
+
+def _checked(number: int, *arguments) -> int:
+  result = _libc.syscall(number, *arguments)
+  if result < 0:
+    code = ctypes.get_errno()
+    raise OSError(code, f'landlock: {os.strerror(code)}')
+  return result
+
+
+def _make_filter():
+  import errno
+
+  import pyseccomp
+
+  made = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
+  for name in _ALLOWED:
+    with contextlib.suppress(OSError):  # Some do not exist on every architecture.
+      made.add_rule(pyseccomp.ALLOW, name)
+  # The C library then falls back to clone, whose flags a filter can see.
+  made.add_rule(pyseccomp.ERRNO(errno.ENOSYS), 'clone3')
+  thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD)
+  made.add_rule(pyseccomp.ALLOW, 'clone', thread)
+  for request in _TERMINAL_REQUESTS:
+    made.add_rule(pyseccomp.ALLOW, 'ioctl', pyseccomp.Arg(1, pyseccomp.EQ, request))
+  # Limits may be read, not set.
+  made.add_rule(pyseccomp.ALLOW, 'prlimit64', pyseccomp.Arg(2, pyseccomp.EQ, 0))
+  return made
+
+
+def _run_interpreter(descriptors: list[int], limits: dict) -> None:
+  """Runs in the forked process, and never returns."""
+  try:
+    code, output, done = descriptors
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.chdir('/')
+    os.setsid()
+    confine(limits)
+    _run_cells(code, done)
+  except BaseException:
+    traceback.print_exc()
+  finally:
+    os._exit(1)
+
+
+def _run_cells(code: int, done: int) -> None:
+  names = {'__name__': '__main__', '__builtins__': __builtins__}
+  while header := _read_exactly(code, 4):
+    cell = _read_exactly(code, struct.unpack('>I', header)[0])
+    raised = _run_cell(cell.decode(), names)
+    for stream in (sys.stdout, sys.stderr):
+      with contextlib.suppress(Exception):
+        stream.flush()
+    os.write(done, b'1' if raised else b'0')
+
+
+def _run_cell(cell: str, names: dict) -> bool:
+  """Runs a cell, and prints the value of its last expression as a notebook does.
+
+  Returns:
+    Whether it raised; its traceback is printed then.
+  """
+  try:
+    tree = ast.parse(cell, '<cell>')
+    last = None
+    if tree.body and isinstance(found := tree.body[-1], ast.Expr):
+      last = ast.Expression(found.value)
+      tree.body.pop()
+    exec(compile(tree, '<cell>', 'exec'), names)
+    if last is not None:
+      value = eval(compile(last, '<cell>', 'eval'), names)
+      if value is not None:
+        print(repr(value))
+  except SystemExit:
+    return False
+  except BaseException as error:
+    # Without the frames of this file.
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename != '<cell>':
+      trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+    return True
+  return False
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+  data = b''
+  while len(data) < size:
+    piece = os.read(descriptor, size - len(data))
+    if not piece:
+      return b''
+    data += piece
+  return data
+
+
+if __name__ == '__main__':
+  main(int(sys.argv[1]))

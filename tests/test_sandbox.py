@@ -1,0 +1,283 @@
+"""The sandbox: what it runs, and what its code cannot reach."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.tools import python, sandbox
+
+# A cell that must end does so in far less; it only guards against hanging.
+SECONDS = 60.0
+
+
+@pytest.fixture(scope='module', params=['namespaces', 'kernel alone'])
+def box(request):
+  """A sandbox, with bubblewrap's namespaces where there are any, and without."""
+  patch = pytest.MonkeyPatch()
+  if request.param == 'kernel alone':
+    patch.setattr(sandbox, '_isolate', list)
+  elif not sandbox._isolate():
+    pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
+  made = sandbox.Sandbox(memory_mb=256, max_output=1000)
+  patch.undo()
+  yield made
+  made.close()
+
+
+def _run(box, code, seconds=SECONDS):
+  with box.open_session() as session:
+    return session.run(code, seconds)
+
+
+class TestSession:
+  """What a session gives."""
+
+  def test_it_prints_and_keeps_its_variables(self, box):
+    with box.open_session() as session:
+      assert session.run('x = 6 * 7\nprint("hi")')[:2] == ('hi\n', 'ok')
+      assert session.run('x')[:2] == ('42\n', 'ok')
+      assert session.run('None')[:2] == ('', 'ok')
+    assert 'NameError' in _run(box, 'x').text
+
+  def test_an_error_is_its_traceback(self, box):
+    with box.open_session() as session:
+      output = session.run('def f():\n  return 1 / 0\nf()')
+      assert output.status == 'error'
+      assert output.text.startswith('Traceback') and 'sandbox_worker' not in output.text
+      assert output.text.endswith('ZeroDivisionError: division by zero\n')
+      assert session.run('1').status == 'ok'
+
+  @pytest.mark.parametrize('code', ['def f(:', '"' + 'a' * 10, '\x00', 'é = 1\né', ''])
+  def test_whatever_the_code_is(self, box, code):
+    assert _run(box, code).status in ('ok', 'error')
+
+  def test_it_imports_the_standard_library(self, box):
+    code = 'import json, decimal, collections, datetime, zoneinfo, threading, re\n1'
+    assert _run(box, code)[:2] == ('1\n', 'ok')
+
+  def test_a_thread_runs(self, box):
+    code = 'import threading\nt = threading.Thread(target=print, args=(3,))\n'
+    code += 't.start()\nt.join()'
+    assert _run(box, code)[:2] == ('3\n', 'ok')
+
+  @pytest.mark.parametrize('code', ['while True: pass', 'import time\ntime.sleep(1e6)'])
+  def test_late_code_is_stopped(self, box, code):
+    with box.open_session() as session:
+      assert session.run(code, 0.2).status == 'timeout'
+      assert session.run('1')[:2] == ('', 'ended')
+
+  def test_output_is_cut_and_a_flood_is_stopped(self, box):
+    output = _run(box, 'print("é" * 1000)')
+    assert output.status == 'ok' and output.text.endswith('output is cut)')
+    assert len(output.text.encode()) < 1100
+    assert _run(box, 'while True: print("a" * 100)').status == 'output'
+
+  @pytest.mark.parametrize('code', ['import os\nos._exit(0)', 'import os\nos.abort()'])
+  def test_an_interpreter_that_ends(self, box, code):
+    assert _run(box, code).status == 'ended'
+
+  def test_sys_exit_ends_the_cell(self, box):
+    assert _run(box, 'print(1)\nimport sys\nsys.exit(3)\nprint(2)')[:2] == ('1\n', 'ok')
+
+  def test_many_sessions_at_a_time(self, box):
+    sessions = [box.open_session() for _ in range(20)]
+    for number, session in enumerate(sessions):
+      session.run(f'x = {number}')
+    found = [session.run('x').text for session in sessions]
+    assert found == [f'{number}\n' for number in range(20)]
+    for session in sessions:
+      session.close()
+
+
+# Code, and what its output must contain: the refusal of the kernel.
+ATTACKS = {
+  'fork bomb': ('import os\nwhile True: os.fork()', 'PermissionError'),
+  'a program': ('import subprocess\nsubprocess.run(["/bin/ls"])', 'PermissionError'),
+  'exec': ('import os, sys\nos.execv(sys.executable, ["python"])', 'PermissionError'),
+  'memory': ('x = bytearray(1 << 30)', 'MemoryError'),
+  'memory by pieces': ('x = []\nwhile True: x.append(bytearray(1 << 20))', 'MemoryError'),
+  'network': ('import socket\nsocket.socket()', 'PermissionError'),
+  'a Unix socket': ('import socket\nsocket.socketpair()', 'PermissionError'),
+  'a signal to its parent': (
+    'import os, signal\nos.kill(os.getppid(), signal.SIGKILL)',
+    'PermissionError',
+  ),
+  'a signal to all': (
+    'import os, signal\nos.kill(-1, signal.SIGKILL)',
+    'PermissionError',
+  ),
+  'another environment': ('open(f"/proc/1/environ").read()', 'PermissionError'),
+  'processes': ('import os\nos.listdir("/proc")', 'PermissionError'),
+  'a private file': ('open("/etc/shadow").read()', 'PermissionError'),
+  'the root': ('import os\nos.listdir("/")', 'PermissionError'),
+  'a symbolic link': (
+    'import os\nos.symlink("/etc/passwd", "/tmp/a")',
+    'PermissionError',
+  ),
+  'a device': ('open("/dev/mem", "rb").read(1)', 'Error'),
+  'a directory': ('import os\nos.mkdir("/tmp/sandbox_attack")', 'PermissionError'),
+  'more memory': (
+    'import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))',
+    'Error',
+  ),
+  'mount': (
+    'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
+    'libc.mount(b"none", b"/tmp", b"tmpfs", 0, 0), os.strerror(ctypes.get_errno())',
+    "(-1, 'Operation not permitted')",
+  ),
+  'ptrace': (
+    'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
+    'libc.ptrace(16, os.getppid(), 0, 0), os.strerror(ctypes.get_errno())',
+    "(-1, 'Operation not permitted')",
+  ),
+  'io_uring': (
+    'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
+    'libc.syscall(425, 1, 0), os.strerror(ctypes.get_errno())',
+    "(-1, 'Operation not permitted')",
+  ),
+}
+
+
+@pytest.mark.parametrize('name', ATTACKS)
+def test_an_attack_is_refused(box, name):
+  code, refusal = ATTACKS[name]
+  assert refusal in _run(box, code).text
+  assert _run(box, '1')[:2] == ('1\n', 'ok')  # The worker is as it was.
+
+
+def test_it_writes_no_file(box, tmp_path):
+  there = tmp_path / 'mine.txt'
+  there.write_text('mine')
+  for code in (
+    f'open({str(there)!r}, "w")',
+    f'open({str(tmp_path / "new")!r}, "x")',
+    f'import os\nos.remove({str(there)!r})',
+    f'import os\nos.truncate({str(there)!r}, 0)',
+    f'import os\nos.chmod({str(there)!r}, 0o777)',
+    f'open({str(there)!r}).read()',
+  ):
+    # With namespaces it has another /tmp, where there is no such file.
+    assert re.search('PermissionError|FileNotFoundError', _run(box, code).text)
+  assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
+
+
+def test_it_reads_nothing_of_the_checkout(box):
+  assert 'PermissionError' in _run(box, f'open({__file__!r}).read()').text
+
+
+def test_it_has_nothing_of_the_environment(monkeypatch):
+  monkeypatch.setenv('API_KEY', 'secret')
+  box = sandbox.Sandbox()
+  output = _run(box, 'import os, sys\nprint(os.environ)\n"numpy" in sys.modules')
+  assert 'secret' not in output.text and output.text.endswith('False\n')
+  box.close()
+
+
+def test_a_worker_that_was_killed_is_replaced(box):
+  with box.open_session() as session:
+    process, _ = box.close.peek()[2]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert session.run('1').status == 'ended'
+  assert _run(box, '1')[:2] == ('1\n', 'ok')
+
+
+def test_nothing_is_left_behind(tmp_path):
+  """Whoever uses it is killed in the midst of a call: its processes end with it."""
+  script = (
+    'import sys\nfrom agent_r1_jax.tools import sandbox\n'
+    'box = sandbox.Sandbox()\nsession = box.open_session()\n'
+    'import json\nprint(json.dumps([box.close.peek()[2][0].pid]), flush=True)\n'
+    'session.run("while True: pass", 1e6)'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', script], stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout
+    (worker,) = json.loads(process.stdout.readline())
+    process.kill()
+  for _ in range(6000):
+    if _has_ended(worker):
+      return
+    time.sleep(0.01)
+  raise AssertionError('the worker outlived its user')
+
+
+def _has_ended(pid: int) -> bool:
+  try:
+    return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2][1] == 'Z'
+  except FileNotFoundError:
+    return True
+
+
+class TestMachine:
+  """What a machine lacks is named."""
+
+  @pytest.fixture
+  def poor(self, monkeypatch, tmp_path):
+    """A worker that finds no Landlock."""
+    worker = tmp_path / 'sandbox_worker.py'
+    text = sandbox._WORKER.read_text()
+    assert '_landlock_version() < 1' in text
+    worker.write_text(text.replace('_landlock_version() < 1', 'True'))
+    monkeypatch.setattr(sandbox, '_WORKER', worker)
+    monkeypatch.setattr(sandbox, '_isolate', list)
+
+  def test_it_refuses_to_run(self, poor):
+    with pytest.raises(RuntimeError, match='confined.*landlock: it needs Linux'):
+      sandbox.Sandbox()
+
+  def test_unless_the_layer_is_named(self, poor):
+    box = sandbox.Sandbox(without=('landlock',))
+    assert _run(box, '1')[:2] == ('1\n', 'ok')
+    assert 'PermissionError' in _run(box, 'import socket\nsocket.socket()').text
+    box.close()
+
+  def test_mistakes(self):
+    with pytest.raises(ValueError, match=r"without: \['bubble'\] are no layers"):
+      sandbox.Sandbox(without=('bubble',))
+    with pytest.raises(RuntimeError, match=r"it imports \['no_such_module'\] first"):
+      sandbox.Sandbox(preload=('no_such_module',))
+
+
+class TestTool:
+  """The tool that an agent calls."""
+
+  async def test_stateless(self, box):
+    tool = python.python_tool(box)
+    assert tool.name == 'python'
+    assert tool.schema['function']['parameters']['required'] == ['code']
+    first = await tool_lib.call(tool, {'code': 'x = 1'})
+    assert (first.text, first.ok) == ('(The code printed nothing.)', True)
+    assert 'NameError' in (await tool_lib.call(tool, {'code': 'x'})).text
+
+  async def test_stateful(self, box):
+    tool = python.python_tool(box, stateful=True)
+    await tool_lib.call(tool, {'code': 'x = 1'})
+    assert (await tool_lib.call(tool, {'code': 'x'})).text == '1\n'
+    ended = await tool_lib.call(tool, {'code': 'print(5)\nimport os\nos.abort()'})
+    assert not ended.ok
+    assert (
+      'ended before the code did; the variables of earlier calls are gone' in ended.text
+    )
+    assert 'NameError' in (await tool_lib.call(tool, {'code': 'x'})).text
+
+  async def test_late(self, box):
+    tool = python.python_tool(box, seconds=0.2)
+    late = await tool_lib.call(tool, {'code': 'print(1, flush=True)\nwhile True: pass'})
+    assert not late.ok and 'was stopped after 0.2 seconds' in late.text
+
+
+def test_bubblewrap_is_used_where_there_is_one():
+  if not shutil.which('bwrap'):
+    pytest.skip('bubblewrap is not installed')
+  assert sandbox._isolate()[:1] in (['bwrap'], [])
