@@ -1,17 +1,13 @@
 """Mathematics: the layouts of GSM8K and MATH, grading, and a run on the real rows."""
 
 import json
-import zipfile
 
 import graders
 import pytest
-import script as script_lib
-import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env
 from agent_r1_jax.tasks import mathematics
-from agent_r1_jax.train import results
 
 GSM8K = {'question': 'What is 3 * 4?', 'answer': 'It is <<3*4=12>>12.\n#### 1,012'}
 MATH = {
@@ -141,39 +137,3 @@ def test_golden_answers_of_the_real_rows_equal_themselves(name, rows, data_dir):
   assert len(tasks) == rows
   some = tasks[::100]
   assert [t.id for t in some if not mathematics.is_equal(t.answer, t.answer)] == []
-
-
-def test_a_model_is_trained_and_measured(tmp_path):
-  rows = [
-    {'question': f'What is {n} * 4?', 'answer': f'#### {4 * n}'} for n in range(10, 20)
-  ]
-  data, workdir = _write(tmp_path / 'gsm8k.jsonl', *rows), tmp_path / 'run'
-  fields = {
-    'model.path': tiny.save(tmp_path / 'model'),
-    'engine.rows': 4,
-    'engine.slots': 1024,
-    'engine.bucket': 1024,
-    'engine.narrow': False,
-    'engine.feed_tokens': 256,
-    'engine.replicas': 1,
-    'batch.microbatch': 1,
-    'limits.max_turn_tokens': 16,
-    'schedule.steps': 1,
-    'schedule.tasks': 2,
-    'schedule.samples': 2,
-  }
-  done = script_lib.run(
-    *('-m', 'experiments.mathematics', f'--data={data}', f'--workdir={workdir}'),
-    *('--held_out=3', '--watched=1'),
-    *(f'--config.{name}={value}' for name, value in fields.items()),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  table = json.loads((workdir / 'table.json').read_text())
-  assert [*table] == ['Direct answer', 'Base Tool Call', 'GRPO']
-  assert all(row['accuracy']['all']['count'] == 3 for row in table.values())
-  assert (workdir / 'table.md').read_text().strip() in done.stdout
-  assert len(results.read(workdir / 'results.jsonl')) == 3
-  log = max((workdir / 'trajectories').iterdir())
-  with zipfile.ZipFile(log) as archive:
-    text = ' '.join(archive.read(name).decode() for name in archive.namelist())
-  assert 'Use the calculator for arithmetic' in text

@@ -1,0 +1,295 @@
+"""Programming: HumanEval and MBPP, judged by tests that the program cannot reach.
+
+A task's `answer` has the tests. An agent tries its code with the Python tool, and answers
+with the last block of Python (```python ... ```) of its last message.
+
+The judge runs the tests in a process of its own and the program in a sandbox. Each call
+of a function of the program crosses between them, and only values of the built-in types
+come back (plain_values). So a program cannot pass by ending the process, by patching
+builtins, by printing what the judge expects, by reading the tests, or by returning an
+object that equals everything.
+"""
+
+import ast
+import builtins
+from collections.abc import Callable, Sequence
+import functools
+import importlib
+import json
+import math
+import os
+import re
+from typing import Any
+
+from agent_r1_jax.agent import env, isolated
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.tools import plain_values, sandbox
+from agent_r1_jax.types import Message, Task
+
+AGENT = (
+  'Solve the programming problem. Try your code with the python tool, read what it '
+  'prints, and mend it until it is right. Then give the whole program in one block that '
+  'begins with ```python and ends with ```.\n\n'
+)
+DIRECT = (
+  'Solve the programming problem. Give the whole program in one block that begins with '
+  '```python and ends with ```.\n\n'
+)
+
+_BLOCK = re.compile(r'```(?:python|py)?[ \t]*\n(.*?)```', re.DOTALL)
+_MAX_RESULT = 1 << 20  # Bytes of a returned value.
+# Seconds of one call; the process of the judge has the limit of all of them.
+_SECONDS = 3600.0
+# What tests of MBPP use, and leave to the program to import.
+_MODULES = ('collections', 'datetime', 'itertools', 'math', 're', 'sys')
+
+
+class ProgramError(Exception):
+  """A call of the program raised, or did not return."""
+
+
+def load_humaneval(path: str | os.PathLike) -> list[Task]:
+  """Reads HumanEval's rows {task_id, prompt, entry_point, test, ...}.
+
+  Raises:
+    ValueError: A row lacks a field; names the file and the row.
+  """
+  tasks = []
+  for where, row in documents.read_rows(path):
+    names = ('task_id', 'prompt', 'entry_point', 'test')
+    identity, prompt, entry, test = (documents.text_field(where, row, n) for n in names)
+    question = f'Complete this function:\n\n```python\n{prompt.rstrip()}\n```'
+    answer = {
+      'prompt': prompt,
+      'tests': [f'{test}\ncheck({entry})'],
+      'entry_point': entry,
+    }
+    tasks.append(_make_task(identity, question, answer))
+  return tasks
+
+
+def load_mbpp(path: str | os.PathLike) -> list[Task]:
+  """Reads MBPP's rows {task_id, text, test_list, test_setup_code, ...}.
+
+  The prompt shows the first test, which names the function; the others are hidden.
+
+  Raises:
+    ValueError: A row lacks a field; names the file and the row.
+  """
+  tasks = []
+  for where, row in documents.read_rows(path):
+    text, tests = documents.text_field(where, row, 'text'), row.get('test_list')
+    if not isinstance(tests, list) or not tests:
+      raise documents.wrong_field(where, row, 'test_list', 'a list of tests')
+    if 'task_id' not in row:
+      raise documents.wrong_field(where, row, 'task_id', 'the number of the problem')
+    question = f'{text}\nYour code must pass this test:\n\n```python\n{tests[0]}\n```'
+    setup = row.get('test_setup_code') or ''
+    entry = _find_tested_name(tests[0])
+    answer = {'prompt': '', 'tests': [setup, *tests], 'entry_point': entry}
+    tasks.append(_make_task(f'mbpp/{row["task_id"]}', question, answer))
+  return tasks
+
+
+def agent_task(task: Task) -> Task:
+  """Returns the task with the prompt for an agent that has the Python tool."""
+  return _with_prompt(task, AGENT)
+
+
+def direct_task(task: Task) -> Task:
+  """Returns the task with the prompt for a model without tools."""
+  return _with_prompt(task, DIRECT)
+
+
+def extract_program(text: str) -> str | None:
+  """Returns the last block of code of a reply, or None."""
+  blocks = _BLOCK.findall(text)
+  return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+  """Estimates the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k).
+
+  The unbiased estimator of the Codex paper (arXiv 2107.03374, section 2.1).
+
+  Args:
+    n: Samples of a task.
+    correct: How many of them are right.
+    k: At most n.
+  """
+  if not 1 <= k <= n or not 0 <= correct <= n:
+    raise ValueError(f'k={k} must be in [1, n={n}], correct={correct} in [0, n={n}].')
+  return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+class Judge:
+  """Reward and metrics of an episode: whether the program passes all tests.
+
+  judge = programming.Judge()
+  env.ToolEnv([python.python_tool(box)], judge.reward, metrics=judge.metrics)
+  """
+
+  def __init__(self, *, seconds: float = 20.0, processes: int = 2):
+    """Starts no process yet.
+
+    Args:
+      seconds: Seconds that all tests of a program may take; what is late has failed.
+      processes: The most programs that are judged at a time.
+    """
+    self._run_tests = isolated.in_subprocess(
+      run_tests, seconds=seconds, processes=processes
+    )
+
+  async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
+    """Returns 1.0 where all tests pass, else 0.0."""
+    return (await self.metrics(task, messages))['passed']
+
+  async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
+    """Returns passed, answered (there was a program), and late (it took too long)."""
+    replies = [m['content'] for m in messages if m['role'] == 'assistant']
+    program = extract_program(replies[-1]) if replies else None
+    found = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
+    if program is None:
+      return found
+    try:
+      found['passed'] = float(await self._run_tests(program, task.answer) is None)
+    except TimeoutError:
+      found['late'] = 1.0
+    return found
+
+
+@functools.cache
+def _sandbox() -> sandbox.Sandbox:
+  """The sandbox of this process."""
+  return sandbox.Sandbox(max_output=_MAX_RESULT)
+
+
+def run_tests(program: str, answer: dict[str, Any]) -> str | None:
+  """Runs a task's tests on a program; None if they pass, or else what failed.
+
+  The tests are trusted and run here, so call it in a process where they may hang.
+
+  Args:
+    program: Python that defines what the tests call. Of HumanEval's functions the body
+      alone is enough: it is put after the prompt.
+    answer: The answer of a task.
+  """
+  entry, prompt = answer['entry_point'], answer['prompt']
+  with _sandbox().open_session() as session:
+    try:
+      remote = _Program(session, _complete(program, prompt, entry))
+      if entry not in remote.names:
+        return f'there is no function {entry}'
+      scope: dict[str, Any] = {}
+      if prompt:
+        # Its helpers, which tests call too, are not the program's to define anew.
+        exec(_finish_prompt(prompt), scope)
+      else:
+        known = {*_MODULES, *dir(builtins)}
+        new = [n for n in remote.names if n not in known and not n.startswith('__')]
+        scope |= {name: remote.function(name) for name in new}
+        used = [name for name in remote.names if name in _MODULES]
+        scope |= {name: importlib.import_module(name) for name in used}
+      scope[entry] = remote.function(entry)
+      for test in answer['tests']:
+        exec(test, scope)
+    except AssertionError as error:
+      return f'a test failed: {error}'.rstrip(': ')
+    except Exception as error:
+      return f'{type(error).__name__}: {error}'
+  return None
+
+
+def _find_tested_name(test: str) -> str:
+  """Finds the function that a test of MBPP calls; a builtin if there is no other."""
+  calls = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+  names = [function.id for function in calls if isinstance(function, ast.Name)]
+  return next((name for name in names if name not in dir(builtins)), names[0])
+
+
+def _complete(program: str, prompt: str, entry: str) -> str:
+  """Puts the prompt before a program: its imports and helpers may be needed."""
+  if not prompt:
+    return program
+  if not re.search(rf'^(async\s+)?def\s+{entry}\b', program, re.MULTILINE):
+    return prompt + program
+  return f'{_finish_prompt(prompt)}\n\n{program}'
+
+
+def _finish_prompt(prompt: str) -> str:
+  """Gives the function at the end of a prompt a body, so that it compiles."""
+  return f'{prompt}    pass\n'
+
+
+class _Program:
+  """A program in the sandbox, whose functions can be called from here.
+
+  Attributes:
+    names: Names that it defines or imports.
+  """
+
+  def __init__(self, session: sandbox.Session, program: str):
+    """Runs the program's own code once.
+
+    Raises:
+      ProgramError: It raised or ended.
+    """
+    self._session = session
+    self._run(
+      'import json as _json\n_objects, _values = [], {}\n'
+      f'exec({_source()!r}, _values)\n_before = {{"_before", *globals()}}'
+    )
+    self._run(program)
+    self.names = self._run_for_json('[n for n in globals() if n not in _before]')
+
+  def function(self, name: str) -> Callable[..., Any]:
+    """Returns a function that calls the program's of that name.
+
+    It raises ProgramError where that one raises or ends.
+    """
+
+    def call(*args, **kwargs):
+      data = json.dumps(plain_values.encode((args, kwargs), objects := []))
+      if objects:
+        raise ProgramError(f'{name} cannot be given {objects[0]!r:.100}')
+      self._run(f'_args, _kwargs = _values["decode"](_json.loads({data!r}), _objects)')
+      found = self._run_for_json(
+        f'_values["encode"]({name}(*_args, **_kwargs), _objects)'
+      )
+      try:
+        return plain_values.decode(found)
+      except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ProgramError(f'{name} returned what cannot be read') from error
+
+    return call
+
+  def _run_for_json(self, expression: str) -> Any:
+    """The value of an expression, from the last line that is printed."""
+    text = self._run(f"print('\\n' + _json.dumps({expression}))")
+    try:
+      return json.loads(text.rstrip('\n').rpartition('\n')[2])
+    except (ValueError, RecursionError) as error:
+      raise ProgramError('the program printed where its result belongs') from error
+
+  def _run(self, code: str) -> str:
+    output = self._session.run(code, _SECONDS)
+    if output.status != 'ok':
+      last = output.text.strip().rpartition('\n')[2]
+      raise ProgramError(f'{output.status}: {last:.200}')
+    return output.text
+
+
+@functools.cache
+def _source() -> str:
+  with open(plain_values.__file__) as file:
+    return file.read()
+
+
+def _make_task(identity: str, question: str, answer: dict[str, Any]) -> Task:
+  message = {'role': 'user', 'content': question}
+  return Task(identity, [message], answer, {'question': question})
+
+
+def _with_prompt(task: Task, prompt: str) -> Task:
+  message = {'role': 'user', 'content': prompt + task.info['question']}
+  return Task(task.id, [message], task.answer, task.info)

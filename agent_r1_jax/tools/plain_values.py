@@ -1,0 +1,76 @@
+"""Python values as JSON, between the judge of programs and the sandbox that runs them.
+
+Only values of the built-in types travel. An instance of a subclass, such as a Counter,
+becomes one of the built-in type; anything else becomes a handle: a number that stands for
+the object where it lives. So nothing that untrusted code returns can bring methods along,
+such as an `__eq__` that is always true.
+
+The sandbox runs this file's own text in each session. It imports nothing of the package.
+"""
+
+_SIMPLE = (bool, int, float, complex, str, bytes)
+_TYPES = {kind.__name__: kind for kind in (*_SIMPLE, list, tuple, set, dict)}
+_ITERABLES = {'list': list, 'tuple': tuple, 'set': set, 'frozenset': frozenset}
+
+
+class Handle:
+  """Stands for an object on the other side; equal to itself alone."""
+
+  def __init__(self, number):
+    self.number = number
+
+
+def encode(value, objects):
+  """Makes JSON of a value; what has no form in it is put into the list `objects`."""
+  if value is None or isinstance(value, bool):
+    return value
+  if isinstance(value, str):
+    return str.__str__(value)
+  if isinstance(value, int):
+    return {'int': hex(value)}
+  if isinstance(value, float):
+    return {'float': float.hex(value)}
+  if isinstance(value, complex):
+    return {'complex': [value.real.hex(), value.imag.hex()]}
+  if isinstance(value, bytes):
+    return {'bytes': value.hex()}
+  for name, kind in _ITERABLES.items():
+    if isinstance(value, kind):
+      return {name: [encode(item, objects) for item in value]}
+  if isinstance(value, dict):
+    pairs = [(encode(k, objects), encode(v, objects)) for k, v in value.items()]
+    return {'dict': pairs}
+  if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+    return {'type': value.__name__}
+  if isinstance(value, Handle):
+    return {'object': value.number}
+  objects.append(value)
+  return {'handle': len(objects) - 1}
+
+
+def decode(data, objects=()):
+  """The inverse of `encode`; handles of `objects` are the objects themselves.
+
+  Raises:
+    ValueError, TypeError, KeyError, IndexError: `data` is not what `encode` makes.
+  """
+  if data is None or type(data) in (bool, str):
+    return data
+  ((kind, content),) = data.items()
+  if kind == 'int':
+    return int(content, 16)
+  if kind == 'float':
+    return float.fromhex(content)
+  if kind == 'complex':
+    return complex(*map(float.fromhex, content))
+  if kind == 'bytes':
+    return bytes.fromhex(content)
+  if kind == 'dict':
+    return {decode(k, objects): decode(v, objects) for k, v in content}
+  if kind == 'type':
+    return _TYPES[content]
+  if kind == 'handle':
+    return Handle(int(content))
+  if kind == 'object':
+    return objects[content]
+  return _ITERABLES[kind](decode(item, objects) for item in content)

@@ -1,0 +1,228 @@
+"""Programs: the layouts of HumanEval and MBPP, and a judge that cannot be cheated."""
+
+import json
+import sys
+
+import graders
+import pytest
+
+from agent_r1_jax.agent import env
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.tasks import programming
+from agent_r1_jax.tools import plain_values
+
+HUMANEVAL = {
+  'task_id': 'HumanEval/0',
+  'prompt': 'def helper(x):\n  return 2 * x\n\ndef double(x):\n    """ 2 x """\n',
+  'entry_point': 'double',
+  'canonical_solution': '    return x + x\n',
+  'test': 'def check(candidate):\n  assert candidate(helper(2)) == 8\n'
+  '  assert candidate([1]) == [1, 1]\n',
+}
+MBPP = {
+  'task_id': 7,
+  'text': 'Write a function to double.',
+  'code': 'def double(x):\n  return 2 * x',
+  'test_list': ['assert double(2) == 4', "assert double('a') == 'aa'"],
+  'test_setup_code': '',
+}
+
+
+def _load(tmp_path, *rows):
+  path = tmp_path / 'rows.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  load = programming.load_mbpp if 'text' in rows[0] else programming.load_humaneval
+  return load(path)
+
+
+@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+def test_a_task(tmp_path, row):
+  (task,) = _load(tmp_path, row)
+  assert task.id == {0: 'HumanEval/0', 7: 'mbpp/7'}[0 if row is HUMANEVAL else 7]
+  for ask in (programming.agent_task, programming.direct_task):
+    (message,) = ask(task).messages
+    assert message['content'].endswith(task.info['question'])
+    # Hidden tests and solutions are nowhere in what the agent sees.
+    assert "'aa'" not in message['content'] and 'candidate' not in message['content']
+    assert 'x + x' not in message['content'] and '2 * x\n```' not in message['content']
+
+
+@pytest.mark.parametrize(
+  'row, name',
+  [(HUMANEVAL, 'test'), (HUMANEVAL, 'prompt'), (MBPP, 'text'), (MBPP, 'test_list')],
+)
+def test_a_broken_row_is_named(tmp_path, row, name):
+  broken = {key: value for key, value in row.items() if key != name}
+  load = programming.load_mbpp if row is MBPP else programming.load_humaneval
+  path = tmp_path / 'rows.jsonl'
+  path.write_text(json.dumps(broken))
+  with pytest.raises(ValueError, match=f'row 1: .*{name}'):
+    load(path)
+
+
+@pytest.mark.parametrize(
+  'reply, program',
+  [
+    ('So:\n```python\nx = 1\n```\nDone.', 'x = 1\n'),
+    ('```python\nx = 1\n```\nor\n```py\nx = 2\n```', 'x = 2\n'),
+    ('```\nx = 3\n```', 'x = 3\n'),
+    ('x = 1', None),
+    ('```python\n\n```', None),
+    ('```python\nx = 1', None),
+  ],
+)
+def test_the_last_block_is_the_program(reply, program):
+  assert programming.extract_program(reply) == program
+
+
+@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+def test_right_and_wrong_programs(tmp_path, row):
+  (task,) = _load(tmp_path, row)
+  judge = lambda program: programming.run_tests(program, task.answer)
+  assert judge('def double(x):\n  return x + x') is None
+  assert judge('def double(x):\n  return 5') == 'a test failed'
+  assert judge('def other(x):\n  return 5') in (
+    'there is no function double',
+    'a test failed',  # Of HumanEval the prompt defines it, without a body.
+  )
+  assert 'ZeroDivisionError' in (judge('def double(x):\n  return x / 0') or '')
+  assert 'SyntaxError' in (judge('def double(x:') or '')
+  if row is HUMANEVAL:
+    assert judge(row['canonical_solution']) is None
+
+
+CHEATS = {
+  'it exits with 0': 'import sys\nsys.exit(0)',
+  'it ends the process': 'import os\nos._exit(0)',
+  'it ends the process when asked': 'def double(x):\n  import os\n  os._exit(0)',
+  'it becomes another program': 'import os\nos.execv("/bin/true", ["true"])',
+  'an equal of everything': (
+    'class E:\n  def __eq__(self, other):\n    return True\n'
+    'class L(list):\n  def __eq__(self, other):\n    return True\n'
+    'def double(x):\n  return E()'
+  ),
+  'a list that equals everything': (
+    'class L(list):\n  def __eq__(self, other):\n    return True\n'
+    'def double(x):\n  return L()'
+  ),
+  'patched builtins': (
+    'import builtins\nbuiltins.AssertionError = Warning\nbuiltins.sum = lambda x: 0\n'
+    'def double(x):\n  return 5'
+  ),
+  'a helper of the tests': 'def helper(x):\n  return 0\ndef double(x):\n  return 0 * x',
+  'the check itself': 'def check(f):\n  pass\ndef double(x):\n  return 5',
+  'a builtin of the tests': 'def double(x):\n  return 5\n__builtins__ = None',
+  'the frames of the judge': (
+    'import sys\ndef double(x):\n  f = sys._getframe()\n'
+    '  while f:\n    f.f_globals["double"] = lambda x: 2 * x\n    f = f.f_back\n'
+    '  return 5'
+  ),
+  'what the judge reads': (
+    'def double(x):\n  print("null", flush=True)\n  import os\n'
+    '  os.write(1, b"\\ntrue\\n")\n  return 5'
+  ),
+  'the tests in a file': 'def double(x):\n  return open("rows.jsonl").read()',
+  'the garbage': (
+    'import gc\ndef double(x):\n'
+    '  return [o for o in gc.get_objects() if "candidate" in str(o)][0]'
+  ),
+}
+
+
+@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+@pytest.mark.parametrize('name', CHEATS)
+def test_a_cheat_fails(tmp_path, row, name):
+  (task,) = _load(tmp_path, row)
+  assert programming.run_tests(CHEATS[name], task.answer) is not None
+
+
+async def _play(judge, tmp_path, reply):
+  (task,) = _load(tmp_path, MBPP)
+  agent = env.ToolEnv([], judge.reward, metrics=judge.metrics)
+  await agent.reset(task)
+  step = await agent.step(reply)
+  return step.reward, step.metrics
+
+
+async def test_an_episode_is_judged_in_a_process(tmp_path):
+  judge = programming.Judge(seconds=120.0, processes=1)
+  reply = '```python\ndef double(x):\n  return {}\n```'
+  replies = (reply.format('x + x'), reply.format('x'), 'I do not know.')
+  found = [await _play(judge, tmp_path, reply) for reply in replies]
+  assert [reward for reward, _ in found] == [1.0, 0.0, 0.0]
+  assert [metrics['answered'] for _, metrics in found] == [1.0, 1.0, 0.0]
+
+
+async def test_a_program_that_never_ends_has_failed(tmp_path, monkeypatch):
+  monkeypatch.setattr(programming, 'run_tests', graders.hang)
+  judge = programming.Judge(seconds=0.5, processes=1)
+  reward, metrics = await _play(judge, tmp_path, '```python\nwhile True: pass\n```')
+  assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 1.0)
+
+
+class TestPlainValues:
+  """What crosses between the judge and the program."""
+
+  @pytest.mark.parametrize(
+    'value',
+    [
+      *(None, True, 0, -(2**70), 0.1, float('inf'), 1 + 2j, 'é\n', b'\x00', [], ()),
+      *({1, 2}, frozenset({'a'}), {(1, 'a'): [None, {'b': 2.5}]}, [[1], (2, [3])], int),
+    ],
+  )
+  def test_plain_values_are_as_they_were(self, value):
+    data = json.loads(json.dumps(plain_values.encode(value, [])))
+    found = plain_values.decode(data)
+    assert found == value and type(found) is type(value)
+
+  def test_subclasses_become_plain_and_others_are_handles(self):
+    flag = type('Flag', (int,), {'__eq__': lambda self, other: True, '__hash__': None})
+    objects = []
+    found = plain_values.decode(plain_values.encode([flag(3), sys], objects))
+    assert type(found[0]) is int and found[0] == 3
+    assert isinstance(found[1], plain_values.Handle) and found[1] != sys
+    assert objects == [sys]
+    back = plain_values.encode(found[1], [])
+    assert plain_values.decode(back, objects) is sys
+
+  @pytest.mark.parametrize(
+    'data', [{'int': 'x'}, {'nothing': 1}, {}, [1], {'int': '1', 'float': '2'}, 5]
+  )
+  def test_nonsense_is_an_error(self, data):
+    with pytest.raises((ValueError, TypeError, LookupError, AttributeError)):
+      plain_values.decode(data)
+
+
+@pytest.mark.parametrize(
+  'n, correct, k, expected',
+  [(5, 0, 1, 0.0), (5, 5, 5, 1.0), (5, 2, 1, 0.4), (4, 1, 2, 0.5)],
+)
+def test_pass_at_k(n, correct, k, expected):
+  assert programming.pass_at_k(n, correct, k) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize('n, correct, k', [(5, 2, 0), (5, 2, 6), (5, 6, 1), (5, -1, 1)])
+def test_pass_at_k_refuses_what_cannot_be(n, correct, k):
+  with pytest.raises(ValueError, match=f'k={k} must be in'):
+    programming.pass_at_k(n, correct, k)
+
+
+@pytest.mark.parametrize(
+  'file, solution, every, failing',
+  [
+    ('humaneval/HumanEval.jsonl.gz', 'canonical_solution', 1, []),
+    # The two of 974 whose own solution lacks a class, and some of the others.
+    ('mbpp/mbpp.jsonl.gz', 'code', 10, []),
+    ('mbpp/mbpp.jsonl.gz', 'code', 0, ['mbpp/367', 'mbpp/927']),
+  ],
+)
+def test_the_reference_solutions(data_dir, file, solution, every, failing):
+  path = data_dir / file
+  load = programming.load_mbpp if 'mbpp' in file else programming.load_humaneval
+  pairs = list(zip(load(path), documents.read_rows(path), strict=True))
+  chosen = pairs[::every] if every else [p for p in pairs if p[0].id in failing]
+  failed = []
+  for task, (_, row) in chosen:
+    if programming.run_tests(row[solution], task.answer) is not None:
+      failed.append(task.id)
+  assert failed == failing and chosen
