@@ -158,7 +158,7 @@ def summarize(episodes: Sequence[types.Trajectory], family: Family) -> dict[str,
     level: lambda task, level=level: task.info.get('level') == level for level in levels
   }
   right = {'right': evaluate.by_kind(episodes, kinds, family.score)}
-  return right | {name: evaluate.score(episodes, name).mean for name in family.rest}
+  return right | {name: evaluate.mean_metric(episodes, name) for name in family.rest}
 
 
 def rows_of(numbers: dict[str, Any], family: Family) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 import zipfile
 
+from confined import needs_sandbox  # noqa: F401
 import pytest
 import script as script_lib
 import tiny
@@ -15,6 +16,7 @@ ROWS = {
 }
 
 
+@pytest.mark.usefixtures('needs_sandbox')
 @pytest.mark.parametrize('task', ['gsm8k', 'mbpp'])
 def test_a_model_is_trained_and_measured(task, tmp_path):
   data, workdir = tmp_path / 'rows.jsonl', tmp_path / 'run'

@@ -3,6 +3,7 @@
 import json
 import sys
 
+from confined import needs_sandbox  # noqa: F401
 import graders
 import pytest
 
@@ -10,6 +11,8 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tasks import programming
 from agent_r1_jax.tools import plain_values
+
+pytestmark = pytest.mark.usefixtures('needs_sandbox')
 
 HUMANEVAL = {
   'task_id': 'HumanEval/0',

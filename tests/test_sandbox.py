@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 
+from confined import needs_sandbox  # noqa: F401
 import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tools import python, sandbox
+
+pytestmark = pytest.mark.usefixtures('needs_sandbox')
 
 # A cell that must end does so in far less; it only guards against hanging.
 SECONDS = 60.0

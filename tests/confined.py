@@ -1,0 +1,14 @@
+"""A fixture for what runs untrusted code: it skips where a machine cannot confine it."""
+
+import pytest
+
+from agent_r1_jax.tools import sandbox
+
+
+@pytest.fixture(scope='module')
+def needs_sandbox():
+  """Skips, with the reason, where Landlock or seccomp are missing."""
+  try:
+    sandbox.Sandbox().close()
+  except RuntimeError as error:
+    pytest.skip(str(error))
