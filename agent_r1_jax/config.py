@@ -150,8 +150,7 @@ class Sampling:
   @property
   def on_policy(self) -> bool:
     """Whether the tokens follow the distribution whose log-probs are trained."""
-    free = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
-    return free and not self.tool_grammar
+    return dataclasses.replace(self, temperature=1.0) == Sampling()
 
 
 @dataclasses.dataclass

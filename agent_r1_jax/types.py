@@ -111,7 +111,8 @@ class Step:
     done: Whether the episode is over.
     fresh: Whether the context is dropped: `messages` is then a new prompt, and starts a
       new segment.
-    metrics: Named numbers to log for the trajectory; they are no part of the reward.
+    metrics: Named numbers to log for the trajectory. 'reward/NAME' names a part of the
+      reward, which gdpo reads; the number itself is not added to the reward.
   """
 
   messages: list[Message]

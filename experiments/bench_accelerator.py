@@ -37,9 +37,9 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import running as running_lib
-from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
@@ -118,7 +118,7 @@ def decode():
 
       def segment(places=places, guided=guided, bucket=used + steps):
         nonlocal cache
-        cache, _, out = state_lib.decode(
+        cache, _, out = programs_lib.decode(
           params,
           cache,
           places,

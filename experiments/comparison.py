@@ -21,7 +21,7 @@ from agent_r1_jax.train import rollout
 
 # Tasks by the name of their set.
 Sets = Mapping[str, Sequence[types.Task]]
-# Plays greedy episodes: results.play, for one file and one way to summarize.
+# Plays greedy episodes: evaluation_cache.evaluate_or_read with a file and a summary.
 Play = Callable[..., dict[str, Any]]
 
 

@@ -48,8 +48,8 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import running as running_lib
-from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
@@ -225,13 +225,13 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   if program == 'prefill':
     rows, width = _FEED_ROWS.value, _FEED.value
     places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
-    return state_lib.prefill.lower(params, cache, *places, **options)
+    return programs_lib.prefill.lower(params, cache, *places, **options)
   guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
   tables = automaton_lib.make_tables(
     automaton_lib.AutomatonPool(config.vocab_size).entries
   )
   arguments = running_lib.make_decode_arguments({}, texts, guides, unused_row=texts)
-  return state_lib.decode.lower(
+  return programs_lib.decode.lower(
     params,
     cache,
     *abstract(arguments, everywhere),

@@ -45,7 +45,7 @@ from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, results, rollout, sft
+from agent_r1_jax.train import evaluate, evaluation_cache, rollout, sft
 from experiments import comparison
 from experiments.hotpotqa import demos
 from experiments.miniwiki import tasks as miniwiki
@@ -295,7 +295,7 @@ def main(_):
   runtime.quiet_logging()
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
-    found = results.read(out / 'results.jsonl')
+    found = evaluation_cache.read(out / 'results.jsonl')
     return render(found, pathlib.Path(_RENDER.value))
   out.mkdir(parents=True, exist_ok=True)
   if unknown := set(_METHODS.value) - set(METHODS):
@@ -312,7 +312,7 @@ def main(_):
       # Greedy episodes of one policy are the same whatever the seed.
       seed_of = 0 if method in _UNTRAINED else seed
       key, path = {'method': method, 'seed': seed_of}, out / 'results.jsonl'
-      if results.find(path, key):
+      if evaluation_cache.find(path, key):
         continue
       workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
       before, start = _seconds(workdir), time.time()
@@ -327,7 +327,7 @@ def main(_):
         'machine': f'{platform.machine()}, {platform.python_version()}',
         'steps': bench.config.schedule.steps,
       }
-      results.add(path, result)
+      evaluation_cache.add(path, result)
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
       shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
 

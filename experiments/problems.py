@@ -29,7 +29,7 @@ from agent_r1_jax.report import tables
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import mathematics, programming
 from agent_r1_jax.tools import calculator, python, sandbox
-from agent_r1_jax.train import evaluate, results
+from agent_r1_jax.train import evaluate, evaluation_cache
 
 
 class Family(NamedTuple):
@@ -141,7 +141,7 @@ def split(tasks: list[types.Task]) -> tuple[list[types.Task], ...]:
 
 def play(config, model, rows) -> dict[str, Any]:
   """Plays the held-out rows greedily by each method, or reads what is stored of them."""
-  return results.play(
+  return evaluation_cache.evaluate_or_read(
     pathlib.Path(_WORKDIR.value) / 'results.jsonl',
     config,
     model,

@@ -29,8 +29,8 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
@@ -80,7 +80,7 @@ class Chips(replica_lib.Replica):
     ended = running & (left == count)
     out: Any = (said, np.float32(0 * said), count, ended, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
-    return states, state_lib.Decoded(*out)
+    return states, programs_lib.Decoded(*out)
 
   def _length(self, key: np.ndarray) -> int:
     normal = np.random.default_rng([_SEED.value, *key.tolist()]).normal()

@@ -14,7 +14,6 @@ import tiny
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.engine import state as state_lib
 
 
 @pytest.fixture

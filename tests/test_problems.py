@@ -8,7 +8,7 @@ import pytest
 import script as script_lib
 import tiny
 
-from agent_r1_jax.train import results
+from agent_r1_jax.train import evaluation_cache
 
 ROWS = {
   'gsm8k': {'question': 'What is 10 * 4?', 'answer': '#### 40'},
@@ -46,7 +46,7 @@ def test_a_model_is_trained_and_measured(task, tmp_path):
   assert [*table] == ['Direct answer', 'Base Tool Call', 'GRPO']
   assert all(row['right']['all']['count'] == 3 for row in table.values())
   assert (workdir / 'table.md').read_text().strip() in done.stdout
-  assert len(results.read(workdir / 'results.jsonl')) == 3
+  assert len(evaluation_cache.read(workdir / 'results.jsonl')) == 3
   log = max((workdir / 'trajectories').iterdir())
   with zipfile.ZipFile(log) as archive:
     text = ' '.join(archive.read(name).decode() for name in archive.namelist())

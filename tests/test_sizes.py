@@ -20,8 +20,8 @@ from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import running as running_lib
-from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import metrics
@@ -412,7 +412,7 @@ class TestEstimate:
     ints: Any = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     options = {'config': shape, 'bucket': S}
     programs: Any = (
-      state_lib.decode.lower(
+      programs_lib.decode.lower(
         params,
         cache,
         *running_lib.make_decode_arguments({}, R, guides, unused_row=R),
@@ -421,7 +421,7 @@ class TestEstimate:
         steps=8,
         **options,
       ),
-      state_lib.prefill.lower(
+      programs_lib.prefill.lower(
         params, cache, ints(16), ints(16), ints(16, 64), ints(16), **options
       ),
     )

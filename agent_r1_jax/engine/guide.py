@@ -44,7 +44,8 @@ class Guide:
   """One kind of guide; an engine is made with the kinds that its requests may use.
 
   Attributes:
-    off: The state of a row that does not use the guide, numpy scalars or arrays.
+    off: The state of a row that does not use the guide, numpy scalars or arrays; it also
+      fixes the shapes and dtypes of the state.
     logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]. The logits are
       scaled by the temperature, and hidden is the policy's last hidden state. The result
       is only used in the rows that use the guide. None changes no logits.
@@ -67,6 +68,8 @@ def apply(
   hidden: Float[Array, 'M D'],
 ) -> Float[Array, 'M V']:
   """Passes scaled logits through the guides, each in the rows that use it.
+
+  The order is AUTOMATA, TRUNCATION, then the others as the engine was given them.
 
   Args:
     guides: The kinds of guides that the engine was made with.

@@ -1,4 +1,6 @@
-"""A replica: one copy of the policy, the rows of its cache, and what is computed next.
+"""A replica: the rows of one cache, and what is computed for them next.
+
+It answers requests by the engine's policy or by another one that a request names.
 
 Clients submit requests; `serve` gives their texts rows, prefills what is not in the cache
 yet, decodes a segment of all that are ready, and hands out chunks. A decode runs in a
@@ -22,11 +24,11 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
 
@@ -382,7 +384,7 @@ class Replica:
       # The log-probs of the likeliest tokens are many, and seldom asked for.
       none = np.zeros((size, sizes.steps, 0), np.int32)
       tops = jax.device_get(out[4:]) if top_wanted else (none, np.float32(none))
-      return jax.device_get(states), state_lib.Decoded(*jax.device_get(out[:4]), *tops)
+      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:4]), *tops)
 
     # The call is made there, too: a CPU computes what one thread asks of it in turn.
     states, out = await self._in_thread(decode)
@@ -407,11 +409,11 @@ class Replica:
 
   def _call_copy(self, source, rows, bucket):
     with sharding.use_mesh(self.mesh):
-      self.cache = state_lib.copy(self.cache, source, rows, bucket=bucket)
+      self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
 
   def _call_prefill(self, params, rows, start, tokens, count, bucket):
     with sharding.use_mesh(self.mesh):
-      self.cache = state_lib.prefill(
+      self.cache = programs_lib.prefill(
         params,
         self.cache,
         *(rows, start, tokens, count),
@@ -422,7 +424,7 @@ class Replica:
   def _call_decode(self, params, places, used, states, bucket):
     with sharding.use_mesh(self.mesh):
       self._load_automata()
-      self.cache, states, out = state_lib.decode(
+      self.cache, states, out = programs_lib.decode(
         params,
         self.cache,
         places,

@@ -26,8 +26,8 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.engine import state as state_lib
 
 
 def make_key(*parts: int | str) -> np.ndarray:
@@ -186,9 +186,9 @@ def check(
         f'the state of a guide has the form {shapes(state)}; it must be that of its '
         f'`off`, {shapes(guide.off)}.'
       )
-  if not 0 <= request.top_logprobs <= state_lib.TOP:
+  if not 0 <= request.top_logprobs <= programs_lib.TOP:
     raise ValueError(
-      f'top_logprobs is {request.top_logprobs}; it must be 0 to {state_lib.TOP}.'
+      f'top_logprobs is {request.top_logprobs}; it must be 0 to {programs_lib.TOP}.'
     )
 
 

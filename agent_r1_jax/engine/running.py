@@ -8,9 +8,9 @@ import numpy as np
 
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
-from agent_r1_jax.engine import state as state_lib
 
 
 class Running:
@@ -54,7 +54,7 @@ class Running:
     """Adds what a segment sampled in place m to the text and the reply.
 
     Args:
-      out: The decode's state.Decoded, in numpy.
+      out: The decode's programs.Decoded, in numpy.
       m: The place of this request.
       step: The updates that the policy had seen.
       states: The state of each guide after the segment.
@@ -84,8 +84,8 @@ def make_decode_arguments(
   size: int,
   guides: Sequence[guide_lib.Guide],
   unused_row: int,
-) -> tuple[state_lib.Places, np.ndarray, tuple[guide_lib.State, ...]]:
-  """Makes the arguments of `state.decode` that tell of requests.
+) -> tuple[programs_lib.Places, np.ndarray, tuple[guide_lib.State, ...]]:
+  """Makes the arguments of `programs.decode` that tell of requests.
 
   Args:
     requests: Requests whose rows are prefilled, by their place in the decode.
@@ -97,7 +97,7 @@ def make_decode_arguments(
     The places; which of them use each guide, bool [G, size]; and the guides' states.
   """
   numpy: Any = np  # The fields of Places become JAX's arrays in the call.
-  places: Any = state_lib.Places(
+  places: Any = programs_lib.Places(
     rows=numpy.full(size, unused_row, np.int32),
     length=numpy.zeros(size, np.int32),
     last=numpy.zeros(size, np.int32),

@@ -1,4 +1,7 @@
-"""From logits to a token and its log-probability under the policy.
+"""Sampling options, and the choice of a token.
+
+Top-k, top-p and min-p are applied by a guide (guide.TRUNCATION); the log-probability of
+the chosen token is taken in programs.decode.
 
 Letters: M rows, V tokens of the vocabulary, n likeliest tokens.
 """

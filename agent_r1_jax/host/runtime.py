@@ -31,7 +31,10 @@ _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', '
 
 
 def initialize() -> None:
-  """Does all that follows; `train` calls it, and a script may call it before that."""
+  """Connects processes, and sets up the compilation cache and memory.
+
+  `train` calls it, and a script may call it before that.
+  """
   # JAX must not abort the others where one is lost: `processes.watch_others` names it.
   jax.config.update('jax_enable_recoverability', True)
   join_processes()

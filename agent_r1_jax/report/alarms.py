@@ -50,7 +50,7 @@ class AlarmMonitor:
     self._ringing: set[str] = set()
 
   def check(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-    """Returns `check` of a step's metrics; says what changed since the last step."""
+    """Returns 'alarm/NAME' (1 or 0) for a step; prints alarms that began or ended."""
     found = _beyond(numbers, self._limits)
     for name, (value, limit, rings) in found.items():
       if rings and name not in self._ringing:

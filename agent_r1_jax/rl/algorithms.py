@@ -31,8 +31,8 @@ class Algorithm(NamedTuple):
   Attributes:
     advantages: Takes the visible rows of a table (see advantage_mask), and returns it
       with the column `advantages`, and with `returns` if there is a critic.
-    loss: (TokenStats, Batch) -> the loss and the metrics of each token. The loss is 0
-      where the advantage is 0, so that such tokens need not be computed.
+    loss: (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0
+      where the advantage is 0: trajectories without an advantage are left out.
     aggregate: Takes the token counts of a mini-batch's trajectories, and returns the
       weight of each trajectory's tokens. None is the aggregation of the loss, also if the
       loss is replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
@@ -205,7 +205,7 @@ def grpo(
     dual_clip: c of the dual clip, or None.
     kl_coef: The weight of the k3 KL to the reference in the loss; 0 needs no reference.
     aggregate: How tokens and trajectories are weighed; None is by the loss's own.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   fields.setdefault('kl', kl_lib.InLoss(kl_coef) if kl_coef else None)
   return Algorithm(
@@ -264,7 +264,7 @@ def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorit
   Args:
     clip: ε of the PPO clip, which has an effect from the second update of a rollout on.
     kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   return _clipped(advantages_lib.leave_one_out, clip, kl_coef, fields)
 
@@ -277,7 +277,7 @@ def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Alg
   Args:
     gamma: Discount an action token.
     kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards',)} | fields
   returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
@@ -295,7 +295,7 @@ def reinforce_plus_plus(
     gamma: Discount an action token.
     clip: ε of the PPO clip.
     kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
 
   def advantages(table):
@@ -314,7 +314,7 @@ def reinforce_plus_plus_baseline(
   Args:
     clip: ε of the PPO clip.
     kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
 
   def advantages(table):
@@ -332,7 +332,7 @@ def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorit
   Args:
     gamma: Discount an action token.
     kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   fields = {'reads': ('rewards', 'baselines')} | fields
   return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
@@ -405,7 +405,7 @@ def ppo(
     bootstrap_truncated: Take the critic's value after the last token of an episode that a
       budget ended. By default that value is 0, as in verl.
     kl_coef: The weight of the k1 KL in the reward; 0 needs no reference.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   # If it is off, an estimator that the user has bound `bootstrap` to keeps it.
   bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
@@ -440,7 +440,7 @@ def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
 
   Args:
     threshold: The least reward of a trajectory that is imitated.
-    **fields: Other fields of Algorithm.
+    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields

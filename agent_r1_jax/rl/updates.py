@@ -219,7 +219,7 @@ def learn(
 
 
 def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
-  """Gives the engine the policy, every `sync_every` rollouts.
+  """Makes the policy the one that the engine gets next, every `sync_every` rollouts.
 
   `learn` calls it, unless plan.syncs_before_update.
   """

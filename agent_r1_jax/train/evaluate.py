@@ -1,6 +1,7 @@
-"""Evaluation: the same episodes without the update, and the paper's baselines."""
+"""Plays evaluation episodes, and averages what is logged of episodes."""
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -110,7 +111,7 @@ def make_decoding(
   env: env_lib.Env,
 ) -> rollout.Decoding:
   """Returns how replies are sampled in an environment, by the configuration."""
-  names = ('temperature', 'top_k', 'top_p', 'min_p')
+  names = [field.name for field in dataclasses.fields(sampling_lib.Sampling)]
   sampling = sampling_lib.Sampling(**{name: getattr(config, name) for name in names})
   grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
   return rollout.Decoding(sampling, grammar)

@@ -28,8 +28,8 @@ class Position:
     step: How many rollouts were learned from.
     tasks_drawn: How many tasks were drawn.
     written: The last step whose line is in metrics.jsonl; the first line is of step 0.
-    unwritten: The metrics of `step` while its evaluation is missing; values as text, for
-      not all that a float can be is JSON.
+    unwritten: The metrics of `step` that are not in metrics.jsonl yet, because its
+      evaluation is missing; values are text, as JSON has no NaN and no infinity.
   """
 
   step: int = 0

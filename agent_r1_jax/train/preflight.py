@@ -84,7 +84,7 @@ def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algori
 
 
 def check_sets(tasks: Any, evals: Any) -> None:
-  """Refuses training tasks or evaluation sets that are none.
+  """Refuses training tasks or evaluation sets of a wrong type, or without a task.
 
   Raises:
     ValueError: Says what it should be.

@@ -42,7 +42,7 @@ from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import bm25, dense, documents
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, results
+from agent_r1_jax.train import evaluate, evaluation_cache
 from experiments import comparison
 from experiments.hotpotqa import demos
 from experiments.miniwiki import hashing
@@ -151,12 +151,12 @@ def main(_):
     agent={'': ask(held_out)},
   )
   play = functools.partial(
-    results.play,
+    evaluation_cache.evaluate_or_read,
     workdir / 'results.jsonl',
     summarize=lambda sets: summarize(sets['']),
     depends_on={
       'retriever': _RETRIEVER.value,
-      'passages': results.digest([dataclasses.astuple(d) for d in passages]),
+      'passages': evaluation_cache.digest([dataclasses.astuple(d) for d in passages]),
       'k': setting.k,
       'template': setting.template,
       'reward': setting.reward.__name__,

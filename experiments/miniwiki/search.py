@@ -21,7 +21,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, results
+from agent_r1_jax.train import evaluate, evaluation_cache
 from experiments import comparison
 from experiments.miniwiki import tasks as miniwiki
 
@@ -79,7 +79,7 @@ def questions(n: int, split: str) -> dict[str, list[types.Task]]:
 def make_play(workdir: pathlib.Path) -> comparison.Play:
   """Makes the function that plays episodes, or reads their numbers from the workdir."""
   return functools.partial(
-    results.play,
+    evaluation_cache.evaluate_or_read,
     workdir / 'results.jsonl',
     summarize=lambda sets: {
       name: evaluate.by_kind(episodes, miniwiki.KINDS) for name, episodes in sets.items()

@@ -11,7 +11,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env
-from agent_r1_jax.train import evaluate, results
+from agent_r1_jax.train import evaluate, evaluation_cache
 
 
 def _tasks(*questions: str) -> list[types.Task]:
@@ -22,7 +22,7 @@ def _tasks(*questions: str) -> list[types.Task]:
 
 
 class Play:
-  """`results.play` of a tiny policy that counts the episodes it plays."""
+  """`evaluate_or_read` with a tiny policy that counts the episodes it plays."""
 
   def __init__(self, folder: pathlib.Path):
     self.path = folder / 'results.jsonl'
@@ -54,7 +54,7 @@ class Play:
     def make_env():
       return Counts([], lambda task, messages: 1.0)
 
-    numbers = results.play(
+    numbers = evaluation_cache.evaluate_or_read(
       self.path,
       self.config,
       self.model,
@@ -116,8 +116,8 @@ def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
   seen = []
   for text, world, other in ('111', '211', '221', '222'):
     (folder / 'script.py').write_text(
-      'from agent_r1_jax.train import results\nfrom mine import world\n'
-      f'print(results._code_digest())\n{text}'
+      'from agent_r1_jax.train import evaluation_cache\nfrom mine import world\n'
+      f'print(evaluation_cache._code_digest())\n{text}'
     )
     (tmp_path / 'mine' / 'world.py').write_text(world)
     (tmp_path / 'mine' / 'other.py').write_text(other)  # It is not imported.
@@ -142,37 +142,38 @@ def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
 class TestFile:
   def test_a_line_is_found_by_all_of_its_key(self, tmp_path):
     path = tmp_path / 'a' / 'results.jsonl'
-    assert results.find(path, {'method': 'x'}) is None
-    results.add(path, {'method': 'x', 'seed': 0, 'n': 1})
-    results.add(path, {'method': 'x', 'seed': 1, 'n': 2})
-    assert results.find(path, {'method': 'x', 'seed': 0})['n'] == 1
-    assert results.find(path, {'method': 'x'})['n'] == 2  # The last.
-    assert results.find(path, {'method': 'x', 'seed': 2}) is None
-    assert results.find(path, {'method': 'x', 'other': None}) is None
+    assert evaluation_cache.find(path, {'method': 'x'}) is None
+    evaluation_cache.add(path, {'method': 'x', 'seed': 0, 'n': 1})
+    evaluation_cache.add(path, {'method': 'x', 'seed': 1, 'n': 2})
+    assert evaluation_cache.find(path, {'method': 'x', 'seed': 0})['n'] == 1
+    assert evaluation_cache.find(path, {'method': 'x'})['n'] == 2  # The last.
+    assert evaluation_cache.find(path, {'method': 'x', 'seed': 2}) is None
+    assert evaluation_cache.find(path, {'method': 'x', 'other': None}) is None
     # A tuple is a list once it is written.
-    results.add(path, {'sizes': (1, 2)})
-    assert results.find(path, {'sizes': (1, 2)})
+    evaluation_cache.add(path, {'sizes': (1, 2)})
+    assert evaluation_cache.find(path, {'sizes': (1, 2)})
 
   def test_a_line_cut_short_loses_itself_alone(self, tmp_path):
     path = tmp_path / 'results.jsonl'
-    results.add(path, {'method': 'x'})
+    evaluation_cache.add(path, {'method': 'x'})
     path.write_text(path.read_text() + '{"method": "y", "n": [1, ')
-    results.add(path, {'method': 'z'})
+    evaluation_cache.add(path, {'method': 'z'})
     with pytest.warns(UserWarning, match='line 2 is no JSON'):
-      found = results.read(path)
+      found = evaluation_cache.read(path)
     assert [line['method'] for line in found] == ['x', 'z']
 
   def test_processes_that_write_at_the_same_time_lose_no_line(self, tmp_path):
     path = tmp_path / 'results.jsonl'
     code = (
-      'import sys; from agent_r1_jax.train import results\n'
-      'for i in range(50): results.add(sys.argv[1], {"who": sys.argv[2], "i": i})'
+      'import sys; from agent_r1_jax.train import evaluation_cache\n'
+      'for i in range(50):\n'
+      '  evaluation_cache.add(sys.argv[1], {"who": sys.argv[2], "i": i})'
     )
     writers = [subprocess.Popen([sys.executable, '-c', code, path, who]) for who in 'abc']
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
     with warnings.catch_warnings():
       warnings.simplefilter('error')
-      lines = results.read(path)
+      lines = evaluation_cache.read(path)
     assert {(line['who'], line['i']) for line in lines} == {
       (who, i) for who in 'abc' for i in range(50)
     }

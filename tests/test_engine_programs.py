@@ -11,8 +11,8 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import running as running_lib
-from agent_r1_jax.engine import state as state_lib
 from agent_r1_jax.models import decoder
 
 _B, _S, _STEPS = (tiny.SIZES[name] for name in ('rows', 'slots', 'steps'))
@@ -62,7 +62,7 @@ class Rows:
       rows[m], start[m], count[m] = row, self.cached[row], len(missing)
       tokens[m, : len(missing)] = missing
       self.cached[row] += len(missing)
-    self.cache = state_lib.prefill(
+    self.cache = programs_lib.prefill(
       self.params,
       self.cache,
       *(rows, start, tokens, count),
@@ -79,13 +79,13 @@ class Rows:
       self._finish(row)
       self.texts[row], self.cached[row] = list(begun[row]), n - 1
       self.states[row] = self._begin()
-    self.cache = state_lib.copy(self.cache, source, rows, bucket=self.bucket)
+    self.cache = programs_lib.copy(self.cache, source, rows, bucket=self.bucket)
 
   def decode(self, budgets, in_place=False):
     """Samples with {row: budget}; returns {row: (tokens, stopped)}."""
     numpy, nothing = np, self.pool.acquire([])
     where = [row if in_place else m for m, row in enumerate(budgets)]
-    places = state_lib.Places(
+    places = programs_lib.Places(
       rows=numpy.full(_B, _B + 3, np.int32),
       length=numpy.zeros(_B, np.int32),
       last=numpy.zeros(_B, np.int32),
@@ -101,7 +101,7 @@ class Rows:
       places.last[m], places.keys[m] = self.texts[row][-1][0], (self.keys[row], 7)
       states[m] = self.states[row]
     states = {name: np.stack([s[name] for s in states]) for name in nothing}
-    self.cache, (states,), out = state_lib.decode(
+    self.cache, (states,), out = programs_lib.decode(
       self.params,
       self.cache,
       places,
@@ -288,7 +288,7 @@ def test_the_state_of_a_stop_string_lives_across_segments():
 
 
 def test_a_bucket_is_compiled_once_and_changes_nothing():
-  fns = (state_lib.prefill, state_lib.decode, state_lib.copy)
+  fns = (programs_lib.prefill, programs_lib.decode, programs_lib.copy)
 
   def play(rows, length):
     rows.reset({0: 1, 1: 1})
@@ -318,7 +318,7 @@ def test_a_decode_in_place_has_no_second_cache():
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
   cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}
   for in_place in (False, True):
-    program = state_lib.decode.lower(
+    program = programs_lib.decode.lower(
       params, shapes, *arguments, (), **sizes, in_place=in_place
     )
     memory = program.compile().memory_analysis()

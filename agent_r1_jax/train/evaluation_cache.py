@@ -33,7 +33,7 @@ _CONFIG = (
 )
 
 
-def play(
+def evaluate_or_read(
   path: str | os.PathLike,
   config: config_lib.Config,
   model: str | os.PathLike,
