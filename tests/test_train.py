@@ -475,7 +475,7 @@ class TestErrors:
     _, workdir = whole
     before = (workdir / 'metrics.jsonl').read_bytes()
     with pytest.raises(
-      ValueError, match=f'(?s)made_of.json is of a run .*{said}'
+      ValueError, match=f'(?s)made_of.json has another configuration.*{said}'
     ) as told:
       _run(_config(model), workdir, **other)
     assert f'delete {workdir / "made_of.json"}' in str(told.value)
