@@ -142,6 +142,14 @@ ATTACKS = {
     'libc.ptrace(16, os.getppid(), 0, 0), os.strerror(ctypes.get_errno())',
     "(-1, 'Operation not permitted')",
   ),
+  'a signal by a file': (
+    'import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())',
+    'PermissionError',
+  ),
+  'large pipes': (
+    'import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 1 << 20)',  # F_SETPIPE_SZ
+    'PermissionError',
+  ),
   'io_uring': (
     'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
     'libc.syscall(425, 1, 0), os.strerror(ctypes.get_errno())',
@@ -171,6 +179,37 @@ def test_it_writes_no_file(box, tmp_path):
     # With namespaces it has another /tmp, where there is no such file.
     assert re.search('PermissionError|FileNotFoundError', _run(box, code).text)
   assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
+
+
+def test_seccomp_alone_keeps_files_and_processes(tmp_path):
+  """As where Landlock is waived, or too old to know truncation and signals."""
+  there = tmp_path / 'mine.txt'
+  there.write_text('mine')
+  box = sandbox.Sandbox(without=('landlock',))
+  for code in (
+    f'import os\nos.open({str(there)!r}, os.O_ACCMODE | os.O_TRUNC)',
+    f'import os\nos.open({str(there)!r}, os.O_RDONLY | os.O_TRUNC)',
+    f'open({str(there)!r}, "a")',
+    f'open({str(tmp_path / "new")!r}, "x")',
+    f'import os\nos.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)',
+    f'import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {os.getpid()})',
+  ):
+    # With namespaces it has another /tmp, where there is no such file.
+    assert re.search('PermissionError|FileNotFoundError', _run(box, code).text)
+  assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
+  box.close()
+
+
+def test_root_is_no_root_in_it(monkeypatch):
+  monkeypatch.setattr(sandbox, '_isolate', list)
+  box = sandbox.Sandbox()
+  with box.open_session() as session:
+    session.run('1')
+    pid = next(n for n in session.close.peek()[2] if type(n) is int)
+    status = pathlib.Path(f'/proc/{pid}/status').read_text()
+  found = re.search(r'CapPrm:\s(\w+)\nCapEff:\s(\w+)', status)
+  assert found and all(int(bits, 16) in (0, 1 << 2) for bits in found.groups())
+  box.close()
 
 
 def test_it_reads_nothing_of_the_checkout(box):

@@ -15,6 +15,7 @@ and b'1' where it raised. It is confined four times over, see `confine`.
 import ast
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -38,8 +39,8 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 # kill, ptrace, mount, io_uring, and whatever changes a file system.
 _ALLOWED = """
   read readv pread64 write writev pwrite64 close fstat stat lstat newfstatat statx lseek
-  open openat access faccessat faccessat2 getdents64 readlink readlinkat getcwd dup dup2
-  dup3 fcntl pipe pipe2 poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait
+  access faccessat faccessat2 getdents64 readlink readlinkat getcwd dup dup2
+  dup3 pipe pipe2 poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait
   epoll_pwait eventfd2 mmap mprotect munmap mremap madvise brk mincore membarrier futex
   set_robust_list get_robust_list rseq set_tid_address arch_prctl rt_sigaction
   rt_sigprocmask rt_sigreturn sigaltstack restart_syscall exit exit_group sched_yield
@@ -48,7 +49,23 @@ _ALLOWED = """
   gettimeofday time times
 """.split()
 _CLONE_THREAD = 0x10000
+# What `open` must not be asked for: to write, create, truncate or make a nameless file.
+# Landlock knows truncation since its third version only, and may be waived.
+_NOT_TO_READ = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
+# Not F_SETOWN, which has any signal sent to any process, and not F_SETPIPE_SZ, whose
+# memory no limit of the process counts.
+_FCNTL_COMMANDS = (
+  fcntl.F_DUPFD,
+  fcntl.F_DUPFD_CLOEXEC,
+  fcntl.F_GETFD,
+  fcntl.F_SETFD,
+  fcntl.F_GETFL,
+  fcntl.F_SETFL,
+)
 _TERMINAL_REQUESTS = (0x5401, 0x5413, 0x5451)  # TCGETS, TIOCGWINSZ, FIOCLEX
+# CAP_DAC_READ_SEARCH: root may need it to read the interpreter's own files.
+_KEPT_CAPABILITIES = 1 << 2
+_CAPABILITY_VERSION = 0x20080522
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -107,7 +124,8 @@ def confine(limits: dict) -> None:
   """Takes from this process all that untrusted code must not have, for good.
 
   1. Resource limits: address space, size of files (0), open files, no core dump.
-  2. no_new_privs, not dumpable (no ptrace by its kin), killed when the worker ends.
+  2. no_new_privs, not dumpable (no ptrace by its kin), killed when the worker ends; of
+     root's capabilities none but that to read.
   3. Landlock: of the file system only the interpreter and its libraries, to be read.
   4. seccomp: an allow-list of system calls, without sockets, processes and signals.
 
@@ -128,8 +146,21 @@ def confine(limits: dict) -> None:
     resource.setrlimit(name, (value, value))
   if 'landlock' not in limits['without']:
     _restrict_files()
+  _drop_capabilities()
   if seccomp:
     seccomp.load()
+
+
+def _drop_capabilities() -> None:
+  header = struct.pack('Ii', _CAPABILITY_VERSION, 0)
+  sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice
+  if _libc.capget(header, sets) == 0:
+    effective, permitted, *_ = struct.unpack('6I', sets.raw)
+    kept = (effective & _KEPT_CAPABILITIES, permitted & _KEPT_CAPABILITIES, 0, 0, 0, 0)
+    if _libc.capset(header, struct.pack('6I', *kept)) == 0:
+      return
+  code = ctypes.get_errno()
+  raise OSError(code, f'capabilities: {os.strerror(code)}')
 
 
 def _address_space() -> int:
@@ -196,6 +227,12 @@ def _make_filter():
   made.add_rule(pyseccomp.ALLOW, 'clone', thread)
   for request in _TERMINAL_REQUESTS:
     made.add_rule(pyseccomp.ALLOW, 'ioctl', pyseccomp.Arg(1, pyseccomp.EQ, request))
+  for command in _FCNTL_COMMANDS:
+    made.add_rule(pyseccomp.ALLOW, 'fcntl', pyseccomp.Arg(1, pyseccomp.EQ, command))
+  for name, flags in (('open', 1), ('openat', 2)):
+    to_read = pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, _NOT_TO_READ, 0)
+    with contextlib.suppress(OSError):
+      made.add_rule(pyseccomp.ALLOW, name, to_read)
   # Limits may be read, not set.
   made.add_rule(pyseccomp.ALLOW, 'prlimit64', pyseccomp.Arg(2, pyseccomp.EQ, 0))
   return made
