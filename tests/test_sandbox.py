@@ -4,10 +4,12 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from confined import needs_sandbox  # noqa: F401
@@ -99,6 +101,53 @@ class TestSession:
     assert found == [f'{number}\n' for number in range(20)]
     for session in sessions:
       session.close()
+
+  def test_output_that_the_code_takes_back_is_no_hang(self, box):
+    """It opens the pipes again and races the caller for what it wrote."""
+    code = (
+      'import os, time\nfor f in range(1, 8):\n  try:\n'
+      '    pair = os.open(f"/proc/self/fd/{f}", os.O_RDONLY), f\n'
+      '    while True: os.write(pair[1], b"x"); os.read(pair[0], 1)\n'
+      '  except OSError: pass'
+    )
+    with box.open_session() as session:
+      # The race is narrow: what would hang in it is a read that waits.
+      assert not any(map(os.get_blocking, session.close.peek()[2][-1]))
+      assert session.run(code, 0.5).status in ('timeout', 'output', 'ended')
+
+  def test_many_files_are_open(self, box):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+      pytest.skip('it may not open so many')
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    many = [os.dup(0) for _ in range(1100)]
+    try:
+      assert _run(box, '1')[:2] == ('1\n', 'ok')
+    finally:
+      for descriptor in many:
+        os.close(descriptor)
+      resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+  def test_the_garbage_collector_may_close_it_while_the_worker_answers(self, box):
+    other = box.open_session()
+    with box._lock:  # As in a thread that opens a session.
+      thread = threading.Thread(target=other.close, daemon=True)
+      thread.start()
+      thread.join(SECONDS)
+      assert not thread.is_alive()
+
+  def test_one_of_an_earlier_worker_ends_none_of_the_next(self):
+    box = sandbox.Sandbox()
+    old = box.open_session()
+    box.close()
+    with box.open_session() as session:
+      _, pid, _ = session.close.peek()[2]
+      # With namespaces numbers begin anew; here it is made to have the same.
+      worker = old.close.peek()[2][0]
+      old.close.detach()
+      sandbox._close_session(worker, pid, ())
+      assert session.run('1')[:2] == ('1\n', 'ok')
+    box.close()
 
 
 # Code, and what its output must contain: the refusal of the kernel.

@@ -15,6 +15,7 @@ nothing else, writes no file, has no network, starts no process, signals nobody.
 from collections.abc import Sequence
 import contextlib
 import json
+import math
 import os
 import pathlib
 import select
@@ -118,20 +119,16 @@ class Sandbox:
     """Starts an interpreter, whose variables last until it is closed."""
     return Session(self)
 
-  def _fork(self, descriptors: list[int]) -> int:
+  def _fork(self, descriptors: list[int]) -> tuple[socket.socket, int]:
+    """Forks an interpreter; returns its worker's socket, and its number there."""
     request = {'fork': self._limits}
     with self._lock:
       try:
-        return self._ask(request, descriptors)['pid']
+        return self._socket, self._ask(request, descriptors)['pid']
       except (OSError, ValueError):
         self.close()  # The worker has ended, or does not answer: another takes its place.
         self._start()
-        return self._ask(request, descriptors)['pid']
-
-  def _kill(self, pid: int) -> None:
-    # Where the worker has ended, so has the interpreter.
-    with self._lock, contextlib.suppress(OSError, ValueError):
-      self._ask({'kill': pid})
+        return self._socket, self._ask(request, descriptors)['pid']
 
   def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> dict:
     socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
@@ -150,14 +147,16 @@ class Session:
     given = [theirs, theirs_output, theirs_done]
     mine = (self._code, self._output, self._done)
     try:
-      pid = box._fork(given)
+      worker, pid = box._fork(given)
     except BaseException:
       _close_all(mine)
       raise
     finally:
       _close_all(given)
-    os.set_blocking(self._code, False)
-    self.close = weakref.finalize(self, _close_session, box, pid, mine)
+    # Its code can open these pipes again, and take what `poll` announced here.
+    for descriptor in mine:
+      os.set_blocking(descriptor, False)
+    self.close = weakref.finalize(self, _close_session, worker, pid, mine)
 
   def __enter__(self) -> Self:
     return self
@@ -187,28 +186,52 @@ class Session:
 
   def _exchange(self, data: bytes, deadline: float) -> tuple[bytes, str]:
     """Sends a cell, and reads output until it is done; (output, status)."""
-    text, status = b'', ''
-    while not status:
+    text, ended = bytearray(), False
+    poll = select.poll()  # Not `select`, which knows descriptors below 1,024 alone.
+    for descriptor in (self._output, self._done):
+      poll.register(descriptor, select.POLLIN)
+    poll.register(self._code, select.POLLOUT)
+    while not ended:
       left = deadline - time.monotonic()
       if left <= 0:
-        return text, 'timeout'
-      writers = [self._code] if data else []
-      readable, writable, _ = select.select([self._output, self._done], writers, [], left)
-      if writable:
+        return bytes(text), 'timeout'
+      ready = {
+        descriptor for descriptor, _ in poll.poll(math.ceil(min(left, 1e6) * 1000))
+      }
+      if data and self._code in ready:
         try:
           data = data[os.write(self._code, data) :]
+        except BlockingIOError:
+          pass
         except BrokenPipeError:
-          return text, 'ended'
-      piece = os.read(self._output, 1 << 16) if self._output in readable else b''
+          return bytes(text), 'ended'
+        if not data:
+          poll.unregister(self._code)
+      if self._done in ready:
+        # Before the output, all of which the cell had printed when it wrote this.
+        done = _read(self._done, 1)
+        if done is not None and data:
+          return bytes(text), 'ended'  # No word of the worker: it has not read the cell.
+        if done is not None:
+          status = {b'0': 'ok', b'1': 'error'}.get(done, 'ended')
+          return self._drain(text, status, deadline)
+      if self._output in ready:
+        piece = _read(self._output, 1 << 16)
+        text += piece or b''
+        ended = piece == b''
+      if len(text) > 16 * self._box.max_output:
+        return bytes(text), 'output'
+    return bytes(text), 'ended'
+
+  def _drain(self, text: bytearray, status: str, deadline: float) -> tuple[bytes, str]:
+    """Reads the output that is there already; (output, status)."""
+    while piece := _read(self._output, 1 << 16):
       text += piece
       if len(text) > 16 * self._box.max_output:
-        return text, 'output'
-      if not piece and self._done in readable:
-        # Only now: what the cell printed came first, and all of it has been read.
-        status = {b'0': 'ok', b'1': 'error'}.get(os.read(self._done, 1), 'ended')
-      elif not piece and self._output in readable:
-        return text, 'ended'
-    return text, status
+        return bytes(text), 'output'
+      if time.monotonic() > deadline:
+        return bytes(text), 'timeout'
+    return bytes(text), status
 
 
 def _isolate() -> list[str]:
@@ -228,9 +251,24 @@ def _end(process: subprocess.Popen, there: socket.socket) -> None:
   process.wait()
 
 
-def _close_session(box: Sandbox, pid: int, descriptors: tuple[int, ...]) -> None:
+def _close_session(worker: socket.socket, pid: int, descriptors: tuple[int, ...]) -> None:
+  """Has the worker kill an interpreter.
+
+  The garbage collector may call this in any thread, at any line: also in one that holds
+  the lock and awaits an answer. So there is no lock here, and no answer.
+  """
   _close_all(descriptors)
-  box._kill(pid)
+  # Where the worker has ended, so has the interpreter; the next has its own numbers.
+  with contextlib.suppress(OSError):
+    worker.send(json.dumps({'kill': pid}).encode())
+
+
+def _read(descriptor: int, size: int) -> bytes | None:
+  """Reads what there is; None where there is nothing yet, b'' where nothing can come."""
+  try:
+    return os.read(descriptor, size)
+  except BlockingIOError:
+    return None
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

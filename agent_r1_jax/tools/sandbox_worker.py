@@ -5,7 +5,7 @@ imports the package, so that nothing of the trainer is in its memory or in that 
 interpreters that it forks. Requests come over a Unix socket, one JSON object each:
 
   {"fork": {...limits}} with three descriptors: code, output, done  -> {"pid": n}
-  {"kill": pid}                                                     -> {"status": n}
+  {"kill": pid}                                                     -> nothing
 
 A forked interpreter reads cells of code (a length of 4 bytes, then UTF-8), writes what
 they print to `output`, and after each of them one byte to `done`: b'0' where it returned
@@ -94,18 +94,14 @@ def main(descriptor: int) -> None:
         server.close()
         _run_interpreter(descriptors, request['fork'])
       children.add(pid)
-      answer = {'pid': pid}
-    else:
-      status = None
-      # Nobody else's: a number may belong to another process when its own has ended.
-      if (pid := request['kill']) in children:
-        children.remove(pid)
-        os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-      answer = {'status': status}
-    for descriptor in descriptors:
-      os.close(descriptor)
-    server.sendall(json.dumps(answer).encode())
+      for descriptor in descriptors:
+        os.close(descriptor)
+      server.sendall(json.dumps({'pid': pid}).encode())
+    # Nobody else's: a number may belong to another process when its own has ended.
+    elif (pid := request['kill']) in children:
+      children.remove(pid)
+      os.kill(pid, signal.SIGKILL)
+      os.waitpid(pid, 0)
 
 
 def find_missing_layers() -> list[str]:
