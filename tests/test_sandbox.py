@@ -69,6 +69,10 @@ class TestSession:
     code = 'import json, decimal, collections, datetime, zoneinfo, threading, re\n1'
     assert _run(box, code)[:2] == ('1\n', 'ok')
 
+  def test_its_main_module_has_what_it_defines(self, box):
+    code = 'import pickle\nclass A: x = 5\npickle.loads(pickle.dumps(A())).x'
+    assert _run(box, code)[:2] == ('5\n', 'ok')
+
   def test_a_thread_runs(self, box):
     code = 'import threading\nt = threading.Thread(target=print, args=(3,))\n'
     code += 't.start()\nt.join()'

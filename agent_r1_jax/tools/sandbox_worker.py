@@ -25,6 +25,7 @@ import struct
 import sys
 import sysconfig
 import traceback
+import types
 
 # Bits of Landlock's access rights (linux/landlock.h), by the first version of the
 # interface that knows them. A right that is handled and not granted is denied.
@@ -254,7 +255,10 @@ def _run_interpreter(descriptors: list[int], limits: dict) -> None:
 
 
 def _run_cells(code: int, done: int) -> None:
-  names = {'__name__': '__main__', '__builtins__': __builtins__}
+  # Pickle, dataclasses and unittest look there for what a cell defines.
+  module = sys.modules['__main__'] = types.ModuleType('__main__')
+  names = module.__dict__
+  names['__builtins__'] = __builtins__
   while header := _read_exactly(code, 4):
     cell = _read_exactly(code, struct.unpack('>I', header)[0])
     raised = _run_cell(cell.decode(), names)
