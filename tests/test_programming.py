@@ -94,6 +94,27 @@ def test_right_and_wrong_programs(tmp_path, row):
     assert judge(row['canonical_solution']) is None
 
 
+HONEST = {
+  'from the future': 'from __future__ import annotations\n{}',
+  'a script too': '{}\nif __name__ == "__main__":\n  print(double(input()))',
+  'names of the judge': '_values = _objects = _json = _args = _before = 0\n{}',
+  'names of builtins': 'list = sum = str = print = globals = None\n{}',
+  'a dataclass': (
+    'from __future__ import annotations\nimport dataclasses\n'
+    '@dataclasses.dataclass\nclass P:\n  x: int\n{}'
+  ),
+  'prints': 'print("a", end="")\n{}',
+}
+
+
+@pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
+@pytest.mark.parametrize('name', HONEST)
+def test_an_honest_program_passes(tmp_path, row, name):
+  (task,) = _load(tmp_path, row)
+  program = HONEST[name].format('def double(x):\n  return x + x')
+  assert programming.run_tests(program, task.answer) is None
+
+
 CHEATS = {
   'it exits with 0': 'import sys\nsys.exit(0)',
   'it ends the process': 'import os\nos._exit(0)',
@@ -137,6 +158,13 @@ CHEATS = {
 def test_a_cheat_fails(tmp_path, row, name):
   (task,) = _load(tmp_path, row)
   assert programming.run_tests(CHEATS[name], task.answer) is not None
+
+
+def test_a_message_of_a_test_that_cannot_be_printed(tmp_path):
+  test = 'assert double(2) == 4, ("wrong", double(2))'
+  (task,) = _load(tmp_path, MBPP | {'test_list': [test]})
+  program = 'def double(x):\n  return 10 ** 5000'
+  assert programming.run_tests(program, task.answer) == 'a test failed'
 
 
 async def _play(judge, tmp_path, reply):

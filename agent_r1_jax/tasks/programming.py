@@ -177,7 +177,7 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
   entry, prompt = answer['entry_point'], answer['prompt']
   with _sandbox().open_session() as session:
     try:
-      remote = _Program(session, _complete(program, prompt, entry))
+      remote = _Program(session, _split(program, prompt, entry))
       if entry not in remote.names:
         return f'there is no function {entry}'
       scope: dict[str, Any] = {}
@@ -194,10 +194,17 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
       for test in answer['tests']:
         exec(test, scope)
     except AssertionError as error:
-      return f'a test failed: {error}'.rstrip(': ')
+      return f'a test failed: {_describe(error)}'.rstrip(': ')
     except Exception as error:
-      return f'{type(error).__name__}: {error}'
+      return f'{type(error).__name__}: {_describe(error)}'
   return None
+
+
+def _describe(error: Exception) -> str:
+  try:
+    return f'{error}'
+  except Exception:  # Such as of a number of too many digits.
+    return ''
 
 
 def _find_tested_name(test: str) -> str:
@@ -207,13 +214,16 @@ def _find_tested_name(test: str) -> str:
   return next((name for name in names if name not in dir(builtins)), names[0])
 
 
-def _complete(program: str, prompt: str, entry: str) -> str:
-  """Puts the prompt before a program: its imports and helpers may be needed."""
+def _split(program: str, prompt: str, entry: str) -> list[str]:
+  """Returns what is run, in turn: the prompt, whose helpers may be needed; the program.
+
+  A program may begin with an import of __future__, so it is a text of its own.
+  """
   if not prompt:
-    return program
+    return [program]
   if not re.search(rf'^(async\s+)?def\s+{entry}\b', program, re.MULTILINE):
-    return prompt + program
-  return f'{_finish_prompt(prompt)}\n\n{program}'
+    return [prompt + program]
+  return [_finish_prompt(prompt), program]
 
 
 def _finish_prompt(prompt: str) -> str:
@@ -228,19 +238,29 @@ class _Program:
     names: Names that it defines or imports.
   """
 
-  def __init__(self, session: sandbox.Session, program: str):
-    """Runs the program's own code once.
+  def __init__(self, session: sandbox.Session, texts: list[str]):
+    """Runs the program's own code once, as a module that is imported.
 
     Raises:
       ProgramError: It raised or ended.
     """
     self._session = session
+    # Of names that no program has for something of its own.
     self._run(
-      'import json as _json\n_objects, _values = [], {}\n'
-      f'exec({_source()!r}, _values)\n_before = {{"_before", *globals()}}'
+      '_judge_values = {}\n'
+      f'exec({_source()!r}, _judge_values)\n'
+      'import json, sys\n'
+      '_judge_values |= {"json": json, "print": print, "objects": []}\n'
+      '_judge_values["globals"] = globals\n'
+      '__name__, sys.modules["program"] = "program", sys.modules["__main__"]\n'
+      'del json, sys\n'
+      '_judge_values["before"] = {*globals()}'
     )
-    self._run(program)
-    self.names = self._run_for_json('[n for n in globals() if n not in _before]')
+    for text in texts:
+      self._run(text)
+    self.names = self._run_for_json(
+      '[n for n in _judge_values["globals"]() if n not in _judge_values["before"]]'
+    )
 
   def function(self, name: str) -> Callable[..., Any]:
     """Returns a function that calls the program's of that name.
@@ -252,9 +272,13 @@ class _Program:
       data = json.dumps(plain_values.encode((args, kwargs), objects := []))
       if objects:
         raise ProgramError(f'{name} cannot be given {objects[0]!r:.100}')
-      self._run(f'_args, _kwargs = _values["decode"](_json.loads({data!r}), _objects)')
+      self._run(
+        '_judge_values["given"] = _judge_values["decode"]('
+        f'_judge_values["json"].loads({data!r}), _judge_values["objects"])'
+      )
       found = self._run_for_json(
-        f'_values["encode"]({name}(*_args, **_kwargs), _objects)'
+        f'_judge_values["encode"]({name}(*_judge_values["given"][0], '
+        '**_judge_values["given"][1]), _judge_values["objects"])'
       )
       try:
         return plain_values.decode(found)
@@ -265,7 +289,9 @@ class _Program:
 
   def _run_for_json(self, expression: str) -> Any:
     """The value of an expression, from the last line that is printed."""
-    text = self._run(f"print('\\n' + _json.dumps({expression}))")
+    text = self._run(
+      f'_judge_values["print"]("\\n" + _judge_values["json"].dumps({expression}))'
+    )
     try:
       return json.loads(text.rstrip('\n').rpartition('\n')[2])
     except (ValueError, RecursionError) as error:
