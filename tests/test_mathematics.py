@@ -1,6 +1,8 @@
 """Mathematics: the layouts of GSM8K and MATH, grading, and a run on the real rows."""
 
 import json
+import subprocess
+import sys
 
 import graders
 import pytest
@@ -118,6 +120,15 @@ async def test_an_episode_is_graded_in_a_process():
   assert [reward for reward, _ in (right, wrong, silent)] == [1.0, 0.0, 0.0]
   assert [metrics['answered'] for _, metrics in (right, wrong, silent)] == [1, 1, 0]
   assert not any(metrics['grading_failed'] for _, metrics in (right, wrong, silent))
+
+
+def test_a_lower_limit_of_memory_is_kept():
+  code = (
+    'import resource\nfrom agent_r1_jax.tasks import mathematics\n'
+    'resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n'
+    'assert mathematics.is_equal_in_limits("1/2", "0.5")'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize('function', ['hang', 'leave'])

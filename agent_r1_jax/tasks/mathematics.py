@@ -158,7 +158,8 @@ class Grader:
 def is_equal_in_limits(answer: str, golden: str) -> bool:
   """Calls `is_equal` in a process that may not allocate more than 4 GiB."""
   _, hard = resource.getrlimit(resource.RLIMIT_AS)
-  resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, hard))
+  limit = _MAX_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_BYTES, hard)
+  resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
   return is_equal(answer, golden)
 
 
