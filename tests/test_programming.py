@@ -191,6 +191,13 @@ async def test_a_program_that_never_ends_has_failed(tmp_path, monkeypatch):
   assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 1.0)
 
 
+async def test_a_program_that_ends_the_judge_has_failed(tmp_path, monkeypatch):
+  monkeypatch.setattr(programming, 'run_tests', graders.leave)
+  judge = programming.Judge(seconds=60.0, processes=1)
+  reward, metrics = await _play(judge, tmp_path, '```python\nx = 1\n```')
+  assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 0.0)
+
+
 class TestPlainValues:
   """What crosses between the judge and the program."""
 

@@ -145,7 +145,11 @@ class Judge:
     return (await self.metrics(task, messages))['passed']
 
   async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
-    """Returns passed, answered (there was a program), and late (it took too long)."""
+    """Returns passed, answered (there was a program), and late (it took too long).
+
+    A program by which the judge's own process ends, such as for want of memory, has
+    failed: else an agent could escape its reward by it.
+    """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
     program = extract_program(replies[-1]) if replies else None
     found = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
@@ -155,6 +159,8 @@ class Judge:
       found['passed'] = float(await self._run_tests(program, task.answer) is None)
     except TimeoutError:
       found['late'] = 1.0
+    except isolated.LostError:
+      pass
     return found
 
 
