@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
@@ -184,7 +185,7 @@ class TestFailure:
     def broken(*args, **kwargs):
       raise MemoryError('out of device memory')
 
-    monkeypatch.setattr(state_lib, name, broken)
+    monkeypatch.setattr(programs_lib, name, broken)
     with pytest.raises(MemoryError, match='out of device memory'):
       tiny.within(engine.run, [clients.play(engine, n) for n in range(12, 16)])
 
