@@ -37,14 +37,6 @@ _SURROGATES = {
 }
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compiler():
-  """Compiling would take most of the time, and the programs run a few times only."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 @pytest.fixture
 def bare(monkeypatch):
   """Replaces the model: its token stats are the parameters themselves."""

@@ -20,14 +20,6 @@ from agent_r1_jax.rl import algorithms, credit, learner, optimizers, updates
 _ALL = tuple(families.TARGETS)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compiler():
-  """Most of the time goes into compiling what runs a few times only."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 def _adapted(params, *, zero=False, targets=_ALL, rank=3):
   """With adapters; unless `zero`, B is drawn too."""
   params = lora.add(params, rank, targets, 6.0, jax.random.key(7))

@@ -29,14 +29,6 @@ _MESSAGES = (
 )
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compiler():
-  """Most of the time goes into compiling what runs a few times only."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 @pytest.fixture(scope='module')
 def chat(tmp_path_factory):
   directory = tmp_path_factory.mktemp('tokenizer')
