@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import plain
 import pytest
-import test_learner
 
 from agent_r1_jax import types
 from agent_r1_jax.rl import advantages, algorithms, correction, credit, packing
@@ -16,7 +15,6 @@ from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
 _PPO = algorithms.ppo(gamma=0.9, lam=0.8, kl_coef=0.05)
-quick_compiler = test_learner.quick_compiler
 
 
 def _counting(taken):

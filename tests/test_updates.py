@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import plain
 import pytest
-import test_learner
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
@@ -22,7 +21,6 @@ _SGD, _ADAM = optax.sgd(0.1), optax.adam(1e-2)
 _PPO = algorithms.ppo(
   kl=kl_lib.InReward(0.05, control=kl_lib.adaptive(target=0.5, horizon=10))
 )
-quick_compiler = test_learner.quick_compiler
 
 
 @pytest.fixture(scope='module', autouse=True)
