@@ -254,6 +254,31 @@ class Schedule:
 
 
 @dataclasses.dataclass
+class Curriculum:
+  """Which tasks are drawn for training; see train/curriculum.py.
+
+  Attributes:
+    weight: 'uniform' draws all tasks in shuffled epochs. 'variance' draws a task in
+      proportion to the variance of the rewards in its last groups, so that tasks that are
+      always or never solved rest.
+    by: Fields of Task.info, separated by commas. Tasks that agree in them share their
+      variance; where it is empty, each task has its own.
+    uniform_share: With 'variance', the share of tasks that are drawn uniformly.
+  """
+
+  weight: str = 'uniform'
+  by: str = ''
+  uniform_share: float = 0.25
+
+  def check(self) -> None:
+    """Raises ValueError for a wrong value; the message names the field."""
+    choices = {'weight': ('uniform', 'variance')}
+    fields.check(self, 'curriculum', share=('uniform_share',), choices=choices)
+    if self.by and self.weight == 'uniform':
+      raise ValueError("curriculum.by is read with curriculum.weight='variance' only.")
+
+
+@dataclasses.dataclass
 class Batch:
   """Sizes of the batches that gradients are computed of; chosen where they are 0.
 
@@ -391,6 +416,7 @@ class Config:
     evaluation: How the tokens of evaluations are chosen; greedy by default.
     engine: Sizes of the engine's programs.
     schedule: How much is played and learned from, and in which order.
+    curriculum: Which tasks are drawn for training.
     batch: Sizes of the batches that gradients are computed of.
     optimizer: The optimizer of policy and critic.
     mesh: Over which chips the work is split.
@@ -410,6 +436,7 @@ class Config:
   evaluation: Sampling = _default(lambda: Sampling(temperature=0.0))
   engine: Engine = _default(Engine)
   schedule: Schedule = _default(Schedule)
+  curriculum: Curriculum = _default(Curriculum)
   batch: Batch = _default(Batch)
   optimizer: Optimizer = _default(Optimizer)
   mesh: Mesh = _default(Mesh)

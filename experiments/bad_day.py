@@ -30,9 +30,10 @@ import time
 
 from absl import app, flags
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.host import preemption
 from agent_r1_jax.report import metrics
-from agent_r1_jax.train import groups
+from agent_r1_jax.train import curriculum
 from experiments import bad_day_faults
 from experiments.miniwiki import tasks as miniwiki
 
@@ -276,12 +277,10 @@ def differences(workdir: pathlib.Path, expected: pathlib.Path) -> list[str]:
 def expected_errors(workdir: pathlib.Path) -> int:
   """Episodes of a visible run whose reset or reward has a fault."""
   config = json.loads((workdir / 'config.json').read_text())
-  tasks = groups.sample_tasks(
-    miniwiki.train_tasks(0, 512),
-    0,
-    config['schedule']['steps'] * config['schedule']['tasks'],
-    config['seed'],
+  sampler = curriculum.TaskSampler(
+    config_lib.Curriculum(), miniwiki.train_tasks(0, 512), seed=config['seed']
   )
+  tasks = sampler.start_rollout(config['schedule']['steps'] * config['schedule']['tasks'])
   places = [bad_day_faults.fault_of(task)[0] for task in tasks]
   return config['schedule']['samples'] * sum(
     place in ('reset', 'reward') for place in places

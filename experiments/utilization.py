@@ -121,18 +121,25 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   playing: dict[str, Any] = {'make_env': Once, 'limits': config_lib.Limits(1, _LONGEST)}
   with engine.open():
     rollouts = schedule.Schedule(
-      config, tasks, engine, chat, run_log, rollout.ON_POLICY, **playing
+      config,
+      tasks,
+      engine,
+      chat,
+      run_log,
+      rollout.ON_POLICY,
+      curriculum=config_lib.Curriculum(),
+      **playing,
     )
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled
-      train_state, found, drawn = rollouts.next_groups(train_state, plan)
+      train_state, found, draws = rollouts.next_groups(train_state, plan)
       ages += [train_state.step - t.policy_steps for group in found for t in group]
       time.sleep(seconds)
       train_state = dataclasses.replace(train_state, step=train_state.step + 1)
       if not plan.syncs_before_update:
         train_state = updates.sync_sampler(train_state, plan)
-      position.advance({}, drawn)
+      position.advance({}, draws)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
   tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
   sampling = tokens / (rows * _TOKENS) * _SEGMENT.value / wall

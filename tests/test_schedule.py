@@ -12,6 +12,7 @@ import pytest
 import test_train
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica
@@ -19,7 +20,7 @@ from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import groups, journal, loop, rollout, setup
+from agent_r1_jax.train import curriculum, journal, loop, rollout, setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
@@ -53,6 +54,10 @@ def whole(model, tmp_path_factory):
   return _run(model, workdir, learned), workdir, learned
 
 
+def _sampler(tasks, seed):
+  return curriculum.TaskSampler(config_lib.Curriculum(), tasks, seed=seed)
+
+
 class TestOneStepOffPolicy:
   def test_each_rollout_is_of_the_policy_before_the_last_update(self, whole):
     _, workdir, learned = whole
@@ -72,9 +77,10 @@ class TestOneStepOffPolicy:
     engine.warm_up()
     plan, train_state = setup.make_plan(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
+    sampler = _sampler(test_train._tasks(), config.seed)
     for step in range(4):
       engine.sync_weights(jax.device_put(policies[max(0, step - 1)]), max(0, step - 1))
-      chosen = groups.sample_tasks(test_train._tasks(), step * 2, 2, config.seed)
+      chosen = sampler.start_rollout(2)
       played = rollout.collect(
         engine,
         chat,
@@ -232,7 +238,7 @@ class TestEvaluationBesideRollouts:
     ended, held, learned = threading.Event(), [], []
     evaluated, policies = [], [jax.tree.map(np.array, weights.load(model)[1])]
     tasks = test_train._tasks(4)
-    first = {t.id for t in groups.sample_tasks(tasks, 0, 2, 0)}
+    first = {t.id for t in _sampler(tasks, 0).start_rollout(2)}
     evals = {'dev': [dataclasses.replace(t, id=f'dev {t.id}') for t in tasks[:2]]}
 
     class Waits(env_lib.ToolEnv):

@@ -315,9 +315,8 @@ class TestRun:
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(train_state.checkpoint_arrays(plan))
-    assert (
-      host['position']['tasks_drawn'] == 4 and host['train_state']['step'] == step == 2
-    )
+    assert host['position']['draws']['count'] == 4
+    assert host['train_state']['step'] == step == 2
     assert {name: int(state.step) for name, state in arrays.items()} == {
       'policy': 4,
       'critic': 4,
@@ -329,7 +328,7 @@ class TestRun:
     config = _config(model, steps=20, samples=8, learning_rate=1e-2, eval_every=0)
     _run(config, tmp_path, evals=None)
     rewards = [line['rollout/reward'] for line in metrics.read(tmp_path)]
-    assert np.mean(rewards[:3]) < 0.5
+    assert rewards[0] < 0.5  # Before the first update.
     assert np.mean(rewards[-3:]) > 0.85
 
 

@@ -1,4 +1,4 @@
-"""Groups of episodes: the tasks that a step draws, and the episodes it can learn from."""
+"""Groups of episodes: those of a step, and those that it can learn from."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,54 +10,39 @@ from agent_r1_jax.rl import table
 Group = list[types.Trajectory]
 
 
-def sample_tasks(
-  tasks: Sequence[types.Task], start: int, n: int, seed: int
-) -> list[types.Task]:
-  """Returns tasks start, ..., start + n - 1 of an endless run of shuffled epochs."""
-  chosen, epoch, order = [], -1, []
-  for i in range(start, start + n):
-    if i // len(tasks) != epoch:
-      epoch = i // len(tasks)
-      order = np.random.default_rng([seed, epoch]).permutation(len(tasks)).tolist()
-    chosen.append(tasks[order[i % len(tasks)]])
-  return chosen
-
-
 def collect_groups(
-  collect: Callable[..., list[types.Trajectory]],
-  draw_tasks: Callable[[int, int], list[types.Task]],
+  collect: Callable[[int, int], list[types.Trajectory]],
   *,
   n: int,
   samples: int,
   max_refills: int,
-) -> tuple[list[Group], int]:
+) -> list[Group]:
   """Collects the groups of a step; plays more tasks in place of tied groups (DAPO).
 
   Args:
-    collect: (tasks, refill) -> trajectories; those of one task stand side by side.
-    draw_tasks: (start, n) -> the n tasks after this step's first `start`.
+    collect: (n, refill) -> the trajectories of n tasks; those of one task stand side by
+      side. The first call has refill 0.
     n: How many groups are wanted whose rewards are not all equal.
     samples: How many episodes of each task are played.
     max_refills: How many more rollouts may be played.
 
   Returns:
-    All groups, tied ones included, and how many tasks were drawn.
+    All groups, tied ones included.
   """
   groups: list[Group] = []
-  untied, drawn = 0, 0
+  untied = 0
   for refill in range(max_refills + 1):
     missing = n - untied
     if not missing:
       break
-    played = collect(draw_tasks(drawn, missing), refill)
-    drawn += missing
+    played = collect(missing, refill)
     new = [played[i : i + samples] for i in range(0, len(played), samples)]
     for number, group in enumerate(new, start=len(groups)):
       for trajectory in group:
         trajectory.group = number
     groups += new
     untied += sum(not is_tied(group) for group in new)
-  return groups, drawn
+  return groups
 
 
 def select_usable(

@@ -17,6 +17,7 @@ from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import viewer
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import updates
+from agent_r1_jax.train import curriculum
 from agent_r1_jax.train import spool as spool_lib
 
 
@@ -26,14 +27,14 @@ class Position:
 
   Attributes:
     step: How many rollouts were learned from.
-    tasks_drawn: How many tasks were drawn.
+    draws: Which tasks were drawn.
     written: The last step whose line is in metrics.jsonl; the first line is of step 0.
     unwritten: The metrics of `step` that are not in metrics.jsonl yet, because its
       evaluation is missing; values are text, as JSON has no NaN and no infinity.
   """
 
   step: int = 0
-  tasks_drawn: int = 0
+  draws: curriculum.Draws = dataclasses.field(default_factory=curriculum.Draws)
   written: int = -1
   unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -42,10 +43,10 @@ class Position:
     """Whether nothing has been written or learned yet."""
     return self.written < 0 and not self.unwritten
 
-  def advance(self, metrics: Mapping[str, float], tasks_drawn: int):
-    """Counts a step, with its metrics so far and the number of tasks that it drew."""
+  def advance(self, metrics: Mapping[str, float], draws: curriculum.Draws):
+    """Counts a step, with its metrics so far and what has been drawn at its end."""
     self.step += 1
-    self.tasks_drawn += tasks_drawn
+    self.draws = draws
     self.unwritten = {name: repr(float(value)) for name, value in metrics.items()}
 
   def metrics(self) -> dict[str, float]:
@@ -125,7 +126,9 @@ class Journal:
     if restored := self.checkpoints.restore(like=train_state.checkpoint_arrays(plan)):
       _, arrays, host = restored
       train_state = train_state.restore(arrays, host['train_state'])
-      self.position = Position(**host['position'])
+      position = host['position']
+      draws = curriculum.Draws(**position.pop('draws'))
+      self.position = Position(**position, draws=draws)
     else:
       self._check_new()
     self._writer, terminal = None, None

@@ -20,6 +20,7 @@ from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import (
+  curriculum,
   evaluate,
   groups,
   preflight,
@@ -99,7 +100,7 @@ def run(
           seconds = {'time/rollout': clock.lap()}
           learned, table = _learn(job, sample)
           seconds['time/update'] = clock.lap()
-          position.advance(sample.metrics | learned | seconds, sample.tasks_drawn)
+          position.advance(sample.metrics | learned | seconds, sample.draws)
           journal.write_rollout(sample.played, sample.chosen, table)
         metrics = position.metrics()
         if position.step == steps or _is_due(config.schedule.eval_every, position.step):
@@ -134,7 +135,7 @@ class _Sample(NamedTuple):
     baselines: The reward of the greedy episode of each chosen one's task, for algorithms
       that subtract it.
     prefixes: The tokens that the critic alone sees before each chosen one.
-    tasks_drawn: How many tasks were drawn, refills included.
+    draws: What has been drawn so far, for the rollouts under way too.
     metrics: Numbers to log, named 'rollout/...'.
   """
 
@@ -142,7 +143,7 @@ class _Sample(NamedTuple):
   chosen: list[types.Trajectory]
   baselines: list[float] | None
   prefixes: list[np.ndarray] | None
-  tasks_drawn: int
+  draws: curriculum.Draws
   metrics: dict[str, float]
 
 
@@ -150,7 +151,7 @@ def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _
   """Waits for the episodes of the next step and chooses those to learn from."""
   config, algorithm, step = job.config, job.plan.algorithm, job.journal.position.step
   job.watch.phase = 'a rollout'
-  job.train_state, step_groups, tasks_drawn = job.rollouts.next_groups(
+  job.train_state, step_groups, draws = job.rollouts.next_groups(
     job.train_state, job.plan
   )
   played = [t for group in step_groups for t in group]
@@ -174,7 +175,7 @@ def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _
   chosen = [t for group in step_groups for t in group]
   if privileged:
     prefixes = [job.chat.encode_data(privileged(t.task)) for t in chosen]
-  return _Sample(played, chosen, baselines, prefixes, tasks_drawn, metrics)
+  return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
 def _learn(job: setup.Job, sample: _Sample):

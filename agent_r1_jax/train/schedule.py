@@ -14,6 +14,7 @@ episodes, and no token is older than `ahead` + `sync_every` - 1 updates.
 
 import collections
 from collections.abc import Callable, Sequence
+import copy
 import itertools
 from typing import Any
 
@@ -22,6 +23,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
+from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import evaluate, groups, rollout
 from agent_r1_jax.train import journal as journal_lib
 
@@ -38,6 +40,7 @@ class Schedule:
     journal: journal_lib.Journal,
     decoding: rollout.Decoding,
     *,
+    curriculum: config_lib.Curriculum,
     seed: int = 0,
     messages: int | None = None,
     **playing: Any,
@@ -51,11 +54,15 @@ class Schedule:
       chat: Encodes messages with the policy's tokenizer.
       journal: The run's journal, restored.
       decoding: How training rollouts are sampled.
+      curriculum: Which tasks are drawn.
       seed: The run's seed.
       messages: Trajectories of each process whose messages the others get; None: all.
       **playing: The arguments make_env and limits of rollout.start.
     """
-    self._config, self._tasks, self._journal = config, tasks, journal
+    self._config, self._journal = config, journal
+    self._sampler = curriculum_lib.TaskSampler(
+      curriculum, tasks, seed=seed, draws=journal.position.draws
+    )
     self._engine, self._chat, self._playing = engine, chat, playing
     self._decoding, self._seed, self._messages = decoding, seed, messages
     self._started: collections.deque[rollout.Rollout] = collections.deque()
@@ -63,29 +70,28 @@ class Schedule:
 
   def next_groups(
     self, train_state: updates.TrainState, plan: updates.Plan
-  ) -> tuple[updates.TrainState, list[groups.Group], int]:
+  ) -> tuple[updates.TrainState, list[groups.Group], curriculum_lib.Draws]:
     """Waits for the groups of the next step, and starts the rollouts after it.
 
     Returns:
-      The train state, whose sampler is the present policy if
-      plan.syncs_before_update; the groups; and
-      how many tasks were drawn for them.
+      The train state, whose sampler is the present policy if plan.syncs_before_update;
+      the groups; and what has been drawn for them and all rollouts that are under way.
     """
     step = self._journal.position.step
     self._start(
       step if plan.syncs_before_update else step + plan.schedule.ahead, train_state
     )
-    step_groups, drawn = groups.collect_groups(
-      self._played,
-      lambda start, n: self._sample_tasks(self._journal.position.tasks_drawn + start, n),
+    step_groups = groups.collect_groups(
+      self._collect,
       n=self._config.tasks,
       samples=self._config.samples,
       max_refills=self._config.max_refills,
     )
+    self._sampler.finish_rollout(step_groups)
     if plan.syncs_before_update:
       train_state = updates.sync_sampler(train_state, plan)
       self._start(step + plan.schedule.ahead, train_state)
-    return train_state, step_groups, drawn
+    return train_state, step_groups, copy.deepcopy(self._sampler.draws)
 
   def play_greedy(
     self, step_groups: list[groups.Group]
@@ -105,24 +111,24 @@ class Schedule:
 
   def _start(self, last: int, train_state):
     """Starts the rollouts up to step `last`, by the sampler of the train state."""
-    position, config = self._journal.position, self._config
+    config = self._config
     last = min(last, config.steps - 1)
     if self._next > last and not config.partial:
       return
     self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
     while self._next <= last:
-      start = position.tasks_drawn + (self._next - position.step) * config.tasks
-      tasks = self._sample_tasks(start, config.tasks)
+      tasks = self._sampler.start_rollout(config.tasks)
       self._started.append(
         self._play(tasks, journal_lib.rollout_number(config, self._next))
       )
       self._next += 1
 
-  def _played(self, tasks, refill) -> list[types.Trajectory]:
+  def _collect(self, n: int, refill: int) -> list[types.Trajectory]:
+    """Waits for the oldest rollout, or plays n more tasks in its step."""
     if not refill:
       return self._started.popleft().result()
     draw = journal_lib.rollout_number(self._config, self._journal.position.step) + refill
-    return self._play(tasks, draw, 'refill').result()
+    return self._play(self._sampler.refill(n), draw, 'refill').result()
 
   def _play(self, tasks, draw, label='rollout') -> rollout.Rollout:
     config = self._config
@@ -140,9 +146,6 @@ class Schedule:
       on_done=counter(self._journal.progress, label, total),
       **self._playing,
     )
-
-  def _sample_tasks(self, start, n) -> list[types.Task]:
-    return groups.sample_tasks(self._tasks, start, n, self._seed)
 
 
 def counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:

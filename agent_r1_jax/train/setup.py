@@ -111,6 +111,7 @@ def start(
       chat,
       journal,
       sampling,
+      curriculum=config.curriculum,
       seed=config.seed,
       messages=config.log_episodes,
       **playing,

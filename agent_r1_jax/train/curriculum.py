@@ -1,0 +1,142 @@
+"""Which tasks are practised next: shuffled epochs, or more of those still to be learned.
+
+A group of episodes teaches something where its rewards differ. For rewards of 0 and 1 and
+a task that is solved with probability p, their variance is p (1 - p): greatest in the
+middle, and 0 for tasks that are always or never solved.
+"""
+
+import collections
+from collections.abc import Sequence
+import copy
+import dataclasses
+from typing import Any
+
+import grain
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+
+# The weight of the newest variance in the mean of a kind of task.
+_NEWEST = 0.5
+
+
+@dataclasses.dataclass
+class Draws:
+  """What has been drawn so far; a checkpoint keeps it.
+
+  Attributes:
+    count: How many tasks have been drawn.
+    pending: For each rollout that is not learned from yet, oldest first, the places of
+      its tasks in the sequence of all tasks.
+    variances: Kind of task -> moving mean of the variance of the rewards in a group.
+  """
+
+  count: int = 0
+  pending: list[list[int]] = dataclasses.field(default_factory=list)
+  variances: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class TaskSampler:
+  """Draws the tasks of a run's rollouts; equal draws and rewards give equal tasks.
+
+  Attributes:
+    draws: What has been drawn so far.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.Curriculum,
+    tasks: Sequence[types.Task],
+    *,
+    seed: int = 0,
+    draws: Draws | None = None,
+  ):
+    """Goes on where `draws` says.
+
+    Args:
+      config: How tasks are weighted.
+      tasks: The tasks to train on: a list, or anything with a length whose items can be
+        read in any order, such as a grain.MapDataset.
+      seed: The run's seed.
+      draws: The attribute of that name at the start of a step; it is not changed.
+
+    Raises:
+      ValueError: A task has no field of those that curriculum.by names.
+    """
+    self._config, self._tasks, self._seed = config, tasks, seed
+    self.draws = copy.deepcopy(draws or Draws())
+    self._started = 0  # How many of the pending rollouts have been started.
+    places = range(len(tasks))
+    self._shuffled: Any = grain.MapDataset.source(places).seed(seed).shuffle().repeat()
+    if config.weight != 'uniform':
+      self._kinds, self._kind_of = np.unique(
+        [self._kind(task) for task in tasks], return_inverse=True
+      )
+
+  def start_rollout(self, n: int) -> list[types.Task]:
+    """Draws the n tasks of the next rollout.
+
+    After a restart, the rollouts come first that were under way.
+    """
+    pending = self.draws.pending
+    if self._started == len(pending):
+      pending.append(self._draw(n))
+    self._started += 1
+    return [self._tasks[i] for i in pending[self._started - 1]]
+
+  def refill(self, n: int) -> list[types.Task]:
+    """Draws n more tasks for the oldest rollout."""
+    return [self._tasks[i] for i in self._draw(n)]
+
+  def finish_rollout(self, groups: Sequence[Sequence[types.Trajectory]]):
+    """Ends the oldest rollout, and remembers how the rewards of its groups differed."""
+    self.draws.pending.pop(0)
+    self._started -= 1
+    if self._config.weight == 'uniform':
+      return
+    found = collections.defaultdict(list)
+    for group in groups:
+      rewards = [t.reward for t in group if t.status != 'error']
+      if len(rewards) > 1:
+        found[self._kind(group[0].task)].append(np.var(rewards))
+    for kind, variances in found.items():
+      mean = float(np.mean(variances))
+      before = self.draws.variances.get(kind, mean)
+      self.draws.variances[kind] = before + _NEWEST * (mean - before)
+
+  def _draw(self, n: int) -> list[int]:
+    """Returns the places of n tasks."""
+    start = self.draws.count
+    self.draws.count += n
+    if self._config.weight == 'uniform':
+      return [self._shuffled[i] for i in range(start, start + n)]
+    rng = np.random.default_rng([self._seed, start])
+    total = len(self._tasks)
+    return rng.choice(total, n, replace=n > total, p=self._probabilities()).tolist()
+
+  def _probabilities(self) -> np.ndarray:
+    """Returns with which probability each task is drawn, float64 [tasks]."""
+    known = self.draws.variances
+    # Of a kind that has not been played, the mean of the others is expected.
+    expected = np.mean([*known.values()]) if known else 1.0
+    weights = np.array([known.get(kind, expected) for kind in self._kinds.tolist()])
+    weights = weights[self._kind_of]
+    uniform = np.full(len(weights), 1 / len(weights))
+    if not weights.any():
+      return uniform
+    # The uniform share brings back the tasks that rest because their groups were tied.
+    share = self._config.uniform_share
+    return share * uniform + (1 - share) * weights / weights.sum()
+
+  def _kind(self, task: types.Task) -> str:
+    """Returns the kind of a task: its id, or the fields that curriculum.by names."""
+    if not self._config.by:
+      return task.id
+    fields = self._config.by.split(',')
+    if missing := [field for field in fields if field not in task.info]:
+      raise ValueError(
+        f'curriculum.by names {missing[0]!r}, and the info of task {task.id!r} has '
+        f'{", ".join(task.info) or "no fields"}.'
+      )
+    return '/'.join(str(task.info[field]) for field in fields)

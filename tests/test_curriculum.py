@@ -1,0 +1,126 @@
+"""curriculum.py: the order of tasks, and how the rewards so far change it."""
+
+import collections
+import copy
+
+import grain
+import pytest
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.train import curriculum
+
+_VARIANCE = config_lib.Curriculum(weight='variance', uniform_share=0.1)
+
+
+def _tasks(n):
+  levels = ('easy', 'middle', 'hard')
+  return [types.Task(f't{i}', [], info={'level': levels[i % 3]}) for i in range(n)]
+
+
+def _sampler(n=6, config=None, seed=0, draws=None):
+  config = config or config_lib.Curriculum()
+  return curriculum.TaskSampler(config, _tasks(n), seed=seed, draws=draws)
+
+
+def _group(task, rewards):
+  """Trajectories of one task; None is an error."""
+  return [
+    types.Trajectory(
+      *(task, 0, i, [], [types.Turn(0, 0, 1, reward or 0.0)], []),
+      status='error' if reward is None else 'done',
+    )
+    for i, reward in enumerate(rewards)
+  ]
+
+
+# Rewards of a group by the level of its task: always, sometimes and never solved.
+_REWARDS = {'easy': [1, 1], 'middle': [0, 1], 'hard': [0, 0, None]}
+
+
+def _play(sampler, steps, n):
+  """Plays steps whose rewards follow the level; returns how often each was drawn."""
+  levels = collections.Counter()
+  for _ in range(steps):
+    tasks = sampler.start_rollout(n)
+    levels.update(task.info['level'] for task in tasks)
+    sampler.finish_rollout([_group(t, _REWARDS[t.info['level']]) for t in tasks])
+  return levels
+
+
+def test_every_epoch_is_an_order_of_all_tasks():
+  sampler = _sampler(7, seed=1)
+  seen = [t.id for _ in range(14) for t in sampler.start_rollout(3)]
+  epochs = [tuple(seen[i : i + 7]) for i in range(0, 42, 7)]
+  assert all(sorted(epoch) == [t.id for t in _tasks(7)] for epoch in epochs)
+  assert len(set(epochs)) == 6
+  assert tuple(t.id for t in _sampler(7, seed=2).start_rollout(7)) != epochs[0]
+
+
+def test_more_than_there_are():
+  for config in (None, _VARIANCE):
+    chosen = _sampler(3, config).start_rollout(8)
+    assert len(chosen) == 8 and {t.id for t in chosen} == {'t0', 't1', 't2'}
+
+
+@pytest.mark.parametrize('by', ['', 'level'])
+def test_tasks_whose_groups_are_tied_rest_and_come_back(by):
+  config = config_lib.Curriculum(weight='variance', by=by, uniform_share=0.1)
+  sampler = _sampler(30, config)
+  _play(sampler, 20, 10)  # All have been played by now.
+  levels = _play(sampler, 60, 5)
+  # 90 % and a third of the rest, of 300; less what cannot be drawn twice in a step.
+  assert levels['middle'] > 240
+  assert 0 < levels['easy'] < 40 and 0 < levels['hard'] < 40
+
+
+def test_a_kind_that_becomes_interesting_is_practised_again():
+  config = config_lib.Curriculum(weight='variance', by='level', uniform_share=0.3)
+  sampler = _sampler(30, config)
+  _play(sampler, 5, 10)
+  assert sampler.draws.variances == {'easy': 0, 'middle': 0.25, 'hard': 0}
+  tasks = sampler.start_rollout(10)
+  sampler.finish_rollout([_group(t, [0, 1]) for t in tasks])
+  assert set(sampler.draws.variances.values()) == {0.125, 0.25}
+
+
+@pytest.mark.parametrize('config', [config_lib.Curriculum(), _VARIANCE])
+def test_restored_it_draws_what_an_uninterrupted_one_draws(config):
+  """Two rollouts are under way when the state is kept, and a refill follows."""
+
+  def step(sampler):
+    refill = sampler.refill(1)
+    sampler.finish_rollout([_group(t, _REWARDS[t.info['level']]) for t in _tasks(4)])
+    return refill + sampler.start_rollout(3)
+
+  sampler = _sampler(12, config)
+  begun = sampler.start_rollout(3), sampler.start_rollout(3)
+  step(sampler)
+  draws = copy.deepcopy(sampler.draws)
+  expected = [task.id for _ in range(3) for task in step(sampler)]
+  restored = _sampler(12, config, draws=draws)
+  assert restored.start_rollout(3) == begun[1]
+  restored.start_rollout(3)
+  assert [task.id for _ in range(3) for task in step(restored)] == expected
+  assert len(draws.pending) == 2  # Not changed by the sampler that went on.
+
+
+def test_tasks_are_read_when_they_are_drawn():
+  read = []
+
+  def make(i):
+    read.append(i)
+    return types.Task(str(i), [])
+
+  tasks = grain.MapDataset.source(range(1000)).map(make)
+  drawn = curriculum.TaskSampler(config_lib.Curriculum(), tasks).start_rollout(4)
+  assert [int(t.id) for t in drawn] == read and len(read) == 4
+
+
+def test_what_is_refused():
+  config = config_lib.Curriculum(weight='variance', by='hops')
+  with pytest.raises(ValueError, match="'hops'.*'t0' has level"):
+    _sampler(3, config)
+  for wrong in ({'weight': 'hard'}, {'by': 'level'}, {'uniform_share': 0.0}):
+    with pytest.raises(ValueError, match='curriculum'):
+      config_lib.Curriculum(**wrong).check()
