@@ -224,10 +224,10 @@ def real_bench(config: config_lib.Config) -> Bench:
   data = pathlib.Path(_DATA.value)
   passages, tasks, held = {}, [], {}
   for name in ('hotpotqa', '2wikimultihopqa', 'musique'):
-    corpus, questions = qa_data.find(data / name)
+    corpus, _ = qa_data.find(data / name)
     for document in documents.read_corpus(corpus):
       passages.setdefault((document.title, document.text), document)
-    rows = qa_data.jsonl(questions)
+    rows = list(qa_data.read_questions(data / name))
     held[name], rest = demos.split(rows, _QUESTIONS.value, seed=0)
     tasks += [] if name == 'musique' else rest
   corpus = list(passages.values())

@@ -40,9 +40,9 @@ def test_the_forms_of_a_corpus(tmp_path, content):
     (b'', 'holds no rows'),
     (b' \n \n', 'holds no rows'),
     (b'[]', 'holds no rows'),
-    (LINE + b'\n{"id": "b"', r'row 2: no JSON'),
+    (LINE + b'\n{"id": "b"', r'row 2: cannot be read'),
     (LINE + b'\n"text"\n', r'row 2: expected a JSON object'),
-    (LINE + b'\n' + LINE.replace(b'Oslo', b'\xff'), r'row 2: no JSON'),
+    (LINE + b'\n' + LINE.replace(b'Oslo', b'\xff'), r'row 2: cannot be read'),
     (LINE + b'\n\n{"id": "b", "title": "B"}', r"row 3: 'text' is missing among \['id'"),
     (b'{"id": "b", "title": 3, "text": "t"}', r"row 1: 'title' is 3; give a text"),
     (b'{"id": "b", "title": "B", "text": " "}', r"row 1: 'text' is ' '"),
@@ -75,5 +75,5 @@ def test_render():
 def test_a_row_that_is_too_deep_is_named(tmp_path):
   path = tmp_path / 'rows.jsonl'
   path.write_text('{"id": "1"}\n' + '[' * 100_000 + ']' * 100_000 + '\n')
-  with pytest.raises(ValueError, match=r'rows\.jsonl: row 2: no JSON'):
+  with pytest.raises(ValueError, match=r'rows\.jsonl: row 2: cannot be read'):
     list(documents.read_rows(path))

@@ -420,7 +420,8 @@ def test_official_files_end_as_what_data_takes(name, project, tmp_path, capsys):
   assert f'launch/local.sh hotpotqa.search --data={folder}' in said
 
   corpus, questions = qa_data.find(folder)
-  tasks = qa_data.jsonl(questions) + qa_data.jsonl(folder / 'dev.jsonl.gz')
+  tasks = [t for s in ('train', 'dev') for t in qa_data.read_questions(folder, s)]
+  assert tasks == qa_data.jsonl(questions) + qa_data.jsonl(folder / 'dev.jsonl.gz')
   (tmp_path / 'official').write_bytes(
     _lines({'hotpotqa': HOTPOT, '2wikimultihopqa': TWO_WIKI, 'musique': MUSIQUE}[name])
   )

@@ -115,6 +115,58 @@ def test_musique(tmp_path):
 
 
 @pytest.mark.parametrize(
+  ('name', 'text', 'ids', 'answers'),
+  [
+    (
+      'NQ-open.dev.jsonl',
+      '{"question": "who?", "answer": ["Ann", "Bo"]}\n\n{"question": "b", "answer": "c"}',
+      ['1', '3'],
+      [['Ann', 'Bo'], ['c']],
+    ),
+    (
+      'wikipedia-dev.json',
+      '{\n"Data": [{"Question": "who?", "QuestionId": "tc_1", "Answer": {"Value": "Ann",'
+      ' "Aliases": ["Annie", "Ann"], "NormalizedAliases": ["ann"]}}],\n"Domain": "Web"}',
+      ['tc_1'],
+      [['Ann', 'Annie']],
+    ),
+    (
+      'popqa.tsv',
+      'id\tprop\tquestion\tpossible_answers\n'
+      '42\tcapital\twho?\t"[""Ann"", ""the \\""A\\""""]"\n',
+      ['42'],
+      [['Ann', 'the "A"']],
+    ),
+    ('bamboogle.csv', 'Question,Answer\nwho?,"Ann, Bo"\n', ['1'], [['Ann, Bo']]),
+  ],
+)
+@pytest.mark.parametrize('gzipped', [False, True])
+def test_data_sets_to_evaluate(tmp_path, name, text, ids, answers, gzipped):
+  path = tmp_path / (name + '.gz' * gzipped)
+  path.write_bytes(gzip.compress(text.encode()) if gzipped else text.encode())
+  tasks = qa_data.load(path)
+  assert [task.id for task in tasks] == ids
+  assert [task.answer for task in tasks] == answers
+  assert tasks[0].messages == [{'role': 'user', 'content': 'who?'}]
+
+
+@pytest.mark.parametrize(
+  ('name', 'text', 'message'),
+  [
+    ('a.tsv', 'id\tquestion\tpossible_answers\n1\tq\tAnn\n', "'possible_answers' is"),
+    ('a.json', '[{"Question": "q", "QuestionId": "1"}]', "'Answer' is missing"),
+    ('a.csv', 'Question,Answer\nq\n', "row 1: 'Answer' is None"),
+    ('a.json', '{\n"Version": 1}', 'a list "Data" was expected'),
+    ('a.csv', 'Question,Answer\n', 'holds no rows'),
+  ],
+)
+def test_a_broken_row_of_theirs_is_named(tmp_path, name, text, message):
+  (tmp_path / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
+    qa_data.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
   ('rows', 'message'),
   [
     (
@@ -176,7 +228,9 @@ folder = pathlib.Path(sys.argv[1])
 files = {'train': folder / 'train.jsonl', 'test': folder / 'musique.jsonl'}
 built = qa_tfds.write(files, folder / 'tfds', name='small')
 for split, path in files.items():
-  assert qa_tfds.read(built, split) == qa_data.load(path), split
+  assert list(qa_tfds.read(built, split)) == qa_data.load(path), split
+assert qa_tfds.find(folder / 'tfds') == built and qa_tfds.find(folder) is None
+assert list(qa_data.read_questions(folder / 'tfds', 'test')) == qa_data.load(path)
 tenth = qa_tfds.read(built, 'train[20%:30%]')
 assert [task.id for task in tenth] == ['10', '11', '12', '13', '14']
 assert 'tensorflow' not in sys.modules

@@ -4,10 +4,13 @@ A retriever is any object with `search(queries, k)`: BM25, Dense, or one's own.
 """
 
 from collections.abc import Iterator, Sequence
+import csv
 import dataclasses
 import gzip
+import io
 import json
 import os
+import pathlib
 import re
 from typing import NamedTuple, Protocol
 import unicodedata
@@ -15,6 +18,8 @@ import zlib
 
 # How Search-R1 shows passages to the policy, with a space before every name.
 PASSAGE = 'Doc {rank} (Title: {title}) {text}'
+
+_DELIMITERS = {'.csv': ',', '.tsv': '\t'}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +109,9 @@ def wrong_field(where: str, row: dict, name: str, wanted: str) -> ValueError:
 def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
   """Yields ('<path>: row <n>', row) for JSON lines or one JSON array, gzipped or plain.
 
-  Rows count from 1; in JSON lines they are the lines of the file.
+  A JSON object with a list `Data` (TriviaQA) is read as that list. A file that is named
+  *.csv or *.tsv has a header, which names the fields. Rows count from 1; in JSON lines
+  they are the lines of the file.
 
   Raises:
     ValueError: A row is no JSON object, or the file is damaged or has no rows.
@@ -124,9 +131,16 @@ def _numbered(path):
   number = 1
   try:
     with _open(path) as file:
+      suffix = pathlib.Path(str(path).removesuffix('.gz')).suffix
+      if delimiter := _DELIMITERS.get(suffix):
+        text = io.TextIOWrapper(file, 'utf-8', newline='')
+        yield from enumerate(csv.DictReader(text, delimiter=delimiter), 1)
+        return
       for number, line in enumerate(file, 1):
-        if line.lstrip().startswith(b'[') and number == 1:
+        if number == 1 and line.lstrip().startswith(b'['):
           yield from enumerate(json.loads(line + file.read()), 1)
+        elif number == 1 and line.strip() == b'{':
+          yield from enumerate(_data_of(json.loads(line + file.read())), 1)
         elif line.strip():
           yield number, json.loads(line)
   except FileNotFoundError:
@@ -137,10 +151,17 @@ def _numbered(path):
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error
   # json's errors, for instance a row nested too deep, or bytes that are not UTF-8.
-  except (ValueError, RecursionError) as error:
+  except (ValueError, RecursionError, csv.Error) as error:
     raise ValueError(
-      f'{path}: row {number}: no JSON: {error}; mend or drop it'
+      f'{path}: row {number}: cannot be read: {error}; mend or drop it'
     ) from error
+
+
+def _data_of(value):
+  """Returns the rows of a file that is one JSON object."""
+  if not isinstance(value.get('Data'), list):
+    raise ValueError(f'one object of {sorted(value)}; a list "Data" was expected')
+  return value['Data']
 
 
 def _open(path):

@@ -3,8 +3,8 @@
 The folder gets `corpus.jsonl.gz` (the paragraphs of all rows, each once: id, title, text)
 and a file of questions for each official file (`train.jsonl.gz`, `dev.jsonl.gz`: id,
 question, golden_answers, type, level, supporting_titles, supporting_ids, origin, and what
-else the official row says). `qa_data.jsonl` reads the questions as the tasks that
-`qa_data.load` reads from the official file.
+else the official row says), and these files as a TFDS data set. From it
+`qa_data.read_questions` reads the tasks that `qa_data.load` reads from the official file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ import gzip
 import json
 import os
 import pathlib
+import shutil
 from typing import Any, NamedTuple
 
 from agent_r1_jax.retrieval import documents
@@ -53,6 +54,8 @@ def convert(
   Raises:
     ValueError: A file is damaged or empty, or more than 1 in 100 of its rows are broken.
   """
+  from agent_r1_jax.tasks import qa_tfds  # Slow to import.
+
   directory = pathlib.Path(directory)
   corpus: dict[tuple[str, str], str] = {}
   counts, broken = {}, []
@@ -68,6 +71,9 @@ def convert(
       )
     counts[split] = _write(directory / f'{split}.jsonl.gz', rows)
     broken += left_out
+  shutil.rmtree(directory / qa_tfds.Questions.name, ignore_errors=True)
+  written = {split: directory / f'{split}.jsonl.gz' for split in files}
+  qa_tfds.write(written, directory, name='all')
   passages = (
     {'id': id, 'title': title, 'text': text} for (title, text), id in corpus.items()
   )

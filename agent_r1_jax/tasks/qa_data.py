@@ -1,4 +1,7 @@
-"""Multi-hop QA data: JSON lines, and the files as HotpotQA, 2Wiki and MuSiQue ship them.
+"""Question files: JSON lines of our own, and as the authors of the data sets ship them.
+
+To train and test: HotpotQA, 2WikiMultihopQA, MuSiQue. To evaluate, too: Bamboogle,
+Natural Questions (the open version), TriviaQA, PopQA.
 
 Every task holds the bare question as its messages (`qa.agent_task` and its kin put the
 prompt), the golden answers as its answer, and in info the question, the supporting
@@ -7,6 +10,7 @@ titles and what else the row says.
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import json
 import os
 import pathlib
 from typing import Any
@@ -15,7 +19,8 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.types import Task
 
-# What `--data=` takes: a folder of passages and questions.
+# What `--data=` takes: a folder of passages and questions. Where it has a TFDS data set
+# besides (`qa_tfds.write`), questions are read from that.
 CORPUS, QUESTIONS = 'corpus.jsonl.gz', 'train.jsonl.gz'
 # Where third_party/fetch.py makes such a folder, seen from the checkout.
 FETCHED = 'third_party/downloads/{}'
@@ -45,12 +50,26 @@ def find(directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
   return files
 
 
+def read_questions(directory: str | os.PathLike, split: str = 'train') -> Sequence[Task]:
+  """Reads the questions of a folder that `find` accepts.
+
+  Returns:
+    The tasks of its TFDS data set, each read when it is needed, if it has one; else a
+    list of those in SPLIT.jsonl.gz, in any layout.
+  """
+  from agent_r1_jax.tasks import qa_tfds  # Slow to import.
+
+  if built := qa_tfds.find(directory):
+    return qa_tfds.read(built, split)
+  return load(pathlib.Path(directory) / f'{split}.jsonl.gz')
+
+
 def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
-  """Reads tasks from JSON lines or one JSON array, gzipped or plain.
+  """Reads tasks from JSON lines, one JSON array, CSV or TSV, gzipped or plain.
 
   Args:
     path: The file.
-    layout: `jsonl_row`, `hotpotqa_row`, `two_wiki_row`, `musique_row` or your own; None
+    layout: `jsonl_row`, `hotpotqa_row`, another function named so, or your own; None
       decides by the fields of the first row.
 
   Raises:
@@ -109,6 +128,45 @@ def musique_row(where: str, row: dict[str, Any]) -> Task:
   return _task(where, row, 'id', _texts(where, row, 'answer') + aliases, info)
 
 
+def natural_questions_row(where: str, row: dict[str, Any]) -> Task:
+  """{question, answer [...]} of NQ-open; the row's number is the id."""
+  return _task(
+    where, row | {'id': _row_number(where)}, 'id', _texts(where, row, 'answer'), {}
+  )
+
+
+def trivia_qa_row(where: str, row: dict[str, Any]) -> Task:
+  """{Question, QuestionId, Answer {Value, Aliases}} of TriviaQA's files."""
+  answer = row.get('Answer')
+  if not isinstance(answer, dict):
+    raise documents.wrong_field(where, row, 'Answer', 'an object; the test set has none')
+  golden = _texts(where, answer, 'Value') + (answer.get('Aliases') or [])
+  row = {'id': row.get('QuestionId'), 'question': row.get('Question')}
+  return _task(where, row, 'id', list(dict.fromkeys(golden)), {})
+
+
+def pop_qa_row(where: str, row: dict[str, Any]) -> Task:
+  """{id, question, possible_answers (a JSON list), prop, s_pop, ...} of PopQA's TSV."""
+  try:
+    golden = json.loads(row['possible_answers'])
+  except (TypeError, ValueError):
+    golden = None
+  golden = _texts(where, {'possible_answers': golden}, 'possible_answers')
+  info = {'type': row['prop']} if 'prop' in row else {}
+  return _task(where, row, 'id', golden, info)
+
+
+def bamboogle_row(where: str, row: dict[str, Any]) -> Task:
+  """{Question, Answer} of Bamboogle's CSV; the row's number is the id."""
+  renamed = {'id': _row_number(where), 'question': row.get('Question')}
+  return _task(where, renamed, 'id', _texts(where, row, 'Answer'), {})
+
+
+def _row_number(where: str) -> str:
+  """Returns the number in '<path>: row <number>'."""
+  return where.rpartition(' ')[2]
+
+
 def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
   """Adds the aliases of 2Wiki's answers to the golden answers.
 
@@ -163,10 +221,15 @@ def recognise(where: str, row: dict[str, Any]) -> Layout:
     'paragraphs': musique_row,
     'evidences': two_wiki_row,
     'supporting_facts': hotpotqa_row,
+    'possible_answers': pop_qa_row,
+    'QuestionId': trivia_qa_row,
+    'Question': bamboogle_row,
   }
   for field, layout in marks.items():
     if field in row:
       return layout
+  if {*row} == {'question', 'answer'}:
+    return natural_questions_row
   raise ValueError(
     f'{where}: unknown layout, the fields are {sorted(row)}; one of {list(marks)} was '
     'expected, or pass a layout'

@@ -1,17 +1,18 @@
-"""Multi-hop QA as a TensorFlow Datasets builder: array_record, without TensorFlow."""
+"""Question files as a TensorFlow Datasets builder: array_record, without TensorFlow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 import os
 import pathlib
 
+import grain
 import tensorflow_datasets as tfds
 
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.types import Task
 
 
-class MultihopQa(tfds.core.GeneratorBasedBuilder):
+class Questions(tfds.core.GeneratorBasedBuilder):
   """Questions, golden answers and the rest of a row as JSON, in the files' order."""
 
   VERSION = tfds.core.Version('1.0.0')
@@ -25,7 +26,7 @@ class MultihopQa(tfds.core.GeneratorBasedBuilder):
   def _info(self):
     return tfds.core.DatasetInfo(
       builder=self,
-      description='Multi-hop questions with golden answers.',
+      description='Questions with golden answers.',
       disable_shuffling=True,
       features=tfds.features.FeaturesDict(
         {
@@ -61,16 +62,26 @@ def write(
   Raises:
     ValueError: A row is broken (`qa_data.load`), or the data set was built before.
   """
-  config = tfds.core.BuilderConfig(name=name, version=MultihopQa.VERSION)
-  builder = MultihopQa(files=files, data_dir=directory, config=config)
+  config = tfds.core.BuilderConfig(name=name, version=Questions.VERSION)
+  builder = Questions(files=files, data_dir=directory, config=config)
   if pathlib.Path(builder.data_path).exists():
     raise ValueError(f'{builder.data_path} exists; delete it to build it again')
   builder.download_and_prepare()
   return pathlib.Path(builder.data_path)
 
 
-def read(directory: str | os.PathLike, split: str = 'train') -> list[Task]:
-  """Reads the tasks of a split, or of a sub-split such as 'train[:80%]'.
+def find(directory: str | os.PathLike) -> pathlib.Path | None:
+  """Returns the newest data set that `write` has built in a directory, or None."""
+  found = pathlib.Path(directory).glob(f'{Questions.name}/*/*/dataset_info.json')
+  return max((path.parent for path in found), default=None)
+
+
+def read(directory: str | os.PathLike, split: str = 'train') -> Sequence[Task]:
+  """Opens a split, or a sub-split such as 'train[:80%]'.
+
+  Returns:
+    A grain.MapDataset: it has a length, and each task is read from the disk when it is
+    asked for. Every process can read any task, so that each reads only what it plays.
 
   Raises:
     ValueError: The directory holds no data set, or no such split.
@@ -79,7 +90,7 @@ def read(directory: str | os.PathLike, split: str = 'train') -> list[Task]:
     raise ValueError(f'{directory}: holds no TFDS data set; give what `write` returned')
   builder = tfds.builder_from_directory(directory)
   source = builder.as_data_source(split)  # pyright: ignore (a decorator hides its type)
-  return [_task(example) for example in source]
+  return grain.MapDataset.source(source).map(_task)  # pyright: ignore (it is a sequence)
 
 
 def _task(example):

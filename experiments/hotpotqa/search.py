@@ -127,8 +127,8 @@ def main(_):
   setting = setting_of(given.get('model.path', SMALL.config.model.path))
   config = fields.replace(setting.config, given)
   workdir, start = pathlib.Path(_WORKDIR.value), time.time()
-  corpus, questions = qa_data.find(_DATA.value)
-  rows = qa_data.jsonl(questions)
+  corpus, _ = qa_data.find(_DATA.value)
+  rows = list(qa_data.read_questions(_DATA.value))
   sizes = (_HELD_OUT.value, _WATCHED.value)
   held_out, watched, rows = demos.split(rows, *sizes, seed=_SPLIT.value)
   if setting is SMALL:
