@@ -178,3 +178,5 @@ def test_found_share_counts_the_gold_titles_that_a_tool_gave():
   assert qa.found_share(task, [read, other]) == 0.5
   assert qa.found_share(task, [read, said('tool', '(Title: Currie Cup) x')]) == 1.0
   assert qa.found_share(Task('b', [], ['x']), [read]) == 0.0
+  assert qa.metrics(task, [read])['support_recall'] == 0.5
+  assert 'support_recall' not in qa.metrics(Task('b', [], ['x']), [read])

@@ -148,13 +148,17 @@ def found_share(task: Task, messages: Sequence[Message]) -> float:
 def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   """Computes em, cover_em, f1 of the final answer, and whether there is one (answered).
 
-  A blank answer counts as none.
+  A blank answer counts as none. If the task names its supporting passages,
+  'support_recall' is the share of them that the tools have shown.
   """
   replies = _replies(messages)
   answer = extract_answer(replies[-1]) if replies else None
+  support = {}
+  if task.info.get('supporting_titles'):
+    support['support_recall'] = found_share(task, messages)
   if not answer:
-    return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0)
-  return {
+    return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0) | support
+  return support | {
     'em': exact_match(answer, task.answer),
     'cover_em': cover_exact_match(answer, task.answer),
     'f1': f1(answer, task.answer),
