@@ -149,7 +149,7 @@ class Sampling:
     min_p: Only tokens may be chosen that are at least this many times as probable as the
       likeliest one; 0 allows all.
     tool_grammar: Whether a grammar restricts tool calls to the schemas of the
-      environment's tools, so that none is malformed.
+      environment's tools, so that none is malformed; only for the format 'hermes'.
   """
 
   temperature: float = 1.0

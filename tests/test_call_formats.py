@@ -475,7 +475,9 @@ def test_a_policy_that_calls_in_the_format_is_answered(name, tmp_path):
 def test_the_documentation_runs():
   text = (pathlib.Path(__file__).parents[1] / 'docs' / 'tools.md').read_text()
   names: dict = {}
-  for block in re.findall(r'```python\n(.*?)```', text.partition('# MCP')[0], re.S):
-    exec(block, names)
+  for section in text.split('\n## '):
+    if 'MCP' not in section.partition('\n')[0]:
+      for block in re.findall(r'```python\n(.*?)```', section, re.S):
+        exec(block, names)
   for name in _FORMATS:
     assert f'| `{name}` ' in text
