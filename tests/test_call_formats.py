@@ -373,6 +373,14 @@ class TestChat:
     prompt = chat.encode_prompt([{'role': 'user', 'content': 'x'}], [only.schema])
     assert (str(text) in chat.decode_exactly(prompt)) == (name != 'hermes')
 
+  def test_a_stop_string_may_be_a_control_token(self):
+    tokenizer = tiny.chat().tokenizer
+    chat = chat_lib.Chat(tokenizer, stop_strings=['<|endoftext|>'])
+    stops = chat.stop_automaton(tiny.VOCAB)
+    (token,) = tokenizer.encode('<|endoftext|>', add_special_tokens=False)
+    assert token not in chat.stop_ids
+    assert stops.ends[stops.table[0, stops.classes[token]]]
+
   def test_answers_are_one_message_of_the_user(self):
     chat = chat_lib.Chat(tiny.chat().tokenizer, tool_format=call_formats.REACT)
     answers = [{'role': 'tool', 'content': c} for c in ('a <|im_end|>', 'b')]
