@@ -152,6 +152,10 @@ _CASES = {
     ),
     ('<think>' + xml('search', query='a') + '</think>', []),
     ('<think>' + xml('search', query='a'), [look('a')]),
+    (
+      '<think><function=edit><parameter=path>x</think>' + xml('search', query='a'),
+      [look('a')],
+    ),
   ],
   'search_r1': [
     ('I search for it. </search>', []),
@@ -179,6 +183,8 @@ _CASES = {
     ('<code>a</code> <code>b</code>', [run('a'), run('b')]),
     ('<code>a</code><answer>1</answer><code>b</code>', [run('a')]),
     ('<think><code>a</code></think>1', []),
+    ('<think>in <code></think><code>a</code>', [run('a')]),
+    ('<think><code>\n```\na</think>\n<code>\n```\nb\n```\n</code>', [run('b')]),
   ],
   'react': [
     ('Thought: I know it.\nFinal Answer: Paris', []),

@@ -45,13 +45,14 @@ def _convert(text: str, schema: Any) -> Any:
 
 _QWEN = re.compile(calls.THINK + r'(?:<tool_call>\s*)?<function=([^<>\n]*)>|<tool_call>')
 _PARAMETER = re.compile(r'\s*<parameter=([^<>\n]*)>\n?')
-# A parameter that is not closed ends where another one, or the end of the call, follows.
+# A parameter that is not closed ends where another one, or the end of the call, follows,
+# and with the thought that it is in: the call after it must not be swallowed.
 _VALUE_END = re.compile(
   r'\n?</parameter>(?=\s*(?:<parameter=|</function>|</?tool_call>|\Z))'
   r'|\n(?=<parameter=[^<>\n]*>)'
   r'|\n?(?=</function>\s*(?:</?tool_call>|<function=|\Z))'
   r'|\n?(?=</tool_call>\s*(?:<tool_call>|\Z))'
-  r'|\n?\Z'
+  r'|\n?(?=</think>|\Z)'
 )
 _QWEN_CLOSE = re.compile(
   r'\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>|(?=<tool_call>)|\Z)'
@@ -124,8 +125,8 @@ def _parse_search_r1(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
 
 _CODE = re.compile(calls.THINK + '<code>|<answer>')
 _FENCE = re.compile(r'\s*```[\w+-]*[ \t]*\n')
-_FENCED_END = re.compile(r'\n[ \t]*```\s*(?:</code>|\Z)|</code>\s*\Z|\Z')
-_CODE_END = re.compile(r'</code>|\Z')
+_FENCED_END = re.compile(r'\n[ \t]*```\s*(?:</code>|\Z)|</code>\s*\Z|(?=</think>)|\Z')
+_CODE_END = re.compile(r'</code>|(?=</think>)|\Z')
 
 
 def _parse_retool(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
