@@ -22,6 +22,17 @@ SIZES = (
   'engine.replicas',
 )
 
+# Those of agent/call_formats.py, and 'auto'.
+TOOL_FORMATS = (
+  'auto',
+  'hermes',
+  'qwen3_coder',
+  'llama3',
+  'search_r1',
+  'retool',
+  'react',
+)
+
 
 @dataclasses.dataclass
 class Model:
@@ -60,8 +71,10 @@ class Chat:
   Attributes:
     max_tool_tokens: The most tokens of a tool's message; longer ones are cut.
     tools_in_prompt: What describes the tools to the model: with 'default' its chat
-      template, or if that supports none, a text in the system message (chat.TOOLS);
+      template, or if that supports none in the format, a text in the system message;
       'refuse' refuses such a template; with 'own' the tasks' own messages do.
+    tool_format: How the model writes tool calls: 'auto' is as its chat template does, or
+      'hermes' if that shows no known format. The others are in docs/tools.md.
     long_prompts: What happens to tasks whose prompt leaves no room for a reply: 'refuse'
       ends the run before it begins; 'skip' leaves them out of training, and evaluations
       count them as unanswered.
@@ -73,6 +86,7 @@ class Chat:
 
   max_tool_tokens: int = 1024
   tools_in_prompt: str = 'default'
+  tool_format: str = 'auto'
   long_prompts: str = 'refuse'
   stop_strings: str = '[]'
   template: str = '{}'
@@ -83,6 +97,7 @@ class Chat:
     fields.parse_json('chat.template', self.template, dict)
     choices = {
       'tools_in_prompt': ('default', 'refuse', 'own'),
+      'tool_format': TOOL_FORMATS,
       'long_prompts': ('refuse', 'skip'),
     }
     fields.check(self, 'chat', at_least_1=('max_tool_tokens',), choices=choices)
@@ -134,7 +149,7 @@ class Sampling:
     min_p: Only tokens may be chosen that are at least this many times as probable as the
       likeliest one; 0 allows all.
     tool_grammar: Whether a grammar restricts tool calls to the schemas of the
-      environment's tools, so that none is malformed.
+      environment's tools, so that none is malformed; only for the format 'hermes'.
   """
 
   temperature: float = 1.0

@@ -100,6 +100,19 @@ def test_another_call_format():
   assert rewards.well_formed(TASK, messages) == 0.0
 
 
+async def test_the_format_is_that_of_the_chat():
+  token = calls_lib.chat_format.set(calls_lib.LLAMA3)
+  try:
+    env = env_lib.ToolEnv([calculator_lib.calculator_tool()], rewards.well_formed)
+    good = '{"name": "calculator", "parameters": {"expression": "2 * 3"}}'
+    first, second, last = await play(env, good, '<|python_tag|>2 * 3', 'It is 6.')
+  finally:
+    calls_lib.chat_format.reset(token)
+  assert first.messages[0]['content'] == '6'
+  assert second.metrics['format_errors'] == 1.0
+  assert last.done and last.reward == 0.5
+
+
 def length(task, messages):
   """Positive at the opening, and not bounded by the reward."""
   assert task == TASK

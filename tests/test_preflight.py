@@ -155,7 +155,7 @@ class TestTools:
     chat = _ignorant(tmp_path)
     assert preflight.describe_tool_prompt(chat, _env()) is None
     said = preflight.describe_tool_prompt(chat, _env([look]))
-    assert said and 'knows no tools: the system message tells of them (look)' in said
+    assert said and 'system message tells of them (look)' in said
 
   def test_the_tasks_tell_of_them(self, tmp_path):
     said = preflight.describe_tool_prompt(

@@ -1,9 +1,17 @@
-"""Parses the tool calls in a reply; `ToolEnv(parse=...)` takes any such function."""
+"""Tool calls, what a format of calls consists of, and the formats that are JSON.
 
+The other formats are in call_formats.py, whose FORMATS names them all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextvars
 import dataclasses
+import itertools
 import json
 import re
-from typing import Any
+from typing import Any, Protocol
+
+from agent_r1_jax import types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,55 +35,283 @@ class CallError:
   text: str
 
 
-_TAG = re.compile(r'<think>|</think>|<tool_call>\s*')
-_CLOSE = re.compile(r'\s*(?:</tool_call>|\Z)')
-_BREAK = re.compile(r'</?tool_call>|</think>')
-_DECODER = json.JSONDecoder()
+Call = ToolCall | CallError
+# Of tools, in the OpenAI form.
+Schemas = Sequence[Mapping[str, Any]]
 
 
-def parse_hermes(reply: str) -> list[ToolCall | CallError]:
-  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
+class Parse(Protocol):
+  """Returns the calls of a reply, in order; never raises.
 
-  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
-  tag may be missing at the end of the reply. A call in a closed thinking block does not
-  count, even if the prompt opened the block; a call in an open block does, because
-  generation may stop at a call. Never raises.
+  The schemas of the tools tell which argument a bare text means, and the types of
+  arguments that are written as text. Calls can be found without them.
   """
-  found: list[ToolCall | CallError] = []
+
+  def __call__(self, reply: str, schemas: Schemas = ()) -> list[Call]:
+    """See the class."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFormat:
+  """How a model writes tool calls, and what it is told of tools.
+
+  Attributes:
+    name: Its name in the configuration (chat.tool_format).
+    parse: Finds the calls in a reply.
+    render: Writes one call, as `parse` reads it.
+    description: Tells a model of its tools, if the chat template does not; in the place
+      of {schemas} comes a line of JSON for each tool.
+    answer: Writes what a tool answered, in a message of the user; None if that is a
+      message of the role 'tool', which the chat template writes.
+    stop_strings: Strings that end a reply, because a call ends with them.
+    only_tool: The only tool that can be called; None if calls name their tool.
+  """
+
+  name: str
+  parse: Parse
+  render: Callable[[ToolCall], str]
+  description: types.ControlText
+  answer: types.ControlText | None = None
+  stop_strings: tuple[str, ...] = ()
+  only_tool: str | None = None
+
+  def describe(self, schemas: Schemas) -> types.ControlText:
+    """Describes tools to a model.
+
+    Raises:
+      ValueError: The format cannot call one of the tools.
+    """
+    names = list_names(schemas)
+    if self.only_tool and names != [self.only_tool]:
+      raise ValueError(
+        f'calls in the format {self.name} go to a tool {self.only_tool!r}, and the '
+        f'tools are {", ".join(names)}: give that tool alone, or choose another '
+        'chat.tool_format.'
+      )
+    lines = '\n'.join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    return self.description.format(schemas=lines)
+
+
+# How the pattern of `scan` begins.
+THINK = '<think>|</think>|'
+
+
+def scan(
+  reply: str,
+  pattern: re.Pattern[str],
+  read: Callable[[re.Match], tuple[Call | None, int]],
+) -> list[Call]:
+  """Reads the calls of a reply, in order.
+
+  A call in a closed thinking block does not count, even if the prompt opened the block; a
+  call in an open block does, because generation may stop at a call.
+
+  Args:
+    reply: The reply.
+    pattern: THINK, and what begins a call.
+    read: Returns the call that begins with a match, and where it ends; None in place of
+      the call is the agent's final answer, after which no call counts.
+  """
+  found: list[Call | None] = []
   position = block = 0  # `block` is the number of calls before the thinking block.
-  while tag := _TAG.search(reply, position):
+  while tag := pattern.search(reply, position):
     position = tag.end()
     if tag[0] == '<think>':
       block = len(found)
     elif tag[0] == '</think>':
       del found[block:]
     else:
-      call, position = _parse_call(reply, position)
+      call, position = read(tag)
       found.append(call)
-  return found
+  return list(itertools.takewhile(lambda call: call is not None, found))  # pyright: ignore
 
 
-def _parse_call(reply: str, start: int) -> tuple[ToolCall | CallError, int]:
-  """Parses the call whose JSON begins at `start`; also returns where the call ends."""
+def explain(error: Exception | str, text: str) -> CallError:
+  """Makes the error of a call that cannot be parsed."""
+  return CallError(f'invalid tool call: {getattr(error, "msg", error)}', text)
+
+
+def list_names(schemas: Schemas) -> list[str]:
+  """Returns the names of tools."""
+  return [schema['function'].get('name', '') for schema in schemas]
+
+
+def find_parameters(name: str, schemas: Schemas) -> Mapping[str, Any]:
+  """Returns the schema of a tool's arguments; an empty one if there is no such tool."""
+  functions = dict(zip(list_names(schemas), schemas, strict=True))
+  return functions[name]['function'].get('parameters', {}) if name in functions else {}
+
+
+def list_types(schema: Any) -> set[str]:
+  """Returns the types of JSON that a schema names; none if it does not say."""
+  if not isinstance(schema, Mapping):
+    return set()
+  names = schema.get('type', ())
+  found = {names} if isinstance(names, str) else set(names)
+  found = found.union(*map(list_types, schema.get('anyOf', ())))
+  return found | {'null'} if found and schema.get('nullable') else found
+
+
+def find_text_argument(name: str, schemas: Schemas) -> str | None:
+  """Returns the argument that a bare text means.
+
+  It is a string, and the tool's only argument that is required, or the only one at all.
+  """
+  parameters = find_parameters(name, schemas)
+  arguments = parameters.get('properties', {})
+  names = parameters.get('required') or [*arguments]
+  if len(names) == 1 and 'string' in list_types(arguments.get(names[0])):
+    return names[0]
+  return None
+
+
+def to_arguments(value: Any, name: str, schemas: Schemas, what: str) -> dict[str, Any]:
+  """Checks the arguments of a call; `what` is what errors call them.
+
+  An object may be encoded twice. A bare string is the argument of `find_text_argument`.
+
+  Raises:
+    ValueError: They are neither.
+  """
+  if isinstance(value, str):
+    try:
+      inner = json.loads(value)
+    except (ValueError, RecursionError):
+      inner = None
+    argument = find_text_argument(name, schemas)
+    if isinstance(inner, dict):
+      return inner
+    if argument is not None:
+      return {argument: value}
+  if not isinstance(value, dict):
+    raise ValueError(f'{what} must be a JSON object, with the arguments by their names')
+  return value
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _read_json(
+  tag: re.Match[str],
+  keys: Sequence[str],
+  schemas: Schemas,
+  close: re.Pattern[str],
+  stop: re.Pattern[str],
+) -> tuple[Call, int]:
+  """Reads the call that begins with a match; also returns where the call ends.
+
+  Args:
+    tag: The match, after which or with whose brace the JSON begins.
+    keys: Names that the arguments may have; the first is the right one.
+    schemas: As in `Parse`.
+    close: What must follow the JSON.
+    stop: Where a malformed call ends at the latest.
+  """
+  reply, start = tag.string, tag.end() - (tag[0] == '{')
   try:
     value, end = _DECODER.raw_decode(reply, start)
-    close = _CLOSE.match(reply, end)
-    if not close:
+    closed = close.match(reply, end)
+    if not closed:
       raise ValueError('expected </tool_call> after the JSON object')
-    return _check_call(value), close.end()
+    if not isinstance(value, dict):
+      raise ValueError(f'expected a JSON object with "name" and "{keys[0]}"')
+    name = value.get('name')
+    if not isinstance(name, str) or not name:
+      raise ValueError('"name" must be the name of a tool')
+    key = next((key for key in keys if key in value), keys[0])
+    arguments = to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
+    return ToolCall(name, arguments), closed.end()
   except (ValueError, RecursionError) as error:
-    stop = _BREAK.search(reply, start)
-    end = stop.start() if stop else len(reply)
-    reason = getattr(error, 'msg', error)
-    return CallError(f'invalid tool call: {reason}', reply[start:end]), end
+    stopped = stop.search(reply, tag.end())
+    end = stopped.start() if stopped else len(reply)
+    return explain(error, reply[start:end]), end
 
 
-def _check_call(value: Any) -> ToolCall:
-  if not isinstance(value, dict):
-    raise ValueError('expected a JSON object with "name" and "arguments"')
-  name, arguments = value.get('name'), value.get('arguments', {})
-  if not isinstance(name, str) or not name:
-    raise ValueError('"name" must be the name of a tool')
-  if not isinstance(arguments, dict):
-    raise ValueError('"arguments" must be a JSON object')
-  return ToolCall(name, arguments)
+_HERMES = re.compile(THINK + r'<tool_call>\s*')
+_HERMES_CLOSE = re.compile(r'\s*(?:</tool_call>|\Z)')
+_HERMES_STOP = re.compile(r'</?tool_call>|</think>')
+
+
+def parse_hermes(reply: str, schemas: Schemas = ()) -> list[Call]:
+  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
+  tag may be missing at the end of the reply.
+  """
+  return scan(
+    reply,
+    _HERMES,
+    lambda tag: _read_json(tag, ('arguments',), schemas, _HERMES_CLOSE, _HERMES_STOP),
+  )
+
+
+def _render_hermes(call: ToolCall) -> str:
+  value = {'name': call.name, 'arguments': call.arguments}
+  return f'<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>'
+
+
+# Other JSON is an answer.
+_LLAMA_CALL = (
+  r'\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
+  r'\s*"(?:parameters|arguments)"\s*:)'
+)
+_LLAMA = re.compile(rf'{THINK}<\|python_tag\|>\s*|{_LLAMA_CALL}')
+_LLAMA_CLOSE = re.compile(r'\s*;?')
+_LLAMA_STOP = re.compile(rf'</think>|<\|python_tag\|>|{_LLAMA_CALL}')
+
+
+def _parse_llama3(reply: str, schemas: Schemas = ()) -> list[Call]:
+  """Parses each `{"name": ..., "parameters": {...}}`.
+
+  Text may come before and between calls. '<|python_tag|>' may begin one, and a semicolon
+  may end it; "arguments" is understood for "parameters".
+  """
+  keys = 'parameters', 'arguments'
+  return scan(
+    reply,
+    _LLAMA,
+    lambda tag: _read_json(tag, keys, schemas, _LLAMA_CLOSE, _LLAMA_STOP),
+  )
+
+
+def _render_llama3(call: ToolCall) -> str:
+  value = {'name': call.name, 'parameters': call.arguments}
+  return json.dumps(value, ensure_ascii=False)
+
+
+TOOLS = (
+  'You can call the tools that are described here, one JSON object a line:\n\n'
+  '{schemas}\n\n'
+)
+HERMES = CallFormat(
+  'hermes',
+  parse_hermes,
+  _render_hermes,
+  types.ControlText(
+    TOOLS + 'A call is a JSON object with the name and the arguments of the tool, in two '
+    'tags:\n'
+    '<tool_call>\n'
+    '{{"name": "the name", "arguments": {{"an argument": "its value"}}}}\n'
+    '</tool_call>\n'
+    'What the tool answers comes in the next message.'
+  ),
+)
+LLAMA3 = CallFormat(
+  'llama3',
+  _parse_llama3,
+  _render_llama3,
+  types.ControlText(
+    TOOLS
+    + 'To call one, reply with a JSON object of its name and arguments, and with nothing '
+    'else:\n'
+    '{{"name": "the name", "parameters": {{"an argument": "its value"}}}}\n'
+    'What the tool answers comes in the next message.'
+  ),
+)
+
+# The format of the chat whose episode is played: a rollout sets it, and environments and
+# rewards read it, because the script that makes them has no tokenizer.
+chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
+  'chat_format', default=HERMES
+)

@@ -15,7 +15,7 @@ control token in data is encoded as ordinary characters.
 """
 
 from collections.abc import Mapping, Sequence
-import json
+import itertools
 import re
 from typing import Any
 
@@ -23,21 +23,11 @@ import jinja2
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import automata, call_formats, calls
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 CUT = '\n[output cut]'
 
-# Describes the tools to a model whose chat template cannot.
-TOOLS = types.ControlText(
-  'You can call the tools that are described here, one JSON object a line:\n\n'
-  '{schemas}\n\n'
-  'A call is a JSON object with the name and the arguments of the tool, in two tags:\n'
-  '<tool_call>\n'
-  '{{"name": "the name", "arguments": {{"an argument": "its value"}}}}\n'
-  '</tool_call>\n'
-  'What the tool answers comes in the next message.'
-)
 TOOLS_IN_PROMPT = ('default', 'refuse', 'own')
 
 # Placeholders in a rendering, which no template's own text contains.
@@ -65,7 +55,9 @@ class Chat:
   Attributes:
     stop_ids: The ids that end a reply: the template's end of turn, then those of the
       generation config.
-    supports_tools: Whether the template writes the schemas of tools.
+    format: How the model writes tool calls.
+    detected: The format in which the template writes calls; None if it is not known.
+    supports_tools: Whether the template describes tools and calls in `format`.
     tools_in_prompt: The argument of that name.
   """
 
@@ -75,6 +67,7 @@ class Chat:
     *,
     max_tool_tokens: int = 1024,
     tools_in_prompt: str = 'default',
+    tool_format: calls.CallFormat | None = None,
     stop_strings: Sequence[str] = (),
     template_kwargs: Mapping[str, Any] | None = None,
   ):
@@ -84,9 +77,11 @@ class Chat:
       tokenizer: A tokenizer of `tokenizer.load`.
       max_tool_tokens: The most tokens of one tool message, without those of the template.
       tools_in_prompt: Who describes the tools to the model. 'default': the template, or,
-        if it cannot, TOOLS at the end of the system message. 'refuse': the template, or,
-        if it cannot, an error. 'own': only the task's own messages.
-      stop_strings: Strings that end a reply, besides the stop ids.
+        if it cannot, the format's text at the end of the system message. 'refuse': the
+        template, or, if it cannot, an error. 'own': only the task's own messages.
+      tool_format: How the model writes tool calls; by default as the template does, or in
+        Hermes format if it shows none that is known.
+      stop_strings: Strings that end a reply, besides the stop ids and the format's.
       template_kwargs: Arguments of every rendering, such as {'enable_thinking': False}.
 
     Raises:
@@ -102,7 +97,7 @@ class Chat:
         f'tools_in_prompt is {tools_in_prompt!r}; give one of {TOOLS_IN_PROMPT}.'
       )
     self.tokenizer = tokenizer
-    self.tools_in_prompt, self._stop_strings = tools_in_prompt, tuple(stop_strings)
+    self.tools_in_prompt = tools_in_prompt
     self._stops: dict[int, types.Automaton] = {}
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
@@ -115,6 +110,8 @@ class Chat:
     self._max_head_tokens = max_tool_tokens - len(self._encode_plain(CUT))
     if self._max_head_tokens < 1:
       raise ValueError(f'max_tool_tokens={max_tool_tokens} has no room for {CUT!r}.')
+    self._choose_format(tool_format)
+    self._stop_strings = (*stop_strings, *self.format.stop_strings)
     self._end = self._end_of_turn()
     eos = tokenizer_lib.eos_ids(tokenizer)
     self.stop_ids = tuple(dict.fromkeys([self._control[self._end], *eos]))
@@ -122,15 +119,25 @@ class Chat:
     frame = self._any_control.findall(self._apply(user, add_generation_prompt=False))
     ends = [self._names[i] for i in self.stop_ids if i in self._names]
     self._never_sampled = _match_any([*frame, *ends])
-    self.supports_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
+
+  def _choose_format(self, tool_format: calls.CallFormat | None):
+    self.detected = call_formats.detect(
+      lambda messages: self._apply(messages, add_generation_prompt=False)
+    )
+    shown = self.detected or calls.HERMES
+    self.format = tool_format or shown
+    user = [{'role': 'user', 'content': 'x'}]
+    writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
+    self.supports_tools = self.format == shown and writes_tools
 
   def stop_automaton(self, vocab_size: int) -> types.Automaton:
     """Returns the automaton that ends a reply, for a vocabulary of that size; cached."""
     if vocab_size not in self._stops:
-      pieces = tokenizer_lib.token_bytes(self.tokenizer) if self._stop_strings else ()
-      self._stops[vocab_size] = automata.stop(
-        self.stop_ids, vocab_size, self._stop_strings, pieces
-      )
+      strings = self._stop_strings
+      pieces = tokenizer_lib.token_bytes(self.tokenizer) if strings else ()
+      # A stop string may be a control token, which has no bytes.
+      ids = [*self.stop_ids, *(i for s, i in self._control.items() if s in strings)]
+      self._stops[vocab_size] = automata.stop(ids, vocab_size, strings, pieces)
     return self._stops[vocab_size]
 
   def encode_prompt(
@@ -214,15 +221,15 @@ class Chat:
     return end[0]
 
   def _describe_tools(self, messages, tools) -> list[types.Message]:
-    """Adds TOOLS to the system message, or to the first one if there can be none."""
+    """Tells of tools in the system message, or in the first one if there can be none."""
     if self.tools_in_prompt == 'refuse':
       raise ValueError(
-        f'the chat template of {self.tokenizer.name_or_path} knows no tools, and the '
-        "model would not see them: make tools_in_prompt 'default' to put them "
-        "into the system message, or 'own' if the task's own messages tell of them."
+        f'the chat template of {self.tokenizer.name_or_path} knows no tools in the '
+        f'format {self.format.name}, and the model would not see them: make '
+        "tools_in_prompt 'default' to put them into the system message, or 'own' if the "
+        "task's own messages tell of them."
       )
-    schemas = '\n'.join(json.dumps(schema, ensure_ascii=False) for schema in tools)
-    text = TOOLS.format(schemas=schemas)
+    text = self.format.describe(tools)
     first, *others = messages
     if first.get('role') == 'system':
       text = types.ControlText('{}\n\n{}').format(first['content'], text)
@@ -251,6 +258,8 @@ class Chat:
       The text, and the mark with which its placeholders begin.
     """
     messages = [self._cut(check_message(message)) for message in messages]
+    if self.format.answer:
+      messages = _join_answers(messages, self.format.answer)
     mark = _unused_mark(repr((messages, tools)))
     neutral = [self._neutralize_message(message, mark) for message in messages]
     tools = self._neutralize(list(tools), mark, self._any_control)
@@ -329,6 +338,20 @@ class Chat:
       start = token.end()
     ids += self._encode_plain(placeholder.sub(name, text[start:]))
     return np.array(ids, np.int32)
+
+
+def _join_answers(
+  messages: Sequence[types.Message], form: types.ControlText
+) -> list[types.Message]:
+  """Makes one message of the user of the tools' answers that follow each other."""
+  shown = []
+  for is_answer, some in itertools.groupby(messages, lambda m: m['role'] == 'tool'):
+    if is_answer:
+      texts = [form.format(message['content']) for message in some]
+      lines = types.ControlText('\n'.join(['{}'] * len(texts)))
+      some = [{'role': 'user', 'content': lines.format(*texts)}]
+    shown += some
+  return shown
 
 
 def _match_any(tokens) -> re.Pattern[str]:

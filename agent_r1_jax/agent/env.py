@@ -14,7 +14,7 @@ from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import workers
 
-Call = calls_lib.ToolCall | calls_lib.CallError
+Call = calls_lib.Call
 Score = float | dict[str, float]
 # (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
 # sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one
@@ -82,7 +82,7 @@ class ToolEnv:
     reward: Reward,
     *,
     process_reward: ProcessReward | None = None,
-    parse: Callable[[str], list[Call]] = calls_lib.parse_hermes,
+    parse: Callable[[str], list[Call]] | None = None,
     metrics: Metrics | None = None,
     max_parallel_calls: int = 8,
     reward_seconds: float = 60.0,
@@ -93,7 +93,8 @@ class ToolEnv:
       tools: The tools, whose names must differ.
       reward: Scores the conversation when the episode ends.
       process_reward: Scores a turn, in place of the method of that name.
-      parse: Parses the calls in a reply.
+      parse: Parses the calls in a reply; by default in the format of the chat whose
+        rollout this is, and otherwise in Hermes format.
       metrics: Computes further metrics of the episode, such as F1.
       max_parallel_calls: The most calls of one reply that are run.
       reward_seconds: The time that each of reward, process_reward, metrics and parse may
@@ -106,8 +107,8 @@ class ToolEnv:
     self._by_name = {item.name: item for item in tools}
     if len(self._by_name) < len(self.tools):
       raise ValueError(f'tools: two have one name in {[t.name for t in self.tools]}.')
-    functions = {'reward': reward, 'parse': parse}
-    optional = {'process_reward': process_reward, 'metrics': metrics}
+    functions: dict[str, Any] = {'reward': reward}
+    optional = {'process_reward': process_reward, 'metrics': metrics, 'parse': parse}
     functions |= {name: fn for name, fn in optional.items() if fn is not None}
     for name, fn in functions.items():
       if not callable(fn):
@@ -134,7 +135,7 @@ class ToolEnv:
     if self._done:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
-    calls = await self._call('parse', self._parse, reply)
+    calls = await self._find_calls(reply)
     self._done = not calls
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
@@ -181,6 +182,12 @@ class ToolEnv:
     rewards = [result.reward for result in results]
     return {'process': float(sum(rewards))} if any(rewards) else 0.0
 
+  async def _find_calls(self, reply: str) -> list[Call]:
+    if self._parse is not None:
+      return await self._call('parse', self._parse, reply)
+    schemas = [item.schema for item in self.tools]
+    return calls_lib.chat_format.get().parse(reply, schemas)
+
   async def _answer(self, call: Call) -> tool_lib.ToolResult:
     if isinstance(call, calls_lib.CallError):
       return tool_lib.ToolResult(f'Error: {call.message}', ok=False)
@@ -208,8 +215,8 @@ class ToolEnv:
       step.metrics |= found
 
   async def _call(self, kind: str, fn: Callable, *args) -> Any:
-    """Calls a user's function in a thread; the library's own are quick and run here."""
-    if getattr(fn, 'func', fn) in (calls_lib.parse_hermes, ToolEnv.process_reward):
+    """Calls a user's function in a thread; the library's own is quick and runs here."""
+    if getattr(fn, 'func', fn) is ToolEnv.process_reward:
       return fn(*args)
     seconds = self._reward_seconds
     return await workers.call(

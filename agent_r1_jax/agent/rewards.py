@@ -42,10 +42,16 @@ def well_formed(
   task: types.Task,
   messages: Messages,
   *,
-  parse: Callable[[str], Sequence[env_lib.Call]] = calls_lib.parse_hermes,
+  parse: Callable[[str], Sequence[env_lib.Call]] | None = None,
 ) -> float:
-  """Returns the share of the agent's tool calls that can be parsed; 1 without calls."""
+  """Returns the share of the agent's tool calls that can be parsed; 1 without calls.
+
+  By default they are in the format of the chat whose rollout this is. No tool is known
+  here, so that a bare string in place of arguments is malformed, even if a ToolEnv
+  understands it.
+  """
   calls = []
+  parse = parse or calls_lib.chat_format.get().parse
   # A call in the task's own messages is an example.
   for message in messages[len(task.messages) :]:
     if message['role'] == 'assistant':

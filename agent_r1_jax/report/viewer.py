@@ -49,7 +49,7 @@ def write_log(
   step: int,
   scores: Sequence[str] = ('em',),
   extra: Sequence[Mapping[str, Any]] | None = None,
-  parse: Callable[[str], Sequence[calls.ToolCall | calls.CallError]] = calls.parse_hermes,
+  parse: Callable[[str], Sequence[calls.Call]] = calls.HERMES.parse,
 ) -> None:
   """Writes a log, completely or not at all.
 

@@ -129,7 +129,8 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   last = replies[-1] if replies else ''
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None
-  parsed = [call for reply in replies for call in calls.parse_hermes(reply)]
+  parse = calls.chat_format.get().parse
+  parsed = [call for reply in replies for call in parse(reply)]
   called = not any(isinstance(call, calls.CallError) for call in parsed)
   r_format = (presented + called) / 2
   return em_reward(task, messages) if r_format == 1 else r_format - 1

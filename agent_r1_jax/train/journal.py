@@ -11,6 +11,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import progress as progress_lib
@@ -62,6 +63,7 @@ class Journal:
     checkpoints: Writes and restores the train state, in all processes together.
     progress: The progress bar on the terminal.
     spool: Keeps finished episodes, if config.checkpoint.keep_rollouts.
+    call_format: The format of the calls in trajectories.
   """
 
   def __init__(
@@ -84,7 +86,7 @@ class Journal:
         made of something else.
     """
     self._config, self._workdir, self._label = config, pathlib.Path(workdir), label
-    self.position = Position()
+    self.position, self.call_format = Position(), calls.HERMES
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       if processes.is_first():
@@ -220,6 +222,7 @@ class Journal:
         model=self._config.model.path,
         config=dataclasses.asdict(self._config),
         step=step,
+        parse=self.call_format.parse,
         **options,
       )
 

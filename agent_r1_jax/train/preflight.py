@@ -167,13 +167,19 @@ def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
     return (
       f"Only the tasks' own messages tell of the tools ({names}): chat.tools_in_prompt."
     )
+  if chat.supports_tools and chat.detected is None:
+    return (
+      'The chat template shows no format of tool calls that is known: they are parsed as '
+      f'{chat.format.name}. chat.tool_format changes that.'
+    )
   if chat.supports_tools:
     return None
   # Raises if it is to refuse.
   chat.encode_prompt([{'role': 'user', 'content': 'x'}], schemas)
   return (
-    f'The chat template knows no tools: the system message tells of them ({names}). '
-    "chat.tools_in_prompt = 'own' or 'refuse' changes that."
+    f'The chat template knows no tools in the format {chat.format.name}: the system '
+    f"message tells of them ({names}). chat.tools_in_prompt = 'own' or 'refuse' changes "
+    'that.'
   )
 
 

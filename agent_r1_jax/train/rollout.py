@@ -16,9 +16,9 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
+from agent_r1_jax.agent import calls, threads, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import threads, workers
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
@@ -309,6 +309,7 @@ class _Episode:
     """
     t, abandoned = self.trajectory, collections.Counter()
     threads.abandoned_calls.set(abandoned)
+    calls.chat_format.set(self.chat.format)
     self.context.restart(0)
     seconds = self.limits.episode_seconds
     try:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -85,10 +86,13 @@ def start(
     plan, train_state = make_plan(config, model, params, algorithm, mesh)
   if privileged and 'critic' not in train_state.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
+  sampling = evaluate.make_decoding(config.sampling, engine, chat, env)
+  evaluation = evaluate.make_decoding(config.evaluation, engine, chat, env)
   with contextlib.ExitStack() as stack:
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, env, tasks, privileged)
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
+    journal.call_format = chat.format
     watch.newest_step = journal.find_newest_checkpoint
     watch.raise_if_requested()
     watch.phase = 'restoring'
@@ -99,8 +103,6 @@ def start(
     for line in lines:
       journal.progress.print_line(line)
     watch.phase = 'compilation'
-    sampling = evaluate.make_decoding(config.sampling, engine, chat, env)
-    evaluation = evaluate.make_decoding(config.evaluation, engine, chat, env)
     _compile(engine, chat, (sampling, evaluation), journal, watch)
     stack.enter_context(engine.open())
     playing = {'make_env': make_env, 'limits': config.limits}
@@ -175,6 +177,7 @@ def load(
 
   On a mesh the parameters are sharded as they are read.
   """
+  chat.check()
   runtime.initialize()
   place = sharding.make_placer(mesh)
   shape, params = weights.load(config.path, dtype='float32', place=place)
@@ -186,6 +189,7 @@ def load(
       tokenizer_lib.load(config.path),
       max_tool_tokens=chat.max_tool_tokens,
       tools_in_prompt=chat.tools_in_prompt,
+      tool_format=call_formats.FORMATS.get(chat.tool_format),
       stop_strings=fields.parse_json('chat.stop_strings', chat.stop_strings, list),
       template_kwargs=fields.parse_json('chat.template', chat.template, dict),
     ),

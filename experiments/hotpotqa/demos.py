@@ -23,6 +23,7 @@ import re
 from typing import NamedTuple
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
 
@@ -268,8 +269,7 @@ class Maker:
     return [*messages, _reply(answer, _quoted(answer, question, found))]
 
   def _search(self, query: str, said: str) -> list[types.Message]:
-    call = {'name': 'search', 'arguments': {'query': f' {query}'}}
-    call = f'<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>'
+    call = calls.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
     found = documents.render(self._top(query), PASSAGE)
     return [
       {'role': 'assistant', 'content': f'{said}\n{call}' if said else call},

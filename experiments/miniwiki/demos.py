@@ -7,11 +7,11 @@ where the demonstration is careless; practice items use the same sentences.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
-import json
 import random
 import re
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.retrieval import documents
 from experiments.miniwiki import questions as questions_lib
 from experiments.miniwiki import world as world_lib
@@ -144,9 +144,9 @@ class _Episode:
   def search(self, name, relation) -> str:
     """Searches, and returns the title of the passage that a reader would take."""
     query = f' {name} {relation}' if name else f' {relation}'
-    call = json.dumps({'name': 'search', 'arguments': {'query': query}})
+    call = calls.HERMES.render(calls.ToolCall('search', {'query': query}))
     said = self.said + '\n' if self.said else ''
-    self._reply(f'{said}<tool_call>\n{call}\n</tool_call>')
+    self._reply(f'{said}{call}')
     text = self._search(query)
     self.messages.append({'role': 'tool', 'name': 'search', 'content': text})
     titles = re.findall(r'Doc \d+ \(Title: (.*?)\)', text)

@@ -1,0 +1,314 @@
+"""Formats of tool calls: those that are not JSON, a table of all, and their detection.
+
+In a format with tags, a call ends with its end tag, at which sampling stops; so it
+cannot contain that tag.
+"""
+
+from collections.abc import Callable
+import json
+import re
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
+from agent_r1_jax.agent.calls import CallFormat, Schemas, ToolCall
+
+# What some models write for JSON's words.
+_PYTHON_WORDS = {'True': 'true', 'False': 'false', 'None': 'null'}
+_TYPES: dict[type, set[str]] = {
+  str: {'string'},
+  bool: {'boolean'},
+  int: {'integer', 'number'},
+  float: {'number'},
+  list: {'array'},
+  dict: {'object'},
+  type(None): {'null'},
+}
+
+
+def _convert(text: str, schema: Any) -> Any:
+  """Converts an argument's text to the type that its schema names.
+
+  Where the schema allows strings, the text stays as it is unless it is JSON of another
+  type that is allowed. Text that is no JSON stays as it is, too: if the tool wants
+  something else, it will say so.
+  """
+  allowed = calls.list_types(schema)
+  word = text.strip()
+  try:
+    value = json.loads(_PYTHON_WORDS.get(word, word))
+  except (ValueError, RecursionError):
+    return text
+  as_text = isinstance(value, str) or not _TYPES[type(value)] & allowed
+  return text if 'string' in allowed and as_text else value
+
+
+_QWEN = re.compile(calls.THINK + r'(?:<tool_call>\s*)?<function=([^<>\n]*)>|<tool_call>')
+_PARAMETER = re.compile(r'\s*<parameter=([^<>\n]*)>\n?')
+# A parameter that is not closed ends where another one, or the end of the call, follows,
+# and with the thought that it is in: the call after it must not be swallowed.
+_VALUE_END = re.compile(
+  r'\n?</parameter>(?=\s*(?:<parameter=|</function>|</?tool_call>|\Z))'
+  r'|\n(?=<parameter=[^<>\n]*>)'
+  r'|\n?(?=</function>\s*(?:</?tool_call>|<function=|\Z))'
+  r'|\n?(?=</tool_call>\s*(?:<tool_call>|\Z))'
+  r'|\n?(?=</think>|\Z)'
+)
+_QWEN_CLOSE = re.compile(
+  r'\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>|(?=<tool_call>)|\Z)'
+)
+_QWEN_STOP = re.compile(r'</?tool_call>|<function=[^<>\n]*>|</think>')
+
+
+def _parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<function=NAME><parameter=NAME>value</parameter></function>`.
+
+  The newlines around a value do not belong to it. End tags may be missing, and so may
+  '<tool_call>'. A value may contain end tags, unless they stand as they end a call.
+  """
+
+  def fail(tag, why):
+    stop = _QWEN_STOP.search(reply, tag.end())
+    end = stop.start() if stop else len(reply)
+    return calls.explain(why, reply[tag.start() : end]), end
+
+  def read(tag):
+    if not tag[1]:
+      return fail(tag, 'expected <function=the name> after <tool_call>')
+    known = calls.find_parameters(tag[1], schemas).get('properties', {})
+    arguments, position = {}, tag.end()
+    while parameter := _PARAMETER.match(reply, position):
+      end = _VALUE_END.search(reply, parameter.end())
+      assert end  # The end of the text is one.
+      text = reply[parameter.end() : end.start()]
+      arguments[parameter[1]] = _convert(text, known.get(parameter[1]))
+      position = end.end()
+    close = _QWEN_CLOSE.match(reply, position)
+    if not close:
+      return fail(tag, 'expected <parameter=a name> or </function>')
+    return ToolCall(tag[1], arguments), close.end()
+
+  return calls.scan(reply, _QWEN, read)
+
+
+def _render_qwen3_coder(call: ToolCall) -> str:
+  text = lambda value: (
+    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+  )
+  lines = [
+    f'<parameter={name}>\n{text(value)}\n</parameter>\n'
+    for name, value in call.arguments.items()
+  ]
+  return f'<tool_call>\n<function={call.name}>\n{"".join(lines)}</function>\n</tool_call>'
+
+
+_SEARCH = re.compile(calls.THINK + '<search>|<answer>')
+_SEARCH_END = re.compile(r'</search>|(?=<search>|<answer>|</?think>)|\Z')
+
+
+def _parse_search_r1(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<search>text</search>` before an `<answer>`."""
+
+  def read(tag):
+    if tag[0] == '<answer>':
+      return None, tag.end()
+    end = _SEARCH_END.search(reply, tag.end())
+    assert end
+    text = reply[tag.end() : end.start()]
+    if not end[0] and end.end() < len(reply):
+      return calls.explain('expected </search> after the query', text), end.end()
+    argument = calls.find_text_argument('search', schemas) or 'query'
+    return ToolCall('search', {argument: text.strip()}), end.end()
+
+  return calls.scan(reply, _SEARCH, read)
+
+
+_CODE = re.compile(calls.THINK + '<code>|<answer>')
+_FENCE = re.compile(r'\s*```[\w+-]*[ \t]*\n')
+_FENCED_END = re.compile(r'\n[ \t]*```\s*(?:</code>|\Z)|</code>\s*\Z|(?=</think>)|\Z')
+_CODE_END = re.compile(r'</code>|(?=</think>)|\Z')
+
+
+def _parse_retool(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<code>...</code>` before an `<answer>`, with or without a fence."""
+
+  def read(tag):
+    if tag[0] == '<answer>':
+      return None, tag.end()
+    fence = _FENCE.match(reply, tag.end())
+    start = fence.end() if fence else tag.end()
+    end = (_FENCED_END if fence else _CODE_END).search(reply, start)
+    assert end
+    argument = calls.find_text_argument('python', schemas) or 'code'
+    code = reply[start : end.start()].strip('\n').rstrip()
+    return ToolCall('python', {argument: code}), end.end()
+
+  return calls.scan(reply, _CODE, read)
+
+
+_LINE = r'^[ \t]*'
+_ACTION = re.compile(
+  rf'{calls.THINK}{_LINE}Action[ \t]*:([^\n]*)|{_LINE}Final Answer[ \t]*:', re.MULTILINE
+)
+_IN_BRACKETS = re.compile(r'([\w.-]+)\[(.*)\]\Z')
+_INPUT = re.compile(r'\s*Action Input[ \t]*:')
+_INPUT_END = re.compile(
+  rf'{_LINE}(?:Thought|Action|Action Input|Observation|Final Answer)[ \t]*:|</think>|\Z',
+  re.MULTILINE,
+)
+
+
+def _parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each line `Action: NAME` with its `Action Input:`, or `Action: NAME[text]`.
+
+  `Final Answer:` ends the episode, and so does the action `Finish` of ReAct's paper,
+  unless there is a tool of that name.
+  """
+
+  def read(tag):
+    if tag[1] is None:
+      return None, tag.end()
+    name, text, end = tag[1].strip().strip('`"\''), '', tag.end()
+    if brackets := _IN_BRACKETS.match(name):
+      name, text = brackets.groups()
+    elif given := _INPUT.match(reply, end):
+      stop = _INPUT_END.search(reply, given.end())
+      assert stop
+      text, end = reply[given.end() : stop.start()].strip(), stop.start()
+    if name.lower() == 'finish' and name not in calls.list_names(schemas):
+      return None, end
+    try:
+      if not name:
+        raise ValueError('expected the name of a tool after Action:')
+      return ToolCall(name, _read_input(text, name, schemas)), end
+    except (ValueError, RecursionError) as error:
+      return calls.explain(error, reply[tag.start() : end].strip()), end
+
+  return calls.scan(reply, _ACTION, read)
+
+
+def _read_input(text: str, name: str, schemas: Schemas) -> dict[str, Any]:
+  """Reads the input of a ReAct action: an object, or text for the only argument."""
+  if not text:
+    return {}
+  try:
+    value = json.loads(text)
+  except ValueError:
+    if text.startswith('{'):
+      raise
+    value = text
+  # A number, say, is the text that was written.
+  value = value if isinstance(value, dict | str) else text
+  return calls.to_arguments(value, name, schemas, 'Action Input')
+
+
+def _render_react(call: ToolCall) -> str:
+  arguments = json.dumps(call.arguments, ensure_ascii=False)
+  return f'Action: {call.name}\nAction Input: {arguments}'
+
+
+def _argument(call: ToolCall) -> Any:
+  """Returns the only argument of a call."""
+  (value,) = call.arguments.values()
+  return value
+
+
+QWEN3_CODER = CallFormat(
+  'qwen3_coder',
+  _parse_qwen3_coder,
+  _render_qwen3_coder,
+  types.ControlText(
+    calls.TOOLS + 'A call names the tool, and each argument with its value:\n'
+    '<tool_call>\n'
+    '<function=the name>\n'
+    '<parameter=an argument>\n'
+    'its value\n'
+    '</parameter>\n'
+    '</function>\n'
+    '</tool_call>\n'
+    'What the tool answers comes in the next message.'
+  ),
+)
+SEARCH_R1 = CallFormat(
+  'search_r1',
+  _parse_search_r1,
+  lambda call: f'<search> {_argument(call)} </search>',
+  types.ControlText(
+    'You can search: write what to search for between <search> and </search>, and what '
+    'is found comes between <information> and </information>. Search as often as '
+    'necessary. When you know the answer, give it between <answer> and </answer>.'
+  ),
+  answer=types.ControlText('<information>\n{}\n</information>'),
+  stop_strings=('</search>', '</answer>'),
+  only_tool='search',
+)
+RETOOL = CallFormat(
+  'retool',
+  _parse_retool,
+  lambda call: f'<code>\n```python\n{_argument(call)}\n```\n</code>',
+  types.ControlText(
+    'You can run Python code. Write it like this:\n'
+    '<code>\n'
+    '```python\n'
+    'print(1 + 1)\n'
+    '```\n'
+    '</code>\n'
+    'What it prints comes between <interpreter> and </interpreter>. Run code as often as '
+    'necessary. When you know the answer, give it between <answer> and </answer>.'
+  ),
+  answer=types.ControlText('<interpreter>\n{}\n</interpreter>'),
+  stop_strings=('</code>', '</answer>'),
+  only_tool='python',
+)
+REACT = CallFormat(
+  'react',
+  _parse_react,
+  _render_react,
+  types.ControlText(
+    calls.TOOLS
+    + 'Write in this form, and repeat its first three lines as often as necessary:\n'
+    'Thought: what to do next\n'
+    'Action: the name of the tool\n'
+    'Action Input: its arguments, such as {{"an argument": "its value"}}\n'
+    'Then comes what the tool answers, after "Observation:". At the end write:\n'
+    'Thought: what you found\n'
+    'Final Answer: the answer'
+  ),
+  answer=types.ControlText('Observation: {}'),
+  stop_strings=('\nObservation:',),
+)
+
+FORMATS = {
+  f.name: f for f in (calls.HERMES, QWEN3_CODER, calls.LLAMA3, SEARCH_R1, RETOOL, REACT)
+}
+
+
+# A conversation with a call, for a template to write.
+_SEEN = ToolCall('look', {'at': 'it'})
+_FUNCTION = {'name': _SEEN.name, 'arguments': _SEEN.arguments}
+_CONVERSATION = [
+  {'role': 'user', 'content': 'x'},
+  {
+    'role': 'assistant',
+    'content': '',
+    'tool_calls': [{'id': 'call12345', 'type': 'function', 'function': _FUNCTION}],
+  },
+  {'role': 'tool', 'name': 'look', 'tool_call_id': 'call12345', 'content': 'y'},
+]
+
+
+def detect(render: Callable[[list[types.Message]], str]) -> CallFormat | None:
+  """Returns the format in which a chat template writes a call; None if none is known.
+
+  Args:
+    render: Renders messages with the template, which may refuse them.
+  """
+  try:
+    text = render(_CONVERSATION)
+  except Exception:  # A template is a program of others.
+    return None
+  for call_format in FORMATS.values():
+    if _SEEN in call_format.parse(text):
+      return call_format
+  # Templates that write no calls, but answers to them.
+  return calls.HERMES if '<tool_response>' in text else None
