@@ -23,6 +23,7 @@ OWNERS = {
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
+  'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
 }
 # It times what others' libraries do in our place.
@@ -34,6 +35,7 @@ LAZY = (
   'jsonschema',
   'math_verify',
   'matplotlib',
+  'mcp',
   'outlines_core',
   'scipy',
   'tensorboardX',
