@@ -22,6 +22,7 @@ OWNERS = {
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
+  'httpx2': f'{PACKAGE}/tools/remote_sandbox.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
@@ -32,6 +33,7 @@ BESIDE = 'experiments/bench_beside.py'
 LAZY = (
   'bm25s',
   'faiss',
+  'httpx2',
   'jsonschema',
   'math_verify',
   'matplotlib',

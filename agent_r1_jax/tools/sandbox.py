@@ -119,6 +119,11 @@ class Sandbox:
     """Starts an interpreter, whose variables last until it is closed."""
     return Session(self)
 
+  def run(self, code: str, seconds: float = 10.0) -> Output:
+    """Runs code in an interpreter of its own."""
+    with self.open_session() as session:
+      return session.run(code, seconds)
+
   def _fork(self, descriptors: list[int]) -> tuple[socket.socket, int]:
     """Forks an interpreter; returns its worker's socket, and its number there."""
     request = {'fork': self._limits}
