@@ -11,6 +11,7 @@ import time
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
+from mcp.types import ToolAnnotations
 
 folder = pathlib.Path(sys.argv[1])
 server = MCPServer('tools', log_level='CRITICAL')
@@ -62,8 +63,9 @@ def environment() -> str:
 
 changed = (folder / 'changed').exists()
 server.add_tool(add_other if changed else add, name='add')
-for function in (hang, freeze, pid, picture, environment, *([] if changed else [fail])):
+for function in (hang, freeze, picture, environment, *([] if changed else [fail])):
   server.add_tool(function)
+server.add_tool(pid, annotations=ToolAnnotations(read_only_hint=True))
 print('this line is no message')
 if len(sys.argv) > 2:
   server.run('streamable-http', port=int(sys.argv[2]))

@@ -74,13 +74,16 @@ def server(request, tmp_path, monkeypatch):
 
 async def ask(server, name, seconds=60.0, **arguments):
   (tool,) = (tool for tool in server.tools if tool.name == name)
-  return await tool_lib.call(dataclasses.replace(tool, timeout=seconds), arguments)
+  return await tool_lib.call(
+    dataclasses.replace(tool, timeout=seconds, idempotent=False), arguments
+  )
 
 
 async def test_lists_and_calls(server):
   server, _ = server
   names = ['add', 'environment', 'fail', 'freeze', 'hang', 'picture', 'pid']
   assert sorted(tool.name for tool in server.tools) == names
+  assert [tool.name for tool in server.tools if tool.idempotent] == ['pid']
   function = server.tools[0].schema['function']
   assert function['description'] == 'Adds.'
   assert function['parameters']['required'] == ['a']

@@ -113,8 +113,8 @@ class Server:
     if self._holding:
       await asyncio.wait(self._holding, timeout=_STOP_SECONDS - 1)
 
-  def _make_tool(self, listed: dict[str, Any]) -> tool_lib.Tool:
-    name = listed['name']
+  def _make_tool(self, listed: Any) -> tool_lib.Tool:
+    name = listed.name
 
     async def call(**arguments):
       if not self._thread.is_alive():
@@ -127,19 +127,26 @@ class Server:
           self._loop.call_soon_threadsafe(self._check_if_open)
         raise
 
-    schema = {'type': 'function', 'function': listed}
-    return tool_lib.Tool(name, schema, call, self._seconds)
+    function = {
+      'name': name,
+      'description': listed.description or '',
+      'parameters': listed.input_schema,
+    }
+    schema = {'type': 'function', 'function': function}
+    hints = listed.annotations
+    idempotent = bool(hints and (hints.idempotent_hint or hints.read_only_hint))
+    return tool_lib.Tool(name, schema, call, self._seconds, idempotent)
 
-  async def _call(self, listed: dict[str, Any], arguments: dict[str, Any]) -> str:
-    connection, name = await self._connect(), listed['name']
+  async def _call(self, listed: Any, arguments: dict[str, Any]) -> str:
+    connection, name = await self._connect(), listed.name
     now = connection.tools.get(name)
     if now is None:
       known = ', '.join(connection.tools) or 'none'
       raise RuntimeError(f'the server has changed and has no such tool; it has: {known}')
-    if now['parameters'] != listed['parameters']:
+    if now.input_schema != listed.input_schema:
       raise RuntimeError(
         'the server has changed, and this tool takes other arguments now: '
-        f'{json.dumps(now["parameters"])}'
+        f'{json.dumps(now.input_schema)}'
       )
     try:
       result = await connection.client.call_tool(name, arguments)
@@ -244,14 +251,14 @@ class _Connection:
 
   Attributes:
     client: The package's client.
-    tools: The `function` of each tool's schema, by the tool's name.
+    tools: The server's tools by name, as the package describes them.
     leave: Set when the connection is to be ended.
     check: Looks whether the server still answers; None if nobody doubts it.
   """
 
   def __init__(self, client):
     self.client = client
-    self.tools: dict[str, dict[str, Any]] = {}
+    self.tools: dict[str, Any] = {}
     self.leave = asyncio.Event()
     self.check: asyncio.Task | None = None
 
@@ -260,12 +267,7 @@ class _Connection:
     found, cursor = {}, None
     for _ in range(_MAX_PAGES):
       page = await self.client.list_tools(cursor=cursor)
-      for tool in page.tools:
-        found[tool.name] = {
-          'name': tool.name,
-          'description': tool.description or '',
-          'parameters': tool.input_schema,
-        }
+      found |= {tool.name: tool for tool in page.tools}
       cursor = page.next_cursor
       if cursor is None:
         break

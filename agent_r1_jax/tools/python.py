@@ -57,7 +57,9 @@ def python_tool(
     return output.text or '(The code printed nothing.)'
 
   schema = tool_lib.schema(python, 'python')
-  return tool_lib.Tool('python', schema, python, seconds + _START_SECONDS)
+  timeout = seconds + _START_SECONDS
+  remote = isinstance(box, remote_sandbox.RemoteSandbox)
+  return tool_lib.Tool('python', schema, python, timeout, idempotent=remote)
 
 
 class _Stateful:
