@@ -19,6 +19,7 @@ OWNERS = {
   'faiss': f'{PACKAGE}/retrieval/dense.py',
   'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tool.py {PACKAGE}/agent/tokenizer.py',
+  'huggingface_hub': 'third_party/fetch.py',
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
