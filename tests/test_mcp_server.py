@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -160,3 +161,19 @@ def test_a_server_that_does_not_start(arguments, said):
   limit = 0.5 if arguments.get('command') == ['sleep', '100'] else 60.0
   with pytest.raises((RuntimeError, ValueError), match=said):
     mcp_server.Server(**arguments, start_seconds=limit)
+
+
+def test_the_example_of_the_docs(tmp_path):
+  pages = sorted((pathlib.Path(__file__).parents[1] / 'docs').glob('tools*.md'))
+  text = '\n'.join(page.read_text() for page in pages)
+  section = text.split('## Tools of an MCP server')[1].split('\n## ')[0]
+  server, client, printed = re.findall(r'```(?:python)?\n(.*?)```', section, re.DOTALL)
+  (tmp_path / 'warehouse.py').write_text(server)
+  done = subprocess.run(
+    [sys.executable, '-c', client],
+    cwd=tmp_path,
+    env=os.environ | {'PYTHONPATH': str(pathlib.Path(__file__).parents[1])},
+    capture_output=True,
+    text=True,
+  )
+  assert (done.returncode, done.stdout) == (0, printed), done.stderr
