@@ -142,9 +142,9 @@ class Server:
     now = connection.tools.get(name)
     if now is None:
       known = ', '.join(connection.tools) or 'none'
-      raise RuntimeError(f'the server has changed and has no such tool; it has: {known}')
+      raise LookupError(f'the server has changed and has no such tool; it has: {known}')
     if now.input_schema != listed.input_schema:
-      raise RuntimeError(
+      raise LookupError(
         'the server has changed, and this tool takes other arguments now: '
         f'{json.dumps(now.input_schema)}'
       )
@@ -184,9 +184,9 @@ class Server:
     return await self._connect()
 
   async def _hold(self, opened: asyncio.Future) -> None:
-    """Opens a connection and holds it until it is to be left, in one task.
+    """Opens a connection and holds it until it is to be left.
 
-    The package's cancel scopes must be entered and left in one task, one in another.
+    The package's cancel scopes must be entered and left by the same task.
     """
     import anyio
     import mcp
@@ -228,8 +228,10 @@ class Server:
         async with asyncio.timeout(_CHECK_SECONDS):
           await connection.list_tools()
       except Exception as error:
-        if self._opened and self._opened.done() and self._opened.result() is connection:
-          self._count_failure(self._opened)
+        opened = self._opened
+        if opened and opened.done() and opened.result() is connection:
+          self._count_failure(opened)
+        if not (connection.leave.is_set() or self._closing.is_set()):
           logging.warning('%s: %s; it is started again', self._name, _describe(error))
         connection.leave.set()
       connection.check = None
