@@ -15,6 +15,7 @@ _QUIET = {
   'alarm/dead_groups': 0.0,
   'alarm/truncated': 0.0,
   'alarm/invalid_calls': 0.0,
+  'alarm/isolated_calls': 0.0,
   'alarm/action_share': 0.0,
 }
 _LIMITS = config.Alarms(
@@ -63,6 +64,7 @@ def _ringing(numbers, limits=_LIMITS):
       {'rollout/tool_calls': 3.0, 'rollout/format_errors': 1.0},
     ),
     ('invalid_calls', 'rollout/format_errors', 2.0, _UP, {'rollout/tool_calls': 2.0}),
+    ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {'rollout/tool_calls': 4.0}),
     ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
     ('action_share', 'rollout/tokens', 16.0, _UP, {'rollout/action_tokens': 8.0}),
   ],
@@ -85,7 +87,9 @@ _BAD = {
   'train/kl': 9.0,
   'rollout/dead_groups': 1.0,
   'rollout/status/truncated': 1.0,
-  'rollout/format_errors': 1.0,
+  'rollout/format_errors': 3.0,
+  'rollout/tool_calls': 1.0,
+  'rollout/isolated_calls': 1.0,
   'rollout/tokens': 1000.0,
   'rollout/action_tokens': 1.0,
 }
@@ -128,7 +132,14 @@ def test_every_alarm_has_its_words():
   monitor = alarms.AlarmMonitor(config.Alarms(), said.append)
   assert set(monitor.check(1, _BAD).values()) == {1.0}
   words = ' '.join(said)
-  for part in ('0.001 nats', 'is 9, above 1', 'of the groups', 'tool calls', '0.1% of'):
+  for part in (
+    '0.001 nats',
+    'is 9, above 1',
+    'of the groups',
+    'calls could',
+    'in a row',
+    '0.1% of',
+  ):
     assert part in words
 
 

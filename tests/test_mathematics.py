@@ -122,6 +122,12 @@ async def test_an_episode_is_graded_in_a_process():
   assert not any(metrics['grading_failed'] for _, metrics in (right, wrong, silent))
 
 
+def test_a_grader_without_math_verify_is_refused(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'math_verify', None)
+  with pytest.raises(ImportError, match='math_verify'):
+    mathematics.Grader()
+
+
 def test_a_lower_limit_of_memory_is_kept():
   code = (
     'import resource\nfrom agent_r1_jax.tasks import mathematics\n'

@@ -123,7 +123,12 @@ class Grader:
     Args:
       seconds: Seconds that one grading may take; what is late counts as wrong.
       processes: The most gradings that run at a time.
+
+    Raises:
+      ImportError: math-verify is missing. The processes would grade all answers as wrong.
     """
+    import math_verify  # noqa: F401
+
     self._is_equal = isolated.in_subprocess(
       is_equal_in_limits, seconds=seconds, processes=processes
     )

@@ -42,6 +42,7 @@ _MAX_RESULT = 1 << 20  # Bytes of a returned value.
 _SECONDS = 3600.0
 # What tests of MBPP use, and leave to the program to import.
 _MODULES = ('collections', 'datetime', 'itertools', 'math', 're', 'sys')
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 class ProgramError(Exception):
@@ -288,7 +289,7 @@ class _Program:
       )
       try:
         return plain_values.decode(found)
-      except (ValueError, TypeError, LookupError, AttributeError) as error:
+      except _UNREADABLE as error:
         raise ProgramError(f'{name} returned what cannot be read') from error
 
     return call
