@@ -159,7 +159,7 @@ async def test_a_server_that_hangs_is_replaced(tmp_path, monkeypatch):
 )
 def test_a_server_that_does_not_start(arguments, said):
   limit = 0.5 if arguments.get('command') == ['sleep', '100'] else 60.0
-  with pytest.raises((RuntimeError, ValueError), match=said):
+  with pytest.raises((ConnectionError, ValueError), match=said):
     mcp_server.Server(**arguments, start_seconds=limit)
 
 

@@ -23,8 +23,6 @@ from agent_r1_jax.agent import workers
 MAX_CHARS = 200_000
 # An idempotent tool that fails is called so many times more, after these seconds.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
-# Exceptions by which a tool says that the call is wrong, and not that the tool fails.
-_WRONG_CALLS = (ValueError, ArithmeticError, LookupError)
 _clock, _sleep = time.monotonic, asyncio.sleep
 
 
@@ -41,8 +39,8 @@ class Tool:
     timeout: Seconds after which a call is abandoned, including the wait for a thread. A
       hung function keeps its thread, which does not keep the interpreter from exiting.
     idempotent: Whether calling it twice does no more than calling it once. Where it
-      raises, it is then called again, within the same timeout. A ValueError, an
-      ArithmeticError or a LookupError says that the arguments are wrong: not these.
+      raises an OSError, such as a ConnectionError, it is then called again, within the
+      same timeout.
   """
 
   name: str
@@ -102,8 +100,9 @@ class ToolResult:
     seconds: The time that it took.
     reward: The reward of the tool's Report, else 0.
     timed_out: Whether it failed because it took longer than the tool's timeout.
-    failed: Whether the tool failed, and not the agent: it was late, or raised what does
-      not say that the arguments are wrong.
+    failed: Whether the tool failed, and not the agent: it was late, raised an OSError, or
+      tried to end the process. Other exceptions may be due to the arguments: were a tool
+      isolated for them, an agent that learns to call it would be refused.
     retries: How often it was called again.
     isolated: Whether it was not called, because it is isolated; see Isolation.
   """
@@ -252,7 +251,7 @@ async def _attempt(
     return ToolResult(f'Error: {tool.name}: {error}', ok=False, failed=True)
   except Exception as error:
     text = f'Error: {tool.name}: {workers.describe_error(error)}'
-    return ToolResult(text, ok=False, failed=not isinstance(error, _WRONG_CALLS))
+    return ToolResult(text, ok=False, failed=isinstance(error, OSError))
 
 
 def _to_result(value: Any) -> ToolResult:

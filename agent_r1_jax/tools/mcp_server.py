@@ -62,7 +62,7 @@ class Server:
     Raises:
       ValueError: Not exactly one of command and url is given, a variable of `env` is not
         set, or a tool's schema is no JSON Schema.
-      RuntimeError: The server did not start in its time.
+      ConnectionError: The server did not start in its time.
     """
     if bool(command) == bool(url):
       raise ValueError('mcp_server: give either command or url.')
@@ -118,7 +118,7 @@ class Server:
 
     async def call(**arguments):
       if not self._thread.is_alive():
-        raise RuntimeError(f'the connection to {self._name} was closed')
+        raise ConnectionError(f'the connection to {self._name} was closed')
       work = asyncio.run_coroutine_threadsafe(self._call(listed, arguments), self._loop)
       try:
         return await asyncio.wrap_future(work)
@@ -152,7 +152,7 @@ class Server:
       result = await connection.client.call_tool(name, arguments)
     except Exception as error:
       await asyncio.shield(self._check(connection))
-      raise RuntimeError(f'{self._name}: {_describe(error)}') from error
+      raise ConnectionError(f'{self._name}: {_describe(error)}') from error
     self._failures = 0
     text = '\n'.join(map(_to_text, result.content))
     if result.is_error:
@@ -163,11 +163,11 @@ class Server:
     """Returns the connection; opens one if there is none.
 
     Raises:
-      RuntimeError: The server did not start, or is not started yet after it ended.
+      ConnectionError: The server did not start, or is not started yet after it ended.
     """
     if self._opened is None:
       if (pause := self._not_before - self._loop.time()) > 0:
-        raise RuntimeError(
+        raise ConnectionError(
           f'{self._name} ended {self._failures} times in a row; it is started again in '
           f'{math.ceil(pause)} seconds'
         )
@@ -213,7 +213,7 @@ class Server:
       return
     self._count_failure(opened)
     opened.set_exception(
-      RuntimeError(f'the MCP server {self._name} did not start: {_describe(error)}')
+      ConnectionError(f'the MCP server {self._name} did not start: {_describe(error)}')
     )
 
   def _check_if_open(self) -> None:

@@ -50,7 +50,7 @@ class RemoteSandbox:
       seconds: Seconds of the clock that it may take.
 
     Raises:
-      RuntimeError: The server cannot be reached, is late, or answers nonsense.
+      ConnectionError: The server cannot be reached, is late, or answers nonsense.
     """
     request = {
       'code': _make_script(code),
@@ -69,7 +69,7 @@ class RemoteSandbox:
     try:
       text, status = _read_result(json.loads(body))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-      raise RuntimeError(
+      raise ConnectionError(
         f'{self._url} gave an answer that is no result of code: {body[:300]!r}'
       ) from error
     if len(text) > 16 * self._max_output:
@@ -97,7 +97,9 @@ class RemoteSandbox:
           if time.monotonic() > deadline:  # httpx bounds each read, not all of them.
             raise TimeoutError(f'no whole answer within {seconds:g} seconds')
     except (httpx2.HTTPError, OSError) as error:
-      raise RuntimeError(f'the sandbox at {self._url}: {error or repr(error)}') from error
+      raise ConnectionError(
+        f'the sandbox at {self._url}: {error or repr(error)}'
+      ) from error
     return bytes(body)
 
 
