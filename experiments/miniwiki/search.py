@@ -19,10 +19,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
-from agent_r1_jax.tasks import qa
-from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, evaluation_cache
 from experiments import comparison
+from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
@@ -48,19 +47,12 @@ def main(_):
   runtime.quiet_logging()
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
-  retriever = miniwiki.index(_WORLD.value)
   sets = questions(_QUESTIONS.value, _SPLIT.value)
-  rag = {
-    name: comparison.with_passages(tasks, retriever, miniwiki.rag_task)
-    for name, tasks in sets.items()
-  }
   numbers, _ = comparison.run(
     config,
     workdir,
     make_play(workdir),
-    comparison.Prompts(direct=sets, rag=rag, agent=sets),
-    search.search_tool(retriever, k=1),
-    reward=qa.paper_reward,
+    shapes.methods(sets, _WORLD.value),
     tasks=miniwiki.train_tasks(_WORLD.value, 4096),
     evals=questions(_WATCHED.value, 'dev'),
     kl_coef=0.0,

@@ -1,0 +1,194 @@
+"""The tasks that agents are measured on, by name; TASKS lists them.
+
+To add a task, write a function from a `Source` to a `Benchmark`, and add it to TASKS.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+import dataclasses
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import env
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.retrieval import bm25, documents
+from agent_r1_jax.tasks import mathematics, programming, qa, qa_data
+from agent_r1_jax.tools import calculator, python, sandbox
+from agent_r1_jax.train import identity
+from experiments import comparison, react
+from experiments.hotpotqa import demos, settings
+from experiments.miniwiki import shapes
+from experiments.miniwiki import tasks as miniwiki
+
+# Replies of the samples of a task -> what each answers; equal where the answers mean the
+# same, None where there is none.
+Answers = Callable[[Sequence[str]], Sequence[Hashable | None]]
+
+
+class Source(NamedTuple):
+  """What the command line says of a task.
+
+  Attributes:
+    data: Its file or folder; empty is the default place, if it has one.
+    model: The directory of the policy; empty is the task's own small one.
+    limit: The most tasks of a set; 0 is all.
+  """
+
+  data: str
+  model: str
+  limit: int
+
+
+class Benchmark(NamedTuple):
+  """Held-out tasks, the methods to play them, and how they are scored.
+
+  Attributes:
+    methods: Name -> (tasks by set, a function that makes an environment).
+    score: The metric that is 1 for a right answer.
+    rest: Further metrics of the table.
+    answers: What the majority votes on; None if answers cannot be compared.
+    config: The configuration that the command line changes.
+    made_of: What else the episodes depend on, such as the passages.
+  """
+
+  methods: dict[str, comparison.Method]
+  score: str
+  rest: tuple[str, ...]
+  answers: Answers | None
+  config: config_lib.Config
+  made_of: dict[str, Any]
+
+
+class Family(NamedTuple):
+  """A kind of problem: how it is read, asked and judged, and the tool that it comes with.
+
+  Attributes:
+    load: The tasks of a file.
+    prompts: A module with agent_task and direct_task.
+    make_judge: Makes an object with reward and metrics.
+    make_tool: Makes the agent's tool.
+    score: The metric that is 1 for a right answer.
+    rest: Further metrics of the table.
+  """
+
+  load: Callable[[str], list[types.Task]]
+  prompts: Any
+  make_judge: Callable[[], Any]
+  make_tool: Callable[[], tool_lib.Tool]
+  score: str
+  rest: tuple[str, ...]
+
+  def methods(self, tasks: Sequence[types.Task]) -> dict[str, comparison.Method]:
+    """Makes the methods of solving the tasks."""
+    judge, tool = self.make_judge(), self.make_tool()
+    make = lambda tools: env.ToolEnv(tools, judge.reward, metrics=judge.metrics)
+    each = lambda ask: {'': [ask(task) for task in tasks]}
+    agent = self.prompts.agent_task
+    return {
+      'direct': (each(self.prompts.direct_task), lambda: make([])),
+      'react': (
+        each(lambda task: react.ask(agent(task), (tool,))),
+        lambda: react.ReAct(make([tool])),
+      ),
+      'tools': (each(agent), lambda: make([tool])),
+    }
+
+
+MATHEMATICS = Family(
+  mathematics.load,
+  mathematics,
+  mathematics.Grader,
+  calculator.calculator_tool,
+  score='accuracy',
+  rest=('answered', 'tool_calls', 'grading_failed'),
+)
+PROGRAMMING = Family(
+  programming.load_humaneval,
+  programming,
+  programming.Judge,
+  lambda: python.python_tool(sandbox.Sandbox()),
+  score='passed',
+  rest=('answered', 'tool_calls', 'late'),
+)
+FAMILIES = {
+  'gsm8k': MATHEMATICS,
+  'math': MATHEMATICS,
+  'humaneval': PROGRAMMING,
+  'mbpp': PROGRAMMING._replace(load=programming.load_mbpp),
+}
+
+
+def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
+  """Orders problems by a seed; the first are held out from training."""
+  order = np.random.default_rng(seed).permutation(len(tasks))
+  return [tasks[i] for i in order]
+
+
+def load_problems(family: Family, source: Source) -> Benchmark:
+  """Loads the rows that experiments.problems holds out."""
+  if not source.data:
+    raise ValueError('--data: the file of the rows is missing.')
+  tasks = shuffle(family.load(source.data))[: source.limit or None]
+  compare = None
+  if family.prompts is mathematics:
+    grader = family.make_judge()
+    compare = lambda replies: asyncio.run(grader.canonical_answers(replies))
+  config = config_lib.Config(limits=config_lib.Limits(max_turns=6, max_turn_tokens=512))
+  return Benchmark(
+    family.methods(tasks), family.score, family.rest, compare, config, made_of={}
+  )
+
+
+def load_questions(name: str, source: Source) -> Benchmark:
+  """Loads the rows that experiments.hotpotqa.search holds out."""
+  setting = settings.setting_of(source.model)
+  corpus, questions = qa_data.find(source.data or qa_data.FETCHED.format(name))
+  tasks = demos.shuffle(qa_data.jsonl(questions))[: source.limit or None]
+  if setting is settings.SMALL:
+    settings.check_unseen(source.model or setting.config.model.path, tasks)
+  passages = documents.read_corpus(corpus)
+  return Benchmark(
+    settings.methods(setting, {'': tasks}, bm25.BM25(passages)),
+    *('em', ('f1', 'answered', 'tool_calls'), _vote),
+    setting.config,
+    made_of={'passages': identity.digest([dataclasses.astuple(d) for d in passages])},
+  )
+
+
+def load_miniwiki(source: Source) -> Benchmark:
+  """Makes miniwiki's test questions."""
+  sets = {
+    name: miniwiki.test_set(name, source.limit or 300, 0)
+    for name in miniwiki.SETS
+    if '4hop' not in name
+  }
+  path = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
+  config = config_lib.Config(
+    model=config_lib.Model(path=str(path)),
+    limits=config_lib.Limits(max_turn_tokens=80),
+    engine=config_lib.Engine(slots=640, decode_steps=16),
+  )
+  return Benchmark(
+    shapes.methods(sets, 0),
+    *('em', ('f1', 'answered', 'tool_calls'), _vote),
+    config,
+    made_of={},
+  )
+
+
+def _vote(replies: Sequence[str]) -> list[str | None]:
+  return [qa.canonical_answer(reply) for reply in replies]
+
+
+TASKS: dict[str, Callable[[Source], Benchmark]] = {
+  'miniwiki': load_miniwiki,
+  'hotpotqa': functools.partial(load_questions, 'hotpotqa'),
+  '2wiki': functools.partial(load_questions, '2wikimultihopqa'),
+  'musique': functools.partial(load_questions, 'musique'),
+  **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
+}
