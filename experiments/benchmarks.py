@@ -4,22 +4,22 @@ To add a task, write a function from a `Source` to a `Benchmark`, and add it to 
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import dataclasses
 import functools
-import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data
 from agent_r1_jax.tools import calculator, python, sandbox
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import evaluate, identity, scores
 from experiments import comparison, react
 from experiments.hotpotqa import demos, settings
 from experiments.miniwiki import shapes
@@ -28,6 +28,12 @@ from experiments.miniwiki import tasks as miniwiki
 # Replies of the samples of a task -> what each answers; equal where the answers mean the
 # same, None where there is none.
 Answers = Callable[[Sequence[str]], Sequence[Hashable | None]]
+
+
+# Method -> set -> trajectories, those of a task side by side.
+Played = Mapping[str, Mapping[str, Sequence[types.Trajectory]]]
+# Of an episode, as evaluate.summarize calls them.
+COSTS = ('tokens', 'action_tokens', 'turns', 'status/error')
 
 
 class Source(NamedTuple):
@@ -167,16 +173,11 @@ def load_miniwiki(source: Source) -> Benchmark:
     for name in miniwiki.SETS
     if '4hop' not in name
   }
-  path = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
-  config = config_lib.Config(
-    model=config_lib.Model(path=str(path)),
-    limits=config_lib.Limits(max_turn_tokens=80),
-    engine=config_lib.Engine(slots=640, decode_steps=16),
-  )
   return Benchmark(
     shapes.methods(sets, 0),
     *('em', ('f1', 'answered', 'tool_calls'), _vote),
-    config,
+    # ReAct's form takes room.
+    fields.replace(shapes.CONFIG, {'engine.slots': 640}),
     made_of={},
   )
 
@@ -192,3 +193,47 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'musique': functools.partial(load_questions, 'musique'),
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
 }
+
+
+def summarize(played: Played, benchmark: Benchmark, n: int) -> dict[str, dict[str, Any]]:
+  """Returns the numbers of each method and set; see scores.estimate."""
+  numbers: dict[str, dict[str, Any]] = {}
+  for method, sets in played.items():
+    for name, episodes in sets.items():
+      right = [t.metrics.get(benchmark.score, 0.0) for t in episodes]
+      groups = [episodes[i : i + n] for i in range(0, len(episodes), n)]
+      answers = benchmark.answers and [
+        benchmark.answers([last_reply(t) for t in group]) for group in groups
+      ]
+      found = scores.estimate(np.reshape(right, (-1, n)), answers)
+      costs = evaluate.summarize(episodes)
+      rest = {m: costs.get(m, 0.0) for m in (*benchmark.rest, *COSTS)}
+      numbers.setdefault(method, {})[name] = {'tasks': len(groups), **found, **rest}
+  return numbers
+
+
+def last_reply(episode: types.Trajectory) -> str:
+  """Returns the text that the answer is in."""
+  replies = [m['content'] for m in episode.messages if m['role'] == 'assistant']
+  return replies[-1] if replies and episode.turns else ''
+
+
+def format_table(
+  numbers: Mapping[str, Mapping[str, Any]], benchmark: Benchmark, n: int
+) -> str:
+  """Formats the table: a row for each method and set, with 95 % intervals."""
+  rows = {}
+  for method, sets in numbers.items():
+    for name, found in sets.items():
+      if n == 1:
+        count = tables.Count(round(found['mean'] * found['tasks']), found['tasks'])
+        row: dict[str, Any] = {benchmark.score: count}
+      else:
+        shown = f'{found["mean"]:.3f} ± {1.96 * found.get("error", np.nan):.3f}'
+        row = {f'mean@{n}': shown, f'best@{n}': found['best']}
+        row |= {f'majority@{n}': found['majority']} if 'majority' in found else {}
+        row |= {key: value for key, value in found.items() if key.startswith('pass@')}
+      row |= {key: found[key] for key in benchmark.rest}
+      row |= {key.split('/')[-1]: found[key] for key in COSTS}
+      rows[f'{method}, {name}' if name else method] = row
+  return tables.format_table(rows, next(iter(rows.values())))

@@ -23,18 +23,12 @@ from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
-import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
+from agent_r1_jax import fields, train
 from agent_r1_jax.host import checkpoint, processes, runtime
-from agent_r1_jax.report import tables, viewer
-from agent_r1_jax.train import evaluate, scores
+from agent_r1_jax.report import viewer
 from experiments import benchmarks
-
-# Of an episode, as evaluate.summarize calls them.
-COSTS = ('tokens', 'action_tokens', 'turns', 'status/error')
-Played = Mapping[str, Mapping[str, Sequence[types.Trajectory]]]
 
 _TASK = flags.DEFINE_enum('task', None, [*benchmarks.TASKS], 'The task.', required=True)
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
@@ -57,9 +51,9 @@ def main(_):
   checkpoint.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   played = train.play(config, path, methods, samples=n, workdir=workdir)
-  numbers = summarize(played, benchmark, n)
+  numbers = benchmarks.summarize(played, benchmark, n)
   if processes.is_first():
-    text = format_table(numbers, benchmark, n)
+    text = benchmarks.format_table(numbers, benchmark, n)
     results = {'task': _TASK.value, 'model': path, 'n': n, 'methods': numbers}
     (workdir / 'table.md').write_text(text + '\n')
     (workdir / 'results.json').write_text(json.dumps(results, indent=2) + '\n')
@@ -99,54 +93,8 @@ def choose_methods(benchmark: benchmarks.Benchmark, names: Sequence[str]):
   return {name: benchmark.methods[name] for name in names or benchmark.methods}
 
 
-def summarize(
-  played: Played, benchmark: benchmarks.Benchmark, n: int
-) -> dict[str, dict[str, Any]]:
-  """Returns the numbers of each method and set; see scores.estimate."""
-  numbers: dict[str, dict[str, Any]] = {}
-  for method, sets in played.items():
-    for name, episodes in sets.items():
-      right = [t.metrics.get(benchmark.score, 0.0) for t in episodes]
-      groups = [episodes[i : i + n] for i in range(0, len(episodes), n)]
-      answers = benchmark.answers and [
-        benchmark.answers([last_reply(t) for t in group]) for group in groups
-      ]
-      found = scores.estimate(np.reshape(right, (-1, n)), answers)
-      costs = evaluate.summarize(episodes)
-      rest = {m: costs.get(m, 0.0) for m in (*benchmark.rest, *COSTS)}
-      numbers.setdefault(method, {})[name] = {'tasks': len(groups), **found, **rest}
-  return numbers
-
-
-def last_reply(episode: types.Trajectory) -> str:
-  """Returns the text that the answer is in."""
-  replies = [m['content'] for m in episode.messages if m['role'] == 'assistant']
-  return replies[-1] if replies and episode.turns else ''
-
-
-def format_table(
-  numbers: Mapping[str, Mapping[str, Any]], benchmark: benchmarks.Benchmark, n: int
-) -> str:
-  """Formats the table: a row for each method and set, with 95 % intervals."""
-  rows = {}
-  for method, sets in numbers.items():
-    for name, found in sets.items():
-      if n == 1:
-        count = tables.Count(round(found['mean'] * found['tasks']), found['tasks'])
-        row: dict[str, Any] = {benchmark.score: count}
-      else:
-        shown = f'{found["mean"]:.3f} ± {1.96 * found.get("error", np.nan):.3f}'
-        row = {f'mean@{n}': shown, f'best@{n}': found['best']}
-        row |= {f'majority@{n}': found['majority']} if 'majority' in found else {}
-        row |= {key: value for key, value in found.items() if key.startswith('pass@')}
-      row |= {key: found[key] for key in benchmark.rest}
-      row |= {key.split('/')[-1]: found[key] for key in COSTS}
-      rows[f'{method}, {name}' if name else method] = row
-  return tables.format_table(rows, next(iter(rows.values())))
-
-
 def write_episodes(
-  path: pathlib.Path, played: Played, config: config_lib.Config, score: str
+  path: pathlib.Path, played: benchmarks.Played, config: config_lib.Config, score: str
 ) -> None:
   """Writes all episodes to one log, whose ids name method, set and task."""
   episodes, groups = [], {}

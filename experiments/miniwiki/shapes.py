@@ -11,9 +11,11 @@ makes conversations for fine-tuning it on the prompts of the first two.
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import pathlib
 import random
 import re
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import tool
 from agent_r1_jax.tasks import qa
@@ -22,6 +24,14 @@ from experiments import comparison
 from experiments.miniwiki import demos
 from experiments.miniwiki import tasks as miniwiki
 
+# Of the quickstart: the small policy kept beside this file, and how it is trained.
+CONFIG = config_lib.Config(
+  model=config_lib.Model(path=str(pathlib.Path(__file__).parent / 'model')),
+  schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
+  limits=config_lib.Limits(max_turn_tokens=80),
+  optimizer=config_lib.Optimizer(learning_rate=2e-4),
+  engine=config_lib.Engine(slots=448, decode_steps=16, replicas=2),
+)
 REACT = '{question}\nThought, Action, Observation.'
 READS = 4  # The searches of a workflow: three hops, and one that may fail.
 _CALL = re.compile(r'<tool_call>|<answer>')
