@@ -98,8 +98,8 @@ class Family(NamedTuple):
     return {
       'direct': (each(self.prompts.direct_task), lambda: make([])),
       'react': (
-        each(lambda task: react.ask(agent(task), (tool,))),
-        lambda: react.ReAct(make([tool])),
+        each(lambda task: react.ask(agent(task), [tool])),
+        lambda: react.make_env([tool], judge.reward, judge.metrics),
       ),
       'tools': (each(agent), lambda: make([tool])),
     }

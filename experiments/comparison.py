@@ -37,7 +37,7 @@ LABELS = {'direct': 'Direct answer', 'rag': 'Naive RAG', 'tools': 'Base Tool Cal
 
 def make_envs(
   search_tool: tool.Tool, reward: env.Reward
-) -> tuple[Callable[[], env.ToolEnv], Callable[[], env.ToolEnv]]:
+) -> tuple[rollout.MakeEnv, rollout.MakeEnv]:
   """Makes the environment with the search tool, and the one without tools."""
   make = lambda tools: env.ToolEnv(tools, reward, metrics=qa.metrics)
   return lambda: make([search_tool]), lambda: make([])
@@ -69,7 +69,7 @@ def qa_methods(
     rag_k: How many passages `rag` gets.
   """
   with_tool, alone = make_envs(search_tool, reward)
-  react = react or (lambda task: react_lib.ask(agent(task), (search_tool,)))
+  react = react or (lambda task: react_lib.ask(agent(task), [search_tool]))
   each = lambda ask: {name: [ask(t) for t in tasks] for name, tasks in sets.items()}
   found = {
     name: with_passages(tasks, retriever, rag, rag_k) for name, tasks in sets.items()
@@ -77,7 +77,7 @@ def qa_methods(
   return {
     'direct': (each(direct), alone),
     'rag': (found, alone),
-    'react': (each(react), lambda: react_lib.ReAct(with_tool())),
+    'react': (each(react), lambda: react_lib.make_env([search_tool], reward, qa.metrics)),
     'tools': (each(agent), with_tool),
   }
 

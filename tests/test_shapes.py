@@ -6,11 +6,10 @@ import itertools
 import pytest
 
 from agent_r1_jax import testing
-from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from experiments import comparison, react
+from experiments import react
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
@@ -40,8 +39,6 @@ def _said(messages):
 
 def test_right_lessons_are_what_is_asked_and_are_right(world):
   tasks, tool = world
-  (_, alone) = comparison.make_envs(tool, qa.paper_reward)
-  assert alone().tools == ()
   lessons = list(itertools.islice(shapes.lessons(0, miniwiki.RIGHT), 20 * shapes.READS))
   kinds = set()
   for start in range(0, len(lessons), 2 * shapes.READS):
@@ -53,7 +50,7 @@ def test_right_lessons_are_what_is_asked_and_are_right(world):
     assert step.reward == 1.0 and step.metrics['tool_calls'] == shapes.READS
     for lesson in lessons[start + shapes.READS : start + 2 * shapes.READS]:
       task = shapes.react_task(tasks[lesson[0]['content'].split('\n')[0]])
-      agent = react.ReAct(env_lib.ToolEnv([tool], qa.paper_reward))
+      agent = react.make_env([tool], qa.paper_reward, qa.metrics)
       told, step = asyncio.run(_play(agent, task, _said(lesson)))
       assert told == lesson and step.reward == 1.0
       assert all(text.startswith(('Thought: ', 'Action: ')) for text in _said(told))
@@ -81,7 +78,7 @@ def test_the_environments_conform(world):
   (step,) = asyncio.run(testing.check_env(make, task, ['I do not know.']))
   assert step.done and step.reward == -0.5
   call = '<tool_call>{"name": "search", "arguments": {"query": "Oslo"}}</tool_call>'
-  make = lambda: react.ReAct(env_lib.ToolEnv([tool], qa.paper_reward))
+  make = lambda: react.make_env([tool], qa.paper_reward, qa.metrics)
   first, _ = asyncio.run(testing.check_env(make, task, [f'Action: {call}', 'Oslo']))
   assert first.messages[0]['content'].startswith('Observation: Doc 1 (Title: ')
 
@@ -97,7 +94,7 @@ def test_react_describes_the_tools_before_the_task():
     return place
 
   task = qa.agent_task(miniwiki.train_tasks(0, 1)[0])
-  (message,) = react.ask(task, (look,)).messages
+  (message,) = react.ask(task, [look]).messages
   assert message['content'].endswith(task.messages[0]['content'])
   assert '"Looks something up."' in message['content']
   # The tags of the form are control text, the schemas are data.
