@@ -99,7 +99,7 @@ class Family(NamedTuple):
       'direct': (each(self.prompts.direct_task), lambda: make([])),
       'react': (
         each(lambda task: react.ask(agent(task), [tool])),
-        lambda: react.make_env([tool], judge.reward, judge.metrics),
+        lambda: react.ReAct([tool], judge.reward, judge.metrics),
       ),
       'tools': (each(agent), lambda: make([tool])),
     }
@@ -153,8 +153,9 @@ def load_problems(family: Family, source: Source) -> Benchmark:
 def load_questions(name: str, source: Source) -> Benchmark:
   """Loads the rows that experiments.hotpotqa.search holds out."""
   setting = settings.setting_of(source.model)
-  corpus, questions = qa_data.find(source.data or qa_data.FETCHED.format(name))
-  tasks = demos.shuffle(qa_data.jsonl(questions))[: source.limit or None]
+  folder = source.data or qa_data.FETCHED.format(name)
+  corpus, _ = qa_data.find(folder)
+  tasks = demos.shuffle(list(qa_data.read_questions(folder)))[: source.limit or None]
   if setting is settings.SMALL:
     settings.check_unseen(source.model or setting.config.model.path, tasks)
   passages = documents.read_corpus(corpus)

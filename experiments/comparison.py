@@ -77,7 +77,7 @@ def qa_methods(
   return {
     'direct': (each(direct), alone),
     'rag': (found, alone),
-    'react': (each(react), lambda: react_lib.make_env([search_tool], reward, qa.metrics)),
+    'react': (each(react), lambda: react_lib.ReAct([search_tool], reward, qa.metrics)),
     'tools': (each(agent), with_tool),
   }
 

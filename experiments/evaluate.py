@@ -28,7 +28,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
 from agent_r1_jax.host import checkpoint, processes, runtime
 from agent_r1_jax.report import viewer
-from experiments import benchmarks
+from experiments import benchmarks, react
 
 _TASK = flags.DEFINE_enum('task', None, [*benchmarks.TASKS], 'The task.', required=True)
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
@@ -45,7 +45,9 @@ def main(_):
   workdir, n = pathlib.Path(_WORKDIR.value), _N.value
   source = benchmarks.Source(_DATA.value, given.get('model.path', ''), _LIMIT.value)
   benchmark = benchmarks.TASKS[_TASK.value](source)
-  config = set_temperature(fields.replace(benchmark.config, given), given, n)
+  # A model that goes on after its action would make up what it observes.
+  stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}
+  config = set_temperature(fields.replace(benchmark.config, stops | given), given, n)
   methods = choose_methods(benchmark, _METHODS.value)
   made_of = {'task': _TASK.value, 'limit': source.limit} | benchmark.made_of
   checkpoint.check_config(workdir, made_of, name='task.json')

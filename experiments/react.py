@@ -1,46 +1,41 @@
 """ReAct prompting (arXiv 2210.03629): thought, action and observation as text.
 
-The prompt, not the chat template, describes the tools, and a tool's answer is marked as
-an observation. An action is a tool call in Hermes format.
+The format is that of call_formats.REACT, whatever the chat's own format is: here the task
+itself describes the tools, so that methods with and without it can be played together.
 """
 
 from collections.abc import Sequence
 import dataclasses
-import json
+import functools
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, chat, env, tool
+from agent_r1_jax.agent import call_formats, env, tool
 
-PROMPT = types.ControlText(
-  'Go on in steps. In each step write a line that begins with "Thought:" and says what '
-  'you know and what is missing, and then a line that begins with "Action:" and calls a '
-  'tool. Stop there: what the tool answers follows as "Observation:". When nothing is '
-  'missing, write a last "Thought:", and then the answer in place of an action.\n\n'
-  '{tools}\n\n{task}'
-)
+FORMAT = call_formats.REACT
 
 
 def ask(task: types.Task, tools: Sequence[tool.Tool]) -> types.Task:
   """Puts the form and the tools before the task's first message."""
   first, *rest = task.messages
-  schemas = '\n'.join(json.dumps(item.schema, ensure_ascii=False) for item in tools)
-  described = chat.TOOLS.format(schemas=schemas)
-  content = PROMPT.format(tools=described, task=first['content'])
+  described = FORMAT.describe([item.schema for item in tools])
+  content = types.ControlText('{}\n\n{}').format(described, first['content'])
   return dataclasses.replace(task, messages=[{**first, 'content': content}, *rest])
 
 
-def make_env(
-  tools: Sequence[tool.Tool], reward: env.Reward, metrics: env.Metrics
-) -> 'ReAct':
-  """Makes an environment for tasks that were asked in this form."""
-  return ReAct(env.ToolEnv(tools, reward, metrics=metrics, parse=calls.parse_hermes))
+def observe(text: str) -> str:
+  """Marks what a tool answered."""
+  assert FORMAT.answer is not None
+  return str(FORMAT.answer.format(text))
 
 
 class ReAct:
   """A ToolEnv whose tools are not in the chat template, and whose answers are marked."""
 
-  def __init__(self, inner: env.ToolEnv):
-    self._inner = inner
+  def __init__(
+    self, tools: Sequence[tool.Tool], reward: env.Reward, metrics: env.Metrics
+  ):
+    parse = functools.partial(FORMAT.parse, schemas=[item.schema for item in tools])
+    self._inner = env.ToolEnv(tools, reward, metrics=metrics, parse=parse)
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins the episode."""
@@ -49,8 +44,8 @@ class ReAct:
   async def step(self, reply: str) -> types.Step:
     """Runs the action; the episode is done if there is none."""
     step = await self._inner.step(reply)
-    observe = lambda m: {**m, 'content': f'Observation: {m["content"]}'}
-    return dataclasses.replace(step, messages=[observe(m) for m in step.messages])
+    observed = [{**m, 'content': observe(m['content'])} for m in step.messages]
+    return dataclasses.replace(step, messages=observed)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Scores an episode that a budget ended."""

@@ -85,7 +85,7 @@ def test_a_command_that_was_killed_goes_on_as_if_it_had_not_been(model, tmp_path
   assert len(samples) == 8 and {s['epoch'] for s in samples} == {1, 2}
   assert {s['id'].split('/')[0] for s in samples} == {'direct', 'react'}
   asked = {s['id'][:3]: s['input'][0]['content'] for s in samples}
-  assert '"Action:"' in asked['rea'] and '"calculator"' in asked['rea']
+  assert 'Action Input:' in asked['rea'] and '"calculator"' in asked['rea']
   assert 'Action' not in asked['dir']
   # Another configuration is refused, and names the field.
   refused = _run(model, one, *flags, '--config.evaluation.temperature=0.5')

@@ -50,10 +50,13 @@ def test_right_lessons_are_what_is_asked_and_are_right(world):
     assert step.reward == 1.0 and step.metrics['tool_calls'] == shapes.READS
     for lesson in lessons[start + shapes.READS : start + 2 * shapes.READS]:
       task = shapes.react_task(tasks[lesson[0]['content'].split('\n')[0]])
-      agent = react.make_env([tool], qa.paper_reward, qa.metrics)
+      agent = react.ReAct([tool], qa.paper_reward, qa.metrics)
       told, step = asyncio.run(_play(agent, task, _said(lesson)))
       assert told == lesson and step.reward == 1.0
-      assert all(text.startswith(('Thought: ', 'Action: ')) for text in _said(told))
+      assert all(
+        text.startswith(('Thought: ', 'Action: ', 'Final Answer: '))
+        for text in _said(told)
+      )
       kinds.add(task.info['kind'])
   assert kinds == {'bridge', 'comparison'}
 
@@ -77,9 +80,9 @@ def test_the_environments_conform(world):
   # Without an answer there is nothing to search for.
   (step,) = asyncio.run(testing.check_env(make, task, ['I do not know.']))
   assert step.done and step.reward == -0.5
-  call = '<tool_call>{"name": "search", "arguments": {"query": "Oslo"}}</tool_call>'
-  make = lambda: react.make_env([tool], qa.paper_reward, qa.metrics)
-  first, _ = asyncio.run(testing.check_env(make, task, [f'Action: {call}', 'Oslo']))
+  call = 'Thought: I search.\nAction: search\nAction Input: {"query": "Oslo"}'
+  make = lambda: react.ReAct([tool], qa.paper_reward, qa.metrics)
+  first, _ = asyncio.run(testing.check_env(make, task, [call, 'Final Answer: Oslo']))
   assert first.messages[0]['content'].startswith('Observation: Doc 1 (Title: ')
 
 
@@ -97,6 +100,6 @@ def test_react_describes_the_tools_before_the_task():
   (message,) = react.ask(task, [look]).messages
   assert message['content'].endswith(task.messages[0]['content'])
   assert '"Looks something up."' in message['content']
-  # The tags of the form are control text, the schemas are data.
+  # The task's tags are control text, the schemas are data.
   parts = message['content'].parts
-  assert '<tool_call>' in ''.join(parts[::2]) and 'Looks' in ''.join(parts[1::2])
+  assert '<answer>' in ''.join(parts[::2]) and 'Looks' in ''.join(parts[1::2])

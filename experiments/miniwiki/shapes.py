@@ -17,10 +17,10 @@ import re
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import tool
+from agent_r1_jax.agent import calls, tool
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from experiments import comparison
+from experiments import comparison, react
 from experiments.miniwiki import demos
 from experiments.miniwiki import tasks as miniwiki
 
@@ -34,7 +34,7 @@ CONFIG = config_lib.Config(
 )
 REACT = '{question}\nThought, Action, Observation.'
 READS = 4  # The searches of a workflow: three hops, and one that may fail.
-_CALL = re.compile(r'<tool_call>|<answer>')
+_ACT = re.compile(r'(?=<tool_call>|<answer>)')
 
 
 def methods(sets: comparison.Sets, world: int) -> dict[str, comparison.Method]:
@@ -130,12 +130,12 @@ def retell(messages: list[types.Message]) -> list[types.Message]:
   for message in messages[1:]:
     content = message['content']
     if message['role'] == 'tool':
-      content = f'Observation: {content}'
+      content = react.observe(content)
     else:
-      match = _CALL.search(content)
-      start = match.start() if match else len(content)
-      said = content[:start].strip()
-      content = (f'Thought: {said}\n' if said else '') + f'Action: {content[start:]}'
+      said, act = (part.strip() for part in _ACT.split(content, maxsplit=1))
+      found = [c for c in calls.HERMES.parse(content) if isinstance(c, calls.ToolCall)]
+      act = react.FORMAT.render(found[0]) if found else f'Final Answer: {act}'
+      content = f'Thought: {said}\n{act}' if said else act
     told.append({**message, 'content': content})
   return told
 
