@@ -80,6 +80,7 @@ class Family(NamedTuple):
     make_tool: Makes the agent's tool.
     score: The metric that is 1 for a right answer.
     rest: Further metrics of the table.
+    answers: What a majority votes on, if answers can be compared.
   """
 
   load: Callable[[str], list[types.Task]]
@@ -88,6 +89,7 @@ class Family(NamedTuple):
   make_tool: Callable[[], tool_lib.Tool]
   score: str
   rest: tuple[str, ...]
+  answers: Answers | None = None
 
   def methods(self, tasks: Sequence[types.Task]) -> dict[str, comparison.Method]:
     """Makes the methods of solving the tasks."""
@@ -105,6 +107,11 @@ class Family(NamedTuple):
     }
 
 
+@functools.cache
+def _grader() -> mathematics.Grader:
+  return mathematics.Grader()
+
+
 MATHEMATICS = Family(
   mathematics.load,
   mathematics,
@@ -112,6 +119,7 @@ MATHEMATICS = Family(
   calculator.calculator_tool,
   score='accuracy',
   rest=('answered', 'tool_calls', 'grading_failed'),
+  answers=lambda replies: asyncio.run(_grader().canonical_answers(replies)),
 )
 PROGRAMMING = Family(
   programming.load_humaneval,
@@ -140,14 +148,21 @@ def load_problems(family: Family, source: Source) -> Benchmark:
   if not source.data:
     raise ValueError('--data: the file of the rows is missing.')
   tasks = shuffle(family.load(source.data))[: source.limit or None]
-  compare = None
-  if family.prompts is mathematics:
-    grader = family.make_judge()
-    compare = lambda replies: asyncio.run(grader.canonical_answers(replies))
   config = config_lib.Config(limits=config_lib.Limits(max_turns=6, max_turn_tokens=512))
-  return Benchmark(
-    family.methods(tasks), family.score, family.rest, compare, config, made_of={}
-  )
+  scores_of = (family.score, family.rest, family.answers)
+  return Benchmark(family.methods(tasks), *scores_of, config, made_of={})
+
+
+def _vote(replies: Sequence[str]) -> list[str | None]:
+  return [qa.canonical_answer(reply) for reply in replies]
+
+
+# How questions are scored.
+_QUESTIONS: dict[str, Any] = {
+  'score': 'em',
+  'rest': ('f1', 'answered', 'tool_calls'),
+  'answers': _vote,
+}
 
 
 def load_questions(name: str, source: Source) -> Benchmark:
@@ -161,14 +176,14 @@ def load_questions(name: str, source: Source) -> Benchmark:
   passages = documents.read_corpus(corpus)
   return Benchmark(
     settings.methods(setting, {'': tasks}, bm25.BM25(passages)),
-    *('em', ('f1', 'answered', 'tool_calls'), _vote),
-    setting.config,
+    **_QUESTIONS,
+    config=setting.config,
     made_of={'passages': identity.digest([dataclasses.astuple(d) for d in passages])},
   )
 
 
 def load_miniwiki(source: Source) -> Benchmark:
-  """Makes miniwiki's test questions."""
+  """Makes miniwiki's test questions; 300 of each set if there is no limit."""
   sets = {
     name: miniwiki.test_set(name, source.limit or 300, 0)
     for name in miniwiki.SETS
@@ -176,15 +191,11 @@ def load_miniwiki(source: Source) -> Benchmark:
   }
   return Benchmark(
     shapes.methods(sets, 0),
-    *('em', ('f1', 'answered', 'tool_calls'), _vote),
+    **_QUESTIONS,
     # ReAct's form takes room.
-    fields.replace(shapes.CONFIG, {'engine.slots': 640}),
+    config=fields.replace(shapes.CONFIG, {'engine.slots': 640}),
     made_of={},
   )
-
-
-def _vote(replies: Sequence[str]) -> list[str | None]:
-  return [qa.canonical_answer(reply) for reply in replies]
 
 
 TASKS: dict[str, Callable[[Source], Benchmark]] = {
@@ -226,12 +237,13 @@ def format_table(
   rows = {}
   for method, sets in numbers.items():
     for name, found in sets.items():
+      mean: Any = f'{found["mean"]:.3f} ± {1.96 * found.get("error", np.nan):.3f}'
       if n == 1:
-        count = tables.Count(round(found['mean'] * found['tasks']), found['tasks'])
-        row: dict[str, Any] = {benchmark.score: count}
+        if found['mean'] == found['pass@1']:  # All scores are 0 or 1.
+          mean = tables.Count(round(found['mean'] * found['tasks']), found['tasks'])
+        row = {benchmark.score: mean}
       else:
-        shown = f'{found["mean"]:.3f} ± {1.96 * found.get("error", np.nan):.3f}'
-        row = {f'mean@{n}': shown, f'best@{n}': found['best']}
+        row = {f'mean@{n}': mean, f'best@{n}': found['best']}
         row |= {f'majority@{n}': found['majority']} if 'majority' in found else {}
         row |= {key: value for key, value in found.items() if key.startswith('pass@')}
       row |= {key: found[key] for key in benchmark.rest}

@@ -25,8 +25,6 @@ from experiments import react as react_lib
 Sets = Mapping[str, Sequence[types.Task]]
 # Plays greedy episodes: evaluation_cache.evaluate_or_read with a file and a summary.
 Play = Callable[..., dict[str, Any]]
-
-
 # Tasks by set, and a function that makes an environment for each episode.
 Method = tuple[Sets, rollout.MakeEnv]
 Ask = Callable[[types.Task], types.Task]
