@@ -103,6 +103,18 @@ def test_answers_that_mean_the_same_are_equal(answer, golden, equal):
   assert mathematics.is_equal(answer, golden) == equal
 
 
+async def test_answers_that_mean_the_same_have_one_text(monkeypatch):
+  boxed = ['1/2', '3', '0.5', '\\frac{1}{2}', '3']
+  replies = [f'so \\boxed{{{answer}}}' for answer in boxed]
+  compare = mathematics.Grader(seconds=120.0).canonical_answers
+  assert await compare([*replies, 'none']) == ['1/2', '3', '1/2', '1/2', '3', None]
+  assert await compare(replies[:1]) == ['1/2'] and await compare(['none']) == [None]
+  # What cannot be compared is compared as text.
+  monkeypatch.setattr(mathematics, 'find_equal_in_limits', graders.leave)
+  compare = mathematics.Grader().canonical_answers
+  assert await compare(replies) == boxed
+
+
 async def _grade(grader, reply, answer='12'):
   agent = env.ToolEnv([], grader.reward, metrics=grader.metrics)
   await agent.reset(types.Task('t', [{'role': 'user', 'content': 'How many?'}], answer))

@@ -269,20 +269,6 @@ class TestPlainValues:
 
 
 @pytest.mark.parametrize(
-  'n, correct, k, expected',
-  [(5, 0, 1, 0.0), (5, 5, 5, 1.0), (5, 2, 1, 0.4), (4, 1, 2, 0.5)],
-)
-def test_pass_at_k(n, correct, k, expected):
-  assert programming.pass_at_k(n, correct, k) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize('n, correct, k', [(5, 2, 0), (5, 2, 6), (5, 6, 1), (5, -1, 1)])
-def test_pass_at_k_refuses_what_cannot_be(n, correct, k):
-  with pytest.raises(ValueError, match=f'k={k} must be in'):
-    programming.pass_at_k(n, correct, k)
-
-
-@pytest.mark.parametrize(
   'file, solution, every, failing',
   [
     ('humaneval/HumanEval.jsonl.gz', 'canonical_solution', 1, []),
