@@ -20,7 +20,7 @@ OWNERS = {
   'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tool.py {PACKAGE}/agent/tokenizer.py',
   'jsonschema': f'{PACKAGE}/agent/tool.py',
-  'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
+  'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/models/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
@@ -171,7 +171,7 @@ def test_text_rooms_are_light():
       'def f():\n  from transformers import X',
       'tokenizer.py imports tr',
     ),
-    ('agent/chat.py', 'def f():\n  import tokenizers', 'tokenizer.py imports tokenizers'),
+    ('agent/chat.py', 'def f():\n  import tokenizers', 'encoder.py imports tokenizers'),
     (
       'train/loop.py',
       'from experiments import x',
