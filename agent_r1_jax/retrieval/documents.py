@@ -75,9 +75,18 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
   the contents, as in Search-R1's Wikipedia.
 
   Raises:
-    ValueError: A row is broken; names the file, the row and the field.
+    ValueError: A row is broken, or has the id of an earlier one; names the file, the row
+      and the field.
   """
-  return [_make_document(where, row) for where, row in read_rows(path)]
+  passages, seen = [], {}
+  for where, row in read_rows(path):
+    passage = _make_document(where, row)
+    if (first := seen.setdefault(passage.id, where)) is not where:
+      raise ValueError(
+        f'{where}: id {passage.id!r} is that of {first} too; give each passage its own'
+      )
+    passages.append(passage)
+  return passages
 
 
 def _make_document(where: str, row: dict) -> Document:
