@@ -1,9 +1,6 @@
 """Dense retrieval: inner products in FAISS over what a passed-in function encodes."""
 
 from collections.abc import Callable, Sequence
-import dataclasses
-import gzip
-import json
 import os
 import pathlib
 
@@ -109,9 +106,7 @@ class Dense:
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     faiss.write_index(self._index, str(directory / _INDEX))
-    with gzip.open(directory / _DOCUMENTS, 'wt', compresslevel=3) as file:
-      for passage in self.documents:
-        file.write(json.dumps(dataclasses.asdict(passage)) + '\n')
+    documents.write_corpus(directory / _DOCUMENTS, self.documents)
     np.save(directory / _PROBE, self._probe())
 
   @classmethod

@@ -89,6 +89,13 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
   return passages
 
 
+def write_corpus(path: str | os.PathLike, passages: Sequence[Document]) -> None:
+  """Writes passages as gzipped JSON lines, which `read_corpus` reads."""
+  with gzip.open(path, 'wt', compresslevel=3) as file:
+    for passage in passages:
+      file.write(json.dumps(dataclasses.asdict(passage)) + '\n')
+
+
 def _make_document(where: str, row: dict) -> Document:
   if 'contents' in row and 'text' not in row:
     title, _, text = text_field(where, row, 'contents').partition('\n')

@@ -34,9 +34,11 @@ class Fusion:
     return [self._fuse(lists)[:k] for lists in zip(*asked, strict=True)]
 
   def _fuse(self, lists: Sequence[Sequence[Hit]]) -> list[Hit]:
-    scores, found = collections.Counter(), {}
+    scores: dict[str, float] = collections.defaultdict(float)
+    found = {}
     for hits in lists:
       for rank, hit in enumerate(hits, 1):
         scores[hit.document.id] += 1 / (self._constant + rank)
         found.setdefault(hit.document.id, hit.document)
-    return [Hit(found[name], score) for name, score in scores.most_common()]
+    best = sorted(scores, key=lambda name: -scores[name])
+    return [Hit(found[name], scores[name]) for name in best]
