@@ -31,14 +31,18 @@ BESIDE = 'experiments/bench_beside.py'
 LAZY = (
   'bm25s',
   'faiss',
+  'httpx2',
   'jsonschema',
   'math_verify',
   'matplotlib',
   'outlines_core',
+  'prometheus_client',
   'scipy',
+  'starlette',
   'tensorboardX',
   'tokenizers',
   'transformers',
+  'uvicorn',
 )
 MAX_LINES = 500
 BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')
