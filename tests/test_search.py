@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -263,3 +264,15 @@ async def test_a_server_that_fails_is_told_to_the_model():
       assert (good.ok, good.text) == (True, 'Doc 1 (Title: Ann) Born.')
       bad = await _call(tool, 'Ann')
   assert not bad.ok and fake.url in bad.text and 'makes no sense' in bad.text
+
+
+async def test_the_retrievers_of_the_documentation_run():
+  page = pathlib.Path(__file__).parents[1] / 'docs' / 'retrieval.md'
+  own, remote = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
+  names: dict = {}
+  exec(own, names)
+  found = await _call(names['tool'], 'Where was Ann Berg born?')
+  assert found.text == 'Doc 1 (Title: Ann Berg) Ann Berg was born in Oslo.'
+  exec(remote, names)
+  with names['remote']:
+    assert names['tool'].name == 'search'
