@@ -39,7 +39,7 @@ _PARAMETERS = flags.DEFINE_string('parameters', 'nprobe=16', 'FAISS parameters.'
 _RATES = flags.DEFINE_list('rates', ['200', '400'], 'Queries a second that are sent.')
 _SECONDS = flags.DEFINE_float('seconds', 30.0, 'Seconds for each rate.')
 _CLIENTS = flags.DEFINE_integer('clients', 4, 'Client processes.')
-_WAITING = flags.DEFINE_integer('waiting', 64, 'The most queries that wait.')
+_WAITING = flags.DEFINE_integer('waiting', 256, 'The most queries that wait.')
 _CORES = flags.DEFINE_list('cores', ['0', '1'], "The server's cores.")
 _SERVE = flags.DEFINE_bool('serve', False, 'Be the server.')
 _K = 5
@@ -75,13 +75,14 @@ def serve(directory):
   server.serve(server.make_app(index, **limits), port=0)
 
 
-def send(url, rate, seconds, passages, seed):
-  """Sends queries from a process of its own.
+def send(url, rate, seconds, passages, cores, seed):
+  """Sends queries from a process of its own, on these cores.
 
   Returns:
     For each query the seconds until its answer, None for a failure, and whether its
     passage came first; and the seconds until the last answer.
   """
+  os.sched_setaffinity(0, cores)
   rng = np.random.default_rng(seed)
   due = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
   numbers = rng.integers(passages, size=len(due))
@@ -105,16 +106,20 @@ def send(url, rate, seconds, passages, seed):
     return answers, time.monotonic() - start
 
 
-def measure(url, rate, pool):
-  """Offers one rate, and prints its line."""
+def measure(url, rate, seconds, pool):
+  """Offers one rate; returns its line."""
   before = refused(url)
+  # The server's cores are its own, if there are others.
+  cores = os.sched_getaffinity(0)
+  cores = cores - set(map(int, _CORES.value)) or cores
   jobs = [
     pool.submit(
       send,
       url,
       rate / _CLIENTS.value,
-      _SECONDS.value,
+      seconds,
       _PASSAGES.value,
+      cores,
       seed=1000 * rate + i,
     )
     for i in range(_CLIENTS.value)
@@ -133,7 +138,7 @@ def measure(url, rate, pool):
     'found': float(np.mean([found for _, found in answers])),
     'load': os.getloadavg()[0],
   }
-  print(json.dumps({name: round(float(x), 3) for name, x in line.items()}), flush=True)
+  return json.dumps({name: round(float(x), 3) for name, x in line.items()})
 
 
 def refused(url):
@@ -156,8 +161,10 @@ def main(_):
     print(f'{_PASSAGES.value} vectors indexed in {time.monotonic() - start:.0f} s')
   command = ['taskset', '-c', ','.join(_CORES.value), sys.executable]
   command += ['-m', 'experiments.bench_retriever', '--serve', *sys.argv[1:]]
+  # One core searches, and the other one speaks HTTP.
+  environ = os.environ | {'OMP_NUM_THREADS': '1'}
   with (
-    subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+    subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process,
     concurrent.futures.ProcessPoolExecutor(
       _CLIENTS.value, multiprocessing.get_context('spawn')
     ) as pool,
@@ -165,8 +172,9 @@ def main(_):
     try:
       assert process.stdout
       url = process.stdout.readline().strip()
+      measure(url, 50, 3.0, pool)  # Until all processes have started.
       for rate in _RATES.value:
-        measure(url, int(rate), pool)
+        print(measure(url, int(rate), _SECONDS.value, pool), flush=True)
     finally:
       process.send_signal(signal.SIGTERM)
 
