@@ -94,10 +94,11 @@ def test_a_search(remote):
 
 
 def test_what_may_pass_is_tried_again(remote):
-  with Scripted((503, {'error': 'full'}), 'close', (500, b''), GOOD) as fake:
-    ((hit,),) = remote(fake.url, **QUICK).search(['a'], 1)
+  with Scripted((503, {'error': 'full'}), 'close', (500, b''), 'hang', GOOD) as fake:
+    options = QUICK | {'timeout': 0.5, 'failures': 100}
+    ((hit,),) = remote(fake.url, **options).search(['a'], 1)
   assert hit.document == Document('"Ann"\nBorn.', 'Ann', 'Born.')
-  assert len(fake.asked) == 4
+  assert len(fake.asked) >= 5
 
 
 @pytest.mark.parametrize('answer', ['hang', b'drip'])
@@ -106,7 +107,6 @@ def test_a_slow_server_costs_no_more_than_the_deadline(remote, answer):
     asked = remote(fake.url, timeout=0.1, deadline=0.5, backoff=0.01)
     with pytest.raises(client.RemoteError, match='no passages within 0.5 seconds: no an'):
       asked.search(['a'], 1)
-    assert len(fake.asked) > 1
 
 
 def test_a_server_that_is_down_is_left_alone_until_it_answers(remote, monkeypatch):

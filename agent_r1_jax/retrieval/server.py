@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from agent_r1_jax.agent import threads, workers
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
+_CALL = 'retriever'  # What the pool of threads calls a search.
 _MAX_BODY = 1 << 22  # Bytes of a request.
 _MAX_CONNECTIONS = 4096
 _SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
@@ -137,7 +138,7 @@ class _Searches:
     error = None
     try:
       found = await workers.call(
-        self._retriever.search, texts, k, name='search', seconds=self._timeout
+        self._retriever.search, texts, k, name=_CALL, seconds=self._timeout
       )
       if len(found) != len(texts):
         raise ValueError(f'search gave {len(found)} lists of hits, not {len(texts)}')
@@ -234,7 +235,7 @@ def make_app(
     return answer
 
   async def health(request):
-    if hung := workers.POOL.abandoned.get('search'):
+    if hung := workers.POOL.abandoned.get(_CALL):
       text = f'{hung} searches hang for more than {timeout:g} seconds'
       return responses.JSONResponse({'status': 'error', 'error': text}, 503)
     return responses.JSONResponse({'status': 'ok'})
