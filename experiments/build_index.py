@@ -46,7 +46,7 @@ def main(_):
       f'prefix {model.query_prefix!r}, passage prefix {model.passage_prefix!r}'
     )
     with progress.Progress(len(passages), label='encoding') as bar:
-      vectors = shards.encode(
+      vectors = shards.encode_corpus(
         passages,
         model.encode_passages,
         out / 'shards',

@@ -45,7 +45,10 @@ def main(_):
   runtime.quiet_logging()
   runtime.enable_compilation_cache()
   retriever = open_indexes(_INDEX.value, _ENCODER.value)
-  retriever.search(['warm up'], 1)  # Compiles, and maps the index into memory.
+  # The encoder compiles a program for each of a few lengths and numbers of queries.
+  for words in (5, 20, 40):
+    for count in (1, 4, 16, 64):
+      retriever.search(['who ' * words] * min(count, _BATCH.value), 1)
   served = server.make_app(
     retriever,
     max_batch=_BATCH.value,

@@ -182,7 +182,7 @@ def test_bad_input_names_the_field(echo):
       ('/retrieve', '{"query": "a", "topk": true}', 400, 'topk is True'),
       ('/search', '{"query": "a", "top_k": 101}', 400, 'top_k is 101; .* 1 to 100'),
       ('/search?queries=a&top_k=x', None, 400, "top_k is 'x'"),
-      ('/retrieve', ' ' * (1 << 22) + '{}', 413, 'more than 4194304 bytes'),
+      ('/retrieve', ' ' * (1 << 20) + '{}', 413, 'more than 1048576 bytes'),
     ):
       given = asked.post(path, content=body) if body else asked.get(path)
       assert given.status_code == status

@@ -22,8 +22,8 @@ def _encode(texts):
 
 
 _SCRIPT = """
-import test_shards
-test_shards.shards.encode(test_shards.PASSAGES, test_shards._encode, {folder!r}, size=5)
+import test_shards as test
+test.shards.encode_corpus(test.PASSAGES, test._encode, {folder!r}, size=5)
 """
 
 
@@ -61,9 +61,9 @@ def test_killed_twice_and_resumed_equals_uninterrupted(tmp_path):
     second.wait()
   (folder / '000004.99.partial').write_bytes(b'half')  # What a kill may leave.
   seen = []
-  found = shards.encode(PASSAGES, _encode, folder, size=5, on_progress=seen.append)
+  found = shards.encode_corpus(PASSAGES, _encode, folder, size=5, on_progress=seen.append)
   assert seen == [20, 23] and times == [paths[i].stat().st_mtime_ns for i in (0, 1, 3)]
-  expected = shards.encode(PASSAGES, _encode, whole, size=5)
+  expected = shards.encode_corpus(PASSAGES, _encode, whole, size=5)
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_array_equal(ours, theirs)
   for name, vectors in (('a', found), ('b', expected)):
@@ -77,14 +77,14 @@ def test_processes_share_the_shards(tmp_path):
   processes = [_start(tmp_path) for _ in range(2)]
   assert [process.wait(60) for process in processes] == [0, 0]
   never = lambda texts: _encode(texts) if len(texts) == 1 else pytest.fail('again')
-  found = shards.encode(PASSAGES, never, tmp_path, size=5)
+  found = shards.encode_corpus(PASSAGES, never, tmp_path, size=5)
   np.testing.assert_allclose(
     np.concatenate(found), _encode([p.contents for p in PASSAGES]), rtol=1e-6
   )
 
 
 def test_shards_of_something_else_are_refused(tmp_path):
-  shards.encode(PASSAGES, _encode, tmp_path, size=5)
+  shards.encode_corpus(PASSAGES, _encode, tmp_path, size=5)
   other = [*PASSAGES[:-1], Document('22', 'Title', 'text 22')]
   for passages, encode, size, message in (
     (other, _encode, 5, 'of another corpus'),
@@ -94,4 +94,4 @@ def test_shards_of_something_else_are_refused(tmp_path):
     (PASSAGES, _encode, 0, 'size is 0'),
   ):
     with pytest.raises(ValueError, match=message):
-      shards.encode(passages, encode, tmp_path, size=size)
+      shards.encode_corpus(passages, encode, tmp_path, size=size)

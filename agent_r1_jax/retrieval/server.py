@@ -28,7 +28,7 @@ from agent_r1_jax.agent import threads, workers
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
 _CALL = 'retriever'  # What the pool of threads calls a search.
-_MAX_BODY = 1 << 22  # Bytes of a request.
+_MAX_BODY = 1 << 20  # Bytes of a request.
 _MAX_CONNECTIONS = 4096
 _SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
 
@@ -85,7 +85,7 @@ class _Searches:
     self._cache: collections.OrderedDict[tuple[str, int], list[Hit]] = (
       collections.OrderedDict()
     )
-    self._waiting: collections.deque[_Query] = collections.deque()
+    self._waiting: list[_Query] = []
     self._count = 0  # Queries that wait or are searched.
     self._arrived = asyncio.Event()
 
@@ -129,7 +129,7 @@ class _Searches:
     waiting = [query for query in self._waiting if not query.answer.done()]
     batch = [query for query in waiting if query.k == waiting[0].k][: self._max_batch]
     taken = {id(query) for query in batch}
-    self._waiting = collections.deque(q for q in waiting if id(q) not in taken)
+    self._waiting = [query for query in waiting if id(query) not in taken]
     return batch
 
   async def _answer(self, batch: list[_Query]) -> None:
@@ -157,9 +157,9 @@ class _Searches:
         query.answer.set_result(found[i])
 
   def _cached(self, text, k):
-    if hits := self._cache.get((text, k)):
+    if (text, k) in self._cache:
       self._cache.move_to_end((text, k))
-    return hits
+    return self._cache.get((text, k))
 
   def _keep(self, query, hits):
     self._cache[query.text, query.k] = hits

@@ -17,7 +17,7 @@ from agent_r1_jax.retrieval.documents import Document
 _BATCH = 1024  # Texts in a call of the encoder.
 
 
-def encode(
+def encode_corpus(
   passages: Sequence[Document],
   encode: dense.Encode,
   folder: str | os.PathLike,
