@@ -6,7 +6,7 @@ A million random vectors are indexed, once, in WORKDIR. The server runs in a pro
 two cores. Client processes send single queries, each of which is new, at random times
 that do not depend on the answers (a Poisson process); a time counts from when the query
 was due. Queries are passages with noise, whose vectors are made from their text without
-a model: on an accelerator or on a CPU, encoding comes on top.
+a model. With --encoder=DIR a model encodes each query too, for the time that it takes.
 
 A line of JSON for each rate: offered and answered queries a second, the median and the
 99th percentile of milliseconds, searches that failed for the client, how often the server
@@ -28,6 +28,7 @@ from absl import app, flags
 import numpy as np
 
 from agent_r1_jax.host import runtime
+from agent_r1_jax.models import encoder
 from agent_r1_jax.retrieval import client, dense, server
 from agent_r1_jax.retrieval.documents import Document
 
@@ -41,6 +42,7 @@ _SECONDS = flags.DEFINE_float('seconds', 30.0, 'Seconds for each rate.')
 _CLIENTS = flags.DEFINE_integer('clients', 4, 'Client processes.')
 _WAITING = flags.DEFINE_integer('waiting', 256, 'The most queries that wait.')
 _CORES = flags.DEFINE_list('cores', ['0', '1'], "The server's cores.")
+_ENCODER = flags.DEFINE_string('encoder', '', 'Model that encodes the queries too.')
 _SERVE = flags.DEFINE_bool('serve', False, 'Be the server.')
 _K = 5
 
@@ -69,8 +71,16 @@ def build(directory):
 
 
 def serve(directory):
-  index = dense.Dense.load(directory, encode)
-  index.search(['Query 1 1'], _K)
+  model = encoder.Encoder(_ENCODER.value, max_tokens=32) if _ENCODER.value else None
+
+  def encode_query(texts):
+    if model:
+      model.encode_queries(texts)
+    return encode(texts)
+
+  index = dense.Dense.load(directory, encode_query)
+  for count in (1, 2, 4, 8, 16, 32, 64):
+    index.search(['Query 1 1'] * count, _K)
   limits = {'max_waiting': _WAITING.value, 'timeout': 5.0}
   server.serve(server.make_app(index, **limits), port=0)
 

@@ -47,8 +47,9 @@ def main(_):
   retriever = open_indexes(_INDEX.value, _ENCODER.value)
   # The encoder compiles a program for each of a few lengths and numbers of queries.
   for words in (5, 20, 40):
-    for count in (1, 4, 16, 64):
-      retriever.search(['who ' * words] * min(count, _BATCH.value), 1)
+    for count in (1, 2, 4, 8, 16, 32, 64):
+      if count <= _BATCH.value:
+        retriever.search(['who ' * words] * count, 1)
   served = server.make_app(
     retriever,
     max_batch=_BATCH.value,

@@ -226,7 +226,8 @@ def test_build_serve_and_ask(tmp_path):
   build = [sys.executable, '-m', 'experiments.build_index', *flags, '--shard=8']
   subprocess.run([*build, f'--encoder={GOLDEN}'], cwd=ROOT, check=True, timeout=120)
   flags = [f'--index={tmp_path / "dense"},{tmp_path / "bm25"}', f'--encoder={GOLDEN}']
-  command = [sys.executable, '-m', 'experiments.serve_retriever', *flags, '--port=0']
+  flags += ['--port=0', '--batch=2']
+  command = [sys.executable, '-m', 'experiments.serve_retriever', *flags]
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
     url = process.stdout.readline().strip()
     with client.Remote(url) as remote:

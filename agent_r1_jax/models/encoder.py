@@ -159,7 +159,7 @@ class Encoder:
     devices = self._rows.num_devices
     count = 1
     while count < len(rows):
-      count = min(4 * count, most)
+      count = min(2 * count, most)
     count += -count % devices  # Every device has as many rows.
     tokens, lengths = np.zeros((count, length), np.int32), np.ones(count, np.int32)
     for i, row in enumerate(rows):
