@@ -137,12 +137,25 @@ def test_a_server_that_is_down_is_left_alone_until_it_answers(remote, monkeypatc
 
 
 def test_a_refused_search_is_not_the_servers_failure(remote):
-  with Scripted((400, {'error': 'topk is 0'})) as fake:
-    asked = remote(fake.url, **QUICK, failures=1)
+  refusal = (400, {'error': 'topk is 0'})
+  with Scripted((500, b''), refusal, (500, b''), refusal) as fake:
+    asked = remote(fake.url, **QUICK, failures=2)
     for _ in range(2):
       with pytest.raises(client.RemoteError, match='status 400: .*topk is 0'):
         asked.search(['a'], 0)
-  assert len(fake.asked) == 2
+  assert len(fake.asked) == 4
+
+
+def test_one_search_tries_the_server_while_the_others_are_held_back(monkeypatch):
+  clock = [100.0]
+  monkeypatch.setattr(client.time, 'monotonic', lambda: clock[0])
+  breaker = client._Breaker(failures=1, pause=10.0)
+  breaker.fail('ill')
+  assert breaker.hold_back() == 10.0
+  clock[0] += 11
+  assert [breaker.hold_back(), breaker.hold_back()] == [0.0, 10.0]
+  breaker.succeed()
+  assert breaker.hold_back() == 0.0
 
 
 @pytest.mark.parametrize(

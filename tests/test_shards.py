@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 
+import faiss
 import numpy as np
 import pytest
 
 from agent_r1_jax.retrieval import dense, shards
 from agent_r1_jax.retrieval.documents import Document
 
+# Other tests use the cores too, and FAISS's threads spin while they wait for them.
+faiss.omp_set_num_threads(1)
 ROOT = pathlib.Path(__file__).parents[1]
 PASSAGES = [Document(str(i), f'Title {i}', f'text {i}') for i in range(23)]
 
@@ -22,15 +25,35 @@ def _encode(texts):
 
 
 _SCRIPT = """
+import time
 import test_shards as test
-test.shards.encode_corpus(test.PASSAGES, test._encode, {folder!r}, size=5)
+
+count = 0
+
+def encode(texts):
+  global count
+  count += len(texts)
+  time.sleep(0.02)  # So that processes meet.
+  return test._encode(texts)
+
+print('ready', flush=True)
+input()
+test.shards.encode_corpus(test.PASSAGES, encode, {folder!r}, size=5)
+print(count)
 """
 
 
-def _start(folder):
-  script = _SCRIPT.format(folder=str(folder))
+def _start(folder, count=1):
+  """Starts processes that encode the corpus, and lets them begin together."""
+  command = [sys.executable, '-c', _SCRIPT.format(folder=str(folder))]
+  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}
   environ = {'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
-  return subprocess.Popen([sys.executable, '-c', script], env=environ)
+  processes = [subprocess.Popen(command, env=environ, **pipes) for _ in range(count)]
+  assert [process.stdout.readline() for process in processes] == ['ready\n'] * count
+  for process in processes:
+    process.stdin.write('go\n')
+    process.stdin.flush()
+  return processes
 
 
 def _wait_for(process, *paths):
@@ -49,16 +72,16 @@ def test_killed_twice_and_resumed_equals_uninterrupted(tmp_path):
     fcntl.flock(last, fcntl.LOCK_EX)
     with (folder / '000002.lock').open('w') as middle:
       fcntl.flock(middle, fcntl.LOCK_EX)
-      first = _start(folder)
+      (first,) = _start(folder)
       _wait_for(first, paths[0], paths[1], paths[3])
       first.kill()
-      first.wait()
+      first.communicate()
     assert not paths[2].exists()
     times = [paths[i].stat().st_mtime_ns for i in (0, 1, 3)]
-    second = _start(folder)
+    (second,) = _start(folder)
     _wait_for(second, paths[2])
     second.kill()
-    second.wait()
+    second.communicate()
   (folder / '000004.99.partial').write_bytes(b'half')  # What a kill may leave.
   seen = []
   found = shards.encode_corpus(PASSAGES, _encode, folder, size=5, on_progress=seen.append)
@@ -74,8 +97,10 @@ def test_killed_twice_and_resumed_equals_uninterrupted(tmp_path):
 
 
 def test_processes_share_the_shards(tmp_path):
-  processes = [_start(tmp_path) for _ in range(2)]
-  assert [process.wait(60) for process in processes] == [0, 0]
+  processes = _start(tmp_path, 2)
+  printed = [process.communicate(timeout=60)[0] for process in processes]
+  # Each passage once, and the first one by either process, to know the encoder.
+  assert sum(map(int, printed)) == len(PASSAGES) + 2
   never = lambda texts: _encode(texts) if len(texts) == 1 else pytest.fail('again')
   found = shards.encode_corpus(PASSAGES, never, tmp_path, size=5)
   np.testing.assert_allclose(
