@@ -99,12 +99,13 @@ def load(
   flat = {}
   for leaf, leaf_dtype in zip(leaves, dtypes, strict=True):
     array = _read_leaf(leaf, tensors, leaf_dtype)
-    _check_finite(directory, leaf.path, array)
+    check_finite(directory, leaf.path, array)
     flat[leaf.path] = place(leaf.path, array)
   return config, traverse_util.unflatten_dict(flat, sep='/')
 
 
-def _check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
+def check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
+  """Raises ValueError if a parameter has numbers that are not finite."""
   # A sum is quick, and not finite if a number is not.
   with np.errstate(over='ignore', invalid='ignore'):
     if np.isfinite(array.sum(dtype=np.float32)):
