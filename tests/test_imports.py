@@ -23,7 +23,8 @@ OWNERS = {
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/models/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
-  'httpx2': f'{PACKAGE}/tools/remote_sandbox.py',
+  'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
+  'experiments/bench_retriever.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
