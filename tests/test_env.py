@@ -489,6 +489,23 @@ async def test_check_env_finds_faults_of_finish(finish, message):
 _counter = itertools.count()
 
 
+async def test_check_env_closes_what_it_made():
+  closed = []
+
+  class Closes(Guess):
+    async def close(self):
+      closed.append(self)
+      if fails:
+        raise ValueError('was never reset')
+
+  fails = False
+  await testing.check_env(Closes, TASK, ['a', 'b'])
+  assert len(closed) == len({id(env) for env in closed}) > 3
+  fails = True
+  with pytest.raises(AssertionError, match='close: ValueError: was never reset'):
+    await testing.check_env(Closes, TASK, ['a', 'b'])
+
+
 async def test_check_env_takes_methods_that_are_not_async():
   class Plain(Guess):
     def reset(self, task):

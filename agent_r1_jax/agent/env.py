@@ -40,6 +40,14 @@ class Env(Protocol):
   seen, or None. The Step's reward is added to the last turn's, and its metrics to the
   episode's. Without the method, such an episode keeps the rewards of its turns.
 
+  A third optional method frees what the environment holds, such as a connection:
+
+    async def close(self) -> None
+
+  It is called once for every environment that make_env made, however the episode ended,
+  also where `reset` was never called or a run is stopped. A call that took too long may
+  still be running. What it raises is logged and counted, and changes no result.
+
   Coroutines share an event loop with those of other episodes and must not block it; a
   method that is a plain function runs in a thread and may block. A method that raises or
   takes too long (config.Limits) marks the trajectory 'error'.
@@ -238,6 +246,13 @@ async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step
   """Calls the environment's `finish`; returns None if it has no such method."""
   method = getattr(env, 'finish', None)
   return None if method is None else await workers.call(method, status, reply)
+
+
+async def close_env(env: Env) -> None:
+  """Calls the environment's `close`, if it has such a method."""
+  method = getattr(env, 'close', None)
+  if method is not None:
+    await workers.call(method)
 
 
 def bind_status(reward: Reward, status: str) -> Reward:
