@@ -24,21 +24,33 @@ OWNERS = {
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
+  'gymnasium': f'{PACKAGE}/tasks/games.py',
+  'textworld': f'{PACKAGE}/tasks/games.py {PACKAGE}/tasks/game_process.py',
+  'alfworld': f'{PACKAGE}/tasks/game_process.py',
+  'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',
+  'openenv': f'{PACKAGE}/tasks/openenv.py',
+  'verifiers': f'{PACKAGE}/tasks/verifiers.py',
 }
 # It times what others' libraries do in our place.
 BESIDE = 'experiments/bench_beside.py'
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
+  'alfworld',
   'bm25s',
   'faiss',
+  'gymnasium',
   'jsonschema',
   'math_verify',
   'matplotlib',
+  'openenv',
   'outlines_core',
+  'reasoning_gym',
   'scipy',
   'tensorboardX',
+  'textworld',
   'tokenizers',
   'transformers',
+  'verifiers',
 )
 MAX_LINES = 500
 BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')
