@@ -115,8 +115,8 @@ def _run_nursery(control: socket.socket):
     signal.signal(number, lambda *_: None)
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the games.
   try:
-    from textworld import logic
-    from textworld.generator import data
+    from textworld import logic  # pyright: ignore[reportMissingImports]
+    from textworld.generator import data  # pyright: ignore[reportMissingImports]
 
     # Every game would parse the rules of its world, for a third of a second: a parse of
     # the same text is remembered.
@@ -163,11 +163,11 @@ class _Game:
 
   def __init__(self, path):
     try:
-      import textworld
+      import textworld  # pyright: ignore[reportMissingImports]
 
       wrappers = []
       if path.endswith('.tw-pddl'):
-        from alfworld.agents.environment import alfred_tw_env
+        from alfworld.agents.environment import alfred_tw_env  # pyright: ignore[reportMissingImports]
 
         wrappers = [alfred_tw_env.AlfredDemangler]
     except ImportError as error:

@@ -162,8 +162,8 @@ def make_textworld(
 
 
 def _compile_textworld(path: pathlib.Path, seed, rooms, objects, quest):
-  import textworld
-  from textworld import generator
+  import textworld  # pyright: ignore[reportMissingImports]
+  from textworld import generator  # pyright: ignore[reportMissingImports]
 
   options = textworld.GameOptions()
   options.nb_rooms, options.nb_objects, options.quest_length = rooms, objects, quest
