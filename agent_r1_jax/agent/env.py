@@ -143,7 +143,8 @@ class ToolEnv:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
     calls = await self._call('parse', self._parse, reply)
-    self._done = not calls
+    heard = [] if calls else await self.answer_text()
+    self._done = not (calls or heard)
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
     )
@@ -151,6 +152,7 @@ class ToolEnv:
     if refused := len(calls) - len(results):
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
+    messages += heard
     self.messages += messages
     step = types.Step(
       copy_containers(messages), done=self._done, metrics=_counts(calls, results)
@@ -173,6 +175,13 @@ class ToolEnv:
     step = types.Step([], done=True)
     await self._judge(step, status)
     return step
+
+  async def answer_text(self) -> list[types.Message]:
+    """Answers a reply without calls, the last of `messages`; nothing ends the episode.
+
+    Subclasses may override it.
+    """
+    return []
 
   def process_reward(
     self, calls: Sequence[Call], results: Sequence[tool_lib.ToolResult]
