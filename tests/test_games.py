@@ -5,10 +5,12 @@ import pathlib
 import shutil
 
 import pytest
+import script
 import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing
+from agent_r1_jax.report import metrics
 from agent_r1_jax.tasks import game_process, games
 from agent_r1_jax.train import rollout
 
@@ -205,3 +207,30 @@ async def test_webshops_protocol():
   assert [step.metrics['inadmissible'] for step in steps] == [1, 0, 0, 0]
   assert steps[-1].metrics['won'] == 0
   assert 'Possible actions: click[back], click[b01]' in steps[1].messages[0]['content']
+
+
+@pytest.mark.parametrize('kind', ['textworld', 'reasoning-gym'])
+def test_a_model_is_trained(kind, tmp_path):
+  package = 'textworld' if kind == 'textworld' else 'reasoning_gym'
+  pytest.importorskip(package, reason='the extra `environments` is not installed')
+  name = tmp_path / 'games' if kind == 'textworld' else 'chain_sum'
+  fields = {
+    'model.path': tiny.save(tmp_path / 'model'),
+    'engine.rows': 4,
+    'engine.feed_tokens': 256,
+    'batch.microbatch': 1,
+    'limits.max_turns': 2,
+    'limits.max_turn_tokens': 8,
+    'schedule.steps': 1,
+    'schedule.tasks': 2,
+    'schedule.samples': 2,
+    'schedule.eval_every': 0,
+  }
+  done = script.run(
+    *('-m', 'experiments.games', f'--kind={kind}', f'--name={name}', '--tasks=3'),
+    *(f'--workdir={tmp_path}/run', '--watched=1', *script.one_program(1024)),
+    *(f'--config.{field}={value}' for field, value in fields.items()),
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  (line,) = metrics.read(tmp_path / 'run')
+  assert line['rollout/status/error'] == 0 and line.get('rollout/close_failed', 0) == 0
