@@ -80,21 +80,26 @@ class DrivenEnv:
     self._episode = asyncio.create_task(self._run(self._rows[task.info['index']]))
     asked = await self._wait()
     if asked is None:
+      self._judge()
       raise RuntimeError(f'{task.id}: the environment ended without asking its agent.')
     self.tools = tuple(map(_make_tool, asked.get('tools') or ()))
-    self._seen = asked['messages']
-    return [_read_message(message) for message in self._seen]
+    self._seen = [_read_message(message) for message in asked['messages']]
+    return [dict(message) for message in self._seen]
 
   async def step(self, reply: str) -> types.Step:
-    """Answers the request with a reply; what is asked next is the observation."""
+    """Answers the request with a reply; what is asked next is the observation.
+
+    Where the next request does not go on from this one, a new context begins.
+    """
     self._reply.set_result((reply, 'stop'))
     asked = await self._wait()
     if asked is None:
       return self._judge()
-    before, self._seen = self._seen, asked['messages']
+    before = self._seen
+    self._seen = [_read_message(message) for message in asked['messages']]
     goes_on = self._seen[: len(before)] == before and len(self._seen) > len(before) + 1
     new = self._seen[len(before) + 1 :] if goes_on else self._seen
-    return types.Step([_read_message(message) for message in new], fresh=not goes_on)
+    return types.Step([dict(message) for message in new], fresh=not goes_on)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Ends the agent's program, so that the environment scores what was said."""
