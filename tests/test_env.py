@@ -1,6 +1,8 @@
 import asyncio
 import itertools
 import json
+import pathlib
+import re
 import threading
 from typing import Any
 
@@ -487,6 +489,15 @@ async def test_check_env_finds_faults_of_finish(finish, message):
 
 
 _counter = itertools.count()
+
+
+def test_the_environment_of_the_docs_is_played():
+  page = pathlib.Path(__file__).parents[1] / 'docs/environments.md'
+  (block,) = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
+  names = {}
+  exec(block, names)
+  assert [step.reward for step in names['steps']] == [0.0, 0.0, 1.0]
+  assert names['steps'][1].messages == [{'role': 'user', 'content': 'Lower.'}]
 
 
 async def test_check_env_closes_what_it_made():

@@ -53,11 +53,13 @@ class Env(Protocol):
   takes too long (config.Limits) marks the trajectory 'error'.
   """
 
-  async def reset(self, task: types.Task) -> list[types.Message]:
+  def reset(
+    self, task: types.Task
+  ) -> list[types.Message] | Awaitable[list[types.Message]]:
     """Begins the episode and returns the first messages for the agent."""
     ...
 
-  async def step(self, reply: str) -> types.Step:
+  def step(self, reply: str) -> types.Step | Awaitable[types.Step]:
     """Answers one reply."""
     ...
 

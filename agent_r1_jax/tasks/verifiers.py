@@ -42,7 +42,7 @@ def load(config: dict[str, Any]) -> tuple[list[types.Task], Callable[[], 'Driven
     ModuleNotFoundError: verifiers or the environment is not installed.
     ValueError: The configuration is wrong, says verifiers.
   """
-  from verifiers import v1  # pyright: ignore[reportMissingImports]
+  import verifiers.v1 as v1  # pyright: ignore[reportMissingImports]
   from verifiers.v1.configs import agent  # pyright: ignore[reportMissingImports]
   from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
 
@@ -148,7 +148,7 @@ class DrivenEnv:
   async def _run(self, row) -> Any:
     """Plays the episode against an endpoint of its own."""
     from aiohttp import web  # pyright: ignore[reportMissingImports]
-    from verifiers import v1  # pyright: ignore[reportMissingImports]
+    import verifiers.v1 as v1  # pyright: ignore[reportMissingImports]
 
     async def answer(request):
       reply = asyncio.get_running_loop().create_future()
@@ -245,7 +245,7 @@ async def _converse(ask, messages, tools, call) -> None:
 def _define_loop():
   """Defines the program that plays an agent, where verifiers finds it by its name."""
   import httpx  # pyright: ignore[reportMissingImports]
-  from verifiers import v1  # pyright: ignore[reportMissingImports]
+  import verifiers.v1 as v1  # pyright: ignore[reportMissingImports]
   from verifiers.v1.dialects import chat  # pyright: ignore[reportMissingImports]
   from verifiers.v1.harnesses.utils import mcp  # pyright: ignore[reportMissingImports]
 
