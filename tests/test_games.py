@@ -1,8 +1,10 @@
 """Text games, really played: TextWorld, ALFWorld, Gymnasium, WebShop's protocol."""
 
 import json
+import os
 import pathlib
 import shutil
+import signal
 
 import pytest
 import script
@@ -72,13 +74,20 @@ class TestTextWorld:
     assert all('GameError: ' + str(tmp_path) in t.error for t in played[:3])
     assert 'is its .json beside it?' in played[1].error
 
-  def test_a_game_that_hangs_is_ended(self, textworld_game):
+  def test_a_game_that_hangs_is_ended(self, textworld_game, monkeypatch):
     game = game_process.GameProcess(textworld_game.info['path'])
-    game._seconds = 0.0  # No game is so fast.
-    with pytest.raises(game_process.GameError, match='no answer within 0 seconds'):
-      game.step('look')
+    nursery = game_process._nursery.process.pid
+    os.kill(nursery, signal.SIGSTOP)
+    try:
+      monkeypatch.setattr(game_process, '_START_SECONDS', 0.1)
+      with pytest.raises(game_process.GameError, match='no answer within 0.1 seconds'):
+        game_process.GameProcess(textworld_game.info['path'])
+    finally:
+      os.kill(nursery, signal.SIGCONT)
+    game.reset()  # It is not disturbed.
+    game.close()
     with pytest.raises(game_process.GameError, match='has ended'):
-      game.reset()
+      game.step('look')
 
 
 # A kitchen of ALFWorld's own domain: the apple is to be put onto the table.
