@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from typing import Any
+import weakref
 
 from agent_r1_jax.agent import workers
 
@@ -43,7 +44,11 @@ class GameProcess:
     self._path, self._seconds = path, seconds
     self._pipe, there = connection.Pipe()
     _send_to_nursery(there)
-    self._ask([path, seconds], _START_SECONDS)
+    try:
+      self._ask([path, seconds], _START_SECONDS)
+    except GameError:
+      self.close()
+      raise
 
   def reset(self, **_) -> tuple[str, dict[str, Any]]:
     """Begins the game; returns its text and the admissible commands."""
@@ -93,6 +98,13 @@ class _Nursery:
       env=os.environ | {'PYTHONPATH': paths, 'OPENBLAS_NUM_THREADS': '1'},
     )
     there.close()
+    weakref.finalize(self, _end, self.process, self.control)
+
+
+def _end(process: subprocess.Popen, control: socket.socket):
+  process.kill()
+  process.wait()
+  control.close()
 
 
 _nursery: _Nursery | None = None
