@@ -120,3 +120,7 @@ async def test_tools_and_turns():
   assert (steps[2].done, steps[2].reward) == (True, 1.5)
   assert not any(step.fresh for step in steps)
   await env.close()
+  env = make_env()
+  await env.reset(tasks[2])
+  assert (await env.finish('truncated', 'Perhaps')).metrics['turns'] == 2.0
+  await env.close()

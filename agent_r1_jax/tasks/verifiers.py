@@ -55,7 +55,12 @@ def load(config: dict[str, Any]) -> tuple[list[types.Task], Callable[[], 'Driven
         spec.runtime = v1.SubprocessConfig()
   rows = list(loaders.load_environment(made).taskset)
   tasks = [
-    types.Task(row.data.id or f'{made.env_id}-{index}', [], info={'index': index})
+    types.Task(
+      row.data.id or f'{made.env_id}-{index}',
+      # To be read by people: what the agent sees is what the environment asks.
+      [{'role': 'user', 'content': row.data.prompt_text}],
+      info={'index': index},
+    )
     for index, row in enumerate(rows)
   ]
   return tasks, lambda: DrivenEnv(lambda: loaders.load_environment(made), rows)
@@ -73,6 +78,7 @@ class DrivenEnv:
     self._make, self._rows = make, rows
     self.tools: tuple[tool_lib.Tool, ...] = ()
     self._requests: asyncio.Queue[tuple[dict, asyncio.Future]] = asyncio.Queue()
+    self._reply: asyncio.Future | None = None
     self._episode: asyncio.Task | None = None
 
   async def reset(self, task: types.Task) -> list[types.Message]:
@@ -91,6 +97,7 @@ class DrivenEnv:
 
     Where the next request does not go on from this one, a new context begins.
     """
+    assert self._reply
     self._reply.set_result((reply, 'stop'))
     asked = await self._wait()
     if asked is None:
@@ -103,13 +110,17 @@ class DrivenEnv:
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Ends the agent's program, so that the environment scores what was said."""
+    assert self._reply
     self._reply.set_result((reply or '', 'length'))
-    if await self._wait() is not None:
-      raise RuntimeError(f'the agent of the environment goes on after {status}.')
+    while await self._wait() is not None:
+      # Further turns of the agent, to which it says nothing.
+      self._reply.set_result(('', 'length'))
     return self._judge()
 
   async def close(self):
     """Ends the episode with its servers."""
+    if self._reply is not None:
+      self._reply.cancel()  # Nobody answers it any more.
     if self._episode is not None:
       self._episode.cancel()
       with contextlib.suppress(asyncio.CancelledError, Exception):
