@@ -28,26 +28,38 @@ OWNERS = {
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
+  'gymnasium': f'{PACKAGE}/tasks/games.py',
+  'textworld': f'{PACKAGE}/tasks/games.py {PACKAGE}/tasks/game_process.py',
+  'alfworld': f'{PACKAGE}/tasks/game_process.py',
+  'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',
+  'openenv': f'{PACKAGE}/tasks/openenv.py',
+  'verifiers': f'{PACKAGE}/tasks/verifiers.py',
 }
 # It times what others' libraries do in our place.
 BESIDE = 'experiments/bench_beside.py'
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
+  'alfworld',
   'bm25s',
   'faiss',
+  'gymnasium',
   'httpx2',
   'jsonschema',
   'math_verify',
   'matplotlib',
   'mcp',
+  'openenv',
   'outlines_core',
   'prometheus_client',
+  'reasoning_gym',
   'scipy',
   'starlette',
   'tensorboardX',
+  'textworld',
   'tokenizers',
   'transformers',
   'uvicorn',
+  'verifiers',
 )
 MAX_LINES = 500
 BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')

@@ -9,6 +9,7 @@ import collections
 from collections.abc import Callable, Sequence
 from concurrent import futures
 import contextlib
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from agent_r1_jax.host import processes, records
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env]
+
+_LOGGER = logging.getLogger(__name__)
 
 # How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
@@ -291,6 +294,8 @@ class _Episode:
   Attributes:
     pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
       reply and observation; the last two are None where the policy did not sample.
+    made: The environment, from when it is made until it is closed.
+    over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
   """
 
@@ -298,6 +303,8 @@ class _Episode:
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
+    self.made: list[env_lib.Env] = []
+    self.over = False
     self.unfinished: str | None = None
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
 
@@ -330,8 +337,11 @@ class _Episode:
     finally:
       self.context.close()
       self._close_segment()
-    if t.metrics.get('timeouts'):
-      await workers.drain_cancelled_calls()
+      if t.status == 'error':
+        await workers.drain_cancelled_calls()
+      self.over = True
+      if await self._close_env():
+        t.metrics['close_failed'] = 1.0
     if abandoned:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
@@ -376,17 +386,41 @@ class _Episode:
   async def _begin(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
     """Makes the environment; returns the prompt's tokens and the schemas of its tools."""
     t = self.trajectory
-    # A copy: the environment may change its task, and other episodes have the same one.
-    make = lambda: (self.make_env(), env_lib.copy_containers(t.task))
     with _blaming_the_environment():
       seconds = self.limits.reset_seconds
-      call = workers.call(make, name='make_env', seconds=seconds, field='reset_seconds')
-      self.env, task = await call
+      self.env, task = await workers.call(
+        self._make_env, name='make_env', seconds=seconds, field='reset_seconds'
+      )
     messages = await self._ask('reset', task)
     with _blaming_the_environment():
       t.messages = _copy_messages(messages)
       schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
       return self._encode(self.chat.encode_prompt, t.messages, schemas), schemas
+
+  def _make_env(self) -> tuple[env_lib.Env, types.Task]:
+    """Makes the environment and its task; what comes too late is closed at once."""
+    env = self.make_env()
+    self.made.append(env)
+    if self.over:
+      asyncio.run(self._close_env())
+    # A copy: the environment may change its task, and other episodes have the same one.
+    return env, env_lib.copy_containers(self.trajectory.task)
+
+  async def _close_env(self) -> bool:
+    """Closes the environment, if there is one to close; returns whether that failed."""
+    seconds, field = self.limits.close_seconds, 'close_seconds'
+    try:
+      # Taken out first: of two threads that come here, one closes.
+      method = getattr(self.made.pop(), 'close', None) if self.made else None
+      if method is not None:
+        await workers.call_on_user_loop(
+          method, name='close', seconds=seconds, field=field
+        )
+      return False
+    except Exception as error:
+      text = workers.describe_error(error) + workers.locate_error(error)
+      _LOGGER.warning('Task %s: close failed: %s', self.trajectory.task.id, text)
+      return True
 
   async def _finish(self, status: str):
     """Lets the environment score an episode that a budget ended."""
