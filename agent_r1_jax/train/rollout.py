@@ -25,6 +25,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.host import processes, records
+from agent_r1_jax.train import choice as choice_lib
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env]
@@ -120,11 +121,14 @@ class Decoding(NamedTuple):
     sampling: How tokens are chosen from the logits.
     grammar: Restricts what a reply may say, which makes the samples off-policy.
     policy: The policy that samples; None is the engine's newest at each decode segment.
+    choice: Samples each reply several times and takes one (train/choice.py), which makes
+      the episodes off-policy.
   """
 
   sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
   grammar: types.Automaton | None = None
   policy: replica_lib.Policy | None = None
+  choice: choice_lib.Choice | None = None
 
 
 ON_POLICY = Decoding()
@@ -179,13 +183,14 @@ def start(
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
   automata = (stops,) if decoding.grammar is None else (stops, decoding.grammar)
+  rows = decoding.choice.rows if decoding.choice else 1
 
   async def play(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
     if finished and (before := finished.get((task.id, number))):
       on_done(before)
       return before
-    async with engine.reserve(group, decoding.policy) as replica:
+    async with engine.reserve(group, decoding.policy, rows) as replica:
       context = _Context(replica, decoding, automata, (seed, draw, task.id, number))
       # An episode that waited on an event loop that another one blocks is played again.
       # It samples the same tokens, so that nothing is lost but time.
@@ -245,11 +250,13 @@ class _Context:
 
   Attributes:
     slots: The most tokens that it may have.
+    chooser: Chooses the replies, if several of each are sampled.
   """
 
   def __init__(self, replica, decoding, automata, identity):
     self._replica, self._decoding, self._automata = replica, decoding, automata
-    self._identity = identity
+    self._identity, choice = identity, decoding.choice
+    self.chooser = choice_lib.Chooser(replica, choice) if choice else None
     self.slots = replica.sizes.slots
     self.restart(0)
 
@@ -260,17 +267,19 @@ class _Context:
 
   async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
     """Appends tokens to the text and samples the policy's reply."""
-    generation = self._replica.submit(
-      request_lib.Request(
-        ids,
-        self._text,
-        max_tokens=max_tokens,
-        sampling=self._decoding.sampling,
-        key=self._key,
-        automata=self._automata,
-        policy=self._decoding.policy,
-      )
+    request = request_lib.Request(
+      ids,
+      self._text,
+      max_tokens=max_tokens,
+      sampling=self._decoding.sampling,
+      key=self._key,
+      automata=self._automata,
+      policy=self._decoding.policy,
     )
+    if self.chooser:
+      self._text, reply = await self.chooser.reply(request)
+      return reply
+    generation = self._replica.submit(request)
     self._text = generation.text
     return await generation
 
@@ -280,9 +289,11 @@ class _Context:
     return 0 if self._text is None else len(self._text)
 
   def close(self):
-    """Frees the row of the text."""
+    """Frees the rows of its texts."""
     if self._text is not None:
       self._text.close()
+    if self.chooser:
+      self.chooser.close()
 
 
 class _Episode:
@@ -329,6 +340,8 @@ class _Episode:
     finally:
       self.context.close()
       self._close_segment()
+    if self.context.chooser:
+      t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
     if t.metrics.get('timeouts'):
       await workers.drain_cancelled_calls()
     if abandoned:
