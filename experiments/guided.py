@@ -257,7 +257,7 @@ def play_episodes(player: Player, critic_dir, make_env, path: pathlib.Path):
   seconds = time.time() - start
   every = [t for ts in played.values() for t in ts if t.turns]
   values = dict(zip(map(id, every), player.values(every, params), strict=True))
-  for k in [2**i for i in range(int(math.log2(most)) + 1)]:
+  for k in [2**i for i in range(1, int(math.log2(most)) + 1)]:
     taken: dict[str, dict[str, list]] = {}
     tokens = 0.0
     for name, ts in played.items():
