@@ -28,9 +28,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
 from agent_r1_jax.host import checkpoint, processes, runtime
 from agent_r1_jax.report import viewer
-from experiments import benchmarks, react
+from experiments import react, task_list
 
-_TASK = flags.DEFINE_enum('task', None, [*benchmarks.TASKS], 'The task.', required=True)
+_TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
 _METHODS = flags.DEFINE_list('methods', [], 'Methods to play; all by default.')
 _RETRIEVER = flags.DEFINE_string(
@@ -49,8 +49,8 @@ def main(_):
   workdir, n = pathlib.Path(_WORKDIR.value), _N.value
   model = given.get('model.path', '')
   searched = (_RETRIEVER.value, _ENCODER.value)
-  source = benchmarks.Source(_DATA.value, model, _LIMIT.value, *searched)
-  benchmark = benchmarks.TASKS[_TASK.value](source)
+  source = task_list.Source(_DATA.value, model, _LIMIT.value, *searched)
+  benchmark = task_list.TASKS[_TASK.value](source)
   # A model that goes on after its action would make up what it observes.
   stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}
   config = set_temperature(fields.replace(benchmark.config, stops | given), given, n)
@@ -59,9 +59,9 @@ def main(_):
   checkpoint.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   played = train.play(config, path, methods, samples=n, workdir=workdir)
-  numbers = benchmarks.summarize(played, benchmark, n)
+  numbers = task_list.summarize(played, benchmark, n)
   if processes.is_first():
-    text = benchmarks.format_table(numbers, benchmark, n)
+    text = task_list.format_table(numbers, benchmark, n)
     results = {'task': _TASK.value, 'model': path, 'n': n, 'methods': numbers}
     (workdir / 'table.md').write_text(text + '\n')
     (workdir / 'results.json').write_text(json.dumps(results, indent=2) + '\n')
@@ -89,7 +89,7 @@ def set_temperature(
   return config
 
 
-def choose_methods(benchmark: benchmarks.Benchmark, names: Sequence[str]):
+def choose_methods(benchmark: task_list.Benchmark, names: Sequence[str]):
   """Returns the named methods; all if none is named.
 
   Raises:
@@ -102,7 +102,7 @@ def choose_methods(benchmark: benchmarks.Benchmark, names: Sequence[str]):
 
 
 def write_episodes(
-  path: pathlib.Path, played: benchmarks.Played, config: config_lib.Config, score: str
+  path: pathlib.Path, played: task_list.Played, config: config_lib.Config, score: str
 ) -> None:
   """Writes all episodes to one log, whose ids name method, set and task."""
   episodes, groups = [], {}

@@ -19,10 +19,10 @@ from absl import app, flags
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
 from agent_r1_jax.rl import algorithms
-from experiments import benchmarks
+from experiments import task_list
 
 _KIND = flags.DEFINE_enum(
-  'kind', None, benchmarks.GAMES, 'Where the tasks are from.', required=True
+  'kind', None, task_list.GAMES, 'Where the tasks are from.', required=True
 )
 _NAME = flags.DEFINE_string('name', None, 'What is played; see above.', required=True)
 _TASKS = flags.DEFINE_integer('tasks', 200, 'Tasks to make.')
@@ -38,7 +38,7 @@ _CFG = fields.define_flags(
 
 
 def main(_):
-  tasks, make_env = benchmarks.load_games(_KIND.value, _NAME.value, _TASKS.value)
+  tasks, make_env = task_list.load_games(_KIND.value, _NAME.value, _TASKS.value)
   watched = _WATCHED.value
   if not 0 < watched < len(tasks):
     raise ValueError(

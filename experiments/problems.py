@@ -25,10 +25,10 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.train import evaluate, evaluation_cache
-from experiments import benchmarks, comparison
+from experiments import comparison, task_list
 
 _TASK = flags.DEFINE_enum(
-  'task', None, [*benchmarks.FAMILIES], 'Kind of problem.', required=True
+  'task', None, [*task_list.FAMILIES], 'Kind of problem.', required=True
 )
 _DATA = flags.DEFINE_string('data', None, 'The file of its rows.', required=True)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/problems', 'Where the run writes.')
@@ -48,7 +48,7 @@ def main(_):
   runtime.quiet_logging()
   config, workdir = _CFG.value, pathlib.Path(_WORKDIR.value)
   print(json.dumps(dataclasses.asdict(config), indent=2))
-  family = benchmarks.FAMILIES[_TASK.value]
+  family = task_list.FAMILIES[_TASK.value]
   held_out, watched, rows = split(family.load(_DATA.value))
   play = functools.partial(
     evaluation_cache.evaluate_or_read,
@@ -86,12 +86,12 @@ def split(tasks: list[types.Task]) -> tuple[list[types.Task], ...]:
       f'{_DATA.value} has {len(tasks)} rows, and --held_out and --watched take {second}; '
       'lower them, so that rows are left to train on.'
     )
-  tasks = benchmarks.shuffle(tasks, _SPLIT.value)
+  tasks = task_list.shuffle(tasks, _SPLIT.value)
   return tasks[:first], tasks[first:second], tasks[second:]
 
 
 def summarize(
-  episodes: Sequence[types.Trajectory], family: benchmarks.Family
+  episodes: Sequence[types.Trajectory], family: task_list.Family
 ) -> dict[str, Any]:
   """Counts a method's right answers, by MATH's levels where the tasks have them."""
   levels = sorted({t.task.info['level'] for t in episodes if 'level' in t.task.info})
@@ -103,7 +103,7 @@ def summarize(
 
 
 def rows_of(
-  numbers: dict[str, Any], family: benchmarks.Family
+  numbers: dict[str, Any], family: task_list.Family
 ) -> dict[str, dict[str, Any]]:
   """Makes a row of the table of each method's numbers."""
   return {

@@ -21,7 +21,7 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.report import tables
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import sft
-from experiments import benchmarks
+from experiments import task_list
 from experiments.miniwiki import demos, shapes
 from experiments.miniwiki import tasks as miniwiki
 
@@ -48,7 +48,7 @@ def main(_):
   runtime.quiet_logging()
   config, workdir = _CFG.value, pathlib.Path(_WORKDIR.value)
   path = config.model.path
-  benchmark = benchmarks.load_miniwiki(benchmarks.Source('', path, _QUESTIONS.value))
+  benchmark = task_list.load_miniwiki(task_list.Source('', path, _QUESTIONS.value))
   models, seconds = {'base': path}, {}
   for name, mixture in (('lessons', demos.MIXTURE), ('right lessons', miniwiki.RIGHT)):
     start, out = time.time(), workdir / name / 'model'
@@ -71,7 +71,7 @@ def main(_):
     methods = {name: benchmark.methods[name] for name in names}
     folder = workdir / 'episodes' / policy
     played = train.play(playing, models[policy], methods, workdir=folder)
-    numbers[policy] = benchmarks.summarize(played, benchmark, n=1)
+    numbers[policy] = task_list.summarize(played, benchmark, n=1)
     for method in names:
       rows[f'{NAMES[method]}, {policy}'] = make_row(numbers[policy][method])
   text = tables.format_table(rows, next(iter(rows.values())), corner='shape, policy')
