@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from agent_r1_jax.agent import threads
+from agent_r1_jax.agent import batching, threads
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.retrieval.documents import Document, Hit
 from agent_r1_jax.tools import search
@@ -78,7 +78,7 @@ async def test_the_window_stays_open_for_later_queries(monkeypatch):
     await over.wait()
 
   theirs = vars(asyncio) | {'sleep': sleep}
-  monkeypatch.setattr(search, 'asyncio', types.SimpleNamespace(**theirs))
+  monkeypatch.setattr(batching, 'asyncio', types.SimpleNamespace(**theirs))
   asked = [asyncio.create_task(_call(tool, 'first'))]
   while not waited:
     await asyncio.sleep(0)
@@ -250,4 +250,6 @@ async def test_misuse():
     def search(self, queries, k):
       return []
 
-  assert '0 lists of hits, not 1' in (await _call(search.search_tool(Short()), 'q')).text
+  assert (
+    '0 answers to 1 questions' in (await _call(search.search_tool(Short()), 'q')).text
+  )
