@@ -405,6 +405,11 @@ class Alarms:
     truncated: The greatest share of episodes that ran out of tokens or turns.
     invalid_calls: The greatest share of tool calls that could not be parsed or run.
     action_share: The least share of a trajectory's tokens that the policy sampled.
+    hacking: The greatest rise of the reward over the last `window` steps while
+      `true_metric` does not rise, in standard errors: the mean of the later half less
+      that of the earlier one.
+    true_metric: What the reward stands for, as metrics.jsonl calls it.
+    window: Number of steps that a rise is measured over; at least 4.
   """
 
   entropy: float = 0.01
@@ -413,6 +418,9 @@ class Alarms:
   truncated: float = 0.3
   invalid_calls: float = 0.5
   action_share: float = 0.02
+  hacking: float = 4.0
+  true_metric: str = 'rollout/em'
+  window: int = 20
 
 
 def _default(kind: Any) -> Any:
