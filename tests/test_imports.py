@@ -19,6 +19,7 @@ OWNERS = {
   'faiss': f'{PACKAGE}/retrieval/dense.py',
   'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tool.py {PACKAGE}/agent/tokenizer.py',
+  'httpx2': f'{PACKAGE}/agent/judge.py',
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
@@ -31,6 +32,7 @@ BESIDE = 'experiments/bench_beside.py'
 LAZY = (
   'bm25s',
   'faiss',
+  'httpx2',
   'jsonschema',
   'math_verify',
   'matplotlib',
