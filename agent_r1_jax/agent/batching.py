@@ -1,7 +1,7 @@
 """Batches what many agents ask of one slow function at about the same time."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import threading
 import time
 from typing import Any
@@ -18,7 +18,7 @@ class Batcher:
 
   def __init__(
     self,
-    answer: Callable[[list], Sequence],
+    answer: Callable[[list], Any],
     name: str,
     window: float = 0.003,
     timeout: float = 30.0,
@@ -26,8 +26,8 @@ class Batcher:
     """Begins without a question.
 
     Args:
-      answer: Returns the answers to a list of questions. It runs in a thread, one call at
-        a time: two calls overlap only if the first one was abandoned.
+      answer: Returns a sequence of the answers to a list of questions. It runs in a
+        thread, one call at a time: two calls overlap only if the first was abandoned.
       name: What errors and counts call it.
       window: Seconds to wait for further questions.
       timeout: Seconds after which a call is abandoned.
@@ -58,7 +58,7 @@ class Batcher:
     # One agent's time-out must not cancel the call for the others.
     return (await asyncio.shield(answer))[row]
 
-  async def _answer(self, questions: list) -> Sequence:
+  async def _answer(self, questions: list) -> Any:
     await asyncio.sleep(self._window)
     # A call that hangs would hold a lock for ever.
     while not (turn := self._take_turn()):
@@ -79,7 +79,7 @@ class Batcher:
       self._turn = object(), now + self._timeout
       return self._turn[0]
 
-  def _ask(self, turn: object, questions: list) -> Sequence:
+  def _ask(self, turn: object, questions: list) -> Any:
     try:
       found = self._function(questions)
     finally:

@@ -16,7 +16,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, threads, workers
+from agent_r1_jax.agent import calls, rewards, threads, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -354,6 +354,7 @@ class _Episode:
       stop = self.context.length
       turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
       t.turns.append(turn)
+      rewards.policy_step.set(int(reply.policy_steps[-1]))
       text = self.chat.decode(reply.tokens)
       t.messages.append({'role': 'assistant', 'content': str(text)})
       if not reply.stopped:
