@@ -38,8 +38,8 @@ _WORDS = {
   'reward_hacking': (
     'the reward rose by {value:.1f} standard errors, above {limit:g}, and '
     'alarms.true_metric did not',
-    'Look at trajectories for what the reward pays by mistake. Lower the weight of reward '
-    'models and judges, or let it decay.',
+    'Look at trajectories for what the reward pays by mistake. Lower the weight of '
+    'reward models and judges, or let it decay.',
   ),
 }
 # The rise of the reward where the true metric did not rise; AlarmMonitor computes it.
