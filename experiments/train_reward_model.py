@@ -14,9 +14,10 @@ import pathlib
 from absl import app, flags
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import runtime, sharding
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import optimizers, packing
 from agent_r1_jax.rl import reward_model as rl_reward_model
@@ -27,11 +28,12 @@ from experiments.miniwiki import search as quickstart  # noqa: F401, defines the
 from experiments.miniwiki import tasks as miniwiki
 
 _LIMIT = 0.5  # A trajectory succeeds if its reward is above.
+_LOSSES = {
+  'bradley_terry': rl_reward_model.bradley_terry,
+  'cross_entropy': rl_reward_model.cross_entropy(_LIMIT),
+}
 _TASKS = flags.DEFINE_integer('tasks', 192, 'Tasks to play.')
-_LOSS = flags.DEFINE_enum('loss', 'cross_entropy', ['cross_entropy', 'bradley_terry'], '')
-_PREFIXES = flags.DEFINE_bool(
-  'prefixes', False, 'Train on each state before a reply too, for use as a potential.'
-)
+_LOSS = flags.DEFINE_enum('loss', 'cross_entropy', list(_LOSSES), 'The loss.')
 
 
 def main(_):
@@ -39,35 +41,28 @@ def main(_):
   f = flags.FLAGS
   config = sizes.resolve(f.config)
   tool = search.search_tool(miniwiki.index(f.world), k=1)
-  shape, params, chat = train.load(config.model, config.chat)
-  played = collect(config, shape, params, chat, tool, f.world)
-  texts, rewards, groups = examples(played, chat, [tool.schema])
+  mesh = train.make_mesh(config.mesh)
+  policy = train.load(config.model, config.chat, mesh)
+  played = collect(config, mesh, policy, tool, f.world)
+  shape, params, chat = policy
+  texts = [reward_model.encode(chat, t.messages, [tool.schema]) for t in played]
+  rewards = np.array([t.reward for t in played])
+  groups = np.array([t.group for t in played])
   held_out = groups % 4 == 3
-  rows = packing.MicrobatchShape(
-    config.batch.microbatch, max(config.engine.slots, max(map(len, texts)) + 1)
-  )
-  known = {
-    'bradley_terry': rl_reward_model.bradley_terry,
-    'cross_entropy': rl_reward_model.cross_entropy(_LIMIT),
-  }
-  options = config.optimizer
-  with progress_lib.Progress(config.schedule.steps, label='Reward model') as progress:
-    params = rl_reward_model.fit(
+  row_tokens = max(config.engine.slots, max(map(len, texts)) + 1)
+  rows = packing.MicrobatchShape(config.batch.microbatch, row_tokens)
+  with sharding.use_mesh(mesh):
+    params = fit(
+      config,
       rl_reward_model.init(params),
       [t for t, held in zip(texts, held_out, strict=True) if not held],
       rewards[~held_out],
       groups[~held_out],
       config=shape,
-      loss=known[_LOSS.value],
-      optimizer=optimizers.make(options, options.learning_rate),
       shape=rows,
-      steps=config.schedule.steps,
-      groups_per_step=config.schedule.tasks,
-      seed=config.seed,
-      on_step=lambda step, metrics: progress.update(step, loss=metrics['loss']),
     )
-  scores = rl_reward_model.score(params, texts, config=shape, shape=rows)
-  auc = report('training tasks', scores, rewards, groups, ~held_out)
+    scores = rl_reward_model.score(params, texts, config=shape, shape=rows)
+  report('training tasks', scores, rewards, groups, ~held_out)
   auc = report('held-out tasks', scores, rewards, groups, held_out)
   reward_model.save(
     f.workdir,
@@ -84,9 +79,26 @@ def main(_):
   print(f'Wrote {pathlib.Path(f.workdir)}.')
 
 
-def collect(config, shape, params, chat, tool, world) -> list[types.Trajectory]:
+def fit(options: config_lib.Config, *examples, **shapes):
+  """Fits the reward model by the run's options, under a progress bar."""
+  schedule, optimizer = options.schedule, options.optimizer
+  with progress_lib.Progress(schedule.steps, label='Reward model') as progress:
+    return rl_reward_model.fit(
+      *examples,
+      **shapes,
+      loss=_LOSSES[_LOSS.value],
+      optimizer=optimizers.make(optimizer, optimizer.learning_rate),
+      steps=schedule.steps,
+      groups_per_step=schedule.tasks,
+      seed=options.seed,
+      on_step=lambda step, metrics: progress.update(step, loss=metrics['loss']),
+    )
+
+
+def collect(config, mesh, policy, tool, world) -> list[types.Trajectory]:
   """Plays the tasks, and keeps the trajectories that have a reward."""
-  engine = train.make_engine(config, shape, params)
+  shape, params, chat = policy
+  engine = train.make_engine(config, shape, params, mesh)
   played = rollout.collect(
     engine,
     chat,
@@ -99,18 +111,6 @@ def collect(config, shape, params, chat, tool, world) -> list[types.Trajectory]:
   return [t for t in played if t.status != 'error' and t.turns]
 
 
-def examples(played, chat, tools) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-  """Returns the tokens, the reward and the task of each conversation to be scored."""
-  texts, rewards, groups = [], [], []
-  for t in played:
-    replies = [i for i, m in enumerate(t.messages) if m['role'] == 'assistant']
-    for end in [*(replies if _PREFIXES.value else ()), len(t.messages)]:
-      texts.append(reward_model.encode(chat, t.messages[:end], tools))
-      rewards.append(t.reward)
-      groups.append(t.group)
-  return texts, np.array(rewards), np.array(groups)
-
-
 def report(name: str, scores, rewards, groups, chosen) -> float:
   """Prints what scores know of the rewards of the chosen ones; returns the AUC."""
   scores, rewards, groups = scores[chosen], rewards[chosen], groups[chosen]
@@ -118,9 +118,16 @@ def report(name: str, scores, rewards, groups, chosen) -> float:
   auc = rl_reward_model.auc(scores, success)
   margins = rl_reward_model.pair_margins(scores, rewards, groups)
   print(
-    f'\n{name}: {len(scores)} conversations, {success.mean():.1%} successes, AUC '
+    f'\n{name}: {len(scores)} trajectories, {success.mean():.1%} successes, AUC '
     f'{auc:.3f}; of {len(margins)} pairs of one task {(margins > 0).mean():.1%} are '
     'ordered rightly'
+  )
+  each = [(success[groups == g], scores[groups == g].argmax()) for g in np.unique(groups)]
+  print(
+    f'best of n: the one with the highest score succeeds in '
+    f'{np.mean([group[best] for group, best in each]):.1%} of {len(each)} tasks, one at '
+    f'random in {np.mean([group.mean() for group, _ in each]):.1%}, any in '
+    f'{np.mean([group.any() for group, _ in each]):.1%}'
   )
   said, seen = 1 / (1 + np.exp(-scores)), success
   if _LOSS.value == 'bradley_terry':

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, losses, packing, table
 
@@ -57,10 +58,10 @@ def cross_entropy(limit: float) -> Loss:
 
 
 def init(params: decoder.Params) -> decoder.Params:
-  """Returns a policy's parameters with a value head of zeros."""
+  """Returns a policy's parameters with a value head of zeros, on the mesh that is set."""
   dim = params['embed']['embedding'].shape[1]
-  head = {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}
-  return params | {'value_head': head}
+  head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
+  return params | sharding.init_sharded(head)
 
 
 def score(

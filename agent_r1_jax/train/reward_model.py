@@ -132,6 +132,8 @@ def save(
     **training: The fields of Training, without the tokenizer.
   """
   path = pathlib.Path(directory)
+  # Nobody may take new weights for those that it describes.
+  (path / _FILE).unlink(missing_ok=True)
   weights.save(path / 'model', shape, params, tokenizer_from=tokenizer_from)
   made = Training(**training, tokenizer=_fingerprint(path / 'model'))
   (path / _FILE).write_text(json.dumps(dataclasses.asdict(made), indent=2) + '\n')
