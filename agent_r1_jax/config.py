@@ -404,6 +404,8 @@ class Alarms:
     dead_groups: The greatest share of played groups whose rewards are all equal.
     truncated: The greatest share of episodes that ran out of tokens or turns.
     invalid_calls: The greatest share of tool calls that could not be parsed or run.
+    isolated_calls: The greatest share of tool calls that are not made because their tool
+      keeps failing (agent.tool.Isolation).
     action_share: The least share of a trajectory's tokens that the policy sampled.
     hacking: The greatest rise of the reward over the last `window` steps while
       `true_metric` does not rise, in standard errors: the mean of the later half less
@@ -417,6 +419,7 @@ class Alarms:
   dead_groups: float = 0.9
   truncated: float = 0.3
   invalid_calls: float = 0.5
+  isolated_calls: float = 0.0
   action_share: float = 0.02
   hacking: float = 4.0
   true_metric: str = 'rollout/em'

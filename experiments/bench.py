@@ -33,6 +33,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
+from agent_r1_jax.tools import python, sandbox
 from experiments import bench_common
 
 _SHAPE = flags.DEFINE_string('shape', 's5', 'A key of bench_common.SHAPES.')
@@ -434,6 +435,25 @@ def grammar(bench: Bench) -> dict[str, Any]:
   return found | {'ratio': round(statistics.median(pairs), 4)}
 
 
+def python_calls(_: Bench) -> dict[str, Any]:
+  """Calls of the Python tool: the median alone, and how many in a second from four."""
+  tool = python.python_tool(sandbox.Sandbox())
+
+  async def ask(n: int) -> list[float]:
+    results = [await tool_lib.call(tool, {'code': 'print(6 * 7)'}) for _ in range(n)]
+    return [result.seconds for result in results if result.text == '42\n']
+
+  async def ask_side_by_side() -> float:
+    start = time.perf_counter()
+    answered = await asyncio.gather(*(ask(100) for _ in range(4)))
+    return sum(map(len, answered)) / (time.perf_counter() - start)
+
+  asyncio.run(ask(20))  # The first call takes longer.
+  alone = statistics.median(asyncio.run(ask(200)))
+  rates = [asyncio.run(ask_side_by_side()) for _ in range(_REPEATS.value)]
+  return {'milliseconds': round(1e3 * alone, 2), 'calls_per_second': round(max(rates), 1)}
+
+
 MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   sampling,
   update,
@@ -445,6 +465,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   programs,
   host_time,
   grammar,
+  python_calls,
 )
 
 

@@ -1,12 +1,13 @@
-"""GRPO against three baselines of one base policy, on the same questions.
+"""The methods of a base policy, and GRPO against them on the same tasks.
 
-The scripts search.py of miniwiki and hotpotqa differ in questions, tools and rewards.
+The scripts problems.py, miniwiki/search.py and hotpotqa/search.py differ in tasks, tools
+and rewards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,25 +19,18 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
+from experiments import react as react_lib
 
 # Tasks by the name of their set.
 Sets = Mapping[str, Sequence[types.Task]]
 # Plays greedy episodes: evaluation_cache.evaluate_or_read with a file and a summary.
 Play = Callable[..., dict[str, Any]]
+# Tasks by set, and a function that makes an environment for each episode.
+Method = tuple[Sets, rollout.MakeEnv]
+Ask = Callable[[types.Task], types.Task]
 
-
-class Prompts(NamedTuple):
-  """The same questions, asked in three ways.
-
-  Attributes:
-    direct: Prompts for an answer without tools.
-    rag: The same after the passages that the question itself finds.
-    agent: Prompts for an agent with the search tool.
-  """
-
-  direct: Sets
-  rag: Sets
-  agent: Sets
+# The methods of a base policy that stand beside the trained one, as the tables call them.
+LABELS = {'direct': 'Direct answer', 'rag': 'Naive RAG', 'tools': 'Base Tool Call'}
 
 
 def make_envs(
@@ -45,6 +39,45 @@ def make_envs(
   """Makes the environment with the search tool, and the one without tools."""
   make = lambda tools: env.ToolEnv(tools, reward, metrics=qa.metrics)
   return lambda: make([search_tool]), lambda: make([])
+
+
+def qa_methods(
+  sets: Sets,
+  retriever: documents.Retriever,
+  search_tool: tool.Tool,
+  reward: env.Reward,
+  *,
+  direct: Ask,
+  rag: Callable[..., types.Task],
+  agent: Ask,
+  react: Ask | None = None,
+  rag_k: int = 3,
+) -> dict[str, Method]:
+  """Makes the methods of answering questions with a search tool, or without it.
+
+  Args:
+    sets: The tasks.
+    retriever: Finds the passages of the method 'rag'.
+    search_tool: The tool of the methods 'tools' and 'react'.
+    reward: The reward of all episodes.
+    direct: Asks a task's question of a model without tools.
+    rag: Asks it after passages found for it.
+    agent: Asks it of an agent with the tool.
+    react: Asks it in ReAct's form; None puts that form before `agent`'s messages.
+    rag_k: How many passages `rag` gets.
+  """
+  with_tool, alone = make_envs(search_tool, reward)
+  react = react or (lambda task: react_lib.ask(agent(task), [search_tool]))
+  each = lambda ask: {name: [ask(t) for t in tasks] for name, tasks in sets.items()}
+  found = {
+    name: with_passages(tasks, retriever, rag, rag_k) for name, tasks in sets.items()
+  }
+  return {
+    'direct': (each(direct), alone),
+    'rag': (found, alone),
+    'react': (each(react), lambda: react_lib.ReAct([search_tool], reward, qa.metrics)),
+    'tools': (each(agent), with_tool),
+  }
 
 
 def with_passages(
@@ -84,10 +117,8 @@ def run(
   config: config_lib.Config,
   workdir: pathlib.Path,
   play: Play,
-  prompts: Prompts,
-  search_tool: tool.Tool,
+  methods: Mapping[str, Method],
   *,
-  reward: env.Reward,
   tasks: Sequence[types.Task],
   evals: Sets,
   kl_coef: float,
@@ -99,9 +130,7 @@ def run(
     config: Configuration of the run; `model.path` is the base policy.
     workdir: Directory of the run.
     play: Plays (config, model, rows) and gives the numbers of each method.
-    prompts: The held-out questions.
-    search_tool: The tool of the agents.
-    reward: Reward of all episodes.
+    methods: The held-out tasks as each method asks them; 'tools' is trained.
     tasks: Tasks to train on.
     evals: Tasks to watch the training with.
     kl_coef: Coefficient of GRPO's KL penalty.
@@ -110,13 +139,8 @@ def run(
   Returns:
     The numbers of each method, and the seconds of the three parts.
   """
-  agent, alone = make_envs(search_tool, reward)
   clock = [time.time()]
-  baselines = {
-    'Direct answer': (prompts.direct, alone),
-    'Naive RAG': (prompts.rag, alone),
-    'Base Tool Call': (prompts.agent, agent),
-  }
+  baselines = {name: methods[key] for key, name in LABELS.items() if key in methods}
   numbers = play(config, config.model.path, baselines)
   clock.append(time.time())
   corrected = correction.token_truncated() if config.schedule.oldest else None
@@ -124,16 +148,15 @@ def run(
     config,
     str(workdir),
     tasks=tasks,
-    make_env=agent,
+    make_env=methods['tools'][1],
     algorithm=algorithms.grpo(kl_coef=kl_coef, correction=corrected),
     evals=evals,
     label=label,
   )
   clock.append(time.time())
-  trained = {'GRPO': (prompts.agent, agent)}
-  numbers |= play(config, workdir / 'model', trained)
+  numbers |= play(config, workdir / 'model', {'GRPO': methods['tools']})
   clock.append(time.time())
-  parts = ('three baselines', 'training', 'trained agent')
+  parts = ('baselines', 'training', 'trained agent')
   seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]
   return numbers, dict(zip(parts, seconds, strict=True))
 

@@ -375,6 +375,24 @@ class TestHanging:
     assert sum(t.metrics['abandoned_calls'] for t in played) > most
     assert sum(pool.abandoned.values()) > most
 
+  def test_what_is_stuck_is_named_before_it_is_given_up(self, caplog, gate):
+    @tool_lib.tool(timeout=0.5)
+    def search() -> str:
+      """Hangs."""
+      gate.wait()
+      return 'too late'
+
+    class Calls(env_lib.ToolEnv):
+      async def reset(self, task):
+        self._parse = lambda r: [calls.ToolCall('search', {})] * (len(self.messages) == 2)
+        return await super().reset(task)
+
+    (played,) = _collect(lambda: Calls([search], lambda *_: 1.0), _tasks(1))
+    assert played.metrics['tool_timeouts'] == 1
+    assert [r.message for r in caplog.records if 'no answer' in r.message] == [
+      'search has given no answer for 0.25 of 0.5 seconds (task task 0, sample 0, turn 1)'
+    ]
+
   def test_a_coroutine_that_blocks_costs_its_own_episode(
     self, no_clock, monkeypatch, gate
   ):

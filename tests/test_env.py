@@ -509,3 +509,22 @@ async def test_check_env_wants_the_episode_to_end_with_the_replies():
     await testing.check_env(Guess, TASK, ['a', 'b', 'c'])
   with pytest.raises(AssertionError, match='at least one reply'):
     await testing.check_env(Guess, TASK, [])
+
+
+async def test_retries_and_calls_of_an_isolated_tool_are_counted(monkeypatch):
+  monkeypatch.setattr(tool_lib, '_PAUSES', (0.0,))
+
+  @tool_lib.tool(idempotent=True)
+  def lost() -> str:
+    """Fails."""
+    raise OSError
+
+  env = env_lib.ToolEnv([lost], right)
+  await env.reset(TASK)
+  call = CALL % ('lost', '{}')
+  for _ in range(20):
+    step = await env.step(call)
+  assert step.metrics == counts(calls=1.0, errors=1.0) | {'tool_retries': 1.0}
+  step = await env.step(call + call)
+  isolated = {'isolated/lost': 2.0, 'isolated_calls': 2.0}
+  assert step.metrics == counts(calls=2.0, errors=2.0) | isolated

@@ -28,48 +28,38 @@ _spec.loader.exec_module(fetch)
 CONTENT = bytes(range(256)) * 40
 OTHER = CONTENT[::-1]
 SUM = hashlib.sha256(CONTENT).hexdigest()
+COMMIT = '0123456789' * 4
+UNVERIFIED = 'could not be verified'
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  """/whole knows ranges, /plain does not, /cut ends early at first, /page is HTML.
+  """/cut ends early at first, /page is HTML, /served/NAME is SERVED[NAME]."""
 
-  /wrong sends another part than asked for. /served/NAME is SERVED[NAME].
-  """
-
-  requests: list[tuple[str, str | None]] = []
+  requests: list[tuple[str, str]] = []
   served: dict[str, bytes] = {}
   content = CONTENT
 
+  def do_HEAD(self):
+    self.do_GET()
+
   def do_GET(self):
-    wanted = self.headers.get('Range')
-    self.requests.append((self.path, wanted))
-    content, start = self.content, 0
-    tag = f'"{hashlib.md5(content).hexdigest()}"'
+    self.requests.append((self.path, self.command))
+    content = self.content
     if self.path.startswith('/served/'):
       content = self.served.get(self.path.removeprefix('/served/'))
     if self.path == '/missing' or content is None:
       return self.send_error(404)
-    if self.headers.get('If-Range', tag) != tag:
-      wanted = None
-    if wanted and self.path != '/plain':
-      start = int(wanted.removeprefix('bytes=').removesuffix('-'))
-      if start >= len(content):
-        return self.send_error(416)
-    body = content[start:]
-    self.send_response(206 if start else 200)
-    if start:
-      first = 0 if self.path == '/wrong' else start
-      self.send_header(
-        'Content-Range', f'bytes {first}-{len(content) - 1}/{len(content)}'
-      )
+    self.send_response(200)
     kind = 'text/html' if self.path == '/page' else 'application/octet-stream'
     self.send_header('Content-Type', kind)
-    self.send_header('Content-Length', str(len(body)))
-    if self.path != '/untagged':
-      self.send_header('ETag', tag)
+    self.send_header('Content-Length', str(len(content)))
+    # What the hub's library asks for.
+    self.send_header('ETag', f'"{hashlib.md5(content).hexdigest()}"')
+    self.send_header('X-Repo-Commit', COMMIT)
     self.end_headers()
-    cut = self.path in ('/cut', '/wrong', '/untagged') and len(self.requests) == 1
-    self.wfile.write(body[:5000] if cut else body)
+    cut = self.path == '/cut' and len(self.requests) == 1
+    if self.command == 'GET':
+      self.wfile.write(content[:5000] if cut else content)
 
   def log_message(self, *_):
     pass
@@ -195,49 +185,53 @@ def test_damaged_sums_are_never_forgotten(run, tmp_path):
   assert status == 1 and 'sums.json is no JSON' in said and _Handler.requests == []
 
 
-def test_a_cut_download_goes_on(run, tmp_path):
-  status, said = run('thing', url='/cut')
+def test_a_cut_download_is_refused_and_begins_again(run, tmp_path):
+  status, said = run('thing', url='/cut', sha256=None)
   assert status == 1 and 'ended after 5000 of 10240 bytes' in said
-  assert run('thing')[0] == 0
-  assert _Handler.requests == [('/cut', None), ('/cut', 'bytes=5000-')]
-  assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
-
-
-def test_a_cut_download_of_a_changed_file_begins_again(run, tmp_path, monkeypatch):
-  """Two halves of two files would be recorded as what to trust."""
-  run('thing', url='/cut', sha256=None)
-  monkeypatch.setattr(_Handler, 'content', OTHER)
-  assert run('thing')[0] == 0
-  assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == OTHER
-
-
-def test_a_cut_download_of_an_unknown_version_begins_again(run, tmp_path):
-  assert run('thing', url='/untagged', sha256=None)[0] == 1
-  assert run('thing')[0] == 0
-  assert _Handler.requests == [('/untagged', None), ('/untagged', None)]
-  assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
-
-
-def test_another_part_than_asked_for_is_refused(run, tmp_path):
-  run('thing', url='/wrong', sha256=None)
-  status, said = run('thing')
-  assert status == 1 and 'another part' in said
+  assert not (tmp_path / 'sums.json').exists()
   assert run('thing')[0] == 0
   assert (tmp_path / 'thing' / 'a' / 'data.bin').read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize(('url', 'have'), [('/plain', 5000), ('/whole', 10240)])
-def test_servers_without_ranges_and_parts_that_are_complete(
-  run, address, tmp_path, url, have
-):
-  part = tmp_path / 'thing' / 'a' / 'data.bin.part'
-  part.parent.mkdir(parents=True)
-  part.write_bytes(CONTENT[:have])
-  tag = f'"{hashlib.md5(CONTENT).hexdigest()}"'
-  part.with_name('data.bin.part.version').write_text(f'{address}{url}\n{tag}')
-  assert run('thing', url=url)[0] == 0
-  assert _Handler.requests[0] == (url, f'bytes={have}-')
-  assert part.with_suffix('').read_bytes() == CONTENT
+def test_the_hub_is_asked_for_the_commit_and_its_files_are_checked(address, tmp_path):
+  """By its library, against a server that answers as the hub does."""
+  entry = _entry(
+    [{'path': 'a/data.bin', 'sha256': SUM}, {'path': 'b.txt', 'sha256': None}],
+    hub={'repo': 'me/it', 'type': 'dataset'},
+    version=COMMIT,
+  )
+  (tmp_path / 'manifest.json').write_text(json.dumps({'entries': {'it': entry}}))
+
+  home = {'HF_HOME': str(tmp_path / 'home')}  # The library caches something there.
+
+  def command(offline='0'):
+    done = subprocess.run(
+      [sys.executable, SCRIPT, 'it', f'--manifest={tmp_path}/manifest.json']
+      + [f'--to={tmp_path}'],
+      env=os.environ | home | {'HF_ENDPOINT': address, 'HF_HUB_OFFLINE': offline},
+      capture_output=True,
+      text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+  status, said = command(offline='1')
+  assert status == 1 and 'locate the file on the Hub' in said
+  for path in ('a/data.bin', 'b.txt'):
+    assert f'datasets/me/it/resolve/{COMMIT}/{path}\n    to {tmp_path}/it/{path}' in said
+  _Handler.requests.clear()
+  status, said = command()
+  assert status == 0 and f'b.txt, so what huggingface.co sent {UNVERIFIED}' in said, said
+  assert {path for path, _ in _Handler.requests} >= {
+    f'/datasets/me/it/resolve/{COMMIT}/{path}' for path in ('a/data.bin', 'b.txt')
+  }
+  known = json.loads((tmp_path / 'sums.json').read_text())['it/b.txt']
+  assert (known['sha256'], known['bytes']) == (SUM, len(CONTENT))
+  found = {str(p.relative_to(tmp_path / 'it')) for p in (tmp_path / 'it').rglob('*.*')}
+  assert found == {'a/data.bin', 'b.txt'}
+  (tmp_path / 'it' / 'b.txt').write_bytes(OTHER)
+  status, said = command()
+  assert status == 0 and 'b.txt does not have the sum of' in said
+  assert (tmp_path / 'it' / 'b.txt').read_bytes() == CONTENT
 
 
 def test_answers_that_are_no_file(run):
@@ -248,7 +242,7 @@ def test_answers_that_are_no_file(run):
 def test_a_server_that_is_not_there(run, tmp_path):
   status, said = run('thing', url='http://127.0.0.1:1/x')
   assert status == 1 and '127.0.0.1 cannot be reached' in said
-  assert f'is taken from {tmp_path}/thing/a/data.bin' in said
+  assert f'http://127.0.0.1:1/x\n    to {tmp_path}/thing/a/data.bin' in said
 
 
 def test_a_web_page_is_never_recorded(run, tmp_path):
@@ -263,6 +257,10 @@ def test_names_paths_and_addresses_that_are_wrong(run, tmp_path):
   (tmp_path / 'manifest.json').unlink()
   status, said = run('thing', url='file:///etc/passwd')
   assert status == 1 and 'file:///etc/passwd is no http(s) address' in said
+  hub = _entry([], hub={'repo': 'me/it', 'type': 'model'}, version='main')
+  manifest = json.dumps({'entries': {'thing': hub}})
+  (tmp_path / 'manifest.json').write_text(manifest)
+  assert 'the version main is no commit' in run('thing')[1]
 
 
 def _zip(**members: bytes) -> bytes:

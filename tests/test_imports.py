@@ -19,11 +19,13 @@ OWNERS = {
   'faiss': f'{PACKAGE}/retrieval/dense.py',
   'outlines_core': f'{PACKAGE}/agent/',
   'transformers': f'{PACKAGE}/agent/tool.py {PACKAGE}/agent/tokenizer.py',
-  'httpx2': f'{PACKAGE}/agent/judge.py',
+  'huggingface_hub': 'third_party/fetch.py',
   'jsonschema': f'{PACKAGE}/agent/tool.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
+  'httpx2': f'{PACKAGE}/agent/judge.py {PACKAGE}/tools/remote_sandbox.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
+  'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
 }
 # It times what others' libraries do in our place.
@@ -36,6 +38,7 @@ LAZY = (
   'jsonschema',
   'math_verify',
   'matplotlib',
+  'mcp',
   'outlines_core',
   'scipy',
   'tensorboardX',

@@ -103,6 +103,18 @@ def test_answers_that_mean_the_same_are_equal(answer, golden, equal):
   assert mathematics.is_equal(answer, golden) == equal
 
 
+async def test_answers_that_mean_the_same_have_one_text(monkeypatch):
+  boxed = ['1/2', '3', '0.5', '\\frac{1}{2}', '3']
+  replies = [f'so \\boxed{{{answer}}}' for answer in boxed]
+  compare = mathematics.Grader(seconds=120.0).canonical_answers
+  assert await compare([*replies, 'none']) == ['1/2', '3', '1/2', '1/2', '3', None]
+  assert await compare(replies[:1]) == ['1/2'] and await compare(['none']) == [None]
+  # What cannot be compared is compared as text.
+  monkeypatch.setattr(mathematics, 'find_equal_in_limits', graders.leave)
+  compare = mathematics.Grader().canonical_answers
+  assert await compare(replies) == boxed
+
+
 async def _grade(grader, reply, answer='12'):
   agent = env.ToolEnv([], grader.reward, metrics=grader.metrics)
   await agent.reset(types.Task('t', [{'role': 'user', 'content': 'How many?'}], answer))
@@ -120,6 +132,12 @@ async def test_an_episode_is_graded_in_a_process():
   assert [reward for reward, _ in (right, wrong, silent)] == [1.0, 0.0, 0.0]
   assert [metrics['answered'] for _, metrics in (right, wrong, silent)] == [1, 1, 0]
   assert not any(metrics['grading_failed'] for _, metrics in (right, wrong, silent))
+
+
+def test_a_grader_without_math_verify_is_refused(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'math_verify', None)
+  with pytest.raises(ImportError, match='math_verify'):
+    mathematics.Grader()
 
 
 def test_a_lower_limit_of_memory_is_kept():

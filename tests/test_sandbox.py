@@ -143,7 +143,7 @@ class TestSession:
   def test_one_of_an_earlier_worker_ends_none_of_the_next(self):
     box = sandbox.Sandbox()
     old = box.open_session()
-    box.close()
+    box._end_worker()
     with box.open_session() as session:
       _, pid, _ = session.close.peek()[2]
       # With namespaces numbers begin anew; here it is made to have the same.
@@ -279,7 +279,7 @@ def test_it_has_nothing_of_the_environment(monkeypatch):
 
 def test_a_worker_that_was_killed_is_replaced(box):
   with box.open_session() as session:
-    process, _ = box.close.peek()[2]
+    process, _ = box._end_worker.peek()[2]
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert session.run('1').status == 'ended'
@@ -291,7 +291,7 @@ def test_nothing_is_left_behind(tmp_path):
   script = (
     'import sys\nfrom agent_r1_jax.tools import sandbox\n'
     'box = sandbox.Sandbox()\nsession = box.open_session()\n'
-    'import json\nprint(json.dumps([box.close.peek()[2][0].pid]), flush=True)\n'
+    'import json\nprint(json.dumps([box._end_worker.peek()[2][0].pid]), flush=True)\n'
     'session.run("while True: pass", 1e6)'
   )
   with subprocess.Popen(
@@ -337,7 +337,18 @@ class TestMachine:
     assert 'PermissionError' in _run(box, 'import socket\nsocket.socket()').text
     box.close()
 
+  def test_a_bubblewrap_that_hangs_is_none(self, monkeypatch, tmp_path):
+    (tmp_path / 'bwrap').write_text('#!/bin/sh\nexec sleep 1000\n')
+    (tmp_path / 'bwrap').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), ':')
+    monkeypatch.setattr(sandbox, '_PROBE_SECONDS', 0.1)
+    assert sandbox._isolate() == []
+
   def test_mistakes(self):
+    box = sandbox.Sandbox()
+    box.close()
+    with pytest.raises(RuntimeError, match='was closed; make another'):
+      box.open_session()
     with pytest.raises(ValueError, match=r"without: \['bubble'\] are no layers"):
       sandbox.Sandbox(without=('bubble',))
     with pytest.raises(RuntimeError, match=r"it imports \['no_such_module'\] first"):
@@ -375,4 +386,4 @@ class TestTool:
 def test_bubblewrap_is_used_where_there_is_one():
   if not shutil.which('bwrap'):
     pytest.skip('bubblewrap is not installed')
-  assert sandbox._isolate()[:1] in (['bwrap'], [])
+  assert sandbox._isolate()[:1] in ([shutil.which('bwrap')], [])

@@ -187,9 +187,9 @@ class TestChoose:
 
 @pytest.fixture(scope='module')
 def instruct() -> config_lib.Config:
-  """What the script sets; in a process of its own, as it defines flags."""
+  """What the script sets; in a process of its own."""
   code = (
-    'import dataclasses, json; from experiments.hotpotqa import search as h; '
+    'import dataclasses, json; from experiments.hotpotqa import settings as h; '
     'print(json.dumps([h.INSTRUCT.kl, dataclasses.asdict(h.INSTRUCT.config)]))'
   )
   said = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)

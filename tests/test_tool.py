@@ -460,7 +460,9 @@ def test_a_hung_tool_does_not_keep_the_interpreter():
     text=True,
     timeout=300,
   )
-  assert (done.returncode, done.stdout, done.stderr) == (0, '[False, False]\n', '')
+  assert (done.returncode, done.stdout) == (0, '[False, False]\n')
+  named = 'has given no answer for 0.05 of 0.1 seconds'
+  assert [named in line for line in done.stderr.splitlines()] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -482,3 +484,95 @@ def test_what_has_no_words_is_refused(value):
     f'Error: look: TypeError: the function returned a {kind},'
   )
   assert 'return a str, a number, or a list or dict' in result.text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that only pauses move; the list is of the pauses."""
+  pauses = []
+
+  async def sleep(seconds):
+    pauses.append(seconds)
+
+  monkeypatch.setattr(tool_lib, '_sleep', sleep)
+  monkeypatch.setattr(tool_lib, '_clock', lambda: sum(pauses))
+  return pauses
+
+
+@pytest.mark.parametrize(
+  ('idempotent', 'timeout', 'errors', 'pauses', 'ok'),
+  [
+    (True, 30.0, [OSError] * 2, [0.5, 1.0], True),
+    (True, 30.0, [OSError] * 9, [0.5, 1.0, 2.0, 4.0], False),
+    # Within one timeout: after 0.5 + 1 seconds another two are too many.
+    (True, 3.0, [OSError] * 9, [0.5, 1.0], False),
+    (True, 30.0, [OSError, ValueError], [0.5], False),
+    (True, 30.0, [KeyError], [], False),
+    (False, 30.0, [OSError], [], False),
+  ],
+)
+async def test_idempotent_tools_are_called_again(
+  clock, idempotent, timeout, errors, pauses, ok
+):
+  left = [*errors]
+
+  @tool_lib.tool(timeout=timeout, idempotent=idempotent)
+  def search() -> str:
+    """Searches."""
+    if left:
+      raise left.pop(0)('no')
+    return 'found'
+
+  result = await tool_lib.call(search, {})
+  assert clock == pauses and result.retries == len(pauses)
+  assert (result.ok, result.seconds) == (ok, sum(pauses))
+
+
+def test_isolation_lets_one_call_through_after_a_pause():
+  now = [0.0]
+  isolation = tool_lib.Isolation(most=2, pause=10.0, clock=lambda: now[0])
+  # (time, the outcome of a call that is admitted there, or None where none is)
+  for time, failed in [
+    (0, True),
+    (0, False),
+    (0, True),
+    (1, True),
+    (2, None),
+    (10, None),
+    (11, True),
+    (12, None),
+    (21, False),
+    (21, True),
+    (21, False),
+  ]:
+    now[0] = time
+    assert isolation.admit() == (failed is not None), time
+    if failed is not None:
+      isolation.record(failed)
+  isolation.record(True)
+  isolation.record(True)
+  now[0] = 31
+  # Only one is tried; the others do not wait for it.
+  assert [isolation.admit() for _ in range(3)] == [True, False, False]
+
+
+async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch):
+  calls, raised = [], [OSError]
+
+  def make():
+    @tool_lib.tool
+    def lost() -> str:
+      """Fails."""
+      calls.append(1)
+      raise raised[0]
+
+    return lost
+
+  for error in (ValueError, RuntimeError, ConnectionError):
+    raised[0] = error
+    results = [await tool_lib.call(make(), {}) for _ in range(20)]
+    assert [r.failed for r in results] == [error is ConnectionError] * 20
+  assert len(calls) == 60
+  result = await tool_lib.call(make(), {})
+  assert result.isolated and not result.ok and len(calls) == 60
+  assert result.text == 'Error: lost: the tool failed too often and is not called for now'

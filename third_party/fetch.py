@@ -7,15 +7,17 @@
 
 manifest.json says where each thing is. Archives are extracted; the official files of
 HotpotQA, 2WikiMultihopQA and MuSiQue are converted to what the scripts' `--data=` takes;
-the commands to run next are printed. A download that was cut off goes on where it was.
+the commands to run next are printed. What is on the Hugging Face hub comes by its own
+library, which goes on where a download was cut off.
 
 Every file is checked by its sha256. Where the manifest knows none, what comes is trusted
-the first time: this is said, the sum is printed and written to downloads/sums.json, and
-from then on anything else is refused. --strict refuses such files at once. A file that
-you put into its folder yourself is taken in the same way.
+the first time: this is said, the sum is printed and written to downloads/sums.json with
+the size, and from then on anything else is refused. --strict refuses such files at once.
+A file that you put into its folder yourself is taken in the same way: without a network,
+the command says which files belong where.
 
-Downloading needs Python 3.11 and its standard library alone, conversion the project's
-environment (`make .venv/installed`).
+The hub's library and the conversion need the project's environment (`make
+.venv/installed`), the rest Python 3.11 and its standard library.
 """
 
 import argparse
@@ -28,12 +30,12 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import tarfile
-import time
 from typing import Any
 import urllib.error
 import urllib.parse
@@ -78,23 +80,31 @@ if __name__ == '__main__':
   _restart()
 
 _CHUNK = 1 << 20
-_SAY_SECONDS = 10.0
+_HUB = 'https://huggingface.co'
 _ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
-  """Reads and checks the manifest.
+  """Reads and checks the manifest; files of the hub get their addresses.
 
   Raises:
-    ValueError: A field is missing, a sum is no sha256, an address is not http(s) or a
-      path leaves its folder; the message names the entry.
+    ValueError: A field is missing, a sum is no sha256, an address is not http(s), a
+      version of the hub is no commit, or a path leaves its folder; the message names the
+      entry.
   """
   manifest = json.loads(path.read_text(encoding='utf-8'))
   for name, entry in manifest['entries'].items():
     missing = {'what', 'version', 'licence', 'home', 'files'} - entry.keys()
     if missing:
       raise ValueError(f'{path}, {name}: {sorted(missing)} missing')
+    hub = entry.get('hub')
+    if hub and not re.fullmatch('[0-9a-f]{40}', entry['version']):
+      raise ValueError(f'{path}, {name}: the version {entry["version"]} is no commit')
     for file in entry['files']:
+      if hub:
+        kind = 'datasets/' if hub['type'] == 'dataset' else ''
+        where = f'{hub["repo"]}/resolve/{entry["version"]}/{file["path"]}'
+        file['url'] = f'{_HUB}/{kind}{where}'
       if {'path', 'url', 'sha256'} - file.keys():
         raise ValueError(f'{path}, {name}: a file needs path, url and sha256: {file}')
       parts = pathlib.PurePosixPath(file['path'])
@@ -135,10 +145,13 @@ class Sums:
       return None, ''
     return known['sha256'], f'{self.path}, since {known["first_seen"]}'
 
-  def trust(self, name: str, file: Mapping[str, Any], found: str, whence: str) -> None:
+  def trust(
+    self, name: str, file: Mapping[str, Any], found: str, size: int, whence: str
+  ) -> None:
     """Records the sum of a file that nobody vouches for, and says so."""
     self._known[f'{name}/{file["path"]}'] = {
       'sha256': found,
+      'bytes': size,
       'url': file['url'],
       'first_seen': datetime.date.today().isoformat(),
     }
@@ -170,7 +183,7 @@ def fetch(
   Raises:
     ValueError: A file has another sum than it must have, an archive holds a path that
       leaves its folder, or with `strict`, the manifest knows no sum of a file.
-    OSError: The download failed; run it again, and it goes on.
+    OSError: The download failed; says which files belong where.
   """
   unknown = [file['path'] for file in entry['files'] if file['sha256'] is None]
   if unknown and strict:
@@ -184,109 +197,101 @@ def fetch(
     found = sha256(target) if target.exists() else None
     if found and wanted is None:
       shutil.rmtree(_folder(target), ignore_errors=True)
-      sums.trust(name, file, found, 'what was in its place already')
+      size = target.stat().st_size
+      sums.trust(name, file, found, size, 'what was in its place already')
     elif found and found == wanted:
       print(f'{name}: {file["path"]} is there, with the sum of {by}')
     else:
       if found:
         print(f'{name}: {file["path"]} does not have the sum of {by}: fetched again')
-      _get(name, file, target, sums)
+      try:
+        _get(name, entry, file, target, sums)
+      except OSError as error:
+        missing = [f for f in entry['files'] if not (directory / f['path']).exists()]
+        places = (f'\n  {f["url"]}\n    to {directory / f["path"]}' for f in missing)
+        raise OSError(
+          f'{error}\nWithout a network, put these files to their places, and give the '
+          f'same command again:{"".join(places)}'
+        ) from None
     if target.name.endswith(_ARCHIVES):
       _extract(target)
 
 
-def _get(name: str, file: Mapping[str, Any], target: pathlib.Path, sums: Sums) -> None:
+def _get(
+  name: str,
+  entry: Mapping[str, Any],
+  file: Mapping[str, Any],
+  target: pathlib.Path,
+  sums: Sums,
+) -> None:
   """Downloads one file and puts it into its place once its sum is right."""
   target.parent.mkdir(parents=True, exist_ok=True)
   part = target.with_name(target.name + '.part')
-  _download(file['url'], part)
-  found = sha256(part)
+  if 'hub' in entry:
+    _download_from_hub(entry, file['path'], part)
+  else:
+    _download(file['url'], part)
+  found, size = sha256(part), part.stat().st_size
   wanted, by = sums.find(name, file)
   if wanted is None:
     plain = file['url'].startswith('http:')
     way = ', over a connection that anybody on the way can change,' if plain else ''
-    sums.trust(name, file, found, f'what {_host(file["url"])} sent{way}')
+    sums.trust(name, file, found, size, f'what {_host(file["url"])} sent{way}')
   elif found != wanted:
     part.unlink()
-    _version(part).unlink(missing_ok=True)
     raise ValueError(
       f'{name}: {file["path"]} has the sha256 {found} and not {wanted} ({by}); it was '
       'deleted. The file at its address has changed, or somebody changed it on the way'
     )
   part.replace(target)
-  _version(part).unlink(missing_ok=True)
   # What was extracted from another file is not what is in this one.
   shutil.rmtree(_folder(target), ignore_errors=True)
-  print(f'{name}: {file["path"]}, {target.stat().st_size:,} bytes, {found[:12]}...')
+  print(f'{name}: {file["path"]}, {size:,} bytes, {found[:12]}...')
 
 
-def _version(part: pathlib.Path) -> pathlib.Path:
-  """Of which version of which address a part is: two lines."""
-  return part.with_name(part.name + '.version')
+def _download_from_hub(entry: Mapping[str, Any], path: str, part: pathlib.Path) -> None:
+  """Downloads a file of the hub, at the commit that the manifest names."""
+  try:
+    import huggingface_hub
+  except ModuleNotFoundError:
+    raise ValueError(
+      "huggingface_hub is missing: make the project's environment with `make "
+      '.venv/installed`, and give the same command again'
+    ) from None
+  folder = part.with_name(part.name + '.hub')  # Kept until the file is whole.
+  hub = entry['hub']
+  found = huggingface_hub.hf_hub_download(
+    hub['repo'],
+    path,
+    repo_type=hub['type'],
+    revision=entry['version'],
+    local_dir=folder,
+  )
+  pathlib.Path(found).replace(part)
+  shutil.rmtree(folder)
 
 
 def _download(url: str, part: pathlib.Path) -> None:
-  """Appends to `part` where it is of the same version and the server can go on there."""
-  have, version = 0, ''
-  if part.exists() and _version(part).exists():
-    before, _, version = _version(part).read_text().partition('\n')
-    have = part.stat().st_size if before == url and version else 0
+  """Downloads what an address of no hub sends."""
   request = urllib.request.Request(url, headers={'User-Agent': 'agent-r1-jax'})
-  if have:
-    request.add_header('Range', f'bytes={have}-')
-    request.add_header('If-Range', version)  # If it has changed, all of it comes.
   try:
-    response = urllib.request.urlopen(request, timeout=60)
+    with urllib.request.urlopen(request, timeout=60) as response:
+      if response.headers.get_content_type() == 'text/html':
+        raise OSError(f'{url} answered with a web page: fetch it with a browser')
+      length = int(response.headers.get('Content-Length') or -1)
+      free = shutil.disk_usage(part.parent).free
+      if length > free:
+        raise OSError(f'{url}: {length:,} bytes are to come, and {free:,} are free')
+      print(f'{url}: {length:,} bytes are to come', flush=True)
+      with part.open('wb') as out:
+        shutil.copyfileobj(response, out, _CHUNK)
   except urllib.error.HTTPError as error:
-    if have and error.code == 416:  # Nothing is left, or the file has become shorter.
-      part.unlink()
-      return _download(url, part)
     raise OSError(f'{url} answered {error.code} {error.reason}') from None
   except (urllib.error.URLError, http.client.HTTPException) as error:
     reason = getattr(error, 'reason', error)
-    raise OSError(
-      f'{url}: {_host(url)} cannot be reached ({reason}). A file that you fetch '
-      f'another way is taken from {part.with_suffix("")}'
-    ) from None
-  with response:
-    _receive(url, response, part, have)
-
-
-def _receive(url, response, part: pathlib.Path, have: int) -> None:
-  """Writes what the server sends, after the `have` bytes that are there if it says so."""
-  if response.headers.get_content_type() == 'text/html':
-    raise OSError(
-      f'{url} answered with a web page: fetch it with a browser, and put it to '
-      f'{part.with_suffix("")}'
-    )
-  going_on = response.status == 206
-  if going_on and not response.headers.get('Content-Range', '').startswith(
-    f'bytes {have}-'
-  ):
-    part.unlink()
-    raise OSError(f'{url} sent another part of the file than asked for: run again')
-  tag, modified = (response.headers.get(h, '') for h in ('ETag', 'Last-Modified'))
-  # A weak tag does not say that the bytes are the same.
-  _version(part).write_text(
-    f'{url}\n{modified if tag.startswith("W/") else tag or modified}'
-  )
-  length = int(response.headers.get('Content-Length') or -1)
-  free = shutil.disk_usage(part.parent).free
-  if length > free:
-    raise OSError(f'{url}: {length:,} bytes are to come, and the disk has {free:,} free')
-  got, said = 0, time.monotonic()
-  try:
-    with part.open('ab' if going_on else 'wb') as out:
-      for chunk in iter(lambda: response.read(_CHUNK), b''):
-        got += out.write(chunk)
-        if time.monotonic() - said > _SAY_SECONDS:
-          said = time.monotonic()
-          total = f' of {(have * going_on + length) >> 20:,}' if length >= 0 else ''
-          print(f'  {(have * going_on + got) >> 20:,}{total} MiB', file=sys.stderr)
-  except (http.client.HTTPException, OSError) as error:
-    raise OSError(f'{url} broke off after {got} bytes ({error}): run again') from None
-  if 0 <= length != got:
-    raise OSError(f'{url} ended after {got} of {length} bytes: run again')
+    raise OSError(f'{url}: {_host(url)} cannot be reached ({reason})') from None
+  if 0 <= length != (got := part.stat().st_size):
+    raise OSError(f'{url} ended after {got} of {length} bytes')
 
 
 def _folder(archive: pathlib.Path) -> pathlib.Path:

@@ -1,6 +1,7 @@
 """Environments: they answer the agent's replies and give rewards."""
 
 import asyncio
+import collections
 from collections.abc import Awaitable, Callable, Sequence
 import dataclasses
 import functools
@@ -283,10 +284,21 @@ def _message(call: Call, result: tool_lib.ToolResult) -> types.Message:
 
 
 def _counts(calls, results) -> dict[str, float]:
-  """Counts a turn's calls; a refused call counts as a tool error."""
+  """Counts a turn's calls; a refused call counts as a tool error.
+
+  What is rare is counted only where it is: 'tool_retries', and calls of isolated tools as
+  'isolated_calls' and 'isolated/<tool>'.
+  """
   malformed = sum(isinstance(call, calls_lib.CallError) for call in calls)
   failed = len(calls) - sum(result.ok for result in results)
+  isolated = [
+    call.name for call, result in zip(calls, results, strict=False) if result.isolated
+  ]
+  rare = collections.Counter(f'isolated/{name}' for name in isolated)
+  rare['isolated_calls'] = len(isolated)
+  rare['tool_retries'] = sum(result.retries for result in results)
   return {
+    **{name: float(count) for name, count in rare.items() if count},
     'tool_calls': float(len(calls) - malformed),
     'tool_errors': float(failed - malformed),
     'tool_timeouts': float(sum(result.timed_out for result in results)),

@@ -17,6 +17,10 @@ from typing import Any
 abandoned_calls: contextvars.ContextVar[collections.Counter | None] = (
   contextvars.ContextVar('abandoned_calls', default=None)
 )
+# Where the episode that is being played is, for the log, such as 'task 7, turn 2'.
+current_turn: contextvars.ContextVar[str] = contextvars.ContextVar(
+  'current_turn', default=''
+)
 # Threads that run users' functions have the attribute `process`, the process's id.
 _thread = threading.local()
 

@@ -4,6 +4,7 @@ A tool reports what happened. If it raises, hangs, is called wrongly or returns 
 odd, the model gets a text; the run never gets an exception.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from typing import Any
 
@@ -19,6 +21,9 @@ from agent_r1_jax.agent import workers
 
 # A result is cut to so many characters, since a trajectory keeps its messages.
 MAX_CHARS = 200_000
+# An idempotent tool that fails is called so many times more, after these seconds.
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+_clock, _sleep = time.monotonic, asyncio.sleep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +38,16 @@ class Tool:
       async one must not block.
     timeout: Seconds after which a call is abandoned, including the wait for a thread. A
       hung function keeps its thread, which does not keep the interpreter from exiting.
+    idempotent: Whether calling it twice does no more than calling it once. Where it
+      raises an OSError, such as a ConnectionError, it is then called again, within the
+      same timeout.
   """
 
   name: str
   schema: dict[str, Any]
   fn: Callable[..., Any]
   timeout: float = 30.0
+  idempotent: bool = False
 
   def __post_init__(self):
     import jsonschema
@@ -91,6 +100,11 @@ class ToolResult:
     seconds: The time that it took.
     reward: The reward of the tool's Report, else 0.
     timed_out: Whether it failed because it took longer than the tool's timeout.
+    failed: Whether the tool failed, and not the agent: it was late, raised an OSError, or
+      tried to end the process. Other exceptions may be due to the arguments: were a tool
+      isolated for them, an agent that learns to call it would be refused.
+    retries: How often it was called again.
+    isolated: Whether it was not called, because it is isolated; see Isolation.
   """
 
   text: str
@@ -98,10 +112,61 @@ class ToolResult:
   seconds: float = 0.0
   reward: float = 0.0
   timed_out: bool = False
+  failed: bool = False
+  retries: int = 0
+  isolated: bool = False
+
+
+class Isolation:
+  """Keeps calls from a tool that failed many times in a row, in all episodes.
+
+  They are answered with an error text at once. After a pause, one call is let through; if
+  it succeeds, all are again.
+  """
+
+  def __init__(
+    self, most: int = 20, pause: float = 30.0, clock: Callable[[], float] = time.monotonic
+  ):
+    """Lets all calls through.
+
+    Args:
+      most: So many failures in a row isolate the tool.
+      pause: Seconds until a call is let through again.
+      clock: Returns the time in seconds.
+    """
+    self._most, self._pause, self._clock = most, pause, clock
+    self._failures, self._until = 0, 0.0
+    self._lock = threading.Lock()
+
+  def admit(self) -> bool:
+    """Whether a call may be made now."""
+    with self._lock:
+      if self._failures >= self._most:
+        if self._clock() < self._until:
+          return False
+        self._until = self._clock() + self._pause  # The next ones wait for this call.
+      return True
+
+  def record(self, failed: bool) -> None:
+    """Counts a call that was made."""
+    with self._lock:
+      self._failures = self._failures + 1 if failed else 0
+      self._until = self._clock() + self._pause
+
+
+@functools.cache
+def _isolation(name: str, code: Any) -> Isolation:
+  """Returns the isolation of a tool; episodes may each make a Tool of the same code."""
+  return Isolation()
 
 
 def tool(
-  fn: Callable | None = None, /, *, name: str | None = None, timeout: float = 30.0
+  fn: Callable | None = None,
+  /,
+  *,
+  name: str | None = None,
+  timeout: float = 30.0,
+  idempotent: bool = False,
 ):
   """Makes a Tool of a function: `@tool` or `@tool(timeout=5)`.
 
@@ -114,9 +179,9 @@ def tool(
       argument has no type that JSON knows.
   """
   if fn is None:
-    return lambda fn: tool(fn, name=name, timeout=timeout)
+    return lambda fn: tool(fn, name=name, timeout=timeout, idempotent=idempotent)
   name = name or fn.__name__
-  return Tool(name, schema(fn, name), fn, timeout)
+  return Tool(name, schema(fn, name), fn, timeout, idempotent)
 
 
 def schema(fn: Callable, name: str) -> dict[str, Any]:
@@ -145,15 +210,29 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   """Calls a tool within its timeout; never raises, whatever the tool does."""
-  start = time.monotonic()
-  result = await _attempt(tool, arguments)
+  start = _clock()
+  isolation = _isolation(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
+  if not isolation.admit():
+    text = f'Error: {tool.name}: the tool failed too often and is not called for now'
+    return ToolResult(text, ok=False, isolated=True)
+  result, retries = await _attempt(tool, arguments, tool.timeout), 0
+  for pause in _PAUSES if tool.idempotent else ():
+    left = start + tool.timeout - _clock() - pause
+    if not result.failed or left <= 0:
+      break
+    await _sleep(pause)
+    result, retries = await _attempt(tool, arguments, left), retries + 1
+  isolation.record(result.failed)
   text = result.text
   if len(text) > MAX_CHARS:
     text = f'{text[:MAX_CHARS]}\n[cut: {len(text):,} characters in all]'
-  return dataclasses.replace(result, text=text, seconds=time.monotonic() - start)
+  seconds = _clock() - start
+  return dataclasses.replace(result, text=text, seconds=seconds, retries=retries)
 
 
-async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+async def _attempt(
+  tool: Tool, arguments: Mapping[str, Any], seconds: float
+) -> ToolResult:
   # The result becomes text in the thread of the function, as that may take long too.
   def run():
     return _to_result(tool.fn(**arguments))
@@ -165,13 +244,14 @@ async def _attempt(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   try:
     if problem := _find_problem(tool, arguments):
       return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
-    return await workers.call(fn, name=tool.name, seconds=tool.timeout)
+    return await workers.call(fn, name=tool.name, seconds=seconds)
   except workers.CallTimeoutError as error:
-    return ToolResult(f'Error: {error}', ok=False, timed_out=True)
+    return ToolResult(f'Error: {error}', ok=False, timed_out=True, failed=True)
   except workers.BaseExceptionError as error:
-    return ToolResult(f'Error: {tool.name}: {error}', ok=False)
+    return ToolResult(f'Error: {tool.name}: {error}', ok=False, failed=True)
   except Exception as error:
-    return ToolResult(f'Error: {tool.name}: {workers.describe_error(error)}', ok=False)
+    text = f'Error: {tool.name}: {workers.describe_error(error)}'
+    return ToolResult(text, ok=False, failed=isinstance(error, OSError))
 
 
 def _to_result(value: Any) -> ToolResult:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent import futures
 import functools
 import inspect
+import logging
 import math
 import sys
 import threading
@@ -35,6 +36,8 @@ from agent_r1_jax.agent import threads
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0
+# A call is named in the log after half of its time, and after so many seconds at most.
+_NAMED_SECONDS = 60.0
 # A cancelled coroutine has so long to end.
 _GRACE_SECONDS = 0.2
 # An exception's text is cut to so many characters.
@@ -122,9 +125,11 @@ async def call(
       future = asyncio.wrap_future(work)
   finally:
     threads.current_caller.reset(token)
+  timer = _name_if_late(name, seconds)
   try:
     await _wait(future, seconds)
   finally:
+    timer.cancel()
     timed_out = not future.done()
     if timed_out:
       work.cancel()
@@ -171,6 +176,7 @@ async def call_on_user_loop(
     finally:
       threads.current_caller.reset(token)
     future = asyncio.wrap_future(work)
+    timer = _name_if_late(name, deadline - time.monotonic())
     try:
       await _wait(future, min(BLOCKED_SECONDS, deadline - time.monotonic()))
       if not future.done() and not claim.locked():
@@ -181,6 +187,7 @@ async def call_on_user_loop(
         continue
       await _wait(future, deadline - time.monotonic())
     finally:
+      timer.cancel()
       timed_out = not future.done()
       if timed_out:
         work.cancel()
@@ -332,6 +339,16 @@ def _return_or_raise(value: Any, error: BaseException | None) -> Any:
 
 async def _wait(future: asyncio.Future, seconds: float):
   await asyncio.wait([future], timeout=None if seconds == math.inf else max(seconds, 0))
+
+
+def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
+  """Names a call in the log before it is given up, unless the timer is cancelled."""
+  late, where = min(seconds / 2, _NAMED_SECONDS), threads.current_turn.get()
+  text = (
+    f'{name} has given no answer for {round(late, 2):g} of {round(seconds, 2):g} seconds'
+  )
+  text += f' ({where})' if where else ''
+  return asyncio.get_running_loop().call_later(late, logging.warning, '%s', text)
 
 
 def _timeout_text(name: str, seconds: float, field: str, queued: bool = False) -> str:

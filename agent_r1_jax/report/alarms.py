@@ -31,6 +31,12 @@ _WORDS = {
     '{value:.0%} of the tool calls could not be read or run, above {limit:.0%}',
     "Look at the tools' answers in the trajectories and at what the prompt says of them.",
   ),
+  'isolated_calls': (
+    '{value:.0%} of the tool calls were not made, above {limit:.0%}, because their tool '
+    'failed 20 times in a row',
+    "Look at that tool's errors in the trajectories; rollout/isolated/* in metrics.jsonl "
+    'names it.',
+  ),
   'action_share': (
     'the policy chose {value:.1%} of the tokens, below {limit:.1%}',
     'Lower chat.max_tool_tokens or shorten the prompts.',
@@ -100,7 +106,7 @@ class AlarmMonitor:
 
 
 # Metrics of a trajectory that count faults of users' code, by how they begin.
-_FAULTS = ('error/', 'abandoned/', 'tool_errors', 'tool_timeouts')
+_FAULTS = ('error/', 'abandoned/', 'isolated/', 'tool_errors', 'tool_timeouts')
 
 
 class FaultCounter:
@@ -178,6 +184,7 @@ def _beyond(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, boo
     'dead_groups': (numbers.get('rollout/dead_groups', 0.0), limits.dead_groups),
     'truncated': (_truncated(numbers), limits.truncated),
     'invalid_calls': (_invalid(numbers), limits.invalid_calls),
+    'isolated_calls': (_isolated(numbers), limits.isolated_calls),
     'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
   }
   below = {
@@ -198,6 +205,11 @@ def _invalid(numbers) -> float:
   get = lambda name: numbers.get(f'rollout/{name}', 0.0)
   failed = get('tool_errors') + get('format_errors')
   return failed / max(get('tool_calls') + get('format_errors'), 1e-9)
+
+
+def _isolated(numbers) -> float:
+  isolated = numbers.get('rollout/isolated_calls', 0.0)
+  return isolated / max(numbers.get('rollout/tool_calls', 0.0), 1e-9)
 
 
 def _share(numbers) -> float:

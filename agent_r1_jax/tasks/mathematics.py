@@ -123,10 +123,15 @@ class Grader:
     Args:
       seconds: Seconds that one grading may take; what is late counts as wrong.
       processes: The most gradings that run at a time.
+
+    Raises:
+      ImportError: math-verify is missing. The processes would grade all answers as wrong.
     """
-    self._is_equal = isolated.in_subprocess(
-      is_equal_in_limits, seconds=seconds, processes=processes
-    )
+    import math_verify  # noqa: F401
+
+    limits = {'seconds': seconds, 'processes': processes}
+    self._is_equal = isolated.in_subprocess(is_equal_in_limits, **limits)
+    self._find_equal = isolated.in_subprocess(find_equal_in_limits, **limits)
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
     """Returns 1.0 for a right answer, else 0.0."""
@@ -154,13 +159,42 @@ class Grader:
       found['grading_failed'] = 1.0
     return found
 
+  async def canonical_answers(self, replies: Sequence[str]) -> list[str | None]:
+    """Returns the answers, those that mean the same in the words of the first of them.
+
+    Answers that cannot be compared in time are equal where their texts are; None stands
+    for a reply without an answer.
+    """
+    answers = [find_boxed(reply) for reply in replies]
+    texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
+    try:
+      firsts = await self._find_equal(texts) if len(texts) > 1 else [0]
+    except (TimeoutError, isolated.FailedError, isolated.LostError):
+      firsts = range(len(texts))
+    canonical = {text: texts[i] for text, i in zip(texts, firsts, strict=False)}
+    return [None if answer is None else canonical[answer] for answer in answers]
+
+
+def find_equal_in_limits(answers: Sequence[str]) -> list[int]:
+  """Finds for each answer the first one that means the same; at most 4 GiB, as below."""
+  _limit_memory()
+  found: list[int] = []
+  for i, answer in enumerate(answers):
+    firsts = (j for j in range(i) if found[j] == j and is_equal(answer, answers[j]))
+    found.append(next(firsts, i))
+  return found
+
 
 def is_equal_in_limits(answer: str, golden: str) -> bool:
   """Calls `is_equal` in a process that may not allocate more than 4 GiB."""
+  _limit_memory()
+  return is_equal(answer, golden)
+
+
+def _limit_memory() -> None:
   _, hard = resource.getrlimit(resource.RLIMIT_AS)
   limit = _MAX_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_BYTES, hard)
   resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-  return is_equal(answer, golden)
 
 
 def _with_prompt(task: Task, prompt: str) -> Task:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 import functools
 import importlib
 import json
-import math
 import os
 import re
 from typing import Any
@@ -42,6 +41,7 @@ _MAX_RESULT = 1 << 20  # Bytes of a returned value.
 _SECONDS = 3600.0
 # What tests of MBPP use, and leave to the program to import.
 _MODULES = ('collections', 'datetime', 'itertools', 'math', 're', 'sys')
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 class ProgramError(Exception):
@@ -105,21 +105,6 @@ def extract_program(text: str) -> str | None:
   """Returns the last block of code of a reply, or None."""
   blocks = _BLOCK.findall(text)
   return blocks[-1] if blocks and blocks[-1].strip() else None
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-  """Estimates the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k).
-
-  The unbiased estimator of the Codex paper (arXiv 2107.03374, section 2.1).
-
-  Args:
-    n: Samples of a task.
-    correct: How many of them are right.
-    k: At most n.
-  """
-  if not 1 <= k <= n or not 0 <= correct <= n:
-    raise ValueError(f'k={k} must be in [1, n={n}], correct={correct} in [0, n={n}].')
-  return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 class Judge:
@@ -288,7 +273,7 @@ class _Program:
       )
       try:
         return plain_values.decode(found)
-      except (ValueError, TypeError, LookupError, AttributeError) as error:
+      except _UNREADABLE as error:
         raise ProgramError(f'{name} returned what cannot be read') from error
 
     return call

@@ -111,6 +111,12 @@ def extract_answer(text: str) -> str | None:
   return found[-1].strip() if found else None
 
 
+def canonical_answer(reply: str) -> str | None:
+  """Returns a reply's answer as `exact_match` compares it; None without one."""
+  answer = extract_answer(reply)
+  return normalize_answer(answer) if answer else None
+
+
 def em_reward(task: Task, messages: Sequence[Message]) -> float:
   """Scores the final answer by strict EM; 0.0 without one."""
   return metrics(task, messages)['em']

@@ -1,9 +1,10 @@
 """Python values as JSON, between the judge of programs and the sandbox that runs them.
 
-Only values of the built-in types travel. An instance of a subclass, such as a Counter,
-becomes one of the built-in type; anything else becomes a handle: a number that stands for
-the object where it lives. So nothing that untrusted code returns can bring methods along,
-such as an `__eq__` that is always true.
+Only values of the built-in types travel, fractions, decimals, dates and times, and what
+iterators give. An instance of a subclass, such as a Counter, becomes one of the type
+itself; anything else becomes a handle: a number that stands for the object where it
+lives. So nothing that untrusted code returns can bring methods along, such as an `__eq__`
+that is always true.
 
 The sandbox runs this file's own text in each session. It imports nothing of the package.
 """
@@ -11,6 +12,16 @@ The sandbox runs this file's own text in each session. It imports nothing of the
 _SIMPLE = (bool, int, float, complex, str, bytes)
 _TYPES = {kind.__name__: kind for kind in (*_SIMPLE, list, tuple, set, dict)}
 _ITERABLES = {'list': list, 'tuple': tuple, 'set': set, 'frozenset': frozenset}
+# Types of modules, made anew from their text. The module is imported where one comes.
+_FROM_TEXT = {
+  ('fractions', 'Fraction'): 'Fraction',
+  ('decimal', 'Decimal'): 'Decimal',
+  ('datetime', 'datetime'): 'datetime.fromisoformat',
+  ('datetime', 'date'): 'date.fromisoformat',
+  ('datetime', 'time'): 'time.fromisoformat',
+}
+# An iterator may never end: so many of its items travel.
+_MOST_ITEMS = 10_000
 
 
 class Handle:
@@ -37,6 +48,8 @@ def encode(value, objects):
   for name, kind in _ITERABLES.items():
     if isinstance(value, kind):
       return {name: [encode(item, objects) for item in value]}
+  if isinstance(value, range):
+    return {'range': [encode(n, objects) for n in (value.start, value.stop, value.step)]}
   if isinstance(value, dict):
     pairs = [(encode(k, objects), encode(v, objects)) for k, v in value.items()]
     return {'dict': pairs}
@@ -44,6 +57,12 @@ def encode(value, objects):
     return {'type': value.__name__}
   if isinstance(value, Handle):
     return {'object': value.number}
+  for kind in type.mro(type(value)):
+    if (kind.__module__, kind.__name__) in _FROM_TEXT:
+      return {f'{kind.__module__}.{kind.__name__}': str(value)}
+  if hasattr(type(value), '__next__'):
+    pairs = zip(range(_MOST_ITEMS + 1), value)  # noqa: B905  # type: ignore
+    return {'iterator': [encode(item, objects) for _, item in pairs]}
   objects.append(value)
   return {'handle': len(objects) - 1}
 
@@ -52,7 +71,8 @@ def decode(data, objects=()):
   """The inverse of `encode`; handles of `objects` are the objects themselves.
 
   Raises:
-    ValueError, TypeError, KeyError, IndexError: `data` is not what `encode` makes.
+    ValueError, TypeError, KeyError, IndexError, ArithmeticError: `data` is not what
+      `encode` makes.
   """
   if data is None or type(data) in (bool, str):
     return data
@@ -65,6 +85,13 @@ def decode(data, objects=()):
     return complex(*map(float.fromhex, content))
   if kind == 'bytes':
     return bytes.fromhex(content)
+  if kind == 'range':
+    start, stop, step = map(decode, content)
+    return range(start, stop, step)  # type: ignore
+  if kind == 'iterator':
+    return _iterate([decode(item, objects) for item in content])
+  if '.' in kind:
+    return _from_text(kind, content)
   if kind == 'dict':
     return {decode(k, objects): decode(v, objects) for k, v in content}
   if kind == 'type':
@@ -74,3 +101,18 @@ def decode(data, objects=()):
   if kind == 'object':
     return objects[content]
   return _ITERABLES[kind](decode(item, objects) for item in content)
+
+
+def _from_text(kind, text):
+  module, _, name = kind.partition('.')
+  path = _FROM_TEXT[module, name]
+  found = __import__(module)
+  for part in path.split('.'):
+    found = getattr(found, part)
+  return found(str(text))
+
+
+def _iterate(items):
+  yield from items[:_MOST_ITEMS]
+  if len(items) > _MOST_ITEMS:
+    raise ValueError('the iterator has more items than can be sent')

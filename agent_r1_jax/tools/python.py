@@ -1,9 +1,9 @@
-"""The Python tool: runs the code that an agent writes in the sandbox."""
+"""The Python tool: runs the code that an agent writes in a sandbox, here or elsewhere."""
 
 import threading
 
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.tools import sandbox
+from agent_r1_jax.tools import remote_sandbox, sandbox
 
 # A call's time-out is the code's, and what starting an interpreter may take.
 _START_SECONDS = 30.0
@@ -14,8 +14,15 @@ _FAILURES = {
 }
 
 
+class CodeError(ValueError):
+  """The agent's code is to blame, not the sandbox."""
+
+
 def python_tool(
-  box: sandbox.Sandbox, *, seconds: float = 10.0, stateful: bool = False
+  box: sandbox.Sandbox | remote_sandbox.RemoteSandbox,
+  *,
+  seconds: float = 10.0,
+  stateful: bool = False,
 ) -> tool_lib.Tool:
   """Makes a tool `python(code: str)` that runs code in a sandbox.
 
@@ -26,9 +33,16 @@ def python_tool(
     box: The sandbox; one serves all episodes.
     seconds: Seconds of the clock that a call's code may take.
     stateful: Whether variables last from call to call. Each episode then needs a tool of
-      its own: make it in `make_env`. Its interpreter ends with the tool.
+      its own: make it in `make_env`. Its interpreter ends with the tool. A remote
+      sandbox has no state.
   """
-  runner = _Stateful(box) if stateful else _Stateless(box)
+  if not stateful:
+    runner = box
+  elif isinstance(box, sandbox.Sandbox):
+    runner = _Stateful(box)
+  else:
+    raise ValueError('python_tool: stateful needs a sandbox on this machine.')
+  consequence = '; the variables of earlier calls are gone' if stateful else ''
 
   def python(code: str) -> str:
     """Runs Python code and returns what it prints, or its error.
@@ -39,30 +53,17 @@ def python_tool(
     output = runner.run(code, seconds)
     if output.status in _FAILURES:
       failure = _FAILURES[output.status].format(seconds=seconds)
-      raise RuntimeError(f'{failure}{runner.consequence}\n{output.text}'.rstrip())
+      raise CodeError(f'{failure}{consequence}\n{output.text}'.rstrip())
     return output.text or '(The code printed nothing.)'
 
   schema = tool_lib.schema(python, 'python')
-  return tool_lib.Tool('python', schema, python, seconds + _START_SECONDS)
-
-
-class _Stateless:
-  """Runs each call in an interpreter of its own."""
-
-  consequence = ''
-
-  def __init__(self, box: sandbox.Sandbox):
-    self._box = box
-
-  def run(self, code: str, seconds: float) -> sandbox.Output:
-    with self._box.open_session() as session:
-      return session.run(code, seconds)
+  timeout = seconds + _START_SECONDS
+  remote = isinstance(box, remote_sandbox.RemoteSandbox)
+  return tool_lib.Tool('python', schema, python, timeout, idempotent=remote)
 
 
 class _Stateful:
   """Runs all calls in one interpreter, one after the other; starts another if it ends."""
-
-  consequence = '; the variables of earlier calls are gone'
 
   def __init__(self, box: sandbox.Sandbox):
     self._box, self._session = box, None

@@ -32,6 +32,7 @@ import weakref
 LAYERS = ('landlock', 'seccomp')
 _WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
 _START_SECONDS = 60.0
+_PROBE_SECONDS = 10.0
 
 
 class Output(NamedTuple):
@@ -77,7 +78,7 @@ class Sandbox:
       raise ValueError(f'without: {sorted(unknown)} are no layers; there are {LAYERS}.')
     self._limits = {'memory': memory_mb << 20, 'without': [*without]}
     self._preload, self.max_output = preload, max_output
-    self._lock = threading.Lock()
+    self._lock, self._closed = threading.Lock(), False
     self._start()
 
   def _start(self) -> None:
@@ -96,11 +97,11 @@ class Sandbox:
         pass_fds=[theirs.fileno()],
         start_new_session=True,
       )
-    self.close = weakref.finalize(self, _end, process, self._socket)
+    self._end_worker = weakref.finalize(self, _end, process, self._socket)
     try:
       missing = self._ask({'preload': [*self._preload]})['missing']
     except (OSError, ValueError) as error:
-      self.close()
+      self._end_worker()
       raise RuntimeError(
         'the worker of the sandbox did not start, for the reason that is printed above; '
         f'it imports {[*self._preload]} first (preload)'
@@ -108,16 +109,30 @@ class Sandbox:
     waived = self._limits['without']
     missing = [text for text in missing if text.partition(':')[0] not in waived]
     if missing:
-      self.close()
+      self._end_worker()
       raise RuntimeError(
         'untrusted code cannot be confined on this machine. Missing are '
         f'{"; ".join(missing)}. To run it all the same, with less protection, name the '
         'layer: Sandbox(without=(...,)).'
       )
 
+  def close(self) -> None:
+    """Ends the worker and all interpreters, for good."""
+    self._closed = True
+    self._end_worker()
+
   def open_session(self) -> 'Session':
-    """Starts an interpreter, whose variables last until it is closed."""
+    """Starts an interpreter, whose variables last until it is closed.
+
+    Raises:
+      RuntimeError: The sandbox was closed, or the worker cannot be started again.
+    """
     return Session(self)
+
+  def run(self, code: str, seconds: float = 10.0) -> Output:
+    """Runs code in an interpreter of its own."""
+    with self.open_session() as session:
+      return session.run(code, seconds)
 
   def _fork(self, descriptors: list[int]) -> tuple[socket.socket, int]:
     """Forks an interpreter; returns its worker's socket, and its number there."""
@@ -126,7 +141,9 @@ class Sandbox:
       try:
         return self._socket, self._ask(request, descriptors)['pid']
       except (OSError, ValueError):
-        self.close()  # The worker has ended, or does not answer: another takes its place.
+        if self._closed:
+          raise RuntimeError('the sandbox was closed; make another one.') from None
+        self._end_worker()  # It has ended, or does not answer: another takes its place.
         self._start()
         return self._socket, self._ask(request, descriptors)['pid']
 
@@ -236,12 +253,18 @@ class Session:
 
 def _isolate() -> list[str]:
   """Returns the command that gives the worker namespaces; empty where there is none."""
-  if not shutil.which('bwrap'):
+  program = shutil.which('bwrap')
+  if not program:
     return []
-  command = ['bwrap', '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
+  command = [program, '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
-  allowed = subprocess.run([*command, 'true'], env={}, capture_output=True)
-  return command if allowed.returncode == 0 else []
+  try:
+    subprocess.run(
+      [*command, 'true'], env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True
+    )
+  except (OSError, subprocess.SubprocessError):
+    return []
+  return command
 
 
 def _end(process: subprocess.Popen, there: socket.socket) -> None:

@@ -16,6 +16,7 @@ import ast
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -83,17 +84,20 @@ def main(descriptor: int) -> None:
   for module in json.loads(server.recv(1 << 16))['preload']:
     __import__(module)
   server.sendall(json.dumps({'missing': find_missing_layers()}).encode())
-  children = set()
+  children, killed, worker = set(), set(), os.getpid()
   while True:
     data, descriptors, _, _ = socket.recv_fds(server, 1 << 16, 3)
     if not data:
       return
     request = json.loads(data)
+    # Not waited for: what a killed interpreter leaves takes longer to clear than a fork.
+    killed = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0] == 0}
     if 'fork' in request:
+      _prepare(request['fork'])
       pid = os.fork()
       if pid == 0:
         server.close()
-        _run_interpreter(descriptors, request['fork'])
+        _run_interpreter(descriptors, request['fork'], worker)
       children.add(pid)
       for descriptor in descriptors:
         os.close(descriptor)
@@ -102,7 +106,7 @@ def main(descriptor: int) -> None:
     elif (pid := request['kill']) in children:
       children.remove(pid)
       os.kill(pid, signal.SIGKILL)
-      os.waitpid(pid, 0)
+      killed.add(pid)
 
 
 def find_missing_layers() -> list[str]:
@@ -142,10 +146,20 @@ def confine(limits: dict) -> None:
   }.items():
     resource.setrlimit(name, (value, value))
   if 'landlock' not in limits['without']:
-    _restrict_files()
+    ruleset = _make_ruleset()
+    _checked(_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
   _drop_capabilities()
   if seccomp:
     seccomp.load()
+
+
+def _prepare(limits: dict) -> None:
+  """Makes what all interpreters are confined by; otherwise each would make its own."""
+  if 'landlock' not in limits['without']:
+    _make_ruleset()
+  if 'seccomp' not in limits['without']:
+    _make_filter()
 
 
 def _drop_capabilities() -> None:
@@ -169,7 +183,9 @@ def _landlock_version() -> int:
   return _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 
 
-def _restrict_files() -> None:
+@functools.cache
+def _make_ruleset() -> int:
+  """Returns the descriptor of Landlock's rules, which grant what may be read."""
   version = _landlock_version()
   handled = [
     sum(bits for first, bits in table.items() if first <= version)
@@ -186,8 +202,7 @@ def _restrict_files() -> None:
       rule = _PathRule(right, parent)
       _checked(_ADD_RULE, ruleset, 1, ctypes.byref(rule), 0)
       os.close(parent)
-  _checked(_RESTRICT_SELF, ruleset, 0)
-  os.close(ruleset)
+  return ruleset
 
 
 def _readable_paths() -> set[str]:
@@ -209,6 +224,7 @@ def _checked(number: int, *arguments) -> int:
   return result
 
 
+@functools.cache
 def _make_filter():
   import errno
 
@@ -235,7 +251,7 @@ def _make_filter():
   return made
 
 
-def _run_interpreter(descriptors: list[int], limits: dict) -> None:
+def _run_interpreter(descriptors: list[int], limits: dict, worker: int) -> None:
   """Runs in the forked process, and never returns."""
   try:
     code, output, done = descriptors
@@ -247,7 +263,8 @@ def _run_interpreter(descriptors: list[int], limits: dict) -> None:
     os.chdir('/')
     os.setsid()
     confine(limits)
-    _run_cells(code, done)
+    if os.getppid() == worker:  # Else it ended before this one was to end with it.
+      _run_cells(code, done)
   except BaseException:
     traceback.print_exc()
   finally:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.train import preflight, rollout
+from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of what goes wrong in an episode; they are logged when they are 0, too.
 _FAULTS = ('timeouts', 'abandoned_calls')
@@ -29,10 +32,10 @@ def run(
   *,
   limits: config_lib.Limits,
   decoding: rollout.Decoding = GREEDY,
-  seed: int = 0,
-  on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
+  samples: int = 1,
+  **options: Any,
 ) -> dict[str, list[types.Trajectory]]:
-  """Plays one episode of every task of every set.
+  """Plays one episode, or several, of every task of every set.
 
   Args:
     engine: The engine, with the policy's weights; others may use it at the same time.
@@ -41,11 +44,11 @@ def run(
     make_env: Makes a new environment for each episode.
     limits: What each episode may use.
     decoding: How replies are sampled; greedy by default.
-    seed: The seed of the sampling.
-    on_done: Called with each trajectory as it ends.
+    samples: How many episodes of each task are played.
+    **options: Options of rollout.start: seed, spool, on_done.
 
   Returns:
-    Trajectories by set, in the order of the tasks.
+    Trajectories by set, in the order of the tasks; those of a task are side by side.
   """
   tasks = [task for tasks in sets.values() for task in tasks]
   played = rollout.collect(
@@ -55,11 +58,14 @@ def run(
     make_env,
     limits=limits,
     decoding=decoding,
-    seed=seed,
-    on_done=on_done,
+    samples=samples,
+    **options,
   )
   parts = iter(played)
-  return {name: [next(parts) for _ in tasks] for name, tasks in sets.items()}
+  return {
+    name: [next(parts) for _ in range(samples * len(tasks))]
+    for name, tasks in sets.items()
+  }
 
 
 def play(
@@ -69,6 +75,9 @@ def play(
   *,
   limits: config_lib.Limits,
   sampling: config_lib.Sampling | None = None,
+  samples: int = 1,
+  seed: int = 0,
+  workdir: pathlib.Path | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table, each under a progress bar.
 
@@ -78,13 +87,18 @@ def play(
     rows: Method -> (tasks by set, a function that makes an environment).
     limits: What each episode may use.
     sampling: How tokens are chosen; greedy by default.
+    samples: How many episodes of each task are played.
+    seed: The seed of the sampling.
+    workdir: Where finished episodes are kept, in a folder a method; what is there is not
+      played.
 
   Returns:
     Method -> set -> trajectories.
   """
   played = {}
   for label, (sets, make_env) in rows.items():
-    with progress_lib.Progress(sum(map(len, sets.values())), label=label) as progress:
+    total = samples * sum(map(len, sets.values()))
+    with progress_lib.Progress(total, label=label) as progress:
       ended = progress.step_counter()
       env = preflight.make_environment(make_env, limits.reset_seconds)
       if line := preflight.describe_tool_prompt(chat, env):
@@ -96,6 +110,9 @@ def play(
         make_env,
         limits=limits,
         decoding=make_decoding(sampling, engine, chat, env) if sampling else GREEDY,
+        samples=samples,
+        seed=seed,
+        spool=workdir and spool_lib.Spool(workdir / label),
         on_done=ended,
       )
       long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]

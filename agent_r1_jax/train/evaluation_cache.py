@@ -20,7 +20,7 @@ import warnings
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.host import processes, runtime
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import identity, rollout
 
 # Fields of the configuration that change a greedy policy's replies. The others (rows,
 # replicas, chips, ...) only change how fast they come.
@@ -63,13 +63,16 @@ def evaluate_or_read(
   keys = {}
   if processes.is_first():
     same = {
-      'model': model_digest(model),
+      'model': identity.model_digest(model),
       'code': _code_digest(),
       'config': {name: fields.get(config, name) for name in _CONFIG},
       **depends_on,
     }
     keys = {
-      method: {'method': method, 'depends_on': same | {'tasks': tasks_digest(sets)}}
+      method: {
+        'method': method,
+        'depends_on': same | {'tasks': identity.tasks_digest(sets)},
+      }
       for method, (sets, _) in rows.items()
     }
   # Every process must play the same rows: the first one reads the file for all.
@@ -130,34 +133,12 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
   return read_lines
 
 
-def model_digest(directory: str | os.PathLike) -> str:
-  """Returns the sha256, in hex, of the names and contents of a model's files."""
-  total = hashlib.sha256()
-  for path in sorted(p for p in pathlib.Path(directory).rglob('*') if p.is_file()):
-    total.update(str(path.relative_to(directory)).encode() + b'\0')
-    with path.open('rb') as file:
-      total.update(hashlib.file_digest(file, 'sha256').digest())
-  return total.hexdigest()
-
-
-def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
-  """Returns the sha256, in hex, of all fields of tasks."""
-  rows = {
-    name: [[task.id, task.messages, task.answer, task.info] for task in tasks]
-    for name, tasks in sets.items()
-  }
-  return digest(rows)
-
-
-def digest(value: Any) -> str:
-  """Returns the sha256, in hex, of a value as JSON; repr stands in for other types."""
-  return hashlib.sha256(json.dumps(value, default=repr).encode()).hexdigest()
-
-
 def _code_digest() -> str:
   """Hashes the code of package and script: a mended reward must not show old numbers."""
   files = {*pathlib.Path(__file__).parents[1].rglob('*.py'), *_find_script_files()}
-  return digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
+  return identity.digest(
+    sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+  )
 
 
 def _find_script_files() -> set[pathlib.Path]:

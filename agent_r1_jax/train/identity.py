@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import pathlib
 import sysconfig
 import types as python_types
@@ -54,7 +55,7 @@ def describe_run(
     if callable(value) and not inspect.isclass(value)
   }
   tools = {
-    tool.name: {'schema': _digest(tool.schema), 'fn': describe(tool.fn, values=False)}
+    tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}
     for tool in getattr(env, 'tools', ())
   }
   if not isinstance(env, env_lib.ToolEnv):
@@ -98,10 +99,29 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   if function := _function(value):
     return _describe_function(function, inner)
   if isinstance(value, np.ndarray | np.generic):
-    return f'{value.dtype}{list(value.shape)} {_digest(value.tobytes().hex())}'
+    return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
   found = _name(value if isinstance(value, type) else type(value))
   called = None if isinstance(value, type) else _function(type(value).__call__)
   return {'type': found, 'call': inner(called)} if called else found
+
+
+def model_digest(directory: str | os.PathLike) -> str:
+  """Returns the sha256, in hex, of the names and contents of a model's files."""
+  total = hashlib.sha256()
+  for path in sorted(p for p in pathlib.Path(directory).rglob('*') if p.is_file()):
+    total.update(str(path.relative_to(directory)).encode() + b'\0')
+    with path.open('rb') as file:
+      total.update(hashlib.file_digest(file, 'sha256').digest())
+  return total.hexdigest()
+
+
+def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
+  """Returns the sha256, in hex, of all fields of tasks."""
+  rows = {
+    name: [[task.id, task.messages, task.answer, task.info] for task in tasks]
+    for name, tasks in sets.items()
+  }
+  return digest(rows)
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
@@ -126,7 +146,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
 def _describe_function(function: python_types.FunctionType, inner: Callable) -> Any:
   found: dict[str, Any] = {'function': _name(function)}
   if not _installed(function):
-    found['code'] = _digest(sorted(_code_texts(function, set())))
+    found['code'] = digest(sorted(_code_texts(function, set())))
   for name, cell in zip(
     function.__code__.co_freevars, function.__closure__ or (), strict=True
   ):
@@ -202,9 +222,10 @@ def _content(cell: Any) -> Any:
 def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
   n = len(tasks)
   places = sorted({i * n // _MOST_IDS for i in range(_MOST_IDS)}) if n else []
-  return {'count': n, 'ids': _digest([getattr(tasks[i], 'id', None) for i in places])}
+  return {'count': n, 'ids': digest([getattr(tasks[i], 'id', None) for i in places])}
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+  """Returns 16 hex digits of a value as JSON; repr stands in for other types."""
   text = json.dumps(value, sort_keys=True, default=repr)
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

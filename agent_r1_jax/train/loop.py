@@ -4,6 +4,8 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -14,7 +16,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.engine import replica
-from agent_r1_jax.host import preemption, processes, runtime, sharding
+from agent_r1_jax.host import checkpoint, preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import summary
@@ -23,6 +25,7 @@ from agent_r1_jax.train import (
   curriculum,
   evaluate,
   groups,
+  identity,
   preflight,
   rollout,
   schedule,
@@ -258,28 +261,72 @@ def play(
   config: config_lib.Config,
   model: str | os.PathLike,
   rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+  *,
+  samples: int = 1,
+  workdir: str | os.PathLike | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table by the policy in a directory; then frees its memory.
+
+  An episode's randomness depends on (config.seed, task id, sample) alone.
 
   Args:
     config: The configuration; its model.path is replaced by `model`.
     model: The policy's directory in HF layout.
     rows: Method -> (tasks by set, a function that makes an environment).
+    samples: How many episodes of each task are played.
+    workdir: Where each episode is written as it ends; the same call then plays only what
+      is missing. More samples or methods may be asked for. None keeps nothing.
 
   Returns:
-    Method -> set -> trajectories.
+    Method -> set -> trajectories; those of a task are side by side.
+
+  Raises:
+    ValueError: The workdir has episodes of another configuration, model, task,
+      environment or tool, and the message lists what differs; or it is in use.
   """
   runtime.quiet_logging()
   config.check()
-  config = sizes.resolve(fields.replace(config, {'model.path': str(model)}))
-  mesh = setup.make_mesh(config.mesh)
-  shape, params, chat = setup.load(config.model, config.chat, mesh)
-  engine = setup.make_engine(config, shape, params, mesh)
-  with preemption.watch() as watch:
+  config = sizes.resolve(
+    fields.replace(config, {'model.path': str(model)}), None, workdir
+  )
+  folder = None if workdir is None else pathlib.Path(workdir)
+  with contextlib.ExitStack() as stack:
+    if folder:
+      if processes.is_first():
+        stack.enter_context(checkpoint.lock_workdir(folder))
+      _check_same(config, folder, rows)
+    mesh = setup.make_mesh(config.mesh)
+    shape, params, chat = setup.load(config.model, config.chat, mesh)
+    engine = setup.make_engine(config, shape, params, mesh)
+    watch = stack.enter_context(preemption.watch())
     watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:
       return evaluate.play(
-        engine, chat, rows, limits=config.limits, sampling=config.evaluation
+        engine,
+        chat,
+        rows,
+        limits=config.limits,
+        sampling=config.evaluation,
+        samples=samples,
+        seed=config.seed,
+        workdir=folder,
       )
     except replica.PreemptedError:
       raise watch.end_unsaved() from None
+
+
+def _check_same(config: config_lib.Config, workdir: pathlib.Path, rows) -> None:
+  """Raises ValueError if the workdir has episodes of something else."""
+  checkpoint.check_config(workdir, dataclasses.asdict(config))
+  model = identity.model_digest(config.model.path)
+  for method, (sets, make_env) in rows.items():
+    env = preflight.make_environment(make_env, config.limits.reset_seconds)
+    tasks = [task for tasks in sets.values() for task in tasks]
+    made_of = identity.describe_run(None, env, tasks)
+    made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
+    checkpoint.check_config(
+      workdir / method,
+      made_of,
+      name='made_of.json',
+      mend=f'Give another workdir, or delete {workdir / method} to play all of it again',
+    )

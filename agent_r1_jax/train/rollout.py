@@ -397,6 +397,9 @@ class _Episode:
   async def _ask(self, kind: str, *args) -> Any:
     """Calls a method of the environment, within its time limit."""
     field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
+    t = self.trajectory
+    where = f'task {t.task.id}, sample {t.sample}, turn {len(t.turns)}'
+    threads.current_turn.set(where)
     with _blaming_the_environment():
       method, seconds = getattr(self.env, kind), getattr(self.limits, field)
       return await workers.call_on_user_loop(

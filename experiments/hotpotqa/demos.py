@@ -97,6 +97,12 @@ class Example:
   item: Item
 
 
+def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
+  """Orders tasks by their ids and the seed alone."""
+  key = lambda task: hashlib.sha256(f'{seed}/{task.id}'.encode()).digest()
+  return sorted(tasks, key=key)
+
+
 def split(
   tasks: Sequence[types.Task], *sizes: int, seed: int = 0
 ) -> list[list[types.Task]]:
@@ -107,8 +113,7 @@ def split(
   """
   if sum(sizes) >= len(tasks):
     raise ValueError(f'sizes {sizes} leave nothing of {len(tasks)} tasks; make them less')
-  key = lambda task: hashlib.sha256(f'{seed}/{task.id}'.encode()).digest()
-  rest, parts = sorted(tasks, key=key), []
+  rest, parts = shuffle(tasks, seed), []
   for size in sizes:
     parts.append(rest[:size])
     rest = rest[size:]

@@ -13,7 +13,7 @@ template. On one GPU of 80 GB, as docs/memory.md counts it:
     --config.model.path=Qwen2.5-3B-Instruct --config.optimizer.kind=adamw8 \
     --config.engine.slots=4096
 
-What the two differ in stands in SMALL and INSTRUCT; `--config.<field>` changes either. A
+What the two differ in stands in settings.py; `--config.<field>` changes either. A
 model with pretrain.py's rows.json beside its directory is the small one. The baselines
 are kept in WORKDIR/results.jsonl, and played again only if what they depend on changes.
 The small policy learns from comparisons alone, unless `--types=` names other types of
@@ -21,14 +21,12 @@ rows, or none for all. Any folder of that layout will do as --data: 2WikiMultiho
 MuSiQue; it is corpus.jsonl.gz and train.jsonl.gz.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import json
 import pathlib
-import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -36,76 +34,14 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.agent import env
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import bm25, dense, documents
-from agent_r1_jax.tasks import qa, qa_data
-from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, evaluation_cache
+from agent_r1_jax.tasks import qa_data
+from agent_r1_jax.train import evaluate, evaluation_cache, identity
 from experiments import comparison
-from experiments.hotpotqa import demos
+from experiments.hotpotqa import demos, settings
 from experiments.miniwiki import hashing
-
-
-class Setting(NamedTuple):
-  """How a kind of policy is asked, what it is given to read, and how it is trained."""
-
-  agent_task: Callable[[types.Task], types.Task]
-  direct_task: Callable[[types.Task], types.Task]
-  rag_task: Callable[..., types.Task]
-  template: str  # of a passage
-  k: int  # passages a search
-  rag_k: int
-  reward: env.Reward
-  types: tuple[str, ...]  # of the rows to learn from; all if there are none
-  kl: float
-  config: config_lib.Config
-
-
-SMALL = Setting(
-  demos.agent_task,
-  demos.agent_task,
-  demos.rag_task,
-  template=demos.PASSAGE,
-  k=1,
-  rag_k=3,
-  reward=qa.em_reward,
-  # Of the other rows the base answers one in a hundred: there is nothing to amplify.
-  types=('comparison',),
-  kl=0.0,
-  config=config_lib.Config(
-    model=config_lib.Model(path='runs/hotpotqa_base/model'),
-    schedule=config_lib.Schedule(steps=60, tasks=24, samples=8, eval_every=20),
-    limits=config_lib.Limits(max_turns=4, max_turn_tokens=96),
-    optimizer=config_lib.Optimizer(learning_rate=3e-4),
-    engine=config_lib.Engine(
-      rows=192,
-      slots=640,
-      decode_steps=16,
-      feed_rows=32,
-      feed_tokens=32,
-      bucket=64,
-      replicas=1,
-    ),
-    batch=config_lib.Batch(microbatch=16),
-  ),
-)
-INSTRUCT = Setting(
-  qa.agent_task,
-  qa.direct_task,
-  qa.rag_task,
-  template=documents.PASSAGE,
-  k=5,
-  rag_k=5,
-  reward=qa.paper_reward,
-  types=(),
-  kl=0.001,
-  config=config_lib.Config(
-    model=config_lib.Model(dtype='bfloat16', remat='full'),
-    schedule=config_lib.Schedule(eval_every=20),
-  ),
-)
 
 _DATA = flags.DEFINE_string(
   'data', qa_data.FETCHED.format('hotpotqa'), 'Folder of corpus and train.jsonl.gz.'
@@ -124,15 +60,15 @@ _CFG = fields.define_flags(config_lib.Config())
 def main(_):
   runtime.quiet_logging()
   given = config_flags.get_override_values(flags.FLAGS['config'])
-  setting = setting_of(given.get('model.path', SMALL.config.model.path))
+  setting = settings.setting_of(given.get('model.path', ''))
   config = fields.replace(setting.config, given)
   workdir, start = pathlib.Path(_WORKDIR.value), time.time()
   corpus, _ = qa_data.find(_DATA.value)
   rows = list(qa_data.read_questions(_DATA.value))
   sizes = (_HELD_OUT.value, _WATCHED.value)
   held_out, watched, rows = demos.split(rows, *sizes, seed=_SPLIT.value)
-  if setting is SMALL:
-    check_unseen(config.model.path, held_out + watched)
+  if setting is settings.SMALL:
+    settings.check_unseen(config.model.path, held_out + watched)
   print(json.dumps(dataclasses.asdict(config), indent=2))
   rows = choose_rows(rows, setting)
 
@@ -143,20 +79,14 @@ def main(_):
     name: comparison.recall(found, held_out) for name, found in retrievers.items()
   }
   retriever = retrievers[_RETRIEVER.value]
-  rag = comparison.with_passages(held_out, retriever, setting.rag_task, setting.rag_k)
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
-  prompts = comparison.Prompts(
-    direct={'': [setting.direct_task(task) for task in held_out]},
-    rag={'': rag},
-    agent={'': ask(held_out)},
-  )
   play = functools.partial(
     evaluation_cache.evaluate_or_read,
     workdir / 'results.jsonl',
     summarize=lambda sets: summarize(sets['']),
     depends_on={
       'retriever': _RETRIEVER.value,
-      'passages': evaluation_cache.digest([dataclasses.astuple(d) for d in passages]),
+      'passages': identity.digest([dataclasses.astuple(d) for d in passages]),
       'k': setting.k,
       'template': setting.template,
       'reward': setting.reward.__name__,
@@ -167,9 +97,7 @@ def main(_):
     config,
     workdir,
     play,
-    prompts,
-    search.search_tool(retriever, k=setting.k, template=setting.template),
-    reward=setting.reward,
+    settings.methods(setting, {'': held_out}, retriever),
     tasks=ask(rows),
     evals={'watched': ask(watched)},
     kl_coef=setting.kl,
@@ -179,7 +107,7 @@ def main(_):
   report(workdir, numbers, recalls, {k: float(round(s)) for k, s in times.items()})
 
 
-def choose_rows(rows: list[types.Task], setting: Setting) -> list[types.Task]:
+def choose_rows(rows: list[types.Task], setting: settings.Setting) -> list[types.Task]:
   """Chooses the rows to learn from by --types, else by the setting."""
   kinds = setting.types if _TYPES.value is None else _TYPES.value
   rows = [task for task in rows if not kinds or task.info.get('type') in kinds]
@@ -188,33 +116,6 @@ def choose_rows(rows: list[types.Task], setting: Setting) -> list[types.Task]:
       f'--types={",".join(kinds)}: no row is of these types; --types= is all.'
     )
   return rows
-
-
-def setting_of(model: str) -> Setting:
-  """SMALL where hotpotqa.pretrain's list of rows is beside the model, else INSTRUCT."""
-  if rows_of(model).is_file():
-    return SMALL
-  if model == SMALL.config.model.path:
-    sys.exit(
-      f'{rows_of(model)} is missing: run experiments.hotpotqa.pretrain, which makes the '
-      'small policy, or name an instruct model with --config.model.path=DIR.'
-    )
-  return INSTRUCT
-
-
-def rows_of(model: str) -> pathlib.Path:
-  """Where hotpotqa.pretrain lists the rows that the model beside it has seen."""
-  return pathlib.Path(model).absolute().parent / 'rows.json'
-
-
-def check_unseen(model: str, tasks) -> None:
-  """Raises ValueError if the base policy has seen a row that it is to be measured on."""
-  path = rows_of(model)
-  if seen := {task.id for task in tasks} & set(json.loads(path.read_text())):
-    raise ValueError(
-      f'{path}: the base has seen {len(seen)} of the rows kept from training; give both '
-      'scripts the same --split, --held_out and --watched.'
-    )
 
 
 def summarize(episodes) -> dict[str, Any]:

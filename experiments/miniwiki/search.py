@@ -15,52 +15,34 @@ import time
 
 from absl import app, flags
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
-from agent_r1_jax.tasks import qa
-from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, evaluation_cache
 from experiments import comparison
+from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-BASE = pathlib.Path(__file__).parent / 'model'
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/quickstart', 'Directory of the run.')
 _WORLD = flags.DEFINE_integer('world', 0, 'Seed of the worlds and the questions.')
 _SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the tables.')
 _QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
 _WATCHED = flags.DEFINE_integer('watched', 64, 'Questions of each set during training.')
-_CFG = fields.define_flags(
-  config_lib.Config(
-    model=config_lib.Model(path=str(BASE)),
-    schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),
-    limits=config_lib.Limits(max_turn_tokens=80),
-    optimizer=config_lib.Optimizer(learning_rate=2e-4),
-    engine=config_lib.Engine(slots=448, decode_steps=16, replicas=2),
-  ),
-)
+_CFG = fields.define_flags(shapes.CONFIG)
 
 
 def main(_):
   runtime.quiet_logging()
   config, workdir, start = _CFG.value, pathlib.Path(_WORKDIR.value), time.time()
   print(json.dumps(dataclasses.asdict(config), indent=2))
-  retriever = miniwiki.index(_WORLD.value)
   sets = questions(_QUESTIONS.value, _SPLIT.value)
-  rag = {
-    name: comparison.with_passages(tasks, retriever, miniwiki.rag_task)
-    for name, tasks in sets.items()
-  }
   numbers, _ = comparison.run(
     config,
     workdir,
     make_play(workdir),
-    comparison.Prompts(direct=sets, rag=rag, agent=sets),
-    search.search_tool(retriever, k=1),
-    reward=qa.paper_reward,
+    shapes.methods(sets, _WORLD.value),
     tasks=miniwiki.train_tasks(_WORLD.value, 4096),
     evals=questions(_WATCHED.value, 'dev'),
     kl_coef=0.0,

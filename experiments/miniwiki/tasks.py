@@ -5,7 +5,7 @@ world.py), and the out-of-domain set composes relations as no training question
 does (see questions.py). Equal arguments give equal bytes in every process.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import random
@@ -30,6 +30,7 @@ KINDS = {
   '2 and 3 hops': lambda task: task.info['kind'] == 'bridge',
   'comparison': lambda task: task.info['kind'] == 'comparison',
 }
+RIGHT = {'right': 1.0}  # Of demonstrations.
 PASSAGES = 900  # of each set's world
 TRAIN_PASSAGES = 2400
 
@@ -97,20 +98,27 @@ def index(seed: int) -> dense.Dense:
 
 
 def demonstrations(
-  tasks: Sequence[types.Task], world: int, seed: int, find: Callable[[str], str]
+  tasks: Sequence[types.Task],
+  world: int,
+  seed: int,
+  find: Callable[[str], str],
+  split: str = 'train',
+  mixture: Mapping[str, float] = RIGHT,
 ) -> Iterator[list[types.Message]]:
-  """Right conversations on questions of `train_tasks`, for ever.
+  """Conversations on questions of `train_tasks`, for ever; right ones by default.
 
   Args:
     tasks: Tasks from train_tasks(world, ...).
     world: The seed of their world.
     seed: The seed of the order and of the choices.
     find: What the search tool answers to a query.
+    split: The split of the tasks.
+    mixture: Shares of the conversations' fates; keys of demos.MIXTURE.
   """
-  rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, 'train', None)
+  rng, facts = random.Random(f'miniwiki right {seed}'), _world(world, split, None)
   while True:
     for task in rng.sample(tasks, len(tasks)):
-      example = demos.demonstration(task, facts, rng, find, {'right': 1.0})
+      example = demos.demonstration(task, facts, rng, find, mixture)
       yield example.messages
 
 

@@ -1,0 +1,293 @@
+"""The tools of an MCP server: a process that is started here, or an address.
+
+  server = mcp_server.Server(command=['python', 'my_server.py'])
+  make_env = lambda: env.ToolEnv(server.tools, reward)
+
+All episodes share one connection, which lives on an event loop in a thread of its own.
+Whatever the server does, a call ends within its time with an answer or an error text. A
+connection that has ended, or a server that no longer answers, is replaced at the next
+call.
+"""
+
+import asyncio
+import atexit
+from collections.abc import Sequence
+import contextlib
+import json
+import logging
+import math
+import os
+import threading
+from typing import Any, Self
+
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import workers
+
+# A server that does not list its tools within so many seconds after a call failed hangs.
+_CHECK_SECONDS = 5.0
+# What the end of a connection may take: the package stops a process in three steps.
+_STOP_SECONDS = 10.0
+# The pause before a start, while one start after the other fails, doubles up to this.
+_MAX_PAUSE = 60.0
+# A server that lists its tools in more pages than this never ends.
+_MAX_PAGES = 100
+
+
+class Server:
+  """The connection to one server.
+
+  Attributes:
+    tools: The server's tools, with its names, descriptions and schemas.
+  """
+
+  def __init__(
+    self,
+    *,
+    command: Sequence[str] = (),
+    url: str = '',
+    env: Sequence[str] = (),
+    seconds: float = 30.0,
+    start_seconds: float = 30.0,
+  ):
+    """Connects to the server and lists its tools.
+
+    Args:
+      command: Starts the server, which talks over its standard input and output.
+      url: The address of a server that talks over HTTP ("streamable HTTP").
+      env: Names of environment variables that the started server gets. Without them it
+        gets HOME, LOGNAME, PATH, SHELL, TERM and USER alone, and so no API key.
+      seconds: Seconds that a call may take, with the new start that it may need.
+      start_seconds: Seconds that a start may take.
+
+    Raises:
+      ValueError: Not exactly one of command and url is given, a variable of `env` is not
+        set, or a tool's schema is no JSON Schema.
+      ConnectionError: The server did not start in its time.
+    """
+    if bool(command) == bool(url):
+      raise ValueError('mcp_server: give either command or url.')
+    if missing := sorted({*env} - os.environ.keys()):
+      raise ValueError(f'mcp_server: env: {missing} are not set in this process.')
+    self._command, self._env = [*command], {name: os.environ[name] for name in env}
+    self._url, self._name = url, url or ' '.join(command)
+    self._seconds, self._start_seconds = seconds, start_seconds
+    # Set while there is a connection, or one is being opened.
+    self._opened: asyncio.Future[_Connection] | None = None
+    self._holding: set[asyncio.Task] = set()
+    self._failures, self._not_before = 0, 0.0
+    self._closing = asyncio.Event()
+    self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    self._loop = self._runner.get_loop()
+    self._thread = threading.Thread(target=self._run_loop, name='mcp', daemon=True)
+    self._thread.start()
+    atexit.register(self.close)
+    try:
+      start = asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
+      listed = start.result(start_seconds + _STOP_SECONDS).tools
+      self.tools = [self._make_tool(tool) for tool in listed.values()]
+    except BaseException:
+      self.close()
+      raise
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends the connection, and the process that was started; waits up to 10 seconds."""
+    atexit.unregister(self.close)
+    with contextlib.suppress(RuntimeError):  # It is closed already.
+      self._loop.call_soon_threadsafe(self._closing.set)
+    self._thread.join(_STOP_SECONDS)
+
+  def _run_loop(self) -> None:
+    with self._runner:  # Cancels what still runs at the end.
+      self._runner.run(self._wait_for_close())
+
+  async def _wait_for_close(self) -> None:
+    await self._closing.wait()
+    if self._opened and self._opened.done():
+      self._opened.result().leave.set()
+    if self._holding:
+      await asyncio.wait(self._holding, timeout=_STOP_SECONDS - 1)
+
+  def _make_tool(self, listed: Any) -> tool_lib.Tool:
+    name = listed.name
+
+    async def call(**arguments):
+      if not self._thread.is_alive():
+        raise ConnectionError(f'the connection to {self._name} was closed')
+      work = asyncio.run_coroutine_threadsafe(self._call(listed, arguments), self._loop)
+      try:
+        return await asyncio.wrap_future(work)
+      except asyncio.CancelledError:  # The call is late.
+        with contextlib.suppress(RuntimeError):  # The server was closed meanwhile.
+          self._loop.call_soon_threadsafe(self._check_if_open)
+        raise
+
+    function = {
+      'name': name,
+      'description': listed.description or '',
+      'parameters': listed.input_schema,
+    }
+    schema = {'type': 'function', 'function': function}
+    hints = listed.annotations
+    idempotent = bool(hints and (hints.idempotent_hint or hints.read_only_hint))
+    return tool_lib.Tool(name, schema, call, self._seconds, idempotent)
+
+  async def _call(self, listed: Any, arguments: dict[str, Any]) -> str:
+    connection, name = await self._connect(), listed.name
+    now = connection.tools.get(name)
+    if now is None:
+      known = ', '.join(connection.tools) or 'none'
+      raise LookupError(f'the server has changed and has no such tool; it has: {known}')
+    if now.input_schema != listed.input_schema:
+      raise LookupError(
+        'the server has changed, and this tool takes other arguments now: '
+        f'{json.dumps(now.input_schema)}'
+      )
+    try:
+      result = await connection.client.call_tool(name, arguments)
+    except Exception as error:
+      await asyncio.shield(self._check(connection))
+      raise ConnectionError(f'{self._name}: {_describe(error)}') from error
+    self._failures = 0
+    text = '\n'.join(map(_to_text, result.content))
+    if result.is_error:
+      raise ValueError(text)
+    return text or json.dumps(result.structured_content)
+
+  async def _connect(self) -> '_Connection':
+    """Returns the connection; opens one if there is none.
+
+    Raises:
+      ConnectionError: The server did not start, or is not started yet after it ended.
+    """
+    if self._opened is None:
+      if (pause := self._not_before - self._loop.time()) > 0:
+        raise ConnectionError(
+          f'{self._name} ended {self._failures} times in a row; it is started again in '
+          f'{math.ceil(pause)} seconds'
+        )
+      self._opened = self._loop.create_future()
+      # Nobody may wait for it any longer; asyncio would warn of its exception.
+      self._opened.add_done_callback(lambda opened: opened.exception())
+      task = self._loop.create_task(self._hold(self._opened))
+      self._holding.add(task)
+      task.add_done_callback(self._holding.discard)
+    connection = await asyncio.shield(self._opened)
+    if connection.check is None:
+      return connection
+    await asyncio.shield(connection.check)
+    return await self._connect()
+
+  async def _hold(self, opened: asyncio.Future) -> None:
+    """Opens a connection and holds it until it is to be left.
+
+    The package's cancel scopes must be entered and left by the same task.
+    """
+    import anyio
+    import mcp
+
+    # It prints a traceback for each line of the server that is no message.
+    logging.getLogger('mcp.client.stdio').setLevel(logging.CRITICAL)
+    target: Any = self._url or mcp.StdioServerParameters(
+      command=self._command[0], args=self._command[1:], env=self._env
+    )
+    error: BaseException = TimeoutError(f'no answer within {self._start_seconds:g} s')
+    try:
+      with anyio.CancelScope() as scope:
+        scope.deadline = anyio.current_time() + self._start_seconds
+        async with mcp.Client(target, cache=None) as client:
+          connection = _Connection(client)
+          await connection.list_tools()
+          scope.deadline = math.inf
+          opened.set_result(connection)
+          await connection.leave.wait()
+          scope.deadline = anyio.current_time() + _STOP_SECONDS
+    except Exception as raised:
+      error = raised
+    if opened.done():
+      return
+    self._count_failure(opened)
+    opened.set_exception(
+      ConnectionError(f'the MCP server {self._name} did not start: {_describe(error)}')
+    )
+
+  def _check_if_open(self) -> None:
+    if self._opened and self._opened.done():
+      self._check(self._opened.result())
+
+  def _check(self, connection: '_Connection') -> asyncio.Task:
+    """Starts to look whether the server still answers, and which tools it has."""
+
+    async def check():
+      try:
+        async with asyncio.timeout(_CHECK_SECONDS):
+          await connection.list_tools()
+      except Exception as error:
+        opened = self._opened
+        if opened and opened.done() and opened.result() is connection:
+          self._count_failure(opened)
+        if not (connection.leave.is_set() or self._closing.is_set()):
+          logging.warning('%s: %s; it is started again', self._name, _describe(error))
+        connection.leave.set()
+      connection.check = None
+
+    connection.check = connection.check or self._loop.create_task(check())
+    return connection.check
+
+  def _count_failure(self, opened: asyncio.Future) -> None:
+    """Lets the next call start the server: at once, later after longer and longer."""
+    if self._opened is opened:
+      self._opened = None
+    self._failures += 1
+    pause = min(2.0 ** (self._failures - 2), _MAX_PAUSE) if self._failures > 1 else 0.0
+    self._not_before = self._loop.time() + pause
+
+
+class _Connection:
+  """An open connection.
+
+  Attributes:
+    client: The package's client.
+    tools: The server's tools by name, as the package describes them.
+    leave: Set when the connection is to be ended.
+    check: Looks whether the server still answers; None if nobody doubts it.
+  """
+
+  def __init__(self, client):
+    self.client = client
+    self.tools: dict[str, Any] = {}
+    self.leave = asyncio.Event()
+    self.check: asyncio.Task | None = None
+
+  async def list_tools(self) -> None:
+    """Asks the server for its tools."""
+    found, cursor = {}, None
+    for _ in range(_MAX_PAGES):
+      page = await self.client.list_tools(cursor=cursor)
+      found |= {tool.name: tool for tool in page.tools}
+      cursor = page.next_cursor
+      if cursor is None:
+        break
+    self.tools = found
+
+
+def _to_text(block: Any) -> str:
+  """Returns the text of a part of a result; what is no text is only named."""
+  if block.type == 'text':
+    return block.text
+  what = getattr(block, 'resource', block)
+  if hasattr(what, 'text'):
+    return what.text
+  named = (getattr(what, name, None) for name in ('uri', 'mime_type'))
+  return f'[{", ".join(str(x) for x in (block.type, *named) if x)}]'
+
+
+def _describe(error: BaseException) -> str:
+  while isinstance(error, BaseExceptionGroup):
+    error = error.exceptions[0]
+  return workers.describe_error(error)

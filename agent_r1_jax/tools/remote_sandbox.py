@@ -1,0 +1,133 @@
+"""Runs Python that a model wrote on a server that speaks SandboxFusion's protocol.
+
+  box = remote_sandbox.RemoteSandbox('http://sandbox:8080')
+  tool = python.python_tool(box)
+
+The server does the confinement. Each call is one request, POST /run_code.
+"""
+
+import functools
+import inspect
+import json
+import time
+from typing import Any
+
+from agent_r1_jax.tools import sandbox, sandbox_worker
+
+# What a request may take beyond its code's seconds: the queue, the start, the way.
+_EXTRA_SECONDS = 20.0
+_COMPILE_SECONDS = 10.0
+# A character may take six bytes of JSON.
+_BYTES_PER_CHARACTER = 6
+
+
+class RemoteSandbox:
+  """A server that runs code; may be shared by threads."""
+
+  def __init__(self, url: str, *, memory_mb: int = 512, max_output: int = 20_000):
+    """Asks nothing of the server yet.
+
+    Args:
+      url: The server's address, without /run_code.
+      memory_mb: MiB that a call's code may allocate.
+      max_output: Characters of a call's output that are kept; a call that prints sixteen
+        times as much has printed too much.
+    """
+    import httpx2
+
+    if not url.startswith(('http://', 'https://')):
+      raise ValueError(f'url: {url!r} does not begin with http:// or https://.')
+    self._url, self._memory_mb = url.rstrip('/') + '/run_code', memory_mb
+    self._max_output = max_output
+    self._client = httpx2.Client(limits=httpx2.Limits(max_connections=None))
+    self.close = self._client.close
+
+  def run(self, code: str, seconds: float = 10.0) -> sandbox.Output:
+    """Runs code in an interpreter of its own; prints what a cell of a notebook would.
+
+    Args:
+      code: Python.
+      seconds: Seconds of the clock that it may take.
+
+    Raises:
+      ConnectionError: The server cannot be reached, is late, or answers nonsense.
+    """
+    request = {
+      'code': _make_script(code),
+      'language': 'python',
+      'run_timeout': seconds,
+      'compile_timeout': _COMPILE_SECONDS,
+      'memory_limit_MB': self._memory_mb,
+      'stdin': '',
+      'files': {},
+      'fetch_files': [],
+    }
+    start = time.monotonic()
+    body = self._post(request, seconds + _EXTRA_SECONDS)
+    if body is None:
+      return sandbox.Output('', 'output', time.monotonic() - start)
+    try:
+      text, status = _read_result(json.loads(body))
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+      raise ConnectionError(
+        f'{self._url} gave an answer that is no result of code: {body[:300]!r}'
+      ) from error
+    if len(text) > 16 * self._max_output:
+      status = 'output'
+    if len(text) > self._max_output:
+      text = text[: self._max_output] + '\n... (the rest of the output is cut)'
+    return sandbox.Output(text, status, time.monotonic() - start)
+
+  def _post(self, request: dict[str, Any], seconds: float) -> bytes | None:
+    """Returns the answer's body; None if it is far longer than the output may be."""
+    import httpx2
+
+    most = 32 * self._max_output * _BYTES_PER_CHARACTER
+    deadline, body = time.monotonic() + seconds, bytearray()
+    try:
+      with self._client.stream(
+        'POST', self._url, json=request, timeout=seconds
+      ) as response:
+        if response.status_code != 200:
+          raise OSError(f'status {response.status_code}')
+        for piece in response.iter_bytes():
+          body += piece
+          if len(body) > most:
+            return None
+          if time.monotonic() > deadline:  # httpx bounds each read, not all of them.
+            raise TimeoutError(f'no whole answer within {seconds:g} seconds')
+    except (httpx2.HTTPError, OSError) as error:
+      raise ConnectionError(
+        f'the sandbox at {self._url}: {error or repr(error)}'
+      ) from error
+    return bytes(body)
+
+
+def _read_result(answer: dict[str, Any]) -> tuple[str, str]:
+  """Returns (output, status) of the protocol's answer.
+
+  Raises:
+    ValueError, LookupError, TypeError: It is no such answer, or the server failed.
+  """
+  if answer['status'] not in ('Success', 'Failed'):
+    raise ValueError(answer['status'])
+  result = answer['run_result']
+  text = (result['stdout'] or '') + (result['stderr'] or '')
+  if result['status'] == 'TimeLimitExceeded':
+    return text, 'timeout'
+  if result['status'] != 'Finished':
+    raise ValueError(result['status'])
+  return text, {0: 'ok', 1: 'error'}.get(result['return_code'], 'ended')
+
+
+def _make_script(code: str) -> str:
+  """Returns a program that runs code as the sandbox of this machine does."""
+  return (
+    f'import ast, traceback\n{_cell_source()}\n'
+    f'raise SystemExit(_run_cell({code!r}, {{"__name__": "__main__"}}))\n'
+  )
+
+
+@functools.cache
+def _cell_source() -> str:
+  return inspect.getsource(sandbox_worker._run_cell)

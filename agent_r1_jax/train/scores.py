@@ -1,0 +1,74 @@
+"""Estimates from several samples of each task: mean@n, best@n, majority@n and pass@k."""
+
+import collections
+from collections.abc import Hashable, Sequence
+import math
+
+from jaxtyping import Float
+import numpy as np
+
+
+def estimate(
+  scores: Float[np.ndarray, 'tasks n'],
+  answers: Sequence[Sequence[Hashable | None]] | None = None,
+) -> dict[str, float]:
+  """Estimates how good a policy is, and how good n of its samples are together.
+
+  Args:
+    scores: The score of each sample; 1 is right.
+    answers: What each sample answered, equal where the answers mean the same, and None
+      where it gave none.
+
+  Returns:
+    'mean', 'best' (the mean of each task's best score) and 'pass@k' for k = 1, 2, 4, ...
+    up to n; 'majority' if there are answers; with two tasks or more also 'error', the
+    standard error of the mean. It is over tasks, because the samples of one task are not
+    independent of each other.
+  """
+  tasks, n = scores.shape
+  right = (scores >= 1.0).sum(axis=1)
+  found = {'mean': float(scores.mean()), 'best': float(scores.max(axis=1).mean())}
+  if tasks > 1:
+    found['error'] = float(scores.mean(axis=1).std(ddof=1) / tasks**0.5)
+  if answers is not None:
+    votes = [majority(*pair) for pair in zip(scores, answers, strict=True)]
+    found['majority'] = float(np.mean(votes))
+  for k in (2**i for i in range(n.bit_length())):
+    found[f'pass@{k}'] = float(np.mean([pass_at_k(n, int(c), k) for c in right]))
+  return found
+
+
+def majority(scores: Sequence[float], answers: Sequence[Hashable | None]) -> float:
+  """Returns the score of the most frequent answer; 0 if there is none.
+
+  Of several that are equally frequent one is drawn, and this is the expected score. So
+  majority@1 is mean@1, and majority@2 is mean@2 where every sample answers.
+
+  Args:
+    scores: The score of each sample.
+    answers: The answer of each sample; samples without one (None) do not vote.
+  """
+  votes = collections.Counter(answer for answer in answers if answer is not None)
+  most = max(votes.values(), default=0)
+  chosen = [
+    score
+    for score, answer in zip(scores, answers, strict=True)
+    if answer is not None and votes[answer] == most
+  ]
+  # All answers in it are equally frequent, so that each has the same weight.
+  return float(np.mean(chosen)) if chosen else 0.0
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+  """Estimates the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k).
+
+  The unbiased estimator of the Codex paper (arXiv 2107.03374, section 2.1).
+
+  Args:
+    n: Samples of a task.
+    correct: How many of them are right.
+    k: At most n.
+  """
+  if not 1 <= k <= n or not 0 <= correct <= n:
+    raise ValueError(f'k={k} must be in [1, n={n}], correct={correct} in [0, n={n}].')
+  return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

@@ -1,0 +1,252 @@
+"""The tasks that agents are measured on, by name; TASKS lists them.
+
+To add a task, write a function from a `Source` to a `Benchmark`, and add it to TASKS.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, types
+from agent_r1_jax.agent import env
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.report import tables
+from agent_r1_jax.retrieval import bm25, documents
+from agent_r1_jax.tasks import mathematics, programming, qa, qa_data
+from agent_r1_jax.tools import calculator, python, sandbox
+from agent_r1_jax.train import evaluate, identity, scores
+from experiments import comparison, react
+from experiments.hotpotqa import demos, settings
+from experiments.miniwiki import shapes
+from experiments.miniwiki import tasks as miniwiki
+
+# Replies of the samples of a task -> what each answers; equal where the answers mean the
+# same, None where there is none.
+Answers = Callable[[Sequence[str]], Sequence[Hashable | None]]
+
+
+# Method -> set -> trajectories, those of a task side by side.
+Played = Mapping[str, Mapping[str, Sequence[types.Trajectory]]]
+# Of an episode, as evaluate.summarize calls them.
+COSTS = ('tokens', 'action_tokens', 'turns', 'status/error')
+
+
+class Source(NamedTuple):
+  """What the command line says of a task.
+
+  Attributes:
+    data: Its file or folder; empty is the default place, if it has one.
+    model: The directory of the policy; empty is the task's own small one.
+    limit: The most tasks of a set; 0 is all.
+  """
+
+  data: str
+  model: str
+  limit: int
+
+
+class Benchmark(NamedTuple):
+  """Held-out tasks, the methods to play them, and how they are scored.
+
+  Attributes:
+    methods: Name -> (tasks by set, a function that makes an environment).
+    score: The metric that is 1 for a right answer.
+    rest: Further metrics of the table.
+    answers: What the majority votes on; None if answers cannot be compared.
+    config: The configuration that the command line changes.
+    made_of: What else the episodes depend on, such as the passages.
+  """
+
+  methods: dict[str, comparison.Method]
+  score: str
+  rest: tuple[str, ...]
+  answers: Answers | None
+  config: config_lib.Config
+  made_of: dict[str, Any]
+
+
+class Family(NamedTuple):
+  """A kind of problem: how it is read, asked and judged, and the tool that it comes with.
+
+  Attributes:
+    load: The tasks of a file.
+    prompts: A module with agent_task and direct_task.
+    make_judge: Makes an object with reward and metrics.
+    make_tool: Makes the agent's tool.
+    score: The metric that is 1 for a right answer.
+    rest: Further metrics of the table.
+    answers: What a majority votes on, if answers can be compared.
+  """
+
+  load: Callable[[str], list[types.Task]]
+  prompts: Any
+  make_judge: Callable[[], Any]
+  make_tool: Callable[[], tool_lib.Tool]
+  score: str
+  rest: tuple[str, ...]
+  answers: Answers | None = None
+
+  def methods(self, tasks: Sequence[types.Task]) -> dict[str, comparison.Method]:
+    """Makes the methods of solving the tasks."""
+    judge, tool = self.make_judge(), self.make_tool()
+    make = lambda tools: env.ToolEnv(tools, judge.reward, metrics=judge.metrics)
+    each = lambda ask: {'': [ask(task) for task in tasks]}
+    agent = self.prompts.agent_task
+    return {
+      'direct': (each(self.prompts.direct_task), lambda: make([])),
+      'react': (
+        each(lambda task: react.ask(agent(task), [tool])),
+        lambda: react.ReAct([tool], judge.reward, judge.metrics),
+      ),
+      'tools': (each(agent), lambda: make([tool])),
+    }
+
+
+@functools.cache
+def _grader() -> mathematics.Grader:
+  return mathematics.Grader()
+
+
+MATHEMATICS = Family(
+  mathematics.load,
+  mathematics,
+  mathematics.Grader,
+  calculator.calculator_tool,
+  score='accuracy',
+  rest=('answered', 'tool_calls', 'grading_failed'),
+  answers=lambda replies: asyncio.run(_grader().canonical_answers(replies)),
+)
+PROGRAMMING = Family(
+  programming.load_humaneval,
+  programming,
+  programming.Judge,
+  lambda: python.python_tool(sandbox.Sandbox()),
+  score='passed',
+  rest=('answered', 'tool_calls', 'late'),
+)
+FAMILIES = {
+  'gsm8k': MATHEMATICS,
+  'math': MATHEMATICS,
+  'humaneval': PROGRAMMING,
+  'mbpp': PROGRAMMING._replace(load=programming.load_mbpp),
+}
+
+
+def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
+  """Orders problems by a seed; the first are held out from training."""
+  order = np.random.default_rng(seed).permutation(len(tasks))
+  return [tasks[i] for i in order]
+
+
+def load_problems(family: Family, source: Source) -> Benchmark:
+  """Loads the rows that experiments.problems holds out."""
+  if not source.data:
+    raise ValueError('--data: the file of the rows is missing.')
+  tasks = shuffle(family.load(source.data))[: source.limit or None]
+  config = config_lib.Config(limits=config_lib.Limits(max_turns=6, max_turn_tokens=512))
+  scores_of = (family.score, family.rest, family.answers)
+  return Benchmark(family.methods(tasks), *scores_of, config, made_of={})
+
+
+def _vote(replies: Sequence[str]) -> list[str | None]:
+  return [qa.canonical_answer(reply) for reply in replies]
+
+
+# How questions are scored.
+_QUESTIONS: dict[str, Any] = {
+  'score': 'em',
+  'rest': ('f1', 'answered', 'tool_calls'),
+  'answers': _vote,
+}
+
+
+def load_questions(name: str, source: Source) -> Benchmark:
+  """Loads the rows that experiments.hotpotqa.search holds out."""
+  setting = settings.setting_of(source.model)
+  folder = source.data or qa_data.FETCHED.format(name)
+  corpus, _ = qa_data.find(folder)
+  tasks = demos.shuffle(list(qa_data.read_questions(folder)))[: source.limit or None]
+  if setting is settings.SMALL:
+    settings.check_unseen(source.model or setting.config.model.path, tasks)
+  passages = documents.read_corpus(corpus)
+  return Benchmark(
+    settings.methods(setting, {'': tasks}, bm25.BM25(passages)),
+    **_QUESTIONS,
+    config=setting.config,
+    made_of={'passages': identity.digest([dataclasses.astuple(d) for d in passages])},
+  )
+
+
+def load_miniwiki(source: Source) -> Benchmark:
+  """Makes miniwiki's test questions; 300 of each set if there is no limit."""
+  sets = {
+    name: miniwiki.test_set(name, source.limit or 300, 0)
+    for name in miniwiki.SETS
+    if '4hop' not in name
+  }
+  return Benchmark(
+    shapes.methods(sets, 0),
+    **_QUESTIONS,
+    # ReAct's form takes room.
+    config=fields.replace(shapes.CONFIG, {'engine.slots': 640}),
+    made_of={},
+  )
+
+
+TASKS: dict[str, Callable[[Source], Benchmark]] = {
+  'miniwiki': load_miniwiki,
+  'hotpotqa': functools.partial(load_questions, 'hotpotqa'),
+  '2wiki': functools.partial(load_questions, '2wikimultihopqa'),
+  'musique': functools.partial(load_questions, 'musique'),
+  **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
+}
+
+
+def summarize(played: Played, benchmark: Benchmark, n: int) -> dict[str, dict[str, Any]]:
+  """Returns the numbers of each method and set; see scores.estimate."""
+  numbers: dict[str, dict[str, Any]] = {}
+  for method, sets in played.items():
+    for name, episodes in sets.items():
+      right = [t.metrics.get(benchmark.score, 0.0) for t in episodes]
+      groups = [episodes[i : i + n] for i in range(0, len(episodes), n)]
+      answers = benchmark.answers and [
+        benchmark.answers([last_reply(t) for t in group]) for group in groups
+      ]
+      found = scores.estimate(np.reshape(right, (-1, n)), answers)
+      costs = evaluate.summarize(episodes)
+      rest = {m: costs.get(m, 0.0) for m in (*benchmark.rest, *COSTS)}
+      numbers.setdefault(method, {})[name] = {'tasks': len(groups), **found, **rest}
+  return numbers
+
+
+def last_reply(episode: types.Trajectory) -> str:
+  """Returns the text that the answer is in."""
+  replies = [m['content'] for m in episode.messages if m['role'] == 'assistant']
+  return replies[-1] if replies and episode.turns else ''
+
+
+def format_table(
+  numbers: Mapping[str, Mapping[str, Any]], benchmark: Benchmark, n: int
+) -> str:
+  """Formats the table: a row for each method and set, with 95 % intervals."""
+  rows = {}
+  for method, sets in numbers.items():
+    for name, found in sets.items():
+      mean: Any = f'{found["mean"]:.3f} ± {1.96 * found.get("error", np.nan):.3f}'
+      if n == 1:
+        if found['mean'] == found['pass@1']:  # All scores are 0 or 1.
+          mean = tables.Count(round(found['mean'] * found['tasks']), found['tasks'])
+        row = {benchmark.score: mean}
+      else:
+        row = {f'mean@{n}': mean, f'best@{n}': found['best']}
+        row |= {f'majority@{n}': found['majority']} if 'majority' in found else {}
+        row |= {key: value for key, value in found.items() if key.startswith('pass@')}
+      row |= {key: found[key] for key in benchmark.rest}
+      row |= {key.split('/')[-1]: found[key] for key in COSTS}
+      rows[f'{method}, {name}' if name else method] = row
+  return tables.format_table(rows, next(iter(rows.values())))

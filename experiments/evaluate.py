@@ -1,0 +1,122 @@
+r"""Measures a policy on a task by several methods; goes on where it was stopped.
+
+  python -m experiments.evaluate --task=miniwiki --workdir=runs/miniwiki
+  python -m experiments.evaluate --task=gsm8k --data=$AGENT_R1_DATA/gsm8k/train.jsonl.gz \
+    --config.model.path=DIR --methods=direct,react,tools --n=8 --workdir=runs/gsm8k
+
+The methods are a direct answer, Naive RAG (`rag`), ReAct, tools in the chat template
+(`tools`: Base Tool Call, or, with the model of a training, the trained agent), and for
+miniwiki a `workflow`. With --n=1 replies are greedy; with more they are sampled as
+--config.evaluation.<field> says, at temperature 1 by default.
+
+Prints a table and writes it to WORKDIR/table.md, its numbers to results.json, and all
+episodes to episodes.eval, which `python -m agent_r1_jax.report.viewer` prints. Each
+episode is kept as it ends: the same command plays only what is missing, and another
+model, configuration or task is refused. --n may grow, and --methods may change.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, train
+from agent_r1_jax.host import checkpoint, processes, runtime
+from agent_r1_jax.report import viewer
+from experiments import benchmarks, react
+
+_TASK = flags.DEFINE_enum('task', None, [*benchmarks.TASKS], 'The task.', required=True)
+_DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
+_METHODS = flags.DEFINE_list('methods', [], 'Methods to play; all by default.')
+_N = flags.DEFINE_integer('n', 1, 'Samples of each task.', lower_bound=1)
+_LIMIT = flags.DEFINE_integer('limit', 100, 'Most tasks of a set; 0 is all.', 0)
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/evaluate', 'Where it writes.')
+_CFG = fields.define_flags(config_lib.Config())
+
+
+def main(_):
+  runtime.quiet_logging()
+  given = config_flags.get_override_values(flags.FLAGS['config'])
+  workdir, n = pathlib.Path(_WORKDIR.value), _N.value
+  source = benchmarks.Source(_DATA.value, given.get('model.path', ''), _LIMIT.value)
+  benchmark = benchmarks.TASKS[_TASK.value](source)
+  # A model that goes on after its action would make up what it observes.
+  stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}
+  config = set_temperature(fields.replace(benchmark.config, stops | given), given, n)
+  methods = choose_methods(benchmark, _METHODS.value)
+  made_of = {'task': _TASK.value, 'limit': source.limit} | benchmark.made_of
+  checkpoint.check_config(workdir, made_of, name='task.json')
+  path = config.model.path
+  played = train.play(config, path, methods, samples=n, workdir=workdir)
+  numbers = benchmarks.summarize(played, benchmark, n)
+  if processes.is_first():
+    text = benchmarks.format_table(numbers, benchmark, n)
+    results = {'task': _TASK.value, 'model': path, 'n': n, 'methods': numbers}
+    (workdir / 'table.md').write_text(text + '\n')
+    (workdir / 'results.json').write_text(json.dumps(results, indent=2) + '\n')
+    write_episodes(workdir / 'episodes.eval', played, config, benchmark.score)
+    print(f'\n{text}\n{workdir}')
+
+
+def set_temperature(
+  config: config_lib.Config, given: Mapping[str, Any], n: int
+) -> config_lib.Config:
+  """Returns the configuration with temperature 1 for several samples, if none is given.
+
+  Raises:
+    ValueError: Several samples are to be greedy.
+  """
+  if n == 1:
+    return config
+  if 'evaluation.temperature' not in given:
+    return fields.replace(config, {'evaluation.temperature': 1.0})
+  if config.evaluation.temperature == 0:
+    raise ValueError(
+      f'evaluation.temperature is 0, so that all --n={n} samples of a task would be '
+      'equal; raise it, or give --n=1.'
+    )
+  return config
+
+
+def choose_methods(benchmark: benchmarks.Benchmark, names: Sequence[str]):
+  """Returns the named methods; all if none is named.
+
+  Raises:
+    app.UsageError: The task has no such method.
+  """
+  if unknown := set(names) - set(benchmark.methods):
+    there = ', '.join(benchmark.methods)
+    raise app.UsageError(f'--methods: no {", ".join(sorted(unknown))}; give {there}.')
+  return {name: benchmark.methods[name] for name in names or benchmark.methods}
+
+
+def write_episodes(
+  path: pathlib.Path, played: benchmarks.Played, config: config_lib.Config, score: str
+) -> None:
+  """Writes all episodes to one log, whose ids name method, set and task."""
+  episodes, groups = [], {}
+  for method, sets in played.items():
+    for name, trajectories in sets.items():
+      for t in trajectories:
+        identity = '/'.join(part for part in (method, name, t.task.id) if part)
+        group = groups.setdefault((identity, t.group), len(groups))
+        task = dataclasses.replace(t.task, id=identity)
+        episodes.append(dataclasses.replace(t, task=task, group=group))
+  viewer.write_log(
+    path,
+    episodes,
+    task=_TASK.value,
+    model=config.model.path,
+    config=dataclasses.asdict(config),
+    step=0,
+    scores=(score,),
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)

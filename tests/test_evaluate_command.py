@@ -1,0 +1,116 @@
+"""The command that measures a policy, as its users start it, on a tiny random model."""
+
+import gzip
+import json
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+import script as script_lib
+import tiny
+
+from agent_r1_jax.report import viewer
+from agent_r1_jax.train import spool
+
+# Ends the command as a kill does that cuts the fourth episode short on the disk.
+KILLED = """
+import os, signal
+from absl import app
+from agent_r1_jax.host import disk
+from experiments import evaluate
+
+def append(file, data, written=[], append=disk.append):
+  written.append(data)
+  append(file, data if len(written) < 4 else data[: len(data) // 2])
+  if len(written) == 4:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+disk.append = append
+app.run(evaluate.main)
+"""
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  stop = tiny.chat().stop_ids[0]
+  return tiny.save(tmp_path_factory.mktemp('model') / 'model', likely={stop: 1.4})
+
+
+def _run(model, workdir: pathlib.Path, *flags: str, code: str | None = None):
+  small = {'rows': 8, 'feed_rows': 8, 'feed_tokens': 256, 'decode_steps': 16}
+  return script_lib.run(
+    *(('-c', code) if code else ('-m', 'experiments.evaluate')),
+    *(f'--config.model.path={model}', f'--workdir={workdir}', '--limit=2'),
+    *script_lib.one_program(slots=1024),
+    *(f'--config.engine.{name}={value}' for name, value in small.items()),
+    '--config.limits.max_turn_tokens=16',
+    '--config.model.dtype=float32',
+    *flags,
+  )
+
+
+def _tokens(workdir: pathlib.Path) -> dict:
+  """The tokens of every episode on the disk, by method, task and sample."""
+  return {
+    (path.parents[2].name, *key): [s['tokens'].tolist() for s in fields['segments']]
+    for path in sorted(workdir.rglob('*.episodes'))
+    for key, fields in spool._read(path)
+  }
+
+
+def test_a_command_that_was_killed_goes_on_as_if_it_had_not_been(model, tmp_path):
+  data = tmp_path / 'rows.jsonl'
+  rows = [{'question': f'What is {n} * 4?', 'answer': f'#### {4 * n}'} for n in range(3)]
+  data.write_text('\n'.join(map(json.dumps, rows)))
+  flags = ('--task=gsm8k', f'--data={data}', '--methods=direct,react', '--n=2')
+  one, other = tmp_path / 'one', tmp_path / 'other'
+  killed = _run(model, one, *flags, code=KILLED)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+  assert len(before := _tokens(one)) == 3
+  resumed, whole = _run(model, one, *flags), _run(model, other, *flags)
+  assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
+  tokens = _tokens(one)
+  assert tokens == _tokens(other) and len(tokens) == 2 * 2 * 2
+  assert before.items() <= tokens.items()
+  # What had ended was not played again: its file is as it was, and others were added.
+  assert len(list((one / 'direct').rglob('*.episodes'))) == 2
+  assert (one / 'table.md').read_text() == (other / 'table.md').read_text()
+  assert (one / 'table.md').read_text().strip() in resumed.stdout
+  results = json.loads((one / 'results.json').read_text())
+  assert results['n'] == 2 and [*results['methods']] == ['direct', 'react']
+  found = results['methods']['react']['']
+  assert found['tasks'] == 2 and found['turns'] >= 1 and found['pass@2'] == found['best']
+  samples = viewer.read_log(one / 'episodes.eval')
+  assert len(samples) == 8 and {s['epoch'] for s in samples} == {1, 2}
+  assert {s['id'].split('/')[0] for s in samples} == {'direct', 'react'}
+  asked = {s['id'][:3]: s['input'][0]['content'] for s in samples}
+  assert 'Action Input:' in asked['rea'] and '"calculator"' in asked['rea']
+  assert 'Action' not in asked['dir']
+  # Another configuration is refused, and names the field.
+  refused = _run(model, one, *flags, '--config.evaluation.temperature=0.5')
+  assert refused.returncode != 0
+  assert 'evaluation.temperature: 1.0 there, 0.5 now' in refused.stderr
+
+
+def test_questions_with_passages(model, tmp_path):
+  names = ['Oslo', 'Bergen', 'Hamar']
+  files = {
+    'corpus': [{'id': n, 'title': n, 'text': f'{n} is a city.'} for n in names],
+    'train': [
+      {'id': n, 'question': f'What is {n}?', 'golden_answers': ['a city']} for n in names
+    ],
+  }
+  for name, rows in files.items():
+    with gzip.open(tmp_path / f'{name}.jsonl.gz', 'wt', encoding='utf-8') as file:
+      file.writelines(json.dumps(row) + '\n' for row in rows)
+  done = _run(model, tmp_path / 'run', '--task=musique', f'--data={tmp_path}')
+  assert done.returncode == 0, done.stderr[-3000:]
+  results = json.loads((tmp_path / 'run' / 'results.json').read_text())
+  assert [*results['methods']] == ['direct', 'rag', 'react', 'tools']
+  for sets in results['methods'].values():
+    assert sets['']['tasks'] == 2 and np.isfinite(list(sets[''].values())).all()
+  assert '| method |' in done.stdout and '[.000, .658] 0/2' in done.stdout
+  samples = viewer.read_log(tmp_path / 'run' / 'episodes.eval')
+  (rag, *_) = [s for s in samples if s['id'].startswith('rag/')]
+  assert '(Title: ' in rag['input'][0]['content']
