@@ -425,6 +425,11 @@ class Alarms:
   true_metric: str = 'rollout/em'
   window: int = 20
 
+  def check(self) -> None:
+    """Raises ValueError for a wrong value; the message names the field."""
+    if self.window < 4:
+      raise ValueError(f'alarms.window is {self.window}; it must be at least 4.')
+
 
 def _default(kind: Any) -> Any:
   return dataclasses.field(default_factory=kind)

@@ -165,6 +165,11 @@ def test_a_rise_by_hand():
   assert alarms.rise([0.0, 1.0, 9.0, 1.0, 2.0]) == pytest.approx(1.0 / 0.5**0.5)
 
 
+def test_a_rise_takes_two_steps_on_either_side():
+  with pytest.raises(ValueError, match='alarms.window is 3; it must be at least 4'):
+    config.Config(alarms=config.Alarms(window=3)).check()
+
+
 @pytest.mark.parametrize(
   ('rewards', 'metrics', 'rings'),
   [
