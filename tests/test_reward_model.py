@@ -219,7 +219,7 @@ def test_learning_ranks_what_it_has_seen():
   rng = np.random.default_rng(0)
   texts = [np.append(rng.integers(0, 200, 8), 200 + i % 2) for i in range(32)]
   rewards, groups = np.arange(32) % 2 * 1.0, np.arange(32) // 4
-  shape, config = packing.MicrobatchShape(8, 24), tiny.config(layers=1)
+  config = tiny.config(layers=1)
   params = reward_model.fit(
     reward_model.init(tiny.params(config)),
     texts,
@@ -228,9 +228,9 @@ def test_learning_ranks_what_it_has_seen():
     config=config,
     loss=reward_model.bradley_terry,
     optimizer=optax.adam(1e-2),
-    shape=shape,
+    shape=SHAPE,
     steps=12,
     groups_per_step=4,
   )
-  scores = reward_model.score(params, texts, config=config, shape=shape)
+  scores = reward_model.score(params, texts, config=config, shape=SHAPE)
   assert reward_model.auc(scores, rewards > 0.5) > 0.95
