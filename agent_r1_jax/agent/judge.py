@@ -7,7 +7,6 @@ reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable
-import math
 import re
 import ssl
 
@@ -16,6 +15,7 @@ from agent_r1_jax.agent import workers
 
 # From a prompt to the judge's text.
 Ask = Callable[[str], Awaitable[str]]
+# The last one of the judge's text counts.
 _SCORE = re.compile(r'score:?\s*\**\s*(-?\d+(?:\.\d+)?)', re.IGNORECASE)
 
 
@@ -60,21 +60,10 @@ def openai_endpoint(
   return ask
 
 
-def read_score(text: str) -> float:
-  """Returns the number after the last 'Score:' of the judge's text.
-
-  Raises:
-    ValueError: There is none.
-  """
-  if not (found := _SCORE.findall(text)):
-    raise ValueError(f"no 'Score: NUMBER' in {text[-200:]!r}")
-  return float(found[-1])
-
-
 class Judge:
-  """A reward function that asks a judge, within a time, a range and a budget of calls.
+  """A reward function that asks a judge, and never twice the same.
 
-  What was judged is not judged again. An answer that is late, broken or out of the range
+  An answer that is late, broken or out of the range
   is a failure: it is counted, and raises, so that its trajectory is masked as an error
   and not scored 0; with a `fallback` it is worth that instead.
 
@@ -93,7 +82,6 @@ class Judge:
     budget: int | None = None,
     parallel: int = 16,
     fallback: float | None = None,
-    parse: Callable[[str], float] = read_score,
   ):
     """Checks the prompt; nothing is asked yet.
 
@@ -107,7 +95,6 @@ class Judge:
       budget: The most calls of this process; None is no limit.
       parallel: The most calls at a time.
       fallback: The score of a failure; None raises JudgeError.
-      parse: Reads the score out of the judge's text.
     """
     try:
       prompt.format(question='', answer='', conversation='')
@@ -115,7 +102,7 @@ class Judge:
       raise ValueError(
         f'prompt: {error!r}; its fields are {{question}}, {{answer}}, {{conversation}}.'
       ) from error
-    self._ask, self._prompt, self._parse = ask, prompt, parse
+    self._ask, self._prompt = ask, prompt
     self._low, self._high, self._fallback = low, high, fallback
     self._seconds, self._budget, self._parallel = seconds, budget, parallel
     self._running = 0
@@ -154,9 +141,11 @@ class Judge:
     self.counts['calls'] += 1
     self._running += 1
     try:
-      score = float(self._parse(await self._ask(prompt)))
+      text = await self._ask(prompt)
     finally:
       self._running -= 1
-    if not (math.isfinite(score) and self._low <= score <= self._high):
+    if not (found := _SCORE.findall(text)):
+      raise ValueError(f"no 'Score: NUMBER' in {text[-200:]!r}")
+    if not self._low <= (score := float(found[-1])) <= self._high:
       raise ValueError(f'the score {score} is not within {self._low} and {self._high}')
     return score

@@ -69,7 +69,7 @@ class RewardModel:
     rows: int = 8,
     timeout: float = 30.0,
   ):
-    """Holds the parameters.
+    """Holds the model; `load` makes it.
 
     Args:
       shape: The model's shape.
@@ -122,15 +122,7 @@ def save(
   tokenizer_from: str | os.PathLike,
   **training,
 ) -> None:
-  """Writes DIRECTORY/model in HF layout, and how it was trained.
-
-  Args:
-    directory: The directory.
-    shape: The model's shape.
-    params: Its parameters, with a value head.
-    tokenizer_from: The directory of its tokenizer.
-    **training: The fields of Training, without the tokenizer.
-  """
+  """Writes DIRECTORY/model in HF layout and, in JSON, the other fields of Training."""
   path = pathlib.Path(directory)
   # Nobody may take new weights for those that it describes.
   (path / _FILE).unlink(missing_ok=True)
