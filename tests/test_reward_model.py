@@ -214,6 +214,15 @@ async def test_it_is_a_part_of_a_reward_a_selector_and_a_potential(saved):
   assert step.reward == pytest.approx(0.5 * scores[2] - before)
 
 
+def test_of_what_is_too_long_the_end_is_read(saved):
+  model = trained.load(saved, clip=100.0)
+  for words, same in ((3, False), (60, True)):
+    reply = {'role': 'assistant', 'content': 'nine ' * words}
+    asked = [[{'role': 'user', 'content': text}, reply] for text in ('one', 'two')]
+    first, second = model._score(asked)
+    assert (first == second) == same
+
+
 def test_learning_ranks_what_it_has_seen():
   """Replies that end in one token succeed, those that end in another fail."""
   rng = np.random.default_rng(0)

@@ -54,7 +54,7 @@ class RewardModel:
   """Scores conversations: a reward function, a potential, and a selector.
 
   A score is normalised by the mean and the deviation of the training scores, and clipped.
-  It depends on the conversation alone.
+  It depends on the conversation alone; of one that is too long the end is read.
   """
 
   def __init__(
@@ -100,6 +100,7 @@ class RewardModel:
 
   def _score(self, conversations) -> np.ndarray:
     texts = [encode(self._chat, messages, self._tools) for messages in conversations]
+    texts = [tokens[-self._shape.row_tokens :] for tokens in texts]
     raw = rl_reward_model.score(
       self._params, texts, config=self._model, shape=self._shape
     )
