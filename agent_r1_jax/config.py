@@ -113,6 +113,7 @@ class Limits:
     reset_seconds: The most seconds of the environment's reset, and of make_env.
     step_seconds: The most seconds of each step of the environment, tools and rewards
       included.
+    close_seconds: The most seconds of the environment's close.
     episode_seconds: The most seconds of an episode, its time in the engine included. Late
       episodes are masked as errors.
   """
@@ -121,6 +122,7 @@ class Limits:
   max_turn_tokens: int = 1024
   reset_seconds: float = 60.0
   step_seconds: float = 300.0
+  close_seconds: float = 10.0
   episode_seconds: float = 3600.0
 
   def check(self) -> None:
@@ -129,7 +131,7 @@ class Limits:
       self,
       'limits',
       at_least_1=('max_turns', 'max_turn_tokens'),
-      above_0=('reset_seconds', 'step_seconds', 'episode_seconds'),
+      above_0=('reset_seconds', 'step_seconds', 'close_seconds', 'episode_seconds'),
     )
 
 

@@ -18,8 +18,9 @@ async def check_env(
   """Plays `replies`, of which exactly the last must end the episode.
 
   Checks the types of messages and steps; that the task is not changed; that the same
-  replies have the same answers, also while a second instance plays at the same time; and
-  that a method `finish` scores truncated episodes repeatably.
+  replies have the same answers, also while a second instance plays at the same time;
+  that a method `finish` scores truncated episodes repeatably; and that a method `close`
+  works before `reset` and amid the episode, and disturbs no other instance.
 
   Args:
     make_env: Makes a new environment at each call.
@@ -47,10 +48,15 @@ async def check_env(
   for env in (first, second):
     again = await workers.call(env.reset, task)
     assert again == opening, 'reset is not repeatable'
+  for closed in (alone, make_env(), amid := make_env()):
+    if closed is amid:
+      await workers.call(amid.reset, task)
+    await _close(closed)
   for i, (reply, step) in enumerate(zip(replies, steps, strict=True)):
     for env in (first, second):
       again = await workers.call(env.step, reply)
       assert again == step, f'step {i} differs beside another instance: {again} != {step}'
+  await _close(first, second)
   await _check_finish(make_env, task, replies[0])
   for message in opening:
     message.clear()
@@ -69,12 +75,21 @@ async def _check_finish(make_env, task, reply):
     for env in (make_env(), make_env()):
       await workers.call(env.reset, task)
       scored.append(await env_lib.finish_episode(env, status, unfinished))
+      await _close(env)
     where = f'finish({status!r}, ...)'
     if scored[0] is not None:
       assert isinstance(scored[0], types.Step), f'{where} returned no Step: {scored[0]}'
       step = dataclasses.replace(scored[0], messages=[], done=True)
       _check_step(step, where, last=True)
     assert scored[0] == scored[1], f'{where} is not repeatable: {scored}'
+
+
+async def _close(*envs):
+  for env in envs:
+    try:
+      await env_lib.close_env(env)
+    except Exception as error:
+      raise AssertionError(f'close: {workers.describe_error(error)}') from error
 
 
 def _check_step(step: types.Step, where: str, *, last: bool) -> None:

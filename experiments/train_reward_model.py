@@ -6,7 +6,7 @@ r"""Trains a reward model on a policy's trajectories on miniwiki, and says what 
 Each task is played `config.schedule.samples` times by the policy in `config.model.path`,
 from whose parameters the reward model starts. A quarter of the tasks is held out. An
 optimizer step takes all trajectories of `config.schedule.tasks` tasks. The model goes to
-WORKDIR, for train.reward_model.load; docs/reward_models.md has the numbers.
+WORKDIR/model, for train.reward_model.load; docs/reward_models.md has the numbers.
 """
 
 import pathlib
@@ -64,8 +64,9 @@ def main(_):
     scores = rl_reward_model.score(params, texts, config=shape, shape=rows)
   report('training tasks', scores, rewards, groups, ~held_out)
   auc = report('held-out tasks', scores, rewards, groups, held_out)
+  model = pathlib.Path(f.workdir, 'model')
   reward_model.save(
-    f.workdir,
+    model,
     shape,
     params,
     tokenizer_from=config.model.path,
@@ -76,7 +77,7 @@ def main(_):
     auc=auc,
     row_tokens=rows.row_tokens,
   )
-  print(f'Wrote {pathlib.Path(f.workdir)}.')
+  print(f'Wrote {model}.')
 
 
 def fit(options: config_lib.Config, *examples, **shapes):

@@ -78,7 +78,8 @@ class Chips(replica_lib.Replica):
     said = np.full((len(count), self.sizes.steps), self.stop_id, np.int32)
     nothing = np.zeros((*said.shape, 0), np.float32)
     ended = running & (left == count)
-    out: Any = (said, np.float32(0 * said), count, ended, np.int32(nothing), nothing)
+    zeros = np.float32(0 * said)
+    out: Any = (said, zeros, zeros, count, ended, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
     return states, programs_lib.Decoded(*out)
 

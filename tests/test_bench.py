@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import pytest
 import script
@@ -83,3 +84,15 @@ def test_the_sides_beside_each_other(side):
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
   assert found['side'] == side and found['sampling'] > 0 and found['update'] > 0
+
+
+def test_a_retrieval_servers_measurements(tmp_path):
+  cores = ','.join(map(str, os.sched_getaffinity(0)))
+  command = ['-m', 'experiments.bench_retriever', f'--workdir={tmp_path}']
+  command += ['--passages=200', '--dim=16', '--factory=Flat', '--parameters=']
+  command += ['--rates=20', '--seconds=1', '--clients=1', f'--cores={cores}']
+  done = script.run(*command)
+  assert done.returncode == 0, done.stderr
+  line = json.loads(done.stdout.splitlines()[-1])
+  assert (line['offered'], line['refused_503']) == (20, 0)
+  assert line['found'] > 0.3 and line['p99_ms'] > line['p50_ms'] > 0

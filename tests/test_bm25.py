@@ -46,6 +46,19 @@ def test_scores_equal_the_formula(title_weight):
     assert [hit.score for hit in hits] == sorted(found.values(), reverse=True)
 
 
+def test_save_and_load(tmp_path):
+  index = bm25.BM25(PASSAGES)
+  index.save(tmp_path)
+  queries = ['capital of Norway', 'zebra']
+  assert bm25.BM25.load(tmp_path).search(queries, 3) == index.search(queries, 3)
+  documents.write_corpus(tmp_path / 'documents.jsonl.gz', PASSAGES[:2])
+  with pytest.raises(ValueError, match='an index of 3 passages beside 2'):
+    bm25.BM25.load(tmp_path)
+  (tmp_path / 'params.index.json').write_text('{')
+  with pytest.raises(ValueError, match='no BM25 index; save it again'):
+    bm25.BM25.load(tmp_path)
+
+
 def test_numba_gives_the_same():
   pytest.importorskip('numba')
   queries = ['capital of Norway', 'Oslo', 'zebra', 'Ann Berg born']

@@ -561,7 +561,8 @@ class TestBudgets:
 
 
 @pytest.mark.parametrize(
-  'field', ['reset_seconds', 'step_seconds', 'episode_seconds', 'reward_seconds']
+  'field',
+  ['reset_seconds', 'step_seconds', 'close_seconds', 'episode_seconds', 'reward_seconds'],
 )
 @pytest.mark.parametrize('seconds', [0, -1.0, float('nan')])
 def test_times_are_above_0(field, seconds):
@@ -570,6 +571,78 @@ def test_times_are_above_0(field, seconds):
       env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
     else:
       config_lib.Limits(**{field: seconds}).check()
+
+
+class TestClosing:
+  @pytest.mark.parametrize('kind', [Env, PlainEnv])
+  def test_every_environment_is_closed_once(self, no_clock, gate, kind, caplog):
+    """Odd tasks are broken in their steps, even ones in reset; the first and last end."""
+    closed = []
+
+    def do(where, task):
+      if where == ('reset', 'step')[task.answer % 2] and task.answer in (1, 2):
+        raise ValueError('broken')
+      if where == ('reset', 'step')[task.answer % 2] and task.answer in (3, 4):
+        late.hang()
+        return asyncio.sleep(3600) if kind is Env else gate.wait()
+
+    class Plain(kind):
+      def close(self):
+        closed.append(self.task.answer)
+        if self.task.answer == 2:
+          raise SystemExit('close is broken')
+        if self.task.answer == 3:
+          late.hang()
+          gate.wait()
+
+    class Later(Plain):
+      async def close(self):
+        await asyncio.to_thread(super().close)
+
+    limits = config_lib.Limits(1, 80, close_seconds=60)
+    for make in (Plain, Later):
+      closed.clear()
+      played = _collect(lambda make=make: make(do), _tasks(6), limits=limits)
+      assert sorted(closed) == list(range(6))
+      assert [t.task.answer for t in played if 'close_failed' in t.metrics] == [2, 3]
+      statuses = [t.status for t in played]
+      assert statuses == ['max_turns'] + ['error'] * 4 + ['max_turns']
+    assert 'SystemExit: close is broken' in caplog.text
+    assert 'close gave no answer within 60 seconds (close_seconds)' in caplog.text
+
+  def test_one_that_is_made_too_late_is_closed(self, no_clock, gate):
+    closed = threading.Event()
+
+    class Closes(Env):
+      def close(self):
+        closed.set()
+
+    def make_env():
+      late.hang()
+      gate.wait()
+      return Closes()
+
+    (t,) = _collect(make_env, _tasks(1), limits=config_lib.Limits(reset_seconds=60))
+    assert t.status == 'error' and not closed.is_set()
+    gate.set()
+    assert closed.wait(600)
+
+  def test_those_of_a_run_that_is_stopped(self):
+    closed, inside = [], threading.Semaphore(0)
+
+    class Waits(Env):
+      async def step(self, reply):
+        inside.release()
+        await asyncio.sleep(3600)
+
+      async def close(self):
+        closed.append(self.task.answer)
+
+    engine = tiny.engine(_params(), slots=_SLOTS, bucket=_SLOTS)
+    with engine.open():
+      rollout.start(engine, tiny.chat(), _tasks(2), Waits, limits=_LIMITS)
+      assert inside.acquire(timeout=600) and inside.acquire(timeout=600)
+    assert sorted(closed) == [0, 1]
 
 
 model = test_train.model

@@ -163,6 +163,11 @@ async def test_it_conforms_and_has_the_tools(name):
   steps = await testing.check_env(lambda: STRATEGIES[name](make), TASK, replies)
   assert any(step.fresh for step in steps)
   assert STRATEGIES[name](make).tools == (add,)
+  closed = []
+  env = STRATEGIES[name](make)
+  env.env.close = lambda: closed.append(True)
+  await env.close()
+  assert closed == [True]
 
 
 @pytest.mark.parametrize('name', STRATEGIES)

@@ -1,11 +1,14 @@
 """Dense retrieval: exact against NumPy, approximate, kept on disk, and misused."""
 
+import faiss
 import numpy as np
 import pytest
 
 from agent_r1_jax.retrieval import dense
 from agent_r1_jax.retrieval.documents import Document
 
+# Other tests use the cores too, and FAISS's threads spin while they wait for them.
+faiss.omp_set_num_threads(1)
 PASSAGES = [Document(str(i), f'Title {i}', f'text {i}') for i in range(600)]
 
 
@@ -34,7 +37,7 @@ def test_flat_is_exact():
   )
 
 
-@pytest.mark.parametrize('factory', ['IVF8,SQ8', 'HNSW16'])
+@pytest.mark.parametrize('factory', ['IVF8,SQ8', 'HNSW16', 'IVF4,PQ16x4'])
 def test_approximate_indexes_are_trained_and_find_themselves(factory):
   index = dense.Dense(PASSAGES, _encode, factory=factory, train_size=500)
   found = index.search([p.contents for p in PASSAGES[::20]], 1)
@@ -87,14 +90,43 @@ def test_a_damaged_index_is_refused(tmp_path):
     dense.Dense.load(tmp_path, _encode)
 
 
+@pytest.mark.parametrize('factory', ['Flat', 'IVF8,Flat'])
+def test_vectors_in_shards_make_the_same_index(factory):
+  vectors = _encode([p.contents for p in PASSAGES])
+  shards = np.split(vectors, [1, 200, 200, 555])
+  sharded = dense.Dense.from_vectors(
+    PASSAGES, shards, _encode, factory=factory, train_size=450
+  )
+  direct = dense.Dense(PASSAGES, _encode, factory=factory, train_size=450)
+  queries = [f'query {i}' for i in range(40)]
+  assert sharded.search(queries, 5) == direct.search(queries, 5)
+  with pytest.raises(ValueError, match='vectors has 599 rows for 600 passages'):
+    dense.Dense.from_vectors(PASSAGES, [vectors[1:]], _encode)
+
+
+def test_another_encoder_is_refused(tmp_path):
+  dense.Dense(PASSAGES, _encode).save(tmp_path)
+  noise = np.random.default_rng(0).normal(size=16) * 0.01
+  dense.Dense.load(tmp_path, lambda texts: _encode(texts) + noise)  # As of bfloat16.
+  other = lambda texts: _encode([f'{text} 1{text.split()[-1]}' for text in texts])
+  with pytest.raises(ValueError, match='made with another encoder'):
+    dense.Dense.load(tmp_path, other)
+  with pytest.raises(ValueError, match='gave 8 numbers a text, the index holds 16'):
+    dense.Dense.load(tmp_path, lambda texts: _encode(texts)[:, :8])
+
+
 def test_misuse():
   with pytest.raises(ValueError, match='passages is empty'):
     dense.Dense([], _encode)
   for factory, parameters in (('Ivy', ''), ('Flat', 'nproble=3'), ('Flat', 'x')):
     with pytest.raises(ValueError, match='FAISS knows no factory'):
       dense.Dense(PASSAGES, _encode, factory=factory, parameters=parameters)
-  with pytest.raises(ValueError, match=r'shape \(16,\) for 1 texts'):
+  with pytest.raises(ValueError, match=r'shape \(16,\) for 600 texts'):
     dense.Dense(PASSAGES, lambda texts: _encode(texts)[0])
+  with pytest.raises(ValueError, match='not finite'):
+    dense.Dense(PASSAGES, lambda texts: _encode(texts) * np.nan)
+  with pytest.raises(ValueError, match=r"'IVF700,Flat' cannot learn from 600 passages"):
+    dense.Dense(PASSAGES, _encode, factory='IVF700,Flat')
   index = dense.Dense(PASSAGES, _encode)
   assert index.search([], 3) == []
   assert len(dense.Dense(PASSAGES[:2], _encode).search(['query 9'], 10)[0]) == 2

@@ -46,6 +46,7 @@ def test_the_forms_of_a_corpus(tmp_path, content):
     (LINE + b'\n\n{"id": "b", "title": "B"}', r"row 3: 'text' is missing among \['id'"),
     (b'{"id": "b", "title": 3, "text": "t"}', r"row 1: 'title' is 3; give a text"),
     (b'{"id": "b", "title": "B", "text": " "}', r"row 1: 'text' is ' '"),
+    (LINE + b'\n\n' + LINE, r"row 3: id 'a' is that of an earlier row; give each"),
     (gzip.compress(LINE * 100, mtime=0)[:-20], r'damaged at row 1.*get it again'),
     (
       gzip.compress(LINE, mtime=0)[:10] + b'\xff' * 20,

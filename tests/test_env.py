@@ -1,6 +1,8 @@
 import asyncio
 import itertools
 import json
+import pathlib
+import re
 import threading
 from typing import Any
 
@@ -487,6 +489,32 @@ async def test_check_env_finds_faults_of_finish(finish, message):
 
 
 _counter = itertools.count()
+
+
+def test_the_environment_of_the_docs_is_played():
+  page = pathlib.Path(__file__).parents[1] / 'docs/environments.md'
+  (block,) = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
+  names = {}
+  exec(block, names)
+  assert [step.reward for step in names['steps']] == [0.0, 0.0, 1.0]
+  assert names['steps'][1].messages == [{'role': 'user', 'content': 'Lower.'}]
+
+
+async def test_check_env_closes_what_it_made():
+  closed = []
+
+  class Closes(Guess):
+    async def close(self):
+      closed.append(self)
+      if fails:
+        raise ValueError('was never reset')
+
+  fails = False
+  await testing.check_env(Closes, TASK, ['a', 'b'])
+  assert len(closed) == len({id(env) for env in closed}) > 3
+  fails = True
+  with pytest.raises(AssertionError, match='close: ValueError: was never reset'):
+    await testing.check_env(Closes, TASK, ['a', 'b'])
 
 
 async def test_check_env_takes_methods_that_are_not_async():

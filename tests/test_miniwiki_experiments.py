@@ -135,7 +135,7 @@ def test_a_reward_model_is_trained_measured_and_saved(base, tmp_path):
   assert done.returncode == 0, done.stderr[-3000:]
   assert 'training tasks: 6 trajectories' in done.stdout
   assert 'held-out tasks: 2 trajectories' in done.stdout
-  training = json.loads((tmp_path / 'reward_model.json').read_text())
+  training = json.loads((tmp_path / 'model' / 'config.json').read_text())['value_head']
   # So small a policy never answers rightly: nothing could be measured.
   assert math.isnan(training['auc']) and training['loss'] == 'bradley_terry'
   assert 'value_head' in weights.load(tmp_path / 'model')[1]

@@ -1,7 +1,6 @@
 """Reward models: losses by hand, what is read, and how a trained one is used."""
 
 import asyncio
-import json
 
 import jax
 import jax.numpy as jnp
@@ -151,37 +150,34 @@ def _said(reply):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  directory = tmp_path_factory.mktemp('reward_model')
-  policy = tiny.config(layers=1)
-  fields = {'loss': 'cross_entropy', 'limit': 0.5, 'mean': 0.5, 'std': 2.0, 'auc': 0.7}
-  trained.save(
-    directory,
-    policy,
-    _params(policy),
-    tokenizer_from=tiny.tokenizer_dir(),
-    row_tokens=64,
-    **fields,
-  )
+  directory = tmp_path_factory.mktemp('reward_model') / 'model'
+  _save(directory, auc=0.7)
   return directory
 
 
-def test_one_that_knows_too_little_is_refused(saved):
+def _save(directory, auc):
+  policy = tiny.config(layers=1)
+  given = {'tokenizer_from': tiny.tokenizer_dir(), 'row_tokens': 64, 'auc': auc}
+  how = {'loss': 'cross_entropy', 'limit': 0.5, 'mean': 0.5, 'std': 2.0}
+  trained.save(directory, policy, _params(policy), **given, **how)
+
+
+def test_one_that_knows_too_little_is_refused(saved, tmp_path):
   with pytest.raises(ValueError, match='AUC of 0.700 on held-out tasks, below .* = 0.75'):
     trained.load(saved, min_auc=0.75)
-  with pytest.raises(ValueError, match='no reward_model.json: train one'):
-    trained.load(saved / 'model')
-
-
-def test_another_tokenizer_is_refused(saved, tmp_path):
-  training = json.loads((saved / 'reward_model.json').read_text())
-  changed = training | {'tokenizer': '0'}
-  (tmp_path / 'model').symlink_to(saved / 'model')
-  (tmp_path / 'reward_model.json').write_text(json.dumps(changed))
-  with pytest.raises(ValueError, match='tokenizer is not the one'):
-    trained.load(tmp_path)
-  (tmp_path / 'reward_model.json').write_text(json.dumps(training | {'auc': np.nan}))
+  _save(tmp_path / 'model', auc=float('nan'))
   with pytest.raises(ValueError, match='AUC of nan'):
-    trained.load(tmp_path)
+    trained.load(tmp_path / 'model')
+  with pytest.raises(ValueError, match='does not say in value_head how a reward model'):
+    trained.load(tiny.save(tmp_path / 'policy'))
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+  _save(tmp_path / 'model', auc=0.7)
+  with open(tmp_path / 'model' / 'tokenizer.json', 'a') as file:
+    file.write(' ')
+  with pytest.raises(ValueError, match='tokenizer is not the one'):
+    trained.load(tmp_path / 'model')
 
 
 async def test_it_is_a_part_of_a_reward_a_selector_and_a_potential(saved):

@@ -220,6 +220,30 @@ class TestEviction:
     _run(engine, *(play(number) for number in range(9)))
     assert max(most) == 3 and len(most) == 9
 
+  def test_clients_of_several_rows_never_wait_for_each_other(self):
+    """Of several policies, whose clients would each take a part of the rows."""
+    engine, left, least = clients.engine(rows=4, **clients.EXACT), [4], []
+
+    async def play(rows, policy):
+      async with engine.reserve(policy=policy, rows=rows):
+        left[0] -= rows
+        least.append(left[0])
+        try:
+          await asyncio.sleep(0)
+        finally:
+          left[0] += rows
+
+    async def everybody():
+      policies = [None, *(engine.make_policy(clients.params(), n) for n in (1, 2))]
+      plays = [play(rows, policy) for rows in (3, 4, 1, 2) for policy in policies]
+      late = asyncio.ensure_future(play(4, None))
+      await asyncio.sleep(0)
+      late.cancel()
+      await asyncio.gather(*plays)
+
+    tiny.within(_run, engine, everybody(), seconds=60)
+    assert min(least) == 0 and left == [4] and len(least) in (12, 13)
+
   def test_policies_that_wait_are_let_in_by_turns(self):
     """Of one policy, whoever came first is first."""
     engine, began = clients.engine(rows=1, **clients.EXACT), []

@@ -35,7 +35,7 @@ from agent_r1_jax.host import checkpoint, preemption
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.report import metrics, viewer
 from agent_r1_jax.rl import algorithms, learner
-from agent_r1_jax.train import loop, rollout, setup, spool
+from agent_r1_jax.train import critic, loop, rollout, setup, spool
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -322,6 +322,9 @@ class TestRun:
       'critic': 4,
     }
     assert np.any(arrays['critic'].params['value_head']['kernel'])
+    saved, how = critic.load(tmp_path / 'critic', tmp_path / 'model', gamma=1.0)
+    _assert_equal(saved, arrays['critic'].params)
+    assert (how['estimator'], how['step'], how['privileged']) == ('gae', 'token', False)
 
   def test_reward_rises(self, model, tmp_path):
     """The policy learns which of four words is wanted."""

@@ -45,6 +45,10 @@ class _Strategy:
       [], done=True
     )
 
+  async def close(self):
+    """Closes the environment."""
+    await env_lib.close_env(self.env)
+
 
 class SlidingWindow(_Strategy):
   """Keeps the opening and the last turns, and drops earlier ones.

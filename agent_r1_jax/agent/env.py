@@ -41,16 +41,26 @@ class Env(Protocol):
   seen, or None. The Step's reward is added to the last turn's, and its metrics to the
   episode's. Without the method, such an episode keeps the rewards of its turns.
 
+  A third optional method frees what the environment holds, such as a connection:
+
+    async def close(self) -> None
+
+  It is called once for every environment that make_env made, however the episode ended,
+  also where `reset` was never called or a run is stopped. A call that took too long may
+  still be running. What it raises is logged and counted, and changes no result.
+
   Coroutines share an event loop with those of other episodes and must not block it; a
   method that is a plain function runs in a thread and may block. A method that raises or
   takes too long (config.Limits) marks the trajectory 'error'.
   """
 
-  async def reset(self, task: types.Task) -> list[types.Message]:
+  def reset(
+    self, task: types.Task
+  ) -> list[types.Message] | Awaitable[list[types.Message]]:
     """Begins the episode and returns the first messages for the agent."""
     ...
 
-  async def step(self, reply: str) -> types.Step:
+  def step(self, reply: str) -> types.Step | Awaitable[types.Step]:
     """Answers one reply."""
     ...
 
@@ -137,7 +147,8 @@ class ToolEnv:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
     calls = await self._find_calls(reply)
-    self._done = not calls
+    heard = [] if calls else await self.answer_text()
+    self._done = not (calls or heard)
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
     )
@@ -145,6 +156,7 @@ class ToolEnv:
     if refused := len(calls) - len(results):
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
+    messages += heard
     self.messages += messages
     step = types.Step(
       copy_containers(messages), done=self._done, metrics=_counts(calls, results)
@@ -167,6 +179,13 @@ class ToolEnv:
     step = types.Step([], done=True)
     await self._judge(step, status)
     return step
+
+  async def answer_text(self) -> list[types.Message]:
+    """Answers a reply without calls, the last of `messages`; nothing ends the episode.
+
+    Subclasses may override it.
+    """
+    return []
 
   def process_reward(
     self, calls: Sequence[Call], results: Sequence[tool_lib.ToolResult]
@@ -246,6 +265,13 @@ async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step
   """Calls the environment's `finish`; returns None if it has no such method."""
   method = getattr(env, 'finish', None)
   return None if method is None else await workers.call(method, status, reply)
+
+
+async def close_env(env: Env) -> None:
+  """Calls the environment's `close`, if it has such a method."""
+  method = getattr(env, 'close', None)
+  if method is not None:
+    await workers.call(method)
 
 
 def bind_status(reward: Reward, status: str) -> Reward:

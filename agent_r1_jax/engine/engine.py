@@ -178,8 +178,10 @@ class Engine:
         replica.rows.stop_sharing()
     return self._loop.start(coroutines)
 
-  def reserve(self, group: int = 0, policy: replica_lib.Policy | None = None):
-    """Waits for a row's worth of room; an async context manager that gives a replica.
+  def reserve(
+    self, group: int = 0, policy: replica_lib.Policy | None = None, rows: int = 1
+  ):
+    """Waits for room; an async context manager that gives a replica.
 
     A client that keeps texts between requests, as an episode does while its tools work,
     asks inside it, so that no more texts are kept than there are rows. Whoever came first
@@ -190,8 +192,17 @@ class Engine:
       group: Clients of one group share a replica, where what their texts have in common
         is computed once.
       policy: The policy that the client's requests will ask for.
+      rows: The most texts that the client keeps at a time.
+
+    Raises:
+      ValueError: A replica has fewer rows.
     """
-    return self.replicas[group % len(self.replicas)].reserve(policy)
+    if rows > self.sizes.rows:
+      raise ValueError(
+        f'rows: {rows} texts of one client do not fit the {self.sizes.rows} rows of a '
+        'replica; raise engine.rows, or take fewer replicas or candidates.'
+      )
+    return self.replicas[group % len(self.replicas)].reserve(policy, rows)
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Submits a request, from a coroutine that was started here; see Replica.submit."""

@@ -53,6 +53,8 @@ class Decoded(NamedTuple):
   Attributes:
     tokens: The sampled tokens.
     logprobs: Their log-probs under the policy's temperature-scaled full softmax.
+    values: The value of the state in which each was chosen, if the policy has a value
+      head; else 0.
     count: The number of tokens that were sampled.
     stopped: Whether a guide ended the reply.
     top_tokens: The likeliest tokens, where they were asked for.
@@ -61,6 +63,7 @@ class Decoded(NamedTuple):
 
   tokens: Int[Array, 'M steps']
   logprobs: Float[Array, 'M steps']
+  values: Float[Array, 'M steps']
   count: Int[Array, 'M']
   stopped: Bool[Array, 'M']
   top_tokens: Int[Array, 'M steps n']
@@ -163,6 +166,7 @@ def decode(
   out = Decoded(
     tokens=jnp.zeros((M, steps), jnp.int32),
     logprobs=jnp.zeros((M, steps), jnp.float32),
+    values=jnp.zeros((M, steps), jnp.float32),
     count=jnp.zeros(M, jnp.int32),
     stopped=jnp.zeros(M, bool),
     top_tokens=jnp.zeros((M, steps, min(TOP, config.vocab_size)), jnp.int32),
@@ -193,7 +197,8 @@ def decode(
 
     token = jax.lax.cond(used.any(), choose_guided, lambda: choose(logprobs))
     states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
-    out = _write(loop.out, loop.i, alive, token, logprobs, ended, places.top)
+    value = decoder.values(params, hidden) if 'value_head' in params else jnp.zeros(M)
+    out = _write(loop.out, loop.i, alive, token, logprobs, value, ended, places.top)
     return _Loop(
       i=loop.i + 1,
       view=view,
@@ -223,7 +228,7 @@ class _Loop(NamedTuple):
   alive: Bool[Array, 'M']
 
 
-def _write(out: Decoded, i, alive, token, logprobs_MV, ended, top) -> Decoded:
+def _write(out: Decoded, i, alive, token, logprobs_MV, value, ended, top) -> Decoded:
   """Adds the i-th token of the places that are alive."""
   logprob = jnp.take_along_axis(logprobs_MV, token[:, None], axis=1)[:, 0]
 
@@ -236,6 +241,7 @@ def _write(out: Decoded, i, alive, token, logprobs_MV, ended, top) -> Decoded:
   return Decoded(
     tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
     logprobs=out.logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0)),
+    values=out.values.at[:, i].set(jnp.where(alive, value, 0.0)),
     count=out.count + alive,
     stopped=out.stopped | (alive & ended),
     top_tokens=out.top_tokens.at[:, i].set(tokens_Mn),

@@ -141,6 +141,7 @@ class Replica:
     self._wake, self._places = asyncio.Event(), asyncio.Semaphore(self.sizes.rows)
     # The clients that wait for a row's place, in a line for each policy's version.
     self._lines = collections.defaultdict(asyncio.Lock)
+    self._taking = asyncio.Lock()
     self._reserved = 0
     self._live: list[running_lib.Running] = []
     # Replies of the last decode after which nobody has asked for another yet.
@@ -164,19 +165,28 @@ class Replica:
     return sum(not running.generation.done for running in self._live)
 
   @contextlib.asynccontextmanager
-  async def reserve(self, policy: Policy | None = None) -> AsyncIterator['Replica']:
-    """Waits until fewer than `rows` others are inside; see Engine.reserve."""
+  async def reserve(
+    self, policy: Policy | None = None, rows: int = 1
+  ) -> AsyncIterator['Replica']:
+    """Waits until as many rows are not reserved; see Engine.reserve."""
     first_in_line = self._lines[policy.version if policy else None]
-    # The semaphore serves whoever came first. As no more than one client of each policy
-    # waits for it, the policies get their places in turns.
-    async with first_in_line:
-      await self._places.acquire()
+    taken = 0
     try:
+      # The locks serve whoever came first. As no more than one client of each policy
+      # waits for the second, the policies get their rows in turns. Two clients that each
+      # had some of their rows would wait for each other's.
+      async with first_in_line, self._taking:
+        while taken < rows:
+          await self._places.acquire()
+          taken += 1
       self._reserved += 1
-      yield self
+      try:
+        yield self
+      finally:
+        self._reserved -= 1
     finally:
-      self._reserved -= 1
-      self._places.release()
+      for _ in range(taken):
+        self._places.release()
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Takes a request; only inside the event loop that `serve` runs in.
@@ -383,8 +393,8 @@ class Replica:
       states, out = self._call_decode(params, *arguments, bucket)
       # The log-probs of the likeliest tokens are many, and seldom asked for.
       none = np.zeros((size, sizes.steps, 0), np.int32)
-      tops = jax.device_get(out[4:]) if top_wanted else (none, np.float32(none))
-      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:4]), *tops)
+      tops = jax.device_get(out[5:]) if top_wanted else (none, np.float32(none))
+      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:5]), *tops)
 
     # The call is made there, too: a CPU computes what one thread asks of it in turn.
     states, out = await self._in_thread(decode)

@@ -48,6 +48,8 @@ class Chunk(NamedTuple):
     stopped: Whether a guide ended the reply with the last token.
     top_tokens: int32 [n, top_logprobs], the likeliest tokens, where they were asked for.
     top_logprobs: float32 [n, top_logprobs], their log-probs.
+    values: float32 [n], the critic's value of the state in which each token was chosen;
+      0 if the policy has no value head.
   """
 
   tokens: np.ndarray
@@ -56,6 +58,7 @@ class Chunk(NamedTuple):
   stopped: bool
   top_tokens: np.ndarray
   top_logprobs: np.ndarray
+  values: np.ndarray
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

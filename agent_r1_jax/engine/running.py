@@ -68,6 +68,7 @@ class Running:
       bool(out.stopped[m]),
       out.top_tokens[m, :n, :top],
       out.top_logprobs[m, :n, :top],
+      out.values[m, :n],
     )
     self.states = states
     self.row.extend(chunk.tokens)

@@ -100,7 +100,7 @@ def token_ids(
   return result
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path, kind: type = dict) -> Any:
   """Reads the object in a JSON file; a ValueError names a missing or broken file."""
   if not path.parent.is_dir():
     raise ValueError(
@@ -113,8 +113,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     value = json.loads(path.read_text('utf-8'))
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}: not JSON ({error}); fetch it again') from error
-  if not isinstance(value, dict):
-    raise ValueError(f'{path}: holds no JSON object; fetch it again')
+  if not isinstance(value, kind):
+    name = 'array' if kind is list else 'object'
+    raise ValueError(f'{path}: holds no JSON {name}; fetch it again')
   return value
 
 
@@ -127,19 +128,22 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   raw = raw | {key: x for key, x in family.defaults.items() if raw.get(key) is None}
   _check_supported(raw, family)
   theta, scaling = _parse_rope(raw)
-  width, num_heads = _number(raw, 'hidden_size'), _number(raw, 'num_attention_heads')
+  width, num_heads = (
+    read_number(raw, 'hidden_size'),
+    read_number(raw, 'num_attention_heads'),
+  )
   absent = {'K': num_heads, 'H': width // num_heads}
   config = decoder.DecoderConfig(
     family=name,
     **{
-      field: _number(raw, key, default=absent.get(letter))
+      field: read_number(raw, key, default=absent.get(letter))
       for letter, (field, key) in families.SIZES.items()
     },
     rope_theta=theta,
     rope_scaling=scaling,
-    norm_eps=_number(raw, 'rms_norm_eps', float),
+    norm_eps=read_number(raw, 'rms_norm_eps', float),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-    max_positions=_number(raw, 'max_position_embeddings'),
+    max_positions=read_number(raw, 'max_position_embeddings'),
   )
   if config.num_heads % config.num_kv_heads:
     raise ValueError(
@@ -149,7 +153,10 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   return config
 
 
-def _number(raw: dict[str, Any], key: str, kind: type = int, default: Any = None) -> Any:
+def read_number(
+  raw: dict[str, Any], key: str, kind: type = int, default: Any = None
+) -> Any:
+  """Reads a positive number of config.json; a ValueError names the field."""
   value = raw.get(key)
   value = default if value is None else value
   allowed = (int, float) if kind is float else int
@@ -171,7 +178,7 @@ def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
     windowed = (
       raw.get('use_sliding_window', False)
       and raw.get('sliding_window', 4096) is not None
-      and raw.get('max_window_layers', 28) < _number(raw, 'num_hidden_layers')
+      and raw.get('max_window_layers', 28) < read_number(raw, 'num_hidden_layers')
     )
     kinds = ['sliding_attention'] if windowed else []
   other = sorted(set(kinds) - {'full_attention'})
@@ -222,7 +229,7 @@ def _parse_rotation(
   if kind not in ('default', 'llama3'):
     raise ValueError(f"rope type is {kind!r}; supported are 'default' and 'llama3'")
   rope = {'rope_theta': raw.get('rope_theta')} | rope
-  theta = _number(rope, 'rope_theta', float)
+  theta = read_number(rope, 'rope_theta', float)
   fraction = rope.get('partial_rotary_factor', raw.get('partial_rotary_factor'))
   if fraction not in (None, 1):
     raise ValueError(f'partial_rotary_factor is {fraction!r}; only 1 is supported')
@@ -237,4 +244,6 @@ def _parse_rotation(
   if kind == 'default':
     return theta, None
   types = {'original_max_position_embeddings': int}
-  return theta, {key: _number(rope, key, types.get(key, float)) for key in _LLAMA3_KEYS}
+  return theta, {
+    key: read_number(rope, key, types.get(key, float)) for key in _LLAMA3_KEYS
+  }

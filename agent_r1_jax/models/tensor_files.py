@@ -52,15 +52,19 @@ class Spec(NamedTuple):
     return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(directory: pathlib.Path) -> dict[str, Tensor]:
+def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
   """Finds the tensors of model.safetensors, or of the shards that the index names.
+
+  Args:
+    directory: In Hugging Face layout.
+    ignore: Tensors whose names end so are left out, whatever their types.
 
   Raises:
     ValueError: Names the file that is missing or broken, or that contradicts the index.
   """
   index = directory / _INDEX
   if (directory / _SINGLE).is_file():
-    return _read_header(directory / _SINGLE)
+    return _read_header(directory / _SINGLE, ignore)
   if not index.is_file():
     raise ValueError(
       f'{directory}: has neither {_SINGLE} nor {_INDEX}; convert other formats first '
@@ -82,14 +86,14 @@ def find(directory: pathlib.Path) -> dict[str, Tensor]:
     file = directory / name
     if not file.is_file():
       raise ValueError(f'{file}: missing, though {_INDEX} names it; fetch it')
-    found = _read_header(file)
+    found = _read_header(file, ignore)
     strange = [tensor for tensor in found if weight_map.get(tensor) != name]
     if strange:
       raise ValueError(
         f'{file}: has tensor {strange[0]}, which {_INDEX} does not put there; fetch both'
       )
     tensors |= found
-  lost = [name for name in weight_map if name not in tensors]
+  lost = [n for n in weight_map if n not in tensors and not n.endswith(ignore)]
   if lost:
     raise ValueError(
       f'{directory / weight_map[lost[0]]}: no tensor {lost[0]}, which {_INDEX} puts '
@@ -146,10 +150,11 @@ def write(
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + '\n', 'utf-8')
 
 
-def _read_header(file: pathlib.Path) -> dict[str, Tensor]:
+def _read_header(file: pathlib.Path, ignore: tuple[str, ...]) -> dict[str, Tensor]:
   try:
     with safetensors.safe_open(file, 'np') as opened:
-      slices = {name: opened.get_slice(name) for name in opened.keys()}
+      names = [name for name in opened.keys() if not name.endswith(ignore)]
+      slices = {name: opened.get_slice(name) for name in names}
       tensors = {
         name: Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
         for name, part in slices.items()

@@ -5,7 +5,7 @@ and one tensor, exporting for one tensor. Import then export gives every tensor 
 for byte.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import errno
 import json
@@ -75,7 +75,7 @@ def load(
 
   A tied model may carry `lm_head.weight` if it equals the embedding byte for byte; it is
   then dropped, and an export will not write it. A critic's value head is read where
-  config.json says `"value_head": true`.
+  config.json has a `value_head`: true, or what is known of it.
 
   Args:
     directory: In the Hugging Face layout.
@@ -99,12 +99,13 @@ def load(
   flat = {}
   for leaf, leaf_dtype in zip(leaves, dtypes, strict=True):
     array = _read_leaf(leaf, tensors, leaf_dtype)
-    _check_finite(directory, leaf.path, array)
+    check_finite(directory, leaf.path, array)
     flat[leaf.path] = place(leaf.path, array)
   return config, traverse_util.unflatten_dict(flat, sep='/')
 
 
-def _check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
+def check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
+  """Raises ValueError if a parameter has numbers that are not finite."""
   # A sum is quick, and not finite if a number is not.
   with np.errstate(over='ignore', invalid='ignore'):
     if np.isfinite(array.sum(dtype=np.float32)):
@@ -125,6 +126,7 @@ def save(
   dtype: Any = None,
   max_shard_bytes: int = 5 * 10**9,
   tokenizer_from: str | os.PathLike | None = None,
+  value_head: Mapping[str, Any] | None = None,
 ) -> None:
   """Writes a model that `load` and transformers read.
 
@@ -141,6 +143,7 @@ def save(
     max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
       copied; None keeps those that are in `directory` already.
+    value_head: What config.json says of the value head, such as how it was trained.
 
   Raises:
     ValueError: Wrong parameters, config or directories; nothing has been written.
@@ -161,7 +164,7 @@ def save(
   raw = hf_config.make(config, specs[0].dtype)
   raw |= hf_config.token_ids(source, config.vocab_size)
   if 'value_head' in params:
-    raw['value_head'] = True
+    raw['value_head'] = dict(value_head) if value_head else True
   _check_target(directory)
   if jax.process_index():
     for file in files.values():

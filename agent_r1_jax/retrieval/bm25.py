@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 import importlib.util
 import logging
+import os
+import pathlib
 
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -10,6 +12,7 @@ from agent_r1_jax.retrieval.documents import Document, Hit
 # Compiling takes numba some six seconds; NumPy answers 1,800 queries a second over 30,000
 # passages, but its cost grows with the corpus.
 _NUMBA_PAYS_ABOVE = 100_000
+_DOCUMENTS = 'documents.jsonl.gz'
 
 
 class BM25:
@@ -39,18 +42,12 @@ class BM25:
         HotpotQA's 28,757 passages is .73 with 1, .75 with 3.
       backend: 'numpy' or 'numba'; None takes numba where it is installed and pays.
     """
-    import bm25s
-
-    # Importing bm25s sets its logger to print everything.
-    logging.getLogger('bm25s').setLevel(logging.WARNING)
+    bm25s = _import_bm25s()
     if not passages:
       raise ValueError('passages is empty; BM25 needs at least one')
-    if backend is None:
-      numba = importlib.util.find_spec('numba') and len(passages) > _NUMBA_PAYS_ABOVE
-      backend = 'numba' if numba else 'numpy'
     self.documents = passages
-    self._selection = backend
-    self._index = bm25s.BM25(k1=k1, b=b, backend=backend)
+    self._backend = backend or _default_backend(passages)
+    self._index = bm25s.BM25(k1=k1, b=b, backend=self._backend)
     terms = [
       documents.words(passage.title) * title_weight + documents.words(passage.text)
       for passage in passages
@@ -70,10 +67,52 @@ class BM25:
       asked,
       k=min(k, len(self.documents)),
       show_progress=False,
-      backend_selection=self._selection,
+      backend_selection=self._backend,
     )
     answers, found = zip(rows, scores, strict=True), []
     for known_words in terms:
       pairs = zip(*next(answers), strict=True) if known_words else ()
       found.append([Hit(self.documents[i], float(s)) for i, s in pairs if s > 0])
     return found
+
+  def save(self, directory: str | os.PathLike) -> None:
+    """Writes the index and its passages."""
+    directory = pathlib.Path(directory)
+    self._index.save(directory, show_progress=False)
+    documents.write_corpus(directory / _DOCUMENTS, self.documents)
+
+  @classmethod
+  def load(cls, directory: str | os.PathLike) -> 'BM25':
+    """Reads what `save` wrote; its arrays are mapped into memory.
+
+    Raises:
+      ValueError: The index cannot be read, or is not of the passages beside it.
+    """
+    bm25s = _import_bm25s()
+    index = cls.__new__(cls)
+    index.documents = documents.read_corpus(pathlib.Path(directory) / _DOCUMENTS)
+    index._backend = _default_backend(index.documents)
+    try:
+      index._index = bm25s.BM25.load(directory, mmap=True, backend=index._backend)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      raise ValueError(f'{directory}: no BM25 index; save it again ({error})') from error
+    count = index._index.scores['num_docs']
+    if count != len(index.documents):
+      raise ValueError(
+        f'{directory}: an index of {count} passages beside {len(index.documents)}; save '
+        'it again'
+      )
+    return index
+
+
+def _default_backend(passages: Sequence[Document]) -> str:
+  numba = importlib.util.find_spec('numba') and len(passages) > _NUMBA_PAYS_ABOVE
+  return 'numba' if numba else 'numpy'
+
+
+def _import_bm25s():
+  import bm25s
+
+  # Importing bm25s sets its logger to print everything.
+  logging.getLogger('bm25s').setLevel(logging.WARNING)
+  return bm25s

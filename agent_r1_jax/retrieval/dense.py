@@ -1,9 +1,6 @@
 """Dense retrieval: inner products in FAISS over what a passed-in function encodes."""
 
 from collections.abc import Callable, Sequence
-import dataclasses
-import gzip
-import json
 import os
 import pathlib
 
@@ -15,7 +12,11 @@ from agent_r1_jax.retrieval.documents import Document, Hit
 # Texts to float32 [n, d]; normalise there to have cosines.
 Encode = Callable[[Sequence[str]], np.ndarray]
 
-_INDEX, _DOCUMENTS = 'index.faiss', 'documents.jsonl.gz'
+_INDEX, _DOCUMENTS, _PROBE = 'index.faiss', 'documents.jsonl.gz', 'probe.npy'
+# Relative difference of one text's vectors. bfloat16 for float32 makes about 0.01,
+# another prefix or pooling more than 0.1.
+_ROUNDING = 0.05
+_ADDED = 65_536  # Vectors added to an index at a time.
 
 
 class Dense:
@@ -38,34 +39,52 @@ class Dense:
       passages: The corpus, at least one passage.
       encode: Encodes batches of passages, with the title on the first line.
       encode_query: Encodes queries, where they need another prefix; None is `encode`.
-      factory: A FAISS index factory string: 'Flat' is exact; 'IVF4096,SQ8' or 'HNSW32'
-        for millions.
+      factory: A FAISS index factory string: 'Flat' is exact; 'IVF4096,SQ8', 'HNSW32' or
+        'IVF4096,PQ64' for millions.
       parameters: Parameters of the search, in FAISS's form: 'nprobe=64', 'efSearch=128'.
         The defaults of approximate indexes are the fastest and least accurate.
       batch_size: Number of texts in a call of `encode`.
       train_size: How many passages, sampled with a fixed seed, train an index that learns
-        (IVF, SQ, PQ); they are encoded twice.
+        (IVF, SQ, PQ).
     """
-    import faiss
-
     if not passages:
       raise ValueError('passages is empty; Dense needs at least one')
-    self.documents = passages
-    self._encode_query = encode_query or encode
-    dim = _vectors(encode, [passages[0].contents]).shape[1]
-    try:
-      self._index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-      faiss.ParameterSpace().set_index_parameters(self._index, parameters)
-    except RuntimeError as error:
-      raise ValueError(
-        f'FAISS knows no factory {factory!r} with parameters {parameters!r}: {error}'
-      ) from error
-    if not self._index.is_trained:
-      chosen = np.random.default_rng(0).permutation(len(passages))[:train_size]
-      sample = [passages[i].contents for i in chosen]
-      self._index.train(np.concatenate(list(_batches(encode, sample, batch_size))))
-    for vectors in _batches(encode, [p.contents for p in passages], batch_size):
-      self._index.add(vectors)
+    texts = [passage.contents for passage in passages]
+    vectors = [
+      encode_batch(encode, texts[start : start + batch_size])
+      for start in range(0, len(texts), batch_size)
+    ]
+    self.documents, self._encode_query = passages, encode_query or encode
+    self._index = _make_index(vectors, factory, parameters, train_size)
+
+  @classmethod
+  def from_vectors(
+    cls,
+    passages: Sequence[Document],
+    vectors: Sequence[np.ndarray],
+    encode_query: Encode,
+    *,
+    factory: str = 'Flat',
+    parameters: str = '',
+    train_size: int = 100_000,
+  ) -> 'Dense':
+    """Indexes passages that are encoded already.
+
+    Args:
+      passages: The corpus.
+      vectors: float32 arrays [n, d] whose rows, one array after the other, are those of
+        the passages; files that are mapped into memory are read a piece at a time.
+      encode_query: Encodes queries.
+      factory: As in `__init__`, like the others.
+      parameters: Parameters of the search.
+      train_size: How many passages train the index.
+    """
+    if (rows := sum(map(len, vectors))) != len(passages):
+      raise ValueError(f'vectors has {rows} rows for {len(passages)} passages')
+    dense = cls.__new__(cls)
+    dense.documents, dense._encode_query = passages, encode_query
+    dense._index = _make_index(vectors, factory, parameters, train_size)
+    return dense
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the k passages of the largest inner product with each query, best first.
@@ -74,42 +93,37 @@ class Dense:
     """
     if not queries:
       return []
-    vectors = _vectors(self._encode_query, queries)
-    if vectors.shape[1] != self._index.d:
-      raise ValueError(
-        f'encode_query gave {vectors.shape[1]} numbers a text, the index holds '
-        f'{self._index.d}; encode queries as the passages were'
-      )
-    scores, rows = self._index.search(vectors, min(k, len(self.documents)))
+    scores, rows = self._index.search(self._encode(queries), min(k, len(self.documents)))
     return [
       [Hit(self.documents[i], float(s)) for i, s in zip(*found, strict=True) if i >= 0]
       for found in zip(rows, scores, strict=True)
     ]
 
   def save(self, directory: str | os.PathLike) -> None:
-    """Writes the index and its passages, without the encoder."""
+    """Writes the index and its passages, and what identifies the encoder."""
     import faiss
 
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     faiss.write_index(self._index, str(directory / _INDEX))
-    with gzip.open(directory / _DOCUMENTS, 'wt', compresslevel=3) as file:
-      for passage in self.documents:
-        file.write(json.dumps(dataclasses.asdict(passage)) + '\n')
+    documents.write_corpus(directory / _DOCUMENTS, self.documents)
+    np.save(directory / _PROBE, self._probe())
 
   @classmethod
   def load(cls, directory: str | os.PathLike, encode_query: Encode) -> 'Dense':
     """Reads what `save` wrote; `encode_query` must be that of the saved index.
 
     Raises:
-      ValueError: The index cannot be read, or is not of the passages beside it.
+      ValueError: The index cannot be read, is not of the passages beside it, or was made
+        with another encoder, prefix or pooling.
     """
     import faiss
 
     path = pathlib.Path(directory) / _INDEX
     try:
       index = faiss.read_index(str(path))
-    except RuntimeError as error:
+      expected = np.load(path.with_name(_PROBE))
+    except (RuntimeError, OSError, ValueError) as error:
       raise ValueError(f'{path}: no FAISS index; save it again ({error})') from error
     dense = cls.__new__(cls)
     dense.documents = documents.read_corpus(path.with_name(_DOCUMENTS))
@@ -119,18 +133,73 @@ class Dense:
         f'{directory}: {index.ntotal} vectors for {len(dense.documents)} passages; '
         'save it again'
       )
+    if not is_same_encoder(dense._probe(), expected):
+      raise ValueError(
+        f'{directory}: made with another encoder, of whose vectors these are not; give '
+        'the same model, prefixes and pooling, or build the index again'
+      )
     return dense
 
+  def _probe(self) -> np.ndarray:
+    """What the encoder of queries makes of the first passage: no other gives the same."""
+    return self._encode([self.documents[0].contents])[0]
 
-def _batches(encode, texts, size):
-  for start in range(0, len(texts), size):
-    yield _vectors(encode, texts[start : start + size])
+  def _encode(self, queries: Sequence[str]) -> np.ndarray:
+    vectors = encode_batch(self._encode_query, queries)
+    if vectors.shape[1] != self._index.d:
+      raise ValueError(
+        f'encode_query gave {vectors.shape[1]} numbers a text, the index holds '
+        f'{self._index.d}; encode queries as the passages were'
+      )
+    return vectors
 
 
-def _vectors(encode, texts):
+def is_same_encoder(found: np.ndarray, expected: np.ndarray) -> bool:
+  """Whether two vectors of one text differ by no more than bfloat16 and devices do."""
+  if found.shape != expected.shape:
+    return False
+  difference = np.linalg.norm(found - expected)
+  return bool(difference <= _ROUNDING * np.linalg.norm(expected))
+
+
+def encode_batch(encode: Encode, texts: Sequence[str]) -> np.ndarray:
+  """Encodes texts, and raises ValueError unless that gives finite numbers, [n, d]."""
   vectors = np.ascontiguousarray(encode(texts), np.float32)
   if vectors.ndim != 2 or len(vectors) != len(texts):
     raise ValueError(
       f'encode gave shape {vectors.shape} for {len(texts)} texts; it must give [n, d]'
     )
+  if not np.isfinite(vectors).all():
+    raise ValueError('encode gave numbers that are not finite; the model is damaged')
   return vectors
+
+
+def _make_index(vectors: Sequence[np.ndarray], factory, parameters, train_size):
+  import faiss
+
+  try:
+    index = faiss.index_factory(vectors[0].shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+    faiss.ParameterSpace().set_index_parameters(index, parameters)
+  except RuntimeError as error:
+    raise ValueError(
+      f'FAISS knows no factory {factory!r} with parameters {parameters!r}: {error}'
+    ) from error
+  if not index.is_trained:
+    ends = np.cumsum([len(part) for part in vectors])
+    chosen = np.sort(np.random.default_rng(0).permutation(ends[-1])[:train_size])
+    parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
+    starts = ends - [len(part) for part in vectors]
+    sample = [
+      v[rows - start] for v, rows, start in zip(vectors, parts, starts, strict=True)
+    ]
+    try:
+      index.train(np.concatenate(sample))
+    except RuntimeError as error:
+      raise ValueError(
+        f'factory {factory!r} cannot learn from {len(chosen)} passages; fewer lists or '
+        f'bits need fewer of them ({error})'
+      ) from error
+  for part in vectors:
+    for start in range(0, len(part), _ADDED):
+      index.add(np.ascontiguousarray(part[start : start + _ADDED], np.float32))
+  return index

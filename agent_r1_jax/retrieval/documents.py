@@ -80,9 +80,26 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
   the contents, as in Search-R1's Wikipedia.
 
   Raises:
-    ValueError: A row is broken; names the file, the row and the field.
+    ValueError: A row is broken, or has the id of an earlier one; names the file, the row
+      and the field.
   """
-  return [_make_document(where, row) for where, row in read_rows(path)]
+  passages, seen = [], set()
+  for where, row in read_rows(path):
+    passage = _make_document(where, row)
+    if passage.id in seen:
+      raise ValueError(
+        f'{where}: id {passage.id!r} is that of an earlier row; give each passage its own'
+      )
+    seen.add(passage.id)
+    passages.append(passage)
+  return passages
+
+
+def write_corpus(path: str | os.PathLike, passages: Sequence[Document]) -> None:
+  """Writes passages as gzipped JSON lines, which `read_corpus` reads."""
+  with gzip.open(path, 'wt', compresslevel=3) as file:
+    for passage in passages:
+      file.write(json.dumps(dataclasses.asdict(passage)) + '\n')
 
 
 def _make_document(where: str, row: dict) -> Document:

@@ -25,6 +25,23 @@ Aggregate = Callable[[np.ndarray], np.ndarray]
 READABLE = ('rewards', 'parts', 'group', 'values', 'ref_logprobs', 'baselines')
 
 
+class ValueTargets(NamedTuple):
+  """What a critic learns to predict: the return by which its estimator discounts.
+
+  Attributes:
+    estimator: The name of the estimator, with the arguments that are bound to it.
+    gamma: The discount of a step.
+    lam: GAE's trace decay.
+    step: What gamma discounts, 'token' or 'turn'. The targets of a turn's tokens are the
+      returns after each token, or the return of the whole turn.
+  """
+
+  estimator: str
+  gamma: float
+  lam: float
+  step: str
+
+
 class Algorithm(NamedTuple):
   """An advantage estimator, a loss, and their options.
 
@@ -42,6 +59,7 @@ class Algorithm(NamedTuple):
       options that would have no effect on what is read.
     rewards: Transforms of the rewards, applied first and in order (rl/rewards.py).
     value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
+    value_targets: What the critic learns; it is saved with it (train/critic.py).
     value_coef: The weight of the value loss if the critic is a second head of the policy.
     entropy_coef: The weight of the entropy bonus.
     kl: The KL to the reference policy, in the reward or in the loss.
@@ -60,6 +78,7 @@ class Algorithm(NamedTuple):
   reads: tuple[str, ...] = ('rewards', 'group')
   rewards: tuple[rewards_lib.Transform, ...] = ()
   value_loss: losses.ValueLoss | None = None
+  value_targets: ValueTargets | None = None
   value_coef: float = 1.0
   entropy_coef: float = 0.0
   kl: kl_lib.InReward | kl_lib.InLoss | None = None
@@ -409,11 +428,15 @@ def ppo(
   """
   # If it is off, an estimator that the user has bound `bootstrap` to keeps it.
   bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
+  bound = {**getattr(estimator, 'keywords', {}), **bootstrap}
+  function: Any = getattr(estimator, 'func', estimator)
+  by_turn = function is advantages_lib.step_gae
+  name = function.__name__ + ''.join(f' {k}={v}' for k, v in sorted(bound.items()))
 
   def advantages(table):
     estimated = estimator(table, gamma=gamma, lam=lam, **bootstrap)
     # step_gae has normalised its advantages over the turns.
-    if getattr(estimator, 'func', estimator) is advantages_lib.step_gae:
+    if by_turn:
       return estimated
     return advantages_lib.whiten(estimated)
 
@@ -422,6 +445,7 @@ def ppo(
     advantages,
     losses.ppo_clip(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip),
     value_loss=losses.value_clip(clip=value_clip),
+    value_targets=ValueTargets(name, gamma, lam, 'turn' if by_turn else 'token'),
     **fields,
   )
 

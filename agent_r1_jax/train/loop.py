@@ -22,6 +22,7 @@ from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import (
+  critic,
   curriculum,
   evaluate,
   groups,
@@ -51,7 +52,8 @@ def run(
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
   checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
-  rollout, and at the end curve.png, numbers.md and model/ in HF layout.
+  rollout, and at the end curve.png, numbers.md, and in HF layout model/ and, if the
+  critic is a model of its own, critic/ (see train/critic.py).
 
   Args:
     config: The run's configuration.
@@ -120,9 +122,7 @@ def run(
     # While the workdir is still locked: another run may not write a model there too.
     journal.checkpoints.wait()
     job.watch.phase = 'the writing of the model'
-    params = lora.merge(job.train_state.states['policy'].params)
-    target = pathlib.Path(workdir) / 'model'
-    weights.save(target, job.plan.model, params, tokenizer_from=config.model.path)
+    params = _save_models(job, pathlib.Path(workdir), told=privileged is not None)
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
@@ -239,6 +239,17 @@ def _evaluate(
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics
+
+
+def _save_models(job: setup.Job, workdir: pathlib.Path, *, told: bool) -> decoder.Params:
+  """Writes the policy, and a critic of its own; returns the policy's parameters."""
+  source, algorithm = job.config.model.path, job.plan.algorithm
+  how = critic.describe(algorithm, source, privileged=told)
+  merged = {name: lora.merge(s.params) for name, s in job.train_state.states.items()}
+  for name, params in merged.items():
+    target = workdir / ('model' if name == 'policy' else name)
+    weights.save(target, job.plan.model, params, tokenizer_from=source, value_head=how)
+  return merged['policy']
 
 
 def _save_preempted(job: setup.Job):

@@ -1,17 +1,15 @@
 """A trained reward model in use: it scores conversations, on the device, for the host.
 
-model = reward_model.load('runs/reward_model', tools=[search_tool.schema])
+model = reward_model.load('runs/reward_model/model', tools=[search_tool.schema])
 reward = rewards.hybrid(outcome=(1.0, qa.em_reward), model=(0.2, model))
 best = int(np.argmax(model.score(trajectories)))
 ToolEnv(tools, reward, process_reward=rewards.potential_based(model))
 """
 
-from collections.abc import Sequence
-import dataclasses
-import hashlib
-import json
+from collections.abc import Mapping, Sequence
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -19,35 +17,10 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import batching
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import reward_model as rl_reward_model
-from agent_r1_jax.train import setup, sft
-
-_FILE = 'reward_model.json'
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-  """How a reward model was trained; saved beside its weights.
-
-  Attributes:
-    loss: The name of its loss.
-    limit: The greatest reward that counts as no success.
-    mean: Mean of the scores that it was trained on.
-    std: Their standard deviation.
-    auc: Area under the ROC curve on held-out tasks.
-    row_tokens: The longest conversation that it reads, in tokens.
-    tokenizer: A digest of its tokenizer's files.
-  """
-
-  loss: str
-  limit: float
-  mean: float
-  std: float
-  auc: float
-  row_tokens: int
-  tokenizer: str
+from agent_r1_jax.train import critic, setup, sft
 
 
 class RewardModel:
@@ -62,7 +35,7 @@ class RewardModel:
     shape: decoder.DecoderConfig,
     params: decoder.Params,
     chat: chat_lib.Chat,
-    training: Training,
+    training: Mapping[str, Any],
     *,
     tools: Sequence[dict] = (),
     clip: float = 3.0,
@@ -75,7 +48,7 @@ class RewardModel:
       shape: The model's shape.
       params: Its parameters, with a value head.
       chat: Encodes conversations with its tokenizer.
-      training: How it was trained.
+      training: What `save` was told of its training.
       tools: The schemas of the tools in the prompt.
       clip: The greatest absolute value of a normalised score.
       rows: How many conversations one forward pass scores.
@@ -83,8 +56,9 @@ class RewardModel:
         trajectory as an error.
     """
     self._model, self._params, self._chat = shape, params, chat
-    self._training, self._tools, self._clip = training, tools, clip
-    self._shape = packing.MicrobatchShape(rows, training.row_tokens)
+    self._mean, self._std = training['mean'], training['std']
+    self._tools, self._clip = tools, clip
+    self._shape = packing.MicrobatchShape(rows, training['row_tokens'])
     self._batcher = batching.Batcher(self._score, 'reward_model', timeout=timeout)
 
   def score(self, trajectories: Sequence[types.Trajectory]) -> np.ndarray:
@@ -104,8 +78,7 @@ class RewardModel:
     raw = rl_reward_model.score(
       self._params, texts, config=self._model, shape=self._shape
     )
-    mean, std = self._training.mean, self._training.std
-    return np.clip((raw - mean) / std, -self._clip, self._clip)
+    return np.clip((raw - self._mean) / self._std, -self._clip, self._clip)
 
 
 def encode(
@@ -121,15 +94,22 @@ def save(
   params: decoder.Params,
   *,
   tokenizer_from: str | os.PathLike,
-  **training,
+  **training: Any,
 ) -> None:
-  """Writes DIRECTORY/model in HF layout and, in JSON, the other fields of Training."""
-  path = pathlib.Path(directory)
-  # Nobody may take new weights for those that it describes.
-  (path / _FILE).unlink(missing_ok=True)
-  weights.save(path / 'model', shape, params, tokenizer_from=tokenizer_from)
-  made = Training(**training, tokenizer=_fingerprint(path / 'model'))
-  (path / _FILE).write_text(json.dumps(dataclasses.asdict(made), indent=2) + '\n')
+  """Writes a reward model in HF layout; config.json says how it was trained.
+
+  Args:
+    directory: As for weights.save.
+    shape: The model's shape.
+    params: Its parameters, with a value head.
+    tokenizer_from: The directory of its tokenizer.
+    **training: The `loss` and the `limit` of success; `mean` and `std` of the scores that
+      it was trained on; its `auc` on held-out tasks; `row_tokens`, the longest
+      conversation that it reads, in tokens.
+  """
+  training['tokenizer'] = critic.tokenizer_digest(tokenizer_from)
+  options = {'tokenizer_from': tokenizer_from, 'value_head': training}
+  weights.save(directory, shape, params, **options)
 
 
 def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> RewardModel:
@@ -141,30 +121,25 @@ def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> Re
     **options: The options of RewardModel.
 
   Raises:
-    ValueError: The model does not know successes from failures well enough, or its
-      tokenizer is not the one that it was trained with.
+    ValueError: It is no reward model, does not know successes from failures well enough,
+      or has another tokenizer than the one that it was trained with.
   """
-  path = pathlib.Path(directory)
-  if not (path / _FILE).is_file():
-    raise ValueError(f'{path} has no {_FILE}: train one by train_reward_model.')
-  training = Training(**json.loads((path / _FILE).read_text()))
-  # Not `auc < min_auc`: one that could not be measured is NaN.
-  if not training.auc >= min_auc:
+  found = hf_config.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
+  if not isinstance(found, dict) or 'auc' not in found:
     raise ValueError(
-      f'{path}: the reward model has an AUC of {training.auc:.3f} on held-out tasks, '
-      f'below min_auc = {min_auc:g}. Train it longer or on more trajectories.'
+      f'{directory}: config.json does not say in value_head how a reward model was '
+      'trained; take one of experiments/train_reward_model.py.'
     )
-  if _fingerprint(path / 'model') != training.tokenizer:
+  # Not `auc < min_auc`: one that could not be measured is NaN.
+  if not found['auc'] >= min_auc:
     raise ValueError(
-      f'{path}/model: its tokenizer is not the one that the reward model was trained '
+      f'{directory}: the reward model has an AUC of {found["auc"]:.3f} on held-out '
+      f'tasks, below min_auc = {min_auc:g}. Train it longer or on more trajectories.'
+    )
+  if critic.tokenizer_digest(directory) != found['tokenizer']:
+    raise ValueError(
+      f'{directory}: its tokenizer is not the one that the reward model was trained '
       'with: put the files back, or train it anew.'
     )
-  model = config_lib.Model(path=str(path / 'model'))
-  return RewardModel(*setup.load(model, config_lib.Chat()), training, **options)
-
-
-def _fingerprint(directory: pathlib.Path) -> str:
-  """Digests the tokenizer and its chat template."""
-  files = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja')
-  found = [path.read_bytes() for f in files if (path := directory / f).is_file()]
-  return hashlib.sha256(b'\0'.join(found)).hexdigest()
+  model = config_lib.Model(path=str(directory))
+  return RewardModel(*setup.load(model, config_lib.Chat()), found, **options)

@@ -5,7 +5,7 @@ r"""The quickstart with one thing changed: a loss, what the policy sees, or a re
   python -m experiments.miniwiki.variants --workdir=runs/variants --only=cispo,summary
   python -m experiments.miniwiki.variants --workdir=runs/rewards --config.seed=0 \
     --only=outcome,process,shaping,hybrid,reward_model,model_shaping \
-    --reward_model=runs/reward_model --config.schedule.eval_every=2
+    --reward_model=runs/reward_model/model --config.schedule.eval_every=2
 
 The last command, with the model of experiments/train_reward_model.py, compares rewards;
 docs/reward_models.md has its numbers. With eval_every, exact match on the development

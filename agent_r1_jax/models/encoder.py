@@ -1,0 +1,384 @@
+"""Text encoders of the BERT family (e5, bge, MiniLM), read from Hugging Face directories.
+
+Letters: B texts, T tokens, D embed, F feed-forward, L layers, N heads, H head dim.
+"""
+
+import bisect
+import collections
+from collections.abc import Sequence
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int
+import numpy as np
+
+from agent_r1_jax.models import hf_config, tensor_files, weights
+
+# Prefixes of queries and passages that the models were trained with, from their cards.
+PREFIXES = {
+  'e5': ('query: ', 'passage: '),
+  'bge': ('Represent this sentence for searching relevant passages: ', ''),
+}
+_POOLING = {'pooling_mode_mean_tokens': 'mean', 'pooling_mode_cls_token': 'cls'}
+_SIZES = (
+  'vocab_size',
+  'hidden_size',
+  'intermediate_size',
+  'num_hidden_layers',
+  'num_attention_heads',
+  'max_position_embeddings',
+  'type_vocab_size',
+)
+_FIXED = {
+  'model_type': 'bert',
+  'hidden_act': 'gelu',
+  'position_embedding_type': 'absolute',
+}
+# Tokens in a call of the device; more texts are several calls.
+_TOKENS_PER_CALL = 16_384
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+  """The shape of an encoder, in the words of its config.json.
+
+  Attributes:
+    pooling: 'mean' over the text's tokens, or 'cls', the first token.
+    normalize: Whether vectors are scaled to length 1.
+    dtype: Type of parameters and activations; norms and softmax are float32.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  max_position_embeddings: int
+  type_vocab_size: int
+  layer_norm_eps: float
+  pooling: str = 'mean'
+  normalize: bool = True
+  dtype: str = 'float32'
+
+
+class Encoder:
+  """Encodes texts as vectors on JAX's local devices, the texts divided over them.
+
+  Texts are padded to a few lengths and numbers of rows, so that few programs are
+  compiled, whatever comes.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    pooling: str | None = None,
+    max_tokens: int | None = None,
+    dtype: str | None = None,
+  ):
+    """Reads a directory in Hugging Face layout, with sentence-transformers' files if any.
+
+    Args:
+      directory: Has config.json, model.safetensors and tokenizer.json.
+      query_prefix: Put before each query. None takes the prompt 'query' of
+        config_sentence_transformers.json; without one that of PREFIXES whose name is a
+        word of the directory's, such as e5-base-v2; else nothing.
+      passage_prefix: The same for passages, with the prompt 'passage' or 'document'.
+      pooling: 'mean' or 'cls'; None takes what the directory's pooling module says, or
+        'mean' where there is no modules.json. Vectors then have length 1.
+      max_tokens: Longer texts are cut; None takes the directory's max_seq_length.
+      dtype: 'float32' or 'bfloat16'; None is float32 on a CPU, else bfloat16.
+
+    Raises:
+      ValueError: A file is missing or broken, or asks for what is not computed here.
+    """
+    directory = pathlib.Path(directory).resolve()
+    default = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
+    self.config = read_config(directory, pooling=pooling, dtype=dtype or default)
+    self.query_prefix, self.passage_prefix = _prefixes(directory)
+    if query_prefix is not None:
+      self.query_prefix = query_prefix
+    if passage_prefix is not None:
+      self.passage_prefix = passage_prefix
+    most = max_tokens or _max_tokens(directory, self.config)
+    if not 2 < most <= self.config.max_position_embeddings:
+      raise ValueError(
+        f'max_tokens is {most}; it must be 3 to '
+        f'{self.config.max_position_embeddings}, the positions of {directory}'
+      )
+    self._lengths = [n for n in (16, 32, 64, 128, 256) if n < most] + [most]
+    self._tokenizer = _read_tokenizer(directory, self.config, most)
+    mesh = Mesh(np.array(jax.local_devices()), ('data',))
+    self._rows = NamedSharding(mesh, PartitionSpec('data'))
+    params = read_params(directory, self.config)
+    self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+
+  @property
+  def dim(self) -> int:
+    """Numbers in a vector."""
+    return self.config.hidden_size
+
+  def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+    """Encodes queries, each with the query prefix, as float32 [n, dim]."""
+    return self._encode([self.query_prefix + text for text in texts])
+
+  def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+    """Encodes passages, each with the passage prefix, as float32 [n, dim]."""
+    return self._encode([self.passage_prefix + text for text in texts])
+
+  def _encode(self, texts):
+    # The tokenizer raises on lone surrogates.
+    texts = [text.encode('utf-8', 'replace').decode() for text in texts]
+    rows = [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
+    groups = collections.defaultdict(list)
+    for i, row in enumerate(rows):
+      groups[self._lengths[bisect.bisect_left(self._lengths, len(row))]].append(i)
+    calls = []
+    for length, members in groups.items():
+      most = max(1, _TOKENS_PER_CALL // length)
+      for start in range(0, len(members), most):
+        chosen = members[start : start + most]
+        calls.append((chosen, self._call([rows[i] for i in chosen], length, most)))
+    vectors = np.empty((len(texts), self.dim), np.float32)
+    # Only now: the device computes while the next texts are padded.
+    for chosen, found in calls:
+      vectors[chosen] = np.asarray(found)[: len(chosen)]
+    return vectors
+
+  def _call(self, rows, length, most):
+    devices = self._rows.num_devices
+    count = 1
+    while count < len(rows):
+      count = min(2 * count, most)
+    count += -count % devices  # Every device has as many rows.
+    tokens, lengths = np.zeros((count, length), np.int32), np.ones(count, np.int32)
+    for i, row in enumerate(rows):
+      tokens[i, : len(row)], lengths[i] = row, len(row)
+    tokens, lengths = jax.device_put((tokens, lengths), self._rows)
+    return embed(self._params, self.config, tokens, lengths)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def embed(
+  params: dict[str, Any],
+  config: EncoderConfig,
+  tokens: Int[Array, 'B T'],
+  lengths: Int[Array, 'B'],
+) -> Float[Array, 'B D']:
+  """Computes a vector a text (Devlin et al. 2019; pooled as Reimers and Gurevych 2019).
+
+  Args:
+    params: As `read_params` reads them.
+    config: The encoder's shape.
+    tokens: Ids; what is beyond a text's length is ignored.
+    lengths: Tokens of each text, at least 1.
+  """
+  T = tokens.shape[1]
+  mask_BT = jnp.arange(T)[None, :] < lengths[:, None]
+  table = lambda name: params[f'{name}_embeddings.weight']
+  x_BTD = table('word')[tokens]
+  x_BTD += table('position')[None, :T] + table('token_type')[None, None, 0]
+  x_BTD = _norm(x_BTD, params, 'LayerNorm', config)
+
+  def layer(x_BTD, p):
+    heads = (*x_BTD.shape[:2], config.num_attention_heads, -1)
+    q, k, v = (
+      _linear(x_BTD, p, f'attention.self.{name}').reshape(heads)
+      for name in ('query', 'key', 'value')
+    )
+    mask = mask_BT[:, None, None, :]
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask).reshape(x_BTD.shape)
+    x_BTD += _linear(y, p, 'attention.output.dense')
+    x_BTD = _norm(x_BTD, p, 'attention.output.LayerNorm', config)
+    y = jax.nn.gelu(_linear(x_BTD, p, 'intermediate.dense'), approximate=False)
+    x_BTD += _linear(y, p, 'output.dense')
+    return _norm(x_BTD, p, 'output.LayerNorm', config), None
+
+  x_BTD, _ = jax.lax.scan(layer, x_BTD, params['layers'])
+  x_BTD = x_BTD.astype(jnp.float32)
+  if config.pooling == 'cls':
+    x_BD = x_BTD[:, 0]
+  else:
+    x_BD = jnp.where(mask_BT[:, :, None], x_BTD, 0.0).sum(1) / lengths[:, None]
+  if config.normalize:
+    x_BD /= jnp.maximum(jnp.linalg.norm(x_BD, axis=-1, keepdims=True), 1e-12)
+  return x_BD
+
+
+def _linear(x, params, name):
+  y = jnp.einsum('BTd,ed->BTe', x, params[f'{name}.weight'])
+  return y + params[f'{name}.bias'][None, None]
+
+
+def _norm(x, params, name, config):
+  y = x.astype(jnp.float32)
+  y -= y.mean(-1, keepdims=True)
+  y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.layer_norm_eps)
+  y = y * params[f'{name}.weight'][None, None] + params[f'{name}.bias'][None, None]
+  return y.astype(x.dtype)
+
+
+def read_config(
+  directory: pathlib.Path, *, pooling: str | None = None, dtype: str = 'float32'
+) -> EncoderConfig:
+  """Reads the shape of an encoder; a ValueError names the file and the field."""
+  raw = hf_config.read_json(directory / 'config.json')
+  if dtype not in ('float32', 'bfloat16'):
+    raise ValueError(f"dtype is {dtype!r}; give 'float32' or 'bfloat16'")
+  try:
+    for name, only in _FIXED.items():
+      if raw.get(name, only) != only:
+        raise ValueError(f'{name} is {raw[name]!r}; only {only!r} is supported')
+    sizes = {name: hf_config.read_number(raw, name) for name in _SIZES}
+    eps = hf_config.read_number(raw, 'layer_norm_eps', float, 1e-12)
+    if sizes['hidden_size'] % sizes['num_attention_heads']:
+      raise ValueError('num_attention_heads does not divide hidden_size')
+  except ValueError as error:
+    raise ValueError(f'{directory / "config.json"}: {error}') from error
+  said, normalize = _read_modules(directory)
+  if (pooling or said) not in _POOLING.values():
+    raise ValueError(f"pooling is {pooling or said!r}; 'mean' and 'cls' are supported")
+  return EncoderConfig(
+    **sizes,
+    layer_norm_eps=eps,
+    pooling=pooling or said,
+    normalize=normalize,
+    dtype=dtype,
+  )
+
+
+def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
+  """Returns the pooling, and whether vectors are normalized, by modules.json."""
+  path = directory / 'modules.json'
+  if not path.is_file():
+    return 'mean', True
+  modules = hf_config.read_json(path, list)
+  try:
+    kinds = {module['type'].split('.')[-1]: module['path'] for module in modules}
+  except (TypeError, KeyError, AttributeError) as error:
+    raise ValueError(f'{path}: a module lacks type or path; fetch it again') from error
+  if strange := sorted(set(kinds) - {'Transformer', 'Pooling', 'Normalize'}):
+    raise ValueError(f'{path}: module {strange[0]} is not supported')
+  if 'Pooling' not in kinds:
+    raise ValueError(f'{path}: has no Pooling; one vector a text needs it')
+  raw = hf_config.read_json(directory / str(kinds['Pooling']) / 'config.json')
+  # Older versions have a flag a mode, newer ones the mode's name.
+  flags = [
+    _POOLING.get(key) or key
+    for key, value in raw.items()
+    if value is True and key.startswith('pooling_mode_')
+  ]
+  return str(raw.get('pooling_mode', '+'.join(flags))), 'Normalize' in kinds
+
+
+def _optional(path: pathlib.Path) -> dict[str, Any]:
+  return hf_config.read_json(path) if path.is_file() else {}
+
+
+def _max_tokens(directory: pathlib.Path, config: EncoderConfig) -> int:
+  raw = _optional(directory / 'sentence_bert_config.json')
+  positions = config.max_position_embeddings
+  return min(
+    hf_config.read_number(raw, 'max_seq_length', default=positions),
+    positions,
+  )
+
+
+def _prefixes(directory: pathlib.Path) -> tuple[str, str]:
+  prompts = _optional(directory / 'config_sentence_transformers.json').get('prompts')
+  prompts = prompts if isinstance(prompts, dict) else {}
+  # A cache of downloads has models--intfloat--e5-base-v2/snapshots/<hash>.
+  names = ' '.join(directory.parts[-3:]).lower()
+  known = [both for name, both in PREFIXES.items() if re.search(rf'\b{name}\b', names)]
+  query, passage = known[0] if known else ('', '')
+  return (
+    str(prompts.get('query') or query),
+    str(prompts.get('passage') or prompts.get('document') or passage),
+  )
+
+
+def _read_tokenizer(directory: pathlib.Path, config: EncoderConfig, max_tokens: int):
+  import tokenizers
+
+  path = directory / 'tokenizer.json'
+  hf_config.read_json(path)  # Its errors name the file, and what to do.
+  try:
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  except Exception as error:  # tokenizers raises nothing narrower
+    raise ValueError(f'{path}: no tokenizer ({error}); fetch it again') from error
+  if tokenizer.get_vocab_size() > config.vocab_size:
+    raise ValueError(
+      f'{path}: has {tokenizer.get_vocab_size()} tokens, the model has '
+      f'{config.vocab_size}; take both from one model'
+    )
+  tokenizer.no_padding()
+  tokenizer.enable_truncation(max_tokens)
+  return tokenizer
+
+
+def read_params(directory: pathlib.Path, config: EncoderConfig) -> dict[str, Any]:
+  """Reads the parameters, under the names of their tensors; layers are stacked, [L, ...].
+
+  Raises:
+    ValueError: A tensor is missing, has another shape, or numbers that are not finite.
+  """
+  tensors = tensor_files.find(directory, ignore=('position_ids',))
+  # A BERT with a head on top has its encoder under this name.
+  tensors = {name.removeprefix('bert.'): tensor for name, tensor in tensors.items()}
+
+  def read(name, shape):
+    if name not in tensors:
+      raise ValueError(f'{directory}: no tensor {name}; fetch the whole model')
+    if tensors[name].shape != shape:
+      raise ValueError(
+        f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
+        f'config.json it is {list(shape)}; take both from one model'
+      )
+    array = tensor_files.read(tensors[name])
+    weights.check_finite(directory, name, array)
+    return array.astype(jnp.dtype(config.dtype))
+
+  embeddings, layers = _shapes(config)
+  params = {name: read(f'embeddings.{name}', shape) for name, shape in embeddings.items()}
+  stacked = {
+    name: np.stack(
+      [read(f'encoder.layer.{i}.{name}', shape) for i in range(config.num_hidden_layers)]
+    )
+    for name, shape in layers.items()
+  }
+  return {**params, 'layers': stacked}
+
+
+def _shapes(config: EncoderConfig):
+  """Lists the shapes of the embedding's tensors and of a layer's, by name."""
+  D, F = config.hidden_size, config.intermediate_size
+  embeddings = {
+    'word_embeddings.weight': (config.vocab_size, D),
+    'position_embeddings.weight': (config.max_position_embeddings, D),
+    'token_type_embeddings.weight': (config.type_vocab_size, D),
+    'LayerNorm.weight': (D,),
+    'LayerNorm.bias': (D,),
+  }
+  kernels = {
+    'attention.self.query': (D, D),
+    'attention.self.key': (D, D),
+    'attention.self.value': (D, D),
+    'attention.output.dense': (D, D),
+    'attention.output.LayerNorm': (D,),
+    'intermediate.dense': (F, D),
+    'output.dense': (D, F),
+    'output.LayerNorm': (D,),
+  }
+  layers = {f'{name}.weight': shape for name, shape in kernels.items()}
+  layers |= {f'{name}.bias': shape[:1] for name, shape in kernels.items()}
+  return embeddings, layers

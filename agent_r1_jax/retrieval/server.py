@@ -1,0 +1,356 @@
+"""A retriever behind HTTP, in the protocols of Search-R1, SkyRL and Agent-R1.
+
+  POST /retrieve  {"queries": [...] or "query": "...", "topk": 3, "return_scores": false}
+                  -> {"result": [[{"document": {"id", "title", "contents"}, "score"}]]};
+                  without scores, the documents alone
+  GET or POST /search  {"queries": [...], "top_k": 5}
+                  -> {"results": [[{"id", "title", "text", "score"}]]}
+  GET /health     200, or 503 while searches hang
+  GET /metrics    counts and times in Prometheus's text format
+
+An error is {"error": "..."}: 400 for bad input, 413 for too much of it, 503 with
+Retry-After when too many queries wait, 504 for a search that took too long, 500 for one
+that failed.
+"""
+
+import asyncio
+import collections
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import gc
+import json
+import socket
+import time
+from typing import Any, NamedTuple
+
+from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.retrieval.documents import Hit, Retriever
+
+_CALL = 'retriever'  # What the pool of threads calls a search.
+_MAX_BODY = 1 << 20  # Bytes of a request.
+_MAX_CONNECTIONS = 4096
+_SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
+
+
+class _RefusedError(Exception):
+  """What is answered in place of passages."""
+
+  def __init__(self, status: int, text: str):
+    super().__init__(text)
+    self.status = status
+
+
+class _Query(NamedTuple):
+  text: str
+  k: int
+  answer: asyncio.Future
+
+
+class _Metrics:
+  def __init__(self):
+    import prometheus_client as prometheus
+
+    self.registry = prometheus.CollectorRegistry()
+    own: dict[str, Any] = {'registry': self.registry}
+    self.answers = prometheus.Counter(
+      'retriever_answers', 'Answers by HTTP status.', ['status'], **own
+    )
+    self.cached = prometheus.Counter(
+      'retriever_cached_queries', 'Queries answered from the cache.', **own
+    )
+    self.waiting = prometheus.Gauge(
+      'retriever_waiting_queries', 'Queries that wait or are searched.', **own
+    )
+    self.batches = prometheus.Histogram(
+      'retriever_batch_queries',
+      'Queries of a search.',
+      buckets=[1, 2, 4, 8, 16, 32, 64, 128, 256],
+      **own,
+    )
+    self.seconds = prometheus.Histogram(
+      'retriever_answer_seconds', 'Seconds from request to answer.', **own
+    )
+
+
+class _Searches:
+  """Collects queries into batches, searches one batch at a time, and caches answers."""
+
+  def __init__(
+    self, retriever, metrics, *, max_batch, window, max_waiting, timeout, cache
+  ):
+    self._retriever, self._metrics = retriever, metrics
+    self._max_batch, self._window, self._timeout = max_batch, window, timeout
+    self._max_waiting, self._cache_size = max_waiting, cache
+    self._cache: collections.OrderedDict[tuple[str, int], list[Hit]] = (
+      collections.OrderedDict()
+    )
+    self._waiting: list[_Query] = []
+    self._count = 0  # Queries that wait or are searched.
+    self._arrived = asyncio.Event()
+
+  async def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
+    """Finds the passages of each query; raises _RefusedError where there is no answer."""
+    found = {text: hits for text in texts if (hits := self._cached(text, k)) is not None}
+    self._metrics.cached.inc(sum(text in found for text in texts))
+    new = [text for text in dict.fromkeys(texts) if text not in found]
+    if self._count + len(new) > self._max_waiting:
+      raise _RefusedError(503, f'{self._count} queries wait already; ask again later')
+    loop = asyncio.get_running_loop()
+    queries = [_Query(text, k, loop.create_future()) for text in new]
+    self._add(len(queries))
+    self._waiting.extend(queries)
+    self._arrived.set()
+    answers = [query.answer for query in queries]
+    try:
+      async with asyncio.timeout(self._timeout):
+        found |= zip(new, await asyncio.gather(*answers), strict=True)
+    except TimeoutError:
+      raise _RefusedError(
+        504, f'no answer within {self._timeout:g} seconds; {self._count} queries wait'
+      ) from None
+    finally:
+      self._add(-len(queries))
+      for answer in answers:  # Nobody waits for what has no answer yet.
+        answer.cancel()
+    return [found[text] for text in texts]
+
+  async def run(self) -> None:
+    """Searches what has arrived, for ever."""
+    while True:
+      await self._arrived.wait()
+      await asyncio.sleep(self._window)
+      self._arrived.clear()
+      while batch := self._next_batch():
+        await self._answer(batch)
+
+  def _next_batch(self) -> list[_Query]:
+    """Takes the oldest queries of one k, so that no answer depends on the others' k."""
+    waiting = [query for query in self._waiting if not query.answer.done()]
+    batch = [query for query in waiting if query.k == waiting[0].k][: self._max_batch]
+    taken = {id(query) for query in batch}
+    self._waiting = [query for query in waiting if id(query) not in taken]
+    return batch
+
+  async def _answer(self, batch: list[_Query]) -> None:
+    texts, k = [query.text for query in batch], batch[0].k
+    self._metrics.batches.observe(len(batch))
+    error = None
+    try:
+      found = await workers.call(
+        self._retriever.search, texts, k, name=_CALL, seconds=self._timeout
+      )
+      if len(found) != len(texts):
+        raise ValueError(f'search gave {len(found)} lists of hits, not {len(texts)}')
+    except (workers.CallTimeoutError, threads.PoolFullError) as hung:
+      error = _RefusedError(504, str(hung))
+    except Exception as failure:
+      error = _RefusedError(500, f'the search failed: {workers.describe_error(failure)}')
+    for i, query in enumerate(batch):
+      if not error:
+        self._keep(query, found[i])
+      if query.answer.done():
+        continue
+      if error:
+        query.answer.set_exception(error)
+      else:
+        query.answer.set_result(found[i])
+
+  def _cached(self, text, k):
+    if (text, k) in self._cache:
+      self._cache.move_to_end((text, k))
+    return self._cache.get((text, k))
+
+  def _keep(self, query, hits):
+    self._cache[query.text, query.k] = hits
+    if len(self._cache) > self._cache_size:
+      self._cache.popitem(last=False)
+
+  def _add(self, count):
+    self._count += count
+    self._metrics.waiting.set(self._count)
+
+
+def make_app(
+  retriever: Retriever,
+  *,
+  max_batch: int = 64,
+  window: float = 0.002,
+  max_waiting: int = 1024,
+  timeout: float = 10.0,
+  cache: int = 10_000,
+  max_k: int = 100,
+) -> Any:
+  """Makes an ASGI application that serves a retriever.
+
+  Args:
+    retriever: The retriever. It need not be thread-safe: two calls overlap only if the
+      first one was abandoned.
+    max_batch: The most queries in a search.
+    window: Seconds to wait for further queries before a search.
+    max_waiting: The most queries that wait or are searched; further ones get 503.
+    timeout: Seconds until a query gets 504, and until a search is abandoned and the
+      next one begins.
+    cache: Answers to keep, the latest used; 0 keeps none.
+    max_k: The most passages a query may ask for.
+  """
+  from starlette import applications, responses, routing
+
+  metrics = _Metrics()
+  searches: _Searches
+
+  @contextlib.asynccontextmanager
+  async def lifespan(app):
+    nonlocal searches
+    searches = _Searches(
+      retriever,
+      metrics,
+      max_batch=max_batch,
+      window=window,
+      max_waiting=max_waiting,
+      timeout=timeout,
+      cache=cache,
+    )
+    running = asyncio.create_task(searches.run())
+    yield
+    running.cancel()
+
+  def endpoint(render, k_field, default_k):
+    async def answer(request):
+      began, headers = time.perf_counter(), {}
+      try:
+        body = await _read(request)
+        queries, k = _parse(body, k_field, default_k, max_waiting, max_k)
+        status, content = 200, render(await searches.search(queries, k), body)
+      except _RefusedError as error:
+        status, content = error.status, {'error': str(error)}
+        headers = {'Retry-After': '1'} if status == 503 else {}
+      metrics.answers.labels(status).inc()
+      metrics.seconds.observe(time.perf_counter() - began)
+      # Not JSONResponse, which raises on lone surrogates in a passage.
+      return responses.Response(
+        json.dumps(content), status, headers, media_type='application/json'
+      )
+
+    return answer
+
+  async def health(request):
+    if hung := workers.POOL.abandoned.get(_CALL):
+      text = f'{hung} searches hang for more than {timeout:g} seconds'
+      return responses.JSONResponse({'status': 'error', 'error': text}, 503)
+    return responses.JSONResponse({'status': 'ok'})
+
+  async def show_metrics(request):
+    import prometheus_client as prometheus
+
+    text = prometheus.generate_latest(metrics.registry)
+    return responses.Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
+
+  return applications.Starlette(
+    routes=[
+      routing.Route('/retrieve', endpoint(_render_result, 'topk', 3), methods=['POST']),
+      routing.Route(
+        '/search', endpoint(_render_results, 'top_k', 5), methods=['GET', 'POST']
+      ),
+      routing.Route('/health', health),
+      routing.Route('/metrics', show_metrics),
+    ],
+    lifespan=lifespan,
+  )
+
+
+async def _read(request) -> dict[str, Any]:
+  """Reads the fields of a request, from its JSON or, of a GET, from its URL."""
+  if request.method == 'GET':
+    fields: dict[str, Any] = dict(request.query_params)
+    if 'queries' in fields:
+      fields['queries'] = request.query_params.getlist('queries')
+    if fields.get('top_k', '').isdecimal():
+      fields['top_k'] = int(fields['top_k'])
+    return fields
+  body = bytearray()
+  async for chunk in request.stream():
+    body += chunk
+    if len(body) > _MAX_BODY:
+      raise _RefusedError(413, f'the request has more than {_MAX_BODY} bytes')
+  try:
+    fields = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise _RefusedError(400, f'the body is no JSON: {error}') from None
+  if not isinstance(fields, dict):
+    raise _RefusedError(400, 'the body is no JSON object; give {"queries": [...]}')
+  return fields
+
+
+def _parse(body, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
+  name = 'query' if 'queries' not in body and 'query' in body else 'queries'
+  queries = body.get(name)
+  queries = [queries] if isinstance(queries, str) else queries
+  if not isinstance(queries, list) or not queries:
+    raise _RefusedError(400, f'{name} is {queries!r:.80}; give a list of texts')
+  if len(queries) > max_queries:
+    raise _RefusedError(
+      400, f'{name} has {len(queries)} texts; {max_queries} are allowed'
+    )
+  for i, query in enumerate(queries):
+    if not isinstance(query, str) or not query.strip():
+      raise _RefusedError(400, f'{name}[{i}] is {query!r:.80}; give a text, not blank')
+  k = body.get(k_field)
+  k = default_k if k is None else k  # Search-R1's clients send null.
+  if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= max_k:
+    raise _RefusedError(400, f'{k_field} is {k!r:.80}; give an integer from 1 to {max_k}')
+  return queries, k
+
+
+def _render_result(found: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+  """Writes passages as Search-R1 does, with the title on the first line of contents."""
+  shown = [
+    [
+      ({'id': document.id, 'title': document.title, 'contents': document.contents}, score)
+      for document, score in hits
+    ]
+    for hits in found
+  ]
+  if not body.get('return_scores'):
+    return {'result': [[fields for fields, _ in hits] for hits in shown]}
+  return {
+    'result': [
+      [{'document': fields, 'score': score} for fields, score in hits] for hits in shown
+    ]
+  }
+
+
+def _render_results(found: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+  return {
+    'results': [
+      [dataclasses.asdict(document) | {'score': score} for document, score in hits]
+      for hits in found
+    ]
+  }
+
+
+def serve(app: Any, host: str = '127.0.0.1', port: int = 8000) -> None:
+  """Serves until SIGTERM or SIGINT, and prints the address once it accepts requests.
+
+  Args:
+    app: An ASGI application.
+    host: The address to listen at; 0.0.0.0 is reached from other machines.
+    port: 0 takes a free one.
+  """
+  import uvicorn
+
+  # The passages stay. Looking for garbage among a million of them holds all answers up
+  # for a third of a second.
+  gc.collect()
+  gc.freeze()
+  with socket.create_server((host, port), backlog=_MAX_CONNECTIONS) as listener:
+    print(f'http://{host}:{listener.getsockname()[1]}', flush=True)
+    config = uvicorn.Config(
+      app,
+      log_level='warning',
+      access_log=False,
+      ws='none',
+      limit_concurrency=_MAX_CONNECTIONS,
+      timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    uvicorn.Server(config).run([listener])

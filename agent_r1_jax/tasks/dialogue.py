@@ -1,0 +1,127 @@
+"""Dialogue with a simulated user, whom another policy plays.
+
+  user = dialogue.endpoint_user('http://localhost:8000/v1', 'model')
+  make_env = lambda: dialogue.DialogueEnv([], reward, user)
+
+A task's messages are what the agent is told, such as a system message; info['user'] is
+what the user is told: who they are and what they want. What the user says is a message's
+content like any other text: control tokens in it stay text.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+import itertools
+import json
+import os
+from typing import Any
+import urllib.request
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env, workers
+from agent_r1_jax.agent import tool as tool_lib
+
+# Gets the conversation as the user sees it, and returns what the user says next.
+User = Callable[[list[types.Message]], str | Awaitable[str]]
+
+STOP = '[END]'
+PROMPT = (
+  'You are the user in a conversation with an assistant; do not play the assistant. Say '
+  f'one short message at a time. When you have what you want, or give up, say {STOP}.\n\n'
+)
+
+
+class DialogueEnv(env.ToolEnv):
+  """The agent talks with a user, and may use tools before it answers.
+
+  A reply without a tool call goes to the user. The episode ends where the user says the
+  stop mark; what they say before it is the last message, and the reward judges the whole
+  conversation. If no message of the task is the user's, the user speaks first. A user
+  that fails or takes too long makes the trajectory an error.
+  """
+
+  def __init__(
+    self,
+    tools: Sequence[tool_lib.Tool],
+    reward: env.Reward,
+    user: User,
+    *,
+    prompt: str = PROMPT,
+    stop: str = STOP,
+    user_seconds: float = 60.0,
+    **kwargs: Any,
+  ):
+    """Checks the arguments.
+
+    Args:
+      tools: The agent's tools.
+      reward: Scores the conversation when it ends.
+      user: Plays the user, sync or async: gets messages, where the user's own ones have
+        the role 'assistant' and the agent's 'user', and returns a text.
+      prompt: What the user is told first, before the task's info['user'].
+      stop: The mark with which the user ends the conversation.
+      user_seconds: The most seconds that the user may take.
+      **kwargs: Further arguments of ToolEnv.
+    """
+    super().__init__(tools, reward, **kwargs)
+    if not user_seconds > 0 or not stop:
+      raise ValueError(f'user_seconds={user_seconds} and stop={stop!r} must be given.')
+    self._user, self._user_seconds = user, user_seconds
+    self._prompt, self._stop = prompt, stop
+
+  async def reset(self, task: types.Task) -> list[types.Message]:
+    """Begins the conversation; without a message of the user's, the user does."""
+    opening = await super().reset(task)
+    if not any(message['role'] == 'user' for message in opening):
+      said, _ = await self._ask_user()
+      self.messages.append(said)
+      opening.append(dict(said))
+    return opening
+
+  async def answer_text(self) -> list[types.Message]:
+    """Lets the user answer the agent's reply."""
+    said, ended = await self._ask_user()
+    if ended:
+      self.messages.append(said)
+      return []
+    return [said]
+
+  async def _ask_user(self) -> tuple[types.Message, bool]:
+    """Returns what the user says, and whether that ends the conversation."""
+    seen = [{'role': 'system', 'content': self._prompt + self.task.info.get('user', '')}]
+    roles = {'user': 'assistant', 'assistant': 'user'}
+    for message, after in itertools.pairwise([*self.messages, {'role': ''}]):
+      # The user sees nothing of the tools, their calls, and the agent's instructions.
+      if after['role'] != 'tool' and (role := roles.get(message['role'])):
+        seen.append({'role': role, 'content': message['content']})
+    seconds = self._user_seconds
+    text = await workers.call(
+      self._user, seen, name='user', seconds=seconds, field='user_seconds'
+    )
+    if not isinstance(text, str):
+      raise ValueError(f'the user said {text!r:.100}; it must be a text.')
+    said, mark, _ = text.partition(self._stop)
+    return {'role': 'user', 'content': said.strip()}, bool(mark)
+
+
+def endpoint_user(
+  url: str, model: str, *, key: str = '', seconds: float = 60.0, **sampling: Any
+) -> User:
+  """Makes a user that a model behind an OpenAI-compatible endpoint plays.
+
+  Args:
+    url: The endpoint, such as 'http://localhost:8000/v1'.
+    model: The model's name there.
+    key: The name of the environment variable that holds the API key, if it needs one.
+    seconds: The most seconds of one request.
+    **sampling: Further fields of the request, such as temperature.
+  """
+  headers = {'Content-Type': 'application/json'}
+  if key:
+    headers['Authorization'] = f'Bearer {os.environ[key]}'
+
+  def speak(messages: list[types.Message]) -> str:
+    body = json.dumps({'model': model, 'messages': messages, **sampling}).encode()
+    request = urllib.request.Request(f'{url}/chat/completions', body, headers)
+    with urllib.request.urlopen(request, timeout=seconds) as response:
+      return json.load(response)['choices'][0]['message']['content']
+
+  return speak

@@ -1,0 +1,217 @@
+"""TextWorld's and ALFWorld's games, each in a process of its own.
+
+Both packages play a game in C code, which may crash, hang or share state between games.
+So no game is played in the trainer: a process that has imported TextWorld forks one
+process for each game (a few milliseconds), and what a game does costs its own episode.
+"""
+
+import faulthandler
+import json
+from multiprocessing import connection
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+import weakref
+
+from agent_r1_jax.agent import workers
+
+# The time for TextWorld to be imported, once.
+_START_SECONDS = 120.0
+
+
+class GameError(RuntimeError):
+  """A game cannot be loaded or played; the text names its file."""
+
+
+class GameProcess:
+  """A game with Gymnasium's `reset` and `step`, and `close`; its methods block."""
+
+  def __init__(self, path: str, *, seconds: float = 30.0):
+    """Loads the game.
+
+    Args:
+      path: A game of TextWorld (.z8, with its .json beside it) or ALFWorld (.tw-pddl).
+      seconds: The most seconds of one action; a game that takes longer is ended.
+
+    Raises:
+      GameError: TextWorld or ALFWorld is not installed, or they cannot load the file.
+    """
+    self._path, self._seconds = path, seconds
+    self._pipe, there = connection.Pipe()
+    _send_to_nursery(there)
+    try:
+      self._ask([path, seconds], _START_SECONDS)
+    except GameError:
+      self.close()
+      raise
+
+  def reset(self, **_) -> tuple[str, dict[str, Any]]:
+    """Begins the game; returns its text and the admissible commands."""
+    text, _, _, info = self._ask('reset', self._seconds)
+    return text, info
+
+  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """Acts; the reward is the gain in score, and all of a game's rewards sum to 1."""
+    text, reward, done, info = self._ask(['step', action], self._seconds)
+    return text, reward, done, False, info
+
+  def close(self):
+    """Ends the process."""
+    self._pipe.close()
+
+  def _ask(self, request, seconds) -> Any:
+    """Sends a request and returns the answer; ends the process if there is none."""
+    try:
+      self._pipe.send_bytes(json.dumps(request).encode())
+      if not self._pipe.poll(seconds):
+        raise GameError(f'{self._path}: no answer within {seconds:g} seconds')
+      ok, answer = json.loads(self._pipe.recv_bytes())
+    except (OSError, EOFError) as error:
+      self.close()
+      raise GameError(f'{self._path}: the game has ended its process') from error
+    except GameError:
+      self.close()
+      raise
+    if not ok:
+      raise GameError(f'{self._path}: {answer}')
+    return answer
+
+
+class _Nursery:
+  """The process that forks the games' processes."""
+
+  def __init__(self):
+    self.control, there = socket.socketpair()
+    paths = os.pathsep.join(p or os.curdir for p in sys.path)
+    self.process = subprocess.Popen(
+      [sys.executable, '-m', __name__, str(there.fileno())],
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      pass_fds=[there.fileno()],
+      # Ctrl-C and signals to the trainer's group do not reach it. One thread: it forks.
+      start_new_session=True,
+      env=os.environ | {'PYTHONPATH': paths, 'OPENBLAS_NUM_THREADS': '1'},
+    )
+    there.close()
+    weakref.finalize(self, _end, self.process, self.control)
+
+
+def _end(process: subprocess.Popen, control: socket.socket):
+  process.kill()
+  process.wait()
+  control.close()
+
+
+_nursery: _Nursery | None = None
+_nursery_lock = threading.Lock()
+
+
+def _send_to_nursery(pipe: connection.Connection):
+  """Lets a new process have the pipe; starts the nursery if it is not there."""
+  global _nursery
+  with _nursery_lock:
+    if _nursery is None or _nursery.process.poll() is not None:
+      _nursery = _Nursery()
+    socket.send_fds(_nursery.control, [b'x'], [pipe.fileno()])
+  pipe.close()
+
+
+def _run_nursery(control: socket.socket):
+  """Forks a process for every pipe that comes; ends when the trainer has ended."""
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda *_: None)
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the games.
+  try:
+    from textworld import logic  # pyright: ignore[reportMissingImports]
+    from textworld.generator import data  # pyright: ignore[reportMissingImports]
+
+    # Every game would parse the rules of its world, for a third of a second: a parse of
+    # the same text is remembered.
+    logic.GameLogic.deserialize(data.KnowledgeBase.default().logic.serialize())
+  except ImportError:
+    pass  # Each game says so.
+  while True:
+    message, (*descriptors,), *_ = socket.recv_fds(control, 1, 1)
+    if not message:
+      return
+    (descriptor,) = descriptors
+    if os.fork() == 0:
+      control.close()
+      _serve(connection.Connection(descriptor))
+      os._exit(0)
+    os.close(descriptor)
+
+
+def _serve(pipe: connection.Connection):
+  """Loads a game and answers until the pipe is closed."""
+  nowhere, game = open(os.devnull, 'w'), None
+  path, seconds = json.loads(pipe.recv_bytes())
+  request = 'load'
+  while True:
+    # The time-out needs no interpreter, and holds if the trainer is gone.
+    faulthandler.dump_traceback_later(seconds + 5.0, exit=True, file=nowhere)
+    try:
+      if game is None:
+        ok, answer, game = True, None, _Game(path)
+      else:
+        ok, answer = True, game.reset() if request == 'reset' else game.step(request[1])
+    except BaseException as error:
+      ok, answer = False, workers.describe_error(error)
+    faulthandler.cancel_dump_traceback_later()
+    try:
+      pipe.send_bytes(json.dumps([ok, answer]).encode())
+      request = json.loads(pipe.recv_bytes())
+    except (OSError, EOFError):
+      return
+
+
+class _Game:
+  """A game in its own process."""
+
+  def __init__(self, path):
+    try:
+      import textworld  # pyright: ignore[reportMissingImports]
+
+      wrappers = []
+      if path.endswith('.tw-pddl'):
+        from alfworld.agents.environment import alfred_tw_env  # pyright: ignore[reportMissingImports]
+
+        wrappers = [alfred_tw_env.AlfredDemangler]
+    except ImportError as error:
+      raise GameError(f'{error}; pip install agent_r1_jax[environments]') from error
+    names = ('admissible_commands', 'description', 'max_score', 'objective', 'won')
+    infos = textworld.EnvInfos(**dict.fromkeys(names, True))
+    self._env = textworld.start(path, infos, wrappers)
+    self._score, self._most = 0.0, 1.0
+
+  def reset(self):
+    state = self._env.reset()
+    self._score = 0.0
+    if not state.get('admissible_commands'):
+      # Without the game's .json, TextWorld knows neither these nor the score.
+      raise GameError('TextWorld knows no command of it; is its .json beside it?')
+    self._most = float(state.get('max_score') or 1)
+    if state.get('objective'):
+      # The feedback has the title in letters of $ signs in front.
+      return self._answer(state, f'{state["objective"]}\n\n{state["description"]}')
+    return self._answer(state, state.feedback)
+
+  def step(self, action):
+    state, score, done = self._env.step(action)
+    gain, self._score = float(score) - self._score, float(score)
+    return self._answer(state, state.feedback, gain / self._most, done)
+
+  def _answer(self, state, text, reward=0.0, done=False):
+    # What follows the prompt is the status line, drawn for a terminal.
+    text = re.split(r'\n>\s', text)[0].strip()
+    info = {'admissible_commands': list(state.get('admissible_commands') or ())}
+    return text, reward, bool(done), info | {'won': bool(state.get('won'))}
+
+
+if __name__ == '__main__':
+  _run_nursery(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,102 @@
+"""The tasks of reasoning-gym: generated problems, scored by the code that made them.
+
+  tasks = reasoning.load('chain_sum', size=500, seed=0, max_terms=3)
+  train.run(..., tasks=tasks, make_env=lambda: env.ToolEnv([], judge.reward))
+
+A reply answers by the last <answer>...</answer> of the agent's last message.
+"""
+
+from collections.abc import Sequence
+import functools
+import re
+from typing import Any
+
+from agent_r1_jax.agent import env, isolated
+from agent_r1_jax.types import Message, Task
+
+PROMPT = (
+  'Solve the problem. Think first if you need to, then give the answer alone inside '
+  '<answer>...</answer>.\n\nProblem: '
+)
+
+_ANSWER = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
+
+
+def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
+  """Makes the tasks of one of reasoning-gym's data sets.
+
+  Args:
+    name: The data set, such as 'chain_sum' or 'sudoku'.
+    size: How many tasks.
+    seed: Of the generator; other seeds give other tasks.
+    **config: Further fields of the data set's configuration, such as its difficulty.
+
+  Raises:
+    ValueError: There is no such data set, or reasoning-gym refuses the configuration.
+  """
+  made = {'name': name, 'size': size, 'seed': seed, **config}
+  try:
+    data = _make_data(tuple(made.items()))
+  except (AssertionError, TypeError) as error:
+    raise ValueError(f'reasoning-gym refuses {made}: {error}') from error
+  return [
+    Task(
+      f'{name}-{seed}-{index}',
+      [{'role': 'user', 'content': PROMPT + data[index]['question']}],
+      data[index]['answer'],
+      {'reasoning_gym': made, 'index': index},
+    )
+    for index in range(size)
+  ]
+
+
+class Judge:
+  """Reward and metrics of an episode; scores are computed in processes.
+
+  judge = reasoning.Judge()
+  env.ToolEnv(tools, judge.reward, metrics=judge.metrics)
+  """
+
+  def __init__(self, *, seconds: float = 10.0, processes: int = 2):
+    """Starts no process yet.
+
+    Args:
+      seconds: Seconds that one score may take; what is late counts as wrong.
+      processes: The most that are computed at a time.
+    """
+    self._score = isolated.in_subprocess(score, seconds=seconds, processes=processes)
+
+  async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
+    """Returns the data set's score of the answer, from 0 to 1."""
+    return (await self.metrics(task, messages))['score']
+
+  async def metrics(self, task: Task, messages: Sequence[Message]) -> dict[str, float]:
+    """Returns score, answered, and scoring_failed.
+
+    scoring_failed is 1.0 where the data set's code failed on the answer or took too long.
+    Such an answer is wrong, not an error: else an agent could escape its reward.
+    """
+    replies = [m['content'] for m in messages if m['role'] == 'assistant']
+    found = _ANSWER.findall(replies[-1]) if replies else []
+    values = {'score': 0.0, 'answered': float(bool(found)), 'scoring_failed': 0.0}
+    if found:
+      info = task.info
+      try:
+        made = list(info['reasoning_gym'].items())
+        values['score'] = await self._score(made, info['index'], found[-1].strip())
+      except (TimeoutError, isolated.FailedError, isolated.LostError):
+        values['scoring_failed'] = 1.0
+    return values
+
+
+def score(made: Sequence[tuple[str, Any]], index: int, answer: str) -> float:
+  """Scores an answer; some data sets run much code on it: use `Judge`."""
+  data = _make_data(tuple(made))
+  return float(data.score_answer(answer, data[index]))
+
+
+@functools.lru_cache(maxsize=8)
+def _make_data(made: tuple[tuple[str, Any], ...]):
+  import reasoning_gym  # Takes two seconds.
+
+  return reasoning_gym.create_dataset(**dict(made))

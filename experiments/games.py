@@ -1,0 +1,73 @@
+r"""Multi-turn RL on text games and generated problems.
+
+  python -m experiments.games --kind=textworld --name=runs/games \
+    --config.model.path=Qwen2.5-0.5B-Instruct
+
+Trains an instruct model in Hugging Face layout by GRPO. `--name` says what is played:
+
+  textworld       a folder, in which `--tasks` games are made
+  files           a folder with games of TextWorld (.z8) or ALFWorld (.tw-pddl)
+  gymnasium       the id of a Gymnasium environment of texts, such as my_module:Mine-v0
+  reasoning-gym   one of its data sets, such as chain_sum
+
+`--watched` of the tasks are not trained on, but evaluated every
+`--config.schedule.eval_every` steps. Needs `pip install agent_r1_jax[environments]`.
+"""
+
+from absl import app, flags
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, train, types
+from agent_r1_jax.agent import env
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.tasks import games, reasoning
+from agent_r1_jax.train import rollout
+
+KINDS = ('textworld', 'files', 'gymnasium', 'reasoning-gym')
+
+_KIND = flags.DEFINE_enum('kind', None, KINDS, 'Where the tasks are from.', required=True)
+_NAME = flags.DEFINE_string('name', None, 'What is played; see above.', required=True)
+_TASKS = flags.DEFINE_integer('tasks', 200, 'Tasks to make.')
+_WATCHED = flags.DEFINE_integer('watched', 20, 'Tasks to watch the training with.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/games', 'Where the run writes.')
+_CFG = fields.define_flags(
+  config_lib.Config(
+    schedule=config_lib.Schedule(steps=100, tasks=16, samples=8, eval_every=20),
+    limits=config_lib.Limits(max_turns=12, max_turn_tokens=256),
+    optimizer=config_lib.Optimizer(learning_rate=1e-6),
+  )
+)
+
+
+def load(kind: str, name: str, count: int) -> tuple[list[types.Task], rollout.MakeEnv]:
+  """Makes or reads tasks, and says how their environment is made; see above."""
+  if kind == 'textworld':
+    return games.make_textworld(name, range(count)), games.textworld_env
+  if kind == 'files':
+    return games.load(name), games.textworld_env
+  if kind == 'gymnasium':
+    return games.gymnasium_tasks(range(count)), lambda: games.gymnasium_env(name)
+  judge = reasoning.Judge()
+  make_env = lambda: env.ToolEnv([], judge.reward, metrics=judge.metrics)
+  return reasoning.load(name, count, seed=0), make_env
+
+
+def main(_):
+  tasks, make_env = load(_KIND.value, _NAME.value, _TASKS.value)
+  watched = _WATCHED.value
+  if not 0 < watched < len(tasks):
+    raise ValueError(
+      f'--watched={watched} must be above 0 and leave some of {len(tasks)} to train on.'
+    )
+  train.run(
+    _CFG.value,
+    _WORKDIR.value,
+    tasks=tasks[watched:],
+    make_env=make_env,
+    algorithm=algorithms.grpo(),
+    evals={'watched': tasks[:watched]},
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,97 @@
+"""Tables and a picture of what experiments/guided.py measured, over several seeds.
+
+python -m experiments.guided_report runs/guided/results-test-300.jsonl ...
+"""
+
+from collections.abc import Mapping, Sequence
+import pathlib
+from typing import Any
+
+from absl import app, flags
+import numpy as np
+
+from agent_r1_jax.report import tables
+from agent_r1_jax.train import evaluation_cache
+
+_OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
+Lines = Sequence[Mapping[str, Any]]
+
+
+def pool(lines: Lines) -> tables.Count:
+  """Adds the right answers of several seeds and sets."""
+  cells = [s['all'] for line in lines for s in line['sets'].values()]
+  right = sum(round(cell['mean'] * cell['count']) for cell in cells)
+  return tables.Count(right, sum(cell['count'] for cell in cells))
+
+
+def mean(lines: Lines, name: str) -> float:
+  """Averages a number of several seeds."""
+  return float(np.mean([line[name] for line in lines]))
+
+
+def make_table(methods: Mapping[tuple[str, int], Lines]) -> str:
+  """A row for each method and K: exact match by set, tokens and seconds a question."""
+  rows = {}
+  for (method, k), lines in methods.items():
+    sets = list(lines[0]['sets'])
+    cells: dict[str, Any] = {
+      name: pool([{'sets': {name: line['sets'][name]}} for line in lines])
+      for name in sets
+    }
+    cells = {name: f'{c.successes / c.n:.3f}'.lstrip('0') for name, c in cells.items()}
+    rows[f'{method}, K = {k}'] = cells | {
+      'all': pool(lines),
+      'tokens': f'{mean(lines, "tokens"):.0f}',
+      'seconds': f'{mean(lines, "seconds"):.3f}',
+    }
+  columns = [*sets, 'all', 'tokens', 'seconds']
+  return tables.format_table(rows, columns)
+
+
+def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) -> None:
+  """Draws exact match by tokens and by seconds, and the calibration of the values."""
+  from matplotlib import figure as figures
+
+  figure = figures.Figure(figsize=(14, 4.2), layout='constrained')
+  axes = figure.subplots(1, 3)
+  names = list(dict.fromkeys(name for name, _ in methods))
+  for axis, by in zip(axes, ('tokens', 'seconds'), strict=False):
+    for name in names:
+      points = [(k, lines) for (n, k), lines in methods.items() if n == name]
+      x = [mean(lines, by) for _, lines in points]
+      counts = [pool(lines) for _, lines in points]
+      y = np.array([c.successes / c.n for c in counts])
+      low, high = np.array([tables.wilson_interval(*c) for c in counts]).T
+      style = {'marker': 'o', 'capsize': 2, 'lw': 1.4, 'ms': 4}
+      axis.errorbar(x, y, [y - low, high - y], label=name, **style)
+    axis.set(xscale='log', xlabel=f'{by} a question', ylabel='exact match')
+  axes[0].legend(fontsize=7)
+  for part in ('turns before', 'last turn'):
+    bins = np.array([b for line in calibrations for b in line[part]['bins']])
+    axes[2].scatter(bins[:, 0], bins[:, 1], np.sqrt(bins[:, 2]) + 4, label=part)
+  axes[2].plot([0, 1], [0, 1], color='#9ca3af', lw=1)
+  axes[2].set(xlabel="critic's value", ylabel='share of right episodes')
+  axes[2].legend(fontsize=8)
+  figure.savefig(path, dpi=130)
+
+
+def main(argv):
+  if len(argv) < 2:
+    raise app.UsageError('name the files of results')
+  read = [line for name in argv[1:] for line in evaluation_cache.read(name)]
+  methods: dict[tuple[str, int], list] = {}
+  for line in read:
+    if 'sets' in line:
+      methods.setdefault((line['method'], line['k']), []).append(line)
+  out = pathlib.Path(_OUT.value)
+  calibrations = [line for line in read if line['method'] == 'calibration']
+  plot(methods, calibrations, out.with_suffix('.png'))
+  print(make_table(methods))
+  for line in calibrations:
+    for part in ('turns before', 'last turn'):
+      numbers = {name: line[part][name] for name in ('correlation', 'auc', 'ece')}
+      print(part, {name: round(x, 3) for name, x in numbers.items()})
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,104 @@
+"""A simulated user."""
+
+from http import server
+import json
+import threading
+
+import pytest
+
+from agent_r1_jax import testing, types
+from agent_r1_jax.agent import tool, workers
+from agent_r1_jax.tasks import dialogue
+
+TASK = types.Task(
+  'room', [{'role': 'system', 'content': 'Book a room.'}], 'May', {'user': 'In May.'}
+)
+
+
+@tool.tool
+def book(month: str) -> str:
+  """Books.
+
+  Args:
+    month: When.
+  """
+  return f'Booked in {month}.'
+
+
+CALL = '<tool_call>{"name": "book", "arguments": {"month": "May"}}</tool_call>'
+
+
+def user(messages):
+  """Is led by the last thing that was said."""
+  assert messages[0]['role'] == 'system' and messages[0]['content'].endswith('In May.')
+  assert {m['role'] for m in messages[1::2]} <= {'assistant'}
+  said = [m['content'] for m in messages[2::2]]
+  if not said:
+    return 'A room, please.'
+  assert not any('Booked' in text for text in said)
+  return 'Thanks! [END] Bye.' if 'done' in said[-1] else 'In May. <|im_end|>'
+
+
+async def later(messages):
+  return user(messages)
+
+
+def reward(task, messages, status):
+  booked = any(f'Booked in {task.answer}' in m['content'] for m in messages)
+  return {'booked': booked, 'thanked': messages[-1]['content'] == 'Thanks!'}
+
+
+@pytest.mark.parametrize('plays', [user, later])
+async def test_a_dialogue_with_a_tool(plays):
+  make = lambda: dialogue.DialogueEnv([book], reward, plays)
+  assert (await make().reset(TASK))[-1] == {'role': 'user', 'content': 'A room, please.'}
+  steps = await testing.check_env(make, TASK, ['When?', CALL, 'It is done.'])
+  assert steps[0].messages == [{'role': 'user', 'content': 'In May. <|im_end|>'}]
+  assert steps[1].messages[0]['content'] == 'Booked in May.'
+  assert [step.reward for step in steps] == [0.0, 0.0, 2.0]
+  asked = types.Task('r', [{'role': 'user', 'content': 'A room.'}], info=TASK.info)
+  env = dialogue.DialogueEnv([], lambda task, messages: 0.0, lambda messages: '[END]')
+  assert await env.reset(asked) == asked.messages
+  assert (await env.step('When?')).done
+
+
+async def test_a_user_that_fails_is_an_error(no_clock, gate):
+  import late
+
+  def hangs(messages):
+    late.hang()
+    gate.wait()
+
+  for plays, error, message in (
+    (hangs, workers.CallTimeoutError, r'user gave no .* 60 seconds \(user_seconds\)'),
+    (lambda messages: None, ValueError, 'the user said None; it must be a text'),
+  ):
+    with pytest.raises(error, match=message):
+      await dialogue.DialogueEnv([], reward, plays).reset(TASK)
+  with pytest.raises(ValueError, match='user_seconds=0 and stop='):
+    dialogue.DialogueEnv([], reward, user, user_seconds=0)
+
+
+async def test_an_endpoint_plays_the_user():
+  class Endpoint(server.BaseHTTPRequestHandler):
+    def do_POST(self):
+      asked = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+      assert self.path == '/v1/chat/completions' and asked['temperature'] == 0.5
+      text = user(asked['messages'])
+      body = json.dumps({'choices': [{'message': {'content': text}}]}).encode()
+      self.send_response(200)
+      self.send_header('Content-Length', str(len(body)))
+      self.end_headers()
+      self.wfile.write(body)
+
+    def log_message(self, *_):
+      pass
+
+  with server.ThreadingHTTPServer(('127.0.0.1', 0), Endpoint) as http:
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    url = f'http://127.0.0.1:{http.server_port}/v1'
+    plays = dialogue.endpoint_user(url, 'model', temperature=0.5)
+    env = dialogue.DialogueEnv([], reward, plays)
+    assert (await env.reset(TASK))[-1]['content'] == 'A room, please.'
+    assert (await env.step('done')).reward == 1.0
+    http.shutdown()

@@ -1,0 +1,55 @@
+"""What experiments/guided.py takes and counts, on episodes that are made by hand."""
+
+import numpy as np
+import pytest
+
+from agent_r1_jax import types
+from experiments import guided
+
+
+def _episode(said: str, em: float, logprob: float):
+  mask = np.array([False, True, True, False, True, True])
+  logprobs = np.where(mask, logprob, 0.0).astype(np.float32)
+  segment = types.Segment(np.arange(6), mask, logprobs, np.zeros(6, np.int32))
+  return types.Trajectory(
+    types.Task('a', [], ''),
+    0,
+    0,
+    [segment],
+    [types.Turn(0, 1, 3), types.Turn(0, 4, 6)],
+    [{'role': 'assistant', 'content': f'<answer> {said}</answer>'}],
+    status='done',
+    metrics={'em': em},
+  )
+
+
+def test_one_of_several_episodes_is_taken_in_each_way():
+  group = [
+    _episode('Left', 0.0, -0.1),
+    _episode('right', 1.0, -0.9),
+    _episode('The right', 1.0, -0.8),
+    _episode('wrong', 0.0, -0.7),
+  ]
+  values = {id(t): np.array([0.5, v]) for t, v in zip(group, (0.4, 0.3, 0.2, 0.6))}
+  taken = guided.select_episodes([group], values)
+  numbers = {id(t): number for number, t in enumerate(group)}
+  assert {how: numbers[id(chosen)] for how, (chosen,) in taken.items()} == {
+    'episodes, likeliest': 0,
+    'episodes, majority': 1,  # Articles and case do not count.
+    'episodes, highest value': 3,
+    'episodes, majority by value': 3,
+    'episodes, best (oracle)': 1,
+  }
+  group[2].metrics['sampled_tokens'] = 32.0
+  assert guided.sampled_tokens(group) == 3 * 4 + 32
+
+
+def test_calibration_of_values():
+  right, wrong = _episode('a', 1.0, 0.0), _episode('b', 0.0, 0.0)
+  values = {id(right): np.array([0.21, 0.95]), id(wrong): np.array([0.2625, 0.05])}
+  found = guided.calibrate([right, wrong], values)
+  assert found['last turn']['bins'] == [[0.05, 0.0, 1], [0.95, 1.0, 1]]
+  assert found['last turn']['auc'] == 1.0 and found['turns before']['auc'] == 0.0
+  assert found['last turn']['correlation'] == pytest.approx(1.0)
+  assert found['last turn']['ece'] == pytest.approx(0.05)
+  assert [b[1:] for b in found['turns before']['bins']] == [[0.5, 2]]

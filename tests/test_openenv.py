@@ -1,0 +1,59 @@
+"""A real OpenEnv server, in a process, and the environment that plays on it."""
+
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from agent_r1_jax import testing, types
+from agent_r1_jax.tasks import openenv
+
+pytest.importorskip('openenv', reason='the extra `environments` is not installed')
+
+
+@pytest.fixture(scope='module')
+def url():
+  """The socket listens before the server is there: who connects waits."""
+  with socket.create_server(('127.0.0.1', 0)) as listener:
+    number = listener.fileno()
+    path = pathlib.Path(__file__).parent / 'openenv_server.py'
+    server = subprocess.Popen([sys.executable, str(path), str(number)], pass_fds=[number])
+    yield f'http://127.0.0.1:{listener.getsockname()[1]}'
+  server.send_signal(signal.SIGTERM)
+  assert server.wait(60) in (0, -signal.SIGTERM)
+
+
+def act(*actions):
+  return [f'<action>{action}</action>' for action in actions]
+
+
+async def test_a_server_is_played(url):
+  task = types.Task('t', [{'role': 'system', 'content': 'Talk.'}], info={'reset': {}})
+  make = lambda: openenv.ServedEnv(url, field='word')
+  replies = ['well', *act('{"words": 3}', 'hello', '{"word": "you"}')]
+  steps = await testing.check_env(make, task, replies)
+  assert [step.reward for step in steps] == [0, 0, 5, 3]
+  assert [step.metrics['invalid_action'] for step in steps] == [1, 1, 0, 0]
+  assert 'Invalid message' in steps[1].messages[0]['content']
+  assert steps[2].messages == [{'role': 'user', 'content': 'You said hello.'}]
+  task.info['reset']['seed'] = 1
+  await testing.check_env(make, task, act('bye'))
+
+
+async def test_what_fails_is_an_error(url):
+  env = openenv.ServedEnv(url, field='word')
+  assert (await env.reset(types.Task('t', [])))[0]['content'] == 'Say something.'
+  with pytest.raises(RuntimeError, match='it crashed'):
+    await env.step(*act('crash'))
+  await env.close()
+  nowhere = openenv.ServedEnv('http://127.0.0.1:1')
+  with pytest.raises(ConnectionError, match='Failed to connect'):
+    await nowhere.reset(types.Task('t', []))
+
+
+def test_observations_are_written():
+  assert openenv.show_observation({'text': 'a', 'metadata': {}, 'error': None}) == 'a'
+  assert openenv.show_observation({'a': 'ä', 'b': [1]}) == '{"a": "ä", "b": [1]}'
