@@ -59,6 +59,10 @@ class RewardModel:
     self._mean, self._std = training['mean'], training['std']
     self._tools, self._clip = tools, clip
     self._shape = packing.MicrobatchShape(rows, training['row_tokens'])
+    # It is compiled now, and not within the time of the first call.
+    rl_reward_model.score(
+      params, [np.zeros(1, np.int32)], config=shape, shape=self._shape
+    )
     self._batcher = batching.Batcher(self._score, 'reward_model', timeout=timeout)
 
   def score(self, trajectories: Sequence[types.Trajectory]) -> np.ndarray:

@@ -31,7 +31,7 @@ from agent_r1_jax import train, types
 from agent_r1_jax.agent import context, env, rewards, tool
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import metrics as metrics_lib
-from agent_r1_jax.report import summary
+from agent_r1_jax.report import summary, tables
 from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
@@ -170,24 +170,16 @@ def main(_):
 
 def tabulate_learning(workdirs: list[pathlib.Path]) -> str:
   """Tabulates the mean exact match on the development sets by step."""
-  rows = {}
-  for workdir in workdirs:
-    rows[workdir.name] = {
-      row['step']: statistics.fmean(found)
+  names = [f'eval/{name}/em' for name in quickstart.SETS]
+  cells: dict[str, dict[str, tables.Count | float | str]] = {
+    workdir.name: {
+      str(row['step']): statistics.fmean(row[name] for name in names)
       for row in metrics_lib.read(workdir)
-      if (
-        found := [row[f'eval/{s}/em'] for s in quickstart.SETS if f'eval/{s}/em' in row]
-      )
+      if names[0] in row
     }
-  steps = sorted({step for row in rows.values() for step in row})
-  lines = [
-    '| em at step | ' + ' | '.join(map(str, steps)) + ' |',
-    '|---' * (len(steps) + 1) + '|',
-  ]
-  for name, row in rows.items():
-    cells = [f'{row[step]:.3f}' if step in row else '' for step in steps]
-    lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    for workdir in workdirs
+  }
+  return tables.format_table(cells, cells[workdirs[0].name], 'exact match at step')
 
 
 if __name__ == '__main__':
