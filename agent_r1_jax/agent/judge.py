@@ -1,7 +1,7 @@
 """A judge as a reward function: another model reads the conversation and says a number.
 
   judge = Judge(openai_endpoint(URL, 'judge-7b'), PROMPT, budget=5000)
-reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
+  reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
 """
 
 import asyncio
@@ -63,9 +63,9 @@ def openai_endpoint(
 class Judge:
   """A reward function that asks a judge, and never twice the same.
 
-  An answer that is late, broken or out of the range
-  is a failure: it is counted, and raises, so that its trajectory is masked as an error
-  and not scored 0; with a `fallback` it is worth that instead.
+  An answer that is late, broken or out of the range is a failure: it is counted, and
+  raises, so that its trajectory is masked as an error and not scored 0; with a `fallback`
+  it is worth that instead.
 
   Attributes:
     counts: 'calls', 'cached', 'failures' and 'refused', those beyond the budget, so far.
