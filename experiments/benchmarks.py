@@ -17,10 +17,11 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
-from agent_r1_jax.tasks import mathematics, programming, qa, qa_data
+from agent_r1_jax.tasks import games as games_lib
+from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
-from agent_r1_jax.train import evaluate, identity, scores
-from experiments import comparison, react
+from agent_r1_jax.train import evaluate, identity, rollout, scores
+from experiments import comparison, react, retrievers
 from experiments.hotpotqa import demos, settings
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
@@ -43,11 +44,16 @@ class Source(NamedTuple):
     data: Its file or folder; empty is the default place, if it has one.
     model: The directory of the policy; empty is the task's own small one.
     limit: The most tasks of a set; 0 is all.
+    retriever: What is searched, where the task has no passages; see
+      retrievers.open_retriever.
+    encoder: The directory of the model of dense indexes.
   """
 
   data: str
   model: str
   limit: int
+  retriever: str = ''
+  encoder: str = ''
 
 
 class Benchmark(NamedTuple):
@@ -137,6 +143,10 @@ FAMILIES = {
 }
 
 
+# Where tasks of experiments.games are from.
+GAMES = ('textworld', 'files', 'gymnasium', 'reasoning-gym')
+
+
 def shuffle(tasks: Sequence[types.Task], seed: int = 0) -> list[types.Task]:
   """Orders problems by a seed; the first are held out from training."""
   order = np.random.default_rng(seed).permutation(len(tasks))
@@ -182,6 +192,61 @@ def load_questions(name: str, source: Source) -> Benchmark:
   )
 
 
+def load_question_file(source: Source) -> Benchmark:
+  """Loads questions of a data set that has no passages of its own."""
+  if not source.data or not source.retriever:
+    raise ValueError(
+      '--data and --retriever: name the file of the questions and what is searched, such '
+      'as the address of a server (docs/retrieval.md).'
+    )
+  tasks = demos.shuffle(qa_data.load(source.data))[: source.limit or None]
+  retriever = retrievers.open_retriever(source.retriever, source.encoder)
+  return Benchmark(
+    settings.methods(settings.INSTRUCT, {'': tasks}, retriever),
+    **_QUESTIONS,
+    config=settings.INSTRUCT.config,
+    made_of={'retriever': source.retriever, 'encoder': source.encoder},
+  )
+
+
+def load_games(
+  kind: str, name: str, count: int
+) -> tuple[list[types.Task], rollout.MakeEnv]:
+  """Makes or reads tasks, and says how their environment is made.
+
+  Args:
+    kind: One of GAMES.
+    name: What is played; experiments/games.py says what that may be.
+    count: How many tasks are made.
+  """
+  if kind == 'textworld':
+    return games_lib.make_textworld(name, range(count)), games_lib.textworld_env
+  if kind == 'files':
+    return games_lib.load(name), games_lib.textworld_env
+  if kind == 'gymnasium':
+    return games_lib.gymnasium_tasks(range(count)), lambda: games_lib.gymnasium_env(name)
+  judge = reasoning.Judge()
+  make_env = lambda: env.ToolEnv([], judge.reward, metrics=judge.metrics)
+  return reasoning.load(name, count, seed=0), make_env
+
+
+def load_games_benchmark(kind: str, source: Source) -> Benchmark:
+  """Makes games or reasoning problems to be measured on; 100 if there is no limit."""
+  if not source.data:
+    raise ValueError('--data: name what is played, as --name of experiments.games does.')
+  tasks, make_env = load_games(kind, source.data, source.limit or 100)
+  tasks = tasks[: source.limit or None]
+  games = ('won', ('no_action', 'inadmissible'))
+  problems = ('score', ('answered', 'scoring_failed'))
+  return Benchmark(
+    {'agent': ({'': tasks}, make_env)},
+    *(problems if kind == 'reasoning-gym' else games),
+    answers=None,
+    config=config_lib.Config(limits=config_lib.Limits(max_turns=12, max_turn_tokens=256)),
+    made_of={},
+  )
+
+
 def load_miniwiki(source: Source) -> Benchmark:
   """Makes miniwiki's test questions; 300 of each set if there is no limit."""
   sets = {
@@ -203,6 +268,10 @@ TASKS: dict[str, Callable[[Source], Benchmark]] = {
   'hotpotqa': functools.partial(load_questions, 'hotpotqa'),
   '2wiki': functools.partial(load_questions, '2wikimultihopqa'),
   'musique': functools.partial(load_questions, 'musique'),
+  **dict.fromkeys(('nq', 'triviaqa', 'popqa', 'bamboogle'), load_question_file),
+  'textworld': functools.partial(load_games_benchmark, 'textworld'),
+  'games': functools.partial(load_games_benchmark, 'files'),
+  'reasoning-gym': functools.partial(load_games_benchmark, 'reasoning-gym'),
   **{name: functools.partial(load_problems, family) for name, family in FAMILIES.items()},
 }
 

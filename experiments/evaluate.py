@@ -33,6 +33,10 @@ from experiments import benchmarks, react
 _TASK = flags.DEFINE_enum('task', None, [*benchmarks.TASKS], 'The task.', required=True)
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder; miniwiki has none.')
 _METHODS = flags.DEFINE_list('methods', [], 'Methods to play; all by default.')
+_RETRIEVER = flags.DEFINE_string(
+  'retriever', '', 'What nq, triviaqa, popqa and bamboogle search: address or indexes.'
+)
+_ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _N = flags.DEFINE_integer('n', 1, 'Samples of each task.', lower_bound=1)
 _LIMIT = flags.DEFINE_integer('limit', 100, 'Most tasks of a set; 0 is all.', 0)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/evaluate', 'Where it writes.')
@@ -43,7 +47,9 @@ def main(_):
   runtime.quiet_logging()
   given = config_flags.get_override_values(flags.FLAGS['config'])
   workdir, n = pathlib.Path(_WORKDIR.value), _N.value
-  source = benchmarks.Source(_DATA.value, given.get('model.path', ''), _LIMIT.value)
+  model = given.get('model.path', '')
+  searched = (_RETRIEVER.value, _ENCODER.value)
+  source = benchmarks.Source(_DATA.value, model, _LIMIT.value, *searched)
   benchmark = benchmarks.TASKS[_TASK.value](source)
   # A model that goes on after its action would make up what it observes.
   stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}

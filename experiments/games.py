@@ -17,15 +17,13 @@ Trains an instruct model in Hugging Face layout by GRPO. `--name` says what is p
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
-from agent_r1_jax.agent import env
+from agent_r1_jax import fields, train
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.tasks import games, reasoning
-from agent_r1_jax.train import rollout
+from experiments import benchmarks
 
-KINDS = ('textworld', 'files', 'gymnasium', 'reasoning-gym')
-
-_KIND = flags.DEFINE_enum('kind', None, KINDS, 'Where the tasks are from.', required=True)
+_KIND = flags.DEFINE_enum(
+  'kind', None, benchmarks.GAMES, 'Where the tasks are from.', required=True
+)
 _NAME = flags.DEFINE_string('name', None, 'What is played; see above.', required=True)
 _TASKS = flags.DEFINE_integer('tasks', 200, 'Tasks to make.')
 _WATCHED = flags.DEFINE_integer('watched', 20, 'Tasks to watch the training with.')
@@ -39,21 +37,8 @@ _CFG = fields.define_flags(
 )
 
 
-def load(kind: str, name: str, count: int) -> tuple[list[types.Task], rollout.MakeEnv]:
-  """Makes or reads tasks, and says how their environment is made; see above."""
-  if kind == 'textworld':
-    return games.make_textworld(name, range(count)), games.textworld_env
-  if kind == 'files':
-    return games.load(name), games.textworld_env
-  if kind == 'gymnasium':
-    return games.gymnasium_tasks(range(count)), lambda: games.gymnasium_env(name)
-  judge = reasoning.Judge()
-  make_env = lambda: env.ToolEnv([], judge.reward, metrics=judge.metrics)
-  return reasoning.load(name, count, seed=0), make_env
-
-
 def main(_):
-  tasks, make_env = load(_KIND.value, _NAME.value, _TASKS.value)
+  tasks, make_env = benchmarks.load_games(_KIND.value, _NAME.value, _TASKS.value)
   watched = _WATCHED.value
   if not 0 < watched < len(tasks):
     raise ValueError(

@@ -7,14 +7,11 @@ Several indexes are fused by reciprocal ranks. The address is printed when the s
 accepts requests; SIGTERM ends it within seconds.
 """
 
-import pathlib
-
 from absl import app, flags
 
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import encoder
-from agent_r1_jax.retrieval import bm25, dense, fusion, server
-from agent_r1_jax.retrieval.documents import Retriever
+from agent_r1_jax.retrieval import server
+from experiments import retrievers
 
 _INDEX = flags.DEFINE_list('index', None, 'Directories of indexes.', required=True)
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
@@ -27,24 +24,10 @@ _TIMEOUT = flags.DEFINE_float('timeout', 10.0, 'Seconds that a query may take.',
 _CACHE = flags.DEFINE_integer('cache', 10_000, 'Answers to keep.', 0)
 
 
-def open_indexes(directories: list[str], model: str) -> Retriever:
-  """Loads one index, or the fusion of several."""
-  made = encoder.Encoder(model) if model else None
-  found = []
-  for directory in directories:
-    if not (pathlib.Path(directory) / 'index.faiss').is_file():
-      found.append(bm25.BM25.load(directory))
-    elif made is None:
-      raise ValueError(f'--index={directory} is dense; name its model with --encoder=DIR')
-    else:
-      found.append(dense.Dense.load(directory, made.encode_queries))
-  return found[0] if len(found) == 1 else fusion.Fusion(found)
-
-
 def main(_):
   runtime.quiet_logging()
   runtime.enable_compilation_cache()
-  retriever = open_indexes(_INDEX.value, _ENCODER.value)
+  retriever = retrievers.open_indexes(_INDEX.value, _ENCODER.value)
   # The encoder compiles a program for each of a few lengths and numbers of queries.
   for words in (5, 20, 40):
     for count in (1, 2, 4, 8, 16, 32, 64):

@@ -11,6 +11,7 @@ import script as script_lib
 import tiny
 
 from agent_r1_jax.report import viewer
+from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.train import spool
 
 # Ends the command as a kill does that cuts the fourth episode short on the disk.
@@ -114,3 +115,31 @@ def test_questions_with_passages(model, tmp_path):
   samples = viewer.read_log(tmp_path / 'run' / 'episodes.eval')
   (rag, *_) = [s for s in samples if s['id'].startswith('rag/')]
   assert '(Title: ' in rag['input'][0]['content']
+
+
+def test_questions_that_come_without_passages(model, tmp_path):
+  """Their file as its authors ship it, and an index of passages of others."""
+  names = ['Oslo', 'Bergen', 'Hamar']
+  index = bm25.BM25([documents.Document(n, n, f'{n} is a city.') for n in names])
+  index.save(tmp_path / 'index')
+  rows = ''.join(f'What is {name}?,a city\n' for name in names)
+  (tmp_path / 'bamboogle.csv').write_text(f'Question,Answer\n{rows}')
+  flags = '--task=bamboogle', f'--data={tmp_path / "bamboogle.csv"}'
+  refused = _run(model, tmp_path / 'run', *flags)
+  assert refused.returncode != 0 and 'what is searched' in refused.stderr
+  done = _run(
+    model, tmp_path / 'run', *flags, f'--retriever={tmp_path / "index"}', '--methods=rag'
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  (first, _) = viewer.read_log(tmp_path / 'run' / 'episodes.eval')
+  assert 'is a city.' in first['input'][0]['content']
+
+
+def test_generated_problems(model, tmp_path):
+  pytest.importorskip('reasoning_gym', reason='pip install agent_r1_jax[environments]')
+  done = _run(model, tmp_path, '--task=reasoning-gym', '--data=chain_sum')
+  assert done.returncode == 0, done.stderr[-3000:]
+  (found,) = json.loads((tmp_path / 'results.json').read_text())['methods'][
+    'agent'
+  ].values()
+  assert found['tasks'] == 2 and found['scoring_failed'] == 0

@@ -13,7 +13,7 @@ from agent_r1_jax.retrieval.documents import Document, Hit
 _MAX_ANSWER = 1 << 26  # Bytes; a server that sends more is broken.
 
 
-class RemoteError(RuntimeError):
+class RemoteError(ConnectionError):
   """A server gave no passages; the text names it, and says why."""
 
 

@@ -39,7 +39,7 @@ from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import bm25, dense, documents
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.train import evaluate, evaluation_cache, identity
-from experiments import comparison
+from experiments import comparison, retrievers
 from experiments.hotpotqa import demos, settings
 from experiments.miniwiki import hashing
 
@@ -47,9 +47,10 @@ _DATA = flags.DEFINE_string(
   'data', qa_data.FETCHED.format('hotpotqa'), 'Folder of corpus and train.jsonl.gz.'
 )
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/hotpotqa', 'Directory of the run.')
-_RETRIEVER = flags.DEFINE_enum(
-  'retriever', 'bm25', ['bm25', 'dense'], 'Retriever of the tool.'
+_RETRIEVER = flags.DEFINE_string(
+  'retriever', 'bm25', 'bm25, dense, or what experiments.build_index made or serves.'
 )
+_ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in hotpotqa.pretrain.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
@@ -74,18 +75,21 @@ def main(_):
 
   passages = documents.read_corpus(corpus)
   encode = hashing.HashingEncoder(1024).fit([d.contents for d in passages]).encode
-  retrievers = {'bm25': bm25.BM25(passages), 'dense': dense.Dense(passages, encode)}
+  found = {'bm25': bm25.BM25(passages), 'dense': dense.Dense(passages, encode)}
+  if _RETRIEVER.value not in found:
+    place = _RETRIEVER.value
+    found[place] = retrievers.open_retriever(place, _ENCODER.value)
   recalls = {
-    name: comparison.recall(found, held_out) for name, found in retrievers.items()
+    name: comparison.recall(retriever, held_out) for name, retriever in found.items()
   }
-  retriever = retrievers[_RETRIEVER.value]
+  retriever = found[_RETRIEVER.value]
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
   play = functools.partial(
     evaluation_cache.evaluate_or_read,
     workdir / 'results.jsonl',
     summarize=lambda sets: summarize(sets['']),
     depends_on={
-      'retriever': _RETRIEVER.value,
+      'retriever': [_RETRIEVER.value, _ENCODER.value],
       'passages': identity.digest([dataclasses.astuple(d) for d in passages]),
       'k': setting.k,
       'template': setting.template,

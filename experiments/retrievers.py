@@ -1,0 +1,34 @@
+"""Opens what experiments.build_index made, or a server of experiments.serve_retriever."""
+
+from collections.abc import Sequence
+import pathlib
+
+from agent_r1_jax.models import encoder
+from agent_r1_jax.retrieval import bm25, client, dense, fusion
+from agent_r1_jax.retrieval.documents import Retriever
+
+
+def open_indexes(directories: Sequence[str], model: str) -> Retriever:
+  """Loads one index, or several, which are fused by reciprocal ranks.
+
+  Args:
+    directories: The directories of the indexes.
+    model: The directory of the model of the dense ones.
+  """
+  made = encoder.Encoder(model) if model else None
+  found = []
+  for directory in directories:
+    if not (pathlib.Path(directory) / 'index.faiss').is_file():
+      found.append(bm25.BM25.load(directory))
+    elif made is None:
+      raise ValueError(f'{directory} is a dense index; name its model with --encoder=DIR')
+    else:
+      found.append(dense.Dense.load(directory, made.encode_queries))
+  return found[0] if len(found) == 1 else fusion.Fusion(found)
+
+
+def open_retriever(places: str, model: str) -> Retriever:
+  """Opens a server's address, or directories of indexes, separated by commas."""
+  if places.startswith(('http://', 'https://')):
+    return client.Remote(places)
+  return open_indexes(places.split(','), model)
