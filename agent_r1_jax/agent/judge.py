@@ -1,7 +1,7 @@
 """A judge as a reward function: another model reads the conversation and says a number.
 
-  judge = Judge(openai_endpoint(URL, 'judge-7b'), PROMPT, budget=5000)
-  reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
+judge = Judge(openai_endpoint(URL, 'judge-7b'), PROMPT, budget=5000)
+reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
 """
 
 import asyncio

@@ -117,12 +117,12 @@ VARIANTS = {
 }
 _ONLY = flags.DEFINE_list('only', list(VARIANTS), 'Variants to run.')
 _MODEL = flags.DEFINE_string(
-  'reward_model', '', 'Directory of a reward model; adds reward_model, model_shaping.'
+  'reward_model', '', 'Directory of a reward model; adds variants with it.'
 )
 
 
 def model_variants(directory: str, search_tool: tool.Tool, steps: int):
-  """A reward model as a part of the reward that decays to 0, and as a potential."""
+  """A reward model as a decaying part of the reward, in its place, and as a potential."""
   model = reward_model.load(directory, tools=[search_tool.schema])
   weight = lambda step: 0.2 * max(0.0, 1 - step / steps)
   mixed = rewards.hybrid(outcome=(1.0, qa.paper_reward), model=(weight, model))
@@ -132,6 +132,7 @@ def model_variants(directory: str, search_tool: tool.Tool, steps: int):
 
   return {
     'reward_model': Variant(TURNS, reward=mixed),
+    'model_alone': Variant(TURNS, reward=model),
     'model_shaping': Variant(TURNS, process_reward=rewards.potential_based(potential)),
   }
 
