@@ -423,7 +423,7 @@ class Alarms:
   invalid_calls: float = 0.5
   isolated_calls: float = 0.0
   action_share: float = 0.02
-  hacking: float = 4.0
+  hacking: float = 2.0
   true_metric: str = 'rollout/em'
   window: int = 20
 
