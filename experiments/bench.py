@@ -417,7 +417,7 @@ def grammar(bench: Bench) -> dict[str, Any]:
   engine.warm_up(automata=[calls])
 
   async def reply(n: int, held: bool):
-    # Of a prompt of one token nothing is prefilled.
+    # A prompt of one token has nothing to prefill.
     prompt, guides = np.array([n], np.int32), [calls] if held else []
     await engine.submit(wide.request(n, prompt, steps, None, *guides))
 

@@ -71,7 +71,7 @@ def _optimizer():
 
 
 def _seconds(fn: Callable[[], Any]) -> tuple[float, float]:
-  """Of the first call, and the least of the others."""
+  """Returns the seconds of the first call, and the least of the others."""
   times = []
   for _ in range(1 + _REPEATS.value):
     start = time.perf_counter()

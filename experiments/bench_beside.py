@@ -39,7 +39,7 @@ _SIDE = flags.DEFINE_enum('side', 'both', ['both', 'jax', 'torch'], 'What to mea
 
 
 def least_seconds(fn: Callable[[], Any]) -> float:
-  """Of the repetitions after the first; fn returns when the device is done."""
+  """Times the repetitions after the first; fn returns when the device is done."""
   times = []
   for _ in range(1 + _REPEATS.value):
     start = time.perf_counter()

@@ -33,7 +33,7 @@ Answers = Callable[[Sequence[str]], Sequence[Hashable | None]]
 
 # Method -> set -> trajectories, those of a task side by side.
 Played = Mapping[str, Mapping[str, Sequence[types.Trajectory]]]
-# Of an episode, as evaluate.summarize calls them.
+# What an episode costs, by the names of evaluate.summarize.
 COSTS = ('tokens', 'action_tokens', 'turns', 'status/error')
 
 
@@ -257,7 +257,7 @@ def load_miniwiki(source: Source) -> Benchmark:
   return Benchmark(
     shapes.methods(sets, 0),
     **_QUESTIONS,
-    # ReAct's form takes room.
+    # ReAct's prompts are longer than the quickstart's 448 slots allow.
     config=fields.replace(shapes.CONFIG, {'engine.slots': 640}),
     made_of={},
   )

@@ -162,18 +162,18 @@ def mesh_for(
 
 
 def parameters(config: decoder.DecoderConfig) -> Any:
-  """Their shapes."""
+  """Returns the shapes of the parameters, without computing them."""
   return jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
 
 
 def training_state(config, optimizer, mesh) -> learner.ModelState:
-  """Abstract and split."""
+  """Returns the shapes of the training state, with their sharding on the mesh."""
   shapes = jax.eval_shape(lambda p: learner.init(p, optimizer), parameters(config))
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 
 def batch(mesh, rows: int, tokens: int) -> types.Batch:
-  """One micro-batch of GRPO without a KL term: `rows` for each chip that has rows."""
+  """Returns the shapes of a micro-batch of GRPO with `rows` rows for each data shard."""
   rows *= mesh.shape['data'] * mesh.shape['fsdp']
   kinds = {'tokens': jnp.int32, 'positions': jnp.int32, 'segment_ids': jnp.int32}
   kinds |= {'action_mask': jnp.bool}
@@ -292,7 +292,10 @@ def collectives(text: str) -> tuple[dict[str, int], int]:
 
 
 def _passes(line: str, inside: dict[str, list[str]]) -> int | None:
-  """Of a loop: as XLA notes it, or the only constant of a condition that counts up."""
+  """Returns how often a loop runs.
+
+  XLA notes it, or it is the only constant of a condition that counts up.
+  """
   if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
     return int(noted[1])
   condition = re.search(r'condition=%([\w.-]+)', line)

@@ -104,7 +104,9 @@ def fit_head(config: config_lib.Config, out: pathlib.Path, make_env, tasks: int)
   """Saves the policy with a value head that predicts its own episodes' exact match.
 
   The layers stay those of the policy. The head is the ridge regression of the returns on
-  the hidden states in which the last tokens of turns were chosen.
+  the hidden states in which the last tokens of turns were chosen. States and returns are
+  centred on the same turn of the same question: without that, the head learns which
+  questions are easy, and prefers the turns that look like theirs.
 
   Args:
     config: The configuration; model.path is the policy.
@@ -113,39 +115,46 @@ def fit_head(config: config_lib.Config, out: pathlib.Path, make_env, tasks: int)
     tasks: The number of training questions, of each of which 4 episodes are played.
   """
   player = Player(config, {'train': miniwiki.train_tasks(0, 4096)[:tasks]})
-  episodes = [t for t in player.play(make_env, rollout.ON_POLICY, 4)['train'] if t.turns]
-  shape = packing.MicrobatchShape(16, player.config.engine.slots)
+  episodes = player.play(make_env, rollout.ON_POLICY, 4)['train']
+  x, y, turns = read_states(player, [t for t in episodes if t.turns])
+  centre = lambda a: a - (np.bincount(turns, a) / np.bincount(turns))[turns]
+  moved = np.stack([centre(column) for column in x.T], 1)
+  gram = moved.T @ moved / len(x) + 1e-3 * np.eye(x.shape[1])
+  kernel = np.linalg.solve(gram, moved.T @ centre(y) / len(x))
+  head = {'kernel': kernel[:, None], 'bias': np.array([(y - x @ kernel).mean()])}
+  params = player.params | {'value_head': {k: jnp.float32(a) for k, a in head.items()}}
+  how = critic.describe(PPO, config.model.path, privileged=False) or {}
+  how |= {'rewards': ['less the mean of the question']}
+  source = config.model.path
+  weights.save(out, player.shape, params, tokenizer_from=source, value_head=how)
+
+
+def read_states(player: Player, episodes: Sequence[types.Trajectory]):
+  """Reads the hidden states in which the last tokens of turns were chosen.
+
+  Returns:
+    The states, float64 [turns, D]; the reward of each turn's episode; and a number that
+    is the same for the same turn of one question's episodes.
+  """
   forward = jax.jit(functools.partial(decoder.hidden, config=player.shape))
+  shape = packing.MicrobatchShape(16, player.config.engine.slots)
   states, returns = [], []
   for i in range(0, len(episodes), 256):
     table = table_lib.build(episodes[i : i + 256])
     batches, layout = packing.pack_microbatches(table, shape)
-    hidden = [
-      forward(
-        player.params,
-        tokens=b.tokens,
-        positions=b.positions,
-        segment_ids=b.segment_ids,
-      )
+    texts = [
+      {name: getattr(b, name) for name in ('tokens', 'positions', 'segment_ids')}
       for b in batches
     ]
-    x = np.concatenate(hidden).reshape(-1, player.shape.embed_dim)[layout.index]
+    hidden = np.concatenate([forward(player.params, **text) for text in texts])
+    x = hidden.reshape(-1, player.shape.embed_dim)[layout.index]
     actions = np.flatnonzero(table.action_mask)
     last = actions[table_lib.ends(table.turn[actions])]
-    states.append(x[last - 1])
+    states.append(x[last - 1].astype(np.float64))
     returns.append(table.scores[table.trajectory[last]])
-  x, y = np.concatenate(states).astype(np.float64), np.concatenate(returns)
-  mean = x.mean(0)
-  gram = (x - mean).T @ (x - mean) / len(x) + 1e-3 * np.eye(x.shape[1])
-  kernel = np.linalg.solve(gram, (x - mean).T @ (y - y.mean()) / len(x))
-  head = {'kernel': kernel[:, None], 'bias': np.array([y.mean() - mean @ kernel])}
-  params = player.params | {
-    'value_head': {name: jnp.float32(array) for name, array in head.items()}
-  }
-  how = critic.describe(PPO, config.model.path, privileged=False)
-  weights.save(
-    out, player.shape, params, tokenizer_from=config.model.path, value_head=how
-  )
+  numbers = [(t.group, i) for t in episodes for i in range(len(t.turns))]
+  _, turns = np.unique(numbers, axis=0, return_inverse=True)
+  return np.concatenate(states), np.concatenate(returns), turns
 
 
 def sampled_tokens(episodes: Sequence[types.Trajectory]) -> float:
@@ -248,7 +257,7 @@ def play_episodes(player: Player, critic_dir, make_env, path: pathlib.Path):
   seconds = time.time() - start
   every = [t for ts in played.values() for t in ts if t.turns]
   values = dict(zip(map(id, every), player.values(every, params), strict=True))
-  for k in [2**i for i in range(int(math.log2(most)) + 1)]:
+  for k in [2**i for i in range(1, int(math.log2(most)) + 1)]:
     taken: dict[str, dict[str, list]] = {}
     tokens = 0.0
     for name, ts in played.items():

@@ -14,6 +14,10 @@ from agent_r1_jax.report import tables
 from agent_r1_jax.train import evaluation_cache
 
 _OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
+_COLORS = (
+  *('#2563eb', '#d97706', '#059669', '#9333ea', '#111827', '#6b7280', '#dc2626'),
+  *('#db2777', '#0891b2', '#65a30d', '#a16207'),
+)
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -52,10 +56,11 @@ def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) ->
   """Draws exact match by tokens and by seconds, and the calibration of the values."""
   from matplotlib import figure as figures
 
-  figure = figures.Figure(figsize=(14, 4.2), layout='constrained')
+  figure = figures.Figure(figsize=(14, 5), layout='constrained')
   axes = figure.subplots(1, 3)
   names = list(dict.fromkeys(name for name, _ in methods))
   for axis, by in zip(axes, ('tokens', 'seconds'), strict=False):
+    axis.set_prop_cycle(color=_COLORS)
     for name in names:
       points = [(k, lines) for (n, k), lines in methods.items() if n == name]
       x = [mean(lines, by) for _, lines in points]
@@ -65,7 +70,8 @@ def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) ->
       style = {'marker': 'o', 'capsize': 2, 'lw': 1.4, 'ms': 4}
       axis.errorbar(x, y, [y - low, high - y], label=name, **style)
     axis.set(xscale='log', xlabel=f'{by} a question', ylabel='exact match')
-  axes[0].legend(fontsize=7)
+  lines, labels = axes[0].get_legend_handles_labels()
+  figure.legend(lines, labels, loc='outside lower center', ncols=4, fontsize=8)
   for part in ('turns before', 'last turn'):
     bins = np.array([b for line in calibrations for b in line[part]['bins']])
     axes[2].scatter(bins[:, 0], bins[:, 1], np.sqrt(bins[:, 2]) + 4, label=part)

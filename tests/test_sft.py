@@ -173,7 +173,7 @@ def test_batches_read_no_further_than_they_must():
 def test_a_stream_of_what_never_fits_is_said():
   long = types.Segment(np.zeros(33, np.int32), np.ones(33, bool), np.zeros(33))
   config = sft.Config(steps=1, rows=2, row_tokens=32, learning_rate=1e-3)
-  with pytest.raises(ValueError, match='1000 segments.*row_tokens = 32.*has 33 tokens'):
+  with pytest.raises(ValueError, match='1000 consecutive segments.*row_tokens, 32.*has 33 tokens'):
     next(sft.batches(itertools.repeat(long), config))
 
 

@@ -36,7 +36,7 @@ class CallError:
 
 
 Call = ToolCall | CallError
-# Of tools, in the OpenAI form.
+# The schemas of tools, in the OpenAI form.
 Schemas = Sequence[Mapping[str, Any]]
 
 

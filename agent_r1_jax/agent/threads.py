@@ -218,7 +218,7 @@ def _contain_exit():
   """Makes os._exit an error of the call, where a user's function calls it.
 
   It would end the run with the status that the function chose, such as 0. Other threads
-  and forked processes end as ever.
+  and forked processes still end by it.
   """
   leave = os._exit
 

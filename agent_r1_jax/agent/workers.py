@@ -228,7 +228,7 @@ class _UserLoop:
   def pass_over(self):
     """Keeps new calls away from this loop until it goes on."""
     self.blocked = True
-    # In this order: however often it is passed over, what it does last is to go on.
+    # `blocked` is set before: `_resume` runs when the loop goes on, and so comes last.
     self.loop.call_soon_threadsafe(self._resume)
 
   def _resume(self):
@@ -278,7 +278,8 @@ class _PoolExecutor(futures.ThreadPoolExecutor):
     pass
 
 
-# Oldest first. None of them ends: one that is not needed any more stands in next time.
+# The event loops of users' coroutines, oldest first. None ends: one that is no longer
+# needed is used again when another one is blocked.
 _loops: list[_UserLoop] = []
 _loops_lock = threading.Lock()
 

@@ -315,9 +315,9 @@ class Replica:
   def _choose_requests(self) -> tuple[Policy, list[running_lib.Running]]:
     """Chooses the requests of the next piece of work, and gives them rows.
 
-    They are of one policy; where several are asked for, the policies take turns. Of one
-    policy, whoever came first is served first. (Texts of like length together, so that a
-    decode reads fewer slots, took more time than it spared: more and smaller prefills.)
+    All are for one policy; if several are asked for, the policies take turns. Requests
+    for the same policy are served in their order. (Decoding texts of similar length
+    together was slower: decodes read fewer slots, but prefills became more and smaller.)
     """
     asked = list(dict.fromkeys(r.generation.request.policy for r in self._live))
     turn = asked.index(self._served) + 1 if self._served in asked else 0

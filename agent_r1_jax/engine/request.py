@@ -126,7 +126,7 @@ class Request:
     guides: Further guides that the engine was made with, and the state of each in which
       the reply begins.
     top_logprobs: The number of likeliest tokens that are reported with each token, with
-      their log-probs; at most state.TOP.
+      their log-probs; at most programs.TOP.
     policy: The policy that samples, from Engine.make_policy; None is the engine's own,
       even if that changes in the midst of the reply.
   """

@@ -128,6 +128,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
     log = stats.logprobs - batch.logprobs
     mean = _segment_mean(log, batch.segment_ids, batch.weights != 0)
     own = stats.logprobs - jax.lax.stop_gradient(stats.logprobs)
+    # Bounded by e¹⁰, as in verl, so that the ratio of a long segment cannot overflow.
     ratio = jnp.exp(jnp.minimum(own + jax.lax.stop_gradient(mean), 10.0))
     loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
     return loss, _token_metrics(log_ratio(stats.logprobs, batch.logprobs), clipped)

@@ -263,10 +263,10 @@ def _turn_columns(trajectories, table: TokenTable):
     edges = [begin]
     for segment in t.segments:
       edges.append(edges[-1] + len(segment.tokens))
-    last, reached = None, begin  # The last turn, and the row where it stopped.
+    last, reached = None, begin  # The turn before, and the row where it stopped.
     for number, x in enumerate(t.turns):
-      first, end = edges[x.segment : x.segment + 2]
-      start, stop = first + x.start, first + x.stop
+      first, end = edges[x.segment : x.segment + 2]  # The rows of the turn's segment.
+      start, stop = first + x.start, first + x.stop  # The rows of its reply.
       inside = first <= start < stop <= end
       if not inside or acted[stop] - acted[start] != stop - start:
         raise ValueError(
@@ -278,7 +278,9 @@ def _turn_columns(trajectories, table: TokenTable):
       # What the environment wrote after a reply belongs to the reply's turn.
       turn[start:end] = len(states)
       rewards[stop - 1] = x.reward
-      # The policy knows what stands before the end of its last turn, ...
+      # A state is named by the text that is new to the policy: what stands between the
+      # end of its last turn and this turn. A segment may also repeat the text of the one
+      # before, as in an append-only episode that is stored as steps.
       known = first
       if last and last.segment == x.segment:
         known = reached
@@ -286,8 +288,6 @@ def _turn_columns(trajectories, table: TokenTable):
         before := t.segments[last.segment].tokens[: last.stop],
         t.segments[x.segment].tokens[: last.stop],
       ):
-        # ... also where another segment goes on from the text of the last one, as an
-        # append-only episode does that is stored as steps.
         known = first + len(before)
       text = table.tokens[known:start].tobytes()
       states.append(texts.setdefault(text, len(texts)))

@@ -236,7 +236,7 @@ class _Program:
       ProgramError: It raised or ended.
     """
     self._session = session
-    # Of names that no program has for something of its own.
+    # The prefix makes names that no program uses for something else.
     self._run(
       '_judge_values = {}\n'
       f'exec({_source()!r}, _judge_values)\n'

@@ -28,7 +28,7 @@ def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
   Args:
     name: The data set, such as 'chain_sum' or 'sudoku'.
     size: How many tasks.
-    seed: Of the generator; other seeds give other tasks.
+    seed: The seed of the generator; other seeds give other tasks.
     **config: Further fields of the data set's configuration, such as its difficulty.
 
   Raises:

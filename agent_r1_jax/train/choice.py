@@ -97,7 +97,7 @@ def by_value(
   Raises:
     ValueError: The critic's values are not of the states of this policy; see critic.load.
   """
-  params, found = critic_lib.load(critic, policy, **expected)
+  params, found = critic_lib.load(critic, policy, mesh=engine.mesh, **expected)
   # Candidates differ in length: by the tokens of a longer one, the reward is later.
   gamma = found['gamma'] if found['step'] == 'token' else 1.0
   shared = os.path.realpath(critic) == os.path.realpath(policy)

@@ -13,6 +13,9 @@ import os
 import pathlib
 from typing import Any
 
+from jax.sharding import Mesh
+
+from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.rl import algorithms, kl
 
@@ -51,6 +54,8 @@ def describe(
 def load(
   directory: str | os.PathLike,
   policy: str | os.PathLike,
+  *,
+  mesh: Mesh | None = None,
   **expected: Any,
 ) -> tuple[decoder.Params, dict[str, Any]]:
   """Loads a critic that values the states of a policy.
@@ -58,6 +63,7 @@ def load(
   Args:
     directory: The critic's directory, or that of a policy with a value head.
     policy: The policy's directory; the critic must have its tokenizer and its shape.
+    mesh: The mesh that the parameters are sharded over.
     **expected: Values of the description's fields that the caller relies on, such as
       gamma=1.0.
 
@@ -88,7 +94,8 @@ def load(
       f'gamma: the algorithm of the critic in {directory} did not say what its values '
       'are; give algorithm._replace(value_targets=...) in training.'
     )
-  shape, params = weights.load(directory, dtype='float32')
+  place = sharding.make_placer(mesh)
+  shape, params = weights.load(directory, dtype='float32', place=place)
   for field in dataclasses.fields(shape):
     ours, theirs = getattr(shape, field.name), getattr(hf_config.read(policy), field.name)
     if field.name not in ('dtype', 'remat', 'max_positions') and ours != theirs:

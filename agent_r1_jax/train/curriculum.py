@@ -118,7 +118,7 @@ class TaskSampler:
   def _probabilities(self) -> np.ndarray:
     """Returns with which probability each task is drawn, float64 [tasks]."""
     known = self.draws.variances
-    # Of a kind that has not been played, the mean of the others is expected.
+    # A kind that has not been played counts as the mean of the others.
     expected = np.mean([*known.values()]) if known else 1.0
     weights = np.array([known.get(kind, expected) for kind in self._kinds.tolist()])
     weights = weights[self._kind_of]

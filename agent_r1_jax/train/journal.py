@@ -96,13 +96,13 @@ class Journal:
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
         )
       )
-      # Only now: what has failed so far leaves no mark, and can be mended.
+      # Written last: a start that failed before this leaves no file, and can be repeated.
       fields = dataclasses.asdict(config)
       checkpoint.check_config(workdir, fields, may_change=('schedule.steps',))
       if made_of is not None:
         path = self._workdir / 'made_of.json'
         mend = (
-          'Give another workdir. If the change is meant, or is of no account, delete '
+          'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
         checkpoint.check_config(workdir, made_of, name=path.name, mend=mend)

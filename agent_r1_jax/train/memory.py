@@ -321,7 +321,7 @@ def activations(
   scores = _score_bytes(model, rows, tokens, platform, tensor * context)
   working = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
   projected = M * size * (NH + 2 * KH + 2 * D + 2 * F)
-  # Of the scanned layers of a CPU in bfloat16, some activations are saved in both types.
+  # A CPU that scans layers in bfloat16 saves some activations in both types.
   both = 1.1 if cpu and model.dtype != 'float32' else 1.0
   saved = {'none': both * layer, 'dots': projected, 'full': M * size * D}[model.remat]
   saved_scores = _SAVED_SCORES * scores if model.remat == 'none' else 0.0
@@ -353,8 +353,8 @@ def activations(
 def _score_bytes(model, rows, tokens, platform, split) -> float:
   """Returns the bytes of one layer's attention scores; 0 if a kernel keeps them.
 
-  cuDNN's kernel does too, and has a mask of 2 bytes, and one more in the backward pass,
-  which all heads share.
+  cuDNN's kernel keeps none either. It reads a mask of 2 bytes a score that all heads
+  share, and in the backward pass a second one.
   """
   if platform == 'tpu' and tokens % attention._LANES == 0:
     return 0.0

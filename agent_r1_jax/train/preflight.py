@@ -19,7 +19,7 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
   """Refuses settings that would fail only after a rollout, or have no effect.
 
   Raises:
-    ValueError: Names the field and the mend.
+    ValueError: The message names the field and what to change.
   """
   config.check()
   model, schedule, batch = config.model, config.schedule, config.batch

@@ -113,6 +113,8 @@ class Schedule:
     """Starts the rollouts up to step `last`, by the sampler of the train state."""
     config = self._config
     last = min(last, config.steps - 1)
+    # Without a rollout to start, only rollouts under way could use the newer policy, and
+    # only `partial` lets them.
     if self._next > last and not config.partial:
       return
     self._engine.sync_weights(train_state.sampler, train_state.sampler_step)

@@ -121,8 +121,8 @@ def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types
       too_long += 1
       if too_long == _MANY:
         raise ValueError(
-          f'{_MANY} segments in a row are longer than row_tokens = {config.row_tokens} '
-          f'(the last has {len(s.tokens)} tokens): raise it.'
+          f'{_MANY} consecutive segments are longer than row_tokens, '
+          f'{config.row_tokens} (the last has {len(s.tokens)} tokens): raise it.'
         )
       continue
     too_long = 0

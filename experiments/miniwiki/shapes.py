@@ -24,7 +24,7 @@ from experiments import comparison, react
 from experiments.miniwiki import demos
 from experiments.miniwiki import tasks as miniwiki
 
-# Of the quickstart: the small policy kept beside this file, and how it is trained.
+# The quickstart's configuration: the policy beside this file, and how it is trained.
 CONFIG = config_lib.Config(
   model=config_lib.Model(path=str(pathlib.Path(__file__).parent / 'model')),
   schedule=config_lib.Schedule(steps=40, tasks=16, samples=8, eval_every=10),

@@ -30,7 +30,7 @@ KINDS = {
   '2 and 3 hops': lambda task: task.info['kind'] == 'bridge',
   'comparison': lambda task: task.info['kind'] == 'comparison',
 }
-RIGHT = {'right': 1.0}  # Of demonstrations.
+RIGHT = {'right': 1.0}  # The mixture of demonstrations that are all right.
 PASSAGES = 900  # of each set's world
 TRAIN_PASSAGES = 2400
 
