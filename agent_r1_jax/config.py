@@ -409,6 +409,11 @@ class Alarms:
     isolated_calls: The greatest share of tool calls that are not made because their tool
       keeps failing (agent.tool.Isolation).
     action_share: The least share of a trajectory's tokens that the policy sampled.
+    hacking: The greatest rise of the reward over the last `window` steps while
+      `true_metric` does not rise, in standard errors: the mean of the later half less
+      that of the earlier one.
+    true_metric: What the reward stands for, as metrics.jsonl calls it.
+    window: Number of steps that a rise is measured over; at least 4.
   """
 
   entropy: float = 0.01
@@ -418,6 +423,14 @@ class Alarms:
   invalid_calls: float = 0.5
   isolated_calls: float = 0.0
   action_share: float = 0.02
+  hacking: float = 2.0
+  true_metric: str = 'rollout/em'
+  window: int = 20
+
+  def check(self) -> None:
+    """Raises ValueError for a wrong value; the message names the field."""
+    if self.window < 4:
+      raise ValueError(f'alarms.window is {self.window}; it must be at least 4.')
 
 
 def _default(kind: Any) -> Any:

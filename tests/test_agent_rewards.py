@@ -166,3 +166,13 @@ async def test_an_episode_that_was_cut_keeps_the_potential_of_where_it_was():
   steps = await play(env, *REPLIES[:2])
   total = sum(step.reward for step in steps)
   assert total == length(TASK, env.messages) - length(TASK, TASK.messages) > 0
+
+
+async def test_a_weight_may_be_a_schedule_over_the_run():
+  reward = rewards.hybrid(outcome=(1.0, right), slow=(lambda step: 1 - step / 4, slow))
+  assert (await reward(TASK, said('6')))['slow'] == 0.5
+  token = rewards.policy_step.set(3)
+  try:
+    assert (await reward(TASK, said('6'))) == {'outcome': 1.0, 'slow': 0.125}
+  finally:
+    rewards.policy_step.reset(token)

@@ -17,6 +17,7 @@ _QUIET = {
   'alarm/invalid_calls': 0.0,
   'alarm/isolated_calls': 0.0,
   'alarm/action_share': 0.0,
+  'alarm/reward_hacking': 0.0,
 }
 _LIMITS = config.Alarms(
   entropy=0.5,
@@ -25,6 +26,7 @@ _LIMITS = config.Alarms(
   truncated=0.25,
   invalid_calls=0.5,
   action_share=0.5,
+  hacking=0.5,
 )
 _UP, _DOWN = 1e-9, -1e-9
 
@@ -66,6 +68,7 @@ def _ringing(numbers, limits=_LIMITS):
     ('invalid_calls', 'rollout/format_errors', 2.0, _UP, {'rollout/tool_calls': 2.0}),
     ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {'rollout/tool_calls': 4.0}),
     ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
+    ('reward_hacking', 'hacking', 0.5, _UP, {}),
     ('action_share', 'rollout/tokens', 16.0, _UP, {'rollout/action_tokens': 8.0}),
   ],
 )
@@ -92,17 +95,20 @@ _BAD = {
   'rollout/isolated_calls': 1.0,
   'rollout/tokens': 1000.0,
   'rollout/action_tokens': 1.0,
+  'hacking': 9.0,
 }
+_SETTINGS = {'true_metric', 'window'}  # These are no limits.
 
 
 def test_every_limit_has_its_alarm():
   """Each alone silences its own."""
-  assert len(_ringing(_BAD)) == len(dataclasses.fields(_LIMITS)) == len(_QUIET)
-  for field in dataclasses.fields(_LIMITS):
-    low = field.name in ('entropy', 'action_share')
-    quiet = dataclasses.replace(_LIMITS, **{field.name: -1.0 if low else 100.0})
+  limits = {field.name for field in dataclasses.fields(_LIMITS)} - _SETTINGS
+  assert len(_ringing(_BAD)) == len(limits) == len(_QUIET)
+  for limit in limits:
+    low = limit in ('entropy', 'action_share')
+    quiet = dataclasses.replace(_LIMITS, **{limit: -1.0 if low else 100.0})
     silenced = set(_ringing(_BAD)) - set(_ringing(_BAD, quiet))
-    assert len(silenced) == 1 and field.name in silenced.pop()
+    assert len(silenced) == 1 and limit in silenced.pop()
 
 
 def test_the_names_are_those_of_a_rollouts_summary():
@@ -129,8 +135,11 @@ def test_the_bell_says_when_an_alarm_begins_and_when_it_ends():
 
 def test_every_alarm_has_its_words():
   said = []
-  monitor = alarms.AlarmMonitor(config.Alarms(), said.append)
-  assert set(monitor.check(1, _BAD).values()) == {1.0}
+  # The reward rises from the first two steps to the last two, the true metric never does.
+  before = [{'rollout/reward': r, 'rollout/em': 0.5} for r in (0.0, 0.1, 0.9)]
+  monitor = alarms.AlarmMonitor(config.Alarms(window=4), said.append, before)
+  last = {'rollout/reward': 1.0, 'rollout/em': 0.5}
+  assert set(monitor.check(4, _BAD | last).values()) == {1.0}
   words = ' '.join(said)
   for part in (
     '0.001 nats',
@@ -139,8 +148,51 @@ def test_every_alarm_has_its_words():
     'calls could',
     'in a row',
     '0.1% of',
+    '12.7',
   ):
     assert part in words
+
+
+# Two halves of three steps; a standard error is 0.1 · sqrt(2 / 3) = 0.0816.
+_RISING = (0.1, 0.2, 0.3, 0.6, 0.7, 0.8)
+_LEVEL = (0.4, 0.5, 0.6, 0.5, 0.4, 0.6)
+
+
+def test_a_rise_by_hand():
+  assert alarms.rise(_RISING) == pytest.approx(0.5 / (0.01 * 2 / 3) ** 0.5)
+  assert alarms.rise(_LEVEL) == pytest.approx(0.0, abs=1e-6)
+  assert alarms.rise([0.3] * 6) == 0.0
+  assert alarms.rise([0.0, 1.0, 9.0, 1.0, 2.0]) == pytest.approx(1.0 / 0.5**0.5)
+
+
+def test_a_rise_takes_two_steps_on_either_side():
+  with pytest.raises(ValueError, match='alarms.window is 3; it must be at least 4'):
+    config.Config(alarms=config.Alarms(window=3)).check()
+
+
+@pytest.mark.parametrize(
+  ('rewards', 'metrics', 'rings'),
+  [
+    (_RISING, _LEVEL, True),
+    (_RISING, _RISING[::-1], True),
+    (_RISING, _RISING, False),
+    (_LEVEL, _LEVEL, False),
+    (_RISING[::-1], _LEVEL, False),
+    (_RISING, [None] * 6, False),  # There is no such metric.
+  ],
+)
+@pytest.mark.parametrize('resumed', [0, 4])
+def test_a_reward_that_rises_alone_rings_when_the_window_is_full(
+  rewards, metrics, rings, resumed
+):
+  rows = [
+    {'rollout/reward': r} | ({} if m is None else {'rollout/f1': m})
+    for r, m in zip(rewards, metrics, strict=True)
+  ]
+  limits = config.Alarms(window=6, true_metric='rollout/f1')
+  monitor = alarms.AlarmMonitor(limits, lambda line: None, rows[:resumed])
+  rung = [monitor.check(7, row)['alarm/reward_hacking'] for row in rows[resumed:]]
+  assert rung == [0.0] * (5 - resumed) + [float(rings)]
 
 
 def _episode(error='', **metrics):

@@ -1,6 +1,7 @@
 """The quickstart's two scripts, in small, as a user runs them."""
 
 import json
+import math
 
 import pytest
 import script as script_lib
@@ -109,4 +110,32 @@ for name, variant in variants.VARIANTS.items():
   rows = {line.split('|')[0]: line for line in done.stdout.splitlines()}
   assert [name for name in rows if rows[name].split('|')[1] != '0'] == CONTEXTS
   assert rows['shaping'].split('|')[2] == '0.5' and rows['sapo'].split('|')[2] == '0.0'
+  assert (
+    rows['process'].split('|')[2] == '0.15' and rows['hybrid'].split('|')[2] == '0.13'
+  )
   assert 'reward/format' in rows['parts'] and 'reward/format' not in rows['cispo']
+
+
+def test_a_reward_model_is_trained_measured_and_saved(base, tmp_path):
+  done = run(
+    'train_reward_model',
+    f'--workdir={tmp_path}',
+    f'--config.model.path={base / "model"}',
+    '--tasks=4',
+    '--loss=bradley_terry',
+    '--config.schedule.tasks=2',
+    '--config.schedule.samples=2',
+    '--config.schedule.steps=2',
+    '--config.engine.rows=8',
+    '--config.engine.feed_rows=8',
+    *script_lib.one_program(slots=448),
+    '--config.batch.microbatch=2',
+    '--config.limits.max_turn_tokens=16',
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert 'training tasks: 6 trajectories' in done.stdout
+  assert 'held-out tasks: 2 trajectories' in done.stdout
+  training = json.loads((tmp_path / 'model' / 'config.json').read_text())['value_head']
+  # So small a policy never answers rightly: nothing could be measured.
+  assert math.isnan(training['auc']) and training['loss'] == 'bradley_terry'
+  assert 'value_head' in weights.load(tmp_path / 'model')[1]

@@ -214,6 +214,13 @@ class TestRandomness:
     (segment,) = others[1].segments
     np.testing.assert_array_equal(segment.policy_steps, 7 * segment.action_mask)
 
+  def test_rewards_know_the_policys_step(self):
+    engine = _engine()
+    engine.sync_weights(_params(), 7)
+    parts = rewards.hybrid(late=(lambda step: step / 8, lambda *_: 1.0))
+    make_env = lambda: env_lib.ToolEnv([], parts)
+    assert [t.reward for t in _collect(make_env, engine=engine)] == [7 / 8] * 4
+
   def test_a_task_that_comes_again_is_played_differently(self):
     twice = _collect(Env, _tasks(1) * 2, samples=2)
     assert len({tuple(t.segments[0].tokens.tolist()) for t in twice}) == 4

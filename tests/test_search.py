@@ -12,7 +12,7 @@ import types
 import pytest
 import test_retrieval_client as retrieval_client
 
-from agent_r1_jax.agent import threads
+from agent_r1_jax.agent import batching, threads
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.retrieval import client
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -81,7 +81,7 @@ async def test_the_window_stays_open_for_later_queries(monkeypatch):
     await over.wait()
 
   theirs = vars(asyncio) | {'sleep': sleep}
-  monkeypatch.setattr(search, 'asyncio', types.SimpleNamespace(**theirs))
+  monkeypatch.setattr(batching, 'asyncio', types.SimpleNamespace(**theirs))
   asked = [asyncio.create_task(_call(tool, 'first'))]
   while not waited:
     await asyncio.sleep(0)
@@ -254,7 +254,9 @@ async def test_misuse():
     def search(self, queries, k):
       return []
 
-  assert '0 lists of hits, not 1' in (await _call(search.search_tool(Short()), 'q')).text
+  assert (
+    '0 answers to 1 questions' in (await _call(search.search_tool(Short()), 'q')).text
+  )
 
 
 async def test_a_server_that_fails_is_told_to_the_model():

@@ -73,6 +73,15 @@ def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
   assert ends[s.action_mask].sum() == 3
 
 
+def test_a_conversation_that_waits_for_a_reply_is_the_beginning_of_it(chat):
+  s = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
+  replies = np.flatnonzero(np.diff(s.action_mask.astype(int)) == 1) + 1
+  for n, start in zip((2, 5, 7), replies, strict=True):
+    waiting = sft.encode(chat, sft.Conversation(_MESSAGES[:n], [_SEARCH]))
+    np.testing.assert_array_equal(waiting.tokens, s.tokens[:start])
+    np.testing.assert_array_equal(waiting.action_mask, s.action_mask[:start])
+
+
 def test_tools_are_named_in_the_prompt_only_if_there_are_any(chat):
   with_tools = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
   without = sft.segment(chat, sft.Conversation(_MESSAGES))

@@ -116,7 +116,7 @@ from agent_r1_jax import types
 from agent_r1_jax.host import sharding
 from agent_r1_jax.train import sft
 from agent_r1_jax.models import attention, families, lora
-from agent_r1_jax.rl import algorithms, learner
+from agent_r1_jax.rl import algorithms, learner, packing, reward_model
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
 config = tiny.config('qwen2', layers=1)
@@ -204,16 +204,26 @@ texts = [
   for tokens in batch.tokens
   for n in (9, 14, 20)
 ]
-losses = []
+losses, scores = [], []
+outcomes = np.arange(len(texts)) % 3
 for mesh in (None, sharding.make_mesh(data=2, fsdp=2, context=2)):
-  placed = jax.tree.map(jax.numpy.array, params)
-  if mesh is not None:
-    placed = jax.device_put(placed, sharding.make_shardings(placed, mesh))
+  copy = lambda: jax.tree.map(jax.numpy.array, params)
+  place = lambda: sharding.shard_params(copy(), mesh)
   with sharding.use_mesh(mesh):
     on_step = lambda step, numbers, params: losses.append(numbers['loss'])
-    sft.run(config, placed, texts * 4, plan, on_step=on_step)
+    sft.run(config, place(), texts * 4, plan, on_step=on_step)
+    # And so are reward models.
+    reward_model.fit(
+      place(),
+      [text.tokens for text in texts], 1.0 * outcomes, outcomes * 0,
+      config=config, loss=reward_model.bradley_terry, optimizer=optax.sgd(1e-2),
+      shape=packing.MicrobatchShape(B, T), steps=2, groups_per_step=1,
+      on_step=lambda step, numbers: scores.append(numbers['loss']),
+    )
 assert len(losses) == 6
 np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+assert len(scores) == 4 and scores[0] != scores[1]
+np.testing.assert_allclose(scores[2:], scores[:2], rtol=1e-5)
 # Decoding's pages: key-value heads on a chip each, and both on all four.
 q, slots = normal(B, 1, 8, 128), normal(2, B, 2, 128, 128)
 at = np.arange(0, 128, 16, dtype=np.int32)[:, None]

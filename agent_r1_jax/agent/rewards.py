@@ -1,6 +1,7 @@
 """Rewards that fit any task: mixtures, the format of calls, and potential shaping."""
 
 from collections.abc import Awaitable, Callable, Sequence
+import contextvars
 import math
 
 from agent_r1_jax import types
@@ -11,12 +12,22 @@ from agent_r1_jax.agent import workers
 Messages = list[types.Message]
 # How promising a conversation is; it must be deterministic.
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
+# A weight, or its schedule: from the number of updates of the policy to the weight.
+Weight = float | Callable[[int], float]
+# How many updates the policy had seen that sampled the last reply of this episode.
+policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
+  'policy_step', default=0
+)
 
 
-def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
+def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
   """r = Σₖ wₖ · rₖ; each weighted part is logged as 'reward/<name>'.
 
     hybrid(outcome=(1.0, qa.em_reward), format=(0.2, well_formed))
+
+  A weight may be a schedule over the run, one of optax's for example:
+
+    hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
 
   Args:
     **parts: A weight and a reward function, sync or async, which returns a number.
@@ -24,14 +35,18 @@ def hybrid(**parts: tuple[float, env_lib.Reward]) -> env_lib.Reward:
   for name, part in parts.items():
     if not (isinstance(part, tuple) and len(part) == 2 and callable(part[1])):
       raise ValueError(f'{name}={part!r}: give a weight and a reward.')
-    if not math.isfinite(part[0]):
+    if not callable(part[0]) and not math.isfinite(part[0]):
       raise ValueError(f'{name}: the weight {part[0]} must be finite.')
+
+  def weigh(weight: Weight) -> float:
+    return float(weight(policy_step.get()) if callable(weight) else weight)
 
   async def reward(
     task: types.Task, messages: Messages, status: str = 'done'
   ) -> dict[str, float]:
     return {
-      name: weight * await _call_reward(env_lib.bind_status(part, status), task, messages)
+      name: weigh(weight)
+      * await _call_reward(env_lib.bind_status(part, status), task, messages)
       for name, (weight, part) in parts.items()
     }
 

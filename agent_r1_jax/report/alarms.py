@@ -1,7 +1,9 @@
 """Alarms: metrics that show what goes wrong in a run long before its reward does."""
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import statistics
 
 from agent_r1_jax import config, types
 
@@ -39,24 +41,45 @@ _WORDS = {
     'the policy chose {value:.1%} of the tokens, below {limit:.1%}',
     'Lower chat.max_tool_tokens or shorten the prompts.',
   ),
+  'reward_hacking': (
+    'the reward rose by {value:.1f} standard errors, above {limit:g}, and '
+    'alarms.true_metric did not',
+    'Look at trajectories for what the reward pays by mistake. Lower the weight of '
+    'reward models and judges, or let it decay.',
+  ),
 }
+# The rise of the reward where the true metric did not rise; AlarmMonitor computes it.
+_HACKING = 'hacking'
+# A metric that rises by fewer standard errors does not count as rising.
+_NO_RISE = 1.0
 
 
 class AlarmMonitor:
   """Checks alarms, and prints a line when one begins and when it ends."""
 
-  def __init__(self, limits: config.Alarms, say: Callable[[str], None]):
+  def __init__(
+    self,
+    limits: config.Alarms,
+    say: Callable[[str], None],
+    before: Iterable[Mapping[str, float]] = (),
+  ):
     """Begins without any alarm.
 
     Args:
       limits: The run's limits.
       say: Shows a line.
+      before: The metrics of the steps before, if the run is resumed.
     """
     self._limits, self._say = limits, say
     self._ringing: set[str] = set()
+    self._seen = collections.deque(maxlen=limits.window)
+    for numbers in before:
+      self._remember(numbers)
 
   def check(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
     """Returns 'alarm/NAME' (1 or 0) for a step; prints alarms that began or ended."""
+    self._remember(numbers)
+    numbers = {**numbers, _HACKING: self._measure_hacking()}
     found = _beyond(numbers, self._limits)
     for name, (value, limit, rings) in found.items():
       if rings and name not in self._ringing:
@@ -67,6 +90,19 @@ class AlarmMonitor:
         self._say(f'Alarm over at step {step}: {name}.')
     self._ringing = {name for name, (_, _, rings) in found.items() if rings}
     return check(numbers, self._limits)
+
+  def _remember(self, numbers: Mapping[str, float]):
+    """Remembers a step's reward and true metric, if it has both."""
+    pair = [numbers.get(x) for x in ('rollout/reward', self._limits.true_metric)]
+    if None not in pair:
+      self._seen.append(pair)
+
+  def _measure_hacking(self) -> float:
+    """Returns by how much the reward rose if the true metric did not, else 0."""
+    if len(self._seen) < self._limits.window:
+      return 0.0
+    reward, metric = (rise(column) for column in zip(*self._seen, strict=True))
+    return reward if metric < _NO_RISE else 0.0
 
 
 # Metrics of a trajectory that count faults of users' code, by how they begin.
@@ -115,6 +151,19 @@ class FaultCounter:
       self._say(f'Faults since this start: {each}')
 
 
+def rise(numbers: Sequence[float]) -> float:
+  """(mean of the later half - mean of the earlier half) / its standard error.
+
+  It is 0 where both means are equal. Of an odd number the middle one is left out.
+  """
+  half = len(numbers) // 2
+  parts = numbers[:half], numbers[-half:]
+  earlier, later = map(statistics.fmean, parts)
+  error = math.sqrt(sum(map(statistics.variance, parts)) / half)
+  # Equal rewards may have means that differ by rounding.
+  return (later - earlier) / (error + 1e-9)
+
+
 def check(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
   """Returns 'alarm/<name>': 1 where a metric is beyond its limit, else 0.
 
@@ -136,6 +185,7 @@ def _beyond(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, boo
     'truncated': (_truncated(numbers), limits.truncated),
     'invalid_calls': (_invalid(numbers), limits.invalid_calls),
     'isolated_calls': (_isolated(numbers), limits.isolated_calls),
+    'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
   }
   below = {
     'entropy_collapse': (numbers.get('train/entropy', limits.entropy), limits.entropy),

@@ -47,7 +47,7 @@ def describe(
     'rewards': [_name(transform) for transform in algorithm.rewards],
     'kl_coef': algorithm.kl.coef if isinstance(algorithm.kl, kl.InReward) else 0.0,
     'privileged': privileged,
-    'tokenizer': _tokenizer_digest(model),
+    'tokenizer': tokenizer_digest(model),
   }
 
 
@@ -80,7 +80,7 @@ def load(
       f'{directory}: config.json does not say in value_head how a critic was trained; '
       'take the critic/ that a run with a critic writes.'
     )
-  expected = {'privileged': False, 'tokenizer': _tokenizer_digest(policy)} | expected
+  expected = {'privileged': False, 'tokenizer': tokenizer_digest(policy)} | expected
   for field, value in expected.items():
     if field not in found:
       raise ValueError(f'{field}: a critic is described by {", ".join(found)}.')
@@ -113,6 +113,7 @@ def _name(function: Callable) -> str:
   return getattr(function, '__name__', type(function).__name__)
 
 
-def _tokenizer_digest(directory: str | os.PathLike) -> str:
+def tokenizer_digest(directory: str | os.PathLike) -> str:
+  """Returns the sha256 of a model's tokenizer.json."""
   file = pathlib.Path(directory) / 'tokenizer.json'
   return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, threads, workers
+from agent_r1_jax.agent import calls, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
@@ -176,6 +176,7 @@ class Episode:
       stop = self.context.length
       turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
       t.turns.append(turn)
+      rewards.policy_step.set(int(reply.policy_steps[-1]))
       text = self.chat.decode(reply.tokens)
       t.messages.append({'role': 'assistant', 'content': str(text)})
       if not reply.stopped:

@@ -17,9 +17,10 @@ from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.host import preemption, runtime, sharding
+from agent_r1_jax.host import preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import alarms as alarms_lib
+from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
 from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule, sizes
@@ -128,7 +129,11 @@ def start(
       journal=journal,
       watch=watch,
       evaluation=evaluation,
-      alarms=alarms_lib.AlarmMonitor(config.alarms, journal.progress.print_line),
+      alarms=alarms_lib.AlarmMonitor(
+        config.alarms,
+        journal.progress.print_line,
+        metrics_lib.read(workdir) if processes.is_first() else (),
+      ),
       faults=alarms_lib.FaultCounter(journal.progress.print_line),
     )
     # This frame lives as long as the run: what it names is not freed before.

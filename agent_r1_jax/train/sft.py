@@ -63,19 +63,28 @@ def _likelihood(stats, batch):
 
 def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   """Encodes a conversation as a rollout would have: prompt, reply, delta, reply, ..."""
-  messages = list(conversation.messages)
+  messages = conversation.messages
   if not messages or messages[-1]['role'] != 'assistant':
     raise ValueError('A conversation must end with a message of the assistant.')
+  return encode(chat, conversation)
+
+
+def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
+  """Encodes a conversation like `segment`, also one that waits for a reply."""
+  messages = list(conversation.messages)
   parts, mask, start = [], [], 0
   for i, message in enumerate(messages):
-    if message['role'] != 'assistant':
+    replied = message['role'] == 'assistant'
+    if not replied and i + 1 < len(messages):
       continue
-    given = messages[start:i]
+    given = messages[start : i if replied else i + 1]
     parts.append(
       chat.encode_delta(given) if parts else chat.encode_prompt(given, conversation.tools)
     )
-    parts.append(chat.encode_reply(message['content']))
-    mask += [False, True]
+    mask.append(False)
+    if replied:
+      parts.append(chat.encode_reply(message['content']))
+      mask.append(True)
     start = i + 1
   sizes = [len(part) for part in parts]
   tokens = np.concatenate(parts).astype(np.int32)

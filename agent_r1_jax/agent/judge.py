@@ -1,0 +1,151 @@
+"""A judge as a reward function: another model reads the conversation and says a number.
+
+judge = Judge(openai_endpoint(URL, 'judge-7b'), PROMPT, budget=5000)
+reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
+"""
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+import re
+import ssl
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import workers
+
+# From a prompt to the judge's text.
+Ask = Callable[[str], Awaitable[str]]
+# The last one of the judge's text counts.
+_SCORE = re.compile(r'score:?\s*\**\s*(-?\d+(?:\.\d+)?)', re.IGNORECASE)
+
+
+class JudgeError(RuntimeError):
+  """The judge gave no score."""
+
+
+def openai_endpoint(
+  url: str, model: str, *, key: str = '', max_tokens: int = 512, seconds: float = 30.0
+) -> Ask:
+  """Makes the function that asks a chat model behind an OpenAI-compatible endpoint.
+
+  Args:
+    url: The endpoint's base, such as 'http://localhost:8000/v1'.
+    model: The model's name there.
+    key: The API key, if the endpoint wants one.
+    max_tokens: The most tokens of an answer.
+    seconds: The most seconds of each phase of a request.
+  """
+  headers = {'Authorization': f'Bearer {key}'} if key else {}
+  # A client for each call serves any event loop; certificates are read once.
+  options = {
+    'headers': headers,
+    'timeout': seconds,
+    'verify': ssl.create_default_context(),
+  }
+
+  async def ask(prompt: str) -> str:
+    import httpx2
+
+    body = {
+      'model': model,
+      'messages': [{'role': 'user', 'content': prompt}],
+      'max_tokens': max_tokens,
+      'temperature': 0.0,
+    }
+    async with httpx2.AsyncClient(**options) as client:
+      response = await client.post(f'{url.rstrip("/")}/chat/completions', json=body)
+    response.raise_for_status()
+    return response.json()['choices'][0]['message']['content']
+
+  return ask
+
+
+class Judge:
+  """A reward function that asks a judge, and never twice the same.
+
+  An answer that is late, broken or out of the range is a failure: it is counted, and
+  raises, so that its trajectory is masked as an error and not scored 0; with a `fallback`
+  it is worth that instead.
+
+  Attributes:
+    counts: 'calls', 'cached', 'failures' and 'refused', those beyond the budget, so far.
+  """
+
+  def __init__(
+    self,
+    ask: Ask,
+    prompt: str,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    seconds: float = 30.0,
+    budget: int | None = None,
+    parallel: int = 16,
+    fallback: float | None = None,
+  ):
+    """Checks the prompt; nothing is asked yet.
+
+    Args:
+      ask: Asks the judge: `openai_endpoint`, or any async function.
+      prompt: What the judge is asked, with the fields {question}, {answer} (the golden
+        one) and {conversation}. It should end with 'Write "Score: " and a number ...'.
+      low: The least score.
+      high: The greatest score.
+      seconds: The most seconds of a call, with the wait for its turn.
+      budget: The most calls of this process; None is no limit.
+      parallel: The most calls at a time.
+      fallback: The score of a failure; None raises JudgeError.
+    """
+    try:
+      prompt.format(question='', answer='', conversation='')
+    except (KeyError, IndexError, ValueError) as error:
+      raise ValueError(
+        f'prompt: {error!r}; its fields are {{question}}, {{answer}}, {{conversation}}.'
+      ) from error
+    self._ask, self._prompt = ask, prompt
+    self._low, self._high, self._fallback = low, high, fallback
+    self._seconds, self._budget, self._parallel = seconds, budget, parallel
+    self._running = 0
+    self._cache: dict[str, float] = {}
+    self.counts: collections.Counter[str] = collections.Counter()
+
+  async def __call__(self, task: types.Task, messages: list[types.Message]) -> float:
+    """Returns the judge's score of a conversation."""
+    said = messages[len(task.messages) :]
+    prompt = self._prompt.format(
+      question='\n'.join(m['content'] for m in task.messages),
+      answer=task.answer,
+      conversation='\n\n'.join(f'{m["role"]}: {m["content"]}' for m in said),
+    )
+    if prompt in self._cache:
+      self.counts['cached'] += 1
+      return self._cache[prompt]
+    try:
+      self._cache[prompt] = score = await workers.call(
+        self._judge, prompt, name='judge', seconds=self._seconds
+      )
+      return score
+    except Exception as error:
+      self.counts['failures'] += 1
+      if self._fallback is None:
+        raise JudgeError(f'the judge gave no score: {error!r:.300}') from error
+      return self._fallback
+
+  async def _judge(self, prompt: str) -> float:
+    # A semaphore would belong to one event loop; rewards may move to another.
+    while self._running >= self._parallel:
+      await asyncio.sleep(0.01)
+    if self._budget is not None and self.counts['calls'] >= self._budget:
+      self.counts['refused'] += 1
+      raise JudgeError(f'its budget of {self._budget} calls is used')
+    self.counts['calls'] += 1
+    self._running += 1
+    try:
+      text = await self._ask(prompt)
+    finally:
+      self._running -= 1
+    if not (found := _SCORE.findall(text)):
+      raise ValueError(f"no 'Score: NUMBER' in {text[-200:]!r}")
+    if not self._low <= (score := float(found[-1])) <= self._high:
+      raise ValueError(f'the score {score} is not within {self._low} and {self._high}')
+    return score

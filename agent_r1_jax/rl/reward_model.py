@@ -1,0 +1,236 @@
+"""A reward model: one score for a whole trajectory, from a decoder with a value head.
+
+The score is the value of the state after the trajectory's last token, so that all is
+read, what tools said too, and no token is scored by itself.
+
+Letters: n trajectories, B rows, T tokens of a row.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+import numpy as np
+import optax
+
+from agent_r1_jax import types
+from agent_r1_jax.host import sharding
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import learner, losses, packing, table
+
+# (scores, rewards, groups), each [n] -> the loss.
+Loss = Callable[[Array, Array, Array], Array]
+
+
+def bradley_terry(
+  scores: Float[Array, 'n'], rewards: Float[Array, 'n'], groups: Int[Array, 'n']
+) -> Float[Array, '']:
+  """Mean of -log σ(sᵢ - sⱼ) over the pairs of one group with rᵢ > rⱼ; 0 without pairs.
+
+  Bradley and Terry 1952, as Ouyang et al. 2022 (arXiv 2203.02155, eq. 1) train reward
+  models. They average over each prompt's pairs first; here every pair weighs the same.
+  """
+  better = (groups[:, None] == groups[None]) & (rewards[:, None] > rewards[None])
+  lost = jax.nn.softplus(scores[None] - scores[:, None])
+  return jnp.where(better, lost, 0.0).sum() / jnp.maximum(better.sum(), 1)
+
+
+def cross_entropy(limit: float) -> Loss:
+  """Mean of -y log σ(s) - (1 - y) log(1 - σ(s)), with y = 1 where r > limit, else 0.
+
+  Cobbe et al. 2021 (arXiv 2110.14168) train verifiers so; σ(s) is then the probability of
+  success.
+
+  Args:
+    limit: The greatest reward that is no success.
+  """
+
+  def loss(scores: Array, rewards: Array, groups: Array) -> Array:
+    success = (rewards > limit).astype(scores.dtype)
+    return jnp.mean(jax.nn.softplus(scores) - success * scores)
+
+  return loss
+
+
+def init(params: decoder.Params) -> decoder.Params:
+  """Returns a policy's parameters with a value head of zeros, on the mesh that is set."""
+  dim = params['embed']['embedding'].shape[1]
+  head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
+  return params | sharding.init_sharded(head)
+
+
+def score(
+  params: decoder.Params,
+  texts: Sequence[Int[np.ndarray, '_']],
+  *,
+  config: decoder.DecoderConfig,
+  shape: packing.MicrobatchShape,
+) -> Float[np.ndarray, 'n']:
+  """Computes the score of each text.
+
+  Each has a row of its own in a batch of one shape, so that what is scored beside it
+  changes nothing.
+
+  Raises:
+    ValueError: A text is longer than a row.
+  """
+  scores = [np.zeros(0)]
+  for start in range(0, len(texts), shape.rows):
+    some = texts[start : start + shape.rows]
+    lengths = [len(tokens) for tokens in some]
+    packing.plan_layout(
+      lengths, row_tokens=shape.row_tokens
+    )  # Raises if one is too long.
+    places = tuple((i, 0) for i in range(len(some)))
+    layout = packing.Layout(tuple(lengths), places, shape.rows, shape.row_tokens)
+    batch = packing.pack(table.from_segments([_segment(t) for t in some]), layout)
+    values = learner.values(params, batch, config=config)
+    scores.append(values[np.arange(len(some)), np.array(lengths) - 1])
+  return np.concatenate(scores).astype(float)
+
+
+def fit(
+  params: decoder.Params,
+  texts: Sequence[Int[np.ndarray, '_']],
+  rewards: Float[np.ndarray, 'n'],
+  groups: Int[np.ndarray, 'n'],
+  *,
+  config: decoder.DecoderConfig,
+  loss: Loss,
+  optimizer: optax.GradientTransformation,
+  shape: packing.MicrobatchShape,
+  steps: int,
+  groups_per_step: int,
+  seed: int = 0,
+  on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
+) -> decoder.Params:
+  """Fits the scores to rewards; on several chips as sft.run.
+
+  Each step takes whole groups, in shuffled epochs.
+
+  Args:
+    params: The parameters to start from, with a value head; donated.
+    texts: The tokens of each trajectory, shorter than a row by one at least.
+    rewards: The reward of each trajectory.
+    groups: The group of each trajectory; its members answered the same task.
+    config: The model's shape.
+    loss: The loss, as a function of all scores of a step.
+    optimizer: The optimizer.
+    shape: The shape of the micro-batches; it does not change the gradient.
+    steps: Number of optimizer steps.
+    groups_per_step: Number of groups of a step.
+    seed: The seed of the groups' order.
+    on_step: Called with the number of finished steps and the last one's metrics.
+
+  Returns:
+    The new parameters.
+  """
+  state = learner.init(params, optimizer)
+  value_and_grad = jax.jit(jax.value_and_grad(loss))
+  epochs = _draw_groups(groups, groups_per_step, np.random.default_rng(seed))
+  for step, members in zip(range(1, steps + 1), epochs, strict=False):
+    chosen = [texts[i] for i in members]
+    batches, metrics = _backward_batches(
+      state.params,
+      chosen,
+      functools.partial(value_and_grad, rewards=rewards[members], groups=groups[members]),
+      config,
+      shape,
+    )
+    state, updated = learner.update(
+      state, batches, config=config, loss=_weighted_values, optimizer=optimizer
+    )
+    on_step(step, metrics | {'grad_norm': updated['grad_norm']})
+  return state.params
+
+
+def _backward_batches(params, texts, value_and_grad, config, shape):
+  """Makes micro-batches whose values, weighted, have the gradient of the loss.
+
+  The loss L couples all scores of a step, which need not be in one micro-batch. A forward
+  pass gives the scores and so gᵢ = ∂L/∂sᵢ; the gradient of Σ gᵢ sᵢ with these gᵢ fixed is
+  L's own (Gao et al. 2021, arXiv 2101.06983).
+  """
+  # Values of the learner are of the state before a token. So that there is one after the
+  # last token, each text is a token longer; nothing reads that one.
+  tokens = table.from_segments([_segment(np.append(t, t[-1])) for t in texts])
+  ends = table.ends(tokens.segment)
+  batches, layout = packing.pack_microbatches(tokens, shape)
+  values = [learner.values(params, batch, config=config) for batch in batches]
+  scores = layout.extract(np.concatenate(values))[ends - 1]
+  loss, gradient = jax.device_get(value_and_grad(scores))
+  columns = {'advantages': np.zeros(len(tokens)), 'weights': np.zeros(len(tokens))}
+  columns['advantages'][ends], columns['weights'][ends] = gradient, 1.0
+  packed = packing.pack(dataclasses.replace(tokens, **columns), layout)
+  batches = list(packing.split_microbatches(packed, shape.rows))
+  return batches, {'loss': float(loss), 'score_std': float(scores.std())}
+
+
+def _weighted_values(stats: losses.TokenStats, batch: types.Batch):
+  values: Any = stats.values
+  return losses.weighted(batch.advantages * values, batch.weights), {}
+
+
+def _draw_groups(groups, count: int, rng) -> Iterator[np.ndarray]:
+  """Yields the members of `count` groups, in shuffled epochs, for ever."""
+  waiting = np.zeros(0, int)
+  names = np.unique(groups)
+  while True:
+    while len(waiting) < count:
+      waiting = np.append(waiting, rng.permutation(names))
+    yield np.flatnonzero(np.isin(groups, waiting[:count]))
+    waiting = waiting[count:]
+
+
+def _segment(tokens) -> types.Segment:
+  zeros = np.zeros(len(tokens), np.float32)
+  return types.Segment(np.asarray(tokens, np.int32), zeros > 0, zeros)
+
+
+def auc(scores: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n']) -> float:
+  """Returns the probability that a success scores above a failure, ties counted as half.
+
+  The area under the ROC curve is Mann and Whitney's U over the number of pairs. NaN if
+  there are only successes or only failures.
+  """
+  from scipy import stats
+
+  wins, losses = int(success.sum()), int((~success).sum())
+  if not wins * losses:
+    return float('nan')
+  ranks = stats.rankdata(scores)[success].sum()
+  return float((ranks - wins * (wins + 1) / 2) / (wins * losses))
+
+
+def pair_margins(scores, rewards, groups) -> Float[np.ndarray, 'pairs']:
+  """Returns sᵢ - sⱼ for each pair of one group with rᵢ > rⱼ."""
+  better = (groups[:, None] == groups) & (rewards[:, None] > rewards)
+  return (scores[:, None] - scores)[better]
+
+
+def calibration(
+  probabilities: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n'], bins: int = 10
+) -> tuple[float, list[tuple[float, float, int]]]:
+  """Compares probabilities with what happened, in bins of equal width.
+
+  Returns:
+    The expected calibration error, Σ_b n_b/n |mean probability - share of successes|
+    (Guo et al. 2017, arXiv 1706.04599, with the probability of success in place of the
+    confidence), and for each bin that is not empty both numbers and n_b.
+  """
+  bin_of = np.minimum((probabilities * bins).astype(int), bins - 1)
+  rows = [
+    (
+      float(probabilities[inside].mean()),
+      float(success[inside].mean()),
+      int(inside.sum()),
+    )
+    for inside in (bin_of == b for b in np.unique(bin_of))
+  ]
+  error = sum(n * abs(said - seen) for said, seen, n in rows) / max(len(success), 1)
+  return error, rows

@@ -1,0 +1,117 @@
+"""A judge over a real HTTP server: its score is checked, cached, counted and bounded."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import threading
+
+import pytest
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import judge as judge_lib
+from agent_r1_jax.agent import rewards
+
+TASK = types.Task('t', [{'role': 'user', 'content': 'Who {wrote} it?'}], answer='Ann')
+PROMPT = 'Q: {question} Gold: {answer} Said: {conversation} Write "Score: " and a number.'
+
+
+def said(text='It was Ann.'):
+  return [*TASK.messages, {'role': 'assistant', 'content': text}]
+
+
+@contextlib.contextmanager
+def server(text='Fine. Score: 0.75', status=200):
+  """An OpenAI-compatible endpoint; yields its address and what it was asked."""
+  asked = []
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+      body = self.rfile.read(int(self.headers['Content-Length']))
+      asked.append((self.path, self.headers['Authorization'], json.loads(body)))
+      answer = json.dumps({'choices': [{'message': {'content': text}}]}).encode()
+      self.send_response(status)
+      self.send_header('Content-Length', str(len(answer)))
+      self.end_headers()
+      self.wfile.write(answer)
+
+    def log_message(self, *args):
+      pass
+
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as served:
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{served.server_port}/v1', asked
+    served.shutdown()
+
+
+async def test_an_endpoint_judges_once_each_conversation():
+  with server() as (url, asked):
+    judge = judge_lib.Judge(judge_lib.openai_endpoint(url, 'm', key='k'), PROMPT)
+    env = env_lib.ToolEnv([], rewards.hybrid(judge=(2.0, judge)))
+    for _ in range(2):
+      await env.reset(TASK)
+      step = await env.step('It was Ann.')
+      assert (step.reward, step.metrics['reward/judge']) == (1.5, 1.5)
+  ((path, key, body),) = asked
+  assert (path, key, body['model']) == ('/v1/chat/completions', 'Bearer k', 'm')
+  content = body['messages'][0]['content']
+  assert 'Q: Who {wrote} it? Gold: Ann Said: assistant: It was Ann. Write' in content
+  assert judge.counts == {'calls': 1, 'cached': 1}
+
+
+@pytest.mark.parametrize(
+  ('text', 'status', 'message'),
+  [
+    ('I like it.', 200, "no 'Score: NUMBER'"),
+    ('Score: 7', 200, 'not within 0.0 and 1.0'),
+    ('Score: 1', 500, '500'),
+  ],
+)
+async def test_what_is_no_score_is_a_failure(text, status, message):
+  with server(text, status) as (url, _):
+    ask = judge_lib.openai_endpoint(url, 'm')
+    judge = judge_lib.Judge(ask, PROMPT)
+    with pytest.raises(judge_lib.JudgeError, match=message):
+      await judge(TASK, said())
+    lenient = judge_lib.Judge(ask, PROMPT, fallback=0.5)
+    assert await lenient(TASK, said()) == 0.5
+  # Only scores are remembered.
+  assert judge.counts == lenient.counts == {'calls': 1, 'failures': 1}
+
+
+async def test_a_judge_that_hangs_is_not_waited_for():
+  judge = judge_lib.Judge(lambda prompt: asyncio.Event().wait(), PROMPT, seconds=0.05)
+  with pytest.raises(judge_lib.JudgeError, match='judge gave no answer'):
+    await judge(TASK, said())
+  assert judge.counts['failures'] == 1
+  # It no longer counts as one of the calls at a time.
+  assert judge._running == 0
+
+
+async def test_the_budget_and_the_calls_at_a_time_are_bounded():
+  inside, most, gate = 0, 0, asyncio.Event()
+
+  async def ask(prompt):
+    nonlocal inside, most
+    inside += 1
+    most = max(most, inside)
+    await gate.wait()
+    inside -= 1
+    return 'Score: 1 ... **Score: 0**'
+
+  judge = judge_lib.Judge(ask, PROMPT, budget=3, parallel=2, fallback=0.25)
+  calls = [asyncio.ensure_future(judge(TASK, said(str(i)))) for i in range(5)]
+  while inside < 2:
+    await asyncio.sleep(0)
+  gate.set()
+  scores = await asyncio.gather(*calls)
+  assert most == 2 and sorted(scores) == [0.0, 0.0, 0.0, 0.25, 0.25]
+  assert judge.counts == {'calls': 3, 'refused': 2, 'failures': 2}
+
+
+def test_a_prompt_has_known_fields():
+  with pytest.raises(
+    ValueError, match='prompt: .*conversaton.*its fields are {question}'
+  ):
+    judge_lib.Judge(None, 'Judge {conversaton}')
