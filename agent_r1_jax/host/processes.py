@@ -126,14 +126,14 @@ def watch_others() -> None:
   process 0: if that is killed, JAX aborts the others at once with some lines of its own,
   and ours is among them (watchdog.py). With one process, this does nothing.
   """
-  global _watching
-  if _watching or not is_distributed():
+  global _watcher
+  if _watcher or not is_distributed():
     return
-  _watching = True
   watchdog.send(watchdog.DISTRIBUTED)
   # Asking for the live processes keeps JAX's service from aborting all when one is lost.
   # It also keeps it from waiting for all at the end, which `_wait_for_others` does.
-  threading.Thread(target=_watch, daemon=True, name='watch others').start()
+  _watcher = threading.Thread(target=_watch, daemon=True, name='watch others')
+  _watcher.start()
   atexit.register(_wait_for_others)
 
 
@@ -153,21 +153,23 @@ def leave(status: int, reason: str) -> None:
   _end(status)
 
 
-_watching = False
-_finishing, _alone = threading.Event(), threading.Event()
+_watcher: threading.Thread | None = None
+_finishing = threading.Event()
 
 
 def _watch() -> None:
   """Asks who has ended until this process does."""
   state, client = distributed.global_state, _client()
   everyone = [*range(state.num_processes)]
-  while not _finishing.wait(_ASK_SECONDS):
+  while not _finishing.is_set():
+    _finishing.wait(_ASK_SECONDS)
     try:
       for key, word in client.key_value_dir_get(_ENDED):
         if (number := int(key.rpartition('/')[2])) != state.process_id:
           status, _, reason = word.partition(' ')
           _follow(int(status), f'process {number} of {len(everyone)} {reason}')
-      # Blocks until all live processes ask.
+      # Blocks until all live processes ask. So this one asks once more at its end: others
+      # may be waiting, and a thread that still waits when Python ends aborts the process.
       lost = {*everyone} - client.get_live_nodes(everyone).keys()
     except jax.errors.JaxRuntimeError:
       continue  # This process or the first is ending, and JAX handles that.
@@ -180,7 +182,6 @@ def _watch() -> None:
       )
   if state.process_id == 0:
     _wait_until_alone(client)
-    _alone.set()
 
 
 def _follow(status: int, what: str) -> None:
@@ -206,9 +207,9 @@ def _wait_for_others() -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
     _finishing.set()
-    if distributed.global_state.process_id == 0:
-      # The thread of `_watch` sets it; at exit, Python starts no new threads.
-      _alone.wait(30)
+    # In the first process its last act is to wait until the others have ended.
+    if _watcher:
+      _watcher.join(30)
 
 
 def _wait_until_alone(client) -> None:
