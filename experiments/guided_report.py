@@ -70,6 +70,9 @@ def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) ->
       style = {'marker': 'o', 'capsize': 2, 'lw': 1.4, 'ms': 4}
       axis.errorbar(x, y, [y - low, high - y], label=name, **style)
     axis.set(xscale='log', xlabel=f'{by} a question', ylabel='exact match')
+    ticks = [100, 200, 400, 800] if by == 'tokens' else [0.02, 0.05, 0.1]
+    axis.set_xticks(ticks, map(str, ticks))
+    axis.set_xticks([], minor=True)
   lines, labels = axes[0].get_legend_handles_labels()
   figure.legend(lines, labels, loc='outside lower center', ncols=4, fontsize=8)
   for part in ('turns before', 'last turn'):
