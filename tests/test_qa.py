@@ -178,5 +178,28 @@ def test_found_share_counts_the_gold_titles_that_a_tool_gave():
   assert qa.found_share(task, [read, other]) == 0.5
   assert qa.found_share(task, [read, said('tool', '(Title: Currie Cup) x')]) == 1.0
   assert qa.found_share(Task('b', [], ['x']), [read]) == 0.0
-  assert qa.metrics(task, [read])['support_recall'] == 0.5
+  # Two passages were shown, one of them gold; and then both and another.
+  found = qa.metrics(task, [read])
+  assert (found['support_recall'], found['support_precision']) == (0.5, 0.5)
+  found = qa.metrics(task, [read, said('tool', '(Title: Currie Cup) x')])
+  assert (found['support_recall'], found['support_em']) == (1.0, 0.0)
+  assert found['support_f1'] == pytest.approx(0.8)
   assert 'support_recall' not in qa.metrics(Task('b', [], ['x']), [read])
+
+
+@pytest.mark.parametrize(
+  ('predicted', 'em', 'precision', 'recall', 'f1'),
+  [
+    # By hand, after update_sp of HotpotQA's evaluation script.
+    ([('Ann', 0), ('Bo', 1)], 1, 1, 1, 1),
+    ([('Bo', 1), ('Ann', 0), ('Ann', 0)], 1, 1, 1, 1),
+    ([('Ann', 0)], 0, 1, 1 / 2, 2 / 3),
+    ([('Ann', 0), ('Bo', 2), ('Eve', 0)], 0, 1 / 3, 1 / 2, 2 / 5),
+    ([('Ann', 1)], 0, 0, 0, 0),
+    ([], 0, 0, 0, 0),
+  ],
+)
+def test_supporting_facts_are_scored_as_officially(predicted, em, precision, recall, f1):
+  found = qa.supporting_facts(predicted, [('Ann', 0), ('Bo', 1)])
+  expected = {'em': em, 'precision': precision, 'recall': recall, 'f1': f1}
+  assert found == pytest.approx(expected)

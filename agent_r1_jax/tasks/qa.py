@@ -5,10 +5,11 @@ question itself. Scores depend on the last assistant message alone.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import dataclasses
 import re
 import string
+from typing import Any
 
 from agent_r1_jax.agent import calls
 from agent_r1_jax.retrieval import documents
@@ -33,6 +34,8 @@ RAG = ControlText(
   'and </answer>, as short as possible and without explanation, for example '
   '<answer>Beijing</answer>.\n\n{passages}\n\nQuestion: {question}'
 )
+
+Scores = dict[str, float]
 
 # The innermost pair: an answer holds no other tag of its kind.
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
@@ -152,17 +155,45 @@ def found_share(task: Task, messages: Sequence[Message]) -> float:
   return sum(f'(Title: {title})' in said for title in gold) / max(len(gold), 1)
 
 
+def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Scores:
+  """Computes em, precision, recall and f1 of supporting facts, as HotpotQA does.
+
+  A fact is (title, sentence) in HotpotQA and 2Wiki, and a paragraph in MuSiQue, whose
+  script gives the same f1.
+  """
+  predicted, golden = {*predicted}, {*golden}
+  right = len(predicted & golden)
+  return {
+    'em': float(predicted == golden),
+    'precision': right / len(predicted) if predicted else 0.0,
+    'recall': right / len(golden) if golden else 0.0,
+    'f1': 2 * right / (len(predicted) + len(golden)) if right else 0.0,
+  }
+
+
+def _shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
+  """Returns the passages that the tools have shown: gold titles, and lines of others."""
+  said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
+  lines = {line for line in said.splitlines() if '(Title: ' in line}
+  marks = {f'(Title: {title})': title for title in task.info['supporting_titles']}
+  gold = {title for mark, title in marks.items() if mark in said}
+  return gold | {line for line in lines if not any(mark in line for mark in marks)}
+
+
 def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   """Computes em, cover_em, f1 of the final answer, and whether there is one (answered).
 
-  A blank answer counts as none. If the task names its supporting passages,
-  'support_recall' is the share of them that the tools have shown.
+  A blank answer counts as none. If the task names its supporting passages, support_em,
+  support_precision, support_recall and support_f1 compare them with the passages that the
+  tools have shown; an agent names none.
   """
   replies = _replies(messages)
   answer = extract_answer(replies[-1]) if replies else None
   support = {}
   if task.info.get('supporting_titles'):
-    support['support_recall'] = found_share(task, messages)
+    shown = _shown_passages(task, messages)
+    found = supporting_facts(shown, task.info['supporting_titles'])
+    support = {f'support_{name}': value for name, value in found.items()}
   if not answer:
     return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0) | support
   return support | {
