@@ -120,3 +120,12 @@ def test_shards_of_something_else_are_refused(tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       shards.encode_corpus(passages, encode, tmp_path, size=size)
+
+
+def test_a_shard_that_another_process_never_finishes_is_named(tmp_path):
+  with (tmp_path / '000004.lock').open('w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(TimeoutError, match='has held 000004.npy for 0 seconds; end it'):
+      shards.encode_corpus(PASSAGES, _encode, tmp_path, size=5, patience=0.0)
+  # What was done is kept, and the next start does the rest.
+  assert len(shards.encode_corpus(PASSAGES, _encode, tmp_path, size=5)) == 5

@@ -23,6 +23,7 @@ def encode_corpus(
   folder: str | os.PathLike,
   *,
   size: int = 10_000,
+  patience: float = 3600.0,
   on_progress: Callable[[int], None] = lambda passages: None,
 ) -> list[np.ndarray]:
   """Encodes a corpus shard by shard; shards that are in the folder already are kept.
@@ -36,6 +37,8 @@ def encode_corpus(
     encode: Encodes passages.
     folder: Where the shards are written; made if there is none.
     size: Passages in a shard.
+    patience: Seconds that this process, with nothing left to do, waits for a shard of the
+      others.
     on_progress: Called with the number of passages that are encoded.
 
   Returns:
@@ -43,6 +46,7 @@ def encode_corpus(
 
   Raises:
     ValueError: The folder holds shards of another corpus, encoder or size.
+    TimeoutError: Another process holds a shard and does not finish it.
   """
   if size < 1:
     raise ValueError(f'size is {size}; a shard has at least one passage')
@@ -52,11 +56,19 @@ def encode_corpus(
   starts = range(0, len(passages), size)
   paths = [folder / f'{start // size:06}.npy' for start in starts]
   work = dict(zip(paths, starts, strict=True))
+  deadline, waited_for = 0.0, 0  # The shards that were missing when waiting began.
   while work := {path: start for path, start in work.items() if not path.exists()}:
     missing = sum(min(size, len(passages) - start) for start in work.values())
     on_progress(len(passages) - missing)
     chosen = next(filter(None, map(_lock, work)), None)
     if chosen is None:  # Others encode what is left, and may be killed.
+      if len(work) != waited_for:
+        deadline, waited_for = time.monotonic() + patience, len(work)
+      if time.monotonic() >= deadline:
+        raise TimeoutError(
+          f'{folder}: another process has held {next(iter(work)).name} for {patience:g} '
+          'seconds; end it, and give the same command again'
+        )
       time.sleep(0.2)
       continue
     path, lock = chosen
