@@ -12,8 +12,9 @@ sampled is what it sees and what is trained, whatever the client's library made 
 - It contains replies that the policy never gave: a new segment, too, and 'rewritten' is
   counted.
 
-A reply's randomness depends on (seed, draw, task, sample) and on the text before it, not
-on when it was asked for. Requests for the same text are told apart by their order alone.
+A reply's randomness depends on (seed, draw, task, sample) and on the text before it, and
+not on when it is asked for, with two exceptions: requests for the same text are told apart
+by their order, and of several that go on from one reply, the first goes on in its segment.
 """
 
 import collections
@@ -104,7 +105,7 @@ class Conversation:
     self._turns = 0
     self._cut = False
     self._closed = False
-    self.metrics: collections.Counter[str] = collections.Counter()
+    self.metrics = collections.Counter(tool_calls=0, format_errors=0)
     self.refused: str | None = None
     self.error: str | None = None
     self.reports: list[tuple[types.Turn, types.Step]] = []

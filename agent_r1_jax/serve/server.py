@@ -24,6 +24,8 @@ import signal
 import time
 from typing import Any, Protocol
 
+import numpy as np
+
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_grammar, calls, workers
 from agent_r1_jax.agent import chat as chat_lib
@@ -71,7 +73,7 @@ class FreeSource:
     elif isinstance(asked.prompt, str):
       ids = self._chat.encode_text(asked.prompt)
     else:
-      ids = asked.prompt
+      ids = np.array(asked.prompt)
     room = self._engine.sizes.slots - len(ids)
     most = room if asked.max_tokens is None else asked.max_tokens
     if room < 1 or most > room:
