@@ -34,6 +34,9 @@ OWNERS = {
   'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',
   'openenv': f'{PACKAGE}/tasks/openenv.py',
   'verifiers': f'{PACKAGE}/tasks/verifiers.py',
+  'uvicorn': f'{PACKAGE}/host/http.py',
+  'openai': 'experiments/',
+  'pydantic_ai': 'experiments/miniwiki/agents.py',
 }
 # It times what others' libraries do in our place.
 BESIDE = 'experiments/bench_beside.py'
@@ -48,9 +51,11 @@ LAZY = (
   'math_verify',
   'matplotlib',
   'mcp',
+  'openai',
   'openenv',
   'outlines_core',
   'prometheus_client',
+  'pydantic_ai',
   'reasoning_gym',
   'scipy',
   'starlette',

@@ -21,14 +21,14 @@ import functools
 import json
 import os
 import signal
-from typing import Any
+import tempfile
+from typing import IO
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 
 # A program's output is kept to so many bytes, the last ones.
 _KEPT = 1 << 16
-_DRAIN_SECONDS = 1.0
 Output = env_lib.Score | None
 
 
@@ -116,39 +116,31 @@ def process(
 
 
 async def _run_process(command, read, cwd, task: types.Task, url: str) -> Output:
-  asked = json.dumps({'id': task.id, 'messages': task.messages}).encode() + b'\n'
-  pipe = asyncio.subprocess.PIPE
-  child = await asyncio.create_subprocess_exec(
-    *command,
-    stdin=pipe,
-    stdout=pipe,
-    stderr=pipe,
-    cwd=cwd,
-    env={**os.environ, 'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
-    start_new_session=True,
-  )
-  ends = bytearray(), bytearray()
-  streams = zip((child.stderr, child.stdout), ends, strict=True)
-  readers = [asyncio.ensure_future(_read_end(*pair)) for pair in streams]
-  try:
-    assert child.stdin
-    child.stdin.write(asked)
-    child.stdin.close()
-    status = await child.wait()
-  finally:
-    # Also what the program has left behind in its group.
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(child.pid, signal.SIGKILL)
-    await child.wait()
-    # What left the group may hold the output open.
-    await asyncio.wait(readers, timeout=_DRAIN_SECONDS)
-    for reader in readers:
-      reader.cancel()
-  return read(status, '\n'.join(end.decode(errors='replace') for end in ends))
+  asked = json.dumps({'id': task.id, 'messages': task.messages}) + '\n'
+  # Files and not pipes: what the program has left behind may hold a pipe open for ever.
+  with contextlib.ExitStack() as stack:
+    files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+    files[0].write(asked.encode())
+    files[0].seek(0)
+    child = await asyncio.create_subprocess_exec(
+      *command,
+      stdin=files[0],
+      stdout=files[1],
+      stderr=files[2],
+      cwd=cwd,
+      env={**os.environ, 'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
+      start_new_session=True,
+    )
+    try:
+      status = await child.wait()
+    finally:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+      await child.wait()
+    return read(status, f'{_read_end(files[2])}\n{_read_end(files[1])}')
 
 
-async def _read_end(stream: Any, end: bytearray):
-  """Reads a stream to its end; `end` holds the last bytes."""
-  while some := await stream.read(_KEPT):
-    end += some
-    del end[:-_KEPT]
+def _read_end(file: IO[bytes]) -> str:
+  """Returns the last of what was written to a file."""
+  file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT))
+  return file.read(_KEPT).decode(errors='replace')

@@ -54,7 +54,7 @@ def quiet_logging() -> None:
     return
   # A filter that is added twice counts once. JAX does not log through absl.
   logging.get_absl_logger().addFilter(_is_worth_showing)
-  for name in ('jax', 'faiss'):
+  for name in ('jax', 'faiss', 'httpx', 'httpx2'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
   if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
     sys.excepthook = _print_error

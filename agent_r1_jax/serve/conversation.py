@@ -12,9 +12,9 @@ sampled is what it sees and what is trained, whatever the client's library made 
 - It contains replies that the policy never gave: a new segment, too, and 'rewritten' is
   counted.
 
-A reply's randomness depends on (seed, draw, task, sample) and on the text before it, and
-not on when it is asked for, with two exceptions: requests for the same text are told apart
-by their order, and of several that go on from one reply, the first goes on in its segment.
+A reply's randomness depends on (seed, draw, task, sample) and on the text before it, not
+on when it is asked for, with two exceptions: requests for the same text are told apart by
+their order, and of several that go on from one reply, the first goes on in its segment.
 """
 
 import collections
@@ -74,7 +74,7 @@ class Conversation:
   """The requests of one episode; a source of serve/server.py.
 
   Attributes:
-    metrics: Counts of segments, forks, rewritten pasts, and calls.
+    metrics: Counts of forks, rewritten pasts, calls, and restrictions not applied.
     refused: The status that a budget gave the episode, when it refused a request.
     error: Why there was no room for the first prompt.
     reports: The rewards that the program reported, with the turn that each belongs to.
@@ -105,7 +105,9 @@ class Conversation:
     self._turns = 0
     self._cut = False
     self._closed = False
-    self.metrics = collections.Counter(tool_calls=0, format_errors=0)
+    self.metrics = collections.Counter(
+      tool_calls=0, format_errors=0, forks=0, rewritten=0
+    )
     self.refused: str | None = None
     self.error: str | None = None
     self.reports: list[tuple[types.Turn, types.Step]] = []
@@ -194,7 +196,6 @@ class Conversation:
       ids = np.append(self._chat.stop_ids[0], ids)
     branch = old
     if not is_end:
-      self.metrics['forks'] += 1
       branch = _Branch(
         tools,
         old.messages[:count],
@@ -207,12 +208,10 @@ class Conversation:
       )
       self._branches.append(branch)
     branch.asked = messages[count:], said, ids
-    self._note_rewritten(asked.messages[count:])
     return branch
 
   def _begin(self, asked, tools, messages) -> _Branch:
     """Begins a text of its own."""
-    self._note_rewritten(asked.messages)
     said = self._say(asked.messages)
     ids = self._chat.encode_prompt(said, asked.tools)
     # The key of the task's own prompt is that of a native environment's first segment.
@@ -231,10 +230,6 @@ class Conversation:
     self._begun[digest] += 1
     named = (digest.hex(), number) if number or not own else (0,)
     return self._context.make_key(*named), digest
-
-  def _note_rewritten(self, new: Sequence[types.Message]):
-    if self._turns and any(message['role'] == 'assistant' for message in new):
-      self.metrics['rewritten'] += 1
 
   def _say(self, messages: Sequence[types.Message]) -> list[types.Message]:
     """Makes the messages to encode.
@@ -272,13 +267,17 @@ class Conversation:
     branch.messages += [*messages, protocol.comparable(reply.as_message())]
     branch.said += [*said, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), stop))
-    turn = types.Turn(0, stop - len(chunk.tokens), stop)
-    branch.turns.append((self._turns, turn))
-    self._turns += 1
     self._cut = reply.reason == 'length'
+    replies = [message for message in messages if message['role'] == 'assistant']
+    # Before the first reply of all they are examples.
+    self.metrics['rewritten'] += bool(self._turns and replies)
+    self.metrics['forks'] += not branch.turns and bool(branch.first)
     malformed = sum(isinstance(given, str) for _, given in reply.calls)
     self.metrics['tool_calls'] += len(reply.calls) - malformed
     self.metrics['format_errors'] += malformed
+    turn = types.Turn(0, stop - len(chunk.tokens), stop)
+    branch.turns.append((self._turns, turn))
+    self._turns += 1
 
   def close(self, generation: request_lib.Generation):
     """Forgets a reply that no client waits for; the request can be asked again."""

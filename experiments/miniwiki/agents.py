@@ -1,8 +1,8 @@
 """Two agents that were not written for this project; they play the quickstart's task.
 
-One uses OpenAI's client alone, the other one pydantic-ai. Both only know the address of an
-endpoint. A reply with a call that cannot be parsed is answered as ToolEnv answers it, so
-that their episodes are those of the native environment, token for token.
+One uses OpenAI's client alone, the other one pydantic-ai. Both only know the address of
+an endpoint. Their episodes are those of the native environment, token for token, as long
+as each call can be parsed; the first one also answers the others as ToolEnv does.
 """
 
 from collections.abc import Awaitable, Callable
