@@ -169,16 +169,27 @@ class Chat:
     return self._encode(*self._render(messages, tools, **template_kwargs))
 
   def encode_delta(
-    self, messages: Sequence[types.Message], **template_kwargs
+    self,
+    messages: Sequence[types.Message],
+    last_token: int | None = None,
+    **template_kwargs,
   ) -> np.ndarray:
     """Encodes what follows a reply: the rest of its turn, `messages`, the next start.
 
+    Args:
+      messages: What comes after the reply.
+      last_token: The last token of the reply; None stands for a stop id. If it is none,
+        because a stop string or a limit ended the reply, the template's end of turn comes
+        first; it is no action of the policy.
+      **template_kwargs: Arguments of the template.
+
     Returns:
-      int32 [T], to be fed after the sampled stop token of the reply. A reply that ended
-      otherwise needs `stop_ids[0]` in between, which is no action of the policy.
+      int32 [T].
     """
     tail, mark = self._after_reply(messages, **template_kwargs)
-    return self._encode(tail.removeprefix(self._end), mark)
+    ids = self._encode(tail.removeprefix(self._end), mark)
+    ended = last_token is None or last_token in self.stop_ids
+    return ids if ended else np.append(self.stop_ids[0], ids).astype(np.int32)
 
   def encode_reply(self, text: str) -> np.ndarray:
     """Encodes a reply and its stop token as int32 [T], for supervised text.

@@ -190,10 +190,7 @@ class Conversation:
     count, is_end, i, length = max(found)
     old = self._branches[-i]
     said = self._say(asked.messages[count:])
-    ids = self._chat.encode_delta(said)
-    if old.tokens[length - 1] not in self._chat.stop_ids:
-      # A stop string or a limit ended the reply: its end of turn is no action.
-      ids = np.append(self._chat.stop_ids[0], ids)
+    ids = self._chat.encode_delta(said, int(old.tokens[length - 1]))
     branch = old
     if not is_end:
       branch = _Branch(

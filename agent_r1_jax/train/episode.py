@@ -219,7 +219,8 @@ class Episode:
           self.context.restart(len(t.segments))
           ids = self._encode(self.chat.encode_prompt, step.messages, schemas)
         else:
-          ids = self._encode_answer(reply, step.messages)
+          last = int(reply.tokens[-1])
+          ids = self._encode(self.chat.encode_delta, step.messages, last)
     return 'max_turns'
 
   async def _run(self, env: program.Program, task: types.Task) -> str:
@@ -354,20 +355,12 @@ class Episode:
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
 
-  def _encode(self, encode, *messages) -> np.ndarray:
+  def _encode(self, encode, *args) -> np.ndarray:
     """Encodes the environment's messages; blames it if one of them is broken."""
     try:
-      return encode(*messages)
+      return encode(*args)
     except ValueError as error:
       raise _EnvironmentError(str(error)) from error
-
-  def _encode_answer(self, reply, messages) -> np.ndarray:
-    """Encodes the environment's answer, to be appended after a reply."""
-    ids = self._encode(self.chat.encode_delta, messages)
-    if reply.tokens[-1] in self.chat.stop_ids:
-      return ids
-    # A stop string ended it: the template's end of turn is appended, and is no action.
-    return np.append(self.chat.stop_ids[0], ids)
 
   def _close_segment(self):
     if self.pieces:
