@@ -148,6 +148,17 @@ class Conversation:
       text = f'the episode has had its {self._max_turns} replies (limits.max_turns)'
       raise http.RefusedError(400, text, 'max_turns')
     branch = self._find(asked)
+    try:
+      generation = self._sample(branch, asked, automata)
+    except Exception:
+      self._drop(branch)
+      raise
+    branch.text = generation.text
+    self._sampled[generation] = branch
+    return generation
+
+  def _sample(self, branch: _Branch, asked, automata) -> request_lib.Generation:
+    """Begins the reply that a text waits for."""
     assert branch.asked
     _, _, ids = branch.asked
     length = len(branch.tokens)
@@ -156,12 +167,11 @@ class Conversation:
       self.refused = self.refused or 'truncated'
       text = f'the prompt has {length + len(ids)} tokens, and a row {self._context.slots}'
       self.error = f'{text} (slots)'
-      self._drop(branch)
       raise http.RefusedError(400, text, 'context_length_exceeded')
     parent = branch.text
     if parent is not None and len(parent) > length:
       parent = request_lib.Fork(parent, length)
-    generation = self._context.submit(
+    return self._context.submit(
       ids,
       parent,
       min(room, self._max_turn_tokens, asked.max_tokens or room),
@@ -169,9 +179,6 @@ class Conversation:
       automata=automata,
       top_logprobs=asked.top_logprobs or 0,
     )
-    branch.text = generation.text
-    self._sampled[generation] = branch
-    return generation
 
   def _find(self, asked: protocol.Asked) -> _Branch:
     """Finds the text that a request goes on from, or begins one."""
@@ -279,9 +286,8 @@ class Conversation:
   def close(self, generation: request_lib.Generation):
     """Forgets a reply that no client waits for; the request can be asked again."""
     branch = self._sampled.pop(generation, None)
-    if branch is None:
-      return
-    self._drop(branch)
+    if branch is not None:
+      self._drop(branch)
 
   def _drop(self, branch: _Branch):
     """Drops a request; whoever makes it again gets the same reply."""

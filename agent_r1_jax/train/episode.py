@@ -261,16 +261,15 @@ class Episode:
     for turn, step in asked.reports:
       self._add_reward(step, turn)
     rewards.policy_step.set(int(t.policy_steps.max()))
-    messages, seconds = env_lib.copy_containers(t.messages), limits.step_seconds
     with _blaming_the_environment():
       step = await workers.call_on_user_loop(
         env.judge,
         task,
-        messages,
+        env_lib.copy_containers(t.messages),
         asked.status,
         output,
         name='judge',
-        seconds=seconds,
+        seconds=limits.step_seconds,
         field='step_seconds',
       )
     self._add_reward(step)
