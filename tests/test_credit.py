@@ -72,7 +72,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   which = plain.models(own_critic=own_critic)
   table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
   (shown,) = taken
-  rows, of_critic = table.visible_rows(masked), _score(which.critic, ts)
+  rows, of_critic = table.find_visible(masked), _score(which.critic, ts)
   expected = {
     'ref_logprobs': _score(which.reference, ts).logprobs,
     'values': of_critic.values,
@@ -111,7 +111,7 @@ def test_credit_is_put_at_its_tokens(masked):
   algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
   table, metrics = plain.credit(ts, algorithm)
   assert table.ref_logprobs is table.correction is table.weights is None
-  rows, count = table.visible_rows(masked), len(taken[0])
+  rows, count = table.find_visible(masked), len(taken[0])
   for column in (table.advantages, table.returns):
     np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
     assert not column[~rows].any()
@@ -137,7 +137,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   before = table_lib.build(ts)
   kl = 0.5 * (before.logprobs - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
-  rows = before.visible_rows(masked)
+  rows = before.find_visible(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
   np.testing.assert_allclose(shown.rewards, expected, rtol=1e-5, atol=1e-4)
   assert before.action_mask[rows].all() == masked
@@ -285,7 +285,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
-  mask, rows = before.action_mask, before.visible_rows(masked)
+  mask, rows = before.action_mask, before.find_visible(masked)
   assert np.abs(old - before.logprobs)[mask].max() > 0.1, 'another policy sampled'
   if kind == 'reverse':
     kl = np.where(mask, old - other, 0.0)

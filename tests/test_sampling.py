@@ -50,7 +50,7 @@ def _sample(logits, u, sampling):
 @functools.cache
 def _uniforms(n=_N):
   keys = np.random.default_rng(0).integers(0, 2**32, (n, 2), np.uint32)
-  return jax.jit(sampling_lib.draw_uniforms)(keys, np.arange(n, dtype=np.int32) % 50)
+  return jax.jit(sampling_lib.make_uniforms)(keys, np.arange(n, dtype=np.int32) % 50)
 
 
 def _logits(V, seed=1, spread=1.5):
@@ -98,12 +98,12 @@ class TestUniforms:
   def test_they_depend_on_key_and_position_alone(self):
     keys = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
     positions = jnp.array([7, 8, 7, 7], jnp.int32)
-    u = np.asarray(sampling_lib.draw_uniforms(keys, positions))
+    u = np.asarray(sampling_lib.make_uniforms(keys, positions))
     assert len(set(u.tolist())) == 4
     order = np.array([2, 0, 3, 1])
-    again = sampling_lib.draw_uniforms(keys[order], positions[order])
+    again = sampling_lib.make_uniforms(keys[order], positions[order])
     np.testing.assert_array_equal(again, u[order])
-    fewer = sampling_lib.draw_uniforms(keys[1:3], positions[1:3])
+    fewer = sampling_lib.make_uniforms(keys[1:3], positions[1:3])
     np.testing.assert_array_equal(fewer, u[1:3])
 
 

@@ -172,10 +172,6 @@ def make_tables(entries: Sequence[Entry], before: Tables | None = None) -> Table
   The sizes never shrink: the programs for those of a large automaton that is gone are
   compiled already. For 16 automata of 50,000 tokens this takes some milliseconds, once
   for each automaton that comes in, and so is no work for the event loop.
-
-  Args:
-    entries: AutomatonPool.entries.
-    before: The tables so far, whose sizes are the least; there are none at first.
   """
   needed = [(*e.automaton.table.shape, len(e.kinds[1])) for e in entries]
   least = (*before.table.shape[1:], before.masks.shape[1]) if before else _LEAST_SIZES

@@ -70,14 +70,6 @@ def apply(
   """Passes scaled logits through the guides, each in the rows that use it.
 
   The order is AUTOMATA, TRUNCATION, then the others as the engine was given them.
-
-  Args:
-    guides: The kinds of guides that the engine was made with.
-    params: The parameters of each guide.
-    states: The state of each guide in all rows.
-    used: The rows whose logits each guide changes.
-    logits: Logits that are scaled by the temperature.
-    hidden: The policy's last hidden states.
   """
   for g, guide in enumerate(guides):
     if guide.logits is None:

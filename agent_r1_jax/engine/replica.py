@@ -223,13 +223,7 @@ class Replica:
     return generation
 
   def warm_up(self, on_done: Callable[[], None], automata: Sequence[types.Automaton]):
-    """Compiles every program, with calls that use no row.
-
-    Args:
-      on_done: Called after each program.
-      automata: Large ones that requests will bring: the programs are for tables that hold
-        them.
-    """
+    """Compiles every program, with calls that use no row."""
     assert self.policy is not None
     sizes, params = self.sizes, self.policy.copies[self._copy_index]
     no_rows = lambda size: np.full(size, sizes.rows, np.int32)

@@ -150,12 +150,6 @@ def check(
   """Raises ValueError for a request that an engine cannot answer.
 
   What would fail later, while requests are served, would fail all others with it.
-
-  Args:
-    request: What a client asks for.
-    vocab_size: Tokens of the policy.
-    slots: The most tokens of a text.
-    guides: The kinds of guides that the engine was made with.
   """
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:

@@ -64,10 +64,10 @@ ON_POLICY = Sampling()
 GREEDY = Sampling(temperature=0.0)
 
 
-def draw_uniforms(
+def make_uniforms(
   keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']
 ) -> Float[Array, 'M']:
-  """Draws one number in [0, 1) a row, from its key and the token's position alone."""
+  """Makes one number in [0, 1) a row, of its key and the token's position alone."""
 
   def one(key, position):
     return jax.random.uniform(jax.random.fold_in(key, position))
@@ -89,7 +89,7 @@ def choose_tokens(
 
   Args:
     logprobs: Log-probabilities of the tokens, float32; -inf where one is forbidden.
-    u: Numbers from `draw_uniforms`.
+    u: Numbers from `make_uniforms`.
     greedy: The rows that take the likeliest token.
 
   Returns:

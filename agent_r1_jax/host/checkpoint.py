@@ -252,9 +252,6 @@ class Checkpointer:
 def lock_workdir(workdir: str | os.PathLike) -> Iterator[None]:
   """Holds `<workdir>/.lock` inside `with`; the system releases it after a kill.
 
-  Args:
-    workdir: The run's directory; made if missing.
-
   Raises:
     ValueError: Another run holds it, or `workdir` cannot be written to.
   """

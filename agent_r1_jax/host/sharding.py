@@ -80,9 +80,6 @@ def make_mesh(
 def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
   """Splits the chips into those that train and those that only sample.
 
-  Args:
-    samplers: Number of chips of each process that sample, which are its last ones.
-
   Returns:
     The training chips of all processes, and the sampling chips of this process.
 
@@ -108,10 +105,6 @@ def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
   Scalars are replicated. A leaf that its rule cannot shard is an error: replicated, it
   would be noticed when memory runs out, if at all.
-
-  Args:
-    tree: A pytree of arrays or ShapeDtypeStructs.
-    mesh: A mesh of `make_mesh`.
 
   Raises:
     ValueError: models/families.py does not list a leaf, or an axis does not divide one of
@@ -237,13 +230,7 @@ def gather_params(params: Any, mesh: Mesh) -> Any:
 
 
 def take_replica_params(params: Any, replica: Mesh) -> Any:
-  """Takes one replica's parameters out of those that `gather_params` returned.
-
-  Args:
-    params: Parameters on the mesh of all processes.
-    replica: A mesh of `make_replica_meshes`. Chips that are on both meshes share the
-      data; nothing is copied to them.
-  """
+  """Takes one replica's parameters out of those that `gather_params` returned."""
 
   def leaf(x: jax.Array) -> jax.Array:
     named = NamedSharding(replica, _named_sharding(x).spec)

@@ -212,7 +212,11 @@ class Attention(nn.Module):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
-    q_BTNH = _apply_flat(project((c.num_heads, c.head_dim), name='q'), x_BTD)
+    # The engine's kernel of the queries has one axis for all heads; see `unstack`.
+    flat = (c.num_heads * c.head_dim,)
+    heads = flat if cache is not None else (c.num_heads, c.head_dim)
+    q_BTNH = _apply_flat(project(heads, name='q'), x_BTD)
+    q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], c.num_heads, c.head_dim)
     k_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
     v_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
     if c.facts.qk_norm:
@@ -325,7 +329,12 @@ def unstack(params: Params, config: DecoderConfig) -> Params:
   """
 
   def leaf(path, x):
-    return x if '_norm' in jax.tree_util.keystr(path) else x.astype(config.dtype)
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if name.startswith('layers/attn/q/'):
+      # [L, D, N, H] -> [L, D, N H], and the bias alike: a TPU stores the last two axes in
+      # tiles, so that XLA would copy each kernel to join N and H at every decode.
+      x = x.reshape(*x.shape[:-2], -1)
+    return x if '_norm' in name else x.astype(config.dtype)
 
   params = jax.tree_util.tree_map_with_path(leaf, params)
   layer = lambda i: jax.tree.map(lambda x: x[i], params['layers'])
@@ -362,13 +371,6 @@ def extend(
   """Writes tokens at their positions and returns their final hidden states.
 
   A token whose position is at or past the last slot is computed but not written.
-
-  Args:
-    params: The policy's parameters, from `unstack`.
-    config: The policy's shape.
-    tokens: The tokens that continue each text.
-    positions: The slot of each token.
-    cache: The keys and values of the texts so far.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   x = _scale_embeddings(x, config)

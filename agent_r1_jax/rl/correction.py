@@ -23,21 +23,13 @@ _MAX_LOG_RATIO = 20.0
 
 
 def token_truncated(*, cap: float = 2.0) -> Correction:
-  """w = min(r, C): truncated importance sampling of each token (verl).
-
-  Args:
-    cap: C; the default is verl's.
-  """
+  """w = min(r, cap): truncated importance sampling of each token (verl)."""
   _check_cap(cap)
   return lambda table: np.minimum(_exp(_log_ratio(table)), cap)
 
 
 def sequence_truncated(*, cap: float = 2.0) -> Correction:
-  """w = min(Π r, C), one weight a trajectory: less biased, of greater variance (verl).
-
-  Args:
-    cap: C; the default is verl's.
-  """
+  """w = min(Π r, cap), one weight a trajectory: less biased, more variance (verl)."""
   _check_cap(cap)
 
   def correction(table):

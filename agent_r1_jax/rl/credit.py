@@ -55,14 +55,6 @@ def score(
 ) -> TokenTable:
   """Adds the log-probs, reference log-probs and values that the algorithm needs.
 
-  Args:
-    table: The table of all tokens of a rollout.
-    algorithm: The algorithm, which says what it needs.
-    models: The models that the algorithm needs.
-    shape: The shape of the packed micro-batches.
-    temperature: The temperature at which the tokens were sampled.
-    prefixes: The tokens that only the critic sees.
-
   Raises:
     ValueError: A segment, with its prefix, does not fit a row.
   """
@@ -97,12 +89,6 @@ def estimate(
 ) -> tuple[TokenTable, dict[str, float]]:
   """Adds advantages, returns and importance weights.
 
-  Args:
-    table: The table that `score` returned.
-    algorithm: The algorithm, whose reward transforms, estimator and correction are
-      applied.
-    kl_coef: The present coefficient of algorithm.kl.
-
   Returns:
     The table, with the rewards from before all transforms, and metrics to log.
 
@@ -110,7 +96,7 @@ def estimate(
     ValueError: The estimator needs a column that is missing, or does not return one.
   """
   metrics: dict[str, float] = {}
-  rows = table.visible_rows(algorithm.advantage_mask)
+  rows = table.find_visible(algorithm.advantage_mask)
   visible = table.take(rows)
   for transform in algorithm.rewards:
     visible = transform(visible)
@@ -200,12 +186,12 @@ def _score_tokens(
 
 def _add_weights(table, members, algorithm, masked: bool) -> TokenTable:
   """Selects trajectories, and adds the weights that the aggregation gives them."""
-  rows, members = table.visible_rows(masked), list(members)
+  rows, members = table.find_visible(masked), list(members)
   counts = np.bincount(table.trajectory[rows], minlength=len(table.group))
   each = np.zeros(len(table.group))
   each[members] = algorithm.aggregation(counts[members])
   table = dataclasses.replace(table, weights=each[table.trajectory] * rows)
-  return table.take(table.find_rows(members))
+  return table.take(table.find_tokens(members))
 
 
 def _check_rows(view: TokenTable, own, shape: packing.MicrobatchShape) -> None:

@@ -108,10 +108,6 @@ KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
 def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransformation:
   """Makes one of KINDS with clipped gradients and a linear warm-up of the rate.
 
-  Args:
-    options: The kind and its numbers, of which the learning rates are not read.
-    rate: The learning rate after the warm-up.
-
   Raises:
     ValueError: There is no such kind, or a number is out of its range or is not read by
       this kind.

@@ -106,12 +106,7 @@ def plan_layout(
 
 
 def pack(table: TokenTable, layout: Layout) -> types.Batch:
-  """Packs a table into one batch; advantages and weights that it lacks are 0.
-
-  Args:
-    table: The table. Every column that Batch has a field for is packed, as float32.
-    layout: The layout of its segments.
-  """
+  """Packs a table into one batch; advantages and weights that it lacks are 0."""
   columns = {name: getattr(table, name, None) for name in types.Batch._fields[4:]}
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
   numbers: dict[str, Any] = {

@@ -127,12 +127,12 @@ class TokenTable:
     """Selects rows, in the given order; all turns and trajectories keep their columns."""
     return self._map_rows(lambda column: column[rows])
 
-  def find_rows(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
+  def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
     """Returns the rows of some trajectories, in the order given."""
     spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
     return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
 
-  def visible_rows(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
+  def find_visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
     """Returns a mask of the rows that estimators see.
 
     Args:
@@ -154,9 +154,6 @@ class TokenTable:
     self, prefixes: Sequence[Int[np.ndarray, '_']]
   ) -> tuple['TokenTable', Bool[np.ndarray, 'm']]:
     """Inserts further tokens before every segment.
-
-    Args:
-      prefixes: The tokens of each trajectory's prefix. Their other columns are 0.
 
     Returns:
       The longer table, and a mask of the rows that this table has too.
@@ -249,60 +246,74 @@ def build(
   )
 
 
-def _turn_columns(trajectories, table: TokenTable):
+def _turn_columns(
+  trajectories: Sequence[types.Trajectory], table: TokenTable
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns the columns `turn`, `rewards` and `states`; see TokenTable.
+
+  An example: a trajectory of two segments, with the number of each token in the table and
+  a picture of it ('.' for the environment's, the number of the turn for actions):
+
+    number    0  1  2  3  4  5  6  7 |  8  9 10
+    picture   .  .  0  0  .  1  1  . |  .  .  2
+    turn     -1 -1  0  0  0  1  1  1 | -1 -1  2
+
+  Turn 1 starts at 5, stops at 7, and has its reward at 6. Its state is token 4, the text
+  that the policy was shown since its last turn.
 
   Raises:
     ValueError: The turns do not hold every action token once and in order.
   """
-  acted = np.append(0, np.cumsum(table.action_mask))  # Actions before each row.
-  rewards, turn, states = np.zeros(len(table)), np.full(len(table), -1), []
+  turns = [x for t in trajectories for x in t.turns]
+  owner = np.repeat(np.arange(len(trajectories)), [len(t.turns) for t in trajectories])
+  segments = [len(s.tokens) for t in trajectories for s in t.segments]
+  edges = np.cumsum([0, *segments])  # Where segments begin, and the last one's end.
+  before = np.cumsum([0, *(len(t.segments) for t in trajectories)])
+  segment = before[owner] + np.array([x.segment for x in turns], int)
+  begin, end = edges[segment], edges[segment + 1]
+  start = begin + np.array([x.start for x in turns], int)
+  stop = begin + np.array([x.stop for x in turns], int)
+  _check_turns(trajectories, table, owner, begin, start, stop, end)
+  turn, rewards, states = np.full(len(table), -1), np.zeros(len(table)), []
   texts: dict[bytes, int] = {}
-  begin = 0  # The row where the trajectory begins.
-  for t in trajectories:
-    edges = [begin]
-    for segment in t.segments:
-      edges.append(edges[-1] + len(segment.tokens))
-    last, reached = None, begin  # The turn before, and the row where it stopped.
-    for number, x in enumerate(t.turns):
-      first, end = edges[x.segment : x.segment + 2]  # The rows of the turn's segment.
-      start, stop = first + x.start, first + x.stop  # The rows of its reply.
-      inside = first <= start < stop <= end
-      if not inside or acted[stop] - acted[start] != stop - start:
-        raise ValueError(
-          f'Turn {number} of task {t.task.id!r} spans tokens {x.start}:{x.stop}, which '
-          'are not all action tokens; its reward would be lost.'
-        )
-      if acted[start] != acted[reached]:
-        raise _wrong_turns(t)
-      # What the environment wrote after a reply belongs to the reply's turn.
-      turn[start:end] = len(states)
-      rewards[stop - 1] = x.reward
-      # A state is named by the text that is new to the policy: what stands between the
-      # end of its last turn and this turn. A segment may also repeat the text of the one
-      # before, as in an append-only episode that is stored as steps.
-      known = first
-      if last and last.segment == x.segment:
-        known = reached
-      elif last and np.array_equal(
-        before := t.segments[last.segment].tokens[: last.stop],
-        t.segments[x.segment].tokens[: last.stop],
-      ):
-        known = first + len(before)
-      text = table.tokens[known:start].tobytes()
-      states.append(texts.setdefault(text, len(texts)))
-      last, reached = x, stop
-    begin = edges[-1]
-    if acted[begin] != acted[reached]:
-      raise _wrong_turns(t)
+  for k, x in enumerate(turns):
+    # The turns after it in its segment overwrite their part.
+    turn[start[k] : end[k]] = k
+    rewards[stop[k] - 1] = x.reward
+    shown = begin[k]
+    if k and owner[k - 1] == owner[k]:
+      # What the policy has read up to its last turn. It is in the same segment, or a new
+      # segment repeats it, as in an append-only episode that is stored as steps.
+      known = table.tokens[begin[k - 1] : stop[k - 1]]
+      repeats = np.array_equal(table.tokens[shown : end[k]][: len(known)], known)
+      shown += len(known) if repeats else 0
+    text = table.tokens[shown : start[k]].tobytes()
+    states.append(texts.setdefault(text, len(texts)))
   return turn, rewards, np.array(states, int)
 
 
-def _wrong_turns(trajectory: types.Trajectory) -> ValueError:
-  return ValueError(
-    f'The turns of task {trajectory.task.id!r} do not hold its action tokens, each once '
-    'and in order.'
+def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end) -> None:
+  """Raises ValueError unless the turns hold every action token once and in order."""
+  acted = np.append(0, np.cumsum(table.action_mask))  # Actions before each token.
+  inside = (begin <= start) & (start < stop) & (stop <= end)
+  inside &= acted[np.minimum(stop, len(table))] - acted[start.clip(0, len(table))] == (
+    stop - start
   )
+  for k in np.flatnonzero(~inside)[:1]:
+    number, t = k - np.searchsorted(owner, owner[k]), trajectories[owner[k]]
+    raise ValueError(
+      f'Turn {number} of task {t.task.id!r} spans tokens {start[k] - begin[k]}:'
+      f'{stop[k] - begin[k]}, which are not all action tokens; its reward would be lost.'
+    )
+  ordered = np.ones(len(start), bool)
+  ordered[1:] = start[1:] >= stop[:-1]
+  for i, t in enumerate(trajectories):
+    mine, actions = owner == i, sum(s.action_mask.sum() for s in t.segments)
+    if not ordered[mine].all() or (stop - start)[mine].sum() != actions:
+      raise ValueError(
+        f'The turns of task {t.task.id!r} do not hold its action tokens, each once and '
+        'in order.'
+      )
 
 
 def from_segments(segments: Sequence[types.Segment]) -> TokenTable:

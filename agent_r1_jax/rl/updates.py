@@ -110,12 +110,7 @@ class TrainState:
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
   def restore(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
-    """Returns the state of a checkpoint, with the frozen parameters of this one.
-
-    Args:
-      arrays: What `checkpoint_arrays` returned.
-      numbers: What `checkpoint_numbers` returned.
-    """
+    """Returns the state of a checkpoint, with the frozen parameters of this one."""
     states = {}
     for name, state in self.states.items():
       params = _with_frozen_of(arrays[name].params, state.params)
@@ -137,11 +132,6 @@ def init(
 
   A critic of its own starts as a copy of the policy with a value head of zeros. Policy,
   critic and reference share frozen parameters; with LoRA only the adapters are copied.
-
-  Args:
-    params: The policy's parameters.
-    plan: The run's constants.
-    reference: The parameters of a reference policy other than the initial policy.
   """
   if reference is None and plan.algorithm.needs_reference:
     reference = _copy_learned(params)
