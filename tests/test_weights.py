@@ -47,7 +47,10 @@ def _params(config, dtype='float32', value_head=False):
   """Random host arrays in the tree that init makes."""
   rng = np.random.default_rng(0)
   tree = jax.eval_shape(
-    lambda key: decoder.init(config, key, value_head=value_head), jax.random.key(0)
+    lambda key: (decoder.add_value_head if value_head else dict)(
+      decoder.init(config, key)
+    ),
+    jax.random.key(0),
   )
 
   def make(x):

@@ -27,48 +27,30 @@ TOP = 20
 
 
 class Places(NamedTuple):
-  """The rows of one decode; place m decodes row rows[m].
+  """The rows of one decode; place m decodes row rows[m]."""
 
-  Attributes:
-    rows: Distinct rows; B or more marks an unused place.
-    length: Tokens in the cache; the text is one token longer.
-    last: The text's last token.
-    budget: The most tokens to sample; with 0 the place does not run.
-    keys: The randomness of each request.
-    temperature: The temperature of sampling; 0 is greedy.
-    top: Whether log-probs of the likeliest tokens are wanted.
-  """
-
-  rows: Int[Array, 'M']
-  length: Int[Array, 'M']
-  last: Int[Array, 'M']
-  budget: Int[Array, 'M']
-  keys: UInt32[Array, 'M 2']
-  temperature: Float[Array, 'M']
-  top: Bool[Array, 'M']
+  rows: Int[Array, 'M']  # Distinct rows; B or more marks an unused place.
+  length: Int[Array, 'M']  # Tokens in the cache; the text is one token longer.
+  last: Int[Array, 'M']  # The text's last token.
+  budget: Int[Array, 'M']  # The most tokens to sample; with 0 the place does not run.
+  keys: UInt32[Array, 'M 2']  # The randomness of each request.
+  temperature: Float[Array, 'M']  # The temperature of sampling; 0 is greedy.
+  top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
 
 
 class Decoded(NamedTuple):
-  """The tokens of one decode; those of place m are tokens[m, :count[m]].
+  """The tokens of one decode; those of place m are tokens[m, :count[m]]."""
 
-  Attributes:
-    tokens: The sampled tokens.
-    logprobs: Their log-probs under the policy's temperature-scaled full softmax.
-    values: The value of the state in which each was chosen, if the policy has a value
-      head; else 0.
-    count: The number of tokens that were sampled.
-    stopped: Whether a guide ended the reply.
-    top_tokens: The likeliest tokens, where they were asked for.
-    top_logprobs: Their log-probs.
-  """
-
-  tokens: Int[Array, 'M steps']
+  tokens: Int[Array, 'M steps']  # The sampled tokens.
+  # Their log-probs under the policy's temperature-scaled full softmax.
   logprobs: Float[Array, 'M steps']
+  # The value of the state in which each was chosen, if the policy has a value head; else
+  # 0.
   values: Float[Array, 'M steps']
-  count: Int[Array, 'M']
-  stopped: Bool[Array, 'M']
-  top_tokens: Int[Array, 'M steps n']
-  top_logprobs: Float[Array, 'M steps n']
+  count: Int[Array, 'M']  # The number of tokens that were sampled.
+  stopped: Bool[Array, 'M']  # Whether a guide ended the reply.
+  top_tokens: Int[Array, 'M steps n']  # The likeliest tokens, where they were asked for.
+  top_logprobs: Float[Array, 'M steps n']  # Their log-probs.
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='cache')

@@ -22,27 +22,19 @@ MIXED = -1
 
 @dataclasses.dataclass(eq=False)
 class Row:
-  """One row of the cache.
+  """One row of the cache."""
 
-  Attributes:
-    index: Its number in the cache.
-    tokens: The text's tokens, int32 [S], padded with -1.
-    text: The text whose keys and values it holds, or held last.
-    cached: The number of slots that hold the text's tokens, from the first on.
-    version: The version of the policy that computed them; MIXED if several did, or none.
-    running: The generation that is under way in it.
-    begun: Whether its text is being prefilled, and does not wait for another row's.
-    last_request: The number of the last request for it.
-  """
-
-  index: int
-  tokens: np.ndarray
+  index: int  # Its number in the cache.
+  tokens: np.ndarray  # The text's tokens, int32 [S], padded with -1.
+  # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
-  cached: int = 0
+  cached: int = 0  # The number of slots that hold the text's tokens, from the first on.
+  # The version of the policy that computed them; MIXED if several did, or none.
   version: int = MIXED
-  running: request_lib.Generation | None = None
+  running: request_lib.Generation | None = None  # The generation that is under way in it.
+  # Whether its text is being prefilled, and does not wait for another row's.
   begun: bool = False
-  last_request: int = -1
+  last_request: int = -1  # The number of the last request for it.
 
   @property
   def size(self) -> int:
@@ -81,17 +73,11 @@ class Source(NamedTuple):
 
 
 class _Offer(NamedTuple):
-  """Tokens of a text that a row has, or will have once it is prefilled.
+  """Tokens of a text that a row has, or will have once it is prefilled."""
 
-  Attributes:
-    row: The row.
-    now: The number of the text's first tokens whose keys and values it holds.
-    later: The number that it will hold; 0 if it is not being prefilled.
-  """
-
-  row: Row
-  now: int
-  later: int
+  row: Row  # The row.
+  now: int  # The number of the text's first tokens whose keys and values it holds.
+  later: int  # The number that it will hold; 0 if it is not being prefilled.
 
 
 # The answer of `_find_source` that a row which is being prefilled will have more.
@@ -133,6 +119,7 @@ class Rows:
       if not idle:
         return None
       closed = lambda row: row.text is None or row.text.closed
+      # First what no request will continue, then what was asked for longest ago.
       row = min(idle, key=lambda row: (not closed(row), row.last_request))
       shared = _count_shared(row.tokens[None], text.tokens)[0]
       row.cached = min(row.cached, int(shared)) if row.version == version else 0

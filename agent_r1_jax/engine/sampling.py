@@ -20,20 +20,15 @@ _BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How the tokens of one request are chosen.
+  """How the tokens of one request are chosen."""
 
-  Attributes:
-    temperature: Divides the logits; 0 is greedy.
-    top_k: Only the k likeliest tokens may be chosen; 0 allows all.
-    top_p: Only the smallest set of likeliest tokens that has at least this probability
-      may be chosen; 1 allows all.
-    min_p: Only tokens may be chosen that are at least this many times as probable as the
-      likeliest one; 0 allows all.
-  """
-
-  temperature: float = 1.0
-  top_k: int = 0
+  temperature: float = 1.0  # Divides the logits; 0 is greedy.
+  top_k: int = 0  # Only the k likeliest tokens may be chosen; 0 allows all.
+  # Only the smallest set of likeliest tokens that has at least this probability may be
+  # chosen; 1 allows all.
   top_p: float = 1.0
+  # Only tokens may be chosen that are at least this many times as probable as the
+  # likeliest one; 0 allows all.
   min_p: float = 0.0
 
   def __post_init__(self):

@@ -10,26 +10,16 @@ class Sizes(NamedTuple):
   """The sizes of everything that is compiled; see `make` for what each costs.
 
   Lists are ascending: a program of the smallest size that is large enough is run.
-
-  Attributes:
-    rows: Texts in the cache (B).
-    slots: The most tokens of a text (S).
-    steps: Tokens of one decode.
-    prefill_tokens: Tokens of a row in one prefill (T).
-    prefill_rows: Rows of one prefill.
-    decode_rows: Rows of one decode.
-    buckets: Slots that a prefill or a copy reads of each row.
-    decode_buckets: Slots that a decode reads of each row.
   """
 
-  rows: int
-  slots: int
-  steps: int
-  prefill_tokens: int
-  prefill_rows: list[int]
-  decode_rows: list[int]
-  buckets: list[int]
-  decode_buckets: list[int]
+  rows: int  # Texts in the cache (B).
+  slots: int  # The most tokens of a text (S).
+  steps: int  # Tokens of one decode.
+  prefill_tokens: int  # Tokens of a row in one prefill (T).
+  prefill_rows: list[int]  # Rows of one prefill.
+  decode_rows: list[int]  # Rows of one decode.
+  buckets: list[int]  # Slots that a prefill or a copy reads of each row.
+  decode_buckets: list[int]  # Slots that a decode reads of each row.
 
   @property
   def programs(self) -> int:

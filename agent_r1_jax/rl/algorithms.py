@@ -26,65 +26,55 @@ READABLE = ('rewards', 'parts', 'group', 'values', 'ref_logprobs', 'baselines')
 
 
 class ValueTargets(NamedTuple):
-  """What a critic learns to predict: the return by which its estimator discounts.
+  """What a critic learns to predict: the return by which its estimator discounts."""
 
-  Attributes:
-    estimator: The name of the estimator, with the arguments that are bound to it.
-    gamma: The discount of a step.
-    lam: GAE's trace decay.
-    step: What gamma discounts, 'token' or 'turn'. The targets of a turn's tokens are the
-      returns after each token, or the return of the whole turn.
-  """
-
-  estimator: str
-  gamma: float
-  lam: float
+  estimator: str  # The name of the estimator, with the arguments that are bound to it.
+  gamma: float  # The discount of a step.
+  lam: float  # GAE's trace decay.
+  # What gamma discounts, 'token' or 'turn'. The targets of a turn's tokens are the
+  # returns after each token, or the return of the whole turn.
   step: str
 
 
 class Algorithm(NamedTuple):
-  """An advantage estimator, a loss, and their options.
+  """An advantage estimator, a loss, and their options."""
 
-  Attributes:
-    advantages: Takes the visible rows of a table (see advantage_mask), and returns it
-      with the column `advantages`, and with `returns` if there is a critic.
-    loss: (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0
-      where the advantage is 0: trajectories without an advantage are left out.
-    aggregate: Takes the token counts of a mini-batch's trajectories, and returns the
-      weight of each trajectory's tokens. None is the aggregation of the loss, also if the
-      loss is replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
-    reads: The names from READABLE that `advantages` reads. With 'ref_logprobs' the
-      reference policy scores the tokens, with 'baselines' a greedy episode of each task
-      is played; 'group' means that the episodes of a group are compared. `check` refuses
-      options that would have no effect on what is read.
-    rewards: Transforms of the rewards, applied first and in order (rl/rewards.py).
-    value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
-    value_targets: What the critic learns; it is saved with it (train/critic.py).
-    value_coef: The weight of the value loss if the critic is a second head of the policy.
-    entropy_coef: The weight of the entropy bonus.
-    kl: The KL to the reference policy, in the reward or in the loss.
-    correction: Takes the table of the action tokens, and returns their importance weights
-      in the loss (rl/correction.py). None: the policy that is updated sampled them.
-    loss_mask: Only action tokens have a loss. If False, the environment's tokens do too.
-    advantage_mask: Advantages are estimated over the action tokens, and are 0 elsewhere.
-      If False, the environment's tokens take part (see TokenTable.find_visible).
-    mask_truncated: Leave out episodes that a budget ended. If False, they are scored by
-      their rewards, like episodes that the environment ended.
-  """
-
+  # Takes the visible rows of a table (see advantage_mask), and returns it with the column
+  # `advantages`, and with `returns` if there is a critic.
   advantages: Callable[[TokenTable], TokenTable]
+  # (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0 where the
+  # advantage is 0: trajectories without an advantage are left out.
   loss: losses.Surrogate
+  # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
+  # trajectory's tokens. None is the aggregation of the loss, also if the loss is
+  # replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
   aggregate: Aggregate | None = None
+  # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
+  # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
+  # 'group' means that the episodes of a group are compared. `check` refuses options that
+  # would have no effect on what is read.
   reads: tuple[str, ...] = ('rewards', 'group')
+  # Transforms of the rewards, applied first and in order (rl/rewards.py).
   rewards: tuple[rewards_lib.Transform, ...] = ()
+  # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
+  # What the critic learns; it is saved with it (train/critic.py).
   value_targets: ValueTargets | None = None
+  # The weight of the value loss if the critic is a second head of the policy.
   value_coef: float = 1.0
-  entropy_coef: float = 0.0
+  entropy_coef: float = 0.0  # The weight of the entropy bonus.
+  # The KL to the reference policy, in the reward or in the loss.
   kl: kl_lib.InReward | kl_lib.InLoss | None = None
+  # Takes the table of the action tokens, and returns their importance weights in the loss
+  # (rl/correction.py). None: the policy that is updated sampled them.
   correction: correction_lib.Correction | None = None
+  # Only action tokens have a loss. If False, the environment's tokens do too.
   loss_mask: bool = True
+  # Advantages are estimated over the action tokens, and are 0 elsewhere. If False, the
+  # environment's tokens take part (see TokenTable.find_visible).
   advantage_mask: bool = True
+  # Leave out episodes that a budget ended. If False, they are scored by their rewards,
+  # like episodes that the environment ended.
   mask_truncated: bool = False
 
   @property

@@ -26,21 +26,16 @@ _NO_PREFIX = np.zeros(0, np.int32)
 
 
 class Models(NamedTuple):
-  """The models that score trajectories before an update.
+  """The models that score trajectories before an update."""
 
-  Attributes:
-    policy: The policy's parameters before the update.
-    config: The shape of the policy and of the critic.
-    critic: The critic's parameters; the policy's if its critic is a second head; None
-      without a critic.
-    reference: The parameters of the reference policy or the teacher, if there is one.
-    reference_config: The shape of the reference policy.
-  """
-
-  policy: decoder.Params
-  config: decoder.DecoderConfig
+  policy: decoder.Params  # The policy's parameters before the update.
+  config: decoder.DecoderConfig  # The shape of the policy and of the critic.
+  # The critic's parameters; the policy's if its critic is a second head; None without a
+  # critic.
   critic: decoder.Params | None = None
+  # The parameters of the reference policy or the teacher, if there is one.
   reference: decoder.Params | None = None
+  # The shape of the reference policy.
   reference_config: decoder.DecoderConfig | None = None
 
 

@@ -82,17 +82,11 @@ def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
 
 @dataclasses.dataclass(frozen=True)
 class InReward:
-  """Subtracts the KL from each token's reward: r - β KL.
+  """Subtracts the KL from each token's reward: r - β KL."""
 
-  Attributes:
-    coef: The initial β.
-    estimator: Estimates the KL.
-    control: Computes the next β after each rollout.
-  """
-
-  coef: float = 0.001
-  estimator: Estimator = k1
-  control: Control = fixed
+  coef: float = 0.001  # The initial β.
+  estimator: Estimator = k1  # Estimates the KL.
+  control: Control = fixed  # Computes the next β after each rollout.
 
   def __post_init__(self):
     _check_coef(self.coef)

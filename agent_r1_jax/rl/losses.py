@@ -26,16 +26,12 @@ _MAX_LOG_RATIO = 20.0
 
 
 class TokenStats(NamedTuple):
-  """The results of the learner's forward pass; position t describes token t.
+  """The results of the learner's forward pass; position t describes token t."""
 
-  Attributes:
-    logprobs: log π of the token, given the tokens before it.
-    entropy: The entropy in nats of the distribution that it was sampled from.
-    values: The critic's value of the state before it, if there is a critic.
-  """
-
-  logprobs: Float[Array, 'B T']
+  logprobs: Float[Array, 'B T']  # log π of the token, given the tokens before it.
+  # The entropy in nats of the distribution that it was sampled from.
   entropy: Float[Array, 'B T']
+  # The critic's value of the state before it, if there is a critic.
   values: Float[Array, 'B T'] | None = None
 
 
@@ -50,17 +46,14 @@ class AnnotatedLoss:
   """A surrogate with properties that an algorithm must know; it is called like one.
 
   A plain function is a surrogate too, for which both properties are False.
-
-  Attributes:
-    surrogate: The function.
-    sequence_mean: Its authors average over the tokens of each sequence before they
-      average over sequences. An algorithm does so unless it names another aggregation.
-    exactly_on_policy: Its gradient is the policy gradient only under the policy that
-      sampled, so that a rollout allows one optimizer step only.
   """
 
-  surrogate: Surrogate
+  surrogate: Surrogate  # The function.
+  # Its authors average over the tokens of each sequence before they average over
+  # sequences. An algorithm does so unless it names another aggregation.
   sequence_mean: bool = False
+  # Its gradient is the policy gradient only under the policy that sampled, so that a
+  # rollout allows one optimizer step only.
   exactly_on_policy: bool = False
 
   def __call__(

@@ -30,15 +30,10 @@ _CUT = 20
 
 
 class Rounded(NamedTuple):
-  """An array of one byte a number.
+  """An array of one byte a number."""
 
-  Attributes:
-    codes: float8, of the array's shape.
-    scales: float32 [..., 1]; the array is codes * scales.
-  """
-
-  codes: Any
-  scales: Any
+  codes: Any  # float8, of the array's shape.
+  scales: Any  # float32 [..., 1]; the array is codes * scales.
 
 
 class Adam8State(NamedTuple):

@@ -45,6 +45,9 @@ def cross_entropy(limit: float) -> Loss:
 
   Cobbe et al. 2021 (arXiv 2110.14168) train verifiers so; σ(s) is then the probability of
   success.
+
+  Args:
+    limit: The greatest reward that is no success.
   """
 
   def loss(scores: Array, rewards: Array, groups: Array) -> Array:

@@ -32,60 +32,49 @@ class TokenTable:
   """The tokens of some trajectories, or the subset of them that an estimator sees.
 
   A column that has not been computed is None.
-
-  Attributes:
-    tokens: int32 token ids.
-    action_mask: True where the policy sampled the token.
-    logprobs: log π of the token under the policy before the update, with which the ratio
-      of a loss is formed. Without a correction these are the sampler's log-probs.
-    behaviour_logprobs: log π of the token under the policy that sampled it; 0 off the
-      action mask.
-    policy_steps: int32, the number of updates that the sampling policy had received.
-    rewards: The reward of a turn on its last action token, 0 on all other tokens.
-    segment: The number of the row's segment.
-    turn: The number of the row's turn. What the environment wrote after a reply belongs
-      to the reply's turn; tokens before the first reply of a segment have -1.
-    trajectory: The number of the row's trajectory.
-    turn_trajectory: The trajectory of each turn.
-    states: An id of the text that the policy was shown right before each turn; equal
-      texts have equal ids.
-    group: The group of each trajectory, counted from 0. The members of a group answered
-      the same task.
-    truncated: Whether a budget, and not the environment, ended the trajectory.
-    parts: Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
-    baselines: The reward of the greedy episode of each trajectory's task.
-    final_values: The critic's value of the state after each trajectory's last token.
-    values: The critic's value of the state before the token.
-    ref_logprobs: log π of the token under the reference policy.
-    advantages: The advantage of the token.
-    returns: The regression target of the critic.
-    weights: The weight of the token in the loss.
-    kl_weights: The weight of the token in the KL term of the loss, coefficient included.
-    correction: The importance weight of the token; 1 off the action mask.
   """
 
-  tokens: Int[np.ndarray, 'n']
-  action_mask: Bool[np.ndarray, 'n']
+  tokens: Int[np.ndarray, 'n']  # int32 token ids.
+  action_mask: Bool[np.ndarray, 'n']  # True where the policy sampled the token.
+  # log π of the token under the policy before the update, with which the ratio of a loss
+  # is formed. Without a correction these are the sampler's log-probs.
   logprobs: Float[np.ndarray, 'n']
+  # log π of the token under the policy that sampled it; 0 off the action mask.
   behaviour_logprobs: Float[np.ndarray, 'n']
+  # int32, the number of updates that the sampling policy had received.
   policy_steps: Int[np.ndarray, 'n']
+  # The reward of a turn on its last action token, 0 on all other tokens.
   rewards: Float[np.ndarray, 'n']
-  segment: Int[np.ndarray, 'n']
+  segment: Int[np.ndarray, 'n']  # The number of the row's segment.
+  # The number of the row's turn. What the environment wrote after a reply belongs to the
+  # reply's turn; tokens before the first reply of a segment have -1.
   turn: Int[np.ndarray, 'n']
-  trajectory: Int[np.ndarray, 'n']
-  turn_trajectory: Int[np.ndarray, 'K']
+  trajectory: Int[np.ndarray, 'n']  # The number of the row's trajectory.
+  turn_trajectory: Int[np.ndarray, 'K']  # The trajectory of each turn.
+  # An id of the text that the policy was shown right before each turn; equal texts have
+  # equal ids.
   states: Int[np.ndarray, 'K']
+  # The group of each trajectory, counted from 0. The members of a group answered the same
+  # task.
   group: Int[np.ndarray, 'N']
+  # Whether a budget, and not the environment, ended the trajectory.
   truncated: Bool[np.ndarray, 'N']
+  # Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
   parts: Mapping[str, Float[np.ndarray, 'N']] = dataclasses.field(default_factory=dict)
+  # The reward of the greedy episode of each trajectory's task.
   baselines: Float[np.ndarray, 'N'] | None = None
+  # The critic's value of the state after each trajectory's last token.
   final_values: Float[np.ndarray, 'N'] | None = None
+  # The critic's value of the state before the token.
   values: Float[np.ndarray, 'n'] | None = None
+  # log π of the token under the reference policy.
   ref_logprobs: Float[np.ndarray, 'n'] | None = None
-  advantages: Float[np.ndarray, 'n'] | None = None
-  returns: Float[np.ndarray, 'n'] | None = None
-  weights: Float[np.ndarray, 'n'] | None = None
+  advantages: Float[np.ndarray, 'n'] | None = None  # The advantage of the token.
+  returns: Float[np.ndarray, 'n'] | None = None  # The regression target of the critic.
+  weights: Float[np.ndarray, 'n'] | None = None  # The weight of the token in the loss.
+  # The weight of the token in the KL term of the loss, coefficient included.
   kl_weights: Float[np.ndarray, 'n'] | None = None
+  # The importance weight of the token; 1 off the action mask.
   correction: Float[np.ndarray, 'n'] | None = None
 
   def __len__(self) -> int:
