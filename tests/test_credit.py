@@ -86,25 +86,6 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   assert shown.truncated.tolist() == [t.status != 'done' for t in ts]
 
 
-def _first_returns(table):
-  """The return of the first action of each trajectory."""
-  acted = table.take(table.action_mask)
-  return acted.returns[table_lib.starts(acted.trajectory)]
-
-
-@pytest.mark.parametrize('bootstrap', [False, True])
-def test_a_cut_episode_has_ended_unless_the_value_after_it_is_asked_for(bootstrap):
-  """γ = λ = 1: the return of the first token is all that comes."""
-  ts = _cut()
-  algorithm = algorithms.ppo(kl_coef=0.0, bootstrap_truncated=bootstrap)
-  table, _ = plain.credit(ts, algorithm)
-  expected = np.array([t.reward for t in ts])
-  if bootstrap:
-    after = _score(plain.shared(), ts).after[table_lib.ends(table.trajectory)]
-    expected += np.where([t.status == 'done' for t in ts], 0.0, after)
-  np.testing.assert_allclose(_first_returns(table), expected, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize('masked', [True, False])
 def test_credit_is_put_at_its_tokens(masked):
   taken, ts = [], plain.trajectories()

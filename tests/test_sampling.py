@@ -218,16 +218,6 @@ class TestTruncation:
     assert np.isinf(out[0]).sum() == 299 and np.isinf(out[2]).any()
 
 
-def test_rows_are_independent():
-  logits = np.stack([_logits(300, seed) for seed in range(8)])
-  u = np.linspace(0, 0.99, 8).astype(np.float32)
-  tokens, logprobs = _sample_rows(logits, u, Sampling(0.8))
-  order = np.array([5, 0, 7, 2, 2, 1, 3, 6])
-  again = _sample_rows(logits[order], u[order], Sampling(0.8))
-  np.testing.assert_array_equal(again[0], tokens[order])
-  np.testing.assert_array_equal(again[1], logprobs[order])
-
-
 def test_on_policy_is_the_plain_softmax_only():
   assert sampling_lib.ON_POLICY.on_policy and Sampling(0.3).on_policy
   truncated = Sampling(top_k=5), Sampling(top_p=0.9), Sampling(min_p=0.1)

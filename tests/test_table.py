@@ -85,16 +85,6 @@ def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_no_action_is_hidden(masked):
-  ts = episodes.make_varied(12)
-  table = episodes.visible_table(ts, masked=masked)
-  actions = [sum(int(s.action_mask.sum()) for s in t.segments) for t in ts]
-  found = np.bincount(table.trajectory[table.action_mask])
-  np.testing.assert_array_equal(found, actions)
-  assert (len(table) == sum(actions)) == masked
-
-
-@pytest.mark.parametrize('masked', [True, False])
 def test_no_trajectory_loses_its_reward(masked):
   ts = episodes.make_varied(12)
   assert all(t.reward for t in ts)

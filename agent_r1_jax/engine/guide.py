@@ -10,14 +10,14 @@ another choice of rows and guides.
 Someone's own guide:
 
   def soften(params, state, logits, hidden):
-    return logits / (1 + state['used'])[:, None]
+    return logits / (1 + state['count'])[:, None]
 
   def count(params, state, tokens):
-    return {'used': state['used'] + 1}, jnp.zeros(tokens.shape, bool)
+    return {'count': state['count'] + 1}, jnp.zeros(tokens.shape, bool)
 
-  SOFTEN = Guide(off={'used': np.int32(0)}, logits=soften, advance=count)
+  SOFTEN = Guide(off={'count': np.int32(0)}, logits=soften, advance=count)
   engine = Engine(config, params, guides={SOFTEN: None})
-  request = Request(tokens, guides={SOFTEN: {'used': np.int32(0)}})
+  request = Request(tokens, guides={SOFTEN: {'count': np.int32(0)}})
 
 Letters: M rows, V tokens of the vocabulary, D numbers of a hidden state, G guides.
 """

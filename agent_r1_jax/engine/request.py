@@ -37,7 +37,7 @@ def make_key(*parts: int | str) -> np.ndarray:
 
 
 class Chunk(NamedTuple):
-  """The n tokens that a segment or a whole reply sampled.
+  """The n tokens that a decode or a whole reply sampled.
 
   Attributes:
     tokens: The tokens, int32 [n].
@@ -223,7 +223,7 @@ class Generation:
       self._on_cancel()
 
   def add(self, chunk: Chunk):
-    """Adds what a segment has sampled; only the engine does."""
+    """Adds what a decode has sampled; only the engine does."""
     self.chunks.append(chunk)
     self.done = chunk.stopped or self.remaining == 0
     self._changed.set()

@@ -188,7 +188,7 @@ def available_memory() -> int:
   Memory that the process uses already counts as available: freed memory stays in the
   process (`retain_freed_memory`), and is used again.
   """
-  own = 1024 * sum(_read_fields('/proc/self/status', 'VmRSS'))
+  own = _own_memory()
   found = [1024 * n + own for n in _read_fields('/proc/meminfo', 'MemAvailable')]
   for line in _lines(_GROUP):
     _, kinds, name = line.split(':', 2)
@@ -208,6 +208,11 @@ def available_memory() -> int:
         found.append(max(0, limit - current + cached) + own)
   pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   return min([pages, *found])
+
+
+def _own_memory() -> int:
+  """Returns the bytes of this process that are in memory."""
+  return 1024 * sum(_read_fields('/proc/self/status', 'VmRSS'))
 
 
 def _number(path: pathlib.Path) -> int | None:

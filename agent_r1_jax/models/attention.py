@@ -123,7 +123,7 @@ def cached(
 def reads_used_slots(
   shape: tuple[int, ...], dtype: Any, platform: str | None = None
 ) -> bool:
-  """Whether a decode's attention reads no more of a row than its used slots.
+  """Whether a decode's attention reads no slots of a row but those of its text.
 
   Args:
     shape: The cache's: rows B, key-value heads K, slots S, numbers of a head H.

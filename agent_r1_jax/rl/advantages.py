@@ -1,8 +1,8 @@
 """Advantage estimators, computed on the host in float64.
 
-An estimator takes the visible rows of a batch (rl/table.py), and returns the table with
+An estimator takes the visible tokens of a batch (rl/table.py), and returns the table with
 the column `advantages`, and with `returns` if a critic can learn from them. With the
-advantage mask on (the default) the rows are the action tokens: no return is cut or
+advantage mask on (the default) these are the action tokens: no return is cut or
 discounted by the environment's tokens, and no reward is on a token that is not trained.
 Advantages are raw; an algorithm that standardises them over the batch calls `whiten`.
 Group statistics are over trajectories: a long one counts as much as a short one. Without
@@ -13,7 +13,7 @@ Options: `gamma` is the discount γ and `lam` the trace decay λ of the estimato
 token or a turn. `bootstrap` takes final_values for V after an episode that a budget
 ended; else V is 0 there, as in verl. `eps` is ε, added to what is divided by.
 
-Letters: n rows, K turns, N trajectories.
+Letters: n tokens, K turns, N trajectories.
 """
 
 from collections.abc import Mapping

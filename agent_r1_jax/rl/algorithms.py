@@ -39,8 +39,8 @@ class ValueTargets(NamedTuple):
 class Algorithm(NamedTuple):
   """An advantage estimator, a loss, and their options."""
 
-  # Takes the visible rows of a table (see advantage_mask), and returns it with the column
-  # `advantages`, and with `returns` if there is a critic.
+  # Takes the visible tokens of a table (see advantage_mask), and returns it with the
+  # column `advantages`, and with `returns` if there is a critic.
   advantages: Callable[[TokenTable], TokenTable]
   # (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0 where the
   # advantage is 0: trajectories without an advantage are left out.

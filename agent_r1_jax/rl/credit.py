@@ -91,8 +91,8 @@ def estimate(
     ValueError: The estimator needs a column that is missing, or does not return one.
   """
   metrics: dict[str, float] = {}
-  rows = table.find_visible(algorithm.advantage_mask)
-  visible = table.take(rows)
+  shown = table.find_visible(algorithm.advantage_mask)
+  visible = table.take(shown)
   for transform in algorithm.rewards:
     visible = transform(visible)
   if algorithm.reads_reference:
@@ -104,9 +104,9 @@ def estimate(
   visible = algorithm.advantages(visible)
   advantages = visible.column('advantages')
   metrics['advantage_std'] = float(advantages.std()) if len(advantages) else 0.0
-  columns = {'advantages': table.scatter(rows, advantages)}
+  columns = {'advantages': table.scatter(shown, advantages)}
   if algorithm.needs_critic:
-    columns['returns'] = table.scatter(rows, visible.column('returns'))
+    columns['returns'] = table.scatter(shown, visible.column('returns'))
   if algorithm.correction:
     actions = table.take(table.action_mask)
     weights = algorithm.correction(actions)
@@ -181,11 +181,11 @@ def _score_tokens(
 
 def _add_weights(table, members, algorithm, masked: bool) -> TokenTable:
   """Selects trajectories, and adds the weights that the aggregation gives them."""
-  rows, members = table.find_visible(masked), list(members)
-  counts = np.bincount(table.trajectory[rows], minlength=len(table.group))
+  weighed, members = table.find_visible(masked), list(members)
+  counts = np.bincount(table.trajectory[weighed], minlength=len(table.group))
   each = np.zeros(len(table.group))
   each[members] = algorithm.aggregation(counts[members])
-  table = dataclasses.replace(table, weights=each[table.trajectory] * rows)
+  table = dataclasses.replace(table, weights=each[table.trajectory] * weighed)
   return table.take(table.find_tokens(members))
 
 

@@ -1,6 +1,6 @@
 """Packing: the segments of a table into rows of a fixed length, and back.
 
-Letters: n rows of a table, R packed rows, T tokens of a packed row.
+Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 """
 
 from collections.abc import Iterator, Sequence

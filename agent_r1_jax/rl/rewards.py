@@ -1,6 +1,6 @@
 """Transforms of rewards, applied before advantages are estimated.
 
-A transform takes the visible rows of a table (rl/table.py) and returns the table with
+A transform takes the visible tokens of a table (rl/table.py) and returns the table with
 another column `rewards`. One that changes the unit of the rewards (`by_reward_to_go`)
 changes that of their named `parts` too; one that adds to the rewards does not change the
 parts. `less_kl` comes last, because the others measure the environment's rewards.

@@ -1,17 +1,17 @@
-"""The token table: one row for each token of a rollout, one column for each quantity.
+"""The token table: the tokens of a rollout, with a column for each quantity.
 
 `build` makes a table of trajectories, models add columns to it (rl/credit.py), estimators
 are functions of its columns (rl/rewards.py, rl/advantages.py, rl/correction.py), and
-packing copies its rows into the device's batch (rl/packing.py). Columns are NumPy arrays
-on the host; estimators compute in float64. A table is never modified:
+packing copies them into the rows of the device's batch (rl/packing.py). Columns are NumPy
+arrays on the host; estimators compute in float64. A table is never modified:
 `dataclasses.replace(table, rewards=...)` returns another one.
 
 Rows are in the order of trajectories, of their segments, and of the tokens in these.
-Three columns say where a row belongs: `trajectory`, `turn` and `segment` hold numbers
+Three columns say where a token belongs: `trajectory`, `turn` and `segment` hold numbers
 that are counted over the whole batch. They also broadcast: if x has a number for each
-trajectory, `x[table.trajectory]` has one for each row.
+trajectory, `x[table.trajectory]` has one for each token.
 
-Letters: n rows, K turns, N trajectories.
+Letters: n tokens, K turns, N trajectories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +45,11 @@ class TokenTable:
   policy_steps: Int[np.ndarray, 'n']
   # The reward of a turn on its last action token, 0 on all other tokens.
   rewards: Float[np.ndarray, 'n']
-  segment: Int[np.ndarray, 'n']  # The number of the row's segment.
-  # The number of the row's turn. What the environment wrote after a reply belongs to the
-  # reply's turn; tokens before the first reply of a segment have -1.
+  segment: Int[np.ndarray, 'n']  # The number of the token's segment.
+  # The number of the token's turn. What the environment wrote after a reply belongs to
+  # the reply's turn; tokens before the first reply of a segment have -1.
   turn: Int[np.ndarray, 'n']
-  trajectory: Int[np.ndarray, 'n']  # The number of the row's trajectory.
+  trajectory: Int[np.ndarray, 'n']  # The number of the token's trajectory.
   turn_trajectory: Int[np.ndarray, 'K']  # The trajectory of each turn.
   # An id of the text that the policy was shown right before each turn; equal texts have
   # equal ids.
@@ -104,25 +104,25 @@ class TokenTable:
 
   @property
   def lengths(self) -> Int[np.ndarray, 'N']:
-    """The number of rows of each trajectory."""
+    """The number of tokens of each trajectory."""
     return np.bincount(self.trajectory, minlength=len(self.group))
 
   @property
   def segment_lengths(self) -> Int[np.ndarray, 'S']:
-    """The number of rows of each segment that has any, in the table's order."""
+    """The number of tokens of each segment that has any, in the table's order."""
     return np.diff(np.append(starts(self.segment), len(self)))
 
-  def take(self, rows: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
-    """Selects rows, in the given order; all turns and trajectories keep their columns."""
-    return self._map_rows(lambda column: column[rows])
+  def take(self, which: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
+    """Selects tokens, in the given order; turns and trajectories keep their columns."""
+    return self._map_tokens(lambda column: column[which])
 
   def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
-    """Returns the rows of some trajectories, in the order given."""
+    """Returns the numbers of the tokens of some trajectories, in the order given."""
     spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
     return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
 
   def find_visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
-    """Returns a mask of the rows that estimators see.
+    """Returns a mask of the tokens that estimators see.
 
     Args:
       action_mask: True selects the action tokens. False selects everything after the
@@ -132,11 +132,11 @@ class TokenTable:
     return self.action_mask if action_mask else self.turn >= 0
 
   def scatter(
-    self, rows: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
+    self, which: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
   ) -> Float[np.ndarray, 'n']:
-    """Returns a column with x in the chosen rows and `rest` in the others."""
+    """Returns a column with x at the chosen tokens and `rest` at the others."""
     column = np.full(len(self), rest)
-    column[rows] = x
+    column[which] = x
     return column
 
   def add_prefixes(
@@ -145,12 +145,12 @@ class TokenTable:
     """Inserts further tokens before every segment.
 
     Returns:
-      The longer table, and a mask of the rows that this table has too.
+      The longer table, and a mask of the tokens that this table has too.
     """
     first = starts(self.segment)
     inserted = [prefixes[i] for i in self.trajectory[first]]
     before = np.repeat(first, [len(tokens) for tokens in inserted])
-    longer = self._map_rows(lambda column: np.insert(column, before, 0))
+    longer = self._map_tokens(lambda column: np.insert(column, before, 0))
     longer = dataclasses.replace(
       longer,
       tokens=np.insert(self.tokens, before, np.concatenate([_NO_TOKENS, *inserted])),
@@ -166,26 +166,26 @@ class TokenTable:
     Turns are counted from 1, and numbers are rounded to four decimals. Columns that have
     not been computed are left out.
     """
-    rows = self.take((self.trajectory == trajectory) & self.action_mask)
-    columns = {name: getattr(rows, name) for name in _LOGGED}
-    first = np.min(rows.turn, initial=len(self.states))
-    return {'turn': (rows.turn - first + 1).tolist()} | {
+    actions = self.take((self.trajectory == trajectory) & self.action_mask)
+    columns = {name: getattr(actions, name) for name in _LOGGED}
+    first = np.min(actions.turn, initial=len(self.states))
+    return {'turn': (actions.turn - first + 1).tolist()} | {
       name: np.round(column, 4).tolist()
       for name, column in columns.items()
       if column is not None
     }
 
-  def _map_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
-    names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_ROWS
+  def _map_tokens(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
+    names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_TOKENS
     columns = {name: getattr(self, name) for name in names}
     return dataclasses.replace(
       self, **{name: change(x) for name, x in columns.items() if x is not None}
     )
 
 
-# These columns have a number for each turn or each trajectory, the others for each row.
-_NOT_OF_ROWS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
-_NOT_OF_ROWS |= {'final_values'}
+# These columns have a number for each turn or each trajectory, the others for each token.
+_NOT_OF_TOKENS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
+_NOT_OF_TOKENS |= {'final_values'}
 # The columns of a token that are logged.
 _LOGGED = ('tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs', 'ref_logprobs')
 _LOGGED += ('rewards', 'values', 'advantages', 'returns', 'correction')
