@@ -67,15 +67,9 @@ def prefill(
 ) -> decoder.Cache:
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
-  Args:
-    params: Parameters of the policy, from decoder.unstack.
-    cache: The cache; it is donated.
-    rows: Distinct rows; B or more marks an unused place.
-    start: Tokens that are in the row's cache already.
-    tokens: Tokens, padded at the end.
-    count: The number of tokens before the padding.
-    config: The policy's shape.
-    bucket: Slots that are read and written; at least start + count.
+  Rows are distinct; B or more marks an unused place. `start` tokens are in the cache
+  already. `bucket` slots are read and written: at least start + count of each row. The
+  cache is donated; the params are those of decoder.unstack.
   """
   view = _view(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]

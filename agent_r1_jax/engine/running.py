@@ -49,11 +49,8 @@ class Running:
   def add_chunk(self, out: Any, m: int, step: int, states: list):
     """Adds the tokens that a decode sampled in place m to the text and the reply.
 
-    Args:
-      out: The programs.Decoded, in numpy.
-      m: The place of this request.
-      step: The updates that the policy had seen.
-      states: The state of each guide after the tokens.
+    `out` is the programs.Decoded, in numpy; `step` the updates that the policy had seen;
+    `states` those of the guides after the tokens.
     """
     assert self.row is not None
     n, top = out.count[m], self.generation.request.top_logprobs

@@ -82,13 +82,8 @@ def choose_tokens(
 ) -> Int[Array, 'M']:
   """Chooses a token for each row: the likeliest in greedy rows, else by inverse CDF.
 
-  Args:
-    logprobs: Log-probabilities of the tokens, float32; -inf where one is forbidden.
-    u: Numbers from `make_uniforms`.
-    greedy: The rows that take the likeliest token.
-
-  Returns:
-    The tokens, int32.
+  Log-probabilities are float32, and -inf where a token is forbidden; u is of
+  `make_uniforms`.
   """
   sampled = _inverse_cdf(jnp.exp(logprobs), u)
   # The search for the likeliest token is left out where no row asks for it.

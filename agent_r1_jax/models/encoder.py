@@ -172,11 +172,7 @@ def embed(
 ) -> Float[Array, 'B D']:
   """Computes a vector a text (Devlin et al. 2019; pooled as Reimers and Gurevych 2019).
 
-  Args:
-    params: As `read_params` reads them.
-    config: The encoder's shape.
-    tokens: Ids; what is beyond a text's length is ignored.
-    lengths: Tokens of each text, at least 1.
+  What is beyond a text's length, at least 1, is ignored. `read_params` reads the params.
   """
   T = tokens.shape[1]
   mask_BT = jnp.arange(T)[None, :] < lengths[:, None]

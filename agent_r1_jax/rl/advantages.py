@@ -177,15 +177,11 @@ def gdpo(
   tokens, as in verl. A part that is equal in a whole group adds exactly 0 there; a part
   that an episode lacks is 0.
 
-  R' is the reward without its named parts, such as a KL penalty. The paper and verl have
+  R' is the reward without its named parts, such as a KL penalty; 0 where `weights` name
+  the parts that count. The paper and verl have
   no such rest. It is centred in its group, but neither divided by the group's standard
   deviation nor whitened, so that it keeps the size that the user chose (a KL's
   coefficient): a penalty of 0.0003 must not move an advantage by 1.
-
-  Args:
-    table: A table of whole groups, with parts.
-    weights: w_k by name; other parts do not count, and R' = 0. None gives each weight 1.
-    eps: Added to the standard deviations.
 
   Raises:
     ValueError: No episode has any of the parts.

@@ -111,12 +111,6 @@ def check(
 ) -> None:
   """Refuses fields that have no effect or contradict each other.
 
-  Args:
-    algorithm: The run's algorithm.
-    samples: The number of episodes of a group.
-    epochs: The number of passes over a rollout.
-    minibatches: The number of optimizer steps of an epoch.
-
   Raises:
     ValueError: The message names the field and the remedy.
   """

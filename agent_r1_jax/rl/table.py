@@ -205,11 +205,9 @@ _REMEDIES = {
 def build(
   trajectories: Sequence[types.Trajectory], baselines: Sequence[float] | None = None
 ) -> TokenTable:
-  """Makes the table of all tokens of some trajectories.
+  """Makes the table of all tokens of some trajectories; it shares no array with them.
 
-  Args:
-    trajectories: The trajectories; the table shares no array with them.
-    baselines: The reward of the greedy episode of each trajectory's task.
+  `baselines` are the rewards of the greedy episode of each trajectory's task.
 
   Raises:
     ValueError: A turn has no tokens, or some that are not actions: its reward would be
