@@ -13,6 +13,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.host import checkpoint, disk, processes
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import viewer
@@ -90,7 +91,7 @@ class Journal:
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       if processes.is_first():
-        stack.enter_context(checkpoint.lock_workdir(workdir))
+        stack.enter_context(workdir_lib.lock(workdir))
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
@@ -98,14 +99,14 @@ class Journal:
       )
       # Written last: a start that failed before this leaves no file, and can be repeated.
       fields = dataclasses.asdict(config)
-      checkpoint.check_config(workdir, fields, may_change=('schedule.steps',))
+      workdir_lib.check_config(workdir, fields, may_change=('schedule.steps',))
       if made_of is not None:
         path = self._workdir / 'made_of.json'
         mend = (
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
-        checkpoint.check_config(workdir, made_of, name=path.name, mend=mend)
+        workdir_lib.check_config(workdir, made_of, name=path.name, mend=mend)
       self._stack = stack.pop_all()
 
   def __enter__(self):
