@@ -112,20 +112,11 @@ def decode(
   A token's randomness is (key, position): neither the other rows nor the way a reply is
   cut into decodes can change it.
 
-  Args:
-    params: Parameters of the policy, from decoder.unstack.
-    cache: The cache; it is donated.
-    places: The rows to decode.
-    guided: The places whose logits each guide changes.
-    states: The state of each guide in all places.
-    guide_params: The parameters of each guide.
-    config: The policy's shape.
-    guides: The kinds of guides that the engine was made with.
-    steps: The most tokens of each place.
-    bucket: Slots that are read and written; at least length + steps of every place that
-      runs.
-    in_place: Whether place m is row m, for all rows and all their slots. The cache is
-      then not copied, so that no second one needs memory.
+  `guided` says which places' logits each guide changes; `states` has the state of each
+  guide in all places. `bucket` slots are read and written, at least length + steps of
+  every place that runs. `in_place` says that place m is row m, for all rows and all their
+  slots: the cache is then not copied, so that no second one needs memory. The cache is
+  donated; the params are those of decoder.unstack.
 
   Returns:
     The cache, the guides' states after the last token of each place, and the tokens.
