@@ -199,7 +199,7 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
     raise ValueError(
       f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
     )
-  found = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
+  found: list[Any] = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
   for group in groups.reshape(-1, tensor):
     mine = [d.process_index == jax.process_index() for d in group]
     if any(mine) and not all(mine):
