@@ -104,7 +104,9 @@ def make_decode_arguments(
     )
     for g, guide in enumerate(guides)
   )
-  columns = {name: np.array([place[name] for place in places]) for name in places[0]}
+  columns: dict[str, Any] = {
+    name: np.array([place[name] for place in places]) for name in places[0]
+  }
   return programs_lib.Places(**columns), guided, states
 
 
