@@ -24,6 +24,9 @@ from agent_r1_jax.config.learning import Schedule as Schedule
 from agent_r1_jax.config.models import Model as Model
 from agent_r1_jax.config.report import Alarms as Alarms
 
+# Where metrics can go; see report/sinks.py.
+SINKS = ('tensorboard', 'wandb', 'mlflow')
+
 
 def _default(kind: Any) -> Any:
   return dataclasses.field(default_factory=kind)
@@ -52,6 +55,9 @@ class Config:
       late before the run ends.
     log_episodes: How many episodes of each rollout are written to trajectories/, with the
       numbers of their tokens.
+    sinks: Where metrics go besides metrics.jsonl: some of SINKS, separated by commas.
+    profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
+      their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
   """
 
   model: Model = _default(Model)
@@ -70,6 +76,18 @@ class Config:
   seed: int = 0
   max_error_rate: float = 0.1
   log_episodes: int = 8
+  sinks: str = 'tensorboard'
+  profile: str = ''
+
+  @property
+  def sink_names(self) -> list[str]:
+    """The names in `sinks`."""
+    return [name.strip() for name in self.sinks.split(',') if name.strip()]
+
+  @property
+  def profiled_steps(self) -> list[int]:
+    """The steps in `profile`."""
+    return [int(step) for step in self.profile.split(',') if step.strip()]
 
   def check(self) -> None:
     """Refuses a value of a wrong type or out of its range.
@@ -78,6 +96,15 @@ class Config:
       ValueError: Names the field, the value and what it may be.
     """
     fields.check(self, at_most_1=('max_error_rate',))
+    if unknown := set(self.sink_names).difference(SINKS):
+      raise ValueError(
+        f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '
+        f'{", ".join(SINKS)}, separated by commas.'
+      )
+    if not all(s.strip().isdigit() for s in self.profile.split(',') if s.strip()):
+      raise ValueError(
+        f"profile is {self.profile!r}; give numbers of steps, such as '2,50'."
+      )
     for field in dataclasses.fields(self):
       room = getattr(self, field.name)
       if isinstance(room, Sampling):

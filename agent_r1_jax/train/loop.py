@@ -94,6 +94,7 @@ def run(
     label=label,
   ) as job:
     journal, position, steps = job.journal, job.journal.position, config.schedule.steps
+    meter = progress_lib.Meter(job.engine)
     try:
       if position.is_new and config.schedule.eval_every:
         journal.write(_evaluate(job, evals, make_env))
@@ -111,8 +112,9 @@ def run(
         if position.step == steps or _is_due(config.schedule.eval_every, position.step):
           metrics |= _evaluate(job, evals, make_env)
           metrics['time/eval'] = clock.lap()
+        metrics |= meter.measure()
         journal.write(metrics | job.alarms.check(position.step, metrics))
-        journal.progress.update(position.step, reward=metrics['rollout/reward'])
+        journal.progress.show_metrics(position.step, metrics)
         if position.step == steps or journal.checkpoints.should_save(position.step):
           journal.save(job.train_state, job.plan)
       job.faults.report_totals()
