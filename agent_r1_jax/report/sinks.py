@@ -147,7 +147,7 @@ class WandbSink:
 
     # Without a key, wandb would ask for one on the terminal.
     online = os.environ.get('WANDB_MODE', 'online') == 'online'
-    if online and not wandb.api.api_key:
+    if online and not wandb.login(prompt=False):
       raise ValueError(
         'there is no API key: run `wandb login`, or set WANDB_MODE=offline'
       )
