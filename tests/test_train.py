@@ -558,7 +558,7 @@ class TestResume:
     left = {p.name for p in (tmp_path / 'run' / 'rollouts').iterdir()}
     assert left == {'4'}
 
-  @pytest.mark.filterwarnings('ignore:no more is written for TensorBoard')
+  @pytest.mark.filterwarnings('ignore:tensorboard')
   @pytest.mark.filterwarnings('ignore:finished episodes are not written')
   @pytest.mark.parametrize('moment', [1, 14])
   def test_a_full_disk_ends_it_and_the_same_command_goes_on(
