@@ -47,7 +47,7 @@ _FORMATS = {
 _BARS = '▁▂▃▄▅▆▇█'
 # The columns of one metric in the view: name, last value, course.
 _WIDTHS = 15, 8, 12
-_REFRESH_SECONDS = 0.5
+_REFRESH_SECONDS, _STOP_SECONDS = 0.5, 2.0
 # A log file is told what a step that takes long is doing, this often.
 _PHASE_SECONDS = 60.0
 
@@ -84,7 +84,7 @@ class Progress:
     self._began = self._shown = clock()
     self._live, self._console = None, None
     self._handlers: list[tuple[logging.StreamHandler, Any]] = []
-    self._ended = threading.Event()
+    self._ended, self._stopping = threading.Event(), threading.Lock()
 
   def __enter__(self):
     from rich import console
@@ -166,17 +166,19 @@ class Progress:
     On Ctrl-C the thread that reads signals calls this: a terminal that takes no text, as
     after Ctrl-S, must not keep it.
     """
-    live, self._live = self._live, None
-    if live is None:
-      return
     self._ended.set()
-    with contextlib.suppress(ValueError):
-      preemption.before_answer.remove(self._stop_live)
-    for handler, stream in self._handlers:
-      handler.stream = stream
-    stop = threading.Thread(target=live.stop, daemon=True)
-    stop.start()
-    stop.join(2.0)
+    if not self._stopping.acquire(timeout=_STOP_SECONDS):
+      return
+    if live := self._live:
+      with contextlib.suppress(ValueError):
+        preemption.before_answer.remove(self._stop_live)
+      for handler, stream in self._handlers:
+        handler.stream = stream
+      stop = threading.Thread(target=live.stop, daemon=True)
+      stop.start()
+      stop.join(_STOP_SECONDS)
+      self._live = None
+    self._stopping.release()
 
   def _render(self):
     from rich import columns, console, panel, progress_bar, table, text

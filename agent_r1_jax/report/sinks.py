@@ -121,10 +121,11 @@ class Background:
         sink.write(step, metrics)
         self._writing = 0
       sink.close()
-    except BaseException as error:  # A library's sys.exit ends no run either.
+    except (Exception, SystemExit) as error:  # A library's sys.exit ends no run.
       # Described now, while the disk is as full as it was for the sink.
-      self._why = disk.describe_failure(self._notes.parent, error) or repr(error)
-      with contextlib.suppress(BaseException):
+      place = self._notes.parents[1] / self._name
+      self._why = disk.describe_failure(place, error) or repr(error)
+      with contextlib.suppress(Exception, SystemExit):
         if sink is not None:
           sink.close()
 
@@ -143,7 +144,7 @@ class WandbSink:
 
   def __init__(self, workdir: pathlib.Path, config: Mapping[str, Any], run: str):
     """Begins the run, or continues it if `run` is its name."""
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]
 
     # Without a key, wandb would ask for one on the terminal.
     online = os.environ.get('WANDB_MODE', 'online') == 'online'
@@ -179,8 +180,8 @@ class MlflowSink:
 
   def __init__(self, workdir: pathlib.Path, config: Mapping[str, Any], run: str):
     """Begins the run, or continues it if `run` is its id."""
-    import mlflow
-    from mlflow import entities
+    import mlflow  # pyright: ignore[reportMissingImports]
+    from mlflow import entities  # pyright: ignore[reportMissingImports]
 
     self._metric = entities.Metric
     place = os.environ.get('MLFLOW_TRACKING_URI')
