@@ -76,6 +76,7 @@ class Context:
       sampling=self._decoding.sampling,
       key=self._key,
       automata=self._automata,
+      guides=self._decoding.guides,
       policy=self._decoding.policy,
     )
     if self.chooser:
