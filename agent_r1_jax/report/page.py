@@ -35,7 +35,7 @@ from agent_r1_jax.report import metrics, viewer
 _TEXTS, _TOKENS = 256, 32  # Episodes that are inflated together.
 _QUESTION = 200  # Characters of the task that the list shows.
 _LOG = re.compile(r'step-(\d+)-(.*)\.eval')
-_SCRIPTS = ('data.js', 'curves.js', 'episode.js', 'page.js')
+_SCRIPTS = ('data.js', 'curves.js', 'colors.js', 'episode.js', 'page.js')
 # What an episode's row has; `tokens` is its place among those with columns, or -1.
 _COLUMNS = ('group', 'sample', 'status', 'reward', 'turns', 'length', 'calls')
 _COLUMNS += ('tool_errors', 'format_errors', 'tools', 'tokens')
@@ -95,21 +95,21 @@ def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dic
   rows: list[dict[str, Any]] = []
   texts, tokens = [], []
   for log in logs:
-    if not (samples := _try(lambda log=log: viewer.read_log(log), [], problems)):
-      continue
     step, name = match.groups() if (match := _LOG.fullmatch(log.name)) else (0, log.stem)
-    run['logs'].append({'step': int(step), 'name': name})
     numbers: dict[str, int] = {}
-    for sample in samples:
+    for sample, row, text in _try(lambda log=log: _read(log), [], problems):
       if sample['id'] not in numbers:
         numbers[sample['id']] = len(run['groups'])
-        run['groups'].append(_group(sample, len(run['logs']) - 1))
-      columns = _number_columns(sample['metadata'].pop('columns', None))
+        run['groups'].append(_group(sample, len(run['logs'])))
+      columns = sample['metadata'].get('columns')
+      if columns and columns.get('behaviour_logprobs') == columns['logprobs']:
+        del columns['behaviour_logprobs']
       place = len(tokens) if columns else -1
-      rows.append(_row(sample, numbers[sample['id']], place))
-      texts.append(_text(sample))
+      rows.append(row | {'group': numbers[sample['id']], 'tokens': place})
+      texts.append(text)
       tokens += [columns] if columns else []
-  saved = _try(lambda: json.loads((workdir / 'config.json').read_text()), {}, problems)
+    run['logs'].append({'step': int(step), 'name': name})
+  saved = _try(lambda: _read_config(workdir / 'config.json'), {}, problems)
   run |= {
     'name': workdir.resolve().name,
     'made': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
@@ -131,6 +131,21 @@ def _try(read, otherwise, problems: list[str]):
   except (OSError, ValueError) as error:
     problems.append(f'Left out: {error}')
     return otherwise
+
+
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise ValueError(f'{path} is no JSON: {error}') from None
+
+
+def _read(log: pathlib.Path) -> list[tuple[dict, dict, dict]]:
+  """Returns the samples of a log, with the row and the text of each."""
+  try:
+    return [(sample, _row(sample), _text(sample)) for sample in viewer.read_log(log)]
+  except (KeyError, TypeError, AttributeError) as error:
+    raise ValueError(f'{log} was written by another program: {error!r}') from None
 
 
 def _series(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,12 +180,12 @@ def _group(sample: Mapping[str, Any], log: int) -> list[Any]:
   return [log, sample['id'], ' '.join(asked[-1:])[:_QUESTION]]
 
 
-def _row(sample: Mapping[str, Any], group: int, place: int) -> dict[str, Any]:
+def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what the list and the filters need of an episode."""
   found = sample['metadata']
-  count = lambda name: int(float(found['metrics'].get(name, 0)))
+  count = lambda name: _round(float(found['metrics'].get(name, 0))) or 0
   calls = [c for m in sample['messages'] for c in m.get('tool_calls', ())]
   return {
-    'group': group,
     'sample': sample['epoch'] - 1,
     'status': found['status'],
     # An episode of status 'error' has no score.
@@ -181,7 +196,6 @@ def _row(sample: Mapping[str, Any], group: int, place: int) -> dict[str, Any]:
     'tool_errors': count('tool_errors'),
     'format_errors': count('format_errors'),
     'tools': sorted({call['function'] for call in calls}),
-    'tokens': place,
   }
 
 
@@ -207,13 +221,6 @@ def _text(sample: Mapping[str, Any]) -> dict[str, Any]:
     'info': found['info'],
     'error': sample.get('error', {}).get('message'),
   }
-
-
-def _number_columns(columns: dict[str, list] | None) -> dict[str, list] | None:
-  """Drops the columns that say nothing: a copy, and the policy's step off the actions."""
-  if columns and columns.get('behaviour_logprobs') == columns.get('logprobs'):
-    columns.pop('behaviour_logprobs', None)
-  return columns
 
 
 def _vocabulary(

@@ -206,11 +206,15 @@ def _replace_nonfinite(value: Any) -> Any:
 def _ids(trajectories: Sequence[types.Trajectory]) -> list[str]:
   """Returns each task's id, with the group where several groups share the task."""
   groups: dict[str, set[int]] = {}
-  for t in trajectories:
-    groups.setdefault(t.task.id, set()).add(t.group)
+  # The names of a ZIP's members are UTF-8, and end at a NUL.
+  names = [
+    t.task.id.encode('utf-8', 'replace').decode().replace('\0', '?') for t in trajectories
+  ]
+  for name, t in zip(names, trajectories, strict=True):
+    groups.setdefault(name, set()).add(t.group)
   return [
-    t.task.id if len(groups[t.task.id]) == 1 else f'{t.task.id}#{t.group}'
-    for t in trajectories
+    name if len(groups[name]) == 1 else f'{name}#{t.group}'
+    for name, t in zip(names, trajectories, strict=True)
   ]
 
 

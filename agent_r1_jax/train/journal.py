@@ -205,7 +205,7 @@ class Journal:
       tables = [
         table.take(table.trajectory == numbers[id(t)])
         if id(t) in numbers
-        else table_lib.from_segments(t.segments)
+        else table_lib.build([t])
         for t in shown
       ]
       self._write_trajectories('rollout', shown, tables)
@@ -216,7 +216,7 @@ class Journal:
     The first config.log_episodes are written with the numbers of their tokens.
     """
     shown = played[: self._config.log_episodes]
-    tables = [table_lib.from_segments(t.segments) for t in shown]
+    tables = [table_lib.build([t]) for t in shown]
     self._write_trajectories(name, played, tables)
 
   def _write_trajectories(

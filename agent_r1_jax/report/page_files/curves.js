@@ -1,13 +1,28 @@
 // The curves of a run, as SVG: thin lines as measured, thick ones averaged.
 
 const SVG = 'http://www.w3.org/2000/svg';
-const HEIGHT = 150, LEFT = 44, BOTTOM = 20, TOP = 8, RIGHT = 8;
+const HEIGHT = 150,
+  LEFT = 44,
+  BOTTOM = 20,
+  TOP = 8,
+  RIGHT = 8;
 // The charts that come first, by the name in which '*' stands for the evaluation set.
 const FIRST = [
-  'rollout/reward', 'eval/*/em', 'eval/*/reward', 'eval/*/f1', 'train/kl',
-  'train/entropy', 'rollout/action_tokens', 'rollout/turns', 'rollout/tool_calls',
-  'rollout/tool_errors', 'rollout/dead_groups', 'rollout/status', 'train/grad_norm',
-  'train/loss', 'time',
+  'rollout/reward',
+  'eval/*/em',
+  'eval/*/reward',
+  'eval/*/f1',
+  'train/kl',
+  'train/entropy',
+  'rollout/action_tokens',
+  'rollout/turns',
+  'rollout/tool_calls',
+  'rollout/tool_errors',
+  'rollout/dead_groups',
+  'rollout/status',
+  'train/grad_norm',
+  'train/loss',
+  'time',
 ];
 
 /** Groups the metrics into charts: sets of one number, statuses, and times are together. */
@@ -15,7 +30,8 @@ function planCharts() {
   const charts = new Map();
   for (const name of Object.keys(run.metrics.series)) {
     const parts = name.split('/');
-    let title = name, label = parts[parts.length - 1];
+    let title = name,
+      label = parts[parts.length - 1];
     if (parts[0] === 'eval' && parts.length > 2) {
       title = ['eval', '*', ...parts.slice(2)].join('/');
       label = parts[1];
@@ -29,7 +45,8 @@ function planCharts() {
     const place = FIRST.indexOf(title);
     return place < 0 ? FIRST.length : place;
   };
-  return [...charts].map(([title, lines]) => ({title, lines}))
+  return [...charts]
+    .map(([title, lines]) => ({title, lines}))
     .sort((a, b) => rank(a.title) - rank(b.title));
 }
 
@@ -80,12 +97,14 @@ function draw(chart, box) {
     points: values.map((v, i) => [steps[i], v]).filter(point => point[1] !== null),
   }));
   const all = lines.flatMap(line => line.points.map(point => point[1]));
-  let low = Math.min(...all), high = Math.max(...all);
+  let low = Math.min(...all),
+    high = Math.max(...all);
   if (low >= 0 && low < high / 3) low = 0;
   if (high === low) high = low + (Math.abs(low) || 1);
-  const first = Math.min(...steps), last = Math.max(...steps, first + 1);
-  const x = step => LEFT + (step - first) / (last - first) * (width - LEFT - RIGHT);
-  const y = v => HEIGHT - BOTTOM - (v - low) / (high - low) * (HEIGHT - BOTTOM - TOP);
+  const first = Math.min(...steps),
+    last = Math.max(...steps, first + 1);
+  const x = step => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
+  const y = v => HEIGHT - BOTTOM - ((v - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
   const name = `${chart.title}, by step`;
   const root = svg('svg', {width, height: HEIGHT, role: 'img', 'aria-label': name});
   for (const v of ticks(low, high, 5)) {
@@ -98,7 +117,10 @@ function draw(chart, box) {
     const at = {x: x(step), y: HEIGHT - 5, class: 'tick', 'text-anchor': 'middle'};
     svg('text', at, root).textContent = format(step);
   }
-  const path = points => points.map(([s, v], i) => `${i ? 'L' : 'M'}${x(s).toFixed(1)} ${y(v).toFixed(1)}`).join('');
+  const path = points =>
+    points
+      .map(([s, v], i) => `${i ? 'L' : 'M'}${x(s).toFixed(1)} ${y(v).toFixed(1)}`)
+      .join('');
   lines.forEach((line, i) => {
     const color = `var(--line-${i % 6})`;
     const thick = smooth(line.points);
@@ -114,10 +136,11 @@ function draw(chart, box) {
   const cursor = svg('line', {y1: TOP, y2: HEIGHT - BOTTOM, class: 'cursor'}, root);
   box.replaceChildren(root);
   readOut(chart, box, lines, null);
-  // The step nearest to the pointer.
+  const known = lines.flatMap(line => line.points.map(point => point[0]));
+  // The step with a number that is nearest to the pointer.
   const nearest = event => {
     const at = event.clientX - root.getBoundingClientRect().left;
-    return steps.reduce((a, b) => (Math.abs(x(b) - at) < Math.abs(x(a) - at) ? b : a));
+    return known.reduce((a, b) => (Math.abs(x(b) - at) < Math.abs(x(a) - at) ? b : a));
   };
   root.onpointermove = event => {
     const step = nearest(event);
@@ -139,12 +162,14 @@ function readOut(chart, box, lines, step) {
     const item = make('span');
     const dot = make('i');
     dot.style.background = `var(--line-${i % 6})`;
-    const point = step === null ? line.points.at(-1) : line.points.find(p => p[0] === step);
+    const point =
+      step === null ? line.points.at(-1) : line.points.find(p => p[0] === step);
     const label = lines.length > 1 ? line.label : step === null ? 'last' : `step ${step}`;
     item.append(dot, `${label} `, make('b', '', format(point?.[1])));
     return item;
   });
-  if (step !== null && lines.length > 1) items.unshift(make('span', 'quiet', `step ${step}`));
+  if (step !== null && lines.length > 1)
+    items.unshift(make('span', 'quiet', `step ${step}`));
   box.previousSibling.replaceChildren(...items);
 }
 
@@ -153,23 +178,30 @@ let planned = [];
 function showCurves() {
   planned = planned.length ? planned : planCharts();
   const query = get('metric-search').value.toLowerCase();
-  const shown = planned.filter(chart =>
-    (get('constant').checked || !isConstant(chart)) &&
-    (chart.title + chart.lines.map(line => line.label)).toLowerCase().includes(query));
-  const observer = new IntersectionObserver(entries => {
-    for (const entry of entries.filter(e => e.isIntersecting)) {
-      observer.unobserve(entry.target);
-      draw(entry.target.chart, entry.target);
-    }
-  }, {rootMargin: '400px'});
-  get('curves').replaceChildren(...shown.map(chart => {
-    const card = make('figure');
-    const box = make('div', 'plot');
-    box.chart = chart;
-    card.append(make('figcaption', '', chart.title), make('p', 'legend'), box);
-    observer.observe(box);
-    return card;
-  }));
+  const shown = planned.filter(
+    chart =>
+      (get('constant').checked || !isConstant(chart)) &&
+      (chart.title + chart.lines.map(line => line.label)).toLowerCase().includes(query),
+  );
+  const observer = new IntersectionObserver(
+    entries => {
+      for (const entry of entries.filter(e => e.isIntersecting)) {
+        observer.unobserve(entry.target);
+        draw(entry.target.chart, entry.target);
+      }
+    },
+    {rootMargin: '400px'},
+  );
+  get('curves').replaceChildren(
+    ...shown.map(chart => {
+      const card = make('figure');
+      const box = make('div', 'plot');
+      box.chart = chart;
+      card.append(make('figcaption', '', chart.title), make('p', 'legend'), box);
+      observer.observe(box);
+      return card;
+    }),
+  );
   if (!shown.length) get('curves').append(make('p', 'quiet', 'No metric has this name.'));
 }
 
@@ -178,22 +210,30 @@ function showTiles() {
   const last = name => (series[name] ?? []).findLast(v => v !== null);
   const saved = Object.fromEntries(run.config);
   const seconds = ['rollout', 'update', 'eval']
-    .flatMap(name => series[`time/${name}`] ?? []).reduce((sum, v) => sum + v, 0);
+    .flatMap(name => series[`time/${name}`] ?? [])
+    .reduce((sum, v) => sum + v, 0);
   const evals = Object.keys(series).filter(n => /^eval\/.*\/em$/.test(n));
-  const scores = evals.length ? evals : Object.keys(series).filter(n => /^eval\/.*\/reward$/.test(n));
+  const scores = evals.length
+    ? evals
+    : Object.keys(series).filter(n => /^eval\/.*\/reward$/.test(n));
   const tiles = [
     ['Step', `${format(steps.at(-1) ?? 0)} of ${saved['schedule.steps'] ?? '?'}`],
     ['Reward in training', format(last('rollout/reward'))],
     ...scores.map(n => [n.split('/').slice(1).join(' '), format(last(n))]),
     ['Tool calls an episode', format(last('rollout/tool_calls'))],
     ['Entropy, nats a token', format(last('train/entropy'))],
-    ['Time of the steps', seconds < 120 ? `${format(seconds)} s` : `${format(seconds / 60)} min`],
+    [
+      'Time of the steps',
+      seconds < 120 ? `${format(seconds)} s` : `${format(seconds / 60)} min`,
+    ],
   ];
-  get('tiles').replaceChildren(...tiles.map(([name, value]) => {
-    const tile = make('div');
-    tile.append(make('b', '', value), make('span', '', name));
-    return tile;
-  }));
+  get('tiles').replaceChildren(
+    ...tiles.map(([name, value]) => {
+      const tile = make('div');
+      tile.append(make('b', '', value), make('span', '', name));
+      return tile;
+    }),
+  );
 }
 
 function showConfig() {
@@ -206,8 +246,10 @@ function showConfig() {
     row.append(make('td', '', name.replace(`${room}.`, '')), make('td', '', value));
     rooms.get(room).append(row);
   }
-  get('config').replaceChildren(...[...rooms].map(([room, table]) => {
-    table.createCaption().textContent = room;
-    return table;
-  }));
+  get('config').replaceChildren(
+    ...[...rooms].map(([room, table]) => {
+      table.createCaption().textContent = room;
+      return table;
+    }),
+  );
 }

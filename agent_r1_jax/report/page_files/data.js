@@ -8,7 +8,8 @@ async function inflate(id) {
   element.textContent = '';
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  const stream = new Blob([bytes]).stream()
+  const stream = new Blob([bytes])
+    .stream()
     .pipeThrough(new DecompressionStream('deflate'));
   return new Response(stream).json();
 }
@@ -21,9 +22,9 @@ function part(id) {
   return inflated.get(id);
 }
 
-let run;  // What report/page.py calls `run`.
-let groups = [];  // {log, id, question, members}; members are numbers of episodes.
-let texts = null;  // The text of each episode in lower case, once all are inflated.
+let run; // What report/page.py calls `run`.
+let groups = []; // {log, id, question, members}; members are numbers of episodes.
+let texts = null; // The text of each episode in lower case, once all are inflated.
 
 async function load() {
   run = await part('run');
@@ -32,7 +33,9 @@ async function load() {
   for (const group of groups) {
     const by = i => run.episodes.sample[i];
     group.members.sort((a, b) => by(a) - by(b));
-    const rewards = group.members.map(i => run.episodes.reward[i]).filter(r => r !== null);
+    const rewards = group.members
+      .map(i => run.episodes.reward[i])
+      .filter(r => r !== null);
     group.mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
     group.spread = Math.max(...rewards) - Math.min(...rewards);
   }
@@ -71,7 +74,6 @@ const ERRORS = {
 
 const failures = i => run.episodes.tool_errors[i] + run.episodes.format_errors[i];
 const most = f => group => -Math.max(...group.members.map(f));
-const number = (x, otherwise) => (x === '' ? otherwise : Number(x));
 
 const ORDERS = {
   'first steps first': group => run.logs[group.log].step,
@@ -88,7 +90,8 @@ const ORDERS = {
 function select(filter) {
   const {status, reward, tools} = run.episodes;
   const query = filter.q.toLowerCase();
-  const low = number(filter.low, -Infinity), high = number(filter.high, Infinity);
+  const low = filter.low === '' ? -Infinity : Number(filter.low);
+  const high = filter.high === '' ? Infinity : Number(filter.high);
   const passes = new Uint8Array(reward.length);
   const chosen = [];
   groups.forEach((group, number) => {
@@ -128,9 +131,9 @@ function make(tag, className = '', text = '') {
 const get = id => document.getElementById(id);
 
 function format(x) {
-  if (x === null || x === undefined) return '–';
+  if (x === null || x === undefined || Number.isNaN(x)) return '–';
   if (typeof x !== 'number') return String(x);
-  if (Number.isInteger(x)) return (x || 0).toLocaleString('en');  // -0 is 0.
+  if (Number.isInteger(x)) return (x || 0).toLocaleString('en'); // -0 is 0.
   const size = Math.abs(x);
   if (size >= 1000) return Math.round(x).toLocaleString('en');
   return size >= 1e-3 ? String(Number(x.toPrecision(3))) : x.toExponential(1);

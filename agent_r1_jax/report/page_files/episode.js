@@ -1,79 +1,7 @@
 // An opened group: its episodes side by side, their messages, and coloured tokens.
 
-const LONG = 20000, MANY = 4000;  // Characters and tokens shown before one asks for more.
-
-// Colours by name: what it tells, the kind of scale, and the number of token p.
-const ONE_SIDED = 'one-sided', TWO_SIDED = 'two-sided', ORDINAL = 'ordinal';
-const COLORS = {
-  none: {about: 'Tokens are not coloured.'},
-  mask: {kind: ORDINAL, of: (c, p) => c.action_mask[p], about: 'Sampled by the policy, or written by the environment.'},
-  'log-prob': {kind: ONE_SIDED, column: 'logprobs', about: 'log π of the token. Strong: the policy found it unlikely.'},
-  'sampler log-prob': {kind: ONE_SIDED, column: 'behaviour_logprobs', about: 'log π of the token under the policy that sampled it.'},
-  'log-ratio to reference': {kind: TWO_SIDED, of: (c, p) => c.ref_logprobs && c.logprobs[p] - c.ref_logprobs[p], needs: 'ref_logprobs', about: 'log π minus log π of the reference policy.'},
-  advantage: {kind: TWO_SIDED, column: 'advantages', about: 'The update makes tokens above 0 likelier, and those below 0 less likely.'},
-  value: {kind: TWO_SIDED, column: 'values', everywhere: true, about: "The critic's value of the state before the token."},
-  return: {kind: TWO_SIDED, column: 'returns', about: 'The target of the critic.'},
-  reward: {kind: TWO_SIDED, column: 'rewards', about: 'The reward of a turn, on its last token.'},
-  'policy version': {kind: ORDINAL, column: 'policy_steps', about: 'The number of updates of the policy that sampled the token.'},
-  'importance weight': {kind: TWO_SIDED, column: 'correction', centre: 1, about: 'The weight that corrects for an older policy.'},
-  entropy: {kind: ONE_SIDED, column: 'entropies', about: 'The entropy of the distribution that the token was sampled from.'},
-};
-
-function available(name, episodes) {
-  const {column, needs, kind} = COLORS[name];
-  const required = needs ?? column;
-  return episodes.some(e => e.columns && (!kind || !required || e.columns[required]));
-}
-
-/** Returns a function from an episode's columns and a position to a colour, and a legend. */
-function makeScale(name, episodes) {
-  const spec = COLORS[name];
-  const value = (columns, p) => {
-    if (!spec.kind || !columns) return null;
-    if (name !== 'mask' && !spec.everywhere && !columns.action_mask[p]) return null;
-    const x = spec.of ? spec.of(columns, p) : columns[spec.column]?.[p];
-    return Number.isFinite(x) ? x : null;
-  };
-  const found = [];
-  for (const {columns} of episodes) {
-    columns?.tokens.forEach((_, p) => {
-      const x = value(columns, p);
-      if (x !== null) found.push(x);
-    });
-  }
-  const low = found.reduce((a, b) => Math.min(a, b), Infinity);
-  const high = found.reduce((a, b) => Math.max(a, b), -Infinity);
-  if (!found.length) return {paint: () => '', marks: []};
-  if (spec.kind === ORDINAL) {
-    const versions = [...new Set(found)].sort((a, b) => a - b);
-    const share = x => (x - low) / (high - low || 1);
-    const color = x => name === 'mask'
-      ? (x ? 'var(--mask)' : '')
-      : `color-mix(in oklab, var(--new) ${100 * (high > low ? share(x) : 1)}%, var(--old))`;
-    const label = x => (name === 'mask' ? ['environment', 'policy'][x] : `after ${x} updates`);
-    const few = versions.length > 6 ? [low, high] : versions;
-    return {
-      paint: (c, p) => (value(c, p) === null ? '' : color(value(c, p))),
-      marks: few.map(x => [color(x), label(x)]),
-    };
-  }
-  const centre = spec.kind === TWO_SIDED ? spec.centre ?? 0 : name === 'entropy' ? 0 : Math.min(0, high);
-  // Beyond 5 nats all tokens are alike: one outlier would make the rest pale.
-  const bound = name.includes('log-prob') ? 5 : Infinity;
-  const size = Math.min(bound, Math.max(Math.abs(low - centre), Math.abs(high - centre))) || 1;
-  const color = x => {
-    const share = Math.min(1, Math.abs(x - centre) / size);
-    const hue = spec.kind === ONE_SIDED ? '--strong' : x < centre ? '--minus' : '--plus';
-    if (share < .02) return '';
-    return `color-mix(in srgb, var(${hue}) calc(var(--most) * ${share.toFixed(3)}), transparent)`;
-  };
-  const sign = low < centre ? -1 : 1;
-  const stops = spec.kind === ONE_SIDED ? [0, .25, .5, .75, 1].map(s => sign * s) : [-1, -.5, 0, .5, 1];
-  return {
-    paint: (c, p) => (value(c, p) === null ? '' : color(value(c, p))),
-    marks: stops.map(s => centre + s * size).map(x => [color(x), format(x)]),
-  };
-}
+const LONG = 20000,
+  MANY = 4000; // Characters and tokens shown before one asks for more.
 
 /** Returns the text that each token completes: a character may have several tokens. */
 function decodeTokens(ids) {
@@ -108,22 +36,28 @@ function addTokens(box, episode, start, stop) {
     token.position = p;
     box.append(token);
   }
-  if (end < stop) addMore(box, `${format(stop - end)} more tokens`, () => {
-    addTokens(box, episode, end, stop);
-    paint();
-  });
+  if (end < stop)
+    addMore(box, `${format(stop - end)} more tokens`, () => {
+      addTokens(box, episode, end, stop);
+      paint();
+    });
 }
 
 function addMore(box, label, show) {
   const button = make('button', 'more', label);
-  button.onclick = () => { button.remove(); show(); };
+  button.onclick = () => {
+    button.remove();
+    show();
+  };
   box.append(button);
 }
 
 function addText(box, text) {
   box.append(text.slice(0, LONG));
   if (text.length > LONG) {
-    addMore(box, `${format(text.length - LONG)} more characters`, () => box.append(text.slice(LONG)));
+    addMore(box, `${format(text.length - LONG)} more characters`, () =>
+      box.append(text.slice(LONG)),
+    );
   }
 }
 
@@ -147,9 +81,13 @@ function showConversation(episode) {
   const spans = episode.columns ? findTurns(episode) : [];
   return episode.messages.map(message => {
     const notes = [];
-    if (message.turn) notes.push(make('span', 'quiet', `turn ${message.turn}, ${message.tokens} tokens`));
+    if (message.turn)
+      notes.push(make('span', 'quiet', `turn ${message.turn}, ${message.tokens} tokens`));
     if (message.reward) notes.push(rewardBadge(message.reward));
-    const kind = message.content.startsWith('Error') && message.role === 'tool' ? 'tool failed' : message.role;
+    const kind =
+      message.content.startsWith('Error') && message.role === 'tool'
+        ? 'tool failed'
+        : message.role;
     const title = message.role === 'tool' ? `result of ${message.tool}` : message.role;
     const [block, body] = makeBlock(kind, title, notes);
     const span = spans[message.turn - 1];
@@ -158,7 +96,11 @@ function showConversation(episode) {
     for (const [name, args, problem] of message.calls ?? []) {
       const call = make('p', problem ? 'call failed' : 'call');
       call.append(make('b', '', problem ? 'unreadable call' : name), ' ');
-      const shown = problem ?? Object.entries(args).map(([k, v]) => `${k}: ${JSON.stringify(v)}`).join(', ');
+      const shown =
+        problem ??
+        Object.entries(args)
+          .map(([k, v]) => `${k}: ${JSON.stringify(v)}`)
+          .join(', ');
       addText(call, shown);
       block.append(call);
     }
@@ -169,22 +111,29 @@ function showConversation(episode) {
 /** The exact tokens, in the order in which the policy saw them. */
 function showTokens(episode) {
   if (!episode.columns) {
-    return [make('p', 'quiet', 'No tokens were logged of this episode (config.log_episodes).')];
+    return [
+      make('p', 'quiet', 'No tokens were logged of this episode (config.log_episodes).'),
+    ];
   }
   const {segments, tokens} = episode.columns;
   const blocks = [];
   const edges = new Set([0]);
-  segments.reduce((sum, length) => { edges.add(sum + length); return sum + length; }, 0);
+  segments.reduce((sum, length) => {
+    edges.add(sum + length);
+    return sum + length;
+  }, 0);
   const turns = new Map(findTurns(episode).map(([start, stop], i) => [start, [stop, i]]));
   for (let p = 0; p < tokens.length;) {
     const [stop, turn] = turns.get(p) ?? [null, null];
     let end = stop ?? p + 1;
-    while (stop === null && end < tokens.length && !turns.has(end) && !edges.has(end)) end++;
+    while (stop === null && end < tokens.length && !turns.has(end) && !edges.has(end))
+      end++;
     const segment = [...edges].filter(edge => edge <= p).length;
     const title = stop === null ? 'environment' : `turn ${turn + 1}`;
     const where = segments.length > 1 ? `segment ${segment}, tokens` : 'tokens';
-    const [block, body] = makeBlock(stop === null ? 'tool' : 'assistant', title,
-      [make('span', 'quiet', `${where} ${p}–${end - 1}`)]);
+    const [block, body] = makeBlock(stop === null ? 'tool' : 'assistant', title, [
+      make('span', 'quiet', `${where} ${p}–${end - 1}`),
+    ]);
     addTokens(body, episode, p, end);
     blocks.push(block);
     p = end;
@@ -224,24 +173,26 @@ function makeColumn(episode, i) {
   return column;
 }
 
-let opened = [];  // The episodes that are shown.
+let opened = []; // The episodes that are shown.
 
 /** Colours the tokens that are shown, and draws the legend. */
 function paint() {
-  const names = Object.keys(COLORS).filter(name => available(name, opened));
+  const names = listColors(opened);
   const name = names.includes(state.color) ? state.color : 'none';
   const scale = makeScale(name, opened);
   for (const token of get('detail').querySelectorAll('.token')) {
-    token.style.background = scale.paint?.(token.episode.columns, token.position) ?? '';
+    token.style.background = scale.paint(token.episode.columns, token.position);
   }
   const choices = get('colors');
   if (!choices) return;
-  choices.replaceChildren(...names.map(each => {
-    const button = make('button', '', each);
-    button.setAttribute('aria-pressed', each === name);
-    button.onclick = () => change({color: each});
-    return button;
-  }));
+  choices.replaceChildren(
+    ...names.map(each => {
+      const button = make('button', '', each);
+      button.setAttribute('aria-pressed', each === name);
+      button.onclick = () => change({color: each});
+      return button;
+    }),
+  );
   const legend = get('legend');
   legend.replaceChildren(make('span', 'quiet', COLORS[name].about));
   for (const [color, label] of scale.marks) {
@@ -251,8 +202,12 @@ function paint() {
   }
 }
 
-/** Highlights what is searched for, without changing the elements. */
-function highlight() {
+/** Dims what the filters leave out, and highlights what is searched for. */
+function showMatches() {
+  for (const column of get('detail').querySelectorAll('.episode')) {
+    column.classList.toggle('left-out', !selected.passes[column.dataset.episode]);
+  }
+  // Highlights are ranges: they leave the elements as they are.
   if (!CSS.highlights) return;
   CSS.highlights.delete('found');
   const query = state.q.toLowerCase();
@@ -269,7 +224,8 @@ function highlight() {
     const place = at => nodes.findLast(([begin]) => begin <= at);
     for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + 1)) {
       const range = new Range();
-      const [first, start] = place(at), [second, stop] = place(at + query.length - 1);
+      const [first, start] = place(at),
+        [second, stop] = place(at + query.length - 1);
       range.setStart(start, Math.min(at - first, start.length));
       range.setEnd(stop, Math.min(at + query.length - second, stop.length));
       ranges.push(range);
@@ -291,7 +247,10 @@ async function showDetail() {
   const wanted = [state.group, state.member];
   const found = await Promise.all(shown.map(readEpisode));
   if (wanted[0] !== state.group || wanted[1] !== state.member) return;
-  opened = found.map(e => ({...e, pieces: e.columns ? decodeTokens(e.columns.tokens) : []}));
+  opened = found.map(e => ({
+    ...e,
+    pieces: e.columns ? decodeTokens(e.columns.tokens) : [],
+  }));
   const log = run.logs[group.log];
   const head = make('header', 'group');
   const back = make('button', 'back', '← List');
@@ -309,11 +268,14 @@ async function showDetail() {
   };
   tools.append(
     toggle('Conversation', !state.tokens, {tokens: false}),
-    toggle('Exact tokens', state.tokens, {tokens: true}));
+    toggle('Exact tokens', state.tokens, {tokens: true}),
+  );
   if (group.members.length > 1) {
-    tools.append(make('span', 'gap'),
+    tools.append(
+      make('span', 'gap'),
       toggle(`All ${group.members.length} side by side`, !state.single, {single: false}),
-      toggle('One', state.single, {single: true}));
+      toggle('One', state.single, {single: true}),
+    );
   }
   const colors = make('span');
   colors.id = 'colors';
@@ -324,18 +286,24 @@ async function showDetail() {
     tools.append(make('span', 'gap'), colors);
     head.append(legend);
   }
-  if (!legend.parentNode) head.append(make('p', 'quiet', 'The tokens of this group were not logged (config.log_episodes).'));
+  if (!legend.parentNode)
+    head.append(
+      make(
+        'p',
+        'quiet',
+        'The tokens of this group were not logged (config.log_episodes).',
+      ),
+    );
   const columns = make('div', 'columns');
   opened.forEach((episode, k) => {
     const column = makeColumn(episode, shown[k]);
-    column.classList.toggle('left-out', !selected.passes[shown[k]]);
     column.onclick = () => mark(group.members.indexOf(shown[k]));
     columns.append(column);
   });
   detail.replaceChildren(head, columns);
   mark(state.member);
   paint();
-  highlight();
+  showMatches();
 }
 
 /** Marks one episode of the group and brings it into view. */
@@ -345,7 +313,10 @@ function mark(member) {
   for (const column of get('detail').querySelectorAll('.episode')) {
     const chosen = Number(column.dataset.episode) === i;
     column.classList.toggle('chosen', chosen);
-    if (chosen) column.scrollIntoView({block: 'nearest', inline: 'nearest'});
+    if (!chosen) continue;
+    const [own, frame] = [column, column.parentNode].map(e => e.getBoundingClientRect());
+    if (own.left < frame.left) column.parentNode.scrollLeft += own.left - frame.left - 16;
+    else column.parentNode.scrollLeft += Math.max(0, own.right - frame.right + 16);
   }
   writeHash();
 }
@@ -358,13 +329,14 @@ function showTip(event) {
   if (!token) return;
   const {columns, pieces} = token.episode;
   const p = token.position;
-  const rows = [['token', JSON.stringify(pieces[p])], ['id', columns.tokens[p]], ['position', p]];
-  for (const [name, spec] of Object.entries(COLORS)) {
-    if (name === 'mask') rows.push(['by', columns.action_mask[p] ? 'policy' : 'environment']);
-    else if (spec.column && columns[spec.column]) {
-      const told = columns.action_mask[p] || spec.everywhere;
-      rows.push([name, told ? format(columns[spec.column][p]) : '–']);
-    }
+  const rows = [
+    ['token', JSON.stringify(pieces[p])],
+    ['id', columns.tokens[p]],
+    ['position', p],
+    ['by', columns.action_mask[p] ? 'policy' : 'environment'],
+  ];
+  for (const name of listColors([token.episode]).slice(2)) {
+    rows.push([name, format(readNumber(name, columns, p))]);
   }
   const table = make('table');
   for (const [name, value] of rows) {

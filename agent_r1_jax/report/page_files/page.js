@@ -1,12 +1,27 @@
 // What is shown: the state in the address, the list of groups, the keys.
 
-const FILTERS = {q: '', set: '', step: '', status: '', tool: '', error: '', order: '', low: '', high: ''};
+const FILTERS = {
+  q: '',
+  set: '',
+  step: '',
+  status: '',
+  tool: '',
+  error: '',
+  order: '',
+  low: '',
+  high: '',
+};
 const state = {
-  view: 'run', group: -1, member: 0, tokens: false, single: false, color: 'log-prob',
+  view: 'run',
+  group: -1,
+  member: 0,
+  tokens: false,
+  single: false,
+  color: 'log-prob',
   ...FILTERS,
 };
 let selected = {passes: new Uint8Array(), chosen: []};
-const ROW = 46;  // Pixels of a row of the list.
+const ROW = 46; // Pixels of a row of the list.
 
 /** The state is in the address, so that a page that is made anew and reloaded stays. */
 function readHash() {
@@ -22,7 +37,9 @@ function readHash() {
 const INITIAL = {...state};
 
 function writeHash() {
-  const changed = Object.entries(state).filter(([name, value]) => value !== INITIAL[name]);
+  const changed = Object.entries(state).filter(
+    ([name, value]) => value !== INITIAL[name],
+  );
   history.replaceState(null, '', `#${new URLSearchParams(changed)}`);
 }
 
@@ -30,16 +47,13 @@ function writeHash() {
 async function change(changes) {
   const filtered = Object.keys(changes).some(name => name in FILTERS);
   Object.assign(state, changes);
-  if (filtered) {
-    filter();
-    if (!('group' in changes)) state.member = 0;
-  }
+  if (filtered) filter();
   const onlyColor = Object.keys(changes).every(name => name === 'color');
   show(filtered);
   if (state.view !== 'episodes') return;
   if (onlyColor) paint();
   else if (!filtered || 'group' in changes) await showDetail();
-  else highlight();
+  else showMatches();
 }
 
 function filter() {
@@ -47,18 +61,22 @@ function filter() {
   const n = selected.passes.reduce((a, b) => a + b, 0);
   const waiting = state.q && !texts ? ' Reading the texts…' : '';
   get('count').textContent =
-    `${format(n)} of ${format(selected.passes.length)} episodes in ${format(selected.chosen.length)} groups.${waiting}`;
+    `${format(n)} of ${format(selected.passes.length)} episodes ` +
+    `in ${format(selected.chosen.length)} groups.${waiting}`;
 }
 
 function show(fromTop) {
   for (const view of ['run', 'episodes']) {
     get(`${view}-view`).hidden = state.view !== view;
-    document.querySelector(`[data-view=${view}]`).setAttribute('aria-pressed', state.view === view);
+    document
+      .querySelector(`[data-view=${view}]`)
+      .setAttribute('aria-pressed', state.view === view);
   }
   get('episodes-view').classList.toggle('opened', state.group >= 0);
   const form = get('filters');
   for (const name of Object.keys(FILTERS)) {
-    if (form.elements[name].value !== state[name]) form.elements[name].value = state[name];
+    if (form.elements[name].value !== state[name])
+      form.elements[name].value = state[name];
   }
   if (fromTop) get('list').scrollTop = 0;
   if (state.view === 'episodes') showList();
@@ -68,17 +86,22 @@ function show(fromTop) {
 
 /** Draws the rows of the list that are in view. */
 function showList() {
-  const list = get('list'), inside = list.firstChild;
+  const list = get('list'),
+    inside = list.firstChild;
   inside.style.height = `${selected.chosen.length * ROW}px`;
   const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 5);
-  const last = Math.min(selected.chosen.length, first + Math.ceil(list.clientHeight / ROW) + 10);
+  const last = Math.min(
+    selected.chosen.length,
+    first + Math.ceil(list.clientHeight / ROW) + 10,
+  );
   const rows = [];
   for (let at = first; at < last; at++) rows.push(makeRow(selected.chosen[at], at));
   inside.replaceChildren(...rows);
 }
 
 function makeRow(number, at) {
-  const group = groups[number], log = run.logs[group.log];
+  const group = groups[number],
+    log = run.logs[group.log];
   const row = make('div', 'row');
   row.id = `row-${number}`;
   row.style.top = `${at * ROW}px`;
@@ -98,23 +121,25 @@ function makeRow(number, at) {
   if (others.length) line.append(make('span', 'status', run.episodes.status[others[0]]));
   line.append(make('span', 'mean', format(group.mean)));
   row.append(make('span', 'question', group.question || group.id), line);
-  row.onclick = () => open(number);
+  row.onclick = () => openGroup(number);
   return row;
 }
 
-let lowest = 0, highest = 1;  // The rewards of the run, as the ends of their colours.
+let lowest = 0,
+  highest = 1; // The rewards of the run, as the ends of their colours.
 
 function rewardColor(reward) {
   if (reward === null || Number.isNaN(reward)) return 'var(--grey)';
-  const share = 2 * (reward - lowest) / (highest - lowest || 1) - 1;
+  const share = (2 * (reward - lowest)) / (highest - lowest || 1) - 1;
   const end = share < 0 ? '--bad' : '--good';
   return `color-mix(in oklab, var(${end}) ${(100 * Math.abs(share)).toFixed(0)}%, var(--middle))`;
 }
 
-function open(number, member) {
+/** Opens a group at its first episode that passes the filters. */
+function openGroup(number) {
   const {members} = groups[number];
   const passing = members.findIndex(i => selected.passes[i]);
-  return change({group: number, member: member ?? Math.max(0, passing)});
+  return change({group: number, member: Math.max(0, passing)});
 }
 
 /** Opens the next or previous group of the list. */
@@ -127,7 +152,7 @@ function step(by) {
   if (top < list.scrollTop || top + ROW > list.scrollTop + list.clientHeight) {
     list.scrollTop = top - list.clientHeight / 2;
   }
-  open(selected.chosen[to]);
+  openGroup(selected.chosen[to]);
 }
 
 function stepMember(by) {
@@ -140,19 +165,22 @@ function stepMember(by) {
 
 function stepOf(by) {
   const steps = [...new Set(run.logs.map(log => log.step))].sort((a, b) => a - b);
-  const at = state.step === '' ? (by > 0 ? -1 : steps.length) : steps.indexOf(Number(state.step));
+  const at =
+    state.step === '' ? (by > 0 ? -1 : steps.length) : steps.indexOf(Number(state.step));
   const to = at + by;
   change({step: to in steps ? String(steps[to]) : '', view: 'episodes'});
+  if (state.group >= 0 && selected.chosen.length) openGroup(selected.chosen[0]);
 }
 
 /** Shows the episodes of a step, or of the last one before it that has any. */
 function showStep(step) {
   const steps = run.logs.map(log => log.step).filter(s => s <= step);
-  if (steps.length) change({...FILTERS, step: String(Math.max(...steps)), view: 'episodes', group: -1});
+  if (steps.length)
+    change({...FILTERS, step: String(Math.max(...steps)), view: 'episodes', group: -1});
 }
 
 function cycleColor(by) {
-  const names = Object.keys(COLORS).filter(name => available(name, opened));
+  const names = listColors(opened);
   if (!names.length) return;
   const at = Math.max(0, names.indexOf(state.color));
   change({color: names[(at + by + names.length) % names.length]});
@@ -161,19 +189,33 @@ function cycleColor(by) {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   // A page in a file may not keep anything.
-  try { localStorage.setItem('theme', theme); } catch { /* The choice is not kept. */ }
+  try {
+    localStorage.setItem('theme', theme);
+  } catch {
+    /* The choice is not kept. */
+  }
 }
 
 const isDark = () => document.documentElement.dataset.theme === 'dark';
 const KEYS = {
-  1: () => change({view: 'run'}), 2: () => change({view: 'episodes'}),
-  j: () => step(1), k: () => step(-1),
-  l: () => stepMember(1), h: () => stepMember(-1),
-  ArrowDown: () => step(1), ArrowUp: () => step(-1),
-  ']': () => stepOf(1), '[': () => stepOf(-1),
-  s: () => change({single: !state.single}), t: () => change({tokens: !state.tokens}),
-  c: () => cycleColor(1), C: () => cycleColor(-1),
-  '/': () => { change({view: 'episodes'}); get('filters').elements.q.focus(); },
+  1: () => change({view: 'run'}),
+  2: () => change({view: 'episodes'}),
+  j: () => step(1),
+  k: () => step(-1),
+  l: () => stepMember(1),
+  h: () => stepMember(-1),
+  ArrowDown: () => step(1),
+  ArrowUp: () => step(-1),
+  ']': () => stepOf(1),
+  '[': () => stepOf(-1),
+  s: () => change({single: !state.single}),
+  t: () => change({tokens: !state.tokens}),
+  c: () => cycleColor(1),
+  C: () => cycleColor(-1),
+  '/': () => {
+    change({view: 'episodes'});
+    get('filters').elements.q.focus();
+  },
   x: () => change({...FILTERS}),
   d: () => setTheme(isDark() ? 'light' : 'dark'),
   '?': () => get('keys').showModal(),
@@ -200,15 +242,18 @@ function onKey(event) {
 }
 
 function fill(select, values, all) {
-  select.replaceChildren(...['', ...values].map(value => {
-    const option = make('option', '', value === '' ? all : String(value));
-    option.value = value;
-    return option;
-  }));
+  select.replaceChildren(
+    ...['', ...values].map(value => {
+      const option = make('option', '', value === '' ? all : String(value));
+      option.value = value;
+      return option;
+    }),
+  );
 }
 
 function prepareFilters() {
-  const form = get('filters'), unique = list => [...new Set(list)].sort();
+  const form = get('filters'),
+    unique = list => [...new Set(list)].sort();
   fill(form.elements.set, unique(run.logs.map(log => log.name)), 'all');
   const steps = [...new Set(run.logs.map(log => log.step))].sort((a, b) => a - b);
   fill(form.elements.step, steps, 'all');
@@ -217,7 +262,10 @@ function prepareFilters() {
   fill(form.elements.error, Object.keys(ERRORS), 'all');
   fill(form.elements.order, Object.keys(ORDERS).slice(1), Object.keys(ORDERS)[0]);
   form.oninput = event => change({[event.target.name]: event.target.value});
-  form.onreset = event => { event.preventDefault(); change({...FILTERS}); };
+  form.onreset = event => {
+    event.preventDefault();
+    change({...FILTERS});
+  };
   form.onsubmit = event => event.preventDefault();
 }
 
@@ -238,17 +286,26 @@ function connect() {
     else if (width !== innerWidth) showCurves();
     width = innerWidth;
   });
-  addEventListener('hashchange', () => { readHash(); filter(); show(); showDetail(); });
+  addEventListener('hashchange', () => {
+    readHash();
+    filter();
+    show();
+    showDetail();
+  });
 }
 
 async function start() {
   let theme = matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light';
-  try { theme = localStorage.getItem('theme') ?? theme; } catch { /* See setTheme. */ }
+  try {
+    theme = localStorage.getItem('theme') ?? theme;
+  } catch {
+    /* See setTheme. */
+  }
   document.documentElement.dataset.theme = theme;
   await load();
   const rewards = run.episodes.reward.filter(r => r !== null);
-  lowest = rewards.reduce((a, b) => Math.min(a, b), 0);
-  highest = rewards.reduce((a, b) => Math.max(a, b), 1);
+  lowest = Math.min(0, lowestOf(rewards));
+  highest = Math.max(1, highestOf(rewards));
   get('made').textContent = `as of ${new Date(run.made).toLocaleString()}`;
   get('problems').hidden = !run.problems.length;
   get('problems').textContent = run.problems.join('\n');
@@ -262,7 +319,10 @@ async function start() {
   show(true);
   if (state.view === 'episodes') await showDetail();
   await loadTexts();
-  if (state.q) { filter(); showList(); }
+  if (state.q) {
+    filter();
+    showList();
+  }
   document.documentElement.dataset.ready = 'yes';
 }
 
