@@ -246,7 +246,7 @@ def _evaluate(
   job.faults.count(journal.position.step, itertools.chain(*played.values()))
   metrics = {}
   for name, trajectories in played.items():
-    journal.write_trajectories(name, trajectories)
+    journal.write_evaluation(name, trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics
