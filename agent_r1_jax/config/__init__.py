@@ -55,6 +55,9 @@ class Config:
       late before the run ends.
     log_episodes: How many episodes of each rollout are written to trajectories/, and how
       many of these and of each evaluation set with the numbers of their tokens.
+    sinks: Where metrics go besides metrics.jsonl: some of SINKS, separated by commas.
+    profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
+      their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
   """
 
   model: Model = _default(Model)
