@@ -263,7 +263,7 @@ def test_a_column_that_is_missing_says_what_gives_it():
   assert with_values.column('values') is with_values.values
 
 
-def test_a_log_says_what_there_is_of_each_action():
+def test_a_log_says_what_there_is_of_each_token():
   ts = [
     episodes.trajectory('..0'),
     episodes.trajectory('.00.1', '..2', rewards=[0, 1, 2]),
@@ -271,16 +271,16 @@ def test_a_log_says_what_there_is_of_each_action():
   table = table_lib.build(ts)
   logprobs = np.arange(len(table)) / -3.0
   table = dataclasses.replace(table, logprobs=logprobs, values=-logprobs)
-  actions = table.list_actions(1)
-  assert actions.keys() == {
-    *('turn', 'tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs'),
-    *('rewards', 'values'),
+  rows = table.take(table.trajectory == 1)
+  tokens = rows.list_tokens()
+  assert tokens.keys() == {
+    *('segments', 'tokens', 'action_mask', 'policy_steps'),
+    *('logprobs', 'behaviour_logprobs', 'rewards', 'values'),
   }
-  assert actions['turn'] == [1, 1, 2, 3] and actions['rewards'] == [0, 0, 1, 2]
-  first, second = (s.tokens.tolist() for s in ts[1].segments)
-  assert actions['tokens'] == [first[1], first[2], first[4], second[2]]
-  assert actions['values'] == [1.3333, 1.6667, 2.3333, 3.3333]
-  assert table_lib.build([episodes.trajectory('..')]).list_actions(0)['turn'] == []
+  assert tokens['segments'] == [5, 3] and tokens['rewards'] == [0, 0, 0, 0, 1, 0, 0, 2]
+  assert tokens['tokens'] == rows.tokens.tolist()
+  assert tokens['action_mask'] == [0, 1, 1, 0, 1, 0, 0, 1]
+  assert tokens['values'] == [1.0, 1.3333, 1.6667, 2.0, 2.3333, 2.6667, 3.0, 3.3333]
 
 
 # Functions of columns.

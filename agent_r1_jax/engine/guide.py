@@ -59,6 +59,7 @@ class Guide:
   advance: Callable[[Any, State, Array], tuple[State, Array]] | None = None
 
 
+@jax.named_scope('guides')
 def apply(
   guides: Sequence[Guide],
   params: Sequence[Any],
@@ -84,6 +85,7 @@ def apply(
   return logits
 
 
+@jax.named_scope('guides')
 def advance(
   guides: Sequence[Guide],
   params: Sequence[Any],

@@ -77,6 +77,7 @@ def scale_logits(
   return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
+@jax.named_scope('choose')
 def choose_tokens(
   logprobs: Float[Array, 'M V'], u: Float[Array, 'M'], greedy: Bool[Array, 'M']
 ) -> Int[Array, 'M']:

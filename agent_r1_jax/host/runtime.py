@@ -210,6 +210,12 @@ def available_memory() -> int:
   return min([pages, *found])
 
 
+def used_memory() -> float:
+  """Returns the bytes in use: this process's on a CPU, else those of its fullest chip."""
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  return float(max(s.get('bytes_in_use', 0) for s in stats) or _own_memory())
+
+
 def _own_memory() -> int:
   """Returns the bytes of this process that are in memory."""
   return 1024 * sum(_read_fields('/proc/self/status', 'VmRSS'))

@@ -387,6 +387,7 @@ def head_kernel(params: Params, config: DecoderConfig) -> Float[Array, 'D V']:
   return params['lm_head']['kernel'].astype(config.dtype)
 
 
+@jax.named_scope('head')
 def logits(params: Params, config: DecoderConfig, x: Float[Array, '*B D']) -> Array:
   """Unnormalised next-token scores, float32 [*B, V]."""
   kernel_DV = head_kernel(params, config)

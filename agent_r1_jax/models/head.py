@@ -25,6 +25,7 @@ def block_tokens(vocab_size: int) -> int:
   return max(256, _BLOCK_LOGITS // vocab_size)
 
 
+@jax.named_scope('head')
 def logprobs(
   x: Float[Array, '*M D'],
   kernel_DV: Float[Array, 'D V'],

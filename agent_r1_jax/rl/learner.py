@@ -236,7 +236,8 @@ def _gradient(params, batch, *, config, loss, temperature):
     )
     numbers = {name: getattr(batch, name) for name in _LOSS_FIELDS}
     cleaned = batch._replace(**jax.tree.map(clean, numbers))
-    total, metrics = loss(jax.tree.map(clean, stats), cleaned)
+    with jax.named_scope('loss'):
+      total, metrics = loss(jax.tree.map(clean, stats), cleaned)
     sums = {name: losses.weighted(x, batch.weights) for name, x in metrics.items()}
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 

@@ -159,17 +159,16 @@ class TokenTable:
     )
     return longer, np.insert(np.ones(len(self), bool), before, False)
 
-  def list_actions(self, trajectory: int) -> dict[str, list]:
-    """Returns the columns of a trajectory's action tokens as lists, for a log.
+  def list_tokens(self) -> dict[str, list]:
+    """Returns the columns that describe tokens as lists, for a log.
 
-    Turns are counted from 1, and numbers are rounded to four decimals. Columns that have
-    not been computed are left out.
+    Action masks become 0 and 1, and other numbers are rounded to four decimals.
+    `segments` has the number of tokens of each segment. Columns that have not been
+    computed are left out.
     """
-    actions = self.take((self.trajectory == trajectory) & self.action_mask)
-    columns = {name: getattr(actions, name) for name in _LOGGED}
-    first = np.min(actions.turn, initial=len(self.states))
-    return {'turn': (actions.turn - first + 1).tolist()} | {
-      name: np.round(column, 4).tolist()
+    columns = {name: getattr(self, name) for name in _LOGGED}
+    return {'segments': self.segment_lengths.tolist()} | {
+      name: (column + 0 if column.dtype == bool else np.round(column, 4)).tolist()
       for name, column in columns.items()
       if column is not None
     }
@@ -186,8 +185,8 @@ class TokenTable:
 _NOT_OF_TOKENS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
 _NOT_OF_TOKENS |= {'final_values'}
 # The columns of a token that are logged.
-_LOGGED = ('tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs', 'ref_logprobs')
-_LOGGED += ('rewards', 'values', 'advantages', 'returns', 'correction')
+_LOGGED = ('tokens', 'action_mask', 'policy_steps', 'logprobs', 'behaviour_logprobs')
+_LOGGED += ('ref_logprobs', 'rewards', 'values', 'advantages', 'returns', 'correction')
 # What a user has to do to get a column that is missing.
 _REMEDIES = {
   'values': 'set value_loss of the algorithm, so that there is a critic',
