@@ -223,8 +223,16 @@ class TestFindSources:
       assert shared == n, 'the seeds share a token more'
       assert rows.find_sources(placed, 4) == ([], {placed[1]} if waits else set())
 
+  def test_no_more_copies_than_there_is_room_for(self):
+    rows, placed = self._placed(*(_text((0, 30)) for _ in range(4)))
+    placed[0].cached, placed[0].begun = 29, True
+    copies, waiting = rows.find_sources(placed[1:], 2)
+    assert [row for _, row in copies] == placed[1:3] and waiting == {placed[3]}
+
   @pytest.mark.parametrize('left', [False, True])
-  def test_nor_from_one_whose_reply_has_ended_once_sharing_stopped(self, left):
+  def test_nothing_is_copied_from_a_row_whose_reply_has_ended_once_sharing_stopped(
+    self, left
+  ):
     """Whether or not the reply has left its row."""
     rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
     placed[0].cached = 29
