@@ -99,6 +99,7 @@ class Context:
       sampling=self._decoding.sampling,
       key=key,
       automata=automata,
+      guides=self._decoding.guides,
       top_logprobs=top_logprobs,
       policy=self._decoding.policy,
     )
