@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent.calls import parse_hermes
 
 # What an agent's program is: agent/program.py.
 Run = Callable[[types.Task, str], Awaitable[None]]
@@ -83,6 +83,7 @@ async def _call(search: tool_lib.Tool, arguments: str) -> str:
   try:
     given = json.loads(arguments)
   except ValueError:
-    (error,) = parse_hermes(f'<tool_call>{arguments}')
+    (error,) = calls.parse_hermes(f'<tool_call>{arguments}')
+    assert isinstance(error, calls.CallError)
     return f'Error: {error.message}'
   return (await tool_lib.call(search, given)).text
