@@ -6,6 +6,7 @@ done is refused, and never left out without a word.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from agent_r1_jax.engine import programs, request, sampling
 from agent_r1_jax.host import http
 
 _MOST_CHOICES, _MOST_STOPS = 16, 16
+# Replies and calls have names that this process gives once.
+numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +359,7 @@ def _write_calls(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
   """Writes tool calls, with an id for each."""
   return [
     {
-      'id': f'call_{os.urandom(12).hex()}',
+      'id': f'call_{next(numbers)}',
       'type': 'function',
       'function': {
         'name': name,

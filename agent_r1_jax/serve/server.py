@@ -3,7 +3,7 @@
   POST /v1/chat/completions  tools, streams, log-probs, stop, seed, n, JSON schemas
   POST /v1/completions       text or tokens to go on from
   GET  /v1/models            the policy's name
-  GET  /health               200 while the engine answers
+  GET  /health               200 while the engine's event loop runs
   GET  /metrics              counts and times in Prometheus's text format
 
 An error is {"error": {"message", "type", "code"}}: 400 for what cannot be done, 401 for a
@@ -16,10 +16,10 @@ cancelled, and its row is free at the next decode.
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+import contextlib
 import functools
 import hmac
 import json
-import os
 import signal
 import time
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ from agent_r1_jax.serve import protocol
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
 _GRAMMAR_SECONDS = 60.0  # For the automaton of a schema.
+_SEND_SECONDS = 30.0  # For an answer that is complete.
 _SHUTDOWN_SECONDS = 30  # What SIGTERM leaves to replies that have begun.
 
 
@@ -277,7 +278,7 @@ class _Answer:
     self._server, self._form, self._asked, self._source = server, form, asked, source
     self._generations, self._began = generations, began
     self._frame = functools.partial(
-      form.frame, server.name, f'reply-{os.urandom(12).hex()}'
+      form.frame, server.name, f'reply-{next(protocol.numbers)}'
     )
     self._prompt = len(generations[0].text)
     self._sampled = 0
@@ -289,8 +290,13 @@ class _Answer:
     work = asyncio.ensure_future(send_answer(scope, receive, send))
     gone = asyncio.ensure_future(_wait_until_gone(receive))
     try:
-      await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-      if work.done():
+      await asyncio.wait(
+        [work, gone],
+        timeout=self._server.seconds + _SEND_SECONDS,
+        return_when=asyncio.FIRST_COMPLETED,
+      )
+      # It is cancelled where its time is up and the client does not read.
+      if work.done() and not work.cancelled():
         work.result()
       else:
         self._server.metrics.vanished.inc()
@@ -330,15 +336,16 @@ class _Answer:
   async def _send_whole(self, scope, receive, send):
     choices, scored = [], []
     try:
-      async for choice, what, _ in self._follow():
-        if isinstance(what, protocol.Reply):
-          logprobs = scored if self._asked.top_logprobs is not None else None
-          written = self._form.choice(what.text, what.calls, logprobs)
-          reason = {'finish_reason': what.reason}
-          choices.append({'index': choice.index, **written, **reason})
-          scored = []
-        elif self._asked.top_logprobs is not None:
-          scored += protocol.write_logprobs(what, self._server.chat)
+      async with contextlib.aclosing(self._follow()) as parts:
+        async for choice, what, _ in parts:
+          if isinstance(what, protocol.Reply):
+            logprobs = scored if self._asked.top_logprobs is not None else None
+            written = self._form.choice(what.text, what.calls, logprobs)
+            reason = {'finish_reason': what.reason}
+            choices.append({'index': choice.index, **written, **reason})
+            scored = []
+          elif self._asked.top_logprobs is not None:
+            scored += protocol.write_logprobs(what, self._server.chat)
     except TimeoutError:
       answer = self._server.refuse(self._late())
     else:
@@ -357,16 +364,17 @@ class _Answer:
 
     status = 200
     try:
-      async for choice, what, text in self._follow():
-        logprobs, found, reason = None, (), None
-        if isinstance(what, protocol.Reply):
-          found, reason = what.calls, what.reason
-        elif self._asked.top_logprobs is not None:
-          logprobs = protocol.write_logprobs(what, self._server.chat)
-        if text or found or reason or logprobs:
-          part = self._form.delta(text, found, logprobs)
-          part = {'index': choice.index, **part, 'finish_reason': reason}
-          await event(self._frame([part], part=True))
+      async with contextlib.aclosing(self._follow()) as parts:
+        async for choice, what, text in parts:
+          logprobs, found, reason = None, (), None
+          if isinstance(what, protocol.Reply):
+            found, reason = what.calls, what.reason
+          elif self._asked.top_logprobs is not None:
+            logprobs = protocol.write_logprobs(what, self._server.chat)
+          if text or found or reason or logprobs:
+            part = self._form.delta(text, found, logprobs)
+            part = {'index': choice.index, **part, 'finish_reason': reason}
+            await event(self._frame([part], part=True))
       if self._asked.usage:
         await event(self._frame([], part=True, usage=self._usage()))
     except TimeoutError:
