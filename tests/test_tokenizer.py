@@ -204,8 +204,6 @@ _TWICE = '{% set ns.x = ns.x ~ ns.x %}'
 @pytest.mark.parametrize(
   'template, message',
   [
-    (_LOOP.replace('{% endfor %}', 'xx{% endfor %}', 1), 'did not end within|took more'),
-    ("{{ 'x' * 10**10 }}", 'took more than 512 MiB'),
     ("{% set ns = namespace(x='x') %}" + _TWICE * 40, 'took more than 512 MiB'),
     ("{{ 'x' | center(2000000) }}", 'wrote more than 1000000 characters'),
     (
