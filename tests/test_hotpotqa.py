@@ -274,7 +274,7 @@ def test_base_and_search(small_data, tmp_path):
   sft = ('--sft.steps=4', '--sft.rows=2', '--sft.warmup=1', '--sft.row_tokens=512')
   _run('hotpotqa.pretrain', *shared, *size, *sft, f'--out={tmp_path}/base')
   known = set(json.loads((tmp_path / 'base' / 'rows.json').read_text()))
-  tasks = qa_data.jsonl(small_data / 'train.jsonl.gz')
+  tasks = qa_data.load(small_data / 'train.jsonl.gz')
   held_out, _, rest = demos.split(tasks, 6, 3)
   assert known == {task.id for task in rest}
 

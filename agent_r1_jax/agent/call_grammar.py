@@ -5,13 +5,14 @@ Letters: V tokens of the vocabulary, Q automaton states.
 
 from collections.abc import Mapping, Sequence
 import json
-import re
 from typing import Any
 
 import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
+
+_OPENING = '<tool_call>'
 
 
 def tool_calls(
@@ -20,15 +21,13 @@ def tool_calls(
   vocab_size: int,
   *,
   required: bool = False,
-  opening: str = '<tool_call>',
-  closing: str = '</tool_call>',
 ) -> types.Automaton:
   r"""Constrains the tool calls of a reply to Hermes format and to their schemas.
 
-  Text is free until `opening` is complete, however it is split into tokens. Then follows
-  '\n{"name": ..., "arguments": {...}}\n' and `closing`, spaced as json.dumps does, with
-  the arguments in the schema's order. Text is free again after it. Control tokens, which
-  include stop tokens, are forbidden in a call.
+  Text is free until '<tool_call>' is complete, however it is split into tokens. Then
+  follows '\n{"name": ..., "arguments": {...}}\n</tool_call>', spaced as json.dumps does,
+  with the arguments in the schema's order. Text is free again after it. Control tokens,
+  which include stop tokens, are forbidden in a call.
 
   A call fulfils what agent/tool.py checks. An argument whose schema allows any value is a
   scalar, or a list or an object of scalars. The library enforces bounds on the lengths of
@@ -40,8 +39,6 @@ def tool_calls(
     vocab_size: Tokens of the model (V); those beyond the tokenizer's count as control
       tokens.
     required: The reply must begin with a call.
-    opening: The text that begins a call.
-    closing: The text that ends a call.
 
   Raises:
     ValueError: There are no tools, a schema has no grammar, or the vocabulary lacks
@@ -49,9 +46,9 @@ def tool_calls(
   """
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
-  call = f'{re.escape(opening)}\n({_calls(schemas)})\n{re.escape(closing)}'
+  call = f'{_OPENING}\n({_calls(schemas)})\n</tool_call>'
   step, begin, (end,) = automata.compile_regex(call)
-  step, silent = _with_free_text(step, begin, end, opening.encode(), required)
+  step, silent = _with_free_text(step, begin, end, _OPENING.encode(), required)
   return automata.lift_to_tokens(step, silent, token_bytes, vocab_size)
 
 
