@@ -11,7 +11,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.agent import program, workers
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import loop as loop_lib
@@ -22,7 +22,7 @@ from agent_r1_jax.train import choice as choice_lib
 from agent_r1_jax.train import episode as episode_lib
 from agent_r1_jax.train import spool as spool_lib
 
-MakeEnv = Callable[[], env_lib.Env]
+MakeEnv = Callable[[], env_lib.Env | program.Program]
 
 # How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
@@ -158,7 +158,7 @@ def start(
     engine: The engine, open, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
     tasks: The tasks to play.
-    make_env: Makes a new environment for each episode.
+    make_env: Makes a new environment for each episode, or a program.
     limits: What each episode may use.
     decoding: How the replies are sampled.
     samples: How many episodes of each task are played.
