@@ -55,7 +55,7 @@ def whole(model, tmp_path_factory):
 
 
 def _sampler(tasks, seed):
-  return curriculum.TaskSampler(config_lib.Curriculum(), tasks, seed=seed)
+  return curriculum.TaskStream(config_lib.Curriculum(), tasks, seed=seed)
 
 
 class TestOneStepOffPolicy:
@@ -88,7 +88,7 @@ class TestOneStepOffPolicy:
         test_train._make_env,
         limits=config.limits,
         samples=config.schedule.samples,
-        draw=journal.rollout_number(config.schedule, step),
+        rollout_number=journal.rollout_number(config.schedule, step),
       )
       train_state, *_ = loop.updates.learn(train_state, played, plan)
       policies.append(jax.tree.map(np.array, train_state.states['policy'].params))

@@ -37,7 +37,7 @@ class Draws:
   variances: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-class TaskSampler:
+class TaskStream:
   """Draws the tasks of a run's rollouts; equal draws and rewards give equal tasks.
 
   Attributes:
