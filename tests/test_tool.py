@@ -473,3 +473,11 @@ async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch
   result = await tool_lib.call(make(), {})
   assert result.isolated and not result.ok and len(calls) == 60
   assert result.text == 'Error: lost: the tool failed too often and is not called for now'
+
+
+async def test_what_would_end_the_process_is_the_tools_failure():
+  def leave():
+    raise SystemExit(0)
+
+  result = await tool_lib.call(bare(leave), {})
+  assert result.text == 'Error: bare: SystemExit: 0' and result.failed

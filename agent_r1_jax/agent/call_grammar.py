@@ -47,9 +47,9 @@ def tool_calls(
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
   call = f'{_OPENING}\n({_calls(schemas)})\n</tool_call>'
-  step, begin, (end,) = automata.compile_regex(call)
-  step, silent = _with_free_text(step, begin, end, _OPENING.encode(), required)
-  return automata.lift_to_tokens(step, silent, token_bytes, vocab_size)
+  goto, begin, (end,) = automata.compile_regex(call)
+  goto, silent = _with_free_text(goto, begin, end, _OPENING.encode(), required)
+  return automata.lift_to_tokens(goto, silent, token_bytes, vocab_size)
 
 
 # Takes the place of the library's optional blanks; no schema contains it.
@@ -131,16 +131,16 @@ def _with_free_text(
   forbidden = found + len(call) - 1
   # After a call, the text is free again, and no part of `opening` has been read.
   moved = np.where(np.arange(len(call)) == end, 0, np.arange(len(call)) + found)
-  step = np.concatenate([np.where(text == found, moved[opened], text)[:-1], moved[call]])
-  silent = np.where(np.arange(len(step)) < found, 0, forbidden)
+  goto = np.concatenate([np.where(text == found, moved[opened], text)[:-1], moved[call]])
+  silent = np.where(np.arange(len(goto)) < found, 0, forbidden)
   # Keep the states that can be reached from the start, in that order.
   order = [int(moved[begin]) if required else 0]
   seen = {*order, forbidden}
   for state in order:
-    new = sorted({*step[state].tolist(), int(silent[state])} - seen)
+    new = sorted({*goto[state].tolist(), int(silent[state])} - seen)
     order += new
     seen |= {*new}
   order.append(forbidden)
-  number = np.zeros(len(step), np.int32)
+  number = np.zeros(len(goto), np.int32)
   number[order] = np.arange(len(order))
-  return number[step[order]], number[silent[order]]
+  return number[goto[order]], number[silent[order]]

@@ -101,9 +101,9 @@ class GameEnv:
     return {'role': 'user', 'content': text}
 
 
-def make_task(identity: str, **info: Any) -> types.Task:
+def make_task(task_id: str, **info: Any) -> types.Task:
   """Makes a task with the prompt that says how to act; `info` is for make_game."""
-  return types.Task(identity, [{'role': 'system', 'content': PROMPT}], info=info)
+  return types.Task(task_id, [{'role': 'system', 'content': PROMPT}], info=info)
 
 
 def gymnasium_tasks(seeds: Iterable[int]) -> list[types.Task]:
