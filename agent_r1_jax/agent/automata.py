@@ -150,6 +150,9 @@ def group_tokens(
   padded = np.zeros((len(token_bytes), max(lengths.max(), 1)), np.uint8)
   for row, data in zip(padded, token_bytes, strict=True):
     row[: len(data)] = np.frombuffer(data, np.uint8)
+  # For example, with the stop string 'ab' the states are 0 (nothing of it was read), 1
+  # ('a' was), and 2 (it was found). The column of the token 'xa' is [1, 1, 2], and so is
+  # that of 'ya': both are of one class. The column of 'b' is [0, 2, 2].
   columns = [np.arange(len(goto), dtype=np.int32)]
   number = {columns[0].tobytes(): 0}
 
@@ -168,6 +171,7 @@ def group_tokens(
     going = np.flatnonzero(lengths > i)
     pairs, where = np.unique(classes[going] * 256 + padded[going, i], return_inverse=True)
     classes[going] = np.array([after(pair) for pair in pairs.tolist()], np.int64)[where]
+  # Classes that only beginnings of tokens are in are dropped.
   used, classes = np.unique(classes, return_inverse=True)
   return classes.astype(np.int32), np.stack([columns[c] for c in used], axis=1)
 

@@ -254,6 +254,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
   result = [b''] * size
   for token, i in tokenizer.get_vocab().items():
     try:
+      # A token that was learned is written in GPT-2's characters, one for each byte.
       if i not in added:
         result[i] = bytes(chars[char] for char in token)
       elif not added[i].special:

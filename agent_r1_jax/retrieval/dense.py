@@ -187,6 +187,9 @@ def _make_index(vectors: Sequence[np.ndarray], factory, parameters, train_size):
       f'FAISS knows no factory {factory!r} with parameters {parameters!r}: {error}'
     ) from error
   if not index.is_trained:
+    # Places in the corpus become rows of the arrays: with arrays of 3 and 4 vectors, the
+    # ends are [3, 7], and places 1, 2 and 5 are rows 1 and 2 of the first array and row 2
+    # of the second one.
     ends = np.cumsum([len(part) for part in vectors])
     chosen = np.sort(np.random.default_rng(0).permutation(ends[-1])[:train_size])
     parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))

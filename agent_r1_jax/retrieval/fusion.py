@@ -39,6 +39,7 @@ class Fusion:
     for hits in lists:
       for rank, hit in enumerate(hits, 1):
         scores[hit.document.id] += 1 / (_CONSTANT + rank)
+        # The first retriever's text of a passage is the one that is shown.
         found.setdefault(hit.document.id, hit.document)
     best = sorted(scores, key=lambda name: -scores[name])
     return [Hit(found[name], scores[name]) for name in best]

@@ -140,6 +140,7 @@ class _Searches:
         500, f'the search failed: {workers.describe_error(failure)}'
       )
     for i, query in enumerate(batch):
+      # Kept even if nobody waits any longer: whoever asks again has it at once.
       if not error:
         self._keep(query, found[i])
       if query.answer.done():

@@ -176,6 +176,8 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
         # Its helpers, which tests call too, are not the program's to define anew.
         exec(_finish_prompt(prompt), scope)
       else:
+        # Tests of MBPP call what the program defines. Its builtins and modules are this
+        # process's own, so that a program cannot replace them.
         known = {*_MODULES, *dir(builtins)}
         new = [n for n in remote.names if n not in known and not n.startswith('__')]
         scope |= {name: remote.function(name) for name in new}

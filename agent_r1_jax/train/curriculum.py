@@ -102,6 +102,7 @@ class TaskStream:
         found[self._kind(group[0].task)].append(np.var(rewards))
     for kind, variances in found.items():
       mean = float(np.mean(variances))
+      # The first variance of a kind counts in full: there is none to average it with.
       before = self.draws.variances.get(kind, mean)
       self.draws.variances[kind] = before + _NEWEST * (mean - before)
 

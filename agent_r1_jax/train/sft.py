@@ -73,6 +73,7 @@ def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   parts, mask, start = [], [], 0
   for i, message in enumerate(messages):
     replied = message['role'] == 'assistant'
+    # What comes between two replies is one prompt or one delta, as in a rollout.
     if not replied and i + 1 < len(messages):
       continue
     given = messages[start : i if replied else i + 1]
