@@ -81,17 +81,7 @@ def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
   np.testing.assert_array_equal(table.action_mask, acted)
   whole = table_lib.build([episodes.trajectory(*pictures)])
   expected = [False] * 2 + [True] * 7 + [False, True, True] + [False] * 4
-  assert whole.visible_rows(False).tolist() == expected
-
-
-@pytest.mark.parametrize('masked', [True, False])
-def test_no_action_is_hidden(masked):
-  ts = episodes.make_varied(12)
-  table = episodes.visible_table(ts, masked=masked)
-  actions = [sum(int(s.action_mask.sum()) for s in t.segments) for t in ts]
-  found = np.bincount(table.trajectory[table.action_mask])
-  np.testing.assert_array_equal(found, actions)
-  assert (len(table) == sum(actions)) == masked
+  assert whole.find_visible(False).tolist() == expected
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -226,15 +216,15 @@ def test_rows_are_taken_with_all_their_numbers():
 
 def test_rows_of_trajectories_come_in_their_order():
   table = _numbered()
-  taken = table.take(table.find_rows([4, 0, 2]))
+  taken = table.take(table.find_tokens([4, 0, 2]))
   assert list(dict.fromkeys(taken.trajectory.tolist())) == [4, 0, 2]
   np.testing.assert_array_equal(taken.lengths[[4, 0, 2]], table.lengths[[4, 0, 2]])
-  assert len(table.take(table.find_rows([]))) == 0
+  assert len(table.take(table.find_tokens([]))) == 0
 
 
 def test_spread_is_the_inverse_of_take():
   table = _numbered()
-  rows = table.visible_rows(True)
+  rows = table.find_visible(True)
   column = table.scatter(rows, table.take(rows).values, -1.0)
   np.testing.assert_array_equal(column, np.where(rows, table.values, -1.0))
 
