@@ -13,7 +13,6 @@ import numpy as np
 import openai
 import pytest
 import serving
-import test_train
 import tiny
 
 from agent_r1_jax import types
@@ -309,22 +308,3 @@ def test_messages_keep_control_text_of_the_task():
   ids = chat.encode_prompt(task.messages)
   np.testing.assert_array_equal(played.segments[0].tokens[: len(ids)], ids)
   assert json.dumps(played.messages[0]['content']) == json.dumps(str(text))
-
-
-def test_the_loop_trains_a_program_and_resumes(tmp_path):
-  model = tiny.save(tmp_path / 'model', test_train._likely())
-  reward = lambda task, messages: float(' city' in messages[-1]['content'])
-  make_env = lambda: program.Program(_once, reward)
-
-  def run(name, steps):
-    config = test_train._config(model, steps=steps, eval_every=2)
-    test_train._run(config, tmp_path / name, make_env=make_env)
-    return test_train._numbers(tmp_path / name)
-
-  whole = run('whole', 2)
-  run('parts', 1)
-  parts = run('parts', 2)
-  assert parts[-1] == whole[-1] and whole[-1]['rollout/forks'] == 0
-  assert whole[-1]['eval/dev/turns'] == 1 and whole[-1]['rollout/turns'] == 1
-  made_of = (tmp_path / 'whole' / 'made_of.json').read_text()
-  assert '_once' in made_of and 'code' in made_of

@@ -25,7 +25,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import train, types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import calls, program
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import checkpoint, preemption
@@ -604,6 +604,29 @@ def main(workdir, model, moment, keep=''):
     learner.update = update_and_die
   # Signals reach the main thread only.
   _train(_config(model, keep_rollouts=bool(keep)), workdir, make_env=make_env)
+
+
+async def _ask_the_endpoint(task, url):
+  async with httpx2.AsyncClient(timeout=60) as http:
+    asked = {'messages': task.messages}
+    (await http.post(f'{url}/chat/completions', json=asked)).raise_for_status()
+
+
+def test_a_program_is_trained_and_resumed_like_an_environment(model, tmp_path):
+  make_env = lambda: program.Program(_ask_the_endpoint, _reward)
+
+  def run(name, steps):
+    config = _config(model, steps=steps, eval_every=2)
+    _run(config, tmp_path / name, make_env=make_env)
+    return _numbers(tmp_path / name)
+
+  whole = run('whole', 2)
+  run('parts', 1)
+  assert run('parts', 2)[-1] == whole[-1]
+  assert whole[-1]['eval/dev/turns'] == whole[-1]['rollout/turns'] == 1
+  assert whole[-1]['rollout/forks'] == 0
+  made_of = (tmp_path / 'whole' / 'made_of.json').read_text()
+  assert '_ask_the_endpoint' in made_of
 
 
 if __name__ == '__main__':
