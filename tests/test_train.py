@@ -18,6 +18,7 @@ import time
 from unittest import mock
 import warnings
 
+import httpx2
 import jax
 import mounts
 import numpy as np
