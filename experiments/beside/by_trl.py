@@ -9,6 +9,7 @@ renders `tool_calls`, and gets a line for it. Started again, it goes on at its l
 checkpoint.
 """
 
+# pyright: reportMissingImports=false
 import asyncio
 import json
 import pathlib
@@ -178,10 +179,8 @@ def main(_):
     return asyncio.run(tool.call(search_tool, {'query': query})).text
 
   tokenizer = load_tokenizer(config.model.path)
-  record, episodes = (
-    shared.Record(),
-    Episodes(tokenizer, [search], config.schedule.samples),
-  )
+  record = shared.Record()
+  episodes = Episodes(tokenizer, [search], config.schedule.samples)
   watch = Watch(record, episodes, workdir)
   trainer = trl.GRPOTrainer(
     transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype='float32'),
