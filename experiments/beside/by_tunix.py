@@ -48,6 +48,7 @@ class Rollout(vanilla_rollout.VanillaRollout):
   """
 
   seeds = itertools.count()
+  replies = changed = 0  # How many there were, and of how many the text has other tokens.
   limits = config_lib.Limits()
 
   def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
@@ -69,6 +70,10 @@ class Rollout(vanilla_rollout.VanillaRollout):
       seed=next(self.seeds),
       eos_tokens=rollout_config.eos_tokens,
     )
+    encode = lambda text: self._sampler.tokenizer.encode(text, add_special_tokens=False)
+    for text, ids in zip(out.text, out.tokens, strict=True):
+      Rollout.replies += 1
+      Rollout.changed += encode(text) != ids.tolist()
     tokens = [
       np.append(ids, self.eos_id()) if len(ids) < most else ids for ids in out.tokens
     ]
@@ -181,7 +186,7 @@ def make_learner(config: config_lib.Config, tokenizer, mesh) -> grpo.GRPOLearner
     optax.clip_by_global_norm(adam.clip_norm),
     optax.adamw(adam.learning_rate, b1=adam.adam_b1, b2=adam.adam_b2, weight_decay=0.0),
   )
-  Rollout.limits = limits
+  Rollout.limits, Rollout.seeds = limits, itertools.count(1_000_000 * config.seed)
   cluster = rl_cluster.RLCluster(
     actor=load_policy(config.model.path, mesh),
     tokenizer=tokenizer_adapter.TokenizerAdapter(tokenizer),
@@ -251,7 +256,7 @@ def main(_):
   with mesh:
     learner.train(batches())
   write(config.schedule.steps)
-  record.finish()
+  record.finish(replies=Rollout.replies, changed=Rollout.changed)
 
 
 if __name__ == '__main__':
