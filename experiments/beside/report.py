@@ -3,9 +3,9 @@
   python -m experiments.beside.report --runs=runs     # plays the test questions, collects
   python -m experiments.beside.report                 # draws what was collected
 
-A run's directory is named SYSTEM-SEED. All policies are measured by this project, with
-the quickstart's questions and greedy decoding. OUT.jsonl has a line for each run, and
-OUT.md and OUT.png are made from it.
+The directory of a run is named SYSTEM-SEED; a run that has not ended is left out. All
+policies are measured by this project, with the quickstart's questions and greedy decoding.
+OUT.jsonl has a line for each run, and OUT.md and OUT.png are made from it.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Run = dict[str, Any]
 
 
 def collect(workdir: pathlib.Path) -> Run:
-  """Reads the numbers of a run and measures its policy, if it has one."""
+  """Reads the numbers of a run and measures its policy, if it wrote one."""
   system, seed = workdir.name.rsplit('-', 1)
   lines = [json.loads(line) for line in (workdir / 'steps.jsonl').open()]
   run: Run = {'system': system, 'seed': int(seed)}
@@ -46,8 +46,7 @@ def collect(workdir: pathlib.Path) -> Run:
   counted = [line for line in lines if 'computed' in line]
   if counted:
     run |= {name: counted[-1][name] for name in ('computed', 'distinct')}
-  if (workdir / 'cost.json').exists():
-    run['cost'] = json.loads((workdir / 'cost.json').read_text())
+  run['cost'] = json.loads((workdir / 'cost.json').read_text())
   if (workdir / 'model').exists():
     run['sets'] = measure_once(workdir)
   return run
@@ -75,7 +74,7 @@ def render(runs: Sequence[Run], out: pathlib.Path) -> None:
   runs = sorted(runs, key=lambda run: (list(NAMES).index(run['system']), run['seed']))
   measured = [run for run in runs if 'sets' in run]
   parts = [tabulate(measured, kind) for kind in ('all', *miniwiki.KINDS)]
-  parts.append(tabulate_costs([run for run in runs if 'cost' in run]))
+  parts.append(tabulate_costs(runs))
   out.with_suffix('.md').write_text('\n'.join(parts))
   print('\n'.join(parts))
   seeds: dict[int, dict[int, dict[str, float]]] = {}
@@ -87,7 +86,7 @@ def render(runs: Sequence[Run], out: pathlib.Path) -> None:
     [list(lines.values()) for lines in seeds.values()],
     out.with_suffix('.png'),
     panels={'Exact match in training': list(NAMES.values())},
-    title='One experiment by several systems: GRPO on miniwiki',
+    title='GRPO on miniwiki, by system',
   )
 
 
@@ -143,7 +142,7 @@ def main(_):
   out.parent.mkdir(parents=True, exist_ok=True)
   if _RUNS.value:
     workdirs = sorted(
-      path.parent for path in pathlib.Path(_RUNS.value).glob('*/steps.jsonl')
+      path.parent for path in pathlib.Path(_RUNS.value).glob('*/cost.json')
     )
     lines = [json.dumps(collect(workdir)) + '\n' for workdir in workdirs]
     out.with_suffix('.jsonl').write_text(''.join(lines))
