@@ -4,7 +4,7 @@
   python -m experiments.beside.report                 # draws what was collected
 
 The directory of a run is named SYSTEM-SEED; a run that has not ended is left out. All
-policies are measured by this project, with the quickstart's questions and greedy decoding.
+policies are measured by this project: the quickstart's questions, greedy decoding.
 OUT.jsonl has a line for each run, and OUT.md and OUT.png are made from it.
 """
 
