@@ -32,7 +32,9 @@ def test_report_draws_what_was_collected(tmp_path):
   out.with_suffix('.jsonl').write_text((ROOT / 'docs/beside_tables.jsonl').read_text())
   done = script.run('-m', 'experiments.beside.report', f'--out={out}')
   assert done.returncode == 0, done.stderr[-3000:]
-  assert out.with_suffix('.md').read_text() == (ROOT / 'docs/beside_tables.md').read_text()
+  assert (
+    out.with_suffix('.md').read_text() == (ROOT / 'docs/beside_tables.md').read_text()
+  )
   assert out.with_suffix('.png').stat().st_size > 10_000
 
 
