@@ -18,7 +18,7 @@ def test_this_projects_side_trains_and_counts(tmp_path):
     '--tasks=2',
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  lines = [json.loads(line) for line in (tmp_path / 'steps.jsonl').open()]
+  lines = [*map(json.loads, (tmp_path / 'steps.jsonl').read_text().splitlines())]
   assert [line['step'] for line in lines] == [1, 2, 2]
   assert all(0 <= line['em'] <= 1 and line['cpu_seconds'] > 0 for line in lines[:2])
   # No token of these episodes is computed twice.

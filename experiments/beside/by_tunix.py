@@ -64,7 +64,7 @@ class Rollout(vanilla_rollout.VanillaRollout):
     out = self._sampler(
       input_strings=prompts,
       max_generation_steps=most,
-      max_prompt_length=rollout_config.max_prompt_length,
+      max_prompt_length=rollout_config.kv_cache_size // 2,
       temperature=rollout_config.temperature,
       top_p=1.0,
       seed=next(self.seeds),
@@ -81,7 +81,9 @@ class Rollout(vanilla_rollout.VanillaRollout):
       text=out.text,
       logits=None,
       tokens=tokens,
-      left_padded_prompt_tokens=out.padded_prompt_tokens,
+      left_padded_prompt_tokens=out.padded_prompt_tokens[
+        :, -rollout_config.max_prompt_length :
+      ],
       logprobs=None,
     )
 
@@ -198,12 +200,13 @@ def make_learner(config: config_lib.Config, tokenizer, mesh) -> grpo.GRPOLearner
         eval_every_n_steps=10**9,
         max_steps=schedule.steps,
         mini_batch_size=schedule.tasks,
-        train_micro_batch_size=schedule.tasks,
+        # All 16 tasks at once were killed for memory on a machine of 24 GB.
+        train_micro_batch_size=min(4, schedule.tasks),
       ),
       rollout_config=base_rollout.RolloutConfig(
         max_tokens_to_generate=slots,
-        max_prompt_length=slots,
-        kv_cache_size=2 * slots,
+        max_prompt_length=64,
+        kv_cache_size=1024,
         temperature=1.0,
         top_p=1.0,
         eos_tokens=[tokenizer.eos_token_id],

@@ -40,7 +40,7 @@ Run = dict[str, Any]
 def collect(workdir: pathlib.Path) -> Run:
   """Reads the numbers of a run and measures its policy, if it wrote one."""
   system, seed = workdir.name.rsplit('-', 1)
-  lines = [json.loads(line) for line in (workdir / 'steps.jsonl').open()]
+  lines = [*map(json.loads, (workdir / 'steps.jsonl').read_text().splitlines())]
   run: Run = {'system': system, 'seed': int(seed)}
   run |= {name: [line[name] for line in lines if name in line] for name in _CURVES}
   counted = [line for line in lines if 'computed' in line]
@@ -146,8 +146,8 @@ def main(_):
     )
     lines = [json.dumps(collect(workdir)) + '\n' for workdir in workdirs]
     out.with_suffix('.jsonl').write_text(''.join(lines))
-  with out.with_suffix('.jsonl').open() as file:
-    render([json.loads(line) for line in file], out)
+  lines = out.with_suffix('.jsonl').read_text().splitlines()
+  render([*map(json.loads, lines)], out)
 
 
 if __name__ == '__main__':
