@@ -78,7 +78,7 @@ def render(runs: Sequence[Run], out: pathlib.Path) -> None:
   out.with_suffix('.md').write_text('\n'.join(parts))
   print('\n'.join(parts))
   seeds: dict[int, dict[int, dict[str, float]]] = {}
-  for run in runs:
+  for run in measured:
     lines = seeds.setdefault(run['seed'], {})
     for step, value in enumerate(run['em'], 1):
       lines.setdefault(step, {'step': step})[NAMES[run['system']]] = value
