@@ -44,8 +44,8 @@ def train_tasks() -> list[types.Task]:
 
 def draw_tasks(config: config_lib.Config) -> list[types.Task]:
   """Draws the tasks of all steps, as this project's trainer does."""
-  sampler = curriculum.TaskSampler(config.curriculum, train_tasks(), seed=config.seed)
-  drawn = (sampler.start_rollout(TASKS.value) for _ in range(STEPS.value))
+  stream = curriculum.TaskStream(config.curriculum, train_tasks(), seed=config.seed)
+  drawn = (stream.start_rollout(TASKS.value) for _ in range(STEPS.value))
   return [task for step in drawn for task in step]
 
 
