@@ -53,8 +53,8 @@ class Config:
     seed: Seed of the order of tasks and of all sampling.
     max_error_rate: The share of a rollout's episodes whose environment may raise or be
       late before the run ends.
-    log_episodes: How many episodes of each rollout are written to trajectories/, with the
-      numbers of their tokens.
+    log_episodes: How many episodes of each rollout are written to trajectories/, and how
+      many of these and of each evaluation set with the numbers of their tokens.
     sinks: Where metrics go besides metrics.jsonl: some of SINKS, separated by commas.
     profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
       their numbers as in metrics.jsonl, separated by commas, such as '2,50'.

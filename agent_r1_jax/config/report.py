@@ -14,7 +14,7 @@ class Alarms:
     truncated: The greatest share of episodes that ran out of tokens or turns.
     invalid_calls: The greatest share of tool calls that could not be parsed or run.
     isolated_calls: The greatest share of tool calls that are not made because their tool
-      keeps failing (agent.tool.Isolation).
+      keeps failing (agent/breaker.py).
     action_share: The least share of a trajectory's tokens that the policy sampled.
     hacking: The greatest rise of the reward over the last `window` steps while
       `true_metric` does not rise, in standard errors: the mean of the later half less

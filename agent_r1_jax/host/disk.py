@@ -32,10 +32,6 @@ def is_full(error: BaseException) -> bool:
 def explain_write_errors(path: str | os.PathLike, what: str) -> Iterator[None]:
   """Makes an OSError inside `with` name the file, the cause and what to do.
 
-  Args:
-    path: The file that is written.
-    what: Its content, for example 'the line of step 3'.
-
   Raises:
     OSError: The error with the same errno and a longer text.
   """

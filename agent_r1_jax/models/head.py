@@ -128,7 +128,11 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
-  """Indices of the wanted tokens first, then M; and the number of blocks they fill."""
+  """Indices of the wanted tokens first, then M; and the number of blocks they fill.
+
+  With wanted = 0 1 0 1 1 and blocks of 2: 1 3 4 5 5 5, and 2 blocks. Writes at index M
+  are dropped.
+  """
   M = wanted_M.shape[0]
   order = jnp.argsort(~wanted_M, stable=True).astype(jnp.int32)
   count = wanted_M.sum()

@@ -33,19 +33,13 @@ Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetri
 
 
 class ModelState(NamedTuple):
-  """The trained state of one model: of the policy, or of a critic of its own.
+  """The trained state of one model: of the policy, or of a critic of its own."""
 
-  Attributes:
-    params: The parameters. If the policy's have a 'value_head', its critic is a second
-      head.
-    opt_state: Optax's state for the learned parameters (lora.split): all of them, or the
-      adapters.
-    step: int32 [], the number of updates so far.
-  """
-
+  # The parameters. If the policy's have a 'value_head', its critic is a second head.
   params: decoder.Params
+  # Optax's state for the learned parameters (lora.split): all of them, or the adapters.
   opt_state: Any
-  step: Array
+  step: Array  # int32 [], the number of updates so far.
 
 
 class NotFiniteError(FloatingPointError):

@@ -210,21 +210,35 @@ class Journal:
       learned_from: The trajectories of the table, in its order.
       table: What updates.learn returned.
     """
-    shown = played[: self._config.log_episodes]
     numbers = {id(t): number for number, t in enumerate(learned_from)}
-    extra = [
-      {'actions': table.list_actions(numbers[id(t)])} if id(t) in numbers else {}
-      for t in shown
-    ]
-    if shown:
-      self.write_trajectories('rollout', shown, extra=extra)
+    if shown := played[: self._config.log_episodes]:
+      tables = [
+        table.take(table.trajectory == numbers[id(t)])
+        if id(t) in numbers
+        else table_lib.build([t])
+        for t in shown
+      ]
+      self._write_trajectories('rollout', shown, tables)
 
-  def write_trajectories(
-    self, name: str, trajectories: Sequence[types.Trajectory], **options: Any
+  def write_evaluation(self, name: str, played: Sequence[types.Trajectory]):
+    """Writes all trajectories of an evaluation set.
+
+    The first config.log_episodes are written with the numbers of their tokens.
+    """
+    shown = played[: self._config.log_episodes]
+    tables = [table_lib.build([t]) for t in shown]
+    self._write_trajectories(name, played, tables)
+
+  def _write_trajectories(
+    self,
+    name: str,
+    trajectories: Sequence[types.Trajectory],
+    tables: Sequence[table_lib.TokenTable],
   ):
-    """Writes trajectories/step-<step>-<name>.eval; takes options of viewer.write_log."""
+    """Writes trajectories/step-<step>-<name>.eval; `tables` are of the first of them."""
     if processes.is_first():
       step = self.position.step
+      extra = [{'columns': table.list_tokens()} for table in tables]
       viewer.write_log(
         self._workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
         trajectories,
@@ -232,8 +246,8 @@ class Journal:
         model=self._config.model.path,
         config=dataclasses.asdict(self._config),
         step=step,
+        extra=extra + [{}] * (len(trajectories) - len(extra)),
         parse=self.call_format.parse,
-        **options,
       )
 
   def dump_batches(self, batches: Sequence[types.Batch]) -> str:

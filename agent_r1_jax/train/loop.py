@@ -17,7 +17,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import checkpoint, preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import profile, summary
@@ -48,6 +48,7 @@ def run(
   algorithm: algorithms.Algorithm,
   evals: Mapping[str, Sequence[types.Task]] | None = None,
   privileged: Callable[[types.Task], str] | None = None,
+  guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
 ) -> decoder.Params:
   """Trains a policy; started again with the same workdir it goes on where it was.
@@ -65,6 +66,8 @@ def run(
     algorithm: Estimates advantages and gives the loss.
     evals: Sets of tasks to evaluate greedily, by name.
     privileged: Returns what the critic alone is told of a task, such as its answer.
+    guides: Guides of one's own (engine/guide.py), without parameters, and the state in
+      which each begins in every reply, of training and of evaluation.
     label: What the progress bar calls the run.
 
   Returns:
@@ -93,6 +96,7 @@ def run(
     algorithm=algorithm,
     evals=evals or {},
     privileged=privileged,
+    guides=guides or {},
     label=label,
   ) as job:
     journal, position, steps = job.journal, job.journal.position, config.schedule.steps
@@ -242,7 +246,7 @@ def _evaluate(
   job.faults.count(journal.position.step, itertools.chain(*played.values()))
   metrics = {}
   for name, trajectories in played.items():
-    journal.write_trajectories(name, trajectories)
+    journal.write_evaluation(name, trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics
