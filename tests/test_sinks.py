@@ -1,6 +1,7 @@
 """Sinks of metrics: a failing one costs nothing, a resumed one doubles nothing."""
 
 import threading
+import time
 import warnings
 
 import pytest
@@ -38,14 +39,16 @@ class Sink:
       self.gate.wait()
 
 
-def write(workdir, sink, steps):
-  """Returns the warnings, of one each."""
+def write(workdir, sink, steps, until=lambda: True):
+  """Writes steps, and closes the files once `until` holds; returns the warnings."""
   background = sinks.Background('fake', sink.make, workdir / 'sinks' / 'fake.json')
   with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
     with metrics.Writer(workdir, resume_step=steps[0], sinks=[background]) as writer:
       for step in steps:
         writer.write(step, {'reward': 0.1 * step})
+      while not until():
+        time.sleep(0.01)
   return [str(warning.message) for warning in said]
 
 
@@ -69,7 +72,8 @@ def test_what_fails_is_named_once_and_counted(tmp_path):
 def test_what_hangs_is_not_waited_for(tmp_path, monkeypatch, gate, method, lost):
   monkeypatch.setattr(sinks, '_CLOSE_SECONDS', 0.2)
   sink = Sink(hangs_in=method, gate=gate)
-  said = tiny.within(write, tmp_path, sink, range(5), seconds=60)
+  taken = lambda: method != 'close' or len(sink.steps) == 5
+  said = tiny.within(write, tmp_path, sink, range(5), taken, seconds=60)
   assert said[0].startswith('fake takes no more metrics: it did not end within 0.2 sec')
   assert said[1:] == ([f'fake: {lost} lines were not written'] if lost else [])
   assert len(metrics.read(tmp_path)) == 5
