@@ -47,7 +47,8 @@ _FORMATS = {
 _BARS = '▁▂▃▄▅▆▇█'
 # The columns of one metric in the view: name, last value, course.
 _WIDTHS = 15, 8, 12
-_REFRESH_SECONDS, _STOP_SECONDS = 0.5, 2.0
+# Drawings a second, and how long the last one may take.
+_REFRESHES, _STOP_SECONDS = 2.0, 2.0
 # A log file is told what a step that takes long is doing, this often.
 _PHASE_SECONDS = 60.0
 
@@ -84,7 +85,7 @@ class Progress:
     self._began = self._shown = clock()
     self._live, self._console = None, None
     self._handlers: list[tuple[logging.StreamHandler, Any]] = []
-    self._ended, self._stopping = threading.Event(), threading.Lock()
+    self._stopping = threading.Lock()
 
   def __enter__(self):
     from rich import console
@@ -141,9 +142,10 @@ class Progress:
   def _start_live(self) -> None:
     from rich import live
 
-    # The library's own thread cannot be told that the view has ended from another one.
     self._live = live.Live(
-      get_renderable=self._render, console=self._console, auto_refresh=False
+      get_renderable=self._render,
+      console=self._console,
+      refresh_per_second=_REFRESHES,
     )
     before = sys.stdout, sys.stderr
     self._live.start(refresh=True)
@@ -153,12 +155,6 @@ class Progress:
       dict(zip(before, (sys.stdout, sys.stderr), strict=True))
     )
     preemption.before_answer.append(self._stop_live)
-    threading.Thread(target=self._refresh, daemon=True, name='terminal').start()
-
-  def _refresh(self) -> None:
-    live = self._live
-    while live and not self._ended.wait(_REFRESH_SECONDS):
-      live.refresh()
 
   def _stop_live(self) -> None:
     """Draws the view for the last time; what is shown afterwards are plain lines.
@@ -166,7 +162,6 @@ class Progress:
     On Ctrl-C the thread that reads signals calls this: a terminal that takes no text, as
     after Ctrl-S, must not keep it.
     """
-    self._ended.set()
     if not self._stopping.acquire(timeout=_STOP_SECONDS):
       return
     if live := self._live:
