@@ -7,6 +7,7 @@ with progress.Progress(steps, label='GRPO', start=start) as bar:
     bar.update(step + 1, reward=0.4)
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import itertools
@@ -82,6 +83,8 @@ class Progress:
     self._step, self._phase, self._line = start, '', ''
     self._numbers: dict[str, float] = {}
     self._courses: dict[str, list[float]] = {}
+    # The last updates: (step, time).
+    self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
     self._began = self._shown = clock()
     self._live, self._console = None, None
     self._handlers: list[tuple[logging.StreamHandler, Any]] = []
@@ -113,6 +116,7 @@ class Progress:
   def update(self, step: int, **numbers: float) -> None:
     """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
     self._step, self._phase, self._numbers = step, '', numbers
+    self._ends.append((step, self._clock()))
     for name, value in numbers.items():
       self._courses.setdefault(name, []).append(value)
     self._print_after(self._every)
@@ -226,10 +230,14 @@ class Progress:
         raise
 
   def _times(self) -> str:
-    spent = self._clock() - self._began
-    done = self._step - self._start
-    left = spent / done * (self._total - self._step) if done else math.nan
-    return f'{_minutes(spent)} spent' + (f', {_minutes(left)} left' if left > 0 else '')
+    left = math.nan
+    if self._ends:
+      # The first step of a start compiles: once there are two, it does not count.
+      begin = self._ends[0] if len(self._ends) > 1 else (self._start, self._began)
+      steps, seconds = (b - a for a, b in zip(begin, self._ends[-1], strict=True))
+      left = seconds / steps * (self._total - self._step) if steps else math.nan
+    text = f'{_minutes(self._clock() - self._began)} spent'
+    return text + (f', {_minutes(left)} left' if left > 0 else '')
 
 
 def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
