@@ -63,7 +63,9 @@ def test_a_resumed_run_goes_on_without_doubled_steps(tmp_path):
 def test_what_fails_is_named_once_and_counted(tmp_path):
   sink = Sink(fails_at=3)
   first, last = write(tmp_path, sink, range(9))
-  assert first.startswith('fake takes no more metrics: no such project. The run goes on')
+  assert first.startswith(
+    'fake does not take all metrics: no such project. The run goes on'
+  )
   assert last == 'fake: 6 lines were not written'
   assert len(metrics.read(tmp_path)) == 9 and sink.closed.is_set()
 
@@ -74,7 +76,9 @@ def test_what_hangs_is_not_waited_for(tmp_path, monkeypatch, gate, method, lost)
   sink = Sink(hangs_in=method, gate=gate)
   taken = lambda: method != 'close' or len(sink.steps) == 5
   said = tiny.within(write, tmp_path, sink, range(5), taken, seconds=60)
-  assert said[0].startswith('fake takes no more metrics: it did not end within 0.2 sec')
+  assert said[0].startswith(
+    'fake does not take all metrics: it did not end within 0.2 sec'
+  )
   assert said[1:] == ([f'fake: {lost} lines were not written'] if lost else [])
   assert len(metrics.read(tmp_path)) == 5
 
