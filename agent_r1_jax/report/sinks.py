@@ -99,7 +99,7 @@ class Background:
       self._warned = True
       warnings.warn(
         f'{self._name} does not take all metrics: {why}. The run goes on, and '
-        f'metrics.jsonl has all numbers; the next start of the run writes to {self._name} again',
+        'metrics.jsonl has all numbers; the next start of the run writes to it again',
         stacklevel=3,
       )
 
