@@ -32,6 +32,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import checkpoint, preemption
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.report import metrics, viewer
 from agent_r1_jax.rl import algorithms, learner
@@ -272,7 +273,7 @@ class TestRun:
     def watched(directory, *args, **kwargs):
       with (
         pytest.raises(ValueError, match='in use by another run'),
-        checkpoint.lock_workdir(tmp_path),
+        workdir_lib.lock(tmp_path),
       ):
         pass
       assert (tmp_path / 'checkpoints' / '1').is_dir()
@@ -283,7 +284,7 @@ class TestRun:
     _run(_config(model, steps=1, eval_every=0, log_episodes=0), tmp_path, evals=None)
     assert saved == [tmp_path / 'model'] and saved[0].is_dir()
     assert not (tmp_path / 'trajectories').exists(), 'none is asked for'
-    with checkpoint.lock_workdir(tmp_path):
+    with workdir_lib.lock(tmp_path):
       pass
 
   def test_ppo_trains_a_critic(self, model, tmp_path):
