@@ -13,6 +13,7 @@ for every candidate.
 import asyncio
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class Choice(NamedTuple):
   @property
   def rows(self) -> int:
     """The rows of the cache that an episode takes: the critic holds its own texts."""
-    return self.candidates if self.critic is None else 2 * self.candidates + 1
+    return self.candidates if self.critic is None else 2 * self.candidates
 
 
 def by_value(
@@ -120,35 +121,23 @@ class StateValues:
   async def read(self, texts: Sequence[Int[np.ndarray, '_']]) -> Float[np.ndarray, 'K']:
     """Returns the value of the state after each text, float32.
 
-    What a text shares with the one that was kept is not computed again.
+    What a text shares with those of before is not computed again.
     """
-    before = self._texts
-    kept = before[0] if before else None
-    requests = []
-    for text in texts:
-      n = 0 if kept is None else _count_shared(kept.tokens, text[:-1])
-      parent = request_lib.Fork(kept, n) if kept is not None and n else None
-      # The sampled token is not used: the value is that of the state before it.
-      requests.append(
-        request_lib.Request(text[n:], parent, 1, sampling_lib.GREEDY, policy=self._critic)
-      )
-    generations = [self._replica.submit(request) for request in requests]
-    new = [generation.text for generation in generations]
-    self._texts = before + new
+    self.close()
+    # The sampled token is not used: the value is that of the state before it.
+    make = functools.partial(
+      request_lib.Request,
+      max_tokens=1,
+      sampling=sampling_lib.GREEDY,
+      policy=self._critic,
+    )
+    generations = [self._replica.submit(make(text)) for text in texts]
+    self._texts = [generation.text for generation in generations]
     chunks = await asyncio.gather(*generations)
-    for text in before:
-      text.close()
-    self._texts = new
     return np.array([chunk.values[0] for chunk in chunks])
 
-  def keep(self, index: int):
-    """Keeps one of the texts that were read last, which the next ones continue."""
-    kept = self._texts.pop(index)
-    self.close()
-    self._texts = [kept]
-
   def close(self):
-    """Frees the rows of the texts."""
+    """Lets other texts have the rows; until then, texts continue what is in them."""
     for text in self._texts:
       text.close()
     self._texts = []
@@ -212,17 +201,9 @@ class Chooser:
       weights = np.exp((scores - scores.max()) / self._choice.beta)
       rng = np.random.default_rng([*key.tolist(), len(texts[0])])
       chosen = int(rng.choice(len(texts), p=weights / weights.sum()))
-    if self._values is not None:
-      self._values.keep(chosen)
     return chosen
 
   def close(self):
     """Frees the rows of the critic's texts."""
     if self._values is not None:
       self._values.close()
-
-
-def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
-  n = min(len(a), len(b))
-  different = np.flatnonzero(a[:n] != b[:n])
-  return int(different[0]) if len(different) else n
