@@ -33,7 +33,7 @@ from agent_r1_jax import fields, train
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import checkpoint, processes, runtime
 from agent_r1_jax.report import viewer
-from agent_r1_jax.train import choice, identity
+from agent_r1_jax.train import choice, critic, identity
 from experiments import react, task_list
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
@@ -67,9 +67,11 @@ def main(_):
   methods = choose_methods(benchmark, _METHODS.value)
   made_of = {'task': _TASK.value, 'limit': source.limit} | benchmark.made_of
   if _CANDIDATES.value > 1:
-    critic = _CRITIC.value and identity.model_digest(_CRITIC.value)
-    chosen = {'candidates': _CANDIDATES.value, 'critic': critic, 'beta': _BETA.value}
-    made_of |= chosen
+    made_of |= {
+      'candidates': _CANDIDATES.value,
+      'critic': _CRITIC.value and identity.model_digest(_CRITIC.value),
+      'beta': _BETA.value,
+    }
   checkpoint.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   choose = functools.partial(make_choice, path) if _CANDIDATES.value > 1 else None
@@ -89,7 +91,9 @@ def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
   candidates, beta = _CANDIDATES.value, _BETA.value
   if not _CRITIC.value:
     return choice.Choice(candidates, choice.mean_logprob, beta)
-  return choice.by_value(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
+  implicit = (pathlib.Path(_CRITIC.value) / critic.IMPLICIT).exists()
+  make = choice.by_ratio if implicit else choice.by_value
+  return make(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
 
 
 def set_temperature(

@@ -81,7 +81,7 @@ async def test_a_tree_looks_further_than_one_turn():
   async def read(texts):
     return np.array([float(sum(text)) if len(text) == TURNS else 0.0 for text in texts])
 
-  play = lambda n: search_lib.Tree(n, TRIED, None, exploration=80.0).play(Line(), read)
+  play = lambda n: search_lib.Tree(n, TRIED, None, exploration=1000.0).play(Line(), read)
   few, many = await play(TRIED), await play(120)
   assert sum(few.digits) < sum(many.digits) == _best()
 
@@ -116,7 +116,7 @@ def test_of_one_is_plain_sampling(make):
 @pytest.mark.parametrize(
   'make',
   [
-    lambda critic: search_lib.Beams(2, 2, critic),
+    lambda critic: search_lib.Beams(1, 2, critic),
     lambda critic: search_lib.Tree(2, 2, critic),
   ],
 )

@@ -166,3 +166,40 @@ def make_value_guide(k: int) -> Guide:
     return logits_MV.at[rows_M1, tokens_MK].add(change_MK)
 
   return Guide(off={'inverse_beta': np.float32(0)}, logits=weigh)
+
+
+# The most tokens of a reply that FORCED can say.
+FORCED_TOKENS = 1024
+
+
+def _force(params, state, logits_MV, hidden):
+  at_M = jnp.minimum(state['said'], FORCED_TOKENS - 1)[:, None]
+  token_M1 = jnp.take_along_axis(state['tokens'], at_M, axis=1)
+  return jnp.where(jnp.arange(logits_MV.shape[1])[None] == token_M1, logits_MV, -jnp.inf)
+
+
+# Says a given reply, whose log-probs are then those of the request's policy.
+FORCED = Guide(
+  off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'said': np.int32(0)},
+  logits=_force,
+  advance=lambda params, state, tokens: (
+    state | {'said': state['said'] + 1},
+    jnp.zeros(tokens.shape, bool),
+  ),
+)
+
+
+def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
+  """Returns the state of FORCED in which it says these tokens.
+
+  Raises:
+    ValueError: There are too many.
+  """
+  if len(tokens) > FORCED_TOKENS:
+    raise ValueError(
+      f'a reply of {len(tokens)} tokens cannot be valued, only {FORCED_TOKENS}: lower '
+      'limits.max_turn_tokens.'
+    )
+  padded = np.zeros(FORCED_TOKENS, np.int32)
+  padded[: len(tokens)] = tokens
+  return {'tokens': padded, 'said': np.int32(0)}

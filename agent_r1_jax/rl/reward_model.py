@@ -70,20 +70,11 @@ def score(
   *,
   config: decoder.DecoderConfig,
   shape: packing.MicrobatchShape,
-  places: Sequence[Int[np.ndarray, '_']] | None = None,
 ) -> Float[np.ndarray, 'n']:
-  """Computes the scores of each text.
+  """Computes the score of each text.
 
   Each has a row of its own in a batch of one shape, so that what is scored beside it
   changes nothing.
-
-  Args:
-    params: The parameters, with a value head.
-    texts: The tokens of each trajectory.
-    config: The model's shape.
-    shape: The shape of the batches.
-    places: How many of a text's tokens each of its scores has read; by default one score
-      has read all.
 
   Raises:
     ValueError: A text is longer than a row.
@@ -95,12 +86,11 @@ def score(
     packing.plan_layout(
       lengths, row_tokens=shape.row_tokens
     )  # Raises if one is too long.
-    rows = tuple((i, 0) for i in range(len(some)))
-    layout = packing.Layout(tuple(lengths), rows, shape.rows, shape.row_tokens)
+    places = tuple((i, 0) for i in range(len(some)))
+    layout = packing.Layout(tuple(lengths), places, shape.rows, shape.row_tokens)
     batch = packing.pack(table.from_segments([_segment(t) for t in some]), layout)
     values = learner.values(params, batch, config=config)
-    read = places[start : start + shape.rows] if places else [[n] for n in lengths]
-    scores += [values[i, np.array(n) - 1] for i, n in enumerate(read)]
+    scores.append(values[np.arange(len(some)), np.array(lengths) - 1])
   return np.concatenate(scores).astype(float)
 
 
@@ -116,7 +106,6 @@ def fit(
   shape: packing.MicrobatchShape,
   steps: int,
   groups_per_step: int,
-  places: Sequence[Int[np.ndarray, '_']] | None = None,
   seed: int = 0,
   on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
 ) -> decoder.Params:
@@ -135,8 +124,6 @@ def fit(
     shape: The shape of the micro-batches; it does not change the gradient.
     steps: Number of optimizer steps.
     groups_per_step: Number of groups of a step.
-    places: As in `score`. With several places the loss has a score, the reward and the
-      group for each of them: fitted to the ends of turns, scores are values of states.
     seed: The seed of the groups' order.
     on_step: Called with the number of finished steps and the last one's metrics.
 
@@ -148,12 +135,9 @@ def fit(
   epochs = _draw_groups(groups, groups_per_step, np.random.default_rng(seed))
   for step, members in zip(range(1, steps + 1), epochs, strict=False):
     chosen = [texts[i] for i in members]
-    read = [places[i] if places else np.array([len(texts[i])]) for i in members]
-    members = np.repeat(members, [len(n) for n in read])
     batches, metrics = _backward_batches(
       state.params,
       chosen,
-      read,
       functools.partial(value_and_grad, rewards=rewards[members], groups=groups[members]),
       config,
       shape,
@@ -165,7 +149,7 @@ def fit(
   return state.params
 
 
-def _backward_batches(params, texts, places, value_and_grad, config, shape):
+def _backward_batches(params, texts, value_and_grad, config, shape):
   """Makes micro-batches whose values, weighted, have the gradient of the loss.
 
   The loss L couples all scores of a step, which need not be in one micro-batch. A forward
@@ -175,8 +159,7 @@ def _backward_batches(params, texts, places, value_and_grad, config, shape):
   # Values of the learner are of the state before a token. So that there is one after the
   # last token, each text is a token longer; nothing reads that one.
   tokens = table.from_segments([_segment(np.append(t, t[-1])) for t in texts])
-  starts = np.cumsum([0] + [len(t) + 1 for t in texts[:-1]])
-  ends = np.concatenate([i + n for i, n in zip(starts, places, strict=True)])
+  ends = table.ends(tokens.segment)
   batches, layout = packing.pack_microbatches(tokens, shape)
   values = [learner.values(params, batch, config=config) for batch in batches]
   scores = layout.extract(np.concatenate(values))[ends - 1]

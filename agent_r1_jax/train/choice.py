@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 import numpy as np
 
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -47,6 +48,11 @@ def value(candidate: Candidate) -> float:
   return candidate.value
 
 
+def tilted(candidate: Candidate) -> float:
+  """Scores by log π of the reply and its value: the likeliest under π exp(value)."""
+  return float(candidate.reply.logprobs.sum()) + candidate.value
+
+
 def mean_logprob(candidate: Candidate) -> float:
   """Scores by the mean log-prob of the reply's tokens."""
   return float(candidate.reply.logprobs.mean())
@@ -63,12 +69,15 @@ class Choice(NamedTuple):
       exp(score / beta): math.inf takes any.
     critic: The critic whose values are read. Without one they are those of the policy's
       own value head, if it has one.
+    implicit: Whether the critic is a language model, whose value of a reply is
+      log π_φ/π, what the reply adds (rl/implicit_value.py).
   """
 
   candidates: int
   score: Callable[[Candidate], float] = value
   beta: float = 0.0
   critic: replica_lib.Policy | None = None
+  implicit: bool = False
 
   @property
   def rows(self) -> int:
@@ -110,6 +119,30 @@ def by_value(
   )
 
 
+def by_ratio(
+  engine: engine_lib.Engine,
+  critic: str | os.PathLike,
+  policy: str | os.PathLike,
+  *,
+  candidates: int,
+  beta: float = 0.0,
+) -> Choice:
+  """Makes the choice by π exp(value) with the implicit value in a directory.
+
+  Args:
+    engine: The engine of the episodes, made with the guide FORCED.
+    critic: The directory of the implicit value.
+    policy: The policy's directory.
+    candidates: The number of candidates.
+    beta: As in Choice.
+
+  Raises:
+    ValueError: The values are of another policy.
+  """
+  params, _ = critic_lib.load_implicit(critic, policy, mesh=engine.mesh)
+  return Choice(candidates, tilted, beta, engine.make_policy(params, 0), True)
+
+
 class StateValues:
   """Reads a critic's values of the states of one episode; no token is prefilled twice."""
 
@@ -135,6 +168,26 @@ class StateValues:
     self._texts = [generation.text for generation in generations]
     chunks = await asyncio.gather(*generations)
     return np.array([chunk.values[0] for chunk in chunks])
+
+  async def read_ratios(
+    self, texts: Sequence[Int[np.ndarray, '_']], replies: Sequence[request_lib.Chunk]
+  ) -> Float[np.ndarray, 'K']:
+    """Returns log π_φ/π of the replies that texts end with, which the critic repeats."""
+    self.close()
+    generations = []
+    for text, reply in zip(texts, replies, strict=True):
+      n = len(reply.tokens)
+      request = request_lib.Request(
+        text[:-n],
+        max_tokens=n,
+        policy=self._critic,
+        guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
+      )
+      generations.append(self._replica.submit(request))
+    self._texts = [generation.text for generation in generations]
+    said = await asyncio.gather(*generations)
+    pairs = zip(said, replies, strict=True)
+    return np.array([float((a.logprobs - b.logprobs).sum()) for a, b in pairs])
 
   def close(self):
     """Lets other texts have the rows; until then, texts continue what is in them."""
@@ -188,7 +241,9 @@ class Chooser:
     if len(texts) == 1:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
-    if self._values is not None:
+    if self._values is not None and self._choice.implicit:
+      values = await self._values.read_ratios([t.tokens for t in texts], replies)
+    elif self._values is not None:
       values = await self._values.read([text.tokens[:-1] for text in texts])
     scores = np.array(
       [

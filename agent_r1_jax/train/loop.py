@@ -15,7 +15,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import checkpoint, preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import progress as progress_lib
@@ -310,7 +310,8 @@ def play(
       _check_same(config, folder, rows)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
-    engine = setup.make_engine(config, shape, params, mesh)
+    guides = {guide.FORCED: None} if choose else None
+    engine = setup.make_engine(config, shape, params, mesh, guides)
     watch = stack.enter_context(preemption.watch())
     watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:

@@ -7,6 +7,7 @@ that only play a policy use them too.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import alarms as alarms_lib
@@ -206,12 +208,17 @@ def make_engine(
   model: decoder.DecoderConfig,
   params: decoder.Params,
   mesh: Mesh | None = None,
+  guides: Mapping[guide_lib.Guide, Any] | None = None,
 ) -> engine_lib.Engine:
-  """Makes an engine of the sizes in `config.engine` on the chips of this process."""
+  """Makes an engine of the sizes in `config.engine` on the chips of this process.
+
+  `guides` are the kinds that requests may use, and the parameters of each.
+  """
   sizes = config.engine
   return engine_lib.Engine(
     model,
     params,
+    guides=guides,
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
     rows=sizes.rows,
