@@ -253,23 +253,20 @@ def play_episodes(player: Player, critic_dir, make_env, path: pathlib.Path):
 
 def calibrate(episodes, odds: Mapping[int, np.ndarray]) -> dict[str, Any]:
   """Compares log-odds at the ends of turns with what the episodes earned from there."""
-  found: dict[str, tuple[list, list, list]] = {}
+  found: dict[str, tuple[list, list]] = {}
   for t in episodes:
     for i, v in enumerate(odds[id(t)]):
       names = [f'turn {i + 1}', 'last turn' if i + 1 == len(t.turns) else 'turns before']
       for name in names:
-        said, seen, groups = found.setdefault(name, ([], [], []))
+        said, seen = found.setdefault(name, ([], []))
         said.append(special.expit(v))
         seen.append(t.metrics.get('em', 0.0))
-        groups.append(t.task.id)
   result = {}
   for name, columns in found.items():
-    said, seen, groups = map(np.array, columns)
+    said, seen = map(np.array, columns)
     error, bins = reward_model.calibration(said, seen > 0.5)
     result[name] = {'bins': bins, 'ece': error, 'count': len(said)}
     result[name]['auc'] = reward_model.auc(said, seen > 0.5)
-    margins = reward_model.pair_margins(said, seen, groups)
-    result[name]['within'] = float((margins > 0).mean()) if len(margins) else math.nan
   return result
 
 

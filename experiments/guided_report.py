@@ -101,7 +101,7 @@ def main(argv):
   for line in calibrations:
     parts = {name: part for name, part in line.items() if isinstance(part, dict)}
     for name, part in parts.items():
-      numbers = {key: round(part[key], 3) for key in ('count', 'auc', 'within', 'ece')}
+      numbers = {key: round(part[key], 3) for key in ('count', 'auc', 'ece')}
       print(f'seed {line["seed"]}, {name}: {numbers}')
 
 
