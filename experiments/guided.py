@@ -119,7 +119,8 @@ def fit_value(config: config_lib.Config, out: pathlib.Path):
     player.sets = {'': miniwiki.train_tasks(number, schedule.tasks // WORLDS)}
     played += player.play(make_env, rollout.ON_POLICY, schedule.samples)['']
   played = [t for t in played if t.turns]
-  rate = optax.warmup_cosine_decay_schedule(0, 5e-4, 10, schedule.steps, 5e-5)
+  warmup = 1 + schedule.steps // 16
+  rate = optax.warmup_cosine_decay_schedule(0, 5e-4, warmup, schedule.steps, 5e-5)
   prior = float(special.logit(np.mean([t.reward > 0.5 for t in played])))
   params = implicit_value.fit(
     player.params,
