@@ -1,156 +1,281 @@
-"""Beams and trees over turns: by scripted values, and on the engine."""
+"""The search tool: what it shows, how it gathers queries, and how it fails."""
 
-import copy
+import asyncio
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import types
 
-import numpy as np
 import pytest
-import test_choice
-import test_rollout
-import tiny
+import test_retrieval_client as retrieval_client
 
-from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.train import choice as choice_lib
-from agent_r1_jax.train import rollout
-from agent_r1_jax.train import search as search_lib
-
-TURNS, TRIED = 3, 4
+from agent_r1_jax.agent import batching, threads
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.retrieval import client
+from agent_r1_jax.retrieval.documents import Document, Hit
+from agent_r1_jax.tools import search
 
 
-class Line:
-  """A game of three turns of random digits; the largest sum of digits wins."""
+class Echo:
+  """Finds passages titled as the query, once its gate is open."""
 
-  def __init__(self, digits=()):
-    self.digits, self.context, self.closed = digits, self, 0
-    self.number, self.mean_logprob = 0, -1.0
+  def __init__(self, error=None):
+    self.batches, self.error = [], error
+    self.inside = self.most_inside = 0
+    self.gate = threading.Event()
+    self.gate.set()
 
-  @property
-  def status(self):
-    return 'done' if len(self.digits) == TURNS else None
-
-  @property
-  def tokens(self):
-    return np.array(self.digits)
-
-  async def fork(self, number):
-    other = copy.copy(self)
-    other.number = number
-    return other
-
-  async def take_turn(self):
-    rng = np.random.default_rng([*self.digits, 5, self.number])
-    self.digits += (int(rng.integers(100)),)
-
-  def close(self):
-    self.closed += 1
+  def search(self, queries, k):
+    self.inside += 1
+    self.most_inside = max(self.inside, self.most_inside)
+    self.batches.append((list(queries), k, threading.current_thread()))
+    assert self.gate.wait(20)
+    self.inside -= 1
+    if self.error:
+      raise self.error
+    return [[Hit(Document(q, q, f'text {i}'), 1.0) for i in range(k)] for q in queries]
 
 
-def _digits(prefix):
-  """What the turns after a state would be."""
-  rngs = [np.random.default_rng([*prefix, 5, i]) for i in range(TRIED)]
-  return [int(rng.integers(100)) for rng in rngs]
+def _call(tool, query):
+  return tool_lib.call(tool, {'query': query})
 
 
-def _best(prefix=()):
-  """The largest sum after a state: a perfect value."""
-  if len(prefix) == TURNS:
-    return sum(prefix)
-  return max(_best((*prefix, digit)) for digit in _digits(prefix))
+async def test_what_the_model_sees():
+  echo = Echo()
+  tool = search.search_tool(echo, k=2)
+  result = await _call(tool, 'Ann Berg')
+  assert result.ok
+  assert result.text == 'Doc 1 (Title: Ann Berg) text 0\nDoc 2 (Title: Ann Berg) text 1'
+  function = tool.schema['function']
+  assert (tool.name, function['name'], echo.batches[0][1]) == ('search', 'search', 2)
+  assert function['parameters']['required'] == ['query']
+  assert function['parameters']['properties'] == {
+    'query': {'type': 'string', 'description': 'What to search for.'}
+  }
+  assert (await _call(tool, ' Ann\n Berg ')).text == result.text
+  short = search.search_tool(echo, k=1, template='{title}: {text}')
+  assert (await _call(short, 'Bo')).text == 'Bo: text 0'
 
 
-async def _perfect(texts):
-  return np.array([_best(tuple(map(int, text))) for text in texts])
+async def test_queries_at_the_same_time_are_one_search():
+  echo = Echo()
+  tool = search.search_tool(echo, k=1)
+  queries = [f'q{i}' for i in range(50)]
+  results = await asyncio.gather(*(_call(tool, query) for query in queries))
+  assert [r.text for r in results] == [f'Doc 1 (Title: {q}) text 0' for q in queries]
+  assert [batch[0] for batch in echo.batches] == [queries]
+  assert echo.batches[0][2] is not threading.main_thread()
+  await _call(tool, 'later')
+  assert [batch[0] for batch in echo.batches] == [queries, ['later']]
 
 
-@pytest.mark.parametrize(
-  'search',
-  [
-    search_lib.Beams(1, TRIED, None),
-    search_lib.Beams(3, TRIED, None),
-    search_lib.Tree(TRIED, TRIED, None),
-    search_lib.Tree(24, TRIED, None, exploration=10.0),
-  ],
-)
-async def test_a_perfect_value_finds_the_best(search):
-  found = await search.play(Line(), _perfect)
-  assert sum(found.digits) == _best()
+async def test_the_window_stays_open_for_later_queries(monkeypatch):
+  echo, waited, over = Echo(), [], asyncio.Event()
+  tool = search.search_tool(echo, k=1, window=0.3)
+
+  async def sleep(seconds):
+    waited.append(seconds)
+    await over.wait()
+
+  theirs = vars(asyncio) | {'sleep': sleep}
+  monkeypatch.setattr(batching, 'asyncio', types.SimpleNamespace(**theirs))
+  asked = [asyncio.create_task(_call(tool, 'first'))]
+  while not waited:
+    await asyncio.sleep(0)
+  asked += [asyncio.create_task(_call(tool, f'{i}')) for i in range(3)]
+  for _ in range(10):
+    await asyncio.sleep(0)
+  over.set()
+  await asyncio.gather(*asked)
+  assert waited == [0.3]
+  assert [sorted(batch[0]) for batch in echo.batches] == [['0', '1', '2', 'first']]
 
 
-async def test_a_tree_looks_further_than_one_turn():
-  """Where only ends have values, more simulations find better ones."""
+async def test_the_loop_goes_on_and_the_retriever_is_entered_once_at_a_time():
+  echo = Echo()
+  echo.gate.clear()
+  tool = search.search_tool(echo, k=1, window=0.001)
+  first = asyncio.create_task(_call(tool, 'first'))
+  while not echo.inside:
+    await asyncio.sleep(0.001)
+  second = asyncio.create_task(_call(tool, 'second'))
+  await asyncio.sleep(0.1)
+  assert not first.done()
+  assert len(echo.batches) == 1
+  echo.gate.set()
+  assert [(await task).ok for task in (first, second)] == [True, True]
+  assert [batch[0] for batch in echo.batches] == [['first'], ['second']]
+  assert echo.most_inside == 1
 
-  async def read(texts):
-    return np.array([float(sum(text)) if len(text) == TURNS else 0.0 for text in texts])
 
-  play = lambda n: search_lib.Tree(n, TRIED, None, exploration=1000.0).play(Line(), read)
-  few, many = await play(TRIED), await play(120)
-  assert sum(few.digits) < sum(many.digits) == _best()
+async def test_what_is_asked_while_the_retriever_is_busy_is_one_search():
+  echo = Echo()
+  echo.gate.clear()
+  tool = search.search_tool(echo, k=1, window=0)
+  first = asyncio.create_task(_call(tool, 'first'))
+  while not echo.inside:
+    await asyncio.sleep(0.001)
+  later = []
+  for number in range(20):
+    later.append(asyncio.create_task(_call(tool, f'{number}')))
+    await asyncio.sleep(0.002)
+  echo.gate.set()
+  await asyncio.gather(first, *later)
+  assert [batch[0] for batch in echo.batches] == [['first'], [*map(str, range(20))]]
 
 
-class Env(test_rollout.Env):
-  def clone(self):
-    return copy.copy(self)
+async def test_after_a_search_that_hung_the_next_is_served():
+  """Not only those that come after it: also those that wait meanwhile."""
+  echo, hung = Echo(), threading.Event()
+  search_as_before = echo.search
 
+  def hang_once(queries, k):
+    if not hung.is_set():
+      hung.set()
+      threading.Event().wait(600)
+    return search_as_before(queries, k)
 
-def _play(make, forever=False, n=3):
-  engine = test_rollout._engine()
-  decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
-  tasks = test_rollout._tasks(n, test_choice.LONG)
-  played = test_rollout._collect(
-    lambda: Env(forever=forever), tasks, engine=engine, decoding=decoding
+  echo.search = hang_once
+  tool = search.search_tool(echo, k=1, timeout=1.0)
+  threads.abandoned_calls.set(tally := collections.Counter())
+  first = asyncio.create_task(_call(tool, 'first'))
+  await asyncio.to_thread(hung.wait, 60)
+  waiting = asyncio.create_task(tool.fn('waits'))
+  result = await first
+  assert (result.text, result.timed_out) == (
+    'Error: search gave no answer within 1 seconds',
+    True,
   )
-  return played, engine.stats.prefilled
+  assert await waiting == 'Doc 1 (Title: waits) text 0'
+  assert (await _call(tool, 'next')).text == 'Doc 1 (Title: next) text 0'
+  assert tally == {'search': 1}
 
 
-@pytest.mark.parametrize(
-  'make',
-  [
-    lambda critic: search_lib.Beams(1, 1, critic),
-    lambda critic: search_lib.Tree(1, 3, critic),
-  ],
-)
-def test_of_one_is_plain_sampling(make):
-  for a, b in zip(test_choice._play(None), _play(make)[0], strict=True):
-    test_rollout._same(a, b)
+async def test_an_exception_goes_to_every_waiter_and_the_next_search_works():
+  echo = Echo(error=OSError('index gone'))
+  tool = search.search_tool(echo, k=1)
+  results = await asyncio.gather(*(_call(tool, f'q{i}') for i in range(3)))
+  assert len(echo.batches) == 1
+  assert not any(result.ok for result in results)
+  assert all('index gone' in result.text for result in results)
+  echo.error = None
+  assert (await _call(tool, 'q')).ok
 
 
-@pytest.mark.parametrize(
-  'make',
-  [
-    lambda critic: search_lib.Beams(1, 2, critic),
-    lambda critic: search_lib.Tree(2, 2, critic),
-  ],
-)
-def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
-  states, read = [], choice_lib.StateValues.read
-
-  async def note(self, texts):
-    states.extend(texts)
-    return await read(self, texts)
-
-  monkeypatch.setattr(choice_lib.StateValues, 'read', note)
-  (t,), prefilled = _play(make, True, 1)
-  (segment,) = t.segments
-  test_rollout._assert_exact(t)
-  tiny.assert_on_policy(test_rollout._params(), [segment])
-  assert len(t.turns) == 3 and t.status == 'max_turns'
-  # Policy and critic compute a prefix once, but for less than what is worth a copy.
-  distinct = {tuple(text[:n]) for text in states for n in range(1, len(text) + 1)}
-  assert len(states) > 5
-  assert prefilled < 2 * len(distinct) - t.metrics['sampled_tokens'] + 16 * len(states)
-  assert prefilled < sum(map(len, states)) / 1.5
+async def test_a_time_out_of_one_leaves_the_others():
+  echo = Echo()
+  echo.gate.clear()
+  tool = search.search_tool(echo, k=1)
+  hasty = asyncio.create_task(tool.fn('hasty'))
+  patient = asyncio.create_task(_call(tool, 'patient'))
+  while not echo.inside:
+    await asyncio.sleep(0.001)
+  hasty.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await hasty
+  echo.gate.set()
+  assert (await patient).text == 'Doc 1 (Title: patient) text 0'
+  assert [batch[0] for batch in echo.batches] == [['hasty', 'patient']]
 
 
-def test_an_environment_without_clones_is_refused():
-  critic = test_choice._critic()
-  engine = test_rollout._engine()
-  beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))
-  (t,) = test_choice._play(beams, 1, engine)
-  assert t.status == 'error' and 'has no method clone' in t.error
+def test_one_tool_serves_many_loops():
+  echo = Echo()
+  tool = search.search_tool(echo, k=1, window=0.05)
+
+  async def ask(*queries):
+    return [r.text for r in await asyncio.gather(*(_call(tool, q) for q in queries))]
+
+  for name in 'abc':
+    assert asyncio.run(ask(name)) == [f'Doc 1 (Title: {name}) text 0']
+
+  async def give_up():
+    await asyncio.wait_for(tool.fn('never'), 0.001)
+
+  with pytest.raises(TimeoutError):  # A loop that ends with a batch still open.
+    asyncio.run(give_up())
+  answers, workers = {}, []
+  for number in range(8):
+    queries = [f'{number}-{i}' for i in range(20)]
+
+    def work(number=number, queries=queries):
+      answers[number] = asyncio.run(ask(*queries))
+
+    workers.append(threading.Thread(target=work))
+  for worker in workers:
+    worker.start()
+  for worker in workers:
+    worker.join(timeout=20)
+  assert answers == {
+    n: [f'Doc 1 (Title: {n}-{i}) text 0' for i in range(20)] for n in range(8)
+  }
 
 
-def test_a_tool_environment_is_cloned():
-  env = env_lib.CloneableToolEnv([], lambda task, messages: 0.0)
-  env.messages = [{'role': 'user', 'content': 'a'}]
-  other = env.clone()
-  other.messages.append({'role': 'user', 'content': 'b'})
-  assert len(env.messages) == 1
+_HUNG = """
+import asyncio, threading
+from agent_r1_jax.agent import tool
+from agent_r1_jax.tools import search
+
+class Hung:
+  def search(self, queries, k):
+    threading.Event().wait()
+
+call = tool.call(search.search_tool(Hung(), timeout=0.05), {'query': 'q'})
+print(asyncio.run(call).text)
+"""
+
+
+def test_a_hung_retriever_holds_nobody_up():
+  """Neither the agent, nor the loop's end, nor the program's."""
+  run = subprocess.run(
+    [sys.executable, '-c', _HUNG],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert run.stdout == 'Error: search gave no answer within 0.05 seconds\n'
+  named = 'WARNING:root:search has given no answer for 0.03 of 0.05 seconds'
+  assert {*run.stderr.splitlines()} == {named}
+
+
+async def test_misuse():
+  result = await _call(search.search_tool(Echo()), '  ')
+  assert (result.ok, 'query is empty' in result.text) == (False, True)
+  with pytest.raises(ValueError, match='k is 0'):
+    search.search_tool(Echo(), k=0)
+  for template in ('{name}', '{title', '{0}', '{title.size}'):
+    with pytest.raises(ValueError, match=r'it may use {rank}'):
+      search.search_tool(Echo(), template=template)
+
+  class Short:
+    def search(self, queries, k):
+      return []
+
+  assert (
+    '0 answers to 1 questions' in (await _call(search.search_tool(Short()), 'q')).text
+  )
+
+
+async def test_a_server_that_fails_is_told_to_the_model():
+  with retrieval_client.Scripted(retrieval_client.GOOD, {'result': 3}) as fake:
+    with client.Remote(fake.url) as remote:
+      tool = search.search_tool(remote, k=1)
+      good = await _call(tool, 'Ann')
+      assert (good.ok, good.text) == (True, 'Doc 1 (Title: Ann) Born.')
+      bad = await _call(tool, 'Ann')
+  assert not bad.ok and fake.url in bad.text and 'makes no sense' in bad.text
+
+
+async def test_the_retrievers_of_the_documentation_run():
+  page = pathlib.Path(__file__).parents[1] / 'docs' / 'retrieval.md'
+  own, remote = re.findall(r'```python\n(.*?)```', page.read_text(), re.S)
+  names: dict = {}
+  exec(own, names)
+  found = await _call(names['tool'], 'Where was Ann Berg born?')
+  assert found.text == 'Doc 1 (Title: Ann Berg) Ann Berg was born in Oslo.'
+  exec(remote, names)
+  with names['remote']:
+    assert names['tool'].name == 'search'
