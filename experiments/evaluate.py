@@ -31,7 +31,8 @@ from ml_collections import config_flags
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.host import checkpoint, processes, runtime
+from agent_r1_jax.host import processes, runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import viewer
 from agent_r1_jax.train import choice, critic, identity
 from experiments import react, task_list
@@ -72,7 +73,7 @@ def main(_):
       'critic': _CRITIC.value and identity.model_digest(_CRITIC.value),
       'beta': _BETA.value,
     }
-  checkpoint.check_config(workdir, made_of, name='task.json')
+  workdir_lib.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   choose = functools.partial(make_choice, path) if _CANDIDATES.value > 1 else None
   played = train.play(config, path, methods, samples=n, workdir=workdir, choose=choose)

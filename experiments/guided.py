@@ -71,7 +71,7 @@ class Player:
     self.config, self.sets = sizes.resolve(config), sets
     self.shape, self.params, self.chat = train.load(self.config.model, self.config.chat)
     self.engine = train.make_engine(
-      self.config, self.shape, self.params, guides={guide.FORCED: None}
+      self.config, self.shape, self.params, guides=[guide.FORCED]
     )
 
   def play(self, make_env, decoding: rollout.Decoding, samples: int = 1) -> Played:
