@@ -22,7 +22,6 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 import optax
-from scipy import special
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
@@ -121,7 +120,8 @@ def fit_value(config: config_lib.Config, out: pathlib.Path):
   played = [t for t in played if t.turns]
   warmup = 1 + schedule.steps // 16
   rate = optax.warmup_cosine_decay_schedule(0, 5e-4, warmup, schedule.steps, 5e-5)
-  prior = float(special.logit(np.mean([t.reward > 0.5 for t in played])))
+  right = np.mean([t.reward > 0.5 for t in played])
+  prior = float(np.log(right / (1 - right)))
   params = implicit_value.fit(
     player.params,
     played,
@@ -260,7 +260,7 @@ def calibrate(episodes, odds: Mapping[int, np.ndarray]) -> dict[str, Any]:
       names = [f'turn {i + 1}', 'last turn' if i + 1 == len(t.turns) else 'turns before']
       for name in names:
         said, seen = found.setdefault(name, ([], []))
-        said.append(special.expit(v))
+        said.append(1 / (1 + np.exp(-v)))
         seen.append(t.metrics.get('em', 0.0))
   result = {}
   for name, columns in found.items():

@@ -15,7 +15,6 @@ import dataclasses
 
 import numpy as np
 import optax
-from scipy import special
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
@@ -68,7 +67,8 @@ def fit(
     The parameters of π_φ.
   """
   state, rng = learner.init(params, optimizer), np.random.default_rng(seed)
-  prior = special.logit(np.mean([t.reward > 0.5 for t in played]))
+  rate = np.mean([t.reward > 0.5 for t in played])
+  prior = np.log(rate / (1 - rate))
   for step in range(1, steps + 1):
     chosen = rng.choice(len(played), episodes, replace=False)
     table = table_lib.build([played[i] for i in chosen])
@@ -78,7 +78,7 @@ def fit(
     success = np.array([played[i].reward > 0.5 for i in chosen])
     loss = np.mean(np.logaddexp(0, odds) - success * odds)
     # The gradient by a token's log-prob, which is fixed in the update.
-    gradient = beta * (special.expit(odds) - success) / episodes
+    gradient = beta * (np.exp(-np.logaddexp(0, -odds)) - success) / episodes
     columns = {
       'advantages': gradient[table.trajectory],
       'weights': table.action_mask.astype(float),
