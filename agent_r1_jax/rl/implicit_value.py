@@ -65,9 +65,14 @@ def fit(
 
   Returns:
     The parameters of π_φ.
+
+  Raises:
+    ValueError: All episodes succeed, or none.
   """
   state, rng = learner.init(params, optimizer), np.random.default_rng(seed)
   rate = np.mean([t.reward > 0.5 for t in played])
+  if rate in (0, 1):
+    raise ValueError('played: all succeed or all fail; a value is fitted to both.')
   prior = np.log(rate / (1 - rate))
   for step in range(1, steps + 1):
     chosen = rng.choice(len(played), episodes, replace=False)
