@@ -44,12 +44,12 @@ _TURNS = flags.DEFINE_integer('turns', 8, 'The most candidates of a turn, a powe
 _CFG = fields.define_flags(
   config_lib.Config(
     limits=config_lib.Limits(max_turn_tokens=80),
-    schedule=config_lib.Schedule(steps=160, tasks=1500, samples=6),
+    schedule=config_lib.Schedule(steps=120, tasks=1000, samples=6),
     engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
   ),
 )
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-WORLDS, EPISODES, BETA = 6, 48, 0.3
+WORLDS, EPISODES, BETA = 4, 48, 0.3
 SHAPE = packing.MicrobatchShape(16, 448)
 # Episodes by the name of their set; of one task side by side.
 Played = Mapping[str, Sequence[types.Trajectory]]
