@@ -1,6 +1,7 @@
 """Beams and trees over turns: by scripted values, and on the engine."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from agent_r1_jax.train import rollout
 from agent_r1_jax.train import search as search_lib
 
 TURNS, TRIED = 3, 4
+NONE: Any = None  # No critic: values are scripted.
 
 
 class Line:
@@ -64,10 +66,10 @@ async def _perfect(texts):
 @pytest.mark.parametrize(
   'search',
   [
-    search_lib.Beams(1, TRIED, None),
-    search_lib.Beams(3, TRIED, None),
-    search_lib.Tree(TRIED, TRIED, None),
-    search_lib.Tree(24, TRIED, None, exploration=10.0),
+    search_lib.Beams(1, TRIED, NONE),
+    search_lib.Beams(3, TRIED, NONE),
+    search_lib.Tree(TRIED, TRIED, NONE),
+    search_lib.Tree(24, TRIED, NONE, exploration=10.0),
   ],
 )
 async def test_a_perfect_value_finds_the_best(search):
@@ -81,7 +83,7 @@ async def test_a_tree_looks_further_than_one_turn():
   async def read(texts):
     return np.array([float(sum(text)) if len(text) == TURNS else 0.0 for text in texts])
 
-  play = lambda n: search_lib.Tree(n, TRIED, None, exploration=1000.0).play(Line(), read)
+  play = lambda n: search_lib.Tree(n, TRIED, NONE, exploration=1000.0).play(Line(), read)
   few, many = await play(TRIED), await play(120)
   assert sum(few.digits) < sum(many.digits) == _best()
 
