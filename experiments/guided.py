@@ -132,10 +132,16 @@ def fit_value(config: config_lib.Config, out: pathlib.Path):
     episodes=EPISODES,
     beta=BETA,
     seed=config.seed,
-    on_step=lambda step, m: step % 10 or print(f'step {step}: loss {m["loss"]:.3f}'),
+    on_step=print_step,
   )
   policy = config.model.path
   critic.save_implicit(out, player.shape, params, policy, beta=BETA, prior=prior)
+
+
+def print_step(step: int, metrics: Mapping[str, float]) -> None:
+  """Prints the loss of every tenth step."""
+  if step % 10 == 0:
+    print(f'step {step}: loss {metrics["loss"]:.3f}')
 
 
 def sampled_tokens(episodes: Sequence[types.Trajectory]) -> float:

@@ -220,7 +220,7 @@ class Episode:
       with _blaming_the_environment():
         search_lib.check(self.env)
       line = await search_lib.play(search, self, self.context.replica)
-      vars(self.trajectory).update(vars(line.trajectory))
+      self.trajectory.__dict__.update(line.trajectory.__dict__)
       self.env, self.pieces, self.unfinished = line.env, line.pieces, line.unfinished
       self.context, self.status = line.context, line.status
     while self.status is None:
@@ -290,7 +290,9 @@ class Episode:
   @property
   def mean_logprob(self) -> float:
     """The mean log-prob of the last reply's tokens."""
-    return float(np.mean(self.pieces[-1][1]))
+    logprobs = self.pieces[-1][1]
+    assert logprobs is not None
+    return float(np.mean(logprobs))
 
   async def _run(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.

@@ -37,7 +37,7 @@ def ask_engine(
   async def reply(request: request_lib.Request) -> str:
     generation = engine.submit(request)
     try:
-      return str(chat.decode((await generation).tokens))
+      return str(chat.decode((await generation).tokens.tolist()))
     finally:
       generation.text.close()
 
