@@ -35,6 +35,8 @@ OWNERS = {
   'reasoning_gym': f'{PACKAGE}/tasks/reasoning.py',
   'openenv': f'{PACKAGE}/tasks/openenv.py',
   'verifiers': f'{PACKAGE}/tasks/verifiers.py',
+  'mlflow': f'{PACKAGE}/report/sinks.py',
+  'wandb': f'{PACKAGE}/report/sinks.py',
 }
 # It times what others' libraries do in our place.
 BESIDE = 'experiments/bench_beside.py'
@@ -49,10 +51,12 @@ LAZY = (
   'math_verify',
   'matplotlib',
   'mcp',
+  'mlflow',
   'openenv',
   'outlines_core',
   'prometheus_client',
   'reasoning_gym',
+  'rich',
   'scipy',
   'starlette',
   'tensorboardX',
@@ -61,6 +65,7 @@ LAZY = (
   'transformers',
   'uvicorn',
   'verifiers',
+  'wandb',
 )
 MAX_LINES = 500
 BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')
