@@ -100,43 +100,54 @@ def run(
     guides=guides or {},
     label=label,
   ) as job:
-    journal, position, steps = job.journal, job.journal.position, config.schedule.steps
-    meter = progress_lib.Meter(job.engine)
     try:
-      if position.is_new and config.schedule.eval_every:
-        journal.write(_evaluate(job, evals, make_env))
-      while position.unwritten or position.step < steps:
-        clock = progress_lib.Clock()
-        # A run that was interrupted between update and log begins with the log.
-        if not position.unwritten:
-          with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
-            sample = _sample(job, privileged)
-            seconds = {'time/rollout': clock.lap()}
-            learned, table = _learn(job, sample)
-            seconds['time/update'] = clock.lap()
-          position.advance(sample.metrics | learned | seconds, sample.draws)
-          journal.write_rollout(sample.played, sample.chosen, table)
-        metrics = position.metrics()
-        if position.step == steps or _is_due(config.schedule.eval_every, position.step):
-          metrics |= _evaluate(job, evals, make_env)
-          metrics['time/eval'] = clock.lap()
-        metrics |= meter.measure()
-        journal.write(metrics | job.alarms.check(position.step, metrics))
-        journal.progress.show_metrics(position.step, metrics)
-        if position.step == steps or journal.checkpoints.should_save(position.step):
-          journal.save(job.train_state, job.plan)
-      job.faults.report_totals()
+      _run_steps(job, workdir, evals or {}, make_env, privileged)
     except replica.PreemptedError:
       _save_preempted(job)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
-    journal.checkpoints.wait()
+    job.journal.checkpoints.wait()
     job.watch.phase = 'the writing of the model'
     params = _save_models(job, pathlib.Path(workdir), told=privileged is not None)
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
   return params
+
+
+def _run_steps(
+  job: setup.Job,
+  workdir: str,
+  evals: Mapping[str, Sequence[types.Task]],
+  make_env: rollout.MakeEnv,
+  privileged: Callable[[types.Task], str] | None,
+):
+  """Takes the steps that are left: sample, learn, evaluate, log, save."""
+  config, journal, position = job.config, job.journal, job.journal.position
+  steps, meter = config.schedule.steps, progress_lib.Meter(job.engine)
+  if position.is_new and config.schedule.eval_every:
+    journal.write(_evaluate(job, evals, make_env))
+  while position.unwritten or position.step < steps:
+    clock = progress_lib.Clock()
+    # A run that was interrupted between update and log begins with the log.
+    if not position.unwritten:
+      with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
+        sample = _sample(job, privileged)
+        seconds = {'time/rollout': clock.lap()}
+        learned, table = _learn(job, sample)
+        seconds['time/update'] = clock.lap()
+      position.advance(sample.metrics | learned | seconds, sample.draws)
+      journal.write_rollout(sample.played, sample.chosen, table)
+    metrics = position.metrics()
+    if position.step == steps or _is_due(config.schedule.eval_every, position.step):
+      metrics |= _evaluate(job, evals, make_env)
+      metrics['time/eval'] = clock.lap()
+    metrics |= meter.measure()
+    journal.write(metrics | job.alarms.check(position.step, metrics))
+    journal.progress.show_metrics(position.step, metrics)
+    if position.step == steps or journal.checkpoints.should_save(position.step):
+      journal.save(job.train_state, job.plan)
+  job.faults.report_totals()
 
 
 class _Sample(NamedTuple):
@@ -222,11 +233,10 @@ def _learn(job: setup.Job, sample: _Sample):
 
 def _evaluate(
   job: setup.Job,
-  evals: Mapping[str, Sequence[types.Task]] | None,
+  evals: Mapping[str, Sequence[types.Task]],
   make_env: rollout.MakeEnv,
 ) -> dict[str, float]:
   """Plays the evaluation sets by the present policy; returns numbers to log."""
-  evals = evals or {}
   journal, train_state, engine = job.journal, job.train_state, job.engine
   job.watch.phase = 'an evaluation'
   params = train_state.states['policy'].params
@@ -287,6 +297,7 @@ def play(
   *,
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
+  choose: evaluate.Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table by the policy in a directory; then frees its memory.
 
@@ -299,6 +310,7 @@ def play(
     samples: How many episodes of each task are played.
     workdir: Where each episode is written as it ends; the same call then plays only what
       is missing. More samples or methods may be asked for. None keeps nothing.
+    choose: Makes, for the engine, the choice among several candidates of each reply.
 
   Returns:
     Method -> set -> trajectories; those of a task are side by side.
@@ -320,7 +332,8 @@ def play(
       _check_same(config, folder, rows)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
-    engine = setup.make_engine(config, shape, params, mesh)
+    guides = [guide.FORCED] if choose else []
+    engine = setup.make_engine(config, shape, params, mesh, guides)
     watch = stack.enter_context(preemption.watch())
     watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:
@@ -333,6 +346,7 @@ def play(
         samples=samples,
         seed=config.seed,
         workdir=folder,
+        choose=choose,
       )
     except replica.PreemptedError:
       raise watch.end_unsaved() from None
