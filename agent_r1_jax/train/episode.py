@@ -218,18 +218,6 @@ class Episode:
     self.ids, self._schemas = await self._begin(task)
     if search := self.context.search:
       with _blaming_the_environment():
-<<<<<<< HEAD
-        t.messages += _copy_messages(step.messages)
-        if step.fresh:
-          self._close_segment()
-          self.context.close()
-          self.context.restart(len(t.segments))
-          ids = self._encode(self.chat.encode_prompt, step.messages, schemas)
-        else:
-          last = int(reply.tokens[-1])
-          ids = self._encode(self.chat.encode_delta, step.messages, last)
-    return 'max_turns'
-=======
         search_lib.check(self.env)
       line = await search_lib.play(search, self, self.context.replica)
       self.trajectory.__dict__.update(line.trajectory.__dict__)
@@ -275,7 +263,8 @@ class Episode:
         self.context.restart(len(t.segments))
         self.ids = self._encode(self.chat.encode_prompt, step.messages, self._schemas)
       else:
-        self.ids = self._encode_answer(reply, step.messages)
+        last = int(reply.tokens[-1])
+        self.ids = self._encode(self.chat.encode_delta, step.messages, last)
     if len(t.turns) == self.limits.max_turns:
       self.status = 'max_turns'
 
@@ -305,7 +294,6 @@ class Episode:
     logprobs = self.pieces[-1][1]
     assert logprobs is not None
     return float(np.mean(logprobs))
->>>>>>> main
 
   async def _run(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.
