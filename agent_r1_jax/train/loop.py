@@ -81,6 +81,8 @@ def run(
     processes.LostError: Another process ended.
   """
   runtime.quiet_logging()
+  if not os.fspath(workdir):
+    raise ValueError('workdir is empty; name a directory for the run.')
   preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
   with setup.start(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import metrics
@@ -26,8 +26,13 @@ from experiments.miniwiki import tasks as miniwiki
 
 
 def pay_for_calls(agent: env.ToolEnv, calls, results) -> dict[str, float]:
-  """Pays 0.5 for every call, whatever it finds: the mistake of `storm`."""
-  return {'calls': 0.5 * len(calls)}
+  """Pays 2 for every call, whatever it finds: the mistake of `storm`."""
+  return {'calls': 2.0 * len(calls)}
+
+
+def compare_replies(task: types.Task, messages: list[types.Message]) -> float:
+  """Compares the complete reply with the answer: the mistake of `dead_groups`."""
+  return float(messages[-1]['content'] == task.answer)
 
 
 class Failure(NamedTuple):
@@ -36,12 +41,14 @@ class Failure(NamedTuple):
   Attributes:
     changes: Fields of the configuration, by their dotted names.
     kl_coef: The coefficient of GRPO's KL penalty.
+    reward: The reward of an episode.
     process_reward: What each turn is paid besides.
     panels: Title -> name in metrics.jsonl.
   """
 
   changes: Mapping[str, Any]
   kl_coef: float = 0.001
+  reward: env.Reward = qa.paper_reward
   process_reward: Callable[..., dict[str, float]] | None = None
   panels: Mapping[str, str] = {}
 
@@ -49,7 +56,7 @@ class Failure(NamedTuple):
 FAILURES = {
   'right': Failure({}),
   'collapse': Failure(
-    {'optimizer.learning_rate': 5e-3},
+    {'optimizer.learning_rate': 1e-3},
     panels={
       'reward': 'rollout/reward',
       'entropy, nats a token': 'train/entropy',
@@ -66,7 +73,8 @@ FAILURES = {
     },
   ),
   'dead_groups': Failure(
-    {'sampling.temperature': 0.1},
+    {},
+    reward=compare_replies,
     panels={
       'exact match': 'rollout/em',
       'share of dead groups': 'rollout/dead_groups',
@@ -113,7 +121,7 @@ def run(config: config_lib.Config, failure: Failure, workdir, search_tool) -> No
     tasks=miniwiki.train_tasks(0, 4096),
     make_env=lambda: env.ToolEnv(
       [search_tool],
-      qa.paper_reward,
+      failure.reward,
       process_reward=failure.process_reward,
       metrics=qa.metrics,
     ),
