@@ -1,5 +1,6 @@
 # make quickstart   an agent learns to search, on this machine's CPU
 # make test         the whole test suite
+# make test-inspect that Inspect reads our logs, in an environment of its own (.venv-inspect)
 # make lint         format, lint and types
 # make format       rewrite the code in its format
 # make clean        remove the environment
@@ -18,7 +19,7 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-inspect lint format clean
 .DEFAULT_GOAL := test
 
 quickstart: $(VENV)/installed
@@ -26,6 +27,10 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+
+test-inspect: $(VENV)/installed-test $(VENV)-inspect/installed
+	INSPECT_PYTHON=$(VENV)-inspect/bin/python \
+		$(VENV)/bin/python -m pytest tests/test_viewer.py -k Contract
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .
@@ -37,7 +42,7 @@ format: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-inspect
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { \
@@ -53,4 +58,9 @@ $(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
+	@touch $@
+
+$(VENV)-inspect/installed: tests/test_viewer.py
+	$(PYTHON) -m venv $(VENV)-inspect
+	$(VENV)-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285
 	@touch $@

@@ -143,6 +143,21 @@ class Segment:
     if not len(self.policy_steps):
       self.policy_steps = np.zeros(len(self.tokens), np.int32)
 
+  @classmethod
+  def join(cls, pieces: Iterable[tuple]) -> 'Segment':
+    """Joins pieces: tokens, and log-probs and policy steps where they were sampled."""
+    columns = [], [], [], []
+    for tokens, logprobs, steps in pieces:
+      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
+      columns[0].append(tokens)
+      columns[1].append(np.full(len(tokens), sampled))
+      columns[2].append(logprobs if sampled else zeros)
+      columns[3].append(steps if sampled else zeros)
+    dtypes = (np.int32, bool, np.float32, np.int32)
+    return cls(
+      *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True))
+    )
+
 
 @dataclasses.dataclass
 class Turn:

@@ -72,14 +72,6 @@ def test_by_hand(correct, expected):
     np.testing.assert_allclose(x, y, rtol=1e-12)
 
 
-@pytest.mark.parametrize('name', EVERY)
-def test_on_policy_nothing_is_corrected(name):
-  weights = EVERY[name](_table(UNTOUCHED, UNTOUCHED))
-  assert weights.dtype == np.float64
-  np.testing.assert_array_equal(weights, np.ones(4))
-  assert len(EVERY[name](_table([], []))) == 0
-
-
 def test_ratios_are_clipped():
   far = _table(
     [np.array([40.0, -40.0, 3.0]), np.array([30.0, -30.0])], [np.zeros(3), np.zeros(2)]
@@ -129,26 +121,3 @@ def test_statistics_are_verls():
   # The mean of verl's k1.
   mean_k1 = statistics('in/ref_logp', 'in/logp')['kl']
   assert mean_k1 == pytest.approx(g['verl/kl/k1/val'][mask].mean(), rel=1e-9)
-
-
-def test_statistics():
-  behaviour = [np.full(3, -1.0), np.full(1, -1.0)]
-  old = [b + np.log(r) for b, r in zip(behaviour, ([4.0, 0.6, 1.0], [0.2]))]
-  expected = {
-    'kl': -np.log(4.0 * 0.6 * 0.2) / 4,
-    'ratio_mean': 5.8 / 4,
-    'ratio_max': 4.0,
-    'ratio_outside': 0.5,
-    'effective_sample': 5.8**2 / (4 * 17.4),
-  }
-  assert correction.statistics(_table(old, behaviour)) == pytest.approx(
-    expected, rel=1e-12
-  )
-  assert correction.statistics(_table(UNTOUCHED, UNTOUCHED)) == {
-    'kl': 0.0,
-    'ratio_mean': 1.0,
-    'ratio_max': 1.0,
-    'ratio_outside': 0.0,
-    'effective_sample': 1.0,
-  }
-  assert correction.statistics(_table([], [])) == {}

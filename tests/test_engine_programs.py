@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -191,45 +190,6 @@ def test_any_schedule_is_the_packed_forward(family, temperature, in_place):
   segments = rows.check()
   assert len(segments) > 20
   assert sum(s.action_mask.sum() for s in segments) > 300
-
-
-def test_hidden_states_of_chunks_are_those_of_the_whole():
-  config, params = tiny.config('qwen3'), _params('qwen3')
-  tokens = jnp.array([_prompt(1, 24), _prompt(2, 24)], jnp.int32)
-  positions = jnp.broadcast_to(jnp.arange(24)[None], (2, 24))
-  hidden = jax.jit(decoder.hidden, static_argnums=1)
-  whole = hidden(params, config, tokens, positions, jnp.ones_like(tokens))
-  engine = decoder.unstack(params, config)
-  extend = jax.jit(functools.partial(decoder.extend, engine, config))
-  cache, parts = decoder.empty_cache(config, 2, 32), []
-  for begin in range(0, 24, 8):
-    span = slice(begin, begin + 8)
-    x, cache = extend(tokens[:, span], positions[:, span], cache)
-    parts.append(x)
-  np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-5)
-
-
-def _sampled(budgets, chunk=_T, key=3):
-  rows = Rows()
-  rows.reset({2: key})
-  _feed_all(rows, 2, _prompt(5, 21), chunk)
-  for budget in budgets:
-    rows.decode({2: budget})
-  return rows.texts[2][21:]
-
-
-def test_segments_and_chunks_do_not_change_what_is_sampled():
-  whole = _sampled([8, 8])
-  assert len(whole) == 16
-  for other in (
-    _sampled([1] * 16),
-    _sampled([3, 8, 2, 3]),
-    _sampled([8, 8], chunk=1),
-    _sampled([7, 9, 1], chunk=5),
-  ):
-    assert [t for t, *_ in other] == [t for t, *_ in whole]
-    np.testing.assert_allclose([x[2] for x in other], [x[2] for x in whole], atol=1e-5)
-  assert [t for t, *_ in _sampled([8, 8], key=4)] != [t for t, *_ in whole]
 
 
 def test_other_rows_keep_every_bit():

@@ -24,7 +24,8 @@ OWNERS = {
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/models/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
-  f'{PACKAGE}/agent/judge.py experiments/bench_retriever.py',
+  f'{PACKAGE}/agent/bounded_http.py {PACKAGE}/agent/judge.py '
+  'experiments/bench_retriever.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import subprocess
 import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -31,3 +32,26 @@ def test_extras_agree_with_the_files():
   for extra in ('cuda', 'tpu'):
     plain = [re.sub(r'\[.*\]', '', line).replace("'", '"') for line in extras[extra]]
     assert plain == jax, extra
+
+
+def test_files_that_are_no_code_are_in_the_wheel():
+  """The page's style and scripts; each line of package-data finds something."""
+  tools = tomllib.loads((ROOT / 'pyproject.toml').read_text())['tool']['setuptools']
+  found = {
+    path
+    for package, patterns in tools['package-data'].items()
+    for pattern in patterns
+    for path in (ROOT / package.replace('.', '/')).glob(pattern)
+  }
+  tracked = subprocess.check_output(
+    ['git', 'ls-files', 'agent_r1_jax'], cwd=ROOT, text=True
+  )
+  others = {ROOT / line for line in tracked.split('\n') if line and line[-3:] != '.py'}
+  assert others and others <= found
+
+
+def test_inspect_is_the_same_in_the_makefile():
+  (inspect,) = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project'][
+    'optional-dependencies'
+  ]['inspect']
+  assert f'{inspect}\n' in (ROOT / 'Makefile').read_text()

@@ -97,7 +97,9 @@ def _end(started, seconds=1200):
 
 def _numbers(workdir):
   lines = metrics.read(workdir)
-  return [{k: v for k, v in x.items() if not k.startswith('time/')} for x in lines]
+  return [
+    {k: v for k, v in x.items() if not k.startswith(('time/', 'machine/'))} for x in lines
+  ]
 
 
 def _logged_messages(workdir):

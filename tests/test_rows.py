@@ -74,7 +74,7 @@ class Cache:
     return chosen, not missing
 
   def _copy(self, source, row, version):
-    assert source.ready and source.row is not row and source.length > row.cached
+    assert source.row is not row and source.length > row.cached
     assert source.row.version == version == row.version
     # The source is computed, by this policy, and of the same tokens.
     assert source.length <= min(source.row.cached, row.size - 1)

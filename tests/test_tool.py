@@ -528,34 +528,6 @@ async def test_idempotent_tools_are_called_again(
   assert (result.ok, result.seconds) == (ok, sum(pauses))
 
 
-def test_isolation_lets_one_call_through_after_a_pause():
-  now = [0.0]
-  isolation = tool_lib.Isolation(most=2, pause=10.0, clock=lambda: now[0])
-  # (time, the outcome of a call that is admitted there, or None where none is)
-  for time, failed in [
-    (0, True),
-    (0, False),
-    (0, True),
-    (1, True),
-    (2, None),
-    (10, None),
-    (11, True),
-    (12, None),
-    (21, False),
-    (21, True),
-    (21, False),
-  ]:
-    now[0] = time
-    assert isolation.admit() == (failed is not None), time
-    if failed is not None:
-      isolation.record(failed)
-  isolation.record(True)
-  isolation.record(True)
-  now[0] = 31
-  # Only one is tried; the others do not wait for it.
-  assert [isolation.admit() for _ in range(3)] == [True, False, False]
-
-
 async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch):
   calls, raised = [], [OSError]
 

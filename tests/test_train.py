@@ -139,7 +139,7 @@ def whole(model, tmp_path_factory):
 def _numbers(workdir):
   """Returns all metrics but the times, a dict a line."""
   return [
-    {k: v for k, v in line.items() if not k.startswith('time/')}
+    {k: v for k, v in line.items() if not k.startswith(('time/', 'machine/'))}
     for line in metrics.read(workdir)
   ]
 
@@ -240,23 +240,15 @@ class TestRun:
     samples = viewer.read_log(log)
     assert len(samples) == 5
     for sample in samples:
-      i, actions = (
-        by_member[sample['id'], sample['epoch'] - 1],
-        sample['metadata']['actions'],
-      )
-      rows = table.take((table.trajectory == i) & table.action_mask)
-      assert {len(column) for column in actions.values()} == {len(rows)}
-      assert actions['tokens'] == rows.tokens.tolist()
-      assert 'ref_logprobs' not in actions, 'there is no reference'
-      names = ('logprobs', 'behaviour_logprobs', 'policy_steps', 'rewards')
-      for name in (*names, 'values', 'advantages', 'returns'):
-        np.testing.assert_allclose(actions[name], getattr(rows, name), atol=6e-5)
-      turns = [
-        n + 1
-        for n, turn in enumerate(chosen[i].turns)
-        for _ in range(turn.stop - turn.start)
-      ]
-      assert actions['turn'] == turns
+      i = by_member[sample['id'], sample['epoch'] - 1]
+      columns = sample['metadata']['columns']
+      rows = table.take(table.trajectory == i)
+      assert columns.pop('segments') == [len(s.tokens) for s in chosen[i].segments]
+      assert {len(column) for column in columns.values()} == {len(rows)}
+      assert 'ref_logprobs' not in columns, 'there is no reference'
+      names = ('tokens', 'action_mask', 'logprobs', 'behaviour_logprobs', 'policy_steps')
+      for name in (*names, 'rewards', 'values', 'advantages', 'returns'):
+        np.testing.assert_allclose(columns[name], getattr(rows, name), atol=6e-5)
 
   def test_the_model_it_writes_is_the_one_it_trained(self, whole, model):
     params, workdir = whole
@@ -558,7 +550,7 @@ class TestResume:
     left = {p.name for p in (tmp_path / 'run' / 'rollouts').iterdir()}
     assert left == {'4'}
 
-  @pytest.mark.filterwarnings('ignore:no more is written for TensorBoard')
+  @pytest.mark.filterwarnings('ignore:tensorboard')
   @pytest.mark.filterwarnings('ignore:finished episodes are not written')
   @pytest.mark.parametrize('moment', [1, 14])
   def test_a_full_disk_ends_it_and_the_same_command_goes_on(

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import mounts
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import guide
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, rewards
@@ -32,6 +35,7 @@ def compiled_here():
 
 def _run(model, workdir, algorithm=_PLAIN, **kwargs):
   options = {'make_env': 'make_env', 'questions': 'tasks', 'privileged': 'privileged'}
+  options['guides'] = 'guides'
   given = {options[name]: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
   config = test_train._config(model, **{'steps': 2, 'eval_every': 0} | kwargs)
   params = test_train._run(config, workdir, algorithm=algorithm, evals=None, **given)
@@ -216,6 +220,29 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
       said = run_journal.dump_batches([batch])
     assert said.startswith('Its batch could not be written: the disk is full (0.0 MB')
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
+
+
+def test_a_guide_of_ones_own_is_in_training_and_evaluation(model, tmp_path):
+  """It ends each reply after three tokens, none of which is the likeliest."""
+  surprise = guide.Guide(
+    np.int32(-100),
+    lambda params, state, logits, hidden: jnp.where(
+      logits == logits.max(axis=1, keepdims=True), -1e9, logits
+    ),
+    lambda params, state, tokens: (state + 1, state == 2),
+  )
+  guides, played = {surprise: np.int32(0)}, []
+  with pytest.raises(ValueError, match='guides: one changes the logits'):
+    _run(model, tmp_path / 'refused', guides=guides)
+  note = lambda journal, name, trajectories, **options: played.append(trajectories)
+  with mock.patch.object(journal.Journal, 'write_trajectories', note):
+    config = test_train._config(model, steps=1)
+    test_train._run(config, tmp_path, algorithm=_STALE, guides=guides)
+  assert len(played) == 3  # An evaluation, a rollout and another evaluation.
+  for t in itertools.chain(*played):
+    assert t.turns[0].stop - t.turns[0].start == 3
+    # What is not the likeliest has at most half of the probability.
+    assert all((s.logprobs[s.action_mask] <= np.log(0.5)).all() for s in t.segments)
 
 
 def test_truncated_episodes_can_be_left_out(model, tmp_path):

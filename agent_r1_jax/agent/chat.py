@@ -130,14 +130,22 @@ class Chat:
     writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
     self.supports_tools = self.format == shown and writes_tools
 
-  def stop_automaton(self, vocab_size: int) -> types.Automaton:
-    """Returns the automaton that ends a reply, for a vocabulary of that size; cached."""
-    if vocab_size not in self._stops:
-      strings = self._stop_strings
+  def stop_automaton(
+    self, vocab_size: int, stop_strings: Sequence[str] = ()
+  ) -> types.Automaton:
+    """Returns the automaton that ends a reply, also at the given strings.
+
+    Without these it is cached for each size of the vocabulary.
+    """
+    if vocab_size not in self._stops or stop_strings:
+      strings = (*self._stop_strings, *stop_strings)
       pieces = tokenizer_lib.token_bytes(self.tokenizer) if strings else ()
       # A stop string may be a control token, which has no bytes.
       ids = [*self.stop_ids, *(i for s, i in self._control.items() if s in strings)]
-      self._stops[vocab_size] = automata.stop(ids, vocab_size, strings, pieces)
+      automaton = automata.stop(ids, vocab_size, strings, pieces)
+      if stop_strings:
+        return automaton
+      self._stops[vocab_size] = automaton
     return self._stops[vocab_size]
 
   def encode_prompt(
@@ -180,6 +188,10 @@ class Chat:
     mark = _unused_mark(text)
     ids = self._encode(self._neutralize(text, mark, self._never_sampled), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
+
+  def encode_text(self, text: str) -> np.ndarray:
+    """Encodes a text without a template, in which control tokens are such, int32 [T]."""
+    return self._encode(text, _unused_mark(text))
 
   def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token as int32 [T]."""

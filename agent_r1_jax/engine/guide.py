@@ -10,14 +10,14 @@ another choice of rows and guides.
 Someone's own guide:
 
   def soften(params, state, logits, hidden):
-    return logits / (1 + state['used'])[:, None]
+    return logits / (1 + state['count'])[:, None]
 
   def count(params, state, tokens):
-    return {'used': state['used'] + 1}, jnp.zeros(tokens.shape, bool)
+    return {'count': state['count'] + 1}, jnp.zeros(tokens.shape, bool)
 
-  SOFTEN = Guide(off={'used': np.int32(0)}, logits=soften, advance=count)
+  SOFTEN = Guide(off={'count': np.int32(0)}, logits=soften, advance=count)
   engine = Engine(config, params, guides={SOFTEN: None})
-  request = Request(tokens, guides={SOFTEN: {'used': np.int32(0)}})
+  request = Request(tokens, guides={SOFTEN: {'count': np.int32(0)}})
 
 Letters: M rows, V tokens of the vocabulary, D numbers of a hidden state, G guides.
 """
@@ -59,6 +59,7 @@ class Guide:
   advance: Callable[[Any, State, Array], tuple[State, Array]] | None = None
 
 
+@jax.named_scope('guides')
 def apply(
   guides: Sequence[Guide],
   params: Sequence[Any],
@@ -70,14 +71,6 @@ def apply(
   """Passes scaled logits through the guides, each in the rows that use it.
 
   The order is AUTOMATA, TRUNCATION, then the others as the engine was given them.
-
-  Args:
-    guides: The kinds of guides that the engine was made with.
-    params: The parameters of each guide.
-    states: The state of each guide in all rows.
-    used: The rows whose logits each guide changes.
-    logits: Logits that are scaled by the temperature.
-    hidden: The policy's last hidden states.
   """
   for g, guide in enumerate(guides):
     if guide.logits is None:
@@ -92,6 +85,7 @@ def apply(
   return logits
 
 
+@jax.named_scope('guides')
 def advance(
   guides: Sequence[Guide],
   params: Sequence[Any],

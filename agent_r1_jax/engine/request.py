@@ -37,7 +37,7 @@ def make_key(*parts: int | str) -> np.ndarray:
 
 
 class Chunk(NamedTuple):
-  """The n tokens that a segment or a whole reply sampled.
+  """The n tokens that a decode or a whole reply sampled.
 
   Attributes:
     tokens: The tokens, int32 [n].
@@ -150,12 +150,6 @@ def check(
   """Raises ValueError for a request that an engine cannot answer.
 
   What would fail later, while requests are served, would fail all others with it.
-
-  Args:
-    request: What a client asks for.
-    vocab_size: Tokens of the policy.
-    slots: The most tokens of a text.
-    guides: The kinds of guides that the engine was made with.
   """
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
@@ -229,7 +223,7 @@ class Generation:
       self._on_cancel()
 
   def add(self, chunk: Chunk):
-    """Adds what a segment has sampled; only the engine does."""
+    """Adds what a decode has sampled; only the engine does."""
     self.chunks.append(chunk)
     self.done = chunk.stopped or self.remaining == 0
     self._changed.set()

@@ -252,9 +252,6 @@ class Checkpointer:
 def lock_workdir(workdir: str | os.PathLike) -> Iterator[None]:
   """Holds `<workdir>/.lock` inside `with`; the system releases it after a kill.
 
-  Args:
-    workdir: The run's directory; made if missing.
-
   Raises:
     ValueError: Another run holds it, or `workdir` cannot be written to.
   """
@@ -442,14 +439,10 @@ def _describe_data(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_leaves(step: int, found, expected: dict[str, jax.ShapeDtypeStruct]) -> None:
   wanted = {name: (x.shape, np.dtype(x.dtype)) for name, x in expected.items()}
-  lines = _list_differences(found, wanted, lambda x: f'{x[1]}{list(x[0])}')
-  if lines:
-    more = f'\n  and {len(lines) - 10} more' if len(lines) > 10 else ''
-    raise ValueError(
-      f'the checkpoint of step {step} is of another model or optimiser:\n'
-      + '\n'.join(lines[:10])
-      + more
-    )
+  if lines := _list_differences(found, wanted, lambda x: f'{x[1]}{list(x[0])}'):
+    title = f'the checkpoint of step {step} is of another model or optimiser:'
+    more = [f'  and {len(lines) - 10} more'] if len(lines) > 10 else []
+    raise ValueError('\n'.join([title, *lines[:10], *more]))
 
 
 def _copy_json(host_state: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,7 @@ _NAME = 'checksums.json'
 
 
 def write(folder: pathlib.Path, exclude: Collection[str] = ()) -> None:
-  """Writes the sizes and checksums of all files in a folder to a file in it.
-
-  Args:
-    folder: The folder, with its subfolders.
-    exclude: Files that will still change.
-  """
+  """Writes the sizes and checksums of all files in a folder to a file in it."""
   sums = {}
   for path in sorted(folder.rglob('*')):
     name = str(path.relative_to(folder))

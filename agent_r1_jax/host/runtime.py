@@ -175,55 +175,48 @@ def available_memory() -> int:
   process (`retain_freed_memory`), and is used again.
   """
   own = _own_memory()
-  free = [int(n) for n in _read_fields('/proc/meminfo', 'MemAvailable')]
-  found = [1024 * n + own for n in free]
+  found = [1024 * n + own for n in _read_fields('/proc/meminfo', 'MemAvailable')]
   for line in _lines(_GROUP):
     _, kinds, name = line.split(':', 2)
     if kinds not in ('', 'memory'):
       continue
-    files = ('memory.max', 'memory.current')
-    if kinds:
-      files = ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes')
-    # A container sees its own group as the root. A group also obeys all groups above it.
-    for folder in {'', *_parent_groups(name)}:
-      limit, used = (_number(file, folder) for file in files)
-      if limit is not None and used is not None:
-        found.append(max(0, limit - used + _cached(files[1], folder)) + own)
+    files = 'memory.max', 'memory.current'
+    if kinds:  # The first version of control groups has a tree for each kind.
+      files = 'memory.limit_in_bytes', 'memory.usage_in_bytes'
+    # A container sees its own group as the root. A group also obeys all groups above it:
+    # a/b/c obeys a/b and a.
+    group = pathlib.Path(name.strip('/'))
+    for folder in {_GROUPS / kinds / above for above in (group, *group.parents)}:
+      limit, current = (_number(folder / file) for file in files)
+      if limit is not None and current is not None:
+        # Cached files are given up where memory is needed.
+        cached = sum(_read_fields(folder / 'memory.stat', 'inactive_file'))
+        found.append(max(0, limit - current + cached) + own)
   pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   return min([pages, *found])
 
 
+def used_memory() -> float:
+  """Returns the bytes in use: this process's on a CPU, else those of its fullest chip."""
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  return float(max(s.get('bytes_in_use', 0) for s in stats) or _own_memory())
+
+
 def _own_memory() -> int:
   """Returns the bytes of this process that are in memory."""
-  return 1024 * sum(int(n) for n in _read_fields('/proc/self/status', 'VmRSS'))
+  return 1024 * sum(_read_fields('/proc/self/status', 'VmRSS'))
 
 
-def _parent_groups(name: str) -> list[str]:
-  """Returns the group and those above it: for /a/b, a and a/b."""
-  parts = name.strip('/').split('/')
-  return ['/'.join(parts[:n]) for n in range(1, len(parts) + 1)]
-
-
-def _number(file: str, group: str) -> int | None:
-  """Reads the number in a control group's file; None without a file or a limit."""
-  folder, _, base = file.rpartition('/')
-  text = ''.join(_lines(_GROUPS / folder / group / base))
+def _number(path: pathlib.Path) -> int | None:
+  """Reads the number in a file; None without a file or a number in it."""
+  text = ''.join(_lines(path))
   return int(text) if text.isdigit() else None
 
 
-def _cached(file: str, group: str) -> int:
-  """Returns the bytes of cached files that a control group would give up."""
-  folder = file.rpartition('/')[0]
-  return sum(
-    int(n)
-    for n in _read_fields(_GROUPS / folder / group / 'memory.stat', 'inactive_file')
-  )
-
-
-def _read_fields(path: str | os.PathLike, name: str) -> list[str]:
-  """Returns the numbers of a file's lines that begin with `name`."""
+def _read_fields(path: str | os.PathLike, name: str) -> list[int]:
+  """Returns the numbers of a file's lines that begin with `name`; at most one, mostly."""
   found = (line.replace(':', ' ').split() for line in _lines(path))
-  return [words[1] for words in found if words[:1] == [name]]
+  return [int(words[1]) for words in found if words[:1] == [name]]
 
 
 def _lines(path: str | os.PathLike) -> list[str]:

@@ -113,13 +113,6 @@ def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
   """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
 
   x, A and B have gradients; W and s are frozen.
-
-  Args:
-    x: [*M, *inputs].
-    kernel: W, [*inputs, *outputs].
-    a: A, [*inputs, R].
-    b: B, [R, *outputs].
-    scale: s, [].
   """
   return _project(x, jax.lax.stop_gradient(kernel), a, b, jax.lax.stop_gradient(scale))
 

@@ -134,13 +134,7 @@ def write(
   files: dict[str, list[Spec]],
   get: Callable[[str], np.ndarray],
 ) -> None:
-  """Writes files of `shards` and their index, and waits until they are on the disk.
-
-  Args:
-    directory: An existing directory.
-    files: The tensors of each file, from `shards`.
-    get: A tensor's name -> its values, C-contiguous, as its Spec says; called once each.
-  """
+  """Writes files of `shards` and their index, and waits until they are on the disk."""
   for file, specs in files.items():
     _write_file(directory / file, specs, get)
   if len(files) > 1:

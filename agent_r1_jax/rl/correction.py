@@ -4,7 +4,7 @@ Where trajectories are stale, or were sampled by other code than the learner's, 
 r = π_old/π_behaviour of each action token, π_old being the policy before the update. A
 correction takes the table of all action tokens (rl/table.py), whose columns `logprobs`
 and `behaviour_logprobs` are log π_old and log π_behaviour, and returns a weight for each
-row, float64. The weights multiply the policy loss and take no gradient.
+token, float64. The weights multiply the policy loss and take no gradient.
 
 A token of weight 0 still counts in the loss's denominators. That is AReaL's convention;
 verl takes what it rejects out of the mask, and so out of the denominators too.
@@ -23,21 +23,13 @@ _MAX_LOG_RATIO = 20.0
 
 
 def token_truncated(*, cap: float = 2.0) -> Correction:
-  """w = min(r, C): truncated importance sampling of each token (verl).
-
-  Args:
-    cap: C; the default is verl's.
-  """
+  """w = min(r, cap): truncated importance sampling of each token (verl)."""
   _check_cap(cap)
   return lambda table: np.minimum(_exp(_log_ratio(table)), cap)
 
 
 def sequence_truncated(*, cap: float = 2.0) -> Correction:
-  """w = min(Π r, C), one weight a trajectory: less biased, of greater variance (verl).
-
-  Args:
-    cap: C; the default is verl's.
-  """
+  """w = min(Π r, cap), one weight a trajectory: less biased, more variance (verl)."""
   _check_cap(cap)
 
   def correction(table):

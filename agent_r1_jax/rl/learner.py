@@ -33,19 +33,13 @@ Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetri
 
 
 class ModelState(NamedTuple):
-  """The trained state of one model: of the policy, or of a critic of its own.
+  """The trained state of one model: of the policy, or of a critic of its own."""
 
-  Attributes:
-    params: The parameters. If the policy's have a 'value_head', its critic is a second
-      head.
-    opt_state: Optax's state for the learned parameters (lora.split): all of them, or the
-      adapters.
-    step: int32 [], the number of updates so far.
-  """
-
+  # The parameters. If the policy's have a 'value_head', its critic is a second head.
   params: decoder.Params
+  # Optax's state for the learned parameters (lora.split): all of them, or the adapters.
   opt_state: Any
-  step: Array
+  step: Array  # int32 [], the number of updates so far.
 
 
 class NotFiniteError(FloatingPointError):
@@ -245,7 +239,8 @@ def _gradient(params, batch, *, config, loss, temperature):
     )
     numbers = {name: getattr(batch, name) for name in _LOSS_FIELDS}
     cleaned = batch._replace(**jax.tree.map(clean, numbers))
-    total, metrics = loss(jax.tree.map(clean, stats), cleaned)
+    with jax.named_scope('loss'):
+      total, metrics = loss(jax.tree.map(clean, stats), cleaned)
     sums = {name: losses.weighted(x, batch.weights) for name, x in metrics.items()}
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, rewards, threads, workers
+from agent_r1_jax.agent import calls, program, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
+from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import choice as choice_lib
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Context:
 
   Attributes:
     slots: The most tokens that it may have.
+    vocab_size: Tokens of the policy.
     chooser: Chooses the replies, if several of each are sampled.
   """
 
@@ -59,31 +62,47 @@ class Context:
     self._replica, self._decoding, self._automata = replica, decoding, automata
     self._identity, choice = identity, decoding.choice
     self.chooser = choice_lib.Chooser(replica, choice) if choice else None
-    self.slots = replica.sizes.slots
+    self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
     self.restart(0)
 
   def restart(self, segment: int):
     """Begins a new text, with a random key of its own."""
-    self._key = request_lib.make_key(*self._identity, segment)
+    self._key = self.make_key(segment)
     self._text: request_lib.Text | None = None
+
+  def make_key(self, *parts: int | str) -> np.ndarray:
+    """Makes the randomness of one of the episode's texts."""
+    return request_lib.make_key(*self._identity, *parts)
 
   async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
     """Appends tokens to the text and samples the policy's reply."""
-    request = request_lib.Request(
-      ids,
-      self._text,
-      max_tokens=max_tokens,
-      sampling=self._decoding.sampling,
-      key=self._key,
-      automata=self._automata,
-      policy=self._decoding.policy,
-    )
+    request = self._make_request(ids, self._text, max_tokens, self._key)
     if self.chooser:
       self._text, reply = await self.chooser.reply(request)
       return reply
     generation = self._replica.submit(request)
     self._text = generation.text
     return await generation
+
+  def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
+    """Begins a reply to any text; the arguments are fields of the request."""
+    request = self._make_request(ids, parent, max_tokens, key, **fields)
+    return self._replica.submit(request)
+
+  def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
+    # What the client asks for ends replies; the decoding's own grammar stays.
+    automata = self._automata if automata is None else (*automata, *self._automata[1:])
+    return request_lib.Request(
+      ids,
+      parent,
+      max_tokens=max_tokens,
+      sampling=self._decoding.sampling,
+      key=key,
+      automata=automata,
+      guides=self._decoding.guides,
+      top_logprobs=top_logprobs,
+      policy=self._decoding.policy,
+    )
 
   @property
   def length(self) -> int:
@@ -104,6 +123,7 @@ class Episode:
   Attributes:
     pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
       reply and observation; the last two are None where the policy did not sample.
+    conversation: The requests of a program that is played in place of an environment.
     made: The environment, from when it is made until it is closed.
     over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
@@ -113,6 +133,7 @@ class Episode:
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
+    self.conversation: conversation_lib.Conversation | None = None
     self.made: list[env_lib.Env] = []
     self.over = False
     self.unfinished: str | None = None
@@ -131,9 +152,13 @@ class Episode:
     seconds = self.limits.episode_seconds
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
-        t.status = await self._converse()
-        if t.status in types.BUDGETS and t.turns:
-          await self._finish(t.status)
+        task = await self._make()
+        if isinstance(self.env, program.Program):
+          t.status = await self._run(self.env, task)
+        else:
+          t.status = await self._converse(task)
+          if t.status in types.BUDGETS and t.turns:
+            await self._finish(t.status)
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)
       t.metrics[f'error/{_name_cause(error)}'] = 1.0
@@ -147,6 +172,8 @@ class Episode:
     finally:
       self.context.close()
       self._close_segment()
+      if self.conversation:
+        self._collect(self.conversation)
       if self.context.chooser:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
       if t.status == 'error':
@@ -158,10 +185,10 @@ class Episode:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
 
-  async def _converse(self) -> str:
+  async def _converse(self, task: types.Task) -> str:
     """Plays turn after turn; returns the status in which the episode ended."""
     t = self.trajectory
-    ids, schemas = await self._begin()
+    ids, schemas = await self._begin(task)
     for _ in range(self.limits.max_turns):
       room = self.context.slots - self.context.length - len(ids)
       if room < 1:
@@ -196,14 +223,77 @@ class Episode:
           ids = self._encode_answer(reply, step.messages)
     return 'max_turns'
 
-  async def _begin(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Makes the environment; returns the prompt's tokens and the schemas of its tools."""
+  async def _run(self, env: program.Program, task: types.Task) -> str:
+    """Runs a program against an endpoint of its own; returns the episode's status.
+
+    A program that fails after a budget had refused it a reply ends in that status.
+    """
+    t, limits = self.trajectory, self.limits
+    if self.context.chooser:
+      raise ValueError('choice: the replies to a program are not chosen; leave it out.')
+    asked = self.conversation = conversation_lib.Conversation(
+      self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
+    )
+    threads.current_turn.set(f'task {task.id}, sample {t.sample}')
+    output = None
+    try:
+      async with endpoint.open(asked, self.chat, self.context.vocab_size) as url:
+        with _blaming_the_environment():
+          output = await workers.call_on_user_loop(
+            env.run,
+            env_lib.copy_containers(task),
+            url,
+            name='run',
+            seconds=limits.episode_seconds,
+            field='episode_seconds',
+          )
+    except _EnvironmentError:
+      if asked.refused is None:
+        raise
+    finally:
+      asked.end()
+    self._collect(asked)
+    if not t.turns:
+      if asked.refused != 'truncated':
+        raise _EnvironmentError('the program ended without a reply of the policy.')
+      t.error, t.metrics['prompt_too_long'] = asked.error, 1.0
+      return 'truncated'
+    for turn, step in asked.reports:
+      self._add_reward(step, turn)
+    rewards.policy_step.set(int(t.policy_steps.max()))
+    messages, seconds = env_lib.copy_containers(t.messages), limits.step_seconds
+    with _blaming_the_environment():
+      step = await workers.call_on_user_loop(
+        env.judge,
+        task,
+        messages,
+        asked.status,
+        output,
+        name='judge',
+        seconds=seconds,
+        field='step_seconds',
+      )
+    self._add_reward(step)
+    return asked.status
+
+  def _collect(self, asked: conversation_lib.Conversation):
+    """Takes what a program has asked, and what is counted of that."""
     t = self.trajectory
+    t.segments, t.turns, t.messages = asked.collect()
+    t.metrics |= {name: float(count) for name, count in asked.metrics.items()}
+
+  async def _make(self) -> types.Task:
+    """Makes the environment, and returns its task."""
     with _blaming_the_environment():
       seconds = self.limits.reset_seconds
       self.env, task = await workers.call(
         self._make_env, name='make_env', seconds=seconds, field='reset_seconds'
       )
+    return task
+
+  async def _begin(self, task) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Resets the environment; returns the prompt's tokens and the tools' schemas."""
+    t = self.trajectory
     messages = await self._ask('reset', task)
     with _blaming_the_environment():
       t.messages = _copy_messages(messages)
@@ -252,15 +342,15 @@ class Episode:
         method, *args, name=kind, seconds=seconds, field=field
       )
 
-  def _add_reward(self, step: types.Step) -> types.Step:
-    """Adds a step's reward to the last turn, and its metrics to the trajectory."""
+  def _add_reward(self, step: types.Step, turn: types.Turn | None = None) -> types.Step:
+    """Adds a step's reward to a turn, the last one, and its metrics to the trajectory."""
     t = self.trajectory
     with _blaming_the_environment():
       if not isinstance(step, types.Step):
         raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
       if not math.isfinite(step.reward):
         raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
-      t.turns[-1].reward += float(step.reward)
+      (turn or t.turns[-1]).reward += float(step.reward)
       for name, value in step.metrics.items():
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
@@ -281,19 +371,9 @@ class Episode:
     return np.append(self.chat.stop_ids[0], ids)
 
   def _close_segment(self):
-    if not self.pieces:
-      return
-    columns = [[], [], [], []]
-    for tokens, logprobs, steps in self.pieces:
-      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
-      columns[0].append(tokens)
-      columns[1].append(np.full(len(tokens), sampled))
-      columns[2].append(logprobs if sampled else zeros)
-      columns[3].append(steps if sampled else zeros)
-    dtypes = (np.int32, bool, np.float32, np.int32)
-    arrays = [np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True)]
-    self.trajectory.segments.append(types.Segment(*arrays))
-    self.pieces = []
+    if self.pieces:
+      self.trajectory.segments.append(types.Segment.join(self.pieces))
+      self.pieces = []
 
 
 def _copy_messages(messages: Any) -> list[types.Message]:

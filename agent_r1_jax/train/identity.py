@@ -21,6 +21,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import program
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(
@@ -58,7 +59,7 @@ def describe_run(
     tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}
     for tool in getattr(env, 'tools', ())
   }
-  if not isinstance(env, env_lib.ToolEnv):
+  if not isinstance(env, env_lib.ToolEnv | program.Program):
     functions['step'] = describe(type(env).step)
   return {
     'algorithm': describe(algorithm),

@@ -6,20 +6,22 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import checkpoint, preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, peft_files, weights
+from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import (
   critic,
@@ -46,6 +48,7 @@ def run(
   algorithm: algorithms.Algorithm,
   evals: Mapping[str, Sequence[types.Task]] | None = None,
   privileged: Callable[[types.Task], str] | None = None,
+  guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
 ) -> decoder.Params:
   """Trains a policy; started again with the same workdir it goes on where it was.
@@ -63,6 +66,8 @@ def run(
     algorithm: Estimates advantages and gives the loss.
     evals: Sets of tasks to evaluate greedily, by name.
     privileged: Returns what the critic alone is told of a task, such as its answer.
+    guides: Guides of one's own (engine/guide.py), without parameters, and the state in
+      which each begins in every reply, of training and of evaluation.
     label: What the progress bar calls the run.
 
   Returns:
@@ -93,9 +98,11 @@ def run(
     algorithm=algorithm,
     evals=evals or {},
     privileged=privileged,
+    guides=guides or {},
     label=label,
   ) as job:
     journal, position, steps = job.journal, job.journal.position, config.schedule.steps
+    meter = progress_lib.Meter(job.engine)
     try:
       if position.is_new and config.schedule.eval_every:
         journal.write(_evaluate(job, evals, make_env))
@@ -103,18 +110,20 @@ def run(
         clock = progress_lib.Clock()
         # A run that was interrupted between update and log begins with the log.
         if not position.unwritten:
-          sample = _sample(job, privileged)
-          seconds = {'time/rollout': clock.lap()}
-          learned, table = _learn(job, sample)
-          seconds['time/update'] = clock.lap()
+          with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
+            sample = _sample(job, privileged)
+            seconds = {'time/rollout': clock.lap()}
+            learned, table = _learn(job, sample)
+            seconds['time/update'] = clock.lap()
           position.advance(sample.metrics | learned | seconds, sample.draws)
           journal.write_rollout(sample.played, sample.chosen, table)
         metrics = position.metrics()
         if position.step == steps or _is_due(config.schedule.eval_every, position.step):
           metrics |= _evaluate(job, evals, make_env)
           metrics['time/eval'] = clock.lap()
+        metrics |= meter.measure()
         journal.write(metrics | job.alarms.check(position.step, metrics))
-        journal.progress.update(position.step, reward=metrics['rollout/reward'])
+        journal.progress.show_metrics(position.step, metrics)
         if position.step == steps or journal.checkpoints.should_save(position.step):
           journal.save(job.train_state, job.plan)
       job.faults.report_totals()
@@ -152,6 +161,7 @@ class _Sample(NamedTuple):
   metrics: dict[str, float]
 
 
+@functools.partial(jax.profiler.annotate_function, name='rollout')
 def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _Sample:
   """Waits for the episodes of the next step and chooses those to learn from."""
   config, algorithm, step = job.config, job.plan.algorithm, job.journal.position.step
@@ -183,6 +193,7 @@ def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _
   return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
+@functools.partial(jax.profiler.annotate_function, name='update')
 def _learn(job: setup.Job, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
@@ -237,7 +248,7 @@ def _evaluate(
   job.faults.count(journal.position.step, itertools.chain(*played.values()))
   metrics = {}
   for name, trajectories in played.items():
-    journal.write_trajectories(name, trajectories)
+    journal.write_evaluation(name, trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics

@@ -6,7 +6,7 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import context, workers
+from agent_r1_jax.agent import context, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.rl import algorithms
 
@@ -127,7 +127,7 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
       )
 
 
-def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env_lib.Env:
+def make_environment(make_env: Callable[[], Any], seconds: float) -> Any:
   """Makes an environment to look at before an episode is played.
 
   Args:
@@ -152,9 +152,11 @@ def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env
     raise ValueError(
       f'make_env gave no environment within {seconds:g} seconds (limits.reset_seconds).'
     ) from None
-  if not (hasattr(env, 'reset') and hasattr(env, 'step')):
+  playable = hasattr(env, 'reset') and hasattr(env, 'step')
+  if not (playable or isinstance(env, program.Program)):
     raise ValueError(
-      f'make_env gave {env!r:.100}; it must give an environment, with reset and step.'
+      f'make_env gave {env!r:.100}; it must give an environment, with reset and step, or '
+      'a program.Program.'
     )
   return env
 

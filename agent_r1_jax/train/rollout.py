@@ -1,7 +1,7 @@
 """Rollouts: plays many episodes at a time, each process its share of them."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.agent import program, workers
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -21,7 +22,7 @@ from agent_r1_jax.train import choice as choice_lib
 from agent_r1_jax.train import episode as episode_lib
 from agent_r1_jax.train import spool as spool_lib
 
-MakeEnv = Callable[[], env_lib.Env]
+MakeEnv = Callable[[], env_lib.Env | program.Program]
 
 # How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
@@ -116,12 +117,14 @@ class Decoding(NamedTuple):
     policy: The policy that samples; None is the engine's newest at each decode segment.
     choice: Samples each reply several times and takes one (train/choice.py), which makes
       the episodes off-policy.
+    guides: Guides that the engine was made with, and the state in which each begins.
   """
 
   sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
   grammar: types.Automaton | None = None
   policy: replica_lib.Policy | None = None
   choice: choice_lib.Choice | None = None
+  guides: Mapping[guide_lib.Guide, guide_lib.State] = {}
 
 
 ON_POLICY = Decoding()
@@ -155,7 +158,7 @@ def start(
     engine: The engine, open, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
     tasks: The tasks to play.
-    make_env: Makes a new environment for each episode.
+    make_env: Makes a new environment for each episode, or a program.
     limits: What each episode may use.
     decoding: How the replies are sampled.
     samples: How many episodes of each task are played.
