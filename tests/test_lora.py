@@ -250,7 +250,7 @@ def test_adapters_in_the_layout_of_peft(tmp_path):
   assert settings['target_modules'] == ['q_proj', 'o_proj', 'down_proj']
   assert (settings['r'], settings['lora_alpha']) == (3, 6.0)
   found = safetensors_numpy.load_file(tmp_path / 'adapter_model.safetensors')
-  # The shapes of [rank, inputs] and [outputs, rank] that PEFT 0.21.2 makes for this model.
+  # Shapes of [rank, inputs] and [outputs, rank], as PEFT 0.21.2 makes them.
   shapes = {'self_attn.q': (16, 32), 'self_attn.o': (32, 16), 'mlp.down': (24, 16)}
   base, merged = (
     safetensors_numpy.load_file(tmp_path / name / 'model.safetensors')

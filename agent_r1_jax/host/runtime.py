@@ -38,7 +38,7 @@ def initialize() -> None:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
     raise ValueError(
-      f'JAX finds no device of JAX_PLATFORMS={jax.config.jax_platforms or ""}: install its '
+      f'JAX finds no device of JAX_PLATFORMS={jax.config.jax_platforms}: install its '
       "build for this machine (pip install -e '.[cuda]' or '.[tpu]'), or unset "
       f'JAX_PLATFORMS. {error}'
     ) from None

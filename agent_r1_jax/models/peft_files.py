@@ -1,6 +1,6 @@
 """Low-rank adapters in the layout of the PEFT library, which inference servers read.
 
-PEFT adds s · B · A to a stored weight [outputs, inputs]; ours is s · A · B beside a kernel
+PEFT adds s · B · A to a weight [outputs, inputs]; ours is s · A · B beside a kernel
 [inputs, outputs] (models/lora.py). So a tensor of PEFT is our layer, transposed.
 """
 

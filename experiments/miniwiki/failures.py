@@ -53,16 +53,15 @@ class Failure(NamedTuple):
   panels: Mapping[str, str] = {}
 
 
+_DRIFT = {
+  'reward': 'rollout/reward',
+  'entropy, nats a token': 'train/entropy',
+  'KL to the start': 'train/kl',
+}
 FAILURES = {
   'right': Failure({}),
-  'collapse': Failure(
-    {'optimizer.learning_rate': 1e-3},
-    panels={
-      'reward': 'rollout/reward',
-      'entropy, nats a token': 'train/entropy',
-      'KL to the start': 'train/kl',
-    },
-  ),
+  'collapse': Failure({'optimizer.learning_rate': 5e-3}, panels=_DRIFT),
+  'unstable': Failure({'optimizer.learning_rate': 1e-3}, panels=_DRIFT),
   'kl': Failure(
     {},
     kl_coef=10.0,
@@ -107,7 +106,9 @@ def main(_):
   runtime.quiet_logging()
   workdir = pathlib.Path(_WORKDIR.value)
   if _DRAW.value:
-    return [draw(workdir, name, pathlib.Path(_DRAW.value)) for name in list(FAILURES)[1:]]
+    for name in list(FAILURES)[1:]:
+      draw(workdir, name, pathlib.Path(_DRAW.value))
+    return
   search_tool = search.search_tool(miniwiki.index(0), k=1)
   for name in _ONLY.value:
     run(_CFG.value, FAILURES[name], workdir / name, search_tool)
