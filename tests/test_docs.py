@@ -1,4 +1,4 @@
-"""The site is built without a warning, loads nothing from a network, and its code runs."""
+"""The site is built without a warning, loads nothing from a network; its code runs."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
-  """The built pages; links and anchors are checked by the builder (mkdocs.yml: strict)."""
+  """The built pages; the builder checks links and anchors (mkdocs.yml: strict)."""
   folder = tmp_path_factory.mktemp('site')
   done = subprocess.run(
     [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)],

@@ -150,7 +150,8 @@ def draw(workdir: pathlib.Path, name: str, folder: pathlib.Path) -> None:
         _plot(axis, rows, metric, color=color, label=run_name)
       axis.set_title(title, loc='left', fontsize=10)
       axis.set_xlabel('step')
-    figure.axes[0].legend(frameon=False)
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc='outside upper right', ncols=2, frameon=False)
     path = folder / f'cookbook_{name}.svg'
     figure.savefig(path, transparent=True, metadata={'Date': None})
 
