@@ -29,12 +29,13 @@ def _print_error(kind, error, trace) -> None:
 
   A refusal is an error that a `raise` statement of this project raised. Other errors are
   bugs and keep their traceback; so does a ValueError that a function of Python raised
-  where we called it.
+  where we called it, and a RuntimeError that another error caused.
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
   raised = linecache.getline(path, line).lstrip().startswith('raise ')
   refused = isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised
+  refused = refused and not (isinstance(error, RuntimeError) and error.__cause__)
   asked = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   asked = asked and flags.FLAGS['verbosity'].present
   if asked or not refused:
