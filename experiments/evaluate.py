@@ -26,7 +26,8 @@ from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
-from agent_r1_jax.host import checkpoint, processes, runtime
+from agent_r1_jax.host import processes, runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import viewer
 from experiments import react, task_list
 
@@ -56,7 +57,7 @@ def main(_):
   config = set_temperature(fields.replace(benchmark.config, stops | given), given, n)
   methods = choose_methods(benchmark, _METHODS.value)
   made_of = {'task': _TASK.value, 'limit': source.limit} | benchmark.made_of
-  checkpoint.check_config(workdir, made_of, name='task.json')
+  workdir_lib.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   played = train.play(config, path, methods, samples=n, workdir=workdir)
   numbers = task_list.summarize(played, benchmark, n)

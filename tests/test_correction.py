@@ -6,7 +6,7 @@ import pytest
 
 from agent_r1_jax.rl import correction
 
-UNTOUCHED = [np.array([-1.0, -2.0, -0.5]), np.zeros(0), np.array([-3.0])]
+_LOGPROBS = ('in/old_logp', 'in/rollout_logp')
 
 
 def _table(old, behaviour):
@@ -19,31 +19,13 @@ def _table(old, behaviour):
   )
 
 
-EVERY = {
-  'token_truncated': correction.token_truncated(),
-  'sequence_truncated': correction.sequence_truncated(),
-}
-
-
-def _golden_weights(correct, old='in/old_logp', behaviour='in/rollout_logp'):
-  """The weights of the peers' episodes, [12, 24]; 0 off the action tokens."""
+def test_weights_are_verls():
   g, mask = episodes.golden(), episodes.golden_mask()
-  numbers = ([x[m] for x, m in zip(g[key], mask)] for key in (old, behaviour))
-  out = np.zeros(mask.shape)
-  out[mask] = correct(_table(*numbers))
-  return out
-
-
-@pytest.mark.parametrize(
-  ('key', 'correct'),
-  [
-    ('token', correction.token_truncated(cap=2.0)),
-    ('sequence', correction.sequence_truncated(cap=2.0)),
-  ],
-)
-def test_weights_are_verls(key, correct):
-  expected = episodes.golden()[f'verl/rollout_is/{key}/th2.0/bn0/w']
-  np.testing.assert_allclose(_golden_weights(correct), expected, rtol=1e-12)
+  numbers = ([x[m] for x, m in zip(g[key], mask)] for key in _LOGPROBS)
+  out = correction.token_truncated(cap=2.0)(_table(*numbers))
+  np.testing.assert_allclose(
+    out, g['verl/rollout_is/token/th2.0/bn0/w'][mask], rtol=1e-12
+  )
 
 
 # By hand.
@@ -62,8 +44,6 @@ def _weights(correct, *ratios):
   [
     (correction.token_truncated(), [[2, 0.6, 1], [0.2]]),
     (correction.token_truncated(cap=0.4), [[0.4, 0.4, 0.4], [0.2]]),
-    (correction.sequence_truncated(cap=2.5), [[2.4, 2.4, 2.4], [0.2]]),
-    (correction.sequence_truncated(), [[2, 2, 2], [0.2]]),
   ],
 )
 def test_by_hand(correct, expected):
@@ -73,23 +53,15 @@ def test_by_hand(correct, expected):
 
 
 def test_ratios_are_clipped():
-  far = _table(
-    [np.array([40.0, -40.0, 3.0]), np.array([30.0, -30.0])], [np.zeros(3), np.zeros(2)]
-  )
+  far = _table([np.array([40.0, -40.0, 3.0])], [np.zeros(3)])
   out = correction.token_truncated(cap=1e99)(far)
-  np.testing.assert_allclose(out[:3], np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
-  # The sum is clipped, not what is summed.
-  out = correction.sequence_truncated(cap=1e99)(far)
-  np.testing.assert_allclose(out, np.exp([3, 3, 3, 0, 0]), rtol=1e-12)
+  np.testing.assert_allclose(out, np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-  'make', [correction.token_truncated, correction.sequence_truncated]
-)
 @pytest.mark.parametrize('cap', [0.0, -1.0, float('nan')])
-def test_a_cap_must_be_positive(make, cap):
+def test_a_cap_must_be_positive(cap):
   with pytest.raises(ValueError, match='cap is'):
-    make(cap=cap)
+    correction.token_truncated(cap=cap)
 
 
 def test_statistics_are_verls():
@@ -102,7 +74,7 @@ def test_statistics_are_verls():
   def verls(level, name):
     return float(g[f'verl/rollout_is/{level}/th2.0/metrics/rollout_is_{name}'])
 
-  out, n = statistics('in/old_logp', 'in/rollout_logp'), mask.sum()
+  out, n = statistics(*_LOGPROBS), mask.sum()
   mean, effective = verls('token', 'mean'), verls('token', 'eff_sample_size')
   # verl adds 1e-8 to the count of tokens, and to the mean that it divides by.
   expected = {
@@ -113,7 +85,7 @@ def test_statistics_are_verls():
   }
   assert {name: out[name] for name in expected} == pytest.approx(expected, rel=1e-9)
   # No token's ratio is outside; of the trajectories' products some are.
-  products = statistics('in/old_logp', 'in/rollout_logp', lambda x: x.sum(keepdims=True))
+  products = statistics(*_LOGPROBS, lambda x: x.sum(keepdims=True))
   assert products['ratio_max'] == pytest.approx(verls('sequence', 'max'), rel=1e-9)
   shares = [verls('sequence', f'ratio_fraction_{side}') for side in ('low', 'high')]
   # These are float32.

@@ -65,10 +65,6 @@ class TestScheduleIndependence:
     engine = clients.engine(bucket=clients.SLOTS, **sizes)
     clients.assert_plays(engine, latency=clients.random_latency())
 
-  def test_the_same_engine_again(self, engine):
-    clients.run(engine, range(3, 11))
-    clients.assert_plays(engine)
-
 
 class TestOpen:
   def test_runs_may_overlap(self, engine):

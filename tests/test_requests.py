@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
+from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -74,6 +75,21 @@ class TestReply:
     (segment,) = _run(engine, play())
     assert len(segment.tokens) >= _SLOTS - 1
     _assert_on_policy(segment)
+
+  def test_a_stop_string_ends_it_whichever_decode_samples_its_tokens(self, engine):
+    texts = [(b'a', b'b', b'cab')[t % 3] for t in range(tiny.VOCAB)]
+    fields = {'automata': (automata.stop([], tiny.VOCAB, ['abba'], texts),)}
+    given = np.int32([6, 7, 7])  # 'abb' of the prompt is no part of a reply.
+
+    async def play(number):
+      reply = await engine.submit(clients.request(given, None, 60, number, **fields))
+      said = [texts[token] for token in reply.tokens]
+      assert (b'abba' in b''.join(said)) == reply.stopped
+      assert b'abba' not in b''.join(said[:-1])
+      # Where the string begins, in tokens.
+      return reply.stopped and len(said) // _STEPS > (len(said) - 4) // _STEPS
+
+    assert any(_run(engine, *(play(number) for number in range(16))))
 
   def test_greedy_is_the_likeliest_whatever_the_key(self, engine):
     async def play(key):

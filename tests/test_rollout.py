@@ -204,7 +204,7 @@ class TestRandomness:
     marked.sync_weights(_params(), 7)
     others = [
       _collect(Env, task, seed=1)[0],
-      _collect(Env, task, draw=1, engine=marked)[0],
+      _collect(Env, task, rollout_number=1, engine=marked)[0],
       _collect(Env, [types.Task('another id', task[0].messages)])[0],
       second,
     ]

@@ -190,13 +190,6 @@ class TestPlace:
       gone += [t for t in texts if cache.rows.find(t) is None and t not in gone]
     assert gone == [texts[3], texts[1], texts[2]]
 
-  def test_no_row_of_a_running_text_is_given_away(self):
-    cache = Cache()
-    for n in range(_B):
-      cache.submit(_text((n, 20)))
-    cache.work(0)
-    assert cache.rows.assign(_generation(_text((9, 20)), 99), 0) is None
-
   @pytest.mark.parametrize('version, kept', [(0, 12), (1, 0)])
   def test_a_text_keeps_the_prefix_of_the_last_one_in_its_row(self, version, kept):
     rows = rows_lib.Rows(1, _S)
@@ -223,17 +216,6 @@ class TestFindSources:
     placed = [rows.assign(_generation(t, n), version) for n, t in enumerate(texts)]
     return rows, placed
 
-  def test_equal_texts_wait_for_the_first(self):
-    rows, placed = self._placed(*(_text((0, 30)) for _ in range(3)))
-    assert rows.find_sources(placed, 4) == ([], {*placed[1:]})
-    placed[0].cached = 29
-    copies, waiting = rows.find_sources(placed[1:], 4)
-    assert [(s.row, s.length, r) for s, r in copies] == [
-      (placed[0], 29, placed[1]),
-      (placed[0], 29, placed[2]),
-    ]
-    assert not waiting
-
   def test_short_prefixes_are_computed_again(self):
     for n, waits in ((_LEAST - 1, False), (_LEAST, True)):
       rows, placed = self._placed(_text((0, n), (1, 9)), _text((0, n), (2, 9)))
@@ -247,16 +229,10 @@ class TestFindSources:
     copies, waiting = rows.find_sources(placed[1:], 2)
     assert [row for _, row in copies] == placed[1:3] and waiting == {placed[3]}
 
-  @pytest.mark.parametrize('mixed', [0, 1])
-  def test_nothing_is_copied_from_or_to_a_row_of_several_policies(self, mixed):
-    rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
-    placed[0].cached, placed[0].begun, placed[1].cached = 29, True, 2
-    placed[mixed].note_policy(1)
-    assert placed[mixed].version == rows_lib.MIXED
-    assert rows.find_sources([placed[1]], 4) == ([], set())
-
   @pytest.mark.parametrize('left', [False, True])
-  def test_nor_from_one_whose_reply_has_ended_once_sharing_stopped(self, left):
+  def test_nothing_is_copied_from_a_row_whose_reply_has_ended_once_sharing_stopped(
+    self, left
+  ):
     """Whether or not the reply has left its row."""
     rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
     placed[0].cached = 29

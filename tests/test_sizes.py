@@ -376,11 +376,9 @@ class TestEstimate:
     'shape, rows, tokens',
     [
       ({}, 2, 1024),
-      ({'vocab_size': 32_768}, 1, 256),
       ({'vocab_size': 32_768, 'tie_embeddings': False}, 1, 256),
       ({'num_layers': 10, 'remat': 'none'}, 2, 512),
       ({'num_layers': 10, 'remat': 'dots'}, 2, 512),
-      ({'num_layers': 10, 'remat': 'full'}, 2, 512),
       ({'num_layers': 10, 'dtype': 'bfloat16'}, 2, 512),
     ],
   )

@@ -160,6 +160,7 @@ class ToolEnv:
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
     messages += heard
+    # The process reward reads `messages`, so the answers are added before it.
     self.messages += messages
     step = types.Step(
       copy_containers(messages), done=self._done, metrics=_counts(calls, results)

@@ -98,6 +98,7 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
 
   async def process_reward(env: env_lib.ToolEnv, calls, results) -> float:
     messages = env.messages
+    # What stood before the turn's reply is the state s, all that stands now is s'.
     acted = max(i for i, m in enumerate(messages) if m['role'] == 'assistant')
     before = await _call_reward(potential, env.task, messages[:acted])
     # The turn without a call is the last one.

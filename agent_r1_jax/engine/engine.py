@@ -195,10 +195,9 @@ class Engine:
   ):
     """Compiles every program, with calls that use no row.
 
-    Args:
-      on_done: Called with the number of programs compiled so far, and of all programs.
-      automata: Grammars and long stop strings that requests will bring: the programs are
-        compiled for tables that hold them.
+    `on_done` is called with the number of programs compiled so far, and of all. The
+    programs are compiled for tables that hold `automata`: grammars and long stop strings
+    that requests will bring.
     """
     self._sync()
     done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)

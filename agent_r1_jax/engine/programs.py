@@ -112,63 +112,35 @@ def decode(
   A token's randomness is (key, position): neither the other rows nor the way a reply is
   cut into decodes can change it.
 
-  Args:
-    params: Parameters of the policy, from decoder.unstack.
-    cache: The cache; it is donated.
-    places: The rows to decode.
-    guided: The places whose logits each guide changes.
-    states: The state of each guide in all places.
-    guide_params: The parameters of each guide.
-    config: The policy's shape.
-    guides: The kinds of guides that the engine was made with.
-    steps: The most tokens of each place.
-    bucket: Slots that are read and written; at least length + steps of every place that
-      runs.
-    in_place: Whether place m is row m, for all rows and all their slots. The cache is
-      then not copied, so that no second one needs memory.
+  `guided` says which places' logits each guide changes; `states` has the state of each
+  guide in all places. `bucket` slots are read and written, at least length + steps of
+  every place that runs. `in_place` says that place m is row m, for all rows and all their
+  slots: the cache is then not copied, so that no second one needs memory. The cache is
+  donated; the params are those of decoder.unstack.
 
   Returns:
     The cache, the guides' states after the last token of each place, and the tokens.
   """
-  B, M = cache[0][0].shape[0], places.rows.shape[0]
-  numbers, n = jnp.zeros((M, steps), jnp.float32), min(TOP, config.vocab_size)
-  out = Decoded(
-    tokens=jnp.zeros((M, steps), jnp.int32),
-    logprobs=numbers,
-    values=numbers,
-    count=jnp.zeros(M, jnp.int32),
-    stopped=jnp.zeros(M, bool),
-    top_tokens=jnp.zeros((M, steps, n), jnp.int32),
-    top_logprobs=jnp.zeros((M, steps, n), jnp.float32),
+  B = cache[0][0].shape[0]
+  next_token = functools.partial(
+    _decode_token,
+    params=params,
+    places=places,
+    guided=guided,
+    guide_params=guide_params,
+    config=config,
+    guides=guides,
+    bucket=bucket,
   )
-  alive = (places.rows < B) & (places.budget > 0)
-  # The view is copied once a decode; attention then reads `bucket` slots at every token.
-  view = cache if in_place else _view(cache, places.rows, bucket)
-
-  def next_token(loop: _Loop) -> _Loop:
-    # A place that is done goes on computing; what it would write is past the bucket.
-    length = places.length + loop.out.count
-    positions = jnp.where(loop.alive, length, bucket)[:, None]
-    x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
-    x_MD = x[:, 0]
-    change = functools.partial(
-      guide_lib.apply, guides, guide_params, loop.states, guided, hidden=x_MD
-    )
-    logits_MV = decoder.logits(params, config, x_MD)
-    token, logprobs_MV = _choose(logits_MV, places, length + 1, guided, change)
-    states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
-    value = decoder.values(params, x_MD) if 'value_head' in params else jnp.zeros(M)
-    out = _write(loop.out, loop.i, loop.alive, token, logprobs_MV, value, ended, places)
-    return _Loop(
-      i=loop.i + 1,
-      view=view,
-      last=jnp.where(loop.alive, token, loop.last),
-      states=jax.tree.map(functools.partial(_where, loop.alive), states, loop.states),
-      out=out,
-      alive=loop.alive & ~ended & (out.count < places.budget),
-    )
-
-  begin = _Loop(jnp.zeros((), jnp.int32), view, places.last, states, out, alive)
+  begin = _Loop(
+    i=jnp.zeros((), jnp.int32),
+    # The view is copied once a decode; attention then reads `bucket` slots at each token.
+    view=cache if in_place else _view(cache, places.rows, bucket),
+    last=places.last,
+    states=states,
+    out=_no_tokens(len(places.rows), steps, min(TOP, config.vocab_size)),
+    alive=(places.rows < B) & (places.budget > 0),
+  )
   end = jax.lax.while_loop(lambda x: (x.i < steps) & x.alive.any(), next_token, begin)
   cache = end.view if in_place else _put(cache, places.rows, end.view)
   return cache, end.states, end.out
@@ -183,6 +155,48 @@ class _Loop(NamedTuple):
   states: tuple[guide_lib.State, ...]
   out: Decoded
   alive: Bool[Array, 'M']
+
+
+def _no_tokens(M: int, steps: int, n: int) -> Decoded:
+  numbers = jnp.zeros((M, steps), jnp.float32)
+  return Decoded(
+    tokens=jnp.zeros((M, steps), jnp.int32),
+    logprobs=numbers,
+    values=numbers,
+    count=jnp.zeros(M, jnp.int32),
+    stopped=jnp.zeros(M, bool),
+    top_tokens=jnp.zeros((M, steps, n), jnp.int32),
+    top_logprobs=jnp.zeros((M, steps, n), jnp.float32),
+  )
+
+
+def _decode_token(
+  loop: _Loop, *, params, places, guided, guide_params, config, guides, bucket
+) -> _Loop:
+  """Computes the last token of each place that is alive, and chooses the next one."""
+  # A place that is done goes on computing; what it would write is past the bucket.
+  length = places.length + loop.out.count
+  positions = jnp.where(loop.alive, length, bucket)[:, None]
+  x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
+  x_MD = x[:, 0]
+  change = functools.partial(
+    guide_lib.apply, guides, guide_params, loop.states, guided, hidden=x_MD
+  )
+  logits_MV = decoder.logits(params, config, x_MD)
+  token, logprobs_MV = _choose(logits_MV, places, length + 1, guided, change)
+  states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
+  value = jnp.zeros(len(token))
+  if 'value_head' in params:
+    value = decoder.values(params, x_MD)
+  out = _write(loop.out, loop.i, loop.alive, token, logprobs_MV, value, ended, places)
+  return _Loop(
+    i=loop.i + 1,
+    view=view,
+    last=jnp.where(loop.alive, token, loop.last),
+    states=jax.tree.map(functools.partial(_where, loop.alive), states, loop.states),
+    out=out,
+    alive=loop.alive & ~ended & (out.count < places.budget),
+  )
 
 
 def _choose(

@@ -185,8 +185,8 @@ class Replica:
         'fork the text.'
       )
     automata = self.pool.acquire(request.automata)
-    text = parent
-    if isinstance(text, request_lib.Text):
+    if isinstance(parent, request_lib.Text):
+      text = parent
       text.append(tokens)
     else:
       prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]

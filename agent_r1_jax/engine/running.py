@@ -91,42 +91,48 @@ def make_decode_arguments(
     The places; which of them each guide changes, bool [G, size]; and the guides' states.
   """
   places = [
-    _make_place(requests[m]) if m in requests else _unused_place(unused_row)
+    _make_place(requests[m]) if m in requests else _make_unused_place(unused_row)
     for m in range(size)
   ]
   guided = np.zeros((len(guides), size), bool)
   for m, running in requests.items():
     guided[:, m] = running.guided
   states = tuple(
-    _stack([requests[m].states[g] if m in requests else guide.off for m in range(size)])
+    jax.tree.map(
+      lambda *leaves: np.stack(leaves),
+      *(requests[m].states[g] if m in requests else guide.off for m in range(size)),
+    )
     for g, guide in enumerate(guides)
   )
-  return _stack(places), guided, states
+  columns: dict[str, Any] = {
+    name: np.array([place[name] for place in places]) for name in places[0]
+  }
+  return programs_lib.Places(**columns), guided, states
 
 
-def _make_place(running: Running) -> programs_lib.Places:
+def _make_place(running: Running) -> dict[str, Any]:
+  """Returns the fields of Places for one request."""
   row, request = running.row, running.generation.request
   assert row is not None and row.text is not None
-  place: Any = programs_lib.Places(
-    rows=np.int32(row.index),
-    length=np.int32(row.cached),
-    last=row.text.tokens[-1],
-    budget=np.int32(running.generation.remaining),
-    keys=np.asarray(request.key, np.uint32),
-    temperature=np.float32(request.sampling.temperature),
-    top=np.bool_(request.top_logprobs > 0),
-  )
-  return place
+  return {
+    'rows': np.int32(row.index),
+    'length': np.int32(row.cached),
+    'last': row.text.tokens[-1],
+    'budget': np.int32(running.generation.remaining),
+    'keys': np.asarray(request.key, np.uint32),
+    'temperature': np.float32(request.sampling.temperature),
+    'top': np.bool_(request.top_logprobs > 0),
+  }
 
 
-def _unused_place(row: int) -> programs_lib.Places:
-  """Returns a place whose budget of 0 tokens keeps it from running."""
-  zero, one = np.int32(0), np.float32(1)
-  key: Any = np.zeros(2, np.uint32)
-  place: Any = programs_lib.Places(np.int32(row), zero, zero, zero, key, one, np.False_)
-  return place
-
-
-def _stack(trees: list) -> Any:
-  """Stacks trees of numpy scalars and arrays along a new first axis."""
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+def _make_unused_place(row: int) -> dict[str, Any]:
+  """Returns the fields of a place that does not run, for its budget is 0."""
+  return {
+    'rows': np.int32(row),
+    'length': np.int32(0),
+    'last': np.int32(0),
+    'budget': np.int32(0),
+    'keys': np.zeros(2, np.uint32),
+    'temperature': np.float32(1),
+    'top': np.False_,
+  }

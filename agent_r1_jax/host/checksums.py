@@ -37,9 +37,7 @@ def find_mismatch(
   A folder without checksums, of an earlier version, is accepted with a warning. Files
   that were added later are ignored.
 
-  Args:
-    folder: A folder that `write` was called for.
-    share: Maps the number of files to the indices of those that this process reads.
+  `share` maps the number of files to the indices of those that this process reads.
   """
   if not (folder / _NAME).exists():
     logging.getLogger(__name__).warning(

@@ -95,9 +95,8 @@ def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
 
   The chips exchange the arrays, so nothing large passes through the coordinator.
 
-  Args:
-    mine: This process's array [n, ...]. n may differ between processes; the other
-      dimensions and the dtype, of at most 32 bits, may not.
+  The lengths may differ between processes; the other dimensions and the dtype, of at most
+  32 bits, may not.
 
   Raises:
     LostError: Another process ended, or does not answer.

@@ -182,10 +182,8 @@ def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
 def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   """Groups this process's chips into meshes of `tensor` chips, one for each replica.
 
-  Args:
-    mesh: The mesh that trains.
-    chips: Sampling chips of this process; if there are any, they are grouped in place of
-      the chips on the mesh.
+  If this process has sampling chips, they are grouped in place of those on the mesh,
+  which trains.
 
   Raises:
     ValueError: `tensor` spans processes, or does not divide the number of chips.
@@ -201,7 +199,7 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
     raise ValueError(
       f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
     )
-  found = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
+  found: list[Any] = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
   for group in groups.reshape(-1, tensor):
     mine = [d.process_index == jax.process_index() for d in group]
     if any(mine) and not all(mine):

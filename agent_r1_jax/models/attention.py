@@ -125,10 +125,8 @@ def reads_used_slots(
 ) -> bool:
   """Whether a decode's attention reads no slots of a row but those of its text.
 
-  Args:
-    shape: The cache's: rows B, key-value heads K, slots S, numbers of a head H.
-    dtype: The cache's type or its name; the kernel that reads pages computes in bfloat16.
-    platform: 'cpu', 'gpu' or 'tpu'; by default that of the devices in use.
+  `shape` is the cache's [B, K, S, H]. The kernel that reads pages computes in bfloat16,
+  on TPUs.
   """
   B, K, S, H = shape
   tiles = S % _LANES == 0 and H % _LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16

@@ -45,12 +45,8 @@ def add(
   A is normal with variance 1 / inputs; the A of a target is the same whichever other
   targets there are.
 
-  Args:
-    params: Parameters without adapters; their arrays are shared.
-    rank: R, at least 1.
-    targets: Names in families.TARGETS, in any order.
-    alpha: s = alpha / rank.
-    key: The random key of A.
+  The scale s is alpha / rank, and `targets` are names in families.TARGETS, in any order.
+  Other arrays are shared, not copied.
 
   Raises:
     ValueError: The rank is below 1, alpha is not above 0, targets are missing or unknown,

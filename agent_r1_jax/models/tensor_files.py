@@ -55,9 +55,7 @@ class Spec(NamedTuple):
 def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
   """Finds the tensors of model.safetensors, or of the shards that the index names.
 
-  Args:
-    directory: In Hugging Face layout.
-    ignore: Tensors whose names end so are left out, whatever their types.
+  Tensors whose names end with one of `ignore` are left out, whatever their types.
 
   Raises:
     ValueError: Names the file that is missing or broken, or that contradicts the index.

@@ -18,6 +18,7 @@ import collections
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from typing import Any, NamedTuple
@@ -139,6 +140,7 @@ class _Searches:
         500, f'the search failed: {workers.describe_error(failure)}'
       )
     for i, query in enumerate(batch):
+      # Kept even if nobody waits any longer: whoever asks again has it at once.
       if not error:
         self._keep(query, found[i])
       if query.answer.done():
@@ -189,39 +191,24 @@ def make_app(
   from starlette import applications, routing
 
   metrics = _Metrics()
-  searches: _Searches
+  searches = _Searches(
+    retriever,
+    metrics,
+    max_batch=max_batch,
+    window=window,
+    max_waiting=max_waiting,
+    timeout=timeout,
+    cache=cache,
+  )
+  parse = functools.partial(_parse, max_queries=max_waiting, max_k=max_k)
+  retrieve = functools.partial(parse, k_field='topk', default_k=3), _render_result
+  search = functools.partial(parse, k_field='top_k', default_k=5), _render_results
 
   @contextlib.asynccontextmanager
   async def lifespan(app):
-    nonlocal searches
-    searches = _Searches(
-      retriever,
-      metrics,
-      max_batch=max_batch,
-      window=window,
-      max_waiting=max_waiting,
-      timeout=timeout,
-      cache=cache,
-    )
     running = asyncio.create_task(searches.run())
     yield
     running.cancel()
-
-  def endpoint(render, k_field, default_k):
-    async def answer(request):
-      began, headers = time.perf_counter(), {}
-      try:
-        body = await _read(request)
-        queries, k = _parse(body, k_field, default_k, max_waiting, max_k)
-        status, content = 200, render(await searches.search(queries, k), body)
-      except http.RefusedError as error:
-        status, content = error.status, {'error': str(error)}
-        headers = error.headers
-      metrics.answers.labels(status).inc()
-      metrics.seconds.observe(time.perf_counter() - began)
-      return http.answer_json(content, status, headers)
-
-    return answer
 
   async def health(request):
     if hung := workers.POOL.abandoned.get(_CALL):
@@ -231,15 +218,36 @@ def make_app(
 
   return applications.Starlette(
     routes=[
-      routing.Route('/retrieve', endpoint(_render_result, 'topk', 3), methods=['POST']),
       routing.Route(
-        '/search', endpoint(_render_results, 'top_k', 5), methods=['GET', 'POST']
+        '/retrieve', _make_endpoint(searches, metrics, *retrieve), methods=['POST']
+      ),
+      routing.Route(
+        '/search', _make_endpoint(searches, metrics, *search), methods=['GET', 'POST']
       ),
       routing.Route('/health', health),
       routing.Route('/metrics', http.show_metrics(metrics.registry)),
     ],
     lifespan=lifespan,
   )
+
+
+def _make_endpoint(searches: _Searches, metrics: _Metrics, parse, render) -> Any:
+  """Makes what answers the requests of one protocol, and counts and times them."""
+
+  async def answer(request):
+    began, headers = time.perf_counter(), {}
+    try:
+      body = await _read(request)
+      queries, k = parse(body)
+      status, content = 200, render(await searches.search(queries, k), body)
+    except http.RefusedError as error:
+      status, content = error.status, {'error': str(error)}
+      headers = error.headers
+    metrics.answers.labels(status).inc()
+    metrics.seconds.observe(time.perf_counter() - began)
+    return http.answer_json(content, status, headers)
+
+  return answer
 
 
 async def _read(request) -> dict[str, Any]:
@@ -254,7 +262,7 @@ async def _read(request) -> dict[str, Any]:
   return await http.read_json(request, _MAX_BODY)
 
 
-def _parse(body, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
+def _parse(body, *, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
   name = 'query' if 'queries' not in body and 'query' in body else 'queries'
   queries = body.get(name)
   queries = [queries] if isinstance(queries, str) else queries

@@ -172,8 +172,7 @@ def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
 def seq_mean_token_sum_norm(length: float) -> Aggregate:
   """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
 
-  Args:
-    length: The constant, such as the most action tokens that a trajectory can have.
+  The constant `length` may be the most action tokens that a trajectory can have.
   """
   if not length > 0:
     raise ValueError(f'length is {length}; it must be above 0.')

@@ -81,32 +81,26 @@ def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
 
 
 @dataclasses.dataclass(frozen=True)
-class InReward:
-  """Subtracts the KL from each token's reward: r - β KL."""
-
+class _Penalty:
   coef: float = 0.001  # The initial β.
   estimator: Estimator = k1  # Estimates the KL.
   control: Control = fixed  # Computes the next β after each rollout.
 
   def __post_init__(self):
-    _check_coef(self.coef)
+    if not self.coef >= 0:
+      raise ValueError(f'coef is {self.coef}; it must be 0 or more.')
 
 
 @dataclasses.dataclass(frozen=True)
-class InLoss:
-  """Adds β KL to each token's loss. The attributes are those of InReward."""
+class InReward(_Penalty):
+  """Subtracts the KL from each token's reward: r - β KL."""
 
-  coef: float = 0.001
+
+@dataclasses.dataclass(frozen=True)
+class InLoss(_Penalty):
+  """Adds β KL to each token's loss."""
+
   estimator: Estimator = k3
-  control: Control = fixed
-
-  def __post_init__(self):
-    _check_coef(self.coef)
-
-
-def _check_coef(coef: float) -> None:
-  if not coef >= 0:
-    raise ValueError(f'coef is {coef}; it must be 0 or more.')
 
 
 def _array_module(x: Numbers, y: Numbers) -> Any:

@@ -67,12 +67,9 @@ def token_stats(
 ) -> losses.TokenStats:
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
-  Args:
-    params: The parameters of one model. Values are computed if it has a value head.
-    batch: A batch, of which only tokens, positions and segment_ids are read.
-    config: The model's shape.
-    temperature: The temperature at which the tokens were sampled.
-    wanted: The tokens to compute; the others get 0 and cost no logits. None is all.
+  Of the batch, only tokens, positions and segment_ids are read. Values are computed if
+  the params have a value head. Tokens that are not `wanted` get 0 and cost no logits;
+  None wants all. `temperature` is that of the sampling.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
   x_BTD = _shift_right(decoder.hidden(params, config, *text))

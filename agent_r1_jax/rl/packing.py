@@ -128,8 +128,7 @@ def pack_microbatches(
 ) -> tuple[list[types.Batch], Layout]:
   """Packs a table into micro-batches.
 
-  Returns:
-    The micro-batches, and the layout of the batch that they are parts of.
+  Returns the layout of the whole batch too.
 
   Raises:
     ValueError: A segment is longer than a row.

@@ -41,12 +41,8 @@ def overlong(
   paper's and TRL's is floor = -1. The length of an episode is the number of its action
   tokens, because the policy does not control the length of what tools write.
 
-  Args:
-    table: Any table.
-    limit: The length, in tokens, at which the penalty is `factor`.
-    buffer: The number of tokens before the limit at which the penalty begins.
-    factor: The penalty at the limit.
-    floor: The lower bound of the penalty, or None.
+  `limit` and `buffer` are numbers of tokens, `factor` is the penalty at the limit, and
+  `floor` its lower bound.
 
   Raises:
     ValueError: The buffer is not in 1 ... limit.

@@ -124,10 +124,9 @@ class TokenTable:
   def find_visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
     """Returns a mask of the tokens that estimators see.
 
-    Args:
-      action_mask: True selects the action tokens. False selects everything after the
-        first prompt of a segment (the paper's ablation): the environment's tokens take
-        part as if the policy had sampled them.
+    With `action_mask` these are the action tokens; without, everything after the first
+    prompt of a segment (the paper's ablation): the environment's tokens take part as if
+    the policy had sampled them.
     """
     return self.action_mask if action_mask else self.turn >= 0
 
@@ -391,11 +390,8 @@ def map_by(
   map_by([table.group], table.scores, np.mean) is, for each trajectory, the mean score of
   its group.
 
-  Args:
-    keys: Arrays of integers; the members of a group have equal integers in all of them.
-    x: The numbers.
-    measure: Takes the numbers of a group, in their order; returns as many, or one for
-      all of them.
+  The members of a group have equal integers in all arrays of `keys`. `measure` takes the
+  numbers of a group, in their order, and returns as many, or one for all of them.
   """
   members: dict[tuple, list[int]] = {}
   for i, key in enumerate(zip(*(k.tolist() for k in keys), strict=True)):

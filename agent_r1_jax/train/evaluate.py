@@ -115,6 +115,7 @@ def play(
         spool=workdir and spool_lib.Spool(workdir / label),
         on_done=ended,
       )
+      # Where a prompt leaves no room for a reply, an episode ends before its first turn.
       long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
       if lost := [t for t in long if t.status == 'truncated']:
         progress.print_line(f'{len(lost)} tasks count as unanswered: {lost[0].error}.')

@@ -32,6 +32,7 @@ def collect_groups(
   groups: list[Group] = []
   untied = 0
   for refill in range(max_refills + 1):
+    # As many are drawn as groups are still wanted; some of these may be tied, too.
     missing = n - untied
     if not missing:
       break

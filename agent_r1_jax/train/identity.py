@@ -101,6 +101,8 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
     return _describe_function(function, inner)
   if isinstance(value, np.ndarray | np.generic):
     return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
+  # What is left is neither data nor a function: its attributes may hold anything, so only
+  # its class counts, and the code that runs when it is called.
   found = _name(value if isinstance(value, type) else type(value))
   called = None if isinstance(value, type) else _function(type(value).__call__)
   return {'type': found, 'call': inner(called)} if called else found

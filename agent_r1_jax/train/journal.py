@@ -13,6 +13,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.host import checkpoint, disk, processes
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import sinks, viewer
@@ -90,14 +91,14 @@ class Journal:
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       if processes.is_first():
-        stack.enter_context(checkpoint.lock_workdir(workdir))
+        stack.enter_context(workdir_lib.lock(workdir))
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
         )
       )
       # Written last: a start that failed before this leaves no file, and can be repeated.
-      checkpoint.check_config(
+      workdir_lib.check_config(
         workdir,
         dataclasses.asdict(config),
         may_change=('schedule.steps', 'sinks', 'profile'),
@@ -108,7 +109,7 @@ class Journal:
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
-        checkpoint.check_config(workdir, made_of, name=path.name, mend=mend)
+        workdir_lib.check_config(workdir, made_of, name=path.name, mend=mend)
       self._stack = stack.pop_all()
 
   def __enter__(self):

@@ -18,7 +18,8 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.engine import guide, replica
-from agent_r1_jax.host import checkpoint, preemption, processes, runtime, sharding
+from agent_r1_jax.host import preemption, processes, runtime, sharding
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, lora, peft_files, weights
 from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
@@ -320,7 +321,7 @@ def play(
   with contextlib.ExitStack() as stack:
     if folder:
       if processes.is_first():
-        stack.enter_context(checkpoint.lock_workdir(folder))
+        stack.enter_context(workdir_lib.lock(folder))
       _check_same(config, folder, rows)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
@@ -344,14 +345,14 @@ def play(
 
 def _check_same(config: config_lib.Config, workdir: pathlib.Path, rows) -> None:
   """Raises ValueError if the workdir has episodes of something else."""
-  checkpoint.check_config(workdir, dataclasses.asdict(config))
+  workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in rows.items():
     env = preflight.make_environment(make_env, config.limits.reset_seconds)
     tasks = [task for tasks in sets.values() for task in tasks]
     made_of = identity.describe_run(None, env, tasks)
     made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
-    checkpoint.check_config(
+    workdir_lib.check_config(
       workdir / method,
       made_of,
       name='made_of.json',

@@ -205,12 +205,15 @@ def _training_terms(config, models, machine) -> dict[str, float]:
     trained = 2
   if not config.optimizer.offload:
     terms[f'state of {config.optimizer.kind}'] = trained * opt_state
+  # A reference of its own directory is held whole; otherwise what is frozen is shared
+  # with the policy, and only what is trained is held twice.
   if models.reference:
     terms['reference, float32'] = (
       _count_parameters(models.reference)['all'] * _FLOAT / split
     )
   elif algorithm.needs_reference:
     terms['reference, float32'] = learned
+  # The engine samples by an older policy than the one that is trained.
   if config.schedule.sync_every > 1 or config.schedule.ahead:
     terms["policy as the engine's is, float32"] = learned
   return terms
@@ -458,10 +461,12 @@ def suggest_changes(
     return estimate(other, models._replace(policy=policy), machine).peak
 
   found: dict[str, object] = {}
+  # In turn, because each change is worth less beside the ones before it.
   for name, value in candidates:
     if peak(found) > machine.memory and peak(found | {name: value}) < peak(found):
       found[name] = value
   enough = peak(found) <= machine.memory
+  # A later change may have made an earlier one superfluous.
   for name in list(found):
     fewer = {key: value for key, value in found.items() if key != name}
     if enough and peak(fewer) <= machine.memory:

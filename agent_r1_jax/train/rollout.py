@@ -37,11 +37,11 @@ class Rollout:
     future: futures.Future,
     tasks: Sequence[types.Task],
     spool: spool_lib.RolloutSpool | None,
-    messages: int | None,
+    send_messages: int | None,
   ):
     """Holds the future of this process's trajectories, and the tasks of all processes."""
     self._engine, self._future, self._spool = engine, future, spool
-    self._tasks, self._messages = tasks, messages
+    self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
     """Waits for the trajectories of all processes; samples of a task are side by side.
@@ -66,11 +66,13 @@ class Rollout:
       if played is None:
         raise replica_lib.PreemptedError
       return played
-    return _exchange(played, self._tasks, self._messages)
+    return _exchange(played, self._tasks, self._send_messages)
 
 
 def _exchange(
-  played: list[types.Trajectory] | None, tasks: Sequence[types.Task], messages: int | None
+  played: list[types.Trajectory] | None,
+  tasks: Sequence[types.Task],
+  send_messages: int | None,
 ) -> list[types.Trajectory]:
   """Returns the trajectories of all processes, in the order of tasks and samples.
 
@@ -79,13 +81,13 @@ def _exchange(
   Args:
     played: This process's trajectories, or None if it was interrupted.
     tasks: The rollout's tasks, by group; all processes have the same ones.
-    messages: As in `start`.
+    send_messages: As in `start`.
   """
   heads, columns = records.split(played or [])
   everyones_heads = processes.gather(None if played is None else heads)
   if None in everyones_heads:
     raise replica_lib.PreemptedError
-  texts = records.pack([t.messages for t in (played or [])[:messages]])
+  texts = records.pack([t.messages for t in (played or [])[:send_messages]])
   shares = zip(
     everyones_heads,
     processes.gather_arrays(columns),
@@ -140,19 +142,19 @@ def start(
   decoding: Decoding = ON_POLICY,
   samples: int = 1,
   seed: int = 0,
-  draw: int = 0,
+  rollout_number: int = 0,
   spool: spool_lib.Spool | None = None,
-  messages: int | None = None,
+  send_messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> Rollout:
   """Starts `samples` episodes of every task; a task is a group.
 
   Each process plays its share of the tasks, and gets the trajectories of all; see
-  `messages`.
+  `send_messages`.
 
-  A trajectory's randomness depends on (seed, draw, task id, sample, position) alone: the
-  order, the number of rows and the tools' speed change nothing. Where a task comes twice,
-  its samples are numbered on.
+  A trajectory's randomness depends on (seed, rollout_number, task id, sample, position)
+  alone: the order, the number of rows and the tools' speed change nothing. Where a task
+  comes twice, its samples are numbered on.
 
   Args:
     engine: The engine, open, with the policy's weights.
@@ -163,18 +165,18 @@ def start(
     decoding: How the replies are sampled.
     samples: How many episodes of each task are played.
     seed: The run's seed.
-    draw: Another number samples other episodes of the same tasks.
+    rollout_number: Another number samples other episodes of the same tasks.
     spool: Keeps finished episodes on disk; what it has of before a kill is not played.
-    messages: With several processes, how many of a process's trajectories are sent to the
-      others with their messages, from the first; None: all of them. The others arrive
-      without messages.
+    send_messages: With several processes, how many of a process's trajectories are sent
+      to the others with their messages, from the first; None: all of them. The others
+      arrive without messages.
     on_done: Called with each trajectory as it ends.
 
   Raises:
     ValueError: A limit is not above 0.
   """
   limits.check()
-  finished = spool.open_rollout(draw, tasks) if spool else None
+  finished = spool.open_rollout(rollout_number, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
@@ -188,7 +190,7 @@ def start(
       return before
     async with engine.reserve(group, decoding.policy, rows) as replica:
       context = episode_lib.Context(
-        replica, decoding, automata, (seed, draw, task.id, number)
+        replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
       # An episode that waited on an event loop that another one blocks is played again.
       # It samples the same tokens, so that nothing is lost but time.
@@ -215,4 +217,4 @@ def start(
       if group in mine:
         episodes.append(play(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, finished, messages)
+  return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)

@@ -54,11 +54,11 @@ class Schedule:
       **playing: The arguments make_env and limits of rollout.start.
     """
     self._config, self._journal, self._decoding = config.schedule, journal, decoding
-    self._sampler = curriculum_lib.TaskSampler(
+    self._stream = curriculum_lib.TaskStream(
       config.curriculum, tasks, seed=config.seed, draws=journal.position.draws
     )
     self._engine, self._chat, self._playing = engine, chat, playing
-    self._shared = {'seed': config.seed, 'messages': config.log_episodes}
+    self._shared = {'seed': config.seed, 'send_messages': config.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next = journal.position.step
 
@@ -86,12 +86,12 @@ class Schedule:
       samples=self._config.samples,
       max_refills=self._config.max_refills,
     )
-    self._sampler.finish_rollout(step_groups)
+    self._stream.finish_rollout(step_groups)
     if plan.syncs_before_update:
       # Only now, since the rollout that has just ended had to keep its policy.
       train_state = updates.sync_sampler(train_state, plan)
       self._sync_and_start(train_state, step + ahead)
-    return train_state, step_groups, copy.deepcopy(self._sampler.draws)
+    return train_state, step_groups, copy.deepcopy(self._stream.draws)
 
   def play_greedy(
     self, step_groups: list[groups.Group]
@@ -118,7 +118,7 @@ class Schedule:
     if waiting or self._config.partial:
       self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
     for step in waiting:
-      tasks = self._sampler.start_rollout(self._config.tasks)
+      tasks = self._stream.start_rollout(self._config.tasks)
       number = journal_lib.rollout_number(self._config, step)
       self._started.append(self._play(tasks, number))
       self._next = step + 1
@@ -129,7 +129,7 @@ class Schedule:
       return self._started.popleft().result()
     # Another number than the rollout's own: a task that comes twice gets other samples.
     first = journal_lib.rollout_number(self._config, self._journal.position.step)
-    tasks = self._sampler.refill(n)
+    tasks = self._stream.refill(n)
     return self._play(tasks, first + refill, 'refill').result()
 
   def _play(self, tasks, number: int, label: str = 'rollout') -> rollout.Rollout:
@@ -141,7 +141,7 @@ class Schedule:
       tasks,
       samples=samples,
       decoding=self._decoding,
-      draw=number,
+      rollout_number=number,
       spool=self._journal.spool,
       on_done=counter(progress, label, len(tasks) * samples),
       **self._shared,

@@ -262,6 +262,7 @@ def make_plan(
   Raises:
     ValueError: A field of the configuration does not fit the algorithm or the model.
   """
+  # A policy with a value head is its own critic; else the critic is a second model.
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.schedule.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')
