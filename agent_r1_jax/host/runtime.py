@@ -37,8 +37,9 @@ def initialize() -> None:
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
+    asked = os.environ.get('JAX_PLATFORMS', '')
     raise ValueError(
-      f'JAX finds no device of JAX_PLATFORMS={jax.config.jax_platforms}: install its '
+      f'JAX finds no device of JAX_PLATFORMS={asked}: install its '
       "build for this machine (pip install -e '.[cuda]' or '.[tpu]'), or unset "
       f'JAX_PLATFORMS. {error}'
     ) from None
