@@ -65,7 +65,7 @@ $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
 	@touch $@
 
-$(VENV)-inspect/installed: tests/test_viewer.py
-	$(PYTHON) -m venv $(VENV)-inspect
+$(VENV)-inspect/installed: tests/test_viewer.py | $(VENV)/bin/python
+	$(VENV)/bin/python -m venv $(VENV)-inspect
 	$(VENV)-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285
 	@touch $@

@@ -18,6 +18,7 @@ inspect_ai 0.3.285 reads (tests/test_viewer.py); only the standard library write
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -186,9 +187,11 @@ def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
 
 def _to_json(content: Any) -> bytes:
   # A model's bytes can decode to lone surrogates, which UTF-8 cannot encode.
-  text = json.dumps(
-    _replace_nonfinite(content), ensure_ascii=False, default=str, allow_nan=False
-  )
+  dump = functools.partial(json.dumps, ensure_ascii=False, default=str, allow_nan=False)
+  try:
+    text = dump(content)
+  except (TypeError, ValueError):  # It takes time to look at each number, and is rare.
+    text = dump(_replace_nonfinite(content))
   return text.encode('utf-8', errors='replace')
 
 

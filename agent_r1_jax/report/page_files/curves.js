@@ -190,7 +190,7 @@ function showCurves() {
         draw(entry.target.chart, entry.target);
       }
     },
-    {rootMargin: '400px'},
+    {root: get('run-view'), rootMargin: '400px'},
   );
   get('curves').replaceChildren(
     ...shown.map(chart => {

@@ -26,21 +26,49 @@ function findTurns(episode) {
   });
 }
 
+/** Replaces control characters, but for tabs and newlines, by pictures of them. */
+function showControls(text) {
+  const picture = character => String.fromCharCode(0x2400 + character.charCodeAt(0));
+  return text.replace(/[\0-\x08\x0b-\x1f]/g, picture);
+}
+
 /** Appends the tokens [start, stop) as elements that `paint` can colour. */
 function addTokens(box, episode, start, stop) {
   const end = Math.min(stop, start + MANY);
   for (let p = start; p < end; p++) {
-    const text = episode.pieces[p] || '·';
+    const text = showControls(episode.pieces[p]) || '·';
     const token = make('span', 'token', text.replace(/\n/g, '↵\n'));
     token.episode = episode;
     token.position = p;
+    token.style.background = scale.paint(episode.columns, p);
     box.append(token);
   }
   if (end < stop)
-    addMore(box, `${format(stop - end)} more tokens`, () => {
-      addTokens(box, episode, end, stop);
-      paint();
-    });
+    addMore(box, `${format(stop - end)} more tokens`, () =>
+      addTokens(box, episode, end, stop),
+    );
+}
+
+/** Adds the tokens when the block comes near to what is in view. */
+function addTokensLater(block, body, episode, start, stop) {
+  // About as high as it will be, so that what is below stays where it is.
+  body.style.minHeight = `${Math.ceil(Math.min(MANY, stop - start) / 12) * 20}px`;
+  block.fill = () => {
+    body.style.minHeight = '';
+    addTokens(body, episode, start, stop);
+  };
+  nearby.observe(block);
+}
+
+let nearby; // Watches the blocks of the opened group.
+
+function fillBlocks(entries) {
+  const near = entries.filter(entry => entry.isIntersecting);
+  for (const {target} of near) {
+    nearby.unobserve(target);
+    target.fill();
+  }
+  if (near.length) showMatches();
 }
 
 function addMore(box, label, show) {
@@ -52,7 +80,8 @@ function addMore(box, label, show) {
   box.append(button);
 }
 
-function addText(box, text) {
+function addText(box, whole) {
+  const text = showControls(whole);
   box.append(text.slice(0, LONG));
   if (text.length > LONG) {
     addMore(box, `${format(text.length - LONG)} more characters`, () =>
@@ -91,7 +120,7 @@ function showConversation(episode) {
     const title = message.role === 'tool' ? `result of ${message.tool}` : message.role;
     const [block, body] = makeBlock(kind, title, notes);
     const span = spans[message.turn - 1];
-    if (span) addTokens(body, episode, ...span);
+    if (span) addTokensLater(block, body, episode, ...span);
     else addText(body, message.content);
     for (const [name, args, problem] of message.calls ?? []) {
       const call = make('p', problem ? 'call failed' : 'call');
@@ -134,7 +163,7 @@ function showTokens(episode) {
     const [block, body] = makeBlock(stop === null ? 'tool' : 'assistant', title, [
       make('span', 'quiet', `${where} ${p}–${end - 1}`),
     ]);
-    addTokens(body, episode, p, end);
+    addTokensLater(block, body, episode, p, end);
     blocks.push(block);
     p = end;
   }
@@ -174,12 +203,13 @@ function makeColumn(episode, i) {
 }
 
 let opened = []; // The episodes that are shown.
+let scale = makeScale('none', []); // Their colours.
 
 /** Colours the tokens that are shown, and draws the legend. */
 function paint() {
   const names = listColors(opened);
   const name = names.includes(state.color) ? state.color : 'none';
-  const scale = makeScale(name, opened);
+  scale = makeScale(name, opened);
   for (const token of get('detail').querySelectorAll('.token')) {
     token.style.background = scale.paint(token.episode.columns, token.position);
   }
@@ -295,6 +325,8 @@ async function showDetail() {
       ),
     );
   const columns = make('div', 'columns');
+  nearby?.disconnect();
+  nearby = new IntersectionObserver(fillBlocks, {root: columns, rootMargin: '600px'});
   opened.forEach((episode, k) => {
     const column = makeColumn(episode, shown[k]);
     column.onclick = () => mark(group.members.indexOf(shown[k]));
