@@ -161,7 +161,9 @@ class TestFullDisk:
       with pytest.warns(UserWarning) as said:
         tiny.within(write, seconds=60)
       first, last = (str(warning.message) for warning in said)
-      assert first.startswith('tensorboard takes no more metrics: the disk is full (0.0')
+      assert first.startswith(
+        'tensorboard does not take all metrics: the disk is full (0.0'
+      )
       assert re.fullmatch(r'tensorboard: \d+ lines were not written', last)
     steps = [row['step'] for row in metrics.read(tmp_path)]
     assert steps == [-1] * (when == 'while') + [*range(50)]

@@ -64,9 +64,13 @@ def test_a_slow_step_tells_its_phase():
     progress.update(1, reward=0.5)
     clock.now += 60
     progress.set_phase('rollout', 32, 128)
-  assert file.getvalue().splitlines()[:2] == [
+    clock.now += 40
+    progress.update(2, reward=0.5)
+  assert file.getvalue().splitlines() == [
     'GRPO 1/10  reward 0.500  2:13:20 spent, 20:00:00 left',
-    'GRPO 1/10  reward 0.500  2:14:20 spent, 20:09:00 left  rollout 32/128',
+    'GRPO 1/10  reward 0.500  2:14:20 spent, 20:00:00 left  rollout 32/128',
+    # Without the first step, which compiled.
+    'GRPO 2/10  reward 0.500  2:15:00 spent, 13:20 left',
   ]
 
 

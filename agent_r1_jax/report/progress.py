@@ -7,6 +7,7 @@ with progress.Progress(steps, label='GRPO', start=start) as bar:
     bar.update(step + 1, reward=0.4)
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import itertools
@@ -47,7 +48,8 @@ _FORMATS = {
 _BARS = '▁▂▃▄▅▆▇█'
 # The columns of one metric in the view: name, last value, course.
 _WIDTHS = 15, 8, 12
-_REFRESH_SECONDS, _STOP_SECONDS = 0.5, 2.0
+# Drawings a second, and how long the last one may take.
+_REFRESHES, _STOP_SECONDS = 2.0, 2.0
 # A log file is told what a step that takes long is doing, this often.
 _PHASE_SECONDS = 60.0
 
@@ -81,10 +83,12 @@ class Progress:
     self._step, self._phase, self._line = start, '', ''
     self._numbers: dict[str, float] = {}
     self._courses: dict[str, list[float]] = {}
+    # The last updates: (step, time).
+    self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
     self._began = self._shown = clock()
     self._live, self._console = None, None
     self._handlers: list[tuple[logging.StreamHandler, Any]] = []
-    self._ended, self._stopping = threading.Event(), threading.Lock()
+    self._stopping = threading.Lock()
 
   def __enter__(self):
     from rich import console
@@ -112,6 +116,7 @@ class Progress:
   def update(self, step: int, **numbers: float) -> None:
     """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
     self._step, self._phase, self._numbers = step, '', numbers
+    self._ends.append((step, self._clock()))
     for name, value in numbers.items():
       self._courses.setdefault(name, []).append(value)
     self._print_after(self._every)
@@ -141,9 +146,10 @@ class Progress:
   def _start_live(self) -> None:
     from rich import live
 
-    # The library's own thread cannot be told that the view has ended from another one.
     self._live = live.Live(
-      get_renderable=self._render, console=self._console, auto_refresh=False
+      get_renderable=self._render,
+      console=self._console,
+      refresh_per_second=_REFRESHES,
     )
     before = sys.stdout, sys.stderr
     self._live.start(refresh=True)
@@ -153,12 +159,6 @@ class Progress:
       dict(zip(before, (sys.stdout, sys.stderr), strict=True))
     )
     preemption.before_answer.append(self._stop_live)
-    threading.Thread(target=self._refresh, daemon=True, name='terminal').start()
-
-  def _refresh(self) -> None:
-    live = self._live
-    while live and not self._ended.wait(_REFRESH_SECONDS):
-      live.refresh()
 
   def _stop_live(self) -> None:
     """Draws the view for the last time; what is shown afterwards are plain lines.
@@ -166,7 +166,6 @@ class Progress:
     On Ctrl-C the thread that reads signals calls this: a terminal that takes no text, as
     after Ctrl-S, must not keep it.
     """
-    self._ended.set()
     if not self._stopping.acquire(timeout=_STOP_SECONDS):
       return
     if live := self._live:
@@ -231,10 +230,14 @@ class Progress:
         raise
 
   def _times(self) -> str:
-    spent = self._clock() - self._began
-    done = self._step - self._start
-    left = spent / done * (self._total - self._step) if done else math.nan
-    return f'{_minutes(spent)} spent' + (f', {_minutes(left)} left' if left > 0 else '')
+    left = math.nan
+    if self._ends:
+      # The first step of a start compiles: once there are two, it does not count.
+      begin = self._ends[0] if len(self._ends) > 1 else (self._start, self._began)
+      steps, seconds = (b - a for a, b in zip(begin, self._ends[-1], strict=True))
+      left = seconds / steps * (self._total - self._step) if steps else math.nan
+    text = f'{_minutes(self._clock() - self._began)} spent'
+    return text + (f', {_minutes(left)} left' if left > 0 else '')
 
 
 def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:

@@ -98,8 +98,8 @@ class Background:
     if not self._warned:
       self._warned = True
       warnings.warn(
-        f'{self._name} takes no more metrics: {why}. The run goes on, and metrics.jsonl '
-        f'has all numbers; the next start of the run writes to {self._name} again',
+        f'{self._name} does not take all metrics: {why}. The run goes on, and '
+        'metrics.jsonl has all numbers; the next start of the run writes to it again',
         stacklevel=3,
       )
 

@@ -102,43 +102,54 @@ def run(
     guides=guides or {},
     label=label,
   ) as job:
-    journal, position, steps = job.journal, job.journal.position, config.schedule.steps
-    meter = progress_lib.Meter(job.engine)
     try:
-      if position.is_new and config.schedule.eval_every:
-        journal.write(_evaluate(job, evals, make_env))
-      while position.unwritten or position.step < steps:
-        clock = progress_lib.Clock()
-        # A run that was interrupted between update and log begins with the log.
-        if not position.unwritten:
-          with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
-            sample = _sample(job, privileged)
-            seconds = {'time/rollout': clock.lap()}
-            learned, table = _learn(job, sample)
-            seconds['time/update'] = clock.lap()
-          position.advance(sample.metrics | learned | seconds, sample.draws)
-          journal.write_rollout(sample.played, sample.chosen, table)
-        metrics = position.metrics()
-        if position.step == steps or _is_due(config.schedule.eval_every, position.step):
-          metrics |= _evaluate(job, evals, make_env)
-          metrics['time/eval'] = clock.lap()
-        metrics |= meter.measure()
-        journal.write(metrics | job.alarms.check(position.step, metrics))
-        journal.progress.show_metrics(position.step, metrics)
-        if position.step == steps or journal.checkpoints.should_save(position.step):
-          journal.save(job.train_state, job.plan)
-      job.faults.report_totals()
+      _run_steps(job, workdir, evals or {}, make_env, privileged)
     except replica.PreemptedError:
       _save_preempted(job)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
-    journal.checkpoints.wait()
+    job.journal.checkpoints.wait()
     job.watch.phase = 'the writing of the model'
     params = _save_models(job, pathlib.Path(workdir), told=privileged is not None)
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
   return params
+
+
+def _run_steps(
+  job: setup.Job,
+  workdir: str,
+  evals: Mapping[str, Sequence[types.Task]],
+  make_env: rollout.MakeEnv,
+  privileged: Callable[[types.Task], str] | None,
+):
+  """Takes the steps that are left: sample, learn, evaluate, log, save."""
+  config, journal, position = job.config, job.journal, job.journal.position
+  steps, meter = config.schedule.steps, progress_lib.Meter(job.engine)
+  if position.is_new and config.schedule.eval_every:
+    journal.write(_evaluate(job, evals, make_env))
+  while position.unwritten or position.step < steps:
+    clock = progress_lib.Clock()
+    # A run that was interrupted between update and log begins with the log.
+    if not position.unwritten:
+      with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
+        sample = _sample(job, privileged)
+        seconds = {'time/rollout': clock.lap()}
+        learned, table = _learn(job, sample)
+        seconds['time/update'] = clock.lap()
+      position.advance(sample.metrics | learned | seconds, sample.draws)
+      journal.write_rollout(sample.played, sample.chosen, table)
+    metrics = position.metrics()
+    if position.step == steps or _is_due(config.schedule.eval_every, position.step):
+      metrics |= _evaluate(job, evals, make_env)
+      metrics['time/eval'] = clock.lap()
+    metrics |= meter.measure()
+    journal.write(metrics | job.alarms.check(position.step, metrics))
+    journal.progress.show_metrics(position.step, metrics)
+    if position.step == steps or journal.checkpoints.should_save(position.step):
+      journal.save(job.train_state, job.plan)
+  job.faults.report_totals()
 
 
 class _Sample(NamedTuple):
@@ -224,11 +235,10 @@ def _learn(job: setup.Job, sample: _Sample):
 
 def _evaluate(
   job: setup.Job,
-  evals: Mapping[str, Sequence[types.Task]] | None,
+  evals: Mapping[str, Sequence[types.Task]],
   make_env: rollout.MakeEnv,
 ) -> dict[str, float]:
   """Plays the evaluation sets by the present policy; returns numbers to log."""
-  evals = evals or {}
   journal, train_state, engine = job.journal, job.train_state, job.engine
   job.watch.phase = 'an evaluation'
   params = train_state.states['policy'].params

@@ -1,6 +1,7 @@
 """Checks a run before anything is compiled: refuses mistakes, says what is left out."""
 
 from collections.abc import Callable, Mapping, Sequence
+import importlib.util
 from typing import Any
 
 from agent_r1_jax import config as config_lib
@@ -45,6 +46,13 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     )
   if schedule.reference_every and algorithm.reads_reference:
     raise ValueError('schedule.reference_every: a teacher stays as it is; make it 0.')
+  for name in config.sink_names:
+    # TensorBoard's files need no package that is not required anyway.
+    if name != 'tensorboard' and importlib.util.find_spec(name) is None:
+      raise ValueError(
+        f"sinks: {name} is not installed; pip install 'agent_r1_jax[{name}]', or leave "
+        'it out.'
+      )
   times = {'epochs': schedule.epochs, 'minibatches': schedule.minibatches}
   algorithms.check(algorithm, schedule.samples, **times)
   if schedule.reference_every and model.reference and model.lora_rank:
