@@ -3,6 +3,7 @@
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable, Sequence
+import copy
 import dataclasses
 import functools
 import inspect
@@ -48,6 +49,11 @@ class Env(Protocol):
   It is called once for every environment that make_env made, however the episode ended,
   also where `reset` was never called or a run is stopped. A call that took too long may
   still be running. What it raises is logged and counted, and changes no result.
+
+  A fourth says that the environment can be copied in the midst of an episode, for search
+  over turns (train/search.py); copies are not closed:
+
+    def clone(self) -> Env
 
   Coroutines share an event loop with those of other episodes and must not block it; a
   method that is a plain function runs in a thread and may block. A method that raises or
@@ -263,6 +269,16 @@ class ToolEnv:
     for name, part in parts.items():
       key = f'reward/{name}'
       step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+class CloneableToolEnv(ToolEnv):
+  """A ToolEnv whose tools and reward keep nothing between calls, such as a search."""
+
+  def clone(self) -> 'CloneableToolEnv':
+    """Returns a copy that goes on by itself."""
+    other = copy.copy(self)
+    other.messages = copy_containers(self.messages)
+    return other
 
 
 async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step | None:

@@ -24,6 +24,7 @@ Letters: M rows, V tokens of the vocabulary, D numbers of a hidden state, G guid
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -132,3 +133,67 @@ def truncation_state(sampling: sampling_lib.Sampling) -> dict[str, np.generic]:
     'top_p': np.float32(sampling.top_p),
     'min_p': np.float32(sampling.min_p),
   }
+
+
+def make_value_guide(k: int) -> Guide:
+  """Makes the guide that samples by p(a) ∝ π(a) exp(Q(s, a) / β) among the top k tokens.
+
+  Q(s, a) = (h W) · u_a is read by a head from the policy's last hidden state h, so that
+  the candidates' values cost a product of small matrices. Together the k tokens keep
+  their probability, and the others theirs: where all Q are equal, sampling is plain.
+
+  Args:
+    k: How many of the likeliest tokens are weighed.
+
+  Returns:
+    The guide. Its parameters are {'state': W [D, R], 'token': u [V, R]}, and its state in
+    a request is {'inverse_beta': np.float32}.
+  """
+
+  def weigh(params, state, logits_MV, hidden_MD):
+    top_MK, tokens_MK = jax.lax.top_k(logits_MV, k)
+    u_MKR, h_MR = params['token'][tokens_MK], hidden_MD @ params['state']
+    change_MK = jnp.einsum('mr,mkr->mk', h_MR, u_MKR) * state['inverse_beta'][:, None]
+    total = functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True)
+    change_MK += total(top_MK) - total(top_MK + change_MK)
+    rows_M1 = jnp.arange(len(logits_MV))[:, None]
+    return logits_MV.at[rows_M1, tokens_MK].add(change_MK)
+
+  return Guide(off={'inverse_beta': np.float32(0)}, logits=weigh)
+
+
+# The most tokens of a reply that FORCED can say.
+FORCED_TOKENS = 1024
+
+
+def _force(params, state, logits_MV, hidden):
+  at_M = jnp.minimum(state['said'], FORCED_TOKENS - 1)[:, None]
+  token_M1 = jnp.take_along_axis(state['tokens'], at_M, axis=1)
+  return jnp.where(jnp.arange(logits_MV.shape[1])[None] == token_M1, logits_MV, -jnp.inf)
+
+
+# Says a given reply, whose log-probs are then those of the request's policy.
+FORCED = Guide(
+  off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'said': np.int32(0)},
+  logits=_force,
+  advance=lambda params, state, tokens: (
+    state | {'said': state['said'] + 1},
+    jnp.zeros(tokens.shape, bool),
+  ),
+)
+
+
+def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
+  """Returns the state of FORCED in which it says these tokens.
+
+  Raises:
+    ValueError: There are too many.
+  """
+  if len(tokens) > FORCED_TOKENS:
+    raise ValueError(
+      f'a reply of {len(tokens)} tokens cannot be valued, only {FORCED_TOKENS}: lower '
+      'limits.max_turn_tokens.'
+    )
+  padded = np.zeros(FORCED_TOKENS, np.int32)
+  padded[: len(tokens)] = tokens
+  return {'tokens': padded, 'said': np.int32(0)}

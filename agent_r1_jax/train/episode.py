@@ -6,6 +6,8 @@ Text and device meet here. What comes of an episode is its Trajectory.
 import asyncio
 import collections
 import contextlib
+import copy
+import dataclasses
 import logging
 import math
 from typing import Any
@@ -20,6 +22,7 @@ from agent_r1_jax.host import records
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import choice as choice_lib
+from agent_r1_jax.train import search as search_lib
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,15 +56,21 @@ class Context:
   """The context of one episode: the text in the engine that each reply extends.
 
   Attributes:
+    replica: Where its replies are sampled.
     slots: The most tokens that it may have.
+    search: Searches for a whole episode, in place of a plain one.
     vocab_size: Tokens of the policy.
     chooser: Chooses the replies, if several of each are sampled.
   """
 
   def __init__(self, replica, decoding, automata, identity):
-    self._replica, self._decoding, self._automata = replica, decoding, automata
+    self.replica, self._decoding, self._automata = replica, decoding, automata
     self._identity, choice = identity, decoding.choice
-    self.chooser = choice_lib.Chooser(replica, choice) if choice else None
+    self._forked, self.chooser, self.search = False, None, None
+    if isinstance(choice, choice_lib.Choice):
+      self.chooser = choice_lib.Chooser(replica, choice)
+    else:
+      self.search = choice
     self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
     self.restart(0)
 
@@ -74,20 +83,32 @@ class Context:
     """Makes the randomness of one of the episode's texts."""
     return request_lib.make_key(*self._identity, *parts)
 
+  def fork(self, number: int) -> 'Context':
+    """Returns a context with the same text so far; 0 goes on as this one would."""
+    other = copy.copy(self)
+    other._forked = True
+    if number:
+      other._identity = (*self._identity, number)
+      other._key = request_lib.make_key(*self._key.tolist(), number)
+    return other
+
   async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
     """Appends tokens to the text and samples the policy's reply."""
-    request = self._make_request(ids, self._text, max_tokens, self._key)
+    parent = self._text
+    if self._forked and parent is not None:
+      parent = request_lib.Fork(parent, len(parent))
+    request = self._make_request(ids, parent, max_tokens, self._key)
     if self.chooser:
       self._text, reply = await self.chooser.reply(request)
       return reply
-    generation = self._replica.submit(request)
-    self._text = generation.text
+    generation = self.replica.submit(request)
+    self._text, self._forked = generation.text, False
     return await generation
 
   def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
     """Begins a reply to any text; the arguments are fields of the request."""
     request = self._make_request(ids, parent, max_tokens, key, **fields)
-    return self._replica.submit(request)
+    return self.replica.submit(request)
 
   def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
     # What the client asks for ends replies; the decoding's own grammar stays.
@@ -123,6 +144,9 @@ class Episode:
   Attributes:
     pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
       reply and observation; the last two are None where the policy did not sample.
+    ids: The tokens that are given before the next reply.
+    status: How the episode ended; None while it goes on.
+    sampled: Counts the tokens that were sampled here and in all forks.
     conversation: The requests of a program that is played in place of an environment.
     made: The environment, from when it is made until it is closed.
     over: Whether an environment that is made late is to be closed at once.
@@ -138,6 +162,8 @@ class Episode:
     self.over = False
     self.unfinished: str | None = None
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
+    self.status: str | None = None
+    self.sampled = collections.Counter()
 
   async def play(self):
     """Plays to the end and completes the trajectory.
@@ -176,6 +202,8 @@ class Episode:
         self._collect(self.conversation)
       if self.context.chooser:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
+      if self.context.search:
+        t.metrics['sampled_tokens'] = float(self.sampled.total())
       if t.status == 'error':
         await workers.drain_cancelled_calls()
       self.over = True
@@ -187,41 +215,84 @@ class Episode:
 
   async def _converse(self, task: types.Task) -> str:
     """Plays turn after turn; returns the status in which the episode ended."""
-    t = self.trajectory
-    ids, schemas = await self._begin(task)
-    for _ in range(self.limits.max_turns):
-      room = self.context.slots - self.context.length - len(ids)
-      if room < 1:
-        if not t.turns:
-          t.error = (
-            f'the prompt has {len(ids)} tokens, and a row {self.context.slots} (slots)'
-          )
-          t.metrics['prompt_too_long'] = 1.0
-        return 'truncated'
-      reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-      self.pieces += [(ids, None, None), reply[:3]]
-      stop = self.context.length
-      turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
-      t.turns.append(turn)
-      rewards.policy_step.set(int(reply.policy_steps[-1]))
-      text = self.chat.decode(reply.tokens)
-      t.messages.append({'role': 'assistant', 'content': str(text)})
-      if not reply.stopped:
-        self.unfinished = text
-        return 'truncated'
-      step = self._add_reward(await self._ask('step', text))
-      if step.done:
-        return 'done'
+    self.ids, self._schemas = await self._begin(task)
+    if search := self.context.search:
       with _blaming_the_environment():
-        t.messages += _copy_messages(step.messages)
-        if step.fresh:
-          self._close_segment()
-          self.context.close()
-          self.context.restart(len(t.segments))
-          ids = self._encode(self.chat.encode_prompt, step.messages, schemas)
-        else:
-          ids = self._encode_answer(reply, step.messages)
-    return 'max_turns'
+        search_lib.check(self.env)
+      line = await search_lib.play(search, self, self.context.replica)
+      self.trajectory.__dict__.update(line.trajectory.__dict__)
+      self.env, self.pieces, self.unfinished = line.env, line.pieces, line.unfinished
+      self.context, self.status = line.context, line.status
+    while self.status is None:
+      await self.take_turn()
+    return self.status
+
+  async def take_turn(self):
+    """Plays one turn, and sets `status` if it ended the episode."""
+    t, ids = self.trajectory, self.ids
+    room = self.context.slots - self.context.length - len(ids)
+    if room < 1:
+      if not t.turns:
+        t.error = (
+          f'the prompt has {len(ids)} tokens, and a row {self.context.slots} (slots)'
+        )
+        t.metrics['prompt_too_long'] = 1.0
+      self.status = 'truncated'
+      return
+    reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
+    self.pieces += [(ids, None, None), reply[:3]]
+    self.sampled['tokens'] += len(reply.tokens)
+    stop = self.context.length
+    turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
+    t.turns.append(turn)
+    rewards.policy_step.set(int(reply.policy_steps[-1]))
+    text = self.chat.decode(reply.tokens)
+    t.messages.append({'role': 'assistant', 'content': str(text)})
+    if not reply.stopped:
+      self.unfinished, self.status = text, 'truncated'
+      return
+    step = self._add_reward(await self._ask('step', text))
+    if step.done:
+      self.status = 'done'
+      return
+    with _blaming_the_environment():
+      t.messages += _copy_messages(step.messages)
+      if step.fresh:
+        self._close_segment()
+        self.context.close()
+        self.context.restart(len(t.segments))
+        self.ids = self._encode(self.chat.encode_prompt, step.messages, self._schemas)
+      else:
+        self.ids = self._encode_answer(reply, step.messages)
+    if len(t.turns) == self.limits.max_turns:
+      self.status = 'max_turns'
+
+  async def fork(self, number: int) -> 'Episode':
+    """Returns a copy that goes on by itself, with randomness of its own but for 0."""
+    other, t = copy.copy(self), self.trajectory
+    other.trajectory = dataclasses.replace(
+      t,
+      segments=[*t.segments],
+      turns=[dataclasses.replace(turn) for turn in t.turns],
+      messages=[*t.messages],
+      metrics={**t.metrics},
+    )
+    other.env = await self._ask('clone')
+    other.pieces, other.context = [*self.pieces], self.context.fork(number)
+    return other
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """The text of the state, up to where the next token, or the last one, is chosen."""
+    tokens = np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
+    return np.append(tokens, self.ids) if self.status is None else tokens[:-1]
+
+  @property
+  def mean_logprob(self) -> float:
+    """The mean log-prob of the last reply's tokens."""
+    logprobs = self.pieces[-1][1]
+    assert logprobs is not None
+    return float(np.mean(logprobs))
 
   async def _run(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.
@@ -229,7 +300,7 @@ class Episode:
     A program that fails after a budget had refused it a reply ends in that status.
     """
     t, limits = self.trajectory, self.limits
-    if self.context.chooser:
+    if self.context.chooser or self.context.search:
       raise ValueError('choice: the replies to a program are not chosen; leave it out.')
     asked = self.conversation = conversation_lib.Conversation(
       self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens

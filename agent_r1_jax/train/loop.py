@@ -302,6 +302,7 @@ def play(
   *,
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
+  choose: evaluate.Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table by the policy in a directory; then frees its memory.
 
@@ -314,6 +315,7 @@ def play(
     samples: How many episodes of each task are played.
     workdir: Where each episode is written as it ends; the same call then plays only what
       is missing. More samples or methods may be asked for. None keeps nothing.
+    choose: Makes, for the engine, the choice among several candidates of each reply.
 
   Returns:
     Method -> set -> trajectories; those of a task are side by side.
@@ -335,7 +337,8 @@ def play(
       _check_same(config, folder, rows)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
-    engine = setup.make_engine(config, shape, params, mesh)
+    guides = [guide.FORCED] if choose else []
+    engine = setup.make_engine(config, shape, params, mesh, guides)
     watch = stack.enter_context(preemption.watch())
     watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:
@@ -348,6 +351,7 @@ def play(
         samples=samples,
         seed=config.seed,
         workdir=folder,
+        choose=choose,
       )
     except replica.PreemptedError:
       raise watch.end_unsaved() from None
