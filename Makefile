@@ -3,6 +3,7 @@
 # make test-inspect that Inspect reads our logs, in an environment of its own (.venv-inspect)
 # make lint         format, lint and types
 # make format       rewrite the code in its format
+# make docs         the documentation as a site, in runs/site
 # make clean        remove the environment
 #
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
@@ -19,7 +20,7 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test test-inspect lint format clean
+.PHONY: quickstart test test-inspect lint format docs clean
 .DEFAULT_GOAL := test
 
 quickstart: $(VENV)/installed
@@ -40,6 +41,10 @@ lint: $(VENV)/installed-test
 format: $(VENV)/installed-test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+docs: $(VENV)/installed-test
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
+	@echo runs/site/index.html
 
 clean:
 	rm -rf $(VENV) $(VENV)-inspect

@@ -295,7 +295,7 @@ class Chat:
       return self.tokenizer.apply_chat_template(
         messages, tools=list(tools) or None, tokenize=False, **options
       )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:
       roles = ', '.join(str(message['role']) for message in messages)
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '

@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any, Protocol
 
-from agent_r1_jax import types
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import workers
@@ -117,6 +117,8 @@ class ToolEnv:
       reward_seconds: The time that each of reward, process_reward, metrics and parse may
         take, including the wait for a thread; a longer call marks the trajectory 'error'.
     """
+    if not isinstance(tools, Sequence):
+      raise ValueError(f'tools is {tools!r:.100}; it must be a list: [my_tool].')
     for item in tools:
       if not isinstance(item, tool_lib.Tool):
         raise ValueError(f'tools: {item!r} is not a Tool; decorate it with @tool.')
@@ -130,6 +132,7 @@ class ToolEnv:
     for name, fn in functions.items():
       if not callable(fn):
         raise ValueError(f'{name} is {fn!r:.100}; it must be a function.')
+    fields.check_takes('reward', bind_status(reward, ''), 'task', 'messages')
     if max_parallel_calls < 1:
       raise ValueError(f'max_parallel_calls={max_parallel_calls} must be at least 1.')
     if not reward_seconds > 0:

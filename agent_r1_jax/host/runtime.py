@@ -1,32 +1,25 @@
 """Sets up a process before JAX uses a device: other processes, compilations, memory."""
 
-import contextlib
 import ctypes
 import importlib.util
 import ipaddress
-import linecache
 import logging as py_logging
 import os
 import pathlib
 import platform
 import socket
-import sys
-import traceback
 from typing import Any
 
 from absl import flags, logging
 import jax
 
-from agent_r1_jax.host import processes
+from agent_r1_jax.host import processes, refusals
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 # Where Linux lists the control groups of a process, and their limits.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
-_PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
-_OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
-_REFUSALS = (ValueError, FileNotFoundError)
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
@@ -41,6 +34,15 @@ def initialize() -> None:
   processes.watch_others()
   enable_compilation_cache()
   retain_freed_memory()
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as error:
+    asked = os.environ.get('JAX_PLATFORMS', '')
+    raise ValueError(
+      f'JAX finds no device of JAX_PLATFORMS={asked}: install its '
+      "build for this machine (pip install -e '.[cuda]' or '.[tpu]'), or unset "
+      f'JAX_PLATFORMS. {error}'
+    ) from None
 
 
 def quiet_logging() -> None:
@@ -56,27 +58,7 @@ def quiet_logging() -> None:
   logging.get_absl_logger().addFilter(_is_worth_showing)
   for name in ('jax', 'faiss', 'httpx', 'httpx2'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
-  if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
-    sys.excepthook = _print_error
-
-
-def _print_error(kind, error, trace) -> None:
-  """Prints an error that ends the program; a refusal is one line without traceback.
-
-  A refusal is a ValueError or FileNotFoundError that a `raise` statement of this project
-  raised. Other errors are bugs and keep their traceback; so does a ValueError that a
-  function of Python raised where we called it.
-  """
-  calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
-  path, line = calls[-1] if calls else ('', 0)
-  raised = linecache.getline(path, line).lstrip().startswith('raise ')
-  if not (isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised):
-    return sys.__excepthook__(kind, error, trace)
-  # Name the line of the user's script that called us.
-  between = (_PACKAGE, contextlib.__file__)
-  outside = [call for call in calls if not call[0].startswith(between)]
-  path, line = (outside or calls)[-1]
-  print(f'{path}:{line}: {error}', file=sys.stderr)
+  refusals.install()
 
 
 def _is_worth_showing(record: py_logging.LogRecord) -> bool:
@@ -102,7 +84,7 @@ def join_processes() -> None:
   let no stranger reach it.
 
   Raises:
-    ValueError: Some of the three variables are missing.
+    ValueError: Some of the three variables are missing or wrong.
   """
   found = {name: os.environ.get(f'JAX_{name}') for name in _PROCESSES}
   auto = os.environ.get('AGENT_R1_PROCESSES') == 'auto'
@@ -115,6 +97,11 @@ def join_processes() -> None:
   address, count, number = found.values()
   given: dict[str, Any] = {}
   if count and number:
+    if not (count.isdecimal() and number.isdecimal() and int(number) < int(count)):
+      raise ValueError(
+        f'JAX_PROCESS_ID is {number} and JAX_NUM_PROCESSES {count}; the processes are '
+        'numbered from 0 to their number less 1.'
+      )
     given = {'num_processes': int(count), 'process_id': int(number)}
     # Otherwise JAX asks Slurm all the same, and gives each process one device.
     given['cluster_detection_method'] = 'deactivate'

@@ -101,10 +101,17 @@ def token_ids(
 
 def read_json(path: pathlib.Path, kind: type = dict) -> Any:
   """Reads the object in a JSON file; a ValueError names a missing or broken file."""
+  if path.parent.is_file():
+    raise ValueError(f'{path.parent}: is a file; give the directory that holds it.')
   if not path.parent.is_dir():
     raise ValueError(
       f'{path.parent}: no such directory; give one with a model in HF layout. Names of '
       'the Hub are not looked up.'
+    )
+  if not path.is_file() and (path.parent / 'adapter_config.json').is_file():
+    raise ValueError(
+      f'{path.parent}: holds adapters only; give the merged model, which a run writes to '
+      'WORKDIR/model, or merge them (peft: merge_and_unload, then save_pretrained).'
     )
   if not path.is_file():
     raise ValueError(f'{path}: missing; a model in HF layout has it')

@@ -20,7 +20,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime, sharding
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import decoder, lora, weights
+from agent_r1_jax.models import decoder, lora, peft_files, weights
 from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
@@ -87,6 +87,8 @@ def run(
     processes.LostError: Another process ended.
   """
   runtime.quiet_logging()
+  if not os.fspath(workdir):
+    raise ValueError('workdir is empty; name a directory for the run.')
   preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
   with setup.start(
@@ -264,13 +266,16 @@ def _evaluate(
 
 
 def _save_models(job: setup.Job, workdir: pathlib.Path, *, told: bool) -> decoder.Params:
-  """Writes the policy, and a critic of its own; returns the policy's parameters."""
+  """Writes the policy, its adapters, and a critic; returns the policy's parameters."""
   source, algorithm = job.config.model.path, job.plan.algorithm
   how = critic.describe(algorithm, source, privileged=told)
   merged = {name: lora.merge(s.params) for name, s in job.train_state.states.items()}
   for name, params in merged.items():
     target = workdir / ('model' if name == 'policy' else name)
     weights.save(target, job.plan.model, params, tokenizer_from=source, value_head=how)
+  policy = job.train_state.states['policy'].params
+  if lora.has_adapters(policy):
+    peft_files.save(workdir / 'adapter', policy, pathlib.Path(source).resolve())
   return merged['policy']
 
 

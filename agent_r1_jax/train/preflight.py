@@ -29,6 +29,8 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       f'algorithm is {algorithm!r:.100}; it must be an algorithms.Algorithm, such as '
       'algorithms.grpo() gives.'
     )
+  fields.check_takes('algorithm.loss', algorithm.loss, 'stats', 'batch')
+  fields.check_takes('algorithm.advantages', algorithm.advantages, 'table')
   if 0 < batch.row_tokens < config.engine.slots:
     raise ValueError(
       f'batch.row_tokens is {batch.row_tokens}, less than engine.slots '
@@ -107,6 +109,8 @@ def check_sets(tasks: Any, evals: Any) -> None:
     )
   for name, held_out in (evals or {}).items():
     check_tasks(held_out, f'evals[{name!r}]')
+    if len(held_out) == 0:
+      raise ValueError(f'evals[{name!r}] is empty: give tasks to evaluate, or drop it.')
 
 
 def check_tasks(tasks: Any, name: str = 'tasks') -> None:
@@ -115,7 +119,8 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
   Raises:
     ValueError: Names the first wrong item, and what it should be.
   """
-  if not (hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')):
+  listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
+  if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
   for number, task in enumerate(tasks):
     if not isinstance(task, types.Task):
@@ -145,6 +150,7 @@ def make_environment(make_env: Callable[[], Any], seconds: float) -> Any:
       f'make_env is {make_env!r:.100}; it must be a function that gives a new '
       'environment for each episode: make_env=lambda: env.ToolEnv(...).'
     )
+  fields.check_takes('make_env', make_env)
   call = workers.POOL.submit(make_env)
   try:
     env = call.result(seconds)
