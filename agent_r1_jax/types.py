@@ -129,7 +129,8 @@ class Segment:
   Attributes:
     tokens: int32 [T].
     action_mask: bool [T], True where the policy sampled the token.
-    logprobs: float32 [T], log-probs of the behaviour policy; 0 off the action mask.
+    logprobs: float32 [T], log-probs under the distribution that the tokens were sampled
+      from: the policy's, as guides and truncation have changed it; 0 off the action mask.
     policy_steps: int32 [T], how many updates the policy had seen that sampled the token;
       0 off the action mask, and by default everywhere.
   """

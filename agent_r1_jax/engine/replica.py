@@ -361,8 +361,8 @@ class Replica:
       states, out = self._call_decode(params, *arguments, bucket)
       # The log-probs of the likeliest tokens are many, and seldom asked for.
       none = np.zeros((size, sizes.steps, 0), np.int32)
-      tops = jax.device_get(out[5:]) if top_wanted else (none, np.float32(none))
-      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:5]), *tops)
+      tops = jax.device_get(out[6:]) if top_wanted else (none, np.float32(none))
+      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:6]), *tops)
 
     # The call is made there, too: a CPU computes what one thread asks of it in turn.
     states, out = await self._in_thread(decode)

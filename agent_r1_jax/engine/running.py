@@ -62,6 +62,7 @@ class Running:
       top_tokens=out.top_tokens[m, :n, :top],
       top_logprobs=out.top_logprobs[m, :n, :top],
       values=out.values[m, :n],
+      behaviour_logprobs=out.behaviour_logprobs[m, :n],
     )
     self.states = states
     self.row.extend(chunk.tokens)
