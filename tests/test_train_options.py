@@ -222,7 +222,7 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 
 
-def test_a_guide_of_ones_own_is_in_training_and_evaluation(model, tmp_path):
+def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
   """It ends each reply after three tokens, none of which is the likeliest."""
   surprise = guide.Guide(
     np.int32(-100),
@@ -238,8 +238,9 @@ def test_a_guide_of_ones_own_is_in_training_and_evaluation(model, tmp_path):
   note = lambda started: played.append(result(started)) or played[-1]
   with mock.patch.object(rollout.Rollout, 'result', note):
     config = test_train._config(model, steps=1)
-    test_train._run(config, tmp_path, algorithm=_STALE, guides=guides)
-  assert len(played) == 3  # An evaluation, a rollout and another evaluation.
+    algorithm = algorithms.remax(correction=correction.token_truncated())
+    test_train._run(config, tmp_path, algorithm=algorithm, guides=guides)
+  assert len(played) == 4  # An evaluation, a rollout, baselines, another evaluation.
   turns = [turn for t in itertools.chain(*played) for turn in t.turns]
   assert max(turn.stop - turn.start for turn in turns) == 3
   shape, params = weights.load(model, dtype='float32')
