@@ -66,7 +66,7 @@ class Policy:
 
   # The parameters on each chip (or on `tensor` of them), as decoder.extend takes them.
   copies: list[decoder.Params]
-  step: int  # The number of updates that they have seen, reported with each token.
+  step: int  # The policy_step of engine.sync_weights, reported with each token.
   version: int  # A number that differs where the parameters do.
 
 

@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     logprobs: Their log-probs, float32 [n], under the policy's temperature-scaled full
       softmax, which the learner computes too; guides and truncation do not change them.
       Greedy requests report those of temperature 1.
-    policy_steps: int32 [n], the updates that the policy had seen which chose each token.
+    policy_steps: int32 [n], the policy_step (engine.sync_weights) of each token's policy.
     stopped: Whether a guide ended the reply with the last token.
     top_tokens: int32 [n, top_logprobs], the likeliest tokens, where they were asked for.
     top_logprobs: float32 [n, top_logprobs], their log-probs.
