@@ -19,7 +19,7 @@ const COLORS = {
     scale: oneSided,
     column: 'behaviour_logprobs',
     most: FIVE_NATS,
-    about: 'log π of the token under the policy that sampled it.',
+    about: 'Log-prob of the token in the distribution that it was sampled from.',
   },
   'log-ratio to reference': {
     scale: twoSided,
