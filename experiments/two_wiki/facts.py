@@ -48,6 +48,15 @@ def tidy(text: str) -> str:
   return re.sub(r'(\d)- (?=\d|[A-Z])', r'\1 – ', text)
 
 
+def is_film(text: str) -> bool:
+  """Whether a passage says that its subject is a film, and not a film director."""
+  kind = r'\b(?:film|movie|drama|comedy|documentary)\b'
+  person = (
+    r'(?! ?(?:director|act|maker|producer|editor|composer|critic|writer|score|and))'
+  )
+  return bool(re.search(rf'\bis (?:an?|the) [^.]{{0,90}}?{kind}{person}', text[:250]))
+
+
 def find_nationalities(texts: Iterable[str]) -> list[str]:
   """Finds words such as American: those that stand where a passage says what one is."""
   counts = collections.Counter(
@@ -63,7 +72,8 @@ def find_nationalities(texts: Iterable[str]) -> list[str]:
 @functools.lru_cache(4)
 def _patterns(nations: tuple[str, ...]) -> dict[str, list[re.Pattern]]:
   """Makes the patterns of each relation; the group `v` is the value."""
-  nation = '(?:' + '|'.join(sorted(nations, key=len, reverse=True)) + ')'
+  # Nothing fits '(?!)': a corpus may name no nationality.
+  nation = '(?:' + ('|'.join(sorted(nations, key=len, reverse=True)) or '(?!)') + ')'
   # Words between 'by' and a name: 'the American film director', 'his second wife'.
   words = rf'(?:the |an? |{nation}(?:-{nation})? |[a-z][\w/-]*,? ){{0,7}}?{_TITLES}'
   person = rf'{words}(?P<v>(?!{nation}\b){_NAME})'

@@ -1,9 +1,10 @@
 """Practice for a small policy: questions like the training rows', about a whole corpus.
 
 A training row's question gives a template: its words without the names, and the
-relations that it asks for. The corpus gives facts (facts.py). A template filled with other
-passages' names is a new question, whose answer follows from the facts. Its conversation
-searches for each passage in turn and says what it read there before it goes on:
+relations that it asks for. The corpus gives facts (facts.py). A template filled with the
+names of other passages is a new question, whose answer follows from the facts. Its
+conversation searches for each passage in turn and says what it read there before it goes
+on:
 
   user       Question: When was the director of film Web Of Suspicion born?
   assistant  <tool_call>{"name": "search", "arguments": {"query": " Web Of Suspicion"}}...
@@ -259,9 +260,7 @@ class Maker:
         d
         for d in passages
         if self._value(d, relation) is not None
-        and (
-          bool(re.search('[Ff]ilm', texts[d.id][:150])) == film or relation == 'director'
-        )
+        and (facts.is_film(texts[d.id]) == film or relation == 'director')
       ]
       for relation in sorted(relations)
       for film in (False, True)

@@ -4,7 +4,8 @@ r"""Multi-turn RL with a search tool on real questions of several hops: 2WikiMul
   python -m experiments.two_wiki.search --data=$AGENT_R1_DATA/2wikimultihopqa
 
 The first command makes the base policy. The second prints a table: direct answer, Naive
-RAG, Base Tool Call and GRPO on the held-out rows.
+RAG, Base Tool Call and GRPO on the held-out rows. With `--rows=FILE` the table is of the
+rows of that file in place of the held-out ones; their passages must be in the corpus.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
-from agent_r1_jax.retrieval import bm25
+from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, evaluation_cache, identity
 from experiments import comparison
-from experiments.hotpotqa import demos
+from experiments.hotpotqa import demos, settings
 from experiments.two_wiki import practice
 
 _DATA = flags.DEFINE_string(
@@ -36,6 +37,7 @@ _WORKDIR = flags.DEFINE_string('workdir', 'runs/two_wiki', 'Directory of the run
 _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in two_wiki.pretrain.')
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
+_ROWS = flags.DEFINE_string('rows', '', 'File of other rows to score.')
 _TYPES = flags.DEFINE_list(
   'types',
   None,
@@ -72,6 +74,9 @@ def main(_):
   rows = list(qa_data.read_questions(_DATA.value))
   sizes = (_HELD_OUT.value, _WATCHED.value)
   held_out, watched, rows = demos.split(rows, *sizes, seed=_SPLIT.value)
+  settings.check_unseen(config.model.path, held_out + watched)
+  if _ROWS.value:
+    held_out = qa_data.load(_ROWS.value)
   kinds = HARD if _TYPES.value is None else _TYPES.value
   rows = [task for task in rows if not kinds or task.info['type'] in kinds]
   print(json.dumps(dataclasses.asdict(config), indent=2))
@@ -113,10 +118,9 @@ def main(_):
 
 
 def _ask_with_passages(task, hits):
-  prompt = demos.rag_task(task, hits)
-  passages = practice.documents.render(hits, practice.PASSAGE)
+  passages = documents.render(hits, practice.PASSAGE)
   content = demos.READING.format(passages=passages, question=task.info['question'])
-  return dataclasses.replace(prompt, messages=[{'role': 'user', 'content': content}])
+  return dataclasses.replace(task, messages=[{'role': 'user', 'content': content}])
 
 
 def summarize(episodes):
