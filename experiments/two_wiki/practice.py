@@ -13,8 +13,8 @@ on:
   tool       (Title: Max Varnel) Max Varnel ( 21 March 1925 – 15 January 1996) was ...
   assistant  date of birth: 21 March 1925. <answer> 21 March 1925</answer>
 
-Nothing is used of the rows that are held out; their passages are in the corpus, as those
-of all rows are.
+The training rows' answers are not used, and nothing of the rows that are held out; the
+passages of all rows are in the corpus.
 """
 
 import collections
@@ -37,8 +37,8 @@ PASSAGE = f'(Title: {{title}}) {{text:.{facts.READ}}}'
 # What becomes of a conversation. 'right'; 'relation': it reads another relation in the
 # last passage; 'stop': it answers with what the first one said; 'guess': no search.
 FATES = {'right': 0.76, 'relation': 0.12, 'stop': 0.08, 'guess': 0.04}
-# Shares of the examples: training rows, and practice of each kind.
-KINDS = {'row': 0.14, 'fact': 0.18, 'chain': 0.42, 'compare': 0.12, 'compare chain': 0.14}
+# Shares of the kinds of questions.
+KINDS = {'fact': 0.2, 'chain': 0.5, 'compare': 0.14, 'compare chain': 0.16}
 # Of all examples, those without the tool: with passages in the prompt, as Naive RAG asks,
 # and with the question alone.
 READING, DIRECT = 0.12, 0.03
@@ -225,7 +225,7 @@ def _ask_plainly(template) -> Template | None:
 
 
 class Maker:
-  """Makes problems of the corpus and of training rows, and conversations of problems."""
+  """Makes problems of the corpus, and conversations of problems."""
 
   def __init__(
     self,
@@ -265,7 +265,6 @@ class Maker:
       for relation in sorted(relations)
       for film in (False, True)
     }
-    self.rows = [problem for task, f in found if (problem := self._row(task, *f))]
 
   def _value(self, document, relation) -> str | None:
     return facts.find(relation, self._texts[document.id], self._nations)
@@ -291,24 +290,6 @@ class Maker:
       if demos.name(hop.document.title).lower() != hop.query.lower():
         return None
     return tuple(hops)
-
-  def _row(self, task, template, names) -> Problem | None:
-    """A training row's own problem, if its passages are found and have the answer."""
-    ways = [self._hops(name, template.relations) for name in names]
-    if None in ways:
-      return None
-    hops = sum(ways, ())
-    titles = set(task.info['supporting_titles'])
-    if {hop.document.title for hop in hops} != titles:
-      return None
-    answer, last = task.answer[0], hops[-1]
-    if len(names) == 2:
-      made = self._compare(template, names, ways)
-      return made if made and made.answer.lower() == answer.lower() else None
-    if not re.search(rf'(?<!\w){re.escape(answer)}(?!\w)', self._texts[last.document.id]):
-      return None
-    hops = (*hops[:-1], last._replace(value=answer))
-    return Problem(task.info['question'], hops, '', answer)
 
   def make(self, kind: str, rng: random.Random) -> Problem | None:
     """Fills a template of a kind with passages of the corpus; None if that fails."""
@@ -395,11 +376,8 @@ def examples(maker: Maker, seed: int) -> Iterator[Example]:
   while True:
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     fate = rng.choices(list(FATES), list(FATES.values()))[0]
-    if kind == 'row':
-      problem = rng.choice(maker.rows)
-    else:
-      made = (maker.make(kind, rng) for _ in range(_TRIES))
-      problem = next(filter(None, made), None)
+    made = (maker.make(kind, rng) for _ in range(_TRIES))
+    problem = next(filter(None, made), None)
     if problem is None:
       raise ValueError(f'kinds: {kind!r} cannot be made of these rows and passages.')
     way = rng.random()
