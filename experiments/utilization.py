@@ -79,7 +79,7 @@ class Chips(replica_lib.Replica):
     nothing = np.zeros((*said.shape, 0), np.float32)
     ended = running & (left == count)
     zeros = np.float32(0 * said)
-    out: Any = (said, zeros, zeros, count, ended, np.int32(nothing), nothing)
+    out: Any = (said, zeros, zeros, zeros, count, ended, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
     return states, programs_lib.Decoded(*out)
 

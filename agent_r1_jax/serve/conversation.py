@@ -266,7 +266,7 @@ class Conversation:
     messages, said, ids = branch.asked
     branch.asked = None
     stop = len(branch.tokens) + len(ids) + len(chunk.tokens)
-    branch.pieces += [(ids, None, None), chunk[:3]]
+    branch.pieces += [(ids, None, None), chunk.piece]
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, protocol.comparable(reply.as_message())]
     branch.said += [*said, {'role': 'assistant', 'content': text}]
