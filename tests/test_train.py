@@ -355,9 +355,9 @@ class TestErrors:
   def test_episodes_that_raise_are_passed_over_up_to_the_limit(
     self, model, tmp_path, monkeypatch
   ):
-    to_fail, trained, learn = [True], [], loop.updates.learn
+    to_fail, trained, made, learn = [True], [], [], loop.updates.learn
 
-    class Fails(env_lib.ToolEnv):
+    class Fails(tiny.ClosedOnce):
       async def step(self, reply):
         if to_fail:
           to_fail.pop()
@@ -365,7 +365,7 @@ class TestErrors:
         return await super().step(reply)
 
     def make_env():
-      return Fails([look], _reward, parse=_parse)
+      return Fails(made, [look], _reward, parse=_parse)
 
     def spy(train_state, trajectories, *args, **kwargs):
       trained.extend(trajectories)
@@ -378,6 +378,7 @@ class TestErrors:
     assert len(trained) == 7 and all(t.error is None for t in trained)
     to_fail.append(True)
     assert line['rollout/status/error'] == 0.125
+    assert [env.closings for env in made] == [1] * 9  # One was made to look at.
     assert line['train/grad_norm'] > 0
     config = tiny.run_config(config, max_error_rate=0.1)
     message = r"1 of 8 episodes raised.*max_error_rate=0.1.*KeyError: 'page 7 is missing'"

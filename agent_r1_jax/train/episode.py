@@ -415,8 +415,11 @@ class Episode:
     with _blaming_the_environment():
       if not isinstance(step, types.Step):
         raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
-      if not math.isfinite(step.reward):
-        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
+      # Some algorithms learn from the named parts of the reward in its place.
+      parts = {n: x for n, x in step.metrics.items() if n.startswith('reward/')}
+      for name, value in {'reward': step.reward, **parts}.items():
+        if not math.isfinite(value):
+          raise _EnvironmentError(f'the {name} of a turn is {value}.')
       (turn or t.turns[-1]).reward += float(step.reward)
       for name, value in step.metrics.items():
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
