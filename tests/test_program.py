@@ -7,6 +7,7 @@ import json
 import pathlib
 import sys
 import threading
+from unittest import mock
 
 import httpx2
 import numpy as np
@@ -19,11 +20,13 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import program
 from agent_r1_jax.rl import table
+from agent_r1_jax.serve import conversation, protocol
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
 from experiments.miniwiki import agents
 
 USER = {'role': 'user', 'content': 'Who is it?'}
+TASK = types.Task('who', [USER])
 # It asks once and prints what it got as its last line; '-' is replaced by further code.
 SCRIPT = """
 import json, os, sys, urllib.request
@@ -151,6 +154,25 @@ def test_branches_are_segments_whatever_comes_first():
   table.build([plain])
   sampled = sum(int(s.action_mask.sum()) for s in plain.segments)
   assert sampled == sum(turn.stop - turn.start for turn in plain.turns)
+
+
+def test_a_request_that_is_made_again_has_its_own_randomness():
+  """Of two equal prompts the first one's client goes; neither it nor a third shares."""
+
+  class Context:
+    slots = serving.SLOTS
+    make_key = staticmethod(lambda *parts: parts)
+
+    def submit(self, ids, parent, max_tokens, key, **fields):
+      return mock.Mock(text=None, key=key)
+
+  asked = conversation.Conversation(serving.policy()[2], TASK, Context(), 9, 9)
+  request = protocol.read_chat({'messages': [{'role': 'system', 'content': 'x'}, USER]})
+  first, second = (asked.submit(request, [])[0] for _ in range(2))
+  asked.close(first)
+  again, third = (asked.submit(request, [])[0] for _ in range(2))
+  assert again.key == first.key
+  assert len({again.key, second.key, third.key}) == 3
 
 
 def test_rewards_add_up():
