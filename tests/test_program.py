@@ -181,7 +181,7 @@ def test_rewards_add_up():
       report = functools.partial(http.post, f'{url}/reward')
       assert (await report(json={'reward': 1})).status_code == 400  # No reply yet.
       first = [*task.messages, *await _ask(client, task.messages)]
-      assert (await report(json={'reward': 1, 'metrics': {'steps': 2}})).is_success
+      assert (await report(json={'reward': 1, 'metrics': {'tool_calls': 7}})).is_success
       assert (await report(json={'reward': 'much'})).status_code == 400
       await _ask(client, [*first, USER])
       assert (await report(json={'reward': {'form': 0.25, 'style': 0.5}})).is_success
@@ -191,11 +191,17 @@ def test_rewards_add_up():
     assert messages[-1]['role'] == 'assistant' and status == 'done'
     return 8.0
 
-  make_env = lambda: program.Program(run, reward, lambda task, messages: {'em': 1.0})
+  make_env = lambda: program.Program(run, reward, lambda task, messages: {'forks': 5.0})
   (played,) = _collect(make_env, serving.tasks()[:1], max_turn_tokens=64)
   if played.status == 'done':
     assert [turn.reward for turn in played.turns] == [1.0, 12.75]
-    named = {'steps': 2.0, 'em': 1.0, 'reward/form': 4.25, 'reward/style': 0.5}
+    named = {
+      'tool_calls': 7.0,
+      'forks': 5.0,
+      'rewritten': 0.0,
+      'reward/form': 4.25,
+      'reward/style': 0.5,
+    }
     assert named.items() <= played.metrics.items()
   assert played.error is None
 
