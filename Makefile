@@ -1,7 +1,9 @@
 # make quickstart   an agent learns to search, on this machine's CPU
 # make test         the whole test suite
+# make test-inspect that Inspect reads our logs, in an environment of its own (.venv-inspect)
 # make lint         format, lint and types
 # make format       rewrite the code in its format
+# make docs         the documentation as a site, in runs/site
 # make clean        remove the environment
 #
 # PYTHON=...        the interpreter of the environment (default: 3.12, else 3.11)
@@ -18,7 +20,7 @@ supported = import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3 python,\
 	$(shell $(name) -c "$(supported)" 2>/dev/null && echo $(name))))
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-inspect lint format docs clean
 .DEFAULT_GOAL := test
 
 quickstart: $(VENV)/installed
@@ -26,6 +28,10 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile $(ARGS)
+
+test-inspect: $(VENV)/installed-test $(VENV)-inspect/installed
+	INSPECT_PYTHON=$(VENV)-inspect/bin/python \
+		$(VENV)/bin/python -m pytest tests/test_viewer.py -k Contract
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .
@@ -36,8 +42,12 @@ format: $(VENV)/installed-test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
+docs: $(VENV)/installed-test
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
+	@echo runs/site/index.html
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-inspect
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { \
@@ -53,4 +63,9 @@ $(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
+	@touch $@
+
+$(VENV)-inspect/installed: tests/test_viewer.py | $(VENV)/bin/python
+	$(VENV)/bin/python -m venv $(VENV)-inspect
+	$(VENV)-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285
 	@touch $@

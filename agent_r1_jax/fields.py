@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import math
 import re
@@ -87,6 +88,12 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   """
   from ml_collections import config_flags
 
+  from agent_r1_jax.host import refusals
+
+  refusals.install()
+  for argument in sys.argv[1:]:
+    if re.match(rf'(workdir|{name}\.[\w.]+)=', argument):
+      sys.exit(f'{argument}: a flag begins with two hyphens: --{argument}')
   given = (re.match(rf'--?{name}\.([\w.]+)', argument) for argument in sys.argv[1:])
   known = set(names(default))
   for path in (match[1] for match in given if match):
@@ -142,6 +149,30 @@ def check(
       raise ValueError(f'{dotted} is {value!r}; {problem}')
   if choices or range_of:
     raise TypeError(f'{type(config)} has no fields {[*choices, *range_of]}.')
+
+
+def check_takes(name: str, function: Any, *arguments: str) -> None:
+  """Refuses a function that cannot be called with these positional arguments.
+
+  Args:
+    name: What the error calls the function.
+    function: The function; one without a signature, of another language, passes.
+    *arguments: The names of the arguments.
+
+  Raises:
+    ValueError: Shows its parameters and how it is called.
+  """
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):
+    return
+  try:
+    signature.bind(*arguments)
+  except TypeError as error:
+    raise ValueError(
+      f'{name} is called as {name}({", ".join(arguments)}), but it has the parameters '
+      f'{str(signature):.200}: {error}.'
+    ) from None
 
 
 def parse_json(name: str, text: str, kind: type) -> Any:

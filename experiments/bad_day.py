@@ -256,7 +256,9 @@ def small_disk(path: pathlib.Path) -> Iterator[bool]:
 def numbers(workdir: pathlib.Path) -> list[dict[str, float]]:
   """The metrics without what a clock measured."""
   lines = metrics.read(workdir)
-  return [{k: v for k, v in x.items() if not k.startswith('time/')} for x in lines]
+  return [
+    {k: v for k, v in x.items() if not k.startswith(('time/', 'machine/'))} for x in lines
+  ]
 
 
 def differences(workdir: pathlib.Path, expected: pathlib.Path) -> list[str]:
@@ -277,7 +279,7 @@ def differences(workdir: pathlib.Path, expected: pathlib.Path) -> list[str]:
 def expected_errors(workdir: pathlib.Path) -> int:
   """Episodes of a visible run whose reset or reward has a fault."""
   config = json.loads((workdir / 'config.json').read_text())
-  sampler = curriculum.TaskSampler(
+  sampler = curriculum.TaskStream(
     config_lib.Curriculum(), miniwiki.train_tasks(0, 512), seed=config['seed']
   )
   tasks = sampler.start_rollout(config['schedule']['steps'] * config['schedule']['tasks'])

@@ -101,50 +101,78 @@ def by_torch(config: decoder.DecoderConfig) -> dict[str, Any]:
   """The same, as its users would do it with Hugging Face's transformers."""
   try:
     import torch  # pyright: ignore[reportMissingImports]
-    import transformers
+    import transformers  # noqa: F401
   except ImportError as error:
     raise app.UsageError(
       f'{error}: pip install torch transformers, or --side=jax'
     ) from None
 
   cuda = torch.cuda.is_available()
-  device = torch.device('cuda' if cuda else 'cpu')
-  wait = torch.cuda.synchronize if cuda else (lambda: None)
   torch.set_float32_matmul_precision('high')
+  model = torch_model(config).to('cuda' if cuda else 'cpu')
+  found = {'sampling': least_seconds(torch_sampling(model, config.dtype))}
+  found['update'] = least_seconds(torch_update(model, config))
+  name = torch.cuda.get_device_name() if cuda else 'cpu'
+  peak = torch.cuda.max_memory_allocated() if cuda else None
+  return found | {'device': name, 'torch': torch.__version__, 'peak_bytes': peak}
+
+
+def torch_model(config: decoder.DecoderConfig) -> Any:
+  """Makes transformers' model of this shape, with random float32 parameters."""
+  import transformers
+
   raw = hf_config.make(config, np.float32)
   raw = {k: v for k, v in raw.items() if k not in ('architectures', 'torch_dtype')}
   kind = transformers.AutoConfig.for_model(**raw)
-  model: Any = transformers.AutoModelForCausalLM.from_config(
-    kind, attn_implementation='sdpa'
-  )
-  model = model.to(device)
-  given, P = batch(), _PROMPT.value
-  tokens = torch.as_tensor(given['tokens'], device=device)
-  advantages = torch.as_tensor(given['advantages'], device=device)
-  low = getattr(torch, config.dtype)
+  return transformers.AutoModelForCausalLM.from_config(kind, attn_implementation='sdpa')
+
+
+def torch_wait():
+  """Waits until the device has done what was asked of it."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  if torch.cuda.is_available():
+    torch.cuda.synchronize()
+
+
+def torch_sampling(model: Any, dtype: str) -> Callable[[], None]:
+  """Makes a function that samples all replies."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  low = getattr(torch, dtype)
   # Generation holds the weights in the type that it computes in, as ours does.
-  engine: Any = model if low == torch.float32 else type(model)(kind).to(device, low)
+  engine: Any = model
+  if low != torch.float32:
+    engine = type(model)(model.config).to(model.device, low)
+  tokens = torch.as_tensor(batch()['tokens'], device=model.device)
+  prompt = tokens[:, : _PROMPT.value]
   options = {'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
-  exact = {'max_new_tokens': _REPLY.value, 'min_new_tokens': _REPLY.value}
+  options |= {'max_new_tokens': _REPLY.value, 'min_new_tokens': _REPLY.value}
+  options |= {'pad_token_id': 0, 'eos_token_id': None}
 
   def sample():
     with torch.inference_mode():
-      prompt = tokens[:, :P]
-      seen = torch.ones_like(prompt)
-      said = engine.generate(
-        prompt, attention_mask=seen, pad_token_id=0, eos_token_id=None, **options, **exact
-      )
+      mask = torch.ones_like(prompt)
+      said = engine.generate(prompt, attention_mask=mask, **options)
     assert said.shape == tokens.shape
-    wait()
+    torch_wait()
 
-  found = {'sampling': least_seconds(sample)}
-  engine = None
+  return sample
+
+
+def torch_update(model: Any, config: decoder.DecoderConfig) -> Callable[[], None]:
+  """Makes a function that makes one optimizer step of a clipped policy gradient."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  given, P, device = batch(), _PROMPT.value, model.device
+  tokens = torch.as_tensor(given['tokens'], device=device)
+  advantages = torch.as_tensor(given['advantages'], device=device)
   model.train()
   model.gradient_checkpointing_enable({'use_reentrant': False})
-  optimizer = torch.optim.AdamW(
-    model.parameters(), lr=1e-6, weight_decay=0.0, fused=cuda or None
-  )
-  old = -float(np.log(config.vocab_size))
+  fused = torch.cuda.is_available() or None
+  params = list(model.parameters())
+  optimizer = torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0, fused=fused)
+  low, old = getattr(torch, config.dtype), -float(np.log(config.vocab_size))
 
   def update():
     for i in range(0, _ROWS.value, _MICROBATCH.value):
@@ -158,15 +186,12 @@ def by_torch(config: decoder.DecoderConfig) -> dict[str, Any]:
       advantage = advantages[i : i + _MICROBATCH.value]
       gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
       (-gain.sum() / (_ROWS.value * _REPLY.value)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    wait()
+    torch_wait()
 
-  found['update'] = least_seconds(update)
-  name = torch.cuda.get_device_name() if cuda else 'cpu'
-  peak = torch.cuda.max_memory_allocated() if cuda else None
-  return found | {'device': name, 'torch': torch.__version__, 'peak_bytes': peak}
+  return update
 
 
 def line_of(side: str) -> dict[str, Any]:

@@ -9,6 +9,9 @@ The methods are a direct answer, Naive RAG (`rag`), ReAct, tools in the chat tem
 miniwiki a `workflow`. With --n=1 replies are greedy; with more they are sampled as
 --config.evaluation.<field> says, at temperature 1 by default.
 
+With --candidates=8 each reply is sampled eight times, and --critic=DIR says which one the
+episode goes on with (docs/guided_decoding.md); without a critic it is the likeliest.
+
 Prints a table and writes it to WORKDIR/table.md, its numbers to results.json, and all
 episodes to episodes.eval, which `python -m agent_r1_jax.report.viewer` prints. Each
 episode is kept as it ends: the same command plays only what is missing, and another
@@ -17,6 +20,7 @@ model, configuration or task is refused. --n may grow, and --methods may change.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -26,8 +30,11 @@ from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
-from agent_r1_jax.host import checkpoint, processes, runtime
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.host import processes, runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import viewer
+from agent_r1_jax.train import choice, critic, identity
 from experiments import react, task_list
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
@@ -39,6 +46,9 @@ _RETRIEVER = flags.DEFINE_string(
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _N = flags.DEFINE_integer('n', 1, 'Samples of each task.', lower_bound=1)
 _LIMIT = flags.DEFINE_integer('limit', 100, 'Most tasks of a set; 0 is all.', 0)
+_CRITIC = flags.DEFINE_string('critic', '', 'The critic that chooses among candidates.')
+_CANDIDATES = flags.DEFINE_integer('candidates', 1, 'Candidates of each reply.', 1)
+_BETA = flags.DEFINE_float('beta', 0.0, 'With it, exp(value / beta) weighs candidates.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/evaluate', 'Where it writes.')
 _CFG = fields.define_flags(config_lib.Config())
 
@@ -53,12 +63,20 @@ def main(_):
   benchmark = task_list.TASKS[_TASK.value](source)
   # A model that goes on after its action would make up what it observes.
   stops = {'chat.stop_strings': json.dumps(react.FORMAT.stop_strings)}
-  config = set_temperature(fields.replace(benchmark.config, stops | given), given, n)
+  config = fields.replace(benchmark.config, stops | given)
+  config = set_temperature(config, given, max(n, _CANDIDATES.value))
   methods = choose_methods(benchmark, _METHODS.value)
   made_of = {'task': _TASK.value, 'limit': source.limit} | benchmark.made_of
-  checkpoint.check_config(workdir, made_of, name='task.json')
+  if _CANDIDATES.value > 1:
+    made_of |= {
+      'candidates': _CANDIDATES.value,
+      'critic': _CRITIC.value and identity.model_digest(_CRITIC.value),
+      'beta': _BETA.value,
+    }
+  workdir_lib.check_config(workdir, made_of, name='task.json')
   path = config.model.path
-  played = train.play(config, path, methods, samples=n, workdir=workdir)
+  choose = functools.partial(make_choice, path) if _CANDIDATES.value > 1 else None
+  played = train.play(config, path, methods, samples=n, workdir=workdir, choose=choose)
   numbers = task_list.summarize(played, benchmark, n)
   if processes.is_first():
     text = task_list.format_table(numbers, benchmark, n)
@@ -69,10 +87,20 @@ def main(_):
     print(f'\n{text}\n{workdir}')
 
 
+def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
+  """Makes the choice among the candidates of each reply that the flags ask for."""
+  candidates, beta = _CANDIDATES.value, _BETA.value
+  if not _CRITIC.value:
+    return choice.Choice(candidates, choice.mean_logprob, beta)
+  implicit = (pathlib.Path(_CRITIC.value) / critic.IMPLICIT).exists()
+  make = choice.by_ratio if implicit else choice.by_value
+  return make(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
+
+
 def set_temperature(
   config: config_lib.Config, given: Mapping[str, Any], n: int
 ) -> config_lib.Config:
-  """Returns the configuration with temperature 1 for several samples, if none is given.
+  """Returns the configuration with temperature 1 for n > 1 samples, if none is given.
 
   Raises:
     ValueError: Several samples are to be greedy.
@@ -83,8 +111,8 @@ def set_temperature(
     return fields.replace(config, {'evaluation.temperature': 1.0})
   if config.evaluation.temperature == 0:
     raise ValueError(
-      f'evaluation.temperature is 0, so that all --n={n} samples of a task would be '
-      'equal; raise it, or give --n=1.'
+      f'evaluation.temperature is 0, so that all {n} samples or candidates of a task '
+      'would be equal; raise it, or ask for one.'
     )
   return config
 

@@ -16,7 +16,7 @@ from agent_r1_jax.train import evaluation_cache
 _OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
 _COLORS = (
   *('#2563eb', '#d97706', '#059669', '#9333ea', '#111827', '#6b7280', '#dc2626'),
-  *('#db2777', '#0891b2', '#65a30d', '#a16207'),
+  *('#db2777', '#0891b2', '#65a30d', '#a16207', '#fb7185', '#14b8a6'),
 )
 Lines = Sequence[Mapping[str, Any]]
 
@@ -70,7 +70,7 @@ def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) ->
       style = {'marker': 'o', 'capsize': 2, 'lw': 1.4, 'ms': 4}
       axis.errorbar(x, y, [y - low, high - y], label=name, **style)
     axis.set(xscale='log', xlabel=f'{by} a question', ylabel='exact match')
-    ticks = [100, 200, 400, 800] if by == 'tokens' else [0.02, 0.05, 0.1]
+    ticks = [100, 200, 400, 800, 1600] if by == 'tokens' else [0.05, 0.1, 0.2, 0.4, 0.8]
     axis.set_xticks(ticks, map(str, ticks))
     axis.set_xticks([], minor=True)
   lines, labels = axes[0].get_legend_handles_labels()
@@ -79,7 +79,9 @@ def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) ->
     bins = np.array([b for line in calibrations for b in line[part]['bins']])
     axes[2].scatter(bins[:, 0], bins[:, 1], np.sqrt(bins[:, 2]) + 4, label=part)
   axes[2].plot([0, 1], [0, 1], color='#9ca3af', lw=1)
-  axes[2].set(xlabel="critic's value", ylabel='share of right episodes')
+  axes[2].set(
+    xlabel='probability of success by the value', ylabel='share of right episodes'
+  )
   axes[2].legend(fontsize=8)
   figure.savefig(path, dpi=130)
 
@@ -97,9 +99,10 @@ def main(argv):
   plot(methods, calibrations, out.with_suffix('.png'))
   print(make_table(methods))
   for line in calibrations:
-    for part in ('turns before', 'last turn'):
-      numbers = {name: line[part][name] for name in ('correlation', 'auc', 'ece')}
-      print(part, {name: round(x, 3) for name, x in numbers.items()})
+    parts = {name: part for name, part in line.items() if isinstance(part, dict)}
+    for name, part in parts.items():
+      numbers = {key: round(part[key], 3) for key in ('count', 'auc', 'ece')}
+      print(f'seed {line["seed"]}, {name}: {numbers}')
 
 
 if __name__ == '__main__':

@@ -412,21 +412,17 @@ def _row(rows, sets, kind) -> dict[str, Any]:
   for name, values, n in zip(sets, zip(*means, strict=True), counts, strict=True):
     if n:
       alone = tables.Count(round(values[0] * n), n)
-      cells[name] = _interval(values) if len(rows) > 1 else alone
+      cells[name] = (
+        tables.Interval(*tables.mean_interval(values)) if len(rows) > 1 else alone
+      )
   if all(counts):
     average = [float(np.mean(m)) for m in means]
-    cells['average'] = _interval(average) if len(rows) > 1 else average[0]
+    cells['average'] = (
+      tables.Interval(*tables.mean_interval(average)) if len(rows) > 1 else average[0]
+    )
   cells['seeds'] = str(len(rows))
   cells['minutes a seed'] = f'{np.mean([r["seconds"] for r in rows]) / 60:.1f}'
   return cells
-
-
-def _interval(values: Sequence[float]) -> str:
-  from scipy import stats  # The import takes a second.
-
-  n = len(values)
-  half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
-  return f'{np.mean(values):.3f} ± {half:.3f}'
 
 
 def _curves(learned, path) -> None:

@@ -59,7 +59,7 @@ def visible_table(
 ) -> table_lib.TokenTable:
   """Makes the table of the rows of trajectories that an estimator sees."""
   table = table_lib.build(trajectories)
-  return table.take(table.visible_rows(masked))
+  return table.take(table.find_visible(masked))
 
 
 def make_table(
@@ -99,7 +99,7 @@ def make_table(
 def reorder(table: table_lib.TokenTable, order: Sequence[int]) -> table_lib.TokenTable:
   """Puts the trajectories of a table into another order."""
   order = np.asarray(order)
-  rows = table.take(table.find_rows(order.tolist()))
+  rows = table.take(table.find_tokens(order.tolist()))
   turns = np.concatenate([np.flatnonzero(table.turn_trajectory == i) for i in order])
   # The new number of each trajectory, and of each turn; -1, for no turn, stays -1.
   number, of_turn = np.argsort(order), np.append(np.argsort(turns), -1)
@@ -176,7 +176,7 @@ def golden_actions(
     values=np.concatenate(numbers['in/values']),
     ref_logprobs=np.concatenate(numbers['in/ref_logp']),
   )
-  return table.take(table.visible_rows(masked))
+  return table.take(table.find_visible(masked))
 
 
 def golden_at_actions(key: str, *, joined: bool = False) -> np.ndarray:

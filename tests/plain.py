@@ -40,7 +40,8 @@ GRPO_OBJECTIVE = objective(GRPO, shared_critic=False)
 def tree(seed: int, value_head: bool = False) -> decoder.Params:
   """Makes random parameters, also of norms and value head."""
   rng, key = np.random.default_rng(seed), jax.random.key(0)
-  shapes = jax.eval_shape(lambda: decoder.init(CONFIG, key, value_head=value_head))
+  finish = decoder.add_value_head if value_head else dict
+  shapes = jax.eval_shape(lambda: finish(decoder.init(CONFIG, key)))
 
   def draw(path, x):
     scale = rng.normal(scale=0.3, size=x.shape).astype(np.float32)

@@ -1,11 +1,10 @@
 """Rewards that fit any task, by hand; shaping telescopes over real episodes."""
 
 import asyncio
-import functools
 
 import pytest
 
-from agent_r1_jax import testing, types
+from agent_r1_jax import types
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import rewards
@@ -60,15 +59,10 @@ async def test_parts_are_numbers():
     await play(env, '6')
 
 
-@pytest.mark.parametrize('part', [right, 1.0, (right, 1.0), (1.0, right, 2), (1.0, 2.0)])
+@pytest.mark.parametrize('part', [right, (1.0, 2.0), (float('nan'), right)])
 def test_a_part_is_a_weight_and_a_reward(part):
-  with pytest.raises(ValueError, match='outcome=.*: give a weight and a reward'):
+  with pytest.raises(ValueError, match='outcome.*(give a weight and a reward|be finite)'):
     rewards.hybrid(outcome=part)
-
-
-def test_weights_are_finite():
-  with pytest.raises(ValueError, match='outcome: the weight nan must be finite'):
-    rewards.hybrid(outcome=(float('nan'), right))
 
 
 @pytest.mark.parametrize(
@@ -89,15 +83,6 @@ def test_what_the_task_shows_is_no_call_of_the_agent():
   shown = types.Task('t', said(BAD, BAD, '6') + TASK.messages)
   messages = [*shown.messages, {'role': 'assistant', 'content': CALL % '1'}]
   assert rewards.well_formed(shown, messages) == 1.0
-
-
-def test_another_call_format():
-  def parse(reply):
-    return [calls_lib.ToolCall('x', {})] * reply.count('!')
-
-  messages = said('Go!', 'Go!', BAD)
-  assert rewards.well_formed(TASK, messages, parse=parse) == 1.0
-  assert rewards.well_formed(TASK, messages) == 0.0
 
 
 async def test_the_format_is_that_of_the_chat():
@@ -146,15 +131,6 @@ async def test_shaping_telescopes(potential, gamma):
   assert all(given) and given[-1] == -states[-2]
   assert sum(gamma**t * f for t, f in enumerate(given)) == -states[0]
   assert not any(k.startswith('reward/') for s in steps for k in s.metrics)
-
-
-async def test_shaping_has_no_memory():
-  shaping = rewards.potential_based(length)
-  make = functools.partial(
-    env_lib.ToolEnv, [calculator_lib.calculator_tool()], right, process_reward=shaping
-  )
-  steps = await testing.check_env(make, TASK, REPLIES)
-  assert sum(step.reward for step in steps) == 1.0 - length(TASK, TASK.messages)
 
 
 async def test_an_episode_that_was_cut_keeps_the_potential_of_where_it_was():

@@ -282,12 +282,6 @@ class TestAutomaton:
     assert tokens.walk(tokens.encode('I call ' + text)) == -1
     assert tokens.walk([tokens.tokenizer.eos_token_id]) == -1
 
-  def test_the_words_around_a_call_may_be_others(self):
-    tokens = of_tiny(opening='<<', closing='>>')
-    body = '\n{"name": "now", "arguments": {}}\n'
-    assert tokens.free[tokens.walk(tokens.encode(f'So <tool_call> or <<{body}>> it'))]
-    assert tokens.walk(tokens.encode('So << no')) == -1
-
   @pytest.mark.parametrize('length', [0, 3, 12, 30, 80])
   def test_every_prefix_is_one_of_a_call_that_fits(self, length):
     tokens, rng = of_tiny(), np.random.default_rng(length)

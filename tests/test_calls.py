@@ -1,9 +1,7 @@
 import json
-import random
 
 import pytest
 
-from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent.calls import CallError, ToolCall, parse_hermes
 
 
@@ -124,26 +122,3 @@ def test_a_broken_call_does_not_swallow_the_next():
 )
 def test_a_closed_thought_is_no_call(reply, queries):
   assert [c.arguments['query'] for c in parse_hermes(reply)] == queries
-
-
-def test_nothing_makes_it_raise():
-  rng = random.Random(0)
-  pieces = ['<tool_call>', '</tool_call>', '<think>', '</think>', '{', '}', '"name"', ':']
-  pieces += [
-    '"a"',
-    ',',
-    '"arguments"',
-    '[',
-    ' ',
-    '\n',
-    '\\',
-    '\ud800',
-    'NaN',
-    '1e999',
-    call(),
-  ]
-  kinds = set()
-  for _ in range(3000):
-    for found in parse_hermes(''.join(rng.choices(pieces, k=rng.randrange(30)))):
-      kinds.add(type(found))
-  assert kinds == {calls_lib.ToolCall, calls_lib.CallError}

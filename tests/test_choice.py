@@ -102,8 +102,8 @@ class TestValues:
   def test_the_rows_that_an_episode_needs_are_there(self):
     engine = test_rollout._engine()
     critic = engine.make_policy(_critic(), 0)
-    with pytest.raises(ValueError, match='rows: 7 texts .* fit the 6 rows'):
-      _play(choice_lib.Choice(3, critic=critic), engine=engine)
+    with pytest.raises(ValueError, match='rows: 8 texts .* fit the 6 rows'):
+      _play(choice_lib.Choice(4, critic=critic), engine=engine)
 
 
 class TestChoice:
@@ -177,11 +177,11 @@ class TestSavedCritic:
     target = self._save(policy, turn)
     whole = choice_lib.by_value(engine, target, policy, candidates=2, step='turn')
     made = choice_lib.by_value(engine, policy.parent / 'critic', policy, candidates=1)
-    assert made.rows == 3 and made.critic is not None
+    assert made.rows == 2 and made.critic is not None
     shared = choice_lib.by_value(engine, target, target, candidates=2)
     assert shared.critic is None and shared.rows == 2
     tokens = np.arange(3)
-    reply = request_lib.Chunk(tokens, *[tokens] * 2, False, *[tokens] * 3)
+    reply = request_lib.Chunk(tokens, *[tokens] * 2, False, *[tokens] * 4)
     candidate = choice_lib.Candidate(tokens, reply, 8.0)
     assert [c.score(candidate) for c in (discounted, whole)] == [1.0, 8.0]
 

@@ -50,6 +50,12 @@ _NUMBERS = [
     ('chat.tools_in_prompt', '', "is ''; give one of 'default'"),
     ('optimizer.offload', 1, 'is 1; it must be True or False.'),
     ('model.path', None, 'is None; it must be a text.'),
+    (
+      'sinks',
+      'tensorboard,wb',
+      "is 'tensorboard,wb', with wb; give some of tensorboard,",
+    ),
+    ('profile', '2,last', "is '2,last'; give numbers of steps, such as '2,50'."),
   ],
 )
 def test_a_wrong_value_is_refused(field, value, message):
@@ -57,6 +63,12 @@ def test_a_wrong_value_is_refused(field, value, message):
   with pytest.raises(ValueError) as error:
     preflight.check_config(config, algorithms.grpo(kl_coef=0.0))
   assert str(error.value).startswith(f'{field} {message}')
+
+
+def test_a_sink_that_is_not_installed_is_refused(monkeypatch):
+  monkeypatch.setattr(preflight.importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match=r"wandb is not installed; pip .*_jax\[wandb\]'"):
+    preflight.check_config(tiny.run_config(sinks='wandb'), algorithms.grpo(kl_coef=0.0))
 
 
 @pytest.mark.parametrize('name', ['alarms', 'engine'])

@@ -74,15 +74,6 @@ async def test_a_sliding_window_forgets_the_first_turns():
   assert len(env.env.messages) == 2 + 2 * 4 + 1
 
 
-async def test_a_window_of_one_turn():
-  steps = await play(context.SlidingWindow(make(), turns=1), call(0), call(1), call(2))
-  assert [step.messages for step in steps] == [
-    turn(0)[1:],
-    [*TASK.messages, *turn(1)],
-    [*TASK.messages, *turn(2)],
-  ]
-
-
 async def test_a_summary_is_asked_for_and_goes_on_alone():
   env = context.Summary(make(), turns=2, prompt='Sum up!')
   thought = f'<think>{call(5)}</think>\n\nAt {{11}}. {call(6)}\n'
@@ -106,17 +97,6 @@ async def test_a_summary_is_asked_for_and_goes_on_alone():
   contents = [m['content'] for m in env.env.messages]
   assert 'Sum up!' not in contents and thought not in contents
   assert len(contents) == 2 + 2 * 4 + 1
-
-
-async def test_no_summary_is_asked_for_at_the_end():
-  (step,) = await play(context.Summary(make(), turns=1), 'It is 4.')
-  assert (step.messages, step.done, step.reward) == ([], True, 1.0)
-
-
-async def test_the_usual_request_says_not_to_call():
-  (step,) = await play(context.Summary(make(), turns=1), call(0))
-  assert step.messages[-1] == user(context.SUMMARY)
-  assert 'not call a tool' in context.SUMMARY
 
 
 def last_sum(env):
@@ -168,16 +148,6 @@ async def test_it_conforms_and_has_the_tools(name):
   env.env.close = lambda: closed.append(True)
   await env.close()
   assert closed == [True]
-
-
-@pytest.mark.parametrize('name', STRATEGIES)
-async def test_an_episode_leaves_nothing_behind(name):
-  env = STRATEGIES[name](make)
-  played = []
-  for _ in range(2):
-    opening = await env.reset(TASK)
-    played.append([opening, *[await env.step(call(n)) for n in (0, 1, 0)]])
-  assert played[0] == played[1]
 
 
 @pytest.mark.parametrize('name', STRATEGIES)

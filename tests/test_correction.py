@@ -1,12 +1,20 @@
-"""Corrections: verl's numbers in float64 (golden/), hand-made cases."""
+"""Corrections: verl's numbers in float64 (golden/), hand-made cases, the engine's."""
 
+import dataclasses
+
+import clients
 import episodes
 import numpy as np
 import pytest
+import tiny
 
+from agent_r1_jax import types
+from agent_r1_jax.engine import guide
+from agent_r1_jax.engine.sampling import Sampling
 from agent_r1_jax.rl import correction
+from agent_r1_jax.rl import table as table_lib
 
-UNTOUCHED = [np.array([-1.0, -2.0, -0.5]), np.zeros(0), np.array([-3.0])]
+_LOGPROBS = ('in/old_logp', 'in/rollout_logp')
 
 
 def _table(old, behaviour):
@@ -19,31 +27,13 @@ def _table(old, behaviour):
   )
 
 
-EVERY = {
-  'token_truncated': correction.token_truncated(),
-  'sequence_truncated': correction.sequence_truncated(),
-}
-
-
-def _golden_weights(correct, old='in/old_logp', behaviour='in/rollout_logp'):
-  """The weights of the peers' episodes, [12, 24]; 0 off the action tokens."""
+def test_weights_are_verls():
   g, mask = episodes.golden(), episodes.golden_mask()
-  numbers = ([x[m] for x, m in zip(g[key], mask)] for key in (old, behaviour))
-  out = np.zeros(mask.shape)
-  out[mask] = correct(_table(*numbers))
-  return out
-
-
-@pytest.mark.parametrize(
-  ('key', 'correct'),
-  [
-    ('token', correction.token_truncated(cap=2.0)),
-    ('sequence', correction.sequence_truncated(cap=2.0)),
-  ],
-)
-def test_weights_are_verls(key, correct):
-  expected = episodes.golden()[f'verl/rollout_is/{key}/th2.0/bn0/w']
-  np.testing.assert_allclose(_golden_weights(correct), expected, rtol=1e-12)
+  numbers = ([x[m] for x, m in zip(g[key], mask)] for key in _LOGPROBS)
+  out = correction.token_truncated(cap=2.0)(_table(*numbers))
+  np.testing.assert_allclose(
+    out, g['verl/rollout_is/token/th2.0/bn0/w'][mask], rtol=1e-12
+  )
 
 
 # By hand.
@@ -62,8 +52,6 @@ def _weights(correct, *ratios):
   [
     (correction.token_truncated(), [[2, 0.6, 1], [0.2]]),
     (correction.token_truncated(cap=0.4), [[0.4, 0.4, 0.4], [0.2]]),
-    (correction.sequence_truncated(cap=2.5), [[2.4, 2.4, 2.4], [0.2]]),
-    (correction.sequence_truncated(), [[2, 2, 2], [0.2]]),
   ],
 )
 def test_by_hand(correct, expected):
@@ -72,32 +60,16 @@ def test_by_hand(correct, expected):
     np.testing.assert_allclose(x, y, rtol=1e-12)
 
 
-@pytest.mark.parametrize('name', EVERY)
-def test_on_policy_nothing_is_corrected(name):
-  weights = EVERY[name](_table(UNTOUCHED, UNTOUCHED))
-  assert weights.dtype == np.float64
-  np.testing.assert_array_equal(weights, np.ones(4))
-  assert len(EVERY[name](_table([], []))) == 0
-
-
 def test_ratios_are_clipped():
-  far = _table(
-    [np.array([40.0, -40.0, 3.0]), np.array([30.0, -30.0])], [np.zeros(3), np.zeros(2)]
-  )
+  far = _table([np.array([40.0, -40.0, 3.0])], [np.zeros(3)])
   out = correction.token_truncated(cap=1e99)(far)
-  np.testing.assert_allclose(out[:3], np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
-  # The sum is clipped, not what is summed.
-  out = correction.sequence_truncated(cap=1e99)(far)
-  np.testing.assert_allclose(out, np.exp([3, 3, 3, 0, 0]), rtol=1e-12)
+  np.testing.assert_allclose(out, np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-  'make', [correction.token_truncated, correction.sequence_truncated]
-)
 @pytest.mark.parametrize('cap', [0.0, -1.0, float('nan')])
-def test_a_cap_must_be_positive(make, cap):
+def test_a_cap_must_be_positive(cap):
   with pytest.raises(ValueError, match='cap is'):
-    make(cap=cap)
+    correction.token_truncated(cap=cap)
 
 
 def test_statistics_are_verls():
@@ -110,7 +82,7 @@ def test_statistics_are_verls():
   def verls(level, name):
     return float(g[f'verl/rollout_is/{level}/th2.0/metrics/rollout_is_{name}'])
 
-  out, n = statistics('in/old_logp', 'in/rollout_logp'), mask.sum()
+  out, n = statistics(*_LOGPROBS), mask.sum()
   mean, effective = verls('token', 'mean'), verls('token', 'eff_sample_size')
   # verl adds 1e-8 to the count of tokens, and to the mean that it divides by.
   expected = {
@@ -121,7 +93,7 @@ def test_statistics_are_verls():
   }
   assert {name: out[name] for name in expected} == pytest.approx(expected, rel=1e-9)
   # No token's ratio is outside; of the trajectories' products some are.
-  products = statistics('in/old_logp', 'in/rollout_logp', lambda x: x.sum(keepdims=True))
+  products = statistics(*_LOGPROBS, lambda x: x.sum(keepdims=True))
   assert products['ratio_max'] == pytest.approx(verls('sequence', 'max'), rel=1e-9)
   shares = [verls('sequence', f'ratio_fraction_{side}') for side in ('low', 'high')]
   # These are float32.
@@ -131,24 +103,35 @@ def test_statistics_are_verls():
   assert mean_k1 == pytest.approx(g['verl/kl/k1/val'][mask].mean(), rel=1e-9)
 
 
-def test_statistics():
-  behaviour = [np.full(3, -1.0), np.full(1, -1.0)]
-  old = [b + np.log(r) for b, r in zip(behaviour, ([4.0, 0.6, 1.0], [0.2]))]
-  expected = {
-    'kl': -np.log(4.0 * 0.6 * 0.2) / 4,
-    'ratio_mean': 5.8 / 4,
-    'ratio_max': 4.0,
-    'ratio_outside': 0.5,
-    'effective_sample': 5.8**2 / (4 * 17.4),
-  }
-  assert correction.statistics(_table(old, behaviour)) == pytest.approx(
-    expected, rel=1e-12
-  )
-  assert correction.statistics(_table(UNTOUCHED, UNTOUCHED)) == {
-    'kl': 0.0,
-    'ratio_mean': 1.0,
-    'ratio_max': 1.0,
-    'ratio_outside': 0.0,
-    'effective_sample': 1.0,
-  }
-  assert correction.statistics(_table([], [])) == {}
+# Through the engine.
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.7])
+def test_what_was_sampled_from_another_distribution_is_corrected(temperature):
+  """A forced token has weight π(token), one of the likeliest 3 their probability."""
+  params = clients.params()
+  engine = tiny.engine(params, guides={guide.FORCED: None})
+  forced = {guide.FORCED: guide.forced_state(clients.tokens(1, 12))}
+  given = clients.tokens(0, 7)
+
+  async def play(key, guides, **truncation):
+    chosen = {'sampling': Sampling(temperature, **truncation), 'guides': guides}
+    options = chosen | {'top_logprobs': 3} | clients.ENDLESS
+    return await engine.submit(clients.request(given, None, 12, key, **options))
+
+  plays = [play(0, forced), play(1, {}, top_k=3), play(2, {})]
+  replies = tiny.within(engine.run, plays)
+  segments = [types.Segment.join([(given, None, None), r.piece]) for r in replies]
+  weights = []
+  for segment, old in zip(
+    segments, tiny.learned(params, segments, temperature=temperature), strict=True
+  ):
+    table = table_lib.from_segments([segment])
+    table = dataclasses.replace(table, logprobs=old).take(segment.action_mask)
+    weights.append(correction.token_truncated()(table))
+  pi = [np.exp(replies[0].logprobs), np.exp(replies[1].top_logprobs).sum(axis=1), 1.0]
+  assert (weights[0] < 0.1).all() and (weights[1] < 0.9).any()
+  for weight, expected, bound in zip(weights, pi, (1e-5, 1e-5, 2e-5), strict=True):
+    np.testing.assert_allclose(weight, expected, rtol=0, atol=bound)
+  # Beside rows that have guides, a row without any keeps its numbers to the last bit.
+  np.testing.assert_array_equal(replies[2].behaviour_logprobs, replies[2].logprobs)

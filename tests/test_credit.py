@@ -72,7 +72,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   which = plain.models(own_critic=own_critic)
   table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
   (shown,) = taken
-  rows, of_critic = table.visible_rows(masked), _score(which.critic, ts)
+  rows, of_critic = table.find_visible(masked), _score(which.critic, ts)
   expected = {
     'ref_logprobs': _score(which.reference, ts).logprobs,
     'values': of_critic.values,
@@ -86,32 +86,13 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   assert shown.truncated.tolist() == [t.status != 'done' for t in ts]
 
 
-def _first_returns(table):
-  """The return of the first action of each trajectory."""
-  acted = table.take(table.action_mask)
-  return acted.returns[table_lib.starts(acted.trajectory)]
-
-
-@pytest.mark.parametrize('bootstrap', [False, True])
-def test_a_cut_episode_has_ended_unless_the_value_after_it_is_asked_for(bootstrap):
-  """γ = λ = 1: the return of the first token is all that comes."""
-  ts = _cut()
-  algorithm = algorithms.ppo(kl_coef=0.0, bootstrap_truncated=bootstrap)
-  table, _ = plain.credit(ts, algorithm)
-  expected = np.array([t.reward for t in ts])
-  if bootstrap:
-    after = _score(plain.shared(), ts).after[table_lib.ends(table.trajectory)]
-    expected += np.where([t.status == 'done' for t in ts], 0.0, after)
-  np.testing.assert_allclose(_first_returns(table), expected, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize('masked', [True, False])
 def test_credit_is_put_at_its_tokens(masked):
   taken, ts = [], plain.trajectories()
   algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
   table, metrics = plain.credit(ts, algorithm)
   assert table.ref_logprobs is table.correction is table.weights is None
-  rows, count = table.visible_rows(masked), len(taken[0])
+  rows, count = table.find_visible(masked), len(taken[0])
   for column in (table.advantages, table.returns):
     np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
     assert not column[~rows].any()
@@ -137,7 +118,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   before = table_lib.build(ts)
   kl = 0.5 * (before.logprobs - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
-  rows = before.visible_rows(masked)
+  rows = before.find_visible(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
   np.testing.assert_allclose(shown.rewards, expected, rtol=1e-5, atol=1e-4)
   assert before.action_mask[rows].all() == masked
@@ -285,7 +266,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
-  mask, rows = before.action_mask, before.visible_rows(masked)
+  mask, rows = before.action_mask, before.find_visible(masked)
   assert np.abs(old - before.logprobs)[mask].max() > 0.1, 'another policy sampled'
   if kind == 'reverse':
     kl = np.where(mask, old - other, 0.0)

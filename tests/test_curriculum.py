@@ -20,7 +20,7 @@ def _tasks(n):
 
 def _sampler(n=6, config=None, seed=0, draws=None):
   config = config or config_lib.Curriculum()
-  return curriculum.TaskSampler(config, _tasks(n), seed=seed, draws=draws)
+  return curriculum.TaskStream(config, _tasks(n), seed=seed, draws=draws)
 
 
 def _group(task, rewards):
@@ -113,7 +113,7 @@ def test_tasks_are_read_when_they_are_drawn():
     return types.Task(str(i), [])
 
   tasks = grain.MapDataset.source(range(1000)).map(make)
-  drawn = curriculum.TaskSampler(config_lib.Curriculum(), tasks).start_rollout(4)
+  drawn = curriculum.TaskStream(config_lib.Curriculum(), tasks).start_rollout(4)
   assert [int(t.id) for t in drawn] == read and len(read) == 4
 
 

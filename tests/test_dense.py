@@ -24,7 +24,7 @@ def _ids(found):
 
 
 def test_flat_is_exact():
-  index = dense.Dense(PASSAGES, _encode, batch_size=128)
+  index = dense.Dense(PASSAGES, _encode)
   queries = ['query 7', 'query 1000', 'query 599']
   found = index.search(queries, 4)
   scores = _encode(queries) @ _encode([p.contents for p in PASSAGES]).T

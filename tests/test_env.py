@@ -1,6 +1,7 @@
 import asyncio
 import itertools
 import json
+import math
 import pathlib
 import re
 import threading
@@ -246,9 +247,7 @@ async def test_tools_report_rewards_and_a_turn_sums_them():
   'worth, message',
   [
     ('nan', 'ValueError: the reported reward is nan; make it finite.'),
-    ('inf', 'ValueError: the reported reward is inf; make it finite.'),
     ('huge', 'OverflowError: '),
-    ('much', 'TypeError: '),
     (None, 'TypeError: '),
   ],
 )
@@ -287,18 +286,6 @@ async def test_a_process_reward_may_be_a_function_with_parts():
   assert seen[1][2] == 'Error: 1 more calls were not run; at most 1 a turn.'
 
 
-async def test_a_function_stands_in_place_of_the_method():
-  class Two(env_lib.ToolEnv):
-    def process_reward(self, calls, results):
-      return 2.0
-
-  for kwargs, reward in (({}, 2.0), ({'process_reward': lambda *_: 3.0}, 3.0)):
-    env = Two([play], right, **kwargs)
-    await env.reset(TASK)
-    assert (await env.step(move('left'))).reward == reward
-    assert (await env.step('6')).reward == reward + 1.0
-
-
 @pytest.mark.parametrize(
   'kwargs, message',
   [
@@ -306,25 +293,17 @@ async def test_a_function_stands_in_place_of_the_method():
     ({'reward': lambda *_: 'good'}, "reward of task 't1' is 'good'; make it a number"),
     ({'reward': lambda *_: {'em': None}}, r"'t1' is \{'em': None\}; make it a number"),
     ({'metrics': lambda *_: 1.0}, "metrics of task 't1' are 1.0; make them a dict of"),
+    ({'reward': lambda *_: float('nan')}, "^the reward of task 't1' is nan; make it fin"),
+    (
+      {'process_reward': lambda *_: {'a': 1.0, 'b': math.inf}},
+      'process reward of .* inf',
+    ),
   ],
 )
 async def test_what_is_no_number_is_named(kwargs, message):
   env = await begin(**kwargs)
   with pytest.raises(ValueError, match=message):
     await env.step('6')
-
-
-@pytest.mark.parametrize('worth', [float('inf'), {'a': 1.0, 'b': float('nan')}])
-async def test_a_process_reward_must_be_finite(worth):
-  env = await begin(process_reward=lambda *_: worth)
-  with pytest.raises(ValueError, match="process reward of task 't1' is .*make it finite"):
-    await env.step(calculate('1'))
-
-
-async def test_an_environment_that_reports_conforms():
-  replies = [move('left'), move('right') * 2, 'It is 6.']
-  steps = await testing.check_env(lambda: env_lib.ToolEnv([play], right), TASK, replies)
-  assert [step.reward for step in steps] == [0.25, -2.0, 1.0]
 
 
 async def test_another_call_format():
@@ -335,18 +314,6 @@ async def test_another_call_format():
   env = await begin(parse=parse)
   assert (await env.step('a NAP please')).messages[0]['content'] == 'slept 0'
   assert (await env.step(calculate('1'))).done
-
-
-async def test_rewards_and_environments_that_raise_are_not_caught():
-  def broken(task, messages):
-    raise KeyError('gold')
-
-  with pytest.raises(KeyError, match='gold'):
-    await (await begin(reward=broken)).step('6')
-  with pytest.raises(KeyError, match='gold'):
-    await (await begin(metrics=broken)).step('6')
-  with pytest.raises(ValueError, match="reward of task 't1' is nan"):
-    await (await begin(reward=lambda *_: float('nan'))).step('6')
 
 
 async def test_steps_belong_between_reset_and_done():

@@ -419,7 +419,7 @@ def test_official_files_end_as_what_data_takes(name, project, tmp_path, capsys):
 
   corpus, questions = qa_data.find(folder)
   tasks = [t for s in ('train', 'dev') for t in qa_data.read_questions(folder, s)]
-  assert tasks == qa_data.jsonl(questions) + qa_data.jsonl(folder / 'dev.jsonl.gz')
+  assert tasks == qa_data.load(questions) + qa_data.load(folder / 'dev.jsonl.gz')
   (tmp_path / 'official').write_bytes(
     _lines({'hotpotqa': HOTPOT, '2wikimultihopqa': TWO_WIKI, 'musique': MUSIQUE}[name])
   )
@@ -431,7 +431,9 @@ def test_official_files_end_as_what_data_takes(name, project, tmp_path, capsys):
   assert [task.info.pop('origin') for task in tasks] == ['train', 'train', 'dev']
   passages = {d.id: d for d in qa_data.documents.read_corpus(corpus)}
   assert {(d.title, d.text) for d in passages.values()} == {
-    (d.title, d.text) for d in qa_data.passages(tmp_path / 'official')
+    passage
+    for where, row in qa_data.documents.read_rows(tmp_path / 'official')
+    for passage in qa_data.contexts(where, row)
   }
   for task, other in zip(tasks, official, strict=True):
     gold = [passages[id].title for id in task.info.pop('supporting_ids')]

@@ -30,14 +30,15 @@ def test_one_of_several_episodes_is_taken_in_each_way():
     _episode('The right', 1.0, -0.8),
     _episode('wrong', 0.0, -0.7),
   ]
-  values = {id(t): np.array([0.5, v]) for t, v in zip(group, (0.4, 0.3, 0.2, 0.6))}
+  values = {id(t): np.array([0.5, v]) for t, v in zip(group, (-3.0, 0.3, 0.2, 2.0))}
   taken = guided.select_episodes([group], values)
   numbers = {id(t): number for number, t in enumerate(group)}
   assert {how: numbers[id(chosen)] for how, (chosen,) in taken.items()} == {
+    'episodes, random': 0,
     'episodes, likeliest': 0,
     'episodes, majority': 1,  # Articles and case do not count.
     'episodes, highest value': 3,
-    'episodes, majority by value': 3,
+    'episodes, π exp(value)': 3,
     'episodes, best (oracle)': 1,
   }
   group[2].metrics['sampled_tokens'] = 32.0
@@ -46,10 +47,10 @@ def test_one_of_several_episodes_is_taken_in_each_way():
 
 def test_calibration_of_values():
   right, wrong = _episode('a', 1.0, 0.0), _episode('b', 0.0, 0.0)
-  values = {id(right): np.array([0.21, 0.95]), id(wrong): np.array([0.2625, 0.05])}
-  found = guided.calibrate([right, wrong], values)
-  assert found['last turn']['bins'] == [[0.05, 0.0, 1], [0.95, 1.0, 1]]
-  assert found['last turn']['auc'] == 1.0 and found['turns before']['auc'] == 0.0
-  assert found['last turn']['correlation'] == pytest.approx(1.0)
-  assert found['last turn']['ece'] == pytest.approx(0.05)
-  assert [b[1:] for b in found['turns before']['bins']] == [[0.5, 2]]
+  odds = {id(right): np.array([-1.0, 3.0]), id(wrong): np.array([-0.5, -3.0])}
+  found = guided.calibrate([right, wrong], odds)
+  said = 1 / (1 + np.exp(3.0))
+  np.testing.assert_allclose(found['last turn']['bins'], [[said, 0, 1], [1 - said, 1, 1]])
+  assert found['last turn']['ece'] == pytest.approx(said)
+  for name, known in (('last turn', 1.0), ('turns before', 0.0), ('turn 1', 0.0)):
+    assert found[name]['auc'] == known

@@ -274,7 +274,7 @@ def test_base_and_search(small_data, tmp_path):
   sft = ('--sft.steps=4', '--sft.rows=2', '--sft.warmup=1', '--sft.row_tokens=512')
   _run('hotpotqa.pretrain', *shared, *size, *sft, f'--out={tmp_path}/base')
   known = set(json.loads((tmp_path / 'base' / 'rows.json').read_text()))
-  tasks = qa_data.jsonl(small_data / 'train.jsonl.gz')
+  tasks = qa_data.load(small_data / 'train.jsonl.gz')
   held_out, _, rest = demos.split(tasks, 6, 3)
   assert known == {task.id for task in rest}
 
@@ -342,12 +342,6 @@ def test_there_is_one_way_to_name_a_model(path):
     assert 'config.model.path' in defined
 
 
-FAMILIES = {
-  'qwen2.5': {'family': 'qwen2'},
-  'qwen3': {'family': 'qwen3'},
-}
-
-
 @pytest.fixture(scope='module')
 def real_data(data_dir, tmp_path_factory) -> pathlib.Path:
   """Some questions of HotpotQA, their passages and a few hundred others."""
@@ -362,8 +356,7 @@ def real_data(data_dir, tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-@pytest.mark.parametrize('name', FAMILIES)
-def test_an_instruct_model_runs_unchanged(name, data_dir, real_data, tmp_path):
+def test_an_instruct_model_runs_unchanged(data_dir, real_data, tmp_path):
   config = decoder.DecoderConfig(
     vocab_size=151_936,
     embed_dim=32,
@@ -374,10 +367,10 @@ def test_an_instruct_model_runs_unchanged(name, data_dir, real_data, tmp_path):
     mlp_dim=64,
     rope_theta=1e6,
     tie_embeddings=True,
-    **FAMILIES[name],
+    family='qwen3',
   )
   params = decoder.init(config, jax.random.key(0))
-  tokenizer = data_dir / 'models' / name
+  tokenizer = data_dir / 'models' / 'qwen3'
   weights.save(tmp_path / 'model', config, params, tokenizer_from=tokenizer)
   sizes = (
     '--config.engine.rows=2',

@@ -7,11 +7,14 @@ import json
 import threading
 
 import pytest
+import test_rollout
+import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import judge as judge_lib
 from agent_r1_jax.agent import rewards
+from agent_r1_jax.train import judge_model
 
 TASK = types.Task('t', [{'role': 'user', 'content': 'Who {wrote} it?'}], answer='Ann')
 PROMPT = 'Q: {question} Gold: {answer} Said: {conversation} Write "Score: " and a number.'
@@ -108,6 +111,36 @@ async def test_the_budget_and_the_calls_at_a_time_are_bounded():
   scores = await asyncio.gather(*calls)
   assert most == 2 and sorted(scores) == [0.0, 0.0, 0.0, 0.25, 0.25]
   assert judge.counts == {'calls': 3, 'refused': 2, 'failures': 2}
+
+
+async def test_the_oldest_scores_are_forgotten():
+  async def ask(prompt):
+    return 'Score: 1'
+
+  judge = judge_lib.Judge(ask, PROMPT, remember=2)
+  for text in 'abcab':
+    await judge(TASK, said(text))
+  assert judge.counts['calls'] == 5 and len(judge._cache) == 2
+  await judge(TASK, said('b'))
+  assert judge.counts['cached'] == 1
+
+
+def test_a_model_in_the_engine_of_the_rollouts_judges():
+  """More episodes wait for it than the engine has rows."""
+  engine = test_rollout._engine()
+  tasks, answers = test_rollout._tasks(20), []
+  talkative = engine.make_policy(tiny.params(tiny.config(), likely={100: 0.5}), 0)
+  asked = judge_model.ask_engine(engine, tiny.chat(), policy=talkative, max_tokens=8)
+
+  async def ask(prompt):
+    answers.append(await asked(prompt))
+    return 'Score: 0.5'
+
+  judge = judge_lib.Judge(ask, '{conversation}')
+  played = test_rollout._collect(lambda: env_lib.ToolEnv([], judge), tasks, engine=engine)
+  done = [t for t in played if t.status == 'done']
+  assert len(done) > 5 and {t.reward for t in played} == {0.5}
+  assert len(answers) == judge.counts['calls'] and all(answers)
 
 
 def test_a_prompt_has_known_fields():

@@ -152,15 +152,6 @@ def test_adaptive_is_verls():
   np.testing.assert_allclose(out, expected, rtol=1e-12)
 
 
-def test_adaptive_by_hand():
-  control = kl.adaptive(target=2.0, horizon=100)
-  assert control(1.0, 2.0, 50) == 1.0
-  assert control(1.0, 2.2, 50) == pytest.approx(1.05)
-  assert control(2.0, 200.0, 50) == pytest.approx(2.2)  # the error is at most 0.2
-  assert control(2.0, -200.0, 50) == pytest.approx(1.8)
-  assert kl.fixed(0.3, 200.0, 50) == 0.3
-
-
 @pytest.mark.parametrize('where', [kl.InReward, kl.InLoss])
 @pytest.mark.parametrize('coef', [-0.001, float('nan')])
 def test_a_coefficient_below_zero_is_refused(where, coef):

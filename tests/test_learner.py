@@ -5,7 +5,6 @@ import functools
 import inspect
 import itertools
 
-import episodes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,17 +160,6 @@ def test_layout_does_not_matter():
   batches = _batches(row_tokens=50, rows=3)
   assert 1 < len(batches) < len(_batches())
   plain.close(_gradient(batches), _expected())
-
-
-def test_order_does_not_matter():
-  # The order of trajectories, and so the rows.
-  plain.close(_gradient(_batches(range(13, -1, -1))), _expected())
-  plain.close(_gradient(_batches()[::-1]), _expected())
-  flipped = [jax.tree.map(lambda x: x[::-1], batch) for batch in _batches()]
-  plain.close(_gradient(flipped), _expected())
-  # Rows of nothing but padding.
-  nothing = jax.tree.map(np.zeros_like, _batches()[0])
-  assert not any(map(np.any, jax.tree.leaves(_gradient([nothing]))))
 
 
 def test_nothing_off_the_mask_is_read():
@@ -385,40 +373,6 @@ def test_what_is_not_finite_is_named_and_leaves_the_state(bare, where):
   plain.equal(state.params, bad)
   state, numbers = _update(_state(params), [good], loss=root)
   assert int(state.step) == 1 and np.isfinite(numbers['grad_norm'])
-
-
-def test_updates_make_good_actions_likelier():
-  """GRPO on a group of two: the rewarded reply gains, the other one loses."""
-  rewards = enumerate((1.0, 0.0))
-  group = [episodes.trajectory('...0000', rewards=[r], seed=i) for i, r in rewards]
-  segments = plain.segments_of(group)
-  where, padded = plain.padded(segments)
-  kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
-
-  def replies(state):
-    packed = np.asarray(learner.logprobs(state.params, padded, **kwargs))
-    logprobs = plain.by_segment(segments, where.extract(packed))
-    return [x * s.action_mask for x, s in zip(logprobs, segments)]
-
-  adam = optax.adam(3e-3)
-  state = learner.init(plain.copy_tree(plain.policy()), adam)
-  before = replies(state)
-  # On-policy: the sampler's log-probs are the learner's.
-  for s, x in zip(segments, before):
-    s.logprobs = x.astype(np.float32)
-  scored = plain.credit(group, plain.GRPO)
-  batches = credit.make_minibatch(scored.table, [0, 1], plain.GRPO, shape=plain.SHAPE)
-  assert all(b.ref_logprobs is b.values is b.returns is None for b in batches)
-  history = []
-  for _ in range(4):
-    state, numbers = _update(state, batches, adam, plain.GRPO_OBJECTIVE)
-    history.append(numbers)
-  assert history[0]['clip_fraction'] == 0 and abs(history[0]['behaviour_kl']) < 1e-6
-  # On-policy the loss is -Σ w A, which is 0 in a group of equal lengths.
-  assert abs(history[0]['loss']) < 1e-6
-  assert history[-1]['loss'] < -0.01
-  after = replies(state)
-  assert after[0].sum() > before[0].sum() and after[1].sum() < before[1].sum()
 
 
 def test_bfloat16_is_for_activations_only():

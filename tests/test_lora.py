@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,13 @@ import numpy as np
 import optax
 import plain
 import pytest
+from safetensors import numpy as safetensors_numpy
 import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, families, lora, weights
+from agent_r1_jax.models import decoder, families, lora, peft_files, weights
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, updates
 
 _ALL = tuple(families.TARGETS)
@@ -234,6 +237,34 @@ def test_an_export_is_a_plain_model(tmp_path):
   plain.equal(logits(loaded), logits(adapted))
   with pytest.raises(ValueError, match='lora_a has no place'):
     weights.save(tmp_path / 'other', shape, adapted)
+
+
+def test_adapters_in_the_layout_of_peft(tmp_path):
+  """Names, shapes and numbers as PEFT reads them; W + s · B · A is the merged weight."""
+  shape, params = tiny.config('qwen2'), tiny.params(tiny.config('qwen2'))
+  adapted = _adapted(params, targets=('q', 'o', 'down'))
+  peft_files.save(tmp_path, adapted, 'base')
+  weights.save(tmp_path / 'base', shape, params)
+  weights.save(tmp_path / 'merged', shape, lora.merge(adapted))
+  settings = json.loads((tmp_path / 'adapter_config.json').read_text())
+  assert settings['target_modules'] == ['q_proj', 'o_proj', 'down_proj']
+  assert (settings['r'], settings['lora_alpha']) == (3, 6.0)
+  found = safetensors_numpy.load_file(tmp_path / 'adapter_model.safetensors')
+  # Shapes of [rank, inputs] and [outputs, rank], as PEFT 0.21.2 makes them.
+  shapes = {'self_attn.q': (16, 32), 'self_attn.o': (32, 16), 'mlp.down': (24, 16)}
+  base, merged = (
+    safetensors_numpy.load_file(tmp_path / name / 'model.safetensors')
+    for name in ('base', 'merged')
+  )
+  for layer, (name, (inputs, outputs)) in itertools.product(range(2), shapes.items()):
+    module = f'model.layers.{layer}.{name}_proj'
+    a, b = (found.pop(f'base_model.model.{module}.lora_{x}.weight') for x in 'AB')
+    assert a.shape == (3, inputs) and b.shape == (outputs, 3)
+    sum_of_both = base[f'{module}.weight'] + 2.0 * b @ a
+    np.testing.assert_allclose(sum_of_both, merged[f'{module}.weight'], atol=1e-6)
+  assert not found
+  with pytest.raises(ValueError, match='params have no adapters'):
+    peft_files.save(tmp_path, params, 'base')
 
 
 @pytest.mark.parametrize(

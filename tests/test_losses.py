@@ -438,27 +438,6 @@ def test_weighted_reads_nothing_where_nothing_weighs():
   np.testing.assert_array_equal(grad, w)
 
 
-@pytest.mark.parametrize(
-  ('mode', 'aggregate'),
-  [
-    ('token-mean', MEAN),
-    ('seq-mean-token-mean', _verls_sequences),
-    ('seq-mean-token-sum', SUM),
-    ('seq-mean-token-sum-norm', algorithms.seq_mean_token_sum_norm(24)),
-  ],
-)
-@pytest.mark.parametrize('empty', [False, True])
-def test_aggregation_is_verls(mode, aggregate, empty):
-  mask = episodes.golden_mask().copy()
-  if empty:
-    mask[2] = False
-  x, expected = _golden(
-    'in/values', f'verl/agg_loss{"_emptyrow" if empty else ""}/{mode}'
-  )
-  out = losses.weighted(x, _weights(aggregate, mask))
-  np.testing.assert_allclose(out, expected, rtol=1e-12)
-
-
 # Gradients.
 
 

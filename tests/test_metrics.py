@@ -1,11 +1,9 @@
 """Numbers in files survive a kill, and people are told the truth about them."""
 
 import errno
-import io
 import json
 import math
-import os
-import warnings
+import re
 
 import jax.numpy as jnp
 import mounts
@@ -14,8 +12,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.report import metrics, plots, tables, tensorboard
-from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.report import metrics, plots, sinks, tables, tensorboard
 from agent_r1_jax.train import spool
 
 
@@ -44,7 +41,8 @@ class TestWriter:
     assert math.isnan(row['a']) and row['b'] == math.inf and row['c'] == -math.inf
 
   def test_tensorboard_has_the_scalars(self, tmp_path):
-    with metrics.Writer(tmp_path) as writer:
+    written = sinks.start(['tensorboard'], tmp_path, {})
+    with metrics.Writer(tmp_path, sinks=written) as writer:
       writer.write(7, {'loss/policy': 1.5})
     (events,) = (tmp_path / 'tensorboard').iterdir()
     assert events.name.startswith('events.out.tfevents')
@@ -85,7 +83,7 @@ class TestResume:
       {'step': 4, 'reward': 9.0},
     ]
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ['metrics.jsonl', 'tensorboard']
+    assert names == ['metrics.jsonl']
 
   @pytest.mark.parametrize(('resume_step', 'left'), [(0, 0), (None, 6)])
   def test_all_lines_are_dropped_or_only_the_half_one(self, tmp_path, resume_step, left):
@@ -113,12 +111,7 @@ class TestResume:
 class TestFullDisk:
   def test_a_line_that_cannot_be_written_is_an_error(self, tmp_path):
     numbers = {f'number/{i}': 0.1 * i for i in range(300)}
-    with (
-      mounts.mounted(tmp_path, 'size=256k') as workdir,
-      warnings.catch_warnings(),
-    ):
-      # Of TensorBoard's events: whether they come to be flushed is another test's.
-      warnings.filterwarnings('ignore', 'no more is written for TensorBoard')
+    with mounts.mounted(tmp_path, 'size=256k') as workdir:
       with metrics.Writer(workdir) as writer:
         writer.write(0, numbers)
         filler = mounts.fill(workdir)
@@ -155,7 +148,8 @@ class TestFullDisk:
     with mounts.mounted(tmp_path / 'tensorboard', 'size=64k') as disk:
 
       def write():
-        with metrics.Writer(tmp_path) as writer:
+        written = sinks.start(['tensorboard'], tmp_path, {})
+        with metrics.Writer(tmp_path, sinks=written) as writer:
           if when == 'while':
             writer.write(-1, {'reward': 0.5})
             mounts.fill(disk)
@@ -166,20 +160,13 @@ class TestFullDisk:
         mounts.fill(disk)
       with pytest.warns(UserWarning) as said:
         tiny.within(write, seconds=60)
-      assert len(said) == 1
-      assert 'TensorBoard' in str(said[0].message)
-      assert 'the disk is full (0.0 MB free)' in str(said[0].message)
+      first, last = (str(warning.message) for warning in said)
+      assert first.startswith(
+        'tensorboard does not take all metrics: the disk is full (0.0'
+      )
+      assert re.fullmatch(r'tensorboard: \d+ lines were not written', last)
     steps = [row['step'] for row in metrics.read(tmp_path)]
     assert steps == [-1] * (when == 'while') + [*range(50)]
-
-  @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux has it')
-  def test_a_log_without_room_ends_no_run(self):
-    file = open('/dev/full', 'w')
-    with progress_lib.Progress(2, file=file) as progress:
-      progress.update(1, reward=0.5)
-      progress.print_line('step 1: 3 calls failed')
-    with pytest.raises(OSError, match='No space left'):
-      file.close()  # as it tells whoever asks
 
   def test_episodes_are_kept_again_when_there_is_room(self, tmp_path):
     task = types.Task('t0', [])
@@ -200,73 +187,6 @@ class TestFullDisk:
       rollout = spool.Spool(workdir).open_rollout(0, [task])
       found = [n for n in range(4) if rollout.get(('t0', n))]
     assert found == [0, 3]
-
-
-class Clock:
-  now = 0.0
-
-  def __call__(self):
-    return self.now
-
-
-class TestProgress:
-  def run(self, file, clock, seconds=1.0, every=5.0):
-    with progress_lib.Progress(
-      12, label='GRPO', start=2, every=every, file=file, clock=clock
-    ) as p:
-      for step in range(2, 12):
-        p.set_phase('rollout', 32, 128)
-        clock.now += seconds / 2
-        p.set_phase('update')
-        clock.now += seconds / 2
-        p.update(step + 1, reward=step / 10)
-
-  def test_a_log_file_gets_a_line_every_few_seconds(self):
-    file = io.StringIO()
-    self.run(file, Clock())
-    lines = file.getvalue().splitlines()
-    assert lines == [
-      'GRPO 7/12  reward 0.600  0:05 spent, 0:05 left',
-      'GRPO 12/12  reward 1.100  0:10 spent',
-    ]
-    assert '\x1b' not in file.getvalue()
-
-  def test_what_is_said_stays_above_the_bar(self):
-    class Terminal(io.StringIO):
-      def isatty(self):
-        return True
-
-    for file in (io.StringIO(), Terminal()):
-      with progress_lib.Progress(10, label='GRPO', file=file) as progress:
-        progress.print_line('[bold]Alarm at step 3, a: 100% of 8')
-        progress.update(1, reward=0.5)
-      assert file.getvalue().count('[bold]Alarm at step 3, a: 100% of 8\n') == 1
-
-  def test_a_slow_step_tells_its_phase(self):
-    file = io.StringIO()
-    clock = Clock()
-    with progress_lib.Progress(10, label='GRPO', file=file, clock=clock) as progress:
-      clock.now += 8000
-      progress.update(1, reward=0.5)
-      clock.now += 60
-      progress.set_phase('rollout', 32, 128)
-    assert file.getvalue().splitlines()[:2] == [
-      'GRPO 1/10  reward 0.500  2:13:20 spent, 20:00:00 left',
-      'GRPO 1/10  reward 0.500  2:14:20 spent, 20:09:00 left  rollout 32/128',
-    ]
-
-  def test_a_terminal_gets_a_bar(self, monkeypatch):
-    monkeypatch.setenv('COLUMNS', '120')
-    monkeypatch.setenv('TERM', 'xterm')
-
-    class Terminal(io.StringIO):
-      def isatty(self):
-        return True
-
-    file = Terminal()
-    self.run(file, Clock())
-    assert '━━━' in file.getvalue()
-    assert '12/12' in file.getvalue() and 'reward 1.100' in file.getvalue()
 
 
 def rows(seed, steps=60):
@@ -310,6 +230,17 @@ class TestCurve:
     steps, values = plots._aligned(seeds, 'x')
     assert steps.tolist() == [0, 4]
     assert values.tolist() == [[0, 4], [10, 14]]
+
+  def test_groups_and_their_final_values(self, tmp_path):
+    groups = {'GRPO': [list(rows(0)), list(rows(1))], 'one': [list(rows(2))], 'none': []}
+    plots.plot_groups(groups, tmp_path / 'c.png', ['reward', 'eval/*/em'])
+    assert self.size(tmp_path / 'c.png')[0] == 1568
+    found = plots.final_values(groups, 'eval/*/em')
+    # The last of six evaluations, at step 50 of 60.
+    np.testing.assert_allclose(found['GRPO'], (50 / 60 + 0.5) / 2)
+    assert len(found['one']) == 1 and found['none'] == []
+    with pytest.raises(ValueError, match="none of .'loss'"):
+      plots.plot_groups(groups, tmp_path / 'd.png', ['loss'])
 
   def test_smoothing_keeps_a_constant_and_a_short_curve(self):
     np.testing.assert_allclose(plots._smooth(np.full(100, 0.3)), 0.3)
@@ -357,13 +288,16 @@ class TestTable:
       '| GRPO      | 1.000 [.987, 1.000] 300/300 | .750    | -     |'
     )
 
+  def test_intervals_over_seeds(self):
+    mean, half = tables.mean_interval([[0.4, 1.0], [0.6, 1.0]])
+    # Student's t with one degree of freedom: 12.706.
+    np.testing.assert_allclose(half, [12.706 * 0.1, 0.0], atol=1e-3)
+    np.testing.assert_allclose(mean, [0.5, 1.0])
+    alone, three = tables.Interval(0.5, math.nan), tables.Interval(0.5, 0.02)
+    text = tables.format_latex({'GRPO_1': {'a%': alone, 'b': three}}, ['a%', 'b'])
+    assert r'GRPO\_1 & .500 & .500 $\pm$ .020 \\' in text
+    assert r'method & a\% & b \\' in text
+
   def test_an_unknown_column_is_a_mistake(self):
     with pytest.raises(ValueError, match="row 'GRPO' has ..out"):
       tables.format_table({'GRPO': {'out': 0.1}}, ['in'])
-
-
-def test_a_lap_ends_where_the_next_begins(monkeypatch):
-  times = iter([1.0, 3.0, 3.5])
-  monkeypatch.setattr(progress_lib.time, 'perf_counter', lambda: next(times))
-  clock = progress_lib.Clock()
-  assert [clock.lap(), clock.lap()] == [2.0, 0.5]

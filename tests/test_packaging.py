@@ -2,7 +2,13 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 import tomllib
+
+import pytest
+
+import agent_r1_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -31,3 +37,60 @@ def test_extras_agree_with_the_files():
   for extra in ('cuda', 'tpu'):
     plain = [re.sub(r'\[.*\]', '', line).replace("'", '"') for line in extras[extra]]
     assert plain == jax, extra
+
+
+def test_files_that_are_no_code_are_in_the_wheel():
+  """The page's style and scripts; each line of package-data finds something."""
+  tools = tomllib.loads((ROOT / 'pyproject.toml').read_text())['tool']['setuptools']
+  found = {
+    path
+    for package, patterns in tools['package-data'].items()
+    for pattern in patterns
+    for path in (ROOT / package.replace('.', '/')).glob(pattern)
+  }
+  tracked = subprocess.check_output(
+    ['git', 'ls-files', 'agent_r1_jax'], cwd=ROOT, text=True
+  )
+  others = {ROOT / line for line in tracked.split('\n') if line and line[-3:] != '.py'}
+  assert others and others <= found
+
+
+def test_inspect_is_the_same_in_the_makefile():
+  (inspect,) = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project'][
+    'optional-dependencies'
+  ]['inspect']
+  assert f'{inspect}\n' in (ROOT / 'Makefile').read_text()
+
+
+def test_the_version_is_in_one_place():
+  (line,) = re.findall('^## (.*)$', (ROOT / 'CHANGELOG.md').read_text(), re.M)[:1]
+  assert line == agent_r1_jax.__version__
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())
+  assert 'version' in project['project']['dynamic']
+  assert project['tool']['setuptools']['dynamic']['version'] == {
+    'attr': 'agent_r1_jax.__version__'
+  }
+
+
+def test_importing_the_package_imports_no_library():
+  code = 'import sys; before = {*sys.modules}; import agent_r1_jax; '
+  code += 'print(len({*sys.modules} - before), "numpy" in sys.modules)'
+  found = subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True)
+  number, numpy = found.split()
+  assert int(number) < 40 and numpy == 'False'
+
+
+def test_names_are_imported_when_they_are_used():
+  from agent_r1_jax.agent import env, tool
+  from agent_r1_jax.rl import algorithms
+
+  assert agent_r1_jax.ToolEnv is env.ToolEnv
+  assert agent_r1_jax.tool is tool.tool
+  assert agent_r1_jax.algorithms is algorithms
+  with pytest.raises(AttributeError, match="no attribute 'Toolenv'"):
+    getattr(agent_r1_jax, 'Toolenv')  # noqa: B009
+
+
+def test_the_example_of_the_readme_needs_four_imports_at_most():
+  (code,) = re.findall('```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
+  assert len(re.findall('^ *(?:import|from) ', code, re.M)) <= 4

@@ -73,13 +73,6 @@ def test_extract_is_the_inverse_of_place(lengths, multiple):
     np.testing.assert_array_equal(packed[row, offset : offset + n], column[end - n : end])
 
 
-def test_place_wants_a_number_for_every_token():
-  where = packing.plan_layout([2, 3], row_tokens=8)
-  for wrong in (2, 4, 6):
-    with pytest.raises(ValueError):
-      where.place(np.zeros(wrong), np.float32)
-
-
 @pytest.mark.parametrize(('lengths', 'multiple'), _CASES)
 def test_pack(lengths, multiple):
   segments = _segments(lengths)

@@ -52,25 +52,6 @@ class TestSync:
     one = mixed[0]
     assert not np.array_equal(played[one].tokens, clients.reference()[one].tokens)
 
-  @pytest.mark.parametrize('changed', [False, True])
-  def test_a_new_policy_computes_a_prompt_anew_that_a_row_still_holds(
-    self, changed, engine
-  ):
-    """In the midst of a run, in which an equal prompt would else be copied."""
-    prompt = clients.prompt(4)
-    other = clients.other_params() if changed else clients.params()
-
-    async def play():
-      await engine.submit(clients.request(prompt, key='before'))
-      if changed:
-        engine.sync_weights(other, 5)
-      return await engine.submit(clients.request(prompt, key='after'))
-
-    (reply,) = _run(engine, play())
-    assert engine.stats.shared == (0 if changed else len(prompt) - 1)
-    assert (reply.policy_steps == (5 if changed else 0)).all()
-    tiny.assert_on_policy(other, [clients.segment([(prompt,), reply[:3]])])
-
   @pytest.mark.parametrize('when', range(0, 40, 7))
   def test_no_text_copies_what_another_policy_computed(self, when):
     """Whenever the sync comes while prompts that have much in common are prefilled."""

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.types import Task
 
@@ -48,10 +47,9 @@ def _without(row, *names):
   return {key: value for key, value in row.items() if key not in names}
 
 
-@pytest.mark.parametrize('load', [qa_data.load, qa_data.jsonl])
-def test_our_own_layout(tmp_path, load):
+def test_our_own_layout(tmp_path):
   rows = [OURS, OURS | {'id': 'o2', 'golden_answers': 'Oslo'}]
-  first, second = load(_write(tmp_path / 'a.jsonl', rows))
+  first, second = qa_data.load(_write(tmp_path / 'a.jsonl', rows))
   assert first == Task(
     id='o1',
     messages=[{'role': 'user', 'content': 'Where was Ann born?'}],
@@ -77,10 +75,8 @@ def test_hotpotqa(tmp_path, form):
     'supporting_titles': ['Ann', 'Bo'],
   }  # fmt: skip
   assert task.messages == [{'role': 'user', 'content': question}]
-  assert qa_data.passages(path) == [
-    Document('p0', 'Ann', 'Ann is 9. She sings.'),
-    Document('p1', 'Bo', 'Bo is 8.'),
-  ]
+  passages = list(qa_data.contexts('row 1', HOTPOT))
+  assert passages == [('Ann', 'Ann is 9. She sings.'), ('Bo', 'Bo is 8.')]
 
 
 def test_two_wiki_and_its_aliases(tmp_path):
@@ -107,10 +103,8 @@ def test_musique(tmp_path):
   assert (task.id, task.answer) == ('2hop__1_2', ['Bo Lie', 'Lie'])
   assert task.info['supporting_titles'] == ['Ann']
   assert task.info['decomposition'][0]['answer'] == 'Oslo'
-  assert qa_data.passages(path) == [
-    Document('p0', 'Ann', 'Ann of Oslo.'),
-    Document('p1', 'Eve', 'Eve sings.'),
-  ]
+  passages = list(qa_data.contexts('row 1', MUSIQUE))
+  assert passages == [('Ann', 'Ann of Oslo.'), ('Eve', 'Eve sings.')]
   assert not qa_data.load(path, lambda where, row: Task(where, []))[0].messages
 
 
@@ -200,9 +194,8 @@ def test_a_broken_row_of_theirs_is_named(tmp_path, name, text, message):
     ([], 'holds no rows'),
   ],
 )
-@pytest.mark.parametrize('form', ['lines', 'gzip', 'array'])
-def test_a_broken_row_is_named(tmp_path, rows, message, form):
-  path = _write(tmp_path / 'broken', rows, form)
+def test_a_broken_row_is_named(tmp_path, rows, message):
+  path = _write(tmp_path / 'broken', rows)
   with pytest.raises(ValueError, match=f'{path}: .*') as error:
     qa_data.load(path)
   error.match(message)

@@ -119,5 +119,5 @@ async def test_the_request_and_a_server_that_is_not_there(url):
   assert 'the sandbox at http://127.0.0.1:9/run_code: ' in result.text
   with pytest.raises(ValueError, match='stateful needs'):
     python.python_tool(nobody, stateful=True)
-  with pytest.raises(ValueError, match='begin with http'):
+  with pytest.raises(ValueError, match="url is 'localhost"):
     remote_sandbox.RemoteSandbox('localhost:8080')

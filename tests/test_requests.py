@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
+from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -74,6 +75,21 @@ class TestReply:
     (segment,) = _run(engine, play())
     assert len(segment.tokens) >= _SLOTS - 1
     _assert_on_policy(segment)
+
+  def test_a_stop_string_ends_it_whichever_decode_samples_its_tokens(self, engine):
+    texts = [(b'a', b'b', b'cab')[t % 3] for t in range(tiny.VOCAB)]
+    fields = {'automata': (automata.stop([], tiny.VOCAB, ['abba'], texts),)}
+    given = np.int32([6, 7, 7])  # 'abb' of the prompt is no part of a reply.
+
+    async def play(number):
+      reply = await engine.submit(clients.request(given, None, 60, number, **fields))
+      said = [texts[token] for token in reply.tokens]
+      assert (b'abba' in b''.join(said)) == reply.stopped
+      assert b'abba' not in b''.join(said[:-1])
+      # Where the string begins, in tokens.
+      return reply.stopped and len(said) // _STEPS > (len(said) - 4) // _STEPS
+
+    assert any(_run(engine, *(play(number) for number in range(16))))
 
   def test_greedy_is_the_likeliest_whatever_the_key(self, engine):
     async def play(key):
@@ -251,16 +267,18 @@ class TestCancel:
       had = len(generation.text)
       assert had == 9 + sum(len(chunk.tokens) for chunk in generation.chunks)
       sampled = engine.stats.sampled
-      await waiting
+      other = [(clients.tokens(7, 9),), (await waiting)[:3]]
       # The decode that was under way is the last one that it was in.
       assert engine.stats.sampled - sampled <= _STEPS + 5
       assert len(generation.text) == had
       said = request_lib.join(generation.chunks)
       again = engine.submit(clients.request(more, generation.text))
-      return clients.segment([(given,), said[:3], (more,), (await again)[:3]])
+      parts = [(given,), said[:3], (more,), (await again)[:3]]
+      # Nor has the other text anything of that decode, which was not meant for it.
+      return clients.segment(parts), clients.segment(other)
 
-    (segment,) = _run(engine, play())
-    _assert_on_policy(segment)
+    (segments,) = _run(engine, play())
+    _assert_on_policy(*segments)
 
   def test_whoever_breaks_off_cancels(self, engine):
     async def play():
@@ -339,28 +357,6 @@ class TestRaces:
 
     segments = _run(engine, *(play(number) for number in range(6)))
     _assert_on_policy(*segments)
-
-  @pytest.mark.parametrize('when', range(4))
-  def test_a_row_that_was_left_during_a_decode_begins_anew(self, slow_decodes, when):
-    """Its next client gets nothing of the decode that was meant for the last one."""
-    engine = clients.engine(rows=2)
-
-    async def impatient():
-      async with engine.reserve() as replica:
-        generation = replica.submit(
-          clients.request(clients.tokens(99, 20), None, 40, **_LONG)
-        )
-        asked = asyncio.ensure_future(generation)
-        while not generation.chunks and not generation.done:
-          await asyncio.sleep(0)
-        for _ in range(when):
-          await asyncio.sleep(0)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-          await asked
-
-    _, *played = _run(engine, impatient(), *(clients.play(engine, n) for n in (0, 1)))
-    clients.assert_reference(dict(enumerate(played)))
 
   def test_a_text_that_goes_on_in_the_decode_in_which_it_was_cancelled(
     self, slow_decodes, engine

@@ -11,7 +11,7 @@ from agent_r1_jax.retrieval import client
 from agent_r1_jax.retrieval.documents import Document, Hit
 
 GOOD = {'result': [[{'document': {'contents': '"Ann"\nBorn.'}, 'score': 1}]]}
-QUICK = {'timeout': 20.0, 'deadline': 60.0, 'backoff': 0.001, 'max_backoff': 0.002}
+QUICK = {'timeout': 20.0, 'deadline': 60.0, 'backoff': 0.001}
 
 
 class Scripted:
@@ -105,7 +105,9 @@ def test_what_may_pass_is_tried_again(remote):
 def test_a_slow_server_costs_no_more_than_the_deadline(remote, answer):
   with Scripted(answer) as fake:
     asked = remote(fake.url, timeout=0.1, deadline=0.5, backoff=0.01)
-    with pytest.raises(client.RemoteError, match='no passages within 0.5 seconds: no an'):
+    with pytest.raises(
+      client.RemoteError, match='no passages within 0.5 seconds: .*no an'
+    ):
       asked.search(['a'], 1)
 
 
@@ -146,18 +148,6 @@ def test_a_refused_search_is_not_the_servers_failure(remote):
   assert len(fake.asked) == 4
 
 
-def test_one_search_tries_the_server_while_the_others_are_held_back(monkeypatch):
-  clock = [100.0]
-  monkeypatch.setattr(client.time, 'monotonic', lambda: clock[0])
-  breaker = client._Breaker(failures=1, pause=10.0)
-  breaker.fail('ill')
-  assert breaker.hold_back() == 10.0
-  clock[0] += 11
-  assert [breaker.hold_back(), breaker.hold_back()] == [0.0, 10.0]
-  breaker.succeed()
-  assert breaker.hold_back() == 0.0
-
-
 @pytest.mark.parametrize(
   ('answer', 'message'),
   [
@@ -183,5 +173,5 @@ def test_nonsense_names_the_server(remote, answer, message):
 
 
 def test_an_address_without_a_protocol_is_refused():
-  with pytest.raises(ValueError, match="url is 'host:8000'; give one such as http"):
+  with pytest.raises(ValueError, match="url is 'host:8000'; begin with http"):
     client.Remote('host:8000')

@@ -6,6 +6,7 @@ import contextlib
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -48,7 +49,7 @@ def _serve(retriever, **limits):
   served = server.make_app(retriever, **limits)
   config = uvicorn.Config(served, port=0, log_level='error', ws='none')
   running = uvicorn.Server(config)
-  with server.socket.create_server(('127.0.0.1', 0)) as listener:
+  with socket.create_server(('127.0.0.1', 0)) as listener:
     thread = threading.Thread(target=running.run, args=([listener],))
     thread.start()
     url = f'http://127.0.0.1:{listener.getsockname()[1]}'

@@ -204,7 +204,7 @@ class TestRandomness:
     marked.sync_weights(_params(), 7)
     others = [
       _collect(Env, task, seed=1)[0],
-      _collect(Env, task, draw=1, engine=marked)[0],
+      _collect(Env, task, rollout_number=1, engine=marked)[0],
       _collect(Env, [types.Task('another id', task[0].messages)])[0],
       second,
     ]
@@ -369,7 +369,7 @@ class TestEnds:
 
 
 class TestErrors:
-  @pytest.mark.parametrize('where', ['reset', 'step', 'reward'])
+  @pytest.mark.parametrize('where', ['reset', 'step', 'reward', 'reward/x'])
   def test_what_an_environment_raises_is_its_episodes_alone(self, where):
     class Fails(Env):
       async def reset(self, task):
@@ -383,6 +383,8 @@ class TestErrors:
           raise KeyError('no such page')
         if where == 'reward' and self.task.answer == 2:
           step.reward = float('nan')
+        if where == 'reward/x' and self.task.answer == 2:
+          step.metrics = {where: float('nan')}
         return step
 
     limits = config_lib.Limits(3, 80)
@@ -391,8 +393,8 @@ class TestErrors:
       if t.task.answer == 2:
         assert t.status == 'error'
         assert t.reward == 0
-        if where == 'reward':
-          assert t.error == 'the reward of a turn is nan.'
+        if 'reward' in where:
+          assert t.error == f'the {where} of a turn is nan.'
         else:
           assert t.error.startswith("KeyError: 'no such page' (")
           assert 'test_rollout.py' in t.error and f'in {where}' in t.error

@@ -74,7 +74,7 @@ class Cache:
     return chosen, not missing
 
   def _copy(self, source, row, version):
-    assert source.ready and source.row is not row and source.length > row.cached
+    assert source.row is not row and source.length > row.cached
     assert source.row.version == version == row.version
     # The source is computed, by this policy, and of the same tokens.
     assert source.length <= min(source.row.cached, row.size - 1)
@@ -190,13 +190,6 @@ class TestPlace:
       gone += [t for t in texts if cache.rows.find(t) is None and t not in gone]
     assert gone == [texts[3], texts[1], texts[2]]
 
-  def test_no_row_of_a_running_text_is_given_away(self):
-    cache = Cache()
-    for n in range(_B):
-      cache.submit(_text((n, 20)))
-    cache.work(0)
-    assert cache.rows.assign(_generation(_text((9, 20)), 99), 0) is None
-
   @pytest.mark.parametrize('version, kept', [(0, 12), (1, 0)])
   def test_a_text_keeps_the_prefix_of_the_last_one_in_its_row(self, version, kept):
     rows = rows_lib.Rows(1, _S)
@@ -223,17 +216,6 @@ class TestFindSources:
     placed = [rows.assign(_generation(t, n), version) for n, t in enumerate(texts)]
     return rows, placed
 
-  def test_equal_texts_wait_for_the_first(self):
-    rows, placed = self._placed(*(_text((0, 30)) for _ in range(3)))
-    assert rows.find_sources(placed, 4) == ([], {*placed[1:]})
-    placed[0].cached = 29
-    copies, waiting = rows.find_sources(placed[1:], 4)
-    assert [(s.row, s.length, r) for s, r in copies] == [
-      (placed[0], 29, placed[1]),
-      (placed[0], 29, placed[2]),
-    ]
-    assert not waiting
-
   def test_short_prefixes_are_computed_again(self):
     for n, waits in ((_LEAST - 1, False), (_LEAST, True)):
       rows, placed = self._placed(_text((0, n), (1, 9)), _text((0, n), (2, 9)))
@@ -241,22 +223,29 @@ class TestFindSources:
       assert shared == n, 'the seeds share a token more'
       assert rows.find_sources(placed, 4) == ([], {placed[1]} if waits else set())
 
+  @pytest.mark.parametrize('system, task, rounds', [(0, 10, 1), (0, 40, 2), (24, 6, 2)])
+  def test_equal_texts_wait_only_for_what_is_worth_sharing(self, system, task, rounds):
+    """Few tokens are computed side by side, at once or after what is there is copied."""
+    cache = Cache()
+    if system:
+      first = cache.submit(_text((0, system), (1, 30)))
+      cache.work(0, chunk=_S)
+      cache.leave(first)
+    for _ in range(_B - 1):
+      cache.submit(_text((0, system), (2, task)))
+    for done in range(rounds + 1):
+      assert cache.work(0, chunk=_S, copies_at_once=_B)[1] == (done == rounds)
+
   def test_no_more_copies_than_there_is_room_for(self):
     rows, placed = self._placed(*(_text((0, 30)) for _ in range(4)))
     placed[0].cached, placed[0].begun = 29, True
     copies, waiting = rows.find_sources(placed[1:], 2)
     assert [row for _, row in copies] == placed[1:3] and waiting == {placed[3]}
 
-  @pytest.mark.parametrize('mixed', [0, 1])
-  def test_nothing_is_copied_from_or_to_a_row_of_several_policies(self, mixed):
-    rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
-    placed[0].cached, placed[0].begun, placed[1].cached = 29, True, 2
-    placed[mixed].note_policy(1)
-    assert placed[mixed].version == rows_lib.MIXED
-    assert rows.find_sources([placed[1]], 4) == ([], set())
-
   @pytest.mark.parametrize('left', [False, True])
-  def test_nor_from_one_whose_reply_has_ended_once_sharing_stopped(self, left):
+  def test_nothing_is_copied_from_a_row_whose_reply_has_ended_once_sharing_stopped(
+    self, left
+  ):
     """Whether or not the reply has left its row."""
     rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
     placed[0].cached = 29

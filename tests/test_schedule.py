@@ -55,7 +55,7 @@ def whole(model, tmp_path_factory):
 
 
 def _sampler(tasks, seed):
-  return curriculum.TaskSampler(config_lib.Curriculum(), tasks, seed=seed)
+  return curriculum.TaskStream(config_lib.Curriculum(), tasks, seed=seed)
 
 
 class TestOneStepOffPolicy:
@@ -88,17 +88,11 @@ class TestOneStepOffPolicy:
         test_train._make_env,
         limits=config.limits,
         samples=config.schedule.samples,
-        draw=journal.rollout_number(config.schedule, step),
+        rollout_number=journal.rollout_number(config.schedule, step),
       )
       train_state, *_ = loop.updates.learn(train_state, played, plan)
       policies.append(jax.tree.map(np.array, train_state.states['policy'].params))
     test_train._assert_equal(train_state.states['policy'].params, whole[0])
-
-  def test_the_tasks_are_those_of_a_run_in_turn(self, whole, model, tmp_path):
-    in_turn = []
-    _run(model, tmp_path, in_turn, ahead=0)
-    tasks = [[[t.task.id for t in ts] for ts in some] for some in (whole[2], in_turn)]
-    assert tasks[0] == tasks[1]
 
   @pytest.mark.parametrize('moment', ['rollout', 'update'])
   def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path, moment):
@@ -136,12 +130,6 @@ class TestOneStepOffPolicy:
     # Line 2 waits for its evaluation; the update that was under way is learned.
     reached = metrics.read(tmp_path)[-1]['step']
     assert reached == {'rollout': 1, 'update': 3}[moment]
-    test_train._assert_equal(_run(model, tmp_path), params)
-    assert test_train._numbers(tmp_path) == test_train._numbers(workdir)
-
-  def test_a_finished_run_goes_on_for_more_steps(self, whole, model, tmp_path):
-    params, workdir, _ = whole
-    _run(model, tmp_path, steps=2)
     test_train._assert_equal(_run(model, tmp_path), params)
     assert test_train._numbers(tmp_path) == test_train._numbers(workdir)
 
@@ -212,12 +200,6 @@ class TestPartial:
       max(age.max() for age in some) for some in ages
     ]
     assert all(np.isfinite(line['train/loss']) for line in lines)
-
-  def test_it_saves_and_goes_on(self, model, tmp_path):
-    _run(model, tmp_path, ahead=2, partial=True, steps=2)
-    params = _run(model, tmp_path, ahead=2, partial=True, steps=4)
-    assert [line['step'] for line in metrics.read(tmp_path)] == [0, 1, 2, 3, 4]
-    test_train._assert_equal(weights.load(tmp_path / 'model')[1], params)
 
 
 class TestEvaluationBesideRollouts:

@@ -94,23 +94,6 @@ async def test_the_window_stays_open_for_later_queries(monkeypatch):
   assert [sorted(batch[0]) for batch in echo.batches] == [['0', '1', '2', 'first']]
 
 
-async def test_the_loop_goes_on_and_the_retriever_is_entered_once_at_a_time():
-  echo = Echo()
-  echo.gate.clear()
-  tool = search.search_tool(echo, k=1, window=0.001)
-  first = asyncio.create_task(_call(tool, 'first'))
-  while not echo.inside:
-    await asyncio.sleep(0.001)
-  second = asyncio.create_task(_call(tool, 'second'))
-  await asyncio.sleep(0.1)
-  assert not first.done()
-  assert len(echo.batches) == 1
-  echo.gate.set()
-  assert [(await task).ok for task in (first, second)] == [True, True]
-  assert [batch[0] for batch in echo.batches] == [['first'], ['second']]
-  assert echo.most_inside == 1
-
-
 async def test_what_is_asked_while_the_retriever_is_busy_is_one_search():
   echo = Echo()
   echo.gate.clear()
@@ -118,13 +101,14 @@ async def test_what_is_asked_while_the_retriever_is_busy_is_one_search():
   first = asyncio.create_task(_call(tool, 'first'))
   while not echo.inside:
     await asyncio.sleep(0.001)
-  later = []
-  for number in range(20):
-    later.append(asyncio.create_task(_call(tool, f'{number}')))
-    await asyncio.sleep(0.002)
+  later = [asyncio.create_task(_call(tool, f'{number}')) for number in range(20)]
+  for _ in range(20):  # Turns of the loop, in which the questions are asked.
+    await asyncio.sleep(0)
+  assert not first.done() and len(echo.batches) == 1
   echo.gate.set()
   await asyncio.gather(first, *later)
   assert [batch[0] for batch in echo.batches] == [['first'], [*map(str, range(20))]]
+  assert echo.most_inside == 1
 
 
 async def test_after_a_search_that_hung_the_next_is_served():

@@ -39,25 +39,6 @@ def chat(tmp_path_factory):
 # Segments.
 
 
-def test_a_segment_is_what_a_rollout_would_have_made(chat):
-  s = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
-  m = _MESSAGES
-  parts = [
-    (chat.encode_prompt(m[:2], [_SEARCH]), False),
-    (chat.encode_reply(m[2]['content']), True),
-    (chat.encode_delta(m[3:5]), False),
-    (chat.encode_reply(m[5]['content']), True),
-    (chat.encode_delta(m[6:7]), False),
-    (chat.encode_reply(m[7]['content']), True),
-  ]
-  np.testing.assert_array_equal(s.tokens, np.concatenate([p for p, _ in parts]))
-  mask = np.concatenate([np.full(len(p), action) for p, action in parts])
-  np.testing.assert_array_equal(s.action_mask, mask)
-  assert s.logprobs.shape == s.tokens.shape and not s.logprobs.any()
-  dtypes = [str(x.dtype) for x in (s.tokens, s.action_mask, s.logprobs)]
-  assert dtypes == ['int32', 'bool', 'float32']
-
-
 def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
   s = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
   whole = chat.tokenizer.apply_chat_template(
@@ -68,6 +49,7 @@ def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
   replies = [chat.decode_exactly(s.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
   said = [m['content'] for m in _MESSAGES if m['role'] == 'assistant']
   assert replies == [text + '<|im_end|>' for text in said]
+  assert s.logprobs.shape == s.tokens.shape and not s.logprobs.any()
   # The tool's '<|im_end|>' is plain text, each reply's is the control token.
   ends = s.tokens == chat.stop_ids[0]
   assert ends[s.action_mask].sum() == 3
@@ -80,13 +62,6 @@ def test_a_conversation_that_waits_for_a_reply_is_the_beginning_of_it(chat):
     waiting = sft.encode(chat, sft.Conversation(_MESSAGES[:n], [_SEARCH]))
     np.testing.assert_array_equal(waiting.tokens, s.tokens[:start])
     np.testing.assert_array_equal(waiting.action_mask, s.action_mask[:start])
-
-
-def test_tools_are_named_in_the_prompt_only_if_there_are_any(chat):
-  with_tools = sft.segment(chat, sft.Conversation(_MESSAGES, [_SEARCH]))
-  without = sft.segment(chat, sft.Conversation(_MESSAGES))
-  assert 'search' in chat.decode_exactly(with_tools.tokens)
-  assert 'search' not in chat.decode_exactly(without.tokens)
 
 
 @pytest.mark.parametrize('messages', [[], _MESSAGES[:2], _MESSAGES[:5]])
@@ -175,11 +150,6 @@ def test_a_stream_of_what_never_fits_is_said():
   config = sft.Config(steps=1, rows=2, row_tokens=32, learning_rate=1e-3)
   with pytest.raises(ValueError, match='1000 consecutive segments.*, 32 .*has 33'):
     next(sft.batches(itertools.repeat(long), config))
-
-
-def test_nothing_makes_no_batch():
-  assert list(sft.batches([], sft.Config())) == []
-  assert list(sft.batches(_segments([30]), sft.Config(row_tokens=20))) == []
 
 
 @pytest.mark.parametrize('other_weight', [0.0, 0.25])

@@ -22,7 +22,8 @@ def shapes(family):
   """Of a TrainState whose policy has a value head."""
 
   def make():
-    params = decoder.init(tiny.config(family), jax.random.key(0), value_head=True)
+    params = decoder.init(tiny.config(family), jax.random.key(0))
+    params = decoder.add_value_head(params)
     return learner.init(params, optax.adamw(1e-3))
 
   return jax.eval_shape(make)
@@ -50,7 +51,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
 @pytest.mark.parametrize('kind', list(optimizers.KINDS))
 def test_adapters_and_every_optimizer_have_rules(kind):
   def make():
-    params = decoder.init(tiny.config('qwen3'), jax.random.key(0), value_head=True)
+    params = decoder.add_value_head(decoder.init(tiny.config('qwen3'), jax.random.key(0)))
     optimizer = optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
     states = [learner.init(params, optimizer)]
     adapted = lora.add(params, 2, tuple(families.TARGETS), 4.0, jax.random.key(0))

@@ -141,10 +141,6 @@ def _continued(played):
 
 
 class TestEviction:
-  def test_more_samples_than_rows(self, engine):
-    clients.assert_plays(engine)
-    assert engine.stats.shared > 0
-
   def test_clients_that_hold_texts_without_a_reserve_all_come_to_their_ends(self):
     """More open texts than rows, all at the same time; they lose their rows in turns."""
     engine = clients.engine(rows=3, **clients.EXACT)

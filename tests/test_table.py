@@ -81,17 +81,7 @@ def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
   np.testing.assert_array_equal(table.action_mask, acted)
   whole = table_lib.build([episodes.trajectory(*pictures)])
   expected = [False] * 2 + [True] * 7 + [False, True, True] + [False] * 4
-  assert whole.visible_rows(False).tolist() == expected
-
-
-@pytest.mark.parametrize('masked', [True, False])
-def test_no_action_is_hidden(masked):
-  ts = episodes.make_varied(12)
-  table = episodes.visible_table(ts, masked=masked)
-  actions = [sum(int(s.action_mask.sum()) for s in t.segments) for t in ts]
-  found = np.bincount(table.trajectory[table.action_mask])
-  np.testing.assert_array_equal(found, actions)
-  assert (len(table) == sum(actions)) == masked
+  assert whole.find_visible(False).tolist() == expected
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -226,15 +216,15 @@ def test_rows_are_taken_with_all_their_numbers():
 
 def test_rows_of_trajectories_come_in_their_order():
   table = _numbered()
-  taken = table.take(table.find_rows([4, 0, 2]))
+  taken = table.take(table.find_tokens([4, 0, 2]))
   assert list(dict.fromkeys(taken.trajectory.tolist())) == [4, 0, 2]
   np.testing.assert_array_equal(taken.lengths[[4, 0, 2]], table.lengths[[4, 0, 2]])
-  assert len(table.take(table.find_rows([]))) == 0
+  assert len(table.take(table.find_tokens([]))) == 0
 
 
 def test_spread_is_the_inverse_of_take():
   table = _numbered()
-  rows = table.visible_rows(True)
+  rows = table.find_visible(True)
   column = table.scatter(rows, table.take(rows).values, -1.0)
   np.testing.assert_array_equal(column, np.where(rows, table.values, -1.0))
 
@@ -273,7 +263,7 @@ def test_a_column_that_is_missing_says_what_gives_it():
   assert with_values.column('values') is with_values.values
 
 
-def test_a_log_says_what_there_is_of_each_action():
+def test_a_log_says_what_there_is_of_each_token():
   ts = [
     episodes.trajectory('..0'),
     episodes.trajectory('.00.1', '..2', rewards=[0, 1, 2]),
@@ -281,16 +271,16 @@ def test_a_log_says_what_there_is_of_each_action():
   table = table_lib.build(ts)
   logprobs = np.arange(len(table)) / -3.0
   table = dataclasses.replace(table, logprobs=logprobs, values=-logprobs)
-  actions = table.list_actions(1)
-  assert actions.keys() == {
-    *('turn', 'tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs'),
-    *('rewards', 'values'),
+  rows = table.take(table.trajectory == 1)
+  tokens = rows.list_tokens()
+  assert tokens.keys() == {
+    *('segments', 'tokens', 'action_mask', 'policy_steps'),
+    *('logprobs', 'behaviour_logprobs', 'rewards', 'values'),
   }
-  assert actions['turn'] == [1, 1, 2, 3] and actions['rewards'] == [0, 0, 1, 2]
-  first, second = (s.tokens.tolist() for s in ts[1].segments)
-  assert actions['tokens'] == [first[1], first[2], first[4], second[2]]
-  assert actions['values'] == [1.3333, 1.6667, 2.3333, 3.3333]
-  assert table_lib.build([episodes.trajectory('..')]).list_actions(0)['turn'] == []
+  assert tokens['segments'] == [5, 3] and tokens['rewards'] == [0, 0, 0, 0, 1, 0, 0, 2]
+  assert tokens['tokens'] == rows.tokens.tolist()
+  assert tokens['action_mask'] == [0, 1, 1, 0, 1, 0, 0, 1]
+  assert tokens['values'] == [1.0, 1.3333, 1.6667, 2.0, 2.3333, 2.6667, 3.0, 3.3333]
 
 
 # Functions of columns.

@@ -99,21 +99,6 @@ def test_a_truncated_file_is_named(tmp_path):
     tensor_files.find(tmp_path)
 
 
-@pytest.mark.parametrize('change', [(0, -2), (2, 0), (-(10**4), -(10**4))])
-def test_offsets_that_do_not_fit_are_named(tmp_path, change):
-  _write(tmp_path, _arrays())
-  file = tmp_path / 'model.safetensors'
-  whole = file.read_bytes()
-  header, length = _header(whole)
-  name = 'layer.0.weight'
-  offsets = [x + dx for x, dx in zip(header[name]['data_offsets'], change, strict=True)]
-  header[name]['data_offsets'] = offsets
-  text = json.dumps(header, separators=(',', ':')).encode().ljust(length + 16)
-  file.write_bytes(len(text).to_bytes(8, 'little') + text + whole[8 + length :])
-  with pytest.raises(ValueError, match=f'{file}: no safetensors file .*invalid'):
-    tensor_files.find(tmp_path)
-
-
 @pytest.mark.parametrize('dtype', ['int8', 'float64', ml_dtypes.float8_e4m3fn])
 def test_a_dtype_that_is_no_weight_is_named(tmp_path, dtype):
   file = tmp_path / 'model.safetensors'
@@ -175,20 +160,3 @@ def test_links_of_a_cache_of_downloads_are_followed(tmp_path):
   (tmp_path / 'model' / _INDEX).write_text(json.dumps(index))
   (tensor,) = tensor_files.find(tmp_path / 'model').values()
   np.testing.assert_array_equal(tensor_files.read(tensor), arrays['w'])
-
-
-@pytest.mark.parametrize(
-  'header',
-  [
-    '[' * 100_000 + ']' * 100_000,
-    '{"w": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}',
-    '{"w": {"dtype": "F32", "shape": 7, "data_offsets": [0, 4]}}',
-    '{"w": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
-    '{"w": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}}',
-  ],
-)
-def test_headers_of_other_kinds_are_named(tmp_path, header):
-  file = tmp_path / 'model.safetensors'
-  file.write_bytes(len(header).to_bytes(8, 'little') + header.encode() + bytes(4))
-  with pytest.raises(ValueError, match=r'model\.safetensors: .*'):
-    tensor_files.find(tmp_path)

@@ -182,18 +182,9 @@ def test_json_that_is_no_tokenizer_is_named(copied, content, message):
     tokenizer_lib.load(copied)
 
 
-@pytest.mark.parametrize(
-  'change, message',
-  [
-    ({'vocab_size': 266}, 'vocab_size=266 is too small.*267'),
-    ({'added_tokens': ('yes',)}, "look like '<name>'"),
-    ({'added_tokens': ('<a>', '<a>')}, 'must be different'),
-  ],
-)
-def test_train_refuses(tmp_path, change, message):
-  arguments = {'vocab_size': 400, 'directory': tmp_path, **change}
-  with pytest.raises(ValueError, match=message):
-    tokenizer_lib.train(TEXTS, **arguments)
+def test_too_few_ids_are_refused(tmp_path):
+  with pytest.raises(ValueError, match='vocab_size=266 is too small.*267'):
+    tokenizer_lib.train(TEXTS, vocab_size=266, directory=tmp_path)
   assert not list(tmp_path.iterdir())
 
 
@@ -204,8 +195,6 @@ _TWICE = '{% set ns.x = ns.x ~ ns.x %}'
 @pytest.mark.parametrize(
   'template, message',
   [
-    (_LOOP.replace('{% endfor %}', 'xx{% endfor %}', 1), 'did not end within|took more'),
-    ("{{ 'x' * 10**10 }}", 'took more than 512 MiB'),
     ("{% set ns = namespace(x='x') %}" + _TWICE * 40, 'took more than 512 MiB'),
     ("{{ 'x' | center(2000000) }}", 'wrote more than 1000000 characters'),
     (

@@ -93,27 +93,7 @@ def no_docstring(x: str):
   return x
 
 
-def no_note(x: str):
-  """Doc."""
-
-
-def no_type(x):
-  """Doc.
-
-  Args:
-    x: Doc.
-  """
-
-
 def odd_type(x: pathlib.Path):
-  """Doc.
-
-  Args:
-    x: Doc.
-  """
-
-
-def unknown_type(x: 'Nowhere'):  # noqa: F821
   """Doc.
 
   Args:
@@ -133,10 +113,7 @@ def starred(*words: str):
   'fn, message',
   [
     (no_docstring, 'tool no_docstring: .* has no docstring'),
-    (no_note, "tool no_note: .* no description for the argument 'x'"),
-    (no_type, 'tool no_type: Argument x is missing a type hint'),
     (odd_type, "tool odd_type: Couldn't convert the type hint .*Path.* mend its sign"),
-    (unknown_type, "tool unknown_type: name 'Nowhere' is not defined"),
     (starred, r'tool starred: \*args'),
   ],
 )
@@ -154,34 +131,20 @@ def test_bad_tools_are_refused():
     Tool('book', book.schema, print, timeout=0)
 
 
-async def test_a_call():
-  result = await tool_lib.call(book, {'title': 'Emma', 'pages': 3, 'tags': None})
-  assert (result.text, result.ok) == ('Emma 3', True)
-  assert 0 <= result.seconds < 5
-
-
 @pytest.mark.parametrize(
   'change, message',
   [
     ({'pages': None}, "argument 'pages': None is not of type 'integer'"),
-    ({'pages': '3'}, "argument 'pages': '3' is not of type 'integer'"),
     ({'pages': 3.0}, "argument 'pages': 3.0 is not of type 'integer'"),
     ({'pages': True}, "argument 'pages': True is not of type 'integer'"),
-    ({'title': 3}, "argument 'title': 3 is not of type 'string'"),
     ({'title': [0] * 10**6}, ", 0, 0] is not of type 'string'"),
-    ({'price': '1'}, "argument 'price': '1' is not of type 'number'"),
     ({'price': False}, "argument 'price': False is not of type 'number'"),
-    ({'lent': 1}, "argument 'lent': 1 is not of type 'boolean'"),
-    ({'tags': 'a'}, "argument 'tags': 'a' is not of type 'array'"),
     ({'tags': ['a', 1]}, "argument 'tags[1]': 1 is not of type 'string'"),
     ({'kind': 'song'}, "argument 'kind': 'song' is not one of ['novel', 'poem']"),
-    ({'kind': None}, "argument 'kind': None is not of type 'string'"),
     ({'extra': {'a': 'b'}}, "argument 'extra.a': 'b' is not of type 'integer'"),
-    ({'extra': []}, "argument 'extra': [] is not of type 'object'"),
     ({'key': 1.5}, "argument 'key': 1.5 is not of type 'integer', 'string'"),
     ({'rows': [[1], ['a']]}, "argument 'rows[1][0]': 'a' is not of type 'integer'"),
     ({'rows': None}, "argument 'rows': None is not "),
-    ({'level': True}, "argument 'level': True is not of type 'integer', 'string'"),
     ({'old': 'a'}, "argument 'old': 'a' is not of type 'integer'"),
     ({'author': 'x'}, "unknown argument 'author'; it takes title, pages, price"),
   ],
@@ -253,11 +216,6 @@ class Mute:
     raise RuntimeError('no words')
 
 
-class MuteError(Exception):
-  def __str__(self):
-    raise SystemExit(3)
-
-
 circle: list = []
 circle.append(circle)
 
@@ -296,39 +254,6 @@ async def test_results_without_text_are_errors(value):
   result = await tool_lib.call(bare(lambda: value), {})
   assert not result.ok
   assert result.text.startswith('Error: bare: ')
-
-
-@pytest.mark.parametrize(
-  'error',
-  [
-    ValueError('bad'),
-    SystemExit(1),
-    KeyError('x'),
-    MuteError(),
-    RecursionError(),
-    TimeoutError(),
-  ],
-)
-async def test_exceptions_become_text(error):
-  def now():
-    raise error
-
-  async def later():
-    raise error
-
-  for fn in (now, later):
-    result = await tool_lib.call(bare(fn), {})
-    assert not result.ok
-    assert result.text.startswith(f'Error: bare: {type(error).__name__}')
-  assert (await tool_lib.call(book, {'title': 'a', 'pages': 1})).ok
-
-
-async def test_cancelling_itself_becomes_text():
-  async def gone():
-    raise asyncio.CancelledError
-
-  result = await tool_lib.call(bare(gone), {})
-  assert (result.text, result.ok) == ('Error: bare: CancelledError', False)
 
 
 async def test_a_forgotten_async_is_an_error():
@@ -528,34 +453,6 @@ async def test_idempotent_tools_are_called_again(
   assert (result.ok, result.seconds) == (ok, sum(pauses))
 
 
-def test_isolation_lets_one_call_through_after_a_pause():
-  now = [0.0]
-  isolation = tool_lib.Isolation(most=2, pause=10.0, clock=lambda: now[0])
-  # (time, the outcome of a call that is admitted there, or None where none is)
-  for time, failed in [
-    (0, True),
-    (0, False),
-    (0, True),
-    (1, True),
-    (2, None),
-    (10, None),
-    (11, True),
-    (12, None),
-    (21, False),
-    (21, True),
-    (21, False),
-  ]:
-    now[0] = time
-    assert isolation.admit() == (failed is not None), time
-    if failed is not None:
-      isolation.record(failed)
-  isolation.record(True)
-  isolation.record(True)
-  now[0] = 31
-  # Only one is tried; the others do not wait for it.
-  assert [isolation.admit() for _ in range(3)] == [True, False, False]
-
-
 async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch):
   calls, raised = [], [OSError]
 
@@ -576,3 +473,13 @@ async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch
   result = await tool_lib.call(make(), {})
   assert result.isolated and not result.ok and len(calls) == 60
   assert result.text == 'Error: lost: the tool failed too often and is not called for now'
+
+
+@pytest.mark.parametrize('error', [SystemExit(0), StopIteration(0)])
+async def test_what_would_end_more_than_the_call_is_no_failure_of_the_tool(error):
+  def leave():
+    raise error
+
+  result = await tool_lib.call(bare(leave), {})
+  assert result.text == f'Error: bare: {type(error).__name__}: 0'
+  assert not (result.ok or result.failed)

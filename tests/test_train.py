@@ -18,21 +18,20 @@ import time
 from unittest import mock
 import warnings
 
+import httpx2
 import jax
-import jax.numpy as jnp
 import mounts
 import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import train, types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import calls, program
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import checkpoint, preemption
-from agent_r1_jax.models import decoder, weights
+from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics, viewer
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.train import critic, loop, rollout, setup, spool
@@ -111,10 +110,6 @@ def _make_env():
   return env_lib.ToolEnv([look], _reward, parse=_parse)
 
 
-def _load(config):
-  return train.load(config.model, config.chat)
-
-
 def _run(config, workdir, **kwargs):
   return tiny.within(_train, config, workdir, **kwargs)
 
@@ -139,7 +134,7 @@ def whole(model, tmp_path_factory):
 def _numbers(workdir):
   """Returns all metrics but the times, a dict a line."""
   return [
-    {k: v for k, v in line.items() if not k.startswith('time/')}
+    {k: v for k, v in line.items() if not k.startswith(('time/', 'machine/'))}
     for line in metrics.read(workdir)
   ]
 
@@ -147,14 +142,6 @@ def _numbers(workdir):
 def _assert_equal(a, b):
   assert jax.tree.structure(a) == jax.tree.structure(b)
   jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _logits(params, shape):
-  tokens = jnp.arange(40).reshape(2, 20) * 7 % tiny.VOCAB
-  positions = jnp.broadcast_to(jnp.arange(20)[None], (2, 20))
-  x = decoder.hidden(params, shape, tokens, positions, jnp.ones_like(tokens))
-  return decoder.logits(params, shape, x)
 
 
 def _wait_for_lock(workdir, process):
@@ -240,37 +227,15 @@ class TestRun:
     samples = viewer.read_log(log)
     assert len(samples) == 5
     for sample in samples:
-      i, actions = (
-        by_member[sample['id'], sample['epoch'] - 1],
-        sample['metadata']['actions'],
-      )
-      rows = table.take((table.trajectory == i) & table.action_mask)
-      assert {len(column) for column in actions.values()} == {len(rows)}
-      assert actions['tokens'] == rows.tokens.tolist()
-      assert 'ref_logprobs' not in actions, 'there is no reference'
-      names = ('logprobs', 'behaviour_logprobs', 'policy_steps', 'rewards')
-      for name in (*names, 'values', 'advantages', 'returns'):
-        np.testing.assert_allclose(actions[name], getattr(rows, name), atol=6e-5)
-      turns = [
-        n + 1
-        for n, turn in enumerate(chosen[i].turns)
-        for _ in range(turn.stop - turn.start)
-      ]
-      assert actions['turn'] == turns
-
-  def test_the_model_it_writes_is_the_one_it_trained(self, whole, model):
-    params, workdir = whole
-    shape, loaded = weights.load(workdir / 'model')
-    _assert_equal(loaded, params)
-    np.testing.assert_array_equal(
-      _logits(loaded, shape), _logits(params, tiny.config(layers=1))
-    )
-    ids = tiny.chat().encode_prompt(_tasks()[0].messages)
-    chat = _load(_config(workdir / 'model'))[2]
-    np.testing.assert_array_equal(chat.encode_prompt(_tasks()[0].messages), ids)
-    assert tokenizer_lib.load(workdir / 'model').get_vocab() == (
-      tiny.chat().tokenizer.get_vocab()
-    )
+      i = by_member[sample['id'], sample['epoch'] - 1]
+      columns = sample['metadata']['columns']
+      rows = table.take(table.trajectory == i)
+      assert columns.pop('segments') == [len(s.tokens) for s in chosen[i].segments]
+      assert {len(column) for column in columns.values()} == {len(rows)}
+      assert 'ref_logprobs' not in columns, 'there is no reference'
+      names = ('tokens', 'action_mask', 'logprobs', 'behaviour_logprobs', 'policy_steps')
+      for name in (*names, 'rewards', 'values', 'advantages', 'returns'):
+        np.testing.assert_allclose(columns[name], getattr(rows, name), atol=6e-5)
 
   def test_the_workdir_is_locked_until_the_model_is_written(
     self, model, tmp_path, monkeypatch
@@ -280,7 +245,7 @@ class TestRun:
     def watched(directory, *args, **kwargs):
       with (
         pytest.raises(ValueError, match='in use by another run'),
-        checkpoint.lock_workdir(tmp_path),
+        workdir_lib.lock(tmp_path),
       ):
         pass
       assert (tmp_path / 'checkpoints' / '1').is_dir()
@@ -291,7 +256,7 @@ class TestRun:
     _run(_config(model, steps=1, eval_every=0, log_episodes=0), tmp_path, evals=None)
     assert saved == [tmp_path / 'model'] and saved[0].is_dir()
     assert not (tmp_path / 'trajectories').exists(), 'none is asked for'
-    with checkpoint.lock_workdir(tmp_path):
+    with workdir_lib.lock(tmp_path):
       pass
 
   def test_ppo_trains_a_critic(self, model, tmp_path):
@@ -303,7 +268,9 @@ class TestRun:
       mock.patch.object(loop.updates, 'learn', wraps=loop.updates.learn) as learn,
     ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
-    assert [c.kwargs['draw'] for c in start.mock_calls if 'draw' in c.kwargs] == [0, 1]
+    numbers = [c.kwargs.get('rollout_number') for c in start.call_args_list]
+    # The last one is that of the policy's evaluation at the end.
+    assert numbers == [0, 1, None]
     learned = [c.args[1] for c in learn.mock_calls]
     assert [{*t.policy_steps} for ts in learned for t in ts] == [{0}] * 8 + [{1}] * 8
     first, second = metrics.read(tmp_path)
@@ -339,16 +306,6 @@ class TestTasks:
   def test_none_are_refused(self, model, tmp_path):
     with pytest.raises(ValueError, match='tasks is empty'):
       _run(_config(model), tmp_path, tasks=[])
-
-  def test_a_prompt_that_fits_no_row_is_passed_over(self, model, tmp_path):
-    """GRPO with a reference reads every log-prob: there is none for it."""
-    config = _config(model, steps=2, eval_every=0)
-    tasks = [*_tasks(1), _LONG]
-    _run(config, tmp_path / 'some', tasks=tasks, evals=None, make_env=_Other)
-    for line in metrics.read(tmp_path / 'some'):
-      assert line['rollout/status/truncated'] >= 0.5
-      assert line['rollout/prompt_too_long'] == 0.5
-      assert line['train/grad_norm'] > 0
 
   def test_where_no_prompt_fits_the_run_ends_at_once(self, model, tmp_path, capfd):
     config = _config(model, steps=2, eval_every=0)
@@ -398,9 +355,9 @@ class TestErrors:
   def test_episodes_that_raise_are_passed_over_up_to_the_limit(
     self, model, tmp_path, monkeypatch
   ):
-    to_fail, trained, learn = [True], [], loop.updates.learn
+    to_fail, trained, made, learn = [True], [], [], loop.updates.learn
 
-    class Fails(env_lib.ToolEnv):
+    class Fails(tiny.ClosedOnce):
       async def step(self, reply):
         if to_fail:
           to_fail.pop()
@@ -408,7 +365,7 @@ class TestErrors:
         return await super().step(reply)
 
     def make_env():
-      return Fails([look], _reward, parse=_parse)
+      return Fails(made, [look], _reward, parse=_parse)
 
     def spy(train_state, trajectories, *args, **kwargs):
       trained.extend(trajectories)
@@ -421,6 +378,7 @@ class TestErrors:
     assert len(trained) == 7 and all(t.error is None for t in trained)
     to_fail.append(True)
     assert line['rollout/status/error'] == 0.125
+    assert [env.closings for env in made] == [1] * 9  # One was made to look at.
     assert line['train/grad_norm'] > 0
     config = tiny.run_config(config, max_error_rate=0.1)
     message = r"1 of 8 episodes raised.*max_error_rate=0.1.*KeyError: 'page 7 is missing'"
@@ -442,10 +400,6 @@ class TestErrors:
     with pytest.raises(ValueError, match=message):
       _run(tiny.run_config(config, **{field: value}), tmp_path)
     assert not (tmp_path / 'config.json').exists()
-
-  def test_no_model_at_all(self, tmp_path):
-    with pytest.raises(ValueError, match='model'):
-      _run(config_lib.Config(), tmp_path)
 
   def test_another_config_on_a_workdir_is_refused(self, whole, model):
     _, workdir = whole
@@ -558,7 +512,7 @@ class TestResume:
     left = {p.name for p in (tmp_path / 'run' / 'rollouts').iterdir()}
     assert left == {'4'}
 
-  @pytest.mark.filterwarnings('ignore:no more is written for TensorBoard')
+  @pytest.mark.filterwarnings('ignore:tensorboard')
   @pytest.mark.filterwarnings('ignore:finished episodes are not written')
   @pytest.mark.parametrize('moment', [1, 14])
   def test_a_full_disk_ends_it_and_the_same_command_goes_on(
@@ -654,6 +608,29 @@ def main(workdir, model, moment, keep=''):
     learner.update = update_and_die
   # Signals reach the main thread only.
   _train(_config(model, keep_rollouts=bool(keep)), workdir, make_env=make_env)
+
+
+async def _ask_the_endpoint(task, url):
+  async with httpx2.AsyncClient(timeout=60) as http:
+    asked = {'messages': task.messages}
+    (await http.post(f'{url}/chat/completions', json=asked)).raise_for_status()
+
+
+def test_a_program_is_trained_and_resumed_like_an_environment(model, tmp_path):
+  make_env = lambda: program.Program(_ask_the_endpoint, _reward)
+
+  def run(name, steps):
+    config = _config(model, steps=steps, eval_every=2)
+    _run(config, tmp_path / name, make_env=make_env)
+    return _numbers(tmp_path / name)
+
+  whole = run('whole', 2)
+  run('parts', 1)
+  assert run('parts', 2)[-1] == whole[-1]
+  assert whole[-1]['eval/dev/turns'] == whole[-1]['rollout/turns'] == 1
+  assert whole[-1]['rollout/forks'] == 0
+  made_of = (tmp_path / 'whole' / 'made_of.json').read_text()
+  assert '_ask_the_endpoint' in made_of
 
 
 if __name__ == '__main__':

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import mounts
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import guide
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, rewards
@@ -32,6 +35,7 @@ def compiled_here():
 
 def _run(model, workdir, algorithm=_PLAIN, **kwargs):
   options = {'make_env': 'make_env', 'questions': 'tasks', 'privileged': 'privileged'}
+  options['guides'] = 'guides'
   given = {options[name]: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
   config = test_train._config(model, **{'steps': 2, 'eval_every': 0} | kwargs)
   params = test_train._run(config, workdir, algorithm=algorithm, evals=None, **given)
@@ -218,6 +222,36 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 
 
+def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
+  """It ends each reply after three tokens, none of which is the likeliest."""
+  surprise = guide.Guide(
+    np.int32(-100),
+    lambda params, state, logits, hidden: jnp.where(
+      logits == logits.max(axis=1, keepdims=True), -1e9, logits
+    ),
+    lambda params, state, tokens: (state + 1, state == 2),
+  )
+  guides, played = {surprise: np.int32(0)}, []
+  with pytest.raises(ValueError, match='guides: one changes the logits'):
+    _run(model, tmp_path / 'refused', guides=guides)
+  result = rollout.Rollout.result
+  note = lambda started: played.append(result(started)) or played[-1]
+  with mock.patch.object(rollout.Rollout, 'result', note):
+    config = test_train._config(model, steps=1)
+    algorithm = algorithms.remax(correction=correction.token_truncated())
+    test_train._run(config, tmp_path, algorithm=algorithm, guides=guides)
+  assert len(played) == 4  # An evaluation, a rollout, baselines, another evaluation.
+  turns = [turn for t in itertools.chain(*played) for turn in t.turns]
+  assert max(turn.stop - turn.start for turn in turns) == 3
+  shape, params = weights.load(model, dtype='float32')
+  before = [s for t in itertools.chain(*played[:-1]) for s in t.segments]
+  for segment, logprobs in zip(
+    before, tiny.learned(params, before, shape=shape), strict=True
+  ):
+    # What is not the likeliest has at most half of the policy's probability.
+    assert (logprobs[segment.action_mask] <= np.log(0.5) + 1e-4).all()
+
+
 def test_truncated_episodes_can_be_left_out(model, tmp_path):
   shown, learn = [], loop.updates.learn
 
@@ -312,11 +346,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(model, tmp_path):
 def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):
   """With moments of 8 bits in the host's memory, and a KL to the base."""
   options = {'lora_rank': 2, 'lora_targets': 'q,o,up', 'learning_rate': 3e-2}
-  options |= {'optimizer': 'adamw8', 'offload': True, 'checkpoint_every': 2}
+  options |= {'optimizer': 'adamw8', 'offload': True, 'checkpoint_every': 1}
   run = functools.partial(_run, model, algorithm=algorithms.grpo(kl_coef=0.01))
-  whole, lines = run(workdir=tmp_path / 'whole', steps=4, **options)
-  run(workdir=tmp_path / 'parts', steps=2, **options)
-  resumed, _ = run(workdir=tmp_path / 'parts', steps=4, **options)
+  whole, lines = run(workdir=tmp_path / 'whole', steps=2, **options)
+  run(workdir=tmp_path / 'parts', steps=1, **options)
+  resumed, _ = run(workdir=tmp_path / 'parts', steps=2, **options)
   test_train._assert_equal(resumed, whole)
   assert test_train._numbers(tmp_path / 'parts') == test_train._numbers(
     tmp_path / 'whole'

@@ -403,37 +403,3 @@ def test_distillation_moves_the_student_to_the_teacher():
   assert history[-1] < 0.5 * history[0]
   assert metrics['grad_norm'] > 0
   plain.equal(train_state.reference, teacher)
-
-
-def test_rejection_learns_from_what_is_accepted_alone():
-  """One step on all is the step on the accepted ones."""
-  algorithm = algorithms.rejection(threshold=1.0)
-  optimizers = {'policy': _ADAM}
-  plan = _plan(algorithm, optimizers=optimizers)
-  good = lambda prompt, token: float(token % 2)
-  rollout = _played(plain.policy(), 16, 0, good)
-  accepted = [t for t in rollout if t.reward == 1.0]
-  assert 0 < len(accepted) < len(rollout)
-  outcomes = []
-  for some in (rollout, accepted):
-    train_state, metrics, _ = updates.learn(_start(plan), some, plan)
-    outcomes.append((train_state.states['policy'].params, metrics['loss']))
-  plain.close(*outcomes, 1e-4)
-
-  def likelihood(params, wanted):
-    log_p = np.asarray(_replies(params))
-    each = [
-      log_p[t.group, t.segments[0].tokens[1]] for t in rollout if t.reward == wanted
-    ]
-    return float(np.mean(each))
-
-  after = outcomes[0][0]
-  for wanted, rises in ((1.0, True), (0.0, False)):
-    change = likelihood(after, wanted) - likelihood(plain.policy(), wanted)
-    assert (change > 1e-3) == rises
-  # None is good enough: nothing is learned.
-  for t in rollout:
-    t.turns[0].reward = 0.5
-  plan = dataclasses.replace(plan, optimizers={'policy': _SGD})
-  train_state, metrics, _ = updates.learn(_start(plan), rollout, plan)
-  plain.equal(train_state.states['policy'].params, plain.policy())

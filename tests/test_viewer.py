@@ -220,9 +220,10 @@ class TestStructure:
 
   def test_text_and_numbers_that_json_cannot_hold(self, tmp_path):
     messages = [{'role': 'assistant', 'content': 'half a \ud800 pair, \x00 and é'}]
-    bad = trajectory(messages=messages, turns=[], metrics={'x': float('nan')})
+    given = {'messages': messages, 'turns': [], 'metrics': {'x': float('nan')}}
+    bad = trajectory(task_id='a\0\ud800', **given)
     sample = write(tmp_path / 'a.eval', [bad], config={'fn': print, 'inf': np.inf})[
-      'samples/bridge-0_epoch_1.json'
+      'samples/a??_epoch_1.json'
     ]
     assert sample['messages'][0]['content'] == 'half a ? pair, \x00 and é'
     assert sample['metadata']['metrics'] == {'x': 'nan'}
@@ -314,36 +315,44 @@ def test_a_full_disk_is_named_and_leaves_no_half_a_log(tmp_path):
     assert viewer.read_log(folder / 'a.eval')
 
 
-@pytest.fixture
-def inspect_log():
-  return pytest.importorskip(
-    'inspect_ai.log',
-    reason='inspect_ai (80 packages, the extra inspect) is not installed',
-  )
+# What inspect_ai, in an environment of its own, says of a log and of its folder.
+READER = """
+import json, sys
+from inspect_ai import log
+path, folder = sys.argv[1:]
+whole = log.read_eval_log(path).model_dump(mode='json')
+whole['header'] = log.read_eval_log(path, header_only=True).model_dump(mode='json')
+whole['listed'] = len(log.list_eval_logs(folder))
+summaries = log.read_eval_log_sample_summaries(path)
+whole['summaries'] = [summary.model_dump(mode='json') for summary in summaries]
+print(json.dumps(whole))
+"""
+INSPECT = os.environ.get('INSPECT_PYTHON')
 
 
+@pytest.mark.skipif(not INSPECT, reason='`make test-inspect` installs inspect_ai')
 class TestContract:
   """Only inspect_ai itself can say whether it reads a log."""
 
-  def test_inspect_reads_what_was_written(self, tmp_path, inspect_log):
+  def test_inspect_reads_what_was_written(self, tmp_path):
     path = tmp_path / 'a.eval'
     group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
-    write(path, [*group, failed()])
-    log = inspect_log.read_eval_log(str(path))
-    assert log.status == 'success' and log.eval.task == 'miniwiki'
-    assert [score.name for score in log.results.scores] == ['reward', 'em']
-    samples = {(sample.id, sample.epoch): sample for sample in log.samples}
+    columns = {'columns': {'tokens': [1, 2], 'logprobs': [-0.5, 0.0]}}
+    write(path, [*group, failed()], extra=[columns] * 4)
+    command = [INSPECT, '-c', READER, path, tmp_path]
+    done = subprocess.run(command, capture_output=True, timeout=300, check=True)
+    log = json.loads(done.stdout)
+    assert log['status'] == 'success' and log['eval']['task'] == 'miniwiki'
+    assert [score['name'] for score in log['results']['scores']] == ['reward', 'em']
+    samples = {(sample['id'], sample['epoch']): sample for sample in log['samples']}
     assert len(samples) == 4
     sample = samples['bridge-0', 2]
-    assert sample.limit.type == 'token' and sample.metadata['action_tokens'] == 5
-    assert [m.role for m in sample.messages][2:] == ['assistant', 'tool', 'assistant']
-    assert sample.messages[2].tool_calls[0].id == sample.messages[3].tool_call_id
-    assert samples['bridge-9', 1].error.message == 'ValueError: no'
-    assert samples['bridge-9', 1].scores is None
-
-  def test_inspect_lists_logs_and_summaries(self, tmp_path, inspect_log):
-    write(tmp_path / 'a.eval', [trajectory(), failed()])
-    assert len(inspect_log.list_eval_logs(str(tmp_path))) == 1
-    assert inspect_log.read_eval_log(str(tmp_path / 'a.eval'), header_only=True).results
-    summaries = inspect_log.read_eval_log_sample_summaries(str(tmp_path / 'a.eval'))
-    assert [s.error for s in summaries] == [None, 'ValueError: no']
+    assert sample['limit']['type'] == 'token'
+    assert sample['metadata']['action_tokens'] == 5
+    assert sample['metadata']['columns'] == columns['columns']
+    *_, call, result, _ = sample['messages']
+    assert call['tool_calls'][0]['id'] == result['tool_call_id']
+    assert samples['bridge-9', 1]['error']['message'] == 'ValueError: no'
+    assert samples['bridge-9', 1]['scores'] is None
+    assert log['header']['results'] and log['listed'] == 1
+    assert [s['error'] for s in log['summaries']] == [None] * 3 + ['ValueError: no']

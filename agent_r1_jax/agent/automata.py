@@ -80,13 +80,13 @@ def regex(
   Raises:
     ValueError: The vocabulary lacks a byte that the expression needs.
   """
-  step, start, finals = compile_regex(pattern)
+  goto, start, finals = compile_regex(pattern)
   # The automaton must begin in state 0, so swap it with the start.
-  order = np.arange(len(step))
+  order = np.arange(len(goto))
   order[[0, start]] = [start, 0]
-  step, finals = order[step[order]], {int(order[state]) for state in finals}
-  forbidden = len(step) - 1
-  held = lift_to_tokens(step, np.full(len(step), forbidden), token_bytes, vocab_size)
+  goto, finals = order[goto[order]], {int(order[state]) for state in finals}
+  forbidden = len(goto) - 1
+  held = lift_to_tokens(goto, np.full(len(goto), forbidden), token_bytes, vocab_size)
   # Stop ids become a further class of tokens, and lead to a further state.
   column = np.full((len(held.table), 1), -1)
   column[sorted(finals)] = len(held.table)
@@ -119,19 +119,19 @@ def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   prefixes = sorted({s[:i] for s in strings for i in range(len(s))}, key=len)
   number = {prefix: i for i, prefix in enumerate(prefixes)}
   found = len(prefixes)
-  step = np.full((found + 1, 256), found, np.int32)
+  goto = np.full((found + 1, 256), found, np.int32)
   for prefix, i in number.items():
     for byte in range(256):
       text = prefix + bytes([byte])
       if not text.endswith(tuple(strings)):
         while text not in number:
           text = text[1:]
-        step[i, byte] = number[text]
-  return step
+        goto[i, byte] = number[text]
+  return goto
 
 
 def group_tokens(
-  step: np.ndarray, token_bytes: Sequence[bytes]
+  goto: np.ndarray, token_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
   """Computes where every token leads from every state of an automaton over bytes.
 
@@ -139,7 +139,7 @@ def group_tokens(
   hundred classes.
 
   Args:
-    step: int [Q, 256]; step[state, byte] is the next state.
+    goto: int [Q, 256]; goto[state, byte] is the next state.
     token_bytes: The bytes of V tokens; b'' changes no state.
 
   Returns:
@@ -150,12 +150,15 @@ def group_tokens(
   padded = np.zeros((len(token_bytes), max(lengths.max(), 1)), np.uint8)
   for row, data in zip(padded, token_bytes, strict=True):
     row[: len(data)] = np.frombuffer(data, np.uint8)
-  columns = [np.arange(len(step), dtype=np.int32)]
+  # For example, with the stop string 'ab' the states are 0 (nothing of it was read), 1
+  # ('a' was), and 2 (it was found). The column of the token 'xa' is [1, 1, 2], and so is
+  # that of 'ya': both are of one class. The column of 'b' is [0, 2, 2].
+  columns = [np.arange(len(goto), dtype=np.int32)]
   number = {columns[0].tobytes(): 0}
 
   @functools.cache
   def after(pair: int) -> int:
-    column = step[columns[pair // 256], pair % 256].astype(np.int32)
+    column = goto[columns[pair // 256], pair % 256].astype(np.int32)
     key = column.tobytes()
     if key not in number:
       number[key] = len(columns)
@@ -168,6 +171,7 @@ def group_tokens(
     going = np.flatnonzero(lengths > i)
     pairs, where = np.unique(classes[going] * 256 + padded[going, i], return_inverse=True)
     classes[going] = np.array([after(pair) for pair in pairs.tolist()], np.int64)[where]
+  # Classes that only beginnings of tokens are in are dropped.
   used, classes = np.unique(classes, return_inverse=True)
   return classes.astype(np.int32), np.stack([columns[c] for c in used], axis=1)
 
@@ -176,7 +180,7 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, int, list[int]]:
   """Compiles a regular expression to an automaton over bytes.
 
   Returns:
-    step, int32 [Q + 1, 256], whose last state means that the text cannot match and is
+    goto, int32 [Q + 1, 256], whose last state means that the text cannot match and is
     never left; the start state; and the states in which the text matches.
   """
   import outlines_core
@@ -187,21 +191,21 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, int, list[int]]:
   transitions, finals = index.get_transitions(), index.get_final_states()
   states = sorted({*transitions, *finals, index.get_initial_state()})
   number = {state: i for i, state in enumerate(states)}
-  step = np.full((len(number) + 1, 256), len(number), np.int32)
+  goto = np.full((len(number) + 1, 256), len(number), np.int32)
   for state, edges in transitions.items():
     for byte, after in edges.items():
       if byte < 256:
-        step[number[state], byte] = number[after]
-  return step, number[index.get_initial_state()], sorted(number[f] for f in finals)
+        goto[number[state], byte] = number[after]
+  return goto, number[index.get_initial_state()], sorted(number[f] for f in finals)
 
 
 def lift_to_tokens(
-  step: np.ndarray, silent: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int
+  goto: np.ndarray, silent: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int
 ) -> types.Automaton:
   """Converts an automaton over bytes to one over tokens.
 
   Args:
-    step: int [Q + 1, 256]; it begins in state 0, and its last state is the forbidden one.
+    goto: int [Q + 1, 256]; it begins in state 0, and its last state is the forbidden one.
     silent: int [Q + 1]; the state that a token without text leads to from each state.
     token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
     vocab_size: Tokens of the model (V); those beyond the tokenizer's have no text.
@@ -215,8 +219,8 @@ def lift_to_tokens(
       f'token_bytes has {len(token_bytes)} tokens, the model {vocab_size}: they do not '
       'belong together.'
     )
-  forbidden = len(step) - 1
-  bytes_used = np.flatnonzero((step[:-1] != forbidden).any(0))
+  forbidden = len(goto) - 1
+  bytes_used = np.flatnonzero((goto[:-1] != forbidden).any(0))
   missing = {bytes([byte]) for byte in bytes_used.tolist()} - {*token_bytes}
   if missing:
     # With all single bytes, every state can reach the end, so there are no dead ends.
@@ -225,7 +229,7 @@ def lift_to_tokens(
       'grammar needs a byte-level tokenizer (Qwen2, Qwen3, Llama 3).'
     )
   padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
-  classes, columns = group_tokens(step, padded)
+  classes, columns = group_tokens(goto, padded)
   columns = np.concatenate([columns, silent[:, None]], axis=1)
   classes[[not data for data in padded]] = columns.shape[1] - 1
   used, classes = np.unique(classes, return_inverse=True)

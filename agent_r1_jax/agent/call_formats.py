@@ -217,6 +217,7 @@ QWEN3_CODER = CallFormat(
   'qwen3_coder',
   _parse_qwen3_coder,
   _render_qwen3_coder,
+  ('<tool_call>', '<function='),
   types.ControlText(
     calls.TOOLS + 'A call names the tool, and each argument with its value:\n'
     '<tool_call>\n'
@@ -233,6 +234,7 @@ SEARCH_R1 = CallFormat(
   'search_r1',
   _parse_search_r1,
   lambda call: f'<search> {_argument(call)} </search>',
+  ('<search>',),
   types.ControlText(
     'You can search: write what to search for between <search> and </search>, and what '
     'is found comes between <information> and </information>. Search as often as '
@@ -246,6 +248,7 @@ RETOOL = CallFormat(
   'retool',
   _parse_retool,
   lambda call: f'<code>\n```python\n{_argument(call)}\n```\n</code>',
+  ('<code>',),
   types.ControlText(
     'You can run Python code. Write it like this:\n'
     '<code>\n'
@@ -264,6 +267,7 @@ REACT = CallFormat(
   'react',
   _parse_react,
   _render_react,
+  ('Action',),
   types.ControlText(
     calls.TOOLS
     + 'Write in this form, and repeat its first three lines as often as necessary:\n'

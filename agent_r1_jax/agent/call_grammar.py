@@ -5,13 +5,14 @@ Letters: V tokens of the vocabulary, Q automaton states.
 
 from collections.abc import Mapping, Sequence
 import json
-import re
 from typing import Any
 
 import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
+
+_OPENING = '<tool_call>'
 
 
 def tool_calls(
@@ -20,15 +21,13 @@ def tool_calls(
   vocab_size: int,
   *,
   required: bool = False,
-  opening: str = '<tool_call>',
-  closing: str = '</tool_call>',
 ) -> types.Automaton:
   r"""Constrains the tool calls of a reply to Hermes format and to their schemas.
 
-  Text is free until `opening` is complete, however it is split into tokens. Then follows
-  '\n{"name": ..., "arguments": {...}}\n' and `closing`, spaced as json.dumps does, with
-  the arguments in the schema's order. Text is free again after it. Control tokens, which
-  include stop tokens, are forbidden in a call.
+  Text is free until '<tool_call>' is complete, however it is split into tokens. Then
+  follows '\n{"name": ..., "arguments": {...}}\n</tool_call>', spaced as json.dumps does,
+  with the arguments in the schema's order. Text is free again after it. Control tokens,
+  which include stop tokens, are forbidden in a call.
 
   A call fulfils what agent/tool.py checks. An argument whose schema allows any value is a
   scalar, or a list or an object of scalars. The library enforces bounds on the lengths of
@@ -40,8 +39,6 @@ def tool_calls(
     vocab_size: Tokens of the model (V); those beyond the tokenizer's count as control
       tokens.
     required: The reply must begin with a call.
-    opening: The text that begins a call.
-    closing: The text that ends a call.
 
   Raises:
     ValueError: There are no tools, a schema has no grammar, or the vocabulary lacks
@@ -49,10 +46,10 @@ def tool_calls(
   """
   if not schemas:
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
-  call = f'{re.escape(opening)}\n({_calls(schemas)})\n{re.escape(closing)}'
-  step, begin, (end,) = automata.compile_regex(call)
-  step, silent = _with_free_text(step, begin, end, opening.encode(), required)
-  return automata.lift_to_tokens(step, silent, token_bytes, vocab_size)
+  call = f'{_OPENING}\n({_calls(schemas)})\n</tool_call>'
+  goto, begin, (end,) = automata.compile_regex(call)
+  goto, silent = _with_free_text(goto, begin, end, _OPENING.encode(), required)
+  return automata.lift_to_tokens(goto, silent, token_bytes, vocab_size)
 
 
 # Takes the place of the library's optional blanks; no schema contains it.
@@ -134,16 +131,16 @@ def _with_free_text(
   forbidden = found + len(call) - 1
   # After a call, the text is free again, and no part of `opening` has been read.
   moved = np.where(np.arange(len(call)) == end, 0, np.arange(len(call)) + found)
-  step = np.concatenate([np.where(text == found, moved[opened], text)[:-1], moved[call]])
-  silent = np.where(np.arange(len(step)) < found, 0, forbidden)
+  goto = np.concatenate([np.where(text == found, moved[opened], text)[:-1], moved[call]])
+  silent = np.where(np.arange(len(goto)) < found, 0, forbidden)
   # Keep the states that can be reached from the start, in that order.
   order = [int(moved[begin]) if required else 0]
   seen = {*order, forbidden}
   for state in order:
-    new = sorted({*step[state].tolist(), int(silent[state])} - seen)
+    new = sorted({*goto[state].tolist(), int(silent[state])} - seen)
     order += new
     seen |= {*new}
   order.append(forbidden)
-  number = np.zeros(len(step), np.int32)
+  number = np.zeros(len(goto), np.int32)
   number[order] = np.arange(len(order))
-  return number[step[order]], number[silent[order]]
+  return number[goto[order]], number[silent[order]]

@@ -60,6 +60,7 @@ class CallFormat:
     name: Its name in the configuration (chat.tool_format).
     parse: Finds the calls in a reply.
     render: Writes one call, as `parse` reads it.
+    openings: Texts with one of which a call begins.
     description: Tells a model of its tools, if the chat template does not; in the place
       of {schemas} comes a line of JSON for each tool.
     answer: Writes what a tool answered, in a message of the user; None if that is a
@@ -71,6 +72,7 @@ class CallFormat:
   name: str
   parse: Parse
   render: Callable[[ToolCall], str]
+  openings: tuple[str, ...]
   description: types.ControlText
   answer: types.ControlText | None = None
   stop_strings: tuple[str, ...] = ()
@@ -288,6 +290,7 @@ HERMES = CallFormat(
   'hermes',
   parse_hermes,
   _render_hermes,
+  ('<tool_call>',),
   types.ControlText(
     TOOLS + 'A call is a JSON object with the name and the arguments of the tool, in two '
     'tags:\n'
@@ -301,6 +304,7 @@ LLAMA3 = CallFormat(
   'llama3',
   _parse_llama3,
   _render_llama3,
+  ('<|python_tag|>', '{'),
   types.ControlText(
     TOOLS
     + 'To call one, reply with a JSON object of its name and arguments, and with nothing '

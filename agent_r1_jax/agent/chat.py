@@ -130,14 +130,22 @@ class Chat:
     writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
     self.supports_tools = self.format == shown and writes_tools
 
-  def stop_automaton(self, vocab_size: int) -> types.Automaton:
-    """Returns the automaton that ends a reply, for a vocabulary of that size; cached."""
-    if vocab_size not in self._stops:
-      strings = self._stop_strings
+  def stop_automaton(
+    self, vocab_size: int, stop_strings: Sequence[str] = ()
+  ) -> types.Automaton:
+    """Returns the automaton that ends a reply, also at the given strings.
+
+    Without these it is cached for each size of the vocabulary.
+    """
+    if vocab_size not in self._stops or stop_strings:
+      strings = (*self._stop_strings, *stop_strings)
       pieces = tokenizer_lib.token_bytes(self.tokenizer) if strings else ()
       # A stop string may be a control token, which has no bytes.
       ids = [*self.stop_ids, *(i for s, i in self._control.items() if s in strings)]
-      self._stops[vocab_size] = automata.stop(ids, vocab_size, strings, pieces)
+      automaton = automata.stop(ids, vocab_size, strings, pieces)
+      if stop_strings:
+        return automaton
+      self._stops[vocab_size] = automaton
     return self._stops[vocab_size]
 
   def encode_prompt(
@@ -161,16 +169,27 @@ class Chat:
     return self._encode(*self._render(messages, tools, **template_kwargs))
 
   def encode_delta(
-    self, messages: Sequence[types.Message], **template_kwargs
+    self,
+    messages: Sequence[types.Message],
+    last_token: int | None = None,
+    **template_kwargs,
   ) -> np.ndarray:
     """Encodes what follows a reply: the rest of its turn, `messages`, the next start.
 
+    Args:
+      messages: What comes after the reply.
+      last_token: The last token of the reply; None stands for a stop id. If it is none,
+        because a stop string or a limit ended the reply, the template's end of turn comes
+        first; it is no action of the policy.
+      **template_kwargs: Arguments of the template.
+
     Returns:
-      int32 [T], to be fed after the sampled stop token of the reply. A reply that ended
-      otherwise needs `stop_ids[0]` in between, which is no action of the policy.
+      int32 [T].
     """
     tail, mark = self._after_reply(messages, **template_kwargs)
-    return self._encode(tail.removeprefix(self._end), mark)
+    ids = self._encode(tail.removeprefix(self._end), mark)
+    ended = last_token is None or last_token in self.stop_ids
+    return ids if ended else np.append(self.stop_ids[0], ids).astype(np.int32)
 
   def encode_reply(self, text: str) -> np.ndarray:
     """Encodes a reply and its stop token as int32 [T], for supervised text.
@@ -180,6 +199,10 @@ class Chat:
     mark = _unused_mark(text)
     ids = self._encode(self._neutralize(text, mark, self._never_sampled), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
+
+  def encode_text(self, text: str) -> np.ndarray:
+    """Encodes a text without a template, in which control tokens are such, int32 [T]."""
+    return self._encode(text, _unused_mark(text))
 
   def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token as int32 [T]."""
@@ -272,7 +295,7 @@ class Chat:
       return self.tokenizer.apply_chat_template(
         messages, tools=list(tools) or None, tokenize=False, **options
       )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:
       roles = ', '.join(str(message['role']) for message in messages)
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '

@@ -80,6 +80,7 @@ class SlidingWindow(_Strategy):
       self._turns.clear()
       self._opening = _copy(step.messages)
       return _count_fresh(step)
+    # A full deque drops its first turn when one is appended.
     full = len(self._turns) == self._turns.maxlen
     self._turns.append([{'role': 'assistant', 'content': reply}, *_copy(step.messages)])
     if step.done or not full:

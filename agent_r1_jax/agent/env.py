@@ -3,6 +3,7 @@
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable, Sequence
+import copy
 import dataclasses
 import functools
 import inspect
@@ -10,7 +11,7 @@ import json
 import math
 from typing import Any, Protocol
 
-from agent_r1_jax import types
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent import workers
@@ -48,6 +49,11 @@ class Env(Protocol):
   It is called once for every environment that make_env made, however the episode ended,
   also where `reset` was never called or a run is stopped. A call that took too long may
   still be running. What it raises is logged and counted, and changes no result.
+
+  A fourth says that the environment can be copied in the midst of an episode, for search
+  over turns (train/search.py); copies are not closed:
+
+    def clone(self) -> Env
 
   Coroutines share an event loop with those of other episodes and must not block it; a
   method that is a plain function runs in a thread and may block. A method that raises or
@@ -111,6 +117,8 @@ class ToolEnv:
       reward_seconds: The time that each of reward, process_reward, metrics and parse may
         take, including the wait for a thread; a longer call marks the trajectory 'error'.
     """
+    if not isinstance(tools, Sequence):
+      raise ValueError(f'tools is {tools!r:.100}; it must be a list: [my_tool].')
     for item in tools:
       if not isinstance(item, tool_lib.Tool):
         raise ValueError(f'tools: {item!r} is not a Tool; decorate it with @tool.')
@@ -124,6 +132,7 @@ class ToolEnv:
     for name, fn in functions.items():
       if not callable(fn):
         raise ValueError(f'{name} is {fn!r:.100}; it must be a function.')
+    fields.check_takes('reward', bind_status(reward, ''), 'task', 'messages')
     if max_parallel_calls < 1:
       raise ValueError(f'max_parallel_calls={max_parallel_calls} must be at least 1.')
     if not reward_seconds > 0:
@@ -157,6 +166,7 @@ class ToolEnv:
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
     messages += heard
+    # The process reward reads `messages`, so the answers are added before it.
     self.messages += messages
     step = types.Step(
       copy_containers(messages), done=self._done, metrics=_counts(calls, results)
@@ -259,6 +269,16 @@ class ToolEnv:
     for name, part in parts.items():
       key = f'reward/{name}'
       step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+class CloneableToolEnv(ToolEnv):
+  """A ToolEnv whose tools and reward keep nothing between calls, such as a search."""
+
+  def clone(self) -> 'CloneableToolEnv':
+    """Returns a copy that goes on by itself."""
+    other = copy.copy(self)
+    other.messages = copy_containers(self.messages)
+    return other
 
 
 async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step | None:

@@ -138,18 +138,11 @@ class _Process:
   def __init__(self, fn):
     self._name = fn.__name__
     here, there = connection.Pipe()
-    names = [str(there.fileno()), fn.__module__, fn.__qualname__]
+    names = fn.__module__, fn.__qualname__
     self._pipe = here
-    self._process = subprocess.Popen(
-      [sys.executable, '-m', __name__, *names],
-      stdin=subprocess.DEVNULL,
-      pass_fds=[there.fileno()],
-      # Ctrl-C and signals to the trainer's group do not reach it; see _serve.
-      start_new_session=True,
-      env=os.environ | {'PYTHONPATH': os.pathsep.join(p or os.curdir for p in sys.path)},
-    )
+    self._process = start_module(__name__, there.fileno(), *names)
     there.close()
-    self.end = weakref.finalize(self, _end, self._process, here)
+    self.end = weakref.finalize(self, end_process, self._process, here)
     ok, answer = self._receive(_START_SECONDS)
     if not ok:
       self.end()
@@ -187,7 +180,23 @@ class _Process:
     )
 
 
-def _end(process: subprocess.Popen, pipe):
+def start_module(module: str, descriptor: int, *arguments: str) -> subprocess.Popen:
+  """Starts `python -m module descriptor arguments...` with the paths of this process.
+
+  It has a session of its own: Ctrl-C and signals to the trainer's group do not reach it.
+  """
+  paths = os.pathsep.join(path or os.curdir for path in sys.path)
+  return subprocess.Popen(
+    [sys.executable, '-m', module, str(descriptor), *arguments],
+    stdin=subprocess.DEVNULL,
+    pass_fds=[descriptor],
+    start_new_session=True,
+    env=os.environ | {'PYTHONPATH': paths},
+  )
+
+
+def end_process(process: subprocess.Popen, pipe):
+  """Kills the process and closes the pipe or socket to it."""
   process.kill()
   process.wait()
   pipe.close()

@@ -61,7 +61,7 @@ def openai_endpoint(
 
 
 class Judge:
-  """A reward function that asks a judge, and never twice the same.
+  """A reward function that asks a judge, and not twice the same.
 
   An answer that is late, broken or out of the range is a failure: it is counted, and
   raises, so that its trajectory is masked as an error and not scored 0; with a `fallback`
@@ -82,6 +82,7 @@ class Judge:
     budget: int | None = None,
     parallel: int = 16,
     fallback: float | None = None,
+    remember: int = 10_000,
   ):
     """Checks the prompt; nothing is asked yet.
 
@@ -95,6 +96,7 @@ class Judge:
       budget: The most calls of this process; None is no limit.
       parallel: The most calls at a time.
       fallback: The score of a failure; None raises JudgeError.
+      remember: The most scores that are kept; the oldest are forgotten first.
     """
     try:
       prompt.format(question='', answer='', conversation='')
@@ -105,7 +107,7 @@ class Judge:
     self._ask, self._prompt = ask, prompt
     self._low, self._high, self._fallback = low, high, fallback
     self._seconds, self._budget, self._parallel = seconds, budget, parallel
-    self._running = 0
+    self._running, self._remember = 0, remember
     self._cache: dict[str, float] = {}
     self.counts: collections.Counter[str] = collections.Counter()
 
@@ -121,9 +123,10 @@ class Judge:
       self.counts['cached'] += 1
       return self._cache[prompt]
     try:
-      self._cache[prompt] = score = await workers.call(
-        self._judge, prompt, name='judge', seconds=self._seconds
-      )
+      score = await workers.call(self._judge, prompt, name='judge', seconds=self._seconds)
+      self._cache[prompt] = score
+      while len(self._cache) > self._remember:
+        del self._cache[next(iter(self._cache))]
       return score
     except Exception as error:
       self.counts['failures'] += 1

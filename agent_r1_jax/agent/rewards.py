@@ -12,9 +12,9 @@ from agent_r1_jax.agent import workers
 Messages = list[types.Message]
 # How promising a conversation is; it must be deterministic.
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
-# A weight, or its schedule: from the number of updates of the policy to the weight.
+# A weight, or its schedule: from the number of rollouts learned from to the weight.
 Weight = float | Callable[[int], float]
-# How many updates the policy had seen that sampled the last reply of this episode.
+# How many rollouts the policy had learned from that sampled this episode's last reply.
 policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
   'policy_step', default=0
 )
@@ -98,6 +98,7 @@ def potential_based(potential: Potential, gamma: float = 1.0) -> env_lib.Process
 
   async def process_reward(env: env_lib.ToolEnv, calls, results) -> float:
     messages = env.messages
+    # What stood before the turn's reply is the state s, all that stands now is s'.
     acted = max(i for i, m in enumerate(messages) if m['role'] == 'assistant')
     before = await _call_reward(potential, env.task, messages[:acted])
     # The turn without a call is the last one.

@@ -52,6 +52,7 @@ CHATML = """\
 """
 
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
+# The brackets keep a control token different from anything that merges can build.
 ADDED_TOKENS = (
   '<tool_call>',
   '</tool_call>',
@@ -154,29 +155,23 @@ def train(
   *,
   vocab_size: int,
   directory: str | os.PathLike[str],
-  added_tokens: Sequence[str] = ADDED_TOKENS,
   chat_template: str = CHATML,
 ) -> None:
   """Trains a lossless byte-level BPE tokenizer and writes it in Hugging Face layout.
 
-  The ids are SPECIAL_TOKENS, `added_tokens`, the 256 bytes and the merges, in this order.
+  The ids are SPECIAL_TOKENS, ADDED_TOKENS, the 256 bytes and the merges, in this order.
   The result depends on the texts, and not on their order or the machine.
 
   Args:
     texts: Training texts; control tokens in them are skipped.
     vocab_size: The most ids; there are fewer if the texts have too few pairs.
     directory: The folder for tokenizer.json and tokenizer_config.json.
-    added_tokens: Further control tokens, each of the form '<name>'.
     chat_template: The chat template, in Jinja.
 
   Raises:
-    ValueError: A control token has a wrong form, or vocab_size is too small for bytes.
+    ValueError: vocab_size is too small for bytes.
   """
-  control = [*SPECIAL_TOKENS, *added_tokens]
-  # The brackets keep a control token different from anything that merges can build.
-  bad = [token for token in control if not re.fullmatch(r'<[^<>\s]+>', token)]
-  if bad or len(set(control)) < len(control):
-    raise ValueError(f"added_tokens must be different and look like '<name>': {control}.")
+  control = [*SPECIAL_TOKENS, *ADDED_TOKENS]
   if vocab_size < len(control) + 256:
     raise ValueError(
       f'vocab_size={vocab_size} is too small: {len(control)} control tokens and 256 '
@@ -194,8 +189,9 @@ def train(
   }
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
-  _write_json(directory / 'tokenizer.json', tokenizer)
-  _write_json(directory / 'tokenizer_config.json', config)
+  for name, value in (('tokenizer', tokenizer), ('tokenizer_config', config)):
+    text = json.dumps(value, ensure_ascii=False, indent=1)
+    (directory / f'{name}.json').write_text(text + '\n', encoding='utf-8')
 
 
 def _train_bpe(
@@ -258,6 +254,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
   result = [b''] * size
   for token, i in tokenizer.get_vocab().items():
     try:
+      # A token that was learned is written in GPT-2's characters, one for each byte.
       if i not in added:
         result[i] = bytes(chars[char] for char in token)
       elif not added[i].special:
@@ -359,11 +356,6 @@ def _read_json(path: pathlib.Path) -> dict:
       f'{path} is not valid JSON ({error}); the file is truncated or only a pointer to a '
       'large file: copy it again.'
     ) from error
-
-
-def _write_json(path: pathlib.Path, value: dict) -> None:
-  text = json.dumps(value, ensure_ascii=False, indent=1)
-  path.write_text(text + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -13,16 +13,19 @@ import json
 import math
 import os
 import re
-import threading
 import time
 from typing import Any
 
+from agent_r1_jax.agent import breaker as breaker_lib
 from agent_r1_jax.agent import workers
 
 # A result is cut to so many characters, since a trajectory keeps its messages.
 MAX_CHARS = 200_000
 # An idempotent tool that fails is called so many times more, after these seconds.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
+# A tool that fails so many times in a row, over all episodes, is isolated: its calls are
+# answered with an error at once, and one is tried each time so many seconds have passed.
+_ISOLATION = (20, 30.0)
 _clock, _sleep = time.monotonic, asyncio.sleep
 
 
@@ -100,11 +103,12 @@ class ToolResult:
     seconds: The time that it took.
     reward: The reward of the tool's Report, else 0.
     timed_out: Whether it failed because it took longer than the tool's timeout.
-    failed: Whether the tool failed, and not the agent: it was late, raised an OSError, or
-      tried to end the process. Other exceptions may be due to the arguments: were a tool
-      isolated for them, an agent that learns to call it would be refused.
+    failed: Whether the tool failed, and not the agent: it was late or raised an OSError.
+      Other exceptions may be due to the arguments: were a tool isolated for them, an
+      agent that learns to call it would be refused.
     retries: How often it was called again.
-    isolated: Whether it was not called, because it is isolated; see Isolation.
+    isolated: Whether it was not called, because it is isolated; it failed so
+      often in a row, in any episode, that only one call in a while is tried.
   """
 
   text: str
@@ -117,47 +121,10 @@ class ToolResult:
   isolated: bool = False
 
 
-class Isolation:
-  """Keeps calls from a tool that failed many times in a row, in all episodes.
-
-  They are answered with an error text at once. After a pause, one call is let through; if
-  it succeeds, all are again.
-  """
-
-  def __init__(
-    self, most: int = 20, pause: float = 30.0, clock: Callable[[], float] = time.monotonic
-  ):
-    """Lets all calls through.
-
-    Args:
-      most: So many failures in a row isolate the tool.
-      pause: Seconds until a call is let through again.
-      clock: Returns the time in seconds.
-    """
-    self._most, self._pause, self._clock = most, pause, clock
-    self._failures, self._until = 0, 0.0
-    self._lock = threading.Lock()
-
-  def admit(self) -> bool:
-    """Whether a call may be made now."""
-    with self._lock:
-      if self._failures >= self._most:
-        if self._clock() < self._until:
-          return False
-        self._until = self._clock() + self._pause  # The next ones wait for this call.
-      return True
-
-  def record(self, failed: bool) -> None:
-    """Counts a call that was made."""
-    with self._lock:
-      self._failures = self._failures + 1 if failed else 0
-      self._until = self._clock() + self._pause
-
-
 @functools.cache
-def _isolation(name: str, code: Any) -> Isolation:
-  """Returns the isolation of a tool; episodes may each make a Tool of the same code."""
-  return Isolation()
+def _breaker(name: str, code: Any) -> breaker_lib.Breaker:
+  """Returns the breaker of a tool; episodes may each make a Tool of the same code."""
+  return breaker_lib.Breaker(*_ISOLATION)
 
 
 def tool(
@@ -211,8 +178,8 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   """Calls a tool within its timeout; never raises, whatever the tool does."""
   start = _clock()
-  isolation = _isolation(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
-  if not isolation.admit():
+  breaker = _breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
+  if breaker.hold_back():
     text = f'Error: {tool.name}: the tool failed too often and is not called for now'
     return ToolResult(text, ok=False, isolated=True)
   result, retries = await _attempt(tool, arguments, tool.timeout), 0
@@ -222,7 +189,7 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
       break
     await _sleep(pause)
     result, retries = await _attempt(tool, arguments, left), retries + 1
-  isolation.record(result.failed)
+  breaker.record(result.failed)
   text = result.text
   if len(text) > MAX_CHARS:
     text = f'{text[:MAX_CHARS]}\n[cut: {len(text):,} characters in all]'
@@ -248,7 +215,7 @@ async def _attempt(
   except workers.CallTimeoutError as error:
     return ToolResult(f'Error: {error}', ok=False, timed_out=True, failed=True)
   except workers.BaseExceptionError as error:
-    return ToolResult(f'Error: {tool.name}: {error}', ok=False, failed=True)
+    return ToolResult(f'Error: {tool.name}: {error}', ok=False)
   except Exception as error:
     text = f'Error: {tool.name}: {workers.describe_error(error)}'
     return ToolResult(text, ok=False, failed=isinstance(error, OSError))

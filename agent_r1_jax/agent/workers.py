@@ -21,6 +21,7 @@ isolated.in_subprocess is for that.
 import asyncio
 from collections.abc import Callable
 from concurrent import futures
+import contextlib
 import functools
 import inspect
 import logging
@@ -55,7 +56,11 @@ class LoopBlockedError(RuntimeError):
 
 
 class BaseExceptionError(RuntimeError):
-  """A call raised what is no Exception, such as SystemExit; that is its __cause__."""
+  """A call raised what would end more than the call, or was cancelled.
+
+  Its __cause__ is what was raised: SystemExit or the like, or StopIteration, which no
+  coroutine can raise. A future that was cancelled leaves no cause.
+  """
 
 
 def describe_error(error: BaseException) -> str:
@@ -97,8 +102,8 @@ async def call(
 ) -> Any:
   """Calls a user's function: a plain one in the pool, a coroutine function on this loop.
 
-  An Exception that it raises passes through. A function that takes too long is abandoned,
-  and so is a coroutine that swallows its cancellation.
+  An Exception that it raises passes through, but for StopIteration. A function that takes
+  too long is abandoned, and so is a coroutine that swallows its cancellation.
 
   Args:
     fn: The function, sync or async.
@@ -110,30 +115,26 @@ async def call(
 
   Raises:
     CallTimeoutError: It took longer.
-    BaseExceptionError: It raised no Exception, but SystemExit or CancelledError.
+    BaseExceptionError: It raised SystemExit, CancelledError, StopIteration or the like.
     PoolFullError: Too many abandoned calls hang.
   """
   name, outer = name or threads.function_name(fn), threads.current_caller.get()
   deadline = time.monotonic() + seconds
   caller = threads.Caller(name, deadline, outer and (outer.root or outer))
-  token = threads.current_caller.set(caller)
-  try:
+  with _acting_for(caller):
     if is_async(fn):
       work = future = asyncio.ensure_future(_catch_async(fn, args, kwargs))
     else:
       work = POOL.submit(functools.partial(_catch, fn, args, kwargs))
       future = asyncio.wrap_future(work)
-  finally:
-    threads.current_caller.reset(token)
   timer = _name_if_late(name, seconds)
   try:
     await _wait(future, seconds)
   finally:
     timer.cancel()
-    timed_out = not future.done()
-    if timed_out:
+    if not future.done():
       work.cancel()
-  if timed_out:
+  if _is_late(future, deadline):
     queued = isinstance(work, threads.Call) and not work.started
     if isinstance(work, asyncio.Task):
       await _wait(work, _GRACE_SECONDS)
@@ -160,45 +161,32 @@ async def call_on_user_loop(
   """
   name, deadline = name or threads.function_name(fn), time.monotonic() + seconds
   if not is_async(fn):
-    # Caught a second time, so that `call` does not await an awaitable on this loop.
+    # A plain function may return a coroutine. `_catch` keeps it in a tuple, so that
+    # `call` leaves it to the user loop below.
     run = functools.partial(_catch, fn, args, {})
     value, error = await call(run, name=name, seconds=seconds, field=field)
     if error is not None or not inspect.isawaitable(value):
       return _return_or_raise(value, error)
     fn, args = _await, (value,)
-  caller = threads.Caller(name, deadline)
-  while True:
-    loop, claim = _choose_user_loop(), threading.Lock()
-    token = threads.current_caller.set(caller)
-    try:
-      coroutine = _catch_async(_claim_and_call, (claim, fn, args), {})
-      work = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
-    finally:
-      threads.current_caller.reset(token)
-    future = asyncio.wrap_future(work)
-    timer = _name_if_late(name, deadline - time.monotonic())
-    try:
-      await _wait(future, min(BLOCKED_SECONDS, deadline - time.monotonic()))
-      if not future.done() and not claim.locked():
-        # This loop may have been held up together with the other one.
-        await _wait(future, BLOCKED_SECONDS / 20)
-      if not future.done() and time.monotonic() < deadline and _claim(claim):
-        loop.pass_over()
-        continue
-      await _wait(future, deadline - time.monotonic())
-    finally:
-      timer.cancel()
-      timed_out = not future.done()
-      if timed_out:
-        work.cancel()
-        future.cancel()
-    if not timed_out:
-      return _unwrap(future)
-    blocker, text = await loop.find_blocker()
-    if text and blocker is not caller:
-      raise LoopBlockedError(f'{name} was on an event loop that {text} blocks.')
-    reason = f'; {text} blocks its event loop' if text else ''
-    raise CallTimeoutError(_timeout_text(name, seconds, field) + reason)
+  caller, moved = threads.Caller(name, deadline), True
+  timer = _name_if_late(name, seconds)
+  try:
+    while moved:
+      attempt = _UserLoopCall(fn, args, caller)
+      try:
+        moved = await attempt.wait()
+        late = _is_late(attempt.future, deadline)
+      finally:
+        attempt.give_up()
+  finally:
+    timer.cancel()
+  if not late:
+    return _unwrap(attempt.future)
+  blocker, text = await attempt.loop.find_blocker()
+  if text and blocker is not caller:
+    raise LoopBlockedError(f'{name} was on an event loop that {text} blocks.')
+  reason = f'; {text} blocks its event loop' if text else ''
+  raise CallTimeoutError(_timeout_text(name, seconds, field) + reason)
 
 
 async def drain_cancelled_calls():
@@ -269,7 +257,7 @@ class _UserLoop:
 
 
 class _PoolExecutor(futures.ThreadPoolExecutor):
-  """POOL, for asyncio.to_thread: the end of Python would join an executor's threads."""
+  """Lets asyncio.to_thread use POOL; a real executor's threads are joined at exit."""
 
   def submit(self, fn, /, *args, **kwargs):
     return POOL.submit(functools.partial(fn, *args, **kwargs))
@@ -294,14 +282,67 @@ def _choose_user_loop() -> _UserLoop:
     return _loops[-1]
 
 
-def _claim(claim: threading.Lock) -> bool:
-  """Takes the right to run a call: only one event loop gets it."""
-  return claim.acquire(blocking=False)
+class _UserLoopCall:
+  """A coroutine function that waits to begin, or runs, on one of the users' event loops.
+
+  Where another call blocks that loop, this one may move to another loop, but must never
+  run twice. So there is one lock, which whoever comes first takes and never gives back:
+  the loop, when it begins the call, or the caller, who has waited BLOCKED_SECONDS:
+
+    the loop is free:      it takes the lock and runs the call; the caller only waits.
+    another call blocks:   the caller takes the lock and makes a new attempt elsewhere;
+                           the loop, when it goes on, finds it taken and does nothing.
+    this call blocks:      the loop has the lock, so that the call is late where it is.
+
+  Attributes:
+    loop: The loop.
+    future: What `_catch_async` returns; it belongs to the caller's loop.
+  """
+
+  def __init__(self, fn: Callable, args: tuple, caller: threads.Caller):
+    self.loop, self._deadline = _choose_user_loop(), caller.deadline
+    self._claim = threading.Lock()
+    with _acting_for(caller):
+      coroutine = _catch_async(self._claim_and_call, (fn, args), {})
+      self._work = asyncio.run_coroutine_threadsafe(coroutine, self.loop.loop)
+    self.future = asyncio.wrap_future(self._work)
+
+  async def _claim_and_call(self, fn, args):
+    if self._claim.acquire(blocking=False):
+      return await fn(*args)
+
+  async def wait(self) -> bool:
+    """Waits until the call has ended or is late; returns whether it must move."""
+    await _wait(self.future, min(BLOCKED_SECONDS, self._seconds_left()))
+    if not (self.future.done() or self._claim.locked()):
+      # The caller's loop may have been held up together with the other one.
+      await _wait(self.future, BLOCKED_SECONDS / 20)
+    if self.future.done() or self._seconds_left() <= 0:
+      return False
+    if self._claim.acquire(blocking=False):
+      self.loop.pass_over()
+      return True
+    await _wait(self.future, self._seconds_left())
+    return False
+
+  def give_up(self):
+    """Cancels the call, if it has not ended."""
+    if not self.future.done():
+      self._work.cancel()
+      self.future.cancel()
+
+  def _seconds_left(self) -> float:
+    return self._deadline - time.monotonic()
 
 
-async def _claim_and_call(claim: threading.Lock, fn, args):
-  if _claim(claim):
-    return await fn(*args)
+@contextlib.contextmanager
+def _acting_for(caller: threads.Caller):
+  """Names the caller of what is started inside."""
+  token = threads.current_caller.set(caller)
+  try:
+    yield
+  finally:
+    threads.current_caller.reset(token)
 
 
 async def _await(value):
@@ -336,6 +377,17 @@ def _return_or_raise(value: Any, error: BaseException | None) -> Any:
   if isinstance(error, Exception) and not isinstance(error, StopIteration):
     raise error
   raise BaseExceptionError(describe_error(error)) from error
+
+
+def _is_late(future: asyncio.Future, deadline: float) -> bool:
+  """Whether a call gave no answer in its time.
+
+  A busy pool may give it up, or what it waits for, before its caller wakes.
+  """
+  if not future.done():
+    return True
+  given_up = future.cancelled() or isinstance(future.result()[1], asyncio.CancelledError)
+  return given_up and time.monotonic() >= deadline
 
 
 async def _wait(future: asyncio.Future, seconds: float):

@@ -22,20 +22,14 @@ PER_ROW = 2
 
 
 class Tables(NamedTuple):
-  """The automata that an engine holds, padded to one size; number 0 allows everything.
+  """The automata that an engine holds, padded to one size; number 0 allows everything."""
 
-  Attributes:
-    classes: Class of each token in each automaton.
-    table: table[a, state, classes[a, token]] is the next state, -1 if it is forbidden.
-    ends: Whether a reply ends in this state.
-    kinds: States that allow the same tokens are of one kind.
-    masks: Bit i of masks[a, kind, w] says whether token 32 w + i may follow.
-  """
-
-  classes: Int[Array, 'A V']
+  classes: Int[Array, 'A V']  # Class of each token in each automaton.
+  # table[a, state, classes[a, token]] is the next state, -1 if it is forbidden.
   table: Int[Array, 'A Q C']
-  ends: Bool[Array, 'A Q']
-  kinds: Int[Array, 'A Q']
+  ends: Bool[Array, 'A Q']  # Whether a reply ends in this state.
+  kinds: Int[Array, 'A Q']  # States that allow the same tokens are of one kind.
+  # Bit i of masks[a, kind, w] says whether token 32 w + i may follow.
   masks: UInt32[Array, 'A K W']
 
 
@@ -43,6 +37,7 @@ def _mask_logits(tables, state, logits_MV, hidden):
   """Forbids the tokens that one of a row's automata forbids."""
   for j in range(PER_ROW):
     a_M, q_M = state['automaton'][:, j], state['state'][:, j]
+    # 40 tokens are 2 words; the last 24 bits of the second are of no token.
     words_MW1 = tables.masks[a_M, tables.kinds[a_M, q_M]][:, :, None]
     bits = (words_MW1 >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
     allowed_MV = bits.astype(bool).reshape(len(a_M), -1)[:, : logits_MV.shape[1]]
@@ -147,6 +142,7 @@ class AutomatonPool:
   def release(self, state: guide_lib.State):
     """Notes that a row with a state from `acquire` is done with its automata."""
     for number in state['automaton']:
+      # Number 0, which allows everything, has users for ever.
       self._users[number] -= 1 if number else 0
 
   def _find_number(self, automaton: types.Automaton) -> int:
@@ -172,10 +168,6 @@ def make_tables(entries: Sequence[Entry], before: Tables | None = None) -> Table
   The sizes never shrink: the programs for those of a large automaton that is gone are
   compiled already. For 16 automata of 50,000 tokens this takes some milliseconds, once
   for each automaton that comes in, and so is no work for the event loop.
-
-  Args:
-    entries: AutomatonPool.entries.
-    before: The tables so far, whose sizes are the least; there are none at first.
   """
   needed = [(*e.automaton.table.shape, len(e.kinds[1])) for e in entries]
   least = (*before.table.shape[1:], before.masks.shape[1]) if before else _LEAST_SIZES

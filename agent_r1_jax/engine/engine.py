@@ -28,7 +28,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import sharding
-from agent_r1_jax.models import attention, decoder, lora
+from agent_r1_jax.models import decoder, lora
 
 
 class Engine:
@@ -52,15 +52,8 @@ class Engine:
     guides: Mapping[guide_lib.Guide, Any] | None = None,
     mesh: Mesh | None = None,
     chips: Sequence[Any] = (),
-    rows: int = 64,
-    slots: int = 1024,
-    steps: int = 32,
-    width: int | None = None,
-    feed_rows: int = 16,
-    feed_tokens: int = 64,
-    bucket: int = 256,
-    narrow: bool = True,
     replicas: int = 1,
+    **sizes: Any,
   ):
     """Allocates the cache.
 
@@ -71,54 +64,17 @@ class Engine:
       mesh: The mesh that `params` lie on. Each of this process's chips then has a
         replica, or `tensor` of them share one. None: JAX's default device has one.
       chips: Chips of this process that sample instead of those of the mesh.
-      rows: Texts in the cache at a time (B), on each chip (or `tensor` of them).
-      slots: The most tokens of a text (S).
-      steps: Tokens of one decode segment; a new request waits for at most one.
-      width: The most rows that are decoded at a time; all by default. With slow tools,
-        twice as many rows as this keep the device busy.
-      feed_rows: Rows of one prefill (M).
-      feed_tokens: Tokens of one prefill (T).
-      bucket: Cache reads are rounded up to this, twice this, four times this ...
-      narrow: Whether few rows are prefilled and decoded by programs for a quarter of
-        them.
-      replicas: Replicas that work side by side on each chip: they share its parameters
-        and divide its rows and width. On a CPU, one for each core keeps it busy: XLA
-        computes a decode mostly on one core.
+      replicas: Replicas that work side by side on each chip.
+      **sizes: rows, slots and the other sizes of sizes.make.
 
-    A log-prob's last bits depend on the program that computed it: runs whose tools take
-    their time repeat to the last bit only with bucket = slots and narrow = False.
+    Raises:
+      ValueError: A size is too small, or does not fit the number of replicas.
     """
-    width = rows if width is None else min(width, rows)
-    given = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
-    given |= {'width': width, 'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
-    for name, size in (given | {'replicas': replicas}).items():
-      if size < 1:
-        raise ValueError(f'{name} is {size}; it must be at least 1.')
-    if rows % replicas or width % replicas:
-      raise ValueError(
-        f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'
-      )
     if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
       # Each would wait for the other's part of a sum over chips.
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
-    rows, width = rows // replicas, width // replicas
-    widths = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
-    buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
-    self.sizes = sizes_lib.Sizes(
-      rows=rows,
-      slots=slots,
-      steps=steps,
-      prefill_tokens=feed_tokens,
-      prefill_rows=widths(min(feed_rows, rows)),
-      decode_rows=widths(width),
-      buckets=buckets,
-      decode_buckets=buckets,
-    )
     with sharding.use_mesh(mesh):
-      cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
-      if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
-        # Smaller programs would read no less, and have to copy what they read.
-        self.sizes = self.sizes._replace(decode_rows=[rows], decode_buckets=[slots])
+      self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
     self.config, self.mesh = config, mesh
     self.interrupted: Callable[[], bool] = lambda: False
     self.stats = replica_lib.Stats()
@@ -217,10 +173,8 @@ class Engine:
 
     Texts under way keep their cached keys and values; texts that begin later share none
     of them. While requests are under way, two copies of the policy are in memory.
-
-    Args:
-      params: Parameters of the policy, with or without adapters.
-      policy_step: The updates that they have seen.
+    `policy_step` is reported with each token; in training it is the number of rollouts
+    that the policy has learned from.
     """
     self._params, self._step = params, policy_step
     self._sync()
@@ -243,10 +197,9 @@ class Engine:
   ):
     """Compiles every program, with calls that use no row.
 
-    Args:
-      on_done: Called with the number of programs compiled so far, and of all programs.
-      automata: Grammars and long stop strings that requests will bring: the programs are
-        compiled for tables that hold them.
+    `on_done` is called with the number of programs compiled so far, and of all. The
+    programs are compiled for tables that hold `automata`: grammars and long stop strings
+    that requests will bring.
     """
     self._sync()
     done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)
@@ -267,12 +220,8 @@ class Engine:
 
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
     """Copies parameters to each chip (or to `tensor` of them)."""
-    used = decoder.unstack(lora.merge(params), self.config)
+    merged = decoder.unstack(lora.merge(params), self.config)
     if self.mesh is None:
-      return [used]
-    used = sharding.gather_params(used, self.mesh)
-    return [
-      sharding.take_replica_params(used, part)
-      for part in self._meshes
-      if part is not None
-    ]
+      return [merged]
+    merged = sharding.gather_params(merged, self.mesh)
+    return [sharding.take_replica_params(merged, part) for part in self._meshes if part]

@@ -10,20 +10,21 @@ another choice of rows and guides.
 Someone's own guide:
 
   def soften(params, state, logits, hidden):
-    return logits / (1 + state['used'])[:, None]
+    return logits / (1 + state['count'])[:, None]
 
   def count(params, state, tokens):
-    return {'used': state['used'] + 1}, jnp.zeros(tokens.shape, bool)
+    return {'count': state['count'] + 1}, jnp.zeros(tokens.shape, bool)
 
-  SOFTEN = Guide(off={'used': np.int32(0)}, logits=soften, advance=count)
+  SOFTEN = Guide(off={'count': np.int32(0)}, logits=soften, advance=count)
   engine = Engine(config, params, guides={SOFTEN: None})
-  request = Request(tokens, guides={SOFTEN: {'used': np.int32(0)}})
+  request = Request(tokens, guides={SOFTEN: {'count': np.int32(0)}})
 
 Letters: M rows, V tokens of the vocabulary, D numbers of a hidden state, G guides.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -59,6 +60,7 @@ class Guide:
   advance: Callable[[Any, State, Array], tuple[State, Array]] | None = None
 
 
+@jax.named_scope('guides')
 def apply(
   guides: Sequence[Guide],
   params: Sequence[Any],
@@ -70,14 +72,6 @@ def apply(
   """Passes scaled logits through the guides, each in the rows that use it.
 
   The order is AUTOMATA, TRUNCATION, then the others as the engine was given them.
-
-  Args:
-    guides: The kinds of guides that the engine was made with.
-    params: The parameters of each guide.
-    states: The state of each guide in all rows.
-    used: The rows whose logits each guide changes.
-    logits: Logits that are scaled by the temperature.
-    hidden: The policy's last hidden states.
   """
   for g, guide in enumerate(guides):
     if guide.logits is None:
@@ -92,6 +86,7 @@ def apply(
   return logits
 
 
+@jax.named_scope('guides')
 def advance(
   guides: Sequence[Guide],
   params: Sequence[Any],
@@ -138,3 +133,67 @@ def truncation_state(sampling: sampling_lib.Sampling) -> dict[str, np.generic]:
     'top_p': np.float32(sampling.top_p),
     'min_p': np.float32(sampling.min_p),
   }
+
+
+def make_value_guide(k: int) -> Guide:
+  """Makes the guide that samples by p(a) ∝ π(a) exp(Q(s, a) / β) among the top k tokens.
+
+  Q(s, a) = (h W) · u_a is read by a head from the policy's last hidden state h, so that
+  the candidates' values cost a product of small matrices. Together the k tokens keep
+  their probability, and the others theirs: where all Q are equal, sampling is plain.
+
+  Args:
+    k: How many of the likeliest tokens are weighed.
+
+  Returns:
+    The guide. Its parameters are {'state': W [D, R], 'token': u [V, R]}, and its state in
+    a request is {'inverse_beta': np.float32}.
+  """
+
+  def weigh(params, state, logits_MV, hidden_MD):
+    top_MK, tokens_MK = jax.lax.top_k(logits_MV, k)
+    u_MKR, h_MR = params['token'][tokens_MK], hidden_MD @ params['state']
+    change_MK = jnp.einsum('mr,mkr->mk', h_MR, u_MKR) * state['inverse_beta'][:, None]
+    total = functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True)
+    change_MK += total(top_MK) - total(top_MK + change_MK)
+    rows_M1 = jnp.arange(len(logits_MV))[:, None]
+    return logits_MV.at[rows_M1, tokens_MK].add(change_MK)
+
+  return Guide(off={'inverse_beta': np.float32(0)}, logits=weigh)
+
+
+# The most tokens of a reply that FORCED can say.
+FORCED_TOKENS = 1024
+
+
+def _force(params, state, logits_MV, hidden):
+  at_M = jnp.minimum(state['said'], FORCED_TOKENS - 1)[:, None]
+  token_M1 = jnp.take_along_axis(state['tokens'], at_M, axis=1)
+  return jnp.where(jnp.arange(logits_MV.shape[1])[None] == token_M1, logits_MV, -jnp.inf)
+
+
+# Says a given reply, whose log-probs are then those of the request's policy.
+FORCED = Guide(
+  off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'said': np.int32(0)},
+  logits=_force,
+  advance=lambda params, state, tokens: (
+    state | {'said': state['said'] + 1},
+    jnp.zeros(tokens.shape, bool),
+  ),
+)
+
+
+def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
+  """Returns the state of FORCED in which it says these tokens.
+
+  Raises:
+    ValueError: There are too many.
+  """
+  if len(tokens) > FORCED_TOKENS:
+    raise ValueError(
+      f'a reply of {len(tokens)} tokens cannot be valued, only {FORCED_TOKENS}: lower '
+      'limits.max_turn_tokens.'
+    )
+  padded = np.zeros(FORCED_TOKENS, np.int32)
+  padded[: len(tokens)] = tokens
+  return {'tokens': padded, 'said': np.int32(0)}

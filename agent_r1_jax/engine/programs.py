@@ -9,6 +9,7 @@ Letters: B rows of the cache, M of them in one call, T tokens of one prefill, S 
 tokens of the vocabulary, G guides, n likeliest tokens.
 """
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -26,48 +27,33 @@ TOP = 20
 
 
 class Places(NamedTuple):
-  """The rows of one decode; place m decodes row rows[m].
+  """The rows of one decode; place m decodes row rows[m]."""
 
-  Attributes:
-    rows: Distinct rows; B or more marks an unused place.
-    length: Tokens in the cache; the text is one token longer.
-    last: The text's last token.
-    budget: The most tokens to sample; with 0 the place does not run.
-    keys: The randomness of each request.
-    temperature: The temperature of sampling; 0 is greedy.
-    top: Whether log-probs of the likeliest tokens are wanted.
-  """
-
-  rows: Int[Array, 'M']
-  length: Int[Array, 'M']
-  last: Int[Array, 'M']
-  budget: Int[Array, 'M']
-  keys: UInt32[Array, 'M 2']
-  temperature: Float[Array, 'M']
-  top: Bool[Array, 'M']
+  rows: Int[Array, 'M']  # Distinct rows; B or more marks an unused place.
+  length: Int[Array, 'M']  # Tokens in the cache; the text is one token longer.
+  last: Int[Array, 'M']  # The text's last token.
+  budget: Int[Array, 'M']  # The most tokens to sample; with 0 the place does not run.
+  keys: UInt32[Array, 'M 2']  # The randomness of each request.
+  temperature: Float[Array, 'M']  # The temperature of sampling; 0 is greedy.
+  top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
 
 
 class Decoded(NamedTuple):
-  """The tokens of one segment; those of place m are tokens[m, :count[m]].
+  """The tokens of one decode; those of place m are tokens[m, :count[m]]."""
 
-  Attributes:
-    tokens: The sampled tokens.
-    logprobs: Their log-probs under the policy's temperature-scaled full softmax.
-    values: The value of the state in which each was chosen, if the policy has a value
-      head; else 0.
-    count: The number of tokens that were sampled.
-    stopped: Whether a guide ended the reply.
-    top_tokens: The likeliest tokens, where they were asked for.
-    top_logprobs: Their log-probs.
-  """
-
-  tokens: Int[Array, 'M steps']
+  tokens: Int[Array, 'M steps']  # The sampled tokens.
+  # Their log-probs under the policy's temperature-scaled full softmax.
   logprobs: Float[Array, 'M steps']
+  # Their log-probs under the distribution that they were sampled from, which guides and
+  # truncation have changed; without any, the same numbers.
+  behaviour_logprobs: Float[Array, 'M steps']
+  # The value of the state in which each was chosen, if the policy has a value head; else
+  # 0.
   values: Float[Array, 'M steps']
-  count: Int[Array, 'M']
-  stopped: Bool[Array, 'M']
-  top_tokens: Int[Array, 'M steps n']
-  top_logprobs: Float[Array, 'M steps n']
+  count: Int[Array, 'M']  # The number of tokens that were sampled.
+  stopped: Bool[Array, 'M']  # Whether a guide ended the reply.
+  top_tokens: Int[Array, 'M steps n']  # The likeliest tokens, where they were asked for.
+  top_logprobs: Float[Array, 'M steps n']  # Their log-probs.
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'bucket'), donate_argnames='cache')
@@ -84,15 +70,9 @@ def prefill(
 ) -> decoder.Cache:
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
-  Args:
-    params: Parameters of the policy, from decoder.unstack.
-    cache: The cache; it is donated.
-    rows: Distinct rows; B or more marks an unused place.
-    start: Tokens that are in the row's cache already.
-    tokens: Tokens, padded at the end.
-    count: The number of tokens before the padding.
-    config: The policy's shape.
-    bucket: Slots that are read and written; at least start + count.
+  Rows are distinct; B or more marks an unused place. `start` tokens are in the cache
+  already. `bucket` slots are read and written: at least start + count of each row. The
+  cache is donated; the params are those of decoder.unstack.
   """
   view = _view(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
@@ -105,14 +85,7 @@ def prefill(
 def copy(
   cache: decoder.Cache, source: Int[Array, 'M'], rows: Int[Array, 'M'], *, bucket: int
 ) -> decoder.Cache:
-  """Copies the first `bucket` slots of row source[m] to row rows[m].
-
-  Args:
-    cache: The cache; it is donated.
-    source: The rows to copy from.
-    rows: Distinct rows, none of them a source; B or more marks an unused place.
-    bucket: Slots that are copied.
-  """
+  """Copies the first `bucket` slots of row source[m] to row rows[m]."""
   return jax.tree.map(
     lambda x: x.at[rows, :, :bucket].set(x[source, :, :bucket], mode='drop'), cache
   )
@@ -127,7 +100,7 @@ def decode(
   params: decoder.Params,
   cache: decoder.Cache,
   places: Places,
-  used: Bool[Array, 'G M'],
+  guided: Bool[Array, 'G M'],
   states: tuple[guide_lib.State, ...],
   guide_params: tuple,
   *,
@@ -137,82 +110,41 @@ def decode(
   bucket: int,
   in_place: bool = False,
 ) -> tuple[decoder.Cache, tuple[guide_lib.State, ...], Decoded]:
-  """Samples one segment: until every running place has stopped, or for `steps` tokens.
+  """Samples until every running place has stopped, but at most `steps` tokens.
 
   A token's randomness is (key, position): neither the other rows nor the way a reply is
-  cut into segments can change it.
+  cut into decodes can change it.
 
-  Args:
-    params: Parameters of the policy, from decoder.unstack.
-    cache: The cache; it is donated.
-    places: The rows to decode.
-    used: The places whose logits each guide changes.
-    states: The state of each guide in all places.
-    guide_params: The parameters of each guide.
-    config: The policy's shape.
-    guides: The kinds of guides that the engine was made with.
-    steps: The most tokens of this segment.
-    bucket: Slots that are read and written; at least length + steps of every place that
-      runs.
-    in_place: Whether place m is row m, for all rows and all their slots. The cache is
-      then not copied, so that no second one needs memory.
+  `guided` says which places' logits each guide changes; `states` has the state of each
+  guide in all places. `bucket` slots are read and written, at least length + steps of
+  every place that runs. `in_place` says that place m is row m, for all rows and all their
+  slots: the cache is then not copied, so that no second one needs memory. The cache is
+  donated; the params are those of decoder.unstack.
 
   Returns:
     The cache, the guides' states after the last token of each place, and the tokens.
   """
-  B, M = cache[0][0].shape[0], places.rows.shape[0]
-  # The view is copied once a segment; attention then reads `bucket` slots at every token.
-  view = cache if in_place else _view(cache, places.rows, bucket)
-  out = Decoded(
-    tokens=jnp.zeros((M, steps), jnp.int32),
-    logprobs=jnp.zeros((M, steps), jnp.float32),
-    values=jnp.zeros((M, steps), jnp.float32),
-    count=jnp.zeros(M, jnp.int32),
-    stopped=jnp.zeros(M, bool),
-    top_tokens=jnp.zeros((M, steps, min(TOP, config.vocab_size)), jnp.int32),
-    top_logprobs=jnp.zeros((M, steps, min(TOP, config.vocab_size)), jnp.float32),
+  B = cache[0][0].shape[0]
+  next_token = functools.partial(
+    _decode_token,
+    params=params,
+    places=places,
+    guided=guided,
+    guide_params=guide_params,
+    config=config,
+    guides=guides,
+    bucket=bucket,
   )
-
-  def running(loop):
-    return (loop.i < steps) & loop.alive.any()
-
-  def step(loop):
-    alive = loop.alive
-    length = places.length + loop.out.count
-    positions = jnp.where(alive, length, bucket)[:, None]
-    x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
-    hidden = x[:, 0]
-    logits = decoder.logits(params, config, hidden)
-    logits = sampling_lib.scale_logits(logits, places.temperature)
-    logprobs = jax.nn.log_softmax(logits)
-
-    u = sampling_lib.draw_uniforms(places.keys, length + 1)
-    choose = functools.partial(
-      sampling_lib.choose_tokens, u=u, greedy=places.temperature == 0
-    )
-
-    def choose_guided():
-      changed = guide_lib.apply(guides, guide_params, loop.states, used, logits, hidden)
-      return choose(jax.nn.log_softmax(changed))
-
-    token = jax.lax.cond(used.any(), choose_guided, lambda: choose(logprobs))
-    states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
-    value = decoder.values(params, hidden) if 'value_head' in params else jnp.zeros(M)
-    out = _write(loop.out, loop.i, alive, token, logprobs, value, ended, places.top)
-    return _Loop(
-      i=loop.i + 1,
-      view=view,
-      last=jnp.where(alive, token, loop.last),
-      states=jax.tree.map(functools.partial(_where, alive), states, loop.states),
-      out=out,
-      alive=alive & ~ended & (out.count < places.budget),
-    )
-
-  alive = (places.rows < B) & (places.budget > 0)
-  zero = jnp.zeros((), jnp.int32)
-  end = jax.lax.while_loop(
-    running, step, _Loop(zero, view, places.last, states, out, alive)
+  begin = _Loop(
+    i=jnp.zeros((), jnp.int32),
+    # The view is copied once a decode; attention then reads `bucket` slots at each token.
+    view=cache if in_place else _view(cache, places.rows, bucket),
+    last=places.last,
+    states=states,
+    out=_no_tokens(len(places.rows), steps, min(TOP, config.vocab_size)),
+    alive=(places.rows < B) & (places.budget > 0),
   )
+  end = jax.lax.while_loop(lambda x: (x.i < steps) & x.alive.any(), next_token, begin)
   cache = end.view if in_place else _put(cache, places.rows, end.view)
   return cache, end.states, end.out
 
@@ -228,20 +160,100 @@ class _Loop(NamedTuple):
   alive: Bool[Array, 'M']
 
 
-def _write(out: Decoded, i, alive, token, logprobs_MV, value, ended, top) -> Decoded:
-  """Adds the i-th token of the places that are alive."""
-  logprob = jnp.take_along_axis(logprobs_MV, token[:, None], axis=1)[:, 0]
+def _no_tokens(M: int, steps: int, n: int) -> Decoded:
+  numbers = jnp.zeros((M, steps), jnp.float32)
+  return Decoded(
+    tokens=jnp.zeros((M, steps), jnp.int32),
+    logprobs=numbers,
+    behaviour_logprobs=numbers,
+    values=numbers,
+    count=jnp.zeros(M, jnp.int32),
+    stopped=jnp.zeros(M, bool),
+    top_tokens=jnp.zeros((M, steps, n), jnp.int32),
+    top_logprobs=jnp.zeros((M, steps, n), jnp.float32),
+  )
 
+
+def _decode_token(
+  loop: _Loop, *, params, places, guided, guide_params, config, guides, bucket
+) -> _Loop:
+  """Computes the last token of each place that is alive, and chooses the next one."""
+  # A place that is done goes on computing; what it would write is past the bucket.
+  length = places.length + loop.out.count
+  positions = jnp.where(loop.alive, length, bucket)[:, None]
+  x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
+  x_MD = x[:, 0]
+  change = functools.partial(
+    guide_lib.apply, guides, guide_params, loop.states, guided, hidden=x_MD
+  )
+  logits_MV = decoder.logits(params, config, x_MD)
+  token, behaviour, logprobs_MV = _choose(logits_MV, places, length + 1, guided, change)
+  states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
+  value = jnp.zeros(len(token))
+  if 'value_head' in params:
+    value = decoder.values(params, x_MD)
+  out = _write(
+    loop.out, loop.i, loop.alive, token, behaviour, logprobs_MV, value, ended, places
+  )
+  return _Loop(
+    i=loop.i + 1,
+    view=view,
+    last=jnp.where(loop.alive, token, loop.last),
+    states=jax.tree.map(functools.partial(_where, loop.alive), states, loop.states),
+    out=out,
+    alive=loop.alive & ~ended & (out.count < places.budget),
+  )
+
+
+def _choose(
+  logits_MV, places: Places, position, guided, change: Callable
+) -> tuple[Array, Array, Array]:
+  """Chooses each place's token at `position`.
+
+  Returns:
+    The tokens [M]; their log-probs in what they were sampled from [M]; and the policy's
+    log-probs of all tokens [M, V].
+  """
+  logits_MV = sampling_lib.scale_logits(logits_MV, places.temperature)
+  logprobs_MV = jax.nn.log_softmax(logits_MV)
+  u_M = sampling_lib.make_uniforms(places.keys, position)
+
+  def choose(logprobs_MV):
+    token_M = sampling_lib.choose_tokens(logprobs_MV, u_M, places.temperature == 0)
+    return token_M, _take(logprobs_MV, token_M)
+
+  # Without a guide, the second softmax over the vocabulary is left out.
+  token_M, behaviour_M = jax.lax.cond(
+    guided.any(),
+    lambda: choose(jax.nn.log_softmax(change(logits=logits_MV))),
+    lambda: choose(logprobs_MV),
+  )
+  # A second softmax may round otherwise: a place without a guide keeps the first one's
+  # number, whatever its neighbours use.
+  behaviour_M = jnp.where(guided.any(0), behaviour_M, _take(logprobs_MV, token_M))
+  return token_M, behaviour_M, logprobs_MV
+
+
+def _take(x_MV: Array, token_M: Array) -> Array:
+  return jnp.take_along_axis(x_MV, token_M[:, None], axis=1)[:, 0]
+
+
+def _write(
+  out: Decoded, i, alive, token, behaviour, logprobs_MV, value, ended, places: Places
+) -> Decoded:
+  """Adds the i-th token of the places that are alive."""
   n = out.top_tokens.shape[2]
-  none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros_like(token, shape=(len(top), n))
+  none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros((len(token), n), jnp.int32)
   # The search takes time, and is skipped where no place asks for it.
   values_Mn, tokens_Mn = jax.lax.cond(
-    top.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
+    places.top.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
+  put = lambda column, x: column.at[:, i].set(jnp.where(alive, x, 0))
   return Decoded(
-    tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
-    logprobs=out.logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0)),
-    values=out.values.at[:, i].set(jnp.where(alive, value, 0.0)),
+    tokens=put(out.tokens, token),
+    logprobs=put(out.logprobs, _take(logprobs_MV, token)),
+    behaviour_logprobs=put(out.behaviour_logprobs, behaviour),
+    values=put(out.values, value),
     count=out.count + alive,
     stopped=out.stopped | (alive & ended),
     top_tokens=out.top_tokens.at[:, i].set(tokens_Mn),

@@ -3,7 +3,7 @@
 It answers requests by the engine's policy or by another one that a request names.
 
 Clients submit requests; `serve` gives their texts rows, prefills what is not in the cache
-yet, decodes a segment of all that are ready, and hands out chunks. A decode runs in a
+yet, decodes some tokens of all that are ready, and hands out chunks. A decode runs in a
 thread of its own, so that tools run while the device does.
 """
 
@@ -44,45 +44,30 @@ class PreemptedError(Exception):
 
 @dataclasses.dataclass
 class Stats:
-  """Counts since the engine was made.
+  """Counts since the engine was made."""
 
-  Attributes:
-    prefilled: Tokens that prefills computed.
-    shared: Tokens that were copied from another row in place of computing them.
-    sampled: Tokens that decodes sampled.
-    steps: Steps of all rows of all decodes, idle rows included.
-    prefill_seconds: Host time of prefills; the device's time is part of the decode that
-      follows.
-    decode_seconds: Wall time of decodes.
-    idle_seconds: Wall time without anything to compute, while clients waited for tools.
-    host_seconds: Wall time from the end of a decode to the next call to the device, while
-      requests waited.
-  """
-
-  prefilled: int = 0
-  shared: int = 0
-  sampled: int = 0
-  steps: int = 0
+  prefilled: int = 0  # Tokens that prefills computed.
+  shared: int = 0  # Tokens that were copied from another row in place of computing them.
+  sampled: int = 0  # Tokens that decodes sampled.
+  steps: int = 0  # Steps of all rows of all decodes, idle rows included.
+  # Host time of prefills; the device's time is part of the decode that follows.
   prefill_seconds: float = 0.0
-  decode_seconds: float = 0.0
+  decode_seconds: float = 0.0  # Wall time of decodes.
+  # Wall time without anything to compute, while clients waited for tools.
   idle_seconds: float = 0.0
+  # Wall time from the end of a decode to the next call to the device, while requests
+  # waited.
   host_seconds: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
 class Policy:
-  """Parameters that requests are sampled with.
+  """Parameters that requests are sampled with."""
 
-  Attributes:
-    copies: The parameters on each chip (or on `tensor` of them), as decoder.extend takes
-      them.
-    step: The number of updates that they have seen, reported with each token.
-    version: A number that differs where the parameters do.
-  """
-
+  # The parameters on each chip (or on `tensor` of them), as decoder.extend takes them.
   copies: list[decoder.Params]
-  step: int
-  version: int
+  step: int  # The policy_step of engine.sync_weights, reported with each token.
+  version: int  # A number that differs where the parameters do.
 
 
 class Replica:
@@ -106,16 +91,7 @@ class Replica:
     mesh: Mesh | None = None,
     copy_index: int = 0,
   ):
-    """Allocates the cache.
-
-    Args:
-      config: The policy's shape.
-      sizes: The sizes of the programs and of the cache.
-      guides: The kinds of guides that requests may use, and the parameters of each.
-      stats: The counts to add to.
-      mesh: The chips that share this copy; None is JAX's default device.
-      copy_index: Which of Policy.copies lies on these chips.
-    """
+    """Allocates the cache on `mesh`, on which Policy.copies[copy_index] lies."""
     self.config, self.sizes, self.stats, self.mesh = config, sizes, stats, mesh
     self._copy_index = copy_index
     self.policy: Policy | None = None
@@ -131,6 +107,7 @@ class Replica:
       **guides,
     }
     self.guides = tuple(self._guide_params)
+    # The automata that are on the device, and their tables.
     self._loaded: tuple[automaton_lib.Entry, ...] = ()
     self._tables: automaton_lib.Tables | None = None
     self._numbers = itertools.count()
@@ -223,26 +200,18 @@ class Replica:
     return generation
 
   def warm_up(self, on_done: Callable[[], None], automata: Sequence[types.Automaton]):
-    """Compiles every program, with calls that use no row.
-
-    Args:
-      on_done: Called after each program.
-      automata: Large ones that requests will bring: the programs are for tables that hold
-        them.
-    """
+    """Compiles every program, with calls that use no row."""
     assert self.policy is not None
     sizes, params = self.sizes, self.policy.copies[self._copy_index]
-    no_rows = lambda size: np.full(size, sizes.rows, np.int32)
-    zeros = lambda size: np.zeros(size, np.int32)
     for bucket in sizes.buckets:
-      size = sizes.prefill_rows[-1]
-      self._call_copy(zeros(size), no_rows(size), bucket)
-      on_done()
       for size in sizes.prefill_rows:
+        zeros, no_rows = np.zeros(size, np.int32), np.full(size, sizes.rows, np.int32)
         tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-        counts = zeros(size), tokens, zeros(size)
-        self._call_prefill(params, no_rows(size), *counts, bucket)
+        self._call_prefill(params, no_rows, zeros, tokens, zeros, bucket)
         on_done()
+      # Copies are always of the most rows.
+      self._call_copy(zeros, no_rows, bucket)
+      on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
     for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
       self._call_decode(params, *self._arguments({}, size), bucket)
@@ -265,7 +234,10 @@ class Replica:
         await self._work()
       else:
         self._decoded = self._served = None
-        await self._idle()
+        start = time.perf_counter()
+        await self._wait(_POLL_SECONDS)
+        if self._reserved:
+          self.stats.idle_seconds += time.perf_counter() - start
 
   async def _work(self):
     """Does one piece of work; afterwards nothing here refers to its policy any more."""
@@ -297,12 +269,6 @@ class Replica:
       await self._wake.wait()
     finally:
       poll.cancel()
-
-  async def _idle(self):
-    start = time.perf_counter()
-    await self._wait(_POLL_SECONDS)
-    if self._reserved:
-      self.stats.idle_seconds += time.perf_counter() - start
 
   def _drop_done(self):
     """Frees the rows and automata of requests that have ended or were cancelled."""
@@ -350,7 +316,9 @@ class Replica:
       return False
     size = sizes_lib.round_up(self.sizes.prefill_rows, len(rows))
     indices, start, count = np.zeros((3, size), np.int32)
-    indices[len(rows) :] = self.sizes.rows
+    indices[len(rows) :] = (
+      self.sizes.rows
+    )  # Past the last row: what it writes is dropped.
     tokens = np.zeros((size, self.sizes.prefill_tokens), np.int32)
     for m, row in enumerate(rows):
       chunk = row.missing[: self.sizes.prefill_tokens]
@@ -375,7 +343,7 @@ class Replica:
     self._call_copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
   async def _decode(self, params, step: int, chosen: list[running_lib.Running]):
-    """Samples a segment of the rows that are prefilled, and hands out its chunks."""
+    """Samples tokens for the rows that are prefilled, and hands out their chunks."""
     start, sizes = time.perf_counter(), self.sizes
     rows = {r: r.row for r in chosen if r.row and r.row.prefilled}
     size = sizes_lib.round_up(sizes.decode_rows, len(rows))
@@ -393,8 +361,8 @@ class Replica:
       states, out = self._call_decode(params, *arguments, bucket)
       # The log-probs of the likeliest tokens are many, and seldom asked for.
       none = np.zeros((size, sizes.steps, 0), np.int32)
-      tops = jax.device_get(out[5:]) if top_wanted else (none, np.float32(none))
-      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:5]), *tops)
+      tops = jax.device_get(out[6:]) if top_wanted else (none, np.float32(none))
+      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:6]), *tops)
 
     # The call is made there, too: a CPU computes what one thread asks of it in turn.
     states, out = await self._in_thread(decode)
@@ -410,9 +378,7 @@ class Replica:
         self._answered += running.generation.done
 
   def _arguments(self, places: dict[int, running_lib.Running], size: int):
-    return running_lib.make_decode_arguments(
-      places, size, self.guides, unused_row=self.sizes.rows
-    )
+    return running_lib.make_decode_arguments(places, size, self.guides, self.sizes.rows)
 
   def _in_thread(self, fn: Callable[[], Any]) -> asyncio.Future:
     return asyncio.get_running_loop().run_in_executor(self._thread, fn)
@@ -431,14 +397,14 @@ class Replica:
         bucket=bucket,
       )
 
-  def _call_decode(self, params, places, used, states, bucket):
+  def _call_decode(self, params, places, guided, states, bucket):
     with sharding.use_mesh(self.mesh):
       self._load_automata()
       self.cache, states, out = programs_lib.decode(
         params,
         self.cache,
         places,
-        used,
+        guided,
         states,
         tuple(self._guide_params.values()),
         config=self.config,

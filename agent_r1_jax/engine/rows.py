@@ -8,6 +8,7 @@ Letters: B rows, S slots of a row.
 
 from collections.abc import Sequence
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,27 +22,19 @@ MIXED = -1
 
 @dataclasses.dataclass(eq=False)
 class Row:
-  """One row of the cache.
+  """One row of the cache."""
 
-  Attributes:
-    index: Its number in the cache.
-    tokens: The text's tokens, int32 [S], padded with -1.
-    text: The text whose keys and values it holds, or held last.
-    cached: The number of slots that hold the text's tokens, from the first on.
-    version: The version of the policy that computed them; MIXED if several did, or none.
-    running: The generation that is under way in it.
-    begun: Whether its text is being prefilled, and does not wait for another row's.
-    used: The number of the last request for it.
-  """
-
-  index: int
-  tokens: np.ndarray
+  index: int  # Its number in the cache.
+  tokens: np.ndarray  # The text's tokens, int32 [S], padded with -1.
+  # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
-  cached: int = 0
+  cached: int = 0  # The number of slots that hold the text's tokens, from the first on.
+  # The version of the policy that computed them; MIXED: nothing may be copied from it.
   version: int = MIXED
-  running: request_lib.Generation | None = None
+  running: request_lib.Generation | None = None  # The generation that is under way in it.
+  # Whether its prefill has begun; False while it waits to copy from another row.
   begun: bool = False
-  used: int = -1
+  last_request: int = -1  # The number of the last request for it.
 
   @property
   def size(self) -> int:
@@ -72,19 +65,23 @@ class Row:
     self.cached += len(tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """A row from which a prefix of a text can be copied.
-
-  Attributes:
-    row: The row that holds the prefix, or will hold it.
-    length: The number of tokens of the prefix.
-    ready: Whether they have been computed.
-  """
+class Source(NamedTuple):
+  """A prefix of `length` tokens that can be copied from a row."""
 
   row: Row
   length: int
-  ready: bool
+
+
+class _Offer(NamedTuple):
+  """Tokens of a text that a row has, or will have once it is prefilled."""
+
+  row: Row  # The row.
+  now: int  # The number of the text's first tokens whose keys and values it holds.
+  later: int  # The number that it will hold; 0 if it is not being prefilled.
+
+
+# The answer of `_find_source` that a row which is being prefilled will have more.
+_WAIT = 'wait'
 
 
 class Rows:
@@ -112,10 +109,6 @@ class Rows:
     """Gives a generation's text a row; None if requests run in all of them.
 
     The text keeps what the row holds already of its first tokens.
-
-    Args:
-      generation: The reply to be sampled.
-      version: The version of the policy that samples it.
     """
     text = generation.text
     row = self.find(text)
@@ -126,14 +119,15 @@ class Rows:
       if not idle:
         return None
       closed = lambda row: row.text is None or row.text.closed
-      row = min(idle, key=lambda row: (not closed(row), row.used))
+      # First what no request will continue, then what was asked for longest ago.
+      row = min(idle, key=lambda row: (not closed(row), row.last_request))
       shared = _count_shared(row.tokens[None], text.tokens)[0]
       row.cached = min(row.cached, int(shared)) if row.version == version else 0
       row.version, row.begun = version, False
       if row.text is not None:
         del self._row_of[row.text]
       row.text, self._row_of[text] = text, row
-    row.running, row.used = generation, generation.number
+    row.running, row.last_request = generation, generation.number
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
     # The decode computes the last token, to sample what follows it.
     row.cached = min(row.cached, len(text) - 1)
@@ -144,8 +138,10 @@ class Rows:
   ) -> tuple[list[tuple[Source, Row]], set[Row]]:
     """Finds what rows can copy from others now, and which wait for another's prefill.
 
-    A row whose text shares more with one that is being prefilled than with any other
-    waits for that one, and then copies it.
+    An example: A = system + task 1 is being prefilled, B and C = system + task 2 come.
+    B waits until A has computed the system's tokens, copies them, and begins to prefill
+    its task. C is equal to B and waits until B has all but the last token, which it
+    copies. Without the waits, B and C would compute the system's tokens too.
 
     Args:
       rows: Rows whose texts are not prefilled yet, in the order of their requests.
@@ -155,62 +151,65 @@ class Rows:
       The copies, pairs of source and row, and the rows that wait.
     """
     copies, waiting = [], set()
-    filling = {row.index for row in rows if row.begun}
-    # Equal texts, such as the prompts of a group, are compared with the rows once.
-    known: dict[bytes, Source | None] = {}
+    computing = {row.index for row in rows if row.begun}
+    # Equal texts, such as the prompts of a group, are compared with the rows twice: the
+    # first may begin, and what the second finds then, all others find, too.
+    found: dict[tuple[int, int, bytes], list[Source | str | None]] = {}
     for row in rows:
       if row.begun:
         continue
-      content = row.tokens[: row.size].tobytes()
-      if content not in known:
-        source = self._find_source(row, filling)
-        complete = source and source.ready and source.length == row.size - 1
-        # An equal text waits for this row, unless it can copy all that it needs now.
-        known[content] = source if complete else None
-      elif (source := known[content]) is None:
-        waiting.add(row)
-        continue
-      if source is not None and (len(copies) == most or not source.ready):
+      text = row.version, row.cached, row.tokens[: row.size].tobytes()
+      answers = found.setdefault(text, [])
+      if len(answers) < 2:
+        answers.append(self._find_source(row, computing))
+      source = answers[-1]
+      if source == _WAIT or (source and len(copies) == most):
         waiting.add(row)
         continue
       row.begun = True
-      filling.add(row.index)
-      if source is not None:
+      computing.add(row.index)
+      if isinstance(source, Source):
         copies.append((source, row))
     return copies, waiting
 
-  def _find_source(self, row: Row, filling: set[int]) -> Source | None:
-    """Finds the longest prefix of a row's text that is worth waiting for or copying.
+  def _find_source(self, row: Row, computing: set[int]) -> Source | str | None:
+    """Finds the row that has most of a text's first tokens, or will have.
 
     Args:
       row: A row whose text is not prefilled yet.
-      filling: Indices of rows that are being prefilled, and will hold all of their text.
+      computing: Indices of rows that are being prefilled, and will hold all their text.
 
     Returns:
-      None where no other row has at least MIN_SHARED tokens more than the row itself.
+      What to copy; or _WAIT; or None where no other row has, or will have, at least
+      MIN_SHARED tokens more than the row itself.
     """
-    shared = _count_shared(self._tokens, row.tokens[: row.size])
-    held, promised = np.zeros((2, len(self.rows)), int)
-    for other in self.rows:
-      if other is row or other.version != row.version or row.version == MIXED:
-        continue
-      held[other.index] = other.cached
-      if other.index in filling:
-        promised[other.index] = other.size - 1
-    # All tokens but the last can be copied.
-    most = np.minimum(shared, row.size - 1)
-    now, later = np.minimum(most, held), np.minimum(most, promised)
-    here = int(now.argmax())
-    # Among the rows that will share the most, the one that has computed most of it.
-    there = int(np.lexsort((now, later))[-1])
-    # The row that is waited for is left out: otherwise the wait would end when it has
-    # computed nearly all, and not all, of the prefix.
-    others = np.where(np.arange(len(now)) == there, 0, now).max()
-    if now[there] < later[there] >= max(others, row.cached) + MIN_SHARED:
-      return Source(self.rows[there], int(later[there]), ready=False)
-    if now[here] >= row.cached + MIN_SHARED:
-      return Source(self.rows[here], int(now[here]), ready=True)
+    offers = self._list_offers(row, computing)
+    if not offers:
+      return None
+    future = max(offers, key=lambda offer: (offer.later, offer.now))
+    # Compared only with the other rows: its own tokens grow with each round, and once it
+    # is within MIN_SHARED of its end, the wait would be given up.
+    others = [offer.now for offer in offers if offer is not future]
+    if future.now < future.later >= max(row.cached, *others, 0) + MIN_SHARED:
+      return _WAIT
+    present = max(offers, key=lambda offer: offer.now)
+    if present.now >= row.cached + MIN_SHARED:
+      return Source(present.row, present.now)
     return None
+
+  def _list_offers(self, row: Row, computing: set[int]) -> list[_Offer]:
+    """Lists what the other rows that the same policy computed share with a text."""
+    if row.version == MIXED:
+      return []
+    shared = _count_shared(self._tokens, row.tokens[: row.size])
+    # The last token cannot be copied: the decode computes it.
+    shared = np.minimum(shared, row.size - 1).tolist()
+    offers = []
+    for other, count in zip(self.rows, shared, strict=True):
+      if other is not row and other.version == row.version:
+        later = min(count, other.size - 1) if other.index in computing else 0
+        offers.append(_Offer(other, min(count, other.cached), later))
+    return offers
 
 
 def _count_shared(texts: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -18,10 +18,11 @@ class Running:
 
   Attributes:
     generation: The reply, as the client sees it.
-    automata: The state of AUTOMATA in which the request began.
+    automata: The state of AUTOMATA in which the request began; its automata are released
+      with it.
     row: The row of its text, once it has one.
-    states: The state of each of the engine's guides, after the last segment.
-    used: bool [G], whether each guide changes the request's logits.
+    states: The state of each of the engine's guides after the tokens so far.
+    guided: bool [G], whether each guide's `logits` must run for the request.
   """
 
   def __init__(
@@ -30,45 +31,38 @@ class Running:
     guides: Sequence[guide_lib.Guide],
     automata: guide_lib.State,
   ):
-    """Makes a request without a row.
-
-    Args:
-      generation: The reply, as the client sees it.
-      guides: All guides of the engine; AUTOMATA and TRUNCATION come first.
-      automata: The state of AUTOMATA, from AutomatonPool.acquire.
-    """
+    """Makes a request without a row; `guides` are all that the engine has (G)."""
     request = generation.request
     self.generation, self.automata = generation, automata
     self.row: rows_lib.Row | None = None
-    given = {
-      automaton_lib.AUTOMATA: automata,
-      guide_lib.TRUNCATION: guide_lib.truncation_state(request.sampling),
-      **request.guides,
+    truncation = guide_lib.truncation_state(request.sampling)
+    states = {automaton_lib.AUTOMATA: automata, guide_lib.TRUNCATION: truncation}
+    states |= request.guides
+    self.states = [states.get(guide, guide.off) for guide in guides]
+    # Automata that only end replies, such as stop strings, need no `logits`.
+    guiding = {
+      automaton_lib.AUTOMATA: any(automaton.restricts for automaton in request.automata),
+      guide_lib.TRUNCATION: request.sampling.truncated,
     }
-    self.states = [given.get(guide, guide.off) for guide in guides]
-    self.used = np.array([guide in request.guides for guide in guides])
-    self.used[0] = any(automaton.restricts for automaton in request.automata)
-    self.used[1] = request.sampling.truncated
+    self.guided = np.array([guiding.get(g, g in request.guides) for g in guides], bool)
 
   def add_chunk(self, out: Any, m: int, step: int, states: list):
-    """Adds what a segment sampled in place m to the text and the reply.
+    """Adds the tokens that a decode sampled in place m to the text and the reply.
 
-    Args:
-      out: The decode's programs.Decoded, in numpy.
-      m: The place of this request.
-      step: The updates that the policy had seen.
-      states: The state of each guide after the segment.
+    `out` is the programs.Decoded, in numpy; `step` the policy's policy_step;
+    `states` those of the guides after the tokens.
     """
     assert self.row is not None
     n, top = out.count[m], self.generation.request.top_logprobs
     chunk = request_lib.Chunk(
-      out.tokens[m, :n],
-      out.logprobs[m, :n],
-      np.full(n, step, np.int32),
-      bool(out.stopped[m]),
-      out.top_tokens[m, :n, :top],
-      out.top_logprobs[m, :n, :top],
-      out.values[m, :n],
+      tokens=out.tokens[m, :n],
+      logprobs=out.logprobs[m, :n],
+      policy_steps=np.full(n, step, np.int32),
+      stopped=bool(out.stopped[m]),
+      top_tokens=out.top_tokens[m, :n, :top],
+      top_logprobs=out.top_logprobs[m, :n, :top],
+      values=out.values[m, :n],
+      behaviour_logprobs=out.behaviour_logprobs[m, :n],
     )
     self.states = states
     self.row.extend(chunk.tokens)
@@ -90,38 +84,56 @@ def make_decode_arguments(
 
   Args:
     requests: Requests whose rows are prefilled, by their place in the decode.
-    size: Places of the decode.
+    size: Number of places of the decode.
     guides: All guides of the engine.
     unused_row: The row of a place without a request.
 
   Returns:
-    The places; which of them use each guide, bool [G, size]; and the guides' states.
+    The places; which of them each guide changes, bool [G, size]; and the guides' states.
   """
-  numpy: Any = np  # The fields of Places become JAX's arrays in the call.
-  places: Any = programs_lib.Places(
-    rows=numpy.full(size, unused_row, np.int32),
-    length=numpy.zeros(size, np.int32),
-    last=numpy.zeros(size, np.int32),
-    budget=numpy.zeros(size, np.int32),
-    keys=numpy.zeros((size, 2), np.uint32),
-    temperature=numpy.ones(size, np.float32),
-    top=numpy.zeros(size, bool),
-  )
-  used = np.zeros((len(guides), size), bool)
+  places = [
+    _make_place(requests[m]) if m in requests else _make_unused_place(unused_row)
+    for m in range(size)
+  ]
+  guided = np.zeros((len(guides), size), bool)
   for m, running in requests.items():
-    row, request = running.row, running.generation.request
-    assert row is not None and row.text is not None
-    places.rows[m], places.length[m] = row.index, row.cached
-    places.last[m] = row.text.tokens[-1]
-    places.budget[m] = running.generation.remaining
-    places.keys[m], places.top[m] = request.key, request.top_logprobs > 0
-    places.temperature[m] = request.sampling.temperature
-    used[:, m] = running.used
+    guided[:, m] = running.guided
   states = tuple(
     jax.tree.map(
-      lambda *places: np.stack(places),
+      lambda *leaves: np.stack(leaves),
       *(requests[m].states[g] if m in requests else guide.off for m in range(size)),
     )
     for g, guide in enumerate(guides)
   )
-  return places, used, states
+  columns: dict[str, Any] = {
+    name: np.array([place[name] for place in places]) for name in places[0]
+  }
+  return programs_lib.Places(**columns), guided, states
+
+
+def _make_place(running: Running) -> dict[str, Any]:
+  """Returns the fields of Places for one request."""
+  row, request = running.row, running.generation.request
+  assert row is not None and row.text is not None
+  return {
+    'rows': np.int32(row.index),
+    'length': np.int32(row.cached),
+    'last': row.text.tokens[-1],
+    'budget': np.int32(running.generation.remaining),
+    'keys': np.asarray(request.key, np.uint32),
+    'temperature': np.float32(request.sampling.temperature),
+    'top': np.bool_(request.top_logprobs > 0),
+  }
+
+
+def _make_unused_place(row: int) -> dict[str, Any]:
+  """Returns the fields of a place that does not run, for its budget is 0."""
+  return {
+    'rows': np.int32(row),
+    'length': np.int32(0),
+    'last': np.int32(0),
+    'budget': np.int32(0),
+    'keys': np.zeros(2, np.uint32),
+    'temperature': np.float32(1),
+    'top': np.False_,
+  }

@@ -20,20 +20,15 @@ _BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How the tokens of one request are chosen.
+  """How the tokens of one request are chosen."""
 
-  Attributes:
-    temperature: Divides the logits; 0 is greedy.
-    top_k: Only the k likeliest tokens may be chosen; 0 allows all.
-    top_p: Only the smallest set of likeliest tokens that has at least this probability
-      may be chosen; 1 allows all.
-    min_p: Only tokens may be chosen that are at least this many times as probable as the
-      likeliest one; 0 allows all.
-  """
-
-  temperature: float = 1.0
-  top_k: int = 0
+  temperature: float = 1.0  # Divides the logits; 0 is greedy.
+  top_k: int = 0  # Only the k likeliest tokens may be chosen; 0 allows all.
+  # Only the smallest set of likeliest tokens that has at least this probability may be
+  # chosen; 1 allows all.
   top_p: float = 1.0
+  # Only tokens may be chosen that are at least this many times as probable as the
+  # likeliest one; 0 allows all.
   min_p: float = 0.0
 
   def __post_init__(self):
@@ -64,10 +59,10 @@ ON_POLICY = Sampling()
 GREEDY = Sampling(temperature=0.0)
 
 
-def draw_uniforms(
+def make_uniforms(
   keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']
 ) -> Float[Array, 'M']:
-  """Draws one number in [0, 1) a row, from its key and the token's position alone."""
+  """Makes one number in [0, 1) a row, of its key and the token's position alone."""
 
   def one(key, position):
     return jax.random.uniform(jax.random.fold_in(key, position))
@@ -82,18 +77,14 @@ def scale_logits(
   return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
+@jax.named_scope('choose')
 def choose_tokens(
   logprobs: Float[Array, 'M V'], u: Float[Array, 'M'], greedy: Bool[Array, 'M']
 ) -> Int[Array, 'M']:
   """Chooses a token for each row: the likeliest in greedy rows, else by inverse CDF.
 
-  Args:
-    logprobs: Log-probabilities of the tokens, float32; -inf where one is forbidden.
-    u: Numbers from `draw_uniforms`.
-    greedy: The rows that take the likeliest token.
-
-  Returns:
-    The tokens, int32.
+  Log-probabilities are float32, and -inf where a token is forbidden; u is of
+  `make_uniforms`.
   """
   sampled = _inverse_cdf(jnp.exp(logprobs), u)
   # The search for the likeliest token is left out where no row asks for it.

@@ -3,31 +3,23 @@
 import bisect
 from typing import NamedTuple
 
+from agent_r1_jax.models import attention, decoder
+
 
 class Sizes(NamedTuple):
-  """The sizes of everything that is compiled; see Engine for what each costs.
+  """The sizes of everything that is compiled; see `make` for what each costs.
 
   Lists are ascending: a program of the smallest size that is large enough is run.
-
-  Attributes:
-    rows: Texts in the cache (B).
-    slots: The most tokens of a text (S).
-    steps: Tokens of one decode segment.
-    prefill_tokens: Tokens of a row in one prefill (T).
-    prefill_rows: Rows of one prefill.
-    decode_rows: Rows of one decode.
-    buckets: Slots that a prefill or a copy reads of each row.
-    decode_buckets: Slots that a decode reads of each row.
   """
 
-  rows: int
-  slots: int
-  steps: int
-  prefill_tokens: int
-  prefill_rows: list[int]
-  decode_rows: list[int]
-  buckets: list[int]
-  decode_buckets: list[int]
+  rows: int  # Texts in the cache (B).
+  slots: int  # The most tokens of a text (S).
+  steps: int  # Tokens of one decode.
+  prefill_tokens: int  # Tokens of a row in one prefill (T).
+  prefill_rows: list[int]  # Rows of one prefill.
+  decode_rows: list[int]  # Rows of one decode.
+  buckets: list[int]  # Slots that a prefill or a copy reads of each row.
+  decode_buckets: list[int]  # Slots that a decode reads of each row.
 
   @property
   def programs(self) -> int:
@@ -38,6 +30,67 @@ class Sizes(NamedTuple):
   def decodes_in_place(self, rows: int, bucket: int) -> bool:
     """Whether a decode is of all rows and slots, so that none need to be copied."""
     return rows == self.rows and bucket == self.slots
+
+
+def make(
+  config: decoder.DecoderConfig,
+  *,
+  rows: int = 64,
+  slots: int = 1024,
+  steps: int = 32,
+  width: int | None = None,
+  feed_rows: int = 16,
+  feed_tokens: int = 64,
+  bucket: int = 256,
+  narrow: bool = True,
+  replicas: int = 1,
+) -> Sizes:
+  """Chooses the sizes of one replica's programs, on the mesh that is set.
+
+  Args:
+    config: The policy's shape.
+    rows: Texts in the cache at a time (B), on each chip (or `tensor` of them).
+    slots: The most tokens of a text (S).
+    steps: Tokens of one decode; a new request waits for at most one.
+    width: The most rows that are decoded at a time; all by default. With slow tools,
+      twice as many rows as this keep the device busy.
+    feed_rows: Rows of one prefill (M).
+    feed_tokens: Tokens of one prefill (T).
+    bucket: Cache reads are rounded up to this, twice this, four times this ...
+    narrow: Whether few rows are prefilled and decoded by programs for a quarter of them.
+    replicas: Replicas that work side by side on each chip: they share its parameters and
+      divide its rows and width. On a CPU, one for each core keeps it busy: XLA computes
+      a decode mostly on one core.
+
+  A log-prob's last bits depend on the program that computed it: runs whose tools take
+  their time repeat to the last bit only with bucket = slots and narrow = False.
+
+  Raises:
+    ValueError: A size is below 1, or replicas does not divide rows and width.
+  """
+  width = rows if width is None else min(width, rows)
+  given = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
+  given |= {'width': width, 'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
+  for name, size in (given | {'replicas': replicas}).items():
+    if size < 1:
+      raise ValueError(f'{name} is {size}; it must be at least 1.')
+  if rows % replicas or width % replicas:
+    raise ValueError(
+      f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'
+    )
+  rows, width = rows // replicas, width // replicas
+  quarter_too = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
+  # bucket = 7, slots = 40: 7, 14, 28, 40.
+  buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
+  prefill_rows = quarter_too(min(feed_rows, rows))
+  decode_rows, decode_buckets = quarter_too(width), buckets
+  cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
+  if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
+    # Smaller programs would read no less, and have to copy what they read.
+    decode_rows, decode_buckets = [rows], [slots]
+  return Sizes(
+    rows, slots, steps, feed_tokens, prefill_rows, decode_rows, buckets, decode_buckets
+  )
 
 
 def round_up(sizes: list[int], n: int) -> int:

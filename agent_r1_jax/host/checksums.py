@@ -17,12 +17,7 @@ _NAME = 'checksums.json'
 
 
 def write(folder: pathlib.Path, exclude: Collection[str] = ()) -> None:
-  """Writes the sizes and checksums of all files in a folder to a file in it.
-
-  Args:
-    folder: The folder, with its subfolders.
-    exclude: Files that will still change.
-  """
+  """Writes the sizes and checksums of all files in a folder to a file in it."""
   sums = {}
   for path in sorted(folder.rglob('*')):
     name = str(path.relative_to(folder))
@@ -42,9 +37,7 @@ def find_mismatch(
   A folder without checksums, of an earlier version, is accepted with a warning. Files
   that were added later are ignored.
 
-  Args:
-    folder: A folder that `write` was called for.
-    share: Maps the number of files to the indices of those that this process reads.
+  `share` maps the number of files to the indices of those that this process reads.
   """
   if not (folder / _NAME).exists():
     logging.getLogger(__name__).warning(

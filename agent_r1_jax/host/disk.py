@@ -10,7 +10,7 @@ import shutil
 _FULL = ('No space left on device', 'Disk quota exceeded', 'File too large')
 
 
-def describe_failure(path: pathlib.Path, error: Exception) -> str:
+def describe_failure(path: pathlib.Path, error: BaseException) -> str:
   """Says why `path` could not be written, such as 'the disk is full (0.0 MB free)'.
 
   Call it before cleaning up, so that the free space is what the writer had.
@@ -20,7 +20,7 @@ def describe_failure(path: pathlib.Path, error: Exception) -> str:
   return getattr(error, 'strerror', None) or str(error)
 
 
-def is_full(error: Exception) -> bool:
+def is_full(error: BaseException) -> bool:
   """Whether the error means that a disk or quota is full."""
   number = getattr(error, 'errno', None)
   return number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
@@ -31,10 +31,6 @@ def is_full(error: Exception) -> bool:
 @contextlib.contextmanager
 def explain_write_errors(path: str | os.PathLike, what: str) -> Iterator[None]:
   """Makes an OSError inside `with` name the file, the cause and what to do.
-
-  Args:
-    path: The file that is written.
-    what: Its content, for example 'the line of step 3'.
 
   Raises:
     OSError: The error with the same errno and a longer text.

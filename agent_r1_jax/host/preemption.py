@@ -24,6 +24,8 @@ _HEARTBEAT_SECONDS = 1.0
 # A terminal and a wrapper may both send one Ctrl-C.
 _SAME_SECONDS = 0.5
 _TOLD = 'was told to end'
+# Called before a first signal is answered: a live view of the terminal ends.
+before_answer: list[Callable[[], None]] = []
 
 
 class Preempted(SystemExit):
@@ -85,6 +87,8 @@ class Watch:
     if first:
       self._asked_at = now
       self.request()
+      for prepare in list(before_answer):
+        prepare()
       watchdog.print_line(
         f'{name}: saving and ending. If it cannot save within {self._grace:g} s, it ends '
         'without; a second Ctrl-C ends at once.'

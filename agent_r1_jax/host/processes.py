@@ -62,10 +62,6 @@ def take_share(n: int) -> range:
 def gather(mine: Any) -> list[Any]:
   """Returns the small value that each process gave, in their order; waits for all.
 
-  Args:
-    mine: This process's value, as plain data (records.pack). With one process, this very
-      object is returned.
-
   Raises:
     ValueError: The value is not plain data.
     LostError: Another process ended, or does not answer.
@@ -99,9 +95,8 @@ def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
 
   The chips exchange the arrays, so nothing large passes through the coordinator.
 
-  Args:
-    mine: This process's array [n, ...]. n may differ between processes; the other
-      dimensions and the dtype, of at most 32 bits, may not.
+  The lengths may differ between processes; the other dimensions and the dtype, of at most
+  32 bits, may not.
 
   Raises:
     LostError: Another process ended, or does not answer.
@@ -138,12 +133,7 @@ def watch_others() -> None:
 
 
 def leave(status: int, reason: str) -> None:
-  """Ends this process at once if it is one of several, and tells the others why.
-
-  Args:
-    status: The exit status of all processes.
-    reason: What this process did, as in 'process 1 raised ...'.
-  """
+  """Ends this process at once if it is one of several, and tells the others why."""
   state = distributed.global_state
   if not is_distributed() or state.client is None:
     return

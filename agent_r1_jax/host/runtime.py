@@ -1,32 +1,25 @@
 """Sets up a process before JAX uses a device: other processes, compilations, memory."""
 
-import contextlib
 import ctypes
 import importlib.util
 import ipaddress
-import linecache
 import logging as py_logging
 import os
 import pathlib
 import platform
 import socket
-import sys
-import traceback
 from typing import Any
 
 from absl import flags, logging
 import jax
 
-from agent_r1_jax.host import processes
+from agent_r1_jax.host import processes, refusals
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 # Where Linux lists the control groups of a process, and their limits.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
-_PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
-_OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
-_REFUSALS = (ValueError, FileNotFoundError)
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
@@ -41,6 +34,15 @@ def initialize() -> None:
   processes.watch_others()
   enable_compilation_cache()
   retain_freed_memory()
+  try:
+    jax.devices()
+  except (RuntimeError, AssertionError) as error:
+    asked = os.environ.get('JAX_PLATFORMS', '')
+    raise ValueError(
+      f'JAX finds no device of JAX_PLATFORMS={asked}: install its '
+      "build for this machine (pip install -e '.[cuda]' or '.[tpu]'), or unset "
+      f'JAX_PLATFORMS. {error}'
+    ) from None
 
 
 def quiet_logging() -> None:
@@ -54,29 +56,9 @@ def quiet_logging() -> None:
     return
   # A filter that is added twice counts once. JAX does not log through absl.
   logging.get_absl_logger().addFilter(_is_worth_showing)
-  for name in ('jax', 'faiss'):
+  for name in ('jax', 'faiss', 'httpx', 'httpx2'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
-  if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
-    sys.excepthook = _print_error
-
-
-def _print_error(kind, error, trace) -> None:
-  """Prints an error that ends the program; a refusal is one line without traceback.
-
-  A refusal is a ValueError or FileNotFoundError that a `raise` statement of this project
-  raised. Other errors are bugs and keep their traceback; so does a ValueError that a
-  function of Python raised where we called it.
-  """
-  calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
-  path, line = calls[-1] if calls else ('', 0)
-  raised = linecache.getline(path, line).lstrip().startswith('raise ')
-  if not (isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised):
-    return sys.__excepthook__(kind, error, trace)
-  # Name the line of the user's script that called us.
-  between = (_PACKAGE, contextlib.__file__)
-  outside = [call for call in calls if not call[0].startswith(between)]
-  path, line = (outside or calls)[-1]
-  print(f'{path}:{line}: {error}', file=sys.stderr)
+  refusals.install()
 
 
 def _is_worth_showing(record: py_logging.LogRecord) -> bool:
@@ -102,7 +84,7 @@ def join_processes() -> None:
   let no stranger reach it.
 
   Raises:
-    ValueError: Some of the three variables are missing.
+    ValueError: Some of the three variables are missing or wrong.
   """
   found = {name: os.environ.get(f'JAX_{name}') for name in _PROCESSES}
   auto = os.environ.get('AGENT_R1_PROCESSES') == 'auto'
@@ -115,6 +97,11 @@ def join_processes() -> None:
   address, count, number = found.values()
   given: dict[str, Any] = {}
   if count and number:
+    if not (count.isdecimal() and number.isdecimal() and int(number) < int(count)):
+      raise ValueError(
+        f'JAX_PROCESS_ID is {number} and JAX_NUM_PROCESSES {count}; the processes are '
+        'numbered from 0 to their number less 1.'
+      )
     given = {'num_processes': int(count), 'process_id': int(number)}
     # Otherwise JAX asks Slurm all the same, and gives each process one device.
     given['cluster_detection_method'] = 'deactivate'
@@ -189,55 +176,48 @@ def available_memory() -> int:
   process (`retain_freed_memory`), and is used again.
   """
   own = _own_memory()
-  free = [int(n) for n in _read_fields('/proc/meminfo', 'MemAvailable')]
-  found = [1024 * n + own for n in free]
+  found = [1024 * n + own for n in _read_fields('/proc/meminfo', 'MemAvailable')]
   for line in _lines(_GROUP):
     _, kinds, name = line.split(':', 2)
     if kinds not in ('', 'memory'):
       continue
-    files = ('memory.max', 'memory.current')
-    if kinds:
-      files = ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes')
-    # A container sees its own group as the root. A group also obeys all groups above it.
-    for folder in {'', *_parent_groups(name)}:
-      limit, used = (_number(file, folder) for file in files)
-      if limit is not None and used is not None:
-        found.append(max(0, limit - used + _cached(files[1], folder)) + own)
+    files = 'memory.max', 'memory.current'
+    if kinds:  # The first version of control groups has a tree for each kind.
+      files = 'memory.limit_in_bytes', 'memory.usage_in_bytes'
+    # A container sees its own group as the root. A group also obeys all groups above it:
+    # a/b/c obeys a/b and a.
+    group = pathlib.Path(name.strip('/'))
+    for folder in {_GROUPS / kinds / above for above in (group, *group.parents)}:
+      limit, current = (_number(folder / file) for file in files)
+      if limit is not None and current is not None:
+        # Cached files are given up where memory is needed.
+        cached = sum(_read_fields(folder / 'memory.stat', 'inactive_file'))
+        found.append(max(0, limit - current + cached) + own)
   pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   return min([pages, *found])
 
 
+def used_memory() -> float:
+  """Returns the bytes in use: this process's on a CPU, else those of its fullest chip."""
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  return float(max(s.get('bytes_in_use', 0) for s in stats) or _own_memory())
+
+
 def _own_memory() -> int:
   """Returns the bytes of this process that are in memory."""
-  return 1024 * sum(int(n) for n in _read_fields('/proc/self/status', 'VmRSS'))
+  return 1024 * sum(_read_fields('/proc/self/status', 'VmRSS'))
 
 
-def _parent_groups(name: str) -> list[str]:
-  """Returns the group and those above it: for /a/b, a and a/b."""
-  parts = name.strip('/').split('/')
-  return ['/'.join(parts[:n]) for n in range(1, len(parts) + 1)]
-
-
-def _number(file: str, group: str) -> int | None:
-  """Reads the number in a control group's file; None without a file or a limit."""
-  folder, _, base = file.rpartition('/')
-  text = ''.join(_lines(_GROUPS / folder / group / base))
+def _number(path: pathlib.Path) -> int | None:
+  """Reads the number in a file; None without a file or a number in it."""
+  text = ''.join(_lines(path))
   return int(text) if text.isdigit() else None
 
 
-def _cached(file: str, group: str) -> int:
-  """Returns the bytes of cached files that a control group would give up."""
-  folder = file.rpartition('/')[0]
-  return sum(
-    int(n)
-    for n in _read_fields(_GROUPS / folder / group / 'memory.stat', 'inactive_file')
-  )
-
-
-def _read_fields(path: str | os.PathLike, name: str) -> list[str]:
-  """Returns the numbers of a file's lines that begin with `name`."""
+def _read_fields(path: str | os.PathLike, name: str) -> list[int]:
+  """Returns the numbers of a file's lines that begin with `name`; at most one, mostly."""
   found = (line.replace(':', ' ').split() for line in _lines(path))
-  return [words[1] for words in found if words[:1] == [name]]
+  return [int(words[1]) for words in found if words[:1] == [name]]
 
 
 def _lines(path: str | os.PathLike) -> list[str]:

@@ -25,13 +25,7 @@ import re
 from typing import Any
 
 import jax
-from jax.sharding import (
-  AbstractMesh,
-  AxisType,
-  Mesh,
-  NamedSharding,
-  PartitionSpec,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from agent_r1_jax.models import families
@@ -80,9 +74,6 @@ def make_mesh(
 def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
   """Splits the chips into those that train and those that only sample.
 
-  Args:
-    samplers: Number of chips of each process that sample, which are its last ones.
-
   Returns:
     The training chips of all processes, and the sampling chips of this process.
 
@@ -108,10 +99,6 @@ def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
   Scalars are replicated. A leaf that its rule cannot shard is an error: replicated, it
   would be noticed when memory runs out, if at all.
-
-  Args:
-    tree: A pytree of arrays or ShapeDtypeStructs.
-    mesh: A mesh of `make_mesh`.
 
   Raises:
     ValueError: models/families.py does not list a leaf, or an axis does not divide one of
@@ -195,10 +182,8 @@ def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
 def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   """Groups this process's chips into meshes of `tensor` chips, one for each replica.
 
-  Args:
-    mesh: The mesh that trains.
-    chips: Sampling chips of this process; if there are any, they are grouped in place of
-      the chips on the mesh.
+  If this process has sampling chips, they are grouped in place of those on the mesh,
+  which trains.
 
   Raises:
     ValueError: `tensor` spans processes, or does not divide the number of chips.
@@ -210,7 +195,11 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
     mesh.axis_names,
     axis_types=mesh.axis_types,
   )
-  found = []
+  if len(chips) % tensor:
+    raise ValueError(
+      f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
+    )
+  found: list[Any] = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
   for group in groups.reshape(-1, tensor):
     mine = [d.process_index == jax.process_index() for d in group]
     if any(mine) and not all(mine):
@@ -218,16 +207,9 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
         f'tensor is {tensor}: its chips must belong to one process, which samples on '
         f'them; make it a divisor of {len(mesh.local_devices)}.'
       )
-    if all(mine):
-      found.append(make_replica_mesh(group))
-  if not chips:
-    return found
-  if len(chips) % tensor:
-    raise ValueError(
-      f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
-    )
-  starts = range(0, len(chips), tensor)
-  return [make_replica_mesh(chips[i : i + tensor]) for i in starts]
+    if all(mine) and not chips:
+      found.append(group)
+  return [make_replica_mesh(group) for group in found]
 
 
 def gather_params(params: Any, mesh: Mesh) -> Any:
@@ -237,17 +219,12 @@ def gather_params(params: Any, mesh: Mesh) -> Any:
 
 
 def take_replica_params(params: Any, replica: Mesh) -> Any:
-  """Takes one replica's parameters out of those that `gather_params` returned.
-
-  Args:
-    params: Parameters on the mesh of all processes.
-    replica: A mesh of `make_replica_meshes`. Chips that are on both meshes share the
-      data; nothing is copied to them.
-  """
+  """Takes one replica's parameters out of those that `gather_params` returned."""
 
   def leaf(x: jax.Array) -> jax.Array:
-    named = NamedSharding(replica, _named_sharding(x).spec)
-    # The copies of each shard, by their chips.
+    spread: Any = x.sharding
+    named = NamedSharding(replica, spread.spec)
+    # The copies of each shard, by its place in the array and then by their chips.
     shards: dict[str, dict[Any, jax.Array]] = {}
     for shard in x.addressable_shards:
       shards.setdefault(str(shard.index), {})[shard.device] = shard.data
@@ -275,24 +252,20 @@ def shard_cache(cache: Any, replica: Mesh) -> Any:
 def to_numpy(x: Any) -> np.ndarray:
   """Copies an array to this host; if it spans processes, all of them must call this."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    with jax.set_mesh(_named_sharding(x).mesh):
+    named: Any = x.sharding
+    with jax.set_mesh(named.mesh):
       x = jax.jit(replicate)(x)
   return np.asarray(x)
-
-
-def _named_sharding(x: jax.Array) -> Any:
-  """Returns the sharding as a NamedSharding, which all our sharded arrays have."""
-  return x.sharding
 
 
 @jax.jit
 def _gather(params: Any) -> Any:
   mesh: Any = active_mesh()
-  keep_tensor = lambda axis: axis if axis == 'tensor' else None
 
   def leaf(path, x):
-    spec = PartitionSpec(*map(keep_tensor, _spec(path, x.shape, mesh)))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    axes = [axis if axis == 'tensor' else None for axis in _spec(path, x.shape, mesh)]
+    named = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.lax.with_sharding_constraint(x, named)
 
   return jax.tree_util.tree_map_with_path(leaf, params)
 
@@ -383,7 +356,7 @@ def _make_spec(
       )
     spec.append(axes if len(axes) > 1 else next(iter(axes), None))
   while spec and spec[-1] is None:
-    spec.pop()
+    spec.pop()  # XLA's own specs end so; else equal shardings would differ.
   return PartitionSpec(*spec)
 
 

@@ -12,7 +12,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from agent_r1_jax.host import sharding
 
@@ -48,6 +48,7 @@ def packed(
   mesh = sharding.active_mesh()
   if mesh is None:
     return _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  # Only the shards of T reach `context`: each chip has T / context tokens of its heads.
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   return jax.shard_map(
     _attend_across_chips,
@@ -90,7 +91,7 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
   fused = sharding.platform() == 'gpu' and _has_cudnn(q_BTNH)
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
   ends = [T * (i + 1) // blocks for i in range(blocks)]
-  k_BKTH, v_BKTH = _heads_first(k_BTKH), _heads_first(v_BTKH)
+  k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
   out = []
   for begin, end in zip([0, *ends], ends, strict=False):
     # A block of queries reads the keys before its end only: half the work of the square.
@@ -122,12 +123,10 @@ def cached(
 def reads_used_slots(
   shape: tuple[int, ...], dtype: Any, platform: str | None = None
 ) -> bool:
-  """Whether a decode's attention reads no more of a row than its used slots.
+  """Whether a decode's attention reads no slots of a row but those of its text.
 
-  Args:
-    shape: The cache's: rows B, key-value heads K, slots S, numbers of a head H.
-    dtype: The cache's type or its name; the kernel that reads pages computes in bfloat16.
-    platform: 'cpu', 'gpu' or 'tpu'; by default that of the devices in use.
+  `shape` is the cache's [B, K, S, H]. The kernel that reads pages computes in bfloat16,
+  on TPUs.
   """
   B, K, S, H = shape
   tiles = S % _LANES == 0 and H % _LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
@@ -135,12 +134,7 @@ def reads_used_slots(
   return (platform or sharding.platform()) == 'tpu' and tiles and few
 
 
-def _paged(
-  q_B1NH: Float[Array, 'B 1 N H'],
-  k_BKSH: Float[Array, 'B K S H'],
-  v_BKSH: Float[Array, 'B K S H'],
-  positions_B1: Int[Array, 'B 1'],
-) -> Float[Array, 'B 1 N H']:
+def _paged(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N H']:
   """Computes `cached` by Pallas' kernel for TPUs, which reads no page after a position's.
 
   A row that is past the last slot reads one page, and its result has no meaning.
@@ -183,6 +177,8 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
   # in the type of the queries.
   q_QGH = (q_B1NH.astype(jnp.float32) * H**-0.5).reshape(B * heads, N // heads, H)
   k_1PSH, v_1PSH = (x.reshape(1, -1, page, H) for x in (k_BKSH, v_BKSH))
+  # The pages of row b and head k begin at (b K + k) S / page; with 4 pages a text, K = 2
+  # and both heads here, row 1's are 8 9 10 11 and 12 13 14 15.
   text_BK = jnp.arange(B)[:, None] * K + first + jnp.arange(heads)[None]
   pages_QP = text_BK.reshape(-1, 1) * (S // page) + jnp.arange(S // page)[None]
   length_B = jnp.where(positions_B1[:, 0] < S, positions_B1[:, 0] + 1, 1)
@@ -198,11 +194,7 @@ def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
 
 
 def _splash(
-  q_BTNH: Float[Array, 'B T N H'],
-  k_BTKH: Float[Array, 'B T K H'],
-  v_BTKH: Float[Array, 'B T K H'],
-  segment_ids_BT: Int[Array, 'B T'],
-  interpret: bool = False,
+  q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, interpret: bool = False
 ) -> Float[Array, 'B T N H']:
   """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core."""
   # The import is slow, and useless on other platforms.
@@ -234,11 +226,7 @@ def _has_cudnn(q_BTNH) -> bool:
 
 
 def _cudnn(
-  q_BTNH: Float[Array, 'B T N H'],
-  k_BSKH: Float[Array, 'B S K H'],
-  v_BSKH: Float[Array, 'B S K H'],
-  mask_BTS: Bool[Array, 'B T S'],
-  implementation: Any = 'cudnn',
+  q_BTNH, k_BSKH, v_BSKH, mask_BTS, implementation: Any = 'cudnn'
 ) -> Float[Array, 'B T N H']:
   """Computes `_attend` by cuDNN: a mask reaches the GPU's memory, scores do not.
 
@@ -252,16 +240,8 @@ def _cudnn(
   )
 
 
-def _heads_first(x_BTKH: Float[Array, 'B T K H']) -> Float[Array, 'B K T H']:
-  return jnp.swapaxes(x_BTKH, 1, 2)
-
-
-def _attend(
-  q_BTNH: Float[Array, 'B T N H'],
-  k_BKSH: Float[Array, 'B K S H'],
-  v_BKSH: Float[Array, 'B K S H'],
-  mask_BTS: Bool[Array, 'B T S'],
-) -> Float[Array, 'B T N H']:
+def _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS) -> Float[Array, 'B T N H']:
+  """Computes masked attention by XLA; scores and softmax are float32."""
   B, T, N, H = q_BTNH.shape
   K = k_BKSH.shape[1]
   q_BKGTH = jnp.transpose((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))

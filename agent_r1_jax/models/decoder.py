@@ -43,20 +43,9 @@ Cache = tuple[tuple[Array, Array], ...]
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-  """The shape of a decoder.
+  """The shape of a decoder."""
 
-  Attributes:
-    family: A key of families.FAMILIES; what config.json will call it.
-    rope_scaling: Llama 3's {'factor', 'low_freq_factor', 'high_freq_factor',
-      'original_max_position_embeddings'}, or None.
-    max_positions: The longest context the model was made for.
-    dtype: The type of activations and cache; parameters are cast where they are used.
-    remat: What of a layer's activations is recomputed in the backward pass: 'none';
-      'full', all but its input; 'dots', all but what its projections give, so that no
-      projection is computed twice. docs/memory.md has what each costs.
-  """
-
-  family: str
+  family: str  # A key of families.FAMILIES; what config.json will call it.
   vocab_size: int
   embed_dim: int
   num_layers: int
@@ -65,11 +54,17 @@ class DecoderConfig:
   head_dim: int
   mlp_dim: int
   rope_theta: float = 10_000.0
+  # Llama 3's {'factor', 'low_freq_factor', 'high_freq_factor',
+  # 'original_max_position_embeddings'}, or None.
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
-  max_positions: int = 32_768
+  max_positions: int = 32_768  # The longest context the model was made for.
+  # The type of activations and cache; parameters are cast where they are used.
   dtype: str = 'float32'
+  # What of a layer's activations is recomputed in the backward pass: 'none'; 'full', all
+  # but its input; 'dots', all but what its projections give, so that no projection is
+  # computed twice. docs/memory.md has what each costs.
   remat: str = 'none'
 
   def __post_init__(self):
@@ -150,10 +145,9 @@ def _look_up(table_VD: Array, tokens_BT: Array) -> Array:
 
 
 def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
-  if not config.facts.scaled_embeddings:
-    return x_BTD
   # Rounded to the type of the activations, as transformers does it.
-  return x_BTD * jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
+  scale = jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
+  return x_BTD * scale if config.facts.scaled_embeddings else x_BTD
 
 
 class Projection(nn.Module):
@@ -212,14 +206,17 @@ class Attention(nn.Module):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
-    q_BTNH = _apply_flat(project((c.num_heads, c.head_dim), name='q'), x_BTD)
+    # The engine's kernel of the queries has one axis for all heads; see `unstack`.
+    flat = (c.num_heads * c.head_dim,)
+    heads = flat if cache is not None else (c.num_heads, c.head_dim)
+    q_BTNH = _apply_flat(project(heads, name='q'), x_BTD)
+    q_BTNH = q_BTNH.reshape(*x_BTD.shape[:2], c.num_heads, c.head_dim)
     k_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='k'), x_BTD)
     v_BTKH = _apply_flat(project((c.num_kv_heads, c.head_dim), name='v'), x_BTD)
     if c.facts.qk_norm:
       q_BTNH = RMSNorm(c, name='q_norm')(q_BTNH)
       k_BTKH = RMSNorm(c, name='k_norm')(k_BTKH)
-    q_BTNH = _rope(q_BTNH, angles)
-    k_BTKH = _rope(k_BTKH, angles)
+    q_BTNH, k_BTKH = _rope(q_BTNH, angles), _rope(k_BTKH, angles)
     if self.is_initializing():
       out_BTNH = q_BTNH  # Attention has no parameters, and no mesh can split one token.
     elif cache is None:
@@ -275,7 +272,6 @@ class Decoder(nn.Module):
   """The model over packed rows; `init` makes its parameters."""
 
   config: DecoderConfig
-  value_head: bool = False
 
   @nn.compact
   def __call__(self, tokens_BT, positions_BT, segment_ids_BT):
@@ -303,18 +299,22 @@ class Decoder(nn.Module):
     x_BTD = _scale_embeddings(x_BTD, c)
     x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segment_ids_BT)
     x_BTD = RMSNorm(c, name='final_norm')(x_BTD)
-    if self.is_initializing():
-      if not c.tie_embeddings:
-        nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
-      if self.value_head:
-        nn.Dense(1, kernel_init=nn.initializers.zeros, name='value_head')(x_BTD)
+    if self.is_initializing() and not c.tie_embeddings:
+      nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
     return x_BTD
 
 
-def init(config: DecoderConfig, key: Array, *, value_head: bool = False) -> Params:
-  """Random float32 parameters. A value head starts at zero: V = 0 everywhere."""
+def init(config: DecoderConfig, key: Array) -> Params:
+  """Random float32 parameters."""
   one = jnp.zeros((1, 1), jnp.int32)
-  return dict(Decoder(config, value_head).init(key, one, one, one)['params'])
+  return dict(Decoder(config).init(key, one, one, one)['params'])
+
+
+def add_value_head(params: Params) -> Params:
+  """Adds a critic's value head of zeros, on the mesh that is set: V = 0 everywhere."""
+  dim = params['embed']['embedding'].shape[1]
+  head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
+  return params | sharding.init_sharded(head)
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -325,7 +325,12 @@ def unstack(params: Params, config: DecoderConfig) -> Params:
   """
 
   def leaf(path, x):
-    return x if '_norm' in jax.tree_util.keystr(path) else x.astype(config.dtype)
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if name.startswith('layers/attn/q/'):
+      # [L, D, N, H] -> [L, D, N H], and the bias alike: a TPU stores the last two axes in
+      # tiles, so that XLA would copy each kernel to join N and H at every decode.
+      x = x.reshape(*x.shape[:-2], -1)
+    return x if '_norm' in name else x.astype(config.dtype)
 
   params = jax.tree_util.tree_map_with_path(leaf, params)
   layer = lambda i: jax.tree.map(lambda x: x[i], params['layers'])
@@ -362,13 +367,6 @@ def extend(
   """Writes tokens at their positions and returns their final hidden states.
 
   A token whose position is at or past the last slot is computed but not written.
-
-  Args:
-    params: The policy's parameters, from `unstack`.
-    config: The policy's shape.
-    tokens: The tokens that continue each text.
-    positions: The slot of each token.
-    cache: The keys and values of the texts so far.
   """
   x: Any = params['embed']['embedding'].astype(config.dtype)[tokens]
   x = _scale_embeddings(x, config)
@@ -389,6 +387,7 @@ def head_kernel(params: Params, config: DecoderConfig) -> Float[Array, 'D V']:
   return params['lm_head']['kernel'].astype(config.dtype)
 
 
+@jax.named_scope('head')
 def logits(params: Params, config: DecoderConfig, x: Float[Array, '*B D']) -> Array:
   """Unnormalised next-token scores, float32 [*B, V]."""
   kernel_DV = head_kernel(params, config)

@@ -48,13 +48,7 @@ _TOKENS_PER_CALL = 16_384
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-  """The shape of an encoder, in the words of its config.json.
-
-  Attributes:
-    pooling: 'mean' over the text's tokens, or 'cls', the first token.
-    normalize: Whether vectors are scaled to length 1.
-    dtype: Type of parameters and activations; norms and softmax are float32.
-  """
+  """The shape of an encoder, in the words of its config.json."""
 
   vocab_size: int
   hidden_size: int
@@ -64,8 +58,9 @@ class EncoderConfig:
   max_position_embeddings: int
   type_vocab_size: int
   layer_norm_eps: float
-  pooling: str = 'mean'
-  normalize: bool = True
+  pooling: str = 'mean'  # 'mean' over the text's tokens, or 'cls', the first token.
+  normalize: bool = True  # Whether vectors are scaled to length 1.
+  # Type of parameters and activations; norms and softmax are float32.
   dtype: str = 'float32'
 
 
@@ -177,11 +172,7 @@ def embed(
 ) -> Float[Array, 'B D']:
   """Computes a vector a text (Devlin et al. 2019; pooled as Reimers and Gurevych 2019).
 
-  Args:
-    params: As `read_params` reads them.
-    config: The encoder's shape.
-    tokens: Ids; what is beyond a text's length is ignored.
-    lengths: Tokens of each text, at least 1.
+  What is beyond a text's length, at least 1, is ignored. `read_params` reads the params.
   """
   T = tokens.shape[1]
   mask_BT = jnp.arange(T)[None, :] < lengths[:, None]
@@ -287,11 +278,8 @@ def _optional(path: pathlib.Path) -> dict[str, Any]:
 
 def _max_tokens(directory: pathlib.Path, config: EncoderConfig) -> int:
   raw = _optional(directory / 'sentence_bert_config.json')
-  positions = config.max_position_embeddings
-  return min(
-    hf_config.read_number(raw, 'max_seq_length', default=positions),
-    positions,
-  )
+  most = config.max_position_embeddings
+  return min(hf_config.read_number(raw, 'max_seq_length', default=most), most)
 
 
 def _prefixes(directory: pathlib.Path) -> tuple[str, str]:
@@ -301,10 +289,8 @@ def _prefixes(directory: pathlib.Path) -> tuple[str, str]:
   names = ' '.join(directory.parts[-3:]).lower()
   known = [both for name, both in PREFIXES.items() if re.search(rf'\b{name}\b', names)]
   query, passage = known[0] if known else ('', '')
-  return (
-    str(prompts.get('query') or query),
-    str(prompts.get('passage') or prompts.get('document') or passage),
-  )
+  passage = prompts.get('passage') or prompts.get('document') or passage
+  return str(prompts.get('query') or query), str(passage)
 
 
 def _read_tokenizer(directory: pathlib.Path, config: EncoderConfig, max_tokens: int):
@@ -337,13 +323,7 @@ def read_params(directory: pathlib.Path, config: EncoderConfig) -> dict[str, Any
   tensors = {name.removeprefix('bert.'): tensor for name, tensor in tensors.items()}
 
   def read(name, shape):
-    if name not in tensors:
-      raise ValueError(f'{directory}: no tensor {name}; fetch the whole model')
-    if tensors[name].shape != shape:
-      raise ValueError(
-        f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
-        f'config.json it is {list(shape)}; take both from one model'
-      )
+    weights.check_tensor(directory, tensors, name, shape)
     array = tensor_files.read(tensors[name])
     weights.check_finite(directory, name, array)
     return array.astype(jnp.dtype(config.dtype))

@@ -24,19 +24,15 @@ SIZES = {
 
 
 class Parameter(NamedTuple):
-  """A parameter of the model; a layer's parameter is stacked over all layers.
+  """A parameter of the model; a layer's parameter is stacked over all layers."""
 
-  Attributes:
-    path: Path in the parameter tree, joined by '/'.
-    tensor: Name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}' is a
-      dimension of the parameter, in front of those of a tensor.
-    dims: A letter for each dimension. '>' divides inputs from outputs: the checkpoint
-      holds [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
-      [outputs]. A parameter without '>' is stored as it is.
-  """
-
-  path: str
+  path: str  # Path in the parameter tree, joined by '/'.
+  # Name of its tensor in a checkpoint; '{}' stands for the layer. Each '{}' is a
+  # dimension of the parameter, in front of those of a tensor.
   tensor: str
+  # A letter for each dimension. '>' divides inputs from outputs: the checkpoint holds
+  # [outputs, inputs], each as one dimension, and a bias, which has no inputs, as
+  # [outputs]. A parameter without '>' is stored as it is.
   dims: str
 
   @property
@@ -51,29 +47,22 @@ class Parameter(NamedTuple):
 
 
 class Family(NamedTuple):
-  """A family of models, which config.json names by its `model_type`.
+  """A family of models, which config.json names by its `model_type`."""
 
-  Attributes:
-    architecture: The class in transformers.
-    parameters: All parameters, without those of a value head.
-    fixed: Fields of config.json that have one of these values or are absent: the decoder
-      computes nothing else. An export writes the first, unless it is None.
-    written: Fields that an export writes besides `fixed`.
-    defaults: What transformers takes for fields that are absent from config.json.
-    qkv_bias: Whether the projections to queries, keys and values have biases.
-    qk_norm: Whether queries and keys are normalised.
-    norm_offset: What is added to the scale of each norm.
-    scaled_embeddings: Whether embeddings are multiplied by sqrt(hidden_size).
-  """
-
-  architecture: str
-  parameters: tuple[Parameter, ...]
+  architecture: str  # The class in transformers.
+  parameters: tuple[Parameter, ...]  # All parameters, without those of a value head.
+  # Fields of config.json that have one of these values or are absent: the decoder
+  # computes nothing else. An export writes the first, unless it is None.
   fixed: dict[str, tuple]
-  written: dict[str, Any] = {}
+  written: dict[str, Any] = {}  # Fields that an export writes besides `fixed`.
+  # What transformers takes for fields that are absent from config.json.
   defaults: dict[str, Any] = {}
+  norm_eps: str = 'rms_norm_eps'  # The field of config.json with the ε of the norms.
+  # Whether the projections to queries, keys and values have biases.
   qkv_bias: bool = False
-  qk_norm: bool = False
-  norm_offset: float = 0.0
+  qk_norm: bool = False  # Whether queries and keys are normalised.
+  norm_offset: float = 0.0  # What is added to the scale of each norm.
+  # Whether embeddings are multiplied by sqrt(hidden_size).
   scaled_embeddings: bool = False
 
   @property

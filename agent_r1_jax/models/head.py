@@ -25,6 +25,7 @@ def block_tokens(vocab_size: int) -> int:
   return max(256, _BLOCK_LOGITS // vocab_size)
 
 
+@jax.named_scope('head')
 def logprobs(
   x: Float[Array, '*M D'],
   kernel_DV: Float[Array, 'D V'],
@@ -127,7 +128,11 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _order(wanted_M: Array, block: int) -> tuple[Array, Array]:
-  """Indices of the wanted tokens first, then M; and the number of blocks they fill."""
+  """Indices of the wanted tokens first, then M; and the number of blocks they fill.
+
+  With wanted = 0 1 0 1 1 and blocks of 2: 1 3 4 5 5 5, and 2 blocks. Writes at index M
+  are dropped.
+  """
   M = wanted_M.shape[0]
   order = jnp.argsort(~wanted_M, stable=True).astype(jnp.int32)
   count = wanted_M.sum()

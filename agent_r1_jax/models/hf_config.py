@@ -51,15 +51,14 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
 
 def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
   """Makes the content of config.json, as transformers 4 writes it and 5 reads it."""
-  family = config.facts
+  family, rope = config.facts, config.rope_scaling
   return {
     'architectures': [family.architecture],
     'model_type': config.family,
     **{key: getattr(config, field) for field, key in families.SIZES.values()},
-    'rms_norm_eps': config.norm_eps,
+    family.norm_eps: config.norm_eps,
     'rope_theta': config.rope_theta,
-    'rope_scaling': config.rope_scaling
-    and {'rope_type': 'llama3', **config.rope_scaling},
+    'rope_scaling': rope and {'rope_type': 'llama3', **rope},
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_positions,
     'torch_dtype': jnp.dtype(dtype).name,
@@ -102,10 +101,17 @@ def token_ids(
 
 def read_json(path: pathlib.Path, kind: type = dict) -> Any:
   """Reads the object in a JSON file; a ValueError names a missing or broken file."""
+  if path.parent.is_file():
+    raise ValueError(f'{path.parent}: is a file; give the directory that holds it.')
   if not path.parent.is_dir():
     raise ValueError(
       f'{path.parent}: no such directory; give one with a model in HF layout. Names of '
       'the Hub are not looked up.'
+    )
+  if not path.is_file() and (path.parent / 'adapter_config.json').is_file():
+    raise ValueError(
+      f'{path.parent}: holds adapters only; give the merged model, which a run writes to '
+      'WORKDIR/model, or merge them (peft: merge_and_unload, then save_pretrained).'
     )
   if not path.is_file():
     raise ValueError(f'{path}: missing; a model in HF layout has it')
@@ -128,11 +134,8 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   raw = raw | {key: x for key, x in family.defaults.items() if raw.get(key) is None}
   _check_supported(raw, family)
   theta, scaling = _parse_rope(raw)
-  width, num_heads = (
-    read_number(raw, 'hidden_size'),
-    read_number(raw, 'num_attention_heads'),
-  )
-  absent = {'K': num_heads, 'H': width // num_heads}
+  heads = read_number(raw, 'num_attention_heads')
+  absent = {'K': heads, 'H': read_number(raw, 'hidden_size') // heads}
   config = decoder.DecoderConfig(
     family=name,
     **{
@@ -141,7 +144,7 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
     },
     rope_theta=theta,
     rope_scaling=scaling,
-    norm_eps=read_number(raw, 'rms_norm_eps', float),
+    norm_eps=read_number(raw, family.norm_eps, float),
     tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
     max_positions=read_number(raw, 'max_position_embeddings'),
   )
@@ -172,17 +175,12 @@ def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
   for key, only in family.fixed.items():
     if raw.get(key, only[0]) not in only:
       raise ValueError(f'{key} is {raw[key]!r}; only {only[0]!r} is supported')
-  kinds = raw.get('layer_types')
-  if kinds is None:
+  kinds, window = raw.get('layer_types'), raw.get('sliding_window', 4096)
+  if kinds is None and raw.get('use_sliding_window', False) and window is not None:
     # Files of transformers 4: the layers from max_window_layers on use the window.
-    windowed = (
-      raw.get('use_sliding_window', False)
-      and raw.get('sliding_window', 4096) is not None
-      and raw.get('max_window_layers', 28) < read_number(raw, 'num_hidden_layers')
-    )
-    kinds = ['sliding_attention'] if windowed else []
-  other = sorted(set(kinds) - {'full_attention'})
-  if other:
+    if raw.get('max_window_layers', 28) < read_number(raw, 'num_hidden_layers'):
+      kinds = ['sliding_attention']
+  if other := sorted(set(kinds or ()) - {'full_attention'}):
     raise ValueError(
       f'layer_types: {other[0]} is in use; only full attention is supported'
     )

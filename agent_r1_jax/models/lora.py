@@ -45,12 +45,8 @@ def add(
   A is normal with variance 1 / inputs; the A of a target is the same whichever other
   targets there are.
 
-  Args:
-    params: Parameters without adapters; their arrays are shared.
-    rank: R, at least 1.
-    targets: Names in families.TARGETS, in any order.
-    alpha: s = alpha / rank.
-    key: The random key of A.
+  The scale s is alpha / rank, and `targets` are names in families.TARGETS, in any order.
+  Other arrays are shared, not copied.
 
   Raises:
     ValueError: The rank is below 1, alpha is not above 0, targets are missing or unknown,
@@ -113,13 +109,6 @@ def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
   """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
 
   x, A and B have gradients; W and s are frozen.
-
-  Args:
-    x: [*M, *inputs].
-    kernel: W, [*inputs, *outputs].
-    a: A, [*inputs, R].
-    b: B, [R, *outputs].
-    scale: s, [].
   """
   return _project(x, jax.lax.stop_gradient(kernel), a, b, jax.lax.stop_gradient(scale))
 

@@ -55,9 +55,7 @@ class Spec(NamedTuple):
 def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Tensor]:
   """Finds the tensors of model.safetensors, or of the shards that the index names.
 
-  Args:
-    directory: In Hugging Face layout.
-    ignore: Tensors whose names end so are left out, whatever their types.
+  Tensors whose names end with one of `ignore` are left out, whatever their types.
 
   Raises:
     ValueError: Names the file that is missing or broken, or that contradicts the index.
@@ -134,13 +132,7 @@ def write(
   files: dict[str, list[Spec]],
   get: Callable[[str], np.ndarray],
 ) -> None:
-  """Writes files of `shards` and their index, and waits until they are on the disk.
-
-  Args:
-    directory: An existing directory.
-    files: The tensors of each file, from `shards`.
-    get: A tensor's name -> its values, C-contiguous, as its Spec says; called once each.
-  """
+  """Writes files of `shards` and their index, and waits until they are on the disk."""
   for file, specs in files.items():
     _write_file(directory / file, specs, get)
   if len(files) > 1:

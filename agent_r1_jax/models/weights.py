@@ -36,20 +36,13 @@ _TOKENIZER_FILES = (
 
 
 class _Leaf(NamedTuple):
-  """A parameter of a model, and the tensors it is made of.
+  """A parameter of a model, and the tensors it is made of."""
 
-  Attributes:
-    path: Path in the parameter tree, joined by '/'.
-    tensor: Name of its tensors; '{}' stands for the layer.
-    shape: Shape of the parameter; stacked dimensions come first.
-    stored: Shape of a tensor. A kernel is stored [outputs, inputs].
-    tensors: Index of each tensor in the parameter, for example (layer,) -> its name.
-  """
-
-  path: str
-  tensor: str
-  shape: tuple[int, ...]
-  stored: tuple[int, ...]
+  path: str  # Path in the parameter tree, joined by '/'.
+  tensor: str  # Name of its tensors; '{}' stands for the layer.
+  shape: tuple[int, ...]  # Shape of the parameter; stacked dimensions come first.
+  stored: tuple[int, ...]  # Shape of a tensor. A kernel is stored [outputs, inputs].
+  # Index of each tensor in the parameter, for example (layer,) -> its name.
   tensors: dict[tuple[int, ...], str]
 
   @property
@@ -115,6 +108,23 @@ def check_finite(directory: pathlib.Path, path: str, array: np.ndarray) -> None:
       f'{directory}: {lost} of {array.size} numbers of {path} are not finite: the '
       'training that wrote them diverged, or the file is damaged. Take an earlier '
       'checkpoint, or copy the model again.'
+    )
+
+
+def check_tensor(
+  directory: pathlib.Path,
+  tensors: Mapping[str, tensor_files.Tensor],
+  name: str,
+  shape: tuple[int, ...],
+) -> None:
+  """Raises ValueError if there is no tensor of this name and shape."""
+  if name not in tensors:
+    tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
+    raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
+  if tensors[name].shape != shape:
+    raise ValueError(
+      f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
+      f'config.json it is {list(shape)}; take both from one model'
     )
 
 
@@ -227,14 +237,7 @@ def _check_tensors(
 ) -> None:
   expected = {name: leaf for leaf in leaves for name in leaf.tensors.values()}
   for name, leaf in expected.items():
-    if name not in tensors:
-      tied = '; or is "tie_word_embeddings": true?' if name == 'lm_head.weight' else ''
-      raise ValueError(f'{directory}: no tensor {name}; fetch the whole model{tied}')
-    if tensors[name].shape != leaf.stored:
-      raise ValueError(
-        f'{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, by '
-        f'config.json it is {list(leaf.stored)}; take both from one model'
-      )
+    check_tensor(directory, tensors, name, leaf.stored)
   for name, tensor in tensors.items():
     if name not in expected:
       raise ValueError(
@@ -246,13 +249,13 @@ def _check_tensors(
 def _leaf_dtype(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: Any
 ) -> np.dtype:
-  names = list(leaf.tensors.values())
-  found = sorted({tensors[name].dtype for name in names})
   if dtype is not None:
     return _checked_dtype(dtype)
+  mine = [tensors[name] for name in leaf.tensors.values()]
+  found = sorted({tensor.dtype for tensor in mine})
   if len(found) > 1:
     raise ValueError(
-      f'{tensors[names[0]].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
+      f'{mine[0].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
       'all layers are one array: give a dtype'
     )
   return tensor_files.DTYPES[found[0]]
@@ -297,11 +300,13 @@ def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _
     for index, name in leaf.tensors.items():
       spec = tensor_files.Spec(name, target, leaf.stored)
       parts.append(_Part(spec, leaf, index))
-  first = [part for part in parts if part.leaf.path == 'embed/embedding']
-  layers = [part for part in parts if part.index]
-  last = [part for part in parts if not part.index and part not in first]
-  ordered = first + sorted(layers, key=lambda part: part.index[0]) + last
-  return {part.spec.name: part for part in ordered}
+
+  def order(part: _Part) -> tuple[int, ...]:
+    if part.index:
+      return 1, part.index[0]
+    return (0,) if part.leaf.path == 'embed/embedding' else (2,)
+
+  return {part.spec.name: part for part in sorted(parts, key=order)}
 
 
 def _to_stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:

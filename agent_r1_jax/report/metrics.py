@@ -1,4 +1,4 @@
-"""A run's numbers in files: metrics.jsonl, which is its record, and TensorBoard's events.
+"""A run's numbers: metrics.jsonl, which is its record, and sinks such as TensorBoard.
 
 with metrics.Writer(workdir, resume_step=start) as writer:
   for step in range(start, steps):
@@ -7,7 +7,7 @@ with metrics.Writer(workdir, resume_step=start) as writer:
 lines = metrics.read(workdir)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import io
 import json
 import math
@@ -16,31 +16,38 @@ import pathlib
 from typing import Any
 
 from agent_r1_jax.host import disk
-from agent_r1_jax.report import tensorboard
+from agent_r1_jax.report import sinks as sinks_lib
 
 
 class Writer:
-  """Writes metrics to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/`.
+  """Writes metrics to `<workdir>/metrics.jsonl` and to sinks.
 
   A line of the file is a JSON object with 'step' and the metrics; it is on disk when
   `write` returns. JSON has no NaN and no infinity: they become the strings 'nan', 'inf'
   and '-inf', which `read` converts back.
   """
 
-  def __init__(self, workdir: str | os.PathLike, *, resume_step: int | None = None):
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    *,
+    resume_step: int | None = None,
+    sinks: Sequence[sinks_lib.Background] = (),
+  ):
     """Opens the files of `workdir` and appends to them.
 
     Args:
       workdir: The run's directory; made if missing.
       resume_step: The next step. Lines of this step and later, which a killed run wrote
         after its last checkpoint, are dropped. None drops only an incomplete last line.
+      sinks: Get each line, too; `close` closes them.
     """
-    self._path = path = _file(workdir)
+    self._path, self._sinks = _file(workdir), sinks
+    path = self._path
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk.explain_write_errors(path, 'The lines before this start'):
       _drop_lines(path, math.inf if resume_step is None else resume_step)
       self._lines = io.FileIO(path, 'a')
-    self._tensorboard = tensorboard.EventWriter(path.parent / 'tensorboard', resume_step)
 
   def __enter__(self):
     return self
@@ -57,8 +64,8 @@ class Writer:
 
     Raises:
       ValueError: A value is no scalar, or is called 'step'.
-      OSError: The line cannot be written; the file is unchanged. A failure to write for
-        TensorBoard is only a warning.
+      OSError: The line cannot be written; the file is unchanged. What fails in a sink is
+        only a warning.
     """
     if 'step' in values:
       raise ValueError("a metric cannot be called 'step': the line has one already")
@@ -67,12 +74,14 @@ class Writer:
     text = json.dumps({'step': int(step)} | line, allow_nan=False) + '\n'
     with disk.explain_write_errors(self._path, f'The line of step {step}'):
       disk.append(self._lines, text.encode())
-    self._tensorboard.add(int(step), numbers)
+    for sink in self._sinks:
+      sink.write(int(step), numbers)
 
   def close(self) -> None:
-    """Closes both files."""
+    """Closes the file and the sinks."""
     self._lines.close()
-    self._tensorboard.close()
+    for sink in self._sinks:
+      sink.close()
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Learning curves of one run or of several seeds, as a PNG."""
+"""Learning curves: of one run, of several seeds, or of several groups of seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import fnmatch
 import os
 import pathlib
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_r1_jax.report import metrics
+from agent_r1_jax.report import metrics, tables
 
 # The default panels: a title, and the names (patterns of fnmatch) drawn under it.
 PANELS = {'Mean reward': ('reward', 'rollout/reward'), 'Exact match': ('em', '*/em')}
@@ -38,24 +38,96 @@ def plot_curves(
   Raises:
     ValueError: The runs have none of the names.
   """
+  seeds = [_rows(run) for run in _as_list(runs)]
+  found = {
+    title: {_short(n): _aligned(seeds, n) for n in _names(seeds, patterns)}
+    for title, patterns in panels.items()
+  }
+  found = {title: curves for title, curves in found.items() if curves}
+  if not found:
+    raise ValueError(f'the runs have none of {[p for ps in panels.values() for p in ps]}')
+  _draw(found, path, title, _caption(len(seeds)), baselines)
+
+
+def plot_groups(
+  groups: Mapping[str, Sequence[Run]],
+  path: str | os.PathLike,
+  names: Sequence[str],
+  *,
+  title: str = '',
+) -> None:
+  """Draws groups of runs against each other: the mean of each and its 95 % interval.
+
+  Args:
+    groups: Label -> the runs of one setting with different seeds.
+    path: The file, of any of matplotlib's kinds.
+    names: A panel for each: the name of a metric, or a pattern, of whose metrics the mean
+      is drawn.
+    title: The title above all panels.
+
+  Raises:
+    ValueError: No run has any of the names.
+  """
+  lines = {label: [_rows(run) for run in runs] for label, runs in groups.items()}
+  found: dict[str, Curves] = {}
+  for name in names:
+    for label, seeds in lines.items():
+      curve = _aligned([_averaged(rows, name) for rows in seeds], name)
+      if curve[0].size:
+        found.setdefault(name, {})[label] = curve
+  if not found:
+    raise ValueError(f'the runs have none of {list(names)}')
+  caption = (
+    'thin: each seed; thick: mean over seeds of running means over a twentieth of the '
+    "run; band: its 95 % interval (Student's t)"
+  )
+  _draw(found, path, title, caption, band=_interval)
+
+
+def final_values(
+  groups: Mapping[str, Sequence[Run]], name: str
+) -> dict[str, list[float]]:
+  """Returns each run's mean of a metric over the last tenth of its values, by group.
+
+  Args:
+    groups: Label -> runs.
+    name: A metric, or a pattern, of whose metrics the mean is taken at each step.
+  """
+  series = {
+    label: [[row[name] for row in _averaged(_rows(run), name)] for run in runs]
+    for label, runs in groups.items()
+  }
+  last = lambda values: float(np.mean(values[-max(1, len(values) // 10) :]))
+  return {label: [last(v) for v in runs if v] for label, runs in series.items()}
+
+
+# Label of a line -> steps [S], values [seeds, S].
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def _draw(panels, path, title, caption, baselines=None, band=None) -> None:
+  """Draws the panels side by side; the baselines are in the last."""
   import matplotlib
   from matplotlib import figure as figures  # not pyplot: no window, no global state
 
-  seeds = [_rows(run) for run in _as_list(runs)]
-  found = {name: _names(seeds, patterns) for name, patterns in panels.items()}
-  found = {name: names for name, names in found.items() if names}
-  if not found:
-    raise ValueError(f'the runs have none of {[p for ps in panels.values() for p in ps]}')
+  band = band or (lambda values: (values.min(0), values.max(0)))
   with matplotlib.rc_context(_STYLE):
-    figure = figures.Figure(figsize=(4.9 * len(found), 3.6), layout='constrained')
-    axes = figure.subplots(1, len(found), squeeze=False)
-    for axis, (name, names) in zip(axes[0], found.items(), strict=True):
-      _panel(axis, name, names, seeds, baselines if name == list(found)[-1] else None)
+    figure = figures.Figure(figsize=(4.9 * len(panels), 3.6), layout='constrained')
+    axes = figure.subplots(1, len(panels), squeeze=False)
+    for axis, (name, curves) in zip(axes[0], panels.items(), strict=True):
+      _panel(axis, name, curves, baselines if name == list(panels)[-1] else None, band)
     if title:
       figure.suptitle(title, x=0.01, ha='left', fontweight='bold')
-    figure.supxlabel(_caption(len(seeds)), fontsize=8, color='#6b7280')
+    figure.supxlabel(caption, fontsize=8, color='#6b7280')
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
+
+
+def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the ends of the 95 % interval of the mean over seeds; of one, the value."""
+  mean, half = tables.mean_interval(values)
+  half = np.nan_to_num(half)
+  return mean - half, mean + half
 
 
 _COLORS = ('#2563eb', '#d97706', '#059669', '#9333ea', '#dc2626', '#475569')
@@ -82,17 +154,16 @@ def _caption(seeds: int) -> str:
   )
 
 
-def _panel(axis, title: str, names: Sequence[str], seeds, baselines) -> None:
-  for color, name in zip(_COLORS * len(names), names, strict=False):
-    steps, values = _aligned(seeds, name)
+def _panel(axis, title: str, curves: Curves, baselines, band: Callable) -> None:
+  for i, (label, (steps, values)) in enumerate(curves.items()):
+    color = _COLORS[i % len(_COLORS)]
     for row in values:
       axis.plot(steps, row, color=color, alpha=0.25, linewidth=0.8)
     smooth = np.stack([_smooth(row) for row in values])
-    axis.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.13, lw=0)
+    axis.fill_between(steps, *band(smooth), color=color, alpha=0.13, lw=0)
     marker = 'o' if len(steps) <= 12 else None
-    axis.plot(
-      steps, smooth.mean(0), color=color, lw=2.2, marker=marker, ms=4, label=_short(name)
-    )
+    mean = smooth.mean(0)
+    axis.plot(steps, mean, color=color, lw=2.2, marker=marker, ms=4, label=label)
   for name, height in (baselines or {}).items():
     axis.axhline(height, color='#6b7280', linestyle=(0, (4, 3)), linewidth=1)
     axis.annotate(
@@ -108,10 +179,14 @@ def _panel(axis, title: str, names: Sequence[str], seeds, baselines) -> None:
   axis.set_title(title, loc='left', fontsize=11, fontweight='bold', color='#111827')
   axis.set_xlabel('step', color='#4b5563')
   axis.margins(x=0.02)
-  low, high = axis.get_ylim()
-  if 0 <= axis.dataLim.y0 and axis.dataLim.y1 <= 1:
-    axis.set_ylim(0, max(high, 0.05))
-  if len(names) > 1:
+  heights = [values.ravel() for _, values in curves.values()]
+  heights = np.concatenate([*heights, list((baselines or {}).values())])
+  heights = heights[np.isfinite(heights)]
+  # By the values alone: the interval of two seeds may be many times as wide.
+  low, high = (heights.min(), heights.max()) if heights.size else (0.0, 1.0)
+  margin = 0.06 * max(high - low, 0.1)
+  axis.set_ylim(0.0 if 0 <= low and high <= 1 else low - margin, high + margin)
+  if len(curves) > 1:
     axis.legend(loc='best', fontsize=8.5)
 
 
@@ -130,11 +205,21 @@ def _names(seeds, patterns: Sequence[str]) -> list[str]:
   return [n for n in every if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
 
+def _averaged(rows, pattern: str) -> list[dict[str, float]]:
+  """Returns the lines that have metrics of a pattern, with their mean by its name."""
+  found = []
+  for row in rows:
+    values = [v for n, v in row.items() if fnmatch.fnmatchcase(n, pattern)]
+    if values:
+      found.append({'step': row['step'], pattern: float(np.mean(values))})
+  return found
+
+
 def _aligned(seeds, name: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns the steps [S] that all seeds with this name have, and values [seeds, S]."""
   series = [{r['step']: float(r[name]) for r in rows if name in r} for rows in seeds]
   series = [values for values in series if values]
-  steps = sorted(set.intersection(*(set(values) for values in series)))
+  steps = sorted(set.intersection(*(set(values) for values in series or [{}])))
   return np.array(steps), np.array([[values[s] for s in steps] for values in series])
 
 

@@ -7,18 +7,55 @@ with progress.Progress(steps, label='GRPO', start=start) as bar:
     bar.update(step + 1, reward=0.4)
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import itertools
+import logging
 import math
+import statistics
 import sys
+import threading
 import time
 from typing import Any
 
-from agent_r1_jax.host import disk
+from agent_r1_jax.host import disk, preemption, runtime
+
+# What is shown of a training step, in this order -> its name in metrics.jsonl.
+VIEW = {
+  'reward': 'rollout/reward',
+  'exact match': 'rollout/em',
+  'length': 'rollout/action_tokens',
+  'turns': 'rollout/turns',
+  'tool calls': 'rollout/tool_calls',
+  'tool errors': 'rollout/tool_errors',
+  'failed episodes': 'rollout/status/error',
+  'KL': 'train/kl',
+  'KL to sampler': 'train/behaviour_kl',
+  'entropy': 'train/entropy',
+  'tokens/s': 'machine/tokens_per_second',
+  'idle': 'machine/idle',
+  'memory': 'machine/memory_gb',
+}
+# Other numbers have three decimals.
+_FORMATS = {
+  'length': '{:.1f}',
+  'failed episodes': '{:.1%}',
+  'tokens/s': '{:,.0f}',
+  'idle': '{:.0%}',
+  'memory': '{:.1f} GB',
+}
+_BARS = '▁▂▃▄▅▆▇█'
+# The columns of one metric in the view: name, last value, course.
+_WIDTHS = 15, 8, 12
+# Drawings a second, and how long the last one may take.
+_REFRESHES, _STOP_SECONDS = 2.0, 2.0
+# A log file is told what a step that takes long is doing, this often.
+_PHASE_SECONDS = 60.0
 
 
 class Progress:
-  """Shows the steps of a loop: a bar on a terminal, a line at intervals in a log file."""
+  """Shows the steps of a loop: a live view on a terminal, lines in a log file."""
 
   def __init__(
     self,
@@ -36,44 +73,37 @@ class Progress:
       total: Number of steps of the whole loop.
       label: What the loop does, for example 'GRPO'.
       start: Number of steps done before, when a run is resumed.
-      every: Seconds between two lines where `file` is no terminal.
+      every: The least seconds between two lines where `file` is no terminal; with 0 each
+        step has its line.
       file: Where to show it; by default standard output.
       clock: Returns monotonic seconds.
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
-    self._step, self._phase, self._numbers, self._line = start, '', '', ''
+    self._step, self._phase, self._line = start, '', ''
+    self._numbers: dict[str, float] = {}
+    self._courses: dict[str, list[float]] = {}
+    # The last updates: (step, time).
+    self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
     self._began = self._shown = clock()
-    self._bar = None
+    self._live, self._console = None, None
+    self._handlers: list[tuple[logging.StreamHandler, Any]] = []
+    self._stopping = threading.Lock()
 
   def __enter__(self):
-    from rich import console, progress
+    from rich import console
 
     self._began = self._shown = self._clock()
     terminal = console.Console(file=self._file)
-    if terminal.is_terminal:
-      self._bar = progress.Progress(
-        progress.TextColumn('[bold]{task.description}'),
-        progress.BarColumn(bar_width=24),
-        progress.TextColumn('{task.completed:.0f}/{task.total:.0f}'),
-        progress.TextColumn('[cyan]{task.fields[numbers]}'),
-        progress.TextColumn('{task.fields[left]}'),
-        progress.SpinnerColumn(),
-        progress.TextColumn('[dim]{task.fields[phase]}'),
-        console=terminal,
-      )
-      self._task = self._bar.add_task(
-        self._label, total=self._total, completed=self._start, **self._fields()
-      )
-      self._bar.start()
+    if terminal.is_terminal and not terminal.is_dumb_terminal:
+      self._console = terminal
+      self._start_live()
     return self
 
   def __exit__(self, *_):
     self._phase = ''
-    if self._bar:
-      self._show()
-      self._bar.stop()
-    else:
+    self._stop_live()
+    if self._console is None:
       self._print()
 
   def set_phase(
@@ -81,18 +111,30 @@ class Progress:
   ) -> None:
     """Shows what the step is doing, for example ('rollout', 45, 128)."""
     self._phase = name if done is None else f'{name} {done}/{total}'
-    self._show()
+    self._print_after(max(self._every, _PHASE_SECONDS))
 
   def update(self, step: int, **numbers: float) -> None:
     """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
-    self._step, self._phase = step, ''
-    self._numbers = '  '.join(f'{name} {value:.3f}' for name, value in numbers.items())
-    self._show()
+    self._step, self._phase, self._numbers = step, '', numbers
+    self._ends.append((step, self._clock()))
+    for name, value in numbers.items():
+      self._courses.setdefault(name, []).append(value)
+    self._print_after(self._every)
+
+  def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Shows that a training step is done, and those of its metrics that are in VIEW."""
+    numbers = {name: metrics[key] for name, key in VIEW.items() if key in metrics}
+    scores = [
+      v for k, v in metrics.items() if k.startswith('eval/') and k.endswith('/em')
+    ]
+    if scores:
+      numbers['eval match'] = statistics.fmean(scores)
+    self.update(step, **numbers)
 
   def print_line(self, line: str) -> None:
-    """Prints a line that stays, above the bar."""
-    if self._bar:
-      self._bar.console.print(line, markup=False, highlight=False)
+    """Prints a line that stays, above the view."""
+    if live := self._live:
+      live.console.print(line, markup=False, highlight=False)
     else:
       self._write(line)
 
@@ -101,16 +143,80 @@ class Progress:
     ended = itertools.count(self._start + 1)
     return lambda _: self.update(next(ended))
 
-  def _show(self) -> None:
-    if self._bar:
-      self._bar.update(self._task, completed=self._step, **self._fields())
-    elif self._clock() - self._shown >= self._every:
+  def _start_live(self) -> None:
+    from rich import live
+
+    self._live = live.Live(
+      get_renderable=self._render,
+      console=self._console,
+      refresh_per_second=_REFRESHES,
+    )
+    before = sys.stdout, sys.stderr
+    self._live.start(refresh=True)
+    # A process that is killed must not leave a terminal without a cursor.
+    self._live.console.show_cursor(True)
+    self._handlers = _redirect_logging(
+      dict(zip(before, (sys.stdout, sys.stderr), strict=True))
+    )
+    preemption.before_answer.append(self._stop_live)
+
+  def _stop_live(self) -> None:
+    """Draws the view for the last time; what is shown afterwards are plain lines.
+
+    On Ctrl-C the thread that reads signals calls this: a terminal that takes no text, as
+    after Ctrl-S, must not keep it.
+    """
+    if not self._stopping.acquire(timeout=_STOP_SECONDS):
+      return
+    if live := self._live:
+      with contextlib.suppress(ValueError):
+        preemption.before_answer.remove(self._stop_live)
+      for handler, stream in self._handlers:
+        handler.stream = stream
+      stop = threading.Thread(target=live.stop, daemon=True)
+      stop.start()
+      stop.join(_STOP_SECONDS)
+      self._live = None
+    self._stopping.release()
+
+  def _render(self):
+    from rich import columns, console, panel, progress_bar, table, text
+
+    head = table.Table.grid(padding=(0, 2, 0, 0), expand=True)
+    head.add_column(ratio=1)
+    for _ in range(2):
+      head.add_column(no_wrap=True)
+    bar = progress_bar.ProgressBar(max(1, self._total), self._step)
+    head.add_row(bar, f'{self._step}/{self._total}', self._times())
+    cells = []
+    for name, course in list(self._courses.items()):
+      cell = table.Table.grid(padding=(0, 1, 0, 0))
+      for width, justify in zip(_WIDTHS, ('left', 'right', 'left'), strict=True):
+        cell.add_column(width=width, justify=justify, no_wrap=True)
+      line = text.Text(_draw_course(course, _WIDTHS[-1]), 'cyan')
+      cell.add_row(text.Text(name, 'dim'), text.Text(_format(name, course[-1])), line)
+      cells.append(cell)
+    view = panel.Panel(
+      console.Group(head, columns.Columns(cells, equal=True)),
+      title=text.Text(self._label, 'bold'),
+      title_align='left',
+      subtitle=text.Text(self._phase) if self._phase else None,
+      subtitle_align='left',
+      border_style='dim',
+    )
+    # The terminal shows ^C at the cursor: there it moves nothing.
+    return console.Group(view, text.Text())
+
+  def _print_after(self, seconds: float) -> None:
+    """Prints a line if the last one is that old, unless there is a view."""
+    if self._live is None and self._clock() - self._shown >= seconds:
       self._shown = self._clock()
       self._print()
 
   def _print(self) -> None:
-    parts = [f'{self._label} {self._step}/{self._total}', *self._fields().values()]
-    line = '  '.join(part for part in parts if part)
+    numbers = '  '.join(f'{name} {_format(name, v)}' for name, v in self._numbers.items())
+    parts = (f'{self._label} {self._step}/{self._total}', numbers, self._times())
+    line = '  '.join(part for part in (*parts, self._phase) if part)
     if line != self._line:
       self._write(line)
     self._line = line
@@ -123,12 +229,48 @@ class Progress:
       if not disk.is_full(error):
         raise
 
-  def _fields(self) -> dict[str, Any]:
-    spent = self._clock() - self._began
-    done = self._step - self._start
-    left = spent / done * (self._total - self._step) if done else math.nan
-    times = f'{_minutes(spent)} spent' + (f', {_minutes(left)} left' if left > 0 else '')
-    return {'numbers': self._numbers, 'left': times, 'phase': self._phase}
+  def _times(self) -> str:
+    left = math.nan
+    if self._ends:
+      # The first step of a start compiles: once there are two, it does not count.
+      begin = self._ends[0] if len(self._ends) > 1 else (self._start, self._began)
+      steps, seconds = (b - a for a, b in zip(begin, self._ends[-1], strict=True))
+      left = seconds / steps * (self._total - self._step) if steps else math.nan
+    text = f'{_minutes(self._clock() - self._began)} spent'
+    return text + (f', {_minutes(left)} left' if left > 0 else '')
+
+
+def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+  """Makes log handlers write to other streams; returns them with what they wrote to.
+
+  They took the standard streams when they were made, and would write across the view.
+  """
+  loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+  found = [h for logger in loggers for h in getattr(logger, 'handlers', ())]
+  found += [getattr(handler, 'python_handler', None) for handler in found]  # absl's
+  changed = {}
+  for handler in found:
+    if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+      changed[handler] = handler.stream
+      handler.stream = streams[handler.stream]
+  return list(changed.items())
+
+
+def _format(name: str, value: float) -> str:
+  if name not in _FORMATS and 0 < abs(value) < 5e-4:
+    return f'{value:.0e}'
+  return _FORMATS.get(name, '{:.3f}').format(value)
+
+
+def _draw_course(values: Sequence[float], width: int) -> str:
+  """Draws the finite values as bars, each the mean of as many values."""
+  values = [value for value in values if math.isfinite(value)]
+  n = min(width, len(values))
+  edges = [round(i * len(values) / n) for i in range(n + 1)] if n else []
+  means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+  low = min(means, default=0.0)
+  scale = (len(_BARS) - 1) / ((max(means, default=0.0) - low) or 1.0)
+  return ''.join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
 def _minutes(seconds: float) -> str:
@@ -148,3 +290,32 @@ class Clock:
     now = time.perf_counter()
     seconds, self._last = now - self._last, now
     return seconds
+
+
+class Meter:
+  """Measures what each training step made of this process's machine."""
+
+  def __init__(self, engine: Any):
+    """Begins a step.
+
+    Args:
+      engine: The run's engine.Engine, whose counts are read.
+    """
+    self._engine, self._clock = engine, Clock()
+    self._before = engine.stats.sampled, engine.stats.idle_seconds
+
+  def measure(self) -> dict[str, float]:
+    """Returns numbers to log of the time since the last call, evaluations included.
+
+    They are the sampled tokens a second; the share of the time in which the engine had
+    nothing to compute because all agents waited for their tools; and the memory in use,
+    in GB (10^9 bytes): the process's on a CPU, otherwise that of the fullest chip.
+    """
+    seconds, stats = self._clock.lap(), self._engine.stats
+    sampled, idle = stats.sampled - self._before[0], stats.idle_seconds - self._before[1]
+    self._before = stats.sampled, stats.idle_seconds
+    return {
+      'machine/tokens_per_second': sampled / seconds,
+      'machine/idle': idle / (seconds * len(self._engine.replicas)),
+      'machine/memory_gb': runtime.used_memory() / 1e9,
+    }

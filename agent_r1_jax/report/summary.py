@@ -20,6 +20,7 @@ _PLACES = {
   'metrics': 'metrics.jsonl',
   'trajectories': 'trajectories',
   'trained model': 'model',
+  'adapters': 'adapter',
   'critic': 'critic',
 }
 

@@ -1,7 +1,9 @@
-"""Tables in Markdown, and the intervals of the proportions in them."""
+"""Tables in Markdown and LaTeX, and the intervals of the numbers in them."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -27,6 +29,28 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
   return float(low), float(high)
 
 
+def mean_interval(values: Any) -> tuple[Any, Any]:
+  """Computes x̄ and t · s / √n, the half width of its 95 % interval (Student's t).
+
+  Args:
+    values: Numbers [n, ...], such as one of each seed; with n = 1 the width is NaN.
+  """
+  from scipy import stats  # It takes a second.
+
+  values = np.asarray(values, float)
+  n = len(values)
+  if n < 2:
+    return values.mean(0), values.mean(0) * np.nan
+  return values.mean(0), stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
+
+
+class Interval(NamedTuple):
+  """A cell of a table: a mean, and the half width of its interval or NaN."""
+
+  mean: float
+  half: float
+
+
 class Count(NamedTuple):
   """A cell of a table: `successes` of `n` trials."""
 
@@ -34,8 +58,11 @@ class Count(NamedTuple):
   n: int
 
 
+Cell = Count | Interval | float | str
+
+
 def format_table(
-  rows: Mapping[str, Mapping[str, Count | float | str]],
+  rows: Mapping[str, Mapping[str, Cell]],
   columns: Iterable[str],
   corner: str = 'method',
 ) -> str:
@@ -43,8 +70,8 @@ def format_table(
 
   Args:
     rows: Row -> column -> cell. A `Count` becomes a proportion, its 95 % interval and
-      the counts, '.713 [.659, .761] 214/300'; a number gets three decimals; a missing
-      cell is '-'.
+      the counts, '.713 [.659, .761] 214/300'; an `Interval` becomes '.713 ± .021'; a
+      number gets three decimals; a missing cell is '-'.
     columns: The columns, in order.
     corner: The title of the first column, which names the rows.
 
@@ -66,9 +93,38 @@ def format_table(
   return '\n'.join(text)
 
 
-def _cell(cell: Count | float | str) -> str:
+def format_latex(
+  rows: Mapping[str, Mapping[str, Cell]], columns: Iterable[str], corner: str = 'method'
+) -> str:
+  """Formats the same table for LaTeX with the package booktabs."""
+  columns = list(columns)
+  lines = [[name, *(_cell(r.get(c, '-')) for c in columns)] for name, r in rows.items()]
+  join = lambda cells: ' & '.join(map(_escape, cells)) + r' \\'
+  return '\n'.join(
+    [
+      rf'\begin{{tabular}}{{l{"r" * len(columns)}}}',
+      r'\toprule',
+      join([corner, *columns]),
+      r'\midrule',
+      *map(join, lines),
+      r'\bottomrule',
+      r'\end{tabular}',
+    ]
+  )
+
+
+def _escape(text: str) -> str:
+  for mark in '_%&#$':
+    text = text.replace(mark, f'\\{mark}')
+  return text.replace('±', r'$\pm$')
+
+
+def _cell(cell: Cell) -> str:
   if isinstance(cell, str):
     return cell
+  if isinstance(cell, Interval):
+    half = '' if np.isnan(cell.half) else f' ± {_decimal(cell.half)}'
+    return f'{_decimal(cell.mean)}{half}'
   if not isinstance(cell, Count):
     return _decimal(cell)
   low, high = wilson_interval(*cell)

@@ -1,14 +1,11 @@
-"""TensorBoard's events: a convenience beside metrics.jsonl, whose failure ends no run."""
+"""TensorBoard's events, as a sink of metrics (see sinks.py)."""
 
-import contextlib
+from collections.abc import Mapping
 import os
 import pathlib
 import socket
 import time
 from typing import Any
-import warnings
-
-from agent_r1_jax.host import disk
 
 _FLUSH_SECONDS = 10.0
 
@@ -20,6 +17,8 @@ class EventWriter:
   thread, and the queue then blocks for ever.
   """
 
+  run = ''
+
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
     """Opens a new file for this start of the run.
 
@@ -30,59 +29,33 @@ class EventWriter:
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
-    self._folder, self._scalar = folder, summary.scalar
+    self._scalar = summary.scalar
     self._messages: Any = event_pb2  # Its classes are created at import.
-    self._file: Any = None
     self._flushed = time.monotonic()
-    try:
-      folder.mkdir(parents=True, exist_ok=True)
-      # With the process's id: two starts in one second would have the same name.
-      name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
-      self._file = record_writer.RecordWriter(str(folder / name))
-      self._write(0, file_version='brain.Event:2')
-      if resume_step is not None:
-        log = self._messages.SessionLog
-        self._write(resume_step, session_log=log(status=log.START))
-    except OSError as error:
-      self._give_up(error)
+    folder.mkdir(parents=True, exist_ok=True)
+    # With the process's id: two starts in one second would have the same name.
+    name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
+    self._file = record_writer.RecordWriter(str(folder / name))
+    self._write(0, file_version='brain.Event:2')
+    if resume_step is not None:
+      log = self._messages.SessionLog
+      self._write(resume_step, session_log=log(status=log.START))
 
-  def add(self, step: int, numbers: dict[str, float]) -> None:
-    """Writes a step's metrics, on disk within seconds; warns once on failure."""
-    if self._file is None:
-      return
-    try:
-      for name, value in numbers.items():
-        self._write(step, summary=self._scalar(name, value))
-      if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-        self._file.flush()
-        self._flushed = time.monotonic()
-    except OSError as error:
-      self._give_up(error)
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Writes a step's metrics, on disk within seconds of the next ones."""
+    for name, value in metrics.items():
+      self._write(step, summary=self._scalar(name, value))
+    if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+      self._file.flush()
+      self._flushed = time.monotonic()
 
   def close(self) -> None:
     """Writes the rest and closes the file."""
-    if self._file is None:
-      return
     try:
       self._file.flush()
+    finally:
       self._file.close()
-      self._file = None
-    except OSError as error:
-      self._give_up(error)
 
   def _write(self, step: int, **content: Any) -> None:
     event = self._messages.Event(wall_time=time.time(), step=step, **content)
     self._file.write(event.SerializeToString())
-
-  def _give_up(self, error: OSError) -> None:
-    why = disk.describe_failure(self._folder, error)
-    if self._file is not None:
-      # Closing flushes, which may fail again.
-      with contextlib.suppress(OSError):
-        self._file.close()
-    self._file = None
-    warnings.warn(
-      f'no more is written for TensorBoard to {self._folder}: {why}. metrics.jsonl has '
-      'all numbers; the next start of the run writes for TensorBoard again',
-      stacklevel=4,
-    )

@@ -8,16 +8,17 @@ or, as plain text and without anything to install:
   python -m agent_r1_jax.report.viewer runs/quickstart/trajectories/step-00040-*.eval
 
 In Inspect's words, a sample is the task of a group, its epochs are the members of the
-group (the first is 1), and a score is the reward. The metadata of a training rollout's
-sample has `actions`, the columns of its action tokens (TokenTable.list_actions):
-log-probs, policy steps, rewards, values, advantages. The format is a ZIP of JSON files
-that inspect_ai 0.3.285 reads (tests/test_viewer.py); only the standard library writes
-it.
+group (the first is 1), and a score is the reward. The metadata of the first
+config.log_episodes samples of a log has `columns`, those of their tokens
+(TokenTable.list_tokens): ids, action mask, log-probs, policy steps and, in a training
+rollout, rewards, values and advantages. The format is a ZIP of JSON files that
+inspect_ai 0.3.285 reads (tests/test_viewer.py); only the standard library writes it.
 """
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -186,9 +187,11 @@ def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
 
 def _to_json(content: Any) -> bytes:
   # A model's bytes can decode to lone surrogates, which UTF-8 cannot encode.
-  text = json.dumps(
-    _replace_nonfinite(content), ensure_ascii=False, default=str, allow_nan=False
-  )
+  dump = functools.partial(json.dumps, ensure_ascii=False, default=str, allow_nan=False)
+  try:
+    text = dump(content)
+  except (TypeError, ValueError):  # It takes time to look at each number, and is rare.
+    text = dump(_replace_nonfinite(content))
   return text.encode('utf-8', errors='replace')
 
 
@@ -206,11 +209,15 @@ def _replace_nonfinite(value: Any) -> Any:
 def _ids(trajectories: Sequence[types.Trajectory]) -> list[str]:
   """Returns each task's id, with the group where several groups share the task."""
   groups: dict[str, set[int]] = {}
-  for t in trajectories:
-    groups.setdefault(t.task.id, set()).add(t.group)
+  # The names of a ZIP's members are UTF-8, and end at a NUL.
+  names = [
+    t.task.id.encode('utf-8', 'replace').decode().replace('\0', '?') for t in trajectories
+  ]
+  for name, t in zip(names, trajectories, strict=True):
+    groups.setdefault(name, set()).add(t.group)
   return [
-    t.task.id if len(groups[t.task.id]) == 1 else f'{t.task.id}#{t.group}'
-    for t in trajectories
+    name if len(groups[name]) == 1 else f'{name}#{t.group}'
+    for name, t in zip(names, trajectories, strict=True)
   ]
 
 

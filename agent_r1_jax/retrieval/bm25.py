@@ -69,6 +69,7 @@ class BM25:
       show_progress=False,
       backend_selection=self._backend,
     )
+    # Answers are only those of queries with a known word; the others have none.
     answers, found = zip(rows, scores, strict=True), []
     for known_words in terms:
       pairs = zip(*next(answers), strict=True) if known_words else ()

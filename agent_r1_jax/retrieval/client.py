@@ -1,15 +1,16 @@
 """A retriever on another machine: any server that speaks Search-R1's protocol."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import json
 import math
 import random
-import threading
 import time
 from typing import Any
 
+from agent_r1_jax.agent import bounded_http, breaker
 from agent_r1_jax.retrieval.documents import Document, Hit
 
+_MAX_BACKOFF = 2.0  # Seconds between two attempts, unless the server asks for more.
 _MAX_ANSWER = 1 << 26  # Bytes; a server that sends more is broken.
 
 
@@ -17,17 +18,16 @@ class RemoteError(ConnectionError):
   """A server gave no passages; the text names it, and says why."""
 
 
-class _FailedError(Exception):
-  """The server failed.
+class _TransientError(Exception):
+  """The server failed in a way that may pass.
 
   Attributes:
-    passes: Whether another attempt may succeed.
     after: Seconds before the next attempt, if the server says so.
   """
 
-  def __init__(self, text: str, *, passes: bool = True, after: float = 0.0):
+  def __init__(self, text: str, after: float = 0.0):
     super().__init__(text)
-    self.passes, self.after = passes, after
+    self.after = after
 
 
 class Remote:
@@ -46,7 +46,6 @@ class Remote:
     timeout: float = 5.0,
     deadline: float = 20.0,
     backoff: float = 0.1,
-    max_backoff: float = 2.0,
     failures: int = 8,
     pause: float = 10.0,
   ):
@@ -58,18 +57,14 @@ class Remote:
       deadline: Seconds for a search with all its attempts; below search_tool's timeout,
         so that the agent reads why there are no passages.
       backoff: Seconds before the second attempt, about twice as many before the third.
-      max_backoff: The most seconds between two attempts.
       failures: Failed attempts in a row after which the server is left alone.
       pause: Seconds that it is left alone.
     """
     import httpx2
 
-    if not url.startswith(('http://', 'https://')):
-      raise ValueError(f'url is {url!r}; give one such as http://10.0.0.7:8000')
-    self._url = url.rstrip('/') + '/retrieve'
-    self._timeout, self._deadline = timeout, deadline
-    self._backoff, self._max_backoff = backoff, max_backoff
-    self._breaker = _Breaker(failures, pause)
+    self._url = bounded_http.check_url(url) + '/retrieve'
+    self._timeout, self._deadline, self._backoff = timeout, deadline, backoff
+    self._breaker, self._last_error = breaker.Breaker(failures, pause), ''
     self._client = httpx2.Client()
 
   def __enter__(self):
@@ -90,99 +85,54 @@ class Remote:
     while True:
       if left := self._breaker.hold_back():
         raise RemoteError(
-          f'{self._url}: left alone for {left:.1f} more seconds after '
-          f'{self._breaker.last_error}'
+          f'{self._url}: left alone for {left:.1f} more seconds after {self._last_error}'
         )
       try:
-        found = self._attempt(queries, k, min(end, time.monotonic() + self._timeout))
-      except _FailedError as error:
-        self._breaker.fail(str(error))
+        return self._attempt(queries, k, min(end - time.monotonic(), self._timeout))
+      except _TransientError as error:
         # Random, so that the clients of a server that was down do not come back at once.
         pause = max(error.after, wait * random.uniform(0.5, 1.0))
-        wait = min(2 * wait, self._max_backoff)
-        if not error.passes:
-          raise RemoteError(f'{self._url}: {error}') from error
+        wait = min(2 * wait, _MAX_BACKOFF)
         if time.monotonic() + pause >= end:
           raise RemoteError(
             f'{self._url}: no passages within {self._deadline:g} seconds: {error}'
           ) from error
         time.sleep(pause)
-      else:
-        self._breaker.succeed()
-        return found
 
-  def _attempt(self, queries, k, end) -> list[list[Hit]]:
-    status, headers, body = self._post(
-      {'queries': list(queries), 'topk': k, 'return_scores': True}, end
-    )
+  def _attempt(self, queries, k, seconds) -> list[list[Hit]]:
+    """Asks once; the breaker counts how that ends."""
+    try:
+      found, failed = self._ask(queries, k, max(seconds, 0.001)), None
+    except (_TransientError, bounded_http.TooLongError, ValueError) as error:
+      found, failed = [], error
+    self._breaker.record(failed is not None)
+    if failed is None:
+      return found
+    self._last_error = str(failed)
+    if isinstance(failed, _TransientError):
+      raise failed
+    raise RemoteError(f'{self._url}: {failed}') from failed
+
+  def _ask(self, queries, k, seconds) -> list[list[Hit]]:
+    import httpx2
+
+    fields = {'queries': list(queries), 'topk': k, 'return_scores': True}
+    try:
+      status, headers, body = bounded_http.post(
+        self._client, self._url, fields, seconds=seconds, most=_MAX_ANSWER
+      )
+    except (TimeoutError, httpx2.TransportError) as error:
+      raise _TransientError(f'{type(error).__name__}: {error}') from error
+    text = f'status {status}: {body[:200].decode(errors="replace")}'
+    if status in (408, 429) or status >= 500:
+      raise _TransientError(text, _seconds(headers.get('Retry-After', '')))
     if status != 200:
-      text = f'status {status}: {body[:200].decode(errors="replace")}'
-      if status in (408, 429) or status >= 500:
-        raise _FailedError(text, after=_seconds(headers.get('Retry-After', '')))
-      self._breaker.succeed()  # It is there, and refuses this search.
+      self._breaker.record(False)  # It is there, and refuses this search.
       raise RemoteError(f'{self._url}: {text}')
     try:
       return _parse(json.loads(body), len(queries), k)
     except (ValueError, RecursionError) as error:
-      text = f'an answer that makes no sense: {error}'
-      raise _FailedError(text, passes=False) from error
-
-  def _post(self, fields, end) -> tuple[int, Mapping[str, str], bytes]:
-    import httpx2
-
-    seconds, body = max(end - time.monotonic(), 0.001), bytearray()
-    request: dict[str, Any] = {
-      # Not `json=`, which raises on lone surrogates.
-      'content': json.dumps(fields),
-      'headers': {'Content-Type': 'application/json'},
-      'timeout': seconds,
-    }
-    try:
-      with self._client.stream('POST', self._url, **request) as response:
-        for chunk in response.iter_bytes():
-          body += chunk
-          if len(body) > _MAX_ANSWER:
-            raise _FailedError(f'sent more than {_MAX_ANSWER} bytes', passes=False)
-          if time.monotonic() > end:  # httpx2 limits each wait, and not their sum.
-            raise httpx2.ReadTimeout('the answer came too slowly')
-        return response.status_code, response.headers, bytes(body)
-    except httpx2.TimeoutException as error:
-      text = f'no answer within {seconds:.1f} seconds ({type(error).__name__})'
-      raise _FailedError(text) from error
-    except httpx2.HTTPError as error:
-      passes = isinstance(error, httpx2.TransportError)
-      raise _FailedError(f'{type(error).__name__}: {error}', passes=passes) from error
-
-
-class _Breaker:
-  """Counts failures in a row, and says how long to leave the server alone."""
-
-  def __init__(self, failures: int, pause: float):
-    self._failures, self._pause = failures, pause
-    self._lock = threading.Lock()
-    self._count, self._until = 0, 0.0
-    self.last_error = ''
-
-  def hold_back(self) -> float:
-    """Returns the seconds to wait; 0 lets the caller try, and holds others back then."""
-    with self._lock:
-      now = time.monotonic()
-      if self._count < self._failures:
-        return 0.0
-      if now < self._until:
-        return self._until - now
-      self._until = now + self._pause
-      return 0.0
-
-  def fail(self, error: str) -> None:
-    with self._lock:
-      self._count, self.last_error = self._count + 1, error
-      if self._count >= self._failures:
-        self._until = time.monotonic() + self._pause
-
-  def succeed(self) -> None:
-    with self._lock:
-      self._count = 0
+      raise ValueError(f'an answer that makes no sense: {error}') from error
 
 
 def _seconds(text: str) -> float:

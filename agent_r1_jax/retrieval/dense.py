@@ -1,6 +1,6 @@
 """Dense retrieval: inner products in FAISS over what a passed-in function encodes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import os
 import pathlib
 
@@ -16,6 +16,7 @@ _INDEX, _DOCUMENTS, _PROBE = 'index.faiss', 'documents.jsonl.gz', 'probe.npy'
 # Relative difference of one text's vectors. bfloat16 for float32 makes about 0.01,
 # another prefix or pooling more than 0.1.
 _ROUNDING = 0.05
+_BATCH = 1024  # Texts in a call of the encoder.
 _ADDED = 65_536  # Vectors added to an index at a time.
 
 
@@ -30,7 +31,6 @@ class Dense:
     encode_query: Encode | None = None,
     factory: str = 'Flat',
     parameters: str = '',
-    batch_size: int = 1024,
     train_size: int = 100_000,
   ):
     """Encodes `Document.contents` of all passages and indexes them.
@@ -43,17 +43,13 @@ class Dense:
         'IVF4096,PQ64' for millions.
       parameters: Parameters of the search, in FAISS's form: 'nprobe=64', 'efSearch=128'.
         The defaults of approximate indexes are the fastest and least accurate.
-      batch_size: Number of texts in a call of `encode`.
       train_size: How many passages, sampled with a fixed seed, train an index that learns
         (IVF, SQ, PQ).
     """
     if not passages:
       raise ValueError('passages is empty; Dense needs at least one')
     texts = [passage.contents for passage in passages]
-    vectors = [
-      encode_batch(encode, texts[start : start + batch_size])
-      for start in range(0, len(texts), batch_size)
-    ]
+    vectors = list(encode_batches(encode, texts))
     self.documents, self._encode_query = passages, encode_query or encode
     self._index = _make_index(vectors, factory, parameters, train_size)
 
@@ -162,6 +158,12 @@ def is_same_encoder(found: np.ndarray, expected: np.ndarray) -> bool:
   return bool(difference <= _ROUNDING * np.linalg.norm(expected))
 
 
+def encode_batches(encode: Encode, texts: Sequence[str]) -> Iterator[np.ndarray]:
+  """Encodes many texts, _BATCH in a call of `encode`."""
+  for start in range(0, len(texts), _BATCH):
+    yield encode_batch(encode, texts[start : start + _BATCH])
+
+
 def encode_batch(encode: Encode, texts: Sequence[str]) -> np.ndarray:
   """Encodes texts, and raises ValueError unless that gives finite numbers, [n, d]."""
   vectors = np.ascontiguousarray(encode(texts), np.float32)
@@ -185,6 +187,9 @@ def _make_index(vectors: Sequence[np.ndarray], factory, parameters, train_size):
       f'FAISS knows no factory {factory!r} with parameters {parameters!r}: {error}'
     ) from error
   if not index.is_trained:
+    # Places in the corpus become rows of the arrays: with arrays of 3 and 4 vectors, the
+    # ends are [3, 7], and places 1, 2 and 5 are rows 1 and 2 of the first array and row 2
+    # of the second one.
     ends = np.cumsum([len(part) for part in vectors])
     chosen = np.sort(np.random.default_rng(0).permutation(ends[-1])[:train_size])
     parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))

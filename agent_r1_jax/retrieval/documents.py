@@ -157,7 +157,10 @@ def _numbered(path):
         if number == 1 and line.lstrip().startswith(b'['):
           yield from enumerate(json.loads(line + file.read()), 1)
         elif number == 1 and line.strip() == b'{':
-          yield from enumerate(_data_of(json.loads(line + file.read())), 1)
+          value = json.loads(line + file.read())
+          if not isinstance(value.get('Data'), list):
+            raise ValueError(f'one object of {sorted(value)}; a list "Data" was expected')
+          yield from enumerate(value['Data'], 1)
         elif line.strip():
           yield number, json.loads(line)
   except FileNotFoundError:
@@ -172,13 +175,6 @@ def _numbered(path):
     raise ValueError(
       f'{path}: row {number}: cannot be read: {error}; mend or drop it'
     ) from error
-
-
-def _data_of(value):
-  """Returns the rows of a file that is one JSON object."""
-  if not isinstance(value.get('Data'), list):
-    raise ValueError(f'one object of {sorted(value)}; a list "Data" was expected')
-  return value['Data']
 
 
 def _open(path):

@@ -5,28 +5,28 @@ from collections.abc import Sequence
 
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
+# The larger, the less the first ranks count.
+_CONSTANT = 60.0
+
 
 class Fusion:
-  """Reciprocal rank fusion: a passage scores Σ 1 / (constant + its rank) over retrievers.
+  """Reciprocal rank fusion: a passage scores Σ 1 / (60 + its rank) over retrievers.
 
   Cormack, Clarke and Büttcher 2009. Ranks count from 1, a retriever that did not find the
   passage adds nothing, and the retrievers' own scores are not compared. Passages with the
   same id are the same passage; ties are in the order of the retrievers.
   """
 
-  def __init__(
-    self, retrievers: Sequence[Retriever], *, constant: float = 60.0, depth: int = 100
-  ):
+  def __init__(self, retrievers: Sequence[Retriever], *, depth: int = 100):
     """Keeps the retrievers.
 
     Args:
       retrievers: For example BM25 and Dense over the same corpus.
-      constant: The larger, the less the first ranks count.
       depth: Passages that each retriever is asked for, if more than `search`'s k.
     """
     if not retrievers:
       raise ValueError('retrievers is empty; Fusion needs at least one')
-    self._retrievers, self._constant, self._depth = retrievers, constant, depth
+    self._retrievers, self._depth = retrievers, depth
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the k passages of the largest fused score for each query, best first."""
@@ -38,7 +38,8 @@ class Fusion:
     found = {}
     for hits in lists:
       for rank, hit in enumerate(hits, 1):
-        scores[hit.document.id] += 1 / (self._constant + rank)
+        scores[hit.document.id] += 1 / (_CONSTANT + rank)
+        # The first retriever's text of a passage is the one that is shown.
         found.setdefault(hit.document.id, hit.document)
     best = sorted(scores, key=lambda name: -scores[name])
     return [Hit(found[name], scores[name]) for name in best]

@@ -18,27 +18,18 @@ import collections
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import functools
 import gc
-import json
-import socket
 import time
 from typing import Any, NamedTuple
 
 from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.host import http
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
 _CALL = 'retriever'  # What the pool of threads calls a search.
 _MAX_BODY = 1 << 20  # Bytes of a request.
-_MAX_CONNECTIONS = 4096
 _SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
-
-
-class _RefusedError(Exception):
-  """What is answered in place of passages."""
-
-  def __init__(self, status: int, text: str):
-    super().__init__(text)
-    self.status = status
 
 
 class _Query(NamedTuple):
@@ -90,12 +81,12 @@ class _Searches:
     self._arrived = asyncio.Event()
 
   async def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
-    """Finds the passages of each query; raises _RefusedError where there is no answer."""
+    """Finds the passages of each query; raises RefusedError where there is no answer."""
     found = {text: hits for text in texts if (hits := self._cached(text, k)) is not None}
     self._metrics.cached.inc(sum(text in found for text in texts))
     new = [text for text in dict.fromkeys(texts) if text not in found]
     if self._count + len(new) > self._max_waiting:
-      raise _RefusedError(503, f'{self._count} queries wait already; ask again later')
+      raise http.RefusedError(503, f'{self._count} queries wait already; ask again later')
     loop = asyncio.get_running_loop()
     queries = [_Query(text, k, loop.create_future()) for text in new]
     self._add(len(queries))
@@ -106,7 +97,7 @@ class _Searches:
       async with asyncio.timeout(self._timeout):
         found |= zip(new, await asyncio.gather(*answers), strict=True)
     except TimeoutError:
-      raise _RefusedError(
+      raise http.RefusedError(
         504, f'no answer within {self._timeout:g} seconds; {self._count} queries wait'
       ) from None
     finally:
@@ -143,10 +134,13 @@ class _Searches:
       if len(found) != len(texts):
         raise ValueError(f'search gave {len(found)} lists of hits, not {len(texts)}')
     except (workers.CallTimeoutError, threads.PoolFullError) as hung:
-      error = _RefusedError(504, str(hung))
+      error = http.RefusedError(504, str(hung))
     except Exception as failure:
-      error = _RefusedError(500, f'the search failed: {workers.describe_error(failure)}')
+      error = http.RefusedError(
+        500, f'the search failed: {workers.describe_error(failure)}'
+      )
     for i, query in enumerate(batch):
+      # Kept even if nobody waits any longer: whoever asks again has it at once.
       if not error:
         self._keep(query, found[i])
       if query.answer.done():
@@ -194,69 +188,66 @@ def make_app(
     cache: Answers to keep, the latest used; 0 keeps none.
     max_k: The most passages a query may ask for.
   """
-  from starlette import applications, responses, routing
+  from starlette import applications, routing
 
   metrics = _Metrics()
-  searches: _Searches
+  searches = _Searches(
+    retriever,
+    metrics,
+    max_batch=max_batch,
+    window=window,
+    max_waiting=max_waiting,
+    timeout=timeout,
+    cache=cache,
+  )
+  parse = functools.partial(_parse, max_queries=max_waiting, max_k=max_k)
+  retrieve = functools.partial(parse, k_field='topk', default_k=3), _render_result
+  search = functools.partial(parse, k_field='top_k', default_k=5), _render_results
 
   @contextlib.asynccontextmanager
   async def lifespan(app):
-    nonlocal searches
-    searches = _Searches(
-      retriever,
-      metrics,
-      max_batch=max_batch,
-      window=window,
-      max_waiting=max_waiting,
-      timeout=timeout,
-      cache=cache,
-    )
     running = asyncio.create_task(searches.run())
     yield
     running.cancel()
 
-  def endpoint(render, k_field, default_k):
-    async def answer(request):
-      began, headers = time.perf_counter(), {}
-      try:
-        body = await _read(request)
-        queries, k = _parse(body, k_field, default_k, max_waiting, max_k)
-        status, content = 200, render(await searches.search(queries, k), body)
-      except _RefusedError as error:
-        status, content = error.status, {'error': str(error)}
-        headers = {'Retry-After': '1'} if status == 503 else {}
-      metrics.answers.labels(status).inc()
-      metrics.seconds.observe(time.perf_counter() - began)
-      # Not JSONResponse, which raises on lone surrogates in a passage.
-      return responses.Response(
-        json.dumps(content), status, headers, media_type='application/json'
-      )
-
-    return answer
-
   async def health(request):
     if hung := workers.POOL.abandoned.get(_CALL):
       text = f'{hung} searches hang for more than {timeout:g} seconds'
-      return responses.JSONResponse({'status': 'error', 'error': text}, 503)
-    return responses.JSONResponse({'status': 'ok'})
-
-  async def show_metrics(request):
-    import prometheus_client as prometheus
-
-    text = prometheus.generate_latest(metrics.registry)
-    return responses.Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
+      return http.answer_json({'status': 'error', 'error': text}, 503)
+    return http.answer_json({'status': 'ok'})
 
   return applications.Starlette(
     routes=[
-      routing.Route('/retrieve', endpoint(_render_result, 'topk', 3), methods=['POST']),
       routing.Route(
-        '/search', endpoint(_render_results, 'top_k', 5), methods=['GET', 'POST']
+        '/retrieve', _make_endpoint(searches, metrics, *retrieve), methods=['POST']
+      ),
+      routing.Route(
+        '/search', _make_endpoint(searches, metrics, *search), methods=['GET', 'POST']
       ),
       routing.Route('/health', health),
-      routing.Route('/metrics', show_metrics),
+      routing.Route('/metrics', http.show_metrics(metrics.registry)),
     ],
     lifespan=lifespan,
   )
+
+
+def _make_endpoint(searches: _Searches, metrics: _Metrics, parse, render) -> Any:
+  """Makes what answers the requests of one protocol, and counts and times them."""
+
+  async def answer(request):
+    began, headers = time.perf_counter(), {}
+    try:
+      body = await _read(request)
+      queries, k = parse(body)
+      status, content = 200, render(await searches.search(queries, k), body)
+    except http.RefusedError as error:
+      status, content = error.status, {'error': str(error)}
+      headers = error.headers
+    metrics.answers.labels(status).inc()
+    metrics.seconds.observe(time.perf_counter() - began)
+    return http.answer_json(content, status, headers)
+
+  return answer
 
 
 async def _read(request) -> dict[str, Any]:
@@ -268,37 +259,30 @@ async def _read(request) -> dict[str, Any]:
     if fields.get('top_k', '').isdecimal():
       fields['top_k'] = int(fields['top_k'])
     return fields
-  body = bytearray()
-  async for chunk in request.stream():
-    body += chunk
-    if len(body) > _MAX_BODY:
-      raise _RefusedError(413, f'the request has more than {_MAX_BODY} bytes')
-  try:
-    fields = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    raise _RefusedError(400, f'the body is no JSON: {error}') from None
-  if not isinstance(fields, dict):
-    raise _RefusedError(400, 'the body is no JSON object; give {"queries": [...]}')
-  return fields
+  return await http.read_json(request, _MAX_BODY)
 
 
-def _parse(body, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
+def _parse(body, *, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
   name = 'query' if 'queries' not in body and 'query' in body else 'queries'
   queries = body.get(name)
   queries = [queries] if isinstance(queries, str) else queries
   if not isinstance(queries, list) or not queries:
-    raise _RefusedError(400, f'{name} is {queries!r:.80}; give a list of texts')
+    raise http.RefusedError(400, f'{name} is {queries!r:.80}; give a list of texts')
   if len(queries) > max_queries:
-    raise _RefusedError(
+    raise http.RefusedError(
       400, f'{name} has {len(queries)} texts; {max_queries} are allowed'
     )
   for i, query in enumerate(queries):
     if not isinstance(query, str) or not query.strip():
-      raise _RefusedError(400, f'{name}[{i}] is {query!r:.80}; give a text, not blank')
+      raise http.RefusedError(
+        400, f'{name}[{i}] is {query!r:.80}; give a text, not blank'
+      )
   k = body.get(k_field)
   k = default_k if k is None else k  # Search-R1's clients send null.
   if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= max_k:
-    raise _RefusedError(400, f'{k_field} is {k!r:.80}; give an integer from 1 to {max_k}')
+    raise http.RefusedError(
+      400, f'{k_field} is {k!r:.80}; give an integer from 1 to {max_k}'
+    )
   return queries, k
 
 
@@ -337,20 +321,10 @@ def serve(app: Any, host: str = '127.0.0.1', port: int = 8000) -> None:
     host: The address to listen at; 0.0.0.0 is reached from other machines.
     port: 0 takes a free one.
   """
-  import uvicorn
-
   # The passages stay. Looking for garbage among a million of them holds all answers up
   # for a third of a second.
   gc.collect()
   gc.freeze()
-  with socket.create_server((host, port), backlog=_MAX_CONNECTIONS) as listener:
+  with http.listen(host, port) as listener:
     print(f'http://{host}:{listener.getsockname()[1]}', flush=True)
-    config = uvicorn.Config(
-      app,
-      log_level='warning',
-      access_log=False,
-      ws='none',
-      limit_concurrency=_MAX_CONNECTIONS,
-      timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-    )
-    uvicorn.Server(config).run([listener])
+    http.make_server(app, _SHUTDOWN_SECONDS).run([listener])

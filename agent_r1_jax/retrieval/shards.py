@@ -14,8 +14,6 @@ import numpy as np
 from agent_r1_jax.retrieval import dense
 from agent_r1_jax.retrieval.documents import Document
 
-_BATCH = 1024  # Texts in a call of the encoder.
-
 
 def encode_corpus(
   passages: Sequence[Document],
@@ -93,10 +91,7 @@ def _lock(path: pathlib.Path) -> tuple[pathlib.Path, IO] | None:
 
 def _encode(passages: Sequence[Document], encode: dense.Encode) -> np.ndarray:
   texts = [passage.contents for passage in passages]
-  batches = range(0, len(texts), _BATCH)
-  return np.concatenate(
-    [dense.encode_batch(encode, texts[i : i + _BATCH]) for i in batches]
-  )
+  return np.concatenate(list(dense.encode_batches(encode, texts)))
 
 
 def _write(path: pathlib.Path, vectors: np.ndarray) -> None:

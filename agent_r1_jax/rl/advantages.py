@@ -1,13 +1,19 @@
 """Advantage estimators, computed on the host in float64.
 
-An estimator takes the visible rows of a batch (rl/table.py), and returns the table with
+An estimator takes the visible tokens of a batch (rl/table.py), and returns the table with
 the column `advantages`, and with `returns` if a critic can learn from them. With the
-advantage mask on (the default) the rows are the action tokens: no return is cut or
+advantage mask on (the default) these are the action tokens: no return is cut or
 discounted by the environment's tokens, and no reward is on a token that is not trained.
 Advantages are raw; an algorithm that standardises them over the batch calls `whiten`.
-Group statistics are over trajectories: a long one counts as much as a short one.
+Group statistics are over trajectories: a long one counts as much as a short one. Without
+variance in a group they are exactly 0, because the std is rounding noise. A column that
+an estimator lacks is a ValueError that says what computes it.
 
-Letters: n rows, K turns, N trajectories.
+Options: `gamma` is the discount γ and `lam` the trace decay λ of the estimator's step, a
+token or a turn. `bootstrap` takes final_values for V after an episode that a budget
+ended; else V is 0 there, as in verl. `eps` is ε, added to what is divided by.
+
+Letters: n tokens, K turns, N trajectories.
 """
 
 from collections.abc import Mapping
@@ -27,16 +33,7 @@ def gae(
 
   Schulman et al. 2015 (arXiv 1506.02438), stepping from action to action (the aligned
   advantages of arXiv 2511.14460): γ and λ count the policy's tokens only. V after the
-  last token is 0, also if a budget ended the episode, as in verl.
-
-  Args:
-    table: A table with values.
-    gamma: The discount of a token.
-    lam: The trace decay of a token.
-    bootstrap: Take final_values for V after an episode that a budget ended.
-
-  Raises:
-    ValueError: The table has no values.
+  last token is 0.
   """
   values, after = table.column('values'), _after(table, bootstrap)
   advantages = _gae(table.trajectory, table.rewards, values, after, gamma, lam)
@@ -56,16 +53,6 @@ def step_gae(
   Agent-R1's default: a step of the MDP is a turn k, R_k is its reward and V_k the value
   before its first token. As there, A is standardised over the turns of the batch (with
   Bessel's correction, ε = 1e-8), and the returns are not.
-
-  Args:
-    table: A table with values.
-    gamma: The discount of a turn.
-    lam: The trace decay of a turn.
-    bootstrap: Take final_values for V after an episode that a budget ended.
-    normalize: Standardise the advantages.
-
-  Raises:
-    ValueError: The table has no values.
   """
   values = table.column('values')[table_lib.starts(table.turn)]
   after = _after(table, bootstrap)
@@ -93,16 +80,6 @@ def bi_level_gae(
   token that has a reward: a turn with reward 0 is joined to the next, and a KL penalty
   makes every token a turn. With a reward other than 0 at the end of each turn, the two
   agree.
-
-  Args:
-    table: A table with values.
-    gamma: The discount of a token inside a turn.
-    lam: The trace decay of both levels.
-    high_gamma: γ_h, the discount of a turn.
-    bootstrap: Take final_values for V after an episode that a budget ended.
-
-  Raises:
-    ValueError: The table has no values.
   """
   values, ends = table.column('values'), table_lib.ends(table.turn)
   turn_rewards, turn_values = table.turn_rewards, values[ends]
@@ -119,10 +96,6 @@ def returns_to_go(table: TokenTable, *, gamma: float = 1.0) -> TokenTable:
 
   Hu 2025 (arXiv 2501.03262), from action to action as in verl since its #6376. Before
   that, and in SkyRL, G restarts at 0 at every token of the environment.
-
-  Args:
-    table: Any table.
-    gamma: The discount of a token.
   """
   returns = discounted_sum(table.trajectory, table.rewards, gamma)
   return dataclasses.replace(table, advantages=returns, returns=returns)
@@ -132,13 +105,6 @@ def greedy_baseline(table: TokenTable, *, gamma: float = 1.0) -> TokenTable:
   """A_t = G_t - b, b the reward of the greedy episode of the same task (ReMax).
 
   Li et al. 2023 (arXiv 2310.10505). Returns are G.
-
-  Args:
-    table: A table with baselines.
-    gamma: The discount of a token.
-
-  Raises:
-    ValueError: The table has no baselines.
   """
   returns = discounted_sum(table.trajectory, table.rewards, gamma)
   advantages = returns - table.column('baselines')[table.trajectory]
@@ -155,11 +121,6 @@ def group_relative(
   it is REINFORCE++-baseline's. A group whose rewards are all equal, or of one trajectory,
   gets exactly 0, because its std is rounding noise. verl gives a single trajectory its
   raw reward.
-
-  Args:
-    table: A table of whole groups.
-    divide_by_std: Divide by the group's standard deviation.
-    eps: ε, added to the standard deviation.
   """
   measure = lambda s: _normalized(s, divide_by_std=divide_by_std, eps=eps)
   return _broadcast(table, map_by([table.group], table.scores, measure))
@@ -170,9 +131,6 @@ def leave_one_out(table: TokenTable) -> TokenTable:
 
   Ahmadian et al. 2024 (arXiv 2402.14740). A single trajectory gets 0, as in SkyRL and
   verl's vectorised form; verl's other form gives it its raw reward.
-
-  Args:
-    table: A table of whole groups.
   """
 
   def measure(s):
@@ -197,13 +155,6 @@ def gigpo(
   policy was shown before the turn (TokenTable.states); a turn alone there gets 0. The
   authors' code counts a trajectory once for each turn in A_E, and gives a single one its
   raw reward; here each counts once, and a single one gets 0.
-
-  Args:
-    table: A table of whole groups.
-    gamma: The discount of a turn.
-    step_weight: w.
-    divide_by_std: Divide both parts by the standard deviations of their groups.
-    eps: Added to the standard deviations.
   """
   measure = lambda s: _normalized(s, divide_by_std=divide_by_std, eps=eps)
   returns = discounted_sum(table.turn_trajectory, table.turn_rewards, gamma)
@@ -226,15 +177,11 @@ def gdpo(
   tokens, as in verl. A part that is equal in a whole group adds exactly 0 there; a part
   that an episode lacks is 0.
 
-  R' is the reward without its named parts, such as a KL penalty. The paper and verl have
-  no such rest. It is centred in its group, but neither divided by the group's standard
-  deviation nor whitened, so that it keeps the size that the user chose (a KL's
-  coefficient): a penalty of 0.0003 must not move an advantage by 1.
-
-  Args:
-    table: A table of whole groups, with parts.
-    weights: w_k by name; other parts do not count, and R' = 0. None gives each weight 1.
-    eps: Added to the standard deviations.
+  R' is the reward without its named parts, such as a KL penalty; 0 where `weights` name
+  the parts that count. The paper and verl have no such rest. It is centred in its group,
+  but neither divided by the group's standard deviation nor whitened, so that it keeps the
+  size that the user chose (a KL's coefficient): a penalty of 0.0003 must not move an
+  advantage by 1.
 
   Raises:
     ValueError: No episode has any of the parts.
@@ -269,12 +216,6 @@ def reverse_kl(table: TokenTable) -> TokenTable:
   Agarwal et al. 2023 (GKD, arXiv 2306.13649), with the reverse KL and the student's own
   samples, as a policy gradient whose only reward is the KL of the token (γ = 0). π is the
   policy before the update, whichever policy sampled. A is 0 off the action mask.
-
-  Args:
-    table: A table with ref_logprobs.
-
-  Raises:
-    ValueError: The table has none.
   """
   difference = table.column('ref_logprobs') - table.logprobs
   advantages = np.where(table.action_mask, difference, 0.0)
@@ -286,10 +227,6 @@ def accepted(table: TokenTable, *, threshold: float) -> TokenTable:
 
   Yuan et al. 2023 (RFT, arXiv 2308.01825). N counts tokens, so that a mean over the
   tokens of the batch is a mean over the tokens of the accepted trajectories.
-
-  Args:
-    table: Any table.
-    threshold: The least accepted reward of a trajectory.
   """
   passed, counts = table.scores >= threshold, table.lengths
   weight = counts.sum() / max(counts @ passed, 1)
@@ -297,12 +234,7 @@ def accepted(table: TokenTable, *, threshold: float) -> TokenTable:
 
 
 def whiten(table: TokenTable, *, eps: float = 1e-8) -> TokenTable:
-  """(A - mean) / √(var + ε) over all tokens, with Bessel's correction (verl).
-
-  Args:
-    table: A table with advantages; its returns are not changed.
-    eps: Added to the variance.
-  """
+  """(A - mean) / √(var + ε) over all tokens, with Bessel's correction (verl)."""
   raw = table.column('advantages')
   if not len(raw):
     return table

@@ -26,65 +26,55 @@ READABLE = ('rewards', 'parts', 'group', 'values', 'ref_logprobs', 'baselines')
 
 
 class ValueTargets(NamedTuple):
-  """What a critic learns to predict: the return by which its estimator discounts.
+  """What a critic learns to predict: the return by which its estimator discounts."""
 
-  Attributes:
-    estimator: The name of the estimator, with the arguments that are bound to it.
-    gamma: The discount of a step.
-    lam: GAE's trace decay.
-    step: What gamma discounts, 'token' or 'turn'. The targets of a turn's tokens are the
-      returns after each token, or the return of the whole turn.
-  """
-
-  estimator: str
-  gamma: float
-  lam: float
+  estimator: str  # The name of the estimator, with the arguments that are bound to it.
+  gamma: float  # The discount of a step.
+  lam: float  # GAE's trace decay.
+  # What gamma discounts, 'token' or 'turn'. The targets of a turn's tokens are the
+  # returns after each token, or the return of the whole turn.
   step: str
 
 
 class Algorithm(NamedTuple):
-  """An advantage estimator, a loss, and their options.
+  """An advantage estimator, a loss, and their options."""
 
-  Attributes:
-    advantages: Takes the visible rows of a table (see advantage_mask), and returns it
-      with the column `advantages`, and with `returns` if there is a critic.
-    loss: (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0
-      where the advantage is 0: trajectories without an advantage are left out.
-    aggregate: Takes the token counts of a mini-batch's trajectories, and returns the
-      weight of each trajectory's tokens. None is the aggregation of the loss, also if the
-      loss is replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
-    reads: The names from READABLE that `advantages` reads. With 'ref_logprobs' the
-      reference policy scores the tokens, with 'baselines' a greedy episode of each task
-      is played; 'group' means that the episodes of a group are compared. `check` refuses
-      options that would have no effect on what is read.
-    rewards: Transforms of the rewards, applied first and in order (rl/rewards.py).
-    value_loss: (values, Batch) -> the critic's loss of each token; None without a critic.
-    value_targets: What the critic learns; it is saved with it (train/critic.py).
-    value_coef: The weight of the value loss if the critic is a second head of the policy.
-    entropy_coef: The weight of the entropy bonus.
-    kl: The KL to the reference policy, in the reward or in the loss.
-    correction: Takes the table of the action tokens, and returns their importance weights
-      in the loss (rl/correction.py). None: the policy that is updated sampled them.
-    loss_mask: Only action tokens have a loss. If False, the environment's tokens do too.
-    advantage_mask: Advantages are estimated over the action tokens, and are 0 elsewhere.
-      If False, the environment's tokens take part (see TokenTable.visible_rows).
-    mask_truncated: Leave out episodes that a budget ended. If False, they are scored by
-      their rewards, like episodes that the environment ended.
-  """
-
+  # Takes the visible tokens of a table (see advantage_mask), and returns it with the
+  # column `advantages`, and with `returns` if there is a critic.
   advantages: Callable[[TokenTable], TokenTable]
+  # (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0 where the
+  # advantage is 0: trajectories without an advantage are left out.
   loss: losses.Surrogate
+  # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
+  # trajectory's tokens. None is the aggregation of the loss, also if the loss is
+  # replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
   aggregate: Aggregate | None = None
+  # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
+  # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
+  # 'group' means that the episodes of a group are compared. `check` refuses options that
+  # would have no effect on what is read.
   reads: tuple[str, ...] = ('rewards', 'group')
+  # Transforms of the rewards, applied first and in order (rl/rewards.py).
   rewards: tuple[rewards_lib.Transform, ...] = ()
+  # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
+  # What the critic learns; it is saved with it (train/critic.py).
   value_targets: ValueTargets | None = None
+  # The weight of the value loss if the critic is a second head of the policy.
   value_coef: float = 1.0
-  entropy_coef: float = 0.0
+  entropy_coef: float = 0.0  # The weight of the entropy bonus.
+  # The KL to the reference policy, in the reward or in the loss.
   kl: kl_lib.InReward | kl_lib.InLoss | None = None
+  # Takes the table of the action tokens, and returns their importance weights in the loss
+  # (rl/correction.py). None: the policy that is updated sampled them.
   correction: correction_lib.Correction | None = None
+  # Only action tokens have a loss. If False, the environment's tokens do too.
   loss_mask: bool = True
+  # Advantages are estimated over the action tokens, and are 0 elsewhere. If False, the
+  # environment's tokens take part (see TokenTable.find_visible).
   advantage_mask: bool = True
+  # Leave out episodes that a budget ended. If False, they are scored by their rewards,
+  # like episodes that the environment ended.
   mask_truncated: bool = False
 
   @property
@@ -121,12 +111,6 @@ def check(
 ) -> None:
   """Refuses fields that have no effect or contradict each other.
 
-  Args:
-    algorithm: The run's algorithm.
-    samples: The number of episodes of a group.
-    epochs: The number of passes over a rollout.
-    minibatches: The number of optimizer steps of an epoch.
-
   Raises:
     ValueError: The message names the field and the remedy.
   """
@@ -140,34 +124,28 @@ def check(
         'sampled, so that only the first optimizer step of a rollout is right. Make it '
         '1, or give a loss that has one: algorithm._replace(loss=losses.ppo_clip()).'
       )
-  if algorithm.value_coef != 1.0 and not algorithm.needs_critic:
-    raise ValueError('value_coef: there is no critic to weigh; leave it out.')
-  if algorithm.greedy_baseline and algorithm.rewards:
-    raise ValueError(
-      'rewards: the greedy episodes of the baseline are scored as they are; leave them '
-      'out.'
-    )
-  if samples == 1 and 'group' in reads:
-    raise ValueError(
-      'samples is 1: these advantages compare the episodes of a group, and would all be '
-      "0; make it 2 or more. (If they do not, take 'group' out of reads.)"
-    )
-  if algorithm.needs_critic and 'values' not in reads:
-    raise ValueError(
-      "value_loss: these advantages read no critic's values; leave it out. (If they do, "
-      "add 'values' to reads.)"
-    )
-  if 'values' in reads and not algorithm.needs_critic:
-    raise ValueError(
-      "value_loss: these advantages read a critic's values, and there is no critic; give "
-      'one, such as losses.value_clip().'
-    )
   changes = algorithm.rewards or isinstance(algorithm.kl, kl_lib.InReward)
-  if changes and 'rewards' not in reads:
-    raise ValueError(
-      'rewards, or a KL in the reward: these advantages read no reward; leave them out. '
-      "(If they do, add 'rewards' to reads.)"
-    )
+  critic, valued = algorithm.needs_critic, 'values' in reads
+  refusals = {
+    'value_coef: there is no critic to weigh; leave it out.': (
+      algorithm.value_coef != 1.0 and not critic
+    ),
+    'rewards: the greedy episodes of the baseline are scored as they are; leave them '
+    'out.': algorithm.greedy_baseline and algorithm.rewards,
+    'samples is 1: these advantages compare the episodes of a group, and would all be '
+    "0; make it 2 or more. (If they do not, take 'group' out of reads.)": (
+      samples == 1 and 'group' in reads
+    ),
+    "value_loss: these advantages read no critic's values; leave it out. (If they do, "
+    "add 'values' to reads.)": critic and not valued,
+    "value_loss: these advantages read a critic's values, and there is no critic; give "
+    'one, such as losses.value_clip().': valued and not critic,
+    'rewards, or a KL in the reward: these advantages read no reward; leave them out. '
+    "(If they do, add 'rewards' to reads.)": changes and 'rewards' not in reads,
+  }
+  for message, refused in refusals.items():
+    if refused:
+      raise ValueError(message)
 
 
 # Aggregations.
@@ -194,15 +172,21 @@ def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
 def seq_mean_token_sum_norm(length: float) -> Aggregate:
   """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
 
-  Args:
-    length: The constant, such as the most action tokens that a trajectory can have.
+  The constant `length` may be the most action tokens that a trajectory can have.
   """
   if not length > 0:
     raise ValueError(f'length is {length}; it must be above 0.')
   return lambda counts: seq_mean_token_sum(counts) / length
 
 
-# Algorithms by name. Each takes the other fields of Algorithm as keywords.
+# Algorithms by name, with options that several of them share:
+#
+# gamma, lam: The discount and the trace decay of the estimator (rl/advantages.py).
+# clip_low, clip_high, dual_clip: Those of losses.ppo_clip; `clip` is both bounds.
+# kl_coef: The weight of the KL to the reference policy; 0 needs no reference. It is k3 in
+#   the loss for grpo and what is made of it, k1 in the reward for the others.
+# options: Options of grpo.
+# fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
 
 
 def grpo(
@@ -215,17 +199,7 @@ def grpo(
   aggregate: Aggregate | None = None,
   **fields: Any,
 ) -> Algorithm:
-  """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults.
-
-  Args:
-    divide_by_std: Whether advantages are divided by the std of the group's rewards.
-    clip_low: ε_l of the PPO clip.
-    clip_high: ε_h of the PPO clip.
-    dual_clip: c of the dual clip, or None.
-    kl_coef: The weight of the k3 KL to the reference in the loss; 0 needs no reference.
-    aggregate: How tokens and trajectories are weighed; None is by the loss's own.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
-  """
+  """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults."""
   fields.setdefault('kl', kl_lib.InLoss(kl_coef) if kl_coef else None)
   return Algorithm(
     functools.partial(advantages_lib.group_relative, divide_by_std=divide_by_std),
@@ -238,23 +212,18 @@ def grpo(
 def dr_grpo(*, length: float, **options: Any) -> Algorithm:
   """GRPO done right (arXiv 2503.20783): no std, no length bias, no KL.
 
-  Args:
-    length: The constant that replaces the length of a trajectory.
-    **options: Options of `grpo`.
+  `length` is the constant that replaces the length of a trajectory.
   """
-  options = dict[str, Any](kl_coef=0.0) | options
   aggregate = seq_mean_token_sum_norm(length)
+  options = {'kl_coef': 0.0, **options}
   return grpo(divide_by_std=False, aggregate=aggregate, **options)
 
 
 def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
   """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, over-long punishment.
 
-  Its dynamic sampling is `config.Schedule.max_refills`.
-
-  Args:
-    overlong: Options of rewards.overlong (limit, buffer, factor, floor), or None.
-    **options: Options of `grpo`.
+  Its dynamic sampling is `config.Schedule.max_refills`. `overlong` holds the options of
+  rewards.overlong (limit, buffer, factor, floor).
   """
   options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
   if overlong is not None:
@@ -266,12 +235,9 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> Algorithm:
   """Group sequence policy optimisation (arXiv 2507.18071): one ratio a sequence.
 
-  Args:
-    clip_low: ε_l of the sequence's geometric mean ratio; the default is the paper's.
-    clip_high: ε_h of it; the default is the paper's.
-    **options: Options of `grpo`, except for its clip.
+  The clip, by default the paper's, is of the geometric mean of a sequence's ratios.
   """
-  options = dict[str, Any](kl_coef=0.0) | options
+  options = {'kl_coef': 0.0, **options}
   return grpo(dual_clip=None, **options)._replace(
     loss=losses.gspo(clip_low=clip_low, clip_high=clip_high)
   )
@@ -280,10 +246,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
 def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorithm:
   """REINFORCE leave-one-out (arXiv 2402.14740), with the clip of verl's runs of it.
 
-  Args:
-    clip: ε of the PPO clip, which has an effect from the second update of a rollout on.
-    kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
+  The clip has an effect from the second update of a rollout on.
   """
   return _clipped(advantages_lib.leave_one_out, clip, kl_coef, fields)
 
@@ -292,11 +255,6 @@ def reinforce(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Alg
   """REINFORCE: -G_t log π, the return to go without a baseline.
 
   It has no ratio, so it is exact for one optimizer step a rollout only.
-
-  Args:
-    gamma: Discount an action token.
-    kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards',)} | fields
   returns = functools.partial(advantages_lib.returns_to_go, gamma=gamma)
@@ -309,12 +267,6 @@ def reinforce_plus_plus(
   """REINFORCE++ (arXiv 2501.03262): whitened returns to go, k1 in the reward, clip.
 
   Returns continue across the environment's tokens and across segments.
-
-  Args:
-    gamma: Discount an action token.
-    clip: ε of the PPO clip.
-    kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
 
   def advantages(table):
@@ -329,11 +281,6 @@ def reinforce_plus_plus_baseline(
   """REINFORCE++-baseline (arXiv 2501.03262): R - mean_g R, whitened over the batch.
 
   A group of equal rewards gets the shift of the whitening, which is not 0.
-
-  Args:
-    clip: ε of the PPO clip.
-    kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
 
   def advantages(table):
@@ -347,11 +294,6 @@ def remax(*, gamma: float = 1.0, kl_coef: float = 0.0, **fields: Any) -> Algorit
   """ReMax (arXiv 2310.10505): the baseline is a greedy episode's reward, tools included.
 
   Like `reinforce`, it is exact for one optimizer step a rollout only.
-
-  Args:
-    gamma: Discount an action token.
-    kl_coef: The weight of the k1 KL in the reward.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
   """
   fields = {'reads': ('rewards', 'baselines')} | fields
   return reinforce(gamma=gamma, kl_coef=kl_coef, **fields)._replace(
@@ -368,28 +310,18 @@ def gigpo(
 ) -> Algorithm:
   """Group-in-group policy optimisation (arXiv 2505.10978): episodes and equal states.
 
-  Args:
-    gamma: Discount a turn.
-    step_weight: ω of the step part.
-    divide_by_std: Whether both parts are divided by their groups' std.
-    **options: Options of `grpo`.
+  The options are those of advantages.gigpo and of `grpo`.
   """
-  advantages = functools.partial(
-    advantages_lib.gigpo,
-    gamma=gamma,
-    step_weight=step_weight,
-    divide_by_std=divide_by_std,
-  )
+  own = {'gamma': gamma, 'step_weight': step_weight, 'divide_by_std': divide_by_std}
+  advantages = functools.partial(advantages_lib.gigpo, **own)
   return grpo(**options)._replace(advantages=advantages)
 
 
 def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algorithm:
   """GDPO: each named part of the reward is normalised in its group, then they are summed.
 
-  Args:
-    weights: The weight of each part, by name. None gives each part weight 1, and adds
-      the rest of the reward in its own unit.
-    **options: Options of `grpo`, except divide_by_std.
+  `weights` has the weight of each part, by name. None gives each part weight 1, and adds
+  the rest of the reward in its own unit.
   """
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
   # With weights, only the named parts of the reward count.
@@ -413,18 +345,9 @@ def ppo(
 ) -> Algorithm:
   """Proximal policy optimisation (arXiv 1707.06347) with GAE over action positions.
 
-  Args:
-    gamma: Discount of the estimator's step: a token, or a turn.
-    lam: GAE's trace decay.
-    estimator: advantages.gae, step_gae (Agent-R1's newer code) or bi_level_gae (RAGEN).
-    clip_low: ε_l of the policy's clip.
-    clip_high: ε_h of the policy's clip.
-    dual_clip: c of the dual clip, or None.
-    value_clip: c of the clipped value loss, or None.
-    bootstrap_truncated: Take the critic's value after the last token of an episode that a
-      budget ended. By default that value is 0, as in verl.
-    kl_coef: The weight of the k1 KL in the reward; 0 needs no reference.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
+  The estimator is advantages.gae, step_gae (Agent-R1's newer code) or bi_level_gae
+  (RAGEN); `value_clip` is losses.value_clip's. `bootstrap_truncated` takes the critic's
+  value after the last token of an episode that a budget ended, where verl takes 0.
   """
   # If it is off, an estimator that the user has bound `bootstrap` to keeps it.
   bootstrap = {'bootstrap': True} if bootstrap_truncated else {}
@@ -436,9 +359,7 @@ def ppo(
   def advantages(table):
     estimated = estimator(table, gamma=gamma, lam=lam, **bootstrap)
     # step_gae has normalised its advantages over the turns.
-    if by_turn:
-      return estimated
-    return advantages_lib.whiten(estimated)
+    return estimated if by_turn else advantages_lib.whiten(estimated)
 
   fields = _kl_in_reward(kl_coef) | {'reads': ('rewards', 'values')} | fields
   return Algorithm(
@@ -462,9 +383,7 @@ def distillation(**fields: Any) -> Algorithm:
 def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
   """Rejection-sampling fine-tuning: the likelihood of what earned the threshold.
 
-  Args:
-    threshold: The least reward of a trajectory that is imitated.
-    **fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
+  `threshold` is the least reward of a trajectory that is imitated.
   """
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields

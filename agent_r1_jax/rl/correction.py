@@ -1,10 +1,11 @@
 """Corrections: importance weights where another policy sampled than the one to update.
 
-Where trajectories are stale, or were sampled by other code than the learner's, let
-r = π_old/π_behaviour of each action token, π_old being the policy before the update. A
-correction takes the table of all action tokens (rl/table.py), whose columns `logprobs`
-and `behaviour_logprobs` are log π_old and log π_behaviour, and returns a weight for each
-row, float64. The weights multiply the policy loss and take no gradient.
+Where trajectories are stale, or were sampled by other code than the learner's, or from a
+distribution that guides or truncation had changed, let r = π_old/π_behaviour of each
+action token, π_old being the policy before the update. A correction takes the table of
+all action tokens (rl/table.py), whose columns `logprobs` and `behaviour_logprobs` are
+log π_old and log π_behaviour, and returns a weight for each token, float64. The weights
+multiply the policy loss and take no gradient.
 
 A token of weight 0 still counts in the loss's denominators. That is AReaL's convention;
 verl takes what it rejects out of the mask, and so out of the denominators too.
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from jaxtyping import Float
 import numpy as np
 
-from agent_r1_jax.rl.table import TokenTable, sum_by
+from agent_r1_jax.rl.table import TokenTable
 
 Correction = Callable[[TokenTable], Float[np.ndarray, 'n']]
 # Log-ratios beyond this are clipped before exp, as in verl.
@@ -23,28 +24,10 @@ _MAX_LOG_RATIO = 20.0
 
 
 def token_truncated(*, cap: float = 2.0) -> Correction:
-  """w = min(r, C): truncated importance sampling of each token (verl).
-
-  Args:
-    cap: C; the default is verl's.
-  """
-  _check_cap(cap)
-  return lambda table: np.minimum(_exp(_log_ratio(table)), cap)
-
-
-def sequence_truncated(*, cap: float = 2.0) -> Correction:
-  """w = min(Π r, C), one weight a trajectory: less biased, of greater variance (verl).
-
-  Args:
-    cap: C; the default is verl's.
-  """
-  _check_cap(cap)
-
-  def correction(table):
-    sums = sum_by(table.trajectory, _log_ratio(table), len(table.group))
-    return np.minimum(_exp(sums), cap)[table.trajectory]
-
-  return correction
+  """w = min(r, cap): truncated importance sampling of each token (verl)."""
+  if not cap > 0:
+    raise ValueError(f'cap is {cap}; it must be above 0.')
+  return lambda table: np.minimum(_ratio(table), cap)
 
 
 def statistics(table: TokenTable) -> dict[str, float]:
@@ -58,12 +41,11 @@ def statistics(table: TokenTable) -> dict[str, float]:
     ratio_outside: The share of the tokens whose r is outside [1/2, 2].
     effective_sample: (Σ r)² / (n Σ r²), the share of the tokens that r's variance leaves.
   """
-  x = _log_ratio(table)
-  if not x.size:
+  if not len(table):
     return {}
-  ratio = _exp(x)
+  ratio = _ratio(table)
   return {
-    'kl': float(-x.mean()),
+    'kl': float((table.behaviour_logprobs - table.logprobs).mean()),
     'ratio_mean': float(ratio.mean()),
     'ratio_max': float(ratio.max()),
     'ratio_outside': float(np.mean((ratio < 0.5) | (ratio > 2.0))),
@@ -71,14 +53,6 @@ def statistics(table: TokenTable) -> dict[str, float]:
   }
 
 
-def _log_ratio(table: TokenTable) -> Float[np.ndarray, 'n']:
-  return table.logprobs - table.behaviour_logprobs
-
-
-def _exp(x: np.ndarray) -> np.ndarray:
+def _ratio(table: TokenTable) -> Float[np.ndarray, 'n']:
+  x = table.logprobs - table.behaviour_logprobs
   return np.exp(np.clip(x, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-
-
-def _check_cap(cap: float) -> None:
-  if not cap > 0:
-    raise ValueError(f'cap is {cap}; it must be above 0.')

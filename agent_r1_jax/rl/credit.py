@@ -26,21 +26,16 @@ _NO_PREFIX = np.zeros(0, np.int32)
 
 
 class Models(NamedTuple):
-  """The models that score trajectories before an update.
+  """The models that score trajectories before an update."""
 
-  Attributes:
-    policy: The policy's parameters before the update.
-    config: The shape of the policy and of the critic.
-    critic: The critic's parameters; the policy's if its critic is a second head; None
-      without a critic.
-    reference: The parameters of the reference policy or the teacher, if there is one.
-    reference_config: The shape of the reference policy.
-  """
-
-  policy: decoder.Params
-  config: decoder.DecoderConfig
+  policy: decoder.Params  # The policy's parameters before the update.
+  config: decoder.DecoderConfig  # The shape of the policy and of the critic.
+  # The critic's parameters; the policy's if its critic is a second head; None without a
+  # critic.
   critic: decoder.Params | None = None
+  # The parameters of the reference policy or the teacher, if there is one.
   reference: decoder.Params | None = None
+  # The shape of the reference policy.
   reference_config: decoder.DecoderConfig | None = None
 
 
@@ -54,14 +49,6 @@ def score(
   prefixes: Prefixes | None = None,
 ) -> TokenTable:
   """Adds the log-probs, reference log-probs and values that the algorithm needs.
-
-  Args:
-    table: The table of all tokens of a rollout.
-    algorithm: The algorithm, which says what it needs.
-    models: The models that the algorithm needs.
-    shape: The shape of the packed micro-batches.
-    temperature: The temperature at which the tokens were sampled.
-    prefixes: The tokens that only the critic sees.
 
   Raises:
     ValueError: A segment, with its prefix, does not fit a row.
@@ -97,12 +84,6 @@ def estimate(
 ) -> tuple[TokenTable, dict[str, float]]:
   """Adds advantages, returns and importance weights.
 
-  Args:
-    table: The table that `score` returned.
-    algorithm: The algorithm, whose reward transforms, estimator and correction are
-      applied.
-    kl_coef: The present coefficient of algorithm.kl.
-
   Returns:
     The table, with the rewards from before all transforms, and metrics to log.
 
@@ -110,8 +91,8 @@ def estimate(
     ValueError: The estimator needs a column that is missing, or does not return one.
   """
   metrics: dict[str, float] = {}
-  rows = table.visible_rows(algorithm.advantage_mask)
-  visible = table.take(rows)
+  shown = table.find_visible(algorithm.advantage_mask)
+  visible = table.take(shown)
   for transform in algorithm.rewards:
     visible = transform(visible)
   if algorithm.reads_reference:
@@ -123,9 +104,9 @@ def estimate(
   visible = algorithm.advantages(visible)
   advantages = visible.column('advantages')
   metrics['advantage_std'] = float(advantages.std()) if len(advantages) else 0.0
-  columns = {'advantages': table.scatter(rows, advantages)}
+  columns = {'advantages': table.scatter(shown, advantages)}
   if algorithm.needs_critic:
-    columns['returns'] = table.scatter(rows, visible.column('returns'))
+    columns['returns'] = table.scatter(shown, visible.column('returns'))
   if algorithm.correction:
     actions = table.take(table.action_mask)
     weights = algorithm.correction(actions)
@@ -200,12 +181,12 @@ def _score_tokens(
 
 def _add_weights(table, members, algorithm, masked: bool) -> TokenTable:
   """Selects trajectories, and adds the weights that the aggregation gives them."""
-  rows, members = table.visible_rows(masked), list(members)
-  counts = np.bincount(table.trajectory[rows], minlength=len(table.group))
+  weighed, members = table.find_visible(masked), list(members)
+  counts = np.bincount(table.trajectory[weighed], minlength=len(table.group))
   each = np.zeros(len(table.group))
   each[members] = algorithm.aggregation(counts[members])
-  table = dataclasses.replace(table, weights=each[table.trajectory] * rows)
-  return table.take(table.find_rows(members))
+  table = dataclasses.replace(table, weights=each[table.trajectory] * weighed)
+  return table.take(table.find_tokens(members))
 
 
 def _check_rows(view: TokenTable, own, shape: packing.MicrobatchShape) -> None:

@@ -46,9 +46,6 @@ def straight_through(estimator: Estimator) -> Estimator:
 
   In a loss, the gradient of k1 has mean 0, that of k3 belongs to another divergence,
   KL(π_ref ‖ π), and that of k2 is the gradient of KL(π ‖ π_ref).
-
-  Args:
-    estimator: Such as k1 or k3.
   """
 
   def combined(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
@@ -70,11 +67,8 @@ def fixed(coef: float, kl: float, n: int) -> float:
 def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
   """β ← β (1 + clip(KL/target - 1, ±0.2) n / horizon).
 
-  Ziegler et al. 2019 (arXiv 1909.08593), with verl's defaults.
-
-  Args:
-    target: The KL to aim at, in nats.
-    horizon: How slowly the coefficient changes, in trajectories.
+  Ziegler et al. 2019 (arXiv 1909.08593), with verl's defaults. The target is in nats, and
+  n counts trajectories.
   """
   if not (target > 0 and horizon > 0):
     raise ValueError(f'target ({target}) and horizon ({horizon}) must be above 0.')
@@ -87,38 +81,26 @@ def adaptive(*, target: float = 0.1, horizon: float = 10_000) -> Control:
 
 
 @dataclasses.dataclass(frozen=True)
-class InReward:
-  """Subtracts the KL from each token's reward: r - β KL.
-
-  Attributes:
-    coef: The initial β.
-    estimator: Estimates the KL.
-    control: Computes the next β after each rollout.
-  """
-
-  coef: float = 0.001
-  estimator: Estimator = k1
-  control: Control = fixed
+class _Penalty:
+  coef: float = 0.001  # The initial β.
+  estimator: Estimator = k1  # Estimates the KL.
+  control: Control = fixed  # Computes the next β after each rollout.
 
   def __post_init__(self):
-    _check_coef(self.coef)
+    if not self.coef >= 0:
+      raise ValueError(f'coef is {self.coef}; it must be 0 or more.')
 
 
 @dataclasses.dataclass(frozen=True)
-class InLoss:
-  """Adds β KL to each token's loss. The attributes are those of InReward."""
+class InReward(_Penalty):
+  """Subtracts the KL from each token's reward: r - β KL."""
 
-  coef: float = 0.001
+
+@dataclasses.dataclass(frozen=True)
+class InLoss(_Penalty):
+  """Adds β KL to each token's loss."""
+
   estimator: Estimator = k3
-  control: Control = fixed
-
-  def __post_init__(self):
-    _check_coef(self.coef)
-
-
-def _check_coef(coef: float) -> None:
-  if not coef >= 0:
-    raise ValueError(f'coef is {coef}; it must be 0 or more.')
 
 
 def _array_module(x: Numbers, y: Numbers) -> Any:

@@ -33,19 +33,13 @@ Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetri
 
 
 class ModelState(NamedTuple):
-  """The trained state of one model: of the policy, or of a critic of its own.
+  """The trained state of one model: of the policy, or of a critic of its own."""
 
-  Attributes:
-    params: The parameters. If the policy's have a 'value_head', its critic is a second
-      head.
-    opt_state: Optax's state for the learned parameters (lora.split): all of them, or the
-      adapters.
-    step: int32 [], the number of updates so far.
-  """
-
+  # The parameters. If the policy's have a 'value_head', its critic is a second head.
   params: decoder.Params
+  # Optax's state for the learned parameters (lora.split): all of them, or the adapters.
   opt_state: Any
-  step: Array
+  step: Array  # int32 [], the number of updates so far.
 
 
 class NotFiniteError(FloatingPointError):
@@ -73,12 +67,9 @@ def token_stats(
 ) -> losses.TokenStats:
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
-  Args:
-    params: The parameters of one model. Values are computed if it has a value head.
-    batch: A batch, of which only tokens, positions and segment_ids are read.
-    config: The model's shape.
-    temperature: The temperature at which the tokens were sampled.
-    wanted: The tokens to compute; the others get 0 and cost no logits. None is all.
+  Of the batch, only tokens, positions and segment_ids are read. Values are computed if
+  the params have a value head. Tokens that are not `wanted` get 0 and cost no logits;
+  None wants all. `temperature` is that of the sampling.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
   x_BTD = _shift_right(decoder.hidden(params, config, *text))
@@ -245,7 +236,8 @@ def _gradient(params, batch, *, config, loss, temperature):
     )
     numbers = {name: getattr(batch, name) for name in _LOSS_FIELDS}
     cleaned = batch._replace(**jax.tree.map(clean, numbers))
-    total, metrics = loss(jax.tree.map(clean, stats), cleaned)
+    with jax.named_scope('loss'):
+      total, metrics = loss(jax.tree.map(clean, stats), cleaned)
     sums = {name: losses.weighted(x, batch.weights) for name, x in metrics.items()}
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 

@@ -6,7 +6,8 @@ either with the batch's weights. The weights contain the aggregation with global
 denominators, so that the sum over micro-batches and devices is the loss of the batch,
 however it is split or packed.
 
-Letters: B rows, T tokens. A is the advantage, ρ = π/π_old, sg stops the gradient.
+Letters: B rows, T tokens. A is the advantage, ρ = π/π_old, sg stops the gradient; ε_l and
+ε_h are the options clip_low and clip_high.
 """
 
 from collections.abc import Callable
@@ -25,16 +26,12 @@ _MAX_LOG_RATIO = 20.0
 
 
 class TokenStats(NamedTuple):
-  """The results of the learner's forward pass; position t describes token t.
+  """The results of the learner's forward pass; position t describes token t."""
 
-  Attributes:
-    logprobs: log π of the token, given the tokens before it.
-    entropy: The entropy in nats of the distribution that it was sampled from.
-    values: The critic's value of the state before it, if there is a critic.
-  """
-
-  logprobs: Float[Array, 'B T']
+  logprobs: Float[Array, 'B T']  # log π of the token, given the tokens before it.
+  # The entropy in nats of the distribution that it was sampled from.
   entropy: Float[Array, 'B T']
+  # The critic's value of the state before it, if there is a critic.
   values: Float[Array, 'B T'] | None = None
 
 
@@ -49,17 +46,14 @@ class AnnotatedLoss:
   """A surrogate with properties that an algorithm must know; it is called like one.
 
   A plain function is a surrogate too, for which both properties are False.
-
-  Attributes:
-    surrogate: The function.
-    sequence_mean: Its authors average over the tokens of each sequence before they
-      average over sequences. An algorithm does so unless it names another aggregation.
-    exactly_on_policy: Its gradient is the policy gradient only under the policy that
-      sampled, so that a rollout allows one optimizer step only.
   """
 
-  surrogate: Surrogate
+  surrogate: Surrogate  # The function.
+  # Its authors average over the tokens of each sequence before they average over
+  # sequences. An algorithm does so unless it names another aggregation.
   sequence_mean: bool = False
+  # Its gradient is the policy gradient only under the policy that sampled, so that a
+  # rollout allows one optimizer step only.
   exactly_on_policy: bool = False
 
   def __call__(
@@ -87,13 +81,8 @@ def ppo_clip(
   """max(-A ρ, -A clip(ρ, 1-ε_l, 1+ε_h)), for A < 0 at most -A c.
 
   Schulman et al. 2017 (arXiv 1707.06347); ε_h > ε_l is DAPO's clip-higher (arXiv
-  2503.14476); c is the dual clip of Ye et al. 2020 (arXiv 1912.09729), as in verl. TRL
+  2503.14476); c is `dual_clip`, of Ye et al. 2020 (arXiv 1912.09729), as in verl. TRL
   and Search-R1 have no dual clip.
-
-  Args:
-    clip_low: ε_l.
-    clip_high: ε_h.
-    dual_clip: c > 1, or None.
   """
   _check_positive(clip_low=clip_low, clip_high=clip_high)
   if dual_clip is not None and not dual_clip > 1:
@@ -116,11 +105,8 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
   s and the gradient of its own log π (the paper's GSPO-token, as verl has it). A
   sequence is a segment: the mean is over its tokens that have a weight. TRL takes the
   gradient of s itself, which is the same if A is constant over a sequence. The paper
-  and verl average over each sequence first (AnnotatedLoss.sequence_mean).
-
-  Args:
-    clip_low: ε_l; the paper's, as clip_high.
-    clip_high: ε_h.
+  and verl average over each sequence first (AnnotatedLoss.sequence_mean), and the bounds
+  are the paper's.
   """
   _check_positive(clip_low=clip_low, clip_high=clip_high)
 
@@ -142,10 +128,6 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
   MiniMax 2025 (arXiv 2506.13585), in its and verl's convention: the bounds are measured
   from 1. TRL has no lower bound and measures from 0: its ε_max = 5 is clip_low = 1,
   clip_high = 4 here.
-
-  Args:
-    clip_low: ε_l.
-    clip_high: ε_h.
   """
   _check_positive(clip_low=clip_low, clip_high=clip_high)
   return _weighted_likelihood(lambda ratio: jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
@@ -154,12 +136,9 @@ def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
 def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
   """-A σ(τ (ρ - 1)) 4/τ: a soft gate in the clip's place, as steep as ρ at ρ = 1.
 
-  Soft adaptive policy optimization (arXiv 2511.20347). As in verl and TRL, it averages
-  over each sequence first (AnnotatedLoss.sequence_mean).
-
-  Args:
-    tau_positive: τ where A > 0.
-    tau_negative: τ elsewhere; the greater, the sooner a token fades out.
+  Soft adaptive policy optimization (arXiv 2511.20347). τ is tau_positive where A > 0, and
+  tau_negative elsewhere; the greater, the sooner a token fades out. As in verl and TRL,
+  it averages over each sequence first (AnnotatedLoss.sequence_mean).
   """
   _check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
 
@@ -192,12 +171,7 @@ def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surr
   Divergence PPO (arXiv 2602.04879): the trust region bounds the total variation between
   the binary distributions "this token or another", not the ratio; a token beyond it on
   the side that A pushes to has no loss. The defaults are TRL's; verl takes those of its
-  PPO clip.
-
-  Args:
-    low: δ_l.
-    high: δ_h.
-    cap: c.
+  PPO clip. δ_l, δ_h and c are the options low, high and cap.
   """
   _check_positive(low=low, high=high, cap=cap)
 
@@ -211,10 +185,7 @@ def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surr
 def value_clip(*, clip: float | None = 0.5) -> ValueLoss:
   """½ max((V - R)², (clip(V, V_old ± c) - R)²), PPO's value loss.
 
-  c is 0.5 in verl, 0.2 in SkyRL.
-
-  Args:
-    clip: c, or None for ½ (V - R)².
+  c is the option `clip`, 0.5 in verl, 0.2 in SkyRL; None gives ½ (V - R)².
   """
   if clip is not None:
     _check_positive(clip=clip)

@@ -30,15 +30,10 @@ _CUT = 20
 
 
 class Rounded(NamedTuple):
-  """An array of one byte a number.
+  """An array of one byte a number."""
 
-  Attributes:
-    codes: float8, of the array's shape.
-    scales: float32 [..., 1]; the array is codes * scales.
-  """
-
-  codes: Any
-  scales: Any
+  codes: Any  # float8, of the array's shape.
+  scales: Any  # float32 [..., 1]; the array is codes * scales.
 
 
 class Adam8State(NamedTuple):
@@ -107,10 +102,6 @@ KINDS = {'adamw': adamw, 'adamw8': adamw8, 'adafactor': adafactor}
 
 def make(options: config_lib.Optimizer, rate: float) -> optax.GradientTransformation:
   """Makes one of KINDS with clipped gradients and a linear warm-up of the rate.
-
-  Args:
-    options: The kind and its numbers, of which the learning rates are not read.
-    rate: The learning rate after the warm-up.
 
   Raises:
     ValueError: There is no such kind, or a number is out of its range or is not read by

@@ -1,6 +1,6 @@
 """Packing: the segments of a table into rows of a fixed length, and back.
 
-Letters: n rows of a table, R packed rows, T tokens of a packed row.
+Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,29 +25,24 @@ class MicrobatchShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The places of segments in packed rows.
+  """The places of segments in packed rows."""
 
-  Attributes:
-    lengths: The number of tokens of each segment.
-    places: The row of each segment, and its first column there.
-    rows: R, padding rows included.
-    row_tokens: T.
-  """
-
-  lengths: tuple[int, ...]
+  lengths: tuple[int, ...]  # The number of tokens of each segment.
+  # The row of each segment, and its first column there.
   places: tuple[tuple[int, int], ...]
-  rows: int
-  row_tokens: int
+  rows: int  # R, padding rows included.
+  row_tokens: int  # T.
 
   @functools.cached_property
   def positions(self) -> Int[np.ndarray, 'n']:
     """The position of each token in its segment."""
-    lengths = np.array(self.lengths, int)
+    lengths = np.array(self.lengths, int)  # 3, 2 -> 0 1 2 0 1
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
   @functools.cached_property
   def index(self) -> Int[np.ndarray, 'n']:
     """The index of each token in the flattened packed rows."""
+    # Segments of 3 and 2 at (row 0, column 0) and (1, 4), T = 8: 0 1 2 12 13.
     begins = [row * self.row_tokens + offset for row, offset in self.places]
     return self.positions + np.repeat(np.array(begins, int), self.lengths)
 
@@ -61,7 +56,7 @@ class Layout:
       numbers.append(seen[row])
     return np.repeat(np.array(numbers, int), self.lengths)
 
-  def place(self, column: np.ndarray, dtype) -> np.ndarray:
+  def place(self, column: np.ndarray, dtype) -> Any:
     """Packs a column [n] of all segments into an array [R, T], padded with 0."""
     out = np.zeros(self.rows * self.row_tokens, dtype)
     out[self.index] = column
@@ -75,58 +70,51 @@ class Layout:
 def plan_layout(
   lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1
 ) -> Layout:
-  """Assigns segments to rows by first-fit decreasing.
+  """Assigns segments to rows of `row_tokens` (T) by first-fit decreasing.
 
-  Args:
-    lengths: The number of tokens of each segment.
-    row_tokens: T.
-    row_multiple: R is rounded up to a multiple of this, so that all micro-batches are
-      full.
+  The number of rows (R) is rounded up to a multiple, so that all micro-batches are full.
 
   Raises:
     ValueError: A segment is longer than a row.
   """
-  longest = max(lengths, default=0)
-  if longest > row_tokens:
-    raise ValueError(
-      f'A segment of {longest} tokens does not fit a row of {row_tokens}: '
-      'raise row_tokens.'
-    )
-  used = np.zeros(len(lengths) + 1, int)  # Tokens of each row; there is one to spare.
+  check_lengths(lengths, row_tokens)
+  filled = np.zeros(len(lengths) + 1, int)  # Tokens of each row; there is one to spare.
   opened = 0
   places = [(0, 0)] * len(lengths)
   for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-    # The first row with room; the row after those in use has it.
-    row = int(np.argmax(used[: opened + 1] <= row_tokens - lengths[i]))
+    # The first row with room; the one after those that were opened has it.
+    row = int(np.argmax(filled[: opened + 1] <= row_tokens - lengths[i]))
     opened = max(opened, row + 1)
-    places[i] = (row, int(used[row]))
-    used[row] += lengths[i]
+    places[i] = (row, int(filled[row]))
+    filled[row] += lengths[i]
   rows = -(-max(opened, 1) // row_multiple) * row_multiple
   return Layout(tuple(lengths), tuple(places), rows, row_tokens)
 
 
-def pack(table: TokenTable, layout: Layout) -> types.Batch:
-  """Packs a table into one batch; advantages and weights that it lacks are 0.
+def check_lengths(lengths: Sequence[int], row_tokens: int) -> None:
+  """Raises ValueError if a segment is longer than a row."""
+  if (longest := max(lengths, default=0)) > row_tokens:
+    raise ValueError(
+      f'A segment of {longest} tokens does not fit a row of {row_tokens}: '
+      'raise row_tokens.'
+    )
 
-  Args:
-    table: The table. Every column that Batch has a field for is packed, as float32.
-    layout: The layout of its segments.
-  """
-  columns = {name: getattr(table, name, None) for name in types.Batch._fields[4:]}
+
+def pack(table: TokenTable, layout: Layout) -> types.Batch:
+  """Packs a table into one batch; advantages and weights that it lacks are 0."""
+  zeros = np.zeros((layout.rows, layout.row_tokens), np.float32)
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
-  numbers: dict[str, Any] = {
-    name: layout.place(column, np.float32)
-    for name, column in columns.items()
-    if column is not None
-  }
-  nothing: Any = np.zeros((layout.rows, layout.row_tokens), np.float32)
-  texts: dict[str, Any] = {
-    'tokens': layout.place(table.tokens, np.int32),
-    'positions': layout.place(layout.positions, np.int32),
-    'segment_ids': layout.place(layout.segment_ids, np.int32),
-    'action_mask': layout.place(table.action_mask, bool),
-  }
-  return types.Batch(**texts, **{'advantages': nothing, 'weights': nothing} | numbers)
+  arrays: dict[str, Any] = {'advantages': zeros, 'weights': zeros}
+  for name in types.Batch._fields[4:]:
+    if (column := getattr(table, name, None)) is not None:
+      arrays[name] = layout.place(column, np.float32)
+  return types.Batch(
+    tokens=layout.place(table.tokens, np.int32),
+    positions=layout.place(layout.positions, np.int32),
+    segment_ids=layout.place(layout.segment_ids, np.int32),
+    action_mask=layout.place(table.action_mask, bool),
+    **arrays,
+  )
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
@@ -140,8 +128,7 @@ def pack_microbatches(
 ) -> tuple[list[types.Batch], Layout]:
   """Packs a table into micro-batches.
 
-  Returns:
-    The micro-batches, and the layout of the batch that they are parts of.
+  Returns the layout of the whole batch too.
 
   Raises:
     ValueError: A segment is longer than a row.

@@ -1,6 +1,6 @@
 """Transforms of rewards, applied before advantages are estimated.
 
-A transform takes the visible rows of a table (rl/table.py) and returns the table with
+A transform takes the visible tokens of a table (rl/table.py) and returns the table with
 another column `rewards`. One that changes the unit of the rewards (`by_reward_to_go`)
 changes that of their named `parts` too; one that adds to the rewards does not change the
 parts. `less_kl` comes last, because the others measure the environment's rewards.
@@ -20,10 +20,6 @@ def by_reward_to_go(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
   """r' = r / (max over the batch of |Σ_{u≥t} r_u| + ε): no return is beyond ±1.
 
   The normalisation of process rewards in Agent-R1's paper-era code (arXiv 2511.14460).
-
-  Args:
-    table: The table of the whole batch.
-    eps: Added to the divisor.
   """
   to_go = discounted_sum(table.trajectory, table.rewards, 1.0)
   scale = np.abs(to_go).max(initial=0.0) + eps
@@ -45,12 +41,8 @@ def overlong(
   paper's and TRL's is floor = -1. The length of an episode is the number of its action
   tokens, because the policy does not control the length of what tools write.
 
-  Args:
-    table: Any table.
-    limit: The length, in tokens, at which the penalty is `factor`.
-    buffer: The number of tokens before the limit at which the penalty begins.
-    factor: The penalty at the limit.
-    floor: The lower bound of the penalty, or None.
+  `limit` and `buffer` are numbers of tokens, `factor` is the penalty at the limit, and
+  `floor` its lower bound.
 
   Raises:
     ValueError: The buffer is not in 1 ... limit.
@@ -75,15 +67,8 @@ def less_kl(
 ) -> TokenTable:
   """r'_t = r_t - β kl(log π_t, log π_ref,t) at every action token.
 
-  The KL in the reward (arXiv 1909.08593), as in verl.
-
-  Args:
-    table: A table with ref_logprobs.
-    coef: β.
-    estimator: One of rl/kl.py: (logprobs, ref_logprobs) -> the KL of each token.
-
-  Raises:
-    ValueError: The table has no ref_logprobs.
+  The KL in the reward (arXiv 1909.08593), as in verl. β is `coef`, and the estimator one
+  of rl/kl.py: (logprobs, ref_logprobs) -> the KL of each token.
   """
   actions, rewards = table.action_mask, table.rewards.copy()
   kl = estimator(table.logprobs[actions], table.column('ref_logprobs')[actions])

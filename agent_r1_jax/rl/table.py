@@ -1,17 +1,17 @@
-"""The token table: one row for each token of a rollout, one column for each quantity.
+"""The token table: the tokens of a rollout, with a column for each quantity.
 
 `build` makes a table of trajectories, models add columns to it (rl/credit.py), estimators
 are functions of its columns (rl/rewards.py, rl/advantages.py, rl/correction.py), and
-packing copies its rows into the device's batch (rl/packing.py). Columns are NumPy arrays
-on the host; estimators compute in float64. A table is never modified:
+packing copies them into the rows of the device's batch (rl/packing.py). Columns are NumPy
+arrays on the host; estimators compute in float64. A table is never modified:
 `dataclasses.replace(table, rewards=...)` returns another one.
 
 Rows are in the order of trajectories, of their segments, and of the tokens in these.
-Three columns say where a row belongs: `trajectory`, `turn` and `segment` hold numbers
+Three columns say where a token belongs: `trajectory`, `turn` and `segment` hold numbers
 that are counted over the whole batch. They also broadcast: if x has a number for each
-trajectory, `x[table.trajectory]` has one for each row.
+trajectory, `x[table.trajectory]` has one for each token.
 
-Letters: n rows, K turns, N trajectories.
+Letters: n tokens, K turns, N trajectories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,60 +32,51 @@ class TokenTable:
   """The tokens of some trajectories, or the subset of them that an estimator sees.
 
   A column that has not been computed is None.
-
-  Attributes:
-    tokens: int32 token ids.
-    action_mask: True where the policy sampled the token.
-    logprobs: log π of the token under the policy before the update, with which the ratio
-      of a loss is formed. Without a correction these are the sampler's log-probs.
-    behaviour_logprobs: log π of the token under the policy that sampled it; 0 off the
-      action mask.
-    policy_steps: int32, the number of updates that the sampling policy had received.
-    rewards: The reward of a turn on its last action token, 0 on all other tokens.
-    segment: The number of the row's segment.
-    turn: The number of the row's turn. What the environment wrote after a reply belongs
-      to the reply's turn; tokens before the first reply of a segment have -1.
-    trajectory: The number of the row's trajectory.
-    turn_trajectory: The trajectory of each turn.
-    states: An id of the text that the policy was shown right before each turn; equal
-      texts have equal ids.
-    group: The group of each trajectory, counted from 0. The members of a group answered
-      the same task.
-    truncated: Whether a budget, and not the environment, ended the trajectory.
-    parts: Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
-    baselines: The reward of the greedy episode of each trajectory's task.
-    final_values: The critic's value of the state after each trajectory's last token.
-    values: The critic's value of the state before the token.
-    ref_logprobs: log π of the token under the reference policy.
-    advantages: The advantage of the token.
-    returns: The regression target of the critic.
-    weights: The weight of the token in the loss.
-    kl_weights: The weight of the token in the KL term of the loss, coefficient included.
-    correction: The importance weight of the token; 1 off the action mask.
   """
 
-  tokens: Int[np.ndarray, 'n']
-  action_mask: Bool[np.ndarray, 'n']
+  tokens: Int[np.ndarray, 'n']  # int32 token ids.
+  action_mask: Bool[np.ndarray, 'n']  # True where the policy sampled the token.
+  # log π of the token under the policy before the update, with which the ratio of a loss
+  # is formed. Without a correction these are the sampler's log-probs.
   logprobs: Float[np.ndarray, 'n']
+  # The log-prob of the token in the distribution that it was sampled from: that of the
+  # policy of `policy_steps`, as guides and truncation changed it; 0 off the action mask.
   behaviour_logprobs: Float[np.ndarray, 'n']
+  # int32, the number of rollouts that the sampling policy had learned from; 0 off the
+  # action mask.
   policy_steps: Int[np.ndarray, 'n']
+  # The reward of a turn on its last action token, 0 on all other tokens.
   rewards: Float[np.ndarray, 'n']
-  segment: Int[np.ndarray, 'n']
+  segment: Int[np.ndarray, 'n']  # The number of the token's segment.
+  # The number of the token's turn. What the environment wrote after a reply belongs to
+  # the reply's turn; tokens before the first reply of a segment have -1.
   turn: Int[np.ndarray, 'n']
-  trajectory: Int[np.ndarray, 'n']
-  turn_trajectory: Int[np.ndarray, 'K']
+  trajectory: Int[np.ndarray, 'n']  # The number of the token's trajectory.
+  turn_trajectory: Int[np.ndarray, 'K']  # The trajectory of each turn.
+  # An id of the text that the policy was shown before each turn: what is new since its
+  # last turn, or a whole new context. Equal texts have equal ids.
   states: Int[np.ndarray, 'K']
+  # The group of each trajectory, counted from 0. The members of a group answered the same
+  # task.
   group: Int[np.ndarray, 'N']
+  # Whether a budget, and not the environment, ended the trajectory.
   truncated: Bool[np.ndarray, 'N']
+  # Named parts of the trajectories' rewards; 0 where a trajectory lacks one.
   parts: Mapping[str, Float[np.ndarray, 'N']] = dataclasses.field(default_factory=dict)
+  # The reward of the greedy episode of each trajectory's task.
   baselines: Float[np.ndarray, 'N'] | None = None
+  # The critic's value of the state after each trajectory's last token.
   final_values: Float[np.ndarray, 'N'] | None = None
+  # The critic's value of the state before the token.
   values: Float[np.ndarray, 'n'] | None = None
+  # log π of the token under the reference policy.
   ref_logprobs: Float[np.ndarray, 'n'] | None = None
-  advantages: Float[np.ndarray, 'n'] | None = None
-  returns: Float[np.ndarray, 'n'] | None = None
-  weights: Float[np.ndarray, 'n'] | None = None
+  advantages: Float[np.ndarray, 'n'] | None = None  # The advantage of the token.
+  returns: Float[np.ndarray, 'n'] | None = None  # The regression target of the critic.
+  weights: Float[np.ndarray, 'n'] | None = None  # The weight of the token in the loss.
+  # The weight of the token in the KL term of the loss, coefficient included.
   kl_weights: Float[np.ndarray, 'n'] | None = None
+  # The importance weight of the token; 1 off the action mask.
   correction: Float[np.ndarray, 'n'] | None = None
 
   def __len__(self) -> int:
@@ -115,39 +106,38 @@ class TokenTable:
 
   @property
   def lengths(self) -> Int[np.ndarray, 'N']:
-    """The number of rows of each trajectory."""
+    """The number of tokens of each trajectory."""
     return np.bincount(self.trajectory, minlength=len(self.group))
 
   @property
   def segment_lengths(self) -> Int[np.ndarray, 'S']:
-    """The number of rows of each segment that has any, in the table's order."""
+    """The number of tokens of each segment that has any, in the table's order."""
     return np.diff(np.append(starts(self.segment), len(self)))
 
-  def take(self, rows: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
-    """Selects rows, in the given order; all turns and trajectories keep their columns."""
-    return self._map_rows(lambda column: column[rows])
+  def take(self, which: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
+    """Selects tokens, in the given order; turns and trajectories keep their columns."""
+    return self._map_tokens(lambda column: column[which])
 
-  def find_rows(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
-    """Returns the rows of some trajectories, in the order given."""
+  def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
+    """Returns the numbers of the tokens of some trajectories, in the order given."""
     spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
     return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
 
-  def visible_rows(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
-    """Returns a mask of the rows that estimators see.
+  def find_visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
+    """Returns a mask of the tokens that estimators see.
 
-    Args:
-      action_mask: True selects the action tokens. False selects everything after the
-        first prompt of a segment (the paper's ablation): the environment's tokens take
-        part as if the policy had sampled them.
+    With `action_mask` these are the action tokens; without, everything after the first
+    prompt of a segment (the paper's ablation): the environment's tokens take part as if
+    the policy had sampled them.
     """
     return self.action_mask if action_mask else self.turn >= 0
 
   def scatter(
-    self, rows: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
+    self, which: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
   ) -> Float[np.ndarray, 'n']:
-    """Returns a column with x in the chosen rows and `rest` in the others."""
+    """Returns a column with x at the chosen tokens and `rest` at the others."""
     column = np.full(len(self), rest)
-    column[rows] = x
+    column[which] = x
     return column
 
   def add_prefixes(
@@ -155,16 +145,13 @@ class TokenTable:
   ) -> tuple['TokenTable', Bool[np.ndarray, 'm']]:
     """Inserts further tokens before every segment.
 
-    Args:
-      prefixes: The tokens of each trajectory's prefix. Their other columns are 0.
-
     Returns:
-      The longer table, and a mask of the rows that this table has too.
+      The longer table, and a mask of the tokens that this table has too.
     """
     first = starts(self.segment)
     inserted = [prefixes[i] for i in self.trajectory[first]]
     before = np.repeat(first, [len(tokens) for tokens in inserted])
-    longer = self._map_rows(lambda column: np.insert(column, before, 0))
+    longer = self._map_tokens(lambda column: np.insert(column, before, 0))
     longer = dataclasses.replace(
       longer,
       tokens=np.insert(self.tokens, before, np.concatenate([_NO_TOKENS, *inserted])),
@@ -174,35 +161,34 @@ class TokenTable:
     )
     return longer, np.insert(np.ones(len(self), bool), before, False)
 
-  def list_actions(self, trajectory: int) -> dict[str, list]:
-    """Returns the columns of a trajectory's action tokens as lists, for a log.
+  def list_tokens(self) -> dict[str, list]:
+    """Returns the columns that describe tokens as lists, for a log.
 
-    Turns are counted from 1, and numbers are rounded to four decimals. Columns that have
-    not been computed are left out.
+    Action masks become 0 and 1, and other numbers are rounded to four decimals.
+    `segments` has the number of tokens of each segment. Columns that have not been
+    computed are left out.
     """
-    rows = self.take((self.trajectory == trajectory) & self.action_mask)
-    columns = {name: getattr(rows, name) for name in _LOGGED}
-    first = np.min(rows.turn, initial=len(self.states))
-    return {'turn': (rows.turn - first + 1).tolist()} | {
-      name: np.round(column, 4).tolist()
+    columns = {name: getattr(self, name) for name in _LOGGED}
+    return {'segments': self.segment_lengths.tolist()} | {
+      name: (column + 0 if column.dtype == bool else np.round(column, 4)).tolist()
       for name, column in columns.items()
       if column is not None
     }
 
-  def _map_rows(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
-    names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_ROWS
+  def _map_tokens(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
+    names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_TOKENS
     columns = {name: getattr(self, name) for name in names}
     return dataclasses.replace(
       self, **{name: change(x) for name, x in columns.items() if x is not None}
     )
 
 
-# These columns have a number for each turn or each trajectory, the others for each row.
-_NOT_OF_ROWS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
-_NOT_OF_ROWS |= {'final_values'}
+# These columns have a number for each turn or each trajectory, the others for each token.
+_NOT_OF_TOKENS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
+_NOT_OF_TOKENS |= {'final_values'}
 # The columns of a token that are logged.
-_LOGGED = ('tokens', 'policy_steps', 'logprobs', 'behaviour_logprobs', 'ref_logprobs')
-_LOGGED += ('rewards', 'values', 'advantages', 'returns', 'correction')
+_LOGGED = ('tokens', 'action_mask', 'policy_steps', 'logprobs', 'behaviour_logprobs')
+_LOGGED += ('ref_logprobs', 'rewards', 'values', 'advantages', 'returns', 'correction')
 # What a user has to do to get a column that is missing.
 _REMEDIES = {
   'values': 'set value_loss of the algorithm, so that there is a critic',
@@ -219,11 +205,9 @@ _REMEDIES = {
 def build(
   trajectories: Sequence[types.Trajectory], baselines: Sequence[float] | None = None
 ) -> TokenTable:
-  """Makes the table of all tokens of some trajectories.
+  """Makes the table of all tokens of some trajectories; it shares no array with them.
 
-  Args:
-    trajectories: The trajectories; the table shares no array with them.
-    baselines: The reward of the greedy episode of each trajectory's task.
+  `baselines` are the rewards of the greedy episode of each trajectory's task.
 
   Raises:
     ValueError: A turn has no tokens, or some that are not actions: its reward would be
@@ -249,60 +233,74 @@ def build(
   )
 
 
-def _turn_columns(trajectories, table: TokenTable):
+def _turn_columns(
+  trajectories: Sequence[types.Trajectory], table: TokenTable
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns the columns `turn`, `rewards` and `states`; see TokenTable.
+
+  An example: a trajectory of two segments, with the number of each token in the table and
+  a picture of it ('.' for the environment's, the number of the turn for actions):
+
+    number    0  1  2  3  4  5  6  7 |  8  9 10
+    picture   .  .  0  0  .  1  1  . |  .  .  2
+    turn     -1 -1  0  0  0  1  1  1 | -1 -1  2
+
+  Turn 1 starts at 5, stops at 7, and has its reward at 6. Its state is token 4, the text
+  that the policy was shown since its last turn.
 
   Raises:
     ValueError: The turns do not hold every action token once and in order.
   """
-  acted = np.append(0, np.cumsum(table.action_mask))  # Actions before each row.
-  rewards, turn, states = np.zeros(len(table)), np.full(len(table), -1), []
+  turns = [x for t in trajectories for x in t.turns]
+  owner = np.repeat(np.arange(len(trajectories)), [len(t.turns) for t in trajectories])
+  segments = [len(s.tokens) for t in trajectories for s in t.segments]
+  edges = np.cumsum([0, *segments])  # Where segments begin, and the last one's end.
+  before = np.cumsum([0, *(len(t.segments) for t in trajectories)])
+  segment = before[owner] + np.array([x.segment for x in turns], int)
+  begin, end = edges[segment], edges[segment + 1]
+  start = begin + np.array([x.start for x in turns], int)
+  stop = begin + np.array([x.stop for x in turns], int)
+  _check_turns(trajectories, table, owner, begin, start, stop, end)
+  turn, rewards, states = np.full(len(table), -1), np.zeros(len(table)), []
   texts: dict[bytes, int] = {}
-  begin = 0  # The row where the trajectory begins.
-  for t in trajectories:
-    edges = [begin]
-    for segment in t.segments:
-      edges.append(edges[-1] + len(segment.tokens))
-    last, reached = None, begin  # The turn before, and the row where it stopped.
-    for number, x in enumerate(t.turns):
-      first, end = edges[x.segment : x.segment + 2]  # The rows of the turn's segment.
-      start, stop = first + x.start, first + x.stop  # The rows of its reply.
-      inside = first <= start < stop <= end
-      if not inside or acted[stop] - acted[start] != stop - start:
-        raise ValueError(
-          f'Turn {number} of task {t.task.id!r} spans tokens {x.start}:{x.stop}, which '
-          'are not all action tokens; its reward would be lost.'
-        )
-      if acted[start] != acted[reached]:
-        raise _wrong_turns(t)
-      # What the environment wrote after a reply belongs to the reply's turn.
-      turn[start:end] = len(states)
-      rewards[stop - 1] = x.reward
-      # A state is named by the text that is new to the policy: what stands between the
-      # end of its last turn and this turn. A segment may also repeat the text of the one
-      # before, as in an append-only episode that is stored as steps.
-      known = first
-      if last and last.segment == x.segment:
-        known = reached
-      elif last and np.array_equal(
-        before := t.segments[last.segment].tokens[: last.stop],
-        t.segments[x.segment].tokens[: last.stop],
-      ):
-        known = first + len(before)
-      text = table.tokens[known:start].tobytes()
-      states.append(texts.setdefault(text, len(texts)))
-      last, reached = x, stop
-    begin = edges[-1]
-    if acted[begin] != acted[reached]:
-      raise _wrong_turns(t)
+  for k, x in enumerate(turns):
+    # The turns after it in its segment overwrite their part.
+    turn[start[k] : end[k]] = k
+    rewards[stop[k] - 1] = x.reward
+    shown = begin[k]
+    if k and owner[k - 1] == owner[k]:
+      # What the policy has read up to its last turn. It is in the same segment, or a new
+      # segment repeats it, as in an append-only episode that is stored as steps.
+      known = table.tokens[begin[k - 1] : stop[k - 1]]
+      repeats = np.array_equal(table.tokens[shown : end[k]][: len(known)], known)
+      shown += len(known) if repeats else 0
+    text = table.tokens[shown : start[k]].tobytes()
+    states.append(texts.setdefault(text, len(texts)))
   return turn, rewards, np.array(states, int)
 
 
-def _wrong_turns(trajectory: types.Trajectory) -> ValueError:
-  return ValueError(
-    f'The turns of task {trajectory.task.id!r} do not hold its action tokens, each once '
-    'and in order.'
+def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end) -> None:
+  """Raises ValueError unless the turns hold every action token once and in order."""
+  acted = np.append(0, np.cumsum(table.action_mask))  # Actions before each token.
+  inside = (begin <= start) & (start < stop) & (stop <= end)
+  inside &= acted[np.minimum(stop, len(table))] - acted[start.clip(0, len(table))] == (
+    stop - start
   )
+  for k in np.flatnonzero(~inside)[:1]:
+    number, t = k - np.searchsorted(owner, owner[k]), trajectories[owner[k]]
+    raise ValueError(
+      f'Turn {number} of task {t.task.id!r} spans tokens {start[k] - begin[k]}:'
+      f'{stop[k] - begin[k]}, which are not all action tokens; its reward would be lost.'
+    )
+  ordered = np.ones(len(start), bool)
+  ordered[1:] = start[1:] >= stop[:-1]
+  for i, t in enumerate(trajectories):
+    mine, actions = owner == i, sum(s.action_mask.sum() for s in t.segments)
+    if not ordered[mine].all() or (stop - start)[mine].sum() != actions:
+      raise ValueError(
+        f'The turns of task {t.task.id!r} do not hold its action tokens, each once and '
+        'in order.'
+      )
 
 
 def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
@@ -394,11 +392,8 @@ def map_by(
   map_by([table.group], table.scores, np.mean) is, for each trajectory, the mean score of
   its group.
 
-  Args:
-    keys: Arrays of integers; the members of a group have equal integers in all of them.
-    x: The numbers.
-    measure: Takes the numbers of a group, in their order; returns as many, or one for
-      all of them.
+  The members of a group have equal integers in all arrays of `keys`. `measure` takes the
+  numbers of a group, in their order, and returns as many, or one for all of them.
   """
   members: dict[tuple, list[int]] = {}
   for i, key in enumerate(zip(*(k.tolist() for k in keys), strict=True)):

@@ -25,29 +25,20 @@ from agent_r1_jax.rl import table as table_lib
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The constants of a run that learning depends on.
+  """The constants of a run that learning depends on."""
 
-  Attributes:
-    model: The shape of policy and critic.
-    algorithm: The algorithm.
-    shape: The shape of micro-batches.
-    optimizers: 'policy' and, if the critic is a model of its own, 'critic'.
-    schedule: The number of epochs and mini-batches, and when the engine gets a new
-      policy.
-    reference_model: The shape of the reference policy, if it differs from `model`.
-    temperature: The temperature at which tokens are sampled.
-    seed: The seed of the order of trajectories.
-    offload: Whether optimizer states are in the host's memory between updates.
-  """
-
-  model: decoder.DecoderConfig
-  algorithm: algorithms.Algorithm
-  shape: packing.MicrobatchShape
+  model: decoder.DecoderConfig  # The shape of policy and critic.
+  algorithm: algorithms.Algorithm  # The algorithm.
+  shape: packing.MicrobatchShape  # The shape of micro-batches.
+  # 'policy' and, if the critic is a model of its own, 'critic'.
   optimizers: dict[str, optax.GradientTransformation]
+  # The number of epochs and mini-batches, and when the engine gets a new policy.
   schedule: config_lib.Schedule = dataclasses.field(default_factory=config_lib.Schedule)
+  # The shape of the reference policy, if it differs from `model`.
   reference_model: decoder.DecoderConfig | None = None
-  temperature: float = 1.0
-  seed: int = 0
+  temperature: float = 1.0  # The temperature at which tokens are sampled.
+  seed: int = 0  # The seed of the order of trajectories.
+  # Whether optimizer states are in the host's memory between updates.
   offload: bool = False
 
   @property
@@ -76,23 +67,16 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """The state that learning passes from rollout to rollout; `learn` returns a new one.
+  """The state that learning passes from rollout to rollout; `learn` returns a new one."""
 
-  Attributes:
-    states: 'policy' and, if the critic is a model of its own, 'critic'.
-    reference: The reference policy's parameters, if there is one.
-    sampler: The parameters that the engine samples from, before adapters are merged.
-    sampler_step: The number of rollouts that `sampler` has learned from.
-    kl_coef: The present coefficient of the algorithm's KL term.
-    step: The number of rollouts learned from.
-  """
-
+  # 'policy' and, if the critic is a model of its own, 'critic'.
   states: dict[str, learner.ModelState]
-  reference: decoder.Params | None
+  reference: decoder.Params | None  # The reference policy's parameters, if there is one.
+  # The parameters that the engine samples from, before adapters are merged.
   sampler: decoder.Params
-  sampler_step: int = 0
-  kl_coef: float = 0.0
-  step: int = 0
+  sampler_step: int = 0  # The number of rollouts that `sampler` has learned from.
+  kl_coef: float = 0.0  # The present coefficient of the algorithm's KL term.
+  step: int = 0  # The number of rollouts learned from.
 
   def checkpoint_arrays(self, plan: Plan) -> dict[str, Any]:
     """Returns the arrays of a checkpoint, without those that can be loaded or derived."""
@@ -110,12 +94,7 @@ class TrainState:
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
   def restore(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
-    """Returns the state of a checkpoint, with the frozen parameters of this one.
-
-    Args:
-      arrays: What `checkpoint_arrays` returned.
-      numbers: What `checkpoint_numbers` returned.
-    """
+    """Returns the state of a checkpoint, with the frozen parameters of this one."""
     states = {}
     for name, state in self.states.items():
       params = _with_frozen_of(arrays[name].params, state.params)
@@ -137,18 +116,12 @@ def init(
 
   A critic of its own starts as a copy of the policy with a value head of zeros. Policy,
   critic and reference share frozen parameters; with LoRA only the adapters are copied.
-
-  Args:
-    params: The policy's parameters.
-    plan: The run's constants.
-    reference: The parameters of a reference policy other than the initial policy.
   """
   if reference is None and plan.algorithm.needs_reference:
     reference = _copy_learned(params)
   models = {'policy': params}
   if 'critic' in plan.optimizers:
-    head = sharding.init_sharded(functools.partial(_value_head, plan.model))
-    models['critic'] = _copy_learned(params) | head
+    models['critic'] = decoder.add_value_head(_copy_learned(params))
   states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
   if plan.offload:
     for name, state in states.items():
@@ -201,7 +174,7 @@ def learn(
       prefixes=prefixes,
     )
     table, estimated = credit.estimate(table, algorithm, kl_coef=kl_coef)
-    states, updated = _update(train_state, table, plan, prefixes)
+    states, updated = _run_epochs(train_state, table, plan, prefixes)
     metrics |= estimated | updated
   if kl and 'kl' in metrics:
     kl_coef = kl.control(kl_coef, metrics['kl'], len(trajectories))
@@ -211,11 +184,9 @@ def learn(
   train_state = dataclasses.replace(
     train_state, states=states, reference=reference, kl_coef=kl_coef, step=step
   )
-  return (
-    (train_state if plan.syncs_before_update else sync_sampler(train_state, plan)),
-    metrics,
-    table,
-  )
+  if not plan.syncs_before_update:
+    train_state = sync_sampler(train_state, plan)
+  return train_state, metrics, table
 
 
 def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
@@ -223,29 +194,17 @@ def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
 
   `learn` calls it, unless plan.syncs_before_update.
   """
-  if (
-    train_state.step % plan.schedule.sync_every
-    or train_state.sampler_step == train_state.step
-  ):
+  step = train_state.step
+  if step % plan.schedule.sync_every or train_state.sampler_step == step:
     return train_state
   sampler = _sampler_params(train_state.states['policy'].params, plan)
-  return dataclasses.replace(train_state, sampler=sampler, sampler_step=train_state.step)
+  return dataclasses.replace(train_state, sampler=sampler, sampler_step=step)
 
 
 def _models(train_state: TrainState, plan: Plan) -> credit.Models:
-  policy = train_state.states['policy'].params
-  critic = (
-    train_state.states['critic'].params if 'critic' in train_state.states else policy
-  )
-  reference_model = plan.reference_model or plan.model
+  states, reference_model = train_state.states, plan.reference_model or plan.model
+  policy, critic = states['policy'].params, states.get('critic', states['policy']).params
   return credit.Models(policy, plan.model, critic, train_state.reference, reference_model)
-
-
-def _value_head(model):
-  """Makes a value head of zeros, and only the shapes of the rest of the model."""
-  make = functools.partial(decoder.init, model, value_head=True)
-  shapes = jax.eval_shape(make, jax.random.key(0))['value_head']
-  return {'value_head': jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)}
 
 
 def _sampler_params(params, plan):
@@ -264,7 +223,7 @@ def _with_frozen_of(learned, params):
   return lora.join(learned, lora.split(params)[1])
 
 
-def _update(
+def _run_epochs(
   train_state: TrainState, table: table_lib.TokenTable, plan: Plan, prefixes
 ) -> tuple[dict[str, learner.ModelState], dict[str, float]]:
   """Makes the optimizer steps of all epochs; returns the new states and mean metrics."""

@@ -98,6 +98,7 @@ class DialogueEnv(env.ToolEnv):
     )
     if not isinstance(text, str):
       raise ValueError(f'the user said {text!r:.100}; it must be a text.')
+    # What follows the mark is not said.
     said, mark, _ = text.partition(self._stop)
     return {'role': 'user', 'content': said.strip()}, bool(mark)
 

@@ -12,13 +12,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import workers
+from agent_r1_jax.agent import isolated, workers
 
 # The time for TextWorld to be imported, once.
 _START_SECONDS = 120.0
@@ -87,24 +86,9 @@ class _Nursery:
 
   def __init__(self):
     self.control, there = socket.socketpair()
-    paths = os.pathsep.join(p or os.curdir for p in sys.path)
-    self.process = subprocess.Popen(
-      [sys.executable, '-m', __name__, str(there.fileno())],
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.DEVNULL,
-      pass_fds=[there.fileno()],
-      # Ctrl-C and signals to the trainer's group do not reach it. One thread: it forks.
-      start_new_session=True,
-      env=os.environ | {'PYTHONPATH': paths, 'OPENBLAS_NUM_THREADS': '1'},
-    )
+    self.process = isolated.start_module(__name__, there.fileno())
     there.close()
-    weakref.finalize(self, _end, self.process, self.control)
-
-
-def _end(process: subprocess.Popen, control: socket.socket):
-  process.kill()
-  process.wait()
-  control.close()
+    weakref.finalize(self, isolated.end_process, self.process, self.control)
 
 
 _nursery: _Nursery | None = None
@@ -126,6 +110,8 @@ def _run_nursery(control: socket.socket):
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the games.
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Nor reads what they print.
+  os.environ['OPENBLAS_NUM_THREADS'] = '1'  # One thread: it forks.
   try:
     from textworld import logic  # pyright: ignore[reportMissingImports]
     from textworld.generator import data  # pyright: ignore[reportMissingImports]

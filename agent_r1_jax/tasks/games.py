@@ -76,6 +76,7 @@ class GameEnv:
     if action is None:
       message = {'role': 'user', 'content': NO_ACTION}
       return types.Step([message], metrics={'no_action': 1.0})
+    # Told by a metric only: many games take more commands than they list.
     missed = float(bool(self._admissible) and not _is_offered(action, self._admissible))
     text, reward, terminated, truncated, info = self._game.step(action)
     metrics = {'no_action': 0.0, 'inadmissible': missed}
@@ -101,9 +102,9 @@ class GameEnv:
     return {'role': 'user', 'content': text}
 
 
-def make_task(identity: str, **info: Any) -> types.Task:
+def make_task(task_id: str, **info: Any) -> types.Task:
   """Makes a task with the prompt that says how to act; `info` is for make_game."""
-  return types.Task(identity, [{'role': 'system', 'content': PROMPT}], info=info)
+  return types.Task(task_id, [{'role': 'system', 'content': PROMPT}], info=info)
 
 
 def gymnasium_tasks(seeds: Iterable[int]) -> list[types.Task]:

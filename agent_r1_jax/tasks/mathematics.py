@@ -55,13 +55,13 @@ def load(path: str | os.PathLike) -> list[Task]:
     else:
       question = documents.text_field(where, row, 'question')
       answer = _gsm8k_answer(where, row)
-    identity = str(row.get('id', f'{name}-{number}'))
+    task_id = str(row.get('id', f'{name}-{number}'))
     if not answer:
-      unanswered.append(identity)
+      unanswered.append(task_id)
       continue
     info = {key: row[key] for key in ('level', 'type') if key in row}
     messages = [{'role': 'user', 'content': question}]
-    tasks.append(Task(identity, messages, answer, info | {'question': question}))
+    tasks.append(Task(task_id, messages, answer, info | {'question': question}))
   if unanswered:
     warnings.warn(
       f'{path}: {len(unanswered)} rows have no answer and are left out: '
@@ -180,6 +180,7 @@ def find_equal_in_limits(answers: Sequence[str]) -> list[int]:
   _limit_memory()
   found: list[int] = []
   for i, answer in enumerate(answers):
+    # Only the first of equal ones is compared with, which saves most gradings.
     firsts = (j for j in range(i) if found[j] == j and is_equal(answer, answers[j]))
     found.append(next(firsts, i))
   return found

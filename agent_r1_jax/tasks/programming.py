@@ -57,14 +57,14 @@ def load_humaneval(path: str | os.PathLike) -> list[Task]:
   tasks = []
   for where, row in documents.read_rows(path):
     names = ('task_id', 'prompt', 'entry_point', 'test')
-    identity, prompt, entry, test = (documents.text_field(where, row, n) for n in names)
+    task_id, prompt, entry, test = (documents.text_field(where, row, n) for n in names)
     question = f'Complete this function:\n\n```python\n{prompt.rstrip()}\n```'
     answer = {
       'prompt': prompt,
       'tests': [f'{test}\ncheck({entry})'],
       'entry_point': entry,
     }
-    tasks.append(_make_task(identity, question, answer))
+    tasks.append(_make_task(task_id, question, answer))
   return tasks
 
 
@@ -176,6 +176,8 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
         # Its helpers, which tests call too, are not the program's to define anew.
         exec(_finish_prompt(prompt), scope)
       else:
+        # Tests of MBPP call what the program defines. Its builtins and modules are this
+        # process's own, so that a program cannot replace them.
         known = {*_MODULES, *dir(builtins)}
         new = [n for n in remote.names if n not in known and not n.startswith('__')]
         scope |= {name: remote.function(name) for name in new}
@@ -302,9 +304,9 @@ def _source() -> str:
     return file.read()
 
 
-def _make_task(identity: str, question: str, answer: dict[str, Any]) -> Task:
+def _make_task(task_id: str, question: str, answer: dict[str, Any]) -> Task:
   message = {'role': 'user', 'content': question}
-  return Task(identity, [message], answer, {'question': question})
+  return Task(task_id, [message], answer, {'question': question})
 
 
 def _with_prompt(task: Task, prompt: str) -> Task:

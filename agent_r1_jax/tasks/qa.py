@@ -136,6 +136,7 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   """
   replies = _replies(messages)
   last = replies[-1] if replies else ''
+  # Exactly one pair: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None
   parse = calls.chat_format.get().parse
@@ -176,6 +177,7 @@ def _shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
   said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
   lines = {line for line in said.splitlines() if '(Title: ' in line}
   marks = {f'(Title: {title})': title for title in task.info['supporting_titles']}
+  # A gold title counts once, however often it is shown; any other line is a passage.
   gold = {title for mark, title in marks.items() if mark in said}
   return gold | {line for line in lines if not any(mark in line for mark in marks)}
 

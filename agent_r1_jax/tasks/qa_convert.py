@@ -95,6 +95,7 @@ def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
     seen.add(task.id)
     if 'paragraphs' in row:  # MuSiQue says its type in the id: 2hop__1_2, 3hop1__1_2_3.
       task.info['type'] = task.id.partition('__')[0]
+    # Titles repeat in the corpus, but not in a row: an id is looked up in its own row.
     ids = {}
     for passage in found:
       corpus.setdefault(passage, f'p{len(corpus)}')

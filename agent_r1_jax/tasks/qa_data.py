@@ -16,7 +16,6 @@ import pathlib
 from typing import Any
 
 from agent_r1_jax.retrieval import documents
-from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.types import Task
 
 # What `--data=` takes: a folder of passages and questions. Where it has a TFDS data set
@@ -84,11 +83,6 @@ def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
       raise ValueError(f'{where}: id {task.id!r} was taken before; make ids unique')
     tasks[task.id] = task
   return list(tasks.values())
-
-
-def jsonl(path: str | os.PathLike) -> list[Task]:
-  """Reads tasks from JSON lines of the project's own layout, `jsonl_row`."""
-  return load(path, jsonl_row)
 
 
 def jsonl_row(where: str, row: dict[str, Any]) -> Task:
@@ -186,15 +180,6 @@ def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
     )
     for task in tasks
   ]
-
-
-def passages(path: str | os.PathLike) -> list[Document]:
-  """Reads the paragraphs of an official file, each once, with ids p0, p1, ..."""
-  found = {}
-  for where, row in documents.read_rows(path):
-    for title, text in contexts(where, row):
-      found.setdefault((title, text), Document(f'p{len(found)}', title, text))
-  return list(found.values())
 
 
 def contexts(where: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:

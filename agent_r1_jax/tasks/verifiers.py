@@ -104,6 +104,7 @@ class DrivenEnv:
       return self._judge()
     before = self._seen
     self._seen = [_read_message(message) for message in asked['messages']]
+    # It goes on if it repeats the last request, and adds the reply and something new.
     goes_on = self._seen[: len(before)] == before and len(self._seen) > len(before) + 1
     new = self._seen[len(before) + 1 :] if goes_on else self._seen
     return types.Step([dict(message) for message in new], fresh=not goes_on)

@@ -177,6 +177,7 @@ class Server:
       task = self._loop.create_task(self._hold(self._opened))
       self._holding.add(task)
       task.add_done_callback(self._holding.discard)
+    # A call that is cancelled must not cancel the start for those that wait with it.
     connection = await asyncio.shield(self._opened)
     if connection.check is None:
       return connection

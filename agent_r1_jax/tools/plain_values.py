@@ -9,9 +9,22 @@ that is always true.
 The sandbox runs this file's own text in each session. It imports nothing of the package.
 """
 
-_SIMPLE = (bool, int, float, complex, str, bytes)
-_TYPES = {kind.__name__: kind for kind in (*_SIMPLE, list, tuple, set, dict)}
+# Name -> (type, how it is written as JSON, how it is read).
+_SCALARS = {
+  'int': (int, hex, lambda text: int(text, 16)),
+  'float': (float, float.hex, float.fromhex),
+  'complex': (
+    complex,
+    lambda value: [value.real.hex(), value.imag.hex()],
+    lambda parts: complex(*map(float.fromhex, parts)),
+  ),
+  'bytes': (bytes, bytes.hex, bytes.fromhex),
+}
 _ITERABLES = {'list': list, 'tuple': tuple, 'set': set, 'frozenset': frozenset}
+_TYPES = {
+  kind.__name__: kind
+  for kind in (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+}
 # Types of modules, made anew from their text. The module is imported where one comes.
 _FROM_TEXT = {
   ('fractions', 'Fraction'): 'Fraction',
@@ -37,14 +50,9 @@ def encode(value, objects):
     return value
   if isinstance(value, str):
     return str.__str__(value)
-  if isinstance(value, int):
-    return {'int': hex(value)}
-  if isinstance(value, float):
-    return {'float': float.hex(value)}
-  if isinstance(value, complex):
-    return {'complex': [value.real.hex(), value.imag.hex()]}
-  if isinstance(value, bytes):
-    return {'bytes': value.hex()}
+  for name, (kind, write, _) in _SCALARS.items():
+    if isinstance(value, kind):
+      return {name: write(value)}
   for name, kind in _ITERABLES.items():
     if isinstance(value, kind):
       return {name: [encode(item, objects) for item in value]}
@@ -77,14 +85,8 @@ def decode(data, objects=()):
   if data is None or type(data) in (bool, str):
     return data
   ((kind, content),) = data.items()
-  if kind == 'int':
-    return int(content, 16)
-  if kind == 'float':
-    return float.fromhex(content)
-  if kind == 'complex':
-    return complex(*map(float.fromhex, content))
-  if kind == 'bytes':
-    return bytes.fromhex(content)
+  if kind in _SCALARS:
+    return _SCALARS[kind][2](content)
   if kind == 'range':
     start, stop, step = map(decode, content)
     return range(start, stop, step)  # type: ignore

@@ -12,6 +12,7 @@ import json
 import time
 from typing import Any
 
+from agent_r1_jax.agent import bounded_http
 from agent_r1_jax.tools import sandbox, sandbox_worker
 
 # What a request may take beyond its code's seconds: the queue, the start, the way.
@@ -35,9 +36,8 @@ class RemoteSandbox:
     """
     import httpx2
 
-    if not url.startswith(('http://', 'https://')):
-      raise ValueError(f'url: {url!r} does not begin with http:// or https://.')
-    self._url, self._memory_mb = url.rstrip('/') + '/run_code', memory_mb
+    self._url = bounded_http.check_url(url) + '/run_code'
+    self._memory_mb = memory_mb
     self._max_output = max_output
     self._client = httpx2.Client(limits=httpx2.Limits(max_connections=None))
     self.close = self._client.close
@@ -64,7 +64,7 @@ class RemoteSandbox:
     }
     start = time.monotonic()
     body = self._post(request, seconds + _EXTRA_SECONDS)
-    if body is None:
+    if body is None:  # Far longer than the output may be.
       return sandbox.Output('', 'output', time.monotonic() - start)
     try:
       text, status = _read_result(json.loads(body))
@@ -79,28 +79,23 @@ class RemoteSandbox:
     return sandbox.Output(text, status, time.monotonic() - start)
 
   def _post(self, request: dict[str, Any], seconds: float) -> bytes | None:
-    """Returns the answer's body; None if it is far longer than the output may be."""
+    """Returns the answer's body; None if it is too long."""
     import httpx2
 
     most = 32 * self._max_output * _BYTES_PER_CHARACTER
-    deadline, body = time.monotonic() + seconds, bytearray()
     try:
-      with self._client.stream(
-        'POST', self._url, json=request, timeout=seconds
-      ) as response:
-        if response.status_code != 200:
-          raise OSError(f'status {response.status_code}')
-        for piece in response.iter_bytes():
-          body += piece
-          if len(body) > most:
-            return None
-          if time.monotonic() > deadline:  # httpx bounds each read, not all of them.
-            raise TimeoutError(f'no whole answer within {seconds:g} seconds')
-    except (httpx2.HTTPError, OSError) as error:
+      status, _, body = bounded_http.post(
+        self._client, self._url, request, seconds=seconds, most=most
+      )
+    except bounded_http.TooLongError:
+      return None
+    except (httpx2.HTTPError, TimeoutError) as error:
       raise ConnectionError(
         f'the sandbox at {self._url}: {error or repr(error)}'
       ) from error
-    return bytes(body)
+    if status != 200:
+      raise ConnectionError(f'the sandbox at {self._url}: status {status}')
+    return body
 
 
 def _read_result(answer: dict[str, Any]) -> tuple[str, str]:

@@ -13,6 +13,7 @@ for every candidate.
 import asyncio
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxtyping import Float, Int
 import numpy as np
 
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
@@ -46,6 +48,11 @@ def value(candidate: Candidate) -> float:
   return candidate.value
 
 
+def tilted(candidate: Candidate) -> float:
+  """Scores by log π of the reply and its value: the likeliest under π exp(value)."""
+  return float(candidate.reply.logprobs.sum()) + candidate.value
+
+
 def mean_logprob(candidate: Candidate) -> float:
   """Scores by the mean log-prob of the reply's tokens."""
   return float(candidate.reply.logprobs.mean())
@@ -62,17 +69,20 @@ class Choice(NamedTuple):
       exp(score / beta): math.inf takes any.
     critic: The critic whose values are read. Without one they are those of the policy's
       own value head, if it has one.
+    implicit: Whether the critic is a language model, whose value of a reply is
+      log π_φ/π, what the reply adds (rl/implicit_value.py).
   """
 
   candidates: int
   score: Callable[[Candidate], float] = value
   beta: float = 0.0
   critic: replica_lib.Policy | None = None
+  implicit: bool = False
 
   @property
   def rows(self) -> int:
     """The rows of the cache that an episode takes: the critic holds its own texts."""
-    return self.candidates if self.critic is None else 2 * self.candidates + 1
+    return self.candidates if self.critic is None else 2 * self.candidates
 
 
 def by_value(
@@ -109,6 +119,30 @@ def by_value(
   )
 
 
+def by_ratio(
+  engine: engine_lib.Engine,
+  critic: str | os.PathLike,
+  policy: str | os.PathLike,
+  *,
+  candidates: int,
+  beta: float = 0.0,
+) -> Choice:
+  """Makes the choice by π exp(value) with the implicit value in a directory.
+
+  Args:
+    engine: The engine of the episodes, made with the guide FORCED.
+    critic: The directory of the implicit value.
+    policy: The policy's directory.
+    candidates: The number of candidates.
+    beta: As in Choice.
+
+  Raises:
+    ValueError: The values are of another policy.
+  """
+  params, _ = critic_lib.load_implicit(critic, policy, mesh=engine.mesh)
+  return Choice(candidates, tilted, beta, engine.make_policy(params, 0), True)
+
+
 class StateValues:
   """Reads a critic's values of the states of one episode; no token is prefilled twice."""
 
@@ -120,35 +154,43 @@ class StateValues:
   async def read(self, texts: Sequence[Int[np.ndarray, '_']]) -> Float[np.ndarray, 'K']:
     """Returns the value of the state after each text, float32.
 
-    What a text shares with the one that was kept is not computed again.
+    What a text shares with those of before is not computed again.
     """
-    before = self._texts
-    kept = before[0] if before else None
-    requests = []
-    for text in texts:
-      n = 0 if kept is None else _count_shared(kept.tokens, text[:-1])
-      parent = request_lib.Fork(kept, n) if kept is not None and n else None
-      # The sampled token is not used: the value is that of the state before it.
-      requests.append(
-        request_lib.Request(text[n:], parent, 1, sampling_lib.GREEDY, policy=self._critic)
-      )
-    generations = [self._replica.submit(request) for request in requests]
-    new = [generation.text for generation in generations]
-    self._texts = before + new
+    self.close()
+    # The sampled token is not used: the value is that of the state before it.
+    make = functools.partial(
+      request_lib.Request,
+      max_tokens=1,
+      sampling=sampling_lib.GREEDY,
+      policy=self._critic,
+    )
+    generations = [self._replica.submit(make(text)) for text in texts]
+    self._texts = [generation.text for generation in generations]
     chunks = await asyncio.gather(*generations)
-    for text in before:
-      text.close()
-    self._texts = new
     return np.array([chunk.values[0] for chunk in chunks])
 
-  def keep(self, index: int):
-    """Keeps one of the texts that were read last, which the next ones continue."""
-    kept = self._texts.pop(index)
+  async def read_ratios(
+    self, texts: Sequence[Int[np.ndarray, '_']], replies: Sequence[request_lib.Chunk]
+  ) -> Float[np.ndarray, 'K']:
+    """Returns log π_φ/π of the replies that texts end with, which the critic repeats."""
     self.close()
-    self._texts = [kept]
+    generations = []
+    for text, reply in zip(texts, replies, strict=True):
+      n = len(reply.tokens)
+      request = request_lib.Request(
+        text[:-n],
+        max_tokens=n,
+        policy=self._critic,
+        guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
+      )
+      generations.append(self._replica.submit(request))
+    self._texts = [generation.text for generation in generations]
+    said = await asyncio.gather(*generations)
+    pairs = zip(said, replies, strict=True)
+    return np.array([float((a.logprobs - b.logprobs).sum()) for a, b in pairs])
 
   def close(self):
-    """Frees the rows of the texts."""
+    """Lets other texts have the rows; until then, texts continue what is in them."""
     for text in self._texts:
       text.close()
     self._texts = []
@@ -199,7 +241,9 @@ class Chooser:
     if len(texts) == 1:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
-    if self._values is not None:
+    if self._values is not None and self._choice.implicit:
+      values = await self._values.read_ratios([t.tokens for t in texts], replies)
+    elif self._values is not None:
       values = await self._values.read([text.tokens[:-1] for text in texts])
     scores = np.array(
       [
@@ -212,17 +256,9 @@ class Chooser:
       weights = np.exp((scores - scores.max()) / self._choice.beta)
       rng = np.random.default_rng([*key.tolist(), len(texts[0])])
       chosen = int(rng.choice(len(texts), p=weights / weights.sum()))
-    if self._values is not None:
-      self._values.keep(chosen)
     return chosen
 
   def close(self):
     """Frees the rows of the critic's texts."""
     if self._values is not None:
       self._values.close()
-
-
-def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
-  n = min(len(a), len(b))
-  different = np.flatnonzero(a[:n] != b[:n])
-  return int(different[0]) if len(different) else n

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import pathlib
 from typing import Any
@@ -18,6 +19,10 @@ from jax.sharding import Mesh
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.rl import algorithms, kl
+from agent_r1_jax.train import identity
+
+# What an implicit value is of, in its directory.
+IMPLICIT = 'implicit_value.json'
 
 
 def describe(
@@ -104,6 +109,39 @@ def load(
         'they are read by one engine and must have one shape.'
       )
   return params, found
+
+
+def save_implicit(
+  directory: str | os.PathLike,
+  shape: decoder.DecoderConfig,
+  params: decoder.Params,
+  policy: str | os.PathLike,
+  *,
+  beta: float,
+  prior: float,
+) -> None:
+  """Writes a model of rl/implicit_value.py, and in implicit_value.json what it is of."""
+  weights.save(directory, shape, params, tokenizer_from=policy)
+  found = {'beta': beta, 'prior': prior, 'policy': identity.model_digest(policy)}
+  (pathlib.Path(directory) / IMPLICIT).write_text(json.dumps(found))
+
+
+def load_implicit(
+  directory: str | os.PathLike, policy: str | os.PathLike, *, mesh: Mesh | None = None
+) -> tuple[decoder.Params, dict[str, Any]]:
+  """Loads what `save_implicit` wrote: the parameters, float32, with beta and prior.
+
+  Raises:
+    ValueError: It was fitted to episodes of another policy.
+  """
+  found = json.loads((pathlib.Path(directory) / IMPLICIT).read_text())
+  if found['policy'] != identity.model_digest(policy):
+    raise ValueError(
+      f'policy: {directory} has the values of another policy than {policy}; fit one to '
+      'its episodes.'
+    )
+  place = sharding.make_placer(mesh)
+  return weights.load(directory, dtype='float32', place=place)[1], found
 
 
 def _name(function: Callable) -> str:

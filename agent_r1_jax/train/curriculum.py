@@ -37,7 +37,7 @@ class Draws:
   variances: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-class TaskSampler:
+class TaskStream:
   """Draws the tasks of a run's rollouts; equal draws and rewards give equal tasks.
 
   Attributes:
@@ -102,6 +102,7 @@ class TaskSampler:
         found[self._kind(group[0].task)].append(np.var(rewards))
     for kind, variances in found.items():
       mean = float(np.mean(variances))
+      # The first variance of a kind counts in full: there is none to average it with.
       before = self.draws.variances.get(kind, mean)
       self.draws.variances[kind] = before + _NEWEST * (mean - before)
 

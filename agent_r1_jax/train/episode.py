@@ -6,6 +6,8 @@ Text and device meet here. What comes of an episode is its Trajectory.
 import asyncio
 import collections
 import contextlib
+import copy
+import dataclasses
 import logging
 import math
 from typing import Any
@@ -13,11 +15,14 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, rewards, threads, workers
+from agent_r1_jax.agent import calls, program, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import records
+from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import choice as choice_lib
+from agent_r1_jax.train import search as search_lib
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -51,39 +56,78 @@ class Context:
   """The context of one episode: the text in the engine that each reply extends.
 
   Attributes:
+    replica: Where its replies are sampled.
     slots: The most tokens that it may have.
+    search: Searches for a whole episode, in place of a plain one.
+    vocab_size: Tokens of the policy.
     chooser: Chooses the replies, if several of each are sampled.
   """
 
   def __init__(self, replica, decoding, automata, identity):
-    self._replica, self._decoding, self._automata = replica, decoding, automata
+    self.replica, self._decoding, self._automata = replica, decoding, automata
     self._identity, choice = identity, decoding.choice
-    self.chooser = choice_lib.Chooser(replica, choice) if choice else None
-    self.slots = replica.sizes.slots
+    self._forked, self.chooser, self.search = False, None, None
+    if isinstance(choice, choice_lib.Choice):
+      self.chooser = choice_lib.Chooser(replica, choice)
+    else:
+      self.search = choice
+    self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
     self.restart(0)
 
   def restart(self, segment: int):
     """Begins a new text, with a random key of its own."""
-    self._key = request_lib.make_key(*self._identity, segment)
+    self._key = self.make_key(segment)
     self._text: request_lib.Text | None = None
+
+  def make_key(self, *parts: int | str) -> np.ndarray:
+    """Makes the randomness of one of the episode's texts."""
+    return request_lib.make_key(*self._identity, *parts)
+
+  def fork(self, number: int) -> 'Context':
+    """Returns a context with the same text so far; 0 goes on as this one would."""
+    other = copy.copy(self)
+    other._forked = True
+    if number:
+      other._identity = (*self._identity, number)
+      other._key = request_lib.make_key(*self._key.tolist(), number)
+    return other
 
   async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
     """Appends tokens to the text and samples the policy's reply."""
-    request = request_lib.Request(
-      ids,
-      self._text,
-      max_tokens=max_tokens,
-      sampling=self._decoding.sampling,
-      key=self._key,
-      automata=self._automata,
-      policy=self._decoding.policy,
-    )
+    parent = self._text
+    if self._forked and parent is not None:
+      parent = request_lib.Fork(parent, len(parent))
+    request = self._make_request(ids, parent, max_tokens, self._key)
     if self.chooser:
       self._text, reply = await self.chooser.reply(request)
       return reply
-    generation = self._replica.submit(request)
-    self._text = generation.text
+    generation = self.replica.submit(request)
+    self._text, self._forked = generation.text, False
     return await generation
+
+  def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
+    """Begins a reply to any text; the arguments are fields of the request."""
+    request = self._make_request(ids, parent, max_tokens, key, **fields)
+    return self.replica.submit(request)
+
+  def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
+    if automata is None:
+      automata = self._automata
+    else:
+      # The client's automata replace the stops; the decoding's own grammar stays.
+      _stops, *grammar = self._automata
+      automata = (*automata, *grammar)
+    return request_lib.Request(
+      ids,
+      parent,
+      max_tokens=max_tokens,
+      sampling=self._decoding.sampling,
+      key=key,
+      automata=automata,
+      guides=self._decoding.guides,
+      top_logprobs=top_logprobs,
+      policy=self._decoding.policy,
+    )
 
   @property
   def length(self) -> int:
@@ -104,19 +148,28 @@ class Episode:
   Attributes:
     pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
       reply and observation; the last two are None where the policy did not sample.
+    ids: The tokens that are given before the next reply.
+    status: How the episode ended; None while it goes on.
+    sampled: Counts the tokens that were sampled here and in all forks.
+    conversation: The requests of a program that is played in place of an environment.
     made: The environment, from when it is made until it is closed.
     over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
+    mean_logprob: The mean log π of the last reply's tokens.
   """
 
   def __init__(self, chat, make_env, limits, context, trajectory):
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
+    self.conversation: conversation_lib.Conversation | None = None
     self.made: list[env_lib.Env] = []
     self.over = False
     self.unfinished: str | None = None
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
+    self.status: str | None = None
+    self.sampled = collections.Counter()
+    self.mean_logprob = 0.0
 
   async def play(self):
     """Plays to the end and completes the trajectory.
@@ -131,9 +184,13 @@ class Episode:
     seconds = self.limits.episode_seconds
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
-        t.status = await self._converse()
-        if t.status in types.BUDGETS and t.turns:
-          await self._finish(t.status)
+        task = await self._make()
+        if isinstance(self.env, program.Program):
+          t.status = await self._run(self.env, task)
+        else:
+          t.status = await self._converse(task)
+          if t.status in types.BUDGETS and t.turns:
+            await self._finish(t.status)
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)
       t.metrics[f'error/{_name_cause(error)}'] = 1.0
@@ -147,8 +204,14 @@ class Episode:
     finally:
       self.context.close()
       self._close_segment()
+      if self.conversation:
+        # What the program itself reported under the same names stands.
+        counts = self.conversation.metrics.items()
+        t.metrics = {name: float(n) for name, n in counts} | t.metrics
       if self.context.chooser:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
+      if self.context.search:
+        t.metrics['sampled_tokens'] = float(self.sampled.total())
       if t.status == 'error':
         await workers.drain_cancelled_calls()
       self.over = True
@@ -158,52 +221,147 @@ class Episode:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
 
-  async def _converse(self) -> str:
+  async def _converse(self, task: types.Task) -> str:
     """Plays turn after turn; returns the status in which the episode ended."""
-    t = self.trajectory
-    ids, schemas = await self._begin()
-    for _ in range(self.limits.max_turns):
-      room = self.context.slots - self.context.length - len(ids)
-      if room < 1:
-        if not t.turns:
-          t.error = (
-            f'the prompt has {len(ids)} tokens, and a row {self.context.slots} (slots)'
-          )
-          t.metrics['prompt_too_long'] = 1.0
-        return 'truncated'
-      reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-      self.pieces += [(ids, None, None), reply[:3]]
-      stop = self.context.length
-      turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
-      t.turns.append(turn)
-      rewards.policy_step.set(int(reply.policy_steps[-1]))
-      text = self.chat.decode(reply.tokens)
-      t.messages.append({'role': 'assistant', 'content': str(text)})
-      if not reply.stopped:
-        self.unfinished = text
-        return 'truncated'
-      step = self._add_reward(await self._ask('step', text))
-      if step.done:
-        return 'done'
+    self.ids, self._schemas = await self._begin(task)
+    if search := self.context.search:
       with _blaming_the_environment():
-        t.messages += _copy_messages(step.messages)
-        if step.fresh:
-          self._close_segment()
-          self.context.close()
-          self.context.restart(len(t.segments))
-          ids = self._encode(self.chat.encode_prompt, step.messages, schemas)
-        else:
-          ids = self._encode_answer(reply, step.messages)
-    return 'max_turns'
+        search_lib.check(self.env)
+      line = await search_lib.play(search, self, self.context.replica)
+      self.trajectory.__dict__.update(line.trajectory.__dict__)
+      self.env, self.pieces, self.unfinished = line.env, line.pieces, line.unfinished
+      self.context, self.status = line.context, line.status
+    while self.status is None:
+      await self.take_turn()
+    return self.status
 
-  async def _begin(self) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Makes the environment; returns the prompt's tokens and the schemas of its tools."""
-    t = self.trajectory
+  async def take_turn(self):
+    """Plays one turn, and sets `status` if it ended the episode."""
+    t, ids = self.trajectory, self.ids
+    room = self.context.slots - self.context.length - len(ids)
+    if room < 1:
+      if not t.turns:
+        t.error = (
+          f'the prompt has {len(ids)} tokens, and a row {self.context.slots} (slots)'
+        )
+        t.metrics['prompt_too_long'] = 1.0
+      self.status = 'truncated'
+      return
+    reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
+    self.pieces += [(ids, None, None), reply.piece]
+    self.mean_logprob = float(np.mean(reply.logprobs))
+    self.sampled['tokens'] += len(reply.tokens)
+    stop = self.context.length
+    turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
+    t.turns.append(turn)
+    rewards.policy_step.set(int(reply.policy_steps[-1]))
+    text = self.chat.decode(reply.tokens)
+    t.messages.append({'role': 'assistant', 'content': str(text)})
+    if not reply.stopped:
+      self.unfinished, self.status = text, 'truncated'
+      return
+    step = self._add_reward(await self._ask('step', text))
+    if step.done:
+      self.status = 'done'
+      return
+    with _blaming_the_environment():
+      t.messages += _copy_messages(step.messages)
+      if step.fresh:
+        self._close_segment()
+        self.context.close()
+        self.context.restart(len(t.segments))
+        self.ids = self._encode(self.chat.encode_prompt, step.messages, self._schemas)
+      else:
+        last = int(reply.tokens[-1])
+        self.ids = self._encode(self.chat.encode_delta, step.messages, last)
+    if len(t.turns) == self.limits.max_turns:
+      self.status = 'max_turns'
+
+  async def fork(self, number: int) -> 'Episode':
+    """Returns a copy that goes on by itself, with randomness of its own but for 0."""
+    other, t = copy.copy(self), self.trajectory
+    other.trajectory = dataclasses.replace(
+      t,
+      segments=[*t.segments],
+      turns=[dataclasses.replace(turn) for turn in t.turns],
+      messages=[*t.messages],
+      metrics={**t.metrics},
+    )
+    other.env = await self._ask('clone')
+    other.pieces, other.context = [*self.pieces], self.context.fork(number)
+    return other
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """The text of the state, up to where the next token, or the last one, is chosen."""
+    tokens = np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
+    return np.append(tokens, self.ids) if self.status is None else tokens[:-1]
+
+  async def _run(self, env: program.Program, task: types.Task) -> str:
+    """Runs a program against an endpoint of its own; returns the episode's status.
+
+    A program that fails after a budget had refused it a reply ends in that status.
+    """
+    t, limits = self.trajectory, self.limits
+    if self.context.chooser or self.context.search:
+      raise ValueError('choice: the replies to a program are not chosen; leave it out.')
+    asked = self.conversation = conversation_lib.Conversation(
+      self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
+    )
+    threads.current_turn.set(f'task {task.id}, sample {t.sample}')
+    output = None
+    try:
+      async with endpoint.open(asked, self.chat, self.context.vocab_size) as url:
+        with _blaming_the_environment():
+          # `play` has cancelled it before these seconds are over; they tell the log and
+          # the pool how long it is waited for.
+          output = await workers.call_on_user_loop(
+            env.run,
+            env_lib.copy_containers(task),
+            url,
+            name='run',
+            seconds=limits.episode_seconds,
+          )
+    except _EnvironmentError:
+      if asked.refused is None:
+        raise
+    finally:
+      asked.end()
+      t.segments, t.turns, t.messages = asked.collect()
+    if not t.turns:
+      if asked.refused != 'truncated':
+        raise _EnvironmentError('the program ended without a reply of the policy.')
+      t.error, t.metrics['prompt_too_long'] = asked.error, 1.0
+      return 'truncated'
+    for turn, step in asked.reports:
+      self._add_reward(step, turn)
+    rewards.policy_step.set(int(t.policy_steps.max()))
+    with _blaming_the_environment():
+      step = await workers.call_on_user_loop(
+        env.judge,
+        task,
+        env_lib.copy_containers(t.messages),
+        asked.status,
+        output,
+        name='judge',
+        seconds=limits.step_seconds,
+        field='step_seconds',
+      )
+    self._add_reward(step)
+    return asked.status
+
+  async def _make(self) -> types.Task:
+    """Makes the environment, and returns its task."""
     with _blaming_the_environment():
       seconds = self.limits.reset_seconds
       self.env, task = await workers.call(
         self._make_env, name='make_env', seconds=seconds, field='reset_seconds'
       )
+    return task
+
+  async def _begin(self, task) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Resets the environment; returns the prompt's tokens and the tools' schemas."""
+    t = self.trajectory
     messages = await self._ask('reset', task)
     with _blaming_the_environment():
       t.messages = _copy_messages(messages)
@@ -252,48 +410,33 @@ class Episode:
         method, *args, name=kind, seconds=seconds, field=field
       )
 
-  def _add_reward(self, step: types.Step) -> types.Step:
-    """Adds a step's reward to the last turn, and its metrics to the trajectory."""
+  def _add_reward(self, step: types.Step, turn: types.Turn | None = None) -> types.Step:
+    """Adds a step's reward to a turn, the last one, and its metrics to the trajectory."""
     t = self.trajectory
     with _blaming_the_environment():
       if not isinstance(step, types.Step):
         raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
-      if not math.isfinite(step.reward):
-        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
-      t.turns[-1].reward += float(step.reward)
+      # Some algorithms learn from the named parts of the reward in its place.
+      parts = {n: x for n, x in step.metrics.items() if n.startswith('reward/')}
+      for name, value in {'reward': step.reward, **parts}.items():
+        if not math.isfinite(value):
+          raise _EnvironmentError(f'the {name} of a turn is {value}.')
+      (turn or t.turns[-1]).reward += float(step.reward)
       for name, value in step.metrics.items():
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
     return step
 
-  def _encode(self, encode, *messages) -> np.ndarray:
+  def _encode(self, encode, *args) -> np.ndarray:
     """Encodes the environment's messages; blames it if one of them is broken."""
     try:
-      return encode(*messages)
+      return encode(*args)
     except ValueError as error:
       raise _EnvironmentError(str(error)) from error
 
-  def _encode_answer(self, reply, messages) -> np.ndarray:
-    """Encodes the environment's answer, to be appended after a reply."""
-    ids = self._encode(self.chat.encode_delta, messages)
-    if reply.tokens[-1] in self.chat.stop_ids:
-      return ids
-    # A stop string ended it: the template's end of turn is appended, and is no action.
-    return np.append(self.chat.stop_ids[0], ids)
-
   def _close_segment(self):
-    if not self.pieces:
-      return
-    columns = [[], [], [], []]
-    for tokens, logprobs, steps in self.pieces:
-      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
-      columns[0].append(tokens)
-      columns[1].append(np.full(len(tokens), sampled))
-      columns[2].append(logprobs if sampled else zeros)
-      columns[3].append(steps if sampled else zeros)
-    dtypes = (np.int32, bool, np.float32, np.int32)
-    arrays = [np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True)]
-    self.trajectory.segments.append(types.Segment(*arrays))
-    self.pieces = []
+    if self.pieces:
+      self.trajectory.segments.append(types.Segment.join(self.pieces))
+      self.pieces = []
 
 
 def _copy_messages(messages: Any) -> list[types.Message]:

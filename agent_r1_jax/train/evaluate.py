@@ -16,12 +16,14 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.train import choice as choice_lib
 from agent_r1_jax.train import preflight, rollout
 from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of what goes wrong in an episode; they are logged when they are 0, too.
 _FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = rollout.Decoding(sampling_lib.GREEDY)
+Choose = Callable[[engine_lib.Engine], choice_lib.Choice]
 
 
 def run(
@@ -78,6 +80,7 @@ def play(
   samples: int = 1,
   seed: int = 0,
   workdir: pathlib.Path | None = None,
+  choose: Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table, each under a progress bar.
 
@@ -91,30 +94,34 @@ def play(
     seed: The seed of the sampling.
     workdir: Where finished episodes are kept, in a folder a method; what is there is not
       played.
+    choose: Makes the choice among several candidates of each reply; None samples one.
 
   Returns:
     Method -> set -> trajectories.
   """
   played = {}
+  choice = choose and choose(engine)
   for label, (sets, make_env) in rows.items():
     total = samples * sum(map(len, sets.values()))
     with progress_lib.Progress(total, label=label) as progress:
       ended = progress.step_counter()
-      env = preflight.make_environment(make_env, limits.reset_seconds)
-      if line := preflight.describe_tool_prompt(chat, env):
-        progress.print_line(line)
+      with preflight.open_environment(make_env, limits) as env:
+        if line := preflight.describe_tool_prompt(chat, env):
+          progress.print_line(line)
+        decoding = make_decoding(sampling, engine, chat, env) if sampling else GREEDY
       played[label] = run(
         engine,
         chat,
         sets,
         make_env,
         limits=limits,
-        decoding=make_decoding(sampling, engine, chat, env) if sampling else GREEDY,
+        decoding=decoding._replace(choice=choice),
         samples=samples,
         seed=seed,
         spool=workdir and spool_lib.Spool(workdir / label),
         on_done=ended,
       )
+      # Where a prompt leaves no room for a reply, an episode ends before its first turn.
       long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
       if lost := [t for t in long if t.status == 'truncated']:
         progress.print_line(f'{len(lost)} tasks count as unanswered: {lost[0].error}.')

@@ -151,6 +151,7 @@ def _find_script_files() -> set[pathlib.Path]:
   if script is None:
     return set()
   dots = main.__spec__.name.count('.') if main.__spec__ else 0
+  # Of a module a.b.c that is the folder of the package a.
   folder = pathlib.Path(script).resolve().parents[max(dots - 1, 0)]
   loaded = [getattr(module, '__file__', None) for module in [*sys.modules.values()]]
   paths = {pathlib.Path(path).resolve() for path in loaded if path}

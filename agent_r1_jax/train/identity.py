@@ -21,6 +21,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import program
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(
@@ -58,7 +59,7 @@ def describe_run(
     tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}
     for tool in getattr(env, 'tools', ())
   }
-  if not isinstance(env, env_lib.ToolEnv):
+  if not isinstance(env, env_lib.ToolEnv | program.Program):
     functions['step'] = describe(type(env).step)
   return {
     'algorithm': describe(algorithm),
@@ -100,6 +101,8 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
     return _describe_function(function, inner)
   if isinstance(value, np.ndarray | np.generic):
     return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
+  # What is left is neither data nor a function: its attributes may hold anything, so only
+  # its class counts, and the code that runs when it is called.
   found = _name(value if isinstance(value, type) else type(value))
   called = None if isinstance(value, type) else _function(type(value).__call__)
   return {'type': found, 'call': inner(called)} if called else found

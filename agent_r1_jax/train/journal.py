@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
+from agent_r1_jax import fields, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.host import checkpoint, disk, processes
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.report import viewer
+from agent_r1_jax.report import sinks, viewer
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum
@@ -90,22 +91,25 @@ class Journal:
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       if processes.is_first():
-        stack.enter_context(checkpoint.lock_workdir(workdir))
+        stack.enter_context(workdir_lib.lock(workdir))
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
         )
       )
       # Written last: a start that failed before this leaves no file, and can be repeated.
-      fields = dataclasses.asdict(config)
-      checkpoint.check_config(workdir, fields, may_change=('schedule.steps',))
+      workdir_lib.check_config(
+        workdir,
+        dataclasses.asdict(config),
+        may_change=('schedule.steps', 'sinks', 'profile'),
+      )
       if made_of is not None:
         path = self._workdir / 'made_of.json'
         mend = (
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
-        checkpoint.check_config(workdir, made_of, name=path.name, mend=mend)
+        workdir_lib.check_config(workdir, made_of, name=path.name, mend=mend)
       self._stack = stack.pop_all()
 
   def __enter__(self):
@@ -135,7 +139,13 @@ class Journal:
       self._check_new()
     self._writer, terminal = None, None
     if processes.is_first():
-      writer = metrics_lib.Writer(self._workdir, resume_step=self.position.written + 1)
+      resume_step, names = self.position.written + 1, self._config.sink_names
+      values = {n: fields.get(self._config, n) for n in fields.names(type(self._config))}
+      writer = metrics_lib.Writer(
+        self._workdir,
+        resume_step=resume_step,
+        sinks=sinks.start(names, self._workdir, values, resume_step),
+      )
       self._writer = self._stack.enter_context(writer)
     else:
       terminal = self._stack.enter_context(open(os.devnull, 'w'))
@@ -144,6 +154,7 @@ class Journal:
         self._config.schedule.steps,
         label=self._label,
         start=self.position.step,
+        every=0.0,
         file=terminal,
       )
     )
@@ -200,21 +211,35 @@ class Journal:
       learned_from: The trajectories of the table, in its order.
       table: What updates.learn returned.
     """
-    shown = played[: self._config.log_episodes]
     numbers = {id(t): number for number, t in enumerate(learned_from)}
-    extra = [
-      {'actions': table.list_actions(numbers[id(t)])} if id(t) in numbers else {}
-      for t in shown
-    ]
-    if shown:
-      self.write_trajectories('rollout', shown, extra=extra)
+    if shown := played[: self._config.log_episodes]:
+      tables = [
+        table.take(table.trajectory == numbers[id(t)])
+        if id(t) in numbers
+        else table_lib.build([t])
+        for t in shown
+      ]
+      self._write_trajectories('rollout', shown, tables)
 
-  def write_trajectories(
-    self, name: str, trajectories: Sequence[types.Trajectory], **options: Any
+  def write_evaluation(self, name: str, played: Sequence[types.Trajectory]):
+    """Writes all trajectories of an evaluation set.
+
+    The first config.log_episodes are written with the numbers of their tokens.
+    """
+    shown = played[: self._config.log_episodes]
+    tables = [table_lib.build([t]) for t in shown]
+    self._write_trajectories(name, played, tables)
+
+  def _write_trajectories(
+    self,
+    name: str,
+    trajectories: Sequence[types.Trajectory],
+    tables: Sequence[table_lib.TokenTable],
   ):
-    """Writes trajectories/step-<step>-<name>.eval; takes options of viewer.write_log."""
+    """Writes trajectories/step-<step>-<name>.eval; `tables` are of the first of them."""
     if processes.is_first():
       step = self.position.step
+      extra = [{'columns': table.list_tokens()} for table in tables]
       viewer.write_log(
         self._workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
         trajectories,
@@ -222,8 +247,8 @@ class Journal:
         model=self._config.model.path,
         config=dataclasses.asdict(self._config),
         step=step,
+        extra=extra + [{}] * (len(trajectories) - len(extra)),
         parse=self.call_format.parse,
-        **options,
       )
 
   def dump_batches(self, batches: Sequence[types.Batch]) -> str:

@@ -6,20 +6,23 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.engine import replica
-from agent_r1_jax.host import checkpoint, preemption, processes, runtime, sharding
-from agent_r1_jax.models import decoder, lora, weights
+from agent_r1_jax.engine import guide, replica
+from agent_r1_jax.host import preemption, processes, runtime, sharding
+from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.models import decoder, lora, peft_files, weights
+from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.report import summary
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import (
   critic,
@@ -46,6 +49,7 @@ def run(
   algorithm: algorithms.Algorithm,
   evals: Mapping[str, Sequence[types.Task]] | None = None,
   privileged: Callable[[types.Task], str] | None = None,
+  guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
 ) -> decoder.Params:
   """Trains a policy; started again with the same workdir it goes on where it was.
@@ -63,6 +67,8 @@ def run(
     algorithm: Estimates advantages and gives the loss.
     evals: Sets of tasks to evaluate greedily, by name.
     privileged: Returns what the critic alone is told of a task, such as its answer.
+    guides: Guides of one's own (engine/guide.py), without parameters, and the state in
+      which each begins in every reply, of training and of evaluation.
     label: What the progress bar calls the run.
 
   Returns:
@@ -81,6 +87,8 @@ def run(
     processes.LostError: Another process ended.
   """
   runtime.quiet_logging()
+  if not os.fspath(workdir):
+    raise ValueError('workdir is empty; name a directory for the run.')
   preflight.check_config(config, algorithm)
   preflight.check_sets(tasks, evals)
   with setup.start(
@@ -91,42 +99,57 @@ def run(
     algorithm=algorithm,
     evals=evals or {},
     privileged=privileged,
+    guides=guides or {},
     label=label,
   ) as job:
-    journal, position, steps = job.journal, job.journal.position, config.schedule.steps
     try:
-      if position.is_new and config.schedule.eval_every:
-        journal.write(_evaluate(job, evals, make_env))
-      while position.unwritten or position.step < steps:
-        clock = progress_lib.Clock()
-        # A run that was interrupted between update and log begins with the log.
-        if not position.unwritten:
-          sample = _sample(job, privileged)
-          seconds = {'time/rollout': clock.lap()}
-          learned, table = _learn(job, sample)
-          seconds['time/update'] = clock.lap()
-          position.advance(sample.metrics | learned | seconds, sample.draws)
-          journal.write_rollout(sample.played, sample.chosen, table)
-        metrics = position.metrics()
-        if position.step == steps or _is_due(config.schedule.eval_every, position.step):
-          metrics |= _evaluate(job, evals, make_env)
-          metrics['time/eval'] = clock.lap()
-        journal.write(metrics | job.alarms.check(position.step, metrics))
-        journal.progress.update(position.step, reward=metrics['rollout/reward'])
-        if position.step == steps or journal.checkpoints.should_save(position.step):
-          journal.save(job.train_state, job.plan)
-      job.faults.report_totals()
+      _run_steps(job, workdir, evals or {}, make_env, privileged)
     except replica.PreemptedError:
       _save_preempted(job)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
-    journal.checkpoints.wait()
+    job.journal.checkpoints.wait()
     job.watch.phase = 'the writing of the model'
     params = _save_models(job, pathlib.Path(workdir), told=privileged is not None)
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
   return params
+
+
+def _run_steps(
+  job: setup.Job,
+  workdir: str,
+  evals: Mapping[str, Sequence[types.Task]],
+  make_env: rollout.MakeEnv,
+  privileged: Callable[[types.Task], str] | None,
+):
+  """Takes the steps that are left: sample, learn, evaluate, log, save."""
+  config, journal, position = job.config, job.journal, job.journal.position
+  steps, meter = config.schedule.steps, progress_lib.Meter(job.engine)
+  if position.is_new and config.schedule.eval_every:
+    journal.write(_evaluate(job, evals, make_env))
+  while position.unwritten or position.step < steps:
+    clock = progress_lib.Clock()
+    # A run that was interrupted between update and log begins with the log.
+    if not position.unwritten:
+      with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
+        sample = _sample(job, privileged)
+        seconds = {'time/rollout': clock.lap()}
+        learned, table = _learn(job, sample)
+        seconds['time/update'] = clock.lap()
+      position.advance(sample.metrics | learned | seconds, sample.draws)
+      journal.write_rollout(sample.played, sample.chosen, table)
+    metrics = position.metrics()
+    if position.step == steps or _is_due(config.schedule.eval_every, position.step):
+      metrics |= _evaluate(job, evals, make_env)
+      metrics['time/eval'] = clock.lap()
+    metrics |= meter.measure()
+    journal.write(metrics | job.alarms.check(position.step, metrics))
+    journal.progress.show_metrics(position.step, metrics)
+    if position.step == steps or journal.checkpoints.should_save(position.step):
+      journal.save(job.train_state, job.plan)
+  job.faults.report_totals()
 
 
 class _Sample(NamedTuple):
@@ -150,6 +173,7 @@ class _Sample(NamedTuple):
   metrics: dict[str, float]
 
 
+@functools.partial(jax.profiler.annotate_function, name='rollout')
 def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _Sample:
   """Waits for the episodes of the next step and chooses those to learn from."""
   config, algorithm, step = job.config, job.plan.algorithm, job.journal.position.step
@@ -181,6 +205,7 @@ def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _
   return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
+@functools.partial(jax.profiler.annotate_function, name='update')
 def _learn(job: setup.Job, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
@@ -210,11 +235,10 @@ def _learn(job: setup.Job, sample: _Sample):
 
 def _evaluate(
   job: setup.Job,
-  evals: Mapping[str, Sequence[types.Task]] | None,
+  evals: Mapping[str, Sequence[types.Task]],
   make_env: rollout.MakeEnv,
 ) -> dict[str, float]:
   """Plays the evaluation sets by the present policy; returns numbers to log."""
-  evals = evals or {}
   journal, train_state, engine = job.journal, job.train_state, job.engine
   job.watch.phase = 'an evaluation'
   params = train_state.states['policy'].params
@@ -235,20 +259,23 @@ def _evaluate(
   job.faults.count(journal.position.step, itertools.chain(*played.values()))
   metrics = {}
   for name, trajectories in played.items():
-    journal.write_trajectories(name, trajectories)
+    journal.write_evaluation(name, trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics
 
 
 def _save_models(job: setup.Job, workdir: pathlib.Path, *, told: bool) -> decoder.Params:
-  """Writes the policy, and a critic of its own; returns the policy's parameters."""
+  """Writes the policy, its adapters, and a critic; returns the policy's parameters."""
   source, algorithm = job.config.model.path, job.plan.algorithm
   how = critic.describe(algorithm, source, privileged=told)
   merged = {name: lora.merge(s.params) for name, s in job.train_state.states.items()}
   for name, params in merged.items():
     target = workdir / ('model' if name == 'policy' else name)
     weights.save(target, job.plan.model, params, tokenizer_from=source, value_head=how)
+  policy = job.train_state.states['policy'].params
+  if lora.has_adapters(policy):
+    peft_files.save(workdir / 'adapter', policy, pathlib.Path(source).resolve())
   return merged['policy']
 
 
@@ -275,6 +302,7 @@ def play(
   *,
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
+  choose: evaluate.Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the rows of a table by the policy in a directory; then frees its memory.
 
@@ -287,6 +315,7 @@ def play(
     samples: How many episodes of each task are played.
     workdir: Where each episode is written as it ends; the same call then plays only what
       is missing. More samples or methods may be asked for. None keeps nothing.
+    choose: Makes, for the engine, the choice among several candidates of each reply.
 
   Returns:
     Method -> set -> trajectories; those of a task are side by side.
@@ -304,11 +333,12 @@ def play(
   with contextlib.ExitStack() as stack:
     if folder:
       if processes.is_first():
-        stack.enter_context(checkpoint.lock_workdir(folder))
+        stack.enter_context(workdir_lib.lock(folder))
       _check_same(config, folder, rows)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
-    engine = setup.make_engine(config, shape, params, mesh)
+    guides = [guide.FORCED] if choose else []
+    engine = setup.make_engine(config, shape, params, mesh, guides)
     watch = stack.enter_context(preemption.watch())
     watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:
@@ -321,6 +351,7 @@ def play(
         samples=samples,
         seed=config.seed,
         workdir=folder,
+        choose=choose,
       )
     except replica.PreemptedError:
       raise watch.end_unsaved() from None
@@ -328,14 +359,14 @@ def play(
 
 def _check_same(config: config_lib.Config, workdir: pathlib.Path, rows) -> None:
   """Raises ValueError if the workdir has episodes of something else."""
-  checkpoint.check_config(workdir, dataclasses.asdict(config))
+  workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in rows.items():
-    env = preflight.make_environment(make_env, config.limits.reset_seconds)
     tasks = [task for tasks in sets.values() for task in tasks]
-    made_of = identity.describe_run(None, env, tasks)
+    with preflight.open_environment(make_env, config.limits) as env:
+      made_of = identity.describe_run(None, env, tasks)
     made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
-    checkpoint.check_config(
+    workdir_lib.check_config(
       workdir / method,
       made_of,
       name='made_of.json',

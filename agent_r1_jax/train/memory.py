@@ -30,8 +30,7 @@ _FLOAT = 4
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled.
 _PROCESS = 0.8e9
 # Attention on a CPU holds this many times the scores of the causal blocks: those saved
-# for the backward pass, and those of the layer that is being computed. Below _FUSED bytes
-# of scores XLA fuses the products, and no copy in another order is made.
+# for the backward pass, and those of the layer that is being computed.
 _SAVED_SCORES, _SCORES, _FUSED = 2.1, 3.15, 2**25
 # The engine's copies of the part of the cache that it reads, on a CPU: bfloat16 is
 # computed in float32 there.
@@ -206,12 +205,15 @@ def _training_terms(config, models, machine) -> dict[str, float]:
     trained = 2
   if not config.optimizer.offload:
     terms[f'state of {config.optimizer.kind}'] = trained * opt_state
+  # A reference of its own directory is held whole; otherwise what is frozen is shared
+  # with the policy, and only what is trained is held twice.
   if models.reference:
     terms['reference, float32'] = (
       _count_parameters(models.reference)['all'] * _FLOAT / split
     )
   elif algorithm.needs_reference:
     terms['reference, float32'] = learned
+  # The engine samples by an older policy than the one that is trained.
   if config.schedule.sync_every > 1 or config.schedule.ahead:
     terms["policy as the engine's is, float32"] = learned
   return terms
@@ -311,43 +313,62 @@ def activations(
     sharded: Whether the parameters are split over chips.
   """
   cpu = platform == 'cpu'
-  # What a CPU computes in bfloat16 XLA holds in float32.
-  size = 2 if model.dtype == 'bfloat16' and not cpu else _FLOAT
-  D, F = model.embed_dim, model.mlp_dim / tensor
-  NH = model.num_heads * model.head_dim / tensor
-  KH = model.num_kv_heads * model.head_dim / tensor
-  L, M = model.num_layers, rows * tokens / context
-  layer = M * size * (8 * D + 5.5 * F + 3 * NH + 9 * KH)
+  layer = _layer_bytes(model, rows * tokens / context, platform, tensor)
   scores = _score_bytes(model, rows, tokens, platform, tensor * context)
-  working = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
-  projected = M * size * (NH + 2 * KH + 2 * D + 2 * F)
-  # A CPU that scans layers in bfloat16 saves some activations in both types.
-  both = 1.1 if cpu and model.dtype != 'float32' else 1.0
-  saved = {'none': both * layer, 'dots': projected, 'full': M * size * D}[model.remat]
-  saved_scores = _SAVED_SCORES * scores if model.remat == 'none' else 0.0
-  terms = {}
+  head = _head_bytes(model, rows * tokens / context, platform, tensor)
+  # Below _FUSED bytes of scores XLA makes no copy of them in another order.
+  computing = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
+  L = model.num_layers
   if cpu and L <= decoder._UNROLLED:
     # Layers that are compiled one after the other: XLA finds what is computed twice and
     # keeps it, so that `remat` changes nothing.
-    terms['activations of all layers'] = L * layer
-    terms['attention scores of all layers'] = L * working
-    terms['vocabulary head'] = _head_bytes(model, M, platform, tensor)
-    return terms
-  terms['saved for the backward pass'] = L * saved
-  terms['attention scores saved'] = L * saved_scores
-  largest = max(_head_bytes(model, M, platform, tensor), layer + working)
+    return {
+      'activations of all layers': L * layer['all'],
+      'attention scores of all layers': L * computing,
+      'vocabulary head': head,
+    }
+  saved_scores = _SAVED_SCORES * scores if model.remat == 'none' else 0.0
+  terms = {
+    'saved for the backward pass': L * layer[model.remat],
+    'attention scores saved': L * saved_scores,
+  }
   if cpu:
-    terms['vocabulary head, or one layer with its scores'] = largest
-    return terms
-  # On TPUs the head's gradient lies there while the layers' are made.
-  terms['one layer'] = layer + working
-  terms['vocabulary head'] = _head_bytes(model, M, platform, tensor)
+    # The head's memory is free again when the gradient of the layers begins.
+    largest = max(head, layer['all'] + computing)
+    return terms | {'vocabulary head, or one layer with its scores': largest}
+  # On accelerators the head's gradient lies there while the layers' are made.
+  terms |= {'one layer': layer['all'] + computing, 'vocabulary head': head}
   terms = {name: _MARGIN * n for name, n in terms.items()}
-  if size < _FLOAT:
+  if model.dtype == 'bfloat16':
     count = _count_parameters(model)['layers'] / tensor
     cast = 2 * _MARGIN * count / L if sharded else _CAST * count
-    terms[f'layers cast to {model.dtype}'] = size * cast
+    terms[f'layers cast to {model.dtype}'] = 2 * cast
   return terms
+
+
+def _layer_bytes(model, tokens: float, platform: str, tensor: int) -> dict[str, float]:
+  """Returns the activations of one layer that each kind of `remat` saves, and 'all'.
+
+  For Qwen2.5-3B (D 2048, F 11,008, 16 query and 2 key-value heads of 128) and 1,000
+  tokens in bfloat16 that are, in MB: 2 · (8 · 2.05 + 5.5 · 11 + 3 · 2.05 + 9 · .26) = 171
+  for 'all', 4.1 for 'full' and 57 for 'dots'. The counts of each width are those of what
+  XLA allocates, of which docs/memory.md has the measurements.
+  """
+  # What a CPU computes in bfloat16 XLA holds in float32.
+  cpu = platform == 'cpu'
+  unit = tokens * (2 if model.dtype == 'bfloat16' and not cpu else _FLOAT)
+  D, F = model.embed_dim, model.mlp_dim / tensor
+  NH = model.num_heads * model.head_dim / tensor
+  KH = model.num_kv_heads * model.head_dim / tensor
+  layer = unit * (8 * D + 5.5 * F + 3 * NH + 9 * KH)
+  # A CPU that scans layers in bfloat16 saves some activations in both types.
+  both = 1.1 if cpu and model.dtype != 'float32' else 1.0
+  return {
+    'all': layer,
+    'none': both * layer,
+    'dots': unit * (NH + 2 * KH + 2 * D + 2 * F),
+    'full': unit * D,
+  }
 
 
 def _score_bytes(model, rows, tokens, platform, split) -> float:
@@ -404,8 +425,13 @@ def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
   learned, opt_state = _trained_on_chip(config, models, machine)
   algorithm = models.algorithm
   trained = 2 if algorithm.needs_critic and not models.shared_critic else 1
+  # A reference that changes, and a sampler that is older than the policy, are in it too
+  # (TrainState.checkpoint_arrays in rl/updates.py).
+  schedule = config.schedule
+  older = schedule.sync_every > 1 or (schedule.ahead and not schedule.partial)
+  others = bool(schedule.reference_every) + bool(older)
   return {
-    'copy for the checkpoint': trained * (learned + opt_state),
+    'copy for the checkpoint': trained * (learned + opt_state) + others * learned,
     'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values()),
   }
 
@@ -440,10 +466,12 @@ def suggest_changes(
     return estimate(other, models._replace(policy=policy), machine).peak
 
   found: dict[str, object] = {}
+  # In turn, because each change is worth less beside the ones before it.
   for name, value in candidates:
     if peak(found) > machine.memory and peak(found | {name: value}) < peak(found):
       found[name] = value
   enough = peak(found) <= machine.memory
+  # A later change may have made an earlier one superfluous.
   for name in list(found):
     fewer = {key: value for key, value in found.items() if key != name}
     if enough and peak(fewer) <= machine.memory:

@@ -1,15 +1,22 @@
 """Checks a run before anything is compiled: refuses mistakes, says what is left out."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import importlib.util
+import logging
+import threading
 from typing import Any
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import context, workers
+from agent_r1_jax.agent import context, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.rl import algorithms
 
+_LOGGER = logging.getLogger(__name__)
 # An upper bound of the tokens that a template writes around a message. If one writes
 # more, the rollout finds what does not fit.
 _FRAME = 64
@@ -28,6 +35,8 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       f'algorithm is {algorithm!r:.100}; it must be an algorithms.Algorithm, such as '
       'algorithms.grpo() gives.'
     )
+  fields.check_takes('algorithm.loss', algorithm.loss, 'stats', 'batch')
+  fields.check_takes('algorithm.advantages', algorithm.advantages, 'table')
   if 0 < batch.row_tokens < config.engine.slots:
     raise ValueError(
       f'batch.row_tokens is {batch.row_tokens}, less than engine.slots '
@@ -43,6 +52,13 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
     )
   if schedule.reference_every and algorithm.reads_reference:
     raise ValueError('schedule.reference_every: a teacher stays as it is; make it 0.')
+  for name in config.sink_names:
+    # TensorBoard's files need no package that is not required anyway.
+    if name != 'tensorboard' and importlib.util.find_spec(name) is None:
+      raise ValueError(
+        f"sinks: {name} is not installed; pip install 'agent_r1_jax[{name}]', or leave "
+        'it out.'
+      )
   times = {'epochs': schedule.epochs, 'minibatches': schedule.minibatches}
   algorithms.check(algorithm, schedule.samples, **times)
   if schedule.reference_every and model.reference and model.lora_rank:
@@ -99,6 +115,8 @@ def check_sets(tasks: Any, evals: Any) -> None:
     )
   for name, held_out in (evals or {}).items():
     check_tasks(held_out, f'evals[{name!r}]')
+    if len(held_out) == 0:
+      raise ValueError(f'evals[{name!r}] is empty: give tasks to evaluate, or drop it.')
 
 
 def check_tasks(tasks: Any, name: str = 'tasks') -> None:
@@ -107,7 +125,8 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
   Raises:
     ValueError: Names the first wrong item, and what it should be.
   """
-  if not (hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')):
+  listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
+  if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
   for number, task in enumerate(tasks):
     if not isinstance(task, types.Task):
@@ -122,12 +141,18 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
       )
 
 
-def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env_lib.Env:
-  """Makes an environment to look at before an episode is played.
+@contextlib.contextmanager
+def open_environment(
+  make_env: Callable[[], Any], limits: config_lib.Limits
+) -> Iterator[Any]:
+  """Makes an environment to look at before an episode is played; closes it at the end.
+
+  One that is made too late is closed once it is there. A `close` that fails or takes too
+  long is logged.
 
   Args:
     make_env: The user's function, which may hang; what it raises is raised.
-    seconds: How long it may take.
+    limits: How long it and `close` may take.
 
   Raises:
     ValueError: It is no function, or returned no environment in that time.
@@ -137,20 +162,61 @@ def make_environment(make_env: Callable[[], env_lib.Env], seconds: float) -> env
       f'make_env is {make_env!r:.100}; it must be a function that gives a new '
       'environment for each episode: make_env=lambda: env.ToolEnv(...).'
     )
-  call = workers.POOL.submit(make_env)
+  fields.check_takes('make_env', make_env)
+  made, over = [], threading.Event()
+
+  def make():
+    made.append(make_env())
+    if over.is_set():
+      _close_environment(made, limits.close_seconds)
+
   try:
-    env = call.result(seconds)
-  except TimeoutError:
-    if not call.cancel():
-      raise  # Its own.
-    raise ValueError(
-      f'make_env gave no environment within {seconds:g} seconds (limits.reset_seconds).'
-    ) from None
-  if not (hasattr(env, 'reset') and hasattr(env, 'step')):
-    raise ValueError(
-      f'make_env gave {env!r:.100}; it must give an environment, with reset and step.'
+    call = workers.POOL.submit(make)
+    try:
+      call.result(min(limits.reset_seconds, threading.TIMEOUT_MAX))
+    except TimeoutError:
+      if not call.cancel():
+        raise  # Its own.
+      raise ValueError(
+        f'make_env gave no environment within {limits.reset_seconds:g} seconds '
+        '(limits.reset_seconds).'
+      ) from None
+    env = made[0]
+    playable = hasattr(env, 'reset') and hasattr(env, 'step')
+    if not (playable or isinstance(env, program.Program)):
+      raise ValueError(
+        f'make_env gave {env!r:.100}; it must give an environment, with reset and step, '
+        'or a program.Program.'
+      )
+    yield env
+  finally:
+    over.set()
+    _close_environment(made, limits.close_seconds)
+
+
+def _close_environment(made: list[Any], seconds: float):
+  """Takes the environment out, if it is there, and closes it."""
+  try:
+    method = getattr(made.pop(), 'close', None)
+  except IndexError:
+    return  # It was not made yet, or the other thread that comes here closes it.
+  if method is None:
+    return
+  try:
+    close = functools.partial(
+      workers.call_on_user_loop,
+      method,
+      name='close',
+      seconds=seconds,
+      field='limits.close_seconds',
     )
-  return env
+    # In a thread: this one may have an event loop, as in a notebook. The second bound is
+    # for the wait for a thread.
+    bound = min(seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
+    workers.POOL.submit(lambda: asyncio.run(close())).result(bound)
+  except Exception as error:
+    text = workers.describe_error(error) + workers.locate_error(error)
+    _LOGGER.warning('close failed: %s', text)
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:

@@ -1,7 +1,7 @@
 """Rollouts: plays many episodes at a time, each process its share of them."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import NamedTuple
 
@@ -11,17 +11,19 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.agent import program, workers
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.host import processes, records
 from agent_r1_jax.train import choice as choice_lib
 from agent_r1_jax.train import episode as episode_lib
+from agent_r1_jax.train import search as search_lib
 from agent_r1_jax.train import spool as spool_lib
 
-MakeEnv = Callable[[], env_lib.Env]
+MakeEnv = Callable[[], env_lib.Env | program.Program]
 
 # How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
@@ -36,11 +38,11 @@ class Rollout:
     future: futures.Future,
     tasks: Sequence[types.Task],
     spool: spool_lib.RolloutSpool | None,
-    messages: int | None,
+    send_messages: int | None,
   ):
     """Holds the future of this process's trajectories, and the tasks of all processes."""
     self._engine, self._future, self._spool = engine, future, spool
-    self._tasks, self._messages = tasks, messages
+    self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
     """Waits for the trajectories of all processes; samples of a task are side by side.
@@ -65,11 +67,13 @@ class Rollout:
       if played is None:
         raise replica_lib.PreemptedError
       return played
-    return _exchange(played, self._tasks, self._messages)
+    return _exchange(played, self._tasks, self._send_messages)
 
 
 def _exchange(
-  played: list[types.Trajectory] | None, tasks: Sequence[types.Task], messages: int | None
+  played: list[types.Trajectory] | None,
+  tasks: Sequence[types.Task],
+  send_messages: int | None,
 ) -> list[types.Trajectory]:
   """Returns the trajectories of all processes, in the order of tasks and samples.
 
@@ -78,13 +82,13 @@ def _exchange(
   Args:
     played: This process's trajectories, or None if it was interrupted.
     tasks: The rollout's tasks, by group; all processes have the same ones.
-    messages: As in `start`.
+    send_messages: As in `start`.
   """
   heads, columns = records.split(played or [])
   everyones_heads = processes.gather(None if played is None else heads)
   if None in everyones_heads:
     raise replica_lib.PreemptedError
-  texts = records.pack([t.messages for t in (played or [])[:messages]])
+  texts = records.pack([t.messages for t in (played or [])[:send_messages]])
   shares = zip(
     everyones_heads,
     processes.gather_arrays(columns),
@@ -114,14 +118,16 @@ class Decoding(NamedTuple):
     sampling: How tokens are chosen from the logits.
     grammar: Restricts what a reply may say, which makes the samples off-policy.
     policy: The policy that samples; None is the engine's newest at each decode segment.
-    choice: Samples each reply several times and takes one (train/choice.py), which makes
-      the episodes off-policy.
+    choice: Samples each reply several times and takes one (train/choice.py), or searches
+      over turns (train/search.py), which makes the episodes off-policy.
+    guides: Guides that the engine was made with, and the state in which each begins.
   """
 
   sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
   grammar: types.Automaton | None = None
   policy: replica_lib.Policy | None = None
-  choice: choice_lib.Choice | None = None
+  choice: choice_lib.Choice | search_lib.Beams | search_lib.Tree | None = None
+  guides: Mapping[guide_lib.Guide, guide_lib.State] = {}
 
 
 ON_POLICY = Decoding()
@@ -137,41 +143,41 @@ def start(
   decoding: Decoding = ON_POLICY,
   samples: int = 1,
   seed: int = 0,
-  draw: int = 0,
+  rollout_number: int = 0,
   spool: spool_lib.Spool | None = None,
-  messages: int | None = None,
+  send_messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> Rollout:
   """Starts `samples` episodes of every task; a task is a group.
 
   Each process plays its share of the tasks, and gets the trajectories of all; see
-  `messages`.
+  `send_messages`.
 
-  A trajectory's randomness depends on (seed, draw, task id, sample, position) alone: the
-  order, the number of rows and the tools' speed change nothing. Where a task comes twice,
-  its samples are numbered on.
+  A trajectory's randomness depends on (seed, rollout_number, task id, sample, position)
+  alone: the order, the number of rows and the tools' speed change nothing. Where a task
+  comes twice, its samples are numbered on.
 
   Args:
     engine: The engine, open, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
     tasks: The tasks to play.
-    make_env: Makes a new environment for each episode.
+    make_env: Makes a new environment for each episode, or a program.
     limits: What each episode may use.
     decoding: How the replies are sampled.
     samples: How many episodes of each task are played.
     seed: The run's seed.
-    draw: Another number samples other episodes of the same tasks.
+    rollout_number: Another number samples other episodes of the same tasks.
     spool: Keeps finished episodes on disk; what it has of before a kill is not played.
-    messages: With several processes, how many of a process's trajectories are sent to the
-      others with their messages, from the first; None: all of them. The others arrive
-      without messages.
+    send_messages: With several processes, how many of a process's trajectories are sent
+      to the others with their messages, from the first; None: all of them. The others
+      arrive without messages.
     on_done: Called with each trajectory as it ends.
 
   Raises:
     ValueError: A limit is not above 0.
   """
   limits.check()
-  finished = spool.open_rollout(draw, tasks) if spool else None
+  finished = spool.open_rollout(rollout_number, tasks) if spool else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
@@ -185,7 +191,7 @@ def start(
       return before
     async with engine.reserve(group, decoding.policy, rows) as replica:
       context = episode_lib.Context(
-        replica, decoding, automata, (seed, draw, task.id, number)
+        replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
       # An episode that waited on an event loop that another one blocks is played again.
       # It samples the same tokens, so that nothing is lost but time.
@@ -212,4 +218,4 @@ def start(
       if group in mine:
         episodes.append(play(group, sample, seen[task.id]))
       seen[task.id] += 1
-  return Rollout(engine, engine.start(episodes), tasks, finished, messages)
+  return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)

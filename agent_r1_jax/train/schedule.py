@@ -22,6 +22,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import evaluate, groups, rollout
@@ -33,38 +34,32 @@ class Schedule:
 
   def __init__(
     self,
-    config: config_lib.Schedule,
+    config: config_lib.Config,
     tasks: Sequence[types.Task],
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
     journal: journal_lib.Journal,
     decoding: rollout.Decoding,
-    *,
-    curriculum: config_lib.Curriculum,
-    seed: int = 0,
-    messages: int | None = None,
     **playing: Any,
   ):
     """Starts nothing yet.
 
     Args:
-      config: How much is played, and when.
+      config: The run's configuration, of which it reads schedule, curriculum, seed and
+        log_episodes.
       tasks: The tasks to train on.
       engine: The engine, open.
       chat: Encodes messages with the policy's tokenizer.
       journal: The run's journal, restored.
       decoding: How training rollouts are sampled.
-      curriculum: Which tasks are drawn.
-      seed: The run's seed.
-      messages: Trajectories of each process whose messages the others get; None: all.
       **playing: The arguments make_env and limits of rollout.start.
     """
-    self._config, self._journal = config, journal
-    self._sampler = curriculum_lib.TaskSampler(
-      curriculum, tasks, seed=seed, draws=journal.position.draws
+    self._config, self._journal, self._decoding = config.schedule, journal, decoding
+    self._stream = curriculum_lib.TaskStream(
+      config.curriculum, tasks, seed=config.seed, draws=journal.position.draws
     )
     self._engine, self._chat, self._playing = engine, chat, playing
-    self._decoding, self._seed, self._messages = decoding, seed, messages
+    self._shared = {'seed': config.seed, 'send_messages': config.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next = journal.position.step
 
@@ -73,79 +68,87 @@ class Schedule:
   ) -> tuple[updates.TrainState, list[groups.Group], curriculum_lib.Draws]:
     """Waits for the groups of the next step, and starts the rollouts after it.
 
+    With ahead = 1, the call for step 2 (counted from 0) finds rollout 2 under way, by
+    policy 1. It waits for it, gives the engine policy 2, and starts rollout 3, which is
+    played while update 2 makes policy 3.
+
+    With `partial` the engine gets policy 2 first, and rollouts 2 to 2 + ahead go on or
+    begin with it.
+
     Returns:
       The train state, whose sampler is the present policy if plan.syncs_before_update;
       the groups; and what has been drawn for them and all rollouts that are under way.
     """
-    step = self._journal.position.step
-    self._start(
-      step if plan.syncs_before_update else step + plan.schedule.ahead, train_state
-    )
+    step, ahead = self._journal.position.step, plan.schedule.ahead
+    self._sync_and_start(train_state, step if plan.syncs_before_update else step + ahead)
     step_groups = groups.collect_groups(
       self._collect,
       n=self._config.tasks,
       samples=self._config.samples,
       max_refills=self._config.max_refills,
     )
-    self._sampler.finish_rollout(step_groups)
+    self._stream.finish_rollout(step_groups)
     if plan.syncs_before_update:
+      # Only now, since the rollout that has just ended had to keep its policy.
       train_state = updates.sync_sampler(train_state, plan)
-      self._start(step + plan.schedule.ahead, train_state)
-    return train_state, step_groups, copy.deepcopy(self._sampler.draws)
+      self._sync_and_start(train_state, step + ahead)
+    return train_state, step_groups, copy.deepcopy(self._stream.draws)
 
   def play_greedy(
     self, step_groups: list[groups.Group]
   ) -> tuple[list[groups.Group], list[float]]:
-    """Plays a greedy episode of each group's task (ReMax).
+    """Plays a greedy episode of each group's task (ReMax), with the rollouts' guides.
 
     Returns:
       The groups whose greedy episode did not fail, and the greedy reward of the task of
       each of their trajectories.
     """
     tasks = [group[0].task for group in step_groups]
-    greedy = evaluate.run(self._engine, self._chat, {'': tasks}, **self._playing)['']
+    decoding = self._decoding._replace(sampling=sampling_lib.GREEDY)
+    greedy = evaluate.run(
+      self._engine, self._chat, {'': tasks}, decoding=decoding, **self._playing
+    )['']
     pairs = [
       (g, t) for g, t in zip(step_groups, greedy, strict=True) if t.status != 'error'
     ]
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
-  def _start(self, last: int, train_state):
-    """Starts the rollouts up to step `last`, by the sampler of the train state."""
-    config = self._config
-    last = min(last, config.steps - 1)
-    # Without a rollout to start, only rollouts under way could use the newer policy, and
-    # only `partial` lets them.
-    if self._next > last and not config.partial:
-      return
-    self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
-    while self._next <= last:
-      tasks = self._sampler.start_rollout(config.tasks)
-      self._started.append(
-        self._play(tasks, journal_lib.rollout_number(config, self._next))
-      )
-      self._next += 1
+  def _sync_and_start(self, train_state: updates.TrainState, last: int):
+    """Gives the engine the newest policy, and starts all rollouts up to step `last`."""
+    last = min(last, self._config.steps - 1)
+    waiting = range(self._next, last + 1)
+    # Without a new rollout, only those under way could use the newer policy, and only
+    # `partial` lets them.
+    if waiting or self._config.partial:
+      self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
+    for step in waiting:
+      tasks = self._stream.start_rollout(self._config.tasks)
+      number = journal_lib.rollout_number(self._config, step)
+      self._started.append(self._play(tasks, number))
+      self._next = step + 1
 
   def _collect(self, n: int, refill: int) -> list[types.Trajectory]:
     """Waits for the oldest rollout, or plays n more tasks in its step."""
     if not refill:
       return self._started.popleft().result()
-    draw = journal_lib.rollout_number(self._config, self._journal.position.step) + refill
-    return self._play(self._sampler.refill(n), draw, 'refill').result()
+    # Another number than the rollout's own: a task that comes twice gets other samples.
+    first = journal_lib.rollout_number(self._config, self._journal.position.step)
+    tasks = self._stream.refill(n)
+    return self._play(tasks, first + refill, 'refill').result()
 
-  def _play(self, tasks, draw, label='rollout') -> rollout.Rollout:
-    config = self._config
-    total = len(tasks) * config.samples
+  def _play(self, tasks, number: int, label: str = 'rollout') -> rollout.Rollout:
+    """Starts the episodes of some tasks; `number` is part of their randomness."""
+    samples, progress = self._config.samples, self._journal.progress
     return rollout.start(
       self._engine,
       self._chat,
       tasks,
-      samples=config.samples,
+      samples=samples,
       decoding=self._decoding,
-      seed=self._seed,
-      draw=draw,
+      rollout_number=number,
       spool=self._journal.spool,
-      messages=self._messages,
-      on_done=counter(self._journal.progress, label, total),
+      on_done=counter(progress, label, len(tasks) * samples),
+      **self._shared,
       **self._playing,
     )
 

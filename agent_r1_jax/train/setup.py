@@ -4,9 +4,10 @@
 that only play a policy use them too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, processes, runtime, sharding
 from agent_r1_jax.models import decoder, lora, weights
 from agent_r1_jax.report import alarms as alarms_lib
@@ -68,6 +70,7 @@ def start(
   algorithm: algorithms.Algorithm,
   evals: Mapping[str, Sequence[types.Task]],
   privileged: Callable[[types.Task], str] | None,
+  guides: Mapping[guide_lib.Guide, Any],
   label: str,
 ) -> Iterator[Job]:
   """Sets up a training run, restored from its newest checkpoint if there is one.
@@ -79,46 +82,36 @@ def start(
   config = sizes.resolve(config, algorithm, workdir)
   mesh = make_mesh(config.mesh)
   model, params, chat = load(config.model, config.chat, mesh)
-  engine = make_engine(config, model, params, mesh)
-  env = preflight.make_environment(make_env, config.limits.reset_seconds)
+  engine = make_engine(config, model, params, mesh, guides)
   fits = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
-  tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **fits)
+  with preflight.open_environment(make_env, config.limits) as env:
+    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **fits)
+    made_of = identity.describe_run(algorithm, env, tasks, privileged)
+    training, evaluation = (
+      evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
+      for sampling in (config.sampling, config.evaluation)
+    )
   with sharding.use_mesh(mesh):
     plan, train_state = make_plan(config, model, params, algorithm, mesh)
-  if privileged and 'critic' not in train_state.states:
-    raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
-  sampling = evaluate.make_decoding(config.sampling, engine, chat, env)
-  evaluation = evaluate.make_decoding(config.evaluation, engine, chat, env)
+  _check_options(algorithm, train_state, privileged, guides)
   with contextlib.ExitStack() as stack:
     watch = stack.enter_context(preemption.watch())
-    made_of = identity.describe_run(algorithm, env, tasks, privileged)
+    if guides:
+      made_of['guides'] = [identity.describe(guide) for guide in guides]
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
     journal.call_format = chat.format
-    watch.newest_step = journal.find_newest_checkpoint
-    watch.raise_if_requested()
-    watch.phase = 'restoring'
-    train_state = journal.restore(train_state, plan)
-    engine.sync_weights(train_state.sampler, train_state.sampler_step)
+    train_state = _restore(train_state, plan, engine, journal, watch)
     del params  # The restored ones take their place.
-    engine.interrupted = watch.is_requested
+    print_line = journal.progress.print_line
     for line in lines:
-      journal.progress.print_line(line)
-    watch.phase = 'compilation'
-    _compile(engine, chat, (sampling, evaluation), journal, watch)
+      print_line(line)
+    _compile(engine, chat, (training, evaluation), journal, watch)
     stack.enter_context(engine.open())
     playing = {'make_env': make_env, 'limits': config.limits}
     rollouts = schedule.Schedule(
-      config.schedule,
-      tasks,
-      engine,
-      chat,
-      journal,
-      sampling,
-      curriculum=config.curriculum,
-      seed=config.seed,
-      messages=config.log_episodes,
-      **playing,
+      config, tasks, engine, chat, journal, training, **playing
     )
+    logged = metrics_lib.read(workdir) if processes.is_first() else ()
     job = Job(
       config=config,
       train_state=train_state,
@@ -129,16 +122,41 @@ def start(
       journal=journal,
       watch=watch,
       evaluation=evaluation,
-      alarms=alarms_lib.AlarmMonitor(
-        config.alarms,
-        journal.progress.print_line,
-        metrics_lib.read(workdir) if processes.is_first() else (),
-      ),
-      faults=alarms_lib.FaultCounter(journal.progress.print_line),
+      alarms=alarms_lib.AlarmMonitor(config.alarms, print_line, logged),
+      faults=alarms_lib.FaultCounter(print_line),
     )
     # This frame lives as long as the run: what it names is not freed before.
     del train_state
     yield job
+
+
+def _check_options(algorithm, train_state, privileged, guides):
+  """Raises ValueError for arguments of a run that do not fit its algorithm."""
+  if privileged and 'critic' not in train_state.states:
+    raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
+  if any(guide.logits for guide in guides) and not algorithm.correction:
+    raise ValueError(
+      'guides: one changes the logits, so that tokens come from another distribution '
+      'than the one that is trained, and the algorithm has no correction for that '
+      '(rl/correction.py).'
+    )
+
+
+def _restore(
+  train_state: updates.TrainState,
+  plan: updates.Plan,
+  engine: engine_lib.Engine,
+  journal: journal_lib.Journal,
+  watch: preemption.Watch,
+) -> updates.TrainState:
+  """Returns the newest checkpoint's train state, and gives the engine its policy."""
+  watch.newest_step = journal.find_newest_checkpoint
+  watch.raise_if_requested()
+  watch.phase = 'restoring'
+  train_state = journal.restore(train_state, plan)
+  engine.sync_weights(train_state.sampler, train_state.sampler_step)
+  engine.interrupted = watch.is_requested
+  return train_state
 
 
 def _compile(
@@ -149,6 +167,7 @@ def _compile(
   watch: preemption.Watch,
 ):
   """Compiles the engine's programs, and shows how many are done."""
+  watch.phase = 'compilation'
   automata = [chat.stop_automaton(engine.config.vocab_size)]
   automata += [decoding.grammar for decoding in decodings if decoding.grammar]
 
@@ -206,12 +225,17 @@ def make_engine(
   model: decoder.DecoderConfig,
   params: decoder.Params,
   mesh: Mesh | None = None,
+  guides: Iterable[guide_lib.Guide] = (),
 ) -> engine_lib.Engine:
-  """Makes an engine of the sizes in `config.engine` on the chips of this process."""
+  """Makes an engine of the sizes in `config.engine` on the chips of this process.
+
+  Its requests may use the guides, which have no parameters.
+  """
   sizes = config.engine
   return engine_lib.Engine(
     model,
     params,
+    guides=dict.fromkeys(guides),
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
     rows=sizes.rows,
@@ -238,6 +262,7 @@ def make_plan(
   Raises:
     ValueError: A field of the configuration does not fit the algorithm or the model.
   """
+  # A policy with a value head is its own critic; else the critic is a second model.
   own_critic = algorithm.needs_critic and 'value_head' not in params
   if config.schedule.critic_warmup and not own_critic:
     raise ValueError('critic_warmup: there is no critic of its own; make it 0.')

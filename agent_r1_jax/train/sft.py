@@ -12,6 +12,8 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, losses, packing, table
 
+# Called with the number of finished steps, the last one's metrics and the parameters.
+OnStep = Callable[[int, dict[str, float], decoder.Params], None]
 # After this many segments in a row that do not fit, the stream is taken to have no other.
 _MANY = 1000
 
@@ -52,10 +54,6 @@ class Config:
   other_weight: float = 0.02
 
 
-def _ignore(step, metrics, params):
-  pass
-
-
 def _likelihood(stats, batch):
   """Returns -w log π; the weights w of the tokens are in batch.advantages."""
   return losses.weighted(-batch.advantages * stats.logprobs, batch.weights), {}
@@ -75,6 +73,7 @@ def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
   parts, mask, start = [], [], 0
   for i, message in enumerate(messages):
     replied = message['role'] == 'assistant'
+    # What comes between two replies is one prompt or one delta, as in a rollout.
     if not replied and i + 1 < len(messages):
       continue
     given = messages[start : i if replied else i + 1]
@@ -139,7 +138,7 @@ def run(
   segments: Iterable[types.Segment],
   config: Config,
   *,
-  on_step: Callable[[int, dict[str, float], decoder.Params], None] = _ignore,
+  on_step: OnStep = lambda step, metrics, params: None,
 ) -> decoder.Params:
   """Fits the policy to the action tokens of a stream of segments.
 
@@ -151,8 +150,7 @@ def run(
     params: The parameters to start from; donated.
     segments: A stream of segments that fills config.steps batches; see `segment`.
     config: The configuration of the run.
-    on_step: Called with the number of finished steps, the last one's metrics and the
-      parameters, which the next step donates.
+    on_step: Called after each step, which donates the parameters of the one before.
 
   Returns:
     The new parameters.
@@ -194,9 +192,14 @@ def _take(pool: list[types.Segment], config) -> types.Batch:
   while layout.rows > config.rows:
     taken -= 1
     layout = _lay_out(pool[:taken], config)
-  batch = _pack(pool[:taken], layout, config.other_weight)
+  text = table.from_segments(pool[:taken])
   del pool[:taken]
-  return batch
+  weight = np.where(text.action_mask, 1.0, config.other_weight)
+  weight[table.starts(text.segment)] = 0.0  # The first token is given, not predicted.
+  weights = (weight > 0) / weight.sum()
+  return packing.pack(
+    dataclasses.replace(text, advantages=weight, weights=weights), layout
+  )
 
 
 def _lay_out(segments, config):
@@ -205,12 +208,3 @@ def _lay_out(segments, config):
     row_tokens=config.row_tokens,
     row_multiple=config.rows,
   )
-
-
-def _pack(segments, layout, other_weight) -> types.Batch:
-  text = table.from_segments(segments)
-  weight = np.where(text.action_mask, 1.0, other_weight)
-  weight[table.starts(text.segment)] = 0.0  # The first token is given, not predicted.
-  used = weight > 0
-  text = dataclasses.replace(text, advantages=weight, weights=used / weight.sum())
-  return packing.pack(text, layout)

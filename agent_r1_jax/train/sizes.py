@@ -150,11 +150,13 @@ def choose(
   for share, fewest_rows, fewest_slots in _ROUNDS:
     limit = share * machine.memory
     least = {'microbatch': groups, 'rows': fewest_rows, 'slots': fewest_slots}
+    # The first in `free` costs the least speed, so it is halved as far as it may be.
     for name in free:
       while sizes[name] // 2 >= least[name] and peak(sizes) > limit:
         sizes[name] = _round_up(sizes[name] // 2, multiples[name])
     if peak(sizes) > limit:
       continue
+    # Halving may have gone further than it had to, as slots were halved last.
     for name in ('rows', 'microbatch'):
       doubled = sizes | {name: 2 * sizes[name]}
       while sizes[name] < fastest[name] and peak(doubled) <= limit:

@@ -111,9 +111,11 @@ class Spool:
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / 'rollouts'
 
-  def open_rollout(self, draw: int, tasks: Sequence[types.Task]) -> RolloutSpool:
-    """Opens the spool of the rollout number `draw`."""
-    return RolloutSpool(self._folder / str(draw), tasks)
+  def open_rollout(
+    self, rollout_number: int, tasks: Sequence[types.Task]
+  ) -> RolloutSpool:
+    """Opens the spool of the rollout of this number."""
+    return RolloutSpool(self._folder / str(rollout_number), tasks)
 
   def delete(self, before: int):
     """Deletes the spools of the rollouts before number `before`."""

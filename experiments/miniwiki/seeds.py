@@ -14,6 +14,7 @@ import pathlib
 
 from absl import app, flags
 
+from agent_r1_jax.host import refusals
 from agent_r1_jax.report import plots, tables
 from experiments import comparison
 
@@ -21,9 +22,15 @@ _OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md and .png w
 
 
 def main(argv):
+  refusals.install()
   workdirs = [pathlib.Path(name) for name in argv[1:]]
   if not workdirs:
     raise app.UsageError('name the working directories of the runs')
+  if unfinished := [w for w in workdirs if not (w / 'table.json').is_file()]:
+    raise ValueError(
+      f'{unfinished[0]} has no table.json: it is no workdir of '
+      'experiments.miniwiki.search, or the run has not ended.'
+    )
   seeds = {w.name: json.loads((w / 'table.json').read_text()) for w in workdirs}
   first = next(iter(seeds.values()))
   sets = list(first['GRPO'])

@@ -146,6 +146,8 @@ def main(_):
   variants = dict(VARIANTS)
   if _MODEL.value:
     variants |= model_variants(_MODEL.value, search_tool, f.config.schedule.steps)
+  if unknown := [name for name in _ONLY.value if name not in variants]:
+    raise ValueError(f'--only: there is no {unknown}; there are {", ".join(variants)}.')
   for name in _ONLY.value:
     variant, workdir = variants[name], pathlib.Path(f.workdir, name)
     make_env = functools.partial(variant.make_env, search_tool)

@@ -1,0 +1,146 @@
+"""Agents that are programs of their own: they ask an OpenAI-compatible endpoint.
+
+In place of an environment, make_env may make a Program. Its `run` gets the task and the
+address of an endpoint that is this episode's alone; the policy answers there:
+
+  async def play(task, url):
+    client = openai.AsyncOpenAI(base_url=url, api_key='none')
+    ...
+
+  train.run(..., make_env=lambda: program.Program(play, reward))
+
+`run` may be a coroutine function, a plain function (it runs in a thread and may block),
+or `process(['node', 'agent.js'])`. See docs/endpoint.md.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import tempfile
+from typing import IO
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
+
+# A program's output is kept to so many bytes, the last ones.
+_KEPT = 1 << 16
+Output = env_lib.Score | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """An agent that asks an endpoint for the policy's replies.
+
+  The reward of an episode is the sum of what `run` returns, of what it reports by
+  `POST {url}/reward {"reward": 1.0, "metrics": {...}}`, and of `reward`, which is called
+  when `run` has ended.
+
+  Attributes:
+    run: (task, url) -> None, a number, or a dict of the named parts of a sum.
+    reward: (task, messages) -> score, as that of a ToolEnv.
+    metrics: (task, messages) -> further numbers of the episode.
+  """
+
+  run: Callable[[types.Task, str], Output | Awaitable[Output]]
+  reward: env_lib.Reward = lambda task, messages: 0.0
+  metrics: env_lib.Metrics | None = None
+
+  async def judge(
+    self, task: types.Task, messages: list[types.Message], status: str, output: Output
+  ) -> types.Step:
+    """Scores an episode that has ended with `status`; `output` is what `run` returned.
+
+    Raises:
+      ValueError: A score is no finite number, or `metrics` gave no dict.
+    """
+    judges = [env_lib.ToolEnv([], self.reward, metrics=self.metrics)]
+    if output is not None:
+      judges.append(env_lib.ToolEnv([], lambda task, messages: output))
+    total = types.Step([], done=True)
+    for judge in judges:
+      await judge.reset(task)
+      judge.messages = messages
+      step = await judge.finish(status)
+      total.reward += step.reward
+      for name, value in step.metrics.items():
+        total.metrics[name] = total.metrics.get(name, 0.0) + value
+    return total
+
+
+def read_last_line(status: int, output: str) -> Output:
+  """Scores a program by the last line that it printed, if that is a number or an object.
+
+  Raises:
+    RuntimeError: It ended with another status than 0.
+  """
+  if status:
+    raise RuntimeError(f'the program ended with status {status}: {output[-2000:]}')
+  lines = output.split('\n')
+  try:
+    value = json.loads(next(line for line in reversed(lines) if line.strip()))
+  except (StopIteration, ValueError):
+    return None
+  return value if isinstance(value, int | float | dict) else None
+
+
+def read_status(status: int, output: str) -> Output:
+  """Scores a program by its exit status: 1 for 0, and 0 for any other."""
+  return float(status == 0)
+
+
+def process(
+  command: Sequence[str],
+  *,
+  read: Callable[[int, str], Output] = read_last_line,
+  cwd: str | None = None,
+) -> Callable[[types.Task, str], Awaitable[Output]]:
+  """Makes a Program's `run` of a command.
+
+  The process finds the endpoint in OPENAI_BASE_URL and a key in OPENAI_API_KEY, as
+  OpenAI's clients expect it, and on its standard input one line of JSON with the task's
+  id and messages. When it ends, is late or the run is stopped, all processes of its group
+  are killed.
+
+  Args:
+    command: The program and its arguments.
+    read: Scores (exit status, the end of what it printed, standard output last); what
+      it raises makes the episode an error.
+    cwd: The directory that it runs in.
+  """
+  return functools.partial(_run_process, tuple(command), read, cwd)
+
+
+async def _run_process(command, read, cwd, task: types.Task, url: str) -> Output:
+  asked = json.dumps({'id': task.id, 'messages': task.messages}) + '\n'
+  # Files and not pipes: what the program has left behind may hold a pipe open for ever.
+  with contextlib.ExitStack() as stack:
+    files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+    files[0].write(asked.encode())
+    files[0].seek(0)
+    child = await asyncio.create_subprocess_exec(
+      *command,
+      stdin=files[0],
+      stdout=files[1],
+      stderr=files[2],
+      cwd=cwd,
+      env={**os.environ, 'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
+      start_new_session=True,
+    )
+    try:
+      status = await child.wait()
+    finally:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+      await child.wait()
+    return read(status, f'{_read_end(files[2])}\n{_read_end(files[1])}')
+
+
+def _read_end(file: IO[bytes]) -> str:
+  """Returns the last of what was written to a file."""
+  file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT))
+  return file.read(_KEPT).decode(errors='replace')

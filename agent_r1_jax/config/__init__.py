@@ -1,0 +1,113 @@
+"""The configuration of a training run: dataclasses that are absl flags and config.json.
+
+Each part of a run has a dataclass, which checks itself, and a function takes no more of
+them than it reads. `Config` nests them: the field `rows` of `engine` is the flag
+--config.engine.rows.
+"""
+
+import dataclasses
+from typing import Any
+
+from agent_r1_jax import fields
+from agent_r1_jax.config.agent import TOOL_FORMATS as TOOL_FORMATS
+from agent_r1_jax.config.agent import Chat as Chat
+from agent_r1_jax.config.agent import Limits as Limits
+from agent_r1_jax.config.engine import SIZES as SIZES
+from agent_r1_jax.config.engine import Engine as Engine
+from agent_r1_jax.config.engine import Sampling as Sampling
+from agent_r1_jax.config.host import Checkpoint as Checkpoint
+from agent_r1_jax.config.host import Mesh as Mesh
+from agent_r1_jax.config.learning import Batch as Batch
+from agent_r1_jax.config.learning import Curriculum as Curriculum
+from agent_r1_jax.config.learning import Optimizer as Optimizer
+from agent_r1_jax.config.learning import Schedule as Schedule
+from agent_r1_jax.config.models import Model as Model
+from agent_r1_jax.config.report import Alarms as Alarms
+
+# Where metrics can go; see report/sinks.py.
+SINKS = ('tensorboard', 'wandb', 'mlflow')
+
+
+def _default(kind: Any) -> Any:
+  return dataclasses.field(default_factory=kind)
+
+
+@dataclasses.dataclass
+class Config:
+  """All numbers and names of a run; the defaults are the paper's where it has them.
+
+  Attributes:
+    model: The models that are loaded, and how they compute.
+    chat: How tasks and tools become text.
+    limits: What one episode may use.
+    sampling: How the tokens of training rollouts are chosen.
+    evaluation: How the tokens of evaluations are chosen; greedy by default.
+    engine: Sizes of the engine's programs.
+    schedule: How much is played and learned from, and in which order.
+    curriculum: Which tasks are drawn for training.
+    batch: Sizes of the batches that gradients are computed of.
+    optimizer: The optimizer of policy and critic.
+    mesh: Over which chips the work is split.
+    checkpoint: What is written to disk to be resumed from.
+    alarms: Limits of metrics beyond which an alarm is logged.
+    seed: Seed of the order of tasks and of all sampling.
+    max_error_rate: The share of a rollout's episodes whose environment may raise or be
+      late before the run ends.
+    log_episodes: How many episodes of each rollout are written to trajectories/, and how
+      many of these and of each evaluation set with the numbers of their tokens.
+    sinks: Where metrics go besides metrics.jsonl: some of SINKS, separated by commas.
+    profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
+      their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
+  """
+
+  model: Model = _default(Model)
+  chat: Chat = _default(Chat)
+  limits: Limits = _default(Limits)
+  sampling: Sampling = _default(Sampling)
+  evaluation: Sampling = _default(lambda: Sampling(temperature=0.0))
+  engine: Engine = _default(Engine)
+  schedule: Schedule = _default(Schedule)
+  curriculum: Curriculum = _default(Curriculum)
+  batch: Batch = _default(Batch)
+  optimizer: Optimizer = _default(Optimizer)
+  mesh: Mesh = _default(Mesh)
+  checkpoint: Checkpoint = _default(Checkpoint)
+  alarms: Alarms = _default(Alarms)
+  seed: int = 0
+  max_error_rate: float = 0.1
+  log_episodes: int = 8
+  sinks: str = 'tensorboard'
+  profile: str = ''
+
+  @property
+  def sink_names(self) -> list[str]:
+    """The names in `sinks`."""
+    return [name.strip() for name in self.sinks.split(',') if name.strip()]
+
+  @property
+  def profiled_steps(self) -> list[int]:
+    """The steps in `profile`."""
+    return [int(step) for step in self.profile.split(',') if step.strip()]
+
+  def check(self) -> None:
+    """Refuses a value of a wrong type or out of its range.
+
+    Raises:
+      ValueError: Names the field, the value and what it may be.
+    """
+    fields.check(self, at_most_1=('max_error_rate',))
+    if unknown := set(self.sink_names).difference(SINKS):
+      raise ValueError(
+        f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '
+        f'{", ".join(SINKS)}, separated by commas.'
+      )
+    if not all(s.strip().isdigit() for s in self.profile.split(',') if s.strip()):
+      raise ValueError(
+        f"profile is {self.profile!r}; give numbers of steps, such as '2,50'."
+      )
+    for field in dataclasses.fields(self):
+      room = getattr(self, field.name)
+      if isinstance(room, Sampling):
+        room.check(field.name)
+      elif hasattr(room, 'check'):
+        room.check()

@@ -1,0 +1,86 @@
+"""The parts that say how tokens are sampled."""
+
+import dataclasses
+
+from agent_r1_jax import fields
+
+# Fields whose value is chosen where they are 0; see train/sizes.py.
+SIZES = (
+  'engine.rows',
+  'engine.slots',
+  'batch.row_tokens',
+  'batch.microbatch',
+  'engine.feed_rows',
+  'engine.feed_tokens',
+  'engine.bucket',
+  'engine.replicas',
+)
+
+
+@dataclasses.dataclass
+class Sampling:
+  """How the tokens of replies are chosen, in training or in evaluations.
+
+  A policy is trained on samples of its own distribution: a training run that truncates it
+  or restricts it by a grammar needs an algorithm with a correction.
+
+  Attributes:
+    temperature: Divides the logits; 0 is greedy. In training it must be above 0, and the
+      log-probs that are trained have it too.
+    top_k: Only the k likeliest tokens may be chosen; 0 allows all.
+    top_p: Only the smallest set of likeliest tokens that has at least this probability
+      may be chosen; 1 allows all.
+    min_p: Only tokens may be chosen that are at least this many times as probable as the
+      likeliest one; 0 allows all.
+    tool_grammar: Whether a grammar restricts tool calls to the schemas of the
+      environment's tools, so that none is malformed; only for the format 'hermes'.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  tool_grammar: bool = False
+
+  def check(self, part: str = 'sampling') -> None:
+    """Raises ValueError for a wrong value; `part` is the name of this part."""
+    fields.check(self, part, share=('top_p',), at_most_1=('min_p',))
+
+  @property
+  def on_policy(self) -> bool:
+    """Whether the tokens follow the distribution whose log-probs are trained."""
+    return dataclasses.replace(self, temperature=1.0) == Sampling()
+
+
+@dataclasses.dataclass
+class Engine:
+  """Sizes of the engine's programs; those in SIZES are chosen where they are 0.
+
+  Attributes:
+    rows: Rows of the KV cache, so episodes at a time, on each chip (or `mesh.tensor`).
+    slots: The most tokens of a row: prompt, replies and tool messages together.
+    decode_steps: Tokens sampled by one decode.
+    feed_rows: Rows of one prefill.
+    feed_tokens: Tokens of each row in one prefill.
+    bucket: The least slots that a cache read covers; reads double from there to slots.
+    width: The most rows that are decoded at a time; 0 is all. With slow tools, take half
+      of rows.
+    narrow: Whether few rows run in programs for a quarter of rows. A run is repeatable to
+      the last bit only without it and with bucket = slots, as the timing of tools varies.
+    replicas: Engines that share each chip and its rows; on a CPU, at most one per core.
+  """
+
+  rows: int = 0
+  slots: int = 0
+  decode_steps: int = 32
+  feed_rows: int = 0
+  feed_tokens: int = 0
+  bucket: int = 0
+  width: int = 0
+  narrow: bool = True
+  replicas: int = 0
+
+  def check(self) -> None:
+    """Raises ValueError for a wrong value; the message names the field."""
+    chosen = [name.removeprefix('engine.') for name in SIZES if 'engine.' in name]
+    fields.check(self, 'engine', at_least_1=('decode_steps',), chosen=chosen)

@@ -1,0 +1,35 @@
+"""The part of a configuration that says which models are loaded."""
+
+import dataclasses
+
+from agent_r1_jax import fields
+
+
+@dataclasses.dataclass
+class Model:
+  """The models that are loaded, and how they compute.
+
+  Attributes:
+    path: Directory of the policy to start from: weights and tokenizer in HF layout.
+    reference: Directory of the reference policy or teacher, which must have the same
+      tokenizer; empty takes the policy as it started.
+    dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
+    remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
+    lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0
+      trains all.
+    lora_targets: The projections with adapters, separated by commas.
+    lora_alpha: Adapters are scaled by lora_alpha / lora_rank.
+  """
+
+  path: str = ''
+  reference: str = ''
+  dtype: str = 'float32'
+  remat: str = 'none'
+  lora_rank: int = 0
+  lora_targets: str = 'q,k,v,o,gate,up,down'
+  lora_alpha: float = 16.0
+
+  def check(self) -> None:
+    """Raises ValueError for a wrong value; the message names the field."""
+    choices = {'dtype': ('float32', 'bfloat16'), 'remat': ('none', 'dots', 'full')}
+    fields.check(self, 'model', above_0=('lora_alpha',), choices=choices)

@@ -1,0 +1,138 @@
+"""A run's directory: one run at a time writes to it, with one configuration."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from typing import Any
+import warnings
+
+import jax
+
+from agent_r1_jax.host import disk
+
+
+@contextlib.contextmanager
+def lock(workdir: str | os.PathLike) -> Iterator[None]:
+  """Holds `<workdir>/.lock` inside `with`; the system releases it after a kill.
+
+  Raises:
+    ValueError: Another run holds it, or `workdir` cannot be written to.
+  """
+  path = make_writable(pathlib.Path(workdir)) / '.lock'
+  with path.open('a+') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      raise ValueError(
+        f'workdir={workdir} is in use by another run ({file.read().strip()}): give '
+        'another workdir, or end that run first'
+      ) from None
+    except OSError as error:
+      # Some network file systems have no locks; a run without one is better than none.
+      warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
+    # On a full disk, the error of a second run does not name this process.
+    with contextlib.suppress(OSError):
+      os.ftruncate(file.fileno(), 0)
+      text = f'process {os.getpid()} on {socket.gethostname()}\n'
+      os.write(file.fileno(), text.encode())
+    yield
+
+
+def check_config(
+  workdir: str | os.PathLike,
+  config: Mapping[str, Any],
+  *,
+  may_change: Collection[str] = (),
+  name: str = 'config.json',
+  mend: str = 'Give another workdir, or the same values',
+) -> None:
+  """Writes the configuration the first time, and compares it with the file afterwards.
+
+  Args:
+    workdir: The run's directory; made if missing.
+    config: The run's configuration as nested dicts of JSON values.
+    may_change: Dotted names of fields that a continued run may change, such as
+      'schedule.steps'; the file then gets the new values.
+    name: The file's name in `workdir`.
+    mend: What the error tells a user to do where a field differs.
+
+  Raises:
+    ValueError: Fields differ from the file (they are listed), the file cannot be read,
+      the configuration is no JSON, or `workdir` cannot be written to.
+  """
+  path = make_writable(pathlib.Path(workdir)) / name
+  try:
+    new = json.loads(json.dumps(config))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'the configuration cannot be written as JSON: {error}') from None
+  if path.exists():
+    try:
+      old = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
+    there, here = _flatten_fields(old), _flatten_fields(new)
+    for name in may_change:
+      there.pop(name, None)
+      here.pop(name, None)
+    if lines := list_differences(there, here, json.dumps):
+      raise ValueError('\n'.join([f'{path} has another configuration:', *lines, mend]))
+    if old == new:
+      return
+  if jax.process_index() == 0:
+    _write_atomically(path, json.dumps(new, indent=2) + '\n')
+
+
+def list_differences(
+  there: Mapping[str, Any], here: Mapping[str, Any], show: Callable[[Any], str]
+) -> list[str]:
+  """Returns a line for each name whose value differs, is new, or is gone."""
+  absent, lines = object(), []
+  for name in sorted(there.keys() | here.keys()):
+    if there.get(name, absent) != here.get(name, absent):
+      old, new = (show(x[name]) if name in x else 'absent' for x in (there, here))
+      lines.append(f'  {name}: {old} there, {new} now')
+  return lines
+
+
+def _flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:
+  """{'a': {'b': 1}} -> {'a.b': 1}; an empty dict is a value."""
+  if not isinstance(tree, dict) or not tree:
+    return {prefix: tree}
+  fields = {}
+  for key, value in tree.items():
+    fields |= _flatten_fields(value, f'{prefix}.{key}' if prefix else key)
+  return fields
+
+
+def _write_atomically(path: pathlib.Path, text: str) -> None:
+  part = path.with_name(f'{path.name}.{os.getpid()}.part')
+  with disk.explain_write_errors(path, 'The configuration'):
+    try:
+      with part.open('w') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+      part.replace(path)
+    finally:
+      part.unlink(missing_ok=True)
+
+
+def make_writable(workdir: pathlib.Path) -> pathlib.Path:
+  """Makes the directory, tries to write into it, and returns its absolute path."""
+  workdir = workdir.absolute()
+  probe = workdir / f'.writable.{os.getpid()}'
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    probe.touch()
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(
+      f'workdir={workdir} cannot be written to ({error.strerror}): give another workdir '
+      'or change its permissions'
+    ) from None
+  return workdir

@@ -1,0 +1,50 @@
+"""Traces of single steps: what the host and the chips do in them, and for how long."""
+
+from collections.abc import Collection, Iterator
+import contextlib
+import os
+import pathlib
+import warnings
+
+import jax
+
+
+@contextlib.contextmanager
+def trace_step(
+  steps: Collection[int], workdir: str | os.PathLike, step: int
+) -> Iterator[None]:
+  """Traces what runs inside, in all threads, if `step` is one of `steps`.
+
+  Writes to WORKDIR/profile/step-<step>: perfetto_trace.json.gz for ui.perfetto.dev, and
+  plugins/profile/ for XProf and TensorBoard's profile plugin. A trace that cannot be
+  written is only a warning.
+
+  Args:
+    steps: The steps to trace.
+    workdir: The run's directory.
+    step: The number of this step.
+  """
+  if step not in steps:
+    yield
+    return
+  folder = pathlib.Path(workdir) / 'profile' / f'step-{step:05d}'
+  with _warn_of_failure(folder):
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Every call of Python would be most of the trace.
+    jax.profiler.start_trace(
+      str(folder), create_perfetto_trace=True, profiler_options=options
+    )
+  try:
+    with jax.profiler.StepTraceAnnotation('train', step_num=step):
+      yield
+  finally:
+    with _warn_of_failure(folder):
+      jax.profiler.stop_trace()
+
+
+@contextlib.contextmanager
+def _warn_of_failure(folder: pathlib.Path) -> Iterator[None]:
+  try:
+    yield
+  except Exception as error:
+    warnings.warn(f'there is no complete trace in {folder}: {error}', stacklevel=4)

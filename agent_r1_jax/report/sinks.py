@@ -1,0 +1,239 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
+
+A sink has two methods, `write(step, metrics)` and `close()`, which may raise or hang, and
+an attribute `run`: the name by which its service knows this run, or '' if a resumed run
+needs none. metrics.jsonl is the record; a sink is a convenience.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import re
+import threading
+import time
+from typing import Any, Protocol
+import uuid
+import warnings
+
+from agent_r1_jax.host import disk
+from agent_r1_jax.report import tensorboard
+
+# A sink that is this many lines behind gets no more of them until it has caught up.
+_MOST_LINES = 1000
+# The longest that the end of a run waits for what a sink has not written yet.
+_CLOSE_SECONDS = 20.0
+
+
+class Sink(Protocol):
+  """Takes a run's metrics."""
+
+  run: str
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Takes the metrics of a step; steps rise."""
+    ...
+
+  def close(self) -> None:
+    """Ends the run; nothing follows."""
+    ...
+
+
+class Background:
+  """Writes to a sink in a thread: what fails or hangs there costs the run nothing.
+
+  For a sink with a `run`, the file notes that name and the last step. A resumed run
+  continues that run and writes no step twice: those that were repeated since the last
+  checkpoint are left as they are there.
+
+  Attributes:
+    lost: The number of lines that the sink did not take.
+  """
+
+  def __init__(self, name: str, make: Callable[[str], Sink], notes: pathlib.Path):
+    """Starts the thread, which makes the sink.
+
+    Args:
+      name: What warnings call the sink.
+      make: Makes the sink, given its run's name, or '' at the first start.
+      notes: The file of the run's name and last step.
+    """
+    self._name, self._make, self._notes = name, make, notes
+    self.lost, self._writing, self._warned, self._why = 0, 0, False, ''
+    self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(
+      _MOST_LINES
+    )
+    self._thread = threading.Thread(target=self._run, daemon=True, name=f'sink {name}')
+    self._thread.start()
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Passes a line on, and never waits; warns at the first one that is lost."""
+    try:
+      if not self._why:
+        return self._queue.put_nowait((step, metrics))
+    except queue.Full:
+      pass
+    self.lost += 1
+    self._warn(self._why or f'it is {_MOST_LINES} lines behind')
+
+  def close(self) -> None:
+    """Waits for what is not written yet, for a bounded time; says how much is lost."""
+    with contextlib.suppress(queue.Full):
+      self._queue.put_nowait(None)
+    self._thread.join(_CLOSE_SECONDS)
+    if self._thread.is_alive():
+      self._why = f'it did not end within {_CLOSE_SECONDS:g} seconds'
+    if self._why:
+      self._warn(self._why)
+    self.lost += self._writing
+    with contextlib.suppress(queue.Empty):
+      while True:
+        self.lost += self._queue.get_nowait() is not None
+    if self.lost:
+      warnings.warn(f'{self._name}: {self.lost} lines were not written', stacklevel=2)
+
+  def _warn(self, why: str) -> None:
+    if not self._warned:
+      self._warned = True
+      warnings.warn(
+        f'{self._name} does not take all metrics: {why}. The run goes on, and '
+        'metrics.jsonl has all numbers; the next start of the run writes to it again',
+        stacklevel=3,
+      )
+
+  def _run(self) -> None:
+    """Makes the sink and feeds it, until the run ends or it fails."""
+    sink = None
+    try:
+      noted = json.loads(self._notes.read_text()) if self._notes.exists() else {}
+      last = noted.get('step', -1)
+      sink = self._make(noted.get('run', ''))
+      while line := self._queue.get():
+        step, metrics = line
+        if step <= last:
+          continue
+        if sink.run:
+          # Before it is written: a kill between the two must not double the step.
+          self._note(sink.run, step)
+        self._writing = 1
+        sink.write(step, metrics)
+        self._writing = 0
+      sink.close()
+    except (Exception, SystemExit) as error:  # A library's sys.exit ends no run.
+      # Described now, while the disk is as full as it was for the sink.
+      place = self._notes.parents[1] / self._name
+      self._why = disk.describe_failure(place, error) or repr(error)
+      with contextlib.suppress(Exception, SystemExit):
+        if sink is not None:
+          sink.close()
+
+  def _note(self, run: str, step: int) -> None:
+    self._notes.parent.mkdir(parents=True, exist_ok=True)
+    part = self._notes.with_suffix('.part')
+    part.write_text(json.dumps({'run': run, 'step': step}) + '\n')
+    part.replace(self._notes)
+
+
+class WandbSink:
+  """A run of Weights & Biases; WANDB_MODE=offline writes to WORKDIR/wandb alone.
+
+  WANDB_PROJECT and the other variables of wandb say where it belongs.
+  """
+
+  def __init__(self, workdir: pathlib.Path, config: Mapping[str, Any], run: str):
+    """Begins the run, or continues it if `run` is its name."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    # Without a key, wandb would ask for one on the terminal.
+    online = os.environ.get('WANDB_MODE', 'online') == 'online'
+    if online and not wandb.login(prompt=False):
+      raise ValueError(
+        'there is no API key: run `wandb login`, or set WANDB_MODE=offline'
+      )
+    self.run = run or uuid.uuid4().hex[:8]
+    settings = wandb.Settings(console='off', silent=True, x_disable_stats=True)
+    self._run = wandb.init(
+      dir=str(workdir),
+      id=self.run,
+      name=workdir.name,
+      resume='allow',
+      config=dict(config),
+      settings=settings,
+    )
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Logs a step."""
+    self._run.log(dict(metrics), step=step)
+
+  def close(self) -> None:
+    """Marks the run as finished."""
+    self._run.finish()
+
+
+class MlflowSink:
+  """A run of MLflow: at MLFLOW_TRACKING_URI, or in the file WORKDIR/mlflow.db.
+
+  MLFLOW_EXPERIMENT_NAME names the experiment, by default agent_r1_jax.
+  """
+
+  def __init__(self, workdir: pathlib.Path, config: Mapping[str, Any], run: str):
+    """Begins the run, or continues it if `run` is its id."""
+    import mlflow  # pyright: ignore[reportMissingImports]
+    from mlflow import entities  # pyright: ignore[reportMissingImports]
+
+    self._metric = entities.Metric
+    place = os.environ.get('MLFLOW_TRACKING_URI')
+    self._client = mlflow.MlflowClient(place or f'sqlite:///{workdir / "mlflow.db"}')
+    self.run = run
+    if run:
+      self._client.update_run(run, 'RUNNING')
+      return
+    name = os.environ.get('MLFLOW_EXPERIMENT_NAME', 'agent_r1_jax')
+    found = self._client.get_experiment_by_name(name)
+    experiment = found.experiment_id if found else self._client.create_experiment(name)
+    self.run = self._client.create_run(experiment, run_name=workdir.name).info.run_id
+    params = [entities.Param(key, str(value)) for key, value in config.items()]
+    self._client.log_batch(self.run, params=params)
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Logs a step; what a name may not have there becomes '_'."""
+    now = int(time.time() * 1000)
+    self._client.log_batch(
+      self.run,
+      [
+        self._metric(re.sub(r'[^\w\-./ ]', '_', name), value, now, step)
+        for name, value in metrics.items()
+      ],
+    )
+
+  def close(self) -> None:
+    """Marks the run as finished."""
+    self._client.set_terminated(self.run)
+
+
+def start(
+  names: Sequence[str],
+  workdir: str | os.PathLike,
+  config: Mapping[str, Any],
+  resume_step: int | None = None,
+) -> list[Background]:
+  """Starts sinks by their names, each in a thread.
+
+  Args:
+    names: Those of config.SINKS.
+    workdir: The run's directory.
+    config: The run's configuration: values by dotted names.
+    resume_step: The next step, for TensorBoard.
+  """
+  folder = pathlib.Path(workdir).resolve()
+  make = {
+    'tensorboard': lambda run: tensorboard.EventWriter(
+      folder / 'tensorboard', resume_step
+    ),
+    'wandb': lambda run: WandbSink(folder, config, run),
+    'mlflow': lambda run: MlflowSink(folder, config, run),
+  }
+  notes = folder / 'sinks'
+  return [Background(name, make[name], notes / f'{name}.json') for name in names]

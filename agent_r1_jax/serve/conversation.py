@@ -1,0 +1,353 @@
+"""The requests of one episode, and the tokens that are trained of them.
+
+Each request is matched to the texts that the episode has so far. Where it goes on from
+one of them, its new messages are appended to that text, token by token: what the policy
+sampled is what it sees and what is trained, whatever the client's library made of it.
+
+- It goes on from a text's last reply: the segment goes on.
+- It goes on from an earlier reply, or the text is being sampled just now: a fork of the
+  text begins a new segment. What the policy sampled before the fork is trained in the
+  segment where it was sampled, and in no other.
+- It begins a text of its own, as a sub-agent does: a new segment.
+- It contains replies that the policy never gave, which 'rewritten' counts. After a text's
+  last reply they are appended as any other message, and the segment goes on. A reply that
+  was changed is where the request leaves the text: a fork, or a text of its own. Examples
+  in the episode's first prompt are not counted; those in a sub-agent's prompt are.
+
+A reply's randomness depends on (seed, draw, task, sample) and on the text before it, not
+on when it is asked for, with two exceptions: requests for the same text are told apart by
+their order, and of several that go on from one reply, the first goes on in its segment.
+"""
+
+import collections
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import protocol
+
+
+@dataclasses.dataclass(eq=False)
+class _Branch:
+  """A text and the segment that it is trained as.
+
+  Attributes:
+    tools: The tools that its prompt describes, as JSON.
+    messages: All messages of the text, as the client has them.
+    rendered: The same as they are logged and encoded again; replies are as they were
+      sampled.
+    shared_messages: The number of messages that the text shares with the one that it was
+      forked from.
+    ends: For each reply, the number of messages and of tokens up to its end.
+    pieces: The tokens of prompts, replies and what came between, with the log-probs and
+      policy steps of those that were sampled here.
+    text: What the engine holds of it; it may have tokens that no client got.
+    key: The randomness of its replies.
+    key_id: What the key was made of: the digest of the tokens that the text began with,
+      and its number among the texts that began with them.
+    turns: The replies, and the number of each among all.
+    pending: The request that is being answered: its messages and tokens.
+  """
+
+  tools: str
+  messages: list[types.Message]
+  rendered: list[types.Message]
+  shared_messages: int
+  ends: list[tuple[int, int]]
+  pieces: list[tuple]
+  text: request_lib.Text | None
+  key: np.ndarray
+  key_id: tuple[bytes, int]
+  turns: list[tuple[int, types.Turn]] = dataclasses.field(default_factory=list)
+  pending: tuple[list[types.Message], list[types.Message], np.ndarray] | None = None
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """The tokens that the client knows of."""
+    return np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
+
+
+class Conversation:
+  """The requests of one episode; a source of serve/server.py.
+
+  Attributes:
+    metrics: Counts of tool_calls, format_errors, forks, rewritten pasts, and, where there
+      were any, unrestricted requests: a schema or a required call was not applied.
+    refused: The status that a budget gave the episode, when it refused a request.
+    error: Why there was no room for the first prompt.
+    reports: The rewards that the program reported, with the turn that each belongs to.
+  """
+
+  def __init__(
+    self,
+    chat: chat_lib.Chat,
+    task: types.Task,
+    context: Any,
+    max_turns: int,
+    max_turn_tokens: int,
+  ):
+    """Begins without a text.
+
+    Args:
+      chat: Encodes messages with the policy's tokenizer.
+      task: The episode's task.
+      context: The episode's train.episode.Context, which makes requests.
+      max_turns: The most replies.
+      max_turn_tokens: The most tokens of a reply.
+    """
+    self._chat, self._task, self._context = chat, task, context
+    self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
+    self._branches: list[_Branch] = []
+    self._sampled: dict[request_lib.Generation, _Branch] = {}
+    self._key_ids: set[tuple[bytes, int]] = set()
+    self._turns = 0
+    self._cut = False
+    self._closed = False
+    self.metrics = collections.Counter(
+      tool_calls=0, format_errors=0, forks=0, rewritten=0
+    )
+    self.refused: str | None = None
+    self.error: str | None = None
+    self.reports: list[tuple[types.Turn, types.Step]] = []
+
+  @property
+  def status(self) -> str:
+    """How the episode ended, if its program just ended."""
+    return self.refused or ('truncated' if self._cut else 'done')
+
+  def submit(
+    self, asked: protocol.Asked, automata: Sequence[types.Automaton]
+  ) -> list[request_lib.Generation]:
+    """Begins the replies to a request; see the module.
+
+    The policy is sampled as it is trained: temperature, top_p, seed and the like of the
+    client are not used, and neither a schema nor a required call restricts the reply.
+    """
+    if self._closed:
+      raise http.RefusedError(410, 'the episode is over', 'episode_over')
+    if asked.messages is None:
+      raise http.RefusedError(400, 'an episode asks for chat completions only')
+    if asked.schema or asked.required:
+      self.metrics['unrestricted'] += 1
+    begun = []
+    try:
+      for _ in range(asked.n):
+        begun.append(self._submit_one(asked, automata))
+    except Exception:
+      for generation in begun:
+        generation.cancel()
+        self.close(generation)
+      raise
+    return begun
+
+  def _submit_one(self, asked, automata) -> request_lib.Generation:
+    if self._turns + len(self._sampled) >= self._max_turns:
+      self.refused = self.refused or 'max_turns'
+      text = f'the episode has had its {self._max_turns} replies (limits.max_turns)'
+      raise http.RefusedError(400, text, 'max_turns')
+    branch = self._find(asked)
+    try:
+      generation = self._sample(branch, asked, automata)
+    except Exception:
+      self._drop(branch)
+      raise
+    branch.text = generation.text
+    self._sampled[generation] = branch
+    return generation
+
+  def _sample(self, branch: _Branch, asked, automata) -> request_lib.Generation:
+    """Begins the reply that a text waits for."""
+    assert branch.pending
+    _, _, ids = branch.pending
+    length = len(branch.tokens)
+    room = self._context.slots - length - len(ids)
+    if room < 1:
+      self.refused = self.refused or 'truncated'
+      text = f'the prompt has {length + len(ids)} tokens, and a row {self._context.slots}'
+      self.error = f'{text} (slots)'
+      raise http.RefusedError(400, text, 'context_length_exceeded')
+    parent = branch.text
+    if parent is not None and len(parent) > length:
+      parent = request_lib.Fork(parent, length)
+    return self._context.submit(
+      ids,
+      parent,
+      min(room, self._max_turn_tokens, asked.max_tokens or room),
+      branch.key,
+      automata=automata,
+      top_logprobs=asked.top_logprobs or 0,
+    )
+
+  def _find(self, asked: protocol.Asked) -> _Branch:
+    """Finds the text that a request goes on from, or begins one."""
+    assert asked.messages is not None
+    tools = json.dumps(asked.tools, sort_keys=True)
+    messages = [protocol.comparable(message) for message in asked.messages]
+    found = [
+      (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
+      for i, branch in enumerate(self._branches)
+      if branch.tools == tools
+      for count, length in branch.ends
+      if messages[:count] == branch.messages[:count]
+    ]
+    if not found:
+      return self._begin(asked, tools, messages)
+    count, is_end, i, length = max(found)
+    old = self._branches[-i]
+    rendered = self._render(asked.messages[count:])
+    ids = self._chat.encode_delta(rendered, int(old.tokens[length - 1]))
+    branch = old
+    if not is_end:
+      branch = _Branch(
+        tools,
+        old.messages[:count],
+        old.rendered[:count],
+        count,
+        [end for end in old.ends if end[0] <= count],
+        [(old.tokens[:length], None, None)],
+        old.text,
+        *self._make_key(np.append(old.tokens[:length], ids)),
+      )
+      self._branches.append(branch)
+    branch.pending = messages[count:], rendered, ids
+    return branch
+
+  def _begin(self, asked, tools, messages) -> _Branch:
+    """Begins a text of its own."""
+    rendered = self._render(asked.messages)
+    ids = self._chat.encode_prompt(rendered, asked.tools)
+    # The key of the task's own prompt is that of a native environment's first segment.
+    same = [str(m['content']) for m in self._task.messages] == [
+      m['content'] for m in asked.messages
+    ]
+    key = self._make_key(ids, own=same)
+    branch = _Branch(
+      tools, [], [], 0, [], [], None, *key, pending=(messages, rendered, ids)
+    )
+    self._branches.append(branch)
+    return branch
+
+  def _make_key(
+    self, ids: np.ndarray, own: bool = False
+  ) -> tuple[np.ndarray, tuple[bytes, int]]:
+    """Makes the key of a new text, and what identifies it: its tokens and a number.
+
+    The number is the lowest that no text of the same tokens has. So a request that was
+    dropped and is made again gets its old key, and no two texts have the same.
+    """
+    digest = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
+    number = next(n for n in itertools.count() if (digest, n) not in self._key_ids)
+    self._key_ids.add((digest, number))
+    named = (digest.hex(), number) if number or not own else (0,)
+    return self._context.make_key(*named), (digest, number)
+
+  def _render(self, messages: Sequence[types.Message]) -> list[types.Message]:
+    """Makes the messages to encode.
+
+    What the task's own messages mark as control text is control text again, and a reply
+    that the policy gave in another text is as it was sampled.
+    """
+    own = {str(m['content']): m['content'] for m in self._task.messages}
+    sampled = [
+      (message, rendered)
+      for branch in self._branches
+      for message, rendered in zip(branch.messages, branch.rendered, strict=True)
+      if message['role'] == 'assistant'
+    ]
+    written = protocol.to_chat(messages, self._chat.format)
+    for i, message in enumerate(messages):
+      if message['role'] == 'assistant':
+        same = protocol.comparable(message)
+        written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
+      else:
+        written[i]['content'] = own.get(message['content'], message['content'])
+    return written
+
+  def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
+    """Notes a reply that its client gets: it will be trained."""
+    branch = self._sampled.pop(generation, None)
+    if branch is None or branch.pending is None or self._closed:
+      return
+    chunk = request_lib.join(generation.chunks)
+    messages, rendered, ids = branch.pending
+    branch.pending = None
+    stop = len(branch.tokens) + len(ids) + len(chunk.tokens)
+    branch.pieces += [(ids, None, None), chunk.piece]
+    text = self._chat.decode(chunk.tokens.tolist())
+    branch.messages += [*messages, protocol.comparable(reply.as_message())]
+    branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
+    branch.ends.append((len(branch.messages), stop))
+    self._cut = reply.reason == 'length'
+    replies = [message for message in messages if message['role'] == 'assistant']
+    # Before the first reply of all they are examples.
+    self.metrics['rewritten'] += bool(self._turns and replies)
+    self.metrics['forks'] += not branch.turns and bool(branch.shared_messages)
+    malformed = sum(isinstance(given, str) for _, given in reply.calls)
+    self.metrics['tool_calls'] += len(reply.calls) - malformed
+    self.metrics['format_errors'] += malformed
+    turn = types.Turn(0, stop - len(chunk.tokens), stop)
+    branch.turns.append((self._turns, turn))
+    self._turns += 1
+
+  def close(self, generation: request_lib.Generation):
+    """Forgets a reply that no client waits for; the request can be asked again."""
+    branch = self._sampled.pop(generation, None)
+    if branch is not None:
+      self._drop(branch)
+
+  def _drop(self, branch: _Branch):
+    """Drops a request; whoever makes it again gets the same reply."""
+    branch.pending = None
+    if not branch.turns:
+      self._branches.remove(branch)
+      self._key_ids.remove(branch.key_id)
+
+  def report(self, step: types.Step):
+    """Takes a reward that the program reports; it belongs to the last reply.
+
+    Raises:
+      RefusedError: The episode is over, or has no reply yet.
+    """
+    turns = [pair for branch in self._branches for pair in branch.turns]
+    if self._closed:
+      raise http.RefusedError(410, 'the episode is over', 'episode_over')
+    if not turns:
+      raise http.RefusedError(400, 'there is no reply to reward yet')
+    self.reports.append((max(turns, key=lambda pair: pair[0])[1], step))
+
+  def end(self):
+    """Ends the episode: what is being sampled is cancelled, and rows are freed."""
+    self._closed = True
+    for generation in [*self._sampled]:
+      generation.cancel()
+    for branch in self._branches:
+      if branch.text is not None:
+        branch.text.close()
+
+  def collect(self) -> tuple[list[types.Segment], list[types.Turn], list[types.Message]]:
+    """Returns what is trained: segments, turns and messages, in the order of segments.
+
+    Segments are in the order of their last replies, so that the last one is what the
+    episode ended with.
+    """
+    segments, turns, messages = [], [], []
+    played = [branch for branch in self._branches if branch.turns]
+    for branch in sorted(played, key=lambda branch: branch.turns[-1][0]):
+      for _, turn in branch.turns:
+        turn.segment = len(segments)
+        turns.append(turn)
+      segments.append(types.Segment.join(branch.pieces))
+      for message in branch.rendered[branch.shared_messages :]:
+        if message['role'] == 'assistant':
+          message = {**message, 'content': str(message['content'])}
+        messages.append(message)
+    return segments, turns, messages

@@ -1,0 +1,115 @@
+"""The endpoint of the episodes that are being played: each has an address of its own.
+
+  {url}/chat/completions  as serve/server.py has it
+  {url}/reward            POST {"reward": 1.0, "metrics": {"steps": 3}}; the reward may be
+                          a dict of the named parts of a sum, and metrics may be left out
+
+An address holds a key that cannot be guessed; the same key serves as API key at the
+address without it. The server listens on the loopback, in the engine's event loop, for as
+long as that runs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+import contextlib
+import math
+import secrets
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import server as server_lib
+
+
+class _Endpoint:
+  """The server of one event loop.
+
+  Attributes:
+    url: Its address.
+    episodes: The episodes that are being played, by key.
+  """
+
+  def __init__(self, chat: chat_lib.Chat, vocab_size: int, on_end: Callable[[], Any]):
+    from starlette import applications, routing
+
+    self.episodes: dict[str, conversation_lib.Conversation] = {}
+    self._server = server_lib.Server(
+      self._find,
+      chat,
+      vocab_size,
+      name='policy',
+      max_replies=math.inf,
+      seconds=math.inf,
+      restrict=False,
+    )
+    routes = []
+    for prefix in ('', '/episodes/{episode}'):
+      reward = routing.Route(f'{prefix}/v1/reward', self._reward, methods=['POST'])
+      routes += [*self._server.routes(prefix), reward]
+    self._app = applications.Starlette(routes=routes)
+    listener = http.listen('127.0.0.1', 0)
+    self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'
+    self._task = asyncio.create_task(self._serve(listener, on_end))
+
+  def _find(self, episode: str | None, key: str) -> conversation_lib.Conversation:
+    found = self.episodes.get(episode or key)
+    if found is None:
+      raise http.RefusedError(
+        410, 'there is no such episode, or it is over', 'no_episode'
+      )
+    return found
+
+  async def _serve(self, listener, on_end):
+    server = http.make_server(self._app, shutdown_seconds=1, lifespan='off')
+    try:
+      await server.serve([listener])
+    finally:  # The event loop ends.
+      on_end()
+      server.force_exit = True
+      await server.shutdown([listener])
+
+  async def _reward(self, request: Any):
+    try:
+      found: Any = self._server.find_source(request)
+      found.report(_read_step(await http.read_json(request, 1 << 16)))
+      return http.answer_json({})
+    except http.RefusedError as error:
+      return self._server.refuse(error)
+
+
+def _read_step(body: dict[str, Any]) -> types.Step:
+  reward, metrics = body.get('reward', 0.0), body.get('metrics') or {}
+  parts = reward if isinstance(reward, dict) else {}
+  try:
+    named = {f'reward/{name}': float(part) for name, part in parts.items()}
+    named |= {str(name): float(value) for name, value in metrics.items()}
+    value = math.fsum(parts.values()) if isinstance(reward, dict) else float(reward)
+  except (TypeError, ValueError, AttributeError, OverflowError):
+    value = math.nan
+    named = {}
+  if not math.isfinite(value + math.fsum(named.values())):
+    text = f'{body!r:.200} is no reward: give {{"reward": 1.0}} or {{"reward": {{...}}}}'
+    raise http.RefusedError(400, text)
+  return types.Step([], value, metrics=named)
+
+
+# By event loop and chat.
+_endpoints: dict[tuple, _Endpoint] = {}
+
+
+@contextlib.asynccontextmanager
+async def open(
+  asked: conversation_lib.Conversation, chat: chat_lib.Chat, vocab_size: int
+) -> AsyncIterator[str]:
+  """Gives the address of an episode; what is asked there afterwards gets 410."""
+  where = asyncio.get_running_loop(), chat
+  if where not in _endpoints:
+    _endpoints[where] = _Endpoint(chat, vocab_size, lambda: _endpoints.pop(where))
+  found, key = _endpoints[where], secrets.token_urlsafe(16)
+  found.episodes[key] = asked
+  try:
+    yield f'{found.url}/episodes/{key}/v1'
+  finally:
+    del found.episodes[key]

@@ -1,0 +1,478 @@
+"""An OpenAI-compatible server over the one engine.
+
+  POST /v1/chat/completions  tools, streams, log-probs, stop, seed, n, JSON schemas
+  POST /v1/completions       text or tokens to go on from
+  GET  /v1/models            the policy's name
+  GET  /health               200 while the engine's event loop runs
+  GET  /metrics              counts and times in Prometheus's text format
+
+An error is {"error": {"message", "type", "code"}}: 400 for what cannot be done, 401 for a
+wrong key, 413 for a body that is too long, 429 with Retry-After where too many replies
+are under way, 504 for a reply that took too long.
+
+The handlers run in the engine's own event loop. A reply whose client has gone is
+cancelled, and its row is free at the next decode.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+import contextlib
+import functools
+import hmac
+import json
+import signal
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata, call_grammar, calls, workers
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import loop as loop_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import protocol
+
+_MAX_BODY = 1 << 22  # Bytes of a request.
+_GRAMMAR_SECONDS = 60.0  # For the automaton of a schema.
+_SEND_SECONDS = 30.0  # For an answer that is complete.
+_SHUTDOWN_SECONDS = 30  # What SIGTERM leaves to replies that have begun.
+
+
+class Source(Protocol):
+  """Where the replies to a client's requests come from."""
+
+  def submit(
+    self, asked: protocol.Asked, automata: Sequence[types.Automaton]
+  ) -> list[request_lib.Generation]:
+    """Begins `asked.n` replies; raises RefusedError if there can be none."""
+    ...
+
+  def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
+    """Hears of a reply that is complete, before the client does."""
+    ...
+
+  def close(self, generation: request_lib.Generation):
+    """Hears that a reply has ended, in whatever way."""
+    ...
+
+
+class FreeSource:
+  """Answers anyone; requests have nothing to do with each other."""
+
+  def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat):
+    self._engine, self._chat = engine, chat
+
+  def submit(self, asked, automata):
+    """Encodes the conversation; what the cache holds of it is not computed again."""
+    if asked.messages is not None:
+      messages = protocol.to_chat(asked.messages, self._chat.format)
+      ids = self._chat.encode_prompt(messages, asked.tools)
+    elif isinstance(asked.prompt, str):
+      ids = self._chat.encode_text(asked.prompt)
+    else:
+      ids = np.array(asked.prompt)
+    room = self._engine.sizes.slots - len(ids)
+    most = room if asked.max_tokens is None else asked.max_tokens
+    if room < 1 or most > room:
+      text = (
+        f'the prompt has {len(ids)} tokens and the reply may have {max(most, 1)}; there '
+        f'is room for {self._engine.sizes.slots}'
+      )
+      raise http.RefusedError(400, text, 'context_length_exceeded')
+    return [
+      self._engine.submit(
+        request_lib.Request(
+          ids,
+          max_tokens=most,
+          sampling=asked.sampling,
+          key=asked.make_key(i),
+          automata=automata,
+          top_logprobs=asked.top_logprobs or 0,
+        )
+      )
+      for i in range(asked.n)
+    ]
+
+  def accept(self, generation, reply):
+    """Keeps nothing."""
+
+  def close(self, generation):
+    """Lets others have the row; the next request may still copy from it."""
+    generation.text.close()
+
+
+class Grammars:
+  """Makes the automata of requests: stop strings, schemas, calls that are required."""
+
+  def __init__(self, chat: chat_lib.Chat, vocab_size: int):
+    self._chat, self._vocab_size = chat, vocab_size
+    self._make = functools.lru_cache(64)(self._make_uncached)
+
+  async def make(self, asked: protocol.Asked, restrict: bool) -> list[types.Automaton]:
+    """Makes them in a thread, where they are many states.
+
+    Args:
+      asked: The request.
+      restrict: Whether schemas and required calls restrict the reply.
+    """
+    kind = ''
+    if restrict and asked.schema is not None:
+      kind = json.dumps({'schema': asked.schema}, sort_keys=True)
+    elif restrict and asked.required:
+      kind = json.dumps({'tools': asked.tools}, sort_keys=True)
+    if not (kind or asked.stop):
+      return [self._chat.stop_automaton(self._vocab_size)]
+    try:
+      return await workers.call(
+        self._make, asked.stop, kind, name='grammar', seconds=_GRAMMAR_SECONDS
+      )
+    except Exception as error:  # The library's are of various types.
+      text = f'the request has no grammar: {workers.describe_error(error)}'
+      raise http.RefusedError(400, text[:2000]) from None
+
+  def _make_uncached(self, stop: tuple[str, ...], kind: str) -> list[types.Automaton]:
+    chat, size = self._chat, self._vocab_size
+    made = [chat.stop_automaton(size, stop)]
+    wanted = json.loads(kind or '{}')
+    pieces = tokenizer_lib.token_bytes(chat.tokenizer)
+    if 'schema' in wanted:
+      made.append(automata.json_schema(wanted['schema'], chat.stop_ids, pieces, size))
+    if 'tools' in wanted:
+      if chat.format != calls.HERMES:
+        raise ValueError(f'calls in the format {chat.format.name} cannot be required')
+      made.append(call_grammar.tool_calls(wanted['tools'], pieces, size, required=True))
+    return made
+
+
+class _Metrics:
+  def __init__(self):
+    import prometheus_client as prometheus
+
+    self.registry = prometheus.CollectorRegistry()
+    own: dict[str, Any] = {'registry': self.registry}
+    self.answers = prometheus.Counter(
+      'endpoint_answers', 'Answers by HTTP status.', ['status'], **own
+    )
+    self.vanished = prometheus.Counter(
+      'endpoint_vanished', 'Requests whose client did not wait for the answer.', **own
+    )
+    self.tokens = prometheus.Counter(
+      'endpoint_tokens', 'Tokens by kind: prompt or reply.', ['kind'], **own
+    )
+    self.replies = prometheus.Gauge(
+      'endpoint_replies', 'Replies that wait or are sampled.', **own
+    )
+    seconds = {'buckets': [0.001 * 2**i for i in range(18)], **own}
+    self.first = prometheus.Histogram(
+      'endpoint_first_token_seconds', 'Seconds from request to first token.', **seconds
+    )
+    self.each = prometheus.Histogram(
+      'endpoint_token_seconds', 'Seconds of each further token.', **seconds
+    )
+
+
+class Server:
+  """The handlers of requests, for whoever `find` says that a client is.
+
+  Attributes:
+    find: (episode or None, key) -> the source of a client's replies; raises
+      RefusedError.
+    chat: Encodes messages with the policy's tokenizer.
+    name: The policy's name.
+    seconds: The most seconds of a reply.
+    metrics: What is counted.
+    count: The replies that are under way.
+  """
+
+  def __init__(
+    self,
+    find: Callable[[str | None, str], Source],
+    chat: chat_lib.Chat,
+    vocab_size: int,
+    *,
+    name: str,
+    max_replies: float,
+    seconds: float,
+    restrict: bool = True,
+  ):
+    """Makes the handlers.
+
+    Args:
+      find: See the class.
+      chat: Encodes messages with the policy's tokenizer.
+      vocab_size: Tokens of the policy.
+      name: The policy's name.
+      max_replies: How many replies may wait or be sampled; further ones get 429.
+      seconds: The most seconds of a reply.
+      restrict: Whether schemas and required calls restrict replies.
+    """
+    self.find, self.metrics, self.count = find, _Metrics(), 0
+    self.chat, self.name, self.seconds = chat, name, seconds
+    self._max_replies, self._restrict = max_replies, restrict
+    self._grammars = Grammars(chat, vocab_size)
+
+  async def answer(self, form: protocol.Form, request: Any) -> Any:
+    """Begins the replies to one request; returns what sends them."""
+    began = time.perf_counter()
+    try:
+      source = self.find_source(request)
+      asked = form.read(await http.read_json(request, _MAX_BODY))
+      automata = await self._grammars.make(asked, self._restrict)
+      if self.count + asked.n > self._max_replies:
+        text = f'{self.count} replies are under way; ask again later'
+        raise http.RefusedError(429, text, 'overloaded')
+      generations = source.submit(asked, automata)
+    except http.RefusedError as error:
+      return self.refuse(error)
+    except ValueError as error:  # The chat or the engine cannot do it.
+      return self.refuse(http.RefusedError(400, str(error)))
+    return _Answer(self, form, asked, source, generations, began)
+
+  def find_source(self, request: Any) -> Source:
+    """Finds the source of the client that asks."""
+    scheme, _, key = request.headers.get('Authorization', '').partition(' ')
+    key = key.strip() if scheme.lower() == 'bearer' else ''
+    return self.find(request.path_params.get('episode'), key)
+
+  def refuse(self, error: http.RefusedError) -> Any:
+    """Makes the answer to a request that is refused."""
+    self.metrics.answers.labels(error.status).inc()
+    return http.answer_json(_describe(error), error.status, error.headers)
+
+  def count_replies(self, more: int):
+    """Counts replies that begin, or that have ended."""
+    self.count += more
+    self.metrics.replies.set(self.count)
+
+  def routes(self, prefix: str = '') -> list[Any]:
+    """Makes the routes under a prefix."""
+    from starlette import routing
+
+    async def models(request):
+      try:
+        self.find_source(request)
+      except http.RefusedError as error:
+        return self.refuse(error)
+      model = {'id': self.name, 'object': 'model', 'created': 0, 'owned_by': 'policy'}
+      return http.answer_json({'object': 'list', 'data': [model]})
+
+    def post(path, form):
+      endpoint = functools.partial(self.answer, form)
+      return routing.Route(prefix + path, endpoint, methods=['POST'])
+
+    return [
+      post('/v1/chat/completions', protocol.CHAT),
+      post('/v1/completions', protocol.TEXT),
+      routing.Route(prefix + '/v1/models', models),
+    ]
+
+
+class _Answer:
+  """Sends the replies to one request, unless its client goes before that."""
+
+  def __init__(self, server: Server, form, asked, source, generations, began):
+    self._server, self._form, self._asked, self._source = server, form, asked, source
+    self._generations, self._began = generations, began
+    self._frame = functools.partial(
+      form.frame, server.name, f'reply-{next(protocol.numbers)}'
+    )
+    self._prompt = len(generations[0].text)
+    self._sampled = 0
+    server.count_replies(len(generations))
+
+  async def __call__(self, scope, receive, send):
+    """Sends the answer; in the end no reply is left under way."""
+    send_answer = self._send_stream if self._asked.stream else self._send_whole
+    work = asyncio.ensure_future(send_answer(scope, receive, send))
+    gone = asyncio.ensure_future(_wait_until_gone(receive))
+    try:
+      await asyncio.wait(
+        [work, gone],
+        timeout=self._server.seconds + _SEND_SECONDS,
+        return_when=asyncio.FIRST_COMPLETED,
+      )
+      # It is cancelled where its time is up and the client does not read.
+      if work.done() and not work.cancelled():
+        work.result()
+      else:
+        self._server.metrics.vanished.inc()
+    finally:
+      gone.cancel()
+      work.cancel()
+      for generation in self._generations:
+        generation.cancel()
+        self._source.close(generation)
+      self._server.count_replies(-len(self._generations))
+
+  async def _follow(self):
+    """Yields (choice, chunk, further text) and at a reply's end (choice, reply, text).
+
+    All replies are sampled at the same time; they are yielded one after the other.
+    """
+    server, metrics = self._server, self._server.metrics
+    async with asyncio.timeout(server.seconds):
+      for index, generation in enumerate(self._generations):
+        choice = protocol.Choice(index, generation, self._asked, server.chat)
+        first = 0.0
+        async for chunk in generation:
+          if not first:
+            first = time.perf_counter()
+            metrics.first.observe(first - self._began)
+          yield choice, chunk, choice.add(chunk)
+        if more := len(choice.tokens) - 1:
+          metrics.each.observe((time.perf_counter() - first) / more)
+        self._sampled += len(choice.tokens)
+        reply, rest = choice.finish()
+        # Before the client hears of it, and asks for more.
+        self._source.accept(generation, reply)
+        yield choice, reply, rest
+    metrics.tokens.labels('prompt').inc(self._prompt)
+    metrics.tokens.labels('reply').inc(self._sampled)
+
+  async def _send_whole(self, scope, receive, send):
+    choices, scored = [], []
+    try:
+      async with contextlib.aclosing(self._follow()) as parts:
+        async for choice, what, _ in parts:
+          if isinstance(what, protocol.Reply):
+            logprobs = scored if self._asked.top_logprobs is not None else None
+            written = self._form.choice(what.text, what.calls, logprobs)
+            reason = {'finish_reason': what.reason}
+            choices.append({'index': choice.index, **written, **reason})
+            scored = []
+          elif self._asked.top_logprobs is not None:
+            scored += protocol.write_logprobs(what, self._server.chat)
+    except TimeoutError:
+      answer = self._server.refuse(self._late())
+    else:
+      self._server.metrics.answers.labels(200).inc()
+      answer = http.answer_json(self._frame(choices, usage=self._usage()))
+    await answer(scope, receive, send)
+
+  async def _send_stream(self, scope, receive, send):
+    headers = [(b'content-type', b'text/event-stream'), (b'cache-control', b'no-cache')]
+    await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
+
+    async def event(content: Any, more: bool = True):
+      text = content if isinstance(content, str) else json.dumps(content)
+      body = f'data: {text}\n\n'.encode()
+      await send({'type': 'http.response.body', 'body': body, 'more_body': more})
+
+    status = 200
+    try:
+      async with contextlib.aclosing(self._follow()) as parts:
+        async for choice, what, text in parts:
+          logprobs, found, reason = None, (), None
+          if isinstance(what, protocol.Reply):
+            found, reason = what.calls, what.reason
+          elif self._asked.top_logprobs is not None:
+            logprobs = protocol.write_logprobs(what, self._server.chat)
+          if text or found or reason or logprobs:
+            part = self._form.delta(text, found, logprobs)
+            part = {'index': choice.index, **part, 'finish_reason': reason}
+            await event(self._frame([part], part=True))
+      if self._asked.usage:
+        await event(self._frame([], part=True, usage=self._usage()))
+    except TimeoutError:
+      error = self._late()
+      status = error.status
+      await event(_describe(error))
+    self._server.metrics.answers.labels(status).inc()
+    await event('[DONE]', more=False)
+
+  def _late(self) -> http.RefusedError:
+    return http.RefusedError(504, f'no reply within {self._server.seconds:g} seconds')
+
+  def _usage(self) -> dict[str, int]:
+    prompt, reply = self._prompt, self._sampled
+    total = {'total_tokens': prompt + reply}
+    return {'prompt_tokens': prompt, 'completion_tokens': reply} | total
+
+
+async def _wait_until_gone(receive):
+  while (await receive())['type'] != 'http.disconnect':
+    pass
+
+
+def _describe(error: http.RefusedError) -> dict[str, Any]:
+  kind = 'server_error' if error.status >= 500 else 'invalid_request_error'
+  return {'error': {'message': str(error), 'type': kind, 'code': error.code}}
+
+
+def make_app(
+  engine: engine_lib.Engine,
+  chat: chat_lib.Chat,
+  *,
+  name: str = 'policy',
+  keys: Collection[str] = (),
+  max_waiting: int = 256,
+  seconds: float = 600.0,
+) -> Any:
+  """Makes an ASGI application that serves a policy; it runs in the engine's event loop.
+
+  Args:
+    engine: The engine, with the policy's weights.
+    chat: Encodes messages with the policy's tokenizer.
+    name: What clients call the policy.
+    keys: The keys of which a client must have one; none asks for none.
+    max_waiting: How many replies may wait for a row; further ones get 429.
+    seconds: The most seconds of a reply.
+  """
+  from starlette import applications, routing
+
+  free = FreeSource(engine, chat)
+
+  def find(episode: str | None, key: str) -> Source:
+    # Every key is compared in full, so that the time tells nothing.
+    if keys and not sum(hmac.compare_digest(key.encode(), k.encode()) for k in keys):
+      text = 'the API key is wrong; send it as Authorization: Bearer KEY'
+      raise http.RefusedError(401, text, 'invalid_api_key')
+    return free
+
+  server = Server(
+    find,
+    chat,
+    engine.config.vocab_size,
+    name=name,
+    max_replies=engine.sizes.rows * len(engine.replicas) + max_waiting,
+    seconds=seconds,
+  )
+
+  async def health(request):
+    return http.answer_json({'status': 'ok', 'replies': server.count})
+
+  return applications.Starlette(
+    routes=[
+      *server.routes(),
+      routing.Route('/health', health),
+      routing.Route('/metrics', http.show_metrics(server.metrics.registry)),
+    ]
+  )
+
+
+def serve(engine: engine_lib.Engine, app: Any, host: str = '127.0.0.1', port: int = 8000):
+  """Serves until SIGTERM or SIGINT, and prints the address once it accepts requests.
+
+  Replies under way then have _SHUTDOWN_SECONDS to end.
+
+  Args:
+    engine: The engine that `app` was made with.
+    app: The application of `make_app`.
+    host: The address to listen at; 0.0.0.0 is reached from other machines.
+    port: 0 takes a free one.
+  """
+  server = http.make_server(app, _SHUTDOWN_SECONDS)
+
+  def stop(number, frame):
+    # A second signal ends the replies, too.
+    server.force_exit, server.should_exit = server.should_exit, True
+
+  with engine.open(), http.listen(host, port) as listener:
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, stop)
+    print(f'http://{host}:{listener.getsockname()[1]}', flush=True)
+    loop_lib.wait(engine.start([server.serve([listener])])).result()

@@ -1,0 +1,87 @@
+"""Two agents that were not written for this project; they play the quickstart's task.
+
+One uses OpenAI's client alone, the other one pydantic-ai. Both only know the address of
+an endpoint. Their episodes are those of the native environment, token for token, as long
+as each call can be parsed; the first one also answers the others as ToolEnv does.
+"""
+
+from collections.abc import Awaitable, Callable
+import json
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import tool as tool_lib
+
+# What an agent's program is: agent/program.py.
+Run = Callable[[types.Task, str], Awaitable[None]]
+
+
+def with_openai(search: tool_lib.Tool) -> Run:
+  """An agent's loop, written with OpenAI's client."""
+
+  async def play(task: types.Task, url: str):
+    messages: list = [*task.messages]
+    async with _make_client(url) as client:
+      while True:
+        answer = await client.chat.completions.create(
+          model='policy', messages=messages, tools=[search.schema]
+        )
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+          return
+        for call in message.tool_calls:
+          content = await _call(search, call.function.arguments)
+          reply = {'role': 'tool', 'tool_call_id': call.id, 'content': content}
+          messages.append(reply)
+
+  return play
+
+
+def with_pydantic_ai(search: tool_lib.Tool) -> Run:
+  """An agent of the library pydantic-ai."""
+
+  async def play(task: types.Task, url: str):
+    import pydantic_ai
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    agent = pydantic_ai.Agent(retries=100)
+
+    @agent.tool_plain(name='search')
+    async def look_up(query: str) -> str:
+      """Searches an encyclopedia.
+
+      Args:
+        query: What to search for.
+      """
+      return (await tool_lib.call(search, {'query': query})).text
+
+    async with _make_client(url) as client:
+      model = OpenAIChatModel('policy', provider=OpenAIProvider(openai_client=client))
+      try:
+        await agent.run(task.messages[0]['content'], model=model)
+      except pydantic_ai.UnexpectedModelBehavior:
+        pass  # The library gives the policy up: that is the policy's fault.
+
+  return play
+
+
+def _make_client(url: str) -> Any:
+  """Makes OpenAI's client; without TLS that takes .2 ms of the CPU, with it 26."""
+  import openai
+
+  http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+  return openai.AsyncOpenAI(base_url=url, api_key='none', http_client=http)
+
+
+async def _call(search: tool_lib.Tool, arguments: str) -> str:
+  """Runs a call whose arguments the policy wrote, or says what is wrong with them."""
+  try:
+    given = json.loads(arguments)
+  except ValueError:
+    (error,) = calls.parse_hermes(f'<tool_call>{arguments}')
+    assert isinstance(error, calls.CallError)
+    return f'Error: {error.message}'
+  return (await tool_lib.call(search, given)).text

@@ -1,0 +1,76 @@
+"""The quickstart's base policy and its tool, for the tests of serve/ and of programs."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import threading
+from typing import Any
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import server
+from agent_r1_jax.tools import search
+from agent_r1_jax.train import setup
+from experiments.miniwiki import shapes
+from experiments.miniwiki import tasks as miniwiki
+
+LIMITS = config_lib.Limits(max_turns=5, max_turn_tokens=48, episode_seconds=120)
+SLOTS = 320
+
+
+@functools.cache
+def policy():
+  """The shape, the parameters and the chat."""
+  return setup.load(shapes.CONFIG.model, shapes.CONFIG.chat)
+
+
+@functools.cache
+def engine() -> engine_lib.Engine:
+  """One program for each step, so that log-probs repeat to the last bit."""
+  model, params, _ = policy()
+  sizes = {'rows': 8, 'slots': SLOTS, 'bucket': SLOTS, 'steps': 16, 'feed_rows': 4}
+  return engine_lib.Engine(model, params, **sizes, narrow=False)
+
+
+@functools.cache
+def search_tool():
+  return search.search_tool(miniwiki.index(0), k=1)
+
+
+@functools.cache
+def tasks() -> list[types.Task]:
+  return miniwiki.train_tasks(0, 6)
+
+
+@contextlib.contextmanager
+def serve(**options: Any):
+  """The address of a server of `engine`, which is open meanwhile."""
+  app = server.make_app(engine(), policy()[2], **options)
+  running = http.make_server(app, 5)
+  with engine().open(), http.listen('127.0.0.1', 0) as listener:
+    future = engine().start([running.serve([listener])])
+    try:
+      yield f'http://127.0.0.1:{listener.getsockname()[1]}'
+    finally:
+      running.should_exit = True
+      future.result(60)
+
+
+def replace(limits: config_lib.Limits, **changes: Any) -> config_lib.Limits:
+  return dataclasses.replace(limits, **changes)
+
+
+def wait_for(condition, what: str):
+  """Waits until a condition holds; a minute is far more than it takes."""
+  changed = threading.Event()
+  for _ in range(6000):
+    if condition():
+      return
+    changed.wait(0.01)
+  raise AssertionError(f'{what} did not happen')
+
+
+ROOT = pathlib.Path(__file__).parents[1]

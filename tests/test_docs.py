@@ -1,0 +1,70 @@
+"""The site is built without a warning, loads nothing from a network; its code runs."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+  """The built pages; the builder checks links and anchors (mkdocs.yml: strict)."""
+  folder = tmp_path_factory.mktemp('site')
+  done = subprocess.run(
+    [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(folder)],
+    cwd=ROOT,
+    env=os.environ | {'NO_MKDOCS_2_WARNING': '1', 'COLUMNS': '200'},
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr
+  return folder
+
+
+def test_pages_load_nothing_from_a_network(site):
+  pages = list(site.rglob('*.html'))
+  assert len(pages) > 25
+  for page in pages:
+    text = page.read_text()
+    loads = re.findall(r'(?:src|srcset)="(https?:[^"]*)"', text)
+    loads += re.findall(r'<link (?!rel="canonical")[^>]*href="(https?:[^"]*)"', text)
+    assert not loads, (page, loads)
+
+
+def test_equations_are_equations(site):
+  assert (site / 'equations.html').read_text().count('<math') > 15
+  assert '```math' not in (site / 'mdp.html').read_text()
+
+
+def test_the_api_has_the_docstrings(site):
+  assert 'id="agent_r1_jax.train.loop.run"' in (site / 'api/train.html').read_text()
+  assert 'made if missing' in (site / 'api/train.html').read_text()
+
+
+def test_no_page_is_left_out_of_the_table_of_contents():
+  nav = (ROOT / 'mkdocs.yml').read_text()
+  for page in (ROOT / 'docs').rglob('*.md'):
+    assert str(page.relative_to(ROOT / 'docs')) in nav, page
+
+
+@pytest.mark.parametrize('path', ['README.md', 'WORKSPACE.md', 'CONTRIBUTING.md'])
+def test_links_of_the_pages_outside_lead_somewhere(path):
+  for target in re.findall(r'\]\(([^)#:]+)[)#]', (ROOT / path).read_text()):
+    assert (ROOT / target).exists(), target
+
+
+def test_the_tutorials_run():
+  """Blocks that begin with '# Needs' are left out: a sandbox, or other libraries."""
+  names: dict = {}
+  text = (ROOT / 'docs/tutorials.md').read_text()
+  blocks = re.findall(r'^```python\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+  run = [block for block in blocks if not block.startswith('# Needs')]
+  assert len(run) >= 2
+  for block in run:
+    exec(block, names)

@@ -1,0 +1,212 @@
+"""The doctor finds what would cost device time, on the machine and in environments."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env, tool
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.train import doctor, trial
+
+_TASKS = [
+  types.Task(f't{i}', [{'role': 'user', 'content': f'{i} + 100 + 200?'}], f'{300 + i}')
+  for i in range(5)
+]
+
+
+@tool.tool
+def add(a: int, b: int) -> str:
+  """Adds.
+
+  Args:
+    a: A number.
+    b: Another.
+  """
+  return str(a + b)
+
+
+def right(task, messages):
+  return float(messages[-1]['content'].strip() == task.answer)
+
+
+def broken(task, messages):
+  raise KeyError('score')
+
+
+async def hangs(task, messages):
+  await asyncio.Event().wait()
+
+
+class Leaks(env.ToolEnv):
+  async def reset(self, task):
+    opening = await super().reset(task)
+    return [*opening, {'role': 'user', 'content': f'Hint: {task.answer}.'}]
+
+
+class Forgets(env.ToolEnv):
+  begun = 0
+
+  async def reset(self, task):
+    Forgets.begun += 1
+    opening = await super().reset(task)
+    return [{'role': 'user', 'content': f'Game {Forgets.begun}'}, *opening]
+
+
+def look(make_env, **options):
+  found = trial.check_env(_TASKS, make_env, **options)
+  return {finding.name: finding for finding in found}
+
+
+def test_a_sound_environment():
+  made = []
+  make_env = lambda: tiny.ClosedOnce(made, [add], right)
+  found = look(make_env, solve=lambda task: [task.answer])
+  assert [f.name for f in found.values() if f.status == 'fail'] == []
+  assert found['rewards'] == ('rewards', 'ok', '2 different ones: 0, 1', '')
+  assert found['leaks'].status == found['conformance'].status == 'ok'
+  assert '16 episodes played' in found['environment'].text
+  assert {env.closings for env in made} == {1}
+
+
+@pytest.mark.parametrize(
+  ('make_env', 'options', 'name', 'status', 'text'),
+  [
+    (lambda: env.ToolEnv([], lambda *_: 0.5), {}, 'rewards', 'warn', 'all 24 episodes'),
+    (
+      lambda: env.ToolEnv([], right),
+      {'solve': lambda task: ['?']},
+      'rewards',
+      'fail',
+      'all 12 episodes got 0',
+    ),
+    (
+      lambda: env.ToolEnv([], lambda _, m: float(len(m[-1]['content']) > 3)),
+      {'solve': lambda task: [task.answer]},
+      'rewards',
+      'fail',
+      'get at most 0, others as much',
+    ),
+    (
+      lambda: env.ToolEnv([], lambda _, m: float(not m[-1]['content'])),
+      {},
+      'rewards',
+      'warn',
+      'an empty reply gets 1',
+    ),
+    (lambda: Leaks([], right), {}, 'leaks', 'warn', "5 of 5 tasks .* '300' of task 't0'"),
+    (lambda: Forgets([], right), {}, 'conformance', 'fail', 'reset is not repeatable'),
+    (
+      lambda: env.ToolEnv([], broken),
+      {},
+      'environment',
+      'fail',
+      r"step\(''\): KeyError: 'score' .*test_doctor.py:\d+, in broken",
+    ),
+    (
+      lambda: env.ToolEnv([], hangs),
+      {'seconds': 1.0},
+      'environment',
+      'fail',
+      r"step\(''\) gave no answer; 1 seconds were left",
+    ),
+    (lambda: None, {}, 'environment', 'fail', 'make_env gave None'),
+  ],
+)
+def test_what_is_wrong_with_an_environment(make_env, options, name, status, text):
+  finding = look(make_env, **options)[name]
+  assert finding.status == status
+  assert re.search(text, finding.text), finding.text
+  assert finding.mend or name == 'environment'
+
+
+def test_a_reward_that_holds_the_event_loop():
+  calls = []
+
+  async def reward(task, messages):
+    calls.append(task)
+    if len(calls) == 1:
+      time.sleep(0.7)
+    return right(task, messages)
+
+  found = trial.check_env(_TASKS[:1], lambda: env.ToolEnv([], reward))
+  assert found[0].status == 'warn' and 'the event loop was held for' in found[0].text
+
+
+def test_no_task_or_no_environment():
+  assert look(lambda: 1 / 0)['environment'].text == 'ZeroDivisionError: division by zero'
+  (finding,) = trial.check_env([], lambda: env.ToolEnv([], right))
+  assert finding.status == 'fail' and 'tasks is empty' in finding.text
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.save(tmp_path_factory.mktemp('model') / 'tiny')
+
+
+def examine(config, workdir):
+  return {f.name: f for f in doctor.examine(config, workdir, algorithms.grpo())}
+
+
+def test_a_machine_that_fits(model, tmp_path, capsys):
+  found = examine(tiny.run_config(model=str(model)), tmp_path / 'run')
+  # What may be another way where somebody else tests.
+  machine = {'versions', 'isolation', 'disk'}
+  assert {f.status for n, f in found.items() if n not in machine} == {'ok'}
+  assert 'estimated peak' in found['memory'].text
+  assert 'checkpoints and model take 0.0' in found['disk'].text
+  assert not (tmp_path / 'run').exists()
+  assert doctor.show(list(found.values())) == int(
+    any(f.status == 'fail' for f in found.values())
+  )
+  assert all(name in capsys.readouterr().out for name in ['estimated'])
+
+
+def test_what_does_not_fit(model, monkeypatch):
+  monkeypatch.setenv('AGENT_R1_MEMORY_GB', '.5')
+  config = tiny.run_config(model=str(model), clip_norm=0.0)
+  found = examine(config, '/proc/nowhere')
+  assert found['configuration'].text.startswith('optimizer.clip_norm is 0.0')
+  assert 'is estimated to take' in found['memory'].text and found['memory'].mend
+  assert found['disk'].mend.startswith('Give another --workdir')
+  failed = [n for n in ('configuration', 'memory', 'disk') if found[n].status == 'fail']
+  assert len(failed) == 3 and doctor.show(list(found.values())) == 1
+
+
+def test_versions_that_were_not_tested(monkeypatch):
+  pins = {'jax': '0.0.1', 'numpy': doctor.importlib.metadata.version('numpy')}
+  monkeypatch.setattr(doctor, '_read_pins', lambda python: pins)
+  finding = doctor.check_versions()
+  assert finding.status == 'warn' and '1 packages differ: jax 0.' in finding.text
+  pins['no-such-package'] = '1.0'
+  assert doctor.check_versions().status == 'fail'
+
+
+def test_pins_are_those_of_this_python():
+  for python, jax in (((3, 11), '0.10.2'), ((3, 12), '0.11.2')):
+    pins = doctor._read_pins(python)
+    assert pins['jax'] == jax and len(pins) > 20
+
+
+def test_a_check_that_hangs_or_raises_is_a_finding(monkeypatch, gate):
+  monkeypatch.setattr(doctor, '_SECONDS', 0.1)
+  hung = doctor._within('devices', gate.wait)
+  assert hung.status == 'fail' and 'no answer within 0.1 seconds' in hung.text
+  assert doctor._within('disk', lambda: 1 / 0).text.startswith('ZeroDivisionError')
+
+
+def test_the_command(tmp_path):
+  command = [sys.executable, '-m', 'experiments.doctor', '--task=miniwiki']
+  done = subprocess.run(
+    [*command, f'--workdir={tmp_path}', '--config.schedule.tasks=0'],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1, done.stderr
+  for text in ('schedule.tasks is 0', '28 episodes played', '2 different ones'):
+    assert text in ' '.join(done.stdout.split())

@@ -1,0 +1,246 @@
+"""Likely mistakes, made as a user makes them: one line names the cause and the mend.
+
+One process imports the package and forks a child for each row, so that a row costs no
+start of Python. A row is a change to a script that would train, or a command.
+"""
+
+import json
+import os
+import pathlib
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_SCRIPT = '''
+from absl import app, flags
+from agent_r1_jax import config, fields, train, types
+from agent_r1_jax.agent import env, tool
+from agent_r1_jax.rl import algorithms, losses
+CFG = fields.define_flags(config.Config(model=config.Model(path='tiny')))
+WORKDIR = flags.DEFINE_string('workdir', 'runs/{name}', 'Where the run writes.')
+def ask(*messages): return types.Task('1', list(messages), '12')
+@tool.tool
+def look(word: str) -> str:
+  """Looks a word up.
+
+  Args:
+    word: The word.
+  """
+  return word
+def reward(task, messages): return 1.0
+def main(_):
+  tasks, evals = [ask({{'role': 'user', 'content': '3 * 4?'}})], None
+  make_env, algorithm = lambda: env.ToolEnv([look], reward), algorithms.grpo()
+  {change}
+  train.run(CFG.value, WORKDIR.value, tasks=tasks, evals=evals,
+            make_env=make_env, algorithm=algorithm)
+app.run(main)
+'''
+# Flags of the script, separated by spaces -> what is said.
+_FLAGS = {
+  '--config.learningrate=1': 'no such field; did you mean optimizer.learning_rate',
+  '--config.optimizer=adamw': 'no such field; name one of optimizer.kind',
+  '--config.optimizer.learning_rate=fast': "could not convert string to float: 'fast'",
+  '--wrokdir=x': 'Did you mean: workdir',
+  'workdir=x': 'workdir=x: a flag begins with two hyphens: --workdir=x',
+  '--workdir=': 'workdir is empty; name a directory',
+  '--workdir=file': 'cannot be written to .*: give another workdir',
+  '--config.model.dtype=fp16': "model.dtype is 'fp16'; give one of 'float32', 'bf",
+  '--config.optimizer.learning_rate=-1e-3': 'is -0.001; it must be a number, at least 0',
+  '--config.optimizer.clip_norm=0': 'clip_norm is 0.0; it must be a number above 0',
+  '--config.optimizer.kind=adam': "is 'adam'; give one of 'adamw', 'adamw8'",
+  '--config.schedule.steps=-3': 'schedule.steps is -3; it must be a whole number, at',
+  '--config.schedule.samples=1': 'samples is 1: .*; make it 2 or more',
+  '--config.schedule.ahead=1': 'schedule.ahead is 1: .* no correction',
+  '--config.sampling.temperature=0': 'sampling.temperature is 0: .* must be above 0',
+  '--config.sampling.top_p=0.9': 'sampling: .* set them in evaluation only',
+  '--config.limits.max_turns=0': 'limits.max_turns is 0; .* at least 1',
+  '--config.chat.stop_strings=End': "is 'End'; it must be JSON such as",
+  '--config.chat.tool_format=hermez': "is 'hermez'; give one of 'auto', 'hermes'",
+  '--config.batch.row_tokens=64 --config.engine.slots=128': 'Raise it, or leave it 0',
+  '--config.engine.rows=100000': 'memory: .*Lower it with engine.rows=',
+  '--config.mesh.tensor=3': 'the product must be their number',
+  '--config.model.lora_rank=4 --config.model.lora_targets=x': 'lora_targets is .* give',
+  '--config.model.path=': 'model.path is empty; give the directory of a model',
+  '--config.model.path=Qwen/Qwen3-4B': 'no such directory.* Names of the Hub are not',
+  '--config.model.path=tiny/model.safetensors': 'is a file; give the directory',
+  '--config.model.path=adapter': 'holds adapters only; give the merged model',
+  '--config.model.path=pickled': 'has neither model.safetensors .* convert',
+  '--config.model.path=cut': 'no safetensors file .* truncated.* fetch it again',
+  '--config.model.path=mixtral': "is 'mixtral'; supported are qwen2",
+  '--config.model.path=no_tokenizer': 'tokenizer.json cannot be read .* copy it',
+  '--config.model.path=not_a_number': 'are not finite: the training that wrote them',
+}
+# A line of the script -> what is said.
+_CHANGES = {
+  'CFG.value.schedule.steps = 2.5': 'schedule.steps is 2.5; it must be a whole number',
+  "CFG.value.chat.template = '[' * 100000": 'it must be JSON such as',
+  "tasks = ['hello']": r"tasks\[0\] is 'hello'; it must be a types.Task, such as",
+  "tasks = 'train.jsonl'": "tasks is 'train.jsonl'; it must be a list of types.Task",
+  'tasks = iter(tasks)': 'it must be a list of types.Task',
+  'tasks = []': 'tasks is empty: give at least one',
+  "tasks = [types.Task('1', 'hello', '12')]": "messages is 'hello'; it must be a list",
+  "tasks = [ask({'role': 'user'})]": "'user' has no content; it must be a string",
+  "tasks = [ask({'role': 'user', 'content': ['x']})]": 'the chat template .* refuses',
+  "tasks = [ask({'role': 'user', 'content': 'x y ' * 9000})]": 'Raise engine.slots, sho',
+  'evals = tasks': 'evals is .*; it must be a dict of sets by their names',
+  "evals = {'dev': []}": r"evals\['dev'\] is empty: give tasks to evaluate, or drop it",
+  'make_env = make_env()': 'it must be a function that gives a new environment',
+  'make_env = env.ToolEnv': r'make_env is called as make_env\(\), but it has the param',
+  'make_env = lambda: None': 'make_env gave None; it must give an environment',
+  'make_env = lambda: env.ToolEnv([reward], reward)': 'not a Tool; decorate it with @t',
+  'make_env = lambda: env.ToolEnv(look, reward)': r'it must be a list: \[my_tool\]',
+  'make_env = lambda: env.ToolEnv([look, look], reward)': 'tools: two have one name',
+  'make_env = lambda: env.ToolEnv([look], 1.0)': 'reward is 1.0; it must be a function',
+  'make_env = lambda: env.ToolEnv([look], len)': r'called as reward\(task, messages\)',
+  'algorithm = algorithms.grpo': 'algorithm is <function grpo.*such as algorithms.grpo',
+  'algorithm = algorithm._replace(loss=losses.cispo)': r'as algorithm.loss\(stats, bat',
+  'algorithms.grpo(kl_coef=-1.0)': 'coef is -1.0; it must be 0 or more',
+  'tool.tool(lambda x: x)': 'no docstring.*mend its signature or docstring',
+  'tool.tool(timeout=0)(look.fn)': 'timeout=0 must be above 0',
+}
+_ENVIRONMENTS = {
+  'AGENT_R1_MEMORY_GB=lots': "is 'lots'; give a number of GB above 0",
+  'AGENT_R1_GRACE_SECONDS=soon': "='soon': must be a number of seconds",
+  'JAX_NUM_PROCESSES=2': 'JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be set too',
+  'JAX_PLATFORMS=cuda': 'no device of JAX_PLATFORMS=cuda: install its build',
+}
+_COMMANDS = {
+  'agent_r1_jax.report.viewer missing.eval': 'missing.eval cannot be read: No such file',
+  'agent_r1_jax.report.viewer tiny': r'tiny is a folder without logs \(\*.eval\)',
+  'agent_r1_jax.report.viewer file': 'file is no log of trajectories',
+  'experiments.evaluate --task=chess': 'value should be one of <miniwiki|hotpotqa',
+  'experiments.evaluate --task=gsm8k': '--data: the file of the rows is missing',
+  'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
+  'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* mend or drop it',
+  'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
+  'experiments.serve_retriever --index=none': 'there is no such file; give the folder',
+  'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
+  'experiments.miniwiki.variants --only=x': r"there is no \['x'\]; there are ppo_clip",
+  'experiments.miniwiki.seeds none': 'none has no table.json: it is no workdir',
+  'third_party.fetch x': "no entry 'x'; there are hotpotqa",
+}
+_ROWS = {**_FLAGS, **_CHANGES, **_ENVIRONMENTS, **_COMMANDS}
+
+
+@pytest.fixture(scope='module')
+def said(tmp_path_factory):
+  """Row -> exit status and standard error."""
+  folder = tmp_path_factory.mktemp('mistakes')
+  paths = os.pathsep.join(map(str, (_ROOT, _ROOT / 'tests')))
+  done = subprocess.run(
+    [sys.executable, __file__],
+    cwd=folder,
+    env=os.environ | {'PYTHONPATH': paths, 'JAX_PLATFORMS': ''},
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads((folder / 'said.json').read_text())
+
+
+@pytest.mark.parametrize('row', _ROWS)
+def test_a_mistake_is_named_with_its_mend(row, said):
+  status, text = said[row]
+  assert status in (1, 2), text
+  assert 'Traceback' not in text
+  assert re.search(_ROWS[row], text, re.DOTALL), text
+
+
+def _make_models() -> None:
+  """Writes a model, and copies that are broken in one way each."""
+  import numpy as np
+  from safetensors import numpy as files
+  import tiny
+
+  tiny.save(pathlib.Path('tiny'))
+  copies = 'adapter', 'pickled', 'cut', 'mixtral', 'no_tokenizer', 'not_a_number'
+  adapter, pickled, cut, mixtral, no_tokenizer, nan = map(pathlib.Path, copies)
+  for copy in copies:
+    shutil.copytree('tiny', copy)
+  (adapter / 'config.json').rename(adapter / 'adapter_config.json')
+  (pickled / 'model.safetensors').rename(pickled / 'pytorch_model.bin')
+  os.truncate(cut / 'model.safetensors', 500)
+  settings = json.loads((mixtral / 'config.json').read_text())
+  text = json.dumps(settings | {'model_type': 'mixtral'})
+  (mixtral / 'config.json').write_text(text)
+  (no_tokenizer / 'tokenizer.json').unlink()
+  tensors = files.load_file(nan / 'model.safetensors')
+  tensors['model.norm.weight'] = np.full_like(tensors['model.norm.weight'], np.nan)
+  files.save_file(tensors, nan / 'model.safetensors', {'format': 'pt'})
+  pathlib.Path('file').write_text('text')
+  pathlib.Path('bad.jsonl').write_text('{')
+
+
+def _in_child(work) -> tuple[int, str]:
+  """Runs a function in a fork; returns its exit status and standard error."""
+  read, write = os.pipe()
+  if child := os.fork():
+    os.close(write)
+    with os.fdopen(read, errors='replace') as stream:
+      text = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+  os.dup2(write, 2)
+  status = 0
+  try:
+    work()
+  except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else 1
+    print(end.code, file=sys.stderr)
+  except BaseException:
+    sys.excepthook(*sys.exc_info())
+    status = 1
+  sys.stderr.flush()
+  os._exit(status)
+
+
+def _run_row(row: str, number: int) -> None:
+  import jax
+
+  if row in _COMMANDS:
+    module, *flags = row.split()
+    sys.argv = [module, *flags]
+    runpy.run_module(module, run_name='__main__', alter_sys=True)
+    return
+  path = pathlib.Path(f'script{number}.py')
+  change = row if row in _CHANGES else 'pass'
+  path.write_text(_SCRIPT.format(name=number, change=change))
+  if row in _ENVIRONMENTS:
+    name, value = row.split('=')
+    os.environ[name] = value
+    if name == 'JAX_PLATFORMS':
+      jax.config.update('jax_platforms', value)
+  given = row.split() if row.startswith(('--', 'workdir')) else []
+  # Nothing runs for ever where a mistake is not seen.
+  given = ['--config.schedule.steps=1', *given]
+  sys.argv = [str(path), *given]
+  runpy.run_path(str(path), run_name='__main__')
+
+
+def _run_all() -> None:
+  status, text = _in_child(_make_models)
+  assert status == 0, text
+  # What every child needs; none of it may start a device before the fork.
+  import jinja2.sandbox  # noqa: F401
+  import jsonschema  # noqa: F401
+  from ml_collections import config_flags  # noqa: F401
+  import transformers.models.auto.tokenization_auto  # noqa: F401
+
+  from agent_r1_jax import train  # noqa: F401
+  from agent_r1_jax.agent import chat  # noqa: F401
+
+  found = {
+    row: _in_child(lambda row=row, i=i: _run_row(row, i)) for i, row in enumerate(_ROWS)
+  }
+  pathlib.Path('said.json').write_text(json.dumps(found))
+
+
+if __name__ == '__main__':
+  _run_all()

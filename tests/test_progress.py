@@ -1,0 +1,202 @@
+"""What a run shows in a terminal, and in a log file."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from agent_r1_jax.report import progress as progress_lib
+
+
+class Clock:
+  now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+def run(file, clock, every):
+  with progress_lib.Progress(
+    12, label='GRPO', start=2, every=every, file=file, clock=clock
+  ) as p:
+    for step in range(2, 12):
+      p.set_phase('rollout', 32, 128)
+      clock.now += 1.0
+      p.update(step + 1, reward=step / 10)
+
+
+def test_a_log_file_gets_a_line_every_few_seconds():
+  file = io.StringIO()
+  run(file, Clock(), every=5.0)
+  assert file.getvalue().splitlines() == [
+    'GRPO 7/12  reward 0.600  0:05 spent, 0:05 left',
+    'GRPO 12/12  reward 1.100  0:10 spent',
+  ]
+
+
+def test_a_training_step_has_a_line_of_its_own():
+  file = io.StringIO()
+  run(file, Clock(), every=0.0)
+  assert len(file.getvalue().splitlines()) == 10 and '\x1b' not in file.getvalue()
+
+
+def test_what_is_shown_of_a_training_step():
+  file, metrics = io.StringIO(), {name: 0.25 for name in progress_lib.VIEW.values()}
+  metrics |= {'eval/a/em': 0.2, 'eval/b/em': 0.4, 'train/kl': -3e-8, 'train/loss': 1.0}
+  with progress_lib.Progress(2, label='GRPO', file=file, clock=Clock()) as p:
+    p.show_metrics(1, metrics)
+  for text in ('exact match 0.250', 'KL -3e-08', 'idle 25%', 'memory 0.2 GB'):
+    assert text in file.getvalue()
+  assert 'eval match 0.300' in file.getvalue() and 'loss' not in file.getvalue()
+
+
+def test_a_slow_step_tells_its_phase():
+  file, clock = io.StringIO(), Clock()
+  with progress_lib.Progress(10, label='GRPO', file=file, clock=clock) as progress:
+    clock.now += 8000
+    progress.update(1, reward=0.5)
+    clock.now += 60
+    progress.set_phase('rollout', 32, 128)
+    clock.now += 40
+    progress.update(2, reward=0.5)
+  assert file.getvalue().splitlines() == [
+    'GRPO 1/10  reward 0.500  2:13:20 spent, 20:00:00 left',
+    'GRPO 1/10  reward 0.500  2:14:20 spent, 20:00:00 left  rollout 32/128',
+    # Without the first step, which compiled.
+    'GRPO 2/10  reward 0.500  2:15:00 spent, 13:20 left',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('values', 'bars'),
+  [
+    ([], ''),
+    ([0.5, 0.5], '▁▁'),
+    ([0, float('nan'), 7], '▁█'),
+    (list(range(24)), '▁▂▂▃▄▄▅▅▆▇▇█'),
+  ],
+)
+def test_courses(values, bars):
+  assert progress_lib._draw_course(values, 12) == bars
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux has it')
+def test_a_log_without_room_ends_no_run():
+  file = open('/dev/full', 'w')
+  with progress_lib.Progress(2, file=file) as progress:
+    progress.update(1, reward=0.5)
+    progress.print_line('step 1: 3 calls failed')
+  with pytest.raises(OSError, match='No space left'):
+    file.close()  # as it tells whoever asks
+
+
+def test_a_lap_ends_where_the_next_begins(monkeypatch):
+  times = iter([1.0, 3.0, 3.5])
+  monkeypatch.setattr(progress_lib.time, 'perf_counter', lambda: next(times))
+  clock = progress_lib.Clock()
+  assert [clock.lap(), clock.lap()] == [2.0, 0.5]
+
+
+# Ctrl-C comes amid it; what was redirected is as before in the end.
+_RUN = """
+import logging, os, signal, sys, threading
+logging.basicConfig()
+from agent_r1_jax.host import preemption
+from agent_r1_jax.report import progress
+streams, metrics = (sys.stdout, sys.stderr), dict.fromkeys(progress.VIEW.values(), 0.5)
+with preemption.watch() as watch, progress.Progress(9, label='GRPO', every=0.0) as p:
+  for step in range(1, 4):
+    p.show_metrics(step, metrics)
+    p._live.refresh()
+    logging.warning('a library warns %d', step)
+    print('a print', step)
+    p.print_line(f'[bold] 100% of {step}')
+  p.set_phase('rollout', 32, 128)
+  if sys.argv[1] == 'kill':
+    os.kill(os.getpid(), signal.SIGKILL)
+  os.kill(os.getpid(), signal.SIGINT)
+  while not watch.is_requested() or p._live:
+    threading.Event().wait(0.01)
+  p.show_metrics(4, metrics)
+assert (sys.stdout, sys.stderr) == streams
+print('the end')
+"""
+
+
+def show(columns, *arguments):
+  """Runs it in a terminal; returns its last screen, and whether there is a cursor."""
+  there, here = pty.openpty()
+  fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack('HHHH', 50, columns, 0, 0))
+  environment = os.environ | {'TERM': 'xterm', 'COLUMNS': str(columns)}
+  process = subprocess.Popen(
+    [sys.executable, '-c', _RUN, *arguments],
+    stdin=here, stdout=here, stderr=here, env=environment,
+  )  # fmt: skip
+  os.close(here)
+  data = b''
+  try:
+    while part := os.read(there, 4096):
+      data += part
+  except OSError:
+    pass  # Linux's way to say that nobody writes any more.
+  os.close(there)
+  process.wait(60)
+  return draw(data.decode(), columns)
+
+
+def draw(text, columns):
+  """A terminal as far as the view needs one: lines, erasing, moving up."""
+  lines, row, column, cursor = [''], 0, 0, True
+  for mark, number, kind, char in re.findall(r'(\x1b\[\??)([\d;]*)(\w)|([^\x1b])', text):
+    if mark == '\x1b[?':
+      cursor = kind == 'h'
+    elif kind == 'A':
+      row -= int(number or 1)
+    elif kind == 'K':
+      lines[row] = ''
+    elif char == '\r':
+      column = 0
+    elif char:
+      if char == '\n' or column == columns:
+        row, column = row + 1, 0
+        lines += [''] * (row == len(lines))
+      if char != '\n':
+        lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
+        column += 1
+  return lines, cursor
+
+
+@pytest.mark.parametrize('columns', [80, 140])
+def test_a_terminal_has_one_view_below_all_lines(columns):
+  lines, cursor = show(columns, 'interrupt')
+  text = '\n'.join(lines)
+  begin = next(i for i, line in enumerate(lines) if line.startswith('╭─ GRPO'))
+  said = [
+    line
+    for i in range(1, 4)
+    for line in (
+      f'WARNING:root:a library warns {i}',
+      f'a print {i}',
+      f'[bold] 100% of {i}',
+    )
+  ]
+  assert [line.strip() for line in lines[:begin]] == said
+  assert text.count('╭─ GRPO') == 1 and max(map(len, lines)) <= columns
+  for shown in ('3/9', 'exact match', 'tokens/s', 'rollout 32/128'):
+    assert shown in text
+  end = next(i for i, line in enumerate(lines) if line.startswith('╰─'))
+  after = ''.join(lines[end + 1 :])
+  assert after.index('Ctrl-C: saving') < after.index('GRPO 4/9') < after.index('the end')
+  assert cursor
+
+
+def test_a_killed_run_leaves_a_cursor():
+  lines, cursor = show(80, 'kill')
+  assert cursor and any('3/9' in line for line in lines)

@@ -1,0 +1,248 @@
+"""The server, asked by OpenAI's client: what it answers, refuses, counts and survives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import httpx2
+import openai
+import pydantic
+import pytest
+import serving
+
+from agent_r1_jax.engine import request, sampling
+
+TOOLS = [serving.search_tool().schema]
+ASKED = {'model': 'policy', 'messages': serving.tasks()[0].messages}
+GREEDY = {**ASKED, 'temperature': 0}
+
+
+@pytest.fixture(scope='module')
+def url():
+  with serving.serve() as url:
+    yield url
+
+
+@pytest.fixture
+def client(url):
+  with openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0) as client:
+    yield client
+
+
+def _schema(schema):
+  return {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': schema}}
+
+
+def _metric(url, name):
+  text = httpx2.get(f'{url}/metrics').text
+  return sum(float(s.split()[-1]) for s in text.split('\n') if s.startswith(name))
+
+
+def _join(parts):
+  """The message and the end of a stream, and the number of its parts."""
+  text, calls, reason = '', [], None
+  for part in parts:
+    for choice in part.choices:
+      text += choice.delta.content or ''
+      calls += choice.delta.tool_calls or []
+      reason = choice.finish_reason or reason
+  return text, [(call.function.name, call.function.arguments) for call in calls], reason
+
+
+def test_a_reply_is_the_engines_and_its_stream_is_the_same(client):
+  asked = {**GREEDY, 'tools': TOOLS, 'max_tokens': 40}
+  whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+  (choice,) = whole.choices
+  model, _, chat = serving.policy()
+  ids = chat.encode_prompt(ASKED['messages'], TOOLS)
+
+  async def sample():
+    return await serving.engine().submit(
+      request.Request(
+        ids,
+        max_tokens=40,
+        sampling=sampling.GREEDY,
+        automata=[chat.stop_automaton(model.vocab_size)],
+      )
+    )
+
+  (reply,) = serving.engine().start([sample()]).result(60)
+  assert choice.finish_reason == 'tool_calls' and choice.message.content is None
+  (call,) = chat.format.parse(chat.decode(reply.tokens.tolist()))
+  function = choice.message.tool_calls[0].function
+  assert (function.name, json.loads(function.arguments)) == (call.name, call.arguments)
+  found = choice.logprobs.content
+  assert [item.logprob for item in found] == pytest.approx(reply.logprobs.tolist())
+  assert found[0].top_logprobs[0].logprob == found[0].logprob
+  assert whole.usage.prompt_tokens == len(ids)
+  assert whole.usage.completion_tokens == len(reply.tokens) == len(found)
+
+  parts = [
+    *client.chat.completions.create(
+      **asked, stream=True, stream_options={'include_usage': True}
+    )
+  ]
+  assert parts.pop().usage == whole.usage
+  assert _join(parts) == ('', [(function.name, function.arguments)], 'tool_calls')
+  # Without tools, the same reply is a text; it streams in several parts.
+  del asked['tools']
+  whole = client.chat.completions.create(**asked).choices[0]
+  parts = [*client.chat.completions.create(**asked, stream=True)]
+  assert _join(parts) == (whole.message.content, [], whole.finish_reason)
+
+
+def test_seed_n_stop_and_length(client):
+  create = client.chat.completions.create
+  texts = lambda **more: [c.message.content for c in create(**ASKED, **more).choices]
+  three = texts(seed=7, n=3)
+  assert texts(seed=7, n=3) == three and len(set(three)) > 1
+  parts = [*create(**ASKED, seed=7, n=3, stream=True)]
+  for i, text in enumerate(three):
+    mine = [p for p in parts if p.choices[0].index == i]
+    assert _join(mine)[0] == text
+  (whole,) = texts(temperature=0)
+  stop = whole[len(whole) // 2 :][:3]
+  asked = {**GREEDY, 'stop': ['§', stop]}
+  for streamed in (False, True):
+    cut = create(**asked, stream=streamed)
+    text = _join(cut)[0] if streamed else cut.choices[0].message.content
+    assert text == whole[: whole.index(stop)]
+  short = create(**GREEDY, max_tokens=3)
+  assert short.choices[0].finish_reason == 'length'
+  assert short.usage.completion_tokens == 3
+
+
+def test_schemas_and_required_calls_restrict(client):
+  class Answer(pydantic.BaseModel):
+    year: int
+    certain: bool
+
+  parsed = client.chat.completions.parse(**ASKED, response_format=Answer, seed=0)
+  assert isinstance(parsed.choices[0].message.parsed, Answer)
+  named = {'type': 'function', 'function': {'name': 'search'}}
+  for choice in ('required', named):
+    reply = client.chat.completions.create(
+      **{**ASKED, 'messages': [{'role': 'user', 'content': 'Hello'}]},
+      tools=TOOLS,
+      tool_choice=choice,
+      seed=0,
+    )
+    assert reply.choices[0].finish_reason in ('tool_calls', 'length')
+
+
+def test_completions_and_models(client):
+  prompt = '<|im_start|>user\nWho'
+  whole = client.completions.create(
+    model='policy', prompt=prompt, max_tokens=6, temperature=0, logprobs=1
+  )
+  ids = serving.policy()[2].encode_text(prompt).tolist()
+  assert whole.usage.prompt_tokens == len(ids)
+  assert len(whole.choices[0].logprobs.token_logprobs) == 6
+  same = client.completions.create(
+    model='policy', prompt=ids, max_tokens=6, temperature=0
+  )
+  assert same.choices[0].text == whole.choices[0].text
+  assert [model.id for model in client.models.list().data] == ['policy']
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'messages': []}, 'at least one message'),
+    ({'messages': [{'content': 'x'}]}, r'messages\[0\] has no role'),
+    ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'only text'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': [{}]}]}, 'cannot be read'),
+    ({'temperature': -1}, 'temperature is -1'),
+    ({'top_p': 0}, 'top_p is 0'),
+    ({'n': 1.5}, 'n is 1.5; it must be an integer from 1 to 16'),
+    ({'stop': ['']}, 'stop must be'),
+    ({'max_tokens': 5000}, 'there is room for 320'),
+    ({'messages': [{'role': 'user', 'content': 'word ' * 400}]}, 'there is room for'),
+    ({'logit_bias': {'5': 1}}, 'logit_bias is not supported'),
+    ({'tool_choice': 'required'}, 'there are no tools'),
+    ({'tools': [{'type': 'function'}]}, 'no tool of type function'),
+    ({'response_format': {'type': 'xml'}}, "type 'xml'"),
+    ({'response_format': _schema({'$ref': '#/x'})}, 'no grammar'),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(client, fields, message):
+  with pytest.raises(openai.BadRequestError, match=message):
+    client.chat.completions.create(**{**ASKED, **fields})
+
+
+def test_bodies_keys_and_back_pressure(url):
+  post = lambda content, **more: httpx2.post(
+    f'{url}/v1/chat/completions', content=content, **more
+  )
+  assert post('{').status_code == 400 and post(b' ' * (1 << 23)).status_code == 413
+  assert httpx2.get(f'{url}/health').json()['status'] == 'ok'
+  # One reply may be under way.
+  limits = {'max_waiting': 1 - serving.engine().sizes.rows}
+  with serving.serve(keys=['right', 'other'], **limits) as guarded:
+    make = lambda key: openai.OpenAI(base_url=f'{guarded}/v1', api_key=key, max_retries=0)
+    for ask in (lambda c: c.chat.completions.create(**ASKED), lambda c: c.models.list()):
+      with pytest.raises(openai.AuthenticationError):
+        ask(make('wrong'))
+      assert ask(make('other'))
+    with pytest.raises(openai.RateLimitError) as refused:
+      make('right').chat.completions.create(**ASKED, n=2)
+    assert refused.value.response.headers['Retry-After'] == '1'
+    assert make('right').chat.completions.create(**ASKED)
+
+
+def test_a_client_that_goes_leaves_nothing_behind(client, url):
+  before = _metric(url, 'endpoint_vanished_total')
+  asked = {**ASKED, 'max_tokens': 250, 'seed': 1}
+  stream = client.chat.completions.create(**asked, stream=True)
+  next(iter(stream))
+  stream.close()
+  with pytest.raises(openai.APITimeoutError):
+    client.with_options(timeout=0.001).chat.completions.create(**asked, n=16)
+  gone = lambda: _metric(url, 'endpoint_replies ') == 0
+  serving.wait_for(gone, 'the end of all replies')
+  rows = lambda: not any(replica.load for replica in serving.engine().replicas)
+  serving.wait_for(rows, 'that all rows are free')
+  assert _metric(url, 'endpoint_vanished_total') >= before
+  assert client.chat.completions.create(**GREEDY).choices[0].message.content
+
+
+def test_a_late_reply():
+  with serving.serve(seconds=1e-6) as url:
+    client = openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0)
+    with pytest.raises(openai.InternalServerError, match='no reply within'):
+      client.chat.completions.create(**ASKED)
+    with pytest.raises(openai.APIError, match='no reply within'):
+      [*client.chat.completions.create(**ASKED, stream=True)]
+
+
+def test_sigterm_lets_replies_end():
+  model = serving.ROOT / 'experiments/miniwiki/model'
+  command = [sys.executable, '-m', 'experiments.serve', '--port=0']
+  sizes = {'rows': 8, 'slots': serving.SLOTS, 'bucket': serving.SLOTS, 'replicas': 1}
+  sizes |= {'decode_steps': 16, 'feed_rows': 4, 'feed_tokens': 64, 'narrow': False}
+  command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
+  process = subprocess.Popen(
+    [*command, f'--config.model.path={model}'],
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=serving.ROOT,
+    env={**os.environ, 'AGENT_R1_API_KEYS': 'right'},
+  )
+  try:
+    url = next(line for line in process.stdout if line.startswith('http')).strip()
+    with openai.OpenAI(base_url=f'{url}/v1', api_key='right', max_retries=0) as client:
+      stream = client.completions.create(
+        model='policy', prompt=[40] * 20, max_tokens=280, stream=True, seed=0
+      )
+      first = next(iter(stream))
+      process.send_signal(signal.SIGTERM)
+      reasons = [part.choices[0].finish_reason for part in (first, *stream)]
+    assert reasons[-1] in ('stop', 'length') and process.wait(60) == 0
+    with pytest.raises(httpx2.ConnectError):
+      httpx2.get(f'{url}/health')
+  finally:
+    process.kill()
+    process.stdout.close()
+    process.wait()

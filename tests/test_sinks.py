@@ -1,0 +1,172 @@
+"""Sinks of metrics: a failing one costs nothing, a resumed one doubles nothing."""
+
+import threading
+import time
+import warnings
+
+import pytest
+import tiny
+
+from agent_r1_jax.report import metrics, profile, sinks
+
+
+class Sink:
+  """Fails at a step, hangs in a method, or takes what it gets."""
+
+  run = 'r1'
+
+  def __init__(self, fails_at=-1, hangs_in='', gate=None):
+    self.steps, self.runs, self.closed = [], [], threading.Event()
+    self.fails_at, self.hangs_in, self.gate = fails_at, hangs_in, gate
+
+  def make(self, run):
+    self.runs.append(run)
+    self._hang('make')
+    return self
+
+  def write(self, step, values):
+    self._hang('write')
+    if step == self.fails_at:
+      raise SystemExit('no such project')
+    self.steps.append(step)
+
+  def close(self):
+    self._hang('close')
+    self.closed.set()
+
+  def _hang(self, method):
+    if method == self.hangs_in:
+      self.gate.wait()
+
+
+def write(workdir, sink, steps, until=lambda: True):
+  """Writes steps, and closes the files once `until` holds; returns the warnings."""
+  background = sinks.Background('fake', sink.make, workdir / 'sinks' / 'fake.json')
+  with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter('always')
+    with metrics.Writer(workdir, resume_step=steps[0], sinks=[background]) as writer:
+      for step in steps:
+        writer.write(step, {'reward': 0.1 * step})
+      while not until():
+        time.sleep(0.01)
+  return [str(warning.message) for warning in said]
+
+
+def test_a_resumed_run_goes_on_without_doubled_steps(tmp_path):
+  sink = Sink()
+  assert write(tmp_path, sink, range(5)) == []
+  assert write(tmp_path, sink, range(3, 8)) == []
+  assert sink.steps == [*range(8)] and sink.runs == ['', 'r1']
+  assert [line['step'] for line in metrics.read(tmp_path)] == [*range(8)]
+
+
+def test_what_fails_is_named_once_and_counted(tmp_path):
+  sink = Sink(fails_at=3)
+  first, last = write(tmp_path, sink, range(9))
+  assert first.startswith(
+    'fake does not take all metrics: no such project. The run goes on'
+  )
+  assert last == 'fake: 6 lines were not written'
+  assert len(metrics.read(tmp_path)) == 9 and sink.closed.is_set()
+
+
+@pytest.mark.parametrize(('method', 'lost'), [('make', 5), ('write', 5), ('close', 0)])
+def test_what_hangs_is_not_waited_for(tmp_path, monkeypatch, gate, method, lost):
+  monkeypatch.setattr(sinks, '_CLOSE_SECONDS', 0.2)
+  sink = Sink(hangs_in=method, gate=gate)
+  taken = lambda: method != 'close' or len(sink.steps) == 5
+  said = tiny.within(write, tmp_path, sink, range(5), taken, seconds=60)
+  assert said[0].startswith(
+    'fake does not take all metrics: it did not end within 0.2 sec'
+  )
+  assert said[1:] == ([f'fake: {lost} lines were not written'] if lost else [])
+  assert len(metrics.read(tmp_path)) == 5
+
+
+def test_a_queue_is_bounded(tmp_path, monkeypatch, gate):
+  monkeypatch.setattr(sinks, '_CLOSE_SECONDS', 0.2)
+  monkeypatch.setattr(sinks, '_MOST_LINES', 3)
+  sink = Sink(hangs_in='make', gate=gate)
+  first, last = write(tmp_path, sink, range(10))
+  assert 'it is 3 lines behind' in first and last == 'fake: 10 lines were not written'
+
+
+@pytest.mark.filterwarnings('ignore')  # Theirs.
+def test_mlflow_and_a_database_in_the_workdir(tmp_path, monkeypatch):
+  mlflow = pytest.importorskip('mlflow', reason='pip install agent_r1_jax[mlflow]')
+  monkeypatch.delenv('MLFLOW_TRACKING_URI', raising=False)
+  for steps in (range(3), range(1, 5)):
+    started = sinks.start(['mlflow'], tmp_path, {'seed': 7})
+    with metrics.Writer(tmp_path, sinks=started) as writer:
+      for step in steps:
+        writer.write(step, {'rollout/reward': float(step), 'error/a: b': float('nan')})
+  client = mlflow.MlflowClient(f'sqlite:///{tmp_path}/mlflow.db')
+  (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+  assert run.info.status == 'FINISHED' and run.data.params == {'seed': '7'}
+  history = client.get_metric_history(run.info.run_id, 'rollout/reward')
+  assert [(m.step, m.value) for m in history] == [(s, float(s)) for s in range(5)]
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_wandb_offline(tmp_path, monkeypatch):
+  wandb = pytest.importorskip('wandb', reason='pip install agent_r1_jax[wandb]')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  for steps in (range(3), range(1, 5)):
+    started = sinks.start(['wandb'], tmp_path, {'seed': 7})
+    with metrics.Writer(tmp_path, sinks=started) as writer:
+      for step in steps:
+        writer.write(step, {'rollout/reward': step + 0.125})
+  wandb.teardown()  # As at the end of a process: what it holds is written.
+  files = sorted(tmp_path.glob('wandb/offline-run-*/run-*.wandb'))
+  assert len({path.stem for path in files}) == 1  # One run, written by two starts.
+  found = [[s for s in range(5) if f'{s}.125'.encode() in f.read_bytes()] for f in files]
+  assert found == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_wandb_without_a_key_asks_nobody(tmp_path, monkeypatch):
+  pytest.importorskip('wandb', reason='pip install agent_r1_jax[wandb]')
+  monkeypatch.setenv('HOME', str(tmp_path))
+  for name in ('WANDB_MODE', 'WANDB_API_KEY'):
+    monkeypatch.delenv(name, raising=False)
+  with pytest.raises(ValueError, match='there is no API key: run `wandb login`'):
+    sinks.WandbSink(tmp_path, {}, '')
+
+
+def test_named_steps_are_traced(tmp_path):
+  """The scopes of the model are in the programs that the trace holds."""
+  import jax
+  import jax.numpy as jnp
+
+  from agent_r1_jax.models import decoder
+
+  config = tiny.config()
+  params = tiny.params(config)
+  tokens = jnp.zeros((1, 8), jnp.int32)
+
+  @jax.jit
+  def read(params):
+    positions = jnp.arange(8)[None]
+    x = decoder.hidden(params, config, tokens, positions, tokens + 1)
+    return decoder.logits(params, config, x)
+
+  for step in (1, 2):
+    with profile.trace_step([2], tmp_path, step):
+      read(params).block_until_ready()
+  (folder,) = (tmp_path / 'profile').iterdir()
+  assert folder.name == 'step-00002'
+  (for_perfetto,) = folder.rglob('perfetto_trace.json.gz')
+  assert for_perfetto.stat().st_size > 100
+  (for_xprof,) = folder.rglob('*.xplane.pb')
+  programs = for_xprof.read_bytes()
+  for scope in (b'Decoder/', b'/layers/attn/', b'/layers/mlp/', b'/head/'):
+    assert scope in programs, scope
+
+
+def test_a_trace_that_fails_ends_no_step(tmp_path):
+  (tmp_path / 'profile').write_text('in the way')
+  done = []
+  with pytest.warns(UserWarning, match='there is no complete trace in .*step-00001'):
+    with profile.trace_step([1], tmp_path, 1):
+      done.append(1)
+  assert done

@@ -1,0 +1,158 @@
+"""Beams and trees over turns: by scripted values, and on the engine."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import test_choice
+import test_rollout
+import tiny
+
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.train import choice as choice_lib
+from agent_r1_jax.train import rollout
+from agent_r1_jax.train import search as search_lib
+
+TURNS, TRIED = 3, 4
+NONE: Any = None  # No critic: values are scripted.
+
+
+class Line:
+  """A game of three turns of random digits; the largest sum of digits wins."""
+
+  def __init__(self, digits=()):
+    self.digits, self.context, self.closed = digits, self, 0
+    self.number, self.mean_logprob = 0, -1.0
+
+  @property
+  def status(self):
+    return 'done' if len(self.digits) == TURNS else None
+
+  @property
+  def tokens(self):
+    return np.array(self.digits)
+
+  async def fork(self, number):
+    other = copy.copy(self)
+    other.number = number
+    return other
+
+  async def take_turn(self):
+    rng = np.random.default_rng([*self.digits, 5, self.number])
+    self.digits += (int(rng.integers(100)),)
+
+  def close(self):
+    self.closed += 1
+
+
+def _digits(prefix):
+  """What the turns after a state would be."""
+  rngs = [np.random.default_rng([*prefix, 5, i]) for i in range(TRIED)]
+  return [int(rng.integers(100)) for rng in rngs]
+
+
+def _best(prefix=()):
+  """The largest sum after a state: a perfect value."""
+  if len(prefix) == TURNS:
+    return sum(prefix)
+  return max(_best((*prefix, digit)) for digit in _digits(prefix))
+
+
+async def _perfect(texts):
+  return np.array([_best(tuple(map(int, text))) for text in texts])
+
+
+@pytest.mark.parametrize(
+  'search',
+  [
+    search_lib.Beams(1, TRIED, NONE),
+    search_lib.Beams(3, TRIED, NONE),
+    search_lib.Tree(TRIED, TRIED, NONE),
+    search_lib.Tree(24, TRIED, NONE, exploration=10.0),
+  ],
+)
+async def test_a_perfect_value_finds_the_best(search):
+  found = await search.play(Line(), _perfect)
+  assert sum(found.digits) == _best()
+
+
+async def test_a_tree_looks_further_than_one_turn():
+  """Where only ends have values, more simulations find better ones."""
+
+  async def read(texts):
+    return np.array([float(sum(text)) if len(text) == TURNS else 0.0 for text in texts])
+
+  play = lambda n: search_lib.Tree(n, TRIED, NONE, exploration=1000.0).play(Line(), read)
+  few, many = await play(TRIED), await play(120)
+  assert sum(few.digits) < sum(many.digits) == _best()
+
+
+class Env(test_rollout.Env):
+  def clone(self):
+    return copy.copy(self)
+
+
+def _play(make, forever=False, n=3):
+  engine = test_rollout._engine()
+  decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
+  tasks = test_rollout._tasks(n, test_choice.LONG)
+  played = test_rollout._collect(
+    lambda: Env(forever=forever), tasks, engine=engine, decoding=decoding
+  )
+  return played, engine.stats.prefilled
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda critic: search_lib.Beams(1, 1, critic),
+    lambda critic: search_lib.Tree(1, 3, critic),
+  ],
+)
+def test_of_one_is_plain_sampling(make):
+  for a, b in zip(test_choice._play(None), _play(make)[0], strict=True):
+    test_rollout._same(a, b)
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda critic: search_lib.Beams(1, 2, critic),
+    lambda critic: search_lib.Tree(2, 2, critic),
+  ],
+)
+def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
+  states, read = [], choice_lib.StateValues.read
+
+  async def note(self, texts):
+    states.extend(texts)
+    return await read(self, texts)
+
+  monkeypatch.setattr(choice_lib.StateValues, 'read', note)
+  (t,), prefilled = _play(make, True, 1)
+  (segment,) = t.segments
+  test_rollout._assert_exact(t)
+  tiny.assert_on_policy(test_rollout._params(), [segment])
+  assert len(t.turns) == 3 and t.status == 'max_turns'
+  # Policy and critic compute a prefix once, but for less than what is worth a copy.
+  distinct = {tuple(text[:n]) for text in states for n in range(1, len(text) + 1)}
+  assert len(states) > 5
+  assert prefilled < 2 * len(distinct) - t.metrics['sampled_tokens'] + 16 * len(states)
+  assert prefilled < sum(map(len, states)) / 1.5
+
+
+def test_an_environment_without_clones_is_refused():
+  critic = test_choice._critic()
+  engine = test_rollout._engine()
+  beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))
+  (t,) = test_choice._play(beams, 1, engine)
+  assert t.status == 'error' and 'has no method clone' in t.error
+
+
+def test_a_tool_environment_is_cloned():
+  env = env_lib.CloneableToolEnv([], lambda task, messages: 0.0)
+  env.messages = [{'role': 'user', 'content': 'a'}]
+  other = env.clone()
+  other.messages.append({'role': 'user', 'content': 'b'})
+  assert len(env.messages) == 1
