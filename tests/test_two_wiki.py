@@ -144,16 +144,6 @@ def test_rows_give_templates():
   assert practice.find_template(_task('Who is he?', 'X', ['Nobody'], 'inference')) is None
 
 
-def test_rows_are_solved_by_the_passages_that_they_name(maker):
-  assert [problem.answer for problem in maker.rows] == [
-    '3 May 1901',
-    'The Red Door',
-    'yes',
-  ]
-  assert [len(problem.hops) for problem in maker.rows] == [2, 4, 2]
-  assert maker.rows[1].compared == '1911 < 1921.'
-
-
 @pytest.mark.parametrize('kind', ['fact', 'chain', 'compare', 'compare chain'])
 def test_practice_asks_of_other_passages_and_knows_the_answer(maker, kind):
   rng, questions = random.Random(0), set()
@@ -176,7 +166,9 @@ def test_practice_asks_of_other_passages_and_knows_the_answer(maker, kind):
 
 
 def test_conversations_search_read_and_answer(maker):
-  problem, rng = maker.rows[0], random.Random(0)
+  rng = random.Random(0)
+  made = (maker.make('chain', rng) for _ in range(200))
+  problem = next(p for p in made if p and p.hops[0].query.startswith('Silent'))
   messages = maker.write(problem, rng, 'right')
   assert [m['role'] for m in messages] == [
     'user',
