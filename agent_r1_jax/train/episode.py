@@ -111,8 +111,12 @@ class Context:
     return self.replica.submit(request)
 
   def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
-    # What the client asks for ends replies; the decoding's own grammar stays.
-    automata = self._automata if automata is None else (*automata, *self._automata[1:])
+    if automata is None:
+      automata = self._automata
+    else:
+      # The client's automata replace the stops; the decoding's own grammar stays.
+      _stops, *grammar = self._automata
+      automata = (*automata, *grammar)
     return request_lib.Request(
       ids,
       parent,
@@ -201,7 +205,9 @@ class Episode:
       self.context.close()
       self._close_segment()
       if self.conversation:
-        self._collect(self.conversation)
+        # What the program itself reported under the same names stands.
+        counts = self.conversation.metrics.items()
+        t.metrics = {name: float(n) for name, n in counts} | t.metrics
       if self.context.chooser:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
       if self.context.search:
@@ -307,20 +313,21 @@ class Episode:
     try:
       async with endpoint.open(asked, self.chat, self.context.vocab_size) as url:
         with _blaming_the_environment():
+          # `play` has cancelled it before these seconds are over; they tell the log and
+          # the pool how long it is waited for.
           output = await workers.call_on_user_loop(
             env.run,
             env_lib.copy_containers(task),
             url,
             name='run',
             seconds=limits.episode_seconds,
-            field='episode_seconds',
           )
     except _EnvironmentError:
       if asked.refused is None:
         raise
     finally:
       asked.end()
-    self._collect(asked)
+      t.segments, t.turns, t.messages = asked.collect()
     if not t.turns:
       if asked.refused != 'truncated':
         raise _EnvironmentError('the program ended without a reply of the policy.')
@@ -342,12 +349,6 @@ class Episode:
       )
     self._add_reward(step)
     return asked.status
-
-  def _collect(self, asked: conversation_lib.Conversation):
-    """Takes what a program has asked, and what is counted of that."""
-    t = self.trajectory
-    t.segments, t.turns, t.messages = asked.collect()
-    t.metrics |= {name: float(count) for name, count in asked.metrics.items()}
 
   async def _make(self) -> types.Task:
     """Makes the environment, and returns its task."""
@@ -415,8 +416,11 @@ class Episode:
     with _blaming_the_environment():
       if not isinstance(step, types.Step):
         raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
-      if not math.isfinite(step.reward):
-        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
+      # Some algorithms learn from the named parts of the reward in its place.
+      parts = {n: x for n, x in step.metrics.items() if n.startswith('reward/')}
+      for name, value in {'reward': step.reward, **parts}.items():
+        if not math.isfinite(value):
+          raise _EnvironmentError(f'the {name} of a turn is {value}.')
       (turn or t.turns[-1]).reward += float(step.reward)
       for name, value in step.metrics.items():
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)
