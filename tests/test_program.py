@@ -7,6 +7,7 @@ import json
 import pathlib
 import sys
 import threading
+from unittest import mock
 
 import httpx2
 import numpy as np
@@ -19,11 +20,13 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import program
 from agent_r1_jax.rl import table
+from agent_r1_jax.serve import conversation, protocol
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
 from experiments.miniwiki import agents
 
 USER = {'role': 'user', 'content': 'Who is it?'}
+TASK = types.Task('who', [USER])
 # It asks once and prints what it got as its last line; '-' is replaced by further code.
 SCRIPT = """
 import json, os, sys, urllib.request
@@ -153,13 +156,32 @@ def test_branches_are_segments_whatever_comes_first():
   assert sampled == sum(turn.stop - turn.start for turn in plain.turns)
 
 
+def test_a_request_that_is_made_again_has_its_own_randomness():
+  """Of two equal prompts the first one's client goes; neither it nor a third shares."""
+
+  class Context:
+    slots = serving.SLOTS
+    make_key = staticmethod(lambda *parts: parts)
+
+    def submit(self, ids, parent, max_tokens, key, **fields):
+      return mock.Mock(text=None, key=key)
+
+  asked = conversation.Conversation(serving.policy()[2], TASK, Context(), 9, 9)
+  request = protocol.read_chat({'messages': [{'role': 'system', 'content': 'x'}, USER]})
+  first, second = (asked.submit(request, [])[0] for _ in range(2))
+  asked.close(first)
+  again, third = (asked.submit(request, [])[0] for _ in range(2))
+  assert again.key == first.key
+  assert len({again.key, second.key, third.key}) == 3
+
+
 def test_rewards_add_up():
   async def run(task, url):
     async with _client(url) as client, httpx2.AsyncClient() as http:
       report = functools.partial(http.post, f'{url}/reward')
       assert (await report(json={'reward': 1})).status_code == 400  # No reply yet.
       first = [*task.messages, *await _ask(client, task.messages)]
-      assert (await report(json={'reward': 1, 'metrics': {'steps': 2}})).is_success
+      assert (await report(json={'reward': 1, 'metrics': {'tool_calls': 7}})).is_success
       assert (await report(json={'reward': 'much'})).status_code == 400
       await _ask(client, [*first, USER])
       assert (await report(json={'reward': {'form': 0.25, 'style': 0.5}})).is_success
@@ -169,11 +191,17 @@ def test_rewards_add_up():
     assert messages[-1]['role'] == 'assistant' and status == 'done'
     return 8.0
 
-  make_env = lambda: program.Program(run, reward, lambda task, messages: {'em': 1.0})
+  make_env = lambda: program.Program(run, reward, lambda task, messages: {'forks': 5.0})
   (played,) = _collect(make_env, serving.tasks()[:1], max_turn_tokens=64)
   if played.status == 'done':
     assert [turn.reward for turn in played.turns] == [1.0, 12.75]
-    named = {'steps': 2.0, 'em': 1.0, 'reward/form': 4.25, 'reward/style': 0.5}
+    named = {
+      'tool_calls': 7.0,
+      'forks': 5.0,
+      'rewritten': 0.0,
+      'reward/form': 4.25,
+      'reward/style': 0.5,
+    }
     assert named.items() <= played.metrics.items()
   assert played.error is None
 

@@ -475,9 +475,11 @@ async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch
   assert result.text == 'Error: lost: the tool failed too often and is not called for now'
 
 
-async def test_what_would_end_the_process_is_the_tools_failure():
+@pytest.mark.parametrize('error', [SystemExit(0), StopIteration(0)])
+async def test_what_would_end_more_than_the_call_is_no_failure_of_the_tool(error):
   def leave():
-    raise SystemExit(0)
+    raise error
 
   result = await tool_lib.call(bare(leave), {})
-  assert result.text == 'Error: bare: SystemExit: 0' and result.failed
+  assert result.text == f'Error: bare: {type(error).__name__}: 0'
+  assert not (result.ok or result.failed)

@@ -135,6 +135,29 @@ class TestPool:
     assert await workers.call(lambda: 'served') == 'served'
     assert pool.abandoned == {'wait': 3}
 
+  @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
+  async def test_a_late_call_that_a_busy_pool_gives_up_is_late(
+    self, pool, gate, call, monkeypatch
+  ):
+    async def in_thread():
+      await asyncio.to_thread(gate.wait)
+
+    fn = gate.wait if call is workers.call else in_thread
+    ahead = 0.0
+    now = lambda: time_of() + ahead
+    time_of, clock = time.monotonic, types.SimpleNamespace(monotonic=lambda: now())
+    monkeypatch.setattr(workers, 'time', clock)
+    monkeypatch.setattr(threads, 'time', clock)
+    late = [asyncio.ensure_future(call(fn, name='late', seconds=600)) for _ in range(3)]
+    await until(lambda: pool.busy == 3)
+    ahead = 601.0  # The pool sees it at the next call, the timers of the callers do not.
+    assert await workers.call(lambda: 'served') == 'served'
+    for task in late:
+      with pytest.raises(
+        workers.CallTimeoutError, match='late gave no answer within 600'
+      ):
+        await asyncio.wait_for(task, 60)
+
   async def test_the_context_goes_with_the_call(self, pool):
     threads.abandoned_calls.set(tally := collections.Counter())
     assert await workers.call(threads.abandoned_calls.get) is tally

@@ -103,9 +103,9 @@ class ToolResult:
     seconds: The time that it took.
     reward: The reward of the tool's Report, else 0.
     timed_out: Whether it failed because it took longer than the tool's timeout.
-    failed: Whether the tool failed, and not the agent: it was late, raised an OSError, or
-      tried to end the process. Other exceptions may be due to the arguments: were a tool
-      isolated for them, an agent that learns to call it would be refused.
+    failed: Whether the tool failed, and not the agent: it was late or raised an OSError.
+      Other exceptions may be due to the arguments: were a tool isolated for them, an
+      agent that learns to call it would be refused.
     retries: How often it was called again.
     isolated: Whether it was not called, because it is isolated; it failed so
       often in a row, in any episode, that only one call in a while is tried.
@@ -215,7 +215,7 @@ async def _attempt(
   except workers.CallTimeoutError as error:
     return ToolResult(f'Error: {error}', ok=False, timed_out=True, failed=True)
   except workers.BaseExceptionError as error:
-    return ToolResult(f'Error: {tool.name}: {error}', ok=False, failed=True)
+    return ToolResult(f'Error: {tool.name}: {error}', ok=False)
   except Exception as error:
     text = f'Error: {tool.name}: {workers.describe_error(error)}'
     return ToolResult(text, ok=False, failed=isinstance(error, OSError))

@@ -56,7 +56,11 @@ class LoopBlockedError(RuntimeError):
 
 
 class BaseExceptionError(RuntimeError):
-  """A call raised what is no Exception, such as SystemExit; that is its __cause__."""
+  """A call raised what would end more than the call, or was cancelled.
+
+  Its __cause__ is what was raised: SystemExit or the like, or StopIteration, which no
+  coroutine can raise. A future that was cancelled leaves no cause.
+  """
 
 
 def describe_error(error: BaseException) -> str:
@@ -98,8 +102,8 @@ async def call(
 ) -> Any:
   """Calls a user's function: a plain one in the pool, a coroutine function on this loop.
 
-  An Exception that it raises passes through. A function that takes too long is abandoned,
-  and so is a coroutine that swallows its cancellation.
+  An Exception that it raises passes through, but for StopIteration. A function that takes
+  too long is abandoned, and so is a coroutine that swallows its cancellation.
 
   Args:
     fn: The function, sync or async.
@@ -111,7 +115,7 @@ async def call(
 
   Raises:
     CallTimeoutError: It took longer.
-    BaseExceptionError: It raised no Exception, but SystemExit or CancelledError.
+    BaseExceptionError: It raised SystemExit, CancelledError, StopIteration or the like.
     PoolFullError: Too many abandoned calls hang.
   """
   name, outer = name or threads.function_name(fn), threads.current_caller.get()
@@ -128,10 +132,9 @@ async def call(
     await _wait(future, seconds)
   finally:
     timer.cancel()
-    timed_out = not future.done()
-    if timed_out:
+    if not future.done():
       work.cancel()
-  if timed_out:
+  if _is_late(future, deadline):
     queued = isinstance(work, threads.Call) and not work.started
     if isinstance(work, asyncio.Task):
       await _wait(work, _GRACE_SECONDS)
@@ -158,7 +161,8 @@ async def call_on_user_loop(
   """
   name, deadline = name or threads.function_name(fn), time.monotonic() + seconds
   if not is_async(fn):
-    # Caught a second time, so that `call` does not await an awaitable on this loop.
+    # A plain function may return a coroutine. `_catch` keeps it in a tuple, so that
+    # `call` leaves it to the user loop below.
     run = functools.partial(_catch, fn, args, {})
     value, error = await call(run, name=name, seconds=seconds, field=field)
     if error is not None or not inspect.isawaitable(value):
@@ -171,7 +175,7 @@ async def call_on_user_loop(
       attempt = _UserLoopCall(fn, args, caller)
       try:
         moved = await attempt.wait()
-        late = not attempt.future.done()
+        late = _is_late(attempt.future, deadline)
       finally:
         attempt.give_up()
   finally:
@@ -253,7 +257,7 @@ class _UserLoop:
 
 
 class _PoolExecutor(futures.ThreadPoolExecutor):
-  """POOL, for asyncio.to_thread: the end of Python would join an executor's threads."""
+  """Lets asyncio.to_thread use POOL; a real executor's threads are joined at exit."""
 
   def submit(self, fn, /, *args, **kwargs):
     return POOL.submit(functools.partial(fn, *args, **kwargs))
@@ -373,6 +377,17 @@ def _return_or_raise(value: Any, error: BaseException | None) -> Any:
   if isinstance(error, Exception) and not isinstance(error, StopIteration):
     raise error
   raise BaseExceptionError(describe_error(error)) from error
+
+
+def _is_late(future: asyncio.Future, deadline: float) -> bool:
+  """Whether a call gave no answer in its time.
+
+  A busy pool may give it up, or what it waits for, before its caller wakes.
+  """
+  if not future.done():
+    return True
+  given_up = future.cancelled() or isinstance(future.result()[1], asyncio.CancelledError)
+  return given_up and time.monotonic() >= deadline
 
 
 async def _wait(future: asyncio.Future, seconds: float):

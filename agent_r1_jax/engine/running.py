@@ -49,7 +49,7 @@ class Running:
   def add_chunk(self, out: Any, m: int, step: int, states: list):
     """Adds the tokens that a decode sampled in place m to the text and the reply.
 
-    `out` is the programs.Decoded, in numpy; `step` the updates that the policy had seen;
+    `out` is the programs.Decoded, in numpy; `step` the policy's policy_step;
     `states` those of the guides after the tokens.
     """
     assert self.row is not None
@@ -62,6 +62,7 @@ class Running:
       top_tokens=out.top_tokens[m, :n, :top],
       top_logprobs=out.top_logprobs[m, :n, :top],
       values=out.values[m, :n],
+      behaviour_logprobs=out.behaviour_logprobs[m, :n],
     )
     self.states = states
     self.row.extend(chunk.tokens)

@@ -9,8 +9,10 @@ sampled is what it sees and what is trained, whatever the client's library made 
   text begins a new segment. What the policy sampled before the fork is trained in the
   segment where it was sampled, and in no other.
 - It begins a text of its own, as a sub-agent does: a new segment.
-- It contains replies that the policy never gave: a new segment, too, and 'rewritten' is
-  counted.
+- It contains replies that the policy never gave, which 'rewritten' counts. After a text's
+  last reply they are appended as any other message, and the segment goes on. A reply that
+  was changed is where the request leaves the text: a fork, or a text of its own. Examples
+  in the episode's first prompt are not counted; those in a sub-agent's prompt are.
 
 A reply's randomness depends on (seed, draw, task, sample) and on the text before it, not
 on when it is asked for, with two exceptions: requests for the same text are told apart by
@@ -21,6 +23,7 @@ import collections
 from collections.abc import Sequence
 import dataclasses
 import hashlib
+import itertools
 import json
 from typing import Any
 
@@ -40,29 +43,32 @@ class _Branch:
   Attributes:
     tools: The tools that its prompt describes, as JSON.
     messages: All messages of the text, as the client has them.
-    said: The same as they are logged and encoded again; replies are as they were sampled.
-    first: The number of messages that the text shares with the one it was forked from.
+    rendered: The same as they are logged and encoded again; replies are as they were
+      sampled.
+    shared_messages: The number of messages that the text shares with the one that it was
+      forked from.
     ends: For each reply, the number of messages and of tokens up to its end.
     pieces: The tokens of prompts, replies and what came between, with the log-probs and
       policy steps of those that were sampled here.
     text: What the engine holds of it; it may have tokens that no client got.
     key: The randomness of its replies.
-    begun: Under what Conversation._begun counts it.
+    key_id: What the key was made of: the digest of the tokens that the text began with,
+      and its number among the texts that began with them.
     turns: The replies, and the number of each among all.
-    asked: The request that is being answered: its messages and tokens.
+    pending: The request that is being answered: its messages and tokens.
   """
 
   tools: str
   messages: list[types.Message]
-  said: list[types.Message]
-  first: int
+  rendered: list[types.Message]
+  shared_messages: int
   ends: list[tuple[int, int]]
   pieces: list[tuple]
   text: request_lib.Text | None
   key: np.ndarray
-  begun: bytes
+  key_id: tuple[bytes, int]
   turns: list[tuple[int, types.Turn]] = dataclasses.field(default_factory=list)
-  asked: tuple[list[types.Message], list[types.Message], np.ndarray] | None = None
+  pending: tuple[list[types.Message], list[types.Message], np.ndarray] | None = None
 
   @property
   def tokens(self) -> np.ndarray:
@@ -74,7 +80,8 @@ class Conversation:
   """The requests of one episode; a source of serve/server.py.
 
   Attributes:
-    metrics: Counts of forks, rewritten pasts, calls, and restrictions not applied.
+    metrics: Counts of tool_calls, format_errors, forks, rewritten pasts, and, where there
+      were any, unrestricted requests: a schema or a required call was not applied.
     refused: The status that a budget gave the episode, when it refused a request.
     error: Why there was no room for the first prompt.
     reports: The rewards that the program reported, with the turn that each belongs to.
@@ -101,7 +108,7 @@ class Conversation:
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
     self._branches: list[_Branch] = []
     self._sampled: dict[request_lib.Generation, _Branch] = {}
-    self._begun: collections.Counter[bytes] = collections.Counter()
+    self._key_ids: set[tuple[bytes, int]] = set()
     self._turns = 0
     self._cut = False
     self._closed = False
@@ -159,8 +166,8 @@ class Conversation:
 
   def _sample(self, branch: _Branch, asked, automata) -> request_lib.Generation:
     """Begins the reply that a text waits for."""
-    assert branch.asked
-    _, _, ids = branch.asked
+    assert branch.pending
+    _, _, ids = branch.pending
     length = len(branch.tokens)
     room = self._context.slots - length - len(ids)
     if room < 1:
@@ -186,7 +193,7 @@ class Conversation:
     tools = json.dumps(asked.tools, sort_keys=True)
     messages = [protocol.comparable(message) for message in asked.messages]
     found = [
-      (count, not branch.asked and (count, length) == branch.ends[-1], -i, length)
+      (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
       for i, branch in enumerate(self._branches)
       if branch.tools == tools
       for count, length in branch.ends
@@ -196,14 +203,14 @@ class Conversation:
       return self._begin(asked, tools, messages)
     count, is_end, i, length = max(found)
     old = self._branches[-i]
-    said = self._say(asked.messages[count:])
-    ids = self._chat.encode_delta(said, int(old.tokens[length - 1]))
+    rendered = self._render(asked.messages[count:])
+    ids = self._chat.encode_delta(rendered, int(old.tokens[length - 1]))
     branch = old
     if not is_end:
       branch = _Branch(
         tools,
         old.messages[:count],
-        old.said[:count],
+        old.rendered[:count],
         count,
         [end for end in old.ends if end[0] <= count],
         [(old.tokens[:length], None, None)],
@@ -211,31 +218,39 @@ class Conversation:
         *self._make_key(np.append(old.tokens[:length], ids)),
       )
       self._branches.append(branch)
-    branch.asked = messages[count:], said, ids
+    branch.pending = messages[count:], rendered, ids
     return branch
 
   def _begin(self, asked, tools, messages) -> _Branch:
     """Begins a text of its own."""
-    said = self._say(asked.messages)
-    ids = self._chat.encode_prompt(said, asked.tools)
+    rendered = self._render(asked.messages)
+    ids = self._chat.encode_prompt(rendered, asked.tools)
     # The key of the task's own prompt is that of a native environment's first segment.
     same = [str(m['content']) for m in self._task.messages] == [
       m['content'] for m in asked.messages
     ]
     key = self._make_key(ids, own=same)
-    branch = _Branch(tools, [], [], 0, [], [], None, *key, asked=(messages, said, ids))
+    branch = _Branch(
+      tools, [], [], 0, [], [], None, *key, pending=(messages, rendered, ids)
+    )
     self._branches.append(branch)
     return branch
 
-  def _make_key(self, ids: np.ndarray, own: bool = False) -> tuple[np.ndarray, bytes]:
-    """Makes the key of a new text, of its tokens and how often they were asked for."""
-    digest = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
-    number = self._begun[digest]
-    self._begun[digest] += 1
-    named = (digest.hex(), number) if number or not own else (0,)
-    return self._context.make_key(*named), digest
+  def _make_key(
+    self, ids: np.ndarray, own: bool = False
+  ) -> tuple[np.ndarray, tuple[bytes, int]]:
+    """Makes the key of a new text, and what identifies it: its tokens and a number.
 
-  def _say(self, messages: Sequence[types.Message]) -> list[types.Message]:
+    The number is the lowest that no text of the same tokens has. So a request that was
+    dropped and is made again gets its old key, and no two texts have the same.
+    """
+    digest = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
+    number = next(n for n in itertools.count() if (digest, n) not in self._key_ids)
+    self._key_ids.add((digest, number))
+    named = (digest.hex(), number) if number or not own else (0,)
+    return self._context.make_key(*named), (digest, number)
+
+  def _render(self, messages: Sequence[types.Message]) -> list[types.Message]:
     """Makes the messages to encode.
 
     What the task's own messages mark as control text is control text again, and a reply
@@ -243,16 +258,16 @@ class Conversation:
     """
     own = {str(m['content']): m['content'] for m in self._task.messages}
     sampled = [
-      (message, said)
+      (message, rendered)
       for branch in self._branches
-      for message, said in zip(branch.messages, branch.said, strict=True)
+      for message, rendered in zip(branch.messages, branch.rendered, strict=True)
       if message['role'] == 'assistant'
     ]
     written = protocol.to_chat(messages, self._chat.format)
     for i, message in enumerate(messages):
       if message['role'] == 'assistant':
         same = protocol.comparable(message)
-        written[i] = next((said for m, said in sampled if m == same), written[i])
+        written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
       else:
         written[i]['content'] = own.get(message['content'], message['content'])
     return written
@@ -260,22 +275,22 @@ class Conversation:
   def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
     """Notes a reply that its client gets: it will be trained."""
     branch = self._sampled.pop(generation, None)
-    if branch is None or branch.asked is None or self._closed:
+    if branch is None or branch.pending is None or self._closed:
       return
     chunk = request_lib.join(generation.chunks)
-    messages, said, ids = branch.asked
-    branch.asked = None
+    messages, rendered, ids = branch.pending
+    branch.pending = None
     stop = len(branch.tokens) + len(ids) + len(chunk.tokens)
-    branch.pieces += [(ids, None, None), chunk[:3]]
+    branch.pieces += [(ids, None, None), chunk.piece]
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, protocol.comparable(reply.as_message())]
-    branch.said += [*said, {'role': 'assistant', 'content': text}]
+    branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), stop))
     self._cut = reply.reason == 'length'
     replies = [message for message in messages if message['role'] == 'assistant']
     # Before the first reply of all they are examples.
     self.metrics['rewritten'] += bool(self._turns and replies)
-    self.metrics['forks'] += not branch.turns and bool(branch.first)
+    self.metrics['forks'] += not branch.turns and bool(branch.shared_messages)
     malformed = sum(isinstance(given, str) for _, given in reply.calls)
     self.metrics['tool_calls'] += len(reply.calls) - malformed
     self.metrics['format_errors'] += malformed
@@ -291,10 +306,10 @@ class Conversation:
 
   def _drop(self, branch: _Branch):
     """Drops a request; whoever makes it again gets the same reply."""
-    branch.asked = None
+    branch.pending = None
     if not branch.turns:
       self._branches.remove(branch)
-      self._begun[branch.begun] -= 1
+      self._key_ids.remove(branch.key_id)
 
   def report(self, step: types.Step):
     """Takes a reward that the program reports; it belongs to the last reply.
@@ -331,7 +346,7 @@ class Conversation:
         turn.segment = len(segments)
         turns.append(turn)
       segments.append(types.Segment.join(branch.pieces))
-      for message in branch.said[branch.first :]:
+      for message in branch.rendered[branch.shared_messages :]:
         if message['role'] == 'assistant':
           message = {**message, 'content': str(message['content'])}
         messages.append(message)

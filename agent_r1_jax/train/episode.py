@@ -111,8 +111,12 @@ class Context:
     return self.replica.submit(request)
 
   def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
-    # What the client asks for ends replies; the decoding's own grammar stays.
-    automata = self._automata if automata is None else (*automata, *self._automata[1:])
+    if automata is None:
+      automata = self._automata
+    else:
+      # The client's automata replace the stops; the decoding's own grammar stays.
+      _stops, *grammar = self._automata
+      automata = (*automata, *grammar)
     return request_lib.Request(
       ids,
       parent,
@@ -151,6 +155,7 @@ class Episode:
     made: The environment, from when it is made until it is closed.
     over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
+    mean_logprob: The mean log π of the last reply's tokens.
   """
 
   def __init__(self, chat, make_env, limits, context, trajectory):
@@ -164,6 +169,7 @@ class Episode:
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
     self.status: str | None = None
     self.sampled = collections.Counter()
+    self.mean_logprob = 0.0
 
   async def play(self):
     """Plays to the end and completes the trajectory.
@@ -199,7 +205,9 @@ class Episode:
       self.context.close()
       self._close_segment()
       if self.conversation:
-        self._collect(self.conversation)
+        # What the program itself reported under the same names stands.
+        counts = self.conversation.metrics.items()
+        t.metrics = {name: float(n) for name, n in counts} | t.metrics
       if self.context.chooser:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
       if self.context.search:
@@ -240,7 +248,8 @@ class Episode:
       self.status = 'truncated'
       return
     reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-    self.pieces += [(ids, None, None), reply[:3]]
+    self.pieces += [(ids, None, None), reply.piece]
+    self.mean_logprob = float(np.mean(reply.logprobs))
     self.sampled['tokens'] += len(reply.tokens)
     stop = self.context.length
     turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
@@ -288,13 +297,6 @@ class Episode:
     tokens = np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
     return np.append(tokens, self.ids) if self.status is None else tokens[:-1]
 
-  @property
-  def mean_logprob(self) -> float:
-    """The mean log-prob of the last reply's tokens."""
-    logprobs = self.pieces[-1][1]
-    assert logprobs is not None
-    return float(np.mean(logprobs))
-
   async def _run(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.
 
@@ -311,20 +313,21 @@ class Episode:
     try:
       async with endpoint.open(asked, self.chat, self.context.vocab_size) as url:
         with _blaming_the_environment():
+          # `play` has cancelled it before these seconds are over; they tell the log and
+          # the pool how long it is waited for.
           output = await workers.call_on_user_loop(
             env.run,
             env_lib.copy_containers(task),
             url,
             name='run',
             seconds=limits.episode_seconds,
-            field='episode_seconds',
           )
     except _EnvironmentError:
       if asked.refused is None:
         raise
     finally:
       asked.end()
-    self._collect(asked)
+      t.segments, t.turns, t.messages = asked.collect()
     if not t.turns:
       if asked.refused != 'truncated':
         raise _EnvironmentError('the program ended without a reply of the policy.')
@@ -346,12 +349,6 @@ class Episode:
       )
     self._add_reward(step)
     return asked.status
-
-  def _collect(self, asked: conversation_lib.Conversation):
-    """Takes what a program has asked, and what is counted of that."""
-    t = self.trajectory
-    t.segments, t.turns, t.messages = asked.collect()
-    t.metrics |= {name: float(count) for name, count in asked.metrics.items()}
 
   async def _make(self) -> types.Task:
     """Makes the environment, and returns its task."""
