@@ -35,7 +35,8 @@ _SAVED_SCORES, _SCORES, _FUSED = 2.1, 3.15, 2**25
 # The engine's copies of the part of the cache that it reads, on a CPU: bfloat16 is
 # computed in float32 there.
 _CACHE_COPIES = {'float32': 1.03, 'bfloat16': 5.0}
-# The share of what a rollout, or a gradient, freed that a CPU's heap cannot use again.
+# The share of the bytes freed by a rollout, or by a gradient, that fragmentation makes
+# unusable on a CPU.
 _ROLLOUT_GAPS, _GRADIENT_GAPS = 0.5, 0.8
 # What XLA holds beyond the terms on a TPU (docs/memory.md); a GPU is assumed to be alike.
 _MARGIN = 1.2
@@ -109,7 +110,7 @@ class Estimate(NamedTuple):
 
 
 def count_splits(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
-  """Returns over how many chips rows are split, and over how many parameters are."""
+  """Returns (data-parallel ways of rows, ways that parameters are sharded)."""
   rest = config.data * config.tensor * config.context
   fsdp = config.fsdp or max(1, chips // rest)
   return config.data * fsdp, fsdp * config.tensor * config.context
@@ -186,7 +187,7 @@ def _trained_bytes(
 
 
 def _trained_on_chip(config, models, machine) -> tuple[float, float]:
-  """Returns the same bytes for one chip of the mesh."""
+  """Returns `_trained_bytes`, divided over the chips."""
   adapters = (config.model.lora_rank, config.model.lora_targets)
   sizes = _trained_bytes(models.policy, *adapters, config.optimizer.kind)
   split = count_splits(config.mesh, machine.chips)[1]
@@ -315,7 +316,7 @@ def activations(
   cpu = platform == 'cpu'
   layer = _layer_bytes(model, rows * tokens / context, platform, tensor)
   scores = _score_bytes(model, rows, tokens, platform, tensor * context)
-  head = _head_bytes(model, rows * tokens / context, platform, tensor)
+  vocabulary = _head_bytes(model, rows * tokens / context, platform, tensor)
   # Below _FUSED bytes of scores XLA makes no copy of them in another order.
   computing = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
   L = model.num_layers
@@ -325,7 +326,7 @@ def activations(
     return {
       'activations of all layers': L * layer['all'],
       'attention scores of all layers': L * computing,
-      'vocabulary head': head,
+      'vocabulary head': vocabulary,
     }
   saved_scores = _SAVED_SCORES * scores if model.remat == 'none' else 0.0
   terms = {
@@ -334,10 +335,10 @@ def activations(
   }
   if cpu:
     # The head's memory is free again when the gradient of the layers begins.
-    largest = max(head, layer['all'] + computing)
+    largest = max(vocabulary, layer['all'] + computing)
     return terms | {'vocabulary head, or one layer with its scores': largest}
   # On accelerators the head's gradient lies there while the layers' are made.
-  terms |= {'one layer': layer['all'] + computing, 'vocabulary head': head}
+  terms |= {'one layer': layer['all'] + computing, 'vocabulary head': vocabulary}
   terms = {name: _MARGIN * n for name, n in terms.items()}
   if model.dtype == 'bfloat16':
     count = _count_parameters(model)['layers'] / tensor

@@ -68,19 +68,25 @@ class Schedule:
   ) -> tuple[updates.TrainState, list[groups.Group], curriculum_lib.Draws]:
     """Waits for the groups of the next step, and starts the rollouts after it.
 
-    With ahead = 1, the call for step 2 (counted from 0) finds rollout 2 under way, by
-    policy 1. It waits for it, gives the engine policy 2, and starts rollout 3, which is
-    played while update 2 makes policy 3.
+    An example with ahead = 1; policy n is the policy after n updates, and steps count
+    from 0. At step 2: wait for rollout 2, which policy 1 plays; give the engine policy 2;
+    start rollout 3, which is played while update 2 makes policy 3.
 
-    With `partial` the engine gets policy 2 first, and rollouts 2 to 2 + ahead go on or
-    begin with it.
+    With `partial`, the engine gets policy 2 before the wait, and rollouts 2 and 3 go on
+    or begin with it.
 
     Returns:
       The train state, whose sampler is the present policy if plan.syncs_before_update;
       the groups; and what has been drawn for them and all rollouts that are under way.
     """
     step, ahead = self._journal.position.step, plan.schedule.ahead
-    self._sync_and_start(train_state, step if plan.syncs_before_update else step + ahead)
+    if plan.syncs_before_update:
+      # One step off-policy: the newest policy is synced after the wait. Before it, only
+      # a run's first call has a rollout to start.
+      self._sync_and_start(train_state, step)
+    else:
+      # In turn, or partial: the newest policy is synced now.
+      self._sync_and_start(train_state, step + ahead)
     step_groups = groups.collect_groups(
       self._collect,
       n=self._config.tasks,
