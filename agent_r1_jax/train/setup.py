@@ -94,6 +94,7 @@ def start(
     for sampling in (config.sampling, config.evaluation)
   )
   with contextlib.ExitStack() as stack:
+    # Inside train.run this is the watch that began with it.
     watch = stack.enter_context(preemption.watch())
     made_of = identity.describe_run(algorithm, env, tasks, privileged)
     if guides:
