@@ -129,9 +129,10 @@ class Segment:
   Attributes:
     tokens: int32 [T].
     action_mask: bool [T], True where the policy sampled the token.
-    logprobs: float32 [T], log-probs of the behaviour policy; 0 off the action mask.
-    policy_steps: int32 [T], how many updates the policy had seen that sampled the token;
-      0 off the action mask, and by default everywhere.
+    logprobs: float32 [T], log-probs under the distribution that the tokens were sampled
+      from: the policy's, as guides and truncation have changed it; 0 off the action mask.
+    policy_steps: int32 [T], how many rollouts the policy had learned from that sampled
+      the token; 0 off the action mask, and by default everywhere.
   """
 
   tokens: np.ndarray
@@ -199,7 +200,7 @@ class Trajectory:
 
   @property
   def policy_steps(self) -> np.ndarray:
-    """int32, how many updates the policy had seen that sampled each action token."""
+    """int32, the rollouts learned from by the policy that sampled each action token."""
     return np.concatenate(
       [np.zeros(0, np.int32), *(s.policy_steps[s.action_mask] for s in self.segments)]
     )

@@ -79,7 +79,7 @@ class Chips(replica_lib.Replica):
     nothing = np.zeros((*said.shape, 0), np.float32)
     ended = running & (left == count)
     zeros = np.float32(0 * said)
-    out: Any = (said, zeros, zeros, count, ended, np.int32(nothing), nothing)
+    out: Any = (said, zeros, zeros, zeros, count, ended, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
     return states, programs_lib.Decoded(*out)
 
@@ -110,10 +110,12 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   seconds = segments * _SEGMENT.value
   # It goes on past what is counted: otherwise the last updates would start no rollouts.
   steps = _STEPS.value + MODES[mode].get('ahead', 0)
-  config = config_lib.Schedule(
-    steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
+  config = config_lib.Config(
+    schedule=config_lib.Schedule(
+      steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
+    )
   )
-  engine, train_state, plan = _system(config, rows, tail, chat)
+  engine, train_state, plan = _system(config.schedule, rows, tail, chat)
   position = journal.Position()
   quiet = types_lib.SimpleNamespace(set_phase=lambda *_: None)
   run_log: Any = types_lib.SimpleNamespace(position=position, spool=None, progress=quiet)
@@ -128,7 +130,6 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       chat,
       run_log,
       rollout.ON_POLICY,
-      curriculum=config_lib.Curriculum(),
       **playing,
     )
     for step in range(_STEPS.value):

@@ -181,7 +181,7 @@ class TestSavedCritic:
     shared = choice_lib.by_value(engine, target, target, candidates=2)
     assert shared.critic is None and shared.rows == 2
     tokens = np.arange(3)
-    reply = request_lib.Chunk(tokens, *[tokens] * 2, False, *[tokens] * 3)
+    reply = request_lib.Chunk(tokens, *[tokens] * 2, False, *[tokens] * 4)
     candidate = choice_lib.Candidate(tokens, reply, 8.0)
     assert [c.score(candidate) for c in (discounted, whole)] == [1.0, 8.0]
 

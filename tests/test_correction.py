@@ -1,10 +1,18 @@
-"""Corrections: verl's numbers in float64 (golden/), hand-made cases."""
+"""Corrections: verl's numbers in float64 (golden/), hand-made cases, the engine's."""
 
+import dataclasses
+
+import clients
 import episodes
 import numpy as np
 import pytest
+import tiny
 
+from agent_r1_jax import types
+from agent_r1_jax.engine import guide
+from agent_r1_jax.engine.sampling import Sampling
 from agent_r1_jax.rl import correction
+from agent_r1_jax.rl import table as table_lib
 
 _LOGPROBS = ('in/old_logp', 'in/rollout_logp')
 
@@ -93,3 +101,37 @@ def test_statistics_are_verls():
   # The mean of verl's k1.
   mean_k1 = statistics('in/ref_logp', 'in/logp')['kl']
   assert mean_k1 == pytest.approx(g['verl/kl/k1/val'][mask].mean(), rel=1e-9)
+
+
+# Through the engine.
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.7])
+def test_what_was_sampled_from_another_distribution_is_corrected(temperature):
+  """A forced token has weight π(token), one of the likeliest 3 their probability."""
+  params = clients.params()
+  engine = tiny.engine(params, guides={guide.FORCED: None})
+  forced = {guide.FORCED: guide.forced_state(clients.tokens(1, 12))}
+  given = clients.tokens(0, 7)
+
+  async def play(key, guides, **truncation):
+    chosen = {'sampling': Sampling(temperature, **truncation), 'guides': guides}
+    options = chosen | {'top_logprobs': 3} | clients.ENDLESS
+    return await engine.submit(clients.request(given, None, 12, key, **options))
+
+  plays = [play(0, forced), play(1, {}, top_k=3), play(2, {})]
+  replies = tiny.within(engine.run, plays)
+  segments = [types.Segment.join([(given, None, None), r.piece]) for r in replies]
+  weights = []
+  for segment, old in zip(
+    segments, tiny.learned(params, segments, temperature=temperature), strict=True
+  ):
+    table = table_lib.from_segments([segment])
+    table = dataclasses.replace(table, logprobs=old).take(segment.action_mask)
+    weights.append(correction.token_truncated()(table))
+  pi = [np.exp(replies[0].logprobs), np.exp(replies[1].top_logprobs).sum(axis=1), 1.0]
+  assert (weights[0] < 0.1).all() and (weights[1] < 0.9).any()
+  for weight, expected, bound in zip(weights, pi, (1e-5, 1e-5, 2e-5), strict=True):
+    np.testing.assert_allclose(weight, expected, rtol=0, atol=bound)
+  # Beside rows that have guides, a row without any keeps its numbers to the last bit.
+  np.testing.assert_array_equal(replies[2].behaviour_logprobs, replies[2].logprobs)

@@ -64,11 +64,14 @@ def look(make_env, **options):
 
 
 def test_a_sound_environment():
-  found = look(lambda: env.ToolEnv([add], right), solve=lambda task: [task.answer])
+  made = []
+  make_env = lambda: tiny.ClosedOnce(made, [add], right)
+  found = look(make_env, solve=lambda task: [task.answer])
   assert [f.name for f in found.values() if f.status == 'fail'] == []
   assert found['rewards'] == ('rewards', 'ok', '2 different ones: 0, 1', '')
   assert found['leaks'].status == found['conformance'].status == 'ok'
   assert '16 episodes played' in found['environment'].text
+  assert {env.closings for env in made} == {1}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.train import evaluate, evaluation_cache
 
@@ -78,6 +78,15 @@ def test_the_second_time_nothing_is_played(play, capsys):
   again, episodes = play(world=1)
   assert (again, episodes) == (first, 0)
   assert capsys.readouterr().out.count(f'as in {play.path}; nothing that it') == 2
+
+
+def test_every_environment_is_closed_once(play, tmp_path):
+  """Those that are made to look at, too."""
+  made = []
+  make_env = lambda: tiny.ClosedOnce(made, [], lambda *_: 1.0)
+  rows = {'short': ({'': play.rows['short']}, make_env)}
+  train.play(play.config, play.model, rows, workdir=tmp_path / 'played')
+  assert [env.closings for env in made] == [1] * 4
 
 
 def test_what_the_numbers_depend_on_is_played_again(play):

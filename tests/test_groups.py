@@ -19,10 +19,19 @@ def _played(rewards):
 
 
 def test_tied_rewards():
-  # 0.1 + 0.2 is not 0.3 to a computer; one alone has nothing to compare.
-  for rewards in ([1.0, 1.0], [0.3, 0.1 + 0.2], [5.0], [2.0, None], [None]):
+  # 0.1 + 0.2 is not 0.3 to a computer; one that is left alone has nothing to compare.
+  for rewards in ([1.0, 1.0], [0.3, 0.1 + 0.2], [2.0, None], [None]):
     assert groups.is_tied(_played(rewards))
-  assert not groups.is_tied(_played([0.0, 1.0]))
+  for rewards in ([0.0, 1.0], [5.0]):
+    assert not groups.is_tied(_played(rewards))
+
+
+def test_one_episode_a_task_is_learned_from_and_not_drawn_anew():
+  found = groups.collect_groups(
+    lambda n, refill: [_played([1])[0] for _ in range(n)], n=3, samples=1, max_refills=2
+  )
+  assert len(found) == 3
+  assert groups.select_usable(found, max_error_rate=0, refilled=True) == found
 
 
 def test_tied_groups_are_drawn_anew_within_bounds():

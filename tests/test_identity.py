@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from agent_r1_jax.host import checkpoint
+from agent_r1_jax.host import workdir
 from agent_r1_jax.rl import algorithms, correction, losses
 from agent_r1_jax.train import identity
 
@@ -118,7 +118,7 @@ def _describe(folder, *scripts, seed='1'):
 
 
 def _different(a, b):
-  a, b = (checkpoint._flatten_fields(x) for x in (a, b))
+  a, b = (workdir._flatten_fields(x) for x in (a, b))
   return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 

@@ -1,10 +1,12 @@
 """First contact: what is refused or said before anything is compiled."""
 
+import re
 import threading
 
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import context
@@ -22,6 +24,9 @@ def look(place: str) -> str:
     place: Its name.
   """
   return place
+
+
+_LIMITS = config_lib.Limits()
 
 
 def _env(tools=()):
@@ -172,7 +177,7 @@ class TestTools:
       preflight.describe_tool_prompt(chat, _env([look]))
 
 
-class TestMakeEnvironment:
+class TestOpenEnvironment:
   @pytest.mark.parametrize(
     'make_env, message',
     [
@@ -182,29 +187,60 @@ class TestMakeEnvironment:
   )
   def test_what_gives_no_environment_is_refused(self, make_env, message):
     with pytest.raises(ValueError, match=message):
-      preflight.make_environment(make_env, 600)
+      preflight.open_environment(make_env, _LIMITS).__enter__()
 
   def test_what_it_raises_is_raised(self):
     def make_env():
       raise KeyError('page 7')
 
     with pytest.raises(KeyError, match='page 7'):
-      preflight.make_environment(make_env, 600)
+      preflight.open_environment(make_env, _LIMITS).__enter__()
 
   def test_its_own_time_out_is_not_ours(self):
     def make_env():
       raise TimeoutError('the server sleeps')
 
     with pytest.raises(TimeoutError, match='the server sleeps'):
-      preflight.make_environment(make_env, 600)
+      preflight.open_environment(make_env, _LIMITS).__enter__()
 
-  def test_one_that_hangs_is_refused(self):
-    gate = threading.Event()
+  def test_one_that_is_made_too_late_is_closed(self, gate):
+    closed = threading.Event()
+
+    class Closes(env_lib.ToolEnv):
+      async def close(self):
+        closed.set()
 
     def make_env() -> env_lib.Env:
       gate.wait()
-      return _env()
+      return Closes([], lambda *_: 0.0)
 
+    limits = config_lib.Limits(reset_seconds=0.1)
     with pytest.raises(ValueError, match=r'within 0.1 seconds \(limits.reset_seconds\)'):
-      preflight.make_environment(make_env, 0.1)
+      preflight.open_environment(make_env, limits).__enter__()
+    assert not closed.is_set()
     gate.set()
+    assert closed.wait(600)
+
+  def test_it_is_closed_once_whatever_the_look_raises(self):
+    made = []
+    make_env = lambda: tiny.ClosedOnce(made, [], lambda *_: 0.0)
+    with pytest.raises(KeyError), preflight.open_environment(make_env, _LIMITS) as env:
+      assert not env.closings
+      raise KeyError('found')
+    assert [env.closings for env in made] == [1]
+
+  @pytest.mark.parametrize('error', [KeyError('socket'), SystemExit(1), None])
+  def test_a_close_that_raises_or_hangs_is_logged(self, gate, caplog, error):
+    env = _env()
+
+    def close():
+      if error:
+        raise error
+      gate.wait()
+
+    env.close = close
+    limits = config_lib.Limits(close_seconds=60 if error else 0.1)
+    with preflight.open_environment(lambda: env, limits):
+      pass
+    expected = type(error).__name__ if error else 'within 0.1 seconds .limits.close_sec'
+    assert re.search(f'close failed: .*{expected}', caplog.text)

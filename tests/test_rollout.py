@@ -369,7 +369,7 @@ class TestEnds:
 
 
 class TestErrors:
-  @pytest.mark.parametrize('where', ['reset', 'step', 'reward'])
+  @pytest.mark.parametrize('where', ['reset', 'step', 'reward', 'reward/x'])
   def test_what_an_environment_raises_is_its_episodes_alone(self, where):
     class Fails(Env):
       async def reset(self, task):
@@ -383,6 +383,8 @@ class TestErrors:
           raise KeyError('no such page')
         if where == 'reward' and self.task.answer == 2:
           step.reward = float('nan')
+        if where == 'reward/x' and self.task.answer == 2:
+          step.metrics = {where: float('nan')}
         return step
 
     limits = config_lib.Limits(3, 80)
@@ -391,8 +393,8 @@ class TestErrors:
       if t.task.answer == 2:
         assert t.status == 'error'
         assert t.reward == 0
-        if where == 'reward':
-          assert t.error == 'the reward of a turn is nan.'
+        if 'reward' in where:
+          assert t.error == f'the {where} of a turn is nan.'
         else:
           assert t.error.startswith("KeyError: 'no such page' (")
           assert 'test_rollout.py' in t.error and f'in {where}' in t.error

@@ -223,6 +223,19 @@ class TestFindSources:
       assert shared == n, 'the seeds share a token more'
       assert rows.find_sources(placed, 4) == ([], {placed[1]} if waits else set())
 
+  @pytest.mark.parametrize('system, task, rounds', [(0, 10, 1), (0, 40, 2), (24, 6, 2)])
+  def test_equal_texts_wait_only_for_what_is_worth_sharing(self, system, task, rounds):
+    """Few tokens are computed side by side, at once or after what is there is copied."""
+    cache = Cache()
+    if system:
+      first = cache.submit(_text((0, system), (1, 30)))
+      cache.work(0, chunk=_S)
+      cache.leave(first)
+    for _ in range(_B - 1):
+      cache.submit(_text((0, system), (2, task)))
+    for done in range(rounds + 1):
+      assert cache.work(0, chunk=_S, copies_at_once=_B)[1] == (done == rounds)
+
   def test_no_more_copies_than_there_is_room_for(self):
     rows, placed = self._placed(*(_text((0, 30)) for _ in range(4)))
     placed[0].cached, placed[0].begun = 29, True

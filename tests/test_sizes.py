@@ -320,6 +320,36 @@ class TestCheck:
       peak = memory.estimate(other, models._replace(policy=policy), _gpu()).peak
       assert (peak <= 80e9) == (dropped is None)
 
+  @pytest.mark.parametrize('rank', [0, 8])
+  @pytest.mark.parametrize(
+    'schedule',
+    [
+      {},
+      {'reference_every': 2},
+      {'sync_every': 2},
+      {'sync_every': 2, 'reference_every': 2},
+      {'ahead': 1},
+      {'ahead': 1, 'partial': True},
+    ],
+  )
+  def test_the_copy_of_a_checkpoint_is_all_that_is_written(self, rank, schedule):
+    config = tiny.run_config(lora_rank=rank, replicas=1, **schedule)
+    estimate = memory.estimate(
+      config,
+      memory.Models(tiny.config(), _WITH_REFERENCE),
+      memory.Machine('cpu', 8e9, chips=1, engines=1),
+    )
+
+    def checkpoint():
+      params = decoder.init(tiny.config(), jax.random.key(0))
+      plan, state = setup.make_plan(config, tiny.config(), params, _WITH_REFERENCE)
+      return state.checkpoint_arrays(plan)
+
+    arrays = jax.tree.leaves(jax.eval_shape(checkpoint))
+    written = sum(x.size * x.dtype.itemsize for x in arrays)
+    said = estimate.phases['checkpoint']['copy for the checkpoint']
+    assert said == pytest.approx(written, rel=0.01)
+
   def test_what_no_setting_mends_says_so(self):
     models = memory.Models(_qwen('32b'), _GRPO)
     config = sizes.choose(

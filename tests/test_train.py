@@ -268,7 +268,9 @@ class TestRun:
       mock.patch.object(loop.updates, 'learn', wraps=loop.updates.learn) as learn,
     ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
-    assert [c.kwargs['rollout_number'] for c in start.mock_calls if c.kwargs] == [0, 1]
+    numbers = [c.kwargs.get('rollout_number') for c in start.call_args_list]
+    # The last one is that of the policy's evaluation at the end.
+    assert numbers == [0, 1, None]
     learned = [c.args[1] for c in learn.mock_calls]
     assert [{*t.policy_steps} for ts in learned for t in ts] == [{0}] * 8 + [{1}] * 8
     first, second = metrics.read(tmp_path)
@@ -353,9 +355,9 @@ class TestErrors:
   def test_episodes_that_raise_are_passed_over_up_to_the_limit(
     self, model, tmp_path, monkeypatch
   ):
-    to_fail, trained, learn = [True], [], loop.updates.learn
+    to_fail, trained, made, learn = [True], [], [], loop.updates.learn
 
-    class Fails(env_lib.ToolEnv):
+    class Fails(tiny.ClosedOnce):
       async def step(self, reply):
         if to_fail:
           to_fail.pop()
@@ -363,7 +365,7 @@ class TestErrors:
         return await super().step(reply)
 
     def make_env():
-      return Fails([look], _reward, parse=_parse)
+      return Fails(made, [look], _reward, parse=_parse)
 
     def spy(train_state, trajectories, *args, **kwargs):
       trained.extend(trajectories)
@@ -376,6 +378,7 @@ class TestErrors:
     assert len(trained) == 7 and all(t.error is None for t in trained)
     to_fail.append(True)
     assert line['rollout/status/error'] == 0.125
+    assert [env.closings for env in made] == [1] * 9  # One was made to look at.
     assert line['train/grad_norm'] > 0
     config = tiny.run_config(config, max_error_rate=0.1)
     message = r"1 of 8 episodes raised.*max_error_rate=0.1.*KeyError: 'page 7 is missing'"

@@ -222,7 +222,7 @@ def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 
 
-def test_a_guide_of_ones_own_is_in_training_and_evaluation(model, tmp_path):
+def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
   """It ends each reply after three tokens, none of which is the likeliest."""
   surprise = guide.Guide(
     np.int32(-100),
@@ -238,14 +238,18 @@ def test_a_guide_of_ones_own_is_in_training_and_evaluation(model, tmp_path):
   note = lambda started: played.append(result(started)) or played[-1]
   with mock.patch.object(rollout.Rollout, 'result', note):
     config = test_train._config(model, steps=1)
-    test_train._run(config, tmp_path, algorithm=_STALE, guides=guides)
-  assert len(played) == 3  # An evaluation, a rollout and another evaluation.
-  lengths = set()
-  for t in itertools.chain(*played):
-    lengths |= {turn.stop - turn.start for turn in t.turns}
-    # What is not the likeliest has at most half of the probability.
-    assert all((s.logprobs[s.action_mask] <= np.log(0.5)).all() for s in t.segments)
-  assert max(lengths) == 3
+    algorithm = algorithms.remax(correction=correction.token_truncated())
+    test_train._run(config, tmp_path, algorithm=algorithm, guides=guides)
+  assert len(played) == 4  # An evaluation, a rollout, baselines, another evaluation.
+  turns = [turn for t in itertools.chain(*played) for turn in t.turns]
+  assert max(turn.stop - turn.start for turn in turns) == 3
+  shape, params = weights.load(model, dtype='float32')
+  before = [s for t in itertools.chain(*played[:-1]) for s in t.segments]
+  for segment, logprobs in zip(
+    before, tiny.learned(params, before, shape=shape), strict=True
+  ):
+    # What is not the likeliest has at most half of the policy's probability.
+    assert (logprobs[segment.action_mask] <= np.log(0.5) + 1e-4).all()
 
 
 def test_truncated_episodes_can_be_left_out(model, tmp_path):

@@ -16,6 +16,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.models import decoder, weights
@@ -115,6 +116,18 @@ def save(
   shape = config(layers=layers)
   weights.save(directory, shape, params(shape, likely), tokenizer_from=tokenizer_dir())
   return str(directory)
+
+
+class ClosedOnce(env_lib.ToolEnv):
+  """Counts its closings; `made` gets each environment."""
+
+  def __init__(self, made: list, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.closings = 0
+    made.append(self)
+
+  def close(self):
+    self.closings += 1
 
 
 def engine(

@@ -12,9 +12,9 @@ from agent_r1_jax.agent import workers
 Messages = list[types.Message]
 # How promising a conversation is; it must be deterministic.
 Potential = Callable[[types.Task, Messages], float | Awaitable[float]]
-# A weight, or its schedule: from the number of updates of the policy to the weight.
+# A weight, or its schedule: from the number of rollouts learned from to the weight.
 Weight = float | Callable[[int], float]
-# How many updates the policy had seen that sampled the last reply of this episode.
+# How many rollouts the policy had learned from that sampled this episode's last reply.
 policy_step: contextvars.ContextVar[int] = contextvars.ContextVar(
   'policy_step', default=0
 )

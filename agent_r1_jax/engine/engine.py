@@ -173,6 +173,8 @@ class Engine:
 
     Texts under way keep their cached keys and values; texts that begin later share none
     of them. While requests are under way, two copies of the policy are in memory.
+    `policy_step` is reported with each token; in training it is the number of rollouts
+    that the policy has learned from.
     """
     self._params, self._step = params, policy_step
     self._sync()

@@ -44,6 +44,9 @@ class Decoded(NamedTuple):
   tokens: Int[Array, 'M steps']  # The sampled tokens.
   # Their log-probs under the policy's temperature-scaled full softmax.
   logprobs: Float[Array, 'M steps']
+  # Their log-probs under the distribution that they were sampled from, which guides and
+  # truncation have changed; without any, the same numbers.
+  behaviour_logprobs: Float[Array, 'M steps']
   # The value of the state in which each was chosen, if the policy has a value head; else
   # 0.
   values: Float[Array, 'M steps']
@@ -162,6 +165,7 @@ def _no_tokens(M: int, steps: int, n: int) -> Decoded:
   return Decoded(
     tokens=jnp.zeros((M, steps), jnp.int32),
     logprobs=numbers,
+    behaviour_logprobs=numbers,
     values=numbers,
     count=jnp.zeros(M, jnp.int32),
     stopped=jnp.zeros(M, bool),
@@ -183,12 +187,14 @@ def _decode_token(
     guide_lib.apply, guides, guide_params, loop.states, guided, hidden=x_MD
   )
   logits_MV = decoder.logits(params, config, x_MD)
-  token, logprobs_MV = _choose(logits_MV, places, length + 1, guided, change)
+  token, behaviour, logprobs_MV = _choose(logits_MV, places, length + 1, guided, change)
   states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
   value = jnp.zeros(len(token))
   if 'value_head' in params:
     value = decoder.values(params, x_MD)
-  out = _write(loop.out, loop.i, loop.alive, token, logprobs_MV, value, ended, places)
+  out = _write(
+    loop.out, loop.i, loop.alive, token, behaviour, logprobs_MV, value, ended, places
+  )
   return _Loop(
     i=loop.i + 1,
     view=view,
@@ -201,39 +207,53 @@ def _decode_token(
 
 def _choose(
   logits_MV, places: Places, position, guided, change: Callable
-) -> tuple[Array, Array]:
-  """Chooses each place's token at `position`; returns it and the policy's log-probs."""
+) -> tuple[Array, Array, Array]:
+  """Chooses each place's token at `position`.
+
+  Returns:
+    The tokens [M]; their log-probs in what they were sampled from [M]; and the policy's
+    log-probs of all tokens [M, V].
+  """
   logits_MV = sampling_lib.scale_logits(logits_MV, places.temperature)
   logprobs_MV = jax.nn.log_softmax(logits_MV)
   u_M = sampling_lib.make_uniforms(places.keys, position)
-  choose = functools.partial(
-    sampling_lib.choose_tokens, u=u_M, greedy=places.temperature == 0
-  )
+
+  def choose(logprobs_MV):
+    token_M = sampling_lib.choose_tokens(logprobs_MV, u_M, places.temperature == 0)
+    return token_M, _take(logprobs_MV, token_M)
+
   # Without a guide, the second softmax over the vocabulary is left out.
-  token_M = jax.lax.cond(
+  token_M, behaviour_M = jax.lax.cond(
     guided.any(),
     lambda: choose(jax.nn.log_softmax(change(logits=logits_MV))),
     lambda: choose(logprobs_MV),
   )
-  return token_M, logprobs_MV
+  # A second softmax may round otherwise: a place without a guide keeps the first one's
+  # number, whatever its neighbours use.
+  behaviour_M = jnp.where(guided.any(0), behaviour_M, _take(logprobs_MV, token_M))
+  return token_M, behaviour_M, logprobs_MV
+
+
+def _take(x_MV: Array, token_M: Array) -> Array:
+  return jnp.take_along_axis(x_MV, token_M[:, None], axis=1)[:, 0]
 
 
 def _write(
-  out: Decoded, i, alive, token, logprobs_MV, value, ended, places: Places
+  out: Decoded, i, alive, token, behaviour, logprobs_MV, value, ended, places: Places
 ) -> Decoded:
   """Adds the i-th token of the places that are alive."""
-  logprob = jnp.take_along_axis(logprobs_MV, token[:, None], axis=1)[:, 0]
-
   n = out.top_tokens.shape[2]
   none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros((len(token), n), jnp.int32)
   # The search takes time, and is skipped where no place asks for it.
   values_Mn, tokens_Mn = jax.lax.cond(
     places.top.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
+  put = lambda column, x: column.at[:, i].set(jnp.where(alive, x, 0))
   return Decoded(
-    tokens=out.tokens.at[:, i].set(jnp.where(alive, token, 0)),
-    logprobs=out.logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0)),
-    values=out.values.at[:, i].set(jnp.where(alive, value, 0.0)),
+    tokens=put(out.tokens, token),
+    logprobs=put(out.logprobs, _take(logprobs_MV, token)),
+    behaviour_logprobs=put(out.behaviour_logprobs, behaviour),
+    values=put(out.values, value),
     count=out.count + alive,
     stopped=out.stopped | (alive & ended),
     top_tokens=out.top_tokens.at[:, i].set(tokens_Mn),

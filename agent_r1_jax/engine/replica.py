@@ -66,7 +66,7 @@ class Policy:
 
   # The parameters on each chip (or on `tensor` of them), as decoder.extend takes them.
   copies: list[decoder.Params]
-  step: int  # The number of updates that they have seen, reported with each token.
+  step: int  # The policy_step of engine.sync_weights, reported with each token.
   version: int  # A number that differs where the parameters do.
 
 
@@ -361,8 +361,8 @@ class Replica:
       states, out = self._call_decode(params, *arguments, bucket)
       # The log-probs of the likeliest tokens are many, and seldom asked for.
       none = np.zeros((size, sizes.steps, 0), np.int32)
-      tops = jax.device_get(out[5:]) if top_wanted else (none, np.float32(none))
-      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:5]), *tops)
+      tops = jax.device_get(out[6:]) if top_wanted else (none, np.float32(none))
+      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:6]), *tops)
 
     # The call is made there, too: a CPU computes what one thread asks of it in turn.
     states, out = await self._in_thread(decode)

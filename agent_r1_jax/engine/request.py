@@ -44,12 +44,15 @@ class Chunk(NamedTuple):
     logprobs: Their log-probs, float32 [n], under the policy's temperature-scaled full
       softmax, which the learner computes too; guides and truncation do not change them.
       Greedy requests report those of temperature 1.
-    policy_steps: int32 [n], the updates that the policy had seen which chose each token.
+    policy_steps: int32 [n], the policy_step (engine.sync_weights) of each token's policy.
     stopped: Whether a guide ended the reply with the last token.
     top_tokens: int32 [n, top_logprobs], the likeliest tokens, where they were asked for.
     top_logprobs: float32 [n, top_logprobs], their log-probs.
     values: float32 [n], the critic's value of the state in which each token was chosen;
       0 if the policy has no value head.
+    behaviour_logprobs: The tokens' log-probs, float32 [n], under the distribution that
+      they were sampled from, which guides and truncation have changed; a correction of
+      the training divides by it. Without any of them, equal to `logprobs`.
   """
 
   tokens: np.ndarray
@@ -59,6 +62,12 @@ class Chunk(NamedTuple):
   top_tokens: np.ndarray
   top_logprobs: np.ndarray
   values: np.ndarray
+  behaviour_logprobs: np.ndarray
+
+  @property
+  def piece(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens as a piece of a segment that is trained (types.Segment.join)."""
+    return self.tokens, self.behaviour_logprobs, self.policy_steps
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

@@ -29,10 +29,10 @@ class Row:
   # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
   cached: int = 0  # The number of slots that hold the text's tokens, from the first on.
-  # The version of the policy that computed them; MIXED if several did, or none.
+  # The version of the policy that computed them; MIXED: nothing may be copied from it.
   version: int = MIXED
   running: request_lib.Generation | None = None  # The generation that is under way in it.
-  # Whether its text is being prefilled, and does not wait for another row's.
+  # Whether its prefill has begun; False while it waits to copy from another row.
   begun: bool = False
   last_request: int = -1  # The number of the last request for it.
 
@@ -152,16 +152,17 @@ class Rows:
     """
     copies, waiting = [], set()
     computing = {row.index for row in rows if row.begun}
-    # Equal texts, such as the prompts of a group, are compared with the rows once.
-    found: dict[bytes, Source | str | None] = {}
+    # Equal texts, such as the prompts of a group, are compared with the rows twice: the
+    # first may begin, and what the second finds then, all others find, too.
+    found: dict[tuple[int, int, bytes], list[Source | str | None]] = {}
     for row in rows:
       if row.begun:
         continue
-      text = row.tokens[: row.size].tobytes()
-      source = found[text] if text in found else self._find_source(row, computing)
-      # An equal text copies the same tokens if no more are needed, else it waits.
-      complete = isinstance(source, Source) and source.length == row.size - 1
-      found[text] = source if complete else _WAIT
+      text = row.version, row.cached, row.tokens[: row.size].tobytes()
+      answers = found.setdefault(text, [])
+      if len(answers) < 2:
+        answers.append(self._find_source(row, computing))
+      source = answers[-1]
       if source == _WAIT or (source and len(copies) == most):
         waiting.add(row)
         continue
@@ -186,8 +187,8 @@ class Rows:
     if not offers:
       return None
     future = max(offers, key=lambda offer: (offer.later, offer.now))
-    # What `future` has now does not count against waiting for it: otherwise the wait
-    # would end MIN_SHARED tokens too early, when it has computed nearly all.
+    # Compared only with the other rows: its own tokens grow with each round, and once it
+    # is within MIN_SHARED of its end, the wait would be given up.
     others = [offer.now for offer in offers if offer is not future]
     if future.now < future.later >= max(row.cached, *others, 0) + MIN_SHARED:
       return _WAIT

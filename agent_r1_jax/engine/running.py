@@ -22,7 +22,7 @@ class Running:
       with it.
     row: The row of its text, once it has one.
     states: The state of each of the engine's guides after the tokens so far.
-    guided: bool [G], whether each guide changes the request's logits.
+    guided: bool [G], whether each guide's `logits` must run for the request.
   """
 
   def __init__(
@@ -39,7 +39,7 @@ class Running:
     states = {automaton_lib.AUTOMATA: automata, guide_lib.TRUNCATION: truncation}
     states |= request.guides
     self.states = [states.get(guide, guide.off) for guide in guides]
-    # Stop strings only watch the tokens: a decode of them alone pays for no mask.
+    # Automata that only end replies, such as stop strings, need no `logits`.
     guiding = {
       automaton_lib.AUTOMATA: any(automaton.restricts for automaton in request.automata),
       guide_lib.TRUNCATION: request.sampling.truncated,
@@ -49,7 +49,7 @@ class Running:
   def add_chunk(self, out: Any, m: int, step: int, states: list):
     """Adds the tokens that a decode sampled in place m to the text and the reply.
 
-    `out` is the programs.Decoded, in numpy; `step` the updates that the policy had seen;
+    `out` is the programs.Decoded, in numpy; `step` the policy's policy_step;
     `states` those of the guides after the tokens.
     """
     assert self.row is not None
@@ -62,6 +62,7 @@ class Running:
       top_tokens=out.top_tokens[m, :n, :top],
       top_logprobs=out.top_logprobs[m, :n, :top],
       values=out.values[m, :n],
+      behaviour_logprobs=out.behaviour_logprobs[m, :n],
     )
     self.states = states
     self.row.extend(chunk.tokens)

@@ -57,8 +57,8 @@ class Family(NamedTuple):
   written: dict[str, Any] = {}  # Fields that an export writes besides `fixed`.
   # What transformers takes for fields that are absent from config.json.
   defaults: dict[str, Any] = {}
-  # Whether the projections to queries, keys and values have biases.
   norm_eps: str = 'rms_norm_eps'  # The field of config.json with the ε of the norms.
+  # Whether the projections to queries, keys and values have biases.
   qkv_bias: bool = False
   qk_norm: bool = False  # Whether queries and keys are normalised.
   norm_offset: float = 0.0  # What is added to the scale of each norm.

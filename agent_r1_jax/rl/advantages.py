@@ -178,10 +178,10 @@ def gdpo(
   that an episode lacks is 0.
 
   R' is the reward without its named parts, such as a KL penalty; 0 where `weights` name
-  the parts that count. The paper and verl have
-  no such rest. It is centred in its group, but neither divided by the group's standard
-  deviation nor whitened, so that it keeps the size that the user chose (a KL's
-  coefficient): a penalty of 0.0003 must not move an advantage by 1.
+  the parts that count. The paper and verl have no such rest. It is centred in its group,
+  but neither divided by the group's standard deviation nor whitened, so that it keeps the
+  size that the user chose (a KL's coefficient): a penalty of 0.0003 must not move an
+  advantage by 1.
 
   Raises:
     ValueError: No episode has any of the parts.

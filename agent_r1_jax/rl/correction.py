@@ -1,10 +1,11 @@
 """Corrections: importance weights where another policy sampled than the one to update.
 
-Where trajectories are stale, or were sampled by other code than the learner's, let
-r = π_old/π_behaviour of each action token, π_old being the policy before the update. A
-correction takes the table of all action tokens (rl/table.py), whose columns `logprobs`
-and `behaviour_logprobs` are log π_old and log π_behaviour, and returns a weight for each
-token, float64. The weights multiply the policy loss and take no gradient.
+Where trajectories are stale, or were sampled by other code than the learner's, or from a
+distribution that guides or truncation had changed, let r = π_old/π_behaviour of each
+action token, π_old being the policy before the update. A correction takes the table of
+all action tokens (rl/table.py), whose columns `logprobs` and `behaviour_logprobs` are
+log π_old and log π_behaviour, and returns a weight for each token, float64. The weights
+multiply the policy loss and take no gradient.
 
 A token of weight 0 still counts in the loss's denominators. That is AReaL's convention;
 verl takes what it rejects out of the mask, and so out of the denominators too.

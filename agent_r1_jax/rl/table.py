@@ -39,9 +39,11 @@ class TokenTable:
   # log π of the token under the policy before the update, with which the ratio of a loss
   # is formed. Without a correction these are the sampler's log-probs.
   logprobs: Float[np.ndarray, 'n']
-  # log π of the token under the policy that sampled it; 0 off the action mask.
+  # The log-prob of the token in the distribution that it was sampled from: that of the
+  # policy of `policy_steps`, as guides and truncation changed it; 0 off the action mask.
   behaviour_logprobs: Float[np.ndarray, 'n']
-  # int32, the number of updates that the sampling policy had received.
+  # int32, the number of rollouts that the sampling policy had learned from; 0 off the
+  # action mask.
   policy_steps: Int[np.ndarray, 'n']
   # The reward of a turn on its last action token, 0 on all other tokens.
   rewards: Float[np.ndarray, 'n']
@@ -51,8 +53,8 @@ class TokenTable:
   turn: Int[np.ndarray, 'n']
   trajectory: Int[np.ndarray, 'n']  # The number of the token's trajectory.
   turn_trajectory: Int[np.ndarray, 'K']  # The trajectory of each turn.
-  # An id of the text that the policy was shown right before each turn; equal texts have
-  # equal ids.
+  # An id of the text that the policy was shown before each turn: what is new since its
+  # last turn, or a whole new context. Equal texts have equal ids.
   states: Int[np.ndarray, 'K']
   # The group of each trajectory, counted from 0. The members of a group answered the same
   # task.

@@ -281,7 +281,7 @@ class Conversation:
     messages, rendered, ids = branch.pending
     branch.pending = None
     stop = len(branch.tokens) + len(ids) + len(chunk.tokens)
-    branch.pieces += [(ids, None, None), chunk[:3]]
+    branch.pieces += [(ids, None, None), chunk.piece]
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, protocol.comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]

@@ -155,6 +155,7 @@ class Episode:
     made: The environment, from when it is made until it is closed.
     over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
+    mean_logprob: The mean log π of the last reply's tokens.
   """
 
   def __init__(self, chat, make_env, limits, context, trajectory):
@@ -168,6 +169,7 @@ class Episode:
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
     self.status: str | None = None
     self.sampled = collections.Counter()
+    self.mean_logprob = 0.0
 
   async def play(self):
     """Plays to the end and completes the trajectory.
@@ -246,7 +248,8 @@ class Episode:
       self.status = 'truncated'
       return
     reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-    self.pieces += [(ids, None, None), reply[:3]]
+    self.pieces += [(ids, None, None), reply.piece]
+    self.mean_logprob = float(np.mean(reply.logprobs))
     self.sampled['tokens'] += len(reply.tokens)
     stop = self.context.length
     turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
@@ -293,13 +296,6 @@ class Episode:
     """The text of the state, up to where the next token, or the last one, is chosen."""
     tokens = np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
     return np.append(tokens, self.ids) if self.status is None else tokens[:-1]
-
-  @property
-  def mean_logprob(self) -> float:
-    """The mean log-prob of the last reply's tokens."""
-    logprobs = self.pieces[-1][1]
-    assert logprobs is not None
-    return float(np.mean(logprobs))
 
   async def _run(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.
@@ -420,8 +416,11 @@ class Episode:
     with _blaming_the_environment():
       if not isinstance(step, types.Step):
         raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
-      if not math.isfinite(step.reward):
-        raise _EnvironmentError(f'the reward of a turn is {step.reward}.')
+      # Some algorithms learn from the named parts of the reward in its place.
+      parts = {n: x for n, x in step.metrics.items() if n.startswith('reward/')}
+      for name, value in {'reward': step.reward, **parts}.items():
+        if not math.isfinite(value):
+          raise _EnvironmentError(f'the {name} of a turn is {value}.')
       (turn or t.turns[-1]).reward += float(step.reward)
       for name, value in step.metrics.items():
         t.metrics[name] = t.metrics.get(name, 0.0) + float(value)

@@ -105,10 +105,10 @@ def play(
     total = samples * sum(map(len, sets.values()))
     with progress_lib.Progress(total, label=label) as progress:
       ended = progress.step_counter()
-      env = preflight.make_environment(make_env, limits.reset_seconds)
-      if line := preflight.describe_tool_prompt(chat, env):
-        progress.print_line(line)
-      decoding = make_decoding(sampling, engine, chat, env) if sampling else GREEDY
+      with preflight.open_environment(make_env, limits) as env:
+        if line := preflight.describe_tool_prompt(chat, env):
+          progress.print_line(line)
+        decoding = make_decoding(sampling, engine, chat, env) if sampling else GREEDY
       played[label] = run(
         engine,
         chat,

@@ -96,6 +96,10 @@ def check_first_rollout(groups: Sequence[Group]) -> None:
 
 
 def is_tied(group: Group) -> bool:
-  """Whether a group's rewards are all equal; episodes with an error do not count."""
+  """Whether a group's rewards are all equal; episodes with an error do not count.
+
+  Where one episode of each task is played, none is compared with others of its group, and
+  whatever has a score can be learned from.
+  """
   rewards = [t.reward for t in group if t.status != 'error']
-  return not rewards or table.tied(np.array(rewards))
+  return not rewards or (len(group) > 1 and table.tied(np.array(rewards)))

@@ -363,9 +363,9 @@ def _check_same(config: config_lib.Config, workdir: pathlib.Path, rows) -> None:
   workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in rows.items():
-    env = preflight.make_environment(make_env, config.limits.reset_seconds)
     tasks = [task for tasks in sets.values() for task in tasks]
-    made_of = identity.describe_run(None, env, tasks)
+    with preflight.open_environment(make_env, config.limits) as env:
+      made_of = identity.describe_run(None, env, tasks)
     made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
     workdir_lib.check_config(
       workdir / method,

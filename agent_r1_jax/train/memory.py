@@ -425,8 +425,13 @@ def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
   learned, opt_state = _trained_on_chip(config, models, machine)
   algorithm = models.algorithm
   trained = 2 if algorithm.needs_critic and not models.shared_critic else 1
+  # A reference that changes, and a sampler that is older than the policy, are in it too
+  # (TrainState.checkpoint_arrays in rl/updates.py).
+  schedule = config.schedule
+  older = schedule.sync_every > 1 or (schedule.ahead and not schedule.partial)
+  others = bool(schedule.reference_every) + bool(older)
   return {
-    'copy for the checkpoint': trained * (learned + opt_state),
+    'copy for the checkpoint': trained * (learned + opt_state) + others * learned,
     'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values()),
   }
 

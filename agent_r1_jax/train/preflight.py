@@ -1,7 +1,12 @@
 """Checks a run before anything is compiled: refuses mistakes, says what is left out."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import functools
 import importlib.util
+import logging
+import threading
 from typing import Any
 
 from agent_r1_jax import config as config_lib
@@ -11,6 +16,7 @@ from agent_r1_jax.agent import context, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.rl import algorithms
 
+_LOGGER = logging.getLogger(__name__)
 # An upper bound of the tokens that a template writes around a message. If one writes
 # more, the rollout finds what does not fit.
 _FRAME = 64
@@ -135,12 +141,18 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
       )
 
 
-def make_environment(make_env: Callable[[], Any], seconds: float) -> Any:
-  """Makes an environment to look at before an episode is played.
+@contextlib.contextmanager
+def open_environment(
+  make_env: Callable[[], Any], limits: config_lib.Limits
+) -> Iterator[Any]:
+  """Makes an environment to look at before an episode is played; closes it at the end.
+
+  One that is made too late is closed once it is there. A `close` that fails or takes too
+  long is logged.
 
   Args:
     make_env: The user's function, which may hang; what it raises is raised.
-    seconds: How long it may take.
+    limits: How long it and `close` may take.
 
   Raises:
     ValueError: It is no function, or returned no environment in that time.
@@ -151,22 +163,60 @@ def make_environment(make_env: Callable[[], Any], seconds: float) -> Any:
       'environment for each episode: make_env=lambda: env.ToolEnv(...).'
     )
   fields.check_takes('make_env', make_env)
-  call = workers.POOL.submit(make_env)
+  made, over = [], threading.Event()
+
+  def make():
+    made.append(make_env())
+    if over.is_set():
+      _close_environment(made, limits.close_seconds)
+
   try:
-    env = call.result(seconds)
-  except TimeoutError:
-    if not call.cancel():
-      raise  # Its own.
-    raise ValueError(
-      f'make_env gave no environment within {seconds:g} seconds (limits.reset_seconds).'
-    ) from None
-  playable = hasattr(env, 'reset') and hasattr(env, 'step')
-  if not (playable or isinstance(env, program.Program)):
-    raise ValueError(
-      f'make_env gave {env!r:.100}; it must give an environment, with reset and step, or '
-      'a program.Program.'
+    call = workers.POOL.submit(make)
+    try:
+      call.result(min(limits.reset_seconds, threading.TIMEOUT_MAX))
+    except TimeoutError:
+      if not call.cancel():
+        raise  # Its own.
+      raise ValueError(
+        f'make_env gave no environment within {limits.reset_seconds:g} seconds '
+        '(limits.reset_seconds).'
+      ) from None
+    env = made[0]
+    playable = hasattr(env, 'reset') and hasattr(env, 'step')
+    if not (playable or isinstance(env, program.Program)):
+      raise ValueError(
+        f'make_env gave {env!r:.100}; it must give an environment, with reset and step, '
+        'or a program.Program.'
+      )
+    yield env
+  finally:
+    over.set()
+    _close_environment(made, limits.close_seconds)
+
+
+def _close_environment(made: list[Any], seconds: float):
+  """Takes the environment out, if it is there, and closes it."""
+  try:
+    method = getattr(made.pop(), 'close', None)
+  except IndexError:
+    return  # It was not made yet, or the other thread that comes here closes it.
+  if method is None:
+    return
+  try:
+    close = functools.partial(
+      workers.call_on_user_loop,
+      method,
+      name='close',
+      seconds=seconds,
+      field='limits.close_seconds',
     )
-  return env
+    # In a thread: this one may have an event loop, as in a notebook. The second bound is
+    # for the wait for a thread.
+    bound = min(seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
+    workers.POOL.submit(lambda: asyncio.run(close())).result(bound)
+  except Exception as error:
+    text = workers.describe_error(error) + workers.locate_error(error)
+    _LOGGER.warning('close failed: %s', text)
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:

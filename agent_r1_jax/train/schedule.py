@@ -22,6 +22,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import evaluate, groups, rollout
@@ -96,14 +97,17 @@ class Schedule:
   def play_greedy(
     self, step_groups: list[groups.Group]
   ) -> tuple[list[groups.Group], list[float]]:
-    """Plays a greedy episode of each group's task (ReMax).
+    """Plays a greedy episode of each group's task (ReMax), with the rollouts' guides.
 
     Returns:
       The groups whose greedy episode did not fail, and the greedy reward of the task of
       each of their trajectories.
     """
     tasks = [group[0].task for group in step_groups]
-    greedy = evaluate.run(self._engine, self._chat, {'': tasks}, **self._playing)['']
+    decoding = self._decoding._replace(sampling=sampling_lib.GREEDY)
+    greedy = evaluate.run(
+      self._engine, self._chat, {'': tasks}, decoding=decoding, **self._playing
+    )['']
     pairs = [
       (g, t) for g, t in zip(step_groups, greedy, strict=True) if t.status != 'error'
     ]

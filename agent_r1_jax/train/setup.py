@@ -83,20 +83,20 @@ def start(
   mesh = make_mesh(config.mesh)
   model, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, model, params, mesh, guides)
-  env = preflight.make_environment(make_env, config.limits.reset_seconds)
   fits = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
-  tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **fits)
+  with preflight.open_environment(make_env, config.limits) as env:
+    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **fits)
+    made_of = identity.describe_run(algorithm, env, tasks, privileged)
+    training, evaluation = (
+      evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
+      for sampling in (config.sampling, config.evaluation)
+    )
   with sharding.use_mesh(mesh):
     plan, train_state = make_plan(config, model, params, algorithm, mesh)
   _check_options(algorithm, train_state, privileged, guides)
-  training, evaluation = (
-    evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
-    for sampling in (config.sampling, config.evaluation)
-  )
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     watch = stack.enter_context(preemption.watch())
-    made_of = identity.describe_run(algorithm, env, tasks, privileged)
     if guides:
       made_of['guides'] = [identity.describe(guide) for guide in guides]
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))

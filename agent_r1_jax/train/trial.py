@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+import dataclasses
 import re
 import time
 from typing import Any, NamedTuple
@@ -130,10 +131,12 @@ def check_env(
   limits = limits or config_lib.Limits()
   try:
     preflight.check_sets(tasks, None)
-    env = preflight.make_environment(make_env, min(seconds, limits.reset_seconds))
-    if isinstance(env, program.Program):
-      return [_judge_program(env, tasks[:4], seconds)]
-    scripts = list(_write_scripts(tasks[:4], env, solve))
+    reset_seconds = min(seconds, limits.reset_seconds)
+    bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
+    with preflight.open_environment(make_env, bounds) as env:
+      if isinstance(env, program.Program):
+        return [_judge_program(env, tasks[:4], seconds)]
+      scripts = list(_write_scripts(tasks[:4], env, solve))
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
   trial = _Trial(make_env, limits)

@@ -46,7 +46,7 @@ const COLORS = {
   'policy version': {
     scale: versions,
     column: 'policy_steps',
-    about: 'The number of updates of the policy that sampled the token.',
+    about: 'The number of rollouts that the policy had learned from that sampled the token.',
   },
   'importance weight': {
     scale: twoSided,

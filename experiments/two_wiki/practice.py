@@ -1,0 +1,423 @@
+"""Practice for a small policy: questions like the training rows', about a whole corpus.
+
+A training row's question gives a template: its words without the names, and the
+relations that it asks for. The corpus gives facts (facts.py). A template filled with the
+names of other passages is a new question, whose answer follows from the facts. Its
+conversation searches for each passage in turn and says what it read there before it goes
+on:
+
+  user       Question: When was the director of film Web Of Suspicion born?
+  assistant  <tool_call>{"name": "search", "arguments": {"query": " Web Of Suspicion"}}...
+  tool       (Title: Web of Suspicion) Web of Suspicion is a 1959 British crime film ...
+  assistant  director: Max Varnel.<tool_call>{"name": "search", ...
+  tool       (Title: Max Varnel) Max Varnel ( 21 March 1925 – 15 January 1996) was ...
+  assistant  date of birth: 21 March 1925. <answer> 21 March 1925</answer>
+
+The training rows' answers are not used, and nothing of the rows that are held out; the
+passages of all rows are in the corpus.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+import dataclasses
+import json
+import random
+import re
+from typing import NamedTuple
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
+from agent_r1_jax.retrieval import documents
+from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
+from experiments.hotpotqa import demos
+from experiments.two_wiki import facts
+
+PASSAGE = f'(Title: {{title}}) {{text:.{facts.READ}}}'
+
+# What becomes of a conversation. 'right'; 'relation': it reads another relation in the
+# last passage; 'stop': it answers with what the first one said; 'guess': no search.
+FATES = {'right': 0.76, 'relation': 0.12, 'stop': 0.08, 'guess': 0.04}
+# Shares of the kinds of questions.
+KINDS = {'fact': 0.2, 'chain': 0.5, 'compare': 0.14, 'compare chain': 0.16}
+# Of all examples, those without the tool: with passages in the prompt, as Naive RAG asks,
+# and with the question alone.
+READING, DIRECT = 0.12, 0.03
+# Passages in such a prompt.
+SHOWN = 4
+
+_TRIES = 10_000
+# Words of a question that ask for a relation; the first that fits is meant.
+_ASKED = {
+  'date of birth': r'birthday|date of birth|\b[Ww]hen .*\bborn\b',
+  'place of birth': r'birth|\bborn\b',
+  'date of death': r'date of death|\b[Ww]hen .*\bdie\b',
+  'cause of death': r'cause of death|\b[Ww]hy ',
+  'place of death': r'place of death|\bdie\b',
+  'nationality': r'nationality|country',
+  'burial': r'burial|buried',
+  'education': r'\bstudy\b|graduate',
+  'workplace': r'\bwork\b',
+  'award': r'\baward\b',
+  'spouse': r'spouse|husband|wife',
+  'father': r'father',
+  'mother': r'mother',
+  'child': r'child',
+  'sibling': r'sibling|brother|sister',
+}
+# Words that name the passage between the question's and the answer's.
+_BETWEEN = {
+  'director': r'\bdirectors? ',
+  'composer': r'\bcomposer ',
+  'performer': r'\bperformer ',
+  'founder': r'\bfounder ',
+  'father': r"\{\}'s father\b(?!-)|\bfather of \{\}",
+  'mother': r"\{\}'s mother\b(?!-)|\bmother of \{\}",
+  'spouse': r"\{\}'s (?:husband|wife)\b|\b(?:husband|wife) of \{\}",
+}
+_KIN = {
+  'paternal grandfather': ('father', 'father'),
+  'paternal grandmother': ('father', 'mother'),
+  'maternal grandfather': ('mother', 'father'),
+  'maternal grandmother': ('mother', 'mother'),
+  'father-in-law': ('spouse', 'father'),
+  'mother-in-law': ('spouse', 'mother'),
+  'stepfather': ('mother', 'spouse'),
+  'stepmother': ('father', 'spouse'),
+  'uncle': ('father', 'sibling'),
+  'child-in-law': ('child', 'spouse'),
+  'sibling-in-law': ('sibling', 'spouse'),
+}
+# Comparisons: what is compared, and whether the less wins; None: whether both are equal.
+_COMPARED = [
+  (r'located', 'country', None),
+  (r'nationality|country|countries', 'nationality', None),
+  (r'\bdied?\b.*(?:later|last)', 'date of death', False),
+  (r'\bdied?\b', 'date of death', True),
+  (r'released|came out', 'released', None),
+  (r'younger|later|recently', 'date of birth', False),
+  (r'older|first|earlier', 'date of birth', True),
+]
+
+
+class Template(NamedTuple):
+  """A question without its names.
+
+  Attributes:
+    text: The question; '{}' stands for a name.
+    relations: What is read on the way, for each name the same.
+    less: For comparisons: whether the lesser year wins; None if equality is asked, or if
+      nothing is compared.
+  """
+
+  text: str
+  relations: tuple[str, ...]
+  less: bool | None = None
+
+
+class Hop(NamedTuple):
+  """A search, and what the passage that it finds says."""
+
+  query: str
+  document: Document
+  relation: str
+  value: str
+
+
+class Problem(NamedTuple):
+  """A question, how it is solved, what is said of a comparison, and the answer."""
+
+  question: str
+  hops: tuple[Hop, ...]
+  compared: str
+  answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """A whole conversation; see `small_policy.train`."""
+
+  messages: list[types.Message]
+  tools: bool
+  kind: str
+
+
+def read_passages(corpus: str) -> list[Document]:
+  """Reads the corpus, with tidy texts (`facts.tidy`)."""
+  return [
+    dataclasses.replace(d, text=facts.tidy(d.text)) for d in documents.read_corpus(corpus)
+  ]
+
+
+class TitleFirst:
+  """A retriever that puts the passages whose title is the query before all others.
+
+  As an encyclopedia's search box does. Titles are compared without their case, and at
+  second rank without what stands in brackets: 'Rush' finds 'Rush (band)'.
+  """
+
+  def __init__(self, passages: Sequence[Document], retriever: Retriever):
+    self._titles, self._names = {}, collections.defaultdict(list)
+    for document in passages:
+      self._titles[document.title.lower()] = document
+      self._names[demos.name(document.title).lower()].append(document)
+    self._retriever = retriever
+
+  def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+    """Returns the k best passages of each query, best first."""
+    found = self._retriever.search(queries, max(k, 10))
+    return [self._order(q, hits)[:k] for q, hits in zip(queries, found, strict=True)]
+
+  def _order(self, query, hits):
+    query = query.strip().lower()
+    titled = [self._titles[query]] if query in self._titles else []
+    named = self._names.get(demos.name(query), [])
+    rank = {hit.document.id: -place for place, hit in enumerate(hits)}
+    named = sorted(named, key=lambda d: -rank.get(d.id, -len(hits)))
+    first = list(dict.fromkeys([*titled, *named]))
+    best = hits[0].score if hits else 0.0
+    top = [Hit(document, best + 1.0) for document in first]
+    return top + [hit for hit in hits if hit.document not in first]
+
+
+def find_template(task: types.Task) -> tuple[Template, list[str]] | None:
+  """Takes the names out of a training row's question, and finds what it asks for."""
+  text, names = task.info['question'], []
+  titles = task.info.get('supporting_titles', ())
+  for title in sorted(titles, key=len, reverse=True):
+    for name in (title, demos.name(title)):
+      pattern = rf'(?<!\w){re.escape(name)}(?: \([^()]*\))?(?!\w)'
+      if match := re.search(pattern, text, re.IGNORECASE):
+        text = text[: match.start()] + '{}' + text[match.end() :]
+        names.append((match.start(), match.group()))
+        break
+  names = [name for _, name in sorted(names)]
+  if text.count('{}') != len(names) or not names:
+    return None
+  relations = _find_relations(text, len(names))
+  return (relations, names) if relations else None
+
+
+def _find_relations(text, names) -> Template | None:
+  between = [r for r, words in _BETWEEN.items() if re.search(words, text)][:1]
+  if names == 2:
+    for words, relation, less in _COMPARED:
+      if re.search(words, text):
+        return Template(text, (*between, relation), less)
+    return None
+  for words, relations in _KIN.items():
+    if words in text:
+      return Template(text, relations)
+  rest = re.sub('|'.join(_BETWEEN.values()), ' ', text)
+  for relation, words in _ASKED.items():
+    if re.search(words, rest):
+      return Template(text, (*between, relation))
+  return Template(text, tuple(between)) if between else None
+
+
+def _ask_plainly(template) -> Template | None:
+  """Asks for the last relation of a chain alone: 'When was {} born?'."""
+  between = (
+    r"(?:the )?(?:director|composer|performer|founder) of (?:film |song )?\{\}|\{\}'s "
+    r'(?:father|mother|husband|wife)\b|the (?:father|mother|husband|wife) of \{\}'
+  )
+  text, count = re.subn(between, '{}', template.text)
+  return Template(text, template.relations[1:]) if count == 1 else None
+
+
+class Maker:
+  """Makes problems of the corpus, and conversations of problems."""
+
+  def __init__(
+    self,
+    passages: Sequence[Document],
+    retriever: Retriever,
+    tasks: Sequence[types.Task],
+  ):
+    """Finds the facts of all passages.
+
+    Args:
+      passages: The corpus, as `read_passages` gives it.
+      retriever: What the search tool asks.
+      tasks: Training rows, which give the templates.
+    """
+    self._retriever, self._top = retriever, {}
+    texts = {d.id: d.text[: facts.READ] for d in passages}
+    self._texts = texts
+    self._nations = tuple(facts.find_nationalities(texts.values()))
+    found = [(task, found) for task in tasks if (found := find_template(task))]
+    self.templates = collections.defaultdict(list)
+    for _, (template, names) in found:
+      kind = ('compare' if len(names) == 2 else '') + (
+        ' chain' if len(template.relations) == 2 else ''
+      )
+      self.templates[kind.strip() or 'fact'].append(template)
+      if kind == ' chain' and (plain := _ask_plainly(template)):
+        self.templates['fact'].append(plain)
+    relations = {t.relations[0] for of in self.templates.values() for t in of}
+    # The passages to ask about by relation, and by whether a film is asked for.
+    self._with = {
+      (relation, film): [
+        d
+        for d in passages
+        if self._value(d, relation) is not None
+        and (facts.is_film(texts[d.id]) == film or relation == 'director')
+      ]
+      for relation in sorted(relations)
+      for film in (False, True)
+    }
+
+  def _value(self, document, relation) -> str | None:
+    return facts.find(relation, self._texts[document.id], self._nations)
+
+  def _find(self, query) -> Document | None:
+    if query not in self._top:
+      hits = self._retriever.search([query], 1)[0]
+      self._top[query] = hits[0].document if hits else None
+    return self._top[query]
+
+  def _hops(self, name, relations) -> tuple[Hop, ...] | None:
+    """Reads one relation after the other; None if a passage or a value is not found."""
+    hops, query = [], name
+    for relation in relations:
+      document = self._find(query) if _usable(query) else None
+      value = self._value(document, relation) if document else None
+      if value is None or (hops and document == hops[0].document):
+        return None
+      hops.append(Hop(query, document, relation, value))
+      query = value
+    # What a second passage is about must be what the first one named.
+    for hop in hops[1:]:
+      if demos.name(hop.document.title).lower() != hop.query.lower():
+        return None
+    return tuple(hops)
+
+  def make(self, kind: str, rng: random.Random) -> Problem | None:
+    """Fills a template of a kind with passages of the corpus; None if that fails."""
+    template = rng.choice(self.templates[kind])
+    film = bool(re.search('film|movie', template.text))
+    pool = self._with[template.relations[0], film]
+    if len(pool) < 2:
+      return None
+    chosen = rng.sample(pool, template.text.count('{}'))
+    names = [_capitalize(d.title, rng) for d in chosen]
+    ways = [self._hops(name, template.relations) for name in names]
+    if None in ways:
+      return None
+    if len(names) == 2:
+      return self._compare(template, names, ways)
+    hops = ways[0]
+    return Problem(template.text.format(*names), hops, '', hops[-1].value)
+
+  def _compare(self, template, names, ways) -> Problem | None:
+    question = template.text.format(*names)
+    values = [way[-1].value for way in ways]
+    hops = sum(ways, ())
+    if template.less is None and template.relations[-1] != 'released':
+      sign = '=' if values[0] == values[1] else '≠'
+      answer = 'yes' if values[0] == values[1] else 'no'
+      return Problem(question, hops, f'{values[0]} {sign} {values[1]}.', answer)
+    years = [int(y.group()) for v in values if (y := re.search(r'\d{4}', v))]
+    if len(years) < 2 or years[0] == years[1]:
+      return None
+    less = template.less
+    if less is None:
+      less = not re.search(r'later|recently|last', template.text)
+    first = (years[0] < years[1]) == less
+    sign = '<' if years[0] < years[1] else '>'
+    compared = f'{years[0]} {sign} {years[1]}.'
+    return Problem(question, hops, compared, names[not first])
+
+  def write(self, problem: Problem, rng: random.Random, fate: str) -> list[types.Message]:
+    """Writes the conversation with the search tool."""
+    messages = [_user(demos.QUESTION.format(question=problem.question))]
+    hops, answer, compared = problem.hops, problem.answer, problem.compared
+    if fate == 'guess':
+      others = self._others(hops[-1]) if not compared else [h.query for h in hops]
+      yes = answer in ('yes', 'no')
+      guess = rng.choice(['yes', 'no'] if yes else others or [answer])
+      return [*messages, _answer('', guess)]
+    if fate == 'stop' and len(hops) > 1:
+      hops, compared = hops[:1], ''
+      answer = answer if problem.compared else hops[0].value
+    if fate == 'relation' and not compared and (others := self._others(hops[-1])):
+      answer = rng.choice(others)
+      hops = (*hops[:-1], hops[-1]._replace(value=answer))
+    said = ''
+    for hop in hops:
+      messages += [_search(hop.query, said), _found(hop.document)]
+      said = f'{hop.relation}: {hop.value}.'
+    return [*messages, _answer(f'{said} {compared}'.strip(), answer)]
+
+  def write_reading(self, problem: Problem, rng: random.Random) -> list[types.Message]:
+    """Writes the answer to a prompt with the problem's passages among others."""
+    shown = list({hop.document.id: hop.document for hop in problem.hops}.values())
+    hits = self._retriever.search([problem.question], SHOWN)[0]
+    others = [hit.document for hit in hits if hit.document not in shown]
+    shown += others[: SHOWN - len(shown)]
+    rng.shuffle(shown)
+    passages = documents.render([Hit(document, 0.0) for document in shown], PASSAGE)
+    prompt = demos.READING.format(passages=passages, question=problem.question)
+    said = ' '.join(f'{hop.relation}: {hop.value}.' for hop in problem.hops)
+    return [_user(prompt), _answer(f'{said} {problem.compared}'.strip(), problem.answer)]
+
+  def _others(self, hop) -> list[str]:
+    """Values of other relations of the same passage."""
+    found = (self._value(hop.document, relation) for relation in _ASKED)
+    return sorted({value for value in found if value and value != hop.value})
+
+
+def examples(maker: Maker, seed: int) -> Iterator[Example]:
+  """Yields examples for ever.
+
+  Raises:
+    ValueError: A kind cannot be made: no template, or no passage fits.
+  """
+  rng = random.Random(f'two_wiki examples {seed}')
+  while True:
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    fate = rng.choices(list(FATES), list(FATES.values()))[0]
+    made = (maker.make(kind, rng) for _ in range(_TRIES))
+    problem = next(filter(None, made), None)
+    if problem is None:
+      raise ValueError(f'kinds: {kind!r} cannot be made of these rows and passages.')
+    way = rng.random()
+    if way < READING:
+      yield Example(maker.write_reading(problem, rng), False, 'reading')
+    elif way < READING + DIRECT:
+      messages = [_user(demos.QUESTION.format(question=problem.question))]
+      yield Example([*messages, _answer('', problem.answer)], False, 'direct')
+    else:
+      yield Example(maker.write(problem, rng, fate), True, f'{kind}/{fate}')
+
+
+def _capitalize(title, rng) -> str:
+  """A title as the questions write it: each word with a capital, then small letters."""
+  name = title if rng.random() < 0.5 else demos.name(title)
+  return re.sub(
+    r"[^\W\d_](?:[^\W\d_]|['’](?=[a-z]))*",
+    lambda match: match.group()[0].upper() + match.group()[1:].lower(),
+    name,
+  )
+
+
+def _usable(query) -> bool:
+  return json.dumps(query, ensure_ascii=False) == f'"{query}"' and len(query) < 80
+
+
+def _user(content) -> types.Message:
+  return {'role': 'user', 'content': content}
+
+
+def _search(query, said) -> types.Message:
+  call = calls.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
+  return {'role': 'assistant', 'content': f'{said}\n{call}' if said else call}
+
+
+def _found(document) -> types.Message:
+  content = documents.render([Hit(document, 0.0)], PASSAGE)
+  return {'role': 'tool', 'name': 'search', 'content': content}
+
+
+def _answer(said, answer) -> types.Message:
+  content = f'{said} <answer> {answer}</answer>'.lstrip()
+  return {'role': 'assistant', 'content': content}
