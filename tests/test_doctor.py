@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import env, tool
+from agent_r1_jax.agent import env, program, tool
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import doctor, trial
 
@@ -123,6 +123,22 @@ def test_what_is_wrong_with_an_environment(make_env, options, name, status, text
   assert finding.status == status
   assert re.search(text, finding.text), finding.text
   assert finding.mend or name == 'environment'
+
+
+@pytest.mark.parametrize(
+  ('reward', 'status', 'text'),
+  [
+    ([], 'ok', 'and has no reward of its own'),
+    ([right], 'ok', 'a program is not played .*; an empty answer gets 0$'),
+    ([broken], 'fail', r"an empty answer: KeyError: 'score' .*, in broken"),
+    ([hangs], 'fail', 'an empty answer got no reward within 0.1 seconds'),
+  ],
+)
+def test_a_program_is_not_played_and_its_reward_is_looked_at(reward, status, text):
+  seconds = 0.1 if reward == [hangs] else 60.0
+  make_env = lambda: program.Program(lambda task, url: 1.0, *reward)
+  (finding,) = look(make_env, seconds=seconds).values()
+  assert finding.status == status and re.search(text, finding.text), finding.text
 
 
 def test_a_reward_that_holds_the_event_loop():

@@ -339,6 +339,7 @@ def play(
     shape, params, chat = setup.load(config.model, config.chat, mesh)
     guides = [guide.FORCED] if choose else []
     engine = setup.make_engine(config, shape, params, mesh, guides)
+    # This is the watch that began with `play`.
     watch = stack.enter_context(preemption.watch())
     watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
     try:

@@ -95,6 +95,7 @@ def start(
     plan, train_state = make_plan(config, model, params, algorithm, mesh)
   _check_options(algorithm, train_state, privileged, guides)
   with contextlib.ExitStack() as stack:
+    # Inside train.run this is the watch that began with it.
     watch = stack.enter_context(preemption.watch())
     if guides:
       made_of['guides'] = [identity.describe(guide) for guide in guides]

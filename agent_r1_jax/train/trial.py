@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
-from agent_r1_jax.agent import calls, workers
+from agent_r1_jax.agent import calls, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.train import preflight, rollout
 
@@ -18,6 +18,7 @@ _HELD_SECONDS = 0.3
 _TICK_SECONDS = 0.02
 # A step that takes longer is worth a word: a rollout takes one after the other.
 _SLOW_SECONDS = 2.0
+_MASKED = 'In training such episodes are masked, and count in max_error_rate.'
 _WRONG = 'I do not know.'
 # How tasks want their answer, as far as this can be guessed.
 _FORMS = ('{}', '<answer>{}</answer>', '\\boxed{{{}}}', 'Answer: {}')
@@ -116,7 +117,8 @@ def check_env(
 
   Finds environments that raise or hang, rewards that are all equal, that take long or
   block the event loop, answers that the agent is shown before it speaks, and what
-  testing.check_env refuses.
+  testing.check_env refuses. A program.Program is not played, as it asks an endpoint; its
+  reward and metrics are called with an empty answer.
 
   Args:
     tasks: The tasks; the first four are played.
@@ -132,6 +134,8 @@ def check_env(
     reset_seconds = min(seconds, limits.reset_seconds)
     bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
     with preflight.open_environment(make_env, bounds) as env:
+      if isinstance(env, program.Program):
+        return [_judge_program(env, tasks[:4], seconds)]
       scripts = list(_write_scripts(tasks[:4], env, solve))
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
@@ -153,6 +157,32 @@ def check_env(
     _judge_openings(tasks[:100], make_env, seconds),
     _judge_conformance(episodes, make_env, seconds),
   ]
+
+
+def _judge_program(
+  env: program.Program, tasks: Sequence[types.Task], seconds: float
+) -> Finding:
+  """Scores an empty answer to each task by the program's reward and metrics."""
+  text = 'a program is not played with a scripted policy'
+  if env.reward is program.Program.reward and env.metrics is None:
+    return Finding('environment', 'ok', f'{text}, and has no reward of its own')
+
+  async def judge_all():
+    empty = {'role': 'assistant', 'content': ''}
+    return [await env.judge(t, [*t.messages, empty], 'done', None) for t in tasks]
+
+  try:
+    call = workers.POOL.submit(lambda: asyncio.run(judge_all()))
+    rewards = {step.reward for step in call.result(seconds)}
+  except TimeoutError:
+    lost = f'an empty answer got no reward within {seconds:g} seconds'
+    return Finding('environment', 'fail', lost, 'Give what it waits for a time-out.')
+  except Exception as error:
+    lost = f'an empty answer: {workers.describe_error(error)}'
+    lost += workers.locate_error(error)
+    return Finding('environment', 'fail', lost, _MASKED)
+  shown = ', '.join(f'{reward:g}' for reward in sorted(rewards))
+  return Finding('environment', 'ok', f'{text}; an empty answer gets {shown}')
 
 
 def _write_scripts(tasks, env, solve) -> Iterator[tuple[str, types.Task, Sequence[str]]]:
