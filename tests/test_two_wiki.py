@@ -241,7 +241,6 @@ def test_both_scripts_from_end_to_end(tmp_path: pathlib.Path):
     f'--workdir={tmp_path}/run',
     f'--config.model.path={tmp_path}/base/model',
     f'--rows={asked}',
-    '--types=',
     '--config.schedule.steps=1',
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',

@@ -21,6 +21,7 @@ import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
 import json
+import os
 import random
 import re
 from typing import NamedTuple
@@ -127,7 +128,7 @@ class Problem(NamedTuple):
   """A question, how it is solved, what is said of a comparison, and the answer."""
 
   question: str
-  hops: tuple[Hop, ...]
+  hops: Sequence[Hop]
   compared: str
   answer: str
 
@@ -141,7 +142,7 @@ class Example:
   kind: str
 
 
-def read_passages(corpus: str) -> list[Document]:
+def read_passages(corpus: str | os.PathLike) -> list[Document]:
   """Reads the corpus, with tidy texts (`facts.tidy`)."""
   return [
     dataclasses.replace(d, text=facts.tidy(d.text)) for d in documents.read_corpus(corpus)
@@ -281,7 +282,7 @@ class Maker:
     for relation in relations:
       document = self._find(query) if _usable(query) else None
       value = self._value(document, relation) if document else None
-      if value is None or (hops and document == hops[0].document):
+      if document is None or value is None or document in [hop.document for hop in hops]:
         return None
       hops.append(Hop(query, document, relation, value))
       query = value
@@ -300,18 +301,19 @@ class Maker:
       return None
     chosen = rng.sample(pool, template.text.count('{}'))
     names = [_capitalize(d.title, rng) for d in chosen]
-    ways = [self._hops(name, template.relations) for name in names]
-    if None in ways:
+    found = [self._hops(name, template.relations) for name in names]
+    ways = [hops for hops in found if hops]
+    if len(ways) < len(names):
       return None
     if len(names) == 2:
       return self._compare(template, names, ways)
-    hops = ways[0]
+    (hops,) = ways
     return Problem(template.text.format(*names), hops, '', hops[-1].value)
 
   def _compare(self, template, names, ways) -> Problem | None:
     question = template.text.format(*names)
     values = [way[-1].value for way in ways]
-    hops = sum(ways, ())
+    hops = tuple(hop for way in ways for hop in way)
     if template.less is None and template.relations[-1] != 'released':
       sign = '=' if values[0] == values[1] else '≠'
       answer = 'yes' if values[0] == values[1] else 'no'
@@ -328,9 +330,9 @@ class Maker:
     return Problem(question, hops, compared, names[not first])
 
   def write(self, problem: Problem, rng: random.Random, fate: str) -> list[types.Message]:
-    """Writes the conversation with the search tool."""
+    """Writes the conversation with the search tool, as a key of FATES has it."""
     messages = [_user(demos.QUESTION.format(question=problem.question))]
-    hops, answer, compared = problem.hops, problem.answer, problem.compared
+    hops, answer, compared = [*problem.hops], problem.answer, problem.compared
     if fate == 'guess':
       others = self._others(hops[-1]) if not compared else [h.query for h in hops]
       yes = answer in ('yes', 'no')
@@ -341,7 +343,7 @@ class Maker:
       answer = answer if problem.compared else hops[0].value
     if fate == 'relation' and not compared and (others := self._others(hops[-1])):
       answer = rng.choice(others)
-      hops = (*hops[:-1], hops[-1]._replace(value=answer))
+      hops[-1] = hops[-1]._replace(value=answer)
     said = ''
     for hop in hops:
       messages += [_search(hop.query, said), _found(hop.document)]

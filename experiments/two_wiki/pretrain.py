@@ -1,6 +1,7 @@
 """The small base policy of two_wiki.search, from nothing, on practice about the corpus.
 
-  python -m experiments.two_wiki.pretrain --data=$AGENT_R1_DATA/2wikimultihopqa
+  D=$AGENT_R1_DATA/2wikimultihopqa
+  python -m experiments.two_wiki.pretrain --data=$D --vocab=2048
 
 A byte-level BPE of the corpus, then a small policy: strings of random tokens to copy at
 first, then practice (practice.py), a quarter of it wrong. The rows that are held out for
@@ -34,7 +35,7 @@ _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in two_wiki.sea
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows held out for the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
 _CFG = fields.define_flags(
-  sft.Config(steps=6000, rows=8, row_tokens=1024, learning_rate=2e-3), 'sft'
+  sft.Config(steps=3200, rows=6, row_tokens=1024, learning_rate=2e-3), 'sft'
 )
 
 

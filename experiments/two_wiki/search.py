@@ -8,6 +8,7 @@ RAG, Base Tool Call and GRPO on the held-out rows. With `--rows=FILE` the table 
 rows of that file in place of the held-out ones; their passages must be in the corpus.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import json
@@ -17,7 +18,7 @@ import time
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields
+from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
@@ -38,15 +39,11 @@ _SPLIT = flags.DEFINE_integer('split', 0, 'Seed of the split; as in two_wiki.pre
 _HELD_OUT = flags.DEFINE_integer('held_out', 300, 'Rows of the table.')
 _WATCHED = flags.DEFINE_integer('watched', 100, 'Rows to watch the training with.')
 _ROWS = flags.DEFINE_string('rows', '', 'File of other rows to score.')
-_TYPES = flags.DEFINE_list(
-  'types',
-  None,
-  'Types of rows to learn from; those that chance hardly answers by default.',
-)
+_TYPES = flags.DEFINE_list('types', [], 'Types of rows to learn from; all by default.')
 _CFG = fields.define_flags(
   config_lib.Config(
     model=config_lib.Model(path='runs/two_wiki_base/model'),
-    schedule=config_lib.Schedule(steps=60, tasks=24, samples=8, eval_every=20),
+    schedule=config_lib.Schedule(steps=40, tasks=24, samples=8, eval_every=20),
     limits=config_lib.Limits(max_turns=6, max_turn_tokens=96),
     optimizer=config_lib.Optimizer(learning_rate=2e-4),
     engine=config_lib.Engine(
@@ -62,9 +59,6 @@ _CFG = fields.define_flags(
   )
 )
 
-# The kinds of questions whose answer is seldom hit by chance.
-HARD = ('compositional', 'inference', 'compositional/inference')
-
 
 def main(_):
   runtime.quiet_logging()
@@ -77,7 +71,7 @@ def main(_):
   settings.check_unseen(config.model.path, held_out + watched)
   if _ROWS.value:
     held_out = qa_data.load(_ROWS.value)
-  kinds = HARD if _TYPES.value is None else _TYPES.value
+  kinds = _TYPES.value
   rows = [task for task in rows if not kinds or task.info['type'] in kinds]
   print(json.dumps(dataclasses.asdict(config), indent=2))
 
@@ -127,7 +121,9 @@ def summarize(episodes):
   """A method's exact match by kind of question, and its searches."""
   kind = lambda task: task.info['type']
   names = sorted({kind(t.task) for t in episodes})
-  kinds = {n: lambda task, n=n: kind(task) == n for n in names}
+  kinds: dict[str, Callable[[types.Task], bool]] = {
+    n: lambda task, n=n: kind(task) == n for n in names
+  }
   kinds['multi-hop'] = lambda task: kind(task) != 'comparison'
   return {
     'em': evaluate.by_kind(episodes, kinds),
