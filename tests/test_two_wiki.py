@@ -191,7 +191,12 @@ def test_conversations_search_read_and_answer(maker):
 
 
 def test_titles_come_first():
-  passages = _passages()
+  # By words alone the last ones are better.
+  louder = [
+    Document('e0', 'Water', 'silent water, silent water'),
+    Document('e1', 'Holm', 'gus holm gus holm'),
+  ]
+  passages = [*_passages(), *louder]
   retriever = practice.TitleFirst(passages, bm25.BM25(passages))
   (by_title,), (by_name,), (other, *_) = retriever.search(
     ['gus holm', 'Silent Water', 'director born in Rome'], 1
