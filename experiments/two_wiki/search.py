@@ -8,7 +8,7 @@ RAG, Base Tool Call and GRPO on the held-out rows. With `--rows=FILE` the table 
 rows of that file in place of the held-out ones; their passages must be in the corpus.
 """
 
-from collections.abc import Callable
+import collections
 import dataclasses
 import functools
 import json
@@ -16,9 +16,10 @@ import pathlib
 import time
 
 from absl import app, flags
+import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, types
+from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
@@ -118,27 +119,31 @@ def _ask_with_passages(task, hits):
 
 
 def summarize(episodes):
-  """A method's exact match by kind of question, and its searches."""
-  kind = lambda task: task.info['type']
-  names = sorted({kind(t.task) for t in episodes})
-  kinds: dict[str, Callable[[types.Task], bool]] = {
-    n: lambda task, n=n: kind(task) == n for n in names
-  }
-  kinds['multi-hop'] = lambda task: kind(task) != 'comparison'
+  """Which episodes match exactly, in order, by kind of question; and their searches."""
+  right = collections.defaultdict(list)
+  for t in episodes:
+    kind = t.task.info['type']
+    for name in ('all', kind) if kind == 'comparison' else ('all', 'multi-hop', kind):
+      right[name].append(int(t.metrics.get('em', 0.0)))
   return {
-    'em': evaluate.by_kind(episodes, kinds),
+    'right': dict(sorted(right.items())),
     'searches': evaluate.mean_metric(episodes, 'tool_calls'),
   }
 
 
 def report(workdir, numbers, seconds) -> None:
-  """Prints and stores the table."""
-  rows = {
+  """Prints and stores the table; its last row compares GRPO and base by question."""
+  rows: dict[str, dict[str, tables.Cell]] = {
     method: {
-      **{f'EM, {kind}': comparison.count(cell) for kind, cell in of['em'].items()},
+      **{f'EM, {k}': tables.Count(sum(r), len(r)) for k, r in of['right'].items()},
       'searches': of['searches'],
     }
     for method, of in numbers.items()
+  }
+  base, trained = (numbers[method]['right'] for method in ('Base Tool Call', 'GRPO'))
+  rows['GRPO less base'] = {
+    f'EM, {kind}': tables.Interval(*tables.mean_interval(np.subtract(trained[kind], r)))
+    for kind, r in base.items()
   }
   table = tables.format_table(rows, rows['GRPO'])
   print(f'\n{table}\n{tables.format_table({"seconds": seconds}, seconds)}\n{workdir}')
