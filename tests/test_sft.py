@@ -240,3 +240,8 @@ def test_a_stream_that_is_too_short_is_said():
   with pytest.raises(ValueError, match='segments ended after 3 of 15 steps: give more'):
     # Four segments a batch.
     sft.run(_MODEL, _params(), _counting(10), _CONFIG)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+  with pytest.raises(ValueError, match='warmup: 15 steps of warm-up leave nothing of 15'):
+    sft.run(_MODEL, _params(), [], dataclasses.replace(_CONFIG, warmup=15))
