@@ -25,13 +25,15 @@ import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
+from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide
+from agent_r1_jax.guided import choice, critic
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import implicit_value, packing, reward_model
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import choice, critic, evaluate, evaluation_cache, rollout, sizes
+from agent_r1_jax.train import evaluate, evaluation_cache, rollout
 from experiments import comparison
 from experiments.miniwiki import tasks as miniwiki
 

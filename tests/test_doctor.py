@@ -11,8 +11,8 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env, program, tool
+from agent_r1_jax.checks import doctor, trial
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import doctor, trial
 
 _TASKS = [
   types.Task(f't{i}', [{'role': 'user', 'content': f'{i} + 100 + 200?'}], f'{300 + i}')

@@ -18,6 +18,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import types
+from agent_r1_jax.checks import memory, sizes
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
@@ -26,7 +27,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, learner, optimizers
-from agent_r1_jax.train import memory, setup, sizes
+from agent_r1_jax.train import setup
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
 _WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)
@@ -598,7 +599,7 @@ def test_eight_devices_are_not_refused(model):
   """In a process of its own: this one has one device."""
   code = (
     'import sys; from agent_r1_jax import config, train; '
-    'from agent_r1_jax.train import sizes; '
+    'from agent_r1_jax.checks import sizes; '
     'from agent_r1_jax.rl import algorithms; '
     'run = config.Config(model=config.Model(sys.argv[1])); '
     'run = sizes.resolve(run, algorithms.grpo()); '

@@ -19,8 +19,9 @@ import warnings
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import processes, runtime
-from agent_r1_jax.train import identity, rollout
+from agent_r1_jax.train import rollout
 
 # Fields of the configuration that change a greedy policy's replies. The others (rows,
 # replicas, chips, ...) only change how fast they come.

@@ -19,12 +19,13 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, evaluation_cache, identity
+from agent_r1_jax.train import evaluate, evaluation_cache
 from experiments import comparison
 from experiments.hotpotqa import demos, settings
 from experiments.two_wiki import practice

@@ -16,10 +16,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.rl import algorithms, kl
-from agent_r1_jax.train import identity
 
 # What an implicit value is of, in its directory.
 IMPLICIT = 'implicit_value.json'

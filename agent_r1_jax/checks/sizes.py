@@ -18,10 +18,10 @@ import jax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.checks import memory
 from agent_r1_jax.host import processes, runtime, sharding
 from agent_r1_jax.models import hf_config
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import memory
 
 FIELDS = config_lib.SIZES
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
