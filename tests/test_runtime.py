@@ -193,7 +193,7 @@ def test_a_refusal_is_one_line_and_a_bug_has_its_traceback(
 def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
   experiment = [
     '-m',
-    'experiments.hotpotqa.search',
+    'experiments.wikipedia.search',
     '--data=/nowhere',
     '--config.model.path=x',
   ]

@@ -190,7 +190,7 @@ class TestChoose:
 def instruct() -> config_lib.Config:
   """What the script sets; in a process of its own."""
   code = (
-    'import dataclasses, json; from experiments.hotpotqa import settings as h; '
+    'import dataclasses, json; from experiments.wikipedia import settings as h; '
     'print(json.dumps([h.INSTRUCT.kl, dataclasses.asdict(h.INSTRUCT.config)]))'
   )
   said = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)
@@ -215,7 +215,7 @@ class TestDocumentedCommand:
     .partition('\n## ')[0]
   )
   _COMMAND = shlex.split(_SECTION.split('```')[1].replace('\\\n', ' '))
-  _SCRIPT = pathlib.Path(__file__).parents[1] / 'experiments' / 'hotpotqa' / 'search.py'
+  _SCRIPT = pathlib.Path(__file__).parents[1] / 'experiments' / 'wikipedia' / 'search.py'
   _MODELS = memory.Models(_qwen(), _WITH_REFERENCE)
 
   @pytest.fixture

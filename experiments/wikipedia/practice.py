@@ -21,7 +21,6 @@ import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
 import json
-import os
 import random
 import re
 from typing import NamedTuple
@@ -30,10 +29,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
-from experiments.hotpotqa import demos
-from experiments.two_wiki import facts
-
-PASSAGE = f'(Title: {{title}}) {{text:.{facts.READ}}}'
+from experiments.wikipedia import facts, reading, templates
 
 # What becomes of a conversation. 'right'; 'relation': it reads another relation in the
 # last passage; 'stop': it answers with what the first one said; 'guess': no search.
@@ -47,72 +43,6 @@ READING, DIRECT = 0.12, 0.03
 SHOWN = 4
 
 _TRIES = 10_000
-# Words of a question that ask for a relation; the first that fits is meant.
-_ASKED = {
-  'date of birth': r'birthday|date of birth|\b[Ww]hen .*\bborn\b',
-  'place of birth': r'birth|\bborn\b',
-  'date of death': r'date of death|\b[Ww]hen .*\bdie\b',
-  'cause of death': r'cause of death|\b[Ww]hy ',
-  'place of death': r'place of death|\bdie\b',
-  'nationality': r'nationality|country',
-  'burial': r'burial|buried',
-  'education': r'\bstudy\b|graduate',
-  'workplace': r'\bwork\b',
-  'award': r'\baward\b',
-  'spouse': r'spouse|husband|wife',
-  'father': r'father',
-  'mother': r'mother',
-  'child': r'child',
-  'sibling': r'sibling|brother|sister',
-}
-# Words that name the passage between the question's and the answer's.
-_BETWEEN = {
-  'director': r'\bdirectors? ',
-  'composer': r'\bcomposer ',
-  'performer': r'\bperformer ',
-  'founder': r'\bfounder ',
-  'father': r"\{\}'s father\b(?!-)|\bfather of \{\}",
-  'mother': r"\{\}'s mother\b(?!-)|\bmother of \{\}",
-  'spouse': r"\{\}'s (?:husband|wife)\b|\b(?:husband|wife) of \{\}",
-}
-_KIN = {
-  'paternal grandfather': ('father', 'father'),
-  'paternal grandmother': ('father', 'mother'),
-  'maternal grandfather': ('mother', 'father'),
-  'maternal grandmother': ('mother', 'mother'),
-  'father-in-law': ('spouse', 'father'),
-  'mother-in-law': ('spouse', 'mother'),
-  'stepfather': ('mother', 'spouse'),
-  'stepmother': ('father', 'spouse'),
-  'uncle': ('father', 'sibling'),
-  'child-in-law': ('child', 'spouse'),
-  'sibling-in-law': ('sibling', 'spouse'),
-}
-# Comparisons: what is compared, and whether the less wins; None: whether both are equal.
-_COMPARED = [
-  (r'located', 'country', None),
-  (r'nationality|country|countries', 'nationality', None),
-  (r'\bdied?\b.*(?:later|last)', 'date of death', False),
-  (r'\bdied?\b', 'date of death', True),
-  (r'released|came out', 'released', None),
-  (r'younger|later|recently', 'date of birth', False),
-  (r'older|first|earlier', 'date of birth', True),
-]
-
-
-class Template(NamedTuple):
-  """A question without its names.
-
-  Attributes:
-    text: The question; '{}' stands for a name.
-    relations: What is read on the way, for each name the same.
-    less: For comparisons: whether the lesser year wins; None if equality is asked, or if
-      nothing is compared.
-  """
-
-  text: str
-  relations: tuple[str, ...]
-  less: bool | None = None
 
 
 class Hop(NamedTuple):
@@ -142,89 +72,6 @@ class Example:
   kind: str
 
 
-def read_passages(corpus: str | os.PathLike) -> list[Document]:
-  """Reads the corpus, with tidy texts (`facts.tidy`)."""
-  return [
-    dataclasses.replace(d, text=facts.tidy(d.text)) for d in documents.read_corpus(corpus)
-  ]
-
-
-class TitleFirst:
-  """A retriever that puts the passages whose title is the query before all others.
-
-  As an encyclopedia's search box does. Titles are compared without their case, and at
-  second rank without what stands in brackets: 'Rush' finds 'Rush (band)'.
-  """
-
-  def __init__(self, passages: Sequence[Document], retriever: Retriever):
-    self._titles, self._names = {}, collections.defaultdict(list)
-    for document in passages:
-      self._titles[document.title.lower()] = document
-      self._names[demos.name(document.title).lower()].append(document)
-    self._retriever = retriever
-
-  def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-    """Returns the k best passages of each query, best first."""
-    found = self._retriever.search(queries, max(k, 10))
-    return [self._order(q, hits)[:k] for q, hits in zip(queries, found, strict=True)]
-
-  def _order(self, query, hits):
-    query = query.strip().lower()
-    titled = [self._titles[query]] if query in self._titles else []
-    named = self._names.get(demos.name(query), [])
-    rank = {hit.document.id: -place for place, hit in enumerate(hits)}
-    named = sorted(named, key=lambda d: -rank.get(d.id, -len(hits)))
-    first = list(dict.fromkeys([*titled, *named]))
-    best = hits[0].score if hits else 0.0
-    top = [Hit(document, best + 1.0) for document in first]
-    return top + [hit for hit in hits if hit.document not in first]
-
-
-def find_template(task: types.Task) -> tuple[Template, list[str]] | None:
-  """Takes the names out of a training row's question, and finds what it asks for."""
-  text, names = task.info['question'], []
-  titles = task.info.get('supporting_titles', ())
-  for title in sorted(titles, key=len, reverse=True):
-    for name in (title, demos.name(title)):
-      pattern = rf'(?<!\w){re.escape(name)}(?: \([^()]*\))?(?!\w)'
-      if match := re.search(pattern, text, re.IGNORECASE):
-        text = text[: match.start()] + '{}' + text[match.end() :]
-        names.append((match.start(), match.group()))
-        break
-  names = [name for _, name in sorted(names)]
-  if text.count('{}') != len(names) or not names:
-    return None
-  relations = _find_relations(text, len(names))
-  return (relations, names) if relations else None
-
-
-def _find_relations(text, names) -> Template | None:
-  between = [r for r, words in _BETWEEN.items() if re.search(words, text)][:1]
-  if names == 2:
-    for words, relation, less in _COMPARED:
-      if re.search(words, text):
-        return Template(text, (*between, relation), less)
-    return None
-  for words, relations in _KIN.items():
-    if words in text:
-      return Template(text, relations)
-  rest = re.sub('|'.join(_BETWEEN.values()), ' ', text)
-  for relation, words in _ASKED.items():
-    if re.search(words, rest):
-      return Template(text, (*between, relation))
-  return Template(text, tuple(between)) if between else None
-
-
-def _ask_plainly(template) -> Template | None:
-  """Asks for the last relation of a chain alone: 'When was {} born?'."""
-  between = (
-    r"(?:the )?(?:director|composer|performer|founder) of (?:film |song )?\{\}|\{\}'s "
-    r'(?:father|mother|husband|wife)\b|the (?:father|mother|husband|wife) of \{\}'
-  )
-  text, count = re.subn(between, '{}', template.text)
-  return Template(text, template.relations[1:]) if count == 1 else None
-
-
 class Maker:
   """Makes problems of the corpus, and conversations of problems."""
 
@@ -237,7 +84,7 @@ class Maker:
     """Finds the facts of all passages.
 
     Args:
-      passages: The corpus, as `read_passages` gives it.
+      passages: The corpus, as `reading.tidy` gives it.
       retriever: What the search tool asks.
       tasks: Training rows, which give the templates.
     """
@@ -245,14 +92,14 @@ class Maker:
     texts = {d.id: d.text[: facts.READ] for d in passages}
     self._texts = texts
     self._nations = tuple(facts.find_nationalities(texts.values()))
-    found = [(task, found) for task in tasks if (found := find_template(task))]
+    found = [(task, found) for task in tasks if (found := templates.find_template(task))]
     self.templates = collections.defaultdict(list)
     for _, (template, names) in found:
       kind = ('compare' if len(names) == 2 else '') + (
         ' chain' if len(template.relations) == 2 else ''
       )
       self.templates[kind.strip() or 'fact'].append(template)
-      if kind == ' chain' and (plain := _ask_plainly(template)):
+      if kind == ' chain' and (plain := templates.ask_plainly(template)):
         self.templates['fact'].append(plain)
     relations = {t.relations[0] for of in self.templates.values() for t in of}
     # The passages to ask about by relation, and by whether a film is asked for.
@@ -288,7 +135,7 @@ class Maker:
       query = value
     # What a second passage is about must be what the first one named.
     for hop in hops[1:]:
-      if demos.name(hop.document.title).lower() != hop.query.lower():
+      if reading.name(hop.document.title).lower() != hop.query.lower():
         return None
     return tuple(hops)
 
@@ -331,7 +178,7 @@ class Maker:
 
   def write(self, problem: Problem, rng: random.Random, fate: str) -> list[types.Message]:
     """Writes the conversation with the search tool, as a key of FATES has it."""
-    messages = [_user(demos.QUESTION.format(question=problem.question))]
+    messages = [_user(reading.QUESTION.format(question=problem.question))]
     hops, answer, compared = [*problem.hops], problem.answer, problem.compared
     if fate == 'guess':
       others = self._others(hops[-1]) if not compared else [h.query for h in hops]
@@ -357,14 +204,16 @@ class Maker:
     others = [hit.document for hit in hits if hit.document not in shown]
     shown += others[: SHOWN - len(shown)]
     rng.shuffle(shown)
-    passages = documents.render([Hit(document, 0.0) for document in shown], PASSAGE)
-    prompt = demos.READING.format(passages=passages, question=problem.question)
+    passages = documents.render(
+      [Hit(document, 0.0) for document in shown], reading.PASSAGE
+    )
+    prompt = reading.WITH_PASSAGES.format(passages=passages, question=problem.question)
     said = ' '.join(f'{hop.relation}: {hop.value}.' for hop in problem.hops)
     return [_user(prompt), _answer(f'{said} {problem.compared}'.strip(), problem.answer)]
 
   def _others(self, hop) -> list[str]:
     """Values of other relations of the same passage."""
-    found = (self._value(hop.document, relation) for relation in _ASKED)
+    found = (self._value(hop.document, relation) for relation in templates.ASKED)
     return sorted({value for value in found if value and value != hop.value})
 
 
@@ -386,7 +235,7 @@ def examples(maker: Maker, seed: int) -> Iterator[Example]:
     if way < READING:
       yield Example(maker.write_reading(problem, rng), False, 'reading')
     elif way < READING + DIRECT:
-      messages = [_user(demos.QUESTION.format(question=problem.question))]
+      messages = [_user(reading.QUESTION.format(question=problem.question))]
       yield Example([*messages, _answer('', problem.answer)], False, 'direct')
     else:
       yield Example(maker.write(problem, rng, fate), True, f'{kind}/{fate}')
@@ -394,7 +243,7 @@ def examples(maker: Maker, seed: int) -> Iterator[Example]:
 
 def _capitalize(title, rng) -> str:
   """A title as the questions write it: each word with a capital, then small letters."""
-  name = title if rng.random() < 0.5 else demos.name(title)
+  name = title if rng.random() < 0.5 else reading.name(title)
   return re.sub(
     r"[^\W\d_](?:[^\W\d_]|['’](?=[a-z]))*",
     lambda match: match.group()[0].upper() + match.group()[1:].lower(),
@@ -416,7 +265,7 @@ def _search(query, said) -> types.Message:
 
 
 def _found(document) -> types.Message:
-  content = documents.render([Hit(document, 0.0)], PASSAGE)
+  content = documents.render([Hit(document, 0.0)], reading.PASSAGE)
   return {'role': 'tool', 'name': 'search', 'content': content}
 
 
