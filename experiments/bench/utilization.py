@@ -1,6 +1,6 @@
 """What playing ahead gives as episode lengths get a tail: chips that only take time.
 
-  python -m experiments.utilization --picture=docs/utilization.png
+  python -m experiments.bench.utilization --picture=docs/utilization.png
 
 The schedule, the engine and the environments are those of training. The chips are not:
 a decode segment takes its time whatever the rows (decoding is bound by the weights'
