@@ -116,7 +116,7 @@ def main(_):
   runtime.quiet_logging()
   runtime.enable_compilation_cache()
   shape = common.SHAPES[_SHAPE.value]
-  model = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
+  model = pathlib.Path(__file__).parents[1] / 'miniwiki' / 'model'
   chat = chat_lib.Chat(tokenizer.load(str(model)))
   params = jax.jit(decoder.init, static_argnums=0)(shape, jax.random.key(0))
   engine = engine_lib.Engine(
