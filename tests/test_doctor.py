@@ -1,6 +1,8 @@
 """The doctor finds what would cost device time, on the machine and in environments."""
 
 import asyncio
+import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env, program, tool
-from agent_r1_jax.checks import doctor, trial
+from agent_r1_jax.checks import doctor, memory, trial
 from agent_r1_jax.rl import algorithms
 
 _TASKS = [
@@ -192,6 +194,18 @@ def test_what_does_not_fit(model, monkeypatch):
   assert found['disk'].mend.startswith('Give another --workdir')
   failed = [n for n in ('configuration', 'memory', 'disk') if found[n].status == 'fail']
   assert len(failed) == 3 and doctor.show(list(found.values())) == 1
+
+
+def test_a_critic_that_is_a_second_head_is_not_written_twice(tmp_path):
+  directory = pathlib.Path(tiny.save(tmp_path / 'model'))
+  config, needed = tiny.run_config(model=str(directory)), []
+  for value_head in (False, True):
+    path = directory / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'value_head': value_head}))
+    subject = doctor._Subject(config, tmp_path, algorithms.ppo())
+    needed.append(doctor._needed_bytes(subject))
+  model = 4 * memory.count_parameters(tiny.config())['all']
+  assert needed[0] - model == 2 * (needed[1] - model) > 0
 
 
 def test_versions_that_were_not_tested(monkeypatch):

@@ -1,4 +1,4 @@
-"""experiments/utilization.py runs, and what it says is of the schedule that trains."""
+"""utilization.py of experiments/bench runs, and speaks of the schedule that trains."""
 
 import json
 import subprocess
@@ -6,7 +6,13 @@ import sys
 
 
 def test_every_mode_is_measured(tmp_path):
-  command = [sys.executable, '-m', 'experiments.utilization', '--steps=9', '--tails=1']
+  command = [
+    sys.executable,
+    '-m',
+    'experiments.bench.utilization',
+    '--steps=9',
+    '--tails=1',
+  ]
   sizes = ['--episodes=16', '--mean=32', '--segment=0.002']
   picture = f'--picture={tmp_path / "u.png"}'
   done = subprocess.run([*command, *sizes, picture], capture_output=True, text=True)

@@ -101,8 +101,9 @@ def load(
     )
   place = sharding.make_placer(mesh)
   shape, params = weights.load(directory, dtype='float32', place=place)
+  policy_shape = hf_config.read(policy)
   for field in dataclasses.fields(shape):
-    ours, theirs = getattr(shape, field.name), getattr(hf_config.read(policy), field.name)
+    ours, theirs = getattr(shape, field.name), getattr(policy_shape, field.name)
     if field.name not in ('dtype', 'remat', 'max_positions') and ours != theirs:
       raise ValueError(
         f'{field.name}: the critic in {directory} has {ours} and the policy {theirs}; '

@@ -40,7 +40,8 @@ class Watch:
 
   Attributes:
     phase: What the main thread is doing, for messages.
-    newest_step: Returns the step that the same command would resume from, or None.
+    newest_step: Returns the step that the same command would resume from, 0 if there
+      is no checkpoint yet, None if that is not known.
   """
 
   def __init__(self):
