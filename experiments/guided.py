@@ -164,7 +164,7 @@ def select_episodes(
   """Takes one of the K episodes of each question, in several ways."""
 
   def likelihood(t):
-    sampled = [s.logprobs[s.action_mask] for s in t.segments]
+    sampled = [s.behaviour_logprobs[s.action_mask] for s in t.segments]
     return np.concatenate(sampled) if sampled else np.full(1, -math.inf)
 
   value = lambda t: float(values[id(t)][-1]) if id(t) in values else -math.inf

@@ -90,7 +90,7 @@ def test_columns_of_a_known_trajectory_survive(tmp_path):
     rows = table.take(table.trajectory == i)
     assert columns.pop('segments') == [9]
     assert 'behaviour_logprobs' not in columns, 'they equal the log-probs'
-    names = ('tokens', 'action_mask', 'logprobs', 'policy_steps', 'rewards')
+    names = ('tokens', 'action_mask', 'old_logprobs', 'policy_steps', 'rewards')
     assert columns.keys() == {*names, 'advantages', 'values'}
     for name, column in columns.items():
       np.testing.assert_allclose(column, getattr(rows, name), atol=6e-5)

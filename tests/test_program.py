@@ -77,7 +77,7 @@ def _assert_same(played, expected):
     for s, t in zip(one.segments, other.segments, strict=True):
       np.testing.assert_array_equal(s.tokens, t.tokens)
       np.testing.assert_array_equal(s.action_mask, t.action_mask)
-      np.testing.assert_allclose(s.logprobs, t.logprobs, atol=2e-5)
+      np.testing.assert_allclose(s.behaviour_logprobs, t.behaviour_logprobs, atol=2e-5)
       np.testing.assert_array_equal(s.policy_steps, t.policy_steps)
     assert (one.turns, one.messages, one.status) == (
       other.turns,

@@ -132,7 +132,7 @@ batch = types.Batch(
   positions=np.tile(np.arange(T, dtype=np.int32) % 21, (B, 1)),
   segment_ids=np.tile(1 + np.arange(T, dtype=np.int32) // 21, (B, 1)),
   action_mask=action,
-  logprobs=normal() * action - 5,
+  old_logprobs=normal() * action - 5,
   advantages=normal() * action,
   weights=(action / action.sum()).astype(np.float32),
   values=normal(),

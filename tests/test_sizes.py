@@ -19,10 +19,10 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import types
 from agent_r1_jax.checks import memory, sizes
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import metrics
@@ -444,7 +444,7 @@ class TestEstimate:
       programs_lib.decode.lower(
         params,
         cache,
-        *running_lib.make_decode_arguments({}, R, guides, unused_row=R),
+        *active_request.make_decode_arguments({}, R, guides, unused_row=R),
         (tables, None),
         guides=guides,
         steps=8,

@@ -234,7 +234,13 @@ class TestRun:
       assert columns.pop('segments') == [len(s.tokens) for s in chosen[i].segments]
       assert {len(column) for column in columns.values()} == {len(rows)}
       assert 'ref_logprobs' not in columns, 'there is no reference'
-      names = ('tokens', 'action_mask', 'logprobs', 'behaviour_logprobs', 'policy_steps')
+      names = (
+        'tokens',
+        'action_mask',
+        'old_logprobs',
+        'behaviour_logprobs',
+        'policy_steps',
+      )
       for name in (*names, 'rewards', 'values', 'advantages', 'returns'):
         np.testing.assert_allclose(columns[name], getattr(rows, name), atol=6e-5)
 

@@ -248,7 +248,10 @@ class Episode:
       self.status = 'truncated'
       return
     reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-    self.pieces += [(ids, None, None), reply.piece]
+    self.pieces += [
+      (ids, None, None),
+      (reply.tokens, reply.behaviour_logprobs, reply.policy_steps),
+    ]
     self.mean_logprob = float(np.mean(reply.logprobs))
     self.sampled['tokens'] += len(reply.tokens)
     stop = self.context.length

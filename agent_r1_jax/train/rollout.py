@@ -13,8 +13,8 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import program, workers
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import choice as choice_lib
@@ -54,7 +54,7 @@ class Rollout:
       processes.LostError: Another process ended.
     """
     try:
-      played = loop_lib.wait(self._future).result()
+      played = event_loop.wait(self._future).result()
       if self._engine.interrupted():
         # Even if all episodes have ended: the update would take too long.
         played = None

@@ -46,10 +46,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
@@ -230,7 +230,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   tables = automaton_lib.make_tables(
     automaton_lib.AutomatonPool(config.vocab_size).entries
   )
-  arguments = running_lib.make_decode_arguments({}, texts, guides, unused_row=texts)
+  arguments = active_request.make_decode_arguments({}, texts, guides, unused_row=texts)
   return programs_lib.decode.lower(
     params,
     cache,
