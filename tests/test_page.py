@@ -8,11 +8,11 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import zlib
 
 import numpy as np
 import pytest
+import script
 import test_viewer
 
 from agent_r1_jax import config as config_lib
@@ -164,8 +164,7 @@ def test_what_an_episode_says_is_no_markup(tmp_path):
 
 
 def test_nothing_there_is_said_in_a_line(tmp_path):
-  command = [sys.executable, '-m', 'experiments.report', f'--workdir={tmp_path}']
-  done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+  done = script.run('-m', 'experiments.report', f'--workdir={tmp_path}')
   assert done.returncode == 1 and not list(tmp_path.iterdir())
   assert re.fullmatch(r'.* has no metrics.jsonl .* finished its first .*\n', done.stderr)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import script
 
 from agent_r1_jax.host import runtime
 
@@ -193,7 +194,7 @@ def test_a_refusal_is_one_line_and_a_bug_has_its_traceback(
 ):
   path = tmp_path / 'mine.py'
   path.write_text(_REFUSED.format(steps=steps, tasks=tasks))
-  done = _run_script(str(path), *flags)
+  done = script.run(path, *flags)
   *before, last = done.stderr.splitlines()
   said = said.format(path=path)
   assert (done.returncode, last[: len(said)]) == (1, said)
@@ -207,19 +208,7 @@ def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
     '--data=/nowhere',
     '--config.model.path=x',
   ]
-  done = _run_script(*experiment)
+  done = script.run(*experiment)
   assert done.returncode == 1
   (line,) = done.stderr.splitlines()
   assert 'search.py:' in line and '/nowhere' in line, line
-
-
-def _run_script(*command):
-  root = str(pathlib.Path(__file__).parents[1])
-  return subprocess.run(
-    [sys.executable, *command],
-    env=os.environ | {'PYTHONPATH': root},
-    cwd=root,
-    capture_output=True,
-    text=True,
-    timeout=1200,
-  )

@@ -5,13 +5,12 @@ import json
 import os
 import pathlib
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import script
 import test_train
 import tiny
 
@@ -193,7 +192,7 @@ def instruct() -> config_lib.Config:
     'import dataclasses, json; from experiments.wikipedia import settings as h; '
     'print(json.dumps([h.INSTRUCT.kl, dataclasses.asdict(h.INSTRUCT.config)]))'
   )
-  said = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)
+  said = script.run('-c', code)
   kl, rooms = json.loads(said.stdout)
   assert kl == _WITH_REFERENCE.kl.coef
   flat = {
@@ -605,14 +604,7 @@ def test_eight_devices_are_not_refused(model):
     'run = sizes.resolve(run, algorithms.grpo()); '
     'print(run.batch.microbatch, train.make_mesh(run.mesh).size)'
   )
-  flags = '--xla_force_host_platform_device_count=8'
-  done = subprocess.run(
-    [sys.executable, '-c', code, str(model)],
-    env=os.environ | {'XLA_FLAGS': flags},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = script.run('-c', code, model, JAX_NUM_CPU_DEVICES='8')
   assert done.returncode == 0, done.stderr
   microbatch, devices = map(int, done.stdout.split())
   assert devices == 8 and microbatch % 8 == 0
