@@ -20,16 +20,14 @@ passages of all rows are in the corpus.
 import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
-import json
 import random
 import re
-from typing import NamedTuple
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
-from experiments.wikipedia import facts, reading, templates
+from experiments.wikipedia import bridges, facts, reading, templates
 
 # What becomes of a conversation. 'right'; 'relation': it reads another relation in the
 # last passage; 'stop': it answers with what the first one said; 'guess': no search.
@@ -43,24 +41,8 @@ READING, DIRECT = 0.12, 0.03
 SHOWN = 4
 
 _TRIES = 10_000
-
-
-class Hop(NamedTuple):
-  """A search, and what the passage that it finds says."""
-
-  query: str
-  document: Document
-  relation: str
-  value: str
-
-
-class Problem(NamedTuple):
-  """A question, how it is solved, what is said of a comparison, and the answer."""
-
-  question: str
-  hops: Sequence[Hop]
-  compared: str
-  answer: str
+# Relations whose values have a year; of others the number is compared.
+_DATED = ('date of birth', 'date of death', 'released', 'formed')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +70,12 @@ class Maker:
       retriever: What the search tool asks.
       tasks: Training rows, which give the templates.
     """
-    self._retriever, self._top = retriever, {}
-    texts = {d.id: d.text[: facts.READ] for d in passages}
-    self._texts = texts
-    self._nations = tuple(facts.find_nationalities(texts.values()))
+    self._corpus = corpus = reading.Corpus(passages, retriever)
+    # Where people wrote the questions, only comparisons are like 2WikiMultihopQA's.
+    linked = any(task.info.get('type') == 'bridge' for task in tasks)
+    self._bridges = bridges.Bridges(corpus, tasks) if linked else None
+    self.kinds = bridges.KINDS if linked else KINDS
+    tasks = [task for task in tasks if task.info.get('type') != 'bridge']
     found = [(task, found) for task in tasks if (found := templates.find_template(task))]
     self.templates = collections.defaultdict(list)
     for _, (template, names) in found:
@@ -107,31 +91,22 @@ class Maker:
       (relation, film): [
         d
         for d in passages
-        if self._value(d, relation) is not None
-        and (facts.is_film(texts[d.id]) == film or relation == 'director')
+        if corpus.value(d, relation) is not None
+        and (facts.is_film(corpus.texts[d.id]) == film or relation == 'director')
       ]
       for relation in sorted(relations)
       for film in (False, True)
     }
 
-  def _value(self, document, relation) -> str | None:
-    return facts.find(relation, self._texts[document.id], self._nations)
-
-  def _find(self, query) -> Document | None:
-    if query not in self._top:
-      hits = self._retriever.search([query], 1)[0]
-      self._top[query] = hits[0].document if hits else None
-    return self._top[query]
-
-  def _hops(self, name, relations) -> tuple[Hop, ...] | None:
+  def _hops(self, name, relations) -> tuple[templates.Hop, ...] | None:
     """Reads one relation after the other; None if a passage or a value is not found."""
     hops, query = [], name
     for relation in relations:
-      document = self._find(query) if _usable(query) else None
-      value = self._value(document, relation) if document else None
+      document = self._corpus.find(query)
+      value = self._corpus.value(document, relation) if document else None
       if document is None or value is None or document in [hop.document for hop in hops]:
         return None
-      hops.append(Hop(query, document, relation, value))
+      hops.append(templates.Hop(query, document, relation, value))
       query = value
     # What a second passage is about must be what the first one named.
     for hop in hops[1:]:
@@ -139,14 +114,18 @@ class Maker:
         return None
     return tuple(hops)
 
-  def make(self, kind: str, rng: random.Random) -> Problem | None:
+  def make(self, kind: str, rng: random.Random) -> templates.Problem | None:
     """Fills a template of a kind with passages of the corpus; None if that fails."""
+    if self._bridges and kind != 'compare':
+      return self._bridges.make(kind, rng)
     template = rng.choice(self.templates[kind])
     film = bool(re.search('film|movie', template.text))
     pool = self._with[template.relations[0], film]
     if len(pool) < 2:
       return None
     chosen = rng.sample(pool, template.text.count('{}'))
+    if self._bridges and not self._bridges.alike(chosen, template):
+      return None
     names = [_capitalize(d.title, rng) for d in chosen]
     found = [self._hops(name, template.relations) for name in names]
     ways = [hops for hops in found if hops]
@@ -155,17 +134,20 @@ class Maker:
     if len(names) == 2:
       return self._compare(template, names, ways)
     (hops,) = ways
-    return Problem(template.text.format(*names), hops, '', hops[-1].value)
+    return templates.Problem(template.text.format(*names), hops, '', hops[-1].value)
 
-  def _compare(self, template, names, ways) -> Problem | None:
+  def _compare(self, template, names, ways) -> templates.Problem | None:
     question = template.text.format(*names)
     values = [way[-1].value for way in ways]
     hops = tuple(hop for way in ways for hop in way)
     if template.less is None and template.relations[-1] != 'released':
       sign = '=' if values[0] == values[1] else '≠'
       answer = 'yes' if values[0] == values[1] else 'no'
-      return Problem(question, hops, f'{values[0]} {sign} {values[1]}.', answer)
-    years = [int(y.group()) for v in values if (y := re.search(r'\d{4}', v))]
+      return templates.Problem(question, hops, f'{values[0]} {sign} {values[1]}.', answer)
+    number = r'\d{4}' if template.relations[-1] in _DATED else r'\d+'
+    years = [
+      int(y.group()) for v in values if (y := re.search(number, v.replace(',', '')))
+    ]
     if len(years) < 2 or years[0] == years[1]:
       return None
     less = template.less
@@ -174,9 +156,11 @@ class Maker:
     first = (years[0] < years[1]) == less
     sign = '<' if years[0] < years[1] else '>'
     compared = f'{years[0]} {sign} {years[1]}.'
-    return Problem(question, hops, compared, names[not first])
+    return templates.Problem(question, hops, compared, names[not first])
 
-  def write(self, problem: Problem, rng: random.Random, fate: str) -> list[types.Message]:
+  def write(
+    self, problem: templates.Problem, rng: random.Random, fate: str
+  ) -> list[types.Message]:
     """Writes the conversation with the search tool, as a key of FATES has it."""
     messages = [_user(reading.QUESTION.format(question=problem.question))]
     hops, answer, compared = [*problem.hops], problem.answer, problem.compared
@@ -197,10 +181,12 @@ class Maker:
       said = f'{hop.relation}: {hop.value}.'
     return [*messages, _answer(f'{said} {compared}'.strip(), answer)]
 
-  def write_reading(self, problem: Problem, rng: random.Random) -> list[types.Message]:
+  def write_reading(
+    self, problem: templates.Problem, rng: random.Random
+  ) -> list[types.Message]:
     """Writes the answer to a prompt with the problem's passages among others."""
     shown = list({hop.document.id: hop.document for hop in problem.hops}.values())
-    hits = self._retriever.search([problem.question], SHOWN)[0]
+    hits = self._corpus.retriever.search([problem.question], SHOWN)[0]
     others = [hit.document for hit in hits if hit.document not in shown]
     shown += others[: SHOWN - len(shown)]
     rng.shuffle(shown)
@@ -213,7 +199,7 @@ class Maker:
 
   def _others(self, hop) -> list[str]:
     """Values of other relations of the same passage."""
-    found = (self._value(hop.document, relation) for relation in templates.ASKED)
+    found = (self._corpus.value(hop.document, relation) for relation in templates.ASKED)
     return sorted({value for value in found if value and value != hop.value})
 
 
@@ -225,7 +211,7 @@ def examples(maker: Maker, seed: int) -> Iterator[Example]:
   """
   rng = random.Random(f'two_wiki examples {seed}')
   while True:
-    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    kind = rng.choices(list(maker.kinds), list(maker.kinds.values()))[0]
     fate = rng.choices(list(FATES), list(FATES.values()))[0]
     made = (maker.make(kind, rng) for _ in range(_TRIES))
     problem = next(filter(None, made), None)
@@ -249,10 +235,6 @@ def _capitalize(title, rng) -> str:
     lambda match: match.group()[0].upper() + match.group()[1:].lower(),
     name,
   )
-
-
-def _usable(query) -> bool:
-  return json.dumps(query, ensure_ascii=False) == f'"{query}"' and len(query) < 80
 
 
 def _user(content) -> types.Message:

@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Sequence
 import dataclasses
+import json
 import re
 
 from agent_r1_jax import types
@@ -41,6 +42,12 @@ def tidy(passages: Sequence[Document]) -> list[Document]:
   return [dataclasses.replace(d, text=facts.tidy(d.text)) for d in passages]
 
 
+def mention(text: str, words: str) -> str | None:
+  """Words as a text writes them, whatever the case; None if they are not in it."""
+  match = re.search(rf'(?<!\w){re.escape(words)}(?!\w)', text, re.IGNORECASE)
+  return match.group() if match else None
+
+
 class TitleFirst:
   """A retriever that puts the passages whose title is the query before all others.
 
@@ -70,3 +77,33 @@ class TitleFirst:
     best = hits[0].score if hits else 0.0
     top = [Hit(document, best + 1.0) for document in first]
     return top + [hit for hit in hits if hit.document not in first]
+
+
+class Corpus:
+  """The facts of passages, and what finds them.
+
+  Attributes:
+    passages: As `tidy` gives them.
+    retriever: What the search tool asks.
+    texts: What a policy sees of each passage's text, by its id.
+    nations: Words such as American.
+  """
+
+  def __init__(self, passages: Sequence[Document], retriever: Retriever):
+    self.passages, self.retriever = passages, retriever
+    self.texts = {d.id: d.text[: facts.READ] for d in passages}
+    self.nations = tuple(facts.find_nationalities(self.texts.values()))
+    self._top = {}
+
+  def value(self, document: Document, relation: str) -> str | None:
+    """What a passage says of a relation; None if it says nothing."""
+    return facts.find(relation, self.texts[document.id], self.nations)
+
+  def find(self, query: str) -> Document | None:
+    """What the search tool finds; None for words that JSON would write otherwise."""
+    if json.dumps(query, ensure_ascii=False) != f'"{query}"' or len(query) >= 80:
+      return None
+    if query not in self._top:
+      hits = self.retriever.search([query], 1)[0]
+      self._top[query] = hits[0].document if hits else None
+    return self._top[query]

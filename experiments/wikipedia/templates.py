@@ -4,10 +4,12 @@ A question's words name a relation (`date of birth`), or two in a row: the first
 the passage that has the second.
 """
 
+from collections.abc import Sequence
 import re
 from typing import NamedTuple
 
 from agent_r1_jax import types
+from agent_r1_jax.retrieval.documents import Document
 from experiments.wikipedia import reading
 
 # Words of a question that ask for a relation; the first that fits is meant.
@@ -58,6 +60,10 @@ _COMPARED = [
   (r'\bdied?\b.*(?:later|last)', 'date of death', False),
   (r'\bdied?\b', 'date of death', True),
   (r'released|came out', 'released', None),
+  (r'more species', 'species', False),
+  (r'taller|higher', 'height', False),
+  (r'population', 'population', False),
+  (r'founded|formed|established|started|published', 'formed', True),
   (r'younger|later|recently', 'date of birth', False),
   (r'older|first|earlier', 'date of birth', True),
 ]
@@ -78,8 +84,26 @@ class Template(NamedTuple):
   less: bool | None = None
 
 
-def find_template(task: types.Task) -> tuple[Template, list[str]] | None:
-  """Takes the names out of a training row's question, and finds what it asks for."""
+class Hop(NamedTuple):
+  """A search, and what the passage that it finds says."""
+
+  query: str
+  document: Document
+  relation: str
+  value: str
+
+
+class Problem(NamedTuple):
+  """A question, how it is solved, what is said of a comparison, and the answer."""
+
+  question: str
+  hops: Sequence[Hop]
+  compared: str
+  answer: str
+
+
+def remove_names(task: types.Task) -> tuple[str, list[str]]:
+  """Puts '{}' for the supporting titles in a question, and returns these names."""
   text, names = task.info['question'], []
   titles = task.info.get('supporting_titles', ())
   for title in sorted(titles, key=len, reverse=True):
@@ -89,7 +113,12 @@ def find_template(task: types.Task) -> tuple[Template, list[str]] | None:
         text = text[: match.start()] + '{}' + text[match.end() :]
         names.append((match.start(), match.group()))
         break
-  names = [name for _, name in sorted(names)]
+  return text, [name for _, name in sorted(names)]
+
+
+def find_template(task: types.Task) -> tuple[Template, list[str]] | None:
+  """Takes the names out of a training row's question, and finds what it asks for."""
+  text, names = remove_names(task)
   if text.count('{}') != len(names) or not names:
     return None
   relations = _find_relations(text, len(names))
