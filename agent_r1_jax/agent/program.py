@@ -148,7 +148,9 @@ async def _run_process(command, read, cwd, task: types.Task, url: str) -> Output
 
 async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple['_Output', IO[bytes]]:
   """Opens a pipe; returns what is read from it, and the end to write to."""
-  reader, writer = (os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ('rb', 'wb')))
+  reader, writer = (
+    os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ('rb', 'wb'), strict=True)
+  )
   loop = asyncio.get_running_loop()
   transport, output = await loop.connect_read_pipe(_Output, reader)
   stack.callback(transport.close)
