@@ -25,13 +25,15 @@ import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
+from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide
+from agent_r1_jax.guided import choice, critic
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import implicit_value, packing, reward_model
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import choice, critic, evaluate, evaluation_cache, rollout, sizes
+from agent_r1_jax.train import evaluate, evaluation_cache, rollout
 from experiments import comparison
 from experiments.miniwiki import tasks as miniwiki
 
@@ -162,7 +164,7 @@ def select_episodes(
   """Takes one of the K episodes of each question, in several ways."""
 
   def likelihood(t):
-    sampled = [s.logprobs[s.action_mask] for s in t.segments]
+    sampled = [s.behaviour_logprobs[s.action_mask] for s in t.segments]
     return np.concatenate(sampled) if sampled else np.full(1, -math.inf)
 
   value = lambda t: float(values[id(t)][-1]) if id(t) in values else -math.inf

@@ -32,7 +32,7 @@ def log_ratios(
   """Computes log π_φ/π of each of the table's tokens; 0 where π did not choose it."""
   batches, layout = packing.pack_microbatches(table, shape)
   found = [learner.logprobs(params, batch, config=config) for batch in batches]
-  ratios = layout.extract(np.concatenate(found)) - table.logprobs
+  ratios = layout.extract(np.concatenate(found)) - table.old_logprobs
   return np.where(table.action_mask, ratios, 0.0)
 
 

@@ -22,7 +22,7 @@ with pretrain.py's rows.json beside its directory is the small one. The baseline
 in WORKDIR/results.jsonl, and played again only if what they depend on changes.
 """
 
-from collections.abc import Callable
+import collections
 import dataclasses
 import functools
 import json
@@ -31,13 +31,15 @@ import time
 
 from absl import app, flags
 from ml_collections import config_flags
+import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.tasks import qa_data
-from agent_r1_jax.train import evaluate, evaluation_cache, identity
+from agent_r1_jax.train import evaluate, evaluation_cache
 from experiments import comparison, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
@@ -110,16 +112,17 @@ def choose(rows: list[types.Task], kinds: list[str]) -> list[types.Task]:
 
 
 def summarize(episodes):
-  """A method's exact match by kind of question, its F1, and its searches."""
-  kind = lambda task: task.info.get('type', '')
-  names = sorted({kind(t.task) for t in episodes} - {''})
-  kinds: dict[str, Callable[[types.Task], bool]] = {
-    n: lambda task, n=n: kind(task) == n for n in names
-  }
-  if 'comparison' in names and len(names) > 2:
-    kinds['multi-hop'] = lambda task: kind(task) != 'comparison'
+  """Which episodes match exactly, in order, by kind of question; F1 and searches."""
+  kinds = {t.task.info.get('type', '') for t in episodes} - {''}
+  several = 'comparison' in kinds and len(kinds) > 2
+  right = collections.defaultdict(list)
+  for t in episodes:
+    kind = t.task.info.get('type', '')
+    multi_hop = several and kind != 'comparison'
+    for name in ('all', *([kind] if kind else []), *(['multi-hop'] if multi_hop else [])):
+      right[name].append(int(t.metrics.get('em', 0.0)))
   return {
-    'em': evaluate.by_kind(episodes, kinds),
+    'right': dict(sorted(right.items())),
     'f1': evaluate.mean_metric(episodes, 'f1'),
     'searches': evaluate.mean_metric(episodes, 'tool_calls'),
     'errors': evaluate.summarize(episodes)['status/error'],
@@ -127,14 +130,22 @@ def summarize(episodes):
 
 
 def report(workdir, numbers, recall, seconds) -> None:
-  """Prints and stores the table, and draws the curve."""
-  rows = {
+  """Prints and stores the table, and draws the curve.
+
+  The table's last row compares GRPO and its base by question: both answer the same ones.
+  """
+  rows: dict[str, dict[str, tables.Cell]] = {
     method: {
-      **{f'EM, {kind}': comparison.count(cell) for kind, cell in of['em'].items()},
+      **{f'EM, {k}': tables.Count(sum(r), len(r)) for k, r in of['right'].items()},
       'F1': of['f1'],
       'searches': of['searches'],
     }
     for method, of in numbers.items()
+  }
+  base, trained = (numbers[method]['right'] for method in ('Base Tool Call', 'GRPO'))
+  rows['GRPO less base'] = {
+    f'EM, {kind}': tables.Interval(*tables.mean_interval(np.subtract(trained[kind], r)))
+    for kind, r in base.items()
   }
   table = tables.format_table(rows, rows['GRPO'])
   about = {'': {**recall, **{f'seconds, {part}': s for part, s in seconds.items()}}}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.train import choice
+from agent_r1_jax.guided import choice
 
 # Texts -> the values of their states; the last token of a text may be left out.
 Read = Callable[[Sequence[np.ndarray]], Awaitable[np.ndarray]]
@@ -154,7 +154,7 @@ def check(env: Any) -> None:
   if not hasattr(env, 'clone'):
     raise ValueError(
       f'search: {type(env).__name__} has no method clone, by which an environment says '
-      'that it can be copied; take a choice among replies (train/choice.py).'
+      'that it can be copied; take a choice among replies (guided/choice.py).'
     )
 
 

@@ -1,7 +1,7 @@
 """Compiles training and sampling for TPUs that are not here: what fits, what it costs.
 
   pip install 'jax[tpu]==0.10.2'
-  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.compile_for \
+  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
     --topology=v5e:4x4 --config.model.path=qwen2.5-7b
 
 `--config.model.path` is a Hugging Face directory, a config.json, or a name in SIZES.
@@ -46,10 +46,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
@@ -230,7 +230,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   tables = automaton_lib.make_tables(
     automaton_lib.AutomatonPool(config.vocab_size).entries
   )
-  arguments = running_lib.make_decode_arguments({}, texts, guides, unused_row=texts)
+  arguments = active_request.make_decode_arguments({}, texts, guides, unused_row=texts)
   return programs_lib.decode.lower(
     params,
     cache,

@@ -25,7 +25,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
-from agent_r1_jax.train import critic as critic_lib
+from agent_r1_jax.guided import critic as critic_lib
 
 
 class Candidate(NamedTuple):

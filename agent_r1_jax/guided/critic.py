@@ -16,10 +16,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.rl import algorithms, kl
-from agent_r1_jax.train import identity
 
 # What an implicit value is of, in its directory.
 IMPLICIT = 'implicit_value.json'
@@ -101,8 +101,9 @@ def load(
     )
   place = sharding.make_placer(mesh)
   shape, params = weights.load(directory, dtype='float32', place=place)
+  policy_shape = hf_config.read(policy)
   for field in dataclasses.fields(shape):
-    ours, theirs = getattr(shape, field.name), getattr(hf_config.read(policy), field.name)
+    ours, theirs = getattr(shape, field.name), getattr(policy_shape, field.name)
     if field.name not in ('dtype', 'remat', 'max_positions') and ours != theirs:
       raise ValueError(
         f'{field.name}: the critic in {directory} has {ours} and the policy {theirs}; '

@@ -13,7 +13,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 
 
-class Running:
+class ActiveRequest:
   """A request under way.
 
   Attributes:
@@ -75,7 +75,7 @@ class Running:
 
 
 def make_decode_arguments(
-  requests: Mapping[int, Running],
+  requests: Mapping[int, ActiveRequest],
   size: int,
   guides: Sequence[guide_lib.Guide],
   unused_row: int,
@@ -111,7 +111,7 @@ def make_decode_arguments(
   return programs_lib.Places(**columns), guided, states
 
 
-def _make_place(running: Running) -> dict[str, Any]:
+def _make_place(running: ActiveRequest) -> dict[str, Any]:
   """Returns the fields of Places for one request."""
   row, request = running.row, running.generation.request
   assert row is not None and row.text is not None
