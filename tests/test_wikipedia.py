@@ -4,6 +4,7 @@ The scripts run as a user runs them, in processes of their own.
 """
 
 import gzip
+import itertools
 import json
 import pathlib
 import random
@@ -21,7 +22,15 @@ from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import qa
 from experiments import comparison
-from experiments.wikipedia import demos, facts, practice, reading, settings, templates
+from experiments.wikipedia import (
+  bridges,
+  demos,
+  facts,
+  practice,
+  reading,
+  settings,
+  templates,
+)
 
 NATIONS = ('American', 'British', 'Danish')
 
@@ -74,6 +83,8 @@ FILMS = {
   'The Red Door': 'Carl Dahl',
   'Night of Wolves': 'Emil Falk',
   "A Widow's Game": 'Gus Holm',
+  'Old Road': 'Ida Jensen',
+  'White Nights': 'Kai Lund',
 }
 
 
@@ -172,6 +183,60 @@ def test_practice_asks_of_other_passages_and_knows_the_answer(maker, kind):
       )
       assert problem.answer == older.query
   assert len(questions) > 3
+
+
+def test_questions_of_people_are_asked_of_passages_linked_alike():
+  rows = [
+    _task(
+      'In which city was the man who made Silent Water born?',
+      'Oslo',
+      ['Silent Water (film)', 'Adam Berg'],
+      'bridge',
+    ),
+    _task(
+      'Which director made The Red Door?',
+      'Carl Dahl',
+      ['The Red Door', 'Carl Dahl'],
+      'bridge',
+    ),
+    _task(
+      'Are Emil Falk and Old Road both directors?',
+      'no',
+      ['Emil Falk', 'Old Road'],
+      'comparison',
+    ),
+    _task(
+      'What profession do Adam Berg and Kai Lund share?',
+      'director',
+      ['Adam Berg', 'Kai Lund'],
+      'comparison',
+    ),
+    ROWS[2],
+  ]
+  passages, retriever = settings.index(settings.SMALL, _passages())
+  maker, rng = practice.Maker(passages, retriever, rows), random.Random(0)
+  assert maker.kinds is bridges.KINDS
+  made = {
+    kind: [p for _ in range(300) if (p := maker.make(kind, rng))] for kind in maker.kinds
+  }
+  assert {kind: len({p.question for p in of}) > 1 for kind, of in made.items()} == (
+    dict.fromkeys(bridges.KINDS, True)
+  )
+  asked = {row.info['question']: row.answer[0] for row in rows}
+  assert all(p.answer == asked[p.question] for p in made['row'])
+  film = lambda query: next(d for t, d in FILMS.items() if t.startswith(query))
+  assert all(p.answer == film(p.hops[0].query) for p in made['link'])
+  assert all(p.answer == DIRECTORS[p.hops[1].query][2] for p in made['link chain'])
+  for p in [p for p in made['both'] if '19' not in p.question]:
+    noun = 'director' if 'director' in p.question else 'film'
+    kinds = {hop.query in DIRECTORS for hop in p.hops}
+    assert p.answer == ('yes' if kinds == {noun == 'director'} else 'no')
+  assert {p.answer for p in made['both']} == {'yes', 'no'}
+  assert {p.answer for p in made['common']} == {'director'}
+  assert all(p.answer in [hop.query for hop in p.hops] for p in made['which'])
+  # Every kind can be written.
+  seen = {e.kind for e in itertools.islice(practice.examples(maker, 0), 200)}
+  assert {kind.split('/')[0] for kind in seen} >= set(bridges.KINDS)
 
 
 def test_conversations_search_read_and_answer(maker):

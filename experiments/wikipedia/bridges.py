@@ -113,7 +113,8 @@ class Bridges:
     text, seen = self._corpus.texts[document.id], {document.id}
     for word in re.finditer(r"[A-Z\d][\w’'&./-]*", text):
       start = word.start()
-      for first in {word.group(), word.group().rstrip(".,'’"), word.group()[:-2]}:
+      forms = (word.group(), word.group().rstrip(".,'’"), word.group()[:-2])
+      for first in dict.fromkeys(forms):
         for name, other in self._names.get(first, ()):
           end = text[start + len(name) : start + len(name) + 1]
           if text.startswith(name, start) and not end.isalnum() and other.id not in seen:
@@ -185,11 +186,15 @@ class Bridges:
       hops = [Hop(q, d, 'kind', self._kind(d)) for q, d in way]
       written = answer if answer in ('yes', 'no') else reading.mention(seen, answer)
       return written and Problem(question, tuple(hops), '', written)
-    last = self._corpus.texts[way[-1][1].id] + ' ' + way[-1][1].title
-    written = reading.mention(last, answer)
+    values = [query for query, _ in way[1:]]
+    if values and reading.name(way[-1][1].title).lower() == answer.lower():
+      # Nothing is asked of the passage that the one before it names.
+      way, written = way[:-1], values[-1]
+    else:
+      written = reading.mention(self._corpus.texts[way[-1][1].id], answer)
+      values.append(written)
     if not written:
       return None
-    values = [query for query, _ in way[1:]] + [written]
     hops = [
       Hop(q, d, self._words(d, value), value)
       for (q, d), value in zip(way, values, strict=True)
