@@ -283,7 +283,7 @@ def test_base_and_search(small_data, tmp_path):
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
     '--config.engine.rows=4',
-    '--config.engine.feed_rows=4',
+    '--config.engine.prefill_rows=4',
     *script_lib.one_program(slots=640),
     '--config.batch.microbatch=2',
     '--config.limits.max_turn_tokens=16',
@@ -374,8 +374,8 @@ def test_an_instruct_model_runs_unchanged(data_dir, real_data, tmp_path):
   weights.save(tmp_path / 'model', config, params, tokenizer_from=tokenizer)
   sizes = (
     '--config.engine.rows=2',
-    '--config.engine.feed_rows=2',
-    '--config.engine.feed_tokens=256',
+    '--config.engine.prefill_rows=2',
+    '--config.engine.prefill_tokens=256',
     *script_lib.one_program(slots=1536),
     '--config.batch.microbatch=1',
     '--config.limits.max_turn_tokens=16',

@@ -250,7 +250,7 @@ def test_both_scripts_from_end_to_end(tmp_path: pathlib.Path):
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
     '--config.engine.rows=4',
-    '--config.engine.feed_rows=4',
+    '--config.engine.prefill_rows=4',
     *script_lib.one_program(slots=1280),
     '--config.batch.microbatch=2',
     '--config.limits.max_turn_tokens=16',
