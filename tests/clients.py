@@ -15,7 +15,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 
 STOPS = tuple(range(5, 25))
-SLOTS, STEPS, ROWS = (tiny.SIZES[name] for name in ('slots', 'steps', 'rows'))
+SLOTS, STEPS, ROWS = (tiny.SIZES[name] for name in ('slots', 'decode_steps', 'rows'))
 # One program for each step, so that log-probs repeat to the last bit.
 EXACT: dict[str, Any] = {'bucket': SLOTS, 'narrow': False}
 # No automaton ends these replies.

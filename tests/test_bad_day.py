@@ -24,7 +24,7 @@ def test_everything_holds(tmp_path):
     '--run=config.schedule.tasks=4',
     '--run=config.schedule.samples=2',
     '--run=config.engine.rows=8',
-    '--run=config.engine.feed_rows=4',
+    '--run=config.engine.prefill_rows=4',
     '--run=config.limits.reset_seconds=5',
     timeout=3000,
   )

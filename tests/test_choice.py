@@ -10,8 +10,8 @@ import pytest
 import test_rollout
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models import weights
@@ -150,8 +150,8 @@ class TestChoice:
       played = _play(choice_lib.Choice(4, first, beta), 12)
       taken[beta] = np.mean([t.segments[0].tokens[t.turns[0].start] % 7 for t in played])
     assert taken[0.0] > taken[1.0] > taken[math.inf]
-    greedy = _play(choice_lib.Choice(3), 1, sampling=sampling_lib.GREEDY)
-    test_rollout._same(greedy[0], _play(None, 1, sampling=sampling_lib.GREEDY)[0])
+    greedy = _play(choice_lib.Choice(3), 1, sampling=config_lib.GREEDY)
+    test_rollout._same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
 
 
 class TestSavedCritic:

@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
+from agent_r1_jax.config import Sampling
 from agent_r1_jax.engine import guide
-from agent_r1_jax.engine.sampling import Sampling
 from agent_r1_jax.rl import correction
 from agent_r1_jax.rl import table as table_lib
 

@@ -246,7 +246,7 @@ def test_corrections_weigh_their_actions():
   # The ratio starts from the policy that is updated.
   _close(batch.old_logprobs, new)
   for name, value in correction.statistics(acted).items():
-    assert metrics[f'stale_{name}'] == value
+    assert metrics[f'correction_{name}'] == value
 
 
 @pytest.mark.parametrize('masked', [True, False])

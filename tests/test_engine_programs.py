@@ -7,7 +7,7 @@ from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.models import decoder
 
-_B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'steps'))
+_B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'decode_steps'))
 
 
 def test_a_decode_in_place_has_no_second_cache():

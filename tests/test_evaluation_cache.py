@@ -32,9 +32,9 @@ class Play:
       engine=config_lib.Engine(
         rows=tiny.SIZES['rows'],
         slots=tiny.SIZES['slots'],
-        decode_steps=tiny.SIZES['steps'],
-        feed_rows=tiny.SIZES['feed_rows'],
-        feed_tokens=tiny.SIZES['feed_tokens'],
+        decode_steps=tiny.SIZES['decode_steps'],
+        prefill_rows=tiny.SIZES['prefill_rows'],
+        prefill_tokens=tiny.SIZES['prefill_tokens'],
         bucket=tiny.BUCKET,
       ),
       limits=config_lib.Limits(max_turns=1, max_turn_tokens=8),

@@ -235,7 +235,7 @@ def test_a_model_is_trained(kind, tmp_path):
   fields = {
     'model.path': tiny.save(tmp_path / 'model'),
     'engine.rows': 4,
-    'engine.feed_tokens': 256,
+    'engine.prefill_tokens': 256,
     'batch.microbatch': 1,
     'limits.max_turns': 2,
     'limits.max_turn_tokens': 8,

@@ -27,7 +27,7 @@ def test_a_model_is_trained_and_measured(task, tmp_path):
     'engine.slots': 1024,
     'engine.bucket': 1024,
     'engine.narrow': False,
-    'engine.feed_tokens': 256,
+    'engine.prefill_tokens': 256,
     'engine.replicas': 1,
     'batch.microbatch': 1,
     'limits.max_turn_tokens': 16,

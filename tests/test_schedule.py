@@ -66,7 +66,7 @@ class TestOneStepOffPolicy:
     lines = metrics.read(workdir)[1:]
     assert [line['train/stale_steps'] for line in lines] == [0, 1, 1, 1]
     # The ratios say so too: a rollout is of the policy only before the first update.
-    apart = [abs(line['train/stale_ratio_max'] - 1) for line in lines]
+    apart = [abs(line['train/correction_ratio_max'] - 1) for line in lines]
     assert apart[0] < 1e-3 and min(apart[1:]) > 1e-3
 
   def test_it_is_the_same_as_playing_by_the_policy_before(self, whole, model):

@@ -262,7 +262,7 @@ def _train(moment, workdir, model):
     schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
     limits=config_lib.Limits(max_turns=1, max_turn_tokens=6),
     engine=config_lib.Engine(
-      rows=4, slots=96, decode_steps=4, feed_rows=4, feed_tokens=32, bucket=48
+      rows=4, slots=96, decode_steps=4, prefill_rows=4, prefill_tokens=32, bucket=48
     ),
     batch=config_lib.Batch(microbatch=2),
     checkpoint=config_lib.Checkpoint(every=1),

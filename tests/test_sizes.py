@@ -306,7 +306,7 @@ class TestCheck:
 
   def test_the_mend_is_enough_and_no_more_than_that(self):
     config = config_lib.Config(
-      engine=config_lib.Engine(rows=256, slots=1024, feed_rows=16, feed_tokens=128),
+      engine=config_lib.Engine(rows=256, slots=1024, prefill_rows=16, prefill_tokens=128),
       batch=config_lib.Batch(row_tokens=1024, microbatch=8),
     )
     config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
@@ -364,10 +364,10 @@ class TestCheck:
       return memory.estimate(config, memory.Models(_qwen(), algorithm), _gpu()).peak
 
     base = config_lib.Config(
-      engine=config_lib.Engine(rows=16, slots=1024, feed_rows=16),
+      engine=config_lib.Engine(rows=16, slots=1024, prefill_rows=16),
       batch=config_lib.Batch(row_tokens=1024, microbatch=2),
     )
-    base = tiny.run_config(base, feed_tokens=128, bucket=256, replicas=1)
+    base = tiny.run_config(base, prefill_tokens=128, bucket=256, replicas=1)
     parameters = 4 * 3.086e9
     assert peak(_WITH_REFERENCE) - peak() == pytest.approx(parameters, rel=0.01)
     assert peak(_PPO) - peak() == pytest.approx(3 * parameters, rel=0.01)
@@ -429,7 +429,9 @@ class TestEstimate:
   def test_of_a_decode_and_a_prefill(self, dtype):
     shape, R, S = _tiny(dtype=dtype), 32, 1024
     config = config_lib.Config(
-      engine=config_lib.Engine(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
+      engine=config_lib.Engine(
+        rows=R, slots=S, prefill_rows=16, prefill_tokens=64, replicas=1
+      )
     )
     params = jax.eval_shape(lambda p: decoder.unstack(p, shape), _parameters(shape))
     cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
@@ -463,7 +465,13 @@ class TestEstimate:
   def test_a_decode_on_a_tpu_copies_no_cache_unless_it_is_of_some_rows(
     self, platform, width, copied
   ):
-    given = {'rows': 64, 'slots': 4096, 'feed_rows': 1, 'feed_tokens': 8, 'replicas': 1}
+    given = {
+      'rows': 64,
+      'slots': 4096,
+      'prefill_rows': 1,
+      'prefill_tokens': 8,
+      'replicas': 1,
+    }
     config = tiny.run_config(**given, width=width, dtype='bfloat16')
     terms = memory._sampling_terms(config, _qwen(), memory.Machine(platform, 80e9))
     assert ('decode: copy of the cache' in terms) == copied

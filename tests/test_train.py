@@ -53,8 +53,8 @@ def _config(model, **kwargs):
     'rows': 4,
     'slots': 96,
     'decode_steps': 4,
-    'feed_rows': 4,
-    'feed_tokens': 32,
+    'prefill_rows': 4,
+    'prefill_tokens': 32,
     'bucket': 96,
     'narrow': False,  # for the sake of the last bit
     'microbatch': 2,

@@ -152,7 +152,7 @@ def test_stale_episodes_are_corrected(model, tmp_path):
   _, lines = _run(model, tmp_path, algorithm, sync_every=2, steps=4)
   # At even steps the engine has just been given the policy.
   for line, stale in zip(lines, (False, True, False, True), strict=True):
-    apart = abs(line['train/stale_ratio_max'] - 1)
+    apart = abs(line['train/correction_ratio_max'] - 1)
     assert apart > 1e-2 if stale else apart < 1e-3
 
 

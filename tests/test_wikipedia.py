@@ -372,7 +372,7 @@ def test_base_and_search(tmp_path: pathlib.Path):
     f'--config.model.path={tmp_path}/base/model',
     '--config.schedule.tasks=2',
     '--config.engine.rows=4',
-    '--config.engine.feed_rows=4',
+    '--config.engine.prefill_rows=4',
     *script_lib.one_program(slots=1280),
     '--config.batch.microbatch=2',
   )
@@ -470,8 +470,8 @@ def test_an_instruct_model_runs_unchanged(data_dir, real_data, tmp_path):
     '--watched=1',
     '--config.schedule.tasks=1',
     '--config.engine.rows=2',
-    '--config.engine.feed_rows=2',
-    '--config.engine.feed_tokens=256',
+    '--config.engine.prefill_rows=2',
+    '--config.engine.prefill_tokens=256',
     *script_lib.one_program(slots=1536),
     '--config.batch.microbatch=1',
   )

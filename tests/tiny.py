@@ -30,7 +30,13 @@ TEXTS = (
 VOCAB = 300
 
 # One size for most tests, so that they share what is compiled.
-SIZES = {'rows': 6, 'slots': 128, 'steps': 8, 'feed_rows': 4, 'feed_tokens': 8}
+SIZES = {
+  'rows': 6,
+  'slots': 128,
+  'decode_steps': 8,
+  'prefill_rows': 4,
+  'prefill_tokens': 8,
+}
 BUCKET = 64
 
 

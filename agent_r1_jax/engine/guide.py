@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax import config as config_lib
 
 # A tree of arrays: of one row in Guide.off and in requests, of all rows, [M, ...], in the
 # functions.
@@ -126,13 +126,10 @@ TRUNCATION = Guide(
 )
 
 
-def truncation_state(sampling: sampling_lib.Sampling) -> dict[str, np.generic]:
+def truncation_state(sampling: config_lib.Sampling) -> dict[str, np.generic]:
   """Returns the state of TRUNCATION for one row."""
-  return {
-    'top_k': np.int32(sampling.top_k),
-    'top_p': np.float32(sampling.top_p),
-    'min_p': np.float32(sampling.min_p),
-  }
+  off = TRUNCATION.off
+  return {name: off[name].dtype.type(getattr(sampling, name)) for name in off}
 
 
 def make_value_guide(k: int) -> Guide:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 
 
 def make_key(*parts: int | str) -> np.ndarray:
@@ -122,7 +122,8 @@ class Request:
     tokens: The tokens to append, int32 [n], at least one.
     parent: The text that they are appended to, or a fork of one; None begins a new text.
     max_tokens: The most tokens of the reply.
-    sampling: How the tokens of the reply are chosen.
+    sampling: How the tokens of the reply are chosen; by default the policy's own
+      distribution.
     key: uint32 [2], the randomness of the reply, from `make_key`: the same key, text and
       policy sample the same tokens.
     automata: Stop ids and strings that end the reply, or a grammar that restricts it; at
@@ -138,7 +139,7 @@ class Request:
   tokens: np.ndarray
   parent: Text | Fork | None = None
   max_tokens: int = 512
-  sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
+  sampling: config_lib.Sampling = dataclasses.field(default_factory=config_lib.Sampling)
   key: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.uint32))
   automata: Sequence[types.Automaton] = ()
   guides: Mapping[guide_lib.Guide, guide_lib.State] = dataclasses.field(
@@ -155,6 +156,7 @@ def check(
 
   What would fail later, while requests are served, would fail all others with it.
   """
+  request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
     raise ValueError(f'{added} tokens to append, {most} to sample: both need 1.')

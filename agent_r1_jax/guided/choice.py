@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from jaxtyping import Float, Int
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import critic as critic_lib
 
 
@@ -161,7 +161,7 @@ class StateValues:
     make = functools.partial(
       request_lib.Request,
       max_tokens=1,
-      sampling=sampling_lib.GREEDY,
+      sampling=config_lib.GREEDY,
       policy=self._critic,
     )
     generations = [self._replica.submit(make(text)) for text in texts]

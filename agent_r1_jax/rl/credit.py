@@ -111,7 +111,7 @@ def estimate(
     weights = algorithm.correction(actions)
     columns['correction'] = table.scatter(table.action_mask, weights, 1.0)
     statistics = correction.statistics(actions)
-    metrics |= {f'stale_{name}': value for name, value in statistics.items()}
+    metrics |= {f'correction_{name}': value for name, value in statistics.items()}
   return dataclasses.replace(table, **columns), metrics
 
 

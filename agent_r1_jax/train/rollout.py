@@ -16,7 +16,6 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import processes, records
@@ -123,7 +122,7 @@ class Decoding(NamedTuple):
     guides: Guides that the engine was made with, and the state in which each begins.
   """
 
-  sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
+  sampling: config_lib.Sampling = config_lib.Sampling()
   grammar: types.Automaton | None = None
   policy: replica_lib.Policy | None = None
   choice: choice_lib.Choice | search_lib.Beams | search_lib.Tree | None = None

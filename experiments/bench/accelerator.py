@@ -281,7 +281,7 @@ def _engine(config, params) -> engine_lib.Engine:
     params,
     rows=max(map(int, _ROWS.value)),
     slots=1024,
-    feed_tokens=128,
+    prefill_tokens=128,
     bucket=1024,
     narrow=False,
   )
