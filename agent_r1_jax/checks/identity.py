@@ -39,26 +39,30 @@ def describe_run(
   env: Any,
   tasks: Sequence[types.Task],
   privileged: Callable | None = None,
+  guides: Iterable[Any] = (),
 ) -> dict[str, Any]:
-  """Describes a run's algorithm, environments, rewards, tools and tasks.
+  """Describes a run's algorithm, environments, rewards, tools, tasks and guides.
 
   Args:
     algorithm: A rl.algorithms.Algorithm.
     env: One of the run's environments, before its first episode.
     tasks: The tasks to train on.
     privileged: The argument of train.run.
+    guides: The argument of train.run.
   """
   tools = {
     tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}
     for tool in getattr(env, 'tools', ())
   }
-  return {
+  made_of = {
     'algorithm': describe(algorithm),
     'environment': _describe_environment(env),
     'tools': tools,
     'tasks': _describe_tasks(tasks),
     'privileged': describe(privileged),
   }
+  described = [describe(guide) for guide in guides]
+  return made_of | ({'guides': described} if described else {})
 
 
 def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
