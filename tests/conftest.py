@@ -24,7 +24,7 @@ if os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1') == '1':
     '--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters '
     '--xla_cpu_parallel_codegen_split_count=1 ' + os.environ.get('XLA_FLAGS', '')
   )
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.03'
 # Nothing may be fetched: whoever tries fails at once and not after a time-out.
 os.environ['HF_HUB_OFFLINE'] = '1'
 

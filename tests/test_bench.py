@@ -65,13 +65,6 @@ def test_slow_tools_are_measured_beside_lock_step(lines):
   assert found['0.02s'] > 0 and found['0.02s/lock_step'] > 0
 
 
-@pytest.mark.parametrize('flag', ['--shape=none', '--what=none'])
-def test_unknown_names_are_refused(flag):
-  done = run(flag)
-  assert done.returncode == 1
-  assert 'there are' in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize('side', ['jax', 'torch'])
 def test_the_sides_beside_each_other(side):
   """Seconds of either; of the other side, or what to install for it."""

@@ -117,6 +117,12 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* mend or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
+  'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
+  'experiments.bench --shape=none': r"--shape: none; there are \['tiny'",
+  'experiments.bench --what=none': r"--what: \['none'\]; there are \['sampling'",
+  'experiments.bad_day --workdir=tiny': 'begins anew',
+  'experiments.report --workdir=tiny': 'has no metrics.jsonl .* finished its first',
+  'experiments.plot typo=none-*': 'give LABEL=PATTERN',
   'experiments.serve_retriever --index=none': 'there is no such file; give the folder',
   'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
   'experiments.miniwiki.variants --only=x': r"there is no \['x'\]; there are ppo_clip",
@@ -147,6 +153,8 @@ def folder(tmp_path_factory):
   files.save_file(tensors, nan / 'model.safetensors', {'format': 'pt'})
   (folder / 'file').write_text('text')
   (folder / 'bad.jsonl').write_text('{')
+  row = {'question': '10 * 4?', 'answer': '#### 40'}
+  (folder / 'one.jsonl').write_text(json.dumps(row))
   return folder
 
 

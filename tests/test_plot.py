@@ -27,5 +27,3 @@ def test_a_figure_and_a_table_of_two_groups(tmp_path):
   assert r'$\pm$ .248' in (tmp_path / 'out' / 'v1.0.tex').read_text()
   kinds = {path.suffix: path.stat().st_size for path in out.parent.iterdir()}
   assert sorted(kinds) == ['.md', '.pdf', '.png', '.tex'] and min(kinds.values()) > 50
-  done = plot(f'typo={tmp_path}/c-*')
-  assert done.returncode != 0 and 'give LABEL=PATTERN' in done.stdout + done.stderr

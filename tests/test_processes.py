@@ -143,7 +143,7 @@ def test_some_chips_may_only_sample(model, alone, tmp_path):
   (ended,) = _run(1, tmp_path / 'turns', model, '', '2')
   assert ended[0] == 0, ended[1]
   _assert_same(tmp_path / 'turns', alone)
-  for count, samplers, moments in ((1, 0, ['']), (1, 2, ['']), (2, 1, ['preempted', ''])):
+  for count, samplers, moments in ((1, 0, ['']), (2, 1, ['preempted', ''])):
     workdir = tmp_path / f'{count} {samplers}'
     for moment in moments:
       ended = _run(count, workdir, model, moment, str(samplers), '1')

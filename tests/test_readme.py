@@ -55,13 +55,6 @@ def test_the_task_of_the_readme_runs(model, script, tmp_path):
   assert not re.search('^I[0-9]{4} ', done.stderr, re.M)
 
 
-def test_without_a_model_one_line_says_what_is_missing(script, tmp_path):
-  done = _run(script, '--workdir=other')
-  (line,) = done.stderr.splitlines()
-  assert done.returncode == 1 and re.match(r'.*mine.py:\d+: model.path is empty; ', line)
-  assert not (tmp_path / 'other').exists()
-
-
 def test_an_empty_answer_is_wrong_and_no_error(script):
   names: dict = {}
   # The function alone: the page's flags are those of its own process.

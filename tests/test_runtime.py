@@ -199,16 +199,3 @@ def test_a_refusal_is_one_line_and_a_bug_has_its_traceback(
   said = said.format(path=path)
   assert (done.returncode, last[: len(said)]) == (1, said)
   assert bool(before) == said.startswith('ValueError: ')
-
-
-def test_an_experiment_ends_with_a_refusal_of_its_own_in_one_line():
-  experiment = [
-    '-m',
-    'experiments.wikipedia.search',
-    '--data=/nowhere',
-    '--config.model.path=x',
-  ]
-  done = script.run(*experiment)
-  assert done.returncode == 1
-  (line,) = done.stderr.splitlines()
-  assert 'search.py:' in line and '/nowhere' in line, line

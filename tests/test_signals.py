@@ -170,12 +170,6 @@ class TestWatch:
       assert signal.getsignal(signal.SIGTERM) != before[0]
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
 
-  def test_what_is_no_number_of_seconds_is_refused(self, monkeypatch):
-    monkeypatch.setenv('AGENT_R1_GRACE_SECONDS', 'soon')
-    with pytest.raises(ValueError, match="AGENT_R1_GRACE_SECONDS='soon': must be"):
-      with preemption.watch():
-        pass
-
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
@@ -262,7 +256,14 @@ def _train(moment, workdir, model):
     schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
     limits=config_lib.Limits(max_turns=1, max_turn_tokens=6),
     engine=config_lib.Engine(
-      rows=4, slots=96, decode_steps=4, prefill_rows=4, prefill_tokens=32, bucket=48
+      rows=4,
+      slots=96,
+      decode_steps=4,
+      prefill_rows=4,
+      prefill_tokens=32,
+      # Many programs only where they are what takes long.
+      bucket=48 if moment == 'compilation' else 96,
+      narrow=moment == 'compilation',
     ),
     batch=config_lib.Batch(microbatch=2),
     checkpoint=config_lib.Checkpoint(every=1),

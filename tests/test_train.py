@@ -305,10 +305,6 @@ class TestRun:
 
 
 class TestTasks:
-  def test_none_are_refused(self, model, tmp_path):
-    with pytest.raises(ValueError, match='tasks is empty'):
-      _run(_config(model), tmp_path, tasks=[])
-
   def test_where_no_prompt_fits_the_run_ends_at_once(self, model, tmp_path, capfd):
     config = _config(model, steps=2, eval_every=0)
     run = functools.partial(_run, tasks=[_LONG], evals=None, make_env=_Other)
@@ -386,22 +382,6 @@ class TestErrors:
     message = r"1 of 8 episodes raised.*max_error_rate=0.1.*KeyError: 'page 7 is missing'"
     with pytest.raises(RuntimeError, match=message):
       _run(config, tmp_path / 'many', make_env=make_env, evals=None)
-
-  @pytest.mark.parametrize(
-    'field, value, message',
-    [
-      ('model', 'nowhere', 'nowhere'),
-      ('temperature', 0.0, 'sampling.temperature is 0'),
-      ('row_tokens', 50, 'row_tokens is 50, less than engine.slots .96'),
-    ],
-  )
-  def test_a_start_that_fails_leaves_the_workdir_free(
-    self, model, tmp_path, field, value, message
-  ):
-    config = _config(model)
-    with pytest.raises(ValueError, match=message):
-      _run(tiny.run_config(config, **{field: value}), tmp_path)
-    assert not (tmp_path / 'config.json').exists()
 
   def test_another_config_on_a_workdir_is_refused(self, whole, model):
     _, workdir = whole
