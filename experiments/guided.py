@@ -377,16 +377,7 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
   start = time.time()
   sums = player.sum_logprobs(every, params)
   reading = time.time() - start
-  said = [odds.prior + odds.beta * s[-1] for s in sums]
-  judged = {
-    'log-prob': np.exp([mean_logprob(t) for t in every]),
-    'value': 1 / (1 + np.exp(-np.array(said))),
-  }
-  if _REWARD_MODEL.value:
-    model = trained_reward_model.load(
-      _REWARD_MODEL.value, tools=[data.make_env().tools[0].schema]
-    )
-    judged['reward'] = np.exp(model.score(every))
+  judged = judge(every, data, odds, np.array([s[-1] for s in sums]))
   weights = {n: dict(zip(map(id, every), w, strict=True)) for n, w in judged.items()}
   for k in doubles(most):
     taken: dict[str, dict[str, list]] = {}
@@ -402,7 +393,32 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
   scales = [
     implicit_value.Odds(*x) for x in json.loads((critic_dir / SCALES).read_text())
   ]
+  compare(every, judged, results)
   results.add_line('calibration', **calibrate(every, sums, scales, odds))
+
+
+def judge(episodes, data: Data, odds, sums: np.ndarray) -> dict[str, np.ndarray]:
+  """Returns the weight of each episode, float64 [n], by the name of what judges."""
+  judged = {
+    'log-prob': np.exp([mean_logprob(t) for t in episodes]),
+    'value': 1 / (1 + np.exp(-odds.prior - odds.beta * sums)),
+  }
+  if _REWARD_MODEL.value:
+    tools = [data.make_env().tools[0].schema]
+    model = trained_reward_model.load(_REWARD_MODEL.value, tools=tools)
+    judged['reward'] = np.exp(model.score(episodes))
+  return judged
+
+
+def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
+  """Measures how well weights tell right episodes from wrong ones."""
+  right = np.array([t.metrics.get('em', 0.0) for t in episodes])
+  tasks = np.unique([t.task.id for t in episodes], return_inverse=True)[1]
+  for name, weights in judged.items():
+    margins = reward_model.pair_margins(weights, right, tasks)
+    auc, ordered = reward_model.auc(weights, right > 0.5), float(np.mean(margins > 0))
+    results.add_line('order', judge=name, auc=auc, ordered=ordered, pairs=len(margins))
+    print(f'{name}: AUC {auc:.3f}; {ordered:.3f} of {len(margins)} pairs of one question')
 
 
 def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
