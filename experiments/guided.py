@@ -333,7 +333,6 @@ def list_ways(own: Any) -> dict[tuple[str, int], rollout.Decoding]:
   """Lists the ways to decode, by name and K; `own` is π_φ as a policy of the engine."""
   ways = {
     ('greedy', 1): evaluate.GREEDY,
-    ('sampled', 1): rollout.ON_POLICY,
     ('greedy by π_φ', 1): evaluate.GREEDY._replace(policy=own),
   }
   for k in doubles(_TURNS.value):
