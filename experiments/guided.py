@@ -18,41 +18,30 @@ import time
 from typing import Any, NamedTuple
 
 from absl import app, flags
+from ml_collections import config_flags
 import numpy as np
 import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
+from agent_r1_jax.checks import identity, sizes
 from agent_r1_jax.engine import guide
+from agent_r1_jax.guided import choice, critic, search
+from agent_r1_jax.guided import reward_model as trained_reward_model
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.retrieval import bm25
 from agent_r1_jax.rl import implicit_value, packing, reward_model
 from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.tasks import qa, qa_data
+from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
-from agent_r1_jax.train import (
-  choice,
-  critic,
-  evaluate,
-  evaluation_cache,
-  identity,
-  rollout,
-  search,
-  sizes,
-  spool,
-)
-from agent_r1_jax.train import reward_model as trained_reward_model
+from agent_r1_jax.train import evaluate, evaluation_cache, rollout, spool
 from experiments import comparison
-from experiments.hotpotqa import demos
 from experiments.miniwiki import tasks as miniwiki
-from experiments.two_wiki import practice as wiki
+from experiments.wikipedia import rows as rows_lib
+from experiments.wikipedia import settings
 
-_TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', 'two_wiki'], 'The task.')
-_DATA = flags.DEFINE_string(
-  'data', qa_data.FETCHED.format('2wikimultihopqa'), "two_wiki's corpus and rows."
-)
+_TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', 'wikipedia'], 'The task.')
 _POLICY = flags.DEFINE_string('policy', 'runs/quickstart/model', 'The policy.')
 _REWARD_MODEL = flags.DEFINE_string('reward_model', '', 'Another judge of episodes.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/guided', 'Directory of the run.')
@@ -61,18 +50,20 @@ _SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the quest
 _MOST = flags.DEFINE_integer('most', 16, 'The most complete episodes, a power of 2.')
 _TURNS = flags.DEFINE_integer('turns', 8, 'The most candidates of a turn, a power of 2.')
 _SEARCH = flags.DEFINE_bool('search', False, 'Also play beams and trees.')
-_CFG = fields.define_flags(
-  config_lib.Config(
-    limits=config_lib.Limits(max_turn_tokens=80),
-    schedule=config_lib.Schedule(steps=300, tasks=5000, samples=3),
-    engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
-  ),
+_CFG = fields.define_flags(config_lib.Config())
+MINIWIKI = config_lib.Config(
+  limits=config_lib.Limits(max_turn_tokens=80),
+  schedule=config_lib.Schedule(steps=300, tasks=5000, samples=3),
+  engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
 )
+WIKIPEDIA = fields.replace(
+  settings.SMALL.config,
+  {'schedule.steps': 40, 'schedule.tasks': 855, 'schedule.samples': 6},
+)
+TASKS = {'miniwiki': MINIWIKI, 'wikipedia': WIKIPEDIA}
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
 WORLDS, EPISODES = 5, 48
 SCALES = 'scales.json'
-# Of the rows of 2WikiMultihopQA: those to report, and those to choose settings with.
-HELD_OUT, WATCHED = 300, 100
 # Episodes by the name of their set; of one task side by side.
 Played = Mapping[str, Sequence[types.Trajectory]]
 
@@ -110,21 +101,19 @@ def read_miniwiki(seed: int) -> Data:
   return Data(sets, make_env(miniwiki.index(seed)), practice, miniwiki.KINDS)
 
 
-def read_two_wiki(seed: int) -> Data:
-  """Reads 2WikiMultihopQA as two_wiki/search.py does; practice is on training rows."""
-  corpus, _ = qa_data.find(_DATA.value)
-  passages = wiki.read_passages(corpus)
-  retriever = wiki.TitleFirst(passages, bm25.BM25(passages))
-  tool = search_tool.search_tool(retriever, k=1, template=wiki.PASSAGE)
-  make_env = lambda: env.CloneableToolEnv([tool], qa.em_reward, metrics=qa.metrics)
-  rows = list(qa_data.read_questions(_DATA.value))
-  held_out, watched, rows = demos.split(rows, HELD_OUT, WATCHED)
+def read_wikipedia(seed: int) -> Data:
+  """Reads --data as wikipedia/search.py does; the practice is on training rows."""
+  small = settings.SMALL
+  _, retriever = settings.open_folder(small, rows_lib.DATA.value)
+  tool = search_tool.search_tool(retriever, k=small.k, template=small.template)
+  make_env = lambda: env.CloneableToolEnv([tool], small.reward, metrics=qa.metrics)
+  held_out, watched, rows = rows_lib.read()
   asked = held_out if _SPLIT.value == 'test' else watched
-  asked = [demos.agent_task(task) for task in asked[: _QUESTIONS.value]]
-  rows = [demos.agent_task(task) for task in demos.shuffle(rows, seed)]
+  asked = [small.agent_task(task) for task in asked[: _QUESTIONS.value]]
+  rows = [small.agent_task(task) for task in settings.shuffle(rows, seed)]
   kinds = sorted({task.info['type'] for task in asked})
   return Data(
-    {'2wiki': asked},
+    {'held-out rows': asked},
     make_env,
     lambda n: iter([(rows[:n], make_env)]),
     {kind: lambda task, kind=kind: task.info['type'] == kind for kind in kinds},
@@ -256,7 +245,7 @@ def answer(episode: types.Trajectory) -> str | None:
 
 def mean_logprob(episode: types.Trajectory) -> float:
   """The mean log π of the episode's tokens."""
-  sampled = [s.logprobs[s.action_mask] for s in episode.segments]
+  sampled = [s.behaviour_logprobs[s.action_mask] for s in episode.segments]
   return float(np.concatenate(sampled).mean()) if sampled else -math.inf
 
 
@@ -460,11 +449,12 @@ def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
 
 def main(_):
   runtime.quiet_logging()
-  workdir, seed = pathlib.Path(_WORKDIR.value), _CFG.value.seed
-  config = fields.replace(_CFG.value, {'model.path': _POLICY.value})
+  given = config_flags.get_override_values(flags.FLAGS['config'])
+  config = fields.replace(TASKS[_TASK.value], given | {'model.path': _POLICY.value})
+  workdir, seed = pathlib.Path(_WORKDIR.value), config.seed
   made_of = {'task': _TASK.value, 'policy': identity.model_digest(_POLICY.value)}
   workdir_lib.check_config(workdir, made_of | {'seed': seed}, name='made_of.json')
-  data = {'miniwiki': read_miniwiki, 'two_wiki': read_two_wiki}[_TASK.value](seed)
+  data = (read_miniwiki if _TASK.value == 'miniwiki' else read_wikipedia)(seed)
   player, critic_dir = Player(config), workdir / 'critic'
   if not (critic_dir / SCALES).exists():
     fit_value(player, data, workdir)

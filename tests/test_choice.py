@@ -12,11 +12,17 @@ import tiny
 
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.rl import advantages, algorithms, learner, packing, table
-from agent_r1_jax.rl import rewards as rewards_lib
-from agent_r1_jax.train import choice as choice_lib
-from agent_r1_jax.train import critic as critic_lib
+from agent_r1_jax.rl import (
+  advantages,
+  algorithms,
+  learner,
+  packing,
+  reward_transforms,
+  table,
+)
 from agent_r1_jax.train import rollout
 
 LONG = 'What is {}? one two three four five six seven eight nine ten one two three four'
@@ -213,7 +219,7 @@ class TestSavedCritic:
       critic_lib.load(target, policy)
 
   def test_says_what_the_reward_was(self, policy):
-    overlong = functools.partial(rewards_lib.overlong, limit=9, buffer=2)
+    overlong = functools.partial(reward_transforms.overlong, limit=9, buffer=2)
     bi_level = functools.partial(advantages.bi_level_gae, high_gamma=0.9)
     algorithm = algorithms.ppo(estimator=bi_level, kl_coef=0.1, rewards=(overlong,))
     how = critic_lib.describe(algorithm, policy, privileged=True)

@@ -1,4 +1,4 @@
-"""experiments/compile_for.py: programs compiled for chips that are not here."""
+"""experiments/bench/compile_for.py: programs compiled for chips that are not here."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from agent_r1_jax.models import hf_config
-from experiments import compile_for
+from experiments.bench import compile_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -67,7 +67,7 @@ _FOUR = """
 import jax, jax.numpy as jnp
 jax.config.update('jax_num_cpu_devices', 4)
 from jax.sharding import PartitionSpec as P
-from experiments import compile_for
+from experiments.bench import compile_for
 
 def work(x, n):  # A chip has 2 of 8 numbers.
   def body(_, x):
@@ -137,7 +137,7 @@ def test_training_and_sampling_compile_for_v5e_16():
     '--context=2',
   ]
   flags += ['--tensor=2', '--slots=256', '--texts=4']
-  out = run('-m', 'experiments.compile_for', *flags)
+  out = run('-m', 'experiments.bench.compile_for', *flags)
   lines = [json.loads(line) for line in out.splitlines()]
   assert [line['program'] for line in lines] == ['gradient', 'apply', 'prefill', 'decode']
   assert all(line['fits'] and line['operations'] > 0 for line in lines)

@@ -479,6 +479,10 @@ async def test_check_env_closes_what_it_made():
   fails = False
   await testing.check_env(Closes, TASK, ['a', 'b'])
   assert len(closed) == len({id(env) for env in closed}) > 3
+  closed.clear()
+  with pytest.raises(AssertionError, match='reward is nan'):
+    await testing.check_env(lambda: Closes('nan'), TASK, ['a', 'b'])
+  assert len(closed) == 3
   fails = True
   with pytest.raises(AssertionError, match='close: ValueError: was never reset'):
     await testing.check_env(Closes, TASK, ['a', 'b'])

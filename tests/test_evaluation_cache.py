@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train, types
+from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.train import evaluate, evaluation_cache
 
@@ -100,6 +100,44 @@ def test_what_the_numbers_depend_on_is_played_again(play):
   # What changes the speed alone does not count; and what was before is there still.
   play.config.engine.replicas, play.rows['long'] = 2, _tasks('one two three four')
   assert play(world=1) == (first, 0)
+
+
+@pytest.mark.parametrize(
+  ('name', 'value', 'counts'),
+  [
+    ('chat.tool_format', 'react', True),
+    ('chat.tools_in_prompt', 'own', True),
+    ('chat.stop_strings', '["x"]', True),
+    ('evaluation.temperature', 1.0, True),
+    ('evaluation.tool_grammar', True, True),
+    ('limits.max_turns', 2, True),
+    ('model.dtype', 'bfloat16', True),
+    ('engine.slots', 99, True),
+    ('seed', 1, True),
+    ('engine.rows', 2, False),
+    ('model.lora_rank', 4, False),
+    ('optimizer.learning_rate', 0.1, False),
+    ('sampling.temperature', 0.5, False),
+    ('sinks', '', False),
+  ],
+)
+def test_which_fields_count(tmp_path, monkeypatch, name, value, counts):
+  tiny.save(tmp_path / 'model')
+  played, config = [], config_lib.Config()
+  monkeypatch.setattr(evaluation_cache, '_code_digest', lambda: 'code')
+  monkeypatch.setattr(
+    train, 'play', lambda *_: played.append(1) or {'a': {'': []}}, raising=True
+  )
+  for given in (config, fields.replace(config, {name: value})):
+    evaluation_cache.evaluate_or_read(
+      tmp_path / 'results.jsonl',
+      given,
+      tmp_path / 'model',
+      {'a': ({'': []}, lambda: None)},
+      summarize=lambda sets: 0,
+      depends_on={},
+    )
+  assert len(played) == 1 + counts
 
 
 def test_another_model_in_the_same_place_is_played_again(play):

@@ -8,10 +8,10 @@ import test_rollout
 import tiny
 
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import implicit_value, packing, table
-from agent_r1_jax.train import choice as choice_lib
-from agent_r1_jax.train import critic as critic_lib
 
 SHAPE = packing.MicrobatchShape(2, 256)
 

@@ -17,7 +17,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / 'launch'
-RUN = ('hotpotqa.search', '--workdir=/shared/a', '--note=a "b" $c \\d')
+RUN = ('wikipedia.search', '--workdir=/shared/a', '--note=a "b" $c \\d')
 # What each launcher cannot do without.
 NEEDS = {
   'run.sh': {},

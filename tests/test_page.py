@@ -8,11 +8,11 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import zlib
 
 import numpy as np
 import pytest
+import script
 import test_viewer
 
 from agent_r1_jax import config as config_lib
@@ -90,7 +90,7 @@ def test_columns_of_a_known_trajectory_survive(tmp_path):
     rows = table.take(table.trajectory == i)
     assert columns.pop('segments') == [9]
     assert 'behaviour_logprobs' not in columns, 'they equal the log-probs'
-    names = ('tokens', 'action_mask', 'logprobs', 'policy_steps', 'rewards')
+    names = ('tokens', 'action_mask', 'old_logprobs', 'policy_steps', 'rewards')
     assert columns.keys() == {*names, 'advantages', 'values'}
     for name, column in columns.items():
       np.testing.assert_allclose(column, getattr(rows, name), atol=6e-5)
@@ -164,8 +164,7 @@ def test_what_an_episode_says_is_no_markup(tmp_path):
 
 
 def test_nothing_there_is_said_in_a_line(tmp_path):
-  command = [sys.executable, '-m', 'experiments.report', f'--workdir={tmp_path}']
-  done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+  done = script.run('-m', 'experiments.report', f'--workdir={tmp_path}')
   assert done.returncode == 1 and not list(tmp_path.iterdir())
   assert re.fullmatch(r'.* has no metrics.jsonl .* finished its first .*\n', done.stderr)
 

@@ -1,14 +1,12 @@
 """experiments/plot.py draws and tabulates groups of runs."""
 
-import subprocess
-import sys
+import script
 
 from agent_r1_jax.report import metrics
 
 
 def plot(*arguments):
-  command = [sys.executable, '-m', 'experiments.plot', *map(str, arguments)]
-  return subprocess.run(command, capture_output=True, text=True)
+  return script.run('-m', 'experiments.plot', *arguments)
 
 
 def test_a_figure_and_a_table_of_two_groups(tmp_path):

@@ -44,7 +44,7 @@ class TestSync:
       for step, expected in ((0, before), (5, after if number >= 12 else None)):
         at = mask & (steps == step)
         if expected is not None:
-          got = segment.logprobs[at]
+          got = segment.behaviour_logprobs[at]
           np.testing.assert_allclose(got, expected[number][at], atol=2e-5)
       assert number < 12 or (steps[mask] == 5).all()
     assert mixed

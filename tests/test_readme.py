@@ -2,11 +2,10 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
+import script as script_lib
 import test_train
 
 from agent_r1_jax import config as config_lib
@@ -29,14 +28,7 @@ def script(tmp_path):
 
 
 def _run(script, *flags):
-  return subprocess.run(
-    [sys.executable, script.name, *flags],
-    env=test_train.os.environ | {'PYTHONPATH': str(_ROOT)},
-    cwd=script.parent,
-    capture_output=True,
-    text=True,
-    timeout=1200,
-  )
+  return script_lib.run(script.name, *flags, cwd=script.parent)
 
 
 def test_the_task_of_the_readme_runs(model, script, tmp_path):

@@ -98,14 +98,16 @@ def _assert_exact(trajectory, schemas=()):
   (segment,) = trajectory.segments
   np.testing.assert_array_equal(segment.tokens, tokens)
   np.testing.assert_array_equal(segment.action_mask, mask)
-  assert segment.tokens.dtype == np.int32 and segment.logprobs.dtype == np.float32
+  assert (
+    segment.tokens.dtype == np.int32 and segment.behaviour_logprobs.dtype == np.float32
+  )
 
 
 def _same(a, b):
   for s, t in zip(a.segments, b.segments, strict=True):
     np.testing.assert_array_equal(s.tokens, t.tokens)
     np.testing.assert_array_equal(s.action_mask, t.action_mask)
-    np.testing.assert_allclose(s.logprobs, t.logprobs, atol=2e-5)
+    np.testing.assert_allclose(s.behaviour_logprobs, t.behaviour_logprobs, atol=2e-5)
   assert (a.turns, a.messages, a.status) == (b.turns, b.messages, b.status)
 
 

@@ -212,7 +212,7 @@ class TestEvaluationBesideRollouts:
       for a, b in zip(some, others, strict=True):
         for s, t in zip(a.segments, b.segments, strict=True):
           np.testing.assert_array_equal(s.tokens, t.tokens)
-          np.testing.assert_array_equal(s.logprobs, t.logprobs)
+          np.testing.assert_array_equal(s.behaviour_logprobs, t.behaviour_logprobs)
 
   @pytest.mark.parametrize('partial', [False, True])
   def test_it_is_played_by_its_policy_while_a_rollout_is(self, model, tmp_path, partial):
@@ -274,7 +274,9 @@ class TestEvaluationBesideRollouts:
       (logprobs,) = tiny.learned(policies[0], t.segments, shape=shape)
       # Later ones follow a text that two policies have computed.
       mask = segment.action_mask & (segment.policy_steps == 0)
-      np.testing.assert_allclose(segment.logprobs[mask], logprobs[mask], atol=2e-5)
+      np.testing.assert_allclose(
+        segment.behaviour_logprobs[mask], logprobs[mask], atol=2e-5
+      )
 
 
 def test_an_error_of_the_engine_ends_the_run(model, tmp_path):

@@ -7,12 +7,12 @@ at a clock: the grace is made short, and a limit only ends a hang.
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
 import jax
 import pytest
+import script
 import tiny
 import watched
 
@@ -31,17 +31,14 @@ _NOT_SAVED = 'without a new checkpoint; the same command goes on from step'
 class _Process:
   """A script's process; what it says is in a file."""
 
-  def __init__(self, log, script, *arguments, grace=3, silence=0):
+  def __init__(self, log, name, *arguments, grace=3, silence=0):
     here = pathlib.Path(__file__).parent
-    environment = os.environ | {
-      'PYTHONPATH': f'{here}{os.pathsep}{here.parent}',
-      'AGENT_R1_GRACE_SECONDS': str(grace),
-      'AGENT_R1_SILENCE_SECONDS': str(silence),
-    }
+    seconds = {'AGENT_R1_GRACE_SECONDS': str(grace)}
+    seconds |= {'AGENT_R1_SILENCE_SECONDS': str(silence)}
     self.log = log
     with log.open('w') as file:
-      command = [sys.executable, '-u', here / script, *map(str, arguments)]
-      self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+      files = {'stdout': file, 'stderr': file}
+      self.process = script.Process(here / name, *arguments, **files, **seconds)
 
   @property
   def said(self):
@@ -83,8 +80,8 @@ def start(tmp_path):
   started = []
 
   def start(thing, *run, **seconds):
-    log, script = tmp_path / f'{len(started)}.log', __file__ if run else 'watched.py'
-    started.append(_Process(log, script, thing, *run, **seconds))
+    log, name = tmp_path / f'{len(started)}.log', __file__ if run else 'watched.py'
+    started.append(_Process(log, name, thing, *run, **seconds))
     return started[-1]
 
   yield start

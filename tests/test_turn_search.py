@@ -11,9 +11,9 @@ import tiny
 
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.train import choice as choice_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.train import rollout
-from agent_r1_jax.train import search as search_lib
 
 TURNS, TRIED = 3, 4
 NONE: Any = None  # No critic: values are scripted.

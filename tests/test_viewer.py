@@ -337,7 +337,7 @@ class TestContract:
   def test_inspect_reads_what_was_written(self, tmp_path):
     path = tmp_path / 'a.eval'
     group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
-    columns = {'columns': {'tokens': [1, 2], 'logprobs': [-0.5, 0.0]}}
+    columns = {'columns': {'tokens': [1, 2], 'old_logprobs': [-0.5, 0.0]}}
     write(path, [*group, failed()], extra=[columns] * 4)
     command = [INSPECT, '-c', READER, path, tmp_path]
     done = subprocess.run(command, capture_output=True, timeout=300, check=True)

@@ -22,8 +22,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
@@ -90,7 +90,7 @@ class Engine:
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
-    self._loop: loop_lib.Loop | None = None
+    self._loop: event_loop.Loop | None = None
 
   def run(self, coroutines: Iterable[Coroutine]) -> list:
     """Runs clients to their ends and returns their results in order.
@@ -98,7 +98,7 @@ class Engine:
     The first exception of one of them or of the engine cancels the others and is raised.
     """
     with self.open():
-      return loop_lib.wait(self.start(coroutines)).result()
+      return event_loop.wait(self.start(coroutines)).result()
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class Engine:
       yield
       return
     self._sync()
-    self._loop = loop_lib.Loop(self.replicas)
+    self._loop = event_loop.Loop(self.replicas)
     try:
       yield
     finally:

@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
@@ -120,7 +120,7 @@ class Replica:
     self._lines = collections.defaultdict(asyncio.Lock)
     self._taking = asyncio.Lock()
     self._reserved = 0
-    self._live: list[running_lib.Running] = []
+    self._live: list[active_request.ActiveRequest] = []
     # Replies of the last decode after which nobody has asked for another yet.
     self._answered = 0
     self._decoded: float | None = None
@@ -193,7 +193,7 @@ class Replica:
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
     number = next(self._numbers)
     generation = request_lib.Generation(request, text, number, self._wake.set)
-    self._live.append(running_lib.Running(generation, self.guides, automata))
+    self._live.append(active_request.ActiveRequest(generation, self.guides, automata))
     # Nobody waits any more for the next request of a client that got its reply.
     self._answered -= 1
     self._wake.set()
@@ -278,7 +278,7 @@ class Replica:
         self.pool.release(running.automata)
     self._live = [r for r in self._live if not r.generation.done]
 
-  def _choose_requests(self) -> tuple[Policy, list[running_lib.Running]]:
+  def _choose_requests(self) -> tuple[Policy, list[active_request.ActiveRequest]]:
     """Chooses the requests of the next piece of work, and gives them rows.
 
     All are for one policy; if several are asked for, the policies take turns. Requests
@@ -302,7 +302,7 @@ class Replica:
         break
     return policy, chosen
 
-  def _prefill(self, params, chosen: list[running_lib.Running]) -> bool:
+  def _prefill(self, params, chosen: list[active_request.ActiveRequest]) -> bool:
     """Copies shared prefixes or prefills one chunk a row; False if nothing is missing."""
     begin = time.perf_counter()
     most = self.sizes.prefill_rows[-1]
@@ -342,7 +342,7 @@ class Replica:
     longest = max(found.length for found, _ in copies)
     self._call_copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
-  async def _decode(self, params, step: int, chosen: list[running_lib.Running]):
+  async def _decode(self, params, step: int, chosen: list[active_request.ActiveRequest]):
     """Samples tokens for the rows that are prefilled, and hands out their chunks."""
     start, sizes = time.perf_counter(), self.sizes
     rows = {r: r.row for r in chosen if r.row and r.row.prefilled}
@@ -377,8 +377,10 @@ class Replica:
         running.add_chunk(out, m, step, row_states)
         self._answered += running.generation.done
 
-  def _arguments(self, places: dict[int, running_lib.Running], size: int):
-    return running_lib.make_decode_arguments(places, size, self.guides, self.sizes.rows)
+  def _arguments(self, places: dict[int, active_request.ActiveRequest], size: int):
+    return active_request.make_decode_arguments(
+      places, size, self.guides, self.sizes.rows
+    )
 
   def _in_thread(self, fn: Callable[[], Any]) -> asyncio.Future:
     return asyncio.get_running_loop().run_in_executor(self._thread, fn)

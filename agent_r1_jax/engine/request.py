@@ -64,11 +64,6 @@ class Chunk(NamedTuple):
   values: np.ndarray
   behaviour_logprobs: np.ndarray
 
-  @property
-  def piece(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens as a piece of a segment that is trained (types.Segment.join)."""
-    return self.tokens, self.behaviour_logprobs, self.policy_steps
-
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
   """Joins the chunks of one reply, of which there is at least one."""

@@ -14,9 +14,8 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, learner, packing
+from agent_r1_jax.rl import algorithms, correction, learner, packing, reward_transforms
 from agent_r1_jax.rl import kl as kl_lib
-from agent_r1_jax.rl import rewards as rewards_lib
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl.table import TokenTable
 
@@ -63,9 +62,9 @@ def score(
     columns['ref_logprobs'] = logprobs(models.reference, models.reference_config)
   if algorithm.correction or not algorithm.loss_mask:
     old = logprobs(models.policy, models.config)
-    # Without a correction, sampled tokens keep the sampler's log-probs.
+    # Without a correction, sampled tokens keep the behaviour log-probs.
     sampled = table.action_mask & (algorithm.correction is None)
-    columns['logprobs'] = np.where(sampled, table.logprobs, old)
+    columns['old_logprobs'] = np.where(sampled, table.old_logprobs, old)
   if algorithm.needs_critic:
     values = lambda b: learner.values(models.critic, b, config=models.config)
     view, own = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
@@ -100,7 +99,7 @@ def estimate(
   if isinstance(algorithm.kl, kl_lib.InReward):
     estimator = algorithm.kl.estimator
     metrics['kl'] = _mean_kl(visible, estimator)
-    visible = rewards_lib.less_kl(visible, coef=kl_coef, estimator=estimator)
+    visible = reward_transforms.less_kl(visible, coef=kl_coef, estimator=estimator)
   visible = algorithm.advantages(visible)
   advantages = visible.column('advantages')
   metrics['advantage_std'] = float(advantages.std()) if len(advantages) else 0.0
@@ -205,6 +204,6 @@ def _check_rows(view: TokenTable, own, shape: packing.MicrobatchShape) -> None:
 def _mean_kl(table: TokenTable, estimator: kl_lib.Estimator) -> float:
   """Averages over trajectories the mean over their action tokens (verl's)."""
   actions = table.take(table.action_mask)
-  kl = np.asarray(estimator(actions.logprobs, actions.column('ref_logprobs')))
+  kl = np.asarray(estimator(actions.old_logprobs, actions.column('ref_logprobs')))
   sums = table_lib.sum_by(actions.trajectory, kl, len(actions.group))
   return float(np.mean(sums / actions.lengths))

@@ -91,7 +91,7 @@ def fit(
     raise ValueError('played: all succeed or all fail; a value is fitted to both.')
   # At the beginning the log-odds of an average episode are those of the success rate.
   table = table_lib.build(played)
-  typical = table.logprobs[table.action_mask].sum() / len(played)
+  typical = table.old_logprobs[table.action_mask].sum() / len(played)
   odds = Odds(float(np.log(rate / (1 - rate)) - beta * typical), beta)
   state, loss = learner.init(params, optimizer), _make_loss(odds)
   rng, waiting = np.random.default_rng(seed), np.zeros(0, int)

@@ -19,7 +19,6 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, losses, packing, table
 
@@ -57,13 +56,6 @@ def cross_entropy(limit: float) -> Loss:
   return loss
 
 
-def init(params: decoder.Params) -> decoder.Params:
-  """Returns a policy's parameters with a value head of zeros, on the mesh that is set."""
-  dim = params['embed']['embedding'].shape[1]
-  head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
-  return params | sharding.init_sharded(head)
-
-
 def score(
   params: decoder.Params,
   texts: Sequence[Int[np.ndarray, '_']],
@@ -83,9 +75,7 @@ def score(
   for start in range(0, len(texts), shape.rows):
     some = texts[start : start + shape.rows]
     lengths = [len(tokens) for tokens in some]
-    packing.plan_layout(
-      lengths, row_tokens=shape.row_tokens
-    )  # Raises if one is too long.
+    packing.check_lengths(lengths, shape.row_tokens)
     places = tuple((i, 0) for i in range(len(some)))
     layout = packing.Layout(tuple(lengths), places, shape.rows, shape.row_tokens)
     batch = packing.pack(table.from_segments([_segment(t) for t in some]), layout)
@@ -177,12 +167,15 @@ def _weighted_values(stats: losses.TokenStats, batch: types.Batch):
 
 
 def _draw_groups(groups, count: int, rng) -> Iterator[np.ndarray]:
-  """Yields the members of `count` groups, in shuffled epochs, for ever."""
-  waiting = np.zeros(0, int)
+  """Yields the members of `count` different groups, in shuffled epochs, for ever."""
   names = np.unique(groups)
+  waiting, count = names[:0], min(count, len(names))
   while True:
-    while len(waiting) < count:
-      waiting = np.append(waiting, rng.permutation(names))
+    if len(waiting) < count:
+      epoch = rng.permutation(names)
+      # What is left of the last epoch comes late in the next, not twice in one step.
+      left = np.isin(epoch, waiting)
+      waiting = np.concatenate([waiting, epoch[~left], epoch[left]])
     yield np.flatnonzero(np.isin(groups, waiting[:count]))
     waiting = waiting[count:]
 

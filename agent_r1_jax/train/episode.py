@@ -18,11 +18,11 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import calls, program, rewards, threads, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import records
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
-from agent_r1_jax.train import choice as choice_lib
-from agent_r1_jax.train import search as search_lib
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -250,7 +250,10 @@ class Episode:
       self.status = 'truncated'
       return
     reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-    self.pieces += [(ids, None, None), reply.piece]
+    self.pieces += [
+      (ids, None, None),
+      (reply.tokens, reply.behaviour_logprobs, reply.policy_steps),
+    ]
     self.reply = reply
     self.sampled['tokens'] += len(reply.tokens)
     stop = self.context.length

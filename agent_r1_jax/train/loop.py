@@ -17,25 +17,16 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.checks import identity, preflight, sizes
 from agent_r1_jax.engine import guide, replica
+from agent_r1_jax.guided import critic
 from agent_r1_jax.host import preemption, processes, runtime, sharding
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, lora, peft_files, weights
 from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.train import (
-  critic,
-  curriculum,
-  evaluate,
-  groups,
-  identity,
-  preflight,
-  rollout,
-  schedule,
-  setup,
-  sizes,
-)
+from agent_r1_jax.train import curriculum, evaluate, groups, rollout, schedule, setup
 
 
 @preemption.watch()
@@ -57,7 +48,7 @@ def run(
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
   checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
   rollout, and at the end curve.png, numbers.md, and in HF layout model/ and, if the
-  critic is a model of its own, critic/ (see train/critic.py).
+  critic is a model of its own, critic/ (see guided/critic.py).
 
   Args:
     config: The run's configuration.
