@@ -46,7 +46,7 @@ _POLICY = flags.DEFINE_string('policy', 'runs/quickstart/model', 'The policy.')
 _REWARD_MODEL = flags.DEFINE_string('reward_model', '', 'Another judge of episodes.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/guided', 'Directory of the run.')
 _QUESTIONS = flags.DEFINE_integer('questions', 100, 'Questions of each set.')
-_SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the questions.')
+_PART = flags.DEFINE_enum('part', 'test', ['dev', 'test'], 'Which questions.')
 _MOST = flags.DEFINE_integer('most', 16, 'The most complete episodes, a power of 2.')
 _TURNS = flags.DEFINE_integer('turns', 8, 'The most candidates of a turn, a power of 2.')
 _SEARCH = flags.DEFINE_bool('search', False, 'Also play beams and trees.')
@@ -96,7 +96,7 @@ def read_miniwiki(seed: int) -> Data:
       index = miniwiki.make_index(miniwiki.corpus(world, 'train'))
       yield miniwiki.train_tasks(world, n // WORLDS), make_env(index)
 
-  questions = (_QUESTIONS.value, seed, _SPLIT.value)
+  questions = (_QUESTIONS.value, seed, _PART.value)
   sets = {name: miniwiki.test_set(name, *questions) for name in SETS}
   return Data(sets, make_env(miniwiki.index(seed)), practice, miniwiki.KINDS)
 
@@ -108,7 +108,7 @@ def read_wikipedia(seed: int) -> Data:
   tool = search_tool.search_tool(retriever, k=small.k, template=small.template)
   make_env = lambda: env.CloneableToolEnv([tool], small.reward, metrics=qa.metrics)
   held_out, watched, rows = rows_lib.read()
-  asked = held_out if _SPLIT.value == 'test' else watched
+  asked = held_out if _PART.value == 'test' else watched
   asked = [small.agent_task(task) for task in asked[: _QUESTIONS.value]]
   rows = [small.agent_task(task) for task in settings.shuffle(rows, seed)]
   kinds = sorted({task.info['type'] for task in asked})
@@ -458,7 +458,7 @@ def main(_):
   player, critic_dir = Player(config), workdir / 'critic'
   if not (critic_dir / SCALES).exists():
     fit_value(player, data, workdir)
-  path = workdir / f'results-{_SPLIT.value}-{_QUESTIONS.value}.jsonl'
+  path = workdir / f'results-{_PART.value}-{_QUESTIONS.value}.jsonl'
   results = Results(path, seed, data.kinds)
   for by_value in (False, True):
     play_episodes(player, data, critic_dir, results, by_value)
