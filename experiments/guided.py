@@ -271,14 +271,14 @@ def select_episodes(
 
   em = lambda t: t.metrics.get('em', 0.0)
   taken = {
-    'random': [group[0] for group in groups],
-    'majority': [vote(group, lambda t: 1.0) for group in groups],
-    'best (oracle)': [max(group, key=em) for group in groups],
+    'episodes, random': [group[0] for group in groups],
+    'episodes, majority': [vote(group, lambda t: 1.0) for group in groups],
+    'episodes, best (oracle)': [max(group, key=em) for group in groups],
   }
   for name, of in weights.items():
     weigh = lambda t, of=of: of.get(id(t), 0.0)
-    taken[f'highest {name}'] = [max(group, key=weigh) for group in groups]
-    taken[f'vote by {name}'] = [vote(group, weigh) for group in groups]
+    taken[f'episodes, highest {name}'] = [max(group, key=weigh) for group in groups]
+    taken[f'episodes, vote by {name}'] = [vote(group, weigh) for group in groups]
   return taken
 
 
@@ -336,9 +336,8 @@ def list_ways(own: Any) -> dict[tuple[str, int], rollout.Decoding]:
   return ways
 
 
-def play_turns(player: Player, data: Data, critic_dir, results: Results):
+def play_turns(player: Player, data: Data, params, results: Results):
   """Plays with candidates of each turn, and by the value's own language model."""
-  params, _ = critic.load_implicit(critic_dir, player.config.model.path)
   for (name, k), decoding in list_ways(player.engine.make_policy(params, 0)).items():
     if results.has(name, k):
       continue
@@ -351,28 +350,14 @@ def play_turns(player: Player, data: Data, critic_dir, results: Results):
     results.add(name, k, played, sum(map(sampled_tokens, played.values())), seconds)
 
 
-def play_episodes(
-  player: Player, data: Data, critic_dir, results: Results, by_value: bool
-):
-  """Plays K episodes of each question, and takes one; then looks at the values.
-
-  Args:
-    player: Plays.
-    data: The questions.
-    critic_dir: The directory of the value.
-    results: Gets the lines.
-    by_value: Whether π_φ samples the episodes, and not the policy.
-  """
+def play_episodes(player: Player, data: Data, critic_dir, params, odds, results: Results):
+  """Plays K episodes of each question, and takes one; then looks at the values."""
   most = _MOST.value
-  kind = 'episodes of π_φ' if by_value else 'episodes'
-  if results.has(f'{kind}, majority', most):
+  if results.has('calibration'):
     return
-  params, odds = critic.load_implicit(critic_dir, player.config.model.path)
-  own = player.engine.make_policy(params, 0) if by_value else None
-  decoding = rollout.Decoding(policy=own)
   start = time.time()
   played = {
-    name: player.play(tasks, data.make_env, decoding, most)
+    name: player.play(tasks, data.make_env, samples=most)
     for name, tasks in data.sets.items()
   }
   seconds = time.time() - start
@@ -392,9 +377,7 @@ def play_episodes(
         taken.setdefault(method, {})[name] = chosen
     for method, chosen in taken.items():
       spent = (seconds + reading * method.endswith('value')) * k / most
-      results.add(f'{kind}, {method}', k, chosen, tokens, spent)
-  if by_value:
-    return
+      results.add(method, k, chosen, tokens, spent)
   scales = [
     implicit_value.Odds(*x) for x in json.loads((critic_dir / SCALES).read_text())
   ]
@@ -458,11 +441,11 @@ def main(_):
   player, critic_dir = Player(config), workdir / 'critic'
   if not (critic_dir / SCALES).exists():
     fit_value(player, data, workdir)
+  params, odds = critic.load_implicit(critic_dir, _POLICY.value)
   path = workdir / f'results-{_PART.value}-{_QUESTIONS.value}.jsonl'
   results = Results(path, seed, data.kinds)
-  for by_value in (False, True):
-    play_episodes(player, data, critic_dir, results, by_value)
-  play_turns(player, data, critic_dir, results)
+  play_episodes(player, data, critic_dir, params, odds, results)
+  play_turns(player, data, params, results)
 
 
 if __name__ == '__main__':

@@ -35,11 +35,11 @@ def test_one_of_several_episodes_is_taken_in_each_way():
   taken = guided.select_episodes([group], {'value': judged})
   numbers = {id(t): number for number, t in enumerate(group)}
   assert {how: numbers[id(chosen)] for how, (chosen,) in taken.items()} == {
-    'random': 0,
-    'majority': 1,  # Articles and case do not count.
-    'best (oracle)': 1,
-    'highest value': 3,
-    'vote by value': 1,
+    'episodes, random': 0,
+    'episodes, majority': 1,  # Articles and case do not count.
+    'episodes, best (oracle)': 1,
+    'episodes, highest value': 3,
+    'episodes, vote by value': 1,
   }
   group[2].metrics['sampled_tokens'] = 32.0
   assert guided.sampled_tokens(group) == 3 * 4 + 32
