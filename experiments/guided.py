@@ -392,7 +392,8 @@ def judge(episodes, data: Data, odds, sums: np.ndarray) -> dict[str, np.ndarray]
     'value': 1 / (1 + np.exp(-odds.prior - odds.beta * sums)),
   }
   if _REWARD_MODEL.value:
-    tools = [data.make_env().tools[0].schema]
+    made: Any = data.make_env()
+    tools = [tool.schema for tool in made.tools]
     model = trained_reward_model.load(_REWARD_MODEL.value, tools=tools)
     judged['reward'] = np.exp(model.score(episodes))
   return judged

@@ -71,8 +71,8 @@ def test_a_step_is_the_same_however_it_is_batched():
 
 def test_the_engine_reads_what_the_learner_computes(tmp_path):
   own, critic = test_rollout._params(), tiny.params(tiny.config(), likely={100: 0.5})
-  copied = {'tokenizer_from': tiny.tokenizer_dir()}
-  weights.save(tmp_path / 'policy', tiny.config(), own, **copied)
+  policy, tokenizer = tmp_path / 'policy', tiny.tokenizer_dir()
+  weights.save(policy, tiny.config(), own, tokenizer_from=tokenizer)
   odds = implicit_value.Odds(0.1, 0.3)
   critic_lib.save_implicit(
     tmp_path / 'critic', tiny.config(), critic, tmp_path / 'policy', odds
