@@ -329,7 +329,7 @@ def list_ways(own: Any) -> dict[tuple[str, int], rollout.Decoding]:
       'turns, highest value': choice.Choice(k, critic=own, implicit=True),
       'turns, likeliest': choice.Choice(k, choice.mean_logprob),
     }
-    if _SEARCH.value:
+    if _SEARCH.value and k > 2:
       choices['beams of 2'] = search.Beams(2, k // 2, own, implicit=True)
       choices['tree'] = search.Tree(k, k, own, implicit=True)
     ways |= {(n, k): rollout.Decoding(choice=c) for n, c in choices.items()}

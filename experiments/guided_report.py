@@ -100,6 +100,9 @@ def main(argv):
   for line in read:
     if 'sets' in line:
       methods.setdefault((line['method'], line['k']), []).append(line)
+  # What was measured with some of the seeds cannot stand beside the means of all.
+  seeds = len({line['seed'] for line in read})
+  methods = {key: lines for key, lines in methods.items() if len(lines) == seeds}
   out = pathlib.Path(_OUT.value)
   calibrations = [line for line in read if line['method'] == 'calibration']
   plot(methods, calibrations, out.with_suffix('.png'))
