@@ -28,7 +28,6 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.checks import identity, sizes
 from agent_r1_jax.engine import guide
 from agent_r1_jax.guided import choice, critic, search
-from agent_r1_jax.guided import reward_model as trained_reward_model
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import implicit_value, packing, reward_model
@@ -43,7 +42,6 @@ from experiments.wikipedia import settings
 
 _TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', 'wikipedia'], 'The task.')
 _POLICY = flags.DEFINE_string('policy', 'runs/quickstart/model', 'The policy.')
-_REWARD_MODEL = flags.DEFINE_string('reward_model', '', 'Another judge of episodes.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/guided', 'Directory of the run.')
 _QUESTIONS = flags.DEFINE_integer('questions', 100, 'Questions of each set.')
 _PART = flags.DEFINE_enum('part', 'test', ['dev', 'test'], 'Which questions.')
@@ -365,7 +363,11 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
   start = time.time()
   sums = player.sum_logprobs(every, params)
   reading = time.time() - start
-  judged = judge(every, data, odds, np.array([s[-1] for s in sums]))
+  said = odds.prior + odds.beta * np.array([s[-1] for s in sums])
+  judged = {
+    'log-prob': np.exp([mean_logprob(t) for t in every]),
+    'value': 1 / (1 + np.exp(-said)),
+  }
   weights = {n: dict(zip(map(id, every), w, strict=True)) for n, w in judged.items()}
   for k in doubles(most):
     taken: dict[str, dict[str, list]] = {}
@@ -383,20 +385,6 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
   ]
   compare(every, judged, results)
   results.add_line('calibration', **calibrate(every, sums, scales, odds))
-
-
-def judge(episodes, data: Data, odds, sums: np.ndarray) -> dict[str, np.ndarray]:
-  """Returns the weight of each episode, float64 [n], by the name of what judges."""
-  judged = {
-    'log-prob': np.exp([mean_logprob(t) for t in episodes]),
-    'value': 1 / (1 + np.exp(-odds.prior - odds.beta * sums)),
-  }
-  if _REWARD_MODEL.value:
-    made: Any = data.make_env()
-    tools = [tool.schema for tool in made.tools]
-    model = trained_reward_model.load(_REWARD_MODEL.value, tools=tools)
-    judged['reward'] = np.exp(model.score(episodes))
-  return judged
 
 
 def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
