@@ -42,6 +42,7 @@ from experiments.wikipedia import settings
 
 _TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', 'wikipedia'], 'The task.')
 _POLICY = flags.DEFINE_string('policy', 'runs/quickstart/model', 'The policy.')
+_BETA = flags.DEFINE_float('beta', 0.3, 'How far log-odds follow log-probs, β.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/guided', 'Directory of the run.')
 _QUESTIONS = flags.DEFINE_integer('questions', 100, 'Questions of each set.')
 _PART = flags.DEFINE_enum('part', 'test', ['dev', 'test'], 'Which questions.')
@@ -190,6 +191,7 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
     shape=player.rows,
     steps=schedule.steps,
     episodes=EPISODES,
+    beta=_BETA.value,
     seed=config.seed,
     on_step=make_printer(),
   )
