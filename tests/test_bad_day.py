@@ -38,12 +38,6 @@ def test_everything_holds(tmp_path):
   assert met & {'kill', 'terminate'}
 
 
-def test_a_workdir_is_not_gone_on_with(tmp_path):
-  done = script_lib.run('-m', 'experiments.bad_day', f'--workdir={tmp_path}')
-  assert done.returncode == 1
-  assert 'begins anew' in done.stderr
-
-
 def test_the_same_faults_strike_in_every_process():
   code = (
     'from agent_r1_jax import types\n'

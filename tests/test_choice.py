@@ -12,6 +12,8 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import (
   advantages,
@@ -21,8 +23,6 @@ from agent_r1_jax.rl import (
   reward_transforms,
   table,
 )
-from agent_r1_jax.train import choice as choice_lib
-from agent_r1_jax.train import critic as critic_lib
 from agent_r1_jax.train import rollout
 
 LONG = 'What is {}? one two three four five six seven eight nine ten one two three four'

@@ -8,7 +8,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -161,13 +160,6 @@ def test_what_an_episode_says_is_no_markup(tmp_path):
   assert 'caught' not in text and '<b>' not in text
   assert elements.read('text-0')[1]['messages'][0]['content'] == HOSTILE
   assert elements.read('run')['groups'][1][1] == HOSTILE.replace('\0', '?')
-
-
-def test_nothing_there_is_said_in_a_line(tmp_path):
-  command = [sys.executable, '-m', 'experiments.report', f'--workdir={tmp_path}']
-  done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-  assert done.returncode == 1 and not list(tmp_path.iterdir())
-  assert re.fullmatch(r'.* has no metrics.jsonl .* finished its first .*\n', done.stderr)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'google-chrome'))), None)

@@ -13,9 +13,9 @@ import tiny
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import rewards as rewards_lib
+from agent_r1_jax.guided import reward_model as trained
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import packing, reward_model
-from agent_r1_jax.train import reward_model as trained
 
 # Two groups; the pairs are (0, 1), (0, 2) and (3, 4).
 SCORES = np.array([0.5, -0.25, 1.0, 2.0, 0.0])

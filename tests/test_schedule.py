@@ -26,12 +26,6 @@ _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled_here():
-  """Others compile without optimisations: the same run must not mix both."""
-  jax.clear_caches()
-
-
 def _run(model, workdir, learned=None, **kwargs):
   """The parameters, and in `learned` the trajectories of each update."""
   options = {name: kwargs.pop(name) for name in ('make_env', 'evals') if name in kwargs}

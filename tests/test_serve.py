@@ -1,15 +1,13 @@
 """The server, asked by OpenAI's client: what it answers, refuses, counts and survives."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import httpx2
 import openai
 import pydantic
 import pytest
+import script
 import serving
 
 from agent_r1_jax import config as config_lib
@@ -220,18 +218,11 @@ def test_a_late_reply():
 
 def test_sigterm_lets_replies_end():
   model = serving.ROOT / 'experiments/miniwiki/model'
-  command = [sys.executable, '-m', 'experiments.serve', '--port=0']
+  command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']
   sizes = {'rows': 8, 'slots': serving.SLOTS, 'bucket': serving.SLOTS, 'replicas': 1}
   sizes |= {'decode_steps': 16, 'prefill_rows': 4, 'prefill_tokens': 64, 'narrow': False}
   command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
-  process = subprocess.Popen(
-    [*command, f'--config.model.path={model}'],
-    stdout=subprocess.PIPE,
-    text=True,
-    cwd=serving.ROOT,
-    env={**os.environ, 'AGENT_R1_API_KEYS': 'right'},
-  )
-  try:
+  with script.Process(*command, AGENT_R1_API_KEYS='right') as process:
     url = next(line for line in process.stdout if line.startswith('http')).strip()
     with openai.OpenAI(base_url=f'{url}/v1', api_key='right', max_retries=0) as client:
       stream = client.completions.create(
@@ -243,7 +234,3 @@ def test_sigterm_lets_replies_end():
     assert reasons[-1] in ('stop', 'length') and process.wait(60) == 0
     with pytest.raises(httpx2.ConnectError):
       httpx2.get(f'{url}/health')
-  finally:
-    process.kill()
-    process.stdout.close()
-    process.wait()

@@ -5,19 +5,19 @@ import json
 import os
 import pathlib
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import script
 import test_train
 import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import types
+from agent_r1_jax.checks import memory, sizes
 from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
@@ -26,7 +26,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, learner, optimizers
-from agent_r1_jax.train import memory, setup, sizes
+from agent_r1_jax.train import setup
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
 _WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)
@@ -189,10 +189,10 @@ class TestChoose:
 def instruct() -> config_lib.Config:
   """What the script sets; in a process of its own."""
   code = (
-    'import dataclasses, json; from experiments.hotpotqa import settings as h; '
+    'import dataclasses, json; from experiments.wikipedia import settings as h; '
     'print(json.dumps([h.INSTRUCT.kl, dataclasses.asdict(h.INSTRUCT.config)]))'
   )
-  said = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)
+  said = script.run('-c', code)
   kl, rooms = json.loads(said.stdout)
   assert kl == _WITH_REFERENCE.kl.coef
   flat = {
@@ -214,7 +214,7 @@ class TestDocumentedCommand:
     .partition('\n## ')[0]
   )
   _COMMAND = shlex.split(_SECTION.split('```')[1].replace('\\\n', ' '))
-  _SCRIPT = pathlib.Path(__file__).parents[1] / 'experiments' / 'hotpotqa' / 'search.py'
+  _SCRIPT = pathlib.Path(__file__).parents[1] / 'experiments' / 'wikipedia' / 'search.py'
   _MODELS = memory.Models(_qwen(), _WITH_REFERENCE)
 
   @pytest.fixture
@@ -606,20 +606,13 @@ def test_eight_devices_are_not_refused(model):
   """In a process of its own: this one has one device."""
   code = (
     'import sys; from agent_r1_jax import config, train; '
-    'from agent_r1_jax.train import sizes; '
+    'from agent_r1_jax.checks import sizes; '
     'from agent_r1_jax.rl import algorithms; '
     'run = config.Config(model=config.Model(sys.argv[1])); '
     'run = sizes.resolve(run, algorithms.grpo()); '
     'print(run.batch.microbatch, train.make_mesh(run.mesh).size)'
   )
-  flags = '--xla_force_host_platform_device_count=8'
-  done = subprocess.run(
-    [sys.executable, '-c', code, str(model)],
-    env=os.environ | {'XLA_FLAGS': flags},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = script.run('-c', code, model, JAX_NUM_CPU_DEVICES='8')
   assert done.returncode == 0, done.stderr
   microbatch, devices = map(int, done.stdout.split())
   assert devices == 8 and microbatch % 8 == 0

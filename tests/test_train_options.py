@@ -27,12 +27,6 @@ _STALE = _PLAIN._replace(correction=correction.token_truncated())
 model = test_train.model
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiled_here():
-  """Others compile without optimisations: the same run must not mix both."""
-  jax.clear_caches()
-
-
 def _run(model, workdir, algorithm=_PLAIN, **kwargs):
   options = {'make_env': 'make_env', 'questions': 'tasks', 'privileged': 'privileged'}
   options['guides'] = 'guides'

@@ -4,7 +4,7 @@ import dataclasses
 
 from agent_r1_jax import fields
 
-# Fields whose value is chosen where they are 0; see train/sizes.py.
+# Fields whose value is chosen where they are 0; see checks/sizes.py.
 SIZES = (
   'engine.rows',
   'engine.slots',

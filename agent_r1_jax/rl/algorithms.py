@@ -57,7 +57,7 @@ class Algorithm(NamedTuple):
   rewards: tuple[reward_transforms.Transform, ...] = ()
   # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
-  # What the critic learns; it is saved with it (train/critic.py).
+  # What the critic learns; it is saved with it (guided/critic.py).
   value_targets: ValueTargets | None = None
   # The weight of the value loss if the critic is a second head of the policy.
   value_coef: float = 1.0

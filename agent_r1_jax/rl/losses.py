@@ -228,14 +228,22 @@ def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Sur
   return surrogate
 
 
+def segment_sum(
+  x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T']
+) -> Float[Array, 'B T']:
+  """For each token, the sum of x over its segment."""
+  # The segments of a row are 1, 2, ..., at most one for each token; 0 is padding.
+  add = lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i]
+  return jax.vmap(add)(x, segment_ids)
+
+
 def _segment_mean(
   x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T'], counted: Bool[Array, 'B T']
 ) -> Float[Array, 'B T']:
   """For each token, the mean of x over the counted tokens of its segment, or 0."""
-  # The segments of a row are 1, 2, ..., at most one for each token; 0 is padding.
-  sums = jax.vmap(lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i])
-  total = sums(jnp.where(counted, x, 0.0), segment_ids)
-  return total / jnp.maximum(sums(counted.astype(x.dtype), segment_ids), 1.0)
+  total = segment_sum(jnp.where(counted, x, 0.0), segment_ids)
+  count = segment_sum(counted.astype(x.dtype), segment_ids)
+  return total / jnp.maximum(count, 1.0)
 
 
 def _token_metrics(log: Array, clipped: Array | None = None) -> TokenMetrics:

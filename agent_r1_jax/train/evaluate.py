@@ -12,10 +12,11 @@ from agent_r1_jax.agent import call_grammar, calls
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.checks import preflight
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.train import choice as choice_lib
-from agent_r1_jax.train import preflight, rollout
+from agent_r1_jax.train import rollout
 from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of what goes wrong in an episode; they are logged when they are 0, too.

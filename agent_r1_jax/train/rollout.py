@@ -16,10 +16,10 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import processes, records
-from agent_r1_jax.train import choice as choice_lib
 from agent_r1_jax.train import episode as episode_lib
-from agent_r1_jax.train import search as search_lib
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env | program.Program]
@@ -117,8 +117,8 @@ class Decoding(NamedTuple):
     sampling: How tokens are chosen from the logits.
     grammar: Restricts what a reply may say, which makes the samples off-policy.
     policy: The policy that samples; None is the engine's newest at each decode.
-    choice: Samples each reply several times and takes one (train/choice.py), or searches
-      over turns (train/search.py), which makes the episodes off-policy.
+    choice: Samples each reply several times and takes one (guided/choice.py), or searches
+      over turns (guided/search.py), which makes the episodes off-policy.
     guides: Guides that the engine was made with, and the state in which each begins.
   """
 

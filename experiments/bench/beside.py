@@ -1,8 +1,8 @@
 """This engine and learner beside Hugging Face's on the same device, in one run.
 
   pip install torch transformers                    # where they are not there already
-  python -m experiments.bench_beside                # one GPU: Qwen3-0.6B, bfloat16
-  python -m experiments.bench_beside --shape=tiny --rows=4 --prompt=16 --reply=16
+  python -m experiments.bench.beside                # one GPU: Qwen3-0.6B, bfloat16
+  python -m experiments.bench.beside --shape=tiny --rows=4 --prompt=16 --reply=16
 
 Two processes in turn, so that each has the memory to itself: one samples and updates with
 this project, one with `generate` and with a plain loop of torch, whose attention is SDPA
@@ -25,9 +25,9 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.models import decoder, hf_config
-from experiments import bench_common
+from experiments.bench import common
 
-_SHAPE = flags.DEFINE_string('shape', '0.6b', 'A key of bench_common.SHAPES.')
+_SHAPE = flags.DEFINE_string('shape', '0.6b', 'A key of common.SHAPES.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are sampled, and learned from.')
 _PROMPT = flags.DEFINE_integer('prompt', 512, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 512, 'Tokens of a reply.')
@@ -52,7 +52,7 @@ def batch() -> dict[str, np.ndarray]:
   """Prompts and replies of random tokens [B, T], and an advantage a text [B, 1]."""
   rng, B = np.random.default_rng(0), _ROWS.value
   T = _PROMPT.value + _REPLY.value
-  tokens = rng.integers(0, bench_common.SHAPES[_SHAPE.value].vocab_size, (B, T))
+  tokens = rng.integers(0, common.SHAPES[_SHAPE.value].vocab_size, (B, T))
   return {'tokens': tokens, 'advantages': rng.normal(size=(B, 1)).astype(np.float32)}
 
 
@@ -85,12 +85,10 @@ def by_jax(config: decoder.DecoderConfig) -> dict[str, Any]:
   found = {'sampling': least_seconds(sample)}
   del engine
   mask = np.tile(np.arange(T) >= _PROMPT.value, (_ROWS.value, 1))
-  whole = bench_common.make_batch(
-    given['tokens'], mask, given['advantages'], config.vocab_size
-  )
-  parts = bench_common.split_batch(whole, _MICROBATCH.value)
+  whole = common.make_batch(given['tokens'], mask, given['advantages'], config.vocab_size)
+  parts = common.split_batch(whole, _MICROBATCH.value)
   optimizer = optimizers.make(config_lib.Optimizer(), 1e-6)
-  update = bench_common.make_update(config, params, parts, optimizer)
+  update = common.make_update(config, params, parts, optimizer)
   found['update'] = least_seconds(update)
   device = jax.devices()[0]
   peak = (device.memory_stats() or {}).get('peak_bytes_in_use')
@@ -197,7 +195,7 @@ def torch_update(model: Any, config: decoder.DecoderConfig) -> Callable[[], None
 def line_of(side: str) -> dict[str, Any]:
   """What a process of its own prints."""
   given = [flag for flag in sys.argv[1:] if not flag.startswith('--side')]
-  command = [sys.executable, '-m', 'experiments.bench_beside', f'--side={side}', *given]
+  command = [sys.executable, '-m', 'experiments.bench.beside', f'--side={side}', *given]
   done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
   if done.returncode:
     raise SystemExit(f'--side={side} ended with {done.returncode}; see above')
@@ -211,7 +209,7 @@ def main(_):
     for line in (ours, theirs, {'ratio': ratios}):
       print(json.dumps(line), flush=True)
     return
-  config = bench_common.SHAPES[_SHAPE.value]
+  config = common.SHAPES[_SHAPE.value]
   found = (by_jax if _SIDE.value == 'jax' else by_torch)(config)
   sizes = dict(rows=_ROWS.value, prompt=_PROMPT.value, reply=_REPLY.value)
   about = {'side': _SIDE.value, 'shape': _SHAPE.value} | sizes

@@ -83,6 +83,12 @@ class Models(NamedTuple):
   reference: decoder.DecoderConfig | None = None
   shared_critic: bool = False
 
+  @property
+  def trained(self) -> int:
+    """How many models are trained: a critic may be one of its own."""
+    critic = self.algorithm is not None and self.algorithm.needs_critic
+    return 2 if critic and not self.shared_critic else 1
+
 
 class Estimate(NamedTuple):
   """Bytes on one chip.
@@ -158,7 +164,7 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
 
 
 @functools.cache
-def _count_parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
+def count_parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
   """Counts the parameters of a model: those of its layers, and all."""
   plain = dataclasses.replace(model, dtype='float32', remat='none')
   shapes = jax.eval_shape(lambda: decoder.init(plain, jax.random.key(0)))
@@ -167,7 +173,7 @@ def _count_parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
 
 
 @functools.cache
-def _trained_bytes(
+def trained_bytes(
   model: decoder.DecoderConfig, rank: int, targets: str, optimizer: str
 ) -> tuple[int, int]:
   """Returns the bytes of the trained parameters and of the optimizer's state."""
@@ -187,9 +193,9 @@ def _trained_bytes(
 
 
 def _trained_on_chip(config, models, machine) -> tuple[float, float]:
-  """Returns `_trained_bytes`, divided over the chips."""
+  """Returns `trained_bytes`, divided over the chips."""
   adapters = (config.model.lora_rank, config.model.lora_targets)
-  sizes = _trained_bytes(models.policy, *adapters, config.optimizer.kind)
+  sizes = trained_bytes(models.policy, *adapters, config.optimizer.kind)
   split = count_splits(config.mesh, machine.chips)[1]
   return sizes[0] / split, sizes[1] / split
 
@@ -198,19 +204,17 @@ def _training_terms(config, models, machine) -> dict[str, float]:
   """Returns what training holds in every phase."""
   algorithm, split = models.algorithm, count_splits(config.mesh, machine.chips)[1]
   learned, opt_state = _trained_on_chip(config, models, machine)
-  frozen = _count_parameters(models.policy)['all'] * _FLOAT / split
+  frozen = count_parameters(models.policy)['all'] * _FLOAT / split
   terms = {'parameters, float32': frozen + (learned if config.model.lora_rank else 0)}
-  trained = 1
-  if algorithm.needs_critic and not models.shared_critic:
+  if models.trained == 2:
     terms['critic, float32'] = learned
-    trained = 2
   if not config.optimizer.offload:
-    terms[f'state of {config.optimizer.kind}'] = trained * opt_state
+    terms[f'state of {config.optimizer.kind}'] = models.trained * opt_state
   # A reference of its own directory is held whole; otherwise what is frozen is shared
   # with the policy, and only what is trained is held twice.
   if models.reference:
     terms['reference, float32'] = (
-      _count_parameters(models.reference)['all'] * _FLOAT / split
+      count_parameters(models.reference)['all'] * _FLOAT / split
     )
   elif algorithm.needs_reference:
     terms['reference, float32'] = learned
@@ -232,7 +236,7 @@ def _engine_terms(config, model, machine) -> dict[str, float]:
 
 def _copy_bytes(config, model, machine) -> float:
   """Returns the bytes of one copy of the policy that samples, on one chip."""
-  count = _count_parameters(model)
+  count = count_parameters(model)
   size = jnp.dtype(model.dtype).itemsize
   # On one chip, float32 embeddings are shared with the training's.
   shared = size == _FLOAT and machine.chips == 1 and not config.mesh.samplers
@@ -341,7 +345,7 @@ def activations(
   terms |= {'one layer': layer['all'] + computing, 'vocabulary head': vocabulary}
   terms = {name: _MARGIN * n for name, n in terms.items()}
   if model.dtype == 'bfloat16':
-    count = _count_parameters(model)['layers'] / tensor
+    count = count_parameters(model)['layers'] / tensor
     cast = 2 * _MARGIN * count / L if sharded else _CAST * count
     terms[f'layers cast to {model.dtype}'] = 2 * cast
   return terms
@@ -424,15 +428,13 @@ def _update_terms(config, models, machine) -> dict[str, float]:
 def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
   """Returns the copy that a CPU writes, and what a gradient left of its heap."""
   learned, opt_state = _trained_on_chip(config, models, machine)
-  algorithm = models.algorithm
-  trained = 2 if algorithm.needs_critic and not models.shared_critic else 1
   # A reference that changes, and a sampler that is older than the policy, are in it too
   # (TrainState.checkpoint_arrays in rl/updates.py).
   schedule = config.schedule
   older = schedule.sync_every > 1 or (schedule.ahead and not schedule.partial)
   others = bool(schedule.reference_every) + bool(older)
   return {
-    'copy for the checkpoint': trained * (learned + opt_state) + others * learned,
+    'copy for the checkpoint': models.trained * (learned + opt_state) + others * learned,
     'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values()),
   }
 

@@ -1,6 +1,6 @@
 """What playing ahead gives as episode lengths get a tail: chips that only take time.
 
-  python -m experiments.utilization --picture=docs/utilization.png
+  python -m experiments.bench.utilization --picture=docs/utilization.png
 
 The schedule, the engine and the environments are those of training. The chips are not:
 a decode takes its time whatever the rows (decoding is bound by the weights'
@@ -46,7 +46,7 @@ _SEGMENT = flags.DEFINE_float('segment', 0.01, 'Seconds of a decode of 8 tokens.
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the lengths.')
 _PICTURE = flags.DEFINE_string('picture', '', 'PNG file to draw the speeds to.')
 
-_TOKENIZER = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
+_TOKENIZER = pathlib.Path(__file__).parents[1] / 'miniwiki' / 'model'
 _SLOTS, _TOKENS, _WARM = 4096, 8, 5
 _LONGEST = _SLOTS // 2  # The most tokens of an episode.
 MODES: dict[str, dict[str, Any]] = {

@@ -35,9 +35,9 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.tools import python, sandbox
-from experiments import bench_common
+from experiments.bench import common
 
-_SHAPE = flags.DEFINE_string('shape', 's5', 'A key of bench_common.SHAPES.')
+_SHAPE = flags.DEFINE_string('shape', 's5', 'A key of common.SHAPES.')
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions of each, without compilation.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
@@ -183,12 +183,12 @@ def _make_update(bench: Bench, wanted: str) -> Callable[[], None]:
     mask[:, : _PROMPT.value] = False
     mask[:, _PROMPT.value + 40 : _PROMPT.value + 72] = False
   tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
-  batch = bench_common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
+  batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
-  return bench_common.make_update(
+  return common.make_update(
     bench.config,
     jax.tree.map(jnp.copy, bench.params),
-    bench_common.split_batch(batch, _MICROBATCH.value),
+    common.split_batch(batch, _MICROBATCH.value),
     optimizer,
   )
 
@@ -481,7 +481,7 @@ def main(_):
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
-  shapes = bench_common.SHAPES
+  shapes = common.SHAPES
   if _SHAPE.value not in shapes:
     raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*shapes]}')
   config = shapes[_SHAPE.value]

@@ -1,6 +1,6 @@
 """Load on the server of serve/server.py, beside the bare engine with the same requests.
 
-  python -m experiments.bench_endpoint --shape=s25 --streams=64
+  python -m experiments.bench.endpoint --shape=s25 --streams=64
 
 The policy has random weights and the tokenizer of miniwiki. Client processes keep so many
 streams going, each of which asks for one reply after the other; the bare engine gets the
@@ -28,9 +28,9 @@ from agent_r1_jax.engine import request
 from agent_r1_jax.host import http, runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.serve import server
-from experiments import bench_common
+from experiments.bench import common
 
-_SHAPE = flags.DEFINE_string('shape', 's25', 'A key of bench_common.SHAPES.')
+_SHAPE = flags.DEFINE_string('shape', 's25', 'A key of common.SHAPES.')
 _STREAMS = flags.DEFINE_integer('streams', 64, 'Replies at a time.')
 _CLIENTS = flags.DEFINE_integer('clients', 2, 'Client processes.')
 _REPLIES = flags.DEFINE_integer('replies', 4, 'Replies of each stream.')
@@ -115,8 +115,8 @@ def _measure(fn) -> dict[str, float]:
 def main(_):
   runtime.quiet_logging()
   runtime.enable_compilation_cache()
-  shape = bench_common.SHAPES[_SHAPE.value]
-  model = pathlib.Path(__file__).parent / 'miniwiki' / 'model'
+  shape = common.SHAPES[_SHAPE.value]
+  model = pathlib.Path(__file__).parents[1] / 'miniwiki' / 'model'
   chat = chat_lib.Chat(tokenizer.load(str(model)))
   params = jax.jit(decoder.init, static_argnums=0)(shape, jax.random.key(0))
   engine = engine_lib.Engine(

@@ -11,7 +11,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
 from agent_r1_jax.agent import calls, program, workers
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.train import preflight, rollout
+from agent_r1_jax.checks import preflight
+from agent_r1_jax.train import rollout
 
 # An event loop that is held for longer makes all other agents wait visibly.
 _HELD_SECONDS = 0.3

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import workers
-from agent_r1_jax.models import hf_config
+from agent_r1_jax.checks import memory, preflight, sizes, trial
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import sandbox
-from agent_r1_jax.train import memory, preflight, rollout, sizes, trial
+from agent_r1_jax.train import rollout
 
 _PACKAGE = 'agent_r1_jax'
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -257,17 +257,14 @@ def _needed_bytes(subject: _Subject) -> float:
   """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
   config = subject.config
   try:
-    shape = hf_config.read(config.model.path)
+    models = sizes.read_models(config.model, subject.algorithm)
   except (OSError, ValueError):
     return 0.0
   adapters = (config.model.lora_rank, config.model.lora_targets)
-  learned, state = memory._trained_bytes(shape, *adapters, config.optimizer.kind)
-  critic = subject.algorithm is not None and subject.algorithm.needs_critic
+  trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
   # While one is written, the one before the oldest that is kept is still there.
-  each = (2 if critic else 1) * (learned + state)
-  return (config.checkpoint.keep + 1) * each + 4.0 * memory._count_parameters(shape)[
-    'all'
-  ]
+  checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)
+  return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']
 
 
 def _within(name: str, check: Callable[[], Finding]) -> Finding:

@@ -18,10 +18,10 @@ import jax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.checks import memory
 from agent_r1_jax.host import processes, runtime, sharding
 from agent_r1_jax.models import hf_config
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import memory
 
 FIELDS = config_lib.SIZES
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
@@ -63,7 +63,7 @@ def resolve(
       to change. Or its rows cannot be split over the mesh.
   """
   runtime.initialize()
-  machine, models = find_machine(config.mesh), _read_models(config.model, algorithm)
+  machine, models = find_machine(config.mesh), read_models(config.model, algorithm)
   given = config
   if workdir is not None:
     config = load_recorded(config, workdir)
@@ -236,7 +236,7 @@ def _check_split(config: config_lib.Config, machine: memory.Machine) -> None:
     )
 
 
-def _read_models(config: config_lib.Model, algorithm) -> memory.Models:
+def read_models(config: config_lib.Model, algorithm) -> memory.Models:
   """Reads the models' shapes from config.json; no weights are read."""
   if not config.path:
     raise ValueError(

@@ -1,7 +1,7 @@
 """What one accelerator does of what it could: a JSON line for each measurement.
 
-  python -m experiments.bench_accelerator                   # one GPU of 80 GB
-  python -m experiments.bench_accelerator --shape=tiny --rows=4 --used=64 --context=256
+  python -m experiments.bench.accelerator                   # one GPU of 80 GB
+  python -m experiments.bench.accelerator --shape=tiny --rows=4 --used=64 --context=256
 
 - decode: a step of `rows` texts with `used` tokens each, beside its floor: the bytes of
   the weights and of the used cache over the bandwidth that a copy reaches.
@@ -43,11 +43,11 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
-from experiments import bench_common
+from experiments.bench import common
 
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
 _SHAPE = flags.DEFINE_string(
-  'shape', '', 'A key of bench_common.SHAPES; by default what each is meant for.'
+  'shape', '', 'A key of common.SHAPES; by default what each is meant for.'
 )
 _ROWS = flags.DEFINE_list('rows', ['64', '256'], 'Texts that are decoded at a time.')
 _USED = flags.DEFINE_list('used', ['512', '1024', '2048', '4096'], 'Tokens of a text.')
@@ -61,7 +61,7 @@ _COPY = flags.DEFINE_integer('copy', 1 << 30, 'Numbers of the copy, of 2 bytes.'
 
 
 def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
-  config = bench_common.SHAPES[_SHAPE.value or default]
+  config = common.SHAPES[_SHAPE.value or default]
   config = dataclasses.replace(config, dtype='bfloat16', remat=_REMAT.value)
   return config, jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
 
@@ -186,7 +186,7 @@ def _training(N, K, H, T: int) -> dict[str, Callable[[], Any]]:
 def kernels():
   """A line for each kernel and size; one that fails says why."""
   decoded, trained = (
-    bench_common.SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b')
+    common.SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b')
   )
   heads = lambda config: (config.num_heads, config.num_kv_heads, config.head_dim)
   speed, jobs = bandwidth(), []
@@ -224,8 +224,8 @@ def context():
     tokens = rng.integers(0, config.vocab_size, (1, T))
     actions = np.arange(T)[None] >= T // 2
     advantages = rng.normal(size=(1, T))
-    batch = bench_common.make_batch(tokens, actions, advantages, config.vocab_size)
-    update = bench_common.make_update(config, params, [batch], _optimizer())
+    batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
+    update = common.make_update(config, params, [batch], _optimizer())
     first, seconds = _seconds(update)
     attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
     operations = 6 * parameters + attention

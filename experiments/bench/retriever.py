@@ -1,6 +1,6 @@
 """Load on a retrieval server: queries a second, their times, and what is refused.
 
-  python -m experiments.bench_retriever
+  python -m experiments.bench.retriever
 
 A million random vectors are indexed, once, in WORKDIR. The server runs in a process on
 two cores. Client processes send single queries, each of which is new, at random times
@@ -170,7 +170,7 @@ def main(_):
     build(directory)
     print(f'{_PASSAGES.value} vectors indexed in {time.monotonic() - start:.0f} s')
   command = ['taskset', '-c', ','.join(_CORES.value), sys.executable]
-  command += ['-m', 'experiments.bench_retriever', '--serve', *sys.argv[1:]]
+  command += ['-m', 'experiments.bench.retriever', '--serve', *sys.argv[1:]]
   # One core searches, and the other one speaks HTTP.
   environ = os.environ | {'OMP_NUM_THREADS': '1'}
   with (

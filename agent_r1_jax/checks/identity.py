@@ -39,35 +39,64 @@ def describe_run(
   env: Any,
   tasks: Sequence[types.Task],
   privileged: Callable | None = None,
+  guides: Iterable[Any] = (),
 ) -> dict[str, Any]:
-  """Describes a run's algorithm, rewards, tools and tasks.
+  """Describes a run's algorithm, environments, rewards, tools, tasks and guides.
 
   Args:
     algorithm: A rl.algorithms.Algorithm.
-    env: One of the run's environments, before its first episode. Its tools are described,
-      the functions in its attributes, such as a ToolEnv's reward, and the method `step`
-      of an environment that is no ToolEnv.
+    env: One of the run's environments, before its first episode.
     tasks: The tasks to train on.
     privileged: The argument of train.run.
+    guides: The argument of train.run.
   """
-  functions = {
-    name.strip('_'): describe(value)
-    for name, value in getattr(env, '__dict__', {}).items()
-    if callable(value) and not inspect.isclass(value)
-  }
   tools = {
     tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}
     for tool in getattr(env, 'tools', ())
   }
-  if not isinstance(env, env_lib.ToolEnv | program.Program):
-    functions['step'] = describe(type(env).step)
-  return {
+  made_of = {
     'algorithm': describe(algorithm),
-    'environment': functions,
+    'environment': _describe_environment(env),
     'tools': tools,
     'tasks': _describe_tasks(tasks),
     'privileged': describe(privileged),
   }
+  described = [describe(guide) for guide in guides]
+  return made_of | ({'guides': described} if described else {})
+
+
+def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
+  """Describes an environment's code, and the environments that it wraps.
+
+  Its code is all methods of the user's classes, and the functions in its attributes, such
+  as a ToolEnv's reward. Of a wrapper of this package, numbers and texts count too.
+  """
+  parts = {}
+  if not isinstance(env, env_lib.ToolEnv | program.Program):
+    parts['step'] = describe(type(env).step)
+  for kind in reversed(type(env).__mro__):
+    if not _installed(kind):
+      methods = {name: _function(method) for name, method in vars(kind).items()}
+      parts |= {name: describe(method) for name, method in methods.items() if method}
+  attributes = {
+    name.strip('_'): value
+    for name, value in getattr(env, '__dict__', {}).items()
+    if not inspect.isclass(value)
+  }
+  # At most _DEPTH deep: an environment may hold one that holds it.
+  wrapped = {
+    name
+    for name, x in attributes.items()
+    if depth < _DEPTH and hasattr(x, 'reset') and hasattr(x, 'step')
+  }
+  ours = type(env).__module__.partition('.')[0] == _PACKAGE
+  options = (int, float, str) if wrapped and ours else ()
+  for name, value in attributes.items():
+    if name in wrapped:
+      parts[name] = _describe_environment(value, depth + 1)
+    elif callable(value) or isinstance(value, options):
+      parts[name] = describe(value)
+  return parts
 
 
 def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
@@ -161,6 +190,8 @@ def _describe_function(function: python_types.FunctionType, inner: Callable) -> 
 
 def _function(value: Any) -> python_types.FunctionType | None:
   """Returns the Python function inside a method, a wrapper or a jitted function."""
+  value = getattr(value, 'fget', value)  # Of a property.
+  value = getattr(value, '__func__', value)
   try:
     value = inspect.unwrap(value) if callable(value) else None
   except ValueError:  # It wraps itself.

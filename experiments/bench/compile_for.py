@@ -1,7 +1,7 @@
 """Compiles training and sampling for TPUs that are not here: what fits, what it costs.
 
   pip install 'jax[tpu]==0.10.2'
-  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.compile_for \
+  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
     --topology=v5e:4x4 --config.model.path=qwen2.5-7b
 
 `--config.model.path` is a Hugging Face directory, a config.json, or a name in SIZES.
