@@ -347,7 +347,14 @@ def test_a_prefix_that_fits_no_row_is_refused():
 
 def _made_up(trajectories):
   """A table with different numbers for every token."""
-  names = ('logprobs', 'advantages', 'ref_logprobs', 'correction', 'values', 'returns')
+  names = (
+    'old_logprobs',
+    'advantages',
+    'ref_logprobs',
+    'correction',
+    'values',
+    'returns',
+  )
   table = table_lib.build(trajectories)
   numbers = {
     name: np.arange(1.0, len(table) + 1) + 1000 * i for i, name in enumerate(names)
@@ -500,7 +507,7 @@ def test_steps_are_the_concatenated_episode(kind):
     recomputed = algorithm._replace(correction=correction.token_truncated())
     old, _ = plain.credit(some, recomputed, which)
     acted = table.take(table.action_mask)
-    names = ('logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
+    names = ('old_logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
     flat = {name: getattr(acted, name) for name in names}
     flat |= {
       f'old {x}': getattr(old, x)[old.action_mask] for x in ('old_logprobs', 'correction')

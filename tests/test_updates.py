@@ -176,7 +176,7 @@ def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
     used.append(coef)
     return less_kl(table, coef=coef, estimator=estimator)
 
-  monkeypatch.setattr(credit.rewards_lib, 'less_kl', spy)
+  monkeypatch.setattr(credit.reward_transforms, 'less_kl', spy)
   monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
   plan = _plan(_PPO, minibatches=2)
   train_state = _start(plan)

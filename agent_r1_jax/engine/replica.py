@@ -380,8 +380,7 @@ class Replica:
       return jax.device_get((states, out))
 
     # The call is made in the thread, too: on a CPU it computes before it returns.
-    loop = asyncio.get_running_loop()
-    states, out = await loop.run_in_executor(self._thread, decode)
+    states, out = await self._in_thread(decode)
     self._decode_end = time.perf_counter()
     self.stats.decode_seconds += self._decode_end - start
     self.stats.sampled += int(out.count.sum())
@@ -393,7 +392,11 @@ class Replica:
         active.add_chunk(out, m, step, row_states)
         self._unanswered_replies += active.generation.done
 
-  # The calls to the device.
+  # What reaches the device or its thread, each in one place: tests and simulations
+  # replace these methods.
+
+  def _in_thread(self, decode: Callable[[], Any]) -> asyncio.Future:
+    return asyncio.get_running_loop().run_in_executor(self._thread, decode)
 
   def _call_copy(self, source, rows, bucket):
     with sharding.use_mesh(self.mesh):
