@@ -141,7 +141,9 @@ def assert_same(
     np.testing.assert_array_equal(one.tokens, expected[number].tokens)
     np.testing.assert_array_equal(one.action_mask, expected[number].action_mask)
     np.testing.assert_allclose(
-      one.logprobs, expected[number].logprobs, atol=0 if exactly else 2e-5
+      one.behaviour_logprobs,
+      expected[number].behaviour_logprobs,
+      atol=0 if exactly else 2e-5,
     )
 
 

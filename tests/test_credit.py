@@ -116,7 +116,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   (shown,) = taken
   before = table_lib.build(ts)
-  kl = 0.5 * (before.old_logprobs - _score(plain.reference(), ts).old_logprobs) ** 2
+  kl = 0.5 * (before.old_logprobs - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
   rows = before.find_visible(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
@@ -173,7 +173,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   np.testing.assert_array_equal(batch.old_logprobs[acted], sampled[acted])
   # Nobody sampled the environment's tokens: their ratio starts at 1.
   given = weighed & ~acted
-  _close(batch.old_logprobs[given], _score(plain.policy(), ts).old_logprobs[given])
+  _close(batch.old_logprobs[given], _score(plain.policy(), ts).logprobs[given])
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None
     whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
@@ -234,7 +234,7 @@ def test_corrections_weigh_their_actions():
 
   algorithm = plain.GRPO._replace(correction=correct)
   table, metrics = plain.credit(ts, algorithm)
-  new, mask = _score(plain.policy(), ts).old_logprobs, table.action_mask
+  new, mask = _score(plain.policy(), ts).logprobs, table.action_mask
   (acted,) = given
   _close(acted.old_logprobs, new[mask])
   sampled = np.concatenate([s.behaviour_logprobs for s in segments])
@@ -266,7 +266,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
       advantages=_counting(taken), kl=kl_lib.InReward(estimator=kl_lib.k2)
     )
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
-  old, other = (_score(p, ts).old_logprobs for p in (plain.policy(), plain.reference()))
+  old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
   mask, rows = before.action_mask, before.find_visible(masked)
   assert np.abs(old - before.old_logprobs)[mask].max() > 0.1, 'another policy sampled'

@@ -69,10 +69,10 @@ def make(
     ValueError: A size is below 1, or replicas does not divide rows and width.
   """
   width = rows if width is None else min(width, rows)
-  given = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
-  given |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
-  given |= {'width': width, 'bucket': bucket, 'replicas': replicas}
-  for name, size in given.items():
+  checked = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
+  checked |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
+  checked |= {'width': width, 'bucket': bucket, 'replicas': replicas}
+  for name, size in checked.items():
     if size < 1:
       raise ValueError(f'{name} is {size}; it must be at least 1.')
   if rows % replicas or width % replicas:

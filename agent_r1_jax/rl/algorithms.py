@@ -311,8 +311,12 @@ def gigpo(
 
   The options are those of advantages.gigpo and of `grpo`.
   """
-  own = {'gamma': gamma, 'step_weight': step_weight, 'divide_by_std': divide_by_std}
-  advantages = functools.partial(advantages_lib.gigpo, **own)
+  advantages = functools.partial(
+    advantages_lib.gigpo,
+    gamma=gamma,
+    step_weight=step_weight,
+    divide_by_std=divide_by_std,
+  )
   return grpo(**options)._replace(advantages=advantages)
 
 

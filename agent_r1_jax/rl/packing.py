@@ -49,11 +49,11 @@ class Layout:
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
     """The number of each token's segment within its packed row: 1, 2, ..."""
-    seen = [0] * self.rows
+    counts = [0] * self.rows
     numbers = []
     for row, _ in self.places:
-      seen[row] += 1
-      numbers.append(seen[row])
+      counts[row] += 1
+      numbers.append(counts[row])
     return np.repeat(np.array(numbers, int), self.lengths)
 
   def place(self, column: np.ndarray, dtype) -> Any:

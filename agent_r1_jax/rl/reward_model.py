@@ -1,7 +1,7 @@
 """A reward model: one score for a whole trajectory, from a decoder with a value head.
 
-The score is the value of the state after the trajectory's last token, so that all is
-read, what tools said too, and no token is scored by itself.
+The score is the value of the state after the trajectory's last token: the model reads the
+whole trajectory, the tools' answers included, and scores no single token.
 
 Letters: n trajectories, B rows, T tokens of a row.
 """
@@ -35,8 +35,8 @@ def bradley_terry(
   models. They average over each prompt's pairs first; here every pair weighs the same.
   """
   better = (groups[:, None] == groups[None]) & (rewards[:, None] > rewards[None])
-  lost = jax.nn.softplus(scores[None] - scores[:, None])
-  return jnp.where(better, lost, 0.0).sum() / jnp.maximum(better.sum(), 1)
+  pair_losses = jax.nn.softplus(scores[None] - scores[:, None])
+  return jnp.where(better, pair_losses, 0.0).sum() / jnp.maximum(better.sum(), 1)
 
 
 def cross_entropy(limit: float) -> Loss:
@@ -225,5 +225,5 @@ def calibration(
     )
     for inside in (bin_of == b for b in np.unique(bin_of))
   ]
-  error = sum(n * abs(said - seen) for said, seen, n in rows) / max(len(success), 1)
+  error = sum(n * abs(mean - share) for mean, share, n in rows) / max(len(success), 1)
   return error, rows

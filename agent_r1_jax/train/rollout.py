@@ -116,7 +116,7 @@ class Decoding(NamedTuple):
   Attributes:
     sampling: How tokens are chosen from the logits.
     grammar: Restricts what a reply may say, which makes the samples off-policy.
-    policy: The policy that samples; None is the engine's newest at each decode segment.
+    policy: The policy that samples; None is the engine's newest at each decode.
     choice: Samples each reply several times and takes one (guided/choice.py), or searches
       over turns (guided/search.py), which makes the episodes off-policy.
     guides: Guides that the engine was made with, and the state in which each begins.

@@ -96,7 +96,7 @@ _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
 _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
-_STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
+_STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
 _FEED = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
 _FEED_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 

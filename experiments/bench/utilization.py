@@ -3,7 +3,7 @@
   python -m experiments.bench.utilization --picture=docs/utilization.png
 
 The schedule, the engine and the environments are those of training. The chips are not:
-a decode segment takes its time whatever the rows (decoding is bound by the weights'
+a decode takes its time whatever the rows (decoding is bound by the weights'
 bytes), an update takes its own, and neither computes anything. In turn, all chips sample
 and then all train; otherwise one half samples and the other trains, each with half of the
 rows and, for the update, twice the time. Both halves have the same work on average.

@@ -128,19 +128,18 @@ class Bridges:
     gold = [self._by_title[t] for t in titles if t in self._by_title]
     for first, second in (gold, gold[::-1]) if len(gold) == 2 else ():
       named = reading.mention(question, reading.name(first.title))
-      kinds = self._noun[first.id], self._noun[second.id]
-      if (
-        not named or not all(kinds) or second not in [d for _, d in self._links[first.id]]
-      ):
+      subject, target = self._noun[first.id], self._noun[second.id]
+      linked = second in [d for _, d in self._links[first.id]]
+      if not named or not subject or not target or not linked:
         continue
       text = question.replace(named, '{}', 1)
       person, name = facts.is_person(first.text), reading.name(second.title)
       if answer.lower() == name.lower():
-        return Link(text, *kinds, '', person)
+        return Link(text, subject, target, '', person)
       for relation in facts.RELATIONS:
         value = self._corpus.value(second, relation)
         if value and reading.mention(answer, value) and 2 * len(value) > len(answer):
-          return Link(text, *kinds, relation, person)
+          return Link(text, subject, target, relation, person)
     return None
 
   def _fill(self, kind, rng) -> Problem | None:
@@ -185,7 +184,7 @@ class Bridges:
         return None
       hops = [Hop(q, d, 'kind', self._kind(d)) for q, d in way]
       written = answer if answer in ('yes', 'no') else reading.mention(seen, answer)
-      return written and Problem(question, tuple(hops), '', written)
+      return Problem(question, tuple(hops), '', written) if written else None
     values = [query for query, _ in way[1:]]
     if values and reading.name(way[-1][1].title).lower() == answer.lower():
       # Nothing is asked of the passage that the one before it names.
