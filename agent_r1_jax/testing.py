@@ -1,6 +1,7 @@
 """A conformance test that every environment should pass."""
 
 from collections.abc import Callable, Sequence
+import contextlib
 import copy
 import dataclasses
 import json
@@ -31,9 +32,26 @@ async def check_env(
     The steps, for further checks.
 
   Raises:
-    AssertionError: The message says what the environment does wrong.
+    AssertionError: The message says what the environment does wrong. The environments
+      are closed then, too.
   """
   assert replies, 'give at least one reply'
+  made = []
+
+  def make_and_keep():
+    made.append(make_env())
+    return made[-1]
+
+  try:
+    return await _check_env(make_and_keep, task, replies)
+  except BaseException:
+    for env in made:
+      with contextlib.suppress(Exception):
+        await env_lib.close_env(env)
+    raise
+
+
+async def _check_env(make_env, task, replies) -> list[types.Step]:
   untouched = copy.deepcopy(task)
   alone, first, second = make_env(), make_env(), make_env()
   for item in getattr(alone, 'tools', ()):

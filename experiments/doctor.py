@@ -5,7 +5,7 @@
 
 --task is one of those of experiments.evaluate, or empty; its environment is played with
 scripted replies. The exit status is 1 if something fails. A script with an environment of
-its own calls train.doctor.examine (docs/seeing.md).
+its own calls checks.doctor.examine (docs/seeing.md).
 """
 
 import faulthandler
@@ -16,9 +16,9 @@ from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
+from agent_r1_jax.checks import doctor
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import doctor
 from experiments import task_list
 
 _TASK = flags.DEFINE_enum('task', '', ['', *task_list.TASKS], 'What is played.')

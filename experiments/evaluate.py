@@ -30,11 +30,12 @@ from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
+from agent_r1_jax.checks import identity
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.guided import choice, critic
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import viewer
-from agent_r1_jax.train import choice, critic, identity
 from experiments import react, task_list
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)
@@ -93,7 +94,7 @@ def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
   if not _CRITIC.value:
     return choice.Choice(candidates, choice.mean_logprob, beta)
   implicit = (pathlib.Path(_CRITIC.value) / critic.IMPLICIT).exists()
-  make = choice.by_ratio if implicit else choice.by_value
+  make = choice.by_implicit_value if implicit else choice.by_value
   return make(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
 
 

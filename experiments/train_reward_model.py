@@ -6,7 +6,7 @@ r"""Trains a reward model on a policy's trajectories on miniwiki, and says what 
 Each task is played `config.schedule.samples` times by the policy in `config.model.path`,
 from whose parameters the reward model starts. A quarter of the tasks is held out. An
 optimizer step takes all trajectories of `config.schedule.tasks` tasks. The model goes to
-WORKDIR/model, for train.reward_model.load; docs/reward_models.md has the numbers.
+WORKDIR/model, for guided.reward_model.load; docs/reward_models.md has the numbers.
 """
 
 import pathlib
@@ -17,13 +17,16 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import train, types
 from agent_r1_jax.agent import env
+from agent_r1_jax.checks import sizes
+from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime, sharding
+from agent_r1_jax.models import decoder
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import optimizers, packing
 from agent_r1_jax.rl import reward_model as rl_reward_model
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import reward_model, rollout, sizes
+from agent_r1_jax.train import rollout
 from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
 from experiments.miniwiki import tasks as miniwiki
 
@@ -54,7 +57,7 @@ def main(_):
   with sharding.use_mesh(mesh):
     params = fit(
       config,
-      rl_reward_model.init(params),
+      decoder.add_value_head(params),
       [t for t, held in zip(texts, held_out, strict=True) if not held],
       rewards[~held_out],
       groups[~held_out],

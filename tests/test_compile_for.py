@@ -1,16 +1,14 @@
-"""experiments/compile_for.py: programs compiled for chips that are not here."""
+"""experiments/bench/compile_for.py: programs compiled for chips that are not here."""
 
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+import script
 
 from agent_r1_jax.models import hf_config
-from experiments import compile_for
+from experiments.bench import compile_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -19,10 +17,7 @@ def run(*command: str) -> str:
   """What a Python process prints."""
   # Elsewhere on this machine somebody may compile for TPUs too.
   settings = {'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'}
-  env = {**os.environ, **settings, 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run(
-    [sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT
-  )
+  done = script.run(*command, **settings)
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout
 
@@ -67,7 +62,7 @@ _FOUR = """
 import jax, jax.numpy as jnp
 jax.config.update('jax_num_cpu_devices', 4)
 from jax.sharding import PartitionSpec as P
-from experiments import compile_for
+from experiments.bench import compile_for
 
 def work(x, n):  # A chip has 2 of 8 numbers.
   def body(_, x):
@@ -137,7 +132,7 @@ def test_training_and_sampling_compile_for_v5e_16():
     '--context=2',
   ]
   flags += ['--tensor=2', '--slots=256', '--texts=4']
-  out = run('-m', 'experiments.compile_for', *flags)
+  out = run('-m', 'experiments.bench.compile_for', *flags)
   lines = [json.loads(line) for line in out.splitlines()]
   assert [line['program'] for line in lines] == ['gradient', 'apply', 'prefill', 'decode']
   assert all(line['fits'] and line['operations'] > 0 for line in lines)

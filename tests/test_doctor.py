@@ -1,18 +1,19 @@
 """The doctor finds what would cost device time, on the machine and in environments."""
 
 import asyncio
+import json
+import pathlib
 import re
-import subprocess
-import sys
 import time
 
 import pytest
+import script
 import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env, program, tool
+from agent_r1_jax.checks import doctor, memory, trial
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import doctor, trial
 
 _TASKS = [
   types.Task(f't{i}', [{'role': 'user', 'content': f'{i} + 100 + 200?'}], f'{300 + i}')
@@ -194,6 +195,18 @@ def test_what_does_not_fit(model, monkeypatch):
   assert len(failed) == 3 and doctor.show(list(found.values())) == 1
 
 
+def test_a_critic_that_is_a_second_head_is_not_written_twice(tmp_path):
+  directory = pathlib.Path(tiny.save(tmp_path / 'model'))
+  config, needed = tiny.run_config(model=str(directory)), []
+  for value_head in (False, True):
+    path = directory / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'value_head': value_head}))
+    subject = doctor._Subject(config, tmp_path, algorithms.ppo())
+    needed.append(doctor._needed_bytes(subject))
+  model = 4 * memory.count_parameters(tiny.config(layers=1))['all']
+  assert needed[0] - model == 2 * (needed[1] - model) > 0
+
+
 def test_versions_that_were_not_tested(monkeypatch):
   pins = {'jax': '0.0.1', 'numpy': doctor.importlib.metadata.version('numpy')}
   monkeypatch.setattr(doctor, '_read_pins', lambda python: pins)
@@ -217,12 +230,8 @@ def test_a_check_that_hangs_or_raises_is_a_finding(monkeypatch, gate):
 
 
 def test_the_command(tmp_path):
-  command = [sys.executable, '-m', 'experiments.doctor', '--task=miniwiki']
-  done = subprocess.run(
-    [*command, f'--workdir={tmp_path}', '--config.schedule.tasks=0'],
-    capture_output=True,
-    text=True,
-  )
+  command = ['-m', 'experiments.doctor', '--task=miniwiki']
+  done = script.run(*command, f'--workdir={tmp_path}', '--config.schedule.tasks=0')
   assert done.returncode == 1, done.stderr
   for text in ('schedule.tasks is 0', '28 episodes played', '2 different ones'):
     assert text in ' '.join(done.stdout.split())

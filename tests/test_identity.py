@@ -8,15 +8,17 @@ import sys
 
 import pytest
 
+from agent_r1_jax.agent import context
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import workdir
 from agent_r1_jax.rl import algorithms, correction, losses
-from agent_r1_jax.train import identity
 
 _SCRIPT = '''
 import dataclasses, functools, json, re, time
 import jax
 from agent_r1_jax import types
-from agent_r1_jax.train import identity
+from agent_r1_jax.checks import identity
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.rl import algorithms
@@ -167,23 +169,78 @@ def test_an_algorithms_options_are_named(other, expected):
   assert found and (expected is None or found == expected)
 
 
-def test_an_environment_of_ones_own_is_its_step():
-  class Own:
-    async def reset(self, task):
-      return task.messages
+def _reward_a(task, messages):
+  return 1.0
 
-    async def step(self, reply):
-      return float(len(reply))
 
-  class Other(Own):
-    async def step(self, reply):
-      return float(len(reply)) / 2
+def _reward_b(task, messages):
+  return 2.0
 
-  mine, again, other = (
-    identity.describe_run(algorithms.grpo(), make(), []) for make in (Own, Own, Other)
-  )
-  assert mine == again and mine and other
-  assert set(_different(mine, other)) == {
-    'environment.step.code',
-    'environment.step.function',
-  }
+
+class _Own:
+  """An environment of one's own, whose step calls its other methods."""
+
+  async def reset(self, task):
+    return task.messages
+
+  async def step(self, reply):
+    return self.judge(reply)
+
+  def judge(self, reply):
+    return float(len(reply))
+
+
+class _Halved(_Own):
+  def judge(self, reply):
+    return float(len(reply)) / 2
+
+
+class _Shouting(env_lib.ToolEnv):
+  async def answer_text(self, text):
+    return text.upper()
+
+
+class _Wrapper:
+  def __init__(self, inner):
+    self.inner = inner
+
+  async def reset(self, task):
+    return await self.inner.reset(task)
+
+  async def step(self, reply):
+    return await self.inner.step(reply)
+
+
+def _tool_env(reward=_reward_a):
+  return env_lib.ToolEnv([], reward)
+
+
+@pytest.mark.parametrize(
+  ('env', 'other', 'expected'),
+  [
+    (_tool_env(), _tool_env(_reward_b), 'environment.reward.code'),
+    (_Own(), _Halved(), 'environment.judge.code'),
+    (_tool_env(), _Shouting([], _reward_a), 'environment.answer_text.code'),
+    (_Wrapper(_Own()), _Wrapper(_Halved()), 'environment.inner.judge.code'),
+    (
+      context.SlidingWindow(_tool_env(), turns=2),
+      context.SlidingWindow(_tool_env(_reward_b), turns=2),
+      'environment.env.reward.code',
+    ),
+    *(
+      (kind(_tool_env(), turns=2), kind(_tool_env(), turns=3), f'environment.{name}')
+      for kind, name in (
+        (context.SlidingWindow, 'most_turns'),
+        (context.Summary, 'every'),
+      )
+    ),
+    (
+      context.Rebuilt(context.Summary(_tool_env(), turns=2), len),
+      context.Rebuilt(context.Summary(_tool_env(_reward_b), turns=2), len),
+      'environment.env.env.reward.code',
+    ),
+  ],
+)
+def test_an_environment_is_its_code_and_what_it_wraps(env, other, expected):
+  before, again, after = (identity.describe_run(None, e, []) for e in (env, env, other))
+  assert before == again and expected in _different(before, after)

@@ -25,7 +25,7 @@ OWNERS = {
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
   f'{PACKAGE}/agent/bounded_http.py {PACKAGE}/agent/judge.py '
-  'experiments/bench_retriever.py',
+  'experiments/bench/retriever.py',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
@@ -42,7 +42,7 @@ OWNERS = {
   'wandb': f'{PACKAGE}/report/sinks.py',
 }
 # These show what others' libraries do in our place; the second has its own environments.
-BESIDE = ('experiments/bench_beside.py', 'experiments/beside/by_')
+BESIDE = ('experiments/bench/beside.py', 'experiments/beside/by_')
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
   'alfworld',

@@ -65,7 +65,8 @@ class SlidingWindow(_Strategy):
       turns: Number of turns to keep, at least 1.
     """
     super().__init__(env)
-    self._turns = collections.deque[list[types.Message]](maxlen=_check_turns(turns))
+    self._most_turns = _check_turns(turns)
+    self._turns = collections.deque[list[types.Message]](maxlen=turns)
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the environment's opening."""
@@ -81,7 +82,7 @@ class SlidingWindow(_Strategy):
       self._opening = _copy(step.messages)
       return _count_fresh(step)
     # A full deque drops its first turn when one is appended.
-    full = len(self._turns) == self._turns.maxlen
+    full = len(self._turns) == self._most_turns
     self._turns.append([{'role': 'assistant', 'content': reply}, *_copy(step.messages)])
     if step.done or not full:
       return _count_fresh(step)

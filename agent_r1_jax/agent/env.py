@@ -51,7 +51,7 @@ class Env(Protocol):
   still be running. What it raises is logged and counted, and changes no result.
 
   A fourth says that the environment can be copied in the midst of an episode, for search
-  over turns (train/search.py); copies are not closed:
+  over turns (guided/search.py); copies are not closed:
 
     def clone(self) -> Env
 

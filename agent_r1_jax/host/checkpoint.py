@@ -1,7 +1,7 @@
 """Checkpoints of a run, written in the background; the newest k are kept.
 
 A checkpoint, `<workdir>/checkpoints/<step>/`, holds the arrays (parameters, optimiser
-state, keys) and the host's state (counters and data cursors as plain JSON) of one step.
+state) and the host's state (counters and data cursors as plain JSON) of one step.
 It is written completely or not at all. Only this module imports Orbax.
 
   with checkpoint.Checkpointer(workdir, every=20, keep=3) as checkpoints:
@@ -27,7 +27,6 @@ import warnings
 
 from absl import logging as absl_logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -94,7 +93,7 @@ class Checkpointer:
 
     Args:
       step: Number of updates after which the values are saved.
-      arrays: A pytree of JAX arrays; typed PRNG keys are stored as their data.
+      arrays: A pytree of JAX arrays.
       host_state: State that JSON gives back unchanged: string keys, no tuples.
 
     Returns:
@@ -104,7 +103,13 @@ class Checkpointer:
       ValueError: A leaf is no JAX array, or JSON would change `host_state`.
       OSError: The checkpoint before this one could not be written.
     """
-    flat = {name: _to_data(name, leaf) for name, leaf in _flatten(arrays).items()}
+    flat = _flatten(arrays)
+    for name, leaf in flat.items():
+      if not isinstance(leaf, jax.Array):
+        raise ValueError(
+          f'{name} is a {type(leaf).__name__} and no JAX array: numbers and other state '
+          'of the host belong into host_state'
+        )
     host_state = _copy_json(host_state)
     self.wait()
     if step in self.steps:
@@ -144,40 +149,36 @@ class Checkpointer:
     except Exception as error:
       raise self._recover(error) from None
 
-  def restore(
-    self, like: Any, step: int | None = None
-  ) -> tuple[int, Any, dict[str, Any]] | None:
-    """Reads a checkpoint, by default the newest that is readable.
+  def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    """Reads the newest checkpoint that is readable.
 
-    A newest checkpoint that was damaged after it had been written is renamed to
+    A checkpoint that was damaged after it had been written is renamed to
     `<step>.unreadable`, with a warning, and the one before it is read. A checkpoint is
     damaged if Orbax cannot read it, or if any file differs from its checksum.
 
     Args:
       like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the expected structure,
         shapes, dtypes and shardings.
-      step: The step to read; None for the newest.
 
     Returns:
       The step, the arrays in the structure of `like`, and the host's state; None if no
       checkpoint was ever written.
 
     Raises:
-      ValueError: The checkpoint is of another model (the leaves are listed), `step` has
-        none, or none is readable.
+      ValueError: The checkpoint is of another model (the leaves are listed), or none is
+        readable.
     """
     self.wait()
     steps = self.steps
-    if step is not None and step not in steps:
-      raise ValueError(f'{self.directory} has no checkpoint of step {step}, only {steps}')
-    for candidate in reversed(steps if step is None else [step]):
+    while steps:
+      step = steps.pop()
       try:
-        return candidate, *self._read(candidate, like)
+        return step, *self._read(step, like)
       except _UnreadableError as error:
         # Other processes may have read theirs: only a person can decide for all.
-        if step is not None or jax.process_count() > 1:
-          raise ValueError(f'{error}. Move it away to go on from {steps[:-1]}') from None
-        self._put_aside(candidate, error)
+        if jax.process_count() > 1:
+          raise ValueError(f'{error}. Move it away to go on from {steps}') from None
+        self._put_aside(step, error)
     if aside := sorted(p.name for p in self.directory.glob('*.unreadable')):
       raise ValueError(
         f'no checkpoint in {self.directory} can be read; they are kept there as '
@@ -189,7 +190,7 @@ class Checkpointer:
   def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     self._check_checksums(step)
     names = _flatten(like)
-    abstract = {name: _describe_data(leaf) for name, leaf in names.items()}
+    abstract = {name: _describe(leaf) for name, leaf in names.items()}
     try:
       saved = self._orbax.checkpointables_metadata(step).metadata['arrays']
       found = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in saved.items()}
@@ -200,7 +201,7 @@ class Checkpointer:
       read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
     except Exception as error:
       raise _UnreadableError(self.directory / str(step), error) from error
-    leaves = [_from_data(read['arrays'][name], leaf) for name, leaf in names.items()]
+    leaves = [read['arrays'][name] for name in names]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
   def _add_checksums(self) -> None:
@@ -280,35 +281,8 @@ def _flatten(tree: Any) -> dict[str, Any]:
   return flat
 
 
-def _is_key(leaf: Any) -> bool:
-  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _to_data(name: str, leaf: Any) -> jax.Array:
-  """Returns the array to save: a typed PRNG key's data, any other leaf as it is."""
-  if not isinstance(leaf, jax.Array):
-    raise ValueError(
-      f'{name} is a {type(leaf).__name__} and no JAX array: numbers and other state of '
-      'the host belong into host_state'
-    )
-  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _from_data(array: jax.Array, like: Any) -> jax.Array:
-  """Inverts `_to_data` for a leaf like `like`."""
-  if not _is_key(like):
-    return array
-  # An abstract key tells its implementation only while it is traced.
-  impls = []
-  jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-  return jax.random.wrap_key_data(array, impl=impls[0])
-
-
-def _describe_data(leaf: Any) -> jax.ShapeDtypeStruct:
-  """Returns shape, dtype and sharding of what `_to_data` gives for the leaf."""
-  if _is_key(leaf):
-    data = jax.random.key_data
-    leaf = data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(data, leaf)
+def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
+  """Returns shape, dtype and sharding of a leaf."""
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

@@ -76,9 +76,9 @@ def check_config(
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
     there, here = _flatten_fields(old), _flatten_fields(new)
-    for name in may_change:
-      there.pop(name, None)
-      here.pop(name, None)
+    for field in may_change:
+      there.pop(field, None)
+      here.pop(field, None)
     if lines := list_differences(there, here, json.dumps):
       raise ValueError('\n'.join([f'{path} has another configuration:', *lines, mend]))
     if old == new:

@@ -13,23 +13,23 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 import warnings
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
+from agent_r1_jax.checks import identity
 from agent_r1_jax.host import processes, runtime
-from agent_r1_jax.train import identity, rollout
+from agent_r1_jax.train import rollout
 
-# Fields of the configuration that change a greedy policy's replies. The others (rows,
-# replicas, chips, ...) only change how fast they come.
-_CONFIG = (
-  'model.dtype',
-  'engine.slots',
-  'limits.max_turns',
-  'limits.max_turn_tokens',
-  'chat.max_tool_tokens',
+# Fields of the configuration that change no reply of an evaluation: they are of training,
+# or change only how fast the replies come. The model counts by its files.
+_OTHER_FIELDS = re.compile(
+  r'(sampling|schedule|curriculum|batch|optimizer|mesh|checkpoint|alarms)[.]'
+  r'|engine[.](?!slots)|model[.](?!dtype)'
+  r'|(max_error_rate|log_episodes|sinks|profile)$'
 )
 
 
@@ -44,8 +44,8 @@ def evaluate_or_read(
 ) -> dict[str, Any]:
   """Returns the numbers of each method, read from `path` or measured now.
 
-  A method is played again when the model's files, the tasks, the sizes of the
-  configuration that an answer depends on, the code, or `depends_on` differ.
+  A method is played again when the model's files, the tasks, the fields of the
+  configuration that a reply may depend on, the code, or `depends_on` differ.
 
   Args:
     path: The file of results; made if missing.
@@ -65,7 +65,11 @@ def evaluate_or_read(
     same = {
       'model': identity.model_digest(model),
       'code': _code_digest(),
-      'config': {name: fields.get(config, name) for name in _CONFIG},
+      'config': {
+        name: fields.get(config, name)
+        for name in fields.names(type(config))
+        if not _OTHER_FIELDS.match(name)
+      },
       **depends_on,
     }
     keys = {

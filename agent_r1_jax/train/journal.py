@@ -30,9 +30,12 @@ class Position:
   Attributes:
     step: How many rollouts were learned from.
     draws: Which tasks were drawn.
-    written: The last step whose line is in metrics.jsonl; the first line is of step 0.
-    unwritten: The metrics of `step` that are not in metrics.jsonl yet, because its
-      evaluation is missing; values are text, as JSON has no NaN and no infinity.
+    written: The last step whose line is in metrics.jsonl. The first line, of step 0, has
+      the evaluation before all training; -1 if there is no line yet.
+    unwritten: The metrics of the step whose line is still to be written, empty if there
+      is none. They are kept from the update to the end of the evaluation after it, so
+      that a run that is preempted there loses neither. The values are text, as JSON has
+      no NaN and no infinity.
   """
 
   step: int = 0
@@ -60,6 +63,7 @@ class Journal:
   """A run's files. Only the first process writes lines and shows progress.
 
   Attributes:
+    workdir: The run's directory.
     position: How far the run is.
     checkpoints: Writes and restores the train state, in all processes together.
     progress: The progress bar on the terminal.
@@ -86,7 +90,7 @@ class Journal:
       ValueError: Another run holds the workdir, or it is of another configuration, or
         made of something else.
     """
-    self._config, self._workdir, self._label = config, pathlib.Path(workdir), label
+    self._config, self.workdir, self._label = config, pathlib.Path(workdir), label
     self.position, self.call_format = Position(), calls.HERMES
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
@@ -104,7 +108,7 @@ class Journal:
         may_change=('schedule.steps', 'sinks', 'profile'),
       )
       if made_of is not None:
-        path = self._workdir / 'made_of.json'
+        path = self.workdir / 'made_of.json'
         mend = (
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
@@ -142,9 +146,9 @@ class Journal:
       resume_step, names = self.position.written + 1, self._config.sink_names
       values = {n: fields.get(self._config, n) for n in fields.names(type(self._config))}
       writer = metrics_lib.Writer(
-        self._workdir,
+        self.workdir,
         resume_step=resume_step,
-        sinks=sinks.start(names, self._workdir, values, resume_step),
+        sinks=sinks.start(names, self.workdir, values, resume_step),
       )
       self._writer = self._stack.enter_context(writer)
     else:
@@ -166,8 +170,8 @@ class Journal:
     A checkpoint is complete before the next is begun, and that after the line of its
     step: once there is a line beyond the second one's step, the first was complete.
     """
-    path = self._workdir / 'metrics.jsonl'
-    lines = metrics_lib.read(self._workdir) if path.exists() else []
+    path = self.workdir / 'metrics.jsonl'
+    lines = metrics_lib.read(self.workdir) if path.exists() else []
     last = max((line['step'] for line in lines), default=0)
     if last > 2 * self._config.checkpoint.every:
       raise ValueError(
@@ -241,7 +245,7 @@ class Journal:
       step = self.position.step
       extra = [{'columns': table.list_tokens()} for table in tables]
       viewer.write_log(
-        self._workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
+        self.workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
         trajectories,
         task=name,
         model=self._config.model.path,
@@ -257,7 +261,7 @@ class Journal:
     Returns:
       A sentence that says where they are, or why they could not be written.
     """
-    path = self._workdir / 'not_finite.npz'
+    path = self.workdir / 'not_finite.npz'
     arrays: dict[str, Any] = {
       f'{i}/{name}': np.asarray(value)
       for i, batch in enumerate(batches)

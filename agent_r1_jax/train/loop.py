@@ -17,25 +17,16 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
+from agent_r1_jax.checks import identity, preflight, sizes
 from agent_r1_jax.engine import guide, replica
+from agent_r1_jax.guided import critic
 from agent_r1_jax.host import preemption, processes, runtime, sharding
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, lora, peft_files, weights
 from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.train import (
-  critic,
-  curriculum,
-  evaluate,
-  groups,
-  identity,
-  preflight,
-  rollout,
-  schedule,
-  setup,
-  sizes,
-)
+from agent_r1_jax.train import curriculum, evaluate, groups, rollout, schedule, setup
 
 
 @preemption.watch()
@@ -57,7 +48,7 @@ def run(
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
   checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
   rollout, and at the end curve.png, numbers.md, and in HF layout model/ and, if the
-  critic is a model of its own, critic/ (see train/critic.py).
+  critic is a model of its own, critic/ (see guided/critic.py).
 
   Args:
     config: The run's configuration.
@@ -103,46 +94,42 @@ def run(
     label=label,
   ) as job:
     try:
-      _run_steps(job, workdir, evals or {}, make_env, privileged)
+      _run_steps(job)
     except replica.PreemptedError:
       _save_preempted(job)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
     job.journal.checkpoints.wait()
     job.watch.phase = 'the writing of the model'
-    params = _save_models(job, pathlib.Path(workdir), told=privileged is not None)
+    params = _save_models(job)
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
   return params
 
 
-def _run_steps(
-  job: setup.Job,
-  workdir: str,
-  evals: Mapping[str, Sequence[types.Task]],
-  make_env: rollout.MakeEnv,
-  privileged: Callable[[types.Task], str] | None,
-):
+def _run_steps(job: setup.Job):
   """Takes the steps that are left: sample, learn, evaluate, log, save."""
   config, journal, position = job.config, job.journal, job.journal.position
   steps, meter = config.schedule.steps, progress_lib.Meter(job.engine)
-  if position.is_new and config.schedule.eval_every:
-    journal.write(_evaluate(job, evals, make_env))
+  if job.evals and position.is_new and config.schedule.eval_every:
+    journal.write(_evaluate(job))
   while position.unwritten or position.step < steps:
     clock = progress_lib.Clock()
-    # A run that was interrupted between update and log begins with the log.
+    # A run that was preempted in an evaluation has learned from this step already, and
+    # only its line in metrics.jsonl is missing (journal.Position.unwritten).
     if not position.unwritten:
-      with profile.trace_step(config.profiled_steps, workdir, position.step + 1):
-        sample = _sample(job, privileged)
+      with profile.trace_step(config.profiled_steps, journal.workdir, position.step + 1):
+        sample = _sample(job)
         seconds = {'time/rollout': clock.lap()}
         learned, table = _learn(job, sample)
         seconds['time/update'] = clock.lap()
       position.advance(sample.metrics | learned | seconds, sample.draws)
       journal.write_rollout(sample.played, sample.chosen, table)
     metrics = position.metrics()
-    if position.step == steps or _is_due(config.schedule.eval_every, position.step):
-      metrics |= _evaluate(job, evals, make_env)
+    due = position.step == steps or _is_due(config.schedule.eval_every, position.step)
+    if job.evals and due:
+      metrics |= _evaluate(job)
       metrics['time/eval'] = clock.lap()
     metrics |= meter.measure()
     journal.write(metrics | job.alarms.check(position.step, metrics))
@@ -174,7 +161,7 @@ class _Sample(NamedTuple):
 
 
 @functools.partial(jax.profiler.annotate_function, name='rollout')
-def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _Sample:
+def _sample(job: setup.Job) -> _Sample:
   """Waits for the episodes of the next step and chooses those to learn from."""
   config, algorithm, step = job.config, job.plan.algorithm, job.journal.position.step
   job.watch.phase = 'a rollout'
@@ -200,8 +187,8 @@ def _sample(job: setup.Job, privileged: Callable[[types.Task], str] | None) -> _
   if algorithm.greedy_baseline:
     step_groups, baselines = job.rollouts.play_greedy(step_groups)
   chosen = [t for group in step_groups for t in group]
-  if privileged:
-    prefixes = [job.chat.encode_data(privileged(t.task)) for t in chosen]
+  if job.privileged:
+    prefixes = [job.chat.encode_data(job.privileged(t.task)) for t in chosen]
   return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
@@ -233,11 +220,7 @@ def _learn(job: setup.Job, sample: _Sample):
   return {f'train/{k}': v for k, v in metrics.items()}, table
 
 
-def _evaluate(
-  job: setup.Job,
-  evals: Mapping[str, Sequence[types.Task]],
-  make_env: rollout.MakeEnv,
-) -> dict[str, float]:
+def _evaluate(job: setup.Job) -> dict[str, float]:
   """Plays the evaluation sets by the present policy; returns numbers to log."""
   journal, train_state, engine = job.journal, job.train_state, job.engine
   job.watch.phase = 'an evaluation'
@@ -246,12 +229,12 @@ def _evaluate(
     engine.sync_weights(params, train_state.step)  # Without a second copy.
   # Rollouts under way go on meanwhile, by the policy that they began with.
   policy = engine.make_policy(params, train_state.step)
-  total = sum(len(tasks) for tasks in evals.values())
+  total = sum(len(tasks) for tasks in job.evals.values())
   played = evaluate.run(
     engine,
     job.chat,
-    evals,
-    make_env,
+    job.evals,
+    job.make_env,
     limits=job.config.limits,
     decoding=job.evaluation._replace(policy=policy),
     on_done=schedule.counter(journal.progress, 'evaluation', total),
@@ -265,17 +248,20 @@ def _evaluate(
   return metrics
 
 
-def _save_models(job: setup.Job, workdir: pathlib.Path, *, told: bool) -> decoder.Params:
+def _save_models(job: setup.Job) -> decoder.Params:
   """Writes the policy, its adapters, and a critic; returns the policy's parameters."""
-  source, algorithm = job.config.model.path, job.plan.algorithm
-  how = critic.describe(algorithm, source, privileged=told)
+  base, workdir = job.config.model.path, job.journal.workdir
+  value_head = critic.describe(
+    job.plan.algorithm, base, privileged=job.privileged is not None
+  )
+  options = {'tokenizer_from': base, 'value_head': value_head}
   merged = {name: lora.merge(s.params) for name, s in job.train_state.states.items()}
   for name, params in merged.items():
     target = workdir / ('model' if name == 'policy' else name)
-    weights.save(target, job.plan.model, params, tokenizer_from=source, value_head=how)
+    weights.save(target, job.plan.model, params, **options)
   policy = job.train_state.states['policy'].params
   if lora.has_adapters(policy):
-    peft_files.save(workdir / 'adapter', policy, pathlib.Path(source).resolve())
+    peft_files.save(workdir / 'adapter', policy, pathlib.Path(base).resolve())
   return merged['policy']
 
 

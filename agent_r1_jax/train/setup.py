@@ -17,6 +17,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.checks import identity, preflight, sizes
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, processes, runtime, sharding
@@ -25,7 +26,7 @@ from agent_r1_jax.report import alarms as alarms_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
-from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule, sizes
+from agent_r1_jax.train import evaluate, rollout, schedule
 from agent_r1_jax.train import journal as journal_lib
 
 
@@ -45,6 +46,9 @@ class Job:
     evaluation: How the replies of evaluations are sampled.
     alarms: Says which alarms begin and end.
     faults: Says what goes wrong in environments, tools and rewards.
+    evals: Sets of tasks to evaluate, by name.
+    make_env: Makes a new environment for each episode.
+    privileged: Returns what the critic alone is told of a task.
   """
 
   config: config_lib.Config
@@ -58,6 +62,9 @@ class Job:
   evaluation: rollout.Decoding
   alarms: alarms_lib.AlarmMonitor
   faults: alarms_lib.FaultCounter
+  evals: Mapping[str, Sequence[types.Task]]
+  make_env: rollout.MakeEnv
+  privileged: Callable[[types.Task], str] | None
 
 
 @contextlib.contextmanager
@@ -83,10 +90,16 @@ def start(
   mesh = make_mesh(config.mesh)
   model, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, model, params, mesh, guides)
-  fits = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
   with preflight.open_environment(make_env, config.limits) as env:
-    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **fits)
-    made_of = identity.describe_run(algorithm, env, tasks, privileged)
+    tasks, lines = preflight.check_prompts(
+      chat,
+      env,
+      tasks,
+      evals,
+      slots=config.engine.slots,
+      long_prompts=config.chat.long_prompts,
+    )
+    made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
       for sampling in (config.sampling, config.evaluation)
@@ -97,37 +110,44 @@ def start(
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     watch = stack.enter_context(preemption.watch())
-    if guides:
-      made_of['guides'] = [identity.describe(guide) for guide in guides]
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
     journal.call_format = chat.format
     train_state = _restore(train_state, plan, engine, journal, watch)
-    del params  # The restored ones take their place.
-    print_line = journal.progress.print_line
-    for line in lines:
-      print_line(line)
-    _compile(engine, chat, (training, evaluation), journal, watch)
-    stack.enter_context(engine.open())
-    playing = {'make_env': make_env, 'limits': config.limits}
-    rollouts = schedule.Schedule(
-      config, tasks, engine, chat, journal, training, **playing
-    )
-    logged = metrics_lib.read(workdir) if processes.is_first() else ()
     job = Job(
       config=config,
       train_state=train_state,
       plan=plan,
       chat=chat,
       engine=engine,
-      rollouts=rollouts,
+      rollouts=schedule.Schedule(
+        config,
+        tasks,
+        engine,
+        chat,
+        journal,
+        training,
+        make_env=make_env,
+        limits=config.limits,
+      ),
       journal=journal,
       watch=watch,
       evaluation=evaluation,
-      alarms=alarms_lib.AlarmMonitor(config.alarms, print_line, logged),
-      faults=alarms_lib.FaultCounter(print_line),
+      alarms=alarms_lib.AlarmMonitor(
+        config.alarms,
+        journal.progress.print_line,
+        metrics_lib.read(workdir) if processes.is_first() else (),
+      ),
+      faults=alarms_lib.FaultCounter(journal.progress.print_line),
+      evals=evals,
+      make_env=make_env,
+      privileged=privileged,
     )
-    # This frame lives as long as the run: what it names is not freed before.
-    del train_state
+    # This frame lives as long as the run, and what it names is not freed before.
+    del params, train_state
+    for line in lines:
+      journal.progress.print_line(line)
+    _compile(job, (training, evaluation))
+    stack.enter_context(engine.open())
     yield job
 
 
@@ -160,23 +180,17 @@ def _restore(
   return train_state
 
 
-def _compile(
-  engine: engine_lib.Engine,
-  chat: chat_lib.Chat,
-  decodings: Sequence[rollout.Decoding],
-  journal: journal_lib.Journal,
-  watch: preemption.Watch,
-):
+def _compile(job: Job, decodings: Sequence[rollout.Decoding]):
   """Compiles the engine's programs, and shows how many are done."""
-  watch.phase = 'compilation'
-  automata = [chat.stop_automaton(engine.config.vocab_size)]
+  job.watch.phase = 'compilation'
+  automata = [job.chat.stop_automaton(job.engine.config.vocab_size)]
   automata += [decoding.grammar for decoding in decodings if decoding.grammar]
 
   def report(done: int, programs: int):
-    journal.progress.set_phase('compile', done, programs)
-    watch.raise_if_requested()
+    job.journal.progress.set_phase('compile', done, programs)
+    job.watch.raise_if_requested()
 
-  engine.warm_up(report, automata)
+  job.engine.warm_up(report, automata)
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
@@ -241,9 +255,9 @@ def make_engine(
     chips=sharding.split_devices(config.mesh.samplers)[1],
     rows=sizes.rows,
     slots=sizes.slots,
-    steps=sizes.decode_steps,
-    feed_rows=sizes.feed_rows,
-    feed_tokens=sizes.feed_tokens,
+    decode_steps=sizes.decode_steps,
+    prefill_rows=sizes.prefill_rows,
+    prefill_tokens=sizes.prefill_tokens,
     bucket=sizes.bucket,
     width=sizes.width or None,
     narrow=sizes.narrow,

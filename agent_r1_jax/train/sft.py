@@ -156,8 +156,13 @@ def run(
     The new parameters.
 
   Raises:
-    ValueError: The stream ended before the last step.
+    ValueError: The stream ended before the last step, or the warm-up is not over by then.
   """
+  if config.warmup >= config.steps:
+    raise ValueError(
+      f'warmup: {config.warmup} steps of warm-up leave nothing of {config.steps} steps; '
+      'give fewer of them, or more steps.'
+    )
   rate = optax.warmup_cosine_decay_schedule(
     0.0, config.learning_rate, config.warmup, config.steps
   )

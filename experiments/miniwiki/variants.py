@@ -29,13 +29,13 @@ from absl import app, flags
 
 from agent_r1_jax import train, types
 from agent_r1_jax.agent import context, env, rewards, tool
+from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import summary, tables
 from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import reward_model
 from experiments.miniwiki import search as quickstart
 from experiments.miniwiki import tasks as miniwiki
 

@@ -76,14 +76,14 @@ const failures = i => run.episodes.tool_errors[i] + run.episodes.format_errors[i
 const most = f => group => -Math.max(...group.members.map(f));
 
 const ORDERS = {
-  'first steps first': group => run.logs[group.log].step,
-  'last steps first': group => -run.logs[group.log].step,
+  'first steps': group => run.logs[group.log].step,
+  'last steps': group => -run.logs[group.log].step,
   'lowest reward': group => group.mean,
   'highest reward': group => -group.mean,
-  'widest spread in a group': group => -group.spread,
+  'widest spread': group => -group.spread,
   longest: most(i => run.episodes.length[i]),
   'most turns': most(i => run.episodes.turns[i]),
-  'most failed calls': most(failures),
+  'failed calls': most(failures),
 };
 
 /** Returns whether each episode passes, and the numbers of the groups with one, in order. */
@@ -112,7 +112,7 @@ function select(filter) {
     }
     if (any) chosen.push(number);
   });
-  const key = ORDERS[filter.order] ?? ORDERS['first steps first'];
+  const key = ORDERS[filter.order] ?? ORDERS['first steps'];
   const keys = new Map(chosen.map(number => [number, key(groups[number])]));
   // A group without any reward comes last.
   const rank = number => (Number.isNaN(keys.get(number)) ? Infinity : keys.get(number));

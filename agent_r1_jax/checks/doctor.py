@@ -1,0 +1,280 @@
+"""Looks at a machine and an environment before device time is spent on them.
+
+  findings = doctor.examine(config, workdir, algorithm, tasks=tasks, make_env=make_env)
+  sys.exit(doctor.show(findings))
+
+Nothing is trained, and no weights are read. Every check has a time-out.
+"""
+
+from collections.abc import Callable, Sequence
+import contextlib
+import fcntl
+import functools
+import importlib.metadata
+import io
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import workers
+from agent_r1_jax.checks import memory, preflight, sizes, trial
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.tools import sandbox
+from agent_r1_jax.train import rollout
+
+_PACKAGE = 'agent_r1_jax'
+_ROOT = pathlib.Path(__file__).parents[2]
+_SECONDS = 120.0
+_PROBE_BYTES = 32 << 20
+_SLOW_DISK = 50e6
+# Linux's files of accelerators, and the extra that lets JAX use them.
+_ACCELERATORS = {'/dev/nvidia0': 'cuda', '/dev/accel0': 'tpu', '/dev/vfio/0': 'tpu'}
+_STYLES = {'ok': 'green', 'warn': 'yellow', 'fail': 'bold red'}
+
+Finding = trial.Finding
+
+
+class _Subject(NamedTuple):
+  """What is examined; see `examine`."""
+
+  config: config_lib.Config
+  workdir: pathlib.Path
+  algorithm: algorithms.Algorithm | None
+
+
+def examine(
+  config: config_lib.Config,
+  workdir: str | os.PathLike,
+  algorithm: algorithms.Algorithm | None = None,
+  *,
+  tasks: Sequence[types.Task] = (),
+  make_env: rollout.MakeEnv | None = None,
+  solve: Callable[[types.Task], Sequence[str]] | None = None,
+) -> list[Finding]:
+  """Examines the machine, the configuration and the environment.
+
+  Args:
+    config: The run's configuration; without model.path memory is not looked at.
+    workdir: Where the run would write; it is not made.
+    algorithm: The run's algorithm; None only plays.
+    tasks: Tasks to play.
+    make_env: Makes the environment; None leaves it out.
+    solve: The replies that solve a task; see trial.check_env.
+  """
+  subject = _Subject(config, pathlib.Path(workdir).resolve(), algorithm)
+  checks = {
+    'versions': check_versions,
+    'devices': check_devices,
+    'configuration': functools.partial(check_config, subject),
+    'memory': functools.partial(check_memory, subject),
+    'isolation': check_isolation,
+    'disk': functools.partial(check_disk, subject),
+  }
+  found = [_within(name, check) for name, check in checks.items()]
+  if make_env is not None:
+    found += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
+  return found
+
+
+def show(findings: Sequence[Finding]) -> int:
+  """Prints the findings; returns the exit status: 1 if one of them is 'fail'."""
+  from rich import console, table, text
+
+  screen = console.Console()
+  grid = table.Table.grid(padding=(0, 2, 0, 0))
+  for finding in findings:
+    style = _STYLES[finding.status]
+    lines = text.Text(finding.text)
+    if finding.mend:
+      lines.append(f'\n→ {finding.mend}', 'bold')
+    grid.add_row(text.Text(finding.status, style), finding.name, lines)
+  screen.print(grid)
+  counts = {s: sum(f.status == s for f in findings) for s in _STYLES}
+  print(', '.join(f'{n} {status}' for status, n in counts.items() if n))
+  return int(counts['fail'] > 0)
+
+
+def check_versions() -> Finding:
+  """Compares Python and the installed packages with the versions that are tested."""
+  python = sys.version_info[:2]
+  here = '.'.join(map(str, python))
+  if python not in ((3, 11), (3, 12)):
+    return Finding('versions', 'fail', f'Python {here}', 'Use Python 3.11 or 3.12.')
+  differing, pins = [], _read_pins(python)
+  for name, wanted in pins.items():
+    try:
+      version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      mend = f'pip install {name}=={wanted}'
+      return Finding('versions', 'fail', f'{name} is not installed', mend)
+    if version != wanted:
+      differing.append(f'{name} {version} (tested: {wanted})')
+  if differing:
+    text = f'{len(differing)} packages differ: {", ".join(differing[:4])}'
+    return Finding('versions', 'warn', text, 'pip install -r requirements.txt')
+  versions = f'Python {here}, jax {jax.__version__}'
+  return Finding('versions', 'ok', f'{versions}, and {len(pins)} packages as tested')
+
+
+def _read_pins(python: tuple[int, int]) -> dict[str, str]:
+  """Returns the pinned version of each required package, for this Python."""
+  path = _ROOT / 'requirements.txt'
+  if path.exists():
+    lines = path.read_text().splitlines()
+  else:
+    lines = importlib.metadata.requires(_PACKAGE) or []
+  pins = {}
+  for line in lines:
+    # Extras are left out; the only other marker is the version of Python.
+    if (pin := re.match(r'([\w.-]+)==([\w.]+)', line)) and 'extra ==' not in line:
+      marker = re.search(r"python_version (<|>=) [\"']3\.12", line)
+      if not marker or (marker[1] == '<') == (python < (3, 12)):
+        pins[pin[1]] = pin[2]
+  return pins
+
+
+def check_devices() -> Finding:
+  """Finds JAX's devices, and computes on one."""
+  devices, platform = jax.devices(), jax.default_backend()
+  text = f'{len(devices)} x {devices[0].device_kind} ({platform})'
+  product = float(jnp.sum(jnp.ones((256, 256)) @ jnp.ones((256, 256))))
+  if product != 256**3:
+    return Finding(
+      'devices', 'fail', f'{text}: a product of matrices is wrong', 'Change the device.'
+    )
+  unused = [extra for path, extra in _ACCELERATORS.items() if os.path.exists(path)]
+  if platform == 'cpu' and unused:
+    mend = f"pip install '{_PACKAGE}[{unused[0]}]', and leave JAX_PLATFORMS unset."
+    return Finding('devices', 'warn', f'{text}, and an accelerator is not used', mend)
+  return Finding('devices', 'ok', text)
+
+
+def check_config(subject: _Subject) -> Finding:
+  """Refuses what a run would refuse before it loads anything."""
+  config, algorithm = subject.config, subject.algorithm
+  try:
+    if algorithm is None:
+      config.check()
+    else:
+      preflight.check_config(config, algorithm)
+  except ValueError as error:
+    return Finding('configuration', 'fail', str(error))
+  episodes = config.schedule.tasks * config.schedule.samples
+  text = f'{config.schedule.steps} steps of {episodes} episodes'
+  return Finding('configuration', 'ok', text)
+
+
+def check_memory(subject: _Subject) -> Finding:
+  """Chooses the run's sizes and estimates its memory (docs/memory.md)."""
+  if not subject.config.model.path:
+    mend = 'Give --config.model.path.'
+    return Finding('memory', 'warn', 'not estimated: there is no model', mend)
+  said = io.StringIO()
+  try:
+    subject.config.model.check()
+    with contextlib.redirect_stderr(said):
+      sizes.resolve(subject.config, subject.algorithm, subject.workdir)
+  except ValueError as error:
+    lines = str(error).removeprefix('memory: ').splitlines()
+    mend = lines[-1] if len(lines) > 1 else ''
+    return Finding('memory', 'fail', '\n'.join(lines[:4]), mend)
+  return Finding('memory', 'ok', said.getvalue().strip())
+
+
+def check_isolation() -> Finding:
+  """Starts what confines Python that a model writes."""
+  try:
+    box = sandbox.Sandbox()
+    try:
+      output = box.run('print(6 * 7)')
+    finally:
+      box.close()
+  except RuntimeError as error:
+    mend = 'Without a Python tool nothing needs it; docs/tools.md says what it needs.'
+    return Finding('isolation', 'warn', str(error), mend)
+  if output.text.strip() != '42':
+    mend = 'Give no agent a Python tool here.'
+    return Finding('isolation', 'fail', f'the sandbox printed {output.text!r}', mend)
+  layers = ', '.join(sandbox.LAYERS)
+  if not sandbox._isolate():
+    mend = 'Install bubblewrap, and allow user namespaces, for one more layer.'
+    return Finding('isolation', 'warn', f'{layers}; no namespaces', mend)
+  return Finding('isolation', 'ok', f'{layers}, namespaces (bubblewrap)')
+
+
+def check_disk(subject: _Subject) -> Finding:
+  """Measures the disk of the workdir, and whether it has locks."""
+  folder = subject.workdir
+  while not folder.exists():
+    folder = folder.parent
+  try:
+    speed, locks = _measure_disk(folder)
+  except OSError as error:
+    mend = 'Give another --workdir, or make room.'
+    return Finding('disk', 'fail', f'{folder}: {error.strerror}', mend)
+  free, needed = shutil.disk_usage(folder).free, _needed_bytes(subject)
+  text = f'{folder}: {free / 1e9:.1f} GB free, {speed / 1e6:.0f} MB/s'
+  if needed:
+    text += f'; checkpoints and model take {needed / 1e9:.2f} GB'
+  if free < needed:
+    mend = 'Make room, lower --config.checkpoint.keep, or give another --workdir.'
+    return Finding('disk', 'fail', text, mend)
+  if not locks:
+    mend = 'Nothing keeps two runs out of one workdir there: name each once.'
+    return Finding('disk', 'warn', f'{text}; no locks', mend)
+  if free < 2 * needed or speed < _SLOW_DISK:
+    mend = 'Rollouts and trajectories need room, too; a slow disk delays checkpoints.'
+    return Finding('disk', 'warn', text, mend)
+  return Finding('disk', 'ok', f'{text}; locks work')
+
+
+def _measure_disk(folder: pathlib.Path) -> tuple[float, bool]:
+  """Writes a file; returns bytes a second, and whether it could be locked."""
+  with tempfile.TemporaryFile(dir=folder) as file:
+    data, begun = os.urandom(_PROBE_BYTES), time.perf_counter()
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+    seconds = time.perf_counter() - begun
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      return len(data) / seconds, False
+  return len(data) / seconds, True
+
+
+def _needed_bytes(subject: _Subject) -> float:
+  """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
+  config = subject.config
+  try:
+    models = sizes.read_models(config.model, subject.algorithm)
+  except (OSError, ValueError):
+    return 0.0
+  adapters = (config.model.lora_rank, config.model.lora_targets)
+  trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
+  # While one is written, the one before the oldest that is kept is still there.
+  checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)
+  return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']
+
+
+def _within(name: str, check: Callable[[], Finding]) -> Finding:
+  """Makes a check that raises or hangs a finding."""
+  call = workers.POOL.submit(check)
+  try:
+    return call.result(_SECONDS)
+  except TimeoutError:
+    text = f'gave no answer within {_SECONDS:g} seconds'
+    mend = 'Another process may hold the device or the disk.'
+    return Finding(name, 'fail', text, mend)
+  except Exception as error:
+    return Finding(name, 'fail', workers.describe_error(error))

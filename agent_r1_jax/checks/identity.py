@@ -1,0 +1,265 @@
+"""Describes the Python objects of a run, so that two starts of it can be compared.
+
+Algorithms, rewards and tools are Python objects. Their descriptions are JSON: names,
+numbers and digests, without what differs between two starts of one script, such as an
+address, the order of a set, the script's path or its comments.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import os
+import pathlib
+import sysconfig
+import types as python_types
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import program
+
+_PACKAGE = __name__.partition('.')[0]
+_LIBRARIES = tuple(
+  {sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')}
+)
+_DEPTH = 8
+# A container with more items is data, and only its type counts.
+_MOST_ITEMS = 100
+# So many tasks are looked at: they may lie on a disk.
+_MOST_IDS = 1000
+
+
+def describe_run(
+  algorithm: Any,
+  env: Any,
+  tasks: Sequence[types.Task],
+  privileged: Callable | None = None,
+  guides: Iterable[Any] = (),
+) -> dict[str, Any]:
+  """Describes a run's algorithm, environments, rewards, tools, tasks and guides.
+
+  Args:
+    algorithm: A rl.algorithms.Algorithm.
+    env: One of the run's environments, before its first episode.
+    tasks: The tasks to train on.
+    privileged: The argument of train.run.
+    guides: The argument of train.run.
+  """
+  tools = {
+    tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}
+    for tool in getattr(env, 'tools', ())
+  }
+  made_of = {
+    'algorithm': describe(algorithm),
+    'environment': _describe_environment(env),
+    'tools': tools,
+    'tasks': _describe_tasks(tasks),
+    'privileged': describe(privileged),
+  }
+  described = [describe(guide) for guide in guides]
+  return made_of | ({'guides': described} if described else {})
+
+
+def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
+  """Describes an environment's code, and the environments that it wraps.
+
+  Its code is all methods of the user's classes, and the functions in its attributes, such
+  as a ToolEnv's reward. Of a wrapper of this package, numbers and texts count too.
+  """
+  parts = {}
+  if not isinstance(env, env_lib.ToolEnv | program.Program):
+    parts['step'] = describe(type(env).step)
+  for kind in reversed(type(env).__mro__):
+    if not _installed(kind):
+      methods = {name: _function(method) for name, method in vars(kind).items()}
+      parts |= {name: describe(method) for name, method in methods.items() if method}
+  attributes = {
+    name.strip('_'): value
+    for name, value in getattr(env, '__dict__', {}).items()
+    if not inspect.isclass(value)
+  }
+  # At most _DEPTH deep: an environment may hold one that holds it.
+  wrapped = {
+    name
+    for name, x in attributes.items()
+    if depth < _DEPTH and hasattr(x, 'reset') and hasattr(x, 'step')
+  }
+  ours = type(env).__module__.partition('.')[0] == _PACKAGE
+  options = (int, float, str) if wrapped and ours else ()
+  for name, value in attributes.items():
+    if name in wrapped:
+      parts[name] = _describe_environment(value, depth + 1)
+    elif callable(value) or isinstance(value, options):
+      parts[name] = describe(value)
+  return parts
+
+
+def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
+  """Describes a value.
+
+  A function of this package or of an installed one is described by its name; one of the
+  user's also by a digest of its code and that of the user's functions that it calls. What
+  it was made with is described too: the arguments of a functools.partial, the variables
+  of a closure.
+
+  Args:
+    value: Any object; one that is no function, container, dataclass or array is described
+      by its class.
+    values: Whether numbers and texts of a closure count. Those of a tool may differ at
+      the next start, such as the port of a server.
+    depth: How deep the value lies in another one; below _DEPTH only the class counts.
+  """
+  if value is None:
+    return None
+  if isinstance(value, bool | int | str | float):
+    return repr(value) if values else type(value).__name__
+  if depth > _DEPTH or (isinstance(value, Sized) and len(value) > _MOST_ITEMS):
+    return _name(type(value))
+  inner = functools.partial(describe, values=values, depth=depth + 1)
+  fields = _fields(value)
+  if fields is not None:
+    return {name: inner(field) for name, field in fields.items()}
+  if isinstance(value, set | frozenset):
+    return sorted((inner(x) for x in value), key=repr)
+  if function := _function(value):
+    return _describe_function(function, inner)
+  if isinstance(value, np.ndarray | np.generic):
+    return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
+  # What is left is neither data nor a function: its attributes may hold anything, so only
+  # its class counts, and the code that runs when it is called.
+  found = _name(value if isinstance(value, type) else type(value))
+  called = None if isinstance(value, type) else _function(type(value).__call__)
+  return {'type': found, 'call': inner(called)} if called else found
+
+
+def model_digest(directory: str | os.PathLike) -> str:
+  """Returns the sha256, in hex, of the names and contents of a model's files."""
+  total = hashlib.sha256()
+  for path in sorted(p for p in pathlib.Path(directory).rglob('*') if p.is_file()):
+    total.update(str(path.relative_to(directory)).encode() + b'\0')
+    with path.open('rb') as file:
+      total.update(hashlib.file_digest(file, 'sha256').digest())
+  return total.hexdigest()
+
+
+def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
+  """Returns the sha256, in hex, of all fields of tasks."""
+  rows = {
+    name: [[task.id, task.messages, task.answer, task.info] for task in tasks]
+    for name, tasks in sets.items()
+  }
+  return digest(rows)
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+  """Returns the parts of a container, a partial or a dataclass by name; else None."""
+  if isinstance(value, type):
+    return None
+  kind = {'type': type(value)}
+  if isinstance(value, functools.partial):
+    arguments = {str(i): x for i, x in enumerate(value.args)}
+    return {'partial': value.func} | arguments | value.keywords
+  if isinstance(value, Mapping):
+    return {str(key): x for key, x in value.items()}
+  if hasattr(value, '_asdict'):  # A named tuple.
+    return kind | value._asdict()
+  if isinstance(value, list | tuple):
+    return {str(i): x for i, x in enumerate(value)}
+  if dataclasses.is_dataclass(value):
+    return kind | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+  return None
+
+
+def _describe_function(function: python_types.FunctionType, inner: Callable) -> Any:
+  found: dict[str, Any] = {'function': _name(function)}
+  if not _installed(function):
+    found['code'] = digest(sorted(_code_texts(function, set())))
+  for name, cell in zip(
+    function.__code__.co_freevars, function.__closure__ or (), strict=True
+  ):
+    content = _content(cell)
+    if content is not function:
+      found[name] = inner(content)
+  return found if len(found) > 1 else found['function']
+
+
+def _function(value: Any) -> python_types.FunctionType | None:
+  """Returns the Python function inside a method, a wrapper or a jitted function."""
+  value = getattr(value, 'fget', value)  # Of a property.
+  value = getattr(value, '__func__', value)
+  try:
+    value = inspect.unwrap(value) if callable(value) else None
+  except ValueError:  # It wraps itself.
+    return None
+  value = getattr(value, '__func__', value)
+  return value if isinstance(value, python_types.FunctionType) else None
+
+
+def _name(value: Any) -> str:
+  """Returns the name, with its module if that is installed: a script may be __main__."""
+  name = value.__qualname__
+  return f'{value.__module__}.{name}' if _installed(value) else name
+
+
+def _installed(value: Any) -> bool:
+  """Whether it belongs to this package, to Python or to an installed package."""
+  if str(value.__module__).partition('.')[0] == _PACKAGE:
+    return True
+  try:
+    path = pathlib.Path(inspect.getfile(value))
+  except (TypeError, OSError):
+    # It is built in, or a function that the user typed into an interpreter.
+    return not isinstance(value, python_types.FunctionType)
+  return any(path.is_relative_to(library) for library in _LIBRARIES)
+
+
+def _code_texts(function: python_types.FunctionType, seen: set[int]) -> Iterable[str]:
+  """Yields the code of a function, and of the user's functions that it names, as text."""
+  if id(function.__code__) in seen or _installed(function):
+    return
+  seen.add(id(function.__code__))
+  names: set[str] = set()
+  yield _code_text(function.__code__, function.__doc__, names) + repr(
+    [describe(function.__defaults__), describe(function.__kwdefaults__)]
+  )
+  reached = [function.__globals__.get(name) for name in sorted(names)]
+  reached += [_content(cell) for cell in function.__closure__ or ()]
+  for other in filter(None, map(_function, reached)):
+    yield from _code_texts(other, seen)
+
+
+def _code_text(code: python_types.CodeType, doc: str | None, names: set[str]) -> str:
+  """Returns bytecode and constants without lines, files and docstring; adds its names."""
+  names.update(code.co_names)
+  consts = [
+    _code_text(const, None, names)
+    if isinstance(const, python_types.CodeType)
+    else repr(sorted(const, key=repr) if isinstance(const, frozenset) else const)
+    for const in code.co_consts
+    if const is None or const != doc
+  ]
+  return repr([code.co_code.hex(), consts, code.co_names, code.co_varnames])
+
+
+def _content(cell: Any) -> Any:
+  try:
+    return cell.cell_contents
+  except ValueError:  # It is not set yet.
+    return None
+
+
+def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
+  n = len(tasks)
+  places = sorted({i * n // _MOST_IDS for i in range(_MOST_IDS)}) if n else []
+  return {'count': n, 'ids': digest([getattr(tasks[i], 'id', None) for i in places])}
+
+
+def digest(value: Any) -> str:
+  """Returns 16 hex digits of a value as JSON; repr stands in for other types."""
+  text = json.dumps(value, sort_keys=True, default=repr)
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

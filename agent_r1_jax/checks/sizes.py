@@ -1,0 +1,333 @@
+"""Chooses the sizes that a configuration leaves 0, by the device and the model.
+
+`resolve` chooses them, estimates the memory of the run (memory.py) and refuses what does
+not fit, before anything is loaded or compiled. A run that is resumed has the sizes that
+it began with: config.json holds them.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields
+from agent_r1_jax.checks import memory
+from agent_r1_jax.host import processes, runtime, sharding
+from agent_r1_jax.models import hf_config
+from agent_r1_jax.rl import algorithms
+
+FIELDS = config_lib.SIZES
+# Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
+MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
+# The tokens that a prompt is assumed to have, and the most slots that are chosen.
+_PROMPT, _MOST_SLOTS = 1024, 8192
+# Slots come in multiples of this: the kernels of accelerators read tiles of this many.
+_TILE = 128
+# The most rows and tokens of a micro-batch on one chip: more bring no speed.
+_MOST_ROWS = {'cpu': 128, 'gpu': 256, 'tpu': 256}
+_MOST_TOKENS = {'cpu': 8192, 'gpu': 16_384, 'tpu': 16_384}
+# Rows and tokens of one prefill. The answer of a tool is short: a CPU computes a longer
+# chunk in vain, while an accelerator waits for the weights anyway.
+_FEED = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
+# The least slots that a cache read covers; smaller reads are more programs to compile.
+_LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
+# (share of the memory, fewest rows, fewest slots): first leave some room for what the
+# estimate does not know; use all before episodes get too short.
+_ROUNDS = ((0.85, 8, 2048), (1.0, 1, 1024))
+# Bytes of a device that does not report its memory.
+_UNKNOWN = 16e9
+
+
+def resolve(
+  config: config_lib.Config,
+  algorithm: algorithms.Algorithm | None = None,
+  workdir: str | os.PathLike | None = None,
+) -> config_lib.Config:
+  """Returns the configuration with all sizes chosen, and prints them in one line.
+
+  Args:
+    config: The run's configuration; sizes of 0 are chosen.
+    algorithm: The run's algorithm; None if the policy only plays.
+    workdir: The run's directory: if it has been started before, sizes that are 0 are
+      those that it began with.
+
+  Raises:
+    ValueError: The run does not fit the memory; the message has the terms and the fields
+      to change. Or its rows cannot be split over the mesh.
+  """
+  runtime.initialize()
+  machine, models = find_machine(config.mesh), read_models(config.model, algorithm)
+  given = config
+  if workdir is not None:
+    config = load_recorded(config, workdir)
+  reused = [
+    name for name in FIELDS if fields.get(config, name) != fields.get(given, name)
+  ]
+  config = choose(config, models, machine)
+  _check_split(config, machine)
+  check(config, models, machine, reused)
+  if processes.is_first():
+    print(describe(config, models, machine), file=sys.stderr)
+  return config
+
+
+def find_machine(config: config_lib.Mesh) -> memory.Machine:
+  """Finds platform, memory and chips; of several processes the least memory counts."""
+  training, sampling = sharding.split_devices(config.samplers)
+  local, platform = jax.local_devices(), jax.default_backend()
+  given = os.environ.get(MEMORY_VARIABLE)
+  if given is not None:
+    available = _parse_memory(given)
+  elif platform == 'cpu':
+    available = float(runtime.available_memory())
+  else:
+    stats = [device.memory_stats() or {} for device in local]
+    available = float(min(s.get('bytes_limit', _UNKNOWN) for s in stats))
+  if platform == 'cpu':
+    available /= len(local)  # Its devices share the machine's memory.
+  engines = max(1, len(sampling or training) // config.tensor)
+  if sampling:
+    engines *= jax.process_count()
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else 1
+  shares = processes.gather([available, max(1, cores // len(local))])
+  available, cores = (min(share[i] for share in shares) for i in range(2))
+  return memory.Machine(platform, available, len(training), engines, int(cores))
+
+
+def load_recorded(
+  config: config_lib.Config, workdir: str | os.PathLike
+) -> config_lib.Config:
+  """Returns `config` with sizes of 0 replaced by those of the run in this workdir."""
+  path = pathlib.Path(workdir) / 'config.json'
+  try:
+    recorded = json.loads(path.read_text())
+  except (OSError, ValueError, RecursionError):
+    return config  # No run yet; or the journal will say what is wrong with the file.
+  if not isinstance(recorded, Mapping):
+    return config
+  known = {
+    name: _look_up(recorded, name) for name in FIELDS if not fields.get(config, name)
+  }
+  return fields.replace(
+    config, {name: n for name, n in known.items() if type(n) is int and n > 0}
+  )
+
+
+def _look_up(tree: Any, name: str) -> Any:
+  """Returns the value of a dotted name in nested mappings, or None."""
+  for part in name.split('.'):
+    tree = tree.get(part) if isinstance(tree, Mapping) else None
+  return tree
+
+
+def choose(
+  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+) -> config_lib.Config:
+  """Returns `config` with a number for each size that is 0; other sizes are not changed.
+
+  Begins with the fastest sizes. While the estimate is above a share of the machine's
+  memory they are halved, first the micro-batch, then rows, then slots; in the end rows
+  and micro-batch are doubled again as long as they fit.
+  """
+  given = {'microbatch': config.batch.microbatch}
+  given |= {'rows': config.engine.rows, 'slots': config.engine.slots}
+  free = [name for name, value in given.items() if not value]
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  multiples = {'microbatch': 1, 'rows': 1, 'slots': _slot_multiple(config.mesh)}
+  fastest = _choose_fastest(config, models, machine)
+  sizes = dict(fastest)
+
+  def peak(sizes: dict[str, int]) -> float:
+    return memory.estimate(_fill(config, machine, **sizes), models, machine).peak
+
+  for share, fewest_rows, fewest_slots in _ROUNDS:
+    limit = share * machine.memory
+    least = {'microbatch': groups, 'rows': fewest_rows, 'slots': fewest_slots}
+    # The first in `free` costs the least speed, so it is halved as far as it may be.
+    for name in free:
+      while sizes[name] // 2 >= least[name] and peak(sizes) > limit:
+        sizes[name] = _round_up(sizes[name] // 2, multiples[name])
+    if peak(sizes) > limit:
+      continue
+    # Halving may have gone further than it had to, as slots were halved last.
+    for name in ('rows', 'microbatch'):
+      doubled = sizes | {name: 2 * sizes[name]}
+      while sizes[name] < fastest[name] and peak(doubled) <= limit:
+        sizes, doubled = doubled, doubled | {name: 2 * doubled[name]}
+    break
+  return _fill(config, machine, **sizes)
+
+
+def check(
+  config: config_lib.Config,
+  models: memory.Models,
+  machine: memory.Machine,
+  reused: list[str] | None = None,
+) -> None:
+  """Refuses a run that does not fit the memory.
+
+  Args:
+    config: The configuration, with all sizes chosen.
+    models: What the run loads.
+    machine: Where it runs.
+    reused: The sizes that a resumed run began with.
+
+  Raises:
+    ValueError: The message has the terms in GB and the fields to change.
+  """
+  estimate = memory.estimate(config, models, machine)
+  if estimate.peak <= machine.memory:
+    return
+  changes, enough = memory.suggest_changes(config, models, machine)
+  named = ', '.join(f'{name}={value}' for name, value in changes.items())
+  mend = f'Lower it with {named}'
+  if not enough:
+    mend = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
+  if machine.platform == 'gpu' and estimate.peak < 0.95 / 0.75 * machine.memory:
+    # By default JAX takes three quarters of a GPU.
+    mend += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
+  origin = ''
+  if reused:
+    origin = (
+      f' {", ".join(reused)} are those that this run began with (config.json); give '
+      'others in another workdir.'
+    )
+  where = 'this process' if machine.platform == 'cpu' else 'each chip'
+  raise ValueError(
+    f'memory: this run is estimated to take {estimate.peak / memory.GB:.1f} GB '
+    f'({estimate.largest}), and {where} has {machine.memory / memory.GB:.1f} GB:\n'
+    f'{estimate.table()}\n{mend}.{origin} {MEMORY_VARIABLE} says that there is more or '
+    'less.'
+  )
+
+
+def describe(
+  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+) -> str:
+  """Returns one line: the sizes, and the estimated memory."""
+  estimate = memory.estimate(config, models, machine)
+  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in FIELDS)
+  return (
+    f'sizes: {chosen}; estimated peak {estimate.peak / memory.GB:.1f} GB '
+    f'({estimate.largest}) of {machine.memory / memory.GB:.1f} GB'
+  )
+
+
+def _check_split(config: config_lib.Config, machine: memory.Machine) -> None:
+  """Raises ValueError if training rows cannot be split over the mesh."""
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  context = config.mesh.context
+  if config.batch.microbatch % groups:
+    raise ValueError(
+      f'batch.microbatch is {config.batch.microbatch}, yet its rows lie on {groups} '
+      'groups of chips (data x fsdp): make it a multiple of that.'
+    )
+  if config.batch.row_tokens % context:
+    raise ValueError(
+      f'a training row has {config.batch.row_tokens} tokens (batch.row_tokens, or '
+      f'engine.slots), which mesh.context = {context} must divide.'
+    )
+
+
+def read_models(config: config_lib.Model, algorithm) -> memory.Models:
+  """Reads the models' shapes from config.json; no weights are read."""
+  if not config.path:
+    raise ValueError(
+      'model.path is empty; give the directory of a model in Hugging Face layout.'
+    )
+  policy = hf_config.read(config.path)
+  policy = dataclasses.replace(policy, dtype=config.dtype, remat=config.remat)
+  if algorithm is None:
+    return memory.Models(policy)
+  reference = hf_config.read(config.reference) if config.reference else None
+  raw = hf_config.read_json(pathlib.Path(config.path) / 'config.json')
+  return memory.Models(policy, algorithm, reference, bool(raw.get('value_head')))
+
+
+def _choose_fastest(config, models, machine) -> dict[str, int]:
+  """Returns the sizes that are chosen if memory is no limit."""
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  slots = config.engine.slots or _choose_slots(config, models)
+  tokens = (config.batch.row_tokens or slots) / config.mesh.context
+  each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))
+  return {
+    'slots': slots,
+    'rows': config.engine.rows or _choose_rows(config, machine),
+    'microbatch': config.batch.microbatch or groups * each,
+  }
+
+
+def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
+  """Returns `config` with these sizes, and with those that follow from them."""
+  given = config.engine
+  if not given.rows:
+    rows = _round_up(rows, given.replicas or 1)
+  prefill_rows, prefill_tokens = _FEED[machine.platform]
+  bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
+  engine = dataclasses.replace(
+    given,
+    slots=slots,
+    rows=rows,
+    prefill_rows=given.prefill_rows or min(prefill_rows, rows),
+    prefill_tokens=given.prefill_tokens or prefill_tokens,
+    bucket=given.bucket or min(slots, bucket),
+    replicas=given.replicas or _choose_replicas(config, rows, machine),
+  )
+  batch = config_lib.Batch(config.batch.row_tokens or slots, microbatch)
+  return dataclasses.replace(config, engine=engine, batch=batch)
+
+
+def _choose_slots(config, models) -> int:
+  """Returns the slots of the longest episode, up to _MOST_SLOTS."""
+  step = _slot_multiple(config.mesh)
+  turn = config.limits.max_turn_tokens + config.chat.max_tool_tokens
+  episode = _round_up(_PROMPT + config.limits.max_turns * turn, step)
+  most = min(_MOST_SLOTS, models.policy.max_positions, config.batch.row_tokens or episode)
+  return min(episode, max(1, most // step) * step, most)
+
+
+def _choose_rows(config, machine) -> int:
+  """Returns the episodes of a rollout for each engine, up to _MOST_ROWS."""
+  episodes = -(-config.schedule.tasks * config.schedule.samples // machine.engines)
+  most = _MOST_ROWS[machine.platform]
+  return min(most, 1 << (episodes - 1).bit_length())
+
+
+def _choose_replicas(config, rows, machine) -> int:
+  """Returns one replica per core of a CPU, if each has a few rows; else one per chip."""
+  if machine.platform != 'cpu' or config.mesh.tensor > 1:
+    return 1
+  width = min(config.engine.width or rows, rows)
+  most = min(machine.cores, rows // 8)
+  return next((n for n in range(most, 1, -1) if rows % n == 0 and width % n == 0), 1)
+
+
+def _slot_multiple(mesh: config_lib.Mesh) -> int:
+  """Returns what slots, and so the tokens of a training row, are multiples of."""
+  return math.lcm(_TILE, mesh.context)
+
+
+def _round_up(n: int, step: int) -> int:
+  return -(-n // step) * step
+
+
+def _power_of_two(n: int) -> int:
+  """Returns the largest power of two that is at most n."""
+  return 1 << (n.bit_length() - 1)
+
+
+def _parse_memory(text: str) -> float:
+  try:
+    found = float(text) * memory.GB
+  except ValueError:
+    found = 0.0
+  if not found > 0:
+    raise ValueError(f'{MEMORY_VARIABLE} is {text!r}; give a number of GB above 0.')
+  return found

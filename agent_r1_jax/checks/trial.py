@@ -1,0 +1,325 @@
+"""Plays an environment with a scripted policy, to see what its rewards and answers do."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import re
+import time
+from typing import Any, NamedTuple
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import testing, types
+from agent_r1_jax.agent import calls, program, workers
+from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.checks import preflight
+from agent_r1_jax.train import rollout
+
+# An event loop that is held for longer makes all other agents wait visibly.
+_HELD_SECONDS = 0.3
+_TICK_SECONDS = 0.02
+# A step that takes longer is worth a word: a rollout takes one after the other.
+_SLOW_SECONDS = 2.0
+_MASKED = 'In training such episodes are masked, and count in max_error_rate.'
+_WRONG = 'I do not know.'
+# How tasks want their answer, as far as this can be guessed.
+_FORMS = ('{}', '<answer>{}</answer>', '\\boxed{{{}}}', 'Answer: {}')
+_EXAMPLES = {'integer': 1, 'number': 1.0, 'boolean': True, 'array': [], 'object': {}}
+
+
+class Finding(NamedTuple):
+  """What a check found.
+
+  Attributes:
+    name: What was checked.
+    status: 'ok', 'warn' or 'fail'.
+    text: What was found.
+    mend: What can be done about it.
+  """
+
+  name: str
+  status: str
+  text: str
+  mend: str = ''
+
+
+class _Episode(NamedTuple):
+  """What came of a script: its kind, the replies that were heard, the reward."""
+
+  kind: str
+  task: types.Task
+  replies: list[str]
+  reward: float
+  done: bool
+
+
+class _Trial:
+  """Plays episodes one after the other, and measures them.
+
+  Attributes:
+    call: What is being called, for whoever waits in vain.
+    slowest: Method -> its longest call in seconds.
+    held: The longest time in seconds that the event loop was held.
+  """
+
+  def __init__(self, make_env: rollout.MakeEnv, limits: config_lib.Limits):
+    self.make_env, self.limits = make_env, limits
+    self.call, self.slowest = 'make_env', {'reset': 0.0, 'step': 0.0}
+    self.held = 0.0
+
+  async def play_all(self, scripts: Sequence[tuple[str, types.Task, Sequence[str]]]):
+    """Plays all scripts; returns the episodes."""
+    ticker = asyncio.ensure_future(self._tick())
+    try:
+      return [await self._play(*script) for script in scripts]
+    finally:
+      ticker.cancel()
+
+  async def _play(self, kind, task, replies) -> _Episode:
+    env = await workers.call(self.make_env, seconds=self.limits.reset_seconds)
+    try:
+      await self._call('reset', env.reset, task, seconds=self.limits.reset_seconds)
+      reward, heard, seconds = 0.0, [], self.limits.step_seconds
+      for reply in replies:
+        step = await self._call('step', env.step, reply, seconds=seconds)
+        heard.append(reply)
+        reward += step.reward
+        if step.done:
+          return _Episode(kind, task, heard, reward, True)
+      self.call = f'finish of task {task.id!r}'
+      step = await env_lib.finish_episode(env, 'max_turns', None)
+      return _Episode(kind, task, heard, reward + (step.reward if step else 0.0), False)
+    finally:
+      await env_lib.close_env(env)
+
+  async def _call(self, method: str, fn: Callable, argument: Any, seconds: float) -> Any:
+    shown = argument.id if isinstance(argument, types.Task) else argument
+    self.call, begun = f'{method}({shown!r:.60})', time.monotonic()
+    value = await workers.call(fn, argument, name=method, seconds=seconds)
+    spent = time.monotonic() - begun
+    self.slowest[method] = max(self.slowest[method], spent)
+    return value
+
+  async def _tick(self):
+    while True:
+      begun = time.monotonic()
+      await asyncio.sleep(_TICK_SECONDS)
+      self.held = max(self.held, time.monotonic() - begun - _TICK_SECONDS)
+
+
+def check_env(
+  tasks: Sequence[types.Task],
+  make_env: rollout.MakeEnv,
+  *,
+  solve: Callable[[types.Task], Sequence[str]] | None = None,
+  limits: config_lib.Limits | None = None,
+  seconds: float = 120.0,
+) -> list[Finding]:
+  """Plays the first tasks with scripted replies: right ones, wrong ones, none, a call.
+
+  Finds environments that raise or hang, rewards that are all equal, that take long or
+  block the event loop, answers that the agent is shown before it speaks, and what
+  testing.check_env refuses. A program.Program is not played, as it asks an endpoint; its
+  reward and metrics are called with an empty answer.
+
+  Args:
+    tasks: The tasks; the first four are played.
+    make_env: Makes the environment.
+    solve: The replies that solve a task. By default its answer in several forms, which
+      may all be wrong where a task asks for something else.
+    limits: What calls may take; config.Limits() by default.
+    seconds: What the whole trial may take.
+  """
+  limits = limits or config_lib.Limits()
+  try:
+    preflight.check_sets(tasks, None)
+    reset_seconds = min(seconds, limits.reset_seconds)
+    bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
+    with preflight.open_environment(make_env, bounds) as env:
+      if isinstance(env, program.Program):
+        return [_judge_program(env, tasks[:4], seconds)]
+      scripts = list(_write_scripts(tasks[:4], env, solve))
+  except Exception as error:
+    return [Finding('environment', 'fail', workers.describe_error(error))]
+  trial = _Trial(make_env, limits)
+  call = workers.POOL.submit(lambda: asyncio.run(trial.play_all(scripts)))
+  try:
+    episodes = call.result(seconds)
+  except TimeoutError:
+    text = f'{trial.call} gave no answer; {seconds:g} seconds were left for all episodes'
+    mend = 'Give what it waits for a time-out; what blocks must be no coroutine.'
+    return [Finding('environment', 'fail', text, mend)]
+  except Exception as error:
+    text = f'{trial.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
+    mend = 'In training such episodes are masked, and count in max_error_rate.'
+    return [Finding('environment', 'fail', text, mend)]
+  return [
+    _judge_times(trial, episodes),
+    _judge_rewards(episodes, known=solve is not None),
+    _judge_openings(tasks[:100], make_env, seconds),
+    _judge_conformance(episodes, make_env, seconds),
+  ]
+
+
+def _judge_program(
+  env: program.Program, tasks: Sequence[types.Task], seconds: float
+) -> Finding:
+  """Scores an empty answer to each task by the program's reward and metrics."""
+  text = 'a program is not played with a scripted policy'
+  if env.reward is program.Program.reward and env.metrics is None:
+    return Finding('environment', 'ok', f'{text}, and has no reward of its own')
+
+  async def judge_all():
+    empty = {'role': 'assistant', 'content': ''}
+    return [await env.judge(t, [*t.messages, empty], 'done', None) for t in tasks]
+
+  try:
+    call = workers.POOL.submit(lambda: asyncio.run(judge_all()))
+    rewards = {step.reward for step in call.result(seconds)}
+  except TimeoutError:
+    lost = f'an empty answer got no reward within {seconds:g} seconds'
+    return Finding('environment', 'fail', lost, 'Give what it waits for a time-out.')
+  except Exception as error:
+    lost = f'an empty answer: {workers.describe_error(error)}'
+    lost += workers.locate_error(error)
+    return Finding('environment', 'fail', lost, _MASKED)
+  shown = ', '.join(f'{reward:g}' for reward in sorted(rewards))
+  return Finding('environment', 'ok', f'{text}; an empty answer gets {shown}')
+
+
+def _write_scripts(tasks, env, solve) -> Iterator[tuple[str, types.Task, Sequence[str]]]:
+  """Yields (kind, task, replies) of all episodes."""
+  for task in tasks:
+    yield 'nothing', task, ['']
+    yield 'wrong', task, [_WRONG]
+    for tool in getattr(env, 'tools', ()):
+      yield 'wrong', task, [_call_of(tool.schema['function']), _WRONG]
+    if solve is not None:
+      yield 'right', task, list(solve(task))
+    else:
+      answers = _list_answers(task)[:1]
+      yield from (('right', task, [form.format(a)]) for a in answers for form in _FORMS)
+
+
+def _list_answers(task: types.Task) -> list[str]:
+  """Returns the right answers of a task, if they are texts or numbers."""
+  answers = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
+  return [str(answer) for answer in answers if isinstance(answer, str | int | float)]
+
+
+def _call_of(schema: dict[str, Any]) -> str:
+  """Writes a call with an argument of the right type for each required parameter."""
+  parameters = schema.get('parameters', {})
+  kinds = parameters.get('properties', {})
+  arguments = {
+    name: _EXAMPLES.get(kinds.get(name, {}).get('type'), 'test')
+    for name in parameters.get('required', ())
+  }
+  return calls.HERMES.render(calls.ToolCall(schema['name'], arguments))
+
+
+def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
+  times = ', '.join(f'{k} at most {v:.3f} s' for k, v in trial.slowest.items())
+  text = f'{len(episodes)} episodes played: {times}, rewards included'
+  if trial.held > _HELD_SECONDS:
+    return Finding(
+      'environment',
+      'warn',
+      f'{text}; the event loop was held for {trial.held:.2f} s: all agents wait then',
+      'Make what computes or blocks a plain function, which runs in a thread; a grader '
+      'that holds the interpreter belongs into isolated.in_subprocess.',
+    )
+  if trial.slowest['step'] > _SLOW_SECONDS:
+    mend = 'Cache, batch or bound what it waits for; engine.width helps with slow tools.'
+    return Finding('environment', 'warn', text, mend)
+  return Finding('environment', 'ok', text)
+
+
+def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
+  """Compares the rewards of right and wrong replies; `known`: whether solve was given."""
+  rewards = {
+    kind: [e.reward for e in episodes if e.kind == kind] for kind in ('right', 'wrong')
+  }
+  nothing = [e.reward for e in episodes if e.kind == 'nothing']
+  found = sorted({round(e.reward, 6) for e in episodes})
+  shown = ', '.join(f'{reward:g}' for reward in found[:6])
+  if len(found) == 1:
+    return Finding(
+      'rewards',
+      'fail' if known else 'warn',
+      f'all {len(episodes)} episodes got {shown}: nothing can be learned from that',
+      'Look at the reward.'
+      if known
+      else 'Look at the reward, or give solve= with replies that solve a task.',
+    )
+  best = max(rewards['right'], default=found[-1])
+  if known and best <= max(rewards['wrong']):
+    text = f'replies that solve a task get at most {best:g}, others as much'
+    return Finding('rewards', 'fail', text, 'Look at the reward.')
+  if max(nothing) >= found[-1]:
+    text = f'an empty reply gets {max(nothing):g}, the most that any reply got'
+    return Finding('rewards', 'warn', text, 'Reward what was done, not what was not.')
+  return Finding('rewards', 'ok', f'{len(found)} different ones: {shown}')
+
+
+def _judge_openings(tasks, make_env, seconds) -> Finding:
+  """Looks for answers in what the agent is shown before it speaks."""
+
+  async def open_all():
+    return [await _open(task, make_env) for task in tasks]
+
+  try:
+    openings = workers.POOL.submit(lambda: asyncio.run(open_all())).result(seconds)
+  except Exception as error:
+    return Finding('leaks', 'fail', f'reset: {workers.describe_error(error)}')
+  told = [
+    task
+    for task, messages in zip(tasks, openings, strict=True)
+    if any(_tells(messages, answer) for answer in _list_answers(task))
+  ]
+  if not told:
+    text = f'no answer is in the first messages of {len(tasks)} tasks'
+    return Finding('leaks', 'ok', text)
+  return Finding(
+    'leaks',
+    'warn',
+    f'{len(told)} of {len(tasks)} tasks show their answer in the first messages, such as '
+    f'{told[0].answer!r:.40} of task {told[0].id!r:.40}',
+    'Leave it out, unless the agent is to choose among what it is shown.',
+  )
+
+
+async def _open(task, make_env) -> list[types.Message]:
+  env = await workers.call(make_env)
+  try:
+    return await workers.call(env.reset, task)
+  finally:
+    await env_lib.close_env(env)
+
+
+def _tells(messages: Sequence[types.Message], answer: str) -> bool:
+  """Whether an answer stands in the messages, as a whole word."""
+  if len(answer.strip()) < 3:
+    return False  # 'no' or '7' stand in many texts.
+  text = '\n'.join(str(message.get('content')) for message in messages)
+  return bool(re.search(rf'(?<!\w){re.escape(answer.strip())}(?!\w)', text, re.I))
+
+
+def _judge_conformance(episodes, make_env, seconds) -> Finding:
+  """Runs the conformance test on the longest episode that ended by itself."""
+  ended = [e for e in episodes if e.done]
+  if not ended:
+    mend = 'Give solve= with replies that end an episode.'
+    return Finding('conformance', 'warn', 'no script ended an episode', mend)
+  longest = max(ended, key=lambda e: len(e.replies))
+  test = testing.check_env(make_env, longest.task, longest.replies)
+  try:
+    workers.POOL.submit(lambda: asyncio.run(_run(test))).result(seconds)
+  except Exception as error:
+    text = str(error) or workers.describe_error(error)
+    mend = 'testing.check_env says what an environment must keep to.'
+    return Finding('conformance', 'fail', f'{text:.300}', mend)
+  return Finding('conformance', 'ok', 'repeatable, and instances do not disturb another')
+
+
+async def _run(coroutine):
+  return await coroutine

@@ -1,0 +1,1 @@
+"""Models that judge: critics and reward models that choose replies or score them."""

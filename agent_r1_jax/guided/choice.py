@@ -1,0 +1,258 @@
+"""Decoding guided by a critic: of several sampled turns, the episode goes on with one.
+
+Each reply is sampled several times, as forks of the episode's text. The candidates are
+scored, and the environment sees only the one that is chosen. The critic reads the state
+in which a reply's last token is chosen, the last one of a turn that it was trained at.
+That needs no tool; the state after the environment's answer would need all tools to run
+for every candidate.
+
+  critic = choice.by_value(engine, 'runs/ppo/critic', 'runs/ppo/model', candidates=8)
+  evaluate.run(..., decoding=rollout.Decoding(choice=critic))
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import os
+from typing import Any, NamedTuple
+
+from jaxtyping import Float, Int
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.guided import critic as critic_lib
+
+
+class Candidate(NamedTuple):
+  """A sampled reply that may be chosen.
+
+  Attributes:
+    tokens: The text of the episode, the reply included, int32.
+    reply: The reply.
+    value: The critic's value of the state in which the reply's last token is chosen; 0
+      without a critic.
+  """
+
+  tokens: np.ndarray
+  reply: request_lib.Chunk
+  value: float
+
+
+def value(candidate: Candidate) -> float:
+  """Scores by the critic's value."""
+  return candidate.value
+
+
+def mean_logprob(candidate: Candidate) -> float:
+  """Scores by the mean log-prob of the reply's tokens."""
+  return float(candidate.reply.logprobs.mean())
+
+
+class Choice(NamedTuple):
+  """How many candidates of each reply are sampled, and which one is taken.
+
+  Attributes:
+    candidates: The number of candidates (K). The first is the reply that is sampled
+      without a choice, and with K = 1 there is no other.
+    score: Scores a candidate.
+    beta: With 0 the best candidate is taken, else one is sampled in proportion to
+      exp(score / beta): math.inf takes any.
+    critic: The critic whose values are read. Without one they are those of the policy's
+      own value head, if it has one.
+    implicit: Whether the critic is a language model, whose value of a reply is the
+      reply's log-prob by it (rl/implicit_value.py).
+  """
+
+  candidates: int
+  score: Callable[[Candidate], float] = value
+  beta: float = 0.0
+  critic: replica_lib.Policy | None = None
+  implicit: bool = False
+
+  @property
+  def rows(self) -> int:
+    """The rows of the cache that an episode takes: the critic holds its own texts."""
+    return self.candidates if self.critic is None else 2 * self.candidates
+
+
+def by_value(
+  engine: engine_lib.Engine,
+  critic: str | os.PathLike,
+  policy: str | os.PathLike,
+  *,
+  candidates: int,
+  beta: float = 0.0,
+  **expected: Any,
+) -> Choice:
+  """Makes the choice by the values of a critic in a directory.
+
+  Args:
+    engine: The engine of the episodes, made with the policy's parameters.
+    critic: The critic's directory, or that of the policy if it has a value head.
+    policy: The policy's directory.
+    candidates: The number of candidates.
+    beta: As in Choice.
+    **expected: What the critic must have been trained with, as in critic.load.
+
+  Raises:
+    ValueError: The critic's values are not of the states of this policy; see critic.load.
+  """
+  params, found = critic_lib.load(critic, policy, mesh=engine.mesh, **expected)
+  # Candidates differ in length: by the tokens of a longer one, the reward is later.
+  gamma = found['gamma'] if found['step'] == 'token' else 1.0
+  shared = os.path.realpath(critic) == os.path.realpath(policy)
+  return Choice(
+    candidates,
+    lambda c: gamma ** len(c.reply.tokens) * c.value,
+    beta,
+    None if shared else engine.make_policy(params, 0),
+  )
+
+
+def by_implicit_value(
+  engine: engine_lib.Engine,
+  critic: str | os.PathLike,
+  policy: str | os.PathLike,
+  *,
+  candidates: int,
+  beta: float = 0.0,
+) -> Choice:
+  """Makes the choice by the implicit value in a directory.
+
+  Args:
+    engine: The engine of the episodes, made with the guide FORCED.
+    critic: The directory of the implicit value.
+    policy: The policy's directory.
+    candidates: The number of candidates.
+    beta: As in Choice.
+
+  Raises:
+    ValueError: The values are of another policy.
+  """
+  params, _ = critic_lib.load_implicit(critic, policy, mesh=engine.mesh)
+  return Choice(candidates, value, beta, engine.make_policy(params, 0), True)
+
+
+class StateValues:
+  """Reads a critic's values of the states of one episode; no token is prefilled twice."""
+
+  def __init__(self, replica: replica_lib.Replica, critic: replica_lib.Policy):
+    """Reads by `critic`, which is a policy of the replica's engine, in its cache."""
+    self._replica, self._critic = replica, critic
+    self._texts: list[request_lib.Text] = []
+
+  async def read(self, texts: Sequence[Int[np.ndarray, '_']]) -> Float[np.ndarray, 'K']:
+    """Returns the value of the state after each text, float32.
+
+    What a text shares with those of before is not computed again.
+    """
+    self.close()
+    # The sampled token is not used: the value is that of the state before it.
+    make = functools.partial(
+      request_lib.Request,
+      max_tokens=1,
+      sampling=config_lib.GREEDY,
+      policy=self._critic,
+    )
+    generations = [self._replica.submit(make(text)) for text in texts]
+    self._texts = [generation.text for generation in generations]
+    chunks = await asyncio.gather(*generations)
+    return np.array([chunk.values[0] for chunk in chunks])
+
+  async def read_replies(
+    self, texts: Sequence[Int[np.ndarray, '_']], replies: Sequence[request_lib.Chunk]
+  ) -> Float[np.ndarray, 'K']:
+    """Returns log π_φ of the replies that texts end with, which the critic repeats."""
+    self.close()
+    generations = []
+    for text, reply in zip(texts, replies, strict=True):
+      n = len(reply.tokens)
+      request = request_lib.Request(
+        text[:-n],
+        max_tokens=n,
+        policy=self._critic,
+        guides={guide_lib.FORCED: guide_lib.forced_state(reply.tokens)},
+      )
+      generations.append(self._replica.submit(request))
+    self._texts = [generation.text for generation in generations]
+    said = await asyncio.gather(*generations)
+    return np.array([float(chunk.logprobs.sum()) for chunk in said])
+
+  def close(self):
+    """Lets other texts have the rows; until then, texts continue what is in them."""
+    for text in self._texts:
+      text.close()
+    self._texts = []
+
+
+class Chooser:
+  """The choices of one episode.
+
+  Attributes:
+    sampled: The tokens of all candidates so far.
+  """
+
+  def __init__(self, replica: replica_lib.Replica, choice: Choice):
+    """Chooses among replies that the replica samples."""
+    self._replica, self._choice = replica, choice
+    critic = choice.critic
+    self._values = None if critic is None else StateValues(replica, critic)
+    self.sampled = 0
+
+  async def reply(
+    self, request: request_lib.Request
+  ) -> tuple[request_lib.Text, request_lib.Chunk]:
+    """Samples the candidates of a reply; returns the text and the reply of the chosen.
+
+    Args:
+      request: The request of the first candidate; the others are forks of its text.
+    """
+    parent = request.parent
+    if isinstance(parent, request_lib.Text):
+      parent = request_lib.Fork(parent, len(parent))
+    requests = [request]
+    for i in range(1, self._choice.candidates):
+      key = request_lib.make_key(*request.key.tolist(), i)
+      requests.append(dataclasses.replace(request, parent=parent, key=key))
+    generations = [self._replica.submit(request) for request in requests]
+    chosen = None
+    try:
+      replies = await asyncio.gather(*generations)
+      self.sampled += sum(len(reply.tokens) for reply in replies)
+      chosen = await self._choose([g.text for g in generations], replies, request.key)
+      return generations[chosen].text, replies[chosen]
+    finally:
+      for i, generation in enumerate(generations):
+        if i != chosen:
+          generation.text.close()
+
+  async def _choose(self, texts, replies, key) -> int:
+    if len(texts) == 1:
+      return 0
+    values = np.array([reply.values[-1] for reply in replies])
+    if self._values is not None and self._choice.implicit:
+      values = await self._values.read_replies([t.tokens for t in texts], replies)
+    elif self._values is not None:
+      values = await self._values.read([text.tokens[:-1] for text in texts])
+    scores = np.array(
+      [
+        self._choice.score(Candidate(text.tokens, reply, float(v)))
+        for text, reply, v in zip(texts, replies, values, strict=True)
+      ]
+    )
+    chosen = int(np.argmax(scores))
+    if self._choice.beta:
+      weights = np.exp((scores - scores.max()) / self._choice.beta)
+      rng = np.random.default_rng([*key.tolist(), len(texts[0])])
+      chosen = int(rng.choice(len(texts), p=weights / weights.sum()))
+    return chosen
+
+  def close(self):
+    """Frees the rows of the critic's texts."""
+    if self._values is not None:
+      self._values.close()

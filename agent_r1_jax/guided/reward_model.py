@@ -1,0 +1,150 @@
+"""A trained reward model in use: it scores conversations, on the device, for the host.
+
+model = reward_model.load('runs/reward_model/model', tools=[search_tool.schema])
+reward = rewards.hybrid(outcome=(1.0, qa.em_reward), model=(0.2, model))
+best = int(np.argmax(model.score(trajectories)))
+ToolEnv(tools, reward, process_reward=rewards.potential_based(model))
+"""
+
+from collections.abc import Mapping, Sequence
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import batching
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.guided import critic
+from agent_r1_jax.models import decoder, hf_config, weights
+from agent_r1_jax.rl import packing
+from agent_r1_jax.rl import reward_model as rl_reward_model
+from agent_r1_jax.train import setup, sft
+
+
+class RewardModel:
+  """Scores conversations: a reward function, a potential, and a selector.
+
+  A score is normalised by the mean and the deviation of the training scores, and clipped.
+  It depends on the conversation alone; of one that is too long the end is read.
+  """
+
+  def __init__(
+    self,
+    shape: decoder.DecoderConfig,
+    params: decoder.Params,
+    chat: chat_lib.Chat,
+    training: Mapping[str, Any],
+    *,
+    tools: Sequence[dict] = (),
+    clip: float = 3.0,
+    rows: int = 8,
+    timeout: float = 30.0,
+  ):
+    """Holds the model; `load` makes it.
+
+    Args:
+      shape: The model's shape.
+      params: Its parameters, with a value head.
+      chat: Encodes conversations with its tokenizer.
+      training: What `save` was told of its training.
+      tools: The schemas of the tools in the prompt.
+      clip: The greatest absolute value of a normalised score.
+      rows: How many conversations one forward pass scores.
+      timeout: The most seconds of a batch; a later call raises, and so marks its
+        trajectory as an error.
+    """
+    self._model, self._params, self._chat = shape, params, chat
+    self._mean, self._std = training['mean'], training['std']
+    self._tools, self._clip = tools, clip
+    self._shape = packing.MicrobatchShape(rows, training['row_tokens'])
+    # It is compiled now, and not within the time of the first call.
+    rl_reward_model.score(
+      params, [np.zeros(1, np.int32)], config=shape, shape=self._shape
+    )
+    self._batcher = batching.Batcher(self._score, 'reward_model', timeout=timeout)
+
+  def score(self, trajectories: Sequence[types.Trajectory]) -> np.ndarray:
+    """Scores whole trajectories: normalised, clipped, float [n]."""
+    return self._score([t.messages for t in trajectories])
+
+  async def __call__(self, task: types.Task, messages: list[types.Message]) -> float:
+    """Scores a conversation in one batch with those that arrive at the same time.
+
+    The forward pass runs in a thread, off the engine's loop.
+    """
+    return float(await self._batcher.ask(messages))
+
+  def _score(self, conversations) -> np.ndarray:
+    texts = [encode(self._chat, messages, self._tools) for messages in conversations]
+    texts = [tokens[-self._shape.row_tokens :] for tokens in texts]
+    raw = rl_reward_model.score(
+      self._params, texts, config=self._model, shape=self._shape
+    )
+    return np.clip((raw - self._mean) / self._std, -self._clip, self._clip)
+
+
+def encode(
+  chat: chat_lib.Chat, messages: Sequence[types.Message], tools: Sequence[dict]
+) -> np.ndarray:
+  """Encodes what the reward model reads, in training and in use alike."""
+  return sft.encode(chat, sft.Conversation(messages, tools)).tokens
+
+
+def save(
+  directory: str | os.PathLike,
+  shape: decoder.DecoderConfig,
+  params: decoder.Params,
+  *,
+  tokenizer_from: str | os.PathLike,
+  **training: Any,
+) -> None:
+  """Writes a reward model in HF layout; config.json says how it was trained.
+
+  Args:
+    directory: As for weights.save.
+    shape: The model's shape.
+    params: Its parameters, with a value head.
+    tokenizer_from: The directory of its tokenizer.
+    **training: The `loss` and the `limit` of success; `mean` and `std` of the scores that
+      it was trained on; its `auc` on held-out tasks; `row_tokens`, the longest
+      conversation that it reads, in tokens.
+  """
+  training['tokenizer'] = critic.tokenizer_digest(tokenizer_from)
+  options = {'tokenizer_from': tokenizer_from, 'value_head': training}
+  weights.save(directory, shape, params, **options)
+
+
+def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> RewardModel:
+  """Loads what `save` wrote.
+
+  Args:
+    directory: The directory.
+    min_auc: The least held-out AUC of a model that may be used.
+    **options: The options of RewardModel.
+
+  Raises:
+    ValueError: It is no reward model, does not know successes from failures well enough,
+      or has another tokenizer than the one that it was trained with.
+  """
+  found = hf_config.read_json(pathlib.Path(directory) / 'config.json').get('value_head')
+  if not isinstance(found, dict) or 'auc' not in found:
+    raise ValueError(
+      f'{directory}: config.json does not say in value_head how a reward model was '
+      'trained; take one of experiments/train_reward_model.py.'
+    )
+  # Not `auc < min_auc`: one that could not be measured is NaN.
+  if not found['auc'] >= min_auc:
+    raise ValueError(
+      f'{directory}: the reward model has an AUC of {found["auc"]:.3f} on held-out '
+      f'tasks, below min_auc = {min_auc:g}. Train it longer or on more trajectories.'
+    )
+  if critic.tokenizer_digest(directory) != found['tokenizer']:
+    raise ValueError(
+      f'{directory}: its tokenizer is not the one that the reward model was trained '
+      'with: put the files back, or train it anew.'
+    )
+  model = config_lib.Model(path=str(directory))
+  return RewardModel(*setup.load(model, config_lib.Chat()), found, **options)

@@ -1,0 +1,211 @@
+"""Beams and trees over turns, for environments that can be cloned.
+
+Both read a critic with a value head in the state after the environment's answer, which
+tells more than the reply alone. With an implicit value (rl/implicit_value.py) the value
+of a state is the sum over the replies so far. The environment says that it can be cloned
+by its method `clone`, which returns an independent copy of its state; a copy is never
+closed. Rewards are not read: they may know the gold answer.
+
+  decoding = rollout.Decoding(choice=search.Beams(2, 4, critic))
+  decoding = rollout.Decoding(choice=search.Tree(8, 4, critic))
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.guided import choice
+
+# Episodes -> the values of their states.
+Read = Callable[[Sequence[Any]], Awaitable[np.ndarray]]
+
+
+class Beams(NamedTuple):
+  """A beam search: of the best `width` episodes, each is continued `candidates` times.
+
+  With both 1 it is plain sampling.
+
+  Attributes:
+    width: The episodes that are kept after each turn.
+    candidates: The turns that are sampled after each of them.
+    critic: The critic, a policy of the engine.
+    implicit: Whether the critic is a language model, as in choice.Choice.
+  """
+
+  width: int
+  candidates: int
+  critic: replica_lib.Policy
+  implicit: bool = False
+
+  @property
+  def rows(self) -> int:
+    """The rows of the cache that an episode takes."""
+    return (2 * self.candidates + 1) * self.width
+
+  async def play(self, root: Any, read: Read) -> Any:
+    """Returns the episode of the highest value among those that ended."""
+    lines, values = [root], np.zeros(1)
+    while any(line.status is None for line in lines):
+      ended = [(v, line) for v, line in zip(values, lines, strict=True) if line.status]
+      opened = [line for line in lines if line.status is None]
+      new = await _extend(opened, range(self.candidates))
+      _close(opened)
+      found = zip(await read(new), new, strict=True)
+      ranked = sorted([*ended, *found], key=lambda pair: -pair[0])
+      values, lines = map(list, zip(*ranked[: self.width], strict=True))
+      _close([line for _, line in ranked[self.width :]])
+    return lines[0]
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+  """A state after a turn.
+
+  Attributes:
+    line: The episode that has come here.
+    value: The critic's value of the state.
+    prior: The mean log-prob of the turn.
+    children: The turns that were tried here.
+    visits: The simulations that came here.
+    total: The sum of the values that they found.
+  """
+
+  line: Any
+  value: float = 0.0
+  prior: float = 0.0
+  children: list['Node'] = dataclasses.field(default_factory=list)
+  visits: int = 0
+  total: float = 0.0
+
+  @property
+  def mean(self) -> float:
+    """The mean value below."""
+    return self.total / max(self.visits, 1)
+
+
+class Tree(NamedTuple):
+  """A tree search in the manner of PPO-MCTS (Liu et al. 2023, arXiv 2309.15028).
+
+  Theirs is over tokens, whose probabilities are known; here turns are sampled. Each
+  simulation goes down by Q + c P √N / (1 + n), with P the softmax of the turns' mean
+  log-probs, adds one turn, reads the critic after it, and adds this value to all above.
+  The episode goes on with the child that was visited most, and keeps what is below. One
+  simulation is plain sampling.
+
+  Attributes:
+    simulations: How many turns are sampled before each turn of the episode.
+    candidates: The most turns that are tried after one state.
+    critic: The critic, a policy of the engine.
+    implicit: Whether the critic is a language model, as in choice.Choice.
+    exploration: The constant c, in units of the critic's values.
+  """
+
+  simulations: int
+  candidates: int
+  critic: replica_lib.Policy
+  implicit: bool = False
+  exploration: float = 1.0
+
+  @property
+  def rows(self) -> int:
+    """The rows of the cache that an episode takes."""
+    return 2 * self.simulations + 2
+
+  async def play(self, root: Any, read: Read) -> Any:
+    """Returns the episode that the most simulations went through."""
+    node = Node(root)
+    while node.line.status is None:
+      for _ in range(self.simulations):
+        await self._simulate(node, read)
+      taken = max(node.children, key=lambda child: (child.visits, child.mean))
+      _close([node.line])
+      for child in node.children:
+        if child is not taken:
+          _close(below.line for below in _walk(child))
+      node = taken
+    return node.line
+
+  async def _simulate(self, root: Node, read: Read):
+    """Adds a turn below the root and its value to all nodes above it."""
+    path = [root]
+    while path[-1].line.status is None:
+      node = path[-1]
+      if len(node.children) < min(self.candidates, 1 + node.visits):
+        (line,) = await _extend([node.line], [len(node.children)])
+        (value,) = await read([line])
+        node.children.append(Node(line, float(value), line.mean_logprob))
+        path.append(node.children[-1])
+        break
+      path.append(self._descend(node))
+    for node in path:
+      node.visits += 1
+      node.total += path[-1].value
+
+  def _descend(self, node: Node) -> Node:
+    priors = np.exp([child.prior for child in node.children])
+    n = np.array([child.visits for child in node.children])
+    bonus = self.exploration * priors / priors.sum() * math.sqrt(node.visits) / (1 + n)
+    scores = np.array([child.mean for child in node.children]) + bonus
+    return node.children[int(np.argmax(scores))]
+
+
+def check(env: Any) -> None:
+  """Raises ValueError if an environment does not say that it can be cloned."""
+  if not hasattr(env, 'clone'):
+    raise ValueError(
+      f'search: {type(env).__name__} has no method clone, by which an environment says '
+      'that it can be copied; take a choice among replies (guided/choice.py).'
+    )
+
+
+async def play(search: Beams | Tree, root: Any, replica: replica_lib.Replica) -> Any:
+  """Searches from an episode that has begun; returns the one that it ends in."""
+  values = choice.StateValues(replica, search.critic)
+
+  async def read(lines):
+    if not search.implicit:
+      return await values.read([line.tokens for line in lines])
+    # An episode that ended for want of room has no new reply.
+    new = [line for line in lines if line.reply is not None]
+    texts, replies = [line.spoken for line in new], [line.reply for line in new]
+    for line, logprob in zip(new, await values.read_replies(texts, replies), strict=True):
+      line.value += logprob
+    return np.array([line.value for line in lines])
+
+  try:
+    return await search.play(root, read)
+  finally:
+    values.close()
+
+
+async def _extend(lines, numbers) -> list[Any]:
+  """Returns, for each of the episodes, forks by these numbers that are a turn longer."""
+
+  async def extend(line, number):
+    fork = await line.fork(number)
+    await fork.take_turn()
+    return fork
+
+  try:
+    async with asyncio.TaskGroup() as group:
+      tasks = [group.create_task(extend(line, i)) for line in lines for i in numbers]
+  except BaseExceptionGroup as error:
+    # One error of the environment ends the whole search.
+    raise error.exceptions[0] from None
+  return [task.result() for task in tasks]
+
+
+def _walk(node: Node):
+  yield node
+  for child in node.children:
+    yield from _walk(child)
+
+
+def _close(lines):
+  for line in lines:
+    line.context.close()

@@ -1,0 +1,505 @@
+"""What engine and learner do in a second: one JSON line for each measurement.
+
+  python -m experiments.bench                        # all of MEASUREMENTS, shape s5
+  python -m experiments.bench --shape=s25 --what=sampling,update,group_step
+
+On 2 CPU cores all of it takes about 15 minutes with s5. Compile time is apart; of the
+repetitions, seconds are the best and the median, cpu_seconds the least. The table is in
+docs/performance.md, and how the peers were measured beside it: compare within one run.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata, call_grammar
+from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.engine import active_request
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import runtime
+from agent_r1_jax.models import decoder
+from agent_r1_jax.tools import python, sandbox
+from experiments.bench import common
+
+_SHAPE = flags.DEFINE_string('shape', 's5', 'A key of common.SHAPES.')
+_WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions of each, without compilation.')
+_ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
+_REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see Engine.')
+_PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
+_REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
+_MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
+_CURVE = flags.DEFINE_string('curve', '', 'PNG file to draw what slow tools cost to.')
+_LATENCIES = flags.DEFINE_list(
+  'latencies', ['0.2', '1', '5'], 'Latencies of tools, seconds.'
+)
+
+
+_FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
+
+
+@dataclasses.dataclass
+class Bench:
+  """A policy of one shape."""
+
+  config: decoder.DecoderConfig
+  params: decoder.Params
+
+  def engine(self, *, warm: bool = True, **kwargs) -> engine_lib.Engine:
+    """Makes an engine that holds some texts of a prompt and a reply."""
+    sizes: dict[str, Any] = {
+      'rows': _ROWS.value,
+      'slots': _PROMPT.value + _REPLY.value,
+      'decode_steps': 32,
+      'prefill_rows': 32,
+      'prefill_tokens': 64,
+      'bucket': 128,
+      'replicas': _REPLICAS.value,
+    }
+    engine = engine_lib.Engine(self.config, self.params, **sizes | kwargs)
+    if warm:
+      engine.warm_up()
+    return engine
+
+  @functools.cached_property
+  def _stop(self) -> types.Automaton:
+    """Costs what stop ids cost, and ends no reply: they end at their budget."""
+    return automata.stop([], self.config.vocab_size)
+
+  def request(self, number: int, tokens, most: int, parent=None, *guides):
+    """Asks for `most` tokens after these; the number says which randomness."""
+    key, guides = request_lib.make_key('bench', number), (self._stop, *guides)
+    return request_lib.Request(tokens, parent, most, key=key, automata=guides)
+
+  def tokens(self, n: int, *seed: int) -> np.ndarray:
+    """n random tokens."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, self.config.vocab_size, n).astype(np.int32)
+
+
+def timed(fn: Callable[[], Any]) -> dict[str, Any]:
+  """The first call apart, then the repetitions."""
+  start = time.perf_counter()
+  fn()
+  first, wall, cpu = time.perf_counter() - start, [], []
+  for _ in range(_REPEATS.value):
+    begun = time.perf_counter(), time.process_time()
+    fn()
+    wall.append(time.perf_counter() - begun[0])
+    cpu.append(time.process_time() - begun[1])
+  return {
+    'seconds': round(min(wall), 4),
+    'median_seconds': round(statistics.median(wall), 4),
+    'cpu_seconds': round(min(cpu), 4),
+    'first_seconds': round(first, 3),
+  }
+
+
+async def talk(
+  bench: Bench,
+  engine: engine_lib.Engine,
+  number: int,
+  *,
+  group: int = 1,
+  turns: int = 1,
+  reply: int | None = None,
+  answer: int = 32,
+  latency: Callable[[int, int], float] | None = None,
+  step: asyncio.Barrier | None = None,
+  again: bool = False,
+) -> int:
+  """Plays one episode, and returns how many tokens are its own.
+
+  Args:
+    bench: Gives the prompts and the answers.
+    engine: Samples the replies.
+    number: The episode's number; `group` of them share a prompt.
+    group: Episodes of one prompt.
+    turns: Replies.
+    reply: Tokens of a reply.
+    answer: Tokens of a tool's answer.
+    latency: The tool's latency in seconds, by episode and turn; the last reply calls
+      none.
+    step: Where all wait for all after each turn.
+    again: Whether each turn prefills the whole history, as the peers do. Its first token
+      is another one each time: the engine would find what it holds of it.
+  """
+  reply = reply or _REPLY.value
+  text = bench.tokens(_PROMPT.value, 0, number // group)
+  held: request_lib.Text | None = None
+  async with engine.reserve(number // group) as replica:
+    new = text
+    for turn in range(turns):
+      asked = bench.request(number, text if again else new, reply, held)
+      said = await (generation := replica.submit(asked))
+      if latency and turn < turns - 1:
+        await asyncio.sleep(latency(number, turn))
+      if step:
+        await step.wait()
+      new = bench.tokens(answer, 1, number, turn)
+      if again:
+        generation.text.close()
+        text = np.concatenate([text, said.tokens, new])
+        text[0] = (number * turns + turn) % bench.config.vocab_size
+      else:
+        held = generation.text
+    if held:
+      held.close()
+  return turns * reply + (turns - 1) * answer
+
+
+def sampling(bench: Bench) -> dict[str, Any]:
+  """A batch of prompts, each with a prompt of its own; host time included."""
+  engine = bench.engine()
+  run = lambda: engine.run([talk(bench, engine, n) for n in range(_ROWS.value)])
+  times = timed(run)
+  tokens = _ROWS.value * _REPLY.value
+  return times | {'tokens_per_second': round(tokens / times['seconds'])}
+
+
+def _make_update(bench: Bench, wanted: str) -> Callable[[], None]:
+  """Makes the step on rows of prompt and reply, with an observation in the reply."""
+  rng = np.random.default_rng(0)
+  B, T = _ROWS.value, _PROMPT.value + _REPLY.value
+  mask = np.ones((B, T), bool)
+  mask[:, 0] = False
+  if wanted == 'reply':
+    mask[:, : _PROMPT.value] = False
+    mask[:, _PROMPT.value + 40 : _PROMPT.value + 72] = False
+  tokens, advantages = bench.tokens(B * T, 2).reshape(B, T), rng.normal(size=(B, 1))
+  batch = common.make_batch(tokens, mask, advantages, bench.config.vocab_size)
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6))
+  return common.make_update(
+    bench.config,
+    jax.tree.map(jnp.copy, bench.params),
+    common.split_batch(batch, _MICROBATCH.value),
+    optimizer,
+  )
+
+
+def update(bench: Bench) -> dict[str, Any]:
+  """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
+  found = {}
+  for wanted in ('reply', 'all'):
+    times = timed(_make_update(bench, wanted))
+    tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
+    times['tokens_per_second'] = round(tokens / times['seconds'])
+    found |= {f'{wanted}/{name}': value for name, value in times.items()}
+  return found
+
+
+def group_step(bench: Bench) -> dict[str, Any]:
+  """A whole GRPO step: 8 samples of each prompt, then the update on them."""
+  engine, learn = bench.engine(), _make_update(bench, 'reply')
+
+  def step():
+    engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
+    learn()
+
+  return timed(step)
+
+
+def multi_turn(bench: Bench) -> dict[str, Any]:
+  """4 turns of 8 samples a task; and the same engine if it prefills every turn anew."""
+  found = {}
+  learn = _make_update(bench, 'reply')
+  slots = _PROMPT.value + 4 * 32 + 3 * 64
+  for name, again in (('kept', False), ('prefilled', True)):
+    engine = bench.engine(slots=slots)
+
+    def step(engine=engine, again=again):
+      ask = lambda n: talk(bench, engine, n, again=again, **_FOUR_TURNS)
+      engine.run([ask(n) for n in range(_ROWS.value)])
+
+    times = timed(step)
+    found |= {f'{name}/{key}': value for key, value in times.items()}
+  found['ratio'] = round(found['kept/seconds'] / found['prefilled/seconds'], 3)
+  found['update_seconds'] = timed(learn)['seconds']
+  return found
+
+
+def no_work_twice(bench: Bench) -> dict[str, Any]:
+  """Tokens computed by prefills and decodes over the distinct ones of the episodes."""
+  engine = bench.engine(slots=_PROMPT.value + 4 * 32 + 3 * 64, rows=_ROWS.value // 2)
+  own = engine.run([talk(bench, engine, n, **_FOUR_TURNS) for n in range(_ROWS.value)])
+  distinct = sum(own) + _ROWS.value // 8 * _PROMPT.value
+  stats = engine.stats
+  return {
+    'prefilled': stats.prefilled,
+    'sampled': stats.sampled,
+    'shared': stats.shared,
+    'distinct': distinct,
+    'ratio': round((stats.prefilled + stats.sampled) / distinct, 4),
+  }
+
+
+def tools(bench: Bench) -> dict[str, Any]:
+  """Tokens a second with slow tools over those with fast ones; lock-step beside it.
+
+  Twice as many episodes and rows as are decoded at a time, whose latencies are
+  exponential. Another begins where one ends, so that they stay as many; the first have 1
+  to 4 turns, so that long and short texts are mixed as they are in the midst of a run. Of
+  24 segments the first 8 are not counted.
+  """
+  rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
+  slots = _PROMPT.value + turns * reply + turns * 32
+  engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, decode_steps=steps)
+  first, last = 8 * _ROWS.value * steps, 24 * _ROWS.value * steps
+
+  async def play(latency: float, lock_step: bool) -> float:
+    draw = lambda *of: latency * np.random.default_rng(of).exponential()
+    step = asyncio.Barrier(rows) if lock_step else None
+    numbers, begun = itertools.count(), engine.stats.sampled
+    options = {'reply': reply, 'step': step, 'latency': draw}
+
+    async def episodes(first_turns: int):
+      await talk(bench, engine, next(numbers), turns=first_turns, **options)
+      while True:
+        await talk(bench, engine, next(numbers), turns=turns, **options)
+
+    async def passed(tokens: int) -> tuple[int, float]:
+      while (sampled := engine.stats.sampled - begun) < tokens:
+        await asyncio.sleep(0.002)
+      return sampled, time.perf_counter()
+
+    async with asyncio.TaskGroup() as group:
+      players = [group.create_task(episodes(1 + n % turns)) for n in range(rows)]
+      (before, start), (after, end) = await passed(first), await passed(last)
+      for player in players:
+        player.cancel()
+    return (after - before) / (end - start)
+
+  def speed(latency: float, lock_step: bool = False) -> float:
+    return engine.run([play(latency, lock_step)])[0]
+
+  latencies = list(map(float, _LATENCIES.value))
+  # Other work on the machine may change during the minutes that this takes.
+  fast = [speed(0) for _ in range(_REPEATS.value)]
+  ours = [speed(latency) for latency in latencies]
+  fast += [speed(0) for _ in range(_REPEATS.value)]
+  lock_step = [speed(latency, True) for latency in (0.0, *latencies)]
+  mean = statistics.mean(fast)
+  found: dict[str, Any] = {'tokens_per_second': [round(x, 1) for x in fast]}
+  cells = zip([0.0, *latencies], [mean, *ours], lock_step, strict=True)
+  for latency, *speeds in cells:
+    for name, x in zip(('', '/lock_step'), speeds, strict=True):
+      found[f'{latency:g}s{name}'] = round(x / mean, 3)
+  if _CURVE.value:
+    _draw(found, _CURVE.value)
+  return found
+
+
+def _draw(found: dict[str, Any], path: str) -> None:
+  """The tools' curve: tokens a second over latency, ours and in lock-step."""
+  from matplotlib import figure
+
+  latencies = [0.0, *map(float, _LATENCIES.value)]
+  picture = figure.Figure(figsize=(5, 3), layout='constrained')
+  axes = picture.subplots()
+  for label, suffix in (('this engine', ''), ('lock-step', '/lock_step')):
+    shares = [found[f'{latency:g}s{suffix}'] for latency in latencies]
+    axes.plot(latencies, shares, marker='o', label=label)
+  axes.set(xlabel="mean of a tool's latency, seconds (exponential)", ylim=(0, 1.1))
+  axes.set_ylabel('tokens a second / without latency')
+  axes.grid(alpha=0.3)
+  axes.legend()
+  picture.savefig(path, dpi=150)
+
+
+def reads(bench: Bench) -> dict[str, Any]:
+  """A decode step with 256 tokens used, in rows of 512 and of 8,192 slots."""
+  rows, steps = 8, 32
+  found: dict[str, Any] = {}
+  for slots in (512, 8192):
+    engine = bench.engine(
+      rows=rows, slots=slots, decode_steps=steps, bucket=256, replicas=1
+    )
+    replica = engine.replicas[0]
+    assert replica.policy is not None
+    places, used, states = active_request.make_decode_arguments(
+      {}, rows, replica.guides, rows
+    )
+    places = places._replace(
+      rows=np.arange(rows, dtype=np.int32),
+      length=np.full(rows, 256 - steps, np.int32),
+      budget=np.full(rows, steps, np.int32),
+    )
+    call: Any = (replica.policy.copies[0], places, used, states, 256)
+
+    def step(replica=replica, call=call):
+      jax.block_until_ready(replica._call_decode(*call))
+
+    found[f'{slots}/step_milliseconds'] = round(1e3 * timed(step)['seconds'] / steps, 3)
+  small, large = found.values()
+  return found | {'ratio': round(large / small, 3)}
+
+
+def programs(bench: Bench) -> dict[str, Any]:
+  """Compilations of the warm-up, and of ragged episodes after it."""
+  compiled: list[float] = []
+
+  def on_duration(event: str, duration: float, **_: Any):
+    if event == '/jax/core/compile/backend_compile_duration':
+      compiled.append(duration)
+
+  listener: Any = on_duration
+  jax.monitoring.register_event_duration_secs_listener(listener)
+  engine = bench.engine(slots=768, prefill_tokens=63, warm=False)
+  compiled.clear()
+  start = time.perf_counter()
+  engine.warm_up()
+  found: dict[str, Any] = {
+    'programs': engine.sizes.programs,
+    'compiled_by_warm_up': len(compiled),
+  }
+  found['warm_up_seconds'] = round(time.perf_counter() - start, 2)
+  compiled.clear()
+  lengths = np.random.default_rng(0).integers(1, 60, size=(3 * _ROWS.value, 2))
+  engine.run(
+    [
+      talk(bench, engine, n, turns=4, reply=int(a), answer=int(b))
+      for n, (a, b) in enumerate(lengths)
+    ]
+  )
+  return found | {'compiled_by_ragged_episodes': len(compiled)}
+
+
+def host_time(bench: Bench) -> dict[str, Any]:
+  """The device's idle share between segments, with rows that want it."""
+  engine = bench.engine(
+    slots=_PROMPT.value + 4 * 64, decode_steps=16, rows=2 * _ROWS.value
+  )
+  start, before = time.perf_counter(), dataclasses.replace(engine.stats)
+  numbers = range(4 * _ROWS.value)
+  engine.run([talk(bench, engine, n, turns=4, reply=32, group=8) for n in numbers])
+  wall, stats = time.perf_counter() - start, engine.stats
+  steps = (stats.steps - before.steps) / engine.sizes.decode_rows[-1]
+  return {
+    'seconds': round(wall, 3),
+    'step_milliseconds': round(1e3 * stats.decode_seconds / steps, 2),
+    'idle_share': round((stats.host_seconds - before.host_seconds) / wall, 4),
+  }
+
+
+def grammar(bench: Bench) -> dict[str, Any]:
+  """Decoding inside a tool call held to its schema over the same without, V = 151,936."""
+
+  def search(query: str, count: int = 5) -> str:
+    """Searches.
+
+    Args:
+      query: What for.
+      count: How many.
+    """
+    return f'{count} passages of {query}'  # never called: only its schema counts
+
+  V, steps, rows = 151_936, 16, _ROWS.value
+  rng = np.random.default_rng(0)
+  words = (bytes(rng.integers(97, 123, n).tolist()) for n in rng.integers(2, 9, V - 256))
+  token_bytes = [*(bytes([i]) for i in range(256)), *words]
+  start = time.perf_counter()
+  schemas = [tool_lib.tool(search).schema]
+  calls = call_grammar.tool_calls(schemas, token_bytes, V, required=True)
+  found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
+  found['bytes'] = calls.classes.nbytes + calls.table.nbytes
+  config = dataclasses.replace(bench.config, vocab_size=V)
+  wide = Bench(config, decoder.init(config, jax.random.key(0)))
+  engine = wide.engine(warm=False, slots=128, decode_steps=steps, narrow=False)
+  engine.warm_up(automata=[calls])
+
+  async def reply(n: int, held: bool):
+    # A prompt of one token has nothing to prefill.
+    prompt, guides = np.array([n], np.int32), [calls] if held else []
+    await engine.submit(wide.request(n, prompt, steps, None, *guides))
+
+  seconds: dict[bool, list[float]] = {False: [], True: []}
+  for _ in range(2 + 2 * _REPEATS.value):
+    for held in seconds:
+      before = engine.stats.decode_seconds
+      engine.run([reply(n, held) for n in range(rows)])
+      seconds[held].append((engine.stats.decode_seconds - before) / steps)
+  # The first of each warms up.
+  free, held = (min(seconds[held][1:]) for held in (False, True))
+  pairs = [b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True)]
+  found['step_milliseconds'] = round(1e3 * free, 2)
+  found['step_milliseconds/held'] = round(1e3 * held, 2)
+  return found | {'ratio': round(statistics.median(pairs), 4)}
+
+
+def python_calls(_: Bench) -> dict[str, Any]:
+  """Calls of the Python tool: the median alone, and how many in a second from four."""
+  tool = python.python_tool(sandbox.Sandbox())
+
+  async def ask(n: int) -> list[float]:
+    results = [await tool_lib.call(tool, {'code': 'print(6 * 7)'}) for _ in range(n)]
+    return [result.seconds for result in results if result.text == '42\n']
+
+  async def ask_side_by_side() -> float:
+    start = time.perf_counter()
+    answered = await asyncio.gather(*(ask(100) for _ in range(4)))
+    return sum(map(len, answered)) / (time.perf_counter() - start)
+
+  asyncio.run(ask(20))  # The first call takes longer.
+  alone = statistics.median(asyncio.run(ask(200)))
+  rates = [asyncio.run(ask_side_by_side()) for _ in range(_REPEATS.value)]
+  return {'milliseconds': round(1e3 * alone, 2), 'calls_per_second': round(max(rates), 1)}
+
+
+MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
+  sampling,
+  update,
+  group_step,
+  multi_turn,
+  no_work_twice,
+  tools,
+  reads,
+  programs,
+  host_time,
+  grammar,
+  python_calls,
+)
+
+
+def main(_):
+  runtime.initialize()
+  names = [measure.__name__ for measure in MEASUREMENTS]
+  if unknown := set(_WHAT.value) - set(names):
+    raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
+  shapes = common.SHAPES
+  if _SHAPE.value not in shapes:
+    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*shapes]}')
+  config = shapes[_SHAPE.value]
+  bench = Bench(config, decoder.init(config, jax.random.key(0)))
+  about = {
+    'shape': _SHAPE.value,
+    'parameters': sum(x.size for x in jax.tree.leaves(bench.params)),
+    'rows': _ROWS.value,
+    'replicas': _REPLICAS.value,
+    'device': f'{jax.devices()[0].device_kind}, {os.cpu_count()} cores',
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+  }
+  for measure in MEASUREMENTS:
+    if not _WHAT.value or measure.__name__ in _WHAT.value:
+      line = {'measurement': measure.__name__} | about | measure(bench)
+      print(json.dumps(line | {'load': round(os.getloadavg()[0], 2)}), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)

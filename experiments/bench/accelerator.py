@@ -1,0 +1,386 @@
+"""What one accelerator does of what it could: a JSON line for each measurement.
+
+  python -m experiments.bench.accelerator                   # one GPU of 80 GB
+  python -m experiments.bench.accelerator --shape=tiny --rows=4 --used=64 --context=256
+
+- decode: a step of `rows` texts with `used` tokens each, beside its floor: the bytes of
+  the weights and of the used cache over the bandwidth that a copy reaches.
+- context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
+  of `context` tokens: tokens a second, and the share of the peak. Operations are counted
+  causally, recomputation not: 6 a parameter, and 6 T N H a layer.
+- kernels: attention alone, each of the kernels that there are: of such a decode step
+  beside its floor, and forward and backward of such a text beside its operations.
+- step: 32 tasks x 8 samples x 4 turns, and the update on them: where the time goes.
+- agreement: the sampler's log-probs and the learner's, of the same tokens.
+
+bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
+repetitions. Not run on an accelerator yet; expected: docs/performance.md.
+"""
+
+import asyncio
+from collections.abc import Callable
+import dataclasses
+import functools
+import itertools
+import json
+import platform
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
+from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.host import runtime
+from agent_r1_jax.models import attention, decoder
+from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
+from experiments.bench import common
+
+_WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
+_SHAPE = flags.DEFINE_string(
+  'shape', '', 'A key of common.SHAPES; by default what each is meant for.'
+)
+_ROWS = flags.DEFINE_list('rows', ['64', '256'], 'Texts that are decoded at a time.')
+_USED = flags.DEFINE_list('used', ['512', '1024', '2048', '4096'], 'Tokens of a text.')
+_CONTEXT = flags.DEFINE_list('context', ['16384', '65536'], 'Tokens of a training row.')
+_TASKS = flags.DEFINE_integer('tasks', 32, 'Tasks of a step; each has 8 samples.')
+_OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'A key of optimizers.KINDS.')
+_REMAT = flags.DEFINE_string('remat', 'full', 'Activations recomputed.')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions, without compilation.')
+_PEAK = flags.DEFINE_float('peak', 989e12, 'Operations a second; an H100 in bfloat16.')
+_COPY = flags.DEFINE_integer('copy', 1 << 30, 'Numbers of the copy, of 2 bytes.')
+
+
+def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
+  config = common.SHAPES[_SHAPE.value or default]
+  config = dataclasses.replace(config, dtype='bfloat16', remat=_REMAT.value)
+  return config, jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
+
+
+def _optimizer():
+  return optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
+
+
+def _seconds(fn: Callable[[], Any]) -> tuple[float, float]:
+  """Returns the seconds of the first call, and the least of the others."""
+  times = []
+  for _ in range(1 + _REPEATS.value):
+    start = time.perf_counter()
+    jax.block_until_ready(fn())
+    times.append(time.perf_counter() - start)
+  return times[0], min(times[1:])
+
+
+def _peak_bytes() -> int | None:
+  """Most memory in use so far, where the device counts it."""
+  stats = jax.devices()[0].memory_stats() or {}
+  return stats.get('peak_bytes_in_use')
+
+
+def bandwidth() -> float:
+  """Bytes a second that a copy reads and writes."""
+  x = jnp.zeros(_COPY.value, jnp.bfloat16)
+  copy = jax.jit(lambda x: x + 1)
+  return 2 * x.nbytes / _seconds(lambda: copy(x))[1]
+
+
+def decode():
+  """A line for each number of rows and of used tokens."""
+  config, params = _policy('3b')
+  params = decoder.unstack(params, config)
+  speed, steps = bandwidth(), 32
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
+  tables = jax.device_put(
+    automaton_lib.make_tables(automaton_lib.AutomatonPool(config.vocab_size).entries)
+  )
+  for rows in map(int, _ROWS.value):
+    slots = max(map(int, _USED.value)) + steps
+    cache = decoder.empty_cache(config, rows, slots)
+    a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
+    nobody, *guided = active_request.make_decode_arguments(
+      {}, rows, guides, unused_row=rows
+    )
+    for used in map(int, _USED.value):
+      places = nobody._replace(
+        rows=np.arange(rows, dtype=np.int32),
+        length=np.full(rows, used, np.int32),
+        last=np.full(rows, used % config.vocab_size, np.int32),
+        budget=np.full(rows, steps, np.int32),
+      )
+
+      def segment(places=places, guided=guided, bucket=used + steps):
+        nonlocal cache
+        cache, _, out = programs_lib.decode(
+          params,
+          cache,
+          places,
+          *guided,
+          (tables, None),
+          config=config,
+          guides=guides,
+          steps=steps,
+          bucket=bucket,
+        )
+        return out
+
+      first, seconds = _seconds(segment)
+      floor = (weights + rows * (used + steps / 2) * a_token) / speed
+      yield {
+        'rows': rows,
+        'used': used,
+        'step_milliseconds': round(1e3 * seconds / steps, 3),
+        'floor_milliseconds': round(1e3 * floor, 3),
+        'of_floor': round(floor / (seconds / steps), 3),
+        'bandwidth': round(speed),
+        'first_seconds': round(first, 1),
+      }
+
+
+def _decoding(B, N, K, H, used: int) -> dict[str, Callable[[], Any]]:
+  """By name, attention of a decode step to `used` slots of each row."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  q_BNH, k_BKSH, v_BKSH = normal(B, N, H), normal(B, K, used, H), normal(B, K, used, H)
+  length_B = jnp.full(B, used, jnp.int32)
+  ours = jax.jit(attention.cached)
+  found = {'ours': lambda: ours(q_BNH[:, None], k_BKSH, v_BKSH, length_B[:, None] - 1)}
+  if jax.default_backend() == 'gpu':
+    k_BSKH, v_BSKH = (jnp.swapaxes(x, 1, 2).copy() for x in (k_BKSH, v_BKSH))
+    nn = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
+    cudnn = jax.jit(lambda q, k, v, n: nn(q, k, v, key_value_seq_lengths=n))
+    found['cudnn'] = lambda: cudnn(q_BNH[:, None], k_BSKH, v_BSKH, length_B)
+  return found
+
+
+def _training(N, K, H, T: int) -> dict[str, Callable[[], Any]]:
+  """By name, causal attention of one text of T tokens, forward and backward."""
+  rng = np.random.default_rng(0)
+  normal = lambda heads: jnp.asarray(rng.normal(size=(1, T, heads, H)), jnp.bfloat16)
+  q, k, v, ids = normal(N), normal(K), normal(K), jnp.ones((1, T), jnp.int32)
+
+  def both(attend):
+    total = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    return lambda: gradient(q, k, v)
+
+  found = {'ours': both(lambda q, k, v: attention.packed(q, k, v, ids))}
+  if jax.default_backend() == 'gpu':
+    nn = jax.nn.dot_product_attention
+    # Without segments, so that no mask is read: what they cost beside it.
+    for name in ('cudnn', 'xla'):
+      causal = functools.partial(nn, is_causal=True, implementation=name)
+      found[name] = both(causal)
+  return found
+
+
+def kernels():
+  """A line for each kernel and size; one that fails says why."""
+  decoded, trained = (
+    common.SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b')
+  )
+  heads = lambda config: (config.num_heads, config.num_kv_heads, config.head_dim)
+  speed, jobs = bandwidth(), []
+  for rows, used in itertools.product(map(int, _ROWS.value), map(int, _USED.value)):
+    N, K, H = heads(decoded)
+    floor = 2 * 2 * rows * used * K * H / speed
+    sizes = {'rows': rows, 'used': used}
+    found = _decoding(rows, N, K, H, used)
+    jobs += [({'kernel': name} | sizes, floor, fn) for name, fn in found.items()]
+  for T in map(int, _CONTEXT.value):
+    N, K, H = heads(trained)
+    # Two products forward and five backward, each of half a square.
+    floor = 7 * T * T * N * H / _PEAK.value
+    found = _training(N, K, H, T)
+    jobs += [({'kernel': name, 'tokens': T}, floor, fn) for name, fn in found.items()]
+  for line, floor, fn in jobs:
+    try:
+      _, seconds = _seconds(fn)
+    except Exception as error:  # The others are wanted all the same.
+      yield line | {'error': f'{type(error).__name__}: {error}'[:200]}
+      continue
+    times = {
+      'milliseconds': round(1e3 * seconds, 4),
+      'of_floor': round(floor / seconds, 4),
+    }
+    yield line | times
+
+
+def context():
+  """A line for each length."""
+  for T in map(int, _CONTEXT.value):
+    config, params = _policy('0.6b')
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (1, T))
+    actions = np.arange(T)[None] >= T // 2
+    advantages = rng.normal(size=(1, T))
+    batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
+    update = common.make_update(config, params, [batch], _optimizer())
+    first, seconds = _seconds(update)
+    attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
+    operations = 6 * parameters + attention
+    yield {
+      'tokens': T,
+      'seconds': round(seconds, 3),
+      'tokens_per_second': round(T / seconds),
+      'operations_per_token': operations,
+      'of_peak': round(operations * T / seconds / _PEAK.value, 4),
+      'peak_bytes': _peak_bytes(),
+      'first_seconds': round(first, 1),
+    }
+
+
+async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
+  """Plays turns, each answered by 128 random tokens; returns them as a segment."""
+  tokens = lambda n, *seed: (
+    np.random.default_rng(seed).integers(0, config.vocab_size, n).astype(np.int32)
+  )
+  pieces, new = [], tokens(128, number // 8)
+  text: request_lib.Text | None = None
+  key = request_lib.make_key('bench', number)
+  async with engine.reserve(number // 8) as replica:
+    for turn in range(turns):
+      generation = replica.submit(
+        request_lib.Request(new, text, max_tokens=reply, key=key)
+      )
+      said, text = await generation, generation.text
+      pieces += [(new, None), said[:2]]
+      new = tokens(128, 1, number, turn)
+      await asyncio.sleep(0)
+    if text:
+      text.close()
+  return types.Segment(
+    np.concatenate([t for t, _ in pieces]),
+    np.concatenate([np.full(len(t), x is not None) for t, x in pieces]),
+    np.concatenate([np.zeros(len(t), np.float32) if x is None else x for t, x in pieces]),
+  )
+
+
+def _trajectory(segment, group: int, sample: int) -> types.Trajectory:
+  """What `_talk` gave, with a reward for its last turn."""
+  edges = np.flatnonzero(np.diff(segment.action_mask, prepend=False, append=False))
+  turns = [types.Turn(0, *edge) for edge in edges.reshape(-1, 2).tolist()]
+  turns[-1].reward = float(sample % 3)
+  task = types.Task(str(group), [])
+  return types.Trajectory(task, group, sample, [segment], turns, [], 'done')
+
+
+def _engine(config, params) -> engine_lib.Engine:
+  engine = engine_lib.Engine(
+    config,
+    params,
+    rows=max(map(int, _ROWS.value)),
+    slots=1024,
+    prefill_tokens=128,
+    bucket=1024,
+    narrow=False,
+  )
+  engine.warm_up()
+  return engine
+
+
+def step():
+  """One line: seconds of a GRPO step, and their parts."""
+  config, params = _policy('3b')
+  engine, samples = _engine(config, params), 8
+  rows = packing.MicrobatchShape(4, 1024)
+  algorithm = algorithms.grpo(kl_coef=0.0)
+  optimizer = _optimizer()
+  plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
+  train_state, found = updates.init(params, plan), []
+  for _ in range(1 + _REPEATS.value):
+    before = dataclasses.replace(engine.stats)
+    engine.sync_weights(train_state.sampler, train_state.sampler_step)
+    start = time.perf_counter()
+    segments = engine.run(
+      [_talk(engine, config, n) for n in range(_TASKS.value * samples)]
+    )
+    played = time.perf_counter()
+    trajectories = [
+      _trajectory(segment, n // samples, n % samples)
+      for n, segment in enumerate(segments)
+    ]
+    train_state, *_ = updates.learn(train_state, trajectories, plan)
+    jax.block_until_ready(train_state.sampler)
+    end, stats = time.perf_counter(), engine.stats
+    parts = ('decode_seconds', 'prefill_seconds', 'host_seconds', 'idle_seconds')
+    found.append(
+      {
+        'seconds': end - start,
+        'rollout_seconds': played - start,
+        'update_seconds': end - played,
+      }
+      | {name: getattr(stats, name) - getattr(before, name) for name in parts}
+    )
+    found[-1]['tokens'] = sum(len(s.tokens) for s in segments)
+    first = found[0]['seconds']
+  best = min(found[1:], key=lambda x: x['seconds'])
+  line = {name: round(value, 3) for name, value in best.items()}
+  yield line | {'first_seconds': round(first, 1), 'peak_bytes': _peak_bytes()}
+
+
+def agreement():
+  """One line: how far the sampler's log-probs and the learner's are apart."""
+  config, params = _policy('3b')
+  engine = _engine(config, params)
+  segments = engine.run([_talk(engine, config, n) for n in range(64)])
+  differences = []
+  for segment in segments:
+    T = len(segment.tokens)
+    arrays: Any = (
+      segment.tokens[None],
+      np.arange(T, dtype=np.int32)[None],
+      np.ones((1, T), np.int32),
+      segment.action_mask[None],
+      segment.behaviour_logprobs[None],
+      np.zeros((1, T), np.float32),
+      np.zeros((1, T), np.float32),
+    )
+    batch = types.Batch(*arrays)
+    learned = learner.logprobs(params, batch, config=config)[0]
+    mask = segment.action_mask
+    differences.append((learned - segment.behaviour_logprobs)[mask].astype(np.float64))
+  x = np.concatenate(differences)
+  yield {
+    'tokens': len(x),
+    'mean_difference': float(np.abs(x).mean()),
+    'max_difference': float(np.abs(x).max()),
+    'kl_k1': float(-x.mean()),
+    'kl_k3': float((np.expm1(x) - x).mean()),
+  }
+
+
+MEASUREMENTS = (decode, context, kernels, step, agreement)
+
+
+def main(_):
+  runtime.initialize()
+  names = [measure.__name__ for measure in MEASUREMENTS]
+  if unknown := set(_WHAT.value) - set(names):
+    raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
+  about = {
+    'device': jax.devices()[0].device_kind,
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    'remat': _REMAT.value,
+    'optimizer': _OPTIMIZER.value,
+  }
+  for measure in MEASUREMENTS:
+    if _WHAT.value and measure.__name__ not in _WHAT.value:
+      continue
+    for line in measure():
+      print(json.dumps({'measurement': measure.__name__} | about | line), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)

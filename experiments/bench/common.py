@@ -1,0 +1,82 @@
+"""What the benchmarks share: the shapes of their policies, a batch, a GRPO update."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agent_r1_jax import types
+from agent_r1_jax.models import decoder
+from agent_r1_jax.rl import algorithms, learner
+
+
+def _shape(layers, embed, heads, kv_heads, head, mlp, vocab, family='qwen2', **kwargs):
+  return decoder.DecoderConfig(
+    family, vocab, embed, layers, heads, kv_heads, head, mlp, rope_theta=1e6, **kwargs
+  )
+
+
+_BFLOAT16: dict[str, Any] = {'dtype': 'bfloat16', 'remat': 'full', 'tie_embeddings': True}
+SHAPES = {
+  'tiny': _shape(2, 64, 4, 2, 16, 128, 256, 'llama'),
+  's5': _shape(4, 256, 8, 2, 32, 704, 4096),
+  's25': _shape(8, 512, 8, 2, 64, 1408, 4096),
+  '0.6b': _shape(28, 1024, 16, 8, 128, 3072, 151_936, 'qwen3', **_BFLOAT16),
+  '1.7b': _shape(28, 2048, 16, 8, 128, 6144, 151_936, 'qwen3', **_BFLOAT16),
+  '3b': _shape(36, 2048, 16, 2, 128, 11_008, 151_936, **_BFLOAT16),
+}
+
+
+def make_batch(
+  tokens: np.ndarray, action_mask: np.ndarray, advantages: np.ndarray, vocab_size: int
+) -> types.Batch:
+  """Makes a batch of rows with one segment each, whose actions all count the same.
+
+  Args:
+    tokens: Token ids, [B, T].
+    action_mask: Which tokens are actions, [B, T].
+    advantages: Advantages, [B, T] or [B, 1].
+    vocab_size: The policy that sampled was uniform over so many tokens.
+  """
+  B, T = tokens.shape
+  fields: dict[str, Any] = {
+    'tokens': tokens.astype(np.int32),
+    'positions': np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+    'segment_ids': np.ones((B, T), np.int32),
+    'action_mask': action_mask,
+    'old_logprobs': np.full((B, T), -np.log(vocab_size), np.float32),
+    'advantages': (advantages * action_mask).astype(np.float32),
+    'weights': (action_mask / action_mask.sum()).astype(np.float32),
+  }
+  return types.Batch(**fields)
+
+
+def split_batch(batch: types.Batch, rows: int) -> list[types.Batch]:
+  """Splits a batch into microbatches of so many rows on the device."""
+  return [
+    jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + rows]), batch)
+    for i in range(0, len(batch.tokens), rows)
+  ]
+
+
+def make_update(
+  config: decoder.DecoderConfig,
+  params: decoder.Params,
+  batches: Sequence[types.Batch],
+  optimizer: optax.GradientTransformation,
+) -> Callable[[], None]:
+  """Makes a function that takes one GRPO step on the batches and waits for its end."""
+  loss = learner.objective(algorithms.grpo(kl_coef=0.0))
+  state = learner.init(params, optimizer)
+
+  def update():
+    nonlocal state
+    state, _ = learner.update(
+      state, batches, config=config, loss=loss, optimizer=optimizer
+    )
+    jax.block_until_ready(state)
+
+  return update

@@ -1,0 +1,57 @@
+r"""The small base policy of wikipedia.search, from nothing, on practice about the corpus.
+
+  python -m experiments.wikipedia.pretrain --data=$AGENT_R1_DATA/2wikimultihopqa \
+    --vocab=2048
+
+A byte-level BPE of the corpus, then a small policy: strings of random tokens to copy at
+first, then practice (practice.py), a quarter of it wrong. The rows that are held out for
+the table or watched during the training are never used.
+"""
+
+from collections.abc import Iterator
+import itertools
+import json
+import pathlib
+
+from absl import app, flags
+
+from agent_r1_jax import fields
+from agent_r1_jax.host import runtime
+from agent_r1_jax.tools import search
+from agent_r1_jax.train import sft
+from experiments import small_policy
+from experiments.wikipedia import practice, settings
+from experiments.wikipedia import rows as rows_lib
+
+_OUT = flags.DEFINE_string('out', 'runs/wikipedia_base', 'Directory of the model.')
+_CFG = fields.define_flags(
+  sft.Config(steps=3200, rows=6, row_tokens=1024, learning_rate=2e-3), 'sft'
+)
+
+
+def tokenizer_texts(passages, examples) -> Iterator[str]:
+  """Yields what the tokenizer is trained on: the corpus and conversations."""
+  yield from (passage.contents for passage in passages)
+  for example in itertools.islice(examples, 3000):
+    yield from (f'{m["role"]}\n{m["content"]}' for m in example.messages)
+
+
+def main(_):
+  runtime.quiet_logging()
+  runtime.initialize()
+  out = pathlib.Path(_OUT.value)
+  passages, retriever = settings.open_folder(settings.SMALL, rows_lib.DATA.value)
+  *_, rows = rows_lib.read()
+  out.mkdir(parents=True, exist_ok=True)
+  (out / 'rows.json').write_text(json.dumps([task.id for task in rows]))
+
+  maker = practice.Maker(passages, retriever, rows)
+  examples = practice.examples(maker, small_policy.SEED.value)
+  schemas = [search.search_tool(retriever).schema]
+  small_policy.train(
+    out, tokenizer_texts(passages, examples), examples, schemas, _CFG.value
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)
