@@ -1,5 +1,6 @@
 """Experiments as their users start them, in processes of their own."""
 
+import contextlib
 import functools
 import json
 import os
@@ -88,7 +89,9 @@ class Process:
 
   def send_signal(self, number: int):
     if self.poll() is None:
-      os.kill(self.pid, number)
+      # It may have ended since, and its status not have arrived.
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(self.pid, number)
 
   def kill(self):
     """Ends it if it has not ended, and closes its files."""
