@@ -325,22 +325,19 @@ def _draw(found: dict[str, Any], path: str) -> None:
 def reads(bench: Bench) -> dict[str, Any]:
   """A decode step with 256 tokens used, in rows of 512 and of 8,192 slots."""
   rows, steps = 8, 32
+  sizes = {'rows': rows, 'decode_steps': steps, 'bucket': 256, 'replicas': 1}
   found: dict[str, Any] = {}
   for slots in (512, 8192):
-    engine = bench.engine(
-      rows=rows, slots=slots, decode_steps=steps, bucket=256, replicas=1
-    )
+    engine = bench.engine(slots=slots, **sizes)
     replica = engine.replicas[0]
     assert replica.policy is not None
-    places, used, states = active_request.make_decode_arguments(
-      {}, rows, replica.guides, rows
-    )
+    places, *rest = active_request.make_decode_arguments({}, rows, replica.guides, rows)
     places = places._replace(
       rows=np.arange(rows, dtype=np.int32),
       length=np.full(rows, 256 - steps, np.int32),
       budget=np.full(rows, steps, np.int32),
     )
-    call: Any = (replica.policy.copies[0], places, used, states, 256)
+    call: Any = (replica.policy.copies[0], places, *rest, 256)
 
     def step(replica=replica, call=call):
       jax.block_until_ready(replica._call_decode(*call))
@@ -382,9 +379,8 @@ def programs(bench: Bench) -> dict[str, Any]:
 
 def host_time(bench: Bench) -> dict[str, Any]:
   """The device's idle share between segments, with rows that want it."""
-  engine = bench.engine(
-    slots=_PROMPT.value + 4 * 64, decode_steps=16, rows=2 * _ROWS.value
-  )
+  slots = _PROMPT.value + 4 * 64
+  engine = bench.engine(slots=slots, decode_steps=16, rows=2 * _ROWS.value)
   start, before = time.perf_counter(), dataclasses.replace(engine.stats)
   numbers = range(4 * _ROWS.value)
   engine.run([talk(bench, engine, n, turns=4, reply=32, group=8) for n in numbers])
@@ -481,10 +477,8 @@ def main(_):
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
-  shapes = common.SHAPES
-  if _SHAPE.value not in shapes:
-    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*shapes]}')
-  config = shapes[_SHAPE.value]
+  if (config := common.SHAPES.get(_SHAPE.value)) is None:
+    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*common.SHAPES]}')
   bench = Bench(config, decoder.init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,
