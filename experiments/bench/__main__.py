@@ -3,9 +3,8 @@
   python -m experiments.bench                        # all of MEASUREMENTS, shape s5
   python -m experiments.bench --shape=s25 --what=sampling,update,group_step
 
-On 2 CPU cores all of it takes about 15 minutes with s5. Compile time is apart; of the
-repetitions, seconds are the best and the median, cpu_seconds the least. The table is in
-docs/performance.md, and how the peers were measured beside it: compare within one run.
+On 2 CPU cores all of it takes 15 minutes with s5. Compile time is apart; seconds are the
+best and the median repetition's, cpu_seconds the least. docs/performance.md has a table.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ from agent_r1_jax.models import decoder
 from agent_r1_jax.tools import python, sandbox
 from experiments.bench import common
 
-_SHAPE = flags.DEFINE_string('shape', 's5', 'A key of common.SHAPES.')
+_SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy.')
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions of each, without compilation.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
@@ -46,9 +45,7 @@ _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
 _CURVE = flags.DEFINE_string('curve', '', 'PNG file to draw what slow tools cost to.')
-_LATENCIES = flags.DEFINE_list(
-  'latencies', ['0.2', '1', '5'], 'Latencies of tools, seconds.'
-)
+_LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Seconds of tools.')
 
 
 _FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
@@ -325,19 +322,22 @@ def _draw(found: dict[str, Any], path: str) -> None:
 def reads(bench: Bench) -> dict[str, Any]:
   """A decode step with 256 tokens used, in rows of 512 and of 8,192 slots."""
   rows, steps = 8, 32
-  sizes = {'rows': rows, 'decode_steps': steps, 'bucket': 256, 'replicas': 1}
   found: dict[str, Any] = {}
   for slots in (512, 8192):
-    engine = bench.engine(slots=slots, **sizes)
+    engine = bench.engine(
+      rows=rows, slots=slots, decode_steps=steps, bucket=256, replicas=1
+    )
     replica = engine.replicas[0]
     assert replica.policy is not None
-    places, *rest = active_request.make_decode_arguments({}, rows, replica.guides, rows)
+    places, used, states = active_request.make_decode_arguments(
+      {}, rows, replica.guides, rows
+    )
     places = places._replace(
       rows=np.arange(rows, dtype=np.int32),
       length=np.full(rows, 256 - steps, np.int32),
       budget=np.full(rows, steps, np.int32),
     )
-    call: Any = (replica.policy.copies[0], places, *rest, 256)
+    call: Any = (replica.policy.copies[0], places, used, states, 256)
 
     def step(replica=replica, call=call):
       jax.block_until_ready(replica._call_decode(*call))
@@ -379,8 +379,9 @@ def programs(bench: Bench) -> dict[str, Any]:
 
 def host_time(bench: Bench) -> dict[str, Any]:
   """The device's idle share between segments, with rows that want it."""
-  slots = _PROMPT.value + 4 * 64
-  engine = bench.engine(slots=slots, decode_steps=16, rows=2 * _ROWS.value)
+  engine = bench.engine(
+    slots=_PROMPT.value + 4 * 64, decode_steps=16, rows=2 * _ROWS.value
+  )
   start, before = time.perf_counter(), dataclasses.replace(engine.stats)
   numbers = range(4 * _ROWS.value)
   engine.run([talk(bench, engine, n, turns=4, reply=32, group=8) for n in numbers])
@@ -477,8 +478,7 @@ def main(_):
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
-  if (config := common.SHAPES.get(_SHAPE.value)) is None:
-    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*common.SHAPES]}')
+  config = common.SHAPES[_SHAPE.value]
   bench = Bench(config, decoder.init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,

@@ -128,19 +128,18 @@ class Bridges:
     gold = [self._by_title[t] for t in titles if t in self._by_title]
     for first, second in (gold, gold[::-1]) if len(gold) == 2 else ():
       named = reading.mention(question, reading.name(first.title))
-      kinds = self._noun[first.id], self._noun[second.id]
-      if (
-        not named or not all(kinds) or second not in [d for _, d in self._links[first.id]]
-      ):
+      subject, target = self._noun[first.id], self._noun[second.id]
+      linked = second in [d for _, d in self._links[first.id]]
+      if not named or not subject or not target or not linked:
         continue
       text = question.replace(named, '{}', 1)
       person, name = facts.is_person(first.text), reading.name(second.title)
       if answer.lower() == name.lower():
-        return Link(text, *kinds, '', person)
+        return Link(text, subject, target, '', person)
       for relation in facts.RELATIONS:
         value = self._corpus.value(second, relation)
         if value and reading.mention(answer, value) and 2 * len(value) > len(answer):
-          return Link(text, *kinds, relation, person)
+          return Link(text, subject, target, relation, person)
     return None
 
   def _fill(self, kind, rng) -> Problem | None:
@@ -185,7 +184,7 @@ class Bridges:
         return None
       hops = [Hop(q, d, 'kind', self._kind(d)) for q, d in way]
       written = answer if answer in ('yes', 'no') else reading.mention(seen, answer)
-      return written and Problem(question, tuple(hops), '', written)
+      return Problem(question, tuple(hops), '', written) if written else None
     values = [query for query, _ in way[1:]]
     if values and reading.name(way[-1][1].title).lower() == answer.lower():
       # Nothing is asked of the passage that the one before it names.
@@ -230,7 +229,9 @@ class Bridges:
     pair, noun = self._pair(rng, rng.random() < 0.6)
     words = self._kind(pair[0]).split()[-rng.randint(1, 2) :]
     asked = ' '.join(words) if words[-1] == noun else noun
-    answer = all(reading.mention(self._kind(d), asked) for d in pair)
+    # A 'film director' is no film: the last words say of what kind something is.
+    n = len(asked.split())
+    answer = all(self._kind(d).split()[-n:] == asked.split() for d in pair)
     plural = asked + ('es' if _PLURAL.search(asked) and asked[-1] != 'y' else 's')
     plural = plural if asked[-1] != 'y' else asked[:-1] + 'ies'
     form = _BOTH.fullmatch(rng.choice(self._forms))

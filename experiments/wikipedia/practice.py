@@ -31,9 +31,9 @@ from experiments.wikipedia import bridges, facts, reading, templates
 
 # What becomes of a conversation. 'right'; 'relation': it reads another relation in the
 # last passage; 'stop': it answers with what the first one said; 'guess': no search.
-FATES = {'right': 0.76, 'relation': 0.12, 'stop': 0.08, 'guess': 0.04}
+FATES = {'right': 0.32, 'relation': 0.08, 'stop': 0.5, 'guess': 0.1}
 # Shares of the kinds of questions.
-KINDS = {'fact': 0.2, 'chain': 0.5, 'compare': 0.14, 'compare chain': 0.16}
+KINDS = {'fact': 0.3, 'chain': 0.42, 'compare': 0.12, 'compare chain': 0.16}
 # Of all examples, those without the tool: with passages in the prompt, as Naive RAG asks,
 # and with the question alone.
 READING, DIRECT = 0.12, 0.03

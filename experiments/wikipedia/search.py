@@ -24,7 +24,6 @@ in WORKDIR/results.jsonl, and played again only if what they depend on changes.
 
 import collections
 import dataclasses
-import functools
 import json
 import pathlib
 import time
@@ -50,6 +49,9 @@ _RETRIEVER = flags.DEFINE_string(
 )
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _ROWS = flags.DEFINE_string('rows', '', 'File of other rows to score.')
+_UNTRAINED = flags.DEFINE_string(
+  'untrained', '', "Policy of the table's other rows; by default config.model.path."
+)
 _TYPES = flags.DEFINE_list('types', [], 'Types of rows to learn from; all by default.')
 _CFG = fields.define_flags(config_lib.Config())
 
@@ -62,8 +64,9 @@ def main(_):
   workdir, start = pathlib.Path(_WORKDIR.value), time.time()
   passages, retriever = settings.open_folder(setting, rows_lib.DATA.value)
   held_out, watched, rows = rows_lib.read()
+  base = _UNTRAINED.value or config.model.path
   if setting is settings.SMALL:
-    settings.check_unseen(config.model.path, held_out + watched)
+    settings.check_unseen(base, held_out + watched)
   if _ROWS.value:
     held_out = qa_data.load(_ROWS.value)
   rows = choose(rows, _TYPES.value)
@@ -72,18 +75,24 @@ def main(_):
   if _RETRIEVER.value:
     retriever = retrievers.open_retriever(_RETRIEVER.value, _ENCODER.value)
   recall = comparison.recall(retriever, held_out)
-  play = functools.partial(
-    evaluation_cache.evaluate_or_read,
-    workdir / 'results.jsonl',
-    summarize=lambda sets: summarize(sets['']),
-    depends_on={
-      'retriever': [_RETRIEVER.value, _ENCODER.value],
-      'passages': identity.digest([dataclasses.astuple(d) for d in passages]),
-      'k': setting.k,
-      'template': setting.template,
-      'reward': setting.reward.__name__,
-    },
-  )
+  depends_on = {
+    'retriever': [_RETRIEVER.value, _ENCODER.value],
+    'passages': identity.digest([dataclasses.astuple(d) for d in passages]),
+    'k': setting.k,
+    'template': setting.template,
+    'reward': setting.reward.__name__,
+  }
+
+  def play(config, model, rows):
+    return evaluation_cache.evaluate_or_read(
+      workdir / 'results.jsonl',
+      config,
+      base if model == config.model.path else model,
+      rows,
+      summarize=lambda sets: summarize(sets['']),
+      depends_on=depends_on,
+    )
+
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
   prepared = time.time() - start
   numbers, seconds = comparison.run(
