@@ -88,16 +88,9 @@ def make(
   if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
     # Smaller programs would read no less, and have to copy what they read.
     decode_rows, decode_buckets = [rows], [slots]
-  return Sizes(
-    rows=rows,
-    slots=slots,
-    decode_steps=decode_steps,
-    prefill_tokens=prefill_tokens,
-    prefill_rows=quarter_too(min(prefill_rows, rows)),
-    decode_rows=decode_rows,
-    buckets=buckets,
-    decode_buckets=decode_buckets,
-  )
+  prefills = prefill_tokens, quarter_too(min(prefill_rows, rows))
+  decodes = decode_rows, buckets, decode_buckets
+  return Sizes(rows, slots, decode_steps, *prefills, *decodes)
 
 
 def round_up(sizes: list[int], n: int) -> int:
