@@ -30,8 +30,8 @@ _LIBRARIES = tuple(
 _DEPTH = 8
 # A container with more items is data, and only its type counts.
 _MOST_ITEMS = 100
-# So many tasks are looked at: they may lie on a disk.
-_MOST_IDS = 1000
+# So many tasks are looked at where they may lie on a disk.
+_MOST_TASKS = 1000
 
 
 def describe_run(
@@ -77,7 +77,8 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   for kind in reversed(type(env).__mro__):
     if not _installed(kind):
       methods = {name: _function(method) for name, method in vars(kind).items()}
-      parts |= {name: describe(method) for name, method in methods.items() if method}
+      # As with tools, what a class was made with may differ at the next start.
+      parts |= {name: describe(m, values=False) for name, m in methods.items() if m}
   attributes = {
     name.strip('_'): value
     for name, value in getattr(env, '__dict__', {}).items()
@@ -254,9 +255,13 @@ def _content(cell: Any) -> Any:
 
 
 def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
-  n = len(tasks)
-  places = sorted({i * n // _MOST_IDS for i in range(_MOST_IDS)}) if n else []
-  return {'count': n, 'ids': digest([getattr(tasks[i], 'id', None) for i in places])}
+  ids = [getattr(tasks[i], 'id', None) for i in spread_places(len(tasks))]
+  return {'count': len(tasks), 'ids': digest(ids)}
+
+
+def spread_places(n: int) -> list[int]:
+  """Returns all places of a data set of n tasks, or _MOST_TASKS that lie evenly in it."""
+  return sorted({i * n // _MOST_TASKS for i in range(_MOST_TASKS)}) if n else []
 
 
 def digest(value: Any) -> str:
