@@ -3,7 +3,7 @@
 `run` is the loop; train/setup.py makes what it uses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -27,6 +27,7 @@ from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import curriculum, evaluate, groups, rollout, schedule, setup
+from agent_r1_jax.train import journal as journal_lib
 
 
 @preemption.watch()
@@ -106,6 +107,24 @@ def run(
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
   return params
+
+
+@contextlib.contextmanager
+def reserve(
+  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
+) -> Iterator[None]:
+  """Locks a run's workdir, and refuses the settings that `run` would refuse.
+
+  For scripts that play something else before they call `run`, or after it: a wrong
+  setting, or a second start, ends them before anything is played.
+
+  Raises:
+    ValueError: The configuration does not fit the workdir, the algorithm or the device's
+      memory; or another run holds the workdir.
+  """
+  preflight.check_config(config, algorithm)
+  with journal_lib.lock(sizes.resolve(config, algorithm, workdir), workdir):
+    yield
 
 
 def _run_steps(job: setup.Job):
