@@ -129,15 +129,16 @@ class Segment:
   Attributes:
     tokens: int32 [T].
     action_mask: bool [T], True where the policy sampled the token.
-    logprobs: float32 [T], log-probs under the distribution that the tokens were sampled
-      from: the policy's, as guides and truncation have changed it; 0 off the action mask.
+    behaviour_logprobs: float32 [T], log-probs under the distribution that the tokens were
+      sampled from: the policy's, as guides and truncation have changed it; 0 off the
+      action mask.
     policy_steps: int32 [T], how many rollouts the policy had learned from that sampled
       the token; 0 off the action mask, and by default everywhere.
   """
 
   tokens: np.ndarray
   action_mask: np.ndarray
-  logprobs: np.ndarray
+  behaviour_logprobs: np.ndarray
   policy_steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
 
   def __post_init__(self):
@@ -146,7 +147,10 @@ class Segment:
 
   @classmethod
   def join(cls, pieces: Iterable[tuple]) -> 'Segment':
-    """Joins pieces: tokens, and log-probs and policy steps where they were sampled."""
+    """Joins pieces: tokens, behaviour log-probs and policy steps of each.
+
+    Log-probs and steps are None where the policy did not sample the tokens.
+    """
     columns = [], [], [], []
     for tokens, logprobs, steps in pieces:
       sampled, zeros = logprobs is not None, np.zeros(len(tokens))
@@ -243,8 +247,9 @@ class Batch(NamedTuple):
     positions: Position of each token in its segment, from 0.
     segment_ids: 1, 2, ... within a row; 0 is padding.
     action_mask: True where the policy sampled the token (the paper's action mask).
-    logprobs: Log-probs that the ratio starts from: the behaviour policy's, or with a
-      correction those of the policy before the update; 0 off the action mask.
+    old_logprobs: log π_old, from which the ratio of a loss is formed: the behaviour
+      log-probs, or with a correction those of the policy before the update; 0 off the
+      action mask.
     advantages: Advantage of each action token; 0 off the action mask.
     weights: Weight of each token in the loss, Σ weights · token loss, with the global
       denominators. Off the action mask it is 0 in RL, and small in fine-tuning.
@@ -259,7 +264,7 @@ class Batch(NamedTuple):
   positions: Int[Array, 'B T']
   segment_ids: Int[Array, 'B T']
   action_mask: Bool[Array, 'B T']
-  logprobs: Float[Array, 'B T']
+  old_logprobs: Float[Array, 'B T']
   advantages: Float[Array, 'B T']
   weights: Float[Array, 'B T']
   ref_logprobs: Float[Array, 'B T'] | None = None

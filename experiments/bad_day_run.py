@@ -32,8 +32,8 @@ _CFG = fields.define_flags(
       rows=32,
       slots=448,
       decode_steps=16,
-      feed_rows=16,
-      feed_tokens=32,
+      prefill_rows=16,
+      prefill_tokens=32,
       # The last bits of a log-prob must not depend on how many rows are decoded
       # together, nor on how long they are: slow tools change both.
       bucket=448,

@@ -18,7 +18,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import loop, request, sampling
+from agent_r1_jax.engine import event_loop, request
 from agent_r1_jax.host import runtime
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import setup
@@ -75,7 +75,7 @@ class Conversation:
         ids,
         self._text,
         max_tokens=min(room, self._config.limits.max_turn_tokens),
-        sampling=sampling.Sampling(self._config.evaluation.temperature),
+        sampling=self._config.evaluation,
         automata=[chat.stop_automaton(self._engine.config.vocab_size)],
       )
     )
@@ -121,7 +121,7 @@ def main(_):
         conversation.forget()
       answer = engine.start([conversation.ask(question)])
       try:
-        loop.wait(answer).result()
+        event_loop.wait(answer).result()
       except KeyboardInterrupt:
         answer.cancel()
         conversation.forget()

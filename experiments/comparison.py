@@ -1,6 +1,6 @@
 """The methods of a base policy, and GRPO against them on the same tasks.
 
-The scripts problems.py, miniwiki/search.py and hotpotqa/search.py differ in tasks, tools
+The scripts problems.py, miniwiki/search.py and wikipedia/search.py differ in tasks, tools
 and rewards.
 """
 

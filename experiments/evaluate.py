@@ -94,7 +94,7 @@ def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
   if not _CRITIC.value:
     return choice.Choice(candidates, choice.mean_logprob, beta)
   implicit = (pathlib.Path(_CRITIC.value) / critic.IMPLICIT).exists()
-  make = choice.by_ratio if implicit else choice.by_value
+  make = choice.by_implicit_value if implicit else choice.by_value
   return make(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
 
 

@@ -1,60 +1,122 @@
 r"""Decoding guided by a value, beside controls that sample as many tokens.
 
   python -m experiments.miniwiki.search --workdir=runs/quickstart
-  python -m experiments.guided --policy=runs/quickstart/model --workdir=runs/guided \
-    --questions=100
+  python -m experiments.guided --policy=runs/quickstart/model --workdir=runs/guided
 
 First an implicit value (rl/implicit_value.py) is fitted to the policy's own episodes on
-training questions of worlds that it was not trained on. Then the test questions are
-answered with K candidates of each turn, taken by value, by mean log-prob or at random;
-and with K complete episodes, of which the likeliest, the one of the highest value or the
-most frequent answer is taken. Each finished line is in WORKDIR/results-*.jsonl and is not
-measured again. --config.seed is also the number of the world.
+practice questions, of worlds that it was not trained on or of training rows. Then the
+test questions are answered with K candidates of each turn, and with K complete episodes,
+of which one is taken. Each finished line is in WORKDIR/results-*.jsonl and is not
+measured again. --config.seed is also the number of miniwiki's world.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import json
 import math
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import app, flags
+from ml_collections import config_flags
 import numpy as np
 import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
-from agent_r1_jax.checks import sizes
+from agent_r1_jax.agent import env
+from agent_r1_jax.checks import identity, sizes
 from agent_r1_jax.engine import guide
-from agent_r1_jax.guided import choice, critic
+from agent_r1_jax.guided import choice, critic, search
 from agent_r1_jax.host import runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import implicit_value, packing, reward_model
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, evaluation_cache, rollout
+from agent_r1_jax.tools import search as search_tool
+from agent_r1_jax.train import evaluate, evaluation_cache, rollout, spool
 from experiments import comparison
 from experiments.miniwiki import tasks as miniwiki
+from experiments.wikipedia import rows as rows_lib
+from experiments.wikipedia import settings
 
+_TASK = flags.DEFINE_enum('task', 'miniwiki', ['miniwiki', 'wikipedia'], 'The task.')
 _POLICY = flags.DEFINE_string('policy', 'runs/quickstart/model', 'The policy.')
+_BETA = flags.DEFINE_float('beta', 0.3, 'How far log-odds follow log-probs, β.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/guided', 'Directory of the run.')
-_QUESTIONS = flags.DEFINE_integer('questions', 300, 'Questions of each set.')
-_SPLIT = flags.DEFINE_enum('split', 'test', ['dev', 'test'], 'Split of the questions.')
+_QUESTIONS = flags.DEFINE_integer('questions', 100, 'Questions of each set.')
+_PART = flags.DEFINE_enum('part', 'test', ['dev', 'test'], 'Which questions.')
 _MOST = flags.DEFINE_integer('most', 16, 'The most complete episodes, a power of 2.')
 _TURNS = flags.DEFINE_integer('turns', 8, 'The most candidates of a turn, a power of 2.')
-_CFG = fields.define_flags(
-  config_lib.Config(
-    limits=config_lib.Limits(max_turn_tokens=80),
-    schedule=config_lib.Schedule(steps=120, tasks=1000, samples=6),
-    engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
-  ),
+_SEARCH = flags.DEFINE_bool('search', False, 'Also play beams and trees.')
+_CFG = fields.define_flags(config_lib.Config())
+MINIWIKI = config_lib.Config(
+  limits=config_lib.Limits(max_turn_tokens=80),
+  schedule=config_lib.Schedule(steps=300, tasks=5000, samples=3),
+  engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
 )
+WIKIPEDIA = fields.replace(
+  settings.SMALL.config,
+  {'schedule.steps': 40, 'schedule.tasks': 855, 'schedule.samples': 6},
+)
+TASKS = {'miniwiki': MINIWIKI, 'wikipedia': WIKIPEDIA}
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-WORLDS, EPISODES, BETA = 4, 48, 0.3
-SHAPE = packing.MicrobatchShape(16, 448)
+WORLDS, EPISODES = 5, 48
+SCALES = 'scales.json'
 # Episodes by the name of their set; of one task side by side.
 Played = Mapping[str, Sequence[types.Trajectory]]
+
+
+class Data(NamedTuple):
+  """The questions of a task.
+
+  Attributes:
+    sets: Questions to answer, by the name of their set.
+    make_env: Their environment.
+    practice: Yields about n questions to fit a value to, each part with its environment.
+    kinds: Kinds of question, for tables.
+  """
+
+  sets: comparison.Sets
+  make_env: rollout.MakeEnv
+  practice: Callable[[int], Iterator[tuple[Sequence[types.Task], rollout.MakeEnv]]]
+  kinds: Mapping[str, Callable[[types.Task], bool]]
+
+
+def read_miniwiki(seed: int) -> Data:
+  """Makes the world of a seed; the practice is on other worlds."""
+
+  def make_env(index):
+    tool = search_tool.search_tool(index, k=1)
+    return lambda: env.CloneableToolEnv([tool], qa.em_reward, metrics=qa.metrics)
+
+  def practice(n):
+    for world in range(100 * seed + 1, 100 * seed + 1 + WORLDS):
+      index = miniwiki.make_index(miniwiki.corpus(world, 'train'))
+      yield miniwiki.train_tasks(world, n // WORLDS), make_env(index)
+
+  questions = (_QUESTIONS.value, seed, _PART.value)
+  sets = {name: miniwiki.test_set(name, *questions) for name in SETS}
+  return Data(sets, make_env(miniwiki.index(seed)), practice, miniwiki.KINDS)
+
+
+def read_wikipedia(seed: int) -> Data:
+  """Reads --data as wikipedia/search.py does; the practice is on training rows."""
+  small = settings.SMALL
+  _, retriever = settings.open_folder(small, rows_lib.DATA.value)
+  tool = search_tool.search_tool(retriever, k=small.k, template=small.template)
+  make_env = lambda: env.CloneableToolEnv([tool], small.reward, metrics=qa.metrics)
+  held_out, watched, rows = rows_lib.read()
+  asked = held_out if _PART.value == 'test' else watched
+  asked = [small.agent_task(task) for task in asked[: _QUESTIONS.value]]
+  rows = [small.agent_task(task) for task in settings.shuffle(rows, seed)]
+  kinds = sorted({task.info['type'] for task in asked})
+  return Data(
+    {'held-out rows': asked},
+    make_env,
+    lambda n: iter([(rows[:n], make_env)]),
+    {kind: lambda task, kind=kind: task.info['type'] == kind for kind in kinds},
+  )
 
 
 class Player:
@@ -62,88 +124,111 @@ class Player:
 
   Attributes:
     config: The configuration, with all sizes.
-    sets: Questions by the name of their set.
     shape: The policy's shape.
     params: The policy's parameters.
+    chat: Encodes messages for it.
+    engine: Samples from it.
   """
 
-  def __init__(self, config: config_lib.Config, sets: comparison.Sets):
+  def __init__(self, config: config_lib.Config):
     """Loads the policy in config.model.path."""
-    self.config, self.sets = sizes.resolve(config), sets
+    self.config = sizes.resolve(config)
     self.shape, self.params, self.chat = train.load(self.config.model, self.config.chat)
     self.engine = train.make_engine(
       self.config, self.shape, self.params, guides=[guide.FORCED]
     )
+    # The rows of the learner's micro-batches.
+    self.rows = packing.MicrobatchShape(16, self.engine.sizes.slots)
 
-  def play(self, make_env, decoding: rollout.Decoding, samples: int = 1) -> Played:
-    """Plays every question; prints how long it took."""
-    played = {}
-    for name, tasks in self.sets.items():
-      played[name] = rollout.collect(
-        self.engine,
-        self.chat,
-        tasks,
-        make_env,
-        limits=self.config.limits,
-        decoding=decoding,
-        samples=samples,
-        seed=self.config.seed,
-      )
-    return played
+  def play(self, tasks, make_env, decoding=rollout.ON_POLICY, samples=1, spool=None):
+    """Plays every question; episodes of one question are side by side."""
+    return rollout.collect(
+      self.engine,
+      self.chat,
+      tasks,
+      make_env,
+      limits=self.config.limits,
+      decoding=decoding,
+      samples=samples,
+      seed=self.config.seed,
+      spool=spool,
+    )
 
-  def values(self, episodes: Sequence[types.Trajectory], params) -> list[np.ndarray]:
-    """log π_φ/π of each episode up to the ends of its turns, float64 [turns]."""
+  def sum_logprobs(
+    self, episodes: Sequence[types.Trajectory], params
+  ) -> list[np.ndarray]:
+    """Σ log π_φ of each episode up to the ends of its turns, float64 [turns]."""
     found = []
     for i in range(0, len(episodes), 256):
-      table = table_lib.build(episodes[i : i + 256])
-      ratios = implicit_value.log_ratios(params, table, config=self.shape, shape=SHAPE)
-      actions = np.flatnonzero(table.action_mask)
-      sums = np.cumsum(ratios[actions])
-      last = table_lib.ends(table.turn[actions])
-      owner = table.trajectory[actions][last]
-      ends = sums[last]
-      for n in range(len(episodes[i : i + 256])):
-        mine = np.flatnonzero(owner == n)
-        before = ends[mine[0] - 1] if mine[0] else 0.0
-        found.append(ends[mine] - before)
+      some = episodes[i : i + 256]
+      table = table_lib.build(some)
+      logprobs = implicit_value.logprobs(
+        params, table, config=self.shape, shape=self.rows
+      )
+      actions = table.action_mask
+      turns = np.bincount(table.turn[actions], logprobs[actions])
+      ends = np.cumsum([len(t.turns) for t in some])
+      found += [np.cumsum(x) for x in np.split(turns, ends[:-1])]
     return found
 
 
-def fit_value(config: config_lib.Config, out: pathlib.Path):
-  """Fits an implicit value to episodes of the policy on training questions; saves it."""
-  schedule, played = config.schedule, []
-  player = Player(config, {})
-  for world in range(WORLDS):
-    number = 100 * config.seed + world + 1
-    tool = search.search_tool(miniwiki.make_index(miniwiki.corpus(number, 'train')), k=1)
-    make_env, _ = comparison.make_envs(tool, qa.em_reward)
-    player.sets = {'': miniwiki.train_tasks(number, schedule.tasks // WORLDS)}
-    played += player.play(make_env, rollout.ON_POLICY, schedule.samples)['']
+def fit_value(player: Player, data: Data, workdir: pathlib.Path):
+  """Fits an implicit value to episodes of practice questions; writes WORKDIR/critic."""
+  config, schedule, played = player.config, player.config.schedule, []
+  for part, (tasks, make_env) in enumerate(data.practice(schedule.tasks)):
+    # What was played before a kill is not played again.
+    kept = spool.Spool(workdir / 'practice' / str(part))
+    played += player.play(tasks, make_env, samples=schedule.samples, spool=kept)
   played = [t for t in played if t.turns]
-  warmup = 1 + schedule.steps // 16
-  rate = optax.warmup_cosine_decay_schedule(0, 5e-4, warmup, schedule.steps, 5e-5)
-  right = np.mean([t.reward > 0.5 for t in played])
-  prior = float(np.log(right / (1 - right)))
-  params = implicit_value.fit(
-    player.params,
+  print(f'{len(played)} episodes, {np.mean([t.reward for t in played]):.3f} are right')
+  warmup = 1 + schedule.steps // 40
+  rate = optax.warmup_cosine_decay_schedule(0, 5e-4, warmup, schedule.steps, 2.5e-5)
+  params, odds = implicit_value.fit(
+    train.load(config.model, config.chat)[1],
     played,
     config=player.shape,
     optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
-    shape=SHAPE,
+    shape=player.rows,
     steps=schedule.steps,
     episodes=EPISODES,
-    beta=BETA,
+    beta=_BETA.value,
     seed=config.seed,
-    on_step=print_step,
+    on_step=make_printer(),
   )
-  policy = config.model.path
-  critic.save_implicit(out, player.shape, params, policy, beta=BETA, prior=prior)
+  out = workdir / 'critic'
+  critic.save_implicit(out, player.shape, params, config.model.path, odds)
+  # Before the last turn the same sums say other odds.
+  played = played[-1500:]
+  sums, scales = player.sum_logprobs(played, params), []
+  for k in range(config.limits.max_turns - 1):
+    on = [
+      (s[k], t.reward > 0.5) for s, t in zip(sums, played, strict=True) if s[k + 1 :].size
+    ]
+    scales.append(fit_odds(*np.array(on, float).reshape(-1, 2).T))
+  (out / SCALES).write_text(json.dumps(scales))
 
 
-def print_step(step: int, metrics: Mapping[str, float]) -> None:
-  """Prints the loss of every tenth step."""
-  if step % 10 == 0:
-    print(f'step {step}: loss {metrics["loss"]:.3f}')
+def fit_odds(sums: np.ndarray, success: np.ndarray) -> implicit_value.Odds:
+  """Fits b and β to Σ log π_φ by logistic regression (Platt scaling)."""
+  from scipy import optimize
+
+  def loss(weights):
+    odds = weights[0] + weights[1] * sums
+    return np.sum(np.logaddexp(0, odds) - success * odds) + 1e-3 * weights @ weights
+
+  return implicit_value.Odds(*map(float, optimize.minimize(loss, np.zeros(2)).x))
+
+
+def make_printer():
+  """Makes a function that prints the mean loss of every 20 steps."""
+  losses = []
+
+  def print_step(step: int, metrics: Mapping[str, float]) -> None:
+    losses.append(metrics['loss'])
+    if step % 20 == 0:
+      print(f'step {step}: loss {np.mean(losses[-20:]):.3f}', flush=True)
+
+  return print_step
 
 
 def sampled_tokens(episodes: Sequence[types.Trajectory]) -> float:
@@ -158,42 +243,74 @@ def answer(episode: types.Trajectory) -> str | None:
   return found and qa.normalize_answer(found)
 
 
+def mean_logprob(episode: types.Trajectory) -> float:
+  """The mean log π of the episode's tokens."""
+  sampled = [s.behaviour_logprobs[s.action_mask] for s in episode.segments]
+  return float(np.concatenate(sampled).mean()) if sampled else -math.inf
+
+
 def select_episodes(
-  groups: Sequence[Sequence[types.Trajectory]], values: Mapping[int, np.ndarray]
+  groups: Sequence[Sequence[types.Trajectory]], weights: Mapping[str, Mapping[int, float]]
 ) -> dict[str, list[types.Trajectory]]:
-  """Takes one of the K episodes of each question, in several ways."""
+  """Takes one of the K episodes of each question, in several ways.
 
-  def likelihood(t):
-    sampled = [s.logprobs[s.action_mask] for s in t.segments]
-    return np.concatenate(sampled) if sampled else np.full(1, -math.inf)
+  Args:
+    groups: The episodes of each question.
+    weights: By the name of a way to judge episodes, the weight of each, by its id(). The
+      episode of the highest weight is taken, or one with the answer whose episodes have
+      the highest sum of weights.
+  """
 
-  value = lambda t: float(values[id(t)][-1]) if id(t) in values else -math.inf
-
-  def vote(group):
-    said = [answer(t) for t in group if answer(t) is not None]
-    winner = max(said, key=said.count, default=None)
+  def vote(group, weigh):
+    sums: dict[str, float] = {}
+    for t in group:
+      if (said := answer(t)) is not None:
+        sums[said] = sums.get(said, 0.0) + weigh(t)
+    winner = max(sums, key=lambda said: sums[said], default=None)
     return next((t for t in group if answer(t) == winner), group[0])
 
-  take = lambda score: [max(group, key=score) for group in groups]
-  return {
+  em = lambda t: t.metrics.get('em', 0.0)
+  taken = {
     'episodes, random': [group[0] for group in groups],
-    'episodes, likeliest': take(lambda t: likelihood(t).mean()),
-    'episodes, majority': [vote(group) for group in groups],
-    'episodes, highest value': take(value),
-    'episodes, π exp(value)': take(lambda t: likelihood(t).sum() + value(t)),
-    'episodes, best (oracle)': take(lambda t: t.metrics.get('em', 0.0)),
+    'episodes, majority': [vote(group, lambda t: 1.0) for group in groups],
+    'episodes, best (oracle)': [max(group, key=em) for group in groups],
   }
+  for name, of in weights.items():
+    weigh = lambda t, of=of: of.get(id(t), 0.0)
+    taken[f'episodes, highest {name}'] = [max(group, key=weigh) for group in groups]
+    taken[f'episodes, vote by {name}'] = [vote(group, weigh) for group in groups]
+  return taken
 
 
-def measure(chosen: Played, tokens: float, seconds: float, k: int) -> dict[str, Any]:
-  """The numbers of one line."""
-  episodes = sum(len(ts) for ts in chosen.values())
-  return {
-    'k': k,
-    'sets': {name: evaluate.by_kind(ts, miniwiki.KINDS) for name, ts in chosen.items()},
-    'tokens': tokens / episodes,
-    'seconds': seconds / episodes,
-  }
+class Results:
+  """The lines that were measured, in a file.
+
+  Attributes:
+    path: The file.
+    seed: The seed of new lines.
+  """
+
+  def __init__(self, path: pathlib.Path, seed: int, kinds):
+    """Goes on with the file, if there is one."""
+    self.path, self.seed, self._kinds = path, seed, kinds
+
+  def has(self, method: str, k: int = 0) -> bool:
+    """Whether a line is there."""
+    key = {'method': method, 'k': k, 'seed': self.seed}
+    return evaluation_cache.find(self.path, key) is not None
+
+  def add(self, method: str, k: int, chosen: Played, tokens: float, seconds: float):
+    """Keeps what a method came to, and prints it in short."""
+    n = sum(map(len, chosen.values()))
+    sets = {name: evaluate.by_kind(ts, self._kinds) for name, ts in chosen.items()}
+    self.add_line(method, k, sets=sets, tokens=tokens / n, seconds=seconds / n)
+    ems = [f'{s["all"]["mean"]:.3f}' for s in sets.values()]
+    print(f'{method}, K = {k}: {" ".join(ems)}, {tokens / n:.0f} tokens', flush=True)
+
+  def add_line(self, method: str, k: int = 0, **numbers: Any):
+    """Keeps a line."""
+    line = {'method': method, 'k': k, 'seed': self.seed, **numbers}
+    evaluation_cache.add(self.path, line)
 
 
 def doubles(most: int) -> Iterator[int]:
@@ -201,74 +318,98 @@ def doubles(most: int) -> Iterator[int]:
   return (2**i for i in range(1, int(math.log2(most)) + 1))
 
 
-def play_turns(player: Player, critic_dir, make_env, path: pathlib.Path):
-  """Plays with candidates of each turn, and by the value's own language model."""
-  dirs = critic_dir, player.config.model.path
-  own = choice.by_ratio(player.engine, *dirs, candidates=1).critic
+def list_ways(own: Any) -> dict[tuple[str, int], rollout.Decoding]:
+  """Lists the ways to decode, by name and K; `own` is π_φ as a policy of the engine."""
   ways = {
-    'greedy': (1, evaluate.GREEDY),
-    'sampled': (1, rollout.ON_POLICY),
-    'tokens, π exp(value), greedy': (1, evaluate.GREEDY._replace(policy=own)),
-    'tokens, π exp(value)': (1, rollout.Decoding(policy=own)),
+    ('greedy', 1): evaluate.GREEDY,
+    ('greedy by π_φ', 1): evaluate.GREEDY._replace(policy=own),
   }
   for k in doubles(_TURNS.value):
-    choices = {
-      'turns, π exp(value)': choice.Choice(k, choice.tilted, critic=own, implicit=True),
+    choices: dict[str, Any] = {
+      'turns, highest value': choice.Choice(k, critic=own, implicit=True),
       'turns, likeliest': choice.Choice(k, choice.mean_logprob),
-      'turns, random': choice.Choice(k, beta=math.inf),
     }
-    ways |= {f'{n} @{k}': (k, rollout.Decoding(choice=c)) for n, c in choices.items()}
-  for label, (k, decoding) in ways.items():
-    key = {'method': label.split(' @')[0], 'k': k, 'seed': player.config.seed}
-    if evaluation_cache.find(path, key):
+    if _SEARCH.value and k > 2:
+      choices['beams of 2'] = search.Beams(2, k // 2, own, implicit=True)
+      choices['tree'] = search.Tree(k, k, own, implicit=True)
+    ways |= {(n, k): rollout.Decoding(choice=c) for n, c in choices.items()}
+  return ways
+
+
+def play_turns(player: Player, data: Data, params, results: Results):
+  """Plays with candidates of each turn, and by the value's own language model."""
+  for (name, k), decoding in list_ways(player.engine.make_policy(params, 0)).items():
+    if results.has(name, k):
       continue
-    before, start = player.engine.stats.prefilled, time.time()
-    played = player.play(make_env, decoding)
+    start = time.time()
+    played = {
+      set_: player.play(tasks, data.make_env, decoding)
+      for set_, tasks in data.sets.items()
+    }
     seconds = time.time() - start
-    tokens = sum(sampled_tokens(ts) for ts in played.values())
-    line = key | measure(played, tokens, seconds, k)
-    line['prefilled'] = player.engine.stats.prefilled - before
-    add(path, line)
+    results.add(name, k, played, sum(map(sampled_tokens, played.values())), seconds)
 
 
-def play_episodes(player: Player, critic_dir, make_env, path: pathlib.Path):
+def play_episodes(player: Player, data: Data, critic_dir, params, odds, results: Results):
   """Plays K episodes of each question, and takes one; then looks at the values."""
-  most, seed = _MOST.value, player.config.seed
-  params, how = critic.load_implicit(critic_dir, player.config.model.path)
-  if evaluation_cache.find(path, {'method': 'calibration', 'seed': seed}):
+  most = _MOST.value
+  if results.has('calibration'):
     return
   start = time.time()
-  played = player.play(make_env, rollout.ON_POLICY, most)
+  played = {
+    name: player.play(tasks, data.make_env, samples=most)
+    for name, tasks in data.sets.items()
+  }
   seconds = time.time() - start
   every = [t for ts in played.values() for t in ts if t.turns]
   start = time.time()
-  values = dict(zip(map(id, every), player.values(every, params), strict=True))
+  sums = player.sum_logprobs(every, params)
   reading = time.time() - start
+  said = odds.prior + odds.beta * np.array([s[-1] for s in sums])
+  judged = {
+    'log-prob': np.exp([mean_logprob(t) for t in every]),
+    'value': 1 / (1 + np.exp(-said)),
+  }
+  weights = {n: dict(zip(map(id, every), w, strict=True)) for n, w in judged.items()}
   for k in doubles(most):
     taken: dict[str, dict[str, list]] = {}
     tokens = 0.0
     for name, ts in played.items():
       groups = [ts[i : i + k] for i in range(0, len(ts), most)]
       tokens += sum(map(sampled_tokens, groups))
-      for method, chosen in select_episodes(groups, values).items():
+      for method, chosen in select_episodes(groups, weights).items():
         taken.setdefault(method, {})[name] = chosen
     for method, chosen in taken.items():
-      spent = (seconds + reading * ('value' in method)) * k / most
-      line = measure(chosen, tokens, spent, k)
-      add(path, {'method': method, 'seed': seed} | line)
-  found = calibrate(every, {i: how['prior'] + BETA * v for i, v in values.items()})
-  add(path, {'method': 'calibration', 'seed': seed} | found)
+      spent = (seconds + reading * method.endswith('value')) * k / most
+      results.add(method, k, chosen, tokens, spent)
+  scales = [
+    implicit_value.Odds(*x) for x in json.loads((critic_dir / SCALES).read_text())
+  ]
+  compare(every, judged, results)
+  results.add_line('calibration', **calibrate(every, sums, scales, odds))
 
 
-def calibrate(episodes, odds: Mapping[int, np.ndarray]) -> dict[str, Any]:
-  """Compares log-odds at the ends of turns with what the episodes earned from there."""
+def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
+  """Measures how well weights tell right episodes from wrong ones."""
+  right = np.array([t.metrics.get('em', 0.0) for t in episodes])
+  tasks = np.unique([t.task.id for t in episodes], return_inverse=True)[1]
+  for name, weights in judged.items():
+    margins = reward_model.pair_margins(weights, right, tasks)
+    auc, ordered = reward_model.auc(weights, right > 0.5), float(np.mean(margins > 0))
+    results.add_line('order', judge=name, auc=auc, ordered=ordered, pairs=len(margins))
+    print(f'{name}: AUC {auc:.3f}; {ordered:.3f} of {len(margins)} pairs of one question')
+
+
+def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
+  """Compares probabilities at the ends of turns with what the episodes came to."""
   found: dict[str, tuple[list, list]] = {}
-  for t in episodes:
-    for i, v in enumerate(odds[id(t)]):
-      names = [f'turn {i + 1}', 'last turn' if i + 1 == len(t.turns) else 'turns before']
-      for name in names:
+  for t, of in zip(episodes, sums, strict=True):
+    for k, x in enumerate(of):
+      last = k + 1 == len(of)
+      b, beta = odds if last else scales[k]
+      for name in (f'turn {k + 1}', 'last turn' if last else 'turns before'):
         said, seen = found.setdefault(name, ([], []))
-        said.append(1 / (1 + np.exp(-v)))
+        said.append(1 / (1 + np.exp(-b - beta * x)))
         seen.append(t.metrics.get('em', 0.0))
   result = {}
   for name, columns in found.items():
@@ -276,33 +417,26 @@ def calibrate(episodes, odds: Mapping[int, np.ndarray]) -> dict[str, Any]:
     error, bins = reward_model.calibration(said, seen > 0.5)
     result[name] = {'bins': bins, 'ece': error, 'count': len(said)}
     result[name]['auc'] = reward_model.auc(said, seen > 0.5)
+    print(f'{name}: AUC {result[name]["auc"]:.3f}, calibration error {error:.3f}')
   return result
-
-
-def add(path: pathlib.Path, line: dict[str, Any]):
-  """Keeps a line and prints it in short."""
-  evaluation_cache.add(path, line)
-  if 'sets' in line:
-    ems = [f'{s["all"]["mean"]:.3f}' for s in line['sets'].values()]
-    print(f'{line["method"]} {line["k"]}: {" ".join(ems)}, {line["tokens"]:.0f} tokens')
-  else:
-    print(json.dumps(line, indent=1))
 
 
 def main(_):
   runtime.quiet_logging()
-  workdir, seed = pathlib.Path(_WORKDIR.value), _CFG.value.seed
-  config = fields.replace(_CFG.value, {'model.path': _POLICY.value})
-  if not (critic_dir := workdir / 'critic').exists():
-    fit_value(config, critic_dir)
-  make_env, _ = comparison.make_envs(
-    search.search_tool(miniwiki.index(seed), k=1), qa.em_reward
-  )
-  sets = {n: miniwiki.test_set(n, _QUESTIONS.value, seed, _SPLIT.value) for n in SETS}
-  player = Player(config, sets)
-  path = workdir / f'results-{_SPLIT.value}-{_QUESTIONS.value}.jsonl'
-  play_episodes(player, critic_dir, make_env, path)
-  play_turns(player, critic_dir, make_env, path)
+  given = config_flags.get_override_values(flags.FLAGS['config'])
+  config = fields.replace(TASKS[_TASK.value], given | {'model.path': _POLICY.value})
+  workdir, seed = pathlib.Path(_WORKDIR.value), config.seed
+  made_of = {'task': _TASK.value, 'policy': identity.model_digest(_POLICY.value)}
+  workdir_lib.check_config(workdir, made_of | {'seed': seed}, name='made_of.json')
+  data = (read_miniwiki if _TASK.value == 'miniwiki' else read_wikipedia)(seed)
+  player, critic_dir = Player(config), workdir / 'critic'
+  if not (critic_dir / SCALES).exists():
+    fit_value(player, data, workdir)
+  params, odds = critic.load_implicit(critic_dir, _POLICY.value)
+  path = workdir / f'results-{_PART.value}-{_QUESTIONS.value}.jsonl'
+  results = Results(path, seed, data.kinds)
+  play_episodes(player, data, critic_dir, params, odds, results)
+  play_turns(player, data, params, results)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """Tables and a picture of what experiments/guided.py measured, over several seeds.
 
-python -m experiments.guided_report runs/guided/results-test-300.jsonl ...
+python -m experiments.guided_report runs/guided/results-test-100.jsonl ...
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from agent_r1_jax.report import tables
 from agent_r1_jax.train import evaluation_cache
 
 _OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
+_K = flags.DEFINE_integer('k', 8, 'The K of the second table.')
 _COLORS = (
   *('#2563eb', '#d97706', '#059669', '#9333ea', '#111827', '#6b7280', '#dc2626'),
   *('#db2777', '#0891b2', '#65a30d', '#a16207', '#fb7185', '#14b8a6'),
@@ -33,23 +34,28 @@ def mean(lines: Lines, name: str) -> float:
   return float(np.mean([line[name] for line in lines]))
 
 
-def make_table(methods: Mapping[tuple[str, int], Lines]) -> str:
-  """A row for each method and K: exact match by set, tokens and seconds a question."""
-  rows = {}
-  for (method, k), lines in methods.items():
-    sets = list(lines[0]['sets'])
-    cells: dict[str, Any] = {
-      name: pool([{'sets': {name: line['sets'][name]}} for line in lines])
-      for name in sets
-    }
-    cells = {name: f'{c.successes / c.n:.3f}'.lstrip('0') for name, c in cells.items()}
-    rows[f'{method}, K = {k}'] = cells | {
-      'all': pool(lines),
-      'tokens': f'{mean(lines, "tokens"):.0f}',
-      'seconds': f'{mean(lines, "seconds"):.3f}',
-    }
-  columns = [*sets, 'all', 'tokens', 'seconds']
-  return tables.format_table(rows, columns)
+def format_share(count: tables.Count) -> str:
+  """Writes exact match as .750."""
+  return f'{count.successes / count.n:.3f}'.lstrip('0')
+
+
+def make_tables(methods: Mapping[tuple[str, int], Lines], k: int) -> tuple[str, str]:
+  """Makes a table of exact match by K, and one of one K with all its numbers."""
+  by_k: dict[str, dict[str, str]] = {}
+  rows, names = {}, sorted({n for _, n in methods})
+  for (method, n), lines in methods.items():
+    by_k.setdefault(method, {})[f'K = {n}'] = format_share(pool(lines))
+    if n in (1, k):
+      sets = list(lines[0]['sets'])
+      of = lambda name, lines=lines: [{'sets': {name: x['sets'][name]}} for x in lines]
+      rows[method] = {name: format_share(pool(of(name))) for name in sets} | {
+        'all': pool(lines),
+        'tokens': f'{mean(lines, "tokens"):.0f}',
+        'seconds': f'{mean(lines, "seconds"):.2f}',
+      }
+  columns = [f'K = {n}' for n in names]
+  first = tables.format_table(by_k, columns)
+  return first, tables.format_table(rows, [*sets, 'all', 'tokens', 'seconds'])
 
 
 def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) -> None:
@@ -94,10 +100,13 @@ def main(argv):
   for line in read:
     if 'sets' in line:
       methods.setdefault((line['method'], line['k']), []).append(line)
+  # What was measured with some of the seeds cannot stand beside the means of all.
+  seeds = len({line['seed'] for line in read})
+  methods = {key: lines for key, lines in methods.items() if len(lines) == seeds}
   out = pathlib.Path(_OUT.value)
   calibrations = [line for line in read if line['method'] == 'calibration']
   plot(methods, calibrations, out.with_suffix('.png'))
-  print(make_table(methods))
+  print(*make_tables(methods, _K.value), sep='\n\n')
   for line in calibrations:
     parts = {name: part for name, part in line.items() if isinstance(part, dict)}
     for name, part in parts.items():

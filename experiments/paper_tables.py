@@ -7,7 +7,7 @@ miniwiki by default. With `--data=DIR` (hotpotqa/, 2wikimultihopqa/ and musique/
 corpus.jsonl.gz and train.jsonl.gz each; third_party/fetch.py with these names makes
 third_party/downloads such a folder) it trains on the first two and tests on held-out rows
 of all three, from `--config.model.path=DIR`: an instruct model, or with --noinstruct what
-hotpotqa.pretrain wrote. An instruct model reads five whole passages a search, for which
+wikipedia.pretrain wrote. An instruct model reads five whole passages a search, for which
 `--config.engine.slots` must be larger: with Qwen's tokenizer half of the right
 demonstrations are above 1,100 tokens, 1 in 100 above 2,300.
 
@@ -26,6 +26,7 @@ import functools
 import json
 import pathlib
 import platform
+import random
 import re
 import shutil
 import time
@@ -37,18 +38,17 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
-from agent_r1_jax.agent import calls
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics, plots, tables
-from agent_r1_jax.retrieval import bm25, documents
+from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, evaluation_cache, rollout, sft
 from experiments import comparison
-from experiments.hotpotqa import demos
 from experiments.miniwiki import tasks as miniwiki
+from experiments.wikipedia import demos, settings
 
 _OUT = flags.DEFINE_string(
   'out', 'runs/paper_tables', 'Directory of the runs and results.'
@@ -73,8 +73,8 @@ _CFG = fields.define_flags(
       rows=128,
       slots=448,
       decode_steps=16,
-      feed_rows=32,
-      feed_tokens=32,
+      prefill_rows=32,
+      prefill_tokens=32,
       bucket=128,
       replicas=1,
     ),
@@ -222,37 +222,37 @@ def miniwiki_bench(config: config_lib.Config) -> Bench:
 def real_bench(config: config_lib.Config) -> Bench:
   """HotpotQA and 2WikiMultihopQA to train on, MuSiQue too to test on."""
   data = pathlib.Path(_DATA.value)
-  passages, tasks, held = {}, [], {}
+  setting = settings.INSTRUCT if _INSTRUCT.value else settings.SMALL
+  found, tasks, held = {}, [], {}
   for name in ('hotpotqa', '2wikimultihopqa', 'musique'):
     corpus, _ = qa_data.find(data / name)
     for document in documents.read_corpus(corpus):
-      passages.setdefault((document.title, document.text), document)
+      found.setdefault((document.title, document.text), document)
     rows = list(qa_data.read_questions(data / name))
-    held[name], rest = demos.split(rows, _QUESTIONS.value, seed=0)
+    held[name], rest = settings.split(rows, _QUESTIONS.value, seed=0)
     tasks += [] if name == 'musique' else rest
-  corpus = list(passages.values())
-  retriever = bm25.BM25(corpus)
-  room = qa if _INSTRUCT.value else demos
-  k, template = (5, documents.PASSAGE) if _INSTRUCT.value else (1, demos.PASSAGE)
-  tool = search.search_tool(retriever, k=k, template=template)
-  maker = demos.Maker(corpus, retriever)
-  tasks = [room.agent_task(task) for task in tasks]
-  prompts_of = {task.info['question']: task.messages for task in tasks}
-  search_for = functools.cache(lambda query: retriever.search([query], k)[0])
-  find = lambda query: documents.render(search_for(query), template)
+  passages, retriever = settings.index(setting, list(found.values()))
+  tool = search.search_tool(retriever, k=setting.k, template=setting.template)
+  tasks = [setting.agent_task(task) for task in tasks]
+  by_title = {document.title: document for document in passages}
+  find = functools.cache(lambda query: retriever.search([query], setting.k)[0])
+  render = lambda hits: documents.render(hits, setting.template)
 
   def demonstrations(seed):
-    for example in demos.examples(
-      tasks, maker, seed, kinds={'demonstration': 1.0}, mixture={'right': 1.0}
-    ):
-      yield _retold(example.messages, prompts_of[example.item.question], find)
+    order = random.Random(f'demonstrations {seed}')
+    while True:
+      for task in order.sample(tasks, len(tasks)):
+        if messages := demos.demonstrate(task, by_title, find, render):
+          yield messages
 
-  direct = qa.direct_task if _INSTRUCT.value else demos.agent_task
   ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
-  rag = _with_passages(held, retriever, room.rag_task)
-  agent = ask(room.agent_task)
-  react = _shown(agent, next(demonstrations(0)))
-  prompts = {'agent': agent, 'direct': ask(direct), 'rag': rag, 'react': react}
+  agent = ask(setting.agent_task)
+  prompts = {
+    'agent': agent,
+    'direct': ask(setting.direct_task),
+    'rag': _with_passages(held, retriever, setting.rag_task),
+    'react': _shown(agent, next(demonstrations(0))),
+  }
   return Bench(
     config,
     tasks,
@@ -261,18 +261,6 @@ def real_bench(config: config_lib.Config) -> Bench:
     demonstrations,
     {},
   )
-
-
-def _retold(messages, prompt, find) -> list[types.Message]:
-  """A demonstration as this bench asks it and as its own tool answers the queries."""
-  told = list(prompt)
-  for message in messages[1:]:
-    if message['role'] == 'tool':
-      parsed = calls.parse_hermes(told[-1]['content'])
-      queries = [c.arguments['query'] for c in parsed if isinstance(c, calls.ToolCall)]
-      message = {**message, 'content': find(queries[0])}
-    told.append(message)
-  return told
 
 
 def _with_passages(sets: comparison.Sets, retriever, rag_task) -> comparison.Sets:

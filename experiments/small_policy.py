@@ -1,6 +1,6 @@
 """A small base policy, made from nothing: tokenizer, initialisation, supervised text.
 
-The scripts pretrain.py of miniwiki and hotpotqa differ in their examples alone. The
+The scripts pretrain.py of miniwiki and wikipedia differ in their examples alone. The
 policy can copy from the start (miniwiki/induction.py); without that hand-made circuit it
 had not learned to copy after 3M tokens.
 """

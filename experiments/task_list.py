@@ -17,15 +17,14 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.checks import identity
 from agent_r1_jax.report import scores, tables
-from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.tasks import games as games_lib
 from agent_r1_jax.tasks import mathematics, programming, qa, qa_data, reasoning
 from agent_r1_jax.tools import calculator, python, sandbox
 from agent_r1_jax.train import evaluate, rollout
 from experiments import comparison, react, retrievers
-from experiments.hotpotqa import demos, settings
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
+from experiments.wikipedia import settings
 
 # Replies of the samples of a task -> what each answers; equal where the answers mean the
 # same, None where there is none.
@@ -177,16 +176,15 @@ _QUESTIONS: dict[str, Any] = {
 
 
 def load_questions(name: str, source: Source) -> Benchmark:
-  """Loads the rows that experiments.hotpotqa.search holds out."""
+  """Loads the rows that experiments.wikipedia.search holds out."""
   setting = settings.setting_of(source.model)
   folder = source.data or qa_data.FETCHED.format(name)
-  corpus, _ = qa_data.find(folder)
-  tasks = demos.shuffle(list(qa_data.read_questions(folder)))[: source.limit or None]
+  passages, retriever = settings.open_folder(setting, folder)
+  tasks = settings.shuffle(list(qa_data.read_questions(folder)))[: source.limit or None]
   if setting is settings.SMALL:
     settings.check_unseen(source.model or setting.config.model.path, tasks)
-  passages = documents.read_corpus(corpus)
   return Benchmark(
-    settings.methods(setting, {'': tasks}, bm25.BM25(passages)),
+    settings.methods(setting, {'': tasks}, retriever),
     **_QUESTIONS,
     config=setting.config,
     made_of={'passages': identity.digest([dataclasses.astuple(d) for d in passages])},
@@ -200,7 +198,7 @@ def load_question_file(source: Source) -> Benchmark:
       '--data and --retriever: name the file of the questions and what is searched, such '
       'as the address of a server (docs/retrieval.md).'
     )
-  tasks = demos.shuffle(qa_data.load(source.data))[: source.limit or None]
+  tasks = settings.shuffle(qa_data.load(source.data))[: source.limit or None]
   retriever = retrievers.open_retriever(source.retriever, source.encoder)
   return Benchmark(
     settings.methods(settings.INSTRUCT, {'': tasks}, retriever),

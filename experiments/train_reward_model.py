@@ -20,6 +20,7 @@ from agent_r1_jax.agent import env
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime, sharding
+from agent_r1_jax.models import decoder
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import optimizers, packing
 from agent_r1_jax.rl import reward_model as rl_reward_model
@@ -56,7 +57,7 @@ def main(_):
   with sharding.use_mesh(mesh):
     params = fit(
       config,
-      rl_reward_model.init(params),
+      decoder.add_value_head(params),
       [t for t, held in zip(texts, held_out, strict=True) if not held],
       rewards[~held_out],
       groups[~held_out],

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs an experiment over GPU machines that answer to ssh, one process a machine:
 #
-#   HOSTS='gpu-0 gpu-1' launch/gpu_vm.sh hotpotqa.search --workdir=/shared/runs/first
+#   HOSTS='gpu-0 gpu-1' launch/gpu_vm.sh wikipedia.search --workdir=/shared/runs/first
 #
 # In the place of an experiment's name the path of a script (*.py) may stand. The last commit
 # is copied to each machine and the environment made there; a script that is not in it has to

@@ -2,7 +2,7 @@
 # Runs an experiment on Kubernetes as a JobSet (jobset.yaml), one pod a host:
 #
 #   NAME=first IMAGE=my/agent_r1_jax HOSTS=2 CLAIM=shared DEVICES='{nvidia.com/gpu: 8}' \
-#     launch/kubernetes.sh hotpotqa.search --workdir=/shared/runs/first
+#     launch/kubernetes.sh wikipedia.search --workdir=/shared/runs/first
 #
 # In the place of an experiment's name the path of a script (*.py) may stand, in IMAGE's
 # checkout or on CLAIM. IMAGE is built from launch/Containerfile. CLAIM is a volume that all pods may write

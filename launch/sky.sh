@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs an experiment on spot machines by SkyPilot, which moves it when they are taken away:
 #
-#   BUCKET=gs://my-bucket launch/sky.sh hotpotqa.search --workdir=/shared/runs/first
+#   BUCKET=gs://my-bucket launch/sky.sh wikipedia.search --workdir=/shared/runs/first
 #   BUCKET=... SKY='--num-nodes=2 --gpus=A100:8' launch/sky.sh ...
 #
 # In the place of an experiment's name the path of a script (*.py) may stand, of the checkout

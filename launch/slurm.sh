@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs an experiment as a Slurm job, one process a node with all its GPUs:
 #
-#   sbatch --nodes=2 launch/slurm.sh hotpotqa.search --workdir=/shared/runs/first
+#   sbatch --nodes=2 launch/slurm.sh wikipedia.search --workdir=/shared/runs/first
 #
 # In the place of an experiment's name the path of a script (*.py) may stand, seen from the
 # checkout. Checkout, script and --workdir have to be on storage that all nodes see. Five minutes before the

@@ -2,7 +2,7 @@
 # Runs an experiment on all workers of a Cloud TPU slice, asked for as a queued resource:
 #
 #   NAME=first ZONE=us-west4-a TYPE=v5litepod-16 RUNTIME=v2-alpha-tpuv5-lite \
-#     launch/tpu_vm.sh hotpotqa.search --workdir=/shared/runs/first
+#     launch/tpu_vm.sh wikipedia.search --workdir=/shared/runs/first
 #
 # In the place of an experiment's name the path of a script (*.py) may stand, of the checkout
 # or an absolute one on all workers. The last commit is copied to each worker and the

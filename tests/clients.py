@@ -15,7 +15,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.models import decoder
 
 STOPS = tuple(range(5, 25))
-SLOTS, STEPS, ROWS = (tiny.SIZES[name] for name in ('slots', 'steps', 'rows'))
+SLOTS, STEPS, ROWS = (tiny.SIZES[name] for name in ('slots', 'decode_steps', 'rows'))
 # One program for each step, so that log-probs repeat to the last bit.
 EXACT: dict[str, Any] = {'bucket': SLOTS, 'narrow': False}
 # No automaton ends these replies.
@@ -141,7 +141,9 @@ def assert_same(
     np.testing.assert_array_equal(one.tokens, expected[number].tokens)
     np.testing.assert_array_equal(one.action_mask, expected[number].action_mask)
     np.testing.assert_allclose(
-      one.logprobs, expected[number].logprobs, atol=0 if exactly else 2e-5
+      one.behaviour_logprobs,
+      expected[number].behaviour_logprobs,
+      atol=0 if exactly else 2e-5,
     )
 
 

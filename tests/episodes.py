@@ -80,7 +80,7 @@ def make_table(
     **{
       'tokens': zeros.astype(np.int32),
       'action_mask': zeros == 0,
-      'logprobs': zeros,
+      'old_logprobs': zeros,
       'behaviour_logprobs': zeros,
       'policy_steps': zeros.astype(np.int32),
       'rewards': zeros,

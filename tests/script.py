@@ -1,9 +1,15 @@
 """Experiments as their users start them, in processes of their own."""
 
+import functools
+import json
 import os
 import pathlib
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -14,15 +20,92 @@ def one_program(slots: int) -> tuple[str, ...]:
   return tuple(f'--config.engine.{name}={value}' for name, value in sizes.items())
 
 
+@functools.cache
+def _forks() -> tuple[subprocess.Popen, socket.socket]:
+  """The process of forks.py; it ends when its socket is closed."""
+  ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+  command = [sys.executable, str(ROOT / 'tests' / 'forks.py'), str(theirs.fileno())]
+  environment = os.environ | {'PYTHONPATH': str(ROOT)}
+  # Its errors are those of its start: what it forks writes elsewhere.
+  process = subprocess.Popen(
+    command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
+  )
+  theirs.close()
+  return process, ours
+
+
+def end_forks():
+  """Ends the process of forks.py, so that its time is counted."""
+  if _forks.cache_info().currsize:
+    process, requests = _forks()
+    requests.close()
+    try:
+      process.wait(60)
+    finally:
+      process.kill()
+
+
+class Process:
+  """`python ...` without the cost of its start (see forks.py), as a subprocess.Popen.
+
+  What it prints goes to the files; without one, `stdout` is a pipe to read from, and
+  errors go where those of the tests go.
+  """
+
+  def __init__(self, *command, stdout=None, stderr=None, cwd=ROOT, **environment: str):
+    variables = os.environ | {'PYTHONPATH': str(ROOT)} | environment
+    request = json.dumps([[*map(str, command)], str(cwd), variables])
+    (said, report), (read, write) = os.pipe(), os.pipe()
+    self._said, self.stdout = os.fdopen(said), os.fdopen(read)
+    files = [x.fileno() if x else y for x, y in ((stdout, write), (stderr, 2))]
+    socket.send_fds(_forks()[1], [request.encode()], [*files, report])
+    os.close(report)
+    os.close(write)
+    self.pid, self.returncode = int(self._said.readline()), None
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.kill()
+
+  def poll(self) -> int | None:
+    if self.returncode is None and select.select([self._said], [], [], 0)[0]:
+      self.returncode = int(self._said.readline())
+    return self.returncode
+
+  def wait(self, timeout: float) -> int:
+    """Returns the exit status.
+
+    Raises:
+      subprocess.TimeoutExpired: It has not ended by then.
+    """
+    if self.returncode is None:
+      select.select([self._said], [], [], timeout)
+    if self.poll() is None:
+      raise subprocess.TimeoutExpired('python', timeout)
+    return self.returncode
+
+  def send_signal(self, number: int):
+    if self.poll() is None:
+      os.kill(self.pid, number)
+
+  def kill(self):
+    """Ends it if it has not ended, and closes its files."""
+    self.send_signal(signal.SIGKILL)
+    if self.returncode is None:
+      self.wait(60)
+    self._said.close()
+    self.stdout.close()
+
+
 def run(
-  *args: str, timeout: float = 900.0, cwd: pathlib.Path = ROOT
+  *command: str, timeout: float = 900.0, cwd: pathlib.Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
   """`python ...` with this checkout's packages."""
-  return subprocess.run(
-    [sys.executable, *args],
-    cwd=cwd,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=timeout,
-  )
+  with tempfile.TemporaryFile('w+') as out, tempfile.TemporaryFile('w+') as err:
+    with Process(*command, stdout=out, stderr=err, cwd=cwd, **environment) as process:
+      status = process.wait(timeout)
+    out.seek(0)
+    err.seek(0)
+    return subprocess.CompletedProcess(command, status, out.read(), err.read())

@@ -31,7 +31,13 @@ def policy():
 def engine() -> engine_lib.Engine:
   """One program for each step, so that log-probs repeat to the last bit."""
   model, params, _ = policy()
-  sizes = {'rows': 8, 'slots': SLOTS, 'bucket': SLOTS, 'steps': 16, 'feed_rows': 4}
+  sizes = {
+    'rows': 8,
+    'slots': SLOTS,
+    'bucket': SLOTS,
+    'decode_steps': 16,
+    'prefill_rows': 4,
+  }
   return engine_lib.Engine(model, params, **sizes, narrow=False)
 
 

@@ -12,7 +12,7 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages, rewards
+from agent_r1_jax.rl import advantages, reward_transforms
 from agent_r1_jax.rl import table as table_lib
 
 _trajectory = episodes.trajectory
@@ -78,7 +78,7 @@ def _batch(masked=True, more=()):
   places = [[0, 1, 1, 2][: len(t.turns)] for t in ts]
   return dataclasses.replace(
     table,
-    logprobs=np.where(table.action_mask, table.logprobs, np.nan),
+    old_logprobs=np.where(table.action_mask, table.old_logprobs, np.nan),
     values=values,
     ref_logprobs=ref_logprobs,
     truncated=numbers % 3 == 0,
@@ -153,7 +153,7 @@ def test_what_the_environment_wrote_does_not_matter(name):
       dataclasses.replace(
         table,
         values=logprobs * np.repeat([1, 2], 5),
-        logprobs=logprobs,
+        old_logprobs=logprobs,
         ref_logprobs=logprobs * table.rewards,
         parts={'all': table.scores},
         baselines=np.array([0.5, 0.5]),
@@ -461,8 +461,8 @@ def test_a_small_penalty_moves_gdpos_advantages_by_its_size():
   parts = {'a': 1.0}, {'a': 0.0}, {'a': 1.0}, {'a': 1.0}
   table = _told(*parts, group=[0, 0, 1, 1])
   kl = 0.1 * np.repeat([1, 2, 3, 4], 3)
-  table = dataclasses.replace(table, ref_logprobs=table.logprobs - kl)
-  less = rewards.less_kl(table, coef=0.001, estimator=lambda p, q: p - q)
+  table = dataclasses.replace(table, ref_logprobs=table.old_logprobs - kl)
+  less = reward_transforms.less_kl(table, coef=0.001, estimator=lambda p, q: p - q)
   moved = advantages.gdpo(less).advantages - advantages.gdpo(table).advantages
   # Three tokens each. The first's KL is 0.3 and the second's 0.6: ±0.15 from their mean.
   _close(moved, 1.5e-4 * np.repeat([1, -1, 1, -1], 3))
@@ -474,11 +474,11 @@ def test_gdpo_sees_the_parts_in_the_unit_of_the_rewards():
   table = _told(*parts, group=[0, 0, 1, 1])
   expected = advantages.gdpo(table).advantages
   assert (np.abs(expected) > 0.9).all()
-  scaled = rewards.by_reward_to_go(table)
+  scaled = reward_transforms.by_reward_to_go(table)
   _close(advantages.gdpo(scaled).advantages, expected, 1e-5)
   # Half of the reward has no name, also after the transform.
   half = dataclasses.replace(table, parts={'a': table.scores / 2})
-  scaled = rewards.by_reward_to_go(half, eps=0.0)
+  scaled = reward_transforms.by_reward_to_go(half, eps=0.0)
   assert (scaled.scores / 2).tolist() == [0.5, 0.0, 0.5, 0.25]
   added = np.repeat([0.25, -0.25, 0.125, -0.125], 3)
   _close(advantages.gdpo(scaled).advantages, expected + added, 1e-5)
@@ -511,7 +511,7 @@ def test_reverse_kl_by_hand():
   table = _table(
     _trajectory('.0.1', rewards=[1.0, 1.0]),
     masked=False,
-    logprobs=[-1.0, np.nan, -2.0],
+    old_logprobs=[-1.0, np.nan, -2.0],
     ref_logprobs=[-3.0, -9.0, -0.5],
   )
   # The environment's token has no advantage.

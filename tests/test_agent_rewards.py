@@ -52,6 +52,32 @@ async def test_hybrid_weighs_and_names_its_parts():
   }
 
 
+async def test_the_parts_are_computed_at_the_same_time():
+  both, ended = asyncio.Barrier(2), asyncio.Event()
+
+  async def meet(task, messages):
+    await asyncio.wait_for(both.wait(), 60)
+    return 1.0
+
+  assert await rewards.hybrid(a=(1.0, meet), b=(2.0, meet))(TASK, said('6')) == {
+    'a': 1.0,
+    'b': 2.0,
+  }
+
+  async def wait(task, messages):
+    try:
+      await both.wait()
+    finally:
+      ended.set()
+
+  async def fail(task, messages):
+    raise ValueError('no reward')
+
+  with pytest.raises(ValueError, match='no reward'):
+    await rewards.hybrid(a=(1.0, wait), b=(1.0, fail))(TASK, said('6'))
+  await asyncio.wait_for(ended.wait(), 60)
+
+
 async def test_parts_are_numbers():
   inner = rewards.hybrid(outcome=(1.0, right))
   env = env_lib.ToolEnv([], rewards.hybrid(inner=(1.0, inner)))

@@ -40,7 +40,7 @@ def _inputs():
     positions=counts,
     segment_ids=np.ones((12, 24), np.int32),
     action_mask=mask,
-    logprobs=g['in/old_logp'],
+    old_logprobs=g['in/old_logp'],
     advantages=g['in/adv'],
     weights=mask / mask.sum(),
     ref_logprobs=g['in/ref_logp'],

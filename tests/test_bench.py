@@ -7,15 +7,21 @@ import os
 import pytest
 import script
 
-
-def run(*args):
-  sizes = ['--rows=16', '--prompt=24', '--reply=8', '--microbatch=4', '--repeats=1']
-  return script.run('-m', 'experiments.bench', '--shape=tiny', *args, *sizes)
+# Replies of 8 tokens in place of 64: 2,000 are enough for their sense.
+_SHORT = """
+import functools
+from absl import app
+from experiments.bench import accelerator
+accelerator._talk = functools.partial(accelerator._talk, reply=8)
+app.run(accelerator.main)
+"""
 
 
 @pytest.fixture(scope='module')
 def lines():
-  done = run('--what=no_work_twice,programs,tools', '--latencies=0.02')
+  sizes = ['--rows=16', '--prompt=24', '--reply=8', '--microbatch=4', '--repeats=1']
+  what = ['--what=no_work_twice,programs,tools', '--latencies=0.02']
+  done = script.run('-m', 'experiments.bench', '--shape=tiny', *what, *sizes)
   assert done.returncode == 0, done.stderr
   found = map(json.loads, done.stdout.splitlines())
   return {line['measurement']: line for line in found}
@@ -38,7 +44,7 @@ def test_ragged_episodes_compile_nothing(lines):
 
 def test_an_accelerators_measurements():
   """On a CPU, for their sense and not for their speed."""
-  command = ['-m', 'experiments.bench.accelerator', '--shape=tiny']
+  command = ['-c', _SHORT, '--shape=tiny']
   command += ['--rows=4', '--used=64', '--context=256', '--tasks=1', '--repeats=1']
   command += ['--copy=1048576', '--peak=1e11']
   done = script.run(*command)
@@ -53,9 +59,9 @@ def test_an_accelerators_measurements():
   assert found['context']['operations_per_token'] == 6 * parameters + 6 * 256 * 64 * 2
   parts = found['step']['rollout_seconds'] + found['step']['update_seconds']
   assert abs(parts - found['step']['seconds']) < 0.01
-  assert found['step']['tokens'] == 8 * 4 * (128 + 64)
+  assert found['step']['tokens'] == 8 * 4 * (128 + 8)
   agreement = found['agreement']
-  assert agreement['tokens'] == 64 * 4 * 64
+  assert agreement['tokens'] == 64 * 4 * 8
   assert 0 <= agreement['mean_difference'] < 0.02 and agreement['kl_k3'] < 1e-3
 
 
@@ -63,13 +69,6 @@ def test_slow_tools_are_measured_beside_lock_step(lines):
   found = lines['tools']
   assert len(found['tokens_per_second']) == 2 and found['0s'] == 1.0
   assert found['0.02s'] > 0 and found['0.02s/lock_step'] > 0
-
-
-@pytest.mark.parametrize('flag', ['--shape=none', '--what=none'])
-def test_unknown_names_are_refused(flag):
-  done = run(flag)
-  assert done.returncode == 1
-  assert 'there are' in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize('side', ['jax', 'torch'])

@@ -2,12 +2,9 @@
 
 import gc
 import json
-import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from unittest import mock
 
@@ -18,6 +15,7 @@ import mounts
 import numpy as np
 import optax
 import pytest
+import script as script_lib
 
 from agent_r1_jax.host import checkpoint
 from agent_r1_jax.host import workdir as workdir_lib
@@ -330,24 +328,17 @@ def test_killed_while_writing(tmp_path):
   """SIGKILL at random moments: what was complete stays, and the newest restores."""
   script = tmp_path / 'saver.py'
   script.write_text(_SAVER)
-  command = [sys.executable, str(script), str(tmp_path / 'run')]
-  environment = os.environ | {'PYTHONPATH': str(ROOT)}
   moments = np.random.default_rng(0).uniform(0.02, 0.15, 3)
   complete = 0
   for saves, moment in enumerate(moments, start=2):
-    process = subprocess.Popen(
-      command, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    try:
-      assert process.stdout is not None
+    with script_lib.Process(script, tmp_path / 'run') as process:
       start = int(process.stdout.readline().split()[1])
       assert start >= complete, 'a finished checkpoint was lost'
       for _ in range(saves):
         process.stdout.readline()
       time.sleep(moment)
-    finally:
       process.send_signal(signal.SIGKILL)
-      rest = process.communicate()[0].split()
+      rest = process.stdout.read().split()
     complete = int(rest[-1]) if rest and rest[-1].isdigit() else start + saves - 1
 
   def like(step):
@@ -403,7 +394,8 @@ class TestConfig:
 def test_restores_onto_another_mesh(tmp_path):
   """In a process of its own: four devices write, two and one read."""
   script = """
-import sys, numpy as np, jax
+import sys, warnings, numpy as np, jax
+warnings.simplefilter('error')
 jax.config.update('jax_num_cpu_devices', 4)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from agent_r1_jax.host import checkpoint
@@ -419,12 +411,7 @@ with checkpoint.Checkpointer(sys.argv[1], every=1) as checkpoints:
     np.testing.assert_array_equal(got['w'], like['w'])
 print('read on three meshes')
 """
-  result = subprocess.run(
-    [sys.executable, '-W', 'error', '-c', script, str(tmp_path)],
-    env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-  )
+  result = script_lib.run('-c', script, tmp_path)
   assert result.stdout == 'read on three meshes\n', result.stderr
 
 
@@ -437,19 +424,10 @@ with workdir_lib.lock(sys.argv[1]):
   print('locked', flush=True)
   time.sleep(600)
 """
-  process = subprocess.Popen(
-    [sys.executable, '-c', script, str(tmp_path)],
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  with process:
-    try:
-      assert process.stdout and process.stdout.readline() == 'locked\n'
-      said = f'in use by another run .process {process.pid}'
-      with pytest.raises(ValueError, match=said), workdir_lib.lock(tmp_path):
-        pass
-    finally:
-      process.kill()
+  with script_lib.Process('-c', script, tmp_path) as process:
+    assert process.stdout.readline() == 'locked\n'
+    said = f'in use by another run .process {process.pid}'
+    with pytest.raises(ValueError, match=said), workdir_lib.lock(tmp_path):
+      pass
   with workdir_lib.lock(tmp_path):
     pass

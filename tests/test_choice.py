@@ -10,13 +10,19 @@ import pytest
 import test_rollout
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.rl import advantages, algorithms, learner, packing, table
-from agent_r1_jax.rl import rewards as rewards_lib
+from agent_r1_jax.rl import (
+  advantages,
+  algorithms,
+  learner,
+  packing,
+  reward_transforms,
+  table,
+)
 from agent_r1_jax.train import rollout
 
 LONG = 'What is {}? one two three four five six seven eight nine ten one two three four'
@@ -144,8 +150,8 @@ class TestChoice:
       played = _play(choice_lib.Choice(4, first, beta), 12)
       taken[beta] = np.mean([t.segments[0].tokens[t.turns[0].start] % 7 for t in played])
     assert taken[0.0] > taken[1.0] > taken[math.inf]
-    greedy = _play(choice_lib.Choice(3), 1, sampling=sampling_lib.GREEDY)
-    test_rollout._same(greedy[0], _play(None, 1, sampling=sampling_lib.GREEDY)[0])
+    greedy = _play(choice_lib.Choice(3), 1, sampling=config_lib.GREEDY)
+    test_rollout._same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
 
 
 class TestSavedCritic:
@@ -213,7 +219,7 @@ class TestSavedCritic:
       critic_lib.load(target, policy)
 
   def test_says_what_the_reward_was(self, policy):
-    overlong = functools.partial(rewards_lib.overlong, limit=9, buffer=2)
+    overlong = functools.partial(reward_transforms.overlong, limit=9, buffer=2)
     bi_level = functools.partial(advantages.bi_level_gae, high_gamma=0.9)
     algorithm = algorithms.ppo(estimator=bi_level, kl_coef=0.1, rewards=(overlong,))
     how = critic_lib.describe(algorithm, policy, privileged=True)

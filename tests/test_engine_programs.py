@@ -3,11 +3,11 @@
 import jax
 import tiny
 
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.models import decoder
 
-_B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'steps'))
+_B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'decode_steps'))
 
 
 def test_a_decode_in_place_has_no_second_cache():
@@ -16,7 +16,7 @@ def test_a_decode_in_place_has_no_second_cache():
   shapes = jax.eval_shape(lambda: decoder.empty_cache(config, _B, slots))
   params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
   params = jax.eval_shape(lambda params: decoder.unstack(params, config), params)
-  arguments = running_lib.make_decode_arguments({}, _B, (), unused_row=_B)
+  arguments = active_request.make_decode_arguments({}, _B, (), unused_row=_B)
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
   cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}
   for in_place in (False, True):

@@ -48,7 +48,9 @@ def _same(a, b):
   for s, t in zip(a, b, strict=True):
     for ours, theirs in zip(s.segments, t.segments, strict=True):
       np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-      np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5)
+      np.testing.assert_allclose(
+        ours.behaviour_logprobs, theirs.behaviour_logprobs, atol=2e-5
+      )
 
 
 def _run(engine, **kwargs):

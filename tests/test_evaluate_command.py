@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 
 
 def _run(model, workdir: pathlib.Path, *flags: str, code: str | None = None):
-  small = {'rows': 8, 'feed_rows': 8, 'feed_tokens': 256, 'decode_steps': 16}
+  small = {'rows': 8, 'prefill_rows': 8, 'prefill_tokens': 256, 'decode_steps': 16}
   return script_lib.run(
     *(('-c', code) if code else ('-m', 'experiments.evaluate')),
     *(f'--config.model.path={model}', f'--workdir={workdir}', '--limit=2'),

@@ -1,11 +1,11 @@
 """What was measured once is read, and measured again when what it depends on changed."""
 
+import contextlib
 import pathlib
-import subprocess
-import sys
 import warnings
 
 import pytest
+import script
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -32,9 +32,9 @@ class Play:
       engine=config_lib.Engine(
         rows=tiny.SIZES['rows'],
         slots=tiny.SIZES['slots'],
-        decode_steps=tiny.SIZES['steps'],
-        feed_rows=tiny.SIZES['feed_rows'],
-        feed_tokens=tiny.SIZES['feed_tokens'],
+        decode_steps=tiny.SIZES['decode_steps'],
+        prefill_rows=tiny.SIZES['prefill_rows'],
+        prefill_tokens=tiny.SIZES['prefill_tokens'],
         bucket=tiny.BUCKET,
       ),
       limits=config_lib.Limits(max_turns=1, max_turn_tokens=8),
@@ -168,20 +168,11 @@ def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
     )
     (tmp_path / 'mine' / 'world.py').write_text(world)
     (tmp_path / 'mine' / 'other.py').write_text(other)  # It is not imported.
-    root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run(
-      [sys.executable, '-m', 'mine.game.script'],
-      env={'PYTHONPATH': str(root), 'PATH': '', 'JAX_PLATFORMS': 'cpu'},
-      cwd=tmp_path,
-      capture_output=True,
-      text=True,
-      check=True,
-    )
+    done = script.run('-m', 'mine.game.script', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     seen.append(done.stdout)
   assert seen[0] != seen[1] != seen[2] == seen[3]
-  alone = [sys.executable, folder / 'script.py']
-  path = {'PYTHONPATH': f'{root}:{tmp_path}', 'PATH': '', 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run(alone, env=path, capture_output=True, text=True, check=True)
+  done = script.run(folder / 'script.py', PYTHONPATH=f'{script.ROOT}:{tmp_path}')
   # mine/world.py is not in the folder of the script, which is all that is known of it.
   assert done.stdout and done.stdout != seen[3]
 
@@ -216,8 +207,10 @@ class TestFile:
       'for i in range(50):\n'
       '  evaluation_cache.add(sys.argv[1], {"who": sys.argv[2], "i": i})'
     )
-    writers = [subprocess.Popen([sys.executable, '-c', code, path, who]) for who in 'abc']
-    assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
+    with contextlib.ExitStack() as stack:
+      start = lambda who: stack.enter_context(script.Process('-c', code, path, who))
+      writers = [start(who) for who in 'abc']
+      assert [writer.wait(300) for writer in writers] == [0, 0, 0]
     with warnings.catch_warnings():
       warnings.simplefilter('error')
       lines = evaluation_cache.read(path)

@@ -135,6 +135,15 @@ def test_what_is_no_game_is_refused(tmp_path, name, content, message):
     games.load(tmp_path / 'none.z8')
 
 
+def test_each_game_has_an_id_of_its_own(tmp_path):
+  for folder in ('a', 'b'):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / 'x.z8').write_bytes(b'\x08')
+  first, second = tmp_path / 'a/x.z8', tmp_path / 'b/x.z8'
+  assert [task.id for task in games.load(tmp_path / 'a', first)] == ['x.z8']
+  assert [task.id for task in games.load(first, second)] == [str(first), str(second)]
+
+
 class Guess:
   """Gymnasium's API without Gymnasium: guess the seed."""
 
@@ -226,7 +235,7 @@ def test_a_model_is_trained(kind, tmp_path):
   fields = {
     'model.path': tiny.save(tmp_path / 'model'),
     'engine.rows': 4,
-    'engine.feed_tokens': 256,
+    'engine.prefill_tokens': 256,
     'batch.microbatch': 1,
     'limits.max_turns': 2,
     'limits.max_turn_tokens': 8,

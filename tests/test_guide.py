@@ -12,13 +12,15 @@ import pytest
 import test_call_grammar as grammars
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax.engine import request as request_lib
 
 _EOS = tiny.chat().tokenizer.eos_token_id
 _read = jax.jit(automaton_lib.AUTOMATA.advance)
@@ -263,7 +265,25 @@ def _talkative():
   return bias | {grammars.of_tiny().opening: 2.0}
 
 
-def _play(likely, grammar, *, turns=1, sampling=sampling_lib.ON_POLICY):
+def test_only_guides_that_change_logits_cost_their_pass():
+  """Stop strings, and a user's guide that only ends replies, do not."""
+  never = lambda params, state, tokens: (state, jnp.zeros(tokens.shape, bool))
+  ends = guide_lib.Guide(off=np.int32(0), advance=never)
+  changes = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, hidden: x)
+  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION, ends, changes)
+  used = {'guides': {ends: np.int32(1), changes: np.int32(2)}}
+  request = clients.request(clients.tokens(0, 3), sampling=config_lib.Sampling(), **used)
+  text = request_lib.Text(None, request.tokens)
+  generation = request_lib.Generation(request, text, 0, lambda: None)
+  active = active_request.ActiveRequest(generation, guides, automaton_lib.AUTOMATA.off)
+  assert active.guided.tolist() == [False, False, False, True]
+  assert active.states[2:] == [1, 2]
+
+
+_PLAIN = config_lib.Sampling()
+
+
+def _play(likely, grammar, *, turns=1, sampling=_PLAIN):
   """Returns [(segment, replies)] of six clients, each reply as long as it can be."""
   tree = tiny.params(tiny.config(), likely)
   engine = tiny.engine(tree, **clients.EXACT)
@@ -300,7 +320,7 @@ class TestGrammar:
   @pytest.mark.parametrize('temperature', [1.0, 0.0])
   def test_calls_fit(self, temperature):
     """Over many segments, in which a call's state is kept."""
-    sampling, tokens = sampling_lib.Sampling(temperature), grammars.of_tiny()
+    sampling, tokens = config_lib.Sampling(temperature), grammars.of_tiny()
     played = _play(_talkative(), tokens.grammar, sampling=sampling)
     assert any(tokens.opening in reply[:-16] for _, (reply,) in played)
     complete = self._count_complete(played)
@@ -391,9 +411,9 @@ class TestTogether:
     engine.warm_up(automata=[clients.stop(), grammar, required])
     return engine, {
       'plain': {},
-      'warm': {'sampling': sampling_lib.Sampling(0.7)},
-      'greedy': {'sampling': sampling_lib.GREEDY},
-      'truncated': {'sampling': sampling_lib.Sampling(1.3, 40, 0.9, 0.01)},
+      'warm': {'sampling': config_lib.Sampling(0.7)},
+      'greedy': {'sampling': config_lib.GREEDY},
+      'truncated': {'sampling': config_lib.Sampling(1.3, 40, 0.9, 0.01)},
       'grammar': {'automata': (clients.stop(), grammar)},
       'required': {'automata': (required,)},
       'own': _NARROWED,
@@ -425,7 +445,7 @@ class TestCompilations:
   def test_warm_up_is_all_of_them(self):
     """Whatever the lengths, and however many rows are prefilled or decoded."""
     # No other test has these sizes.
-    engine, seen = clients.engine(rows=5, feed_tokens=6), []
+    engine, seen = clients.engine(rows=5, prefill_tokens=6), []
     with tiny.compilations() as compiled:
       engine.warm_up(lambda *progress: seen.append(progress))
     # The copy of the parameters is none of them.

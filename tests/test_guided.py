@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
+from agent_r1_jax.rl import implicit_value
 from experiments import guided
 
 
@@ -30,25 +31,31 @@ def test_one_of_several_episodes_is_taken_in_each_way():
     _episode('The right', 1.0, -0.8),
     _episode('wrong', 0.0, -0.7),
   ]
-  values = {id(t): np.array([0.5, v]) for t, v in zip(group, (-3.0, 0.3, 0.2, 2.0))}
-  taken = guided.select_episodes([group], values)
+  judged = {id(t): weight for t, weight in zip(group, (0.3, 0.2, 0.25, 0.4), strict=True)}
+  taken = guided.select_episodes([group], {'value': judged})
   numbers = {id(t): number for number, t in enumerate(group)}
   assert {how: numbers[id(chosen)] for how, (chosen,) in taken.items()} == {
     'episodes, random': 0,
-    'episodes, likeliest': 0,
     'episodes, majority': 1,  # Articles and case do not count.
-    'episodes, highest value': 3,
-    'episodes, π exp(value)': 3,
     'episodes, best (oracle)': 1,
+    'episodes, highest value': 3,
+    'episodes, vote by value': 1,
   }
   group[2].metrics['sampled_tokens'] = 32.0
   assert guided.sampled_tokens(group) == 3 * 4 + 32
 
 
+def test_odds_are_fitted_to_what_succeeds():
+  sums = np.random.default_rng(0).normal(-5, 3, 4000)
+  success = np.random.default_rng(1).random(4000) < 1 / (1 + np.exp(-1.5 - 0.4 * sums))
+  np.testing.assert_allclose(guided.fit_odds(sums, success), (1.5, 0.4), atol=0.15)
+
+
 def test_calibration_of_values():
-  right, wrong = _episode('a', 1.0, 0.0), _episode('b', 0.0, 0.0)
-  odds = {id(right): np.array([-1.0, 3.0]), id(wrong): np.array([-0.5, -3.0])}
-  found = guided.calibrate([right, wrong], odds)
+  episodes = [_episode('a', 1.0, 0.0), _episode('b', 0.0, 0.0)]
+  sums = [np.array([-1.0, -1.0]), np.array([-0.5, -7.0])]
+  scales, odds = [implicit_value.Odds(0.0, 1.0)], implicit_value.Odds(4.0, 1.0)
+  found = guided.calibrate(episodes, sums, scales, odds)
   said = 1 / (1 + np.exp(3.0))
   np.testing.assert_allclose(found['last turn']['bins'], [[said, 0, 1], [1 - said, 1, 1]])
   assert found['last turn']['ece'] == pytest.approx(said)

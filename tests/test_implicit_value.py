@@ -1,7 +1,5 @@
 """Implicit values: their gradient, what they learn, and how the engine reads them."""
 
-import math
-
 import numpy as np
 import optax
 import pytest
@@ -27,9 +25,9 @@ def _played(n=6):
   return played
 
 
-def _ratios(params, played, shape=SHAPE):
+def _sums(params, played):
   built = table.build(played)
-  found = implicit_value.log_ratios(params, built, config=tiny.config(), shape=shape)
+  found = implicit_value.logprobs(params, built, config=tiny.config(), shape=SHAPE)
   return np.bincount(built.trajectory, found, len(played))
 
 
@@ -42,26 +40,28 @@ def _fit(played, steps, optimizer, shape=SHAPE, seen=lambda step, metrics: None)
     shape=shape,
     steps=steps,
     episodes=len(played),
+    beta=0.1,
     on_step=seen,
   )
 
 
 def test_learns_what_succeeds_from_the_policy_on():
   played, losses = _played(), []
-  np.testing.assert_allclose(_ratios(test_rollout._params(), played), 0, atol=1e-4)
   note = lambda step, metrics: losses.append(metrics['loss'])
-  params = _fit(played, 12, optax.adam(1e-2), seen=note)
-  # Half of them succeed, so that b is 0 and the first loss is log 2.
-  assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and losses[-1] < 0.4
-  ratios = _ratios(params, played)
-  assert ratios[1::2].min() > ratios[::2].max()
+  _, odds = _fit(played, 20, optax.adam(3e-2), seen=note)
+  # The sampler's log-probs are the learner's; half of them succeed.
+  first = odds.prior + odds.beta * _sums(test_rollout._params(), played)
+  assert first.mean() == pytest.approx(0, abs=1e-3)
+  expected = np.logaddexp(0, first) - (np.arange(len(played)) % 2) * first
+  assert losses[0] == pytest.approx(expected.mean(), abs=1e-4)
+  assert losses[-1] < losses[0] / 2
 
 
 def test_a_step_is_the_same_however_it_is_batched():
   """SGD at rate 1 shows the gradient."""
   played = _played(4)
   one, other = (
-    _fit(played, 1, optax.sgd(1.0), shape)
+    _fit(played, 1, optax.sgd(1.0), shape)[0]
     for shape in (SHAPE, packing.MicrobatchShape(4, 256))
   )
   a, b = (np.asarray(p['embed']['embedding']) for p in (one, other))
@@ -71,18 +71,20 @@ def test_a_step_is_the_same_however_it_is_batched():
 
 def test_the_engine_reads_what_the_learner_computes(tmp_path):
   own, critic = test_rollout._params(), tiny.params(tiny.config(), likely={100: 0.5})
-  copied = {'tokenizer_from': tiny.tokenizer_dir()}
-  weights.save(tmp_path / 'policy', tiny.config(), own, **copied)
+  policy, tokenizer = tmp_path / 'policy', tiny.tokenizer_dir()
+  weights.save(policy, tiny.config(), own, tokenizer_from=tokenizer)
+  odds = implicit_value.Odds(0.1, 0.3)
   critic_lib.save_implicit(
-    tmp_path / 'critic', tiny.config(), critic, tmp_path / 'policy', beta=0.3, prior=0.1
+    tmp_path / 'critic', tiny.config(), critic, tmp_path / 'policy', odds
   )
+  assert critic_lib.load_implicit(tmp_path / 'critic', tmp_path / 'policy')[1] == odds
   engine = tiny.engine(
     own,
     guides={guide_lib.FORCED: None},
     slots=test_rollout._SLOTS,
     bucket=test_rollout._SLOTS,
   )
-  made = choice_lib.by_ratio(
+  made = choice_lib.by_implicit_value(
     engine, tmp_path / 'critic', tmp_path / 'policy', candidates=2
   )
   seen = []
@@ -93,10 +95,8 @@ def test_the_engine_reads_what_the_learner_computes(tmp_path):
 
   played = test_choice._play(made._replace(score=score), engine=engine)
   found = {c.tokens.tobytes(): c for c in seen}
-  for trajectory, total in zip(played, _ratios(critic, played), strict=True):
+  for trajectory, total in zip(played, _sums(critic, played), strict=True):
     taken = [found[end.tobytes()] for end in test_choice._ends(trajectory)]
     assert sum(c.value for c in taken) == pytest.approx(total, abs=1e-3)
-    sums = [c.reply.logprobs.sum() + c.value for c in taken]
-    assert [made.score(c) for c in taken] == pytest.approx(sums)
   with pytest.raises(ValueError, match='values of another policy'):
     critic_lib.load_implicit(tmp_path / 'critic', tmp_path / 'critic')

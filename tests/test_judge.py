@@ -113,6 +113,25 @@ async def test_the_budget_and_the_calls_at_a_time_are_bounded():
   assert judge.counts == {'calls': 3, 'refused': 2, 'failures': 2}
 
 
+async def test_equal_conversations_at_the_same_time_are_asked_once():
+  gate = asyncio.Event()
+
+  async def ask(prompt):
+    await gate.wait()
+    return 'none' if 'Bob' in prompt else 'Score: 1'
+
+  judge = judge_lib.Judge(ask, PROMPT, budget=2)
+  calls = [asyncio.ensure_future(judge(TASK, said())) for _ in range(4)]
+  calls += [asyncio.ensure_future(judge(TASK, said('Bob'))) for _ in range(2)]
+  await asyncio.sleep(0)
+  calls.pop(0).cancel()  # The one that asked; the others still wait.
+  gate.set()
+  scores = await asyncio.gather(*calls, return_exceptions=True)
+  assert scores[:3] == [1.0] * 3 and not judge._calls
+  assert all(isinstance(score, judge_lib.JudgeError) for score in scores[3:])
+  assert judge.counts == {'calls': 2, 'cached': 4, 'failures': 1}
+
+
 async def test_the_oldest_scores_are_forgotten():
   async def ask(prompt):
     return 'Score: 1'
@@ -120,7 +139,7 @@ async def test_the_oldest_scores_are_forgotten():
   judge = judge_lib.Judge(ask, PROMPT, remember=2)
   for text in 'abcab':
     await judge(TASK, said(text))
-  assert judge.counts['calls'] == 5 and len(judge._cache) == 2
+  assert judge.counts['calls'] == 5 and len(judge._scores) == 2
   await judge(TASK, said('b'))
   assert judge.counts['cached'] == 1
 

@@ -120,7 +120,7 @@ def test_k3_in_the_loss_is_the_peers(key, coef, dual_clip):
   batch = types.Batch(
     *[jnp.zeros(mask.shape, jnp.int32)] * 3,
     action_mask=jnp.asarray(mask),
-    logprobs=jnp.asarray(g['in/old_logp']),
+    old_logprobs=jnp.asarray(g['in/old_logp']),
     advantages=jnp.asarray(advantages),
     weights=weights,
   )

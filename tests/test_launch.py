@@ -17,7 +17,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / 'launch'
-RUN = ('hotpotqa.search', '--workdir=/shared/a', '--note=a "b" $c \\d')
+RUN = ('wikipedia.search', '--workdir=/shared/a', '--note=a "b" $c \\d')
 # What each launcher cannot do without.
 NEEDS = {
   'run.sh': {},
@@ -296,17 +296,6 @@ def test_sky_task():
   assert 'launch/run.sh $RUN' in task['run']
   for script in (task['setup'], task['run']):
     subprocess.run(['bash', '-n', '-c', script], check=True)
-
-
-def test_the_schemas_refuse_mistakes(bare_path):
-  jobset = yaml.safe_load(dry_run('kubernetes.sh', bare_path).split('\n', 1)[1])
-  jobset['spec']['failurePolicy']['maxRestart'] = 3
-  with pytest.raises(jsonschema.ValidationError, match='maxRestart'):
-    check('jobset.json', jobset)
-  task = yaml.safe_load((LAUNCH / 'sky.yaml').read_text())
-  task['resources']['job_recovery']['recover_on_exit_codes'] = ['75']
-  with pytest.raises(jsonschema.ValidationError, match="'75' is not of type"):
-    check('sky.json', task)
 
 
 def test_container_file():

@@ -58,7 +58,7 @@ def _table():
   table = plain.credit(plain.trajectories(), _PPO).table
   # As after a few updates: some tokens are clipped, others not.
   noise = 0.3 * np.random.default_rng(0).normal(size=len(table))
-  return dataclasses.replace(table, logprobs=table.logprobs + noise)
+  return dataclasses.replace(table, old_logprobs=table.old_logprobs + noise)
 
 
 def _batches(members=range(14), *, row_tokens=32, rows=2):
@@ -143,7 +143,7 @@ def test_the_gradient_is_that_of_the_plain_formula():
   expected_loss, expected = jax.jit(jax.value_and_grad(formula))(plain.shared())
   packed, batch = _packed()
   batch = batch._replace(
-    logprobs=packed.place(old, np.float32),
+    old_logprobs=packed.place(old, np.float32),
     advantages=packed.place(adv, np.float32),
     returns=packed.place(returns, np.float32),
     weights=batch.action_mask * np.float32(0.01),
@@ -204,7 +204,7 @@ def _made_up(seed=0):
   weighs = rng.random((2, 8)) < 0.6
   weights = np.where(weighs, rng.uniform(0.1, 1, (2, 8)), 0).astype(np.float32)
   numbers = {name: draw() for name in _NUMBERS} | {'kl_weights': 0.1 * weights}
-  numbers['logprobs'] -= 1
+  numbers['old_logprobs'] -= 1
   batch = types.Batch(ids, ids, ids, weighs, weights=weights, **numbers)
   return params, batch
 

@@ -44,7 +44,7 @@ def _stats(logprobs, values=None):
 def _batch(logprobs, advantages, weights=None, segment_ids=None, **numbers):
   """Makes a batch; by default a segment a row, and all weights 1."""
   B, T = logprobs.shape
-  numbers.update(logprobs=logprobs, advantages=advantages)
+  numbers.update(old_logprobs=logprobs, advantages=advantages)
   return types.Batch(
     tokens=jnp.zeros((B, T), jnp.int32),
     positions=jnp.zeros((B, T), jnp.int32),
@@ -288,7 +288,7 @@ def test_gspo_does_not_depend_on_the_layout():
     new, old, adv = (place([numbers[i][k] for i in order]) for k in range(3))
     weights = place([masks[i] * 0.1 for i in order])
     batch = packing.pack(table.from_segments([pieces[i] for i in order]), where)
-    batch = batch._replace(logprobs=old, advantages=adv, weights=weights)
+    batch = batch._replace(old_logprobs=old, advantages=adv, weights=weights)
     edges = np.cumsum(where.lengths)[:-1]
     columns = (where.extract(np.asarray(y)) for y in run(new, batch))
     parts = [np.split(column, edges) for column in columns]
@@ -451,7 +451,7 @@ def test_gradients_are_derivatives():
 
   @jax.jit
   def every(ratio, x, y):
-    stats = _stats(batch.logprobs + ratio)
+    stats = _stats(batch.old_logprobs + ratio)
     return (
       losses.ppo_clip()(stats, batch)[0],
       losses.sapo()(stats, batch)[0],

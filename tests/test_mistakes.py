@@ -1,21 +1,19 @@
 """Likely mistakes, made as a user makes them: one line names the cause and the mend.
 
-One process imports the package and forks a child for each row, so that a row costs no
-start of Python. A row is a change to a script that would train, or a command.
+A row is a change to a script that would train, or a command.
 """
 
 import json
 import os
-import pathlib
 import re
-import runpy
 import shutil
-import subprocess
-import sys
 
+import numpy as np
 import pytest
+from safetensors import numpy as files
+import script
+import tiny
 
-_ROOT = pathlib.Path(__file__).parents[1]
 _SCRIPT = '''
 from absl import app, flags
 from agent_r1_jax import config, fields, train, types
@@ -119,6 +117,12 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* mend or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
+  'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
+  'experiments.bench --shape=none': r"--shape: none; there are \['tiny'",
+  'experiments.bench --what=none': r"--what: \['none'\]; there are \['sampling'",
+  'experiments.bad_day --workdir=tiny': 'begins anew',
+  'experiments.report --workdir=tiny': 'has no metrics.jsonl .* finished its first',
+  'experiments.plot typo=none-*': 'give LABEL=PATTERN',
   'experiments.serve_retriever --index=none': 'there is no such file; give the folder',
   'experiments.games --kind=files --name=none': 'none is no game: .*No such file',
   'experiments.miniwiki.variants --only=x': r"there is no \['x'\]; there are ppo_clip",
@@ -129,41 +133,14 @@ _ROWS = {**_FLAGS, **_CHANGES, **_ENVIRONMENTS, **_COMMANDS}
 
 
 @pytest.fixture(scope='module')
-def said(tmp_path_factory):
-  """Row -> exit status and standard error."""
+def folder(tmp_path_factory):
+  """Has a model, and copies that are broken in one way each."""
   folder = tmp_path_factory.mktemp('mistakes')
-  paths = os.pathsep.join(map(str, (_ROOT, _ROOT / 'tests')))
-  done = subprocess.run(
-    [sys.executable, __file__],
-    cwd=folder,
-    env=os.environ | {'PYTHONPATH': paths, 'JAX_PLATFORMS': ''},
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads((folder / 'said.json').read_text())
-
-
-@pytest.mark.parametrize('row', _ROWS)
-def test_a_mistake_is_named_with_its_mend(row, said):
-  status, text = said[row]
-  assert status in (1, 2), text
-  assert 'Traceback' not in text
-  assert re.search(_ROWS[row], text, re.DOTALL), text
-
-
-def _make_models() -> None:
-  """Writes a model, and copies that are broken in one way each."""
-  import numpy as np
-  from safetensors import numpy as files
-  import tiny
-
-  tiny.save(pathlib.Path('tiny'))
+  tiny.save(folder / 'tiny')
   copies = 'adapter', 'pickled', 'cut', 'mixtral', 'no_tokenizer', 'not_a_number'
-  adapter, pickled, cut, mixtral, no_tokenizer, nan = map(pathlib.Path, copies)
+  adapter, pickled, cut, mixtral, no_tokenizer, nan = (folder / copy for copy in copies)
   for copy in copies:
-    shutil.copytree('tiny', copy)
+    shutil.copytree(folder / 'tiny', folder / copy)
   (adapter / 'config.json').rename(adapter / 'adapter_config.json')
   (pickled / 'model.safetensors').rename(pickled / 'pytorch_model.bin')
   os.truncate(cut / 'model.safetensors', 500)
@@ -174,73 +151,26 @@ def _make_models() -> None:
   tensors = files.load_file(nan / 'model.safetensors')
   tensors['model.norm.weight'] = np.full_like(tensors['model.norm.weight'], np.nan)
   files.save_file(tensors, nan / 'model.safetensors', {'format': 'pt'})
-  pathlib.Path('file').write_text('text')
-  pathlib.Path('bad.jsonl').write_text('{')
+  (folder / 'file').write_text('text')
+  (folder / 'bad.jsonl').write_text('{')
+  row = {'question': '10 * 4?', 'answer': '#### 40'}
+  (folder / 'one.jsonl').write_text(json.dumps(row))
+  return folder
 
 
-def _in_child(work) -> tuple[int, str]:
-  """Runs a function in a fork; returns its exit status and standard error."""
-  read, write = os.pipe()
-  if child := os.fork():
-    os.close(write)
-    with os.fdopen(read, errors='replace') as stream:
-      text = stream.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
-  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-  os.dup2(write, 2)
-  status = 0
-  try:
-    work()
-  except SystemExit as end:
-    status = end.code if isinstance(end.code, int) else 1
-    print(end.code, file=sys.stderr)
-  except BaseException:
-    sys.excepthook(*sys.exc_info())
-    status = 1
-  sys.stderr.flush()
-  os._exit(status)
-
-
-def _run_row(row: str, number: int) -> None:
-  import jax
-
+@pytest.mark.parametrize('row', _ROWS)
+def test_a_mistake_is_named_with_its_mend(row, folder):
+  name = f'script{[*_ROWS].index(row)}'
+  environment = dict([row.split('=')]) if row in _ENVIRONMENTS else {}
   if row in _COMMANDS:
-    module, *flags = row.split()
-    sys.argv = [module, *flags]
-    runpy.run_module(module, run_name='__main__', alter_sys=True)
-    return
-  path = pathlib.Path(f'script{number}.py')
-  change = row if row in _CHANGES else 'pass'
-  path.write_text(_SCRIPT.format(name=number, change=change))
-  if row in _ENVIRONMENTS:
-    name, value = row.split('=')
-    os.environ[name] = value
-    if name == 'JAX_PLATFORMS':
-      jax.config.update('jax_platforms', value)
-  given = row.split() if row.startswith(('--', 'workdir')) else []
-  # Nothing runs for ever where a mistake is not seen.
-  given = ['--config.schedule.steps=1', *given]
-  sys.argv = [str(path), *given]
-  runpy.run_path(str(path), run_name='__main__')
-
-
-def _run_all() -> None:
-  status, text = _in_child(_make_models)
-  assert status == 0, text
-  # What every child needs; none of it may start a device before the fork.
-  import jinja2.sandbox  # noqa: F401
-  import jsonschema  # noqa: F401
-  from ml_collections import config_flags  # noqa: F401
-  import transformers.models.auto.tokenization_auto  # noqa: F401
-
-  from agent_r1_jax import train  # noqa: F401
-  from agent_r1_jax.agent import chat  # noqa: F401
-
-  found = {
-    row: _in_child(lambda row=row, i=i: _run_row(row, i)) for i, row in enumerate(_ROWS)
-  }
-  pathlib.Path('said.json').write_text(json.dumps(found))
-
-
-if __name__ == '__main__':
-  _run_all()
+    command = ['-m', *row.split()]
+  else:
+    text = _SCRIPT.format(name=name, change=row if row in _CHANGES else 'pass')
+    (folder / f'{name}.py').write_text(text)
+    # Nothing runs for ever where a mistake is not seen.
+    command = [f'{name}.py', '--config.schedule.steps=1']
+    command += row.split() if row in _FLAGS else []
+  done = script.run(*command, cwd=folder, timeout=120, **environment)
+  assert done.returncode in (1, 2), done.stderr
+  assert 'Traceback' not in done.stderr
+  assert re.search(_ROWS[row], done.stderr, re.DOTALL), done.stderr

@@ -80,7 +80,7 @@ def test_pack(lengths, multiple):
   batch = packing.pack(table.from_segments(segments), where)
   padding = batch.segment_ids == 0
   assert padding.sum() == where.rows * 32 - sum(lengths)
-  for name in ('tokens', 'positions', 'action_mask', 'logprobs'):
+  for name in ('tokens', 'positions', 'action_mask', 'old_logprobs'):
     assert (getattr(batch, name)[padding] == 0).all()
   assert not batch.advantages.any() and not batch.weights.any()
   assert set(batch[7:]) == {None}
@@ -90,7 +90,7 @@ def test_pack(lengths, multiple):
     np.testing.assert_array_equal(tokens, s.tokens)
     np.testing.assert_array_equal(positions, np.arange(len(s.tokens)))
     np.testing.assert_array_equal(mask, s.action_mask)
-    np.testing.assert_array_equal(logprobs, s.logprobs)
+    np.testing.assert_array_equal(logprobs, s.behaviour_logprobs)
     assert len(set(ids)) == 1
   # 1, 2, 3, ...: no two segments of a row share a number.
   for ids, positions in zip(batch.segment_ids, batch.positions):

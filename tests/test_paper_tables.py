@@ -99,7 +99,7 @@ def test_every_kind_of_method_and_the_tables_of_what_is_there(tmp_path):
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
     '--config.engine.rows=8',
-    '--config.engine.feed_rows=8',
+    '--config.engine.prefill_rows=8',
     *script.one_program(slots=448),
     '--config.batch.microbatch=2',
     '--config.limits.max_turn_tokens=32',

@@ -24,7 +24,10 @@ def engine():
 
 class TestSync:
   def test_a_policy_is_taken_over_in_the_midst(self):
-    engine, other = clients.engine(steps=3, **clients.EXACT), clients.other_params()
+    engine, other = (
+      clients.engine(decode_steps=3, **clients.EXACT),
+      clients.other_params(),
+    )
 
     async def syncs():
       while engine.stats.sampled < 60:
@@ -44,7 +47,7 @@ class TestSync:
       for step, expected in ((0, before), (5, after if number >= 12 else None)):
         at = mask & (steps == step)
         if expected is not None:
-          got = segment.logprobs[at]
+          got = segment.behaviour_logprobs[at]
           np.testing.assert_allclose(got, expected[number][at], atol=2e-5)
       assert number < 12 or (steps[mask] == 5).all()
     assert mixed
@@ -55,7 +58,10 @@ class TestSync:
   @pytest.mark.parametrize('when', range(0, 40, 7))
   def test_no_text_copies_what_another_policy_computed(self, when):
     """Whenever the sync comes while prompts that have much in common are prefilled."""
-    engine, other = clients.engine(feed_tokens=4, **clients.EXACT), clients.other_params()
+    engine, other = (
+      clients.engine(prefill_tokens=4, **clients.EXACT),
+      clients.other_params(),
+    )
     prompt = clients.prompt(9)
 
     async def play(number):
@@ -148,7 +154,10 @@ class TestMakePolicy:
 
   def test_a_sync_changes_nothing_of_a_policy_that_was_asked_for(self):
     """As evaluation has it, which began with the engine's own policy."""
-    engine, other = clients.engine(steps=3, **clients.EXACT), clients.other_params()
+    engine, other = (
+      clients.engine(decode_steps=3, **clients.EXACT),
+      clients.other_params(),
+    )
 
     async def syncs():
       while engine.stats.sampled < 60:

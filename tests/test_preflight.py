@@ -67,7 +67,6 @@ def test_a_data_set_on_a_disk_is_not_read_whole():
 @pytest.mark.parametrize(
   'tasks, message',
   [
-    (['hello'], r"tasks\[0\] is 'hello'; it must be a types.Task, such as types.Task\("),
     ([*_tasks('x'), {'id': 1}], r"tasks\[1\] is \{'id': 1\}"),
     ([types.Task('a', 'hello')], r"tasks\[0\] \('a'\): messages is 'hello'; it must"),  # pyright: ignore
   ],
@@ -81,11 +80,8 @@ def test_what_is_no_task_is_named(tasks, message):
 @pytest.mark.parametrize(
   'tasks, evals, message',
   [
-    (iter(_tasks('x')), None, r'tasks is <list_iterator .*; it must be a list of'),
     (_tasks('x')[0], None, r'tasks is Task\(.*; it must be a list of types.Task'),
-    (_tasks('x'), _tasks('y'), r'evals is \[Task\(.*; it must be a dict of sets'),
     (_tasks('x'), {'dev': ['y']}, r"evals\['dev'\]\[0\] is 'y'"),
-    ([], None, 'tasks is empty: give at least one'),
   ],
 )
 def test_what_is_no_list_or_no_dict_of_sets_is_named(tasks, evals, message):
@@ -193,17 +189,6 @@ class TestTools:
 
 
 class TestOpenEnvironment:
-  @pytest.mark.parametrize(
-    'make_env, message',
-    [
-      (_env(), r'make_env is <.*ToolEnv.*; it must be a function that gives a new'),
-      (lambda: None, 'make_env gave None; it must give an environment, with reset and'),
-    ],
-  )
-  def test_what_gives_no_environment_is_refused(self, make_env, message):
-    with pytest.raises(ValueError, match=message):
-      preflight.open_environment(make_env, _LIMITS).__enter__()
-
   def test_what_it_raises_is_raised(self):
     def make_env():
       raise KeyError('page 7')

@@ -27,7 +27,7 @@ def test_a_model_is_trained_and_measured(task, tmp_path):
     'engine.slots': 1024,
     'engine.bucket': 1024,
     'engine.narrow': False,
-    'engine.feed_tokens': 256,
+    'engine.prefill_tokens': 256,
     'engine.replicas': 1,
     'batch.microbatch': 1,
     'limits.max_turn_tokens': 16,
@@ -51,12 +51,3 @@ def test_a_model_is_trained_and_measured(task, tmp_path):
   with zipfile.ZipFile(log) as archive:
     text = ' '.join(archive.read(name).decode() for name in archive.namelist())
   assert {'gsm8k': 'Use the calculator', 'mbpp': 'the python tool'}[task] in text
-
-
-def test_too_few_rows_are_refused(tmp_path):
-  data = tmp_path / 'rows.jsonl'
-  data.write_text(json.dumps(ROWS['gsm8k']))
-  flags = ('--task=gsm8k', f'--data={data}', f'--workdir={tmp_path}/run')
-  done = script_lib.run('-m', 'experiments.problems', *flags)
-  assert done.returncode == 1
-  assert 'has 1 rows, and --held_out and --watched take 132; lower them' in done.stderr

@@ -4,18 +4,19 @@ Run as a script, it is one of them (see `main`).
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 import time
 import zipfile
 
 import numpy as np
 import pytest
+import script
 import tiny
 
 from agent_r1_jax import train, types
@@ -39,8 +40,8 @@ def _config(model, **kwargs):
     'rows': 4,
     'slots': 96,
     'decode_steps': 6,
-    'feed_rows': 4,
-    'feed_tokens': 32,
+    'prefill_rows': 4,
+    'prefill_tokens': 32,
     'bucket': 96,
     'narrow': False,
     'microbatch': _CHIPS,
@@ -50,49 +51,32 @@ def _config(model, **kwargs):
   return tiny.run_config(model=str(model), **small | kwargs)
 
 
-def _start(count, workdir, model, *arguments):
-  """All processes, together with _CHIPS devices."""
+def _run(count, workdir, model, *arguments):
+  """Runs processes, together with _CHIPS devices; returns their statuses and stderr."""
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
-  here = pathlib.Path(__file__).parent
-  environment = os.environ | {
-    'PYTHONPATH': f'{here}{os.pathsep}{here.parent}',
-    'JAX_PLATFORMS': 'cpu',
+  environment = {
     'JAX_NUM_CPU_DEVICES': str(_CHIPS // count),
     'AGENT_R1_HEARTBEAT_SECONDS': str(_HEARTBEAT),
-    # Most of a test's time is compilation.
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
   }
   if 'stuck' in arguments:
     environment['AGENT_R1_GRACE_SECONDS'] = '1'
   if count > 1:
     environment['JAX_COORDINATOR_ADDRESS'] = f'127.0.0.1:{port}'
     environment['JAX_NUM_PROCESSES'] = str(count)
-  started = []
-  for number in range(count):
-    if count > 1:
-      environment['JAX_PROCESS_ID'] = str(number)
-    command = [sys.executable, __file__, str(workdir), str(model), *arguments]
-    log = pathlib.Path(f'{workdir}.{number}.log').open('w+')
-    started.append((subprocess.Popen(command, env=environment, stderr=log), log))
-  return started
-
-
-def _end(started, seconds=1200):
-  """Waits for the processes; returns their exit statuses and stderr."""
-  ended = []
-  for process, log in started:
-    try:
-      status = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-      for other, _ in started:
-        other.kill()
-      raise
-    log.seek(0)
-    ended.append((status, log.read()))
-    log.close()
-  return ended
+  files, started = [], []
+  with contextlib.ExitStack() as stack:
+    for number in range(count):
+      if count > 1:
+        environment['JAX_PROCESS_ID'] = str(number)
+      files.append([pathlib.Path(f'{workdir}.{number}.{x}') for x in ('out', 'log')])
+      out, log = (stack.enter_context(file.open('w')) for file in files[-1])
+      command = [__file__, workdir, model, *arguments]
+      process = script.Process(*command, stdout=out, stderr=log, **environment)
+      started.append(stack.enter_context(process))
+    ended = [process.wait(1200) for process in started]
+  return [(status, log.read_text()) for status, (_, log) in zip(ended, files)]
 
 
 def _numbers(workdir):
@@ -136,14 +120,14 @@ def model(tmp_path_factory):
 def alone(model, tmp_path_factory):
   """One process with all chips."""
   workdir = tmp_path_factory.mktemp('alone') / 'run'
-  (ended,) = _end(_start(1, workdir, model))
+  (ended,) = _run(1, workdir, model)
   assert ended[0] == 0, ended[1]
   return workdir
 
 
 def test_four_train_as_one_does(model, alone, tmp_path):
   """With no task for one of them, and slow tools in one; below are two processes."""
-  ended = _end(_start(4, tmp_path / 'run', model))
+  ended = _run(4, tmp_path / 'run', model)
   assert [status for status, _ in ended] == [0] * 4, ended
   _assert_same(tmp_path / 'run', alone)
   assert {p.name for p in (tmp_path / 'run').iterdir()} == {
@@ -156,13 +140,13 @@ def test_four_train_as_one_does(model, alone, tmp_path):
 
 def test_some_chips_may_only_sample(model, alone, tmp_path):
   """In turn and one rollout ahead; also after a preemption of one process."""
-  (ended,) = _end(_start(1, tmp_path / 'turns', model, '', '2'))
+  (ended,) = _run(1, tmp_path / 'turns', model, '', '2')
   assert ended[0] == 0, ended[1]
   _assert_same(tmp_path / 'turns', alone)
-  for count, samplers, moments in ((1, 0, ['']), (1, 2, ['']), (2, 1, ['preempted', ''])):
+  for count, samplers, moments in ((1, 0, ['']), (2, 1, ['preempted', ''])):
     workdir = tmp_path / f'{count} {samplers}'
     for moment in moments:
-      ended = _end(_start(count, workdir, model, moment, str(samplers), '1'))
+      ended = _run(count, workdir, model, moment, str(samplers), '1')
       assert {status for status, _ in ended} == {preemption.EXIT_STATUS if moment else 0}
       if moment:
         assert max(line['step'] for line in metrics.read(workdir)) == 1
@@ -184,7 +168,7 @@ def test_one_ends_and_all_start_again(
   moment, status, all_end_with, word, model, alone, tmp_path
 ):
   """The other one says in one line who ended, and why."""
-  died, lost = reversed(_end(_start(2, tmp_path / 'run', model, moment)))
+  died, lost = reversed(_run(2, tmp_path / 'run', model, moment))
   assert died[0] == status, died[1]
   assert 'LookupError' not in word or word.partition(' ')[2] in died[1]
   assert lost[0] == all_end_with, lost[1]
@@ -196,14 +180,14 @@ def test_one_ends_and_all_start_again(
   if moment != 'dies':
     return
   # Another number of processes may go on.
-  ended = _end(_start(1, tmp_path / 'run', model))
+  ended = _run(1, tmp_path / 'run', model)
   assert ended[0][0] == 0, ended
   _assert_same(tmp_path / 'run', alone)
 
 
 def test_where_the_first_dies_a_line_says_so(model, tmp_path):
   """JAX's service lives in it, and aborts the other with lines of its own beside ours."""
-  died, lost = _end(_start(2, tmp_path / 'run', model, 'first dies'))
+  died, lost = _run(2, tmp_path / 'run', model, 'first dies')
   assert died[0] == -signal.SIGKILL and lost[0] not in (0, preemption.EXIT_STATUS)
   log, end = pathlib.Path(f'{tmp_path / "run"}.1.log'), time.monotonic() + 600
   words = ('is lost (killed', 'aborted by JAX for want of process 0')

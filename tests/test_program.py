@@ -77,7 +77,7 @@ def _assert_same(played, expected):
     for s, t in zip(one.segments, other.segments, strict=True):
       np.testing.assert_array_equal(s.tokens, t.tokens)
       np.testing.assert_array_equal(s.action_mask, t.action_mask)
-      np.testing.assert_allclose(s.logprobs, t.logprobs, atol=2e-5)
+      np.testing.assert_allclose(s.behaviour_logprobs, t.behaviour_logprobs, atol=2e-5)
       np.testing.assert_array_equal(s.policy_steps, t.policy_steps)
     assert (one.turns, one.messages, one.status) == (
       other.turns,
@@ -293,6 +293,17 @@ def test_how_programs_end(run, limits, status, error, turns, reward):
   )
 
 
+def test_what_a_program_prints_is_bounded():
+  """Its start is dropped, and nothing of it is kept in a file."""
+  code = "print('x' * (1 << 21)); print(os.fstat(1).st_size, flush=True)"
+
+  def read(status, text):
+    assert len(text) < 1 << 18
+    return float(text.split()[-1])
+
+  assert _play(_script(code, read=read), max_turn_tokens=64).reward == 0.0
+
+
 def test_what_is_asked_too_late_is_refused(gate):
   """The episode is over when its program has ended, whatever it has left behind."""
   found, asked = [], threading.Event()
@@ -319,9 +330,12 @@ def test_what_a_process_leaves_behind_is_killed(tmp_path):
   path = tmp_path / 'pid'
   code = (
     'import subprocess; left = subprocess.Popen(["sleep", "600"]); '
-    f'open({str(path)!r}, "w").write(str(left.pid))'
+    f'open({str(path)!r}, "w").write(str(left.pid)); '
+    # It has left the group, and so holds the pipe of the output open.
+    'subprocess.Popen(["sleep", "20"], start_new_session=True)'
   )
-  assert _play(_script(code), max_turn_tokens=64).error is None
+  played = _play(_script(code), max_turn_tokens=64)
+  assert (played.error, played.reward) == (None, 2.5)
   status = pathlib.Path(f'/proc/{path.read_text()}/stat')
   dead = lambda: not status.exists() or ') Z ' in status.read_text()
   serving.wait_for(dead, 'the end of what the program started')

@@ -2,11 +2,9 @@
 
 import gzip
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
+import script
 
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.types import Task
@@ -251,10 +249,5 @@ def test_tfds_without_tensorflow(tmp_path):
   _write(tmp_path / 'train.jsonl', rows)
   _write(tmp_path / 'musique.jsonl', [MUSIQUE])
   _write(tmp_path / 'broken.jsonl', [_without(OURS, 'question')])
-  run = subprocess.run(
-    [sys.executable, '-c', _TFDS, str(tmp_path)],
-    cwd=pathlib.Path(__file__).parents[1],
-    capture_output=True,
-    text=True,
-  )
+  run = script.run('-c', _TFDS, tmp_path)
   assert run.returncode == 0, run.stderr[-3000:]

@@ -2,11 +2,10 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
+import script as script_lib
 import test_train
 
 from agent_r1_jax import config as config_lib
@@ -29,14 +28,7 @@ def script(tmp_path):
 
 
 def _run(script, *flags):
-  return subprocess.run(
-    [sys.executable, script.name, *flags],
-    env=test_train.os.environ | {'PYTHONPATH': str(_ROOT)},
-    cwd=script.parent,
-    capture_output=True,
-    text=True,
-    timeout=1200,
-  )
+  return script_lib.run(script.name, *flags, cwd=script.parent)
 
 
 def test_the_task_of_the_readme_runs(model, script, tmp_path):
@@ -61,13 +53,6 @@ def test_the_task_of_the_readme_runs(model, script, tmp_path):
   assert logs == ['step-00001-rollout.eval', 'step-00002-rollout.eval']
   assert '| rollout/reward ' in (workdir / 'numbers.md').read_text()
   assert not re.search('^I[0-9]{4} ', done.stderr, re.M)
-
-
-def test_without_a_model_one_line_says_what_is_missing(script, tmp_path):
-  done = _run(script, '--workdir=other')
-  (line,) = done.stderr.splitlines()
-  assert done.returncode == 1 and re.match(r'.*mine.py:\d+: model.path is empty; ', line)
-  assert not (tmp_path / 'other').exists()
 
 
 def test_an_empty_answer_is_wrong_and_no_error(script):

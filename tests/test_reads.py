@@ -12,9 +12,9 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages, algorithms, kl, losses, rewards
+from agent_r1_jax.rl import advantages, algorithms, kl, losses, reward_transforms
 
-_SHAPED = {'rewards': (rewards.by_reward_to_go,)}
+_SHAPED = {'rewards': (reward_transforms.by_reward_to_go,)}
 ALL = {
   'grpo': algorithms.grpo(),
   'dr_grpo': algorithms.dr_grpo(length=64),
@@ -48,7 +48,7 @@ def _batch():
     table,
     rewards=np.where(np.arange(40) % 5 == 4, rewards_, 0.0),
     values=values,
-    logprobs=logprobs,
+    old_logprobs=logprobs,
     ref_logprobs=ref_logprobs,
     baselines=rng.normal(size=8),
     final_values=rng.normal(size=8),

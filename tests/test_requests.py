@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tiny
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.models import decoder
 
 _SLOTS, _STEPS, _LONG = clients.SLOTS, clients.STEPS, clients.ENDLESS
@@ -93,7 +93,7 @@ class TestReply:
 
   def test_greedy_is_the_likeliest_whatever_the_key(self, engine):
     async def play(key):
-      greedy = {'sampling': sampling_lib.GREEDY, 'top_logprobs': 1}
+      greedy = {'sampling': config_lib.GREEDY, 'top_logprobs': 1}
       given = clients.tokens(3, 9)
       return await engine.submit(clients.request(given, key=key, **_LONG, **greedy))
 
@@ -104,7 +104,7 @@ class TestReply:
   def test_top_logprobs_are_those_of_the_full_softmax(self, engine):
     """At the request's temperature, whatever is truncated; others are told none."""
     temperature = 0.7
-    sampling = sampling_lib.Sampling(temperature, top_k=3)
+    sampling = config_lib.Sampling(temperature, top_k=3)
 
     async def play(top):
       given = clients.tokens(1, 9)

@@ -7,13 +7,12 @@ import json
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import httpx2
 import pytest
+import script
 import uvicorn
 
 from agent_r1_jax.models import encoder
@@ -208,8 +207,7 @@ server.serve(server.make_app(Hung()), port=0)
 
 
 def test_sigterm_ends_it_though_a_search_hangs():
-  command = [sys.executable, '-c', _HUNG]
-  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+  with script.Process('-c', _HUNG) as process:
     url = process.stdout.readline().strip()
     with futures.ThreadPoolExecutor() as pool:
       pool.submit(httpx2.post, f'{url}/retrieve', json={'query': 'a'}, timeout=60)
@@ -224,12 +222,11 @@ def test_build_serve_and_ask(tmp_path):
   documents.write_corpus(tmp_path / 'corpus.jsonl.gz', passages)
   bm25.BM25(passages).save(tmp_path / 'bm25')
   flags = [f'--corpus={tmp_path / "corpus.jsonl.gz"}', f'--out={tmp_path / "dense"}']
-  build = [sys.executable, '-m', 'experiments.build_index', *flags, '--shard=8']
-  subprocess.run([*build, f'--encoder={GOLDEN}'], cwd=ROOT, check=True, timeout=120)
+  build = ['-m', 'experiments.build_index', *flags, '--shard=8', f'--encoder={GOLDEN}']
+  assert script.run(*build).returncode == 0
   flags = [f'--index={tmp_path / "dense"},{tmp_path / "bm25"}', f'--encoder={GOLDEN}']
   flags += ['--port=0', '--batch=2']
-  command = [sys.executable, '-m', 'experiments.serve_retriever', *flags]
-  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+  with script.Process('-m', 'experiments.serve_retriever', *flags) as process:
     url = process.stdout.readline().strip()
     with client.Remote(url) as remote:
       found = remote.search(['who was born', 'Title 7'], 4)

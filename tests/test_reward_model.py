@@ -71,7 +71,7 @@ def _texts(n=5):
 
 
 def _params(config):
-  params = reward_model.init(tiny.params(config))
+  params = decoder.add_value_head(tiny.params(config))
   kernel = np.random.default_rng(1).normal(size=(16, 1)).astype(np.float32)
   return params | {'value_head': {'kernel': jnp.array(kernel), 'bias': jnp.ones(1)}}
 
@@ -219,6 +219,16 @@ def test_of_what_is_too_long_the_end_is_read(saved):
     assert (first == second) == same
 
 
+def test_steps_take_as_many_groups_also_where_an_epoch_ends():
+  groups = np.repeat([0, 1, 2], 2)
+  steps = reward_model._draw_groups(groups, 2, np.random.default_rng(0))
+  drawn = [np.unique(groups[next(steps)]).tolist() for _ in range(60)]
+  assert {len(names) for names in drawn} == {2}
+  # Three steps are two epochs.
+  for epochs in zip(*[iter(drawn)] * 3, strict=True):
+    assert np.bincount(sum(epochs, [])).tolist() == [2, 2, 2]
+
+
 def test_learning_ranks_what_it_has_seen():
   """Replies that end in one token succeed, those that end in another fail."""
   rng = np.random.default_rng(0)
@@ -226,7 +236,7 @@ def test_learning_ranks_what_it_has_seen():
   rewards, groups = np.arange(32) % 2 * 1.0, np.arange(32) // 4
   config = tiny.config(layers=1)
   params = reward_model.fit(
-    reward_model.init(tiny.params(config)),
+    decoder.add_value_head(tiny.params(config)),
     texts,
     rewards,
     groups,

@@ -40,15 +40,15 @@ class Cache:
   def leave(self, generation):
     del self.live[generation]
     row = self.rows.find(generation.text)
-    if row is not None and row.running is generation:
-      row.running = None
+    if row is not None and row.generation is generation:
+      row.generation = None
 
   def work(self, version, own=False, chunk=7, copies_at_once=3):
     """One piece of work of the replica, for one policy; True if all rows are filled."""
     chosen = []
     for generation in [g for g, its_own in self.live.items() if its_own == own]:
       row = self.rows.find(generation.text)
-      if row is None or row.running is not generation:
+      if row is None or row.generation is not generation:
         row = self.rows.assign(generation, version)
       if row is not None:
         row.note_policy(version)
@@ -113,7 +113,7 @@ class Cache:
       assert [slot[1] for slot in slots] == texts
       if row.version != rows_lib.MIXED:
         assert {slot[0] for slot in slots} <= {row.version}
-      if row.running is not None:
+      if row.generation is not None:
         assert row.cached <= row.size - 1
         np.testing.assert_array_equal(row.tokens[: row.size], row.text.tokens)
         assert (row.tokens[row.size :] == -1).all()
@@ -150,7 +150,7 @@ def test_a_random_walk(seed):
         cache.decode(row, rng.integers(0, 50, int(rng.integers(1, 5))), policy)
         # Room for the next.
         if rng.random() < 0.5 or row.size > _S - 12:
-          cache.leave(row.running)
+          cache.leave(row.generation)
     elif kind == 'leave' and cache.live:
       generation = [*cache.live][rng.integers(len(cache.live))]
       cache.leave(generation)
@@ -163,7 +163,7 @@ def test_a_random_walk(seed):
   for turn in range(400):
     chosen, filled = cache.work(*((version, False) if turn % 2 else (0, True)))
     for row in chosen if filled else ():
-      cache.leave(row.running)
+      cache.leave(row.generation)
     if not cache.live:
       break
   assert not cache.live and cache.copied and cache.computed
@@ -196,7 +196,7 @@ class TestPlace:
     first, second = _text((0, 12), (1, 8)), _text((0, 12), (2, 8))
     generation = _generation(first, 0)
     row = rows.assign(generation, 0)
-    row.cached, row.running = 19, None
+    row.cached, row.generation = 19, None
     assert rows.assign(_generation(second, 1), version) is row
     # Tokens may be the same by chance.
     assert row.cached >= kept and (row.cached == 0) == (kept == 0)
@@ -206,7 +206,7 @@ class TestPlace:
     rows = rows_lib.Rows(1, _S)
     row = rows.assign(_generation(_text((0, 12)), 0), 0)
     row.extend(np.array([7, 7]))
-    row.cached, row.running = 13, None
+    row.cached, row.generation = 13, None
     assert rows.assign(_generation(_text((0, 12)), 1), 0).cached == 11
 
 
@@ -250,9 +250,9 @@ class TestFindSources:
     rows, placed = self._placed(_text((0, 30)), _text((0, 30), (1, 5)))
     placed[0].cached = 29
     if left:
-      placed[0].running = None
+      placed[0].generation = None
     else:
-      placed[0].running.cancel()
+      placed[0].generation.cancel()
     rows.stop_sharing()
     assert placed[0].version == rows_lib.MIXED and placed[1].version == 0
     assert rows.find_sources([placed[1]], 4) == ([], set())

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import sampling as sampling_lib
 
-Sampling = sampling_lib.Sampling
+Sampling = config_lib.Sampling
 _N = 8_000
 
 
@@ -219,11 +220,10 @@ class TestTruncation:
 
 
 def test_on_policy_is_the_plain_softmax_only():
-  assert sampling_lib.ON_POLICY.on_policy and Sampling(0.3).on_policy
+  assert config_lib.Sampling().on_policy and Sampling(0.3).on_policy
   truncated = Sampling(top_k=5), Sampling(top_p=0.9), Sampling(min_p=0.1)
   assert all(other.truncated for other in truncated) and not Sampling(0.0).truncated
-  for other in (Sampling(0.0), *truncated):
-    assert not other.on_policy
+  assert not any(other.on_policy for other in (*truncated, Sampling(tool_grammar=True)))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_on_policy_is_the_plain_softmax_only():
 )
 def test_a_value_out_of_range_is_refused(field, value):
   with pytest.raises(ValueError, match=f'{field} is {value}'):
-    Sampling(**{field: value})
+    Sampling(**{field: value}).check()
 
 
 @pytest.mark.parametrize('temperature', [0.0, 0.05, 1.0])

@@ -1,18 +1,17 @@
 """The server, asked by OpenAI's client: what it answers, refuses, counts and survives."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import httpx2
 import openai
 import pydantic
 import pytest
+import script
 import serving
 
-from agent_r1_jax.engine import request, sampling
+from agent_r1_jax import config as config_lib
+from agent_r1_jax.engine import request
 
 TOOLS = [serving.search_tool().schema]
 ASKED = {'model': 'policy', 'messages': serving.tasks()[0].messages}
@@ -63,7 +62,7 @@ def test_a_reply_is_the_engines_and_its_stream_is_the_same(client):
       request.Request(
         ids,
         max_tokens=40,
-        sampling=sampling.GREEDY,
+        sampling=config_lib.GREEDY,
         automata=[chat.stop_automaton(model.vocab_size)],
       )
     )
@@ -219,18 +218,11 @@ def test_a_late_reply():
 
 def test_sigterm_lets_replies_end():
   model = serving.ROOT / 'experiments/miniwiki/model'
-  command = [sys.executable, '-m', 'experiments.serve', '--port=0']
+  command = ['-m', 'experiments.serve', '--port=0', f'--config.model.path={model}']
   sizes = {'rows': 8, 'slots': serving.SLOTS, 'bucket': serving.SLOTS, 'replicas': 1}
-  sizes |= {'decode_steps': 16, 'feed_rows': 4, 'feed_tokens': 64, 'narrow': False}
+  sizes |= {'decode_steps': 16, 'prefill_rows': 4, 'prefill_tokens': 64, 'narrow': False}
   command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
-  process = subprocess.Popen(
-    [*command, f'--config.model.path={model}'],
-    stdout=subprocess.PIPE,
-    text=True,
-    cwd=serving.ROOT,
-    env={**os.environ, 'AGENT_R1_API_KEYS': 'right'},
-  )
-  try:
+  with script.Process(*command, AGENT_R1_API_KEYS='right') as process:
     url = next(line for line in process.stdout if line.startswith('http')).strip()
     with openai.OpenAI(base_url=f'{url}/v1', api_key='right', max_retries=0) as client:
       stream = client.completions.create(
@@ -242,7 +234,3 @@ def test_sigterm_lets_replies_end():
     assert reasons[-1] in ('stop', 'length') and process.wait(60) == 0
     with pytest.raises(httpx2.ConnectError):
       httpx2.get(f'{url}/health')
-  finally:
-    process.kill()
-    process.stdout.close()
-    process.wait()

@@ -49,7 +49,7 @@ def test_a_segment_is_the_templates_text_and_its_actions_are_the_replies(chat):
   replies = [chat.decode_exactly(s.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
   said = [m['content'] for m in _MESSAGES if m['role'] == 'assistant']
   assert replies == [text + '<|im_end|>' for text in said]
-  assert s.logprobs.shape == s.tokens.shape and not s.logprobs.any()
+  assert s.behaviour_logprobs.shape == s.tokens.shape and not s.behaviour_logprobs.any()
   # The tool's '<|im_end|>' is plain text, each reply's is the control token.
   ends = s.tokens == chat.stop_ids[0]
   assert ends[s.action_mask].sum() == 3
@@ -79,7 +79,7 @@ def test_repeats_are_strings_whose_repetition_alone_is_learnt():
     period = int(np.argmax(s.action_mask)) - 1
     assert s.action_mask[period + 1 :].all() and len(s.tokens) / period in (2, 3, 4)
     np.testing.assert_array_equal(s.tokens[period:], s.tokens[:-period])
-    assert s.tokens.dtype == np.int32 and not s.logprobs.any()
+    assert s.tokens.dtype == np.int32 and not s.behaviour_logprobs.any()
   assert {len(s.tokens) for s in sft.repeats(1, 64, 2000)} != set(sizes)
   again = sft.repeats(0, 64, 2000)
   assert all((a.tokens == b.tokens).all() for a, b in zip(made, again, strict=True))

@@ -1,15 +1,13 @@
 """sharding.py: where arrays lie, and that it changes nothing but that."""
 
 import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 import optax
 import pytest
+import script
 import tiny
 
 from agent_r1_jax import config as config_lib
@@ -108,7 +106,6 @@ def test_axes_that_split_a_dimension_together_are_named_together():
 _EIGHT = """
 import dataclasses, math, re
 import jax, numpy as np, optax
-jax.config.update('jax_disable_most_optimizations', True)  # Most time is compilation.
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
@@ -132,7 +129,7 @@ batch = types.Batch(
   positions=np.tile(np.arange(T, dtype=np.int32) % 21, (B, 1)),
   segment_ids=np.tile(1 + np.arange(T, dtype=np.int32) // 21, (B, 1)),
   action_mask=action,
-  logprobs=normal() * action - 5,
+  old_logprobs=normal() * action - 5,
   advantages=normal() * action,
   weights=(action / action.sum()).astype(np.float32),
   values=normal(),
@@ -244,9 +241,6 @@ print('equal')
 
 def test_eight_chips_compute_what_one_does():
   """In pure and mixed meshes; and parameters, moments, gradients are split."""
-  here = pathlib.Path(__file__).parent
-  path = f'{here}{os.pathsep}{here.parent}'
-  env = {**os.environ, 'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'}
-  command = [sys.executable, '-c', _EIGHT]
-  done = subprocess.run(command, capture_output=True, text=True, env=env)
+  paths = os.pathsep.join(map(str, (script.ROOT, script.ROOT / 'tests')))
+  done = script.run('-c', _EIGHT, PYTHONPATH=paths)
   assert done.returncode == 0 and done.stdout == 'equal\n', done.stderr[-4000:]

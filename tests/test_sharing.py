@@ -10,7 +10,7 @@ import tiny
 from agent_r1_jax.engine import request as request_lib
 
 # Room for 64 texts of a long system prompt.
-_LARGE = {'rows': 64, 'slots': 512, 'feed_rows': 16, 'feed_tokens': 64}
+_LARGE = {'rows': 64, 'slots': 512, 'prefill_rows': 16, 'prefill_tokens': 64}
 _LARGE |= {'bucket': 512, 'narrow': False}
 _SYSTEM = clients.tokens(1000, 400)
 

@@ -5,13 +5,12 @@ import json
 import os
 import pathlib
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import script
 import test_train
 import tiny
 
@@ -19,10 +18,10 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import types
 from agent_r1_jax.checks import memory, sizes
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import metrics
@@ -190,10 +189,10 @@ class TestChoose:
 def instruct() -> config_lib.Config:
   """What the script sets; in a process of its own."""
   code = (
-    'import dataclasses, json; from experiments.hotpotqa import settings as h; '
+    'import dataclasses, json; from experiments.wikipedia import settings as h; '
     'print(json.dumps([h.INSTRUCT.kl, dataclasses.asdict(h.INSTRUCT.config)]))'
   )
-  said = subprocess.run([sys.executable, '-c', code], capture_output=True, check=True)
+  said = script.run('-c', code)
   kl, rooms = json.loads(said.stdout)
   assert kl == _WITH_REFERENCE.kl.coef
   flat = {
@@ -215,7 +214,7 @@ class TestDocumentedCommand:
     .partition('\n## ')[0]
   )
   _COMMAND = shlex.split(_SECTION.split('```')[1].replace('\\\n', ' '))
-  _SCRIPT = pathlib.Path(__file__).parents[1] / 'experiments' / 'hotpotqa' / 'search.py'
+  _SCRIPT = pathlib.Path(__file__).parents[1] / 'experiments' / 'wikipedia' / 'search.py'
   _MODELS = memory.Models(_qwen(), _WITH_REFERENCE)
 
   @pytest.fixture
@@ -307,7 +306,7 @@ class TestCheck:
 
   def test_the_mend_is_enough_and_no_more_than_that(self):
     config = config_lib.Config(
-      engine=config_lib.Engine(rows=256, slots=1024, feed_rows=16, feed_tokens=128),
+      engine=config_lib.Engine(rows=256, slots=1024, prefill_rows=16, prefill_tokens=128),
       batch=config_lib.Batch(row_tokens=1024, microbatch=8),
     )
     config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
@@ -365,10 +364,10 @@ class TestCheck:
       return memory.estimate(config, memory.Models(_qwen(), algorithm), _gpu()).peak
 
     base = config_lib.Config(
-      engine=config_lib.Engine(rows=16, slots=1024, feed_rows=16),
+      engine=config_lib.Engine(rows=16, slots=1024, prefill_rows=16),
       batch=config_lib.Batch(row_tokens=1024, microbatch=2),
     )
-    base = tiny.run_config(base, feed_tokens=128, bucket=256, replicas=1)
+    base = tiny.run_config(base, prefill_tokens=128, bucket=256, replicas=1)
     parameters = 4 * 3.086e9
     assert peak(_WITH_REFERENCE) - peak() == pytest.approx(parameters, rel=0.01)
     assert peak(_PPO) - peak() == pytest.approx(3 * parameters, rel=0.01)
@@ -430,7 +429,9 @@ class TestEstimate:
   def test_of_a_decode_and_a_prefill(self, dtype):
     shape, R, S = _tiny(dtype=dtype), 32, 1024
     config = config_lib.Config(
-      engine=config_lib.Engine(rows=R, slots=S, feed_rows=16, feed_tokens=64, replicas=1)
+      engine=config_lib.Engine(
+        rows=R, slots=S, prefill_rows=16, prefill_tokens=64, replicas=1
+      )
     )
     params = jax.eval_shape(lambda p: decoder.unstack(p, shape), _parameters(shape))
     cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
@@ -444,7 +445,7 @@ class TestEstimate:
       programs_lib.decode.lower(
         params,
         cache,
-        *running_lib.make_decode_arguments({}, R, guides, unused_row=R),
+        *active_request.make_decode_arguments({}, R, guides, unused_row=R),
         (tables, None),
         guides=guides,
         steps=8,
@@ -464,7 +465,13 @@ class TestEstimate:
   def test_a_decode_on_a_tpu_copies_no_cache_unless_it_is_of_some_rows(
     self, platform, width, copied
   ):
-    given = {'rows': 64, 'slots': 4096, 'feed_rows': 1, 'feed_tokens': 8, 'replicas': 1}
+    given = {
+      'rows': 64,
+      'slots': 4096,
+      'prefill_rows': 1,
+      'prefill_tokens': 8,
+      'replicas': 1,
+    }
     config = tiny.run_config(**given, width=width, dtype='bfloat16')
     terms = memory._sampling_terms(config, _qwen(), memory.Machine(platform, 80e9))
     assert ('decode: copy of the cache' in terms) == copied
@@ -605,14 +612,7 @@ def test_eight_devices_are_not_refused(model):
     'run = sizes.resolve(run, algorithms.grpo()); '
     'print(run.batch.microbatch, train.make_mesh(run.mesh).size)'
   )
-  flags = '--xla_force_host_platform_device_count=8'
-  done = subprocess.run(
-    [sys.executable, '-c', code, str(model)],
-    env=os.environ | {'XLA_FLAGS': flags},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  done = script.run('-c', code, model, JAX_NUM_CPU_DEVICES='8')
   assert done.returncode == 0, done.stderr
   microbatch, devices = map(int, done.stdout.split())
   assert devices == 8 and microbatch % 8 == 0

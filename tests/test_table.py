@@ -22,13 +22,13 @@ def test_every_token_has_a_row():
   for name, column in (
     ('tokens', table.tokens),
     ('action_mask', table.action_mask),
-    ('logprobs', table.logprobs),
-    ('logprobs', table.behaviour_logprobs),
+    ('behaviour_logprobs', table.old_logprobs),
+    ('behaviour_logprobs', table.behaviour_logprobs),
     ('policy_steps', table.policy_steps),
   ):
     expected = np.concatenate([getattr(s, name) for s in segments])
     np.testing.assert_array_equal(column, expected)
-  assert table.rewards.dtype == table.logprobs.dtype == np.float64
+  assert table.rewards.dtype == table.old_logprobs.dtype == np.float64
   owner = np.repeat(range(12), [len(t.segments) for t in ts])
   lengths = [len(s.tokens) for s in segments]
   np.testing.assert_array_equal(table.segment, np.repeat(range(len(segments)), lengths))
@@ -67,8 +67,8 @@ def test_actions_are_in_order_over_turns_and_segments():
   np.testing.assert_array_equal(table.turn, [0, 0, 1, 1, 1, 2])
   np.testing.assert_array_equal(table.rewards, [0, 0.5, 0, 0, 0, -2.0])
   first, second = t.segments
-  expected = [*first.logprobs[[2, 3, 7, 8, 9]], second.logprobs[3]]
-  np.testing.assert_array_equal(table.logprobs, expected)
+  expected = [*first.behaviour_logprobs[[2, 3, 7, 8, 9]], second.behaviour_logprobs[3]]
+  np.testing.assert_array_equal(table.old_logprobs, expected)
 
 
 def test_without_the_mask_what_follows_a_reply_belongs_to_its_turn():
@@ -111,7 +111,7 @@ def test_turns(masked):
 def test_a_trajectory_without_a_turn_has_no_action(masked):
   for t in [episodes.trajectory('....'), episodes.trajectory()]:
     table = episodes.visible_table([t], masked=masked)
-    assert len(table) == len(table.rewards) == len(table.logprobs) == 0
+    assert len(table) == len(table.rewards) == len(table.old_logprobs) == 0
     assert len(table.states) == len(table.turn_rewards) == 0
     assert table.scores.tolist() == [0] and table.scores.dtype == np.float64
 
@@ -270,12 +270,12 @@ def test_a_log_says_what_there_is_of_each_token():
   ]
   table = table_lib.build(ts)
   logprobs = np.arange(len(table)) / -3.0
-  table = dataclasses.replace(table, logprobs=logprobs, values=-logprobs)
+  table = dataclasses.replace(table, old_logprobs=logprobs, values=-logprobs)
   rows = table.take(table.trajectory == 1)
   tokens = rows.list_tokens()
   assert tokens.keys() == {
     *('segments', 'tokens', 'action_mask', 'policy_steps'),
-    *('logprobs', 'behaviour_logprobs', 'rewards', 'values'),
+    *('old_logprobs', 'behaviour_logprobs', 'rewards', 'values'),
   }
   assert tokens['segments'] == [5, 3] and tokens['rewards'] == [0, 0, 0, 0, 1, 0, 0, 2]
   assert tokens['tokens'] == rows.tokens.tolist()

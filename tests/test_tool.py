@@ -475,6 +475,42 @@ async def test_a_tool_that_keeps_failing_is_isolated_in_all_episodes(monkeypatch
   assert result.text == 'Error: lost: the tool failed too often and is not called for now'
 
 
+async def test_calls_that_say_nothing_about_the_tool_do_not_change_its_isolation():
+  now, outcome = [0.0], ConnectionError()
+
+  @tool_lib.tool
+  def gone(name: str) -> str:
+    """Fails, until it works.
+
+    Args:
+      name: A name.
+    """
+    if outcome:
+      raise outcome
+    return 'found'
+
+  async def call(**arguments):
+    return await tool_lib.call(gone, arguments)
+
+  tool_lib._breaker('gone', gone.fn.__code__)._clock = lambda: now[0]
+  for number in range(20):
+    if number % 3 == 0:
+      assert 'unknown argument' in (await call(page=1)).text
+      outcome = ValueError('no such name')
+      assert not (await call(name='x')).failed
+      outcome = ConnectionError()
+    assert (await call(name='x')).failed
+  assert (await call(name='x')).isolated
+  now[0] = 31.0  # One call is tried, and a malformed one is not that call.
+  assert not (await call(page=1)).isolated
+  outcome = ValueError('no such name')
+  assert not (await call(name='x')).isolated
+  # It was an answer to that call alone: the others still wait.
+  assert (await call(name='x')).isolated
+  now[0], outcome = 62.0, None
+  assert [(await call(name='x')).text for _ in range(2)] == ['found', 'found']
+
+
 @pytest.mark.parametrize('error', [SystemExit(0), StopIteration(0)])
 async def test_what_would_end_more_than_the_call_is_no_failure_of_the_tool(error):
   def leave():

@@ -19,18 +19,12 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
-from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, rewards
+from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, reward_transforms
 from agent_r1_jax.train import evaluate, journal, loop, rollout
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
 model = test_train.model
-
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled_here():
-  """Others compile without optimisations: the same run must not mix both."""
-  jax.clear_caches()
 
 
 def _run(model, workdir, algorithm=_PLAIN, **kwargs):
@@ -158,7 +152,7 @@ def test_stale_episodes_are_corrected(model, tmp_path):
   _, lines = _run(model, tmp_path, algorithm, sync_every=2, steps=4)
   # At even steps the engine has just been given the policy.
   for line, stale in zip(lines, (False, True, False, True), strict=True):
-    apart = abs(line['train/stale_ratio_max'] - 1)
+    apart = abs(line['train/correction_ratio_max'] - 1)
     assert apart > 1e-2 if stale else apart < 1e-3
 
 
@@ -303,11 +297,15 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN._replace(value_loss=losses.value_clip()), {}, 'value_loss: these advantages'),
     (_PLAIN._replace(reads=('baseline',)), {}, r"reads: there is no \['baseline'\]"),
     (_PLAIN._replace(reads=('values',)), {}, 'value_loss: .*there is no critic'),
-    (algorithms.remax(rewards=(rewards.by_reward_to_go,)), {}, 'rewards: the greedy'),
+    (
+      algorithms.remax(rewards=(reward_transforms.by_reward_to_go,)),
+      {},
+      'rewards: the greedy',
+    ),
     (_PLAIN, {'samples': 1}, 'samples is 1'),
     (algorithms.rloo(kl_coef=0.0), {'samples': 1}, 'samples is 1'),
     (
-      algorithms.distillation(rewards=(rewards.by_reward_to_go,)),
+      algorithms.distillation(rewards=(reward_transforms.by_reward_to_go,)),
       {'reference': 'x'},
       'rewards, or a KL in the reward: these',
     ),

@@ -1,7 +1,7 @@
 """Beams and trees over turns: by scripted values, and on the engine."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import test_rollout
 import tiny
 
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.train import rollout
@@ -28,10 +29,6 @@ class Line:
   @property
   def status(self):
     return 'done' if len(self.digits) == TURNS else None
-
-  @property
-  def tokens(self):
-    return np.array(self.digits)
 
   async def fork(self, number):
     other = copy.copy(self)
@@ -59,8 +56,8 @@ def _best(prefix=()):
   return max(_best((*prefix, digit)) for digit in _digits(prefix))
 
 
-async def _perfect(texts):
-  return np.array([_best(tuple(map(int, text))) for text in texts])
+async def _perfect(lines):
+  return np.array([_best(line.digits) for line in lines])
 
 
 @pytest.mark.parametrize(
@@ -80,8 +77,8 @@ async def test_a_perfect_value_finds_the_best(search):
 async def test_a_tree_looks_further_than_one_turn():
   """Where only ends have values, more simulations find better ones."""
 
-  async def read(texts):
-    return np.array([float(sum(text)) if len(text) == TURNS else 0.0 for text in texts])
+  async def read(lines):
+    return np.array([float(sum(x.digits)) if x.status else 0.0 for x in lines])
 
   play = lambda n: search_lib.Tree(n, TRIED, NONE, exploration=1000.0).play(Line(), read)
   few, many = await play(TRIED), await play(120)
@@ -140,6 +137,40 @@ def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
   assert len(states) > 5
   assert prefilled < 2 * len(distinct) - t.metrics['sampled_tokens'] + 16 * len(states)
   assert prefilled < sum(map(len, states)) / 1.5
+
+
+class Reader(NamedTuple):
+  """In place of a search: one episode, whose value is read after each turn."""
+
+  critic: Any
+  seen: list
+  implicit: bool = True
+  rows: int = 2
+
+  async def play(self, root, read):
+    while root.status is None:
+      await root.take_turn()
+      self.seen.extend(await read([root]))
+    return root
+
+
+def test_an_implicit_value_is_the_log_prob_of_the_replies_so_far():
+  critic, seen = tiny.params(tiny.config(), likely={100: 0.5}), []
+  size = test_rollout._SLOTS
+  engine = tiny.engine(
+    test_rollout._params(), guides={guide_lib.FORCED: None}, slots=size, bucket=size
+  )
+  reader: Any = Reader(engine.make_policy(critic, 0), seen)
+  (t,) = test_rollout._collect(
+    lambda: Env(forever=True),
+    test_rollout._tasks(1),
+    engine=engine,
+    decoding=rollout.Decoding(choice=reader),
+  )
+  (logprobs,) = tiny.learned(critic, t.segments)
+  sums = [logprobs[turn.start : turn.stop].sum() for turn in t.turns]
+  assert len(sums) == 3
+  np.testing.assert_allclose(seen, np.cumsum(sums), atol=1e-3)
 
 
 def test_an_environment_without_clones_is_refused():

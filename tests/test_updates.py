@@ -170,13 +170,13 @@ def test_the_warm_up_trains_the_critic_alone():
 
 
 def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
-  used, less_kl = [], credit.rewards_lib.less_kl
+  used, less_kl = [], credit.reward_transforms.less_kl
 
   def spy(table, *, coef, estimator):
     used.append(coef)
     return less_kl(table, coef=coef, estimator=estimator)
 
-  monkeypatch.setattr(credit.rewards_lib, 'less_kl', spy)
+  monkeypatch.setattr(credit.reward_transforms, 'less_kl', spy)
   monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
   plan = _plan(_PPO, minibatches=2)
   train_state = _start(plan)

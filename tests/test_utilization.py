@@ -1,21 +1,15 @@
 """utilization.py of experiments/bench runs, and speaks of the schedule that trains."""
 
 import json
-import subprocess
-import sys
+
+import script
 
 
 def test_every_mode_is_measured(tmp_path):
-  command = [
-    sys.executable,
-    '-m',
-    'experiments.bench.utilization',
-    '--steps=9',
-    '--tails=1',
-  ]
+  command = ['-m', 'experiments.bench.utilization', '--steps=9', '--tails=1']
   sizes = ['--episodes=16', '--mean=32', '--segment=0.002']
   picture = f'--picture={tmp_path / "u.png"}'
-  done = subprocess.run([*command, *sizes, picture], capture_output=True, text=True)
+  done = script.run(*command, *sizes, picture)
   assert done.returncode == 0, done.stderr
   found = {c['mode']: c for c in map(json.loads, done.stdout.splitlines())}
   assert list(found) == [

@@ -247,17 +247,12 @@ class TestCommand:
   @pytest.mark.parametrize(
     ('name', 'said'),
     [
-      ('missing.eval', r'missing\.eval cannot be read: No such file'),
-      ('text.eval', r'text\.eval is no log of trajectories'),
       ('cut.eval', r'cut\.eval is no log of trajectories'),
       ('deep.eval', r'deep\.eval is no log of trajectories'),
-      ('empty', r'empty is a folder without logs \(\*\.eval\)'),
       ('.', r'is a folder without logs \(\*\.eval\); there are some in .*/logs'),
     ],
   )
   def test_mistakes_are_told_in_a_line(self, tmp_path, name, said, monkeypatch, capsys):
-    (tmp_path / 'empty').mkdir()
-    (tmp_path / 'text.eval').write_text('words')
     write(tmp_path / 'logs' / 'a.eval', [trajectory()])
     whole = (tmp_path / 'logs' / 'a.eval').read_bytes()
     (tmp_path / 'cut.eval').write_bytes(whole[: len(whole) // 2])
@@ -337,7 +332,7 @@ class TestContract:
   def test_inspect_reads_what_was_written(self, tmp_path):
     path = tmp_path / 'a.eval'
     group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
-    columns = {'columns': {'tokens': [1, 2], 'logprobs': [-0.5, 0.0]}}
+    columns = {'columns': {'tokens': [1, 2], 'old_logprobs': [-0.5, 0.0]}}
     write(path, [*group, failed()], extra=[columns] * 4)
     command = [INSPECT, '-c', READER, path, tmp_path]
     done = subprocess.run(command, capture_output=True, timeout=300, check=True)

@@ -30,7 +30,13 @@ TEXTS = (
 VOCAB = 300
 
 # One size for most tests, so that they share what is compiled.
-SIZES = {'rows': 6, 'slots': 128, 'steps': 8, 'feed_rows': 4, 'feed_tokens': 8}
+SIZES = {
+  'rows': 6,
+  'slots': 128,
+  'decode_steps': 8,
+  'prefill_rows': 4,
+  'prefill_tokens': 8,
+}
 BUCKET = 64
 
 
@@ -168,9 +174,11 @@ def assert_on_policy(tree: decoder.Params, segments: Sequence[types.Segment], **
   assert segments
   for segment, logprobs in zip(segments, learned(tree, segments, **kwargs), strict=True):
     mask = segment.action_mask
-    assert segment.tokens.shape == mask.shape == segment.logprobs.shape
-    np.testing.assert_allclose(segment.logprobs[mask], logprobs[mask], atol=2e-5)
-    assert not segment.logprobs[~mask].any()
+    assert segment.tokens.shape == mask.shape == segment.behaviour_logprobs.shape
+    np.testing.assert_allclose(
+      segment.behaviour_logprobs[mask], logprobs[mask], atol=2e-5
+    )
+    assert not segment.behaviour_logprobs[~mask].any()
 
 
 def within(fn, *args, seconds: float = 900.0, **kwargs):

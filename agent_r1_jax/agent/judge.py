@@ -1,4 +1,4 @@
-"""A judge as a reward function: another model reads the conversation and says a number.
+"""A judge as a reward function: another model reads the conversation and scores it.
 
 judge = Judge(openai_endpoint(URL, 'judge-7b'), PROMPT, budget=5000)
 reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
@@ -61,7 +61,7 @@ def openai_endpoint(
 
 
 class Judge:
-  """A reward function that asks a judge, and not twice the same.
+  """A reward function that asks a judge, once for equal conversations.
 
   An answer that is late, broken or out of the range is a failure: it is counted, and
   raises, so that its trajectory is masked as an error and not scored 0; with a `fallback`
@@ -108,31 +108,48 @@ class Judge:
     self._low, self._high, self._fallback = low, high, fallback
     self._seconds, self._budget, self._parallel = seconds, budget, parallel
     self._running, self._remember = 0, remember
-    self._cache: dict[str, float] = {}
+    self._scores: dict[str, float] = {}
+    # The calls under way, by event loop and prompt.
+    self._calls: dict[tuple, asyncio.Task[float]] = {}
     self.counts: collections.Counter[str] = collections.Counter()
 
   async def __call__(self, task: types.Task, messages: list[types.Message]) -> float:
     """Returns the judge's score of a conversation."""
-    said = messages[len(task.messages) :]
+    replies = messages[len(task.messages) :]
     prompt = self._prompt.format(
       question='\n'.join(m['content'] for m in task.messages),
       answer=task.answer,
-      conversation='\n\n'.join(f'{m["role"]}: {m["content"]}' for m in said),
+      conversation='\n\n'.join(f'{m["role"]}: {m["content"]}' for m in replies),
     )
-    if prompt in self._cache:
+    key = asyncio.get_running_loop(), prompt
+    if prompt in self._scores or key in self._calls:
       self.counts['cached'] += 1
-      return self._cache[prompt]
+    if prompt in self._scores:
+      return self._scores[prompt]
+    if key not in self._calls:
+      call = self._calls[key] = asyncio.ensure_future(self._find_score(prompt))
+      call.add_done_callback(lambda call: self._forget_call(key, call))
+    # Others may wait for it, so that it goes on where this conversation's time is over.
+    return await asyncio.shield(self._calls[key])
+
+  def _forget_call(self, key, call: asyncio.Task[float]):
+    del self._calls[key]
+    if not call.cancelled():
+      call.exception()  # Nobody may wait for it any longer; asyncio would warn of it.
+
+  async def _find_score(self, prompt: str) -> float:
+    """Asks within the time limit; remembers a score, and counts a failure."""
     try:
       score = await workers.call(self._judge, prompt, name='judge', seconds=self._seconds)
-      self._cache[prompt] = score
-      while len(self._cache) > self._remember:
-        del self._cache[next(iter(self._cache))]
-      return score
     except Exception as error:
       self.counts['failures'] += 1
       if self._fallback is None:
         raise JudgeError(f'the judge gave no score: {error!r:.300}') from error
       return self._fallback
+    self._scores[prompt] = score
+    while len(self._scores) > self._remember:
+      del self._scores[next(iter(self._scores))]
+    return score
 
   async def _judge(self, prompt: str) -> float:
     # A semaphore would belong to one event loop; rewards may move to another.
@@ -147,8 +164,8 @@ class Judge:
       text = await self._ask(prompt)
     finally:
       self._running -= 1
-    if not (found := _SCORE.findall(text)):
+    if not (numbers := _SCORE.findall(text)):
       raise ValueError(f"no 'Score: NUMBER' in {text[-200:]!r}")
-    if not self._low <= (score := float(found[-1])) <= self._high:
+    if not self._low <= (score := float(numbers[-1])) <= self._high:
       raise ValueError(f'the score {score} is not within {self._low} and {self._high}')
     return score

@@ -29,6 +29,8 @@ from agent_r1_jax.agent import env as env_lib
 
 # A program's output is kept to so many bytes, the last ones.
 _KEPT = 1 << 16
+# When a program has ended, what it printed last is waited for so many seconds.
+_CLOSE_SECONDS = 1.0
 Output = env_lib.Score | None
 
 
@@ -116,31 +118,63 @@ def process(
 
 
 async def _run_process(command, read, cwd, task: types.Task, url: str) -> Output:
-  asked = json.dumps({'id': task.id, 'messages': task.messages}) + '\n'
-  # Files and not pipes: what the program has left behind may hold a pipe open for ever.
-  with contextlib.ExitStack() as stack:
-    files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-    files[0].write(asked.encode())
-    files[0].seek(0)
-    child = await asyncio.create_subprocess_exec(
-      *command,
-      stdin=files[0],
-      stdout=files[1],
-      stderr=files[2],
-      cwd=cwd,
-      env={**os.environ, 'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
-      start_new_session=True,
-    )
+  line = json.dumps({'id': task.id, 'messages': task.messages}) + '\n'
+  async with contextlib.AsyncExitStack() as stack:
+    stdin = stack.enter_context(tempfile.TemporaryFile())
+    stdin.write(line.encode())
+    stdin.seek(0)
+    stdout, stdout_end = await _open_pipe(stack)
+    stderr, stderr_end = await _open_pipe(stack)
+    with stdout_end, stderr_end:  # The program has them once it is started.
+      child = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=stdin,
+        stdout=stdout_end,
+        stderr=stderr_end,
+        cwd=cwd,
+        env={**os.environ, 'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
+        start_new_session=True,
+      )
     try:
       status = await child.wait()
     finally:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
       await child.wait()
-    return read(status, f'{_read_end(files[2])}\n{_read_end(files[1])}')
+    # What the program has left behind may hold the pipes open for ever.
+    await asyncio.wait([stdout.closed, stderr.closed], timeout=_CLOSE_SECONDS)
+    return read(status, f'{stderr.text}\n{stdout.text}')
 
 
-def _read_end(file: IO[bytes]) -> str:
-  """Returns the last of what was written to a file."""
-  file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT))
-  return file.read(_KEPT).decode(errors='replace')
+async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple['_Output', IO[bytes]]:
+  """Opens a pipe; returns what is read from it, and the end to write to."""
+  reader, writer = (
+    os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ('rb', 'wb'), strict=True)
+  )
+  loop = asyncio.get_running_loop()
+  transport, output = await loop.connect_read_pipe(_Output, reader)
+  stack.callback(transport.close)
+  return output, writer
+
+
+class _Output(asyncio.Protocol):
+  """Keeps the end of what a program prints, however much it is.
+
+  Attributes:
+    closed: A future; it is done when nobody can write any more.
+  """
+
+  def __init__(self):
+    self.closed, self._end = asyncio.get_running_loop().create_future(), bytearray()
+
+  def data_received(self, data: bytes):
+    self._end += data
+    del self._end[:-_KEPT]
+
+  def connection_lost(self, exc: Exception | None):
+    if not self.closed.done():
+      self.closed.set_result(None)
+
+  @property
+  def text(self) -> str:
+    return self._end.decode(errors='replace')

@@ -1,5 +1,6 @@
 """Rewards that fit any task: mixtures, the format of calls, and potential shaping."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 import contextvars
 import math
@@ -29,6 +30,8 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
 
     hybrid(outcome=(1.0, em), model=(optax.linear_schedule(0.3, 0.0, 40), model))
 
+  The parts are computed at the same time.
+
   Args:
     **parts: A weight and a reward function, sync or async, which returns a number.
   """
@@ -44,11 +47,19 @@ def hybrid(**parts: tuple[Weight, env_lib.Reward]) -> env_lib.Reward:
   async def reward(
     task: types.Task, messages: Messages, status: str = 'done'
   ) -> dict[str, float]:
-    return {
-      name: weigh(weight)
-      * await _call_reward(env_lib.bind_status(part, status), task, messages)
-      for name, (weight, part) in parts.items()
-    }
+    calls = [
+      asyncio.ensure_future(
+        _call_reward(env_lib.bind_status(part, status), task, messages)
+      )
+      for _, part in parts.values()
+    ]
+    try:
+      values = await asyncio.gather(*calls)
+    finally:
+      for call in calls:  # Where one fails, nobody needs the others.
+        call.cancel()
+    weights = [weigh(weight) for weight, _ in parts.values()]
+    return {n: w * v for n, w, v in zip(parts, weights, values, strict=True)}
 
   return reward
 

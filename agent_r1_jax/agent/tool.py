@@ -177,19 +177,27 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   """Calls a tool within its timeout; never raises, whatever the tool does."""
-  start = _clock()
+  start, retries = _clock(), 0
   breaker = _breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
-  if breaker.hold_back():
+  # Calls that never reach the tool say nothing about it, and must not use up the one
+  # call that an isolated tool is tried with.
+  if problem := _find_problem(tool, arguments):
+    result = ToolResult(f'Error: {tool.name}: {problem}', ok=False)
+  elif breaker.hold_back():
     text = f'Error: {tool.name}: the tool failed too often and is not called for now'
-    return ToolResult(text, ok=False, isolated=True)
-  result, retries = await _attempt(tool, arguments, tool.timeout), 0
-  for pause in _PAUSES if tool.idempotent else ():
-    left = start + tool.timeout - _clock() - pause
-    if not result.failed or left <= 0:
-      break
-    await _sleep(pause)
-    result, retries = await _attempt(tool, arguments, left), retries + 1
-  breaker.record(result.failed)
+    result = ToolResult(text, ok=False, isolated=True)
+  else:
+    result = await _attempt(tool, arguments, tool.timeout)
+    for pause in _PAUSES if tool.idempotent else ():
+      left = start + tool.timeout - _clock() - pause
+      if not result.failed or left <= 0:
+        break
+      await _sleep(pause)
+      result, retries = await _attempt(tool, arguments, left), retries + 1
+    # Other exceptions may be due to the arguments: they show neither that the tool works
+    # nor that it does not.
+    if result.ok or result.failed:
+      breaker.record(result.failed)
   text = result.text
   if len(text) > MAX_CHARS:
     text = f'{text[:MAX_CHARS]}\n[cut: {len(text):,} characters in all]'
@@ -209,8 +217,6 @@ async def _attempt(
 
   fn = run_async if workers.is_async(tool.fn) else run
   try:
-    if problem := _find_problem(tool, arguments):
-      return ToolResult(f'Error: {tool.name}: {problem}', ok=False)
     return await workers.call(fn, name=tool.name, seconds=seconds)
   except workers.CallTimeoutError as error:
     return ToolResult(f'Error: {error}', ok=False, timed_out=True, failed=True)
@@ -258,7 +264,10 @@ def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     return f'unknown argument {unknown[0]!r}; it takes {", ".join(known) or "none"}'
   # With an empty registry, the library downloads no $ref.
   validator = _validator()(parameters, registry=referencing.Registry())
-  error = exceptions.best_match(validator.iter_errors(dict(arguments)))
+  try:
+    error = exceptions.best_match(validator.iter_errors(dict(arguments)))
+  except Exception as failure:  # For example, a $ref that leads nowhere.
+    return workers.describe_error(failure)
   if error is None:
     return None
   path = error.json_path.removeprefix('$').removeprefix('.')

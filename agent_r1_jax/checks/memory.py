@@ -268,8 +268,8 @@ def _sampling_terms(config, model, machine) -> dict[str, float]:
     decode['decode: logits and scores'] += 2 * width * heads * sizes.slots * _FLOAT
     decode['decode: copy of the cache'] = copies * width * sizes.slots * slot
   # Replicas that share a chip prefill at the same time.
-  fed = min(sizes.feed_rows * sizes.replicas, sizes.rows)
-  tokens = fed * sizes.feed_tokens
+  fed = min(sizes.prefill_rows * sizes.replicas, sizes.rows)
+  tokens = fed * sizes.prefill_tokens
   size = jnp.dtype(model.dtype).itemsize
   hidden = tokens * (2 * model.mlp_dim / tensor + 4 * model.embed_dim) * size
   prefill = {

@@ -269,14 +269,14 @@ def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
   given = config.engine
   if not given.rows:
     rows = _round_up(rows, given.replicas or 1)
-  feed_rows, feed_tokens = _FEED[machine.platform]
+  prefill_rows, prefill_tokens = _FEED[machine.platform]
   bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
   engine = dataclasses.replace(
     given,
     slots=slots,
     rows=rows,
-    feed_rows=given.feed_rows or min(feed_rows, rows),
-    feed_tokens=given.feed_tokens or feed_tokens,
+    prefill_rows=given.prefill_rows or min(prefill_rows, rows),
+    prefill_tokens=given.prefill_tokens or prefill_tokens,
     bucket=given.bucket or min(slots, bucket),
     replicas=given.replicas or _choose_replicas(config, rows, machine),
   )

@@ -12,6 +12,7 @@ from agent_r1_jax import fields
 from agent_r1_jax.config.agent import TOOL_FORMATS as TOOL_FORMATS
 from agent_r1_jax.config.agent import Chat as Chat
 from agent_r1_jax.config.agent import Limits as Limits
+from agent_r1_jax.config.engine import GREEDY as GREEDY
 from agent_r1_jax.config.engine import SIZES as SIZES
 from agent_r1_jax.config.engine import Engine as Engine
 from agent_r1_jax.config.engine import Sampling as Sampling

@@ -10,8 +10,8 @@ SIZES = (
   'engine.slots',
   'batch.row_tokens',
   'batch.microbatch',
-  'engine.feed_rows',
-  'engine.feed_tokens',
+  'engine.prefill_rows',
+  'engine.prefill_tokens',
   'engine.bucket',
   'engine.replicas',
 )
@@ -19,7 +19,7 @@ SIZES = (
 
 @dataclasses.dataclass
 class Sampling:
-  """How the tokens of replies are chosen, in training or in evaluations.
+  """How the tokens of replies are chosen: in training, in evaluations, of one request.
 
   A policy is trained on samples of its own distribution: a training run that truncates it
   or restricts it by a grammar needs an algorithm with a correction.
@@ -33,7 +33,8 @@ class Sampling:
     min_p: Only tokens may be chosen that are at least this many times as probable as the
       likeliest one; 0 allows all.
     tool_grammar: Whether a grammar restricts tool calls to the schemas of the
-      environment's tools, so that none is malformed; only for the format 'hermes'.
+      environment's tools, so that none is malformed; only for the format 'hermes'. A
+      request to the engine has its grammar among `automata`, and this is not read.
   """
 
   temperature: float = 1.0
@@ -47,9 +48,17 @@ class Sampling:
     fields.check(self, part, share=('top_p',), at_most_1=('min_p',))
 
   @property
+  def truncated(self) -> bool:
+    """Whether top_k, top_p or min_p forbids tokens."""
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+  @property
   def on_policy(self) -> bool:
     """Whether the tokens follow the distribution whose log-probs are trained."""
-    return dataclasses.replace(self, temperature=1.0) == Sampling()
+    return not (self.truncated or self.tool_grammar)
+
+
+GREEDY = Sampling(temperature=0.0)
 
 
 @dataclasses.dataclass
@@ -60,8 +69,8 @@ class Engine:
     rows: Rows of the KV cache, so episodes at a time, on each chip (or `mesh.tensor`).
     slots: The most tokens of a row: prompt, replies and tool messages together.
     decode_steps: Tokens sampled by one decode.
-    feed_rows: Rows of one prefill.
-    feed_tokens: Tokens of each row in one prefill.
+    prefill_rows: Rows of one prefill.
+    prefill_tokens: Tokens of each row in one prefill.
     bucket: The least slots that a cache read covers; reads double from there to slots.
     width: The most rows that are decoded at a time; 0 is all. With slow tools, take half
       of rows.
@@ -73,8 +82,8 @@ class Engine:
   rows: int = 0
   slots: int = 0
   decode_steps: int = 32
-  feed_rows: int = 0
-  feed_tokens: int = 0
+  prefill_rows: int = 0
+  prefill_tokens: int = 0
   bucket: int = 0
   width: int = 0
   narrow: bool = True

@@ -22,8 +22,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
@@ -86,11 +86,11 @@ class Engine:
     ]
     for replica in self.replicas:
       replica.interrupted = lambda: self.interrupted()
-    # The parameters that the replicas' policy is made of, and those it was last made of.
+    # The engine's parameters, and those that the replicas' policy was last made of.
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
-    self._loop: loop_lib.Loop | None = None
+    self._loop: event_loop.Loop | None = None
 
   def run(self, coroutines: Iterable[Coroutine]) -> list:
     """Runs clients to their ends and returns their results in order.
@@ -98,16 +98,19 @@ class Engine:
     The first exception of one of them or of the engine cancels the others and is raised.
     """
     with self.open():
-      return loop_lib.wait(self.start(coroutines)).result()
+      return event_loop.wait(self.start(coroutines)).result()
 
   @contextlib.contextmanager
   def open(self) -> Iterator[None]:
-    """Allows `start` inside `with`, at whose end everything that it started is ended."""
+    """Runs the event loop inside `with`, so that `start` can be called.
+
+    At the end of the block, clients that are still under way are cancelled.
+    """
     if self._loop:
       yield
       return
     self._sync()
-    self._loop = loop_lib.Loop(self.replicas)
+    self._loop = event_loop.Loop(self.replicas)
     try:
       yield
     finally:
@@ -116,7 +119,7 @@ class Engine:
 
   @property
   def busy(self) -> bool:
-    """Whether clients are under way, or replies that no client awaits any more."""
+    """Whether a client is under way, or a reply is, even if no client awaits it."""
     clients = self._loop is not None and self._loop.busy
     return clients or any(replica.load for replica in self.replicas)
 
@@ -184,9 +187,9 @@ class Engine:
 
     Nothing is copied if `params` are those of the engine's own policy.
     """
-    own = self.replicas[0].policy
-    if params is self._synced and own is not None:
-      return replica_lib.Policy(own.copies, policy_step, own.version)
+    synced = self.replicas[0].policy
+    if params is self._synced and synced is not None:
+      return replica_lib.Policy(synced.copies, policy_step, synced.version)
     copies = self._copy_params(params)
     return replica_lib.Policy(copies, policy_step, next(self._versions))
 

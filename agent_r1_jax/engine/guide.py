@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
-from agent_r1_jax.engine import sampling as sampling_lib
+from agent_r1_jax import config as config_lib
 
 # A tree of arrays: of one row in Guide.off and in requests, of all rows, [M, ...], in the
 # functions.
@@ -126,13 +126,10 @@ TRUNCATION = Guide(
 )
 
 
-def truncation_state(sampling: sampling_lib.Sampling) -> dict[str, np.generic]:
+def truncation_state(sampling: config_lib.Sampling) -> dict[str, np.generic]:
   """Returns the state of TRUNCATION for one row."""
-  return {
-    'top_k': np.int32(sampling.top_k),
-    'top_p': np.float32(sampling.top_p),
-    'min_p': np.float32(sampling.min_p),
-  }
+  off = TRUNCATION.off
+  return {name: off[name].dtype.type(getattr(sampling, name)) for name in off}
 
 
 def make_value_guide(k: int) -> Guide:
@@ -162,29 +159,30 @@ def make_value_guide(k: int) -> Guide:
   return Guide(off={'inverse_beta': np.float32(0)}, logits=weigh)
 
 
-# The most tokens of a reply that FORCED can say.
+# The most tokens of a reply that FORCED can force.
 FORCED_TOKENS = 1024
 
 
 def _force(params, state, logits_MV, hidden):
-  at_M = jnp.minimum(state['said'], FORCED_TOKENS - 1)[:, None]
-  token_M1 = jnp.take_along_axis(state['tokens'], at_M, axis=1)
+  position_M1 = jnp.minimum(state['position'], FORCED_TOKENS - 1)[:, None]
+  token_M1 = jnp.take_along_axis(state['tokens'], position_M1, axis=1)
   return jnp.where(jnp.arange(logits_MV.shape[1])[None] == token_M1, logits_MV, -jnp.inf)
 
 
-# Says a given reply, whose log-probs are then those of the request's policy.
+# Makes the reply the tokens of its state, so that their log-probs under the request's
+# policy are reported.
 FORCED = Guide(
-  off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'said': np.int32(0)},
+  off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'position': np.int32(0)},
   logits=_force,
   advance=lambda params, state, tokens: (
-    state | {'said': state['said'] + 1},
+    state | {'position': state['position'] + 1},
     jnp.zeros(tokens.shape, bool),
   ),
 )
 
 
 def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
-  """Returns the state of FORCED in which it says these tokens.
+  """Returns the state of FORCED with which the reply is these tokens.
 
   Raises:
     ValueError: There are too many.
@@ -196,4 +194,4 @@ def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
     )
   padded = np.zeros(FORCED_TOKENS, np.int32)
   padded[: len(tokens)] = tokens
-  return {'tokens': padded, 'said': np.int32(0)}
+  return {'tokens': padded, 'position': np.int32(0)}

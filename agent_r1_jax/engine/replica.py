@@ -1,10 +1,10 @@
 """A replica: the rows of one cache, and what is computed for them next.
 
-It answers requests by the engine's policy or by another one that a request names.
+It answers requests by the engine's policy, or by another policy that a request names.
 
-Clients submit requests; `serve` gives their texts rows, prefills what is not in the cache
-yet, decodes some tokens of all that are ready, and hands out chunks. A decode runs in a
-thread of its own, so that tools run while the device does.
+Clients submit requests. `serve` gives their texts rows, prefills what is not in the cache
+yet, decodes some tokens of all rows that are prefilled, and adds them to the replies. A
+decode runs in a thread of its own, so that tools run while the device does.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
@@ -115,55 +115,60 @@ class Replica:
 
   def start(self):
     """Prepares for `serve`, in the event loop that it will run in."""
-    self._wake, self._places = asyncio.Event(), asyncio.Semaphore(self.sizes.rows)
-    # The clients that wait for a row's place, in a line for each policy's version.
-    self._lines = collections.defaultdict(asyncio.Lock)
-    self._taking = asyncio.Lock()
-    self._reserved = 0
-    self._live: list[running_lib.Running] = []
-    # Replies of the last decode after which nobody has asked for another yet.
-    self._answered = 0
-    self._decoded: float | None = None
-    self._served: Policy | None = None
-    # Its own: whatever hangs in other threads, decodes do not wait for it.
+    # Requests that wait or are under way, and what tells `serve` that one came or ended.
+    self._active: list[active_request.ActiveRequest] = []
+    self._changed = asyncio.Event()
+    # For `reserve`: the rows that no client has reserved, a queue of clients for each
+    # policy's version, a lock for the client that takes rows, and how many have some.
+    self._free_rows = asyncio.Semaphore(self.sizes.rows)
+    self._queues = collections.defaultdict(asyncio.Lock)
+    self._taking_rows = asyncio.Lock()
+    self._reservations = 0
+    # The policy that the last piece of work was for; None is the engine's own.
+    self._last_policy: Policy | None = None
+    # How many replies ended in the last decode, less the requests that came since.
+    self._unanswered_replies = 0
+    # When the last decode ended, for Stats.host_seconds; None once that is counted.
+    self._decode_end: float | None = None
+    # Decodes have a thread of their own, so as not to wait for what hangs in another.
     self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
     self.rows.stop_sharing()
 
   def stop(self):
     """Waits for a decode that is under way, and cancels the requests that are left."""
     self._thread.shutdown()
-    for running in self._live:
-      running.generation.cancel()
+    for active in self._active:
+      active.generation.cancel()
     self._drop_done()
 
   @property
   def load(self) -> int:
     """Requests that are waiting or under way."""
-    return sum(not running.generation.done for running in self._live)
+    return sum(not active.generation.done for active in self._active)
 
   @contextlib.asynccontextmanager
   async def reserve(
     self, policy: Policy | None = None, rows: int = 1
   ) -> AsyncIterator['Replica']:
     """Waits until as many rows are not reserved; see Engine.reserve."""
-    first_in_line = self._lines[policy.version if policy else None]
+    queue = self._queues[policy.version if policy else None]
     taken = 0
     try:
-      # The locks serve whoever came first. As no more than one client of each policy
-      # waits for the second, the policies get their rows in turns. Two clients that each
-      # had some of their rows would wait for each other's.
-      async with first_in_line, self._taking:
+      # A lock lets clients in as they came. Only the first of each policy's queue waits
+      # for the second lock, so that the policies get their rows in turns. A client takes
+      # all its rows before the next one: two that each had some would wait for ever.
+      async with queue, self._taking_rows:
         while taken < rows:
-          await self._places.acquire()
+          await self._free_rows.acquire()
           taken += 1
-      self._reserved += 1
+      self._reservations += 1
       try:
         yield self
       finally:
-        self._reserved -= 1
+        self._reservations -= 1
     finally:
       for _ in range(taken):
-        self._places.release()
+        self._free_rows.release()
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
     """Takes a request; only inside the event loop that `serve` runs in.
@@ -179,7 +184,7 @@ class Replica:
       guides=self.guides,
     )
     parent, tokens = request.parent, np.asarray(request.tokens, np.int32)
-    if any(r.generation.text is parent and not r.generation.done for r in self._live):
+    if any(a.generation.text is parent and not a.generation.done for a in self._active):
       raise ValueError(
         'The text is being sampled for another request: wait for that one, cancel it, or '
         'fork the text.'
@@ -192,11 +197,10 @@ class Replica:
       prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
     number = next(self._numbers)
-    generation = request_lib.Generation(request, text, number, self._wake.set)
-    self._live.append(running_lib.Running(generation, self.guides, automata))
-    # Nobody waits any more for the next request of a client that got its reply.
-    self._answered -= 1
-    self._wake.set()
+    generation = request_lib.Generation(request, text, number, self._changed.set)
+    self._active.append(active_request.ActiveRequest(generation, self.guides, automata))
+    self._unanswered_replies -= 1
+    self._changed.set()
     return generation
 
   def warm_up(self, on_done: Callable[[], None], automata: Sequence[types.Automaton]):
@@ -214,7 +218,8 @@ class Replica:
       on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
     for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
-      self._call_decode(params, *self._arguments({}, size), bucket)
+      arguments = active_request.make_decode_arguments({}, size, self.guides, sizes.rows)
+      self._call_decode(params, *arguments, bucket)
       on_done()
     for state in acquired:
       self.pool.release(state)
@@ -230,13 +235,13 @@ class Replica:
         raise PreemptedError
       await self._wait_for_clients()
       self._drop_done()
-      if self._live:
+      if self._active:
         await self._work()
       else:
-        self._decoded = self._served = None
+        self._decode_end = self._last_policy = None
         start = time.perf_counter()
         await self._wait(_POLL_SECONDS)
-        if self._reserved:
+        if self._reservations:
           self.stats.idle_seconds += time.perf_counter() - start
 
   async def _work(self):
@@ -244,69 +249,77 @@ class Replica:
     policy, chosen = self._choose_requests()
     if not chosen:
       return  # Requests of another policy run in all rows.
-    if self._decoded is not None:
-      self.stats.host_seconds += time.perf_counter() - self._decoded
-      self._decoded = None
+    if self._decode_end is not None:
+      self.stats.host_seconds += time.perf_counter() - self._decode_end
+      self._decode_end = None
     params = policy.copies[self._copy_index]
     if not self._prefill(params, chosen):
       await self._decode(params, policy.step, chosen)
 
   async def _wait_for_clients(self):
-    """Lets the clients that got replies ask for more, before the device works again."""
+    """Lets the clients that got replies ask for more, before the device works again.
+
+    Their next requests then share the next prefill and decode.
+    """
     await asyncio.sleep(0)
     # Environments answer from another thread, which takes a moment.
     end = time.perf_counter() + _ANSWER_SECONDS
-    while self._answered > 0 and (left := end - time.perf_counter()) > 0:
+    while self._unanswered_replies > 0 and (left := end - time.perf_counter()) > 0:
       await self._wait(left)
-    self._answered = 0
+    self._unanswered_replies = 0
 
   async def _wait(self, seconds: float):
     """Waits until a request comes or is cancelled, at most this long."""
-    self._wake.clear()
+    self._changed.clear()
     # Not asyncio.wait_for: in Python 3.11 it may swallow a cancellation.
-    poll = asyncio.get_running_loop().call_later(seconds, self._wake.set)
+    poll = asyncio.get_running_loop().call_later(seconds, self._changed.set)
     try:
-      await self._wake.wait()
+      await self._changed.wait()
     finally:
       poll.cancel()
 
   def _drop_done(self):
     """Frees the rows and automata of requests that have ended or were cancelled."""
-    for running in self._live:
-      if running.generation.done:
-        running.release_row()
-        self.pool.release(running.automata)
-    self._live = [r for r in self._live if not r.generation.done]
+    for active in self._active:
+      if active.generation.done:
+        active.release_row()
+        self.pool.release(active.automata)
+    self._active = [active for active in self._active if not active.generation.done]
 
-  def _choose_requests(self) -> tuple[Policy, list[running_lib.Running]]:
+  def _choose_requests(self) -> tuple[Policy, list[active_request.ActiveRequest]]:
     """Chooses the requests of the next piece of work, and gives them rows.
 
     All are for one policy; if several are asked for, the policies take turns. Requests
     for the same policy are served in their order. (Decoding texts of similar length
     together was slower: decodes read fewer slots, but prefills became more and smaller.)
     """
-    asked = list(dict.fromkeys(r.generation.request.policy for r in self._live))
-    turn = asked.index(self._served) + 1 if self._served in asked else 0
-    self._served = asked[turn % len(asked)]
-    policy = self._served or self.policy
+    policies = list(dict.fromkeys(a.generation.request.policy for a in self._active))
+    last = self._last_policy
+    next_index = policies.index(last) + 1 if last in policies else 0
+    self._last_policy = policies[next_index % len(policies)]
+    policy = self._last_policy or self.policy
     assert policy is not None
-    mine = [r for r in self._live if r.generation.request.policy is self._served]
     chosen = []
-    for running in sorted(mine, key=lambda r: r.generation.number):
-      if running.row is None:
-        running.row = self.rows.assign(running.generation, policy.version)
-      if running.row is not None:
-        running.row.note_policy(policy.version)
-        chosen.append(running)
+    for active in self._active:  # In the order in which they were submitted.
+      if active.generation.request.policy is not self._last_policy:
+        continue
+      if active.row is None:
+        active.row = self.rows.assign(active.generation, policy.version)
+      if active.row is not None:
+        active.row.note_policy(policy.version)
+        chosen.append(active)
       if len(chosen) == self.sizes.decode_rows[-1]:
         break
     return policy, chosen
 
-  def _prefill(self, params, chosen: list[running_lib.Running]) -> bool:
-    """Copies shared prefixes or prefills one chunk a row; False if nothing is missing."""
-    begin = time.perf_counter()
-    most = self.sizes.prefill_rows[-1]
-    rows = [r.row for r in chosen if r.row and not r.row.prefilled]
+  def _prefill(self, params, chosen: list[active_request.ActiveRequest]) -> bool:
+    """Copies shared prefixes, or prefills some tokens of each row that lacks some.
+
+    Returns False if nothing is missing.
+    """
+    begin, sizes = time.perf_counter(), self.sizes
+    most = sizes.prefill_rows[-1]
+    rows = [active.row for active in chosen if active.row and not active.row.prefilled]
     copies, waiting = self.rows.find_sources(rows, most)
     if copies:
       self._copy(copies)
@@ -314,19 +327,18 @@ class Replica:
     rows = [row for row in rows if row not in waiting][:most]
     if not rows:
       return False
-    size = sizes_lib.round_up(self.sizes.prefill_rows, len(rows))
-    indices, start, count = np.zeros((3, size), np.int32)
-    indices[len(rows) :] = (
-      self.sizes.rows
-    )  # Past the last row: what it writes is dropped.
-    tokens = np.zeros((size, self.sizes.prefill_tokens), np.int32)
+    size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
+    # What is written to a row past the last one is dropped.
+    indices = np.full(size, sizes.rows, np.int32)
+    start, count = np.zeros((2, size), np.int32)
+    tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
     for m, row in enumerate(rows):
-      chunk = row.missing[: self.sizes.prefill_tokens]
-      indices[m], start[m], count[m] = row.index, row.cached, len(chunk)
-      tokens[m, : len(chunk)] = chunk
-      row.cached += len(chunk)
-      self.stats.prefilled += len(chunk)
-    bucket = sizes_lib.round_up(self.sizes.buckets, max(row.cached for row in rows))
+      missing = row.missing[: sizes.prefill_tokens]
+      indices[m], start[m], count[m] = row.index, row.cached, len(missing)
+      tokens[m, : len(missing)] = missing
+      row.cached += len(missing)
+      self.stats.prefilled += len(missing)
+    bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
     self._call_prefill(params, indices, start, tokens, count, bucket)
     self.stats.prefill_seconds += time.perf_counter() - begin
     return True
@@ -335,53 +347,56 @@ class Replica:
     """Copies prefixes from rows to others."""
     size = self.sizes.prefill_rows[-1]
     source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)
-    for m, (found, row) in enumerate(copies):
-      source[m], rows[m] = found.row.index, row.index
-      self.stats.shared += found.length - row.cached
-      row.cached = found.length
-    longest = max(found.length for found, _ in copies)
+    for m, (prefix, row) in enumerate(copies):
+      source[m], rows[m] = prefix.row.index, row.index
+      self.stats.shared += prefix.length - row.cached
+      row.cached = prefix.length
+    longest = max(prefix.length for prefix, _ in copies)
     self._call_copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
-  async def _decode(self, params, step: int, chosen: list[running_lib.Running]):
-    """Samples tokens for the rows that are prefilled, and hands out their chunks."""
+  async def _decode(self, params, step: int, chosen: list[active_request.ActiveRequest]):
+    """Samples tokens for the rows that are prefilled, and adds them to the replies."""
     start, sizes = time.perf_counter(), self.sizes
-    rows = {r: r.row for r in chosen if r.row and r.row.prefilled}
+    rows = {
+      active: active.row for active in chosen if active.row and active.row.prefilled
+    }
     size = sizes_lib.round_up(sizes.decode_rows, len(rows))
     longest = max(row.cached for row in rows.values())
-    bucket = sizes_lib.round_up(sizes.decode_buckets, longest + sizes.steps)
+    bucket = sizes_lib.round_up(sizes.decode_buckets, longest + sizes.decode_steps)
     in_place = sizes.decodes_in_place(size, bucket)
     places = {
-      row.index if in_place else m: running
-      for m, (running, row) in enumerate(rows.items())
+      row.index if in_place else m: active for m, (active, row) in enumerate(rows.items())
     }
-    arguments = self._arguments(places, size)
+    arguments = active_request.make_decode_arguments(
+      places, size, self.guides, sizes.rows
+    )
     top_wanted = bool(arguments[0].top.any())
 
     def decode():
       states, out = self._call_decode(params, *arguments, bucket)
-      # The log-probs of the likeliest tokens are many, and seldom asked for.
-      none = np.zeros((size, sizes.steps, 0), np.int32)
-      tops = jax.device_get(out[6:]) if top_wanted else (none, np.float32(none))
-      return jax.device_get(states), programs_lib.Decoded(*jax.device_get(out[:6]), *tops)
+      if not top_wanted:  # They are many, and need not come to the host.
+        none = np.zeros((size, sizes.decode_steps, 0), np.int32)
+        out = out._replace(top_tokens=none, top_logprobs=np.float32(none))
+      return jax.device_get((states, out))
 
-    # The call is made there, too: a CPU computes what one thread asks of it in turn.
+    # The call is made in the thread, too: on a CPU it computes before it returns.
     states, out = await self._in_thread(decode)
-    self._decoded = time.perf_counter()
-    self.stats.decode_seconds += self._decoded - start
+    self._decode_end = time.perf_counter()
+    self.stats.decode_seconds += self._decode_end - start
     self.stats.sampled += int(out.count.sum())
     self.stats.steps += int(out.count.max()) * size
-    for m, running in places.items():
+    for m, active in places.items():
       # A request that was cancelled meanwhile gets nothing: its text ends where it did.
-      if not running.generation.done:
+      if not active.generation.done:
         row_states = [jax.tree.map(lambda x, m=m: x[m], state) for state in states]
-        running.add_chunk(out, m, step, row_states)
-        self._answered += running.generation.done
+        active.add_chunk(out, m, step, row_states)
+        self._unanswered_replies += active.generation.done
 
-  def _arguments(self, places: dict[int, running_lib.Running], size: int):
-    return running_lib.make_decode_arguments(places, size, self.guides, self.sizes.rows)
+  # What reaches the device or its thread, each in one place: tests and simulations
+  # replace these methods.
 
-  def _in_thread(self, fn: Callable[[], Any]) -> asyncio.Future:
-    return asyncio.get_running_loop().run_in_executor(self._thread, fn)
+  def _in_thread(self, decode: Callable[[], Any]) -> asyncio.Future:
+    return asyncio.get_running_loop().run_in_executor(self._thread, decode)
 
   def _call_copy(self, source, rows, bucket):
     with sharding.use_mesh(self.mesh):
@@ -409,7 +424,7 @@ class Replica:
         tuple(self._guide_params.values()),
         config=self.config,
         guides=self.guides,
-        steps=self.sizes.steps,
+        steps=self.sizes.decode_steps,
         bucket=bucket,
         in_place=self.sizes.decodes_in_place(len(places.rows), bucket),
       )

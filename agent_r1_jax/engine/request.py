@@ -4,7 +4,7 @@ generation = engine.submit(Request(prompt, max_tokens=200))
 async for chunk in generation:      # as the tokens are sampled, or
   ...
 reply = await generation            # all of them together
-generation = engine.submit(Request(answer, parent=generation.text))  # goes on
+generation = engine.submit(Request(answer, parent=generation.text))  # continues it
 generation = engine.submit(Request(answer, parent=Fork(text, length=120)))  # branches
 """
 
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 
 
 def make_key(*parts: int | str) -> np.ndarray:
@@ -64,11 +64,6 @@ class Chunk(NamedTuple):
   values: np.ndarray
   behaviour_logprobs: np.ndarray
 
-  @property
-  def piece(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens as a piece of a segment that is trained (types.Segment.join)."""
-    return self.tokens, self.behaviour_logprobs, self.policy_steps
-
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
   """Joins the chunks of one reply, of which there is at least one."""
@@ -81,9 +76,9 @@ class Text:
   """A text that the engine holds: all tokens that were appended and sampled, in order.
 
   A text can be used for as long as someone refers to it. The engine keeps its keys and
-  values in a row of the cache, and gives the row to another text when it needs one: first
-  the rows of closed texts, then those that no request used for longest. A text that lost
-  its row is prefilled again when it goes on.
+  values in a row of the cache. When another text needs a row, it gets that of a closed
+  text, or else the least recently used one. A text that lost its row is prefilled again
+  when a request continues it.
 
   Attributes:
     replica: The replica whose cache holds the text.
@@ -104,7 +99,7 @@ class Text:
     return self._tokens
 
   def append(self, tokens: np.ndarray):
-    """Adds tokens at the end; only the engine does."""
+    """Adds tokens at the end; called by the engine only."""
     self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
 
   def close(self):
@@ -127,7 +122,8 @@ class Request:
     tokens: The tokens to append, int32 [n], at least one.
     parent: The text that they are appended to, or a fork of one; None begins a new text.
     max_tokens: The most tokens of the reply.
-    sampling: How the tokens of the reply are chosen.
+    sampling: How the tokens of the reply are chosen; by default the policy's own
+      distribution.
     key: uint32 [2], the randomness of the reply, from `make_key`: the same key, text and
       policy sample the same tokens.
     automata: Stop ids and strings that end the reply, or a grammar that restricts it; at
@@ -143,7 +139,7 @@ class Request:
   tokens: np.ndarray
   parent: Text | Fork | None = None
   max_tokens: int = 512
-  sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
+  sampling: config_lib.Sampling = dataclasses.field(default_factory=config_lib.Sampling)
   key: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.uint32))
   automata: Sequence[types.Automaton] = ()
   guides: Mapping[guide_lib.Guide, guide_lib.State] = dataclasses.field(
@@ -160,11 +156,12 @@ def check(
 
   What would fail later, while requests are served, would fail all others with it.
   """
+  request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
     raise ValueError(f'{added} tokens to append, {most} to sample: both need 1.')
-  given = np.asarray(request.tokens)
-  if len(outside := given[(given < 0) | (given >= vocab_size)]):
+  tokens = np.asarray(request.tokens)
+  if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
     raise ValueError(f'token {outside[0]} is none of the {vocab_size} of the policy.')
   if np.shape(request.key) != (2,):
     raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
@@ -206,7 +203,7 @@ class Generation:
     text: The text that the reply continues, with the chunks so far.
     chunks: The chunks so far.
     number: The number of requests that the replica got before this one.
-    done: Whether the reply has ended, in whatever way.
+    done: Whether the reply is complete or was cancelled.
   """
 
   def __init__(
@@ -218,7 +215,7 @@ class Generation:
     self.done = False
     self._on_cancel = on_cancel
     self._changed = asyncio.Event()
-    self._error: BaseException | None = None
+    self._cancelled = False
 
   @property
   def remaining(self) -> int:
@@ -228,18 +225,14 @@ class Generation:
   def cancel(self):
     """Ends the reply: its text ends with the last chunk, and its row is freed."""
     if not self.done:
-      self.end(asyncio.CancelledError('The request was cancelled.'))
+      self.done, self._cancelled = True, True
+      self._changed.set()
       self._on_cancel()
 
   def add(self, chunk: Chunk):
-    """Adds what a decode has sampled; only the engine does."""
+    """Adds what a decode has sampled; called by the engine only."""
     self.chunks.append(chunk)
     self.done = chunk.stopped or self.remaining == 0
-    self._changed.set()
-
-  def end(self, error: BaseException):
-    """Ends without a whole reply; only the engine does."""
-    self.done, self._error = True, error
     self._changed.set()
 
   def __await__(self) -> Generator[Any, None, Chunk]:
@@ -252,14 +245,14 @@ class Generation:
     return join(self.chunks)
 
   async def __aiter__(self) -> AsyncIterator[Chunk]:
-    given = 0
+    yielded = 0
     try:
       while True:
-        while given < len(self.chunks):
-          given += 1
-          yield self.chunks[given - 1]
-        if self._error is not None:
-          raise self._error
+        while yielded < len(self.chunks):
+          yielded += 1
+          yield self.chunks[yielded - 1]
+        if self._cancelled:
+          raise asyncio.CancelledError('The request was cancelled.')
         if self.done:
           return
         self._changed.clear()

@@ -31,7 +31,9 @@ class Row:
   cached: int = 0  # The number of slots that hold the text's tokens, from the first on.
   # The version of the policy that computed them; MIXED: nothing may be copied from it.
   version: int = MIXED
-  running: request_lib.Generation | None = None  # The generation that is under way in it.
+  generation: request_lib.Generation | None = (
+    None  # The generation that is under way in it.
+  )
   # Whether its prefill has begun; False while it waits to copy from another row.
   begun: bool = False
   last_request: int = -1  # The number of the last request for it.
@@ -102,7 +104,7 @@ class Rows:
     """Lets no text copy from the rows that are idle now."""
     for row in self.rows:
       # Other threads call this, and a request may have ended without leaving its row yet.
-      if row.running is None or row.running.done:
+      if row.generation is None or row.generation.done:
         row.version = MIXED
 
   def assign(self, generation: request_lib.Generation, version: int) -> Row | None:
@@ -115,7 +117,7 @@ class Rows:
     if row is not None:
       row.begun = True
     else:
-      idle = [row for row in self.rows if row.running is None]
+      idle = [row for row in self.rows if row.generation is None]
       if not idle:
         return None
       closed = lambda row: row.text is None or row.text.closed
@@ -127,7 +129,7 @@ class Rows:
       if row.text is not None:
         del self._row_of[row.text]
       row.text, self._row_of[text] = text, row
-    row.running, row.last_request = generation, generation.number
+    row.generation, row.last_request = generation, generation.number
     row.tokens[: len(text)], row.tokens[len(text) :] = text.tokens, -1
     # The decode computes the last token, to sample what follows it.
     row.cached = min(row.cached, len(text) - 1)

@@ -1,12 +1,9 @@
-"""Sampling options, and the choice of a token.
+"""The choice of a token: scaled logits, randomness, greedy or by the inverse CDF.
 
-Top-k, top-p and min-p are applied by a guide (guide.TRUNCATION); the log-probability of
-the chosen token is taken in programs.decode.
+Top-k, top-p and min-p are applied by a guide (guide.TRUNCATION).
 
-Letters: M rows, V tokens of the vocabulary, n likeliest tokens.
+Letters: M rows, V tokens of the vocabulary.
 """
-
-import dataclasses
 
 import jax
 from jax import Array
@@ -16,47 +13,6 @@ from jaxtyping import Bool, Float, Int, UInt32
 # The width of the blocks that inverse-CDF sampling sums first; the distribution of the
 # tokens does not depend on it.
 _BLOCK = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How the tokens of one request are chosen."""
-
-  temperature: float = 1.0  # Divides the logits; 0 is greedy.
-  top_k: int = 0  # Only the k likeliest tokens may be chosen; 0 allows all.
-  # Only the smallest set of likeliest tokens that has at least this probability may be
-  # chosen; 1 allows all.
-  top_p: float = 1.0
-  # Only tokens may be chosen that are at least this many times as probable as the
-  # likeliest one; 0 allows all.
-  min_p: float = 0.0
-
-  def __post_init__(self):
-    if not self.temperature >= 0:
-      raise ValueError(f'temperature is {self.temperature}; it must be at least 0.')
-    if self.top_k < 0:
-      raise ValueError(f'top_k is {self.top_k}; it must be at least 0 (0 allows all).')
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f'top_p is {self.top_p}; it must be in (0, 1] (1 allows all).')
-    if not 0 <= self.min_p <= 1:
-      raise ValueError(f'min_p is {self.min_p}; it must be in [0, 1] (0 allows all).')
-
-  @property
-  def truncated(self) -> bool:
-    """Whether top_k, top_p or min_p forbids tokens."""
-    return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
-
-  @property
-  def on_policy(self) -> bool:
-    """Whether the tokens follow the distribution whose log-probs are reported.
-
-    With a guide that changes logits they do not, whatever the sampling.
-    """
-    return self.temperature > 0 and not self.truncated
-
-
-ON_POLICY = Sampling()
-GREEDY = Sampling(temperature=0.0)
 
 
 def make_uniforms(

@@ -14,7 +14,7 @@ class Sizes(NamedTuple):
 
   rows: int  # Texts in the cache (B).
   slots: int  # The most tokens of a text (S).
-  steps: int  # Tokens of one decode.
+  decode_steps: int  # Tokens of one decode.
   prefill_tokens: int  # Tokens of a row in one prefill (T).
   prefill_rows: list[int]  # Rows of one prefill.
   decode_rows: list[int]  # Rows of one decode.
@@ -37,10 +37,10 @@ def make(
   *,
   rows: int = 64,
   slots: int = 1024,
-  steps: int = 32,
+  decode_steps: int = 32,
   width: int | None = None,
-  feed_rows: int = 16,
-  feed_tokens: int = 64,
+  prefill_rows: int = 16,
+  prefill_tokens: int = 64,
   bucket: int = 256,
   narrow: bool = True,
   replicas: int = 1,
@@ -51,11 +51,11 @@ def make(
     config: The policy's shape.
     rows: Texts in the cache at a time (B), on each chip (or `tensor` of them).
     slots: The most tokens of a text (S).
-    steps: Tokens of one decode; a new request waits for at most one.
+    decode_steps: Tokens of one decode; a new request waits for at most one.
     width: The most rows that are decoded at a time; all by default. With slow tools,
       twice as many rows as this keep the device busy.
-    feed_rows: Rows of one prefill (M).
-    feed_tokens: Tokens of one prefill (T).
+    prefill_rows: Rows of one prefill (M).
+    prefill_tokens: Tokens of one prefill (T).
     bucket: Cache reads are rounded up to this, twice this, four times this ...
     narrow: Whether few rows are prefilled and decoded by programs for a quarter of them.
     replicas: Replicas that work side by side on each chip: they share its parameters and
@@ -69,9 +69,10 @@ def make(
     ValueError: A size is below 1, or replicas does not divide rows and width.
   """
   width = rows if width is None else min(width, rows)
-  given = {'rows': rows, 'slots': slots, 'steps': steps, 'bucket': bucket}
-  given |= {'width': width, 'feed_rows': feed_rows, 'feed_tokens': feed_tokens}
-  for name, size in (given | {'replicas': replicas}).items():
+  checked = {'rows': rows, 'slots': slots, 'decode_steps': decode_steps}
+  checked |= {'prefill_rows': prefill_rows, 'prefill_tokens': prefill_tokens}
+  checked |= {'width': width, 'bucket': bucket, 'replicas': replicas}
+  for name, size in checked.items():
     if size < 1:
       raise ValueError(f'{name} is {size}; it must be at least 1.')
   if rows % replicas or width % replicas:
@@ -82,14 +83,20 @@ def make(
   quarter_too = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
   # bucket = 7, slots = 40: 7, 14, 28, 40.
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
-  prefill_rows = quarter_too(min(feed_rows, rows))
   decode_rows, decode_buckets = quarter_too(width), buckets
   cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
   if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
     # Smaller programs would read no less, and have to copy what they read.
     decode_rows, decode_buckets = [rows], [slots]
   return Sizes(
-    rows, slots, steps, feed_tokens, prefill_rows, decode_rows, buckets, decode_buckets
+    rows=rows,
+    slots=slots,
+    decode_steps=decode_steps,
+    prefill_tokens=prefill_tokens,
+    prefill_rows=quarter_too(min(prefill_rows, rows)),
+    decode_rows=decode_rows,
+    buckets=buckets,
+    decode_buckets=decode_buckets,
   )
 
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from jaxtyping import Float, Int
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import critic as critic_lib
 
 
@@ -48,11 +48,6 @@ def value(candidate: Candidate) -> float:
   return candidate.value
 
 
-def tilted(candidate: Candidate) -> float:
-  """Scores by log π of the reply and its value: the likeliest under π exp(value)."""
-  return float(candidate.reply.logprobs.sum()) + candidate.value
-
-
 def mean_logprob(candidate: Candidate) -> float:
   """Scores by the mean log-prob of the reply's tokens."""
   return float(candidate.reply.logprobs.mean())
@@ -69,8 +64,8 @@ class Choice(NamedTuple):
       exp(score / beta): math.inf takes any.
     critic: The critic whose values are read. Without one they are those of the policy's
       own value head, if it has one.
-    implicit: Whether the critic is a language model, whose value of a reply is
-      log π_φ/π, what the reply adds (rl/implicit_value.py).
+    implicit: Whether the critic is a language model, whose value of a reply is the
+      reply's log-prob by it (rl/implicit_value.py).
   """
 
   candidates: int
@@ -119,7 +114,7 @@ def by_value(
   )
 
 
-def by_ratio(
+def by_implicit_value(
   engine: engine_lib.Engine,
   critic: str | os.PathLike,
   policy: str | os.PathLike,
@@ -127,7 +122,7 @@ def by_ratio(
   candidates: int,
   beta: float = 0.0,
 ) -> Choice:
-  """Makes the choice by π exp(value) with the implicit value in a directory.
+  """Makes the choice by the implicit value in a directory.
 
   Args:
     engine: The engine of the episodes, made with the guide FORCED.
@@ -140,7 +135,7 @@ def by_ratio(
     ValueError: The values are of another policy.
   """
   params, _ = critic_lib.load_implicit(critic, policy, mesh=engine.mesh)
-  return Choice(candidates, tilted, beta, engine.make_policy(params, 0), True)
+  return Choice(candidates, value, beta, engine.make_policy(params, 0), True)
 
 
 class StateValues:
@@ -161,7 +156,7 @@ class StateValues:
     make = functools.partial(
       request_lib.Request,
       max_tokens=1,
-      sampling=sampling_lib.GREEDY,
+      sampling=config_lib.GREEDY,
       policy=self._critic,
     )
     generations = [self._replica.submit(make(text)) for text in texts]
@@ -169,10 +164,10 @@ class StateValues:
     chunks = await asyncio.gather(*generations)
     return np.array([chunk.values[0] for chunk in chunks])
 
-  async def read_ratios(
+  async def read_replies(
     self, texts: Sequence[Int[np.ndarray, '_']], replies: Sequence[request_lib.Chunk]
   ) -> Float[np.ndarray, 'K']:
-    """Returns log π_φ/π of the replies that texts end with, which the critic repeats."""
+    """Returns log π_φ of the replies that texts end with, which the critic repeats."""
     self.close()
     generations = []
     for text, reply in zip(texts, replies, strict=True):
@@ -186,8 +181,7 @@ class StateValues:
       generations.append(self._replica.submit(request))
     self._texts = [generation.text for generation in generations]
     said = await asyncio.gather(*generations)
-    pairs = zip(said, replies, strict=True)
-    return np.array([float((a.logprobs - b.logprobs).sum()) for a, b in pairs])
+    return np.array([float(chunk.logprobs.sum()) for chunk in said])
 
   def close(self):
     """Lets other texts have the rows; until then, texts continue what is in them."""
@@ -242,7 +236,7 @@ class Chooser:
       return 0
     values = np.array([reply.values[-1] for reply in replies])
     if self._values is not None and self._choice.implicit:
-      values = await self._values.read_ratios([t.tokens for t in texts], replies)
+      values = await self._values.read_replies([t.tokens for t in texts], replies)
     elif self._values is not None:
       values = await self._values.read([text.tokens[:-1] for text in texts])
     scores = np.array(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from agent_r1_jax.checks import identity
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config, weights
-from agent_r1_jax.rl import algorithms, kl
+from agent_r1_jax.rl import algorithms, implicit_value, kl
 
 # What an implicit value is of, in its directory.
 IMPLICIT = 'implicit_value.json'
@@ -117,20 +117,18 @@ def save_implicit(
   shape: decoder.DecoderConfig,
   params: decoder.Params,
   policy: str | os.PathLike,
-  *,
-  beta: float,
-  prior: float,
+  odds: implicit_value.Odds,
 ) -> None:
   """Writes a model of rl/implicit_value.py, and in implicit_value.json what it is of."""
   weights.save(directory, shape, params, tokenizer_from=policy)
-  found = {'beta': beta, 'prior': prior, 'policy': identity.model_digest(policy)}
+  found = {**odds._asdict(), 'policy': identity.model_digest(policy)}
   (pathlib.Path(directory) / IMPLICIT).write_text(json.dumps(found))
 
 
 def load_implicit(
   directory: str | os.PathLike, policy: str | os.PathLike, *, mesh: Mesh | None = None
-) -> tuple[decoder.Params, dict[str, Any]]:
-  """Loads what `save_implicit` wrote: the parameters, float32, with beta and prior.
+) -> tuple[decoder.Params, implicit_value.Odds]:
+  """Loads what `save_implicit` wrote: the parameters, float32, with b and β.
 
   Raises:
     ValueError: It was fitted to episodes of another policy.
@@ -142,7 +140,8 @@ def load_implicit(
       'its episodes.'
     )
   place = sharding.make_placer(mesh)
-  return weights.load(directory, dtype='float32', place=place)[1], found
+  params = weights.load(directory, dtype='float32', place=place)[1]
+  return params, implicit_value.Odds(found['prior'], found['beta'])
 
 
 def _name(function: Callable) -> str:

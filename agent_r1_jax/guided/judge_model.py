@@ -5,12 +5,12 @@ judge = agent.judge.Judge(judge_model.ask_engine(engine, chat), PROMPT)
 
 import asyncio
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import judge
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import sampling
 
 
 def ask_engine(
@@ -45,7 +45,7 @@ def ask_engine(
     request = request_lib.Request(
       chat.encode_prompt([{'role': 'user', 'content': prompt}], []),
       max_tokens=max_tokens,
-      sampling=sampling.GREEDY,
+      sampling=config_lib.GREEDY,
       automata=(stops,),
       policy=policy,
     )

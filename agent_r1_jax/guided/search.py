@@ -1,9 +1,10 @@
 """Beams and trees over turns, for environments that can be cloned.
 
-Both read the critic in the state after the environment's answer, which tells more than
-the reply alone. The environment says that it can be cloned by its method `clone`, which
-returns an independent copy of its state; a copy is never closed. Rewards are not read:
-they may know the gold answer.
+Both read a critic with a value head in the state after the environment's answer, which
+tells more than the reply alone. With an implicit value (rl/implicit_value.py) the value
+of a state is the sum over the replies so far. The environment says that it can be cloned
+by its method `clone`, which returns an independent copy of its state; a copy is never
+closed. Rewards are not read: they may know the gold answer.
 
   decoding = rollout.Decoding(choice=search.Beams(2, 4, critic))
   decoding = rollout.Decoding(choice=search.Tree(8, 4, critic))
@@ -20,8 +21,8 @@ import numpy as np
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.guided import choice
 
-# Texts -> the values of their states; the last token of a text may be left out.
-Read = Callable[[Sequence[np.ndarray]], Awaitable[np.ndarray]]
+# Episodes -> the values of their states.
+Read = Callable[[Sequence[Any]], Awaitable[np.ndarray]]
 
 
 class Beams(NamedTuple):
@@ -33,11 +34,13 @@ class Beams(NamedTuple):
     width: The episodes that are kept after each turn.
     candidates: The turns that are sampled after each of them.
     critic: The critic, a policy of the engine.
+    implicit: Whether the critic is a language model, as in choice.Choice.
   """
 
   width: int
   candidates: int
   critic: replica_lib.Policy
+  implicit: bool = False
 
   @property
   def rows(self) -> int:
@@ -52,7 +55,7 @@ class Beams(NamedTuple):
       opened = [line for line in lines if line.status is None]
       new = await _extend(opened, range(self.candidates))
       _close(opened)
-      found = zip(await read([line.tokens for line in new]), new, strict=True)
+      found = zip(await read(new), new, strict=True)
       ranked = sorted([*ended, *found], key=lambda pair: -pair[0])
       values, lines = map(list, zip(*ranked[: self.width], strict=True))
       _close([line for _, line in ranked[self.width :]])
@@ -98,12 +101,14 @@ class Tree(NamedTuple):
     simulations: How many turns are sampled before each turn of the episode.
     candidates: The most turns that are tried after one state.
     critic: The critic, a policy of the engine.
+    implicit: Whether the critic is a language model, as in choice.Choice.
     exploration: The constant c, in units of the critic's values.
   """
 
   simulations: int
   candidates: int
   critic: replica_lib.Policy
+  implicit: bool = False
   exploration: float = 1.0
 
   @property
@@ -132,7 +137,7 @@ class Tree(NamedTuple):
       node = path[-1]
       if len(node.children) < min(self.candidates, 1 + node.visits):
         (line,) = await _extend([node.line], [len(node.children)])
-        (value,) = await read([line.tokens])
+        (value,) = await read([line])
         node.children.append(Node(line, float(value), line.mean_logprob))
         path.append(node.children[-1])
         break
@@ -161,8 +166,19 @@ def check(env: Any) -> None:
 async def play(search: Beams | Tree, root: Any, replica: replica_lib.Replica) -> Any:
   """Searches from an episode that has begun; returns the one that it ends in."""
   values = choice.StateValues(replica, search.critic)
+
+  async def read(lines):
+    if not search.implicit:
+      return await values.read([line.tokens for line in lines])
+    # An episode that ended for want of room has no new reply.
+    new = [line for line in lines if line.reply is not None]
+    texts, replies = [line.spoken for line in new], [line.reply for line in new]
+    for line, logprob in zip(new, await values.read_replies(texts, replies), strict=True):
+      line.value += logprob
+    return np.array([line.value for line in lines])
+
   try:
-    return await search.play(root, values.read)
+    return await search.play(root, read)
   finally:
     values.close()
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from agent_r1_jax.host import processes, watchdog
+from agent_r1_jax.host import processes, runtime, watchdog
 
 # EX_TEMPFAIL of sysexits.h: start the same command again, as launch/ does.
 EXIT_STATUS = 75
@@ -143,6 +143,8 @@ def watch() -> Iterator[Watch]:
   if _active or threading.current_thread() is not threading.main_thread():
     yield _active or Watch()
     return
+  # Before the first thread: glibc gives it memory of its own, and later ones share that.
+  runtime.retain_freed_memory()
   current = Watch()
   with contextlib.ExitStack() as stack:
     read, watchdog.pipe = stack.enter_context(_open_pipes(current))

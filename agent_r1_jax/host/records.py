@@ -18,7 +18,7 @@ import numpy as np
 
 from agent_r1_jax import types
 
-_COLUMNS = ('tokens', 'action_mask', 'logprobs', 'policy_steps')
+_COLUMNS = ('tokens', 'action_mask', 'behaviour_logprobs', 'policy_steps')
 _TUPLE, _SET, _FROZENSET, _INTEGER, _ARRAY, _NUMBER = range(6)
 _COLLECTIONS = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}
 # Booleans, integers, floats and complex numbers in this machine's byte order. Arrays of
@@ -112,7 +112,7 @@ def split(
     head['segments'] = [len(segment.tokens) for segment in each.segments]
     heads.append(head)
     for s in each.segments:
-      logprobs = s.logprobs.astype(np.float32).view(np.int32)
+      logprobs = s.behaviour_logprobs.astype(np.float32).view(np.int32)
       columns.append(
         np.stack([s.tokens, s.action_mask, logprobs, s.policy_steps], axis=1)
       )

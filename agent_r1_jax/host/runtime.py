@@ -150,11 +150,14 @@ def enable_compilation_cache() -> None:
 
 
 def retain_freed_memory() -> bool:
-  """Makes malloc keep freed memory; call it before JAX first uses a device.
+  """Makes malloc keep freed memory; call it before the first thread starts.
 
   XLA allocates all temporaries of a CPU program anew at each call, and glibc returns
   blocks of that size to the kernel at once. Faulting in and zeroing the pages again takes
   a fifth of a training step on one core (docs/performance.md).
+
+  A thread that allocates before the call has an arena of its own, in which no block is
+  larger than 64 MB, and glibc gives that one to some later threads, as XLA's, too.
 
   Returns:
     Whether it was done, which needs glibc and a JAX that will use no accelerator.

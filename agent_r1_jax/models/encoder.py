@@ -105,14 +105,15 @@ class Encoder:
       self.query_prefix = query_prefix
     if passage_prefix is not None:
       self.passage_prefix = passage_prefix
-    most = max_tokens or _max_tokens(directory, self.config)
-    if not 2 < most <= self.config.max_position_embeddings:
+    max_tokens = max_tokens or _max_tokens(directory, self.config)
+    if not 2 < max_tokens <= self.config.max_position_embeddings:
       raise ValueError(
-        f'max_tokens is {most}; it must be 3 to '
+        f'max_tokens is {max_tokens}; it must be 3 to '
         f'{self.config.max_position_embeddings}, the positions of {directory}'
       )
-    self._lengths = [n for n in (16, 32, 64, 128, 256) if n < most] + [most]
-    self._tokenizer = _read_tokenizer(directory, self.config, most)
+    self._lengths = [n for n in (16, 32, 64, 128, 256) if n < max_tokens]
+    self._lengths.append(max_tokens)
+    self._tokenizer = _read_tokenizer(directory, self.config, max_tokens)
     mesh = Mesh(np.array(jax.local_devices()), ('data',))
     self._rows = NamedSharding(mesh, PartitionSpec('data'))
     params = read_params(directory, self.config)
@@ -140,21 +141,22 @@ class Encoder:
       groups[self._lengths[bisect.bisect_left(self._lengths, len(row))]].append(i)
     calls = []
     for length, members in groups.items():
-      most = max(1, _TOKENS_PER_CALL // length)
-      for start in range(0, len(members), most):
-        chosen = members[start : start + most]
-        calls.append((chosen, self._call([rows[i] for i in chosen], length, most)))
+      max_rows = max(1, _TOKENS_PER_CALL // length)
+      for start in range(0, len(members), max_rows):
+        chosen = members[start : start + max_rows]
+        calls.append((chosen, self._call([rows[i] for i in chosen], length, max_rows)))
     vectors = np.empty((len(texts), self.dim), np.float32)
     # Only now: the device computes while the next texts are padded.
-    for chosen, found in calls:
-      vectors[chosen] = np.asarray(found)[: len(chosen)]
+    for chosen, encoded in calls:
+      vectors[chosen] = np.asarray(encoded)[: len(chosen)]
     return vectors
 
-  def _call(self, rows, length, most):
+  def _call(self, rows, length, max_rows):
+    """Starts the computation of at most `max_rows` rows, padded to `length` tokens."""
     devices = self._rows.num_devices
     count = 1
     while count < len(rows):
-      count = min(2 * count, most)
+      count = min(2 * count, max_rows)
     count += -count % devices  # Every device has as many rows.
     tokens, lengths = np.zeros((count, length), np.int32), np.ones(count, np.int32)
     for i, row in enumerate(rows):
@@ -227,22 +229,23 @@ def read_config(
   if dtype not in ('float32', 'bfloat16'):
     raise ValueError(f"dtype is {dtype!r}; give 'float32' or 'bfloat16'")
   try:
-    for name, only in _FIXED.items():
-      if raw.get(name, only) != only:
-        raise ValueError(f'{name} is {raw[name]!r}; only {only!r} is supported')
+    for name, supported in _FIXED.items():
+      if raw.get(name, supported) != supported:
+        raise ValueError(f'{name} is {raw[name]!r}; only {supported!r} is supported')
     sizes = {name: hf_config.read_number(raw, name) for name in _SIZES}
     eps = hf_config.read_number(raw, 'layer_norm_eps', float, 1e-12)
     if sizes['hidden_size'] % sizes['num_attention_heads']:
       raise ValueError('num_attention_heads does not divide hidden_size')
   except ValueError as error:
     raise ValueError(f'{directory / "config.json"}: {error}') from error
-  said, normalize = _read_modules(directory)
-  if (pooling or said) not in _POOLING.values():
-    raise ValueError(f"pooling is {pooling or said!r}; 'mean' and 'cls' are supported")
+  default_pooling, normalize = _read_modules(directory)
+  pooling = pooling or default_pooling
+  if pooling not in _POOLING.values():
+    raise ValueError(f"pooling is {pooling!r}; 'mean' and 'cls' are supported")
   return EncoderConfig(
     **sizes,
     layer_norm_eps=eps,
-    pooling=pooling or said,
+    pooling=pooling,
     normalize=normalize,
     dtype=dtype,
   )
@@ -258,8 +261,8 @@ def _read_modules(directory: pathlib.Path) -> tuple[str, bool]:
     kinds = {module['type'].split('.')[-1]: module['path'] for module in modules}
   except (TypeError, KeyError, AttributeError) as error:
     raise ValueError(f'{path}: a module lacks type or path; fetch it again') from error
-  if strange := sorted(set(kinds) - {'Transformer', 'Pooling', 'Normalize'}):
-    raise ValueError(f'{path}: module {strange[0]} is not supported')
+  if unknown := sorted(set(kinds) - {'Transformer', 'Pooling', 'Normalize'}):
+    raise ValueError(f'{path}: module {unknown[0]} is not supported')
   if 'Pooling' not in kinds:
     raise ValueError(f'{path}: has no Pooling; one vector a text needs it')
   raw = hf_config.read_json(directory / str(kinds['Pooling']) / 'config.json')
@@ -278,8 +281,8 @@ def _optional(path: pathlib.Path) -> dict[str, Any]:
 
 def _max_tokens(directory: pathlib.Path, config: EncoderConfig) -> int:
   raw = _optional(directory / 'sentence_bert_config.json')
-  most = config.max_position_embeddings
-  return min(hf_config.read_number(raw, 'max_seq_length', default=most), most)
+  positions = config.max_position_embeddings
+  return min(hf_config.read_number(raw, 'max_seq_length', default=positions), positions)
 
 
 def _prefixes(directory: pathlib.Path) -> tuple[str, str]:

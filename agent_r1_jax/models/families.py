@@ -148,14 +148,14 @@ TARGETS = {kernel.path.split('/')[-2]: kernel for kernel in (*_ATTENTION, *_MLP)
 
 
 def _list_dims() -> dict[str, str]:
-  found = {p.path: p.letters for p in (*_EVERY.values(), *VALUE_HEAD)}
+  dims = {p.path: p.letters for p in (*_EVERY.values(), *VALUE_HEAD)}
   for target in TARGETS.values():
     place, outputs = target.path.removesuffix('kernel'), target.dims.split('>')[1]
     # R is an adapter's rank.
-    found[place + 'lora_a'] = f'L{target.inputs}R'
-    found[place + 'lora_b'] = f'LR{outputs}'
-    found[place + 'lora_scale'] = 'L'
-  return found
+    dims[place + 'lora_a'] = f'L{target.inputs}R'
+    dims[place + 'lora_b'] = f'LR{outputs}'
+    dims[place + 'lora_scale'] = 'L'
+  return dims
 
 
 # The letters of each parameter's dimensions, by path; adapters' leaves included.

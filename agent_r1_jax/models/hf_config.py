@@ -11,7 +11,7 @@ from agent_r1_jax.models import decoder, families
 
 # Several times what the largest models have: a damaged file must not make us build lists
 # of a billion layers before the tensors are compared with it.
-_MOST = {
+_MAXIMA = {
   'num_hidden_layers': 1_000,
   'hidden_size': 131_072,
   'intermediate_size': 1_048_576,
@@ -62,7 +62,7 @@ def make(config: decoder.DecoderConfig, dtype: Any) -> dict[str, Any]:
     'tie_word_embeddings': config.tie_embeddings,
     'max_position_embeddings': config.max_positions,
     'torch_dtype': jnp.dtype(dtype).name,
-    **{key: only[0] for key, only in family.fixed.items() if only[0] is not None},
+    **{key: x[0] for key, x in family.fixed.items() if x[0] is not None},
     **family.written,
   }
 
@@ -94,8 +94,8 @@ def token_ids(
   for kind in ('bos', 'eos', 'pad'):
     token = named.get(f'{kind}_token')
     token = token['content'] if isinstance(token, dict) else token
-    said = known.get(f'{kind}_token_id')
-    result[f'{kind}_token_id'] = ids.get(token) if said is None else said
+    token_id = known.get(f'{kind}_token_id')
+    result[f'{kind}_token_id'] = ids.get(token) if token_id is None else token_id
   return result
 
 
@@ -135,11 +135,11 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   _check_supported(raw, family)
   theta, scaling = _parse_rope(raw)
   heads = read_number(raw, 'num_attention_heads')
-  absent = {'K': heads, 'H': read_number(raw, 'hidden_size') // heads}
+  defaults = {'K': heads, 'H': read_number(raw, 'hidden_size') // heads}
   config = decoder.DecoderConfig(
     family=name,
     **{
-      field: read_number(raw, key, default=absent.get(letter))
+      field: read_number(raw, key, default=defaults.get(letter))
       for letter, (field, key) in families.SIZES.items()
     },
     rope_theta=theta,
@@ -165,16 +165,18 @@ def read_number(
   allowed = (int, float) if kind is float else int
   if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
     raise ValueError(f'{key} is {value!r}; a positive {kind.__name__} is needed')
-  most = _MOST.get(key, 1e30)
-  if not value <= most:  # nor is NaN
-    raise ValueError(f'{key} is {str(value):.20}; no known model has more than {most:,}')
+  maximum = _MAXIMA.get(key, 1e30)
+  if not value <= maximum:  # nor is NaN
+    raise ValueError(
+      f'{key} is {str(value):.20}; no known model has more than {maximum:,}'
+    )
   return kind(value)
 
 
 def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
-  for key, only in family.fixed.items():
-    if raw.get(key, only[0]) not in only:
-      raise ValueError(f'{key} is {raw[key]!r}; only {only[0]!r} is supported')
+  for key, supported in family.fixed.items():
+    if raw.get(key, supported[0]) not in supported:
+      raise ValueError(f'{key} is {raw[key]!r}; only {supported[0]!r} is supported')
   kinds, window = raw.get('layer_types'), raw.get('sliding_window', 4096)
   if kinds is None and raw.get('use_sliding_window', False) and window is not None:
     # Files of transformers 4: the layers from max_window_layers on use the window.
@@ -188,8 +190,8 @@ def _check_supported(raw: dict[str, Any], family: families.Family) -> None:
 
 def _parse_rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
   """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-  given = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
-  parsed = [_parse_rotation(raw, name, _flat_rope(raw, name)) for name in given]
+  present = [name for name in ('rope_scaling', 'rope_parameters') if raw.get(name)]
+  parsed = [_parse_rotation(raw, name, _flat_rope(raw, name)) for name in present]
   if not parsed:
     return _parse_rotation(raw, 'rope_scaling', {})
   if parsed[0] != parsed[-1]:

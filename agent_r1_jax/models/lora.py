@@ -67,9 +67,9 @@ def add(
   for number, (name, target) in enumerate(families.TARGETS.items()):
     if name in targets:
       _, place, *_ = target.path.split('/')
-      plain, own = layers[place][name], jax.random.fold_in(key, number)
+      plain, target_key = layers[place][name], jax.random.fold_in(key, number)
       adapter = _adapter(
-        plain['kernel'].shape, len(target.inputs), rank, alpha / rank, own
+        plain['kernel'].shape, len(target.inputs), rank, alpha / rank, target_key
       )
       layers[place] = layers[place] | {name: plain | adapter}
   return params | {'layers': layers}

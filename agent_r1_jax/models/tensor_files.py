@@ -84,18 +84,19 @@ def find(directory: pathlib.Path, ignore: tuple[str, ...] = ()) -> dict[str, Ten
     file = directory / name
     if not file.is_file():
       raise ValueError(f'{file}: missing, though {_INDEX} names it; fetch it')
-    found = _read_header(file, ignore)
-    strange = [tensor for tensor in found if weight_map.get(tensor) != name]
-    if strange:
+    header = _read_header(file, ignore)
+    misplaced = [tensor for tensor in header if weight_map.get(tensor) != name]
+    if misplaced:
       raise ValueError(
-        f'{file}: has tensor {strange[0]}, which {_INDEX} does not put there; fetch both'
+        f'{file}: has tensor {misplaced[0]}, which {_INDEX} does not put there; fetch '
+        'both'
       )
-    tensors |= found
-  lost = [n for n in weight_map if n not in tensors and not n.endswith(ignore)]
-  if lost:
+    tensors |= header
+  missing = [n for n in weight_map if n not in tensors and not n.endswith(ignore)]
+  if missing:
     raise ValueError(
-      f'{directory / weight_map[lost[0]]}: no tensor {lost[0]}, which {_INDEX} puts '
-      'there; fetch both'
+      f'{directory / weight_map[missing[0]]}: no tensor {missing[0]}, which {_INDEX} '
+      'puts there; fetch both'
     )
   return tensors
 

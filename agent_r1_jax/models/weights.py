@@ -251,14 +251,14 @@ def _leaf_dtype(
 ) -> np.dtype:
   if dtype is not None:
     return _checked_dtype(dtype)
-  mine = [tensors[name] for name in leaf.tensors.values()]
-  found = sorted({tensor.dtype for tensor in mine})
-  if len(found) > 1:
+  parts = [tensors[name] for name in leaf.tensors.values()]
+  dtypes = sorted({tensor.dtype for tensor in parts})
+  if len(dtypes) > 1:
     raise ValueError(
-      f'{mine[0].file}: tensors {leaf.tensor} are {" and ".join(found)}; '
+      f'{parts[0].file}: tensors {leaf.tensor} are {" and ".join(dtypes)}; '
       'all layers are one array: give a dtype'
     )
-  return tensor_files.DTYPES[found[0]]
+  return tensor_files.DTYPES[dtypes[0]]
 
 
 def _read_leaf(

@@ -102,7 +102,7 @@ def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dic
         numbers[sample['id']] = len(run['groups'])
         run['groups'].append(_group(sample, len(run['logs'])))
       columns = sample['metadata'].get('columns')
-      if columns and columns.get('behaviour_logprobs') == columns['logprobs']:
+      if columns and columns.get('behaviour_logprobs') == columns.get('old_logprobs'):
         del columns['behaviour_logprobs']
       place = len(tokens) if columns else -1
       rows.append(row | {'group': numbers[sample['id']], 'tokens': place})

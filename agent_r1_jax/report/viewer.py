@@ -289,7 +289,7 @@ def _sample(
 def _metadata(
   t: types.Trajectory, step: int, tokens: int, actions: int
 ) -> dict[str, Any]:
-  logprob = sum(float(segment.logprobs.sum()) for segment in t.segments)
+  logprob = sum(float(segment.behaviour_logprobs.sum()) for segment in t.segments)
   return {
     'step': step,
     'policy_steps': np.unique(t.policy_steps).tolist(),

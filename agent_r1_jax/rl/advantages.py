@@ -217,7 +217,7 @@ def reverse_kl(table: TokenTable) -> TokenTable:
   samples, as a policy gradient whose only reward is the KL of the token (γ = 0). π is the
   policy before the update, whichever policy sampled. A is 0 off the action mask.
   """
-  difference = table.column('ref_logprobs') - table.logprobs
+  difference = table.column('ref_logprobs') - table.old_logprobs
   advantages = np.where(table.action_mask, difference, 0.0)
   return dataclasses.replace(table, advantages=advantages)
 

@@ -16,8 +16,7 @@ import numpy as np
 from agent_r1_jax.rl import advantages as advantages_lib
 from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
-from agent_r1_jax.rl import losses
-from agent_r1_jax.rl import rewards as rewards_lib
+from agent_r1_jax.rl import losses, reward_transforms
 from agent_r1_jax.rl.table import TokenTable
 
 Aggregate = Callable[[np.ndarray], np.ndarray]
@@ -54,8 +53,8 @@ class Algorithm(NamedTuple):
   # 'group' means that the episodes of a group are compared. `check` refuses options that
   # would have no effect on what is read.
   reads: tuple[str, ...] = ('rewards', 'group')
-  # Transforms of the rewards, applied first and in order (rl/rewards.py).
-  rewards: tuple[rewards_lib.Transform, ...] = ()
+  # Transforms of the rewards, applied first and in order (rl/reward_transforms.py).
+  rewards: tuple[reward_transforms.Transform, ...] = ()
   # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
   # What the critic learns; it is saved with it (guided/critic.py).
@@ -223,11 +222,11 @@ def dapo(*, overlong: Mapping[str, float] | None = None, **options: Any) -> Algo
   """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, over-long punishment.
 
   Its dynamic sampling is `config.Schedule.max_refills`. `overlong` holds the options of
-  rewards.overlong (limit, buffer, factor, floor).
+  reward_transforms.overlong (limit, buffer, factor, floor).
   """
   options = dict[str, Any](clip_high=0.28, dual_clip=None, kl_coef=0.0) | options
   if overlong is not None:
-    penalty = functools.partial(rewards_lib.overlong, **overlong)
+    penalty = functools.partial(reward_transforms.overlong, **overlong)
     options['rewards'] = (*options.get('rewards', ()), penalty)
   return grpo(**options)
 
@@ -312,8 +311,12 @@ def gigpo(
 
   The options are those of advantages.gigpo and of `grpo`.
   """
-  own = {'gamma': gamma, 'step_weight': step_weight, 'divide_by_std': divide_by_std}
-  advantages = functools.partial(advantages_lib.gigpo, **own)
+  advantages = functools.partial(
+    advantages_lib.gigpo,
+    gamma=gamma,
+    step_weight=step_weight,
+    divide_by_std=divide_by_std,
+  )
   return grpo(**options)._replace(advantages=advantages)
 
 

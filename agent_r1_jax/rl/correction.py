@@ -3,9 +3,9 @@
 Where trajectories are stale, or were sampled by other code than the learner's, or from a
 distribution that guides or truncation had changed, let r = π_old/π_behaviour of each
 action token, π_old being the policy before the update. A correction takes the table of
-all action tokens (rl/table.py), whose columns `logprobs` and `behaviour_logprobs` are
-log π_old and log π_behaviour, and returns a weight for each token, float64. The weights
-multiply the policy loss and take no gradient.
+all action tokens (rl/table.py), whose columns `old_logprobs` and `behaviour_logprobs`
+are log π_old and log π_behaviour, and returns a weight for each token, float64. The
+weights multiply the policy loss and take no gradient.
 
 A token of weight 0 still counts in the loss's denominators. That is AReaL's convention;
 verl takes what it rejects out of the mask, and so out of the denominators too.
@@ -45,7 +45,7 @@ def statistics(table: TokenTable) -> dict[str, float]:
     return {}
   ratio = _ratio(table)
   return {
-    'kl': float((table.behaviour_logprobs - table.logprobs).mean()),
+    'kl': float((table.behaviour_logprobs - table.old_logprobs).mean()),
     'ratio_mean': float(ratio.mean()),
     'ratio_max': float(ratio.max()),
     'ratio_outside': float(np.mean((ratio < 0.5) | (ratio > 2.0))),
@@ -54,5 +54,5 @@ def statistics(table: TokenTable) -> dict[str, float]:
 
 
 def _ratio(table: TokenTable) -> Float[np.ndarray, 'n']:
-  x = table.logprobs - table.behaviour_logprobs
+  x = table.old_logprobs - table.behaviour_logprobs
   return np.exp(np.clip(x, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))

@@ -14,9 +14,8 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, learner, packing
+from agent_r1_jax.rl import algorithms, correction, learner, packing, reward_transforms
 from agent_r1_jax.rl import kl as kl_lib
-from agent_r1_jax.rl import rewards as rewards_lib
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl.table import TokenTable
 
@@ -62,20 +61,22 @@ def score(
   if algorithm.needs_reference:
     columns['ref_logprobs'] = logprobs(models.reference, models.reference_config)
   if algorithm.correction or not algorithm.loss_mask:
+    # With a correction, all tokens get the log-probs of the policy before the update.
+    # Without one, sampled tokens keep the behaviour log-probs, and only the environment's
+    # tokens, which then have a loss too, lack any.
     old = logprobs(models.policy, models.config)
-    # Without a correction, sampled tokens keep the sampler's log-probs.
-    sampled = table.action_mask & (algorithm.correction is None)
-    columns['logprobs'] = np.where(sampled, table.logprobs, old)
+    keep = table.action_mask & (algorithm.correction is None)
+    columns['old_logprobs'] = np.where(keep, table.old_logprobs, old)
   if algorithm.needs_critic:
     values = lambda b: learner.values(models.critic, b, config=models.config)
-    view, own = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
-    _check_rows(view, own, shape)
+    view, in_table = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
+    _check_rows(view, in_table, shape)
     after = _score_tokens(view, values, shape)
     # The value of the state before a token is that of the state after the last token.
-    columns['values'] = table_lib.previous_values(view.segment, after)[own]
+    columns['values'] = table_lib.previous_values(view.segment, after)[in_table]
     last = table_lib.ends(table.trajectory)
     columns['final_values'] = np.zeros(len(table.group))
-    columns['final_values'][table.trajectory[last]] = after[own][last]
+    columns['final_values'][table.trajectory[last]] = after[in_table][last]
   return dataclasses.replace(table, **columns)
 
 
@@ -91,8 +92,8 @@ def estimate(
     ValueError: The estimator needs a column that is missing, or does not return one.
   """
   metrics: dict[str, float] = {}
-  shown = table.find_visible(algorithm.advantage_mask)
-  visible = table.take(shown)
+  is_visible = table.find_visible(algorithm.advantage_mask)
+  visible = table.take(is_visible)
   for transform in algorithm.rewards:
     visible = transform(visible)
   if algorithm.reads_reference:
@@ -100,19 +101,19 @@ def estimate(
   if isinstance(algorithm.kl, kl_lib.InReward):
     estimator = algorithm.kl.estimator
     metrics['kl'] = _mean_kl(visible, estimator)
-    visible = rewards_lib.less_kl(visible, coef=kl_coef, estimator=estimator)
+    visible = reward_transforms.less_kl(visible, coef=kl_coef, estimator=estimator)
   visible = algorithm.advantages(visible)
   advantages = visible.column('advantages')
   metrics['advantage_std'] = float(advantages.std()) if len(advantages) else 0.0
-  columns = {'advantages': table.scatter(shown, advantages)}
+  columns = {'advantages': table.scatter(is_visible, advantages)}
   if algorithm.needs_critic:
-    columns['returns'] = table.scatter(shown, visible.column('returns'))
+    columns['returns'] = table.scatter(is_visible, visible.column('returns'))
   if algorithm.correction:
     actions = table.take(table.action_mask)
     weights = algorithm.correction(actions)
     columns['correction'] = table.scatter(table.action_mask, weights, 1.0)
     statistics = correction.statistics(actions)
-    metrics |= {f'stale_{name}': value for name, value in statistics.items()}
+    metrics |= {f'correction_{name}': value for name, value in statistics.items()}
   return dataclasses.replace(table, **columns), metrics
 
 
@@ -160,7 +161,10 @@ def make_critic_minibatch(
   shape: packing.MicrobatchShape,
   prefixes: Prefixes | None = None,
 ) -> list[types.Batch]:
-  """As `make_minibatch`, for a critic of its own, which sees the prefixes."""
+  """Makes the micro-batches of a critic that is a model of its own.
+
+  As `make_minibatch`; the critic also sees `prefixes` before each segment.
+  """
   part = _add_weights(table, members, algorithm, algorithm.advantage_mask)
   part = dataclasses.replace(part, advantages=None, ref_logprobs=None, correction=None)
   if prefixes is not None:
@@ -189,11 +193,11 @@ def _add_weights(table, members, algorithm, masked: bool) -> TokenTable:
   return table.take(table.find_tokens(members))
 
 
-def _check_rows(view: TokenTable, own, shape: packing.MicrobatchShape) -> None:
+def _check_rows(view: TokenTable, in_table, shape: packing.MicrobatchShape) -> None:
   """Raises ValueError if a segment fits a row and the critic's view of it does not."""
   sizes = np.bincount(view.segment)
   longest = np.argmax(sizes)
-  text, size = own[view.segment == longest].sum(), sizes[longest]
+  text, size = in_table[view.segment == longest].sum(), sizes[longest]
   if text < size > shape.row_tokens:
     raise ValueError(
       f'A segment of {text} tokens and the {size - text} before it that only the critic '
@@ -205,6 +209,6 @@ def _check_rows(view: TokenTable, own, shape: packing.MicrobatchShape) -> None:
 def _mean_kl(table: TokenTable, estimator: kl_lib.Estimator) -> float:
   """Averages over trajectories the mean over their action tokens (verl's)."""
   actions = table.take(table.action_mask)
-  kl = np.asarray(estimator(actions.logprobs, actions.column('ref_logprobs')))
+  kl = np.asarray(estimator(actions.old_logprobs, actions.column('ref_logprobs')))
   sums = table_lib.sum_by(actions.trajectory, kl, len(actions.group))
   return float(np.mean(sums / actions.lengths))

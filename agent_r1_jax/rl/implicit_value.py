@@ -1,18 +1,22 @@
-"""An implicit value: log π_φ/π of what was said is the log-odds of success so far.
+"""An implicit value: how likely a language model finds what was said is how good it is.
 
 A scalar head must learn from outcomes alone to compare a reply with what was read. A
 language model that is fitted in its place begins with the policy, which can do that. It
 is fitted so that
 
-  log-odds of success = b + β Σ_t log π_φ(a_t | s_t) / π(a_t | s_t)
+  log-odds of success = b + β Σ_t log π_φ(a_t | s_t)
 
-over the tokens that the policy chose (Yuan et al. 2024, arXiv 2412.01981). Each part of
-the sum is what a turn, or a token, adds to the value, which is Q(s, a) - V(s).
+over the tokens a_t that the policy chose. Yuan et al. 2024 (arXiv 2412.01981) have
+log π_φ/π in the place of log π_φ. Without π, the fit begins with what the policy's own
+log-probs know of success, and not with a constant.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -22,18 +26,29 @@ from agent_r1_jax.rl import learner, losses, packing
 from agent_r1_jax.rl import table as table_lib
 
 
-def log_ratios(
+class Odds(NamedTuple):
+  """The log-odds of success, as a function of Σ log π_φ.
+
+  Attributes:
+    prior: b above.
+    beta: β above.
+  """
+
+  prior: float
+  beta: float
+
+
+def logprobs(
   params: decoder.Params,
   table: table_lib.TokenTable,
   *,
   config: decoder.DecoderConfig,
   shape: packing.MicrobatchShape,
 ) -> np.ndarray:
-  """Computes log π_φ/π of each of the table's tokens; 0 where π did not choose it."""
+  """Computes log π_φ of each of the table's tokens; 0 where the policy did not choose."""
   batches, layout = packing.pack_microbatches(table, shape)
   found = [learner.logprobs(params, batch, config=config) for batch in batches]
-  ratios = layout.extract(np.concatenate(found)) - table.logprobs
-  return np.where(table.action_mask, ratios, 0.0)
+  return np.where(table.action_mask, layout.extract(np.concatenate(found)), 0.0)
 
 
 def fit(
@@ -48,8 +63,10 @@ def fit(
   beta: float = 0.3,
   seed: int = 0,
   on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
-) -> decoder.Params:
+) -> tuple[decoder.Params, Odds]:
   """Fits π_φ to episodes of π by the cross-entropy of their success (reward above 0.5).
+
+  Where an episode has several segments, each is fitted to the success by itself.
 
   Args:
     params: The parameters of π, to start from; donated.
@@ -58,44 +75,53 @@ def fit(
     optimizer: The optimizer.
     shape: The shape of the micro-batches; it does not change the gradient.
     steps: Number of optimizer steps.
-    episodes: Episodes of each step.
+    episodes: Episodes of each step, from shuffled epochs.
     beta: β above.
     seed: The seed of the episodes' order.
     on_step: Called with the number of finished steps and the last one's loss.
 
   Returns:
-    The parameters of π_φ.
+    The parameters of π_φ, and b and β.
 
   Raises:
     ValueError: All episodes succeed, or none.
   """
-  state, rng = learner.init(params, optimizer), np.random.default_rng(seed)
   rate = np.mean([t.reward > 0.5 for t in played])
   if rate in (0, 1):
     raise ValueError('played: all succeed or all fail; a value is fitted to both.')
-  prior = np.log(rate / (1 - rate))
+  # At the beginning the log-odds of an average episode are those of the success rate.
+  table = table_lib.build(played)
+  typical = table.old_logprobs[table.action_mask].sum() / len(played)
+  odds = Odds(float(np.log(rate / (1 - rate)) - beta * typical), beta)
+  state, loss = learner.init(params, optimizer), _make_loss(odds)
+  rng, waiting = np.random.default_rng(seed), np.zeros(0, int)
   for step in range(1, steps + 1):
-    chosen = rng.choice(len(played), episodes, replace=False)
+    while len(waiting) < episodes:
+      waiting = np.append(waiting, rng.permutation(len(played)))
+    chosen, waiting = waiting[:episodes], waiting[episodes:]
     table = table_lib.build([played[i] for i in chosen])
-    ratios = log_ratios(state.params, table, config=config, shape=shape)
-    sums = np.bincount(table.trajectory, ratios, episodes)
-    odds = prior + beta * sums
-    success = np.array([played[i].reward > 0.5 for i in chosen])
-    loss = np.mean(np.logaddexp(0, odds) - success * odds)
-    # The gradient by a token's log-prob, which is fixed in the update.
-    gradient = beta * (np.exp(-np.logaddexp(0, -odds)) - success) / episodes
+    success = np.array([played[i].reward > 0.5 for i in chosen], float)
+    # The tokens of an episode share its weight; each of them has the episode's loss.
+    counts = np.bincount(table.trajectory, table.action_mask, episodes)
     columns = {
-      'advantages': gradient[table.trajectory],
-      'weights': table.action_mask.astype(float),
+      'advantages': success[table.trajectory],
+      'weights': table.action_mask / (episodes * counts[table.trajectory]),
     }
-    table = dataclasses.replace(table, **columns)
-    batches, _ = packing.pack_microbatches(table, shape)
-    state, _ = learner.update(
-      state, batches, config=config, loss=_weigh_logprobs, optimizer=optimizer
+    batches, _ = packing.pack_microbatches(dataclasses.replace(table, **columns), shape)
+    state, metrics = learner.update(
+      state, batches, config=config, loss=loss, optimizer=optimizer
     )
-    on_step(step, {'loss': float(loss)})
-  return state.params
+    on_step(step, {'loss': metrics['loss']})
+  return state.params, odds
 
 
-def _weigh_logprobs(stats: losses.TokenStats, batch: types.Batch):
-  return losses.weighted(batch.advantages * stats.logprobs, batch.weights), {}
+def _make_loss(odds: Odds) -> learner.Loss:
+  """Makes the cross-entropy; a batch's advantages are its episodes' success, 1 or 0."""
+
+  def loss(stats: losses.TokenStats, batch: types.Batch):
+    total = losses.segment_sum(stats.logprobs, batch.segment_ids)
+    log_odds = odds.prior + odds.beta * total
+    entropy = jax.nn.softplus(log_odds) - batch.advantages * log_odds
+    return losses.weighted(jnp.asarray(entropy), batch.weights), {}
+
+  return loss

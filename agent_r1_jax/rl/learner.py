@@ -19,16 +19,6 @@ from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, head, lora
 from agent_r1_jax.rl import algorithms, losses
 
-# The fields of a batch that a loss may read.
-_LOSS_FIELDS = (
-  'logprobs',
-  'advantages',
-  'ref_logprobs',
-  'kl_weights',
-  'correction',
-  'values',
-  'returns',
-)
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetrics]]
 
 
@@ -226,7 +216,10 @@ def _name_not_finite(loss: float, norms: Any) -> str:
 def _gradient(params, batch, *, config, loss, temperature):
   # Whatever the loss, a token of weight 0 has no gradient, not even 0 · NaN.
   wanted = batch.weights != 0
-  clean = lambda x: jnp.where(wanted, x, 0.0)
+
+  def clean(x):
+    return jnp.where(wanted, x, 0.0) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
   learned, frozen = lora.split(params)
 
   def objective(learned):
@@ -234,10 +227,8 @@ def _gradient(params, batch, *, config, loss, temperature):
     stats = token_stats(
       params, batch, config=config, temperature=temperature, wanted=wanted
     )
-    numbers = {name: getattr(batch, name) for name in _LOSS_FIELDS}
-    cleaned = batch._replace(**jax.tree.map(clean, numbers))
     with jax.named_scope('loss'):
-      total, metrics = loss(jax.tree.map(clean, stats), cleaned)
+      total, metrics = loss(*jax.tree.map(clean, (stats, batch)))
     sums = {name: losses.weighted(x, batch.weights) for name, x in metrics.items()}
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 

@@ -89,7 +89,7 @@ def ppo_clip(
     raise ValueError(f'dual_clip is {dual_clip}; it must be above 1, or None.')
 
   def surrogate(stats: TokenStats, batch: types.Batch):
-    log, A = log_ratio(stats.logprobs, batch.logprobs), batch.advantages
+    log, A = log_ratio(stats.logprobs, batch.old_logprobs), batch.advantages
     loss, clipped = _clipped(jnp.exp(log), A, clip_low, clip_high)
     if dual_clip is not None:
       loss = jnp.where(A < 0, jnp.minimum(loss, -A * dual_clip), loss)
@@ -111,13 +111,13 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
   _check_positive(clip_low=clip_low, clip_high=clip_high)
 
   def surrogate(stats: TokenStats, batch: types.Batch):
-    log = stats.logprobs - batch.logprobs
+    log = stats.logprobs - batch.old_logprobs
     mean = _segment_mean(log, batch.segment_ids, batch.weights != 0)
     own = stats.logprobs - jax.lax.stop_gradient(stats.logprobs)
     # Bounded by e¹⁰, as in verl, so that the ratio of a long segment cannot overflow.
     ratio = jnp.exp(jnp.minimum(own + jax.lax.stop_gradient(mean), 10.0))
     loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
-    return loss, _token_metrics(log_ratio(stats.logprobs, batch.logprobs), clipped)
+    return loss, _token_metrics(log_ratio(stats.logprobs, batch.old_logprobs), clipped)
 
   return AnnotatedLoss(surrogate, sequence_mean=True)
 
@@ -143,7 +143,7 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
   _check_positive(tau_positive=tau_positive, tau_negative=tau_negative)
 
   def surrogate(stats: TokenStats, batch: types.Batch):
-    log, A = log_ratio(stats.logprobs, batch.logprobs), batch.advantages
+    log, A = log_ratio(stats.logprobs, batch.old_logprobs), batch.advantages
     tau = jnp.where(A > 0, tau_positive, tau_negative)
     gate = jax.nn.sigmoid(tau * (jnp.exp(log) - 1.0)) * 4.0 / tau
     return -A * gate, _token_metrics(log)
@@ -215,12 +215,12 @@ def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Sur
   """
 
   def surrogate(stats: TokenStats, batch: types.Batch):
-    log = log_ratio(stats.logprobs, batch.logprobs)
+    log = log_ratio(stats.logprobs, batch.old_logprobs)
     ratio = jnp.exp(log)
     weight = bound(ratio)
     clipped = weight != ratio
     if inside is not None:
-      clipped = ~inside(stats.logprobs, batch.logprobs, batch.advantages > 0)
+      clipped = ~inside(stats.logprobs, batch.old_logprobs, batch.advantages > 0)
       weight = jnp.where(clipped, 0.0, weight)
     loss = -jax.lax.stop_gradient(weight) * batch.advantages * stats.logprobs
     return loss, _token_metrics(log, clipped)
@@ -228,14 +228,22 @@ def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Sur
   return surrogate
 
 
+def segment_sum(
+  x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T']
+) -> Float[Array, 'B T']:
+  """For each token, the sum of x over its segment."""
+  # The segments of a row are 1, 2, ..., at most one for each token; 0 is padding.
+  add = lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i]
+  return jax.vmap(add)(x, segment_ids)
+
+
 def _segment_mean(
   x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T'], counted: Bool[Array, 'B T']
 ) -> Float[Array, 'B T']:
   """For each token, the mean of x over the counted tokens of its segment, or 0."""
-  # The segments of a row are 1, 2, ..., at most one for each token; 0 is padding.
-  sums = jax.vmap(lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i])
-  total = sums(jnp.where(counted, x, 0.0), segment_ids)
-  return total / jnp.maximum(sums(counted.astype(x.dtype), segment_ids), 1.0)
+  total = segment_sum(jnp.where(counted, x, 0.0), segment_ids)
+  count = segment_sum(counted.astype(x.dtype), segment_ids)
+  return total / jnp.maximum(count, 1.0)
 
 
 def _token_metrics(log: Array, clipped: Array | None = None) -> TokenMetrics:

@@ -49,11 +49,11 @@ class Layout:
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
     """The number of each token's segment within its packed row: 1, 2, ..."""
-    seen = [0] * self.rows
+    counts = [0] * self.rows
     numbers = []
     for row, _ in self.places:
-      seen[row] += 1
-      numbers.append(seen[row])
+      counts[row] += 1
+      numbers.append(counts[row])
     return np.repeat(np.array(numbers, int), self.lengths)
 
   def place(self, column: np.ndarray, dtype) -> Any:
@@ -105,16 +105,14 @@ def pack(table: TokenTable, layout: Layout) -> types.Batch:
   zeros = np.zeros((layout.rows, layout.row_tokens), np.float32)
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
   arrays: dict[str, Any] = {'advantages': zeros, 'weights': zeros}
-  for name in types.Batch._fields[4:]:
+  arrays['positions'] = layout.place(layout.positions, np.int32)
+  arrays['segment_ids'] = layout.place(layout.segment_ids, np.int32)
+  for name in types.Batch._fields:
     if (column := getattr(table, name, None)) is not None:
-      arrays[name] = layout.place(column, np.float32)
-  return types.Batch(
-    tokens=layout.place(table.tokens, np.int32),
-    positions=layout.place(layout.positions, np.int32),
-    segment_ids=layout.place(layout.segment_ids, np.int32),
-    action_mask=layout.place(table.action_mask, bool),
-    **arrays,
-  )
+      # Tokens and masks keep their types.
+      dtype = np.float32 if column.dtype.kind == 'f' else column.dtype
+      arrays[name] = layout.place(column, dtype)
+  return types.Batch(**arrays)
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:

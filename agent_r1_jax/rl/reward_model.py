@@ -1,7 +1,7 @@
 """A reward model: one score for a whole trajectory, from a decoder with a value head.
 
-The score is the value of the state after the trajectory's last token, so that all is
-read, what tools said too, and no token is scored by itself.
+The score is the value of the state after the trajectory's last token: the model reads the
+whole trajectory, the tools' answers included, and scores no single token.
 
 Letters: n trajectories, B rows, T tokens of a row.
 """
@@ -19,7 +19,6 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import learner, losses, packing, table
 
@@ -36,8 +35,8 @@ def bradley_terry(
   models. They average over each prompt's pairs first; here every pair weighs the same.
   """
   better = (groups[:, None] == groups[None]) & (rewards[:, None] > rewards[None])
-  lost = jax.nn.softplus(scores[None] - scores[:, None])
-  return jnp.where(better, lost, 0.0).sum() / jnp.maximum(better.sum(), 1)
+  pair_losses = jax.nn.softplus(scores[None] - scores[:, None])
+  return jnp.where(better, pair_losses, 0.0).sum() / jnp.maximum(better.sum(), 1)
 
 
 def cross_entropy(limit: float) -> Loss:
@@ -55,13 +54,6 @@ def cross_entropy(limit: float) -> Loss:
     return jnp.mean(jax.nn.softplus(scores) - success * scores)
 
   return loss
-
-
-def init(params: decoder.Params) -> decoder.Params:
-  """Returns a policy's parameters with a value head of zeros, on the mesh that is set."""
-  dim = params['embed']['embedding'].shape[1]
-  head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
-  return params | sharding.init_sharded(head)
 
 
 def score(
@@ -83,9 +75,7 @@ def score(
   for start in range(0, len(texts), shape.rows):
     some = texts[start : start + shape.rows]
     lengths = [len(tokens) for tokens in some]
-    packing.plan_layout(
-      lengths, row_tokens=shape.row_tokens
-    )  # Raises if one is too long.
+    packing.check_lengths(lengths, shape.row_tokens)
     places = tuple((i, 0) for i in range(len(some)))
     layout = packing.Layout(tuple(lengths), places, shape.rows, shape.row_tokens)
     batch = packing.pack(table.from_segments([_segment(t) for t in some]), layout)
@@ -177,12 +167,15 @@ def _weighted_values(stats: losses.TokenStats, batch: types.Batch):
 
 
 def _draw_groups(groups, count: int, rng) -> Iterator[np.ndarray]:
-  """Yields the members of `count` groups, in shuffled epochs, for ever."""
-  waiting = np.zeros(0, int)
+  """Yields the members of `count` different groups, in shuffled epochs, for ever."""
   names = np.unique(groups)
+  waiting, count = names[:0], min(count, len(names))
   while True:
-    while len(waiting) < count:
-      waiting = np.append(waiting, rng.permutation(names))
+    if len(waiting) < count:
+      epoch = rng.permutation(names)
+      # What is left of the last epoch comes late in the next, not twice in one step.
+      left = np.isin(epoch, waiting)
+      waiting = np.concatenate([waiting, epoch[~left], epoch[left]])
     yield np.flatnonzero(np.isin(groups, waiting[:count]))
     waiting = waiting[count:]
 
@@ -232,5 +225,5 @@ def calibration(
     )
     for inside in (bin_of == b for b in np.unique(bin_of))
   ]
-  error = sum(n * abs(said - seen) for said, seen, n in rows) / max(len(success), 1)
+  error = sum(n * abs(mean - share) for mean, share, n in rows) / max(len(success), 1)
   return error, rows

@@ -1,9 +1,10 @@
 """The token table: the tokens of a rollout, with a column for each quantity.
 
-`build` makes a table of trajectories, models add columns to it (rl/credit.py), estimators
-are functions of its columns (rl/rewards.py, rl/advantages.py, rl/correction.py), and
-packing copies them into the rows of the device's batch (rl/packing.py). Columns are NumPy
-arrays on the host; estimators compute in float64. A table is never modified:
+`build` makes a table of trajectories, and models add columns to it (rl/credit.py).
+Reward transforms, advantages and corrections are functions of its columns
+(rl/reward_transforms.py, rl/advantages.py, rl/correction.py), and packing copies columns
+into the rows of the device's batch (rl/packing.py). Columns are NumPy arrays on the host;
+estimators compute in float64. A table is never modified:
 `dataclasses.replace(table, rewards=...)` returns another one.
 
 Rows are in the order of trajectories, of their segments, and of the tokens in these.
@@ -16,6 +17,8 @@ Letters: n tokens, K turns, N trajectories.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
+from typing import get_args
 
 from jaxtyping import Bool, Float, Int
 import numpy as np
@@ -37,8 +40,8 @@ class TokenTable:
   tokens: Int[np.ndarray, 'n']  # int32 token ids.
   action_mask: Bool[np.ndarray, 'n']  # True where the policy sampled the token.
   # log π of the token under the policy before the update, with which the ratio of a loss
-  # is formed. Without a correction these are the sampler's log-probs.
-  logprobs: Float[np.ndarray, 'n']
+  # is formed. Without a correction these are the behaviour log-probs.
+  old_logprobs: Float[np.ndarray, 'n']
   # The log-prob of the token in the distribution that it was sampled from: that of the
   # policy of `policy_steps`, as guides and truncation changed it; 0 off the action mask.
   behaviour_logprobs: Float[np.ndarray, 'n']
@@ -168,7 +171,11 @@ class TokenTable:
     `segments` has the number of tokens of each segment. Columns that have not been
     computed are left out.
     """
-    columns = {name: getattr(self, name) for name in _LOGGED}
+    # Numbers of the whole batch say nothing in the log of one episode.
+    names = [
+      n for n in _list_token_columns() if n not in ('segment', 'turn', 'trajectory')
+    ]
+    columns = {name: getattr(self, name) for name in names}
     return {'segments': self.segment_lengths.tolist()} | {
       name: (column + 0 if column.dtype == bool else np.round(column, 4)).tolist()
       for name, column in columns.items()
@@ -176,19 +183,21 @@ class TokenTable:
     }
 
   def _map_tokens(self, change: Callable[[np.ndarray], np.ndarray]) -> 'TokenTable':
-    names = {field.name for field in dataclasses.fields(self)} - _NOT_OF_TOKENS
-    columns = {name: getattr(self, name) for name in names}
+    columns = {name: getattr(self, name) for name in _list_token_columns()}
     return dataclasses.replace(
       self, **{name: change(x) for name, x in columns.items() if x is not None}
     )
 
 
-# These columns have a number for each turn or each trajectory, the others for each token.
-_NOT_OF_TOKENS = {'turn_trajectory', 'states', 'group', 'truncated', 'parts', 'baselines'}
-_NOT_OF_TOKENS |= {'final_values'}
-# The columns of a token that are logged.
-_LOGGED = ('tokens', 'action_mask', 'policy_steps', 'logprobs', 'behaviour_logprobs')
-_LOGGED += ('ref_logprobs', 'rewards', 'values', 'advantages', 'returns', 'correction')
+@functools.cache
+def _list_token_columns() -> list[str]:
+  """Lists the columns with a number for each token: those annotated with 'n'."""
+  shapes = {
+    f.name: (get_args(f.type) or [f.type])[0] for f in dataclasses.fields(TokenTable)
+  }
+  return [name for name, shape in shapes.items() if getattr(shape, 'dim_str', '') == 'n']
+
+
 # What a user has to do to get a column that is missing.
 _REMEDIES = {
   'values': 'set value_loss of the algorithm, so that there is a critic',
@@ -308,12 +317,12 @@ def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
   join = lambda arrays, dtype: np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
   numbers = np.arange(len(segments))
   number = np.repeat(numbers, [len(s.tokens) for s in segments])
-  logprobs = join([s.logprobs for s in segments], np.float64)
+  logprobs = join([s.behaviour_logprobs for s in segments], np.float64)
   none = np.zeros(0, int)
   return TokenTable(
     tokens=join([s.tokens for s in segments], np.int32),
     action_mask=join([s.action_mask for s in segments], bool),
-    logprobs=logprobs,
+    old_logprobs=logprobs,
     behaviour_logprobs=logprobs,
     policy_steps=join([s.policy_steps for s in segments], np.int32),
     rewards=np.zeros(len(number)),

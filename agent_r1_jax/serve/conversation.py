@@ -281,7 +281,10 @@ class Conversation:
     messages, rendered, ids = branch.pending
     branch.pending = None
     stop = len(branch.tokens) + len(ids) + len(chunk.tokens)
-    branch.pieces += [(ids, None, None), chunk.piece]
+    branch.pieces += [
+      (ids, None, None),
+      (chunk.tokens, chunk.behaviour_logprobs, chunk.policy_steps),
+    ]
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, protocol.comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]

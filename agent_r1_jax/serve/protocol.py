@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.engine import programs, request, sampling
+from agent_r1_jax.engine import programs, request
 from agent_r1_jax.host import http
 
 _MOST_CHOICES, _MOST_STOPS = 16, 16
@@ -52,7 +53,7 @@ class Asked:
   required: bool
   schema: dict[str, Any] | None
   max_tokens: int | None
-  sampling: sampling.Sampling
+  sampling: config_lib.Sampling
   stop: tuple[str, ...]
   seed: int | None
   n: int
@@ -119,7 +120,7 @@ def _read(body: dict[str, Any], **fields: Any) -> Asked:
     raise http.RefusedError(400, f'stop has {len(stop)} texts; {_MOST_STOPS} are allowed')
   options = body.get('stream_options') or {}
   return Asked(
-    sampling=sampling.Sampling(
+    sampling=config_lib.Sampling(
       _number(body, 'temperature', 1.0, float, 0, 100),
       _number(body, 'top_k', 0, int, 0),
       _number(body, 'top_p', 1.0, float, 1e-6, 1),

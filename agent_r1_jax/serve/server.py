@@ -31,7 +31,7 @@ from agent_r1_jax.agent import automata, call_grammar, calls, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import loop as loop_lib
+from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
 from agent_r1_jax.serve import protocol
@@ -475,4 +475,4 @@ def serve(engine: engine_lib.Engine, app: Any, host: str = '127.0.0.1', port: in
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, stop)
     print(f'http://{host}:{listener.getsockname()[1]}', flush=True)
-    loop_lib.wait(engine.start([server.serve([listener])])).result()
+    event_loop.wait(engine.start([server.serve([listener])])).result()

@@ -176,12 +176,13 @@ def load(*paths: str | os.PathLike) -> list[types.Task]:
   """Makes a task of each game of TextWorld (.z8) and ALFWorld (.tw-pddl).
 
   Args:
-    *paths: Files, or folders that are searched for such files.
+    *paths: Files, or folders that are searched for such files. A task's id is the name
+      of its file in the folder, or, where two would have the same id, its whole path.
 
   Raises:
     ValueError: A file is no such game or a path has none; names it.
   """
-  tasks = []
+  games: dict[pathlib.Path, str] = {}  # From files to the names of their tasks.
   for path in map(pathlib.Path, paths):
     files = [path]
     if path.is_dir():
@@ -190,8 +191,10 @@ def load(*paths: str | os.PathLike) -> list[types.Task]:
       raise ValueError(f'{path} has no game (.z8 or .tw-pddl).')
     for file in files:
       _check_game(file)
-      tasks.append(make_task(str(file.relative_to(path.parent)), path=str(file)))
-  return tasks
+      games[file] = str(file.relative_to(path.parent))
+  if len({*games.values()}) < len(games):
+    games = {file: str(file) for file in games}  # A name must tell one game.
+  return [make_task(name, path=str(file)) for file, name in games.items()]
 
 
 def _check_game(path: pathlib.Path):

@@ -155,7 +155,8 @@ class Episode:
     made: The environment, from when it is made until it is closed.
     over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
-    mean_logprob: The mean log π of the last reply's tokens.
+    reply: The last reply, if the last turn had one.
+    value: The sum of an implicit critic's values of the replies so far.
   """
 
   def __init__(self, chat, make_env, limits, context, trajectory):
@@ -169,7 +170,8 @@ class Episode:
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
     self.status: str | None = None
     self.sampled = collections.Counter()
-    self.mean_logprob = 0.0
+    self.reply: request_lib.Chunk | None = None
+    self.value = 0.0
 
   async def play(self):
     """Plays to the end and completes the trajectory.
@@ -237,7 +239,7 @@ class Episode:
 
   async def take_turn(self):
     """Plays one turn, and sets `status` if it ended the episode."""
-    t, ids = self.trajectory, self.ids
+    t, ids, self.reply = self.trajectory, self.ids, None
     room = self.context.slots - self.context.length - len(ids)
     if room < 1:
       if not t.turns:
@@ -248,8 +250,11 @@ class Episode:
       self.status = 'truncated'
       return
     reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
-    self.pieces += [(ids, None, None), reply.piece]
-    self.mean_logprob = float(np.mean(reply.logprobs))
+    self.pieces += [
+      (ids, None, None),
+      (reply.tokens, reply.behaviour_logprobs, reply.policy_steps),
+    ]
+    self.reply = reply
     self.sampled['tokens'] += len(reply.tokens)
     stop = self.context.length
     turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
@@ -290,6 +295,18 @@ class Episode:
     other.env = await self._ask('clone')
     other.pieces, other.context = [*self.pieces], self.context.fork(number)
     return other
+
+  @property
+  def mean_logprob(self) -> float:
+    """The mean log π of the last reply's tokens."""
+    return 0.0 if self.reply is None else float(np.mean(self.reply.logprobs))
+
+  @property
+  def spoken(self) -> np.ndarray:
+    """The text up to the end of the last reply."""
+    if not self.pieces:  # The environment began a new context after it.
+      return self.trajectory.segments[-1].tokens
+    return np.concatenate([piece[0] for piece in self.pieces])
 
   @property
   def tokens(self) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Plays evaluation episodes, and averages what is logged of episodes."""
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -15,7 +14,6 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.checks import preflight
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.train import rollout
@@ -23,7 +21,7 @@ from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of what goes wrong in an episode; they are logged when they are 0, too.
 _FAULTS = ('timeouts', 'abandoned_calls')
-GREEDY = rollout.Decoding(sampling_lib.GREEDY)
+GREEDY = rollout.Decoding(config_lib.GREEDY)
 Choose = Callable[[engine_lib.Engine], choice_lib.Choice]
 
 
@@ -136,10 +134,8 @@ def make_decoding(
   env: env_lib.Env,
 ) -> rollout.Decoding:
   """Returns how replies are sampled in an environment, by the configuration."""
-  names = [field.name for field in dataclasses.fields(sampling_lib.Sampling)]
-  sampling = sampling_lib.Sampling(**{name: getattr(config, name) for name in names})
   grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
-  return rollout.Decoding(sampling, grammar)
+  return rollout.Decoding(config, grammar)
 
 
 def _make_grammar(

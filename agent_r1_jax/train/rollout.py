@@ -13,10 +13,9 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import program, workers
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import loop as loop_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import processes, records
@@ -54,7 +53,7 @@ class Rollout:
       processes.LostError: Another process ended.
     """
     try:
-      played = loop_lib.wait(self._future).result()
+      played = event_loop.wait(self._future).result()
       if self._engine.interrupted():
         # Even if all episodes have ended: the update would take too long.
         played = None
@@ -117,13 +116,13 @@ class Decoding(NamedTuple):
   Attributes:
     sampling: How tokens are chosen from the logits.
     grammar: Restricts what a reply may say, which makes the samples off-policy.
-    policy: The policy that samples; None is the engine's newest at each decode segment.
+    policy: The policy that samples; None is the engine's newest at each decode.
     choice: Samples each reply several times and takes one (guided/choice.py), or searches
       over turns (guided/search.py), which makes the episodes off-policy.
     guides: Guides that the engine was made with, and the state in which each begins.
   """
 
-  sampling: sampling_lib.Sampling = sampling_lib.ON_POLICY
+  sampling: config_lib.Sampling = config_lib.Sampling()
   grammar: types.Automaton | None = None
   policy: replica_lib.Policy | None = None
   choice: choice_lib.Choice | search_lib.Beams | search_lib.Tree | None = None

@@ -22,7 +22,6 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.engine import sampling as sampling_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import evaluate, groups, rollout
@@ -110,7 +109,7 @@ class Schedule:
       each of their trajectories.
     """
     tasks = [group[0].task for group in step_groups]
-    decoding = self._decoding._replace(sampling=sampling_lib.GREEDY)
+    decoding = self._decoding._replace(sampling=config_lib.GREEDY)
     greedy = evaluate.run(
       self._engine, self._chat, {'': tasks}, decoding=decoding, **self._playing
     )['']

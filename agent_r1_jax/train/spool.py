@@ -24,7 +24,7 @@ import jax
 from agent_r1_jax import types
 from agent_r1_jax.host import disk, records
 
-_MAGIC = b'agent_r1_jax episodes 1\n'
+_MAGIC = b'agent_r1_jax episodes 2\n'
 _HEADER = struct.Struct('<QI')
 
 

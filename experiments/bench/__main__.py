@@ -29,6 +29,7 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_grammar
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
@@ -65,9 +66,9 @@ class Bench:
     sizes: dict[str, Any] = {
       'rows': _ROWS.value,
       'slots': _PROMPT.value + _REPLY.value,
-      'steps': 32,
-      'feed_rows': 32,
-      'feed_tokens': 64,
+      'decode_steps': 32,
+      'prefill_rows': 32,
+      'prefill_tokens': 64,
       'bucket': 128,
       'replicas': _REPLICAS.value,
     }
@@ -258,7 +259,7 @@ def tools(bench: Bench) -> dict[str, Any]:
   """
   rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
   slots = _PROMPT.value + turns * reply + turns * 32
-  engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, steps=steps)
+  engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, decode_steps=steps)
   first, last = 8 * _ROWS.value * steps, 24 * _ROWS.value * steps
 
   async def play(latency: float, lock_step: bool) -> float:
@@ -326,10 +327,14 @@ def reads(bench: Bench) -> dict[str, Any]:
   rows, steps = 8, 32
   found: dict[str, Any] = {}
   for slots in (512, 8192):
-    engine = bench.engine(rows=rows, slots=slots, steps=steps, bucket=256, replicas=1)
+    engine = bench.engine(
+      rows=rows, slots=slots, decode_steps=steps, bucket=256, replicas=1
+    )
     replica = engine.replicas[0]
     assert replica.policy is not None
-    places, used, states = replica._arguments({}, rows)
+    places, used, states = active_request.make_decode_arguments(
+      {}, rows, replica.guides, rows
+    )
     places = places._replace(
       rows=np.arange(rows, dtype=np.int32),
       length=np.full(rows, 256 - steps, np.int32),
@@ -355,7 +360,7 @@ def programs(bench: Bench) -> dict[str, Any]:
 
   listener: Any = on_duration
   jax.monitoring.register_event_duration_secs_listener(listener)
-  engine = bench.engine(slots=768, feed_tokens=63, warm=False)
+  engine = bench.engine(slots=768, prefill_tokens=63, warm=False)
   compiled.clear()
   start = time.perf_counter()
   engine.warm_up()
@@ -377,7 +382,9 @@ def programs(bench: Bench) -> dict[str, Any]:
 
 def host_time(bench: Bench) -> dict[str, Any]:
   """The device's idle share between segments, with rows that want it."""
-  engine = bench.engine(slots=_PROMPT.value + 4 * 64, steps=16, rows=2 * _ROWS.value)
+  engine = bench.engine(
+    slots=_PROMPT.value + 4 * 64, decode_steps=16, rows=2 * _ROWS.value
+  )
   start, before = time.perf_counter(), dataclasses.replace(engine.stats)
   numbers = range(4 * _ROWS.value)
   engine.run([talk(bench, engine, n, turns=4, reply=32, group=8) for n in numbers])
@@ -413,7 +420,7 @@ def grammar(bench: Bench) -> dict[str, Any]:
   found['bytes'] = calls.classes.nbytes + calls.table.nbytes
   config = dataclasses.replace(bench.config, vocab_size=V)
   wide = Bench(config, decoder.init(config, jax.random.key(0)))
-  engine = wide.engine(warm=False, slots=128, steps=steps, narrow=False)
+  engine = wide.engine(warm=False, slots=128, decode_steps=steps, narrow=False)
   engine.warm_up(automata=[calls])
 
   async def reply(n: int, held: bool):

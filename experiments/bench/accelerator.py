@@ -34,12 +34,12 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
@@ -107,7 +107,9 @@ def decode():
     slots = max(map(int, _USED.value)) + steps
     cache = decoder.empty_cache(config, rows, slots)
     a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
-    nobody, *guided = running_lib.make_decode_arguments({}, rows, guides, unused_row=rows)
+    nobody, *guided = active_request.make_decode_arguments(
+      {}, rows, guides, unused_row=rows
+    )
     for used in map(int, _USED.value):
       places = nobody._replace(
         rows=np.arange(rows, dtype=np.int32),
@@ -279,7 +281,7 @@ def _engine(config, params) -> engine_lib.Engine:
     params,
     rows=max(map(int, _ROWS.value)),
     slots=1024,
-    feed_tokens=128,
+    prefill_tokens=128,
     bucket=1024,
     narrow=False,
   )
@@ -340,14 +342,14 @@ def agreement():
       np.arange(T, dtype=np.int32)[None],
       np.ones((1, T), np.int32),
       segment.action_mask[None],
-      segment.logprobs[None],
+      segment.behaviour_logprobs[None],
       np.zeros((1, T), np.float32),
       np.zeros((1, T), np.float32),
     )
     batch = types.Batch(*arrays)
     learned = learner.logprobs(params, batch, config=config)[0]
     mask = segment.action_mask
-    differences.append((learned - segment.logprobs)[mask].astype(np.float64))
+    differences.append((learned - segment.behaviour_logprobs)[mask].astype(np.float64))
   x = np.concatenate(differences)
   yield {
     'tokens': len(x),

@@ -47,7 +47,7 @@ def make_batch(
     'positions': np.tile(np.arange(T, dtype=np.int32), (B, 1)),
     'segment_ids': np.ones((B, T), np.int32),
     'action_mask': action_mask,
-    'logprobs': np.full((B, T), -np.log(vocab_size), np.float32),
+    'old_logprobs': np.full((B, T), -np.log(vocab_size), np.float32),
     'advantages': (advantages * action_mask).astype(np.float32),
     'weights': (action_mask / action_mask.sum()).astype(np.float32),
   }

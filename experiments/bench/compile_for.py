@@ -46,10 +46,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 from agent_r1_jax import types
+from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import automaton as automaton_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import running as running_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder, hf_config
 from agent_r1_jax.rl import algorithms, learner
@@ -96,9 +96,9 @@ _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
 _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
-_STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode segment.')
-_FEED = flags.DEFINE_integer('feed_tokens', 256, 'Tokens of a row in one prefill.')
-_FEED_ROWS = flags.DEFINE_integer('feed_rows', 8, 'Rows of one prefill.')
+_STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
+_FEED = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
+_FEED_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 
 
 def chips(topology: str) -> list[Any]:
@@ -230,7 +230,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   tables = automaton_lib.make_tables(
     automaton_lib.AutomatonPool(config.vocab_size).entries
   )
-  arguments = running_lib.make_decode_arguments({}, texts, guides, unused_row=texts)
+  arguments = active_request.make_decode_arguments({}, texts, guides, unused_row=texts)
   return programs_lib.decode.lower(
     params,
     cache,

@@ -3,7 +3,7 @@
   python -m experiments.bench.utilization --picture=docs/utilization.png
 
 The schedule, the engine and the environments are those of training. The chips are not:
-a decode segment takes its time whatever the rows (decoding is bound by the weights'
+a decode takes its time whatever the rows (decoding is bound by the weights'
 bytes), an update takes its own, and neither computes anything. In turn, all chips sample
 and then all train; otherwise one half samples and the other trains, each with half of the
 rows and, for the update, twice the time. Both halves have the same work on average.
@@ -74,8 +74,8 @@ class Chips(replica_lib.Replica):
     # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
     left = np.array([self._length(key) for key in places.keys]) - _LONGEST + places.budget
     running = places.budget > 0
-    count = np.where(running, np.minimum(self.sizes.steps, left), 0)
-    said = np.full((len(count), self.sizes.steps), self.stop_id, np.int32)
+    count = np.where(running, np.minimum(self.sizes.decode_steps, left), 0)
+    said = np.full((len(count), self.sizes.decode_steps), self.stop_id, np.int32)
     nothing = np.zeros((*said.shape, 0), np.float32)
     ended = running & (left == count)
     zeros = np.float32(0 * said)
@@ -161,7 +161,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
 def _system(config, rows, tail, chat):
   """Makes the engine with its chips, and updates that change nothing."""
   shape = decoder.DecoderConfig('llama', len(chat.tokenizer), 2, 1, 1, 1, 2, 2)
-  sizes = {'rows': rows, 'slots': _SLOTS, 'steps': _TOKENS, 'narrow': False}
+  sizes = {'rows': rows, 'slots': _SLOTS, 'decode_steps': _TOKENS, 'narrow': False}
   nothing = {'layers': {}}
   engine = engine_lib.Engine(shape, nothing, **sizes)
   chips: Any = Chips(shape, engine.sizes, {}, engine.stats)

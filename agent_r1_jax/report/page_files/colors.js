@@ -11,7 +11,7 @@ const COLORS = {
   },
   'log-prob': {
     scale: oneSided,
-    column: 'logprobs',
+    column: 'old_logprobs',
     most: FIVE_NATS,
     about: 'log π of the token. Strong: the policy found it unlikely.',
   },
@@ -24,7 +24,7 @@ const COLORS = {
   'log-ratio to reference': {
     scale: twoSided,
     column: 'ref_logprobs',
-    of: (c, p) => c.logprobs[p] - c.ref_logprobs[p],
+    of: (c, p) => c.old_logprobs[p] - c.ref_logprobs[p],
     about: 'log π minus log π of the reference policy.',
   },
   advantage: {

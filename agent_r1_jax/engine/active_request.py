@@ -13,7 +13,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 
 
-class Running:
+class ActiveRequest:
   """A request under way.
 
   Attributes:
@@ -35,22 +35,23 @@ class Running:
     request = generation.request
     self.generation, self.automata = generation, automata
     self.row: rows_lib.Row | None = None
-    truncation = guide_lib.truncation_state(request.sampling)
-    states = {automaton_lib.AUTOMATA: automata, guide_lib.TRUNCATION: truncation}
-    states |= request.guides
-    self.states = [states.get(guide, guide.off) for guide in guides]
-    # Automata that only end replies, such as stop strings, need no `logits`.
-    guiding = {
-      automaton_lib.AUTOMATA: any(automaton.restricts for automaton in request.automata),
-      guide_lib.TRUNCATION: request.sampling.truncated,
-    }
-    self.guided = np.array([guiding.get(g, g in request.guides) for g in guides], bool)
+    used = {automaton_lib.AUTOMATA: automata, **request.guides}
+    if request.sampling.truncated:
+      used[guide_lib.TRUNCATION] = guide_lib.truncation_state(request.sampling)
+    self.states = [used.get(guide, guide.off) for guide in guides]
+    if not any(automaton.restricts for automaton in request.automata):
+      # Automata that only end replies, such as stop strings, need no `logits`.
+      del used[automaton_lib.AUTOMATA]
+    self.guided = np.array([g in used and g.logits is not None for g in guides], bool)
 
   def add_chunk(self, out: Any, m: int, step: int, states: list):
     """Adds the tokens that a decode sampled in place m to the text and the reply.
 
-    `out` is the programs.Decoded, in numpy; `step` the policy's policy_step;
-    `states` those of the guides after the tokens.
+    Args:
+      out: The programs.Decoded, in numpy.
+      m: The place of the request in the decode.
+      step: The policy's policy_step.
+      states: The states of the guides after the tokens.
     """
     assert self.row is not None
     n, top = out.count[m], self.generation.request.top_logprobs
@@ -70,12 +71,12 @@ class Running:
 
   def release_row(self):
     """Lets other texts have the row."""
-    if self.row is not None and self.row.running is self.generation:
-      self.row.running = None
+    if self.row is not None and self.row.generation is self.generation:
+      self.row.generation = None
 
 
 def make_decode_arguments(
-  requests: Mapping[int, Running],
+  requests: Mapping[int, ActiveRequest],
   size: int,
   guides: Sequence[guide_lib.Guide],
   unused_row: int,
@@ -91,13 +92,18 @@ def make_decode_arguments(
   Returns:
     The places; which of them each guide changes, bool [G, size]; and the guides' states.
   """
-  places = [
-    _make_place(requests[m]) if m in requests else _make_unused_place(unused_row)
-    for m in range(size)
-  ]
-  guided = np.zeros((len(guides), size), bool)
-  for m, running in requests.items():
-    guided[:, m] = running.guided
+  rows = np.full(size, unused_row, np.int32)
+  # A place without a request does not run, for its budget is 0.
+  length, last, budget = np.zeros((3, size), np.int32)
+  keys, temperature = np.zeros((size, 2), np.uint32), np.ones(size, np.float32)
+  top, guided = np.zeros(size, bool), np.zeros((len(guides), size), bool)
+  for m, active in requests.items():
+    row, request = active.row, active.generation.request
+    assert row is not None and row.text is not None
+    rows[m], length[m], last[m] = row.index, row.cached, row.text.tokens[-1]
+    budget[m], keys[m] = active.generation.remaining, request.key
+    temperature[m], top[m] = request.sampling.temperature, request.top_logprobs > 0
+    guided[:, m] = active.guided
   states = tuple(
     jax.tree.map(
       lambda *leaves: np.stack(leaves),
@@ -105,35 +111,5 @@ def make_decode_arguments(
     )
     for g, guide in enumerate(guides)
   )
-  columns: dict[str, Any] = {
-    name: np.array([place[name] for place in places]) for name in places[0]
-  }
-  return programs_lib.Places(**columns), guided, states
-
-
-def _make_place(running: Running) -> dict[str, Any]:
-  """Returns the fields of Places for one request."""
-  row, request = running.row, running.generation.request
-  assert row is not None and row.text is not None
-  return {
-    'rows': np.int32(row.index),
-    'length': np.int32(row.cached),
-    'last': row.text.tokens[-1],
-    'budget': np.int32(running.generation.remaining),
-    'keys': np.asarray(request.key, np.uint32),
-    'temperature': np.float32(request.sampling.temperature),
-    'top': np.bool_(request.top_logprobs > 0),
-  }
-
-
-def _make_unused_place(row: int) -> dict[str, Any]:
-  """Returns the fields of a place that does not run, for its budget is 0."""
-  return {
-    'rows': np.int32(row),
-    'length': np.int32(0),
-    'last': np.int32(0),
-    'budget': np.int32(0),
-    'keys': np.zeros(2, np.uint32),
-    'temperature': np.float32(1),
-    'top': np.False_,
-  }
+  columns: Any = (rows, length, last, budget, keys, temperature, top)  # In Places' order.
+  return programs_lib.Places(*columns), guided, states

@@ -71,6 +71,6 @@ def less_kl(
   of rl/kl.py: (logprobs, ref_logprobs) -> the KL of each token.
   """
   actions, rewards = table.action_mask, table.rewards.copy()
-  kl = estimator(table.logprobs[actions], table.column('ref_logprobs')[actions])
+  kl = estimator(table.old_logprobs[actions], table.column('ref_logprobs')[actions])
   rewards[actions] -= coef * np.asarray(kl)
   return dataclasses.replace(table, rewards=rewards)

@@ -1,0 +1,49 @@
+"""Right demonstrations of rows: a search for each passage that a row names."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
+from agent_r1_jax.retrieval.documents import Document, Hit
+from experiments.wikipedia import reading
+
+
+def demonstrate(
+  task: types.Task,
+  by_title: Mapping[str, Document],
+  search: Callable[[str], Sequence[Hit]],
+  render: Callable[[Sequence[Hit]], str],
+) -> list[types.Message] | None:
+  """Searches for each supporting passage by its name, as what was read before has it.
+
+  Args:
+    task: The row as the agent is asked; `info` names the supporting titles.
+    by_title: The passages.
+    search: What the search tool finds.
+    render: How the search tool writes it.
+
+  Returns:
+    The conversation; None if names do not lead to all passages and to the answer.
+  """
+  titles, seen = task.info.get('supporting_titles', ()), task.info['question']
+  rest = [by_title[title] for title in titles if title in by_title]
+  messages = list(task.messages)
+  while rest:
+    named = [(d, n) for d in rest if (n := reading.mention(seen, reading.name(d.title)))]
+    if not named:
+      return None
+    document, query = min(named, key=lambda pair: seen.find(pair[1]))
+    hits = search(query)
+    if document not in [hit.document for hit in hits]:
+      return None
+    call = calls.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
+    messages.append({'role': 'assistant', 'content': call})
+    messages.append({'role': 'tool', 'name': 'search', 'content': render(hits)})
+    seen += '\n' + render(hits)
+    rest.remove(document)
+  answer = task.answer[0]
+  written = answer if answer in ('yes', 'no') else reading.mention(seen, answer)
+  if written is None or len(messages) == len(task.messages):
+    return None
+  content = f'<answer> {written}</answer>'
+  return [*messages, {'role': 'assistant', 'content': content}]

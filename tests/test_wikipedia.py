@@ -1,0 +1,488 @@
+"""Practice on the relations of real questions, and its scripts from end to end.
+
+The scripts run as a user runs them, in processes of their own.
+"""
+
+import gzip
+import itertools
+import json
+import pathlib
+import random
+import re
+import zipfile
+
+import jax
+import pytest
+import script as script_lib
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import calls
+from agent_r1_jax.models import decoder, hf_config, weights
+from agent_r1_jax.retrieval import bm25, documents
+from agent_r1_jax.retrieval.documents import Document
+from agent_r1_jax.tasks import qa
+from experiments import comparison
+from experiments.wikipedia import (
+  bridges,
+  demos,
+  facts,
+  practice,
+  reading,
+  settings,
+  templates,
+)
+
+NATIONS = ('American', 'British', 'Danish')
+
+
+@pytest.mark.parametrize(
+  ('relation', 'text', 'value'),
+  [
+    ('director', 'Web is a 1959 British film directed by Max Varnel.', 'Max Varnel'),
+    ('director', 'It is a film written and directed by R. A. Frank.', 'R. A. Frank'),
+    ('director', 'A film, produced by John Doe. Edward Hall directed.', 'Edward Hall'),
+    ('performer', '"X" is a song by American singer Jane de Roe.', 'Jane de Roe'),
+    ('date of birth', 'Ann ( April 28, 1884 – December 28, 1950) was', 'April 28, 1884'),
+    ('date of birth', 'Ann ( née Lee; born 3 May 1951) is a poet.', '3 May 1951'),
+    ('date of death', 'Ann ( April 28, 1884 – December 8, 1950)', 'December 8, 1950'),
+    ('place of birth', 'He was born in May 1951 in New York City.', 'New York City'),
+    ('place of death', 'He died on 3 May 1951 in Paris.', 'Paris'),
+    ('nationality', 'Ann is a noted Danish poet.', 'Danish'),
+    ('father', 'He was the son of King Charles III of Spain.', 'Charles III of Spain'),
+    ('father', 'The son of John, 2nd Baron Lee and Mary.', 'John, 2nd Baron Lee'),
+    ('mother', 'He is a son of Carl and his wife Sofia of Oss.', 'Sofia of Oss'),
+    ('spouse', 'She was the wife of the actor Peter Bo.', 'Peter Bo'),
+    ('country', 'Ali is a village in Fars Province, Iran. At', 'Iran'),
+    ('released', 'Web is a 1959 British film.', '1959'),
+    ('director', 'Ann is a poet, directed by nobody.', None),
+    ('place of death', 'Ann is a Danish poet.', None),
+  ],
+)
+def test_facts_are_read_from_sentences(relation, text, value):
+  assert facts.find(relation, facts.tidy(text), NATIONS) == value
+
+
+def test_tidy_puts_a_space_before_names_and_numbers():
+  text = 'Ann( born 3 May 1951–2000) is from Sint- Niklaas and (Oss)'
+  assert facts.tidy(text) == (
+    'Ann ( born 3 May 1951 – 2000) is from Sint-Niklaas and ( Oss)'
+  )
+
+
+# Films, who directed them, and when and where these were born.
+DIRECTORS = {
+  'Adam Berg': ('3 May 1901', '4 June 1950', 'Oslo', 'Danish'),
+  'Carl Dahl': ('1 May 1911', '4 June 1960', 'Paris', 'Danish'),
+  'Emil Falk': ('2 May 1921', '4 June 1970', 'Rome', 'British'),
+  'Gus Holm': ('7 May 1931', '4 June 1980', 'Madrid', 'British'),
+  'Ida Jensen': ('8 May 1941', '4 June 1990', 'Lisbon', 'British'),
+  'Kai Lund': ('9 May 1951', '4 June 2000', 'Vienna', 'Danish'),
+}
+FILMS = {
+  'Silent Water (film)': 'Adam Berg',
+  'The Red Door': 'Carl Dahl',
+  'Night of Wolves': 'Emil Falk',
+  "A Widow's Game": 'Gus Holm',
+  'Old Road': 'Ida Jensen',
+  'White Nights': 'Kai Lund',
+}
+
+
+def _passages():
+  people = {
+    name: f'{name} ( {born} – {died}) was a {nation} film director, born in {place}.'
+    for name, (born, died, place, nation) in DIRECTORS.items()
+  }
+  films = {
+    title: f'{title.split(" (")[0]} is a {1940 + i} film directed by {director}.'
+    for i, (title, director) in enumerate(FILMS.items())
+  }
+  texts = people | films
+  return [Document(f'd{i}', title, text) for i, (title, text) in enumerate(texts.items())]
+
+
+def _director(query):
+  films = {title.split(' (')[0].lower(): d for title, d in FILMS.items()}
+  return DIRECTORS[films.get(query.lower().split(' (')[0], query)]
+
+
+def _task(question, answer, titles, kind):
+  info = {'question': question, 'supporting_titles': titles, 'type': kind}
+  return types.Task(question, [], [answer], info)
+
+
+ROWS = [
+  _task(
+    'When was the director of film Silent Water (Film) born?',
+    '3 May 1901',
+    ['Silent Water (film)', 'Adam Berg'],
+    'compositional',
+  ),
+  _task(
+    'Which film has the director who is older, The Red Door or Night Of Wolves?',
+    'The Red Door',
+    ['The Red Door', 'Carl Dahl', 'Night of Wolves', 'Emil Falk'],
+    'bridge_comparison',
+  ),
+  _task(
+    'Do Emil Falk and Gus Holm have the same nationality?',
+    'yes',
+    ['Emil Falk', 'Gus Holm'],
+    'comparison',
+  ),
+]
+
+
+@pytest.fixture(scope='module')
+def maker():
+  passages = _passages()
+  return practice.Maker(passages, reading.TitleFirst(passages, bm25.BM25(passages)), ROWS)
+
+
+def test_rows_give_templates():
+  found = [templates.find_template(task) for task in ROWS]
+  assert found == [
+    (
+      ('When was the director of film {} born?', ('director', 'date of birth'), None),
+      ['Silent Water (Film)'],
+    ),
+    (
+      (
+        'Which film has the director who is older, {} or {}?',
+        ('director', 'date of birth'),
+        True,
+      ),
+      ['The Red Door', 'Night Of Wolves'],
+    ),
+    (
+      ('Do {} and {} have the same nationality?', ('nationality',), None),
+      ['Emil Falk', 'Gus Holm'],
+    ),
+  ]
+  assert (
+    templates.find_template(_task('Who is he?', 'X', ['Nobody'], 'inference')) is None
+  )
+
+
+@pytest.mark.parametrize('kind', ['fact', 'chain', 'compare', 'compare chain'])
+def test_practice_asks_of_other_passages_and_knows_the_answer(maker, kind):
+  rng, questions = random.Random(0), set()
+  for _ in range(60):
+    if (problem := maker.make(kind, rng)) is None:
+      continue
+    questions.add(problem.question)
+    first, last = problem.hops[0], problem.hops[-1]
+    if kind in ('fact', 'chain'):
+      assert problem.answer == _director(first.query)[0]
+    elif kind == 'compare':
+      same = _director(first.query)[3] == _director(last.query)[3]
+      assert problem.answer == ('yes' if same else 'no')
+    else:
+      older = min(
+        (problem.hops[0], problem.hops[2]), key=lambda h: _director(h.query)[0][-4:]
+      )
+      assert problem.answer == older.query
+  assert len(questions) > 3
+
+
+def test_questions_of_people_are_asked_of_passages_linked_alike():
+  rows = [
+    _task(
+      'In which city was the man who made Silent Water born?',
+      'Oslo',
+      ['Silent Water (film)', 'Adam Berg'],
+      'bridge',
+    ),
+    _task(
+      'Which director made The Red Door?',
+      'Carl Dahl',
+      ['The Red Door', 'Carl Dahl'],
+      'bridge',
+    ),
+    _task(
+      'Are Emil Falk and Old Road both directors?',
+      'no',
+      ['Emil Falk', 'Old Road'],
+      'comparison',
+    ),
+    _task(
+      'What profession do Adam Berg and Kai Lund share?',
+      'director',
+      ['Adam Berg', 'Kai Lund'],
+      'comparison',
+    ),
+    ROWS[2],
+  ]
+  passages, retriever = settings.index(settings.SMALL, _passages())
+  maker, rng = practice.Maker(passages, retriever, rows), random.Random(0)
+  assert maker.kinds is bridges.KINDS
+  made = {
+    kind: [p for _ in range(300) if (p := maker.make(kind, rng))] for kind in maker.kinds
+  }
+  assert {kind: len({p.question for p in of}) > 1 for kind, of in made.items()} == (
+    dict.fromkeys(bridges.KINDS, True)
+  )
+  asked = {row.info['question']: row.answer[0] for row in rows}
+  assert all(p.answer == asked[p.question] for p in made['row'])
+  film = lambda query: next(d for t, d in FILMS.items() if t.startswith(query))
+  assert all(p.answer == film(p.hops[0].query) for p in made['link'])
+  assert all(p.answer == DIRECTORS[p.hops[1].query][2] for p in made['link chain'])
+  for p in [p for p in made['both'] if '19' not in p.question]:
+    noun = 'director' if 'director' in p.question else 'film'
+    kinds = {hop.query in DIRECTORS for hop in p.hops}
+    assert p.answer == ('yes' if kinds == {noun == 'director'} else 'no')
+  assert {p.answer for p in made['both']} == {'yes', 'no'}
+  assert {p.answer for p in made['common']} == {'director'}
+  assert all(p.answer in [hop.query for hop in p.hops] for p in made['which'])
+  # Every kind can be written.
+  seen = {e.kind for e in itertools.islice(practice.examples(maker, 0), 200)}
+  assert {kind.split('/')[0] for kind in seen} >= set(bridges.KINDS)
+
+
+def test_conversations_search_read_and_answer(maker):
+  rng = random.Random(0)
+  made = (maker.make('chain', rng) for _ in range(200))
+  problem = next(p for p in made if p and p.hops[0].query.startswith('Silent'))
+  messages = maker.write(problem, rng, 'right')
+  assert [m['role'] for m in messages] == [
+    'user',
+    *['assistant', 'tool'] * 2,
+    'assistant',
+  ]
+  (call,) = calls.parse_hermes(messages[3]['content'])
+  assert call.arguments == {'query': ' Adam Berg'}
+  assert messages[3]['content'].startswith('director: Adam Berg.\n')
+  assert 'directed by Adam Berg' in messages[2]['content']
+  assert (
+    messages[-1]['content'] == 'date of birth: 3 May 1901. <answer> 3 May 1901</answer>'
+  )
+  for fate, turns in [('relation', 3), ('stop', 2), ('guess', 1)]:
+    wrong = maker.write(problem, rng, fate)
+    assert sum(m['role'] == 'assistant' for m in wrong) == turns
+    assert '<answer> 3 May 1901<' not in wrong[-1]['content']
+  reading = maker.write_reading(problem, rng)
+  assert 'was a Danish film director' in reading[0]['content'] and len(reading) == 2
+
+
+def test_titles_come_first():
+  # By words alone the last ones are better.
+  louder = [
+    Document('e0', 'Water', 'silent water, silent water'),
+    Document('e1', 'Holm', 'gus holm gus holm'),
+  ]
+  passages = [*_passages(), *louder]
+  retriever = reading.TitleFirst(passages, bm25.BM25(passages))
+  (by_title,), (by_name,), (other, *_) = retriever.search(
+    ['gus holm', 'Silent Water', 'director born in Rome'], 1
+  )
+  assert by_title.document.title == 'Gus Holm'
+  assert by_name.document.title == 'Silent Water (film)'
+  assert other.document.title == 'Emil Falk'
+
+
+def test_split_hangs_on_the_ids_alone():
+  tasks = [types.Task(f'q{i}', []) for i in range(50)]
+  a, b, rest = settings.split(tasks, 10, 5)
+  assert [len(a), len(b), len(rest)] == [10, 5, 35]
+  assert {t.id for t in [*a, *b, *rest]} == {t.id for t in tasks}
+  assert settings.split(tasks[::-1], 10, 5) == [a, b, rest]
+  assert settings.split(tasks, 10, 5, seed=1) != [a, b, rest]
+  assert settings.split(tasks, 15)[0] == a + b
+  with pytest.raises(ValueError, match=r'sizes \(30, 20\) leave nothing of 50'):
+    settings.split(tasks, 30, 20)
+
+
+def test_recall_counts_the_rows_that_name_their_passages():
+  found = bm25.BM25([documents.Document('0', 'Oslo', 'A city.')])
+  named = types.Task('0', [], 'x', {'question': 'Oslo?', 'supporting_titles': ['Oslo']})
+  bare = types.Task('1', [], 'x', {'question': 'Who?'})
+  assert comparison.recall(found, [named, bare]) == {'recall@5': 1.0, 'all in 5': 1.0}
+  assert comparison.recall(found, [bare]) == {}
+
+
+@pytest.mark.parametrize(
+  ('row', 'queries'),
+  [
+    (ROWS[0], [' Silent Water', ' Adam Berg']),
+    (ROWS[1], [' The Red Door', ' Night Of Wolves', ' Carl Dahl', ' Emil Falk']),
+    (ROWS[2], [' Emil Falk', ' Gus Holm']),
+  ],
+)
+def test_a_demonstration_follows_the_names_to_the_answer(row, queries):
+  passages, retriever = settings.index(settings.SMALL, _passages())
+  task = reading.agent_task(row)
+  by_title = {document.title: document for document in passages}
+  messages = demos.demonstrate(
+    task, by_title, lambda query: retriever.search([query], 1)[0], documents.render
+  )
+  assert messages is not None
+  assert messages[:1] == task.messages and qa.paper_reward(task, messages) == 1.0
+  said = [m['content'] for m in messages if m['role'] == 'assistant']
+  found = [calls.parse_hermes(text)[0] for text in said[:-1]]
+  assert [call.arguments['query'] for call in found] == queries
+  elsewhere = _task('Who directed it?', 'Adam Berg', ['The Red Door'], 'bridge')
+  assert demos.demonstrate(elsewhere, by_title, lambda query: [], str) is None
+
+
+def _run(script: str, *args: str, fails: bool = False) -> str:
+  """Runs an experiment's script; returns what it printed."""
+  done = script_lib.run('-m', f'experiments.{script}', *args)
+  assert (done.returncode != 0) == fails, done.stdout + done.stderr
+  return done.stdout + done.stderr
+
+
+def _write(path, rows):
+  with gzip.open(path, 'wt', encoding='utf-8') as file:
+    file.writelines(json.dumps(row) + '\n' for row in rows)
+
+
+def _row(i, task):
+  info = {k: task.info[k] for k in ('question', 'supporting_titles', 'type')}
+  return {'id': f'r{i}', 'golden_answers': task.answer, **info}
+
+
+def _passage_row(document):
+  return {'id': document.id, 'title': document.title, 'text': document.text}
+
+
+METHODS = ['Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO']
+TINY = (
+  '--config.schedule.steps=1',
+  '--config.schedule.samples=2',
+  '--config.limits.max_turn_tokens=16',
+)
+
+
+def test_base_and_search(tmp_path: pathlib.Path):
+  _write(tmp_path / 'corpus.jsonl.gz', map(_passage_row, _passages()))
+  # Enough copies that each kind of question is among the training rows.
+  _write(tmp_path / 'train.jsonl.gz', (_row(i, task) for i, task in enumerate(ROWS * 5)))
+  shared = (f'--data={tmp_path}', '--held_out=3', '--watched=1')
+  size = ('--layers=2', '--dim=96', '--vocab=300')
+  sft = ('--sft.steps=2', '--sft.rows=1', '--sft.warmup=1')
+  _run('wikipedia.pretrain', *shared, *size, *sft, f'--out={tmp_path}/base')
+  assert len(json.loads((tmp_path / 'base' / 'rows.json').read_text())) == 11
+
+  run = tmp_path / 'run'
+  search = (
+    'wikipedia.search',
+    *shared,
+    *TINY,
+    f'--workdir={run}',
+    f'--config.model.path={tmp_path}/base/model',
+    '--config.schedule.tasks=2',
+    '--config.engine.rows=4',
+    '--config.engine.prefill_rows=4',
+    *script_lib.one_program(slots=1280),
+    '--config.batch.microbatch=2',
+  )
+  assert 'nothing that it depends on' not in _run(*search)
+  table = (run / 'table.md').read_text()
+  numbers = json.loads((run / 'table.json').read_text())
+  assert [*numbers['methods']] == METHODS and '| GRPO' in table and '/3 ' in table
+  assert not any(of['errors'] for of in numbers['methods'].values())
+  assert numbers['recall']['recall@5'] > 0.3
+  assert (run / 'curve.png').stat().st_size > 0
+  assert hf_config.read(run / 'model').embed_dim == 96
+  # The small policy is known by its rows, and trained as such; so is what came of it.
+  config = json.loads((run / 'config.json').read_text())
+  assert config['optimizer'] | {'learning_rate': 2e-4} == config['optimizer']
+  assert settings.setting_of(str(run / 'model')) is settings.SMALL
+
+  # Started again, the finished run plays nothing; other rows are scored with the policy.
+  again = _run(*search)
+  assert all(f'{method}: as in {run}/results.jsonl' in again for method in METHODS)
+  assert (run / 'table.md').read_text() == table
+  asked = tmp_path / 'asked.jsonl'
+  asked.write_text(json.dumps(_row('new', ROWS[0])) + '\n')
+  assert '/1 ' in _run(*search, f'--rows={asked}')
+
+  seen = _run(*search, '--split=1', fails=True)
+  assert 'has seen' in seen and 'the same --split' in seen
+  none = _run(*search, '--types=none', fails=True)
+  assert '--types=none: no row is of these types' in none
+
+
+@pytest.mark.parametrize('script', ['wikipedia.pretrain', 'paper_tables'])
+def test_missing_data_says_what_it_is_and_how_to_get_it(script, tmp_path):
+  """For wikipedia.search, test_runtime.py does this."""
+  model = () if script == 'wikipedia.pretrain' else (f'--config.model.path={tmp_path}',)
+  said = _run(script, f'--data={tmp_path}', *model, f'--out={tmp_path}/run', fails=True)
+  assert 'corpus.jsonl.gz' in said and 'train.jsonl.gz' in said
+  assert 'third_party/fetch.py hotpotqa' in said
+
+
+def test_a_missing_small_policy_says_how_to_make_it(tmp_path):
+  done = script_lib.run('-m', 'experiments.wikipedia.search', cwd=tmp_path)
+  said = done.stdout + done.stderr
+  assert done.returncode != 0 and 'wikipedia_base/rows.json is missing' in said
+  assert (
+    'run experiments.wikipedia.pretrain' in said and '--config.model.path=DIR' in said
+  )
+  assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize('path', sorted((script_lib.ROOT / 'experiments').rglob('*.py')))
+def test_there_is_one_way_to_name_a_model(path):
+  defined = re.findall(r"DEFINE_\w+\(\s*'([\w.]+)'", path.read_text())
+  assert 'model' not in defined and 'base' not in defined
+  if path.stem == 'compile_for':
+    assert 'config.model.path' in defined
+
+
+@pytest.fixture(scope='module')
+def real_data(data_dir, tmp_path_factory) -> pathlib.Path:
+  """Some questions of HotpotQA, their passages and a few hundred others."""
+  folder = tmp_path_factory.mktemp('hotpotqa')
+  source = data_dir / 'hotpotqa'
+  rows = [row for _, row in documents.read_rows(source / 'train.jsonl.gz')][:12]
+  gold = {title for row in rows for title in row['supporting_titles']}
+  corpus = documents.read_corpus(source / 'corpus.jsonl.gz')
+  kept = [d for i, d in enumerate(corpus) if d.title in gold or i % 100 == 0]
+  _write(folder / 'corpus.jsonl.gz', map(_passage_row, kept))
+  _write(folder / 'train.jsonl.gz', rows)
+  return folder
+
+
+def test_an_instruct_model_runs_unchanged(data_dir, real_data, tmp_path):
+  config = decoder.DecoderConfig(
+    vocab_size=151_936,
+    embed_dim=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    mlp_dim=64,
+    rope_theta=1e6,
+    tie_embeddings=True,
+    family='qwen3',
+  )
+  params = decoder.init(config, jax.random.key(0))
+  tokenizer = data_dir / 'models' / 'qwen3'
+  weights.save(tmp_path / 'model', config, params, tokenizer_from=tokenizer)
+  _run(
+    'wikipedia.search',
+    *TINY,
+    f'--config.model.path={tmp_path}/model',
+    f'--data={real_data}',
+    f'--workdir={tmp_path}/run',
+    '--held_out=3',
+    '--watched=1',
+    '--config.schedule.tasks=1',
+    '--config.engine.rows=2',
+    '--config.engine.prefill_rows=2',
+    '--config.engine.prefill_tokens=256',
+    *script_lib.one_program(slots=1536),
+    '--config.batch.microbatch=1',
+  )
+  numbers = json.loads((tmp_path / 'run' / 'table.json').read_text())
+  assert [*numbers['methods']] == METHODS
+  assert not any(of['errors'] for of in numbers['methods'].values())
+  trained, trained_params = weights.load(tmp_path / 'run' / 'model')
+  assert (trained.family, trained.tie_embeddings) == (config.family, True)
+  assert jax.tree.structure(trained_params) == jax.tree.structure(params)
+  # The paper's prompt in the model's own template, the tool's schema included.
+  log = max((tmp_path / 'run' / 'trajectories').iterdir())
+  with zipfile.ZipFile(log) as archive:
+    text = ' '.join(archive.read(name).decode() for name in archive.namelist())
+  assert 'Use the search tool to find the facts you need' in text
