@@ -4,6 +4,7 @@ Run as a script, it trains until it kills itself (see `main`).
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -105,6 +106,19 @@ def _parse(reply):
 
 def _reward(task, messages):
   return {'city': float(' city' in messages[-1]['content']), 'length': -0.01}
+
+
+@contextlib.contextmanager
+def _at_reset(act):
+  """Calls act(task) whenever an environment begins; to a run it is the same one."""
+  reset = env_lib.ToolEnv.reset
+
+  async def act_and_reset(self, task):
+    act(task)
+    return await reset(self, task)
+
+  with mock.patch.object(env_lib.ToolEnv, 'reset', act_and_reset):
+    yield
 
 
 def _make_env():
@@ -271,8 +285,7 @@ class TestRun:
     ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
     numbers = [c.kwargs.get('rollout_number') for c in start.call_args_list]
-    # The last one is that of the policy's evaluation at the end.
-    assert numbers == [0, 1, None]
+    assert numbers == [0, 1]  # And no evaluation at the end, as there are no sets.
     learned = [c.args[1] for c in learn.mock_calls]
     assert [{*t.policy_steps} for ts in learned for t in ts] == [{0}] * 8 + [{1}] * 8
     first, second = metrics.read(tmp_path)
@@ -475,17 +488,8 @@ class TestResume:
     path.write_bytes(path.read_bytes()[:-1])
     kept = len(list(spool._read(path)))
     begun = []
-
-    class Counts(env_lib.ToolEnv):
-      async def reset(self, task):
-        begun.append(task)
-        return await super().reset(task)
-
-    resumed = _run(
-      _config(model, keep_rollouts=True),
-      tmp_path / 'run',
-      make_env=lambda: Counts([look], _reward, parse=_parse),
-    )
+    with _at_reset(begun.append):
+      resumed = _run(_config(model, keep_rollouts=True), tmp_path / 'run')
     _assert_equal(resumed, params)
     assert _numbers(tmp_path / 'run') == _numbers(workdir)
     # Four evaluations of two tasks, five rollouts of eight episodes.
@@ -502,17 +506,16 @@ class TestResume:
     """In the first evaluation, or in the second rollout; told, and nothing hangs."""
     resets, fillers = [], []
 
-    class Fills(env_lib.ToolEnv):
-      async def reset(self, task):
-        resets.append(task)
-        if len(resets) == moment:
-          fillers.append(mounts.fill(tmp_path / 'run'))
-        return await super().reset(task)
+    def fill(task):
+      resets.append(task)
+      if len(resets) == moment:
+        fillers.append(mounts.fill(tmp_path / 'run'))
 
     config = _config(model, keep_rollouts=True)
     with mounts.mounted(tmp_path / 'run', 'size=64m') as workdir:
-      with pytest.raises(OSError, match=r'the disk is full \(0\.0 MB free'):
-        _run(config, workdir, make_env=lambda: Fills([look], _reward, parse=_parse))
+      full = pytest.raises(OSError, match=r'the disk is full \(0\.0 MB free')
+      with full, _at_reset(fill):
+        _run(config, workdir)
       fillers[0].unlink()
       resumed = _run(config, workdir)
       _assert_equal(resumed, whole[0])
@@ -557,19 +560,16 @@ def _die(number=signal.SIGKILL):
 
 def main(workdir, model, moment, keep=''):
   """Trains as `_uninterrupted` does, until the moment comes."""
-  make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
-  resets = []
+  save, update, resets = checkpoint.Checkpointer.save, learner.update, []
   # Of the first evaluation, the first rollout, the second one, the second evaluation.
   died_at = {'rollout': 7, 'end of rollout': 10}
   died_at |= {'term in rollout': 7, 'ctrl-c in evaluation': 18}
   signals = {'term in rollout': signal.SIGTERM, 'ctrl-c in evaluation': signal.SIGINT}
 
-  class Dies(env_lib.ToolEnv):
-    async def reset(self, task):
-      resets.append(task)
-      if len(resets) == died_at[moment]:
-        _die(signals.get(moment, signal.SIGKILL))
-      return await super().reset(task)
+  def count_and_die(task):
+    resets.append(task)
+    if len(resets) == died_at.get(moment):
+      _die(signals.get(moment, signal.SIGKILL))
 
   def save_and_die(self, *args):
     save(self, *args)
@@ -581,14 +581,13 @@ def main(workdir, model, moment, keep=''):
       _die(signal.SIGTERM if moment.startswith('term') else signal.SIGKILL)
     return out
 
-  if moment in died_at:
-    make_env = functools.partial(Dies, [look], _reward, parse=_parse)
-  elif moment == 'save':
+  if moment == 'save':
     checkpoint.Checkpointer.save = save_and_die
-  elif moment != 'none':
+  elif moment not in died_at and moment != 'none':
     learner.update = update_and_die
   # Signals reach the main thread only.
-  _train(_config(model, keep_rollouts=bool(keep)), workdir, make_env=make_env)
+  with _at_reset(count_and_die):
+    _train(_config(model, keep_rollouts=bool(keep)), workdir)
 
 
 async def _ask_the_endpoint(task, url):
