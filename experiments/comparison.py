@@ -25,8 +25,7 @@ from experiments import react as react_lib
 Sets = Mapping[str, Sequence[types.Task]]
 # Plays greedy episodes: evaluation_cache.evaluate_or_read with a file and a summary.
 Play = Callable[..., dict[str, Any]]
-# Tasks by set, and a function that makes an environment for each episode.
-Method = tuple[Sets, rollout.MakeEnv]
+Method = rollout.Method
 Ask = Callable[[types.Task], types.Task]
 
 # The methods of a base policy that stand beside the trained one, as the tables call them.

@@ -5,24 +5,31 @@ Text and device meet here. What comes of an episode is its Trajectory.
 
 import asyncio
 import collections
+from collections.abc import Callable, Sequence
 import contextlib
 import copy
 import dataclasses
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls, program, rewards, threads, workers
+from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import records
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
+
+if TYPE_CHECKING:
+  from agent_r1_jax.train import rollout as rollout_lib
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,31 +60,48 @@ def _blaming_the_environment():
 
 
 class Context:
-  """The context of one episode: the text in the engine that each reply extends.
+  """The text that an episode has in the engine, which each reply extends.
 
   Attributes:
-    replica: Where its replies are sampled.
-    slots: The most tokens that it may have.
-    search: Searches for a whole episode, in place of a plain one.
+    replica: The part of the engine that samples the replies.
+    slots: The most tokens that the text may have.
     vocab_size: Tokens of the policy.
-    chooser: Chooses the replies, if several of each are sampled.
+    chooser: Samples several candidates of each reply and takes one; None samples one.
+    search: Searches over turns for the whole episode; None plays turn after turn.
   """
 
-  def __init__(self, replica, decoding, automata, identity):
+  def __init__(
+    self,
+    replica: replica_lib.Replica,
+    decoding: 'rollout_lib.Decoding',
+    automata: Sequence[types.Automaton],
+    identity: tuple[int | str, ...],
+  ):
+    """Begins without a text.
+
+    Args:
+      replica: Samples the replies.
+      decoding: How they are sampled.
+      automata: What ends replies, and the decoding's grammar, if it has one.
+      identity: What all randomness of the episode depends on; see rollout.start.
+    """
     self.replica, self._decoding, self._automata = replica, decoding, automata
-    self._identity, choice = identity, decoding.choice
-    self._forked, self.chooser, self.search = False, None, None
-    if isinstance(choice, choice_lib.Choice):
-      self.chooser = choice_lib.Chooser(replica, choice)
-    else:
-      self.search = choice
+    self._identity = identity
     self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
-    self.restart(0)
+    self.chooser: choice_lib.Chooser | None = None
+    self.search: search_lib.Beams | search_lib.Tree | None = None
+    if isinstance(decoding.choice, choice_lib.Choice):
+      self.chooser = choice_lib.Chooser(replica, decoding.choice)
+    else:
+      self.search = decoding.choice
+    # Whether another context has the same text, which the next reply must not extend.
+    self._forked = False
+    self._text: request_lib.Text | None = None
+    self._key = self.make_key(0)
 
   def restart(self, segment: int):
-    """Begins a new text, with a random key of its own."""
-    self._key = self.make_key(segment)
-    self._text: request_lib.Text | None = None
+    """Forgets the text; the next reply begins one with a random key of its own."""
+    self._key, self._text = self.make_key(segment), None
 
   def make_key(self, *parts: int | str) -> np.ndarray:
     """Makes the randomness of one of the episode's texts."""
@@ -106,11 +130,23 @@ class Context:
     return await generation
 
   def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
-    """Begins a reply to any text; the arguments are fields of the request."""
+    """Begins a reply to any text, for the requests of a program (serve/conversation.py).
+
+    The arguments are those of `_make_request`.
+    """
     request = self._make_request(ids, parent, max_tokens, key, **fields)
     return self.replica.submit(request)
 
-  def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
+  def _make_request(
+    self,
+    ids: np.ndarray,
+    parent: request_lib.Text | request_lib.Fork | None,
+    max_tokens: int,
+    key: np.ndarray,
+    automata: Sequence[types.Automaton] | None = None,
+    top_logprobs: int = 0,
+  ) -> request_lib.Request:
+    """Makes a request; with `automata`, these end the reply in place of the chat's."""
     if automata is None:
       automata = self._automata
     else:
@@ -146,31 +182,54 @@ class Episode:
   """One episode while it is played; it fills in its trajectory.
 
   Attributes:
+    context: The text in the engine that replies extend.
+    trajectory: What comes of the episode.
+    env: The environment, or the program that is played in its place.
+    made: Holds the environment from when it is made until it is closed. A list, so that
+      of two threads that want to close it one gets it.
+    over: Whether the episode has ended: an environment made later is closed at once.
+    conversation: The requests of a program.
+    ids: The tokens of messages that the next reply follows.
+    schemas: The tools that the prompt describes.
     pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
       reply and observation; the last two are None where the policy did not sample.
-    ids: The tokens that are given before the next reply.
     status: How the episode ended; None while it goes on.
-    sampled: Counts the tokens that were sampled here and in all forks.
-    conversation: The requests of a program that is played in place of an environment.
-    made: The environment, from when it is made until it is closed.
-    over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
     reply: The last reply, if the last turn had one.
+    sampled: Under 'tokens', how many were sampled here and in all forks, which share it.
     value: The sum of an implicit critic's values of the replies so far.
   """
 
-  def __init__(self, chat, make_env, limits, context, trajectory):
+  def __init__(
+    self,
+    chat: chat_lib.Chat,
+    make_env: Callable[[], env_lib.Env | program.Program],
+    limits: config_lib.Limits,
+    context: Context,
+    trajectory: types.Trajectory,
+  ):
+    """Makes no environment yet.
+
+    Args:
+      chat: Encodes messages with the policy's tokenizer.
+      make_env: Makes the environment, or a program.
+      limits: What the episode may use.
+      context: A new context.
+      trajectory: Has the task and the sample, and no turn.
+    """
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
-    self.conversation: conversation_lib.Conversation | None = None
-    self.made: list[env_lib.Env] = []
+    self.made: list[env_lib.Env | program.Program] = []
     self.over = False
-    self.unfinished: str | None = None
+    self.conversation: conversation_lib.Conversation | None = None
+    self.ids = np.zeros(0, np.int32)
+    self.schemas: list[dict[str, Any]] = []
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
     self.status: str | None = None
-    self.sampled = collections.Counter()
+    self.unfinished: str | None = None
     self.reply: request_lib.Chunk | None = None
+    self.sampled = collections.Counter()
     self.value = 0.0
 
   async def play(self):
@@ -225,12 +284,14 @@ class Episode:
 
   async def _converse(self, task: types.Task) -> str:
     """Plays turn after turn; returns the status in which the episode ended."""
-    self.ids, self._schemas = await self._begin(task)
+    await self._begin(task)
     if search := self.context.search:
       with _blaming_the_environment():
         search_lib.check(self.env)
       line = await search_lib.play(search, self, self.context.replica)
-      self.trajectory.__dict__.update(line.trajectory.__dict__)
+      # The rollout holds this episode's trajectory: it gets what the best line has.
+      for field in dataclasses.fields(types.Trajectory):
+        setattr(self.trajectory, field.name, getattr(line.trajectory, field.name))
       self.env, self.pieces, self.unfinished = line.env, line.pieces, line.unfinished
       self.context, self.status = line.context, line.status
     while self.status is None:
@@ -260,7 +321,7 @@ class Episode:
     turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
     t.turns.append(turn)
     rewards.policy_step.set(int(reply.policy_steps[-1]))
-    text = self.chat.decode(reply.tokens)
+    text = self.chat.decode(reply.tokens.tolist())
     t.messages.append({'role': 'assistant', 'content': str(text)})
     if not reply.stopped:
       self.unfinished, self.status = text, 'truncated'
@@ -275,7 +336,7 @@ class Episode:
         self._close_segment()
         self.context.close()
         self.context.restart(len(t.segments))
-        self.ids = self._encode(self.chat.encode_prompt, step.messages, self._schemas)
+        self.ids = self._encode(self.chat.encode_prompt, step.messages, self.schemas)
       else:
         last = int(reply.tokens[-1])
         self.ids = self._encode(self.chat.encode_delta, step.messages, last)
@@ -376,16 +437,16 @@ class Episode:
       )
     return task
 
-  async def _begin(self, task) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Resets the environment; returns the prompt's tokens and the tools' schemas."""
+  async def _begin(self, task: types.Task):
+    """Resets the environment and encodes the prompt."""
     t = self.trajectory
     messages = await self._ask('reset', task)
     with _blaming_the_environment():
       t.messages = _copy_messages(messages)
-      schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      return self._encode(self.chat.encode_prompt, t.messages, schemas), schemas
+      self.schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
+      self.ids = self._encode(self.chat.encode_prompt, t.messages, self.schemas)
 
-  def _make_env(self) -> tuple[env_lib.Env, types.Task]:
+  def _make_env(self) -> tuple[env_lib.Env | program.Program, types.Task]:
     """Makes the environment and its task; what comes too late is closed at once."""
     env = self.make_env()
     self.made.append(env)

@@ -23,6 +23,9 @@ from agent_r1_jax.train import episode as episode_lib
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env | program.Program]
+# A way to solve tasks: the tasks as it is asked them, by set, and what makes the
+# environment of each episode.
+Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
 # How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
