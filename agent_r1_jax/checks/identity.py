@@ -133,9 +133,9 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
     return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
   # What is left is neither data nor a function: its attributes may hold anything, so only
   # its class counts, and the code that runs when it is called.
-  found = _name(value if isinstance(value, type) else type(value))
+  name = _name(value if isinstance(value, type) else type(value))
   called = None if isinstance(value, type) else _function(type(value).__call__)
-  return {'type': found, 'call': inner(called)} if called else found
+  return {'type': name, 'call': inner(called)} if called else name
 
 
 def model_digest(directory: str | os.PathLike) -> str:
@@ -177,16 +177,16 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def _describe_function(function: python_types.FunctionType, inner: Callable) -> Any:
-  found: dict[str, Any] = {'function': _name(function)}
+  parts: dict[str, Any] = {'function': _name(function)}
   if not _installed(function):
-    found['code'] = digest(sorted(_code_texts(function, set())))
+    parts['code'] = digest(sorted(_code_texts(function, set())))
   for name, cell in zip(
     function.__code__.co_freevars, function.__closure__ or (), strict=True
   ):
     content = _content(cell)
     if content is not function:
-      found[name] = inner(content)
-  return found if len(found) > 1 else found['function']
+      parts[name] = inner(content)
+  return parts if len(parts) > 1 else parts['function']
 
 
 def _function(value: Any) -> python_types.FunctionType | None:

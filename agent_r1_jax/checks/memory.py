@@ -475,18 +475,18 @@ def suggest_changes(
     policy = dataclasses.replace(models.policy, remat=other.model.remat)
     return estimate(other, models._replace(policy=policy), machine).peak
 
-  found: dict[str, object] = {}
+  changes: dict[str, object] = {}
   # In turn, because each change is worth less beside the ones before it.
   for name, value in candidates:
-    if peak(found) > machine.memory and peak(found | {name: value}) < peak(found):
-      found[name] = value
-  enough = peak(found) <= machine.memory
+    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
+      changes[name] = value
+  enough = peak(changes) <= machine.memory
   # A later change may have made an earlier one superfluous.
-  for name in list(found):
-    fewer = {key: value for key, value in found.items() if key != name}
+  for name in list(changes):
+    fewer = {key: value for key, value in changes.items() if key != name}
     if enough and peak(fewer) <= machine.memory:
-      found = fewer
-  return found, enough
+      changes = fewer
+  return changes, enough
 
 
 def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:

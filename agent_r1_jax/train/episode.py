@@ -260,13 +260,13 @@ class Episode:
     t, limits = self.trajectory, self.limits
     if self.context.chooser or self.context.search:
       raise ValueError('choice: the replies to a program are not chosen; leave it out.')
-    asked = self.conversation = conversation_lib.Conversation(
+    conversation = self.conversation = conversation_lib.Conversation(
       self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
     )
     threads.current_turn.set(f'task {task.id}, sample {t.sample}')
     output = None
     try:
-      async with endpoint.open(asked, self.chat, self.context.vocab_size) as url:
+      async with endpoint.open(conversation, self.chat, self.context.vocab_size) as url:
         with _blaming_the_environment():
           # `play` has cancelled it before these seconds are over; they tell the log and
           # the pool how long it is waited for.
@@ -278,17 +278,17 @@ class Episode:
             seconds=limits.episode_seconds,
           )
     except _EnvironmentError:
-      if asked.refused is None:
+      if conversation.refused is None:
         raise
     finally:
-      asked.end()
-      t.segments, t.turns, t.messages = asked.collect()
+      conversation.end()
+      t.segments, t.turns, t.messages = conversation.collect()
     if not t.turns:
-      if asked.refused != 'truncated':
+      if conversation.refused != 'truncated':
         raise _EnvironmentError('the program ended without a reply of the policy.')
-      t.error, t.metrics['prompt_too_long'] = asked.error, 1.0
+      t.error, t.metrics['prompt_too_long'] = conversation.error, 1.0
       return 'truncated'
-    for turn, step in asked.reports:
+    for turn, step in conversation.reports:
       self._add_reward(step, turn)
     rewards.policy_step.set(int(t.policy_steps.max()))
     with _blaming_the_environment():
@@ -296,14 +296,14 @@ class Episode:
         env.judge,
         task,
         env_lib.copy_containers(t.messages),
-        asked.status,
+        conversation.status,
         output,
         name='judge',
         seconds=limits.step_seconds,
         field='step_seconds',
       )
     self._add_reward(step)
-    return asked.status
+    return conversation.status
 
   async def _make(self) -> types.Task:
     """Makes the environment, and returns its task."""
