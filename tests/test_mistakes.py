@@ -118,7 +118,7 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* mend or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
   'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
-  'experiments.bench --shape=none': r"--shape: none; there are \['tiny'",
+  'experiments.bench --shape=none': r'shape=none: value should be one of <tiny',
   'experiments.bench --what=none': r"--what: \['none'\]; there are \['sampling'",
   'experiments.bad_day --workdir=tiny': 'begins anew',
   'experiments.report --workdir=tiny': 'has no metrics.jsonl .* finished its first',

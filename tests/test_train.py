@@ -4,7 +4,6 @@ Run as a script, it trains until it kills itself (see `main`).
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import json
@@ -106,19 +105,6 @@ def _parse(reply):
 
 def _reward(task, messages):
   return {'city': float(' city' in messages[-1]['content']), 'length': -0.01}
-
-
-@contextlib.contextmanager
-def _at_reset(act):
-  """Calls act(task) whenever an environment begins; to a run it is the same one."""
-  reset = env_lib.ToolEnv.reset
-
-  async def act_and_reset(self, task):
-    act(task)
-    return await reset(self, task)
-
-  with mock.patch.object(env_lib.ToolEnv, 'reset', act_and_reset):
-    yield
 
 
 def _make_env():
@@ -285,7 +271,7 @@ class TestRun:
     ):
       _run(config, tmp_path, algorithm=_PPO, evals=None)
     numbers = [c.kwargs.get('rollout_number') for c in start.call_args_list]
-    assert numbers == [0, 1]  # And no evaluation at the end, as there are no sets.
+    assert numbers == [0, 1]  # There is nothing to evaluate.
     learned = [c.args[1] for c in learn.mock_calls]
     assert [{*t.policy_steps} for ts in learned for t in ts] == [{0}] * 8 + [{1}] * 8
     first, second = metrics.read(tmp_path)
@@ -488,8 +474,20 @@ class TestResume:
     path.write_bytes(path.read_bytes()[:-1])
     kept = len(list(spool._read(path)))
     begun = []
-    with _at_reset(begun.append):
-      resumed = _run(_config(model, keep_rollouts=True), tmp_path / 'run')
+
+    class Counts(env_lib.ToolEnv):
+      # As if of the package: it must not count as another environment.
+      __module__ = env_lib.__name__
+
+      async def reset(self, task):
+        begun.append(task)
+        return await super().reset(task)
+
+    resumed = _run(
+      _config(model, keep_rollouts=True),
+      tmp_path / 'run',
+      make_env=lambda: Counts([look], _reward, parse=_parse),
+    )
     _assert_equal(resumed, params)
     assert _numbers(tmp_path / 'run') == _numbers(workdir)
     # Four evaluations of two tasks, five rollouts of eight episodes.
@@ -506,16 +504,20 @@ class TestResume:
     """In the first evaluation, or in the second rollout; told, and nothing hangs."""
     resets, fillers = [], []
 
-    def fill(task):
-      resets.append(task)
-      if len(resets) == moment:
-        fillers.append(mounts.fill(tmp_path / 'run'))
+    class Fills(env_lib.ToolEnv):
+      # As if of the package: it must not count as another environment.
+      __module__ = env_lib.__name__
+
+      async def reset(self, task):
+        resets.append(task)
+        if len(resets) == moment:
+          fillers.append(mounts.fill(tmp_path / 'run'))
+        return await super().reset(task)
 
     config = _config(model, keep_rollouts=True)
     with mounts.mounted(tmp_path / 'run', 'size=64m') as workdir:
-      full = pytest.raises(OSError, match=r'the disk is full \(0\.0 MB free')
-      with full, _at_reset(fill):
-        _run(config, workdir)
+      with pytest.raises(OSError, match=r'the disk is full \(0\.0 MB free'):
+        _run(config, workdir, make_env=lambda: Fills([look], _reward, parse=_parse))
       fillers[0].unlink()
       resumed = _run(config, workdir)
       _assert_equal(resumed, whole[0])
@@ -560,16 +562,22 @@ def _die(number=signal.SIGKILL):
 
 def main(workdir, model, moment, keep=''):
   """Trains as `_uninterrupted` does, until the moment comes."""
-  save, update, resets = checkpoint.Checkpointer.save, learner.update, []
+  make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
+  resets = []
   # Of the first evaluation, the first rollout, the second one, the second evaluation.
   died_at = {'rollout': 7, 'end of rollout': 10}
   died_at |= {'term in rollout': 7, 'ctrl-c in evaluation': 18}
   signals = {'term in rollout': signal.SIGTERM, 'ctrl-c in evaluation': signal.SIGINT}
 
-  def count_and_die(task):
-    resets.append(task)
-    if len(resets) == died_at.get(moment):
-      _die(signals.get(moment, signal.SIGKILL))
+  class Dies(env_lib.ToolEnv):
+    # As if of the package: it must not count as another environment.
+    __module__ = env_lib.__name__
+
+    async def reset(self, task):
+      resets.append(task)
+      if len(resets) == died_at[moment]:
+        _die(signals.get(moment, signal.SIGKILL))
+      return await super().reset(task)
 
   def save_and_die(self, *args):
     save(self, *args)
@@ -581,13 +589,14 @@ def main(workdir, model, moment, keep=''):
       _die(signal.SIGTERM if moment.startswith('term') else signal.SIGKILL)
     return out
 
-  if moment == 'save':
+  if moment in died_at:
+    make_env = functools.partial(Dies, [look], _reward, parse=_parse)
+  elif moment == 'save':
     checkpoint.Checkpointer.save = save_and_die
-  elif moment not in died_at and moment != 'none':
+  elif moment != 'none':
     learner.update = update_and_die
   # Signals reach the main thread only.
-  with _at_reset(count_and_die):
-    _train(_config(model, keep_rollouts=bool(keep)), workdir)
+  _train(_config(model, keep_rollouts=bool(keep)), workdir, make_env=make_env)
 
 
 async def _ask_the_endpoint(task, url):

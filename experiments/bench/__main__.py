@@ -3,9 +3,8 @@
   python -m experiments.bench                        # all of MEASUREMENTS, shape s5
   python -m experiments.bench --shape=s25 --what=sampling,update,group_step
 
-On 2 CPU cores all of it takes about 15 minutes with s5. Compile time is apart; of the
-repetitions, seconds are the best and the median, cpu_seconds the least. The table is in
-docs/performance.md, and how the peers were measured beside it: compare within one run.
+On 2 CPU cores all of it takes 15 minutes with s5. Compile time is apart; seconds are the
+best and the median repetition's, cpu_seconds the least. docs/performance.md has a table.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ from agent_r1_jax.models import decoder
 from agent_r1_jax.tools import python, sandbox
 from experiments.bench import common
 
-_SHAPE = flags.DEFINE_string('shape', 's5', 'A key of common.SHAPES.')
+_SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy.')
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions of each, without compilation.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Texts that are decoded at a time.')
@@ -46,9 +45,7 @@ _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
 _CURVE = flags.DEFINE_string('curve', '', 'PNG file to draw what slow tools cost to.')
-_LATENCIES = flags.DEFINE_list(
-  'latencies', ['0.2', '1', '5'], 'Latencies of tools, seconds.'
-)
+_LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Seconds of tools.')
 
 
 _FOUR_TURNS: dict[str, Any] = {'group': 8, 'turns': 4, 'reply': 32, 'answer': 64}
@@ -481,10 +478,7 @@ def main(_):
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):
     raise app.UsageError(f'--what: {sorted(unknown)}; there are {names}')
-  shapes = common.SHAPES
-  if _SHAPE.value not in shapes:
-    raise app.UsageError(f'--shape: {_SHAPE.value}; there are {[*shapes]}')
-  config = shapes[_SHAPE.value]
+  config = common.SHAPES[_SHAPE.value]
   bench = Bench(config, decoder.init(config, jax.random.key(0)))
   about = {
     'shape': _SHAPE.value,

@@ -229,7 +229,9 @@ class Bridges:
     pair, noun = self._pair(rng, rng.random() < 0.6)
     words = self._kind(pair[0]).split()[-rng.randint(1, 2) :]
     asked = ' '.join(words) if words[-1] == noun else noun
-    answer = all(reading.mention(self._kind(d), asked) for d in pair)
+    # A 'film director' is no film: the last words say of what kind something is.
+    n = len(asked.split())
+    answer = all(self._kind(d).split()[-n:] == asked.split() for d in pair)
     plural = asked + ('es' if _PLURAL.search(asked) and asked[-1] != 'y' else 's')
     plural = plural if asked[-1] != 'y' else asked[:-1] + 'ies'
     form = _BOTH.fullmatch(rng.choice(self._forms))

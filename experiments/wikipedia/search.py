@@ -49,8 +49,8 @@ _RETRIEVER = flags.DEFINE_string(
 )
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _ROWS = flags.DEFINE_string('rows', '', 'File of other rows to score.')
-_BASE = flags.DEFINE_string(
-  'base', '', 'Base policy of the table; by default where the training starts.'
+_UNTRAINED = flags.DEFINE_string(
+  'untrained', '', "Policy of the table's other rows; by default config.model.path."
 )
 _TYPES = flags.DEFINE_list('types', [], 'Types of rows to learn from; all by default.')
 _CFG = fields.define_flags(config_lib.Config())
@@ -64,7 +64,7 @@ def main(_):
   workdir, start = pathlib.Path(_WORKDIR.value), time.time()
   passages, retriever = settings.open_folder(setting, rows_lib.DATA.value)
   held_out, watched, rows = rows_lib.read()
-  base = _BASE.value or config.model.path
+  base = _UNTRAINED.value or config.model.path
   if setting is settings.SMALL:
     settings.check_unseen(base, held_out + watched)
   if _ROWS.value:
