@@ -25,8 +25,7 @@ from experiments import react as react_lib
 Sets = Mapping[str, Sequence[types.Task]]
 # Plays greedy episodes: evaluation_cache.evaluate_or_read with a file and a summary.
 Play = Callable[..., dict[str, Any]]
-# Tasks by set, and a function that makes an environment for each episode.
-Method = tuple[Sets, rollout.MakeEnv]
+Method = rollout.Method
 Ask = Callable[[types.Task], types.Task]
 
 # The methods of a base policy that stand beside the trained one, as the tables call them.
@@ -141,20 +140,25 @@ def run(
   """
   clock = [time.time()]
   baselines = {name: methods[key] for key, name in LABELS.items() if key in methods}
-  numbers = play(config, config.model.path, baselines)
-  clock.append(time.time())
   corrected = correction.token_truncated() if config.schedule.oldest else None
+  algorithm = algorithms.grpo(kl_coef=kl_coef, correction=corrected)
+  # Before anything is played: two starts would write to the same files, and a workdir of
+  # another configuration would be refused by the training only.
+  with train.reserve(config, workdir, algorithm):
+    numbers = play(config, config.model.path, baselines)
+  clock.append(time.time())
   train.run(
     config,
     str(workdir),
     tasks=tasks,
     make_env=methods['tools'][1],
-    algorithm=algorithms.grpo(kl_coef=kl_coef, correction=corrected),
+    algorithm=algorithm,
     evals=evals,
     label=label,
   )
   clock.append(time.time())
-  numbers |= play(config, workdir / 'model', {'GRPO': methods['tools']})
+  with train.reserve(config, workdir, algorithm):
+    numbers |= play(config, workdir / 'model', {'GRPO': methods['tools']})
   clock.append(time.time())
   parts = ('baselines', 'training', 'trained agent')
   seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]

@@ -30,7 +30,8 @@ from agent_r1_jax.engine import guide
 from agent_r1_jax.guided import choice, critic, search
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.rl import implicit_value, packing, reward_model
+from agent_r1_jax.report import scores as scores_lib
+from agent_r1_jax.rl import implicit_value, packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
@@ -394,8 +395,8 @@ def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
   right = np.array([t.metrics.get('em', 0.0) for t in episodes])
   tasks = np.unique([t.task.id for t in episodes], return_inverse=True)[1]
   for name, weights in judged.items():
-    margins = reward_model.pair_margins(weights, right, tasks)
-    auc, ordered = reward_model.auc(weights, right > 0.5), float(np.mean(margins > 0))
+    margins = scores_lib.pair_margins(weights, right, tasks)
+    auc, ordered = scores_lib.auc(weights, right > 0.5), float(np.mean(margins > 0))
     results.add_line('order', judge=name, auc=auc, ordered=ordered, pairs=len(margins))
     print(f'{name}: AUC {auc:.3f}; {ordered:.3f} of {len(margins)} pairs of one question')
 
@@ -414,9 +415,9 @@ def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
   result = {}
   for name, columns in found.items():
     said, seen = map(np.array, columns)
-    error, bins = reward_model.calibration(said, seen > 0.5)
+    error, bins = scores_lib.calibration(said, seen > 0.5)
     result[name] = {'bins': bins, 'ece': error, 'count': len(said)}
-    result[name]['auc'] = reward_model.auc(said, seen > 0.5)
+    result[name]['auc'] = scores_lib.auc(said, seen > 0.5)
     print(f'{name}: AUC {result[name]["auc"]:.3f}, calibration error {error:.3f}')
   return result
 

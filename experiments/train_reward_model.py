@@ -22,6 +22,7 @@ from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime, sharding
 from agent_r1_jax.models import decoder
 from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.report import scores as scores_lib
 from agent_r1_jax.rl import optimizers, packing
 from agent_r1_jax.rl import reward_model as rl_reward_model
 from agent_r1_jax.tasks import qa
@@ -119,8 +120,8 @@ def report(name: str, scores, rewards, groups, chosen) -> float:
   """Prints what scores know of the rewards of the chosen ones; returns the AUC."""
   scores, rewards, groups = scores[chosen], rewards[chosen], groups[chosen]
   success = rewards > _LIMIT
-  auc = rl_reward_model.auc(scores, success)
-  margins = rl_reward_model.pair_margins(scores, rewards, groups)
+  auc = scores_lib.auc(scores, success)
+  margins = scores_lib.pair_margins(scores, rewards, groups)
   print(
     f'\n{name}: {len(scores)} trajectories, {success.mean():.1%} successes, AUC '
     f'{auc:.3f}; of {len(margins)} pairs of one task {(margins > 0).mean():.1%} are '
@@ -138,7 +139,7 @@ def report(name: str, scores, rewards, groups, chosen) -> float:
     # Its probabilities are those of the order of a pair; each pair counts both ways.
     said = 1 / (1 + np.exp(np.append(-margins, margins)))
     seen = np.arange(2 * len(margins)) < len(margins)
-  error, rows = rl_reward_model.calibration(said, seen)
+  error, rows = scores_lib.calibration(said, seen)
   print(
     f'expected calibration error {error:.3f}\n\n| said | seen | count |\n|---|---|---|'
   )

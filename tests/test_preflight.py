@@ -3,6 +3,7 @@
 import re
 import threading
 
+import grain
 import pytest
 import tiny
 
@@ -47,6 +48,20 @@ def _ignorant(directory, **options):
     tiny.TEXTS, vocab_size=tiny.VOCAB, directory=directory, chat_template=template
   )
   return chat_lib.Chat(tokenizer_lib.load(directory), **options)
+
+
+def test_a_data_set_on_a_disk_is_not_read_whole():
+  read = []
+  lazy = grain.MapDataset.source(range(50_000)).map(
+    lambda i: read.append(i) or _tasks('word ' * (99 if i < 40 else 1))[0]
+  )
+  preflight.check_sets(lazy, {'held_out': lazy})
+  chat = tiny.chat()
+  options = {'slots': 64, 'long_prompts': 'skip'}
+  tasks, line = preflight.select_fitting_tasks(chat, _env(), lazy, **options)
+  # One that does not fit is not learned from; the set stays as it is.
+  assert tasks is lazy and line.startswith('1 of 1000 tasks leave no room')
+  assert len(read) <= 3 * 1000 + 1 and max(read) > 49_000
 
 
 @pytest.mark.parametrize(

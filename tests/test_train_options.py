@@ -141,6 +141,12 @@ def test_a_student_learns_its_teachers_words(model, tmp_path):
   assert np.mean(apart[:2]) > 0.3 and abs(np.mean(apart[-3:])) < np.mean(apart[:2]) / 2
 
 
+def test_without_sets_nothing_is_evaluated(model, tmp_path, monkeypatch):
+  monkeypatch.setattr(evaluate, 'run', mock.Mock(side_effect=AssertionError))
+  _, lines = _run(model, tmp_path, steps=1, eval_every=1)
+  assert [line['step'] for line in lines] == [1] and 'time/eval' not in lines[0]
+
+
 def test_stale_episodes_are_corrected(model, tmp_path):
   algorithm = _PLAIN._replace(correction=correction.token_truncated(cap=2.0))
   _, lines = _run(model, tmp_path, algorithm, sync_every=2, steps=4)

@@ -80,10 +80,10 @@ def examine(
     'isolation': check_isolation,
     'disk': functools.partial(check_disk, subject),
   }
-  found = [_within(name, check) for name, check in checks.items()]
+  findings = [_within(name, check) for name, check in checks.items()]
   if make_env is not None:
-    found += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
-  return found
+    findings += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
+  return findings
 
 
 def show(findings: Sequence[Finding]) -> int:

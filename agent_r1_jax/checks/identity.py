@@ -30,8 +30,8 @@ _LIBRARIES = tuple(
 _DEPTH = 8
 # A container with more items is data, and only its type counts.
 _MOST_ITEMS = 100
-# So many tasks are looked at: they may lie on a disk.
-_MOST_IDS = 1000
+# So many tasks are looked at where they may lie on a disk.
+_MOST_TASKS = 1000
 
 
 def describe_run(
@@ -77,7 +77,8 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   for kind in reversed(type(env).__mro__):
     if not _installed(kind):
       methods = {name: _function(method) for name, method in vars(kind).items()}
-      parts |= {name: describe(method) for name, method in methods.items() if method}
+      # As with tools, what a class was made with may differ at the next start.
+      parts |= {name: describe(m, values=False) for name, m in methods.items() if m}
   attributes = {
     name.strip('_'): value
     for name, value in getattr(env, '__dict__', {}).items()
@@ -132,9 +133,9 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
     return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
   # What is left is neither data nor a function: its attributes may hold anything, so only
   # its class counts, and the code that runs when it is called.
-  found = _name(value if isinstance(value, type) else type(value))
+  name = _name(value if isinstance(value, type) else type(value))
   called = None if isinstance(value, type) else _function(type(value).__call__)
-  return {'type': found, 'call': inner(called)} if called else found
+  return {'type': name, 'call': inner(called)} if called else name
 
 
 def model_digest(directory: str | os.PathLike) -> str:
@@ -176,16 +177,16 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def _describe_function(function: python_types.FunctionType, inner: Callable) -> Any:
-  found: dict[str, Any] = {'function': _name(function)}
+  parts: dict[str, Any] = {'function': _name(function)}
   if not _installed(function):
-    found['code'] = digest(sorted(_code_texts(function, set())))
+    parts['code'] = digest(sorted(_code_texts(function, set())))
   for name, cell in zip(
     function.__code__.co_freevars, function.__closure__ or (), strict=True
   ):
     content = _content(cell)
     if content is not function:
-      found[name] = inner(content)
-  return found if len(found) > 1 else found['function']
+      parts[name] = inner(content)
+  return parts if len(parts) > 1 else parts['function']
 
 
 def _function(value: Any) -> python_types.FunctionType | None:
@@ -254,9 +255,13 @@ def _content(cell: Any) -> Any:
 
 
 def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
-  n = len(tasks)
-  places = sorted({i * n // _MOST_IDS for i in range(_MOST_IDS)}) if n else []
-  return {'count': n, 'ids': digest([getattr(tasks[i], 'id', None) for i in places])}
+  ids = [getattr(tasks[i], 'id', None) for i in spread_places(len(tasks))]
+  return {'count': len(tasks), 'ids': digest(ids)}
+
+
+def spread_places(n: int) -> list[int]:
+  """Returns all places of a data set of n tasks, or _MOST_TASKS that lie evenly in it."""
+  return sorted({i * n // _MOST_TASKS for i in range(_MOST_TASKS)}) if n else []
 
 
 def digest(value: Any) -> str:

@@ -27,6 +27,13 @@ from agent_r1_jax.rl import algorithms, learner, optimizers
 
 GB = 1e9
 _FLOAT = 4
+# The factors below were fitted with jax 0.10.2 and libtpu 0.0.42 to `memory_analysis()`
+# of compiled programs, and the shares of the heap to the peaks of complete processes on a
+# CPU: docs/memory.md has the programs, and how far estimates and measurements are apart;
+# tests/test_sizes.py compares some of them with this machine's compiler. One that is too
+# small lets a run start that ends for want of memory; one that is too large chooses
+# smaller sizes than would fit.
+
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled.
 _PROCESS = 0.8e9
 # Attention on a CPU holds this many times the scores of the causal blocks: those saved
@@ -324,7 +331,7 @@ def activations(
   # Below _FUSED bytes of scores XLA makes no copy of them in another order.
   computing = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
   L = model.num_layers
-  if cpu and L <= decoder._UNROLLED:
+  if cpu and L <= decoder.UNROLLED_LAYERS:
     # Layers that are compiled one after the other: XLA finds what is computed twice and
     # keeps it, so that `remat` changes nothing.
     return {
@@ -382,7 +389,7 @@ def _score_bytes(model, rows, tokens, platform, split) -> float:
   cuDNN's kernel keeps none either. It reads a mask of 2 bytes a score that all heads
   share, and in the backward pass a second one.
   """
-  if platform == 'tpu' and tokens % attention._LANES == 0:
+  if platform == 'tpu' and tokens % attention.LANES == 0:
     return 0.0
   parts = min(attention._MAX_BLOCKS, tokens // attention._MIN_BLOCK) or 1
   causal = (parts + 1) / (2 * parts)
@@ -403,7 +410,7 @@ def _head_bytes(model, M, platform, tensor) -> float:
       1.2 if model.dtype != 'float32' else 0
     )
     return _FLOAT * (kernels * DV + 1.6 * block * model.vocab_size)
-  block = min(max(256, head._BLOCK_LOGITS // model.vocab_size), M)
+  block = min(max(256, head.BLOCK_LOGITS // model.vocab_size), M)
   size = 2 if model.dtype == 'bfloat16' else 0
   return (_FLOAT + size) * DV + _FLOAT * block * model.vocab_size / tensor
 
@@ -468,18 +475,18 @@ def suggest_changes(
     policy = dataclasses.replace(models.policy, remat=other.model.remat)
     return estimate(other, models._replace(policy=policy), machine).peak
 
-  found: dict[str, object] = {}
+  changes: dict[str, object] = {}
   # In turn, because each change is worth less beside the ones before it.
   for name, value in candidates:
-    if peak(found) > machine.memory and peak(found | {name: value}) < peak(found):
-      found[name] = value
-  enough = peak(found) <= machine.memory
+    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
+      changes[name] = value
+  enough = peak(changes) <= machine.memory
   # A later change may have made an earlier one superfluous.
-  for name in list(found):
-    fewer = {key: value for key, value in found.items() if key != name}
+  for name in list(changes):
+    fewer = {key: value for key, value in changes.items() if key != name}
     if enough and peak(fewer) <= machine.memory:
-      found = fewer
-  return found, enough
+      changes = fewer
+  return changes, enough
 
 
 def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:

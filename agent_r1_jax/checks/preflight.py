@@ -14,6 +14,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import context, program, workers
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.checks import identity
 from agent_r1_jax.rl import algorithms
 
 _LOGGER = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def check_sets(tasks: Any, evals: Any) -> None:
 
 
 def check_tasks(tasks: Any, name: str = 'tasks') -> None:
-  """Refuses a value that is no list of tasks.
+  """Refuses a value that is no list of tasks; see `_look_at`.
 
   Raises:
     ValueError: Names the first wrong item, and what it should be.
@@ -128,7 +129,7 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in enumerate(tasks):
+  for number, task in _look_at(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
         f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
@@ -261,7 +262,8 @@ def select_fitting_tasks(
   """Returns the tasks whose prompts leave room for a reply, and a line on the others.
 
   Looks at the tasks' own messages, with which a ToolEnv begins. The prompts of other
-  environments are known only when they are played.
+  environments are known only when they are played. Of tasks that are no list, only some
+  are looked at, and none is left out: one that does not fit is not learned from.
 
   Args:
     chat: Encodes messages with the policy's tokenizer.
@@ -279,7 +281,9 @@ def select_fitting_tasks(
   schemas = _schemas(env)
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}
-  for number, task in enumerate(tasks):
+  looked_at = 0
+  for number, task in _look_at(tasks):
+    looked_at += 1
     try:
       for message in task.messages:
         chat_lib.check_message(message)
@@ -295,16 +299,18 @@ def select_fitting_tasks(
     return tasks, None
   first, tokens = next(iter(long.items()))
   line = (
-    f'{len(long)} of {len(tasks)} {name} leave no room for a reply in a row of '
+    f'{len(long)} of {looked_at} {name} leave no room for a reply in a row of '
     f'engine.slots = {slots} tokens; the first is {tasks[first].id!r} with a prompt of '
     f'{tokens}, the longest has {max(long.values())}.'
   )
-  if long_prompts == 'refuse' or len(long) == len(tasks):
+  if long_prompts == 'refuse' or len(long) == looked_at:
     raise ValueError(
       f'{line} Raise engine.slots, shorten these prompts, or leave them out: '
       "chat.long_prompts = 'skip' does that while others are left."
     )
-  return [t for n, t in enumerate(tasks) if n not in long], line
+  if isinstance(tasks, list | tuple):
+    tasks = [t for n, t in enumerate(tasks) if n not in long]
+  return tasks, line
 
 
 def check_prompts(
@@ -348,6 +354,14 @@ def _begins_with_the_task(env: Any) -> bool:
   while isinstance(env, context.SlidingWindow | context.Summary):
     env = env.env
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
+
+
+def _look_at(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
+  """Yields tasks with their places: all of a list; else some, which may lie on a disk."""
+  if isinstance(tasks, list | tuple):
+    yield from enumerate(tasks)
+  else:
+    yield from ((i, tasks[i]) for i in identity.spread_places(len(tasks)))
 
 
 def _bound_tokens(message: types.Message) -> float:

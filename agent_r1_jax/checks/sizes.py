@@ -64,11 +64,11 @@ def resolve(
   """
   runtime.initialize()
   machine, models = find_machine(config.mesh), read_models(config.model, algorithm)
-  given = config
+  unresolved = config
   if workdir is not None:
     config = load_recorded(config, workdir)
   reused = [
-    name for name in FIELDS if fields.get(config, name) != fields.get(given, name)
+    name for name in FIELDS if fields.get(config, name) != fields.get(unresolved, name)
   ]
   config = choose(config, models, machine)
   _check_split(config, machine)
@@ -82,9 +82,9 @@ def find_machine(config: config_lib.Mesh) -> memory.Machine:
   """Finds platform, memory and chips; of several processes the least memory counts."""
   training, sampling = sharding.split_devices(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
-  given = os.environ.get(MEMORY_VARIABLE)
-  if given is not None:
-    available = _parse_memory(given)
+  gigabytes = os.environ.get(MEMORY_VARIABLE)
+  if gigabytes is not None:
+    available = _parse_memory(gigabytes)
   elif platform == 'cpu':
     available = float(runtime.available_memory())
   else:
@@ -266,19 +266,19 @@ def _choose_fastest(config, models, machine) -> dict[str, int]:
 
 def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
   """Returns `config` with these sizes, and with those that follow from them."""
-  given = config.engine
-  if not given.rows:
-    rows = _round_up(rows, given.replicas or 1)
+  sizes = config.engine
+  if not sizes.rows:
+    rows = _round_up(rows, sizes.replicas or 1)
   prefill_rows, prefill_tokens = _FEED[machine.platform]
   bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
   engine = dataclasses.replace(
-    given,
+    sizes,
     slots=slots,
     rows=rows,
-    prefill_rows=given.prefill_rows or min(prefill_rows, rows),
-    prefill_tokens=given.prefill_tokens or prefill_tokens,
-    bucket=given.bucket or min(slots, bucket),
-    replicas=given.replicas or _choose_replicas(config, rows, machine),
+    prefill_rows=sizes.prefill_rows or min(prefill_rows, rows),
+    prefill_tokens=sizes.prefill_tokens or prefill_tokens,
+    bucket=sizes.bucket or min(slots, bucket),
+    replicas=sizes.replicas or _choose_replicas(config, rows, machine),
   )
   batch = config_lib.Batch(config.batch.row_tokens or slots, microbatch)
   return dataclasses.replace(config, engine=engine, batch=batch)
@@ -325,9 +325,9 @@ def _power_of_two(n: int) -> int:
 
 def _parse_memory(text: str) -> float:
   try:
-    found = float(text) * memory.GB
+    size = float(text) * memory.GB
   except ValueError:
-    found = 0.0
-  if not found > 0:
+    size = 0.0
+  if not size > 0:
     raise ValueError(f'{MEMORY_VARIABLE} is {text!r}; give a number of GB above 0.')
-  return found
+  return size

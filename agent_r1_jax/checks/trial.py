@@ -240,9 +240,9 @@ def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
     kind: [e.reward for e in episodes if e.kind == kind] for kind in ('right', 'wrong')
   }
   nothing = [e.reward for e in episodes if e.kind == 'nothing']
-  found = sorted({round(e.reward, 6) for e in episodes})
-  shown = ', '.join(f'{reward:g}' for reward in found[:6])
-  if len(found) == 1:
+  different = sorted({round(e.reward, 6) for e in episodes})
+  shown = ', '.join(f'{reward:g}' for reward in different[:6])
+  if len(different) == 1:
     return Finding(
       'rewards',
       'fail' if known else 'warn',
@@ -251,14 +251,14 @@ def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
       if known
       else 'Look at the reward, or give solve= with replies that solve a task.',
     )
-  best = max(rewards['right'], default=found[-1])
+  best = max(rewards['right'], default=different[-1])
   if known and best <= max(rewards['wrong']):
     text = f'replies that solve a task get at most {best:g}, others as much'
     return Finding('rewards', 'fail', text, 'Look at the reward.')
-  if max(nothing) >= found[-1]:
+  if max(nothing) >= different[-1]:
     text = f'an empty reply gets {max(nothing):g}, the most that any reply got'
     return Finding('rewards', 'warn', text, 'Reward what was done, not what was not.')
-  return Finding('rewards', 'ok', f'{len(found)} different ones: {shown}')
+  return Finding('rewards', 'ok', f'{len(different)} different ones: {shown}')
 
 
 def _judge_openings(tasks, make_env, seconds) -> Finding:
@@ -271,19 +271,19 @@ def _judge_openings(tasks, make_env, seconds) -> Finding:
     openings = workers.POOL.submit(lambda: asyncio.run(open_all())).result(seconds)
   except Exception as error:
     return Finding('leaks', 'fail', f'reset: {workers.describe_error(error)}')
-  told = [
+  leaking = [
     task
     for task, messages in zip(tasks, openings, strict=True)
     if any(_tells(messages, answer) for answer in _list_answers(task))
   ]
-  if not told:
+  if not leaking:
     text = f'no answer is in the first messages of {len(tasks)} tasks'
     return Finding('leaks', 'ok', text)
   return Finding(
     'leaks',
     'warn',
-    f'{len(told)} of {len(tasks)} tasks show their answer in the first messages, such as '
-    f'{told[0].answer!r:.40} of task {told[0].id!r:.40}',
+    f'{len(leaking)} of {len(tasks)} tasks show their answer in the first messages, such '
+    f'as {leaking[0].answer!r:.40} of task {leaking[0].id!r:.40}',
     'Leave it out, unless the agent is to choose among what it is shown.',
   )
 

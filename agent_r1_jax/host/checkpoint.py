@@ -193,10 +193,12 @@ class Checkpointer:
     abstract = {name: _describe(leaf) for name, leaf in names.items()}
     try:
       saved = self._orbax.checkpointables_metadata(step).metadata['arrays']
-      found = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in saved.items()}
+      leaves_on_disk = {
+        name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in saved.items()
+      }
     except Exception as error:
       raise _UnreadableError(self.directory / str(step), error) from error
-    _check_leaves(step, found, abstract)
+    _check_leaves(step, leaves_on_disk, abstract)
     try:
       read = self._orbax.load_checkpointables(step, {'arrays': abstract, 'host': None})
     except Exception as error:
@@ -213,8 +215,8 @@ class Checkpointer:
     """Raises _UnreadableError in all processes if a file differs from its checksum."""
     folder = self.directory / str(step)
     mine = checksums.find_mismatch(folder, processes.take_share)
-    if found := [text for text in processes.gather(mine) if text]:
-      raise _UnreadableError(folder, ValueError(found[0]))
+    if mismatches := [text for text in processes.gather(mine) if text]:
+      raise _UnreadableError(folder, ValueError(mismatches[0]))
 
   def _put_aside(self, step: int, error: Exception) -> None:
     target = self.directory / f'{step}.unreadable'
@@ -287,10 +289,10 @@ def _describe(leaf: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _check_leaves(step: int, found, expected: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _check_leaves(step: int, on_disk, expected: dict[str, jax.ShapeDtypeStruct]) -> None:
   wanted = {name: (x.shape, np.dtype(x.dtype)) for name, x in expected.items()}
   if lines := workdir_lib.list_differences(
-    found, wanted, lambda x: f'{x[1]}{list(x[0])}'
+    on_disk, wanted, lambda x: f'{x[1]}{list(x[0])}'
   ):
     title = f'the checkpoint of step {step} is of another model or optimiser:'
     more = [f'  and {len(lines) - 10} more'] if len(lines) > 10 else []

@@ -48,6 +48,7 @@ def check_config(
   config: Mapping[str, Any],
   *,
   may_change: Collection[str] = (),
+  write: bool = True,
   name: str = 'config.json',
   mend: str = 'Give another workdir, or the same values',
 ) -> None:
@@ -58,6 +59,7 @@ def check_config(
     config: The run's configuration as nested dicts of JSON values.
     may_change: Dotted names of fields that a continued run may change, such as
       'schedule.steps'; the file then gets the new values.
+    write: Whether the file is written; False compares alone.
     name: The file's name in `workdir`.
     mend: What the error tells a user to do where a field differs.
 
@@ -83,7 +85,7 @@ def check_config(
       raise ValueError('\n'.join([f'{path} has another configuration:', *lines, mend]))
     if old == new:
       return
-  if jax.process_index() == 0:
+  if write and jax.process_index() == 0:
     _write_atomically(path, json.dumps(new, indent=2) + '\n')
 
 

@@ -21,7 +21,7 @@ _MAX_BLOCKS, _MIN_BLOCK = 8, 64
 # Fewer queries a key-value head than this make a decoding step.
 _FEW = 16
 # The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
-_LANES, _SPLASH_BLOCK = 128, 512
+LANES, _SPLASH_BLOCK = 128, 512
 # Most slots that the kernel for decoding on TPUs takes at a time, and most pages: their
 # numbers lie in scalar memory, of which a core has 1 MiB.
 _PAGE, _PAGES = 512, 1 << 16
@@ -86,7 +86,7 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
 def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
   """Computes `packed` on one chip, by the fastest kernel that takes these shapes."""
   T = q_BTNH.shape[1]
-  if sharding.platform() == 'tpu' and T % _LANES == 0:
+  if sharding.platform() == 'tpu' and T % LANES == 0:
     return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
   fused = sharding.platform() == 'gpu' and _has_cudnn(q_BTNH)
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
@@ -129,7 +129,7 @@ def reads_used_slots(
   on TPUs.
   """
   B, K, S, H = shape
-  tiles = S % _LANES == 0 and H % _LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
+  tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
   few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
   return (platform or sharding.platform()) == 'tpu' and tiles and few
 
@@ -201,7 +201,7 @@ def _splash(
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   T, N, H = q_BTNH.shape[1:]
-  block = next(b for b in (_SPLASH_BLOCK, 256, _LANES) if T % b == 0)
+  block = next(b for b in (_SPLASH_BLOCK, 256, LANES) if T % b == 0)
   names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
   sizes: dict[str, Any] = {f'block_{name}': block for name in names}
   kernel: Any = splash.make_splash_mha_single_device(
@@ -211,7 +211,7 @@ def _splash(
   )
   ids = splash.SegmentIds(segment_ids_BT, segment_ids_BT)
   # Heads of fewer numbers (64 in the smallest Qwen2.5) end with zeros.
-  lanes = ((0, 0), (0, 0), (0, 0), (0, -H % _LANES))
+  lanes = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
   padded = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
   heads_first = (jnp.swapaxes(x, 1, 2) for x in padded)
   return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]

@@ -29,7 +29,7 @@ from agent_r1_jax.models import attention, families, lora
 Params = dict[str, Any]
 # Stacks of this many layers are compiled as such: a scan's residuals are copied into
 # one array and out of it, 15 % of a small model's gradient.
-_UNROLLED = 8
+UNROLLED_LAYERS = 8
 # What of a layer's activations is stored for its backward pass; None stores all.
 _REMAT: dict[str, Any] = {
   'none': None,
@@ -289,7 +289,7 @@ class Decoder(nn.Module):
       split_rngs={'params': True},
       in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
       length=c.num_layers,
-      unroll=c.num_layers if c.num_layers <= _UNROLLED else 1,
+      unroll=c.num_layers if c.num_layers <= UNROLLED_LAYERS else 1,
     )
     angles = _rope_angles(positions_BT, c)
     if self.is_initializing() or sharding.active_mesh() is None:

@@ -15,14 +15,14 @@ from jaxtyping import Bool, Float, Int
 from agent_r1_jax.host import sharding
 
 # Logits of one block: 512 MiB on an accelerator, so that reading the kernel costs little.
-_BLOCK_LOGITS = 2**27
+BLOCK_LOGITS = 2**27
 
 
 def block_tokens(vocab_size: int) -> int:
   """How many tokens make a block on the platform that is compiled for."""
   if sharding.platform() == 'cpu':
     return 256
-  return max(256, _BLOCK_LOGITS // vocab_size)
+  return max(256, BLOCK_LOGITS // vocab_size)
 
 
 @jax.named_scope('head')

@@ -1,10 +1,10 @@
-"""Estimates from several samples of each task: mean@n, best@n, majority@n and pass@k."""
+"""Statistics of scores: of several samples of each task, and of what predicts success."""
 
 import collections
 from collections.abc import Hashable, Sequence
 import math
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 import numpy as np
 
 
@@ -72,3 +72,47 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
   if not 1 <= k <= n or not 0 <= correct <= n:
     raise ValueError(f'k={k} must be in [1, n={n}], correct={correct} in [0, n={n}].')
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def auc(scores: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n']) -> float:
+  """Returns the probability that a success scores above a failure, ties counted as half.
+
+  The area under the ROC curve is Mann and Whitney's U over the number of pairs. NaN if
+  there are only successes or only failures.
+  """
+  from scipy import stats
+
+  wins, losses = int(success.sum()), int((~success).sum())
+  if not wins * losses:
+    return float('nan')
+  ranks = stats.rankdata(scores)[success].sum()
+  return float((ranks - wins * (wins + 1) / 2) / (wins * losses))
+
+
+def pair_margins(scores, rewards, groups) -> Float[np.ndarray, 'pairs']:
+  """Returns sᵢ - sⱼ for each pair of one group with rᵢ > rⱼ."""
+  better = (groups[:, None] == groups) & (rewards[:, None] > rewards)
+  return (scores[:, None] - scores)[better]
+
+
+def calibration(
+  probabilities: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n'], bins: int = 10
+) -> tuple[float, list[tuple[float, float, int]]]:
+  """Compares probabilities with what happened, in bins of equal width.
+
+  Returns:
+    The expected calibration error, Σ_b n_b/n |mean probability - share of successes|
+    (Guo et al. 2017, arXiv 1706.04599, with the probability of success in place of the
+    confidence), and for each bin that is not empty both numbers and n_b.
+  """
+  bin_of = np.minimum((probabilities * bins).astype(int), bins - 1)
+  rows = [
+    (
+      float(probabilities[inside].mean()),
+      float(success[inside].mean()),
+      int(inside.sum()),
+    )
+    for inside in (bin_of == b for b in np.unique(bin_of))
+  ]
+  error = sum(n * abs(mean - share) for mean, share, n in rows) / max(len(success), 1)
+  return error, rows

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 import numpy as np
 import optax
 
@@ -183,47 +183,3 @@ def _draw_groups(groups, count: int, rng) -> Iterator[np.ndarray]:
 def _segment(tokens) -> types.Segment:
   zeros = np.zeros(len(tokens), np.float32)
   return types.Segment(np.asarray(tokens, np.int32), zeros > 0, zeros)
-
-
-def auc(scores: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n']) -> float:
-  """Returns the probability that a success scores above a failure, ties counted as half.
-
-  The area under the ROC curve is Mann and Whitney's U over the number of pairs. NaN if
-  there are only successes or only failures.
-  """
-  from scipy import stats
-
-  wins, losses = int(success.sum()), int((~success).sum())
-  if not wins * losses:
-    return float('nan')
-  ranks = stats.rankdata(scores)[success].sum()
-  return float((ranks - wins * (wins + 1) / 2) / (wins * losses))
-
-
-def pair_margins(scores, rewards, groups) -> Float[np.ndarray, 'pairs']:
-  """Returns sᵢ - sⱼ for each pair of one group with rᵢ > rⱼ."""
-  better = (groups[:, None] == groups) & (rewards[:, None] > rewards)
-  return (scores[:, None] - scores)[better]
-
-
-def calibration(
-  probabilities: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n'], bins: int = 10
-) -> tuple[float, list[tuple[float, float, int]]]:
-  """Compares probabilities with what happened, in bins of equal width.
-
-  Returns:
-    The expected calibration error, Σ_b n_b/n |mean probability - share of successes|
-    (Guo et al. 2017, arXiv 1706.04599, with the probability of success in place of the
-    confidence), and for each bin that is not empty both numbers and n_b.
-  """
-  bin_of = np.minimum((probabilities * bins).astype(int), bins - 1)
-  rows = [
-    (
-      float(probabilities[inside].mean()),
-      float(success[inside].mean()),
-      int(inside.sum()),
-    )
-    for inside in (bin_of == b for b in np.unique(bin_of))
-  ]
-  error = sum(n * abs(mean - share) for mean, share, n in rows) / max(len(success), 1)
-  return error, rows

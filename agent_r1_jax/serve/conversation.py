@@ -100,7 +100,7 @@ class Conversation:
     Args:
       chat: Encodes messages with the policy's tokenizer.
       task: The episode's task.
-      context: The episode's train.episode.Context, which makes requests.
+      context: The episode's Context (train/episode_context.py), which makes requests.
       max_turns: The most replies.
       max_turn_tokens: The most tokens of a reply.
     """

@@ -95,12 +95,12 @@ class TaskStream:
     self._started -= 1
     if self._config.weight == 'uniform':
       return
-    found = collections.defaultdict(list)
+    by_kind = collections.defaultdict(list)
     for group in groups:
       rewards = [t.reward for t in group if t.status != 'error']
       if len(rewards) > 1:
-        found[self._kind(group[0].task)].append(np.var(rewards))
-    for kind, variances in found.items():
+        by_kind[self._kind(group[0].task)].append(np.var(rewards))
+    for kind, variances in by_kind.items():
       mean = float(np.mean(variances))
       # The first variance of a kind counts in full: there is none to average it with.
       before = self.draws.variances.get(kind, mean)

@@ -5,6 +5,7 @@ Text and device meet here. What comes of an episode is its Trajectory.
 
 import asyncio
 import collections
+from collections.abc import Callable
 import contextlib
 import copy
 import dataclasses
@@ -14,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls, program, rewards, threads, workers
+from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import records
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
+from agent_r1_jax.train import episode_context
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,125 +55,58 @@ def _blaming_the_environment():
     ) from error
 
 
-class Context:
-  """The context of one episode: the text in the engine that each reply extends.
-
-  Attributes:
-    replica: Where its replies are sampled.
-    slots: The most tokens that it may have.
-    search: Searches for a whole episode, in place of a plain one.
-    vocab_size: Tokens of the policy.
-    chooser: Chooses the replies, if several of each are sampled.
-  """
-
-  def __init__(self, replica, decoding, automata, identity):
-    self.replica, self._decoding, self._automata = replica, decoding, automata
-    self._identity, choice = identity, decoding.choice
-    self._forked, self.chooser, self.search = False, None, None
-    if isinstance(choice, choice_lib.Choice):
-      self.chooser = choice_lib.Chooser(replica, choice)
-    else:
-      self.search = choice
-    self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
-    self.restart(0)
-
-  def restart(self, segment: int):
-    """Begins a new text, with a random key of its own."""
-    self._key = self.make_key(segment)
-    self._text: request_lib.Text | None = None
-
-  def make_key(self, *parts: int | str) -> np.ndarray:
-    """Makes the randomness of one of the episode's texts."""
-    return request_lib.make_key(*self._identity, *parts)
-
-  def fork(self, number: int) -> 'Context':
-    """Returns a context with the same text so far; 0 goes on as this one would."""
-    other = copy.copy(self)
-    other._forked = True
-    if number:
-      other._identity = (*self._identity, number)
-      other._key = request_lib.make_key(*self._key.tolist(), number)
-    return other
-
-  async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
-    """Appends tokens to the text and samples the policy's reply."""
-    parent = self._text
-    if self._forked and parent is not None:
-      parent = request_lib.Fork(parent, len(parent))
-    request = self._make_request(ids, parent, max_tokens, self._key)
-    if self.chooser:
-      self._text, reply = await self.chooser.reply(request)
-      return reply
-    generation = self.replica.submit(request)
-    self._text, self._forked = generation.text, False
-    return await generation
-
-  def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
-    """Begins a reply to any text; the arguments are fields of the request."""
-    request = self._make_request(ids, parent, max_tokens, key, **fields)
-    return self.replica.submit(request)
-
-  def _make_request(self, ids, parent, max_tokens, key, automata=None, top_logprobs=0):
-    if automata is None:
-      automata = self._automata
-    else:
-      # The client's automata replace the stops; the decoding's own grammar stays.
-      _stops, *grammar = self._automata
-      automata = (*automata, *grammar)
-    return request_lib.Request(
-      ids,
-      parent,
-      max_tokens=max_tokens,
-      sampling=self._decoding.sampling,
-      key=key,
-      automata=automata,
-      guides=self._decoding.guides,
-      top_logprobs=top_logprobs,
-      policy=self._decoding.policy,
-    )
-
-  @property
-  def length(self) -> int:
-    """The tokens of the text so far."""
-    return 0 if self._text is None else len(self._text)
-
-  def close(self):
-    """Frees the rows of its texts."""
-    if self._text is not None:
-      self._text.close()
-    if self.chooser:
-      self.chooser.close()
-
-
 class Episode:
   """One episode while it is played; it fills in its trajectory.
 
   Attributes:
+    context: The text in the engine that replies extend.
+    trajectory: What comes of the episode.
+    env: The environment, or the program that is played in its place.
+    made: Holds the environment from when it is made until it is closed. A list, so that
+      of two threads that want to close it one gets it.
+    over: Whether the episode has ended: an environment made later is closed at once.
+    conversation: The requests of a program.
+    ids: The tokens of messages that the next reply follows.
+    schemas: The tools that the prompt describes.
     pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
       reply and observation; the last two are None where the policy did not sample.
-    ids: The tokens that are given before the next reply.
     status: How the episode ended; None while it goes on.
-    sampled: Counts the tokens that were sampled here and in all forks.
-    conversation: The requests of a program that is played in place of an environment.
-    made: The environment, from when it is made until it is closed.
-    over: Whether an environment that is made late is to be closed at once.
     unfinished: The text of a reply that ran out of tokens.
     reply: The last reply, if the last turn had one.
+    sampled: Under 'tokens', how many were sampled here and in all forks, which share it.
     value: The sum of an implicit critic's values of the replies so far.
   """
 
-  def __init__(self, chat, make_env, limits, context, trajectory):
+  def __init__(
+    self,
+    chat: chat_lib.Chat,
+    make_env: Callable[[], env_lib.Env | program.Program],
+    limits: config_lib.Limits,
+    context: episode_context.Context,
+    trajectory: types.Trajectory,
+  ):
+    """Makes no environment yet.
+
+    Args:
+      chat: Encodes messages with the policy's tokenizer.
+      make_env: Makes the environment, or a program.
+      limits: What the episode may use.
+      context: A new context.
+      trajectory: Has the task and the sample, and no turn.
+    """
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
     self.env: Any = None
-    self.conversation: conversation_lib.Conversation | None = None
-    self.made: list[env_lib.Env] = []
+    self.made: list[env_lib.Env | program.Program] = []
     self.over = False
-    self.unfinished: str | None = None
+    self.conversation: conversation_lib.Conversation | None = None
+    self.ids = np.zeros(0, np.int32)
+    self.schemas: list[dict[str, Any]] = []
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
     self.status: str | None = None
-    self.sampled = collections.Counter()
+    self.unfinished: str | None = None
     self.reply: request_lib.Chunk | None = None
+    self.sampled = collections.Counter()
     self.value = 0.0
 
   async def play(self):
@@ -225,12 +161,14 @@ class Episode:
 
   async def _converse(self, task: types.Task) -> str:
     """Plays turn after turn; returns the status in which the episode ended."""
-    self.ids, self._schemas = await self._begin(task)
+    await self._begin(task)
     if search := self.context.search:
       with _blaming_the_environment():
         search_lib.check(self.env)
       line = await search_lib.play(search, self, self.context.replica)
-      self.trajectory.__dict__.update(line.trajectory.__dict__)
+      # The rollout holds this episode's trajectory: it gets what the best line has.
+      for field in dataclasses.fields(types.Trajectory):
+        setattr(self.trajectory, field.name, getattr(line.trajectory, field.name))
       self.env, self.pieces, self.unfinished = line.env, line.pieces, line.unfinished
       self.context, self.status = line.context, line.status
     while self.status is None:
@@ -260,7 +198,7 @@ class Episode:
     turn = types.Turn(len(t.segments), stop - len(reply.tokens), stop)
     t.turns.append(turn)
     rewards.policy_step.set(int(reply.policy_steps[-1]))
-    text = self.chat.decode(reply.tokens)
+    text = self.chat.decode(reply.tokens.tolist())
     t.messages.append({'role': 'assistant', 'content': str(text)})
     if not reply.stopped:
       self.unfinished, self.status = text, 'truncated'
@@ -275,7 +213,7 @@ class Episode:
         self._close_segment()
         self.context.close()
         self.context.restart(len(t.segments))
-        self.ids = self._encode(self.chat.encode_prompt, step.messages, self._schemas)
+        self.ids = self._encode(self.chat.encode_prompt, step.messages, self.schemas)
       else:
         last = int(reply.tokens[-1])
         self.ids = self._encode(self.chat.encode_delta, step.messages, last)
@@ -322,13 +260,13 @@ class Episode:
     t, limits = self.trajectory, self.limits
     if self.context.chooser or self.context.search:
       raise ValueError('choice: the replies to a program are not chosen; leave it out.')
-    asked = self.conversation = conversation_lib.Conversation(
+    conversation = self.conversation = conversation_lib.Conversation(
       self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
     )
     threads.current_turn.set(f'task {task.id}, sample {t.sample}')
     output = None
     try:
-      async with endpoint.open(asked, self.chat, self.context.vocab_size) as url:
+      async with endpoint.open(conversation, self.chat, self.context.vocab_size) as url:
         with _blaming_the_environment():
           # `play` has cancelled it before these seconds are over; they tell the log and
           # the pool how long it is waited for.
@@ -340,17 +278,17 @@ class Episode:
             seconds=limits.episode_seconds,
           )
     except _EnvironmentError:
-      if asked.refused is None:
+      if conversation.refused is None:
         raise
     finally:
-      asked.end()
-      t.segments, t.turns, t.messages = asked.collect()
+      conversation.end()
+      t.segments, t.turns, t.messages = conversation.collect()
     if not t.turns:
-      if asked.refused != 'truncated':
+      if conversation.refused != 'truncated':
         raise _EnvironmentError('the program ended without a reply of the policy.')
-      t.error, t.metrics['prompt_too_long'] = asked.error, 1.0
+      t.error, t.metrics['prompt_too_long'] = conversation.error, 1.0
       return 'truncated'
-    for turn, step in asked.reports:
+    for turn, step in conversation.reports:
       self._add_reward(step, turn)
     rewards.policy_step.set(int(t.policy_steps.max()))
     with _blaming_the_environment():
@@ -358,14 +296,14 @@ class Episode:
         env.judge,
         task,
         env_lib.copy_containers(t.messages),
-        asked.status,
+        conversation.status,
         output,
         name='judge',
         seconds=limits.step_seconds,
         field='step_seconds',
       )
     self._add_reward(step)
-    return asked.status
+    return conversation.status
 
   async def _make(self) -> types.Task:
     """Makes the environment, and returns its task."""
@@ -376,16 +314,16 @@ class Episode:
       )
     return task
 
-  async def _begin(self, task) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Resets the environment; returns the prompt's tokens and the tools' schemas."""
+  async def _begin(self, task: types.Task):
+    """Resets the environment and encodes the prompt."""
     t = self.trajectory
     messages = await self._ask('reset', task)
     with _blaming_the_environment():
       t.messages = _copy_messages(messages)
-      schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      return self._encode(self.chat.encode_prompt, t.messages, schemas), schemas
+      self.schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
+      self.ids = self._encode(self.chat.encode_prompt, t.messages, self.schemas)
 
-  def _make_env(self) -> tuple[env_lib.Env, types.Task]:
+  def _make_env(self) -> tuple[env_lib.Env | program.Program, types.Task]:
     """Makes the environment and its task; what comes too late is closed at once."""
     env = self.make_env()
     self.made.append(env)

@@ -72,7 +72,7 @@ def run(
 def play(
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
-  rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+  methods: Mapping[str, rollout.Method],
   *,
   limits: config_lib.Limits,
   sampling: config_lib.Sampling | None = None,
@@ -81,12 +81,12 @@ def play(
   workdir: pathlib.Path | None = None,
   choose: Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the rows of a table, each under a progress bar.
+  """Plays methods, each under a progress bar.
 
   Args:
     engine: The engine, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
-    rows: Method -> (tasks by set, a function that makes an environment).
+    methods: What is played under each name; see rollout.Method.
     limits: What each episode may use.
     sampling: How tokens are chosen; greedy by default.
     samples: How many episodes of each task are played.
@@ -100,7 +100,7 @@ def play(
   """
   played = {}
   choice = choose and choose(engine)
-  for label, (sets, make_env) in rows.items():
+  for label, (sets, make_env) in methods.items():
     total = samples * sum(map(len, sets.values()))
     with progress_lib.Progress(total, label=label) as progress:
       ended = progress.step_counter()

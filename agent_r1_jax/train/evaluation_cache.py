@@ -37,7 +37,7 @@ def evaluate_or_read(
   path: str | os.PathLike,
   config: config_lib.Config,
   model: str | os.PathLike,
-  rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+  methods: Mapping[str, rollout.Method],
   *,
   summarize: Callable[[Mapping[str, Sequence[types.Trajectory]]], Any],
   depends_on: Mapping[str, Any],
@@ -51,13 +51,13 @@ def evaluate_or_read(
     path: The file of results; made if missing.
     config: The configuration of engine and episodes.
     model: The policy's directory.
-    rows: Method -> (tasks by set, a function that makes an environment).
+    methods: What is played under each name; see rollout.Method.
     summarize: Trajectories by set -> the method's numbers, which JSON can write.
     depends_on: What else the numbers depend on, such as the corpus that the environment's
       tool searches.
 
   Returns:
-    Method -> numbers, as JSON gives them back, in the order of `rows`.
+    Method -> numbers, as JSON gives them back, in the order of `methods`.
   """
   runtime.initialize()
   keys = {}
@@ -77,19 +77,19 @@ def evaluate_or_read(
         'method': method,
         'depends_on': same | {'tasks': identity.tasks_digest(sets)},
       }
-      for method, (sets, _) in rows.items()
+      for method, (sets, _) in methods.items()
     }
-  # Every process must play the same rows: the first one reads the file for all.
+  # Every process must play the same methods: the first one reads the file for all.
   known = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
   for method in (method for method in keys if known[method]):
     print(f'{method}: as in {path}; nothing that it depends on has changed.')
-  missing = {method: row for method, row in rows.items() if not known[method]}
+  missing = {method: played for method, played in methods.items() if not known[method]}
   if missing:
     for method, sets in train.play(config, model, missing).items():
       known[method] = _as_json({'numbers': summarize(sets)})
       if processes.is_first():
         add(path, keys[method] | known[method])
-  return {method: known[method]['numbers'] for method in rows}
+  return {method: known[method]['numbers'] for method in methods}
 
 
 def find(path: str | os.PathLike, key: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """The journal: everything that a training run keeps in its workdir, and how far it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import os
@@ -59,6 +59,27 @@ class Position:
     return {name: float(text) for name, text in self.unwritten.items()}
 
 
+@contextlib.contextmanager
+def lock(config: config_lib.Config, workdir: str | os.PathLike) -> Iterator[None]:
+  """Locks a workdir that is new or of this configuration; writes no configuration.
+
+  Raises:
+    ValueError: Another run holds it, or it is of another configuration.
+  """
+  with workdir_lib.lock(workdir) if processes.is_first() else contextlib.nullcontext():
+    _check_config(config, workdir, write=False)
+    yield
+
+
+def _check_config(config, workdir, *, write: bool = True):
+  workdir_lib.check_config(
+    workdir,
+    dataclasses.asdict(config),
+    may_change=('schedule.steps', 'sinks', 'profile'),
+    write=write,
+  )
+
+
 class Journal:
   """A run's files. Only the first process writes lines and shows progress.
 
@@ -94,19 +115,14 @@ class Journal:
     self.position, self.call_format = Position(), calls.HERMES
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
-      if processes.is_first():
-        stack.enter_context(workdir_lib.lock(workdir))
+      stack.enter_context(lock(config, workdir))
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
         )
       )
       # Written last: a start that failed before this leaves no file, and can be repeated.
-      workdir_lib.check_config(
-        workdir,
-        dataclasses.asdict(config),
-        may_change=('schedule.steps', 'sinks', 'profile'),
-      )
+      _check_config(config, workdir)
       if made_of is not None:
         path = self.workdir / 'made_of.json'
         mend = (

@@ -3,7 +3,7 @@
 `run` is the loop; train/setup.py makes what it uses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -27,6 +27,7 @@ from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import curriculum, evaluate, groups, rollout, schedule, setup
+from agent_r1_jax.train import journal as journal_lib
 
 
 @preemption.watch()
@@ -106,6 +107,24 @@ def run(
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
   return params
+
+
+@contextlib.contextmanager
+def reserve(
+  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
+) -> Iterator[None]:
+  """Locks a run's workdir, and refuses the settings that `run` would refuse.
+
+  For scripts that play something else before they call `run`, or after it: a wrong
+  setting, or a second start, ends them before anything is played.
+
+  Raises:
+    ValueError: The configuration does not fit the workdir, the algorithm or the device's
+      memory; or another run holds the workdir.
+  """
+  preflight.check_config(config, algorithm)
+  with journal_lib.lock(sizes.resolve(config, algorithm, workdir), workdir):
+    yield
 
 
 def _run_steps(job: setup.Job):
@@ -284,20 +303,20 @@ def _is_due(every: int, step: int) -> bool:
 def play(
   config: config_lib.Config,
   model: str | os.PathLike,
-  rows: Mapping[str, tuple[Mapping[str, Sequence[types.Task]], rollout.MakeEnv]],
+  methods: Mapping[str, rollout.Method],
   *,
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
   choose: evaluate.Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the rows of a table by the policy in a directory; then frees its memory.
+  """Plays methods by the policy in a directory; then frees its memory.
 
   An episode's randomness depends on (config.seed, task id, sample) alone.
 
   Args:
     config: The configuration; its model.path is replaced by `model`.
     model: The policy's directory in HF layout.
-    rows: Method -> (tasks by set, a function that makes an environment).
+    methods: What is played under each name; see rollout.Method.
     samples: How many episodes of each task are played.
     workdir: Where each episode is written as it ends; the same call then plays only what
       is missing. More samples or methods may be asked for. None keeps nothing.
@@ -320,7 +339,7 @@ def play(
     if folder:
       if processes.is_first():
         stack.enter_context(workdir_lib.lock(folder))
-      _check_same(config, folder, rows)
+      _check_same(config, folder, methods)
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
     guides = [guide.FORCED] if choose else []
@@ -332,7 +351,7 @@ def play(
       return evaluate.play(
         engine,
         chat,
-        rows,
+        methods,
         limits=config.limits,
         sampling=config.evaluation,
         samples=samples,
@@ -344,11 +363,11 @@ def play(
       raise watch.end_unsaved() from None
 
 
-def _check_same(config: config_lib.Config, workdir: pathlib.Path, rows) -> None:
+def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> None:
   """Raises ValueError if the workdir has episodes of something else."""
   workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
-  for method, (sets, make_env) in rows.items():
+  for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]
     with preflight.open_environment(make_env, config.limits) as env:
       made_of = identity.describe_run(None, env, tasks)

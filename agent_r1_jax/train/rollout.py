@@ -20,9 +20,13 @@ from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import processes, records
 from agent_r1_jax.train import episode as episode_lib
+from agent_r1_jax.train import episode_context
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env | program.Program]
+# A way to solve tasks: the tasks as it is asked them, by set, and what makes the
+# environment of each episode.
+Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
 # How often an episode is begun, if another one's coroutine blocks its event loop.
 _ATTEMPTS = 3
@@ -189,7 +193,7 @@ def start(
       on_done(before)
       return before
     async with engine.reserve(group, decoding.policy, rows) as replica:
-      context = episode_lib.Context(
+      context = episode_context.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
       # An episode that waited on an event loop that another one blocks is played again.

@@ -90,15 +90,9 @@ def start(
   mesh = make_mesh(config.mesh)
   model, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, model, params, mesh, guides)
+  prompts = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
   with preflight.open_environment(make_env, config.limits) as env:
-    tasks, lines = preflight.check_prompts(
-      chat,
-      env,
-      tasks,
-      evals,
-      slots=config.engine.slots,
-      long_prompts=config.chat.long_prompts,
-    )
+    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **prompts)
     made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
@@ -113,6 +107,9 @@ def start(
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
     journal.call_format = chat.format
     train_state = _restore(train_state, plan, engine, journal, watch)
+    playing = {'make_env': make_env, 'limits': config.limits}
+    print_line = journal.progress.print_line
+    logged = metrics_lib.read(workdir) if processes.is_first() else ()
     job = Job(
       config=config,
       train_state=train_state,
@@ -120,24 +117,13 @@ def start(
       chat=chat,
       engine=engine,
       rollouts=schedule.Schedule(
-        config,
-        tasks,
-        engine,
-        chat,
-        journal,
-        training,
-        make_env=make_env,
-        limits=config.limits,
+        config, tasks, engine, chat, journal, training, **playing
       ),
       journal=journal,
       watch=watch,
       evaluation=evaluation,
-      alarms=alarms_lib.AlarmMonitor(
-        config.alarms,
-        journal.progress.print_line,
-        metrics_lib.read(workdir) if processes.is_first() else (),
-      ),
-      faults=alarms_lib.FaultCounter(journal.progress.print_line),
+      alarms=alarms_lib.AlarmMonitor(config.alarms, print_line, logged),
+      faults=alarms_lib.FaultCounter(print_line),
       evals=evals,
       make_env=make_env,
       privileged=privileged,
@@ -145,7 +131,7 @@ def start(
     # This frame lives as long as the run, and what it names is not freed before.
     del params, train_state
     for line in lines:
-      journal.progress.print_line(line)
+      print_line(line)
     _compile(job, (training, evaluation))
     stack.enter_context(engine.open())
     yield job

@@ -76,9 +76,11 @@ def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
     # What comes between two replies is one prompt or one delta, as in a rollout.
     if not replied and i + 1 < len(messages):
       continue
-    given = messages[start : i if replied else i + 1]
+    unread = messages[start : i if replied else i + 1]
     parts.append(
-      chat.encode_delta(given) if parts else chat.encode_prompt(given, conversation.tools)
+      chat.encode_delta(unread)
+      if parts
+      else chat.encode_prompt(unread, conversation.tools)
     )
     mask.append(False)
     if replied:

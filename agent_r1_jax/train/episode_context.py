@@ -1,0 +1,135 @@
+"""Where the replies of an episode come from: its text in the engine."""
+
+from collections.abc import Sequence
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.guided import search as search_lib
+
+if TYPE_CHECKING:
+  from agent_r1_jax.train import rollout as rollout_lib
+
+
+class Context:
+  """The text that an episode has in the engine, which each reply extends.
+
+  Attributes:
+    replica: The part of the engine that samples the replies.
+    slots: The most tokens that the text may have.
+    vocab_size: Tokens of the policy.
+    chooser: Samples several candidates of each reply and takes one; None samples one.
+    search: Searches over turns for the whole episode; None plays turn after turn.
+  """
+
+  def __init__(
+    self,
+    replica: replica_lib.Replica,
+    decoding: 'rollout_lib.Decoding',
+    automata: Sequence[types.Automaton],
+    identity: tuple[int | str, ...],
+  ):
+    """Begins without a text.
+
+    Args:
+      replica: Samples the replies.
+      decoding: How they are sampled.
+      automata: What ends replies, and the decoding's grammar, if it has one.
+      identity: What all randomness of the episode depends on; see rollout.start.
+    """
+    self.replica, self._decoding, self._automata = replica, decoding, automata
+    self._identity = identity
+    self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
+    self.chooser: choice_lib.Chooser | None = None
+    self.search: search_lib.Beams | search_lib.Tree | None = None
+    if isinstance(decoding.choice, choice_lib.Choice):
+      self.chooser = choice_lib.Chooser(replica, decoding.choice)
+    else:
+      self.search = decoding.choice
+    # Whether another context has the same text, which the next reply must not extend.
+    self._forked = False
+    self._text: request_lib.Text | None = None
+    self._key = self.make_key(0)
+
+  def restart(self, segment: int):
+    """Forgets the text; the next reply begins one with a random key of its own."""
+    self._key, self._text = self.make_key(segment), None
+
+  def make_key(self, *parts: int | str) -> np.ndarray:
+    """Makes the randomness of one of the episode's texts."""
+    return request_lib.make_key(*self._identity, *parts)
+
+  def fork(self, number: int) -> 'Context':
+    """Returns a context with the same text so far; 0 goes on as this one would."""
+    other = copy.copy(self)
+    other._forked = True
+    if number:
+      other._identity = (*self._identity, number)
+      other._key = request_lib.make_key(*self._key.tolist(), number)
+    return other
+
+  async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
+    """Appends tokens to the text and samples the policy's reply."""
+    parent = self._text
+    if self._forked and parent is not None:
+      parent = request_lib.Fork(parent, len(parent))
+    request = self._make_request(ids, parent, max_tokens, self._key)
+    if self.chooser:
+      self._text, reply = await self.chooser.reply(request)
+      return reply
+    generation = self.replica.submit(request)
+    self._text, self._forked = generation.text, False
+    return await generation
+
+  def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
+    """Begins a reply to any text, for the requests of a program (serve/conversation.py).
+
+    The arguments are those of `_make_request`.
+    """
+    request = self._make_request(ids, parent, max_tokens, key, **fields)
+    return self.replica.submit(request)
+
+  def _make_request(
+    self,
+    ids: np.ndarray,
+    parent: request_lib.Text | request_lib.Fork | None,
+    max_tokens: int,
+    key: np.ndarray,
+    automata: Sequence[types.Automaton] | None = None,
+    top_logprobs: int = 0,
+  ) -> request_lib.Request:
+    """Makes a request; with `automata`, these end the reply in place of the chat's."""
+    if automata is None:
+      automata = self._automata
+    else:
+      # The client's automata replace the stops; the decoding's own grammar stays.
+      _stops, *grammar = self._automata
+      automata = (*automata, *grammar)
+    return request_lib.Request(
+      ids,
+      parent,
+      max_tokens=max_tokens,
+      sampling=self._decoding.sampling,
+      key=key,
+      automata=automata,
+      guides=self._decoding.guides,
+      top_logprobs=top_logprobs,
+      policy=self._decoding.policy,
+    )
+
+  @property
+  def length(self) -> int:
+    """The tokens of the text so far."""
+    return 0 if self._text is None else len(self._text)
+
+  def close(self):
+    """Frees the rows of its texts."""
+    if self._text is not None:
+      self._text.close()
+    if self.chooser:
+      self.chooser.close()
