@@ -90,7 +90,7 @@ _PROGRAMS = flags.DEFINE_multi_enum(
 )
 _TOKENS = flags.DEFINE_integer('tokens', 4096, 'Tokens of a row of a micro-batch.')
 _ROWS = flags.DEFINE_integer('rows', 1, 'Rows of a micro-batch, on one chip.')
-_DATA = flags.DEFINE_integer('data', None, 'Copies of the parameters.')
+_DATA = flags.DEFINE_integer('copies', None, 'Copies of the parameters.')
 _FSDP = flags.DEFINE_integer('fsdp', None, 'Chips that split the parameters.')
 _TENSOR = flags.DEFINE_integer('tensor', None, 'Chips that share a layer.')
 _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')

@@ -4,8 +4,8 @@ r"""The small base policy of wikipedia.search, from nothing, on practice about t
     --vocab=2048
 
 A byte-level BPE of the corpus, then a small policy: strings of random tokens to copy at
-first, then practice (practice.py), a quarter of it wrong. The rows that are held out for
-the table or watched during the training are never used.
+first, then practice (practice.py), two thirds of it wrong, so that RL has something to
+find. The rows held out for the table or watched during the training are never used.
 """
 
 from collections.abc import Iterator
