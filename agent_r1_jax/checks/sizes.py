@@ -30,9 +30,10 @@ MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
 _PROMPT, _MOST_SLOTS = 1024, 8192
 # Slots come in multiples of this: the kernels of accelerators read tiles of this many.
 _TILE = 128
-# The most rows and tokens of a micro-batch on one chip: more bring no speed.
+# The most rows of an engine, and tokens of a micro-batch on one chip: more bring no
+# speed, and on a CPU their activations no longer lie in its caches.
 _MOST_ROWS = {'cpu': 128, 'gpu': 256, 'tpu': 256}
-_MOST_TOKENS = {'cpu': 8192, 'gpu': 16_384, 'tpu': 16_384}
+_MOST_TOKENS = {'cpu': 2048, 'gpu': 16_384, 'tpu': 16_384}
 # Rows and tokens of one prefill. The answer of a tool is short: a CPU computes a longer
 # chunk in vain, while an accelerator waits for the weights anyway.
 _FEED = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}

@@ -92,13 +92,13 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
   blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-  out = []
-  for begin, end in zip([0, *ends], ends, strict=False):
+  # The gradient of a split is one concatenation, that of slices a sum over all of them.
+  blocks_q, out = jnp.split(q_BTNH, ends[:-1], axis=1), []
+  for q_BUNH, begin, end in zip(blocks_q, [0, *ends[:-1]], ends, strict=True):
     # A block of queries reads the keys before its end only: half the work of the square.
     causal_TS = jnp.arange(begin, end)[:, None] >= jnp.arange(end)[None]
     same_BTS = segment_ids_BT[:, begin:end, None] == segment_ids_BT[:, None, :end]
     mask_BTS = causal_TS[None] & same_BTS
-    q_BUNH = q_BTNH[:, begin:end]
     if fused:
       out.append(_cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
     else:
