@@ -208,28 +208,14 @@ _PATTERNS = {
     r'\b(?:in|of) <place>',
   ],
   'writer': [r'(?:written|authored|novel|book|play|story)[^.]{0,40}? by <person>'],
-  'producer': [r'produced by <person>'],
   'publisher': [r'(?:published|developed|distributed|released)[^.]{0,30}? by <thing>'],
   'star': [r'(?:starring|stars|played by|portrayed by|features?) <person>'],
-  'team': [r'\b(?:play(?:s|ed)?|coach)\b[^.;]{0,40}? (?:for|with|of) <thing>'],
-  'league': [
-    r'\b(?:in|of) the (?P<v>[A-Z]\w+(?: [A-Z]\w+)* (?:League|Conference|Division))'
-  ],
-  'network': [r'(?:aired|airs|broadcast|premiered)[^.;]{0,30}? on <thing>'],
   'known for': [r'known (?:for|as)[^.;]{0,40}? <thing>'],
   'role': [r'\b(?:role of|role as|as|playing) <person>'],
-  'member of': [r'(?:member|part|subsidiary|division|suburb) of <thing>'],
   'population': [r'population[^.]{0,40}? (?P<v>\d[\d,]*\d)'],
   'height': [r'(?P<v>\d[\d,.]*)[ -]?(?:m|metres|meters|ft|feet|foot)\b'],
   'number': [r'\b(?P<v>\d[\d,.]*\d|\d)\b'],
   'species': [r'(?P<v>\d[\d,]*) (?:[a-z]+ )?species'],
-  'also': [
-    r'(?:also|better|formerly|originally|commonly) (?:known|called|named) (?:as )?<thing>'
-  ],
-  'genre': [
-    r'(?P<v>(?:[a-z-]+ )?(?:rock|metal|pop|jazz|punk|folk|comedy|drama|horror|thriller'
-    r'|hip hop|country|fantasy|science fiction))\b'
-  ],
 }
 RELATIONS = tuple(_PATTERNS)
 # Words at the end of such a description that are no nouns.
