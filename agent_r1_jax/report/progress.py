@@ -80,7 +80,7 @@ class Progress:
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
-    self._step, self._phase, self._line = start, '', ''
+    self._step, self._phase, self._printed = start, '', -1
     self._numbers: dict[str, float] = {}
     self._courses: dict[str, list[float]] = {}
     # The last updates: (step, time).
@@ -103,7 +103,7 @@ class Progress:
   def __exit__(self, *_):
     self._phase = ''
     self._stop_live()
-    if self._console is None:
+    if self._console is None and self._step != self._printed:
       self._print()
 
   def set_phase(
@@ -216,10 +216,8 @@ class Progress:
   def _print(self) -> None:
     numbers = '  '.join(f'{name} {_format(name, v)}' for name, v in self._numbers.items())
     parts = (f'{self._label} {self._step}/{self._total}', numbers, self._times())
-    line = '  '.join(part for part in (*parts, self._phase) if part)
-    if line != self._line:
-      self._write(line)
-    self._line = line
+    self._write('  '.join(part for part in (*parts, self._phase) if part))
+    self._printed = self._step
 
   def _write(self, line: str) -> None:
     try:
@@ -231,10 +229,9 @@ class Progress:
 
   def _times(self) -> str:
     left = math.nan
-    if self._ends:
-      # The first step of a start compiles: once there are two, it does not count.
-      begin = self._ends[0] if len(self._ends) > 1 else (self._start, self._began)
-      steps, seconds = (b - a for a, b in zip(begin, self._ends[-1], strict=True))
+    if len(self._ends) > 1:  # The first step of a start compiles, and does not count.
+      first, last = self._ends[0], self._ends[-1]
+      steps, seconds = (b - a for a, b in zip(first, last, strict=True))
       left = seconds / steps * (self._total - self._step) if steps else math.nan
     text = f'{_minutes(self._clock() - self._began)} spent'
     return text + (f', {_minutes(left)} left' if left > 0 else '')

@@ -1,4 +1,4 @@
-"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
+r"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
 
   pip install 'jax[tpu]==0.10.2'
   TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
