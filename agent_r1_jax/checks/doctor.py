@@ -200,7 +200,7 @@ def check_isolation() -> Finding:
     finally:
       box.close()
   except RuntimeError as error:
-    mend = 'Without a Python tool nothing needs it; docs/tools.md says what it needs.'
+    mend = 'Without a Python tool nothing needs it; docs/problems.md says what it needs.'
     return Finding('isolation', 'warn', str(error), mend)
   if output.text.strip() != '42':
     mend = 'Give no agent a Python tool here.'
