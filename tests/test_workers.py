@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import os
 import pathlib
@@ -250,24 +251,44 @@ class TestRaising:
 
 
 class TestCoroutines:
-  async def test_one_that_swallows_its_cancellation_is_abandoned(self, no_clock, gate):
-    async def stubborn():
-      late.hang()
-      while not gate.is_set():
-        try:
-          await asyncio.sleep(60)
-        except asyncio.CancelledError:
-          pass
+  @pytest.mark.parametrize('name', ['call', 'call_on_user_loop'])
+  @pytest.mark.parametrize('reason', ['late', 'cancelled'])
+  async def test_one_that_swallows_its_cancellation_is_counted_until_it_ends(
+    self, no_clock, pool, name, reason
+  ):
+    begun, may_end, call = [], threading.Event(), getattr(workers, name)
+
+    async def stubborn(outer=None):
+      begun.append(outer or late.this_call())
+      while not may_end.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+          await asyncio.sleep(0.01)
+
+    async def obedient():
+      await workers.call(stubborn, late.this_call())
 
     threads.abandoned_calls.set(tally := collections.Counter())
-    with pytest.raises(workers.CallTimeoutError, match='stubborn gave no answer within'):
-      await workers.call(stubborn, seconds=60)
-    assert tally == {'stubborn': 1}
-    with pytest.raises(
-      workers.CallTimeoutError, match=r'within 60 seconds \(step_seconds\)$'
-    ):
-      await workers.call_on_user_loop(stubborn, seconds=60, field='step_seconds')
-    gate.set()
+    limits = {'seconds': 60, 'field': 'step_seconds'}
+    calls = [asyncio.ensure_future(call(fn, **limits)) for fn in [stubborn, obedient] * 3]
+    await until(lambda: len(begun) == 6)
+    for task, started in zip(calls, begun, strict=True):
+      _ = started.strike() if reason == 'late' else task.cancel()
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    if reason == 'late':
+      texts = {
+        f'{fn} gave no answer within 60 seconds (step_seconds)'
+        for fn in ('stubborn', 'obedient')
+      }
+      assert set(map(str, errors)) == texts
+    else:
+      assert {type(error) for error in errors} == {asyncio.CancelledError}
+    assert tally == pool.abandoned == {'stubborn': 6}
+    for fn in (obedient, lambda: 'served'):
+      with pytest.raises(threads.PoolFullError, match=r'6 calls hang \(stubborn: 6\)'):
+        await call(fn)
+    may_end.set()
+    await until(lambda: not pool.abandoned)
+    assert await call(lambda: 'served') == 'served'
 
   async def test_their_to_thread_is_the_pool(self, pool, hang):
     """As many that hang there as it has threads hold nobody up."""

@@ -150,8 +150,6 @@ class Episode:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
       if self.context.search:
         t.metrics['sampled_tokens'] = float(self.sampled.total())
-      if t.status == 'error':
-        await workers.drain_cancelled_calls()
       self.over = True
       if await self._close_env():
         t.metrics['close_failed'] = 1.0
