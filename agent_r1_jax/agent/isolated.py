@@ -28,7 +28,7 @@ import threading
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.agent import thread_pool, workers
 
 # The time for a subprocess to start and to import the function's module.
 _START_SECONDS = 60.0
@@ -98,7 +98,7 @@ class _ProcessPool:
 
   def __init__(self, fn, seconds, processes):
     self._fn, self._seconds = fn, seconds
-    self._threads = threads.Pool(threads=processes)
+    self._threads = thread_pool.Pool(threads=processes)
     self._idle: list[_Process] = []
 
   async def call(self, args, kwargs) -> Any:

@@ -33,7 +33,7 @@ import traceback
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import threads
+from agent_r1_jax.agent import thread_pool
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0
@@ -42,7 +42,7 @@ _NAMED_SECONDS = 60.0
 # An exception's text is cut to so many characters.
 _MAX_CHARS = 10_000
 
-POOL = threads.Pool()
+POOL = thread_pool.Pool()
 
 
 class CallTimeoutError(TimeoutError):
@@ -75,7 +75,7 @@ def locate_error(error: BaseException) -> str:
   if isinstance(error, BaseExceptionError) or isinstance(error.__cause__, StopIteration):
     error = error.__cause__ or error
   calls = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
-  if calls and calls[-1][0].co_filename == threads.__file__:
+  if calls and calls[-1][0].co_filename == thread_pool.__file__:
     calls.pop()  # os._exit was called, and raised there.
   if not calls:
     return ''
@@ -117,9 +117,9 @@ async def call(
     BaseExceptionError: It raised SystemExit, CancelledError, StopIteration or the like.
     PoolFullError: Too many abandoned calls hang.
   """
-  name, outer = name or threads.function_name(fn), threads.current_caller.get()
+  name, outer = name or thread_pool.function_name(fn), thread_pool.current_caller.get()
   deadline = time.monotonic() + seconds
-  caller = threads.Caller(name, deadline, outer)
+  caller = thread_pool.Caller(name, deadline, outer)
   with _acting_for(caller):
     if is_async(fn):
       POOL.check_room()
@@ -136,7 +136,7 @@ async def call(
   finally:
     timer.cancel()
   if _is_late(future, deadline):
-    queued = isinstance(work, threads.Call) and not work.started
+    queued = isinstance(work, thread_pool.Call) and not work.started
     await _give_up(work, caller)
     raise CallTimeoutError(_timeout_text(name, seconds, field, queued))
   value = _unwrap(future)
@@ -146,7 +146,7 @@ async def call(
   return await call(_await, value, name=name, seconds=left, field=field)
 
 
-async def _give_up(work: threads.Call | asyncio.Task, caller: threads.Caller):
+async def _give_up(work: thread_pool.Call | asyncio.Task, caller: thread_pool.Caller):
   """Cancels a call; counts a coroutine that goes on all the same."""
   work.cancel()
   if isinstance(work, asyncio.Task):
@@ -167,7 +167,7 @@ async def call_on_user_loop(
   Raises:
     LoopBlockedError: Another call blocks that event loop, and this one was on it.
   """
-  name, deadline = name or threads.function_name(fn), time.monotonic() + seconds
+  name, deadline = name or thread_pool.function_name(fn), time.monotonic() + seconds
   if not is_async(fn):
     # A plain function may return a coroutine. `_catch` keeps it in a tuple, so that
     # `call` leaves it to the user loop below.
@@ -177,7 +177,7 @@ async def call_on_user_loop(
       return _return_or_raise(value, error)
     fn, args = _await, (value,)
   POOL.check_room()
-  caller = threads.Caller(name, deadline)
+  caller = thread_pool.Caller(name, deadline)
   timer = _name_if_late(name, seconds)
   attempt = _UserLoopCall(fn, args, caller)
   try:
@@ -218,7 +218,7 @@ class _UserLoop:
   def _resume(self):
     self.blocked = False
 
-  def find_blocker(self) -> tuple[threads.Caller | None, str]:
+  def find_blocker(self) -> tuple[thread_pool.Caller | None, str]:
     """Finds who blocks the loop, which is known not to go on.
 
     Returns:
@@ -236,11 +236,11 @@ class _UserLoop:
 
   def _make_task(self, loop, coroutine, **kwargs):
     task = asyncio.Task(coroutine, loop=loop, **kwargs)
-    self._callers[task] = threads.current_caller.get()
+    self._callers[task] = thread_pool.current_caller.get()
     return task
 
   def _run(self):
-    threads.mark_user_thread()
+    thread_pool.mark_user_thread()
     while not self.loop.is_closed():
       try:
         self.loop.run_forever()
@@ -290,7 +290,7 @@ class _UserLoopCall:
     future: What `_catch_async` returns; it belongs to the caller's loop.
   """
 
-  def __init__(self, fn: Callable, args: tuple, caller: threads.Caller):
+  def __init__(self, fn: Callable, args: tuple, caller: thread_pool.Caller):
     self._fn, self._args, self._caller = fn, args, caller
     self._user_loop, self._claim = _choose_user_loop(), threading.Lock()
     self._task: asyncio.Task | None = None
@@ -314,7 +314,7 @@ class _UserLoopCall:
     await _wait(self.future, self._seconds_left())
     return False
 
-  async def give_up(self) -> tuple[threads.Caller | None, str]:
+  async def give_up(self) -> tuple[thread_pool.Caller | None, str]:
     """Cancels the call, and counts it if it goes on all the same.
 
     Calls that wait while another one blocks the loop are not counted: the loop ends them
@@ -366,13 +366,13 @@ class _UserLoopCall:
 
 
 @contextlib.contextmanager
-def _acting_for(caller: threads.Caller):
+def _acting_for(caller: thread_pool.Caller):
   """Names the caller of what is started inside."""
-  token = threads.current_caller.set(caller)
+  token = thread_pool.current_caller.set(caller)
   try:
     yield
   finally:
-    threads.current_caller.reset(token)
+    thread_pool.current_caller.reset(token)
 
 
 async def _await(value):
@@ -426,7 +426,7 @@ async def _wait(future: asyncio.Future, seconds: float):
 
 def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
   """Names a call in the log before it is given up, unless the timer is cancelled."""
-  late, where = min(seconds / 2, _NAMED_SECONDS), threads.current_turn.get()
+  late, where = min(seconds / 2, _NAMED_SECONDS), thread_pool.current_turn.get()
   text = (
     f'{name} has given no answer for {round(late, 2):g} of {round(seconds, 2):g} seconds'
   )

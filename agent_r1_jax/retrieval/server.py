@@ -23,7 +23,7 @@ import gc
 import time
 from typing import Any, NamedTuple
 
-from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.agent import thread_pool, workers
 from agent_r1_jax.host import http
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
@@ -133,7 +133,7 @@ class _Searches:
       )
       if len(found) != len(texts):
         raise ValueError(f'search gave {len(found)} lists of hits, not {len(texts)}')
-    except (workers.CallTimeoutError, threads.PoolFullError) as hung:
+    except (workers.CallTimeoutError, thread_pool.PoolFullError) as hung:
       error = http.RefusedError(504, str(hung))
     except Exception as failure:
       error = http.RefusedError(

@@ -17,7 +17,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, program, rewards, threads, workers
+from agent_r1_jax.agent import calls, program, rewards, thread_pool, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
@@ -116,7 +116,7 @@ class Episode:
       workers.LoopBlockedError: A call waited on an event loop that another call blocks.
     """
     t, abandoned = self.trajectory, collections.Counter()
-    threads.abandoned_calls.set(abandoned)
+    thread_pool.abandoned_calls.set(abandoned)
     calls.chat_format.set(self.chat.format)
     self.context.restart(0)
     seconds = self.limits.episode_seconds
@@ -261,7 +261,7 @@ class Episode:
     conversation = self.conversation = conversation_lib.Conversation(
       self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
     )
-    threads.current_turn.set(f'task {task.id}, sample {t.sample}')
+    thread_pool.current_turn.set(f'task {task.id}, sample {t.sample}')
     output = None
     try:
       async with endpoint.open(conversation, self.chat, self.context.vocab_size) as url:
@@ -356,7 +356,7 @@ class Episode:
     field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
     t = self.trajectory
     where = f'task {t.task.id}, sample {t.sample}, turn {len(t.turns)}'
-    threads.current_turn.set(where)
+    thread_pool.current_turn.set(where)
     with _blaming_the_environment():
       method, seconds = getattr(self.env, kind), getattr(self.limits, field)
       return await workers.call_on_user_loop(

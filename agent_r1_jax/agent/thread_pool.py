@@ -1,4 +1,7 @@
-"""A bounded pool of daemon threads that run users' functions; see workers.py."""
+"""A bounded pool of daemon threads for users' functions, in which os._exit raises.
+
+What runs in it and why is in workers.py. Importing this module replaces os._exit.
+"""
 
 import asyncio
 import collections
