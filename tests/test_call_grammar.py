@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import call_grammar
+from agent_r1_jax.agent import call_formats, call_grammar
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
@@ -164,7 +164,7 @@ def of_tiny(**kwargs):
 
 def _assert_fits(text):
   """One call, which its tool accepts."""
-  (call,) = calls_lib.parse_hermes(text)
+  (call,) = call_formats.HERMES.parse(text)
   assert isinstance(call, calls_lib.ToolCall), (text, call)
   result = asyncio.run(tool_lib.call(TOOLS[call.name], call.arguments))
   assert result.ok, (text, result.text)

@@ -14,7 +14,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import active_request
@@ -335,7 +335,7 @@ class TestGrammar:
     for _, replies in played:
       for reply in replies:
         assert tokens.walk(reply) >= 0
-        calls = calls_lib.parse_hermes(tokens.text(tokens.completed(reply)))
+        calls = call_formats.HERMES.parse(tokens.text(tokens.completed(reply)))
         assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
         for call in calls:
           called = tool_lib.call(grammars.TOOLS[call.name], call.arguments)

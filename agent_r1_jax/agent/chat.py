@@ -124,7 +124,7 @@ class Chat:
     self.detected = call_formats.detect(
       lambda messages: self._apply(messages, add_generation_prompt=False)
     )
-    shown = self.detected or calls.HERMES
+    shown = self.detected or call_formats.HERMES
     self.format = tool_format or shown
     user = [{'role': 'user', 'content': 'x'}]
     writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])

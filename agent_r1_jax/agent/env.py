@@ -12,9 +12,9 @@ import math
 from typing import Any, Protocol
 
 from agent_r1_jax import fields, types
+from agent_r1_jax.agent import call_formats, workers
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
 
 Call = calls_lib.Call
 Score = float | dict[str, float]
@@ -216,7 +216,7 @@ class ToolEnv:
     if self._parse is not None:
       return await self._call('parse', self._parse, reply)
     schemas = [item.schema for item in self.tools]
-    return calls_lib.chat_format.get().parse(reply, schemas)
+    return call_formats.chat_format.get().parse(reply, schemas)
 
   async def _answer(self, call: Call) -> tool_lib.ToolResult:
     if isinstance(call, calls_lib.CallError):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
-from agent_r1_jax.agent import calls, program, workers
+from agent_r1_jax.agent import call_formats, calls, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import preflight
 from agent_r1_jax.train import rollout
@@ -214,7 +214,7 @@ def _call_of(schema: dict[str, Any]) -> str:
     name: _EXAMPLES.get(kinds.get(name, {}).get('type'), 'test')
     for name in parameters.get('required', ())
   }
-  return calls.HERMES.render(calls.ToolCall(schema['name'], arguments))
+  return call_formats.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
 def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:

@@ -11,7 +11,7 @@ import re
 import string
 from typing import Any
 
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit
 from agent_r1_jax.types import ControlText, Message, Task
@@ -139,7 +139,7 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   # Exactly one pair: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None
-  parse = calls.chat_format.get().parse
+  parse = call_formats.chat_format.get().parse
   parsed = [call for reply in replies for call in parse(reply)]
   called = not any(isinstance(call, calls.CallError) for call in parsed)
   r_format = (presented + called) / 2

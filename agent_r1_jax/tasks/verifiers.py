@@ -21,7 +21,7 @@ import types as python_types
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import tool as tool_lib
 
 # The name under which verifiers imports the loop below.
@@ -213,7 +213,7 @@ def _read_message(message: dict[str, Any]) -> types.Message:
 
 def _write_completion(reply: str, reason: str) -> dict[str, Any]:
   """Makes a chat completion; a reply with a broken call is a text."""
-  found = calls.parse_hermes(reply) if reason == 'stop' else []
+  found = call_formats.HERMES.parse(reply) if reason == 'stop' else []
   message: dict[str, Any] = {'role': 'assistant', 'content': reply}
   if found and all(isinstance(call, calls.ToolCall) for call in found):
     message['content'] = reply.partition('<tool_call>')[0].strip()

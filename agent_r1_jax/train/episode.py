@@ -17,7 +17,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, program, rewards, thread_pool, workers
+from agent_r1_jax.agent import call_formats, program, rewards, thread_pool, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
@@ -117,7 +117,7 @@ class Episode:
     """
     t, abandoned = self.trajectory, collections.Counter()
     thread_pool.abandoned_calls.set(abandoned)
-    calls.chat_format.set(self.chat.format)
+    call_formats.chat_format.set(self.chat.format)
     self.context.restart(0)
     seconds = self.limits.episode_seconds
     try:
