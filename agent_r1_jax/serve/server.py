@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, call_grammar, workers
+from agent_r1_jax.agent import automata, call_formats, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -144,7 +144,7 @@ class Grammars:
     if 'tools' in wanted:
       if chat.format != call_formats.HERMES:
         raise ValueError(f'calls in the format {chat.format.name} cannot be required')
-      made.append(call_grammar.tool_calls(wanted['tools'], pieces, size, required=True))
+      made.append(automata.tool_calls(wanted['tools'], pieces, size, required=True))
     return made
 
 
