@@ -41,13 +41,12 @@ class _Strategy:
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Passes the end by a budget on to the environment."""
-    return await env_lib.finish_episode(self.env, status, reply) or types.Step(
-      [], done=True
-    )
+    step = await env_lib.call_optional(self.env, 'finish', status, reply)
+    return step or types.Step([], done=True)
 
   async def close(self):
     """Closes the environment."""
-    await env_lib.close_env(self.env)
+    await env_lib.call_optional(self.env, 'close')
 
 
 class SlidingWindow(_Strategy):

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import math
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from agent_r1_jax.agent import call_formats, workers
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 
+_LOGGER = logging.getLogger(__name__)
 Call = calls_lib.Call
 Score = float | dict[str, float]
 # (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
@@ -174,7 +176,7 @@ class ToolEnv:
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
     score = await self._call('process_reward', process_reward, calls, results)
-    self._add_reward(step, 'process reward', score)
+    add_score(step, 'process reward', self.task, score)
     if self._done:
       await self._judge(step, 'done')
     return step
@@ -228,21 +230,8 @@ class ToolEnv:
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
   async def _judge(self, step: types.Step, status: str):
-    """Adds the conversation's reward and the episode's metrics to a step."""
-    given = bind_status(self._reward, status)
-    score = await self._call(
-      'reward', given, copy_containers(self.task), copy_containers(self.messages)
-    )
-    self._add_reward(step, 'reward', score)
-    if self._metrics:
-      args = copy_containers(self.task), copy_containers(self.messages)
-      found = await self._call('metrics', self._metrics, *args)
-      if not isinstance(found, dict):
-        raise ValueError(
-          f'the metrics of task {self.task.id!r} are {found!r:.100}; make them a dict of '
-          'numbers.'
-        )
-      step.metrics |= found
+    functions, seconds = (self._reward, self._metrics), self._reward_seconds
+    await judge(step, self.task, self.messages, status, *functions, seconds)
 
   async def _call(self, kind: str, fn: Callable, *args) -> Any:
     """Calls a user's function in a thread; the library's own is quick and runs here."""
@@ -252,23 +241,6 @@ class ToolEnv:
     return await workers.call(
       fn, *args, name=kind, seconds=seconds, field='reward_seconds'
     )
-
-  def _add_reward(self, step: types.Step, kind: str, score: Score):
-    """Adds a score and its named parts to a step."""
-    parts = score if isinstance(score, dict) else {}
-    try:
-      value = float(sum(parts.values()) if isinstance(score, dict) else score)
-    except (TypeError, ValueError):
-      raise ValueError(
-        f'the {kind} of task {self.task.id!r} is {score!r:.100}; make it a number, or a '
-        'dict of numbers.'
-      ) from None
-    if not math.isfinite(value):
-      raise ValueError(f'the {kind} of task {self.task.id!r} is {score}; make it finite.')
-    step.reward += value
-    for name, part in parts.items():
-      key = f'reward/{name}'
-      step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
 
 
 class CloneableToolEnv(ToolEnv):
@@ -281,17 +253,102 @@ class CloneableToolEnv(ToolEnv):
     return other
 
 
-async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step | None:
-  """Calls the environment's `finish`; returns None if it has no such method."""
-  method = getattr(env, 'finish', None)
-  return None if method is None else await workers.call(method, status, reply)
+async def judge(
+  step: types.Step,
+  task: types.Task,
+  messages: list[types.Message],
+  status: str,
+  reward: Reward,
+  metrics: Metrics | None,
+  seconds: float = 60.0,
+) -> None:
+  """Adds the reward and the metrics of an episode that has ended to its last step.
+
+  The functions get copies of the task and the messages, and `seconds` each.
+
+  Raises:
+    ValueError: The reward is no finite number, or the metrics are no dict.
+  """
+
+  async def call(kind: str, fn: Callable) -> Any:
+    copies = copy_containers(task), copy_containers(messages)
+    return await workers.call(
+      fn, *copies, name=kind, seconds=seconds, field='reward_seconds'
+    )
+
+  add_score(step, 'reward', task, await call('reward', bind_status(reward, status)))
+  if metrics:
+    numbers = await call('metrics', metrics)
+    if not isinstance(numbers, dict):
+      raise ValueError(
+        f'the metrics of task {task.id!r} are {numbers!r:.100}; make them a dict of '
+        'numbers.'
+      )
+    step.metrics |= numbers
 
 
-async def close_env(env: Env) -> None:
-  """Calls the environment's `close`, if it has such a method."""
-  method = getattr(env, 'close', None)
-  if method is not None:
-    await workers.call(method)
+def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> None:
+  """Adds a score and its named parts to a step.
+
+  Args:
+    step: The step.
+    kind: What errors call the score, such as 'reward'.
+    task: The task.
+    score: What a user's function returned.
+
+  Raises:
+    ValueError: The score is no finite number.
+  """
+  parts = score if isinstance(score, dict) else {}
+  try:
+    value = float(sum(parts.values()) if isinstance(score, dict) else score)
+  except (TypeError, ValueError):
+    raise ValueError(
+      f'the {kind} of task {task.id!r} is {score!r:.100}; make it a number, or a dict of '
+      'numbers.'
+    ) from None
+  if not math.isfinite(value):
+    raise ValueError(f'the {kind} of task {task.id!r} is {score}; make it finite.')
+  step.reward += value
+  for name, part in parts.items():
+    key = f'reward/{name}'
+    step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+async def call_optional(env: Env, name: str, *args) -> Any:
+  """Calls `finish` or `close` of an environment; returns None if it has none."""
+  method = getattr(env, name, None)
+  return None if method is None else await workers.call(method, *args, name=name)
+
+
+async def close_made(made: list[Any], seconds: float, owner: str) -> bool:
+  """Closes the environment that the list holds, and logs if that fails or is late.
+
+  It is first taken out of the list, so that of two threads that come here one closes it;
+  the list is empty where it was not made yet.
+
+  Args:
+    made: The list, of one environment at most.
+    seconds: The time that `close` may take (limits.close_seconds).
+    owner: What the log calls the environment's owner.
+
+  Returns:
+    Whether it failed.
+  """
+  try:
+    method = getattr(made.pop(), 'close', None)
+  except IndexError:
+    return False
+  try:
+    if method is not None:
+      await workers.call_on_user_loop(
+        method, name='close', seconds=seconds, field='close_seconds'
+      )
+  except Exception as error:
+    text = workers.describe_error(error) + workers.locate_error(error)
+    _LOGGER.warning('%s: close failed: %s', owner, text)
+    return True
+  return False
 
 
 def bind_status(reward: Reward, status: str) -> Reward:

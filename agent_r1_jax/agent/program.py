@@ -60,18 +60,11 @@ class Program:
     Raises:
       ValueError: A score is no finite number, or `metrics` gave no dict.
     """
-    judges = [env_lib.ToolEnv([], self.reward, metrics=self.metrics)]
+    step = types.Step([], done=True)
+    await env_lib.judge(step, task, messages, status, self.reward, self.metrics)
     if output is not None:
-      judges.append(env_lib.ToolEnv([], lambda task, messages: output))
-    total = types.Step([], done=True)
-    for judge in judges:
-      await judge.reset(task)
-      judge.messages = messages
-      step = await judge.finish(status)
-      total.reward += step.reward
-      for name, value in step.metrics.items():
-        total.metrics[name] = total.metrics.get(name, 0.0) + value
-    return total
+      env_lib.add_score(step, 'output', task, output)
+    return step
 
 
 def read_last_line(status: int, output: str) -> Output:
@@ -88,11 +81,6 @@ def read_last_line(status: int, output: str) -> Output:
   except (StopIteration, ValueError):
     return None
   return value if isinstance(value, int | float | dict) else None
-
-
-def read_status(status: int, output: str) -> Output:
-  """Scores a program by its exit status: 1 for 0, and 0 for any other."""
-  return float(status == 0)
 
 
 def process(

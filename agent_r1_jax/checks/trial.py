@@ -86,10 +86,10 @@ class _Trial:
         if step.done:
           return _Episode(kind, task, heard, reward, True)
       self.call = f'finish of task {task.id!r}'
-      step = await env_lib.finish_episode(env, 'max_turns', None)
+      step = await env_lib.call_optional(env, 'finish', 'max_turns', None)
       return _Episode(kind, task, heard, reward + (step.reward if step else 0.0), False)
     finally:
-      await env_lib.close_env(env)
+      await env_lib.call_optional(env, 'close')
 
   async def _call(self, method: str, fn: Callable, argument: Any, seconds: float) -> Any:
     shown = argument.id if isinstance(argument, types.Task) else argument
@@ -293,7 +293,7 @@ async def _open(task, make_env) -> list[types.Message]:
   try:
     return await workers.call(env.reset, task)
   finally:
-    await env_lib.close_env(env)
+    await env_lib.call_optional(env, 'close')
 
 
 def _tells(messages: Sequence[types.Message], answer: str) -> bool:

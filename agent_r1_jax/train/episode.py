@@ -9,7 +9,6 @@ from collections.abc import Callable
 import contextlib
 import copy
 import dataclasses
-import logging
 import math
 from typing import Any
 
@@ -26,8 +25,6 @@ from agent_r1_jax.host import records
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import episode_context
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class _EnvironmentError(Exception):
@@ -331,20 +328,8 @@ class Episode:
     return env, env_lib.copy_containers(self.trajectory.task)
 
   async def _close_env(self) -> bool:
-    """Closes the environment, if there is one to close; returns whether that failed."""
-    seconds, field = self.limits.close_seconds, 'close_seconds'
-    try:
-      # Taken out first: of two threads that come here, one closes.
-      method = getattr(self.made.pop(), 'close', None) if self.made else None
-      if method is not None:
-        await workers.call_on_user_loop(
-          method, name='close', seconds=seconds, field=field
-        )
-      return False
-    except Exception as error:
-      text = workers.describe_error(error) + workers.locate_error(error)
-      _LOGGER.warning('Task %s: close failed: %s', self.trajectory.task.id, text)
-      return True
+    owner = f'Task {self.trajectory.task.id}'
+    return await env_lib.close_made(self.made, self.limits.close_seconds, owner)
 
   async def _finish(self, status: str):
     """Lets the environment score an episode that a budget ended."""
