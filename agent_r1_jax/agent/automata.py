@@ -88,13 +88,13 @@ def regex(
   order[[0, start]] = [start, 0]
   goto, finals = order[goto[order]], {int(order[state]) for state in finals}
   forbidden = len(goto) - 1
-  held = lift_to_tokens(goto, np.full(len(goto), forbidden), token_bytes, vocab_size)
+  lifted = lift_to_tokens(goto, np.full(len(goto), forbidden), token_bytes, vocab_size)
   # Stop ids become a further class of tokens, and lead to a further state.
-  column = np.full((len(held.table), 1), -1)
-  column[sorted(finals)] = len(held.table)
-  table = np.concatenate([held.table, column], axis=1)
-  table = np.concatenate([table, np.full((1, table.shape[1]), len(held.table))])
-  classes = held.classes.copy()
+  column = np.full((len(lifted.table), 1), -1)
+  column[sorted(finals)] = len(lifted.table)
+  table = np.concatenate([lifted.table, column], axis=1)
+  table = np.concatenate([table, np.full((1, table.shape[1]), len(lifted.table))])
+  classes = lifted.classes.copy()
   classes[list(stop_ids)] = table.shape[1] - 1
   return types.Automaton(classes, table, np.arange(len(table)) == len(table) - 1)
 
@@ -170,11 +170,11 @@ def _match_calls(schemas: Sequence[Mapping[str, Any]]) -> str:
     function = schema['function']
     parameters = {'type': 'object', 'properties': {}, **function.get('parameters', {})}
     try:
-      known = {
+      properties = {
         'name': {'const': function['name']},
         'arguments': _rewrite_schema(parameters),
       }
-      call = {'type': 'object', 'properties': known, 'required': [*known]}
+      call = {'type': 'object', 'properties': properties, 'required': [*properties]}
       pattern = json_schema.build_regex_from_schema(json.dumps(call), _BLANK)
     except Exception as error:  # The library raises various types.
       raise ValueError(
@@ -202,9 +202,11 @@ def _rewrite_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
   if names == 'array':
     schema['items'] = _rewrite_schema(schema['items']) if schema.get('items') else _ANY
   if names == 'object' and 'properties' in schema:
-    odd = [key for key in schema['properties'] if json.dumps(key) != f'"{key}"']
-    if odd:
-      raise ValueError(f'argument {odd[0]!r}: a name in a grammar is of plain ASCII.')
+    not_ascii = [key for key in schema['properties'] if json.dumps(key) != f'"{key}"']
+    if not_ascii:
+      raise ValueError(
+        f'argument {not_ascii[0]!r}: a name in a grammar is of plain ASCII.'
+      )
     properties = {
       key: _rewrite_schema(value) for key, value in schema['properties'].items()
     }
@@ -231,19 +233,21 @@ def _with_free_text(
   for byte in opening:
     opened = call[opened, byte]
   text = build_string_search([opening])
-  found = len(text) - 1
-  forbidden = found + len(call) - 1
+  text_states = len(text) - 1
+  forbidden = text_states + len(call) - 1
   # After a call, the text is free again, and no part of `opening` has been read.
-  moved = np.where(np.arange(len(call)) == end, 0, np.arange(len(call)) + found)
-  goto = np.concatenate([np.where(text == found, moved[opened], text)[:-1], moved[call]])
-  silent = np.where(np.arange(len(goto)) < found, 0, forbidden)
+  moved = np.where(np.arange(len(call)) == end, 0, np.arange(len(call)) + text_states)
+  goto = np.concatenate(
+    [np.where(text == text_states, moved[opened], text)[:-1], moved[call]]
+  )
+  silent = np.where(np.arange(len(goto)) < text_states, 0, forbidden)
   # Keep the states that can be reached from the start, in that order.
   order = [int(moved[begin]) if required else 0]
-  seen = {*order, forbidden}
+  numbered = {*order, forbidden}
   for state in order:
-    new = sorted({*goto[state].tolist(), int(silent[state])} - seen)
-    order += new
-    seen |= {*new}
+    successors = sorted({*goto[state].tolist(), int(silent[state])} - numbered)
+    order += successors
+    numbered |= {*successors}
   order.append(forbidden)
   number = np.zeros(len(goto), np.int32)
   number[order] = np.arange(len(order))
@@ -258,8 +262,8 @@ def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   """
   prefixes = sorted({s[:i] for s in strings for i in range(len(s))}, key=len)
   number = {prefix: i for i, prefix in enumerate(prefixes)}
-  found = len(prefixes)
-  goto = np.full((found + 1, 256), found, np.int32)
+  complete = len(prefixes)
+  goto = np.full((complete + 1, 256), complete, np.int32)
   for prefix, i in number.items():
     for byte in range(256):
       text = prefix + bytes([byte])

@@ -170,13 +170,13 @@ def _parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   def read(tag):
     if not tag[1]:
       return fail(tag, 'expected <function=the name> after <tool_call>')
-    known = calls.find_parameters(tag[1], schemas).get('properties', {})
+    properties = calls.find_parameters(tag[1], schemas).get('properties', {})
     arguments, position = {}, tag.end()
     while parameter := _PARAMETER.match(reply, position):
       end = _VALUE_END.search(reply, parameter.end())
       assert end  # The end of the text is one.
       text = reply[parameter.end() : end.start()]
-      arguments[parameter[1]] = _convert(text, known.get(parameter[1]))
+      arguments[parameter[1]] = _convert(text, properties.get(parameter[1]))
       position = end.end()
     close = _QWEN_CLOSE.match(reply, position)
     if not close:
@@ -266,10 +266,10 @@ def _parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
     name, text, end = tag[1].strip().strip('`"\''), '', tag.end()
     if brackets := _IN_BRACKETS.match(name):
       name, text = brackets.groups()
-    elif given := _INPUT.match(reply, end):
-      stop = _INPUT_END.search(reply, given.end())
+    elif action_input := _INPUT.match(reply, end):
+      stop = _INPUT_END.search(reply, action_input.end())
       assert stop
-      text, end = reply[given.end() : stop.start()].strip(), stop.start()
+      text, end = reply[action_input.end() : stop.start()].strip(), stop.start()
     if name.lower() == 'finish' and name not in calls.list_names(schemas):
       return None, end
     try:

@@ -114,18 +114,18 @@ def scan(
     read: Returns the call that begins with a match, and where it ends; None in place of
       the call is the agent's final answer, after which no call counts.
   """
-  found: list[Call | None] = []
+  calls: list[Call | None] = []
   position = block = 0  # `block` is the number of calls before the thinking block.
   while tag := pattern.search(reply, position):
     position = tag.end()
     if tag[0] == '<think>':
-      block = len(found)
+      block = len(calls)
     elif tag[0] == '</think>':
-      del found[block:]
+      del calls[block:]
     else:
       call, position = read(tag)
-      found.append(call)
-  return list(itertools.takewhile(lambda call: call is not None, found))  # pyright: ignore
+      calls.append(call)
+  return list(itertools.takewhile(lambda call: call is not None, calls))  # pyright: ignore
 
 
 def explain(error: Exception | str, text: str) -> CallError:
@@ -149,9 +149,9 @@ def list_types(schema: Any) -> set[str]:
   if not isinstance(schema, Mapping):
     return set()
   names = schema.get('type', ())
-  found = {names} if isinstance(names, str) else set(names)
-  found = found.union(*map(list_types, schema.get('anyOf', ())))
-  return found | {'null'} if found and schema.get('nullable') else found
+  type_names = {names} if isinstance(names, str) else set(names)
+  type_names = type_names.union(*map(list_types, schema.get('anyOf', ())))
+  return type_names | {'null'} if type_names and schema.get('nullable') else type_names
 
 
 def find_text_argument(name: str, schemas: Schemas) -> str | None:

@@ -124,11 +124,11 @@ class Chat:
     self.detected = call_formats.detect(
       lambda messages: self._apply(messages, add_generation_prompt=False)
     )
-    shown = self.detected or call_formats.HERMES
-    self.format = tool_format or shown
+    template_format = self.detected or call_formats.HERMES
+    self.format = tool_format or template_format
     user = [{'role': 'user', 'content': 'x'}]
     writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
-    self.supports_tools = self.format == shown and writes_tools
+    self.supports_tools = self.format == template_format and writes_tools
 
   def stop_automaton(
     self, vocab_size: int, stop_strings: Sequence[str] = ()
@@ -367,14 +367,14 @@ def _join_answers(
   messages: Sequence[types.Message], form: types.ControlText
 ) -> list[types.Message]:
   """Makes one message of the user of the tools' answers that follow each other."""
-  shown = []
+  joined = []
   for is_answer, some in itertools.groupby(messages, lambda m: m['role'] == 'tool'):
     if is_answer:
       texts = [form.format(message['content']) for message in some]
       lines = types.ControlText('\n'.join(['{}'] * len(texts)))
       some = [{'role': 'user', 'content': lines.format(*texts)}]
-    shown += some
-  return shown
+    joined += some
+  return joined
 
 
 def _match_any(tokens) -> re.Pattern[str]:
@@ -383,10 +383,10 @@ def _match_any(tokens) -> re.Pattern[str]:
   return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
 
 
-def _unused_mark(seen: str) -> str:
+def _unused_mark(text: str) -> str:
   """Returns a mark that does not occur in a text."""
   mark = _MARK
-  while mark in seen:
+  while mark in text:
     mark += 'x'
   return mark
 
@@ -399,9 +399,9 @@ def check_message(message: types.Message) -> types.Message:
     )
   content = message.get('content')
   if not isinstance(content, str | list) and not message.get('tool_calls'):
-    said = 'no content' if content is None else f'a content of {type(content)}'
+    problem = 'no content' if content is None else f'a content of {type(content)}'
     raise ValueError(
-      f'a message of role {message["role"]!r} has {said}; it must be a string: '
+      f'a message of role {message["role"]!r} has {problem}; it must be a string: '
       f'{dict(message)!r:.200}'
     )
   return message

@@ -158,8 +158,8 @@ class ToolEnv:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
     calls = await self._find_calls(reply)
-    heard = [] if calls else await self.answer_text()
-    self._done = not (calls or heard)
+    answers = [] if calls else await self.answer_text()
+    self._done = not (calls or answers)
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
     )
@@ -167,7 +167,7 @@ class ToolEnv:
     if refused := len(calls) - len(results):
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
-    messages += heard
+    messages += answers
     # The process reward reads `messages`, so the answers are added before it.
     self.messages += messages
     step = types.Step(

@@ -87,10 +87,10 @@ def in_subprocess(
 
 
 def _import_function(module: str, name: str) -> Any:
-  found = importlib.import_module(module)
+  value = importlib.import_module(module)
   for part in name.split('.'):
-    found = getattr(found, part, None)
-  return found
+    value = getattr(value, part, None)
+  return value
 
 
 class _ProcessPool:

@@ -164,8 +164,8 @@ class Pool:
       if len(self._running) >= self._threads:
         # Nobody waits for these any longer, though a shield kept them from being
         # cancelled.
-        for late in [c for c in self._running if c.deadline < time.monotonic()]:
-          late.cancel()
+        for overdue in [c for c in self._running if c.deadline < time.monotonic()]:
+          overdue.cancel()
       self.check_room()
       self._waiting.append(call)
       try:

@@ -295,10 +295,10 @@ def _test_in_subprocess(template: str) -> str:
     return f'did not end within {_TRY_SECONDS} s'
   if done.returncode == -signal.SIGXCPU:
     return f'did not end within {_TRY_CPU_SECONDS} s of a processor'
-  said = done.stdout.decode().strip()
-  if done.returncode or not said:
+  problem = done.stdout.decode().strip()
+  if done.returncode or not problem:
     return f'ended its process with status {done.returncode}'
-  return '' if said == _FINE else said
+  return '' if problem == _FINE else problem
 
 
 def _test_template() -> None:

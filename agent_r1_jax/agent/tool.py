@@ -258,10 +258,10 @@ def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
   import referencing
 
   parameters = tool.schema['function'].get('parameters', {})
-  known = parameters.get('properties', {})
-  unknown = [key for key in arguments if key not in known]
+  properties = parameters.get('properties', {})
+  unknown = [key for key in arguments if key not in properties]
   if unknown and parameters.get('additionalProperties', False) is False:
-    return f'unknown argument {unknown[0]!r}; it takes {", ".join(known) or "none"}'
+    return f'unknown argument {unknown[0]!r}; it takes {", ".join(properties) or "none"}'
   # With an empty registry, the library downloads no $ref.
   validator = _validator()(parameters, registry=referencing.Registry())
   try:

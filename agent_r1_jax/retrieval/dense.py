@@ -150,11 +150,11 @@ class Dense:
     return vectors
 
 
-def is_same_encoder(found: np.ndarray, expected: np.ndarray) -> bool:
+def is_same_encoder(vectors: np.ndarray, expected: np.ndarray) -> bool:
   """Whether two vectors of one text differ by no more than bfloat16 and devices do."""
-  if found.shape != expected.shape:
+  if vectors.shape != expected.shape:
     return False
-  difference = np.linalg.norm(found - expected)
+  difference = np.linalg.norm(vectors - expected)
   return bool(difference <= _ROUNDING * np.linalg.norm(expected))
 
 

@@ -137,16 +137,16 @@ class Judge:
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
     program = extract_program(replies[-1]) if replies else None
-    found = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
+    values = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
     if program is None:
-      return found
+      return values
     try:
-      found['passed'] = float(await self._run_tests(program, task.answer) is None)
+      values['passed'] = float(await self._run_tests(program, task.answer) is None)
     except TimeoutError:
-      found['late'] = 1.0
+      values['late'] = 1.0
     except isolated.LostError:
       pass
-    return found
+    return values
 
 
 @functools.cache
@@ -269,12 +269,12 @@ class _Program:
         '_judge_values["given"] = _judge_values["decode"]('
         f'_judge_values["json"].loads({data!r}), _judge_values["objects"])'
       )
-      found = self._run_for_json(
+      result = self._run_for_json(
         f'_judge_values["encode"]({name}(*_judge_values["given"][0], '
         '**_judge_values["given"][1]), _judge_values["objects"])'
       )
       try:
-        return plain_values.decode(found)
+        return plain_values.decode(result)
       except _UNREADABLE as error:
         raise ProgramError(f'{name} returned what cannot be read') from error
 

@@ -110,8 +110,8 @@ def _aliases(golden):
 
 def extract_answer(text: str) -> str | None:
   """Finds the text of the last <answer>...</answer>; None without one."""
-  found = _ANSWER.findall(text)
-  return found[-1].strip() if found else None
+  answers = _ANSWER.findall(text)
+  return answers[-1].strip() if answers else None
 
 
 def canonical_answer(reply: str) -> str | None:
@@ -152,8 +152,8 @@ def found_share(task: Task, messages: Sequence[Message]) -> float:
   It can be a dense part of a hybrid reward; 0.0 if the task names no passages.
   """
   gold = task.info.get('supporting_titles') or ()
-  said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
-  return sum(f'(Title: {title})' in said for title in gold) / max(len(gold), 1)
+  passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
+  return sum(f'(Title: {title})' in passages for title in gold) / max(len(gold), 1)
 
 
 def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Scores:
@@ -174,11 +174,11 @@ def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Sco
 
 def _shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
   """Returns the passages that the tools have shown: gold titles, and lines of others."""
-  said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
-  lines = {line for line in said.splitlines() if '(Title: ' in line}
+  passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
+  lines = {line for line in passages.splitlines() if '(Title: ' in line}
   marks = {f'(Title: {title})': title for title in task.info['supporting_titles']}
   # A gold title counts once, however often it is shown; any other line is a passage.
-  gold = {title for mark, title in marks.items() if mark in said}
+  gold = {title for mark, title in marks.items() if mark in passages}
   return gold | {line for line in lines if not any(mark in line for mark in marks)}
 
 
@@ -194,8 +194,8 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   support = {}
   if task.info.get('supporting_titles'):
     shown = _shown_passages(task, messages)
-    found = supporting_facts(shown, task.info['supporting_titles'])
-    support = {f'support_{name}': value for name, value in found.items()}
+    scores = supporting_facts(shown, task.info['supporting_titles'])
+    support = {f'support_{name}': value for name, value in scores.items()}
   if not answer:
     return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0) | support
   return support | {
