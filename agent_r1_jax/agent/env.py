@@ -224,8 +224,8 @@ class ToolEnv:
     if isinstance(call, calls_lib.CallError):
       return tool_lib.ToolResult(f'Error: {call.message}', ok=False)
     if call.name not in self._by_name:
-      known = ', '.join(self._by_name) or 'none'
-      text = f'Error: there is no tool {json.dumps(call.name)}; there are: {known}'
+      names = ', '.join(self._by_name) or 'none'
+      text = f'Error: there is no tool {json.dumps(call.name)}; there are: {names}'
       return tool_lib.ToolResult(text, ok=False)
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
@@ -321,14 +321,14 @@ async def call_optional(env: Env, name: str, *args) -> Any:
   return None if method is None else await workers.call(method, *args, name=name)
 
 
-async def close_made(made: list[Any], seconds: float, owner: str) -> bool:
+async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
   """Closes the environment that the list holds, and logs if that fails or is late.
 
   It is first taken out of the list, so that of two threads that come here one closes it;
   the list is empty where it was not made yet.
 
   Args:
-    made: The list, of one environment at most.
+    envs: The list, of one environment at most.
     seconds: The time that `close` may take (limits.close_seconds).
     owner: What the log calls the environment's owner.
 
@@ -336,7 +336,7 @@ async def close_made(made: list[Any], seconds: float, owner: str) -> bool:
     Whether it failed.
   """
   try:
-    method = getattr(made.pop(), 'close', None)
+    method = getattr(envs.pop(), 'close', None)
   except IndexError:
     return False
   try:

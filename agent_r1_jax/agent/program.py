@@ -27,8 +27,8 @@ from typing import IO
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 
-# A program's output is kept to so many bytes, the last ones.
-_KEPT = 1 << 16
+# The last bytes of a program's output that are kept.
+_MAX_OUTPUT = 1 << 16
 # When a program has ended, what it printed last is waited for so many seconds.
 _CLOSE_SECONDS = 1.0
 Output = env_lib.Score | None
@@ -157,7 +157,7 @@ class _Output(asyncio.Protocol):
 
   def data_received(self, data: bytes):
     self._end += data
-    del self._end[:-_KEPT]
+    del self._end[:-_MAX_OUTPUT]
 
   def connection_lost(self, exc: Exception | None):
     if not self.closed.done():

@@ -69,7 +69,7 @@ _TRY_SECONDS, _TRY_CPU_SECONDS = 120, 3
 _TRY_BYTES, _TRY_CHARS = 1 << 29, 1_000_000
 _FINE = 'fine'
 _CALL = {'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'it'}}}
-_TRIED = (
+_TRIAL_CONVERSATIONS = (
   [{'role': 'user', 'content': 'x'}],
   [
     {'role': 'system', 'content': 'Look.'},
@@ -80,8 +80,8 @@ _TRIED = (
     {'role': 'user', 'content': 'And now?'},
   ],
 )
-_TRIED_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
-_TRIED_TOOLS: Any = [
+_TRIAL_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
+_TRIAL_TOOLS: Any = [
   {
     'type': 'function',
     'function': {
@@ -317,15 +317,15 @@ def _test_template() -> None:
   if status.exists():
     memory += int(status.read_text().split()[0]) * resource.getpagesize()
   resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-  for messages in _TRIED:
-    for tools in (None, _TRIED_TOOLS):
+  for messages in _TRIAL_CONVERSATIONS:
+    for tools in (None, _TRIAL_TOOLS):
       try:
         (text,), _ = chat_template_utils.render_jinja_template(
           [messages],
           tools,
           chat_template=template,
           add_generation_prompt=True,
-          **_TRIED_TOKENS,
+          **_TRIAL_TOKENS,
         )
       except MemoryError:
         return print(f'took more than {_TRY_BYTES >> 20} MiB')

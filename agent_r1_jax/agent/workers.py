@@ -8,11 +8,14 @@ come back. So none of them runs on the engine's event loop:
   name, and nobody waits for its thread, not even the end of the interpreter.
 - A coroutine function runs on an event loop in a thread of its own, by
   `call_on_user_loop`; the loop's `asyncio.to_thread` uses the same pool. A coroutine that
-  blocks this loop costs its own episode only: calls that have not started move to another
-  loop, and calls that were caught on the blocked one raise LoopBlockedError, after which
-  their episodes can be played again. Once the blocked loop goes on, it gets new calls
-  again, because locks, semaphores and sessions that coroutines share work only on the
-  event loop that they were first used on.
+  is late is cancelled, and counts as abandoned if it goes on all the same.
+- A coroutine that blocks this loop costs its own episode only: calls that have not
+  started move to another loop, and calls that were caught on the blocked one raise
+  LoopBlockedError, after which their episodes can be played again. Once the blocked loop
+  goes on, it gets new calls again, because locks, semaphores and sessions that coroutines
+  share work only on the event loop that they were first used on.
+
+While too many abandoned calls hang, threads and coroutines together, no call is started.
 
 What holds the interpreter itself (a catastrophic regular expression) stops every thread;
 isolated.in_subprocess is for that.

@@ -166,7 +166,7 @@ def open_environment(
   made, over = [], threading.Event()
 
   def close():
-    asyncio.run(env_lib.close_made(made, limits.close_seconds, 'make_env'))
+    asyncio.run(env_lib.close_env(made, limits.close_seconds, 'make_env'))
 
   def make():
     made.append(make_env())

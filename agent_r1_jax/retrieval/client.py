@@ -97,7 +97,7 @@ class Remote:
     fields = {'queries': list(queries), 'topk': k, 'return_scores': True}
     try:
       status, headers, body = bounded_http.post(
-        self._client, self._url, fields, seconds=seconds, most=_MAX_ANSWER
+        self._client, self._url, fields, seconds=seconds, max_bytes=_MAX_ANSWER
       )
     except (TimeoutError, httpx2.TransportError) as error:
       raise _TransientError(f'{type(error).__name__}: {error}') from error

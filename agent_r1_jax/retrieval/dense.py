@@ -91,8 +91,8 @@ class Dense:
       return []
     scores, rows = self._index.search(self._encode(queries), min(k, len(self.documents)))
     return [
-      [Hit(self.documents[i], float(s)) for i, s in zip(*found, strict=True) if i >= 0]
-      for found in zip(rows, scores, strict=True)
+      [Hit(self.documents[i], float(s)) for i, s in zip(*pairs, strict=True) if i >= 0]
+      for pairs in zip(rows, scores, strict=True)
     ]
 
   def save(self, directory: str | os.PathLike) -> None:

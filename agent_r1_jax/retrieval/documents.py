@@ -83,14 +83,14 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
     ValueError: A row is broken, or has the id of an earlier one; names the file, the row
       and the field.
   """
-  passages, seen = [], set()
+  passages, ids = [], set()
   for where, row in read_rows(path):
     passage = _make_document(where, row)
-    if passage.id in seen:
+    if passage.id in ids:
       raise ValueError(
         f'{where}: id {passage.id!r} is that of an earlier row; give each passage its own'
       )
-    seen.add(passage.id)
+    ids.add(passage.id)
     passages.append(passage)
   return passages
 

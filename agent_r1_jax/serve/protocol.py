@@ -70,7 +70,7 @@ class ApiRequest:
 def read_chat(body: dict[str, Any]) -> ApiRequest:
   """Reads a request for chat completions."""
   tools, required = _read_tools(body)
-  top = _number(body, 'top_logprobs', 0, int, 0, programs.TOP)
+  top_logprobs = _number(body, 'top_logprobs', 0, int, 0, programs.TOP)
   with_logprobs = bool(body.get('logprobs'))
   field = 'max_completion_tokens' if body.get('max_completion_tokens') else 'max_tokens'
   return _read(
@@ -81,7 +81,7 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
     required=required,
     schema=_read_schema(body.get('response_format')),
     max_tokens=_number(body, field, None, int, 1),
-    top_logprobs=top if with_logprobs else None,
+    top_logprobs=top_logprobs if with_logprobs else None,
   )
 
 

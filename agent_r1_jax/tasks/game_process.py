@@ -173,7 +173,7 @@ class _Game:
     names = ('admissible_commands', 'description', 'max_score', 'objective', 'won')
     infos = textworld.EnvInfos(**dict.fromkeys(names, True))
     self._env = textworld.start(path, infos, wrappers)
-    self._score, self._most = 0.0, 1.0
+    self._score, self._max_score = 0.0, 1.0
 
   def reset(self):
     state = self._env.reset()
@@ -181,7 +181,7 @@ class _Game:
     if not state.get('admissible_commands'):
       # Without the game's .json, TextWorld knows neither these nor the score.
       raise GameError('TextWorld knows no command of it; is its .json beside it?')
-    self._most = float(state.get('max_score') or 1)
+    self._max_score = float(state.get('max_score') or 1)
     if state.get('objective'):
       # The feedback has the title in letters of $ signs in front.
       return self._answer(state, f'{state["objective"]}\n\n{state["description"]}')
@@ -190,7 +190,7 @@ class _Game:
   def step(self, action):
     state, score, done = self._env.step(action)
     gain, self._score = float(score) - self._score, float(score)
-    return self._answer(state, state.feedback, gain / self._most, done)
+    return self._answer(state, state.feedback, gain / self._max_score, done)
 
   def _answer(self, state, text, reward=0.0, done=False):
     # What follows the prompt is the status line, drawn for a terminal.

@@ -193,8 +193,8 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   answer = extract_answer(replies[-1]) if replies else None
   support = {}
   if task.info.get('supporting_titles'):
-    shown = _shown_passages(task, messages)
-    scores = supporting_facts(shown, task.info['supporting_titles'])
+    titles = _shown_passages(task, messages)
+    scores = supporting_facts(titles, task.info['supporting_titles'])
     support = {f'support_{name}': value for name, value in scores.items()}
   if not answer:
     return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0) | support

@@ -77,13 +77,13 @@ class Judge:
     Such an answer is wrong, not an error: else an agent could escape its reward.
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    found = _ANSWER.findall(replies[-1]) if replies else []
-    values = {'score': 0.0, 'answered': float(bool(found)), 'scoring_failed': 0.0}
-    if found:
+    answers = _ANSWER.findall(replies[-1]) if replies else []
+    values = {'score': 0.0, 'answered': float(bool(answers)), 'scoring_failed': 0.0}
+    if answers:
       info = task.info
       try:
         options = list(info['reasoning_gym'].items())
-        values['score'] = await self._score(options, info['index'], found[-1].strip())
+        values['score'] = await self._score(options, info['index'], answers[-1].strip())
       except (TimeoutError, isolated.FailedError, isolated.LostError):
         values['scoring_failed'] = 1.0
     return values

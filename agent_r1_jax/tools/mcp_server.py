@@ -141,8 +141,8 @@ class Server:
     connection, name = await self._connect(), listed.name
     now = connection.tools.get(name)
     if now is None:
-      known = ', '.join(connection.tools) or 'none'
-      raise LookupError(f'the server has changed and has no such tool; it has: {known}')
+      names = ', '.join(connection.tools) or 'none'
+      raise LookupError(f'the server has changed and has no such tool; it has: {names}')
     if now.input_schema != listed.input_schema:
       raise LookupError(
         'the server has changed, and this tool takes other arguments now: '

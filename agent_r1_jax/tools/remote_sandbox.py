@@ -82,10 +82,10 @@ class RemoteSandbox:
     """Returns the answer's body; None if it is too long."""
     import httpx2
 
-    most = 32 * self._max_output * _BYTES_PER_CHARACTER
+    max_bytes = 32 * self._max_output * _BYTES_PER_CHARACTER
     try:
       status, _, body = bounded_http.post(
-        self._client, self._url, request, seconds=seconds, most=most
+        self._client, self._url, request, seconds=seconds, max_bytes=max_bytes
       )
     except bounded_http.TooLongError:
       return None

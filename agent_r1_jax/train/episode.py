@@ -329,7 +329,7 @@ class Episode:
 
   async def _close_env(self) -> bool:
     owner = f'Task {self.trajectory.task.id}'
-    return await env_lib.close_made(self.made, self.limits.close_seconds, owner)
+    return await env_lib.close_env(self.made, self.limits.close_seconds, owner)
 
   async def _finish(self, status: str):
     """Lets the environment score an episode that a budget ended."""
