@@ -492,7 +492,7 @@ async def test_calls_that_say_nothing_about_the_tool_do_not_change_its_isolation
   async def call(**arguments):
     return await tool_lib.call(gone, arguments)
 
-  tool_lib._breaker('gone', gone.fn.__code__)._clock = lambda: now[0]
+  tool_lib._get_breaker('gone', gone.fn.__code__)._clock = lambda: now[0]
   for number in range(20):
     if number % 3 == 0:
       assert 'unknown argument' in (await call(page=1)).text

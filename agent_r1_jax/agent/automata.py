@@ -145,7 +145,7 @@ def tool_calls(
     raise ValueError('schemas is empty: give at least one tool, or no grammar.')
   call = f'{_CALL_OPENING}\n({_match_calls(schemas)})\n</tool_call>'
   goto, begin, (end,) = compile_regex(call)
-  goto, silent = _with_free_text(goto, begin, end, _CALL_OPENING.encode(), required)
+  goto, silent = _add_free_text(goto, begin, end, _CALL_OPENING.encode(), required)
   return lift_to_tokens(goto, silent, token_bytes, vocab_size)
 
 
@@ -220,7 +220,7 @@ def _rewrite_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
   return schema if constrained else _ANY
 
 
-def _with_free_text(
+def _add_free_text(
   call: np.ndarray, begin: int, end: int, opening: bytes, required: bool
 ) -> tuple[np.ndarray, np.ndarray]:
   """Adds free text around the automaton of a call.

@@ -52,7 +52,7 @@ def _read_json(
   except (ValueError, RecursionError) as error:
     stopped = stop.search(reply, tag.end())
     end = stopped.start() if stopped else len(reply)
-    return calls.explain(error, reply[start:end]), end
+    return calls.make_error(error, reply[start:end]), end
 
 
 _HERMES = re.compile(calls.THINK + r'<tool_call>\s*')
@@ -165,7 +165,7 @@ def _parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   def fail(tag, why):
     stop = _QWEN_STOP.search(reply, tag.end())
     end = stop.start() if stop else len(reply)
-    return calls.explain(why, reply[tag.start() : end]), end
+    return calls.make_error(why, reply[tag.start() : end]), end
 
   def read(tag):
     if not tag[1]:
@@ -211,7 +211,7 @@ def _parse_search_r1(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
     assert end
     text = reply[tag.end() : end.start()]
     if not end[0] and end.end() < len(reply):
-      return calls.explain('expected </search> after the query', text), end.end()
+      return calls.make_error('expected </search> after the query', text), end.end()
     argument = calls.find_text_argument('search', schemas) or 'query'
     return ToolCall('search', {argument: text.strip()}), end.end()
 
@@ -277,7 +277,7 @@ def _parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
         raise ValueError('expected the name of a tool after Action:')
       return ToolCall(name, _read_input(text, name, schemas)), end
     except (ValueError, RecursionError) as error:
-      return calls.explain(error, reply[tag.start() : end].strip()), end
+      return calls.make_error(error, reply[tag.start() : end].strip()), end
 
   return calls.scan(reply, _ACTION, read)
 
@@ -302,7 +302,7 @@ def _render_react(call: ToolCall) -> str:
   return f'Action: {call.name}\nAction Input: {arguments}'
 
 
-def _argument(call: ToolCall) -> Any:
+def _get_only_argument(call: ToolCall) -> Any:
   """Returns the only argument of a call."""
   (value,) = call.arguments.values()
   return value
@@ -360,7 +360,7 @@ QWEN3_CODER = CallFormat(
 SEARCH_R1 = CallFormat(
   'search_r1',
   _parse_search_r1,
-  lambda call: f'<search> {_argument(call)} </search>',
+  lambda call: f'<search> {_get_only_argument(call)} </search>',
   ('<search>',),
   types.ControlText(
     'You can search: write what to search for between <search> and </search>, and what '
@@ -374,7 +374,7 @@ SEARCH_R1 = CallFormat(
 RETOOL = CallFormat(
   'retool',
   _parse_retool,
-  lambda call: f'<code>\n```python\n{_argument(call)}\n```\n</code>',
+  lambda call: f'<code>\n```python\n{_get_only_argument(call)}\n```\n</code>',
   ('<code>',),
   types.ControlText(
     'You can run Python code. Write it like this:\n'

@@ -128,7 +128,7 @@ def scan(
   return list(itertools.takewhile(lambda call: call is not None, calls))  # pyright: ignore
 
 
-def explain(error: Exception | str, text: str) -> CallError:
+def make_error(error: Exception | str, text: str) -> CallError:
   """Makes the error of a call that cannot be parsed."""
   return CallError(f'invalid tool call: {getattr(error, "msg", error)}', text)
 

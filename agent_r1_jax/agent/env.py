@@ -163,7 +163,7 @@ class ToolEnv:
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
     )
-    messages = [_message(*pair) for pair in zip(calls, results, strict=False)]
+    messages = [_make_message(*pair) for pair in zip(calls, results, strict=False)]
     if refused := len(calls) - len(results):
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
@@ -171,7 +171,7 @@ class ToolEnv:
     # The process reward reads `messages`, so the answers are added before it.
     self.messages += messages
     step = types.Step(
-      copy_containers(messages), done=self._done, metrics=_counts(calls, results)
+      copy_containers(messages), done=self._done, metrics=_count_calls(calls, results)
     )
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
@@ -381,12 +381,12 @@ def copy_containers(value: Any) -> Any:
   return value
 
 
-def _message(call: Call, result: tool_lib.ToolResult) -> types.Message:
+def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:
   name = {'name': call.name} if isinstance(call, calls_lib.ToolCall) else {}
   return {'role': 'tool', **name, 'content': result.text}
 
 
-def _counts(calls, results) -> dict[str, float]:
+def _count_calls(calls, results) -> dict[str, float]:
   """Counts a turn's calls; a refused call counts as a tool error.
 
   What is rare is counted only where it is: 'tool_retries', and calls of isolated tools as

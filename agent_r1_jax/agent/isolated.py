@@ -158,7 +158,7 @@ class _Process:
     try:
       self._pipe.send((arguments, seconds))
     except OSError as error:
-      raise self._lost() from error
+      raise self._end_as_lost() from error
     return self._receive(seconds)
 
   def _receive(self, seconds) -> tuple[bool, Any]:
@@ -169,10 +169,10 @@ class _Process:
     except TimeoutError:
       raise
     except (OSError, EOFError, ValueError, RecursionError) as error:
-      raise self._lost() from error
+      raise self._end_as_lost() from error
     return bool(ok), answer
 
-  def _lost(self) -> LostError:
+  def _end_as_lost(self) -> LostError:
     self.end()
     return LostError(
       f'the process of {self._name} ended with status {self._process.returncode} before '

@@ -248,7 +248,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
   Raises:
     ValueError: The tokenizer is not byte-level.
   """
-  chars = _byte_chars()
+  chars = _map_byte_chars()
   added = tokenizer.added_tokens_decoder
   size = 1 + max(tokenizer.get_vocab().values())
   result = [b''] * size
@@ -336,7 +336,7 @@ def _test_template() -> None:
   print(_FINE)
 
 
-def _byte_chars() -> dict[str, int]:
+def _map_byte_chars() -> dict[str, int]:
   """Maps GPT-2's printable characters to the bytes that they stand for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]

@@ -141,7 +141,7 @@ async def call(
   if _is_late(future, deadline):
     queued = isinstance(work, thread_pool.Call) and not work.started
     await _give_up(work, caller)
-    raise CallTimeoutError(_timeout_text(name, seconds, field, queued))
+    raise CallTimeoutError(_describe_timeout(name, seconds, field, queued))
   value = _unwrap(future)
   if not inspect.isawaitable(value):
     return value
@@ -197,7 +197,7 @@ async def call_on_user_loop(
   if text and blocker is not caller:
     raise LoopBlockedError(f'{name} was on an event loop that {text} blocks.')
   reason = f'; {text} blocks its event loop' if text else ''
-  raise CallTimeoutError(_timeout_text(name, seconds, field) + reason)
+  raise CallTimeoutError(_describe_timeout(name, seconds, field) + reason)
 
 
 class _UserLoop:
@@ -437,7 +437,7 @@ def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
   return asyncio.get_running_loop().call_later(late, logging.warning, '%s', text)
 
 
-def _timeout_text(name: str, seconds: float, field: str, queued: bool = False) -> str:
+def _describe_timeout(name: str, seconds: float, field: str, queued: bool = False) -> str:
   text = f'{name} gave no answer within {seconds:g} seconds'
   if field:
     text += f' ({field})'

@@ -105,7 +105,7 @@ class Remote:
       raise RemoteError(f'{self._url}: {error}') from error
     text = f'status {status}: {body[:200].decode(errors="replace")}'
     if status in (408, 429) or status >= 500:
-      raise _TransientError(text, _seconds(headers.get('Retry-After', '')))
+      raise _TransientError(text, _read_seconds(headers.get('Retry-After', '')))
     if status != 200:
       raise RemoteError(f'{self._url}: {text}')
     try:
@@ -115,7 +115,7 @@ class Remote:
       raise RemoteError(text) from error
 
 
-def _seconds(text: str) -> float:
+def _read_seconds(text: str) -> float:
   """Reads Retry-After; it may hold a date, which is ignored."""
   return float(text) if text.isdecimal() else 0.0
 

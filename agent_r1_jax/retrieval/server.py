@@ -83,7 +83,7 @@ class _Searches:
   async def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the passages of each query; raises RefusedError where there is no answer."""
     hits_by_text = {
-      text: hits for text in texts if (hits := self._cached(text, k)) is not None
+      text: hits for text in texts if (hits := self._find_cached(text, k)) is not None
     }
     self._metrics.cached.inc(sum(text in hits_by_text for text in texts))
     uncached = [text for text in dict.fromkeys(texts) if text not in hits_by_text]
@@ -144,7 +144,7 @@ class _Searches:
     for i, query in enumerate(batch):
       # Kept even if nobody waits any longer: whoever asks again has it at once.
       if not error:
-        self._keep(query, rankings[i])
+        self._add_to_cache(query, rankings[i])
       if query.answer.done():
         continue
       if error:
@@ -152,12 +152,12 @@ class _Searches:
       else:
         query.answer.set_result(rankings[i])
 
-  def _cached(self, text, k):
+  def _find_cached(self, text, k):
     if (text, k) in self._cache:
       self._cache.move_to_end((text, k))
     return self._cache.get((text, k))
 
-  def _keep(self, query, hits):
+  def _add_to_cache(self, query, hits):
     self._cache[query.text, query.k] = hits
     if len(self._cache) > self._cache_size:
       self._cache.popitem(last=False)

@@ -191,7 +191,7 @@ class Conversation:
     """Finds the text that a request goes on from, or begins one."""
     assert api_request.messages is not None
     tools = json.dumps(api_request.tools, sort_keys=True)
-    messages = [protocol.comparable(message) for message in api_request.messages]
+    messages = [protocol.make_comparable(message) for message in api_request.messages]
     candidates = [
       (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
       for i, branch in enumerate(self._branches)
@@ -266,7 +266,7 @@ class Conversation:
     written = protocol.to_chat(messages, self._chat.format)
     for i, message in enumerate(messages):
       if message['role'] == 'assistant':
-        same = protocol.comparable(message)
+        same = protocol.make_comparable(message)
         written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
       else:
         written[i]['content'] = task_contents.get(message['content'], message['content'])
@@ -286,7 +286,7 @@ class Conversation:
       (chunk.tokens, chunk.behaviour_logprobs, chunk.policy_steps),
     ]
     text = self._chat.decode(chunk.tokens.tolist())
-    branch.messages += [*messages, protocol.comparable(reply.as_message())]
+    branch.messages += [*messages, protocol.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), stop))
     self._cut = reply.reason == 'length'

@@ -47,7 +47,7 @@ class _Endpoint:
     routes = []
     for prefix in ('', '/episodes/{episode}'):
       reward = routing.Route(f'{prefix}/v1/reward', self._reward, methods=['POST'])
-      routes += [*self._server.routes(prefix), reward]
+      routes += [*self._server.make_routes(prefix), reward]
     self._app = applications.Starlette(routes=routes)
     listener = http.listen('127.0.0.1', 0)
     self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'

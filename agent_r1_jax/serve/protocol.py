@@ -70,7 +70,7 @@ class ApiRequest:
 def read_chat(body: dict[str, Any]) -> ApiRequest:
   """Reads a request for chat completions."""
   tools, required = _read_tools(body)
-  top_logprobs = _number(body, 'top_logprobs', 0, int, 0, programs.TOP)
+  top_logprobs = _read_number(body, 'top_logprobs', 0, int, 0, programs.TOP)
   with_logprobs = bool(body.get('logprobs'))
   field = 'max_completion_tokens' if body.get('max_completion_tokens') else 'max_tokens'
   return _read(
@@ -80,7 +80,7 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
     tools=tools,
     required=required,
     schema=_read_schema(body.get('response_format')),
-    max_tokens=_number(body, field, None, int, 1),
+    max_tokens=_read_number(body, field, None, int, 1),
     top_logprobs=top_logprobs if with_logprobs else None,
   )
 
@@ -102,8 +102,8 @@ def read_completion(body: dict[str, Any]) -> ApiRequest:
     tools=[],
     required=False,
     schema=_read_schema(body.get('response_format')),
-    max_tokens=_number(body, 'max_tokens', 16, int, 1),
-    top_logprobs=_number(body, 'logprobs', None, int, 0, programs.TOP),
+    max_tokens=_read_number(body, 'max_tokens', 16, int, 1),
+    top_logprobs=_read_number(body, 'logprobs', None, int, 0, programs.TOP),
   )
 
 
@@ -121,21 +121,21 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
   options = body.get('stream_options') or {}
   return ApiRequest(
     sampling=config_lib.Sampling(
-      _number(body, 'temperature', 1.0, float, 0, 100),
-      _number(body, 'top_k', 0, int, 0),
-      _number(body, 'top_p', 1.0, float, 1e-6, 1),
-      _number(body, 'min_p', 0.0, float, 0, 1),
+      _read_number(body, 'temperature', 1.0, float, 0, 100),
+      _read_number(body, 'top_k', 0, int, 0),
+      _read_number(body, 'top_p', 1.0, float, 1e-6, 1),
+      _read_number(body, 'min_p', 0.0, float, 0, 1),
     ),
     stop=tuple(stop),
-    seed=_number(body, 'seed', None, int),
-    n=_number(body, 'n', 1, int, 1, _MOST_CHOICES),
+    seed=_read_number(body, 'seed', None, int),
+    n=_read_number(body, 'n', 1, int, 1, _MOST_CHOICES),
     stream=bool(body.get('stream')),
     usage=bool(isinstance(options, dict) and options.get('include_usage')),
     **fields,
   )
 
 
-def _number(body, name, default, kind, minimum=None, maximum=None) -> Any:
+def _read_number(body, name, default, kind, minimum=None, maximum=None) -> Any:
   """Reads a number; null stands for the default."""
   value = body.get(name)
   if value is None:
@@ -255,7 +255,7 @@ def to_chat(
   return written
 
 
-def comparable(message: types.Message) -> types.Message:
+def make_comparable(message: types.Message) -> types.Message:
   """What of a message must be equal for it to be the same one.
 
   Clients strip the text of replies. A tool's name may be missing.
@@ -332,14 +332,15 @@ class Choice:
       starts = [i for s in self._openings if (i := text.find(s, begin)) >= 0]
       text = text[: min(starts, default=None)]
     reason = 'length' if not stopped else 'tool_calls' if tool_calls else 'stop'
-    return Reply(text, [_name(call) for call in tool_calls], reason), self._show(text)
+    reply = Reply(text, [_name_call(call) for call in tool_calls], reason)
+    return reply, self._show(text)
 
   def _show(self, text: str) -> str:
     unsent, self._sent = text[self._sent :], max(self._sent, len(text))
     return unsent
 
 
-def _name(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
+def _name_call(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
   """Returns name and arguments of a call; a client sees for itself what is malformed."""
   if isinstance(call, calls.ToolCall):
     return call.name, call.arguments
@@ -398,26 +399,28 @@ class Form(NamedTuple):
     return head | {'choices': choices} | more
 
 
-def _chat_logprobs(logprobs: list | None) -> dict[str, Any] | None:
+def _write_chat_logprobs(logprobs: list | None) -> dict[str, Any] | None:
   return None if logprobs is None else {'content': logprobs, 'refusal': None}
 
 
-def _chat_choice(
+def _write_chat_choice(
   text: str, tool_calls: Sequence, logprobs: list | None
 ) -> dict[str, Any]:
   message = {'role': 'assistant', 'content': text or (None if tool_calls else '')}
   message |= {'tool_calls': _write_calls(tool_calls)} if tool_calls else {}
-  return {'message': message, 'logprobs': _chat_logprobs(logprobs)}
+  return {'message': message, 'logprobs': _write_chat_logprobs(logprobs)}
 
 
-def _chat_delta(text: str, tool_calls: Sequence, logprobs: list | None) -> dict[str, Any]:
+def _write_chat_delta(
+  text: str, tool_calls: Sequence, logprobs: list | None
+) -> dict[str, Any]:
   delta = {'role': 'assistant', 'content': text}
   numbered = [{'index': i} | call for i, call in enumerate(_write_calls(tool_calls))]
   delta |= {'tool_calls': numbered} if tool_calls else {}
-  return {'delta': delta, 'logprobs': _chat_logprobs(logprobs)}
+  return {'delta': delta, 'logprobs': _write_chat_logprobs(logprobs)}
 
 
-def _text_choice(
+def _write_text_choice(
   text: str, tool_calls: Sequence, logprobs: list | None
 ) -> dict[str, Any]:
   columns = None
@@ -431,5 +434,5 @@ def _text_choice(
   return {'text': text, 'logprobs': columns}
 
 
-CHAT = Form(read_chat, 'chat.completion', _chat_choice, _chat_delta)
-TEXT = Form(read_completion, 'text_completion', _text_choice, _text_choice)
+CHAT = Form(read_chat, 'chat.completion', _write_chat_choice, _write_chat_delta)
+TEXT = Form(read_completion, 'text_completion', _write_text_choice, _write_text_choice)

@@ -250,7 +250,7 @@ class Server:
     self.count += more
     self.metrics.replies.set(self.count)
 
-  def routes(self, prefix: str = '') -> list[Any]:
+  def make_routes(self, prefix: str = '') -> list[Any]:
     """Makes the routes under a prefix."""
     from starlette import routing
 
@@ -350,10 +350,10 @@ class _Answer:
           elif self._api_request.top_logprobs is not None:
             scored += protocol.write_logprobs(item, self._server.chat)
     except TimeoutError:
-      answer = self._server.refuse(self._late())
+      answer = self._server.refuse(self._make_late_error())
     else:
       self._server.metrics.answers.labels(200).inc()
-      answer = http.answer_json(self._frame(choices, usage=self._usage()))
+      answer = http.answer_json(self._frame(choices, usage=self._count_usage()))
     await answer(scope, receive, send)
 
   async def _send_stream(self, scope, receive, send):
@@ -379,18 +379,18 @@ class _Answer:
             part = {'index': choice.index, **part, 'finish_reason': reason}
             await event(self._frame([part], part=True))
       if self._api_request.usage:
-        await event(self._frame([], part=True, usage=self._usage()))
+        await event(self._frame([], part=True, usage=self._count_usage()))
     except TimeoutError:
-      error = self._late()
+      error = self._make_late_error()
       status = error.status
       await event(_describe(error))
     self._server.metrics.answers.labels(status).inc()
     await event('[DONE]', more=False)
 
-  def _late(self) -> http.RefusedError:
+  def _make_late_error(self) -> http.RefusedError:
     return http.RefusedError(504, f'no reply within {self._server.seconds:g} seconds')
 
-  def _usage(self) -> dict[str, int]:
+  def _count_usage(self) -> dict[str, int]:
     prompt, reply = self._prompt, self._sampled
     total = {'total_tokens': prompt + reply}
     return {'prompt_tokens': prompt, 'completion_tokens': reply} | total
@@ -450,7 +450,7 @@ def make_app(
 
   return applications.Starlette(
     routes=[
-      *server.routes(),
+      *server.make_routes(),
       routing.Route('/health', health),
       routing.Route('/metrics', http.show_metrics(server.metrics.registry)),
     ]

@@ -42,7 +42,7 @@ class GameProcess:
     """
     self._path, self._seconds = path, seconds
     self._pipe, there = connection.Pipe()
-    _send_to_nursery(there)
+    _send_to_fork_server(there)
     try:
       self._ask([path, seconds], _START_SECONDS)
     except GameError:
@@ -81,7 +81,7 @@ class GameProcess:
     return answer
 
 
-class _Nursery:
+class _ForkServer:
   """The process that forks the games' processes."""
 
   def __init__(self):
@@ -91,21 +91,21 @@ class _Nursery:
     weakref.finalize(self, isolated.end_process, self.process, self.control)
 
 
-_nursery: _Nursery | None = None
-_nursery_lock = threading.Lock()
+_fork_server: _ForkServer | None = None
+_fork_server_lock = threading.Lock()
 
 
-def _send_to_nursery(pipe: connection.Connection):
-  """Lets a new process have the pipe; starts the nursery if it is not there."""
-  global _nursery
-  with _nursery_lock:
-    if _nursery is None or _nursery.process.poll() is not None:
-      _nursery = _Nursery()
-    socket.send_fds(_nursery.control, [b'x'], [pipe.fileno()])
+def _send_to_fork_server(pipe: connection.Connection):
+  """Lets a new process have the pipe; starts the fork server if it is not there."""
+  global _fork_server
+  with _fork_server_lock:
+    if _fork_server is None or _fork_server.process.poll() is not None:
+      _fork_server = _ForkServer()
+    socket.send_fds(_fork_server.control, [b'x'], [pipe.fileno()])
   pipe.close()
 
 
-def _run_nursery(control: socket.socket):
+def _run_fork_server(control: socket.socket):
   """Forks a process for every pipe that comes; ends when the trainer has ended."""
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
@@ -200,4 +200,4 @@ class _Game:
 
 
 if __name__ == '__main__':
-  _run_nursery(socket.socket(fileno=int(sys.argv[1])))
+  _run_fork_server(socket.socket(fileno=int(sys.argv[1])))

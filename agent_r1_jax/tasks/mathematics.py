@@ -50,11 +50,11 @@ def load(path: str | os.PathLike) -> list[Task]:
   name = os.path.basename(os.fspath(path)).split('.')[0]
   for number, (where, row) in enumerate(documents.read_rows(path)):
     if 'problem' in row:
-      question = documents.text_field(where, row, 'problem')
+      question = documents.read_text(where, row, 'problem')
       answer = row.get('answer') or find_boxed(row.get('solution') or '')
     else:
-      question = documents.text_field(where, row, 'question')
-      answer = _gsm8k_answer(where, row)
+      question = documents.read_text(where, row, 'question')
+      answer = _read_gsm8k_answer(where, row)
     task_id = str(row.get('id', f'{name}-{number}'))
     if not answer:
       unanswered.append(task_id)
@@ -73,12 +73,12 @@ def load(path: str | os.PathLike) -> list[Task]:
 
 def agent_task(task: Task) -> Task:
   """Returns the task with the prompt for an agent that has a calculator."""
-  return _with_prompt(task, AGENT)
+  return _add_prompt(task, AGENT)
 
 
 def direct_task(task: Task) -> Task:
   """Returns the task with the prompt for a model without tools."""
-  return _with_prompt(task, DIRECT)
+  return _add_prompt(task, DIRECT)
 
 
 def find_boxed(text: str) -> str | None:
@@ -200,15 +200,15 @@ def _limit_memory() -> None:
   resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _with_prompt(task: Task, prompt: str) -> Task:
+def _add_prompt(task: Task, prompt: str) -> Task:
   message = {'role': 'user', 'content': prompt + task.info['question']}
   return dataclasses.replace(task, messages=[message])
 
 
-def _gsm8k_answer(where: str, row: dict) -> str:
-  match = _GSM8K_ANSWER.search(documents.text_field(where, row, 'answer'))
+def _read_gsm8k_answer(where: str, row: dict) -> str:
+  match = _GSM8K_ANSWER.search(documents.read_text(where, row, 'answer'))
   if not match:
-    raise documents.wrong_field(
+    raise documents.field_error(
       where, row, 'answer', "a text that ends with '#### <number>'"
     )
   return match[1].strip()

@@ -73,7 +73,7 @@ def normalize_answer(text: str) -> str:
 def exact_match(prediction: str, golden: str | Sequence[str]) -> float:
   """Strict EM: 1.0 if the normalised prediction equals any normalised golden answer."""
   prediction = normalize_answer(prediction)
-  return float(any(prediction == normalize_answer(g) for g in _aliases(golden)))
+  return float(any(prediction == normalize_answer(g) for g in _list_aliases(golden)))
 
 
 def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
@@ -83,7 +83,7 @@ def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
   golden answer of articles and punctuation alone is covered by an equal one only.
   """
   prediction = normalize_answer(prediction)
-  covers = (normalize_answer(g) for g in _aliases(golden))
+  covers = (normalize_answer(g) for g in _list_aliases(golden))
   return float(any(g == prediction or (g and g in prediction) for g in covers))
 
 
@@ -93,7 +93,7 @@ def f1(prediction: str, golden: str | Sequence[str]) -> float:
   Where either side is yes, no or noanswer, only equality scores.
   """
   prediction = normalize_answer(prediction)
-  return max(_f1(prediction, normalize_answer(g)) for g in _aliases(golden))
+  return max(_f1(prediction, normalize_answer(g)) for g in _list_aliases(golden))
 
 
 def _f1(prediction, golden):
@@ -104,7 +104,7 @@ def _f1(prediction, golden):
   return 2 * shared / (len(predicted) + len(true)) if shared else 0.0
 
 
-def _aliases(golden):
+def _list_aliases(golden):
   return [golden] if isinstance(golden, str) else golden
 
 
@@ -134,7 +134,7 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   Returns:
     1.0 or 0.0 where the format is right; -0.5 and -1.0 for one and two faults.
   """
-  replies = _replies(messages)
+  replies = _list_replies(messages)
   last = replies[-1] if replies else ''
   # Exactly one pair: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
@@ -172,7 +172,7 @@ def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Sco
   }
 
 
-def _shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
+def _find_shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
   """Returns the passages that the tools have shown: gold titles, and lines of others."""
   passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
   lines = {line for line in passages.splitlines() if '(Title: ' in line}
@@ -189,11 +189,11 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   support_precision, support_recall and support_f1 compare them with the passages that the
   tools have shown; an agent names none.
   """
-  replies = _replies(messages)
+  replies = _list_replies(messages)
   answer = extract_answer(replies[-1]) if replies else None
   support = {}
   if task.info.get('supporting_titles'):
-    titles = _shown_passages(task, messages)
+    titles = _find_shown_passages(task, messages)
     scores = supporting_facts(titles, task.info['supporting_titles'])
     support = {f'support_{name}': value for name, value in scores.items()}
   if not answer:
@@ -206,5 +206,5 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   }
 
 
-def _replies(messages):
+def _list_replies(messages):
   return [m['content'] for m in messages if m['role'] == 'assistant']
