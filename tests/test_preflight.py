@@ -242,5 +242,5 @@ class TestOpenEnvironment:
     limits = config_lib.Limits(close_seconds=60 if error else 0.1)
     with preflight.open_environment(lambda: env, limits):
       pass
-    expected = type(error).__name__ if error else 'within 0.1 seconds .limits.close_sec'
+    expected = type(error).__name__ if error else 'within 0.1 seconds .close_seconds'
     assert re.search(f'close failed: .*{expected}', caplog.text)

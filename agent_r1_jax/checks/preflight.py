@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import functools
 import importlib.util
 import logging
 import threading
@@ -166,10 +165,13 @@ def open_environment(
   fields.check_takes('make_env', make_env)
   made, over = [], threading.Event()
 
+  def close():
+    asyncio.run(env_lib.close_env(made, limits.close_seconds, 'make_env'))
+
   def make():
     made.append(make_env())
     if over.is_set():
-      _close_environment(made, limits.close_seconds)
+      close()
 
   try:
     call = workers.POOL.submit(make)
@@ -192,32 +194,13 @@ def open_environment(
     yield env
   finally:
     over.set()
-    _close_environment(made, limits.close_seconds)
-
-
-def _close_environment(made: list[Any], seconds: float):
-  """Takes the environment out, if it is there, and closes it."""
-  try:
-    method = getattr(made.pop(), 'close', None)
-  except IndexError:
-    return  # It was not made yet, or the other thread that comes here closes it.
-  if method is None:
-    return
-  try:
-    close = functools.partial(
-      workers.call_on_user_loop,
-      method,
-      name='close',
-      seconds=seconds,
-      field='limits.close_seconds',
-    )
-    # In a thread: this one may have an event loop, as in a notebook. The second bound is
-    # for the wait for a thread.
-    bound = min(seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
-    workers.POOL.submit(lambda: asyncio.run(close())).result(bound)
-  except Exception as error:
-    text = workers.describe_error(error) + workers.locate_error(error)
-    _LOGGER.warning('close failed: %s', text)
+    # In a thread: this one may have an event loop, as in a notebook. The bound is for the
+    # wait for a thread.
+    bound = min(limits.close_seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
+    try:
+      workers.POOL.submit(close).result(bound)
+    except Exception as error:
+      _LOGGER.warning('make_env: close failed: %s', workers.describe_error(error))
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:

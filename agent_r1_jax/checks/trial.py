@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
-from agent_r1_jax.agent import calls, program, workers
+from agent_r1_jax.agent import call_formats, calls, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import preflight
 from agent_r1_jax.train import rollout
@@ -86,10 +86,10 @@ class _Trial:
         if step.done:
           return _Episode(kind, task, heard, reward, True)
       self.call = f'finish of task {task.id!r}'
-      step = await env_lib.finish_episode(env, 'max_turns', None)
+      step = await env_lib.call_optional(env, 'finish', 'max_turns', None)
       return _Episode(kind, task, heard, reward + (step.reward if step else 0.0), False)
     finally:
-      await env_lib.close_env(env)
+      await env_lib.call_optional(env, 'close')
 
   async def _call(self, method: str, fn: Callable, argument: Any, seconds: float) -> Any:
     shown = argument.id if isinstance(argument, types.Task) else argument
@@ -214,7 +214,7 @@ def _call_of(schema: dict[str, Any]) -> str:
     name: _EXAMPLES.get(kinds.get(name, {}).get('type'), 'test')
     for name in parameters.get('required', ())
   }
-  return calls.HERMES.render(calls.ToolCall(schema['name'], arguments))
+  return call_formats.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
 def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
@@ -293,7 +293,7 @@ async def _open(task, make_env) -> list[types.Message]:
   try:
     return await workers.call(env.reset, task)
   finally:
-    await env_lib.close_env(env)
+    await env_lib.call_optional(env, 'close')
 
 
 def _tells(messages: Sequence[types.Message], answer: str) -> bool:

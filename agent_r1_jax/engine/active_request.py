@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
@@ -35,13 +35,13 @@ class ActiveRequest:
     request = generation.request
     self.generation, self.automata = generation, automata
     self.row: rows_lib.Row | None = None
-    used = {automaton_lib.AUTOMATA: automata, **request.guides}
+    used = {automaton_guide.AUTOMATA: automata, **request.guides}
     if request.sampling.truncated:
       used[guide_lib.TRUNCATION] = guide_lib.truncation_state(request.sampling)
     self.states = [used.get(guide, guide.off) for guide in guides]
     if not any(automaton.restricts for automaton in request.automata):
       # Automata that only end replies, such as stop strings, need no `logits`.
-      del used[automaton_lib.AUTOMATA]
+      del used[automaton_guide.AUTOMATA]
     self.guided = np.array([g in used and g.logits is not None for g in guides], bool)
 
   def add_chunk(self, out: Any, m: int, step: int, states: list):

@@ -22,8 +22,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
@@ -100,16 +99,16 @@ class Replica:
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
     self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
-    self.pool = automaton_lib.AutomatonPool(config.vocab_size)
+    self.pool = automaton_guide.AutomatonPool(config.vocab_size)
     self._guide_params = {
-      automaton_lib.AUTOMATA: None,  # The tables; see _load_automata.
+      automaton_guide.AUTOMATA: None,  # The tables; see _load_automata.
       guide_lib.TRUNCATION: None,
       **guides,
     }
     self.guides = tuple(self._guide_params)
     # The automata that are on the device, and their tables.
-    self._loaded: tuple[automaton_lib.Entry, ...] = ()
-    self._tables: automaton_lib.Tables | None = None
+    self._loaded: tuple[automaton_guide.Entry, ...] = ()
+    self._tables: automaton_guide.Tables | None = None
     self._numbers = itertools.count()
     self.start()
 
@@ -435,5 +434,5 @@ class Replica:
     entries = self.pool.entries
     if entries is not self._loaded:
       self._loaded = entries
-      self._tables = automaton_lib.make_tables(entries, self._tables)
-      self._guide_params[automaton_lib.AUTOMATA] = jax.device_put(self._tables)
+      self._tables = automaton_guide.make_tables(entries, self._tables)
+      self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(self._tables)

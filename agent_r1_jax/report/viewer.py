@@ -33,7 +33,7 @@ import zlib
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.host import disk
 
 _VERSION = 2  # of Inspect's log schema
@@ -50,7 +50,7 @@ def write_log(
   step: int,
   scores: Sequence[str] = ('em',),
   extra: Sequence[Mapping[str, Any]] | None = None,
-  parse: Callable[[str], Sequence[calls.Call]] = calls.HERMES.parse,
+  parse: Callable[[str], Sequence[calls.Call]] = call_formats.HERMES.parse,
 ) -> None:
   """Writes a log, completely or not at all.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import contextlib
 import copy
 import dataclasses
-import logging
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, program, rewards, threads, workers
+from agent_r1_jax.agent import call_formats, program, rewards, thread_pool, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
@@ -26,8 +25,6 @@ from agent_r1_jax.host import records
 from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import episode_context
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class _EnvironmentError(Exception):
@@ -116,8 +113,8 @@ class Episode:
       workers.LoopBlockedError: A call waited on an event loop that another call blocks.
     """
     t, abandoned = self.trajectory, collections.Counter()
-    threads.abandoned_calls.set(abandoned)
-    calls.chat_format.set(self.chat.format)
+    thread_pool.abandoned_calls.set(abandoned)
+    call_formats.chat_format.set(self.chat.format)
     self.context.restart(0)
     seconds = self.limits.episode_seconds
     try:
@@ -150,8 +147,6 @@ class Episode:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
       if self.context.search:
         t.metrics['sampled_tokens'] = float(self.sampled.total())
-      if t.status == 'error':
-        await workers.drain_cancelled_calls()
       self.over = True
       if await self._close_env():
         t.metrics['close_failed'] = 1.0
@@ -263,7 +258,7 @@ class Episode:
     conversation = self.conversation = conversation_lib.Conversation(
       self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
     )
-    threads.current_turn.set(f'task {task.id}, sample {t.sample}')
+    thread_pool.current_turn.set(f'task {task.id}, sample {t.sample}')
     output = None
     try:
       async with endpoint.open(conversation, self.chat, self.context.vocab_size) as url:
@@ -333,20 +328,8 @@ class Episode:
     return env, env_lib.copy_containers(self.trajectory.task)
 
   async def _close_env(self) -> bool:
-    """Closes the environment, if there is one to close; returns whether that failed."""
-    seconds, field = self.limits.close_seconds, 'close_seconds'
-    try:
-      # Taken out first: of two threads that come here, one closes.
-      method = getattr(self.made.pop(), 'close', None) if self.made else None
-      if method is not None:
-        await workers.call_on_user_loop(
-          method, name='close', seconds=seconds, field=field
-        )
-      return False
-    except Exception as error:
-      text = workers.describe_error(error) + workers.locate_error(error)
-      _LOGGER.warning('Task %s: close failed: %s', self.trajectory.task.id, text)
-      return True
+    owner = f'Task {self.trajectory.task.id}'
+    return await env_lib.close_env(self.made, self.limits.close_seconds, owner)
 
   async def _finish(self, status: str):
     """Lets the environment score an episode that a budget ended."""
@@ -358,7 +341,7 @@ class Episode:
     field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
     t = self.trajectory
     where = f'task {t.task.id}, sample {t.sample}, turn {len(t.turns)}'
-    threads.current_turn.set(where)
+    thread_pool.current_turn.set(where)
     with _blaming_the_environment():
       method, seconds = getattr(self.env, kind), getattr(self.limits, field)
       return await workers.call_on_user_loop(

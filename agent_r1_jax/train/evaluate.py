@@ -8,7 +8,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_grammar, calls
+from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -145,13 +145,13 @@ def _make_grammar(
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not schemas:
     return None
-  if chat.format != calls.HERMES:
+  if chat.format != call_formats.HERMES:
     raise ValueError(
       f'tool_grammar: calls in the format {chat.format.name} have no grammar; make it '
       "False, or chat.tool_format 'hermes'."
     )
   pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-  return call_grammar.tool_calls(schemas, pieces, engine.config.vocab_size)
+  return automata.tool_calls(schemas, pieces, engine.config.vocab_size)
 
 
 def mean_metric(trajectories: Sequence[types.Trajectory], metric: str = 'em') -> float:

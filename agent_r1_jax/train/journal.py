@@ -11,7 +11,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import metrics as metrics_lib
@@ -112,7 +112,7 @@ class Journal:
         made of something else.
     """
     self._config, self.workdir, self._label = config, pathlib.Path(workdir), label
-    self.position, self.call_format = Position(), calls.HERMES
+    self.position, self.call_format = Position(), call_formats.HERMES
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(config, workdir))

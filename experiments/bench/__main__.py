@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_grammar
+from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import engine as engine_lib
@@ -412,7 +412,7 @@ def grammar(bench: Bench) -> dict[str, Any]:
   token_bytes = [*(bytes([i]) for i in range(256)), *words]
   start = time.perf_counter()
   schemas = [tool_lib.tool(search).schema]
-  calls = call_grammar.tool_calls(schemas, token_bytes, V, required=True)
+  calls = automata.tool_calls(schemas, token_bytes, V, required=True)
   found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
   found['bytes'] = calls.classes.nbytes + calls.table.nbytes
   config = dataclasses.replace(bench.config, vocab_size=V)

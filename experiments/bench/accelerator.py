@@ -34,8 +34,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
@@ -99,9 +98,9 @@ def decode():
   params = decoder.unstack(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
+  guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
   tables = jax.device_put(
-    automaton_lib.make_tables(automaton_lib.AutomatonPool(config.vocab_size).entries)
+    automaton_guide.make_tables(automaton_guide.AutomatonPool(config.vocab_size).entries)
   )
   for rows in map(int, _ROWS.value):
     slots = max(map(int, _USED.value)) + steps
