@@ -123,7 +123,7 @@ def test_what_is_wrong_with_an_environment(make_env, options, name, status, text
   finding = look(make_env, **options)[name]
   assert finding.status == status
   assert re.search(text, finding.text), finding.text
-  assert finding.mend or name == 'environment'
+  assert finding.remedy or name == 'environment'
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_what_does_not_fit(model, monkeypatch):
   config = tiny.run_config(model=str(model), clip_norm=0.0)
   found = examine(config, '/proc/nowhere')
   assert found['configuration'].text.startswith('optimizer.clip_norm is 0.0')
-  assert 'is estimated to take' in found['memory'].text and found['memory'].mend
-  assert found['disk'].mend.startswith('Give another --workdir')
+  assert 'is estimated to take' in found['memory'].text and found['memory'].remedy
+  assert found['disk'].remedy.startswith('Give another --workdir')
   failed = [n for n in ('configuration', 'memory', 'disk') if found[n].status == 'fail']
   assert len(failed) == 3 and doctor.show(list(found.values())) == 1
 

@@ -95,8 +95,8 @@ def show(findings: Sequence[Finding]) -> int:
   for finding in findings:
     style = _STYLES[finding.status]
     lines = text.Text(finding.text)
-    if finding.mend:
-      lines.append(f'\n→ {finding.mend}', 'bold')
+    if finding.remedy:
+      lines.append(f'\n→ {finding.remedy}', 'bold')
     grid.add_row(text.Text(finding.status, style), finding.name, lines)
   screen.print(grid)
   counts = {s: sum(f.status == s for f in findings) for s in _STYLES}
@@ -115,8 +115,8 @@ def check_versions() -> Finding:
     try:
       version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-      mend = f'pip install {name}=={wanted}'
-      return Finding('versions', 'fail', f'{name} is not installed', mend)
+      remedy = f'pip install {name}=={wanted}'
+      return Finding('versions', 'fail', f'{name} is not installed', remedy)
     if version != wanted:
       differing.append(f'{name} {version} (tested: {wanted})')
   if differing:
@@ -154,8 +154,8 @@ def check_devices() -> Finding:
     )
   unused = [extra for path, extra in _ACCELERATORS.items() if os.path.exists(path)]
   if platform == 'cpu' and unused:
-    mend = f"pip install '{_PACKAGE}[{unused[0]}]', and leave JAX_PLATFORMS unset."
-    return Finding('devices', 'warn', f'{text}, and an accelerator is not used', mend)
+    remedy = f"pip install '{_PACKAGE}[{unused[0]}]', and leave JAX_PLATFORMS unset."
+    return Finding('devices', 'warn', f'{text}, and an accelerator is not used', remedy)
   return Finding('devices', 'ok', text)
 
 
@@ -177,8 +177,8 @@ def check_config(subject: _Subject) -> Finding:
 def check_memory(subject: _Subject) -> Finding:
   """Chooses the run's sizes and estimates its memory (docs/memory.md)."""
   if not subject.config.model.path:
-    mend = 'Give --config.model.path.'
-    return Finding('memory', 'warn', 'not estimated: there is no model', mend)
+    remedy = 'Give --config.model.path.'
+    return Finding('memory', 'warn', 'not estimated: there is no model', remedy)
   said = io.StringIO()
   try:
     subject.config.model.check()
@@ -186,8 +186,8 @@ def check_memory(subject: _Subject) -> Finding:
       sizes.resolve(subject.config, subject.algorithm, subject.workdir)
   except ValueError as error:
     lines = str(error).removeprefix('memory: ').splitlines()
-    mend = lines[-1] if len(lines) > 1 else ''
-    return Finding('memory', 'fail', '\n'.join(lines[:4]), mend)
+    remedy = lines[-1] if len(lines) > 1 else ''
+    return Finding('memory', 'fail', '\n'.join(lines[:4]), remedy)
   return Finding('memory', 'ok', said.getvalue().strip())
 
 
@@ -200,15 +200,15 @@ def check_isolation() -> Finding:
     finally:
       box.close()
   except RuntimeError as error:
-    mend = 'Without a Python tool nothing needs it; docs/tools.md says what it needs.'
-    return Finding('isolation', 'warn', str(error), mend)
+    remedy = 'Without a Python tool nothing needs it; docs/tools.md says what it needs.'
+    return Finding('isolation', 'warn', str(error), remedy)
   if output.text.strip() != '42':
-    mend = 'Give no agent a Python tool here.'
-    return Finding('isolation', 'fail', f'the sandbox printed {output.text!r}', mend)
+    remedy = 'Give no agent a Python tool here.'
+    return Finding('isolation', 'fail', f'the sandbox printed {output.text!r}', remedy)
   layers = ', '.join(sandbox.LAYERS)
   if not sandbox._isolate():
-    mend = 'Install bubblewrap, and allow user namespaces, for one more layer.'
-    return Finding('isolation', 'warn', f'{layers}; no namespaces', mend)
+    remedy = 'Install bubblewrap, and allow user namespaces, for one more layer.'
+    return Finding('isolation', 'warn', f'{layers}; no namespaces', remedy)
   return Finding('isolation', 'ok', f'{layers}, namespaces (bubblewrap)')
 
 
@@ -220,21 +220,21 @@ def check_disk(subject: _Subject) -> Finding:
   try:
     speed, locks = _measure_disk(folder)
   except OSError as error:
-    mend = 'Give another --workdir, or make room.'
-    return Finding('disk', 'fail', f'{folder}: {error.strerror}', mend)
+    remedy = 'Give another --workdir, or make room.'
+    return Finding('disk', 'fail', f'{folder}: {error.strerror}', remedy)
   free, needed = shutil.disk_usage(folder).free, _needed_bytes(subject)
   text = f'{folder}: {free / 1e9:.1f} GB free, {speed / 1e6:.0f} MB/s'
   if needed:
     text += f'; checkpoints and model take {needed / 1e9:.2f} GB'
   if free < needed:
-    mend = 'Make room, lower --config.checkpoint.keep, or give another --workdir.'
-    return Finding('disk', 'fail', text, mend)
+    remedy = 'Make room, lower --config.checkpoint.keep, or give another --workdir.'
+    return Finding('disk', 'fail', text, remedy)
   if not locks:
-    mend = 'Nothing keeps two runs out of one workdir there: name each once.'
-    return Finding('disk', 'warn', f'{text}; no locks', mend)
+    remedy = 'Nothing keeps two runs out of one workdir there: name each once.'
+    return Finding('disk', 'warn', f'{text}; no locks', remedy)
   if free < 2 * needed or speed < _SLOW_DISK:
-    mend = 'Rollouts and trajectories need room, too; a slow disk delays checkpoints.'
-    return Finding('disk', 'warn', text, mend)
+    remedy = 'Rollouts and trajectories need room, too; a slow disk delays checkpoints.'
+    return Finding('disk', 'warn', text, remedy)
   return Finding('disk', 'ok', f'{text}; locks work')
 
 
@@ -274,7 +274,7 @@ def _within(name: str, check: Callable[[], Finding]) -> Finding:
     return call.result(_SECONDS)
   except TimeoutError:
     text = f'gave no answer within {_SECONDS:g} seconds'
-    mend = 'Another process may hold the device or the disk.'
-    return Finding(name, 'fail', text, mend)
+    remedy = 'Another process may hold the device or the disk.'
+    return Finding(name, 'fail', text, remedy)
   except Exception as error:
     return Finding(name, 'fail', workers.describe_error(error))

@@ -188,12 +188,12 @@ def check(
     return
   changes, enough = memory.suggest_changes(config, models, machine)
   named = ', '.join(f'{name}={value}' for name, value in changes.items())
-  mend = f'Lower it with {named}'
+  remedy = f'Lower it with {named}'
   if not enough:
-    mend = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
+    remedy = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
   if machine.platform == 'gpu' and estimate.peak < 0.95 / 0.75 * machine.memory:
     # By default JAX takes three quarters of a GPU.
-    mend += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
+    remedy += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
   origin = ''
   if reused:
     origin = (
@@ -204,7 +204,7 @@ def check(
   raise ValueError(
     f'memory: this run is estimated to take {estimate.peak / memory.GB:.1f} GB '
     f'({estimate.largest}), and {where} has {machine.memory / memory.GB:.1f} GB:\n'
-    f'{estimate.table()}\n{mend}.{origin} {MEMORY_VARIABLE} says that there is more or '
+    f'{estimate.table()}\n{remedy}.{origin} {MEMORY_VARIABLE} says that there is more or '
     'less.'
   )
 

@@ -33,13 +33,13 @@ class Finding(NamedTuple):
     name: What was checked.
     status: 'ok', 'warn' or 'fail'.
     text: What was found.
-    mend: What can be done about it.
+    remedy: What can be done about it.
   """
 
   name: str
   status: str
   text: str
-  mend: str = ''
+  remedy: str = ''
 
 
 class _Episode(NamedTuple):
@@ -146,12 +146,12 @@ def check_env(
     episodes = call.result(seconds)
   except TimeoutError:
     text = f'{trial.call} gave no answer; {seconds:g} seconds were left for all episodes'
-    mend = 'Give what it waits for a time-out; what blocks must be no coroutine.'
-    return [Finding('environment', 'fail', text, mend)]
+    remedy = 'Give what it waits for a time-out; what blocks must be no coroutine.'
+    return [Finding('environment', 'fail', text, remedy)]
   except Exception as error:
     text = f'{trial.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
-    mend = 'In training such episodes are masked, and count in max_error_rate.'
-    return [Finding('environment', 'fail', text, mend)]
+    remedy = 'In training such episodes are masked, and count in max_error_rate.'
+    return [Finding('environment', 'fail', text, remedy)]
   return [
     _judge_times(trial, episodes),
     _judge_rewards(episodes, known=solve is not None),
@@ -229,8 +229,10 @@ def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
       'that holds the interpreter belongs into isolated.in_subprocess.',
     )
   if trial.slowest['step'] > _SLOW_SECONDS:
-    mend = 'Cache, batch or bound what it waits for; engine.width helps with slow tools.'
-    return Finding('environment', 'warn', text, mend)
+    remedy = (
+      'Cache, batch or bound what it waits for; engine.width helps with slow tools.'
+    )
+    return Finding('environment', 'warn', text, remedy)
   return Finding('environment', 'ok', text)
 
 
@@ -308,16 +310,16 @@ def _judge_conformance(episodes, make_env, seconds) -> Finding:
   """Runs the conformance test on the longest episode that ended by itself."""
   ended = [e for e in episodes if e.done]
   if not ended:
-    mend = 'Give solve= with replies that end an episode.'
-    return Finding('conformance', 'warn', 'no script ended an episode', mend)
+    remedy = 'Give solve= with replies that end an episode.'
+    return Finding('conformance', 'warn', 'no script ended an episode', remedy)
   longest = max(ended, key=lambda e: len(e.replies))
   test = testing.check_env(make_env, longest.task, longest.replies)
   try:
     workers.POOL.submit(lambda: asyncio.run(_run(test))).result(seconds)
   except Exception as error:
     text = str(error) or workers.describe_error(error)
-    mend = 'testing.check_env says what an environment must keep to.'
-    return Finding('conformance', 'fail', f'{text:.300}', mend)
+    remedy = 'testing.check_env says what an environment must keep to.'
+    return Finding('conformance', 'fail', f'{text:.300}', remedy)
   return Finding('conformance', 'ok', 'repeatable, and instances do not disturb another')
 
 

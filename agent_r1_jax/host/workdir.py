@@ -50,7 +50,7 @@ def check_config(
   may_change: Collection[str] = (),
   write: bool = True,
   name: str = 'config.json',
-  mend: str = 'Give another workdir, or the same values',
+  remedy: str = 'Give another workdir, or the same values',
 ) -> None:
   """Writes the configuration the first time, and compares it with the file afterwards.
 
@@ -61,7 +61,7 @@ def check_config(
       'schedule.steps'; the file then gets the new values.
     write: Whether the file is written; False compares alone.
     name: The file's name in `workdir`.
-    mend: What the error tells a user to do where a field differs.
+    remedy: What the error tells a user to do where a field differs.
 
   Raises:
     ValueError: Fields differ from the file (they are listed), the file cannot be read,
@@ -82,7 +82,7 @@ def check_config(
       there.pop(field, None)
       here.pop(field, None)
     if lines := list_differences(there, here, json.dumps):
-      raise ValueError('\n'.join([f'{path} has another configuration:', *lines, mend]))
+      raise ValueError('\n'.join([f'{path} has another configuration:', *lines, remedy]))
     if old == new:
       return
   if write and jax.process_index() == 0:

@@ -83,9 +83,9 @@ class AlarmMonitor:
     found = _beyond(numbers, self._limits)
     for name, (value, limit, rings) in found.items():
       if rings and name not in self._ringing:
-        what, mend = _WORDS[name]
+        what, remedy = _WORDS[name]
         said = what.format(value=value, limit=limit)
-        self._say(f'Alarm at step {step}, {name}: {said}. {mend}')
+        self._say(f'Alarm at step {step}, {name}: {said}. {remedy}')
       elif name in self._ringing and not rings:
         self._say(f'Alarm over at step {step}: {name}.')
     self._ringing = {name for name, (_, _, rings) in found.items() if rings}

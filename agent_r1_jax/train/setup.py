@@ -1,7 +1,7 @@
-"""Sets up what a run needs before its first step: mesh, model, engine, files.
+"""Makes the objects of a run before its first step: mesh, model, engine, files.
 
-`start` makes all of it for a training run; the other functions are its parts, and scripts
-that only play a policy use them too.
+`start` makes all objects of a training run; scripts that only play a policy use the other
+functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,18 +37,18 @@ class Job:
   Attributes:
     config: The run's configuration, with every engine and batch size chosen.
     train_state: The models, optimizer states and counters; replaced at each step.
-    plan: What the updates need and no step changes.
+    plan: The constants of the updates.
     chat: Encodes messages with the policy's tokenizer.
-    engine: Samples; it is open.
+    engine: The engine, open.
     rollouts: Starts the rollouts of each step and waits for them.
-    journal: The files of the workdir, and how far the run is.
-    watch: Hears that the process is to end.
+    journal: The files of the workdir, and the position from which the run resumes.
+    watch: Knows whether the process received a signal to end.
     evaluation: How the replies of evaluations are sampled.
-    alarms: Says which alarms begin and end.
-    faults: Says what goes wrong in environments, tools and rewards.
+    alarms: Prints alarms on metrics when they begin and end.
+    faults: Counts and prints errors of environments, tools and rewards.
     evals: Sets of tasks to evaluate, by name.
     make_env: Makes a new environment for each episode.
-    privileged: Returns what the critic alone is told of a task.
+    privileged: Returns a text on a task that only the critic reads.
   """
 
   config: config_lib.Config
@@ -82,8 +82,8 @@ def start(
 ) -> Iterator[Job]:
   """Sets up a training run, restored from its newest checkpoint if there is one.
 
-  Inside the context the workdir is locked and the engine is open. The arguments and the
-  errors are those of `loop.run`. What can be refused is refused before the workdir is
+  Inside `with` the workdir is locked and the engine is open. The arguments and the errors
+  are those of `loop.run`. As many errors as possible are raised before the workdir is
   made.
   """
   config = sizes.resolve(config, algorithm, workdir)
@@ -128,7 +128,7 @@ def start(
       make_env=make_env,
       privileged=privileged,
     )
-    # This frame lives as long as the run, and what it names is not freed before.
+    # This generator's locals live as long as the run: they would keep old arrays alive.
     del params, train_state
     for line in lines:
       print_line(line)
@@ -156,7 +156,7 @@ def _restore(
   journal: journal_lib.Journal,
   watch: preemption.Watch,
 ) -> updates.TrainState:
-  """Returns the newest checkpoint's train state, and gives the engine its policy."""
+  """Returns the newest checkpoint's train state, and syncs the engine's weights to it."""
   watch.newest_step = journal.find_newest_checkpoint
   watch.raise_if_requested()
   watch.phase = 'restoring'
@@ -167,7 +167,7 @@ def _restore(
 
 
 def _compile(job: Job, decodings: Sequence[rollout.Decoding]):
-  """Compiles the engine's programs, and shows how many are done."""
+  """Compiles the engine's programs, and shows the progress."""
   job.watch.phase = 'compilation'
   automata = [job.chat.stop_automaton(job.engine.config.vocab_size)]
   automata += [decoding.grammar for decoding in decodings if decoding.grammar]
@@ -258,7 +258,7 @@ def make_plan(
   algorithm: algorithms.Algorithm,
   mesh: Mesh | None = None,
 ) -> tuple[updates.Plan, updates.TrainState]:
-  """Makes the updates' plan, and the train state before the first rollout.
+  """Makes the constants of the updates, and the train state before the first rollout.
 
   Raises:
     ValueError: A field of the configuration does not fit the algorithm or the model.
