@@ -80,7 +80,7 @@ def examine(
     'isolation': check_isolation,
     'disk': functools.partial(check_disk, subject),
   }
-  findings = [_within(name, check) for name, check in checks.items()]
+  findings = [_run_check(name, check) for name, check in checks.items()]
   if make_env is not None:
     findings += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
   return findings
@@ -267,7 +267,7 @@ def _needed_bytes(subject: _Subject) -> float:
   return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']
 
 
-def _within(name: str, check: Callable[[], Finding]) -> Finding:
+def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
   """Makes a check that raises or hangs a finding."""
   call = workers.POOL.submit(check)
   try:

@@ -121,7 +121,7 @@ def check_sets(tasks: Any, evals: Any) -> None:
 
 
 def check_tasks(tasks: Any, name: str = 'tasks') -> None:
-  """Refuses a value that is no list of tasks; see `_look_at`.
+  """Refuses a value that is no list of tasks; see `_sample_tasks`.
 
   Raises:
     ValueError: Names the first wrong item, and what it should be.
@@ -129,7 +129,7 @@ def check_tasks(tasks: Any, name: str = 'tasks') -> None:
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in _look_at(tasks):
+  for number, task in _sample_tasks(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
         f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
@@ -282,7 +282,7 @@ def select_fitting_tasks(
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
   long: dict[int, int] = {}
   looked_at = 0
-  for number, task in _look_at(tasks):
+  for number, task in _sample_tasks(tasks):
     looked_at += 1
     try:
       for message in task.messages:
@@ -356,7 +356,7 @@ def _begins_with_the_task(env: Any) -> bool:
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
 
 
-def _look_at(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
+def _sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
   """Yields tasks with their places: all of a list; else some, which may lie on a disk."""
   if isinstance(tasks, list | tuple):
     yield from enumerate(tasks)

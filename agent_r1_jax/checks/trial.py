@@ -136,7 +136,7 @@ def check_env(
     bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
     with preflight.open_environment(make_env, bounds) as env:
       if isinstance(env, program.Program):
-        return [_judge_program(env, tasks[:4], seconds)]
+        return [_check_program(env, tasks[:4], seconds)]
       scripts = list(_write_scripts(tasks[:4], env, solve))
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
@@ -153,14 +153,14 @@ def check_env(
     remedy = 'In training such episodes are masked, and count in max_error_rate.'
     return [Finding('environment', 'fail', text, remedy)]
   return [
-    _judge_times(trial, episodes),
-    _judge_rewards(episodes, known=solve is not None),
-    _judge_openings(tasks[:100], make_env, seconds),
-    _judge_conformance(episodes, make_env, seconds),
+    _check_times(trial, episodes),
+    _check_rewards(episodes, known=solve is not None),
+    _check_openings(tasks[:100], make_env, seconds),
+    _check_conformance(episodes, make_env, seconds),
   ]
 
 
-def _judge_program(
+def _check_program(
   env: program.Program, tasks: Sequence[types.Task], seconds: float
 ) -> Finding:
   """Scores an empty answer to each task by the program's reward and metrics."""
@@ -217,7 +217,7 @@ def _call_of(schema: dict[str, Any]) -> str:
   return calls.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
-def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
+def _check_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
   times = ', '.join(f'{k} at most {v:.3f} s' for k, v in trial.slowest.items())
   text = f'{len(episodes)} episodes played: {times}, rewards included'
   if trial.held > _HELD_SECONDS:
@@ -236,7 +236,7 @@ def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
   return Finding('environment', 'ok', text)
 
 
-def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
+def _check_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
   """Compares the rewards of right and wrong replies; `known`: whether solve was given."""
   rewards = {
     kind: [e.reward for e in episodes if e.kind == kind] for kind in ('right', 'wrong')
@@ -263,7 +263,7 @@ def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
   return Finding('rewards', 'ok', f'{len(different)} different ones: {shown}')
 
 
-def _judge_openings(tasks, make_env, seconds) -> Finding:
+def _check_openings(tasks, make_env, seconds) -> Finding:
   """Looks for answers in what the agent is shown before it speaks."""
 
   async def open_all():
@@ -306,7 +306,7 @@ def _tells(messages: Sequence[types.Message], answer: str) -> bool:
   return bool(re.search(rf'(?<!\w){re.escape(answer.strip())}(?!\w)', text, re.I))
 
 
-def _judge_conformance(episodes, make_env, seconds) -> Finding:
+def _check_conformance(episodes, make_env, seconds) -> Finding:
   """Runs the conformance test on the longest episode that ended by itself."""
   ended = [e for e in episodes if e.done]
   if not ended:
