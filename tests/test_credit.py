@@ -158,7 +158,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
     loss_mask=loss_mask, advantage_mask=advantage_mask
   )
   table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
-  options = {'shape': plain.SHAPE, 'dense': kind == 'shared'}
+  options = {'shape': plain.SHAPE, 'shared_critic': kind == 'shared'}
   batch = _unpacked(
     credit.make_minibatch(table, range(14), algorithm, **options), segments
   )
@@ -374,7 +374,7 @@ _AGGREGATES = [
 def test_minibatch_puts_every_number_at_its_token(members, aggregate):
   algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
   (table, names), shape = _made_up(plain.trajectories()), packing.MicrobatchShape(3, 40)
-  options = {'shape': shape, 'kl_coef': 0.3, 'dense': True}
+  options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
   batches = credit.make_minibatch(table, members, algorithm, **options)
   chosen = [plain.trajectories()[i] for i in members]
   segments = plain.segments_of(chosen)
