@@ -1,9 +1,9 @@
-"""Looks at a machine and an environment before device time is spent on them.
+"""Checks a machine, a configuration and an environment before a run.
 
   findings = doctor.examine(config, workdir, algorithm, tasks=tasks, make_env=make_env)
   sys.exit(doctor.show(findings))
 
-Nothing is trained, and no weights are read. Every check has a time-out.
+Nothing is trained, and no weights are read. Each check has a time-out.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ Finding = trial.Finding
 
 
 class _Subject(NamedTuple):
-  """What is examined; see `examine`."""
+  """The arguments of `examine` that several checks read."""
 
   config: config_lib.Config
   workdir: pathlib.Path
@@ -64,11 +64,11 @@ def examine(
   """Examines the machine, the configuration and the environment.
 
   Args:
-    config: The run's configuration; without model.path memory is not looked at.
-    workdir: Where the run would write; it is not made.
-    algorithm: The run's algorithm; None only plays.
+    config: The run's configuration; without model.path the memory is not estimated.
+    workdir: The directory that the run would write to; it is not made.
+    algorithm: The run's algorithm; None if the policy only plays.
     tasks: Tasks to play.
-    make_env: Makes the environment; None leaves it out.
+    make_env: Makes the environment; None checks none.
     solve: The replies that solve a task; see trial.check_env.
   """
   subject = _Subject(config, pathlib.Path(workdir).resolve(), algorithm)
@@ -144,7 +144,7 @@ def _read_pins(python: tuple[int, int]) -> dict[str, str]:
 
 
 def check_devices() -> Finding:
-  """Finds JAX's devices, and computes on one."""
+  """Finds JAX's devices, and multiplies matrices on one."""
   devices, platform = jax.devices(), jax.default_backend()
   text = f'{len(devices)} x {devices[0].device_kind} ({platform})'
   product = float(jnp.sum(jnp.ones((256, 256)) @ jnp.ones((256, 256))))
@@ -160,7 +160,7 @@ def check_devices() -> Finding:
 
 
 def check_config(subject: _Subject) -> Finding:
-  """Refuses what a run would refuse before it loads anything."""
+  """Checks the settings as a run does before it loads anything."""
   config, algorithm = subject.config, subject.algorithm
   try:
     if algorithm is None:
@@ -179,20 +179,20 @@ def check_memory(subject: _Subject) -> Finding:
   if not subject.config.model.path:
     remedy = 'Give --config.model.path.'
     return Finding('memory', 'warn', 'not estimated: there is no model', remedy)
-  said = io.StringIO()
+  printed = io.StringIO()
   try:
     subject.config.model.check()
-    with contextlib.redirect_stderr(said):
+    with contextlib.redirect_stderr(printed):
       sizes.resolve(subject.config, subject.algorithm, subject.workdir)
   except ValueError as error:
     lines = str(error).removeprefix('memory: ').splitlines()
     remedy = lines[-1] if len(lines) > 1 else ''
     return Finding('memory', 'fail', '\n'.join(lines[:4]), remedy)
-  return Finding('memory', 'ok', said.getvalue().strip())
+  return Finding('memory', 'ok', printed.getvalue().strip())
 
 
 def check_isolation() -> Finding:
-  """Starts what confines Python that a model writes."""
+  """Runs a line of Python in the sandbox that confines code which a model writes."""
   try:
     box = sandbox.Sandbox()
     try:
@@ -213,7 +213,7 @@ def check_isolation() -> Finding:
 
 
 def check_disk(subject: _Subject) -> Finding:
-  """Measures the disk of the workdir, and whether it has locks."""
+  """Measures the disk of the workdir, and tries to lock a file on it."""
   folder = subject.workdir
   while not folder.exists():
     folder = folder.parent
@@ -262,13 +262,13 @@ def _needed_bytes(subject: _Subject) -> float:
     return 0.0
   adapters = (config.model.lora_rank, config.model.lora_targets)
   trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
-  # While one is written, the one before the oldest that is kept is still there.
+  # While a checkpoint is written, the one that it will replace is still on disk.
   checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)
   return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']
 
 
 def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
-  """Makes a check that raises or hangs a finding."""
+  """Runs a check within _SECONDS; an error or a time-out becomes a finding."""
   call = workers.POOL.submit(check)
   try:
     return call.result(_SECONDS)

@@ -17,7 +17,7 @@ from agent_r1_jax.host import disk
 
 @contextlib.contextmanager
 def lock(workdir: str | os.PathLike) -> Iterator[None]:
-  """Holds `<workdir>/.lock` inside `with`; the system releases it after a kill.
+  """Locks `<workdir>/.lock` inside `with`; the kernel releases it after a kill.
 
   Raises:
     ValueError: Another run holds it, or `workdir` cannot be written to.
@@ -35,7 +35,7 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
     except OSError as error:
       # Some network file systems have no locks; a run without one is better than none.
       warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
-    # On a full disk, the error of a second run does not name this process.
+    # On a full disk this fails; then the error of a second run names no process.
     with contextlib.suppress(OSError):
       os.ftruncate(file.fileno(), 0)
       text = f'process {os.getpid()} on {socket.gethostname()}\n'
@@ -59,9 +59,9 @@ def check_config(
     config: The run's configuration as nested dicts of JSON values.
     may_change: Dotted names of fields that a continued run may change, such as
       'schedule.steps'; the file then gets the new values.
-    write: Whether the file is written; False compares alone.
+    write: Whether the file is written; if False, it is only compared.
     name: The file's name in `workdir`.
-    remedy: What the error tells a user to do where a field differs.
+    remedy: The end of the error's message if a field differs: what the user can do.
 
   Raises:
     ValueError: Fields differ from the file (they are listed), the file cannot be read,
