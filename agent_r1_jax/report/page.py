@@ -36,8 +36,8 @@ _TEXTS, _TOKENS = 256, 32  # How many episodes are inflated together.
 _QUESTION = 200  # The most characters of a task in the list of episodes.
 _LOG = re.compile(r'step-(\d+)-(.*)\.eval')
 _SCRIPTS = ('data.js', 'curves.js', 'colors.js', 'episode.js', 'page.js')
-# The columns of the list of episodes; `tokens` is the index of an episode among those with
-# columns of tokens, or -1.
+# The columns of the list of episodes; `tokens` is the index of an episode among those
+# with columns of tokens, or -1.
 _COLUMNS = ('group', 'sample', 'status', 'reward', 'turns', 'length', 'calls')
 _COLUMNS += ('tool_errors', 'format_errors', 'tools', 'tokens')
 
