@@ -27,11 +27,6 @@ def names(kind: Any) -> Iterator[str]:
       yield field.name
 
 
-def locate(kind: Any, field: str) -> str | None:
-  """Returns the first dotted name that ends with this field, or None."""
-  return next((name for name in names(kind) if name.split('.')[-1] == field), None)
-
-
 def get(config: Any, name: str) -> Any:
   """Returns the value of the field with this dotted name."""
   return functools.reduce(getattr, name.split('.'), config)

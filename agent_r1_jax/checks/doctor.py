@@ -9,7 +9,6 @@ Nothing is trained, and no weights are read. Each check has a time-out.
 from collections.abc import Callable, Sequence
 import contextlib
 import fcntl
-import functools
 import importlib.metadata
 import io
 import os
@@ -19,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +42,6 @@ _STYLES = {'ok': 'green', 'warn': 'yellow', 'fail': 'bold red'}
 Finding = trial.Finding
 
 
-class _Subject(NamedTuple):
-  """The arguments of `examine` that several checks read."""
-
-  config: config_lib.Config
-  workdir: pathlib.Path
-  algorithm: algorithms.Algorithm | None
-
-
 def examine(
   config: config_lib.Config,
   workdir: str | os.PathLike,
@@ -71,14 +61,14 @@ def examine(
     make_env: Makes the environment; None checks none.
     solve: The replies that solve a task; see trial.check_env.
   """
-  subject = _Subject(config, pathlib.Path(workdir).resolve(), algorithm)
+  folder = pathlib.Path(workdir).resolve()
   checks = {
     'versions': check_versions,
     'devices': check_devices,
-    'configuration': functools.partial(check_config, subject),
-    'memory': functools.partial(check_memory, subject),
+    'configuration': lambda: check_config(config, algorithm),
+    'memory': lambda: check_memory(config, algorithm, folder),
     'isolation': check_isolation,
-    'disk': functools.partial(check_disk, subject),
+    'disk': lambda: check_disk(folder, _needed_bytes(config, algorithm)),
   }
   findings = [_run_check(name, check) for name, check in checks.items()]
   if make_env is not None:
@@ -159,9 +149,10 @@ def check_devices() -> Finding:
   return Finding('devices', 'ok', text)
 
 
-def check_config(subject: _Subject) -> Finding:
+def check_config(
+  config: config_lib.Config, algorithm: algorithms.Algorithm | None
+) -> Finding:
   """Checks the settings as a run does before it loads anything."""
-  config, algorithm = subject.config, subject.algorithm
   try:
     if algorithm is None:
       config.check()
@@ -174,16 +165,20 @@ def check_config(subject: _Subject) -> Finding:
   return Finding('configuration', 'ok', text)
 
 
-def check_memory(subject: _Subject) -> Finding:
+def check_memory(
+  config: config_lib.Config,
+  algorithm: algorithms.Algorithm | None,
+  workdir: pathlib.Path,
+) -> Finding:
   """Chooses the run's sizes and estimates its memory (docs/memory.md)."""
-  if not subject.config.model.path:
+  if not config.model.path:
     remedy = 'Give --config.model.path.'
     return Finding('memory', 'warn', 'not estimated: there is no model', remedy)
   printed = io.StringIO()
   try:
-    subject.config.model.check()
+    config.model.check()
     with contextlib.redirect_stderr(printed):
-      sizes.resolve(subject.config, subject.algorithm, subject.workdir)
+      sizes.resolve(config, algorithm, workdir)
   except ValueError as error:
     lines = str(error).removeprefix('memory: ').splitlines()
     remedy = lines[-1] if len(lines) > 1 else ''
@@ -212,9 +207,11 @@ def check_isolation() -> Finding:
   return Finding('isolation', 'ok', f'{layers}, namespaces (bubblewrap)')
 
 
-def check_disk(subject: _Subject) -> Finding:
-  """Measures the disk of the workdir, and tries to lock a file on it."""
-  folder = subject.workdir
+def check_disk(folder: pathlib.Path, needed: float) -> Finding:
+  """Measures the disk of a workdir, and tries to lock a file on it.
+
+  `needed` is the number of bytes that the run will write, as far as it is known.
+  """
   while not folder.exists():
     folder = folder.parent
   try:
@@ -222,7 +219,7 @@ def check_disk(subject: _Subject) -> Finding:
   except OSError as error:
     remedy = 'Give another --workdir, or make room.'
     return Finding('disk', 'fail', f'{folder}: {error.strerror}', remedy)
-  free, needed = shutil.disk_usage(folder).free, _needed_bytes(subject)
+  free = shutil.disk_usage(folder).free
   text = f'{folder}: {free / 1e9:.1f} GB free, {speed / 1e6:.0f} MB/s'
   if needed:
     text += f'; checkpoints and model take {needed / 1e9:.2f} GB'
@@ -253,11 +250,12 @@ def _measure_disk(folder: pathlib.Path) -> tuple[float, bool]:
   return len(data) / seconds, True
 
 
-def _needed_bytes(subject: _Subject) -> float:
+def _needed_bytes(
+  config: config_lib.Config, algorithm: algorithms.Algorithm | None
+) -> float:
   """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
-  config = subject.config
   try:
-    models = sizes.read_models(config.model, subject.algorithm)
+    models = sizes.read_models(config.model, algorithm)
   except (OSError, ValueError):
     return 0.0
   adapters = (config.model.lora_rank, config.model.lora_targets)

@@ -318,13 +318,9 @@ def _check_conformance(episodes, make_env, seconds) -> Finding:
   longest = max(ended, key=lambda e: len(e.replies))
   test = testing.check_env(make_env, longest.task, longest.replies)
   try:
-    workers.POOL.submit(lambda: asyncio.run(_run(test))).result(seconds)
+    workers.POOL.submit(lambda: asyncio.run(test)).result(seconds)
   except Exception as error:
     text = str(error) or workers.describe_error(error)
     remedy = 'testing.check_env says what an environment must keep to.'
     return Finding('conformance', 'fail', f'{text:.300}', remedy)
   return Finding('conformance', 'ok', 'repeatable, and instances do not disturb another')
-
-
-async def _run(coroutine):
-  return await coroutine

@@ -176,40 +176,28 @@ def check(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, floa
 
 def _compare(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bool]]:
   """Returns each alarm's metric, its limit, and whether it is beyond the limit."""
+  get = lambda name: numbers.get(f'rollout/{name}', 0.0)
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
+  truncated = sum(get(f'status/{status}') for status in types.BUDGETS)
+  calls, unread = get('tool_calls'), get('format_errors')
+  invalid = (get('tool_errors') + unread) / max(calls + unread, 1e-9)
+  tokens = get('tokens')
   above = {
     'kl_blow_up': (max(map(abs, kls)), limits.kl),
-    'dead_groups': (numbers.get('rollout/dead_groups', 0.0), limits.dead_groups),
-    'truncated': (_truncated(numbers), limits.truncated),
-    'invalid_calls': (_invalid(numbers), limits.invalid_calls),
-    'isolated_calls': (_isolated(numbers), limits.isolated_calls),
+    'dead_groups': (get('dead_groups'), limits.dead_groups),
+    'truncated': (truncated, limits.truncated),
+    'invalid_calls': (invalid, limits.invalid_calls),
+    'isolated_calls': (get('isolated_calls') / max(calls, 1e-9), limits.isolated_calls),
     'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
   }
   below = {
     'entropy_collapse': (numbers.get('train/entropy', limits.entropy), limits.entropy),
-    'action_share': (_share(numbers), limits.action_share),
+    'action_share': (
+      get('action_tokens') / tokens if tokens else 1.0,
+      limits.action_share,
+    ),
   }
   return {
     **{name: (value, limit, value > limit) for name, (value, limit) in above.items()},
     **{name: (value, limit, value < limit) for name, (value, limit) in below.items()},
   }
-
-
-def _truncated(numbers) -> float:
-  return sum(numbers.get(f'rollout/status/{status}', 0.0) for status in types.BUDGETS)
-
-
-def _invalid(numbers) -> float:
-  get = lambda name: numbers.get(f'rollout/{name}', 0.0)
-  failed = get('tool_errors') + get('format_errors')
-  return failed / max(get('tool_calls') + get('format_errors'), 1e-9)
-
-
-def _isolated(numbers) -> float:
-  isolated = numbers.get('rollout/isolated_calls', 0.0)
-  return isolated / max(numbers.get('rollout/tool_calls', 0.0), 1e-9)
-
-
-def _share(numbers) -> float:
-  tokens = numbers.get('rollout/tokens', 0.0)
-  return numbers.get('rollout/action_tokens', 0.0) / tokens if tokens else 1.0

@@ -146,8 +146,9 @@ def _run_steps(job: setup.Job):
       position.advance(sample.metrics | learned | seconds, sample.draws)
       journal.write_rollout(sample.played, sample.chosen, table)
     metrics = dict(position.pending_metrics)
-    due = position.step == steps or _is_due(config.schedule.eval_every, position.step)
-    if job.evals and due:
+    every = config.schedule.eval_every
+    is_due = position.step == steps or (every and position.step % every == 0)
+    if job.evals and is_due:
       metrics |= _evaluate(job)
       metrics['time/eval'] = clock.lap()
     metrics |= meter.measure()
@@ -292,10 +293,6 @@ def _save_preempted(job: setup.Job):
   journal.save(job.train_state, job.plan)
   journal.checkpoints.wait()
   job.watch.finish_saving(step)
-
-
-def _is_due(every: int, step: int) -> bool:
-  return every > 0 and step % every == 0
 
 
 @preemption.watch()

@@ -232,22 +232,16 @@ def make_engine(
 
   Its requests may use the guides, which have no parameters.
   """
-  sizes = config.engine
+  sizes = dataclasses.asdict(config.engine)
+  # Here 0 means all rows, and one replica.
+  sizes |= {'width': sizes['width'] or None, 'replicas': sizes['replicas'] or 1}
   return engine_lib.Engine(
     model,
     params,
     guides=dict.fromkeys(guides),
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
-    rows=sizes.rows,
-    slots=sizes.slots,
-    decode_steps=sizes.decode_steps,
-    prefill_rows=sizes.prefill_rows,
-    prefill_tokens=sizes.prefill_tokens,
-    bucket=sizes.bucket,
-    width=sizes.width or None,
-    narrow=sizes.narrow,
-    replicas=sizes.replicas or 1,
+    **sizes,
   )
 
 
