@@ -318,7 +318,7 @@ def check_prompts(
   env: env_lib.Env,
   tasks: Sequence[types.Task],
   evals: Mapping[str, Sequence[types.Task]],
-  **options: Any,
+  config: config_lib.Config,
 ) -> tuple[Sequence[types.Task], list[str]]:
   """Returns the tasks to train on, and lines to show.
 
@@ -330,11 +330,12 @@ def check_prompts(
     env: An environment that the tasks will be played in.
     tasks: The tasks to train on.
     evals: Sets to evaluate, by name.
-    **options: The arguments slots and long_prompts of `select_fitting_tasks`.
+    config: The run's configuration, with all sizes chosen.
 
   Raises:
     ValueError: See `describe_tool_prompt` and `select_fitting_tasks`.
   """
+  options = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
   lines = [describe_tool_prompt(chat, env)]
   tasks, line = select_fitting_tasks(chat, env, tasks, **options)
   lines.append(line and f'{line} They are left out.')

@@ -39,26 +39,27 @@ class Schedule:
     chat: chat_lib.Chat,
     journal: journal_lib.Journal,
     decoding: rollout.Decoding,
-    **playing: Any,
+    make_env: rollout.MakeEnv,
   ):
     """Starts nothing yet.
 
     Args:
-      config: The run's configuration; schedule, curriculum, seed and log_episodes are
-        read.
+      config: The run's configuration; schedule, curriculum, limits, seed and log_episodes
+        are read.
       tasks: The tasks to train on.
       engine: The engine, open.
       chat: Encodes messages with the policy's tokenizer.
       journal: The run's journal, restored.
       decoding: How training rollouts are sampled.
-      **playing: The arguments make_env and limits of rollout.start.
+      make_env: Makes a new environment for each episode.
     """
     self._config, self._journal, self._decoding = config.schedule, journal, decoding
     self._stream = curriculum_lib.TaskStream(
       config.curriculum, tasks, seed=config.seed, draws=journal.position.draws
     )
-    self._engine, self._chat, self._playing = engine, chat, playing
-    self._shared = {'seed': config.seed, 'send_messages': config.log_episodes}
+    self._engine, self._chat = engine, chat
+    self._playing: Any = {'make_env': make_env, 'limits': config.limits}
+    self._shared: Any = {'seed': config.seed, 'send_messages': config.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
     self._next_step = journal.position.step
 

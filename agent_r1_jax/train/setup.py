@@ -90,9 +90,8 @@ def start(
   mesh = make_mesh(config.mesh)
   model, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, model, params, mesh, guides)
-  prompts = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
   with preflight.open_environment(make_env, config.limits) as env:
-    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **prompts)
+    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
     made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
@@ -107,7 +106,6 @@ def start(
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
     journal.call_format = chat.format
     train_state = _restore(train_state, plan, engine, journal, watch)
-    playing = {'make_env': make_env, 'limits': config.limits}
     print_line = journal.progress.print_line
     logged = metrics_lib.read(workdir) if processes.is_first() else ()
     job = Job(
@@ -117,7 +115,7 @@ def start(
       chat=chat,
       engine=engine,
       rollouts=schedule.Schedule(
-        config, tasks, engine, chat, journal, training, **playing
+        config, tasks, engine, chat, journal, training, make_env
       ),
       journal=journal,
       watch=watch,

@@ -113,7 +113,8 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   config = config_lib.Config(
     schedule=config_lib.Schedule(
       steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
-    )
+    ),
+    limits=config_lib.Limits(1, _LONGEST),
   )
   engine, train_state, plan = _system(config.schedule, rows, tail, chat)
   position = journal.Position()
@@ -121,7 +122,6 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   run_log: Any = types_lib.SimpleNamespace(position=position, spool=None, progress=quiet)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
-  playing: dict[str, Any] = {'make_env': Once, 'limits': config_lib.Limits(1, _LONGEST)}
   with engine.open():
     rollouts = schedule.Schedule(
       config,
@@ -130,7 +130,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       chat,
       run_log,
       rollout.ON_POLICY,
-      **playing,
+      Once,
     )
     for step in range(_STEPS.value):
       if step == _WARM:
