@@ -91,7 +91,7 @@ class Replica:
     mesh: Mesh | None = None,
     copy_index: int = 0,
   ):
-    """Allocates the cache on `mesh`, on which Policy.copies[copy_index] lies."""
+    """Allocates the cache on `mesh`, on which Policy.copies[copy_index] is too."""
     self.config, self.sizes, self.stats, self.mesh = config, sizes, stats, mesh
     self._copy_index = copy_index
     self.policy: Policy | None = None
@@ -115,27 +115,23 @@ class Replica:
 
   def start(self):
     """Resets the state of `serve`; call it in the event loop that will run `serve`."""
-    # For `serve`:
-    # - _active: the requests that are waiting or under way, in the order of `submit`.
-    # - _changed: set when a request is submitted or cancelled, which ends `_wait`.
-    # - _last_policy: the policy of the last prefill, copy or decode, so that policies
-    #   take turns; None is the engine's own.
-    # - _unanswered_replies: how many replies ended in the last decode, less the requests
-    #   submitted since; while it is above 0, `_wait_for_clients` waits for more.
-    # - _decode_ended_at: the time for Stats.host_seconds; None once that is counted.
-    # - _decode_thread: runs decodes alone, so that no user's code delays them.
-    # For `reserve`:
-    # - _free_rows: counts the rows that no client has reserved.
-    # - _queues: for each policy's version, the lock at which its clients queue.
-    # - _next_client: the lock at which the first clients of all queues wait; its holder
-    #   takes rows.
-    # - _reservations: how many clients hold rows.
+    # The requests that are waiting or under way, in the order of `submit`; and an event
+    # that is set when one is submitted or cancelled, which ends `_wait`.
     self._active: list[active_request.ActiveRequest] = []
     self._changed = asyncio.Event()
+    # The policy of the last prefill, copy or decode, so that policies take turns; None is
+    # the engine's own.
     self._last_policy: Policy | None = None
+    # How many replies ended in the last decode, less the requests submitted since: while
+    # it is above 0, `_wait_for_clients` waits for more.
     self._unanswered_replies = 0
+    # When the last decode ended, for Stats.host_seconds; None once that is counted.
     self._decode_ended_at: float | None = None
+    # Runs decodes and nothing else, so that no user's code delays them.
     self._decode_thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
+    # For `reserve`: the number of rows that no client has reserved; the lock at which the
+    # clients of each policy's version queue; the lock at which the first ones of all
+    # queues wait, whose holder takes rows; and how many clients hold rows.
     self._free_rows = asyncio.Semaphore(self.sizes.rows)
     self._queues = collections.defaultdict(asyncio.Lock)
     self._next_client = asyncio.Lock()
