@@ -126,9 +126,8 @@ class Estimate(NamedTuple):
 
 def count_splits(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
   """Returns how many chips the rows are split over, and how many the parameters are."""
-  other_axes = config.data * config.tensor * config.context
-  fsdp = config.fsdp or max(1, chips // other_axes)
-  return config.data * fsdp, fsdp * config.tensor * config.context
+  data, fsdp, tensor, context = config.axes(chips).values()
+  return data * fsdp, fsdp * tensor * context
 
 
 def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Estimate:

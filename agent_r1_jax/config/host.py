@@ -25,6 +25,13 @@ class Mesh:
   context: int = 1
   samplers: int = 0
 
+  def axes(self, chips: int) -> dict[str, int]:
+    """Returns the sizes of the mesh's axes on this number of chips, in their order."""
+    other_axes = self.data * self.tensor * self.context
+    fsdp = self.fsdp or max(1, chips // other_axes)
+    axes = {'data': self.data, 'fsdp': fsdp}
+    return axes | {'tensor': self.tensor, 'context': self.context}
+
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     fields.check(self, 'mesh', at_least_1=('data', 'tensor', 'context'))

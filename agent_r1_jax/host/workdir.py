@@ -77,11 +77,11 @@ def check_config(
       old = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
-    there, here = _flatten_fields(old), _flatten_fields(new)
+    old_fields, new_fields = _flatten_fields(old), _flatten_fields(new)
     for field in may_change:
-      there.pop(field, None)
-      here.pop(field, None)
-    if lines := list_differences(there, here, json.dumps):
+      old_fields.pop(field, None)
+      new_fields.pop(field, None)
+    if lines := list_differences(old_fields, new_fields, json.dumps):
       raise ValueError('\n'.join([f'{path} has another configuration:', *lines, remedy]))
     if old == new:
       return
@@ -90,14 +90,14 @@ def check_config(
 
 
 def list_differences(
-  there: Mapping[str, Any], here: Mapping[str, Any], show: Callable[[Any], str]
+  old: Mapping[str, Any], new: Mapping[str, Any], show: Callable[[Any], str]
 ) -> list[str]:
   """Returns a line for each name whose value differs, is new, or is gone."""
   absent, lines = object(), []
-  for name in sorted(there.keys() | here.keys()):
-    if there.get(name, absent) != here.get(name, absent):
-      old, new = (show(x[name]) if name in x else 'absent' for x in (there, here))
-      lines.append(f'  {name}: {old} there, {new} now')
+  for name in sorted(old.keys() | new.keys()):
+    if old.get(name, absent) != new.get(name, absent):
+      before, now = (show(x[name]) if name in x else 'absent' for x in (old, new))
+      lines.append(f'  {name}: {before} there, {now} now')
   return lines
 
 

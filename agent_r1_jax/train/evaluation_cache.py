@@ -80,16 +80,16 @@ def evaluate_or_read(
       for method, (sets, _) in methods.items()
     }
   # Every process must play the same methods, so only the first one reads the file.
-  known = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
-  for method in (method for method in keys if known[method]):
+  results = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
+  for method in (method for method in keys if results[method]):
     print(f'{method}: as in {path}; nothing that it depends on has changed.')
-  missing = {method: played for method, played in methods.items() if not known[method]}
+  missing = {name: method for name, method in methods.items() if not results[name]}
   if missing:
     for method, sets in train.play(config, model, missing).items():
-      known[method] = _as_json({'numbers': summarize(sets)})
+      results[method] = _as_json({'numbers': summarize(sets)})
       if processes.is_first():
-        add(path, keys[method] | known[method])
-  return {method: known[method]['numbers'] for method in methods}
+        add(path, keys[method] | results[method])
+  return {method: results[method]['numbers'] for method in methods}
 
 
 def find(path: str | os.PathLike, key: Mapping[str, Any]) -> dict[str, Any] | None:

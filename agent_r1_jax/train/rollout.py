@@ -215,12 +215,12 @@ def start(
     on_done(trajectory)
     return trajectory
 
-  mine = processes.take_share(len(tasks))
-  seen = collections.Counter()
+  own_groups = processes.take_share(len(tasks))
+  numbers = collections.Counter()  # The next sample number of each task id.
   episodes = []
   for group, task in enumerate(tasks):
     for sample in range(samples):
-      if group in mine:
-        episodes.append(play(group, sample, seen[task.id]))
-      seen[task.id] += 1
+      if group in own_groups:
+        episodes.append(play(group, sample, numbers[task.id]))
+      numbers[task.id] += 1
   return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)

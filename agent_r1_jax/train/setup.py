@@ -7,6 +7,7 @@ functions.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -181,13 +182,9 @@ def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """Returns the mesh of the chips that train; None for one chip."""
   runtime.initialize()
   devices, samplers = sharding.split_devices(config.samplers)
-  chips = len(devices)
-  rest = config.data * config.tensor * config.context
-  fsdp = config.fsdp or max(1, chips // rest)
-  if chips == rest * fsdp == 1 and not config.samplers:
+  axes = config.axes(len(devices))
+  if len(devices) == math.prod(axes.values()) == 1 and not config.samplers:
     return None
-  axes = {'data': config.data, 'fsdp': fsdp}
-  axes |= {'tensor': config.tensor, 'context': config.context}
   mesh = sharding.make_mesh(**axes, devices=devices)
   sharding.make_replica_meshes(mesh, samplers)  # Raises if these chips cannot sample.
   return mesh

@@ -194,18 +194,18 @@ def run(
 
 def _take(pool: list[types.Segment], config) -> types.Batch:
   """Removes the longest prefix of the pool that fits a batch, and packs it."""
-  taken = len(pool)
+  count = len(pool)
   layout = _lay_out(pool, config)
   while layout.rows > config.rows:
-    taken -= 1
-    layout = _lay_out(pool[:taken], config)
-  text = table.from_segments(pool[:taken])
-  del pool[:taken]
-  weight = np.where(text.action_mask, 1.0, config.other_weight)
-  weight[table.starts(text.segment)] = 0.0  # The first token is given, not predicted.
+    count -= 1
+    layout = _lay_out(pool[:count], config)
+  tokens = table.from_segments(pool[:count])
+  del pool[:count]
+  weight = np.where(tokens.action_mask, 1.0, config.other_weight)
+  weight[table.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
   weights = (weight > 0) / weight.sum()
   return packing.pack(
-    dataclasses.replace(text, advantages=weight, weights=weights), layout
+    dataclasses.replace(tokens, advantages=weight, weights=weights), layout
   )
 
 
