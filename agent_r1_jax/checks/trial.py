@@ -150,8 +150,7 @@ def check_env(
     return [Finding('environment', 'fail', text, remedy)]
   except Exception as error:
     text = f'{trial.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
-    remedy = 'In training such episodes are masked, and count in max_error_rate.'
-    return [Finding('environment', 'fail', text, remedy)]
+    return [Finding('environment', 'fail', text, _MASKED)]
   return [
     _check_times(trial, episodes),
     _check_rewards(episodes, known=solve is not None),
