@@ -250,7 +250,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
 
 
 def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorithm:
-  """REINFORCE leave-one-out (arXiv 2402.14740), with the clip of verl's example runs.
+  """REINFORCE leave-one-out (arXiv 2402.14740), with the clip that verl adds.
 
   The clip has an effect from the second update of a rollout on.
   """
