@@ -159,10 +159,10 @@ def check(
   request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
-    raise ValueError(f'{added} tokens to append, {most} to sample: both need 1.')
+    raise ValueError(f'{added} tokens to append, {most} to sample: at least 1 of each.')
   tokens = np.asarray(request.tokens)
   if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
-    raise ValueError(f'token {outside[0]} is none of the {vocab_size} of the policy.')
+    raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
   if np.shape(request.key) != (2,):
     raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
   before = len(parent or ())

@@ -294,7 +294,7 @@ def _check_leaves(step: int, on_disk, expected: dict[str, jax.ShapeDtypeStruct])
   if lines := workdir_lib.list_differences(
     on_disk, wanted, lambda x: f'{x[1]}{list(x[0])}'
   ):
-    title = f'the checkpoint of step {step} is of another model or optimiser:'
+    title = f'the checkpoint of step {step} has another model or optimizer:'
     more = [f'  and {len(lines) - 10} more'] if len(lines) > 10 else []
     raise ValueError('\n'.join([title, *lines[:10], *more]))
 

@@ -44,7 +44,7 @@ def explain_write_errors(path: str | os.PathLike, subject: str) -> Iterator[None
   except OSError as error:
     path = pathlib.Path(path)
     why = describe_failure(path, error)
-    remedy = 'Make room' if is_full(error) else 'Mend that'
+    remedy = 'Make room' if is_full(error) else 'Remove the cause'
     raise OSError(
       error.errno or errno.EIO,
       f'{subject} could not be written to {path}: {why}. {remedy}, and start the '
