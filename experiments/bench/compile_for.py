@@ -47,8 +47,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import sharding
@@ -230,15 +229,15 @@ def lowered_sampling(program: str, config, mesh) -> Any:
     rows, width = _PREFILL_ROWS.value, _PREFILL.value
     places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
     return programs_lib.prefill.lower(params, cache, *places, **options)
-  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
-  tables = automaton_lib.make_tables(
-    automaton_lib.AutomatonPool(config.vocab_size).entries
+  guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
+  tables = automaton_guide.make_tables(
+    automaton_guide.AutomatonPool(config.vocab_size).entries
   )
-  arguments = active_request.make_decode_arguments({}, texts, guides, unused_row=texts)
+  decode_batch = active_request.make_decode_batch({}, texts, guides, unused_row=texts)
   return programs_lib.decode.lower(
     params,
     cache,
-    *abstract(arguments, everywhere),
+    abstract(decode_batch, everywhere),
     (abstract(tables, everywhere), None),
     guides=guides,
     steps=_STEPS.value,

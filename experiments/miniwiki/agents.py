@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import tool as tool_lib
 
 # What an agent's program is: agent/program.py.
@@ -81,7 +81,7 @@ async def _call(search: tool_lib.Tool, arguments: str) -> str:
   try:
     given = json.loads(arguments)
   except ValueError:
-    (error,) = calls.parse_hermes(f'<tool_call>{arguments}')
+    (error,) = call_formats.HERMES.parse(f'<tool_call>{arguments}')
     assert isinstance(error, calls.CallError)
     return f'Error: {error.message}'
   return (await tool_lib.call(search, given)).text
