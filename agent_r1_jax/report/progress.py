@@ -231,7 +231,7 @@ class Progress:
 
   def _times(self) -> str:
     remaining = math.nan
-    if len(self._updates) > 1:  # The first step includes compilation and does not count.
+    if len(self._updates) > 1:  # The first step compiles, and does not count.
       first, last = self._updates[0], self._updates[-1]
       steps, seconds = (b - a for a, b in zip(first, last, strict=True))
       remaining = seconds / steps * (self._total - self._step) if steps else math.nan
