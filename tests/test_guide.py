@@ -275,8 +275,8 @@ def test_only_guides_that_change_logits_cost_their_pass():
   text = request_lib.Text(None, request.tokens)
   generation = request_lib.Generation(request, text, 0, lambda: None)
   active = active_request.ActiveRequest(generation, guides, automaton_guide.AUTOMATA.off)
-  assert active.guided.tolist() == [False, False, False, True]
-  assert active.states[2:] == [1, 2]
+  assert active.guide_mask.tolist() == [False, False, False, True]
+  assert active.guide_states[2:] == [1, 2]
 
 
 _PLAIN = config_lib.Sampling()

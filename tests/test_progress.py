@@ -84,7 +84,7 @@ def test_a_slow_step_tells_its_phase():
   ],
 )
 def test_courses(values, bars):
-  assert progress_lib._draw_course(values, 12) == bars
+  assert progress_lib._draw_sparkline(values, 12) == bars
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux has it')

@@ -52,6 +52,10 @@ def test_cross_entropy_by_hand():
   signed = np.where(REWARDS > 0.4, SCORES, -SCORES)
   assert (REWARDS > 0.4).tolist() == [True, False, False, True, False]
   assert float(found) == pytest.approx(-np.mean(log_sigmoid(signed)))
+  # dL/ds is (σ(s) - y) / n.
+  gradient = jax.grad(lambda scores: _loss('cross_entropy', scores))(jnp.array(SCORES))
+  by_hand = (np.exp(log_sigmoid(SCORES)) - (REWARDS > 0.4)) / 5
+  np.testing.assert_allclose(gradient, by_hand, rtol=1e-5)
   assert float(_loss('cross_entropy', SCORES * 1e4)) == pytest.approx(2000, rel=1e-3)
 
 

@@ -444,7 +444,7 @@ class TestEstimate:
       programs_lib.decode.lower(
         params,
         cache,
-        *active_request.make_decode_arguments({}, R, guides, unused_row=R),
+        active_request.make_decode_batch({}, R, guides, unused_row=R),
         (tables, None),
         guides=guides,
         steps=8,

@@ -1,4 +1,4 @@
-"""How a script ends when its input is refused: with one line, and no traceback."""
+"""Ends a script whose input is refused with one line instead of a traceback."""
 
 import contextlib
 import linecache
@@ -11,34 +11,34 @@ from absl import flags
 
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
-# What this project raises with a message that says what to change.
+# The types that this project raises with a message that says what to change.
 _REFUSALS = (ValueError, FileNotFoundError, RuntimeError)
 
 
 def install() -> None:
-  """Lets an error that refuses a user's input end the program with its text alone.
+  """Sets sys.excepthook to a function that prints no traceback of refused input.
 
   --verbosity shows the traceback.
   """
-  if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
+  if sys.excepthook is sys.__excepthook__:  # Unless a debugger or notebook has set one.
     sys.excepthook = _print_error
 
 
 def _print_error(kind, error, trace) -> None:
-  """Prints an error that ends the program; a refusal is one line without traceback.
+  """Prints an error that ends the program; refused input is one line without traceback.
 
-  A refusal is an error that a `raise` statement of this project raised. Other errors are
-  bugs and keep their traceback; so does a ValueError that a function of Python raised
-  where we called it, and a RuntimeError that another error caused.
+  Input is refused by a `raise` statement of this project. Other errors are bugs and keep
+  their traceback; so do a ValueError that a function of Python raised when we called it,
+  and a RuntimeError that another error caused.
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
   raised = linecache.getline(path, line).lstrip().startswith('raise ')
   refused = isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised
   refused = refused and not (isinstance(error, RuntimeError) and error.__cause__)
-  asked = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
-  asked = asked and flags.FLAGS['verbosity'].present
-  if asked or not refused:
+  verbose = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
+  verbose = verbose and flags.FLAGS['verbosity'].present
+  if verbose or not refused:
     return sys.__excepthook__(kind, error, trace)
   # Name the line of the user's script that called us.
   between = (_PACKAGE, contextlib.__file__)

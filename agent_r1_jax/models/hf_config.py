@@ -45,7 +45,7 @@ def read(directory: str | os.PathLike) -> decoder.DecoderConfig:
     raise ValueError(f'{path}: {error}') from error
   except TypeError as error:
     raise ValueError(
-      f'{path}: a field is of another kind than it should be ({error}); fetch it again'
+      f'{path}: a field has a wrong type ({error}); fetch it again'
     ) from error
 
 

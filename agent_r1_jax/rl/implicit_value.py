@@ -99,20 +99,27 @@ def fit(
     while len(waiting) < episodes:
       waiting = np.append(waiting, rng.permutation(len(played)))
     chosen, waiting = waiting[:episodes], waiting[episodes:]
-    table = table_lib.build([played[i] for i in chosen])
-    success = np.array([played[i].reward > 0.5 for i in chosen], float)
-    # The tokens of an episode share its weight; each of them has the episode's loss.
-    counts = np.bincount(table.trajectory, table.action_mask, episodes)
-    columns = {
-      'advantages': success[table.trajectory],
-      'weights': table.action_mask / (episodes * counts[table.trajectory]),
-    }
-    batches, _ = packing.pack_microbatches(dataclasses.replace(table, **columns), shape)
+    batches = _pack([played[i] for i in chosen], shape)
     state, metrics = learner.update(
       state, batches, config=config, loss=loss, optimizer=optimizer
     )
     on_step(step, {'loss': metrics['loss']})
   return state.params, odds
+
+
+def _pack(
+  played: Sequence[types.Trajectory], shape: packing.MicrobatchShape
+) -> list[types.Batch]:
+  """Packs episodes with what the loss reads, their success, as advantages."""
+  table = table_lib.build(played)
+  success = np.array([t.reward > 0.5 for t in played], float)
+  # The tokens of an episode share its weight; each of them has the episode's loss.
+  counts = np.bincount(table.trajectory, table.action_mask, len(played))
+  columns = {
+    'advantages': success[table.trajectory],
+    'weights': table.action_mask / (len(played) * counts[table.trajectory]),
+  }
+  return packing.pack_microbatches(dataclasses.replace(table, **columns), shape)[0]
 
 
 def _make_loss(odds: Odds) -> learner.Loss:

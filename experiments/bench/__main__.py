@@ -329,15 +329,13 @@ def reads(bench: Bench) -> dict[str, Any]:
     )
     replica = engine.replicas[0]
     assert replica.policy is not None
-    places, used, states = active_request.make_decode_arguments(
-      {}, rows, replica.guides, rows
-    )
-    places = places._replace(
+    batch = active_request.make_decode_batch({}, rows, replica.guides, rows)
+    batch = batch._replace(
       rows=np.arange(rows, dtype=np.int32),
       length=np.full(rows, 256 - steps, np.int32),
       budget=np.full(rows, steps, np.int32),
     )
-    call: Any = (replica.policy.copies[0], places, used, states, 256)
+    call: Any = (replica.policy.copies[0], batch, 256)
 
     def step(replica=replica, call=call):
       jax.block_until_ready(replica._call_decode(*call))

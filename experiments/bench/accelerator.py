@@ -106,24 +106,21 @@ def decode():
     slots = max(map(int, _USED.value)) + steps
     cache = decoder.empty_cache(config, rows, slots)
     a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
-    nobody, *guided = active_request.make_decode_arguments(
-      {}, rows, guides, unused_row=rows
-    )
+    empty = active_request.make_decode_batch({}, rows, guides, unused_row=rows)
     for used in map(int, _USED.value):
-      places = nobody._replace(
+      batch = empty._replace(
         rows=np.arange(rows, dtype=np.int32),
         length=np.full(rows, used, np.int32),
         last=np.full(rows, used % config.vocab_size, np.int32),
         budget=np.full(rows, steps, np.int32),
       )
 
-      def segment(places=places, guided=guided, bucket=used + steps):
+      def segment(batch=batch, bucket=used + steps):
         nonlocal cache
         cache, _, out = programs_lib.decode(
           params,
           cache,
-          places,
-          *guided,
+          batch,
           (tables, None),
           config=config,
           guides=guides,

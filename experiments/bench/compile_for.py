@@ -229,11 +229,11 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   tables = automaton_guide.make_tables(
     automaton_guide.AutomatonPool(config.vocab_size).entries
   )
-  arguments = active_request.make_decode_arguments({}, texts, guides, unused_row=texts)
+  decode_batch = active_request.make_decode_batch({}, texts, guides, unused_row=texts)
   return programs_lib.decode.lower(
     params,
     cache,
-    *abstract(arguments, everywhere),
+    abstract(decode_batch, everywhere),
     (abstract(tables, everywhere), None),
     guides=guides,
     steps=_STEPS.value,
