@@ -258,32 +258,26 @@ class TestCoroutines:
   ):
     begun, may_end, call = [], threading.Event(), getattr(workers, name)
 
-    async def stubborn(outer=None):
-      begun.append(outer or late.this_call())
+    async def stubborn():
+      begun.append(late.this_call())
       while not may_end.is_set():
         with contextlib.suppress(asyncio.CancelledError):
           await asyncio.sleep(0.01)
 
-    async def obedient():
-      await workers.call(stubborn, late.this_call())
-
     thread_pool.abandoned_calls.set(tally := collections.Counter())
     limits = {'seconds': 60, 'field': 'step_seconds'}
-    calls = [asyncio.ensure_future(call(fn, **limits)) for fn in [stubborn, obedient] * 3]
+    calls = [asyncio.ensure_future(call(stubborn, **limits)) for _ in range(6)]
     await until(lambda: len(begun) == 6)
     for task, started in zip(calls, begun, strict=True):
       _ = started.strike() if reason == 'late' else task.cancel()
     errors = await asyncio.gather(*calls, return_exceptions=True)
     if reason == 'late':
-      texts = {
-        f'{fn} gave no answer within 60 seconds (step_seconds)'
-        for fn in ('stubborn', 'obedient')
-      }
-      assert set(map(str, errors)) == texts
+      text = 'stubborn gave no answer within 60 seconds (step_seconds)'
+      assert {str(error) for error in errors} == {text}
     else:
       assert {type(error) for error in errors} == {asyncio.CancelledError}
     assert tally == pool.abandoned == {'stubborn': 6}
-    for fn in (obedient, lambda: 'served'):
+    for fn in (stubborn, lambda: 'served'):
       with pytest.raises(
         thread_pool.PoolFullError, match=r'6 calls hang \(stubborn: 6\)'
       ):
@@ -291,6 +285,36 @@ class TestCoroutines:
     may_end.set()
     await until(lambda: not pool.abandoned)
     assert await call(lambda: 'served') == 'served'
+
+  @pytest.mark.parametrize('name', ['call', 'call_on_user_loop'])
+  async def test_of_two_calls_the_one_that_goes_on_is_counted(
+    self, no_clock, pool, monkeypatch, name
+  ):
+    outer = thread_pool.Caller('outer')
+    assert thread_pool.Caller('inner', outer=outer).grace_seconds < outer.grace_seconds
+    # The outer one is given time, however slow the machine is.
+    seconds = lambda caller: 0.05 if caller.outer else 600.0
+    monkeypatch.setattr(thread_pool.Caller, 'grace_seconds', property(seconds))
+    begun, may_end = threading.Event(), threading.Event()
+
+    async def inner():
+      begun.set()
+      while not may_end.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+          await asyncio.sleep(0.01)
+
+    async def around():
+      await workers.call(inner)
+
+    thread_pool.abandoned_calls.set(tally := collections.Counter())
+    call = asyncio.ensure_future(getattr(workers, name)(around))
+    await until(begun.is_set)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await call
+    assert tally == pool.abandoned == {'inner': 1}
+    may_end.set()
+    await until(lambda: not pool.abandoned)
 
   async def test_their_to_thread_is_the_pool(self, pool, hang):
     """As many that hang there as it has threads hold nobody up."""
@@ -346,6 +370,7 @@ class TestCoroutines:
         await workers.call_on_user_loop(fn, seconds=60)
       return caught.value
 
+    thread_pool.abandoned_calls.set(tally := collections.Counter())
     for _ in range(2):  # One loop after the other is lost.
       # So that no call leaves a loop that is slow and not blocked.
       monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600)
@@ -368,6 +393,7 @@ class TestCoroutines:
       assert type(error) is workers.LoopBlockedError
       assert 'waits was on an event loop that blocks (' in str(error)
       assert 'threading.py' in str(error)
+    assert tally == {'blocks': 2}
 
   async def test_a_loop_that_goes_on_takes_the_calls_again(self, monkeypatch):
     """What coroutines share works on the event loop alone that it was first used on."""

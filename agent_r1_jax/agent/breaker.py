@@ -27,16 +27,16 @@ class Breaker:
     self._failures, self._until = 0, 0.0
     self._lock = threading.Lock()
 
-  def hold_back(self) -> float:
-    """Returns the seconds that a call must wait; 0 lets it through."""
+  def hold_back(self) -> bool:
+    """Whether a call must not be made now; False lets it through."""
     with self._lock:
       now = self._clock()
       if self._failures < self._max_failures:
-        return 0.0
+        return False
       if now < self._until:
-        return self._until - now
+        return True
       self._until = now + self._pause  # Others wait for this call.
-      return 0.0
+      return False
 
   def record(self, failed: bool) -> None:
     """Counts a call that was made."""

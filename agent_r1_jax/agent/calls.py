@@ -167,8 +167,8 @@ def find_text_argument(name: str, schemas: Schemas) -> str | None:
   return None
 
 
-def to_arguments(value: Any, name: str, schemas: Schemas, what: str) -> dict[str, Any]:
-  """Checks the arguments of a call; `what` is what errors call them.
+def to_arguments(value: Any, name: str, schemas: Schemas, label: str) -> dict[str, Any]:
+  """Checks the arguments of a call; `label` is what errors call them.
 
   An object may be encoded twice. A bare string is the argument of `find_text_argument`.
 
@@ -186,5 +186,5 @@ def to_arguments(value: Any, name: str, schemas: Schemas, what: str) -> dict[str
     if argument is not None:
       return {argument: value}
   if not isinstance(value, dict):
-    raise ValueError(f'{what} must be a JSON object, with the arguments by their names')
+    raise ValueError(f'{label} must be a JSON object, with the arguments by their names')
   return value

@@ -319,7 +319,7 @@ class Chat:
         for i, part in parts
       )
     if isinstance(value, str):
-      return tokens.sub(lambda found: f'{mark}{self._control[found[0]]}z', value)
+      return tokens.sub(lambda match: f'{mark}{self._control[match[0]]}z', value)
     if isinstance(value, Mapping):
       neutral = lambda inner: self._neutralize(inner, mark, tokens)
       return {neutral(name): neutral(inner) for name, inner in value.items()}
@@ -353,7 +353,7 @@ class Chat:
     those of the model's own training.
     """
     placeholder = re.compile(mark + r'(\d+)z')
-    name = lambda found: self._names[int(found[1])]
+    name = lambda match: self._names[int(match[1])]
     ids, start = [], 0
     for token in self._any_control.finditer(text):
       ids += self._encode_plain(placeholder.sub(name, text[start : token.start()]))

@@ -117,10 +117,10 @@ def read_text(where: str, row: dict, name: str) -> str:
   return value
 
 
-def field_error(where: str, row: dict, name: str, wanted: str) -> ValueError:
+def field_error(where: str, row: dict, name: str, expected: str) -> ValueError:
   """Makes the error that names the row, the field, what it holds and what it should."""
-  found = f'is {row[name]!r:.80}' if name in row else f'is missing among {sorted(row)}'
-  return ValueError(f'{where}: {name!r} {found}; give {wanted}, or drop the row')
+  actual = f'is {row[name]!r:.80}' if name in row else f'is missing among {sorted(row)}'
+  return ValueError(f'{where}: {name!r} {actual}; give {expected}, or drop the row')
 
 
 def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:

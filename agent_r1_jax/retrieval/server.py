@@ -43,24 +43,24 @@ class _Metrics:
     import prometheus_client as prometheus
 
     self.registry = prometheus.CollectorRegistry()
-    own: dict[str, Any] = {'registry': self.registry}
+    options: dict[str, Any] = {'registry': self.registry}
     self.answers = prometheus.Counter(
-      'retriever_answers', 'Answers by HTTP status.', ['status'], **own
+      'retriever_answers', 'Answers by HTTP status.', ['status'], **options
     )
     self.cached = prometheus.Counter(
-      'retriever_cached_queries', 'Queries answered from the cache.', **own
+      'retriever_cached_queries', 'Queries answered from the cache.', **options
     )
     self.waiting = prometheus.Gauge(
-      'retriever_waiting_queries', 'Queries that wait or are searched.', **own
+      'retriever_waiting_queries', 'Queries that wait or are searched.', **options
     )
     self.batches = prometheus.Histogram(
       'retriever_batch_queries',
       'Queries of a search.',
       buckets=[1, 2, 4, 8, 16, 32, 64, 128, 256],
-      **own,
+      **options,
     )
     self.seconds = prometheus.Histogram(
-      'retriever_answer_seconds', 'Seconds from request to answer.', **own
+      'retriever_answer_seconds', 'Seconds from request to answer.', **options
     )
 
 
@@ -121,8 +121,8 @@ class _Searches:
     """Takes the oldest queries of one k, so that no answer depends on the others' k."""
     waiting = [query for query in self._waiting if not query.answer.done()]
     batch = [query for query in waiting if query.k == waiting[0].k][: self._max_batch]
-    taken = {id(query) for query in batch}
-    self._waiting = [query for query in waiting if id(query) not in taken]
+    batch_ids = {id(query) for query in batch}
+    self._waiting = [query for query in waiting if id(query) not in batch_ids]
     return batch
 
   async def _answer(self, batch: list[_Query]) -> None:

@@ -52,11 +52,11 @@ class Source(Protocol):
     ...
 
   def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
-    """Hears of a reply that is complete, before the client does."""
+    """Is called with a complete reply, before the client gets it."""
     ...
 
   def close(self, generation: request_lib.Generation):
-    """Hears that a reply has ended, in whatever way."""
+    """Is called when a reply has ended, in whatever way."""
     ...
 
 
@@ -155,20 +155,20 @@ class _Metrics:
     import prometheus_client as prometheus
 
     self.registry = prometheus.CollectorRegistry()
-    own: dict[str, Any] = {'registry': self.registry}
+    options: dict[str, Any] = {'registry': self.registry}
     self.answers = prometheus.Counter(
-      'endpoint_answers', 'Answers by HTTP status.', ['status'], **own
+      'endpoint_answers', 'Answers by HTTP status.', ['status'], **options
     )
     self.vanished = prometheus.Counter(
-      'endpoint_vanished', 'Requests whose client did not wait for the answer.', **own
+      'endpoint_vanished', 'Requests whose client did not wait for the answer.', **options
     )
     self.tokens = prometheus.Counter(
-      'endpoint_tokens', 'Tokens by kind: prompt or reply.', ['kind'], **own
+      'endpoint_tokens', 'Tokens by kind: prompt or reply.', ['kind'], **options
     )
     self.replies = prometheus.Gauge(
-      'endpoint_replies', 'Replies that wait or are sampled.', **own
+      'endpoint_replies', 'Replies that wait or are sampled.', **options
     )
-    seconds = {'buckets': [0.001 * 2**i for i in range(18)], **own}
+    seconds = {'buckets': [0.001 * 2**i for i in range(18)], **options}
     self.first = prometheus.Histogram(
       'endpoint_first_token_seconds', 'Seconds from request to first token.', **seconds
     )

@@ -76,7 +76,7 @@ class GameEnv:
     if action is None:
       message = {'role': 'user', 'content': NO_ACTION}
       return types.Step([message], metrics={'no_action': 1.0})
-    # Told by a metric only: many games take more commands than they list.
+    # Only a metric says so: many games take more commands than they list.
     missed = float(bool(self._admissible) and not _is_offered(action, self._admissible))
     text, reward, terminated, truncated, info = self._game.step(action)
     metrics = {'no_action': 0.0, 'inadmissible': missed}

@@ -82,22 +82,22 @@ def convert(
 
 def _rows(split, path, corpus, broken) -> Iterator[dict[str, Any]]:
   """Yields the rows of a file; adds passages to `corpus`, messages to `broken`."""
-  layout, seen = None, set()
+  layout, task_ids = None, set()
   for where, row in documents.read_rows(path):
     layout = layout or qa_data.recognise(where, row)
     try:
-      task, found = layout(where, row), list(qa_data.contexts(where, row))
-      if task.id in seen:
+      task, contexts = layout(where, row), list(qa_data.contexts(where, row))
+      if task.id in task_ids:
         raise ValueError(f'{where}: id {task.id!r} was taken before')
     except ValueError as error:
       broken.append(str(error))
       continue
-    seen.add(task.id)
+    task_ids.add(task.id)
     if 'paragraphs' in row:  # MuSiQue says its type in the id: 2hop__1_2, 3hop1__1_2_3.
       task.info['type'] = task.id.partition('__')[0]
     # Titles repeat in the corpus, but not in a row: an id is looked up in its own row.
     ids = {}
-    for passage in found:
+    for passage in contexts:
       corpus.setdefault(passage, f'p{len(corpus)}')
       ids.setdefault(passage[0], corpus[passage])
     titles = task.info['supporting_titles']

@@ -91,8 +91,8 @@ class DrivenEnv:
       self._judge()
       raise RuntimeError(f'{task.id}: the environment ended without asking its agent.')
     self.tools = tuple(map(_make_tool, request.get('tools') or ()))
-    self._seen = [_read_message(message) for message in request['messages']]
-    return [dict(message) for message in self._seen]
+    self._messages = [_read_message(message) for message in request['messages']]
+    return [dict(message) for message in self._messages]
 
   async def step(self, reply: str) -> types.Step:
     """Answers the request with a reply; what is asked next is the observation.
@@ -104,11 +104,13 @@ class DrivenEnv:
     request = await self._wait()
     if request is None:
       return self._judge()
-    before = self._seen
-    self._seen = [_read_message(message) for message in request['messages']]
+    before = self._messages
+    self._messages = [_read_message(message) for message in request['messages']]
     # It goes on if it repeats the last request, and adds the reply and something new.
-    goes_on = self._seen[: len(before)] == before and len(self._seen) > len(before) + 1
-    messages = self._seen[len(before) + 1 :] if goes_on else self._seen
+    goes_on = (
+      self._messages[: len(before)] == before and len(self._messages) > len(before) + 1
+    )
+    messages = self._messages[len(before) + 1 :] if goes_on else self._messages
     return types.Step([dict(message) for message in messages], fresh=not goes_on)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
