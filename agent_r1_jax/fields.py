@@ -27,11 +27,6 @@ def names(kind: Any) -> Iterator[str]:
       yield field.name
 
 
-def locate(kind: Any, field: str) -> str | None:
-  """Returns the first dotted name that ends with this field, or None."""
-  return next((name for name in names(kind) if name.split('.')[-1] == field), None)
-
-
 def get(config: Any, name: str) -> Any:
   """Returns the value of the field with this dotted name."""
   return functools.reduce(getattr, name.split('.'), config)
@@ -63,11 +58,12 @@ def suggest(kind: Any, name: str) -> str:
   if inner := [field for field in known if field.startswith(f'{name}.')]:
     return f'; name one of {", ".join(inner)}.'
   outer = [field.name for field in dataclasses.fields(kind)]
-  meant = {field: field for field in outer} | {n.split('.')[-1]: n for n in known}
-  meant |= {field.replace('.', '_'): field for field in known}
+  # What a user may have typed -> the field.
+  typed = {field: field for field in outer} | {n.split('.')[-1]: n for n in known}
+  typed |= {field.replace('.', '_'): field for field in known}
   for part in reversed(name.split('.')):
-    if close := difflib.get_close_matches(part, meant, n=1, cutoff=0.5):
-      return f'; did you mean {meant[close[0]]}?'
+    if close := difflib.get_close_matches(part, typed, n=1, cutoff=0.5):
+      return f'; did you mean {typed[close[0]]}?'
   return f'; there are {", ".join(outer)}.'
 
 
@@ -86,6 +82,7 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
     SystemExit: The command line names a field that does not exist; the message says
       which may have been meant.
   """
+  from absl import flags
   from ml_collections import config_flags
 
   from agent_r1_jax.host import refusals
@@ -94,16 +91,18 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   for argument in sys.argv[1:]:
     if re.match(rf'(workdir|{name}\.[\w.]+)=', argument):
       sys.exit(f'{argument}: a flag begins with two hyphens: --{argument}')
-  given = (re.match(rf'--?{name}\.([\w.]+)', argument) for argument in sys.argv[1:])
-  known = set(names(default))
-  for path in (match[1] for match in given if match):
-    if path in known:
-      continue
-    sys.exit(f'--{name}.{path}: there is no such field{suggest(type(default), path)}')
-  return config_flags.DEFINE_config_dataclass(name, default, **options)
+    match = re.match(rf'--?{name}\.([\w.]+)', argument)
+    if match and match[1] not in names(default):
+      hint = suggest(type(default), match[1])
+      sys.exit(f'--{name}.{match[1]}: there is no such field{hint}')
+  flags.disclaim_key_flags()  # --help of the script that calls this shows the flag.
+  kind = type(default)
+  text = f'Its fields are flags, such as --{name}.{next(names(default))}; '
+  text += f'{kind.__module__}.{kind.__name__} explains them.'
+  return config_flags.DEFINE_config_dataclass(name, default, text, **options)
 
 
-# Name of a range -> (whether a number is in it, its words in an error).
+# Name of a range -> (whether a number is in it, the end of the error's message).
 _RANGES = {
   'at_least_0': (lambda x: 0 <= x < math.inf, ', at least 0'),
   'at_least_1': (lambda x: 1 <= x < math.inf, ', at least 1'),
@@ -155,8 +154,8 @@ def check_takes(name: str, function: Any, *arguments: str) -> None:
   """Refuses a function that cannot be called with these positional arguments.
 
   Args:
-    name: What the error calls the function.
-    function: The function; one without a signature, of another language, passes.
+    name: The function's name in the error.
+    function: The function; one without a Python signature passes.
     *arguments: The names of the arguments.
 
   Raises:
@@ -207,5 +206,5 @@ def _problem(kind: Any, value: Any, allowed: str) -> str | None:
   numbers = int if kind is int else int | float
   if isinstance(value, bool) or not isinstance(value, numbers) or math.isnan(value):
     return f'it must be {sort}.'
-  in_range, said = _RANGES[allowed]
-  return None if in_range(value) else f'it must be {sort}{said}.'
+  in_range, text = _RANGES[allowed]
+  return None if in_range(value) else f'it must be {sort}{text}.'

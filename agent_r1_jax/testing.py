@@ -47,7 +47,7 @@ async def check_env(
   except BaseException:
     for env in made:
       with contextlib.suppress(Exception):
-        await env_lib.close_env(env)
+        await env_lib.call_optional(env, 'close')
     raise
 
 
@@ -92,7 +92,7 @@ async def _check_finish(make_env, task, reply):
     scored = []
     for env in (make_env(), make_env()):
       await workers.call(env.reset, task)
-      scored.append(await env_lib.finish_episode(env, status, unfinished))
+      scored.append(await env_lib.call_optional(env, 'finish', status, unfinished))
       await _close(env)
     where = f'finish({status!r}, ...)'
     if scored[0] is not None:
@@ -105,7 +105,7 @@ async def _check_finish(make_env, task, reply):
 async def _close(*envs):
   for env in envs:
     try:
-      await env_lib.close_env(env)
+      await env_lib.call_optional(env, 'close')
     except Exception as error:
       raise AssertionError(f'close: {workers.describe_error(error)}') from error
 

@@ -1,4 +1,4 @@
-"""The data that flows through the system: host records and one device batch.
+"""The data that rooms pass to each other: records on the host, and the device's batch.
 
 Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on devices).
 Letters: B rows, T tokens of a row.
@@ -31,8 +31,8 @@ class ControlText(str):
   """Text of a task itself, in which control tokens are encoded as control tokens.
 
   All other text in a prompt is data: '<answer>' in it is encoded as ordinary characters,
-  even if the tokenizer has a control token of that name. Mark the words of the task
-  itself, and only these:
+  even if the tokenizer has a control token of that name. Mark the task's own words, and
+  only these:
 
     ASK = types.ControlText('Answer inside <answer> and </answer>: {question}')
     task = types.Task('1', [{'role': 'user', 'content': ASK.format(question=question)}])
@@ -59,8 +59,8 @@ class ControlText(str):
     for text, control in pieces:
       if not text:
         continue
-      # Control text has even numbers. Neighbours of one kind become one part, so that two
-      # pieces of data cannot make up a control token between them.
+      # Control text has even indices. Neighbours of one kind become one part, so that two
+      # pieces of data cannot form a control token together.
       if (len(parts) % 2 == 1) != control:
         parts.append('')
       parts[-1] += text
@@ -93,7 +93,7 @@ class ControlText(str):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A row of a data set: the agent's prompt, and what its reward needs."""
+  """A row of a data set: the agent's prompt, and the data for its reward."""
 
   id: str
   messages: list[Message]
@@ -109,7 +109,7 @@ class Step:
     messages: What the agent sees next; empty when `done`.
     reward: The reward of this turn; the turn's last action token gets it.
     done: Whether the episode is over.
-    fresh: Whether the context is dropped: `messages` is then a new prompt, and starts a
+    fresh: Whether the context is dropped: `messages` is then a new prompt, which starts a
       new segment.
     metrics: Named numbers to log for the trajectory. 'reward/NAME' names a part of the
       reward, which gdpo reads; the number itself is not added to the reward.
@@ -132,8 +132,8 @@ class Segment:
     behaviour_logprobs: float32 [T], log-probs under the distribution that the tokens were
       sampled from: the policy's, as guides and truncation have changed it; 0 off the
       action mask.
-    policy_steps: int32 [T], how many rollouts the policy had learned from that sampled
-      the token; 0 off the action mask, and by default everywhere.
+    policy_steps: int32 [T], the number of rollouts that the policy which sampled the
+      token had learned from; 0 off the action mask, and by default everywhere.
   """
 
   tokens: np.ndarray
@@ -183,13 +183,13 @@ class Trajectory:
     group: Number of the group; its trajectories answer the same task.
     sample: Number of the trajectory in its group.
     segments: The contexts; none if the prompt did not fit a row, or after some errors.
-    turns: The replies in order; the reward of one is at token `turn.stop - 1`.
+    turns: The replies in order; the reward of each is at token `turn.stop - 1`.
     messages: The conversation as text, for people and rewards.
     status: One of STATUSES.
     metrics: Named numbers to log, summed over the steps' metrics. 'timeouts' is 1 if the
       user's code was late, 'abandoned_calls' counts calls that never returned, and
       'abandoned/<name>' those of one tool or function.
-    error: What was raised or late, if the status is 'error'; or why there is no turn.
+    error: The exception or time-out, if the status is 'error'; or why there is no turn.
   """
 
   task: Task
@@ -204,7 +204,7 @@ class Trajectory:
 
   @property
   def policy_steps(self) -> np.ndarray:
-    """int32, the rollouts learned from by the policy that sampled each action token."""
+    """The policy_steps of all action tokens, int32."""
     return np.concatenate(
       [np.zeros(0, np.int32), *(s.policy_steps[s.action_mask] for s in self.segments)]
     )
@@ -235,7 +235,7 @@ class Automaton:
 
   @functools.cached_property
   def restricts(self) -> bool:
-    """Whether it forbids anything."""
+    """Whether it forbids a token in some state."""
     return bool((self.table < 0).any())
 
 

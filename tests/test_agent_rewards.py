@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls as calls_lib
+from agent_r1_jax.agent import call_formats, rewards
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import rewards
 from agent_r1_jax.tools import calculator as calculator_lib
 
 TASK = types.Task('t', [{'role': 'user', 'content': 'What is 2 * 3?'}], answer='6')
@@ -112,13 +111,13 @@ def test_what_the_task_shows_is_no_call_of_the_agent():
 
 
 async def test_the_format_is_that_of_the_chat():
-  token = calls_lib.chat_format.set(calls_lib.LLAMA3)
+  token = call_formats.chat_format.set(call_formats.LLAMA3)
   try:
     env = env_lib.ToolEnv([calculator_lib.calculator_tool()], rewards.well_formed)
     good = '{"name": "calculator", "parameters": {"expression": "2 * 3"}}'
     first, second, last = await play(env, good, '<|python_tag|>2 * 3', 'It is 6.')
   finally:
-    calls_lib.chat_format.reset(token)
+    call_formats.chat_format.reset(token)
   assert first.messages[0]['content'] == '6'
   assert second.metrics['format_errors'] == 1.0
   assert last.done and last.reward == 0.5

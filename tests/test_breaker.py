@@ -1,4 +1,4 @@
-"""The breaker that tools and the client of retrievers share."""
+"""The breaker that isolates a tool."""
 
 from agent_r1_jax.agent import breaker as breaker_lib
 

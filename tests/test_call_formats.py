@@ -352,15 +352,17 @@ class TestChat:
   )
   def test_where_it_shows_none_a_line_says_so(self, written, tmp_path):
     chat = _chat(tmp_path, written)
-    assert chat.detected is None and chat.format is calls.HERMES and chat.supports_tools
+    assert (
+      chat.detected is None and chat.format is call_formats.HERMES and chat.supports_tools
+    )
     said = preflight.describe_tool_prompt(chat, env_lib.ToolEnv([search], lambda *_: 0.0))
     assert said and 'they are parsed as hermes. chat.tool_format changes that.' in said
 
   @pytest.mark.parametrize('model', ['qwen2.5', 'qwen3'])
   def test_real_templates(self, model, data_dir):
     tokenizer = tokenizer_lib.load(data_dir / 'models' / model)
-    assert chat_lib.Chat(tokenizer).detected is calls.HERMES
-    forced = chat_lib.Chat(tokenizer, tool_format=calls.LLAMA3)
+    assert chat_lib.Chat(tokenizer).detected is call_formats.HERMES
+    forced = chat_lib.Chat(tokenizer, tool_format=call_formats.LLAMA3)
     prompt = forced.encode_prompt([{'role': 'user', 'content': 'x'}], _SCHEMAS)
     text = forced.decode_exactly(prompt)
     assert '"parameters": {"an argument"' in text and '<tool_call>' not in text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import call_grammar
+from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
@@ -101,7 +101,7 @@ class Tokens:
   def __init__(self, tokenizer, vocab_size, **kwargs):
     self.tokenizer, self.pieces = tokenizer, tokenizer_lib.token_bytes(tokenizer)
     schemas = [tool.schema for tool in TOOLS.values()]
-    self.grammar = call_grammar.tool_calls(schemas, self.pieces, vocab_size, **kwargs)
+    self.grammar = automata.tool_calls(schemas, self.pieces, vocab_size, **kwargs)
     self.classes, self.table = self.grammar.classes, self.grammar.table
     # Where a control token may follow, the text is free.
     self.free = self.table[:, self.classes[tokenizer.eos_token_id]] >= 0
@@ -164,7 +164,7 @@ def of_tiny(**kwargs):
 
 def _assert_fits(text):
   """One call, which its tool accepts."""
-  (call,) = calls_lib.parse_hermes(text)
+  (call,) = call_formats.HERMES.parse(text)
   assert isinstance(call, calls_lib.ToolCall), (text, call)
   result = asyncio.run(tool_lib.call(TOOLS[call.name], call.arguments))
   assert result.ok, (text, result.text)
@@ -310,16 +310,16 @@ class TestAutomaton:
 class TestMistakes:
   def test_no_tools(self):
     with pytest.raises(ValueError, match='schemas is empty'):
-      call_grammar.tool_calls([], of_tiny().pieces, tiny.VOCAB)
+      automata.tool_calls([], of_tiny().pieces, tiny.VOCAB)
 
   def test_another_models_vocabulary(self):
     with pytest.raises(ValueError, match='do not belong together'):
-      call_grammar.tool_calls([now.schema], of_tiny().pieces, 100)
+      automata.tool_calls([now.schema], of_tiny().pieces, 100)
 
   def test_a_vocabulary_without_the_bytes(self):
     pieces = [b'' if piece == b'{' else piece for piece in of_tiny().pieces]
     with pytest.raises(ValueError, match=r'single bytes.*\{'):
-      call_grammar.tool_calls([now.schema], pieces, tiny.VOCAB)
+      automata.tool_calls([now.schema], pieces, tiny.VOCAB)
 
   @pytest.mark.parametrize(
     'properties', [{'a"b': {'type': 'string'}}, {'a': {'type': 'colour'}}]
@@ -328,4 +328,4 @@ class TestMistakes:
     parameters = {'type': 'object', 'properties': properties}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
     with pytest.raises(ValueError, match='tool f: .*'):
-      call_grammar.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
+      automata.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)

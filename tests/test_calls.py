@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from agent_r1_jax.agent.calls import CallError, ToolCall, parse_hermes
+from agent_r1_jax.agent import call_formats
+from agent_r1_jax.agent.calls import CallError, ToolCall
 
 
 def call(name='search', **arguments):
@@ -13,7 +14,7 @@ def call(name='search', **arguments):
 
 def test_no_call():
   for reply in ('', 'Paris.', '</tool_call>', '<answer>tool_call</answer>', '<tool_call'):
-    assert parse_hermes(reply) == []
+    assert call_formats.HERMES.parse(reply) == []
 
 
 def test_one_call_in_any_spacing():
@@ -25,12 +26,12 @@ def test_one_call_in_any_spacing():
     f'<tool_call>{payload}',
     f'<tool_call>{payload}\n',
   ):
-    assert parse_hermes(reply) == expected
+    assert call_formats.HERMES.parse(reply) == expected
 
 
 def test_parallel_calls_in_order():
   reply = call(query='a') + '\n' + call('calculator', expression='1') + call(query='b')
-  assert [c.arguments for c in parse_hermes(reply)] == [
+  assert [c.arguments for c in call_formats.HERMES.parse(reply)] == [
     {'query': 'a'},
     {'expression': '1'},
     {'query': 'b'},
@@ -53,17 +54,19 @@ def test_parallel_calls_in_order():
 )
 def test_any_text_can_be_an_argument(text):
   reply = call(query=f'a{text}b') + call(query='c')
-  assert parse_hermes(reply) == [
+  assert call_formats.HERMES.parse(reply) == [
     ToolCall('search', {'query': f'a{text}b'}),
     ToolCall('search', {'query': 'c'}),
   ]
 
 
 def test_arguments_may_be_nested_or_left_out():
-  assert parse_hermes(call(x=[1, {'y': None}])) == [
+  assert call_formats.HERMES.parse(call(x=[1, {'y': None}])) == [
     ToolCall('search', {'x': [1, {'y': None}]})
   ]
-  assert parse_hermes('<tool_call>{"name": "now"}</tool_call>') == [ToolCall('now', {})]
+  assert call_formats.HERMES.parse('<tool_call>{"name": "now"}</tool_call>') == [
+    ToolCall('now', {})
+  ]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_arguments_may_be_nested_or_left_out():
 )
 def test_malformed_calls(payload, reason):
   reply = f'so <tool_call>{payload}</tool_call>' + call(query='b')
-  error, after = parse_hermes(reply)
+  error, after = call_formats.HERMES.parse(reply)
   assert isinstance(error, CallError)
   assert error.message.startswith('invalid tool call: ')
   assert reason in error.message
@@ -97,7 +100,7 @@ def test_malformed_calls(payload, reason):
 
 
 def test_a_broken_call_does_not_swallow_the_next():
-  error, good = parse_hermes('<tool_call>{"name": ' + call(query='a'))
+  error, good = call_formats.HERMES.parse('<tool_call>{"name": ' + call(query='a'))
   assert isinstance(error, CallError)
   assert error.text == '{"name": '
   assert good == ToolCall('search', {'query': 'a'})
@@ -121,4 +124,4 @@ def test_a_broken_call_does_not_swallow_the_next():
   ],
 )
 def test_a_closed_thought_is_no_call(reply, queries):
-  assert [c.arguments['query'] for c in parse_hermes(reply)] == queries
+  assert [c.arguments['query'] for c in call_formats.HERMES.parse(reply)] == queries

@@ -18,7 +18,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, context, rewards, threads, workers
+from agent_r1_jax.agent import calls, context, rewards, thread_pool, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import preemption
@@ -59,7 +59,7 @@ def _same(a, b):
 
 @pytest.fixture
 def pool(monkeypatch):
-  made = threads.Pool(threads=4)
+  made = thread_pool.Pool(threads=4)
   monkeypatch.setattr(workers, 'POOL', made)
   return made
 
@@ -684,7 +684,7 @@ def main(workdir, model):
 
   parse = lambda reply: [calls.ToolCall('hangs', {})]
   config = test_train._config(model, steps=2, tasks=3, eval_every=0)
-  workers.POOL = threads.Pool(threads=4)
+  workers.POOL = thread_pool.Pool(threads=4)
   os.environ['AGENT_R1_GRACE_SECONDS'] = '600'  # However slow the machine is.
   make = lambda: Hangs([hangs], lambda task, messages: 1.0, parse=parse)
   test_train._train(config, workdir, make_env=make, evals=None)

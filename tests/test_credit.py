@@ -158,7 +158,7 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
     loss_mask=loss_mask, advantage_mask=advantage_mask
   )
   table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
-  options = {'shape': plain.SHAPE, 'dense': kind == 'shared'}
+  options = {'shape': plain.SHAPE, 'shared_critic': kind == 'shared'}
   batch = _unpacked(
     credit.make_minibatch(table, range(14), algorithm, **options), segments
   )
@@ -374,7 +374,7 @@ _AGGREGATES = [
 def test_minibatch_puts_every_number_at_its_token(members, aggregate):
   algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
   (table, names), shape = _made_up(plain.trajectories()), packing.MicrobatchShape(3, 40)
-  options = {'shape': shape, 'kl_coef': 0.3, 'dense': True}
+  options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
   batches = credit.make_minibatch(table, members, algorithm, **options)
   chosen = [plain.trajectories()[i] for i in members]
   segments = plain.segments_of(chosen)
@@ -418,7 +418,7 @@ def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
   table, _ = plain.credit(ts, algorithm)
   whole = {'members': range(14), 'algorithm': algorithm, 'shape': plain.SHAPE}
   sparse = credit.make_minibatch(table, **whole)
-  dense = credit.make_minibatch(table, **whole, dense=True)
+  dense = credit.make_minibatch(table, **whole, shared_critic=True)
   kept = [i for i in range(14) if i not in (2, 3, 6, 7)]
   few = _unpacked(sparse, plain.segments_of([ts[i] for i in kept]))
   every = _unpacked(dense, plain.segments_of(ts))
@@ -515,7 +515,9 @@ def test_steps_are_the_concatenated_episode(kind):
     flat = {name: column for name, column in flat.items() if column is not None}
     options = {'algorithm': algorithm, 'shape': plain.SHAPE}
     members = range(len(ts))
-    batches = credit.make_minibatch(table, members, **options, kl_coef=0.1, dense=dense)
+    batches = credit.make_minibatch(
+      table, members, **options, kl_coef=0.1, shared_critic=dense
+    )
     learned = [plain.gradient(which.policy, batches, objective)]
     if own:
       batches = credit.make_critic_minibatch(table, members, **options)

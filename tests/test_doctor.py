@@ -123,7 +123,7 @@ def test_what_is_wrong_with_an_environment(make_env, options, name, status, text
   finding = look(make_env, **options)[name]
   assert finding.status == status
   assert re.search(text, finding.text), finding.text
-  assert finding.mend or name == 'environment'
+  assert finding.remedy or name == 'environment'
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_what_does_not_fit(model, monkeypatch):
   config = tiny.run_config(model=str(model), clip_norm=0.0)
   found = examine(config, '/proc/nowhere')
   assert found['configuration'].text.startswith('optimizer.clip_norm is 0.0')
-  assert 'is estimated to take' in found['memory'].text and found['memory'].mend
-  assert found['disk'].mend.startswith('Give another --workdir')
+  assert 'is estimated to take' in found['memory'].text and found['memory'].remedy
+  assert found['disk'].remedy.startswith('Give another --workdir')
   failed = [n for n in ('configuration', 'memory', 'disk') if found[n].status == 'fail']
   assert len(failed) == 3 and doctor.show(list(found.values())) == 1
 
@@ -201,8 +201,7 @@ def test_a_critic_that_is_a_second_head_is_not_written_twice(tmp_path):
   for value_head in (False, True):
     path = directory / 'config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | {'value_head': value_head}))
-    subject = doctor._Subject(config, tmp_path, algorithms.ppo())
-    needed.append(doctor._needed_bytes(subject))
+    needed.append(doctor._needed_bytes(config, algorithms.ppo()))
   model = 4 * memory.count_parameters(tiny.config(layers=1))['all']
   assert needed[0] - model == 2 * (needed[1] - model) > 0
 
@@ -224,9 +223,9 @@ def test_pins_are_those_of_this_python():
 
 def test_a_check_that_hangs_or_raises_is_a_finding(monkeypatch, gate):
   monkeypatch.setattr(doctor, '_SECONDS', 0.1)
-  hung = doctor._within('devices', gate.wait)
+  hung = doctor._run_check('devices', gate.wait)
   assert hung.status == 'fail' and 'no answer within 0.1 seconds' in hung.text
-  assert doctor._within('disk', lambda: 1 / 0).text.startswith('ZeroDivisionError')
+  assert doctor._run_check('disk', lambda: 1 / 0).text.startswith('ZeroDivisionError')
 
 
 def test_the_command(tmp_path):

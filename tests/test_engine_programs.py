@@ -16,12 +16,12 @@ def test_a_decode_in_place_has_no_second_cache():
   shapes = jax.eval_shape(lambda: decoder.empty_cache(config, _B, slots))
   params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
   params = jax.eval_shape(lambda params: decoder.unstack(params, config), params)
-  arguments = active_request.make_decode_arguments({}, _B, (), unused_row=_B)
+  batch = active_request.make_decode_batch({}, _B, (), unused_row=_B)
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
   cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}
   for in_place in (False, True):
     program = programs_lib.decode.lower(
-      params, shapes, *arguments, (), **sizes, in_place=in_place
+      params, shapes, batch, (), **sizes, in_place=in_place
     )
     memory = program.compile().memory_analysis()
     temporaries[in_place] = memory.temp_size_in_bytes / cache

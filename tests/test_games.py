@@ -76,14 +76,14 @@ class TestTextWorld:
 
   def test_a_game_that_hangs_is_ended(self, textworld_game, monkeypatch):
     game = game_process.GameProcess(textworld_game.info['path'])
-    nursery = game_process._nursery.process.pid
-    os.kill(nursery, signal.SIGSTOP)
+    fork_server = game_process._fork_server.process.pid
+    os.kill(fork_server, signal.SIGSTOP)
     try:
       monkeypatch.setattr(game_process, '_START_SECONDS', 0.1)
       with pytest.raises(game_process.GameError, match='no answer within 0.1 seconds'):
         game_process.GameProcess(textworld_game.info['path'])
     finally:
-      os.kill(nursery, signal.SIGCONT)
+      os.kill(fork_server, signal.SIGCONT)
     game.reset()  # It is not disturbed.
     game.close()
     with pytest.raises(game_process.GameError, match='has ended'):

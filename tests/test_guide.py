@@ -14,17 +14,16 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import request as request_lib
 
 _EOS = tiny.chat().tokenizer.eos_token_id
-_read = jax.jit(automaton_lib.AUTOMATA.advance)
-_allow = jax.jit(automaton_lib.AUTOMATA.logits)
+_read = jax.jit(automaton_guide.AUTOMATA.advance)
+_allow = jax.jit(automaton_guide.AUTOMATA.logits)
 
 
 def _automaton(seed, states=6, classes=5, vocab=tiny.VOCAB, forbid=0.3):
@@ -44,10 +43,10 @@ def _states(*taken):
 class TestAutomata:
   def test_masks_and_steps_are_the_tables(self):
     """In rows that use none, one or two automata, in any of their states."""
-    pool, (one, two) = automaton_lib.AutomatonPool(tiny.VOCAB), map(_automaton, (1, 2))
+    pool, (one, two) = automaton_guide.AutomatonPool(tiny.VOCAB), map(_automaton, (1, 2))
     rows = [(), (one,), (two,), (one, two), (two, one)]
     state = _states(*(pool.acquire(row) for row in rows))
-    tables = automaton_lib.make_tables(pool.entries)
+    tables = automaton_guide.make_tables(pool.entries)
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(len(rows), tiny.VOCAB)), jnp.float32)
     for _ in range(30):
@@ -72,9 +71,9 @@ class TestAutomata:
 
   @pytest.mark.parametrize('vocab', [31, 32, 33, 300])
   def test_vocabularies_of_any_size(self, vocab):
-    pool, one = automaton_lib.AutomatonPool(vocab), _automaton(3, vocab=vocab)
+    pool, one = automaton_guide.AutomatonPool(vocab), _automaton(3, vocab=vocab)
     rows = [pool.acquire([]), pool.acquire([one])]
-    tables, logits = automaton_lib.make_tables(pool.entries), jnp.zeros((2, vocab))
+    tables, logits = automaton_guide.make_tables(pool.entries), jnp.zeros((2, vocab))
     masked = _allow(tables, _states(*rows), logits, logits)
     free, guided = np.isfinite(masked)
     assert free.all()
@@ -83,7 +82,7 @@ class TestAutomata:
 
 class TestPool:
   def test_an_automaton_that_is_there_is_shared(self):
-    pool, one = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(1)
+    pool, one = automaton_guide.AutomatonPool(tiny.VOCAB), _automaton(1)
     first = pool.acquire([one])
     entries = pool.entries
     second = pool.acquire([one])
@@ -91,7 +90,7 @@ class TestPool:
     np.testing.assert_array_equal(first['automaton'], second['automaton'])
 
   def test_numbers_are_used_again_and_double_where_all_are_used(self):
-    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     for seed in range(20):
       pool.release(pool.acquire([_automaton(seed)]))
     assert len(pool.entries) == 4
@@ -101,36 +100,36 @@ class TestPool:
     assert len(set(numbers)) == 4 and 0 not in numbers
 
   def test_an_automaton_that_is_used_keeps_its_number(self):
-    pool, used = automaton_lib.AutomatonPool(tiny.VOCAB), _automaton(99)
+    pool, used = automaton_guide.AutomatonPool(tiny.VOCAB), _automaton(99)
     number = int(pool.acquire([used])['automaton'][0])
     pool.release(pool.acquire([used]))  # One request still uses it.
     for seed in range(10):
       pool.release(pool.acquire([_automaton(seed), _automaton(seed + 50)]))
     assert pool.entries[number].automaton is used
-    tables = automaton_lib.make_tables(pool.entries)
+    tables = automaton_guide.make_tables(pool.entries)
     np.testing.assert_array_equal(tables.classes[number], used.classes)
     np.testing.assert_array_equal(tables.table[number, :6, :5], used.table)
 
   def test_sizes_of_tables_only_grow(self):
     """So that the programs for a large grammar are there when it comes again."""
-    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     pool.release(pool.acquire([_automaton(0, states=100, classes=70)]))
-    large = automaton_lib.make_tables(pool.entries)
+    large = automaton_guide.make_tables(pool.entries)
     for seed in range(6):
       pool.release(pool.acquire([_automaton(seed)]))
-    small = automaton_lib.make_tables(pool.entries)
-    tables = automaton_lib.make_tables(pool.entries, large)
+    small = automaton_guide.make_tables(pool.entries)
+    tables = automaton_guide.make_tables(pool.entries, large)
     for before, alone, now in zip(large, small, tables, strict=True):
       assert before.shape == now.shape and alone.size <= now.size
     assert small.table.size < tables.table.size
 
   def test_too_many_for_one_row(self):
-    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='3 automata guide one request; it can have 2'):
       pool.acquire([_automaton(0)] * 3)
 
   def test_another_policys_automaton_is_refused(self):
-    pool = automaton_lib.AutomatonPool(tiny.VOCAB)
+    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='vocab_size=300'):
       pool.acquire([_automaton(0, vocab=301)])
 
@@ -270,14 +269,14 @@ def test_only_guides_that_change_logits_cost_their_pass():
   never = lambda params, state, tokens: (state, jnp.zeros(tokens.shape, bool))
   ends = guide_lib.Guide(off=np.int32(0), advance=never)
   changes = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, hidden: x)
-  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION, ends, changes)
+  guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION, ends, changes)
   used = {'guides': {ends: np.int32(1), changes: np.int32(2)}}
   request = clients.request(clients.tokens(0, 3), sampling=config_lib.Sampling(), **used)
   text = request_lib.Text(None, request.tokens)
   generation = request_lib.Generation(request, text, 0, lambda: None)
-  active = active_request.ActiveRequest(generation, guides, automaton_lib.AUTOMATA.off)
-  assert active.guided.tolist() == [False, False, False, True]
-  assert active.states[2:] == [1, 2]
+  active = active_request.ActiveRequest(generation, guides, automaton_guide.AUTOMATA.off)
+  assert active.guide_mask.tolist() == [False, False, False, True]
+  assert active.guide_states[2:] == [1, 2]
 
 
 _PLAIN = config_lib.Sampling()
@@ -335,7 +334,7 @@ class TestGrammar:
     for _, replies in played:
       for reply in replies:
         assert tokens.walk(reply) >= 0
-        calls = calls_lib.parse_hermes(tokens.text(tokens.completed(reply)))
+        calls = call_formats.HERMES.parse(tokens.text(tokens.completed(reply)))
         assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
         for call in calls:
           called = tool_lib.call(grammars.TOOLS[call.name], call.arguments)

@@ -64,7 +64,7 @@ def _table():
 def _batches(members=range(14), *, row_tokens=32, rows=2):
   shape = packing.MicrobatchShape(rows, row_tokens)
   return credit.make_minibatch(
-    _table(), members, _PPO, shape=shape, kl_coef=0.1, dense=True
+    _table(), members, _PPO, shape=shape, kl_coef=0.1, shared_critic=True
   )
 
 

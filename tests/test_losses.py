@@ -292,7 +292,7 @@ def test_gspo_does_not_depend_on_the_layout():
     edges = np.cumsum(where.lengths)[:-1]
     columns = (where.extract(np.asarray(y)) for y in run(new, batch))
     parts = [np.split(column, edges) for column in columns]
-    shared = len(order) - len({row for row, _ in where.places})
+    shared = len(order) - len({row for row, _ in where.starts})
     return shared, {i: [p[n] for p in parts] for n, i in enumerate(order)}
 
   for order, row_tokens, row_multiple, sharing in (

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from agent_r1_jax.agent import calls, chat, tokenizer
+from agent_r1_jax.agent import call_formats, calls, chat, tokenizer
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_lib
 from experiments.miniwiki import demos
@@ -218,11 +218,13 @@ def test_demonstrations(examples):
     replies = [m['content'] for m in e.messages if m['role'] == 'assistant']
     assert e.messages[0]['role'] == 'user' and e.messages[-1]['role'] == 'assistant'
     assert not any(
-      isinstance(c, calls.CallError) for r in replies for c in calls.parse_hermes(r)
+      isinstance(c, calls.CallError)
+      for r in replies
+      for c in call_formats.HERMES.parse(r)
     )
-    assert bool(calls.parse_hermes(replies[-1])) is False
+    assert bool(call_formats.HERMES.parse(replies[-1])) is False
     for reply in replies[:-1]:
-      [call] = calls.parse_hermes(reply)
+      [call] = call_formats.HERMES.parse(reply)
       assert call.name == 'search' and call.arguments['query'].startswith(' ')
     if e.task is not None:
       kind = e.kind, e.task.info['kind'], e.task.info['hops']

@@ -38,7 +38,7 @@ def test_every_token_has_a_place_of_its_own(lengths, multiple):
   where = packing.plan_layout(lengths, row_tokens=32, row_multiple=multiple)
   assert where.rows % multiple == 0 and where.rows > 0
   used = np.zeros((where.rows, 32), int)
-  for n, (row, offset) in zip(lengths, where.places, strict=True):
+  for n, (row, offset) in zip(lengths, where.starts, strict=True):
     assert 0 <= offset and offset + n <= 32
     used[row, offset : offset + n] += 1
   assert used.max(initial=0) <= 1 and used.sum() == sum(lengths)
@@ -51,7 +51,7 @@ def test_every_token_has_a_place_of_its_own(lengths, multiple):
 
 def test_layout_is_first_fit_decreasing():
   where = packing.plan_layout([3, 10, 6, 7, 2], row_tokens=10)
-  assert where.places == ((1, 7), (0, 0), (2, 0), (1, 0), (2, 6))
+  assert where.starts == ((1, 7), (0, 0), (2, 0), (1, 0), (2, 6))
   assert (where.rows, where.row_tokens, where.lengths) == (3, 10, (3, 10, 6, 7, 2))
 
 
@@ -69,7 +69,7 @@ def test_extract_is_the_inverse_of_place(lengths, multiple):
   np.testing.assert_allclose(packed.sum(), column.sum(), atol=1e-9)
   np.testing.assert_array_equal(where.extract(packed), column)
   ends = np.cumsum(lengths, dtype=int)
-  for n, end, (row, offset) in zip(lengths, ends, where.places, strict=True):
+  for n, end, (row, offset) in zip(lengths, ends, where.starts, strict=True):
     np.testing.assert_array_equal(packed[row, offset : offset + n], column[end - n : end])
 
 

@@ -151,8 +151,9 @@ class TestFitting:
 
   def test_evaluations_keep_their_tasks(self):
     short, long = _tasks('x', 'one two three ' * 100)
+    config = tiny.run_config(slots=128, long_prompts='skip')
     look = lambda tasks, evals: preflight.check_prompts(
-      tiny.chat(), _env(), tasks, evals, slots=128, long_prompts='skip'
+      tiny.chat(), _env(), tasks, evals, config
     )
     assert look([short], {'dev': [short]}) == ([short], [])
     kept, (first, second) = look([short, long], {'dev': [short, long]})
@@ -242,5 +243,5 @@ class TestOpenEnvironment:
     limits = config_lib.Limits(close_seconds=60 if error else 0.1)
     with preflight.open_environment(lambda: env, limits):
       pass
-    expected = type(error).__name__ if error else 'within 0.1 seconds .limits.close_sec'
+    expected = type(error).__name__ if error else 'within 0.1 seconds .close_seconds'
     assert re.search(f'close failed: .*{expected}', caplog.text)

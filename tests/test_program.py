@@ -277,7 +277,7 @@ _SLEEP = program.process(['sleep', '600'])
     (_SLEEP, {'episode_seconds': 0.5}, 'error', 'episode_seconds', 0, 0.0),
     (_script(), {}, 'done', None, 1, 2.5),
     (_script('sys.exit(4)'), {}, 'error', 'ended with status 4', 1, 0.0),
-    (_script('sys.exit(4)', read=program.read_status), {}, 'done', None, 1, 0.0),
+    (_script('sys.exit(4)', read=lambda *_: 0.5), {}, 'done', None, 1, 0.5),
     (program.process(['/nowhere']), {}, 'error', 'FileNotFoundError', 0, 0.0),
   ],
 )  # fmt: skip

@@ -238,7 +238,7 @@ class TestFindSources:
 
   def test_no_more_copies_than_there_is_room_for(self):
     rows, placed = self._placed(*(_text((0, 30)) for _ in range(4)))
-    placed[0].cached, placed[0].begun = 29, True
+    placed[0].cached, placed[0].prefill_started = 29, True
     copies, waiting = rows.find_sources(placed[1:], 2)
     assert [row for _, row in copies] == placed[1:3] and waiting == {placed[3]}
 
@@ -261,7 +261,11 @@ class TestFindSources:
     rows, placed = self._placed(
       _text((0, 20)), _text((0, 20), (1, 20)), _text((0, 20), (1, 20), (2, 5))
     )
-    placed[0].cached, placed[0].begun, placed[1].begun = 19, True, True
+    placed[0].cached, placed[0].prefill_started, placed[1].prefill_started = (
+      19,
+      True,
+      True,
+    )
     assert rows.find_sources(placed[1:], 4) == ([], {placed[2]})
     placed[1].cached = 39
     ((source, row),), waiting = rows.find_sources(placed[2:], 4)

@@ -12,7 +12,7 @@ import types
 import pytest
 import test_retrieval_client as retrieval_client
 
-from agent_r1_jax.agent import batching, threads
+from agent_r1_jax.agent import batching, thread_pool
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.retrieval import client
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -124,7 +124,7 @@ async def test_after_a_search_that_hung_the_next_is_served():
 
   echo.search = hang_once
   tool = search.search_tool(echo, k=1, timeout=1.0)
-  threads.abandoned_calls.set(tally := collections.Counter())
+  thread_pool.abandoned_calls.set(tally := collections.Counter())
   first = asyncio.create_task(_call(tool, 'first'))
   await asyncio.to_thread(hung.wait, 60)
   waiting = asyncio.create_task(tool.fn('waits'))

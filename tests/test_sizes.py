@@ -18,8 +18,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields as fields_lib
 from agent_r1_jax import types
 from agent_r1_jax.checks import memory, sizes
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import runtime
@@ -435,9 +434,9 @@ class TestEstimate:
     )
     params = jax.eval_shape(lambda p: decoder.unstack(p, shape), _parameters(shape))
     cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
-    guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
-    tables = automaton_lib.make_tables(
-      automaton_lib.AutomatonPool(shape.vocab_size).entries
+    guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
+    tables = automaton_guide.make_tables(
+      automaton_guide.AutomatonPool(shape.vocab_size).entries
     )
     ints: Any = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
     options = {'config': shape, 'bucket': S}
@@ -445,7 +444,7 @@ class TestEstimate:
       programs_lib.decode.lower(
         params,
         cache,
-        *active_request.make_decode_arguments({}, R, guides, unused_row=R),
+        active_request.make_decode_batch({}, R, guides, unused_row=R),
         (tables, None),
         guides=guides,
         steps=8,

@@ -11,7 +11,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.agent import thread_pool, workers
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.tool import Tool, tool
 
@@ -295,7 +295,7 @@ async def test_a_late_answer_is_dropped(monkeypatch):
   problems = []
   loop = asyncio.get_running_loop()
   loop.set_exception_handler(lambda loop, context: problems.append(context))
-  pool, gate = threads.Pool(), threading.Event()
+  pool, gate = thread_pool.Pool(), threading.Event()
   monkeypatch.setattr(workers, 'POOL', pool)
   result = await tool_lib.call(bare(gate.wait, timeout=0.02), {})
   gate.set()
@@ -347,7 +347,7 @@ async def test_no_more_threads_is_text(monkeypatch):
   def fail(thread):
     raise RuntimeError("can't start new thread")
 
-  monkeypatch.setattr(workers, 'POOL', threads.Pool())  # without idle threads
+  monkeypatch.setattr(workers, 'POOL', thread_pool.Pool())  # without idle threads
   monkeypatch.setattr(threading.Thread, 'start', fail)
   result = await tool_lib.call(bare(lambda: 'x'), {})
   assert (result.ok, "can't start new thread" in result.text) == (False, True)
@@ -492,7 +492,7 @@ async def test_calls_that_say_nothing_about_the_tool_do_not_change_its_isolation
   async def call(**arguments):
     return await tool_lib.call(gone, arguments)
 
-  tool_lib._breaker('gone', gone.fn.__code__)._clock = lambda: now[0]
+  tool_lib._get_breaker('gone', gone.fn.__code__)._clock = lambda: now[0]
   for number in range(20):
     if number % 3 == 0:
       assert 'unknown argument' in (await call(page=1)).text

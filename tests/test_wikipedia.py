@@ -16,7 +16,7 @@ import pytest
 import script as script_lib
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
@@ -249,7 +249,7 @@ def test_conversations_search_read_and_answer(maker):
     *['assistant', 'tool'] * 2,
     'assistant',
   ]
-  (call,) = calls.parse_hermes(messages[3]['content'])
+  (call,) = call_formats.HERMES.parse(messages[3]['content'])
   assert call.arguments == {'query': ' Adam Berg'}
   assert messages[3]['content'].startswith('director: Adam Berg.\n')
   assert 'directed by Adam Berg' in messages[2]['content']
@@ -318,7 +318,7 @@ def test_a_demonstration_follows_the_names_to_the_answer(row, queries):
   assert messages is not None
   assert messages[:1] == task.messages and qa.paper_reward(task, messages) == 1.0
   said = [m['content'] for m in messages if m['role'] == 'assistant']
-  found = [calls.parse_hermes(text)[0] for text in said[:-1]]
+  found = [call_formats.HERMES.parse(text)[0] for text in said[:-1]]
   assert [call.arguments['query'] for call in found] == queries
   elsewhere = _task('Who directed it?', 'Adam Berg', ['The Red Door'], 'bridge')
   assert demos.demonstrate(elsewhere, by_title, lambda query: [], str) is None

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import os
 import pathlib
@@ -16,13 +17,13 @@ import types
 import late
 import pytest
 
-from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.agent import thread_pool, workers
 
 
 @pytest.fixture
 def pool(monkeypatch):
   """A small one for the test alone; what hangs in it is let go at the end."""
-  made = threads.Pool(threads=3, max_abandoned=6)
+  made = thread_pool.Pool(threads=3, max_abandoned=6)
   monkeypatch.setattr(workers, 'POOL', made)
   return made
 
@@ -67,7 +68,7 @@ class TestPool:
   async def test_what_hangs_frees_its_place_and_is_counted_until_it_comes_back(
     self, pool, gate, hang
   ):
-    threads.abandoned_calls.set(tally := collections.Counter())
+    thread_pool.abandoned_calls.set(tally := collections.Counter())
     for number in range(5):
       with pytest.raises(
         workers.CallTimeoutError, match=r'^hang gave no answer within 2\.5 s'
@@ -85,7 +86,7 @@ class TestPool:
       with pytest.raises(workers.CallTimeoutError):
         await workers.call(hang, name='fetch', seconds=60)
     with pytest.raises(
-      threads.PoolFullError, match=r'6 calls hang \(fetch: 6\); no further'
+      thread_pool.PoolFullError, match=r'6 calls hang \(fetch: 6\); no further'
     ):
       await workers.call(lambda: 'served')
     gate.set()
@@ -147,7 +148,7 @@ class TestPool:
     now = lambda: time_of() + ahead
     time_of, clock = time.monotonic, types.SimpleNamespace(monotonic=lambda: now())
     monkeypatch.setattr(workers, 'time', clock)
-    monkeypatch.setattr(threads, 'time', clock)
+    monkeypatch.setattr(thread_pool, 'time', clock)
     late = [asyncio.ensure_future(call(fn, name='late', seconds=600)) for _ in range(3)]
     await until(lambda: pool.busy == 3)
     ahead = 601.0  # The pool sees it at the next call, the timers of the callers do not.
@@ -159,9 +160,9 @@ class TestPool:
         await asyncio.wait_for(task, 60)
 
   async def test_the_context_goes_with_the_call(self, pool):
-    threads.abandoned_calls.set(tally := collections.Counter())
-    assert await workers.call(threads.abandoned_calls.get) is tally
-    assert await workers.call_on_user_loop(threads.abandoned_calls.get) is tally
+    thread_pool.abandoned_calls.set(tally := collections.Counter())
+    assert await workers.call(thread_pool.abandoned_calls.get) is tally
+    assert await workers.call_on_user_loop(thread_pool.abandoned_calls.get) is tally
 
 
 class _Mute(Exception):
@@ -250,24 +251,46 @@ class TestRaising:
 
 
 class TestCoroutines:
-  async def test_one_that_swallows_its_cancellation_is_abandoned(self, no_clock, gate):
-    async def stubborn():
-      late.hang()
-      while not gate.is_set():
-        try:
-          await asyncio.sleep(60)
-        except asyncio.CancelledError:
-          pass
+  @pytest.mark.parametrize('name', ['call', 'call_on_user_loop'])
+  @pytest.mark.parametrize('reason', ['late', 'cancelled'])
+  async def test_one_that_swallows_its_cancellation_is_counted_until_it_ends(
+    self, no_clock, pool, name, reason
+  ):
+    begun, may_end, call = [], threading.Event(), getattr(workers, name)
 
-    threads.abandoned_calls.set(tally := collections.Counter())
-    with pytest.raises(workers.CallTimeoutError, match='stubborn gave no answer within'):
-      await workers.call(stubborn, seconds=60)
-    assert tally == {'stubborn': 1}
-    with pytest.raises(
-      workers.CallTimeoutError, match=r'within 60 seconds \(step_seconds\)$'
-    ):
-      await workers.call_on_user_loop(stubborn, seconds=60, field='step_seconds')
-    gate.set()
+    async def stubborn(outer=None):
+      begun.append(outer or late.this_call())
+      while not may_end.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+          await asyncio.sleep(0.01)
+
+    async def obedient():
+      await workers.call(stubborn, late.this_call())
+
+    thread_pool.abandoned_calls.set(tally := collections.Counter())
+    limits = {'seconds': 60, 'field': 'step_seconds'}
+    calls = [asyncio.ensure_future(call(fn, **limits)) for fn in [stubborn, obedient] * 3]
+    await until(lambda: len(begun) == 6)
+    for task, started in zip(calls, begun, strict=True):
+      _ = started.strike() if reason == 'late' else task.cancel()
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    if reason == 'late':
+      texts = {
+        f'{fn} gave no answer within 60 seconds (step_seconds)'
+        for fn in ('stubborn', 'obedient')
+      }
+      assert set(map(str, errors)) == texts
+    else:
+      assert {type(error) for error in errors} == {asyncio.CancelledError}
+    assert tally == pool.abandoned == {'stubborn': 6}
+    for fn in (obedient, lambda: 'served'):
+      with pytest.raises(
+        thread_pool.PoolFullError, match=r'6 calls hang \(stubborn: 6\)'
+      ):
+        await call(fn)
+    may_end.set()
+    await until(lambda: not pool.abandoned)
+    assert await call(lambda: 'served') == 'served'
 
   async def test_their_to_thread_is_the_pool(self, pool, hang):
     """As many that hang there as it has threads hold nobody up."""
@@ -278,7 +301,7 @@ class TestCoroutines:
     async def works():
       return await asyncio.to_thread(lambda: threading.current_thread().name)
 
-    threads.abandoned_calls.set(tally := collections.Counter())
+    thread_pool.abandoned_calls.set(tally := collections.Counter())
     for _ in range(5):
       with pytest.raises(workers.CallTimeoutError):
         await workers.call_on_user_loop(hang_in_thread, name='fetch', seconds=60)
@@ -295,7 +318,7 @@ class TestCoroutines:
       with pytest.raises(workers.CallTimeoutError):
         await workers.call_on_user_loop(hang_shielded, seconds=60)
     later = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
-    monkeypatch.setattr(threads, 'time', later)
+    monkeypatch.setattr(thread_pool, 'time', later)
     assert await workers.call(lambda: 'served') == 'served'
     assert sum(pool.abandoned.values()) >= 1
 
@@ -394,7 +417,7 @@ class TestCoroutines:
 
 _EXIT = """
   import asyncio, os, threading
-  from agent_r1_jax.agent import threads, workers
+  from agent_r1_jax.agent import thread_pool, workers
 
   def hang():
     threading.Event().wait()

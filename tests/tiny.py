@@ -52,7 +52,8 @@ def full_name(name: str) -> str:
   """The dotted name of a field of a run's configuration."""
   ambiguous = {'model': 'model.path', 'optimizer': 'optimizer.kind'}
   ambiguous |= {'checkpoint_every': 'checkpoint.every'}
-  return ambiguous.get(name) or fields.locate(config_lib.Config, name) or name
+  known = {full.split('.')[-1]: full for full in [*fields.names(config_lib.Config)][::-1]}
+  return ambiguous.get(name) or known.get(name, name)
 
 
 def config(family: str = 'llama', layers: int = 2) -> decoder.DecoderConfig:

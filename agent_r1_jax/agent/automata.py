@@ -1,6 +1,6 @@
-"""Makes automata over tokens of stop strings, regular expressions and JSON schemas.
+"""Makes automata over tokens: stop strings, regular expressions, schemas, tool calls.
 
-The engine runs them in its jitted loop (engine/guide.py).
+The engine runs them in its jitted loop (engine/automaton_guide.py).
 
 Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
 """
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import types
+
+_CALL_OPENING = '<tool_call>'
 
 
 def stop(
@@ -86,13 +88,13 @@ def regex(
   order[[0, start]] = [start, 0]
   goto, finals = order[goto[order]], {int(order[state]) for state in finals}
   forbidden = len(goto) - 1
-  held = lift_to_tokens(goto, np.full(len(goto), forbidden), token_bytes, vocab_size)
+  lifted = lift_to_tokens(goto, np.full(len(goto), forbidden), token_bytes, vocab_size)
   # Stop ids become a further class of tokens, and lead to a further state.
-  column = np.full((len(held.table), 1), -1)
-  column[sorted(finals)] = len(held.table)
-  table = np.concatenate([held.table, column], axis=1)
-  table = np.concatenate([table, np.full((1, table.shape[1]), len(held.table))])
-  classes = held.classes.copy()
+  column = np.full((len(lifted.table), 1), -1)
+  column[sorted(finals)] = len(lifted.table)
+  table = np.concatenate([lifted.table, column], axis=1)
+  table = np.concatenate([table, np.full((1, table.shape[1]), len(lifted.table))])
+  classes = lifted.classes.copy()
   classes[list(stop_ids)] = table.shape[1] - 1
   return types.Automaton(classes, table, np.arange(len(table)) == len(table) - 1)
 
@@ -110,6 +112,148 @@ def json_schema(
   return regex(pattern, stop_ids, token_bytes, vocab_size)
 
 
+def tool_calls(
+  schemas: Sequence[Mapping[str, Any]],
+  token_bytes: Sequence[bytes],
+  vocab_size: int,
+  *,
+  required: bool = False,
+) -> types.Automaton:
+  r"""Constrains the tool calls of a reply to Hermes format and to their schemas.
+
+  Text is free until '<tool_call>' is complete, however it is split into tokens. Then
+  follows '\n{"name": ..., "arguments": {...}}\n</tool_call>', spaced as json.dumps does,
+  with the arguments in the schema's order. Text is free again after it. Control tokens,
+  which include stop tokens, are forbidden in a call.
+
+  A call fulfils what agent/tool.py checks. An argument whose schema allows any value is a
+  scalar, or a list or an object of scalars. The library enforces bounds on the lengths of
+  strings and arrays, and no others.
+
+  Args:
+    schemas: The tools' schemas, in the OpenAI form.
+    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
+    vocab_size: Tokens of the model (V); those beyond the tokenizer's count as control
+      tokens.
+    required: The reply must begin with a call.
+
+  Raises:
+    ValueError: There are no tools, a schema has no grammar, or the vocabulary lacks
+      single bytes.
+  """
+  if not schemas:
+    raise ValueError('schemas is empty: give at least one tool, or no grammar.')
+  call = f'{_CALL_OPENING}\n({_match_calls(schemas)})\n</tool_call>'
+  goto, begin, (end,) = compile_regex(call)
+  goto, silent = _add_free_text(goto, begin, end, _CALL_OPENING.encode(), required)
+  return lift_to_tokens(goto, silent, token_bytes, vocab_size)
+
+
+# Takes the place of the library's optional blanks; no schema contains it.
+_BLANK = '\ue000'
+_SCALARS = [{'type': name} for name in ('string', 'number', 'boolean', 'null')]
+_ANY = {
+  'anyOf': [
+    *_SCALARS,
+    {'type': 'array', 'items': {'anyOf': _SCALARS}},
+    {'type': 'object', 'additionalProperties': {'anyOf': _SCALARS}},
+  ]
+}
+
+
+def _match_calls(schemas: Sequence[Mapping[str, Any]]) -> str:
+  """Returns a regular expression for the JSON of a call of any of the tools."""
+  from outlines_core import json_schema
+
+  patterns = []
+  for schema in schemas:
+    function = schema['function']
+    parameters = {'type': 'object', 'properties': {}, **function.get('parameters', {})}
+    try:
+      properties = {
+        'name': {'const': function['name']},
+        'arguments': _rewrite_schema(parameters),
+      }
+      call = {'type': 'object', 'properties': properties, 'required': [*properties]}
+      pattern = json_schema.build_regex_from_schema(json.dumps(call), _BLANK)
+    except Exception as error:  # The library raises various types.
+      raise ValueError(
+        f'tool {function["name"]}: its parameters have no grammar ({error}); simplify '
+        'them or play without a grammar.'
+      ) from error
+    # As json.dumps writes: one blank after a colon or a comma, none elsewhere.
+    pattern = pattern.replace(f'{_BLANK}:{_BLANK}', ': ')
+    patterns.append(pattern.replace(f',{_BLANK}', ', ').replace(_BLANK, ''))
+  return '|'.join(patterns)
+
+
+def _rewrite_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+  """Rewrites a schema as the library needs it, with _ANY where it allows any value."""
+  schema = dict(schema)
+  if schema.pop('nullable', False):
+    return {'anyOf': [_rewrite_schema(schema), {'type': 'null'}]}
+  if options := schema.get('anyOf'):
+    return {'anyOf': [_rewrite_schema(option) for option in options]}
+  if 'enum' in schema:
+    return {'enum': schema['enum']}
+  names = schema.get('type')
+  if isinstance(names, list):
+    return {'anyOf': [_rewrite_schema({**schema, 'type': name}) for name in names]}
+  if names == 'array':
+    schema['items'] = _rewrite_schema(schema['items']) if schema.get('items') else _ANY
+  if names == 'object' and 'properties' in schema:
+    not_ascii = [key for key in schema['properties'] if json.dumps(key) != f'"{key}"']
+    if not_ascii:
+      raise ValueError(
+        f'argument {not_ascii[0]!r}: a name in a grammar is of plain ASCII.'
+      )
+    properties = {
+      key: _rewrite_schema(value) for key, value in schema['properties'].items()
+    }
+    schema = {**schema, 'properties': properties}
+  elif names == 'object':
+    other = schema.get('additionalProperties')
+    schema['additionalProperties'] = (
+      _rewrite_schema(other) if isinstance(other, dict) else _ANY
+    )
+  constrained = set(schema) - {'description', 'title', 'default', 'examples'}
+  return schema if constrained else _ANY
+
+
+def _add_free_text(
+  call: np.ndarray, begin: int, end: int, opening: bytes, required: bool
+) -> tuple[np.ndarray, np.ndarray]:
+  """Adds free text around the automaton of a call.
+
+  Returns:
+    The automaton, int32 [Q + 1, 256], which begins in state 0 and whose last state is the
+    forbidden one; and for each state, the state that a control token leads to.
+  """
+  opened = begin
+  for byte in opening:
+    opened = call[opened, byte]
+  text = build_string_search([opening])
+  text_states = len(text) - 1
+  forbidden = text_states + len(call) - 1
+  # After a call, the text is free again, and no part of `opening` has been read.
+  moved = np.where(np.arange(len(call)) == end, 0, np.arange(len(call)) + text_states)
+  goto = np.concatenate(
+    [np.where(text == text_states, moved[opened], text)[:-1], moved[call]]
+  )
+  silent = np.where(np.arange(len(goto)) < text_states, 0, forbidden)
+  # Keep the states that can be reached from the start, in that order.
+  order = [int(moved[begin]) if required else 0]
+  numbered = {*order, forbidden}
+  for state in order:
+    successors = sorted({*goto[state].tolist(), int(silent[state])} - numbered)
+    order += successors
+    numbered |= {*successors}
+  order.append(forbidden)
+  number = np.zeros(len(goto), np.int32)
+  number[order] = np.arange(len(order))
+  return number[goto[order]], number[silent[order]]
+
+
 def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   """Makes the Aho-Corasick automaton of the strings over bytes, int32 [Q, 256].
 
@@ -118,8 +262,8 @@ def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   """
   prefixes = sorted({s[:i] for s in strings for i in range(len(s))}, key=len)
   number = {prefix: i for i, prefix in enumerate(prefixes)}
-  found = len(prefixes)
-  goto = np.full((found + 1, 256), found, np.int32)
+  complete = len(prefixes)
+  goto = np.full((complete + 1, 256), complete, np.int32)
   for prefix, i in number.items():
     for byte in range(256):
       text = prefix + bytes([byte])

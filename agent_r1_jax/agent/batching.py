@@ -81,13 +81,13 @@ class Batcher:
 
   def _ask(self, turn: object, questions: list) -> Any:
     try:
-      found = self._function(questions)
+      answers = self._function(questions)
     finally:
       with self._lock:
         if self._turn and self._turn[0] is turn:
           self._turn = None
-    if len(found) != len(questions):
+    if len(answers) != len(questions):
       raise ValueError(
-        f'{self._name} gave {len(found)} answers to {len(questions)} questions'
+        f'{self._name} gave {len(answers)} answers to {len(questions)} questions'
       )
-    return found
+    return answers

@@ -23,7 +23,7 @@ def check_url(url: str) -> str:
   return url.rstrip('/')
 
 
-def post(client: Any, url: str, fields: Any, *, seconds: float, most: int) -> Answer:
+def post(client: Any, url: str, fields: Any, *, seconds: float, max_bytes: int) -> Answer:
   """Posts JSON; returns status, headers and body.
 
   Args:
@@ -31,7 +31,7 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, most: int) -> An
     url: The address.
     fields: What is sent.
     seconds: The time until the whole answer is there.
-    most: The most bytes of the body.
+    max_bytes: The most bytes of the body.
 
   Raises:
     TimeoutError: It took longer.
@@ -51,8 +51,8 @@ def post(client: Any, url: str, fields: Any, *, seconds: float, most: int) -> An
     with client.stream('POST', url, **request) as response:
       for piece in response.iter_bytes():
         body += piece
-        if len(body) > most:
-          raise TooLongError(f'sent more than {most} bytes')
+        if len(body) > max_bytes:
+          raise TooLongError(f'sent more than {max_bytes} bytes')
         if time.monotonic() > end:  # httpx2 bounds each read, and not their sum.
           raise httpx2.ReadTimeout('the answer came too slowly')
       return response.status_code, response.headers, bytes(body)

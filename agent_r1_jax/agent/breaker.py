@@ -22,7 +22,7 @@ class Breaker:
       pause: Seconds until a call is let through again.
       clock: Returns the time in seconds; time.monotonic by default.
     """
-    self._most, self._pause = failures, pause
+    self._max_failures, self._pause = failures, pause
     self._clock = clock or (lambda: time.monotonic())
     self._failures, self._until = 0, 0.0
     self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Breaker:
     """Returns the seconds that a call must wait; 0 lets it through."""
     with self._lock:
       now = self._clock()
-      if self._failures < self._most:
+      if self._failures < self._max_failures:
         return 0.0
       if now < self._until:
         return self._until - now

@@ -1,10 +1,11 @@
-"""Formats of tool calls: those that are not JSON, a table of all, and their detection.
+"""The formats of tool calls, a table of them, and their detection in a template.
 
 In a format with tags, a call ends with its end tag, at which sampling stops; so it
 cannot contain that tag.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import contextvars
 import json
 import re
 from typing import Any
@@ -12,6 +13,100 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent.calls import CallFormat, Schemas, ToolCall
+
+_DECODER = json.JSONDecoder()
+
+
+def _read_json(
+  tag: re.Match[str],
+  keys: Sequence[str],
+  schemas: Schemas,
+  close: re.Pattern[str],
+  stop: re.Pattern[str],
+  end_tag: str = '',
+) -> tuple[calls.Call, int]:
+  """Reads the call that begins with a match; also returns where the call ends.
+
+  Args:
+    tag: The match, after which or with whose brace the JSON begins.
+    keys: Names that the arguments may have; the first is the right one.
+    schemas: As in `Parse`.
+    close: What must follow the JSON.
+    stop: Where a malformed call ends at the latest.
+    end_tag: What errors call the text that `close` matches.
+  """
+  reply, start = tag.string, tag.end() - (tag[0] == '{')
+  try:
+    value, end = _DECODER.raw_decode(reply, start)
+    closed = close.match(reply, end)
+    if not closed:
+      raise ValueError(f'expected {end_tag} after the JSON object')
+    if not isinstance(value, dict):
+      raise ValueError(f'expected a JSON object with "name" and "{keys[0]}"')
+    name = value.get('name')
+    if not isinstance(name, str) or not name:
+      raise ValueError('"name" must be the name of a tool')
+    key = next((key for key in keys if key in value), keys[0])
+    arguments = calls.to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
+    return ToolCall(name, arguments), closed.end()
+  except (ValueError, RecursionError) as error:
+    stopped = stop.search(reply, tag.end())
+    end = stopped.start() if stopped else len(reply)
+    return calls.make_error(error, reply[start:end]), end
+
+
+_HERMES = re.compile(calls.THINK + r'<tool_call>\s*')
+_HERMES_CLOSE = re.compile(r'\s*(?:</tool_call>|\Z)')
+_HERMES_STOP = re.compile(r'</?tool_call>|</think>')
+
+
+def _parse_hermes(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
+  tag may be missing at the end of the reply.
+  """
+  keys, end_tag = ('arguments',), '</tool_call>'
+  return calls.scan(
+    reply,
+    _HERMES,
+    lambda tag: _read_json(tag, keys, schemas, _HERMES_CLOSE, _HERMES_STOP, end_tag),
+  )
+
+
+def _render_hermes(call: ToolCall) -> str:
+  value = {'name': call.name, 'arguments': call.arguments}
+  return f'<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>'
+
+
+# Other JSON is an answer.
+_LLAMA_CALL = (
+  r'\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
+  r'\s*"(?:parameters|arguments)"\s*:)'
+)
+_LLAMA = re.compile(rf'{calls.THINK}<\|python_tag\|>\s*|{_LLAMA_CALL}')
+_LLAMA_CLOSE = re.compile(r'\s*;?')
+_LLAMA_STOP = re.compile(rf'</think>|<\|python_tag\|>|{_LLAMA_CALL}')
+
+
+def _parse_llama3(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `{"name": ..., "parameters": {...}}`.
+
+  Text may come before and between calls. '<|python_tag|>' may begin one, and a semicolon
+  may end it; "arguments" is understood for "parameters".
+  """
+  keys = 'parameters', 'arguments'
+  return calls.scan(
+    reply,
+    _LLAMA,
+    lambda tag: _read_json(tag, keys, schemas, _LLAMA_CLOSE, _LLAMA_STOP),
+  )
+
+
+def _render_llama3(call: ToolCall) -> str:
+  value = {'name': call.name, 'parameters': call.arguments}
+  return json.dumps(value, ensure_ascii=False)
+
 
 # What some models write for JSON's words.
 _PYTHON_WORDS = {'True': 'true', 'False': 'false', 'None': 'null'}
@@ -70,18 +165,18 @@ def _parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   def fail(tag, why):
     stop = _QWEN_STOP.search(reply, tag.end())
     end = stop.start() if stop else len(reply)
-    return calls.explain(why, reply[tag.start() : end]), end
+    return calls.make_error(why, reply[tag.start() : end]), end
 
   def read(tag):
     if not tag[1]:
       return fail(tag, 'expected <function=the name> after <tool_call>')
-    known = calls.find_parameters(tag[1], schemas).get('properties', {})
+    properties = calls.find_parameters(tag[1], schemas).get('properties', {})
     arguments, position = {}, tag.end()
     while parameter := _PARAMETER.match(reply, position):
       end = _VALUE_END.search(reply, parameter.end())
       assert end  # The end of the text is one.
       text = reply[parameter.end() : end.start()]
-      arguments[parameter[1]] = _convert(text, known.get(parameter[1]))
+      arguments[parameter[1]] = _convert(text, properties.get(parameter[1]))
       position = end.end()
     close = _QWEN_CLOSE.match(reply, position)
     if not close:
@@ -116,7 +211,7 @@ def _parse_search_r1(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
     assert end
     text = reply[tag.end() : end.start()]
     if not end[0] and end.end() < len(reply):
-      return calls.explain('expected </search> after the query', text), end.end()
+      return calls.make_error('expected </search> after the query', text), end.end()
     argument = calls.find_text_argument('search', schemas) or 'query'
     return ToolCall('search', {argument: text.strip()}), end.end()
 
@@ -171,10 +266,10 @@ def _parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
     name, text, end = tag[1].strip().strip('`"\''), '', tag.end()
     if brackets := _IN_BRACKETS.match(name):
       name, text = brackets.groups()
-    elif given := _INPUT.match(reply, end):
-      stop = _INPUT_END.search(reply, given.end())
+    elif action_input := _INPUT.match(reply, end):
+      stop = _INPUT_END.search(reply, action_input.end())
       assert stop
-      text, end = reply[given.end() : stop.start()].strip(), stop.start()
+      text, end = reply[action_input.end() : stop.start()].strip(), stop.start()
     if name.lower() == 'finish' and name not in calls.list_names(schemas):
       return None, end
     try:
@@ -182,7 +277,7 @@ def _parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
         raise ValueError('expected the name of a tool after Action:')
       return ToolCall(name, _read_input(text, name, schemas)), end
     except (ValueError, RecursionError) as error:
-      return calls.explain(error, reply[tag.start() : end].strip()), end
+      return calls.make_error(error, reply[tag.start() : end].strip()), end
 
   return calls.scan(reply, _ACTION, read)
 
@@ -207,19 +302,51 @@ def _render_react(call: ToolCall) -> str:
   return f'Action: {call.name}\nAction Input: {arguments}'
 
 
-def _argument(call: ToolCall) -> Any:
+def _get_only_argument(call: ToolCall) -> Any:
   """Returns the only argument of a call."""
   (value,) = call.arguments.values()
   return value
 
 
+_TOOLS = (
+  'You can call the tools that are described here, one JSON object a line:\n\n'
+  '{schemas}\n\n'
+)
+HERMES = CallFormat(
+  'hermes',
+  _parse_hermes,
+  _render_hermes,
+  ('<tool_call>',),
+  types.ControlText(
+    _TOOLS
+    + 'A call is a JSON object with the name and the arguments of the tool, in two '
+    'tags:\n'
+    '<tool_call>\n'
+    '{{"name": "the name", "arguments": {{"an argument": "its value"}}}}\n'
+    '</tool_call>\n'
+    'What the tool answers comes in the next message.'
+  ),
+)
+LLAMA3 = CallFormat(
+  'llama3',
+  _parse_llama3,
+  _render_llama3,
+  ('<|python_tag|>', '{'),
+  types.ControlText(
+    _TOOLS
+    + 'To call one, reply with a JSON object of its name and arguments, and with nothing '
+    'else:\n'
+    '{{"name": "the name", "parameters": {{"an argument": "its value"}}}}\n'
+    'What the tool answers comes in the next message.'
+  ),
+)
 QWEN3_CODER = CallFormat(
   'qwen3_coder',
   _parse_qwen3_coder,
   _render_qwen3_coder,
   ('<tool_call>', '<function='),
   types.ControlText(
-    calls.TOOLS + 'A call names the tool, and each argument with its value:\n'
+    _TOOLS + 'A call names the tool, and each argument with its value:\n'
     '<tool_call>\n'
     '<function=the name>\n'
     '<parameter=an argument>\n'
@@ -233,7 +360,7 @@ QWEN3_CODER = CallFormat(
 SEARCH_R1 = CallFormat(
   'search_r1',
   _parse_search_r1,
-  lambda call: f'<search> {_argument(call)} </search>',
+  lambda call: f'<search> {_get_only_argument(call)} </search>',
   ('<search>',),
   types.ControlText(
     'You can search: write what to search for between <search> and </search>, and what '
@@ -247,7 +374,7 @@ SEARCH_R1 = CallFormat(
 RETOOL = CallFormat(
   'retool',
   _parse_retool,
-  lambda call: f'<code>\n```python\n{_argument(call)}\n```\n</code>',
+  lambda call: f'<code>\n```python\n{_get_only_argument(call)}\n```\n</code>',
   ('<code>',),
   types.ControlText(
     'You can run Python code. Write it like this:\n'
@@ -269,7 +396,7 @@ REACT = CallFormat(
   _render_react,
   ('Action',),
   types.ControlText(
-    calls.TOOLS
+    _TOOLS
     + 'Write in this form, and repeat its first three lines as often as necessary:\n'
     'Thought: what to do next\n'
     'Action: the name of the tool\n'
@@ -282,9 +409,13 @@ REACT = CallFormat(
   stop_strings=('\nObservation:',),
 )
 
-FORMATS = {
-  f.name: f for f in (calls.HERMES, QWEN3_CODER, calls.LLAMA3, SEARCH_R1, RETOOL, REACT)
-}
+FORMATS = {f.name: f for f in (HERMES, QWEN3_CODER, LLAMA3, SEARCH_R1, RETOOL, REACT)}
+
+# The format of the chat whose episode is played: a rollout sets it, and environments and
+# rewards read it, because the script that makes them has no tokenizer.
+chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
+  'chat_format', default=HERMES
+)
 
 
 # A conversation with a call, for a template to write.
@@ -315,4 +446,4 @@ def detect(render: Callable[[list[types.Message]], str]) -> CallFormat | None:
     if _SEEN in call_format.parse(text):
       return call_format
   # Templates that write no calls, but answers to them.
-  return calls.HERMES if '<tool_response>' in text else None
+  return HERMES if '<tool_response>' in text else None

@@ -1,10 +1,9 @@
-"""Tool calls, what a format of calls consists of, and the formats that are JSON.
+"""Tool calls, what a format of calls consists of, and what the formats share.
 
-The other formats are in call_formats.py, whose FORMATS names them all.
+The formats are in call_formats.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import contextvars
 import dataclasses
 import itertools
 import json
@@ -115,21 +114,21 @@ def scan(
     read: Returns the call that begins with a match, and where it ends; None in place of
       the call is the agent's final answer, after which no call counts.
   """
-  found: list[Call | None] = []
+  calls: list[Call | None] = []
   position = block = 0  # `block` is the number of calls before the thinking block.
   while tag := pattern.search(reply, position):
     position = tag.end()
     if tag[0] == '<think>':
-      block = len(found)
+      block = len(calls)
     elif tag[0] == '</think>':
-      del found[block:]
+      del calls[block:]
     else:
       call, position = read(tag)
-      found.append(call)
-  return list(itertools.takewhile(lambda call: call is not None, found))  # pyright: ignore
+      calls.append(call)
+  return list(itertools.takewhile(lambda call: call is not None, calls))  # pyright: ignore
 
 
-def explain(error: Exception | str, text: str) -> CallError:
+def make_error(error: Exception | str, text: str) -> CallError:
   """Makes the error of a call that cannot be parsed."""
   return CallError(f'invalid tool call: {getattr(error, "msg", error)}', text)
 
@@ -150,9 +149,9 @@ def list_types(schema: Any) -> set[str]:
   if not isinstance(schema, Mapping):
     return set()
   names = schema.get('type', ())
-  found = {names} if isinstance(names, str) else set(names)
-  found = found.union(*map(list_types, schema.get('anyOf', ())))
-  return found | {'null'} if found and schema.get('nullable') else found
+  type_names = {names} if isinstance(names, str) else set(names)
+  type_names = type_names.union(*map(list_types, schema.get('anyOf', ())))
+  return type_names | {'null'} if type_names and schema.get('nullable') else type_names
 
 
 def find_text_argument(name: str, schemas: Schemas) -> str | None:
@@ -189,133 +188,3 @@ def to_arguments(value: Any, name: str, schemas: Schemas, what: str) -> dict[str
   if not isinstance(value, dict):
     raise ValueError(f'{what} must be a JSON object, with the arguments by their names')
   return value
-
-
-_DECODER = json.JSONDecoder()
-
-
-def _read_json(
-  tag: re.Match[str],
-  keys: Sequence[str],
-  schemas: Schemas,
-  close: re.Pattern[str],
-  stop: re.Pattern[str],
-) -> tuple[Call, int]:
-  """Reads the call that begins with a match; also returns where the call ends.
-
-  Args:
-    tag: The match, after which or with whose brace the JSON begins.
-    keys: Names that the arguments may have; the first is the right one.
-    schemas: As in `Parse`.
-    close: What must follow the JSON.
-    stop: Where a malformed call ends at the latest.
-  """
-  reply, start = tag.string, tag.end() - (tag[0] == '{')
-  try:
-    value, end = _DECODER.raw_decode(reply, start)
-    closed = close.match(reply, end)
-    if not closed:
-      raise ValueError('expected </tool_call> after the JSON object')
-    if not isinstance(value, dict):
-      raise ValueError(f'expected a JSON object with "name" and "{keys[0]}"')
-    name = value.get('name')
-    if not isinstance(name, str) or not name:
-      raise ValueError('"name" must be the name of a tool')
-    key = next((key for key in keys if key in value), keys[0])
-    arguments = to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
-    return ToolCall(name, arguments), closed.end()
-  except (ValueError, RecursionError) as error:
-    stopped = stop.search(reply, tag.end())
-    end = stopped.start() if stopped else len(reply)
-    return explain(error, reply[start:end]), end
-
-
-_HERMES = re.compile(THINK + r'<tool_call>\s*')
-_HERMES_CLOSE = re.compile(r'\s*(?:</tool_call>|\Z)')
-_HERMES_STOP = re.compile(r'</?tool_call>|</think>')
-
-
-def parse_hermes(reply: str, schemas: Schemas = ()) -> list[Call]:
-  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-
-  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
-  tag may be missing at the end of the reply.
-  """
-  return scan(
-    reply,
-    _HERMES,
-    lambda tag: _read_json(tag, ('arguments',), schemas, _HERMES_CLOSE, _HERMES_STOP),
-  )
-
-
-def _render_hermes(call: ToolCall) -> str:
-  value = {'name': call.name, 'arguments': call.arguments}
-  return f'<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>'
-
-
-# Other JSON is an answer.
-_LLAMA_CALL = (
-  r'\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
-  r'\s*"(?:parameters|arguments)"\s*:)'
-)
-_LLAMA = re.compile(rf'{THINK}<\|python_tag\|>\s*|{_LLAMA_CALL}')
-_LLAMA_CLOSE = re.compile(r'\s*;?')
-_LLAMA_STOP = re.compile(rf'</think>|<\|python_tag\|>|{_LLAMA_CALL}')
-
-
-def _parse_llama3(reply: str, schemas: Schemas = ()) -> list[Call]:
-  """Parses each `{"name": ..., "parameters": {...}}`.
-
-  Text may come before and between calls. '<|python_tag|>' may begin one, and a semicolon
-  may end it; "arguments" is understood for "parameters".
-  """
-  keys = 'parameters', 'arguments'
-  return scan(
-    reply,
-    _LLAMA,
-    lambda tag: _read_json(tag, keys, schemas, _LLAMA_CLOSE, _LLAMA_STOP),
-  )
-
-
-def _render_llama3(call: ToolCall) -> str:
-  value = {'name': call.name, 'parameters': call.arguments}
-  return json.dumps(value, ensure_ascii=False)
-
-
-TOOLS = (
-  'You can call the tools that are described here, one JSON object a line:\n\n'
-  '{schemas}\n\n'
-)
-HERMES = CallFormat(
-  'hermes',
-  parse_hermes,
-  _render_hermes,
-  ('<tool_call>',),
-  types.ControlText(
-    TOOLS + 'A call is a JSON object with the name and the arguments of the tool, in two '
-    'tags:\n'
-    '<tool_call>\n'
-    '{{"name": "the name", "arguments": {{"an argument": "its value"}}}}\n'
-    '</tool_call>\n'
-    'What the tool answers comes in the next message.'
-  ),
-)
-LLAMA3 = CallFormat(
-  'llama3',
-  _parse_llama3,
-  _render_llama3,
-  ('<|python_tag|>', '{'),
-  types.ControlText(
-    TOOLS
-    + 'To call one, reply with a JSON object of its name and arguments, and with nothing '
-    'else:\n'
-    '{{"name": "the name", "parameters": {{"an argument": "its value"}}}}\n'
-    'What the tool answers comes in the next message.'
-  ),
-)
-
-# The format of the chat whose episode is played: a rollout sets it, and environments and
-# rewards read it, because the script that makes them has no tokenizer.
-chat_format: contextvars.ContextVar[CallFormat] = contextvars.ContextVar(
-  'chat_format', default=HERMES
-)

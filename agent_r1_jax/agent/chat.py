@@ -112,7 +112,7 @@ class Chat:
       raise ValueError(f'max_tool_tokens={max_tool_tokens} has no room for {CUT!r}.')
     self._choose_format(tool_format)
     self._stop_strings = (*stop_strings, *self.format.stop_strings)
-    self._end = self._end_of_turn()
+    self._end = self._find_end_of_turn()
     eos = tokenizer_lib.eos_ids(tokenizer)
     self.stop_ids = tuple(dict.fromkeys([self._control[self._end], *eos]))
     user = [{'role': 'user', 'content': 'x'}]
@@ -124,11 +124,11 @@ class Chat:
     self.detected = call_formats.detect(
       lambda messages: self._apply(messages, add_generation_prompt=False)
     )
-    shown = self.detected or calls.HERMES
-    self.format = tool_format or shown
+    template_format = self.detected or call_formats.HERMES
+    self.format = tool_format or template_format
     user = [{'role': 'user', 'content': 'x'}]
     writes_tools = self._apply(user) != self._apply(user, [_PROBE_TOOL])
-    self.supports_tools = self.format == shown and writes_tools
+    self.supports_tools = self.format == template_format and writes_tools
 
   def stop_automaton(
     self, vocab_size: int, stop_strings: Sequence[str] = ()
@@ -186,7 +186,7 @@ class Chat:
     Returns:
       int32 [T].
     """
-    tail, mark = self._after_reply(messages, **template_kwargs)
+    tail, mark = self._render_after_reply(messages, **template_kwargs)
     ids = self._encode(tail.removeprefix(self._end), mark)
     ended = last_token is None or last_token in self.stop_ids
     return ids if ended else np.append(self.stop_ids[0], ids).astype(np.int32)
@@ -196,13 +196,13 @@ class Chat:
 
     Replies that the policy sampled are never encoded again.
     """
-    mark = _unused_mark(text)
+    mark = _find_unused_mark(text)
     ids = self._encode(self._neutralize(text, mark, self._never_sampled), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
   def encode_text(self, text: str) -> np.ndarray:
     """Encodes a text without a template, in which control tokens are such, int32 [T]."""
-    return self._encode(text, _unused_mark(text))
+    return self._encode(text, _find_unused_mark(text))
 
   def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token as int32 [T]."""
@@ -232,9 +232,9 @@ class Chat:
     """Returns the exact text of any tokens, including control tokens, for people."""
     return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
-  def _end_of_turn(self) -> str:
+  def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""
-    tail, _ = self._after_reply([{'role': 'user', 'content': 'x'}])
+    tail, _ = self._render_after_reply([{'role': 'user', 'content': 'x'}])
     end = self._any_control.match(tail)
     if not end:
       raise ValueError(
@@ -266,7 +266,7 @@ class Chat:
     text = types.ControlText('{}\n\n{}').format(text, first['content'])
     return [{**first, 'content': text}, *others]
 
-  def _after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
+  def _render_after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
     """Renders a conversation with a placeholder as reply, and returns what follows."""
     opening = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _REPLY}]
     text, mark = self._render([*opening, *messages], **template_kwargs)
@@ -283,7 +283,7 @@ class Chat:
     messages = [self._cut(check_message(message)) for message in messages]
     if self.format.answer:
       messages = _join_answers(messages, self.format.answer)
-    mark = _unused_mark(repr((messages, tools)))
+    mark = _find_unused_mark(repr((messages, tools)))
     neutral = [self._neutralize_message(message, mark) for message in messages]
     tools = self._neutralize(list(tools), mark, self._any_control)
     return self._apply(neutral, tools, **template_kwargs), mark
@@ -367,14 +367,14 @@ def _join_answers(
   messages: Sequence[types.Message], form: types.ControlText
 ) -> list[types.Message]:
   """Makes one message of the user of the tools' answers that follow each other."""
-  shown = []
+  joined = []
   for is_answer, some in itertools.groupby(messages, lambda m: m['role'] == 'tool'):
     if is_answer:
       texts = [form.format(message['content']) for message in some]
       lines = types.ControlText('\n'.join(['{}'] * len(texts)))
       some = [{'role': 'user', 'content': lines.format(*texts)}]
-    shown += some
-  return shown
+    joined += some
+  return joined
 
 
 def _match_any(tokens) -> re.Pattern[str]:
@@ -383,10 +383,10 @@ def _match_any(tokens) -> re.Pattern[str]:
   return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
 
 
-def _unused_mark(seen: str) -> str:
+def _find_unused_mark(text: str) -> str:
   """Returns a mark that does not occur in a text."""
   mark = _MARK
-  while mark in seen:
+  while mark in text:
     mark += 'x'
   return mark
 
@@ -399,9 +399,9 @@ def check_message(message: types.Message) -> types.Message:
     )
   content = message.get('content')
   if not isinstance(content, str | list) and not message.get('tool_calls'):
-    said = 'no content' if content is None else f'a content of {type(content)}'
+    problem = 'no content' if content is None else f'a content of {type(content)}'
     raise ValueError(
-      f'a message of role {message["role"]!r} has {said}; it must be a string: '
+      f'a message of role {message["role"]!r} has {problem}; it must be a string: '
       f'{dict(message)!r:.200}'
     )
   return message

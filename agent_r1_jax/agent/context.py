@@ -41,13 +41,12 @@ class _Strategy:
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Passes the end by a budget on to the environment."""
-    return await env_lib.finish_episode(self.env, status, reply) or types.Step(
-      [], done=True
-    )
+    step = await env_lib.call_optional(self.env, 'finish', status, reply)
+    return step or types.Step([], done=True)
 
   async def close(self):
     """Closes the environment."""
-    await env_lib.close_env(self.env)
+    await env_lib.call_optional(self.env, 'close')
 
 
 class SlidingWindow(_Strategy):
@@ -114,14 +113,14 @@ class Summary(_Strategy):
 
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Begins with the environment's opening."""
-    self._turns, self._asked = 0, False
+    self._turns, self._summary_requested = 0, False
     self._opening = await workers.call(self.env.reset, task)
     return _copy(self._opening)
 
   async def step(self, reply: str) -> types.Step:
     """Returns the environment's answer, or the new context after a summary."""
-    if self._asked:
-      self._turns, self._asked = 0, False
+    if self._summary_requested:
+      self._turns, self._summary_requested = 0, False
       summary = reply.rpartition('</think>')[2].strip()
       note = {'role': 'user', 'content': RECALL.format(summary=summary)}
       return _begin_context(types.Step([]), [*self._opening, note])
@@ -130,14 +129,14 @@ class Summary(_Strategy):
     if step.fresh:
       self._turns, self._opening = 0, _copy(step.messages)
     elif self._turns == self._every and not step.done:
-      self._asked = True
+      self._summary_requested = True
       request = {'role': 'user', 'content': self._prompt}
       step = dataclasses.replace(step, messages=[*step.messages, request])
     return _count_fresh(step)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Passes the end on to the environment, without an unfinished summary."""
-    return await super().finish(status, None if self._asked else reply)
+    return await super().finish(status, None if self._summary_requested else reply)
 
 
 class Rebuilt(_Strategy):

@@ -8,14 +8,16 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import math
 from typing import Any, Protocol
 
 from agent_r1_jax import fields, types
+from agent_r1_jax.agent import call_formats, workers
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
 
+_LOGGER = logging.getLogger(__name__)
 Call = calls_lib.Call
 Score = float | dict[str, float]
 # (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
@@ -156,25 +158,25 @@ class ToolEnv:
       raise ValueError('step: the episode is over or never began; call reset first.')
     self.messages.append({'role': 'assistant', 'content': reply})
     calls = await self._find_calls(reply)
-    heard = [] if calls else await self.answer_text()
-    self._done = not (calls or heard)
+    answers = [] if calls else await self.answer_text()
+    self._done = not (calls or answers)
     results = await asyncio.gather(
       *(self._answer(call) for call in calls[: self._max_parallel_calls])
     )
-    messages = [_message(*pair) for pair in zip(calls, results, strict=False)]
+    messages = [_make_message(*pair) for pair in zip(calls, results, strict=False)]
     if refused := len(calls) - len(results):
       text = f'Error: {refused} more calls were not run; at most {len(results)} a turn.'
       messages.append({'role': 'tool', 'content': text})
-    messages += heard
+    messages += answers
     # The process reward reads `messages`, so the answers are added before it.
     self.messages += messages
     step = types.Step(
-      copy_containers(messages), done=self._done, metrics=_counts(calls, results)
+      copy_containers(messages), done=self._done, metrics=_count_calls(calls, results)
     )
     process_reward = functools.partial(self._process_reward, self)
     calls = calls[: len(results)]
     score = await self._call('process_reward', process_reward, calls, results)
-    self._add_reward(step, 'process reward', score)
+    add_score(step, 'process reward', self.task, score)
     if self._done:
       await self._judge(step, 'done')
     return step
@@ -216,33 +218,20 @@ class ToolEnv:
     if self._parse is not None:
       return await self._call('parse', self._parse, reply)
     schemas = [item.schema for item in self.tools]
-    return calls_lib.chat_format.get().parse(reply, schemas)
+    return call_formats.chat_format.get().parse(reply, schemas)
 
   async def _answer(self, call: Call) -> tool_lib.ToolResult:
     if isinstance(call, calls_lib.CallError):
       return tool_lib.ToolResult(f'Error: {call.message}', ok=False)
     if call.name not in self._by_name:
-      known = ', '.join(self._by_name) or 'none'
-      text = f'Error: there is no tool {json.dumps(call.name)}; there are: {known}'
+      names = ', '.join(self._by_name) or 'none'
+      text = f'Error: there is no tool {json.dumps(call.name)}; there are: {names}'
       return tool_lib.ToolResult(text, ok=False)
     return await tool_lib.call(self._by_name[call.name], call.arguments)
 
   async def _judge(self, step: types.Step, status: str):
-    """Adds the conversation's reward and the episode's metrics to a step."""
-    given = bind_status(self._reward, status)
-    score = await self._call(
-      'reward', given, copy_containers(self.task), copy_containers(self.messages)
-    )
-    self._add_reward(step, 'reward', score)
-    if self._metrics:
-      args = copy_containers(self.task), copy_containers(self.messages)
-      found = await self._call('metrics', self._metrics, *args)
-      if not isinstance(found, dict):
-        raise ValueError(
-          f'the metrics of task {self.task.id!r} are {found!r:.100}; make them a dict of '
-          'numbers.'
-        )
-      step.metrics |= found
+    functions, seconds = (self._reward, self._metrics), self._reward_seconds
+    await judge(step, self.task, self.messages, status, *functions, seconds)
 
   async def _call(self, kind: str, fn: Callable, *args) -> Any:
     """Calls a user's function in a thread; the library's own is quick and runs here."""
@@ -252,23 +241,6 @@ class ToolEnv:
     return await workers.call(
       fn, *args, name=kind, seconds=seconds, field='reward_seconds'
     )
-
-  def _add_reward(self, step: types.Step, kind: str, score: Score):
-    """Adds a score and its named parts to a step."""
-    parts = score if isinstance(score, dict) else {}
-    try:
-      value = float(sum(parts.values()) if isinstance(score, dict) else score)
-    except (TypeError, ValueError):
-      raise ValueError(
-        f'the {kind} of task {self.task.id!r} is {score!r:.100}; make it a number, or a '
-        'dict of numbers.'
-      ) from None
-    if not math.isfinite(value):
-      raise ValueError(f'the {kind} of task {self.task.id!r} is {score}; make it finite.')
-    step.reward += value
-    for name, part in parts.items():
-      key = f'reward/{name}'
-      step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
 
 
 class CloneableToolEnv(ToolEnv):
@@ -281,17 +253,102 @@ class CloneableToolEnv(ToolEnv):
     return other
 
 
-async def finish_episode(env: Env, status: str, reply: str | None) -> types.Step | None:
-  """Calls the environment's `finish`; returns None if it has no such method."""
-  method = getattr(env, 'finish', None)
-  return None if method is None else await workers.call(method, status, reply)
+async def judge(
+  step: types.Step,
+  task: types.Task,
+  messages: list[types.Message],
+  status: str,
+  reward: Reward,
+  metrics: Metrics | None,
+  seconds: float = 60.0,
+) -> None:
+  """Adds the reward and the metrics of an episode that has ended to its last step.
+
+  The functions get copies of the task and the messages, and `seconds` each.
+
+  Raises:
+    ValueError: The reward is no finite number, or the metrics are no dict.
+  """
+
+  async def call(kind: str, fn: Callable) -> Any:
+    copies = copy_containers(task), copy_containers(messages)
+    return await workers.call(
+      fn, *copies, name=kind, seconds=seconds, field='reward_seconds'
+    )
+
+  add_score(step, 'reward', task, await call('reward', bind_status(reward, status)))
+  if metrics:
+    numbers = await call('metrics', metrics)
+    if not isinstance(numbers, dict):
+      raise ValueError(
+        f'the metrics of task {task.id!r} are {numbers!r:.100}; make them a dict of '
+        'numbers.'
+      )
+    step.metrics |= numbers
 
 
-async def close_env(env: Env) -> None:
-  """Calls the environment's `close`, if it has such a method."""
-  method = getattr(env, 'close', None)
-  if method is not None:
-    await workers.call(method)
+def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> None:
+  """Adds a score and its named parts to a step.
+
+  Args:
+    step: The step.
+    kind: What errors call the score, such as 'reward'.
+    task: The task.
+    score: What a user's function returned.
+
+  Raises:
+    ValueError: The score is no finite number.
+  """
+  parts = score if isinstance(score, dict) else {}
+  try:
+    value = float(sum(parts.values()) if isinstance(score, dict) else score)
+  except (TypeError, ValueError):
+    raise ValueError(
+      f'the {kind} of task {task.id!r} is {score!r:.100}; make it a number, or a dict of '
+      'numbers.'
+    ) from None
+  if not math.isfinite(value):
+    raise ValueError(f'the {kind} of task {task.id!r} is {score}; make it finite.')
+  step.reward += value
+  for name, part in parts.items():
+    key = f'reward/{name}'
+    step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+async def call_optional(env: Env, name: str, *args) -> Any:
+  """Calls `finish` or `close` of an environment; returns None if it has none."""
+  method = getattr(env, name, None)
+  return None if method is None else await workers.call(method, *args, name=name)
+
+
+async def close_env(envs: list[Any], seconds: float, owner: str) -> bool:
+  """Closes the environment that the list holds, and logs if that fails or is late.
+
+  It is first taken out of the list, so that of two threads that come here one closes it;
+  the list is empty where it was not made yet.
+
+  Args:
+    envs: The list, of one environment at most.
+    seconds: The time that `close` may take (limits.close_seconds).
+    owner: What the log calls the environment's owner.
+
+  Returns:
+    Whether it failed.
+  """
+  try:
+    method = getattr(envs.pop(), 'close', None)
+  except IndexError:
+    return False
+  try:
+    if method is not None:
+      await workers.call_on_user_loop(
+        method, name='close', seconds=seconds, field='close_seconds'
+      )
+  except Exception as error:
+    text = workers.describe_error(error) + workers.locate_error(error)
+    _LOGGER.warning('%s: close failed: %s', owner, text)
+    return True
+  return False
 
 
 def bind_status(reward: Reward, status: str) -> Reward:
@@ -324,12 +381,12 @@ def copy_containers(value: Any) -> Any:
   return value
 
 
-def _message(call: Call, result: tool_lib.ToolResult) -> types.Message:
+def _make_message(call: Call, result: tool_lib.ToolResult) -> types.Message:
   name = {'name': call.name} if isinstance(call, calls_lib.ToolCall) else {}
   return {'role': 'tool', **name, 'content': result.text}
 
 
-def _counts(calls, results) -> dict[str, float]:
+def _count_calls(calls, results) -> dict[str, float]:
   """Counts a turn's calls; a refused call counts as a tool error.
 
   What is rare is counted only where it is: 'tool_retries', and calls of isolated tools as

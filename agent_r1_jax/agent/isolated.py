@@ -28,7 +28,7 @@ import threading
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.agent import thread_pool, workers
 
 # The time for a subprocess to start and to import the function's module.
 _START_SECONDS = 60.0
@@ -87,10 +87,10 @@ def in_subprocess(
 
 
 def _import_function(module: str, name: str) -> Any:
-  found = importlib.import_module(module)
+  value = importlib.import_module(module)
   for part in name.split('.'):
-    found = getattr(found, part, None)
-  return found
+    value = getattr(value, part, None)
+  return value
 
 
 class _ProcessPool:
@@ -98,7 +98,7 @@ class _ProcessPool:
 
   def __init__(self, fn, seconds, processes):
     self._fn, self._seconds = fn, seconds
-    self._threads = threads.Pool(threads=processes)
+    self._threads = thread_pool.Pool(threads=processes)
     self._idle: list[_Process] = []
 
   async def call(self, args, kwargs) -> Any:
@@ -158,7 +158,7 @@ class _Process:
     try:
       self._pipe.send((arguments, seconds))
     except OSError as error:
-      raise self._lost() from error
+      raise self._end_as_lost() from error
     return self._receive(seconds)
 
   def _receive(self, seconds) -> tuple[bool, Any]:
@@ -169,10 +169,10 @@ class _Process:
     except TimeoutError:
       raise
     except (OSError, EOFError, ValueError, RecursionError) as error:
-      raise self._lost() from error
+      raise self._end_as_lost() from error
     return bool(ok), answer
 
-  def _lost(self) -> LostError:
+  def _end_as_lost(self) -> LostError:
     self.end()
     return LostError(
       f'the process of {self._name} ended with status {self._process.returncode} before '

@@ -27,8 +27,8 @@ from typing import IO
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 
-# A program's output is kept to so many bytes, the last ones.
-_KEPT = 1 << 16
+# The last bytes of a program's output that are kept.
+_MAX_OUTPUT = 1 << 16
 # When a program has ended, what it printed last is waited for so many seconds.
 _CLOSE_SECONDS = 1.0
 Output = env_lib.Score | None
@@ -60,18 +60,11 @@ class Program:
     Raises:
       ValueError: A score is no finite number, or `metrics` gave no dict.
     """
-    judges = [env_lib.ToolEnv([], self.reward, metrics=self.metrics)]
+    step = types.Step([], done=True)
+    await env_lib.judge(step, task, messages, status, self.reward, self.metrics)
     if output is not None:
-      judges.append(env_lib.ToolEnv([], lambda task, messages: output))
-    total = types.Step([], done=True)
-    for judge in judges:
-      await judge.reset(task)
-      judge.messages = messages
-      step = await judge.finish(status)
-      total.reward += step.reward
-      for name, value in step.metrics.items():
-        total.metrics[name] = total.metrics.get(name, 0.0) + value
-    return total
+      env_lib.add_score(step, 'output', task, output)
+    return step
 
 
 def read_last_line(status: int, output: str) -> Output:
@@ -88,11 +81,6 @@ def read_last_line(status: int, output: str) -> Output:
   except (StopIteration, ValueError):
     return None
   return value if isinstance(value, int | float | dict) else None
-
-
-def read_status(status: int, output: str) -> Output:
-  """Scores a program by its exit status: 1 for 0, and 0 for any other."""
-  return float(status == 0)
 
 
 def process(
@@ -169,7 +157,7 @@ class _Output(asyncio.Protocol):
 
   def data_received(self, data: bytes):
     self._end += data
-    del self._end[:-_KEPT]
+    del self._end[:-_MAX_OUTPUT]
 
   def connection_lost(self, exc: Exception | None):
     if not self.closed.done():

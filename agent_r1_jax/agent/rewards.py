@@ -6,9 +6,9 @@ import contextvars
 import math
 
 from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats, workers
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import workers
 
 Messages = list[types.Message]
 # How promising a conversation is; it must be deterministic.
@@ -77,7 +77,7 @@ def well_formed(
   understands it.
   """
   calls = []
-  parse = parse or calls_lib.chat_format.get().parse
+  parse = parse or call_formats.chat_format.get().parse
   # A call in the task's own messages is an example.
   for message in messages[len(task.messages) :]:
     if message['role'] == 'assistant':

@@ -69,7 +69,7 @@ _TRY_SECONDS, _TRY_CPU_SECONDS = 120, 3
 _TRY_BYTES, _TRY_CHARS = 1 << 29, 1_000_000
 _FINE = 'fine'
 _CALL = {'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'it'}}}
-_TRIED = (
+_TRIAL_CONVERSATIONS = (
   [{'role': 'user', 'content': 'x'}],
   [
     {'role': 'system', 'content': 'Look.'},
@@ -80,8 +80,8 @@ _TRIED = (
     {'role': 'user', 'content': 'And now?'},
   ],
 )
-_TRIED_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
-_TRIED_TOOLS: Any = [
+_TRIAL_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
+_TRIAL_TOOLS: Any = [
   {
     'type': 'function',
     'function': {
@@ -248,7 +248,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
   Raises:
     ValueError: The tokenizer is not byte-level.
   """
-  chars = _byte_chars()
+  chars = _map_byte_chars()
   added = tokenizer.added_tokens_decoder
   size = 1 + max(tokenizer.get_vocab().values())
   result = [b''] * size
@@ -295,10 +295,10 @@ def _test_in_subprocess(template: str) -> str:
     return f'did not end within {_TRY_SECONDS} s'
   if done.returncode == -signal.SIGXCPU:
     return f'did not end within {_TRY_CPU_SECONDS} s of a processor'
-  said = done.stdout.decode().strip()
-  if done.returncode or not said:
+  problem = done.stdout.decode().strip()
+  if done.returncode or not problem:
     return f'ended its process with status {done.returncode}'
-  return '' if said == _FINE else said
+  return '' if problem == _FINE else problem
 
 
 def _test_template() -> None:
@@ -317,15 +317,15 @@ def _test_template() -> None:
   if status.exists():
     memory += int(status.read_text().split()[0]) * resource.getpagesize()
   resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-  for messages in _TRIED:
-    for tools in (None, _TRIED_TOOLS):
+  for messages in _TRIAL_CONVERSATIONS:
+    for tools in (None, _TRIAL_TOOLS):
       try:
         (text,), _ = chat_template_utils.render_jinja_template(
           [messages],
           tools,
           chat_template=template,
           add_generation_prompt=True,
-          **_TRIED_TOKENS,
+          **_TRIAL_TOKENS,
         )
       except MemoryError:
         return print(f'took more than {_TRY_BYTES >> 20} MiB')
@@ -336,7 +336,7 @@ def _test_template() -> None:
   print(_FINE)
 
 
-def _byte_chars() -> dict[str, int]:
+def _map_byte_chars() -> dict[str, int]:
   """Maps GPT-2's printable characters to the bytes that they stand for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]

@@ -62,7 +62,7 @@ class Tool:
         f"{self.name!r}, 'description': ..., 'parameters': ...}}}}, not {self.schema}."
       )
     try:
-      _validator().check_schema(function.get('parameters', {}))
+      _make_validator().check_schema(function.get('parameters', {}))
     except jsonschema.SchemaError as error:
       raise ValueError(
         f'tool {self.name}: schema, at {error.json_path} of parameters: {error.message}; '
@@ -122,7 +122,7 @@ class ToolResult:
 
 
 @functools.cache
-def _breaker(name: str, code: Any) -> breaker_lib.Breaker:
+def _get_breaker(name: str, code: Any) -> breaker_lib.Breaker:
   """Returns the breaker of a tool; episodes may each make a Tool of the same code."""
   return breaker_lib.Breaker(*_ISOLATION)
 
@@ -178,7 +178,7 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   """Calls a tool within its timeout; never raises, whatever the tool does."""
   start, retries = _clock(), 0
-  breaker = _breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
+  breaker = _get_breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
   # Calls that never reach the tool say nothing about it, and must not use up the one
   # call that an isolated tool is tried with.
   if problem := _find_problem(tool, arguments):
@@ -258,12 +258,12 @@ def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
   import referencing
 
   parameters = tool.schema['function'].get('parameters', {})
-  known = parameters.get('properties', {})
-  unknown = [key for key in arguments if key not in known]
+  properties = parameters.get('properties', {})
+  unknown = [key for key in arguments if key not in properties]
   if unknown and parameters.get('additionalProperties', False) is False:
-    return f'unknown argument {unknown[0]!r}; it takes {", ".join(known) or "none"}'
+    return f'unknown argument {unknown[0]!r}; it takes {", ".join(properties) or "none"}'
   # With an empty registry, the library downloads no $ref.
-  validator = _validator()(parameters, registry=referencing.Registry())
+  validator = _make_validator()(parameters, registry=referencing.Registry())
   try:
     error = exceptions.best_match(validator.iter_errors(dict(arguments)))
   except Exception as failure:  # For example, a $ref that leads nowhere.
@@ -277,7 +277,7 @@ def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
 
 
 @functools.cache
-def _validator() -> Any:
+def _make_validator() -> Any:
   """Returns a validator class of JSON Schema, with two differences.
 
   None is valid where a schema is `nullable`, as `get_json_schema` writes it. 3.0 is no

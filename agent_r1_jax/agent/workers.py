@@ -8,11 +8,14 @@ come back. So none of them runs on the engine's event loop:
   name, and nobody waits for its thread, not even the end of the interpreter.
 - A coroutine function runs on an event loop in a thread of its own, by
   `call_on_user_loop`; the loop's `asyncio.to_thread` uses the same pool. A coroutine that
-  blocks this loop costs its own episode only: calls that have not started move to another
-  loop, and calls that were caught on the blocked one raise LoopBlockedError, after which
-  their episodes can be played again. Once the blocked loop goes on, it gets new calls
-  again, because locks, semaphores and sessions that coroutines share work only on the
-  event loop that they were first used on.
+  is late is cancelled, and counts as abandoned if it goes on all the same.
+- A coroutine that blocks this loop costs its own episode only: calls that have not
+  started move to another loop, and calls that were caught on the blocked one raise
+  LoopBlockedError, after which their episodes can be played again. Once the blocked loop
+  goes on, it gets new calls again, because locks, semaphores and sessions that coroutines
+  share work only on the event loop that they were first used on.
+
+While too many abandoned calls hang, threads and coroutines together, no call is started.
 
 What holds the interpreter itself (a catastrophic regular expression) stops every thread;
 isolated.in_subprocess is for that.
@@ -33,18 +36,16 @@ import traceback
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import threads
+from agent_r1_jax.agent import thread_pool
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0
 # A call is named in the log after half of its time, and after so many seconds at most.
 _NAMED_SECONDS = 60.0
-# A cancelled coroutine has so long to end.
-_GRACE_SECONDS = 0.2
 # An exception's text is cut to so many characters.
 _MAX_CHARS = 10_000
 
-POOL = threads.Pool()
+POOL = thread_pool.Pool()
 
 
 class CallTimeoutError(TimeoutError):
@@ -77,7 +78,7 @@ def locate_error(error: BaseException) -> str:
   if isinstance(error, BaseExceptionError) or isinstance(error.__cause__, StopIteration):
     error = error.__cause__ or error
   calls = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
-  if calls and calls[-1][0].co_filename == threads.__file__:
+  if calls and calls[-1][0].co_filename == thread_pool.__file__:
     calls.pop()  # os._exit was called, and raised there.
   if not calls:
     return ''
@@ -103,7 +104,8 @@ async def call(
   """Calls a user's function: a plain one in the pool, a coroutine function on this loop.
 
   An Exception that it raises passes through, but for StopIteration. A function that takes
-  too long is abandoned, and so is a coroutine that swallows its cancellation.
+  too long, or whose caller is cancelled, is abandoned; a coroutine is cancelled, and
+  abandoned if it goes on all the same.
 
   Args:
     fn: The function, sync or async.
@@ -118,11 +120,12 @@ async def call(
     BaseExceptionError: It raised SystemExit, CancelledError, StopIteration or the like.
     PoolFullError: Too many abandoned calls hang.
   """
-  name, outer = name or threads.function_name(fn), threads.current_caller.get()
+  name, outer = name or thread_pool.function_name(fn), thread_pool.current_caller.get()
   deadline = time.monotonic() + seconds
-  caller = threads.Caller(name, deadline, outer and (outer.root or outer))
+  caller = thread_pool.Caller(name, deadline, outer)
   with _acting_for(caller):
     if is_async(fn):
+      POOL.check_room()
       work = future = asyncio.ensure_future(_catch_async(fn, args, kwargs))
     else:
       work = POOL.submit(functools.partial(_catch, fn, args, kwargs))
@@ -130,23 +133,31 @@ async def call(
   timer = _name_if_late(name, seconds)
   try:
     await _wait(future, seconds)
+  except asyncio.CancelledError:
+    await _give_up(work, caller)
+    raise
   finally:
     timer.cancel()
-    if not future.done():
-      work.cancel()
   if _is_late(future, deadline):
-    queued = isinstance(work, threads.Call) and not work.started
-    if isinstance(work, asyncio.Task):
-      await _wait(work, _GRACE_SECONDS)
-      counter = threads.abandoned_calls.get()
-      if not work.done() and counter is not None:
-        counter[name] += 1
-    raise CallTimeoutError(_timeout_text(name, seconds, field, queued))
+    queued = isinstance(work, thread_pool.Call) and not work.started
+    await _give_up(work, caller)
+    raise CallTimeoutError(_describe_timeout(name, seconds, field, queued))
   value = _unwrap(future)
   if not inspect.isawaitable(value):
     return value
   left = deadline - time.monotonic()
   return await call(_await, value, name=name, seconds=left, field=field)
+
+
+async def _give_up(work: thread_pool.Call | asyncio.Task, caller: thread_pool.Caller):
+  """Cancels a call; counts a coroutine that goes on all the same."""
+  work.cancel()
+  if isinstance(work, asyncio.Task):
+    try:
+      await _wait(work, caller.grace_seconds)
+    finally:
+      if not work.done():
+        POOL.abandon(work, caller.name)
 
 
 async def call_on_user_loop(
@@ -159,7 +170,7 @@ async def call_on_user_loop(
   Raises:
     LoopBlockedError: Another call blocks that event loop, and this one was on it.
   """
-  name, deadline = name or threads.function_name(fn), time.monotonic() + seconds
+  name, deadline = name or thread_pool.function_name(fn), time.monotonic() + seconds
   if not is_async(fn):
     # A plain function may return a coroutine. `_catch` keeps it in a tuple, so that
     # `call` leaves it to the user loop below.
@@ -168,37 +179,25 @@ async def call_on_user_loop(
     if error is not None or not inspect.isawaitable(value):
       return _return_or_raise(value, error)
     fn, args = _await, (value,)
-  caller, moved = threads.Caller(name, deadline), True
+  POOL.check_room()
+  caller = thread_pool.Caller(name, deadline)
   timer = _name_if_late(name, seconds)
+  attempt = _UserLoopCall(fn, args, caller)
   try:
-    while moved:
+    while await attempt.wait():
       attempt = _UserLoopCall(fn, args, caller)
-      try:
-        moved = await attempt.wait()
-        late = _is_late(attempt.future, deadline)
-      finally:
-        attempt.give_up()
+  except asyncio.CancelledError:
+    await attempt.give_up()
+    raise
   finally:
     timer.cancel()
-  if not late:
+  if not _is_late(attempt.future, deadline):
     return _unwrap(attempt.future)
-  blocker, text = await attempt.loop.find_blocker()
+  blocker, text = await attempt.give_up()
   if text and blocker is not caller:
     raise LoopBlockedError(f'{name} was on an event loop that {text} blocks.')
   reason = f'; {text} blocks its event loop' if text else ''
-  raise CallTimeoutError(_timeout_text(name, seconds, field) + reason)
-
-
-async def drain_cancelled_calls():
-  """Waits up to a second until cancelled calls on the user loop ended or were counted."""
-
-  async def yield_often():
-    for _ in range(20):
-      await asyncio.sleep(0)
-
-  work = asyncio.run_coroutine_threadsafe(yield_often(), _choose_user_loop().loop)
-  await _wait(asyncio.wrap_future(work), 1.0)
-  work.cancel()
+  raise CallTimeoutError(_describe_timeout(name, seconds, field) + reason)
 
 
 class _UserLoop:
@@ -222,33 +221,29 @@ class _UserLoop:
   def _resume(self):
     self.blocked = False
 
-  async def find_blocker(self) -> tuple[threads.Caller | None, str]:
-    """Finds who keeps the loop from going on.
+  def find_blocker(self) -> tuple[thread_pool.Caller | None, str]:
+    """Finds who blocks the loop, which is known not to go on.
 
     Returns:
-      The outermost caller, if it is known, and a text with name and place; the text is
-      '' if nobody blocks the loop.
+      The outermost caller, if it is known, and a text with name and place.
     """
-    answer: futures.Future[None] = futures.Future()
-    self.loop.call_soon_threadsafe(answer.set_result, None)
-    await _wait(asyncio.wrap_future(answer), min(1.0, BLOCKED_SECONDS))
     frame = sys._current_frames().get(self._thread.ident or 0)
     task = asyncio.current_task(self.loop)
-    if answer.done() or frame is None:
+    if frame is None:
       return None, ''
     caller = self._callers.get(task) if task else None
     where = f'({frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name})'
     name = caller.name if caller else 'a task of its own'
     text = f'{name} {where}, which should be a plain function or await asyncio.to_thread,'
-    return (caller and (caller.root or caller)), text
+    return (caller and caller.root), text
 
   def _make_task(self, loop, coroutine, **kwargs):
     task = asyncio.Task(coroutine, loop=loop, **kwargs)
-    self._callers[task] = threads.current_caller.get()
+    self._callers[task] = thread_pool.current_caller.get()
     return task
 
   def _run(self):
-    threads.mark_user_thread()
+    thread_pool.mark_user_thread()
     while not self.loop.is_closed():
       try:
         self.loop.run_forever()
@@ -295,21 +290,18 @@ class _UserLoopCall:
     this call blocks:      the loop has the lock, so that the call is late where it is.
 
   Attributes:
-    loop: The loop.
     future: What `_catch_async` returns; it belongs to the caller's loop.
   """
 
-  def __init__(self, fn: Callable, args: tuple, caller: threads.Caller):
-    self.loop, self._deadline = _choose_user_loop(), caller.deadline
-    self._claim = threading.Lock()
+  def __init__(self, fn: Callable, args: tuple, caller: thread_pool.Caller):
+    self._fn, self._args, self._caller = fn, args, caller
+    self._user_loop, self._claim = _choose_user_loop(), threading.Lock()
+    self._task: asyncio.Task | None = None
+    self._cancelled = False
+    self._own_loop = asyncio.get_running_loop()
+    self.future = self._own_loop.create_future()
     with _acting_for(caller):
-      coroutine = _catch_async(self._claim_and_call, (fn, args), {})
-      self._work = asyncio.run_coroutine_threadsafe(coroutine, self.loop.loop)
-    self.future = asyncio.wrap_future(self._work)
-
-  async def _claim_and_call(self, fn, args):
-    if self._claim.acquire(blocking=False):
-      return await fn(*args)
+      self._user_loop.loop.call_soon_threadsafe(self._begin)
 
   async def wait(self) -> bool:
     """Waits until the call has ended or is late; returns whether it must move."""
@@ -320,29 +312,70 @@ class _UserLoopCall:
     if self.future.done() or self._seconds_left() <= 0:
       return False
     if self._claim.acquire(blocking=False):
-      self.loop.pass_over()
+      self._user_loop.pass_over()
       return True
     await _wait(self.future, self._seconds_left())
     return False
 
-  def give_up(self):
-    """Cancels the call, if it has not ended."""
-    if not self.future.done():
-      self._work.cancel()
-      self.future.cancel()
+  async def give_up(self) -> tuple[thread_pool.Caller | None, str]:
+    """Cancels the call, and counts it if it goes on all the same.
+
+    Calls that wait while another one blocks the loop are not counted: the loop ends them
+    as soon as it goes on.
+
+    Returns:
+      Who blocks the loop, as `_UserLoop.find_blocker` says it; the text is '' if nobody
+      does.
+    """
+    self._user_loop.loop.call_soon_threadsafe(self._cancel)
+    blocker, text = None, ''
+    try:
+      await _wait(self.future, min(self._caller.grace_seconds, BLOCKED_SECONDS))
+      if not (self.future.done() or self._cancelled):
+        blocker, text = self._user_loop.find_blocker()
+    finally:
+      held_up = text and blocker is not self._caller
+      if self._task and not (self._task.done() or held_up):
+        POOL.abandon(self._task, self._caller.name)
+    return blocker, text
+
+  def _begin(self):
+    """Makes the task; this and what follows run on the users' loop."""
+    work = _catch_async(self._claim_and_call, (), {})
+    self._task = self._user_loop.loop.create_task(work)
+    self._task.add_done_callback(self._send_answer)
+
+  async def _claim_and_call(self):
+    if self._claim.acquire(blocking=False):
+      return await self._fn(*self._args)
+
+  def _cancel(self):
+    self._cancelled = True
+    if self._task:
+      self._task.cancel()
+
+  def _send_answer(self, task: asyncio.Task):
+    def set_answer():
+      if task.cancelled():
+        self.future.cancel()
+      elif not self.future.done():
+        self.future.set_result(task.result())
+
+    with contextlib.suppress(RuntimeError):  # The caller's loop may be closed.
+      self._own_loop.call_soon_threadsafe(set_answer)
 
   def _seconds_left(self) -> float:
-    return self._deadline - time.monotonic()
+    return self._caller.deadline - time.monotonic()
 
 
 @contextlib.contextmanager
-def _acting_for(caller: threads.Caller):
+def _acting_for(caller: thread_pool.Caller):
   """Names the caller of what is started inside."""
-  token = threads.current_caller.set(caller)
+  token = thread_pool.current_caller.set(caller)
   try:
     yield
   finally:
-    threads.current_caller.reset(token)
+    thread_pool.current_caller.reset(token)
 
 
 async def _await(value):
@@ -396,7 +429,7 @@ async def _wait(future: asyncio.Future, seconds: float):
 
 def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
   """Names a call in the log before it is given up, unless the timer is cancelled."""
-  late, where = min(seconds / 2, _NAMED_SECONDS), threads.current_turn.get()
+  late, where = min(seconds / 2, _NAMED_SECONDS), thread_pool.current_turn.get()
   text = (
     f'{name} has given no answer for {round(late, 2):g} of {round(seconds, 2):g} seconds'
   )
@@ -404,7 +437,7 @@ def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:
   return asyncio.get_running_loop().call_later(late, logging.warning, '%s', text)
 
 
-def _timeout_text(name: str, seconds: float, field: str, queued: bool = False) -> str:
+def _describe_timeout(name: str, seconds: float, field: str, queued: bool = False) -> str:
   text = f'{name} gave no answer within {seconds:g} seconds'
   if field:
     text += f' ({field})'

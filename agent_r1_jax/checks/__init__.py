@@ -1,1 +1,1 @@
-"""What is looked at before a run or beside it: settings, sizes, memory, environments."""
+"""Checks before a run: its settings, sizes, memory, environments, and its identity."""

@@ -1,15 +1,14 @@
-"""Looks at a machine and an environment before device time is spent on them.
+"""Checks a machine, a configuration and an environment before a run.
 
   findings = doctor.examine(config, workdir, algorithm, tasks=tasks, make_env=make_env)
   sys.exit(doctor.show(findings))
 
-Nothing is trained, and no weights are read. Every check has a time-out.
+Nothing is trained, and no weights are read. Each check has a time-out.
 """
 
 from collections.abc import Callable, Sequence
 import contextlib
 import fcntl
-import functools
 import importlib.metadata
 import io
 import os
@@ -19,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +42,6 @@ _STYLES = {'ok': 'green', 'warn': 'yellow', 'fail': 'bold red'}
 Finding = trial.Finding
 
 
-class _Subject(NamedTuple):
-  """What is examined; see `examine`."""
-
-  config: config_lib.Config
-  workdir: pathlib.Path
-  algorithm: algorithms.Algorithm | None
-
-
 def examine(
   config: config_lib.Config,
   workdir: str | os.PathLike,
@@ -64,23 +54,23 @@ def examine(
   """Examines the machine, the configuration and the environment.
 
   Args:
-    config: The run's configuration; without model.path memory is not looked at.
-    workdir: Where the run would write; it is not made.
-    algorithm: The run's algorithm; None only plays.
+    config: The run's configuration; without model.path the memory is not estimated.
+    workdir: The directory that the run would write to; it is not made.
+    algorithm: The run's algorithm; None if the policy only plays.
     tasks: Tasks to play.
-    make_env: Makes the environment; None leaves it out.
+    make_env: Makes the environment; None checks none.
     solve: The replies that solve a task; see trial.check_env.
   """
-  subject = _Subject(config, pathlib.Path(workdir).resolve(), algorithm)
+  folder = pathlib.Path(workdir).resolve()
   checks = {
     'versions': check_versions,
     'devices': check_devices,
-    'configuration': functools.partial(check_config, subject),
-    'memory': functools.partial(check_memory, subject),
+    'configuration': lambda: check_config(config, algorithm),
+    'memory': lambda: check_memory(config, algorithm, folder),
     'isolation': check_isolation,
-    'disk': functools.partial(check_disk, subject),
+    'disk': lambda: check_disk(folder, _needed_bytes(config, algorithm)),
   }
-  findings = [_within(name, check) for name, check in checks.items()]
+  findings = [_run_check(name, check) for name, check in checks.items()]
   if make_env is not None:
     findings += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
   return findings
@@ -95,8 +85,8 @@ def show(findings: Sequence[Finding]) -> int:
   for finding in findings:
     style = _STYLES[finding.status]
     lines = text.Text(finding.text)
-    if finding.mend:
-      lines.append(f'\n→ {finding.mend}', 'bold')
+    if finding.remedy:
+      lines.append(f'\n→ {finding.remedy}', 'bold')
     grid.add_row(text.Text(finding.status, style), finding.name, lines)
   screen.print(grid)
   counts = {s: sum(f.status == s for f in findings) for s in _STYLES}
@@ -115,8 +105,8 @@ def check_versions() -> Finding:
     try:
       version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-      mend = f'pip install {name}=={wanted}'
-      return Finding('versions', 'fail', f'{name} is not installed', mend)
+      remedy = f'pip install {name}=={wanted}'
+      return Finding('versions', 'fail', f'{name} is not installed', remedy)
     if version != wanted:
       differing.append(f'{name} {version} (tested: {wanted})')
   if differing:
@@ -144,7 +134,7 @@ def _read_pins(python: tuple[int, int]) -> dict[str, str]:
 
 
 def check_devices() -> Finding:
-  """Finds JAX's devices, and computes on one."""
+  """Finds JAX's devices, and multiplies matrices on one."""
   devices, platform = jax.devices(), jax.default_backend()
   text = f'{len(devices)} x {devices[0].device_kind} ({platform})'
   product = float(jnp.sum(jnp.ones((256, 256)) @ jnp.ones((256, 256))))
@@ -154,14 +144,15 @@ def check_devices() -> Finding:
     )
   unused = [extra for path, extra in _ACCELERATORS.items() if os.path.exists(path)]
   if platform == 'cpu' and unused:
-    mend = f"pip install '{_PACKAGE}[{unused[0]}]', and leave JAX_PLATFORMS unset."
-    return Finding('devices', 'warn', f'{text}, and an accelerator is not used', mend)
+    remedy = f"pip install '{_PACKAGE}[{unused[0]}]', and leave JAX_PLATFORMS unset."
+    return Finding('devices', 'warn', f'{text}, and an accelerator is not used', remedy)
   return Finding('devices', 'ok', text)
 
 
-def check_config(subject: _Subject) -> Finding:
-  """Refuses what a run would refuse before it loads anything."""
-  config, algorithm = subject.config, subject.algorithm
+def check_config(
+  config: config_lib.Config, algorithm: algorithms.Algorithm | None
+) -> Finding:
+  """Checks the settings as a run does before it loads anything."""
   try:
     if algorithm is None:
       config.check()
@@ -174,25 +165,29 @@ def check_config(subject: _Subject) -> Finding:
   return Finding('configuration', 'ok', text)
 
 
-def check_memory(subject: _Subject) -> Finding:
+def check_memory(
+  config: config_lib.Config,
+  algorithm: algorithms.Algorithm | None,
+  workdir: pathlib.Path,
+) -> Finding:
   """Chooses the run's sizes and estimates its memory (docs/memory.md)."""
-  if not subject.config.model.path:
-    mend = 'Give --config.model.path.'
-    return Finding('memory', 'warn', 'not estimated: there is no model', mend)
-  said = io.StringIO()
+  if not config.model.path:
+    remedy = 'Give --config.model.path.'
+    return Finding('memory', 'warn', 'not estimated: there is no model', remedy)
+  printed = io.StringIO()
   try:
-    subject.config.model.check()
-    with contextlib.redirect_stderr(said):
-      sizes.resolve(subject.config, subject.algorithm, subject.workdir)
+    config.model.check()
+    with contextlib.redirect_stderr(printed):
+      sizes.resolve(config, algorithm, workdir)
   except ValueError as error:
     lines = str(error).removeprefix('memory: ').splitlines()
-    mend = lines[-1] if len(lines) > 1 else ''
-    return Finding('memory', 'fail', '\n'.join(lines[:4]), mend)
-  return Finding('memory', 'ok', said.getvalue().strip())
+    remedy = lines[-1] if len(lines) > 1 else ''
+    return Finding('memory', 'fail', '\n'.join(lines[:4]), remedy)
+  return Finding('memory', 'ok', printed.getvalue().strip())
 
 
 def check_isolation() -> Finding:
-  """Starts what confines Python that a model writes."""
+  """Runs a line of Python in the sandbox that confines code which a model writes."""
   try:
     box = sandbox.Sandbox()
     try:
@@ -200,41 +195,43 @@ def check_isolation() -> Finding:
     finally:
       box.close()
   except RuntimeError as error:
-    mend = 'Without a Python tool nothing needs it; docs/tools.md says what it needs.'
-    return Finding('isolation', 'warn', str(error), mend)
+    remedy = 'Only a Python tool needs it; docs/problems.md says what it needs.'
+    return Finding('isolation', 'warn', str(error), remedy)
   if output.text.strip() != '42':
-    mend = 'Give no agent a Python tool here.'
-    return Finding('isolation', 'fail', f'the sandbox printed {output.text!r}', mend)
+    remedy = 'Give no agent a Python tool here.'
+    return Finding('isolation', 'fail', f'the sandbox printed {output.text!r}', remedy)
   layers = ', '.join(sandbox.LAYERS)
   if not sandbox._isolate():
-    mend = 'Install bubblewrap, and allow user namespaces, for one more layer.'
-    return Finding('isolation', 'warn', f'{layers}; no namespaces', mend)
+    remedy = 'Install bubblewrap, and allow user namespaces, for one more layer.'
+    return Finding('isolation', 'warn', f'{layers}; no namespaces', remedy)
   return Finding('isolation', 'ok', f'{layers}, namespaces (bubblewrap)')
 
 
-def check_disk(subject: _Subject) -> Finding:
-  """Measures the disk of the workdir, and whether it has locks."""
-  folder = subject.workdir
+def check_disk(folder: pathlib.Path, needed: float) -> Finding:
+  """Measures the disk of a workdir, and tries to lock a file on it.
+
+  `needed` is the number of bytes that the run will write, as far as it is known.
+  """
   while not folder.exists():
     folder = folder.parent
   try:
     speed, locks = _measure_disk(folder)
   except OSError as error:
-    mend = 'Give another --workdir, or make room.'
-    return Finding('disk', 'fail', f'{folder}: {error.strerror}', mend)
-  free, needed = shutil.disk_usage(folder).free, _needed_bytes(subject)
+    remedy = 'Give another --workdir, or make room.'
+    return Finding('disk', 'fail', f'{folder}: {error.strerror}', remedy)
+  free = shutil.disk_usage(folder).free
   text = f'{folder}: {free / 1e9:.1f} GB free, {speed / 1e6:.0f} MB/s'
   if needed:
     text += f'; checkpoints and model take {needed / 1e9:.2f} GB'
   if free < needed:
-    mend = 'Make room, lower --config.checkpoint.keep, or give another --workdir.'
-    return Finding('disk', 'fail', text, mend)
+    remedy = 'Make room, lower --config.checkpoint.keep, or give another --workdir.'
+    return Finding('disk', 'fail', text, remedy)
   if not locks:
-    mend = 'Nothing keeps two runs out of one workdir there: name each once.'
-    return Finding('disk', 'warn', f'{text}; no locks', mend)
+    remedy = 'Nothing keeps two runs out of one workdir there: name each once.'
+    return Finding('disk', 'warn', f'{text}; no locks', remedy)
   if free < 2 * needed or speed < _SLOW_DISK:
-    mend = 'Rollouts and trajectories need room, too; a slow disk delays checkpoints.'
-    return Finding('disk', 'warn', text, mend)
+    remedy = 'Rollouts and trajectories need room, too; a slow disk delays checkpoints.'
+    return Finding('disk', 'warn', text, remedy)
   return Finding('disk', 'ok', f'{text}; locks work')
 
 
@@ -253,28 +250,29 @@ def _measure_disk(folder: pathlib.Path) -> tuple[float, bool]:
   return len(data) / seconds, True
 
 
-def _needed_bytes(subject: _Subject) -> float:
+def _needed_bytes(
+  config: config_lib.Config, algorithm: algorithms.Algorithm | None
+) -> float:
   """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
-  config = subject.config
   try:
-    models = sizes.read_models(config.model, subject.algorithm)
+    models = sizes.read_models(config.model, algorithm)
   except (OSError, ValueError):
     return 0.0
   adapters = (config.model.lora_rank, config.model.lora_targets)
   trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
-  # While one is written, the one before the oldest that is kept is still there.
+  # While a checkpoint is written, the one that it will replace is still on disk.
   checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)
   return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']
 
 
-def _within(name: str, check: Callable[[], Finding]) -> Finding:
-  """Makes a check that raises or hangs a finding."""
+def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
+  """Runs a check within _SECONDS; an error or a time-out becomes a finding."""
   call = workers.POOL.submit(check)
   try:
     return call.result(_SECONDS)
   except TimeoutError:
     text = f'gave no answer within {_SECONDS:g} seconds'
-    mend = 'Another process may hold the device or the disk.'
-    return Finding(name, 'fail', text, mend)
+    remedy = 'Another process may hold the device or the disk.'
+    return Finding(name, 'fail', text, remedy)
   except Exception as error:
     return Finding(name, 'fail', workers.describe_error(error))

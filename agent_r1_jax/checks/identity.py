@@ -28,9 +28,9 @@ _LIBRARIES = tuple(
   {sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')}
 )
 _DEPTH = 8
-# A container with more items is data, and only its type counts.
+# A container with more items is described by its type alone.
 _MOST_ITEMS = 100
-# So many tasks are looked at where they may lie on a disk.
+# The most tasks that are read of a data set that may be on a disk.
 _MOST_TASKS = 1000
 
 
@@ -69,7 +69,8 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   """Describes an environment's code, and the environments that it wraps.
 
   Its code is all methods of the user's classes, and the functions in its attributes, such
-  as a ToolEnv's reward. Of a wrapper of this package, numbers and texts count too.
+  as a ToolEnv's reward. For a wrapper of this package, attributes that are numbers and
+  texts are described too.
   """
   parts = {}
   if not isinstance(env, env_lib.ToolEnv | program.Program):
@@ -77,14 +78,14 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   for kind in reversed(type(env).__mro__):
     if not _installed(kind):
       methods = {name: _function(method) for name, method in vars(kind).items()}
-      # As with tools, what a class was made with may differ at the next start.
+      # As with tools, values in a closure may differ at the next start.
       parts |= {name: describe(m, values=False) for name, m in methods.items() if m}
   attributes = {
     name.strip('_'): value
     for name, value in getattr(env, '__dict__', {}).items()
     if not inspect.isclass(value)
   }
-  # At most _DEPTH deep: an environment may hold one that holds it.
+  # At most _DEPTH deep: two environments may refer to each other.
   wrapped = {
     name
     for name, x in attributes.items()
@@ -104,16 +105,16 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
   """Describes a value.
 
   A function of this package or of an installed one is described by its name; one of the
-  user's also by a digest of its code and that of the user's functions that it calls. What
-  it was made with is described too: the arguments of a functools.partial, the variables
-  of a closure.
+  user's also by a digest of its code and of the user's functions that it calls. So are
+  the arguments of a functools.partial and the variables of a closure.
 
   Args:
     value: Any object; one that is no function, container, dataclass or array is described
       by its class.
-    values: Whether numbers and texts of a closure count. Those of a tool may differ at
-      the next start, such as the port of a server.
-    depth: How deep the value lies in another one; below _DEPTH only the class counts.
+    values: Whether numbers and texts are described by their values. Those in a tool's
+      closure may differ at the next start, such as the port of a server.
+    depth: How many containers the value is in; from _DEPTH on it is described by its
+      class.
   """
   if value is None:
     return None
@@ -131,11 +132,11 @@ def describe(value: Any, *, values: bool = True, depth: int = 0) -> Any:
     return _describe_function(function, inner)
   if isinstance(value, np.ndarray | np.generic):
     return f'{value.dtype}{list(value.shape)} {digest(value.tobytes().hex())}'
-  # What is left is neither data nor a function: its attributes may hold anything, so only
-  # its class counts, and the code that runs when it is called.
+  # Any other object is described by its class, and by the code that runs when it is
+  # called: its attributes may hold anything.
   name = _name(value if isinstance(value, type) else type(value))
-  called = None if isinstance(value, type) else _function(type(value).__call__)
-  return {'type': name, 'call': inner(called)} if called else name
+  call = None if isinstance(value, type) else _function(type(value).__call__)
+  return {'type': name, 'call': inner(call)} if call else name
 
 
 def model_digest(directory: str | os.PathLike) -> str:
@@ -202,19 +203,22 @@ def _function(value: Any) -> python_types.FunctionType | None:
 
 
 def _name(value: Any) -> str:
-  """Returns the name, with its module if that is installed: a script may be __main__."""
+  """Returns the qualified name, with the module if that is installed.
+
+  A script's module may be __main__ at one start and have a name at another.
+  """
   name = value.__qualname__
   return f'{value.__module__}.{name}' if _installed(value) else name
 
 
 def _installed(value: Any) -> bool:
-  """Whether it belongs to this package, to Python or to an installed package."""
+  """Whether a function or class belongs to this or an installed package, or to Python."""
   if str(value.__module__).partition('.')[0] == _PACKAGE:
     return True
   try:
     path = pathlib.Path(inspect.getfile(value))
   except (TypeError, OSError):
-    # It is built in, or a function that the user typed into an interpreter.
+    # Built in; or, if it is a Python function, typed by the user into an interpreter.
     return not isinstance(value, python_types.FunctionType)
   return any(path.is_relative_to(library) for library in _LIBRARIES)
 
@@ -228,14 +232,17 @@ def _code_texts(function: python_types.FunctionType, seen: set[int]) -> Iterable
   yield _code_text(function.__code__, function.__doc__, names) + repr(
     [describe(function.__defaults__), describe(function.__kwdefaults__)]
   )
-  reached = [function.__globals__.get(name) for name in sorted(names)]
-  reached += [_content(cell) for cell in function.__closure__ or ()]
-  for other in filter(None, map(_function, reached)):
+  referenced = [function.__globals__.get(name) for name in sorted(names)]
+  referenced += [_content(cell) for cell in function.__closure__ or ()]
+  for other in filter(None, map(_function, referenced)):
     yield from _code_texts(other, seen)
 
 
 def _code_text(code: python_types.CodeType, doc: str | None, names: set[str]) -> str:
-  """Returns bytecode and constants without lines, files and docstring; adds its names."""
+  """Returns bytecode and constants, without line numbers, file names and docstring.
+
+  Adds the global names that the code reads to `names`.
+  """
   names.update(code.co_names)
   consts = [
     _code_text(const, None, names)
@@ -255,12 +262,12 @@ def _content(cell: Any) -> Any:
 
 
 def _describe_tasks(tasks: Sequence[types.Task]) -> dict[str, Any]:
-  ids = [getattr(tasks[i], 'id', None) for i in spread_places(len(tasks))]
+  ids = [getattr(tasks[i], 'id', None) for i in spread_indices(len(tasks))]
   return {'count': len(tasks), 'ids': digest(ids)}
 
 
-def spread_places(n: int) -> list[int]:
-  """Returns all places of a data set of n tasks, or _MOST_TASKS that lie evenly in it."""
+def spread_indices(n: int) -> list[int]:
+  """Returns all indices of n tasks, or _MOST_TASKS of them at equal distances."""
   return sorted({i * n // _MOST_TASKS for i in range(_MOST_TASKS)}) if n else []
 
 

@@ -1,12 +1,12 @@
-"""How much memory a run takes on a chip, by arithmetic: nothing is compiled for it.
+"""Estimates the memory of a run on a chip by arithmetic; nothing is compiled.
 
-The terms are those of docs/memory.md, which compares them with what XLA allocates. The
-phases of a step are estimated, and the run's peak is that of the largest phase:
+The terms are those of docs/memory.md, which compares them with what XLA allocates. Each
+phase of a step is estimated, and the run's peak is that of the largest phase:
 
 - rollout: the engine prefills and decodes, beside the training state;
 - gradient: of one micro-batch, beside the engine and its cache;
 - update: the optimizer's step;
-- checkpoint, on a CPU only: its copy lies in the same memory.
+- checkpoint, on a CPU only: its copy is in the same memory.
 
 Letters: B rows, T tokens of a row, M = B · T, S slots, L layers, D embed, F feed-forward,
 N query heads, K key-value heads, H head dim, V vocabulary; all on one chip.
@@ -29,26 +29,28 @@ GB = 1e9
 _FLOAT = 4
 # The factors below were fitted with jax 0.10.2 and libtpu 0.0.42 to `memory_analysis()`
 # of compiled programs, and the shares of the heap to the peaks of complete processes on a
-# CPU: docs/memory.md has the programs, and how far estimates and measurements are apart;
-# tests/test_sizes.py compares some of them with this machine's compiler. One that is too
-# small lets a run start that ends for want of memory; one that is too large chooses
-# smaller sizes than would fit.
+# CPU. docs/memory.md has the programs and the errors of the estimates;
+# tests/test_sizes.py compares some of them with this machine's compiler. With a factor
+# that is too small a run may start that runs out of memory; with one that is too large,
+# smaller sizes are chosen than would fit.
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled.
 _PROCESS = 0.8e9
 # Attention on a CPU holds this many times the scores of the causal blocks: those saved
-# for the backward pass, and those of the layer that is being computed.
+# for the backward pass, and those of the layer that is being computed. If the scores have
+# fewer than _FUSED bytes, the latter factor is the former, too.
 _SAVED_SCORES, _SCORES, _FUSED = 2.1, 3.15, 2**25
-# The engine's copies of the part of the cache that it reads, on a CPU: bfloat16 is
-# computed in float32 there.
+# On a CPU, the temporaries of a prefill or decode per byte of the cache that it reads;
+# bfloat16 is computed in float32 there.
 _CACHE_COPIES = {'float32': 1.03, 'bfloat16': 5.0}
 # The share of the bytes freed by a rollout, or by a gradient, that fragmentation makes
 # unusable on a CPU.
 _ROLLOUT_GAPS, _GRADIENT_GAPS = 0.5, 0.8
-# What XLA holds beyond the terms on a TPU (docs/memory.md); a GPU is assumed to be alike.
+# The factor by which XLA's allocations exceed the terms on a TPU (docs/memory.md), and by
+# assumption on a GPU.
 _MARGIN = 1.2
 # The share of a chip's layers that XLA casts before its loop over them, if they are not
-# sharded: it then takes most casts out of the loop.
+# sharded: it then moves most casts out of the loop.
 _CAST = 0.75
 # Bytes of the optimizer step's temporaries on a CPU, per byte of the gradient.
 _STEP = {'adamw': 1.0, 'adamw8': 6.6, 'adafactor': 1.85}
@@ -58,7 +60,7 @@ _STEP_OF_LEAF = {'adamw': 1.0, 'adamw8': 2.0, 'adafactor': 2.0}
 
 
 class Machine(NamedTuple):
-  """What a run may use.
+  """The devices of a run.
 
   Attributes:
     platform: 'cpu', 'gpu' or 'tpu'.
@@ -76,7 +78,7 @@ class Machine(NamedTuple):
 
 
 class Models(NamedTuple):
-  """What a run loads.
+  """The models of a run.
 
   Attributes:
     policy: The policy's shape, with the run's dtype and remat.
@@ -92,7 +94,7 @@ class Models(NamedTuple):
 
   @property
   def trained(self) -> int:
-    """How many models are trained: a critic may be one of its own."""
+    """The number of trained models: 2 if there is a critic with a model of its own."""
     critic = self.algorithm is not None and self.algorithm.needs_critic
     return 2 if critic and not self.shared_critic else 1
 
@@ -117,28 +119,27 @@ class Estimate(NamedTuple):
     return sum(self.phases[self.largest].values())
 
   def table(self) -> str:
-    """Returns the terms of that phase in GB, the largest first, a line each."""
+    """Returns lines with the terms of the largest phase in GB, in descending order."""
     terms = sorted(self.phases[self.largest].items(), key=lambda term: -term[1])
     return '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in terms if n >= 5e6)
 
 
 def count_splits(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
-  """Returns (data-parallel ways of rows, ways that parameters are sharded)."""
-  rest = config.data * config.tensor * config.context
-  fsdp = config.fsdp or max(1, chips // rest)
-  return config.data * fsdp, fsdp * config.tensor * config.context
+  """Returns how many chips the rows are split over, and how many the parameters are."""
+  data, fsdp, tensor, context = config.axes(chips).values()
+  return data * fsdp, fsdp * tensor * context
 
 
 def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Estimate:
   """Estimates the bytes that a run takes on one chip, by phase and term.
 
-  With mesh.samplers, the rollout's are those of a chip that samples and the others' those
-  of a chip that trains.
+  With mesh.samplers, the rollout's bytes are those of a chip that samples, and the other
+  phases' those of a chip that trains.
 
   Args:
     config: The configuration, with all sizes chosen.
-    models: What the run loads.
-    machine: Where it runs.
+    models: The models of the run.
+    machine: The devices of the run.
   """
   engine = _engine_terms(config, models.policy, machine)
   sampling = _sampling_terms(config, models.policy, machine)
@@ -172,7 +173,7 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
 
 @functools.cache
 def count_parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
-  """Counts the parameters of a model: those of its layers, and all."""
+  """Counts the parameters of a model: {'layers': ..., 'all': ...}."""
   plain = dataclasses.replace(model, dtype='float32', remat='none')
   shapes = jax.eval_shape(lambda: decoder.init(plain, jax.random.key(0)))
   count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
@@ -191,8 +192,8 @@ def trained_bytes(
     if rank:
       params = lora.add(params, rank, targets.split(','), 1.0, jax.random.key(0))
     learned = lora.split(params)[0]
-    made = optimizers.make(config_lib.Optimizer(kind=optimizer), 1.0)
-    return learned, learner.init(params, made).opt_state
+    transformation = optimizers.make(config_lib.Optimizer(kind=optimizer), 1.0)
+    return learned, learner.init(params, transformation).opt_state
 
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   learned, state = jax.eval_shape(make)
@@ -208,7 +209,7 @@ def _trained_on_chip(config, models, machine) -> tuple[float, float]:
 
 
 def _training_terms(config, models, machine) -> dict[str, float]:
-  """Returns what training holds in every phase."""
+  """Returns the bytes that training holds in every phase."""
   algorithm, split = models.algorithm, count_splits(config.mesh, machine.chips)[1]
   learned, opt_state = _trained_on_chip(config, models, machine)
   frozen = count_parameters(models.policy)['all'] * _FLOAT / split
@@ -217,15 +218,15 @@ def _training_terms(config, models, machine) -> dict[str, float]:
     terms['critic, float32'] = learned
   if not config.optimizer.offload:
     terms[f'state of {config.optimizer.kind}'] = models.trained * opt_state
-  # A reference of its own directory is held whole; otherwise what is frozen is shared
-  # with the policy, and only what is trained is held twice.
+  # A reference from its own directory is a whole model; otherwise the frozen parameters
+  # are shared with the policy, and only the trained ones are held twice.
   if models.reference:
     terms['reference, float32'] = (
       count_parameters(models.reference)['all'] * _FLOAT / split
     )
   elif algorithm.needs_reference:
     terms['reference, float32'] = learned
-  # The engine samples by an older policy than the one that is trained.
+  # The engine samples from an older policy than the one that is trained.
   if config.schedule.sync_every > 1 or config.schedule.ahead:
     terms["policy as the engine's is, float32"] = learned
   return terms
@@ -269,18 +270,18 @@ def _sampling_terms(config, model, machine) -> dict[str, float]:
     model.dtype,
     machine.platform,
   )
-  # Logits, their log-probs and what is chosen of them.
+  # Logits, their log-probs, and temporaries of the sampling.
   decode = {'decode: logits and scores': 4 * width * model.vocab_size * _FLOAT / tensor}
   if not in_place:
     decode['decode: logits and scores'] += 2 * width * heads * sizes.slots * _FLOAT
     decode['decode: copy of the cache'] = copies * width * sizes.slots * slot
   # Replicas that share a chip prefill at the same time.
-  fed = min(sizes.prefill_rows * sizes.replicas, sizes.rows)
-  tokens = fed * sizes.prefill_tokens
+  rows = min(sizes.prefill_rows * sizes.replicas, sizes.rows)
+  tokens = rows * sizes.prefill_tokens
   size = jnp.dtype(model.dtype).itemsize
   hidden = tokens * (2 * model.mlp_dim / tensor + 4 * model.embed_dim) * size
   prefill = {
-    'prefill: copy of the cache': copies * fed * sizes.slots * slot,
+    'prefill: copy of the cache': copies * rows * sizes.slots * slot,
     'prefill: scores': 2 * tokens * heads * sizes.slots * _FLOAT,
     'prefill: activations': hidden,
   }
@@ -332,8 +333,8 @@ def activations(
   computing = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
   L = model.num_layers
   if cpu and L <= decoder.UNROLLED_LAYERS:
-    # Layers that are compiled one after the other: XLA finds what is computed twice and
-    # keeps it, so that `remat` changes nothing.
+    # The loop over layers is unrolled: XLA finds what `remat` would compute twice and
+    # keeps it, so that `remat` has no effect.
     return {
       'activations of all layers': L * layer['all'],
       'attention scores of all layers': L * computing,
@@ -345,10 +346,10 @@ def activations(
     'attention scores saved': L * saved_scores,
   }
   if cpu:
-    # The head's memory is free again when the gradient of the layers begins.
+    # The head's memory is free again when the backward pass reaches the layers.
     largest = max(vocabulary, layer['all'] + computing)
     return terms | {'vocabulary head, or one layer with its scores': largest}
-  # On accelerators the head's gradient lies there while the layers' are made.
+  # On accelerators the head's gradient stays in memory while the layers' are computed.
   terms |= {'one layer': layer['all'] + computing, 'vocabulary head': vocabulary}
   terms = {name: _MARGIN * n for name, n in terms.items()}
   if model.dtype == 'bfloat16':
@@ -359,21 +360,21 @@ def activations(
 
 
 def _layer_bytes(model, tokens: float, platform: str, tensor: int) -> dict[str, float]:
-  """Returns the activations of one layer that each kind of `remat` saves, and 'all'.
+  """Returns the bytes of one layer's activations that each `remat` saves, and of 'all'.
 
   For Qwen2.5-3B (D 2048, F 11,008, 16 query and 2 key-value heads of 128) and 1,000
-  tokens in bfloat16 that are, in MB: 2 · (8 · 2.05 + 5.5 · 11 + 3 · 2.05 + 9 · .26) = 171
-  for 'all', 4.1 for 'full' and 57 for 'dots'. The counts of each width are those of what
-  XLA allocates, of which docs/memory.md has the measurements.
+  tokens in bfloat16 they are, in MB: 2 · (8 · 2.05 + 5.5 · 11 + 3 · 2.05 + 9 · .26) = 171
+  for 'all', 4.1 for 'full' and 57 for 'dots'. The factors of each width were fitted to
+  the measurements in docs/memory.md.
   """
-  # What a CPU computes in bfloat16 XLA holds in float32.
+  # On a CPU, XLA holds bfloat16 activations in float32.
   cpu = platform == 'cpu'
   unit = tokens * (2 if model.dtype == 'bfloat16' and not cpu else _FLOAT)
   D, F = model.embed_dim, model.mlp_dim / tensor
   NH = model.num_heads * model.head_dim / tensor
   KH = model.num_kv_heads * model.head_dim / tensor
   layer = unit * (8 * D + 5.5 * F + 3 * NH + 9 * KH)
-  # A CPU that scans layers in bfloat16 saves some activations in both types.
+  # A CPU that scans layers in bfloat16 saves some activations in both dtypes.
   both = 1.1 if cpu and model.dtype != 'float32' else 1.0
   return {
     'all': layer,
@@ -384,17 +385,17 @@ def _layer_bytes(model, tokens: float, platform: str, tensor: int) -> dict[str, 
 
 
 def _score_bytes(model, rows, tokens, platform, split) -> float:
-  """Returns the bytes of one layer's attention scores; 0 if a kernel keeps them.
+  """Returns the bytes of one layer's attention scores; 0 with the kernel for TPUs.
 
-  cuDNN's kernel keeps none either. It reads a mask of 2 bytes a score that all heads
-  share, and in the backward pass a second one.
+  cuDNN's kernel stores no scores either, but reads a mask of 2 bytes a score that all
+  heads share, and in the backward pass a second one.
   """
   if platform == 'tpu' and tokens % attention.LANES == 0:
     return 0.0
-  parts = min(attention._MAX_BLOCKS, tokens // attention._MIN_BLOCK) or 1
-  causal = (parts + 1) / (2 * parts)
+  blocks = attention.count_blocks(tokens)
+  causal = (blocks + 1) / (2 * blocks)
   queries = (rows, tokens, model.num_heads, model.head_dim)
-  if platform == 'gpu' and attention._has_cudnn(
+  if platform == 'gpu' and attention.has_cudnn(
     jax.ShapeDtypeStruct(queries, model.dtype)
   ):
     return causal * rows * tokens**2 * 4
@@ -416,7 +417,7 @@ def _head_bytes(model, M, platform, tensor) -> float:
 
 
 def _update_terms(config, models, machine) -> dict[str, float]:
-  """Returns the gradient, and what the optimizer's step takes beside it."""
+  """Returns the bytes of the gradient and of the optimizer step's temporaries."""
   learned, opt_state = _trained_on_chip(config, models, machine)
   terms = {'gradient, float32': learned}
   if config.optimizer.offload:
@@ -433,10 +434,10 @@ def _update_terms(config, models, machine) -> dict[str, float]:
 
 
 def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
-  """Returns the copy that a CPU writes, and what a gradient left of its heap."""
+  """Returns the bytes of a checkpoint's copy, and of the heap's fragments."""
   learned, opt_state = _trained_on_chip(config, models, machine)
-  # A reference that changes, and a sampler that is older than the policy, are in it too
-  # (TrainState.checkpoint_arrays in rl/updates.py).
+  # A reference that changes, and a sampler that is older than the policy, are in the
+  # checkpoint too (TrainState.checkpoint_arrays in rl/updates.py).
   schedule = config.schedule
   older = schedule.sync_every > 1 or (schedule.ahead and not schedule.partial)
   others = bool(schedule.reference_every) + bool(older)
@@ -449,9 +450,12 @@ def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
 def suggest_changes(
   config: config_lib.Config, models: Models, machine: Machine
 ) -> tuple[dict[str, object], bool]:
-  """Finds fields to change so that the run fits, and whether it fits with them.
+  """Finds changes of fields with which the run fits.
 
   Changes are tried one after the other; those that are not needed are left out.
+
+  Returns:
+    The new values by field, and whether the run then fits.
   """
   groups = count_splits(config.mesh, machine.chips)[0]
   candidates: list[tuple[str, object]] = []
@@ -476,12 +480,12 @@ def suggest_changes(
     return estimate(other, models._replace(policy=policy), machine).peak
 
   changes: dict[str, object] = {}
-  # In turn, because each change is worth less beside the ones before it.
+  # One after the other, because a change may save less when others have been made.
   for name, value in candidates:
     if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
       changes[name] = value
   enough = peak(changes) <= machine.memory
-  # A later change may have made an earlier one superfluous.
+  # With a later change, an earlier one may not be needed.
   for name in list(changes):
     fewer = {key: value for key, value in changes.items() if key != name}
     if enough and peak(fewer) <= machine.memory:

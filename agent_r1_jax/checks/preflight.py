@@ -1,9 +1,8 @@
-"""Checks a run before anything is compiled: refuses mistakes, says what is left out."""
+"""Checks the arguments of a run before anything is compiled."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import functools
 import importlib.util
 import logging
 import threading
@@ -18,9 +17,9 @@ from agent_r1_jax.checks import identity
 from agent_r1_jax.rl import algorithms
 
 _LOGGER = logging.getLogger(__name__)
-# An upper bound of the tokens that a template writes around a message. If one writes
-# more, the rollout finds what does not fit.
-_FRAME = 64
+# An upper bound of the tokens that a chat template adds to a message; if one adds more,
+# too long prompts are found only in the rollout.
+_TEMPLATE_TOKENS = 64
 
 
 def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> None:
@@ -101,10 +100,10 @@ def _check_staleness(schedule: config_lib.Schedule, algorithm: algorithms.Algori
 
 
 def check_sets(tasks: Any, evals: Any) -> None:
-  """Refuses training tasks or evaluation sets of a wrong type, or without a task.
+  """Checks the types of training tasks and evaluation sets.
 
   Raises:
-    ValueError: Says what it should be.
+    ValueError: One has a wrong type or is empty.
   """
   check_tasks(tasks)
   if len(tasks) == 0:
@@ -121,15 +120,15 @@ def check_sets(tasks: Any, evals: Any) -> None:
 
 
 def check_tasks(tasks: Any, name: str = 'tasks') -> None:
-  """Refuses a value that is no list of tasks; see `_look_at`.
+  """Checks that a value is a sequence of tasks; of a large data set only some are read.
 
   Raises:
-    ValueError: Names the first wrong item, and what it should be.
+    ValueError: It is none; the message names the first wrong item.
   """
   listed = hasattr(tasks, '__len__') and hasattr(tasks, '__getitem__')
   if isinstance(tasks, str) or not listed:
     raise ValueError(f'{name} is {tasks!r:.100}; it must be a list of types.Task.')
-  for number, task in _look_at(tasks):
+  for number, task in _sample_tasks(tasks):
     if not isinstance(task, types.Task):
       raise ValueError(
         f'{name}[{number}] is {task!r:.100}; it must be a types.Task, such as '
@@ -166,10 +165,13 @@ def open_environment(
   fields.check_takes('make_env', make_env)
   made, over = [], threading.Event()
 
+  def close():
+    asyncio.run(env_lib.close_env(made, limits.close_seconds, 'make_env'))
+
   def make():
     made.append(make_env())
     if over.is_set():
-      _close_environment(made, limits.close_seconds)
+      close()
 
   try:
     call = workers.POOL.submit(make)
@@ -192,36 +194,17 @@ def open_environment(
     yield env
   finally:
     over.set()
-    _close_environment(made, limits.close_seconds)
-
-
-def _close_environment(made: list[Any], seconds: float):
-  """Takes the environment out, if it is there, and closes it."""
-  try:
-    method = getattr(made.pop(), 'close', None)
-  except IndexError:
-    return  # It was not made yet, or the other thread that comes here closes it.
-  if method is None:
-    return
-  try:
-    close = functools.partial(
-      workers.call_on_user_loop,
-      method,
-      name='close',
-      seconds=seconds,
-      field='limits.close_seconds',
-    )
-    # In a thread: this one may have an event loop, as in a notebook. The second bound is
-    # for the wait for a thread.
-    bound = min(seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
-    workers.POOL.submit(lambda: asyncio.run(close())).result(bound)
-  except Exception as error:
-    text = workers.describe_error(error) + workers.locate_error(error)
-    _LOGGER.warning('close failed: %s', text)
+    # In a thread: this one may have an event loop, as in a notebook. The bound is for the
+    # wait for a thread.
+    bound = min(limits.close_seconds + workers.BLOCKED_SECONDS, threading.TIMEOUT_MAX)
+    try:
+      workers.POOL.submit(close).result(bound)
+    except Exception as error:
+      _LOGGER.warning('make_env: close failed: %s', workers.describe_error(error))
 
 
 def describe_tool_prompt(chat: chat_lib.Chat, env: env_lib.Env) -> str | None:
-  """Returns a line on how the prompt describes the tools; None if the template does.
+  """Returns a line about how the prompt describes the tools; None if the template does.
 
   Raises:
     ValueError: The template does not, and tools_in_prompt is 'refuse'.
@@ -259,19 +242,19 @@ def select_fitting_tasks(
   long_prompts: str = 'refuse',
   name: str = 'tasks',
 ) -> tuple[Sequence[types.Task], str | None]:
-  """Returns the tasks whose prompts leave room for a reply, and a line on the others.
+  """Returns the tasks whose prompts leave room for a reply, and a line about the others.
 
-  Looks at the tasks' own messages, with which a ToolEnv begins. The prompts of other
-  environments are known only when they are played. Of tasks that are no list, only some
-  are looked at, and none is left out: one that does not fit is not learned from.
+  Encodes the tasks' own messages, with which a ToolEnv begins. The prompts of other
+  environments are known only when they are played. If `tasks` is no list, only some are
+  encoded and none is left out: an episode whose prompt does not fit is not learned from.
 
   Args:
     chat: Encodes messages with the policy's tokenizer.
     env: An environment that the tasks will be played in.
-    tasks: The tasks to look at.
+    tasks: The tasks.
     slots: The most tokens of a text.
     long_prompts: 'refuse', or 'skip' to leave such tasks out.
-    name: What messages call the tasks.
+    name: The name of the tasks in messages.
 
   Raises:
     ValueError: A message is broken. A prompt leaves no room and is refused, or none does.
@@ -280,14 +263,14 @@ def select_fitting_tasks(
     return tasks, None
   schemas = _schemas(env)
   least = len(chat.encode_prompt([{'role': 'user', 'content': ''}], schemas))
-  long: dict[int, int] = {}
-  looked_at = 0
-  for number, task in _look_at(tasks):
-    looked_at += 1
+  long: dict[int, int] = {}  # The number of each task that does not fit -> its tokens.
+  checked = 0
+  for number, task in _sample_tasks(tasks):
+    checked += 1
     try:
       for message in task.messages:
         chat_lib.check_message(message)
-      # A byte is a token at most: most prompts are short enough without a closer look.
+      # A token has at least one byte: by their bytes alone most prompts are short enough.
       if task.messages and least + sum(map(_bound_tokens, task.messages)) < slots:
         continue
       tokens = len(chat.encode_prompt(task.messages, schemas))
@@ -299,11 +282,11 @@ def select_fitting_tasks(
     return tasks, None
   first, tokens = next(iter(long.items()))
   line = (
-    f'{len(long)} of {looked_at} {name} leave no room for a reply in a row of '
+    f'{len(long)} of {checked} {name} leave no room for a reply in a row of '
     f'engine.slots = {slots} tokens; the first is {tasks[first].id!r} with a prompt of '
     f'{tokens}, the longest has {max(long.values())}.'
   )
-  if long_prompts == 'refuse' or len(long) == looked_at:
+  if long_prompts == 'refuse' or len(long) == checked:
     raise ValueError(
       f'{line} Raise engine.slots, shorten these prompts, or leave them out: '
       "chat.long_prompts = 'skip' does that while others are left."
@@ -318,7 +301,7 @@ def check_prompts(
   env: env_lib.Env,
   tasks: Sequence[types.Task],
   evals: Mapping[str, Sequence[types.Task]],
-  **options: Any,
+  config: config_lib.Config,
 ) -> tuple[Sequence[types.Task], list[str]]:
   """Returns the tasks to train on, and lines to show.
 
@@ -330,11 +313,12 @@ def check_prompts(
     env: An environment that the tasks will be played in.
     tasks: The tasks to train on.
     evals: Sets to evaluate, by name.
-    **options: The arguments slots and long_prompts of `select_fitting_tasks`.
+    config: The run's configuration, with all sizes chosen.
 
   Raises:
     ValueError: See `describe_tool_prompt` and `select_fitting_tasks`.
   """
+  options = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
   lines = [describe_tool_prompt(chat, env)]
   tasks, line = select_fitting_tasks(chat, env, tasks, **options)
   lines.append(line and f'{line} They are left out.')
@@ -356,12 +340,12 @@ def _begins_with_the_task(env: Any) -> bool:
   return isinstance(env, env_lib.ToolEnv) and type(env).reset is env_lib.ToolEnv.reset
 
 
-def _look_at(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
-  """Yields tasks with their places: all of a list; else some, which may lie on a disk."""
+def _sample_tasks(tasks: Sequence[types.Task]) -> Iterator[tuple[int, types.Task]]:
+  """Yields (index, task): all of a list; else only some, since they may be on a disk."""
   if isinstance(tasks, list | tuple):
     yield from enumerate(tasks)
   else:
-    yield from ((i, tasks[i]) for i in identity.spread_places(len(tasks)))
+    yield from ((i, tasks[i]) for i in identity.spread_indices(len(tasks)))
 
 
 def _bound_tokens(message: types.Message) -> float:
@@ -369,4 +353,4 @@ def _bound_tokens(message: types.Message) -> float:
   content = message.get('content')
   if not isinstance(content, str) or len(message) > 2:
     return float('inf')
-  return _FRAME + len(content.encode(errors='replace'))
+  return _TEMPLATE_TOKENS + len(content.encode(errors='replace'))

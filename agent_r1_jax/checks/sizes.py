@@ -1,8 +1,8 @@
-"""Chooses the sizes that a configuration leaves 0, by the device and the model.
+"""Chooses the sizes that are 0 in a configuration, by the device and the model.
 
-`resolve` chooses them, estimates the memory of the run (memory.py) and refuses what does
-not fit, before anything is loaded or compiled. A run that is resumed has the sizes that
-it began with: config.json holds them.
+`resolve` chooses them, estimates the memory of the run (memory.py) and raises if it does
+not fit, before anything is loaded or compiled. A run that is resumed takes the sizes that
+it began with from its config.json.
 """
 
 from collections.abc import Mapping
@@ -26,23 +26,23 @@ from agent_r1_jax.rl import algorithms
 FIELDS = config_lib.SIZES
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
-# The tokens that a prompt is assumed to have, and the most slots that are chosen.
+# The assumed tokens of a prompt, and the most slots that are chosen.
 _PROMPT, _MOST_SLOTS = 1024, 8192
 # Slots come in multiples of this: the kernels of accelerators read tiles of this many.
 _TILE = 128
-# The most rows of an engine, and tokens of a micro-batch on one chip: more bring no
-# speed, and on a CPU their activations no longer lie in its caches.
+# The most rows of an engine, and tokens of a micro-batch on one chip: more are no faster,
+# and on a CPU their activations no longer fit its caches.
 _MOST_ROWS = {'cpu': 128, 'gpu': 256, 'tpu': 256}
 _MOST_TOKENS = {'cpu': 2048, 'gpu': 16_384, 'tpu': 16_384}
-# Rows and tokens of one prefill. The answer of a tool is short: a CPU computes a longer
-# chunk in vain, while an accelerator waits for the weights anyway.
-_FEED = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
+# Rows and tokens of one prefill. The answer of a tool is short: on a CPU the padding of a
+# longer chunk costs time, on an accelerator reading the weights takes longer anyway.
+_PREFILL_SHAPES = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
 # The least slots that a cache read covers; smaller reads are more programs to compile.
 _LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
-# (share of the memory, fewest rows, fewest slots): first leave some room for what the
-# estimate does not know; use all before episodes get too short.
+# (share of the memory, fewest rows, fewest slots): the first round leaves a margin for
+# the errors of the estimate; the second uses all memory before it shortens episodes.
 _ROUNDS = ((0.85, 8, 2048), (1.0, 1, 1024))
-# Bytes of a device that does not report its memory.
+# The assumed bytes of a device that does not report its memory.
 _UNKNOWN = 16e9
 
 
@@ -56,8 +56,8 @@ def resolve(
   Args:
     config: The run's configuration; sizes of 0 are chosen.
     algorithm: The run's algorithm; None if the policy only plays.
-    workdir: The run's directory: if it has been started before, sizes that are 0 are
-      those that it began with.
+    workdir: The run's directory; if the run is resumed, sizes that are 0 are those that
+      it began with.
 
   Raises:
     ValueError: The run does not fit the memory; the message has the terms and the fields
@@ -80,7 +80,7 @@ def resolve(
 
 
 def find_machine(config: config_lib.Mesh) -> memory.Machine:
-  """Finds platform, memory and chips; of several processes the least memory counts."""
+  """Finds platform, memory and chips; memory is the least over all processes."""
   training, sampling = sharding.split_devices(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
   gigabytes = os.environ.get(MEMORY_VARIABLE)
@@ -110,7 +110,7 @@ def load_recorded(
   try:
     recorded = json.loads(path.read_text())
   except (OSError, ValueError, RecursionError):
-    return config  # No run yet; or the journal will say what is wrong with the file.
+    return config  # No run yet; or the journal will raise an error that names the file.
   if not isinstance(recorded, Mapping):
     return config
   known = {
@@ -135,11 +135,11 @@ def choose(
 
   Begins with the fastest sizes. While the estimate is above a share of the machine's
   memory they are halved, first the micro-batch, then rows, then slots; in the end rows
-  and micro-batch are doubled again as long as they fit.
+  and micro-batch are doubled again while they fit.
   """
-  given = {'microbatch': config.batch.microbatch}
-  given |= {'rows': config.engine.rows, 'slots': config.engine.slots}
-  free = [name for name, value in given.items() if not value]
+  requested = {'microbatch': config.batch.microbatch}
+  requested |= {'rows': config.engine.rows, 'slots': config.engine.slots}
+  free = [name for name, value in requested.items() if not value]
   groups = memory.count_splits(config.mesh, machine.chips)[0]
   multiples = {'microbatch': 1, 'rows': 1, 'slots': _slot_multiple(config.mesh)}
   fastest = _choose_fastest(config, models, machine)
@@ -151,13 +151,13 @@ def choose(
   for share, fewest_rows, fewest_slots in _ROUNDS:
     limit = share * machine.memory
     least = {'microbatch': groups, 'rows': fewest_rows, 'slots': fewest_slots}
-    # The first in `free` costs the least speed, so it is halved as far as it may be.
+    # In the order of `free`: halving the first ones costs the least speed.
     for name in free:
       while sizes[name] // 2 >= least[name] and peak(sizes) > limit:
         sizes[name] = _round_up(sizes[name] // 2, multiples[name])
     if peak(sizes) > limit:
       continue
-    # Halving may have gone further than it had to, as slots were halved last.
+    # Since slots were halved last, more rows or micro-batch rows may fit again.
     for name in ('rows', 'microbatch'):
       doubled = sizes | {name: 2 * sizes[name]}
       while sizes[name] < fastest[name] and peak(doubled) <= limit:
@@ -172,13 +172,13 @@ def check(
   machine: memory.Machine,
   reused: list[str] | None = None,
 ) -> None:
-  """Refuses a run that does not fit the memory.
+  """Raises ValueError if the run does not fit the memory.
 
   Args:
     config: The configuration, with all sizes chosen.
-    models: What the run loads.
-    machine: Where it runs.
-    reused: The sizes that a resumed run began with.
+    models: The models of the run.
+    machine: The devices of the run.
+    reused: Names of the sizes that a resumed run took from its config.json.
 
   Raises:
     ValueError: The message has the terms in GB and the fields to change.
@@ -188,12 +188,12 @@ def check(
     return
   changes, enough = memory.suggest_changes(config, models, machine)
   named = ', '.join(f'{name}={value}' for name, value in changes.items())
-  mend = f'Lower it with {named}'
+  remedy = f'Lower it with {named}'
   if not enough:
-    mend = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
+    remedy = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
   if machine.platform == 'gpu' and estimate.peak < 0.95 / 0.75 * machine.memory:
-    # By default JAX takes three quarters of a GPU.
-    mend += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
+    # By default JAX allocates three quarters of a GPU's memory.
+    remedy += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
   origin = ''
   if reused:
     origin = (
@@ -204,7 +204,7 @@ def check(
   raise ValueError(
     f'memory: this run is estimated to take {estimate.peak / memory.GB:.1f} GB '
     f'({estimate.largest}), and {where} has {machine.memory / memory.GB:.1f} GB:\n'
-    f'{estimate.table()}\n{mend}.{origin} {MEMORY_VARIABLE} says that there is more or '
+    f'{estimate.table()}\n{remedy}.{origin} {MEMORY_VARIABLE} says that there is more or '
     'less.'
   )
 
@@ -212,7 +212,7 @@ def check(
 def describe(
   config: config_lib.Config, models: memory.Models, machine: memory.Machine
 ) -> str:
-  """Returns one line: the sizes, and the estimated memory."""
+  """Returns a line with the sizes and the estimated memory."""
   estimate = memory.estimate(config, models, machine)
   chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in FIELDS)
   return (
@@ -253,7 +253,7 @@ def read_models(config: config_lib.Model, algorithm) -> memory.Models:
 
 
 def _choose_fastest(config, models, machine) -> dict[str, int]:
-  """Returns the sizes that are chosen if memory is no limit."""
+  """Returns the sizes that are chosen if they fit the memory."""
   groups = memory.count_splits(config.mesh, machine.chips)[0]
   slots = config.engine.slots or _choose_slots(config, models)
   tokens = (config.batch.row_tokens or slots) / config.mesh.context
@@ -270,7 +270,7 @@ def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
   sizes = config.engine
   if not sizes.rows:
     rows = _round_up(rows, sizes.replicas or 1)
-  prefill_rows, prefill_tokens = _FEED[machine.platform]
+  prefill_rows, prefill_tokens = _PREFILL_SHAPES[machine.platform]
   bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
   engine = dataclasses.replace(
     sizes,
@@ -286,7 +286,7 @@ def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
 
 
 def _choose_slots(config, models) -> int:
-  """Returns the slots of the longest episode, up to _MOST_SLOTS."""
+  """Returns the slots that the longest episode needs, up to _MOST_SLOTS."""
   step = _slot_multiple(config.mesh)
   turn = config.limits.max_turn_tokens + config.chat.max_tool_tokens
   episode = _round_up(_PROMPT + config.limits.max_turns * turn, step)
@@ -295,14 +295,14 @@ def _choose_slots(config, models) -> int:
 
 
 def _choose_rows(config, machine) -> int:
-  """Returns the episodes of a rollout for each engine, up to _MOST_ROWS."""
+  """Returns a row for each of an engine's episodes of a rollout, up to _MOST_ROWS."""
   episodes = -(-config.schedule.tasks * config.schedule.samples // machine.engines)
   most = _MOST_ROWS[machine.platform]
   return min(most, 1 << (episodes - 1).bit_length())
 
 
 def _choose_replicas(config, rows, machine) -> int:
-  """Returns one replica per core of a CPU, if each has a few rows; else one per chip."""
+  """Returns one replica per core of a CPU, if each gets 8 rows; else one per chip."""
   if machine.platform != 'cpu' or config.mesh.tensor > 1:
     return 1
   width = min(config.engine.width or rows, rows)
@@ -311,7 +311,7 @@ def _choose_replicas(config, rows, machine) -> int:
 
 
 def _slot_multiple(mesh: config_lib.Mesh) -> int:
-  """Returns what slots, and so the tokens of a training row, are multiples of."""
+  """Returns the number that slots, and so the tokens of a row, are a multiple of."""
   return math.lcm(_TILE, mesh.context)
 
 

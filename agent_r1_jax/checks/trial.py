@@ -1,4 +1,4 @@
-"""Plays an environment with a scripted policy, to see what its rewards and answers do."""
+"""Plays an environment with scripted replies, and checks its rewards and answers."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -9,43 +9,43 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
-from agent_r1_jax.agent import calls, program, workers
+from agent_r1_jax.agent import call_formats, calls, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import preflight
 from agent_r1_jax.train import rollout
 
-# An event loop that is held for longer makes all other agents wait visibly.
-_HELD_SECONDS = 0.3
+# A call that blocks the event loop for longer is reported: all other agents wait for it.
+_BLOCKED_SECONDS = 0.3
 _TICK_SECONDS = 0.02
-# A step that takes longer is worth a word: a rollout takes one after the other.
+# A step that takes longer is reported.
 _SLOW_SECONDS = 2.0
 _MASKED = 'In training such episodes are masked, and count in max_error_rate.'
 _WRONG = 'I do not know.'
-# How tasks want their answer, as far as this can be guessed.
+# The forms in which a task may expect its answer.
 _FORMS = ('{}', '<answer>{}</answer>', '\\boxed{{{}}}', 'Answer: {}')
 _EXAMPLES = {'integer': 1, 'number': 1.0, 'boolean': True, 'array': [], 'object': {}}
 
 
 class Finding(NamedTuple):
-  """What a check found.
+  """The result of one check.
 
   Attributes:
-    name: What was checked.
+    name: The name of the check.
     status: 'ok', 'warn' or 'fail'.
-    text: What was found.
-    mend: What can be done about it.
+    text: The result in words.
+    remedy: What the user can do about it, if it is not 'ok'.
   """
 
   name: str
   status: str
   text: str
-  mend: str = ''
+  remedy: str = ''
 
 
 class _Episode(NamedTuple):
-  """What came of a script: its kind, the replies that were heard, the reward."""
+  """A played script; `replies` are those that were passed to the environment."""
 
-  kind: str
+  kind: str  # 'right', 'wrong' or 'nothing': the kind of its replies.
   task: types.Task
   replies: list[str]
   reward: float
@@ -56,15 +56,15 @@ class _Trial:
   """Plays episodes one after the other, and measures them.
 
   Attributes:
-    call: What is being called, for whoever waits in vain.
+    call: The call that is under way, for the message of a time-out.
     slowest: Method -> its longest call in seconds.
-    held: The longest time in seconds that the event loop was held.
+    blocked: The longest time in seconds for which the event loop was blocked.
   """
 
   def __init__(self, make_env: rollout.MakeEnv, limits: config_lib.Limits):
     self.make_env, self.limits = make_env, limits
     self.call, self.slowest = 'make_env', {'reset': 0.0, 'step': 0.0}
-    self.held = 0.0
+    self.blocked = 0.0
 
   async def play_all(self, scripts: Sequence[tuple[str, types.Task, Sequence[str]]]):
     """Plays all scripts; returns the episodes."""
@@ -78,32 +78,32 @@ class _Trial:
     env = await workers.call(self.make_env, seconds=self.limits.reset_seconds)
     try:
       await self._call('reset', env.reset, task, seconds=self.limits.reset_seconds)
-      reward, heard, seconds = 0.0, [], self.limits.step_seconds
+      reward, used, seconds = 0.0, [], self.limits.step_seconds
       for reply in replies:
         step = await self._call('step', env.step, reply, seconds=seconds)
-        heard.append(reply)
+        used.append(reply)
         reward += step.reward
         if step.done:
-          return _Episode(kind, task, heard, reward, True)
+          return _Episode(kind, task, used, reward, True)
       self.call = f'finish of task {task.id!r}'
-      step = await env_lib.finish_episode(env, 'max_turns', None)
-      return _Episode(kind, task, heard, reward + (step.reward if step else 0.0), False)
+      step = await env_lib.call_optional(env, 'finish', 'max_turns', None)
+      return _Episode(kind, task, used, reward + (step.reward if step else 0.0), False)
     finally:
-      await env_lib.close_env(env)
+      await env_lib.call_optional(env, 'close')
 
   async def _call(self, method: str, fn: Callable, argument: Any, seconds: float) -> Any:
     shown = argument.id if isinstance(argument, types.Task) else argument
-    self.call, begun = f'{method}({shown!r:.60})', time.monotonic()
+    self.call, start = f'{method}({shown!r:.60})', time.monotonic()
     value = await workers.call(fn, argument, name=method, seconds=seconds)
-    spent = time.monotonic() - begun
-    self.slowest[method] = max(self.slowest[method], spent)
+    self.slowest[method] = max(self.slowest[method], time.monotonic() - start)
     return value
 
   async def _tick(self):
+    """Sleeps again and again, and measures by how much each sleep is late."""
     while True:
-      begun = time.monotonic()
+      start = time.monotonic()
       await asyncio.sleep(_TICK_SECONDS)
-      self.held = max(self.held, time.monotonic() - begun - _TICK_SECONDS)
+      self.blocked = max(self.blocked, time.monotonic() - start - _TICK_SECONDS)
 
 
 def check_env(
@@ -114,20 +114,20 @@ def check_env(
   limits: config_lib.Limits | None = None,
   seconds: float = 120.0,
 ) -> list[Finding]:
-  """Plays the first tasks with scripted replies: right ones, wrong ones, none, a call.
+  """Plays the first tasks with scripted replies: right, wrong, empty, and a tool call.
 
-  Finds environments that raise or hang, rewards that are all equal, that take long or
-  block the event loop, answers that the agent is shown before it speaks, and what
-  testing.check_env refuses. A program.Program is not played, as it asks an endpoint; its
-  reward and metrics are called with an empty answer.
+  Finds environments that raise or hang; rewards that are all equal, are slow or block the
+  event loop; answers that are in the agent's first messages; and what testing.check_env
+  refuses. A program.Program is not played, since it needs an endpoint; its reward and
+  metrics are called with an empty answer.
 
   Args:
     tasks: The tasks; the first four are played.
     make_env: Makes the environment.
-    solve: The replies that solve a task. By default its answer in several forms, which
-      may all be wrong where a task asks for something else.
-    limits: What calls may take; config.Limits() by default.
-    seconds: What the whole trial may take.
+    solve: Returns the replies that solve a task. By default the task's answer in several
+      forms, which may all be wrong.
+    limits: The time limits of calls; config.Limits() by default.
+    seconds: The time limit of the whole trial.
   """
   limits = limits or config_lib.Limits()
   try:
@@ -136,7 +136,7 @@ def check_env(
     bounds = dataclasses.replace(limits, reset_seconds=reset_seconds)
     with preflight.open_environment(make_env, bounds) as env:
       if isinstance(env, program.Program):
-        return [_judge_program(env, tasks[:4], seconds)]
+        return [_check_program(env, tasks[:4], seconds)]
       scripts = list(_write_scripts(tasks[:4], env, solve))
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
@@ -146,21 +146,20 @@ def check_env(
     episodes = call.result(seconds)
   except TimeoutError:
     text = f'{trial.call} gave no answer; {seconds:g} seconds were left for all episodes'
-    mend = 'Give what it waits for a time-out; what blocks must be no coroutine.'
-    return [Finding('environment', 'fail', text, mend)]
+    remedy = 'Give what it waits for a time-out; what blocks must be no coroutine.'
+    return [Finding('environment', 'fail', text, remedy)]
   except Exception as error:
     text = f'{trial.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
-    mend = 'In training such episodes are masked, and count in max_error_rate.'
-    return [Finding('environment', 'fail', text, mend)]
+    return [Finding('environment', 'fail', text, _MASKED)]
   return [
-    _judge_times(trial, episodes),
-    _judge_rewards(episodes, known=solve is not None),
-    _judge_openings(tasks[:100], make_env, seconds),
-    _judge_conformance(episodes, make_env, seconds),
+    _check_times(trial, episodes),
+    _check_rewards(episodes, known=solve is not None),
+    _check_openings(tasks[:100], make_env, seconds),
+    _check_conformance(episodes, make_env, seconds),
   ]
 
 
-def _judge_program(
+def _check_program(
   env: program.Program, tasks: Sequence[types.Task], seconds: float
 ) -> Finding:
   """Scores an empty answer to each task by the program's reward and metrics."""
@@ -214,28 +213,33 @@ def _call_of(schema: dict[str, Any]) -> str:
     name: _EXAMPLES.get(kinds.get(name, {}).get('type'), 'test')
     for name in parameters.get('required', ())
   }
-  return calls.HERMES.render(calls.ToolCall(schema['name'], arguments))
+  return call_formats.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
-def _judge_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
+def _check_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
   times = ', '.join(f'{k} at most {v:.3f} s' for k, v in trial.slowest.items())
   text = f'{len(episodes)} episodes played: {times}, rewards included'
-  if trial.held > _HELD_SECONDS:
+  if trial.blocked > _BLOCKED_SECONDS:
     return Finding(
       'environment',
       'warn',
-      f'{text}; the event loop was held for {trial.held:.2f} s: all agents wait then',
+      f'{text}; the event loop was held for {trial.blocked:.2f} s: all agents wait then',
       'Make what computes or blocks a plain function, which runs in a thread; a grader '
       'that holds the interpreter belongs into isolated.in_subprocess.',
     )
   if trial.slowest['step'] > _SLOW_SECONDS:
-    mend = 'Cache, batch or bound what it waits for; engine.width helps with slow tools.'
-    return Finding('environment', 'warn', text, mend)
+    remedy = (
+      'Cache, batch or bound what it waits for; engine.width helps with slow tools.'
+    )
+    return Finding('environment', 'warn', text, remedy)
   return Finding('environment', 'ok', text)
 
 
-def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
-  """Compares the rewards of right and wrong replies; `known`: whether solve was given."""
+def _check_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
+  """Compares the rewards of right and wrong replies.
+
+  `known` says that the right replies are from `solve`, and not guessed.
+  """
   rewards = {
     kind: [e.reward for e in episodes if e.kind == kind] for kind in ('right', 'wrong')
   }
@@ -261,8 +265,8 @@ def _judge_rewards(episodes: Sequence[_Episode], *, known: bool) -> Finding:
   return Finding('rewards', 'ok', f'{len(different)} different ones: {shown}')
 
 
-def _judge_openings(tasks, make_env, seconds) -> Finding:
-  """Looks for answers in what the agent is shown before it speaks."""
+def _check_openings(tasks, make_env, seconds) -> Finding:
+  """Looks for answers in the agent's first messages."""
 
   async def open_all():
     return [await _open(task, make_env) for task in tasks]
@@ -274,7 +278,7 @@ def _judge_openings(tasks, make_env, seconds) -> Finding:
   leaking = [
     task
     for task, messages in zip(tasks, openings, strict=True)
-    if any(_tells(messages, answer) for answer in _list_answers(task))
+    if any(_contains(messages, answer) for answer in _list_answers(task))
   ]
   if not leaking:
     text = f'no answer is in the first messages of {len(tasks)} tasks'
@@ -293,33 +297,29 @@ async def _open(task, make_env) -> list[types.Message]:
   try:
     return await workers.call(env.reset, task)
   finally:
-    await env_lib.close_env(env)
+    await env_lib.call_optional(env, 'close')
 
 
-def _tells(messages: Sequence[types.Message], answer: str) -> bool:
-  """Whether an answer stands in the messages, as a whole word."""
+def _contains(messages: Sequence[types.Message], answer: str) -> bool:
+  """Whether an answer of at least three characters is in the messages, as whole words."""
   if len(answer.strip()) < 3:
-    return False  # 'no' or '7' stand in many texts.
+    return False  # 'no' or '7' are in many texts.
   text = '\n'.join(str(message.get('content')) for message in messages)
   return bool(re.search(rf'(?<!\w){re.escape(answer.strip())}(?!\w)', text, re.I))
 
 
-def _judge_conformance(episodes, make_env, seconds) -> Finding:
+def _check_conformance(episodes, make_env, seconds) -> Finding:
   """Runs the conformance test on the longest episode that ended by itself."""
   ended = [e for e in episodes if e.done]
   if not ended:
-    mend = 'Give solve= with replies that end an episode.'
-    return Finding('conformance', 'warn', 'no script ended an episode', mend)
+    remedy = 'Give solve= with replies that end an episode.'
+    return Finding('conformance', 'warn', 'no script ended an episode', remedy)
   longest = max(ended, key=lambda e: len(e.replies))
   test = testing.check_env(make_env, longest.task, longest.replies)
   try:
-    workers.POOL.submit(lambda: asyncio.run(_run(test))).result(seconds)
+    workers.POOL.submit(lambda: asyncio.run(test)).result(seconds)
   except Exception as error:
     text = str(error) or workers.describe_error(error)
-    mend = 'testing.check_env says what an environment must keep to.'
-    return Finding('conformance', 'fail', f'{text:.300}', mend)
+    remedy = 'testing.check_env says what an environment must keep to.'
+    return Finding('conformance', 'fail', f'{text:.300}', remedy)
   return Finding('conformance', 'ok', 'repeatable, and instances do not disturb another')
-
-
-async def _run(coroutine):
-  return await coroutine

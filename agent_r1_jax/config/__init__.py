@@ -1,8 +1,7 @@
 """The configuration of a training run: dataclasses that are absl flags and config.json.
 
-Each part of a run has a dataclass, which checks itself, and a function takes no more of
-them than it reads. `Config` nests them: the field `rows` of `engine` is the flag
---config.engine.rows.
+Each part of a run has a dataclass with a method `check`. `Config` nests them: the field
+`rows` of `engine` is the flag --config.engine.rows.
 """
 
 import dataclasses
@@ -35,28 +34,29 @@ def _default(kind: Any) -> Any:
 
 @dataclasses.dataclass
 class Config:
-  """All numbers and names of a run; the defaults are the paper's where it has them.
+  """All settings of a run; the defaults are the paper's where it states them.
 
   Attributes:
     model: The models that are loaded, and how they compute.
     chat: How tasks and tools become text.
-    limits: What one episode may use.
+    limits: The budgets of one episode.
     sampling: How the tokens of training rollouts are chosen.
     evaluation: How the tokens of evaluations are chosen; greedy by default.
     engine: Sizes of the engine's programs.
-    schedule: How much is played and learned from, and in which order.
+    schedule: The number of episodes and updates, and their order.
     curriculum: Which tasks are drawn for training.
-    batch: Sizes of the batches that gradients are computed of.
+    batch: Sizes of the micro-batches of gradients.
     optimizer: The optimizer of policy and critic.
-    mesh: Over which chips the work is split.
-    checkpoint: What is written to disk to be resumed from.
+    mesh: How the chips share the work.
+    checkpoint: How often the run is saved, so that it can be resumed.
     alarms: Limits of metrics beyond which an alarm is logged.
     seed: Seed of the order of tasks and of all sampling.
     max_error_rate: The share of a rollout's episodes whose environment may raise or be
       late before the run ends.
     log_episodes: How many episodes of each rollout are written to trajectories/, and how
       many of these and of each evaluation set with the numbers of their tokens.
-    sinks: Where metrics go besides metrics.jsonl: some of SINKS, separated by commas.
+    sinks: Services that get metrics besides metrics.jsonl: some of SINKS, separated by
+      commas.
     profile: The steps that are traced for Perfetto and XProf, to profile/ in the workdir:
       their numbers as in metrics.jsonl, separated by commas, such as '2,50'.
   """

@@ -1,4 +1,4 @@
-"""The parts that say what the policy reads and what an episode may use."""
+"""Settings of chats and of episodes."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ class Chat:
 
 @dataclasses.dataclass
 class Limits:
-  """What one episode may use.
+  """The budgets of one episode.
 
   Attributes:
     max_turns: The most replies of an episode.

@@ -1,10 +1,10 @@
-"""The parts that say how tokens are sampled."""
+"""Settings of sampling and of the engine."""
 
 import dataclasses
 
 from agent_r1_jax import fields
 
-# Fields whose value is chosen where they are 0; see checks/sizes.py.
+# Fields of which a 0 means that checks/sizes.py chooses the value.
 SIZES = (
   'engine.rows',
   'engine.slots',
@@ -74,9 +74,10 @@ class Engine:
     bucket: The least slots that a cache read covers; reads double from there to slots.
     width: The most rows that are decoded at a time; 0 is all. With slow tools, take half
       of rows.
-    narrow: Whether few rows run in programs for a quarter of rows. A run is repeatable to
-      the last bit only without it and with bucket = slots, as the timing of tools varies.
-    replicas: Engines that share each chip and its rows; on a CPU, at most one per core.
+    narrow: Whether there are also programs for a quarter of the rows. As the timing of
+      tools varies, a run is repeatable bit for bit only without them and with bucket =
+      slots.
+    replicas: Replicas that share each chip and its rows; on a CPU, at most one per core.
   """
 
   rows: int = 0

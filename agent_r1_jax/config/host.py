@@ -1,4 +1,4 @@
-"""The parts that say which chips are used and what is written to be resumed from."""
+"""Settings of the chips and of checkpoints."""
 
 import dataclasses
 
@@ -7,15 +7,16 @@ from agent_r1_jax import fields
 
 @dataclasses.dataclass
 class Mesh:
-  """Over which chips training and sampling are split; see host/sharding.py.
+  """How the chips share training and sampling; see host/sharding.py.
 
   Attributes:
-    data: How many copies of the training state there are.
-    fsdp: Chips that each copy is split over; 0 is all that the other axes leave.
+    data: The number of copies of the training state.
+    fsdp: Chips over which each copy is sharded; 0 is the number of chips divided by the
+      other axes.
     tensor: Chips that share each layer, in training and in sampling.
     context: Chips that share each training row.
     samplers: Chips of each process that only sample, while the others only train; with 0
-      all do both in turn.
+      all chips do both.
   """
 
   data: int = 1
@@ -24,6 +25,13 @@ class Mesh:
   context: int = 1
   samplers: int = 0
 
+  def axes(self, chips: int) -> dict[str, int]:
+    """Returns the sizes of the mesh's axes on this number of chips, in their order."""
+    other_axes = self.data * self.tensor * self.context
+    fsdp = self.fsdp or max(1, chips // other_axes)
+    axes = {'data': self.data, 'fsdp': fsdp}
+    return axes | {'tensor': self.tensor, 'context': self.context}
+
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     fields.check(self, 'mesh', at_least_1=('data', 'tensor', 'context'))
@@ -31,13 +39,13 @@ class Mesh:
 
 @dataclasses.dataclass
 class Checkpoint:
-  """What a run writes to disk to be resumed from.
+  """How often the run is saved, so that it can be resumed.
 
   Attributes:
     every: Steps between checkpoints.
     keep: How many checkpoints are kept.
-    keep_rollouts: Whether finished episodes are written, until a checkpoint has learned
-      from them: after a kill they are not played again.
+    keep_rollouts: Whether finished episodes are written, and kept until there is a
+      checkpoint after their update: after a kill they are not played again.
   """
 
   every: int = 20

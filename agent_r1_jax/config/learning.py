@@ -1,4 +1,4 @@
-"""The parts that say what is played, and how it is learned from."""
+"""Settings of rollouts and updates."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from agent_r1_jax import fields
 
 @dataclasses.dataclass
 class Schedule:
-  """How many episodes are played and learned from, in which order, and by which policy.
+  """The number of episodes and updates, their order, and the policies that sample.
 
   Attributes:
     steps: Number of rollouts, each followed by its updates.
@@ -19,12 +19,12 @@ class Schedule:
       all equal (DAPO's dynamic sampling).
     sync_every: Steps between two weight syncs to the engine; above 1 the algorithm must
       have a correction.
-    ahead: How many rollouts may be played before their turn, while updates are computed.
-      With 1, rollout n + 1 is played during update n by the policy before it: one step
+    ahead: How many rollouts may be played ahead, while updates are computed. With 1,
+      rollout n + 1 is played during update n by the policy before it: one step
       off-policy. Above 0 the algorithm must have a correction.
     partial: Whether the engine gets each new policy during episodes, so that a long one
-      delays no update; several policies then sample it. Such a run is not repeatable to
-      the last bit. Without it, `ahead` is at most 1.
+      delays no update; several policies then sample it. Such a run is not repeatable bit
+      for bit. Without it, `ahead` is at most 1.
     max_staleness: The most steps by which a token's policy may be older than the one that
       learns from it; bounds sync_every and ahead.
     critic_warmup: Steps in which only the critic is updated.
@@ -77,10 +77,10 @@ class Curriculum:
 
   Attributes:
     weight: 'uniform' draws all tasks in shuffled epochs. 'variance' draws a task in
-      proportion to the variance of the rewards in its last groups, so that tasks that are
-      always or never solved rest.
+      proportion to the variance of the rewards in its last groups, which is 0 for tasks
+      that are always or never solved.
     by: Fields of Task.info, separated by commas. Tasks that agree in them share their
-      variance; where it is empty, each task has its own.
+      variance; if it is empty, each task has its own.
     uniform_share: With 'variance', the share of tasks that are drawn uniformly.
   """
 
@@ -98,7 +98,7 @@ class Curriculum:
 
 @dataclasses.dataclass
 class Batch:
-  """Sizes of the batches that gradients are computed of; chosen where they are 0.
+  """Sizes of the micro-batches of gradients; a 0 is chosen (checks/sizes.py).
 
   Attributes:
     row_tokens: Tokens of a packed training row; at least `engine.slots`.

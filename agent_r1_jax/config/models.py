@@ -1,4 +1,4 @@
-"""The part of a configuration that says which models are loaded."""
+"""Settings of the models."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ class Model:
   Attributes:
     path: Directory of the policy to start from: weights and tokenizer in HF layout.
     reference: Directory of the reference policy or teacher, which must have the same
-      tokenizer; empty takes the policy as it started.
+      tokenizer; if it is empty, the reference is the initial policy.
     dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
     remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
     lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0

@@ -1,4 +1,4 @@
-"""The parts that say what is told of a run."""
+"""Settings of alarms."""
 
 import dataclasses
 
@@ -19,8 +19,8 @@ class Alarms:
     hacking: The greatest rise of the reward over the last `window` steps while
       `true_metric` does not rise, in standard errors: the mean of the later half less
       that of the earlier one.
-    true_metric: What the reward stands for, as metrics.jsonl calls it.
-    window: Number of steps that a rise is measured over; at least 4.
+    true_metric: The name in metrics.jsonl of the metric that the reward should improve.
+    window: The number of steps over which a rise is measured; at least 4.
   """
 
   entropy: float = 0.01

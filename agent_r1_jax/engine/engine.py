@@ -1,16 +1,16 @@
-"""The engine: answers requests of many clients at once, on one policy or several.
+"""The engine: samples replies for many clients at once, from one policy or several.
 
 Clients are coroutines in the engine's own event loop: episodes of a rollout, an
 evaluation, a search, a server's handlers.
 
-  results = engine.run(coroutines)     # runs them to their ends
+  results = engine.run(coroutines)     # Waits until all have ended.
 
   with engine.open():
     future = engine.start(coroutines)  # They run while this thread does something else.
-    engine.sync_weights(params, 1)     # Another policy samples the rest.
+    engine.sync_weights(params, 1)     # From here on these parameters sample.
     results = future.result()
 
-Inside a coroutine, `engine.submit(request)` asks for a reply; see request.py.
+A coroutine requests a reply by `engine.submit(request)`; see request.py.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -32,15 +32,15 @@ from agent_r1_jax.models import decoder, lora
 
 
 class Engine:
-  """One or several replicas of a policy, and the loop in which they serve.
+  """The replicas of a policy, and the event loop in which they serve requests.
 
   Attributes:
     config: The policy's shape.
-    mesh: The mesh that the parameters lie on.
-    interrupted: Asked while requests are served; True ends them with
-      replica.PreemptedError.
+    mesh: The mesh that the parameters are on.
+    interrupted: Called while requests are served; if it returns True, the clients end
+      with replica.PreemptedError.
     sizes: The sizes of everything that is compiled.
-    replicas: Copies of the policy, each with rows of its own.
+    replicas: The replicas, each with a cache of its own.
     stats: Counts since the engine was made, over all replicas.
   """
 
@@ -60,18 +60,18 @@ class Engine:
     Args:
       config: The policy's shape.
       params: Parameters of the policy, with or without adapters.
-      guides: Further kinds of guides that requests may use, and the parameters of each.
-      mesh: The mesh that `params` lie on. Each of this process's chips then has a
+      guides: Further guides that requests may use, and the parameters of each.
+      mesh: The mesh that `params` are on. Each of this process's chips then has a
         replica, or `tensor` of them share one. None: JAX's default device has one.
       chips: Chips of this process that sample instead of those of the mesh.
-      replicas: Replicas that work side by side on each chip.
+      replicas: How many replicas each chip has.
       **sizes: rows, slots and the other sizes of sizes.make.
 
     Raises:
       ValueError: A size is too small, or does not fit the number of replicas.
     """
     if replicas > 1 and mesh is not None and mesh.shape['tensor'] > 1:
-      # Each would wait for the other's part of a sum over chips.
+      # Their collectives would wait for each other.
       raise ValueError(f'replicas is {replicas}: with tensor > 1 it must be 1.')
     with sharding.use_mesh(mesh):
       self.sizes = sizes_lib.make(config, replicas=replicas, **sizes)
@@ -86,14 +86,14 @@ class Engine:
     ]
     for replica in self.replicas:
       replica.interrupted = lambda: self.interrupted()
-    # The engine's parameters, and those that the replicas' policy was last made of.
+    # The engine's parameters, and those that the replicas' policy was last made from.
     self._params, self._step = params, 0
     self._synced: decoder.Params | None = None
     self._versions = itertools.count()
     self._loop: event_loop.Loop | None = None
 
   def run(self, coroutines: Iterable[Coroutine]) -> list:
-    """Runs clients to their ends and returns their results in order.
+    """Runs clients until all have ended, and returns their results in order.
 
     The first exception of one of them or of the engine cancels the others and is raised.
     """
@@ -140,18 +140,19 @@ class Engine:
   def reserve(
     self, group: int = 0, policy: replica_lib.Policy | None = None, rows: int = 1
   ):
-    """Waits for room; an async context manager that gives a replica.
+    """Reserves rows of a replica: an async context manager that yields the replica.
 
-    A client that keeps texts between requests, as an episode does while its tools work,
-    asks inside it, so that no more texts are kept than there are rows. Whoever came first
-    is let in first. Where clients of several policies wait, the policies take turns: an
-    evaluation does not wait until all rollouts have begun, nor they for all of it.
+    A client that continues its texts later, as an episode does after a tool's answer,
+    submits inside it, so that there are no more such texts than rows. Clients are served
+    in the order of their calls. Where clients of several policies wait, the policies take
+    turns: an evaluation does not wait until all rollouts have begun, nor they for all of
+    it.
 
     Args:
-      group: Clients of one group share a replica, where what their texts have in common
-        is computed once.
-      policy: The policy that the client's requests will ask for.
-      rows: The most texts that the client keeps at a time.
+      group: Clients of one group share a replica, so that the prefix which their texts
+        have in common is computed once.
+      policy: The policy that the client's requests will name.
+      rows: The most texts that the client will continue at a time.
 
     Raises:
       ValueError: A replica has fewer rows.
@@ -172,7 +173,7 @@ class Engine:
     return replica.submit(request)
 
   def sync_weights(self, params: decoder.Params, policy_step: int):
-    """Gives the engine another policy, also in the midst of replies; from any thread.
+    """Replaces the engine's policy, even while replies are sampled; from any thread.
 
     Texts under way keep their cached keys and values; texts that begin later share none
     of them. While requests are under way, two copies of the policy are in memory.
@@ -183,7 +184,7 @@ class Engine:
     self._sync()
 
   def make_policy(self, params: decoder.Params, policy_step: int) -> replica_lib.Policy:
-    """Makes a policy that single requests can ask for; it is freed with the last user.
+    """Makes a policy that requests can name; it is freed with the last of them.
 
     Nothing is copied if `params` are those of the engine's own policy.
     """
@@ -201,8 +202,8 @@ class Engine:
     """Compiles every program, with calls that use no row.
 
     `on_done` is called with the number of programs compiled so far, and of all. The
-    programs are compiled for tables that hold `automata`: grammars and long stop strings
-    that requests will bring.
+    programs are compiled for tables that are large enough for `automata`: the grammars
+    and long stop strings that requests will use.
     """
     self._sync()
     done, programs = itertools.count(1), self.sizes.programs * len(self.replicas)
@@ -210,7 +211,7 @@ class Engine:
       replica.warm_up(lambda: on_done(next(done), programs), automata)
 
   def _sync(self):
-    """Makes the replicas' policy of the engine's parameters."""
+    """Gives the replicas a policy with the engine's parameters."""
     if self._params is not self._synced and not self.busy:
       # The old copy is freed before the new one is made.
       self._synced = None

@@ -7,12 +7,13 @@ import threading
 
 from agent_r1_jax.engine import replica as replica_lib
 
-# Python handles signals between two waits of this length, whatever thread got them.
+# The main thread waits in steps of this length, since Python handles a signal only
+# between two of them.
 _POLL_SECONDS = 0.5
 
 
 def wait(future: futures.Future) -> futures.Future:
-  """Returns the future once it is done; signals are handled meanwhile."""
+  """Waits until the future is done and returns it; signals are handled meanwhile."""
   while not future.done():
     futures.wait([future], _POLL_SECONDS)
   return future
@@ -54,7 +55,7 @@ class Loop:
     try:
       asyncio.run(self._serve(opened))
     except BaseException as error:
-      # Nobody waits for this thread itself, but for the futures that it was to fulfil.
+      # Other threads wait for these futures, and would never learn of the error.
       for future in (opened, *self._under_way):
         if not future.done():
           future.set_exception(error)
@@ -67,7 +68,8 @@ class Loop:
     for replica in self._replicas:
       replica.start()
     self._serving = asyncio.gather(*(replica.serve() for replica in self._replicas))
-    # Clients raise an error of a replica, see _watch; without clients nobody needs it.
+    # Clients raise an error of a replica, see `_watch`. Without clients, reading it here
+    # keeps asyncio from logging that it was never retrieved.
     self._serving.add_done_callback(lambda f: f.cancelled() or f.exception())
     opened.set_result(None)
     await self._closed.wait()
@@ -92,19 +94,19 @@ class Loop:
 
 
 async def _guard(client: Coroutine):
-  """Awaits a client, and makes an error of what would silently end the others."""
+  """Awaits a client; raises a RuntimeError where it raised what ends a task group."""
   try:
     return await client
   except asyncio.CancelledError as error:
     task = asyncio.current_task()
     if task and not task.cancelling():
-      # A task group takes it for a cancellation from outside.
+      # A task group would treat it as a cancellation from outside.
       raise RuntimeError(
         'A client of the engine raised CancelledError by itself.'
       ) from error
     raise
   except (SystemExit, KeyboardInterrupt) as error:
-    # It would end the event loop and nothing else.
+    # It would end the event loop, and the process would go on.
     raise RuntimeError(
       f'A client of the engine tried to end the process: {error!r}.'
     ) from error

@@ -1,13 +1,13 @@
-"""Guides: what a request may do to the choice of its tokens, inside the jitted loop.
+"""Guides: how a request changes the choice of its tokens, inside the jitted loop.
 
-A guide has a state in each row, and is a pair of pure functions over it: what the guide
-does to the logits, and how a token advances the state. Stop strings, a grammar of tool
-calls, a truncation of the distribution and a value function are all guides. The guides of
-a row compose: logits pass through one after the other, and a reply ends where one of them
-ends it. The states are arguments of the jitted loop, so that nothing is compiled for
-another choice of rows and guides.
+A guide has a state in each row, and is a pair of pure functions of it: one changes the
+logits, the other advances the state by a token. Stop strings, a grammar of tool calls,
+top-k and top-p, and a value function are all guides. The guides of a row compose: logits
+pass through one after the other, and a reply ends where one of them ends it. The states
+are arguments of the jitted loop, so that nothing is compiled for another choice of rows
+and guides.
 
-Someone's own guide:
+A guide of one's own:
 
   def soften(params, state, logits, hidden):
     return logits / (1 + state['count'])[:, None]
@@ -35,24 +35,24 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 
-# A tree of arrays: of one row in Guide.off and in requests, of all rows, [M, ...], in the
-# functions.
+# A tree of arrays: those of one row in Guide.off and in requests, and those of all rows,
+# [M, ...], in the functions.
 State = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Guide:
-  """One kind of guide; an engine is made with the kinds that its requests may use.
+  """One guide; an engine is made with all guides that its requests may use.
 
   Attributes:
     off: The state of a row that does not use the guide, numpy scalars or arrays; it also
       fixes the shapes and dtypes of the state.
     logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]. The logits are
       scaled by the temperature, and hidden is the policy's last hidden state. The result
-      is only used in the rows that use the guide. None changes no logits.
+      is only used in the rows that use the guide. None: the guide changes no logits.
     advance: (params, state, tokens [M]) -> (state, ended [M]): the state after one more
       token, and whether the reply ends with it. It must not end a row whose state is
-      `off`. None changes no state.
+      `off`. None: the guide has a constant state and ends no reply.
   """
 
   off: State
@@ -81,7 +81,7 @@ def apply(
       changed = change(params[g], states[g], logits, hidden)
       return jnp.where(used[g][:, None], changed, logits)
 
-    # A guide costs nothing where no row uses it.
+    # Skipped if no row uses the guide.
     logits = jax.lax.cond(used[g].any(), change_rows, lambda x: x, logits)
   return logits
 
@@ -93,7 +93,11 @@ def advance(
   states: Sequence[State],
   tokens: Int[Array, 'M'],
 ) -> tuple[tuple[State, ...], Bool[Array, 'M']]:
-  """Advances all states by one token a row; returns them and which replies end."""
+  """Advances all states by one token a row.
+
+  Returns:
+    The new states, and whether a guide ends the reply of each row.
+  """
   ended, new_states = jnp.zeros(tokens.shape, bool), []
   for guide, guide_params, state in zip(guides, params, states, strict=True):
     if guide.advance is not None:
@@ -104,7 +108,7 @@ def advance(
 
 
 def _truncate(params, state, logits_MV, hidden):
-  """Applies top-k, top-p of what that leaves, then min-p; ties stay together."""
+  """Applies top-k, then top-p to the rest, then min-p; ties are kept or cut together."""
   p_MV = jax.nn.softmax(logits_MV)
   sorted_MV = -jnp.sort(-p_MV, axis=-1)
   ranks_V = jnp.arange(p_MV.shape[1])
@@ -119,7 +123,7 @@ def _truncate(params, state, logits_MV, hidden):
   return jnp.where(p_MV >= least_M[:, None], logits_MV, -jnp.inf)
 
 
-# Sampling's top_k, top_p and min_p, as a guide: only decodes that use them pay for them.
+# Sampling's top_k, top_p and min_p as a guide, so that other decodes need not sort.
 TRUNCATION = Guide(
   off={'top_k': np.int32(0), 'top_p': np.float32(1), 'min_p': np.float32(0)},
   logits=_truncate,
@@ -169,8 +173,8 @@ def _force(params, state, logits_MV, hidden):
   return jnp.where(jnp.arange(logits_MV.shape[1])[None] == token_M1, logits_MV, -jnp.inf)
 
 
-# Makes the reply the tokens of its state, so that their log-probs under the request's
-# policy are reported.
+# Forces the reply to be the tokens in its state. The reply then has their log-probs under
+# the request's policy, and their values.
 FORCED = Guide(
   off={'tokens': np.zeros(FORCED_TOKENS, np.int32), 'position': np.int32(0)},
   logits=_force,
@@ -182,10 +186,10 @@ FORCED = Guide(
 
 
 def forced_state(tokens: np.ndarray) -> dict[str, np.generic | np.ndarray]:
-  """Returns the state of FORCED with which the reply is these tokens.
+  """Returns the state of FORCED that forces these tokens.
 
   Raises:
-    ValueError: There are too many.
+    ValueError: There are more than FORCED_TOKENS.
   """
   if len(tokens) > FORCED_TOKENS:
     raise ValueError(

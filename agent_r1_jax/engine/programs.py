@@ -1,12 +1,12 @@
-"""The functions on the device: prefill, decode, and copies of prefixes between rows.
+"""The jitted programs: prefill, decode, and copies of prefixes between rows.
 
 The device holds the key-value cache and nothing else. The host knows each row's text and
-how much of it lies in the cache, and passes both in every call. The cache stays one token
+how much of it is in the cache, and passes both in every call. The cache stays one token
 behind the text: the last token is known but not yet computed, so that a reply, a tool's
 answer and a prompt all continue a row in the same way, and no prefill computes logits.
 
-Letters: B rows of the cache, M of them in one call, T tokens of one prefill, S slots, V
-tokens of the vocabulary, G guides, n likeliest tokens.
+Letters: B rows of the cache, M entries of one call (each names its row), T tokens of one
+prefill, S slots, V tokens of the vocabulary, G guides, n likeliest tokens.
 """
 
 from collections.abc import Callable
@@ -26,29 +26,30 @@ from agent_r1_jax.models import decoder
 TOP = 20
 
 
-class Places(NamedTuple):
-  """The rows of one decode; place m decodes row rows[m]."""
+class DecodeBatch(NamedTuple):
+  """The requests of one decode; entry m continues the text in row rows[m]."""
 
-  rows: Int[Array, 'M']  # Distinct rows; B or more marks an unused place.
+  rows: Int[Array, 'M']  # Distinct rows; B or more marks an unused entry.
   length: Int[Array, 'M']  # Tokens in the cache; the text is one token longer.
   last: Int[Array, 'M']  # The text's last token.
-  budget: Int[Array, 'M']  # The most tokens to sample; with 0 the place does not run.
+  budget: Int[Array, 'M']  # The most tokens to sample; an entry with 0 does not run.
   keys: UInt32[Array, 'M 2']  # The randomness of each request.
   temperature: Float[Array, 'M']  # The temperature of sampling; 0 is greedy.
   top: Bool[Array, 'M']  # Whether log-probs of the likeliest tokens are wanted.
+  guide_mask: Bool[Array, 'G M']  # Whether guide g changes the logits of entry m.
+  guide_states: tuple[guide_lib.State, ...]  # The state of each guide, arrays [M, ...].
 
 
 class Decoded(NamedTuple):
-  """The tokens of one decode; those of place m are tokens[m, :count[m]]."""
+  """The tokens of one decode; those of entry m are tokens[m, :count[m]]."""
 
   tokens: Int[Array, 'M steps']  # The sampled tokens.
   # Their log-probs under the policy's temperature-scaled full softmax.
   logprobs: Float[Array, 'M steps']
-  # Their log-probs under the distribution that they were sampled from, which guides and
-  # truncation have changed; without any, the same numbers.
+  # Their log-probs under the distribution that they were sampled from: with guides or
+  # truncation it differs from the policy's, else the numbers are the same.
   behaviour_logprobs: Float[Array, 'M steps']
-  # The value of the state in which each was chosen, if the policy has a value head; else
-  # 0.
+  # The value of the state in which each was chosen; 0 if the policy has no value head.
   values: Float[Array, 'M steps']
   count: Int[Array, 'M']  # The number of tokens that were sampled.
   stopped: Bool[Array, 'M']  # Whether a guide ended the reply.
@@ -70,15 +71,15 @@ def prefill(
 ) -> decoder.Cache:
   """Writes tokens[m, :count[m]] to the slots of row rows[m] from start[m] on.
 
-  Rows are distinct; B or more marks an unused place. `start` tokens are in the cache
-  already. `bucket` slots are read and written: at least start + count of each row. The
-  cache is donated; the params are those of decoder.unstack.
+  Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
+  already. The first `bucket` slots of each row are read and written: at least start +
+  count. The cache is donated; the params come from decoder.unstack.
   """
-  view = _view(cache, rows, bucket)
+  view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
   positions = jnp.where(steps_1T < count[:, None], start[:, None] + steps_1T, bucket)
   _, view = decoder.extend(params, config, tokens, positions, view)
-  return _put(cache, rows, view)
+  return _scatter_rows(cache, rows, view)
 
 
 @functools.partial(jax.jit, static_argnames='bucket', donate_argnames='cache')
@@ -99,9 +100,7 @@ def copy(
 def decode(
   params: decoder.Params,
   cache: decoder.Cache,
-  places: Places,
-  guided: Bool[Array, 'G M'],
-  states: tuple[guide_lib.State, ...],
+  batch: DecodeBatch,
   guide_params: tuple,
   *,
   config: decoder.DecoderConfig,
@@ -110,26 +109,31 @@ def decode(
   bucket: int,
   in_place: bool = False,
 ) -> tuple[decoder.Cache, tuple[guide_lib.State, ...], Decoded]:
-  """Samples until every running place has stopped, but at most `steps` tokens.
+  """Samples until every entry has stopped, but at most `steps` tokens of each.
 
   A token's randomness is (key, position): neither the other rows nor the way a reply is
   cut into decodes can change it.
 
-  `guided` says which places' logits each guide changes; `states` has the state of each
-  guide in all places. `bucket` slots are read and written, at least length + steps of
-  every place that runs. `in_place` says that place m is row m, for all rows and all their
-  slots: the cache is then not copied, so that no second one needs memory. The cache is
-  donated; the params are those of decoder.unstack.
+  Args:
+    params: The policy's parameters, from decoder.unstack.
+    cache: The cache of all rows; donated.
+    batch: The requests.
+    guide_params: The parameters of each guide.
+    config: The policy's shape.
+    guides: All guides of the engine (G).
+    steps: The most tokens of each entry.
+    bucket: How many slots of each row are read and written, at least length + steps.
+    in_place: Whether entry m is row m for all rows, with all their slots. The cache is
+      then not copied, so that no second one needs memory.
 
   Returns:
-    The cache, the guides' states after the last token of each place, and the tokens.
+    The cache, the guides' states after the last token of each entry, and the tokens.
   """
   B = cache[0][0].shape[0]
   next_token = functools.partial(
     _decode_token,
     params=params,
-    places=places,
-    guided=guided,
+    batch=batch,
     guide_params=guide_params,
     config=config,
     guides=guides,
@@ -137,20 +141,20 @@ def decode(
   )
   begin = _Loop(
     i=jnp.zeros((), jnp.int32),
-    # The view is copied once a decode; attention then reads `bucket` slots at each token.
-    view=cache if in_place else _view(cache, places.rows, bucket),
-    last=places.last,
-    states=states,
-    out=_no_tokens(len(places.rows), steps, min(TOP, config.vocab_size)),
-    alive=(places.rows < B) & (places.budget > 0),
+    # Rows are copied once a decode; attention then reads `bucket` slots at each token.
+    view=cache if in_place else _gather_rows(cache, batch.rows, bucket),
+    last=batch.last,
+    states=batch.guide_states,
+    out=_no_tokens(len(batch.rows), steps, min(TOP, config.vocab_size)),
+    alive=(batch.rows < B) & (batch.budget > 0),
   )
   end = jax.lax.while_loop(lambda x: (x.i < steps) & x.alive.any(), next_token, begin)
-  cache = end.view if in_place else _put(cache, places.rows, end.view)
+  cache = end.view if in_place else _scatter_rows(cache, batch.rows, end.view)
   return cache, end.states, end.out
 
 
 class _Loop(NamedTuple):
-  """What `decode` carries from token to token; i counts the tokens."""
+  """The carry of `decode`'s loop over tokens; i counts the tokens."""
 
   i: Int[Array, '']
   view: decoder.Cache
@@ -175,25 +179,25 @@ def _no_tokens(M: int, steps: int, n: int) -> Decoded:
 
 
 def _decode_token(
-  loop: _Loop, *, params, places, guided, guide_params, config, guides, bucket
+  loop: _Loop, *, params, batch: DecodeBatch, guide_params, config, guides, bucket
 ) -> _Loop:
-  """Computes the last token of each place that is alive, and chooses the next one."""
-  # A place that is done goes on computing; what it would write is past the bucket.
-  length = places.length + loop.out.count
+  """Computes the last token of each entry that is alive, and chooses the next one."""
+  # An entry that has stopped goes on computing; its writes are past the bucket.
+  length = batch.length + loop.out.count
   positions = jnp.where(loop.alive, length, bucket)[:, None]
   x, view = decoder.extend(params, config, loop.last[:, None], positions, loop.view)
   x_MD = x[:, 0]
-  change = functools.partial(
-    guide_lib.apply, guides, guide_params, loop.states, guided, hidden=x_MD
+  apply_guides = functools.partial(
+    guide_lib.apply, guides, guide_params, loop.states, batch.guide_mask, hidden=x_MD
   )
   logits_MV = decoder.logits(params, config, x_MD)
-  token, behaviour, logprobs_MV = _choose(logits_MV, places, length + 1, guided, change)
+  token, behaviour, logprobs_MV = _choose(logits_MV, batch, length + 1, apply_guides)
   states, ended = guide_lib.advance(guides, guide_params, loop.states, token)
   value = jnp.zeros(len(token))
   if 'value_head' in params:
     value = decoder.values(params, x_MD)
   out = _write(
-    loop.out, loop.i, loop.alive, token, behaviour, logprobs_MV, value, ended, places
+    loop.out, loop.i, loop.alive, token, behaviour, logprobs_MV, value, ended, batch.top
   )
   return _Loop(
     i=loop.i + 1,
@@ -201,36 +205,37 @@ def _decode_token(
     last=jnp.where(loop.alive, token, loop.last),
     states=jax.tree.map(functools.partial(_where, loop.alive), states, loop.states),
     out=out,
-    alive=loop.alive & ~ended & (out.count < places.budget),
+    alive=loop.alive & ~ended & (out.count < batch.budget),
   )
 
 
 def _choose(
-  logits_MV, places: Places, position, guided, change: Callable
+  logits_MV, batch: DecodeBatch, position, apply_guides: Callable
 ) -> tuple[Array, Array, Array]:
-  """Chooses each place's token at `position`.
+  """Chooses each entry's token at `position`.
 
   Returns:
-    The tokens [M]; their log-probs in what they were sampled from [M]; and the policy's
-    log-probs of all tokens [M, V].
+    The tokens [M]; their behaviour log-probs [M]; and the policy's log-probs of all
+    tokens [M, V].
   """
-  logits_MV = sampling_lib.scale_logits(logits_MV, places.temperature)
+  logits_MV = sampling_lib.scale_logits(logits_MV, batch.temperature)
   logprobs_MV = jax.nn.log_softmax(logits_MV)
-  u_M = sampling_lib.make_uniforms(places.keys, position)
+  u_M = sampling_lib.make_uniforms(batch.keys, position)
 
   def choose(logprobs_MV):
-    token_M = sampling_lib.choose_tokens(logprobs_MV, u_M, places.temperature == 0)
+    token_M = sampling_lib.choose_tokens(logprobs_MV, u_M, batch.temperature == 0)
     return token_M, _take(logprobs_MV, token_M)
 
   # Without a guide, the second softmax over the vocabulary is left out.
   token_M, behaviour_M = jax.lax.cond(
-    guided.any(),
-    lambda: choose(jax.nn.log_softmax(change(logits=logits_MV))),
+    batch.guide_mask.any(),
+    lambda: choose(jax.nn.log_softmax(apply_guides(logits=logits_MV))),
     lambda: choose(logprobs_MV),
   )
-  # A second softmax may round otherwise: a place without a guide keeps the first one's
-  # number, whatever its neighbours use.
-  behaviour_M = jnp.where(guided.any(0), behaviour_M, _take(logprobs_MV, token_M))
+  # The second softmax may round differently: an entry without a guide keeps the first
+  # one's number, whatever the other entries use.
+  guided_M = batch.guide_mask.any(0)
+  behaviour_M = jnp.where(guided_M, behaviour_M, _take(logprobs_MV, token_M))
   return token_M, behaviour_M, logprobs_MV
 
 
@@ -239,14 +244,14 @@ def _take(x_MV: Array, token_M: Array) -> Array:
 
 
 def _write(
-  out: Decoded, i, alive, token, behaviour, logprobs_MV, value, ended, places: Places
+  out: Decoded, i, alive, token, behaviour, logprobs_MV, value, ended, top_wanted
 ) -> Decoded:
-  """Adds the i-th token of the places that are alive."""
+  """Adds the i-th token of the entries that are alive."""
   n = out.top_tokens.shape[2]
   none = jnp.zeros_like(logprobs_MV[:, :n]), jnp.zeros((len(token), n), jnp.int32)
-  # The search takes time, and is skipped where no place asks for it.
+  # top_k takes time, and is skipped where no entry asks for it.
   values_Mn, tokens_Mn = jax.lax.cond(
-    places.top.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
+    top_wanted.any(), lambda: tuple(jax.lax.top_k(logprobs_MV, n)), lambda: none
   )
   put = lambda column, x: column.at[:, i].set(jnp.where(alive, x, 0))
   return Decoded(
@@ -262,19 +267,21 @@ def _write(
 
 
 def _where(alive: Bool[Array, 'M'], new: Array, old: Array) -> Array:
-  """Selects `new` in the places that are alive, whatever the arrays' other axes are."""
+  """Selects `new` in the entries that are alive, whatever the arrays' other axes are."""
   return jnp.where(alive.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
-def _view(cache: decoder.Cache, rows: Int[Array, 'M'], bucket: int) -> decoder.Cache:
+def _gather_rows(
+  cache: decoder.Cache, rows: Int[Array, 'M'], bucket: int
+) -> decoder.Cache:
   """Copies the first `bucket` slots of M rows out of the cache."""
   return jax.tree.map(lambda x: x[rows, :, :bucket], cache)
 
 
-def _put(
+def _scatter_rows(
   cache: decoder.Cache, rows: Int[Array, 'M'], view: decoder.Cache
 ) -> decoder.Cache:
-  """Writes a view back into the cache; unused places are dropped."""
+  """Writes what `_gather_rows` copied back into the cache; drops unused entries."""
   bucket = view[0][0].shape[2]
   return jax.tree.map(
     lambda x, v: x.at[rows, :, :bucket].set(v, mode='drop'), cache, view

@@ -1,10 +1,9 @@
-"""A replica: the rows of one cache, and what is computed for them next.
+"""A replica: one key-value cache, and the scheduler of the requests that use it.
 
-It answers requests by the engine's policy, or by another policy that a request names.
-
-Clients submit requests. `serve` gives their texts rows, prefills what is not in the cache
+Clients submit requests, which the engine's policy answers or another one that a request
+names. `serve` gives their texts rows of the cache, prefills the tokens that are not in it
 yet, decodes some tokens of all rows that are prefilled, and adds them to the replies. A
-decode runs in a thread of its own, so that tools run while the device does.
+decode runs in a thread of its own, so that tools run at the same time as the device.
 """
 
 import asyncio
@@ -22,8 +21,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
@@ -32,14 +30,14 @@ from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import sharding
 from agent_r1_jax.models import decoder
 
-# How often `interrupted` is asked while there is nothing to compute.
+# The interval at which `serve` calls `interrupted` while there is nothing to compute.
 _POLL_SECONDS = 0.5
-# How long the device waits at most for the next requests of clients that got a reply.
+# The longest wait for the next requests of clients that have just received a reply.
 _ANSWER_SECONDS = 0.002
 
 
 class PreemptedError(Exception):
-  """The process was told to end, before all requests were answered."""
+  """The process received a signal to end before all requests were answered."""
 
 
 @dataclasses.dataclass
@@ -47,7 +45,7 @@ class Stats:
   """Counts since the engine was made."""
 
   prefilled: int = 0  # Tokens that prefills computed.
-  shared: int = 0  # Tokens that were copied from another row in place of computing them.
+  shared: int = 0  # Tokens that were copied from another row instead of being computed.
   sampled: int = 0  # Tokens that decodes sampled.
   steps: int = 0  # Steps of all rows of all decodes, idle rows included.
   # Host time of prefills; the device's time is part of the decode that follows.
@@ -71,15 +69,16 @@ class Policy:
 
 
 class Replica:
-  """One copy of the policy at work.
+  """One cache on the chips of one copy of the policy; serves the requests sent to it.
 
   Attributes:
-    policy: Samples the requests that ask for no other; any thread may assign it.
-    interrupted: Asked before each piece of work; True ends `serve`.
+    policy: Samples the requests that name no other policy; any thread may assign it.
+    interrupted: Called before each prefill, copy or decode; if it returns True, `serve`
+      raises PreemptedError.
     cache: The keys and values, on the device.
-    rows: What the host knows of the cache.
+    rows: The host's record of which text each row of the cache holds.
     pool: The automata that requests use.
-    guides: All kinds of guides that requests can use.
+    guides: All guides that requests can use (G).
   """
 
   def __init__(
@@ -91,7 +90,7 @@ class Replica:
     mesh: Mesh | None = None,
     copy_index: int = 0,
   ):
-    """Allocates the cache on `mesh`, on which Policy.copies[copy_index] lies."""
+    """Allocates the cache on `mesh`, on which Policy.copies[copy_index] is too."""
     self.config, self.sizes, self.stats, self.mesh = config, sizes, stats, mesh
     self._copy_index = copy_index
     self.policy: Policy | None = None
@@ -100,64 +99,69 @@ class Replica:
     if mesh is not None:
       self.cache = sharding.shard_cache(self.cache, mesh)
     self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
-    self.pool = automaton_lib.AutomatonPool(config.vocab_size)
+    self.pool = automaton_guide.AutomatonPool(config.vocab_size)
     self._guide_params = {
-      automaton_lib.AUTOMATA: None,  # The tables; see _load_automata.
+      automaton_guide.AUTOMATA: None,  # The tables; see _load_automata.
       guide_lib.TRUNCATION: None,
       **guides,
     }
     self.guides = tuple(self._guide_params)
-    # The automata that are on the device, and their tables.
-    self._loaded: tuple[automaton_lib.Entry, ...] = ()
-    self._tables: automaton_lib.Tables | None = None
-    self._numbers = itertools.count()
+    # The automata whose tables are on the device, and the tables in numpy.
+    self._loaded_entries: tuple[automaton_guide.Entry, ...] = ()
+    self._tables: automaton_guide.Tables | None = None
+    self._request_numbers = itertools.count()
     self.start()
 
   def start(self):
-    """Prepares for `serve`, in the event loop that it will run in."""
-    # Requests that wait or are under way, and what tells `serve` that one came or ended.
+    """Resets the state of `serve`; call it in the event loop that will run `serve`."""
+    # The requests that are waiting or under way, in the order of `submit`; and an event
+    # that is set when one is submitted or cancelled, which ends `_wait`.
     self._active: list[active_request.ActiveRequest] = []
     self._changed = asyncio.Event()
-    # For `reserve`: the rows that no client has reserved, a queue of clients for each
-    # policy's version, a lock for the client that takes rows, and how many have some.
-    self._free_rows = asyncio.Semaphore(self.sizes.rows)
-    self._queues = collections.defaultdict(asyncio.Lock)
-    self._taking_rows = asyncio.Lock()
-    self._reservations = 0
-    # The policy that the last piece of work was for; None is the engine's own.
+    # The policy of the last prefill, copy or decode, so that policies take turns; None is
+    # the engine's own.
     self._last_policy: Policy | None = None
-    # How many replies ended in the last decode, less the requests that came since.
+    # How many replies ended in the last decode, less the requests submitted since: while
+    # it is above 0, `_wait_for_clients` waits for more.
     self._unanswered_replies = 0
     # When the last decode ended, for Stats.host_seconds; None once that is counted.
-    self._decode_end: float | None = None
-    # Decodes have a thread of their own, so as not to wait for what hangs in another.
-    self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
+    self._decode_ended_at: float | None = None
+    # Runs decodes and nothing else, so that no user's code delays them.
+    self._decode_thread = futures.ThreadPoolExecutor(1, thread_name_prefix='decode')
+    # For `reserve`: the number of rows that no client has reserved; the lock at which the
+    # clients of each policy's version queue; the lock at which the first ones of all
+    # queues wait, whose holder takes rows; and how many clients hold rows.
+    self._free_rows = asyncio.Semaphore(self.sizes.rows)
+    self._queues = collections.defaultdict(asyncio.Lock)
+    self._next_client = asyncio.Lock()
+    self._reservations = 0
     self.rows.stop_sharing()
 
   def stop(self):
-    """Waits for a decode that is under way, and cancels the requests that are left."""
-    self._thread.shutdown()
+    """Waits for a decode that is under way, and cancels all requests."""
+    self._decode_thread.shutdown()
     for active in self._active:
       active.generation.cancel()
     self._drop_done()
 
   @property
   def load(self) -> int:
-    """Requests that are waiting or under way."""
+    """The number of requests that are waiting or under way."""
     return sum(not active.generation.done for active in self._active)
 
   @contextlib.asynccontextmanager
   async def reserve(
     self, policy: Policy | None = None, rows: int = 1
   ) -> AsyncIterator['Replica']:
-    """Waits until as many rows are not reserved; see Engine.reserve."""
+    """Waits for `rows` free rows and holds them inside `with`; see Engine.reserve."""
     queue = self._queues[policy.version if policy else None]
     taken = 0
     try:
-      # A lock lets clients in as they came. Only the first of each policy's queue waits
-      # for the second lock, so that the policies get their rows in turns. A client takes
-      # all its rows before the next one: two that each had some would wait for ever.
-      async with queue, self._taking_rows:
+      # A lock admits clients in the order in which they came. Only the first of each
+      # policy's queue waits for the second lock, so that the policies take turns. Its
+      # holder takes all its rows before another client takes any: two that each held a
+      # part of theirs would deadlock.
+      async with queue, self._next_client:
         while taken < rows:
           await self._free_rows.acquire()
           taken += 1
@@ -171,7 +175,7 @@ class Replica:
         self._free_rows.release()
 
   def submit(self, request: request_lib.Request) -> request_lib.Generation:
-    """Takes a request; only inside the event loop that `serve` runs in.
+    """Queues a request; call it only inside the event loop that `serve` runs in.
 
     Raises:
       ValueError: The text and the reply would not fit a row, one of them is empty, the
@@ -196,7 +200,7 @@ class Replica:
     else:
       prefix = parent.text.tokens[: parent.length] if parent else tokens[:0]
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
-    number = next(self._numbers)
+    number = next(self._request_numbers)
     generation = request_lib.Generation(request, text, number, self._changed.set)
     self._active.append(active_request.ActiveRequest(generation, self.guides, automata))
     self._unanswered_replies -= 1
@@ -204,28 +208,33 @@ class Replica:
     return generation
 
   def warm_up(self, on_done: Callable[[], None], automata: Sequence[types.Automaton]):
-    """Compiles every program, with calls that use no row."""
+    """Compiles every program with calls that use no row; calls `on_done` after each.
+
+    The tables of the decodes are as large as `automata` need.
+    """
     assert self.policy is not None
     sizes, params = self.sizes, self.policy.copies[self._copy_index]
+    # The row after the last one marks an unused entry.
+    unused = lambda size: np.full(size, sizes.rows, np.int32)
     for bucket in sizes.buckets:
       for size in sizes.prefill_rows:
-        zeros, no_rows = np.zeros(size, np.int32), np.full(size, sizes.rows, np.int32)
+        zeros = np.zeros(size, np.int32)
         tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-        self._call_prefill(params, no_rows, zeros, tokens, zeros, bucket)
+        self._call_prefill(params, unused(size), zeros, tokens, zeros, bucket)
         on_done()
-      # Copies are always of the most rows.
-      self._call_copy(zeros, no_rows, bucket)
+      most = sizes.prefill_rows[-1]
+      self._call_copy(np.zeros(most, np.int32), unused(most), bucket)
       on_done()
     acquired = [self.pool.acquire([automaton]) for automaton in automata]
     for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
-      arguments = active_request.make_decode_arguments({}, size, self.guides, sizes.rows)
-      self._call_decode(params, *arguments, bucket)
+      batch = active_request.make_decode_batch({}, size, self.guides, sizes.rows)
+      self._call_decode(params, batch, bucket)
       on_done()
     for state in acquired:
       self.pool.release(state)
 
   async def serve(self):
-    """Answers requests, for ever.
+    """Answers requests until it is cancelled.
 
     Raises:
       PreemptedError: `interrupted` returned True.
@@ -238,38 +247,41 @@ class Replica:
       if self._active:
         await self._work()
       else:
-        self._decode_end = self._last_policy = None
+        self._decode_ended_at = self._last_policy = None
         start = time.perf_counter()
         await self._wait(_POLL_SECONDS)
         if self._reservations:
           self.stats.idle_seconds += time.perf_counter() - start
 
   async def _work(self):
-    """Does one piece of work; afterwards nothing here refers to its policy any more."""
+    """Runs one prefill, copy or decode.
+
+    A function of its own, so that no local variable of `serve` keeps a policy in memory.
+    """
     policy, chosen = self._choose_requests()
     if not chosen:
-      return  # Requests of another policy run in all rows.
-    if self._decode_end is not None:
-      self.stats.host_seconds += time.perf_counter() - self._decode_end
-      self._decode_end = None
+      return  # Requests of another policy occupy all rows.
+    if self._decode_ended_at is not None:
+      self.stats.host_seconds += time.perf_counter() - self._decode_ended_at
+      self._decode_ended_at = None
     params = policy.copies[self._copy_index]
     if not self._prefill(params, chosen):
       await self._decode(params, policy.step, chosen)
 
   async def _wait_for_clients(self):
-    """Lets the clients that got replies ask for more, before the device works again.
+    """Waits briefly for the next requests of clients whose replies have just ended.
 
     Their next requests then share the next prefill and decode.
     """
     await asyncio.sleep(0)
     # Environments answer from another thread, which takes a moment.
-    end = time.perf_counter() + _ANSWER_SECONDS
-    while self._unanswered_replies > 0 and (left := end - time.perf_counter()) > 0:
-      await self._wait(left)
+    deadline = time.perf_counter() + _ANSWER_SECONDS
+    while self._unanswered_replies > 0 and time.perf_counter() < deadline:
+      await self._wait(deadline - time.perf_counter())
     self._unanswered_replies = 0
 
   async def _wait(self, seconds: float):
-    """Waits until a request comes or is cancelled, at most this long."""
+    """Waits until a request is submitted or cancelled, at most this long."""
     self._changed.clear()
     # Not asyncio.wait_for: in Python 3.11 it may swallow a cancellation.
     poll = asyncio.get_running_loop().call_later(seconds, self._changed.set)
@@ -287,11 +299,12 @@ class Replica:
     self._active = [active for active in self._active if not active.generation.done]
 
   def _choose_requests(self) -> tuple[Policy, list[active_request.ActiveRequest]]:
-    """Chooses the requests of the next piece of work, and gives them rows.
+    """Chooses the requests of the next prefill, copy or decode, and gives them rows.
 
-    All are for one policy; if several are asked for, the policies take turns. Requests
-    for the same policy are served in their order. (Decoding texts of similar length
-    together was slower: decodes read fewer slots, but prefills became more and smaller.)
+    All of them are for one policy; where requests name several, the policies take turns.
+    Requests for the same policy are served in the order of `submit`. (Decoding texts of
+    similar length together was slower: decodes read fewer slots, but prefills became more
+    and smaller.)
     """
     policies = list(dict.fromkeys(a.generation.request.policy for a in self._active))
     last = self._last_policy
@@ -300,7 +313,7 @@ class Replica:
     policy = self._last_policy or self.policy
     assert policy is not None
     chosen = []
-    for active in self._active:  # In the order in which they were submitted.
+    for active in self._active:
       if active.generation.request.policy is not self._last_policy:
         continue
       if active.row is None:
@@ -313,11 +326,12 @@ class Replica:
     return policy, chosen
 
   def _prefill(self, params, chosen: list[active_request.ActiveRequest]) -> bool:
-    """Copies shared prefixes, or prefills some tokens of each row that lacks some.
+    """Copies prefixes that texts share, or else prefills one chunk of each row.
 
-    Returns False if nothing is missing.
+    Returns:
+      Whether there was anything to copy or to prefill.
     """
-    begin, sizes = time.perf_counter(), self.sizes
+    start_time, sizes = time.perf_counter(), self.sizes
     most = sizes.prefill_rows[-1]
     rows = [active.row for active in chosen if active.row and not active.row.prefilled]
     copies, waiting = self.rows.find_sources(rows, most)
@@ -328,8 +342,7 @@ class Replica:
     if not rows:
       return False
     size = sizes_lib.round_up(sizes.prefill_rows, len(rows))
-    # What is written to a row past the last one is dropped.
-    indices = np.full(size, sizes.rows, np.int32)
+    indices = np.full(size, sizes.rows, np.int32)  # Past the last row: not written.
     start, count = np.zeros((2, size), np.int32)
     tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
     for m, row in enumerate(rows):
@@ -340,11 +353,11 @@ class Replica:
       self.stats.prefilled += len(missing)
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
     self._call_prefill(params, indices, start, tokens, count, bucket)
-    self.stats.prefill_seconds += time.perf_counter() - begin
+    self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 
   def _copy(self, copies: list[tuple[rows_lib.Source, rows_lib.Row]]):
-    """Copies prefixes from rows to others."""
+    """Copies the keys and values of prefixes to other rows."""
     size = self.sizes.prefill_rows[-1]
     source, rows = np.zeros(size, np.int32), np.full(size, self.sizes.rows, np.int32)
     for m, (prefix, row) in enumerate(copies):
@@ -354,9 +367,11 @@ class Replica:
     longest = max(prefix.length for prefix, _ in copies)
     self._call_copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
-  async def _decode(self, params, step: int, chosen: list[active_request.ActiveRequest]):
+  async def _decode(
+    self, params, policy_step: int, chosen: list[active_request.ActiveRequest]
+  ):
     """Samples tokens for the rows that are prefilled, and adds them to the replies."""
-    start, sizes = time.perf_counter(), self.sizes
+    start_time, sizes = time.perf_counter(), self.sizes
     rows = {
       active: active.row for active in chosen if active.row and active.row.prefilled
     }
@@ -364,39 +379,35 @@ class Replica:
     longest = max(row.cached for row in rows.values())
     bucket = sizes_lib.round_up(sizes.decode_buckets, longest + sizes.decode_steps)
     in_place = sizes.decodes_in_place(size, bucket)
-    places = {
+    entries = {
       row.index if in_place else m: active for m, (active, row) in enumerate(rows.items())
     }
-    arguments = active_request.make_decode_arguments(
-      places, size, self.guides, sizes.rows
-    )
-    top_wanted = bool(arguments[0].top.any())
+    batch = active_request.make_decode_batch(entries, size, self.guides, sizes.rows)
 
     def decode():
-      states, out = self._call_decode(params, *arguments, bucket)
-      if not top_wanted:  # They are many, and need not come to the host.
+      guide_states, decoded = self._call_decode(params, batch, bucket)
+      if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
         none = np.zeros((size, sizes.decode_steps, 0), np.int32)
-        out = out._replace(top_tokens=none, top_logprobs=np.float32(none))
-      return jax.device_get((states, out))
+        decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
+      return jax.device_get((guide_states, decoded))
 
-    # The call is made in the thread, too: on a CPU it computes before it returns.
-    states, out = await self._in_thread(decode)
-    self._decode_end = time.perf_counter()
-    self.stats.decode_seconds += self._decode_end - start
-    self.stats.sampled += int(out.count.sum())
-    self.stats.steps += int(out.count.max()) * size
-    for m, active in places.items():
-      # A request that was cancelled meanwhile gets nothing: its text ends where it did.
+    # The call is made in the thread too: on a CPU it returns when it has computed.
+    guide_states, decoded = await self._in_thread(decode)
+    self._decode_ended_at = time.perf_counter()
+    self.stats.decode_seconds += self._decode_ended_at - start_time
+    self.stats.sampled += int(decoded.count.sum())
+    self.stats.steps += int(decoded.count.max()) * size
+    for m, active in entries.items():
+      # A request that was cancelled during the decode gets none of its tokens.
       if not active.generation.done:
-        row_states = [jax.tree.map(lambda x, m=m: x[m], state) for state in states]
-        active.add_chunk(out, m, step, row_states)
+        states = [jax.tree.map(lambda x, m=m: x[m], state) for state in guide_states]
+        active.add_chunk(decoded, m, policy_step, states)
         self._unanswered_replies += active.generation.done
 
-  # What reaches the device or its thread, each in one place: tests and simulations
-  # replace these methods.
+  # The only calls of the device and of its thread; tests and simulations replace them.
 
   def _in_thread(self, decode: Callable[[], Any]) -> asyncio.Future:
-    return asyncio.get_running_loop().run_in_executor(self._thread, decode)
+    return asyncio.get_running_loop().run_in_executor(self._decode_thread, decode)
 
   def _call_copy(self, source, rows, bucket):
     with sharding.use_mesh(self.mesh):
@@ -412,28 +423,26 @@ class Replica:
         bucket=bucket,
       )
 
-  def _call_decode(self, params, places, guided, states, bucket):
+  def _call_decode(self, params, batch, bucket):
     with sharding.use_mesh(self.mesh):
       self._load_automata()
-      self.cache, states, out = programs_lib.decode(
+      self.cache, guide_states, decoded = programs_lib.decode(
         params,
         self.cache,
-        places,
-        guided,
-        states,
+        batch,
         tuple(self._guide_params.values()),
         config=self.config,
         guides=self.guides,
         steps=self.sizes.decode_steps,
         bucket=bucket,
-        in_place=self.sizes.decodes_in_place(len(places.rows), bucket),
+        in_place=self.sizes.decodes_in_place(len(batch.rows), bucket),
       )
-    return states, out
+    return guide_states, decoded
 
   def _load_automata(self):
-    """Puts the automata on the device, if one came in since the last decode."""
+    """Copies the automata to the device, if the pool has others since the last decode."""
     entries = self.pool.entries
-    if entries is not self._loaded:
-      self._loaded = entries
-      self._tables = automaton_lib.make_tables(entries, self._tables)
-      self._guide_params[automaton_lib.AUTOMATA] = jax.device_put(self._tables)
+    if entries is not self._loaded_entries:
+      self._loaded_entries = entries
+      self._tables = automaton_guide.make_tables(entries, self._tables)
+      self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(self._tables)

@@ -1,9 +1,9 @@
-"""What a client asks the engine for, and what it gets: requests, texts and chunks.
+"""Requests to the engine and their replies: Request, Text, Generation and Chunk.
 
 generation = engine.submit(Request(prompt, max_tokens=200))
-async for chunk in generation:      # as the tokens are sampled, or
+async for chunk in generation:      # As the tokens are sampled, or
   ...
-reply = await generation            # all of them together
+reply = await generation            # all of them together.
 generation = engine.submit(Request(answer, parent=generation.text))  # continues it
 generation = engine.submit(Request(answer, parent=Fork(text, length=120)))  # branches
 """
@@ -31,13 +31,13 @@ from agent_r1_jax.engine import programs as programs_lib
 
 
 def make_key(*parts: int | str) -> np.ndarray:
-  """Makes a request's key, uint32 [2], from what identifies it (seed, task ...)."""
+  """Hashes what identifies a request (seed, task ...) into its random key, uint32 [2]."""
   digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
   return np.frombuffer(digest[:8], np.uint32).copy()
 
 
 class Chunk(NamedTuple):
-  """The n tokens that a decode or a whole reply sampled.
+  """The n sampled tokens of one decode, or of a whole reply.
 
   Attributes:
     tokens: The tokens, int32 [n].
@@ -46,13 +46,13 @@ class Chunk(NamedTuple):
       Greedy requests report those of temperature 1.
     policy_steps: int32 [n], the policy_step (engine.sync_weights) of each token's policy.
     stopped: Whether a guide ended the reply with the last token.
-    top_tokens: int32 [n, top_logprobs], the likeliest tokens, where they were asked for.
+    top_tokens: int32 [n, top_logprobs], the likeliest tokens, if the request wants them.
     top_logprobs: float32 [n, top_logprobs], their log-probs.
     values: float32 [n], the critic's value of the state in which each token was chosen;
       0 if the policy has no value head.
     behaviour_logprobs: The tokens' log-probs, float32 [n], under the distribution that
-      they were sampled from, which guides and truncation have changed; a correction of
-      the training divides by it. Without any of them, equal to `logprobs`.
+      they were sampled from, after guides and truncation. Importance weights divide by
+      its probabilities. Equal to `logprobs` if no guide or truncation is used.
   """
 
   tokens: np.ndarray
@@ -73,20 +73,20 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 class Text:
-  """A text that the engine holds: all tokens that were appended and sampled, in order.
+  """A text in the engine: all tokens that were appended and sampled, in order.
 
-  A text can be used for as long as someone refers to it. The engine keeps its keys and
-  values in a row of the cache. When another text needs a row, it gets that of a closed
-  text, or else the least recently used one. A text that lost its row is prefilled again
-  when a request continues it.
+  A text can be continued for as long as a reference to it exists. The engine keeps its
+  keys and values in a row of the cache. When another text needs a row, it gets that of a
+  closed text, or else the least recently used one. A text that lost its row is prefilled
+  again when a request continues it.
 
   Attributes:
     replica: The replica whose cache holds the text.
-    closed: Whether its row may go to another text first.
+    closed: Whether its row is reused before those of other texts.
   """
 
   def __init__(self, replica: Any, tokens: np.ndarray):
-    """Makes a text that is in no row yet."""
+    """Makes a text that has no row yet."""
     self.replica, self.closed = replica, False
     self._tokens = np.array(tokens, np.int32)
 
@@ -103,7 +103,7 @@ class Text:
     self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
 
   def close(self):
-    """Declares that no request will continue this text; forks of it still may."""
+    """Marks the text as complete: requests may still fork it, but not continue it."""
     self.closed = True
 
 
@@ -128,12 +128,12 @@ class Request:
       policy sample the same tokens.
     automata: Stop ids and strings that end the reply, or a grammar that restricts it; at
       most automaton.PER_ROW of them.
-    guides: Further guides that the engine was made with, and the state of each in which
-      the reply begins.
-    top_logprobs: The number of likeliest tokens that are reported with each token, with
-      their log-probs; at most programs.TOP.
+    guides: The guides that this request uses, of those that the engine was made with, and
+      the state in which each begins.
+    top_logprobs: How many likeliest tokens are reported with each token, with their
+      log-probs; at most programs.TOP.
     policy: The policy that samples, from Engine.make_policy; None is the engine's own,
-      even if that changes in the midst of the reply.
+      even if that changes while the reply is sampled.
   """
 
   tokens: np.ndarray
@@ -152,17 +152,17 @@ class Request:
 def check(
   request: Request, *, vocab_size: int, slots: int, guides: Collection[guide_lib.Guide]
 ):
-  """Raises ValueError for a request that an engine cannot answer.
+  """Raises ValueError for a request that the engine cannot answer.
 
-  What would fail later, while requests are served, would fail all others with it.
+  An error during a decode would end the requests of all clients.
   """
   request.sampling.check()
   parent, added, most = request.parent, len(request.tokens), request.max_tokens
   if added == 0 or most < 1:
-    raise ValueError(f'{added} tokens to append, {most} to sample: both need 1.')
+    raise ValueError(f'{added} tokens to append, {most} to sample: at least 1 of each.')
   tokens = np.asarray(request.tokens)
   if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
-    raise ValueError(f'token {outside[0]} is none of the {vocab_size} of the policy.')
+    raise ValueError(f'token {outside[0]} is outside the vocabulary of {vocab_size}.')
   if np.shape(request.key) != (2,):
     raise ValueError(f'key has the shape {np.shape(request.key)}; make it with make_key.')
   before = len(parent or ())
@@ -209,7 +209,7 @@ class Generation:
   def __init__(
     self, request: Request, text: Text, number: int, on_cancel: Callable[[], None]
   ):
-    """Makes a reply without chunks; `on_cancel` is called if it is cancelled."""
+    """Makes an empty reply; `on_cancel` is called if it is cancelled."""
     self.request, self.text, self.number = request, text, number
     self.chunks: list[Chunk] = []
     self.done = False

@@ -1,7 +1,7 @@
-"""The rows of the cache, as the host knows them: which text each holds, and how much.
+"""The host's record of the rows of the cache: which text each holds, and how much of it.
 
-Everything here is bookkeeping on the host, in numpy. It decides which row a text gets,
-and which prefixes it can copy from other rows instead of computing them.
+It decides which row a text gets, and which prefixes can be copied from other rows instead
+of being computed again. Nothing here touches the device.
 
 Letters: B rows, S slots of a row.
 """
@@ -16,7 +16,8 @@ from agent_r1_jax.engine import request as request_lib
 
 # Shorter prefixes are computed again, which is cheaper than waiting for them and copying.
 MIN_SHARED = 16
-# The version of rows from which nothing may be copied.
+# The version of a row whose keys and values nothing may be copied from, because several
+# policies have computed them.
 MIXED = -1
 
 
@@ -24,19 +25,17 @@ MIXED = -1
 class Row:
   """One row of the cache."""
 
-  index: int  # Its number in the cache.
+  index: int  # Its index in the cache.
   tokens: np.ndarray  # The text's tokens, int32 [S], padded with -1.
   # The text whose keys and values it holds, or held last.
   text: request_lib.Text | None = None
-  cached: int = 0  # The number of slots that hold the text's tokens, from the first on.
-  # The version of the policy that computed them; MIXED: nothing may be copied from it.
-  version: int = MIXED
-  generation: request_lib.Generation | None = (
-    None  # The generation that is under way in it.
-  )
-  # Whether its prefill has begun; False while it waits to copy from another row.
-  begun: bool = False
-  last_request: int = -1  # The number of the last request for it.
+  cached: int = 0  # How many of the text's first tokens have keys and values in it.
+  version: int = MIXED  # The version of the policy that computed these.
+  # The generation that is under way in it.
+  generation: request_lib.Generation | None = None
+  # Whether its prefill has started; False while it waits to copy from another row.
+  prefill_started: bool = False
+  last_request: int = -1  # The number of the last request that used it.
 
   @property
   def size(self) -> int:
@@ -54,13 +53,13 @@ class Row:
     return self.cached == self.size - 1
 
   def note_policy(self, version: int):
-    """Notes the policy that computes the tokens from here on."""
+    """Records the version of the policy that computes the tokens from here on."""
     if self.version != version:
       # Texts of one policy may not copy what several policies have computed.
       self.version = version if self.cached == 0 else MIXED
 
   def extend(self, tokens: np.ndarray):
-    """Notes that a decode appended tokens to the text, and cached all but the last."""
+    """Records that a decode appended tokens to the text and cached all but the last."""
     assert self.text is not None
     self.tokens[self.size : self.size + len(tokens)] = tokens
     self.text.append(tokens)
@@ -75,14 +74,14 @@ class Source(NamedTuple):
 
 
 class _Offer(NamedTuple):
-  """Tokens of a text that a row has, or will have once it is prefilled."""
+  """How many of a text's first tokens another row has in the cache."""
 
-  row: Row  # The row.
-  now: int  # The number of the text's first tokens whose keys and values it holds.
-  later: int  # The number that it will hold; 0 if it is not being prefilled.
+  row: Row
+  cached: int  # Tokens whose keys and values it holds now.
+  expected: int  # Tokens that it will hold once prefilled; 0 if no prefill is under way.
 
 
-# The answer of `_find_source` that a row which is being prefilled will have more.
+# What `_find_source` returns if a row that is being prefilled will soon hold more.
 _WAIT = 'wait'
 
 
@@ -101,31 +100,31 @@ class Rows:
     return self._row_of.get(text)
 
   def stop_sharing(self):
-    """Lets no text copy from the rows that are idle now."""
+    """Marks the rows that are idle now, so that no text copies from them."""
     for row in self.rows:
-      # Other threads call this, and a request may have ended without leaving its row yet.
+      # Other threads call this: a request may be done and not have released its row yet.
       if row.generation is None or row.generation.done:
         row.version = MIXED
 
   def assign(self, generation: request_lib.Generation, version: int) -> Row | None:
-    """Gives a generation's text a row; None if requests run in all of them.
+    """Assigns a row to a generation's text; None if requests run in all of them.
 
-    The text keeps what the row holds already of its first tokens.
+    Of what the row holds, the prefix that the text begins with stays in use.
     """
     text = generation.text
     row = self.find(text)
     if row is not None:
-      row.begun = True
+      row.prefill_started = True
     else:
       idle = [row for row in self.rows if row.generation is None]
       if not idle:
         return None
       closed = lambda row: row.text is None or row.text.closed
-      # First what no request will continue, then what was asked for longest ago.
+      # Rows of closed texts first, then the least recently used.
       row = min(idle, key=lambda row: (not closed(row), row.last_request))
       shared = _count_shared(row.tokens[None], text.tokens)[0]
       row.cached = min(row.cached, int(shared)) if row.version == version else 0
-      row.version, row.begun = version, False
+      row.version, row.prefill_started = version, False
       if row.text is not None:
         del self._row_of[row.text]
       row.text, self._row_of[text] = text, row
@@ -140,10 +139,10 @@ class Rows:
   ) -> tuple[list[tuple[Source, Row]], set[Row]]:
     """Finds what rows can copy from others now, and which wait for another's prefill.
 
-    An example: A = system + task 1 is being prefilled, B and C = system + task 2 come.
-    B waits until A has computed the system's tokens, copies them, and begins to prefill
-    its task. C is equal to B and waits until B has all but the last token, which it
-    copies. Without the waits, B and C would compute the system's tokens too.
+    An example: while A = system + task 1 is being prefilled, B and C = system + task 2
+    arrive. B waits until A has computed the system's tokens, copies them, and starts to
+    prefill its task. C is equal to B: it waits until B has all tokens but the last, and
+    copies these. Without the waits, B and C would compute the system's tokens again.
 
     Args:
       rows: Rows whose texts are not prefilled yet, in the order of their requests.
@@ -153,54 +152,54 @@ class Rows:
       The copies, pairs of source and row, and the rows that wait.
     """
     copies, waiting = [], set()
-    computing = {row.index for row in rows if row.begun}
-    # Equal texts, such as the prompts of a group, are compared with the rows twice: the
-    # first may begin, and what the second finds then, all others find, too.
-    found: dict[tuple[int, int, bytes], list[Source | str | None]] = {}
+    prefilling = {row.index for row in rows if row.prefill_started}
+    # Equal texts, such as the prompts of a group, are compared with the rows only twice:
+    # the first text may start its prefill, and from the second on all get one result.
+    sources_of: dict[tuple[int, int, bytes], list[Source | str | None]] = {}
     for row in rows:
-      if row.begun:
+      if row.prefill_started:
         continue
-      text = row.version, row.cached, row.tokens[: row.size].tobytes()
-      answers = found.setdefault(text, [])
-      if len(answers) < 2:
-        answers.append(self._find_source(row, computing))
-      source = answers[-1]
+      key = row.version, row.cached, row.tokens[: row.size].tobytes()
+      sources = sources_of.setdefault(key, [])
+      if len(sources) < 2:
+        sources.append(self._find_source(row, prefilling))
+      source = sources[-1]
       if source == _WAIT or (source and len(copies) == most):
         waiting.add(row)
         continue
-      row.begun = True
-      computing.add(row.index)
+      row.prefill_started = True
+      prefilling.add(row.index)
       if isinstance(source, Source):
         copies.append((source, row))
     return copies, waiting
 
-  def _find_source(self, row: Row, computing: set[int]) -> Source | str | None:
-    """Finds the row that has most of a text's first tokens, or will have.
+  def _find_source(self, row: Row, prefilling: set[int]) -> Source | str | None:
+    """Finds the row from which most of a text's first tokens can be copied.
 
     Args:
       row: A row whose text is not prefilled yet.
-      computing: Indices of rows that are being prefilled, and will hold all their text.
+      prefilling: Indices of rows that are being prefilled, and will hold all their text.
 
     Returns:
-      What to copy; or _WAIT; or None where no other row has, or will have, at least
-      MIN_SHARED tokens more than the row itself.
+      The source; _WAIT if a row that is being prefilled will hold more; None if no other
+      row has, or will have, at least MIN_SHARED tokens more than the row itself.
     """
-    offers = self._list_offers(row, computing)
+    offers = self._list_offers(row, prefilling)
     if not offers:
       return None
-    future = max(offers, key=lambda offer: (offer.later, offer.now))
-    # Compared only with the other rows: its own tokens grow with each round, and once it
-    # is within MIN_SHARED of its end, the wait would be given up.
-    others = [offer.now for offer in offers if offer is not future]
-    if future.now < future.later >= max(row.cached, *others, 0) + MIN_SHARED:
+    future = max(offers, key=lambda offer: (offer.expected, offer.cached))
+    # `future` is compared with the other rows only. Compared with its own cached tokens,
+    # which grow with each prefill, the wait would end within MIN_SHARED of its end.
+    others = [offer.cached for offer in offers if offer is not future]
+    if future.cached < future.expected >= max(row.cached, *others, 0) + MIN_SHARED:
       return _WAIT
-    present = max(offers, key=lambda offer: offer.now)
-    if present.now >= row.cached + MIN_SHARED:
-      return Source(present.row, present.now)
+    present = max(offers, key=lambda offer: offer.cached)
+    if present.cached >= row.cached + MIN_SHARED:
+      return Source(present.row, present.cached)
     return None
 
-  def _list_offers(self, row: Row, computing: set[int]) -> list[_Offer]:
-    """Lists what the other rows that the same policy computed share with a text."""
+  def _list_offers(self, row: Row, prefilling: set[int]) -> list[_Offer]:
+    """Lists what the other rows of the same policy share with a row's text."""
     if row.version == MIXED:
       return []
     shared = _count_shared(self._tokens, row.tokens[: row.size])
@@ -209,8 +208,8 @@ class Rows:
     offers = []
     for other, count in zip(self.rows, shared, strict=True):
       if other is not row and other.version == row.version:
-        later = min(count, other.size - 1) if other.index in computing else 0
-        offers.append(_Offer(other, min(count, other.cached), later))
+        expected = min(count, other.size - 1) if other.index in prefilling else 0
+        offers.append(_Offer(other, min(count, other.cached), expected))
     return offers
 
 

@@ -1,4 +1,4 @@
-"""The choice of a token: scaled logits, randomness, greedy or by the inverse CDF.
+"""Samples tokens from logits: temperature, random numbers, and the inverse CDF or argmax.
 
 Top-k, top-p and min-p are applied by a guide (guide.TRUNCATION).
 
@@ -18,7 +18,7 @@ _BLOCK = 128
 def make_uniforms(
   keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']
 ) -> Float[Array, 'M']:
-  """Makes one number in [0, 1) a row, of its key and the token's position alone."""
+  """Makes a number in [0, 1) for each row from its key and the token's position alone."""
 
   def one(key, position):
     return jax.random.uniform(jax.random.fold_in(key, position))
@@ -29,7 +29,7 @@ def make_uniforms(
 def scale_logits(
   logits: Float[Array, 'M V'], temperature: Float[Array, 'M']
 ) -> Float[Array, 'M V']:
-  """Divides each row's logits by its temperature; those of greedy rows do not change."""
+  """Divides each row's logits by its temperature, unless that is 0."""
   return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
@@ -39,11 +39,11 @@ def choose_tokens(
 ) -> Int[Array, 'M']:
   """Chooses a token for each row: the likeliest in greedy rows, else by inverse CDF.
 
-  Log-probabilities are float32, and -inf where a token is forbidden; u is of
+  Log-probabilities are float32, and -inf where a token is forbidden; u comes from
   `make_uniforms`.
   """
   sampled = _inverse_cdf(jnp.exp(logprobs), u)
-  # The search for the likeliest token is left out where no row asks for it.
+  # argmax takes time, and is skipped where no row is greedy.
   return jax.lax.cond(
     greedy.any(),
     lambda: jnp.where(greedy, jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32),
@@ -67,11 +67,15 @@ def _inverse_cdf(p_MV: Array, u_M: Array) -> Array:
 
 
 def _first_above(mass_MN: Array, target_M: Array) -> tuple[Array, Array]:
-  """Finds where the cumulative mass exceeds the target, and what is left of it there."""
+  """Finds the first index whose cumulative mass exceeds the target.
+
+  Returns:
+    The index, and the target less the mass before the index; both [M].
+  """
   cumulative_MN = jnp.cumsum(mass_MN, axis=-1)
   above_MN = cumulative_MN > target_M[:, None]
-  # Rounding can leave nothing above the target; the likeliest index then stands in.
+  # By rounding no index may be above the target; then the likeliest one is taken.
   index_M = jnp.where(above_MN.any(-1), jnp.argmax(above_MN, -1), jnp.argmax(mass_MN, -1))
   before_MN = jnp.take_along_axis(cumulative_MN - mass_MN, index_M[:, None], axis=1)
-  # Nor may it leave less than nothing: a first token without mass would then be chosen.
+  # A negative rest, by rounding, would choose a first token without mass.
   return index_M, jnp.maximum(target_M - before_MN[:, 0], 0.0)

@@ -1,4 +1,4 @@
-"""The sizes of the programs that an engine compiles."""
+"""The shapes of the programs that an engine compiles."""
 
 import bisect
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from agent_r1_jax.models import attention, decoder
 
 
 class Sizes(NamedTuple):
-  """The sizes of everything that is compiled; see `make` for what each costs.
+  """The shapes of all compiled programs; see `make` for what each costs.
 
-  Lists are ascending: a program of the smallest size that is large enough is run.
+  A call uses the program of the smallest size in an ascending list that is large enough.
   """
 
   rows: int  # Texts in the cache (B).
@@ -23,12 +23,12 @@ class Sizes(NamedTuple):
 
   @property
   def programs(self) -> int:
-    """How many programs there are."""
+    """The number of programs."""
     decodes = len(self.decode_buckets) * len(self.decode_rows)
     return len(self.buckets) * (1 + len(self.prefill_rows)) + decodes
 
   def decodes_in_place(self, rows: int, bucket: int) -> bool:
-    """Whether a decode is of all rows and slots, so that none need to be copied."""
+    """Whether a decode covers all rows and slots, so that it need not copy any."""
     return rows == self.rows and bucket == self.slots
 
 
@@ -49,7 +49,7 @@ def make(
 
   Args:
     config: The policy's shape.
-    rows: Texts in the cache at a time (B), on each chip (or `tensor` of them).
+    rows: Texts in the cache (B), on each chip (or the `tensor` chips of a replica).
     slots: The most tokens of a text (S).
     decode_steps: Tokens of one decode; a new request waits for at most one.
     width: The most rows that are decoded at a time; all by default. With slow tools,
@@ -57,10 +57,11 @@ def make(
     prefill_rows: Rows of one prefill (M).
     prefill_tokens: Tokens of one prefill (T).
     bucket: Cache reads are rounded up to this, twice this, four times this ...
-    narrow: Whether few rows are prefilled and decoded by programs for a quarter of them.
-    replicas: Replicas that work side by side on each chip: they share its parameters and
-      divide its rows and width. On a CPU, one for each core keeps it busy: XLA computes
-      a decode mostly on one core.
+    narrow: Whether there are also programs for a quarter of the rows, which prefill and
+      decode fewer rows faster.
+    replicas: Replicas on each chip. They share its parameters and divide its rows and
+      width. On a CPU, one for each core keeps all cores busy: XLA computes a decode
+      mostly on one core.
 
   A log-prob's last bits depend on the program that computed it: runs whose tools take
   their time repeat to the last bit only with bucket = slots and narrow = False.
@@ -80,15 +81,15 @@ def make(
       f'rows = {rows} and width = {width} must divide by {replicas}, replicas.'
     )
   rows, width = rows // replicas, width // replicas
-  quarter_too = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
+  with_quarter = lambda n: sorted({max(1, n // 4), n}) if narrow else [n]
   # bucket = 7, slots = 40: 7, 14, 28, 40.
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
-  decode_rows, decode_buckets = quarter_too(width), buckets
+  decode_rows, decode_buckets = with_quarter(width), buckets
   cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
   if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
-    # Smaller programs would read no less, and have to copy what they read.
+    # Smaller programs would read as much, and copy it first.
     decode_rows, decode_buckets = [rows], [slots]
-  prefills = prefill_tokens, quarter_too(min(prefill_rows, rows))
+  prefills = prefill_tokens, with_quarter(min(prefill_rows, rows))
   decodes = decode_rows, buckets, decode_buckets
   return Sizes(rows, slots, decode_steps, *prefills, *decodes)
 

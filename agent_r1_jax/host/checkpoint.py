@@ -1,8 +1,8 @@
-"""Checkpoints of a run, written in the background; the newest k are kept.
+"""Checkpoints of a run, written in the background; the newest ones are kept.
 
-A checkpoint, `<workdir>/checkpoints/<step>/`, holds the arrays (parameters, optimiser
-state) and the host's state (counters and data cursors as plain JSON) of one step.
-It is written completely or not at all. Only this module imports Orbax.
+A checkpoint, `<workdir>/checkpoints/<step>/`, contains the arrays (parameters, optimizer
+state) and the host's state (counters and data cursors as JSON) of one step. It is written
+completely or not at all. Only this module imports Orbax.
 
   with checkpoint.Checkpointer(workdir, every=20, keep=3) as checkpoints:
     restored = checkpoints.restore(like=arrays)
@@ -56,7 +56,7 @@ class Checkpointer:
       if value < 1:
         raise ValueError(f'checkpoint {name}={value}: must be at least 1')
     self.directory = workdir_lib.make_writable(pathlib.Path(workdir)) / 'checkpoints'
-    # Orbax logs one failed write dozens of times; `save` and `wait` raise it, once.
+    # Orbax logs a failed write dozens of times, and `save` or `wait` raises it anyway.
     absl_logging.get_absl_logger().addFilter(_without_orbax_tracebacks)
     save_policy: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(every)
     keep_policy: Any = ocp.training.preservation_policies.LatestN(keep)
@@ -92,12 +92,12 @@ class Checkpointer:
     It returns when the values are copied; the arguments may then be changed or donated.
 
     Args:
-      step: Number of updates after which the values are saved.
+      step: The step, which names the checkpoint.
       arrays: A pytree of JAX arrays.
-      host_state: State that JSON gives back unchanged: string keys, no tuples.
+      host_state: State that JSON does not change: string keys, no tuples.
 
     Returns:
-      False if the step has a checkpoint already; nothing is written then.
+      False if the step has a checkpoint already; then nothing is written.
 
     Raises:
       ValueError: A leaf is no JAX array, or JSON would change `host_state`.
@@ -107,8 +107,8 @@ class Checkpointer:
     for name, leaf in flat.items():
       if not isinstance(leaf, jax.Array):
         raise ValueError(
-          f'{name} is a {type(leaf).__name__} and no JAX array: numbers and other state '
-          'of the host belong into host_state'
+          f'{name} is a {type(leaf).__name__} and no JAX array: put numbers and other '
+          'state of the host into host_state'
         )
     host_state = _copy_json(host_state)
     self.wait()
@@ -150,7 +150,7 @@ class Checkpointer:
       raise self._recover(error) from None
 
   def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
-    """Reads the newest checkpoint that is readable.
+    """Reads the newest checkpoint that can be read.
 
     A checkpoint that was damaged after it had been written is renamed to
     `<step>.unreadable`, with a warning, and the one before it is read. A checkpoint is
@@ -165,8 +165,8 @@ class Checkpointer:
       checkpoint was ever written.
 
     Raises:
-      ValueError: The checkpoint is of another model (the leaves are listed), or none is
-        readable.
+      ValueError: The checkpoint has other leaves than `like` (they are listed), or none
+        can be read.
     """
     self.wait()
     steps = self.steps
@@ -175,7 +175,7 @@ class Checkpointer:
       try:
         return step, *self._read(step, like)
       except _UnreadableError as error:
-        # Other processes may have read theirs: only a person can decide for all.
+        # Other processes may have read theirs, and all must take the same step.
         if jax.process_count() > 1:
           raise ValueError(f'{error}. Move it away to go on from {steps}') from None
         self._put_aside(step, error)
@@ -230,7 +230,7 @@ class Checkpointer:
   def _recover(self, error: Exception) -> OSError:
     """Removes a checkpoint that could not be written, and returns the error to raise."""
     step, self._writing = self._writing, None
-    # Asked before the failed checkpoint is removed, which makes room.
+    # Before the failed checkpoint is removed, which frees space.
     reason = disk.describe_failure(self.directory, error)
     self._orbax.reload()
     if jax.process_index() == 0:
@@ -294,13 +294,13 @@ def _check_leaves(step: int, on_disk, expected: dict[str, jax.ShapeDtypeStruct])
   if lines := workdir_lib.list_differences(
     on_disk, wanted, lambda x: f'{x[1]}{list(x[0])}'
   ):
-    title = f'the checkpoint of step {step} is of another model or optimiser:'
+    title = f'the checkpoint of step {step} has another model or optimizer:'
     more = [f'  and {len(lines) - 10} more'] if len(lines) > 10 else []
     raise ValueError('\n'.join([title, *lines[:10], *more]))
 
 
 def _copy_json(host_state: Mapping[str, Any]) -> dict[str, Any]:
-  """Copies the state, so that the caller may go on changing its own."""
+  """Copies the state, which the caller may change while it is written."""
   try:
     copy = json.loads(json.dumps(host_state, allow_nan=False))
   except (TypeError, ValueError) as error:

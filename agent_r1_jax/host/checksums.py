@@ -1,9 +1,8 @@
-"""Checksums of a folder's files, which show whether a file has changed by a single bit.
+"""Checksums of a folder's files, which detect damaged files.
 
-They are of files and not of arrays, so that they do not depend on how arrays are sharded,
-cover every other file too, and make no device wait. CRC-32 detects each flipped bit and
-each burst of up to 32 bits, at gigabytes a second. It does not protect from someone who
-changes the checksums too.
+Files are summed and not arrays, so that sharding does not matter, all files are covered,
+and no device waits. CRC-32 detects each flipped bit and each burst of up to 32 bits, at
+gigabytes a second. It does not detect deliberate changes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +16,7 @@ _NAME = 'checksums.json'
 
 
 def write(folder: pathlib.Path, exclude: Collection[str] = ()) -> None:
-  """Writes the sizes and checksums of all files in a folder to a file in it."""
+  """Writes the sizes and checksums of all files in a folder to checksums.json in it."""
   sums = {}
   for path in sorted(folder.rglob('*')):
     name = str(path.relative_to(folder))
@@ -37,7 +36,7 @@ def find_mismatch(
   A folder without checksums, of an earlier version, is accepted with a warning. Files
   that were added later are ignored.
 
-  `share` maps the number of files to the indices of those that this process reads.
+  `share` maps the number of files to the indices of the files that this process checks.
   """
   if not (folder / _NAME).exists():
     logging.getLogger(__name__).warning(

@@ -1,4 +1,4 @@
-"""Errors of writing to disk, described so that a user can mend them."""
+"""Errors of writing to disk, with messages that say what a user can do."""
 
 from collections.abc import Iterator
 import contextlib
@@ -11,7 +11,7 @@ _FULL = ('No space left on device', 'Disk quota exceeded', 'File too large')
 
 
 def describe_failure(path: pathlib.Path, error: BaseException) -> str:
-  """Says why `path` could not be written, such as 'the disk is full (0.0 MB free)'.
+  """Returns why `path` could not be written, such as 'the disk is full (0.0 MB free)'.
 
   Call it before cleaning up, so that the free space is what the writer had.
   """
@@ -29,21 +29,25 @@ def is_full(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: str | os.PathLike, what: str) -> Iterator[None]:
-  """Makes an OSError inside `with` name the file, the cause and what to do.
+def explain_write_errors(path: str | os.PathLike, subject: str) -> Iterator[None]:
+  """Gives an OSError inside `with` a message with the file, the cause and a remedy.
+
+  Args:
+    path: The file.
+    subject: The first words of the message, such as 'The configuration'.
 
   Raises:
-    OSError: The error with the same errno and a longer text.
+    OSError: An error with the same errno and that message.
   """
   try:
     yield
   except OSError as error:
     path = pathlib.Path(path)
     why = describe_failure(path, error)
-    mend = 'Make room' if is_full(error) else 'Mend that'
+    remedy = 'Make room' if is_full(error) else 'Remove the cause'
     raise OSError(
       error.errno or errno.EIO,
-      f'{what} could not be written to {path}: {why}. {mend}, and start the '
+      f'{subject} could not be written to {path}: {why}. {remedy}, and start the '
       'same command again: it goes on from its last checkpoint',
     ) from None
 

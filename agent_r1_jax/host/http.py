@@ -1,4 +1,4 @@
-"""What our HTTP servers share: refusals, bodies that are JSON, metrics, a socket."""
+"""Parts of all HTTP servers here: refusals, JSON, metrics, sockets, uvicorn."""
 
 import json
 import socket
@@ -8,11 +8,11 @@ MAX_CONNECTIONS = 4096
 
 
 class RefusedError(Exception):
-  """What is answered in place of a result.
+  """A request is refused; raised in a handler, it becomes the response.
 
   Attributes:
     status: The HTTP status.
-    code: A word for programs, or None.
+    code: An identifier of the error for programs, or None.
   """
 
   def __init__(self, status: int, text: str, code: str | None = None):
@@ -21,12 +21,12 @@ class RefusedError(Exception):
 
   @property
   def headers(self) -> dict[str, str]:
-    """When to ask again, where that may help."""
+    """The response's headers: Retry-After, if the same request may succeed later."""
     return {'Retry-After': '1'} if self.status in (429, 503) else {}
 
 
 async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
-  """Reads the JSON object that a request of starlette carries.
+  """Reads the JSON object in the body of a starlette request.
 
   Raises:
     RefusedError: It is too long, or no JSON object.
@@ -46,7 +46,7 @@ async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
 
 
 def answer_json(content: Any, status: int = 200, headers: Any = None) -> Any:
-  """Makes a response; unlike starlette's it takes lone surrogates in a text."""
+  """Makes a JSON response; unlike starlette's, it supports lone surrogates in texts."""
   from starlette import responses
 
   text = json.dumps(content)
@@ -54,7 +54,7 @@ def answer_json(content: Any, status: int = 200, headers: Any = None) -> Any:
 
 
 def show_metrics(registry: Any) -> Any:
-  """Makes the endpoint that shows a registry of prometheus_client."""
+  """Makes the endpoint that returns the metrics of a registry of prometheus_client."""
   import prometheus_client as prometheus
   from starlette import responses
 
@@ -66,12 +66,22 @@ def show_metrics(registry: Any) -> Any:
 
 
 def listen(host: str, port: int) -> socket.socket:
-  """Opens a socket; port 0 takes a free one."""
-  return socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+  """Opens a listening socket; port 0 chooses a free one.
+
+  Raises:
+    ValueError: The port is taken, or the address is none of this machine.
+  """
+  try:
+    return socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+  except OSError as error:
+    raise ValueError(
+      f'nothing can listen at {host}:{port} ({error}); give another address or port '
+      '(--host, --port; port 0 takes a free one).'
+    ) from None
 
 
 def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
-  """Makes a uvicorn server; `shutdown_seconds` is what its end leaves to requests."""
+  """Makes a uvicorn server; at its end, requests get `shutdown_seconds` to finish."""
   import uvicorn
 
   return uvicorn.Server(

@@ -1,8 +1,14 @@
-"""Preemption: on a signal, a run saves and ends with an exit status of its own.
+"""Preemption: on SIGTERM or Ctrl-C, a run saves and ends with the exit status 75.
 
-Inside `watch`, SIGTERM and Ctrl-C are answered at once, whatever the main thread does:
-Python's C handler writes a byte, which a thread reads. If that thread cannot run either,
-because some code holds the interpreter, a small process acts (watchdog.py).
+The main thread may be computing or waiting, and Python calls signal handlers only there,
+between two of its bytecodes. So two others help it. Python's C handler writes the number
+of a signal to a pipe, at once:
+
+  signal -> C handler -> pipe -> watchdog process -> pipe -> thread 'signals'
+
+The thread sets a flag that the main thread reads, prints a line, and ends the process if
+the main thread does not begin to save in time. If even the thread cannot run, because
+some code holds the interpreter, the watchdog kills the process (watchdog.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +27,10 @@ from agent_r1_jax.host import processes, runtime, watchdog
 # EX_TEMPFAIL of sysexits.h: start the same command again, as launch/ does.
 EXIT_STATUS = 75
 _HEARTBEAT_SECONDS = 1.0
-# A terminal and a wrapper may both send one Ctrl-C.
+# SIGINTs within this time count as one Ctrl-C: a terminal and a wrapper may both send it.
 _SAME_SECONDS = 0.5
-_TOLD = 'was told to end'
-# Called before a first signal is answered: a live view of the terminal ends.
+_REASON = 'was told to end'
+# Called before the line that answers a first signal, such as to end a live view.
 before_answer: list[Callable[[], None]] = []
 
 
@@ -36,10 +42,10 @@ class Preempted(SystemExit):
 
 
 class Watch:
-  """The signals that came, and how far the answer to them is.
+  """Whether a signal has come, and whether the run has begun to save.
 
   Attributes:
-    phase: What the main thread is doing, for messages.
+    phase: The name of the main thread's work, for messages.
     newest_step: Returns the step that the same command would resume from, 0 if there
       is no checkpoint yet, None if that is not known.
   """
@@ -48,45 +54,45 @@ class Watch:
     self.phase = 'the start'
     self.newest_step: Callable[[], int | None] = lambda: None
     self._flag = processes.SharedFlag('preempted')
-    self._grace = _seconds('AGENT_R1_GRACE_SECONDS', 7.0)
-    self._asked_at = 0.0
-    self._saving, self._left = threading.Event(), threading.Event()
+    self._grace = _read_seconds('AGENT_R1_GRACE_SECONDS', 7.0)
+    self._signalled_at = 0.0  # When the first signal came; 0 before it.
+    self._saving_started, self._closed = threading.Event(), threading.Event()
 
   def is_requested(self) -> bool:
-    """Whether this or another process got a signal; after `runtime.initialize`."""
+    """Whether this or another process got a signal; needs `runtime.initialize`."""
     return self._flag.is_set()
 
   def raise_if_requested(self) -> None:
-    """Raises Preempted if the run is to end, where there is nothing to save."""
+    """Raises Preempted if a signal has come; for phases in which nothing can be saved."""
     if self.is_requested():
       raise self.end_unsaved()
 
   def end_unsaved(self) -> Preempted:
     """Prints that nothing is saved, and returns the exception to raise.
 
-    Where there are several processes, it ends this one instead.
+    If the run has several processes, it ends this one and does not return.
     """
-    self._say_unsaved()
-    processes.leave(EXIT_STATUS, _TOLD)
+    self._print_unsaved()
+    processes.leave(EXIT_STATUS, _REASON)
     return Preempted()
 
   def start_saving(self, step: int) -> None:
-    """Says that the main thread has begun to save, which may take as long as it needs."""
-    self._saving.set()
-    why = '' if self._asked_at else ': another process was told to end'
+    """Prints that the main thread saves; it may then take as long as it needs."""
+    self._saving_started.set()
+    why = '' if self._signalled_at else ': another process was told to end'
     watchdog.print_line(f'saving step {step}{why}')
 
   def finish_saving(self, step: int) -> None:
-    """Says that all is on disk; the process ends if it still runs after the grace."""
+    """Prints that all is on disk; if the process still runs after the grace, ends it."""
     watchdog.print_line(f'saved step {step}; the same command goes on from there')
-    self._later(lambda: _end(EXIT_STATUS), self._left)
+    self._call_after_grace(lambda: _end(EXIT_STATUS), self._closed)
 
   def handle_signal(self, number: int) -> None:
-    """Answers a signal in the thread that reads them."""
+    """Answers a signal; called by the thread that reads them."""
     name = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    first, now = not self._asked_at, time.monotonic()
+    first, now = not self._signalled_at, time.monotonic()
     if first:
-      self._asked_at = now
+      self._signalled_at = now
       self.request()
       for prepare in list(before_answer):
         prepare()
@@ -94,8 +100,8 @@ class Watch:
         f'{name}: saving and ending. If it cannot save within {self._grace:g} s, it ends '
         'without; a second Ctrl-C ends at once.'
       )
-      self._later(self._give_up, self._saving)
-    elif number == signal.SIGINT and now - self._asked_at > _SAME_SECONDS:
+      self._call_after_grace(self._give_up, self._saving_started)
+    elif number == signal.SIGINT and now - self._signalled_at > _SAME_SECONDS:
       watchdog.print_line(f'{name} again: ended at once; the same command goes on')
       _end(128 + number)
 
@@ -105,19 +111,19 @@ class Watch:
 
   def close(self) -> None:
     """Stops the threads that were started here, without any effect."""
-    self._saving.set()
-    self._left.set()
+    self._saving_started.set()
+    self._closed.set()
 
-  def _later(self, act: Callable[[], None], unless: threading.Event) -> None:
-    """Calls `act` after the grace, unless the event is set before."""
+  def _call_after_grace(self, act: Callable[[], None], unless: threading.Event) -> None:
+    """Calls `act` after the grace period, unless the event is set before."""
     wait = lambda: None if unless.wait(self._grace) else act()
     threading.Thread(target=wait, daemon=True, name='grace').start()
 
   def _give_up(self) -> None:
-    self._say_unsaved()
+    self._print_unsaved()
     _end(EXIT_STATUS)
 
-  def _say_unsaved(self) -> None:
+  def _print_unsaved(self) -> None:
     step = self.newest_step()
     where = 'the last checkpoint' if step is None else f'step {step}'
     watchdog.print_line(
@@ -128,27 +134,27 @@ class Watch:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Watch]:
-  """Inside `with`, SIGTERM and a first Ctrl-C ask the run to end.
+  """Handles SIGTERM and Ctrl-C inside `with`; the first one asks the run to end.
 
-  They are answered at once by a line on standard error. If the main thread has not begun
-  to save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the process
+  It is answered at once by a line on standard error. If the main thread has not begun to
+  save within AGENT_R1_GRACE_SECONDS (7; clouds give 30 before they kill), the process
   ends with EXIT_STATUS without saving; an unfinished checkpoint is never visible. A
-  second Ctrl-C ends the process at once. On Linux, a process that gives no answer for
-  that time, or no sign of life for AGENT_R1_SILENCE_SECONDS (300; 0 means never), prints
-  its stacks and is killed.
+  second Ctrl-C ends the process at once. On Linux, a process whose threads do not answer
+  for that time, or send no heartbeat for AGENT_R1_SILENCE_SECONDS (300; 0 means never),
+  prints its stacks and is killed.
 
-  Only Python's main thread can watch. Inside another watch, this returns that watch.
+  Only Python's main thread can watch. Inside another watch, this yields that watch.
   """
   global _active
   if _active or threading.current_thread() is not threading.main_thread():
     yield _active or Watch()
     return
-  # Before the first thread: glibc gives it memory of its own, and later ones share that.
+  # Before the first thread, to which glibc would give an arena of its own.
   runtime.retain_freed_memory()
   current = Watch()
   with contextlib.ExitStack() as stack:
     read, watchdog.pipe = stack.enter_context(_open_pipes(current))
-    stack.callback(_forget)
+    stack.callback(_deactivate)
     for number in watchdog.END_SIGNALS:
       stack.callback(signal.signal, number, signal.signal(number, current.request))
     stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(watchdog.pipe))
@@ -157,7 +163,7 @@ def watch() -> Iterator[Watch]:
     )
     reader.start()
     stack.callback(reader.join)
-    # Ends the watchdog, and so the reader.
+    # Ends the watchdog, and with it the reader.
     stack.callback(watchdog.send, watchdog.FINISHED)
     stack.callback(current.close)
     _active = current
@@ -167,8 +173,8 @@ def watch() -> Iterator[Watch]:
 _active: Watch | None = None
 
 
-def _forget() -> None:
-  """Ends the watch in this process, and first of all in a forked child."""
+def _deactivate() -> None:
+  """Ends the watch in this process, which may be a forked child."""
   global _active
   if _active:
     _active, watchdog.pipe = None, -1
@@ -178,17 +184,17 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def _after_fork() -> None:
-  """Gives a forked child Python's own handlers: a signal ends it."""
+  """Restores Python's own signal handlers in a forked child, which a signal then ends."""
   if _active:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _forget()
+    _deactivate()
   signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-# Signals are blocked during a fork: with our handlers, a signal to the child would be
-# written to its parent.
+# Signals are blocked during a fork: until the child has its own handlers, a signal to it
+# would be written to its parent's pipe.
 os.register_at_fork(
   before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS),
   after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
@@ -198,9 +204,9 @@ os.register_at_fork(
 
 @contextlib.contextmanager
 def _open_pipes(current: Watch) -> Iterator[tuple[int, int]]:
-  """Yields the descriptors to read signals from and to write them to.
+  """Yields the file descriptors for reading and for writing signals.
 
-  On Linux they lead through the watchdog, which this starts.
+  On Linux the watchdog, which this starts, is between the two.
   """
   if sys.platform != 'linux':
     watchdog.print_line(
@@ -214,7 +220,7 @@ def _open_pipes(current: Watch) -> Iterator[tuple[int, int]]:
       os.close(read)
       os.close(write)
     return
-  limits = current._grace, _seconds('AGENT_R1_SILENCE_SECONDS', 300.0)
+  limits = current._grace, _read_seconds('AGENT_R1_SILENCE_SECONDS', 300.0)
   # In a session of its own, so that no signal to the trainer's group reaches it.
   command = [sys.executable, '-I', '-S', watchdog.__file__, str(os.getpid())]
   process = subprocess.Popen(
@@ -243,12 +249,12 @@ def _answer_signals(current: Watch, read: int) -> None:
     watchdog.send(watchdog.DISTRIBUTED)
   poll = select.poll()
   poll.register(read, select.POLLIN)
-  while not current._left.is_set():
+  while not current._closed.is_set():
     if poll.poll(1000 * _HEARTBEAT_SECONDS):
-      said = os.read(read, 64)
-      if not said:
-        break  # The watchdog is gone.
-      for number in said:
+      received = os.read(read, 64)
+      if not received:
+        break  # The watchdog has ended.
+      for number in received:
         if number in watchdog.END_SIGNALS:
           current.handle_signal(number)
           watchdog.send(watchdog.ANSWERED)
@@ -256,23 +262,23 @@ def _answer_signals(current: Watch, read: int) -> None:
 
 
 def _end(status: int) -> None:
-  """Ends this process and the others, which print a line; waits for no thread."""
+  """Ends this process and the others of the run, which print a line."""
   flush = threading.Thread(target=sys.stdout.flush, daemon=True)
   flush.start()
-  flush.join(1.0)  # It would wait for ever where nobody reads the output.
-  processes.leave(status, _TOLD)
+  flush.join(1.0)  # It blocks if standard output is a full pipe that nobody reads.
+  processes.leave(status, _REASON)
   watchdog.send(watchdog.FINISHED)
   os._exit(status)
 
 
-def _seconds(name: str, default: float) -> float:
+def _read_seconds(name: str, default: float) -> float:
   """Reads a number of seconds from an environment variable.
 
   Raises:
     ValueError: It is no number.
   """
-  given = os.environ.get(name, default)
+  value = os.environ.get(name, default)
   try:
-    return float(given)
+    return float(value)
   except ValueError:
-    raise ValueError(f'{name}={given!r}: must be a number of seconds') from None
+    raise ValueError(f'{name}={value!r}: must be a number of seconds') from None

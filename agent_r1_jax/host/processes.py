@@ -1,12 +1,13 @@
-"""Several processes, one a host: shares of tasks, exchange of data, a common end.
+"""Several processes, one for each host: shares of tasks, exchange of data, a common end.
 
-Each process samples its share of a rollout on its own chips and waits for nobody in it.
-At its end the processes exchange their tokens as arrays (`gather_arrays`). What follows
-(credit, packing) is the same computation on the same numbers in every process, and each
-places its own rows of a batch (host/sharding.py).
+Each process samples its share of a rollout on its own chips, independently of the others.
+At its end the processes exchange their tokens as arrays (`gather_arrays`). Advantages and
+packing are then the same computation on the same numbers in every process, and each
+process puts its own rows of a batch on its chips (host/sharding.py).
 
-JAX's coordination service carries small values (`gather`); the processes find each other
-in `runtime.initialize`. With one process, nothing here does anything.
+JAX's coordination service carries small values (`gather`). The processes connect in
+`runtime.initialize`. With one process, the functions here do nothing or return their
+argument.
 """
 
 import atexit
@@ -28,13 +29,16 @@ import numpy as np
 
 from agent_r1_jax.host import records, watchdog
 
-# Bytes of one message; gRPC bounds them.
+# Bytes of one value in JAX's coordination service, whose messages gRPC bounds.
 _PART = 1 << 20
 _DAY = 24 * 3600
 _POLL_SECONDS = 1.0
-# The interval at which processes ask who has ended, and how long a process waits before
-# it exits, so that the others can read why; the first waits longer, since it is asked.
-_ASK_SECONDS, _LINGER_SECONDS, _FIRST_LINGERS_SECONDS = 0.4, 1.0, 2.5
+# The interval at which each process asks the coordination service who has ended.
+_ASK_SECONDS = 0.4
+# How long a process waits before it exits, so that the others can read its reason. The
+# first process, which hosts the service, waits longer.
+_LINGER_SECONDS, _FIRST_LINGER_SECONDS = 1.0, 2.5
+# The service's keys under which a process writes why it ends.
 _ENDED = 'agent_r1/ended/'
 
 _rounds = itertools.count()
@@ -60,7 +64,7 @@ def take_share(n: int) -> range:
 
 
 def gather(mine: Any) -> list[Any]:
-  """Returns the small value that each process gave, in their order; waits for all.
+  """Returns the small values of all processes, in their order; waits for all of them.
 
   Raises:
     ValueError: The value is not plain data.
@@ -68,7 +72,7 @@ def gather(mine: Any) -> list[Any]:
   """
   if jax.process_count() == 1:
     return [mine]
-  # All processes call this at the same places of a run, so their counters agree.
+  # All processes make the same calls in the same order, so their counters agree.
   name = f'agent_r1/{next(_rounds)}'
   client, data = _client(), records.pack(mine)
   parts = [data[i : i + _PART] for i in range(0, len(data), _PART)]
@@ -91,19 +95,17 @@ def gather(mine: Any) -> list[Any]:
 
 
 def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
-  """Returns the array that each process gave, in their order; waits for all.
+  """Returns the arrays of all processes, in their order; waits for all of them.
 
-  The chips exchange the arrays, so nothing large passes through the coordinator.
-
-  The lengths may differ between processes; the other dimensions and the dtype, of at most
-  32 bits, may not.
+  The chips exchange the arrays, not the coordination service. The lengths may differ
+  between processes; the other dimensions and the dtype, of at most 32 bits, may not.
 
   Raises:
     LostError: Another process ended, or does not answer.
   """
   if jax.process_count() == 1:
     return [mine]
-  # A collective may not wait long for a process that comes late; `gather` may.
+  # `gather` first: unlike a collective, it may wait long for a process that is late.
   lengths = gather(len(mine))
   # Powers of two, so that few shapes are compiled.
   longest = 1 << max(max(lengths) - 1, 0).bit_length()
@@ -114,19 +116,19 @@ def gather_arrays(mine: np.ndarray) -> list[np.ndarray]:
 
 
 def watch_others() -> None:
-  """Ends this process, with one line on stderr, when another ends before its time.
+  """Starts a thread that ends this process, with one line on stderr, if another ends.
 
-  A process says why it ends, if it can (`leave`). JAX's coordination service notices one
-  that was killed, or whose host is gone, by its missing heartbeats. The service runs in
-  process 0: if that is killed, JAX aborts the others at once with some lines of its own,
-  and ours is among them (watchdog.py). With one process, this does nothing.
+  A process writes why it ends, if it can (`leave`). JAX's coordination service notices a
+  process that was killed, or whose host is gone, by its missing heartbeats. The service
+  runs in process 0: if that is killed, JAX aborts the others at once with some lines of
+  its own, and the watchdog adds one of ours. With one process, this does nothing.
   """
   global _watcher
   if _watcher or not is_distributed():
     return
   watchdog.send(watchdog.DISTRIBUTED)
-  # Asking for the live processes keeps JAX's service from aborting all when one is lost.
-  # It also keeps it from waiting for all at the end, which `_wait_for_others` does.
+  # JAX's service does not abort all processes when one is lost if they ask for the live
+  # ones. Then it does not wait for all at the end either: `_wait_for_others` does.
   _watcher = threading.Thread(target=_watch, daemon=True, name='watch others')
   _watcher.start()
   atexit.register(_wait_for_others)
@@ -148,7 +150,7 @@ _finishing = threading.Event()
 
 
 def _watch() -> None:
-  """Asks who has ended until this process does."""
+  """Asks the coordination service who has ended, until this process ends."""
   state, client = distributed.global_state, _client()
   everyone = [*range(state.num_processes)]
   while not _finishing.is_set():
@@ -157,15 +159,15 @@ def _watch() -> None:
       for key, word in client.key_value_dir_get(_ENDED):
         if (number := int(key.rpartition('/')[2])) != state.process_id:
           status, _, reason = word.partition(' ')
-          _follow(int(status), f'process {number} of {len(everyone)} {reason}')
-      # Blocks until all live processes ask. So this one asks once more at its end: others
-      # may be waiting, and a thread that still waits when Python ends aborts the process.
+          _end_like(int(status), f'process {number} of {len(everyone)} {reason}')
+      # This blocks until all live processes call it. So each calls it once more at its
+      # end: others may be waiting, and Python aborts if a thread still waits at its exit.
       lost = {*everyone} - client.get_live_nodes(everyone).keys()
     except jax.errors.JaxRuntimeError:
-      continue  # This process or the first is ending, and JAX handles that.
+      continue  # This process or the first one is ending, and JAX handles that.
     if lost and not _finishing.is_set():
       names = ', '.join(map(str, sorted(lost)))
-      _follow(
+      _end_like(
         1,
         f'process {names} of {len(everyone)} is lost (killed, or its host or network is '
         'gone)',
@@ -174,36 +176,36 @@ def _watch() -> None:
     _wait_until_alone(client)
 
 
-def _follow(status: int, what: str) -> None:
-  """Prints who ended, and ends with the same status."""
+def _end_like(status: int, cause: str) -> None:
+  """Prints which process ended and why, and ends this one with the same status."""
   me = distributed.global_state.process_id
   watchdog.print_line(
-    f'{what}, so process {me} ends too; the same command, started in all, continues '
+    f'{cause}, so process {me} ends too; the same command, started in all, continues '
     'from the last checkpoint.'
   )
   _end(status)
 
 
 def _end(status: int) -> None:
-  lingers = distributed.global_state.process_id == 0
-  time.sleep(_FIRST_LINGERS_SECONDS if lingers else _LINGER_SECONDS)
+  first = distributed.global_state.process_id == 0
+  time.sleep(_FIRST_LINGER_SECONDS if first else _LINGER_SECONDS)
   watchdog.send(watchdog.FINISHED)
   os._exit(status)
 
 
 def _wait_for_others() -> None:
-  """At Python's exit, lets the first process outlive the others' last messages."""
+  """At Python's exit, keeps the first process alive until the others have ended."""
   if client := _client():
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.wait_at_barrier('agent_r1/exit', timeout_in_ms=300_000)
     _finishing.set()
-    # In the first process its last act is to wait until the others have ended.
+    # In the first process, the thread waits at last until the others have ended.
     if _watcher:
       _watcher.join(30)
 
 
 def _wait_until_alone(client) -> None:
-  """Waits until the others have told the service that they end."""
+  """Waits until the service knows of no other live process."""
   everyone = [*range(distributed.global_state.num_processes)]
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     while len(client.get_live_nodes(everyone)) > 1:
@@ -212,10 +214,10 @@ def _wait_until_alone(client) -> None:
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-  """Ends all processes, if there are several, when an error is raised inside.
+  """Ends all processes of a run with several, if an error is raised inside `with`.
 
   Python's normal exit would wait for minutes for the others, which wait for this process.
-  The others print the reason. An error of the runtime (a broken collective) may be the
+  The others print the reason. An error of JAX's runtime (a broken collective) may be the
   consequence of another process's end: then this process first waits to learn which.
   """
   try:
@@ -251,12 +253,12 @@ def _is_runtime_error(error: BaseException | None) -> bool:
 
 
 class SharedFlag:
-  """A flag that any process can set for all, such as that the run shall end."""
+  """A flag that any process can set and all can read, such as that the run shall end."""
 
   def __init__(self, name: str):
     self._key = f'agent_r1/flag/{name}'
     self._set_here = threading.Event()
-    self._asked = 0.0
+    self._asked_at = 0.0
 
   def set(self):
     """Sets the flag; the others see it after this process has called `is_set`.
@@ -267,9 +269,9 @@ class SharedFlag:
 
   def is_set(self) -> bool:
     """Whether some process has set the flag; others' flags are seen within a second."""
-    if jax.process_count() == 1 or time.monotonic() - self._asked < _POLL_SECONDS:
+    if jax.process_count() == 1 or time.monotonic() - self._asked_at < _POLL_SECONDS:
       return self._set_here.is_set()
-    self._asked = time.monotonic()
+    self._asked_at = time.monotonic()
     client = _client()
     if self._set_here.is_set():
       client.key_value_set(self._key, '1', allow_overwrite=True)

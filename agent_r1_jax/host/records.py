@@ -1,10 +1,9 @@
-"""Records: serialises plain data and trajectories without executing anything.
+"""Serialises plain data and trajectories; unlike pickle, reading executes no code.
 
 The format is MessagePack, with extension types for tuples, sets, large integers, and
-NumPy's arrays and numbers. All of it is restored to the last bit. Other types cannot be
-written, and nothing that is read is called, imported or evaluated, unlike with pickle.
+NumPy's arrays and numbers, which are restored bit for bit. Other types cannot be written.
 
-The task of a trajectory is not written: whoever reads a rollout has its tasks.
+The task of a trajectory is not written: the reader of a rollout has its tasks.
 """
 
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-  """Restores what `pack` was given; arrays are writable.
+  """The inverse of `pack`; arrays are writable.
 
   Raises:
     ValueError: The bytes were not made by `pack`.
@@ -55,24 +54,24 @@ def unpack(data: bytes) -> Any:
       data, ext_hook=_untagged, strict_map_key=False, unicode_errors='surrogatepass'
     )
   except Exception as error:
-    # MessagePack raises types of its own, and wrong extension data raises others.
+    # MessagePack raises its own types, and wrong extension data various others.
     raise ValueError(f'no record: {type(error).__name__} {error}') from None
 
 
 def fields(trajectory: types.Trajectory) -> dict[str, Any]:
-  """Returns a trajectory's fields but its task, for `pack`."""
-  found = _fields(trajectory)
-  del found['task']
+  """Returns a trajectory's fields without its task, for `pack`."""
+  values = _fields(trajectory)
+  del values['task']
   for name in ('segments', 'turns'):
-    found[name] = [_fields(part) for part in found[name]]
-  return found
+    values[name] = [_fields(part) for part in values[name]]
+  return values
 
 
 def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
-  """Returns the trajectory that has these fields.
+  """The inverse of `fields`.
 
   Args:
-    fields: What `fields` gave, after `pack` and `unpack`.
+    fields: The result of `fields`, after `pack` and `unpack`.
     task: The trajectory's task.
 
   Raises:
@@ -83,16 +82,16 @@ def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
       'segments': [types.Segment(**part) for part in fields['segments']],
       'turns': [types.Turn(**part) for part in fields['turns']],
     }
-    found = types.Trajectory(task=task, **fields | parts)
-    if found.status not in types.STATUSES:
-      raise ValueError(f'the status is {found.status!r}')
-    for segment in found.segments:
+    restored = types.Trajectory(task=task, **fields | parts)
+    if restored.status not in types.STATUSES:
+      raise ValueError(f'the status is {restored.status!r}')
+    for segment in restored.segments:
       shapes = {np.shape(values) for values in _fields(segment).values()}
       if shapes != {(len(segment.tokens),)}:
         raise ValueError(f'the arrays of a segment have the shapes {shapes}')
   except (TypeError, KeyError, ValueError) as error:
     raise ValueError(f'no trajectory: {error}') from None
-  return found
+  return restored
 
 
 def split(
@@ -102,8 +101,8 @@ def split(
 
   Returns:
     For each trajectory, its `fields` without messages, and with the lengths of its
-    segments in the place of these. And int32 columns: the tokens, action masks,
-    log-probs (their bits) and policy steps of all segments, one after the other.
+    segments in place of the segments; and int32 columns of the tokens of all segments,
+    one after the other: token ids, action masks, log-probs (their bits), policy steps.
   """
   heads, columns = [], [np.zeros((0, 4), np.int32)]
   for each in trajectories:
@@ -124,7 +123,7 @@ def join(
   columns: Int[np.ndarray, 'n 4'],
   tasks: Sequence[types.Task],
 ) -> list[types.Trajectory]:
-  """The inverse of `split`, but for the messages.
+  """The inverse of `split`; messages are empty.
 
   Args:
     heads: The small records.
@@ -148,7 +147,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _tagged(value: Any) -> Any:
-  """Encodes what MessagePack cannot; subclasses of its types become these types."""
+  """Encodes types that MessagePack lacks; subclasses become their base types."""
   kind: Any
   if isinstance(value, str):
     return str.__str__(value)  # str() of an enumeration may be its name.
@@ -170,7 +169,7 @@ def _tagged(value: Any) -> Any:
     return msgpack.ExtType(_INTEGER, value.to_bytes(length, 'little', signed=True))
   if isinstance(value, float):
     return float(value)
-  # The message has no repr of the value, which would run its code.
+  # Without the value's repr, which would run its code.
   raise TypeError(
     f'{type(value).__name__} is no plain data; give text, numbers, lists, dicts'
   )

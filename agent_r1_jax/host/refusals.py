@@ -1,9 +1,11 @@
-"""How a script ends when its input is refused: with one line, and no traceback."""
+"""Ends a script whose input is refused with one line instead of a traceback."""
 
 import contextlib
+from importlib import metadata
 import linecache
 import os
 import pathlib
+import re
 import sys
 import traceback
 
@@ -11,37 +13,54 @@ from absl import flags
 
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
-# What this project raises with a message that says what to change.
+# The types that this project raises with a message that says what to change.
 _REFUSALS = (ValueError, FileNotFoundError, RuntimeError)
 
 
 def install() -> None:
-  """Lets an error that refuses a user's input end the program with its text alone.
+  """Sets sys.excepthook to a function that prints no traceback of refused input.
 
   --verbosity shows the traceback.
   """
-  if sys.excepthook is sys.__excepthook__:  # Not a debugger's or a notebook's.
+  if sys.excepthook is sys.__excepthook__:  # Unless a debugger or notebook has set one.
     sys.excepthook = _print_error
 
 
 def _print_error(kind, error, trace) -> None:
-  """Prints an error that ends the program; a refusal is one line without traceback.
+  """Prints an error that ends the program; refused input is one line without traceback.
 
-  A refusal is an error that a `raise` statement of this project raised. Other errors are
-  bugs and keep their traceback; so does a ValueError that a function of Python raised
-  where we called it, and a RuntimeError that another error caused.
+  Input is refused by a `raise` statement of this project. Other errors are bugs and keep
+  their traceback; so do a ValueError that a function of Python raised when we called it,
+  and a RuntimeError that another error caused.
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
+  pin = _find_pin(error) if isinstance(error, ModuleNotFoundError) else None
   raised = linecache.getline(path, line).lstrip().startswith('raise ')
   refused = isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised
   refused = refused and not (isinstance(error, RuntimeError) and error.__cause__)
-  asked = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
-  asked = asked and flags.FLAGS['verbosity'].present
-  if asked or not refused:
+  verbose = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
+  verbose = verbose and flags.FLAGS['verbosity'].present
+  if verbose or not (refused or pin):
     return sys.__excepthook__(kind, error, trace)
   # Name the line of the user's script that called us.
-  between = (_PACKAGE, contextlib.__file__)
-  outside = [call for call in calls if not call[0].startswith(between)]
+  between = (_PACKAGE, os.path.dirname(contextlib.__file__))
+  outside = [
+    call
+    for call in calls
+    if not call[0].startswith(between) and 'site-packages' not in call[0]
+  ]
   path, line = (outside or calls)[-1]
-  print(f'{path}:{line}: {error}', file=sys.stderr)
+  mend = f"; pip install '{pin}'" if pin else ''
+  print(f'{path}:{line}: {error}{mend}', file=sys.stderr)
+
+
+def _find_pin(error: ModuleNotFoundError) -> str | None:
+  """Returns the requirement of our extras that brings a missing module, or None."""
+  try:
+    known = metadata.requires('agent_r1_jax') or ()
+  except metadata.PackageNotFoundError:  # Run from a checkout that is not installed.
+    return None
+  name = re.escape((error.name or '').partition('.')[0]).replace('_', '-')
+  found = (re.match(rf'{name}\b[^;\s]*', line) for line in known if 'extra ==' in line)
+  return next((match[0] for match in found if name and match), None)

@@ -1,4 +1,4 @@
-"""Sets up a process before JAX uses a device: other processes, compilations, memory."""
+"""Sets up a process: its connection to others, the compilation cache, malloc, logging."""
 
 import ctypes
 import importlib.util
@@ -18,7 +18,7 @@ from agent_r1_jax.host import processes, refusals
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
-# Where Linux lists the control groups of a process, and their limits.
+# Where Linux lists the control groups of a process, and where their limits are.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
@@ -28,7 +28,7 @@ def initialize() -> None:
 
   `train` calls it, and a script may call it before that.
   """
-  # JAX must not abort the others where one is lost: `processes.watch_others` names it.
+  # JAX must not abort the others when a process is lost: `watch_others` ends them.
   jax.config.update('jax_enable_recoverability', True)
   join_processes()
   processes.watch_others()
@@ -37,24 +37,25 @@ def initialize() -> None:
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
-    asked = os.environ.get('JAX_PLATFORMS', '')
+    platforms = os.environ.get('JAX_PLATFORMS', '')
     raise ValueError(
-      f'JAX finds no device of JAX_PLATFORMS={asked}: install its '
+      f'JAX finds no device of JAX_PLATFORMS={platforms}: install its '
       "build for this machine (pip install -e '.[cuda]' or '.[tpu]'), or unset "
       f'JAX_PLATFORMS. {error}'
     ) from None
 
 
 def quiet_logging() -> None:
-  """Drops INFO lines of installed libraries, unless --verbosity is given.
+  """Drops INFO lines of installed libraries, and tracebacks of refused input.
 
-  The user's own lines and all warnings stay. An error that refuses a user's input ends
-  the program with its text alone, without a traceback.
+  The user's own lines and all warnings stay. It also sets sys.excepthook, so that an
+  error which refuses a user's input ends the program with its text alone (refusals.py).
+  With --verbosity, this does nothing.
   """
   parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   if parsed and flags.FLAGS['verbosity'].present:
     return
-  # A filter that is added twice counts once. JAX does not log through absl.
+  # Adding a filter twice has no effect. JAX does not log through absl.
   logging.get_absl_logger().addFilter(_is_worth_showing)
   for name in ('jax', 'faiss', 'httpx', 'httpx2'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
@@ -77,49 +78,50 @@ def join_processes() -> None:
   and the others end.
 
   The first process listens at the coordinator's address only. It listens at all its
-  addresses, as JAX does by default, where the address is a name that other machines
-  resolve to another one (a service, or a machine that calls itself 127.0.1.1), and with
+  addresses, as JAX does by default, if the address is a name that other machines resolve
+  to another one (a service, or a machine that calls itself 127.0.1.1), and with
   AGENT_R1_PROCESSES=auto, where only JAX knows the address. JAX_COORDINATOR_BIND_ADDRESS
-  (host:port) overrides both. Whoever reaches the address can take part in the run, so
-  let no stranger reach it.
+  (host:port) overrides both. Whoever can connect to the address can take part in the run:
+  it must not be reachable from outside.
 
   Raises:
     ValueError: Some of the three variables are missing or wrong.
   """
-  found = {name: os.environ.get(f'JAX_{name}') for name in _PROCESSES}
+  variables = {name: os.environ.get(f'JAX_{name}') for name in _PROCESSES}
   auto = os.environ.get('AGENT_R1_PROCESSES') == 'auto'
-  if jax.distributed.is_initialized() or not (auto or any(found.values())):
+  if jax.distributed.is_initialized() or not (auto or any(variables.values())):
     return
-  if missing := [f'JAX_{name}' for name in _PROCESSES if not (auto or found[name])]:
+  if missing := [f'JAX_{name}' for name in _PROCESSES if not (auto or variables[name])]:
     raise ValueError(f'{" and ".join(missing)} must be set too, to join other processes.')
-  # JAX's own signal handler would take SIGTERM from preemption.watch.
+  # JAX's own signal handler would replace that of preemption.watch.
   jax.config.update('jax_enable_preemption_service', False)
-  address, count, number = found.values()
-  given: dict[str, Any] = {}
+  address, count, number = variables.values()
+  options: dict[str, Any] = {}
   if count and number:
     if not (count.isdecimal() and number.isdecimal() and int(number) < int(count)):
       raise ValueError(
         f'JAX_PROCESS_ID is {number} and JAX_NUM_PROCESSES {count}; the processes are '
         'numbered from 0 to their number less 1.'
       )
-    given = {'num_processes': int(count), 'process_id': int(number)}
+    options = {'num_processes': int(count), 'process_id': int(number)}
     # Otherwise JAX asks Slurm all the same, and gives each process one device.
-    given['cluster_detection_method'] = 'deactivate'
+    options['cluster_detection_method'] = 'deactivate'
     if number == '0' and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
-      given['coordinator_bind_address'] = _bind_address(address or '')
+      options['coordinator_bind_address'] = _bind_address(address or '')
   jax.distributed.initialize(
-    address,
-    heartbeat_timeout_seconds=int(os.environ.get('AGENT_R1_HEARTBEAT_SECONDS', 60)),
-    **given,
+    address, heartbeat_timeout_seconds=processes.heartbeat_seconds(), **options
   )
 
 
 def _bind_address(coordinator: str) -> str | None:
-  """Returns the address to listen at, so that others reach `coordinator` (host:port).
+  """Returns the address at which the first process listens.
+
+  Args:
+    coordinator: The address to which the others connect (host:port).
 
   Returns:
     host:port in numbers; None, for all addresses, if the host is no address of this
-    machine or means another machine elsewhere.
+    machine, or if other machines resolve it to another address.
   """
   host, _, port = coordinator.rpartition(':')
   host = host.strip('[]')
@@ -130,16 +132,16 @@ def _bind_address(coordinator: str) -> str | None:
   except OSError:
     return None  # The address of a service or router, which forwards to this machine.
   number = str(address[0])
-  # Other machines resolve a name of this machine's loopback to another address.
+  # On other machines, a name of this machine's loopback has another address.
   if ipaddress.ip_address(number).is_loopback and host not in ('localhost', number):
     return None
   return f'[{number}]:{port}' if family == socket.AF_INET6 else f'{number}:{port}'
 
 
 def enable_compilation_cache() -> None:
-  """Keeps compiled programs in ~/.cache/agent_r1_jax for the next process.
+  """Sets JAX's persistent compilation cache to a folder in ~/.cache/agent_r1_jax.
 
-  JAX_COMPILATION_CACHE_DIR names another folder; if it is empty, nothing is kept.
+  JAX_COMPILATION_CACHE_DIR names another folder; if it is empty, there is no cache.
   """
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
@@ -157,10 +159,10 @@ def retain_freed_memory() -> bool:
   a fifth of a training step on one core (docs/performance.md).
 
   A thread that allocates before the call has an arena of its own, in which no block is
-  larger than 64 MB, and glibc gives that one to some later threads, as XLA's, too.
+  larger than 64 MB, and glibc assigns it to some later threads too, such as XLA's.
 
   Returns:
-    Whether it was done, which needs glibc and a JAX that will use no accelerator.
+    Whether malloc was set; this needs glibc, and a JAX that uses no accelerator.
   """
   if platform.libc_ver()[0] != 'glibc':
     return False
@@ -179,7 +181,7 @@ def available_memory() -> int:
   process (`retain_freed_memory`), and is used again.
   """
   own = _own_memory()
-  found = [1024 * n + own for n in _read_fields('/proc/meminfo', 'MemAvailable')]
+  limits = [1024 * n + own for n in _read_fields('/proc/meminfo', 'MemAvailable')]
   for line in _lines(_GROUP):
     _, kinds, name = line.split(':', 2)
     if kinds not in ('', 'memory'):
@@ -187,17 +189,17 @@ def available_memory() -> int:
     files = 'memory.max', 'memory.current'
     if kinds:  # The first version of control groups has a tree for each kind.
       files = 'memory.limit_in_bytes', 'memory.usage_in_bytes'
-    # A container sees its own group as the root. A group also obeys all groups above it:
-    # a/b/c obeys a/b and a.
+    # A container sees its own group as the root. The limits of all groups above a group
+    # hold too: for a/b/c those of a/b and a.
     group = pathlib.Path(name.strip('/'))
     for folder in {_GROUPS / kinds / above for above in (group, *group.parents)}:
       limit, current = (_number(folder / file) for file in files)
       if limit is not None and current is not None:
-        # Cached files are given up where memory is needed.
+        # The kernel frees cached files when memory is needed.
         cached = sum(_read_fields(folder / 'memory.stat', 'inactive_file'))
-        found.append(max(0, limit - current + cached) + own)
-  pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  return min([pages, *found])
+        limits.append(max(0, limit - current + cached) + own)
+  physical = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  return min([physical, *limits])
 
 
 def used_memory() -> float:
@@ -207,20 +209,20 @@ def used_memory() -> float:
 
 
 def _own_memory() -> int:
-  """Returns the bytes of this process that are in memory."""
+  """Returns the resident bytes of this process."""
   return 1024 * sum(_read_fields('/proc/self/status', 'VmRSS'))
 
 
 def _number(path: pathlib.Path) -> int | None:
-  """Reads the number in a file; None without a file or a number in it."""
+  """Reads the number in a file; None if there is no file or no number in it."""
   text = ''.join(_lines(path))
   return int(text) if text.isdigit() else None
 
 
 def _read_fields(path: str | os.PathLike, name: str) -> list[int]:
-  """Returns the numbers of a file's lines that begin with `name`; at most one, mostly."""
-  found = (line.replace(':', ' ').split() for line in _lines(path))
-  return [int(words[1]) for words in found if words[:1] == [name]]
+  """Returns the numbers of a file's lines 'name number' or 'name: number'."""
+  lines = (line.replace(':', ' ').split() for line in _lines(path))
+  return [int(words[1]) for words in lines if words[:1] == [name]]
 
 
 def _lines(path: str | os.PathLike) -> list[str]:

@@ -1,4 +1,4 @@
-"""Places arrays on several chips: the mesh, and the axes that shard each parameter.
+"""Shards arrays over several chips: the mesh, and the axes that shard each parameter.
 
   mesh = sharding.make_mesh(fsdp=8)
   config, params = weights.load(directory, place=sharding.make_placer(mesh))
@@ -35,8 +35,8 @@ ROW_AXES = ('data', 'fsdp')
 TOKEN_SPEC = PartitionSpec(ROW_AXES, 'context')  # B T
 PARAM_AXES = ('fsdp', 'context')  # of a parameter's dimension D
 
-# The mesh axes of a parameter's dimensions, by their letters in models/families.py; other
-# dimensions are replicated. So is an adapter's rank: merging needs no communication.
+# The mesh axes of a parameter's dimensions, by their letters in models/families.py. Other
+# dimensions are replicated; so is an adapter's rank, so that merging is local.
 _SPLIT_BY = {'D': PARAM_AXES} | dict.fromkeys('VNKF', ('tensor',))
 # Adafactor's statistics of a kernel are thousands of times smaller and have fewer axes.
 _FACTORED = re.compile(r'\bv_(row|col)/')
@@ -97,8 +97,8 @@ def split_devices(samplers: int) -> tuple[list[Any], list[Any]]:
 def make_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
   """Gives each leaf of parameters, optimizer state or a TrainState a NamedSharding.
 
-  Scalars are replicated. A leaf that its rule cannot shard is an error: replicated, it
-  would be noticed when memory runs out, if at all.
+  Scalars are replicated. A leaf that cannot be sharded raises: if it were replicated, one
+  would notice it when memory runs out, if at all.
 
   Raises:
     ValueError: models/families.py does not list a leaf, or an axis does not divide one of
@@ -163,27 +163,26 @@ def shard_batch(batch: Any) -> Any:
 
 def replicate(x: Any) -> Any:
   """Replicates arrays inside jit, so that every process can read them."""
-  found = active_mesh()
-  if found is None:
+  mesh = active_mesh()
+  if mesh is None:
     return x
-  everywhere = NamedSharding(found, PartitionSpec())
+  everywhere = NamedSharding(mesh, PartitionSpec())
   return jax.lax.with_sharding_constraint(x, everywhere)
 
 
 def init_sharded(make: Callable[..., Any], *args: Any) -> Any:
   """Computes make(*args), whose leaves are sharded if a mesh is set."""
-  found = active_mesh()
-  if found is None:
+  mesh = active_mesh()
+  if mesh is None:
     return make(*args)
-  where = make_shardings(jax.eval_shape(make, *args), found)
-  return jax.jit(make, out_shardings=where)(*args)
+  shardings = make_shardings(jax.eval_shape(make, *args), mesh)
+  return jax.jit(make, out_shardings=shardings)(*args)
 
 
 def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
   """Groups this process's chips into meshes of `tensor` chips, one for each replica.
 
-  If this process has sampling chips, they are grouped in place of those on the mesh,
-  which trains.
+  If this process has sampling chips, they are grouped instead of those of the mesh.
 
   Raises:
     ValueError: `tensor` spans processes, or does not divide the number of chips.
@@ -199,7 +198,7 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
     raise ValueError(
       f'tensor is {tensor}, which must divide the {len(chips)} chips that sample.'
     )
-  found: list[Any] = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
+  replicas: list[Any] = [chips[i : i + tensor] for i in range(0, len(chips), tensor)]
   for group in groups.reshape(-1, tensor):
     mine = [d.process_index == jax.process_index() for d in group]
     if any(mine) and not all(mine):
@@ -208,8 +207,8 @@ def make_replica_meshes(mesh: Mesh, chips: Sequence[Any] = ()) -> list[Mesh]:
         f'them; make it a divisor of {len(mesh.local_devices)}.'
       )
     if all(mine) and not chips:
-      found.append(group)
-  return [make_replica_mesh(group) for group in found]
+      replicas.append(group)
+  return [make_replica_mesh(group) for group in replicas]
 
 
 def gather_params(params: Any, mesh: Mesh) -> Any:
@@ -219,12 +218,12 @@ def gather_params(params: Any, mesh: Mesh) -> Any:
 
 
 def take_replica_params(params: Any, replica: Mesh) -> Any:
-  """Takes one replica's parameters out of those that `gather_params` returned."""
+  """Returns one replica's part of the parameters that `gather_params` returned."""
 
   def leaf(x: jax.Array) -> jax.Array:
     spread: Any = x.sharding
     named = NamedSharding(replica, spread.spec)
-    # The copies of each shard, by its place in the array and then by their chips.
+    # The copies of each shard, by its index in the array and then by their chips.
     shards: dict[str, dict[Any, jax.Array]] = {}
     for shard in x.addressable_shards:
       shards.setdefault(str(shard.index), {})[shard.device] = shard.data
@@ -279,7 +278,7 @@ def to_host(tree: Any) -> Any:
 
 
 def to_device(tree: Any) -> Any:
-  """Inverts `to_host`; arrays that are on devices already are not copied."""
+  """The inverse of `to_host`; arrays that are on devices already are not copied."""
   return jax.tree.map(lambda x: _move(x, 'device'), tree)
 
 
@@ -299,28 +298,28 @@ def constrain_params(params: Any) -> Any:
 
   Without it, XLA replicates some gradients on every chip.
   """
-  found = active_mesh()
-  if found is None:
+  mesh = active_mesh()
+  if mesh is None:
     return params
-  return jax.lax.with_sharding_constraint(params, make_shardings(params, found))
+  return jax.lax.with_sharding_constraint(params, make_shardings(params, mesh))
 
 
 def active_mesh() -> AbstractMesh | None:
   """Returns the mesh that jax.set_mesh has set, or None if it lacks our axes."""
-  found = jax.sharding.get_abstract_mesh()
-  return found if set(AXES) <= set(found.axis_names) else None
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if set(AXES) <= set(mesh.axis_names) else None
 
 
 def uses_context_parallelism() -> bool:
   """Whether a mesh is set that shards the tokens of a row."""
-  found = active_mesh()
-  return found is not None and found.shape['context'] > 1
+  mesh = active_mesh()
+  return mesh is not None and mesh.shape['context'] > 1
 
 
 def platform() -> str:
   """Returns the platform of the mesh, else of this machine: 'cpu', 'gpu' or 'tpu'."""
-  found = active_mesh()
-  device = found.abstract_device if found else None
+  mesh = active_mesh()
+  device = mesh.abstract_device if mesh else None
   return device.platform if device else jax.default_backend()
 
 
@@ -364,7 +363,7 @@ def _letters(name: str) -> str:
   """Returns the dimensions of the parameter whose path a leaf's name ends with."""
   parts = name.split('/')
   paths = ('/'.join(parts[start:]) for start in range(len(parts)))
-  found = next((families.DIMS[path] for path in paths if path in families.DIMS), None)
-  if found is None:
+  letters = next((families.DIMS[path] for path in paths if path in families.DIMS), None)
+  if letters is None:
     raise ValueError(f'{name}: no parameter in models/families.py has this path; add it.')
-  return found
+  return letters

@@ -1,19 +1,19 @@
-"""A small process that acts for a trainer where the trainer's Python cannot.
+"""A small process that kills a trainer whose Python threads can no longer run.
 
 `preemption.watch` runs this file as a script (`python -I -S watchdog.py`), without JAX
 and without this package; it takes about 10 MB. The trainer writes bytes to its standard
 input:
 
 - the number of a signal. Python's C handler writes it (`signal.set_wakeup_fd`), even
-  while other code holds the interpreter. It is returned on standard output, to a thread
-  that answers;
-- HEARTBEAT every second from that thread, ANSWERED after a signal, DISTRIBUTED where
-  there are other processes, FINISHED before an end that has been explained.
+  while other code holds the interpreter. The watchdog writes it to its standard output,
+  from which a thread of the trainer reads it;
+- HEARTBEAT every second from that thread, ANSWERED after a signal, DISTRIBUTED if the
+  run has other processes, FINISHED before an end whose reason has been printed.
 
-A signal without an answer, or a long silence, means that some code does not release the
-interpreter: Python's stacks are printed (`faulthandler`, on STACKS_SIGNAL), and the
-trainer is killed. Time counts only while the trainer could run: not while it is stopped
-(SIGSTOP), nor while this process or the machine sleeps. Linux only.
+A signal without ANSWERED, or a long time without HEARTBEAT, means that some code does not
+release the interpreter: Python's stacks are printed (`faulthandler`, on STACKS_SIGNAL),
+and the trainer is killed. Only time in which the trainer could run counts, and not time
+in which it is stopped (SIGSTOP), or this process or the machine sleeps. Linux only.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ STACKS_SIGNAL = int(getattr(signal, 'SIGRTMAX', 64)) - 1
 _TICK = 0.5
 
 
-# In the trainer: the file descriptor for its bytes; -1 while no watch is on.
+# In the trainer: the file descriptor to which it writes; -1 without a watch.
 pipe = -1
 
 
 def send(byte: int) -> None:
   """Sends a byte to the watchdog, if there is one."""
   if pipe >= 0:
-    with contextlib.suppress(OSError):  # Gone, or full.
+    with contextlib.suppress(OSError):  # The watchdog has ended, or the pipe is full.
       os.write(pipe, bytes([byte]))
 
 
 def print_line(text: str) -> None:
   """Writes a line to standard error at once, without Python's buffers and locks."""
-  with contextlib.suppress(OSError):  # The reader may be gone.
+  with contextlib.suppress(OSError):  # Standard error may be a closed pipe.
     os.write(2, f'agent_r1_jax: {text}\n'.encode(errors='replace'))
 
 
 def _can_run(pid: int) -> bool:
-  """Whether the process exists and is not stopped, from /proc."""
+  """Whether the process exists and is not stopped, by /proc."""
   try:
     with open(f'/proc/{pid}/stat') as file:
       return file.read().rpartition(')')[2].split()[0] not in 'TtZX'
@@ -72,26 +72,35 @@ def _end(pid: int, reason: str) -> None:
 
 
 def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
-  """Serves the trainer `pid` until it ends."""
+  """Watches the trainer `pid` until it ends.
+
+  Args:
+    pid: The trainer's process.
+    answer_seconds: How long a signal may remain without ANSWERED.
+    silence_seconds: How long HEARTBEAT may be missing; 0 means for ever.
+  """
   for number in (*END_SIGNALS, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)  # They are often sent to all processes.
-  asked, silent, unanswered, before = '', 0.0, 0.0, time.monotonic()
-  distributed = False
+  # The signal that waits for an answer, for how long, and the time without a heartbeat.
+  pending, unanswered, silent = '', 0.0, 0.0
+  distributed, before = False, time.monotonic()
   while True:
-    said = os.read(0, 4096) if (ready := select.select([0], [], [], _TICK)[0]) else b''
+    ready = select.select([0], [], [], _TICK)[0]
+    received = os.read(0, 4096) if ready else b''
     now = time.monotonic()
     elapsed, before = min(now - before, 2 * _TICK), now
-    for byte in said:
+    for byte in received:
       if byte in END_SIGNALS:
-        asked, unanswered = asked or signal.Signals(byte).name, 0.0
+        pending, unanswered = pending or signal.Signals(byte).name, 0.0
         os.write(1, bytes([byte]))
       elif byte == ANSWERED:
-        asked = ''
+        pending = ''
       elif byte == FINISHED:
         return
-    distributed |= DISTRIBUTED in said
-    if (ready and not said) or os.getppid() != pid:
-      # A child of the trainer may hold the pipe open; then only getppid tells.
+    distributed |= DISTRIBUTED in received
+    if (ready and not received) or os.getppid() != pid:
+      # The pipe is closed; or a child of the trainer holds it open, and only getppid
+      # shows that the trainer has ended.
       other = ', or aborted by JAX for want of process 0' if distributed else ''
       return print_line(
         f'process {pid} ended without a word: killed (out of memory?), or by os._exit in '
@@ -99,16 +108,16 @@ def main(pid: int, answer_seconds: float, silence_seconds: float) -> None:
       )
     if not _can_run(pid):
       continue
-    silent = 0.0 if HEARTBEAT in said else silent + elapsed
-    unanswered += elapsed if asked else 0.0
+    silent = 0.0 if HEARTBEAT in received else silent + elapsed
+    unanswered += elapsed if pending else 0.0
     name = f'process {pid}'
     if unanswered > answer_seconds:
-      return _end(pid, f'{name} gave no answer to {asked} for {answer_seconds:g} s')
+      return _end(pid, f'{name} gave no answer to {pending} for {answer_seconds:g} s')
     if 0 < silence_seconds < silent:
       limit = f'{silence_seconds:g} s, AGENT_R1_SILENCE_SECONDS'
       return _end(pid, f'{name} gave no sign of life for {limit}')
 
 
 if __name__ == '__main__':
-  with contextlib.suppress(OSError):  # A pipe that breaks says that the trainer is gone.
+  with contextlib.suppress(OSError):  # The trainer has ended and closed a pipe.
     main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))

@@ -17,7 +17,7 @@ from agent_r1_jax.host import disk
 
 @contextlib.contextmanager
 def lock(workdir: str | os.PathLike) -> Iterator[None]:
-  """Holds `<workdir>/.lock` inside `with`; the system releases it after a kill.
+  """Locks `<workdir>/.lock` inside `with`; the kernel releases it after a kill.
 
   Raises:
     ValueError: Another run holds it, or `workdir` cannot be written to.
@@ -35,7 +35,7 @@ def lock(workdir: str | os.PathLike) -> Iterator[None]:
     except OSError as error:
       # Some network file systems have no locks; a run without one is better than none.
       warnings.warn(f'{path} cannot be locked ({error.strerror})', stacklevel=3)
-    # On a full disk, the error of a second run does not name this process.
+    # On a full disk this fails; then the error of a second run names no process.
     with contextlib.suppress(OSError):
       os.ftruncate(file.fileno(), 0)
       text = f'process {os.getpid()} on {socket.gethostname()}\n'
@@ -50,7 +50,7 @@ def check_config(
   may_change: Collection[str] = (),
   write: bool = True,
   name: str = 'config.json',
-  mend: str = 'Give another workdir, or the same values',
+  remedy: str = 'Give another workdir, or the same values',
 ) -> None:
   """Writes the configuration the first time, and compares it with the file afterwards.
 
@@ -59,9 +59,9 @@ def check_config(
     config: The run's configuration as nested dicts of JSON values.
     may_change: Dotted names of fields that a continued run may change, such as
       'schedule.steps'; the file then gets the new values.
-    write: Whether the file is written; False compares alone.
+    write: Whether the file is written; if False, it is only compared.
     name: The file's name in `workdir`.
-    mend: What the error tells a user to do where a field differs.
+    remedy: The end of the error's message if a field differs: what the user can do.
 
   Raises:
     ValueError: Fields differ from the file (they are listed), the file cannot be read,
@@ -77,12 +77,12 @@ def check_config(
       old = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
-    there, here = _flatten_fields(old), _flatten_fields(new)
+    old_fields, new_fields = _flatten_fields(old), _flatten_fields(new)
     for field in may_change:
-      there.pop(field, None)
-      here.pop(field, None)
-    if lines := list_differences(there, here, json.dumps):
-      raise ValueError('\n'.join([f'{path} has another configuration:', *lines, mend]))
+      old_fields.pop(field, None)
+      new_fields.pop(field, None)
+    if lines := list_differences(old_fields, new_fields, json.dumps):
+      raise ValueError('\n'.join([f'{path} has another configuration:', *lines, remedy]))
     if old == new:
       return
   if write and jax.process_index() == 0:
@@ -90,14 +90,14 @@ def check_config(
 
 
 def list_differences(
-  there: Mapping[str, Any], here: Mapping[str, Any], show: Callable[[Any], str]
+  old: Mapping[str, Any], new: Mapping[str, Any], show: Callable[[Any], str]
 ) -> list[str]:
   """Returns a line for each name whose value differs, is new, or is gone."""
   absent, lines = object(), []
-  for name in sorted(there.keys() | here.keys()):
-    if there.get(name, absent) != here.get(name, absent):
-      old, new = (show(x[name]) if name in x else 'absent' for x in (there, here))
-      lines.append(f'  {name}: {old} there, {new} now')
+  for name in sorted(old.keys() | new.keys()):
+    if old.get(name, absent) != new.get(name, absent):
+      before, now = (show(x[name]) if name in x else 'absent' for x in (old, new))
+      lines.append(f'  {name}: {before} there, {now} now')
   return lines
 
 

@@ -18,15 +18,15 @@ from agent_r1_jax.host import sharding
 
 # Causal attention is computed in at most this many blocks of at least this many queries.
 _MAX_BLOCKS, _MIN_BLOCK = 8, 64
-# Fewer queries a key-value head than this make a decoding step.
+# With fewer queries for each key-value head than this, a call is a decoding step.
 _FEW = 16
-# The kernel for TPUs takes whole tiles of this many numbers, and blocks of tokens.
+# The kernel for TPUs takes whole tiles of LANES numbers, and blocks of this many tokens.
 LANES, _SPLASH_BLOCK = 128, 512
-# Most slots that the kernel for decoding on TPUs takes at a time, and most pages: their
-# numbers lie in scalar memory, of which a core has 1 MiB.
+# The most slots of a page of the kernel for decoding on TPUs, and the most pages: their
+# numbers are in scalar memory, of which a core has 1 MiB.
 _PAGE, _PAGES = 512, 1 << 16
-# What cuDNN's attention takes on every GPU that has it: types, and most numbers of a head
-# (a multiple of 8). On Hopper heads could be of 256.
+# The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (on
+# Hopper it could be 256), which must be a multiple of 8.
 _CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
 
 
@@ -38,12 +38,12 @@ def packed(
 ) -> Float[Array, 'B T N H']:
   """Causal attention inside each segment of a packed row.
 
-  Where a mesh is set, a chip computes some heads of all tokens of its rows. Chips that
-  share a row come with some tokens of all heads: they exchange one for the other before
-  and after (all to all: DeepSpeed-Ulysses, arXiv 2309.14509). So memory is that of T /
-  context tokens, each chip has an equal part of the causal triangle, and the kernel is
-  the same. A ring of keys and values would need one that can go on from another's sums,
-  and an order of tokens in which the triangle is shared fairly.
+  Where a mesh is set, a chip computes some heads for all tokens of its rows. Chips that
+  share a row hold all heads of some of its tokens, and exchange tokens for heads before
+  and after (all to all: DeepSpeed-Ulysses, arXiv 2309.14509). Memory is then that of T /
+  context tokens, each chip computes an equal part of the causal triangle, and the kernel
+  is the same. A ring of keys and values would need a kernel that can continue another's
+  partial sums, and an order of tokens that shares the triangle evenly.
   """
   mesh = sharding.active_mesh()
   if mesh is None:
@@ -68,11 +68,11 @@ def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, segment_ids_BT):
 
 
 def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Array]:
-  """Repeats and pads heads so that each chip gets as many, with their keys and values.
+  """Repeats and pads heads so that each chip gets the same number of each kind.
 
-  Key-value heads are repeated: for 16 query heads, 2 key-value heads and 4 chips, twice.
-  Where query heads that share keys cannot lie together, they get keys of their own, and
-  heads of zeros fill up: 28 query heads are 32 on 8 chips.
+  Key-value heads are repeated: twice for 16 query heads, 2 key-value heads and 4 chips.
+  Where query heads that share keys cannot be on one chip, each gets its own copy of them,
+  and heads of zeros are appended: 28 query heads become 32 on 8 chips.
   """
   N, K = q_BTNH.shape[2], k_BTKH.shape[2]
   times = math.lcm(K, chips) // K
@@ -84,12 +84,12 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
 
 
 def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
-  """Computes `packed` on one chip, by the fastest kernel that takes these shapes."""
+  """Computes `packed` on one chip, by the fastest kernel that supports the shapes."""
   T = q_BTNH.shape[1]
   if sharding.platform() == 'tpu' and T % LANES == 0:
     return _splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
-  fused = sharding.platform() == 'gpu' and _has_cudnn(q_BTNH)
-  blocks = min(_MAX_BLOCKS, T // _MIN_BLOCK) or 1
+  fused = sharding.platform() == 'gpu' and has_cudnn(q_BTNH)
+  blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]
   k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
   # The gradient of a split is one concatenation, that of slices a sum over all of them.
@@ -118,6 +118,11 @@ def cached(
   slots_S = jnp.arange(k_BKSH.shape[2])
   mask_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
   return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+
+def count_blocks(tokens: int) -> int:
+  """Returns the number of blocks in which attention over a row is computed."""
+  return min(_MAX_BLOCKS, tokens // _MIN_BLOCK) or 1
 
 
 def reads_used_slots(
@@ -217,8 +222,8 @@ def _splash(
   return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
 
 
-def _has_cudnn(q_BTNH) -> bool:
-  """Whether cuDNN's attention takes these queries; XLA's takes the others."""
+def has_cudnn(q_BTNH) -> bool:
+  """Whether cuDNN's attention supports queries of this shape and dtype."""
   T, H = q_BTNH.shape[1], q_BTNH.shape[3]
   fits = H <= _CUDNN_HEAD and H % 8 == 0
   # All blocks must have an even number of tokens.

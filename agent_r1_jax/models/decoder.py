@@ -27,10 +27,10 @@ from agent_r1_jax.host import sharding
 from agent_r1_jax.models import attention, families, lora
 
 Params = dict[str, Any]
-# Stacks of this many layers are compiled as such: a scan's residuals are copied into
-# one array and out of it, 15 % of a small model's gradient.
+# The scan over at most this many layers is unrolled: a scan copies its residuals into one
+# array and out of it, which takes 15 % of a small model's gradient.
 UNROLLED_LAYERS = 8
-# What of a layer's activations is stored for its backward pass; None stores all.
+# The policies of jax.checkpoint for the activations of a layer; None stores all.
 _REMAT: dict[str, Any] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
@@ -59,12 +59,12 @@ class DecoderConfig:
   rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
-  max_positions: int = 32_768  # The longest context the model was made for.
-  # The type of activations and cache; parameters are cast where they are used.
+  max_positions: int = 32_768  # The longest context that the model supports.
+  # The dtype of activations and cache; parameters are cast where they are used.
   dtype: str = 'float32'
-  # What of a layer's activations is recomputed in the backward pass: 'none'; 'full', all
-  # but its input; 'dots', all but what its projections give, so that no projection is
-  # computed twice. docs/memory.md has what each costs.
+  # The activations of a layer that are recomputed in the backward pass: 'none'; 'full',
+  # all but its input; 'dots', all but its projections' outputs. docs/memory.md has the
+  # costs.
   remat: str = 'none'
 
   def __post_init__(self):
@@ -77,12 +77,12 @@ class DecoderConfig:
 
   @property
   def facts(self) -> families.Family:
-    """What the family fixes."""
+    """The properties of the family."""
     return families.FAMILIES[self.family]
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Array, 'half']:
-  """Inverse wavelengths, with Llama 3's scaling of the long ones if it is asked for."""
+  """The inverse wavelengths of RoPE, with Llama 3's scaling if there is rope_scaling."""
   half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
   freq = 1.0 / config.rope_theta ** (half / config.head_dim)
   s = config.rope_scaling
@@ -111,8 +111,8 @@ def _rope(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
 def _apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   """Applies a layer to all tokens as one axis.
 
-  The gradient of a kernel then contracts one axis: on CPU half the time of two, which
-  XLA first copies together. Rows and tokens that a mesh splits cannot become one axis.
+  The gradient of a kernel then contracts one axis, which takes half the time of two on a
+  CPU. Rows and tokens that a mesh splits cannot become one axis.
   """
   if sharding.uses_context_parallelism():
     return layer(x_BTX)
@@ -122,10 +122,11 @@ def _apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
 
 
 def _look_up(table_VD: Array, tokens_BT: Array) -> Array:
-  """Looks up the embeddings [B, T, D] of tokens in a table that the mesh splits.
+  """Looks up the embeddings [B, T, D] of tokens in a sharded table.
 
-  Each chip looks up, in its part of the table, the tokens of all chips that split D; then
-  they exchange parts for tokens. XLA by itself gathers all embeddings on each chip.
+  Each chip looks up the tokens of all chips that share D in its part of the table; then
+  an all-to-all gives each chip its own tokens with all of D. By itself, XLA would gather
+  all embeddings on each chip.
   """
 
   def shard(table_VD, tokens_BT):
@@ -145,7 +146,7 @@ def _look_up(table_VD: Array, tokens_BT: Array) -> Array:
 
 
 def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
-  # Rounded to the type of the activations, as transformers does it.
+  # Rounded to the activations' dtype, as in transformers.
   scale = jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
   return x_BTD * scale if config.facts.scaled_embeddings else x_BTD
 
@@ -223,7 +224,7 @@ class Attention(nn.Module):
       out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
     else:
       rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-      # Positions past the last slot are dropped: that is how a row writes nothing.
+      # Positions past the last slot are dropped: such a row writes nothing.
       where = (rows_B1, slice(None), positions_BT)
       k_BKSH = cache[0].at[where].set(k_BTKH, mode='drop')
       v_BKSH = cache[1].at[where].set(v_BTKH, mode='drop')
@@ -319,16 +320,16 @@ def add_value_head(params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnames='config')
 def unstack(params: Params, config: DecoderConfig) -> Params:
-  """Makes the parameters that `extend` takes: one tree a layer, cast to config.dtype.
+  """Makes the parameters for `extend`: a tree for each layer, cast to config.dtype.
 
-  The results are the same; each use saves a slice and a cast. Norms stay float32.
+  The results are the same; a decode saves slices and casts. Norms stay float32.
   """
 
   def leaf(path, x):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     if name.startswith('layers/attn/q/'):
-      # [L, D, N, H] -> [L, D, N H], and the bias alike: a TPU stores the last two axes in
-      # tiles, so that XLA would copy each kernel to join N and H at every decode.
+      # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
+      # in tiles, so that XLA would copy each kernel at every decode to join N and H.
       x = x.reshape(*x.shape[:-2], -1)
     return x if '_norm' in name else x.astype(config.dtype)
 

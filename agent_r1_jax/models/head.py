@@ -19,7 +19,7 @@ BLOCK_LOGITS = 2**27
 
 
 def block_tokens(vocab_size: int) -> int:
-  """How many tokens make a block on the platform that is compiled for."""
+  """Returns the number of tokens of a block on the present platform."""
   if sharding.platform() == 'cpu':
     return 256
   return max(256, BLOCK_LOGITS // vocab_size)
@@ -40,11 +40,11 @@ def logprobs(
   as many blocks are computed as the wanted tokens fill.
 
   Args:
-    x: Hidden states before each token; [B, T, D] where a mesh is set.
-    kernel_DV: The head's kernel, in x's type.
+    x: Hidden states before each token; [B, T, D] if a mesh is set.
+    kernel_DV: The head's kernel, in x's dtype.
     tokens: The tokens whose log-probs are computed.
-    wanted: Where False, both results are 0 and send no gradient.
-    temperature: The temperature that the tokens were sampled at.
+    wanted: Where False, both results and their gradients are 0.
+    temperature: The temperature at which the tokens were sampled.
     block: Number of tokens in a block (C).
   """
 
@@ -104,11 +104,11 @@ def _backward(temperature, block, saved, cotangents):
   def body(i, carry):
     dx_MD, dkernel_DV = carry
     at_C = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-    # A slot of padding is M, which plain indexing would take for the last token: with its
-    # logsumexp below -88, exp(0 - logsumexp) is infinite, and 0 times that NaN.
+    # The index of padding is M, which plain indexing would clip to the last token: with a
+    # logsumexp below -88 there, exp(0 - logsumexp) is infinite, and 0 times that is NaN.
     of_C1 = lambda y_M: y_M.at[at_C].get(mode='fill', fill_value=0)[:, None]
     logp_CV = _logits(x_MD, kernel_DV, at_C, temperature) - of_C1(lse_M)
-    # d log π(t) = 1[t] - π and dH = -π (log π + H), by the logits.
+    # With respect to the logits, d log π(t) = 1[t] - π and dH = -π (log π + H).
     dlogprob_C1, dentropy_C1 = of_C1(dlogprob_M), of_C1(dentropy_M)
     both_CV = dlogprob_C1 + dentropy_C1 * (logp_CV + of_C1(entropy_M))
     chosen_CV = tokens_M[at_C][:, None] == jnp.arange(kernel_DV.shape[1])[None]

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): W + s · A · B, of which A and B learn.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): W + s · A · B, with A and B trained.
 
 An adapter is three leaves beside the kernel that it adapts:
 
@@ -7,9 +7,9 @@ An adapter is three leaves beside the kernel that it adapts:
 so that sharding, checkpoints and optimizers see ordinary parameters. `merge` gives plain
 ones, for export and for the engine.
 
-The sampler and the learner must compute with the same numbers, so `project` makes the
-same merged kernel that `merge` makes, one projection at a time, and not x · A · B beside
-x · W. What that costs, for M tokens and a kernel of D x F:
+The sampler and the learner must compute with the same numbers, so `project` computes the
+same merged kernel as `merge`, one projection at a time, and not x · W + s x · A · B. The
+costs, for M tokens and a kernel of D x F:
 
 - forward: 2 R D F operations beside the projection's 2 M D F, and one kernel of D x F as
   a temporary. x · A · B would be 2 M R (D + F): more, as soon as M > D F / (D + F);
@@ -40,13 +40,11 @@ def add(
   alpha: float,
   key: Array,
 ) -> dict[str, Any]:
-  """Adds adapters to parameters; the policy stays the same, for B is 0.
+  """Adds adapters to parameters; B is 0, so that the policy stays the same.
 
-  A is normal with variance 1 / inputs; the A of a target is the same whichever other
-  targets there are.
-
-  The scale s is alpha / rank, and `targets` are names in families.TARGETS, in any order.
-  Other arrays are shared, not copied.
+  A is normal with variance 1 / inputs, and does not depend on the other targets. The
+  scale s is alpha / rank; `targets` are names in families.TARGETS, in any order. Other
+  arrays are shared, not copied.
 
   Raises:
     ValueError: The rank is below 1, alpha is not above 0, targets are missing or unknown,
@@ -92,9 +90,9 @@ def merge(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Splits parameters into what is learned and what is frozen.
+  """Splits parameters into learned and frozen ones.
 
-  With adapters, A, B and a value head are learned; without, everything is.
+  With adapters, A, B and a value head are learned; without, all parameters are.
   """
   return _split(params) if has_adapters(params) else (params, {})
 

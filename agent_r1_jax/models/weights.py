@@ -1,8 +1,8 @@
-"""Decoders from and to Hugging Face directories: config.json and safetensors.
+"""Reads and writes decoders as Hugging Face directories: config.json and safetensors.
 
-Both ways are streamed a tensor at a time: importing needs host memory for the parameters
-and one tensor, exporting for one tensor. Import then export gives every tensor back byte
-for byte.
+Both are streamed a tensor at a time: reading needs host memory for the parameters and one
+tensor, writing for one tensor. Reading and then writing a model reproduces every tensor
+byte for byte.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ _TOKENIZER_FILES = (
 
 
 class _Leaf(NamedTuple):
-  """A parameter of a model, and the tensors it is made of."""
+  """A parameter of a model, and the tensors that are stacked in it."""
 
   path: str  # Path in the parameter tree, joined by '/'.
   tensor: str  # Name of its tensors; '{}' stands for the layer.
@@ -66,9 +66,9 @@ def load(
 ) -> tuple[decoder.DecoderConfig, decoder.Params]:
   """Reads a model from model.safetensors or from shards and their index.
 
-  A tied model may carry `lm_head.weight` if it equals the embedding byte for byte; it is
-  then dropped, and an export will not write it. A critic's value head is read where
-  config.json has a `value_head`: true, or what is known of it.
+  A tied model may have `lm_head.weight` if it equals the embedding byte for byte; it is
+  then dropped, and an export will not write it. A critic's value head is read if
+  config.json has a `value_head`: true, or an object that describes it.
 
   Args:
     directory: In the Hugging Face layout.
@@ -153,7 +153,7 @@ def save(
     max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
       copied; None keeps those that are in `directory` already.
-    value_head: What config.json says of the value head, such as how it was trained.
+    value_head: The description of the value head for config.json.
 
   Raises:
     ValueError: Wrong parameters, config or directories; nothing has been written.
@@ -340,7 +340,7 @@ def _temporary_paths(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Pat
 
 
 def _recover(directory: pathlib.Path) -> None:
-  """Restores or removes what a killed save left beside `directory`."""
+  """Restores or removes the temporary directories of a save that was killed."""
   partial, previous = _temporary_paths(directory)
   if previous.exists() and not directory.exists():
     previous.rename(directory)

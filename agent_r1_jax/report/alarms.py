@@ -1,4 +1,4 @@
-"""Alarms: metrics that show what goes wrong in a run long before its reward does."""
+"""Alarms: metrics that show a failing run long before its reward does."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,8 +7,8 @@ import statistics
 
 from agent_r1_jax import config, types
 
-# What an alarm says when it begins, and what can be done.
-_WORDS = {
+# Alarm -> its message, and a remedy.
+_MESSAGES = {
   'entropy_collapse': (
     'the entropy of the policy is {value:.3g} nats a token, below {limit:g}',
     'Lower optimizer.learning_rate, or add an entropy bonus or a KL.',
@@ -48,10 +48,11 @@ _WORDS = {
     'reward models and judges, or let it decay.',
   ),
 }
-# The rise of the reward where the true metric did not rise; AlarmMonitor computes it.
+# The name of a metric that AlarmMonitor adds: the rise of the reward, or 0 if the true
+# metric rose too.
 _HACKING = 'hacking'
-# A metric that rises by fewer standard errors does not count as rising.
-_NO_RISE = 1.0
+# A metric has risen if its rise is at least this many standard errors.
+_LEAST_RISE = 1.0
 
 
 class AlarmMonitor:
@@ -60,19 +61,20 @@ class AlarmMonitor:
   def __init__(
     self,
     limits: config.Alarms,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     before: Iterable[Mapping[str, float]] = (),
   ):
     """Begins without any alarm.
 
     Args:
       limits: The run's limits.
-      say: Shows a line.
-      before: The metrics of the steps before, if the run is resumed.
+      print_line: Prints a line.
+      before: The metrics of earlier steps, if the run is resumed.
     """
-    self._limits, self._say = limits, say
-    self._ringing: set[str] = set()
-    self._seen = collections.deque(maxlen=limits.window)
+    self._limits, self._print_line = limits, print_line
+    self._active: set[str] = set()
+    # The pairs (reward, true metric) of the last steps.
+    self._history = collections.deque(maxlen=limits.window)
     for numbers in before:
       self._remember(numbers)
 
@@ -80,81 +82,77 @@ class AlarmMonitor:
     """Returns 'alarm/NAME' (1 or 0) for a step; prints alarms that began or ended."""
     self._remember(numbers)
     numbers = {**numbers, _HACKING: self._measure_hacking()}
-    found = _beyond(numbers, self._limits)
-    for name, (value, limit, rings) in found.items():
-      if rings and name not in self._ringing:
-        what, mend = _WORDS[name]
-        said = what.format(value=value, limit=limit)
-        self._say(f'Alarm at step {step}, {name}: {said}. {mend}')
-      elif name in self._ringing and not rings:
-        self._say(f'Alarm over at step {step}: {name}.')
-    self._ringing = {name for name, (_, _, rings) in found.items() if rings}
+    alarms = _compare(numbers, self._limits)
+    for name, (value, limit, active) in alarms.items():
+      if active and name not in self._active:
+        message, remedy = _MESSAGES[name]
+        message = message.format(value=value, limit=limit)
+        self._print_line(f'Alarm at step {step}, {name}: {message}. {remedy}')
+      elif name in self._active and not active:
+        self._print_line(f'Alarm over at step {step}: {name}.')
+    self._active = {name for name, (_, _, active) in alarms.items() if active}
     return check(numbers, self._limits)
 
   def _remember(self, numbers: Mapping[str, float]):
-    """Remembers a step's reward and true metric, if it has both."""
+    """Adds a step's reward and true metric to the history, if it has both."""
     pair = [numbers.get(x) for x in ('rollout/reward', self._limits.true_metric)]
     if None not in pair:
-      self._seen.append(pair)
+      self._history.append(pair)
 
   def _measure_hacking(self) -> float:
-    """Returns by how much the reward rose if the true metric did not, else 0."""
-    if len(self._seen) < self._limits.window:
+    """Returns the rise of the reward if the true metric did not rise, else 0."""
+    if len(self._history) < self._limits.window:
       return 0.0
-    reward, metric = (rise(column) for column in zip(*self._seen, strict=True))
-    return reward if metric < _NO_RISE else 0.0
+    reward, metric = (rise(column) for column in zip(*self._history, strict=True))
+    return reward if metric < _LEAST_RISE else 0.0
 
 
-# Metrics of a trajectory that count faults of users' code, by how they begin.
+# Prefixes of a trajectory's metrics that count faults of users' code.
 _FAULTS = ('error/', 'abandoned/', 'isolated/', 'tool_errors', 'tool_timeouts')
 
 
 class FaultCounter:
   """Prints each new kind of fault in users' code, and all counts at the end."""
 
-  def __init__(self, say: Callable[[str], None]):
-    """Begins without any fault.
-
-    Args:
-      say: Shows a line.
-    """
-    self._say = say
+  def __init__(self, print_line: Callable[[str], None]):
+    """Begins without any fault; `print_line` prints a line."""
+    self._print_line = print_line
     self._counts: collections.Counter[str] = collections.Counter()
 
   def count(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
-    """Counts the faults of a step's trajectories, and says each kind that is new.
+    """Counts the faults of a step's trajectories, and prints each kind that is new.
 
     Args:
       step: The step that they were sampled for.
       trajectories: All of the step's trajectories, including those with an error.
     """
     examples: dict[str, str] = {}
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
       for name, value in trajectory.metrics.items():
         if value and name.startswith(_FAULTS):
-          found[name] += int(value)
+          counts[name] += int(value)
           examples.setdefault(name, trajectory.error or '')
-    for name in sorted(found.keys() - self._counts.keys()):
+    for name in sorted(counts.keys() - self._counts.keys()):
       example = name.startswith('error/') and examples[name]
       text = f': {example[:300]}' if example else ''
-      self._say(
-        f'Fault at step {step}, {name}: {found[name]} so far{text} '
+      self._print_line(
+        f'Fault at step {step}, {name}: {counts[name]} so far{text} '
         '(counted in metrics.jsonl; said once)'
       )
-    self._counts += found
+    self._counts += counts
 
   def report_totals(self) -> None:
-    """Says how many faults of each kind there were; nothing if there were none."""
+    """Prints how many faults of each kind there were since this start, if any."""
     if self._counts:
       each = ', '.join(f'{name} {n}' for name, n in sorted(self._counts.items()))
-      self._say(f'Faults since this start: {each}')
+      self._print_line(f'Faults since this start: {each}')
 
 
 def rise(numbers: Sequence[float]) -> float:
-  """(mean of the later half - mean of the earlier half) / its standard error.
+  """Returns (mean of the second half - mean of the first half) / its standard error.
 
-  It is 0 where both means are equal. Of an odd number the middle one is left out.
+  The middle one of an odd number is left out.
   """
   half = len(numbers) // 2
   parts = numbers[:half], numbers[-half:]
@@ -165,53 +163,41 @@ def rise(numbers: Sequence[float]) -> float:
 
 
 def check(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
-  """Returns 'alarm/<name>': 1 where a metric is beyond its limit, else 0.
+  """Returns 'alarm/<name>': 1 if a metric is beyond its limit, else 0.
 
   Args:
-    numbers: A step's metrics by the names that train.run writes; a missing one gives no
+    numbers: A step's metrics by the names that train.run writes; a missing one causes no
       alarm.
     limits: The run's limits.
   """
-  found = _beyond(numbers, limits)
-  return {f'alarm/{name}': float(rings) for name, (_, _, rings) in found.items()}
+  alarms = _compare(numbers, limits)
+  return {f'alarm/{name}': float(active) for name, (_, _, active) in alarms.items()}
 
 
-def _beyond(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bool]]:
+def _compare(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bool]]:
   """Returns each alarm's metric, its limit, and whether it is beyond the limit."""
+  get = lambda name: numbers.get(f'rollout/{name}', 0.0)
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
+  truncated = sum(get(f'status/{status}') for status in types.BUDGETS)
+  calls, unread = get('tool_calls'), get('format_errors')
+  invalid = (get('tool_errors') + unread) / max(calls + unread, 1e-9)
+  tokens = get('tokens')
   above = {
     'kl_blow_up': (max(map(abs, kls)), limits.kl),
-    'dead_groups': (numbers.get('rollout/dead_groups', 0.0), limits.dead_groups),
-    'truncated': (_truncated(numbers), limits.truncated),
-    'invalid_calls': (_invalid(numbers), limits.invalid_calls),
-    'isolated_calls': (_isolated(numbers), limits.isolated_calls),
+    'dead_groups': (get('dead_groups'), limits.dead_groups),
+    'truncated': (truncated, limits.truncated),
+    'invalid_calls': (invalid, limits.invalid_calls),
+    'isolated_calls': (get('isolated_calls') / max(calls, 1e-9), limits.isolated_calls),
     'reward_hacking': (numbers.get(_HACKING, 0.0), limits.hacking),
   }
   below = {
     'entropy_collapse': (numbers.get('train/entropy', limits.entropy), limits.entropy),
-    'action_share': (_share(numbers), limits.action_share),
+    'action_share': (
+      get('action_tokens') / tokens if tokens else 1.0,
+      limits.action_share,
+    ),
   }
-  found = {name: (value, limit, value > limit) for name, (value, limit) in above.items()}
-  for name, (value, limit) in below.items():
-    found[name] = (value, limit, value < limit)
-  return found
-
-
-def _truncated(numbers) -> float:
-  return sum(numbers.get(f'rollout/status/{status}', 0.0) for status in types.BUDGETS)
-
-
-def _invalid(numbers) -> float:
-  get = lambda name: numbers.get(f'rollout/{name}', 0.0)
-  failed = get('tool_errors') + get('format_errors')
-  return failed / max(get('tool_calls') + get('format_errors'), 1e-9)
-
-
-def _isolated(numbers) -> float:
-  isolated = numbers.get('rollout/isolated_calls', 0.0)
-  return isolated / max(numbers.get('rollout/tool_calls', 0.0), 1e-9)
-
-
-def _share(numbers) -> float:
-  tokens = numbers.get('rollout/tokens', 0.0)
-  return numbers.get('rollout/action_tokens', 0.0) / tokens if tokens else 1.0
+  return {
+    **{name: (value, limit, value > limit) for name, (value, limit) in above.items()},
+    **{name: (value, limit, value < limit) for name, (value, limit) in below.items()},
+  }

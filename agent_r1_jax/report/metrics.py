@@ -1,4 +1,4 @@
-"""A run's numbers: metrics.jsonl, which is its record, and sinks such as TensorBoard.
+"""Writes a run's metrics to metrics.jsonl and to sinks such as TensorBoard.
 
 with metrics.Writer(workdir, resume_step=start) as writer:
   for step in range(start, steps):
@@ -40,7 +40,7 @@ class Writer:
       workdir: The run's directory; made if missing.
       resume_step: The next step. Lines of this step and later, which a killed run wrote
         after its last checkpoint, are dropped. None drops only an incomplete last line.
-      sinks: Get each line, too; `close` closes them.
+      sinks: Each line is written to them too; `close` closes them.
     """
     self._path, self._sinks = _file(workdir), sinks
     path = self._path
@@ -59,13 +59,14 @@ class Writer:
     """Writes one line.
 
     Args:
-      step: The step; it may have several lines, such as of training and evaluation.
-      values: Metrics, as scalars of Python, NumPy or JAX. 'a/b' groups in TensorBoard.
+      step: The step; it may have several lines.
+      values: Metrics, as scalars of Python, NumPy or JAX. TensorBoard groups names 'a/b'
+        by 'a'.
 
     Raises:
       ValueError: A value is no scalar, or is called 'step'.
-      OSError: The line cannot be written; the file is unchanged. What fails in a sink is
-        only a warning.
+      OSError: The line cannot be written; the file is unchanged. (An error of a sink is
+        only a warning.)
     """
     if 'step' in values:
       raise ValueError("a metric cannot be called 'step': the line has one already")

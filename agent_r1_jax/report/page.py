@@ -1,11 +1,11 @@
-"""One HTML page of a run: its curves, its configuration, its episodes and their tokens.
+"""Writes an HTML page of a run: curves, configuration, episodes and their tokens.
 
   python -m experiments.report --workdir=runs/quickstart
 
-The page is one file that loads nothing from anywhere, and it can be made while the run
+The page is one file that loads nothing from elsewhere, and it can be made while the run
 goes on. All data is JSON, deflated, in base64, so that no text of an episode can become
-markup; the browser inflates an episode when it is opened. What is in page_files/ reads
-it:
+markup; the browser inflates an episode when it is opened. The scripts in page_files/ read
+these parts:
 
 - `run`: the curves, the configuration, the columns of all episodes (one list for each
   quantity), the groups, and the text of every token id that occurs;
@@ -32,11 +32,12 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.report import metrics, viewer
 
-_TEXTS, _TOKENS = 256, 32  # Episodes that are inflated together.
-_QUESTION = 200  # Characters of the task that the list shows.
+_TEXTS, _TOKENS = 256, 32  # How many episodes are inflated together.
+_QUESTION = 200  # The most characters of a task in the list of episodes.
 _LOG = re.compile(r'step-(\d+)-(.*)\.eval')
 _SCRIPTS = ('data.js', 'curves.js', 'colors.js', 'episode.js', 'page.js')
-# What an episode's row has; `tokens` is its place among those with columns, or -1.
+# The columns of the list of episodes; `tokens` is the index of an episode among those
+# with columns of tokens, or -1.
 _COLUMNS = ('group', 'sample', 'status', 'reward', 'turns', 'length', 'calls')
 _COLUMNS += ('tool_errors', 'format_errors', 'tools', 'tokens')
 
@@ -74,7 +75,7 @@ def write_page(workdir: str | os.PathLike, path: str | os.PathLike) -> str:
 
 
 def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dict]]:
-  """Reads what a workdir holds at this moment.
+  """Reads the present content of a workdir.
 
   Returns:
     The content of `run` (see the top of this file); the text of each episode; and the
@@ -104,8 +105,8 @@ def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dic
       columns = sample['metadata'].get('columns')
       if columns and columns.get('behaviour_logprobs') == columns.get('old_logprobs'):
         del columns['behaviour_logprobs']
-      place = len(tokens) if columns else -1
-      rows.append(row | {'group': numbers[sample['id']], 'tokens': place})
+      index = len(tokens) if columns else -1
+      rows.append(row | {'group': numbers[sample['id']], 'tokens': index})
       texts.append(text)
       tokens += [columns] if columns else []
     run['logs'].append({'step': int(step), 'name': name})
@@ -123,7 +124,7 @@ def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dic
 
 
 def _try(read, otherwise, problems: list[str]):
-  """Returns what `read` does, or `otherwise` if a file is missing, damaged or half."""
+  """Returns read(), or `otherwise` if a file is missing, damaged or incomplete."""
   try:
     return read()
   except FileNotFoundError:
@@ -176,22 +177,22 @@ def _flatten(fields: Mapping[str, Any], prefix: str = '') -> Iterable[tuple[str,
 
 
 def _group(sample: Mapping[str, Any], log: int) -> list[Any]:
-  asked = [m['content'] for m in sample['input'] if m['role'] == 'user']
-  return [log, sample['id'], ' '.join(asked[-1:])[:_QUESTION]]
+  questions = [m['content'] for m in sample['input'] if m['role'] == 'user']
+  return [log, sample['id'], ' '.join(questions[-1:])[:_QUESTION]]
 
 
 def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what the list and the filters need of an episode."""
-  found = sample['metadata']
-  count = lambda name: _round(float(found['metrics'].get(name, 0))) or 0
+  """Returns an episode's row in the list of episodes, without group and tokens."""
+  metadata = sample['metadata']
+  count = lambda name: _round(float(metadata['metrics'].get(name, 0))) or 0
   calls = [c for m in sample['messages'] for c in m.get('tool_calls', ())]
   return {
     'sample': sample['epoch'] - 1,
-    'status': found['status'],
+    'status': metadata['status'],
     # An episode of status 'error' has no score.
-    'reward': None if 'error' in sample else _round(float(found['reward'])),
-    'turns': len(found['turn_tokens']),
-    'length': found['tokens'],
+    'reward': None if 'error' in sample else _round(float(metadata['reward'])),
+    'turns': len(metadata['turn_tokens']),
+    'length': metadata['tokens'],
     'calls': len(calls),
     'tool_errors': count('tool_errors'),
     'format_errors': count('format_errors'),
@@ -200,8 +201,8 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(sample: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what the page shows of an episode besides its row."""
-  found = sample['metadata']
+  """Returns the messages of an episode, and its details besides its row."""
+  metadata = sample['metadata']
   messages = []
   for message in sample['messages']:
     shown = {'role': message['role'], 'content': message['content']}
@@ -216,9 +217,9 @@ def _text(sample: Mapping[str, Any]) -> dict[str, Any]:
   return {
     'messages': messages,
     'target': target if isinstance(target, str) else ' | '.join(target),
-    'turns': found['turn_tokens'],
-    'metrics': found['metrics'],
-    'info': found['info'],
+    'turns': metadata['turn_tokens'],
+    'metrics': metadata['metrics'],
+    'info': metadata['info'],
     'error': sample.get('error', {}).get('message'),
   }
 
@@ -229,7 +230,7 @@ def _vocabulary(
   saved: Mapping[str, Any],
   problems: list[str],
 ) -> dict[str, str]:
-  """Returns the bytes of each id that occurs, one character (0 to 255) a byte."""
+  """Returns the text of each token id that occurs, with one character for each byte."""
   ids = sorted({i for columns in tokens for i in columns['tokens']})
   if not ids:
     return {}
@@ -241,7 +242,7 @@ def _vocabulary(
   added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
   try:
     known = dict(enumerate(tokenizer_lib.token_bytes(tokenizer)))
-  except ValueError:  # Of SentencePiece: '▁' is a space.
+  except ValueError:  # A tokenizer of SentencePiece, in which '▁' is a space.
     words = tokenizer.convert_ids_to_tokens(ids)
     known = {
       i: str(word).replace('▁', ' ').encode() for i, word in zip(ids, words, strict=True)
@@ -262,14 +263,14 @@ def _render(name: str, parts: Mapping[str, Any]) -> str:
     f'<script type="text/plain" id="{part}">{_encode(content)}</script>\n'
     for part, content in parts.items()
   )
-  filled = {
+  values = {
     '{{name}}': html.escape(name),
     '{{style}}': read('page.css'),
     '{{data}}': data,
     '{{scripts}}': '\n'.join(map(read, _SCRIPTS)),
   }
-  pattern = re.compile('|'.join(map(re.escape, filled)))
-  return pattern.sub(lambda match: filled[match[0]], read('page.html'))
+  pattern = re.compile('|'.join(map(re.escape, values)))
+  return pattern.sub(lambda match: values[match[0]], read('page.html'))
 
 
 def _encode(content: Any) -> str:

@@ -1,4 +1,4 @@
-"""Learning curves: of one run, of several seeds, or of several groups of seeds."""
+"""Draws learning curves of one run, of several seeds, or of several groups of seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 import fnmatch
@@ -27,8 +27,8 @@ def plot_curves(
   """Draws a learning curve as a PNG.
 
   Args:
-    runs: One run or several seeds of one: workdirs, or lines of `metrics.read`. Several
-      seeds give their mean, a band from the lowest to the highest, and thin lines.
+    runs: One run or several seeds of one: workdirs, or lines of `metrics.read`. For
+      several seeds it draws thin lines, their mean, and a band from lowest to highest.
     path: The PNG file.
     panels: Titles, each with patterns of the names to draw. Names that no run has are
       left out, and so are panels without any.
@@ -39,14 +39,14 @@ def plot_curves(
     ValueError: The runs have none of the names.
   """
   seeds = [_rows(run) for run in _as_list(runs)]
-  found = {
+  curves = {
     title: {_short(n): _aligned(seeds, n) for n in _names(seeds, patterns)}
     for title, patterns in panels.items()
   }
-  found = {title: curves for title, curves in found.items() if curves}
-  if not found:
+  curves = {title: panel for title, panel in curves.items() if panel}
+  if not curves:
     raise ValueError(f'the runs have none of {[p for ps in panels.values() for p in ps]}')
-  _draw(found, path, title, _caption(len(seeds)), baselines)
+  _draw(curves, path, title, _caption(len(seeds)), baselines)
 
 
 def plot_groups(
@@ -61,27 +61,26 @@ def plot_groups(
   Args:
     groups: Label -> the runs of one setting with different seeds.
     path: The file, of any of matplotlib's kinds.
-    names: A panel for each: the name of a metric, or a pattern, of whose metrics the mean
-      is drawn.
+    names: The metric of each panel: a name, or a pattern whose metrics are averaged.
     title: The title above all panels.
 
   Raises:
     ValueError: No run has any of the names.
   """
-  lines = {label: [_rows(run) for run in runs] for label, runs in groups.items()}
-  found: dict[str, Curves] = {}
+  rows_of = {label: [_rows(run) for run in runs] for label, runs in groups.items()}
+  panels: dict[str, Curves] = {}
   for name in names:
-    for label, seeds in lines.items():
+    for label, seeds in rows_of.items():
       curve = _aligned([_averaged(rows, name) for rows in seeds], name)
       if curve[0].size:
-        found.setdefault(name, {})[label] = curve
-  if not found:
+        panels.setdefault(name, {})[label] = curve
+  if not panels:
     raise ValueError(f'the runs have none of {list(names)}')
   caption = (
     'thin: each seed; thick: mean over seeds of running means over a twentieth of the '
     "run; band: its 95 % interval (Student's t)"
   )
-  _draw(found, path, title, caption, band=_interval)
+  _draw(panels, path, title, caption, band=_interval)
 
 
 def final_values(
@@ -91,7 +90,7 @@ def final_values(
 
   Args:
     groups: Label -> runs.
-    name: A metric, or a pattern, of whose metrics the mean is taken at each step.
+    name: A metric, or a pattern whose metrics are averaged at each step.
   """
   series = {
     label: [[row[name] for row in _averaged(_rows(run), name)] for run in runs]
@@ -124,7 +123,7 @@ def _draw(panels, path, title, caption, baselines=None, band=None) -> None:
 
 
 def _interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the ends of the 95 % interval of the mean over seeds; of one, the value."""
+  """Returns the ends of the 95 % interval of the mean over seeds; for one, its value."""
   mean, half = tables.mean_interval(values)
   half = np.nan_to_num(half)
   return mean - half, mean + half
@@ -182,7 +181,7 @@ def _panel(axis, title: str, curves: Curves, baselines, band: Callable) -> None:
   heights = [values.ravel() for _, values in curves.values()]
   heights = np.concatenate([*heights, list((baselines or {}).values())])
   heights = heights[np.isfinite(heights)]
-  # By the values alone: the interval of two seeds may be many times as wide.
+  # From the values alone: the interval of two seeds may be many times as wide.
   low, high = (heights.min(), heights.max()) if heights.size else (0.0, 1.0)
   margin = 0.06 * max(high - low, 0.1)
   axis.set_ylim(0.0 if 0 <= low and high <= 1 else low - margin, high + margin)
@@ -206,17 +205,17 @@ def _names(seeds, patterns: Sequence[str]) -> list[str]:
 
 
 def _averaged(rows, pattern: str) -> list[dict[str, float]]:
-  """Returns the lines that have metrics of a pattern, with their mean by its name."""
-  found = []
+  """Returns {'step': ..., pattern: mean} of each line with metrics of a pattern."""
+  means = []
   for row in rows:
     values = [v for n, v in row.items() if fnmatch.fnmatchcase(n, pattern)]
     if values:
-      found.append({'step': row['step'], pattern: float(np.mean(values))})
-  return found
+      means.append({'step': row['step'], pattern: float(np.mean(values))})
+  return means
 
 
 def _aligned(seeds, name: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the steps [S] that all seeds with this name have, and values [seeds, S]."""
+  """Returns the steps [S] that all seeds with this metric have, and values [seeds, S]."""
   series = [{r['step']: float(r[name]) for r in rows if name in r} for rows in seeds]
   series = [values for values in series if values]
   steps = sorted(set.intersection(*(set(values) for values in series or [{}])))

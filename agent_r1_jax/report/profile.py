@@ -1,4 +1,4 @@
-"""Traces of single steps: what the host and the chips do in them, and for how long."""
+"""Traces single training steps with JAX's profiler."""
 
 from collections.abc import Collection, Iterator
 import contextlib
@@ -13,7 +13,7 @@ import jax
 def trace_step(
   steps: Collection[int], workdir: str | os.PathLike, step: int
 ) -> Iterator[None]:
-  """Traces what runs inside, in all threads, if `step` is one of `steps`.
+  """Traces all threads inside `with`, if `step` is one of `steps`.
 
   Writes to WORKDIR/profile/step-<step>: perfetto_trace.json.gz for ui.perfetto.dev, and
   plugins/profile/ for XProf and TensorBoard's profile plugin. A trace that cannot be
@@ -30,7 +30,7 @@ def trace_step(
   folder = pathlib.Path(workdir) / 'profile' / f'step-{step:05d}'
   with _warn_of_failure(folder):
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # Every call of Python would be most of the trace.
+    options.python_tracer_level = 0  # Python's calls would be most of the trace.
     jax.profiler.start_trace(
       str(folder), create_perfetto_trace=True, profiler_options=options
     )

@@ -1,4 +1,4 @@
-"""Shows the progress of a loop on the terminal, and times its parts.
+"""Shows the progress of a loop on the terminal, and measures its times.
 
 with progress.Progress(steps, label='GRPO', start=start) as bar:
   for step in range(start, steps):
@@ -21,7 +21,8 @@ from typing import Any
 
 from agent_r1_jax.host import disk, preemption, runtime
 
-# What is shown of a training step, in this order -> its name in metrics.jsonl.
+# The labels of a training step's metrics, in the order in which they are shown -> their
+# names in metrics.jsonl.
 VIEW = {
   'reward': 'rollout/reward',
   'exact match': 'rollout/em',
@@ -46,11 +47,11 @@ _FORMATS = {
   'memory': '{:.1f} GB',
 }
 _BARS = '▁▂▃▄▅▆▇█'
-# The columns of one metric in the view: name, last value, course.
+# Characters of the columns of one metric in the view: name, last value, sparkline.
 _WIDTHS = 15, 8, 12
-# Drawings a second, and how long the last one may take.
+# How often the view is drawn in a second, and the most seconds of the last drawing.
 _REFRESHES, _STOP_SECONDS = 2.0, 2.0
-# A log file is told what a step that takes long is doing, this often.
+# The interval at which the phase of a long step is written to a log file.
 _PHASE_SECONDS = 60.0
 
 
@@ -71,21 +72,22 @@ class Progress:
 
     Args:
       total: Number of steps of the whole loop.
-      label: What the loop does, for example 'GRPO'.
+      label: The loop's name, for example 'GRPO'.
       start: Number of steps done before, when a run is resumed.
-      every: The least seconds between two lines where `file` is no terminal; with 0 each
+      every: The least seconds between two lines if `file` is no terminal; with 0 each
         step has its line.
-      file: Where to show it; by default standard output.
+      file: The file to write to; by default standard output.
       clock: Returns monotonic seconds.
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
-    self._step, self._phase, self._line = start, '', ''
+    self._step, self._phase, self._printed_step = start, '', -1
+    # The metrics of the last step, and those of all steps.
     self._numbers: dict[str, float] = {}
-    self._courses: dict[str, list[float]] = {}
-    # The last updates: (step, time).
-    self._ends: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
-    self._began = self._shown = clock()
+    self._histories: dict[str, list[float]] = {}
+    # (step, time) of the last updates.
+    self._updates: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
+    self._started_at = self._printed_at = clock()
     self._live, self._console = None, None
     self._handlers: list[tuple[logging.StreamHandler, Any]] = []
     self._stopping = threading.Lock()
@@ -93,7 +95,7 @@ class Progress:
   def __enter__(self):
     from rich import console
 
-    self._began = self._shown = self._clock()
+    self._started_at = self._printed_at = self._clock()
     terminal = console.Console(file=self._file)
     if terminal.is_terminal and not terminal.is_dumb_terminal:
       self._console = terminal
@@ -103,22 +105,22 @@ class Progress:
   def __exit__(self, *_):
     self._phase = ''
     self._stop_live()
-    if self._console is None:
+    if self._console is None and self._step != self._printed_step:
       self._print()
 
   def set_phase(
     self, name: str, done: int | None = None, total: int | None = None
   ) -> None:
-    """Shows what the step is doing, for example ('rollout', 45, 128)."""
+    """Shows the phase of the present step, for example ('rollout', 45, 128)."""
     self._phase = name if done is None else f'{name} {done}/{total}'
     self._print_after(max(self._every, _PHASE_SECONDS))
 
   def update(self, step: int, **numbers: float) -> None:
     """Shows that `step` steps are done, and metrics of the last, such as reward=0.4."""
     self._step, self._phase, self._numbers = step, '', numbers
-    self._ends.append((step, self._clock()))
+    self._updates.append((step, self._clock()))
     for name, value in numbers.items():
-      self._courses.setdefault(name, []).append(value)
+      self._histories.setdefault(name, []).append(value)
     self._print_after(self._every)
 
   def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -132,16 +134,16 @@ class Progress:
     self.update(step, **numbers)
 
   def print_line(self, line: str) -> None:
-    """Prints a line that stays, above the view."""
+    """Prints a line above the view, which stays."""
     if live := self._live:
       live.console.print(line, markup=False, highlight=False)
     else:
       self._write(line)
 
   def step_counter(self) -> Callable[[Any], None]:
-    """Returns a callback that counts each call of it as a step."""
-    ended = itertools.count(self._start + 1)
-    return lambda _: self.update(next(ended))
+    """Returns a callback; each call of it counts as a step."""
+    steps = itertools.count(self._start + 1)
+    return lambda _: self.update(next(steps))
 
   def _start_live(self) -> None:
     from rich import live
@@ -161,10 +163,10 @@ class Progress:
     preemption.before_answer.append(self._stop_live)
 
   def _stop_live(self) -> None:
-    """Draws the view for the last time; what is shown afterwards are plain lines.
+    """Draws the view for the last time; from then on, plain lines are printed.
 
-    On Ctrl-C the thread that reads signals calls this: a terminal that takes no text, as
-    after Ctrl-S, must not keep it.
+    On Ctrl-C the thread that reads signals calls this: a terminal that accepts no text,
+    as after Ctrl-S, must not block it.
     """
     if not self._stopping.acquire(timeout=_STOP_SECONDS):
       return
@@ -189,12 +191,12 @@ class Progress:
     bar = progress_bar.ProgressBar(max(1, self._total), self._step)
     head.add_row(bar, f'{self._step}/{self._total}', self._times())
     cells = []
-    for name, course in list(self._courses.items()):
+    for name, history in list(self._histories.items()):
       cell = table.Table.grid(padding=(0, 1, 0, 0))
       for width, justify in zip(_WIDTHS, ('left', 'right', 'left'), strict=True):
         cell.add_column(width=width, justify=justify, no_wrap=True)
-      line = text.Text(_draw_course(course, _WIDTHS[-1]), 'cyan')
-      cell.add_row(text.Text(name, 'dim'), text.Text(_format(name, course[-1])), line)
+      line = text.Text(_draw_sparkline(history, _WIDTHS[-1]), 'cyan')
+      cell.add_row(text.Text(name, 'dim'), text.Text(_format(name, history[-1])), line)
       cells.append(cell)
     view = panel.Panel(
       console.Group(head, columns.Columns(cells, equal=True)),
@@ -204,22 +206,20 @@ class Progress:
       subtitle_align='left',
       border_style='dim',
     )
-    # The terminal shows ^C at the cursor: there it moves nothing.
+    # An empty line, in which the terminal shows ^C without moving the view.
     return console.Group(view, text.Text())
 
   def _print_after(self, seconds: float) -> None:
     """Prints a line if the last one is that old, unless there is a view."""
-    if self._live is None and self._clock() - self._shown >= seconds:
-      self._shown = self._clock()
+    if self._live is None and self._clock() - self._printed_at >= seconds:
+      self._printed_at = self._clock()
       self._print()
 
   def _print(self) -> None:
     numbers = '  '.join(f'{name} {_format(name, v)}' for name, v in self._numbers.items())
     parts = (f'{self._label} {self._step}/{self._total}', numbers, self._times())
-    line = '  '.join(part for part in (*parts, self._phase) if part)
-    if line != self._line:
-      self._write(line)
-    self._line = line
+    self._write('  '.join(part for part in (*parts, self._phase) if part))
+    self._printed_step = self._step
 
   def _write(self, line: str) -> None:
     try:
@@ -230,26 +230,31 @@ class Progress:
         raise
 
   def _times(self) -> str:
-    left = math.nan
-    if self._ends:
-      # The first step of a start compiles: once there are two, it does not count.
-      begin = self._ends[0] if len(self._ends) > 1 else (self._start, self._began)
-      steps, seconds = (b - a for a, b in zip(begin, self._ends[-1], strict=True))
-      left = seconds / steps * (self._total - self._step) if steps else math.nan
-    text = f'{_minutes(self._clock() - self._began)} spent'
-    return text + (f', {_minutes(left)} left' if left > 0 else '')
+    remaining = math.nan
+    if len(self._updates) > 1:  # The first step compiles, and does not count.
+      first, last = self._updates[0], self._updates[-1]
+      steps, seconds = (b - a for a, b in zip(first, last, strict=True))
+      remaining = seconds / steps * (self._total - self._step) if steps else math.nan
+    text = f'{_minutes(self._clock() - self._started_at)} spent'
+    return text + (f', {_minutes(remaining)} left' if remaining > 0 else '')
 
 
 def _redirect_logging(streams: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-  """Makes log handlers write to other streams; returns them with what they wrote to.
+  """Makes log handlers write to other streams.
 
-  They took the standard streams when they were made, and would write across the view.
+  They hold the standard streams from when they were made, and would write into the view.
+
+  Args:
+    streams: Old stream -> new stream.
+
+  Returns:
+    The handlers, each with its old stream.
   """
   loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-  found = [h for logger in loggers for h in getattr(logger, 'handlers', ())]
-  found += [getattr(handler, 'python_handler', None) for handler in found]  # absl's
+  handlers = [h for logger in loggers for h in getattr(logger, 'handlers', ())]
+  handlers += [getattr(handler, 'python_handler', None) for handler in handlers]  # absl's
   changed = {}
-  for handler in found:
+  for handler in handlers:
     if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
       changed[handler] = handler.stream
       handler.stream = streams[handler.stream]
@@ -262,8 +267,8 @@ def _format(name: str, value: float) -> str:
   return _FORMATS.get(name, '{:.3f}').format(value)
 
 
-def _draw_course(values: Sequence[float], width: int) -> str:
-  """Draws the finite values as bars, each the mean of as many values."""
+def _draw_sparkline(values: Sequence[float], width: int) -> str:
+  """Draws the finite values as bars, each the mean of equally many values."""
   values = [value for value in values if math.isfinite(value)]
   n = min(width, len(values))
   edges = [round(i * len(values) / n) for i in range(n + 1)] if n else []
@@ -293,19 +298,15 @@ class Clock:
 
 
 class Meter:
-  """Measures what each training step made of this process's machine."""
+  """Measures speed, idle time and memory of each training step in this process."""
 
   def __init__(self, engine: Any):
-    """Begins a step.
-
-    Args:
-      engine: The run's engine.Engine, whose counts are read.
-    """
+    """Begins a step; `engine` is the run's engine.Engine, whose counts are read."""
     self._engine, self._clock = engine, Clock()
     self._before = engine.stats.sampled, engine.stats.idle_seconds
 
   def measure(self) -> dict[str, float]:
-    """Returns numbers to log of the time since the last call, evaluations included.
+    """Returns metrics of the time since the last call, evaluations included.
 
     They are the sampled tokens a second; the share of the time in which the engine had
     nothing to compute because all agents waited for their tools; and the memory in use,

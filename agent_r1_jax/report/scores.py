@@ -1,4 +1,4 @@
-"""Statistics of scores: of several samples of each task, and of what predicts success."""
+"""Statistics of scores: pass@k and majority votes, and how scores predict success."""
 
 import collections
 from collections.abc import Hashable, Sequence
@@ -12,12 +12,12 @@ def estimate(
   scores: Float[np.ndarray, 'tasks n'],
   answers: Sequence[Sequence[Hashable | None]] | None = None,
 ) -> dict[str, float]:
-  """Estimates how good a policy is, and how good n of its samples are together.
+  """Computes statistics of n samples of each task.
 
   Args:
     scores: The score of each sample; 1 is right.
-    answers: What each sample answered, equal where the answers mean the same, and None
-      where it gave none.
+    answers: The answer of each sample, None without one. Answers that mean the same must
+      be equal.
 
   Returns:
     'mean', 'best' (the mean of each task's best score) and 'pass@k' for k = 1, 2, 4, ...
@@ -27,22 +27,22 @@ def estimate(
   """
   tasks, n = scores.shape
   right = (scores >= 1.0).sum(axis=1)
-  found = {'mean': float(scores.mean()), 'best': float(scores.max(axis=1).mean())}
+  estimates = {'mean': float(scores.mean()), 'best': float(scores.max(axis=1).mean())}
   if tasks > 1:
-    found['error'] = float(scores.mean(axis=1).std(ddof=1) / tasks**0.5)
+    estimates['error'] = float(scores.mean(axis=1).std(ddof=1) / tasks**0.5)
   if answers is not None:
     votes = [majority(*pair) for pair in zip(scores, answers, strict=True)]
-    found['majority'] = float(np.mean(votes))
+    estimates['majority'] = float(np.mean(votes))
   for k in (2**i for i in range(n.bit_length())):
-    found[f'pass@{k}'] = float(np.mean([pass_at_k(n, int(c), k) for c in right]))
-  return found
+    estimates[f'pass@{k}'] = float(np.mean([pass_at_k(n, int(c), k) for c in right]))
+  return estimates
 
 
 def majority(scores: Sequence[float], answers: Sequence[Hashable | None]) -> float:
   """Returns the score of the most frequent answer; 0 if there is none.
 
-  Of several that are equally frequent one is drawn, and this is the expected score. So
-  majority@1 is mean@1, and majority@2 is mean@2 where every sample answers.
+  If several are equally frequent, one is drawn at random, and this returns the expected
+  score. So majority@1 is mean@1, and majority@2 is mean@2 if every sample has an answer.
 
   Args:
     scores: The score of each sample.
@@ -55,7 +55,7 @@ def majority(scores: Sequence[float], answers: Sequence[Hashable | None]) -> flo
     for score, answer in zip(scores, answers, strict=True)
     if answer is not None and votes[answer] == most
   ]
-  # All answers in it are equally frequent, so that each has the same weight.
+  # All these answers are equally frequent, so each of them has the same weight.
   return float(np.mean(chosen)) if chosen else 0.0
 
 
@@ -98,7 +98,7 @@ def pair_margins(scores, rewards, groups) -> Float[np.ndarray, 'pairs']:
 def calibration(
   probabilities: Float[np.ndarray, 'n'], success: Bool[np.ndarray, 'n'], bins: int = 10
 ) -> tuple[float, list[tuple[float, float, int]]]:
-  """Compares probabilities with what happened, in bins of equal width.
+  """Compares probabilities of success with frequencies, in bins of equal width.
 
   Returns:
     The expected calibration error, Σ_b n_b/n |mean probability - share of successes|

@@ -1,8 +1,8 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
+"""Writes metrics to TensorBoard, Weights & Biases and MLflow, besides metrics.jsonl.
 
 A sink has two methods, `write(step, metrics)` and `close()`, which may raise or hang, and
-an attribute `run`: the name by which its service knows this run, or '' if a resumed run
-needs none. metrics.jsonl is the record; a sink is a convenience.
+an attribute `run`: the run's name in its service, or '' if a resumed run needs none.
+metrics.jsonl is the record; a sink may miss lines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,47 +21,48 @@ import warnings
 from agent_r1_jax.host import disk
 from agent_r1_jax.report import tensorboard
 
-# A sink that is this many lines behind gets no more of them until it has caught up.
+# While this many lines wait to be written to a sink, further lines are dropped.
 _MOST_LINES = 1000
-# The longest that the end of a run waits for what a sink has not written yet.
+# How long the end of a run waits for a sink to write its last lines.
 _CLOSE_SECONDS = 20.0
 
 
 class Sink(Protocol):
-  """Takes a run's metrics."""
+  """A destination of a run's metrics."""
 
   run: str
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Takes the metrics of a step; steps rise."""
+    """Writes the metrics of a step; steps are ascending."""
     ...
 
   def close(self) -> None:
-    """Ends the run; nothing follows."""
+    """Marks the run as finished; no call follows."""
     ...
 
 
 class Background:
-  """Writes to a sink in a thread: what fails or hangs there costs the run nothing.
+  """Writes to a sink in a thread, so that an error or a hang there does not end the run.
 
-  For a sink with a `run`, the file notes that name and the last step. A resumed run
-  continues that run and writes no step twice: those that were repeated since the last
-  checkpoint are left as they are there.
+  For a sink with a `run`, a file keeps that name and the last step. A resumed run
+  continues that run and writes no step twice: steps that it repeats after its last
+  checkpoint keep the numbers that were written first.
 
   Attributes:
-    lost: The number of lines that the sink did not take.
+    lost: The number of lines that were not written.
   """
 
   def __init__(self, name: str, make: Callable[[str], Sink], notes: pathlib.Path):
     """Starts the thread, which makes the sink.
 
     Args:
-      name: What warnings call the sink.
-      make: Makes the sink, given its run's name, or '' at the first start.
-      notes: The file of the run's name and last step.
+      name: The sink's name in warnings.
+      make: Makes the sink from its run's name, which is '' at the first start.
+      notes: The file with the run's name and last step.
     """
     self._name, self._make, self._notes = name, make, notes
-    self.lost, self._writing, self._warned, self._why = 0, 0, False, ''
+    # Lines that are being written (0 or 1); why the sink writes no more, or ''.
+    self.lost, self._writing, self._warned, self._failure = 0, 0, False, ''
     self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(
       _MOST_LINES
     )
@@ -69,24 +70,24 @@ class Background:
     self._thread.start()
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Passes a line on, and never waits; warns at the first one that is lost."""
+    """Queues a line without waiting; warns when the first one is lost."""
     try:
-      if not self._why:
+      if not self._failure:
         return self._queue.put_nowait((step, metrics))
     except queue.Full:
       pass
     self.lost += 1
-    self._warn(self._why or f'it is {_MOST_LINES} lines behind')
+    self._warn(self._failure or f'it is {_MOST_LINES} lines behind')
 
   def close(self) -> None:
-    """Waits for what is not written yet, for a bounded time; says how much is lost."""
+    """Waits for queued lines, at most _CLOSE_SECONDS; warns of lines that are lost."""
     with contextlib.suppress(queue.Full):
       self._queue.put_nowait(None)
     self._thread.join(_CLOSE_SECONDS)
     if self._thread.is_alive():
-      self._why = f'it did not end within {_CLOSE_SECONDS:g} seconds'
-    if self._why:
-      self._warn(self._why)
+      self._failure = f'it did not end within {_CLOSE_SECONDS:g} seconds'
+    if self._failure:
+      self._warn(self._failure)
     self.lost += self._writing
     with contextlib.suppress(queue.Empty):
       while True:
@@ -104,7 +105,7 @@ class Background:
       )
 
   def _run(self) -> None:
-    """Makes the sink and feeds it, until the run ends or it fails."""
+    """Makes the sink and writes queued lines to it, until the run ends or it fails."""
     sink = None
     try:
       noted = json.loads(self._notes.read_text()) if self._notes.exists() else {}
@@ -115,16 +116,16 @@ class Background:
         if step <= last:
           continue
         if sink.run:
-          # Before it is written: a kill between the two must not double the step.
+          # Before the line is written: after a kill between the two it is not repeated.
           self._note(sink.run, step)
         self._writing = 1
         sink.write(step, metrics)
         self._writing = 0
       sink.close()
-    except (Exception, SystemExit) as error:  # A library's sys.exit ends no run.
-      # Described now, while the disk is as full as it was for the sink.
-      place = self._notes.parents[1] / self._name
-      self._why = disk.describe_failure(place, error) or repr(error)
+    except (Exception, SystemExit) as error:  # A library's sys.exit must not end the run.
+      # Before the sink is closed, which may free space on the disk.
+      folder = self._notes.parents[1] / self._name
+      self._failure = disk.describe_failure(folder, error) or repr(error)
       with contextlib.suppress(Exception, SystemExit):
         if sink is not None:
           sink.close()
@@ -184,21 +185,23 @@ class MlflowSink:
     from mlflow import entities  # pyright: ignore[reportMissingImports]
 
     self._metric = entities.Metric
-    place = os.environ.get('MLFLOW_TRACKING_URI')
-    self._client = mlflow.MlflowClient(place or f'sqlite:///{workdir / "mlflow.db"}')
+    uri = os.environ.get('MLFLOW_TRACKING_URI')
+    self._client = mlflow.MlflowClient(uri or f'sqlite:///{workdir / "mlflow.db"}')
     self.run = run
     if run:
       self._client.update_run(run, 'RUNNING')
       return
     name = os.environ.get('MLFLOW_EXPERIMENT_NAME', 'agent_r1_jax')
-    found = self._client.get_experiment_by_name(name)
-    experiment = found.experiment_id if found else self._client.create_experiment(name)
-    self.run = self._client.create_run(experiment, run_name=workdir.name).info.run_id
+    experiment = self._client.get_experiment_by_name(name)
+    number = (
+      experiment.experiment_id if experiment else self._client.create_experiment(name)
+    )
+    self.run = self._client.create_run(number, run_name=workdir.name).info.run_id
     params = [entities.Param(key, str(value)) for key, value in config.items()]
     self._client.log_batch(self.run, params=params)
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Logs a step; what a name may not have there becomes '_'."""
+    """Logs a step; characters that MLflow does not allow in a name become '_'."""
     now = int(time.time() * 1000)
     self._client.log_batch(
       self.run,

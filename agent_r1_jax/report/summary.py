@@ -1,4 +1,4 @@
-"""Files that summarise a run for people: tables and a learning curve."""
+"""Writes the tables and the learning curve of a finished run."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -12,8 +12,8 @@ from agent_r1_jax.report import metrics, plots, tables
 # Method -> set -> kind of task, or 'all' -> 'mean' and 'count'.
 Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
 
-# The files of a workdir, if they exist.
-_PLACES = {
+# The files of a workdir, by what they contain.
+_FILES = {
   'learning curve': 'curve.png',
   'numbers of the run': 'numbers.md',
   'tables': 'table.md',
@@ -35,11 +35,11 @@ def write_training_report(workdir: str | os.PathLike, title: str = '') -> None:
     second = {'Reward in evaluations': ('eval/*/reward',)}
   panels = {'Reward in training': ('rollout/reward',), **second}
   plots.plot_curves(str(workdir), folder / 'curve.png', panels=panels, title=title)
-  (folder / 'numbers.md').write_text(summarize_metrics(lines) + '\n')
+  (folder / 'numbers.md').write_text(_summarize_metrics(lines) + '\n')
 
 
-def summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
-  """Makes a table of each metric's first and last mean and its extremes."""
+def _summarize_metrics(lines: Sequence[Mapping[str, float]]) -> str:
+  """Makes a table with each metric's mean at the beginning and end, and its extremes."""
   names = dict.fromkeys(name for line in lines for name in line if name != 'step')
   rows = {}
   for name in names:
@@ -63,17 +63,17 @@ def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
   Returns:
     The text of table.md.
   """
-  sets = {name: kinds for found in scores.values() for name, kinds in found.items()}
-  kinds = dict.fromkeys(kind for found in sets.values() for kind in found)
+  sets = {name: kinds for by_set in scores.values() for name, kinds in by_set.items()}
+  kinds = dict.fromkeys(kind for by_kind in sets.values() for kind in by_kind)
   parts = []
   for kind in kinds:
     rows = {
       method: {
         name: tables.Count(round(cell['mean'] * cell['count']), round(cell['count']))
-        for name, kinds_of_set in found.items()
-        if (cell := kinds_of_set[kind])['count']
+        for name, by_kind in by_set.items()
+        if (cell := by_kind[kind])['count']
       }
-      for method, found in scores.items()
+      for method, by_set in scores.items()
     }
     title = 'Exact match' if kind == 'all' else f'Exact match, {kind}'
     parts.append(f'## {title}\n\n{tables.format_table(rows, sets)}')
@@ -84,7 +84,6 @@ def write_tables(scores: Scores, workdir: str | os.PathLike) -> str:
 
 
 def list_files(workdir: str | os.PathLike) -> str:
-  """Lists the files of a workdir, one a line."""
-  folder = pathlib.Path(workdir)
-  found = {what: folder / name for what, name in _PLACES.items()}
-  return '\n'.join(f'{what}: {path}' for what, path in found.items() if path.exists())
+  """Returns a line for each of _FILES that exists in a workdir."""
+  paths = {label: pathlib.Path(workdir) / name for label, name in _FILES.items()}
+  return '\n'.join(f'{label}: {path}' for label, path in paths.items() if path.exists())

@@ -1,4 +1,4 @@
-"""TensorBoard's events, as a sink of metrics (see sinks.py)."""
+"""A sink of metrics (sinks.py) that writes TensorBoard's events files."""
 
 from collections.abc import Mapping
 import os
@@ -11,10 +11,10 @@ _FLUSH_SECONDS = 10.0
 
 
 class EventWriter:
-  """Writes scalars to an events file of TensorBoard, in the thread that calls.
+  """Writes scalars to an events file of TensorBoard, in the calling thread.
 
-  tensorboardX's own writer passes them to a thread through a queue. A full disk ends that
-  thread, and the queue then blocks for ever.
+  tensorboardX's own writer passes them through a queue to a thread, which a full disk
+  ends; the queue then blocks for ever.
   """
 
   run = ''
@@ -24,7 +24,7 @@ class EventWriter:
 
     Args:
       folder: The folder of the events files; made if missing.
-      resume_step: TensorBoard hides what earlier files have at this step and after.
+      resume_step: TensorBoard then hides this and later steps of earlier files.
     """
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
@@ -42,7 +42,7 @@ class EventWriter:
       self._write(resume_step, session_log=log(status=log.START))
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Writes a step's metrics, on disk within seconds of the next ones."""
+    """Writes a step's metrics; a later call flushes them, after _FLUSH_SECONDS."""
     for name, value in metrics.items():
       self._write(step, summary=self._scalar(name, value))
     if time.monotonic() - self._flushed > _FLUSH_SECONDS:

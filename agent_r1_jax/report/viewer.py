@@ -1,4 +1,4 @@
-"""Logs of trajectories for people, in the `.eval` format of Inspect.
+"""Logs of trajectories in the `.eval` format of Inspect, and a viewer for the terminal.
 
   pip install inspect_ai   (in an environment of its own)
   inspect view --log-dir runs/quickstart/trajectories
@@ -33,7 +33,7 @@ import zlib
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.host import disk
 
 _VERSION = 2  # of Inspect's log schema
@@ -50,7 +50,7 @@ def write_log(
   step: int,
   scores: Sequence[str] = ('em',),
   extra: Sequence[Mapping[str, Any]] | None = None,
-  parse: Callable[[str], Sequence[calls.Call]] = calls.HERMES.parse,
+  parse: Callable[[str], Sequence[calls.Call]] = call_formats.HERMES.parse,
 ) -> None:
   """Writes a log, completely or not at all.
 
@@ -102,7 +102,7 @@ def write_log(
 
 
 def read_log(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads the samples of a log of `write_log`, in their order.
+  """Reads the samples of a log that `write_log` wrote, in their order.
 
   Raises:
     ValueError: The file is no such log, or cannot be read.
@@ -138,7 +138,7 @@ def main() -> None:
   parser.add_argument('-n', type=int, default=3, help='of each log (default: 3)')
   arguments = parser.parse_args()
   try:
-    for log in (log for named in arguments.logs for log in _logs(named)):
+    for log in (log for path in arguments.logs for log in _list_logs(path)):
       samples = read_log(log)
       print(f'=== {log}')
       for sample in samples[: arguments.n]:
@@ -147,22 +147,22 @@ def main() -> None:
   except ValueError as error:
     parser.error(str(error))
   except BrokenPipeError:
-    # The reader, such as `head`, has read enough. Python flushes again when it ends.
+    # The reader, such as `head`, has ended. Python flushes again at its exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _logs(named: str) -> list[str]:
-  """Returns the log itself, or the logs in a folder of that name."""
-  if not os.path.isdir(named):
-    return [named]
-  found = sorted(map(str, pathlib.Path(named).glob('*.eval')))
-  if not found:
-    inner = sorted({str(path.parent) for path in pathlib.Path(named).glob('*/*.eval')})
+def _list_logs(path: str) -> list[str]:
+  """Returns the path itself, or the logs in it if it is a folder."""
+  if not os.path.isdir(path):
+    return [path]
+  logs = sorted(map(str, pathlib.Path(path).glob('*.eval')))
+  if not logs:
+    inner = sorted({str(log.parent) for log in pathlib.Path(path).glob('*/*.eval')})
     raise ValueError(
-      f'{named} is a folder without logs (*.eval)'
+      f'{path} is a folder without logs (*.eval)'
       + (f'; there are some in {", ".join(inner)}' if inner else '')
     )
-  return found
+  return logs
 
 
 def _printable(text: str) -> str:
@@ -190,7 +190,7 @@ def _to_json(content: Any) -> bytes:
   dump = functools.partial(json.dumps, ensure_ascii=False, default=str, allow_nan=False)
   try:
     text = dump(content)
-  except (TypeError, ValueError):  # It takes time to look at each number, and is rare.
+  except (TypeError, ValueError):  # Rare: replacing takes time.
     text = dump(_replace_nonfinite(content))
   return text.encode('utf-8', errors='replace')
 
@@ -315,7 +315,7 @@ def _messages(t: types.Trajectory, parse: Callable) -> list[dict[str, Any]]:
   ]
   _link_tools(messages, parse)
   replies = [message for message in messages if message['role'] == 'assistant']
-  # From the end, as replies of examples in a prompt are no turns.
+  # From the end, because a prompt may contain examples of replies, which are no turns.
   pairs = zip(reversed(t.turns), reversed(replies), strict=False)
   for number, (turn, reply) in enumerate(pairs):
     reply['source'] = 'generate'
@@ -334,9 +334,9 @@ def _link_tools(messages: Sequence[dict[str, Any]], parse: Callable) -> None:
       results = list(
         itertools.takewhile(lambda m: m['role'] == 'tool', messages[i + 1 :])
       )
-      found = list(parse(message['content']))
-      found += [None] * (len(results) - len(found))
-      for result, call in zip(results, found, strict=False):
+      parsed = list(parse(message['content']))
+      parsed += [None] * (len(results) - len(parsed))
+      for result, call in zip(results, parsed, strict=False):
         result['tool_call_id'] = f'call-{result["id"]}'
         message.setdefault('tool_calls', []).append(_call(result, call))
   for message in messages:  # a result without a call before it
@@ -372,7 +372,7 @@ def _target(answer: Any) -> str | list[str]:
 
 
 def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what the list of samples shows before a sample is opened."""
+  """Returns a sample's entry in the list of samples."""
   names = ('id', 'epoch', 'input', 'target', 'scores', 'model_usage', 'turn_count')
   summary: dict[str, Any] = {name: sample[name] for name in names if name in sample}
   flat = {k: v for k, v in sample['metadata'].items() if not isinstance(v, dict | list)}

@@ -58,23 +58,23 @@ class BM25:
     """Finds the k best passages of each query, best first, that share a word with it."""
     # bm25s fails on a query without a known word, and asks the first query alone what
     # kind of list it was given.
-    known = self._index.vocab_dict
-    terms = [[word for word in documents.words(q) if word in known] for q in queries]
-    asked = [words for words in terms if words]
-    if not asked:
+    vocabulary = self._index.vocab_dict
+    terms = [[word for word in documents.words(q) if word in vocabulary] for q in queries]
+    searched = [words for words in terms if words]
+    if not searched:
       return [[] for _ in queries]
     rows, scores = self._index.retrieve(
-      asked,
+      searched,
       k=min(k, len(self.documents)),
       show_progress=False,
       backend_selection=self._backend,
     )
     # Answers are only those of queries with a known word; the others have none.
-    answers, found = zip(rows, scores, strict=True), []
+    answers, hits = zip(rows, scores, strict=True), []
     for known_words in terms:
       pairs = zip(*next(answers), strict=True) if known_words else ()
-      found.append([Hit(self.documents[i], float(s)) for i, s in pairs if s > 0])
-    return found
+      hits.append([Hit(self.documents[i], float(s)) for i, s in pairs if s > 0])
+    return hits
 
   def save(self, directory: str | os.PathLike) -> None:
     """Writes the index and its passages."""

@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from agent_r1_jax.agent import bounded_http, breaker
+from agent_r1_jax.agent import bounded_http
 from agent_r1_jax.retrieval.documents import Document, Hit
 
 _MAX_BACKOFF = 2.0  # Seconds between two attempts, unless the server asks for more.
@@ -34,9 +34,8 @@ class Remote:
   """Asks a server for passages, and fails within a deadline, whatever the server does.
 
   What may pass (no connection, a time-out, 429 and 5xx) is tried again with exponential
-  back-off until the deadline. After `failures` failures in a row the server is left alone
-  for `pause` seconds: searches fail at once. Then one search tries it, while the others
-  still fail at once, and if that succeeds, all go on (a circuit breaker).
+  back-off until the deadline. A search tool whose server stays away is isolated as any
+  other tool that fails (agent/tool.py).
   """
 
   def __init__(
@@ -46,8 +45,6 @@ class Remote:
     timeout: float = 5.0,
     deadline: float = 20.0,
     backoff: float = 0.1,
-    failures: int = 8,
-    pause: float = 10.0,
   ):
     """Connects at the first search; `with` closes the connections at its end.
 
@@ -57,14 +54,11 @@ class Remote:
       deadline: Seconds for a search with all its attempts; below search_tool's timeout,
         so that the agent reads why there are no passages.
       backoff: Seconds before the second attempt, about twice as many before the third.
-      failures: Failed attempts in a row after which the server is left alone.
-      pause: Seconds that it is left alone.
     """
     import httpx2
 
     self._url = bounded_http.check_url(url) + '/retrieve'
     self._timeout, self._deadline, self._backoff = timeout, deadline, backoff
-    self._breaker, self._last_error = breaker.Breaker(failures, pause), ''
     self._client = httpx2.Client()
 
   def __enter__(self):
@@ -83,12 +77,9 @@ class Remote:
       return []
     end, wait = time.monotonic() + self._deadline, self._backoff
     while True:
-      if left := self._breaker.hold_back():
-        raise RemoteError(
-          f'{self._url}: left alone for {left:.1f} more seconds after {self._last_error}'
-        )
+      left = max(end - time.monotonic(), 0.001)
       try:
-        return self._attempt(queries, k, min(end - time.monotonic(), self._timeout))
+        return self._ask(queries, k, min(left, self._timeout))
       except _TransientError as error:
         # Random, so that the clients of a server that was down do not come back at once.
         pause = max(error.after, wait * random.uniform(0.5, 1.0))
@@ -99,43 +90,32 @@ class Remote:
           ) from error
         time.sleep(pause)
 
-  def _attempt(self, queries, k, seconds) -> list[list[Hit]]:
-    """Asks once; the breaker counts how that ends."""
-    try:
-      found, failed = self._ask(queries, k, max(seconds, 0.001)), None
-    except (_TransientError, bounded_http.TooLongError, ValueError) as error:
-      found, failed = [], error
-    self._breaker.record(failed is not None)
-    if failed is None:
-      return found
-    self._last_error = str(failed)
-    if isinstance(failed, _TransientError):
-      raise failed
-    raise RemoteError(f'{self._url}: {failed}') from failed
-
   def _ask(self, queries, k, seconds) -> list[list[Hit]]:
+    """Asks once."""
     import httpx2
 
     fields = {'queries': list(queries), 'topk': k, 'return_scores': True}
     try:
       status, headers, body = bounded_http.post(
-        self._client, self._url, fields, seconds=seconds, most=_MAX_ANSWER
+        self._client, self._url, fields, seconds=seconds, max_bytes=_MAX_ANSWER
       )
     except (TimeoutError, httpx2.TransportError) as error:
       raise _TransientError(f'{type(error).__name__}: {error}') from error
+    except bounded_http.TooLongError as error:
+      raise RemoteError(f'{self._url}: {error}') from error
     text = f'status {status}: {body[:200].decode(errors="replace")}'
     if status in (408, 429) or status >= 500:
-      raise _TransientError(text, _seconds(headers.get('Retry-After', '')))
+      raise _TransientError(text, _read_seconds(headers.get('Retry-After', '')))
     if status != 200:
-      self._breaker.record(False)  # It is there, and refuses this search.
       raise RemoteError(f'{self._url}: {text}')
     try:
       return _parse(json.loads(body), len(queries), k)
     except (ValueError, RecursionError) as error:
-      raise ValueError(f'an answer that makes no sense: {error}') from error
+      text = f'{self._url}: an answer that makes no sense: {error}'
+      raise RemoteError(text) from error
 
 
-def _seconds(text: str) -> float:
+def _read_seconds(text: str) -> float:
   """Reads Retry-After; it may hold a date, which is ignored."""
   return float(text) if text.isdecimal() else 0.0
 

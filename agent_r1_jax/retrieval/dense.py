@@ -91,8 +91,8 @@ class Dense:
       return []
     scores, rows = self._index.search(self._encode(queries), min(k, len(self.documents)))
     return [
-      [Hit(self.documents[i], float(s)) for i, s in zip(*found, strict=True) if i >= 0]
-      for found in zip(rows, scores, strict=True)
+      [Hit(self.documents[i], float(s)) for i, s in zip(*pairs, strict=True) if i >= 0]
+      for pairs in zip(rows, scores, strict=True)
     ]
 
   def save(self, directory: str | os.PathLike) -> None:
@@ -150,11 +150,11 @@ class Dense:
     return vectors
 
 
-def is_same_encoder(found: np.ndarray, expected: np.ndarray) -> bool:
+def is_same_encoder(vectors: np.ndarray, expected: np.ndarray) -> bool:
   """Whether two vectors of one text differ by no more than bfloat16 and devices do."""
-  if found.shape != expected.shape:
+  if vectors.shape != expected.shape:
     return False
-  difference = np.linalg.norm(found - expected)
+  difference = np.linalg.norm(vectors - expected)
   return bool(difference <= _ROUNDING * np.linalg.norm(expected))
 
 

@@ -83,14 +83,14 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
     ValueError: A row is broken, or has the id of an earlier one; names the file, the row
       and the field.
   """
-  passages, seen = [], set()
+  passages, ids = [], set()
   for where, row in read_rows(path):
     passage = _make_document(where, row)
-    if passage.id in seen:
+    if passage.id in ids:
       raise ValueError(
         f'{where}: id {passage.id!r} is that of an earlier row; give each passage its own'
       )
-    seen.add(passage.id)
+    ids.add(passage.id)
     passages.append(passage)
   return passages
 
@@ -104,20 +104,20 @@ def write_corpus(path: str | os.PathLike, passages: Sequence[Document]) -> None:
 
 def _make_document(where: str, row: dict) -> Document:
   if 'contents' in row and 'text' not in row:
-    title, _, text = text_field(where, row, 'contents').partition('\n')
+    title, _, text = read_text(where, row, 'contents').partition('\n')
     row = {'id': str(row.get('id', '')), 'title': title.strip('"'), 'text': text}
-  return Document(*(text_field(where, row, name) for name in ('id', 'title', 'text')))
+  return Document(*(read_text(where, row, name) for name in ('id', 'title', 'text')))
 
 
-def text_field(where: str, row: dict, name: str) -> str:
+def read_text(where: str, row: dict, name: str) -> str:
   """Gives a field that must be a text and not blank; else raises ValueError."""
   value = row.get(name)
   if not isinstance(value, str) or not value.strip():
-    raise wrong_field(where, row, name, 'a text that is not blank')
+    raise field_error(where, row, name, 'a text that is not blank')
   return value
 
 
-def wrong_field(where: str, row: dict, name: str, wanted: str) -> ValueError:
+def field_error(where: str, row: dict, name: str, wanted: str) -> ValueError:
   """Makes the error that names the row, the field, what it holds and what it should."""
   found = f'is {row[name]!r:.80}' if name in row else f'is missing among {sorted(row)}'
   return ValueError(f'{where}: {name!r} {found}; give {wanted}, or drop the row')
@@ -134,7 +134,7 @@ def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
     ValueError: A row is no JSON object, or the file is damaged or has no rows.
   """
   empty = True
-  for number, row in _numbered(path):
+  for number, row in _number_rows(path):
     empty = False
     where = f'{path}: row {number}'
     if not isinstance(row, dict):
@@ -144,7 +144,7 @@ def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
     raise ValueError(f'{path}: the file holds no rows; is it the right one?')
 
 
-def _numbered(path):
+def _number_rows(path):
   number = 1
   try:
     with _open(path) as file:
@@ -165,8 +165,8 @@ def _numbered(path):
           yield number, json.loads(line)
   except FileNotFoundError:
     raise FileNotFoundError(
-      f'{path}: there is no such file; give the folder that holds it (--data of the '
-      'scripts), or fetch it first (third_party/fetch.py lists what it can get)'
+      f'{path}: there is no such file; give another path. third_party/fetch.py lists the '
+      'data that it can fetch.'
     ) from None
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error

@@ -30,16 +30,16 @@ class Fusion:
 
   def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the k passages of the largest fused score for each query, best first."""
-    asked = [r.search(queries, max(k, self._depth)) for r in self._retrievers]
-    return [self._fuse(lists)[:k] for lists in zip(*asked, strict=True)]
+    rankings = [r.search(queries, max(k, self._depth)) for r in self._retrievers]
+    return [self._fuse(lists)[:k] for lists in zip(*rankings, strict=True)]
 
   def _fuse(self, lists: Sequence[Sequence[Hit]]) -> list[Hit]:
     scores: dict[str, float] = collections.defaultdict(float)
-    found = {}
+    documents = {}
     for hits in lists:
       for rank, hit in enumerate(hits, 1):
         scores[hit.document.id] += 1 / (_CONSTANT + rank)
         # The first retriever's text of a passage is the one that is shown.
-        found.setdefault(hit.document.id, hit.document)
+        documents.setdefault(hit.document.id, hit.document)
     best = sorted(scores, key=lambda name: -scores[name])
-    return [Hit(found[name], scores[name]) for name in best]
+    return [Hit(documents[name], scores[name]) for name in best]

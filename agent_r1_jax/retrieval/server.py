@@ -23,7 +23,7 @@ import gc
 import time
 from typing import Any, NamedTuple
 
-from agent_r1_jax.agent import threads, workers
+from agent_r1_jax.agent import thread_pool, workers
 from agent_r1_jax.host import http
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
@@ -82,29 +82,31 @@ class _Searches:
 
   async def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the passages of each query; raises RefusedError where there is no answer."""
-    found = {text: hits for text in texts if (hits := self._cached(text, k)) is not None}
-    self._metrics.cached.inc(sum(text in found for text in texts))
-    new = [text for text in dict.fromkeys(texts) if text not in found]
-    if self._count + len(new) > self._max_waiting:
+    hits_by_text = {
+      text: hits for text in texts if (hits := self._find_cached(text, k)) is not None
+    }
+    self._metrics.cached.inc(sum(text in hits_by_text for text in texts))
+    uncached = [text for text in dict.fromkeys(texts) if text not in hits_by_text]
+    if self._count + len(uncached) > self._max_waiting:
       raise http.RefusedError(503, f'{self._count} queries wait already; ask again later')
     loop = asyncio.get_running_loop()
-    queries = [_Query(text, k, loop.create_future()) for text in new]
+    queries = [_Query(text, k, loop.create_future()) for text in uncached]
     self._add(len(queries))
     self._waiting.extend(queries)
     self._arrived.set()
-    answers = [query.answer for query in queries]
+    futures = [query.answer for query in queries]
     try:
       async with asyncio.timeout(self._timeout):
-        found |= zip(new, await asyncio.gather(*answers), strict=True)
+        hits_by_text |= zip(uncached, await asyncio.gather(*futures), strict=True)
     except TimeoutError:
       raise http.RefusedError(
         504, f'no answer within {self._timeout:g} seconds; {self._count} queries wait'
       ) from None
     finally:
       self._add(-len(queries))
-      for answer in answers:  # Nobody waits for what has no answer yet.
+      for answer in futures:  # Nobody waits for what has no answer yet.
         answer.cancel()
-    return [found[text] for text in texts]
+    return [hits_by_text[text] for text in texts]
 
   async def run(self) -> None:
     """Searches what has arrived, for ever."""
@@ -128,12 +130,12 @@ class _Searches:
     self._metrics.batches.observe(len(batch))
     error = None
     try:
-      found = await workers.call(
+      rankings = await workers.call(
         self._retriever.search, texts, k, name=_CALL, seconds=self._timeout
       )
-      if len(found) != len(texts):
-        raise ValueError(f'search gave {len(found)} lists of hits, not {len(texts)}')
-    except (workers.CallTimeoutError, threads.PoolFullError) as hung:
+      if len(rankings) != len(texts):
+        raise ValueError(f'search gave {len(rankings)} lists of hits, not {len(texts)}')
+    except (workers.CallTimeoutError, thread_pool.PoolFullError) as hung:
       error = http.RefusedError(504, str(hung))
     except Exception as failure:
       error = http.RefusedError(
@@ -142,20 +144,20 @@ class _Searches:
     for i, query in enumerate(batch):
       # Kept even if nobody waits any longer: whoever asks again has it at once.
       if not error:
-        self._keep(query, found[i])
+        self._add_to_cache(query, rankings[i])
       if query.answer.done():
         continue
       if error:
         query.answer.set_exception(error)
       else:
-        query.answer.set_result(found[i])
+        query.answer.set_result(rankings[i])
 
-  def _cached(self, text, k):
+  def _find_cached(self, text, k):
     if (text, k) in self._cache:
       self._cache.move_to_end((text, k))
     return self._cache.get((text, k))
 
-  def _keep(self, query, hits):
+  def _add_to_cache(self, query, hits):
     self._cache[query.text, query.k] = hits
     if len(self._cache) > self._cache_size:
       self._cache.popitem(last=False)
@@ -286,29 +288,29 @@ def _parse(body, *, k_field, default_k, max_queries, max_k) -> tuple[list[str], 
   return queries, k
 
 
-def _render_result(found: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+def _render_result(rankings: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
   """Writes passages as Search-R1 does, with the title on the first line of contents."""
-  shown = [
+  rows = [
     [
       ({'id': document.id, 'title': document.title, 'contents': document.contents}, score)
       for document, score in hits
     ]
-    for hits in found
+    for hits in rankings
   ]
   if not body.get('return_scores'):
-    return {'result': [[fields for fields, _ in hits] for hits in shown]}
+    return {'result': [[fields for fields, _ in hits] for hits in rows]}
   return {
     'result': [
-      [{'document': fields, 'score': score} for fields, score in hits] for hits in shown
+      [{'document': fields, 'score': score} for fields, score in hits] for hits in rows
     ]
   }
 
 
-def _render_results(found: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+def _render_results(rankings: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
   return {
     'results': [
       [dataclasses.asdict(document) | {'score': score} for document, score in hits]
-      for hits in found
+      for hits in rankings
     ]
   }
 

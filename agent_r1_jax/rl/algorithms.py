@@ -1,8 +1,8 @@
 """Algorithms: an advantage estimator, a loss, and their options.
 
 Like optax.GradientTransformation, an Algorithm is two pure functions: `advantages` (on
-the host, float64, of the trajectories of a rollout) and `loss` (on the device, one number
-for each token). Its other fields are independent options:
+the host, float64, from the table of a rollout) and `loss` (on the device, one number for
+each token). Its other fields are independent options:
 `algorithms.ppo()._replace(advantage_mask=False)`. `check` refuses combinations in which
 an option would have no effect.
 """
@@ -42,11 +42,11 @@ class Algorithm(NamedTuple):
   # column `advantages`, and with `returns` if there is a critic.
   advantages: Callable[[TokenTable], TokenTable]
   # (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0 where the
-  # advantage is 0: trajectories without an advantage are left out.
+  # advantage is 0: trajectories without an advantage are left out of the batch.
   loss: losses.Surrogate
   # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
-  # trajectory's tokens. None is the aggregation of the loss, also if the loss is
-  # replaced: seq_mean_token_mean for GSPO and SAPO, else token_mean.
+  # trajectory's tokens. None means that of the loss, also if the loss is replaced:
+  # seq_mean_token_mean for GSPO and SAPO, else token_mean.
   aggregate: Aggregate | None = None
   # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
   # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
@@ -57,7 +57,7 @@ class Algorithm(NamedTuple):
   rewards: tuple[reward_transforms.Transform, ...] = ()
   # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
-  # What the critic learns; it is saved with it (guided/critic.py).
+  # What the critic learns to predict; saved with the critic (guided/critic.py).
   value_targets: ValueTargets | None = None
   # The weight of the value loss if the critic is a second head of the policy.
   value_coef: float = 1.0
@@ -125,26 +125,33 @@ def check(
       )
   changes = algorithm.rewards or isinstance(algorithm.kl, kl_lib.InReward)
   critic, valued = algorithm.needs_critic, 'values' in reads
-  refusals = {
-    'value_coef: there is no critic to weigh; leave it out.': (
-      algorithm.value_coef != 1.0 and not critic
-    ),
-    'rewards: the greedy episodes of the baseline are scored as they are; leave them '
-    'out.': algorithm.greedy_baseline and algorithm.rewards,
-    'samples is 1: these advantages compare the episodes of a group, and would all be '
-    "0; make it 2 or more. (If they do not, take 'group' out of reads.)": (
-      samples == 1 and 'group' in reads
-    ),
-    "value_loss: these advantages read no critic's values; leave it out. (If they do, "
-    "add 'values' to reads.)": critic and not valued,
-    "value_loss: these advantages read a critic's values, and there is no critic; give "
-    'one, such as losses.value_clip().': valued and not critic,
-    'rewards, or a KL in the reward: these advantages read no reward; leave them out. '
-    "(If they do, add 'rewards' to reads.)": changes and 'rewards' not in reads,
-  }
-  for message, refused in refusals.items():
-    if refused:
-      raise ValueError(message)
+  if algorithm.value_coef != 1.0 and not critic:
+    raise ValueError('value_coef: there is no critic to weigh; leave it out.')
+  if algorithm.greedy_baseline and algorithm.rewards:
+    raise ValueError(
+      'rewards: the greedy episodes of the baseline are scored as they are; leave them '
+      'out.'
+    )
+  if samples == 1 and 'group' in reads:
+    raise ValueError(
+      'samples is 1: these advantages compare the episodes of a group, and would all be '
+      "0; make it 2 or more. (If they do not, take 'group' out of reads.)"
+    )
+  if critic and not valued:
+    raise ValueError(
+      "value_loss: these advantages read no critic's values; leave it out. (If they do, "
+      "add 'values' to reads.)"
+    )
+  if valued and not critic:
+    raise ValueError(
+      "value_loss: these advantages read a critic's values, and there is no critic; give "
+      'one, such as losses.value_clip().'
+    )
+  if changes and 'rewards' not in reads:
+    raise ValueError(
+      'rewards, or a KL in the reward: these advantages read no reward; leave them out. '
+      "(If they do, add 'rewards' to reads.)"
+    )
 
 
 # Aggregations.
@@ -183,7 +190,7 @@ def seq_mean_token_sum_norm(length: float) -> Aggregate:
 # gamma, lam: The discount and the trace decay of the estimator (rl/advantages.py).
 # clip_low, clip_high, dual_clip: Those of losses.ppo_clip; `clip` is both bounds.
 # kl_coef: The weight of the KL to the reference policy; 0 needs no reference. It is k3 in
-#   the loss for grpo and what is made of it, k1 in the reward for the others.
+#   the loss for grpo and its variants, k1 in the reward for the others.
 # options: Options of grpo.
 # fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
 
@@ -243,7 +250,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
 
 
 def rloo(*, clip: float = 0.2, kl_coef: float = 0.001, **fields: Any) -> Algorithm:
-  """REINFORCE leave-one-out (arXiv 2402.14740), with the clip of verl's runs of it.
+  """REINFORCE leave-one-out (arXiv 2402.14740), with the clip that verl adds.
 
   The clip has an effect from the second update of a rollout on.
   """
@@ -384,7 +391,7 @@ def distillation(**fields: Any) -> Algorithm:
 
 
 def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
-  """Rejection-sampling fine-tuning: the likelihood of what earned the threshold.
+  """Rejection-sampling fine-tuning: maximum likelihood of successful trajectories.
 
   `threshold` is the least reward of a trajectory that is imitated.
   """

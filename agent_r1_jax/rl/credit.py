@@ -1,4 +1,4 @@
-"""Credit: log-probs and values of a rollout's tokens, their advantages, mini-batches.
+"""Credit assignment: log-probs and values of the tokens, advantages, mini-batches.
 
 table = credit.score(table, algorithm, models, shape=shape)  # Adds log-probs and values.
 table, metrics = credit.estimate(table, algorithm)           # Adds advantages.
@@ -19,13 +19,13 @@ from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl.table import TokenTable
 
-# For each trajectory, tokens before every segment that only the critic sees.
+# For each trajectory, tokens that only the critic sees, before each of its segments.
 Prefixes = Sequence[Int[np.ndarray, '_']]
 _NO_PREFIX = np.zeros(0, np.int32)
 
 
 class Models(NamedTuple):
-  """The models that score trajectories before an update."""
+  """The models that compute log-probs and values before an update."""
 
   policy: decoder.Params  # The policy's parameters before the update.
   config: decoder.DecoderConfig  # The shape of the policy and of the critic.
@@ -62,18 +62,18 @@ def score(
     columns['ref_logprobs'] = logprobs(models.reference, models.reference_config)
   if algorithm.correction or not algorithm.loss_mask:
     # With a correction, all tokens get the log-probs of the policy before the update.
-    # Without one, sampled tokens keep the behaviour log-probs, and only the environment's
-    # tokens, which then have a loss too, lack any.
+    # Without one, only the environment's tokens need them, which then have a loss too:
+    # the sampled tokens keep their behaviour log-probs.
     old = logprobs(models.policy, models.config)
     keep = table.action_mask & (algorithm.correction is None)
     columns['old_logprobs'] = np.where(keep, table.old_logprobs, old)
   if algorithm.needs_critic:
     values = lambda b: learner.values(models.critic, b, config=models.config)
-    view, in_table = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
-    _check_rows(view, in_table, shape)
-    after = _score_tokens(view, values, shape)
-    # The value of the state before a token is that of the state after the last token.
-    columns['values'] = table_lib.previous_values(view.segment, after)[in_table]
+    longer, in_table = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
+    _check_lengths(longer, in_table, shape)
+    after = _score_tokens(longer, values, shape)
+    # The state before a token is the state after the token before it.
+    columns['values'] = table_lib.previous_values(longer.segment, after)[in_table]
     last = table_lib.ends(table.trajectory)
     columns['final_values'] = np.zeros(len(table.group))
     columns['final_values'][table.trajectory[last]] = after[in_table][last]
@@ -86,7 +86,7 @@ def estimate(
   """Adds advantages, returns and importance weights.
 
   Returns:
-    The table, with the rewards from before all transforms, and metrics to log.
+    The table, with its rewards unchanged by the transforms, and metrics to log.
 
   Raises:
     ValueError: The estimator needs a column that is missing, or does not return one.
@@ -124,33 +124,35 @@ def make_minibatch(
   *,
   shape: packing.MicrobatchShape,
   kl_coef: float = 0.0,
-  dense: bool = False,
+  shared_critic: bool = False,
 ) -> list[types.Batch]:
-  """Makes the policy's micro-batches of some trajectories.
+  """Makes the policy's micro-batches from some trajectories.
 
-  Trajectories whose advantages are all 0 are left out if only advantages make a loss; the
-  weights of the others stay the same.
+  If advantages are the only source of the loss, trajectories whose advantages are all 0
+  are left out; the weights of the others stay the same.
 
   Args:
     table: The table that `estimate` returned.
     members: The numbers of the trajectories.
-    algorithm: The algorithm, which says which tokens have a loss and how they weigh.
+    algorithm: The algorithm, for its masks, aggregation, KL and entropy.
     shape: The shape of the packed micro-batches.
     kl_coef: The present coefficient of the KL in the loss.
-    dense: Every token adds to the loss, because the critic is a second head of the
-      policy.
+    shared_critic: Whether the critic is a second head of the policy, so that the value
+      loss of every token is part of the loss.
   """
-  in_loss = isinstance(algorithm.kl, kl_lib.InLoss)
-  part = _add_weights(table, members, algorithm, algorithm.loss_mask)
-  if in_loss:
-    part = dataclasses.replace(part, kl_weights=kl_coef * part.column('weights'))
-  if not dense:
-    part = dataclasses.replace(part, values=None, returns=None)
-  if not (dense or in_loss or algorithm.entropy_coef):
-    live = np.unique(part.trajectory[part.advantages != 0])
-    live = live if len(live) else members[:1]  # There must be a batch to compute.
-    part = part.take(np.isin(part.trajectory, live))
-  return packing.pack_microbatches(part, shape)[0]
+  kl_in_loss = isinstance(algorithm.kl, kl_lib.InLoss)
+  minibatch = _select(table, members, algorithm, algorithm.loss_mask)
+  if kl_in_loss:
+    kl_weights = kl_coef * minibatch.column('weights')
+    minibatch = dataclasses.replace(minibatch, kl_weights=kl_weights)
+  if not shared_critic:
+    minibatch = dataclasses.replace(minibatch, values=None, returns=None)
+  if not (shared_critic or kl_in_loss or algorithm.entropy_coef):
+    nonzero = np.unique(minibatch.trajectory[minibatch.advantages != 0])
+    # One trajectory stays in any case: there must be a batch to compute.
+    kept = nonzero if len(nonzero) else members[:1]
+    minibatch = minibatch.take(np.isin(minibatch.trajectory, kept))
+  return packing.pack_microbatches(minibatch, shape)[0]
 
 
 def make_critic_minibatch(
@@ -163,13 +165,15 @@ def make_critic_minibatch(
 ) -> list[types.Batch]:
   """Makes the micro-batches of a critic that is a model of its own.
 
-  As `make_minibatch`; the critic also sees `prefixes` before each segment.
+  As `make_minibatch`, with `prefixes` before the segments.
   """
-  part = _add_weights(table, members, algorithm, algorithm.advantage_mask)
-  part = dataclasses.replace(part, advantages=None, ref_logprobs=None, correction=None)
+  minibatch = _select(table, members, algorithm, algorithm.advantage_mask)
+  # Columns that the value loss does not read.
+  unused = dict.fromkeys(('advantages', 'ref_logprobs', 'correction'))
+  minibatch = dataclasses.replace(minibatch, **unused)
   if prefixes is not None:
-    part, _ = part.add_prefixes(prefixes)
-  return packing.pack_microbatches(part, shape)[0]
+    minibatch, _ = minibatch.add_prefixes(prefixes)
+  return packing.pack_microbatches(minibatch, shape)[0]
 
 
 def _score_tokens(
@@ -177,27 +181,34 @@ def _score_tokens(
   score: Callable[[types.Batch], np.ndarray],
   shape: packing.MicrobatchShape,
 ) -> Float[np.ndarray, 'n']:
-  """Computes a column by a function of packed micro-batches."""
+  """Computes a column by a function that maps a micro-batch to numbers [B, T]."""
   batches, layout = packing.pack_microbatches(table, shape)
   packed = np.concatenate([np.asarray(score(batch), np.float64) for batch in batches])
   return layout.extract(packed)
 
 
-def _add_weights(table, members, algorithm, masked: bool) -> TokenTable:
-  """Selects trajectories, and adds the weights that the aggregation gives them."""
-  weighed, members = table.find_visible(masked), list(members)
+def _select(table, members, algorithm, action_mask: bool) -> TokenTable:
+  """Selects trajectories, and adds the weights of their tokens in the loss.
+
+  Args:
+    table: The table of all trajectories.
+    members: The numbers of the trajectories of the mini-batch.
+    algorithm: Has the aggregation, which is over the mini-batch.
+    action_mask: Whether only action tokens have a weight; see TokenTable.find_visible.
+  """
+  weighed, members = table.find_visible(action_mask), list(members)
   counts = np.bincount(table.trajectory[weighed], minlength=len(table.group))
-  each = np.zeros(len(table.group))
-  each[members] = algorithm.aggregation(counts[members])
-  table = dataclasses.replace(table, weights=each[table.trajectory] * weighed)
+  weight_of = np.zeros(len(table.group))
+  weight_of[members] = algorithm.aggregation(counts[members])
+  table = dataclasses.replace(table, weights=weight_of[table.trajectory] * weighed)
   return table.take(table.find_tokens(members))
 
 
-def _check_rows(view: TokenTable, in_table, shape: packing.MicrobatchShape) -> None:
-  """Raises ValueError if a segment fits a row and the critic's view of it does not."""
-  sizes = np.bincount(view.segment)
+def _check_lengths(longer: TokenTable, in_table, shape: packing.MicrobatchShape) -> None:
+  """Raises ValueError if a segment fits a row without its prefix, and not with it."""
+  sizes = np.bincount(longer.segment)
   longest = np.argmax(sizes)
-  text, size = in_table[view.segment == longest].sum(), sizes[longest]
+  text, size = in_table[longer.segment == longest].sum(), sizes[longest]
   if text < size > shape.row_tokens:
     raise ValueError(
       f'A segment of {text} tokens and the {size - text} before it that only the critic '
@@ -207,7 +218,7 @@ def _check_rows(view: TokenTable, in_table, shape: packing.MicrobatchShape) -> N
 
 
 def _mean_kl(table: TokenTable, estimator: kl_lib.Estimator) -> float:
-  """Averages over trajectories the mean over their action tokens (verl's)."""
+  """Averages over each trajectory's action tokens, then over trajectories (verl's)."""
   actions = table.take(table.action_mask)
   kl = np.asarray(estimator(actions.old_logprobs, actions.column('ref_logprobs')))
   sums = table_lib.sum_by(actions.trajectory, kl, len(actions.group))

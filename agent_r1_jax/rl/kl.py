@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimators, its place in reward or loss, its coefficient.
+"""KL to the reference policy: estimators, in the reward or the loss, its coefficient.
 
 An estimator takes log π and log π_ref of tokens that π sampled, and returns one number
 for each token. NumPy arrays give NumPy arrays, so that float64 stays float64 on the host.

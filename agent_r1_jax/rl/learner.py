@@ -1,4 +1,4 @@
-"""The learner: log-probs by one forward pass, gradients over micro-batches, one update.
+"""The learner: log-probs and values of packed tokens, and the optimizer step of a loss.
 
 Letters: B rows, T tokens, M tokens of the flattened batch, D embed, V vocabulary.
 """
@@ -23,7 +23,7 @@ Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetri
 
 
 class ModelState(NamedTuple):
-  """The trained state of one model: of the policy, or of a critic of its own."""
+  """The training state of one model: the policy, or a critic of its own."""
 
   # The parameters. If the policy's have a 'value_head', its critic is a second head.
   params: decoder.Params
@@ -33,7 +33,7 @@ class ModelState(NamedTuple):
 
 
 class NotFiniteError(FloatingPointError):
-  """A loss or a gradient is not finite; `batches` are the micro-batches of the update."""
+  """A loss or gradient is not finite; `batches` has the micro-batches of the update."""
 
   def __init__(self, message: str, batches: list[types.Batch]):
     super().__init__(message)
@@ -58,8 +58,8 @@ def token_stats(
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
   Of the batch, only tokens, positions and segment_ids are read. Values are computed if
-  the params have a value head. Tokens that are not `wanted` get 0 and cost no logits;
-  None wants all. `temperature` is that of the sampling.
+  the params have a value head. Where `wanted` is False the result is 0 and no logits are
+  computed; None means all tokens. `temperature` is that of the sampling.
   """
   text = (batch.tokens, batch.positions, batch.segment_ids)
   x_BTD = _shift_right(decoder.hidden(params, config, *text))
@@ -107,7 +107,8 @@ def _values(params, batch, *, config):
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:
   """Makes the policy's loss: the algorithm's, entropy, KL, and a shared critic's.
 
-  Every object that this returns is compiled anew, so use one for all updates.
+  The function is a static argument of jitted code: use one for all updates, since each
+  new one is compiled again.
   """
   kl, value_loss = algorithm.kl, algorithm.value_loss
 
@@ -256,5 +257,5 @@ def _apply(state, grads, *, optimizer):
 
 
 def _shift_right(x_BTD: Array) -> Array:
-  """Moves the hidden state before each token to the token's position."""
+  """Shifts each hidden state to the token that it predicts; the first becomes 0."""
   return jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))

@@ -1,4 +1,4 @@
-"""Optimizers of different memory: Adam with 8 or 2 bytes a parameter, Adafactor.
+"""Optimizers: Adam with 8 or 2 bytes of state for each parameter, and Adafactor.
 
 Adam's step is m̂ / (√v̂ + ε) with m ← β₁ m + (1 - β₁) g and v ← β₂ v + (1 - β₂) g². The
 default of β₂ is 0.95, where PyTorch, verl and TRL take 0.999: a run has some hundreds of
@@ -25,19 +25,19 @@ from agent_r1_jax import config as config_lib
 
 # float8 with 3 bits of mantissa, its largest number, and its smallest above 0.
 _FLOAT8, _LARGEST, _SMALLEST = jnp.float8_e4m3fn, 448.0, 2.0**-9
-# The mantissa of float32 has 20 bits more.
+# How many more bits the mantissa of float32 has.
 _CUT = 20
 
 
 class Rounded(NamedTuple):
-  """An array of one byte a number."""
+  """An array in float8, with a scale for each row."""
 
   codes: Any  # float8, of the array's shape.
   scales: Any  # float32 [..., 1]; the array is codes * scales.
 
 
 class Adam8State(NamedTuple):
-  """The number of updates, and the moments; of the second one, the square root."""
+  """The number of updates, the first moments, and the roots of the second moments."""
 
   count: Array
   mu: Rounded

@@ -1,4 +1,4 @@
-"""Packing: the segments of a table into rows of a fixed length, and back.
+"""Packs the segments of a token table into rows of a fixed length, and unpacks columns.
 
 Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 """
@@ -25,11 +25,10 @@ class MicrobatchShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The places of segments in packed rows."""
+  """Where each segment is in the packed rows."""
 
   lengths: tuple[int, ...]  # The number of tokens of each segment.
-  # The row of each segment, and its first column there.
-  places: tuple[tuple[int, int], ...]
+  starts: tuple[tuple[int, int], ...]  # The (row, column) of each segment's first token.
   rows: int  # R, padding rows included.
   row_tokens: int  # T.
 
@@ -43,15 +42,15 @@ class Layout:
   def index(self) -> Int[np.ndarray, 'n']:
     """The index of each token in the flattened packed rows."""
     # Segments of 3 and 2 at (row 0, column 0) and (1, 4), T = 8: 0 1 2 12 13.
-    begins = [row * self.row_tokens + offset for row, offset in self.places]
-    return self.positions + np.repeat(np.array(begins, int), self.lengths)
+    starts = [row * self.row_tokens + column for row, column in self.starts]
+    return self.positions + np.repeat(np.array(starts, int), self.lengths)
 
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
     """The number of each token's segment within its packed row: 1, 2, ..."""
     counts = [0] * self.rows
     numbers = []
-    for row, _ in self.places:
+    for row, _ in self.starts:
       counts[row] += 1
       numbers.append(counts[row])
     return np.repeat(np.array(numbers, int), self.lengths)
@@ -63,7 +62,7 @@ class Layout:
     return out.reshape(self.rows, self.row_tokens)
 
   def extract(self, packed: np.ndarray) -> np.ndarray:
-    """The inverse of `place`."""
+    """The inverse of `place`: [R, T] -> [n]."""
     return packed.reshape(-1)[self.index]
 
 
@@ -78,17 +77,17 @@ def plan_layout(
     ValueError: A segment is longer than a row.
   """
   check_lengths(lengths, row_tokens)
-  filled = np.zeros(len(lengths) + 1, int)  # Tokens of each row; there is one to spare.
-  opened = 0
-  places = [(0, 0)] * len(lengths)
+  used = 0  # Rows that have a segment.
+  filled = np.zeros(len(lengths) + 1, int)  # Tokens of each row; the last stays empty.
+  starts = [(0, 0)] * len(lengths)
   for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-    # The first row with room; the one after those that were opened has it.
-    row = int(np.argmax(filled[: opened + 1] <= row_tokens - lengths[i]))
-    opened = max(opened, row + 1)
-    places[i] = (row, int(filled[row]))
+    # The first row with room: one of those in use, or the first empty one.
+    row = int(np.argmax(filled[: used + 1] <= row_tokens - lengths[i]))
+    used = max(used, row + 1)
+    starts[i] = (row, int(filled[row]))
     filled[row] += lengths[i]
-  rows = -(-max(opened, 1) // row_multiple) * row_multiple
-  return Layout(tuple(lengths), tuple(places), rows, row_tokens)
+  rows = -(-max(used, 1) // row_multiple) * row_multiple
+  return Layout(tuple(lengths), tuple(starts), rows, row_tokens)
 
 
 def check_lengths(lengths: Sequence[int], row_tokens: int) -> None:
@@ -101,7 +100,7 @@ def check_lengths(lengths: Sequence[int], row_tokens: int) -> None:
 
 
 def pack(table: TokenTable, layout: Layout) -> types.Batch:
-  """Packs a table into one batch; advantages and weights that it lacks are 0."""
+  """Packs a table into one batch; advantages and weights that are None become 0."""
   zeros = np.zeros((layout.rows, layout.row_tokens), np.float32)
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
   arrays: dict[str, Any] = {'advantages': zeros, 'weights': zeros}
@@ -126,7 +125,8 @@ def pack_microbatches(
 ) -> tuple[list[types.Batch], Layout]:
   """Packs a table into micro-batches.
 
-  Returns the layout of the whole batch too.
+  Returns:
+    The micro-batches, and the layout of all their rows together.
 
   Raises:
     ValueError: A segment is longer than a row.

@@ -65,22 +65,22 @@ def score(
 ) -> Float[np.ndarray, 'n']:
   """Computes the score of each text.
 
-  Each has a row of its own in a batch of one shape, so that what is scored beside it
-  changes nothing.
+  Each has a row of its own in a batch of one shape, so that the other texts of the batch
+  cannot change its score.
 
   Raises:
     ValueError: A text is longer than a row.
   """
   scores = [np.zeros(0)]
   for start in range(0, len(texts), shape.rows):
-    some = texts[start : start + shape.rows]
-    lengths = [len(tokens) for tokens in some]
+    batch_texts = texts[start : start + shape.rows]
+    lengths = [len(tokens) for tokens in batch_texts]
     packing.check_lengths(lengths, shape.row_tokens)
-    places = tuple((i, 0) for i in range(len(some)))
-    layout = packing.Layout(tuple(lengths), places, shape.rows, shape.row_tokens)
-    batch = packing.pack(table.from_segments([_segment(t) for t in some]), layout)
+    starts = tuple((row, 0) for row in range(len(lengths)))
+    layout = packing.Layout(tuple(lengths), starts, shape.rows, shape.row_tokens)
+    batch = packing.pack(table.from_segments(list(map(_segment, batch_texts))), layout)
     values = learner.values(params, batch, config=config)
-    scores.append(values[np.arange(len(some)), np.array(lengths) - 1])
+    scores.append(values[np.arange(len(lengths)), np.array(lengths) - 1])
   return np.concatenate(scores).astype(float)
 
 
@@ -146,8 +146,8 @@ def _backward_batches(params, texts, value_and_grad, config, shape):
   pass gives the scores and so gᵢ = ∂L/∂sᵢ; the gradient of Σ gᵢ sᵢ with these gᵢ fixed is
   L's own (Gao et al. 2021, arXiv 2101.06983).
   """
-  # Values of the learner are of the state before a token. So that there is one after the
-  # last token, each text is a token longer; nothing reads that one.
+  # A gradient's values are those of the states before each token. So each text gets one
+  # more token, which nothing reads: its value is that of the state after the last one.
   tokens = table.from_segments([_segment(np.append(t, t[-1])) for t in texts])
   ends = table.ends(tokens.segment)
   batches, layout = packing.pack_microbatches(tokens, shape)
@@ -173,9 +173,9 @@ def _draw_groups(groups, count: int, rng) -> Iterator[np.ndarray]:
   while True:
     if len(waiting) < count:
       epoch = rng.permutation(names)
-      # What is left of the last epoch comes late in the next, not twice in one step.
-      left = np.isin(epoch, waiting)
-      waiting = np.concatenate([waiting, epoch[~left], epoch[left]])
+      # A group that still waits from the last epoch must not come twice in one step.
+      repeated = np.isin(epoch, waiting)
+      waiting = np.concatenate([waiting, epoch[~repeated], epoch[repeated]])
     yield np.flatnonzero(np.isin(groups, waiting[:count]))
     waiting = waiting[count:]
 

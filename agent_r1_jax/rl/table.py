@@ -32,7 +32,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenTable:
-  """The tokens of some trajectories, or the subset of them that an estimator sees.
+  """Tokens of trajectories, or the subset of them that an estimator sees, as columns.
 
   A column that has not been computed is None.
   """
@@ -122,7 +122,7 @@ class TokenTable:
     return self._map_tokens(lambda column: column[which])
 
   def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
-    """Returns the numbers of the tokens of some trajectories, in the order given."""
+    """Returns the indices of the trajectories' tokens, in the order of `trajectories`."""
     spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
     return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
 
@@ -138,7 +138,7 @@ class TokenTable:
   def scatter(
     self, which: Bool[np.ndarray, 'n'], x: Float[np.ndarray, 'm'], rest: float = 0.0
   ) -> Float[np.ndarray, 'n']:
-    """Returns a column with x at the chosen tokens and `rest` at the others."""
+    """Returns a column with x where the mask `which` is True, and `rest` elsewhere."""
     column = np.full(len(self), rest)
     column[which] = x
     return column
@@ -171,7 +171,7 @@ class TokenTable:
     `segments` has the number of tokens of each segment. Columns that have not been
     computed are left out.
     """
-    # Numbers of the whole batch say nothing in the log of one episode.
+    # Segment, turn and trajectory numbers count over the batch, not over one episode.
     names = [
       n for n in _list_token_columns() if n not in ('segment', 'turn', 'trajectory')
     ]
@@ -198,7 +198,7 @@ def _list_token_columns() -> list[str]:
   return [name for name, shape in shapes.items() if getattr(shape, 'dim_str', '') == 'n']
 
 
-# What a user has to do to get a column that is missing.
+# How a user gets a column that is missing.
 _REMEDIES = {
   'values': 'set value_loss of the algorithm, so that there is a critic',
   'ref_logprobs': "set kl of the algorithm, or add 'ref_logprobs' to its reads, so that "
@@ -290,12 +290,11 @@ def _turn_columns(
 
 def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end) -> None:
   """Raises ValueError unless the turns hold every action token once and in order."""
-  acted = np.append(0, np.cumsum(table.action_mask))  # Actions before each token.
+  n = len(table)
+  actions_before = np.append(0, np.cumsum(table.action_mask))  # The token, for each.
+  actions = actions_before[np.minimum(stop, n)] - actions_before[start.clip(0, n)]
   inside = (begin <= start) & (start < stop) & (stop <= end)
-  inside &= acted[np.minimum(stop, len(table))] - acted[start.clip(0, len(table))] == (
-    stop - start
-  )
-  for k in np.flatnonzero(~inside)[:1]:
+  for k in np.flatnonzero(~inside | (actions != stop - start))[:1]:
     number, t = k - np.searchsorted(owner, owner[k]), trajectories[owner[k]]
     raise ValueError(
       f'Turn {number} of task {t.task.id!r} spans tokens {start[k] - begin[k]}:'
@@ -304,8 +303,8 @@ def _check_turns(trajectories, table: TokenTable, owner, begin, start, stop, end
   ordered = np.ones(len(start), bool)
   ordered[1:] = start[1:] >= stop[:-1]
   for i, t in enumerate(trajectories):
-    mine, actions = owner == i, sum(s.action_mask.sum() for s in t.segments)
-    if not ordered[mine].all() or (stop - start)[mine].sum() != actions:
+    mine, count = owner == i, sum(s.action_mask.sum() for s in t.segments)
+    if not ordered[mine].all() or (stop - start)[mine].sum() != count:
       raise ValueError(
         f'The turns of task {t.task.id!r} do not hold its action tokens, each once and '
         'in order.'

@@ -1,4 +1,4 @@
-"""Learning from a rollout: credit, mini-batches, the KL coefficient, the reference.
+"""Updates the models from a rollout: advantages, epochs of mini-batches, KL control.
 
 plan = updates.Plan(model, algorithm, shape, optimizers, schedule, ...)
 train_state = updates.init(params, plan)
@@ -25,12 +25,12 @@ from agent_r1_jax.rl import table as table_lib
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The constants of a run that learning depends on."""
+  """What an update needs and no step changes."""
 
   model: decoder.DecoderConfig  # The shape of policy and critic.
-  algorithm: algorithms.Algorithm  # The algorithm.
+  algorithm: algorithms.Algorithm
   shape: packing.MicrobatchShape  # The shape of micro-batches.
-  # 'policy' and, if the critic is a model of its own, 'critic'.
+  # By model: 'policy' and, if the critic is a model of its own, 'critic'.
   optimizers: dict[str, optax.GradientTransformation]
   # The number of epochs and mini-batches, and when the engine gets a new policy.
   schedule: config_lib.Schedule = dataclasses.field(default_factory=config_lib.Schedule)
@@ -69,7 +69,7 @@ class Plan:
 class TrainState:
   """The state that learning passes from rollout to rollout; `learn` returns a new one."""
 
-  # 'policy' and, if the critic is a model of its own, 'critic'.
+  # By model: 'policy' and, if the critic is a model of its own, 'critic'.
   states: dict[str, learner.ModelState]
   reference: decoder.Params | None  # The reference policy's parameters, if there is one.
   # The parameters that the engine samples from, before adapters are merged.
@@ -79,22 +79,28 @@ class TrainState:
   step: int = 0  # The number of rollouts learned from.
 
   def checkpoint_arrays(self, plan: Plan) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint, without those that can be loaded or derived."""
+    """Returns the arrays of a checkpoint: what cannot be loaded or derived at a restart.
+
+    These are the learned parameters and the optimizer states; the reference, if it
+    changes; and the sampler, if it may be an older policy than the one in `states`.
+    """
     learned = lambda params: lora.split(params)[0]
-    reference = (
-      {'reference': learned(self.reference)} if plan.schedule.reference_every else {}
-    )
-    older = plan.schedule.sync_every > 1 or plan.syncs_before_update
-    sampler = {'sampler': learned(self.sampler)} if older else {}
-    states = {n: s._replace(params=learned(s.params)) for n, s in self.states.items()}
-    return states | reference | sampler
+    arrays: dict[str, Any] = {
+      name: state._replace(params=learned(state.params))
+      for name, state in self.states.items()
+    }
+    if plan.schedule.reference_every:
+      arrays['reference'] = learned(self.reference)
+    if plan.schedule.sync_every > 1 or plan.syncs_before_update:
+      arrays['sampler'] = learned(self.sampler)
+    return arrays
 
   def checkpoint_numbers(self) -> dict[str, Any]:
     """Returns the Python numbers of a checkpoint."""
     return {name: getattr(self, name) for name in ('sampler_step', 'kl_coef', 'step')}
 
   def restore(self, arrays: dict[str, Any], numbers: dict[str, Any]) -> 'TrainState':
-    """Returns the state of a checkpoint, with the frozen parameters of this one."""
+    """Returns the state saved in a checkpoint, with the frozen parameters of this one."""
     states = {}
     for name, state in self.states.items():
       params = _with_frozen_of(arrays[name].params, state.params)
@@ -105,7 +111,7 @@ class TrainState:
     if 'sampler' in arrays:
       sampler = _with_frozen_of(arrays['sampler'], sampler)
     elif self.sampler is not self.states['policy'].params:
-      sampler = _copy_learned(sampler)
+      sampler = _copy_learned(sampler)  # See _sampler_params.
     return TrainState(states, reference, sampler, **numbers)
 
 
@@ -190,9 +196,10 @@ def learn(
 
 
 def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
-  """Makes the policy the one that the engine gets next, every `sync_every` rollouts.
+  """Makes the present policy the sampler, every `sync_every` rollouts.
 
-  `learn` calls it, unless plan.syncs_before_update.
+  `learn` calls it, unless plan.syncs_before_update; the schedule gives the sampler to the
+  engine.
   """
   step = train_state.step
   if step % plan.schedule.sync_every or train_state.sampler_step == step:
@@ -256,7 +263,7 @@ def _run_epochs(
         table,
         members,
         kl_coef=train_state.kl_coef,
-        dense=plan.shared_critic,
+        shared_critic=plan.shared_critic,
         **options,
       )
       update('policy', batches)
@@ -264,7 +271,7 @@ def _run_epochs(
 
 
 def _split_epochs(n: int, plan: Plan, step: int) -> Iterator[list[int]]:
-  """Yields the members of each mini-batch; every epoch has an order of its own."""
+  """Yields the trajectory numbers of each mini-batch; each epoch has its own order."""
   for epoch in range(plan.schedule.epochs):
     order = np.random.default_rng([plan.seed, step, epoch]).permutation(n)
     for members in np.array_split(order, min(plan.schedule.minibatches, n)):

@@ -125,7 +125,7 @@ class Conversation:
     return self.refused or ('truncated' if self._cut else 'done')
 
   def submit(
-    self, asked: protocol.Asked, automata: Sequence[types.Automaton]
+    self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
     """Begins the replies to a request; see the module.
 
@@ -134,14 +134,14 @@ class Conversation:
     """
     if self._closed:
       raise http.RefusedError(410, 'the episode is over', 'episode_over')
-    if asked.messages is None:
+    if api_request.messages is None:
       raise http.RefusedError(400, 'an episode asks for chat completions only')
-    if asked.schema or asked.required:
+    if api_request.schema or api_request.required:
       self.metrics['unrestricted'] += 1
     begun = []
     try:
-      for _ in range(asked.n):
-        begun.append(self._submit_one(asked, automata))
+      for _ in range(api_request.n):
+        begun.append(self._submit_one(api_request, automata))
     except Exception:
       for generation in begun:
         generation.cancel()
@@ -149,14 +149,14 @@ class Conversation:
       raise
     return begun
 
-  def _submit_one(self, asked, automata) -> request_lib.Generation:
+  def _submit_one(self, api_request, automata) -> request_lib.Generation:
     if self._turns + len(self._sampled) >= self._max_turns:
       self.refused = self.refused or 'max_turns'
       text = f'the episode has had its {self._max_turns} replies (limits.max_turns)'
       raise http.RefusedError(400, text, 'max_turns')
-    branch = self._find(asked)
+    branch = self._find(api_request)
     try:
-      generation = self._sample(branch, asked, automata)
+      generation = self._sample(branch, api_request, automata)
     except Exception:
       self._drop(branch)
       raise
@@ -164,7 +164,7 @@ class Conversation:
     self._sampled[generation] = branch
     return generation
 
-  def _sample(self, branch: _Branch, asked, automata) -> request_lib.Generation:
+  def _sample(self, branch: _Branch, api_request, automata) -> request_lib.Generation:
     """Begins the reply that a text waits for."""
     assert branch.pending
     _, _, ids = branch.pending
@@ -181,53 +181,53 @@ class Conversation:
     return self._context.submit(
       ids,
       parent,
-      min(room, self._max_turn_tokens, asked.max_tokens or room),
+      min(room, self._max_turn_tokens, api_request.max_tokens or room),
       branch.key,
       automata=automata,
-      top_logprobs=asked.top_logprobs or 0,
+      top_logprobs=api_request.top_logprobs or 0,
     )
 
-  def _find(self, asked: protocol.Asked) -> _Branch:
+  def _find(self, api_request: protocol.ApiRequest) -> _Branch:
     """Finds the text that a request goes on from, or begins one."""
-    assert asked.messages is not None
-    tools = json.dumps(asked.tools, sort_keys=True)
-    messages = [protocol.comparable(message) for message in asked.messages]
-    found = [
+    assert api_request.messages is not None
+    tools = json.dumps(api_request.tools, sort_keys=True)
+    messages = [protocol.make_comparable(message) for message in api_request.messages]
+    candidates = [
       (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
       for i, branch in enumerate(self._branches)
       if branch.tools == tools
       for count, length in branch.ends
       if messages[:count] == branch.messages[:count]
     ]
-    if not found:
-      return self._begin(asked, tools, messages)
-    count, is_end, i, length = max(found)
-    old = self._branches[-i]
-    rendered = self._render(asked.messages[count:])
-    ids = self._chat.encode_delta(rendered, int(old.tokens[length - 1]))
-    branch = old
+    if not candidates:
+      return self._begin(api_request, tools, messages)
+    count, is_end, i, length = max(candidates)
+    parent = self._branches[-i]
+    rendered = self._render(api_request.messages[count:])
+    ids = self._chat.encode_delta(rendered, int(parent.tokens[length - 1]))
+    branch = parent
     if not is_end:
       branch = _Branch(
         tools,
-        old.messages[:count],
-        old.rendered[:count],
+        parent.messages[:count],
+        parent.rendered[:count],
         count,
-        [end for end in old.ends if end[0] <= count],
-        [(old.tokens[:length], None, None)],
-        old.text,
-        *self._make_key(np.append(old.tokens[:length], ids)),
+        [end for end in parent.ends if end[0] <= count],
+        [(parent.tokens[:length], None, None)],
+        parent.text,
+        *self._make_key(np.append(parent.tokens[:length], ids)),
       )
       self._branches.append(branch)
     branch.pending = messages[count:], rendered, ids
     return branch
 
-  def _begin(self, asked, tools, messages) -> _Branch:
+  def _begin(self, api_request, tools, messages) -> _Branch:
     """Begins a text of its own."""
-    rendered = self._render(asked.messages)
-    ids = self._chat.encode_prompt(rendered, asked.tools)
+    rendered = self._render(api_request.messages)
+    ids = self._chat.encode_prompt(rendered, api_request.tools)
     # The key of the task's own prompt is that of a native environment's first segment.
     same = [str(m['content']) for m in self._task.messages] == [
-      m['content'] for m in asked.messages
+      m['content'] for m in api_request.messages
     ]
     key = self._make_key(ids, own=same)
     branch = _Branch(
@@ -256,7 +256,7 @@ class Conversation:
     What the task's own messages mark as control text is control text again, and a reply
     that the policy gave in another text is as it was sampled.
     """
-    own = {str(m['content']): m['content'] for m in self._task.messages}
+    task_contents = {str(m['content']): m['content'] for m in self._task.messages}
     sampled = [
       (message, rendered)
       for branch in self._branches
@@ -266,10 +266,10 @@ class Conversation:
     written = protocol.to_chat(messages, self._chat.format)
     for i, message in enumerate(messages):
       if message['role'] == 'assistant':
-        same = protocol.comparable(message)
+        same = protocol.make_comparable(message)
         written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
       else:
-        written[i]['content'] = own.get(message['content'], message['content'])
+        written[i]['content'] = task_contents.get(message['content'], message['content'])
     return written
 
   def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
@@ -286,7 +286,7 @@ class Conversation:
       (chunk.tokens, chunk.behaviour_logprobs, chunk.policy_steps),
     ]
     text = self._chat.decode(chunk.tokens.tolist())
-    branch.messages += [*messages, protocol.comparable(reply.as_message())]
+    branch.messages += [*messages, protocol.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), stop))
     self._cut = reply.reason == 'length'
@@ -294,7 +294,7 @@ class Conversation:
     # Before the first reply of all they are examples.
     self.metrics['rewritten'] += bool(self._turns and replies)
     self.metrics['forks'] += not branch.turns and bool(branch.shared_messages)
-    malformed = sum(isinstance(given, str) for _, given in reply.calls)
+    malformed = sum(isinstance(arguments, str) for _, arguments in reply.calls)
     self.metrics['tool_calls'] += len(reply.calls) - malformed
     self.metrics['format_errors'] += malformed
     turn = types.Turn(0, stop - len(chunk.tokens), stop)

@@ -47,19 +47,19 @@ class _Endpoint:
     routes = []
     for prefix in ('', '/episodes/{episode}'):
       reward = routing.Route(f'{prefix}/v1/reward', self._reward, methods=['POST'])
-      routes += [*self._server.routes(prefix), reward]
+      routes += [*self._server.make_routes(prefix), reward]
     self._app = applications.Starlette(routes=routes)
     listener = http.listen('127.0.0.1', 0)
     self.url = f'http://127.0.0.1:{listener.getsockname()[1]}'
     self._task = asyncio.create_task(self._serve(listener, on_end))
 
   def _find(self, episode: str | None, key: str) -> conversation_lib.Conversation:
-    found = self.episodes.get(episode or key)
-    if found is None:
+    conversation = self.episodes.get(episode or key)
+    if conversation is None:
       raise http.RefusedError(
         410, 'there is no such episode, or it is over', 'no_episode'
       )
-    return found
+    return conversation
 
   async def _serve(self, listener, on_end):
     server = http.make_server(self._app, shutdown_seconds=1, lifespan='off')
@@ -72,8 +72,8 @@ class _Endpoint:
 
   async def _reward(self, request: Any):
     try:
-      found: Any = self._server.find_source(request)
-      found.report(_read_step(await http.read_json(request, 1 << 16)))
+      conversation: Any = self._server.find_source(request)
+      conversation.report(_read_step(await http.read_json(request, 1 << 16)))
       return http.answer_json({})
     except http.RefusedError as error:
       return self._server.refuse(error)
@@ -101,15 +101,15 @@ _endpoints: dict[tuple, _Endpoint] = {}
 
 @contextlib.asynccontextmanager
 async def open(
-  asked: conversation_lib.Conversation, chat: chat_lib.Chat, vocab_size: int
+  conversation: conversation_lib.Conversation, chat: chat_lib.Chat, vocab_size: int
 ) -> AsyncIterator[str]:
   """Gives the address of an episode; what is asked there afterwards gets 410."""
-  where = asyncio.get_running_loop(), chat
-  if where not in _endpoints:
-    _endpoints[where] = _Endpoint(chat, vocab_size, lambda: _endpoints.pop(where))
-  found, key = _endpoints[where], secrets.token_urlsafe(16)
-  found.episodes[key] = asked
+  place = asyncio.get_running_loop(), chat
+  if place not in _endpoints:
+    _endpoints[place] = _Endpoint(chat, vocab_size, lambda: _endpoints.pop(place))
+  endpoint, key = _endpoints[place], secrets.token_urlsafe(16)
+  endpoint.episodes[key] = conversation
   try:
-    yield f'{found.url}/episodes/{key}/v1'
+    yield f'{endpoint.url}/episodes/{key}/v1'
   finally:
-    del found.episodes[key]
+    del endpoint.episodes[key]

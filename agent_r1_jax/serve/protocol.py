@@ -28,7 +28,7 @@ numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ApiRequest:
   """What a client asks for.
 
   Attributes:
@@ -67,12 +67,12 @@ class Asked:
     return request.make_key('seed', seed, index)
 
 
-def read_chat(body: dict[str, Any]) -> Asked:
+def read_chat(body: dict[str, Any]) -> ApiRequest:
   """Reads a request for chat completions."""
   tools, required = _read_tools(body)
-  top = _number(body, 'top_logprobs', 0, int, 0, programs.TOP)
-  wanted = bool(body.get('logprobs'))
-  most = 'max_completion_tokens' if body.get('max_completion_tokens') else 'max_tokens'
+  top_logprobs = _read_number(body, 'top_logprobs', 0, int, 0, programs.TOP)
+  with_logprobs = bool(body.get('logprobs'))
+  field = 'max_completion_tokens' if body.get('max_completion_tokens') else 'max_tokens'
   return _read(
     body,
     messages=read_messages(body.get('messages')),
@@ -80,12 +80,12 @@ def read_chat(body: dict[str, Any]) -> Asked:
     tools=tools,
     required=required,
     schema=_read_schema(body.get('response_format')),
-    max_tokens=_number(body, most, None, int, 1),
-    top_logprobs=top if wanted else None,
+    max_tokens=_read_number(body, field, None, int, 1),
+    top_logprobs=top_logprobs if with_logprobs else None,
   )
 
 
-def read_completion(body: dict[str, Any]) -> Asked:
+def read_completion(body: dict[str, Any]) -> ApiRequest:
   """Reads a request for completions; names of control tokens in it are control tokens."""
   prompt = body.get('prompt')
   if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -102,12 +102,12 @@ def read_completion(body: dict[str, Any]) -> Asked:
     tools=[],
     required=False,
     schema=_read_schema(body.get('response_format')),
-    max_tokens=_number(body, 'max_tokens', 16, int, 1),
-    top_logprobs=_number(body, 'logprobs', None, int, 0, programs.TOP),
+    max_tokens=_read_number(body, 'max_tokens', 16, int, 1),
+    top_logprobs=_read_number(body, 'logprobs', None, int, 0, programs.TOP),
   )
 
 
-def _read(body: dict[str, Any], **fields: Any) -> Asked:
+def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
   """Reads what both kinds of requests have."""
   for name in ('presence_penalty', 'frequency_penalty', 'logit_bias'):
     if body.get(name):
@@ -119,35 +119,35 @@ def _read(body: dict[str, Any], **fields: Any) -> Asked:
   if len(stop) > _MOST_STOPS:
     raise http.RefusedError(400, f'stop has {len(stop)} texts; {_MOST_STOPS} are allowed')
   options = body.get('stream_options') or {}
-  return Asked(
+  return ApiRequest(
     sampling=config_lib.Sampling(
-      _number(body, 'temperature', 1.0, float, 0, 100),
-      _number(body, 'top_k', 0, int, 0),
-      _number(body, 'top_p', 1.0, float, 1e-6, 1),
-      _number(body, 'min_p', 0.0, float, 0, 1),
+      _read_number(body, 'temperature', 1.0, float, 0, 100),
+      _read_number(body, 'top_k', 0, int, 0),
+      _read_number(body, 'top_p', 1.0, float, 1e-6, 1),
+      _read_number(body, 'min_p', 0.0, float, 0, 1),
     ),
     stop=tuple(stop),
-    seed=_number(body, 'seed', None, int),
-    n=_number(body, 'n', 1, int, 1, _MOST_CHOICES),
+    seed=_read_number(body, 'seed', None, int),
+    n=_read_number(body, 'n', 1, int, 1, _MOST_CHOICES),
     stream=bool(body.get('stream')),
     usage=bool(isinstance(options, dict) and options.get('include_usage')),
     **fields,
   )
 
 
-def _number(body, name, default, kind, least=None, most=None) -> Any:
+def _read_number(body, name, default, kind, minimum=None, maximum=None) -> Any:
   """Reads a number; null stands for the default."""
   value = body.get(name)
   if value is None:
     return default
-  whole = isinstance(value, int) and not isinstance(value, bool)
-  right = whole or (kind is float and isinstance(value, float))
-  if not right or (least is not None and not value >= least):
-    right = False
-  if not right or (most is not None and not value <= most):
-    said = ('' if least is None else f' from {least}') + (f' to {most}' if most else '')
-    what = 'an integer' if kind is int else 'a number'
-    raise http.RefusedError(400, f'{name} is {value!r:.80}; it must be {what}{said}')
+  is_integer = isinstance(value, int) and not isinstance(value, bool)
+  right = is_integer or (kind is float and isinstance(value, float))
+  right = right and (minimum is None or value >= minimum)
+  if not right or (maximum is not None and not value <= maximum):
+    expected = 'an integer' if kind is int else 'a number'
+    expected += '' if minimum is None else f' from {minimum}'
+    expected += f' to {maximum}' if maximum else ''
+    raise http.RefusedError(400, f'{name} is {value!r:.80}; it must be {expected}')
   return kind(value)
 
 
@@ -177,12 +177,13 @@ def _read_schema(form: Any) -> dict[str, Any] | None:
     return None
   if kind == 'json_object':
     return {'type': 'object'}
-  found = (form.get('json_schema') or {}).get('schema') if kind == 'json_schema' else None
-  if not isinstance(found, dict):
+  schema = form.get('json_schema') if kind == 'json_schema' else None
+  schema = (schema or {}).get('schema')
+  if not isinstance(schema, dict):
     raise http.RefusedError(
       400, f'response_format of the type {kind!r:.80} has no schema'
     )
-  return found
+  return schema
 
 
 def read_messages(messages: Any) -> list[types.Message]:
@@ -194,27 +195,27 @@ def read_messages(messages: Any) -> list[types.Message]:
   """
   if not isinstance(messages, list) or not messages:
     raise http.RefusedError(400, 'messages must be a list with at least one message')
-  read, names = [], {}
+  result, names = [], {}
   for number, message in enumerate(messages):
     where = f'messages[{number}]'
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
       raise http.RefusedError(400, f'{where} has no role')
     role = {'developer': 'system'}.get(message['role'], message['role'])
-    found: types.Message = {'role': role, 'content': _read_text(message, where)}
+    parsed: types.Message = {'role': role, 'content': _read_text(message, where)}
     if role == 'assistant':
-      found['calls'] = []
+      parsed['calls'] = []
       for call in message.get('tool_calls') or []:
         try:
           name = call['function']['name']
-          found['calls'].append((name, _read_arguments(call['function']['arguments'])))
+          parsed['calls'].append((name, _read_arguments(call['function']['arguments'])))
           names[call.get('id')] = name
         except (TypeError, KeyError) as error:
           text = f'{where} has a tool call that cannot be read: {error!r}'
           raise http.RefusedError(400, text) from None
     elif name := message.get('name') or names.get(message.get('tool_call_id')):
-      found['name'] = name
-    read.append(found)
-  return read
+      parsed['name'] = name
+    result.append(parsed)
+  return result
 
 
 def _read_arguments(text: str) -> dict[str, Any] | str:
@@ -254,7 +255,7 @@ def to_chat(
   return written
 
 
-def comparable(message: types.Message) -> types.Message:
+def make_comparable(message: types.Message) -> types.Message:
   """What of a message must be equal for it to be the same one.
 
   Clients strip the text of replies. A tool's name may be missing.
@@ -293,22 +294,26 @@ class Choice:
   """
 
   def __init__(
-    self, index: int, generation: request.Generation, asked: Asked, chat: chat_lib.Chat
+    self,
+    index: int,
+    generation: request.Generation,
+    api_request: ApiRequest,
+    chat: chat_lib.Chat,
   ):
     """Begins with the generation."""
     self.index, self.generation, self.tokens = index, generation, []
-    self._asked, self._chat, self._shown = asked, chat, 0
-    openings = chat.format.openings if asked.tools else ()
-    self._openings, self._held = openings, (*asked.stop, *openings)
+    self._api_request, self._chat, self._sent = api_request, chat, 0
+    openings = chat.format.openings if api_request.tools else ()
+    self._openings, self._held_back = openings, (*api_request.stop, *openings)
 
   def add(self, chunk: request.Chunk) -> str:
     """Adds tokens; returns further text that is surely part of the reply's."""
     self.tokens += chunk.tokens.tolist()
     text = self._chat.decode(self.tokens).rstrip('\ufffd')
-    if starts := [i for s in self._held if (i := text.find(s)) >= 0]:
+    if starts := [i for s in self._held_back if (i := text.find(s)) >= 0]:
       text = text[: min(starts)]
     # What may be the beginning of a stop string or of a call is held back.
-    cuts = [n for s in self._held for n in range(1, len(s)) if text.endswith(s[:n])]
+    cuts = [n for s in self._held_back for n in range(1, len(s)) if text.endswith(s[:n])]
     return self._show(text[: len(text) - max(cuts, default=0)])
 
   def finish(self) -> tuple[Reply, str]:
@@ -317,24 +322,25 @@ class Choice:
       str(self._chat.decode(self.tokens)),
       self.generation.chunks[-1].stopped,
     )
-    ends = [i for s in self._asked.stop if (i := text.find(s)) >= 0]
+    ends = [i for s in self._api_request.stop if (i := text.find(s)) >= 0]
     text = text[: min(ends)] if ends else text
-    found = []
-    if self._asked.tools and stopped:
-      found = self._chat.format.parse(text, self._asked.tools)
-    if found:
+    tool_calls = []
+    if self._api_request.tools and stopped:
+      tool_calls = self._chat.format.parse(text, self._api_request.tools)
+    if tool_calls:
       begin = text.rfind('</think>') + 1
       starts = [i for s in self._openings if (i := text.find(s, begin)) >= 0]
       text = text[: min(starts, default=None)]
-    reason = 'length' if not stopped else 'tool_calls' if found else 'stop'
-    return Reply(text, [_name(call) for call in found], reason), self._show(text)
+    reason = 'length' if not stopped else 'tool_calls' if tool_calls else 'stop'
+    reply = Reply(text, [_name_call(call) for call in tool_calls], reason)
+    return reply, self._show(text)
 
   def _show(self, text: str) -> str:
-    new, self._shown = text[self._shown :], max(self._shown, len(text))
-    return new
+    unsent, self._sent = text[self._sent :], max(self._sent, len(text))
+    return unsent
 
 
-def _name(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
+def _name_call(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
   """Returns name and arguments of a call; a client sees for itself what is malformed."""
   if isinstance(call, calls.ToolCall):
     return call.name, call.arguments
@@ -356,7 +362,7 @@ def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, 
   ]
 
 
-def _write_calls(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+def _write_calls(tool_calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
   """Writes tool calls, with an id for each."""
   return [
     {
@@ -364,10 +370,10 @@ def _write_calls(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
       'type': 'function',
       'function': {
         'name': name,
-        'arguments': given if isinstance(given, str) else json.dumps(given),
+        'arguments': arguments if isinstance(arguments, str) else json.dumps(arguments),
       },
     }
-    for name, given in found
+    for name, arguments in tool_calls
   ]
 
 
@@ -381,7 +387,7 @@ class Form(NamedTuple):
     delta: The same of a part of one that is streamed.
   """
 
-  read: Callable[[dict[str, Any]], Asked]
+  read: Callable[[dict[str, Any]], ApiRequest]
   name: str
   choice: Callable[..., dict[str, Any]]
   delta: Callable[..., dict[str, Any]]
@@ -393,24 +399,30 @@ class Form(NamedTuple):
     return head | {'choices': choices} | more
 
 
-def _chat_logprobs(logprobs: list | None) -> dict[str, Any] | None:
+def _write_chat_logprobs(logprobs: list | None) -> dict[str, Any] | None:
   return None if logprobs is None else {'content': logprobs, 'refusal': None}
 
 
-def _chat_choice(text: str, found: Sequence, logprobs: list | None) -> dict[str, Any]:
-  message = {'role': 'assistant', 'content': text or (None if found else '')}
-  message |= {'tool_calls': _write_calls(found)} if found else {}
-  return {'message': message, 'logprobs': _chat_logprobs(logprobs)}
+def _write_chat_choice(
+  text: str, tool_calls: Sequence, logprobs: list | None
+) -> dict[str, Any]:
+  message = {'role': 'assistant', 'content': text or (None if tool_calls else '')}
+  message |= {'tool_calls': _write_calls(tool_calls)} if tool_calls else {}
+  return {'message': message, 'logprobs': _write_chat_logprobs(logprobs)}
 
 
-def _chat_delta(text: str, found: Sequence, logprobs: list | None) -> dict[str, Any]:
+def _write_chat_delta(
+  text: str, tool_calls: Sequence, logprobs: list | None
+) -> dict[str, Any]:
   delta = {'role': 'assistant', 'content': text}
-  numbered = [{'index': i} | call for i, call in enumerate(_write_calls(found))]
-  delta |= {'tool_calls': numbered} if found else {}
-  return {'delta': delta, 'logprobs': _chat_logprobs(logprobs)}
+  numbered = [{'index': i} | call for i, call in enumerate(_write_calls(tool_calls))]
+  delta |= {'tool_calls': numbered} if tool_calls else {}
+  return {'delta': delta, 'logprobs': _write_chat_logprobs(logprobs)}
 
 
-def _text_choice(text: str, found: Sequence, logprobs: list | None) -> dict[str, Any]:
+def _write_text_choice(
+  text: str, tool_calls: Sequence, logprobs: list | None
+) -> dict[str, Any]:
   columns = None
   if logprobs is not None:
     named = lambda tops: {top['token']: top['logprob'] for top in tops}
@@ -422,5 +434,5 @@ def _text_choice(text: str, found: Sequence, logprobs: list | None) -> dict[str,
   return {'text': text, 'logprobs': columns}
 
 
-CHAT = Form(read_chat, 'chat.completion', _chat_choice, _chat_delta)
-TEXT = Form(read_completion, 'text_completion', _text_choice, _text_choice)
+CHAT = Form(read_chat, 'chat.completion', _write_chat_choice, _write_chat_delta)
+TEXT = Form(read_completion, 'text_completion', _write_text_choice, _write_text_choice)

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_grammar, calls, workers
+from agent_r1_jax.agent import automata, call_formats, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -46,9 +46,9 @@ class Source(Protocol):
   """Where the replies to a client's requests come from."""
 
   def submit(
-    self, asked: protocol.Asked, automata: Sequence[types.Automaton]
+    self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
-    """Begins `asked.n` replies; raises RefusedError if there can be none."""
+    """Begins `api_request.n` replies; raises RefusedError if there can be none."""
     ...
 
   def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
@@ -66,35 +66,35 @@ class FreeSource:
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat):
     self._engine, self._chat = engine, chat
 
-  def submit(self, asked, automata):
+  def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
-    if asked.messages is not None:
-      messages = protocol.to_chat(asked.messages, self._chat.format)
-      ids = self._chat.encode_prompt(messages, asked.tools)
-    elif isinstance(asked.prompt, str):
-      ids = self._chat.encode_text(asked.prompt)
+    if api_request.messages is not None:
+      messages = protocol.to_chat(api_request.messages, self._chat.format)
+      ids = self._chat.encode_prompt(messages, api_request.tools)
+    elif isinstance(api_request.prompt, str):
+      ids = self._chat.encode_text(api_request.prompt)
     else:
-      ids = np.array(asked.prompt)
+      ids = np.array(api_request.prompt)
     room = self._engine.sizes.slots - len(ids)
-    most = room if asked.max_tokens is None else asked.max_tokens
-    if room < 1 or most > room:
+    max_tokens = room if api_request.max_tokens is None else api_request.max_tokens
+    if room < 1 or max_tokens > room:
       text = (
-        f'the prompt has {len(ids)} tokens and the reply may have {max(most, 1)}; there '
-        f'is room for {self._engine.sizes.slots}'
+        f'the prompt has {len(ids)} tokens and the reply may have {max(max_tokens, 1)}; '
+        f'there is room for {self._engine.sizes.slots}'
       )
       raise http.RefusedError(400, text, 'context_length_exceeded')
     return [
       self._engine.submit(
         request_lib.Request(
           ids,
-          max_tokens=most,
-          sampling=asked.sampling,
-          key=asked.make_key(i),
+          max_tokens=max_tokens,
+          sampling=api_request.sampling,
+          key=api_request.make_key(i),
           automata=automata,
-          top_logprobs=asked.top_logprobs or 0,
+          top_logprobs=api_request.top_logprobs or 0,
         )
       )
-      for i in range(asked.n)
+      for i in range(api_request.n)
     ]
 
   def accept(self, generation, reply):
@@ -112,23 +112,25 @@ class Grammars:
     self._chat, self._vocab_size = chat, vocab_size
     self._make = functools.lru_cache(64)(self._make_uncached)
 
-  async def make(self, asked: protocol.Asked, restrict: bool) -> list[types.Automaton]:
+  async def make(
+    self, api_request: protocol.ApiRequest, restrict: bool
+  ) -> list[types.Automaton]:
     """Makes them in a thread, where they are many states.
 
     Args:
-      asked: The request.
+      api_request: The request.
       restrict: Whether schemas and required calls restrict the reply.
     """
     kind = ''
-    if restrict and asked.schema is not None:
-      kind = json.dumps({'schema': asked.schema}, sort_keys=True)
-    elif restrict and asked.required:
-      kind = json.dumps({'tools': asked.tools}, sort_keys=True)
-    if not (kind or asked.stop):
+    if restrict and api_request.schema is not None:
+      kind = json.dumps({'schema': api_request.schema}, sort_keys=True)
+    elif restrict and api_request.required:
+      kind = json.dumps({'tools': api_request.tools}, sort_keys=True)
+    if not (kind or api_request.stop):
       return [self._chat.stop_automaton(self._vocab_size)]
     try:
       return await workers.call(
-        self._make, asked.stop, kind, name='grammar', seconds=_GRAMMAR_SECONDS
+        self._make, api_request.stop, kind, name='grammar', seconds=_GRAMMAR_SECONDS
       )
     except Exception as error:  # The library's are of various types.
       text = f'the request has no grammar: {workers.describe_error(error)}'
@@ -136,16 +138,16 @@ class Grammars:
 
   def _make_uncached(self, stop: tuple[str, ...], kind: str) -> list[types.Automaton]:
     chat, size = self._chat, self._vocab_size
-    made = [chat.stop_automaton(size, stop)]
-    wanted = json.loads(kind or '{}')
+    result = [chat.stop_automaton(size, stop)]
+    spec = json.loads(kind or '{}')
     pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-    if 'schema' in wanted:
-      made.append(automata.json_schema(wanted['schema'], chat.stop_ids, pieces, size))
-    if 'tools' in wanted:
-      if chat.format != calls.HERMES:
+    if 'schema' in spec:
+      result.append(automata.json_schema(spec['schema'], chat.stop_ids, pieces, size))
+    if 'tools' in spec:
+      if chat.format != call_formats.HERMES:
         raise ValueError(f'calls in the format {chat.format.name} cannot be required')
-      made.append(call_grammar.tool_calls(wanted['tools'], pieces, size, required=True))
-    return made
+      result.append(automata.tool_calls(spec['tools'], pieces, size, required=True))
+    return result
 
 
 class _Metrics:
@@ -220,17 +222,17 @@ class Server:
     began = time.perf_counter()
     try:
       source = self.find_source(request)
-      asked = form.read(await http.read_json(request, _MAX_BODY))
-      automata = await self._grammars.make(asked, self._restrict)
-      if self.count + asked.n > self._max_replies:
+      api_request = form.read(await http.read_json(request, _MAX_BODY))
+      automata = await self._grammars.make(api_request, self._restrict)
+      if self.count + api_request.n > self._max_replies:
         text = f'{self.count} replies are under way; ask again later'
         raise http.RefusedError(429, text, 'overloaded')
-      generations = source.submit(asked, automata)
+      generations = source.submit(api_request, automata)
     except http.RefusedError as error:
       return self.refuse(error)
     except ValueError as error:  # The chat or the engine cannot do it.
       return self.refuse(http.RefusedError(400, str(error)))
-    return _Answer(self, form, asked, source, generations, began)
+    return _Answer(self, form, api_request, source, generations, began)
 
   def find_source(self, request: Any) -> Source:
     """Finds the source of the client that asks."""
@@ -248,7 +250,7 @@ class Server:
     self.count += more
     self.metrics.replies.set(self.count)
 
-  def routes(self, prefix: str = '') -> list[Any]:
+  def make_routes(self, prefix: str = '') -> list[Any]:
     """Makes the routes under a prefix."""
     from starlette import routing
 
@@ -274,8 +276,9 @@ class Server:
 class _Answer:
   """Sends the replies to one request, unless its client goes before that."""
 
-  def __init__(self, server: Server, form, asked, source, generations, began):
-    self._server, self._form, self._asked, self._source = server, form, asked, source
+  def __init__(self, server: Server, form, api_request, source, generations, began):
+    self._server, self._form = server, form
+    self._api_request, self._source = api_request, source
     self._generations, self._began = generations, began
     self._frame = functools.partial(
       form.frame, server.name, f'reply-{next(protocol.numbers)}'
@@ -286,7 +289,7 @@ class _Answer:
 
   async def __call__(self, scope, receive, send):
     """Sends the answer; in the end no reply is left under way."""
-    send_answer = self._send_stream if self._asked.stream else self._send_whole
+    send_answer = self._send_stream if self._api_request.stream else self._send_whole
     work = asyncio.ensure_future(send_answer(scope, receive, send))
     gone = asyncio.ensure_future(_wait_until_gone(receive))
     try:
@@ -316,7 +319,7 @@ class _Answer:
     server, metrics = self._server, self._server.metrics
     async with asyncio.timeout(server.seconds):
       for index, generation in enumerate(self._generations):
-        choice = protocol.Choice(index, generation, self._asked, server.chat)
+        choice = protocol.Choice(index, generation, self._api_request, server.chat)
         first = 0.0
         async for chunk in generation:
           if not first:
@@ -337,20 +340,20 @@ class _Answer:
     choices, scored = [], []
     try:
       async with contextlib.aclosing(self._follow()) as parts:
-        async for choice, what, _ in parts:
-          if isinstance(what, protocol.Reply):
-            logprobs = scored if self._asked.top_logprobs is not None else None
-            written = self._form.choice(what.text, what.calls, logprobs)
-            reason = {'finish_reason': what.reason}
+        async for choice, item, _ in parts:
+          if isinstance(item, protocol.Reply):
+            logprobs = scored if self._api_request.top_logprobs is not None else None
+            written = self._form.choice(item.text, item.calls, logprobs)
+            reason = {'finish_reason': item.reason}
             choices.append({'index': choice.index, **written, **reason})
             scored = []
-          elif self._asked.top_logprobs is not None:
-            scored += protocol.write_logprobs(what, self._server.chat)
+          elif self._api_request.top_logprobs is not None:
+            scored += protocol.write_logprobs(item, self._server.chat)
     except TimeoutError:
-      answer = self._server.refuse(self._late())
+      answer = self._server.refuse(self._make_late_error())
     else:
       self._server.metrics.answers.labels(200).inc()
-      answer = http.answer_json(self._frame(choices, usage=self._usage()))
+      answer = http.answer_json(self._frame(choices, usage=self._count_usage()))
     await answer(scope, receive, send)
 
   async def _send_stream(self, scope, receive, send):
@@ -365,29 +368,29 @@ class _Answer:
     status = 200
     try:
       async with contextlib.aclosing(self._follow()) as parts:
-        async for choice, what, text in parts:
-          logprobs, found, reason = None, (), None
-          if isinstance(what, protocol.Reply):
-            found, reason = what.calls, what.reason
-          elif self._asked.top_logprobs is not None:
-            logprobs = protocol.write_logprobs(what, self._server.chat)
-          if text or found or reason or logprobs:
-            part = self._form.delta(text, found, logprobs)
+        async for choice, item, text in parts:
+          logprobs, tool_calls, reason = None, (), None
+          if isinstance(item, protocol.Reply):
+            tool_calls, reason = item.calls, item.reason
+          elif self._api_request.top_logprobs is not None:
+            logprobs = protocol.write_logprobs(item, self._server.chat)
+          if text or tool_calls or reason or logprobs:
+            part = self._form.delta(text, tool_calls, logprobs)
             part = {'index': choice.index, **part, 'finish_reason': reason}
             await event(self._frame([part], part=True))
-      if self._asked.usage:
-        await event(self._frame([], part=True, usage=self._usage()))
+      if self._api_request.usage:
+        await event(self._frame([], part=True, usage=self._count_usage()))
     except TimeoutError:
-      error = self._late()
+      error = self._make_late_error()
       status = error.status
       await event(_describe(error))
     self._server.metrics.answers.labels(status).inc()
     await event('[DONE]', more=False)
 
-  def _late(self) -> http.RefusedError:
+  def _make_late_error(self) -> http.RefusedError:
     return http.RefusedError(504, f'no reply within {self._server.seconds:g} seconds')
 
-  def _usage(self) -> dict[str, int]:
+  def _count_usage(self) -> dict[str, int]:
     prompt, reply = self._prompt, self._sampled
     total = {'total_tokens': prompt + reply}
     return {'prompt_tokens': prompt, 'completion_tokens': reply} | total
@@ -447,7 +450,7 @@ def make_app(
 
   return applications.Starlette(
     routes=[
-      *server.routes(),
+      *server.make_routes(),
       routing.Route('/health', health),
       routing.Route('/metrics', http.show_metrics(server.metrics.registry)),
     ]
@@ -465,7 +468,7 @@ def serve(engine: engine_lib.Engine, app: Any, host: str = '127.0.0.1', port: in
     host: The address to listen at; 0.0.0.0 is reached from other machines.
     port: 0 takes a free one.
   """
-  server = http.make_server(app, _SHUTDOWN_SECONDS)
+  server = http.make_server(app, _SHUTDOWN_SECONDS, lifespan='off')
 
   def stop(number, frame):
     # A second signal ends the replies, too.

@@ -71,36 +71,38 @@ class DialogueEnv(env.ToolEnv):
     """Begins the conversation; without a message of the user's, the user does."""
     opening = await super().reset(task)
     if not any(message['role'] == 'user' for message in opening):
-      said, _ = await self._ask_user()
-      self.messages.append(said)
-      opening.append(dict(said))
+      message, _ = await self._ask_user()
+      self.messages.append(message)
+      opening.append(dict(message))
     return opening
 
   async def answer_text(self) -> list[types.Message]:
     """Lets the user answer the agent's reply."""
-    said, ended = await self._ask_user()
+    message, ended = await self._ask_user()
     if ended:
-      self.messages.append(said)
+      self.messages.append(message)
       return []
-    return [said]
+    return [message]
 
   async def _ask_user(self) -> tuple[types.Message, bool]:
     """Returns what the user says, and whether that ends the conversation."""
-    seen = [{'role': 'system', 'content': self._prompt + self.task.info.get('user', '')}]
+    conversation = [
+      {'role': 'system', 'content': self._prompt + self.task.info.get('user', '')}
+    ]
     roles = {'user': 'assistant', 'assistant': 'user'}
     for message, after in itertools.pairwise([*self.messages, {'role': ''}]):
       # The user sees nothing of the tools, their calls, and the agent's instructions.
       if after['role'] != 'tool' and (role := roles.get(message['role'])):
-        seen.append({'role': role, 'content': message['content']})
+        conversation.append({'role': role, 'content': message['content']})
     seconds = self._user_seconds
     text = await workers.call(
-      self._user, seen, name='user', seconds=seconds, field='user_seconds'
+      self._user, conversation, name='user', seconds=seconds, field='user_seconds'
     )
     if not isinstance(text, str):
       raise ValueError(f'the user said {text!r:.100}; it must be a text.')
     # What follows the mark is not said.
-    said, mark, _ = text.partition(self._stop)
-    return {'role': 'user', 'content': said.strip()}, bool(mark)
+    spoken, mark, _ = text.partition(self._stop)
+    return {'role': 'user', 'content': spoken.strip()}, bool(mark)
 
 
 def endpoint_user(

@@ -42,7 +42,7 @@ class GameProcess:
     """
     self._path, self._seconds = path, seconds
     self._pipe, there = connection.Pipe()
-    _send_to_nursery(there)
+    _send_to_fork_server(there)
     try:
       self._ask([path, seconds], _START_SECONDS)
     except GameError:
@@ -81,7 +81,7 @@ class GameProcess:
     return answer
 
 
-class _Nursery:
+class _ForkServer:
   """The process that forks the games' processes."""
 
   def __init__(self):
@@ -91,21 +91,21 @@ class _Nursery:
     weakref.finalize(self, isolated.end_process, self.process, self.control)
 
 
-_nursery: _Nursery | None = None
-_nursery_lock = threading.Lock()
+_fork_server: _ForkServer | None = None
+_fork_server_lock = threading.Lock()
 
 
-def _send_to_nursery(pipe: connection.Connection):
-  """Lets a new process have the pipe; starts the nursery if it is not there."""
-  global _nursery
-  with _nursery_lock:
-    if _nursery is None or _nursery.process.poll() is not None:
-      _nursery = _Nursery()
-    socket.send_fds(_nursery.control, [b'x'], [pipe.fileno()])
+def _send_to_fork_server(pipe: connection.Connection):
+  """Lets a new process have the pipe; starts the fork server if it is not there."""
+  global _fork_server
+  with _fork_server_lock:
+    if _fork_server is None or _fork_server.process.poll() is not None:
+      _fork_server = _ForkServer()
+    socket.send_fds(_fork_server.control, [b'x'], [pipe.fileno()])
   pipe.close()
 
 
-def _run_nursery(control: socket.socket):
+def _run_fork_server(control: socket.socket):
   """Forks a process for every pipe that comes; ends when the trainer has ended."""
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
@@ -173,7 +173,7 @@ class _Game:
     names = ('admissible_commands', 'description', 'max_score', 'objective', 'won')
     infos = textworld.EnvInfos(**dict.fromkeys(names, True))
     self._env = textworld.start(path, infos, wrappers)
-    self._score, self._most = 0.0, 1.0
+    self._score, self._max_score = 0.0, 1.0
 
   def reset(self):
     state = self._env.reset()
@@ -181,7 +181,7 @@ class _Game:
     if not state.get('admissible_commands'):
       # Without the game's .json, TextWorld knows neither these nor the score.
       raise GameError('TextWorld knows no command of it; is its .json beside it?')
-    self._most = float(state.get('max_score') or 1)
+    self._max_score = float(state.get('max_score') or 1)
     if state.get('objective'):
       # The feedback has the title in letters of $ signs in front.
       return self._answer(state, f'{state["objective"]}\n\n{state["description"]}')
@@ -190,7 +190,7 @@ class _Game:
   def step(self, action):
     state, score, done = self._env.step(action)
     gain, self._score = float(score) - self._score, float(score)
-    return self._answer(state, state.feedback, gain / self._most, done)
+    return self._answer(state, state.feedback, gain / self._max_score, done)
 
   def _answer(self, state, text, reward=0.0, done=False):
     # What follows the prompt is the status line, drawn for a terminal.
@@ -200,4 +200,4 @@ class _Game:
 
 
 if __name__ == '__main__':
-  _run_nursery(socket.socket(fileno=int(sys.argv[1])))
+  _run_fork_server(socket.socket(fileno=int(sys.argv[1])))

@@ -31,8 +31,8 @@ _ACTION = re.compile(r'<action>(.*?)</action>', re.DOTALL)
 
 def find_action(reply: str) -> str | None:
   """Returns what the last <action>...</action> holds, its spaces made one; or None."""
-  found = _ACTION.findall(reply)
-  return ' '.join(found[-1].split()) or None if found else None
+  actions = _ACTION.findall(reply)
+  return ' '.join(actions[-1].split()) or None if actions else None
 
 
 def _is_offered(action: str, commands: list[str]) -> bool:
@@ -97,8 +97,8 @@ class GameEnv:
         f'the observation is {text!r:.100}; wrap the environment so that it is a text.'
       )
     self._admissible = list(info.get('admissible_commands') or ())
-    if shown := self._admissible[: self._show]:
-      text += f'\n\nPossible actions: {", ".join(shown)}'
+    if commands := self._admissible[: self._show]:
+      text += f'\n\nPossible actions: {", ".join(commands)}'
     return {'role': 'user', 'content': text}
 
 
@@ -204,8 +204,8 @@ def _check_game(path: pathlib.Path):
       if path.suffix == '.z8' and file.read(1) != b'\x08':
         raise ValueError(f'{path} is no game: the Z-machine of a .z8 file is version 8.')
       if path.suffix == '.tw-pddl':
-        found = json.load(file)
-        missing = {'pddl_domain', 'grammar', 'pddl_problem'} - {*found}
+        fields = json.load(file)
+        missing = {'pddl_domain', 'grammar', 'pddl_problem'} - {*fields}
         if missing:
           raise ValueError(f'{path} is no game: it lacks {", ".join(sorted(missing))}.')
   except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -231,8 +231,8 @@ class WebShop:
 
   def reset(self, **_) -> tuple[str, dict[str, Any]]:
     """Begins the session."""
-    found = self._shop.reset(self._session)
-    return found[0] if isinstance(found, tuple) else found, self._find_actions()
+    answer = self._shop.reset(self._session)
+    return answer[0] if isinstance(answer, tuple) else answer, self._find_actions()
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Searches or clicks; what the page does not offer is told and not done."""

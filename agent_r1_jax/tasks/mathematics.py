@@ -50,11 +50,11 @@ def load(path: str | os.PathLike) -> list[Task]:
   name = os.path.basename(os.fspath(path)).split('.')[0]
   for number, (where, row) in enumerate(documents.read_rows(path)):
     if 'problem' in row:
-      question = documents.text_field(where, row, 'problem')
+      question = documents.read_text(where, row, 'problem')
       answer = row.get('answer') or find_boxed(row.get('solution') or '')
     else:
-      question = documents.text_field(where, row, 'question')
-      answer = _gsm8k_answer(where, row)
+      question = documents.read_text(where, row, 'question')
+      answer = _read_gsm8k_answer(where, row)
     task_id = str(row.get('id', f'{name}-{number}'))
     if not answer:
       unanswered.append(task_id)
@@ -73,12 +73,12 @@ def load(path: str | os.PathLike) -> list[Task]:
 
 def agent_task(task: Task) -> Task:
   """Returns the task with the prompt for an agent that has a calculator."""
-  return _with_prompt(task, AGENT)
+  return _add_prompt(task, AGENT)
 
 
 def direct_task(task: Task) -> Task:
   """Returns the task with the prompt for a model without tools."""
-  return _with_prompt(task, DIRECT)
+  return _add_prompt(task, DIRECT)
 
 
 def find_boxed(text: str) -> str | None:
@@ -106,8 +106,10 @@ def is_equal(answer: str, golden: str) -> bool:
   # Without its own time-outs, which need the main thread; it warns of that at each call.
   logging.getLogger('math_verify').setLevel(logging.CRITICAL)
   parse = functools.partial(math_verify.parse, parsing_timeout=0)
-  wanted, found = (parse(f'\\boxed{{{text}}}') for text in (golden, answer))
-  return bool(found) and math_verify.verify(wanted, found, timeout_seconds=None)
+  golden_value, answer_value = (parse(f'\\boxed{{{text}}}') for text in (golden, answer))
+  return bool(answer_value) and math_verify.verify(
+    golden_value, answer_value, timeout_seconds=None
+  )
 
 
 class Grader:
@@ -146,18 +148,18 @@ class Grader:
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
     answer = find_boxed(replies[-1]) if replies else None
-    found = {
+    values = {
       'accuracy': 0.0,
       'answered': float(answer is not None),
       'grading_failed': 0.0,
     }
     if answer is None:
-      return found
+      return values
     try:
-      found['accuracy'] = float(await self._is_equal(answer, task.answer))
+      values['accuracy'] = float(await self._is_equal(answer, task.answer))
     except (TimeoutError, isolated.FailedError, isolated.LostError):
-      found['grading_failed'] = 1.0
-    return found
+      values['grading_failed'] = 1.0
+    return values
 
   async def canonical_answers(self, replies: Sequence[str]) -> list[str | None]:
     """Returns the answers, those that mean the same in the words of the first of them.
@@ -178,12 +180,12 @@ class Grader:
 def find_equal_in_limits(answers: Sequence[str]) -> list[int]:
   """Finds for each answer the first one that means the same; at most 4 GiB, as below."""
   _limit_memory()
-  found: list[int] = []
+  firsts: list[int] = []
   for i, answer in enumerate(answers):
     # Only the first of equal ones is compared with, which saves most gradings.
-    firsts = (j for j in range(i) if found[j] == j and is_equal(answer, answers[j]))
-    found.append(next(firsts, i))
-  return found
+    equals = (j for j in range(i) if firsts[j] == j and is_equal(answer, answers[j]))
+    firsts.append(next(equals, i))
+  return firsts
 
 
 def is_equal_in_limits(answer: str, golden: str) -> bool:
@@ -198,15 +200,15 @@ def _limit_memory() -> None:
   resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _with_prompt(task: Task, prompt: str) -> Task:
+def _add_prompt(task: Task, prompt: str) -> Task:
   message = {'role': 'user', 'content': prompt + task.info['question']}
   return dataclasses.replace(task, messages=[message])
 
 
-def _gsm8k_answer(where: str, row: dict) -> str:
-  found = _GSM8K_ANSWER.search(documents.text_field(where, row, 'answer'))
-  if not found:
-    raise documents.wrong_field(
+def _read_gsm8k_answer(where: str, row: dict) -> str:
+  match = _GSM8K_ANSWER.search(documents.read_text(where, row, 'answer'))
+  if not match:
+    raise documents.field_error(
       where, row, 'answer', "a text that ends with '#### <number>'"
     )
-  return found[1].strip()
+  return match[1].strip()

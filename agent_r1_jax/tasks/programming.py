@@ -57,7 +57,7 @@ def load_humaneval(path: str | os.PathLike) -> list[Task]:
   tasks = []
   for where, row in documents.read_rows(path):
     names = ('task_id', 'prompt', 'entry_point', 'test')
-    task_id, prompt, entry, test = (documents.text_field(where, row, n) for n in names)
+    task_id, prompt, entry, test = (documents.read_text(where, row, n) for n in names)
     question = f'Complete this function:\n\n```python\n{prompt.rstrip()}\n```'
     answer = {
       'prompt': prompt,
@@ -78,11 +78,11 @@ def load_mbpp(path: str | os.PathLike) -> list[Task]:
   """
   tasks = []
   for where, row in documents.read_rows(path):
-    text, tests = documents.text_field(where, row, 'text'), row.get('test_list')
+    text, tests = documents.read_text(where, row, 'text'), row.get('test_list')
     if not isinstance(tests, list) or not tests:
-      raise documents.wrong_field(where, row, 'test_list', 'a list of tests')
+      raise documents.field_error(where, row, 'test_list', 'a list of tests')
     if 'task_id' not in row:
-      raise documents.wrong_field(where, row, 'task_id', 'the number of the problem')
+      raise documents.field_error(where, row, 'task_id', 'the number of the problem')
     question = f'{text}\nYour code must pass this test:\n\n```python\n{tests[0]}\n```'
     setup = row.get('test_setup_code') or ''
     entry = _find_tested_name(tests[0])
@@ -93,12 +93,12 @@ def load_mbpp(path: str | os.PathLike) -> list[Task]:
 
 def agent_task(task: Task) -> Task:
   """Returns the task with the prompt for an agent that has the Python tool."""
-  return _with_prompt(task, AGENT)
+  return _add_prompt(task, AGENT)
 
 
 def direct_task(task: Task) -> Task:
   """Returns the task with the prompt for a model without tools."""
-  return _with_prompt(task, DIRECT)
+  return _add_prompt(task, DIRECT)
 
 
 def extract_program(text: str) -> str | None:
@@ -137,20 +137,20 @@ class Judge:
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
     program = extract_program(replies[-1]) if replies else None
-    found = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
+    values = {'passed': 0.0, 'answered': float(program is not None), 'late': 0.0}
     if program is None:
-      return found
+      return values
     try:
-      found['passed'] = float(await self._run_tests(program, task.answer) is None)
+      values['passed'] = float(await self._run_tests(program, task.answer) is None)
     except TimeoutError:
-      found['late'] = 1.0
+      values['late'] = 1.0
     except isolated.LostError:
       pass
-    return found
+    return values
 
 
 @functools.cache
-def _sandbox() -> sandbox.Sandbox:
+def _get_sandbox() -> sandbox.Sandbox:
   """The sandbox of this process."""
   return sandbox.Sandbox(max_output=_MAX_RESULT)
 
@@ -166,7 +166,7 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
     answer: The answer of a task.
   """
   entry, prompt = answer['entry_point'], answer['prompt']
-  with _sandbox().open_session() as session:
+  with _get_sandbox().open_session() as session:
     try:
       remote = _Program(session, _split(program, prompt, entry))
       if entry not in remote.names:
@@ -241,7 +241,7 @@ class _Program:
     # The prefix makes names that no program uses for something else.
     self._run(
       '_judge_values = {}\n'
-      f'exec({_source()!r}, _judge_values)\n'
+      f'exec({_read_source()!r}, _judge_values)\n'
       'import json, sys\n'
       '_judge_values |= {"json": json, "print": print, "objects": []}\n'
       '_judge_values["globals"] = globals\n'
@@ -269,12 +269,12 @@ class _Program:
         '_judge_values["given"] = _judge_values["decode"]('
         f'_judge_values["json"].loads({data!r}), _judge_values["objects"])'
       )
-      found = self._run_for_json(
+      result = self._run_for_json(
         f'_judge_values["encode"]({name}(*_judge_values["given"][0], '
         '**_judge_values["given"][1]), _judge_values["objects"])'
       )
       try:
-        return plain_values.decode(found)
+        return plain_values.decode(result)
       except _UNREADABLE as error:
         raise ProgramError(f'{name} returned what cannot be read') from error
 
@@ -299,7 +299,7 @@ class _Program:
 
 
 @functools.cache
-def _source() -> str:
+def _read_source() -> str:
   with open(plain_values.__file__) as file:
     return file.read()
 
@@ -309,6 +309,6 @@ def _make_task(task_id: str, question: str, answer: dict[str, Any]) -> Task:
   return Task(task_id, [message], answer, {'question': question})
 
 
-def _with_prompt(task: Task, prompt: str) -> Task:
+def _add_prompt(task: Task, prompt: str) -> Task:
   message = {'role': 'user', 'content': prompt + task.info['question']}
   return Task(task.id, [message], task.answer, task.info)

@@ -11,7 +11,7 @@ import re
 import string
 from typing import Any
 
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Hit
 from agent_r1_jax.types import ControlText, Message, Task
@@ -73,7 +73,7 @@ def normalize_answer(text: str) -> str:
 def exact_match(prediction: str, golden: str | Sequence[str]) -> float:
   """Strict EM: 1.0 if the normalised prediction equals any normalised golden answer."""
   prediction = normalize_answer(prediction)
-  return float(any(prediction == normalize_answer(g) for g in _aliases(golden)))
+  return float(any(prediction == normalize_answer(g) for g in _list_aliases(golden)))
 
 
 def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
@@ -83,7 +83,7 @@ def cover_exact_match(prediction: str, golden: str | Sequence[str]) -> float:
   golden answer of articles and punctuation alone is covered by an equal one only.
   """
   prediction = normalize_answer(prediction)
-  covers = (normalize_answer(g) for g in _aliases(golden))
+  covers = (normalize_answer(g) for g in _list_aliases(golden))
   return float(any(g == prediction or (g and g in prediction) for g in covers))
 
 
@@ -93,7 +93,7 @@ def f1(prediction: str, golden: str | Sequence[str]) -> float:
   Where either side is yes, no or noanswer, only equality scores.
   """
   prediction = normalize_answer(prediction)
-  return max(_f1(prediction, normalize_answer(g)) for g in _aliases(golden))
+  return max(_f1(prediction, normalize_answer(g)) for g in _list_aliases(golden))
 
 
 def _f1(prediction, golden):
@@ -104,14 +104,14 @@ def _f1(prediction, golden):
   return 2 * shared / (len(predicted) + len(true)) if shared else 0.0
 
 
-def _aliases(golden):
+def _list_aliases(golden):
   return [golden] if isinstance(golden, str) else golden
 
 
 def extract_answer(text: str) -> str | None:
   """Finds the text of the last <answer>...</answer>; None without one."""
-  found = _ANSWER.findall(text)
-  return found[-1].strip() if found else None
+  answers = _ANSWER.findall(text)
+  return answers[-1].strip() if answers else None
 
 
 def canonical_answer(reply: str) -> str | None:
@@ -134,12 +134,12 @@ def paper_reward(task: Task, messages: Sequence[Message]) -> float:
   Returns:
     1.0 or 0.0 where the format is right; -0.5 and -1.0 for one and two faults.
   """
-  replies = _replies(messages)
+  replies = _list_replies(messages)
   last = replies[-1] if replies else ''
   # Exactly one pair: with two, a policy could bet on two answers.
   presented = last.count('<answer>') == last.count('</answer>') == 1
   presented = presented and extract_answer(last) is not None
-  parse = calls.chat_format.get().parse
+  parse = call_formats.chat_format.get().parse
   parsed = [call for reply in replies for call in parse(reply)]
   called = not any(isinstance(call, calls.CallError) for call in parsed)
   r_format = (presented + called) / 2
@@ -152,8 +152,8 @@ def found_share(task: Task, messages: Sequence[Message]) -> float:
   It can be a dense part of a hybrid reward; 0.0 if the task names no passages.
   """
   gold = task.info.get('supporting_titles') or ()
-  said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
-  return sum(f'(Title: {title})' in said for title in gold) / max(len(gold), 1)
+  passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
+  return sum(f'(Title: {title})' in passages for title in gold) / max(len(gold), 1)
 
 
 def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Scores:
@@ -172,13 +172,13 @@ def supporting_facts(predicted: Collection[Any], golden: Collection[Any]) -> Sco
   }
 
 
-def _shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
+def _find_shown_passages(task: Task, messages: Sequence[Message]) -> set[str]:
   """Returns the passages that the tools have shown: gold titles, and lines of others."""
-  said = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
-  lines = {line for line in said.splitlines() if '(Title: ' in line}
+  passages = '\n'.join(m['content'] for m in messages if m['role'] == 'tool')
+  lines = {line for line in passages.splitlines() if '(Title: ' in line}
   marks = {f'(Title: {title})': title for title in task.info['supporting_titles']}
   # A gold title counts once, however often it is shown; any other line is a passage.
-  gold = {title for mark, title in marks.items() if mark in said}
+  gold = {title for mark, title in marks.items() if mark in passages}
   return gold | {line for line in lines if not any(mark in line for mark in marks)}
 
 
@@ -189,13 +189,13 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   support_precision, support_recall and support_f1 compare them with the passages that the
   tools have shown; an agent names none.
   """
-  replies = _replies(messages)
+  replies = _list_replies(messages)
   answer = extract_answer(replies[-1]) if replies else None
   support = {}
   if task.info.get('supporting_titles'):
-    shown = _shown_passages(task, messages)
-    found = supporting_facts(shown, task.info['supporting_titles'])
-    support = {f'support_{name}': value for name, value in found.items()}
+    titles = _find_shown_passages(task, messages)
+    scores = supporting_facts(titles, task.info['supporting_titles'])
+    support = {f'support_{name}': value for name, value in scores.items()}
   if not answer:
     return dict.fromkeys(('em', 'cover_em', 'f1', 'answered'), 0.0) | support
   return support | {
@@ -206,5 +206,5 @@ def metrics(task: Task, messages: Sequence[Message]) -> dict[str, float]:
   }
 
 
-def _replies(messages):
+def _list_replies(messages):
   return [m['content'] for m in messages if m['role'] == 'assistant']

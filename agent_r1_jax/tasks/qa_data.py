@@ -88,21 +88,21 @@ def load(path: str | os.PathLike, layout: Layout | None = None) -> list[Task]:
 def jsonl_row(where: str, row: dict[str, Any]) -> Task:
   """{id, question, golden_answers, ...}; all other fields go to info."""
   rest = {k: v for k, v in row.items() if k not in ('id', 'golden_answers')}
-  return _task(where, row, 'id', _texts(where, row, 'golden_answers'), rest)
+  return _make_task(where, row, 'id', _read_texts(where, row, 'golden_answers'), rest)
 
 
 def hotpotqa_row(where: str, row: dict[str, Any]) -> Task:
   """{_id, question, answer, supporting_facts [[title, sentence]], context, ...}."""
-  facts = _pairs(where, row, 'supporting_facts')
+  facts = _read_pairs(where, row, 'supporting_facts')
   info = {name: row[name] for name in ('type', 'level', 'answer_id') if name in row}
   info['supporting_titles'] = list(dict.fromkeys(title for title, _ in facts))
-  return _task(where, row, '_id', _texts(where, row, 'answer'), info)
+  return _make_task(where, row, '_id', _read_texts(where, row, 'answer'), info)
 
 
 def two_wiki_row(where: str, row: dict[str, Any]) -> Task:
   """Like `hotpotqa_row`, with evidences: [subject, relation, object] for each hop."""
   task = hotpotqa_row(where, row)
-  task.info['evidences'] = _list(where, row, 'evidences')
+  task.info['evidences'] = _read_list(where, row, 'evidences')
   return task
 
 
@@ -113,30 +113,29 @@ def musique_row(where: str, row: dict[str, Any]) -> Task:
   """
   if not row.get('answerable', True):
     raise ValueError(f'{where}: is unanswerable; take the musique_ans files')
-  aliases = _texts(where, row, 'answer_aliases') if row.get('answer_aliases') else []
-  gold = [p for p in _paragraphs(where, row) if p.get('is_supporting')]
+  aliases = _read_texts(where, row, 'answer_aliases') if row.get('answer_aliases') else []
+  gold = [p for p in _read_paragraphs(where, row) if p.get('is_supporting')]
   info = {
-    'decomposition': _list(where, row, 'question_decomposition'),
-    'supporting_titles': [documents.text_field(where, p, 'title') for p in gold],
+    'decomposition': _read_list(where, row, 'question_decomposition'),
+    'supporting_titles': [documents.read_text(where, p, 'title') for p in gold],
   }
-  return _task(where, row, 'id', _texts(where, row, 'answer') + aliases, info)
+  return _make_task(where, row, 'id', _read_texts(where, row, 'answer') + aliases, info)
 
 
 def natural_questions_row(where: str, row: dict[str, Any]) -> Task:
   """{question, answer [...]} of NQ-open; the row's number is the id."""
-  return _task(
-    where, row | {'id': _row_number(where)}, 'id', _texts(where, row, 'answer'), {}
-  )
+  row = row | {'id': _read_row_number(where)}
+  return _make_task(where, row, 'id', _read_texts(where, row, 'answer'), {})
 
 
 def trivia_qa_row(where: str, row: dict[str, Any]) -> Task:
   """{Question, QuestionId, Answer {Value, Aliases}} of TriviaQA's files."""
   answer = row.get('Answer')
   if not isinstance(answer, dict):
-    raise documents.wrong_field(where, row, 'Answer', 'an object; the test set has none')
-  golden = _texts(where, answer, 'Value') + (answer.get('Aliases') or [])
+    raise documents.field_error(where, row, 'Answer', 'an object; the test set has none')
+  golden = _read_texts(where, answer, 'Value') + (answer.get('Aliases') or [])
   row = {'id': row.get('QuestionId'), 'question': row.get('Question')}
-  return _task(where, row, 'id', list(dict.fromkeys(golden)), {})
+  return _make_task(where, row, 'id', list(dict.fromkeys(golden)), {})
 
 
 def pop_qa_row(where: str, row: dict[str, Any]) -> Task:
@@ -145,18 +144,18 @@ def pop_qa_row(where: str, row: dict[str, Any]) -> Task:
     golden = json.loads(row['possible_answers'])
   except (TypeError, ValueError):
     golden = None
-  golden = _texts(where, {'possible_answers': golden}, 'possible_answers')
+  golden = _read_texts(where, {'possible_answers': golden}, 'possible_answers')
   info = {'type': row['prop']} if 'prop' in row else {}
-  return _task(where, row, 'id', golden, info)
+  return _make_task(where, row, 'id', golden, info)
 
 
 def bamboogle_row(where: str, row: dict[str, Any]) -> Task:
   """{Question, Answer} of Bamboogle's CSV; the row's number is the id."""
-  renamed = {'id': _row_number(where), 'question': row.get('Question')}
-  return _task(where, renamed, 'id', _texts(where, row, 'Answer'), {})
+  renamed = {'id': _read_row_number(where), 'question': row.get('Question')}
+  return _make_task(where, renamed, 'id', _read_texts(where, row, 'Answer'), {})
 
 
-def _row_number(where: str) -> str:
+def _read_row_number(where: str) -> str:
   """Returns the number in '<path>: row <number>'."""
   return where.rpartition(' ')[2]
 
@@ -170,8 +169,8 @@ def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
       as in its evaluation script v1.1.
   """
   names: dict[str | None, list[str]] = {
-    documents.text_field(where, row, 'Q_id'): _list(where, row, 'aliases')
-    + _list(where, row, 'demonyms')
+    documents.read_text(where, row, 'Q_id'): _read_list(where, row, 'aliases')
+    + _read_list(where, row, 'demonyms')
     for where, row in documents.read_rows(path)
   }
   return [
@@ -185,11 +184,11 @@ def add_aliases(tasks: Sequence[Task], path: str | os.PathLike) -> list[Task]:
 def contexts(where: str, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
   """Yields the paragraphs of a row of an official file as (title, text), if not blank."""
   if 'paragraphs' in row:
-    for paragraph in _paragraphs(where, row):
-      title = documents.text_field(where, paragraph, 'title')
-      yield title, documents.text_field(where, paragraph, 'paragraph_text')
+    for paragraph in _read_paragraphs(where, row):
+      title = documents.read_text(where, paragraph, 'title')
+      yield title, documents.read_text(where, paragraph, 'paragraph_text')
   else:
-    for title, sentences in _pairs(where, row, 'context'):
+    for title, sentences in _read_pairs(where, row, 'context'):
       text = ' '.join(sentence.strip() for sentence in sentences)
       if title.strip() and text.strip():
         yield title, text
@@ -221,41 +220,41 @@ def recognise(where: str, row: dict[str, Any]) -> Layout:
   )
 
 
-def _task(where, row, id_field, golden, info):
-  question = documents.text_field(where, row, 'question')
+def _make_task(where, row, id_field, golden, info):
+  question = documents.read_text(where, row, 'question')
   return Task(
-    id=documents.text_field(where, row, id_field),
+    id=documents.read_text(where, row, id_field),
     messages=[{'role': 'user', 'content': question}],
     answer=golden,
     info=info | {'question': question},
   )
 
 
-def _texts(where, row, name):
+def _read_texts(where, row, name):
   value = row.get(name)
   texts = [value] if isinstance(value, str) else value
   if not isinstance(texts, list) or not texts:
-    raise documents.wrong_field(where, row, name, 'a text or a list of texts')
+    raise documents.field_error(where, row, name, 'a text or a list of texts')
   if not all(isinstance(text, str) and text.strip() for text in texts):
-    raise documents.wrong_field(where, row, name, 'texts that are not blank')
+    raise documents.field_error(where, row, name, 'texts that are not blank')
   return texts
 
 
-def _paragraphs(where, row):
-  paragraphs = _list(where, row, 'paragraphs')
+def _read_paragraphs(where, row):
+  paragraphs = _read_list(where, row, 'paragraphs')
   if not all(isinstance(paragraph, dict) for paragraph in paragraphs):
-    raise documents.wrong_field(where, row, 'paragraphs', 'a list of objects')
+    raise documents.field_error(where, row, 'paragraphs', 'a list of objects')
   return paragraphs
 
 
-def _pairs(where, row, name):
-  pairs = _list(where, row, name)
+def _read_pairs(where, row, name):
+  pairs = _read_list(where, row, name)
   if not all(isinstance(p, list) and len(p) == 2 for p in pairs):
-    raise documents.wrong_field(where, row, name, 'a list of pairs [title, ...]')
+    raise documents.field_error(where, row, name, 'a list of pairs [title, ...]')
   return pairs
 
 
-def _list(where, row, name):
+def _read_list(where, row, name):
   if not isinstance(row.get(name), list):
-    raise documents.wrong_field(where, row, name, 'a list')
+    raise documents.field_error(where, row, name, 'a list')
   return row[name]

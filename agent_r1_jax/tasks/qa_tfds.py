@@ -72,8 +72,8 @@ def write(
 
 def find(directory: str | os.PathLike) -> pathlib.Path | None:
   """Returns the newest data set that `write` has built in a directory, or None."""
-  found = pathlib.Path(directory).glob(f'{Questions.name}/*/*/dataset_info.json')
-  return max((path.parent for path in found), default=None)
+  info_files = pathlib.Path(directory).glob(f'{Questions.name}/*/*/dataset_info.json')
+  return max((path.parent for path in info_files), default=None)
 
 
 def read(directory: str | os.PathLike, split: str = 'train') -> Sequence[Task]:

@@ -34,17 +34,17 @@ def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
   Raises:
     ValueError: There is no such data set, or reasoning-gym refuses the configuration.
   """
-  made = {'name': name, 'size': size, 'seed': seed, **config}
+  options = {'name': name, 'size': size, 'seed': seed, **config}
   try:
-    data = _make_data(tuple(made.items()))
+    data = _make_data(tuple(options.items()))
   except (AssertionError, TypeError) as error:
-    raise ValueError(f'reasoning-gym refuses {made}: {error}') from error
+    raise ValueError(f'reasoning-gym refuses {options}: {error}') from error
   return [
     Task(
       f'{name}-{seed}-{index}',
       [{'role': 'user', 'content': PROMPT + data[index]['question']}],
       data[index]['answer'],
-      {'reasoning_gym': made, 'index': index},
+      {'reasoning_gym': options, 'index': index},
     )
     for index in range(size)
   ]
@@ -77,26 +77,26 @@ class Judge:
     Such an answer is wrong, not an error: else an agent could escape its reward.
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
-    found = _ANSWER.findall(replies[-1]) if replies else []
-    values = {'score': 0.0, 'answered': float(bool(found)), 'scoring_failed': 0.0}
-    if found:
+    answers = _ANSWER.findall(replies[-1]) if replies else []
+    values = {'score': 0.0, 'answered': float(bool(answers)), 'scoring_failed': 0.0}
+    if answers:
       info = task.info
       try:
-        made = list(info['reasoning_gym'].items())
-        values['score'] = await self._score(made, info['index'], found[-1].strip())
+        options = list(info['reasoning_gym'].items())
+        values['score'] = await self._score(options, info['index'], answers[-1].strip())
       except (TimeoutError, isolated.FailedError, isolated.LostError):
         values['scoring_failed'] = 1.0
     return values
 
 
-def score(made: Sequence[tuple[str, Any]], index: int, answer: str) -> float:
+def score(options: Sequence[tuple[str, Any]], index: int, answer: str) -> float:
   """Scores an answer; some data sets run much code on it: use `Judge`."""
-  data = _make_data(tuple(made))
+  data = _make_data(tuple(options))
   return float(data.score_answer(answer, data[index]))
 
 
 @functools.lru_cache(maxsize=8)
-def _make_data(made: tuple[tuple[str, Any], ...]):
+def _make_data(options: tuple[tuple[str, Any], ...]):
   import reasoning_gym  # Takes two seconds.
 
-  return reasoning_gym.create_dataset(**dict(made))
+  return reasoning_gym.create_dataset(**dict(options))

@@ -21,7 +21,7 @@ import types as python_types
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import tool as tool_lib
 
 # The name under which verifiers imports the loop below.
@@ -47,23 +47,25 @@ def load(config: dict[str, Any]) -> tuple[list[types.Task], Callable[[], 'Driven
   from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
 
   _define_loop()
-  made = loaders.resolve_env_config(config)
-  for spec in agent.agent_config_fields(made).values():
-    if spec.harness is None and loaders.default_harness_id(made.taskset.id) == 'bash':
+  env_config = loaders.resolve_env_config(config)
+  for spec in agent.agent_config_fields(env_config).values():
+    if (
+      spec.harness is None and loaders.default_harness_id(env_config.taskset.id) == 'bash'
+    ):
       spec.harness = loaders.harness_config_type(_LOOP)(id=_LOOP)
       if 'runtime' not in spec.model_fields_set:
         spec.runtime = v1.SubprocessConfig()
-  rows = list(loaders.load_environment(made).taskset)
+  rows = list(loaders.load_environment(env_config).taskset)
   tasks = [
     types.Task(
-      row.data.id or f'{made.env_id}-{index}',
+      row.data.id or f'{env_config.env_id}-{index}',
       # To be read by people: what the agent sees is what the environment asks.
       [{'role': 'user', 'content': row.data.prompt_text}],
       info={'index': index},
     )
     for index, row in enumerate(rows)
   ]
-  return tasks, lambda: DrivenEnv(lambda: loaders.load_environment(made), rows)
+  return tasks, lambda: DrivenEnv(lambda: loaders.load_environment(env_config), rows)
 
 
 class DrivenEnv:
@@ -84,12 +86,12 @@ class DrivenEnv:
   async def reset(self, task: types.Task) -> list[types.Message]:
     """Starts the episode and returns what it first asks."""
     self._episode = asyncio.create_task(self._run(self._rows[task.info['index']]))
-    asked = await self._wait()
-    if asked is None:
+    request = await self._wait()
+    if request is None:
       self._judge()
       raise RuntimeError(f'{task.id}: the environment ended without asking its agent.')
-    self.tools = tuple(map(_make_tool, asked.get('tools') or ()))
-    self._seen = [_read_message(message) for message in asked['messages']]
+    self.tools = tuple(map(_make_tool, request.get('tools') or ()))
+    self._seen = [_read_message(message) for message in request['messages']]
     return [dict(message) for message in self._seen]
 
   async def step(self, reply: str) -> types.Step:
@@ -99,15 +101,15 @@ class DrivenEnv:
     """
     assert self._reply
     self._reply.set_result((reply, 'stop'))
-    asked = await self._wait()
-    if asked is None:
+    request = await self._wait()
+    if request is None:
       return self._judge()
     before = self._seen
-    self._seen = [_read_message(message) for message in asked['messages']]
+    self._seen = [_read_message(message) for message in request['messages']]
     # It goes on if it repeats the last request, and adds the reply and something new.
     goes_on = self._seen[: len(before)] == before and len(self._seen) > len(before) + 1
-    new = self._seen[len(before) + 1 :] if goes_on else self._seen
-    return types.Step([dict(message) for message in new], fresh=not goes_on)
+    messages = self._seen[len(before) + 1 :] if goes_on else self._seen
+    return types.Step([dict(message) for message in messages], fresh=not goes_on)
 
   async def finish(self, status: str, reply: str | None = None) -> types.Step:
     """Ends the agent's program, so that the environment scores what was said."""
@@ -130,16 +132,16 @@ class DrivenEnv:
   async def _wait(self) -> dict[str, Any] | None:
     """Returns the next request, or None when the episode is over."""
     assert self._episode
-    asked = asyncio.ensure_future(self._requests.get())
+    request = asyncio.ensure_future(self._requests.get())
     try:
       ends = asyncio.FIRST_COMPLETED
-      await asyncio.wait([asked, self._episode], return_when=ends)
-      if not asked.done():
+      await asyncio.wait([request, self._episode], return_when=ends)
+      if not request.done():
         return None
-      body, self._reply = asked.result()
+      body, self._reply = request.result()
       return body
     finally:
-      asked.cancel()
+      request.cancel()
 
   def _judge(self) -> types.Step:
     """Returns the rewards of the policy's agents, and all metrics."""
@@ -213,9 +215,9 @@ def _read_message(message: dict[str, Any]) -> types.Message:
 
 def _write_completion(reply: str, reason: str) -> dict[str, Any]:
   """Makes a chat completion; a reply with a broken call is a text."""
-  found = calls.parse_hermes(reply) if reason == 'stop' else []
+  parsed = call_formats.HERMES.parse(reply) if reason == 'stop' else []
   message: dict[str, Any] = {'role': 'assistant', 'content': reply}
-  if found and all(isinstance(call, calls.ToolCall) for call in found):
+  if parsed and all(isinstance(call, calls.ToolCall) for call in parsed):
     message['content'] = reply.partition('<tool_call>')[0].strip()
     message['tool_calls'] = [
       {
@@ -223,7 +225,7 @@ def _write_completion(reply: str, reason: str) -> dict[str, Any]:
         'type': 'function',
         'function': {'name': call.name, 'arguments': json.dumps(call.arguments)},
       }
-      for number, call in enumerate(found)
+      for number, call in enumerate(parsed)
       if isinstance(call, calls.ToolCall)
     ]
     reason = 'tool_calls'
@@ -245,10 +247,10 @@ async def _converse(ask, messages, tools, call) -> None:
     if choice is None:
       return
     messages.append(choice['message'])
-    found = choice['message'].get('tool_calls')
-    if not found or choice['finish_reason'] == 'length':
+    tool_calls = choice['message'].get('tool_calls')
+    if not tool_calls or choice['finish_reason'] == 'length':
       return
-    for item in found:
+    for item in tool_calls:
       content = await call(item['function']['name'], item['function']['arguments'])
       messages.append({'role': 'tool', 'tool_call_id': item['id'], 'content': content})
 

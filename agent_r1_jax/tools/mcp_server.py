@@ -141,8 +141,8 @@ class Server:
     connection, name = await self._connect(), listed.name
     now = connection.tools.get(name)
     if now is None:
-      known = ', '.join(connection.tools) or 'none'
-      raise LookupError(f'the server has changed and has no such tool; it has: {known}')
+      names = ', '.join(connection.tools) or 'none'
+      raise LookupError(f'the server has changed and has no such tool; it has: {names}')
     if now.input_schema != listed.input_schema:
       raise LookupError(
         'the server has changed, and this tool takes other arguments now: '
@@ -267,24 +267,24 @@ class _Connection:
 
   async def list_tools(self) -> None:
     """Asks the server for its tools."""
-    found, cursor = {}, None
+    tools, cursor = {}, None
     for _ in range(_MAX_PAGES):
       page = await self.client.list_tools(cursor=cursor)
-      found |= {tool.name: tool for tool in page.tools}
+      tools |= {tool.name: tool for tool in page.tools}
       cursor = page.next_cursor
       if cursor is None:
         break
-    self.tools = found
+    self.tools = tools
 
 
 def _to_text(block: Any) -> str:
   """Returns the text of a part of a result; what is no text is only named."""
   if block.type == 'text':
     return block.text
-  what = getattr(block, 'resource', block)
-  if hasattr(what, 'text'):
-    return what.text
-  named = (getattr(what, name, None) for name in ('uri', 'mime_type'))
+  resource = getattr(block, 'resource', block)
+  if hasattr(resource, 'text'):
+    return resource.text
+  named = (getattr(resource, name, None) for name in ('uri', 'mime_type'))
   return f'[{", ".join(str(x) for x in (block.type, *named) if x)}]'
 
 

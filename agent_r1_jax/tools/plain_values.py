@@ -108,10 +108,10 @@ def decode(data, objects=()):
 def _from_text(kind, text):
   module, _, name = kind.partition('.')
   path = _FROM_TEXT[module, name]
-  found = __import__(module)
+  value = __import__(module)
   for part in path.split('.'):
-    found = getattr(found, part)
-  return found(str(text))
+    value = getattr(value, part)
+  return value(str(text))
 
 
 def _iterate(items):

@@ -82,10 +82,10 @@ class RemoteSandbox:
     """Returns the answer's body; None if it is too long."""
     import httpx2
 
-    most = 32 * self._max_output * _BYTES_PER_CHARACTER
+    max_bytes = 32 * self._max_output * _BYTES_PER_CHARACTER
     try:
       status, _, body = bounded_http.post(
-        self._client, self._url, request, seconds=seconds, most=most
+        self._client, self._url, request, seconds=seconds, max_bytes=max_bytes
       )
     except bounded_http.TooLongError:
       return None
@@ -118,11 +118,11 @@ def _read_result(answer: dict[str, Any]) -> tuple[str, str]:
 def _make_script(code: str) -> str:
   """Returns a program that runs code as the sandbox of this machine does."""
   return (
-    f'import ast, traceback\n{_cell_source()}\n'
+    f'import ast, traceback\n{_read_cell_source()}\n'
     f'raise SystemExit(_run_cell({code!r}, {{"__name__": "__main__"}}))\n'
   )
 
 
 @functools.cache
-def _cell_source() -> str:
+def _read_cell_source() -> str:
   return inspect.getsource(sandbox_worker._run_cell)

@@ -83,18 +83,18 @@ class Sandbox:
 
   def _start(self) -> None:
     """Starts the worker, and refuses a machine that cannot confine what it runs."""
-    self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    self._socket, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     self._socket.settimeout(_START_SECONDS)
-    with theirs:
+    with worker_end:
       process = subprocess.Popen(
-        [*_isolate(), sys.executable, '-I', str(_WORKER), str(theirs.fileno())],
+        [*_isolate(), sys.executable, '-I', str(_WORKER), str(worker_end.fileno())],
         # Nothing of the trainer's environment, where API keys are. What is here keeps
         # numpy from starting a thread a core in each interpreter.
         env={'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1', 'LANG': 'C.UTF-8'},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         cwd='/',
-        pass_fds=[theirs.fileno()],
+        pass_fds=[worker_end.fileno()],
         start_new_session=True,
       )
     self._end_worker = weakref.finalize(self, _end, process, self._socket)
@@ -158,22 +158,22 @@ class Session:
   def __init__(self, box: Sandbox):
     """Forks the interpreter."""
     self._box = box
-    theirs, self._code = os.pipe()
-    self._output, theirs_output = os.pipe()
-    self._done, theirs_done = os.pipe()
-    given = [theirs, theirs_output, theirs_done]
-    mine = (self._code, self._output, self._done)
+    code_end, self._code = os.pipe()
+    self._output, output_end = os.pipe()
+    self._done, done_end = os.pipe()
+    worker_ends = [code_end, output_end, done_end]
+    own_ends = (self._code, self._output, self._done)
     try:
-      worker, pid = box._fork(given)
+      worker, pid = box._fork(worker_ends)
     except BaseException:
-      _close_all(mine)
+      _close_all(own_ends)
       raise
     finally:
-      _close_all(given)
+      _close_all(worker_ends)
     # Its code can open these pipes again, and take what `poll` announced here.
-    for descriptor in mine:
+    for descriptor in own_ends:
       os.set_blocking(descriptor, False)
-    self.close = weakref.finalize(self, _close_session, worker, pid, mine)
+    self.close = weakref.finalize(self, _close_session, worker, pid, own_ends)
 
   def __enter__(self) -> Self:
     return self
@@ -196,10 +196,10 @@ class Session:
     text, status = self._exchange(data, start + seconds)
     if status not in ('ok', 'error'):
       self.close()
-    shown = text[: self._box.max_output].decode(errors='replace')
+    shown_text = text[: self._box.max_output].decode(errors='replace')
     if len(text) > self._box.max_output:
-      shown += '\n... (the rest of the output is cut)'
-    return Output(shown, status, time.monotonic() - start)
+      shown_text += '\n... (the rest of the output is cut)'
+    return Output(shown_text, status, time.monotonic() - start)
 
   def _exchange(self, data: bytes, deadline: float) -> tuple[bytes, str]:
     """Sends a cell, and reads output until it is done; (output, status)."""
@@ -258,6 +258,10 @@ def _isolate() -> list[str]:
     return []
   command = [program, '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
+  # An environment or a checkout in /tmp is shown in the new /tmp, too.
+  for folder in {sys.prefix, sys.base_prefix, str(_WORKER.parent)}:
+    if folder.startswith('/tmp/'):
+      command += ['--ro-bind', folder, folder]
   try:
     subprocess.run(
       [*command, 'true'], env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True

@@ -167,8 +167,8 @@ def _drop_capabilities() -> None:
   sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; twice
   if _libc.capget(header, sets) == 0:
     effective, permitted, *_ = struct.unpack('6I', sets.raw)
-    kept = (effective & _KEPT_CAPABILITIES, permitted & _KEPT_CAPABILITIES, 0, 0, 0, 0)
-    if _libc.capset(header, struct.pack('6I', *kept)) == 0:
+    remaining = [held & _KEPT_CAPABILITIES for held in (effective, permitted)]
+    if _libc.capset(header, struct.pack('6I', *remaining, 0, 0, 0, 0)) == 0:
       return
   code = ctypes.get_errno()
   raise OSError(code, f'capabilities: {os.strerror(code)}')
@@ -230,25 +230,25 @@ def _make_filter():
 
   import pyseccomp
 
-  made = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
+  rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
   for name in _ALLOWED:
     with contextlib.suppress(OSError):  # Some do not exist on every architecture.
-      made.add_rule(pyseccomp.ALLOW, name)
+      rules.add_rule(pyseccomp.ALLOW, name)
   # The C library then falls back to clone, whose flags a filter can see.
-  made.add_rule(pyseccomp.ERRNO(errno.ENOSYS), 'clone3')
+  rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), 'clone3')
   thread = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD)
-  made.add_rule(pyseccomp.ALLOW, 'clone', thread)
+  rules.add_rule(pyseccomp.ALLOW, 'clone', thread)
   for request in _TERMINAL_REQUESTS:
-    made.add_rule(pyseccomp.ALLOW, 'ioctl', pyseccomp.Arg(1, pyseccomp.EQ, request))
+    rules.add_rule(pyseccomp.ALLOW, 'ioctl', pyseccomp.Arg(1, pyseccomp.EQ, request))
   for command in _FCNTL_COMMANDS:
-    made.add_rule(pyseccomp.ALLOW, 'fcntl', pyseccomp.Arg(1, pyseccomp.EQ, command))
+    rules.add_rule(pyseccomp.ALLOW, 'fcntl', pyseccomp.Arg(1, pyseccomp.EQ, command))
   for name, flags in (('open', 1), ('openat', 2)):
     to_read = pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, _NOT_TO_READ, 0)
     with contextlib.suppress(OSError):
-      made.add_rule(pyseccomp.ALLOW, name, to_read)
+      rules.add_rule(pyseccomp.ALLOW, name, to_read)
   # Limits may be read, not set.
-  made.add_rule(pyseccomp.ALLOW, 'prlimit64', pyseccomp.Arg(2, pyseccomp.EQ, 0))
-  return made
+  rules.add_rule(pyseccomp.ALLOW, 'prlimit64', pyseccomp.Arg(2, pyseccomp.EQ, 0))
+  return rules
 
 
 def _run_interpreter(descriptors: list[int], limits: dict, worker: int) -> None:
@@ -293,13 +293,13 @@ def _run_cell(cell: str, names: dict) -> bool:
   """
   try:
     tree = ast.parse(cell, '<cell>')
-    last = None
-    if tree.body and isinstance(found := tree.body[-1], ast.Expr):
-      last = ast.Expression(found.value)
+    expression = None
+    if tree.body and isinstance(last_statement := tree.body[-1], ast.Expr):
+      expression = ast.Expression(last_statement.value)
       tree.body.pop()
     exec(compile(tree, '<cell>', 'exec'), names)
-    if last is not None:
-      value = eval(compile(last, '<cell>', 'eval'), names)
+    if expression is not None:
+      value = eval(compile(expression, '<cell>', 'eval'), names)
       if value is not None:
         print(repr(value))
   except SystemExit:

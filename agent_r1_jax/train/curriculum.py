@@ -1,8 +1,8 @@
-"""Which tasks are practised next: shuffled epochs, or more of those still to be learned.
+"""Samples the tasks of each rollout: in shuffled epochs, or by the variance of rewards.
 
-A group of episodes teaches something where its rewards differ. For rewards of 0 and 1 and
-a task that is solved with probability p, their variance is p (1 - p): greatest in the
-middle, and 0 for tasks that are always or never solved.
+A group of episodes has a learning signal only if its rewards differ. For rewards of 0 and
+1 and a task that is solved with probability p, their variance is p (1 - p): greatest at
+p = 1/2, and 0 for tasks that are always or never solved.
 """
 
 import collections
@@ -17,18 +17,18 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 
-# The weight of the newest variance in the mean of a kind of task.
+# The weight of the newest variance in the moving mean of a kind of task.
 _NEWEST = 0.5
 
 
 @dataclasses.dataclass
 class Draws:
-  """What has been drawn so far; a checkpoint keeps it.
+  """The state of a TaskStream; a checkpoint keeps it.
 
   Attributes:
     count: How many tasks have been drawn.
-    pending: For each rollout that is not learned from yet, oldest first, the places of
-      its tasks in the sequence of all tasks.
+    pending: For each rollout that has not been learned from yet, oldest first, the
+      indices of its tasks in the data set.
     variances: Kind of task -> moving mean of the variance of the rewards in a group.
   """
 
@@ -52,32 +52,32 @@ class TaskStream:
     seed: int = 0,
     draws: Draws | None = None,
   ):
-    """Goes on where `draws` says.
+    """Continues from `draws`.
 
     Args:
       config: How tasks are weighted.
       tasks: The tasks to train on: a list, or anything with a length whose items can be
         read in any order, such as a grain.MapDataset.
       seed: The run's seed.
-      draws: The attribute of that name at the start of a step; it is not changed.
+      draws: The attribute of that name at the start of a step; it is copied.
 
     Raises:
       ValueError: A task has no field of those that curriculum.by names.
     """
     self._config, self._tasks, self._seed = config, tasks, seed
     self.draws = copy.deepcopy(draws or Draws())
-    self._started = 0  # How many of the pending rollouts have been started.
-    places = range(len(tasks))
-    self._shuffled: Any = grain.MapDataset.source(places).seed(seed).shuffle().repeat()
+    self._started = 0  # How many of the pending rollouts this process has started.
+    indices = range(len(tasks))
+    self._shuffled: Any = grain.MapDataset.source(indices).seed(seed).shuffle().repeat()
     if config.weight != 'uniform':
       self._kinds, self._kind_of = np.unique(
         [self._kind(task) for task in tasks], return_inverse=True
       )
 
   def start_rollout(self, n: int) -> list[types.Task]:
-    """Draws the n tasks of the next rollout.
+    """Returns the n tasks of the next rollout.
 
-    After a restart, the rollouts come first that were under way.
+    After a restart, the rollouts that were under way are returned first.
     """
     pending = self.draws.pending
     if self._started == len(pending):
@@ -90,7 +90,7 @@ class TaskStream:
     return [self._tasks[i] for i in self._draw(n)]
 
   def finish_rollout(self, groups: Sequence[Sequence[types.Trajectory]]):
-    """Ends the oldest rollout, and remembers how the rewards of its groups differed."""
+    """Removes the oldest rollout, and updates the variances from its groups' rewards."""
     self.draws.pending.pop(0)
     self._started -= 1
     if self._config.weight == 'uniform':
@@ -102,12 +102,11 @@ class TaskStream:
         by_kind[self._kind(group[0].task)].append(np.var(rewards))
     for kind, variances in by_kind.items():
       mean = float(np.mean(variances))
-      # The first variance of a kind counts in full: there is none to average it with.
       before = self.draws.variances.get(kind, mean)
       self.draws.variances[kind] = before + _NEWEST * (mean - before)
 
   def _draw(self, n: int) -> list[int]:
-    """Returns the places of n tasks."""
+    """Returns the indices of n tasks."""
     start = self.draws.count
     self.draws.count += n
     if self._config.weight == 'uniform':
@@ -117,16 +116,16 @@ class TaskStream:
     return rng.choice(total, n, replace=n > total, p=self._probabilities()).tolist()
 
   def _probabilities(self) -> np.ndarray:
-    """Returns with which probability each task is drawn, float64 [tasks]."""
-    known = self.draws.variances
-    # A kind that has not been played counts as the mean of the others.
-    expected = np.mean([*known.values()]) if known else 1.0
-    weights = np.array([known.get(kind, expected) for kind in self._kinds.tolist()])
+    """Returns the probability with which each task is drawn, float64 [tasks]."""
+    variances = self.draws.variances
+    # A kind that has not been played gets the mean of the others.
+    default = np.mean([*variances.values()]) if variances else 1.0
+    weights = np.array([variances.get(kind, default) for kind in self._kinds.tolist()])
     weights = weights[self._kind_of]
     uniform = np.full(len(weights), 1 / len(weights))
     if not weights.any():
       return uniform
-    # The uniform share brings back the tasks that rest because their groups were tied.
+    # The uniform share draws again tasks of weight 0, whose last groups were tied.
     share = self._config.uniform_share
     return share * uniform + (1 - share) * weights / weights.sum()
 

@@ -1,6 +1,6 @@
-"""One episode: encodes messages, samples replies, and lets the environment answer them.
+"""Plays one episode: encodes messages, samples replies, and steps the environment.
 
-Text and device meet here. What comes of an episode is its Trajectory.
+`Episode.play` fills in a types.Trajectory.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ from collections.abc import Callable
 import contextlib
 import copy
 import dataclasses
-import logging
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, program, rewards, threads, workers
+from agent_r1_jax.agent import call_formats, program, rewards, thread_pool, workers
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
@@ -27,15 +26,13 @@ from agent_r1_jax.serve import conversation as conversation_lib
 from agent_r1_jax.serve import endpoint
 from agent_r1_jax.train import episode_context
 
-_LOGGER = logging.getLogger(__name__)
-
 
 class _EnvironmentError(Exception):
   """The environment or its reward raised; the trajectory is masked, not scored."""
 
 
 def _name_cause(error: _EnvironmentError) -> str:
-  """Names the type that the user's code raised; 'InvalidAnswer' if it raised nothing."""
+  """Returns the name of the type that was raised; 'InvalidAnswer' if nothing was."""
   cause = error.__cause__
   if isinstance(cause, workers.BaseExceptionError):
     cause = cause.__cause__ or cause
@@ -43,8 +40,8 @@ def _name_cause(error: _EnvironmentError) -> str:
 
 
 @contextlib.contextmanager
-def _blaming_the_environment():
-  """Turns what is raised inside into an _EnvironmentError."""
+def _environment_errors():
+  """Raises an exception inside as an _EnvironmentError that says where it was raised."""
   try:
     yield
   except (_EnvironmentError, workers.LoopBlockedError):
@@ -56,24 +53,24 @@ def _blaming_the_environment():
 
 
 class Episode:
-  """One episode while it is played; it fills in its trajectory.
+  """The state of one episode while it is played.
 
   Attributes:
-    context: The text in the engine that replies extend.
-    trajectory: What comes of the episode.
-    env: The environment, or the program that is played in its place.
+    context: Samples the replies; holds the episode's text in the engine.
+    trajectory: The record of the episode, to which each turn is added.
+    env: The environment, or a program that plays the episode itself.
     made: Holds the environment from when it is made until it is closed. A list, so that
       of two threads that want to close it one gets it.
     over: Whether the episode has ended: an environment made later is closed at once.
-    conversation: The requests of a program.
-    ids: The tokens of messages that the next reply follows.
-    schemas: The tools that the prompt describes.
-    pieces: The segment under way: tokens, log-probs and policy steps of each prompt,
-      reply and observation; the last two are None where the policy did not sample.
-    status: How the episode ended; None while it goes on.
-    unfinished: The text of a reply that ran out of tokens.
-    reply: The last reply, if the last turn had one.
-    sampled: Under 'tokens', how many were sampled here and in all forks, which share it.
+    conversation: The requests that a program has sent; None with an environment.
+    pending_ids: Token ids of the messages that will be appended before the next reply.
+    schemas: The JSON schemas of the tools, for the prompt.
+    pieces: The parts of the present segment: (tokens, behaviour log-probs, policy steps)
+      of each prompt, reply and observation; the last two are None except for replies.
+    status: One of types.STATUSES; None while the episode goes on.
+    unfinished: The text of the last reply, if it ran out of tokens; else None.
+    reply: The reply of the last turn; None if there was no room for one.
+    sampled: Under 'tokens', how many tokens were sampled; shared with all forks.
     value: The sum of an implicit critic's values of the replies so far.
   """
 
@@ -90,9 +87,9 @@ class Episode:
     Args:
       chat: Encodes messages with the policy's tokenizer.
       make_env: Makes the environment, or a program.
-      limits: What the episode may use.
+      limits: The episode's budgets of tokens, turns and seconds.
       context: A new context.
-      trajectory: Has the task and the sample, and no turn.
+      trajectory: An empty trajectory with its task and sample number.
     """
     self.chat, self.make_env, self.limits = chat, make_env, limits
     self.context, self.trajectory = context, trajectory
@@ -100,7 +97,7 @@ class Episode:
     self.made: list[env_lib.Env | program.Program] = []
     self.over = False
     self.conversation: conversation_lib.Conversation | None = None
-    self.ids = np.zeros(0, np.int32)
+    self.pending_ids = np.zeros(0, np.int32)
     self.schemas: list[dict[str, Any]] = []
     self.pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = []
     self.status: str | None = None
@@ -116,17 +113,17 @@ class Episode:
       workers.LoopBlockedError: A call waited on an event loop that another call blocks.
     """
     t, abandoned = self.trajectory, collections.Counter()
-    threads.abandoned_calls.set(abandoned)
-    calls.chat_format.set(self.chat.format)
+    thread_pool.abandoned_calls.set(abandoned)
+    call_formats.chat_format.set(self.chat.format)
     self.context.restart(0)
     seconds = self.limits.episode_seconds
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
         task = await self._make()
         if isinstance(self.env, program.Program):
-          t.status = await self._run(self.env, task)
+          t.status = await self._run_program(self.env, task)
         else:
-          t.status = await self._converse(task)
+          t.status = await self._play_turns(task)
           if t.status in types.BUDGETS and t.turns:
             await self._finish(t.status)
     except _EnvironmentError as error:
@@ -150,8 +147,6 @@ class Episode:
         t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
       if self.context.search:
         t.metrics['sampled_tokens'] = float(self.sampled.total())
-      if t.status == 'error':
-        await workers.drain_cancelled_calls()
       self.over = True
       if await self._close_env():
         t.metrics['close_failed'] = 1.0
@@ -159,25 +154,25 @@ class Episode:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
 
-  async def _converse(self, task: types.Task) -> str:
-    """Plays turn after turn; returns the status in which the episode ended."""
-    await self._begin(task)
+  async def _play_turns(self, task: types.Task) -> str:
+    """Plays turn after turn, or searches over turns; returns the episode's status."""
+    await self._reset(task)
     if search := self.context.search:
-      with _blaming_the_environment():
+      with _environment_errors():
         search_lib.check(self.env)
-      line = await search_lib.play(search, self, self.context.replica)
-      # The rollout holds this episode's trajectory: it gets what the best line has.
+      best = await search_lib.play(search, self, self.context.replica)
+      # `best` is a fork of this episode, and the rollout returns this one's trajectory.
       for field in dataclasses.fields(types.Trajectory):
-        setattr(self.trajectory, field.name, getattr(line.trajectory, field.name))
-      self.env, self.pieces, self.unfinished = line.env, line.pieces, line.unfinished
-      self.context, self.status = line.context, line.status
+        setattr(self.trajectory, field.name, getattr(best.trajectory, field.name))
+      self.env, self.pieces, self.unfinished = best.env, best.pieces, best.unfinished
+      self.context, self.status = best.context, best.status
     while self.status is None:
       await self.take_turn()
     return self.status
 
   async def take_turn(self):
-    """Plays one turn, and sets `status` if it ended the episode."""
-    t, ids, self.reply = self.trajectory, self.ids, None
+    """Samples one reply and passes it to the environment; sets `status` at the end."""
+    t, ids, self.reply = self.trajectory, self.pending_ids, None
     room = self.context.slots - self.context.length - len(ids)
     if room < 1:
       if not t.turns:
@@ -203,25 +198,27 @@ class Episode:
     if not reply.stopped:
       self.unfinished, self.status = text, 'truncated'
       return
-    step = self._add_reward(await self._ask('step', text))
+    step = self._add_reward(await self._call_env('step', text))
     if step.done:
       self.status = 'done'
       return
-    with _blaming_the_environment():
+    with _environment_errors():
       t.messages += _copy_messages(step.messages)
       if step.fresh:
         self._close_segment()
         self.context.close()
         self.context.restart(len(t.segments))
-        self.ids = self._encode(self.chat.encode_prompt, step.messages, self.schemas)
+        self.pending_ids = self._encode(
+          self.chat.encode_prompt, step.messages, self.schemas
+        )
       else:
         last = int(reply.tokens[-1])
-        self.ids = self._encode(self.chat.encode_delta, step.messages, last)
+        self.pending_ids = self._encode(self.chat.encode_delta, step.messages, last)
     if len(t.turns) == self.limits.max_turns:
       self.status = 'max_turns'
 
   async def fork(self, number: int) -> 'Episode':
-    """Returns a copy that goes on by itself, with randomness of its own but for 0."""
+    """Returns an independent copy; unless `number` is 0 it samples with other keys."""
     other, t = copy.copy(self), self.trajectory
     other.trajectory = dataclasses.replace(
       t,
@@ -230,7 +227,7 @@ class Episode:
       messages=[*t.messages],
       metrics={**t.metrics},
     )
-    other.env = await self._ask('clone')
+    other.env = await self._call_env('clone')
     other.pieces, other.context = [*self.pieces], self.context.fork(number)
     return other
 
@@ -241,21 +238,22 @@ class Episode:
 
   @property
   def spoken(self) -> np.ndarray:
-    """The text up to the end of the last reply."""
-    if not self.pieces:  # The environment began a new context after it.
+    """The tokens of the context up to the end of the last reply, int32."""
+    if not self.pieces:  # The last step was `fresh`, and closed the reply's segment.
       return self.trajectory.segments[-1].tokens
     return np.concatenate([piece[0] for piece in self.pieces])
 
   @property
   def tokens(self) -> np.ndarray:
-    """The text of the state, up to where the next token, or the last one, is chosen."""
+    """The tokens before the next reply; once the episode ended, all but its last one."""
     tokens = np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
-    return np.append(tokens, self.ids) if self.status is None else tokens[:-1]
+    return np.append(tokens, self.pending_ids) if self.status is None else tokens[:-1]
 
-  async def _run(self, env: program.Program, task: types.Task) -> str:
+  async def _run_program(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.
 
-    A program that fails after a budget had refused it a reply ends in that status.
+    If the endpoint has refused a reply for want of tokens or turns, an error that the
+    program raises then counts as that status and not as an error.
     """
     t, limits = self.trajectory, self.limits
     if self.context.chooser or self.context.search:
@@ -263,13 +261,13 @@ class Episode:
     conversation = self.conversation = conversation_lib.Conversation(
       self.chat, task, self.context, limits.max_turns, limits.max_turn_tokens
     )
-    threads.current_turn.set(f'task {task.id}, sample {t.sample}')
+    thread_pool.current_turn.set(f'task {task.id}, sample {t.sample}')
     output = None
     try:
       async with endpoint.open(conversation, self.chat, self.context.vocab_size) as url:
-        with _blaming_the_environment():
-          # `play` has cancelled it before these seconds are over; they tell the log and
-          # the pool how long it is waited for.
+        with _environment_errors():
+          # `play` cancels it before these seconds are over; the pool of threads needs a
+          # bound, and the log names it.
           output = await workers.call_on_user_loop(
             env.run,
             env_lib.copy_containers(task),
@@ -291,7 +289,7 @@ class Episode:
     for turn, step in conversation.reports:
       self._add_reward(step, turn)
     rewards.policy_step.set(int(t.policy_steps.max()))
-    with _blaming_the_environment():
+    with _environment_errors():
       step = await workers.call_on_user_loop(
         env.judge,
         task,
@@ -306,25 +304,25 @@ class Episode:
     return conversation.status
 
   async def _make(self) -> types.Task:
-    """Makes the environment, and returns its task."""
-    with _blaming_the_environment():
+    """Makes the environment; returns the copy of the task that it may change."""
+    with _environment_errors():
       seconds = self.limits.reset_seconds
       self.env, task = await workers.call(
         self._make_env, name='make_env', seconds=seconds, field='reset_seconds'
       )
     return task
 
-  async def _begin(self, task: types.Task):
+  async def _reset(self, task: types.Task):
     """Resets the environment and encodes the prompt."""
     t = self.trajectory
-    messages = await self._ask('reset', task)
-    with _blaming_the_environment():
+    messages = await self._call_env('reset', task)
+    with _environment_errors():
       t.messages = _copy_messages(messages)
       self.schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
-      self.ids = self._encode(self.chat.encode_prompt, t.messages, self.schemas)
+      self.pending_ids = self._encode(self.chat.encode_prompt, t.messages, self.schemas)
 
   def _make_env(self) -> tuple[env_lib.Env | program.Program, types.Task]:
-    """Makes the environment and its task; what comes too late is closed at once."""
+    """Makes the environment, and closes it at once if the episode is over by then."""
     env = self.make_env()
     self.made.append(env)
     if self.over:
@@ -333,45 +331,37 @@ class Episode:
     return env, env_lib.copy_containers(self.trajectory.task)
 
   async def _close_env(self) -> bool:
-    """Closes the environment, if there is one to close; returns whether that failed."""
-    seconds, field = self.limits.close_seconds, 'close_seconds'
-    try:
-      # Taken out first: of two threads that come here, one closes.
-      method = getattr(self.made.pop(), 'close', None) if self.made else None
-      if method is not None:
-        await workers.call_on_user_loop(
-          method, name='close', seconds=seconds, field=field
-        )
-      return False
-    except Exception as error:
-      text = workers.describe_error(error) + workers.locate_error(error)
-      _LOGGER.warning('Task %s: close failed: %s', self.trajectory.task.id, text)
-      return True
+    """Closes the environment, unless another thread does; returns whether that failed."""
+    owner = f'Task {self.trajectory.task.id}'
+    return await env_lib.close_env(self.made, self.limits.close_seconds, owner)
 
   async def _finish(self, status: str):
     """Lets the environment score an episode that a budget ended."""
     if getattr(self.env, 'finish', None) is not None:
-      self._add_reward(await self._ask('finish', status, self.unfinished))
+      self._add_reward(await self._call_env('finish', status, self.unfinished))
 
-  async def _ask(self, kind: str, *args) -> Any:
+  async def _call_env(self, kind: str, *args) -> Any:
     """Calls a method of the environment, within its time limit."""
     field = 'reset_seconds' if kind == 'reset' else 'step_seconds'
     t = self.trajectory
     where = f'task {t.task.id}, sample {t.sample}, turn {len(t.turns)}'
-    threads.current_turn.set(where)
-    with _blaming_the_environment():
+    thread_pool.current_turn.set(where)
+    with _environment_errors():
       method, seconds = getattr(self.env, kind), getattr(self.limits, field)
       return await workers.call_on_user_loop(
         method, *args, name=kind, seconds=seconds, field=field
       )
 
   def _add_reward(self, step: types.Step, turn: types.Turn | None = None) -> types.Step:
-    """Adds a step's reward to a turn, the last one, and its metrics to the trajectory."""
+    """Adds a step's reward to a turn, and its metrics to the trajectory.
+
+    Without `turn` the reward is that of the last turn. Returns the step.
+    """
     t = self.trajectory
-    with _blaming_the_environment():
+    with _environment_errors():
       if not isinstance(step, types.Step):
         raise _EnvironmentError(f'a step is of type {type(step).__name__}, not a Step.')
-      # Some algorithms learn from the named parts of the reward in its place.
+      # Some algorithms learn from the named parts of the reward instead of their sum.
       parts = {n: x for n, x in step.metrics.items() if n.startswith('reward/')}
       for name, value in {'reward': step.reward, **parts}.items():
         if not math.isfinite(value):
@@ -382,7 +372,7 @@ class Episode:
     return step
 
   def _encode(self, encode, *args) -> np.ndarray:
-    """Encodes the environment's messages; blames it if one of them is broken."""
+    """Calls `encode` on messages of the environment, which are to blame if it raises."""
     try:
       return encode(*args)
     except ValueError as error:
@@ -395,10 +385,10 @@ class Episode:
 
 
 def _copy_messages(messages: Any) -> list[types.Message]:
-  """Copies an environment's messages, which it may go on to change.
+  """Copies an environment's messages, since it may go on changing its own.
 
-  What cannot be serialized is refused here, where it costs one episode. Later, when the
-  messages are sent to other processes, it would end the run.
+  A message that cannot be serialized raises here, where it costs one episode. Later, when
+  the messages are sent to other processes, it would end the run.
   """
   if not isinstance(messages, list | tuple):
     raise _EnvironmentError(

@@ -1,8 +1,9 @@
-"""Where the replies of an episode come from: its text in the engine."""
+"""The text of an episode in the engine, and the requests that extend it."""
 
 from collections.abc import Sequence
 import copy
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Context:
-  """The text that an episode has in the engine, which each reply extends.
+  """The text of an episode in the engine; each reply extends it.
 
   Attributes:
-    replica: The part of the engine that samples the replies.
+    replica: The replica that samples the replies.
     slots: The most tokens that the text may have.
-    vocab_size: Tokens of the policy.
+    vocab_size: The size of the policy's vocabulary.
     chooser: Samples several candidates of each reply and takes one; None samples one.
     search: Searches over turns for the whole episode; None plays turn after turn.
   """
@@ -39,8 +40,8 @@ class Context:
     Args:
       replica: Samples the replies.
       decoding: How they are sampled.
-      automata: What ends replies, and the decoding's grammar, if it has one.
-      identity: What all randomness of the episode depends on; see rollout.start.
+      automata: The automaton that ends replies, then the decoding's grammar, if any.
+      identity: What the keys of the episode's requests are made from; see rollout.start.
     """
     self.replica, self._decoding, self._automata = replica, decoding, automata
     self._identity = identity
@@ -51,21 +52,21 @@ class Context:
       self.chooser = choice_lib.Chooser(replica, decoding.choice)
     else:
       self.search = decoding.choice
-    # Whether another context has the same text, which the next reply must not extend.
+    # Whether another context has the same text: the next reply must then fork it.
     self._forked = False
     self._text: request_lib.Text | None = None
     self._key = self.make_key(0)
 
   def restart(self, segment: int):
-    """Forgets the text; the next reply begins one with a random key of its own."""
+    """Drops the text; the next reply begins one with another random key."""
     self._key, self._text = self.make_key(segment), None
 
   def make_key(self, *parts: int | str) -> np.ndarray:
-    """Makes the randomness of one of the episode's texts."""
+    """Makes the random key of one of the episode's texts, uint32 [2]."""
     return request_lib.make_key(*self._identity, *parts)
 
   def fork(self, number: int) -> 'Context':
-    """Returns a context with the same text so far; 0 goes on as this one would."""
+    """Returns a context with the same text; unless `number` is 0 it has another key."""
     other = copy.copy(self)
     other._forked = True
     if number:
@@ -86,49 +87,46 @@ class Context:
     self._text, self._forked = generation.text, False
     return await generation
 
-  def submit(self, ids, parent, max_tokens, key, **fields: Any) -> request_lib.Generation:
-    """Begins a reply to any text, for the requests of a program (serve/conversation.py).
-
-    The arguments are those of `_make_request`.
-    """
-    request = self._make_request(ids, parent, max_tokens, key, **fields)
-    return self.replica.submit(request)
-
-  def _make_request(
+  def submit(
     self,
     ids: np.ndarray,
     parent: request_lib.Text | request_lib.Fork | None,
     max_tokens: int,
     key: np.ndarray,
-    automata: Sequence[types.Automaton] | None = None,
-    top_logprobs: int = 0,
-  ) -> request_lib.Request:
-    """Makes a request; with `automata`, these end the reply in place of the chat's."""
-    if automata is None:
-      automata = self._automata
-    else:
-      # The client's automata replace the stops; the decoding's own grammar stays.
-      _stops, *grammar = self._automata
-      automata = (*automata, *grammar)
+    *,
+    automata: Sequence[types.Automaton],
+    top_logprobs: int,
+  ) -> request_lib.Generation:
+    """Requests a reply to any text, for a program's endpoint (serve/conversation.py).
+
+    `automata` end the reply in place of the chat's; the decoding's grammar stays.
+    """
+    _stops, *grammar = self._automata
+    request = self._make_request(ids, parent, max_tokens, key)
+    request = dataclasses.replace(
+      request, automata=(*automata, *grammar), top_logprobs=top_logprobs
+    )
+    return self.replica.submit(request)
+
+  def _make_request(self, ids, parent, max_tokens, key) -> request_lib.Request:
     return request_lib.Request(
       ids,
       parent,
       max_tokens=max_tokens,
       sampling=self._decoding.sampling,
       key=key,
-      automata=automata,
+      automata=self._automata,
       guides=self._decoding.guides,
-      top_logprobs=top_logprobs,
       policy=self._decoding.policy,
     )
 
   @property
   def length(self) -> int:
-    """The tokens of the text so far."""
+    """The number of tokens of the text so far."""
     return 0 if self._text is None else len(self._text)
 
   def close(self):
-    """Frees the rows of its texts."""
+    """Closes its texts, so that other texts get their rows first."""
     if self._text is not None:
       self._text.close()
     if self.chooser:

@@ -1,6 +1,7 @@
-"""Plays evaluation episodes, and averages what is logged of episodes."""
+"""Plays evaluation episodes, and averages the metrics of episodes."""
 
 from collections.abc import Callable, Mapping, Sequence
+import itertools
 import pathlib
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_grammar, calls
+from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -19,7 +20,7 @@ from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.train import rollout
 from agent_r1_jax.train import spool as spool_lib
 
-# Metrics of what goes wrong in an episode; they are logged when they are 0, too.
+# Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = rollout.Decoding(config_lib.GREEDY)
 Choose = Callable[[engine_lib.Engine], choice_lib.Choice]
@@ -81,18 +82,18 @@ def play(
   workdir: pathlib.Path | None = None,
   choose: Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays methods, each under a progress bar.
+  """Plays the tasks of one or several methods, each with a progress bar.
 
   Args:
     engine: The engine, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
-    methods: What is played under each name; see rollout.Method.
+    methods: The tasks and the environment of each method, by name; see rollout.Method.
     limits: What each episode may use.
     sampling: How tokens are chosen; greedy by default.
     samples: How many episodes of each task are played.
     seed: The seed of the sampling.
-    workdir: Where finished episodes are kept, in a folder a method; what is there is not
-      played.
+    workdir: Where finished episodes are written, in one folder for each method; episodes
+      that are there already are not played again.
     choose: Makes the choice among several candidates of each reply; None samples one.
 
   Returns:
@@ -120,10 +121,12 @@ def play(
         spool=workdir and spool_lib.Spool(workdir / label),
         on_done=ended,
       )
-      # Where a prompt leaves no room for a reply, an episode ends before its first turn.
-      long = [t for ts in played[label].values() for t in ts if not t.turns and t.error]
-      if lost := [t for t in long if t.status == 'truncated']:
-        progress.print_line(f'{len(lost)} tasks count as unanswered: {lost[0].error}.')
+      trajectories = itertools.chain(*played[label].values())
+      # These have no turn, because their prompt left no room for a reply.
+      too_long = [t for t in trajectories if t.metrics.get('prompt_too_long')]
+      if too_long:
+        text = f'{len(too_long)} tasks count as unanswered: {too_long[0].error}.'
+        progress.print_line(text)
   return played
 
 
@@ -133,7 +136,7 @@ def make_decoding(
   chat: chat_lib.Chat,
   env: env_lib.Env,
 ) -> rollout.Decoding:
-  """Returns how replies are sampled in an environment, by the configuration."""
+  """Makes the decoding of a configuration; `env` has the tools of its grammar."""
   grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
   return rollout.Decoding(config, grammar)
 
@@ -141,17 +144,17 @@ def make_decoding(
 def _make_grammar(
   env: env_lib.Env, engine: engine_lib.Engine, chat: chat_lib.Chat
 ) -> types.Automaton | None:
-  """Makes the grammar of calls of an environment's tools; None if it has no tools."""
+  """Makes the grammar of calls of the environment's tools; None if it has none."""
   schemas = [tool.schema for tool in getattr(env, 'tools', ())]
   if not schemas:
     return None
-  if chat.format != calls.HERMES:
+  if chat.format != call_formats.HERMES:
     raise ValueError(
       f'tool_grammar: calls in the format {chat.format.name} have no grammar; make it '
       "False, or chat.tool_format 'hermes'."
     )
   pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-  return call_grammar.tool_calls(schemas, pieces, engine.config.vocab_size)
+  return automata.tool_calls(schemas, pieces, engine.config.vocab_size)
 
 
 def mean_metric(trajectories: Sequence[types.Trajectory], metric: str = 'em') -> float:
@@ -167,19 +170,19 @@ def by_kind(
 ) -> dict[str, dict[str, float]]:
   """Returns mean and count of a metric over all tasks ('all') and each kind of task."""
   members = {'all': list(trajectories)}
-  for kind, is_of_kind in kinds.items():
-    members[kind] = [t for t in trajectories if is_of_kind(t.task)]
+  for kind, matches in kinds.items():
+    members[kind] = [t for t in trajectories if matches(t.task)]
   return {
-    kind: {'mean': mean_metric(some, metric), 'count': len(some)}
-    for kind, some in members.items()
+    kind: {'mean': mean_metric(chosen, metric), 'count': len(chosen)}
+    for kind, chosen in members.items()
   }
 
 
 def summarize(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-  """Returns the means to log: reward, tokens, turns, metrics, the share of each status.
+  """Returns means over episodes: reward, tokens, turns, metrics, share of each status.
 
-  The metrics in _FAULTS are always among them: the share of episodes in which something
-  of the user's was late, and the calls that were abandoned per episode.
+  'timeouts' (the share of episodes in which the user's code was late) and
+  'abandoned_calls' (per episode) are always among them.
   """
   if not trajectories:
     return {}

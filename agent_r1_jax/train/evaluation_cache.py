@@ -1,9 +1,9 @@
-"""A cache of results in a file of JSON lines: nothing is measured twice.
+"""A cache of evaluation results in a file of JSON lines.
 
-A line has a key (what was measured, and all that its numbers depend on) and the numbers.
-If the file has a line with the key of a measurement, its numbers are returned; otherwise
-it is made and a line is appended. No line is overwritten: going back to earlier settings
-costs nothing.
+A line has a key, which contains everything that the numbers depend on, and the numbers.
+If the file has a line with the key of an evaluation, its numbers are returned; otherwise
+the episodes are played and a line is appended. No line is overwritten, so that going back
+to earlier settings plays nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ from agent_r1_jax.checks import identity
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.train import rollout
 
-# Fields of the configuration that change no reply of an evaluation: they are of training,
-# or change only how fast the replies come. The model counts by its files.
+# Fields of the configuration that change no reply of an evaluation: fields of training,
+# and those that change the speed only. The model is part of the key by its files.
 _OTHER_FIELDS = re.compile(
   r'(sampling|schedule|curriculum|batch|optimizer|mesh|checkpoint|alarms)[.]'
   r'|engine[.](?!slots)|model[.](?!dtype)'
@@ -42,7 +42,7 @@ def evaluate_or_read(
   summarize: Callable[[Mapping[str, Sequence[types.Trajectory]]], Any],
   depends_on: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns the numbers of each method, read from `path` or measured now.
+  """Returns the numbers of each method, read from `path` or else measured.
 
   A method is played again when the model's files, the tasks, the fields of the
   configuration that a reply may depend on, the code, or `depends_on` differ.
@@ -51,8 +51,8 @@ def evaluate_or_read(
     path: The file of results; made if missing.
     config: The configuration of engine and episodes.
     model: The policy's directory.
-    methods: What is played under each name; see rollout.Method.
-    summarize: Trajectories by set -> the method's numbers, which JSON can write.
+    methods: The tasks and the environment of each method, by name; see rollout.Method.
+    summarize: Maps trajectories by set to the method's numbers, in JSON's types.
     depends_on: What else the numbers depend on, such as the corpus that the environment's
       tool searches.
 
@@ -62,7 +62,7 @@ def evaluate_or_read(
   runtime.initialize()
   keys = {}
   if processes.is_first():
-    same = {
+    shared_key = {
       'model': identity.model_digest(model),
       'code': _code_digest(),
       'config': {
@@ -75,21 +75,21 @@ def evaluate_or_read(
     keys = {
       method: {
         'method': method,
-        'depends_on': same | {'tasks': identity.tasks_digest(sets)},
+        'depends_on': shared_key | {'tasks': identity.tasks_digest(sets)},
       }
       for method, (sets, _) in methods.items()
     }
-  # Every process must play the same methods: the first one reads the file for all.
-  known = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
-  for method in (method for method in keys if known[method]):
+  # Every process must play the same methods, so only the first one reads the file.
+  results = processes.gather({m: find(path, key) for m, key in keys.items()})[0]
+  for method in (method for method in keys if results[method]):
     print(f'{method}: as in {path}; nothing that it depends on has changed.')
-  missing = {method: played for method, played in methods.items() if not known[method]}
+  missing = {name: method for name, method in methods.items() if not results[name]}
   if missing:
     for method, sets in train.play(config, model, missing).items():
-      known[method] = _as_json({'numbers': summarize(sets)})
+      results[method] = _as_json({'numbers': summarize(sets)})
       if processes.is_first():
-        add(path, keys[method] | known[method])
-  return {method: known[method]['numbers'] for method in methods}
+        add(path, keys[method] | results[method])
+  return {method: results[method]['numbers'] for method in methods}
 
 
 def find(path: str | os.PathLike, key: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -114,19 +114,19 @@ def add(path: str | os.PathLike, line: Mapping[str, Any]) -> None:
     if size:
       file.seek(size - 1)
       torn = file.read(1) != b'\n'
-    # A line that a kill cut short must not swallow the one that follows it.
+    # A kill may have truncated the last line: the new one must not be joined to it.
     file.write(b'\n' * torn + json.dumps(line).encode() + b'\n')
     file.flush()
     os.fsync(file.fileno())
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads the lines of a file, oldest first, without those that a kill cut short."""
-  path, read_lines = pathlib.Path(path), []
+  """Reads the lines of a file, oldest first; skips lines that are no JSON."""
+  path, results = pathlib.Path(path), []
   lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
   for number, line in enumerate(lines, 1):
     try:
-      read_lines.append(json.loads(line))
+      results.append(json.loads(line))
     except (ValueError, RecursionError):
       if line:
         warnings.warn(
@@ -134,11 +134,11 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
           'was probably killed. What it held is measured again.',
           stacklevel=2,
         )
-  return read_lines
+  return results
 
 
 def _code_digest() -> str:
-  """Hashes the code of package and script: a mended reward must not show old numbers."""
+  """Hashes the code of the package and of the script, in which rewards may be defined."""
   files = {*pathlib.Path(__file__).parents[1].rglob('*.py'), *_find_script_files()}
   return identity.digest(
     sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
@@ -155,7 +155,7 @@ def _find_script_files() -> set[pathlib.Path]:
   if script is None:
     return set()
   dots = main.__spec__.name.count('.') if main.__spec__ else 0
-  # Of a module a.b.c that is the folder of the package a.
+  # For a module a.b.c this is the folder of the package a.
   folder = pathlib.Path(script).resolve().parents[max(dots - 1, 0)]
   loaded = [getattr(module, '__file__', None) for module in [*sys.modules.values()]]
   paths = {pathlib.Path(path).resolve() for path in loaded if path}

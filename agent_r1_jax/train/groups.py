@@ -1,4 +1,4 @@
-"""Groups of episodes: those of a step, and those that it can learn from."""
+"""Groups of episodes: collects those of a step, and selects those to learn from."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,11 +20,11 @@ def collect_groups(
   """Collects the groups of a step; plays more tasks in place of tied groups (DAPO).
 
   Args:
-    collect: (n, refill) -> the trajectories of n tasks; those of one task stand side by
-      side. The first call has refill 0.
+    collect: (n, refill) -> the trajectories of n tasks, those of one task side by side.
+      The first call has refill 0.
     n: How many groups are wanted whose rewards are not all equal.
     samples: How many episodes of each task are played.
-    max_refills: How many more rollouts may be played.
+    max_refills: The most calls of `collect` after the first.
 
   Returns:
     All groups, tied ones included.
@@ -32,7 +32,6 @@ def collect_groups(
   groups: list[Group] = []
   untied = 0
   for refill in range(max_refills + 1):
-    # As many are drawn as groups are still wanted; some of these may be tied, too.
     missing = n - untied
     if not missing:
       break
@@ -74,7 +73,7 @@ def select_usable(
   if refilled:
     groups = [group for group in groups if not is_tied(group)]
   masked = ('error', *(types.BUDGETS if mask_truncated else ()))
-  # A prompt that did not fit its row left no turn.
+  # A trajectory whose prompt did not fit its row has no turns.
   chosen = [[t for t in g if t.status not in masked and t.turns] for g in groups]
   return [group for group in chosen if group]
 
@@ -98,8 +97,7 @@ def check_first_rollout(groups: Sequence[Group]) -> None:
 def is_tied(group: Group) -> bool:
   """Whether a group's rewards are all equal; episodes with an error do not count.
 
-  Where one episode of each task is played, none is compared with others of its group, and
-  whatever has a score can be learned from.
+  A group of one episode is never tied: algorithms with one sample compare no group.
   """
   rewards = [t.reward for t in group if t.status != 'error']
   return not rewards or (len(group) > 1 and table.tied(np.array(rewards)))

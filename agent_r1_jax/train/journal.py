@@ -1,4 +1,4 @@
-"""The journal: everything that a training run keeps in its workdir, and how far it is."""
+"""The files of a training run's workdir, and the position from which it resumes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
@@ -11,7 +11,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import metrics as metrics_lib
@@ -25,46 +25,57 @@ from agent_r1_jax.train import spool as spool_lib
 
 @dataclasses.dataclass
 class Position:
-  """How far a run is.
+  """How many steps a run has completed; a checkpoint contains it.
 
   Attributes:
     step: How many rollouts were learned from.
     draws: Which tasks were drawn.
-    written: The last step whose line is in metrics.jsonl. The first line, of step 0, has
-      the evaluation before all training; -1 if there is no line yet.
-    unwritten: The metrics of the step whose line is still to be written, empty if there
-      is none. They are kept from the update to the end of the evaluation after it, so
-      that a run that is preempted there loses neither. The values are text, as JSON has
-      no NaN and no infinity.
+    written_step: The last step whose line is in metrics.jsonl. The first line, of step 0,
+      has the evaluation before all training; -1 if there is no line yet.
+    pending_metrics: The metrics of a step from its update until its line is written,
+      which is after the evaluation; else empty. A run that is preempted during the
+      evaluation resumes with them.
   """
 
   step: int = 0
   draws: curriculum.Draws = dataclasses.field(default_factory=curriculum.Draws)
-  written: int = -1
-  unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
+  written_step: int = -1
+  pending_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def is_new(self) -> bool:
     """Whether nothing has been written or learned yet."""
-    return self.written < 0 and not self.unwritten
+    return self.written_step < 0 and not self.pending_metrics
 
   def advance(self, metrics: Mapping[str, float], draws: curriculum.Draws):
     """Counts a step, with its metrics so far and what has been drawn at its end."""
     self.step += 1
     self.draws = draws
-    self.unwritten = {name: repr(float(value)) for name, value in metrics.items()}
+    self.pending_metrics = {name: float(value) for name, value in metrics.items()}
 
-  def metrics(self) -> dict[str, float]:
-    """Returns the metrics of the line that is not written yet."""
-    return {name: float(text) for name, text in self.unwritten.items()}
+  def to_json(self) -> dict[str, Any]:
+    """Returns what a checkpoint keeps; metrics are text, since JSON has no NaN."""
+    return {
+      'step': self.step,
+      'draws': dataclasses.asdict(self.draws),
+      'written': self.written_step,
+      'unwritten': {name: repr(value) for name, value in self.pending_metrics.items()},
+    }
+
+  @classmethod
+  def from_json(cls, saved: Mapping[str, Any]) -> 'Position':
+    """The inverse of `to_json`."""
+    metrics = {name: float(text) for name, text in saved['unwritten'].items()}
+    draws = curriculum.Draws(**saved['draws'])
+    return cls(saved['step'], draws, saved['written'], metrics)
 
 
 @contextlib.contextmanager
 def lock(config: config_lib.Config, workdir: str | os.PathLike) -> Iterator[None]:
-  """Locks a workdir that is new or of this configuration; writes no configuration.
+  """Locks a workdir inside `with`, and compares its configuration, if it has one.
 
   Raises:
-    ValueError: Another run holds it, or it is of another configuration.
+    ValueError: Another run holds it, or its run has another configuration.
   """
   with workdir_lib.lock(workdir) if processes.is_first() else contextlib.nullcontext():
     _check_config(config, workdir, write=False)
@@ -85,7 +96,7 @@ class Journal:
 
   Attributes:
     workdir: The run's directory.
-    position: How far the run is.
+    position: How many steps the run has completed.
     checkpoints: Writes and restores the train state, in all processes together.
     progress: The progress bar on the terminal.
     spool: Keeps finished episodes, if config.checkpoint.keep_rollouts.
@@ -108,11 +119,11 @@ class Journal:
       made_of: What else may not change between two starts (identity.describe_run).
 
     Raises:
-      ValueError: Another run holds the workdir, or it is of another configuration, or
-        made of something else.
+      ValueError: Another run holds the workdir, or its run has another configuration or
+        another `made_of`.
     """
     self._config, self.workdir, self._label = config, pathlib.Path(workdir), label
-    self.position, self.call_format = Position(), calls.HERMES
+    self.position, self.call_format = Position(), call_formats.HERMES
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(config, workdir))
@@ -125,11 +136,11 @@ class Journal:
       _check_config(config, workdir)
       if made_of is not None:
         path = self.workdir / 'made_of.json'
-        mend = (
+        remedy = (
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
-        workdir_lib.check_config(workdir, made_of, name=path.name, mend=mend)
+        workdir_lib.check_config(workdir, made_of, name=path.name, remedy=remedy)
       self._stack = stack.pop_all()
 
   def __enter__(self):
@@ -150,16 +161,14 @@ class Journal:
       ValueError: The run had checkpoints, and none is there that can be read.
     """
     if restored := self.checkpoints.restore(like=train_state.checkpoint_arrays(plan)):
-      _, arrays, host = restored
-      train_state = train_state.restore(arrays, host['train_state'])
-      position = host['position']
-      draws = curriculum.Draws(**position.pop('draws'))
-      self.position = Position(**position, draws=draws)
+      _, arrays, host_state = restored
+      train_state = train_state.restore(arrays, host_state['train_state'])
+      self.position = Position.from_json(host_state['position'])
     else:
       self._check_new()
     self._writer, terminal = None, None
     if processes.is_first():
-      resume_step, names = self.position.written + 1, self._config.sink_names
+      resume_step, names = self.position.written_step + 1, self._config.sink_names
       values = {n: fields.get(self._config, n) for n in fields.names(type(self._config))}
       writer = metrics_lib.Writer(
         self.workdir,
@@ -181,10 +190,10 @@ class Journal:
     return train_state
 
   def _check_new(self):
-    """Refuses to begin anew where checkpoints have been.
+    """Raises ValueError if metrics.jsonl shows that there have been checkpoints.
 
-    A checkpoint is complete before the next is begun, and that after the line of its
-    step: once there is a line beyond the second one's step, the first was complete.
+    The second checkpoint is begun after the first is complete and after the line of its
+    own step is written. So a line beyond its step means that the first was complete.
     """
     path = self.workdir / 'metrics.jsonl'
     lines = metrics_lib.read(self.workdir) if path.exists() else []
@@ -200,21 +209,22 @@ class Journal:
     """Writes the line of the present step to metrics.jsonl."""
     if self._writer:
       self._writer.write(self.position.step, metrics)
-    self.position.written, self.position.unwritten = self.position.step, {}
+    self.position.written_step, self.position.pending_metrics = self.position.step, {}
 
   def save(self, train_state: updates.TrainState, plan: updates.Plan):
     """Starts to write a checkpoint of the present step, if there is none."""
-    host = {
-      'position': dataclasses.asdict(self.position),
+    arrays = train_state.checkpoint_arrays(plan)
+    host_state = {
+      'position': self.position.to_json(),
       'train_state': train_state.checkpoint_numbers(),
     }
-    self.checkpoints.save(self.position.step, train_state.checkpoint_arrays(plan), host)
-    # The new one is not complete yet: only what the one before it has may be deleted.
+    self.checkpoints.save(self.position.step, arrays, host_state)
+    # The new one is not complete yet: a run may still resume from the one before it.
     if self.spool and (complete := self.checkpoints.steps):
       self.spool.delete(before=rollout_number(self._config.schedule, complete[-1]))
 
   def find_newest_checkpoint(self) -> int:
-    """Returns the last step on disk, 0 if none; also while one is being written."""
+    """Returns the newest checkpoint's step, 0 if none; any thread may call it."""
     names = [path.name for path in self.checkpoints.directory.glob('*')]
     return max([int(name) for name in names if name.isdigit()], default=0)
 
@@ -224,31 +234,30 @@ class Journal:
     learned_from: Sequence[types.Trajectory],
     table: table_lib.TokenTable,
   ):
-    """Writes the first trajectories of a rollout, with the numbers of their tokens.
+    """Writes the first trajectories of a rollout, with the columns of their tokens.
 
     Args:
       played: All trajectories of the rollout; config.log_episodes of them are written.
       learned_from: The trajectories of the table, in its order.
-      table: What updates.learn returned.
+      table: The table that updates.learn returned.
     """
     numbers = {id(t): number for number, t in enumerate(learned_from)}
-    if shown := played[: self._config.log_episodes]:
+    if logged := played[: self._config.log_episodes]:
       tables = [
         table.take(table.trajectory == numbers[id(t)])
         if id(t) in numbers
         else table_lib.build([t])
-        for t in shown
+        for t in logged
       ]
-      self._write_trajectories('rollout', shown, tables)
+      self._write_trajectories('rollout', logged, tables)
 
   def write_evaluation(self, name: str, played: Sequence[types.Trajectory]):
     """Writes all trajectories of an evaluation set.
 
-    The first config.log_episodes are written with the numbers of their tokens.
+    The first config.log_episodes are written with the columns of their tokens.
     """
-    shown = played[: self._config.log_episodes]
-    tables = [table_lib.build([t]) for t in shown]
-    self._write_trajectories(name, played, tables)
+    logged = played[: self._config.log_episodes]
+    self._write_trajectories(name, played, [table_lib.build([t]) for t in logged])
 
   def _write_trajectories(
     self,
@@ -256,7 +265,7 @@ class Journal:
     trajectories: Sequence[types.Trajectory],
     tables: Sequence[table_lib.TokenTable],
   ):
-    """Writes trajectories/step-<step>-<name>.eval; `tables` are of the first of them."""
+    """Writes trajectories/step-<step>-<name>.eval; the first ones have `tables`."""
     if processes.is_first():
       step = self.position.step
       extra = [{'columns': table.list_tokens()} for table in tables]

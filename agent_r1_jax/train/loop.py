@@ -1,6 +1,6 @@
 """The training loop: sample, score, estimate advantages, update, log, save.
 
-`run` is the loop; train/setup.py makes what it uses.
+train/setup.py makes the objects that the loop uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ def run(
   guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
 ) -> decoder.Params:
-  """Trains a policy; started again with the same workdir it goes on where it was.
+  """Trains a policy; if it is called again with the same workdir, it resumes.
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
   checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
@@ -56,20 +56,20 @@ def run(
     workdir: The directory that the run writes to; made if missing.
     tasks: The tasks to train on.
     make_env: Makes a new environment for each episode.
-    algorithm: Estimates advantages and gives the loss.
-    evals: Sets of tasks to evaluate greedily, by name.
-    privileged: Returns what the critic alone is told of a task, such as its answer.
+    algorithm: The advantage estimator and the loss.
+    evals: Sets of tasks to evaluate by config.evaluation, by default greedily; by name.
+    privileged: Returns a text on a task that only the critic reads, such as its answer.
     guides: Guides of one's own (engine/guide.py), without parameters, and the state in
       which each begins in every reply, of training and of evaluation.
-    label: What the progress bar calls the run.
+    label: The run's name on the progress bar.
 
   Returns:
     The policy's parameters; adapters are merged into them.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the model, the tasks, the
-      algorithm or the device's memory; or the workdir is of another algorithm, reward,
-      tools or tasks.
+      algorithm or the device's memory; or the workdir has a run with another algorithm,
+      reward, tools or tasks.
     RuntimeError: Too many environments raised; the message has the first error.
     learner.NotFiniteError: A loss or a gradient is not finite; the batch is written to
       workdir/not_finite.npz.
@@ -113,10 +113,10 @@ def run(
 def reserve(
   config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
 ) -> Iterator[None]:
-  """Locks a run's workdir, and refuses the settings that `run` would refuse.
+  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
 
-  For scripts that play something else before they call `run`, or after it: a wrong
-  setting, or a second start, ends them before anything is played.
+  For scripts that play something else before they call `run`, or after it: with a wrong
+  setting, or beside another run, they raise before anything is played.
 
   Raises:
     ValueError: The configuration does not fit the workdir, the algorithm or the device's
@@ -128,16 +128,16 @@ def reserve(
 
 
 def _run_steps(job: setup.Job):
-  """Takes the steps that are left: sample, learn, evaluate, log, save."""
+  """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
   config, journal, position = job.config, job.journal, job.journal.position
   steps, meter = config.schedule.steps, progress_lib.Meter(job.engine)
   if job.evals and position.is_new and config.schedule.eval_every:
     journal.write(_evaluate(job))
-  while position.unwritten or position.step < steps:
+  while position.pending_metrics or position.step < steps:
     clock = progress_lib.Clock()
-    # A run that was preempted in an evaluation has learned from this step already, and
-    # only its line in metrics.jsonl is missing (journal.Position.unwritten).
-    if not position.unwritten:
+    # A run that was preempted during an evaluation resumes with it: the update was made
+    # before, and only the step's line in metrics.jsonl is missing.
+    if not position.pending_metrics:
       with profile.trace_step(config.profiled_steps, journal.workdir, position.step + 1):
         sample = _sample(job)
         seconds = {'time/rollout': clock.lap()}
@@ -145,9 +145,10 @@ def _run_steps(job: setup.Job):
         seconds['time/update'] = clock.lap()
       position.advance(sample.metrics | learned | seconds, sample.draws)
       journal.write_rollout(sample.played, sample.chosen, table)
-    metrics = position.metrics()
-    due = position.step == steps or _is_due(config.schedule.eval_every, position.step)
-    if job.evals and due:
+    metrics = dict(position.pending_metrics)
+    every = config.schedule.eval_every
+    is_due = position.step == steps or (every and position.step % every == 0)
+    if job.evals and is_due:
       metrics |= _evaluate(job)
       metrics['time/eval'] = clock.lap()
     metrics |= meter.measure()
@@ -163,11 +164,11 @@ class _Sample(NamedTuple):
 
   Attributes:
     played: All episodes.
-    chosen: Those that the update learns from.
-    baselines: The reward of the greedy episode of each chosen one's task, for algorithms
-      that subtract it.
-    prefixes: The tokens that the critic alone sees before each chosen one.
-    draws: What has been drawn so far, for the rollouts under way too.
+    chosen: The episodes that the update learns from.
+    baselines: For each chosen episode the reward of a greedy episode of its task, for
+      algorithms that subtract it.
+    prefixes: For each chosen episode the tokens before it that only the critic reads.
+    draws: The tasks drawn so far, including those of the rollouts under way.
     metrics: Numbers to log, named 'rollout/...'.
   """
 
@@ -230,9 +231,9 @@ def _learn(job: setup.Job, sample: _Sample):
         prefixes=sample.prefixes,
       )
   except learner.NotFiniteError as error:
-    where = job.journal.dump_batches(error.batches)
+    dumped = job.journal.dump_batches(error.batches)
     raise learner.NotFiniteError(
-      f'{error} {where} Lower the learning rate or look at the batch; '
+      f'{error} {dumped} Lower the learning rate or look at the batch; '
       'the same command goes on from the last checkpoint.',
       error.batches,
     ) from error
@@ -246,7 +247,7 @@ def _evaluate(job: setup.Job) -> dict[str, float]:
   params = train_state.states['policy'].params
   if not engine.busy:
     engine.sync_weights(params, train_state.step)  # Without a second copy.
-  # Rollouts under way go on meanwhile, by the policy that they began with.
+  # Rollouts under way go on sampling from their own policy.
   policy = engine.make_policy(params, train_state.step)
   total = sum(len(tasks) for tasks in job.evals.values())
   played = evaluate.run(
@@ -285,17 +286,13 @@ def _save_models(job: setup.Job) -> decoder.Params:
 
 
 def _save_preempted(job: setup.Job):
-  """Saves what has been learned, and says so, before the process ends."""
+  """Writes a checkpoint before the process ends, and prints that it does."""
   journal, step = job.journal, job.journal.position.step
   journal.progress.set_phase('saving')
   job.watch.start_saving(step)
   journal.save(job.train_state, job.plan)
   journal.checkpoints.wait()
   job.watch.finish_saving(step)
-
-
-def _is_due(every: int, step: int) -> bool:
-  return every > 0 and step % every == 0
 
 
 @preemption.watch()
@@ -309,17 +306,17 @@ def play(
   workdir: str | os.PathLike | None = None,
   choose: evaluate.Choose | None = None,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays methods by the policy in a directory; then frees its memory.
+  """Plays the tasks of one or several methods by the policy in a directory.
 
   An episode's randomness depends on (config.seed, task id, sample) alone.
 
   Args:
     config: The configuration; its model.path is replaced by `model`.
     model: The policy's directory in HF layout.
-    methods: What is played under each name; see rollout.Method.
+    methods: The tasks and the environment of each method, by name; see rollout.Method.
     samples: How many episodes of each task are played.
-    workdir: Where each episode is written as it ends; the same call then plays only what
-      is missing. More samples or methods may be asked for. None keeps nothing.
+    workdir: Where each episode is written as it ends; a repeated call, also one with more
+      samples or methods, then plays only the missing ones. None writes nothing.
     choose: Makes, for the engine, the choice among several candidates of each reply.
 
   Returns:
@@ -364,7 +361,7 @@ def play(
 
 
 def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> None:
-  """Raises ValueError if the workdir has episodes of something else."""
+  """Raises ValueError if the workdir has episodes of another configuration or method."""
   workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in methods.items():
@@ -376,5 +373,5 @@ def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> No
       workdir / method,
       made_of,
       name='made_of.json',
-      mend=f'Give another workdir, or delete {workdir / method} to play all of it again',
+      remedy=f'Give another workdir, or delete {workdir / method} to play all again',
     )

@@ -1,4 +1,4 @@
-"""Rollouts: plays many episodes at a time, each process its share of them."""
+"""Rollouts: plays many episodes at the same time, each process its share of them."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
@@ -24,16 +24,16 @@ from agent_r1_jax.train import episode_context
 from agent_r1_jax.train import spool as spool_lib
 
 MakeEnv = Callable[[], env_lib.Env | program.Program]
-# A way to solve tasks: the tasks as it is asked them, by set, and what makes the
-# environment of each episode.
+# A way to solve tasks: the tasks with its prompts, by the name of their set, and the
+# function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
-# How often an episode is begun, if another one's coroutine blocks its event loop.
+# The most times that an episode is played, if another one's coroutine blocks its loop.
 _ATTEMPTS = 3
 
 
 class Rollout:
-  """The episodes of a rollout, under way on the engine of each process."""
+  """A rollout whose episodes are under way on the engine of each process."""
 
   def __init__(
     self,
@@ -48,7 +48,7 @@ class Rollout:
     self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
-    """Waits for the trajectories of all processes; samples of a task are side by side.
+    """Waits for the trajectories of all processes; those of a task are side by side.
 
     All processes must ask for their rollouts' results in the same order.
 
@@ -88,22 +88,24 @@ def _exchange(
     send_messages: As in `start`.
   """
   heads, columns = records.split(played or [])
-  everyones_heads = processes.gather(None if played is None else heads)
-  if None in everyones_heads:
+  all_heads = processes.gather(None if played is None else heads)
+  if None in all_heads:
     raise replica_lib.PreemptedError
-  texts = records.pack([t.messages for t in (played or [])[:send_messages]])
+  messages = records.pack([t.messages for t in (played or [])[:send_messages]])
   shares = zip(
-    everyones_heads,
+    all_heads,
     processes.gather_arrays(columns),
-    processes.gather_arrays(np.frombuffer(texts, np.uint8)),
+    processes.gather_arrays(np.frombuffer(messages, np.uint8)),
     strict=True,
   )
   trajectories = []
-  for heads, columns, texts in shares:
+  for heads, columns, packed_messages in shares:
     share = records.join(heads, columns, tasks)
-    # The first trajectories of a share have their messages, the others none.
-    for trajectory, text in zip(share, records.unpack(texts.tobytes()), strict=False):
-      trajectory.messages = text
+    # The first trajectories of a share have messages, the others none.
+    for trajectory, messages in zip(
+      share, records.unpack(packed_messages.tobytes()), strict=False
+    ):
+      trajectory.messages = messages
     trajectories += share
   return sorted(trajectories, key=lambda t: (t.group, t.sample))
 
@@ -118,11 +120,11 @@ class Decoding(NamedTuple):
   """How the replies of a rollout are sampled.
 
   Attributes:
-    sampling: How tokens are chosen from the logits.
-    grammar: Restricts what a reply may say, which makes the samples off-policy.
+    sampling: Temperature, top-k, top-p, min-p.
+    grammar: Restricts the replies to a grammar, which makes the samples off-policy.
     policy: The policy that samples; None is the engine's newest at each decode.
     choice: Samples each reply several times and takes one (guided/choice.py), or searches
-      over turns (guided/search.py), which makes the episodes off-policy.
+      over turns (guided/search.py); either makes the episodes off-policy.
     guides: Guides that the engine was made with, and the state in which each begins.
   """
 
@@ -157,8 +159,8 @@ def start(
   `send_messages`.
 
   A trajectory's randomness depends on (seed, rollout_number, task id, sample, position)
-  alone: the order, the number of rows and the tools' speed change nothing. Where a task
-  comes twice, its samples are numbered on.
+  alone: the order, the number of rows and the tools' speed change nothing. If a task is
+  in `tasks` twice, the sample numbers of its second group continue those of the first.
 
   Args:
     engine: The engine, open, with the policy's weights.
@@ -170,10 +172,10 @@ def start(
     samples: How many episodes of each task are played.
     seed: The run's seed.
     rollout_number: Another number samples other episodes of the same tasks.
-    spool: Keeps finished episodes on disk; what it has of before a kill is not played.
-    send_messages: With several processes, how many of a process's trajectories are sent
-      to the others with their messages, from the first; None: all of them. The others
-      arrive without messages.
+    spool: Keeps finished episodes on disk; episodes that it has from before a kill are
+      not played again.
+    send_messages: With several processes, how many trajectories each process sends with
+      their messages; None means all, and the rest are sent without.
     on_done: Called with each trajectory as it ends.
 
   Raises:
@@ -189,15 +191,15 @@ def start(
 
   async def play(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
-    if finished and (before := finished.get((task.id, number))):
-      on_done(before)
-      return before
+    if finished and (spooled := finished.get((task.id, number))):
+      on_done(spooled)
+      return spooled
     async with engine.reserve(group, decoding.policy, rows) as replica:
       context = episode_context.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
-      # An episode that waited on an event loop that another one blocks is played again.
-      # It samples the same tokens, so that nothing is lost but time.
+      # An episode that waited for an event loop which another one blocks is played again.
+      # It samples the same tokens, so only time is lost.
       for _ in range(_ATTEMPTS):
         trajectory = types.Trajectory(task, group, sample, [], [], [], status='error')
         try:
@@ -206,19 +208,19 @@ def start(
         except workers.LoopBlockedError as error:
           trajectory.error = str(error)
           trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
-    # An interrupt may also have ended programs that tools had started: what failed for
-    # that is played again.
+    # The signal that interrupted the engine may also have ended programs that tools had
+    # started. Episodes that failed for that reason are to be played again.
     if finished and not engine.interrupted():
       finished.add((task.id, number), trajectory)
     on_done(trajectory)
     return trajectory
 
-  mine = processes.take_share(len(tasks))
-  seen = collections.Counter()
+  own_groups = processes.take_share(len(tasks))
+  numbers = collections.Counter()  # The next sample number of each task id.
   episodes = []
   for group, task in enumerate(tasks):
     for sample in range(samples):
-      if group in mine:
-        episodes.append(play(group, sample, seen[task.id]))
-      seen[task.id] += 1
+      if group in own_groups:
+        episodes.append(play(group, sample, numbers[task.id]))
+      numbers[task.id] += 1
   return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)

@@ -1,15 +1,15 @@
-"""The schedule: which rollouts are played when, and by which policy.
+"""The schedule: when each rollout is started, and with which policy.
 
 Updates learn from complete rollouts in their order, so that no batch prefers short
 episodes, and no token is older than `ahead` + `sync_every` - 1 updates.
 
-- In turn (ahead = 0): rollout n, then update n, and so on.
+- Synchronous (ahead = 0): rollout n, then update n, and so on.
 - One step off-policy (ahead = 1): rollout n + 1 begins when rollout n has ended, and is
-  played during update n by the policy before that update. Such a run is repeatable to the
-  last bit.
-- Partial (ahead >= 1): rollouts n + 1 to n + ahead are under way during update n, and go
-  on with the new policy after it. An episode delays an update only if it takes longer
-  than `ahead` updates.
+  played during update n by the policy before that update. Such a run is repeatable bit
+  for bit.
+- Partial (ahead >= 1): rollouts n + 1 to n + ahead are under way during update n, and
+  continue with the new policy after it. An episode delays an update only if it takes
+  longer than `ahead` updates.
 """
 
 import collections
@@ -29,7 +29,7 @@ from agent_r1_jax.train import journal as journal_lib
 
 
 class Schedule:
-  """Starts the rollouts of a run, beginning at the step that its journal says."""
+  """Starts the rollouts of a run, from the step of its journal's position on."""
 
   def __init__(
     self,
@@ -39,28 +39,29 @@ class Schedule:
     chat: chat_lib.Chat,
     journal: journal_lib.Journal,
     decoding: rollout.Decoding,
-    **playing: Any,
+    make_env: rollout.MakeEnv,
   ):
     """Starts nothing yet.
 
     Args:
-      config: The run's configuration, of which it reads schedule, curriculum, seed and
-        log_episodes.
+      config: The run's configuration; schedule, curriculum, limits, seed and log_episodes
+        are read.
       tasks: The tasks to train on.
       engine: The engine, open.
       chat: Encodes messages with the policy's tokenizer.
       journal: The run's journal, restored.
       decoding: How training rollouts are sampled.
-      **playing: The arguments make_env and limits of rollout.start.
+      make_env: Makes a new environment for each episode.
     """
     self._config, self._journal, self._decoding = config.schedule, journal, decoding
     self._stream = curriculum_lib.TaskStream(
       config.curriculum, tasks, seed=config.seed, draws=journal.position.draws
     )
-    self._engine, self._chat, self._playing = engine, chat, playing
-    self._shared = {'seed': config.seed, 'send_messages': config.log_episodes}
+    self._engine, self._chat = engine, chat
+    self._playing: Any = {'make_env': make_env, 'limits': config.limits}
+    self._shared: Any = {'seed': config.seed, 'send_messages': config.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
-    self._next = journal.position.step
+    self._next_step = journal.position.step
 
   def next_groups(
     self, train_state: updates.TrainState, plan: updates.Plan
@@ -68,15 +69,15 @@ class Schedule:
     """Waits for the groups of the next step, and starts the rollouts after it.
 
     An example with ahead = 1; policy n is the policy after n updates, and steps count
-    from 0. At step 2: wait for rollout 2, which policy 1 plays; give the engine policy 2;
-    start rollout 3, which is played while update 2 makes policy 3.
+    from 0. At step 2: wait for rollout 2, which policy 1 plays; sync policy 2 to the
+    engine; start rollout 3, which is played while update 2 makes policy 3.
 
-    With `partial`, the engine gets policy 2 before the wait, and rollouts 2 and 3 go on
-    or begin with it.
+    With `partial`, policy 2 is synced before the wait, and rollouts 2 and 3 continue or
+    begin with it.
 
     Returns:
       The train state, whose sampler is the present policy if plan.syncs_before_update;
-      the groups; and what has been drawn for them and all rollouts that are under way.
+      the groups; and the tasks drawn for them and for all rollouts under way.
     """
     step, ahead = self._journal.position.step, plan.schedule.ahead
     if plan.syncs_before_update:
@@ -84,7 +85,7 @@ class Schedule:
       # a run's first call has a rollout to start.
       self._sync_and_start(train_state, step)
     else:
-      # In turn, or partial: the newest policy is synced now.
+      # Synchronous, or partial: the newest policy is synced now.
       self._sync_and_start(train_state, step + ahead)
     step_groups = groups.collect_groups(
       self._collect,
@@ -94,7 +95,7 @@ class Schedule:
     )
     self._stream.finish_rollout(step_groups)
     if plan.syncs_before_update:
-      # Only now, since the rollout that has just ended had to keep its policy.
+      # Not before the wait, since the rollout that has just ended had to keep its policy.
       train_state = updates.sync_sampler(train_state, plan)
       self._sync_and_start(train_state, step + ahead)
     return train_state, step_groups, copy.deepcopy(self._stream.draws)
@@ -105,8 +106,8 @@ class Schedule:
     """Plays a greedy episode of each group's task (ReMax), with the rollouts' guides.
 
     Returns:
-      The groups whose greedy episode did not fail, and the greedy reward of the task of
-      each of their trajectories.
+      The groups whose greedy episode has no error, and, for each of their trajectories,
+      the reward of its task's greedy episode.
     """
     tasks = [group[0].task for group in step_groups]
     decoding = self._decoding._replace(sampling=config_lib.GREEDY)
@@ -119,30 +120,30 @@ class Schedule:
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
   def _sync_and_start(self, train_state: updates.TrainState, last: int):
-    """Gives the engine the newest policy, and starts all rollouts up to step `last`."""
+    """Syncs the sampler to the engine, and starts all rollouts up to step `last`."""
     last = min(last, self._config.steps - 1)
-    waiting = range(self._next, last + 1)
-    # Without a new rollout, only those under way could use the newer policy, and only
-    # `partial` lets them.
-    if waiting or self._config.partial:
+    to_start = range(self._next_step, last + 1)
+    # If none is started, only rollouts under way could use the newer policy, which only
+    # `partial` allows.
+    if to_start or self._config.partial:
       self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
-    for step in waiting:
+    for step in to_start:
       tasks = self._stream.start_rollout(self._config.tasks)
       number = journal_lib.rollout_number(self._config, step)
       self._started.append(self._play(tasks, number))
-      self._next = step + 1
+      self._next_step = step + 1
 
   def _collect(self, n: int, refill: int) -> list[types.Trajectory]:
     """Waits for the oldest rollout, or plays n more tasks in its step."""
     if not refill:
       return self._started.popleft().result()
-    # Another number than the rollout's own: a task that comes twice gets other samples.
+    # Another rollout number, so that a task that is drawn again gets other samples.
     first = journal_lib.rollout_number(self._config, self._journal.position.step)
     tasks = self._stream.refill(n)
     return self._play(tasks, first + refill, 'refill').result()
 
   def _play(self, tasks, number: int, label: str = 'rollout') -> rollout.Rollout:
-    """Starts the episodes of some tasks; `number` is part of their randomness."""
+    """Starts the episodes of some tasks, whose random keys depend on `number`."""
     samples, progress = self._config.samples, self._journal.progress
     return rollout.start(
       self._engine,

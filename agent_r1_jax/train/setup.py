@@ -1,12 +1,13 @@
-"""Sets up what a run needs before its first step: mesh, model, engine, files.
+"""Makes the objects of a run before its first step: mesh, model, engine, files.
 
-`start` makes all of it for a training run; the other functions are its parts, and scripts
-that only play a policy use them too.
+`start` makes all objects of a training run; scripts that only play a policy use the other
+functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -37,18 +38,18 @@ class Job:
   Attributes:
     config: The run's configuration, with every engine and batch size chosen.
     train_state: The models, optimizer states and counters; replaced at each step.
-    plan: What the updates need and no step changes.
+    plan: The constants of the updates.
     chat: Encodes messages with the policy's tokenizer.
-    engine: Samples; it is open.
+    engine: The engine, open.
     rollouts: Starts the rollouts of each step and waits for them.
-    journal: The files of the workdir, and how far the run is.
-    watch: Hears that the process is to end.
+    journal: The files of the workdir, and the position from which the run resumes.
+    watch: Knows whether the process received a signal to end.
     evaluation: How the replies of evaluations are sampled.
-    alarms: Says which alarms begin and end.
-    faults: Says what goes wrong in environments, tools and rewards.
+    alarms: Prints alarms on metrics when they begin and end.
+    faults: Counts and prints errors of environments, tools and rewards.
     evals: Sets of tasks to evaluate, by name.
     make_env: Makes a new environment for each episode.
-    privileged: Returns what the critic alone is told of a task.
+    privileged: Returns a text on a task that only the critic reads.
   """
 
   config: config_lib.Config
@@ -82,17 +83,16 @@ def start(
 ) -> Iterator[Job]:
   """Sets up a training run, restored from its newest checkpoint if there is one.
 
-  Inside the context the workdir is locked and the engine is open. The arguments and the
-  errors are those of `loop.run`. What can be refused is refused before the workdir is
+  Inside `with` the workdir is locked and the engine is open. The arguments and the errors
+  are those of `loop.run`. As many errors as possible are raised before the workdir is
   made.
   """
   config = sizes.resolve(config, algorithm, workdir)
   mesh = make_mesh(config.mesh)
   model, params, chat = load(config.model, config.chat, mesh)
   engine = make_engine(config, model, params, mesh, guides)
-  prompts = {'slots': config.engine.slots, 'long_prompts': config.chat.long_prompts}
   with preflight.open_environment(make_env, config.limits) as env:
-    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, **prompts)
+    tasks, lines = preflight.check_prompts(chat, env, tasks, evals, config)
     made_of = identity.describe_run(algorithm, env, tasks, privileged, guides)
     training, evaluation = (
       evaluate.make_decoding(sampling, engine, chat, env)._replace(guides=guides)
@@ -107,7 +107,6 @@ def start(
     journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
     journal.call_format = chat.format
     train_state = _restore(train_state, plan, engine, journal, watch)
-    playing = {'make_env': make_env, 'limits': config.limits}
     print_line = journal.progress.print_line
     logged = metrics_lib.read(workdir) if processes.is_first() else ()
     job = Job(
@@ -117,7 +116,7 @@ def start(
       chat=chat,
       engine=engine,
       rollouts=schedule.Schedule(
-        config, tasks, engine, chat, journal, training, **playing
+        config, tasks, engine, chat, journal, training, make_env
       ),
       journal=journal,
       watch=watch,
@@ -128,7 +127,7 @@ def start(
       make_env=make_env,
       privileged=privileged,
     )
-    # This frame lives as long as the run, and what it names is not freed before.
+    # This generator's locals live as long as the run: they would keep old arrays alive.
     del params, train_state
     for line in lines:
       print_line(line)
@@ -156,7 +155,7 @@ def _restore(
   journal: journal_lib.Journal,
   watch: preemption.Watch,
 ) -> updates.TrainState:
-  """Returns the newest checkpoint's train state, and gives the engine its policy."""
+  """Returns the newest checkpoint's train state, and syncs the engine's weights to it."""
   watch.newest_step = journal.find_newest_checkpoint
   watch.raise_if_requested()
   watch.phase = 'restoring'
@@ -167,7 +166,7 @@ def _restore(
 
 
 def _compile(job: Job, decodings: Sequence[rollout.Decoding]):
-  """Compiles the engine's programs, and shows how many are done."""
+  """Compiles the engine's programs, and shows the progress."""
   job.watch.phase = 'compilation'
   automata = [job.chat.stop_automaton(job.engine.config.vocab_size)]
   automata += [decoding.grammar for decoding in decodings if decoding.grammar]
@@ -183,13 +182,9 @@ def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """Returns the mesh of the chips that train; None for one chip."""
   runtime.initialize()
   devices, samplers = sharding.split_devices(config.samplers)
-  chips = len(devices)
-  rest = config.data * config.tensor * config.context
-  fsdp = config.fsdp or max(1, chips // rest)
-  if chips == rest * fsdp == 1 and not config.samplers:
+  axes = config.axes(len(devices))
+  if len(devices) == math.prod(axes.values()) == 1 and not config.samplers:
     return None
-  axes = {'data': config.data, 'fsdp': fsdp}
-  axes |= {'tensor': config.tensor, 'context': config.context}
   mesh = sharding.make_mesh(**axes, devices=devices)
   sharding.make_replica_meshes(mesh, samplers)  # Raises if these chips cannot sample.
   return mesh
@@ -232,22 +227,16 @@ def make_engine(
 
   Its requests may use the guides, which have no parameters.
   """
-  sizes = config.engine
+  sizes = dataclasses.asdict(config.engine)
+  # Here 0 means all rows, and one replica.
+  sizes |= {'width': sizes['width'] or None, 'replicas': sizes['replicas'] or 1}
   return engine_lib.Engine(
     model,
     params,
     guides=dict.fromkeys(guides),
     mesh=mesh,
     chips=sharding.split_devices(config.mesh.samplers)[1],
-    rows=sizes.rows,
-    slots=sizes.slots,
-    decode_steps=sizes.decode_steps,
-    prefill_rows=sizes.prefill_rows,
-    prefill_tokens=sizes.prefill_tokens,
-    bucket=sizes.bucket,
-    width=sizes.width or None,
-    narrow=sizes.narrow,
-    replicas=sizes.replicas or 1,
+    **sizes,
   )
 
 
@@ -258,7 +247,7 @@ def make_plan(
   algorithm: algorithms.Algorithm,
   mesh: Mesh | None = None,
 ) -> tuple[updates.Plan, updates.TrainState]:
-  """Makes the updates' plan, and the train state before the first rollout.
+  """Makes the constants of the updates, and the train state before the first rollout.
 
   Raises:
     ValueError: A field of the configuration does not fit the algorithm or the model.

@@ -14,8 +14,8 @@ from agent_r1_jax.rl import learner, losses, packing, table
 
 # Called with the number of finished steps, the last one's metrics and the parameters.
 OnStep = Callable[[int, dict[str, float], decoder.Params], None]
-# After this many segments in a row that do not fit, the stream is taken to have no other.
-_MANY = 1000
+# After this many consecutive segments that do not fit a row, `batches` gives up.
+_MOST_SKIPPED = 1000
 
 
 class Conversation(NamedTuple):
@@ -68,22 +68,22 @@ def segment(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
 
 
 def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
-  """Encodes a conversation like `segment`, also one that waits for a reply."""
+  """Encodes a conversation like `segment`; it need not end with a reply."""
   messages = list(conversation.messages)
   parts, mask, start = [], [], 0
   for i, message in enumerate(messages):
-    replied = message['role'] == 'assistant'
-    # What comes between two replies is one prompt or one delta, as in a rollout.
-    if not replied and i + 1 < len(messages):
+    is_reply = message['role'] == 'assistant'
+    # The messages between two replies are encoded together, as in a rollout.
+    if not is_reply and i + 1 < len(messages):
       continue
-    unread = messages[start : i if replied else i + 1]
+    context = messages[start : i if is_reply else i + 1]
     parts.append(
-      chat.encode_delta(unread)
+      chat.encode_delta(context)
       if parts
-      else chat.encode_prompt(unread, conversation.tools)
+      else chat.encode_prompt(context, conversation.tools)
     )
     mask.append(False)
-    if replied:
+    if is_reply:
       parts.append(chat.encode_reply(message['content']))
       mask.append(True)
     start = i + 1
@@ -95,7 +95,7 @@ def encode(chat: chat_lib.Chat, conversation: Conversation) -> types.Segment:
 def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment]:
   """Yields random strings repeated two to four times, about `tokens` tokens in all.
 
-  Only copying predicts the repetitions, so induction heads form on them early.
+  Only copying predicts the repetitions, so that the model learns induction heads early.
   """
   rng = np.random.default_rng(seed)
   while tokens > 0:
@@ -109,20 +109,20 @@ def repeats(seed: int, vocab_size: int, tokens: float) -> Iterator[types.Segment
 def batches(segments: Iterable[types.Segment], config: Config) -> Iterator[types.Batch]:
   """Packs a stream of segments into batches of config.rows rows, in order.
 
-  A segment that is longer than a row is left out. Where the stream ends, the last rows
-  stay empty.
+  A segment that is longer than a row is left out. The last batch may have empty rows.
 
   Raises:
-    ValueError: Many segments in a row are longer than a row: the stream may have no end.
+    ValueError: _MOST_SKIPPED consecutive segments are longer than a row; an endless
+      stream of such segments would never yield a batch.
   """
   pool: list[types.Segment] = []
   full, too_long = config.rows * config.row_tokens, 0
   for s in segments:
     if len(s.tokens) > config.row_tokens:
       too_long += 1
-      if too_long == _MANY:
+      if too_long == _MOST_SKIPPED:
         raise ValueError(
-          f'{_MANY} consecutive segments are longer than row_tokens, '
+          f'{_MOST_SKIPPED} consecutive segments are longer than row_tokens, '
           f'{config.row_tokens} (the last has {len(s.tokens)} tokens): raise it.'
         )
       continue
@@ -194,18 +194,18 @@ def run(
 
 def _take(pool: list[types.Segment], config) -> types.Batch:
   """Removes the longest prefix of the pool that fits a batch, and packs it."""
-  taken = len(pool)
+  count = len(pool)
   layout = _lay_out(pool, config)
   while layout.rows > config.rows:
-    taken -= 1
-    layout = _lay_out(pool[:taken], config)
-  text = table.from_segments(pool[:taken])
-  del pool[:taken]
-  weight = np.where(text.action_mask, 1.0, config.other_weight)
-  weight[table.starts(text.segment)] = 0.0  # The first token is given, not predicted.
+    count -= 1
+    layout = _lay_out(pool[:count], config)
+  tokens = table.from_segments(pool[:count])
+  del pool[:count]
+  weight = np.where(tokens.action_mask, 1.0, config.other_weight)
+  weight[table.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
   weights = (weight > 0) / weight.sum()
   return packing.pack(
-    dataclasses.replace(text, advantages=weight, weights=weights), layout
+    dataclasses.replace(tokens, advantages=weight, weights=weights), layout
   )
 
 

@@ -38,24 +38,24 @@ class RolloutSpool:
       folder: The folder of the rollout.
       tasks: The tasks of the rollout, by group.
     """
-    self._found: dict[Hashable, types.Trajectory] = {}
+    self._finished: dict[Hashable, types.Trajectory] = {}
     for path in sorted(folder.glob('*')):
       for key, fields in _read(path):
         self._take(path, key, fields, tasks)
-    # A new file, because a kill may have cut the last record of an older one.
+    # A new file, because a kill may have truncated the last record of an older one.
     number = len(list(folder.glob('*')))
     self._path = folder / f'{jax.process_index()}-{number}-{os.getpid()}.episodes'
     self._file: io.FileIO | None = None
     self._warned = False
 
   def get(self, key: Hashable) -> types.Trajectory | None:
-    """Returns the trajectory if it had ended before, else None."""
-    return self._found.get(key)
+    """Returns the trajectory of an episode that had ended before a restart, or None."""
+    return self._finished.get(key)
 
   def add(self, key: Hashable, trajectory: types.Trajectory):
-    """Writes a trajectory, which a later kill of the process cannot lose.
+    """Writes a trajectory, so that it outlives a kill of the process.
 
-    If it cannot be written, this warns once, and it is played again after a kill.
+    Warns once if it cannot be written; the episode is then played again after a kill.
     """
     try:
       record = records.pack([key, records.fields(trajectory)])
@@ -100,7 +100,7 @@ class RolloutSpool:
         raise ValueError(
           f'an episode of task {key[0]!r:.80} where {task.id!r} was played'
         )
-      self._found[key] = records.trajectory(fields, task)
+      self._finished[key] = records.trajectory(fields, task)
     except (TypeError, LookupError, ValueError) as error:
       _warn(path, error)
 
@@ -125,16 +125,16 @@ class Spool:
 
 
 def _read(path: pathlib.Path) -> Iterator[tuple[Any, Any]]:
-  """Yields the complete records of a file, whose end a kill may have cut off."""
+  """Yields the complete records of a file; a kill may have truncated the last one."""
   try:
     with path.open('rb') as file:
-      left = path.stat().st_size - len(_MAGIC)
+      remaining_bytes = path.stat().st_size - len(_MAGIC)
       if file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError('it was written by another program or an earlier version')
-      while left >= _HEADER.size:
+      while remaining_bytes >= _HEADER.size:
         length, checksum = _HEADER.unpack(file.read(_HEADER.size))
-        left -= _HEADER.size + length
-        if left < 0:
+        remaining_bytes -= _HEADER.size + length
+        if remaining_bytes < 0:
           return
         record = file.read(length)
         if zlib.crc32(record) != checksum:

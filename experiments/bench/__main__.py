@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_grammar
+from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import engine as engine_lib
@@ -329,15 +329,13 @@ def reads(bench: Bench) -> dict[str, Any]:
     )
     replica = engine.replicas[0]
     assert replica.policy is not None
-    places, used, states = active_request.make_decode_arguments(
-      {}, rows, replica.guides, rows
-    )
-    places = places._replace(
+    batch = active_request.make_decode_batch({}, rows, replica.guides, rows)
+    batch = batch._replace(
       rows=np.arange(rows, dtype=np.int32),
       length=np.full(rows, 256 - steps, np.int32),
       budget=np.full(rows, steps, np.int32),
     )
-    call: Any = (replica.policy.copies[0], places, used, states, 256)
+    call: Any = (replica.policy.copies[0], batch, 256)
 
     def step(replica=replica, call=call):
       jax.block_until_ready(replica._call_decode(*call))
@@ -412,7 +410,7 @@ def grammar(bench: Bench) -> dict[str, Any]:
   token_bytes = [*(bytes([i]) for i in range(256)), *words]
   start = time.perf_counter()
   schemas = [tool_lib.tool(search).schema]
-  calls = call_grammar.tool_calls(schemas, token_bytes, V, required=True)
+  calls = automata.tool_calls(schemas, token_bytes, V, required=True)
   found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
   found['bytes'] = calls.classes.nbytes + calls.table.nbytes
   config = dataclasses.replace(bench.config, vocab_size=V)
@@ -474,6 +472,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
 
 
 def main(_):
+  runtime.quiet_logging()
   runtime.initialize()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):

@@ -34,8 +34,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
@@ -99,32 +98,29 @@ def decode():
   params = decoder.unstack(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
+  guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
   tables = jax.device_put(
-    automaton_lib.make_tables(automaton_lib.AutomatonPool(config.vocab_size).entries)
+    automaton_guide.make_tables(automaton_guide.AutomatonPool(config.vocab_size).entries)
   )
   for rows in map(int, _ROWS.value):
     slots = max(map(int, _USED.value)) + steps
     cache = decoder.empty_cache(config, rows, slots)
     a_token = sum(x.nbytes for x in jax.tree.leaves(cache)) / rows / slots
-    nobody, *guided = active_request.make_decode_arguments(
-      {}, rows, guides, unused_row=rows
-    )
+    empty = active_request.make_decode_batch({}, rows, guides, unused_row=rows)
     for used in map(int, _USED.value):
-      places = nobody._replace(
+      batch = empty._replace(
         rows=np.arange(rows, dtype=np.int32),
         length=np.full(rows, used, np.int32),
         last=np.full(rows, used % config.vocab_size, np.int32),
         budget=np.full(rows, steps, np.int32),
       )
 
-      def segment(places=places, guided=guided, bucket=used + steps):
+      def segment(batch=batch, bucket=used + steps):
         nonlocal cache
         cache, _, out = programs_lib.decode(
           params,
           cache,
-          places,
-          *guided,
+          batch,
           (tables, None),
           config=config,
           guides=guides,

@@ -1,6 +1,6 @@
-"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
+r"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
 
-  pip install 'jax[tpu]==0.10.2'
+  pip install -e '.[tpu]'
   TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
     --topology=v5e:4x4 --config.model.path=qwen2.5-7b
 
@@ -35,6 +35,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import time
 from typing import Any
 
@@ -46,8 +47,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request
-from agent_r1_jax.engine import automaton as automaton_lib
+from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import sharding
@@ -97,8 +97,8 @@ _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
-_FEED = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
-_FEED_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
+_PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
+_PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 
 
 def chips(topology: str) -> list[Any]:
@@ -107,7 +107,10 @@ def chips(topology: str) -> list[Any]:
   few: dict[str, Any] = {}
   if math.prod(sizes) < _HOST:
     few['chips_per_host_bounds'] = (*sizes, 1, 1)[:3]
-  found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **few)
+  try:
+    found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **few)
+  except RuntimeError as error:
+    sys.exit(f"{error}\nNeeded are pip install -e '.[tpu]' and TPU_SKIP_MDS_QUERY=1")
   return list(found.devices)
 
 
@@ -223,18 +226,18 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   params, cache = replica(config, mesh), abstract(shapes, heads)
   options = {'config': config, 'bucket': slots}
   if program == 'prefill':
-    rows, width = _FEED_ROWS.value, _FEED.value
+    rows, width = _PREFILL_ROWS.value, _PREFILL.value
     places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
     return programs_lib.prefill.lower(params, cache, *places, **options)
-  guides = (automaton_lib.AUTOMATA, guide_lib.TRUNCATION)
-  tables = automaton_lib.make_tables(
-    automaton_lib.AutomatonPool(config.vocab_size).entries
+  guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
+  tables = automaton_guide.make_tables(
+    automaton_guide.AutomatonPool(config.vocab_size).entries
   )
-  arguments = active_request.make_decode_arguments({}, texts, guides, unused_row=texts)
+  decode_batch = active_request.make_decode_batch({}, texts, guides, unused_row=texts)
   return programs_lib.decode.lower(
     params,
     cache,
-    *abstract(arguments, everywhere),
+    abstract(decode_batch, everywhere),
     (abstract(tables, everywhere), None),
     guides=guides,
     steps=_STEPS.value,
@@ -251,7 +254,7 @@ def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
   size = sum(x.size for x in jax.tree.leaves(shapes))
   tokens = {
     'gradient': 4 * math.prod(batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape),
-    'prefill': _FEED_ROWS.value * _FEED.value,
+    'prefill': _PREFILL_ROWS.value * _PREFILL.value,
     'decode': replica_texts(mesh),
   }
   return 2 * size * tokens.get(program, 0) / mesh.size

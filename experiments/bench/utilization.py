@@ -69,11 +69,11 @@ class Chips(replica_lib.Replica):
   def _call_prefill(self, *args):
     pass
 
-  def _call_decode(self, params, places, used, states, bucket):
+  def _call_decode(self, params, batch, bucket):
     until = time.perf_counter() + _SEGMENT.value
     # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
-    left = np.array([self._length(key) for key in places.keys]) - _LONGEST + places.budget
-    running = places.budget > 0
+    left = np.array([self._length(key) for key in batch.keys]) - _LONGEST + batch.budget
+    running = batch.budget > 0
     count = np.where(running, np.minimum(self.sizes.decode_steps, left), 0)
     said = np.full((len(count), self.sizes.decode_steps), self.stop_id, np.int32)
     nothing = np.zeros((*said.shape, 0), np.float32)
@@ -81,7 +81,7 @@ class Chips(replica_lib.Replica):
     zeros = np.float32(0 * said)
     out: Any = (said, zeros, zeros, zeros, count, ended, np.int32(nothing), nothing)
     time.sleep(max(0.0, until - time.perf_counter()))
-    return states, programs_lib.Decoded(*out)
+    return batch.guide_states, programs_lib.Decoded(*out)
 
   def _length(self, key: np.ndarray) -> int:
     normal = np.random.default_rng([_SEED.value, *key.tolist()]).normal()
@@ -113,7 +113,8 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   config = config_lib.Config(
     schedule=config_lib.Schedule(
       steps=steps, tasks=_EPISODES.value // 8, samples=8, **MODES[mode]
-    )
+    ),
+    limits=config_lib.Limits(1, _LONGEST),
   )
   engine, train_state, plan = _system(config.schedule, rows, tail, chat)
   position = journal.Position()
@@ -121,7 +122,6 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   run_log: Any = types_lib.SimpleNamespace(position=position, spool=None, progress=quiet)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
-  playing: dict[str, Any] = {'make_env': Once, 'limits': config_lib.Limits(1, _LONGEST)}
   with engine.open():
     rollouts = schedule.Schedule(
       config,
@@ -130,7 +130,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       chat,
       run_log,
       rollout.ON_POLICY,
-      **playing,
+      Once,
     )
     for step in range(_STEPS.value):
       if step == _WARM:

@@ -32,7 +32,7 @@ from tunix.rl.rollout import base_rollout, vanilla_rollout
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, tool
+from agent_r1_jax.agent import call_formats, calls, tool
 from agent_r1_jax.tasks import qa
 from experiments.beside import shared
 
@@ -143,7 +143,7 @@ class Environment(base_environment.BaseTaskEnv):
 
   def _step_impl(self, action):
     reply = getattr(action, 'action', action)
-    found = calls.HERMES.parse(reply)
+    found = call_formats.HERMES.parse(reply)
     results = [_answer(call, self.search) for call in found]
     self._messages += [{'role': 'assistant', 'content': reply}, *results]
     done, reward = not found or self.step_count == self.max_steps, 0.0

@@ -11,7 +11,7 @@ import random
 import re
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval import documents
 from experiments.miniwiki import questions as questions_lib
 from experiments.miniwiki import world as world_lib
@@ -144,7 +144,7 @@ class _Episode:
   def search(self, name, relation) -> str:
     """Searches, and returns the title of the passage that a reader would take."""
     query = f' {name} {relation}' if name else f' {relation}'
-    call = calls.HERMES.render(calls.ToolCall('search', {'query': query}))
+    call = call_formats.HERMES.render(calls.ToolCall('search', {'query': query}))
     said = self.said + '\n' if self.said else ''
     self._reply(f'{said}{call}')
     text = self._search(query)

@@ -17,7 +17,7 @@ import re
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls, tool
+from agent_r1_jax.agent import call_formats, calls, tool
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from experiments import comparison, react
@@ -133,7 +133,9 @@ def retell(messages: list[types.Message]) -> list[types.Message]:
       content = react.observe(content)
     else:
       said, act = (part.strip() for part in _ACT.split(content, maxsplit=1))
-      found = [c for c in calls.HERMES.parse(content) if isinstance(c, calls.ToolCall)]
+      found = [
+        c for c in call_formats.HERMES.parse(content) if isinstance(c, calls.ToolCall)
+      ]
       act = react.FORMAT.render(found[0]) if found else f'Final Answer: {act}'
       content = f'Thought: {said}\n{act}' if said else act
     told.append({**message, 'content': content})

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval.documents import Document, Hit
 from experiments.wikipedia import reading
 
@@ -36,7 +36,7 @@ def demonstrate(
     hits = search(query)
     if document not in [hit.document for hit in hits]:
       return None
-    call = calls.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
+    call = call_formats.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
     messages.append({'role': 'assistant', 'content': call})
     messages.append({'role': 'tool', 'name': 'search', 'content': render(hits)})
     seen += '\n' + render(hits)

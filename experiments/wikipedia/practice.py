@@ -24,7 +24,7 @@ import random
 import re
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
 from experiments.wikipedia import bridges, facts, reading, templates
@@ -242,7 +242,7 @@ def _user(content) -> types.Message:
 
 
 def _search(query, said) -> types.Message:
-  call = calls.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
+  call = call_formats.HERMES.render(calls.ToolCall('search', {'query': f' {query}'}))
   return {'role': 'assistant', 'content': f'{said}\n{call}' if said else call}
 
 

@@ -22,7 +22,7 @@ PER_ROW = 2
 
 
 class Tables(NamedTuple):
-  """The automata that an engine holds, padded to one size; number 0 allows everything."""
+  """The automata of a pool, padded to one size; number 0 allows everything."""
 
   classes: Int[Array, 'A V']  # Class of each token in each automaton.
   # table[a, state, classes[a, token]] is the next state, -1 if it is forbidden.
@@ -34,10 +34,10 @@ class Tables(NamedTuple):
 
 
 def _mask_logits(tables, state, logits_MV, hidden):
-  """Forbids the tokens that one of a row's automata forbids."""
+  """Sets the logits to -inf where one of a row's automata forbids the token."""
   for j in range(PER_ROW):
     a_M, q_M = state['automaton'][:, j], state['state'][:, j]
-    # 40 tokens are 2 words; the last 24 bits of the second are of no token.
+    # 40 tokens take 2 words; the last 24 bits of the second are padding.
     words_MW1 = tables.masks[a_M, tables.kinds[a_M, q_M]][:, :, None]
     bits = (words_MW1 >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
     allowed_MV = bits.astype(bool).reshape(len(a_M), -1)[:, : logits_MV.shape[1]]
@@ -55,7 +55,7 @@ def _advance(tables, state, tokens_M):
 
 
 # Runs finite automata over tokens: stop ids, stop strings, grammars. Its params are
-# Tables, and a row's state says which of them it uses, and where it is in each.
+# Tables, and a row's state has the numbers of its automata and the state of each.
 AUTOMATA = guide_lib.Guide(
   off={'automaton': np.zeros(PER_ROW, np.int32), 'state': np.zeros(PER_ROW, np.int32)},
   logits=_mask_logits,
@@ -63,13 +63,14 @@ AUTOMATA = guide_lib.Guide(
 )
 
 
-# The least numbers of states, classes and kinds, which stop ids and short strings fit.
+# The smallest numbers of states, classes and kinds of a table: enough for stop ids and
+# short stop strings.
 _LEAST_SIZES = (32, 32, 4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-  """One automaton of a pool, with what is computed of it once, when it is first used."""
+  """One automaton of a pool, and the bit masks that are computed at its first use."""
 
   automaton: types.Automaton
 
@@ -85,7 +86,7 @@ class Entry:
     allowed_KV = allowed_KC[:, self.automaton.classes]
     padded = np.pad(allowed_KV, ((0, 0), (0, -allowed_KV.shape[1] % 32)))
     packed = np.ascontiguousarray(np.packbits(padded, axis=1, bitorder='little'))
-    # The words' bytes are in the order of the bits, whatever the machine's own order is.
+    # Little-endian words, so that bit i of a word is bit i % 8 of its byte i // 8.
     masks_KW = packed.view('<u4').astype(np.uint32)
     return kinds_Q.reshape(-1).astype(np.int32), masks_KW
 
@@ -102,11 +103,7 @@ class AutomatonPool:
   """
 
   def __init__(self, vocab_size: int):
-    """Makes a pool that only holds the automaton that allows everything.
-
-    Args:
-      vocab_size: Tokens of the model (V).
-    """
+    """Makes a pool for a vocabulary (V), with the automaton that allows everything."""
     self._vocab_size = vocab_size
     self._allow_all = Entry(
       types.Automaton(
@@ -117,10 +114,12 @@ class AutomatonPool:
     self._users = [1, 0, 0, 0]
 
   def acquire(self, automata: Sequence[types.Automaton]) -> guide_lib.State:
-    """Returns the state of AUTOMATA for a row that begins with these; see `release`.
+    """Adds a user to each automaton; returns the state of AUTOMATA in which a row begins.
+
+    `release` takes the state when the row no longer uses them.
 
     Raises:
-      ValueError: There are more than PER_ROW of them, or one is of another vocabulary.
+      ValueError: There are more than PER_ROW of them, or one has another vocabulary.
     """
     if len(automata) > PER_ROW:
       raise ValueError(
@@ -140,9 +139,9 @@ class AutomatonPool:
     return {'automaton': numbers, 'state': np.zeros(PER_ROW, np.int32)}
 
   def release(self, state: guide_lib.State):
-    """Notes that a row with a state from `acquire` is done with its automata."""
+    """Removes the users that `acquire` has added."""
     for number in state['automaton']:
-      # Number 0, which allows everything, has users for ever.
+      # Number 0, which allows everything, is never reused.
       self._users[number] -= 1 if number else 0
 
   def _find_number(self, automaton: types.Automaton) -> int:
@@ -154,7 +153,7 @@ class AutomatonPool:
       self.entries += (self._allow_all,) * len(self.entries)
       self._users += [0] * len(self._users)
     free = [number for number, users in enumerate(self._users) if users == 0]
-    # Numbers that were never used come first: an old automaton may be asked for again.
+    # Numbers that were never used come first: an old automaton may be acquired again.
     number = min(free, key=lambda number: self.entries[number] is not self._allow_all)
     entries = [*self.entries]
     entries[number] = Entry(automaton)
@@ -165,9 +164,9 @@ class AutomatonPool:
 def make_tables(entries: Sequence[Entry], before: Tables | None = None) -> Tables:
   """Lays automata side by side, padded to sizes that are powers of two, in numpy.
 
-  The sizes never shrink: the programs for those of a large automaton that is gone are
-  compiled already. For 16 automata of 50,000 tokens this takes some milliseconds, once
-  for each automaton that comes in, and so is no work for the event loop.
+  The sizes never shrink below those of `before`, for which programs are compiled already.
+  For 16 automata of 50,000 tokens this takes some milliseconds, each time an automaton is
+  added; so the thread of the decodes calls it, and not the event loop.
   """
   needed = [(*e.automaton.table.shape, len(e.kinds[1])) for e in entries]
   least = (*before.table.shape[1:], before.masks.shape[1]) if before else _LEAST_SIZES

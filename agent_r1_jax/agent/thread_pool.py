@@ -1,5 +1,9 @@
-"""A bounded pool of daemon threads that run users' functions; see workers.py."""
+"""A bounded pool of daemon threads for users' functions, in which os._exit raises.
 
+What runs in it and why is in workers.py. Importing this module replaces os._exit.
+"""
+
+import asyncio
 import collections
 from collections.abc import Callable
 from concurrent import futures
@@ -36,12 +40,26 @@ class Caller:
   Attributes:
     name: What errors and counts call the work.
     deadline: When nobody waits for it any longer, in seconds of time.monotonic().
-    root: The outermost caller, where one user's function calls another.
+    outer: The caller of the function that makes this call, if that is a user's, too.
   """
 
   name: str
   deadline: float = math.inf
-  root: 'Caller | None' = None
+  outer: 'Caller | None' = None
+
+  @property
+  def root(self) -> 'Caller':
+    """The outermost caller."""
+    return self.outer.root if self.outer else self
+
+  @property
+  def grace_seconds(self) -> float:
+    """How long a cancelled coroutine has to end before it counts as abandoned.
+
+    A call has half as long as the call around it, so that of the two only the one that
+    hangs is counted.
+    """
+    return self.outer.grace_seconds / 2 if self.outer else 1.0
 
 
 current_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar(
@@ -74,8 +92,8 @@ class Call(futures.Future):
     """Gives the call up, and its place in the pool to another."""
     if not super().cancel():
       return False
-    if self._pool.release(self) and self._abandoned_calls is not None:
-      self._abandoned_calls[self.name] += 1
+    if self._pool.release(self):
+      _count_abandoned(self._abandoned_calls, self.name)
     return True
 
   def run(self):
@@ -113,6 +131,8 @@ class Pool:
     self._waiting: collections.deque[Call] = collections.deque()
     self._running: set[Call] = set()
     self._abandoned: set[Call] = set()
+    # Coroutines that go on though they were cancelled, with their names.
+    self._coroutines: dict[asyncio.Task, str] = {}
     self._idle = 0  # Threads without a call; with the running ones, at most `threads`.
 
   def grow(self, threads: int):
@@ -123,7 +143,9 @@ class Pool:
   def abandoned(self) -> dict[str, int]:
     """How many abandoned calls still hang, by name."""
     with self._changed:
-      return dict(collections.Counter(call.name for call in self._abandoned))
+      names = [call.name for call in self._abandoned]
+      names += [name for task, name in self._coroutines.items() if not task.done()]
+    return dict(collections.Counter(names))
 
   @property
   def busy(self) -> int:
@@ -142,15 +164,9 @@ class Pool:
       if len(self._running) >= self._threads:
         # Nobody waits for these any longer, though a shield kept them from being
         # cancelled.
-        for late in [c for c in self._running if c.deadline < time.monotonic()]:
-          late.cancel()
-      if len(self._abandoned) >= self._max_abandoned:
-        most = collections.Counter(self.abandoned).most_common(5)
-        counts = ', '.join(f'{name}: {count}' for name, count in most)
-        raise PoolFullError(
-          f'{len(self._abandoned)} calls hang ({counts}); no further call is started '
-          'before some of them come back.'
-        )
+        for overdue in [c for c in self._running if c.deadline < time.monotonic()]:
+          overdue.cancel()
+      self.check_room()
       self._waiting.append(call)
       try:
         self._start_threads()
@@ -159,6 +175,24 @@ class Pool:
           self._waiting.remove(call)
           raise
     return call
+
+  def check_room(self):
+    """Raises PoolFullError if too many abandoned calls hang."""
+    hanging = collections.Counter(self.abandoned)
+    if hanging.total() >= self._max_abandoned:
+      counts = ', '.join(f'{name}: {count}' for name, count in hanging.most_common(5))
+      raise PoolFullError(
+        f'{hanging.total()} calls hang ({counts}); no further call is started before '
+        'some of them come back.'
+      )
+
+  def abandon(self, task: asyncio.Task, name: str):
+    """Counts a coroutine that goes on though it was cancelled, until it ends."""
+    with self._changed:
+      for ended in [task for task in self._coroutines if task.done()]:
+        del self._coroutines[ended]
+      self._coroutines[task] = name
+    _count_abandoned(abandoned_calls.get(), name)
 
   def release(self, call: Call) -> bool:
     """Takes a cancelled call out; returns whether it was running, and is abandoned."""
@@ -200,6 +234,11 @@ class Pool:
         self._running.remove(call)
         self._idle += 1
       del call  # While this thread waits, it keeps no result alive.
+
+
+def _count_abandoned(counts: collections.Counter | None, name: str):
+  if counts is not None:
+    counts[name] += 1
 
 
 def function_name(fn: Callable) -> str:
