@@ -469,6 +469,8 @@ class TestEntryPoint:
   def test_without_an_experiment_it_lists_them(self):
     done = launch('run.sh')
     assert done.returncode == 2 and 'miniwiki.search' in done.stderr
+    done = launch('run.sh', 'bench', DRY_RUN='1')
+    assert '-m experiments.bench' in done.stdout
     done = launch('run.sh', 'miniwiki.serch', RESTARTS='3', PAUSE='0')
     assert (
       done.returncode == 2 and 'no experiment is called miniwiki.serch' in done.stderr

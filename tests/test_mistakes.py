@@ -3,6 +3,7 @@
 A row is a change to a script that would train, or a command.
 """
 
+import functools
 import json
 import os
 import re
@@ -13,6 +14,9 @@ import pytest
 from safetensors import numpy as files
 import script
 import tiny
+
+from agent_r1_jax import config, fields
+from agent_r1_jax.host import refusals
 
 _SCRIPT = '''
 from absl import app, flags
@@ -179,3 +183,21 @@ def test_a_mistake_is_named_with_its_mend(row, folder):
   assert done.returncode in (1, 2), done.stderr
   assert 'Traceback' not in done.stderr
   assert re.search(_ROWS[row], done.stderr, re.DOTALL), done.stderr
+
+
+def test_a_refusal_names_the_line_of_the_script(capsys):
+  """Not that of a library through which the script called us."""
+  names = {}
+  library = '/environment/lib/site-packages/jax/profiler.py'
+  exec(compile('def call(f): f()', library, 'exec'), names)
+  refused = functools.partial(fields.replace, config.Config(), {'x': 1})
+  with pytest.raises(ValueError) as caught:
+    names['call'](refused)
+  refusals._print_error(caught.type, caught.value, caught.tb)
+  assert capsys.readouterr().err.startswith(f'{__file__}:')
+
+
+def test_help_shows_the_fields_and_the_flags_that_scripts_share():
+  shown = script.run('-m', 'experiments.wikipedia.search', '--help', timeout=120).stdout
+  for text in ('--config: Its fields are flags', 'learning_rate=', '--held_out'):
+    assert text in shown

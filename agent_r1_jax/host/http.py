@@ -76,7 +76,7 @@ def listen(host: str, port: int) -> socket.socket:
   except OSError as error:
     raise ValueError(
       f'nothing can listen at {host}:{port} ({error}); give another address or port '
-      '(--host, --port; port 0 takes a free one).'
+      '(--host, --port; port 0 chooses a free one).'
     ) from None
 
 

@@ -51,8 +51,8 @@ def _print_error(kind, error, trace) -> None:
     if not call[0].startswith(between) and 'site-packages' not in call[0]
   ]
   path, line = (outside or calls)[-1]
-  mend = f"; pip install '{pin}'" if pin else ''
-  print(f'{path}:{line}: {error}{mend}', file=sys.stderr)
+  remedy = f"; pip install '{pin}'" if pin else ''
+  print(f'{path}:{line}: {error}{remedy}', file=sys.stderr)
 
 
 def _find_pin(error: ModuleNotFoundError) -> str | None:

@@ -360,6 +360,7 @@ MEASUREMENTS = (decode, context, kernels, step, agreement)
 
 
 def main(_):
+  runtime.quiet_logging()
   runtime.initialize()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):

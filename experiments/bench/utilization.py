@@ -175,6 +175,7 @@ def _system(config, rows, tail, chat):
 
 
 def main(_):
+  runtime.quiet_logging()
   runtime.initialize()
   chat = chat_lib.Chat(tokenizer_lib.load(_TOKENIZER))
   cells = []
