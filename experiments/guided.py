@@ -53,7 +53,7 @@ _SEARCH = flags.DEFINE_bool('search', False, 'Also play beams and trees.')
 _CFG = fields.define_flags(config_lib.Config())
 MINIWIKI = config_lib.Config(
   limits=config_lib.Limits(max_turn_tokens=80),
-  schedule=config_lib.Schedule(steps=300, tasks=5000, samples=3),
+  schedule=config_lib.Schedule(steps=600, tasks=10000, samples=3),
   engine=config_lib.Engine(rows=144, slots=448, decode_steps=16, replicas=2),
 )
 WIKIPEDIA = fields.replace(
@@ -62,7 +62,7 @@ WIKIPEDIA = fields.replace(
 )
 TASKS = {'miniwiki': MINIWIKI, 'wikipedia': WIKIPEDIA}
 SETS = ('miniwiki-hotpot', 'miniwiki-2wiki', 'miniwiki-musique')
-WORLDS, EPISODES = 5, 48
+WORLDS, EPISODES = 10, 48
 SCALES = 'scales.json'
 # Episodes by the name of their set; of one task side by side.
 Played = Mapping[str, Sequence[types.Trajectory]]
