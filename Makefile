@@ -44,7 +44,7 @@ format: $(VENV)/installed-test
 
 docs: $(VENV)/installed-test
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
-	@echo runs/site/index.html
+	@echo "runs/site/index.html; with search: python3 -m http.server --directory runs/site"
 
 clean:
 	rm -rf $(VENV) $(VENV)-inspect

@@ -82,6 +82,7 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
     SystemExit: The command line names a field that does not exist; the message says
       which may have been meant.
   """
+  from absl import flags
   from ml_collections import config_flags
 
   from agent_r1_jax.host import refusals
@@ -94,7 +95,11 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
     if match and match[1] not in names(default):
       hint = suggest(type(default), match[1])
       sys.exit(f'--{name}.{match[1]}: there is no such field{hint}')
-  return config_flags.DEFINE_config_dataclass(name, default, **options)
+  flags.disclaim_key_flags()  # --help of the script that calls this shows the flag.
+  kind = type(default)
+  text = f'Its fields are flags, such as --{name}.{next(names(default))}; '
+  text += f'{kind.__module__}.{kind.__name__} explains them.'
+  return config_flags.DEFINE_config_dataclass(name, default, text, **options)
 
 
 # Name of a range -> (whether a number is in it, the end of the error's message).

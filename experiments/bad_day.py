@@ -169,11 +169,11 @@ def fill(run: Run, after: float, disk: pathlib.Path) -> Outcome:
   """Fills the disk, until the run ends or has gone on for two steps; then frees it."""
   start, steps = time.monotonic(), len(metrics_of(disk))
   filler = disk / 'filler'
-  with filler.open('wb') as file:
+  # Without a buffer, whose rest would be written once more, and fail, as the file closes.
+  with filler.open('wb', buffering=0) as file:
     try:
       while True:
         file.write(bytes(1 << 16))
-        file.flush()
     except OSError as error:
       if error.errno != errno.ENOSPC:
         raise

@@ -1,4 +1,4 @@
-"""Builds an index of a corpus, which experiments.serve_retriever serves.
+r"""Builds an index of a corpus, which experiments.serve_retriever serves.
 
   python -m experiments.build_index --corpus=corpus.jsonl.gz --out=runs/bm25
   python -m experiments.build_index --corpus=corpus.jsonl.gz --out=runs/e5 \
@@ -63,7 +63,7 @@ def main(_):
       factory=_FACTORY.value,
       parameters=_PARAMETERS.value,
     ).save(out)
-  print(out)
+  print(f'index: {out}')
 
 
 if __name__ == '__main__':

@@ -85,7 +85,7 @@ def main(_):
     (workdir / 'table.md').write_text(text + '\n')
     (workdir / 'results.json').write_text(json.dumps(results, indent=2) + '\n')
     write_episodes(workdir / 'episodes.eval', played, config, benchmark.score)
-    print(f'\n{text}\n{workdir}')
+    print(f'\n{text}\ntable, numbers and episodes: {workdir}')
 
 
 def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:

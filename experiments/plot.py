@@ -74,7 +74,7 @@ def main(argv):
   pathlib.Path(f'{out}.md').write_text(text + '\n')
   latex = tables.format_latex(rows, [*columns, 'seeds'], corner='runs')
   pathlib.Path(f'{out}.tex').write_text(latex + '\n')
-  print(text)
+  print(f'{text}\nfigure and table: {_OUT.value}.png, .pdf, .md, .tex')
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Serves a policy behind OpenAI's API; see agent_r1_jax/serve/server.py.
+r"""Serves a policy behind OpenAI's API; see agent_r1_jax/serve/server.py.
 
   python -m experiments.serve --config.model.path=runs/quickstart/model
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
@@ -16,12 +16,12 @@ from absl import app, flags
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.checks import sizes
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import http, runtime
 from agent_r1_jax.serve import server
 from agent_r1_jax.train import setup
 
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
-_PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.')
+_PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.', 0, 65535)
 _NAME = flags.DEFINE_string('name', 'policy', 'What clients call the policy.')
 _WAITING = flags.DEFINE_integer('waiting', 256, 'The most replies that wait.', 0)
 _SECONDS = flags.DEFINE_float('seconds', 600.0, 'The most seconds of a reply.', 0.0)
@@ -33,6 +33,8 @@ _CFG = fields.define_flags(
 def main(_):
   runtime.quiet_logging()
   _CFG.value.check()
+  # A port that is taken is refused before the model is loaded.
+  http.listen(_HOST.value, _PORT.value).close()
   config = sizes.resolve(_CFG.value, None, None)
   mesh = setup.make_mesh(config.mesh)
   model, params, chat = setup.load(config.model, config.chat, mesh)

@@ -16,7 +16,7 @@ from experiments import retrievers
 _INDEX = flags.DEFINE_list('index', None, 'Directories of indexes.', required=True)
 _ENCODER = flags.DEFINE_string('encoder', '', 'Directory of the model of dense indexes.')
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen at.')
-_PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.')
+_PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.', 0, 65535)
 _BATCH = flags.DEFINE_integer('batch', 64, 'The most queries in a search.', 1)
 _WINDOW = flags.DEFINE_float('window', 0.002, 'Seconds to wait for more queries.', 0.0)
 _WAITING = flags.DEFINE_integer('waiting', 1024, 'The most queries that wait.', 1)

@@ -25,7 +25,7 @@ source launch/dry_run.sh
 usage() {
   echo "usage: launch/run.sh EXPERIMENT|SCRIPT.py [FLAG...]; the experiments:" >&2
   grep --files-with-matches '^  app\.run(' experiments/*.py experiments/*/*.py |
-    sed 's|^experiments/||; s|\.py$||; s|/|.|g' >&2
+    sed 's|^experiments/||; s|/__main__||; s|\.py$||; s|/|.|g' >&2
   exit 2
 }
 [[ $# -gt 0 ]] || usage
@@ -41,7 +41,8 @@ if [[ $name == *.py ]]; then
   cd "$caller" || exit
   command=("$python" "$script" "$@")
 else
-  [[ -f experiments/${name//.//}.py ]] || { echo "no experiment is called $name" >&2; usage; }
+  path=experiments/${name//.//}
+  [[ -f $path.py || -f $path/__main__.py ]] || { echo "no experiment is called $name" >&2; usage; }
   command=("$python" -m "experiments.$name" "$@")
 fi
 if [[ ${DRY_RUN:-} ]]; then

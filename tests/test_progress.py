@@ -43,8 +43,12 @@ def test_a_log_file_gets_a_line_every_few_seconds():
 
 def test_a_training_step_has_a_line_of_its_own():
   file = io.StringIO()
-  run(file, Clock(), every=0.0)
-  assert len(file.getvalue().splitlines()) == 10 and '\x1b' not in file.getvalue()
+  clock = Clock()
+  with progress_lib.Progress(2, every=0.0, file=file, clock=clock) as progress:
+    progress.update(1)
+    progress.update(2)
+    clock.now += 7.0  # It saves, and the last line is not shown again.
+  assert len(file.getvalue().splitlines()) == 2 and '\x1b' not in file.getvalue()
 
 
 def test_what_is_shown_of_a_training_step():
@@ -67,9 +71,9 @@ def test_a_slow_step_tells_its_phase():
     clock.now += 40
     progress.update(2, reward=0.5)
   assert file.getvalue().splitlines() == [
-    'GRPO 1/10  reward 0.500  2:13:20 spent, 20:00:00 left',
-    'GRPO 1/10  reward 0.500  2:14:20 spent, 20:00:00 left  rollout 32/128',
-    # Without the first step, which compiled.
+    # The first step compiled: it says nothing of the others.
+    'GRPO 1/10  reward 0.500  2:13:20 spent',
+    'GRPO 1/10  reward 0.500  2:14:20 spent  rollout 32/128',
     'GRPO 2/10  reward 0.500  2:15:00 spent, 13:20 left',
   ]
 

@@ -337,6 +337,15 @@ class TestMachine:
     assert 'PermissionError' in _run(box, 'import socket\nsocket.socket()').text
     box.close()
 
+  def test_a_checkout_in_tmp(self, monkeypatch, tmp_path):
+    if not str(tmp_path).startswith('/tmp/'):
+      pytest.skip('the folder of the tests is not in /tmp')
+    worker = shutil.copy(sandbox._WORKER, tmp_path)
+    monkeypatch.setattr(sandbox, '_WORKER', pathlib.Path(worker))
+    box = sandbox.Sandbox()
+    assert _run(box, '1')[:2] == ('1\n', 'ok')
+    box.close()
+
   def test_a_bubblewrap_that_hangs_is_none(self, monkeypatch, tmp_path):
     (tmp_path / 'bwrap').write_text('#!/bin/sh\nexec sleep 1000\n')
     (tmp_path / 'bwrap').chmod(0o755)

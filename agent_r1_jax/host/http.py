@@ -66,8 +66,18 @@ def show_metrics(registry: Any) -> Any:
 
 
 def listen(host: str, port: int) -> socket.socket:
-  """Opens a listening socket; port 0 chooses a free one."""
-  return socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+  """Opens a listening socket; port 0 chooses a free one.
+
+  Raises:
+    ValueError: The port is taken, or the address is none of this machine.
+  """
+  try:
+    return socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+  except OSError as error:
+    raise ValueError(
+      f'nothing can listen at {host}:{port} ({error}); give another address or port '
+      '(--host, --port; port 0 takes a free one).'
+    ) from None
 
 
 def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:

@@ -1,9 +1,11 @@
 """Ends a script whose input is refused with one line instead of a traceback."""
 
 import contextlib
+from importlib import metadata
 import linecache
 import os
 import pathlib
+import re
 import sys
 import traceback
 
@@ -33,15 +35,32 @@ def _print_error(kind, error, trace) -> None:
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
+  pin = _find_pin(error) if isinstance(error, ModuleNotFoundError) else None
   raised = linecache.getline(path, line).lstrip().startswith('raise ')
   refused = isinstance(error, _REFUSALS) and path.startswith(_OURS) and raised
   refused = refused and not (isinstance(error, RuntimeError) and error.__cause__)
   verbose = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   verbose = verbose and flags.FLAGS['verbosity'].present
-  if verbose or not refused:
+  if verbose or not (refused or pin):
     return sys.__excepthook__(kind, error, trace)
   # Name the line of the user's script that called us.
-  between = (_PACKAGE, contextlib.__file__)
-  outside = [call for call in calls if not call[0].startswith(between)]
+  between = (_PACKAGE, os.path.dirname(contextlib.__file__))
+  outside = [
+    call
+    for call in calls
+    if not call[0].startswith(between) and 'site-packages' not in call[0]
+  ]
   path, line = (outside or calls)[-1]
-  print(f'{path}:{line}: {error}', file=sys.stderr)
+  mend = f"; pip install '{pin}'" if pin else ''
+  print(f'{path}:{line}: {error}{mend}', file=sys.stderr)
+
+
+def _find_pin(error: ModuleNotFoundError) -> str | None:
+  """Returns the requirement of our extras that brings a missing module, or None."""
+  try:
+    known = metadata.requires('agent_r1_jax') or ()
+  except metadata.PackageNotFoundError:  # Run from a checkout that is not installed.
+    return None
+  name = re.escape((error.name or '').partition('.')[0]).replace('_', '-')
+  found = (re.match(rf'{name}\b[^;\s]*', line) for line in known if 'extra ==' in line)
+  return next((match[0] for match in found if name and match), None)

@@ -129,7 +129,8 @@ def _parse(raw: dict[str, Any]) -> decoder.DecoderConfig:
   name = raw.get('model_type')
   if name not in families.FAMILIES:
     known = ', '.join(families.FAMILIES)
-    raise ValueError(f'model_type is {name!r}; supported are {known}')
+    hint = '' if name else '. The model of a run is in WORKDIR/model.'
+    raise ValueError(f'model_type is {name!r}; supported are {known}{hint}')
   family = families.FAMILIES[name]
   raw = raw | {key: x for key, x in family.defaults.items() if raw.get(key) is None}
   _check_supported(raw, family)

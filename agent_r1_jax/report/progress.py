@@ -81,7 +81,7 @@ class Progress:
     """
     self._total, self._label, self._start, self._every = total, label, start, every
     self._file, self._clock = file or sys.stdout, clock
-    self._step, self._phase, self._last_line = start, '', ''
+    self._step, self._phase, self._printed_step = start, '', -1
     # The metrics of the last step, and those of all steps.
     self._numbers: dict[str, float] = {}
     self._histories: dict[str, list[float]] = {}
@@ -105,7 +105,7 @@ class Progress:
   def __exit__(self, *_):
     self._phase = ''
     self._stop_live()
-    if self._console is None:
+    if self._console is None and self._step != self._printed_step:
       self._print()
 
   def set_phase(
@@ -218,10 +218,8 @@ class Progress:
   def _print(self) -> None:
     numbers = '  '.join(f'{name} {_format(name, v)}' for name, v in self._numbers.items())
     parts = (f'{self._label} {self._step}/{self._total}', numbers, self._times())
-    line = '  '.join(part for part in (*parts, self._phase) if part)
-    if line != self._last_line:
-      self._write(line)
-    self._last_line = line
+    self._write('  '.join(part for part in (*parts, self._phase) if part))
+    self._printed_step = self._step
 
   def _write(self, line: str) -> None:
     try:
@@ -233,11 +231,9 @@ class Progress:
 
   def _times(self) -> str:
     remaining = math.nan
-    if self._updates:
-      # The first step includes compilation: it counts only while it is the only one.
-      first = (self._start, self._started_at)
-      begin = self._updates[0] if len(self._updates) > 1 else first
-      steps, seconds = (b - a for a, b in zip(begin, self._updates[-1], strict=True))
+    if len(self._updates) > 1:  # The first step compiles, and does not count.
+      first, last = self._updates[0], self._updates[-1]
+      steps, seconds = (b - a for a, b in zip(first, last, strict=True))
       remaining = seconds / steps * (self._total - self._step) if steps else math.nan
     text = f'{_minutes(self._clock() - self._started_at)} spent'
     return text + (f', {_minutes(remaining)} left' if remaining > 0 else '')

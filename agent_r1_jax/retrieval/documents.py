@@ -165,8 +165,8 @@ def _number_rows(path):
           yield number, json.loads(line)
   except FileNotFoundError:
     raise FileNotFoundError(
-      f'{path}: there is no such file; give the folder that holds it (--data of the '
-      'scripts), or fetch it first (third_party/fetch.py lists what it can get)'
+      f'{path}: there is no such file; give another path. third_party/fetch.py lists the '
+      'data that it can fetch.'
     ) from None
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error

@@ -468,7 +468,7 @@ def serve(engine: engine_lib.Engine, app: Any, host: str = '127.0.0.1', port: in
     host: The address to listen at; 0.0.0.0 is reached from other machines.
     port: 0 takes a free one.
   """
-  server = http.make_server(app, _SHUTDOWN_SECONDS)
+  server = http.make_server(app, _SHUTDOWN_SECONDS, lifespan='off')
 
   def stop(number, frame):
     # A second signal ends the replies, too.

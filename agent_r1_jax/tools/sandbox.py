@@ -258,6 +258,10 @@ def _isolate() -> list[str]:
     return []
   command = [program, '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
+  # An environment or a checkout in /tmp is shown in the new /tmp, too.
+  for folder in {sys.prefix, sys.base_prefix, str(_WORKER.parent)}:
+    if folder.startswith('/tmp/'):
+      command += ['--ro-bind', folder, folder]
   try:
     subprocess.run(
       [*command, 'true'], env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True

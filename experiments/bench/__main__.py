@@ -472,6 +472,7 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
 
 
 def main(_):
+  runtime.quiet_logging()
   runtime.initialize()
   names = [measure.__name__ for measure in MEASUREMENTS]
   if unknown := set(_WHAT.value) - set(names):

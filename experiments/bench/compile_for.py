@@ -1,6 +1,6 @@
-"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
+r"""Compiles training and sampling for TPUs that are not here: what fits, what it costs.
 
-  pip install 'jax[tpu]==0.10.2'
+  pip install -e '.[tpu]'
   TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
     --topology=v5e:4x4 --config.model.path=qwen2.5-7b
 
@@ -35,6 +35,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import time
 from typing import Any
 
@@ -96,8 +97,8 @@ _CONTEXT = flags.DEFINE_integer('context', None, 'Chips that share a row.')
 _TEXTS = flags.DEFINE_integer('texts', 32, "Rows of one host's replicas together.")
 _SLOTS = flags.DEFINE_integer('slots', 4096, 'Tokens of such a row.')
 _STEPS = flags.DEFINE_integer('steps', 32, 'Tokens of one decode.')
-_FEED = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
-_FEED_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
+_PREFILL = flags.DEFINE_integer('prefill_tokens', 256, 'Tokens of a row in one prefill.')
+_PREFILL_ROWS = flags.DEFINE_integer('prefill_rows', 8, 'Rows of one prefill.')
 
 
 def chips(topology: str) -> list[Any]:
@@ -106,7 +107,10 @@ def chips(topology: str) -> list[Any]:
   few: dict[str, Any] = {}
   if math.prod(sizes) < _HOST:
     few['chips_per_host_bounds'] = (*sizes, 1, 1)[:3]
-  found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **few)
+  try:
+    found = topologies.get_topology_desc(platform='tpu', topology_name=topology, **few)
+  except RuntimeError as error:
+    sys.exit(f"{error}\nNeeded are pip install -e '.[tpu]' and TPU_SKIP_MDS_QUERY=1")
   return list(found.devices)
 
 
@@ -222,7 +226,7 @@ def lowered_sampling(program: str, config, mesh) -> Any:
   params, cache = replica(config, mesh), abstract(shapes, heads)
   options = {'config': config, 'bucket': slots}
   if program == 'prefill':
-    rows, width = _FEED_ROWS.value, _FEED.value
+    rows, width = _PREFILL_ROWS.value, _PREFILL.value
     places = (ints(rows), ints(rows), ints(rows, width), ints(rows))
     return programs_lib.prefill.lower(params, cache, *places, **options)
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
@@ -250,7 +254,7 @@ def estimated(program: str, config: decoder.DecoderConfig, mesh) -> float:
   size = sum(x.size for x in jax.tree.leaves(shapes))
   tokens = {
     'gradient': 4 * math.prod(batch(mesh, _ROWS.value, _TOKENS.value).tokens.shape),
-    'prefill': _FEED_ROWS.value * _FEED.value,
+    'prefill': _PREFILL_ROWS.value * _PREFILL.value,
     'decode': replica_texts(mesh),
   }
   return 2 * size * tokens.get(program, 0) / mesh.size

@@ -19,6 +19,7 @@ Run = Callable[[types.Task, str], Awaitable[None]]
 
 def with_openai(search: tool_lib.Tool) -> Run:
   """An agent's loop, written with OpenAI's client."""
+  import openai  # noqa: F401  A missing package is named before anything is played.
 
   async def play(task: types.Task, url: str):
     messages: list = [*task.messages]
@@ -41,12 +42,11 @@ def with_openai(search: tool_lib.Tool) -> Run:
 
 def with_pydantic_ai(search: tool_lib.Tool) -> Run:
   """An agent of the library pydantic-ai."""
+  import pydantic_ai
+  from pydantic_ai.models.openai import OpenAIChatModel
+  from pydantic_ai.providers.openai import OpenAIProvider
 
   async def play(task: types.Task, url: str):
-    import pydantic_ai
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
     agent = pydantic_ai.Agent(retries=100)
 
     @agent.tool_plain(name='search')

@@ -4,7 +4,7 @@
   python -m experiments.miniwiki.endpoint --agent=pydantic_ai --workdir=runs/pydantic_ai
 
 The agents are in experiments/miniwiki/agents.py; docs/endpoint.md compares them with the
-native environment. Flags are those of experiments.miniwiki.search.
+native environment.
 """
 
 import pathlib
@@ -22,6 +22,7 @@ from experiments.miniwiki import search as quickstart
 from experiments.miniwiki import tasks as miniwiki
 
 _AGENTS = {'openai': agents.with_openai, 'pydantic_ai': agents.with_pydantic_ai}
+flags.adopt_module_key_flags(quickstart)  # for --help
 _AGENT = flags.DEFINE_enum('agent', 'openai', [*_AGENTS], 'The agent that is trained.')
 
 

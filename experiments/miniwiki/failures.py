@@ -92,8 +92,10 @@ FAILURES = {
 }
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/failures', 'Directory of the runs.')
-_ONLY = flags.DEFINE_list('only', list(FAILURES), 'Runs to make.')
-_DRAW = flags.DEFINE_string('draw', '', 'Directory of pictures to draw; trains nothing.')
+_ONLY = flags.DEFINE_list('only', list(FAILURES), 'Runs to make, or to draw.')
+_DRAW = flags.DEFINE_string(
+  'draw', '', 'Directory of pictures to draw beside `right`; trains nothing.'
+)
 _CFG = fields.define_flags(
   fields.replace(
     shapes.CONFIG,
@@ -105,9 +107,14 @@ _CFG = fields.define_flags(
 def main(_):
   runtime.quiet_logging()
   workdir = pathlib.Path(_WORKDIR.value)
+  if unknown := set(_ONLY.value) - {*FAILURES}:
+    raise ValueError(f'--only: there is no {sorted(unknown)}; there are {[*FAILURES]}.')
   if _DRAW.value:
-    for name in list(FAILURES)[1:]:
-      draw(workdir, name, pathlib.Path(_DRAW.value))
+    for name in {'right': None, **dict.fromkeys(_ONLY.value)}:
+      if not (workdir / name / 'metrics.jsonl').exists():
+        raise ValueError(f'{workdir / name} is no run; make it first: --only={name}')
+      if name != 'right':
+        draw(workdir, name, pathlib.Path(_DRAW.value))
     return
   search_tool = search.search_tool(miniwiki.index(0), k=1)
   for name in _ONLY.value:

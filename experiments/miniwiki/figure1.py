@@ -18,7 +18,7 @@ import numpy as np
 from agent_r1_jax import fields, train
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import tables
+from agent_r1_jax.report import progress, tables
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.train import sft
 from experiments import task_list
@@ -85,7 +85,9 @@ def fine_tune(config, mixture, out: pathlib.Path) -> None:
   shape, params, chat = train.load(config.model, config.chat)
   told = shapes.lessons(config.seed, mixture)
   segments = (sft.segment(chat, sft.Conversation(messages)) for messages in told)
-  params = sft.run(shape, params, segments, _SFT.value)
+  with progress.Progress(_SFT.value.steps, label='fine-tuning') as bar:
+    on_step = lambda step, numbers, _: bar.update(step, loss=numbers['loss'])
+    params = sft.run(shape, params, segments, _SFT.value, on_step=on_step)
   weights.save(out, shape, params, tokenizer_from=config.model.path)
 
 

@@ -19,6 +19,7 @@ from experiments import small_policy
 from experiments.miniwiki import demos
 from experiments.miniwiki import tasks as miniwiki
 
+flags.adopt_module_key_flags(small_policy)  # for --help
 _OUT = flags.DEFINE_string('out', 'runs/base', 'Directory that the model is written to.')
 _EXAMPLES = flags.DEFINE_integer('examples', 6000, 'Examples to train the tokenizer on.')
 _CFG = fields.define_flags(sft.Config(steps=2000, rows=8, learning_rate=2e-3), 'sft')

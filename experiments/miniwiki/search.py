@@ -3,7 +3,7 @@
   python -m experiments.miniwiki.search --workdir=runs/quickstart
 
 GRPO with the paper's reward on miniwiki, from the small base policy kept beside this
-script. On 2 CPU cores: under 8 minutes, the tables included. The baselines are kept in
+script. On 2 CPU cores: about 6 minutes, the tables included. The baselines are kept in
 WORKDIR/results.jsonl, and played again only if what they depend on changes.
 """
 

@@ -23,6 +23,8 @@ from experiments import small_policy
 from experiments.wikipedia import practice, settings
 from experiments.wikipedia import rows as rows_lib
 
+flags.adopt_module_key_flags(rows_lib)  # for --help
+flags.adopt_module_key_flags(small_policy)
 _OUT = flags.DEFINE_string('out', 'runs/wikipedia_base', 'Directory of the model.')
 _CFG = fields.define_flags(
   sft.Config(steps=3200, rows=6, row_tokens=1024, learning_rate=2e-3), 'sft'

@@ -43,6 +43,7 @@ from experiments import comparison, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
 
+flags.adopt_module_key_flags(rows_lib)  # for --help
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/wikipedia', 'Directory of the run.')
 _RETRIEVER = flags.DEFINE_string(
   'retriever', '', 'What experiments.build_index made or serves; by default the corpus.'
