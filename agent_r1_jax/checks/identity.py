@@ -43,12 +43,7 @@ def describe_run(
 ) -> dict[str, Any]:
   """Describes a run's algorithm, environments, rewards, tools, tasks and guides.
 
-  Args:
-    algorithm: A rl.algorithms.Algorithm.
-    env: One of the run's environments, before its first episode.
-    tasks: The tasks to train on.
-    privileged: The argument of train.run.
-    guides: The argument of train.run.
+  The arguments are those of train.run; `env` is an environment before its first episode.
   """
   tools = {
     tool.name: {'schema': digest(tool.schema), 'fn': describe(tool.fn, values=False)}

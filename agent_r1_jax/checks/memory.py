@@ -133,13 +133,8 @@ def count_splits(config: config_lib.Mesh, chips: int) -> tuple[int, int]:
 def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Estimate:
   """Estimates the bytes that a run takes on one chip, by phase and term.
 
-  With mesh.samplers, the rollout's bytes are those of a chip that samples, and the other
-  phases' those of a chip that trains.
-
-  Args:
-    config: The configuration, with all sizes chosen.
-    models: The models of the run.
-    machine: The devices of the run.
+  All sizes of the configuration are chosen. With mesh.samplers, the rollout's bytes are
+  those of a chip that samples, and the other phases' those of a chip that trains.
   """
   engine = _engine_terms(config, models.policy, machine)
   sampling = _sampling_terms(config, models.policy, machine)

@@ -308,13 +308,6 @@ def check_prompts(
   Evaluations keep all their tasks, so that their numbers are over the complete set: a
   task that does not fit counts as unanswered.
 
-  Args:
-    chat: Encodes messages with the policy's tokenizer.
-    env: An environment that the tasks will be played in.
-    tasks: The tasks to train on.
-    evals: Sets to evaluate, by name.
-    config: The run's configuration, with all sizes chosen.
-
   Raises:
     ValueError: See `describe_tool_prompt` and `select_fitting_tasks`.
   """

@@ -172,16 +172,12 @@ def check(
   machine: memory.Machine,
   reused: list[str] | None = None,
 ) -> None:
-  """Raises ValueError if the run does not fit the memory.
+  """Checks that the run, with all sizes chosen, fits the memory.
 
-  Args:
-    config: The configuration, with all sizes chosen.
-    models: The models of the run.
-    machine: The devices of the run.
-    reused: Names of the sizes that a resumed run took from its config.json.
+  `reused` names the sizes that a resumed run took from its config.json.
 
   Raises:
-    ValueError: The message has the terms in GB and the fields to change.
+    ValueError: It does not; the message has the terms in GB and the fields to change.
   """
   estimate = memory.estimate(config, models, machine)
   if estimate.peak <= machine.memory:

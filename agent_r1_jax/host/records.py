@@ -68,11 +68,7 @@ def fields(trajectory: types.Trajectory) -> dict[str, Any]:
 
 
 def trajectory(fields: Any, task: types.Task) -> types.Trajectory:
-  """The inverse of `fields`.
-
-  Args:
-    fields: The result of `fields`, after `pack` and `unpack`.
-    task: The trajectory's task.
+  """The inverse of `fields`, which may have been packed and unpacked.
 
   Raises:
     ValueError: They are not the fields of a trajectory.
@@ -123,13 +119,7 @@ def join(
   columns: Int[np.ndarray, 'n 4'],
   tasks: Sequence[types.Task],
 ) -> list[types.Trajectory]:
-  """The inverse of `split`; messages are empty.
-
-  Args:
-    heads: The small records.
-    columns: The columns of all tokens.
-    tasks: The tasks of the rollout, by group.
-  """
+  """The inverse of `split`, with the tasks by group; messages are empty."""
   trajectories, begin = [], 0
   for head in heads:
     segments = []

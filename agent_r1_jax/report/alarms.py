@@ -64,13 +64,7 @@ class AlarmMonitor:
     print_line: Callable[[str], None],
     before: Iterable[Mapping[str, float]] = (),
   ):
-    """Begins without any alarm.
-
-    Args:
-      limits: The run's limits.
-      print_line: Prints a line.
-      before: The metrics of earlier steps, if the run is resumed.
-    """
+    """Begins without any alarm; `before` has the metrics of a resumed run's steps."""
     self._limits, self._print_line = limits, print_line
     self._active: set[str] = set()
     # The pairs (reward, true metric) of the last steps.
@@ -120,12 +114,7 @@ class FaultCounter:
     self._counts: collections.Counter[str] = collections.Counter()
 
   def count(self, step: int, trajectories: Iterable[types.Trajectory]) -> None:
-    """Counts the faults of a step's trajectories, and prints each kind that is new.
-
-    Args:
-      step: The step that they were sampled for.
-      trajectories: All of the step's trajectories, including those with an error.
-    """
+    """Counts the faults of a step's trajectories, and prints each kind that is new."""
     examples: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:

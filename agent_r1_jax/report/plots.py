@@ -88,9 +88,7 @@ def final_values(
 ) -> dict[str, list[float]]:
   """Returns each run's mean of a metric over the last tenth of its values, by group.
 
-  Args:
-    groups: Label -> runs.
-    name: A metric, or a pattern whose metrics are averaged at each step.
+  `name` may be a pattern, whose metrics are averaged at each step.
   """
   series = {
     label: [[row[name] for row in _averaged(_rows(run), name)] for run in runs]

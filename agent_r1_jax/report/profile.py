@@ -18,11 +18,6 @@ def trace_step(
   Writes to WORKDIR/profile/step-<step>: perfetto_trace.json.gz for ui.perfetto.dev, and
   plugins/profile/ for XProf and TensorBoard's profile plugin. A trace that cannot be
   written is only a warning.
-
-  Args:
-    steps: The steps to trace.
-    workdir: The run's directory.
-    step: The number of this step.
   """
   if step not in steps:
     yield

@@ -55,10 +55,8 @@ class Background:
   def __init__(self, name: str, make: Callable[[str], Sink], notes: pathlib.Path):
     """Starts the thread, which makes the sink.
 
-    Args:
-      name: The sink's name in warnings.
-      make: Makes the sink from its run's name, which is '' at the first start.
-      notes: The file with the run's name and last step.
+    `make` gets the name of the sink's run, '' at the first start; `notes` is the file
+    with that name and the last step.
     """
     self._name, self._make, self._notes = name, make, notes
     # Lines that are being written (0 or 1); why the sink writes no more, or ''.
@@ -222,13 +220,9 @@ def start(
   config: Mapping[str, Any],
   resume_step: int | None = None,
 ) -> list[Background]:
-  """Starts sinks by their names, each in a thread.
+  """Starts sinks by their names (config.SINKS), each in a thread.
 
-  Args:
-    names: Those of config.SINKS.
-    workdir: The run's directory.
-    config: The run's configuration: values by dotted names.
-    resume_step: The next step, for TensorBoard.
+  `config` has the run's settings by dotted names; `resume_step` is the next step.
   """
   folder = pathlib.Path(workdir).resolve()
   make = {

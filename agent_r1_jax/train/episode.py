@@ -119,7 +119,7 @@ class Episode:
     seconds = self.limits.episode_seconds
     try:
       async with asyncio.timeout(None if seconds == math.inf else seconds) as clock:
-        task = await self._make()
+        task = await self._make_environment()
         if isinstance(self.env, program.Program):
           t.status = await self._run_program(self.env, task)
         else:
@@ -137,22 +137,27 @@ class Episode:
       t.metrics['error/LateEpisode'] = 1.0
       t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
     finally:
-      self.context.close()
-      self._close_segment()
-      if self.conversation:
-        # What the program itself reported under the same names stands.
-        counts = self.conversation.metrics.items()
-        t.metrics = {name: float(n) for name, n in counts} | t.metrics
-      if self.context.chooser:
-        t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
-      if self.context.search:
-        t.metrics['sampled_tokens'] = float(self.sampled.total())
-      self.over = True
-      if await self._close_env():
-        t.metrics['close_failed'] = 1.0
+      await self._end()
     if abandoned:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}
+
+  async def _end(self):
+    """Closes the text and the environment, and completes the trajectory's metrics."""
+    t = self.trajectory
+    self.context.close()
+    self._close_segment()
+    if self.conversation:
+      # A metric that the program reported itself has precedence.
+      counts = self.conversation.metrics.items()
+      t.metrics = {name: float(n) for name, n in counts} | t.metrics
+    if self.context.chooser:
+      t.metrics['sampled_tokens'] = float(self.context.chooser.sampled)
+    if self.context.search:
+      t.metrics['sampled_tokens'] = float(self.sampled.total())
+    self.over = True
+    if await self._close_env():
+      t.metrics['close_failed'] = 1.0
 
   async def _play_turns(self, task: types.Task) -> str:
     """Plays turn after turn, or searches over turns; returns the episode's status."""
@@ -303,12 +308,23 @@ class Episode:
     self._add_reward(step)
     return conversation.status
 
-  async def _make(self) -> types.Task:
-    """Makes the environment; returns the copy of the task that it may change."""
+  async def _make_environment(self) -> types.Task:
+    """Makes the environment in a thread; returns a copy of the task, which it may change.
+
+    If it is late, the episode is over by then, and the thread closes it at once.
+    """
+
+    def make() -> tuple[env_lib.Env | program.Program, types.Task]:
+      env = self.make_env()
+      self.made.append(env)
+      if self.over:
+        asyncio.run(self._close_env())
+      return env, env_lib.copy_containers(self.trajectory.task)
+
     with _environment_errors():
       seconds = self.limits.reset_seconds
       self.env, task = await workers.call(
-        self._make_env, name='make_env', seconds=seconds, field='reset_seconds'
+        make, name='make_env', seconds=seconds, field='reset_seconds'
       )
     return task
 
@@ -320,15 +336,6 @@ class Episode:
       t.messages = _copy_messages(messages)
       self.schemas = [tool.schema for tool in getattr(self.env, 'tools', ())]
       self.pending_ids = self._encode(self.chat.encode_prompt, t.messages, self.schemas)
-
-  def _make_env(self) -> tuple[env_lib.Env | program.Program, types.Task]:
-    """Makes the environment, and closes it at once if the episode is over by then."""
-    env = self.make_env()
-    self.made.append(env)
-    if self.over:
-      asyncio.run(self._close_env())
-    # A copy: the environment may change its task, and other episodes have the same one.
-    return env, env_lib.copy_containers(self.trajectory.task)
 
   async def _close_env(self) -> bool:
     """Closes the environment, unless another thread does; returns whether that failed."""

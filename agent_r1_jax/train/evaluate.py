@@ -39,15 +39,9 @@ def run(
 ) -> dict[str, list[types.Trajectory]]:
   """Plays one episode, or several, of every task of every set.
 
-  Args:
-    engine: The engine, with the policy's weights; others may use it at the same time.
-    chat: Encodes messages with the policy's tokenizer.
-    sets: Tasks by the name of their set.
-    make_env: Makes a new environment for each episode.
-    limits: What each episode may use.
-    decoding: How replies are sampled; greedy by default.
-    samples: How many episodes of each task are played.
-    **options: Options of rollout.start: seed, spool, on_done.
+  `sets` has the tasks by the name of their set; the other arguments are those of
+  rollout.start, with a greedy decoding by default. Other clients may use the engine at
+  the same time.
 
   Returns:
     Trajectories by set, in the order of the tasks; those of a task are side by side.
@@ -84,20 +78,7 @@ def play(
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the tasks of one or several methods, each with a progress bar.
 
-  Args:
-    engine: The engine, with the policy's weights.
-    chat: Encodes messages with the policy's tokenizer.
-    methods: The tasks and the environment of each method, by name; see rollout.Method.
-    limits: What each episode may use.
-    sampling: How tokens are chosen; greedy by default.
-    samples: How many episodes of each task are played.
-    seed: The seed of the sampling.
-    workdir: Where finished episodes are written, in one folder for each method; episodes
-      that are there already are not played again.
-    choose: Makes the choice among several candidates of each reply; None samples one.
-
-  Returns:
-    Method -> set -> trajectories.
+  As train.play, on an engine that has the policy's weights; without `sampling` greedily.
   """
   played = {}
   choice = choose and choose(engine)
