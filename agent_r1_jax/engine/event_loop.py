@@ -26,6 +26,7 @@ class Loop:
     """Starts the thread."""
     self._replicas = replicas
     self._under_way: set[futures.Future] = set()
+    self._groups: set[asyncio.Task] = set()
     opened: futures.Future[None] = futures.Future()
     self._thread = threading.Thread(
       target=lambda: self._run_thread(opened), name='engine', daemon=True
@@ -73,17 +74,31 @@ class Loop:
     self._serving.add_done_callback(lambda f: f.cancelled() or f.exception())
     opened.set_result(None)
     await self._closed.wait()
+    # Before asyncio.run cancels all tasks: each client must be cancelled only once, since
+    # a second time would interrupt its clean-up.
+    for group in self._groups:
+      group.cancel()
+    if self._groups:
+      await asyncio.wait(self._groups)
 
   async def _run_clients(self, clients):
+    own_task = asyncio.current_task()
+    assert own_task is not None
+    self._groups.add(own_task)
     try:
       async with asyncio.TaskGroup() as group:
         watching = group.create_task(self._watch())
         tasks = [group.create_task(_guard(client)) for client in clients]
-        await asyncio.gather(*tasks)
+        # Not `gather`, which ends as soon as one of several cancelled clients has ended:
+        # the group would then cancel the others a second time.
+        if tasks:
+          await asyncio.wait(tasks)
         watching.cancel()
     except BaseExceptionGroup as error:
       # One failure cancels the rest; the exception group around it adds nothing.
       raise error.exceptions[0] from None
+    finally:
+      self._groups.discard(own_task)
     return [task.result() for task in tasks]
 
   async def _watch(self):
