@@ -34,6 +34,10 @@ def _schema(schema):
   return {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': schema}}
 
 
+def _call(name):
+  return {'id': 'a', 'function': {'name': name, 'arguments': ''}}
+
+
 def _metric(url, name):
   text = httpx2.get(f'{url}/metrics').text
   return sum(float(s.split()[-1]) for s in text.split('\n') if s.startswith(name))
@@ -164,11 +168,23 @@ def test_completions_and_models(client):
     ({'tools': [{'type': 'function'}]}, 'no tool of type function'),
     ({'response_format': {'type': 'xml'}}, "type 'xml'"),
     ({'response_format': _schema({'$ref': '#/x'})}, 'no grammar'),
+    ({'response_format': {'type': 'json_schema', 'json_schema': 'x'}}, 'has no schema'),
+    ({'response_format': 'json_schema'}, 'has no schema'),
+    ({'tools': 5}, 'tools is 5; it must be a list'),
+    ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'are no JSON schema'),
+    ({'tools': TOOLS, 'tool_choice': {'function': 'f'}}, 'tool_choice names None'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': 5}]}, 'cannot be read'),
+    ({'messages': [{'role': 'tool', 'tool_call_id': ['a']}]}, r"has the name \['a'\]"),
+    ({'messages': [{'role': 'user', 'name': {'a': 1}}]}, 'it must be a text'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': [_call(5)]}]}, 'has the name 5'),
   ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused(client, fields, message):
+def test_what_cannot_be_done_is_refused(client, url, fields, message):
+  refused = lambda: _metric(url, 'endpoint_answers_total{status="400"}')
+  before = refused()
   with pytest.raises(openai.BadRequestError, match=message):
-    client.chat.completions.create(**{**ASKED, **fields})
+    client.chat.completions.create(**ASKED, extra_body=fields)
+  assert refused() == before + 1
 
 
 def test_bodies_keys_and_back_pressure(url):
