@@ -170,6 +170,12 @@ def test_completions_and_models(client):
     ({'response_format': _schema({'$ref': '#/x'})}, 'no grammar'),
     ({'response_format': {'type': 'json_schema', 'json_schema': 'x'}}, 'has no schema'),
     ({'response_format': 'json_schema'}, 'has no schema'),
+    (
+      {'tools': TOOLS, 'tool_choice': 'required', 'response_format': 'json_object'},
+      'a required call and of a response_format',
+    ),
+    ({'max_completion_tokens': 0}, 'max_completion_tokens is 0; it must be'),
+    ({'top_logprobs': 2}, 'top_logprobs needs logprobs'),
     ({'tools': 5}, 'tools is 5; it must be a list'),
     ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'are no JSON schema'),
     ({'tools': TOOLS, 'tool_choice': {'function': 'f'}}, 'tool_choice names None'),

@@ -70,17 +70,23 @@ class ApiRequest:
 def read_chat(body: dict[str, Any]) -> ApiRequest:
   """Reads a request for chat completions."""
   tools, required = _read_tools(body)
+  schema = _read_schema(body.get('response_format'))
+  if required and schema is not None:
+    text = 'a reply cannot be a required call and of a response_format; leave one out'
+    raise http.RefusedError(400, text)
   top_logprobs = _read_number(body, 'top_logprobs', 0, int, 0, programs.TOP)
   with_logprobs = bool(body.get('logprobs'))
-  field = 'max_completion_tokens' if body.get('max_completion_tokens') else 'max_tokens'
+  if top_logprobs and not with_logprobs:
+    raise http.RefusedError(400, 'top_logprobs needs logprobs: true')
+  most = _read_number(body, 'max_tokens', None, int, 1)
   return _read(
     body,
     messages=read_messages(body.get('messages')),
     prompt=None,
     tools=tools,
     required=required,
-    schema=_read_schema(body.get('response_format')),
-    max_tokens=_read_number(body, field, None, int, 1),
+    schema=schema,
+    max_tokens=_read_number(body, 'max_completion_tokens', most, int, 1),
     top_logprobs=top_logprobs if with_logprobs else None,
   )
 
