@@ -159,6 +159,7 @@ def test_completions_and_models(client):
     ({'messages': [{'role': 'assistant', 'tool_calls': [{}]}]}, 'cannot be read'),
     ({'temperature': -1}, 'temperature is -1'),
     ({'top_p': 0}, 'top_p is 0'),
+    ({'top_k': 10**12}, 'top_k is 1000000000000; it must be an integer from 0 to'),
     ({'n': 1.5}, 'n is 1.5; it must be an integer from 1 to 16'),
     ({'stop': ['']}, 'stop must be'),
     ({'max_tokens': 5000}, 'there is room for 320'),

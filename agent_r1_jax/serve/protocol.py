@@ -23,6 +23,7 @@ from agent_r1_jax.engine import programs, request
 from agent_r1_jax.host import http
 
 _MOST_CHOICES, _MOST_STOPS = 16, 16
+_MAX_INTEGER = 2**31 - 1  # The engine counts in int32.
 # Replies and calls have names that this process gives once.
 numbers = itertools.count()
 
@@ -133,7 +134,7 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
       _read_number(body, 'min_p', 0.0, float, 0, 1),
     ),
     stop=tuple(stop),
-    seed=_read_number(body, 'seed', None, int),
+    seed=_read_number(body, 'seed', None, int, maximum=None),
     n=_read_number(body, 'n', 1, int, 1, _MOST_CHOICES),
     stream=bool(body.get('stream')),
     usage=bool(isinstance(options, dict) and options.get('include_usage')),
@@ -141,7 +142,9 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
   )
 
 
-def _read_number(body, name, default, kind, minimum=None, maximum=None) -> Any:
+def _read_number(
+  body, name, default, kind, minimum=None, maximum: float | None = _MAX_INTEGER
+) -> Any:
   """Reads a number; null stands for the default."""
   value = body.get(name)
   if value is None:
