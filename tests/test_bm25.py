@@ -59,6 +59,19 @@ def test_save_and_load(tmp_path):
     bm25.BM25.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+  ('passage', 'message'),
+  [
+    (Document('9', 'A', ' '), r"passages\[3\]: 'text' is ' '; give a text"),
+    (Document('0', 'A', 'b'), r"passages\[3\]: id '0' is that of an earlier row"),
+  ],
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, passage, message):
+  with pytest.raises(ValueError, match=message):
+    bm25.BM25([*PASSAGES, passage]).save(tmp_path / 'index')
+  assert not [*tmp_path.glob('index/*.gz')] and not [*tmp_path.glob('index/*.json')]
+
+
 def test_numba_gives_the_same():
   pytest.importorskip('numba')
   queries = ['capital of Norway', 'Oslo', 'zebra', 'Ann Berg born']

@@ -77,10 +77,15 @@ class BM25:
     return hits
 
   def save(self, directory: str | os.PathLike) -> None:
-    """Writes the index and its passages."""
+    """Writes the index and its passages.
+
+    Raises:
+      ValueError: A passage has a blank field, or the id of an earlier one.
+    """
     directory = pathlib.Path(directory)
-    self._index.save(directory, show_progress=False)
+    directory.mkdir(parents=True, exist_ok=True)
     documents.write_corpus(directory / _DOCUMENTS, self.documents)
+    self._index.save(directory, show_progress=False)
 
   @classmethod
   def load(cls, directory: str | os.PathLike) -> 'BM25':

@@ -96,13 +96,17 @@ class Dense:
     ]
 
   def save(self, directory: str | os.PathLike) -> None:
-    """Writes the index and its passages, and what identifies the encoder."""
+    """Writes the index and its passages, and what identifies the encoder.
+
+    Raises:
+      ValueError: A passage has a blank field, or the id of an earlier one.
+    """
     import faiss
 
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    faiss.write_index(self._index, str(directory / _INDEX))
     documents.write_corpus(directory / _DOCUMENTS, self.documents)
+    faiss.write_index(self._index, str(directory / _INDEX))
     np.save(directory / _PROBE, self._probe())
 
   @classmethod

@@ -3,7 +3,7 @@
 A retriever is any object with `search(queries, k)`: BM25, Dense, or one's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import csv
 import dataclasses
 import gzip
@@ -82,23 +82,33 @@ def read_corpus(path: str | os.PathLike) -> list[Document]:
     ValueError: A row is broken, or has the id of an earlier one; names the file, the row
       and the field.
   """
-  passages, ids = [], set()
-  for where, row in read_rows(path):
+  return list(_make_documents(read_rows(path)))
+
+
+def write_corpus(path: str | os.PathLike, passages: Sequence[Document]) -> None:
+  """Writes passages as gzipped JSON lines, which `read_corpus` reads.
+
+  Raises:
+    ValueError: `read_corpus` would refuse a passage; `path` stays as it was.
+  """
+  rows = ((f'passages[{i}]', dataclasses.asdict(p)) for i, p in enumerate(passages))
+  part = pathlib.Path(f'{path}.part')
+  with gzip.open(part, 'wt', compresslevel=3) as file:
+    for passage in _make_documents(rows):
+      file.write(json.dumps(dataclasses.asdict(passage)) + '\n')
+  part.replace(path)
+
+
+def _make_documents(rows: Iterable[tuple[str, dict]]) -> Iterator[Document]:
+  ids = set()
+  for where, row in rows:
     passage = _make_document(where, row)
     if passage.id in ids:
       raise ValueError(
         f'{where}: id {passage.id!r} is that of an earlier row; give each passage its own'
       )
     ids.add(passage.id)
-    passages.append(passage)
-  return passages
-
-
-def write_corpus(path: str | os.PathLike, passages: Sequence[Document]) -> None:
-  """Writes passages as gzipped JSON lines, which `read_corpus` reads."""
-  with gzip.open(path, 'wt', compresslevel=3) as file:
-    for passage in passages:
-      file.write(json.dumps(dataclasses.asdict(passage)) + '\n')
+    yield passage
 
 
 def _make_document(where: str, row: dict) -> Document:
