@@ -16,6 +16,12 @@ def test_tasks_are_those_of_the_seed():
   assert tasks[1].messages[0]['content'].endswith('7 - 4 - 0 - 0 + 2 - 9 =')
 
 
+def test_options_may_be_lists():
+  (task,) = reasoning.load('basic_arithmetic', 1, 0, operators=['+'])
+  assert reasoning.score(task.info['reasoning_gym'], 0, task.answer) == 1
+  assert '+' in task.messages[0]['content']
+
+
 @pytest.mark.parametrize('name, config', [('sums', {}), ('chain_sum', {'min_terms': -1})])
 def test_what_does_not_exist_is_refused(name, config):
   with pytest.raises(ValueError, match='sums|refuses.*min_terms'):

@@ -8,6 +8,7 @@ A reply answers by the last <answer>...</answer> of the agent's last message.
 
 from collections.abc import Sequence
 import functools
+import json
 import re
 from typing import Any
 
@@ -36,8 +37,8 @@ def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
   """
   options = {'name': name, 'size': size, 'seed': seed, **config}
   try:
-    data = _make_data(tuple(options.items()))
-  except (AssertionError, TypeError) as error:
+    data = _make_data(json.dumps(options, sort_keys=True))
+  except (AssertionError, TypeError) as error:  # TypeError: also of what is no JSON.
     raise ValueError(f'reasoning-gym refuses {options}: {error}') from error
   return [
     Task(
@@ -82,21 +83,21 @@ class Judge:
     if answers:
       info = task.info
       try:
-        options = list(info['reasoning_gym'].items())
-        values['score'] = await self._score(options, info['index'], answers[-1].strip())
+        answer = answers[-1].strip()
+        values['score'] = await self._score(info['reasoning_gym'], info['index'], answer)
       except (TimeoutError, isolated.FailedError, isolated.LostError):
         values['scoring_failed'] = 1.0
     return values
 
 
-def score(options: Sequence[tuple[str, Any]], index: int, answer: str) -> float:
+def score(options: dict[str, Any], index: int, answer: str) -> float:
   """Scores an answer; some data sets run much code on it: use `Judge`."""
-  data = _make_data(tuple(options))
+  data = _make_data(json.dumps(options, sort_keys=True))
   return float(data.score_answer(answer, data[index]))
 
 
 @functools.lru_cache(maxsize=8)
-def _make_data(options: tuple[tuple[str, Any], ...]):
+def _make_data(options: str):
   import reasoning_gym  # Takes two seconds.
 
-  return reasoning_gym.create_dataset(**dict(options))
+  return reasoning_gym.create_dataset(**json.loads(options))
