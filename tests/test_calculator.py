@@ -25,6 +25,7 @@ from agent_r1_jax.tools import calculator as calculator_lib
     ('round(1234, -2)', '1200'),
     ('round(pi * e, 3)', '8.54'),
     ('3 * (\n4 + 5\n)', '27'),
+    ('1 ** 10 ** 9 + (-1) ** 30001 + 0 ** 30000', '0'),
     ('10 ** 2000', '1' + '0' * 2000),
   ],
 )

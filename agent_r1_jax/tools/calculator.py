@@ -108,5 +108,5 @@ def _check_number(value):
 def _check_power(base, exponent) -> None:
   """Refuses a power before it is computed: 9**9**9 would take all memory."""
   if isinstance(base, int) and isinstance(exponent, int):
-    if base.bit_length() * max(exponent, 0) > 2 * MAX_BITS:
+    if abs(base) > 1 and base.bit_length() * max(exponent, 0) > 2 * MAX_BITS:
       raise ValueError('the number is too large')
