@@ -15,7 +15,8 @@ episode goes on with (docs/guided_decoding.md); without a critic it is the likel
 Prints a table and writes it to WORKDIR/table.md, its numbers to results.json, and all
 episodes to episodes.eval, which `python -m agent_r1_jax.report.viewer` prints. Each
 episode is kept as it ends: the same command plays only what is missing, and another
-model, configuration or task is refused. --n may grow, and --methods may change.
+model, configuration or task is refused. --n may grow from 2 on (--n=1 is greedy, and so
+another configuration), and --methods may change.
 """
 
 from collections.abc import Mapping, Sequence
