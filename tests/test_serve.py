@@ -150,6 +150,14 @@ def test_completions_and_models(client):
   assert [model.id for model in client.models.list().data] == ['policy']
 
 
+def test_only_the_first_choice_is_timed(client, url):
+  names = 'endpoint_first_token_seconds_count', 'endpoint_token_seconds_count'
+  before = [_metric(url, name) for name in names]
+  reply = client.chat.completions.create(**GREEDY, n=3, max_tokens=4)
+  assert len(reply.choices) == 3
+  assert [_metric(url, name) for name in names] == [count + 1 for count in before]
+
+
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [

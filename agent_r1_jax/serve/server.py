@@ -170,10 +170,12 @@ class _Metrics:
     )
     seconds = {'buckets': [0.001 * 2**i for i in range(18)], **options}
     self.first = prometheus.Histogram(
-      'endpoint_first_token_seconds', 'Seconds from request to first token.', **seconds
+      'endpoint_first_token_seconds',
+      'Seconds from request to first token of choice 0.',
+      **seconds,
     )
     self.each = prometheus.Histogram(
-      'endpoint_token_seconds', 'Seconds of each further token.', **seconds
+      'endpoint_token_seconds', 'Seconds of each further token of choice 0.', **seconds
     )
 
 
@@ -314,7 +316,8 @@ class _Answer:
   async def _follow(self):
     """Yields (choice, chunk, further text) and at a reply's end (choice, reply, text).
 
-    All replies are sampled at the same time; they are yielded one after the other.
+    All replies are sampled at the same time; they are yielded one after the other. So
+    only the first is timed: tokens of the others are here late.
     """
     server, metrics = self._server, self._server.metrics
     async with asyncio.timeout(server.seconds):
@@ -322,11 +325,12 @@ class _Answer:
         choice = protocol.Choice(index, generation, self._api_request, server.chat)
         first = 0.0
         async for chunk in generation:
-          if not first:
+          if not (first or index):
             first = time.perf_counter()
             metrics.first.observe(first - self._began)
           yield choice, chunk, choice.add(chunk)
-        if more := len(choice.tokens) - 1:
+        more = len(choice.tokens) - 1
+        if first and more > 0:
           metrics.each.observe((time.perf_counter() - first) / more)
         self._sampled += len(choice.tokens)
         reply, rest = choice.finish()
