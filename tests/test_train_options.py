@@ -363,7 +363,7 @@ def test_the_policy_replaces_only_a_reference_of_its_own_shape(model, change, na
 
 def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):
   """With moments of 8 bits in the host's memory, and a KL to the base."""
-  options = {'lora_rank': 2, 'lora_targets': 'q,o,up', 'learning_rate': 3e-2}
+  options = {'lora_rank': 2, 'lora_targets': 'q, o,up', 'learning_rate': 3e-2}
   options |= {'optimizer': 'adamw8', 'offload': True, 'checkpoint_every': 1}
   run = functools.partial(_run, model, algorithm=algorithms.grpo(kl_coef=0.01))
   whole, lines = run(workdir=tmp_path / 'whole', steps=2, **options)

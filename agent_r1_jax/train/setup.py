@@ -259,7 +259,7 @@ def make_plan(
   if own_critic and algorithm.value_coef != 1.0:
     raise ValueError('value_coef: the critic is a model of its own; leave it out.')
   if config.model.lora_rank:
-    targets = config.model.lora_targets.split(',')
+    targets = config.model.adapter_targets
     adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
     params = lora.add(params, *adapters, jax.random.key(config.seed))
     params = sharding.shard_params(params, mesh)
