@@ -61,6 +61,20 @@ def test_a_broken_row_is_named(tmp_path, content, message):
   error.match(message)
 
 
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  [
+    ('a.csv', b'id,title\n1,"A\nB"\n2,B\n3,\xff\n', r'row 3: cannot be read: .*utf-8'),
+    ('a.tsv', b'id\n1\n' + b'x' * (1 << 18), r'row 2: cannot be read: field larger'),
+    ('a.json', b'[{"id": 1},\n{"id": 2},\n{3}]', r'the array: cannot be read: .*line 3'),
+    ('a.json', b'{\n"Data": 3}', r"the object: cannot be read: one object of \['Data'\]"),
+  ],
+)
+def test_where_a_file_is_broken(tmp_path, name, content, message):
+  with pytest.raises(ValueError, match=message):
+    list(documents.read_rows(_file(tmp_path, content, name)))
+
+
 def test_words_fold_case_and_accents():
   assert documents.words("Fannā Khusraw's 2nd-Été") == 'fanna khusraw s 2nd ete'.split()
 

@@ -67,6 +67,12 @@ def test_a_broken_row_is_named(tmp_path, row, name):
     load(path)
 
 
+@pytest.mark.parametrize('test', ['assert 1 == 1', 'assert obj.f() == 1', 'assert (', 5])
+def test_a_test_that_calls_no_function_is_named(tmp_path, test):
+  with pytest.raises(ValueError, match="row 2: 'test_list' is .* that call a function"):
+    _load(tmp_path, MBPP, {**MBPP, 'test_list': [test]})
+
+
 @pytest.mark.parametrize(
   'reply, program',
   [

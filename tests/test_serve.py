@@ -34,6 +34,10 @@ def _schema(schema):
   return {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': schema}}
 
 
+def _call(name):
+  return {'id': 'a', 'function': {'name': name, 'arguments': ''}}
+
+
 def _metric(url, name):
   text = httpx2.get(f'{url}/metrics').text
   return sum(float(s.split()[-1]) for s in text.split('\n') if s.startswith(name))
@@ -155,6 +159,7 @@ def test_completions_and_models(client):
     ({'messages': [{'role': 'assistant', 'tool_calls': [{}]}]}, 'cannot be read'),
     ({'temperature': -1}, 'temperature is -1'),
     ({'top_p': 0}, 'top_p is 0'),
+    ({'top_k': 10**12}, 'top_k is 1000000000000; it must be an integer from 0 to'),
     ({'n': 1.5}, 'n is 1.5; it must be an integer from 1 to 16'),
     ({'stop': ['']}, 'stop must be'),
     ({'max_tokens': 5000}, 'there is room for 320'),
@@ -164,11 +169,29 @@ def test_completions_and_models(client):
     ({'tools': [{'type': 'function'}]}, 'no tool of type function'),
     ({'response_format': {'type': 'xml'}}, "type 'xml'"),
     ({'response_format': _schema({'$ref': '#/x'})}, 'no grammar'),
+    ({'response_format': {'type': 'json_schema', 'json_schema': 'x'}}, 'has no schema'),
+    ({'response_format': 'json_schema'}, 'has no schema'),
+    (
+      {'tools': TOOLS, 'tool_choice': 'required', 'response_format': 'json_object'},
+      'a required call and of a response_format',
+    ),
+    ({'max_completion_tokens': 0}, 'max_completion_tokens is 0; it must be'),
+    ({'top_logprobs': 2}, 'top_logprobs needs logprobs'),
+    ({'tools': 5}, 'tools is 5; it must be a list'),
+    ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'are no JSON schema'),
+    ({'tools': TOOLS, 'tool_choice': {'function': 'f'}}, 'tool_choice names None'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': 5}]}, 'cannot be read'),
+    ({'messages': [{'role': 'tool', 'tool_call_id': ['a']}]}, r"has the name \['a'\]"),
+    ({'messages': [{'role': 'user', 'name': {'a': 1}}]}, 'it must be a text'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': [_call(5)]}]}, 'has the name 5'),
   ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused(client, fields, message):
+def test_what_cannot_be_done_is_refused(client, url, fields, message):
+  refused = lambda: _metric(url, 'endpoint_answers_total{status="400"}')
+  before = refused()
   with pytest.raises(openai.BadRequestError, match=message):
-    client.chat.completions.create(**{**ASKED, **fields})
+    client.chat.completions.create(**ASKED, extra_body=fields)
+  assert refused() == before + 1
 
 
 def test_bodies_keys_and_back_pressure(url):

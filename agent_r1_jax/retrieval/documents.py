@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import csv
 import dataclasses
 import gzip
-import io
 import json
 import os
 import pathlib
@@ -145,18 +144,23 @@ def read_rows(path: str | os.PathLike) -> Iterator[tuple[str, dict]]:
 
 
 def _number_rows(path):
-  number = 1
+  number, where = 1, None  # An array is read as a whole: json says the line.
   try:
     with _open(path) as file:
       suffix = pathlib.Path(str(path).removesuffix('.gz')).suffix
       if delimiter := _DELIMITERS.get(suffix):
-        text = io.TextIOWrapper(file, 'utf-8', newline='')
-        yield from enumerate(csv.DictReader(text, delimiter=delimiter), 1)
+        # Each line is decoded by itself, so that an error is that of its row.
+        lines = (line.decode() for line in file)
+        for row in csv.DictReader(lines, delimiter=delimiter):
+          yield number, row
+          number += 1
         return
       for number, line in enumerate(file, 1):
         if number == 1 and line.lstrip().startswith(b'['):
+          where = 'the array'
           yield from enumerate(json.loads(line + file.read()), 1)
         elif number == 1 and line.strip() == b'{':
+          where = 'the object'
           value = json.loads(line + file.read())
           if not isinstance(value.get('Data'), list):
             raise ValueError(f'one object of {sorted(value)}; a list "Data" was expected')
@@ -169,11 +173,13 @@ def _number_rows(path):
       'data that it can fetch.'
     ) from None
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-    raise ValueError(f'{path}: damaged at row {number}: {error}; get it again') from error
+    where = where or f'row {number}'
+    raise ValueError(f'{path}: damaged at {where}: {error}; get it again') from error
   # json's errors, for instance a row nested too deep, or bytes that are not UTF-8.
   except (ValueError, RecursionError, csv.Error) as error:
+    where = where or f'row {number}'
     raise ValueError(
-      f'{path}: row {number}: cannot be read: {error}; mend or drop it'
+      f'{path}: {where}: cannot be read: {error}; mend or drop it'
     ) from error
 
 

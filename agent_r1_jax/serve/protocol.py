@@ -23,6 +23,7 @@ from agent_r1_jax.engine import programs, request
 from agent_r1_jax.host import http
 
 _MOST_CHOICES, _MOST_STOPS = 16, 16
+_MAX_INTEGER = 2**31 - 1  # The engine counts in int32.
 # Replies and calls have names that this process gives once.
 numbers = itertools.count()
 
@@ -70,17 +71,23 @@ class ApiRequest:
 def read_chat(body: dict[str, Any]) -> ApiRequest:
   """Reads a request for chat completions."""
   tools, required = _read_tools(body)
+  schema = _read_schema(body.get('response_format'))
+  if required and schema is not None:
+    text = 'a reply cannot be a required call and of a response_format; leave one out'
+    raise http.RefusedError(400, text)
   top_logprobs = _read_number(body, 'top_logprobs', 0, int, 0, programs.TOP)
   with_logprobs = bool(body.get('logprobs'))
-  field = 'max_completion_tokens' if body.get('max_completion_tokens') else 'max_tokens'
+  if top_logprobs and not with_logprobs:
+    raise http.RefusedError(400, 'top_logprobs needs logprobs: true')
+  most = _read_number(body, 'max_tokens', None, int, 1)
   return _read(
     body,
     messages=read_messages(body.get('messages')),
     prompt=None,
     tools=tools,
     required=required,
-    schema=_read_schema(body.get('response_format')),
-    max_tokens=_read_number(body, field, None, int, 1),
+    schema=schema,
+    max_tokens=_read_number(body, 'max_completion_tokens', most, int, 1),
     top_logprobs=top_logprobs if with_logprobs else None,
   )
 
@@ -127,7 +134,7 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
       min_p=_read_number(body, 'min_p', 0.0, float, 0, 1),
     ),
     stop=tuple(stop),
-    seed=_read_number(body, 'seed', None, int),
+    seed=_read_number(body, 'seed', None, int, maximum=None),
     n=_read_number(body, 'n', 1, int, 1, _MOST_CHOICES),
     stream=bool(body.get('stream')),
     usage=bool(isinstance(options, dict) and options.get('include_usage')),
@@ -135,7 +142,9 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
   )
 
 
-def _read_number(body, name, default, kind, minimum=None, maximum=None) -> Any:
+def _read_number(
+  body, name, default, kind, minimum=None, maximum: float | None = _MAX_INTEGER
+) -> Any:
   """Reads a number; null stands for the default."""
   value = body.get(name)
   if value is None:
@@ -154,12 +163,15 @@ def _read_number(body, name, default, kind, minimum=None, maximum=None) -> Any:
 def _read_tools(body: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
   """Returns the schemas of the tools, and whether one of them must be called."""
   tools, choice = body.get('tools') or [], body.get('tool_choice') or 'auto'
+  if not isinstance(tools, list):
+    raise http.RefusedError(400, f'tools is {tools!r:.80}; it must be a list')
   for tool in tools:
-    function = tool.get('function') if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+    if not isinstance(_read_function_name(tool), str):
       raise http.RefusedError(400, f'{tool!r:.80} is no tool of type function')
+    if not isinstance(tool['function'].get('parameters', {}), dict):
+      raise http.RefusedError(400, f'{tool!r:.80} has parameters that are no JSON schema')
   if isinstance(choice, dict):
-    name = (choice.get('function') or {}).get('name')
+    name = _read_function_name(choice)
     tools = [tool for tool in tools if tool['function']['name'] == name]
     if not tools:
       raise http.RefusedError(400, f'tool_choice names {name!r}, which is no tool')
@@ -171,15 +183,21 @@ def _read_tools(body: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
   return ([] if choice == 'none' else tools), choice == 'required'
 
 
+def _read_function_name(value: Any) -> Any:
+  """Returns the name in {'function': {'name': ...}}, or None if it is no such object."""
+  function = value.get('function') if isinstance(value, dict) else None
+  return function.get('name') if isinstance(function, dict) else None
+
+
 def _read_schema(form: Any) -> dict[str, Any] | None:
   kind = form.get('type') if isinstance(form, dict) else form
   if kind in (None, 'text'):
     return None
   if kind == 'json_object':
     return {'type': 'object'}
-  schema = form.get('json_schema') if kind == 'json_schema' else None
-  schema = (schema or {}).get('schema')
-  if not isinstance(schema, dict):
+  schema = form.get('json_schema') if isinstance(form, dict) else None
+  schema = schema.get('schema') if isinstance(schema, dict) else None
+  if kind != 'json_schema' or not isinstance(schema, dict):
     raise http.RefusedError(
       400, f'response_format of the type {kind!r:.80} has no schema'
     )
@@ -204,18 +222,26 @@ def read_messages(messages: Any) -> list[types.Message]:
     parsed: types.Message = {'role': role, 'content': _read_text(message, where)}
     if role == 'assistant':
       parsed['calls'] = []
-      for call in message.get('tool_calls') or []:
-        try:
-          name = call['function']['name']
-          parsed['calls'].append((name, _read_arguments(call['function']['arguments'])))
+      try:
+        for call in message.get('tool_calls') or []:
+          name, arguments = call['function']['name'], call['function']['arguments']
+          parsed['calls'].append((_read_name(name, where), _read_arguments(arguments)))
           names[call.get('id')] = name
-        except (TypeError, KeyError) as error:
-          text = f'{where} has a tool call that cannot be read: {error!r}'
-          raise http.RefusedError(400, text) from None
-    elif name := message.get('name') or names.get(message.get('tool_call_id')):
+      except (TypeError, KeyError) as error:
+        text = f'{where} has a tool call that cannot be read: {error!r}'
+        raise http.RefusedError(400, text) from None
+    elif name := _read_name(message.get('name'), where):
+      parsed['name'] = name
+    elif name := names.get(_read_name(message.get('tool_call_id'), where)):
       parsed['name'] = name
     result.append(parsed)
   return result
+
+
+def _read_name(name: Any, where: str) -> str | None:
+  if not isinstance(name, str | None):
+    raise http.RefusedError(400, f'{where} has the name {name!r:.80}; it must be a text')
+  return name
 
 
 def _read_arguments(text: str) -> dict[str, Any] | str:

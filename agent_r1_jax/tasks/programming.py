@@ -74,7 +74,8 @@ def load_mbpp(path: str | os.PathLike) -> list[Task]:
   The prompt shows the first test, which names the function; the others are hidden.
 
   Raises:
-    ValueError: A row lacks a field; names the file and the row.
+    ValueError: A row lacks a field, or its first test is no Python or calls no function
+      by its name; names the file and the row.
   """
   tasks = []
   for where, row in documents.read_rows(path):
@@ -85,7 +86,8 @@ def load_mbpp(path: str | os.PathLike) -> list[Task]:
       raise documents.field_error(where, row, 'task_id', 'the number of the problem')
     question = f'{text}\nYour code must pass this test:\n\n```python\n{tests[0]}\n```'
     setup = row.get('test_setup_code') or ''
-    entry = _find_tested_name(tests[0])
+    if not (entry := _find_tested_name(tests[0])):
+      raise documents.field_error(where, row, 'test_list', 'tests that call a function')
     answer = {'prompt': '', 'tests': [setup, *tests], 'entry_point': entry}
     tasks.append(_make_task(f'mbpp/{row["task_id"]}', question, answer))
   return tasks
@@ -200,11 +202,15 @@ def _describe(error: Exception) -> str:
     return ''
 
 
-def _find_tested_name(test: str) -> str:
+def _find_tested_name(test: Any) -> str | None:
   """Finds the function that a test of MBPP calls; a builtin if there is no other."""
-  calls = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+  try:
+    nodes = [*ast.walk(ast.parse(test))]
+  except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+    return None
+  calls = [node.func for node in nodes if isinstance(node, ast.Call)]
   names = [function.id for function in calls if isinstance(function, ast.Name)]
-  return next((name for name in names if name not in dir(builtins)), names[0])
+  return next((n for n in names if n not in dir(builtins)), names[0] if names else None)
 
 
 def _split(program: str, prompt: str, entry: str) -> list[str]:
