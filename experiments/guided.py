@@ -30,6 +30,7 @@ from agent_r1_jax.engine import guide
 from agent_r1_jax.guided import choice, critic, search
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.report import scores as scores_lib
 from agent_r1_jax.rl import implicit_value, packing
 from agent_r1_jax.rl import table as table_lib
@@ -141,19 +142,23 @@ class Player:
     # The rows of the learner's micro-batches.
     self.rows = packing.MicrobatchShape(16, self.engine.sizes.slots)
 
-  def play(self, tasks, make_env, decoding=rollout.ON_POLICY, samples=1, spool=None):
+  def play(
+    self, label, tasks, make_env, decoding=rollout.ON_POLICY, samples=1, spool=None
+  ):
     """Plays every question; episodes of one question are side by side."""
-    return rollout.collect(
-      self.engine,
-      self.chat,
-      tasks,
-      make_env,
-      limits=self.config.limits,
-      decoding=decoding,
-      samples=samples,
-      seed=self.config.seed,
-      spool=spool,
-    )
+    with progress_lib.Progress(len(tasks) * samples, label=label) as progress:
+      return rollout.collect(
+        self.engine,
+        self.chat,
+        tasks,
+        make_env,
+        limits=self.config.limits,
+        decoding=decoding,
+        samples=samples,
+        seed=self.config.seed,
+        spool=spool,
+        on_done=progress.step_counter(),
+      )
 
   def sum_logprobs(
     self, episodes: Sequence[types.Trajectory], params
@@ -179,7 +184,8 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
   for part, (tasks, make_env) in enumerate(data.practice(schedule.tasks)):
     # What was played before a kill is not played again.
     kept = spool.Spool(workdir / 'practice' / str(part))
-    played += player.play(tasks, make_env, samples=schedule.samples, spool=kept)
+    label = f'practice, part {part}'
+    played += player.play(label, tasks, make_env, samples=schedule.samples, spool=kept)
   played = [t for t in played if t.turns]
   print(f'{len(played)} episodes, {np.mean([t.reward for t in played]):.3f} are right')
   warmup = 1 + schedule.steps // 40
@@ -344,7 +350,7 @@ def play_turns(player: Player, data: Data, params, results: Results):
       continue
     start = time.time()
     played = {
-      set_: player.play(tasks, data.make_env, decoding)
+      set_: player.play(set_, tasks, data.make_env, decoding)
       for set_, tasks in data.sets.items()
     }
     seconds = time.time() - start
@@ -358,7 +364,7 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
     return
   start = time.time()
   played = {
-    name: player.play(tasks, data.make_env, samples=most)
+    name: player.play(name, tasks, data.make_env, samples=most)
     for name, tasks in data.sets.items()
   }
   seconds = time.time() - start

@@ -1,6 +1,7 @@
 """Alarms ring beyond their limits, not at them, and not for what was not measured."""
 
 import dataclasses
+import math
 
 import episodes
 import pytest
@@ -208,7 +209,7 @@ def test_faults_are_said_when_they_are_new_and_in_sum():
   faults.report_totals()
   assert said == []
   late = _episode(
-    'reset gave no answer', **{'error/CallTimeoutError': 1.0, 'tool_errors': 0.0}
+    'reset gave no answer', **{'error/CallTimeoutError': 1.0, 'tool_errors': math.nan}
   )
   faults.count(1, [late, late, _episode(tool_timeouts=2.0, em=1.0)])
   assert len(said) == 2

@@ -51,6 +51,7 @@ _NUMBERS = [
       'tensorboard,wb',
       "is 'tensorboard,wb', with wb; give some of tensorboard,",
     ),
+    ('profile', '²', "is '²'; give numbers"),
     ('profile', '2,last', "is '2,last'; give numbers of steps, such as '2,50'."),
   ],
 )

@@ -205,6 +205,8 @@ class TestOwnGuide:
       (None, 'uses 1 guides that the engine was not made with'),
       ({}, 'state of a guide'),
       ({'sampled': np.zeros(2, np.int32)}, 'state of a guide'),
+      ({'sampled': False}, 'state of a guide .*bool'),
+      ({'sampled': np.float32(0)}, 'state of a guide .*float32'),
       ({'other': np.int32(0)}, 'state of a guide'),
     ],
   )

@@ -386,6 +386,15 @@ class TestErrors:
       _collect(Told, _tasks(1), engine=engine, spool=kept)
     assert kept.open_rollout(0, _tasks(1)).get(('task 0', 0)) is None
 
+  def test_tasks_of_equal_ids_keep_their_own_episodes(self, tmp_path):
+    first, second = (dataclasses.replace(t, id='1') for t in _tasks(2))
+    kept = spool.Spool(tmp_path)
+    for samples in (1, 2):
+      played = _collect(Env, [first, second], samples=samples, spool=kept)
+      assert [(t.task, t.group, t.sample) for t in played] == [
+        (task, g, s) for g, task in enumerate([first, second]) for s in range(samples)
+      ]
+
   def test_on_done_hears_of_every_episode(self):
     ended = []
     played = _collect(Env, samples=2, on_done=ended.append)

@@ -1,5 +1,6 @@
 """What a run can be asked for beyond its algorithm; what does not apply is said."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -17,10 +18,10 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
-from agent_r1_jax.models import weights
+from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, reward_transforms
-from agent_r1_jax.train import evaluate, journal, loop, rollout
+from agent_r1_jax.train import evaluate, journal, loop, rollout, setup
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -347,9 +348,22 @@ def test_a_teacher_of_another_vocabulary_is_refused(model, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+  ('change', 'name'),
+  [({'norm_eps': 1e-5}, 'norm_eps'), ({}, 'value_head'), ({'max_positions': 8}, None)],
+)
+def test_the_policy_replaces_only_a_reference_of_its_own_shape(model, change, name):
+  shape, params = weights.load(model)
+  other = dataclasses.replace(shape, dtype='bfloat16', remat='full', **change)
+  reference = decoder.add_value_head(params) if name == 'value_head' else params
+  refused = pytest.raises(ValueError, match=rf'reference_every: .* \({name}\)')
+  with refused if name else contextlib.nullcontext():
+    setup._check_replaceable(other, reference, shape, params)
+
+
 def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):
   """With moments of 8 bits in the host's memory, and a KL to the base."""
-  options = {'lora_rank': 2, 'lora_targets': 'q,o,up', 'learning_rate': 3e-2}
+  options = {'lora_rank': 2, 'lora_targets': 'q, o,up', 'learning_rate': 3e-2}
   options |= {'optimizer': 'adamw8', 'offload': True, 'checkpoint_every': 1}
   run = functools.partial(_run, model, algorithm=algorithms.grpo(kl_coef=0.01))
   whole, lines = run(workdir=tmp_path / 'whole', steps=2, **options)

@@ -1,6 +1,8 @@
 """The log has the structure that Inspect asks for, and Inspect itself reads it."""
 
+import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -189,6 +191,12 @@ class TestStructure:
     ]
     assert 'metadata' not in sample['messages'][0]
     assert sample['messages'][3]['metadata']['turn'] == 1
+
+  def test_an_answer_that_json_lacks(self, tmp_path):
+    odd = trajectory()
+    odd.task = dataclasses.replace(odd.task, answer={(0, 1): math.nan})
+    sample = write(tmp_path / 'a.eval', [odd])['samples/bridge-0_epoch_1.json']
+    assert sample['target'] == '{"(0, 1)": "nan"}'
 
   def test_statuses(self, tmp_path):
     group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]

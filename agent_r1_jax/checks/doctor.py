@@ -258,7 +258,7 @@ def _needed_bytes(
     models = sizes.read_models(config.model, algorithm)
   except (OSError, ValueError):
     return 0.0
-  adapters = (config.model.lora_rank, config.model.lora_targets)
+  adapters = (config.model.lora_rank, config.model.adapter_targets)
   trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
   # While a checkpoint is written, the one that it will replace is still on disk.
   checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)

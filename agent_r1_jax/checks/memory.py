@@ -177,7 +177,7 @@ def count_parameters(model: decoder.DecoderConfig) -> Mapping[str, int]:
 
 @functools.cache
 def trained_bytes(
-  model: decoder.DecoderConfig, rank: int, targets: str, optimizer: str
+  model: decoder.DecoderConfig, rank: int, targets: tuple[str, ...], optimizer: str
 ) -> tuple[int, int]:
   """Returns the bytes of the trained parameters and of the optimizer's state."""
   plain = dataclasses.replace(model, dtype='float32', remat='none')
@@ -185,7 +185,7 @@ def trained_bytes(
   def make():
     params = decoder.init(plain, jax.random.key(0))
     if rank:
-      params = lora.add(params, rank, targets.split(','), 1.0, jax.random.key(0))
+      params = lora.add(params, rank, targets, 1.0, jax.random.key(0))
     learned = lora.split(params)[0]
     transformation = optimizers.make(config_lib.Optimizer(kind=optimizer), 1.0)
     return learned, learner.init(params, transformation).opt_state
@@ -197,7 +197,7 @@ def trained_bytes(
 
 def _trained_on_chip(config, models, machine) -> tuple[float, float]:
   """Returns `trained_bytes`, divided over the chips."""
-  adapters = (config.model.lora_rank, config.model.lora_targets)
+  adapters = (config.model.lora_rank, config.model.adapter_targets)
   sizes = trained_bytes(models.policy, *adapters, config.optimizer.kind)
   split = count_splits(config.mesh, machine.chips)[1]
   return sizes[0] / split, sizes[1] / split

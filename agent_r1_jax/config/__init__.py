@@ -102,7 +102,7 @@ class Config:
         f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '
         f'{", ".join(SINKS)}, separated by commas.'
       )
-    if not all(s.strip().isdigit() for s in self.profile.split(',') if s.strip()):
+    if not all(s.strip().isdecimal() for s in self.profile.split(',') if s.strip()):
       raise ValueError(
         f"profile is {self.profile!r}; give numbers of steps, such as '2,50'."
       )

@@ -29,6 +29,11 @@ class Model:
   lora_targets: str = 'q,k,v,o,gate,up,down'
   lora_alpha: float = 16.0
 
+  @property
+  def adapter_targets(self) -> tuple[str, ...]:
+    """The names in `lora_targets`."""
+    return tuple(name.strip() for name in self.lora_targets.split(','))
+
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     choices = {'dtype': ('float32', 'bfloat16'), 'remat': ('none', 'dots', 'full')}

@@ -22,6 +22,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax import config as config_lib
@@ -182,12 +183,13 @@ def check(
       f'the request uses {len(unknown)} guides that the engine was not made with: name '
       'them in Engine(guides={...}).'
     )
-  shapes = lambda tree: jax.tree.map(np.shape, tree)
+  # The dtypes are those on the device, where 64 bits become 32.
+  form = lambda tree: jax.tree.map(lambda x: (np.shape(x), f'{jnp.result_type(x)}'), tree)
   for guide, state in request.guides.items():
-    if shapes(state) != shapes(guide.off):
+    if form(state) != form(guide.off):
       raise ValueError(
-        f'the state of a guide has the form {shapes(state)}; it must be that of its '
-        f'`off`, {shapes(guide.off)}.'
+        f'the state of a guide has the shapes and dtypes {form(state)}; they must be '
+        f'those of its `off`, {form(guide.off)}.'
       )
   if not 0 <= request.top_logprobs <= programs_lib.TOP:
     raise ValueError(

@@ -33,6 +33,9 @@ from orbax.checkpoint import v1 as ocp
 from agent_r1_jax.host import checksums, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
 
+# What Orbax adds to the name of a checkpoint that it has not completed.
+_UNFINISHED = '.orbax-checkpoint-tmp*'
+
 
 class Checkpointer:
   """Saves and restores the checkpoints of one run.
@@ -207,7 +210,7 @@ class Checkpointer:
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
   def _add_checksums(self) -> None:
-    for folder in self.directory.glob(f'{self._writing}.orbax-checkpoint-tmp*'):
+    for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
       # Orbax writes the time of the commit into this file later.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
 
@@ -234,7 +237,7 @@ class Checkpointer:
     reason = disk.describe_failure(self.directory, error)
     self._orbax.reload()
     if jax.process_index() == 0:
-      for rest in self.directory.glob('*.orbax-checkpoint-tmp'):
+      for rest in self.directory.glob(f'*{_UNFINISHED}'):
         shutil.rmtree(rest, ignore_errors=True)
     message = f'the checkpoint of step {step} could not be written to {self.directory}'
     intact = f'Intact are the steps {self.steps}.'

@@ -1,9 +1,10 @@
 """The facts of each model family, in one table.
 
 A new family is a row of FAMILIES and a directory of tests/golden/decoder, which
-tests/golden/make_decoder_golden.py writes. If its layers compute something new, that is
-code in models/decoder.py which depends on a field of the row. Checkpoints, sharding,
-adapters and the tests of all families follow the table.
+tests/golden/make_decoder_golden.py writes. models/hf_config.py reads its config.json, and
+refuses what no family has. If its layers compute something new, that is code in
+models/decoder.py which depends on a field of the row. Checkpoints, sharding, adapters and
+the tests of all families follow the table.
 
 A dimension is a letter: L layers, D embed, F feed-forward, N query heads, K key-value
 heads, H head dim, V vocabulary; d is embed where no mesh splits it.

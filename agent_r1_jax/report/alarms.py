@@ -119,7 +119,8 @@ class FaultCounter:
     counts: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
       for name, value in trajectory.metrics.items():
-        if value and name.startswith(_FAULTS):
+        # An environment's own metric may have such a name, and be NaN.
+        if name.startswith(_FAULTS) and math.isfinite(value) and value:
           counts[name] += int(value)
           examples.setdefault(name, trajectory.error or '')
     for name in sorted(counts.keys() - self._counts.keys()):

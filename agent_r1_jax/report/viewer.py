@@ -368,7 +368,7 @@ def _target(answer: Any) -> str | list[str]:
     return ''
   if isinstance(answer, list | tuple):
     return [str(alias) for alias in answer]
-  return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+  return answer if isinstance(answer, str) else _to_json(answer).decode()
 
 
 def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def seq_mean_token_sum_norm(length: float) -> Aggregate:
 # clip_low, clip_high, dual_clip: Those of losses.ppo_clip; `clip` is both bounds.
 # kl_coef: The weight of the KL to the reference policy; 0 needs no reference. It is k3 in
 #   the loss for grpo and its variants, k1 in the reward for the others.
-# options: Options of grpo.
+# options: Options of grpo, without those that the algorithm sets itself.
 # fields: Other fields of Algorithm. For another loss: grpo()._replace(loss=...).
 
 
@@ -220,6 +220,7 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
 
   `length` is the constant that replaces the length of a trajectory.
   """
+  _refuse_set(options, 'dr_grpo', 'divide_by_std', 'aggregate')
   aggregate = seq_mean_token_sum_norm(length)
   options = {'kl_coef': 0.0, **options}
   return grpo(divide_by_std=False, aggregate=aggregate, **options)
@@ -243,6 +244,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
 
   The clip, by default the paper's, is of the geometric mean of a sequence's ratios.
   """
+  _refuse_set(options, 'gspo', 'dual_clip')
   options = {'kl_coef': 0.0, **options}
   return grpo(dual_clip=None, **options)._replace(
     loss=losses.gspo(clip_low=clip_low, clip_high=clip_high)
@@ -333,6 +335,7 @@ def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algor
   `weights` has the weight of each part, by name. None gives each part weight 1, and adds
   the rest of the reward in its own unit.
   """
+  _refuse_set(options, 'gdpo', 'divide_by_std')
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
   # With weights, only the named parts of the reward count.
   reads = ('parts', 'group') if weights is not None else ('rewards', 'parts', 'group')
@@ -398,6 +401,13 @@ def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields
   return Algorithm(accepted, losses.likelihood(), **fields)
+
+
+def _refuse_set(options: Mapping[str, Any], algorithm: str, *names: str):
+  """Raises TypeError for an option that the algorithm sets itself."""
+  for name in names:
+    if name in options:
+      raise TypeError(f'{name}: {algorithm} sets it itself; leave it out.')
 
 
 def _clipped(advantages, clip, kl_coef, fields) -> Algorithm:

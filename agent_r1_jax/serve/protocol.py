@@ -128,10 +128,10 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
   options = body.get('stream_options') or {}
   return ApiRequest(
     sampling=config_lib.Sampling(
-      _read_number(body, 'temperature', 1.0, float, 0, 100),
-      _read_number(body, 'top_k', 0, int, 0),
-      _read_number(body, 'top_p', 1.0, float, 1e-6, 1),
-      _read_number(body, 'min_p', 0.0, float, 0, 1),
+      temperature=_read_number(body, 'temperature', 1.0, float, 0, 100),
+      top_k=_read_number(body, 'top_k', 0, int, 0),
+      top_p=_read_number(body, 'top_p', 1.0, float, 1e-6, 1),
+      min_p=_read_number(body, 'min_p', 0.0, float, 0, 1),
     ),
     stop=tuple(stop),
     seed=_read_number(body, 'seed', None, int, maximum=None),

@@ -133,7 +133,7 @@ class TaskStream:
     """Returns the kind of a task: its id, or the fields that curriculum.by names."""
     if not self._config.by:
       return task.id
-    fields = self._config.by.split(',')
+    fields = [field.strip() for field in self._config.by.split(',')]
     if missing := [field for field in fields if field not in task.info]:
       raise ValueError(
         f'curriculum.by names {missing[0]!r}, and the info of task {task.id!r} has '

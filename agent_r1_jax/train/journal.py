@@ -152,7 +152,10 @@ class Journal:
   def restore(
     self, train_state: updates.TrainState, plan: updates.Plan
   ) -> updates.TrainState:
-    """Restores the newest checkpoint, and opens metrics.jsonl where it left off.
+    """Restores the newest checkpoint, and opens what the steps after it are written to.
+
+    Sets the position, drops the later lines of metrics.jsonl, starts the sinks and the
+    progress bar. The journal can be written to and saved only after this.
 
     Returns:
       The restored train state; `train_state` itself if there is no checkpoint yet.
@@ -206,7 +209,11 @@ class Journal:
       )
 
   def write(self, metrics: Mapping[str, float]):
-    """Writes the line of the present step to metrics.jsonl."""
+    """Writes the line of the present step to metrics.jsonl and to the sinks.
+
+    Only the first process writes. In all of them the position counts the step as written,
+    and forgets its pending metrics.
+    """
     if self._writer:
       self._writer.write(self.position.step, metrics)
     self.position.written_step, self.position.pending_metrics = self.position.step, {}

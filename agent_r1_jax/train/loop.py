@@ -182,7 +182,17 @@ class _Sample(NamedTuple):
 
 @functools.partial(jax.profiler.annotate_function, name='rollout')
 def _sample(job: setup.Job) -> _Sample:
-  """Waits for the episodes of the next step and chooses those to learn from."""
+  """Plays the episodes of the next step and chooses those to learn from.
+
+  The schedule syncs the sampler to the engine, starts the rollouts that are due and waits
+  for this step's. Then faults are counted, and greedy episodes are played for algorithms
+  that subtract their reward.
+
+  Raises:
+    RuntimeError: Too many environments raised.
+    ValueError: All prompts of the run's first rollout are too long, and chat.long_prompts
+      is 'refuse'.
+  """
   config, algorithm, step = job.config, job.plan.algorithm, job.journal.position.step
   job.watch.phase = 'a rollout'
   job.train_state, step_groups, draws = job.rollouts.next_groups(
@@ -241,7 +251,11 @@ def _learn(job: setup.Job, sample: _Sample):
 
 
 def _evaluate(job: setup.Job) -> dict[str, float]:
-  """Plays the evaluation sets by the present policy; returns numbers to log."""
+  """Plays the evaluation sets by the present policy; returns numbers to log.
+
+  If no rollout is under way, the engine keeps this policy, even where the sampler is an
+  older one; the schedule syncs the sampler again before it starts a rollout.
+  """
   journal, train_state, engine = job.journal, job.train_state, job.engine
   job.watch.phase = 'an evaluation'
   params = train_state.states['policy'].params

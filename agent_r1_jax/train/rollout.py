@@ -191,7 +191,9 @@ def start(
 
   async def play(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
-    if finished and (spooled := finished.get((task.id, number))):
+    spooled = finished.get((task.id, number)) if finished else None
+    # A call with more samples numbers the tasks of equal ids anew.
+    if spooled and (spooled.group, spooled.sample) == (group, sample):
       on_done(spooled)
       return spooled
     async with engine.reserve(group, decoding.policy, rows) as replica:

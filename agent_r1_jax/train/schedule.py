@@ -66,14 +66,18 @@ class Schedule:
   def next_groups(
     self, train_state: updates.TrainState, plan: updates.Plan
   ) -> tuple[updates.TrainState, list[groups.Group], curriculum_lib.Draws]:
-    """Waits for the groups of the next step, and starts the rollouts after it.
+    """Starts the rollouts that are due, waits for this step's, returns its groups.
 
-    An example with ahead = 1; policy n is the policy after n updates, and steps count
-    from 0. At step 2: wait for rollout 2, which policy 1 plays; sync policy 2 to the
-    engine; start rollout 3, which is played while update 2 makes policy 3.
+    Before a rollout is started, the sampler is synced to the engine. Policy n is the
+    policy after n updates, and steps count from 0. At step 2,
 
-    With `partial`, policy 2 is synced before the wait, and rollouts 2 and 3 continue or
-    begin with it.
+    - synchronous: sync policy 2, start rollout 2 and wait for it.
+    - ahead = 1: wait for rollout 2, which policy 1 plays; sync policy 2; start rollout 3,
+      which is played while update 2 makes policy 3.
+    - partial, ahead = 1: sync policy 2, start rollout 3, and wait for rollout 2. Both
+      continue or begin with policy 2.
+
+    Refills for tied groups are played in between, if max_refills allows.
 
     Returns:
       The train state, whose sampler is the present policy if plan.syncs_before_update;

@@ -259,7 +259,7 @@ def make_plan(
   if own_critic and algorithm.value_coef != 1.0:
     raise ValueError('value_coef: the critic is a model of its own; leave it out.')
   if config.model.lora_rank:
-    targets = config.model.lora_targets.split(',')
+    targets = config.model.adapter_targets
     adapters = (config.model.lora_rank, targets, config.model.lora_alpha)
     params = lora.add(params, *adapters, jax.random.key(config.seed))
     params = sharding.shard_params(params, mesh)
@@ -270,6 +270,8 @@ def make_plan(
   reference_model, reference = model, None
   if config.model.reference:
     reference_model, reference = _load_reference(config.model, model, mesh)
+    if config.schedule.reference_every:
+      _check_replaceable(reference_model, reference, model, params)
   plan = updates.Plan(
     model,
     algorithm,
@@ -298,3 +300,27 @@ def _load_reference(
       f'{policy.vocab_size}; they must share a tokenizer.'
     )
   return dataclasses.replace(model, dtype=config.dtype), params
+
+
+def _check_replaceable(
+  reference_model: decoder.DecoderConfig,
+  reference: decoder.Params,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+):
+  """Raises ValueError unless the policy's parameters fit the reference's model."""
+  free = {'dtype': 'float32', 'remat': 'none', 'max_positions': 0}
+  theirs, ours = (dataclasses.replace(m, **free) for m in (reference_model, model))
+  differing = [
+    f.name
+    for f in dataclasses.fields(model)
+    if getattr(theirs, f.name) != getattr(ours, f.name)
+  ]
+  if ('value_head' in reference) != ('value_head' in params):
+    differing.append('value_head')
+  if differing:
+    raise ValueError(
+      'schedule.reference_every: the policy becomes the reference, and model.reference '
+      f'is another model ({", ".join(differing)}). Make it 0, or give a reference of '
+      "the policy's shape."
+    )
