@@ -155,6 +155,21 @@ def test_a_reward_that_holds_the_event_loop():
   assert found[0].status == 'warn' and 'the event loop was held for' in found[0].text
 
 
+@pytest.mark.parametrize(
+  ('schema', 'example'),
+  [
+    ({'type': ['null', 'integer']}, '1'),
+    ({'anyOf': [{'type': 'boolean'}, {'type': 'null'}]}, 'true'),
+    ({'type': ['string', 'null']}, '"test"'),
+    (True, '"test"'),
+  ],
+)
+def test_an_argument_may_have_several_types(schema, example):
+  parameters = {'properties': {'x': schema}, 'required': ['x']}
+  call = trial._call_of({'name': 'f', 'parameters': parameters})
+  assert f'{{"x": {example}}}' in call
+
+
 def test_no_task_or_no_environment():
   assert look(lambda: 1 / 0)['environment'].text == 'ZeroDivisionError: division by zero'
   (finding,) = trial.check_env([], lambda: env.ToolEnv([], right))

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from agent_r1_jax import types
 from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import identity
@@ -244,3 +245,9 @@ def _tool_env(reward=_reward_a):
 def test_an_environment_is_its_code_and_what_it_wraps(env, other, expected):
   before, again, after = (identity.describe_run(None, e, []) for e in (env, env, other))
   assert before == again and expected in _different(before, after)
+
+
+def test_tasks_whose_answers_json_lacks_have_a_digest():
+  sets = [{'a': [types.Task('0', [], answer={(0, 1): x})]} for x in 'yyz']
+  one, same, other = map(identity.tasks_digest, sets)
+  assert one == same != other

@@ -361,6 +361,16 @@ def test_the_policy_replaces_only_a_reference_of_its_own_shape(model, change, na
     setup._check_replaceable(other, reference, shape, params)
 
 
+def test_a_reference_of_another_shape_is_refused_at_the_start(model, tmp_path):
+  shape, params = weights.load(model)
+  other = dataclasses.replace(shape, rope_theta=2 * shape.rope_theta)
+  weights.save(tmp_path / 'other', other, params, tokenizer_from=model)
+  options = {'reference': str(tmp_path / 'other'), 'reference_every': 1}
+  with pytest.raises(ValueError, match=r'another model \(rope_theta\)'):
+    _run(model, tmp_path / 'run', algorithms.grpo(), **options)
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_run_with_adapters_resumes_to_the_last_bit(model, tmp_path):
   """With moments of 8 bits in the host's memory, and a KL to the base."""
   options = {'lora_rank': 2, 'lora_targets': 'q, o,up', 'learning_rate': 3e-2}

@@ -145,7 +145,7 @@ def model_digest(directory: str | os.PathLike) -> str:
 
 
 def tasks_digest(sets: Mapping[str, Sequence[types.Task]]) -> str:
-  """Returns the sha256, in hex, of all fields of tasks."""
+  """Returns the `digest` of all fields of tasks."""
   rows = {
     name: [[task.id, task.messages, task.answer, task.info] for task in tasks]
     for name, tasks in sets.items()
@@ -268,5 +268,8 @@ def spread_indices(n: int) -> list[int]:
 
 def digest(value: Any) -> str:
   """Returns 16 hex digits of a value as JSON; repr stands in for other types."""
-  text = json.dumps(value, sort_keys=True, default=repr)
+  try:
+    text = json.dumps(value, sort_keys=True, default=repr)
+  except TypeError:  # A dict whose keys JSON lacks, or cannot sort.
+    text = repr(value)
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -209,10 +209,10 @@ def _call_of(schema: dict[str, Any]) -> str:
   """Writes a call with an argument of the right type for each required parameter."""
   parameters = schema.get('parameters', {})
   kinds = parameters.get('properties', {})
-  arguments = {
-    name: _EXAMPLES.get(kinds.get(name, {}).get('type'), 'test')
-    for name in parameters.get('required', ())
-  }
+  arguments = {}
+  for name in parameters.get('required', ()):
+    known = sorted(calls.list_types(kinds.get(name)) & _EXAMPLES.keys())
+    arguments[name] = _EXAMPLES[known[0]] if known else 'test'
   return call_formats.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
