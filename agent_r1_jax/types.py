@@ -24,7 +24,7 @@ Message = dict[str, Any]
 # the reward raised or took too long; such a trajectory is masked out, never scored 0.
 STATUSES = ('done', 'truncated', 'max_turns', 'error')
 # The statuses of episodes that ran out of tokens or turns.
-BUDGETS = ('truncated', 'max_turns')
+BUDGET_STATUSES = ('truncated', 'max_turns')
 
 
 class ControlText(str):

@@ -153,7 +153,7 @@ def test_another_model_in_the_same_place_is_played_again(play):
 
 def test_other_code_is_played_again(play, monkeypatch):
   play()
-  monkeypatch.setattr(evaluation_cache, '_code_digest', lambda: 'a reward was mended')
+  monkeypatch.setattr(evaluation_cache, '_code_digest', lambda: 'a reward was corrected')
   assert play()[1] == 3
 
 

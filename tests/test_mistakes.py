@@ -1,4 +1,4 @@
-"""Likely mistakes, made as a user makes them: one line names the cause and the mend.
+"""Likely mistakes, made as a user makes them: one line names the cause and the remedy.
 
 A row is a change to a script that would train, or a command.
 """
@@ -103,7 +103,7 @@ _CHANGES = {
   'algorithm = algorithms.grpo': 'algorithm is <function grpo.*such as algorithms.grpo',
   'algorithm = algorithm._replace(loss=losses.cispo)': r'as algorithm.loss\(stats, bat',
   'algorithms.grpo(kl_coef=-1.0)': 'coef is -1.0; it must be 0 or more',
-  'tool.tool(lambda x: x)': 'no docstring.*mend its signature or docstring',
+  'tool.tool(lambda x: x)': 'no docstring.*fix its signature or docstring',
   'raise ModuleNotFoundError(name="nbclient")': "pip install 'nbclient==",
   'tool.tool(timeout=0)(look.fn)': 'timeout=0 must be above 0',
 }
@@ -122,7 +122,7 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
   'experiments.miniwiki.failures --only=x': r"--only: there is no \['x'\]; there are",
   'experiments.miniwiki.failures --draw=. --only=kl': 'right is no run; make it first',
-  'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* mend or drop it',
+  'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* fix or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
   'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
   'experiments.serve --host=192.0.2.1': 'nothing can listen at 192.0.2.1:8000',

@@ -113,9 +113,9 @@ def test_without_a_ratio_a_rollout_is_good_for_one_optimizer_step(name, field):
   if name in ('reinforce', 'remax', 'distillation'):
     with pytest.raises(ValueError, match=f'{field} is 2: .* Make it 1.*ppo_clip'):
       algorithms.check(ALL[name], 4, **{field: 2})
-    # The mend that it names.
-    mended = ALL[name]._replace(loss=losses.ppo_clip())
-    algorithms.check(mended, 4, **{field: 2})
+    # The remedy that it names.
+    corrected = ALL[name]._replace(loss=losses.ppo_clip())
+    algorithms.check(corrected, 4, **{field: 2})
   else:
     algorithms.check(ALL[name], 4, **{field: 2})
 

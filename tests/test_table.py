@@ -249,7 +249,7 @@ def test_prefixes_stand_before_every_segment():
 
 def test_a_column_that_is_missing_says_what_gives_it():
   table = episodes.make_table([[1]])
-  for name, mend in (
+  for name, fix in (
     ('values', 'value_loss'),
     ('ref_logprobs', "kl .* 'ref_logprobs' to its reads"),
     ('baselines', "'baselines' to reads"),
@@ -257,7 +257,7 @@ def test_a_column_that_is_missing_says_what_gives_it():
     ('returns', 'return a table.*value_loss'),
     ('weights', 'nobody has computed'),
   ):
-    with pytest.raises(ValueError, match=f'The table has no {name}: .*{mend}'):
+    with pytest.raises(ValueError, match=f'The table has no {name}: .*{fix}'):
       table.column(name)
   with_values = dataclasses.replace(table, values=np.ones(1))
   assert with_values.column('values') is with_values.values

@@ -113,7 +113,7 @@ def starred(*words: str):
   'fn, message',
   [
     (no_docstring, 'tool no_docstring: .* has no docstring'),
-    (odd_type, "tool odd_type: Couldn't convert the type hint .*Path.* mend its sign"),
+    (odd_type, "tool odd_type: Couldn't convert the type hint .*Path.* fix its sign"),
     (starred, r'tool starred: \*args'),
   ],
 )

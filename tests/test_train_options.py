@@ -266,7 +266,7 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     _run(model, tmp_path / 'scored', max_turn_tokens=2)
     _run(model, tmp_path / 'left_out', _PLAIN._replace(mask_truncated=True))
   assert 'truncated' in shown[0] | shown[1]
-  assert not (shown[2] | shown[3]) & {*types.BUDGETS}
+  assert not (shown[2] | shown[3]) & {*types.BUDGET_STATUSES}
 
 
 @pytest.mark.parametrize(

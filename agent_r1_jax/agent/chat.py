@@ -299,7 +299,7 @@ class Chat:
       roles = ', '.join(str(message['role']) for message in messages)
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '
-        f'roles {roles}: {error}. Give it messages of other roles, or mend the template.'
+        f'roles {roles}: {error}. Give it messages of other roles, or fix the template.'
       ) from error
 
   def _neutralize_message(self, message: types.Message, mark: str) -> types.Message:

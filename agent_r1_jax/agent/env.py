@@ -22,7 +22,7 @@ Call = calls_lib.Call
 Score = float | dict[str, float]
 # (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
 # sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one
-# of types.BUDGETS, where the last message may be an unfinished reply.
+# of types.BUDGET_STATUSES, where the last message may be an unfinished reply.
 Reward = Callable[..., Score | Awaitable[Score]]
 # Like the method `ToolEnv.process_reward`; the first argument is the environment.
 ProcessReward = Callable[
@@ -40,8 +40,8 @@ class Env(Protocol):
 
     async def finish(self, status: str, reply: str | None) -> types.Step
 
-  `status` is one of types.BUDGETS; `reply` is the unfinished reply, which `step` has not
-  seen, or None. The Step's reward is added to the last turn's, and its metrics to the
+  `status` is one of types.BUDGET_STATUSES; `reply` is the unfinished reply, which `step`
+  has not seen, or None. The Step's reward is added to the last turn's, and its metrics to the
   episode's. Without the method, such an episode keeps the rewards of its turns.
 
   A third optional method frees what the environment holds, such as a connection:

@@ -144,7 +144,7 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if template != CHATML and (problem := _test_in_subprocess(str(template))):
       raise ValueError(
         f'{directory}: its chat template {problem} on a conversation of a few words. '
-        'Take the model from where you trust it, or mend "chat_template" in '
+        'Take the model from where you trust it, or fix "chat_template" in '
         'tokenizer_config.json (or chat_template.jinja).'
       )
   return tokenizer

@@ -168,7 +168,7 @@ def schema(fn: Callable, name: str) -> dict[str, Any]:
     function = get_json_schema(fn)['function']
   except Exception as error:
     raise ValueError(
-      f'tool {name}: {error}; mend its signature or docstring, or give Tool a schema of '
+      f'tool {name}: {error}; fix its signature or docstring, or give Tool a schema of '
       'your own.'
     ) from error
   function = {key: value for key, value in function.items() if key != 'return'}

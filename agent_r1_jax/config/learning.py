@@ -28,7 +28,7 @@ class Schedule:
     max_staleness: The most steps by which a token's policy may be older than the one that
       learns from it; bounds sync_every and ahead.
     critic_warmup: Steps in which only the critic is updated.
-    reference_every: Steps after which the reference becomes the present policy; 0 never.
+    reference_every: Steps after which the reference becomes the current policy; 0 never.
     eval_every: Steps between evaluations; 0 evaluates at the end only.
   """
 

@@ -7,7 +7,7 @@ pass through one after the other, and a reply ends where one of them ends it. Th
 are arguments of the jitted loop, so that nothing is compiled for another choice of rows
 and guides.
 
-A guide of one's own:
+A user-defined guide:
 
   def soften(params, state, logits, hidden):
     return logits / (1 + state['count'])[:, None]

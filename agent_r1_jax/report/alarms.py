@@ -168,7 +168,7 @@ def _compare(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bo
   """Returns each alarm's metric, its limit, and whether it is beyond the limit."""
   get = lambda name: numbers.get(f'rollout/{name}', 0.0)
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
-  truncated = sum(get(f'status/{status}') for status in types.BUDGETS)
+  truncated = sum(get(f'status/{status}') for status in types.BUDGET_STATUSES)
   calls, unread = get('tool_calls'), get('format_errors')
   invalid = (get('tool_errors') + unread) / max(calls + unread, 1e-9)
   tokens = get('tokens')

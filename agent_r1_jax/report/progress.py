@@ -111,7 +111,7 @@ class Progress:
   def set_phase(
     self, name: str, done: int | None = None, total: int | None = None
   ) -> None:
-    """Shows the phase of the present step, for example ('rollout', 45, 128)."""
+    """Shows the phase of the current step, for example ('rollout', 45, 128)."""
     self._phase = name if done is None else f'{name} {done}/{total}'
     self._print_after(max(self._every, _PHASE_SECONDS))
 

@@ -189,7 +189,7 @@ def _number_rows(path):
   except (ValueError, RecursionError, csv.Error) as error:
     where = where or f'row {number}'
     raise ValueError(
-      f'{path}: {where}: cannot be read: {error}; mend or drop it'
+      f'{path}: {where}: cannot be read: {error}; fix or drop it'
     ) from error
 
 

@@ -236,7 +236,7 @@ def build(
     turn_trajectory=np.repeat(numbers, [len(t.turns) for t in trajectories]),
     states=states,
     group=np.unique([t.group for t in trajectories], return_inverse=True)[1],
-    truncated=np.array([t.status in types.BUDGETS for t in trajectories], bool),
+    truncated=np.array([t.status in types.BUDGET_STATUSES for t in trajectories], bool),
     parts={name.removeprefix(_PART): part(name) for name in sorted(names)},
     baselines=None if baselines is None else np.array(baselines, float),
   )

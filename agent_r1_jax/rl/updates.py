@@ -196,7 +196,7 @@ def learn(
 
 
 def sync_sampler(train_state: TrainState, plan: Plan) -> TrainState:
-  """Makes the present policy the sampler, every `sync_every` rollouts.
+  """Makes the current policy the sampler, every `sync_every` rollouts.
 
   `learn` calls it, unless plan.syncs_before_update; the schedule gives the sampler to the
   engine.

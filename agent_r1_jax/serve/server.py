@@ -61,7 +61,7 @@ class Source(Protocol):
 
 
 class FreeSource:
-  """Answers anyone; requests have nothing to do with each other."""
+  """Answers each request by itself, whoever asks."""
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat):
     self._engine, self._chat = engine, chat

@@ -27,7 +27,7 @@ from agent_r1_jax.types import Message, Task
 
 AGENT = (
   'Solve the programming problem. Try your code with the python tool, read what it '
-  'prints, and mend it until it is right. Then give the whole program in one block that '
+  'prints, and fix it until it is right. Then give the whole program in one block that '
   'begins with ```python and ends with ```.\n\n'
 )
 DIRECT = (

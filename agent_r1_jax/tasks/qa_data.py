@@ -3,7 +3,7 @@
 To train and test: HotpotQA, 2WikiMultihopQA, MuSiQue. To evaluate, too: Bamboogle,
 Natural Questions (the open version), TriviaQA, PopQA.
 
-Every task holds the bare question as its messages (`qa.agent_task` and its kin put the
+Every task holds the bare question as its messages (`qa.agent_task` and the like put the
 prompt), the golden answers as its answer, and in info the question, the supporting
 titles and what else the row says.
 """

@@ -36,7 +36,7 @@ _PROBE_SECONDS = 10.0
 
 
 class Output(NamedTuple):
-  """What came of a cell.
+  """The result of a cell.
 
   Attributes:
     text: What it printed, its traceback included; cut where it was too long.
@@ -291,7 +291,7 @@ def _close_session(worker: socket.socket, pid: int, descriptors: tuple[int, ...]
 
 
 def _read(descriptor: int, size: int) -> bytes | None:
-  """Reads what there is; None where there is nothing yet, b'' where nothing can come."""
+  """Reads without waiting; None if there is nothing yet, b'' if nothing can come."""
   try:
     return os.read(descriptor, size)
   except BlockingIOError:

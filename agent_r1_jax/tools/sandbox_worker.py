@@ -110,7 +110,7 @@ def main(descriptor: int) -> None:
 
 
 def find_missing_layers() -> list[str]:
-  """Names the layers of confinement that this machine cannot give, each with a mend."""
+  """Names the layers of confinement that this machine cannot give, each with a remedy."""
   missing = []
   if _landlock_version() < 1:
     missing.append('landlock: it needs Linux 5.13 with Landlock enabled')

@@ -65,7 +65,7 @@ class Episode:
     conversation: The requests that a program has sent; None with an environment.
     pending_ids: Token ids of the messages that will be appended before the next reply.
     schemas: The JSON schemas of the tools, for the prompt.
-    pieces: The parts of the present segment: (tokens, behaviour log-probs, policy steps)
+    pieces: The parts of the current segment: (tokens, behaviour log-probs, policy steps)
       of each prompt, reply and observation; the last two are None except for replies.
     status: One of types.STATUSES; None while the episode goes on.
     unfinished: The text of the last reply, if it ran out of tokens; else None.
@@ -124,7 +124,7 @@ class Episode:
           t.status = await self._run_program(self.env, task)
         else:
           t.status = await self._play_turns(task)
-          if t.status in types.BUDGETS and t.turns:
+          if t.status in types.BUDGET_STATUSES and t.turns:
             await self._finish(t.status)
     except _EnvironmentError as error:
       t.status, t.error = 'error', str(error)

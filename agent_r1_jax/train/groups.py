@@ -72,7 +72,7 @@ def select_usable(
     )
   if refilled:
     groups = [group for group in groups if not is_tied(group)]
-  masked = ('error', *(types.BUDGETS if mask_truncated else ()))
+  masked = ('error', *(types.BUDGET_STATUSES if mask_truncated else ()))
   # A trajectory whose prompt did not fit its row has no turns.
   chosen = [[t for t in g if t.status not in masked and t.turns] for g in groups]
   return [group for group in chosen if group]

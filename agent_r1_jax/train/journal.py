@@ -209,7 +209,7 @@ class Journal:
       )
 
   def write(self, metrics: Mapping[str, float]):
-    """Writes the line of the present step to metrics.jsonl and to the sinks.
+    """Writes the line of the current step to metrics.jsonl and to the sinks.
 
     Only the first process writes. In all of them the position counts the step as written,
     and forgets its pending metrics.
@@ -219,7 +219,7 @@ class Journal:
     self.position.written_step, self.position.pending_metrics = self.position.step, {}
 
   def save(self, train_state: updates.TrainState, plan: updates.Plan):
-    """Starts to write a checkpoint of the present step, if there is none."""
+    """Starts to write a checkpoint of the current step, if there is none."""
     arrays = train_state.checkpoint_arrays(plan)
     host_state = {
       'position': self.position.to_json(),

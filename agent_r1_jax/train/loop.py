@@ -251,7 +251,7 @@ def _learn(job: setup.Job, sample: _Sample):
 
 
 def _evaluate(job: setup.Job) -> dict[str, float]:
-  """Plays the evaluation sets by the present policy; returns numbers to log.
+  """Plays the evaluation sets by the current policy; returns numbers to log.
 
   If no rollout is under way, the engine keeps this policy, even where the sampler is an
   older one; the schedule syncs the sampler again before it starts a rollout.

@@ -80,7 +80,7 @@ class Schedule:
     Refills for tied groups are played in between, if max_refills allows.
 
     Returns:
-      The train state, whose sampler is the present policy if plan.syncs_before_update;
+      The train state, whose sampler is the current policy if plan.syncs_before_update;
       the groups; and the tasks drawn for them and for all rollouts under way.
     """
     step, ahead = self._journal.position.step, plan.schedule.ahead

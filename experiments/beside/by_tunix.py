@@ -4,8 +4,8 @@ r"""The experiment by tunix: its agentic GRPO learner, an agent and an environme
   taskset --cpu-list 0 python -m experiments.beside.by_tunix --workdir=runs/tunix-0 \
     --steps=2
 
-It gets this project's policy, tasks in their order, passages and reward. `Rollout` mends
-what its own one does wrong here, and --nomend leaves that as it is.
+It gets this project's policy, tasks in their order, passages and reward. `Rollout`
+corrects what its own one does wrong here, and --nofix leaves that as it is.
 """
 
 # pyright: reportMissingImports=false
@@ -36,7 +36,7 @@ from agent_r1_jax.agent import call_formats, calls, tool
 from agent_r1_jax.tasks import qa
 from experiments.beside import shared
 
-_MEND = flags.DEFINE_bool('mend', True, 'Whether to mend the sampling.')
+_FIX = flags.DEFINE_bool('fix', True, 'Whether to correct the sampling.')
 
 
 class Rollout(vanilla_rollout.VanillaRollout):
@@ -194,7 +194,7 @@ def make_learner(config: config_lib.Config, tokenizer, mesh) -> grpo.GRPOLearner
     tokenizer=tokenizer_adapter.TokenizerAdapter(tokenizer),
     cluster_config=rl_cluster.ClusterConfig(
       role_to_mesh=dict.fromkeys(rl_cluster.Role, mesh),
-      rollout_engine=Rollout if _MEND.value else 'vanilla',
+      rollout_engine=Rollout if _FIX.value else 'vanilla',
       training_config=rl_cluster.RLTrainingConfig(
         actor_optimizer=optimizer,
         eval_every_n_steps=10**9,
@@ -210,7 +210,7 @@ def make_learner(config: config_lib.Config, tokenizer, mesh) -> grpo.GRPOLearner
         temperature=1.0,
         top_p=1.0,
         eos_tokens=[tokenizer.eos_token_id],
-        return_logprobs=not _MEND.value,
+        return_logprobs=not _FIX.value,
       ),
     ),
   )
@@ -223,7 +223,7 @@ def make_learner(config: config_lib.Config, tokenizer, mesh) -> grpo.GRPOLearner
       beta=0.0,
       epsilon=0.2,
       loss_agg_mode='token-mean',
-      use_rollout_logps=not _MEND.value,
+      use_rollout_logps=not _FIX.value,
     ),
     chat_parser=Parser(tokenizer),
     agent_class=Agent,
