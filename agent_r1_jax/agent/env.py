@@ -41,8 +41,8 @@ class Env(Protocol):
     async def finish(self, status: str, reply: str | None) -> types.Step
 
   `status` is one of types.BUDGET_STATUSES; `reply` is the unfinished reply, which `step`
-  has not seen, or None. The Step's reward is added to the last turn's, and its metrics to the
-  episode's. Without the method, such an episode keeps the rewards of its turns.
+  has not seen, or None. The Step's reward is added to the last turn's, and its metrics to
+  the episode's. Without the method, such an episode keeps the rewards of its turns.
 
   A third optional method frees what the environment holds, such as a connection:
 
