@@ -122,7 +122,7 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
   'experiments.miniwiki.failures --only=x': r"--only: there is no \['x'\]; there are",
   'experiments.miniwiki.failures --draw=. --only=kl': 'right is no run; make it first',
-  'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'row 1: .* fix or drop it',
+  'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'line 1 .* fix or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
   'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',
   'experiments.serve --host=192.0.2.1': 'nothing can listen at 192.0.2.1:8000',
