@@ -49,17 +49,17 @@ class Beams(NamedTuple):
 
   async def play(self, root: Any, read: Read) -> Any:
     """Returns the episode of the highest value among those that ended."""
-    lines, values = [root], np.zeros(1)
-    while any(line.status is None for line in lines):
-      ended = [(v, line) for v, line in zip(values, lines, strict=True) if line.status]
-      opened = [line for line in lines if line.status is None]
+    episodes, values = [root], np.zeros(1)
+    while any(episode.status is None for episode in episodes):
+      ended = [(v, e) for v, e in zip(values, episodes, strict=True) if e.status]
+      opened = [episode for episode in episodes if episode.status is None]
       new = await _extend(opened, range(self.candidates))
       _close(opened)
       found = zip(await read(new), new, strict=True)
       ranked = sorted([*ended, *found], key=lambda pair: -pair[0])
-      values, lines = map(list, zip(*ranked[: self.width], strict=True))
-      _close([line for _, line in ranked[self.width :]])
-    return lines[0]
+      values, episodes = map(list, zip(*ranked[: self.width], strict=True))
+      _close([episode for _, episode in ranked[self.width :]])
+    return episodes[0]
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,7 +67,7 @@ class Node:
   """A state after a turn.
 
   Attributes:
-    line: The episode that has come here.
+    episode: The episode that has come here.
     value: The critic's value of the state.
     prior: The mean log-prob of the turn.
     children: The turns that were tried here.
@@ -75,7 +75,7 @@ class Node:
     total: The sum of the values that they found.
   """
 
-  line: Any
+  episode: Any
   value: float = 0.0
   prior: float = 0.0
   children: list['Node'] = dataclasses.field(default_factory=list)
@@ -119,26 +119,26 @@ class Tree(NamedTuple):
   async def play(self, root: Any, read: Read) -> Any:
     """Returns the episode that the most simulations went through."""
     node = Node(root)
-    while node.line.status is None:
+    while node.episode.status is None:
       for _ in range(self.simulations):
         await self._simulate(node, read)
       taken = max(node.children, key=lambda child: (child.visits, child.mean))
-      _close([node.line])
+      _close([node.episode])
       for child in node.children:
         if child is not taken:
-          _close(below.line for below in _walk(child))
+          _close(below.episode for below in _walk(child))
       node = taken
-    return node.line
+    return node.episode
 
   async def _simulate(self, root: Node, read: Read):
     """Adds a turn below the root and its value to all nodes above it."""
     path = [root]
-    while path[-1].line.status is None:
+    while path[-1].episode.status is None:
       node = path[-1]
       if len(node.children) < min(self.candidates, 1 + node.visits):
-        (line,) = await _extend([node.line], [len(node.children)])
-        (value,) = await read([line])
-        node.children.append(Node(line, float(value), line.mean_logprob))
+        (episode,) = await _extend([node.episode], [len(node.children)])
+        (value,) = await read([episode])
+        node.children.append(Node(episode, float(value), episode.mean_logprob))
         path.append(node.children[-1])
         break
       path.append(self._descend(node))
@@ -167,15 +167,16 @@ async def play(search: Beams | Tree, root: Any, replica: replica_lib.Replica) ->
   """Searches from an episode that has begun; returns the one that it ends in."""
   values = choice.StateValues(replica, search.critic)
 
-  async def read(lines):
+  async def read(episodes):
     if not search.implicit:
-      return await values.read([line.tokens for line in lines])
+      return await values.read([episode.tokens for episode in episodes])
     # An episode that ended for want of room has no new reply.
-    new = [line for line in lines if line.reply is not None]
-    texts, replies = [line.spoken for line in new], [line.reply for line in new]
-    for line, logprob in zip(new, await values.read_replies(texts, replies), strict=True):
-      line.value += logprob
-    return np.array([line.value for line in lines])
+    new = [episode for episode in episodes if episode.reply is not None]
+    texts, replies = [e.tokens_to_last_reply for e in new], [e.reply for e in new]
+    logprobs = await values.read_replies(texts, replies)
+    for episode, logprob in zip(new, logprobs, strict=True):
+      episode.value += logprob
+    return np.array([episode.value for episode in episodes])
 
   try:
     return await search.play(root, read)
@@ -183,17 +184,17 @@ async def play(search: Beams | Tree, root: Any, replica: replica_lib.Replica) ->
     values.close()
 
 
-async def _extend(lines, numbers) -> list[Any]:
+async def _extend(episodes, numbers) -> list[Any]:
   """Returns, for each of the episodes, forks by these numbers that are a turn longer."""
 
-  async def extend(line, number):
-    fork = await line.fork(number)
+  async def extend(episode, number):
+    fork = await episode.fork(number)
     await fork.take_turn()
     return fork
 
   try:
     async with asyncio.TaskGroup() as group:
-      tasks = [group.create_task(extend(line, i)) for line in lines for i in numbers]
+      tasks = [group.create_task(extend(e, i)) for e in episodes for i in numbers]
   except BaseExceptionGroup as error:
     # One error of the environment ends the whole search.
     raise error.exceptions[0] from None
@@ -206,6 +207,6 @@ def _walk(node: Node):
     yield from _walk(child)
 
 
-def _close(lines):
-  for line in lines:
-    line.context.close()
+def _close(episodes):
+  for episode in episodes:
+    episode.context.close()

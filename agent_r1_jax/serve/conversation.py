@@ -110,7 +110,7 @@ class Conversation:
     self._sampled: dict[request_lib.Generation, _Branch] = {}
     self._key_ids: set[tuple[bytes, int]] = set()
     self._turns = 0
-    self._cut = False
+    self._last_reply_truncated = False
     self._closed = False
     self.metrics = collections.Counter(
       tool_calls=0, format_errors=0, forks=0, rewritten=0
@@ -122,7 +122,7 @@ class Conversation:
   @property
   def status(self) -> str:
     """How the episode ended, if its program just ended."""
-    return self.refused or ('truncated' if self._cut else 'done')
+    return self.refused or ('truncated' if self._last_reply_truncated else 'done')
 
   def submit(
     self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
@@ -289,7 +289,7 @@ class Conversation:
     branch.messages += [*messages, protocol.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), stop))
-    self._cut = reply.reason == 'length'
+    self._last_reply_truncated = reply.reason == 'length'
     replies = [message for message in messages if message['role'] == 'assistant']
     # Before the first reply of all they are examples.
     self.metrics['rewritten'] += bool(self._turns and replies)

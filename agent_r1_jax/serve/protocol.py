@@ -381,10 +381,11 @@ def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, 
     text = chat.decode_exactly([token])
     return {'token': text, 'logprob': float(logprob), 'bytes': [*text.encode()]}
 
+  columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
   return [
     one(token, logprob)
     | {'top_logprobs': [one(*pair) for pair in zip(tops, values, strict=True)]}
-    for token, logprob, tops, values in zip(*chunk[:2], *chunk[4:6], strict=True)
+    for token, logprob, tops, values in zip(*columns, strict=True)
   ]
 
 

@@ -60,7 +60,7 @@ class Source(Protocol):
     ...
 
 
-class FreeSource:
+class StatelessSource:
   """Answers each request by itself, whoever asks."""
 
   def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat):
@@ -293,10 +293,10 @@ class _Answer:
     """Sends the answer; in the end no reply is left under way."""
     send_answer = self._send_stream if self._api_request.stream else self._send_whole
     work = asyncio.ensure_future(send_answer(scope, receive, send))
-    gone = asyncio.ensure_future(_wait_until_gone(receive))
+    disconnected = asyncio.ensure_future(_wait_until_disconnected(receive))
     try:
       await asyncio.wait(
-        [work, gone],
+        [work, disconnected],
         timeout=self._server.seconds + _SEND_SECONDS,
         return_when=asyncio.FIRST_COMPLETED,
       )
@@ -306,7 +306,7 @@ class _Answer:
       else:
         self._server.metrics.vanished.inc()
     finally:
-      gone.cancel()
+      disconnected.cancel()
       work.cancel()
       for generation in self._generations:
         generation.cancel()
@@ -400,7 +400,7 @@ class _Answer:
     return {'prompt_tokens': prompt, 'completion_tokens': reply} | total
 
 
-async def _wait_until_gone(receive):
+async def _wait_until_disconnected(receive):
   while (await receive())['type'] != 'http.disconnect':
     pass
 
@@ -431,7 +431,7 @@ def make_app(
   """
   from starlette import applications, routing
 
-  free = FreeSource(engine, chat)
+  free = StatelessSource(engine, chat)
 
   def find(episode: str | None, key: str) -> Source:
     # Every key is compared in full, so that the time tells nothing.

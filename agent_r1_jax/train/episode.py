@@ -242,7 +242,7 @@ class Episode:
     return 0.0 if self.reply is None else float(np.mean(self.reply.logprobs))
 
   @property
-  def spoken(self) -> np.ndarray:
+  def tokens_to_last_reply(self) -> np.ndarray:
     """The tokens of the context up to the end of the last reply, int32."""
     if not self.pieces:  # The last step was `fresh`, and closed the reply's segment.
       return self.trajectory.segments[-1].tokens

@@ -44,7 +44,7 @@ class Context:
       identity: What the keys of the episode's requests are made from; see rollout.start.
     """
     self.replica, self._decoding, self._automata = replica, decoding, automata
-    self._identity = identity
+    self._key_parts = identity
     self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
     self.chooser: choice_lib.Chooser | None = None
     self.search: search_lib.Beams | search_lib.Tree | None = None
@@ -63,14 +63,14 @@ class Context:
 
   def make_key(self, *parts: int | str) -> np.ndarray:
     """Makes the random key of one of the episode's texts, uint32 [2]."""
-    return request_lib.make_key(*self._identity, *parts)
+    return request_lib.make_key(*self._key_parts, *parts)
 
   def fork(self, number: int) -> 'Context':
     """Returns a context with the same text; unless `number` is 0 it has another key."""
     other = copy.copy(self)
     other._forked = True
     if number:
-      other._identity = (*self._identity, number)
+      other._key_parts = (*self._key_parts, number)
       other._key = request_lib.make_key(*self._key.tolist(), number)
     return other
 
