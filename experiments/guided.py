@@ -396,6 +396,30 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
   results.add_line('calibration', **calibrate(every, sums, scales, odds))
 
 
+def play_own_episodes(player: Player, data: Data, params, results: Results):
+  """Plays K episodes of each question by π_φ, and takes that of the highest value."""
+  most, method = _MOST.value, 'episodes by π_φ, highest value'
+  if results.has(method, most):
+    return
+  start = time.time()
+  decoding = rollout.ON_POLICY._replace(policy=player.engine.make_policy(params, 0))
+  played = {
+    name: player.play(f'{name} by π_φ', tasks, data.make_env, decoding, most)
+    for name, tasks in data.sets.items()
+  }
+  every = [t for ts in played.values() for t in ts if t.turns]
+  sums = player.sum_logprobs(every, params)
+  values = {id(t): s[-1] for t, s in zip(every, sums, strict=True)}
+  value = lambda t: values.get(id(t), -math.inf)
+  seconds, tokens = time.time() - start, sampled_tokens(every)
+  for k in doubles(most):
+    chosen = {
+      name: [max(ts[i : i + k], key=value) for i in range(0, len(ts), most)]
+      for name, ts in played.items()
+    }
+    results.add(method, k, chosen, tokens * k / most, seconds * k / most)
+
+
 def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
   """Measures how well weights tell right episodes from wrong ones."""
   right = np.array([t.metrics.get('em', 0.0) for t in episodes])
@@ -443,6 +467,7 @@ def main(_):
   path = workdir / f'results-{_PART.value}-{_QUESTIONS.value}.jsonl'
   results = Results(path, seed, data.kinds)
   play_episodes(player, data, critic_dir, params, odds, results)
+  play_own_episodes(player, data, params, results)
   play_turns(player, data, params, results)
 
 
