@@ -641,6 +641,8 @@ class TestClosing:
         await asyncio.sleep(3600)
 
       async def close(self):
+        # The end of the first episode must not interrupt the close of the second.
+        await asyncio.sleep(0.2 * self.task.answer)
         closed.append(self.task.answer)
 
     engine = tiny.engine(_params(), slots=_SLOTS, bucket=_SLOTS)
