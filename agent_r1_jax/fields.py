@@ -96,10 +96,28 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
       hint = suggest(type(default), match[1])
       sys.exit(f'--{name}.{match[1]}: there is no such field{hint}')
   flags.disclaim_key_flags()  # --help of the script that calls this shows the flag.
-  kind = type(default)
-  text = f'Its fields are flags, such as --{name}.{next(names(default))}; '
-  text += f'{kind.__module__}.{kind.__name__} explains them.'
-  return config_flags.DEFINE_config_dataclass(name, default, text, **options)
+  text = f'Each field is a flag, such as --{name}.{next(names(default))}=...:\n'
+  text += '\n'.join(f'--{name}.{line}' for line in explain(default))
+  holder = config_flags.DEFINE_config_dataclass(name, default, text, **options)
+  flags.FLAGS[name].default_as_str = ''  # The lines of the fields show their defaults.
+  return holder
+
+
+def explain(config: Any) -> Iterator[str]:
+  """Yields a line for each field: its dotted name, its value and what it is.
+
+  What it is stands in the docstring of its dataclass, of which the line has the first
+  sentence.
+  """
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from (f'{field.name}.{line}' for line in explain(value))
+    else:
+      entry = rf'^  {field.name}: ((?:.|\n    )*?\.)(?=\s|$)'
+      found = re.search(entry, inspect.getdoc(type(config)) or '', re.MULTILINE)
+      meaning = re.sub(r'\s+', ' ', found[1]) if found else ''
+      yield f'{field.name}={value!r}: {meaning}'
 
 
 # Name of a range -> (whether a number is in it, the end of the error's message).

@@ -204,3 +204,11 @@ class TestBrowser:
     assert '1 of 4 episodes in 1 groups.' in shown
     shown = self.show(tmp_path, '')
     assert 'aria-label="rollout/reward, by step"' in shown and '<path' in shown
+
+  def test_curves_out_of_view_are_drawn_for_printing(self, tmp_path):
+    with metrics.Writer(tmp_path) as writer:
+      for step in range(3):
+        writer.write(step, {f'rollout/metric_{i}': i + step for i in range(60)})
+    make_page(tmp_path)
+    shown = self.show(tmp_path, '')
+    assert shown.count('<svg') == shown.count('<figcaption>') == 60

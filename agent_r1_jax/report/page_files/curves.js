@@ -88,10 +88,9 @@ function svg(tag, attributes, parent) {
   return element;
 }
 
-/** Draws a chart into an element of a known width. */
-function draw(chart, box) {
+/** Draws a chart into an element of a known width; on paper it is scaled to fit. */
+function draw(chart, box, width) {
   const {steps} = run.metrics;
-  const width = box.clientWidth;
   const lines = chart.lines.map(({label, values}) => ({
     label,
     points: values.map((v, i) => [steps[i], v]).filter(point => point[1] !== null),
@@ -106,7 +105,8 @@ function draw(chart, box) {
   const x = step => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
   const y = v => HEIGHT - BOTTOM - ((v - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
   const name = `${chart.title}, by step`;
-  const root = svg('svg', {width, height: HEIGHT, role: 'img', 'aria-label': name});
+  const viewBox = `0 0 ${width} ${HEIGHT}`;
+  const root = svg('svg', {width, viewBox, role: 'img', 'aria-label': name});
   for (const v of ticks(low, high, 5)) {
     svg('line', {x1: LEFT, x2: width - RIGHT, y1: y(v), y2: y(v), class: 'grid'}, root);
     const at = {x: LEFT - 6, y: y(v) + 3.5, class: 'tick', 'text-anchor': 'end'};
@@ -183,25 +183,18 @@ function showCurves() {
       (get('constant').checked || !isConstant(chart)) &&
       (chart.title + chart.lines.map(line => line.label)).toLowerCase().includes(query),
   );
-  const observer = new IntersectionObserver(
-    entries => {
-      for (const entry of entries.filter(e => e.isIntersecting)) {
-        observer.unobserve(entry.target);
-        draw(entry.target.chart, entry.target);
-      }
-    },
-    {root: get('run-view'), rootMargin: '400px'},
-  );
+  const boxes = shown.map(() => make('div', 'plot'));
   get('curves').replaceChildren(
-    ...shown.map(chart => {
+    ...shown.map((chart, i) => {
       const card = make('figure');
-      const box = make('div', 'plot');
-      box.chart = chart;
-      card.append(make('figcaption', '', chart.title), make('p', 'legend'), box);
-      observer.observe(box);
+      card.append(make('figcaption', '', chart.title), make('p', 'legend'), boxes[i]);
       return card;
     }),
   );
+  // All are drawn, also those out of view: the page may be printed. The widths are read
+  // before anything is drawn, so that the browser computes the layout once.
+  const widths = boxes.map(box => box.clientWidth);
+  shown.forEach((chart, i) => draw(chart, boxes[i], widths[i]));
   if (!shown.length) get('curves').append(make('p', 'quiet', 'No metric has this name.'));
 }
 
