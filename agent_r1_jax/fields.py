@@ -99,7 +99,8 @@ def define_flags(default: Any, name: str = 'config', **options: Any):
   text = f'Each field is a flag, such as --{name}.{next(names(default))}=...:\n'
   text += '\n'.join(f'--{name}.{line}' for line in explain(default))
   holder = config_flags.DEFINE_config_dataclass(name, default, text, **options)
-  flags.FLAGS[name].default_as_str = ''  # The lines of the fields show their defaults.
+  # The lines of the fields show their defaults.
+  options.get('flag_values', flags.FLAGS)[name].default_as_str = ''
   return holder
 
 

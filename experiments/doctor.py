@@ -2,10 +2,12 @@
 
   python -m experiments.doctor --task=miniwiki --workdir=runs/quickstart
   python -m experiments.doctor --config.model.path=DIR --algorithm=ppo
+  python -m experiments.doctor --config.model.path=qwen2.5-3b  # not downloaded yet
 
---task is one of those of experiments.evaluate, or empty; its environment is played with
-scripted replies. The exit status is 1 if something fails. A script with an environment of
-its own calls checks.doctor.examine (docs/seeing.md).
+A name of experiments/published.py stands for that model's shape. --task is one of those
+of experiments.evaluate, or empty; its environment is played with scripted replies. The
+exit status is 1 if something fails. A script with an environment of its own calls
+checks.doctor.examine (docs/seeing.md).
 """
 
 import faulthandler
@@ -19,7 +21,7 @@ from agent_r1_jax import fields
 from agent_r1_jax.checks import doctor
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import algorithms
-from experiments import task_list
+from experiments import published, task_list
 
 _TASK = flags.DEFINE_enum('task', '', ['', *task_list.TASKS], 'What is played.')
 _DATA = flags.DEFINE_string('data', '', 'Its file or folder.')
@@ -45,7 +47,9 @@ def main(_):
     tasks = [task for tasks in sets.values() for task in tasks]
     playing = {'tasks': tasks, 'make_env': make_env}
   algorithm = _ALGORITHMS[_ALGORITHM.value]()
-  findings = doctor.examine(config, _WORKDIR.value, algorithm, **playing)
+  with published.make_directory(config.model.path) as path:
+    config = fields.replace(config, {'model.path': path})
+    findings = doctor.examine(config, _WORKDIR.value, algorithm, **playing)
   faulthandler.cancel_dump_traceback_later()
   sys.exit(doctor.show(findings))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 
 from absl import flags
@@ -188,3 +189,18 @@ def test_flags_set_fields_and_refuse_values_of_another_type(monkeypatch):
   )
   with pytest.raises(flags.IllegalFlagValueError, match="invalid literal .*'many'"):
     parse('--config.engine.rows=many')
+
+
+def test_help_has_a_line_for_each_field(monkeypatch):
+  monkeypatch.setattr(sys, 'argv', ['train'])
+  values = flags.FlagValues()
+  fields.define_flags(
+    config_lib.Config(engine=config_lib.Engine(rows=7)), flag_values=values
+  )
+  text = values['config'].help
+  assert '--config.engine.rows=7: Rows of the KV cache' in text
+  lines = text.splitlines()[1:]
+  assert len(lines) == len([*fields.names(config_lib.Config)])
+  # Each line ends with a sentence of the docstring, none of which is missing.
+  assert all(re.fullmatch(r'--config\.[\w.]+=[^:]+: .+\.', line) for line in lines)
+  assert 'Config(' not in values.get_help()

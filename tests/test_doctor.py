@@ -249,3 +249,9 @@ def test_the_command(tmp_path):
   assert done.returncode == 1, done.stderr
   for text in ('schedule.tasks is 0', '28 episodes played', '2 different ones'):
     assert text in ' '.join(done.stdout.split())
+
+
+def test_the_command_takes_the_name_of_a_published_shape(tmp_path):
+  named = ['--config.model.path=qwen2.5-3b', f'--workdir={tmp_path}']
+  done = script.run('-m', 'experiments.doctor', *named, AGENT_R1_MEMORY_GB='1000')
+  assert done.returncode in (0, 1) and 'estimated peak' in done.stdout, done.stdout

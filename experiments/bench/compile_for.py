@@ -4,7 +4,8 @@ r"""Compiles training and sampling for TPUs that are not here: what fits, what i
   TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m experiments.bench.compile_for \
     --topology=v5e:4x4 --config.model.path=qwen2.5-7b
 
-`--config.model.path` is a Hugging Face directory, a config.json, or a name in SIZES.
+`--config.model.path` is a Hugging Face directory, a config.json, or a name of
+experiments/published.py.
 
 Hardware: one CPU core, 3 GB; 3 minutes for a gradient, 1 for another program. The
 learner's gradient and update are compiled for all chips of the topology (float32 master
@@ -51,20 +52,11 @@ from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, hf_config
+from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
+from experiments import published
 
 _TRAINING, _SAMPLING = ('gradient', 'apply'), ('prefill', 'decode')
-# V, D, L, N, K, H, F, tied, as in models/decoder.py: Qwen2.5, and one for the tests.
-SIZES = {
-  'qwen2.5-0.5b': (151_936, 896, 24, 14, 2, 64, 4864, True),
-  'qwen2.5-1.5b': (151_936, 1536, 28, 12, 2, 128, 8960, True),
-  'qwen2.5-3b': (151_936, 2048, 36, 16, 2, 128, 11_008, True),
-  'qwen2.5-7b': (152_064, 3584, 28, 28, 4, 128, 18_944, False),
-  'qwen2.5-14b': (152_064, 5120, 48, 40, 8, 128, 13_824, False),
-  'qwen2.5-32b': (152_064, 5120, 64, 40, 8, 128, 27_648, False),
-  'tiny': (1024, 128, 2, 4, 2, 128, 256, False),
-}
 _LONGEST = 8192  # Tokens of a row on one chip.
 _GIB = 2**30
 # HBM of a chip, as its maker says.
@@ -142,11 +134,7 @@ def on_chip(tree: Any) -> int:
 
 def model(name: str) -> decoder.DecoderConfig:
   """As it is trained on TPUs: bfloat16, layers rematerialised."""
-  if name in SIZES:
-    V, D, L, N, K, H, F, tied = SIZES[name]
-    config = decoder.DecoderConfig('qwen2', V, D, L, N, K, H, F, tie_embeddings=tied)
-  else:
-    config = hf_config.read(name)
+  config = published.read_shape(name)
   return dataclasses.replace(config, dtype='bfloat16', remat='full')
 
 

@@ -1,0 +1,40 @@
+"""Shapes of published models by name, for what needs no weights."""
+
+from collections.abc import Iterator
+import contextlib
+import json
+import pathlib
+import tempfile
+
+from agent_r1_jax.models import decoder, hf_config
+
+# V, D, L, N, K, H, F, tied, as in models/decoder.py: Qwen2.5, and one for the tests.
+SIZES = {
+  'qwen2.5-0.5b': (151_936, 896, 24, 14, 2, 64, 4864, True),
+  'qwen2.5-1.5b': (151_936, 1536, 28, 12, 2, 128, 8960, True),
+  'qwen2.5-3b': (151_936, 2048, 36, 16, 2, 128, 11_008, True),
+  'qwen2.5-7b': (152_064, 3584, 28, 28, 4, 128, 18_944, False),
+  'qwen2.5-14b': (152_064, 5120, 48, 40, 8, 128, 13_824, False),
+  'qwen2.5-32b': (152_064, 5120, 64, 40, 8, 128, 27_648, False),
+  'tiny': (1024, 128, 2, 4, 2, 128, 256, False),
+}
+
+
+def read_shape(name: str) -> decoder.DecoderConfig:
+  """Returns the shape that a name of SIZES, a directory or a config.json stands for."""
+  if name not in SIZES:
+    return hf_config.read(name)
+  V, D, L, N, K, H, F, tied = SIZES[name]
+  return decoder.DecoderConfig('qwen2', V, D, L, N, K, H, F, tie_embeddings=tied)
+
+
+@contextlib.contextmanager
+def make_directory(name: str) -> Iterator[str]:
+  """Yields a directory with the config.json of a name of SIZES; others as they are."""
+  if name not in SIZES or pathlib.Path(name).is_dir():
+    yield name
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / 'config.json'
+    path.write_text(json.dumps(hf_config.make(read_shape(name), 'bfloat16')))
+    yield folder
