@@ -296,14 +296,9 @@ def _state(params=None):
 
 
 def _update(state, batches, optimizer=_SGD, loss=_loss):
-  return learner.update(
-    state,
-    batches,
-    config=plain.CONFIG,
-    loss=loss,
-    optimizer=optimizer,
-    temperature=plain.TEMPERATURE,
-  )
+  options = {'config': plain.CONFIG, 'loss': loss, 'temperature': plain.TEMPERATURE}
+  gradients = learner.forward_backward(state.params, batches, **options)
+  return learner.optim_step(state, gradients, optimizer=optimizer)
 
 
 def test_update_is_one_step_on_the_summed_gradient():
@@ -342,6 +337,20 @@ def test_means_do_not_depend_on_the_sum_of_the_weights(bare):
   plain.equal(state.params, params)
 
 
+def test_gradients_of_several_calls_add_up():
+  options = {'config': plain.CONFIG, 'loss': _loss, 'temperature': plain.TEMPERATURE}
+  first, *others = _batches()
+  at_once = learner.forward_backward(plain.shared(), [first, *others], **options)
+  total = None
+  for batches in ([first], others):
+    total = learner.forward_backward(plain.shared(), batches, earlier=total, **options)
+  plain.equal(total, at_once)
+  # Without further micro-batches they are what they were.
+  plain.equal(
+    learner.forward_backward(plain.shared(), [], earlier=total, **options), at_once
+  )
+
+
 def test_update_takes_any_iterable_but_not_an_empty_one(bare):
   params, batch = _made_up()
   state = _state(params)
@@ -366,9 +375,8 @@ def test_what_is_not_finite_is_named_and_leaves_the_state(bare, where):
     bad['logprobs'] = params['logprobs'] * 0
     match = r"the gradient of \['logprobs'\]: not finite"
   state = _state(bad)
-  with pytest.raises(learner.NotFiniteError, match=f'{match}.*at step 0') as caught:
+  with pytest.raises(learner.NotFiniteError, match=f'{match}.*at step 0'):
     _update(state, iter([good]), loss=root)
-  assert caught.value.batches == [good]
   assert int(state.step) == 0
   plain.equal(state.params, bad)
   state, numbers = _update(_state(params), [good], loss=root)

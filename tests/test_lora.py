@@ -168,9 +168,10 @@ def test_only_adapters_learn_and_only_they_have_moments():
     lora.split(params)[0]
   )
   options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
-  state, _ = learner.update(
-    state, _batches(), config=plain.CONFIG, optimizer=adam, **options
+  gradients = learner.forward_backward(
+    state.params, _batches(), config=plain.CONFIG, **options
   )
+  state, _ = learner.optim_step(state, gradients, optimizer=adam)
   named = jax.tree_util.tree_leaves_with_path(before)
   for (path, old), new in zip(named, jax.tree.leaves(state.params)):
     learned = path[-1].key in ('lora_a', 'lora_b')

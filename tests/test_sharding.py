@@ -147,7 +147,8 @@ def gradient(params, batch):
   return program(params, batch), program.as_text()
 
 def update(state, batch):
-  return learner.update(state, [batch, batch], optimizer=optimizer, **options)
+  gradients = learner.forward_backward(state.params, [batch, batch], **options)
+  return learner.optim_step(state, gradients, optimizer=optimizer)
 
 def same(found, want, why):
   # To 1e-5 of the largest number of a leaf.

@@ -562,7 +562,7 @@ def _die(number=signal.SIGKILL):
 
 def main(workdir, model, moment, keep=''):
   """Trains as `_uninterrupted` does, until the moment comes."""
-  make_env, save, update = _make_env, checkpoint.Checkpointer.save, learner.update
+  make_env, save, step = _make_env, checkpoint.Checkpointer.save, learner.optim_step
   resets = []
   # Of the first evaluation, the first rollout, the second one, the second evaluation.
   died_at = {'rollout': 7, 'end of rollout': 10}
@@ -583,8 +583,8 @@ def main(workdir, model, moment, keep=''):
     save(self, *args)
     _die()
 
-  def update_and_die(state, *args, **kwargs):
-    out = update(state, *args, **kwargs)
+  def step_and_die(state, *args, **kwargs):
+    out = step(state, *args, **kwargs)
     if int(out[0].step) == 4:
       _die(signal.SIGTERM if moment.startswith('term') else signal.SIGKILL)
     return out
@@ -594,7 +594,7 @@ def main(workdir, model, moment, keep=''):
   elif moment == 'save':
     checkpoint.Checkpointer.save = save_and_die
   elif moment != 'none':
-    learner.update = update_and_die
+    learner.optim_step = step_and_die
   # Signals reach the main thread only.
   _train(_config(model, keep_rollouts=bool(keep)), workdir, make_env=make_env)
 

@@ -69,14 +69,15 @@ def steps(monkeypatch):
   """Each optimizer step, as (name, batch): it does nothing but give the numbers back."""
   found = []
 
-  def update(state, batches, *, loss, **kwargs):
-    name = 'critic' if 'value_head' in state.params else 'policy'
+  def forward_backward(params, batches, **kwargs):
+    name = 'critic' if 'value_head' in params else 'policy'
     batch = plain.whole(batches)
     found.append((name, batch))
     kl = {} if batch.kl_weights is None else {'kl': 0.4 + 0.2 * len(found)}
-    return state, {'loss': float(len(found)), 'value_loss': 7.0} | kl
+    return {'loss': float(len(found)), 'value_loss': 7.0} | kl
 
-  monkeypatch.setattr(learner, 'update', update)
+  monkeypatch.setattr(learner, 'forward_backward', forward_backward)
+  monkeypatch.setattr(learner, 'optim_step', lambda state, numbers, **_: (state, numbers))
   return found
 
 
@@ -177,7 +178,8 @@ def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
     return less_kl(table, coef=coef, estimator=estimator)
 
   monkeypatch.setattr(credit.reward_transforms, 'less_kl', spy)
-  monkeypatch.setattr(learner, 'update', lambda state, batches, **kwargs: (state, {}))
+  monkeypatch.setattr(learner, 'forward_backward', lambda *args, **_: {})
+  monkeypatch.setattr(learner, 'optim_step', lambda state, numbers, **_: (state, numbers))
   plan = _plan(_PPO, minibatches=2)
   train_state = _start(plan)
   expected = 0.05

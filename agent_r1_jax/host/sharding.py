@@ -4,7 +4,8 @@
   config, params = weights.load(directory, place=sharding.make_placer(mesh))
   with jax.set_mesh(mesh):
     state = learner.init(params, optimizer)
-    state, metrics = learner.update(state, batches, ...)
+    gradients = learner.forward_backward(state.params, batches, ...)
+    state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
   engine = Engine(config, state.params, mesh=mesh, ...)
 
 A batch's rows are sharded over `data` and `fsdp`, and a row's tokens over `context`.

@@ -100,9 +100,8 @@ def fit(
       waiting = np.append(waiting, rng.permutation(len(played)))
     chosen, waiting = waiting[:episodes], waiting[episodes:]
     batches = _pack([played[i] for i in chosen], shape)
-    state, metrics = learner.update(
-      state, batches, config=config, loss=loss, optimizer=optimizer
-    )
+    gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
+    state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     on_step(step, {'loss': metrics['loss']})
   return state.params, odds
 

@@ -1,9 +1,15 @@
-"""The learner: log-probs and values of packed tokens, and the optimizer step of a loss.
+"""The learner: log-probs and values of packed tokens, gradients, and optimizer steps.
+
+  gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
+  state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
+
+Whoever trains calls these two: updates.py, train/sft.py, the reward models, and
+experiments/one_page.py.
 
 Letters: B rows, T tokens, M tokens of the flattened batch, D embed, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -32,12 +38,22 @@ class ModelState(NamedTuple):
   step: Array  # int32 [], the number of updates so far.
 
 
-class NotFiniteError(FloatingPointError):
-  """A loss or gradient is not finite; `batches` has the micro-batches of the update."""
+class Gradients(NamedTuple):
+  """Sums over the micro-batches of one or several calls of `forward_backward`."""
 
-  def __init__(self, message: str, batches: list[types.Batch]):
+  # The gradient of the loss, float32, of the shapes of the learned parameters.
+  learned: Any
+  # 'loss'; 'weight', the sum of the tokens' weights; and of each metric of a token the
+  # sum, weighted as in the loss. float32 [] each.
+  sums: dict[str, Array]
+
+
+class NotFiniteError(FloatingPointError):
+  """A loss or gradient is not finite; `batches` has its micro-batches, where known."""
+
+  def __init__(self, message: str, batches: Sequence[types.Batch] = ()):
     super().__init__(message)
-    self.batches = batches
+    self.batches = list(batches)
 
 
 def init(params: decoder.Params, optimizer: optax.GradientTransformation) -> ModelState:
@@ -146,27 +162,58 @@ def critic_objective(algorithm: algorithms.Algorithm) -> Loss:
   return loss
 
 
-def update(
-  state: ModelState,
+def forward_backward(
+  params: decoder.Params,
   batches: Iterable[types.Batch],
   *,
   config: decoder.DecoderConfig,
   loss: Loss,
-  optimizer: optax.GradientTransformation,
   temperature: float = 1.0,
-) -> tuple[ModelState, dict[str, float]]:
-  """Makes one optimizer step on the sum of the micro-batches' gradients.
+  earlier: Gradients | None = None,
+) -> Gradients:
+  """Computes a loss and its gradient, summed over micro-batches.
 
   Args:
-    state: The state, whose learned arrays are donated; frozen ones may be shared with
-      other models. If opt_state is in the host's memory (sharding.to_host), so is the
-      new one; it is on the device only during the update.
+    params: The model's parameters; they are not donated.
     batches: Micro-batches of one shape, whose weights have a common denominator.
     config: The model's shape.
     loss: (TokenStats, Batch) -> the micro-batch's share of the loss, and metrics of each
       token.
-    optimizer: The optimizer that made state.opt_state.
     temperature: The temperature at which the tokens were sampled.
+    earlier: The result of an earlier call, which is added to this one's and donated.
+
+  Raises:
+    ValueError: There is no micro-batch, neither here nor in `earlier`.
+  """
+  total = earlier
+  for batch in batches:
+    part = _gradient(
+      params,
+      sharding.shard_batch(batch),
+      config=config,
+      loss=loss,
+      temperature=temperature,
+    )
+    total = part if total is None else _add(total, part)
+  if total is None:
+    raise ValueError('forward_backward got no micro-batch.')
+  return total
+
+
+def optim_step(
+  state: ModelState,
+  gradients: Gradients,
+  *,
+  optimizer: optax.GradientTransformation,
+) -> tuple[ModelState, dict[str, float]]:
+  """Makes one optimizer step.
+
+  Args:
+    state: The state, whose learned arrays are donated; frozen ones may be shared with
+      other models. If opt_state is in the host's memory (sharding.to_host), so is the
+      new one; it is on the device only during the step.
+    gradients: The gradients at state.params, with all micro-batches of the step.
+    optimizer: The optimizer that made state.opt_state.
 
   Returns:
     The new state, and metrics: loss, grad_norm, and the means of the token metrics,
@@ -176,29 +223,17 @@ def update(
     NotFiniteError: The loss or a gradient is not finite; the message names the leaf.
       `state` is not donated.
   """
-  batches, total = list(batches), None
-  for batch in batches:
-    part = _gradient(
-      state.params,
-      sharding.shard_batch(batch),
-      config=config,
-      loss=loss,
-      temperature=temperature,
-    )
-    total = part if total is None else _add(total, part)
-  if total is None:
-    raise ValueError('update got no micro-batch.')
-  grads, sums = total
-  norms, sums = jax.device_get((_leaf_norms(grads), sums))
+  norms, sums = jax.device_get((_leaf_norms(gradients.learned), gradients.sums))
   weight, value = float(sums.pop('weight')), float(sums.pop('loss'))
   if bad := _name_not_finite(value, norms):
-    raise NotFiniteError(f'{bad}: not finite at step {int(state.step)}.', batches)
+    raise NotFiniteError(f'{bad}: not finite at step {int(state.step)}.')
   metrics = {name: float(x) / weight if weight else 0.0 for name, x in sums.items()}
   metrics['loss'] = value
   metrics['grad_norm'] = float(np.sqrt(sum(n**2 for n in jax.tree.leaves(norms))))
   learned, frozen = lora.split(state.params)
   opt_state = sharding.to_device(state.opt_state)
-  new = _apply(ModelState(learned, opt_state, state.step), grads, optimizer=optimizer)
+  new = ModelState(learned, opt_state, state.step)
+  new = _apply(new, gradients.learned, optimizer=optimizer)
   opt_state = sharding.match_memory_kind(new.opt_state, state.opt_state)
   return ModelState(lora.join(new.params, frozen), opt_state, new.step), metrics
 
@@ -234,7 +269,7 @@ def _gradient(params, batch, *, config, loss, temperature):
     return total, sums | {'loss': total, 'weight': batch.weights.sum()}
 
   (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(learned)
-  return grads, sums
+  return Gradients(grads, sums)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

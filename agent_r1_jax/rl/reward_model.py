@@ -132,9 +132,10 @@ def fit(
       config,
       shape,
     )
-    state, updated = learner.update(
-      state, batches, config=config, loss=_weighted_values, optimizer=optimizer
+    gradients = learner.forward_backward(
+      state.params, batches, config=config, loss=_weighted_values
     )
+    state, updated = learner.optim_step(state, gradients, optimizer=optimizer)
     on_step(step, metrics | {'grad_norm': updated['grad_norm']})
   return state.params
 

@@ -237,18 +237,20 @@ def _run_epochs(
   states, metrics = dict(train_state.states), dict[str, list[float]]()
 
   def update(name, batches):
+    gradients = learner.forward_backward(
+      states[name].params,
+      batches,
+      config=plan.model,
+      loss=plan.objectives[name],
+      temperature=plan.temperature,
+    )
     try:
-      states[name], numbers = learner.update(
-        states[name],
-        batches,
-        config=plan.model,
-        loss=plan.objectives[name],
-        optimizer=plan.optimizers[name],
-        temperature=plan.temperature,
+      states[name], numbers = learner.optim_step(
+        states[name], gradients, optimizer=plan.optimizers[name]
       )
     except learner.NotFiniteError as error:
       where = f'In the update of the {name}, {error}'
-      raise learner.NotFiniteError(where, error.batches) from None
+      raise learner.NotFiniteError(where, batches) from None
     for key, value in numbers.items():
       key = f'critic_{key}' if name == 'critic' and key != 'value_loss' else key
       metrics.setdefault(key, []).append(value)

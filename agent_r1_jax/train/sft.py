@@ -181,9 +181,10 @@ def run(
   state = learner.init(params, optimizer)
   stream = batches(segments, config)
   for step, batch in zip(range(1, config.steps + 1), stream, strict=False):
-    state, metrics = learner.update(
-      state, [batch], config=model, loss=_likelihood, optimizer=optimizer
+    gradients = learner.forward_backward(
+      state.params, [batch], config=model, loss=_likelihood
     )
+    state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     on_step(step, metrics, state.params)
   if int(state.step) < config.steps:
     raise ValueError(

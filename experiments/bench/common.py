@@ -74,9 +74,8 @@ def make_update(
 
   def update():
     nonlocal state
-    state, _ = learner.update(
-      state, batches, config=config, loss=loss, optimizer=optimizer
-    )
+    gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
+    state, _ = learner.optim_step(state, gradients, optimizer=optimizer)
     jax.block_until_ready(state)
 
   return update
