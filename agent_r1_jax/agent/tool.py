@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from typing import Any
+from typing import Any, overload
 
 from agent_r1_jax.agent import breaker as breaker_lib
 from agent_r1_jax.agent import workers
@@ -127,6 +127,16 @@ def _get_breaker(name: str, code: Any) -> breaker_lib.Breaker:
   return breaker_lib.Breaker(*_ISOLATION)
 
 
+@overload
+def tool(fn: Callable, /) -> Tool: ...
+
+
+@overload
+def tool(
+  *, name: str | None = ..., timeout: float = ..., idempotent: bool = ...
+) -> Callable[[Callable], Tool]: ...
+
+
 def tool(
   fn: Callable | None = None,
   /,
@@ -145,10 +155,12 @@ def tool(
     ValueError: The docstring does not say what the tool or an argument is, or an
       argument has no type that JSON knows.
   """
-  if fn is None:
-    return lambda fn: tool(fn, name=name, timeout=timeout, idempotent=idempotent)
-  name = name or fn.__name__
-  return Tool(name, schema(fn, name), fn, timeout, idempotent)
+
+  def make(fn: Callable) -> Tool:
+    called = name or fn.__name__
+    return Tool(called, schema(fn, called), fn, timeout, idempotent)
+
+  return make if fn is None else make(fn)
 
 
 def schema(fn: Callable, name: str) -> dict[str, Any]:
