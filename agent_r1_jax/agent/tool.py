@@ -144,7 +144,7 @@ def tool(
   name: str | None = None,
   timeout: float = 30.0,
   idempotent: bool = False,
-):
+) -> Any:
   """Makes a Tool of a function: `@tool` or `@tool(timeout=5)`.
 
   Name, types, defaults and the Google docstring become the schema, by transformers'
