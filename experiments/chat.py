@@ -19,7 +19,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop, request
-from agent_r1_jax.host import runtime
+from agent_r1_jax.host import runtime, terminal
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import setup
 from experiments.miniwiki import tasks as miniwiki
@@ -57,7 +57,7 @@ class Conversation:
         return
       messages = step.messages
       for message in messages:
-        _write(f'{_DIM}{message["content"].strip()}{_PLAIN}\n')
+        _write(message['content'].strip() + '\n', _DIM, _PLAIN)
 
   async def _reply(self, messages: list[types.Message]) -> str | None:
     """Samples and shows a reply; None if it was cut."""
@@ -94,8 +94,9 @@ class Conversation:
     self._text = None
 
 
-def _write(text: str):
-  sys.stdout.write(text)
+def _write(text: str, before: str = '', after: str = ''):
+  text = terminal.printable(text, sys.stdout.encoding)
+  sys.stdout.write(f'{before}{text}{after}')
   sys.stdout.flush()
 
 

@@ -244,14 +244,95 @@ class TestDamage:
         checkpoints._read(1, state())
     gc.collect()
 
-  def test_one_of_an_earlier_version_is_read_and_said_to_be_unchecked(
-    self, tmp_path, caplog
-  ):
-    save(tmp_path, [1])
-    (tmp_path / 'checkpoints' / '1' / 'checksums.json').unlink()
+  def test_one_without_checksums_is_damaged(self, tmp_path):
+    """Of two, the older is read: flipped values cannot pass as the written ones."""
+    save(tmp_path, [1, 2])
+    folder = tmp_path / 'checkpoints' / '2'
+    (folder / 'checksums.json').unlink()
+    data = max((folder / 'arrays' / 'd').iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
     with open_(tmp_path) as checkpoints:
-      assert_equal(checkpoints.restore(state())[1], state(1))
-    assert 'checkpoints/1 has no checksums' in caplog.text
+      with pytest.warns(UserWarning, match=r'checkpoints/2 .*checksums.json is missing'):
+        step, arrays, _ = checkpoints.restore(state())
+    assert step == 1
+    assert_equal(arrays, state(1))
+    gc.collect()
+
+
+class TestDeleted:
+  """The record that there has been a checkpoint, in the folder around `checkpoints`."""
+
+  said = r'the checkpoint of step 3 was completed, and there is no checkpoint in .*delete'
+
+  def refuse(self, workdir):
+    for _ in range(2):
+      with open_(workdir) as checkpoints, pytest.raises(ValueError, match=self.said):
+        checkpoints.restore(state())
+
+  def begin_anew(self, workdir):
+    for _ in range(2):
+      with open_(workdir) as checkpoints:
+        assert checkpoints.restore(state()) is None
+
+  def test_all(self, tmp_path):
+    save(tmp_path, [3])
+    checkpoints = tmp_path / 'checkpoints'
+    checkpoints.rename(tmp_path / 'away')
+    self.refuse(tmp_path)
+    shutil.rmtree(checkpoints)
+    (tmp_path / 'away').rename(checkpoints)
+    with open_(tmp_path) as opened:
+      assert opened.restore(state())[0] == 3
+    shutil.rmtree(checkpoints)
+    (tmp_path / 'first_checkpoint').unlink()  # As the message says.
+    self.begin_anew(tmp_path)
+
+  def test_all_while_a_later_one_was_written(self, tmp_path):
+    save(tmp_path, [3])
+    shutil.rmtree(tmp_path / 'checkpoints' / '3')
+    (tmp_path / 'checkpoints' / '6.orbax-checkpoint-tmp').mkdir()
+    self.refuse(tmp_path)
+
+  def test_those_of_an_earlier_version(self, tmp_path):
+    save(tmp_path, [3])
+    (tmp_path / 'first_checkpoint').unlink()
+    with open_(tmp_path) as checkpoints:
+      checkpoints.restore(state())
+    shutil.rmtree(tmp_path / 'checkpoints')
+    self.refuse(tmp_path)
+
+  def test_killed_before_the_first_is_complete(self, tmp_path):
+    """Its record is on disk, it has no final name, and the run begins anew."""
+    script = """
+import os, signal, sys
+import jax
+from agent_r1_jax.host import checkpoint
+def prepare_and_die(self, prepare=checkpoint.Checkpointer._prepare_commit):
+  prepare(self)
+  os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.Checkpointer._prepare_commit = prepare_and_die
+with checkpoint.Checkpointer(sys.argv[1], every=1) as checkpoints:
+  checkpoints.save(3, {'w': jax.numpy.zeros(3)}, {})
+"""
+    assert script_lib.run('-c', script, tmp_path).returncode == -signal.SIGKILL
+    assert (tmp_path / 'first_checkpoint').read_text() == '3\n'
+    self.begin_anew(tmp_path)
+
+  def test_the_first_could_not_be_completed(self, tmp_path, monkeypatch):
+    def prepare(self, prepare=checkpoint.Checkpointer._prepare_commit):
+      prepare(self)
+      raise OSError(28, 'No space left on device')
+
+    with open_(tmp_path) as checkpoints:
+      with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, '_prepare_commit', prepare)
+        checkpoints.save(3, state(), {})
+        with pytest.raises(OSError, match='step 3 .* disk is full'):
+          checkpoints.wait()
+      assert checkpoints.restore(state()) is None
+    self.begin_anew(tmp_path)
 
 
 @pytest.fixture

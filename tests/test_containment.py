@@ -446,6 +446,39 @@ class TestHanging:
       if t is not blocker:
         _same(t, expected)
 
+  def test_any_number_that_block_at_once_cost_their_own_episodes(
+    self, no_clock, monkeypatch, gate
+  ):
+    """One is caught by five others, one after the other, and still played to its end."""
+    # So that no call leaves a loop that is slow and not blocked.
+    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600)
+    attempts, caught, over = itertools.count(), [], threading.Event()
+
+    class Caught(Env):
+      """In its first attempts task 0 waits, and something blocks its event loop."""
+
+      def reset(self, task):
+        self.task = task
+        assert task.answer == 0 or over.wait(600)
+        return list(task.messages)
+
+      async def step(self, reply):
+        if self.task.answer == 0 and next(attempts) < 5:
+          caught.append(late.this_call())
+          asyncio.get_running_loop().call_soon(block)
+          await asyncio.sleep(3600)
+        return await super().step(reply)
+
+    def block():
+      caught[-1].strike()
+      gate.wait()
+
+    limits = config_lib.Limits(3, 80, reset_seconds=60, step_seconds=60)
+    played = _collect(Caught, _tasks(6), limits=limits, on_done=lambda t: over.set())
+    assert len(caught) == 5
+    for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
+      _same(t, expected)
+
 
 def test_rewards_that_are_not_async_run_side_by_side():
   """Each waits until three are inside, which on one thread would be never."""

@@ -198,3 +198,13 @@ async def test_a_new_context_of_the_environment_is_the_opening_from_then_on():
   assert [i for i, step in enumerate(steps) if step.fresh] == [2, 3, 6, 7]
   recall = user(context.RECALL.format(summary='g'))
   assert steps[6].messages == [user('level 3'), recall]
+
+
+@pytest.mark.parametrize('turns, judged', [(1, 0.0), (2, 1.0)])
+async def test_an_unfinished_summary_is_not_judged(turns, judged):
+  """With turns=2 it is no summary that is cut, but an answer, which counts."""
+  env = context.Summary(make(), turns=turns)
+  await play(env, call(0))
+  step = await env.finish('truncated', 'It is 4')
+  assert step.reward == judged
+  assert ('It is 4' in env.env.messages[-1]['content']) == bool(judged)

@@ -124,3 +124,11 @@ def test_what_is_refused():
   for wrong in ({'weight': 'hard'}, {'by': 'level'}, {'uniform_share': 0.0}):
     with pytest.raises(ValueError, match='curriculum'):
       config_lib.Curriculum(**wrong).check()
+
+
+def test_an_error_does_not_count_in_the_variance():
+  """Its reward of 0 beside solved ones says nothing about the task."""
+  sampler = _sampler(1, config_lib.Curriculum(weight='variance', by='level'))
+  (task,) = sampler.start_rollout(1)
+  sampler.finish_rollout([_group(task, [1, 1, None])])
+  assert sampler.draws.variances == {'easy': 0}

@@ -524,3 +524,14 @@ async def test_retries_and_calls_of_an_isolated_tool_are_counted(monkeypatch):
   step = await env.step(call + call)
   isolated = {'isolated/lost': 2.0, 'isolated_calls': 2.0}
   assert step.metrics == counts(calls=2.0, errors=2.0) | isolated
+
+
+@pytest.mark.parametrize(
+  'reply, said', [('It is 6', 'It is 6'), (None, 'What is 2 * 3?')]
+)
+async def test_an_unfinished_reply_is_judged_with_the_conversation(reply, said):
+  heard = []
+  env = env_lib.ToolEnv([], lambda task, messages: heard.append(messages) or 1.0)
+  await env.reset(TASK)
+  assert (await env.finish('truncated', reply)).reward == 1.0
+  assert [messages[-1]['content'] for messages in heard] == [said]

@@ -41,6 +41,14 @@ def test_a_log_file_gets_a_line_every_few_seconds():
   ]
 
 
+def test_no_line_of_a_log_file_controls_the_terminal_that_shows_it():
+  file = io.StringIO()
+  with progress_lib.Progress(1, label='\x1b]0;x\x07', file=file) as p:
+    p.print_line('1 episode failed: \x1b]52;c;eA==\x07')
+    p.update(1)
+  assert file.getvalue().startswith('1 episode failed: ␛]52;c;eA==␇\n␛]0;x␇ 1/1')
+
+
 def test_a_training_step_has_a_line_of_its_own():
   file = io.StringIO()
   clock = Clock()
@@ -121,7 +129,7 @@ with preemption.watch() as watch, progress.Progress(9, label='GRPO', every=0.0) 
     p._live.refresh()
     logging.warning('a library warns %d', step)
     print('a print', step)
-    p.print_line(f'[bold] 100% of {step}')
+    p.print_line(f'[bold] 100% of {step}\\x1b]0;title\\x07')
   p.set_phase('rollout', 32, 128)
   if sys.argv[1] == 'kill':
     os.kill(os.getpid(), signal.SIGKILL)
@@ -188,7 +196,7 @@ def test_a_terminal_has_one_view_below_all_lines(columns):
     for line in (
       f'WARNING:root:a library warns {i}',
       f'a print {i}',
-      f'[bold] 100% of {i}',
+      f'[bold] 100% of {i}␛]0;title␇',
     )
   ]
   assert [line.strip() for line in lines[:begin]] == said

@@ -20,7 +20,7 @@ from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import curriculum, journal, loop, rollout, setup
+from agent_r1_jax.train import curriculum, journal, loop, rollout, schedule, setup
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
@@ -289,3 +289,23 @@ def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
     with pytest.raises(MemoryError, match='out of device memory'):
       _run(model, tmp_path)
   assert tiny.within(_run, model, tmp_path / 'again', steps=1) is not None
+
+
+def test_a_group_whose_greedy_episode_failed_is_left_out():
+  """Its reward of 0 would be a baseline that no reply has earned."""
+
+  def episode(name, status, reward):
+    turns = [types.Turn(0, 0, 1, reward)]
+    return types.Trajectory(types.Task(name, []), 0, 0, [], turns, [], status=status)
+
+  step_groups = [[episode(name, 'done', 1.0)] * 2 for name in 'abc']
+  statuses = {'a': 'done', 'b': 'error', 'c': 'truncated'}
+  greedy = [episode(name, statuses[name], i / 4) for i, name in enumerate('abc')]
+  rollouts = schedule.Schedule.__new__(schedule.Schedule)
+  rollouts._engine = rollouts._chat = None
+  rollouts._decoding, rollouts._playing = rollout.ON_POLICY, {}
+  with mock.patch.object(schedule.evaluate, 'run', return_value={'': greedy}) as played:
+    kept, baselines = rollouts.play_greedy(step_groups)
+  assert played.call_args.kwargs['decoding'].sampling == config_lib.GREEDY
+  assert kept == [step_groups[0], step_groups[2]]
+  assert baselines == [0.0, 0.0, 0.5, 0.5]

@@ -103,6 +103,20 @@ class TestReading:
     shown = capsys.readouterr().out
     assert shown.count('--- bridge-0') == 2 and 'bridge-1' not in shown
 
+  def test_no_message_controls_the_terminal(self, tmp_path, monkeypatch, capsys):
+    attack = '\x1b]52;c;eA==\x07\x1b]0;title\x9b2J\rhidden'
+    messages = [{'role': 'user', 'content': attack}]
+    write(tmp_path / 'a.eval', [trajectory(0, messages=messages, turns=[], segments=[])])
+    monkeypatch.setattr('sys.argv', ['viewer', str(tmp_path / 'a.eval')])
+    viewer.main()
+    shown = capsys.readouterr().out
+    assert 'user: ␛]52;c;eA==␇␛]0;title\ufffd2J␍hidden\n' in shown
+    assert not {'\x1b', '\x07', '\x9b', '\r'} & set(shown)
+    monkeypatch.setattr('sys.argv', ['viewer', str(tmp_path / '\x1b]0;x\x07.eval')])
+    with pytest.raises(SystemExit):
+      viewer.main()
+    assert '\x1b' not in capsys.readouterr().err
+
 
 class TestStructure:
   def test_members_and_required_fields(self, tmp_path):

@@ -39,6 +39,33 @@ def hang(no_clock, gate):
   return hang
 
 
+class _Clock:
+  """A clock that the test sets: `asyncio.wait` and `workers` go by it."""
+
+  def __init__(self, monkeypatch):
+    self.now, self.ends, self._wait = 0.0, [], asyncio.wait
+    monkeypatch.setattr(workers, 'time', types.SimpleNamespace(monotonic=self.read))
+    monkeypatch.setattr(asyncio, 'wait', self.wait)
+
+  def read(self):
+    return self.now
+
+  def advance(self, seconds):
+    self.now += seconds
+
+  async def wait(self, futures, *, timeout=None):
+    end = float('inf') if timeout is None else self.now + timeout
+    self.ends.append(end)
+    while self.now < end and not any(future.done() for future in futures):
+      await self._wait(futures, timeout=0.005)
+    self.ends.remove(end)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  return _Clock(monkeypatch)
+
+
 async def until(condition):
   """Polls; the limit is generous."""
   end = time.monotonic() + 60
@@ -431,6 +458,101 @@ class TestCoroutines:
       assert await blocked is first  # It was late for nothing.
       assert await workers.call_on_user_loop(share) is first
     assert len(stood_in) == 1 and first not in stood_in
+
+  async def test_of_any_number_that_block_at_once_each_costs_its_own_call(
+    self, clock, monkeypatch, gate
+  ):
+    """The clock passes the limit of all while most of them have not begun."""
+    monkeypatch.setattr(workers, '_loops', [])
+    inside = []
+
+    async def blocks():
+      inside.append(threading.get_ident())
+      gate.wait()
+
+    async def serves():
+      return threading.get_ident()
+
+    call = functools.partial(workers.call_on_user_loop, seconds=3)
+    blocked = [asyncio.ensure_future(call(blocks)) for _ in range(6)]
+    served = [asyncio.ensure_future(call(serves)) for _ in range(8)]
+    await until(lambda: inside)
+    clock.advance(3.2)  # The first has had its time; the others have waited for it,
+    later = clock.now + workers.BLOCKED_SECONDS / 20  # and wait a little longer.
+    await until(lambda: clock.ends.count(later) == 13)
+    clock.advance(0.3)
+    threads = await asyncio.gather(*served)
+    await until(lambda: len(inside) == 6)
+    assert not set(threads) & set(inside)
+    assert not any(task.done() for task in blocked[1:])
+    while not all(task.done() for task in blocked):
+      clock.advance(0.3)
+      await asyncio.sleep(0.01)
+    for error in await asyncio.gather(*blocked, return_exceptions=True):
+      assert type(error) is workers.CallTimeoutError
+      assert 'blocks gave no answer within 3 seconds; blocks (' in str(error)
+
+  async def test_the_time_of_a_call_begins_when_it_does(self, clock, monkeypatch, gate):
+    """Another one blocks for nearly the limit and goes on; this one has its time."""
+    monkeypatch.setattr(workers, '_loops', [])
+    inside, may_end = threading.Event(), threading.Event()
+
+    async def blocks():
+      inside.set()
+      gate.wait()
+
+    async def serves():
+      await asyncio.to_thread(may_end.wait, 60)
+      return 'served'
+
+    blocked = asyncio.ensure_future(workers.call_on_user_loop(blocks, seconds=4))
+    await until(inside.is_set)
+    served = asyncio.ensure_future(workers.call_on_user_loop(serves, seconds=4))
+    await asyncio.sleep(0)
+    clock.advance(3)
+    gate.set()
+    await blocked
+    await until(lambda: workers.POOL.busy)
+    clock.advance(3)
+    await asyncio.sleep(0.1)
+    may_end.set()
+    assert await served == 'served'
+
+  async def test_an_episode_stays_on_the_loop_that_it_began_on(self, monkeypatch):
+    """Also where the loop of the others goes on: what it has opened works there alone."""
+    monkeypatch.setattr(workers, '_loops', [])
+
+    async def where():
+      return threading.get_ident()
+
+    first = await workers.call_on_user_loop(where)
+    workers._loops[0].blocked = True
+    workers.home.set(workers.Home())
+    own = await workers.call_on_user_loop(where)
+    workers._loops[0].blocked = False
+    assert own == await workers.call_on_user_loop(where) != first
+    workers.home.set(workers.Home())
+    assert await workers.call_on_user_loop(where) == first
+    alone = set()
+    homes = [workers.Home(spread=True) for _ in range(5)]
+    for home in homes:
+      workers.home.set(home)
+      alone.add(await workers.call_on_user_loop(where))
+    assert len(alone) == 5 and not alone & {first, own}
+
+  async def test_a_call_does_not_pay_for_what_blocks_beside_it(self, clock):
+    """An answer that arrives while another coroutine blocks is read after that."""
+
+    async def arrives():
+      await asyncio.sleep(0.1)
+      return 'answer'
+
+    async def blocks():
+      clock.advance(4)
+
+    tool = asyncio.ensure_future(workers.call(arrives, seconds=3))
+    asyncio.ensure_future(blocks())
+    assert await tool == 'answer'
 
   async def test_a_function_that_gives_a_coroutine(self):
     async def later():

@@ -33,7 +33,7 @@ class PoolFullError(RuntimeError):
   """Too many abandoned calls still hang, so no further call is started."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Caller:
   """On whose behalf a function runs.
 

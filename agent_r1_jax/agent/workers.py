@@ -9,11 +9,12 @@ come back. So none of them runs on the engine's event loop:
 - A coroutine function runs on an event loop in a thread of its own, by
   `call_on_user_loop`; the loop's `asyncio.to_thread` uses the same pool. A coroutine that
   is late is cancelled, and counts as abandoned if it goes on all the same.
-- A coroutine that blocks this loop costs its own episode only: calls that have not
-  started move to another loop, and calls that were caught on the blocked one raise
-  LoopBlockedError, after which their episodes can be played again. Once the blocked loop
-  goes on, it gets new calls again, because locks, semaphores and sessions that coroutines
-  share work only on the event loop that they were first used on.
+- Coroutines that block this loop cost their own episodes only, however many do: calls
+  that have not started move to other loops, and their time begins when they do; calls
+  that were caught on the blocked one raise LoopBlockedError, after which their episodes
+  can be played again. Once the blocked loop goes on, it gets new calls again, because
+  locks, semaphores and sessions that coroutines share work only on the event loop that
+  they were first used on; so an episode, too, stays where it began (`Home`).
 
 While too many abandoned calls hang, threads and coroutines together, no call is started.
 
@@ -25,6 +26,8 @@ import asyncio
 from collections.abc import Callable
 from concurrent import futures
 import contextlib
+import contextvars
+import dataclasses
 import functools
 import inspect
 import logging
@@ -40,12 +43,33 @@ from agent_r1_jax.agent import thread_pool
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0
+# Calls that another one holds up are spread among so many event loops.
+_MOST_LOOPS = 16
+# A timer that is so late says that its event loop was held up.
+_HELD_UP_SECONDS = 0.5
 # A call is named in the log after half of its time, and after so many seconds at most.
 _NAMED_SECONDS = 60.0
 # An exception's text is cut to so many characters.
 _MAX_CHARS = 10_000
 
 POOL = thread_pool.Pool()
+
+
+@dataclasses.dataclass(eq=False)
+class Home:
+  """The event loop of one episode's coroutines.
+
+  Attributes:
+    spread: Whether it is chosen among many, because other episodes block it.
+    loop: The loop on which the first call began, where the later ones follow it.
+  """
+
+  spread: bool = False
+  loop: '_UserLoop | None' = None
+
+
+# The home of the episode that is being played.
+home: contextvars.ContextVar[Home | None] = contextvars.ContextVar('home', default=None)
 
 
 class CallTimeoutError(TimeoutError):
@@ -170,7 +194,7 @@ async def call_on_user_loop(
   Raises:
     LoopBlockedError: Another call blocks that event loop, and this one was on it.
   """
-  name, deadline = name or thread_pool.function_name(fn), time.monotonic() + seconds
+  name = name or thread_pool.function_name(fn)
   if not is_async(fn):
     # A plain function may return a coroutine. `_catch` keeps it in a tuple, so that
     # `call` leaves it to the user loop below.
@@ -180,18 +204,18 @@ async def call_on_user_loop(
       return _return_or_raise(value, error)
     fn, args = _await, (value,)
   POOL.check_room()
-  caller = thread_pool.Caller(name, deadline)
+  caller, episode_home = thread_pool.Caller(name), home.get() or Home()
   timer = _name_if_late(name, seconds)
-  attempt = _UserLoopCall(fn, args, caller)
+  attempt = _UserLoopCall(fn, args, caller, seconds, episode_home)
   try:
     while await attempt.wait():
-      attempt = _UserLoopCall(fn, args, caller)
+      attempt = _UserLoopCall(fn, args, caller, seconds, episode_home, moved=True)
   except asyncio.CancelledError:
     await attempt.give_up()
     raise
   finally:
     timer.cancel()
-  if not _is_late(attempt.future, deadline):
+  if not _is_late(attempt.future, attempt.deadline):
     return _unwrap(attempt.future)
   blocker, text = await attempt.give_up()
   if text and blocker is not caller:
@@ -203,7 +227,9 @@ async def call_on_user_loop(
 class _UserLoop:
   """An event loop for users' coroutines, in a daemon thread."""
 
-  def __init__(self):
+  def __init__(self, spread: bool):
+    self.spread = spread  # Whether it is for calls that others have held up.
+    self.homes: weakref.WeakSet[Home] = weakref.WeakSet()  # Whose calls came here.
     self.loop = asyncio.new_event_loop()
     self.loop.set_default_executor(_PoolExecutor())
     self.loop.set_task_factory(self._make_task)
@@ -267,14 +293,24 @@ _loops: list[_UserLoop] = []
 _loops_lock = threading.Lock()
 
 
-def _choose_user_loop() -> _UserLoop:
-  """Returns the oldest event loop that is not blocked; makes one if there is none."""
+def _take_user_loop(episode_home: Home, moved: bool) -> _UserLoop:
+  """Chooses an event loop that is not blocked for a call, and adds its home there.
+
+  It is the home's or the oldest one, so that coroutines may share what is bound to it.
+  For a call that moves, or a home that is spread, it is that of some others, which new
+  episodes do not enter, with the fewest homes.
+  """
+  spread = moved or episode_home.spread
   with _loops_lock:
-    for loop in _loops:
-      if not (loop.blocked or loop.loop.is_closed()):
-        return loop
-    _loops.append(_UserLoop())
-    return _loops[-1]
+    free = [loop for loop in _loops if not (loop.blocked or loop.loop.is_closed())]
+    loops = [loop for loop in free if loop.spread == spread]
+    chosen = min(loops, key=lambda loop: len(loop.homes) * spread, default=None)
+    if episode_home.loop in free and not moved:
+      chosen = episode_home.loop
+    elif not chosen or (spread and chosen.homes and len(loops) < _MOST_LOOPS):
+      _loops.append(chosen := _UserLoop(spread))
+    chosen.homes.add(episode_home)
+    return chosen
 
 
 class _UserLoopCall:
@@ -291,11 +327,21 @@ class _UserLoopCall:
 
   Attributes:
     future: What `_catch_async` returns; it belongs to the caller's loop.
+    deadline: When a call that has begun is late, in seconds of time.monotonic().
   """
 
-  def __init__(self, fn: Callable, args: tuple, caller: thread_pool.Caller):
-    self._fn, self._args, self._caller = fn, args, caller
-    self._user_loop, self._claim = _choose_user_loop(), threading.Lock()
+  def __init__(
+    self,
+    fn: Callable,
+    args: tuple,
+    caller: thread_pool.Caller,
+    seconds: float,
+    episode_home: Home,
+    moved: bool = False,
+  ):
+    self._fn, self._args, self._caller, self._seconds = fn, args, caller, seconds
+    self._home, self._user_loop = episode_home, _take_user_loop(episode_home, moved)
+    self._claim, self.deadline = threading.Lock(), math.inf
     self._task: asyncio.Task | None = None
     self._cancelled = False
     self._own_loop = asyncio.get_running_loop()
@@ -304,17 +350,17 @@ class _UserLoopCall:
       self._user_loop.loop.call_soon_threadsafe(self._begin)
 
   async def wait(self) -> bool:
-    """Waits until the call has ended or is late; returns whether it must move."""
-    await _wait(self.future, min(BLOCKED_SECONDS, self._seconds_left()))
+    """Waits until the call has ended, or began and is late; returns whether it moves."""
+    await _wait(self.future, min(BLOCKED_SECONDS, self._seconds))
     if not (self.future.done() or self._claim.locked()):
       # The caller's loop may have been held up together with the other one.
       await _wait(self.future, BLOCKED_SECONDS / 20)
-    if self.future.done() or self._seconds_left() <= 0:
+    if self.future.done():
       return False
     if self._claim.acquire(blocking=False):
       self._user_loop.pass_over()
       return True
-    await _wait(self.future, self._seconds_left())
+    await _wait(self.future, self.deadline - time.monotonic())
     return False
 
   async def give_up(self) -> tuple[thread_pool.Caller | None, str]:
@@ -333,6 +379,7 @@ class _UserLoopCall:
       await _wait(self.future, min(self._caller.grace_seconds, BLOCKED_SECONDS))
       if not (self.future.done() or self._cancelled):
         blocker, text = self._user_loop.find_blocker()
+        self._user_loop.pass_over()
     finally:
       held_up = text and blocker is not self._caller
       if self._task and not (self._task.done() or held_up):
@@ -346,7 +393,11 @@ class _UserLoopCall:
     self._task.add_done_callback(self._send_answer)
 
   async def _claim_and_call(self):
+    # Before the lock is taken: the caller reads it once it is.
+    self.deadline = time.monotonic() + self._seconds
     if self._claim.acquire(blocking=False):
+      self._caller.deadline = self.deadline
+      self._home.loop = self._home.loop or self._user_loop
       return await self._fn(*self._args)
 
   def _cancel(self):
@@ -363,9 +414,6 @@ class _UserLoopCall:
 
     with contextlib.suppress(RuntimeError):  # The caller's loop may be closed.
       self._own_loop.call_soon_threadsafe(set_answer)
-
-  def _seconds_left(self) -> float:
-    return self._caller.deadline - time.monotonic()
 
 
 @contextlib.contextmanager
@@ -424,7 +472,13 @@ def _is_late(future: asyncio.Future, deadline: float) -> bool:
 
 
 async def _wait(future: asyncio.Future, seconds: float):
-  await asyncio.wait([future], timeout=None if seconds == math.inf else max(seconds, 0))
+  """Waits for a future; time for which somebody holds up this loop does not count."""
+  while True:
+    start, timeout = time.monotonic(), None if seconds == math.inf else max(seconds, 0)
+    await asyncio.wait([future], timeout=timeout)
+    seconds = time.monotonic() - start - (timeout or 0)
+    if future.done() or seconds < _HELD_UP_SECONDS:
+      return
 
 
 def _name_if_late(name: str, seconds: float) -> asyncio.TimerHandle:

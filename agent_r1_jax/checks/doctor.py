@@ -26,6 +26,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import workers
 from agent_r1_jax.checks import memory, preflight, sizes, trial
+from agent_r1_jax.host import terminal
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import sandbox
 from agent_r1_jax.train import rollout
@@ -84,9 +85,9 @@ def show(findings: Sequence[Finding]) -> int:
   grid = table.Table.grid(padding=(0, 2, 0, 0))
   for finding in findings:
     style = _STYLES[finding.status]
-    lines = text.Text(finding.text)
+    lines = text.Text(terminal.printable(finding.text))
     if finding.remedy:
-      lines.append(f'\n→ {finding.remedy}', 'bold')
+      lines.append(terminal.printable(f'\n→ {finding.remedy}'), 'bold')
     grid.add_row(text.Text(finding.status, style), finding.name, lines)
   screen.print(grid)
   counts = {s: sum(f.status == s for f in findings) for s in _STYLES}

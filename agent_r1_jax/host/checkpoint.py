@@ -2,7 +2,8 @@
 
 A checkpoint, `<workdir>/checkpoints/<step>/`, contains the arrays (parameters, optimizer
 state) and the host's state (counters and data cursors as JSON) of one step. It is written
-completely or not at all. Only this module imports Orbax.
+completely or not at all. `<workdir>/first_checkpoint` says that there has been one, so
+that a run whose checkpoints are gone is not started anew. Only this module imports Orbax.
 
   with checkpoint.Checkpointer(workdir, every=20, keep=3) as checkpoints:
     restored = checkpoints.restore(like=arrays)
@@ -59,6 +60,9 @@ class Checkpointer:
       if value < 1:
         raise ValueError(f'checkpoint {name}={value}: must be at least 1')
     self.directory = workdir_lib.make_writable(pathlib.Path(workdir)) / 'checkpoints'
+    self._record = self.directory.with_name('first_checkpoint')
+    if processes.is_first():
+      self._correct_record()
     # Orbax logs a failed write dozens of times, and `save` or `wait` raises it anyway.
     absl_logging.get_absl_logger().addFilter(_without_orbax_tracebacks)
     save_policy: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(every)
@@ -66,7 +70,7 @@ class Checkpointer:
     self._orbax = ocp.training.Checkpointer(
       str(self.directory),
       # Orbax copies its options deeply, and with a method its object.
-      context=_context(lambda: self._add_checksums()),
+      context=_context(lambda: self._prepare_commit()),
       save_decision_policy=save_policy,
       preservation_policy=keep_policy,
       cleanup_tmp_directories=True,
@@ -157,7 +161,8 @@ class Checkpointer:
 
     A checkpoint that was damaged after it had been written is renamed to
     `<step>.unreadable`, with a warning, and the one before it is read. A checkpoint is
-    damaged if Orbax cannot read it, or if any file differs from its checksum.
+    damaged if Orbax cannot read it, if it has no checksums, or if any file differs from
+    its checksum.
 
     Args:
       like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the expected structure,
@@ -168,11 +173,13 @@ class Checkpointer:
       checkpoint was ever written.
 
     Raises:
-      ValueError: The checkpoint has other leaves than `like` (they are listed), or none
-        can be read.
+      ValueError: The checkpoint has other leaves than `like` (they are listed), none can
+        be read, or there have been checkpoints and none is there.
     """
     self.wait()
     steps = self.steps
+    if steps and processes.is_first():
+      self._record_first(steps[0])  # In a workdir of an earlier version.
     while steps:
       step = steps.pop()
       try:
@@ -187,6 +194,12 @@ class Checkpointer:
         f'no checkpoint in {self.directory} can be read; they are kept there as '
         f'{", ".join(aside)}. Put a sound copy of one there under its number, or give '
         'another workdir to start anew'
+      )
+    if (step := self._read_record()) is not None:
+      raise ValueError(
+        f'the checkpoint of step {step} was completed, and there is no checkpoint in '
+        f'{self.directory}: were they deleted? Put them back, or give another workdir to '
+        f'start anew. To overwrite what is left of that run, delete {self._record}'
       )
     return None
 
@@ -209,10 +222,31 @@ class Checkpointer:
     leaves = [read['arrays'][name] for name in names]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), read['host']
 
-  def _add_checksums(self) -> None:
+  def _prepare_commit(self) -> None:
+    """Adds what must be on disk before a checkpoint's folder gets its final name."""
     for folder in self.directory.glob(f'{self._writing}{_UNFINISHED}'):
       # Orbax writes the time of the commit into this file later.
       checksums.write(folder, exclude=['_CHECKPOINT_METADATA'])
+      self._record_first(int(self._writing or 0))
+
+  def _record_first(self, step: int) -> None:
+    """Records that there is a checkpoint, unless that is recorded already."""
+    if not self._record.exists():
+      self._record.write_text(f'{step}\n')
+
+  def _read_record(self) -> str | None:
+    """Returns the first checkpoint's step as text; None if there has been none."""
+    return self._record.read_text().strip() if self._record.exists() else None
+
+  def _correct_record(self) -> None:
+    """Deletes the record if its checkpoint was not completed.
+
+    The record is written before the checkpoint gets its final name. After a kill between
+    the two, the unfinished checkpoint is still there, and the run may start anew.
+    """
+    step = self._read_record()
+    if step is not None and any(self.directory.glob(f'{step or "*"}{_UNFINISHED}')):
+      self._record.unlink()
 
   def _check_checksums(self, step: int) -> None:
     """Raises _UnreadableError in all processes if a file differs from its checksum."""
@@ -236,7 +270,8 @@ class Checkpointer:
     # Before the failed checkpoint is removed, which frees space.
     reason = disk.describe_failure(self.directory, error)
     self._orbax.reload()
-    if jax.process_index() == 0:
+    if processes.is_first():
+      self._correct_record()
       for rest in self.directory.glob(f'*{_UNFINISHED}'):
         shutil.rmtree(rest, ignore_errors=True)
     message = f'the checkpoint of step {step} could not be written to {self.directory}'

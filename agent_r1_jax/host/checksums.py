@@ -7,7 +7,6 @@ gigabytes a second. It does not detect deliberate changes.
 
 from collections.abc import Callable, Collection, Sequence
 import json
-import logging
 import os
 import pathlib
 import zlib
@@ -33,16 +32,13 @@ def find_mismatch(
 ) -> str:
   """Describes the first file that differs from its checksum, or returns ''.
 
-  A folder without checksums, of an earlier version, is accepted with a warning. Files
-  that were added later are ignored.
+  A folder without checksums differs, because nothing says what was written. Files that
+  were added later are ignored.
 
   `share` maps the number of files to the indices of the files that this process checks.
   """
   if not (folder / _NAME).exists():
-    logging.getLogger(__name__).warning(
-      '%s has no checksums: it is not known whether its files are intact', folder
-    )
-    return ''
+    return f'{_NAME} is missing, so it is not known whether the other files are intact'
   try:
     sums = json.loads((folder / _NAME).read_text())
     # The largest first, so that all processes read about as much.

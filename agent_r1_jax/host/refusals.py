@@ -11,6 +11,8 @@ import traceback
 
 from absl import flags
 
+from agent_r1_jax.host import terminal
+
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
 # The types that this project raises with a message that says what to change.
@@ -42,7 +44,8 @@ def _print_error(kind, error, trace) -> None:
   verbose = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   verbose = verbose and flags.FLAGS['verbosity'].present
   if verbose or not (refused or pin):
-    return sys.__excepthook__(kind, error, trace)
+    lines = traceback.format_exception(kind, error, trace)
+    return print(terminal.printable(''.join(lines)), end='', file=sys.stderr)
   # Name the line of the user's script that called us.
   between = (_PACKAGE, os.path.dirname(contextlib.__file__))
   outside = [
@@ -52,7 +55,7 @@ def _print_error(kind, error, trace) -> None:
   ]
   path, line = (outside or calls)[-1]
   remedy = f"; pip install '{pin}'" if pin else ''
-  print(f'{path}:{line}: {error}{remedy}', file=sys.stderr)
+  print(terminal.printable(f'{path}:{line}: {error}{remedy}'), file=sys.stderr)
 
 
 def _find_pin(error: ModuleNotFoundError) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags, logging
 import jax
 
-from agent_r1_jax.host import processes, refusals
+from agent_r1_jax.host import processes, refusals, terminal
 
 # From glibc's malloc.h; see mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -50,8 +50,11 @@ def quiet_logging() -> None:
 
   The user's own lines and all warnings stay. It also sets sys.excepthook, so that an
   error which refuses a user's input ends the program with its text alone (refusals.py).
-  With --verbosity, this does nothing.
+  With --verbosity, all lines stay. In any case no log record, warning or error that ends
+  the program can control the terminal (terminal.py).
   """
+  refusals.install()
+  terminal.install()
   parsed = flags.FLAGS.is_parsed() and 'verbosity' in flags.FLAGS
   if parsed and flags.FLAGS['verbosity'].present:
     return
@@ -59,7 +62,6 @@ def quiet_logging() -> None:
   logging.get_absl_logger().addFilter(_is_worth_showing)
   for name in ('jax', 'faiss', 'httpx', 'httpx2'):
     py_logging.getLogger(name).setLevel(py_logging.WARNING)
-  refusals.install()
 
 
 def _is_worth_showing(record: py_logging.LogRecord) -> bool:

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from agent_r1_jax.host import disk, preemption, runtime
+from agent_r1_jax.host import disk, preemption, runtime, terminal
 
 # The labels of a training step's metrics, in the order in which they are shown -> their
 # names in metrics.jsonl.
@@ -96,9 +96,9 @@ class Progress:
     from rich import console
 
     self._started_at = self._printed_at = self._clock()
-    terminal = console.Console(file=self._file)
-    if terminal.is_terminal and not terminal.is_dumb_terminal:
-      self._console = terminal
+    screen = console.Console(file=self._file)
+    if screen.is_terminal and not screen.is_dumb_terminal:
+      self._console = screen
       self._start_live()
     return self
 
@@ -136,7 +136,7 @@ class Progress:
   def print_line(self, line: str) -> None:
     """Prints a line above the view, which stays."""
     if live := self._live:
-      live.console.print(line, markup=False, highlight=False)
+      live.console.print(terminal.printable(line), markup=False, highlight=False)
     else:
       self._write(line)
 
@@ -223,7 +223,8 @@ class Progress:
 
   def _write(self, line: str) -> None:
     try:
-      print(line, file=self._file, flush=True)
+      encoding = getattr(self._file, 'encoding', None)
+      print(terminal.printable(line, encoding), file=self._file, flush=True)
     except OSError as error:
       # Standard output goes to a file on a full disk; metrics.jsonl has the numbers.
       if not disk.is_full(error):

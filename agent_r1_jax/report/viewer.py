@@ -34,7 +34,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
-from agent_r1_jax.host import disk
+from agent_r1_jax.host import disk, terminal
 
 _VERSION = 2  # of Inspect's log schema
 _LIMITS = {'truncated': 'token', 'max_turns': 'turn'}
@@ -140,12 +140,12 @@ def main() -> None:
   try:
     for log in (log for path in arguments.logs for log in _list_logs(path)):
       samples = read_log(log)
-      print(f'=== {log}')
+      print(_printable(f'=== {log}'))
       for sample in samples[: arguments.n]:
         print(_printable(format_sample(sample)) + '\n')
     sys.stdout.flush()
   except ValueError as error:
-    parser.error(str(error))
+    parser.error(terminal.printable(str(error)))
   except BrokenPipeError:
     # The reader, such as `head`, has ended. Python flushes again at its exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -166,9 +166,7 @@ def _list_logs(path: str) -> list[str]:
 
 
 def _printable(text: str) -> str:
-  """Replaces characters that the terminal's encoding lacks by '?'."""
-  encoding = sys.stdout.encoding or 'utf-8'
-  return text.encode(encoding, errors='replace').decode(encoding)
+  return terminal.printable(text, sys.stdout.encoding)
 
 
 def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:

@@ -167,8 +167,6 @@ class Journal:
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
       self.position = Position.from_json(host_state['position'])
-    else:
-      self._check_new()
     self._writer, terminal = None, None
     if processes.is_first():
       resume_step, names = self.position.written_step + 1, self._config.sink_names
@@ -191,22 +189,6 @@ class Journal:
       )
     )
     return train_state
-
-  def _check_new(self):
-    """Raises ValueError if metrics.jsonl shows that there have been checkpoints.
-
-    The second checkpoint is begun after the first is complete and after the line of its
-    own step is written. So a line beyond its step means that the first was complete.
-    """
-    path = self.workdir / 'metrics.jsonl'
-    lines = metrics_lib.read(self.workdir) if path.exists() else []
-    last = max((line['step'] for line in lines), default=0)
-    if last > 2 * self._config.checkpoint.every:
-      raise ValueError(
-        f'{path} has lines up to step {last}, and there is no checkpoint in '
-        f'{self.checkpoints.directory}: were they deleted? Put them back, or give '
-        'another workdir to start anew'
-      )
 
   def write(self, metrics: Mapping[str, float]):
     """Writes the line of the current step to metrics.jsonl and to the sinks.

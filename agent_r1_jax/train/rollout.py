@@ -28,7 +28,7 @@ MakeEnv = Callable[[], env_lib.Env | program.Program]
 # function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
 
-# The most times that an episode is played, if another one's coroutine blocks its loop.
+# How many times an episode is played at least, if others' coroutines block its loop.
 _ATTEMPTS = 3
 
 
@@ -200,9 +200,11 @@ def start(
       context = episode_context.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
-      # An episode that waited for an event loop which another one blocks is played again.
-      # It samples the same tokens, so only time is lost.
-      for _ in range(_ATTEMPTS):
+      # An episode that was caught on an event loop which another one blocks is played
+      # again. It samples the same tokens, so only time is lost. Each of the others may
+      # catch it once.
+      for attempt in range(max(_ATTEMPTS, len(episodes))):
+        workers.home.set(workers.Home(spread=attempt > 0))
         trajectory = types.Trajectory(task, group, sample, [], [], [], status='error')
         try:
           await episode_lib.Episode(chat, make_env, limits, context, trajectory).play()
