@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import fractions
+import gc
 import itertools
 import json
 import sys
@@ -178,6 +179,39 @@ CHEATS = {
 }
 
 
+# Names that a program of MBPP defines, and what its tests mean by them.
+SHADOWS = {
+  'a builtin': ('set = lambda x: 0', 'set(double([1])) == set([1, 1, 2])'),
+  'a builtin function': ('def len(x):\n  return 0', 'len(double([1])) == len([1, 1])'),
+  'an exception': (
+    'class AssertionError(Exception):\n  pass',
+    'isinstance(double([1]), AssertionError)',
+  ),
+  'a module': (
+    'class math:\n  def isclose(a, b):\n    return True',
+    'math.isclose(double(1), 2)',
+  ),
+  'all builtins': (
+    '_judge_values["before"] = {}\n__builtins__ = {"set": lambda x: 0}',
+    'set(double([1])) == set([1, 1, 2])',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', SHADOWS)
+def test_the_names_of_a_program_are_not_those_of_its_tests(tmp_path, name):
+  shadow, test = SHADOWS[name]
+  (task,) = _load(tmp_path, MBPP | {'test_list': [f'assert {test}']})
+  program = f'{shadow}\ndef double(x):\n  return 5'
+  assert programming.run_tests(program, task.answer) is not None
+
+
+def test_what_only_the_program_defines_its_tests_may_call(tmp_path):
+  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert double(half(4)) == 4']})
+  program = 'def half(x):\n  return x // 2\ndef double(x):\n  return 2 * x'
+  assert programming.run_tests(program, task.answer) is None
+
+
 @pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
 @pytest.mark.parametrize('name', CHEATS)
 def test_a_cheat_fails(tmp_path, row, name):
@@ -221,6 +255,43 @@ async def test_a_program_that_ends_the_judge_has_failed(tmp_path, monkeypatch):
   judge = programming.Judge(seconds=60.0, processes=1)
   reward, metrics = await _play(judge, tmp_path, '```python\nx = 1\n```')
   assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 0.0)
+
+
+async def test_a_program_that_fills_the_memory_of_the_judge_has_failed(tmp_path):
+  """By a number of a few bytes, with which the tests make 2 GiB."""
+  test = 'assert len(bytes(double(2))) == 1 << 31'
+  (task,) = _load(tmp_path, MBPP | {'test_list': [test]})
+  judge = programming.Judge(seconds=120.0, processes=1)
+  reply = '```python\ndef double(x):\n  return 1 << 31\n```'
+  found = await judge.metrics(task, [{'role': 'assistant', 'content': reply}])
+  assert found == {'passed': 0.0, 'answered': 1.0, 'late': 0.0}
+  assert programming.run_tests('def double(x):\n  return 1 << 31', task.answer) is None
+  # The next one has a process that is as new.
+  reward, _ = await _play(
+    judge, tmp_path, '```python\ndef double(x):\n  return x + x\n```'
+  )
+  assert reward == 1.0
+
+
+def test_a_range_that_a_program_returns_is_not_too_long(tmp_path):
+  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert 5 in double(10)']})
+  judge = lambda text: programming.run_tests(
+    f'def double(x):\n  return {text}', task.answer
+  )
+  assert judge('range(10**6)') is None
+  for text in ('range(10**12)', '[range(10**30)]', '{1: range(10**6 + 1)}'):
+    assert 'double returned what cannot be read' in (judge(text) or '')
+
+
+def test_nothing_of_a_program_is_kept(tmp_path):
+  test = 'class Kept(set):\n  pass\nkept = Kept(double([1]))\nassert kept'
+  (task,) = _load(tmp_path, MBPP | {'test_list': [MBPP['test_list'][0], test]})
+  gc.disable()
+  try:
+    programming.run_tests('def double(x):\n  return 2 * x', task.answer)
+    assert not [o for o in gc.get_objects() if type(o).__name__ == 'Kept']
+  finally:
+    gc.enable()
 
 
 class TestPlainValues:
@@ -267,6 +338,7 @@ class TestPlainValues:
       *({'int': 'x'}, {'nothing': 1}, {}, [1], {'int': '1', 'float': '2'}, 5),
       *({'fractions.Fraction': '1/0'}, {'decimal.Decimal': 'x'}, {'os.system': 'true'}),
       *({'range': [{'int': '1'}]}, {'a.b.c': ''}),
+      {'fractions.Fraction': '1e99999'},
     ],
   )
   def test_nonsense_is_an_error(self, data):
