@@ -284,8 +284,8 @@ def test_a_range_that_a_program_returns_is_not_too_long(tmp_path):
 
 
 def test_nothing_of_a_program_is_kept(tmp_path):
-  test = 'class Kept(set):\n  pass\nkept = Kept(double([1]))\nassert kept'
-  (task,) = _load(tmp_path, MBPP | {'test_list': [MBPP['test_list'][0], test]})
+  test = 'class Kept(set):\n  def f(self): pass\nkept = Kept(double([1]))\nassert kept'
+  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert double(2) == 4', test]})
   gc.disable()
   try:
     programming.run_tests('def double(x):\n  return 2 * x', task.answer)
