@@ -31,6 +31,10 @@ import weakref
 
 LAYERS = ('landlock', 'seccomp')
 _WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
+# What namespaces show of the system, beside the interpreter: programs and libraries, and
+# how the linker finds these. All else, such as homes and data, is not there.
+_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
+_LINKER = ('/etc/ld.so.cache', '/etc/alternatives')
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
 
@@ -256,16 +260,15 @@ def _isolate() -> list[str]:
   program = shutil.which('bwrap')
   if not program:
     return []
-  command = [program, '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
+  command = [program, '--unshare-all', '--die-with-parent']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
-  # An environment or a checkout in /tmp is shown in the new /tmp, too.
-  for folder in {sys.prefix, sys.base_prefix, str(_WORKER.parent)}:
-    if folder.startswith('/tmp/'):
-      command += ['--ro-bind', folder, folder]
+  prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
+  # Parents first: what is mounted later covers what was mounted in its place.
+  for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), str(_WORKER)):
+    command += ['--ro-bind-try', path, path]
   try:
-    subprocess.run(
-      [*command, 'true'], env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True
-    )
+    probe = [*command, sys.executable, '-I', '-c', '']
+    subprocess.run(probe, env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True)
   except (OSError, subprocess.SubprocessError):
     return []
   return command
