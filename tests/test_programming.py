@@ -172,6 +172,65 @@ CHEATS = {
     '  os.write(1, b"\\ntrue\\n")\n  return 5'
   ),
   'the tests in a file': 'def double(x):\n  return open("rows.jsonl").read()',
+  'a lying class': (
+    'class C:\n  __class__ = int\n  def __index__(self): return 4\n'
+    '  def __eq__(self, other): return True\ndef double(x):\n  return C()'
+  ),
+  'a number that equals everything': (
+    'class N(int):\n  def __eq__(self, other): return True\n  __hash__ = None\n'
+    'def double(x):\n  return N(5)'
+  ),
+  'a text that equals everything': (
+    'class S(str):\n  def __eq__(self, other): return True\n'
+    '  def __str__(self): return self\ndef double(x):\n  return S("5")'
+  ),
+  'an iterator that equals everything': (
+    'class I:\n  def __next__(self): raise StopIteration\n'
+    '  def __eq__(self, other): return True\ndef double(x):\n  return I()'
+  ),
+  'its own values': (
+    '_judge_values["encode"] = lambda *a: {"object": 0}\ndef double(x):\n  return 5'
+  ),
+  'its own JSON': (
+    'import json\njson.dumps = lambda *a: "{\\"handle\\": 0}"\ndef double(x):\n  return 5'
+  ),
+  'no JSON': '_judge_values["print"] = lambda *a: None\ndef double(x):\n  return 4',
+  'a thread that prints': (
+    'import threading\ndef f():\n  while True: print("null", flush=True)\n'
+    'threading.Thread(target=f, daemon=True).start()\ndef double(x):\n  return 5'
+  ),
+  'the word of the worker': (
+    'import os\ndef double(x):\n  for f in range(3, 9):\n    try: os.write(f, b"0000")\n'
+    '    except OSError: pass\n  return 5'
+  ),
+  'closed files': 'import os\ndef double(x):\n  os.closerange(0, 64)\n  return 5',
+  'an assertion of its own': 'def double(x):\n  raise AssertionError("passed")',
+  'the end of the process': 'def double(x):\n  raise SystemExit(0)',
+  'an interruption': 'def double(x):\n  raise KeyboardInterrupt',
+  'the end of an iteration': 'def double(x):\n  raise StopIteration',
+  'a signal to itself': 'import os\ndef double(x):\n  os.kill(os.getpid(), 9)',
+  'a signal to the judge': 'import os\ndef double(x):\n  os.kill(os.getppid(), 9)',
+  'the memory of the judge': (
+    'import os\ndef double(x):\n  return open(f"/proc/{os.getppid()}/mem", "rb").read(9)'
+  ),
+  'no end': 'def double(x):\n  return double(x)',
+  'a list in itself': 'def double(x):\n  x = []\n  x.append(x)\n  return x',
+  'a deep list': (
+    'def double(x):\n  x = []\n  for _ in range(10**5): x = [x]\n  return x'
+  ),
+  'much memory': 'def double(x):\n  return bytearray(1 << 30)',
+  'a long text': 'def double(x):\n  return "a" * (2 << 20)',
+  'a flood': 'def double(x):\n  while True: print("a" * (1 << 20))',
+  'no number': 'def double(x):\n  return float("nan")',
+  'a number of no sense': (
+    'import decimal\ndef double(x):\n  return decimal.Decimal("sNaN")'
+  ),
+  'a coroutine': 'async def double(x):\n  return 2 * x',
+  'a class': 'class double:\n  def __init__(self, x): pass\n  __eq__ = lambda *_: True',
+  'names that are none': (
+    '_judge_values["globals"] = lambda: {"double": 0, "x = 1; double": 0, 5: 0}\n'
+    'def double(x):\n  return 5'
+  ),
   'the garbage': (
     'import gc\ndef double(x):\n'
     '  return [o for o in gc.get_objects() if "candidate" in str(o)][0]'
