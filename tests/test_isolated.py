@@ -43,6 +43,14 @@ async def test_it_is_the_function():
   assert await chat('what it prints is no answer') == 'what it prints is no answer'
 
 
+async def test_it_is_the_function_of_the_same_file(tmp_path, monkeypatch):
+  """And not one that lies in the working directory and has its name."""
+  (tmp_path / 'graders.py').write_text('def length(text):\n  return "another"')
+  monkeypatch.chdir(tmp_path)
+  grade = isolated.in_subprocess(graders.length, seconds=60, processes=1)
+  assert await grade('four') == 4
+
+
 async def test_processes_are_kept_and_are_so_many():
   which = isolated.in_subprocess(graders.process, seconds=60, processes=2)
   found = await asyncio.gather(*(which(n) for n in range(12)))

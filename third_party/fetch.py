@@ -87,15 +87,9 @@ _HUB = 'https://huggingface.co'
 _ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
 # What the standard library raises for bytes that are no archive that it can read.
 _DAMAGES = (
-  zipfile.BadZipFile,
-  tarfile.TarError,
-  gzip.BadGzipFile,
-  zlib.error,
-  lzma.LZMAError,
-  EOFError,
-  LookupError,
-  RuntimeError,  # Such as of an encrypted one, or of an unknown compression.
-  UnicodeError,
+  *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
+  # RuntimeError is raised for an encrypted one, and for an unknown compression.
+  *(EOFError, LookupError, RuntimeError, UnicodeError),
 )
 
 
@@ -336,8 +330,8 @@ def _extract(archive: pathlib.Path) -> None:
       with zipfile.ZipFile(archive) as zipped:
         for member in zipped.infolist():
           kind = stat.S_IFMT(member.external_attr >> 16)
-          plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
-          _check(archive, member.filename, plain, member.filename.endswith('/'))
+          name, plain = member.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR)
+          _check(archive, name, plain, name.endswith('/'))
         _check_room(archive, part, sum(m.file_size for m in zipped.infolist()))
         zipped.extractall(part)
     else:
