@@ -173,7 +173,7 @@ def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
     seen.append(done.stdout)
   assert seen[0] != seen[1] != seen[2] == seen[3]
   done = script.run(folder / 'script.py', PYTHONPATH=f'{script.ROOT}:{tmp_path}')
-  # of_a_user/world.py is not in the folder of the script, which is all that is known of it.
+  # of_a_user/world.py is not in the folder of the script: nothing else is known of it.
   assert done.stdout and done.stdout != seen[3]
 
 
