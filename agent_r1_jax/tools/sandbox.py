@@ -9,7 +9,8 @@ One worker process, a fresh interpreter with an empty environment, forks an inte
 for each session, which takes a few milliseconds. That one is confined by resource limits,
 Landlock and seccomp (sandbox_worker.confine): it reads the interpreter's own files and
 nothing else, writes no file, has no network, starts no process, signals nobody. Where
-`bwrap` (bubblewrap) is installed and allowed, the worker also has namespaces of its own.
+`bwrap` (bubblewrap) is installed and allowed, the worker also has namespaces of its own,
+where no other files are; without them `stat` tells which files exist, and their sizes.
 """
 
 from collections.abc import Sequence
