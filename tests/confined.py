@@ -21,7 +21,7 @@ def box(request):
   """A sandbox, with bubblewrap's namespaces where there are any, and without."""
   patch = pytest.MonkeyPatch()
   if request.param == 'kernel alone':
-    patch.setattr(sandbox, '_isolate', list)
+    patch.setattr(sandbox, '_isolate', lambda *_: [])
   elif not sandbox._isolate():
     pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
   made = sandbox.Sandbox(memory_mb=256, max_output=1000)

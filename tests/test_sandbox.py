@@ -142,7 +142,7 @@ class TestSession:
 
 
 def test_root_is_no_root_in_it(monkeypatch):
-  monkeypatch.setattr(sandbox, '_isolate', list)
+  monkeypatch.setattr(sandbox, '_isolate', lambda *_: [])
   box = sandbox.Sandbox()
   with box.open_session() as session:
     session.run('1')
@@ -209,7 +209,7 @@ class TestMachine:
     assert '_landlock_version() < 1' in text
     worker.write_text(text.replace('_landlock_version() < 1', 'True'))
     monkeypatch.setattr(sandbox, '_WORKER', worker)
-    monkeypatch.setattr(sandbox, '_isolate', list)
+    monkeypatch.setattr(sandbox, '_isolate', lambda *_: [])
 
   def test_it_refuses_to_run(self, poor):
     with pytest.raises(RuntimeError, match='confined.*landlock: it needs Linux'):
@@ -229,6 +229,12 @@ class TestMachine:
     box = sandbox.Sandbox()
     assert _run(box, '1')[:2] == ('1\n', 'ok')
     box.close()
+
+  def test_namespaces_that_hide_what_it_imports_are_none(self):
+    """Such as a package that a .pth file names, in a folder of its own."""
+    if not sandbox._isolate(('pytest',)):
+      pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
+    assert not sandbox._isolate(('pytest', 'no_such_module'))
 
   def test_a_bubblewrap_that_hangs_is_none(self, monkeypatch, tmp_path):
     (tmp_path / 'bwrap').write_text('#!/bin/sh\nexec sleep 1000\n')

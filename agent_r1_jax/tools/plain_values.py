@@ -97,7 +97,7 @@ def decode(data, objects=(), longest_range=None):
     if kind in _SCALARS:
       return _SCALARS[kind][2](content)
     if kind == 'range':
-      return _make_range(*map(read, content), longest_range)
+      return _make_range(longest_range, *map(read, content))
     if kind == 'iterator':
       return _iterate([read(item) for item in content])
     if '.' in kind:
@@ -115,7 +115,7 @@ def decode(data, objects=(), longest_range=None):
   return read(data)
 
 
-def _make_range(start, stop, step, longest):
+def _make_range(longest, start, stop, step):
   value = range(start, stop, step)
   if longest is not None and value[longest:]:  # `len` does not know large ones.
     raise ValueError(f'the range has more than {longest} items')

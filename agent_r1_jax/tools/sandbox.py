@@ -15,6 +15,7 @@ where no other files are; without them `stat` tells which files exist, and their
 
 from collections.abc import Sequence
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -36,6 +37,10 @@ _WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
 # how the linker finds these. All else, such as homes and data, is not there.
 _SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
 _LINKER = ('/etc/ld.so.cache', '/etc/alternatives')
+# A program that fails unless there are all modules that it is given.
+_FIND = (
+  'import sys, importlib.util as u\nsys.exit(None in map(u.find_spec, sys.argv[1:]))'
+)
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
 
@@ -92,7 +97,13 @@ class Sandbox:
     self._socket.settimeout(_START_SECONDS)
     with worker_end:
       process = subprocess.Popen(
-        [*_isolate(), sys.executable, '-I', str(_WORKER), str(worker_end.fileno())],
+        [
+          *_isolate(self._preload),
+          sys.executable,
+          '-I',
+          str(_WORKER),
+          str(worker_end.fileno()),
+        ],
         # Nothing of the trainer's environment, where API keys are. What is here keeps
         # numpy from starting a thread a core in each interpreter.
         env={'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1', 'LANG': 'C.UTF-8'},
@@ -256,19 +267,24 @@ class Session:
     return bytes(text), status
 
 
-def _isolate() -> list[str]:
-  """Returns the command that gives the worker namespaces; empty where there is none."""
+def _isolate(preload: Sequence[str] = ()) -> list[str]:
+  """Returns the command that gives the worker namespaces; empty where there is none.
+
+  It is empty, too, where a module that the worker imports is not among what they show.
+  """
   program = shutil.which('bwrap')
   if not program:
     return []
   command = [program, '--unshare-all', '--die-with-parent']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
+  # A waived layer's module may be missing here, too.
+  needed = [*preload, *(['pyseccomp'] if importlib.util.find_spec('pyseccomp') else [])]
   prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
   # Parents first: what is mounted later covers what was mounted in its place.
   for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), str(_WORKER)):
     command += ['--ro-bind-try', path, path]
   try:
-    probe = [*command, sys.executable, '-I', '-c', '']
+    probe = [*command, sys.executable, '-I', '-c', _FIND, *needed]
     subprocess.run(probe, env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True)
   except (OSError, subprocess.SubprocessError):
     return []
