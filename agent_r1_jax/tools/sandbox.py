@@ -37,6 +37,7 @@ _WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
 # how the linker finds these. All else, such as homes and data, is not there.
 _SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
 _LINKER = ('/etc/ld.so.cache', '/etc/alternatives')
+_SECCOMP = 'pyseccomp'  # The module that the worker imports for this layer.
 # A program that fails unless there are all modules that it is given.
 _FIND = (
   'import sys, importlib.util as u\nsys.exit(None in map(u.find_spec, sys.argv[1:]))'
@@ -277,8 +278,11 @@ def _isolate(preload: Sequence[str] = ()) -> list[str]:
     return []
   command = [program, '--unshare-all', '--die-with-parent']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
-  # A waived layer's module may be missing here, too.
-  needed = [*preload, *(['pyseccomp'] if importlib.util.find_spec('pyseccomp') else [])]
+  needed = [*preload]
+  if importlib.util.find_spec(
+    _SECCOMP
+  ):  # Else its layer is missing with or without them.
+    needed.append(_SECCOMP)
   prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
   # Parents first: what is mounted later covers what was mounted in its place.
   for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), str(_WORKER)):
