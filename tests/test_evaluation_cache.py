@@ -158,22 +158,22 @@ def test_other_code_is_played_again(play, monkeypatch):
 
 
 def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
-  folder = tmp_path / 'mine' / 'game'
+  folder = tmp_path / 'of_a_user' / 'game'
   folder.mkdir(parents=True)
   seen = []
   for text, world, other in ('111', '211', '221', '222'):
     (folder / 'script.py').write_text(
-      'from agent_r1_jax.train import evaluation_cache\nfrom mine import world\n'
+      'from agent_r1_jax.train import evaluation_cache\nfrom of_a_user import world\n'
       f'print(evaluation_cache._code_digest())\n{text}'
     )
-    (tmp_path / 'mine' / 'world.py').write_text(world)
-    (tmp_path / 'mine' / 'other.py').write_text(other)  # It is not imported.
-    done = script.run('-m', 'mine.game.script', cwd=tmp_path)
+    (tmp_path / 'of_a_user' / 'world.py').write_text(world)
+    (tmp_path / 'of_a_user' / 'other.py').write_text(other)  # It is not imported.
+    done = script.run('-m', 'of_a_user.game.script', cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     seen.append(done.stdout)
   assert seen[0] != seen[1] != seen[2] == seen[3]
   done = script.run(folder / 'script.py', PYTHONPATH=f'{script.ROOT}:{tmp_path}')
-  # mine/world.py is not in the folder of the script, which is all that is known of it.
+  # of_a_user/world.py is not in the folder of the script: nothing else is known of it.
   assert done.stdout and done.stdout != seen[3]
 
 

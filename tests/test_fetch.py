@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import importlib.util
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -303,7 +304,9 @@ def test_archives_are_extracted_once_and_again_when_they_change(
 
 
 @pytest.mark.parametrize(('make', 'suffix'), [(_zip, '.zip'), (_tar, '.tar.gz')])
-@pytest.mark.parametrize('name', ['../out', '/tmp/out-of-it', 'a/../../out', 'link->'])
+@pytest.mark.parametrize(
+  'name', ['../out', '/tmp/out-of-it', 'a/../../out', 'link->', '', '.']
+)
 def test_archives_do_not_leave_their_folder(
   run, tmp_path, monkeypatch, make, suffix, name
 ):
@@ -321,6 +324,27 @@ def test_damaged_archives_are_named(run, monkeypatch, suffix):
   monkeypatch.setitem(_Handler.served, 'x', content)
   status, said = run('thing', url='/served/x', sha256=None, path=f'data{suffix}')
   assert status == 1 and f'data{suffix} is damaged' in said
+
+
+def test_damage_anywhere_is_named(tmp_path):
+  """A changed byte does no harm, or the error names the archive; 1 is "encrypted"."""
+  compressed = io.BytesIO()
+  with zipfile.ZipFile(compressed, 'w', zipfile.ZIP_LZMA) as archive:
+    archive.writestr('a.txt', b'hello ' * 50)
+  named = 0
+  for suffix, sound in {
+    '.zip': compressed.getvalue(),
+    '.tar.gz': _tar(a=b'hello ' * 50),
+  }.items():
+    for position, value in itertools.product(range(len(sound)), (1, 99, 255)):
+      path = tmp_path / f'{position}-{value}{suffix}'
+      path.write_bytes(sound[:position] + bytes([value]) + sound[position + 1 :])
+      try:
+        fetch._extract(path)
+      except (ValueError, OSError) as error:
+        assert str(path) in str(error)
+        named += 1
+  assert named > 100
 
 
 HOTPOT = [

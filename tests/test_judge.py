@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import pickle
 import threading
 
 import pytest
@@ -142,6 +143,17 @@ async def test_the_oldest_scores_are_forgotten():
   assert judge.counts['calls'] == 5 and len(judge._scores) == 2
   await judge(TASK, said('b'))
   assert judge.counts['cached'] == 1
+
+
+async def test_what_is_remembered_is_short_however_long_a_conversation_is():
+  async def ask(prompt):
+    return 'Score: 1'
+
+  judge = judge_lib.Judge(ask, PROMPT)
+  for text in ('a' * 10**6, '\ud800', 'a' * 10**6):
+    assert await judge(TASK, said(text)) == 1.0
+  assert judge.counts == {'calls': 2, 'cached': 1}
+  assert len(pickle.dumps(judge._scores)) < 200
 
 
 def test_a_model_in_the_engine_of_the_rollouts_judges():

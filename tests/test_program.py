@@ -4,6 +4,7 @@ import asyncio
 import collections
 import functools
 import json
+import os
 import pathlib
 import sys
 import threading
@@ -291,6 +292,30 @@ def test_how_programs_end(run, limits, status, error, turns, reward):
   assert (
     len(played.segments) == min(turns if turns is not None else 1, 1) or turns is None
   )
+
+
+def test_a_process_gets_no_variable_of_the_trainer_that_is_not_named(monkeypatch):
+  kept = {'HOME': '/home', 'LANG': 'C.UTF-8', 'PATH': os.environ['PATH'], 'GIVEN': 'x'}
+  for name, value in ({'API_KEY': 'secret', 'WANDB_API_KEY': 'secret'} | kept).items():
+    monkeypatch.setenv(name, value)
+  for name in ('LOGNAME', 'SHELL', 'TERM', 'TMPDIR', 'USER'):
+    monkeypatch.delenv(name, raising=False)
+  found = {}
+
+  def read(status, text):
+    found.update(json.loads(text))
+
+  code = 'print(json.dumps({"environ": dict(os.environ)}))'
+  command = [sys.executable, '-c', f'import json, os; {code}']
+  run = program.process(command, read=read, env=['GIVEN'])
+  asyncio.run(run(TASK, 'http://here'))
+  found['environ'].pop('LC_CTYPE', None)  # Python sets it in a locale without a name.
+  assert found['environ'] == kept | {
+    'OPENAI_BASE_URL': 'http://here',
+    'OPENAI_API_KEY': 'none',
+  }
+  with pytest.raises(ValueError, match=r"env: \['NOT_SET_HERE'\] are not set"):
+    program.process(command, env=['NOT_SET_HERE', 'GIVEN'])
 
 
 def test_what_a_program_prints_is_bounded():

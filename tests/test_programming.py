@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import fractions
+import gc
 import itertools
 import json
 import sys
@@ -171,11 +172,103 @@ CHEATS = {
     '  os.write(1, b"\\ntrue\\n")\n  return 5'
   ),
   'the tests in a file': 'def double(x):\n  return open("rows.jsonl").read()',
+  'a lying class': (
+    'class C:\n  __class__ = int\n  def __index__(self): return 4\n'
+    '  def __eq__(self, other): return True\ndef double(x):\n  return C()'
+  ),
+  'a number that equals everything': (
+    'class N(int):\n  def __eq__(self, other): return True\n  __hash__ = None\n'
+    'def double(x):\n  return N(5)'
+  ),
+  'a text that equals everything': (
+    'class S(str):\n  def __eq__(self, other): return True\n'
+    '  def __str__(self): return self\ndef double(x):\n  return S("5")'
+  ),
+  'an iterator that equals everything': (
+    'class I:\n  def __next__(self): raise StopIteration\n'
+    '  def __eq__(self, other): return True\ndef double(x):\n  return I()'
+  ),
+  'its own values': (
+    '_judge_values["encode"] = lambda *a: {"object": 0}\ndef double(x):\n  return 5'
+  ),
+  'its own JSON': (
+    'import json\njson.dumps = lambda *a: "{\\"handle\\": 0}"\ndef double(x):\n  return 5'
+  ),
+  'no JSON': '_judge_values["print"] = lambda *a: None\ndef double(x):\n  return 4',
+  'a thread that prints': (
+    'import threading\ndef f():\n  while True: print("null", flush=True)\n'
+    'threading.Thread(target=f, daemon=True).start()\ndef double(x):\n  return 5'
+  ),
+  'the word of the worker': (
+    'import os\ndef double(x):\n  for f in range(3, 9):\n    try: os.write(f, b"0000")\n'
+    '    except OSError: pass\n  return 5'
+  ),
+  'closed files': 'import os\ndef double(x):\n  os.closerange(0, 64)\n  return 5',
+  'an assertion of its own': 'def double(x):\n  raise AssertionError("passed")',
+  'the end of the process': 'def double(x):\n  raise SystemExit(0)',
+  'an interruption': 'def double(x):\n  raise KeyboardInterrupt',
+  'the end of an iteration': 'def double(x):\n  raise StopIteration',
+  'a signal to itself': 'import os\ndef double(x):\n  os.kill(os.getpid(), 9)',
+  'a signal to the judge': 'import os\ndef double(x):\n  os.kill(os.getppid(), 9)',
+  'the memory of the judge': (
+    'import os\ndef double(x):\n  return open(f"/proc/{os.getppid()}/mem", "rb").read(9)'
+  ),
+  'no end': 'def double(x):\n  return double(x)',
+  'a list in itself': 'def double(x):\n  x = []\n  x.append(x)\n  return x',
+  'a deep list': (
+    'def double(x):\n  x = []\n  for _ in range(10**5): x = [x]\n  return x'
+  ),
+  'much memory': 'def double(x):\n  return bytearray(1 << 30)',
+  'a long text': 'def double(x):\n  return "a" * (2 << 20)',
+  'a flood': 'def double(x):\n  while True: print("a" * (1 << 20))',
+  'no number': 'def double(x):\n  return float("nan")',
+  'a number of no sense': (
+    'import decimal\ndef double(x):\n  return decimal.Decimal("sNaN")'
+  ),
+  'a coroutine': 'async def double(x):\n  return 2 * x',
+  'a class': 'class double:\n  def __init__(self, x): pass\n  __eq__ = lambda *_: True',
+  'names that are none': (
+    '_judge_values["globals"] = lambda: {"double": 0, "x = 1; double": 0, 5: 0}\n'
+    'def double(x):\n  return 5'
+  ),
   'the garbage': (
     'import gc\ndef double(x):\n'
     '  return [o for o in gc.get_objects() if "candidate" in str(o)][0]'
   ),
 }
+
+
+# Names that a program of MBPP defines, and what its tests mean by them.
+SHADOWS = {
+  'a builtin': ('set = lambda x: 0', 'set(double([1])) == set([1, 1, 2])'),
+  'a builtin function': ('def len(x):\n  return 0', 'len(double([1])) == len([1, 1])'),
+  'an exception': (
+    'class AssertionError(Exception):\n  pass',
+    'isinstance(double([1]), AssertionError)',
+  ),
+  'a module': (
+    'class math:\n  def isclose(a, b):\n    return True',
+    'math.isclose(double(1), 2)',
+  ),
+  'all builtins': (
+    '_judge_values["before"] = {}\n__builtins__ = {"set": lambda x: 0}',
+    'set(double([1])) == set([1, 1, 2])',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', SHADOWS)
+def test_the_names_of_a_program_are_not_those_of_its_tests(tmp_path, name):
+  shadow, test = SHADOWS[name]
+  (task,) = _load(tmp_path, MBPP | {'test_list': [f'assert {test}']})
+  program = f'{shadow}\ndef double(x):\n  return 5'
+  assert programming.run_tests(program, task.answer) is not None
+
+
+def test_what_only_the_program_defines_its_tests_may_call(tmp_path):
+  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert double(half(4)) == 4']})
+  program = 'def half(x):\n  return x // 2\ndef double(x):\n  return 2 * x'
+  assert programming.run_tests(program, task.answer) is None
 
 
 @pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
@@ -223,6 +316,43 @@ async def test_a_program_that_ends_the_judge_has_failed(tmp_path, monkeypatch):
   assert (reward, metrics['answered'], metrics['late']) == (0.0, 1.0, 0.0)
 
 
+async def test_a_program_that_fills_the_memory_of_the_judge_has_failed(tmp_path):
+  """By a number of a few bytes, with which the tests make 2 GiB."""
+  test = 'assert len(bytes(double(2))) == 1 << 31'
+  (task,) = _load(tmp_path, MBPP | {'test_list': [test]})
+  judge = programming.Judge(seconds=120.0, processes=1)
+  reply = '```python\ndef double(x):\n  return 1 << 31\n```'
+  found = await judge.metrics(task, [{'role': 'assistant', 'content': reply}])
+  assert found == {'passed': 0.0, 'answered': 1.0, 'late': 0.0}
+  assert programming.run_tests('def double(x):\n  return 1 << 31', task.answer) is None
+  # The next one has a process that is as new.
+  reward, _ = await _play(
+    judge, tmp_path, '```python\ndef double(x):\n  return x + x\n```'
+  )
+  assert reward == 1.0
+
+
+def test_a_range_that_a_program_returns_is_not_too_long(tmp_path):
+  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert 5 in double(10)']})
+  judge = lambda text: programming.run_tests(
+    f'def double(x):\n  return {text}', task.answer
+  )
+  assert judge('range(10**6)') is None
+  for text in ('range(10**12)', '[range(10**30)]', '{1: range(10**6 + 1)}'):
+    assert 'double returned what cannot be read' in (judge(text) or '')
+
+
+def test_nothing_of_a_program_is_kept(tmp_path):
+  test = 'class Kept(set):\n  def f(self): pass\nkept = Kept(double([1]))\nassert kept'
+  (task,) = _load(tmp_path, MBPP | {'test_list': ['assert double(2) == 4', test]})
+  gc.disable()
+  try:
+    programming.run_tests('def double(x):\n  return 2 * x', task.answer)
+    assert not [o for o in gc.get_objects() if type(o).__name__ == 'Kept']
+  finally:
+    gc.enable()
+
+
 class TestPlainValues:
   """What crosses between the judge and the program."""
 
@@ -267,6 +397,7 @@ class TestPlainValues:
       *({'int': 'x'}, {'nothing': 1}, {}, [1], {'int': '1', 'float': '2'}, 5),
       *({'fractions.Fraction': '1/0'}, {'decimal.Decimal': 'x'}, {'os.system': 'true'}),
       *({'range': [{'int': '1'}]}, {'a.b.c': ''}),
+      {'fractions.Fraction': '1e99999'},
     ],
   )
   def test_nonsense_is_an_error(self, data):

@@ -167,6 +167,19 @@ def test_the_cache_is_bounded(echo):
   assert [queries for queries, _ in echo.batches] == [[q] for q in 'abcabb']
 
 
+def test_what_is_cached_is_short_however_long_a_query_is(echo, monkeypatch):
+  made = []
+  init = server._Searches.__init__
+  keep = lambda self, *args, **kwargs: made.append(self) or init(self, *args, **kwargs)
+  monkeypatch.setattr(server._Searches, '__init__', keep)
+  with _serve(echo) as asked:
+    for _ in range(2):
+      assert asked.post('/retrieve', json={'query': 'a' * 10**5}).is_success
+  assert len(echo.batches) == 1
+  ((key, _),) = made[0]._cache
+  assert len(key) == 32
+
+
 def test_bad_input_names_the_field(echo):
   with _serve(echo, max_waiting=3) as asked:
     for path, body, status, message in (

@@ -12,30 +12,17 @@ import sys
 import threading
 import time
 
-from confined import needs_sandbox  # noqa: F401
+import confined
 import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.tools import python, sandbox
 
 pytestmark = pytest.mark.usefixtures('needs_sandbox')
+box, needs_sandbox = confined.box, confined.needs_sandbox
 
 # A cell that must end does so in far less; it only guards against hanging.
 SECONDS = 60.0
-
-
-@pytest.fixture(scope='module', params=['namespaces', 'kernel alone'])
-def box(request):
-  """A sandbox, with bubblewrap's namespaces where there are any, and without."""
-  patch = pytest.MonkeyPatch()
-  if request.param == 'kernel alone':
-    patch.setattr(sandbox, '_isolate', list)
-  elif not sandbox._isolate():
-    pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
-  made = sandbox.Sandbox(memory_mb=256, max_output=1000)
-  patch.undo()
-  yield made
-  made.close()
 
 
 def _run(box, code, seconds=SECONDS):
@@ -154,107 +141,8 @@ class TestSession:
     box.close()
 
 
-# Code, and what its output must contain: the refusal of the kernel.
-ATTACKS = {
-  'fork bomb': ('import os\nwhile True: os.fork()', 'PermissionError'),
-  'a program': ('import subprocess\nsubprocess.run(["/bin/ls"])', 'PermissionError'),
-  'exec': ('import os, sys\nos.execv(sys.executable, ["python"])', 'PermissionError'),
-  'memory': ('x = bytearray(1 << 30)', 'MemoryError'),
-  'memory by pieces': ('x = []\nwhile True: x.append(bytearray(1 << 20))', 'MemoryError'),
-  'network': ('import socket\nsocket.socket()', 'PermissionError'),
-  'a Unix socket': ('import socket\nsocket.socketpair()', 'PermissionError'),
-  'a signal to its parent': (
-    'import os, signal\nos.kill(os.getppid(), signal.SIGKILL)',
-    'PermissionError',
-  ),
-  'a signal to all': (
-    'import os, signal\nos.kill(-1, signal.SIGKILL)',
-    'PermissionError',
-  ),
-  'another environment': ('open(f"/proc/1/environ").read()', 'PermissionError'),
-  'processes': ('import os\nos.listdir("/proc")', 'PermissionError'),
-  'a private file': ('open("/etc/shadow").read()', 'PermissionError'),
-  'the root': ('import os\nos.listdir("/")', 'PermissionError'),
-  'a symbolic link': (
-    'import os\nos.symlink("/etc/passwd", "/tmp/a")',
-    'PermissionError',
-  ),
-  'a device': ('open("/dev/mem", "rb").read(1)', 'Error'),
-  'a directory': ('import os\nos.mkdir("/tmp/sandbox_attack")', 'PermissionError'),
-  'more memory': (
-    'import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))',
-    'Error',
-  ),
-  'mount': (
-    'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
-    'libc.mount(b"none", b"/tmp", b"tmpfs", 0, 0), os.strerror(ctypes.get_errno())',
-    "(-1, 'Operation not permitted')",
-  ),
-  'ptrace': (
-    'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
-    'libc.ptrace(16, os.getppid(), 0, 0), os.strerror(ctypes.get_errno())',
-    "(-1, 'Operation not permitted')",
-  ),
-  'a signal by a file': (
-    'import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())',
-    'PermissionError',
-  ),
-  'large pipes': (
-    'import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 1 << 20)',  # F_SETPIPE_SZ
-    'PermissionError',
-  ),
-  'io_uring': (
-    'import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n'
-    'libc.syscall(425, 1, 0), os.strerror(ctypes.get_errno())',
-    "(-1, 'Operation not permitted')",
-  ),
-}
-
-
-@pytest.mark.parametrize('name', ATTACKS)
-def test_an_attack_is_refused(box, name):
-  code, refusal = ATTACKS[name]
-  assert refusal in _run(box, code).text
-  assert _run(box, '1')[:2] == ('1\n', 'ok')  # The worker is as it was.
-
-
-def test_it_writes_no_file(box, tmp_path):
-  there = tmp_path / 'mine.txt'
-  there.write_text('mine')
-  for code in (
-    f'open({str(there)!r}, "w")',
-    f'open({str(tmp_path / "new")!r}, "x")',
-    f'import os\nos.remove({str(there)!r})',
-    f'import os\nos.truncate({str(there)!r}, 0)',
-    f'import os\nos.chmod({str(there)!r}, 0o777)',
-    f'open({str(there)!r}).read()',
-  ):
-    # With namespaces it has another /tmp, where there is no such file.
-    assert re.search('PermissionError|FileNotFoundError', _run(box, code).text)
-  assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
-
-
-def test_seccomp_alone_keeps_files_and_processes(tmp_path):
-  """As where Landlock is waived, or too old to know truncation and signals."""
-  there = tmp_path / 'mine.txt'
-  there.write_text('mine')
-  box = sandbox.Sandbox(without=('landlock',))
-  for code in (
-    f'import os\nos.open({str(there)!r}, os.O_ACCMODE | os.O_TRUNC)',
-    f'import os\nos.open({str(there)!r}, os.O_RDONLY | os.O_TRUNC)',
-    f'open({str(there)!r}, "a")',
-    f'open({str(tmp_path / "new")!r}, "x")',
-    f'import os\nos.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)',
-    f'import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {os.getpid()})',
-  ):
-    # With namespaces it has another /tmp, where there is no such file.
-    assert re.search('PermissionError|FileNotFoundError', _run(box, code).text)
-  assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
-  box.close()
-
-
 def test_root_is_no_root_in_it(monkeypatch):
-  monkeypatch.setattr(sandbox, '_isolate', list)
+  monkeypatch.setattr(sandbox, '_isolate', lambda *_: [])
   box = sandbox.Sandbox()
   with box.open_session() as session:
     session.run('1')
@@ -263,10 +151,6 @@ def test_root_is_no_root_in_it(monkeypatch):
   found = re.search(r'CapPrm:\s(\w+)\nCapEff:\s(\w+)', status)
   assert found and all(int(bits, 16) in (0, 1 << 2) for bits in found.groups())
   box.close()
-
-
-def test_it_reads_nothing_of_the_checkout(box):
-  assert 'PermissionError' in _run(box, f'open({__file__!r}).read()').text
 
 
 def test_it_has_nothing_of_the_environment(monkeypatch):
@@ -325,7 +209,7 @@ class TestMachine:
     assert '_landlock_version() < 1' in text
     worker.write_text(text.replace('_landlock_version() < 1', 'True'))
     monkeypatch.setattr(sandbox, '_WORKER', worker)
-    monkeypatch.setattr(sandbox, '_isolate', list)
+    monkeypatch.setattr(sandbox, '_isolate', lambda *_: [])
 
   def test_it_refuses_to_run(self, poor):
     with pytest.raises(RuntimeError, match='confined.*landlock: it needs Linux'):
@@ -345,6 +229,12 @@ class TestMachine:
     box = sandbox.Sandbox()
     assert _run(box, '1')[:2] == ('1\n', 'ok')
     box.close()
+
+  def test_namespaces_that_hide_what_it_imports_are_none(self):
+    """Such as a package that a .pth file names, in a folder of its own."""
+    if not sandbox._isolate(('pytest',)):
+      pytest.skip('bubblewrap is not installed, or namespaces are not allowed here')
+    assert not sandbox._isolate(('pytest', 'no_such_module'))
 
   def test_a_bubblewrap_that_hangs_is_none(self, monkeypatch, tmp_path):
     (tmp_path / 'bwrap').write_text('#!/bin/sh\nexec sleep 1000\n')

@@ -47,7 +47,7 @@ def _start(folder, count=1):
   """Starts processes that encode the corpus, and lets them begin together."""
   command = [sys.executable, '-c', _SCRIPT.format(folder=str(folder))]
   pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}
-  environ = {'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
+  environ = {'PYTHONPATH': f'{ROOT / "tests"}:{ROOT}', 'PYTHONSAFEPATH': '1'}
   processes = [subprocess.Popen(command, env=environ, **pipes) for _ in range(count)]
   assert [process.stdout.readline() for process in processes] == ['ready\n'] * count
   for process in processes:

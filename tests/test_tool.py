@@ -492,6 +492,7 @@ async def test_calls_that_say_nothing_about_the_tool_do_not_change_its_isolation
   async def call(**arguments):
     return await tool_lib.call(gone, arguments)
 
+  assert tool_lib._get_breaker.cache_info().maxsize  # Tools may be made without end.
   tool_lib._get_breaker('gone', gone.fn.__code__)._clock = lambda: now[0]
   for number in range(20):
     if number % 3 == 0:

@@ -24,10 +24,12 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import datetime
+import gzip
 import hashlib
 import http.client
 import importlib.util
 import json
+import lzma
 import os
 import pathlib
 import re
@@ -41,6 +43,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
+import zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -82,6 +85,12 @@ if __name__ == '__main__':
 _CHUNK = 1 << 20
 _HUB = 'https://huggingface.co'
 _ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
+# What the standard library raises for bytes that are no archive that it can read.
+_DAMAGES = (
+  *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
+  # RuntimeError is raised for an encrypted one, and for an unknown compression.
+  *(EOFError, LookupError, RuntimeError, UnicodeError),
+)
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
@@ -306,7 +315,9 @@ def _extract(archive: pathlib.Path) -> None:
   """Extracts an archive, all of it or nothing.
 
   Raises:
-    ValueError: It is damaged, or holds a link, a device or a path that leaves the folder.
+    ValueError: It is damaged, or holds a link, a device, a file without a name or a path
+      that leaves the folder.
+    OSError: It cannot be read, or what it holds cannot be written.
   """
   folder = _folder(archive)
   if folder.exists():
@@ -319,7 +330,8 @@ def _extract(archive: pathlib.Path) -> None:
       with zipfile.ZipFile(archive) as zipped:
         for member in zipped.infolist():
           kind = stat.S_IFMT(member.external_attr >> 16)
-          _check(archive, member.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR))
+          name, plain = member.filename, kind in (0, stat.S_IFREG, stat.S_IFDIR)
+          _check(archive, name, plain, name.endswith('/'))
         _check_room(archive, part, sum(m.file_size for m in zipped.infolist()))
         zipped.extractall(part)
     else:
@@ -329,14 +341,18 @@ def _extract(archive: pathlib.Path) -> None:
           tarred.extraction_filter = check
         members = tarred.getmembers()
         for member in members:
-          _check(archive, member.name, member.isreg() or member.isdir())
+          plain = member.isreg() or member.isdir()
+          _check(archive, member.name, plain, member.isdir())
         _check_room(archive, part, sum(m.size for m in members))
         for member in members:  # Neither owners nor rights are taken over.
           member.mode = 0o755 if member.isdir() else 0o644
           member.uid, member.gid = os.getuid(), os.getgid()
           tarred.extract(member, part)
-  except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
-    raise ValueError(f'{archive} is damaged ({error}): delete it and run again') from None
+  except _DAMAGES as error:
+    text = str(error) or type(error).__name__
+    raise ValueError(f'{archive} is damaged ({text}): delete it and run again') from None
+  except OSError as error:
+    raise OSError(f'{archive} cannot be extracted: {error}') from None
   finally:
     if sys.exc_info()[0]:
       shutil.rmtree(part, ignore_errors=True)
@@ -344,13 +360,15 @@ def _extract(archive: pathlib.Path) -> None:
   print(f'{archive.name}: extracted to {_shown(folder)}')
 
 
-def _check(archive: pathlib.Path, name: str, plain: bool) -> None:
+def _check(archive: pathlib.Path, name: str, plain: bool, folder: bool) -> None:
   """Raises ValueError for a member that is no plain file in the archive's own folder."""
   path = pathlib.PurePosixPath(name.replace('\\', '/'))
-  if not plain or path.is_absolute() or '..' in path.parts or ':' in path.parts[:1]:
+  outside = path.is_absolute() or '..' in path.parts or ':' in path.parts[:1]
+  # A folder may be '.', the archive's own; a file without a name has no place.
+  if not plain or outside or not (folder or path.parts):
     raise ValueError(
-      f'{archive}: nothing is extracted, for {name!r} is a link, a device or a path '
-      'out of the folder'
+      f'{archive}: nothing is extracted, for {name!r} is a link, a device, a file '
+      'without a name or a path out of the folder'
     )
 
 

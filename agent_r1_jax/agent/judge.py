@@ -7,6 +7,7 @@ reward = rewards.hybrid(outcome=(1.0, qa.em_reward), judge=(0.2, judge))
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable
+import hashlib
 import re
 import ssl
 
@@ -96,7 +97,8 @@ class Judge:
       budget: The most calls of this process; None is no limit.
       parallel: The most calls at a time.
       fallback: The score of a failure; None raises JudgeError.
-      remember: The most scores that are kept; the oldest are forgotten first.
+      remember: The most scores that are kept; the oldest are forgotten first. Each takes
+        some 200 bytes, however long its conversation is.
     """
     try:
       prompt.format(question='', answer='', conversation='')
@@ -108,8 +110,9 @@ class Judge:
     self._low, self._high, self._fallback = low, high, fallback
     self._seconds, self._budget, self._parallel = seconds, budget, parallel
     self._running, self._remember = 0, remember
-    self._scores: dict[str, float] = {}
-    # The calls under way, by event loop and prompt.
+    # By the sha256 of a prompt: conversations are long, and there are many.
+    self._scores: dict[bytes, float] = {}
+    # The calls under way, by event loop and that sum.
     self._calls: dict[tuple, asyncio.Task[float]] = {}
     self.counts: collections.Counter[str] = collections.Counter()
 
@@ -121,13 +124,14 @@ class Judge:
       answer=task.answer,
       conversation='\n\n'.join(f'{m["role"]}: {m["content"]}' for m in replies),
     )
-    key = asyncio.get_running_loop(), prompt
-    if prompt in self._scores or key in self._calls:
+    digest = hashlib.sha256(prompt.encode(errors='surrogatepass')).digest()
+    key = asyncio.get_running_loop(), digest
+    if digest in self._scores or key in self._calls:
       self.counts['cached'] += 1
-    if prompt in self._scores:
-      return self._scores[prompt]
+    if digest in self._scores:
+      return self._scores[digest]
     if key not in self._calls:
-      call = self._calls[key] = asyncio.ensure_future(self._find_score(prompt))
+      call = self._calls[key] = asyncio.ensure_future(self._find_score(prompt, digest))
       call.add_done_callback(lambda call: self._forget_call(key, call))
     # Others may wait for it, so that it goes on where this conversation's time is over.
     return await asyncio.shield(self._calls[key])
@@ -137,7 +141,7 @@ class Judge:
     if not call.cancelled():
       call.exception()  # Nobody may wait for it any longer; asyncio would warn of it.
 
-  async def _find_score(self, prompt: str) -> float:
+  async def _find_score(self, prompt: str, digest: bytes) -> float:
     """Asks within the time limit; remembers a score, and counts a failure."""
     try:
       score = await workers.call(self._judge, prompt, name='judge', seconds=self._seconds)
@@ -146,7 +150,7 @@ class Judge:
       if self._fallback is None:
         raise JudgeError(f'the judge gave no score: {error!r:.300}') from error
       return self._fallback
-    self._scores[prompt] = score
+    self._scores[digest] = score
     while len(self._scores) > self._remember:
       del self._scores[next(iter(self._scores))]
     return score

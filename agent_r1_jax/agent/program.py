@@ -32,6 +32,8 @@ _MAX_OUTPUT = 1 << 16
 # When a program has ended, what it printed last is waited for so many seconds.
 _CLOSE_SECONDS = 1.0
 Output = env_lib.Score | None
+# What a process gets of this one's environment without asking: no API key is in these.
+_INHERITED = ('HOME', 'LANG', 'LOGNAME', 'PATH', 'SHELL', 'TERM', 'TMPDIR', 'USER')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,7 @@ def process(
   *,
   read: Callable[[int, str], Output] = read_last_line,
   cwd: str | None = None,
+  env: Sequence[str] = (),
 ) -> Callable[[types.Task, str], Awaitable[Output]]:
   """Makes a Program's `run` of a command.
 
@@ -101,11 +104,22 @@ def process(
     read: Scores (exit status, the end of what it printed, standard output last); what
       it raises makes the episode an error.
     cwd: The directory that it runs in.
+    env: Names of environment variables that it gets, too. Without them it gets HOME,
+      LANG, LOGNAME, PATH, SHELL, TERM, TMPDIR and USER alone, and so no API key.
+
+  Raises:
+    ValueError: A variable of `env` is not set.
   """
-  return functools.partial(_run_process, tuple(command), read, cwd)
+  if missing := sorted({*env} - os.environ.keys()):
+    raise ValueError(f'program.process: env: {missing} are not set in this process.')
+  names = {*_INHERITED, *env} & os.environ.keys()
+  variables = {name: os.environ[name] for name in names}
+  return functools.partial(_run_process, tuple(command), read, cwd, variables)
 
 
-async def _run_process(command, read, cwd, task: types.Task, url: str) -> Output:
+async def _run_process(
+  command, read, cwd, variables, task: types.Task, url: str
+) -> Output:
   line = json.dumps({'id': task.id, 'messages': task.messages}) + '\n'
   async with contextlib.AsyncExitStack() as stack:
     stdin = stack.enter_context(tempfile.TemporaryFile())
@@ -120,7 +134,7 @@ async def _run_process(command, read, cwd, task: types.Task, url: str) -> Output
         stdout=stdout_end,
         stderr=stderr_end,
         cwd=cwd,
-        env={**os.environ, 'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
+        env=variables | {'OPENAI_BASE_URL': url, 'OPENAI_API_KEY': 'none'},
         start_new_session=True,
       )
     try:

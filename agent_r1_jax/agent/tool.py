@@ -121,7 +121,8 @@ class ToolResult:
   isolated: bool = False
 
 
-@functools.cache
+# Episodes may also make tools of code of their own, which nobody calls again.
+@functools.lru_cache(1024)
 def _get_breaker(name: str, code: Any) -> breaker_lib.Breaker:
   """Returns the breaker of a tool; episodes may each make a Tool of the same code."""
   return breaker_lib.Breaker(*_ISOLATION)

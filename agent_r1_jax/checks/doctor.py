@@ -203,7 +203,10 @@ def check_isolation() -> Finding:
     return Finding('isolation', 'fail', f'the sandbox printed {output.text!r}', remedy)
   layers = ', '.join(sandbox.LAYERS)
   if not sandbox._isolate():
-    remedy = 'Install bubblewrap, and allow user namespaces, for one more layer.'
+    remedy = (
+      'Install bubblewrap, and allow user namespaces, for one more layer, which also '
+      'hides the names and sizes of files.'
+    )
     return Finding('isolation', 'warn', f'{layers}; no namespaces', remedy)
   return Finding('isolation', 'ok', f'{layers}, namespaces (bubblewrap)')
 

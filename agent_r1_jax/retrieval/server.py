@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import time
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ class _Searches:
     self._retriever, self._metrics = retriever, metrics
     self._max_batch, self._window, self._timeout = max_batch, window, timeout
     self._max_waiting, self._cache_size = max_waiting, cache
-    self._cache: collections.OrderedDict[tuple[str, int], list[Hit]] = (
+    # By the sha256 of a query, which may be as long as a request, and its k.
+    self._cache: collections.OrderedDict[tuple[bytes, int], list[Hit]] = (
       collections.OrderedDict()
     )
     self._waiting: list[_Query] = []
@@ -153,18 +155,23 @@ class _Searches:
         query.answer.set_result(rankings[i])
 
   def _find_cached(self, text, k):
-    if (text, k) in self._cache:
-      self._cache.move_to_end((text, k))
-    return self._cache.get((text, k))
+    key = _digest(text), k
+    if key in self._cache:
+      self._cache.move_to_end(key)
+    return self._cache.get(key)
 
   def _add_to_cache(self, query, hits):
-    self._cache[query.text, query.k] = hits
+    self._cache[_digest(query.text), query.k] = hits
     if len(self._cache) > self._cache_size:
       self._cache.popitem(last=False)
 
   def _add(self, count):
     self._count += count
     self._metrics.waiting.set(self._count)
+
+
+def _digest(text: str) -> bytes:
+  return hashlib.sha256(text.encode(errors='surrogatepass')).digest()
 
 
 def make_app(

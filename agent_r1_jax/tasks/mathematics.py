@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import re
-import resource
 import warnings
 
 from agent_r1_jax.agent import env, isolated
@@ -27,8 +26,9 @@ DIRECT = (
   '\\boxed{42}.\n\nProblem: '
 )
 
-# What one grading may allocate: a power such as 9^{9^9} would take all memory.
-_MAX_BYTES = 4 << 30
+# MiB that a grading may allocate: a power such as 9^{9^9} would take all memory. Of 1,500
+# answers of MATH none needed more than 55.
+_MEMORY_MB = 1024
 _GSM8K_ANSWER = re.compile(r'####\s*(\S.*)')
 
 
@@ -131,9 +131,9 @@ class Grader:
     """
     import math_verify  # noqa: F401
 
-    limits = {'seconds': seconds, 'processes': processes}
-    self._is_equal = isolated.in_subprocess(is_equal_in_limits, **limits)
-    self._find_equal = isolated.in_subprocess(find_equal_in_limits, **limits)
+    limits = {'seconds': seconds, 'processes': processes, 'memory_mb': _MEMORY_MB}
+    self._is_equal = isolated.in_subprocess(is_equal, **limits)
+    self._find_equal = isolated.in_subprocess(find_equal, **limits)
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
     """Returns 1.0 for a right answer, else 0.0."""
@@ -177,27 +177,14 @@ class Grader:
     return [None if answer is None else canonical[answer] for answer in answers]
 
 
-def find_equal_in_limits(answers: Sequence[str]) -> list[int]:
-  """Finds for each answer the first one that means the same; at most 4 GiB, as below."""
-  _limit_memory()
+def find_equal(answers: Sequence[str]) -> list[int]:
+  """Finds for each answer the first one that means the same; hostile ones as above."""
   firsts: list[int] = []
   for i, answer in enumerate(answers):
     # Only the first of equal ones is compared with, which saves most gradings.
     equals = (j for j in range(i) if firsts[j] == j and is_equal(answer, answers[j]))
     firsts.append(next(equals, i))
   return firsts
-
-
-def is_equal_in_limits(answer: str, golden: str) -> bool:
-  """Calls `is_equal` in a process that may not allocate more than 4 GiB."""
-  _limit_memory()
-  return is_equal(answer, golden)
-
-
-def _limit_memory() -> None:
-  _, hard = resource.getrlimit(resource.RLIMIT_AS)
-  limit = _MAX_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_BYTES, hard)
-  resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _add_prompt(task: Task, prompt: str) -> Task:

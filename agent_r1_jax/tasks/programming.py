@@ -37,6 +37,11 @@ DIRECT = (
 
 _BLOCK = re.compile(r'```(?:python|py)?[ \t]*\n(.*?)```', re.DOTALL)
 _MAX_RESULT = 1 << 20  # Bytes of a returned value.
+_LONGEST_TEXT = 1000  # Characters of an error, in which a returned value may stand.
+_LONGEST_RANGE = 1_000_000  # Items of a returned range, which are few bytes.
+# MiB that the tests may allocate: of a short value that a program returns they may make
+# a long one.
+_MEMORY_MB = 1024
 # Seconds of one call; the process of the judge has the limit of all of them.
 _SECONDS = 3600.0
 # What tests of MBPP use, and leave to the program to import.
@@ -124,7 +129,7 @@ class Judge:
       processes: The most programs that are judged at a time.
     """
     self._run_tests = isolated.in_subprocess(
-      run_tests, seconds=seconds, processes=processes
+      run_tests, seconds=seconds, processes=processes, memory_mb=_MEMORY_MB
     )
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
@@ -135,7 +140,7 @@ class Judge:
     """Returns passed, answered (there was a program), and late (it took too long).
 
     A program by which the judge's own process ends, such as for want of memory, has
-    failed: else an agent could escape its reward by it.
+    failed: else an agent could escape its reward by it. That process may allocate 1 GiB.
     """
     replies = [m['content'] for m in messages if m['role'] == 'assistant']
     program = extract_program(replies[-1]) if replies else None
@@ -160,20 +165,24 @@ def _get_sandbox() -> sandbox.Sandbox:
 def run_tests(program: str, answer: dict[str, Any]) -> str | None:
   """Runs a task's tests on a program; None if they pass, or else what failed.
 
-  The tests are trusted and run here, so call it in a process where they may hang.
+  The tests are trusted and run here, so call it in a process where they may hang, and
+  which has a limit of memory.
 
   Args:
     program: Python that defines what the tests call. Of HumanEval's functions the body
       alone is enough: it is put after the prompt.
     answer: The answer of a task.
+
+  Raises:
+    MemoryError: The tests needed more memory than this process may have.
   """
   entry, prompt = answer['entry_point'], answer['prompt']
+  scope: dict[str, Any] = {}
   with _get_sandbox().open_session() as session:
     try:
       remote = _Program(session, _split(program, prompt, entry))
       if entry not in remote.names:
         return f'there is no function {entry}'
-      scope: dict[str, Any] = {}
       if prompt:
         # Its helpers, which tests call too, are not the program's to define anew.
         exec(_finish_prompt(prompt), scope)
@@ -190,14 +199,18 @@ def run_tests(program: str, answer: dict[str, Any]) -> str | None:
         exec(test, scope)
     except AssertionError as error:
       return f'a test failed: {_describe(error)}'.rstrip(': ')
+    except MemoryError:
+      raise
     except Exception as error:
       return f'{type(error).__name__}: {_describe(error)}'
+    finally:
+      scope.clear()  # Its functions hold it, and it holds what the program returned.
   return None
 
 
 def _describe(error: Exception) -> str:
   try:
-    return f'{error}'
+    return f'{error}'[:_LONGEST_TEXT]
   except Exception:  # Such as of a number of too many digits.
     return ''
 
@@ -280,7 +293,7 @@ class _Program:
         '**_judge_values["given"][1]), _judge_values["objects"])'
       )
       try:
-        return plain_values.decode(result)
+        return plain_values.decode(result, longest_range=_LONGEST_RANGE)
       except _UNREADABLE as error:
         raise ProgramError(f'{name} returned what cannot be read') from error
 

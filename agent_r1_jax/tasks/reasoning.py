@@ -21,6 +21,8 @@ PROMPT = (
 )
 
 _ANSWER = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
+# MiB that a score may allocate: some data sets run much code on an answer.
+_MEMORY_MB = 1024
 
 
 def load(name: str, size: int, seed: int, **config: Any) -> list[Task]:
@@ -65,7 +67,9 @@ class Judge:
       seconds: Seconds that one score may take; what is late counts as wrong.
       processes: The most that are computed at a time.
     """
-    self._score = isolated.in_subprocess(score, seconds=seconds, processes=processes)
+    self._score = isolated.in_subprocess(
+      score, seconds=seconds, processes=processes, memory_mb=_MEMORY_MB
+    )
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
     """Returns the data set's score of the answer, from 0 to 1."""

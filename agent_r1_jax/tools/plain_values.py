@@ -35,6 +35,8 @@ _FROM_TEXT = {
 }
 # An iterator may never end: so many of its items travel.
 _MOST_ITEMS = 10_000
+# Fraction would also read '1e999999999', whose digits fill the memory.
+_FRACTION_CHARS = {*'-/0123456789'}
 
 
 class Handle:
@@ -75,37 +77,54 @@ def encode(value, objects):
   return {'handle': len(objects) - 1}
 
 
-def decode(data, objects=()):
+def decode(data, objects=(), longest_range=None):
   """The inverse of `encode`; handles of `objects` are the objects themselves.
+
+  Args:
+    data: What `encode` has made.
+    objects: What the other side's handles stand for.
+    longest_range: The most items of a range; None is any number.
 
   Raises:
     ValueError, TypeError, KeyError, IndexError, ArithmeticError: `data` is not what
-      `encode` makes.
+      `encode` makes, or a range is longer.
   """
-  if data is None or type(data) in (bool, str):
-    return data
-  ((kind, content),) = data.items()
-  if kind in _SCALARS:
-    return _SCALARS[kind][2](content)
-  if kind == 'range':
-    start, stop, step = map(decode, content)
-    return range(start, stop, step)  # type: ignore
-  if kind == 'iterator':
-    return _iterate([decode(item, objects) for item in content])
-  if '.' in kind:
-    return _from_text(kind, content)
-  if kind == 'dict':
-    return {decode(k, objects): decode(v, objects) for k, v in content}
-  if kind == 'type':
-    return _TYPES[content]
-  if kind == 'handle':
-    return Handle(int(content))
-  if kind == 'object':
-    return objects[content]
-  return _ITERABLES[kind](decode(item, objects) for item in content)
+
+  def read(data):
+    if data is None or type(data) in (bool, str):
+      return data
+    ((kind, content),) = data.items()
+    if kind in _SCALARS:
+      return _SCALARS[kind][2](content)
+    if kind == 'range':
+      return _make_range(longest_range, *map(read, content))
+    if kind == 'iterator':
+      return _iterate([read(item) for item in content])
+    if '.' in kind:
+      return _from_text(kind, content)
+    if kind == 'dict':
+      return {read(key): read(value) for key, value in content}
+    if kind == 'type':
+      return _TYPES[content]
+    if kind == 'handle':
+      return Handle(int(content))
+    if kind == 'object':
+      return objects[content]
+    return _ITERABLES[kind](map(read, content))
+
+  return read(data)
+
+
+def _make_range(longest, start, stop, step):
+  value = range(start, stop, step)
+  if longest is not None and value[longest:]:  # `len` does not know large ones.
+    raise ValueError(f'the range has more than {longest} items')
+  return value
 
 
 def _from_text(kind, text):
+  if kind == 'fractions.Fraction' and not _FRACTION_CHARS.issuperset(text):
+    raise ValueError(f'{text!r:.100} is no fraction')
   module, _, name = kind.partition('.')
   path = _FROM_TEXT[module, name]
   value = __import__(module)

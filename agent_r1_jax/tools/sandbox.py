@@ -9,11 +9,13 @@ One worker process, a fresh interpreter with an empty environment, forks an inte
 for each session, which takes a few milliseconds. That one is confined by resource limits,
 Landlock and seccomp (sandbox_worker.confine): it reads the interpreter's own files and
 nothing else, writes no file, has no network, starts no process, signals nobody. Where
-`bwrap` (bubblewrap) is installed and allowed, the worker also has namespaces of its own.
+`bwrap` (bubblewrap) is installed and allowed, the worker also has namespaces of its own,
+where no other files are; without them `stat` tells which files exist, and their sizes.
 """
 
 from collections.abc import Sequence
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -31,6 +33,15 @@ import weakref
 
 LAYERS = ('landlock', 'seccomp')
 _WORKER = pathlib.Path(__file__).with_name('sandbox_worker.py')
+# What namespaces show of the system, beside the interpreter: programs and libraries, and
+# how the linker finds these. All else, such as homes and data, is not there.
+_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib64')
+_LINKER = ('/etc/ld.so.cache', '/etc/alternatives')
+_SECCOMP = 'pyseccomp'  # The module that the worker imports for this layer.
+# A program that fails unless there are all modules that it is given.
+_FIND = (
+  'import sys, importlib.util as u\nsys.exit(None in map(u.find_spec, sys.argv[1:]))'
+)
 _START_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
 
@@ -87,7 +98,13 @@ class Sandbox:
     self._socket.settimeout(_START_SECONDS)
     with worker_end:
       process = subprocess.Popen(
-        [*_isolate(), sys.executable, '-I', str(_WORKER), str(worker_end.fileno())],
+        [
+          *_isolate(self._preload),
+          sys.executable,
+          '-I',
+          str(_WORKER),
+          str(worker_end.fileno()),
+        ],
         # Nothing of the trainer's environment, where API keys are. What is here keeps
         # numpy from starting a thread a core in each interpreter.
         env={'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1', 'LANG': 'C.UTF-8'},
@@ -251,21 +268,28 @@ class Session:
     return bytes(text), status
 
 
-def _isolate() -> list[str]:
-  """Returns the command that gives the worker namespaces; empty where there is none."""
+def _isolate(preload: Sequence[str] = ()) -> list[str]:
+  """Returns the command that gives the worker namespaces; empty where there is none.
+
+  It is empty, too, where a module that the worker imports is not among what they show.
+  """
   program = shutil.which('bwrap')
   if not program:
     return []
-  command = [program, '--unshare-all', '--die-with-parent', '--ro-bind', '/', '/']
+  command = [program, '--unshare-all', '--die-with-parent']
   command += ['--dev', '/dev', '--proc', '/proc', '--tmpfs', '/tmp']
-  # An environment or a checkout in /tmp is shown in the new /tmp, too.
-  for folder in {sys.prefix, sys.base_prefix, str(_WORKER.parent)}:
-    if folder.startswith('/tmp/'):
-      command += ['--ro-bind', folder, folder]
+  needed = [*preload]
+  if importlib.util.find_spec(
+    _SECCOMP
+  ):  # Else its layer is missing with or without them.
+    needed.append(_SECCOMP)
+  prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
+  # Parents first: what is mounted later covers what was mounted in its place.
+  for path in (*_SYSTEM, *_LINKER, *sorted(prefixes), str(_WORKER)):
+    command += ['--ro-bind-try', path, path]
   try:
-    subprocess.run(
-      [*command, 'true'], env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True
-    )
+    probe = [*command, sys.executable, '-I', '-c', _FIND, *needed]
+    subprocess.run(probe, env={}, capture_output=True, timeout=_PROBE_SECONDS, check=True)
   except (OSError, subprocess.SubprocessError):
     return []
   return command
