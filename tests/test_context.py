@@ -99,6 +99,20 @@ async def test_a_summary_is_asked_for_and_goes_on_alone():
   assert len(contents) == 2 + 2 * 4 + 1
 
 
+async def test_a_reply_that_a_budget_cut_is_judged_and_a_summary_is_not():
+  def judge(task, messages):
+    judged.append(messages[-1]['content'])
+    return 1.0
+
+  judged = []
+  env = context.Summary(env_lib.ToolEnv([add], judge), turns=1)
+  await play(env, call(0))  # Its answer ends with the request for a summary.
+  await env.finish('truncated', 'So far it is 4')
+  await play(env, call(0), 'a summary')
+  await env.finish('truncated', 'So it is 4')
+  assert judged == [turn(0)[1]['content'], 'So it is 4']
+
+
 def last_sum(env):
   sums = [m['content'] for m in env.messages if m['role'] == 'tool']
   return [env.task.messages[0], user(f'{len(sums)} sums, the last {sums[-1:]}')]
