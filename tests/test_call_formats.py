@@ -1,6 +1,7 @@
 """Formats of tool calls: what models write is read, and what is broken is explained."""
 
 import functools
+import json
 import pathlib
 import random
 import re
@@ -286,6 +287,34 @@ def test_text_gets_the_type_of_its_schema(argument, text, value):
   reply = f'<function=edit><parameter={argument}>\n{text}\n</parameter></function>'
   (call,) = _FORMATS['qwen3_coder'].parse(reply, _SCHEMAS)
   assert call == ToolCall('edit', {argument: value})
+
+
+@pytest.mark.parametrize('depth', [calls.MAX_DEPTH, calls.MAX_DEPTH + 1, 700, 985])
+@pytest.mark.parametrize('name', ['hermes', 'llama3', 'react', 'qwen3_coder'])
+def test_deep_arguments_are_a_malformed_call(name, depth):
+  """Else they would end whatever walks them: a validator, a log, a tool's server."""
+  # The arguments are the outermost of so many containers.
+  deep = '[' * (depth - 1) + ']' * (depth - 1)
+  written = {
+    'hermes': f'<tool_call>{{"name": "edit", "arguments": {{"x": {deep}}}}}</tool_call>',
+    'llama3': f'{{"name": "edit", "parameters": {{"x": {deep}}}}}',
+    'react': f'Action: edit\nAction Input: {{"x": {deep}}}',
+    'qwen3_coder': f'<function=edit><parameter=x>{deep}</parameter></function>',
+  }
+  encoded = json.dumps(f'{{"x": {deep}}}')
+  twice = written['hermes'].replace(f'{{"x": {deep}}}', encoded)
+  for reply in [written[name]] + ([twice] if name == 'hermes' else []):
+    (call,) = _FORMATS[name].parse(reply, _SCHEMAS)
+    if depth <= calls.MAX_DEPTH:
+      assert call == ToolCall('edit', {'x': json.loads(deep)})
+    elif name == 'qwen3_coder':
+      assert call == ToolCall('edit', {'x': deep})
+    else:
+      assert isinstance(call, calls.CallError)
+      # Beyond about 1,000 some versions of Python's reader of JSON give up by themselves:
+      # then a text in JSON stays a text.
+      known = 'nested more than 64 deep|recursion' + '|JSON object' * (reply == twice)
+      assert re.search(known if depth == 985 else 'nested more', call.message)
 
 
 @pytest.mark.parametrize('name', _FORMATS)

@@ -99,6 +99,20 @@ async def test_a_summary_is_asked_for_and_goes_on_alone():
   assert len(contents) == 2 + 2 * 4 + 1
 
 
+async def test_a_reply_that_a_budget_cut_is_judged_and_a_summary_is_not():
+  def judge(task, messages):
+    judged.append(messages[-1]['content'])
+    return 1.0
+
+  judged = []
+  env = context.Summary(env_lib.ToolEnv([add], judge), turns=1)
+  await play(env, call(0))  # Its answer ends with the request for a summary.
+  await env.finish('truncated', 'So far it is 4')
+  await play(env, call(0), 'a summary')
+  await env.finish('truncated', 'So it is 4')
+  assert judged == [turn(0)[1]['content'], 'So it is 4']
+
+
 def last_sum(env):
   sums = [m['content'] for m in env.messages if m['role'] == 'tool']
   return [env.task.messages[0], user(f'{len(sums)} sums, the last {sums[-1:]}')]
@@ -198,13 +212,3 @@ async def test_a_new_context_of_the_environment_is_the_opening_from_then_on():
   assert [i for i, step in enumerate(steps) if step.fresh] == [2, 3, 6, 7]
   recall = user(context.RECALL.format(summary='g'))
   assert steps[6].messages == [user('level 3'), recall]
-
-
-@pytest.mark.parametrize('turns, judged', [(1, 0.0), (2, 1.0)])
-async def test_an_unfinished_summary_is_not_judged(turns, judged):
-  """With turns=2 it is no summary that is cut, but an answer, which counts."""
-  env = context.Summary(make(), turns=turns)
-  await play(env, call(0))
-  step = await env.finish('truncated', 'It is 4')
-  assert step.reward == judged
-  assert ('It is 4' in env.env.messages[-1]['content']) == bool(judged)

@@ -84,6 +84,15 @@ def test_a_kind_that_becomes_interesting_is_practised_again():
   assert set(sampler.draws.variances.values()) == {0.125, 0.25}
 
 
+def test_an_episode_that_failed_is_no_reward():
+  """Else tasks whose tools break would look as if they were sometimes solved."""
+  sampler = _sampler(6, _VARIANCE)
+  tasks = sampler.start_rollout(4)
+  rewards = [1, 1, None], [0, 1, None], [1, None], [None, None]
+  sampler.finish_rollout([_group(t, r) for t, r in zip(tasks, rewards, strict=True)])
+  assert sampler.draws.variances == {tasks[0].id: 0, tasks[1].id: 0.25}
+
+
 @pytest.mark.parametrize('config', [config_lib.Curriculum(), _VARIANCE])
 def test_restored_it_draws_what_an_uninterrupted_one_draws(config):
   """Two rollouts are under way when the state is kept, and a refill follows."""
@@ -124,11 +133,3 @@ def test_what_is_refused():
   for wrong in ({'weight': 'hard'}, {'by': 'level'}, {'uniform_share': 0.0}):
     with pytest.raises(ValueError, match='curriculum'):
       config_lib.Curriculum(**wrong).check()
-
-
-def test_an_error_does_not_count_in_the_variance():
-  """Its reward of 0 beside solved ones says nothing about the task."""
-  sampler = _sampler(1, config_lib.Curriculum(weight='variance', by='level'))
-  (task,) = sampler.start_rollout(1)
-  sampler.finish_rollout([_group(task, [1, 1, None])])
-  assert sampler.draws.variances == {'easy': 0}

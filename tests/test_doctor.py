@@ -210,6 +210,15 @@ def test_what_does_not_fit(model, monkeypatch):
   assert len(failed) == 3 and doctor.show(list(found.values())) == 1
 
 
+def test_targets_that_no_layer_has_are_no_finding_of_the_disk(model, tmp_path):
+  config = tiny.run_config(model=str(model), lora_rank=4, lora_targets='q,x')
+  found = examine(config, tmp_path)
+  assert found['configuration'].status == 'fail'
+  assert found['configuration'].text.startswith("lora_targets is ('q', 'x'); give one")
+  assert 'lora_targets' not in found['disk'].text + found['disk'].remedy
+  assert 'GB free' in found['disk'].text
+
+
 def test_a_critic_that_is_a_second_head_is_not_written_twice(tmp_path):
   directory = pathlib.Path(tiny.save(tmp_path / 'model'))
   config, needed = tiny.run_config(model=str(directory)), []

@@ -507,6 +507,24 @@ async def test_check_env_wants_the_episode_to_end_with_the_replies():
     await testing.check_env(Guess, TASK, [])
 
 
+async def test_an_unfinished_reply_is_the_last_message_that_is_judged():
+  def judge(task, messages, status):
+    judged.append((status, [message['content'] for message in messages]))
+    return 0.5
+
+  judged, question = [], TASK.messages[0]['content']
+  for reply in ('6, beca', '', None):
+    env = env_lib.ToolEnv([], judge)
+    await env.reset(TASK)
+    step = await env.finish('truncated', reply)
+    assert step.done and step.reward == 0.5 and step.messages == []
+  assert judged == [
+    ('truncated', [question, '6, beca']),
+    ('truncated', [question, '']),
+    ('truncated', [question]),
+  ]
+
+
 async def test_retries_and_calls_of_an_isolated_tool_are_counted(monkeypatch):
   monkeypatch.setattr(tool_lib, '_PAUSES', (0.0,))
 
@@ -524,14 +542,3 @@ async def test_retries_and_calls_of_an_isolated_tool_are_counted(monkeypatch):
   step = await env.step(call + call)
   isolated = {'isolated/lost': 2.0, 'isolated_calls': 2.0}
   assert step.metrics == counts(calls=2.0, errors=2.0) | isolated
-
-
-@pytest.mark.parametrize(
-  'reply, said', [('It is 6', 'It is 6'), (None, 'What is 2 * 3?')]
-)
-async def test_an_unfinished_reply_is_judged_with_the_conversation(reply, said):
-  heard = []
-  env = env_lib.ToolEnv([], lambda task, messages: heard.append(messages) or 1.0)
-  await env.reset(TASK)
-  assert (await env.finish('truncated', reply)).reward == 1.0
-  assert [messages[-1]['content'] for messages in heard] == [said]

@@ -3,6 +3,7 @@
 A row is a change to a script that would train, or a command.
 """
 
+import errno
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ import script
 import tiny
 
 from agent_r1_jax import config, fields
-from agent_r1_jax.host import refusals
+from agent_r1_jax.host import disk, refusals
 
 _SCRIPT = '''
 from absl import app, flags
@@ -106,6 +107,10 @@ _CHANGES = {
   'tool.tool(lambda x: x)': 'no docstring.*fix its signature or docstring',
   'raise ModuleNotFoundError(name="nbclient")': "pip install 'nbclient==",
   'tool.tool(timeout=0)(look.fn)': 'timeout=0 must be above 0',
+  # A file of at most 2,000 bytes stands for a full disk; what is printed takes fewer.
+  '__import__("resource").setrlimit(1, (2000, 2000))': (
+    r'py:\d+: The configuration could not be written .* the disk is full .*Make room'
+  ),
 }
 _ENVIRONMENTS = {
   'AGENT_R1_MEMORY_GB=lots': "is 'lots'; give a number of GB above 0",
@@ -195,6 +200,20 @@ def test_a_refusal_names_the_line_of_the_script(capsys):
     names['call'](refused)
   refusals._print_error(caught.type, caught.value, caught.tb)
   assert capsys.readouterr().err.startswith(f'{__file__}:')
+
+
+@pytest.mark.parametrize('cause', [None, ValueError('Orbax')])
+def test_a_full_disk_is_one_line_and_a_failed_call_is_not(cause, tmp_path, capsys):
+  with pytest.raises(OSError) as full, disk.explain_write_errors(tmp_path, 'The model'):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  full.value.__cause__ = cause
+  refusals._print_error(full.type, full.value, full.tb)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert re.match(rf'{re.escape(__file__)}:\d+: The model could not be', line)
+  with pytest.raises(OSError) as failed:
+    (tmp_path / 'none' / 'file').write_text('')
+  refusals._print_error(failed.type, failed.value, failed.tb)
+  assert 'Traceback' in capsys.readouterr().err
 
 
 def test_help_shows_the_fields_and_the_flags_that_scripts_share():

@@ -54,6 +54,12 @@ async def test_what_fails_is_an_error(url):
     await nowhere.reset(types.Task('t', []))
 
 
+def test_an_action_that_is_nested_too_deeply_is_none():
+  for depth in (100, 985, 5000):
+    deep = f'{{"word": {"[" * depth}{"]" * depth}}}'
+    assert openenv.ServedEnv('http://127.0.0.1:1')._read_action(deep) is None
+
+
 def test_observations_are_written():
   assert openenv.show_observation({'text': 'a', 'metadata': {}, 'error': None}) == 'a'
   assert openenv.show_observation({'a': 'ä', 'b': [1]}) == '{"a": "ä", "b": [1]}'

@@ -375,3 +375,8 @@ def test_messages_keep_control_text_of_the_task():
   ids = chat.encode_prompt(task.messages)
   np.testing.assert_array_equal(played.segments[0].tokens[: len(ids)], ids)
   assert json.dumps(played.messages[0]['content']) == json.dumps(str(text))
+
+
+def test_a_last_line_that_is_nested_too_deeply_is_no_score():
+  for line in ('[' * 100_000, '{"a":' * 100_000, '[' * 900 + ']' * 900):
+    assert program.read_last_line(0, f'{line}\n') is None

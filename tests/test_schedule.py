@@ -20,7 +20,8 @@ from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import curriculum, journal, loop, rollout, schedule, setup
+from agent_r1_jax.train import curriculum, evaluate, journal, loop, rollout, setup
+from agent_r1_jax.train import schedule as schedule_lib
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
 model = test_train.model
@@ -152,6 +153,28 @@ class TestOneStepOffPolicy:
       _run(model, tmp_path, make_env=make_env, steps=2, eval_every=0)
     # Of two rollouts, and of the evaluation.
     assert len(begun) == 8 + 8 + 2
+
+
+def test_a_greedy_episode_that_failed_takes_its_group_away():
+  """ReMax: a reward of 0 that is due to an error is no baseline."""
+
+  def episode(task, reward, status='done'):
+    return types.Trajectory(task, 0, 0, [], [types.Turn(0, 0, 1, reward)], [], status)
+
+  tasks = test_train._tasks(3)
+  groups = [[episode(task, 1.0)] * 2 for task in tasks]
+  played = [episode(tasks[0], 0.25), episode(tasks[1], 0.0, 'error')]
+  played.append(episode(tasks[2], 0.5, 'truncated'))
+  start = mock.Mock(**{'position.draws': curriculum.Draws(), 'position.step': 0})
+  schedule = schedule_lib.Schedule(
+    config_lib.Config(), tasks, *(None, None, start), rollout.Decoding(None), None
+  )
+  with mock.patch.object(evaluate, 'run', return_value={'': played}) as run:
+    kept, baselines = schedule.play_greedy(groups)
+  assert run.call_args.args[2] == {'': tasks}
+  assert run.call_args.kwargs['decoding'].sampling == config_lib.GREEDY
+  assert kept == [groups[0], groups[2]]
+  assert baselines == [0.25, 0.25, 0.5, 0.5]
 
 
 class TestPartial:
@@ -289,23 +312,3 @@ def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
     with pytest.raises(MemoryError, match='out of device memory'):
       _run(model, tmp_path)
   assert tiny.within(_run, model, tmp_path / 'again', steps=1) is not None
-
-
-def test_a_group_whose_greedy_episode_failed_is_left_out():
-  """Its reward of 0 would be a baseline that no reply has earned."""
-
-  def episode(name, status, reward):
-    turns = [types.Turn(0, 0, 1, reward)]
-    return types.Trajectory(types.Task(name, []), 0, 0, [], turns, [], status=status)
-
-  step_groups = [[episode(name, 'done', 1.0)] * 2 for name in 'abc']
-  statuses = {'a': 'done', 'b': 'error', 'c': 'truncated'}
-  greedy = [episode(name, statuses[name], i / 4) for i, name in enumerate('abc')]
-  rollouts = schedule.Schedule.__new__(schedule.Schedule)
-  rollouts._engine = rollouts._chat = None
-  rollouts._decoding, rollouts._playing = rollout.ON_POLICY, {}
-  with mock.patch.object(schedule.evaluate, 'run', return_value={'': greedy}) as played:
-    kept, baselines = rollouts.play_greedy(step_groups)
-  assert played.call_args.kwargs['decoding'].sampling == config_lib.GREEDY
-  assert kept == [step_groups[0], step_groups[2]]
-  assert baselines == [0.0, 0.0, 0.5, 0.5]

@@ -212,6 +212,24 @@ class TestStructure:
     sample = write(tmp_path / 'a.eval', [odd])['samples/bridge-0_epoch_1.json']
     assert sample['target'] == '{"(0, 1)": "nan"}'
 
+  def test_what_is_nested_too_deeply_or_in_itself_is_cut(self, tmp_path):
+    """An episode that cannot be logged would end the run, at each resume again."""
+    deep, circle = 0, {'name': 'x'}
+    for _ in range(5000):
+      deep = [deep]
+    circle['self'] = [circle]
+    odd = trajectory(turns=[])
+    odd.task = dataclasses.replace(odd.task, answer=deep, info={'a': deep, 'b': circle})
+    for depth in (700, 985, 5000):
+      inner = '[' * depth + ']' * depth
+      call = f'<tool_call>{{"name": "search", "arguments": {{"x": {inner}}}}}</tool_call>'
+      odd.messages[2]['content'] = call
+      sample = write(tmp_path / 'a.eval', [odd])['samples/bridge-0_epoch_1.json']
+      assert sample['messages'][2]['content'] == call
+      assert 'parse_error' in sample['messages'][2]['tool_calls'][0]
+    assert sample['metadata']['info']['b'] == {'name': 'x', 'self': ['...']}
+    assert 0 < len(json.dumps(sample['metadata']['info']['a'])) < 1000
+
   def test_statuses(self, tmp_path):
     group = [trajectory(0, s, status) for s, status in enumerate(types.STATUSES[:3])]
     members = write(tmp_path / 'a.eval', [*group, failed()])

@@ -132,6 +132,7 @@ def _convert(text: str, schema: Any) -> Any:
   word = text.strip()
   try:
     value = json.loads(_PYTHON_WORDS.get(word, word))
+    calls.check_depth([value])
   except (ValueError, RecursionError):
     return text
   as_text = isinstance(value, str) or not _TYPES[type(value)] & allowed

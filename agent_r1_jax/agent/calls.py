@@ -35,6 +35,9 @@ class CallError:
 
 
 Call = ToolCall | CallError
+# The most objects and arrays of JSON that lie in each other in a call's arguments: who
+# takes them may walk them by recursion, and Python's ends at about 1,000.
+MAX_DEPTH = 64
 # The schemas of tools, in the OpenAI form.
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -133,6 +136,18 @@ def make_error(error: Exception | str, text: str) -> CallError:
   return CallError(f'invalid tool call: {getattr(error, "msg", error)}', text)
 
 
+def check_depth(value: Any) -> None:
+  """Raises ValueError if JSON is nested more than MAX_DEPTH deep; needs no recursion."""
+  level = [value]
+  for _ in range(MAX_DEPTH + 1):
+    level = [x for x in level if isinstance(x, dict | list)]
+    if not level:
+      return
+    inner = (x.values() if isinstance(x, dict) else x for x in level)
+    level = [*itertools.chain.from_iterable(inner)]
+  raise ValueError(f'objects and arrays are nested more than {MAX_DEPTH} deep')
+
+
 def list_names(schemas: Schemas) -> list[str]:
   """Returns the names of tools."""
   return [schema['function'].get('name', '') for schema in schemas]
@@ -173,7 +188,7 @@ def to_arguments(value: Any, name: str, schemas: Schemas, label: str) -> dict[st
   An object may be encoded twice. A bare string is the argument of `find_text_argument`.
 
   Raises:
-    ValueError: They are neither.
+    ValueError: They are neither, or are nested too deeply.
   """
   if isinstance(value, str):
     try:
@@ -182,9 +197,11 @@ def to_arguments(value: Any, name: str, schemas: Schemas, label: str) -> dict[st
       inner = None
     argument = find_text_argument(name, schemas)
     if isinstance(inner, dict):
+      check_depth(inner)
       return inner
     if argument is not None:
       return {argument: value}
   if not isinstance(value, dict):
     raise ValueError(f'{label} must be a JSON object, with the arguments by their names')
+  check_depth(value)
   return value

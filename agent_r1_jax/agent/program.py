@@ -80,7 +80,7 @@ def read_last_line(status: int, output: str) -> Output:
   lines = output.split('\n')
   try:
     value = json.loads(next(line for line in reversed(lines) if line.strip()))
-  except (StopIteration, ValueError):
+  except (StopIteration, ValueError, RecursionError):
     return None
   return value if isinstance(value, int | float | dict) else None
 

@@ -260,10 +260,10 @@ def _needed_bytes(
   """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
   try:
     models = sizes.read_models(config.model, algorithm)
+    adapters = (config.model.lora_rank, config.model.adapter_targets)
+    trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
   except (OSError, ValueError):
-    return 0.0
-  adapters = (config.model.lora_rank, config.model.adapter_targets)
-  trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
+    return 0.0  # Another check says what is wrong.
   # While a checkpoint is written, the one that it will replace is still on disk.
   checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)
   return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']

@@ -14,6 +14,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import context, program, workers
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.checks import identity
+from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ def check_config(config: config_lib.Config, algorithm: algorithms.Algorithm) -> 
       f'algorithm is {algorithm!r:.100}; it must be an algorithms.Algorithm, such as '
       'algorithms.grpo() gives.'
     )
+  if model.lora_rank:
+    lora.check_targets(model.adapter_targets)
   fields.check_takes('algorithm.loss', algorithm.loss, 'stats', 'batch')
   fields.check_takes('algorithm.advantages', algorithm.advantages, 'table')
   if 0 < batch.row_tokens < config.engine.slots:

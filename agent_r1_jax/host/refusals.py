@@ -16,7 +16,7 @@ from agent_r1_jax.host import terminal
 _PACKAGE = f'{pathlib.Path(__file__).parents[1]}{os.sep}'
 _OURS = (_PACKAGE, f'{pathlib.Path(__file__).parents[2] / "experiments"}{os.sep}')
 # The types that this project raises with a message that says what to change.
-_REFUSALS = (ValueError, FileNotFoundError, RuntimeError)
+_REFUSALS = (ValueError, OSError, RuntimeError)
 
 
 def install() -> None:
@@ -33,7 +33,8 @@ def _print_error(kind, error, trace) -> None:
 
   Input is refused by a `raise` statement of this project. Other errors are bugs and keep
   their traceback; so do a ValueError that a function of Python raised when we called it,
-  and a RuntimeError that another error caused.
+  and a RuntimeError that another error caused. An OSError that is raised so says what
+  could not be written, such as a checkpoint on a full disk, and what to do.
   """
   calls = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
   path, line = calls[-1] if calls else ('', 0)
@@ -55,7 +56,9 @@ def _print_error(kind, error, trace) -> None:
   ]
   path, line = (outside or calls)[-1]
   remedy = f"; pip install '{pin}'" if pin else ''
-  print(terminal.printable(f'{path}:{line}: {error}{remedy}'), file=sys.stderr)
+  # The text of an OSError begins with a number that says nothing to a user.
+  said = isinstance(error, OSError) and not error.filename and error.strerror or error
+  print(terminal.printable(f'{path}:{line}: {said}{remedy}'), file=sys.stderr)
 
 
 def _find_pin(error: ModuleNotFoundError) -> str | None:

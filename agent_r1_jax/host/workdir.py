@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -48,6 +49,7 @@ def check_config(
   config: Mapping[str, Any],
   *,
   may_change: Collection[str] = (),
+  defaults: Mapping[str, Any] | None = None,
   write: bool = True,
   name: str = 'config.json',
   remedy: str = 'Give another workdir, or the same values',
@@ -59,6 +61,8 @@ def check_config(
     config: The run's configuration as nested dicts of JSON values.
     may_change: Dotted names of fields that a continued run may change, such as
       'schedule.steps'; the file then gets the new values.
+    defaults: What a field means that the file lacks, by its dotted name, a field before
+      those in it: an earlier version of the code wrote the file, and had no such field.
     write: Whether the file is written; if False, it is only compared.
     name: The file's name in `workdir`.
     remedy: The end of the error's message if a field differs: what the user can do.
@@ -77,7 +81,8 @@ def check_config(
       old = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
-    old_fields, new_fields = _flatten_fields(old), _flatten_fields(new)
+    filled = _fill(old, defaults or {})
+    old_fields, new_fields = _flatten_fields(filled), _flatten_fields(new)
     for field in may_change:
       old_fields.pop(field, None)
       new_fields.pop(field, None)
@@ -99,6 +104,19 @@ def list_differences(
       before, now = (show(x[name]) if name in x else 'absent' for x in (old, new))
       lines.append(f'  {name}: {before} there, {now} now')
   return lines
+
+
+def _fill(tree: Any, defaults: Mapping[str, Any]) -> Any:
+  """Returns nested dicts with the defaults of the dotted names that they lack."""
+  tree, defaults = copy.deepcopy(tree), json.loads(json.dumps(defaults))
+  for name, value in defaults.items():
+    *rooms, field = name.split('.')
+    inner = tree
+    for room in rooms:
+      inner = inner.setdefault(room, {}) if isinstance(inner, dict) else None
+    if isinstance(inner, dict):
+      inner.setdefault(field, value)
+  return tree
 
 
 def _flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:

@@ -33,6 +33,14 @@ from agent_r1_jax.models import families
 LEAVES = ('lora_a', 'lora_b', 'lora_scale')
 
 
+def check_targets(targets: Sequence[str]) -> None:
+  """Raises ValueError if there is no target, or one that families.TARGETS lacks."""
+  if not targets or set(targets) - families.TARGETS.keys():
+    raise ValueError(
+      f'lora_targets is {tuple(targets)}; give one or more of {tuple(families.TARGETS)}.'
+    )
+
+
 def add(
   params: dict[str, Any],
   rank: int,
@@ -54,11 +62,7 @@ def add(
     raise ValueError(f'lora_rank is {rank}; it must be at least 1 for adapters.')
   if not alpha > 0:
     raise ValueError(f'lora_alpha is {alpha}; it must be above 0, or nothing is learned.')
-  unknown = sorted(set(targets) - families.TARGETS.keys())
-  if unknown or not targets:
-    raise ValueError(
-      f'lora_targets is {tuple(targets)}; give one or more of {tuple(families.TARGETS)}.'
-    )
+  check_targets(targets)
   if has_adapters(params):
     raise ValueError('params have adapters already; merge them first.')
   layers = dict(params['layers'])

@@ -38,6 +38,9 @@ from agent_r1_jax.host import disk, terminal
 
 _VERSION = 2  # of Inspect's log schema
 _LIMITS = {'truncated': 'token', 'max_turns': 'turn'}
+# The most containers of a log's values that lie in each other, where JSON's reader would
+# give up if there were more. A call's arguments have at most calls.MAX_DEPTH.
+_MOST_CONTAINERS = 100
 
 
 def write_log(
@@ -185,23 +188,36 @@ def _zip(path: pathlib.Path, members: Mapping[str, Any]) -> None:
 
 def _to_json(content: Any) -> bytes:
   # A model's bytes can decode to lone surrogates, which UTF-8 cannot encode.
-  dump = functools.partial(json.dumps, ensure_ascii=False, default=str, allow_nan=False)
+  dump = functools.partial(json.dumps, ensure_ascii=False, default=_text, allow_nan=False)
   try:
     text = dump(content)
-  except (TypeError, ValueError):  # Rare: replacing takes time.
-    text = dump(_replace_nonfinite(content))
+  except (TypeError, ValueError, RecursionError):  # Rare: replacing takes time.
+    text = dump(_make_plain(content))
   return text.encode('utf-8', errors='replace')
 
 
-def _replace_nonfinite(value: Any) -> Any:
-  """Replaces NaN and infinity, which JSON lacks, by strings."""
+def _text(value: Any) -> str:
+  try:
+    return str(value)
+  except RecursionError:
+    return '...'
+
+
+def _make_plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
+  """Replaces what JSON lacks by strings: NaN, infinity, and keys that are no text.
+
+  '...' stands for a container in itself, and for one in _MOST_CONTAINERS others.
+  """
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)
+  if not isinstance(value, Mapping | list | tuple):
+    return value
+  if id(value) in outer or len(outer) == _MOST_CONTAINERS:
+    return '...'
+  inner = functools.partial(_make_plain, outer=(*outer, id(value)))
   if isinstance(value, Mapping):
-    return {str(key): _replace_nonfinite(inner) for key, inner in value.items()}
-  if isinstance(value, list | tuple):
-    return [_replace_nonfinite(inner) for inner in value]
-  return value
+    return {str(key): inner(x) for key, x in value.items()}
+  return [inner(x) for x in value]
 
 
 def _ids(trajectories: Sequence[types.Trajectory]) -> list[str]:
@@ -353,7 +369,7 @@ def _call(result: Mapping[str, Any], call: Any) -> dict[str, Any]:
 
 def _message(message: types.Message) -> dict[str, Any]:
   role, content = message['role'], message.get('content') or ''
-  content = content if isinstance(content, str) else json.dumps(content, default=str)
+  content = content if isinstance(content, str) else _to_json(content).decode()
   if role == 'tool':
     return {'role': 'tool', 'content': content, 'function': message.get('name', 'tool')}
   if role in ('system', 'user', 'assistant'):
@@ -365,7 +381,7 @@ def _target(answer: Any) -> str | list[str]:
   if answer is None:
     return ''
   if isinstance(answer, list | tuple):
-    return [str(alias) for alias in answer]
+    return [_text(alias) for alias in answer]
   return answer if isinstance(answer, str) else _to_json(answer).decode()
 
 

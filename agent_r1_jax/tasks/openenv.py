@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import env
+from agent_r1_jax.agent import calls, env
 from agent_r1_jax.tasks import games
 
 
@@ -90,6 +90,7 @@ class ServedEnv:
   def _read_action(self, text: str) -> dict[str, Any] | None:
     try:
       action = json.loads(text)
+      calls.check_depth(action)  # The client encodes it again.
     except (ValueError, RecursionError):
       action = None
     if isinstance(action, dict):

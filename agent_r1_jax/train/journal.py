@@ -87,6 +87,7 @@ def _check_config(config, workdir, *, write: bool = True):
     workdir,
     dataclasses.asdict(config),
     may_change=('schedule.steps', 'sinks', 'profile'),
+    defaults=config.read_missing(),
     write=write,
   )
 
@@ -109,6 +110,7 @@ class Journal:
     workdir: str | os.PathLike,
     label: str,
     made_of: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
   ):
     """Opens and locks the workdir.
 
@@ -117,6 +119,8 @@ class Journal:
       workdir: The directory; made if missing.
       label: What the progress bar calls the run.
       made_of: What else may not change between two starts (identity.describe_run).
+      defaults: What a name means that an older made_of.json lacks
+        (identity.list_defaults).
 
     Raises:
       ValueError: Another run holds the workdir, or its run has another configuration or
@@ -140,7 +144,9 @@ class Journal:
           'Give another workdir. If the change is intended or does not matter, delete '
           f'{path}: this run then goes on with what it is given now'
         )
-        workdir_lib.check_config(workdir, made_of, name=path.name, remedy=remedy)
+        workdir_lib.check_config(
+          workdir, made_of, defaults=defaults, name=path.name, remedy=remedy
+        )
       self._stack = stack.pop_all()
 
   def __enter__(self):

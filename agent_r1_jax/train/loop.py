@@ -376,7 +376,9 @@ def play(
 
 def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> None:
   """Raises ValueError if the workdir has episodes of another configuration or method."""
-  workdir_lib.check_config(workdir, dataclasses.asdict(config))
+  workdir_lib.check_config(
+    workdir, dataclasses.asdict(config), defaults=config.read_missing()
+  )
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]

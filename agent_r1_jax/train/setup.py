@@ -104,7 +104,10 @@ def start(
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     watch = stack.enter_context(preemption.watch())
-    journal = stack.enter_context(journal_lib.Journal(config, workdir, label, made_of))
+    defaults = identity.list_defaults('algorithm', algorithm)
+    journal = stack.enter_context(
+      journal_lib.Journal(config, workdir, label, made_of, defaults)
+    )
     journal.call_format = chat.format
     train_state = _restore(train_state, plan, engine, journal, watch)
     print_line = journal.progress.print_line
