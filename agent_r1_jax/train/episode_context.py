@@ -65,13 +65,17 @@ class Context:
     """Makes the random key of one of the episode's texts, uint32 [2]."""
     return request_lib.make_key(*self._key_parts, *parts)
 
-  def fork(self, number: int) -> 'Context':
-    """Returns a context with the same text; unless `number` is 0 it has another key."""
+  def fork(self, number: int, turn: int) -> 'Context':
+    """Returns a context with the same text; unless `number` is 0 it has another key.
+
+    The key is of this turn alone. With one key for fork 1 of every turn, the randomness
+    of a long reply that was rejected would be that of the next turn, at its positions.
+    """
     other = copy.copy(self)
     other._forked = True
     if number:
-      other._key_parts = (*self._key_parts, number)
-      other._key = request_lib.make_key(*self._key.tolist(), number)
+      other._key_parts = (*self._key_parts, turn, number)
+      other._key = request_lib.make_key(*self._key.tolist(), turn, number)
     return other
 
   async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
@@ -81,8 +85,10 @@ class Context:
       parent = request_lib.Fork(parent, len(parent))
     request = self._make_request(ids, parent, max_tokens, self._key)
     if self.chooser:
-      self._text, reply = await self.chooser.reply(request)
-      return reply
+      generation = await self.chooser.reply(request)
+      # What the key of the reply holds for later positions is not used by any other.
+      self._text, self._key = generation.text, generation.request.key
+      return await generation
     generation = self.replica.submit(request)
     self._text, self._forked = generation.text, False
     return await generation
