@@ -14,6 +14,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.train import rollout
@@ -157,7 +158,8 @@ def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
 )
 def test_no_randomness_is_used_twice(make, fresh, monkeypatch):
   """A key that sampled a reply samples another only where that one goes on from it."""
-  found, submit = [], replica_lib.Replica.submit
+  submit = replica_lib.Replica.submit
+  found: list[tuple[request_lib.Generation, np.ndarray]] = []
 
   def note(self, request):
     generation = submit(self, request)
@@ -169,7 +171,8 @@ def test_no_randomness_is_used_twice(make, fresh, monkeypatch):
   _play(make, 3, LONG_REPLIES, forever=True, fresh=lambda turn: fresh)
   ends: dict[bytes, np.ndarray] = {}
   for generation, start in found:
-    end = ends.get(key := generation.request.key.tobytes(), start[:0])
+    key = generation.request.key.tobytes()
+    end = ends.get(key, start[:0])
     np.testing.assert_array_equal(start[: len(end)], end)
     sampled = [chunk.tokens for chunk in generation.chunks]
     ends[key] = np.concatenate([start, *sampled])
