@@ -89,6 +89,26 @@ async def test_a_tree_looks_further_than_one_turn():
   assert sum(few.digits) < sum(many.digits) == _best()
 
 
+@pytest.mark.parametrize('width', [1, 2, 3])
+async def test_an_episode_that_ended_stays_in_the_beam(width):
+  """The first one ends after one turn, and is better than what the others come to."""
+
+  class Early(Line):
+    async def take_turn(self):
+      self.digits += (self.number if len(self.digits) else 9 - self.number,)
+
+    @property
+    def status(self):
+      return 'done' if self.digits[:1] == (9,) else super().status
+
+  async def read(lines):
+    return np.array([float(x.digits[0]) for x in lines])
+
+  root = Early()
+  found = await search_lib.Beams(width, 3, NONE).play(root, read)
+  assert found.digits == (9,) and not found.closed
+
+
 class Env(test_rollout.Env):
   def clone(self):
     return copy.copy(self)
