@@ -154,7 +154,6 @@ class TestChoice:
     greedy = _play(choice_lib.Choice(3), 1, sampling=config_lib.GREEDY)
     test_rollout._same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
 
-
   def test_rejected_candidates_are_closed(self, monkeypatch):
     """Else their rows are kept until they are the oldest, and the cache fills."""
     submit, reply = replica_lib.Replica.submit, choice_lib.Chooser.reply

@@ -199,6 +199,50 @@ def test_no_randomness_is_used_twice(make, fresh, monkeypatch):
   assert len(ends) > 9
 
 
+class Failing(Env):
+  """Fails in the second turn of the first fork that comes so far."""
+
+  failed = False
+
+  async def step(self, reply):
+    if self.turn == 1 and not Failing.failed:
+      Failing.failed = True
+      raise OSError('it is broken')
+    return await super().step(reply)
+
+
+@pytest.mark.parametrize('make_env', [Env, Failing])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda critic: search_lib.Beams(2, 2, critic),
+    lambda critic: search_lib.Tree(2, 2, critic),
+  ],
+  ids=['beams', 'tree'],
+)
+def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
+  """Those of an episode that failed too: else their rows are kept from other texts."""
+  submit, found = replica_lib.Replica.submit, []
+
+  def note(self, request):
+    found.append(submit(self, request))
+    return found[-1]
+
+  monkeypatch.setattr(replica_lib.Replica, 'submit', note)
+  monkeypatch.setattr(Failing, 'failed', False)
+  engine = tiny.engine(test_rollout._params(), slots=256, bucket=256, rows=10)
+  decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
+  (t,) = test_rollout._collect(
+    lambda: make_env(forever=True),
+    test_rollout._tasks(1),
+    engine=engine,
+    decoding=decoding,
+    limits=LONG_REPLIES,
+  )
+  assert t.status == ('error' if make_env is Failing else 'max_turns')
+  assert len(found) > 4 and all(generation.text.closed for generation in found)
+
+
 class Reader(NamedTuple):
   """In place of a search: one episode, whose value is read after each turn."""
 

@@ -145,7 +145,7 @@ class Episode:
   async def _end(self):
     """Closes the text and the environment, and completes the trajectory's metrics."""
     t = self.trajectory
-    self.context.close()
+    self.context.close_all()
     self._close_segment()
     if self.conversation:
       # A metric that the program reported itself has precedence.

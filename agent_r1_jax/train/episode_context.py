@@ -54,6 +54,8 @@ class Context:
       self.search = decoding.choice
     # Whether another context has the same text: the next reply must then fork it.
     self._forked = False
+    # All contexts of the episode: this one, its forks and theirs.
+    self._all = [self]
     self._text: request_lib.Text | None = None
     self._key = self.make_key(0)
 
@@ -72,6 +74,7 @@ class Context:
     of a long reply that was rejected would be that of the next turn, at its positions.
     """
     other = copy.copy(self)
+    other._all.append(other)
     other._forked = True
     if number:
       other._key_parts = (*self._key_parts, turn, number)
@@ -130,6 +133,11 @@ class Context:
   def length(self) -> int:
     """The number of tokens of the text so far."""
     return 0 if self._text is None else len(self._text)
+
+  def close_all(self):
+    """Closes the texts of all contexts of the episode, once it is over."""
+    for context in self._all:
+      context.close()
 
   def close(self):
     """Closes its texts, so that other texts get their rows first."""
