@@ -343,6 +343,10 @@ class _Renderer:
         answer = process.stdout.readline()
       except BrokenPipeError:
         answer = b''
+      except BaseException:
+        # An interrupted wait must not leave its answer to the next request.
+        _end(process)
+        raise
       finally:
         timer.cancel()
       if answer.endswith(b'\n'):
