@@ -1,6 +1,7 @@
 """Formats of tool calls: what models write is read, and what is broken is explained."""
 
 import functools
+import itertools
 import json
 import pathlib
 import random
@@ -341,6 +342,73 @@ def test_nothing_makes_it_raise(name):
     for schemas in ((), _SCHEMAS):
       kinds |= {type(call) for call in _FORMATS[name].parse(reply, schemas)}
   assert kinds <= {ToolCall, calls.CallError} and ToolCall in kinds
+
+
+class _Counting:
+  """A pattern, or a decoder of JSON, that counts the characters which it reads."""
+
+  read = 0
+
+  def __init__(self, inner):
+    self.inner = inner
+
+  def search(self, text, start=0):
+    found = self.inner.search(text, start)
+    _Counting.read += (found.end() if found else len(text)) - start
+    return found
+
+  def match(self, text, start=0):
+    found = self.inner.match(text, start)
+    _Counting.read += found.end() - start if found else 1
+    return found
+
+  def raw_decode(self, text, start):
+    _Counting.read += len(text) - start  # It may find only there that it is malformed.
+    value, end = self.inner.raw_decode(text, start)
+    _Counting.read -= len(text) - end
+    return value, end
+
+
+_PIECES = {
+  'hermes': ('<tool_call>', '</tool_call>', '{"name":"a","arguments":{', *'{["\\,x'),
+  'llama3': ('{"name":"a","parameters":', '<|python_tag|>', '1,', *'{["'),
+  'qwen3_coder': (
+    *('<tool_call>', '</tool_call>', '<function=f>', '</function>'),
+    *('<parameter=a>', '\n<parameter=a>', '</parameter>', 'x'),
+  ),
+  'search_r1': ('<search>', '</search>', '<answer>', 'x'),
+  'retool': ('<code>', '</code>', '```', '```python\n', '<answer>', 'x'),
+  'react': ('Action:', 'Action Input:', 'Final Answer', 'a[', *']{"`'),
+}
+
+
+@pytest.mark.parametrize('name', _FORMATS)
+def test_the_time_grows_as_the_length(name, monkeypatch):
+  """Each character is read a bounded number of times, whatever a reply repeats."""
+  for key, value in vars(call_formats).copy().items():
+    if isinstance(value, re.Pattern | json.JSONDecoder):
+      monkeypatch.setattr(call_formats, key, _Counting(value))
+  pieces = ['\n', ' ', '<think>', '</think>', *_PIECES[name]]
+  # Only a decoder of JSON does not say how far it came.
+  bound = 30 if name in ('hermes', 'llama3') else 8
+  ends = ['', '</think>x', '</parameter><parameter=', '}', '"']
+  for first, second in itertools.product(pieces, repeat=2):
+    unit = first + second
+    for end in ends:
+      reply, _Counting.read = unit * (4000 // len(unit)) + end, 0
+      found = _FORMATS[name].parse(reply, _SCHEMAS)
+      assert _Counting.read < bound * len(reply), (unit, end)
+      malformed = sum(isinstance(call, calls.CallError) for call in found)
+      assert malformed <= calls.MAX_MALFORMED
+
+
+def test_after_many_malformed_calls_no_more_is_read():
+  good, bad = _FORMATS['hermes'].render(look('a')), '<tool_call>{</tool_call>'
+  found = _FORMATS['hermes'].parse(good + bad * 15 + good)
+  assert [found[0], found[-1]] == [look('a')] * 2 and len(found) == 17
+  found = _FORMATS['hermes'].parse(good + bad * 16 + good)
+  assert found[0] == look('a') and len(found) == 17
+  assert all(isinstance(call, calls.CallError) for call in found[1:])
 
 
 _TEMPLATE = """\

@@ -11,6 +11,7 @@ import test_rollout
 import tiny
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
@@ -152,6 +153,28 @@ class TestChoice:
     assert taken[0.0] > taken[1.0] > taken[math.inf]
     greedy = _play(choice_lib.Choice(3), 1, sampling=config_lib.GREEDY)
     test_rollout._same(greedy[0], _play(None, 1, sampling=config_lib.GREEDY)[0])
+
+  def test_rejected_candidates_are_closed(self, monkeypatch):
+    """Else their rows are kept until they are the oldest, and the cache fills."""
+    submit, reply = replica_lib.Replica.submit, choice_lib.Chooser.reply
+    sampled, turns = [], []
+
+    def note_submit(self, request):
+      sampled.append(submit(self, request))
+      return sampled[-1]
+
+    async def note_reply(self, request):
+      start = len(sampled)
+      chosen = await reply(self, request)
+      turns.append([g is chosen for g in sampled[start:]])
+      assert [not g.text.closed for g in sampled[start:]] == turns[-1]
+      return chosen
+
+    monkeypatch.setattr(replica_lib.Replica, 'submit', note_submit)
+    monkeypatch.setattr(choice_lib.Chooser, 'reply', note_reply)
+    (t,) = _play(choice_lib.Choice(3, choice_lib.mean_logprob), 1, forever=True)
+    assert [sorted(taken) for taken in turns] == [[False, False, True]] * len(t.turns)
+    assert t.status != 'error' and all(g.text.closed for g in sampled)
 
 
 class TestSavedCritic:

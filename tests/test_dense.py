@@ -44,6 +44,17 @@ def test_approximate_indexes_are_trained_and_find_themselves(factory):
   assert np.mean([ids == [p.id] for ids, p in zip(_ids(found), PASSAGES[::20])]) > 0.8
 
 
+def test_an_approximate_index_finds_fewer_rather_than_others():
+  """FAISS fills up with passage -1 where the list that it looks at has too few."""
+  index = dense.Dense(PASSAGES, _encode, factory='IVF8,Flat', parameters='nprobe=1')
+  queries = ['query 7', 'query 1000']
+  for query, hits in zip(_encode(queries), index.search(queries, 600), strict=True):
+    found = [int(hit.document.id) for hit in hits]
+    assert 10 < len(found) == len({*found}) < 300
+    vectors = _encode([PASSAGES[i].contents for i in found])
+    np.testing.assert_allclose([h.score for h in hits], vectors @ query, rtol=1e-5)
+
+
 def test_search_parameters_are_set_and_kept(tmp_path):
   queries = [f'query {i}' for i in range(1000, 1050)]
   exact = dense.Dense(PASSAGES, _encode).search(queries, 5)

@@ -1,5 +1,10 @@
 """Implicit values: their gradient, what they learn, and how the engine reads them."""
 
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,13 +16,16 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.rl import implicit_value, packing, table
+from agent_r1_jax.rl import implicit_value, learner, packing, table
+from experiments import guided
 
 SHAPE = packing.MicrobatchShape(2, 256)
 
 
-def _played(n=6):
-  played = test_rollout._collect(test_rollout.Env, test_rollout._tasks(n))
+def _played(n=6, fresh=False):
+  """Half of them succeed. With `fresh` each turn is a segment of its own."""
+  make_env = lambda: test_rollout.Env(fresh=lambda turn: fresh)
+  played = test_rollout._collect(make_env, test_rollout._tasks(n))
   for i, trajectory in enumerate(played):
     for turn in trajectory.turns:
       turn.reward = 0.0
@@ -45,8 +53,10 @@ def _fit(played, steps, optimizer, shape=SHAPE, seen=lambda step, metrics: None)
   )
 
 
-def test_learns_what_succeeds_from_the_policy_on():
-  played, losses = _played(), []
+@pytest.mark.parametrize('fresh', [False, True])
+def test_learns_what_succeeds_from_the_policy_on(fresh):
+  played, losses = _played(fresh=fresh), []
+  assert fresh == any(len(t.segments) > 1 for t in played)
   note = lambda step, metrics: losses.append(metrics['loss'])
   _, odds = _fit(played, 20, optax.adam(3e-2), seen=note)
   # The sampler's log-probs are the learner's; half of them succeed.
@@ -67,6 +77,42 @@ def test_a_step_is_the_same_however_it_is_batched():
   a, b = (np.asarray(p['embed']['embedding']) for p in (one, other))
   np.testing.assert_allclose(a, b, atol=1e-5)
   assert np.abs(a - np.asarray(test_rollout._params()['embed']['embedding'])).max() > 1e-5
+
+
+def test_the_gradient_is_that_of_whole_episodes():
+  """However many segments they have, and wherever these are packed; SGD shows it."""
+  played = _played(4, fresh=True)
+  assert {len(t.segments) for t in played} == {1, 2}
+  built, params = table.build(played), test_rollout._params()
+  (batch,), where = packing.pack_microbatches(built, packing.MicrobatchShape(8, 256))
+  success = np.arange(len(played)) % 2
+
+  def loss(params, odds):
+    on_device = jax.tree.map(jnp.asarray, batch)
+    logprobs = learner.token_stats(params, on_device, config=tiny.config()).logprobs
+    found = jnp.where(built.action_mask, logprobs.reshape(-1)[where.index], 0.0)
+    total = jax.ops.segment_sum(found, built.trajectory, len(played))
+    log_odds = odds.prior + odds.beta * total
+    chances = jax.nn.log_sigmoid(log_odds), jax.nn.log_sigmoid(-log_odds)
+    return -jnp.mean(jnp.where(success, *chances))
+
+  for shape in (packing.MicrobatchShape(1, 256), packing.MicrobatchShape(8, 256)):
+    fitted, odds = _fit(played, 1, optax.sgd(1.0), shape)
+    step = jax.tree.map(np.subtract, params, fitted)
+    expected = jax.grad(loss)(params, odds)
+    for a, b in zip(jax.tree.leaves(step), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5)
+    assert np.abs(step['embed']['embedding']).max() > 1e-3
+
+
+def test_a_vote_sums_what_is_fitted():
+  """Over all segments of an episode, turn by turn."""
+  played = _played(4, fresh=True)
+  player: Any = types.SimpleNamespace(shape=tiny.config(), rows=SHAPE)
+  sums = guided.Player.sum_logprobs(player, played, test_rollout._params())
+  assert [len(s) for s in sums] == [len(t.turns) for t in played]
+  total = _sums(test_rollout._params(), played)
+  np.testing.assert_allclose([s[-1] for s in sums], total, atol=1e-4)
 
 
 def test_the_engine_reads_what_the_learner_computes(tmp_path):

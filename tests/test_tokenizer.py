@@ -2,8 +2,10 @@ import json
 import random
 import shutil
 
+import numpy as np
 import pytest
 
+from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 TEXTS = [
@@ -213,3 +215,21 @@ def test_a_template_that_does_not_end_is_refused(copied, template, message):
     return
   with pytest.raises(ValueError, match=f'its chat template .*({message})'):
     tokenizer_lib.load(copied)
+
+
+def test_a_template_that_does_not_end_on_longer_messages_is_ended(copied):
+  """It is bounded at each encoding; the process that renders it is started again."""
+  path = copied / 'tokenizer_config.json'
+  config = json.loads(path.read_text())
+  loops = '{% if messages[0].content | length > 40 %}' + _LOOP + '{% endif %}'
+  power = '{{ 9 ** (9 ** (8 + messages | length)) }}'
+  big = "{% if 'big' in messages[0].content %}" + power + '{% endif %}'
+  template = loops + big + tokenizer_lib.CHATML
+  path.write_text(json.dumps(config | {'chat_template': template}))
+  chat = chat_lib.Chat(tokenizer_lib.load(copied))
+  say = lambda text: chat.encode_prompt([{'role': 'user', 'content': text}])
+  before = say('What is it?')
+  for text in ('What is it? ' * 10, 'How big is it?'):
+    with pytest.raises(ValueError, match='did not end within 3 s of a processor'):
+      say(text)
+    np.testing.assert_array_equal(say('What is it?'), before)

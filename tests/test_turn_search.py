@@ -9,8 +9,12 @@ import test_choice
 import test_rollout
 import tiny
 
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import replica as replica_lib
+from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.train import rollout
@@ -85,17 +89,40 @@ async def test_a_tree_looks_further_than_one_turn():
   assert sum(few.digits) < sum(many.digits) == _best()
 
 
+@pytest.mark.parametrize('width', [1, 2, 3])
+async def test_an_episode_that_ended_stays_in_the_beam(width):
+  """The first one ends after one turn, and is better than what the others come to."""
+
+  class Early(Line):
+    async def take_turn(self):
+      self.digits += (self.number if len(self.digits) else 9 - self.number,)
+
+    @property
+    def status(self):
+      return 'done' if self.digits[:1] == (9,) else super().status
+
+  async def read(lines):
+    return np.array([float(x.digits[0]) for x in lines])
+
+  root = Early()
+  found = await search_lib.Beams(width, 3, NONE).play(root, read)
+  assert found.digits == (9,) and not found.closed
+
+
 class Env(test_rollout.Env):
   def clone(self):
     return copy.copy(self)
 
 
-def _play(make, forever=False, n=3):
+LONG_REPLIES = config_lib.Limits(max_turns=3, max_turn_tokens=48)
+
+
+def _play(make, n=3, limits=test_rollout._LIMITS, **env):
   engine = test_rollout._engine()
   decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
   tasks = test_rollout._tasks(n, test_choice.LONG)
   played = test_rollout._collect(
-    lambda: Env(forever=forever), tasks, engine=engine, decoding=decoding
+    lambda: Env(**env), tasks, engine=engine, decoding=decoding, limits=limits
   )
   return played, engine.stats.prefilled
 
@@ -127,7 +154,7 @@ def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
     return await read(self, texts)
 
   monkeypatch.setattr(choice_lib.StateValues, 'read', note)
-  (t,), prefilled = _play(make, True, 1)
+  (t,), prefilled = _play(make, 1, LONG_REPLIES, forever=True)
   (segment,) = t.segments
   test_rollout._assert_exact(t)
   tiny.assert_on_policy(test_rollout._params(), [segment])
@@ -137,6 +164,83 @@ def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
   assert len(states) > 5
   assert prefilled < 2 * len(distinct) - t.metrics['sampled_tokens'] + 16 * len(states)
   assert prefilled < sum(map(len, states)) / 1.5
+
+
+@pytest.mark.parametrize('fresh', [False, True])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda critic: choice_lib.Choice(3, critic=critic),
+    lambda critic: search_lib.Beams(1, 2, critic),
+    lambda critic: search_lib.Tree(2, 2, critic),
+  ],
+  ids=['choice', 'beams', 'tree'],
+)
+def test_no_randomness_is_used_twice(make, fresh, monkeypatch):
+  """A key that sampled a reply samples another only where that one goes on from it."""
+  submit = replica_lib.Replica.submit
+  found: list[tuple[request_lib.Generation, np.ndarray]] = []
+
+  def note(self, request):
+    generation = submit(self, request)
+    if request.policy is None:
+      found.append((generation, generation.text.tokens))
+    return generation
+
+  monkeypatch.setattr(replica_lib.Replica, 'submit', note)
+  _play(make, 3, LONG_REPLIES, forever=True, fresh=lambda turn: fresh)
+  ends: dict[bytes, np.ndarray] = {}
+  for generation, start in found:
+    key = generation.request.key.tobytes()
+    end = ends.get(key, start[:0])
+    np.testing.assert_array_equal(start[: len(end)], end)
+    sampled = [chunk.tokens for chunk in generation.chunks]
+    ends[key] = np.concatenate([start, *sampled])
+  assert len(ends) > 9
+
+
+class Failing(Env):
+  """Fails in the second turn of the first fork that comes so far."""
+
+  failed = False
+
+  async def step(self, reply):
+    if self.turn == 1 and not Failing.failed:
+      Failing.failed = True
+      raise OSError('it is broken')
+    return await super().step(reply)
+
+
+@pytest.mark.parametrize('make_env', [Env, Failing])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda critic: search_lib.Beams(2, 2, critic),
+    lambda critic: search_lib.Tree(2, 2, critic),
+  ],
+  ids=['beams', 'tree'],
+)
+def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
+  """Those of an episode that failed too: else their rows are kept from other texts."""
+  submit, found = replica_lib.Replica.submit, []
+
+  def note(self, request):
+    found.append(submit(self, request))
+    return found[-1]
+
+  monkeypatch.setattr(replica_lib.Replica, 'submit', note)
+  monkeypatch.setattr(Failing, 'failed', False)
+  engine = tiny.engine(test_rollout._params(), slots=256, bucket=256, rows=10)
+  decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
+  (t,) = test_rollout._collect(
+    lambda: make_env(forever=True),
+    test_rollout._tasks(1),
+    engine=engine,
+    decoding=decoding,
+    limits=LONG_REPLIES,
+  )
+  assert t.status == ('error' if make_env is Failing else 'max_turns')
+  assert len(found) > 4 and all(generation.text.closed for generation in found)
 
 
 class Reader(NamedTuple):
@@ -171,6 +275,57 @@ def test_an_implicit_value_is_the_log_prob_of_the_replies_so_far():
   sums = [logprobs[turn.start : turn.stop].sum() for turn in t.turns]
   assert len(sums) == 3
   np.testing.assert_allclose(seen, np.cumsum(sums), atol=1e-3)
+
+
+class LongText(Env):
+  """The environment of task 0 is ordinary; the others give more than a row holds.
+
+  Task 1 in the answer to the first reply, task 2 in a new prompt, task 3 in the first.
+  """
+
+  TEXT = {'role': 'user', 'content': 'one two three ' * 100}
+
+  async def reset(self, task):
+    messages = await super().reset(task)
+    return [self.TEXT] if task.id == 'task 3' else messages
+
+  async def step(self, reply):
+    step = await super().step(reply)
+    if self.task.id in ('task 1', 'task 2'):
+      step = types.Step([self.TEXT], 0.5, fresh=self.task.id == 'task 2')
+    return step
+
+
+@pytest.mark.parametrize('implicit', [False, True])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda critic, implicit: choice_lib.Choice(2, critic=critic, implicit=implicit),
+    lambda critic, implicit: search_lib.Beams(1, 2, critic, implicit),
+    lambda critic, implicit: search_lib.Tree(2, 2, critic, implicit),
+  ],
+  ids=['choice', 'beams', 'tree'],
+)
+def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit):
+  size = test_rollout._SLOTS
+  engine = tiny.engine(
+    test_rollout._params(), guides={guide_lib.FORCED: None}, slots=size, bucket=size
+  )
+  critic = engine.make_policy(test_choice._critic(), 0)
+  for choice in (None, make(critic, implicit)):
+    ordinary, answer, fresh, prompt = test_rollout._collect(
+      LongText,
+      engine=engine,
+      decoding=rollout.Decoding(choice=choice),
+      limits=LONG_REPLIES,
+    )
+    assert ordinary.status in ('done', 'max_turns')
+    for t in (answer, fresh):
+      assert (t.status, len(t.turns), t.reward) == ('truncated', 1, 0.5)
+      assert t.messages[-1] == LongText.TEXT and t.error is None
+      assert len(t.segments[0].tokens) == t.turns[0].stop
+    assert prompt.status == 'truncated' and not prompt.turns
+    assert prompt.metrics['prompt_too_long'] == 1 and 'a row 256' in prompt.error
 
 
 def test_an_environment_without_clones_is_refused():

@@ -163,14 +163,14 @@ def _parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
   '<tool_call>'. A value may contain end tags, unless they stand as they end a call.
   """
 
-  def fail(tag, why):
-    stop = _QWEN_STOP.search(reply, tag.end())
+  def fail(tag, why, position):
+    stop = _QWEN_STOP.search(reply, position)
     end = stop.start() if stop else len(reply)
     return calls.make_error(why, reply[tag.start() : end]), end
 
   def read(tag):
     if not tag[1]:
-      return fail(tag, 'expected <function=the name> after <tool_call>')
+      return fail(tag, 'expected <function=the name> after <tool_call>', tag.end())
     properties = calls.find_parameters(tag[1], schemas).get('properties', {})
     arguments, position = {}, tag.end()
     while parameter := _PARAMETER.match(reply, position):
@@ -181,7 +181,7 @@ def _parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
       position = end.end()
     close = _QWEN_CLOSE.match(reply, position)
     if not close:
-      return fail(tag, 'expected <parameter=a name> or </function>')
+      return fail(tag, 'expected <parameter=a name> or </function>', position)
     return ToolCall(tag[1], arguments), close.end()
 
   return calls.scan(reply, _QWEN, read)

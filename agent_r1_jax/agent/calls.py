@@ -99,6 +99,9 @@ class CallFormat:
 
 # How the pattern of `scan` begins.
 THINK = '<think>|</think>|'
+# The most malformed calls of a reply that are read. To find that a call is malformed can
+# take the time to read the whole rest of the reply, which then is searched once more.
+MAX_MALFORMED = 16
 
 
 def scan(
@@ -109,7 +112,8 @@ def scan(
   """Reads the calls of a reply, in order.
 
   A call in a closed thinking block does not count, even if the prompt opened the block; a
-  call in an open block does, because generation may stop at a call.
+  call in an open block does, because generation may stop at a call. What follows the
+  last of MAX_MALFORMED malformed calls, those in thinking blocks included, is not read.
 
   Args:
     reply: The reply.
@@ -119,7 +123,8 @@ def scan(
   """
   calls: list[Call | None] = []
   position = block = 0  # `block` is the number of calls before the thinking block.
-  while tag := pattern.search(reply, position):
+  malformed = 0
+  while malformed < MAX_MALFORMED and (tag := pattern.search(reply, position)):
     position = tag.end()
     if tag[0] == '<think>':
       block = len(calls)
@@ -127,6 +132,7 @@ def scan(
       del calls[block:]
     else:
       call, position = read(tag)
+      malformed += isinstance(call, CallError)
       calls.append(call)
   return list(itertools.takewhile(lambda call: call is not None, calls))  # pyright: ignore
 

@@ -292,10 +292,8 @@ class Chat:
     """Renders messages unchanged."""
     options = {'add_generation_prompt': True, **self._template_kwargs, **template_kwargs}
     try:
-      return self.tokenizer.apply_chat_template(
-        messages, tools=list(tools) or None, tokenize=False, **options
-      )
-    except (jinja2.TemplateError, TypeError) as error:
+      return tokenizer_lib.render(self.tokenizer, messages, tools, options)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
       roles = ', '.join(str(message['role']) for message in messages)
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} refuses messages of the '

@@ -1,11 +1,12 @@
 """Loads, trains and inspects tokenizers; only this file imports the library.
 
-Run as a script, it tests a chat template that may be hostile (see `_test_template`).
+Run as a script, it tests and renders a chat template that may be hostile (see `_serve`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+import contextlib
 import functools
 import json
 import os
@@ -14,7 +15,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
+import weakref
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
@@ -64,8 +67,10 @@ ADDED_TOKENS = (
   '</think>',
 )
 
-# The resources that a model's template may use for a short conversation.
-_TRY_SECONDS, _TRY_CPU_SECONDS = 120, 3
+# The resources that a model's template may use for a conversation, and the characters
+# that it may write for a short one. The seconds are those of a processor, for which it
+# gets _WAIT_SECONDS.
+_WAIT_SECONDS, _CPU_SECONDS = 120, 3
 _TRY_BYTES, _TRY_CHARS = 1 << 29, 1_000_000
 _FINE = 'fine'
 _CALL = {'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'it'}}}
@@ -141,7 +146,7 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     ) from error
   templates = tokenizer.chat_template or {}
   for template in templates.values() if isinstance(templates, dict) else [templates]:
-    if template != CHATML and (problem := _test_in_subprocess(str(template))):
+    if template != CHATML and (problem := _find_renderer(template).problem):
       raise ValueError(
         f'{directory}: its chat template {problem} on a conversation of a few words. '
         'Take the model from where you trust it, or fix "chat_template" in '
@@ -275,65 +280,164 @@ def eos_ids(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
   return [i for i in dict.fromkeys(ids) if i is not None]
 
 
-@functools.lru_cache
-def _test_in_subprocess(template: str) -> str:
-  """Describes what is wrong with a model's chat template; '' if nothing is.
+def render(
+  tokenizer: PreTrainedTokenizerFast,
+  messages: list[Any],
+  tools: Sequence[dict[str, Any]],
+  options: dict[str, Any],
+) -> str:
+  """Renders messages with the tokenizer's chat template.
+
+  Raises:
+    ValueError: The template refuses them, or takes more than its share of time or memory.
+  """
+  template = tokenizer.get_chat_template(tools=list(tools) or None)
+  if template == CHATML:
+    options = {'tools': list(tools) or None, 'tokenize': False, **options}
+    text: Any = tokenizer.apply_chat_template(messages, **options)
+    return text
+  # The library, too, leaves out what is None.
+  messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
+  options = {**tokenizer.special_tokens_map, **options}
+  return _find_renderer(template).render([messages], list(tools) or None, options)
+
+
+class _Renderer:
+  """A subprocess that renders a model's chat template.
 
   A template is a program that can run for ever and take all memory, and the library does
-  not prevent it. So it is tested in a subprocess, which can be killed, before this
-  process even compiles it: a compiler evaluates constant expressions.
+  not prevent it. So it runs in a subprocess, which is killed. This process does not even
+  compile it: a compiler evaluates constant expressions.
+
+  Attributes:
+    problem: What is wrong with the template; '' if nothing is.
   """
-  try:
-    done = subprocess.run(
+
+  def __init__(self, template: str):
+    """Renders short conversations, to find the problem."""
+    self._template, self._lock = template, threading.Lock()
+    self._process: subprocess.Popen[bytes] | None = None
+    text, self.problem = self._ask(None)
+    self.problem = self.problem or ('' if text == _FINE else text)
+
+  def render(self, *arguments: Any) -> str:
+    """Renders one conversation; see the module's `render`."""
+    text, problem = self._ask(arguments)
+    if problem:
+      raise ValueError(problem)
+    return text
+
+  def _ask(self, arguments: Any) -> tuple[str, str]:
+    """Returns the answer to a request, and what went wrong."""
+    with self._lock:
+      if self._process is None or self._process.poll() is not None:
+        self._process = self._start()
+      process = self._process
+      assert process.stdin and process.stdout
+      # It limits its own time; this one is for a machine where it is not even run.
+      timer = threading.Timer(_WAIT_SECONDS, process.kill)
+      timer.start()
+      try:
+        process.stdin.write(json.dumps(arguments).encode() + b'\n')
+        process.stdin.flush()
+        answer = process.stdout.readline()
+      except BrokenPipeError:
+        answer = b''
+      except BaseException:
+        # An interrupted wait must not leave its answer to the next request.
+        _end(process)
+        raise
+      finally:
+        timer.cancel()
+      if answer.endswith(b'\n'):
+        return json.loads(answer)
+      status = process.wait()
+      _end(process)
+    if status == -signal.SIGPROF:
+      return '', f'did not end within {_CPU_SECONDS} s of a processor'
+    return '', f'ended its process with status {status}'
+
+  def _start(self) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
       [sys.executable, '-P', __file__],
-      input=template.encode('utf-8', errors='replace'),
-      stdout=subprocess.PIPE,
+      stdin=pipe,
+      stdout=pipe,
       stderr=subprocess.DEVNULL,
-      timeout=_TRY_SECONDS,
+      start_new_session=True,  # Ctrl-C lets a run finish its step, which may render.
     )
-  except subprocess.TimeoutExpired:
-    return f'did not end within {_TRY_SECONDS} s'
-  if done.returncode == -signal.SIGXCPU:
-    return f'did not end within {_TRY_CPU_SECONDS} s of a processor'
-  problem = done.stdout.decode().strip()
-  if done.returncode or not problem:
-    return f'ended its process with status {done.returncode}'
-  return '' if problem == _FINE else problem
+    weakref.finalize(self, _end, process)
+    assert process.stdin
+    process.stdin.write(json.dumps(self._template).encode() + b'\n')
+    return process
 
 
-def _test_template() -> None:
-  """Renders short conversations with the template on stdin; prints the problem."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+  """Ends a subprocess that may have ended before."""
+  process.kill()
+  process.wait()
+  for pipe in (process.stdin, process.stdout):
+    assert pipe
+    with contextlib.suppress(OSError):
+      pipe.close()
+
+
+# A run has one template or two; each has a process for as long as it is here.
+_find_renderer = functools.lru_cache(4)(_Renderer)
+
+
+def _serve() -> None:
+  """Renders the template on the first line of stdin, a conversation for each other one.
+
+  A line is JSON: the arguments of a rendering; null tests the template. The answer is a
+  line with the text, and what went wrong.
+  """
   import resource
 
+  import jinja2
   from transformers.utils import chat_template_utils
 
-  template = sys.stdin.buffer.read().decode()
-  used = resource.getrusage(resource.RUSAGE_SELF)
-  seconds = int(used.ru_utime + used.ru_stime) + 1 + _TRY_CPU_SECONDS
-  # At the first limit the system sends SIGXCPU; at the second it kills.
-  resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-  memory = _TRY_BYTES
-  status = pathlib.Path('/proc/self/statm')
+  status, memory = pathlib.Path('/proc/self/statm'), _TRY_BYTES
   if status.exists():
     memory += int(status.read_text().split()[0]) * resource.getpagesize()
   resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+  template = json.loads(sys.stdin.readline())
+
+  def render(conversations, tools, options):
+    (text,), _ = chat_template_utils.render_jinja_template(
+      conversations, tools, chat_template=template, **options
+    )
+    return text
+
+  for line in sys.stdin:
+    # After so much time of a processor the system ends this process.
+    signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
+    arguments = json.loads(line)
+    try:
+      answer = (render(*arguments), '') if arguments else (_test_template(render), '')
+    except MemoryError:
+      answer = '', f'took more than {_TRY_BYTES >> 20} MiB'
+    except (jinja2.TemplateError, TypeError) as error:
+      answer = '', str(error)
+    except Exception as error:
+      answer = '', f'{type(error).__name__}: {error}'
+    print(json.dumps(answer), flush=True)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _test_template(render: Callable[..., str]) -> str:
+  """Renders short conversations; returns the problem, or _FINE."""
   for messages in _TRIAL_CONVERSATIONS:
     for tools in (None, _TRIAL_TOOLS):
       try:
-        (text,), _ = chat_template_utils.render_jinja_template(
-          [messages],
-          tools,
-          chat_template=template,
-          add_generation_prompt=True,
-          **_TRIAL_TOKENS,
-        )
+        text = render([messages], tools, {'add_generation_prompt': True, **_TRIAL_TOKENS})
       except MemoryError:
-        return print(f'took more than {_TRY_BYTES >> 20} MiB')
+        raise
       except Exception:
         continue  # A template may refuse a conversation.
       if len(text) > _TRY_CHARS:
-        return print(f'wrote more than {_TRY_CHARS} characters')
-  print(_FINE)
+        return f'wrote more than {_TRY_CHARS} characters'
+  return _FINE
 
 
 def _map_byte_chars() -> dict[str, int]:
@@ -359,4 +463,4 @@ def _read_json(path: pathlib.Path) -> dict:
 
 
 if __name__ == '__main__':
-  _test_template()
+  _serve()

@@ -204,10 +204,11 @@ class Chooser:
     self._values = None if critic is None else StateValues(replica, critic)
     self.sampled = 0
 
-  async def reply(
-    self, request: request_lib.Request
-  ) -> tuple[request_lib.Text, request_lib.Chunk]:
-    """Samples the candidates of a reply; returns the text and the reply of the chosen.
+  async def reply(self, request: request_lib.Request) -> request_lib.Generation:
+    """Samples the candidates of a reply; returns the chosen one, which is complete.
+
+    Its request has the key that the text goes on with: at the positions of a rejected
+    reply the randomness of that one's key is spent.
 
     Args:
       request: The request of the first candidate; the others are forks of its text.
@@ -215,9 +216,10 @@ class Chooser:
     parent = request.parent
     if isinstance(parent, request_lib.Text):
       parent = request_lib.Fork(parent, len(parent))
-    requests = [request]
+    requests, length = [request], parent.length if parent else 0
     for i in range(1, self._choice.candidates):
-      key = request_lib.make_key(*request.key.tolist(), i)
+      # The length is another in each turn, and so are the keys.
+      key = request_lib.make_key(*request.key.tolist(), length, i)
       requests.append(dataclasses.replace(request, parent=parent, key=key))
     generations = [self._replica.submit(request) for request in requests]
     chosen = None
@@ -225,7 +227,7 @@ class Chooser:
       replies = await asyncio.gather(*generations)
       self.sampled += sum(len(reply.tokens) for reply in replies)
       chosen = await self._choose([g.text for g in generations], replies, request.key)
-      return generations[chosen].text, replies[chosen]
+      return generations[chosen]
     finally:
       for i, generation in enumerate(generations):
         if i != chosen:

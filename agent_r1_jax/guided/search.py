@@ -170,11 +170,9 @@ async def play(search: Beams | Tree, root: Any, replica: replica_lib.Replica) ->
   async def read(episodes):
     if not search.implicit:
       return await values.read([episode.tokens for episode in episodes])
-    # An episode that ended for want of room has no new reply.
-    new = [episode for episode in episodes if episode.reply is not None]
-    texts, replies = [e.tokens_to_last_reply for e in new], [e.reply for e in new]
-    logprobs = await values.read_replies(texts, replies)
-    for episode, logprob in zip(new, logprobs, strict=True):
+    texts = [episode.tokens_to_last_reply for episode in episodes]
+    logprobs = await values.read_replies(texts, [e.reply for e in episodes])
+    for episode, logprob in zip(episodes, logprobs, strict=True):
       episode.value += logprob
     return np.array([episode.value for episode in episodes])
 

@@ -6,17 +6,17 @@ is fitted so that
 
   log-odds of success = b + β Σ_t log π_φ(a_t | s_t)
 
-over the tokens a_t that the policy chose. Yuan et al. 2024 (arXiv 2412.01981) have
+over the tokens a_t that the policy chose, in all segments of an episode together: it is
+the episode that succeeds. Yuan et al. 2024 (arXiv 2412.01981) have
 log π_φ/π in the place of log π_φ. Without π, the fit begins with what the policy's own
 log-probs know of success, and not with a constant.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -66,8 +66,6 @@ def fit(
 ) -> tuple[decoder.Params, Odds]:
   """Fits π_φ to episodes of π by the cross-entropy of their success (reward above 0.5).
 
-  Where an episode has several segments, each is fitted to the success by itself.
-
   Args:
     params: The parameters of π, to start from; donated.
     played: Episodes that π sampled.
@@ -99,7 +97,7 @@ def fit(
     while len(waiting) < episodes:
       waiting = np.append(waiting, rng.permutation(len(played)))
     chosen, waiting = waiting[:episodes], waiting[episodes:]
-    batches = _pack([played[i] for i in chosen], shape)
+    batches = _pack(state.params, [played[i] for i in chosen], config, shape)
     gradients = learner.forward_backward(state.params, batches, config=config, loss=loss)
     state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     on_step(step, {'loss': metrics['loss']})
@@ -107,27 +105,48 @@ def fit(
 
 
 def _pack(
-  played: Sequence[types.Trajectory], shape: packing.MicrobatchShape
+  params: decoder.Params,
+  played: Sequence[types.Trajectory],
+  config: decoder.DecoderConfig,
+  shape: packing.MicrobatchShape,
 ) -> list[types.Batch]:
-  """Packs episodes with what the loss reads, their success, as advantages."""
+  """Packs episodes with what the loss reads of them, in columns that a batch has.
+
+  advantages: The success of the episode.
+  values: Σ log π_φ of the episode's other segments, which may be in other micro-batches.
+  returns: How many action tokens the episode has for each one of the segment.
+  """
   table = table_lib.build(played)
   success = np.array([t.reward > 0.5 for t in played], float)
-  # The tokens of an episode share its weight; each of them has the episode's loss.
-  counts = np.bincount(table.trajectory, table.action_mask, len(played))
+  broadcast_sum = lambda by, x: np.bincount(by, x)[by]
+  counts = broadcast_sum(table.trajectory, table.action_mask)
+  own_counts = broadcast_sum(table.segment, table.action_mask)
+  others = np.zeros(len(table))
+  if (own_counts != counts).any():
+    found = logprobs(params, table, config=config, shape=shape)
+    others = broadcast_sum(table.trajectory, found) - broadcast_sum(table.segment, found)
   columns = {
     'advantages': success[table.trajectory],
-    'weights': table.action_mask / (len(played) * counts[table.trajectory]),
+    # The tokens of an episode share its weight; each of them has the episode's loss.
+    'weights': table.action_mask / (len(played) * counts),
+    'values': others,
+    'returns': counts / np.maximum(own_counts, 1),
   }
   return packing.pack_microbatches(dataclasses.replace(table, **columns), shape)[0]
 
 
 def _make_loss(odds: Odds) -> learner.Loss:
-  """Makes the cross-entropy; a batch's advantages are its episodes' success, 1 or 0."""
+  """Makes the cross-entropy of the episodes' success; the batch is one of `_pack`."""
 
   def loss(stats: losses.TokenStats, batch: types.Batch):
-    total = losses.segment_sum(stats.logprobs, batch.segment_ids)
-    log_odds = odds.prior + odds.beta * total
+    others: Any = batch.values
+    scale: Any = batch.returns
+    own = losses.segment_sum(stats.logprobs, batch.segment_ids)
+    log_odds = odds.prior + odds.beta * (own + others)
     entropy = jax.nn.softplus(log_odds) - batch.advantages * log_odds
-    return losses.weighted(jnp.asarray(entropy), batch.weights), {}
+    # The tokens of a segment have only its share of the weight; its log-probs have the
+    # whole gradient: d entropy / d own does not depend on how long the others are.
+    value = jax.lax.stop_gradient(entropy)
+    return losses.weighted(value + (entropy - value) * scale, batch.weights), {}
 
   return loss

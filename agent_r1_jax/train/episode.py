@@ -69,7 +69,7 @@ class Episode:
       of each prompt, reply and observation; the last two are None except for replies.
     status: One of types.STATUSES; None while the episode goes on.
     unfinished: The text of the last reply, if it ran out of tokens; else None.
-    reply: The reply of the last turn; None if there was no room for one.
+    reply: The reply of the last turn; None before the first.
     sampled: Under 'tokens', how many tokens were sampled; shared with all forks.
     value: The sum of an implicit critic's values of the replies so far.
   """
@@ -145,7 +145,7 @@ class Episode:
   async def _end(self):
     """Closes the text and the environment, and completes the trajectory's metrics."""
     t = self.trajectory
-    self.context.close()
+    self.context.close_all()
     self._close_segment()
     if self.conversation:
       # A metric that the program reported itself has precedence.
@@ -162,6 +162,7 @@ class Episode:
   async def _play_turns(self, task: types.Task) -> str:
     """Plays turn after turn, or searches over turns; returns the episode's status."""
     await self._reset(task)
+    self._end_without_room()
     if search := self.context.search:
       with _environment_errors():
         search_lib.check(self.env)
@@ -177,17 +178,8 @@ class Episode:
 
   async def take_turn(self):
     """Samples one reply and passes it to the environment; sets `status` at the end."""
-    t, ids, self.reply = self.trajectory, self.pending_ids, None
-    room = self.context.slots - self.context.length - len(ids)
-    if room < 1:
-      if not t.turns:
-        t.error = (
-          f'the prompt has {len(ids)} tokens, and a row {self.context.slots} (slots)'
-        )
-        t.metrics['prompt_too_long'] = 1.0
-      self.status = 'truncated'
-      return
-    reply = await self.context.reply(ids, min(room, self.limits.max_turn_tokens))
+    t, ids = self.trajectory, self.pending_ids
+    reply = await self.context.reply(ids, min(self._room, self.limits.max_turn_tokens))
     self.pieces += [
       (ids, None, None),
       (reply.tokens, reply.behaviour_logprobs, reply.policy_steps),
@@ -221,6 +213,27 @@ class Episode:
         self.pending_ids = self._encode(self.chat.encode_delta, step.messages, last)
     if len(t.turns) == self.limits.max_turns:
       self.status = 'max_turns'
+    else:
+      self._end_without_room()
+
+  @property
+  def _room(self) -> int:
+    """How many tokens the next reply may have."""
+    return self.context.slots - self.context.length - len(self.pending_ids)
+
+  def _end_without_room(self):
+    """Ends the episode where the next reply has no room.
+
+    This is known before that reply is asked for, so that a search never reads the value
+    of a state which no row holds.
+    """
+    if self.status is not None or self._room >= 1:
+      return
+    t, self.status = self.trajectory, 'truncated'
+    if not t.turns:
+      n, slots = len(self.pending_ids), self.context.slots
+      t.error = f'the prompt has {n} tokens, and a row {slots} (slots)'
+      t.metrics['prompt_too_long'] = 1.0
 
   async def fork(self, number: int) -> 'Episode':
     """Returns an independent copy; unless `number` is 0 it samples with other keys."""
@@ -233,13 +246,15 @@ class Episode:
       metrics={**t.metrics},
     )
     other.env = await self._call_env('clone')
-    other.pieces, other.context = [*self.pieces], self.context.fork(number)
+    other.pieces = [*self.pieces]
+    other.context = self.context.fork(number, len(t.turns))
     return other
 
   @property
   def mean_logprob(self) -> float:
     """The mean log π of the last reply's tokens."""
-    return 0.0 if self.reply is None else float(np.mean(self.reply.logprobs))
+    assert self.reply is not None
+    return float(np.mean(self.reply.logprobs))
 
   @property
   def tokens_to_last_reply(self) -> np.ndarray:
@@ -250,9 +265,10 @@ class Episode:
 
   @property
   def tokens(self) -> np.ndarray:
-    """The tokens before the next reply; once the episode ended, all but its last one."""
-    tokens = np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
-    return np.append(tokens, self.pending_ids) if self.status is None else tokens[:-1]
+    """The tokens before the next reply; at the end, before the last one's last token."""
+    if self.status is not None:
+      return self.tokens_to_last_reply[:-1]
+    return np.concatenate([*(piece[0] for piece in self.pieces), self.pending_ids])
 
   async def _run_program(self, env: program.Program, task: types.Task) -> str:
     """Runs a program against an endpoint of its own; returns the episode's status.

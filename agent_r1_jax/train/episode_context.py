@@ -54,6 +54,8 @@ class Context:
       self.search = decoding.choice
     # Whether another context has the same text: the next reply must then fork it.
     self._forked = False
+    # All contexts of the episode: this one, its forks and theirs.
+    self._all = [self]
     self._text: request_lib.Text | None = None
     self._key = self.make_key(0)
 
@@ -65,13 +67,18 @@ class Context:
     """Makes the random key of one of the episode's texts, uint32 [2]."""
     return request_lib.make_key(*self._key_parts, *parts)
 
-  def fork(self, number: int) -> 'Context':
-    """Returns a context with the same text; unless `number` is 0 it has another key."""
+  def fork(self, number: int, turn: int) -> 'Context':
+    """Returns a context with the same text; unless `number` is 0 it has another key.
+
+    The key is of this turn alone. With one key for fork 1 of every turn, the randomness
+    of a long reply that was rejected would be that of the next turn, at its positions.
+    """
     other = copy.copy(self)
+    other._all.append(other)
     other._forked = True
     if number:
-      other._key_parts = (*self._key_parts, number)
-      other._key = request_lib.make_key(*self._key.tolist(), number)
+      other._key_parts = (*self._key_parts, turn, number)
+      other._key = request_lib.make_key(*self._key.tolist(), turn, number)
     return other
 
   async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
@@ -81,8 +88,10 @@ class Context:
       parent = request_lib.Fork(parent, len(parent))
     request = self._make_request(ids, parent, max_tokens, self._key)
     if self.chooser:
-      self._text, reply = await self.chooser.reply(request)
-      return reply
+      generation = await self.chooser.reply(request)
+      # What the key of the reply holds for later positions is not used by any other.
+      self._text, self._key = generation.text, generation.request.key
+      return await generation
     generation = self.replica.submit(request)
     self._text, self._forked = generation.text, False
     return await generation
@@ -124,6 +133,11 @@ class Context:
   def length(self) -> int:
     """The number of tokens of the text so far."""
     return 0 if self._text is None else len(self._text)
+
+  def close_all(self):
+    """Closes the texts of all contexts of the episode, once it is over."""
+    for context in self._all:
+      context.close()
 
   def close(self):
     """Closes its texts, so that other texts get their rows first."""
