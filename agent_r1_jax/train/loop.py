@@ -140,8 +140,10 @@ def _run_steps(job: setup.Job):
     if not position.pending_metrics:
       with profile.trace_step(config.profiled_steps, journal.workdir, position.step + 1):
         sample = _sample(job)
+        runtime.release_freed_memory()
         seconds = {'time/rollout': clock.lap()}
         learned, table = _learn(job, sample)
+        runtime.release_freed_memory()
         seconds['time/update'] = clock.lap()
       position.advance(sample.metrics | learned | seconds, sample.draws)
       journal.write_rollout(sample.played, sample.chosen, table)
@@ -150,6 +152,7 @@ def _run_steps(job: setup.Job):
     is_due = position.step == steps or (every and position.step % every == 0)
     if job.evals and is_due:
       metrics |= _evaluate(job)
+      runtime.release_freed_memory()
       metrics['time/eval'] = clock.lap()
     metrics |= meter.measure()
     journal.write(metrics | job.alarms.check(position.step, metrics))
