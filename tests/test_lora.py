@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -235,8 +236,33 @@ def test_an_export_is_a_plain_model(tmp_path):
     return decoder.logits(params, found, x)
 
   plain.equal(logits(loaded), logits(adapted))
-  with pytest.raises(ValueError, match='lora_a has no place'):
-    weights.save(tmp_path / 'other', shape, adapted)
+
+
+@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
+def test_an_export_with_adapters_is_that_of_the_merged_policy(tmp_path, dtype):
+  shape = tiny.config('qwen2')
+  adapted = _adapted(tiny.params(shape), targets=('q', 'o', 'down'))
+  weights.save(tmp_path / 'here', shape, adapted, dtype=dtype)
+  weights.save(tmp_path / 'there', shape, lora.merge(adapted), dtype=dtype)
+  here, there = (
+    (tmp_path / name / 'model.safetensors').read_bytes() for name in ('here', 'there')
+  )
+  assert here == there
+
+
+def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
+  shape = tiny.config('qwen2')
+  adapted, merged, alive = _adapted(tiny.params(shape)), [], []
+  merge = lora.merge
+
+  def watched(node):
+    alive.append(sum(reference() is not None for reference in merged))
+    merged.append(weakref.ref((node := merge(node))['kernel']))
+    return node
+
+  monkeypatch.setattr(lora, 'merge', watched)
+  decoder.unstack(adapted, shape)
+  assert alive == [0] * len(_ALL)
 
 
 def test_adapters_in_the_layout_of_peft(tmp_path):

@@ -76,7 +76,7 @@ def _gpu(gb=80.0, **fields) -> memory.Machine:
 class TestChoose:
   def test_what_is_given_stays(self):
     given: dict[str, Any] = {name: 7 * (i + 1) for i, name in enumerate(sizes.FIELDS)}
-    config = tiny.run_config(**given)
+    config = tiny.run_config(**given, remat='full')
     machine = memory.Machine('cpu', 1e6)
     assert sizes.choose(config, memory.Models(_tiny(), _GRPO), machine) == config
 
@@ -309,14 +309,14 @@ class TestCheck:
       batch=config_lib.Batch(row_tokens=1024, microbatch=8),
     )
     config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
-    models = memory.Models(_qwen(remat='none'), _WITH_REFERENCE)
+    config.model.remat = 'none'
+    models = memory.Models(_qwen(), _WITH_REFERENCE)
     fields, enough = memory.suggest_changes(config, models, _gpu())
     assert enough and fields
     for dropped in [None, *fields]:
       given = {k: v for k, v in fields.items() if k != dropped}
       other = fields_lib.replace(config, given)
-      policy = dataclasses.replace(models.policy, remat=other.model.remat)
-      peak = memory.estimate(other, models._replace(policy=policy), _gpu()).peak
+      peak = memory.estimate(other, models, _gpu()).peak
       assert (peak <= 80e9) == (dropped is None)
 
   @pytest.mark.parametrize('rank', [0, 8])

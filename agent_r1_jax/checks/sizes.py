@@ -1,4 +1,4 @@
-"""Chooses the sizes that are 0 in a configuration, by the device and the model.
+"""Chooses sizes that are 0, and what is recomputed, by the device and the model.
 
 `resolve` chooses them, estimates the memory of the run (memory.py) and raises if it does
 not fit, before anything is loaded or compiled. A run that is resumed takes the sizes that
@@ -23,7 +23,7 @@ from agent_r1_jax.host import processes, runtime, sharding
 from agent_r1_jax.models import hf_config
 from agent_r1_jax.rl import algorithms
 
-FIELDS = config_lib.SIZES
+FIELDS, REMAT = config_lib.SIZES, 'model.remat'
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
 # The assumed tokens of a prompt, and the most slots that are chosen.
@@ -69,7 +69,9 @@ def resolve(
   if workdir is not None:
     config = load_recorded(config, workdir)
   reused = [
-    name for name in FIELDS if fields.get(config, name) != fields.get(unresolved, name)
+    name
+    for name in (*FIELDS, REMAT)
+    if fields.get(config, name) != fields.get(unresolved, name)
   ]
   config = choose(config, models, machine)
   _check_split(config, machine)
@@ -113,12 +115,10 @@ def load_recorded(
     return config  # No run yet; or the journal will raise an error that names the file.
   if not isinstance(recorded, Mapping):
     return config
-  known = {
-    name: _look_up(recorded, name) for name in FIELDS if not fields.get(config, name)
-  }
-  return fields.replace(
-    config, {name: n for name, n in known.items() if type(n) is int and n > 0}
-  )
+  names = (*FIELDS, REMAT)
+  known = {n: _look_up(recorded, n) for n in names if not fields.get(config, n)}
+  sound = lambda n, x: isinstance(x, str) if n == REMAT else type(x) is int and x > 0
+  return fields.replace(config, {n: x for n, x in known.items() if sound(n, x)})
 
 
 def _look_up(tree: Any, name: str) -> Any:
@@ -131,7 +131,29 @@ def _look_up(tree: Any, name: str) -> Any:
 def choose(
   config: config_lib.Config, models: memory.Models, machine: memory.Machine
 ) -> config_lib.Config:
-  """Returns `config` with a number for each size that is 0; other sizes are not changed.
+  """Returns `config` with a number for each size that is 0, and with a `model.remat`.
+
+  Other sizes are not changed. Activations are recomputed, which costs a third of a
+  gradient's time, only if rows or slots would have to be smaller without it, or if the
+  run would not fit.
+  """
+  given = config.model.remat or ('none' if models.algorithm is None else '')
+  none, full = (
+    _choose_sizes(fields.replace(config, {REMAT: given or remat}), models, machine)
+    for remat in ('none', 'full')
+  )
+  peak = lambda config: memory.estimate(config, models, machine).peak
+  sizes = lambda config: (config.engine.rows, config.engine.slots)
+  short = peak(none) > _ROUNDS[0][0] * machine.memory or sizes(none) != sizes(full)
+  # With the layers unrolled, on a CPU, it would save nothing.
+  saves = peak(fields.replace(none, {REMAT: 'full'})) < peak(none)
+  return full if short and saves else none
+
+
+def _choose_sizes(
+  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+) -> config_lib.Config:
+  """Returns `config` with a number for each size that is 0.
 
   Begins with the fastest sizes. While the estimate is above a share of the machine's
   memory they are halved, first the micro-batch, then rows, then slots; in the end rows
@@ -210,7 +232,8 @@ def describe(
 ) -> str:
   """Returns a line with the sizes and the estimated memory."""
   estimate = memory.estimate(config, models, machine)
-  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in FIELDS)
+  names = FIELDS if models.algorithm is None else (*FIELDS, REMAT)
+  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
   return (
     f'sizes: {chosen}; estimated peak {estimate.peak / memory.GB:.1f} GB '
     f'({estimate.largest}) of {machine.memory / memory.GB:.1f} GB'
@@ -240,7 +263,7 @@ def read_models(config: config_lib.Model, algorithm) -> memory.Models:
       'model.path is empty; give the directory of a model in Hugging Face layout.'
     )
   policy = hf_config.read(config.path)
-  policy = dataclasses.replace(policy, dtype=config.dtype, remat=config.remat)
+  policy = dataclasses.replace(policy, dtype=config.dtype)
   if algorithm is None:
     return memory.Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None

@@ -22,7 +22,7 @@ _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 # Where Linux lists the control groups of a process, and where their limits are.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
 # A process with fewer resident bytes keeps what it frees (release_freed_memory).
-_KEPT = 2e9
+KEPT = 2e9
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
@@ -181,12 +181,12 @@ def release_freed_memory() -> None:
   """Returns freed memory to the kernel; call it between the phases of a run.
 
   `retain_freed_memory` keeps it, and where a phase frees large blocks between small ones
-  that stay, the next phase's blocks do not fit the gaps: the process grows. A process with
-  less than 2 GB keeps everything, since faulting pages in again would cost it more time
-  than it has memory to lose. Arrays in reference cycles, such as those of an engine that
-  is no longer used, are freed first.
+  that stay, the next phase's blocks do not fit the gaps: the process grows. One with less
+  than 2 GB keeps everything, because its phases are so short that faulting pages in again
+  would take a part of them. Arrays in reference cycles, such as those of an engine that is
+  no longer used, are freed first.
   """
-  if _own_memory() < _KEPT:
+  if _own_memory() < KEPT:
     return
   gc.collect()
   if platform.libc_ver()[0] == 'glibc':

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, families, hf_config, tensor_files
+from agent_r1_jax.models import decoder, families, hf_config, lora, tensor_files
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -147,8 +147,9 @@ def save(
   Args:
     directory: New, empty, or a model to be replaced; anything else in it is refused.
     config: The model's shape.
-    params: Parameters as from `decoder.init`; a critic's have a 'value_head'. If several
-      processes hold them, all must call this, and the first one writes.
+    params: Parameters as from `decoder.init`; a critic's have a 'value_head'. Adapters
+      are merged a tensor at a time. If several processes hold the parameters, all must
+      call this, and the first one writes.
     dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
     max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
@@ -280,7 +281,9 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
-  for path in sorted(flat.keys() - {leaf.path for leaf in leaves}):
+  known = {leaf.path for leaf in leaves}
+  known |= {_sibling(leaf, name) for leaf in leaves for name in lora.LEAVES}
+  for path in sorted(flat.keys() - known):
     raise ValueError(f'params: {path} has no place in the model of config')
   for leaf in leaves:
     if leaf.path not in flat:
@@ -290,6 +293,10 @@ def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
         f'params: {leaf.path} has shape {flat[leaf.path].shape}, by config it is '
         f'{leaf.shape}'
       )
+
+
+def _sibling(leaf: _Leaf, name: str) -> str:
+  return f'{leaf.path.rpartition("/")[0]}/{name}'
 
 
 def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _Part]:
@@ -313,7 +320,11 @@ def _to_stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
   """Copies one tensor to the host, in the layout of the file."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = sharding.to_numpy(x[part.index] if part.index else x)
+  x = x[part.index] if part.index else x
+  if part.leaf.is_kernel and _sibling(part.leaf, 'lora_a') in flat:
+    adapter = {name: flat[_sibling(part.leaf, name)][part.index] for name in lora.LEAVES}
+    x = lora.merge({'kernel': x} | adapter)['kernel']
+  x = sharding.to_numpy(x)
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)
 
