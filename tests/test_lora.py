@@ -160,6 +160,19 @@ def _residuals(params, config):
   return sum(x.size for x in jax.tree.leaves(backward))
 
 
+def test_a_gradient_copies_no_frozen_kernels():
+  """With layers in a loop, which stacks what it saves for the backward pass."""
+  layers = decoder.UNROLLED_LAYERS + 1
+  sizes = {'num_layers': layers, 'embed_dim': 256, 'mlp_dim': 1024}
+  shape = dataclasses.replace(plain.CONFIG, **sizes)
+  params = jax.eval_shape(lambda: _adapted(decoder.init(shape, jax.random.key(0))))
+  options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
+  batch = jax.tree.map(lambda x: x[:1, :8], _batches()[0])
+  program = learner._gradient.lower(params, batch, config=shape, **options).compile()
+  kernels = sum(x['kernel'].size for x in params['layers']['mlp'].values())
+  assert program.memory_analysis().temp_size_in_bytes < 4 * kernels / 2
+
+
 def test_only_adapters_learn_and_only_they_have_moments():
   params = _adapted(plain.copy_tree(plain.policy()))
   before = jax.device_get(params)

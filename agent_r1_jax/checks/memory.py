@@ -393,7 +393,7 @@ def _layer_bytes(model, tokens: float, platform: str, tensor: int) -> dict[str, 
   KH = model.num_kv_heads * model.head_dim / tensor
   layer = unit * (8 * D + 5.5 * F + 3 * NH + 9 * KH)
   if model.facts.qk_norm:
-    layer += unit * 4.2 * (NH + KH)
+    layer += unit * 2.2 * (NH + KH)
   # A CPU that scans layers in bfloat16 saves some activations in both dtypes.
   both = 1.1 if cpu and model.dtype != 'float32' else 1.0
   return {
