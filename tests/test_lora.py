@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from typing import Any
 import weakref
 
 import jax
@@ -168,7 +169,7 @@ def test_a_gradient_copies_no_frozen_kernels():
   params = jax.eval_shape(lambda: _adapted(decoder.init(shape, jax.random.key(0))))
   options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
   batch = jax.tree.map(lambda x: x[:1, :8], _batches()[0])
-  program = learner._gradient.lower(params, batch, config=shape, **options).compile()
+  program: Any = learner._gradient.lower(params, batch, config=shape, **options).compile()
   kernels = sum(x['kernel'].size for x in params['layers']['mlp'].values())
   assert program.memory_analysis().temp_size_in_bytes < 4 * kernels / 2
 

@@ -311,7 +311,7 @@ class TestCheck:
     config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
     config.model.remat = 'none'
     models = memory.Models(_qwen(), _WITH_REFERENCE)
-    fields, enough = memory.suggest_changes(config, models, _gpu())
+    fields, enough = sizes.suggest_changes(config, models, _gpu())
     assert enough and fields
     for dropped in [None, *fields]:
       given = {k: v for k, v in fields.items() if k != dropped}

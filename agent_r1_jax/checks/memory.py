@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder, head, lora
 from agent_r1_jax.rl import algorithms, learner, optimizers
@@ -462,52 +461,3 @@ def _checkpoint_bytes(config, models, machine) -> float:
   older = schedule.sync_every > 1 or (schedule.ahead and not schedule.partial)
   others = bool(schedule.reference_every) + bool(older)
   return models.trained * (learned + opt_state) + others * learned
-
-
-def suggest_changes(
-  config: config_lib.Config, models: Models, machine: Machine
-) -> tuple[dict[str, object], bool]:
-  """Finds changes of fields with which the run fits.
-
-  Changes are tried one after the other; those that are not needed are left out.
-
-  Returns:
-    The new values by field, and whether the run then fits.
-  """
-  groups = count_splits(config.mesh, machine.chips)[0]
-  candidates: list[tuple[str, object]] = []
-  if models.algorithm is not None:
-    halves = [config.batch.microbatch >> i for i in range(1, 16)]
-    candidates += [
-      ('batch.microbatch', n) for n in halves if n >= groups and n % groups == 0
-    ]
-    candidates += [('model.remat', 'full'), ('optimizer.kind', 'adamw8')]
-    candidates += [('optimizer.offload', True)] if machine.platform != 'cpu' else []
-  rows = _halves('engine.rows', config.engine.rows, 1)
-  candidates += [change for change in rows if change[1] % config.engine.replicas == 0]
-  candidates += _halves('engine.slots', config.engine.slots, 256)
-  if models.algorithm is not None:
-    candidates += [('batch.microbatch', groups), ('model.lora_rank', 16)]
-
-  def peak(changes: dict[str, object]) -> float:
-    other = fields.replace(config, changes)
-    if 'engine.slots' in changes:
-      other.batch.row_tokens = other.engine.slots
-    return estimate(other, models, machine).peak
-
-  changes: dict[str, object] = {}
-  # One after the other, because a change may save less when others have been made.
-  for name, value in candidates:
-    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
-      changes[name] = value
-  enough = peak(changes) <= machine.memory
-  # With a later change, an earlier one may not be needed.
-  for name in list(changes):
-    fewer = {key: value for key, value in changes.items() if key != name}
-    if enough and peak(fewer) <= machine.memory:
-      changes = fewer
-  return changes, enough
-
-
-def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:
-  return [(name, n) for i in range(1, 16) if (n := value >> i) >= least]

@@ -204,7 +204,7 @@ def check(
   estimate = memory.estimate(config, models, machine)
   if estimate.peak <= machine.memory:
     return
-  changes, enough = memory.suggest_changes(config, models, machine)
+  changes, enough = suggest_changes(config, models, machine)
   named = ', '.join(f'{name}={value}' for name, value in changes.items())
   remedy = f'Lower it with {named}'
   if not enough:
@@ -225,6 +225,55 @@ def check(
     f'{estimate.table()}\n{remedy}.{origin} {MEMORY_VARIABLE} says that there is more or '
     'less.'
   )
+
+
+def suggest_changes(
+  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+) -> tuple[dict[str, object], bool]:
+  """Finds changes of fields with which the run fits.
+
+  Changes are tried one after the other; those that are not needed are left out.
+
+  Returns:
+    The new values by field, and whether the run then fits.
+  """
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  candidates: list[tuple[str, object]] = []
+  if models.algorithm is not None:
+    halves = [config.batch.microbatch >> i for i in range(1, 16)]
+    candidates += [
+      ('batch.microbatch', n) for n in halves if n >= groups and n % groups == 0
+    ]
+    candidates += [('model.remat', 'full'), ('optimizer.kind', 'adamw8')]
+    candidates += [('optimizer.offload', True)] if machine.platform != 'cpu' else []
+  rows = _halves('engine.rows', config.engine.rows, 1)
+  candidates += [change for change in rows if change[1] % config.engine.replicas == 0]
+  candidates += _halves('engine.slots', config.engine.slots, 256)
+  if models.algorithm is not None:
+    candidates += [('batch.microbatch', groups), ('model.lora_rank', 16)]
+
+  def peak(changes: dict[str, object]) -> float:
+    other = fields.replace(config, changes)
+    if 'engine.slots' in changes:
+      other.batch.row_tokens = other.engine.slots
+    return memory.estimate(other, models, machine).peak
+
+  changes: dict[str, object] = {}
+  # One after the other, because a change may save less when others have been made.
+  for name, value in candidates:
+    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
+      changes[name] = value
+  enough = peak(changes) <= machine.memory
+  # With a later change, an earlier one may not be needed.
+  for name in list(changes):
+    fewer = {key: value for key, value in changes.items() if key != name}
+    if enough and peak(fewer) <= machine.memory:
+      changes = fewer
+  return changes, enough
+
+
+def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:
+  return [(name, n) for i in range(1, 16) if (n := value >> i) >= least]
 
 
 def describe(

@@ -182,9 +182,9 @@ def release_freed_memory() -> None:
 
   `retain_freed_memory` keeps it, and where a phase frees large blocks between small ones
   that stay, the next phase's blocks do not fit the gaps: the process grows. One with less
-  than 2 GB keeps everything, because its phases are so short that faulting pages in again
-  would take a part of them. Arrays in reference cycles, such as those of an engine that is
-  no longer used, are freed first.
+  than KEPT bytes keeps everything: its phases are short, and faulting pages in again
+  would take a part of them. Arrays in reference cycles, such as those of an engine that
+  is no longer used, are freed first.
   """
   if _own_memory() < KEPT:
     return

@@ -341,10 +341,10 @@ def _unstack_tree(tree: Params, config: DecoderConfig, path: str) -> tuple[Param
     else:
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
-      options = {'joined': place.startswith('layers/attn/q/')}
-      options['dtype'] = x.dtype.name if '_norm' in place else config.dtype
+      joined = place.startswith('layers/attn/q/')
+      dtype = x.dtype.name if '_norm' in place else config.dtype
       # A merged kernel is freed only when this is done.
-      stacks[name] = jax.block_until_ready(_unstack_leaf(x, **options))
+      stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
   return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
 
 

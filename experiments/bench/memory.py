@@ -4,11 +4,11 @@ r"""Measures the memory of a whole run by phase, and makes a model of a real siz
   python -m experiments.bench.memory run MODULE [FLAGS OF THE MODULE ...]
 
 `make` writes a model of the shape in SHAPE.json (a config.json of Hugging Face) with
-random weights in bfloat16, as models are published. `run` runs a script of ours and
-prints, where it ends, a line for each phase in the order of their beginnings: the highest
-resident memory in it, what was resident at its ends, and how often it came. The kernel
-keeps the highest number (VmHWM, which `run` sets back every tenth of a second and where
-phases change), so that nothing is missed between two samples. Linux only.
+random weights in bfloat16, as models are published. `run` runs a script of ours, prints a
+line where a phase ends, and at the end a table: for each phase the highest resident
+memory, in GB (10^9 bytes), what was resident when it ended last, and how often it came.
+The kernel keeps the highest number (VmHWM, which is set back every tenth of a second and
+where phases change), so that nothing is missed between two samples. Linux only.
 
 docs/memory.md has the command that is run by hand when code of the memory changes.
 """
@@ -67,7 +67,9 @@ class Meter:
       with self._lock:
         self._note()
         self._phases.remove(name)
-        self._found[name][1:] = [_resident('VmRSS'), self._found[name][2] + 1]
+        numbers = self._found[name]
+        numbers[1:] = [_resident('VmRSS'), numbers[2] + 1]
+        print(f'memory: {name} {numbers[0]:.2f} {numbers[1]:.2f}', flush=True)
 
   def table(self) -> str:
     """Ends the sampling and returns a line for each phase, and one for the run."""
