@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from agent_r1_jax.engine import engine
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, hf_config, peft_files, weights
 from agent_r1_jax.rl import credit, learner
 from agent_r1_jax.train import evaluate, journal, schedule
@@ -113,6 +114,7 @@ def make(shape: str, tokenizer: str, directory: str, layers: str = '') -> None:
 
 def run(module: str, *flags: str) -> None:
   """Runs a script with its flags, and prints the table."""
+  runtime.retain_freed_memory()  # Before the first thread, as in a run without a meter.
   meter = Meter()
   for name, (owner, attribute) in _PHASES.items():
     setattr(owner, attribute, _measured(meter, name, getattr(owner, attribute)))
