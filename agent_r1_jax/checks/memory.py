@@ -141,12 +141,15 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
     models = models._replace(policy=policy)
   engine = _engine_terms(config, models.policy, machine)
   sampling = _sampling_terms(config, models.policy, machine)
-  process = {'the process itself': _PROCESS} if machine.platform == 'cpu' else {}
+  process, freed = {}, {}
+  if machine.platform == 'cpu':
+    process = {'the process itself': _PROCESS}
+    freed = {'freed by rollouts, in pieces': _ROLLOUT_GAPS * sum(sampling.values())}
   if models.algorithm is None:
     # The engine's copy is made of them, and they stay.
     frozen = {'parameters, float32': _frozen_bytes(config, models, machine)}
-    return Estimate({'rollout': process | frozen | engine | sampling})
-  rollout = dict(sampling)
+    return Estimate({'rollout': process | frozen | engine | sampling | freed})
+  rollout = sampling | freed
   if config.schedule.ahead and config.schedule.eval_every:
     # Rollouts under way keep their policy while another one is evaluated.
     rollout["evaluation's copy of the policy"] = _copy_bytes(
@@ -161,10 +164,7 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
     return Estimate({name: process | terms for name, terms in phases.items()})
   always = process | engine | state
   # With `ahead` rollouts are played while updates are computed.
-  beside = sampling if config.schedule.ahead else {}
-  if machine.platform == 'cpu':
-    freed = {'freed by rollouts, in pieces': _ROLLOUT_GAPS * sum(sampling.values())}
-    beside = beside | _kept(always, freed)
+  beside = sampling | freed if config.schedule.ahead else _kept(always, freed)
   phases = {'rollout': rollout, 'gradient': beside | gradient, 'update': beside | update}
   if machine.platform == 'cpu':
     freed = {'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values())}
