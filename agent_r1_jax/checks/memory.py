@@ -34,8 +34,9 @@ _FLOAT = 4
 # that is too small a run may start that runs out of memory; with one that is too large,
 # smaller sizes are chosen than would fit.
 
-# Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled.
-_PROCESS = 0.8e9
+# Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
+# the engine's programs have the code of each layer.
+_PROCESS, _LAYER_CODE = 0.8e9, 1.2e7
 # Attention on a CPU holds this many times the scores of the causal blocks: those saved
 # for the backward pass, and those of the layer that is being computed. If the scores have
 # fewer than _FUSED bytes, the latter factor is the former, too.
@@ -143,7 +144,8 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
   sampling = _sampling_terms(config, models.policy, machine)
   process, freed = {}, {}
   if machine.platform == 'cpu':
-    process = {'the process itself': _PROCESS}
+    code = _LAYER_CODE * models.policy.num_layers
+    process = {'the process itself': _PROCESS + code}
     freed = {'freed by rollouts, in pieces': _ROLLOUT_GAPS * sum(sampling.values())}
   if models.algorithm is None:
     # The engine's copy is made of them, and they stay.
