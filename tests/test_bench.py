@@ -4,8 +4,13 @@ import importlib.util
 import json
 import os
 
+import numpy as np
 import pytest
 import script
+import tiny
+
+from agent_r1_jax.models import hf_config, weights
+from experiments.bench import memory
 
 # Replies of 8 tokens in place of 64: 2,000 are enough for their sense.
 _SHORT = """
@@ -95,3 +100,21 @@ def test_a_retrieval_servers_measurements(tmp_path):
   line = json.loads(done.stdout.splitlines()[-1])
   assert (line['offered'], line['refused_503']) == (20, 0)
   assert line['found'] > 0.3 and line['p99_ms'] > line['p50_ms'] > 0
+
+
+def test_a_model_of_a_given_shape_is_made_and_the_memory_of_phases_is_measured(tmp_path):
+  """A phase has what it freed before its end; the highest of all phases is the run's."""
+  shape = hf_config.make(tiny.config('qwen3', layers=4), 'bfloat16')
+  (tmp_path / 'shape.json').write_text(json.dumps(shape))
+  paths = [tmp_path / 'shape.json', tiny.tokenizer_dir(), tmp_path / 'model']
+  memory.make(*map(str, paths), '2')
+  assert weights.load(tmp_path / 'model')[0].num_layers == 2
+  assert (tmp_path / 'model' / 'tokenizer.json').is_file()
+  meter = memory.Meter()
+  with meter.phase('outer'):
+    with meter.phase('inner'):
+      np.ones(50_000_000)
+  rows = [line.split() for line in meter.table().splitlines()[1:]]
+  found = {name: [float(x) for x in numbers] for name, *numbers in rows if name != 'the'}
+  assert found['inner'][0] > found['inner'][1] + 0.3 and found['inner'][2] == 1
+  assert found['outer'][0] < found['inner'][0] == float(rows[-1][-1])

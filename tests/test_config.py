@@ -140,6 +140,14 @@ def test_sizes_of_a_run_are_those_in_its_file(tmp_path):
   assert found == tiny.run_config(rows=3, microbatch=2)
 
 
+def test_what_a_run_recomputes_is_what_is_in_its_file(tmp_path):
+  written = dataclasses.asdict(tiny.run_config(remat='full'))
+  (tmp_path / 'config.json').write_text(json.dumps(written))
+  assert sizes.load_recorded(config_lib.Config(), tmp_path).model.remat == 'full'
+  given = tiny.run_config(remat='none')
+  assert sizes.load_recorded(given, tmp_path).model.remat == 'none'
+
+
 @pytest.mark.parametrize(
   ('argument', 'message'),
   [

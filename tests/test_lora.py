@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
+from typing import Any
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +161,19 @@ def _residuals(params, config):
   return sum(x.size for x in jax.tree.leaves(backward))
 
 
+def test_a_gradient_copies_no_frozen_kernels():
+  """With layers in a loop, which stacks what it saves for the backward pass."""
+  layers = decoder.UNROLLED_LAYERS + 1
+  sizes = {'num_layers': layers, 'embed_dim': 256, 'mlp_dim': 1024}
+  shape = dataclasses.replace(plain.CONFIG, **sizes)
+  params = jax.eval_shape(lambda: _adapted(decoder.init(shape, jax.random.key(0))))
+  options = {'loss': plain.GRPO_OBJECTIVE, 'temperature': plain.TEMPERATURE}
+  batch = jax.tree.map(lambda x: x[:1, :8], _batches()[0])
+  program: Any = learner._gradient.lower(params, batch, config=shape, **options).compile()
+  kernels = sum(x['kernel'].size for x in params['layers']['mlp'].values())
+  assert program.memory_analysis().temp_size_in_bytes < 4 * kernels / 2
+
+
 def test_only_adapters_learn_and_only_they_have_moments():
   params = _adapted(plain.copy_tree(plain.policy()))
   before = jax.device_get(params)
@@ -236,8 +251,33 @@ def test_an_export_is_a_plain_model(tmp_path):
     return decoder.logits(params, found, x)
 
   plain.equal(logits(loaded), logits(adapted))
-  with pytest.raises(ValueError, match='lora_a has no place'):
-    weights.save(tmp_path / 'other', shape, adapted)
+
+
+@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
+def test_an_export_with_adapters_is_that_of_the_merged_policy(tmp_path, dtype):
+  shape = tiny.config('qwen2')
+  adapted = _adapted(tiny.params(shape), targets=('q', 'o', 'down'))
+  weights.save(tmp_path / 'here', shape, adapted, dtype=dtype)
+  weights.save(tmp_path / 'there', shape, lora.merge(adapted), dtype=dtype)
+  here, there = (
+    (tmp_path / name / 'model.safetensors').read_bytes() for name in ('here', 'there')
+  )
+  assert here == there
+
+
+def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
+  shape = tiny.config('qwen2')
+  adapted, merged, alive = _adapted(tiny.params(shape)), [], []
+  merge = lora.merge
+
+  def watched(node):
+    alive.append(sum(reference() is not None for reference in merged))
+    merged.append(weakref.ref((node := merge(node))['kernel']))
+    return node
+
+  monkeypatch.setattr(lora, 'merge', watched)
+  decoder.unstack(adapted, shape)
+  assert alive == [0] * len(_ALL)
 
 
 def test_adapters_in_the_layout_of_peft(tmp_path):

@@ -31,6 +31,24 @@ with {watch}():
     thread.start()
     thread.join()
 """
+_RELEASE = """
+import gc
+gc.disable()
+import numpy as np
+from agent_r1_jax.host import runtime
+runtime.retain_freed_memory()
+def allocate():
+  pairs = [(np.ones(2_000_000), np.ones(1000)) for _ in range(20)]
+  cycle = [np.ones(10_000_000)]
+  cycle.append(cycle)
+  return [small for _, small in pairs]  # They lie between the large ones, now freed.
+kept = allocate()
+for _ in range(2):
+  before = runtime._own_memory()
+  runtime.release_freed_memory()
+  print(before - runtime._own_memory())
+  runtime.KEPT = 0
+"""
 _COMPILE = """
 import jax
 from agent_r1_jax.host import runtime
@@ -59,6 +77,13 @@ def test_freed_memory_is_not_faulted_in_again():
   assert kept < pages / 100
   # Large pages, where the kernel gives them, make fewer faults of the same work.
   assert given_back > 2 * kept
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='malloc_trim is glibc’s')
+def test_a_large_process_returns_what_it_freed_and_a_small_one_does_not():
+  small, large = map(int, python(_RELEASE).split())
+  assert abs(small) < 1e7
+  assert large > 0.9 * 400e6  # 20 blocks of 16 MB, and 80 MB in a cycle.
 
 
 def test_where_accelerators_are_memory_is_left_alone():

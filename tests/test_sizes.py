@@ -76,7 +76,7 @@ def _gpu(gb=80.0, **fields) -> memory.Machine:
 class TestChoose:
   def test_what_is_given_stays(self):
     given: dict[str, Any] = {name: 7 * (i + 1) for i, name in enumerate(sizes.FIELDS)}
-    config = tiny.run_config(**given)
+    config = tiny.run_config(**given, remat='full')
     machine = memory.Machine('cpu', 1e6)
     assert sizes.choose(config, memory.Models(_tiny(), _GRPO), machine) == config
 
@@ -154,6 +154,27 @@ class TestChoose:
       chosen = sizes.choose(config, models, _gpu(gb, chips=chips, engines=chips))
       assert chosen.batch.microbatch % groups == 0
       assert chosen.batch.row_tokens % config.mesh.context == 0
+
+  @pytest.mark.parametrize('gb, remat', [(96, 'none'), (20, 'full')])
+  def test_activations_are_recomputed_before_rows_become_fewer(self, gb, remat):
+    models = memory.Models(_qwen('0.5b', 'float32', 'none'), _GRPO)
+    machine = memory.Machine('cpu', gb * 1e9, cores=4)
+    config = tiny.run_config(slots=2048, lora_rank=16)
+    chosen = sizes.choose(config, models, machine)
+    assert chosen.model.remat == remat
+    assert f'model.remat={remat}; estimated' in sizes.describe(chosen, models, machine)
+    config.model.remat = 'none'
+    without = sizes.choose(config, models, machine).engine.rows
+    assert (without < chosen.engine.rows) == (remat == 'full')
+    config.model.remat = ''
+    plays = memory.Models(models.policy)
+    assert sizes.choose(config, plays, machine).model.remat == 'none'
+
+  def test_activations_are_not_recomputed_where_that_saves_nothing(self):
+    models = memory.Models(_qwen('small', 'float32', 'none'), _GRPO)
+    machine = memory.Machine('cpu', 8e9, cores=4)
+    chosen = sizes.choose(config_lib.Config(), models, machine)
+    assert chosen.model.remat == 'none' and chosen.engine.slots < 8192
 
   def test_rows_follow_the_engines(self):
     models = memory.Models(_qwen('0.5b'), _GRPO)
@@ -309,14 +330,14 @@ class TestCheck:
       batch=config_lib.Batch(row_tokens=1024, microbatch=8),
     )
     config = tiny.run_config(config, bucket=1024, replicas=1, dtype='bfloat16')
-    models = memory.Models(_qwen(remat='none'), _WITH_REFERENCE)
-    fields, enough = memory.suggest_changes(config, models, _gpu())
+    config.model.remat = 'none'
+    models = memory.Models(_qwen(), _WITH_REFERENCE)
+    fields, enough = sizes.suggest_changes(config, models, _gpu())
     assert enough and fields
     for dropped in [None, *fields]:
       given = {k: v for k, v in fields.items() if k != dropped}
       other = fields_lib.replace(config, given)
-      policy = dataclasses.replace(models.policy, remat=other.model.remat)
-      peak = memory.estimate(other, models._replace(policy=policy), _gpu()).peak
+      peak = memory.estimate(other, models, _gpu()).peak
       assert (peak <= 80e9) == (dropped is None)
 
   @pytest.mark.parametrize('rank', [0, 8])
@@ -356,6 +377,20 @@ class TestCheck:
     )
     with pytest.raises(ValueError, match='No setting makes it fit.*more chips'):
       sizes.check(config, models, _gpu(24))
+
+  def test_a_policy_that_only_plays_has_its_parameters_beside_the_engines_copy(self):
+    config = tiny.run_config(rows=1, slots=128, replicas=1)
+    estimate = memory.estimate(config, memory.Models(_qwen()), memory.Machine('cpu', 1e9))
+    assert estimate.peak > (4 + 2) * 3.086e9
+
+  def test_a_large_process_keeps_nothing_that_it_freed(self):
+    config = tiny.run_config(rows=64, slots=4096, microbatch=1, replicas=1)
+    kept = []
+    for shape in (_tiny(), _qwen('small')):
+      models, machine = memory.Models(shape, _GRPO), memory.Machine('cpu', 1e9)
+      phases = memory.estimate(config, models, machine).phases
+      kept.append(phases['gradient']['freed by rollouts, in pieces'])
+    assert kept[0] > 0 == kept[1]
 
   def test_more_that_is_loaded_takes_more(self):
     def peak(algorithm=_GRPO, **fields):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields
+from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder, head, lora
 from agent_r1_jax.rl import algorithms, learner, optimizers
 
@@ -34,8 +34,9 @@ _FLOAT = 4
 # that is too small a run may start that runs out of memory; with one that is too large,
 # smaller sizes are chosen than would fit.
 
-# Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled.
-_PROCESS = 0.8e9
+# Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
+# the engine's programs have the code of each layer.
+_PROCESS, _LAYER_CODE = 0.8e9, 1.2e7
 # Attention on a CPU holds this many times the scores of the causal blocks: those saved
 # for the backward pass, and those of the layer that is being computed. If the scores have
 # fewer than _FUSED bytes, the latter factor is the former, too.
@@ -44,7 +45,7 @@ _SAVED_SCORES, _SCORES, _FUSED = 2.1, 3.15, 2**25
 # bfloat16 is computed in float32 there.
 _CACHE_COPIES = {'float32': 1.03, 'bfloat16': 5.0}
 # The share of the bytes freed by a rollout, or by a gradient, that fragmentation makes
-# unusable on a CPU.
+# unusable on a CPU, in a process that keeps what it frees (runtime.KEPT).
 _ROLLOUT_GAPS, _GRADIENT_GAPS = 0.5, 0.8
 # The factor by which XLA's allocations exceed the terms on a TPU (docs/memory.md), and by
 # assumption on a GPU.
@@ -81,7 +82,7 @@ class Models(NamedTuple):
   """The models of a run.
 
   Attributes:
-    policy: The policy's shape, with the run's dtype and remat.
+    policy: The policy's shape, with the run's dtype.
     algorithm: The algorithm; None if the policy only plays.
     reference: The shape of a reference policy that has a directory of its own.
     shared_critic: Whether the policy's directory has a value head.
@@ -136,12 +137,21 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
   All sizes of the configuration are chosen. With mesh.samplers, the rollout's bytes are
   those of a chip that samples, and the other phases' those of a chip that trains.
   """
+  if config.model.remat:
+    policy = dataclasses.replace(models.policy, remat=config.model.remat)
+    models = models._replace(policy=policy)
   engine = _engine_terms(config, models.policy, machine)
   sampling = _sampling_terms(config, models.policy, machine)
-  process = {'the process itself': _PROCESS} if machine.platform == 'cpu' else {}
+  process, freed = {}, {}
+  if machine.platform == 'cpu':
+    code = _LAYER_CODE * models.policy.num_layers
+    process = {'the process itself': _PROCESS + code}
+    freed = {'freed by rollouts, in pieces': _ROLLOUT_GAPS * sum(sampling.values())}
   if models.algorithm is None:
-    return Estimate({'rollout': process | engine | sampling})
-  rollout = dict(sampling)
+    # The engine's copy is made of them, and they stay.
+    frozen = {'parameters, float32': _frozen_bytes(config, models, machine)}
+    return Estimate({'rollout': process | frozen | engine | sampling | freed})
+  rollout = sampling | freed
   if config.schedule.ahead and config.schedule.eval_every:
     # Rollouts under way keep their policy while another one is evaluated.
     rollout["evaluation's copy of the policy"] = _copy_bytes(
@@ -156,14 +166,19 @@ def estimate(config: config_lib.Config, models: Models, machine: Machine) -> Est
     return Estimate({name: process | terms for name, terms in phases.items()})
   always = process | engine | state
   # With `ahead` rollouts are played while updates are computed.
-  beside = sampling if config.schedule.ahead else {}
-  if machine.platform == 'cpu':
-    freed = _ROLLOUT_GAPS * sum(sampling.values())
-    beside = beside | {'freed by rollouts, in pieces': freed}
+  beside = sampling | freed if config.schedule.ahead else _kept(always, freed)
   phases = {'rollout': rollout, 'gradient': beside | gradient, 'update': beside | update}
   if machine.platform == 'cpu':
-    phases['checkpoint'] = _checkpoint_terms(config, models, machine, gradient)
+    freed = {'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values())}
+    copy = {'copy for the checkpoint': _checkpoint_bytes(config, models, machine)}
+    phases['checkpoint'] = copy | _kept(always | copy, freed)
   return Estimate({name: always | terms for name, terms in phases.items()})
+
+
+def _kept(held: Mapping[str, float], freed: dict[str, float]) -> dict[str, float]:
+  """Returns `freed` as far as a process that holds `held` keeps it."""
+  most = max(0.0, runtime.KEPT - sum(held.values()))
+  return {name: min(n, most) for name, n in freed.items()}
 
 
 @functools.cache
@@ -207,7 +222,7 @@ def _training_terms(config, models, machine) -> dict[str, float]:
   """Returns the bytes that training holds in every phase."""
   algorithm, split = models.algorithm, count_splits(config.mesh, machine.chips)[1]
   learned, opt_state = _trained_on_chip(config, models, machine)
-  frozen = count_parameters(models.policy)['all'] * _FLOAT / split
+  frozen = _frozen_bytes(config, models, machine)
   terms = {'parameters, float32': frozen + (learned if config.model.lora_rank else 0)}
   if models.trained == 2:
     terms['critic, float32'] = learned
@@ -225,6 +240,12 @@ def _training_terms(config, models, machine) -> dict[str, float]:
   if config.schedule.sync_every > 1 or config.schedule.ahead:
     terms["policy as the engine's is, float32"] = learned
   return terms
+
+
+def _frozen_bytes(config, models, machine) -> float:
+  """Returns the bytes of the policy's parameters, without adapters, on one chip."""
+  split = count_splits(config.mesh, machine.chips)[1]
+  return count_parameters(models.policy)['all'] * _FLOAT / split
 
 
 def _engine_terms(config, model, machine) -> dict[str, float]:
@@ -294,6 +315,7 @@ def _gradient_terms(config, models, machine) -> dict[str, float]:
     tensor=config.mesh.tensor,
     context=config.mesh.context,
     sharded=machine.chips > 1,
+    frozen=config.model.lora_rank > 0,
   )
   sums = {'gradient, float32': learned, 'sum of the gradients before it': learned}
   return sums | temporaries
@@ -308,6 +330,7 @@ def activations(
   tensor: int = 1,
   context: int = 1,
   sharded: bool = False,
+  frozen: bool = False,
 ) -> dict[str, float]:
   """Estimates the bytes that XLA allocates on a chip for one gradient, by term.
 
@@ -319,11 +342,12 @@ def activations(
     tensor: How many chips share a layer.
     context: How many chips share a row.
     sharded: Whether the parameters are split over chips.
+    frozen: Whether the vocabulary head has no gradient, as with adapters.
   """
   cpu = platform == 'cpu'
   layer = _layer_bytes(model, rows * tokens / context, platform, tensor)
   scores = _score_bytes(model, rows, tokens, platform, tensor * context)
-  vocabulary = _head_bytes(model, rows * tokens / context, platform, tensor)
+  vocabulary = _head_bytes(model, rows * tokens / context, platform, tensor, frozen)
   # Below _FUSED bytes of scores XLA makes no copy of them in another order.
   computing = (_SCORES if scores > _FUSED else _SAVED_SCORES) * scores
   L = model.num_layers
@@ -369,6 +393,8 @@ def _layer_bytes(model, tokens: float, platform: str, tensor: int) -> dict[str, 
   NH = model.num_heads * model.head_dim / tensor
   KH = model.num_kv_heads * model.head_dim / tensor
   layer = unit * (8 * D + 5.5 * F + 3 * NH + 9 * KH)
+  if model.facts.qk_norm:
+    layer += unit * 2.2 * (NH + KH)
   # A CPU that scans layers in bfloat16 saves some activations in both dtypes.
   both = 1.1 if cpu and model.dtype != 'float32' else 1.0
   return {
@@ -397,15 +423,15 @@ def _score_bytes(model, rows, tokens, platform, split) -> float:
   return causal * rows * tokens**2 * model.num_heads / split * _FLOAT
 
 
-def _head_bytes(model, M, platform, tensor) -> float:
+def _head_bytes(model, M, platform, tensor, frozen) -> float:
   """Returns the bytes of the vocabulary head: logits, its kernel and its gradient."""
   DV = model.embed_dim * model.vocab_size / tensor
   if platform == 'cpu':
     block = min(256, M)
-    kernels = (2 if model.tie_embeddings else 1) + (
-      1.2 if model.dtype != 'float32' else 0
-    )
-    return _FLOAT * (kernels * DV + 1.6 * block * model.vocab_size)
+    kernels = 2 if model.tie_embeddings and not frozen else 1
+    kernels += 1.2 if model.dtype != 'float32' else 0
+    blocks = 2.2 if frozen else 1.6
+    return _FLOAT * (kernels * DV + blocks * block * model.vocab_size)
   block = min(max(256, head.BLOCK_LOGITS // model.vocab_size), M)
   size = 2 if model.dtype == 'bfloat16' else 0
   return (_FLOAT + size) * DV + _FLOAT * block * model.vocab_size / tensor
@@ -428,65 +454,12 @@ def _update_terms(config, models, machine) -> dict[str, float]:
   return terms
 
 
-def _checkpoint_terms(config, models, machine, gradient) -> dict[str, float]:
-  """Returns the bytes of a checkpoint's copy, and of the heap's fragments."""
+def _checkpoint_bytes(config, models, machine) -> float:
+  """Returns the bytes of a checkpoint's copy."""
   learned, opt_state = _trained_on_chip(config, models, machine)
   # A reference that changes, and a sampler that is older than the policy, are in the
   # checkpoint too (TrainState.checkpoint_arrays in rl/updates.py).
   schedule = config.schedule
   older = schedule.sync_every > 1 or (schedule.ahead and not schedule.partial)
   others = bool(schedule.reference_every) + bool(older)
-  return {
-    'copy for the checkpoint': models.trained * (learned + opt_state) + others * learned,
-    'freed by gradients, in pieces': _GRADIENT_GAPS * sum(gradient.values()),
-  }
-
-
-def suggest_changes(
-  config: config_lib.Config, models: Models, machine: Machine
-) -> tuple[dict[str, object], bool]:
-  """Finds changes of fields with which the run fits.
-
-  Changes are tried one after the other; those that are not needed are left out.
-
-  Returns:
-    The new values by field, and whether the run then fits.
-  """
-  groups = count_splits(config.mesh, machine.chips)[0]
-  candidates: list[tuple[str, object]] = []
-  if models.algorithm is not None:
-    halves = [config.batch.microbatch >> i for i in range(1, 16)]
-    candidates += [
-      ('batch.microbatch', n) for n in halves if n >= groups and n % groups == 0
-    ]
-    candidates += [('model.remat', 'full'), ('optimizer.kind', 'adamw8')]
-    candidates += [('optimizer.offload', True)] if machine.platform != 'cpu' else []
-  rows = _halves('engine.rows', config.engine.rows, 1)
-  candidates += [change for change in rows if change[1] % config.engine.replicas == 0]
-  candidates += _halves('engine.slots', config.engine.slots, 256)
-  if models.algorithm is not None:
-    candidates += [('batch.microbatch', groups), ('model.lora_rank', 16)]
-
-  def peak(changes: dict[str, object]) -> float:
-    other = fields.replace(config, changes)
-    if 'engine.slots' in changes:
-      other.batch.row_tokens = other.engine.slots
-    policy = dataclasses.replace(models.policy, remat=other.model.remat)
-    return estimate(other, models._replace(policy=policy), machine).peak
-
-  changes: dict[str, object] = {}
-  # One after the other, because a change may save less when others have been made.
-  for name, value in candidates:
-    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
-      changes[name] = value
-  enough = peak(changes) <= machine.memory
-  # With a later change, an earlier one may not be needed.
-  for name in list(changes):
-    fewer = {key: value for key, value in changes.items() if key != name}
-    if enough and peak(fewer) <= machine.memory:
-      changes = fewer
-  return changes, enough
-
-
-def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:
-  return [(name, n) for i in range(1, 16) if (n := value >> i) >= least]
+  return models.trained * (learned + opt_state) + others * learned

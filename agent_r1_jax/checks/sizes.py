@@ -1,4 +1,4 @@
-"""Chooses the sizes that are 0 in a configuration, by the device and the model.
+"""Chooses sizes that are 0, and what is recomputed, by the device and the model.
 
 `resolve` chooses them, estimates the memory of the run (memory.py) and raises if it does
 not fit, before anything is loaded or compiled. A run that is resumed takes the sizes that
@@ -23,7 +23,7 @@ from agent_r1_jax.host import processes, runtime, sharding
 from agent_r1_jax.models import hf_config
 from agent_r1_jax.rl import algorithms
 
-FIELDS = config_lib.SIZES
+FIELDS, REMAT = config_lib.SIZES, 'model.remat'
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
 # The assumed tokens of a prompt, and the most slots that are chosen.
@@ -69,7 +69,9 @@ def resolve(
   if workdir is not None:
     config = load_recorded(config, workdir)
   reused = [
-    name for name in FIELDS if fields.get(config, name) != fields.get(unresolved, name)
+    name
+    for name in (*FIELDS, REMAT)
+    if fields.get(config, name) != fields.get(unresolved, name)
   ]
   config = choose(config, models, machine)
   _check_split(config, machine)
@@ -113,12 +115,10 @@ def load_recorded(
     return config  # No run yet; or the journal will raise an error that names the file.
   if not isinstance(recorded, Mapping):
     return config
-  known = {
-    name: _look_up(recorded, name) for name in FIELDS if not fields.get(config, name)
-  }
-  return fields.replace(
-    config, {name: n for name, n in known.items() if type(n) is int and n > 0}
-  )
+  names = (*FIELDS, REMAT)
+  known = {n: _look_up(recorded, n) for n in names if not fields.get(config, n)}
+  sound = lambda n, x: isinstance(x, str) if n == REMAT else type(x) is int and x > 0
+  return fields.replace(config, {n: x for n, x in known.items() if sound(n, x)})
 
 
 def _look_up(tree: Any, name: str) -> Any:
@@ -131,7 +131,29 @@ def _look_up(tree: Any, name: str) -> Any:
 def choose(
   config: config_lib.Config, models: memory.Models, machine: memory.Machine
 ) -> config_lib.Config:
-  """Returns `config` with a number for each size that is 0; other sizes are not changed.
+  """Returns `config` with a number for each size that is 0, and with a `model.remat`.
+
+  Other sizes are not changed. Activations are recomputed, which costs a third of a
+  gradient's time, only if rows or slots would have to be smaller without it, or if the
+  run would not fit.
+  """
+  given = config.model.remat or ('none' if models.algorithm is None else '')
+  none, full = (
+    _choose_sizes(fields.replace(config, {REMAT: given or remat}), models, machine)
+    for remat in ('none', 'full')
+  )
+  peak = lambda config: memory.estimate(config, models, machine).peak
+  sizes = lambda config: (config.engine.rows, config.engine.slots)
+  short = peak(none) > _ROUNDS[0][0] * machine.memory or sizes(none) != sizes(full)
+  # With the layers unrolled, on a CPU, it would save nothing.
+  saves = peak(fields.replace(none, {REMAT: 'full'})) < peak(none)
+  return full if short and saves else none
+
+
+def _choose_sizes(
+  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+) -> config_lib.Config:
+  """Returns `config` with a number for each size that is 0.
 
   Begins with the fastest sizes. While the estimate is above a share of the machine's
   memory they are halved, first the micro-batch, then rows, then slots; in the end rows
@@ -182,7 +204,7 @@ def check(
   estimate = memory.estimate(config, models, machine)
   if estimate.peak <= machine.memory:
     return
-  changes, enough = memory.suggest_changes(config, models, machine)
+  changes, enough = suggest_changes(config, models, machine)
   named = ', '.join(f'{name}={value}' for name, value in changes.items())
   remedy = f'Lower it with {named}'
   if not enough:
@@ -205,12 +227,62 @@ def check(
   )
 
 
+def suggest_changes(
+  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+) -> tuple[dict[str, object], bool]:
+  """Finds changes of fields with which the run fits.
+
+  Changes are tried one after the other; those that are not needed are left out.
+
+  Returns:
+    The new values by field, and whether the run then fits.
+  """
+  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  candidates: list[tuple[str, object]] = []
+  if models.algorithm is not None:
+    halves = [config.batch.microbatch >> i for i in range(1, 16)]
+    candidates += [
+      ('batch.microbatch', n) for n in halves if n >= groups and n % groups == 0
+    ]
+    candidates += [('model.remat', 'full'), ('optimizer.kind', 'adamw8')]
+    candidates += [('optimizer.offload', True)] if machine.platform != 'cpu' else []
+  rows = _halves('engine.rows', config.engine.rows, 1)
+  candidates += [change for change in rows if change[1] % config.engine.replicas == 0]
+  candidates += _halves('engine.slots', config.engine.slots, 256)
+  if models.algorithm is not None:
+    candidates += [('batch.microbatch', groups), ('model.lora_rank', 16)]
+
+  def peak(changes: dict[str, object]) -> float:
+    other = fields.replace(config, changes)
+    if 'engine.slots' in changes:
+      other.batch.row_tokens = other.engine.slots
+    return memory.estimate(other, models, machine).peak
+
+  changes: dict[str, object] = {}
+  # One after the other, because a change may save less when others have been made.
+  for name, value in candidates:
+    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
+      changes[name] = value
+  enough = peak(changes) <= machine.memory
+  # With a later change, an earlier one may not be needed.
+  for name in list(changes):
+    fewer = {key: value for key, value in changes.items() if key != name}
+    if enough and peak(fewer) <= machine.memory:
+      changes = fewer
+  return changes, enough
+
+
+def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:
+  return [(name, n) for i in range(1, 16) if (n := value >> i) >= least]
+
+
 def describe(
   config: config_lib.Config, models: memory.Models, machine: memory.Machine
 ) -> str:
   """Returns a line with the sizes and the estimated memory."""
   estimate = memory.estimate(config, models, machine)
-  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in FIELDS)
+  names = FIELDS if models.algorithm is None else (*FIELDS, REMAT)
+  chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
   return (
     f'sizes: {chosen}; estimated peak {estimate.peak / memory.GB:.1f} GB '
     f'({estimate.largest}) of {machine.memory / memory.GB:.1f} GB'
@@ -240,7 +312,7 @@ def read_models(config: config_lib.Model, algorithm) -> memory.Models:
       'model.path is empty; give the directory of a model in Hugging Face layout.'
     )
   policy = hf_config.read(config.path)
-  policy = dataclasses.replace(policy, dtype=config.dtype, remat=config.remat)
+  policy = dataclasses.replace(policy, dtype=config.dtype)
   if algorithm is None:
     return memory.Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None

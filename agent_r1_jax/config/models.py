@@ -14,7 +14,8 @@ class Model:
     reference: Directory of the reference policy or teacher, which must have the same
       tokenizer; if it is empty, the reference is the initial policy.
     dtype: Type of activations and KV cache: 'float32' or 'bfloat16'.
-    remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'.
+    remat: Activations recomputed in the backward pass: 'none', 'dots' or 'full'. If it is
+      empty it is 'none', or 'full' where that does not fit the memory.
     lora_rank: Rank of the LoRA adapters that are trained in place of all parameters; 0
       trains all.
     lora_targets: The projections with adapters, separated by commas.
@@ -24,7 +25,7 @@ class Model:
   path: str = ''
   reference: str = ''
   dtype: str = 'float32'
-  remat: str = 'none'
+  remat: str = ''
   lora_rank: int = 0
   lora_targets: str = 'q,k,v,o,gate,up,down'
   lora_alpha: float = 16.0
@@ -37,4 +38,6 @@ class Model:
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     choices = {'dtype': ('float32', 'bfloat16'), 'remat': ('none', 'dots', 'full')}
+    if not self.remat:
+      del choices['remat']
     fields.check(self, 'model', above_0=('lora_alpha',), choices=choices)

@@ -1,6 +1,7 @@
 """Sets up a process: its connection to others, the compilation cache, malloc, logging."""
 
 import ctypes
+import gc
 import importlib.util
 import ipaddress
 import logging as py_logging
@@ -20,6 +21,8 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _PROCESSES = ('COORDINATOR_ADDRESS', 'NUM_PROCESSES', 'PROCESS_ID')
 # Where Linux lists the control groups of a process, and where their limits are.
 _GROUP, _GROUPS = pathlib.Path('/proc/self/cgroup'), pathlib.Path('/sys/fs/cgroup')
+# A process with fewer resident bytes keeps what it frees (release_freed_memory).
+KEPT = 2e9
 _ACCELERATORS = ('jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin', 'libtpu')
 
 
@@ -174,6 +177,22 @@ def retain_freed_memory() -> bool:
   libc = ctypes.CDLL(None)
   settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1))
   return all([libc.mallopt(*setting) == 1 for setting in settings])
+
+
+def release_freed_memory() -> None:
+  """Returns freed memory to the kernel; call it between the phases of a run.
+
+  `retain_freed_memory` keeps it, and where a phase frees large blocks between small ones
+  that stay, the next phase's blocks do not fit the gaps: the process grows. One with less
+  than KEPT bytes keeps everything: its phases are short, and faulting pages in again
+  would take a part of them. Arrays in reference cycles, such as those of an engine that
+  is no longer used, are freed first.
+  """
+  if _own_memory() < KEPT:
+    return
+  gc.collect()
+  if platform.libc_ver()[0] == 'glibc':
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory() -> int:

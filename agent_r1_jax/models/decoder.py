@@ -318,24 +318,40 @@ def add_value_head(params: Params) -> Params:
   return params | sharding.init_sharded(head)
 
 
-@functools.partial(jax.jit, static_argnames='config')
 def unstack(params: Params, config: DecoderConfig) -> Params:
   """Makes the parameters for `extend`: a tree for each layer, cast to config.dtype.
 
-  The results are the same; a decode saves slices and casts. Norms stay float32.
+  The results are the same; a decode saves slices and casts. Norms stay float32. Adapters
+  are merged, one kernel after the other: all merged kernels together would be a second
+  copy of the layers.
   """
+  others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
+  cast = jax.tree.map(lambda x: x.astype(config.dtype), others)
+  layers = _unstack_tree(params['layers'], config, 'layers')
+  return params | cast | {'layers': layers}
 
-  def leaf(path, x):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    if name.startswith('layers/attn/q/'):
+
+def _unstack_tree(tree: Params, config: DecoderConfig, path: str) -> tuple[Params, ...]:
+  """Returns a tree for each layer; `path` are the names above the tree."""
+  stacks = {}
+  for name, x in lora.merge(tree).items() if 'lora_a' in tree else tree.items():
+    place = f'{path}/{name}'
+    if isinstance(x, dict):
+      stacks[name] = _unstack_tree(x, config, place)
+    else:
       # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
       # in tiles, so that XLA would copy each kernel at every decode to join N and H.
-      x = x.reshape(*x.shape[:-2], -1)
-    return x if '_norm' in name else x.astype(config.dtype)
+      joined = place.startswith('layers/attn/q/')
+      dtype = x.dtype.name if '_norm' in place else config.dtype
+      # A merged kernel is freed only when this is done.
+      stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
+  return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
 
-  params = jax.tree_util.tree_map_with_path(leaf, params)
-  layer = lambda i: jax.tree.map(lambda x: x[i], params['layers'])
-  return params | {'layers': tuple(map(layer, range(config.num_layers)))}
+
+@functools.partial(jax.jit, static_argnames=('joined', 'dtype'))
+def _unstack_leaf(x: Array, *, joined: bool, dtype: str) -> tuple[Array, ...]:
+  x = x.reshape(*x.shape[:-2], -1) if joined else x
+  return tuple(x.astype(dtype))
 
 
 def hidden(

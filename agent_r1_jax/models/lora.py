@@ -110,9 +110,10 @@ def join(learned: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
 def project(x: Array, kernel: Array, a: Array, b: Array, scale: Array) -> Array:
   """x · (W + s · A · B) in x's type, [*M, *inputs] to [*M, *outputs].
 
-  x, A and B have gradients; W and s are frozen.
+  x, A and B have gradients; W and s are frozen. W must be the caller's very array: a scan
+  over layers that saves any other one for the backward pass stacks all kernels anew.
   """
-  return _project(x, jax.lax.stop_gradient(kernel), a, b, jax.lax.stop_gradient(scale))
+  return _project(x, kernel, a, b, scale)
 
 
 @jax.custom_vjp

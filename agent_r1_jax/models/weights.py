@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import math
+import mmap
 import os
 import pathlib
 import shutil
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, families, hf_config, tensor_files
+from agent_r1_jax.models import decoder, families, hf_config, lora, tensor_files
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -147,8 +148,9 @@ def save(
   Args:
     directory: New, empty, or a model to be replaced; anything else in it is refused.
     config: The model's shape.
-    params: Parameters as from `decoder.init`; a critic's have a 'value_head'. If several
-      processes hold them, all must call this, and the first one writes.
+    params: Parameters as from `decoder.init`; a critic's have a 'value_head'. Adapters
+      are merged a tensor at a time. If several processes hold the parameters, all must
+      call this, and the first one writes.
     dtype: Type of every tensor: float32, bfloat16 or float16; None keeps each leaf's.
     max_shard_bytes: Tensor data in a file; a larger tensor has a file of its own.
     tokenizer_from: A directory whose tokenizer, chat template and generation config are
@@ -264,23 +266,28 @@ def _leaf_dtype(
 def _read_leaf(
   leaf: _Leaf, tensors: dict[str, tensor_files.Tensor], dtype: np.dtype
 ) -> np.ndarray:
-  array = _aligned_empty(leaf.shape, dtype)
+  array = _mapped_zeros(leaf.shape, dtype)
   for index, name in leaf.tensors.items():
     x = tensor_files.read(tensors[name])
     array[index] = (x.T if leaf.is_kernel else x).reshape(array[index].shape)
   return array
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """Allocates an array at 64 bytes, which jax on a CPU takes without a copy."""
-  nbytes = math.prod(shape) * dtype.itemsize
-  raw = np.empty(nbytes + 64, np.uint8)
-  start = -raw.ctypes.data % 64
-  return raw[start : start + nbytes].view(dtype).reshape(shape)
+def _mapped_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """Allocates an array in pages of its own, which jax on a CPU takes without a copy.
+
+  They return to the kernel with the array. Those of `np.empty` would be the heap's, and
+  numpy asks for huge pages there: whatever lies in them later keeps 2 MB resident.
+  """
+  nbytes = max(1, math.prod(shape) * dtype.itemsize)
+  raw = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 'u1')
+  return raw[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
-  for path in sorted(flat.keys() - {leaf.path for leaf in leaves}):
+  known = {leaf.path for leaf in leaves}
+  known |= {_sibling(leaf, name) for leaf in leaves for name in lora.LEAVES}
+  for path in sorted(flat.keys() - known):
     raise ValueError(f'params: {path} has no place in the model of config')
   for leaf in leaves:
     if leaf.path not in flat:
@@ -290,6 +297,10 @@ def _check_params(leaves: list[_Leaf], flat: dict[str, Any]) -> None:
         f'params: {leaf.path} has shape {flat[leaf.path].shape}, by config it is '
         f'{leaf.shape}'
       )
+
+
+def _sibling(leaf: _Leaf, name: str) -> str:
+  return f'{leaf.path.rpartition("/")[0]}/{name}'
 
 
 def _parts(leaves: list[_Leaf], flat: dict[str, Any], dtype: Any) -> dict[str, _Part]:
@@ -313,7 +324,11 @@ def _to_stored(part: _Part, flat: dict[str, Any]) -> np.ndarray:
   """Copies one tensor to the host, in the layout of the file."""
   x, shape = flat[part.leaf.path], part.leaf.stored
   # The layer is cut out on the device: jax would keep a host copy of the whole leaf.
-  x = sharding.to_numpy(x[part.index] if part.index else x)
+  x = x[part.index] if part.index else x
+  if part.leaf.is_kernel and _sibling(part.leaf, 'lora_a') in flat:
+    adapter = {name: flat[_sibling(part.leaf, name)][part.index] for name in lora.LEAVES}
+    x = lora.merge({'kernel': x} | adapter)['kernel']
+  x = sharding.to_numpy(x)
   x = x.reshape(shape[::-1]).T if part.leaf.is_kernel else x.reshape(shape)
   return np.ascontiguousarray(x, part.spec.dtype)
 

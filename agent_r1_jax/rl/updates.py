@@ -17,7 +17,7 @@ import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.host import sharding
+from agent_r1_jax.host import runtime, sharding
 from agent_r1_jax.models import decoder, lora
 from agent_r1_jax.rl import algorithms, credit, learner, packing
 from agent_r1_jax.rl import table as table_lib
@@ -179,6 +179,7 @@ def learn(
       temperature=plan.temperature,
       prefixes=prefixes,
     )
+    runtime.release_freed_memory()
     table, estimated = credit.estimate(table, algorithm, kl_coef=kl_coef)
     states, updated = _run_epochs(train_state, table, plan, prefixes)
     metrics |= estimated | updated

@@ -16,6 +16,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.checks import preflight
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice as choice_lib
+from agent_r1_jax.host import runtime
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.train import rollout
 from agent_r1_jax.train import spool as spool_lib
@@ -102,6 +103,7 @@ def play(
         spool=workdir and spool_lib.Spool(workdir / label),
         on_done=ended,
       )
+      runtime.release_freed_memory()
       trajectories = itertools.chain(*played[label].values())
       # These have no turn, because their prompt left no room for a reply.
       too_long = [t for t in trajectories if t.metrics.get('prompt_too_long')]

@@ -102,11 +102,15 @@ def run(
     # While the workdir is still locked: another run may not write a model there too.
     job.journal.checkpoints.wait()
     job.watch.phase = 'the writing of the model'
-    params = _save_models(job)
+    _save_models(job)
+    params = job.train_state.states['policy'].params
+  # The engine's copy of the policy is freed before another one is made.
+  del job
+  runtime.release_freed_memory()
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))
-  return params
+  return lora.merge(params)
 
 
 @contextlib.contextmanager
@@ -140,8 +144,10 @@ def _run_steps(job: setup.Job):
     if not position.pending_metrics:
       with profile.trace_step(config.profiled_steps, journal.workdir, position.step + 1):
         sample = _sample(job)
+        runtime.release_freed_memory()
         seconds = {'time/rollout': clock.lap()}
         learned, table = _learn(job, sample)
+        runtime.release_freed_memory()
         seconds['time/update'] = clock.lap()
       position.advance(sample.metrics | learned | seconds, sample.draws)
       journal.write_rollout(sample.played, sample.chosen, table)
@@ -150,6 +156,7 @@ def _run_steps(job: setup.Job):
     is_due = position.step == steps or (every and position.step % every == 0)
     if job.evals and is_due:
       metrics |= _evaluate(job)
+      runtime.release_freed_memory()
       metrics['time/eval'] = clock.lap()
     metrics |= meter.measure()
     journal.write(metrics | job.alarms.check(position.step, metrics))
@@ -282,21 +289,19 @@ def _evaluate(job: setup.Job) -> dict[str, float]:
   return metrics
 
 
-def _save_models(job: setup.Job) -> decoder.Params:
-  """Writes the policy, its adapters, and a critic; returns the policy's parameters."""
+def _save_models(job: setup.Job):
+  """Writes the policy, its adapters, and a critic."""
   base, workdir = job.config.model.path, job.journal.workdir
   value_head = critic.describe(
     job.plan.algorithm, base, privileged=job.privileged is not None
   )
   options = {'tokenizer_from': base, 'value_head': value_head}
-  merged = {name: lora.merge(s.params) for name, s in job.train_state.states.items()}
-  for name, params in merged.items():
+  for name, state in job.train_state.states.items():
     target = workdir / ('model' if name == 'policy' else name)
-    weights.save(target, job.plan.model, params, **options)
+    weights.save(target, job.plan.model, state.params, **options)
   policy = job.train_state.states['policy'].params
   if lora.has_adapters(policy):
     peft_files.save(workdir / 'adapter', policy, pathlib.Path(base).resolve())
-  return merged['policy']
 
 
 def _save_preempted(job: setup.Job):

@@ -179,6 +179,7 @@ def _compile(job: Job, decodings: Sequence[rollout.Decoding]):
     job.watch.raise_if_requested()
 
   job.engine.warm_up(report, automata)
+  runtime.release_freed_memory()
 
 
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
@@ -202,9 +203,11 @@ def load(
   """
   chat.check()
   runtime.initialize()
+  # A run before this one, in the same process, may have left its engine in a cycle.
+  runtime.release_freed_memory()
   place = sharding.make_placer(mesh)
   shape, params = weights.load(config.path, dtype='float32', place=place)
-  shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat)
+  shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat or 'none')
   return (
     shape,
     params,
