@@ -272,11 +272,12 @@ def to_chat(
   written = []
   for message in messages:
     message = dict(message)
-    for name, arguments in message.pop('calls', ()):
-      text = arguments
-      if isinstance(arguments, dict):
-        text = call_format.render(calls.ToolCall(name, arguments))
-      message['content'] = f'{message["content"]}\n{text}'.lstrip('\n')
+    texts = [
+      call_format.render(calls.ToolCall(*call)) if isinstance(call[1], dict) else call[1]
+      for call in message.pop('calls', ())
+    ]
+    if texts:
+      message['content'] = '\n'.join([message['content'], *texts]).lstrip('\n')
     written.append(message)
   return written
 
