@@ -270,7 +270,12 @@ _CALLS = {'role': 'assistant', 'tool_calls': [_call('f')] * 50_000}
     ({'prompt': 'x' * 4_000_000}, 0),
   ],
 )
-def test_what_fits_no_row_is_refused_before_it_is_encoded(url, path, fields, monkeypatch):
+def test_what_fits_no_row_is_refused_before_it_is_encoded(
+  url, fields, rendered, monkeypatch
+):
+  path = 'completions' if 'prompt' in fields else 'chat/completions'
+  chat, render = serving.policy()[2], mock.Mock(wraps=serving.policy()[2]._render)
+  monkeypatch.setattr(chat, '_render', render)
   with _encoding(monkeypatch) as lengths:
     answer = httpx2.post(f'{url}/v1/{path}', json=fields, timeout=60)
   assert answer.status_code == 400, answer.text
