@@ -180,6 +180,14 @@ def _submit(asked, request):
   return generation
 
 
+def _accept(asked, generation, text):
+  """Ends a reply with a text."""
+  tokens = np.int32(serving.policy()[2].encode_reply(text))
+  generation.text.append(tokens)
+  generation.chunks = [request.Chunk(*[tokens] * 3, True, *[tokens] * 4)]
+  asked.accept(generation, protocol.Reply(text, [], 'stop'))
+
+
 def test_a_request_that_is_made_again_has_its_own_randomness():
   """Of two equal prompts the first one's client goes; neither it nor a third shares."""
 
@@ -190,6 +198,26 @@ def test_a_request_that_is_made_again_has_its_own_randomness():
   again, third = (_submit(asked, request) for _ in range(2))
   assert again.key == first.key
   assert len({again.key, second.key, third.key}) == 3
+
+
+def test_a_text_goes_on_under_its_own_tools_only():
+  """Its prompt describes them, and no others."""
+  tool = lambda name: {'type': 'function', 'function': {'name': name}}
+  chat, later = (
+    serving.policy()[2],
+    [USER, {'role': 'assistant', 'content': 'Yes.'}, USER],
+  )
+  read = lambda messages, *names: protocol.read_chat(
+    {'messages': messages, 'tools': [tool(name) for name in names]}
+  )
+  asked = conversation.Conversation(chat, TASK, _Context(), 9, 9)
+  first = _submit(asked, read([USER], 'one'))
+  _accept(asked, first, 'Yes.')
+  for names in (['other'], ['one', 'other'], []):
+    anew = _submit(asked, read(later, *names))
+    prompt = chat.encode_prompt(later, [tool(name) for name in names])
+    assert anew.origin is None and anew.ids.tolist() == prompt.tolist()
+  assert _submit(asked, read(later, 'one')).origin is first.text
 
 
 def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
@@ -203,21 +231,14 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
       assert gate.wait(60)
     return plain(text)
 
-  reply = lambda text: protocol.Reply(text, [], 'stop')
   say = lambda text: {'role': 'user', 'content': text}
   said = lambda text: {'role': 'assistant', 'content': text}
   read = lambda *messages: protocol.read_chat({'messages': [*messages]})
 
-  def accept(asked, generation, text):
-    tokens = np.int32(chat.encode_reply(text))
-    generation.text.append(tokens)
-    generation.chunks = [request.Chunk(*[tokens] * 3, True, *[tokens] * 4)]
-    asked.accept(generation, reply(text))
-
   async def play():
     asked = conversation.Conversation(chat, TASK, _Context(), 9, 9)
     (first,) = await asked.submit(read(USER), [])
-    accept(asked, first, 'One.')
+    _accept(asked, first, 'One.')
     second_request = [USER, said('One.'), say('And?')]
     (second,) = await asked.submit(read(*second_request), [])
     loop = asyncio.get_running_loop()
@@ -226,14 +247,14 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
     third = asyncio.ensure_future(asked.submit(read(*third_request), []))
     assert await loop.run_in_executor(None, entered.wait, 60)
     fourth = asyncio.ensure_future(asked.submit(read(USER), []))
-    accept(asked, second, 'Two.')
+    _accept(asked, second, 'Two.')
     await asyncio.sleep(0)
     assert not fourth.done()
     gate.set()
     (third,), (fourth,) = await third, await fourth
     assert third.origin is second.text and fourth.origin is None
     assert third.ids.tolist() == chat.encode_delta([say('long ' * 20)]).tolist()
-    accept(asked, third, 'Three.')
+    _accept(asked, third, 'Three.')
     segments, turns, _ = asked.collect()
     assert len(turns) == 3 and asked.metrics['rewritten'] == 0
     assert len(segments) == 1

@@ -104,6 +104,7 @@ class Chat:
     self.tokenizer = tokenizer
     self.tools_in_prompt = tools_in_prompt
     self._stops: dict[int, types.Automaton] = {}
+    self._bytes: list[bytes] | None = None
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
@@ -247,6 +248,20 @@ class Chat:
   def decode_exactly(self, ids: Sequence[int]) -> str:
     """Returns the exact text of any tokens, including control tokens, for people."""
     return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+  def token_bytes(self, token: int) -> bytes:
+    """Returns the bytes of one token, which may be a part of a character.
+
+    Those of a control token are its name. A tokenizer that is not byte-level has whole
+    characters only.
+    """
+    if self._bytes is None:
+      try:
+        self._bytes = tokenizer_lib.token_bytes(self.tokenizer)
+      except ValueError:
+        self._bytes = []
+    known = self._bytes[token] if token < len(self._bytes) else b''
+    return known or self.decode_exactly([token]).encode()
 
   def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""
