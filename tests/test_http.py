@@ -168,3 +168,17 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
     with socket.create_connection(address) as client:
       client.sendall(b'GET /large HTTP/1.1\r\nHost: x\r\n\r\n')
       assert lost.wait(60)
+
+
+@pytest.mark.parametrize('depth', [65, 200, 500, 990, 3000, 100_000])
+@pytest.mark.parametrize(('opening', 'closing'), ['[]', ('{"a":', '}'), ('[{"a":', '}]')])
+def test_json_that_is_nested_too_deep_is_none(depth, opening, closing):
+  text = (opening * depth + '1' + closing * depth).encode()
+  with pytest.raises(ValueError, match='nested deeper than 64 levels'):
+    http.parse_json(text)
+
+
+def test_json_that_is_nested_as_deep_as_it_may_be():
+  assert http.parse_json('[' * 64 + '1' + ']' * 64) is not None
+  text = '{"a": [1, {"b": "[[["}], "c": null}'
+  assert http.parse_json(text) == {'a': [1, {'b': '[[['}], 'c': None}

@@ -16,7 +16,7 @@ import serving
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.serve import sources
+from agent_r1_jax.serve import protocol, server, sources
 
 TOOLS = [serving.search_tool().schema]
 ASKED = {'model': 'policy', 'messages': serving.tasks()[0].messages}
@@ -207,6 +207,43 @@ def test_what_cannot_be_done_is_refused(client, url, fields, message):
   assert refused() == before + 1
 
 
+@pytest.mark.parametrize('depth', [100, 500, 980, 5000])
+@pytest.mark.parametrize(
+  'fields',
+  [
+    '"tools": [{"function": {"name": "f", "parameters": {"a": -}}}]',
+    '"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": -}}}',
+    '"messages": [{"role": "user", "content": -}]',
+    '"messages": [{"role": "user", "content": "x", "tool_calls": -}]',
+    '"stop": -',
+    '"n": -',
+    '"unknown": -',
+  ],
+)
+def test_what_is_nested_too_deep_is_refused(url, fields, depth):
+  deep = fields.replace('-', '[' * depth + ']' * depth)
+  body = f'{{"messages": [{{"role": "user", "content": "x"}}], {deep}}}'
+  answer = httpx2.post(f'{url}/v1/chat/completions', content=body)
+  assert (
+    answer.status_code == 400 and 'nested deeper' in answer.json()['error']['message']
+  )
+
+
+def test_arguments_that_are_nested_too_deep_stay_a_text():
+  """As other arguments that cannot be read."""
+  call = {'id': 'a', 'function': {'name': 'f', 'arguments': '{"a":' * 300 + '}' * 300}}
+  said = {'role': 'assistant', 'tool_calls': [call]}
+  (message,) = protocol.read_messages([said])
+  assert message['calls'] == [('f', call['function']['arguments'])]
+
+
+def test_keys_are_separated_by_commas_and_blanks():
+  assert server.read_keys('a, b ,,c') == ['a', 'b', 'c'] and server.read_keys('') == []
+  for text in (',', ' ', ' , ,\n'):
+    with pytest.raises(ValueError, match='has no key; give keys separated by commas'):
+      server.read_keys(text)
+
+
 def test_bodies_keys_and_back_pressure(url):
   post = lambda content, **more: httpx2.post(
     f'{url}/v1/chat/completions', content=content, **more
@@ -344,7 +381,7 @@ def test_sigterm_lets_replies_end():
   sizes = {'rows': 8, 'slots': serving.SLOTS, 'bucket': serving.SLOTS, 'replicas': 1}
   sizes |= {'decode_steps': 16, 'prefill_rows': 4, 'prefill_tokens': 64, 'narrow': False}
   command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
-  with script.Process(*command, AGENT_R1_API_KEYS='right') as process:
+  with script.Process(*command, AGENT_R1_API_KEYS='other, right ') as process:
     url = next(line for line in process.stdout if line.startswith('http')).strip()
     with openai.OpenAI(base_url=f'{url}/v1', api_key='right', max_retries=0) as client:
       stream = client.completions.create(

@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_CONNECTIONS = 4096
 REQUEST_SECONDS = 30.0  # For a whole request to arrive.
+_MAX_DEPTH = 64  # Of JSON.
 _UNREAD_SECONDS = 60  # Until a connection is lost whose client takes no bytes.
 
 
@@ -46,12 +47,36 @@ async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
   except requests.ClientDisconnect:
     raise RefusedError(408, 'the client left before its request was complete') from None
   try:
-    fields = json.loads(body)
-  except (ValueError, RecursionError) as error:
+    fields = parse_json(body)
+  except ValueError as error:
     raise RefusedError(400, f'the body is no JSON: {error}') from None
   if not isinstance(fields, dict):
     raise RefusedError(400, 'the body is no JSON object; give {"a field": "its value"}')
   return fields
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+  """Parses JSON from outside; whatever takes the value may use recursion.
+
+  Raises:
+    ValueError: It is no JSON, or nested deeper than any that has a meaning.
+  """
+  too_deep = ValueError(f'it is nested deeper than {_MAX_DEPTH} levels')
+  try:
+    value = json.loads(text)
+  except RecursionError:
+    raise too_deep from None
+  level = [value]
+  for _ in range(_MAX_DEPTH + 1):
+    level = [
+      inner
+      for outer in level
+      if isinstance(outer, dict | list)
+      for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]
+    if not level:
+      return value
+  raise too_deep
 
 
 def answer_json(content: Any, status: int = 200, headers: Any = None) -> Any:

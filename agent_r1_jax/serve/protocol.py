@@ -246,8 +246,8 @@ def _read_name(name: Any, where: str) -> str | None:
 
 def _read_arguments(text: str) -> dict[str, Any] | str:
   try:
-    value = json.loads(text or '{}')
-  except (ValueError, RecursionError):
+    value = http.parse_json(text or '{}')
+  except ValueError:
     value = None
   return value if isinstance(value, dict) else text
 

@@ -355,6 +355,21 @@ def _describe(error: http.RefusedError) -> dict[str, Any]:
   return {'error': {'message': str(error), 'type': kind, 'code': error.code}}
 
 
+def read_keys(text: str) -> list[str]:
+  """Reads keys that are separated by commas; an empty text has none.
+
+  Raises:
+    ValueError: The text is not empty and has none: a server would ask for no key.
+  """
+  keys = [key.strip() for key in text.split(',') if key.strip()]
+  if text and not keys:
+    raise ValueError(
+      f'AGENT_R1_API_KEYS is {text!r}, which has no key; give keys separated by commas, '
+      'or unset it to serve everyone.'
+    )
+  return keys
+
+
 def make_app(
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
