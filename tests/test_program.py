@@ -220,6 +220,28 @@ def test_a_text_goes_on_under_its_own_tools_only():
   assert _submit(asked, read(later, 'one')).origin is first.text
 
 
+def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
+  """Else what a client breaks off takes the rows of its neighbours."""
+  said, read = {'role': 'assistant', 'content': 'Yes.'}, protocol.read_chat
+  asked = conversation.Conversation(serving.policy()[2], TASK, _Context(), 9, 9)
+  dropped = _submit(asked, read({'messages': [USER]}))
+  asked.close(dropped)
+  assert dropped.text.closed
+  first = _submit(asked, read({'messages': [USER]}))
+  _accept(asked, first, 'Yes.')
+  later = read({'messages': [USER, said, USER]})
+  # The text goes on, and then has tokens that its client never got: it is forked.
+  second = _submit(asked, later)
+  assert second.text is first.text
+  asked.close(second)
+  assert not first.text.closed
+  assert _submit(asked, later).text is not first.text
+  assert first.text.closed
+  # A text from which another one goes on keeps its row.
+  other = _submit(asked, read({'messages': [USER, said, {**USER, 'content': 'Or?'}]}))
+  assert other.text is not other.origin.text and not other.origin.text.closed
+
+
 def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
   """The request goes on from the end of the text, and later ones come after it."""
   chat, entered, gate = serving.policy()[2], threading.Event(), threading.Event()

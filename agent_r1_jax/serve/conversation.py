@@ -168,7 +168,8 @@ class Conversation:
     except Exception:
       self._drop(branch)
       raise
-    branch.text = generation.text
+    before, branch.text = branch.text, generation.text
+    self._close_unused(before)
     self._sampled[generation] = branch
     return generation
 
@@ -357,6 +358,12 @@ class Conversation:
     if not branch.turns:
       self._branches.remove(branch)
       self._key_ids.remove(branch.key_id)
+      self._close_unused(branch.text)
+
+  def _close_unused(self, text: request_lib.Text | None):
+    """Lets others have the row of a text that nothing goes on from any longer."""
+    if text is not None and all(branch.text is not text for branch in self._branches):
+      text.close()
 
   def report(self, step: types.Step):
     """Takes a reward that the program reports; it belongs to the last reply.
