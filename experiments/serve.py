@@ -33,6 +33,7 @@ _CFG = fields.define_flags(
 def main(_):
   runtime.quiet_logging()
   _CFG.value.check()
+  keys = server.read_keys(os.environ.get('AGENT_R1_API_KEYS', ''))
   # A port that is taken is refused before the model is loaded.
   http.listen(_HOST.value, _PORT.value).close()
   config = sizes.resolve(_CFG.value, None, None)
@@ -41,7 +42,6 @@ def main(_):
   engine = setup.make_engine(config, model, params, mesh)
   del params  # The engine has its own.
   engine.warm_up(automata=[chat.stop_automaton(model.vocab_size)])
-  keys = [key for key in os.environ.get('AGENT_R1_API_KEYS', '').split(',') if key]
   served = server.make_app(
     engine,
     chat,

@@ -139,6 +139,32 @@ class TestOpen:
     clients.assert_plays(engine)
 
 
+def test_a_request_that_is_cancelled_in_a_decode_gets_no_tokens_of_it(
+  engine, monkeypatch
+):
+  """Its neighbour gets its own."""
+  replica, cancelled = engine.replicas[0], []
+
+  async def decode(replica, fn):
+    result = fn()
+    if cancelled and cancelled[0].chunks:
+      cancelled[0].cancel()
+    return result
+
+  async def play():
+    fields = {'most': 6 * clients.STEPS, **clients.ENDLESS}
+    first = replica.submit(clients.request(clients.tokens(0, 9), **fields))
+    cancelled.append(first)
+    second = replica.submit(clients.request(clients.tokens(1, 9), **fields))
+    reply = await second
+    assert [len(chunk.tokens) for chunk in first.chunks] == [clients.STEPS]
+    assert len(first.text) == 9 + clients.STEPS
+    assert len(reply.tokens) == 6 * clients.STEPS
+
+  monkeypatch.setattr(replica_lib.Replica, '_in_thread', decode)
+  tiny.within(engine.run, [play()])
+
+
 async def _raises(error):
   await asyncio.sleep(0)
   raise error

@@ -185,6 +185,7 @@ def test_bad_input_names_the_field(echo):
     for path, body, status, message in (
       ('/retrieve', '{', 400, 'the body is no JSON'),
       ('/retrieve', '[' * 100_000, 400, 'the body is no JSON'),
+      ('/retrieve', f'{{"query": {"[" * 500 + "]" * 500}}}', 400, 'nested deeper than'),
       ('/retrieve', '[]', 400, 'the body is no JSON object'),
       ('/retrieve', '{}', 400, 'queries is None; give a list of texts'),
       ('/retrieve', '{"queries": []}', 400, r'queries is \[\]'),

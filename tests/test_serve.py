@@ -1,7 +1,11 @@
 """The server, asked by OpenAI's client: what it answers, refuses, counts and survives."""
 
+from concurrent import futures
+import contextlib
 import json
 import signal
+import threading
+from unittest import mock
 
 import httpx2
 import openai
@@ -12,6 +16,7 @@ import serving
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request
+from agent_r1_jax.serve import protocol, server, sources
 
 TOOLS = [serving.search_tool().schema]
 ASKED = {'model': 'policy', 'messages': serving.tasks()[0].messages}
@@ -202,6 +207,43 @@ def test_what_cannot_be_done_is_refused(client, url, fields, message):
   assert refused() == before + 1
 
 
+@pytest.mark.parametrize('depth', [100, 500, 980, 5000])
+@pytest.mark.parametrize(
+  'fields',
+  [
+    '"tools": [{"function": {"name": "f", "parameters": {"a": -}}}]',
+    '"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": -}}}',
+    '"messages": [{"role": "user", "content": -}]',
+    '"messages": [{"role": "user", "content": "x", "tool_calls": -}]',
+    '"stop": -',
+    '"n": -',
+    '"unknown": -',
+  ],
+)
+def test_what_is_nested_too_deep_is_refused(url, fields, depth):
+  deep = fields.replace('-', '[' * depth + ']' * depth)
+  body = f'{{"messages": [{{"role": "user", "content": "x"}}], {deep}}}'
+  answer = httpx2.post(f'{url}/v1/chat/completions', content=body)
+  assert (
+    answer.status_code == 400 and 'nested deeper' in answer.json()['error']['message']
+  )
+
+
+def test_arguments_that_are_nested_too_deep_stay_a_text():
+  """As other arguments that cannot be read."""
+  call = {'id': 'a', 'function': {'name': 'f', 'arguments': '{"a":' * 300 + '}' * 300}}
+  said = {'role': 'assistant', 'tool_calls': [call]}
+  (message,) = protocol.read_messages([said])
+  assert message['calls'] == [('f', call['function']['arguments'])]
+
+
+def test_keys_are_separated_by_commas_and_blanks():
+  assert server.read_keys('a, b ,,c') == ['a', 'b', 'c'] and server.read_keys('') == []
+  for text in (',', ' ', ' , ,\n'):
+    with pytest.raises(ValueError, match='has no key; give keys separated by commas'):
+      server.read_keys(text)
+
+
 def test_bodies_keys_and_back_pressure(url):
   post = lambda content, **more: httpx2.post(
     f'{url}/v1/chat/completions', content=content, **more
@@ -238,6 +280,92 @@ def test_a_client_that_goes_leaves_nothing_behind(client, url):
   assert client.chat.completions.create(**GREEDY).choices[0].message.content
 
 
+@contextlib.contextmanager
+def _encoding(monkeypatch, encode=lambda plain, text: plain(text)):
+  """Counts the characters that are encoded; `encode` is called in the encoder's place."""
+  chat = serving.policy()[2]
+  plain, lengths = chat._encode_plain, []
+
+  def counted(text):
+    lengths.append(len(text))
+    return encode(plain, text)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(chat, '_encode_plain', counted)
+    yield lengths
+
+
+_CALLS = {'role': 'assistant', 'tool_calls': [_call('f')] * 50_000}
+
+
+@pytest.mark.parametrize(
+  ('fields', 'rendered'),
+  [
+    ({'messages': [{'role': 'user', 'content': 'x' * 4_000_000}]}, 1),
+    ({'messages': [{'role': 'user', 'content': 'x'}] * 60_000}, 0),
+    ({'messages': [{'role': 'user', 'content': 'x'}, _CALLS]}, 0),
+    ({'prompt': 'x' * 4_000_000}, 0),
+  ],
+)
+def test_what_fits_no_row_is_refused_before_it_is_encoded(
+  url, fields, rendered, monkeypatch
+):
+  path = 'completions' if 'prompt' in fields else 'chat/completions'
+  chat, render = serving.policy()[2], mock.Mock(wraps=serving.policy()[2]._render)
+  monkeypatch.setattr(chat, '_render', render)
+  with _encoding(monkeypatch) as lengths:
+    answer = httpx2.post(f'{url}/v1/{path}', json=fields, timeout=60)
+  assert answer.status_code == 400, answer.text
+  error = answer.json()['error']
+  assert error['code'] == 'context_length_exceeded' and '320' in error['message']
+  # A request of an earlier test, whose client has gone, may be read late.
+  mine = [call for call in render.mock_calls if 'x' == call.args[0][0]['content'][:1]]
+  assert max(lengths, default=0) < 1000 and len(mine) == rendered
+
+
+def test_a_long_text_is_encoded_while_others_are_answered(client, url, monkeypatch):
+  entered, gate = threading.Semaphore(0), threading.Event()
+  long = {**GREEDY, 'messages': [{'role': 'user', 'content': 'Who is it? ' * 20}]}
+  expected = client.chat.completions.create(**long).choices[0].message.content
+
+  def wait(plain, text):
+    if len(text) > 200:
+      entered.release()
+      assert gate.wait(60)
+    return plain(text)
+
+  monkeypatch.setattr(sources, '_MAX_CHARACTERS', 200)
+  with _encoding(monkeypatch, wait), futures.ThreadPoolExecutor() as pool:
+    ask = lambda: client.chat.completions.create(**long).choices[0].message.content
+    waiting = [pool.submit(ask) for _ in range(3)]
+    try:
+      for _ in range(2):
+        assert entered.acquire(timeout=60)
+      reply = client.completions.create(model='policy', prompt='Who', max_tokens=4)
+      assert reply.choices
+      # The third waits for a thread; all count as replies that are under way.
+      serving.wait_for(lambda: _metric(url, 'endpoint_replies ') == 3, 'three requests')
+      assert not entered.acquire(blocking=False)
+    finally:
+      gate.set()
+    assert [future.result(60) for future in waiting] == [expected] * 3
+  gone = lambda: _metric(url, 'endpoint_replies ') == 0
+  serving.wait_for(gone, 'the end of all replies')
+
+
+def test_a_text_that_is_not_encoded_in_time_is_refused(client, monkeypatch):
+  gate = threading.Event()
+  monkeypatch.setattr(sources, '_MAX_CHARACTERS', 0)
+  monkeypatch.setattr(sources, '_SECONDS', 0.01)
+  with _encoding(monkeypatch, lambda plain, text: gate.wait(60) and plain(text)):
+    try:
+      with pytest.raises(openai.InternalServerError, match=r'within 0.01 s') as refused:
+        client.chat.completions.create(**ASKED)
+    finally:
+      gate.set()
+  assert refused.value.status_code == 503
+
+
 def test_a_late_reply():
   with serving.serve(seconds=1e-6) as url:
     client = openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0)
@@ -253,7 +381,7 @@ def test_sigterm_lets_replies_end():
   sizes = {'rows': 8, 'slots': serving.SLOTS, 'bucket': serving.SLOTS, 'replicas': 1}
   sizes |= {'decode_steps': 16, 'prefill_rows': 4, 'prefill_tokens': 64, 'narrow': False}
   command += [f'--config.engine.{name}={size}' for name, size in sizes.items()]
-  with script.Process(*command, AGENT_R1_API_KEYS='right') as process:
+  with script.Process(*command, AGENT_R1_API_KEYS='other, right ') as process:
     url = next(line for line in process.stdout if line.startswith('http')).strip()
     with openai.OpenAI(base_url=f'{url}/v1', api_key='right', max_retries=0) as client:
       stream = client.completions.create(

@@ -1,6 +1,8 @@
 import json
 import random
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -115,6 +117,42 @@ def test_the_plain_encoder_knows_no_control_tokens(tokenizer):
 def test_the_plain_encoder_takes_lone_surrogates(tokenizer):
   plain = tokenizer_lib.make_plain_encoder(tokenizer)
   assert tokenizer.decode(plain('a\ud800b')) == 'a?b'
+
+
+def test_the_plain_encoder_lets_other_threads_run(tokenizer):
+  plain, text = tokenizer_lib.make_plain_encoder(tokenizer), 'John met Mary. ' * 50_000
+  thread, turns = threading.Thread(target=plain, args=(text,)), 0
+  thread.start()
+  while thread.is_alive():
+    time.sleep(1e-3)
+    turns += 1
+  # One that holds the interpreter leaves one turn before it and one after it.
+  assert turns > 4
+
+
+_LONG_TEXTS = (
+  ' ' * 4096,
+  '\n' * 4096,
+  '-' * 4096,
+  # What NFC composes: 4 characters to 3 bytes, 3 to 2 bytes, 3 to 3 bytes, 2 to 2.
+  '\u03b1\u0313\u0300\u0345' * 1024,
+  'U\u0308\u0304' * 1024,
+  '\u1112\u1161\u11ab' * 1024,
+  'e\u0301' * 1024,
+)
+
+
+@pytest.mark.parametrize('name', ['', 'qwen2.5'])
+def test_no_text_has_fewer_tokens_than_the_longest_tokens_would_make(
+  tokenizer, request, name
+):
+  if name:
+    data_dir = request.getfixturevalue('data_dir')
+    tokenizer = tokenizer_lib.load(data_dir / 'models' / name)
+  plain = tokenizer_lib.make_plain_encoder(tokenizer)
+  longest = tokenizer_lib.longest_token(tokenizer)
+  for text in (*_LONG_TEXTS, *[*tokenizer.get_vocab()][::100]):
+    assert len(text) <= longest * len(plain(text)) or not text
 
 
 def test_token_bytes(tokenizer):

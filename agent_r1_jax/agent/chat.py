@@ -16,6 +16,7 @@ control token in data is encoded as ordinary characters.
 
 from collections.abc import Mapping, Sequence
 import itertools
+import math
 import re
 from typing import Any
 
@@ -40,6 +41,10 @@ _PROBE_TOOL = {
     'parameters': {'type': 'object', 'properties': {}},
   },
 }
+
+
+class TooLongError(ValueError):
+  """A text has more characters than the longest tokens could stand for."""
 
 
 class Chat:
@@ -99,8 +104,10 @@ class Chat:
     self.tokenizer = tokenizer
     self.tools_in_prompt = tools_in_prompt
     self._stops: dict[int, types.Automaton] = {}
+    self._bytes: list[bytes] | None = None
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
+    self._longest_token = tokenizer_lib.longest_token(tokenizer)
     self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
     self._names = {i: name for name, i in self._control.items()}
     self._any_control = _match_any(self._control)
@@ -152,11 +159,14 @@ class Chat:
     self,
     messages: Sequence[types.Message],
     tools: Sequence[dict] = (),
+    *,
+    max_tokens: float = math.inf,
     **template_kwargs,
   ) -> np.ndarray:
     """Encodes a whole context and the start of the assistant's turn as int32 [T].
 
     Raises:
+      TooLongError: It surely has more than `max_tokens`; it is not encoded.
       ValueError: A message has no role or no content, the template refuses the messages,
         or it cannot describe tools and tools_in_prompt is 'refuse'.
     """
@@ -166,12 +176,14 @@ class Chat:
       tools = ()
     elif tools and not self.supports_tools:
       messages, tools = self._describe_tools(messages, tools), ()
-    return self._encode(*self._render(messages, tools, **template_kwargs))
+    return self._encode(*self._render(messages, tools, **template_kwargs), max_tokens)
 
   def encode_delta(
     self,
     messages: Sequence[types.Message],
     last_token: int | None = None,
+    *,
+    max_tokens: float = math.inf,
     **template_kwargs,
   ) -> np.ndarray:
     """Encodes what follows a reply: the rest of its turn, `messages`, the next start.
@@ -181,13 +193,14 @@ class Chat:
       last_token: The last token of the reply; None stands for a stop id. If it is none,
         because a stop string or a limit ended the reply, the template's end of turn comes
         first; it is no action of the policy.
+      max_tokens: See encode_prompt.
       **template_kwargs: Arguments of the template.
 
     Returns:
       int32 [T].
     """
     tail, mark = self._render_after_reply(messages, **template_kwargs)
-    ids = self._encode(tail.removeprefix(self._end), mark)
+    ids = self._encode(tail.removeprefix(self._end), mark, max_tokens)
     ended = last_token is None or last_token in self.stop_ids
     return ids if ended else np.append(self.stop_ids[0], ids).astype(np.int32)
 
@@ -200,9 +213,13 @@ class Chat:
     ids = self._encode(self._neutralize(text, mark, self._never_sampled), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
-  def encode_text(self, text: str) -> np.ndarray:
-    """Encodes a text without a template, in which control tokens are such, int32 [T]."""
-    return self._encode(text, _find_unused_mark(text))
+  def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
+    """Encodes a text without a template, in which control tokens are such, int32 [T].
+
+    Raises:
+      TooLongError: See encode_prompt.
+    """
+    return self._encode(text, _find_unused_mark(text), max_tokens)
 
   def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token as int32 [T]."""
@@ -231,6 +248,20 @@ class Chat:
   def decode_exactly(self, ids: Sequence[int]) -> str:
     """Returns the exact text of any tokens, including control tokens, for people."""
     return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+  def token_bytes(self, token: int) -> bytes:
+    """Returns the bytes of one token, which may be a part of a character.
+
+    Those of a control token are its name. A tokenizer that is not byte-level has whole
+    characters only.
+    """
+    if self._bytes is None:
+      try:
+        self._bytes = tokenizer_lib.token_bytes(self.tokenizer)
+      except ValueError:
+        self._bytes = []
+    known = self._bytes[token] if token < len(self._bytes) else b''
+    return known or self.decode_exactly([token]).encode()
 
   def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""
@@ -344,12 +375,16 @@ class Chat:
     # An incomplete character at the end decodes to the replacement character.
     return {**message, 'content': head.rstrip('\ufffd') + CUT}
 
-  def _encode(self, text: str, mark: str) -> np.ndarray:
+  def _encode(self, text: str, mark: str, max_tokens: float = math.inf) -> np.ndarray:
     """Encodes what `_render` returns.
 
     The text between two control tokens is encoded in one piece, so that the tokens are
     those of the model's own training.
     """
+    if len(text) > max_tokens * self._longest_token:
+      raise TooLongError(
+        f'the text has {len(text)} characters, which are more than {max_tokens} tokens'
+      )
     placeholder = re.compile(mark + r'(\d+)z')
     name = lambda match: self._names[int(match[1])]
     ids, start = [], 0

@@ -1,10 +1,15 @@
 """Parts of all HTTP servers here: refusals, JSON, metrics, sockets, uvicorn."""
 
+import asyncio
 import json
+import math
 import socket
 from typing import Any
 
 MAX_CONNECTIONS = 4096
+REQUEST_SECONDS = 30.0  # For a whole request to arrive.
+_MAX_DEPTH = 64  # Of JSON.
+_UNREAD_SECONDS = 60  # Until a connection is lost whose client takes no bytes.
 
 
 class RefusedError(Exception):
@@ -31,18 +36,47 @@ async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
   Raises:
     RefusedError: It is too long, or no JSON object.
   """
+  from starlette import requests
+
   body = bytearray()
-  async for chunk in request.stream():
-    body += chunk
-    if len(body) > max_bytes:
-      raise RefusedError(413, f'the request has more than {max_bytes} bytes')
   try:
-    fields = json.loads(body)
-  except (ValueError, RecursionError) as error:
+    async for chunk in request.stream():
+      body += chunk
+      if len(body) > max_bytes:
+        raise RefusedError(413, f'the request has more than {max_bytes} bytes')
+  except requests.ClientDisconnect:
+    raise RefusedError(408, 'the client left before its request was complete') from None
+  try:
+    fields = parse_json(body)
+  except ValueError as error:
     raise RefusedError(400, f'the body is no JSON: {error}') from None
   if not isinstance(fields, dict):
     raise RefusedError(400, 'the body is no JSON object; give {"a field": "its value"}')
   return fields
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+  """Parses JSON from outside; whatever takes the value may use recursion.
+
+  Raises:
+    ValueError: It is no JSON, or nested deeper than any that has a meaning.
+  """
+  too_deep = ValueError(f'it is nested deeper than {_MAX_DEPTH} levels')
+  try:
+    value = json.loads(text)
+  except RecursionError:
+    raise too_deep from None
+  level = [value]
+  for _ in range(_MAX_DEPTH + 1):
+    level = [
+      inner
+      for outer in level
+      if isinstance(outer, dict | list)
+      for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]
+    if not level:
+      return value
+  raise too_deep
 
 
 def answer_json(content: Any, status: int = 200, headers: Any = None) -> Any:
@@ -72,12 +106,76 @@ def listen(host: str, port: int) -> socket.socket:
     ValueError: The port is taken, or the address is none of this machine.
   """
   try:
-    return socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+    listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
   except OSError as error:
     raise ValueError(
       f'nothing can listen at {host}:{port} ({error}); give another address or port '
       '(--host, --port; port 0 chooses a free one).'
     ) from None
+  if hasattr(socket, 'TCP_USER_TIMEOUT'):  # On Linux; its connections inherit it.
+    milliseconds = _UNREAD_SECONDS * 1000
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+  return listener
+
+
+def _make_protocol() -> Any:
+  """Makes uvicorn's protocol with what it lacks: a time-out of incomplete requests."""
+  import h11
+  from uvicorn.protocols.http import h11_impl
+
+  class Protocol(h11_impl.H11Protocol):
+    """Closes a connection whose request, head and body, is not there in time.
+
+    The time begins with the connection, or with the end of the answer before. (uvicorn's
+    `timeout_keep_alive` ends with the first byte of a request.) Where there are too many
+    connections, each new one ends the one that has waited longest.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport):
+      super().connection_made(transport)
+      connections: Any = self.connections
+      waiting = [c for c in connections if c._timer is not None]
+      if len(connections) >= (self.limit_concurrency or math.inf) and waiting:
+        min(waiting, key=lambda c: c._timer.when())._refuse()
+      self._watch()
+
+    def data_received(self, data):
+      super().data_received(data)
+      self._watch()
+
+    def on_response_complete(self):
+      super().on_response_complete()
+      self._watch()
+
+    def connection_lost(self, exc):
+      super().connection_lost(exc)
+      self._stop()
+
+    def _watch(self):
+      if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        self._stop()
+      elif self._timer is None and not self.transport.is_closing():
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self._refuse)
+
+    def _stop(self):
+      if self._timer is not None:
+        self._timer.cancel()
+      self._timer = None
+
+    def _refuse(self):
+      self._stop()
+      if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # No answer has begun.
+        text = f'the request was not complete in time ({REQUEST_SECONDS:g} seconds)'
+        headers = [('connection', 'close'), ('content-length', str(len(text)))]
+        head = h11.Response(status_code=408, headers=headers, reason='Request Timeout')
+        for event in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
+          self.transport.write(self.conn.send(event))
+      self.transport.close()
+      self.connections.discard(self)  # Its place is free at once.
+
+  return Protocol
 
 
 def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
@@ -87,6 +185,7 @@ def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
   return uvicorn.Server(
     uvicorn.Config(
       app,
+      http=_make_protocol(),
       log_level='warning',
       access_log=False,
       ws='none',

@@ -19,6 +19,7 @@ on when it is asked for, with two exceptions: requests for the same text are tol
 their order, and of several that go on from one reply, the first goes on in its segment.
 """
 
+import asyncio
 import collections
 from collections.abc import Sequence
 import dataclasses
@@ -33,7 +34,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
-from agent_r1_jax.serve import protocol
+from agent_r1_jax.serve import protocol, sources
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,6 +113,8 @@ class Conversation:
     self._turns = 0
     self._last_reply_truncated = False
     self._closed = False
+    # Requests whose texts are encoded in a thread stay in the order of their arrival.
+    self._in_order = asyncio.Lock()
     self.metrics = collections.Counter(
       tool_calls=0, format_errors=0, forks=0, rewritten=0
     )
@@ -124,7 +127,12 @@ class Conversation:
     """How the episode ended, if its program just ended."""
     return self.refused or ('truncated' if self._last_reply_truncated else 'done')
 
-  def submit(
+  @property
+  def slots(self) -> int:
+    """The most tokens of a text."""
+    return self._context.slots
+
+  async def submit(
     self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
     """Begins the replies to a request; see the module.
@@ -132,35 +140,36 @@ class Conversation:
     The policy is sampled as it is trained: temperature, top_p, seed and the like of the
     client are not used, and neither a schema nor a required call restricts the reply.
     """
-    if self._closed:
-      raise http.RefusedError(410, 'the episode is over', 'episode_over')
     if api_request.messages is None:
       raise http.RefusedError(400, 'an episode asks for chat completions only')
     if api_request.schema or api_request.required:
       self.metrics['unrestricted'] += 1
     begun = []
     try:
-      for _ in range(api_request.n):
-        begun.append(self._submit_one(api_request, automata))
-    except Exception:
+      async with self._in_order:
+        for _ in range(api_request.n):
+          begun.append(await self._submit_one(api_request, automata))
+    except BaseException:
       for generation in begun:
         generation.cancel()
         self.close(generation)
       raise
     return begun
 
-  def _submit_one(self, api_request, automata) -> request_lib.Generation:
+  async def _submit_one(self, api_request, automata) -> request_lib.Generation:
+    self._check_open()
     if self._turns + len(self._sampled) >= self._max_turns:
       self.refused = self.refused or 'max_turns'
       text = f'the episode has had its {self._max_turns} replies (limits.max_turns)'
       raise http.RefusedError(400, text, 'max_turns')
-    branch = self._find(api_request)
+    branch = await self._find(api_request)
     try:
       generation = self._sample(branch, api_request, automata)
     except Exception:
       self._drop(branch)
       raise
-    branch.text = generation.text
+    before, branch.text = branch.text, generation.text
+    self._close_unused(before)
     self._sampled[generation] = branch
     return generation
 
@@ -169,12 +178,11 @@ class Conversation:
     assert branch.pending
     _, _, ids = branch.pending
     length = len(branch.tokens)
-    room = self._context.slots - length - len(ids)
+    room = self.slots - length - len(ids)
     if room < 1:
-      self.refused = self.refused or 'truncated'
-      text = f'the prompt has {length + len(ids)} tokens, and a row {self._context.slots}'
-      self.error = f'{text} (slots)'
-      raise http.RefusedError(400, text, 'context_length_exceeded')
+      raise self.refuse_length(
+        f'the prompt has {length + len(ids)} tokens, and a row {self.slots}'
+      )
     parent = branch.text
     if parent is not None and len(parent) > length:
       parent = request_lib.Fork(parent, length)
@@ -187,11 +195,43 @@ class Conversation:
       top_logprobs=api_request.top_logprobs or 0,
     )
 
-  def _find(self, api_request: protocol.ApiRequest) -> _Branch:
-    """Finds the text that a request goes on from, or begins one."""
+  def refuse_length(self, text: str) -> http.RefusedError:
+    """Makes the refusal of a text that no row can hold, which truncates the episode."""
+    self.refused, self.error = self.refused or 'truncated', f'{text} (slots)'
+    return http.RefusedError(400, text, 'context_length_exceeded')
+
+  async def _find(self, api_request: protocol.ApiRequest) -> _Branch:
+    """Finds the text that a request goes on from, or begins one.
+
+    While its messages are encoded, a reply may end or be dropped, and the request then
+    goes on from another place.
+    """
     assert api_request.messages is not None
     tools = json.dumps(api_request.tools, sort_keys=True)
     messages = [protocol.make_comparable(message) for message in api_request.messages]
+    place = self._match(tools, messages)
+    rendered, ids = await self._encode(api_request, place)
+    while place != (place := self._match(tools, messages)):
+      rendered, ids = await self._encode(api_request, place)
+    parent, count, length, is_end = place
+    if parent is None:
+      branch = self._begin(api_request, tools, ids)
+    elif is_end:
+      branch = parent
+    else:
+      branch = self._fork(parent, count, length, ids)
+    branch.pending = messages[count:], rendered, ids
+    return branch
+
+  def _match(
+    self, tools: str, messages: list[types.Message]
+  ) -> tuple[_Branch | None, int, int, bool]:
+    """Returns the text that messages go on from, and where.
+
+    Returns:
+      The text; how many of the messages and of its tokens come before; and whether that
+      is its end. If they begin a text of their own: None, 0, 0 and False.
+    """
     candidates = [
       (count, not branch.pending and (count, length) == branch.ends[-1], -i, length)
       for i, branch in enumerate(self._branches)
@@ -200,38 +240,43 @@ class Conversation:
       if messages[:count] == branch.messages[:count]
     ]
     if not candidates:
-      return self._begin(api_request, tools, messages)
+      return None, 0, 0, False
     count, is_end, i, length = max(candidates)
-    parent = self._branches[-i]
-    rendered = self._render(api_request.messages[count:])
-    ids = self._chat.encode_delta(rendered, int(parent.tokens[length - 1]))
-    branch = parent
-    if not is_end:
-      branch = _Branch(
-        tools,
-        parent.messages[:count],
-        parent.rendered[:count],
-        count,
-        [end for end in parent.ends if end[0] <= count],
-        [(parent.tokens[:length], None, None)],
-        parent.text,
-        *self._make_key(np.append(parent.tokens[:length], ids)),
-      )
-      self._branches.append(branch)
-    branch.pending = messages[count:], rendered, ids
-    return branch
+    return self._branches[-i], count, length, is_end
 
-  def _begin(self, api_request, tools, messages) -> _Branch:
+  async def _encode(self, api_request, place) -> tuple[list[types.Message], np.ndarray]:
+    """Renders and encodes the messages that come after a place in a text."""
+    parent, count, length, _ = place
+    rendered = self._render(api_request.messages[count:])
+    if parent is None:
+      given = self._chat.encode_prompt, rendered, api_request.tools
+    else:
+      given = self._chat.encode_delta, rendered, int(parent.tokens[length - 1])
+    ids = await sources.encode(self, *given)
+    self._check_open()
+    return rendered, ids
+
+  def _begin(self, api_request, tools: str, ids: np.ndarray) -> _Branch:
     """Begins a text of its own."""
-    rendered = self._render(api_request.messages)
-    ids = self._chat.encode_prompt(rendered, api_request.tools)
     # The key of the task's own prompt is that of a native environment's first segment.
     same = [str(m['content']) for m in self._task.messages] == [
       m['content'] for m in api_request.messages
     ]
     key = self._make_key(ids, own=same)
+    self._branches.append(_Branch(tools, [], [], 0, [], [], None, *key))
+    return self._branches[-1]
+
+  def _fork(self, parent: _Branch, count: int, length: int, ids: np.ndarray) -> _Branch:
+    """Begins a text with so many messages and tokens of another one."""
     branch = _Branch(
-      tools, [], [], 0, [], [], None, *key, pending=(messages, rendered, ids)
+      parent.tools,
+      parent.messages[:count],
+      parent.rendered[:count],
+      count,
+      [end for end in parent.ends if end[0] <= count],
+      [(parent.tokens[:length], None, None)],
+      parent.text,
+      *self._make_key(np.append(parent.tokens[:length], ids)),
     )
     self._branches.append(branch)
     return branch
@@ -313,6 +358,12 @@ class Conversation:
     if not branch.turns:
       self._branches.remove(branch)
       self._key_ids.remove(branch.key_id)
+      self._close_unused(branch.text)
+
+  def _close_unused(self, text: request_lib.Text | None):
+    """Lets others have the row of a text that nothing goes on from any longer."""
+    if text is not None and all(branch.text is not text for branch in self._branches):
+      text.close()
 
   def report(self, step: types.Step):
     """Takes a reward that the program reports; it belongs to the last reply.
@@ -321,11 +372,14 @@ class Conversation:
       RefusedError: The episode is over, or has no reply yet.
     """
     turns = [pair for branch in self._branches for pair in branch.turns]
-    if self._closed:
-      raise http.RefusedError(410, 'the episode is over', 'episode_over')
+    self._check_open()
     if not turns:
       raise http.RefusedError(400, 'there is no reply to reward yet')
     self.reports.append((max(turns, key=lambda pair: pair[0])[1], step))
+
+  def _check_open(self):
+    if self._closed:
+      raise http.RefusedError(410, 'the episode is over', 'episode_over')
 
   def end(self):
     """Ends the episode: what is being sampled is cancelled, and rows are freed."""

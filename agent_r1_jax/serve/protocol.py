@@ -246,8 +246,8 @@ def _read_name(name: Any, where: str) -> str | None:
 
 def _read_arguments(text: str) -> dict[str, Any] | str:
   try:
-    value = json.loads(text or '{}')
-  except (ValueError, RecursionError):
+    value = http.parse_json(text or '{}')
+  except ValueError:
     value = None
   return value if isinstance(value, dict) else text
 
@@ -272,11 +272,12 @@ def to_chat(
   written = []
   for message in messages:
     message = dict(message)
-    for name, arguments in message.pop('calls', ()):
-      text = arguments
-      if isinstance(arguments, dict):
-        text = call_format.render(calls.ToolCall(name, arguments))
-      message['content'] = f'{message["content"]}\n{text}'.lstrip('\n')
+    texts = [
+      call_format.render(calls.ToolCall(*call)) if isinstance(call[1], dict) else call[1]
+      for call in message.pop('calls', ())
+    ]
+    if texts:
+      message['content'] = '\n'.join([message['content'], *texts]).lstrip('\n')
     written.append(message)
   return written
 
@@ -375,11 +376,15 @@ def _name_call(call: calls.Call) -> tuple[str, dict[str, Any] | str]:
 
 
 def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, Any]]:
-  """Writes the log-probs of tokens, as chat completions have them."""
+  """Writes the log-probs of tokens, as chat completions have them.
+
+  The bytes of tokens that make up one character together are that character's.
+  """
 
   def one(token, logprob):
     text = chat.decode_exactly([token])
-    return {'token': text, 'logprob': float(logprob), 'bytes': [*text.encode()]}
+    piece = [*chat.token_bytes(int(token))]
+    return {'token': text, 'logprob': float(logprob), 'bytes': piece}
 
   columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
   return [
@@ -447,14 +452,23 @@ def _write_chat_delta(
   return {'delta': delta, 'logprobs': _write_chat_logprobs(logprobs)}
 
 
+def _name_token(item: dict[str, Any]) -> str:
+  r"""Names a token of a text completion: a part of a character is 'bytes:\xc3'."""
+  try:
+    bytes(item['bytes']).decode()
+  except UnicodeDecodeError:
+    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in item['bytes'])
+  return item['token']
+
+
 def _write_text_choice(
   text: str, tool_calls: Sequence, logprobs: list | None
 ) -> dict[str, Any]:
   columns = None
   if logprobs is not None:
-    named = lambda tops: {top['token']: top['logprob'] for top in tops}
+    named = lambda tops: {_name_token(top): top['logprob'] for top in tops}
     columns = {
-      'tokens': [item['token'] for item in logprobs],
+      'tokens': [_name_token(item) for item in logprobs],
       'token_logprobs': [item['logprob'] for item in logprobs],
       'top_logprobs': [named(item['top_logprobs']) for item in logprobs],
     }

@@ -15,16 +15,14 @@ cancelled, and its row is free at the next decode.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 import contextlib
 import functools
 import hmac
 import json
 import signal
 import time
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_formats, workers
@@ -34,75 +32,12 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
-from agent_r1_jax.serve import protocol
+from agent_r1_jax.serve import protocol, sources
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
 _GRAMMAR_SECONDS = 60.0  # For the automaton of a schema.
 _SEND_SECONDS = 30.0  # For an answer that is complete.
 _SHUTDOWN_SECONDS = 30  # What SIGTERM leaves to replies that have begun.
-
-
-class Source(Protocol):
-  """Where the replies to a client's requests come from."""
-
-  def submit(
-    self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
-  ) -> list[request_lib.Generation]:
-    """Begins `api_request.n` replies; raises RefusedError if there can be none."""
-    ...
-
-  def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
-    """Is called with a complete reply, before the client gets it."""
-    ...
-
-  def close(self, generation: request_lib.Generation):
-    """Is called when a reply has ended, in whatever way."""
-    ...
-
-
-class StatelessSource:
-  """Answers each request by itself, whoever asks."""
-
-  def __init__(self, engine: engine_lib.Engine, chat: chat_lib.Chat):
-    self._engine, self._chat = engine, chat
-
-  def submit(self, api_request, automata):
-    """Encodes the conversation; what the cache holds of it is not computed again."""
-    if api_request.messages is not None:
-      messages = protocol.to_chat(api_request.messages, self._chat.format)
-      ids = self._chat.encode_prompt(messages, api_request.tools)
-    elif isinstance(api_request.prompt, str):
-      ids = self._chat.encode_text(api_request.prompt)
-    else:
-      ids = np.array(api_request.prompt)
-    room = self._engine.sizes.slots - len(ids)
-    max_tokens = room if api_request.max_tokens is None else api_request.max_tokens
-    if room < 1 or max_tokens > room:
-      text = (
-        f'the prompt has {len(ids)} tokens and the reply may have {max(max_tokens, 1)}; '
-        f'there is room for {self._engine.sizes.slots}'
-      )
-      raise http.RefusedError(400, text, 'context_length_exceeded')
-    return [
-      self._engine.submit(
-        request_lib.Request(
-          ids,
-          max_tokens=max_tokens,
-          sampling=api_request.sampling,
-          key=api_request.make_key(i),
-          automata=automata,
-          top_logprobs=api_request.top_logprobs or 0,
-        )
-      )
-      for i in range(api_request.n)
-    ]
-
-  def accept(self, generation, reply):
-    """Keeps nothing."""
-
-  def close(self, generation):
-    """Lets others have the row; the next request may still copy from it."""
-    generation.text.close()
 
 
 class Grammars:
@@ -194,7 +129,7 @@ class Server:
 
   def __init__(
     self,
-    find: Callable[[str | None, str], Source],
+    find: Callable[[str | None, str], sources.Source],
     chat: chat_lib.Chat,
     vocab_size: int,
     *,
@@ -224,19 +159,30 @@ class Server:
     began = time.perf_counter()
     try:
       source = self.find_source(request)
-      api_request = form.read(await http.read_json(request, _MAX_BODY))
+      fields = await http.read_json(request, _MAX_BODY)
+      sources.check_count(source, fields.get('messages'))
+      api_request = form.read(fields)
       automata = await self._grammars.make(api_request, self._restrict)
-      if self.count + api_request.n > self._max_replies:
-        text = f'{self.count} replies are under way; ask again later'
-        raise http.RefusedError(429, text, 'overloaded')
-      generations = source.submit(api_request, automata)
+      generations = await self._submit(source, api_request, automata)
     except http.RefusedError as error:
       return self.refuse(error)
     except ValueError as error:  # The chat or the engine cannot do it.
       return self.refuse(http.RefusedError(400, str(error)))
     return _Answer(self, form, api_request, source, generations, began)
 
-  def find_source(self, request: Any) -> Source:
+  async def _submit(self, source, api_request, automata) -> list[request_lib.Generation]:
+    """Begins replies, which count from now on: their texts may have to be encoded."""
+    if self.count + api_request.n > self._max_replies:
+      text = f'{self.count} replies are under way; ask again later'
+      raise http.RefusedError(429, text, 'overloaded')
+    self.count_replies(api_request.n)
+    try:
+      return await source.submit(api_request, automata)
+    except BaseException:
+      self.count_replies(-api_request.n)
+      raise
+
+  def find_source(self, request: Any) -> sources.Source:
     """Finds the source of the client that asks."""
     scheme, _, key = request.headers.get('Authorization', '').partition(' ')
     key = key.strip() if scheme.lower() == 'bearer' else ''
@@ -287,7 +233,6 @@ class _Answer:
     )
     self._prompt = len(generations[0].text)
     self._sampled = 0
-    server.count_replies(len(generations))
 
   async def __call__(self, scope, receive, send):
     """Sends the answer; in the end no reply is left under way."""
@@ -410,6 +355,21 @@ def _describe(error: http.RefusedError) -> dict[str, Any]:
   return {'error': {'message': str(error), 'type': kind, 'code': error.code}}
 
 
+def read_keys(text: str) -> list[str]:
+  """Reads keys that are separated by commas; an empty text has none.
+
+  Raises:
+    ValueError: The text is not empty and has none: a server would ask for no key.
+  """
+  keys = [key.strip() for key in text.split(',') if key.strip()]
+  if text and not keys:
+    raise ValueError(
+      f'AGENT_R1_API_KEYS is {text!r}, which has no key; give keys separated by commas, '
+      'or unset it to serve everyone.'
+    )
+  return keys
+
+
 def make_app(
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
@@ -431,9 +391,9 @@ def make_app(
   """
   from starlette import applications, routing
 
-  free = StatelessSource(engine, chat)
+  free = sources.StatelessSource(engine, chat)
 
-  def find(episode: str | None, key: str) -> Source:
+  def find(episode: str | None, key: str) -> sources.Source:
     # Every key is compared in full, so that the time tells nothing.
     if keys and not sum(hmac.compare_digest(key.encode(), k.encode()) for k in keys):
       text = 'the API key is wrong; send it as Authorization: Bearer KEY'

@@ -1,0 +1,184 @@
+"""The parts of all servers: requests that never come whole, clients that do not read."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+
+import httpx2
+import pytest
+from starlette import applications, routing
+from uvicorn.protocols.http import h11_impl
+
+from agent_r1_jax.host import http
+
+HEAD = b'POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n'
+WHOLE = HEAD + b'\r\n{"text": "12345678"}'
+
+
+@contextlib.contextmanager
+def _serve(**handlers):
+  """The address of a server in a thread, and the server."""
+
+  async def size(request):
+    try:
+      return http.answer_json({'size': len(await http.read_json(request, 1 << 20))})
+    except http.RefusedError as error:
+      refused.append(error.status)
+      return http.answer_json({}, error.status)
+
+  refused = []
+  handlers |= {'size': size}
+  routes = [
+    routing.Route(f'/{name}', handler, methods=['GET', 'POST'])
+    for name, handler in handlers.items()
+  ]
+  server = http.make_server(applications.Starlette(routes=routes), 1)
+  with http.listen('127.0.0.1', 0) as listener:
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+      yield listener.getsockname(), server, refused
+    finally:
+      server.should_exit = True
+      thread.join(20)
+
+
+def _read(connection) -> bytes:
+  """All that the server sends until it closes the connection."""
+  connection.settimeout(60)
+  parts = []
+  while part := connection.recv(1 << 16):
+    parts.append(part)
+  return b''.join(parts)
+
+
+@pytest.mark.parametrize(
+  ('sent', 'refused'),
+  [
+    (b'', []),
+    (b'POST /size HTTP/1.1\r\nHost:', []),
+    (HEAD, []),
+    (HEAD + b'\r\n', [408]),
+    (HEAD + b'\r\n{"text":', [408]),
+    (HEAD.replace(b'Content-Length: 20', b'Transfer-Encoding: chunked') + b'\r\n', [408]),
+  ],
+)
+def test_a_request_that_never_comes_whole(sent, refused, monkeypatch, capfd):
+  monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.2)
+  with _serve() as (address, server, seen), socket.create_connection(address) as client:
+    client.sendall(sent)
+    answer = _read(client)
+    assert answer.startswith(b'HTTP/1.1 408 ')
+    assert answer.endswith(b'the request was not complete in time (0.2 seconds)')
+  assert seen == refused and not server.server_state.connections
+  # The end of a client is no error of the application.
+  assert capfd.readouterr().err == ''
+
+
+def test_bytes_now_and_then_do_not_prolong_it(monkeypatch):
+  monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.5)
+  with _serve() as (address, _, _), socket.create_connection(address) as client:
+    client.sendall(HEAD + b'\r\n')
+    client.settimeout(0.05)
+    for _ in range(1000):  # A byte every 50 ms; the body has room for more than it takes.
+      try:
+        assert not (answer := client.recv(100)) or answer.startswith(b'HTTP/1.1 408 ')
+        break
+      except TimeoutError:
+        client.sendall(b' ')
+    else:
+      raise AssertionError('the connection is open still')
+
+
+def test_the_next_request_of_a_connection_is_watched_and_whole_ones_are_not_cut(
+  monkeypatch,
+):
+  entered, gate = threading.Event(), threading.Event()
+
+  async def slow(request):
+    entered.set()
+    await asyncio.get_running_loop().run_in_executor(None, gate.wait, 60)
+    return http.answer_json({'slow': True})
+
+  monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.2)
+  with _serve(slow=slow) as (address, _, _):
+    host = f'http://127.0.0.1:{address[1]}'
+    answers = []
+    ask = lambda: answers.append(httpx2.get(f'{host}/slow', timeout=60).json())
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert entered.wait(60)
+    with socket.create_connection(address) as client:
+      client.sendall(WHOLE)
+      client.settimeout(60)
+      assert client.recv(1 << 16).startswith(b'HTTP/1.1 200 OK')
+      client.sendall(HEAD)
+      assert _read(client).startswith(b'HTTP/1.1 408 ')
+    # That took longer than the slow answer, which was asked for before, may wait.
+    gate.set()
+    thread.join(60)
+  assert answers == [{'slow': True}]
+
+
+def test_what_is_refused_before_its_body_came(monkeypatch):
+  """Such as a request with a wrong key: the rest is waited for no longer."""
+
+  async def refuse(request):
+    return http.answer_json({}, 401)
+
+  monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.2)
+  with _serve(refuse=refuse) as (address, _, _):
+    with socket.create_connection(address) as client:
+      client.sendall(HEAD.replace(b'size', b'refuse') + b'\r\n')
+      answer = _read(client)
+  assert answer.startswith(b'HTTP/1.1 401 ') and answer.count(b'HTTP/1.1') == 1
+
+
+@pytest.mark.parametrize('sent', [HEAD, WHOLE])
+def test_many_connections_that_wait_keep_nobody_out(monkeypatch, sent):
+  """The oldest of them is given up for each new one."""
+  monkeypatch.setattr(http, 'MAX_CONNECTIONS', 8)
+  with _serve() as (address, _, _), contextlib.ExitStack() as stack:
+    clients = []
+    for _ in range(20):
+      clients.append(stack.enter_context(socket.create_connection(address)))
+      clients[-1].sendall(sent)
+      if sent == WHOLE:
+        clients[-1].settimeout(60)
+        assert clients[-1].recv(1 << 16).startswith(b'HTTP/1.1 200 OK')
+    last = stack.enter_context(socket.create_connection(address))
+    last.sendall(WHOLE)
+    last.settimeout(60)
+    assert last.recv(1 << 16).startswith(b'HTTP/1.1 200 OK')
+    assert _read(clients[0]).startswith(b'HTTP/1.1 408 ')
+
+
+def test_a_client_that_does_not_read_is_let_go(monkeypatch):
+  lost = threading.Event()
+  monkeypatch.setattr(http, '_UNREAD_SECONDS', 1)
+  monkeypatch.setattr(
+    h11_impl.H11Protocol, 'connection_lost', lambda protocol, error: lost.set()
+  )
+
+  async def large(request):
+    return http.answer_json('x' * (32 << 20))
+
+  with _serve(large=large) as (address, _, _):
+    with socket.create_connection(address) as client:
+      client.sendall(b'GET /large HTTP/1.1\r\nHost: x\r\n\r\n')
+      assert lost.wait(60)
+
+
+@pytest.mark.parametrize('depth', [65, 200, 500, 990, 3000, 100_000])
+@pytest.mark.parametrize(('opening', 'closing'), ['[]', ('{"a":', '}'), ('[{"a":', '}]')])
+def test_json_that_is_nested_too_deep_is_none(depth, opening, closing):
+  text = (opening * depth + '1' + closing * depth).encode()
+  with pytest.raises(ValueError, match='nested deeper than 64 levels'):
+    http.parse_json(text)
+
+
+def test_json_that_is_nested_as_deep_as_it_may_be():
+  assert http.parse_json('[' * 64 + '1' + ']' * 64) is not None
+  text = '{"a": [1, {"b": "[[["}], "c": null}'
+  assert http.parse_json(text) == {'a': [1, {'b': '[[['}], 'c': None}
