@@ -124,7 +124,19 @@ class TestStop:
         assert not any(s in before for s in strings)
     assert _ends(stop, [tokenizer.eos_token_id]) == [0]
 
+  def test_periodic_strings_of_any_length_take_a_state_a_byte(self):
+    strings = ['ab' * 400, 'a' * 100, 'é' * 50]
+    goto = automata.build_string_search([s.encode() for s in strings])
+    # The empty prefix, those that are not whole strings, and the end; 'a' is shared.
+    assert len(goto) == 1 + 799 + 98 + 99 + 1
+    vocabulary = [b'ab', b'b', b'a', 'é'.encode(), b'b' + b'ab' * 399]
+    stop = _stop([], strings, vocabulary)
+    replies = [[0] * 400, [2] * 100, [3] * 50, [1, 2, 4], [0] * 200 + [2] + [0] * 400]
+    assert _ends(stop, *replies) == [399, 99, 49, 2, 600]
+
   def test_mistakes_are_named(self):
+    with pytest.raises(ValueError, match='stop: 2 stop strings have 1,025 bytes, and 1,0'):
+      _stop([], ['é' * 512, 'a'], [b'a'])
     with pytest.raises(ValueError, match='stop string is empty'):
       _stop([], ['a', ''], [b'a'])
     with pytest.raises(ValueError, match='need token_bytes'):
@@ -132,6 +144,39 @@ class TestStop:
     for outside in (-1, 10):
       with pytest.raises(ValueError, match=f'stop id {outside} is not one of 10 tokens'):
         _stop([2, outside])
+
+
+def _search_by_prefixes(strings):
+  """The automaton by its definition, with a state for each prefix of a string."""
+  prefixes = {s[:i] for s in strings for i in range(len(s))}
+
+  def step(text, byte):
+    text += bytes([byte])
+    if text.endswith(tuple(strings)):
+      return None
+    return next(text[i:] for i in range(len(text) + 1) if text[i:] in prefixes)
+
+  return step
+
+
+@pytest.mark.parametrize('seed', range(40))
+def test_the_search_is_the_one_by_prefixes(seed):
+  """State by state, over strings that overlap, contain and begin each other."""
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, 9, rng.integers(1, 5))
+  strings = [bytes(rng.choice([*b'abc'], n, p=[0.5, 0.4, 0.1]).tolist()) for n in lengths]
+  goto, step = automata.build_string_search(strings), _search_by_prefixes(strings)
+  states, waiting = {b'': 0}, [b'']
+  for text in waiting:
+    for byte in b'abcx':
+      after, state = step(text, byte), int(goto[states[text], byte])
+      if after is None:
+        assert state == len(goto) - 1
+      elif states.setdefault(after, state) == state and after not in waiting:
+        waiting.append(after)
+      assert after is None or states[after] == state
+  assert sorted([*states.values(), len(goto) - 1]) == [*range(len(goto))]
+  assert (goto[-1] == len(goto) - 1).all()
 
 
 _PIECES = tokenizer_lib.token_bytes(tiny.chat().tokenizer)

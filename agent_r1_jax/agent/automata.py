@@ -14,6 +14,8 @@ import numpy as np
 
 from agent_r1_jax import types
 
+# The most bytes of a reply's stop strings, and so the most states of their automaton.
+MAX_STOP_BYTES = 1024
 _CALL_OPENING = '<tool_call>'
 
 
@@ -37,11 +39,10 @@ def stop(
       needed with strings.
 
   Raises:
-    ValueError: A string is empty, token_bytes are missing, or an id is beyond the
-      vocabulary.
+    ValueError: A string is empty, the strings are too long, token_bytes are missing, or
+      an id is beyond the vocabulary.
   """
-  if not all(strings):
-    raise ValueError('A stop string is empty: it would end every reply at once. Drop it.')
+  check_stop_strings(strings)
   if strings and not token_bytes:
     raise ValueError('Stop strings need token_bytes: the bytes of every token.')
   if outside := [i for i in ids if not 0 <= i < vocab_size]:
@@ -63,6 +64,18 @@ def stop(
   classes = np.where(silent, columns.shape[1], classes).astype(np.int32)
   classes[list(ids)] = columns.shape[1] + 1
   return types.Automaton(classes, table, np.arange(end + 1) == end)
+
+
+def check_stop_strings(strings: Sequence[str]):
+  """Raises a ValueError if no automaton is made of these stop strings."""
+  if not all(strings):
+    raise ValueError('A stop string is empty: it would end every reply at once. Drop it.')
+  size = sum(len(string.encode()) for string in strings)
+  if size > MAX_STOP_BYTES:
+    raise ValueError(
+      f'stop: {len(strings)} stop strings have {size:,} bytes, and {MAX_STOP_BYTES:,} are '
+      'allowed; give fewer or shorter ones (chat.stop_strings, or stop of a request).'
+    )
 
 
 def regex(
@@ -260,18 +273,34 @@ def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
   A state is the longest suffix of the input that begins one of the strings. The last
   state means that a string is complete, and is never left.
   """
-  prefixes = sorted({s[:i] for s in strings for i in range(len(s))}, key=len)
-  number = {prefix: i for i, prefix in enumerate(prefixes)}
-  complete = len(prefixes)
-  goto = np.full((complete + 1, 256), complete, np.int32)
-  for prefix, i in number.items():
-    for byte in range(256):
-      text = prefix + bytes([byte])
-      if not text.endswith(tuple(strings)):
-        while text not in number:
-          text = text[1:]
-        goto[i, byte] = number[text]
-  return goto
+  # A trie of the strings, in which `ended` are the nodes where one is complete.
+  children: list[dict[int, int]] = [{}]
+  ended = set()
+  for string in strings:
+    node = 0
+    for byte in string:
+      if byte not in children[node]:
+        children[node][byte] = len(children)
+        children.append({})
+      node = children[node][byte]
+    ended.add(node)
+  # Breadth first, so that a node's longest suffix in the trie, which is shorter, knows
+  # already where each byte leads.
+  goto = np.zeros((len(children), 256), np.int32)
+  suffix, order = [0] * len(children), [0]
+  for node in order:
+    goto[node] = goto[suffix[node]]
+    for byte, child in children[node].items():
+      suffix[child] = int(goto[node, byte]) if node else 0
+      goto[node, byte] = child
+      if suffix[child] in ended:
+        ended.add(child)
+      if child not in ended:
+        order.append(child)
+  number = np.full(len(children), len(order), np.int32)
+  number[order] = np.arange(len(order))
+  complete = np.full((1, 256), len(order), np.int32)
+  return np.concatenate([number[goto[order]], complete])
 
 
 def group_tokens(
