@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import automata, byte_automata
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 
@@ -126,7 +126,7 @@ class TestStop:
 
   def test_periodic_strings_of_any_length_take_a_state_a_byte(self):
     strings = ['ab' * 400, 'a' * 100, 'é' * 50]
-    goto = automata.build_string_search([s.encode() for s in strings])
+    goto = byte_automata.build_string_search([s.encode() for s in strings])
     # The empty prefix, those that are not whole strings, and the end; 'a' is shared.
     assert len(goto) == 1 + 799 + 98 + 99 + 1
     vocabulary = [b'ab', b'b', b'a', 'é'.encode(), b'b' + b'ab' * 399]
@@ -135,7 +135,9 @@ class TestStop:
     assert _ends(stop, *replies) == [399, 99, 49, 2, 600]
 
   def test_mistakes_are_named(self):
-    with pytest.raises(ValueError, match='stop: 2 stop strings have 1,025 bytes, and 1,0'):
+    with pytest.raises(
+      ValueError, match='stop: 2 stop strings have 1,025 bytes, and 1,0'
+    ):
       _stop([], ['é' * 512, 'a'], [b'a'])
     with pytest.raises(ValueError, match='stop string is empty'):
       _stop([], ['a', ''], [b'a'])
@@ -165,7 +167,7 @@ def test_the_search_is_the_one_by_prefixes(seed):
   rng = np.random.default_rng(seed)
   lengths = rng.integers(1, 9, rng.integers(1, 5))
   strings = [bytes(rng.choice([*b'abc'], n, p=[0.5, 0.4, 0.1]).tolist()) for n in lengths]
-  goto, step = automata.build_string_search(strings), _search_by_prefixes(strings)
+  goto, step = byte_automata.build_string_search(strings), _search_by_prefixes(strings)
   states, waiting = {b'': 0}, [b'']
   for text in waiting:
     for byte in b'abcx':

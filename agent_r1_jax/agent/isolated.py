@@ -15,12 +15,15 @@ interpreter: every thread stops, the engine's too. A subprocess can be killed:
 
 import asyncio
 from collections.abc import Callable, Coroutine
+import contextlib
+import errno
 import faulthandler
 import functools
 import importlib
 import json
 from multiprocessing import connection
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -38,7 +41,7 @@ _MAX_BYTES = 64 << 20
 
 
 class LostError(RuntimeError):
-  """The subprocess ended before it answered, as by os._exit or out of memory."""
+  """The subprocess ended before it answered, as by os._exit or for want of memory."""
 
 
 class FailedError(RuntimeError):
@@ -46,7 +49,7 @@ class FailedError(RuntimeError):
 
 
 def in_subprocess(
-  fn: Callable, *, seconds: float, processes: int = 4
+  fn: Callable, *, seconds: float, processes: int = 4, memory_mb: int | None = None
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
   """Makes an async function that calls fn in a subprocess, and kills it after a time.
 
@@ -59,6 +62,9 @@ def in_subprocess(
       returns is sent as JSON.
     seconds: The time that a call may take once it has a subprocess.
     processes: The most subprocesses that work at a time; further calls wait.
+    memory_mb: MiB that a subprocess may allocate beyond what it has once it has imported
+      fn's module; one that needs more ends. None is no limit, and there is none where the
+      system has no /proc, as on macOS.
 
   Returns:
     An async function of the same arguments. It raises FailedError where fn raises,
@@ -67,8 +73,10 @@ def in_subprocess(
   Raises:
     ValueError: fn cannot be imported by its name, or a number is not above 0.
   """
-  if not seconds > 0 or processes < 1:
-    raise ValueError(f'seconds={seconds} and processes={processes} must be above 0.')
+  numbers = {'seconds': seconds, 'processes': processes, 'memory_mb': memory_mb}
+  if not all(number is None or number > 0 for number in numbers.values()):
+    text = ', '.join(f'{name}={number}' for name, number in numbers.items())
+    raise ValueError(f'{text} must be above 0.')
   if (
     fn.__module__ == '__main__'
     or _import_function(fn.__module__, fn.__qualname__) is not fn
@@ -77,13 +85,30 @@ def in_subprocess(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'
     )
-  pool = _ProcessPool(fn, seconds, processes)
+  pool = _ProcessPool(functools.partial(_Process, fn, memory_mb), seconds, processes)
 
   @functools.wraps(fn)
   async def call(*args, **kwargs):
     return await pool.call(args, kwargs)
 
   return call
+
+
+def call_in_subprocess(
+  fn: Callable, args, kwargs, *, seconds: float, memory_mb: int | None = None
+) -> Any:
+  """Calls fn in a subprocess that ends with the call, and waits for the answer.
+
+  The limits and the errors are those of `in_subprocess`.
+  """
+  process = _Process(fn, memory_mb)
+  try:
+    ok, answer = process.call((args, kwargs), seconds)
+  finally:
+    process.end()
+  if not ok:
+    raise FailedError(answer)
+  return answer
 
 
 def _import_function(module: str, name: str) -> Any:
@@ -96,8 +121,8 @@ def _import_function(module: str, name: str) -> Any:
 class _ProcessPool:
   """Subprocesses of one function, and a thread for each that works."""
 
-  def __init__(self, fn, seconds, processes):
-    self._fn, self._seconds = fn, seconds
+  def __init__(self, make_process, seconds, processes):
+    self._make_process, self._seconds = make_process, seconds
     self._threads = thread_pool.Pool(threads=processes)
     self._idle: list[_Process] = []
 
@@ -109,7 +134,7 @@ class _ProcessPool:
       work.cancel()
 
   def _call(self, args, kwargs) -> Any:
-    process = self._take_idle() or _Process(self._fn)
+    process = self._take_idle() or self._make_process()
     try:
       ok, answer = process.call((args, kwargs), self._seconds)
     except BaseException:
@@ -135,12 +160,12 @@ class _ProcessPool:
 class _Process:
   """One subprocess and the pipe to it."""
 
-  def __init__(self, fn):
+  def __init__(self, fn, memory_mb):
     self._name = fn.__name__
     here, there = connection.Pipe()
-    names = fn.__module__, fn.__qualname__
+    arguments = fn.__module__, fn.__qualname__, str(memory_mb or '')
     self._pipe = here
-    self._process = start_module(__name__, there.fileno(), *names)
+    self._process = start_module(__name__, there.fileno(), *arguments)
     there.close()
     self.end = weakref.finalize(self, end_process, self._process, here)
     ok, answer = self._receive(_START_SECONDS)
@@ -174,9 +199,10 @@ class _Process:
 
   def _end_as_lost(self) -> LostError:
     self.end()
+    status = self._process.returncode
+    reason = ': it needed more memory than it may have' if status == errno.ENOMEM else ''
     return LostError(
-      f'the process of {self._name} ended with status {self._process.returncode} before '
-      'it answered'
+      f'the process of {self._name} ended with status {status} before it answered{reason}'
     )
 
 
@@ -202,7 +228,7 @@ def end_process(process: subprocess.Popen, pipe):
   pipe.close()
 
 
-def _serve(pipe, module: str, name: str):
+def _serve(pipe, module: str, name: str, memory_mb: str):
   """Answers calls until the pipe is closed.
 
   A signal that ends a run may be sent to all its processes. It is ignored here: the
@@ -216,7 +242,27 @@ def _serve(pipe, module: str, name: str):
   except BaseException as error:
     _send(pipe, False, workers.describe_error(error))
     return
+  if memory_mb:
+    _limit_memory(int(memory_mb) << 20)
   _send(pipe, True, None)
+  try:
+    _answer_calls(pipe, fn)
+  except MemoryError:
+    # What has filled it may stay, and the next call lack it: another takes its place.
+    os._exit(errno.ENOMEM)
+
+
+def _limit_memory(size: int):
+  """Lets this process allocate `size` bytes beyond what it has."""
+  _, hard = resource.getrlimit(resource.RLIMIT_AS)
+  with contextlib.suppress(FileNotFoundError), open('/proc/self/statm') as file:
+    size += int(file.read().split()[0]) * resource.getpagesize()
+    limit = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    # Programs that the function starts may raise it for themselves, as the sandbox does.
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _answer_calls(pipe, fn: Callable):
   nowhere = open(os.devnull, 'w')
   while True:
     try:
@@ -228,6 +274,8 @@ def _serve(pipe, module: str, name: str):
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
     try:
       ok, answer = True, fn(*args, **kwargs)
+    except MemoryError:
+      raise
     except BaseException as error:
       ok, answer = False, workers.describe_error(error)
     faulthandler.cancel_dump_traceback_later()
