@@ -105,7 +105,7 @@ class TestPool:
     pool.release(pool.acquire([used]))  # One request still uses it.
     for seed in range(10):
       pool.release(pool.acquire([_automaton(seed), _automaton(seed + 50)]))
-    assert pool.entries[number].automaton is used
+    assert pool.entries[number] is used
     tables = automaton_guide.make_tables(pool.entries)
     np.testing.assert_array_equal(tables.classes[number], used.classes)
     np.testing.assert_array_equal(tables.table[number, :6, :5], used.table)

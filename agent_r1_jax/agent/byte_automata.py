@@ -12,8 +12,8 @@ import numpy as np
 
 # Limits of one automaton, so that its tables take some 100 MB of the engine at most: its
 # states, states times classes of tokens, and the sets of tokens that states allow. A text
-# of 3,000 characters, 150 tools or a choice of 300 phrases are below them.
-_MAX_STATES, _MAX_CELLS, _MAX_SETS = 1 << 15, 1 << 25, 1 << 12
+# of 3,000 characters, 150 tools or a choice of 200 phrases are below them.
+_MAX_STATES, _MAX_CELLS, _MAX_SETS = 1 << 15, 1 << 24, 1 << 11
 HOW_TO_SIMPLIFY = 'give shorter lengths, fewer alternatives or fewer tools.'
 
 
