@@ -102,6 +102,8 @@ def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
   import outlines_core
 
   vocabulary = outlines_core.Vocabulary(256, _TOKENS)
+  # This refuses what is malformed, such as 'a)|(b': only its empty text is compiled.
+  outlines_core.Index(f'|{pattern}', vocabulary)
   index = outlines_core.Index(f'(?:\\x01(?:{pattern})\\x00|)', vocabulary)
   edges = index.get_transitions()
   # With END there are at most twice as many states as without it.

@@ -21,7 +21,7 @@ from agent_r1_jax.agent.byte_automata import ByteAutomaton, TokenAutomaton
 
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
 # string of 3,000 characters takes one.
-PROCESSOR_SECONDS = 5
+PROCESSOR_SECONDS = 3
 _CALL_OPENING = '<tool_call>'
 
 
