@@ -127,7 +127,8 @@ class TestServer:
     make = functools.partial(isolated.in_subprocess, grammars.make_encoded, processes=2)
     monkeypatch.setattr(automata, '_compile', make(**automata._LIMITS))
     choice = [f'{i * 7919 % 100_003}xyz{i}' for i in range(20_000)]
-    hostile = [_ENDLESS, {'type': 'string', 'pattern': '^(a|b)*a(a|b){18}$'}]
+    hostile: list[dict] = [_ENDLESS]
+    hostile.append({'type': 'string', 'pattern': '^(a|b)*a(a|b){18}$'})
     hostile.append({'enum': choice})
     before = test_automata._children()
     with futures.ThreadPoolExecutor() as pool:
