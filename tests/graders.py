@@ -40,6 +40,16 @@ def leave(*_: object):
   os._exit(0)
 
 
+def allocate(mib: int) -> int:
+  """A grader that takes so much memory, without a page of it being touched."""
+  return len(bytes(mib << 20))
+
+
+def allocate_much(*_: object):
+  """A grader that takes more memory than the judges of tasks may have."""
+  return allocate(2048)
+
+
 def fail(kind: str):
   """A grader that raises."""
   raise {'exit': SystemExit(0), 'value': ValueError('bad'), 'stop': StopIteration()}[kind]

@@ -43,6 +43,14 @@ async def test_it_is_the_function():
   assert await chat('what it prints is no answer') == 'what it prints is no answer'
 
 
+async def test_it_is_the_function_of_the_same_file(tmp_path, monkeypatch):
+  """And not one that lies in the working directory and has its name."""
+  (tmp_path / 'graders.py').write_text('def length(text):\n  return "another"')
+  monkeypatch.chdir(tmp_path)
+  grade = isolated.in_subprocess(graders.length, seconds=60, processes=1)
+  assert await grade('four') == 4
+
+
 async def test_processes_are_kept_and_are_so_many():
   which = isolated.in_subprocess(graders.process, seconds=60, processes=2)
   found = await asyncio.gather(*(which(n) for n in range(12)))
@@ -81,6 +89,33 @@ async def test_a_process_that_ends_is_replaced():
       await leave()
 
 
+async def test_memory_is_limited():
+  allocate = isolated.in_subprocess(
+    graders.allocate, seconds=60, processes=1, memory_mb=256
+  )
+  assert await allocate(200) == 200 << 20
+  with pytest.raises(isolated.LostError, match='status 12 .*: it needed more memory'):
+    await allocate(300)
+  assert await allocate(200) == 200 << 20  # In another process.
+  free = isolated.in_subprocess(graders.allocate, seconds=60, processes=1)
+  assert await free(2048) == 2 << 30
+
+
+def test_a_lower_limit_of_memory_is_kept():
+  code = (
+    'import asyncio, resource, sys\nsys.path.insert(0, "tests")\nimport graders\n'
+    'from agent_r1_jax.agent import isolated\n'
+    'resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n'
+    'fn = isolated.in_subprocess(graders.allocate, seconds=60, memory_mb=1 << 20)\n'
+    'assert asyncio.run(fn(1024)) == 1 << 30\n'
+    'try:\n  asyncio.run(fn(4096))\nexcept isolated.LostError:\n  print("lost")'
+  )
+  root = pathlib.Path(__file__).parents[1]
+  command = [sys.executable, '-c', code]
+  run = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, timeout=120)
+  assert run.stdout == b'lost\n'
+
+
 @pytest.mark.parametrize(
   'kind, message',
   [('exit', 'SystemExit: 0'), ('value', 'ValueError: bad'), ('stop', 'StopIteration')],
@@ -100,8 +135,9 @@ async def test_what_it_returns_must_be_json():
   'kwargs, message',
   [
     ({'fn': lambda: 0}, 'is no name to import it by: define it at the top'),
-    ({'seconds': 0}, 'seconds=0 and processes=4 must be above 0'),
-    ({'processes': 0}, 'processes=0 must be above 0'),
+    ({'seconds': 0}, 'seconds=0, processes=4, memory_mb=None must be above 0'),
+    ({'processes': 0}, 'processes=0, memory_mb=None must be above 0'),
+    ({'memory_mb': 0}, 'memory_mb=0 must be above 0'),
   ],
 )
 def test_misuse(kwargs, message):
