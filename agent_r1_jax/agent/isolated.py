@@ -207,13 +207,14 @@ class _Process:
 
 
 def start_module(module: str, descriptor: int, *arguments: str) -> subprocess.Popen:
-  """Starts `python -m module descriptor arguments...` with the paths of this process.
+  """Starts `python -P -m module descriptor arguments...` with the paths of this process.
 
   It has a session of its own: Ctrl-C and signals to the trainer's group do not reach it.
+  With -P it imports from these paths alone, and not first from the working directory.
   """
   paths = os.pathsep.join(path or os.curdir for path in sys.path)
   return subprocess.Popen(
-    [sys.executable, '-m', module, str(descriptor), *arguments],
+    [sys.executable, '-P', '-m', module, str(descriptor), *arguments],
     stdin=subprocess.DEVNULL,
     pass_fds=[descriptor],
     start_new_session=True,
