@@ -238,6 +238,27 @@ class Automaton:
     """Whether it forbids a token in some state."""
     return bool((self.table < 0).any())
 
+  @functools.cached_property
+  def kinds(self) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each state, int32 [Q], and what each kind allows, uint32 [K, W].
+
+    States of one kind allow the same tokens; bit i of [kind, w] is for
+    token 32 w + i.
+    """
+    number: dict[bytes, int] = {}
+    kinds_Q = np.zeros(len(self.table), np.int32)
+    words = -(-len(self.classes) // 32)
+    masks_KW = []
+    for q, allowed_C in enumerate(self.table >= 0):
+      key = np.packbits(allowed_C).tobytes()
+      if key not in number:
+        number[key] = len(number)
+        bits = np.packbits(allowed_C[self.classes], bitorder='little')
+        # Little-endian words, so that bit i of a word is bit i % 8 of its byte i // 8.
+        masks_KW.append(np.pad(bits, (0, 4 * words - len(bits))).view('<u4'))
+      kinds_Q[q] = number[key]
+    return kinds_Q, np.stack(masks_KW).astype(np.uint32, copy=False)
+
 
 class Batch(NamedTuple):
   """Packed rows on the device; several segments share a row.

@@ -1,13 +1,16 @@
 """Automata that are made of text: stop strings against a search, regular expressions."""
 
+import itertools
 import json
+import os
 import re
+import subprocess
 
 import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import automata
+from agent_r1_jax.agent import automata, byte_automata, grammars
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 
 
@@ -124,7 +127,21 @@ class TestStop:
         assert not any(s in before for s in strings)
     assert _ends(stop, [tokenizer.eos_token_id]) == [0]
 
+  def test_periodic_strings_of_any_length_take_a_state_a_byte(self):
+    strings = ['ab' * 400, 'a' * 100, 'é' * 50]
+    goto = byte_automata.build_string_search([s.encode() for s in strings])
+    # The empty prefix, those that are not whole strings, and the end; 'a' is shared.
+    assert len(goto) == 1 + 799 + 98 + 99 + 1
+    vocabulary = [b'ab', b'b', b'a', 'é'.encode(), b'b' + b'ab' * 399]
+    stop = _stop([], strings, vocabulary)
+    replies = [[0] * 400, [2] * 100, [3] * 50, [1, 2, 4], [0] * 200 + [2] + [0] * 400]
+    assert _ends(stop, *replies) == [399, 99, 49, 2, 600]
+
   def test_mistakes_are_named(self):
+    with pytest.raises(
+      ValueError, match='stop: 2 stop strings have 1,025 bytes, and 1,0'
+    ):
+      _stop([], ['é' * 512, 'a'], [b'a'])
     with pytest.raises(ValueError, match='stop string is empty'):
       _stop([], ['a', ''], [b'a'])
     with pytest.raises(ValueError, match='need token_bytes'):
@@ -132,6 +149,39 @@ class TestStop:
     for outside in (-1, 10):
       with pytest.raises(ValueError, match=f'stop id {outside} is not one of 10 tokens'):
         _stop([2, outside])
+
+
+def _search_by_prefixes(strings):
+  """The automaton by its definition, with a state for each prefix of a string."""
+  prefixes = {s[:i] for s in strings for i in range(len(s))}
+
+  def step(text, byte):
+    text += bytes([byte])
+    if text.endswith(tuple(strings)):
+      return None
+    return next(text[i:] for i in range(len(text) + 1) if text[i:] in prefixes)
+
+  return step
+
+
+@pytest.mark.parametrize('seed', range(40))
+def test_the_search_is_the_one_by_prefixes(seed):
+  """State by state, over strings that overlap, contain and begin each other."""
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, 9, rng.integers(1, 5))
+  strings = [bytes(rng.choice([*b'abc'], n, p=[0.5, 0.4, 0.1]).tolist()) for n in lengths]
+  goto, step = byte_automata.build_string_search(strings), _search_by_prefixes(strings)
+  states, waiting = {b'': 0}, [b'']
+  for text in waiting:
+    for byte in b'abcx':
+      after, state = step(text, byte), int(goto[states[text], byte])
+      if after is None:
+        assert state == len(goto) - 1
+      elif states.setdefault(after, state) == state and after not in waiting:
+        waiting.append(after)
+      assert after is None or states[after] == state
+  assert sorted([*states.values(), len(goto) - 1]) == [*range(len(goto))]
+  assert (goto[-1] == len(goto) - 1).all()
 
 
 _PIECES = tokenizer_lib.token_bytes(tiny.chat().tokenizer)
@@ -150,6 +200,124 @@ def _walk(automaton, tokens):
     if state < 0:
       break
   return state
+
+
+def _random_regex(rng, depth=3):
+  """A regular expression over a, b and c, of which Python's is the reference."""
+  kind = rng.integers(0, 6 if depth else 2)
+  part = lambda: _random_regex(rng, depth - 1)
+  if kind < 2:
+    return str(rng.choice(['a', 'b', 'c', 'ab', '[bc]', '']))
+  if kind < 4:
+    return part() + part()
+  if kind == 4:
+    return f'({part()}|{part()})'
+  return f'({part()}){rng.choice(["*", "?", "+", "{0,3}", "{2}"])}'
+
+
+@pytest.mark.parametrize('seed', range(30))
+def test_a_regular_expression_matches_what_pythons_matches(seed):
+  """Also where an alternative begins another one, and where a part of a text matches."""
+  pattern = _random_regex(np.random.default_rng(seed))
+  goto, matches = byte_automata.compile_regex(pattern)
+  for length in range(6):
+    for letters in itertools.product('abc', repeat=length):
+      state, text = 0, ''.join(letters)
+      for byte in text.encode():
+        state = int(goto[state, byte]) if state >= 0 else -1
+      assert (state >= 0 and matches[state]) == bool(re.fullmatch(pattern, text)), text
+
+
+class TestLimits:
+  def test_a_long_string_takes_few_states(self):
+    """10 for each character, which may have 4 bytes or be escaped; it took 2**n."""
+    automaton = grammars.json_schema({'type': 'string', 'maxLength': 1000})
+    assert len(automaton.goto) < 10_100
+
+    def read(text):
+      state = 0
+      for byte in f'"{text}"'.encode():
+        state = int(automaton.goto[state, byte]) if state >= 0 else -1
+      return state >= 0 and automaton.stop[state] >= 0
+
+    for unit in ('x', '😀', r'\n'):
+      assert read(unit * 1000) and not read(unit * 1001) and read(unit * 7)
+
+  def test_states_are_limited(self):
+    with pytest.raises(
+      ValueError, match='32,7.. states, and 32,768 are allowed; give sh'
+    ):
+      byte_automata.compile_regex('(a|b)*a(a|b){14}')
+    with pytest.raises(ValueError, match='131,07. states, and 65,536 are allowed'):
+      byte_automata.compile_regex('(a|b)*a(a|b){16}')
+
+  def test_classes_of_tokens_are_limited_as_they_are_found(self, monkeypatch):
+    """Not once all of them are there: each takes a column of all states."""
+    monkeypatch.setattr(byte_automata, '_MAX_CELLS', 500)
+    search = byte_automata.build_string_search([b'abcdefghi'])
+    pieces = [bytes([a, b]) for a in range(97, 117) for b in range(97, 117)]
+    assert len(byte_automata.group_tokens(search, pieces[:20])[1]) == 10
+    many = byte_automata.build_string_search([bytes(range(97, 117))])
+    with pytest.raises(ValueError, match='has 5.. states times classes of tokens, and'):
+      byte_automata.group_tokens(many, pieces)
+
+  def test_sets_of_allowed_tokens_are_limited(self, monkeypatch):
+    monkeypatch.setattr(byte_automata, '_MAX_SETS', 3)
+    lift = lambda pattern: byte_automata.lift_to_tokens(
+      grammars.regex(pattern), [_EOS], _PIECES, tiny.VOCAB
+    )
+    assert lift('a*').table.dtype == np.int16
+    with pytest.raises(
+      ValueError, match='sets of tokens that may follow, and 3 are allow'
+    ):
+      lift('abcd')
+
+  def test_what_takes_too_long_is_killed_in_its_process(self):
+    """The library would compute for hours, and cannot be interrupted."""
+    before = _children()
+    with pytest.raises(
+      ValueError, match='takes more than 3 s of a processor or 1,024 MB'
+    ):
+      automata.regex('(a{1,300}){1,300}', [_EOS], _PIECES, tiny.VOCAB)
+    assert _children() == before
+
+  def test_a_grammar_that_is_nested_too_deeply(self):
+    schema: dict = {'type': 'string'}
+    for _ in range(1000):
+      schema = {'type': 'array', 'items': schema}
+    with pytest.raises(ValueError, match='nested too deeply; flatten it'):
+      automata.json_schema(schema, [_EOS], _PIECES, tiny.VOCAB)
+
+  @pytest.mark.parametrize(
+    'schema, message',
+    [
+      ({'type': 'object', 'properties': 3}, r'at \$.properties of response_format: 3 is'),
+      ({'type': 'strin'}, r"at \$.type of response_format: 'strin' is"),
+      ({'type': 'object', 'required': 'a'}, r'at \$.required of response_format'),
+      ({'type': 'string', 'maxLength': -1}, r'at \$.maxLength of response_format: -1 is'),
+    ],
+  )
+  def test_what_is_no_schema_is_refused(self, schema, message):
+    with pytest.raises(ValueError, match=message):
+      grammars.json_schema(schema)
+
+  def test_an_expression_that_matches_nothing(self):
+    with pytest.raises(ValueError, match='a.b'):
+      byte_automata.compile_regex('a^b')
+    with pytest.raises(ValueError, match='matches no text'):
+      byte_automata.compile_regex('ca*^b')
+
+  @pytest.mark.parametrize('pattern', ['a)|(b', '(a', '[b-a]', r'\1'])
+  def test_a_malformed_expression(self, pattern):
+    with pytest.raises(ValueError, match='Failed to build DFA'):
+      byte_automata.compile_regex(pattern)
+
+
+def _children(parent=None):
+  """The processes for functions that one, by default this one, has started."""
+  command = ['ps', '-o', 'pid=,args=', '--ppid', str(parent or os.getpid())]
+  lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+  return {line.split()[0] for line in lines if 'isolated' in line}
 
 
 class TestRegex:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from agent_r1_jax.agent import automata, call_formats
+from agent_r1_jax.agent import automata, call_formats, grammars
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
@@ -307,7 +307,48 @@ class TestAutomaton:
       _assert_fits(tokens.text(tokens.completed(tokens.random_call(rng, length))))
 
 
+@pytest.mark.parametrize(
+  'schema, values',
+  [
+    ({'type': 'integer'}, ['3']),
+    ({'type': 'array', 'items': {'type': 'integer', 'nullable': True}}, ['[1, null]']),
+    ({'enum': ['S', 'L']}, ['"S"']),
+    ({'anyOf': [{'type': 'integer'}, {'type': 'boolean'}]}, ['7', 'true']),
+    ({'type': ['integer', 'string']}, ['7', '"x"']),
+    ({'type': 'object', 'properties': {'a': {'type': 'integer'}}}, ['{"a": 1}']),
+  ],
+)
+@pytest.mark.parametrize('nullable', [True, False])
+def test_null_is_a_value_where_a_schema_is_nullable(schema, values, nullable):
+  """As get_json_schema writes `| None`; beside every other keyword."""
+  parameters = {
+    'type': 'object',
+    'properties': {'x': schema | {'nullable': nullable}},
+    'required': ['x'],
+  }
+  function = {'name': 'f', 'parameters': parameters}
+  goto = grammars.tool_calls([{'function': function}], True).goto
+
+  def fits(value):
+    state = 0
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {value}}}}}\n</tool_call>'
+    for byte in text.encode():
+      state = goto[state, byte] if state >= 0 else -1
+    return state >= 0
+
+  assert all(fits(value) for value in values)
+  assert fits('null') == nullable and not fits('nul') and not fits('')
+
+
 class TestMistakes:
+  def test_a_schema_that_is_none(self):
+    parameters = {'type': 'object', 'properties': 3}
+    schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
+    with pytest.raises(
+      ValueError, match=r'tool f: .*at \$.properties of parameters: 3 is'
+    ):
+      automata.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
+
   def test_no_tools(self):
     with pytest.raises(ValueError, match='schemas is empty'):
       automata.tool_calls([], of_tiny().pieces, tiny.VOCAB)

@@ -79,6 +79,42 @@ class TestAutomata:
     assert free.all()
     np.testing.assert_array_equal(guided, one.table[0, one.classes] >= 0)
 
+  def test_a_forbidden_token_leaves_an_automaton_in_its_state(self):
+    """Another guide may let it through; the reply does not begin anew."""
+    # Token 0 leads to states 1 and 2; other tokens are allowed in states 2 and 3 only.
+    table = np.array([[1, -1], [2, -1], [2, 3], [3, 3]])
+    classes = np.minimum(np.arange(tiny.VOCAB), 1).astype(np.int32)
+    ends = np.arange(4) == 3
+    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
+    state = _states(*[pool.acquire([types.Automaton(classes, table, ends)])] * 3)
+    tables = automaton_guide.make_tables(pool.entries)
+    for tokens, expected in (
+      ([0, 0, 5], [1, 1, 0]),
+      ([0, 9, 0], [2, 1, 1]),
+      ([1, 0, 0], [3, 2, 2]),
+    ):
+      state, ended = _read(tables, state, jnp.array(tokens, jnp.int32))
+      assert np.asarray(state['state'])[:, 0].tolist() == expected
+      assert np.asarray(ended).tolist() == [q == 3 for q in expected]
+
+
+def test_a_guide_changes_only_the_rows_that_use_it():
+  """Whatever the state of the others is: that of FORCED forces token 0."""
+  double = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, h: 2 * x)
+  forced, off = guide_lib.forced_state(np.array([3, 4], np.int32)), guide_lib.FORCED.off
+  used = np.array([[True, False, False, True], [False, False, True, True]])
+  logits = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
+  states = (_states(forced, off, off, forced), jnp.zeros(4, jnp.int32))
+  changed = guide_lib.apply(
+    (guide_lib.FORCED, double),
+    (None, None),
+    states,
+    *map(jnp.asarray, (used, logits, logits)),
+  )
+  only_three = np.where(np.arange(9) == 3, logits, -np.inf)
+  expected = [only_three[0], logits[1], 2 * logits[2], 2 * only_three[3]]
+  np.testing.assert_array_equal(changed, expected)
+
 
 class TestPool:
   def test_an_automaton_that_is_there_is_shared(self):
@@ -105,7 +141,7 @@ class TestPool:
     pool.release(pool.acquire([used]))  # One request still uses it.
     for seed in range(10):
       pool.release(pool.acquire([_automaton(seed), _automaton(seed + 50)]))
-    assert pool.entries[number].automaton is used
+    assert pool.entries[number] is used
     tables = automaton_guide.make_tables(pool.entries)
     np.testing.assert_array_equal(tables.classes[number], used.classes)
     np.testing.assert_array_equal(tables.table[number, :6, :5], used.table)

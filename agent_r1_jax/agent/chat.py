@@ -15,6 +15,7 @@ control token in data is encoded as ordinary characters.
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 import itertools
 import math
 import re
@@ -144,16 +145,25 @@ class Chat:
 
     Without these it is cached for each size of the vocabulary.
     """
-    if vocab_size not in self._stops or stop_strings:
-      strings = (*self._stop_strings, *stop_strings)
-      pieces = tokenizer_lib.token_bytes(self.tokenizer) if strings else ()
-      # A stop string may be a control token, which has no bytes.
-      ids = [*self.stop_ids, *(i for s, i in self._control.items() if s in strings)]
-      automaton = automata.stop(ids, vocab_size, strings, pieces)
-      if stop_strings:
-        return automaton
-      self._stops[vocab_size] = automaton
+    if stop_strings:
+      return automata.stop(*self.find_stops(vocab_size, stop_strings))
+    if vocab_size not in self._stops:
+      self._stops[vocab_size] = automata.stop(*self.find_stops(vocab_size))
     return self._stops[vocab_size]
+
+  def find_stops(
+    self, vocab_size: int, stop_strings: Sequence[str] = ()
+  ) -> tuple[list[int], int, Sequence[str], Sequence[bytes]]:
+    """Returns the arguments of automata.stop, with the given strings too."""
+    strings = (*self._stop_strings, *stop_strings)
+    # A stop string may be a control token, which has no bytes.
+    ids = [*self.stop_ids, *(i for s, i in self._control.items() if s in strings)]
+    return ids, vocab_size, strings, self.token_bytes if strings else ()
+
+  @functools.cached_property
+  def token_bytes(self) -> list[bytes]:
+    """The bytes of each of the tokenizer's tokens, as tokenizer.token_bytes has them."""
+    return tokenizer_lib.token_bytes(self.tokenizer)
 
   def encode_prompt(
     self,

@@ -94,6 +94,23 @@ def in_subprocess(
   return call
 
 
+def call_in_subprocess(
+  fn: Callable, args, kwargs, *, seconds: float, memory_mb: int | None = None
+) -> Any:
+  """Calls fn in a subprocess that ends with the call, and waits for the answer.
+
+  The limits and the errors are those of `in_subprocess`.
+  """
+  process = _Process(fn, memory_mb)
+  try:
+    ok, answer = process.call((args, kwargs), seconds)
+  finally:
+    process.end()
+  if not ok:
+    raise FailedError(answer)
+  return answer
+
+
 def _import_function(module: str, name: str) -> Any:
   value = importlib.import_module(module)
   for part in name.split('.'):

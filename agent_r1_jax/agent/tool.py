@@ -53,8 +53,6 @@ class Tool:
   idempotent: bool = False
 
   def __post_init__(self):
-    import jsonschema
-
     function = self.schema.get('function', {})
     if function.get('name') != self.name:
       raise ValueError(
@@ -62,12 +60,9 @@ class Tool:
         f"{self.name!r}, 'description': ..., 'parameters': ...}}}}, not {self.schema}."
       )
     try:
-      _make_validator().check_schema(function.get('parameters', {}))
-    except jsonschema.SchemaError as error:
-      raise ValueError(
-        f'tool {self.name}: schema, at {error.json_path} of parameters: {error.message}; '
-        'write it as JSON Schema says (draft 2020-12).'
-      ) from None
+      check_schema(function.get('parameters', {}), 'parameters')
+    except ValueError as error:
+      raise ValueError(f'tool {self.name}: {error}') from None
     if not self.timeout > 0:
       raise ValueError(f'tool {self.name}: timeout={self.timeout} must be above 0.')
 
@@ -287,6 +282,19 @@ def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
   where = f'argument {path!r}: ' if path else ''
   # The message begins with the value, which may be long.
   return where + error.message[-300:]
+
+
+def check_schema(schema: Any, name: str):
+  """Raises a ValueError, which says where, if a value is no JSON schema."""
+  import jsonschema
+
+  try:
+    _make_validator().check_schema(schema)
+  except jsonschema.SchemaError as error:
+    raise ValueError(
+      f'schema, at {error.json_path} of {name}: {error.message[-300:]}; write it as JSON '
+      'Schema says (draft 2020-12).'
+    ) from None
 
 
 @functools.cache

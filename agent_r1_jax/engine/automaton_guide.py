@@ -5,8 +5,6 @@ that a row can use, Q states, C classes of tokens, K kinds of states, W words of
 """
 
 from collections.abc import Sequence
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -68,29 +66,6 @@ AUTOMATA = guide_lib.Guide(
 _LEAST_SIZES = (32, 32, 4)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
-  """One automaton of a pool, and the bit masks that are computed at its first use."""
-
-  automaton: types.Automaton
-
-  @functools.cached_property
-  def kinds(self) -> tuple[np.ndarray, np.ndarray]:
-    """The kind of each state, int32 [Q], and the bits of each kind, uint32 [K, W].
-
-    States of one kind allow the same tokens; bit i of masks[kind, w] is for token
-    32 w + i.
-    """
-    allowed_QC = self.automaton.table >= 0
-    allowed_KC, kinds_Q = np.unique(allowed_QC, axis=0, return_inverse=True)
-    allowed_KV = allowed_KC[:, self.automaton.classes]
-    padded = np.pad(allowed_KV, ((0, 0), (0, -allowed_KV.shape[1] % 32)))
-    packed = np.ascontiguousarray(np.packbits(padded, axis=1, bitorder='little'))
-    # Little-endian words, so that bit i of a word is bit i % 8 of its byte i // 8.
-    masks_KW = packed.view('<u4').astype(np.uint32)
-    return kinds_Q.reshape(-1).astype(np.int32), masks_KW
-
-
 class AutomatonPool:
   """The automata that the requests of a replica use, by number.
 
@@ -105,10 +80,8 @@ class AutomatonPool:
   def __init__(self, vocab_size: int):
     """Makes a pool for a vocabulary (V), with the automaton that allows everything."""
     self._vocab_size = vocab_size
-    self._allow_all = Entry(
-      types.Automaton(
-        np.zeros(vocab_size, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, bool)
-      )
+    self._allow_all = types.Automaton(
+      np.zeros(vocab_size, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, bool)
     )
     self.entries = (self._allow_all,) * 4
     self._users = [1, 0, 0, 0]
@@ -147,7 +120,7 @@ class AutomatonPool:
   def _find_number(self, automaton: types.Automaton) -> int:
     """Finds the number of an automaton, or gives it one."""
     for number, entry in enumerate(self.entries):
-      if entry.automaton is automaton:
+      if entry is automaton:
         return number
     if all(self._users):
       self.entries += (self._allow_all,) * len(self.entries)
@@ -156,24 +129,26 @@ class AutomatonPool:
     # Numbers that were never used come first: an old automaton may be acquired again.
     number = min(free, key=lambda number: self.entries[number] is not self._allow_all)
     entries = [*self.entries]
-    entries[number] = Entry(automaton)
+    entries[number] = automaton
     self.entries = tuple(entries)
     return number
 
 
-def make_tables(entries: Sequence[Entry], before: Tables | None = None) -> Tables:
+def make_tables(
+  entries: Sequence[types.Automaton], before: Tables | None = None
+) -> Tables:
   """Lays automata side by side, padded to sizes that are powers of two, in numpy.
 
   The sizes never shrink below those of `before`, for which programs are compiled already.
   For 16 automata of 50,000 tokens this takes some milliseconds, each time an automaton is
   added; so the thread of the decodes calls it, and not the event loop.
   """
-  needed = [(*e.automaton.table.shape, len(e.kinds[1])) for e in entries]
+  needed = [(*entry.table.shape, len(entry.kinds[1])) for entry in entries]
   least = (*before.table.shape[1:], before.masks.shape[1]) if before else _LEAST_SIZES
   Q, C, K = (
     1 << (max(sizes) - 1).bit_length() for sizes in zip(least, *needed, strict=True)
   )
-  A, V = len(entries), len(entries[0].automaton.classes)
+  A, V = len(entries), len(entries[0].classes)
   zeros: Any = np.zeros  # They become JAX's arrays in the call.
   tables = Tables(
     classes=zeros((A, V), np.int32),
@@ -182,13 +157,12 @@ def make_tables(entries: Sequence[Entry], before: Tables | None = None) -> Table
     kinds=zeros((A, Q), np.int32),
     masks=zeros((A, K, -(-V // 32)), np.uint32),
   )
-  for number, entry in enumerate(entries):
-    automaton = entry.automaton
+  for number, automaton in enumerate(entries):
     q, c = automaton.table.shape
     tables.classes[number] = automaton.classes
     tables.table[number, :q, :c] = automaton.table
     tables.ends[number, :q] = automaton.ends
-    kinds, masks = entry.kinds
+    kinds, masks = automaton.kinds
     tables.kinds[number, :q] = kinds
     tables.masks[number, : len(masks)] = masks
   return tables

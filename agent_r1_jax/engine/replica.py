@@ -107,7 +107,7 @@ class Replica:
     }
     self.guides = tuple(self._guide_params)
     # The automata whose tables are on the device, and the tables in numpy.
-    self._loaded_entries: tuple[automaton_guide.Entry, ...] = ()
+    self._loaded_entries: tuple[types.Automaton, ...] = ()
     self._tables: automaton_guide.Tables | None = None
     self._request_numbers = itertools.count()
     self.start()

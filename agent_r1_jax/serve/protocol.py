@@ -17,7 +17,7 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import calls
+from agent_r1_jax.agent import automata, calls
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import programs, request
 from agent_r1_jax.host import http
@@ -125,6 +125,7 @@ def _read(body: dict[str, Any], **fields: Any) -> ApiRequest:
     raise http.RefusedError(400, 'stop must be a text or a list of texts')
   if len(stop) > _MOST_STOPS:
     raise http.RefusedError(400, f'stop has {len(stop)} texts; {_MOST_STOPS} are allowed')
+  automata.check_stop_strings(stop)
   options = body.get('stream_options') or {}
   return ApiRequest(
     sampling=config_lib.Sampling(

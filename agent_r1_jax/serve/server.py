@@ -24,65 +24,16 @@ import signal
 import time
 from typing import Any
 
-from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, workers
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
-from agent_r1_jax.serve import protocol, sources
+from agent_r1_jax.serve import protocol, request_grammars, sources
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
-_GRAMMAR_SECONDS = 60.0  # For the automaton of a schema.
 _SEND_SECONDS = 30.0  # For an answer that is complete.
 _SHUTDOWN_SECONDS = 30  # What SIGTERM leaves to replies that have begun.
-
-
-class Grammars:
-  """Makes the automata of requests: stop strings, schemas, calls that are required."""
-
-  def __init__(self, chat: chat_lib.Chat, vocab_size: int):
-    self._chat, self._vocab_size = chat, vocab_size
-    self._make = functools.lru_cache(64)(self._make_uncached)
-
-  async def make(
-    self, api_request: protocol.ApiRequest, restrict: bool
-  ) -> list[types.Automaton]:
-    """Makes them in a thread, where they are many states.
-
-    Args:
-      api_request: The request.
-      restrict: Whether schemas and required calls restrict the reply.
-    """
-    kind = ''
-    if restrict and api_request.schema is not None:
-      kind = json.dumps({'schema': api_request.schema}, sort_keys=True)
-    elif restrict and api_request.required:
-      kind = json.dumps({'tools': api_request.tools}, sort_keys=True)
-    if not (kind or api_request.stop):
-      return [self._chat.stop_automaton(self._vocab_size)]
-    try:
-      return await workers.call(
-        self._make, api_request.stop, kind, name='grammar', seconds=_GRAMMAR_SECONDS
-      )
-    except Exception as error:  # The library's are of various types.
-      text = f'the request has no grammar: {workers.describe_error(error)}'
-      raise http.RefusedError(400, text[:2000]) from None
-
-  def _make_uncached(self, stop: tuple[str, ...], kind: str) -> list[types.Automaton]:
-    chat, size = self._chat, self._vocab_size
-    result = [chat.stop_automaton(size, stop)]
-    spec = json.loads(kind or '{}')
-    pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-    if 'schema' in spec:
-      result.append(automata.json_schema(spec['schema'], chat.stop_ids, pieces, size))
-    if 'tools' in spec:
-      if chat.format != call_formats.HERMES:
-        raise ValueError(f'calls in the format {chat.format.name} cannot be required')
-      result.append(automata.tool_calls(spec['tools'], pieces, size, required=True))
-    return result
 
 
 class _Metrics:
@@ -152,7 +103,7 @@ class Server:
     self.find, self.metrics, self.count = find, _Metrics(), 0
     self.chat, self.name, self.seconds = chat, name, seconds
     self._max_replies, self._restrict = max_replies, restrict
-    self._grammars = Grammars(chat, vocab_size)
+    self._grammars = request_grammars.Grammars(chat, vocab_size)
 
   async def answer(self, form: protocol.Form, request: Any) -> Any:
     """Begins the replies to one request; returns what sends them."""

@@ -12,7 +12,6 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.checks import preflight
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice as choice_lib
@@ -136,8 +135,7 @@ def _make_grammar(
       f'tool_grammar: calls in the format {chat.format.name} have no grammar; make it '
       "False, or chat.tool_format 'hermes'."
     )
-  pieces = tokenizer_lib.token_bytes(chat.tokenizer)
-  return automata.tool_calls(schemas, pieces, engine.config.vocab_size)
+  return automata.tool_calls(schemas, chat.token_bytes, engine.config.vocab_size)
 
 
 def mean_metric(trajectories: Sequence[types.Trajectory], metric: str = 'em') -> float:

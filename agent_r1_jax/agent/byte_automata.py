@@ -1,0 +1,260 @@
+"""Automata over bytes, and what becomes of them over the tokens of a vocabulary.
+
+Letters: V tokens of the vocabulary, Q automaton states, C classes of tokens.
+"""
+
+from collections.abc import Sequence
+import functools
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+# Limits of one automaton, so that its tables take some 100 MB of the engine at most: its
+# states, states times classes of tokens, and the sets of tokens that states allow. A text
+# of 3,000 characters, 150 tools or a choice of 200 phrases are below them.
+_MAX_STATES, _MAX_CELLS, _MAX_SETS = 1 << 15, 1 << 24, 1 << 11
+HOW_TO_SIMPLIFY = 'give shorter lengths, fewer alternatives or fewer tools.'
+
+
+class ByteAutomaton(NamedTuple):
+  """An automaton over bytes; it begins in state 0, and -1 means that the text ends there.
+
+  Attributes:
+    goto: int [Q, 256]; goto[state, byte] is the next state.
+    control: int [Q]; the state that a token without text leads to.
+    stop: int [Q]; the state that a stop id leads to.
+    ends: bool [Q]; whether a reply ends in the state.
+  """
+
+  goto: np.ndarray
+  control: np.ndarray
+  stop: np.ndarray
+  ends: np.ndarray
+
+
+class TokenAutomaton(NamedTuple):
+  """The fields of types.Automaton, for a process that imports no JAX."""
+
+  classes: np.ndarray
+  table: np.ndarray
+  ends: np.ndarray
+
+
+def build_string_search(strings: Sequence[bytes]) -> np.ndarray:
+  """Makes the Aho-Corasick automaton of the strings over bytes, int32 [Q, 256].
+
+  A state is the longest suffix of the input that begins one of the strings. The last
+  state means that a string is complete, and is never left.
+  """
+  # A trie of the strings, in which `ended` are the nodes where one is complete.
+  children: list[dict[int, int]] = [{}]
+  ended = set()
+  for string in strings:
+    node = 0
+    for byte in string:
+      if byte not in children[node]:
+        children[node][byte] = len(children)
+        children.append({})
+      node = children[node][byte]
+    ended.add(node)
+  # Breadth first, so that a node's longest suffix in the trie, which is shorter, knows
+  # already where each byte leads.
+  goto = np.zeros((len(children), 256), np.int32)
+  suffix, order = [0] * len(children), [0]
+  for node in order:
+    goto[node] = goto[suffix[node]]
+    for byte, child in children[node].items():
+      suffix[child] = int(goto[node, byte]) if node else 0
+      goto[node, byte] = child
+      if suffix[child] in ended:
+        ended.add(child)
+      if child not in ended:
+        order.append(child)
+  number = np.full(len(children), len(order), np.int32)
+  number[order] = np.arange(len(order))
+  complete = np.full((1, 256), len(order), np.int32)
+  return np.concatenate([number[goto[order]], complete])
+
+
+# The tokens of the library's automaton: all bytes, 256 for the end of the text, and from
+# 257 on each byte after BEGIN.
+_BEGIN, _END = b'\x01', 0
+_TOKENS = {bytes([b]): [b] for b in range(256)}
+_TOKENS |= {_BEGIN + bytes([b]): [257 + b] for b in range(256)}
+
+
+def compile_regex(pattern: str) -> tuple[np.ndarray, np.ndarray]:
+  """Compiles a regular expression to an automaton over bytes; no text has a byte 0.
+
+  By itself, the library also compiles a search for the expression anywhere in a text,
+  which takes 2**n states for a string of up to n characters, and it goes on after no
+  alternative that has matched. In '(?:BEGIN(?:...)END|)', the search ends with the empty
+  text that it finds at once, and each alternative waits for END, the byte 0.
+
+  Returns:
+    goto, int32 [Q, 256], which begins in state 0, and is -1 where the text cannot match;
+    and whether the text matches, bool [Q].
+
+  Raises:
+    ValueError: The expression is malformed, matches no text or has too many states.
+  """
+  import outlines_core
+
+  vocabulary = outlines_core.Vocabulary(256, _TOKENS)
+  # This refuses what is malformed, such as 'a)|(b': only its empty text is compiled.
+  outlines_core.Index(f'|{pattern}', vocabulary)
+  index = outlines_core.Index(f'(?:\\x01(?:{pattern})\\x00|)', vocabulary)
+  edges = index.get_transitions()
+  # With END there are at most twice as many states as without it.
+  _check_size(len(edges), 2 * _MAX_STATES, 'states')
+  # The library's numbers of states are not consecutive.
+  states, rows = np.array(sorted(edges)), [edges[state] for state in sorted(edges)]
+  table = np.full((len(states), 257 + 256), -1, np.int32)
+  sources = np.repeat(np.arange(len(states)), [len(row) for row in rows])
+  tokens = np.fromiter(itertools.chain(*rows), np.int64)
+  targets = np.fromiter(itertools.chain(*(row.values() for row in rows)), np.int64)
+  table[sources, tokens] = np.searchsorted(states, targets)
+  start = int(np.searchsorted(states, index.get_initial_state()))
+  goto = table[:, :256].copy()
+  # The library leaves out what BEGIN alone leads to.
+  goto[start] = table[start, 257:]
+  finals = np.isin(np.append(states, -1), [*index.get_final_states()])
+  matches = finals[goto[:, _END]]
+  goto[:, _END] = -1
+  if not matches.any():
+    raise ValueError('the regular expression matches no text; check it.')
+  order = find_reachable(goto, start)
+  _check_size(len(order), _MAX_STATES, 'states')
+  return renumber(goto, order)[order], matches[order]
+
+
+def find_reachable(goto: np.ndarray, start: int) -> np.ndarray:
+  """Finds the states that can be reached from `start`, which comes first."""
+  seen = np.zeros(len(goto) + 1, bool)
+  seen[[start, -1]] = True
+  found = [np.array([start])]
+  while len(found[-1]):
+    after = np.unique(goto[found[-1]])
+    found.append(after[~seen[after]])
+    seen[after] = True
+  return np.concatenate(found)
+
+
+def renumber(states: np.ndarray, order: np.ndarray) -> np.ndarray:
+  """Replaces the numbers of states by their places in `order`; -1 stays."""
+  number = np.full(max(states.max(initial=0), order.max()) + 2, -1, np.int32)
+  number[order] = np.arange(len(order))
+  return number[states]
+
+
+def group_tokens(
+  goto: np.ndarray, token_bytes: Sequence[bytes]
+) -> tuple[np.ndarray, np.ndarray]:
+  """Computes where every token leads from every state of an automaton over bytes.
+
+  Tokens that lead from each state to the same one form a class; 150,000 tokens have some
+  hundred classes.
+
+  Args:
+    goto: int [Q, 256]; goto[state, byte] is the next state.
+    token_bytes: The bytes of V tokens; b'' changes no state.
+
+  Returns:
+    classes, int32 [V], and columns, int32 [Q, C]: columns[state, classes[token]] is the
+    state after the token.
+
+  Raises:
+    ValueError: There are too many states and classes.
+  """
+  lengths = np.array([len(data) for data in token_bytes])
+  padded = np.zeros((len(token_bytes), max(lengths.max(), 1)), np.uint8)
+  is_text = np.arange(padded.shape[1])[None] < lengths[:, None]
+  padded[is_text] = np.frombuffer(b''.join(token_bytes), np.uint8)
+  # For example, with the stop string 'ab' the states are 0 (nothing of it was read), 1
+  # ('a' was), and 2 (it was found). The column of the token 'xa' is [1, 1, 2], and so is
+  # that of 'ya': both are of one class. The column of 'b' is [0, 2, 2].
+  columns = [np.arange(len(goto), dtype=np.int32)]
+  number = {columns[0].tobytes(): 0}
+
+  @functools.cache
+  def after(pair: int) -> int:
+    column = goto[columns[pair // 256], pair % 256].astype(np.int32)
+    key = column.tobytes()
+    if key not in number:
+      number[key] = len(columns)
+      columns.append(column)
+      _check_size(len(columns) * len(goto), _MAX_CELLS, 'states times classes of tokens')
+    return number[key]
+
+  # Each pass reads one byte of all tokens, and each pair of class and byte once.
+  classes = np.zeros(len(token_bytes), np.int64)
+  for i in range(padded.shape[1]):
+    going = np.flatnonzero(lengths > i)
+    pairs, where = np.unique(classes[going] * 256 + padded[going, i], return_inverse=True)
+    classes[going] = np.array([after(pair) for pair in pairs.tolist()], np.int64)[where]
+  # Classes that only beginnings of tokens are in are dropped.
+  used, classes = np.unique(classes, return_inverse=True)
+  return classes.astype(np.int32), np.stack([columns[c] for c in used], axis=1)
+
+
+def lift_to_tokens(
+  automaton: ByteAutomaton,
+  stop_ids: Sequence[int],
+  token_bytes: Sequence[bytes],
+  vocab_size: int,
+) -> TokenAutomaton:
+  """Converts an automaton over bytes to one over tokens.
+
+  Args:
+    automaton: The automaton over bytes.
+    stop_ids: Tokens that end a reply.
+    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
+    vocab_size: Tokens of the model (V); those beyond the tokenizer's have no text.
+
+  Raises:
+    ValueError: The vocabulary lacks a byte that the automaton needs, or is larger than
+      the model's; a stop id is beyond it; or there are too many states and classes.
+  """
+  if len(token_bytes) > vocab_size:
+    raise ValueError(
+      f'token_bytes has {len(token_bytes)} tokens, the model {vocab_size}: they do not '
+      'belong together.'
+    )
+  if outside := [i for i in stop_ids if not 0 <= i < vocab_size]:
+    raise ValueError(f'the stop id {outside[0]} is not one of {vocab_size} tokens.')
+  goto, forbidden = automaton.goto, len(automaton.goto)
+  if (goto < 0).any():
+    _check_bytes(np.flatnonzero((goto >= 0).any(0)), token_bytes)
+  padded = [*token_bytes, *[b''] * (vocab_size - len(token_bytes))]
+  goto = np.concatenate([goto, np.full((1, 256), -1)])
+  classes, columns = group_tokens(np.where(goto < 0, forbidden, goto), padded)
+  # Two further classes: tokens without text, and stop ids.
+  table = np.where(columns == forbidden, -1, columns)[:-1]
+  table = np.concatenate(
+    [table, automaton.control[:, None], automaton.stop[:, None]], axis=1
+  )
+  classes[[not data for data in padded]] = table.shape[1] - 2
+  classes[list(stop_ids)] = table.shape[1] - 1
+  used, classes = np.unique(classes, return_inverse=True)
+  table = table[:, used].astype(np.int16 if len(table) < 1 << 15 else np.int32)
+  sets = {row.tobytes() for row in np.packbits(table >= 0, axis=1)}
+  _check_size(len(sets), _MAX_SETS, 'sets of tokens that may follow')
+  return TokenAutomaton(classes.astype(np.int32), table, automaton.ends)
+
+
+def _check_bytes(used: np.ndarray, token_bytes: Sequence[bytes]):
+  missing = {bytes([byte]) for byte in used.tolist()} - {*token_bytes}
+  if missing:
+    # With all single bytes, every state can reach the end, so there are no dead ends.
+    raise ValueError(
+      f'the vocabulary has no tokens for the single bytes {sorted(missing)[:5]} ...; a '
+      'grammar needs a byte-level tokenizer (Qwen2, Qwen3, Llama 3).'
+    )
+
+
+def _check_size(size: int, limit: int, name: str):
+  if size > limit:
+    raise ValueError(
+      f'the grammar has {size:,} {name}, and {limit:,} are allowed; {HOW_TO_SIMPLIFY}'
+    )

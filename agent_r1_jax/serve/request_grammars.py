@@ -1,0 +1,114 @@
+"""The automata of requests: stop strings, schemas, calls that are required.
+
+They are made in processes with limits (agent/automata.py), each once while it is known.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import hashlib
+import json
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata, call_formats, grammars, workers
+from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import protocol
+
+_SECONDS = 60.0  # That a request waits for its grammar, others' before it included.
+_MOST_UNDER_WAY = 32  # Grammars that wait or are made; further ones get 429.
+_MOST_KEPT, _MOST_BYTES = 64, 1 << 28  # Of automata that later requests may ask for.
+
+
+class Grammars:
+  """Makes the automata of requests."""
+
+  def __init__(self, chat: chat_lib.Chat, vocab_size: int):
+    self._chat, self._vocab_size = chat, vocab_size
+    # What makes each automaton, by a digest of what it is made of; last used, last.
+    self._made: dict[bytes, asyncio.Task[types.Automaton]] = {}
+
+  async def make(
+    self, api_request: protocol.ApiRequest, restrict: bool
+  ) -> list[types.Automaton]:
+    """Returns them; waits for those that are not there yet.
+
+    Args:
+      api_request: The request.
+      restrict: Whether schemas and required calls restrict the reply.
+
+    Raises:
+      RefusedError: A grammar is none, takes too much, or has to wait too long.
+    """
+    chat, size = self._chat, self._vocab_size
+    result = [chat.stop_automaton(size)]
+    if api_request.stop:
+      # The first time, this reads the bytes of all tokens.
+      stops = await asyncio.to_thread(chat.find_stops, size, api_request.stop)
+      ids, _, strings, pieces = stops
+      result = [await self._find(grammars.stop, [strings], (ids, pieces, size))]
+    if not restrict or not (api_request.schema is not None or api_request.required):
+      return result
+    pieces = await asyncio.to_thread(lambda: chat.token_bytes)
+    if api_request.schema is not None:
+      vocabulary = (chat.stop_ids, pieces, size)
+      restricted = self._find(grammars.json_schema, [api_request.schema], vocabulary)
+    elif chat.format == call_formats.HERMES:
+      restricted = self._find(
+        grammars.tool_calls, [api_request.tools, True], ((), pieces, size)
+      )
+    else:
+      text = f'calls in the format {chat.format.name} cannot be required'
+      raise http.RefusedError(400, text)
+    return [*result, await restricted]
+
+  async def _find(
+    self, make: Callable, args: Sequence, vocabulary: tuple[Sequence[int], Any, int]
+  ) -> types.Automaton:
+    """Returns an automaton of automata.compile_grammar, which is made at most once."""
+    try:
+      text = json.dumps([make.__name__, args, vocabulary[0]])
+      key = hashlib.sha256(text.encode()).digest()
+      work = self._made.pop(key, None) or self._begin(make, args, vocabulary)
+      self._made[key] = work
+      async with asyncio.timeout(_SECONDS):
+        # Others may wait for it, too.
+        return await asyncio.shield(work)
+    except TimeoutError:
+      text = f'the grammar was not made within {_SECONDS:g} seconds; ask again later'
+      raise http.RefusedError(429, text, 'overloaded') from None
+    except (ValueError, RecursionError) as error:
+      text = f'the request has no grammar: {workers.describe_error(error)}'
+      raise http.RefusedError(400, text[:2000]) from None
+    finally:
+      self._forget()
+
+  def _begin(self, make, args, vocabulary) -> asyncio.Task[types.Automaton]:
+    if sum(not work.done() for work in self._made.values()) >= _MOST_UNDER_WAY:
+      text = f'{_MOST_UNDER_WAY} grammars are being made; ask again later'
+      raise http.RefusedError(429, text, 'overloaded')
+    work = asyncio.create_task(_make(make, args, vocabulary))
+    # Nobody may be left to learn that it failed.
+    work.add_done_callback(lambda work: work.cancelled() or work.exception())
+    return work
+
+  def _forget(self):
+    """Drops those that failed, and the oldest where they are too many or too large."""
+    count, size = 0, 0
+    for key, work in reversed(list(self._made.items())):
+      if not work.done():
+        continue
+      if not work.cancelled() and work.exception() is None:
+        count += 1
+        automaton = work.result()
+        size += automaton.table.nbytes + automaton.kinds[1].nbytes
+        if count <= _MOST_KEPT and size <= _MOST_BYTES:
+          continue
+      del self._made[key]
+
+
+async def _make(make, args, vocabulary) -> types.Automaton:
+  automaton = await automata.compile_grammar(make, args, vocabulary)
+  # Up to a second's work, which the next decode would do.
+  await asyncio.to_thread(lambda: automaton.kinds)
+  return automaton
