@@ -105,7 +105,6 @@ class Chat:
     self.tokenizer = tokenizer
     self.tools_in_prompt = tools_in_prompt
     self._stops: dict[int, types.Automaton] = {}
-    self._bytes: list[bytes] | None = None
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
@@ -259,19 +258,22 @@ class Chat:
     """Returns the exact text of any tokens, including control tokens, for people."""
     return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
-  def token_bytes(self, token: int) -> bytes:
+  def get_bytes(self, token: int) -> bytes:
     """Returns the bytes of one token, which may be a part of a character.
 
     Those of a control token are its name. A tokenizer that is not byte-level has whole
     characters only.
     """
-    if self._bytes is None:
-      try:
-        self._bytes = tokenizer_lib.token_bytes(self.tokenizer)
-      except ValueError:
-        self._bytes = []
-    known = self._bytes[token] if token < len(self._bytes) else b''
+    known = self._known_bytes[token] if token < len(self._known_bytes) else b''
     return known or self.decode_exactly([token]).encode()
+
+  @functools.cached_property
+  def _known_bytes(self) -> list[bytes]:
+    """`token_bytes`; nothing if the tokenizer is not byte-level."""
+    try:
+      return self.token_bytes
+    except ValueError:
+      return []
 
   def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""

@@ -384,7 +384,7 @@ def write_logprobs(chunk: request.Chunk, chat: chat_lib.Chat) -> list[dict[str, 
 
   def one(token, logprob):
     text = chat.decode_exactly([token])
-    piece = [*chat.token_bytes(int(token))]
+    piece = [*chat.get_bytes(int(token))]
     return {'token': text, 'logprob': float(logprob), 'bytes': piece}
 
   columns = (chunk.tokens, chunk.logprobs, chunk.top_tokens, chunk.top_logprobs)
