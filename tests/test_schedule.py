@@ -165,9 +165,10 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   groups = [[episode(task, 1.0)] * 2 for task in tasks]
   played = [episode(tasks[0], 0.25), episode(tasks[1], 0.0, 'error')]
   played.append(episode(tasks[2], 0.5, 'truncated'))
+  unused: Any = None
   start = mock.Mock(**{'position.draws': curriculum.Draws(), 'position.step': 0})
   schedule = schedule_lib.Schedule(
-    config_lib.Config(), tasks, *(None, None, start), rollout.Decoding(None), None
+    config_lib.Config(), tasks, unused, unused, start, rollout.Decoding(unused), unused
   )
   with mock.patch.object(evaluate, 'run', return_value={'': played}) as run:
     kept, baselines = schedule.play_greedy(groups)

@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 import zipfile
 
 import mounts
@@ -214,7 +215,8 @@ class TestStructure:
 
   def test_what_is_nested_too_deeply_or_in_itself_is_cut(self, tmp_path):
     """An episode that cannot be logged would end the run, at each resume again."""
-    deep, circle = 0, {'name': 'x'}
+    circle: dict[str, Any] = {'name': 'x'}
+    deep: Any = 0
     for _ in range(5000):
       deep = [deep]
     circle['self'] = [circle]
