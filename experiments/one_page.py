@@ -1,6 +1,6 @@
 """Agent-R1 on one page: an agent learns to search, by GRPO over several turns.
 
-  python -m experiments.one_page --steps=40
+  python -m experiments.one_page --rollouts=40
 
 The quickstart's small policy answers multi-hop questions about miniwiki, a generated
 encyclopedia, with a search tool. `train.run` makes the same parameters with the same
@@ -33,7 +33,7 @@ CONFIG = config.Config(
   optimizer=config.Optimizer(learning_rate=2e-4),
 )
 _SET = 'miniwiki-hotpot'  # Questions about names that training does not have.
-_STEPS = flags.DEFINE_integer('steps', 40, 'Rollouts, each with one optimizer step.')
+_STEPS = flags.DEFINE_integer('rollouts', 40, 'Each with one optimizer step.')
 
 
 def make_env(find: Callable[[str], str]) -> ToolEnv:

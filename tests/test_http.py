@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import io
+import logging
 import socket
 import threading
 
@@ -74,6 +76,14 @@ def test_a_request_that_never_comes_whole(sent, refused, monkeypatch, capfd):
   assert seen == refused and not server.server_state.connections
   # The end of a client is no error of the application.
   assert capfd.readouterr().err == ''
+
+
+def test_a_server_leaves_the_handlers_of_logs_alone():
+  handler = logging.StreamHandler(io.StringIO())
+  handler.close = lambda: handler.stream.close()  # As absl's does.
+  http.make_server(applications.Starlette(), 1)
+  assert not handler.stream.closed
+  logging.StreamHandler.close(handler)
 
 
 def test_bytes_now_and_then_do_not_prolong_it(monkeypatch):

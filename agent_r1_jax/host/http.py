@@ -188,6 +188,7 @@ def make_server(app: Any, shutdown_seconds: int, **options: Any) -> Any:
       http=_make_protocol(),
       log_level='warning',
       access_log=False,
+      log_config=None,  # uvicorn's own closes all handlers of the process.
       ws='none',
       limit_concurrency=MAX_CONNECTIONS,
       timeout_graceful_shutdown=shutdown_seconds,
