@@ -5,8 +5,8 @@ Command: python tests/golden/make_ref_algos.py SOURCE.npz
 SOURCE.npz holds inputs of 12 multi-turn episodes of 24 tokens ('in/...') and the outputs
 of the peers' own functions on them ('<peer>/<function>/<variant>/<output>'): verl
 1dda039b, Agent-R1 6dc8f67, Search-R1 a14dc3a4, RAGEN 20daedc4, a verl-agent fork e2ef5b0a
-(GiGPO), TRL 1.16.0, AReaL 4aef98d8, SkyRL a9564572. This leaves out what no test reads,
-and says why.
+(GiGPO), TRL 1.16.0, AReaL 4aef98d8, SkyRL a9564572. This leaves out what no test
+compares, and says why; tests/test_golden.py counts.
 """
 
 import fnmatch
@@ -16,7 +16,8 @@ import sys
 
 import numpy as np
 
-# What is left out, by reason. The rest is kept, and a test reads every array of it.
+# What is left out, by reason. The rest is kept, and tests/test_golden.py makes sure that a
+# test compares it.
 _DROPPED = {
   'It follows from other inputs: mask, rewards, and the order of the rows.': (
     'in/n_turns',
@@ -28,9 +29,8 @@ _DROPPED = {
   'It is a step towards a number that is kept.': (
     'verl/masked_mean*',
     'verl/masked_var',
-    'verl/sum_pi_squared',
   ),
-  'It is whitened over the tokens of the observations too.': (
+  'It is the returns, which are kept, less the values, whitened.': (
     'searchr1/gae_unmasked/*/adv',
   ),
   'Two γ and λ of four are enough where only the mask differs.': (
@@ -45,6 +45,7 @@ _DROPPED = {
     'trl/bnpo/*',
   ),
   'No estimator here computes it.': (
+    'verl/sum_pi_squared',
     'verl/masked_whiten_noshift',
     'verl/grpo_passk_first11rows/*',
     'verl/opo/*',
@@ -68,7 +69,7 @@ _DROPPED = {
     'trl/top_entropy_0.2/*',
     'trl/opsm_0.1/*',
   ),
-  # Here a prompt's tokens do not share a weight, and a batch is never one of several.
+  # Every one here is a mean, over the tokens or the episodes of the batch itself.
   'No aggregation here computes it.': (
     'verl/agg_loss*/token-sum',
     'verl/agg_loss/token-mean/global',
