@@ -16,8 +16,7 @@ import sys
 
 import numpy as np
 
-# What is left out, by reason. The rest is kept, and tests/test_golden.py makes sure that a
-# test compares it.
+# What is left out, by reason. tests/test_golden.py makes sure that the rest is compared.
 _DROPPED = {
   'It follows from other inputs: mask, rewards, and the order of the rows.': (
     'in/n_turns',
