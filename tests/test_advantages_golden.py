@@ -202,6 +202,8 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
   scores = np.zeros(12)
   scores[order] = batch.scores[batch.turn_trajectory]
   _close(scores, g[f'gigpo/{rewards}/episode_reward'])
+  returns = table_lib.discounted_sum(batch.turn_trajectory, batch.turn_rewards, 0.95)
+  _close(returns, g[f'gigpo/{rewards}/step_returns_g0.95'][order], 1e-6)
   divide = variant == 'mean_std_norm'
   ours = advantages.gigpo(batch, divide_by_std=divide)
   # A_E of theirs counts an episode once a step.
@@ -213,7 +215,7 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
   steps = g[f'gigpo/{rewards}/{variant}/adv'] - whole[:, None]
   part = advantages.group_relative(batch, divide_by_std=divide)
   expected = np.concatenate([steps[row][mask[row]] for row in order])
-  # Its returns of the steps are float32.
+  # As above, its returns of the steps are float32.
   _close(ours.advantages, part.advantages + expected, 1e-6)
 
 

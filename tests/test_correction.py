@@ -89,7 +89,7 @@ def test_statistics_are_verls():
     'ratio_mean': mean * (n + 1e-8) / n,
     'effective_sample': effective * (n + 1e-8) / n / (1 + 1e-8 / mean) ** 2,
     'ratio_max': verls('token', 'max'),
-    'ratio_outside': verls('token', 'ratio_fraction_low'),
+    'ratio_outside': sum(verls('token', f'ratio_fraction_{x}') for x in ('low', 'high')),
   }
   assert {name: out[name] for name in expected} == pytest.approx(expected, rel=1e-9)
   # No token's ratio is outside; of the trajectories' products some are.

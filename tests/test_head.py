@@ -2,6 +2,7 @@
 
 import functools
 
+import episodes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,17 @@ def test_blocks_and_their_gradient_are_the_plain_formula(block, wanted):
   )
   for mine, other in zip(*grads, strict=True):
     np.testing.assert_allclose(mine, other, rtol=0, atol=2e-5)
+
+
+def test_entropy_is_verls():
+  """Of its logits, which the identity as the head's kernel leaves as they are."""
+  g = episodes.golden()
+  logits = jnp.asarray(g['in/logits'].reshape(-1, 17), jnp.float32)
+  rows = len(logits)
+  chosen, everything = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
+  _, out = head.logprobs(logits, jnp.eye(17), chosen, everything, 1.0, 7)
+  expected = g['verl/entropy_from_logits'][:2].reshape(-1)
+  np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_not_wanted_is_never_read():

@@ -429,6 +429,43 @@ def test_value_clip_by_hand(value, old, target, clip, loss, slope):
 
 # Aggregation.
 
+_LENGTH_24 = algorithms.seq_mean_token_sum_norm(24)
+
+
+@_in_each_dtype
+@pytest.mark.parametrize(
+  ('key', 'aggregate'),
+  [
+    ('agg_loss/token-mean', MEAN),
+    ('agg_loss/seq-mean-token-sum', SUM),
+    ('agg_loss/seq-mean-token-mean', _verls_sequences),
+    ('agg_loss/seq-mean-token-sum-norm', _LENGTH_24),
+    (
+      'agg_loss/seq-mean-token-sum-norm/scale512',
+      algorithms.seq_mean_token_sum_norm(512),
+    ),
+    # One episode has no action token; verl counts it in no mean either.
+    ('agg_loss_emptyrow/token-mean', MEAN),
+    ('agg_loss_emptyrow/seq-mean-token-sum', SUM),
+    ('agg_loss_emptyrow/seq-mean-token-mean', _verls_sequences),
+    ('agg_loss_emptyrow/seq-mean-token-sum-norm', _LENGTH_24),
+  ],
+)
+def test_aggregation_is_verls(key, aggregate, dtype, tolerance):
+  mask = episodes.golden_mask().copy()
+  if 'emptyrow' in key:
+    mask[2] = False
+  per_token, expected = _golden('in/values', f'verl/{key}', dtype=dtype)
+  out = jax.jit(losses.weighted)(per_token, _weights(aggregate, mask, dtype))
+  assert out.dtype == dtype
+  np.testing.assert_allclose(out, expected, rtol=tolerance)
+
+
+def test_the_weights_of_sequences_are_skyrls():
+  """It multiplies the advantages by them."""
+  adv, expected = _golden('in/adv', 'skyrl/reduction/sequence_mean')
+  np.testing.assert_allclose(adv * _weights(SEQUENCES), expected, rtol=1e-12)
+
 
 def test_weighted_reads_nothing_where_nothing_weighs():
   x = jnp.array([[1.0, np.nan, 3.0, np.inf, -np.inf]])
