@@ -45,7 +45,7 @@ def allocate():
 kept = allocate()
 for _ in range(2):
   before = runtime._own_memory()
-  runtime.release_freed_memory()
+  runtime.release_freed_memory(cycles=True)
   print(before - runtime._own_memory())
   runtime.KEPT = 0
 """

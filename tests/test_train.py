@@ -185,6 +185,7 @@ class TestRun:
     params, workdir = whole
     # Sizes that were left to be chosen are written as they were chosen.
     chosen = _config(model, row_tokens=96, replicas=1)
+    chosen.model.remat = 'none'
     assert json.loads((workdir / 'config.json').read_text()) == dataclasses.asdict(chosen)
     lines = metrics.read(workdir)
     assert [line['step'] for line in lines] == [0, 1, 2, 3, 4, 5]

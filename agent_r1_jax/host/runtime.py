@@ -179,18 +179,22 @@ def retain_freed_memory() -> bool:
   return all([libc.mallopt(*setting) == 1 for setting in settings])
 
 
-def release_freed_memory() -> None:
+def release_freed_memory(*, cycles: bool = False) -> None:
   """Returns freed memory to the kernel; call it between the phases of a run.
 
   `retain_freed_memory` keeps it, and where a phase frees large blocks between small ones
   that stay, the next phase's blocks do not fit the gaps: the process grows. One with less
   than KEPT bytes keeps everything: its phases are short, and faulting pages in again
-  would take a part of them. Arrays in reference cycles, such as those of an engine that
-  is no longer used, are freed first.
+  would take a part of them.
+
+  Args:
+    cycles: Whether arrays in reference cycles, such as those of an engine that is no
+      longer used, are freed first. That takes up to a second in a large process.
   """
   if _own_memory() < KEPT:
     return
-  gc.collect()
+  if cycles:
+    gc.collect()
   if platform.libc_ver()[0] == 'glibc':
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -106,7 +106,7 @@ def run(
     params = job.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
   del job
-  runtime.release_freed_memory()
+  runtime.release_freed_memory(cycles=True)
   if processes.is_first():
     summary.write_training_report(workdir, label)
     print(summary.list_files(workdir))

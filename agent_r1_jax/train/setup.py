@@ -204,7 +204,7 @@ def load(
   chat.check()
   runtime.initialize()
   # A run before this one, in the same process, may have left its engine in a cycle.
-  runtime.release_freed_memory()
+  runtime.release_freed_memory(cycles=True)
   place = sharding.make_placer(mesh)
   shape, params = weights.load(config.path, dtype='float32', place=place)
   shape = dataclasses.replace(shape, dtype=config.dtype, remat=config.remat or 'none')
