@@ -5,7 +5,6 @@ import json
 import mmap
 import os
 
-import numpy as np
 import pytest
 import script
 import tiny
