@@ -54,6 +54,7 @@ class Meter:
   def __init__(self):
     self._phases, self._found = ['else'], {}
     self._lock, self._ended = threading.Lock(), threading.Event()
+    _forget_highest()  # What was before is of no phase.
     threading.Thread(target=self._sample, daemon=True).start()
 
   @contextlib.contextmanager
@@ -91,7 +92,11 @@ class Meter:
   def _note(self):
     numbers = self._found.setdefault(self._phases[-1], [0.0, 0.0, 0])
     numbers[0] = max(numbers[0], _resident('VmHWM'))
-    pathlib.Path('/proc/self/clear_refs').write_text('5')  # Sets VmHWM to VmRSS.
+    _forget_highest()
+
+
+def _forget_highest():
+  pathlib.Path('/proc/self/clear_refs').write_text('5')  # Sets VmHWM to VmRSS.
 
 
 def _resident(name: str) -> float:
