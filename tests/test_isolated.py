@@ -51,6 +51,14 @@ async def test_it_is_the_function_of_the_same_file(tmp_path, monkeypatch):
   assert await grade('four') == 4
 
 
+async def test_modules_are_imported_before_the_first_call():
+  grade = isolated.in_subprocess(graders.imported, seconds=60, imports=['this'])
+  assert await grade('this')
+  missing = isolated.in_subprocess(graders.imported, seconds=60, imports=['not_there'])
+  with pytest.raises(isolated.FailedError, match="No module named 'not_there'"):
+    await missing('this')
+
+
 async def test_processes_are_kept_and_are_so_many():
   which = isolated.in_subprocess(graders.process, seconds=60, processes=2)
   found = await asyncio.gather(*(which(n) for n in range(12)))

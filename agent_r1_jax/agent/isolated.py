@@ -14,7 +14,7 @@ interpreter: every thread stops, the engine's too. A subprocess can be killed:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 import contextlib
 import errno
 import faulthandler
@@ -49,7 +49,12 @@ class FailedError(RuntimeError):
 
 
 def in_subprocess(
-  fn: Callable, *, seconds: float, processes: int = 4, memory_mb: int | None = None
+  fn: Callable,
+  *,
+  seconds: float,
+  processes: int = 4,
+  memory_mb: int | None = None,
+  imports: Sequence[str] = (),
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
   """Makes an async function that calls fn in a subprocess, and kills it after a time.
 
@@ -65,6 +70,8 @@ def in_subprocess(
     memory_mb: MiB that a subprocess may allocate beyond what it has once it has imported
       fn's module; one that needs more ends. None is no limit, and there is none where the
       system has no /proc, as on macOS.
+    imports: Further modules that a subprocess imports when it starts, so that the first
+      call need not: importing them does not count as its time and memory.
 
   Returns:
     An async function of the same arguments. It raises FailedError where fn raises,
@@ -85,7 +92,7 @@ def in_subprocess(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'
     )
-  pool = _ProcessPool(functools.partial(_Process, fn, memory_mb), seconds, processes)
+  pool = _ProcessPool(functools.partial(_Process, fn, memory_mb, imports), seconds, processes)
 
   @functools.wraps(fn)
   async def call(*args, **kwargs):
@@ -160,10 +167,10 @@ class _ProcessPool:
 class _Process:
   """One subprocess and the pipe to it."""
 
-  def __init__(self, fn, memory_mb):
+  def __init__(self, fn, memory_mb, imports=()):
     self._name = fn.__name__
     here, there = connection.Pipe()
-    arguments = fn.__module__, fn.__qualname__, str(memory_mb or '')
+    arguments = fn.__module__, fn.__qualname__, str(memory_mb or ''), *imports
     self._pipe = here
     self._process = start_module(__name__, there.fileno(), *arguments)
     there.close()
@@ -229,7 +236,7 @@ def end_process(process: subprocess.Popen, pipe):
   pipe.close()
 
 
-def _serve(pipe, module: str, name: str, memory_mb: str):
+def _serve(pipe, module: str, name: str, memory_mb: str, *imports: str):
   """Answers calls until the pipe is closed.
 
   A signal that ends a run may be sent to all its processes. It is ignored here: the
@@ -240,6 +247,8 @@ def _serve(pipe, module: str, name: str, memory_mb: str):
     signal.signal(number, lambda *_: None)
   try:
     fn = _import_function(module, name)
+    for further in imports:
+      importlib.import_module(further)
   except BaseException as error:
     _send(pipe, False, workers.describe_error(error))
     return

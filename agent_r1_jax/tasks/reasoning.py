@@ -68,7 +68,11 @@ class Judge:
       processes: The most that are computed at a time.
     """
     self._score = isolated.in_subprocess(
-      score, seconds=seconds, processes=processes, memory_mb=_MEMORY_MB
+      score,
+      seconds=seconds,
+      processes=processes,
+      memory_mb=_MEMORY_MB,
+      imports=['reasoning_gym'],  # Takes seconds, which are none of an answer's.
     )
 
   async def reward(self, task: Task, messages: Sequence[Message]) -> env.Score:
