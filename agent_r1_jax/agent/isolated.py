@@ -92,7 +92,8 @@ def in_subprocess(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'
     )
-  pool = _ProcessPool(functools.partial(_Process, fn, memory_mb, imports), seconds, processes)
+  make_process = functools.partial(_Process, fn, memory_mb, imports)
+  pool = _ProcessPool(make_process, seconds, processes)
 
   @functools.wraps(fn)
   async def call(*args, **kwargs):
