@@ -10,7 +10,7 @@ import math
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 
 async def check_env(

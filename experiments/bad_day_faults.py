@@ -21,8 +21,8 @@ import zlib
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import isolated
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import isolated
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_lib
 

@@ -16,9 +16,8 @@ import pathlib
 from absl import app, flags
 
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import encoder
 from agent_r1_jax.report import progress
-from agent_r1_jax.retrieval import bm25, dense, documents, shards
+from agent_r1_jax.retrieval import bm25, dense, documents, encoder, shards
 
 _CORPUS = flags.DEFINE_string(
   'corpus', None, 'Passages: JSON lines of id, title, text.', required=True

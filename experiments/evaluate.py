@@ -31,12 +31,12 @@ from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train
-from agent_r1_jax.checks import identity
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice, critic
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import viewer
+from agent_r1_jax.train import identity
 from experiments import react, task_list
 
 _TASK = flags.DEFINE_enum('task', None, [*task_list.TASKS], 'The task.', required=True)

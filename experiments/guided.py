@@ -3,8 +3,8 @@ r"""Decoding guided by a value, beside controls that sample as many tokens.
   python -m experiments.miniwiki.search --workdir=runs/quickstart
   python -m experiments.guided --policy=runs/quickstart/model --workdir=runs/guided
 
-First an implicit value (rl/implicit_value.py) is fitted to the policy's own episodes on
-practice questions, of worlds that it was not trained on or of training rows. Then the
+First an implicit value (guided/implicit_value.py) is fitted to the policy's own episodes
+on practice questions, of worlds that it was not trained on or of training rows. Then the
 test questions are answered with K candidates of each turn, and with K complete episodes,
 of which one is taken. Each finished line is in WORKDIR/results-*.jsonl and is not
 measured again. --config.seed is also the number of miniwiki's world.
@@ -25,19 +25,19 @@ import optax
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.checks import identity, sizes
+from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide
-from agent_r1_jax.guided import choice, critic, search
+from agent_r1_jax.guided import choice, critic, implicit_value, search
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.report import scores as scores_lib
-from agent_r1_jax.rl import implicit_value, packing
+from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
-from agent_r1_jax.train import evaluate, evaluation_cache, rollout, spool
-from experiments import comparison
+from agent_r1_jax.train import evaluate, identity, rollout, spool
+from experiments import comparison, evaluation_cache
+from experiments import scores as scores_lib
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings

@@ -11,7 +11,7 @@ from absl import app, flags
 import numpy as np
 
 from agent_r1_jax.report import tables
-from agent_r1_jax.train import evaluation_cache
+from experiments import evaluation_cache
 
 _OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
 _K = flags.DEFINE_integer('k', 8, 'The K of the second table.')

@@ -45,8 +45,8 @@ from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, evaluation_cache, rollout, sft
-from experiments import comparison
+from agent_r1_jax.train import evaluate, rollout, sft
+from experiments import comparison, evaluation_cache
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import demos, settings
 

@@ -24,8 +24,8 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
-from agent_r1_jax.train import evaluate, evaluation_cache
-from experiments import comparison, task_list
+from agent_r1_jax.train import evaluate
+from experiments import comparison, evaluation_cache, task_list
 
 _TASK = flags.DEFINE_enum(
   'task', None, [*task_list.FAMILIES], 'Kind of problem.', required=True

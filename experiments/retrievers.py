@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 import pathlib
 
-from agent_r1_jax.models import encoder
-from agent_r1_jax.retrieval import bm25, client, dense, fusion
+from agent_r1_jax.retrieval import bm25, client, dense, encoder, fusion
 from agent_r1_jax.retrieval.documents import Retriever
 
 

@@ -8,7 +8,7 @@ long as a busy machine needs.
 import asyncio
 import contextvars
 
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 
 class Call:

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import attention
+from agent_r1_jax.models import attention, sharding
 
 
 def inputs(B, T, N, K, H):

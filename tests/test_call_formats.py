@@ -20,8 +20,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.calls import ToolCall
-from agent_r1_jax.checks import preflight
-from agent_r1_jax.train import evaluate, rollout, setup
+from agent_r1_jax.train import evaluate, preflight, rollout, setup
 
 _FORMATS = call_formats.FORMATS
 

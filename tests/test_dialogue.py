@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from agent_r1_jax import testing, types
-from agent_r1_jax.agent import tool, workers
+from agent_r1_jax.agent import tool
+from agent_r1_jax.host import workers
 from agent_r1_jax.tasks import dialogue
 
 TASK = types.Task(

@@ -11,9 +11,10 @@ import script
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import env, program, tool
+from agent_r1_jax.agent import env, tool
 from agent_r1_jax.checks import doctor, memory, trial
 from agent_r1_jax.rl import algorithms
+from agent_r1_jax.serve import program
 
 _TASKS = [
   types.Task(f't{i}', [{'role': 'user', 'content': f'{i} + 100 + 200?'}], f'{300 + i}')

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 import script
 
-from agent_r1_jax.models import encoder
+from agent_r1_jax.retrieval import encoder
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'encoder'
 # As in make_encoder_golden.py, which imports torch.
@@ -70,7 +70,7 @@ def test_a_text_does_not_depend_on_its_batch_and_few_programs_are_compiled():
 _MANY = """
 import jax, numpy as np
 jax.config.update('jax_num_cpu_devices', 3)
-from agent_r1_jax.models import encoder
+from agent_r1_jax.retrieval import encoder
 found = encoder.Encoder({directory!r}).encode_queries({texts!r})
 assert jax.device_count() == 3
 expected = np.load({directory!r} + '/vectors.npz')['mean']

@@ -11,7 +11,8 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.train import evaluate, evaluation_cache
+from agent_r1_jax.train import evaluate
+from experiments import evaluation_cache
 
 
 def _tasks(*questions: str) -> list[types.Task]:
@@ -163,7 +164,7 @@ def test_the_code_is_that_of_the_package_and_of_the_script(tmp_path):
   seen = []
   for text, world, other in ('111', '211', '221', '222'):
     (folder / 'script.py').write_text(
-      'from agent_r1_jax.train import evaluation_cache\nfrom of_a_user import world\n'
+      'from experiments import evaluation_cache\nfrom of_a_user import world\n'
       f'print(evaluation_cache._code_digest())\n{text}'
     )
     (tmp_path / 'of_a_user' / 'world.py').write_text(world)
@@ -203,7 +204,7 @@ class TestFile:
   def test_processes_that_write_at_the_same_time_lose_no_line(self, tmp_path):
     path = tmp_path / 'results.jsonl'
     code = (
-      'import sys; from agent_r1_jax.train import evaluation_cache\n'
+      'import sys; from experiments import evaluation_cache\n'
       'for i in range(50):\n'
       '  evaluation_cache.add(sys.argv[1], {"who": sys.argv[2], "i": i})'
     )

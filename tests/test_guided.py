@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import implicit_value
+from agent_r1_jax.guided import implicit_value
 from experiments import guided
 
 

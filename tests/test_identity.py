@@ -11,15 +11,15 @@ import pytest
 from agent_r1_jax import types
 from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.checks import identity
 from agent_r1_jax.host import workdir
 from agent_r1_jax.rl import algorithms, correction, losses
+from agent_r1_jax.train import identity
 
 _SCRIPT = '''
 import dataclasses, functools, json, re, time
 import jax
 from agent_r1_jax import types
-from agent_r1_jax.checks import identity
+from agent_r1_jax.train import identity
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.rl import algorithms

@@ -15,8 +15,9 @@ import tiny
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import critic as critic_lib
+from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models import weights
-from agent_r1_jax.rl import implicit_value, learner, packing, table
+from agent_r1_jax.rl import learner, packing, table
 from experiments import guided
 
 SHAPE = packing.MicrobatchShape(2, 256)

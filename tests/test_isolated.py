@@ -14,7 +14,7 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import isolated
+from agent_r1_jax.host import isolated
 
 _TASK = types.Task('t', [{'role': 'user', 'content': 'Go.'}])
 
@@ -112,7 +112,7 @@ async def test_memory_is_limited():
 def test_a_lower_limit_of_memory_is_kept():
   code = (
     'import asyncio, resource, sys\nsys.path.insert(0, "tests")\nimport graders\n'
-    'from agent_r1_jax.agent import isolated\n'
+    'from agent_r1_jax.host import isolated\n'
     'resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n'
     'fn = isolated.in_subprocess(graders.allocate, seconds=60, memory_mb=1 << 20)\n'
     'assert asyncio.run(fn(1024)) == 1 << 30\n'
@@ -157,7 +157,7 @@ _TOLD_TO_END = """
   import asyncio, os, pathlib, signal, sys
   sys.path.insert(0, 'tests')
   import graders
-  from agent_r1_jax.agent import isolated
+  from agent_r1_jax.host import isolated
 
   wait_for = isolated.in_subprocess(graders.wait_for, seconds=60, processes=1)
   which = isolated.in_subprocess(graders.process, seconds=60, processes=1)
@@ -201,7 +201,7 @@ _KILLED = """
   import asyncio, sys
   sys.path.insert(0, 'tests')
   import graders
-  from agent_r1_jax.agent import isolated
+  from agent_r1_jax.host import isolated
 
   which = isolated.in_subprocess(graders.process, seconds=60, processes=1)
   hangs = isolated.in_subprocess(graders.catastrophe, seconds=0.5, processes=1)

@@ -13,8 +13,8 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import judge as judge_lib
 from agent_r1_jax.agent import rewards
+from agent_r1_jax.guided import judge as judge_lib
 from agent_r1_jax.guided import judge_model
 
 TASK = types.Task('t', [{'role': 'user', 'content': 'Who {wrote} it?'}], answer='Ann')

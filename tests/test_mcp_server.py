@@ -15,7 +15,7 @@ import time
 import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 from agent_r1_jax.tools import mcp_server
 
 SCRIPT = str(pathlib.Path(__file__).with_name('mcp_tools.py'))

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.host import sharding
+from agent_r1_jax.models import sharding
 from agent_r1_jax.rl import optimizers
 
 _SHAPE = (2, 256, 384)  # L D F

@@ -14,7 +14,7 @@ from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.checks import preflight
+from agent_r1_jax.train import preflight
 
 
 @tool_lib.tool

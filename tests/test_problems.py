@@ -8,7 +8,7 @@ import pytest
 import script as script_lib
 import tiny
 
-from agent_r1_jax.train import evaluation_cache
+from experiments import evaluation_cache
 
 ROWS = {
   'gsm8k': {'question': 'What is 10 * 4?', 'answer': '#### 40'},

@@ -19,11 +19,10 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import program
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import http
 from agent_r1_jax.rl import table
-from agent_r1_jax.serve import conversation, protocol, sources
+from agent_r1_jax.serve import conversation, program, protocol, sources
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
 from experiments.miniwiki import agents

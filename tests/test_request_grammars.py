@@ -14,8 +14,8 @@ import serving
 import test_automata
 import tiny
 
-from agent_r1_jax.agent import automata, grammars, isolated
-from agent_r1_jax.host import http
+from agent_r1_jax.agent import automata, grammars
+from agent_r1_jax.host import http, isolated
 from agent_r1_jax.serve import protocol, request_grammars
 
 _ASKED = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 4}

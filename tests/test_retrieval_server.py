@@ -15,8 +15,7 @@ import pytest
 import script
 import uvicorn
 
-from agent_r1_jax.models import encoder
-from agent_r1_jax.retrieval import bm25, client, dense, documents, fusion, server
+from agent_r1_jax.retrieval import bm25, client, dense, documents, encoder, fusion, server
 from agent_r1_jax.retrieval.documents import Document, Hit
 
 ROOT = pathlib.Path(__file__).parents[1]

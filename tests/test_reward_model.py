@@ -14,9 +14,10 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import rewards as rewards_lib
 from agent_r1_jax.guided import reward_model as trained
+from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax.models import decoder
-from agent_r1_jax.report import scores as scores_lib
-from agent_r1_jax.rl import packing, reward_model
+from agent_r1_jax.rl import packing
+from experiments import scores as scores_lib
 
 # Two groups; the pairs are (0, 1), (0, 2) and (3, 4).
 SCORES = np.array([0.5, -0.25, 1.0, 2.0, 0.0])

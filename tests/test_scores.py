@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from agent_r1_jax.report import scores
+from experiments import scores
 
 
 @pytest.mark.parametrize('n, k', [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])

@@ -11,8 +11,7 @@ import script
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, families, lora
+from agent_r1_jax.models import decoder, families, lora, sharding
 from agent_r1_jax.rl import learner, optimizers
 
 
@@ -111,10 +110,10 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 import pytest, tiny
 from jax.experimental.pallas import tpu as pltpu
 from agent_r1_jax import types
-from agent_r1_jax.host import sharding
+from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax.train import sft
-from agent_r1_jax.models import attention, families, lora
-from agent_r1_jax.rl import algorithms, learner, packing, reward_model
+from agent_r1_jax.models import attention, families, lora, sharding
+from agent_r1_jax.rl import algorithms, learner, packing
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
 config = tiny.config('qwen2', layers=1)

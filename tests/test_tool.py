@@ -11,9 +11,9 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from agent_r1_jax.agent import thread_pool, workers
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.tool import Tool, tool
+from agent_r1_jax.host import thread_pool, workers
 
 
 def bare(fn, timeout=5.0, more=False, **properties):
@@ -356,7 +356,8 @@ async def test_no_more_threads_is_text(monkeypatch):
 def test_a_hung_tool_does_not_keep_the_interpreter():
   script = """
     import asyncio, threading, time
-    from agent_r1_jax.agent import tool as tool_lib, workers
+    from agent_r1_jax.agent import tool as tool_lib
+    from agent_r1_jax.host import workers
 
     ended = threading.Event()
 

@@ -27,7 +27,7 @@ import script
 import tiny
 
 from agent_r1_jax import train, types
-from agent_r1_jax.agent import calls, program
+from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.guided import critic
@@ -36,6 +36,7 @@ from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import metrics, viewer
 from agent_r1_jax.rl import algorithms, learner
+from agent_r1_jax.serve import program
 from agent_r1_jax.train import loop, rollout, setup, spool
 
 _GRPO = algorithms.grpo(kl_coef=0.01)

@@ -17,7 +17,7 @@ import types
 import late
 import pytest
 
-from agent_r1_jax.agent import thread_pool, workers
+from agent_r1_jax.host import thread_pool, workers
 
 
 @pytest.fixture
@@ -565,7 +565,7 @@ class TestCoroutines:
 
 _EXIT = """
   import asyncio, os, threading
-  from agent_r1_jax.agent import thread_pool, workers
+  from agent_r1_jax.host import thread_pool, workers
 
   def hang():
     threading.Event().wait()

@@ -13,7 +13,8 @@ import contextlib
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import byte_automata, grammars, isolated
+from agent_r1_jax.agent import byte_automata, grammars
+from agent_r1_jax.host import isolated
 
 # The most bytes of a reply's stop strings, and so the most states of their automaton.
 MAX_STOP_BYTES = 1024

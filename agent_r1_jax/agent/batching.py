@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 
 class Batcher:

@@ -19,7 +19,7 @@ from typing import Any
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 SUMMARY = (
   'Only the task and your next reply will be kept; all else is forgotten. Write down '

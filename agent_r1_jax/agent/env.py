@@ -13,9 +13,10 @@ import math
 from typing import Any, Protocol
 
 from agent_r1_jax import fields, types
-from agent_r1_jax.agent import call_formats, workers
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import workers
 
 _LOGGER = logging.getLogger(__name__)
 Call = calls_lib.Call

@@ -6,9 +6,10 @@ import contextvars
 import math
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, workers
+from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.host import workers
 
 Messages = list[types.Message]
 # How promising a conversation is; it must be deterministic.

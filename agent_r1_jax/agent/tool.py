@@ -17,7 +17,7 @@ import time
 from typing import Any, overload
 
 from agent_r1_jax.agent import breaker as breaker_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 # A result is cut to so many characters, since a trajectory keeps its messages.
 MAX_CHARS = 200_000

@@ -24,12 +24,11 @@ import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import workers
-from agent_r1_jax.checks import memory, preflight, sizes, trial
-from agent_r1_jax.host import terminal
+from agent_r1_jax.checks import memory, sizes, trial
+from agent_r1_jax.host import terminal, workers
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import sandbox
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import preflight, rollout
 
 _PACKAGE = 'agent_r1_jax'
 _ROOT = pathlib.Path(__file__).parents[2]

@@ -19,8 +19,8 @@ import jax
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.checks import memory
-from agent_r1_jax.host import processes, runtime, sharding
-from agent_r1_jax.models import hf_config
+from agent_r1_jax.host import processes, runtime
+from agent_r1_jax.models import hf_config, sharding
 from agent_r1_jax.rl import algorithms
 
 FIELDS, REMAT = config_lib.SIZES, 'model.remat'

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing, types
-from agent_r1_jax.agent import call_formats, calls, program, workers
+from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.checks import preflight
-from agent_r1_jax.train import rollout
+from agent_r1_jax.host import workers
+from agent_r1_jax.serve import program
+from agent_r1_jax.train import preflight, rollout
 
 # A call that blocks the event loop for longer is reported: all other agents wait for it.
 _BLOCKED_SECONDS = 0.3

@@ -7,7 +7,7 @@ from agent_r1_jax import fields
 
 @dataclasses.dataclass
 class Mesh:
-  """How the chips share training and sampling; see host/sharding.py.
+  """How the chips share training and sampling; see models/sharding.py.
 
   Attributes:
     data: The number of copies of the training state.

@@ -27,8 +27,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sharding
 
 
 class Engine:

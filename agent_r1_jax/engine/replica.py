@@ -27,8 +27,7 @@ from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sharding
 
 # The interval at which `serve` calls `interrupted` while there is nothing to compute.
 _POLL_SECONDS = 0.5

@@ -65,7 +65,7 @@ class Choice(NamedTuple):
     critic: The critic whose values are read. Without one they are those of the policy's
       own value head, if it has one.
     implicit: Whether the critic is a language model, whose value of a reply is the
-      reply's log-prob by it (rl/implicit_value.py).
+      reply's log-prob by it (guided/implicit_value.py).
   """
 
   candidates: int

@@ -16,10 +16,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from agent_r1_jax.checks import identity
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, hf_config, weights
-from agent_r1_jax.rl import algorithms, implicit_value, kl
+from agent_r1_jax.guided import implicit_value
+from agent_r1_jax.models import decoder, hf_config, sharding, weights
+from agent_r1_jax.rl import algorithms, kl
+from agent_r1_jax.train import identity
 
 # What an implicit value is of, in its directory.
 IMPLICIT = 'implicit_value.json'
@@ -119,7 +119,7 @@ def save_implicit(
   policy: str | os.PathLike,
   odds: implicit_value.Odds,
 ) -> None:
-  """Writes a model of rl/implicit_value.py, and in implicit_value.json what it is of."""
+  """Writes an implicit value, and in implicit_value.json what it is of."""
   weights.save(directory, shape, params, tokenizer_from=policy)
   found = {**odds._asdict(), 'policy': identity.model_digest(policy)}
   (pathlib.Path(directory) / IMPLICIT).write_text(json.dumps(found))

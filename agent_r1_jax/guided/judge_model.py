@@ -7,10 +7,10 @@ import asyncio
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import judge
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
+from agent_r1_jax.guided import judge
 
 
 def ask_engine(

@@ -1,8 +1,8 @@
 """Beams and trees over turns, for environments that can be cloned.
 
 Both read a critic with a value head in the state after the environment's answer, which
-tells more than the reply alone. With an implicit value (rl/implicit_value.py) the value
-of a state is the sum over the replies so far. The environment says that it can be cloned
+tells more than the reply alone. With an implicit value (implicit_value.py) the value of a
+state is the sum over the replies so far. The environment says that it can be cloned
 by its method `clone`, which returns an independent copy of its state; a copy is never
 closed. Rewards are not read: they may know the gold answer.
 

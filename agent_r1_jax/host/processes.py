@@ -3,7 +3,7 @@
 Each process samples its share of a rollout on its own chips, independently of the others.
 At its end the processes exchange their tokens as arrays (`gather_arrays`). Advantages and
 packing are then the same computation on the same numbers in every process, and each
-process puts its own rows of a batch on its chips (host/sharding.py).
+process puts its own rows of a batch on its chips (models/sharding.py).
 
 JAX's coordination service carries small values (`gather`). The processes connect in
 `runtime.initialize`. With one process, the functions here do nothing or return their

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from agent_r1_jax.host import sharding
+from agent_r1_jax.models import sharding
 
 # Causal attention is computed in at most this many blocks of at least this many queries.
 _MAX_BLOCKS, _MIN_BLOCK = 8, 64

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import attention, families, lora
+from agent_r1_jax.models import attention, families, lora, sharding
 
 Params = dict[str, Any]
 # The scan over at most this many layers is unrolled: a scan copies its residuals into one

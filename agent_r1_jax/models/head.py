@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from agent_r1_jax.host import sharding
+from agent_r1_jax.models import sharding
 
 # Logits of one block: 512 MiB on an accelerator, so that reading the kernel costs little.
 BLOCK_LOGITS = 2**27

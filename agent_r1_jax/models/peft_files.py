@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, families, lora
+from agent_r1_jax.models import decoder, families, lora, sharding
 
 
 def save(

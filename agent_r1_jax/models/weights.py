@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, families, hf_config, lora, tensor_files
+from agent_r1_jax.models import decoder, families, hf_config, lora, sharding, tensor_files
 
 _TOKENIZER_FILES = (
   'tokenizer.json',

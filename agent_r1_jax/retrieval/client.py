@@ -7,7 +7,7 @@ import random
 import time
 from typing import Any
 
-from agent_r1_jax.agent import bounded_http
+from agent_r1_jax.host import bounded_http
 from agent_r1_jax.retrieval.documents import Document, Hit
 
 _MAX_BACKOFF = 2.0  # Seconds between two attempts, unless the server asks for more.

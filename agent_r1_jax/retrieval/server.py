@@ -24,8 +24,7 @@ import hashlib
 import time
 from typing import Any, NamedTuple
 
-from agent_r1_jax.agent import thread_pool, workers
-from agent_r1_jax.host import http
+from agent_r1_jax.host import http, thread_pool, workers
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
 _CALL = 'retriever'  # What the pool of threads calls a search.

@@ -21,8 +21,7 @@ import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder, head, lora
+from agent_r1_jax.models import decoder, head, lora, sharding
 from agent_r1_jax.rl import algorithms, losses
 
 Loss = Callable[[losses.TokenStats, types.Batch], tuple[Array, losses.TokenMetrics]]

@@ -17,8 +17,8 @@ import optax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.host import runtime, sharding
-from agent_r1_jax.models import decoder, lora
+from agent_r1_jax.host import runtime
+from agent_r1_jax.models import decoder, lora, sharding
 from agent_r1_jax.rl import algorithms, credit, learner, packing
 from agent_r1_jax.rl import table as table_lib
 

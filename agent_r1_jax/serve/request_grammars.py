@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, grammars, workers
+from agent_r1_jax.agent import automata, call_formats, grammars
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.host import http
+from agent_r1_jax.host import http, workers
 from agent_r1_jax.serve import protocol
 
 _SECONDS = 60.0  # That a request waits for its grammar, others' before it included.

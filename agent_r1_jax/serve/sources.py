@@ -14,10 +14,9 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import thread_pool
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.host import http
+from agent_r1_jax.host import http, thread_pool
 from agent_r1_jax.serve import protocol
 
 _MAX_CHARACTERS = 1 << 14  # Of a text that is encoded at once, which takes milliseconds.

@@ -16,8 +16,9 @@ from typing import Any
 import urllib.request
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import env, workers
+from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.host import workers
 
 # Gets the conversation as the user sees it, and returns what the user says next.
 User = Callable[[list[types.Message]], str | Awaitable[str]]

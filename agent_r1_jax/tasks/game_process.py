@@ -17,7 +17,7 @@ import threading
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import isolated, workers
+from agent_r1_jax.host import isolated, workers
 
 # The time for TextWorld to be imported, once.
 _START_SECONDS = 120.0

@@ -13,7 +13,8 @@ import os
 import re
 import warnings
 
-from agent_r1_jax.agent import env, isolated
+from agent_r1_jax.agent import env
+from agent_r1_jax.host import isolated
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.types import Message, Task
 

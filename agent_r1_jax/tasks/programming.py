@@ -20,7 +20,8 @@ import os
 import re
 from typing import Any
 
-from agent_r1_jax.agent import env, isolated
+from agent_r1_jax.agent import env
+from agent_r1_jax.host import isolated
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.tools import plain_values, sandbox
 from agent_r1_jax.types import Message, Task

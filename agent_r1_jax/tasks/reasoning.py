@@ -12,7 +12,8 @@ import json
 import re
 from typing import Any
 
-from agent_r1_jax.agent import env, isolated
+from agent_r1_jax.agent import env
+from agent_r1_jax.host import isolated
 from agent_r1_jax.types import Message, Task
 
 PROMPT = (

@@ -21,7 +21,7 @@ import threading
 from typing import Any, Self
 
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 # A server that does not list its tools within so many seconds after a call failed hangs.
 _CHECK_SECONDS = 5.0

@@ -12,7 +12,7 @@ import json
 import time
 from typing import Any
 
-from agent_r1_jax.agent import bounded_http
+from agent_r1_jax.host import bounded_http
 from agent_r1_jax.tools import sandbox, sandbox_worker
 
 # What a request may take beyond its code's seconds: the queue, the start, the way.

@@ -16,14 +16,14 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import call_formats, program, rewards, thread_pool, workers
+from agent_r1_jax.agent import call_formats, rewards
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import search as search_lib
-from agent_r1_jax.host import records
+from agent_r1_jax.host import records, thread_pool, workers
 from agent_r1_jax.serve import conversation as conversation_lib
-from agent_r1_jax.serve import endpoint
+from agent_r1_jax.serve import endpoint, program
 from agent_r1_jax.train import episode_context
 
 

@@ -12,12 +12,11 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.checks import preflight
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import preflight, rollout
 from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of an episode that `summarize` returns even where they are 0.

@@ -17,16 +17,25 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.checks import identity, preflight, sizes
+from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.guided import critic
-from agent_r1_jax.host import preemption, processes, runtime, sharding
+from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.models import decoder, lora, peft_files, weights
+from agent_r1_jax.models import decoder, lora, peft_files, sharding, weights
 from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
-from agent_r1_jax.train import curriculum, evaluate, groups, rollout, schedule, setup
+from agent_r1_jax.train import (
+  curriculum,
+  evaluate,
+  groups,
+  identity,
+  preflight,
+  rollout,
+  schedule,
+  setup,
+)
 from agent_r1_jax.train import journal as journal_lib
 
 

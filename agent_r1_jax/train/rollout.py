@@ -11,14 +11,14 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import program, workers
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
-from agent_r1_jax.host import processes, records
+from agent_r1_jax.host import processes, records, workers
+from agent_r1_jax.serve import program
 from agent_r1_jax.train import episode as episode_lib
 from agent_r1_jax.train import episode_context
 from agent_r1_jax.train import spool as spool_lib

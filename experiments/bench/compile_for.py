@@ -51,8 +51,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.host import sharding
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sharding
 from agent_r1_jax.rl import algorithms, learner
 from experiments import published
 

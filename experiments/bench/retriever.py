@@ -28,8 +28,7 @@ from absl import app, flags
 import numpy as np
 
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import encoder
-from agent_r1_jax.retrieval import client, dense, server
+from agent_r1_jax.retrieval import client, dense, encoder, server
 from agent_r1_jax.retrieval.documents import Document
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/bench_retriever', 'Where the index is.')

@@ -13,7 +13,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.agent import tool as tool_lib
 
-# What an agent's program is: agent/program.py.
+# What an agent's program is: serve/program.py.
 Run = Callable[[types.Task, str], Awaitable[None]]
 
 

@@ -11,9 +11,9 @@ import pathlib
 
 from absl import app, flags
 
-from agent_r1_jax.agent import program
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
+from agent_r1_jax.serve import program
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
 from experiments import comparison

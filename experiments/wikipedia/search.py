@@ -34,12 +34,11 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.checks import identity
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.tasks import qa_data
-from agent_r1_jax.train import evaluate, evaluation_cache
-from experiments import comparison, retrievers
+from agent_r1_jax.train import evaluate, identity
+from experiments import comparison, evaluation_cache, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
 

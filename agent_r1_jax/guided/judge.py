@@ -12,7 +12,7 @@ import re
 import ssl
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import workers
+from agent_r1_jax.host import workers
 
 # From a prompt to the judge's text.
 Ask = Callable[[str], Awaitable[str]]

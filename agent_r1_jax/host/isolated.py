@@ -31,7 +31,7 @@ import threading
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import thread_pool, workers
+from agent_r1_jax.host import thread_pool, workers
 
 # The time for a subprocess to start and to import the function's module.
 _START_SECONDS = 60.0

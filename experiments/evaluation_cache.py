@@ -20,9 +20,8 @@ import warnings
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
-from agent_r1_jax.checks import identity
 from agent_r1_jax.host import processes, runtime
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import identity, rollout
 
 # Fields of the configuration that change no reply of an evaluation: fields of training,
 # and those that change the speed only. The model is part of the key by its files.

@@ -11,11 +11,13 @@ from typing import Any
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.agent import context, program, workers
+from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.checks import identity
+from agent_r1_jax.host import workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms
+from agent_r1_jax.serve import program
+from agent_r1_jax.train import identity
 
 _LOGGER = logging.getLogger(__name__)
 # An upper bound of the tokens that a chat template adds to a message; if one adds more,

@@ -39,7 +39,7 @@ import traceback
 from typing import Any
 import weakref
 
-from agent_r1_jax.agent import thread_pool
+from agent_r1_jax.host import thread_pool
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0

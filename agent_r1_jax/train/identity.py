@@ -21,7 +21,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.agent import program
+from agent_r1_jax.serve import program
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(
