@@ -13,16 +13,16 @@ from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import preflight, rollout
 from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')
-GREEDY = rollout.Decoding(config_lib.GREEDY)
-Choose = Callable[[engine_lib.Engine], choice_lib.Choice]
+GREEDY = decoding_lib.Decoding(config_lib.GREEDY)
+Choose = Callable[[engine_lib.Engine], decoding_lib.Choice]
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
   make_env: rollout.MakeEnv,
   *,
   limits: config_lib.Limits,
-  decoding: rollout.Decoding = GREEDY,
+  decoding: decoding_lib.Decoding = GREEDY,
   samples: int = 1,
   **options: Any,
 ) -> dict[str, list[types.Trajectory]]:
@@ -116,10 +116,10 @@ def make_decoding(
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
   env: env_lib.Env,
-) -> rollout.Decoding:
+) -> decoding_lib.Decoding:
   """Makes the decoding of a configuration; `env` has the tools of its grammar."""
   grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
-  return rollout.Decoding(config, grammar)
+  return decoding_lib.Decoding(config, grammar)
 
 
 def _make_grammar(

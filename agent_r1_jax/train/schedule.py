@@ -24,6 +24,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum as curriculum_lib
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, groups, rollout
 from agent_r1_jax.train import journal as journal_lib
 
@@ -38,7 +39,7 @@ class Schedule:
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
     journal: journal_lib.Journal,
-    decoding: rollout.Decoding,
+    decoding: decoding_lib.Decoding,
     make_env: rollout.MakeEnv,
   ):
     """Starts nothing yet.

@@ -27,6 +27,7 @@ from agent_r1_jax.report import alarms as alarms_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule
 from agent_r1_jax.train import journal as journal_lib
 
@@ -60,7 +61,7 @@ class Job:
   rollouts: schedule.Schedule
   journal: journal_lib.Journal
   watch: preemption.Watch
-  evaluation: rollout.Decoding
+  evaluation: decoding_lib.Decoding
   alarms: alarms_lib.AlarmMonitor
   faults: alarms_lib.FaultCounter
   evals: Mapping[str, Sequence[types.Task]]
@@ -168,7 +169,7 @@ def _restore(
   return train_state
 
 
-def _compile(job: Job, decodings: Sequence[rollout.Decoding]):
+def _compile(job: Job, decodings: Sequence[decoding_lib.Decoding]):
   """Compiles the engine's programs, and shows the progress."""
   job.watch.phase = 'compilation'
   automata = [job.chat.stop_automaton(job.engine.config.vocab_size)]

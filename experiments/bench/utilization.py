@@ -34,7 +34,8 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
-from agent_r1_jax.train import journal, rollout, schedule
+from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.train import journal, schedule
 
 _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
 _STEPS = flags.DEFINE_integer(
@@ -129,7 +130,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       engine,
       chat,
       run_log,
-      rollout.ON_POLICY,
+      decoding_lib.ON_POLICY,
       Once,
     )
     for step in range(_STEPS.value):
