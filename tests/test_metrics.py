@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.report import metrics, plots, sinks, tables, tensorboard
-from agent_r1_jax.train import spool
+from agent_r1_jax.report import plots, sinks, tables, tensorboard
+from agent_r1_jax.train import metrics, spool
 
 
 class TestWriter:

@@ -18,9 +18,16 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import curriculum, evaluate, journal, loop, rollout, setup
+from agent_r1_jax.train import (
+  curriculum,
+  evaluate,
+  journal,
+  loop,
+  metrics,
+  rollout,
+  setup,
+)
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import schedule as schedule_lib
 

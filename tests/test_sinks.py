@@ -7,7 +7,8 @@ import warnings
 import pytest
 import tiny
 
-from agent_r1_jax.report import metrics, profile, sinks
+from agent_r1_jax.report import profile, sinks
+from agent_r1_jax.train import metrics
 
 
 class Sink:

@@ -30,7 +30,8 @@ import zlib
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.report import metrics, viewer
+from agent_r1_jax.report import viewer
+from agent_r1_jax.train import metrics
 
 _TEXTS, _TOKENS = 256, 32  # How many episodes are inflated together.
 _QUESTION = 200  # The most characters of a task in the list of episodes.

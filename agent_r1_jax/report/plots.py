@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from agent_r1_jax.report import metrics, tables
+from agent_r1_jax.report import tables
+from agent_r1_jax.train import metrics
 
 # The default panels: a title, and the names (patterns of fnmatch) drawn under it.
 PANELS = {'Mean reward': ('reward', 'rollout/reward'), 'Exact match': ('em', '*/em')}
