@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import mounts
 import numpy as np
 import pytest
+import test_sinks
 import tiny
 
 from agent_r1_jax import types
@@ -42,7 +43,7 @@ class TestWriter:
 
   def test_tensorboard_has_the_scalars(self, tmp_path):
     written = sinks.start(['tensorboard'], tmp_path, {})
-    with metrics.Writer(tmp_path, sinks=written) as writer:
+    with test_sinks.writing(tmp_path, written) as writer:
       writer.write(7, {'loss/policy': 1.5})
     (events,) = (tmp_path / 'tensorboard').iterdir()
     assert events.name.startswith('events.out.tfevents')
@@ -149,7 +150,7 @@ class TestFullDisk:
 
       def write():
         written = sinks.start(['tensorboard'], tmp_path, {})
-        with metrics.Writer(tmp_path, sinks=written) as writer:
+        with test_sinks.writing(tmp_path, written) as writer:
           if when == 'while':
             writer.write(-1, {'reward': 0.5})
             mounts.fill(disk)

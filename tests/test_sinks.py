@@ -1,5 +1,6 @@
 """Sinks of metrics: a failing one costs nothing, a resumed one doubles nothing."""
 
+import contextlib
 import threading
 import time
 import warnings
@@ -9,6 +10,23 @@ import tiny
 
 from agent_r1_jax.report import profile, sinks
 from agent_r1_jax.train import metrics
+
+
+@contextlib.contextmanager
+def writing(workdir, started, resume_step=None):
+  """Writes to metrics.jsonl and to sinks, as a run does."""
+
+  class Both:
+    def write(self, step, numbers):
+      writer.write(step, numbers)
+      for sink in started:
+        sink.write(step, numbers)
+
+  with contextlib.ExitStack() as stack:
+    for sink in started:
+      stack.callback(sink.close)
+    writer = stack.enter_context(metrics.Writer(workdir, resume_step=resume_step))
+    yield Both()
 
 
 class Sink:
@@ -45,7 +63,7 @@ def write(workdir, sink, steps, until=lambda: True):
   background = sinks.Background('fake', sink.make, workdir / 'sinks' / 'fake.json')
   with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
-    with metrics.Writer(workdir, resume_step=steps[0], sinks=[background]) as writer:
+    with writing(workdir, [background], steps[0]) as writer:
       for step in steps:
         writer.write(step, {'reward': 0.1 * step})
       while not until():
@@ -98,7 +116,7 @@ def test_mlflow_and_a_database_in_the_workdir(tmp_path, monkeypatch):
   monkeypatch.delenv('MLFLOW_TRACKING_URI', raising=False)
   for steps in (range(3), range(1, 5)):
     started = sinks.start(['mlflow'], tmp_path, {'seed': 7})
-    with metrics.Writer(tmp_path, sinks=started) as writer:
+    with writing(tmp_path, started) as writer:
       for step in steps:
         writer.write(step, {'rollout/reward': float(step), 'error/a: b': float('nan')})
   client = mlflow.MlflowClient(f'sqlite:///{tmp_path}/mlflow.db')
@@ -114,7 +132,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
   monkeypatch.setenv('WANDB_MODE', 'offline')
   for steps in (range(3), range(1, 5)):
     started = sinks.start(['wandb'], tmp_path, {'seed': 7})
-    with metrics.Writer(tmp_path, sinks=started) as writer:
+    with writing(tmp_path, started) as writer:
       for step in steps:
         writer.write(step, {'rollout/reward': step + 0.125})
   wandb.teardown()  # As at the end of a process: what it holds is written.
