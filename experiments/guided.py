@@ -36,7 +36,7 @@ from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import evaluate, identity, rollout, spool
+from agent_r1_jax.train import episode_store, evaluate, identity, rollout
 from experiments import comparison, evaluation_cache
 from experiments import scores as scores_lib
 from experiments.miniwiki import tasks as miniwiki
@@ -144,7 +144,7 @@ class Player:
     self.rows = packing.MicrobatchShape(16, self.engine.sizes.slots)
 
   def play(
-    self, label, tasks, make_env, decoding=decoding_lib.ON_POLICY, samples=1, spool=None
+    self, label, tasks, make_env, decoding=decoding_lib.ON_POLICY, samples=1, store=None
   ):
     """Plays every question; episodes of one question are side by side."""
     with progress_lib.Progress(len(tasks) * samples, label=label) as progress:
@@ -157,7 +157,7 @@ class Player:
         decoding=decoding,
         samples=samples,
         seed=self.config.seed,
-        spool=spool,
+        store=store,
         on_done=progress.step_counter(),
       )
 
@@ -184,9 +184,9 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
   config, schedule, played = player.config, player.config.schedule, []
   for part, (tasks, make_env) in enumerate(data.practice(schedule.tasks)):
     # What was played before a kill is not played again.
-    kept = spool.Spool(workdir / 'practice' / str(part))
+    kept = episode_store.EpisodeStore(workdir / 'practice' / str(part))
     label = f'practice, part {part}'
-    played += player.play(label, tasks, make_env, samples=schedule.samples, spool=kept)
+    played += player.play(label, tasks, make_env, samples=schedule.samples, store=kept)
   played = [t for t in played if t.turns]
   print(f'{len(played)} episodes, {np.mean([t.reward for t in played]):.3f} are right')
   warmup = 1 + schedule.steps // 40

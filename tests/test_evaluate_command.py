@@ -12,7 +12,6 @@ import tiny
 
 from agent_r1_jax.report import viewer
 from agent_r1_jax.retrieval import bm25, documents
-from agent_r1_jax.train import spool
 
 # Ends the command as a kill does that cuts the fourth episode short on the disk.
 KILLED = """
@@ -56,7 +55,7 @@ def _tokens(workdir: pathlib.Path) -> dict:
   return {
     (path.parents[2].name, *key): [s['tokens'].tolist() for s in fields['segments']]
     for path in sorted(workdir.rglob('*.episodes'))
-    for key, fields in spool._read(path)
+    for key, fields in episode_store._read(path)
   }
 
 

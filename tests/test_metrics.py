@@ -14,7 +14,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.report import plots, sinks, tables, tensorboard
-from agent_r1_jax.train import metrics, spool
+from agent_r1_jax.train import episode_store, metrics
 
 
 class TestWriter:
@@ -173,7 +173,7 @@ class TestFullDisk:
     task = types.Task('t0', [])
     episode = types.Trajectory(task, 0, 0, [], [], [{'content': 'x' * 9000}], 'done')
     with mounts.mounted(tmp_path, 'size=128k') as workdir:
-      rollout = spool.Spool(workdir).open_rollout(0, [task])
+      rollout = episode_store.EpisodeStore(workdir).open_rollout(0, [task])
       rollout.add(('t0', 0), episode)
       filler = mounts.fill(workdir)
       with pytest.warns(
@@ -185,7 +185,7 @@ class TestFullDisk:
       filler.unlink()
       rollout.add(('t0', 3), episode)
       rollout.close()
-      rollout = spool.Spool(workdir).open_rollout(0, [task])
+      rollout = episode_store.EpisodeStore(workdir).open_rollout(0, [task])
       found = [n for n in range(4) if rollout.get(('t0', n))]
     assert found == [0, 3]
 

@@ -21,7 +21,7 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.host import records
 from agent_r1_jax.rl import table
-from agent_r1_jax.train import rollout, spool
+from agent_r1_jax.train import episode_store, rollout
 
 _LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=16)
 _SLOTS = 256
@@ -305,7 +305,7 @@ class TestEnds:
   def test_a_message_that_cannot_be_written_costs_its_episode(
     self, tmp_path, recwarn, where, value
   ):
-    """Written it must be, for the spool and for the other processes."""
+    """Written it must be, for the store and for the other processes."""
     seen = {'role': 'user', 'content': 'What?', 'seen': value}
 
     class Keeps(Env):
@@ -319,9 +319,13 @@ class TestEnds:
           return dataclasses.replace(step, messages=[seen], done=False)
         return step
 
-    kept, tasks, limits = spool.Spool(tmp_path), _tasks(4), config_lib.Limits(3, 80)
-    played = _collect(Keeps, tasks, spool=kept, limits=limits)
-    assert not recwarn.list  # The spool warns of what it cannot write.
+    kept, tasks, limits = (
+      episode_store.EpisodeStore(tmp_path),
+      _tasks(4),
+      config_lib.Limits(3, 80),
+    )
+    played = _collect(Keeps, tasks, store=kept, limits=limits)
+    assert not recwarn.list  # The store warns of what it cannot write.
     assert [t.status == 'error' for t in played] == [False, True, False, False]
     error = played[1].error
     assert error.startswith("'seen' of a message cannot be written: ")
@@ -381,16 +385,16 @@ class TestErrors:
         told.append(True)
         raise ChildProcessError('ended by SIGTERM')
 
-    kept = spool.Spool(tmp_path)
+    kept = episode_store.EpisodeStore(tmp_path)
     with pytest.raises(replica.PreemptedError):
-      _collect(Told, _tasks(1), engine=engine, spool=kept)
+      _collect(Told, _tasks(1), engine=engine, store=kept)
     assert kept.open_rollout(0, _tasks(1)).get(('task 0', 0)) is None
 
   def test_tasks_of_equal_ids_keep_their_own_episodes(self, tmp_path):
     first, second = (dataclasses.replace(t, id='1') for t in _tasks(2))
-    kept = spool.Spool(tmp_path)
+    kept = episode_store.EpisodeStore(tmp_path)
     for samples in (1, 2):
-      played = _collect(Env, [first, second], samples=samples, spool=kept)
+      played = _collect(Env, [first, second], samples=samples, store=kept)
       assert [(t.task, t.group, t.sample) for t in played] == [
         (task, g, s) for g, task in enumerate([first, second]) for s in range(samples)
       ]

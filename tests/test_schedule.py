@@ -22,7 +22,6 @@ from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import (
   curriculum,
   evaluate,
-  journal,
   loop,
   metrics,
   rollout,
@@ -91,7 +90,7 @@ class TestOneStepOffPolicy:
         test_train._make_env,
         limits=config.limits,
         samples=config.schedule.samples,
-        rollout_number=journal.rollout_number(config.schedule, step),
+        rollout_number=run_files.rollout_number(config.schedule, step),
       )
       train_state, *_ = loop.updates.learn(train_state, played, plan)
       policies.append(jax.tree.map(np.array, train_state.states['policy'].params))
@@ -174,7 +173,7 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   played = [episode(tasks[0], 0.25), episode(tasks[1], 0.0, 'error')]
   played.append(episode(tasks[2], 0.5, 'truncated'))
   unused: Any = None
-  start = mock.Mock(**{'position.draws': curriculum.Draws(), 'position.step': 0})
+  start = mock.Mock(**{'loop_state.draws': curriculum.Draws(), 'loop_state.step': 0})
   schedule = schedule_lib.Schedule(
     config_lib.Config(),
     tasks,

@@ -37,7 +37,7 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.report import viewer
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import loop, metrics, rollout, setup, spool
+from agent_r1_jax.train import loop, metrics, rollout, setup
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -507,7 +507,7 @@ class TestResume:
     assert ended[0] == -signal.SIGKILL, ended[1]
     (path,) = (tmp_path / 'run' / 'rollouts' / '0').iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    kept = len(list(spool._read(path)))
+    kept = len(list(episode_store._read(path)))
     begun = []
 
     class Counts(env_lib.ToolEnv):

@@ -20,7 +20,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, reward_transforms
-from agent_r1_jax.train import evaluate, journal, loop, metrics, rollout, setup
+from agent_r1_jax.train import evaluate, loop, metrics, rollout, setup
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
@@ -214,10 +214,10 @@ def test_what_is_not_finite_is_dumped_and_nothing_is_lost(model, tmp_path):
 def test_what_is_not_finite_is_told_on_a_full_disk_too(tmp_path):
   batch = types.Batch(*[np.zeros((2, 96))] * 7)
   with mounts.mounted(tmp_path, 'size=256k') as workdir:
-    with journal.Journal(tiny.run_config(), workdir, 'training') as run_journal:
+    with run_files.RunFiles(tiny.run_config(), workdir) as files:
       before = {path.name for path in workdir.iterdir()}
       mounts.fill(workdir)
-      said = run_journal.dump_batches([batch])
+      said = files.dump_batches([batch])
     assert said.startswith('Its batch could not be written: the disk is full (0.0 MB')
     assert {path.name for path in workdir.iterdir()} <= before | {'filler'}
 

@@ -26,7 +26,7 @@ class Watcher:
     self._bar: progress_lib.Progress | None = None
 
   @contextlib.contextmanager
-  def begin(self, run: watch.Run) -> Iterator[None]:
+  def begin(self, run: watch.RunInfo) -> Iterator[None]:
     """Shows a view of the run, and opens its sinks, inside `with`."""
     config, self._run = run.config, run
     with contextlib.ExitStack() as stack:

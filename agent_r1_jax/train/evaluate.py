@@ -15,8 +15,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import preflight, rollout, watch
-from agent_r1_jax.train import spool as spool_lib
+from agent_r1_jax.train import episode_store, preflight, rollout, watch
 
 # Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')
@@ -97,7 +96,7 @@ def play(
         decoding=decoding._replace(choice=choice),
         samples=samples,
         seed=seed,
-        spool=workdir and spool_lib.Spool(workdir / label),
+        store=workdir and episode_store.EpisodeStore(workdir / label),
         on_done=ended,
       )
       runtime.release_freed_memory()

@@ -98,64 +98,64 @@ def run(
     guides=guides or {},
     label=label,
     watcher=watcher,
-  ) as job:
+  ) as run:
     try:
-      _run_steps(job)
+      _run_steps(run)
     except replica.PreemptedError:
-      _save_preempted(job)
+      _save_preempted(run)
       raise preemption.Preempted from None
     # While the workdir is still locked: another run may not write a model there too.
-    job.journal.checkpoints.wait()
-    job.watch.phase = 'the writing of the model'
-    _save_models(job)
-    params = job.train_state.states['policy'].params
+    run.files.checkpoints.wait()
+    run.signals.phase = 'the writing of the model'
+    _save_models(run)
+    params = run.train_state.states['policy'].params
   # The engine's copy of the policy is freed before another one is made.
-  del job
+  del run
   runtime.release_freed_memory(cycles=True)
   watcher.finish(pathlib.Path(workdir), label)
   return lora.merge(params)
 
 
-def _run_steps(job: setup.Job):
+def _run_steps(run: setup.Run):
   """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
-  config, journal, position = job.config, job.journal, job.journal.position
-  watcher, steps = job.watcher, config.schedule.steps
-  if job.evals and position.is_new and config.schedule.eval_every:
-    _write_line(job, _evaluate(job))
-  while position.pending_metrics or position.step < steps:
+  config, files, loop_state = run.config, run.files, run.files.loop_state
+  watcher, steps = run.watcher, config.schedule.steps
+  if run.evals and loop_state.is_new and config.schedule.eval_every:
+    _write_line(run, _evaluate(run))
+  while loop_state.pending_metrics or loop_state.step < steps:
     began = time.perf_counter()
     # A run that was preempted during an evaluation resumes with it: the update was made
     # before, and only the step's line in metrics.jsonl is missing.
-    if not position.pending_metrics:
-      with watcher.trace_step(position.step + 1):
-        sample = _sample(job)
+    if not loop_state.pending_metrics:
+      with watcher.trace_step(loop_state.step + 1):
+        sample = _sample(run)
         runtime.release_freed_memory()
         sampled = time.perf_counter()
-        learned, table = _learn(job, sample)
+        learned, table = _learn(run, sample)
         runtime.release_freed_memory()
       seconds = {
         'time/rollout': sampled - began,
         'time/update': time.perf_counter() - sampled,
       }
-      position.advance(sample.metrics | learned | seconds, sample.draws)
-      watcher.log_rollout(position.step, sample.played, sample.chosen, table)
-    metrics = dict(position.pending_metrics)
+      loop_state.advance(sample.metrics | learned | seconds, sample.draws)
+      watcher.log_rollout(loop_state.step, sample.played, sample.chosen, table)
+    metrics = dict(loop_state.pending_metrics)
     every = config.schedule.eval_every
-    is_due = position.step == steps or (every and position.step % every == 0)
-    if job.evals and is_due:
+    is_due = loop_state.step == steps or (every and loop_state.step % every == 0)
+    if run.evals and is_due:
       began = time.perf_counter()
-      metrics |= _evaluate(job)
+      metrics |= _evaluate(run)
       runtime.release_freed_memory()
       metrics['time/eval'] = time.perf_counter() - began
-    _write_line(job, metrics | watcher.measure(position.step, metrics))
-    if position.step == steps or journal.checkpoints.should_save(position.step):
-      journal.save(job.train_state, job.plan)
+    _write_line(run, metrics | watcher.measure(loop_state.step, metrics))
+    if loop_state.step == steps or files.checkpoints.should_save(loop_state.step):
+      files.save(run.train_state, run.plan)
 
 
-def _write_line(job: setup.Job, metrics: dict[str, float]):
+def _write_line(run: setup.Run, metrics: dict[str, float]):
   """Writes the line of the current step to metrics.jsonl, and tells the watcher."""
-  job.journal.write(metrics)
-  job.watcher.write(job.journal.position.step, metrics)
+  run.files.write(metrics)
+  run.watcher.write(run.files.loop_state.step, metrics)
 
 
 class _Sample(NamedTuple):
@@ -180,7 +180,7 @@ class _Sample(NamedTuple):
 
 
 @functools.partial(jax.profiler.annotate_function, name='rollout')
-def _sample(job: setup.Job) -> _Sample:
+def _sample(run: setup.Run) -> _Sample:
   """Plays the episodes of the next step and chooses those to learn from.
 
   The schedule syncs the sampler to the engine, starts the rollouts that are due and waits
@@ -192,13 +192,13 @@ def _sample(job: setup.Job) -> _Sample:
     ValueError: All prompts of the run's first rollout are too long, and chat.long_prompts
       is 'refuse'.
   """
-  config, algorithm, step = job.config, job.plan.algorithm, job.journal.position.step
-  job.watch.phase = 'a rollout'
-  job.train_state, step_groups, draws = job.rollouts.next_groups(
-    job.train_state, job.plan
+  config, algorithm, step = run.config, run.plan.algorithm, run.files.loop_state.step
+  run.signals.phase = 'a rollout'
+  run.train_state, step_groups, draws = run.rollouts.next_groups(
+    run.train_state, run.plan
   )
   played = [t for group in step_groups for t in group]
-  job.watcher.see_episodes(step + 1, played)
+  run.watcher.see_episodes(step + 1, played)
   metrics = {f'rollout/{k}': v for k, v in evaluate.summarize(played).items()}
   metrics['rollout/groups'] = len(step_groups)
   metrics['rollout/dead_groups'] = float(
@@ -214,33 +214,33 @@ def _sample(job: setup.Job) -> _Sample:
   )
   baselines, prefixes = None, None
   if algorithm.greedy_baseline:
-    step_groups, baselines = job.rollouts.play_greedy(step_groups)
+    step_groups, baselines = run.rollouts.play_greedy(step_groups)
   chosen = [t for group in step_groups for t in group]
-  if job.privileged:
-    prefixes = [job.chat.encode_data(job.privileged(t.task)) for t in chosen]
+  if run.privileged:
+    prefixes = [run.chat.encode_data(run.privileged(t.task)) for t in chosen]
   return _Sample(played, chosen, baselines, prefixes, draws, metrics)
 
 
 @functools.partial(jax.profiler.annotate_function, name='update')
-def _learn(job: setup.Job, sample: _Sample):
+def _learn(run: setup.Run, sample: _Sample):
   """Scores the tokens, estimates advantages and updates policy and critic.
 
   Returns:
     Numbers to log, named 'train/...', and the table of the tokens that were learned from.
   """
-  job.watcher.set_phase('update')
-  job.watch.phase = 'an update'
+  run.watcher.set_phase('update')
+  run.signals.phase = 'an update'
   try:
-    with sharding.use_mesh(job.engine.mesh):
-      job.train_state, metrics, table = updates.learn(
-        job.train_state,
+    with sharding.use_mesh(run.engine.mesh):
+      run.train_state, metrics, table = updates.learn(
+        run.train_state,
         sample.chosen,
-        job.plan,
+        run.plan,
         baselines=sample.baselines,
         prefixes=sample.prefixes,
       )
   except learner.NotFiniteError as error:
-    dumped = job.journal.dump_batches(error.batches)
+    dumped = run.files.dump_batches(error.batches)
     raise learner.NotFiniteError(
       f'{error} {dumped} Lower the learning rate or look at the batch; '
       'the same command goes on from the last checkpoint.',
@@ -249,59 +249,59 @@ def _learn(job: setup.Job, sample: _Sample):
   return {f'train/{k}': v for k, v in metrics.items()}, table
 
 
-def _evaluate(job: setup.Job) -> dict[str, float]:
+def _evaluate(run: setup.Run) -> dict[str, float]:
   """Plays the evaluation sets by the current policy; returns numbers to log.
 
   If no rollout is under way, the engine keeps this policy, even where the sampler is an
   older one; the schedule syncs the sampler again before it starts a rollout.
   """
-  journal, train_state, engine = job.journal, job.train_state, job.engine
-  job.watch.phase = 'an evaluation'
+  files, train_state, engine = run.files, run.train_state, run.engine
+  run.signals.phase = 'an evaluation'
   params = train_state.states['policy'].params
   if not engine.busy:
     engine.sync_weights(params, train_state.step)  # Without a second copy.
   # Rollouts under way go on sampling from their own policy.
   policy = engine.make_policy(params, train_state.step)
-  total = sum(len(tasks) for tasks in job.evals.values())
+  total = sum(len(tasks) for tasks in run.evals.values())
   played = evaluate.run(
     engine,
-    job.chat,
-    job.evals,
-    job.make_env,
-    limits=job.config.limits,
-    decoding=job.evaluation._replace(policy=policy),
-    on_done=schedule.counter(job.watcher, 'evaluation', total),
+    run.chat,
+    run.evals,
+    run.make_env,
+    limits=run.config.limits,
+    decoding=run.evaluation._replace(policy=policy),
+    on_done=schedule.counter(run.watcher, 'evaluation', total),
   )
-  step = journal.position.step
-  job.watcher.see_episodes(step, [t for ts in played.values() for t in ts])
+  step = files.loop_state.step
+  run.watcher.see_episodes(step, [t for ts in played.values() for t in ts])
   metrics = {}
   for name, trajectories in played.items():
-    job.watcher.log_evaluation(name, step, trajectories)
+    run.watcher.log_evaluation(name, step, trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics
 
 
-def _save_models(job: setup.Job):
+def _save_models(run: setup.Run):
   """Writes the policy, its adapters, and a critic."""
-  base, workdir = job.config.model.path, job.journal.workdir
+  base, workdir = run.config.model.path, run.files.workdir
   value_head = critic.describe(
-    job.plan.algorithm, base, privileged=job.privileged is not None
+    run.plan.algorithm, base, privileged=run.privileged is not None
   )
   options = {'tokenizer_from': base, 'value_head': value_head}
-  for name, state in job.train_state.states.items():
+  for name, state in run.train_state.states.items():
     target = workdir / ('model' if name == 'policy' else name)
-    weights.save(target, job.plan.model, state.params, **options)
-  policy = job.train_state.states['policy'].params
+    weights.save(target, run.plan.model, state.params, **options)
+  policy = run.train_state.states['policy'].params
   if lora.has_adapters(policy):
     peft_files.save(workdir / 'adapter', policy, pathlib.Path(base).resolve())
 
 
-def _save_preempted(job: setup.Job):
+def _save_preempted(run: setup.Run):
   """Writes a checkpoint before the process ends, and prints that it does."""
-  journal, step = job.journal, job.journal.position.step
-  job.watcher.set_phase('saving')
-  job.watch.start_saving(step)
-  journal.save(job.train_state, job.plan)
-  journal.checkpoints.wait()
-  job.watch.finish_saving(step)
+  files, step = run.files, run.files.loop_state.step
+  run.watcher.set_phase('saving')
+  run.signals.start_saving(step)
+  files.save(run.train_state, run.plan)
+  files.checkpoints.wait()
+  run.signals.finish_saving(step)

@@ -13,8 +13,15 @@ from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.train import evaluate, identity, preflight, rollout, setup, watch
-from agent_r1_jax.train import journal as journal_lib
+from agent_r1_jax.train import (
+  evaluate,
+  identity,
+  preflight,
+  rollout,
+  run_files,
+  setup,
+  watch,
+)
 
 
 @contextlib.contextmanager
@@ -31,7 +38,7 @@ def reserve(
       memory; or another run holds the workdir.
   """
   preflight.check_config(config, algorithm)
-  with journal_lib.lock(sizes.resolve(config, algorithm, workdir), workdir):
+  with run_files.lock(sizes.resolve(config, algorithm, workdir), workdir):
     yield
 
 

@@ -16,8 +16,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import processes, records, workers
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import episode as episode_lib
-from agent_r1_jax.train import episode_context, player
-from agent_r1_jax.train import spool as spool_lib
+from agent_r1_jax.train import episode_context, episode_store, player
 
 MakeEnv = Callable[[], env_lib.Env | player.Player]
 # A way to solve tasks: the tasks with its prompts, by the name of their set, and the
@@ -36,11 +35,11 @@ class Rollout:
     engine: engine_lib.Engine,
     future: futures.Future,
     tasks: Sequence[types.Task],
-    spool: spool_lib.RolloutSpool | None,
+    store: episode_store.RolloutStore | None,
     send_messages: int | None,
   ):
     """Holds the future of this process's trajectories, and the tasks of all processes."""
-    self._engine, self._future, self._spool = engine, future, spool
+    self._engine, self._future, self._store = engine, future, store
     self._tasks, self._send_messages = tasks, send_messages
 
   def result(self) -> list[types.Trajectory]:
@@ -60,8 +59,8 @@ class Rollout:
     except replica_lib.PreemptedError:
       played = None
     finally:
-      if self._spool:
-        self._spool.close()
+      if self._store:
+        self._store.close()
     if not processes.is_distributed():
       if played is None:
         raise replica_lib.PreemptedError
@@ -123,7 +122,7 @@ def start(
   samples: int = 1,
   seed: int = 0,
   rollout_number: int = 0,
-  spool: spool_lib.Spool | None = None,
+  store: episode_store.EpisodeStore | None = None,
   send_messages: int | None = None,
   on_done: Callable[[types.Trajectory], None] = lambda trajectory: None,
 ) -> Rollout:
@@ -146,7 +145,7 @@ def start(
     samples: How many episodes of each task are played.
     seed: The run's seed.
     rollout_number: Another number samples other episodes of the same tasks.
-    spool: Keeps finished episodes on disk; episodes that it has from before a kill are
+    store: Keeps finished episodes on disk; episodes that it has from before a kill are
       not played again.
     send_messages: With several processes, how many trajectories each process sends with
       their messages; None means all, and the rest are sent without.
@@ -156,7 +155,7 @@ def start(
     ValueError: A limit is not above 0.
   """
   limits.check()
-  finished = spool.open_rollout(rollout_number, tasks) if spool else None
+  finished = store.open_rollout(rollout_number, tasks) if store else None
   # Slow tools of all rows may wait at the same time.
   workers.POOL.grow(2 * engine.sizes.rows * len(engine.replicas))
   stops = chat.stop_automaton(engine.config.vocab_size)
@@ -165,11 +164,11 @@ def start(
 
   async def play(group: int, sample: int, number: int) -> types.Trajectory:
     task = tasks[group]
-    spooled = finished.get((task.id, number)) if finished else None
+    stored = finished.get((task.id, number)) if finished else None
     # A call with more samples numbers the tasks of equal ids anew.
-    if spooled and (spooled.group, spooled.sample) == (group, sample):
-      on_done(spooled)
-      return spooled
+    if stored and (stored.group, stored.sample) == (group, sample):
+      on_done(stored)
+      return stored
     async with engine.reserve(group, decoding.policy, rows) as replica:
       context = episode_context.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)

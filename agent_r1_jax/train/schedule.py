@@ -25,12 +25,11 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import evaluate, groups, rollout, watch
-from agent_r1_jax.train import journal as journal_lib
+from agent_r1_jax.train import evaluate, groups, rollout, run_files, watch
 
 
 class Schedule:
-  """Starts the rollouts of a run, from the step of its journal's position on."""
+  """Starts the rollouts of a run, from the step at which it resumes."""
 
   def __init__(
     self,
@@ -38,7 +37,7 @@ class Schedule:
     tasks: Sequence[types.Task],
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
-    journal: journal_lib.Journal,
+    files: run_files.RunFiles,
     watcher: watch.Watcher,
     decoding: decoding_lib.Decoding,
     make_env: rollout.MakeEnv,
@@ -51,21 +50,21 @@ class Schedule:
       tasks: The tasks to train on.
       engine: The engine, open.
       chat: Encodes messages with the policy's tokenizer.
-      journal: The run's journal, restored.
+      files: The run's files, restored.
       watcher: Is shown how many episodes have ended.
       decoding: How training rollouts are sampled.
       make_env: Makes a new environment for each episode.
     """
-    self._config, self._journal, self._decoding = config.schedule, journal, decoding
+    self._config, self._files, self._decoding = config.schedule, files, decoding
     self._watcher = watcher
     self._stream = curriculum_lib.TaskStream(
-      config.curriculum, tasks, seed=config.seed, draws=journal.position.draws
+      config.curriculum, tasks, seed=config.seed, draws=files.loop_state.draws
     )
     self._engine, self._chat = engine, chat
     self._playing: Any = {'make_env': make_env, 'limits': config.limits}
     self._shared: Any = {'seed': config.seed, 'send_messages': config.log_episodes}
     self._started: collections.deque[rollout.Rollout] = collections.deque()
-    self._next_step = journal.position.step
+    self._next_step = files.loop_state.step
 
   def next_groups(
     self, train_state: updates.TrainState, plan: updates.Plan
@@ -87,7 +86,7 @@ class Schedule:
       The train state, whose sampler is the current policy if plan.syncs_before_update;
       the groups; and the tasks drawn for them and for all rollouts under way.
     """
-    step, ahead = self._journal.position.step, plan.schedule.ahead
+    step, ahead = self._files.loop_state.step, plan.schedule.ahead
     if plan.syncs_before_update:
       # One step off-policy: the newest policy is synced after the wait. Before it, only
       # a run's first call has a rollout to start.
@@ -137,7 +136,7 @@ class Schedule:
       self._engine.sync_weights(train_state.sampler, train_state.sampler_step)
     for step in to_start:
       tasks = self._stream.start_rollout(self._config.tasks)
-      number = journal_lib.rollout_number(self._config, step)
+      number = run_files.rollout_number(self._config, step)
       self._started.append(self._play(tasks, number))
       self._next_step = step + 1
 
@@ -146,7 +145,7 @@ class Schedule:
     if not refill:
       return self._started.popleft().result()
     # Another rollout number, so that a task that is drawn again gets other samples.
-    first = journal_lib.rollout_number(self._config, self._journal.position.step)
+    first = run_files.rollout_number(self._config, self._files.loop_state.step)
     tasks = self._stream.refill(n)
     return self._play(tasks, first + refill, 'refill').result()
 
@@ -160,7 +159,7 @@ class Schedule:
       samples=samples,
       decoding=self._decoding,
       rollout_number=number,
-      spool=self._journal.spool,
+      store=self._files.store,
       on_done=counter(self._watcher, label, len(tasks) * samples),
       **self._shared,
       **self._playing,

@@ -26,13 +26,19 @@ from agent_r1_jax.models import decoder, lora, sharding, weights
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule
-from agent_r1_jax.train import journal as journal_lib
-from agent_r1_jax.train import watch as watch_lib
+from agent_r1_jax.train import (
+  evaluate,
+  identity,
+  preflight,
+  rollout,
+  run_files,
+  schedule,
+  watch,
+)
 
 
 @dataclasses.dataclass
-class Job:
+class Run:
   """A training run that has been set up.
 
   Attributes:
@@ -42,8 +48,8 @@ class Job:
     chat: Encodes messages with the policy's tokenizer.
     engine: The engine, open.
     rollouts: Starts the rollouts of each step and waits for them.
-    journal: The files of the workdir, and the position from which the run resumes.
-    watch: Knows whether the process received a signal to end.
+    files: The files of the workdir, and the loop state from which the run resumes.
+    signals: Knows whether the process received a signal to end.
     evaluation: How the replies of evaluations are sampled.
     watcher: Shows the run to people.
     evals: Sets of tasks to evaluate, by name.
@@ -57,10 +63,10 @@ class Job:
   chat: chat_lib.Chat
   engine: engine_lib.Engine
   rollouts: schedule.Schedule
-  journal: journal_lib.Journal
-  watch: preemption.Watch
+  files: run_files.RunFiles
+  signals: preemption.Watch
   evaluation: decoding_lib.Decoding
-  watcher: watch_lib.Watcher
+  watcher: watch.Watcher
   evals: Mapping[str, Sequence[types.Task]]
   make_env: rollout.MakeEnv
   privileged: Callable[[types.Task], str] | None
@@ -78,8 +84,8 @@ def start(
   privileged: Callable[[types.Task], str] | None,
   guides: Mapping[guide_lib.Guide, Any],
   label: str,
-  watcher: watch_lib.Watcher,
-) -> Iterator[Job]:
+  watcher: watch.Watcher,
+) -> Iterator[Run]:
   """Sets up a training run, restored from its newest checkpoint if there is one.
 
   Inside `with` the workdir is locked and the engine is open. The arguments and the errors
@@ -102,32 +108,22 @@ def start(
   _check_options(algorithm, train_state, privileged, guides)
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
-    watch = stack.enter_context(preemption.watch())
+    signals = stack.enter_context(preemption.watch())
     defaults = identity.list_defaults('algorithm', algorithm)
-    journal = stack.enter_context(journal_lib.Journal(config, workdir, made_of, defaults))
-    train_state = _restore(train_state, plan, engine, journal, watch)
-    position = journal.position
-    run = watch_lib.Run(
-      config,
-      journal.workdir,
-      label,
-      position.step,
-      journal.next_line,
-      chat.format,
-      engine,
-    )
-    stack.enter_context(watcher.begin(run))
-    job = Job(
+    files = stack.enter_context(run_files.RunFiles(config, workdir, made_of, defaults))
+    train_state = _restore(train_state, plan, engine, files, signals)
+    stack.enter_context(watcher.begin(_describe(config, label, files, chat, engine)))
+    run = Run(
       config=config,
       train_state=train_state,
       plan=plan,
       chat=chat,
       engine=engine,
       rollouts=schedule.Schedule(
-        config, tasks, engine, chat, journal, watcher, training, make_env
+        config, tasks, engine, chat, files, watcher, training, make_env
       ),
-      journal=journal,
-      watch=watch,
+      files=files,
+      signals=signals,
       evaluation=evaluation,
       watcher=watcher,
       evals=evals,
@@ -138,9 +134,15 @@ def start(
     del params, train_state
     for line in lines:
       watcher.print_line(line)
-    _compile(job, (training, evaluation))
+    _compile(run, (training, evaluation))
     stack.enter_context(engine.open())
-    yield job
+    yield run
+
+
+def _describe(config, label, files, chat, engine) -> watch.RunInfo:
+  """Describes the run to its watcher."""
+  step, line = files.loop_state.step, files.next_line
+  return watch.RunInfo(config, files.workdir, label, step, line, chat.format, engine)
 
 
 def _check_options(algorithm, train_state, privileged, guides):
@@ -159,30 +161,30 @@ def _restore(
   train_state: updates.TrainState,
   plan: updates.Plan,
   engine: engine_lib.Engine,
-  journal: journal_lib.Journal,
-  watch: preemption.Watch,
+  files: run_files.RunFiles,
+  signals: preemption.Watch,
 ) -> updates.TrainState:
   """Returns the newest checkpoint's train state, and syncs the engine's weights to it."""
-  watch.newest_step = journal.find_newest_checkpoint
-  watch.raise_if_requested()
-  watch.phase = 'restoring'
-  train_state = journal.restore(train_state, plan)
+  signals.newest_step = files.find_newest_checkpoint
+  signals.raise_if_requested()
+  signals.phase = 'restoring'
+  train_state = files.restore(train_state, plan)
   engine.sync_weights(train_state.sampler, train_state.sampler_step)
-  engine.interrupted = watch.is_requested
+  engine.interrupted = signals.is_requested
   return train_state
 
 
-def _compile(job: Job, decodings: Sequence[decoding_lib.Decoding]):
+def _compile(run: Run, decodings: Sequence[decoding_lib.Decoding]):
   """Compiles the engine's programs, and shows the progress."""
-  job.watch.phase = 'compilation'
-  automata = [job.chat.stop_automaton(job.engine.config.vocab_size)]
+  run.signals.phase = 'compilation'
+  automata = [run.chat.stop_automaton(run.engine.config.vocab_size)]
   automata += [decoding.grammar for decoding in decodings if decoding.grammar]
 
   def report(done: int, programs: int):
-    job.watcher.set_phase('compile', done, programs)
-    job.watch.raise_if_requested()
+    run.watcher.set_phase('compile', done, programs)
+    run.signals.raise_if_requested()
 
-  job.engine.warm_up(report, automata)
+  run.engine.warm_up(report, automata)
   runtime.release_freed_memory()
 
 

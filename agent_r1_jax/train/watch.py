@@ -18,7 +18,7 @@ from agent_r1_jax.rl import table as table_lib
 Ended = Callable[[types.Trajectory], None]
 
 
-class Run(NamedTuple):
+class RunInfo(NamedTuple):
   """A run that begins or goes on.
 
   Attributes:
@@ -46,7 +46,7 @@ class Watcher(Protocol):
   What a method raises ends the run, so that a watcher bounds and reports its own faults.
   """
 
-  def begin(self, run: Run) -> contextlib.AbstractContextManager:
+  def begin(self, run: RunInfo) -> contextlib.AbstractContextManager:
     """Watches a run inside `with`."""
     ...
 
@@ -112,7 +112,7 @@ class Plain:
   """Prints a line a step, and watches nothing else."""
 
   @contextlib.contextmanager
-  def begin(self, run: Run) -> Iterator[None]:
+  def begin(self, run: RunInfo) -> Iterator[None]:
     """Begins.
 
     Raises:

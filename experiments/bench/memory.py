@@ -29,7 +29,7 @@ from agent_r1_jax.engine import engine
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, hf_config, peft_files, weights
 from agent_r1_jax.rl import credit, learner
-from agent_r1_jax.train import evaluate, journal, schedule
+from agent_r1_jax.train import evaluate, run_files, schedule
 
 # Phase -> the function that it consists of. The innermost one that runs counts.
 _PHASES = {
@@ -42,7 +42,7 @@ _PHASES = {
   'update': (learner, '_apply'),
   'evaluate': (evaluate, 'run'),
   'play': (evaluate, 'play'),
-  'checkpoint': (journal.Journal, 'save'),
+  'checkpoint': (run_files.RunFiles, 'save'),
   'export': (weights, 'save'),
   'export of adapters': (peft_files, 'save'),
 }

@@ -35,7 +35,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import journal, schedule, watch
+from agent_r1_jax.train import run_files, schedule, watch
 
 _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
 _STEPS = flags.DEFINE_integer(
@@ -118,8 +118,8 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
     limits=config_lib.Limits(1, _LONGEST),
   )
   engine, train_state, plan = _system(config.schedule, rows, tail, chat)
-  position = journal.Position()
-  run_log: Any = types_lib.SimpleNamespace(position=position, spool=None)
+  loop_state = run_files.LoopState()
+  run_log: Any = types_lib.SimpleNamespace(loop_state=loop_state, store=None)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
   with engine.open():
@@ -142,7 +142,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       train_state = dataclasses.replace(train_state, step=train_state.step + 1)
       if not plan.syncs_before_update:
         train_state = updates.sync_sampler(train_state, plan)
-      position.advance({}, draws)
+      loop_state.advance({}, draws)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
   tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
   sampling = tokens / (rows * _TOKENS) * _SEGMENT.value / wall

@@ -1,8 +1,8 @@
-"""The spool: writes episodes to disk as they end, so that a kill loses none of them.
+"""The store: writes episodes to disk as they end, so that a kill loses none of them.
 
 A run that continues from a checkpoint plays the rollouts after it again, with the same
 policies and the same randomness. Episodes that had ended before the kill are then read
-instead of played. If the spool cannot be written or read, the run warns and continues
+instead of played. If the store cannot be written or read, the run warns and continues
 without it, because everything in it can be played again.
 
 A file is _MAGIC and, for each trajectory, the length and CRC-32 of its record and the
@@ -28,7 +28,7 @@ _MAGIC = b'agent_r1_jax episodes 2\n'
 _HEADER = struct.Struct('<QI')
 
 
-class RolloutSpool:
+class RolloutStore:
   """The finished trajectories of one rollout, by the key of each."""
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[types.Task]):
@@ -105,20 +105,20 @@ class RolloutSpool:
       _warn(path, error)
 
 
-class Spool:
-  """The spools of a run's rollouts, one folder each under `<workdir>/rollouts`."""
+class EpisodeStore:
+  """The finished episodes of rollouts, a folder each under `<workdir>/rollouts`."""
 
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / 'rollouts'
 
   def open_rollout(
     self, rollout_number: int, tasks: Sequence[types.Task]
-  ) -> RolloutSpool:
-    """Opens the spool of the rollout of this number."""
-    return RolloutSpool(self._folder / str(rollout_number), tasks)
+  ) -> RolloutStore:
+    """Opens the store of the rollout of this number."""
+    return RolloutStore(self._folder / str(rollout_number), tasks)
 
   def delete(self, before: int):
-    """Deletes the spools of the rollouts before number `before`."""
+    """Deletes those of the rollouts before number `before`."""
     for path in self._folder.glob('*'):
       if path.name.isdecimal() and int(path.name) < before:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The files of a training run's workdir, and the position from which it resumes."""
+"""The files of a training run's workdir, and the state of its loop."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
@@ -14,13 +14,12 @@ from agent_r1_jax import types
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.rl import updates
-from agent_r1_jax.train import curriculum
+from agent_r1_jax.train import curriculum, episode_store
 from agent_r1_jax.train import metrics as metrics_lib
-from agent_r1_jax.train import spool as spool_lib
 
 
 @dataclasses.dataclass
-class Position:
+class LoopState:
   """How many steps a run has completed; a checkpoint contains it.
 
   Attributes:
@@ -59,7 +58,7 @@ class Position:
     }
 
   @classmethod
-  def from_json(cls, saved: Mapping[str, Any]) -> 'Position':
+  def from_json(cls, saved: Mapping[str, Any]) -> 'LoopState':
     """The inverse of `to_json`."""
     metrics = {name: float(text) for name, text in saved['unwritten'].items()}
     draws = curriculum.Draws(**saved['draws'])
@@ -88,14 +87,14 @@ def _check_config(config, workdir, *, write: bool = True):
   )
 
 
-class Journal:
+class RunFiles:
   """A run's files. Only the first process writes lines.
 
   Attributes:
     workdir: The run's directory.
-    position: How many steps the run has completed.
+    loop_state: How many steps the run has completed.
     checkpoints: Writes and restores the train state, in all processes together.
-    spool: Keeps finished episodes, if config.checkpoint.keep_rollouts.
+    store: Keeps finished episodes, if config.checkpoint.keep_rollouts.
   """
 
   def __init__(
@@ -119,8 +118,10 @@ class Journal:
         another `made_of`.
     """
     self._config, self.workdir = config, pathlib.Path(workdir)
-    self.position = Position()
-    self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
+    self.loop_state = LoopState()
+    self.store = (
+      episode_store.EpisodeStore(workdir) if config.checkpoint.keep_rollouts else None
+    )
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(config, workdir))
       self.checkpoints = stack.enter_context(
@@ -150,14 +151,14 @@ class Journal:
   @property
   def next_line(self) -> int:
     """The step of the next line of metrics.jsonl."""
-    return self.position.written_step + 1
+    return self.loop_state.written_step + 1
 
   def restore(
     self, train_state: updates.TrainState, plan: updates.Plan
   ) -> updates.TrainState:
     """Restores the newest checkpoint, and opens what the steps after it are written to.
 
-    Sets the position and drops the later lines of metrics.jsonl. The journal can be
+    Sets the loop state and drops the later lines of metrics.jsonl. These files can be
     written to and saved only after this.
 
     Returns:
@@ -169,7 +170,7 @@ class Journal:
     if restored := self.checkpoints.restore(like=train_state.checkpoint_arrays(plan)):
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
-      self.position = Position.from_json(host_state['position'])
+      self.loop_state = LoopState.from_json(host_state['position'])
     self._writer = None
     if processes.is_first():
       writer = metrics_lib.Writer(self.workdir, resume_step=self.next_line)
@@ -179,24 +180,27 @@ class Journal:
   def write(self, metrics: Mapping[str, float]):
     """Writes the line of the current step to metrics.jsonl.
 
-    Only the first process writes. In all of them the position counts the step as written,
-    and forgets its pending metrics.
+    Only the first process writes. In all of them the loop state counts the step as
+    written, and forgets its pending metrics.
     """
     if self._writer:
-      self._writer.write(self.position.step, metrics)
-    self.position.written_step, self.position.pending_metrics = self.position.step, {}
+      self._writer.write(self.loop_state.step, metrics)
+    self.loop_state.written_step, self.loop_state.pending_metrics = (
+      self.loop_state.step,
+      {},
+    )
 
   def save(self, train_state: updates.TrainState, plan: updates.Plan):
     """Starts to write a checkpoint of the current step, if there is none."""
     arrays = train_state.checkpoint_arrays(plan)
     host_state = {
-      'position': self.position.to_json(),
+      'position': self.loop_state.to_json(),
       'train_state': train_state.checkpoint_numbers(),
     }
-    self.checkpoints.save(self.position.step, arrays, host_state)
+    self.checkpoints.save(self.loop_state.step, arrays, host_state)
     # The new one is not complete yet: a run may still resume from the one before it.
-    if self.spool and (complete := self.checkpoints.steps):
-      self.spool.delete(before=rollout_number(self._config.schedule, complete[-1]))
+    if self.store and (complete := self.checkpoints.steps):
+      self.store.delete(before=rollout_number(self._config.schedule, complete[-1]))
 
   def find_newest_checkpoint(self) -> int:
     """Returns the newest checkpoint's step, 0 if none; any thread may call it."""
