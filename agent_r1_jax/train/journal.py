@@ -14,9 +14,9 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.report import episodes, sinks
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.report import sinks, viewer
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum
@@ -260,18 +260,14 @@ class Journal:
     trajectories: Sequence[types.Trajectory],
     tables: Sequence[table_lib.TokenTable],
   ):
-    """Writes trajectories/step-<step>-<name>.eval; the first ones have `tables`."""
+    """Writes trajectories/step-<step>-<name>.jsonl; the first ones have `tables`."""
     if processes.is_first():
       step = self.position.step
-      extra = [{'columns': table.list_tokens()} for table in tables]
-      viewer.write_log(
-        self.workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
+      episodes.write(
+        self.workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
         trajectories,
-        task=name,
-        model=self._config.model.path,
-        config=dataclasses.asdict(self._config),
         step=step,
-        extra=extra + [{}] * (len(trajectories) - len(extra)),
+        columns=[table.list_tokens() for table in tables],
         parse=self.call_format.parse,
       )
 

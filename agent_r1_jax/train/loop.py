@@ -56,7 +56,7 @@ def run(
   """Trains a policy; if it is called again with the same workdir, it resumes.
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
-  checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
+  checkpoints/, trajectories/step-*.jsonl of the evaluations and of some episodes of each
   rollout, and at the end curve.png, numbers.md, and in HF layout model/ and, if the
   critic is a model of its own, critic/ (see guided/critic.py).
 
