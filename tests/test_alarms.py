@@ -10,21 +10,19 @@ from agent_r1_jax import config, types
 from agent_r1_jax.report import alarms
 from agent_r1_jax.train import evaluate
 
-_LIMITS = config.Alarms(
-  entropy=0.5,
-  kl=2.0,
-  dead_groups=0.75,
-  truncated=0.25,
-  invalid_calls=0.5,
-  action_share=0.5,
-  hacking=0.5,
-)
+_GIVEN = {'entropy': 0.5, 'kl': 2.0, 'dead_groups': 0.75, 'truncated': 0.25}
+_GIVEN |= dict.fromkeys(('invalid_calls', 'action_share', 'hacking'), 0.5)
+_LIMITS = config.Alarms(**_GIVEN)
 _UP, _DOWN = 1e-9, -1e-9
 
 
 def _find(numbers, limits=_LIMITS):
   """Returns the names of the alarms that ring."""
   return [name for name, (*_, on) in alarms.compare(numbers, limits).items() if on]
+
+
+_CALLS, _UNREAD = 'rollout/tool_calls', 'rollout/format_errors'
+_TRUNCATED, _TURNS = 'rollout/status/truncated', 'rollout/status/max_turns'
 
 
 @pytest.mark.parametrize(
@@ -36,27 +34,15 @@ def _find(numbers, limits=_LIMITS):
     ('kl_blow_up', 'train/behaviour_kl', 2.0, _UP, {'train/kl': 0.1}),
     ('kl_blow_up', 'train/behaviour_kl', -2.0, _DOWN, {}),
     ('dead_groups', 'rollout/dead_groups', 0.75, _UP, {}),
-    ('truncated', 'rollout/status/truncated', 0.25, _UP, {}),
-    ('truncated', 'rollout/status/max_turns', 0.25, _UP, {}),
+    ('truncated', _TRUNCATED, 0.25, _UP, {}),
+    ('truncated', _TURNS, 0.25, _UP, {}),
     # Each of the budgets counts.
-    (
-      'truncated',
-      'rollout/status/truncated',
-      0.125,
-      _UP,
-      {'rollout/status/max_turns': 0.125, 'rollout/status/error': 0.5},
-    ),
+    ('truncated', _TRUNCATED, 0.125, _UP, {_TURNS: 0.125, 'rollout/status/error': 0.5}),
     # Of four calls two failed; of three, and one that could not be read, one.
-    ('invalid_calls', 'rollout/tool_errors', 2.0, _UP, {'rollout/tool_calls': 4.0}),
-    (
-      'invalid_calls',
-      'rollout/tool_errors',
-      1.0,
-      _UP,
-      {'rollout/tool_calls': 3.0, 'rollout/format_errors': 1.0},
-    ),
-    ('invalid_calls', 'rollout/format_errors', 2.0, _UP, {'rollout/tool_calls': 2.0}),
-    ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {'rollout/tool_calls': 4.0}),
+    ('invalid_calls', 'rollout/tool_errors', 2.0, _UP, {_CALLS: 4.0}),
+    ('invalid_calls', 'rollout/tool_errors', 1.0, _UP, {_CALLS: 3.0, _UNREAD: 1.0}),
+    ('invalid_calls', _UNREAD, 2.0, _UP, {_CALLS: 2.0}),
+    ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {_CALLS: 4.0}),
     ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
     ('reward_hacking', 'hacking', 0.5, _UP, {}),
     ('action_share', 'rollout/tokens', 16.0, _UP, {'rollout/action_tokens': 8.0}),

@@ -107,8 +107,7 @@ def test_columns_of_a_known_trajectory_survive(tmp_path):
   assert elements.read('text-0')[3]['error'] == 'ValueError: no'
 
 
-def test_a_run_that_goes_on(tmp_path):
-  """Half a line of metrics, half a log and a log being written are no obstacle."""
+def test_half_a_line_of_metrics_and_half_a_log_are_left_out(tmp_path):
   write_run(tmp_path)
   with (tmp_path / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 3, "rollout/rew')
@@ -124,7 +123,7 @@ def test_a_run_that_goes_on(tmp_path):
   assert after.pop(tmp_path / 'report.html') and after == before
 
 
-def test_only_metrics_or_only_a_log_of_another_program(tmp_path):
+def test_only_metrics_or_only_a_file_of_another_program_make_a_page(tmp_path):
   write_run(tmp_path)
   shutil.rmtree(tmp_path / 'trajectories')
   (tmp_path / 'config.json').write_text('{"model": {"path": "/none"}')
@@ -187,20 +186,18 @@ class TestBrowser:
     assert '&lt;/script&gt;&lt;script&gt;document.title="caught"' in shown
     assert '2 of 4 episodes in 1 groups.' in shown, 'the search finds both'
 
-  def test_filters_and_curves(self, tmp_path):
+  def test_filters_leave_the_groups_that_match(self, tmp_path):
     write_run(tmp_path)
     make_page(tmp_path)
-    shown = self.show(tmp_path, 'view=episodes&high=0.5&tool=search')
-    assert '1 of 4 episodes in 1 groups.' in shown
-    shown = self.show(tmp_path, 'view=episodes&error=environment+raised')
-    assert '1 of 4 episodes in 1 groups.' in shown
-    shown = self.show(tmp_path, '')
-    assert 'aria-label="rollout/reward, by step"' in shown and '<path' in shown
+    for address in ('high=0.5&tool=search', 'error=environment+raised'):
+      shown = self.show(tmp_path, f'view=episodes&{address}')
+      assert '1 of 4 episodes in 1 groups.' in shown
 
-  def test_curves_out_of_view_are_drawn_for_printing(self, tmp_path):
+  def test_all_curves_are_drawn_for_printing(self, tmp_path):
     with metrics.Writer(tmp_path) as writer:
       for step in range(3):
         writer.write(step, {f'rollout/metric_{i}': i + step for i in range(60)})
     make_page(tmp_path)
     shown = self.show(tmp_path, '')
     assert shown.count('<svg') == shown.count('<figcaption>') == 60
+    assert 'aria-label="rollout/metric_7, by step"' in shown and '<path' in shown
