@@ -15,6 +15,7 @@ import statistics
 from typing import Any
 
 from absl import app, flags
+import numpy as np
 
 from agent_r1_jax import train
 from agent_r1_jax.report import plots, tables
@@ -91,7 +92,7 @@ def render(runs: Sequence[Run], out: pathlib.Path) -> None:
 
 def tabulate(runs: Sequence[Run], kind: str) -> str:
   """Tabulates exact match on a kind of questions: each seed, and all of a system's."""
-  cells: dict[str, dict[str, tables.Cell]] = {}
+  cells: dict[str, dict[str, tables.Count | float | str]] = {}
   for run in runs:
     row = {name: run['sets'][name][kind] for name in SETS}
     cells[f'{NAMES[run["system"]]}, seed {run["seed"]}'] = {
@@ -101,9 +102,7 @@ def tabulate(runs: Sequence[Run], kind: str) -> str:
     rows = [run['sets'] for run in runs if run['system'] == system]
     if len(rows) > 1:
       cells[f'{NAMES[system]}, mean'] = {
-        name: tables.Interval(
-          *tables.mean_interval([row[name][kind]['mean'] for row in rows])
-        )
+        name: _interval([row[name][kind]['mean'] for row in rows])
         for name in SETS
         if rows[0][name][kind]['count']
       }
@@ -127,6 +126,15 @@ def tabulate_costs(runs: Sequence[Run]) -> str:
     cells[f'{NAMES[run["system"]]}, seed {run["seed"]}'] = row
   columns = list(dict.fromkeys(name for row in cells.values() for name in row))
   return f'### Costs\n\n{tables.format_table(cells, columns, "run")}\n'
+
+
+def _interval(values: Sequence[float]) -> str:
+  """The mean, and its 95 % interval by Student's t."""
+  from scipy import stats  # The import takes a second.
+
+  n = len(values)
+  half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
+  return f'{np.mean(values):.3f} ± {half:.3f}'
 
 
 def main(_):
