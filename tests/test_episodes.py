@@ -74,12 +74,14 @@ class TestLines:
   def test_a_line_has_the_whole_episode_and_the_columns_of_the_first(self, tmp_path):
     columns = {'tokens': [1, 2], 'old_logprobs': [-0.5, 0.0]}
     log = tmp_path / 'logs' / 'a.jsonl'
-    first, second = lines = write(
-      log, [trajectory(3, 1), trajectory(0)], columns=[columns]
-    )
+    first, second = lines = write(log, [trajectory(3, 1), failed()], columns=[columns])
+    assert episodes.read(log) == lines
+    assert [path.name for path in log.parent.iterdir()] == ['a.jsonl']
     assert 'columns' not in second and first.pop('columns') == columns
+    assert (second['reward'], second['error']) == (None, 'ValueError: no')
     messages = first.pop('messages')
-    assert first == {
+    numbers = {'tokens': 9, 'action_tokens': 5, 'segments': 1, 'mean_logprob': -0.5}
+    assert first == numbers | {
       'id': 'bridge-3',
       'group': 3,
       'sample': 1,
@@ -88,10 +90,6 @@ class TestLines:
       'reward': 1.0,
       'turn_rewards': [0.0, 1.0],
       'turn_tokens': [3, 2],
-      'tokens': 9,
-      'action_tokens': 5,
-      'segments': 1,
-      'mean_logprob': -0.5,
       'policy_steps': [6, 7],
       'metrics': {'em': 1.0, 'tool_calls': 1.0},
       'error': None,
@@ -99,39 +97,28 @@ class TestLines:
       'answer': ['Corvid Works', 'Corvid'],
       'info': {'hops': 2},
     }
-    assert messages[:2] == trajectory().task.messages
-    called = {'name': 'search', 'arguments': {'query': 'Arden Bridge'}}
-    turns = [{'turn': 1, 'reward': 0.0, 'tokens': 3}, {'turn': 2, 'reward': 1.0}]
-    reply = {'role': 'assistant', 'content': CALL, 'calls': [called], **turns[0]}
-    assert messages[2] == reply, 'the reply stands as it was sampled'
-    assert messages[3] == trajectory().messages[3]
-    assert messages[4].items() >= turns[1].items() and 'calls' not in messages[4]
-    read = episodes.read(log)
-    assert read[1] == lines[1] and [episode['group'] for episode in read] == [3, 0]
-    assert [path.name for path in log.parent.iterdir()] == ['a.jsonl']
+    added = {}, {}, {'turn': 1, 'reward': 0.0, 'tokens': 3}, {}
+    added += ({'turn': 2, 'reward': 1.0, 'tokens': 2},)
+    added[2]['calls'] = [{'name': 'search', 'arguments': {'query': 'Arden Bridge'}}]
+    given = trajectory().messages
+    assert messages == [a | b for a, b in zip(given, added, strict=True)]
 
-  def test_results_without_a_call_that_can_be_read(self, tmp_path):
+  def test_examples_and_results_without_a_call_are_no_turns_and_calls(self, tmp_path):
     messages = [
+      {'role': 'assistant', 'content': 'an example in the prompt'},
+      {'role': 'developer', 'content': [{'type': 'text', 'text': 'x'}]},
       {'role': 'tool', 'content': 'out of the blue'},
       {'role': 'assistant', 'content': '<tool_call>{"name": </tool_call> and none'},
       {'role': 'tool', 'content': 'not JSON'},
       {'role': 'tool', 'name': 'search', 'content': 'a second one'},
-      {'role': 'developer', 'content': [{'type': 'text', 'text': 'x'}]},
     ]
-    (line,) = write(tmp_path / 'a', [trajectory(messages=messages, turns=[])])
-    first, reply, *results, last = line['messages']
+    odd = trajectory(messages=messages, turns=[types.Turn(0, 2, 5)])
+    (line,) = write(tmp_path / 'a', [odd])
+    example, developer, first, reply, *results = line['messages']
+    assert 'turn' not in example and reply['turn'] == 1
+    assert developer['content'] == '[{"type": "text", "text": "x"}]'
     assert [call.keys() for call in reply['calls']] == [{'error'}]
     assert [m['name'] for m in (first, *results)] == ['tool', 'tool', 'search']
-    assert last == {'role': 'developer', 'content': '[{"type": "text", "text": "x"}]'}
-
-  def test_an_example_in_the_prompt_is_no_turn(self, tmp_path):
-    messages = [{'role': 'assistant', 'content': 'example'}, *trajectory().messages]
-    (line,) = write(tmp_path / 'a', [trajectory(messages=messages)])
-    assert 'turn' not in line['messages'][0] and line['messages'][3]['turn'] == 1
-
-  def test_an_error_has_no_reward(self, tmp_path):
-    (line,) = write(tmp_path / 'a', [failed()])
-    assert (line['reward'], line['error']) == (None, 'ValueError: no')
 
   def test_what_is_nested_too_deeply_or_in_itself_is_cut(self, tmp_path):
     """An episode that cannot be logged would end the run, at each resume again."""
@@ -185,13 +172,6 @@ class TestLines:
         write(folder / 'b', [long])
       assert [path.name for path in folder.iterdir()] == ['a']
       assert episodes.read(folder / 'a')
-
-
-def show(*arguments, **kwargs):
-  """The command, as people start it."""
-  command = [sys.executable, '-m', 'agent_r1_jax.report.episodes', *map(str, arguments)]
-  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | kwargs
-  return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
 class TestCommand:
@@ -261,39 +241,38 @@ class TestCommand:
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.search(said, last) and 'Traceback' not in last
 
-  def test_a_reader_may_stop_reading(self, tmp_path):
-    """As `| head` does."""
+  def test_a_reader_may_stop_and_a_terminal_may_lack_characters(self, tmp_path):
+    """The reader stops as `| head` does."""
     long = [{'role': 'assistant', 'content': 'word ' * 100_000}]
-    write(tmp_path / 'a', [trajectory(messages=long, turns=[])])
-    with show(tmp_path / 'a') as process:
+    write(tmp_path / 'a', [trajectory(task_id='é中', messages=long, turns=[])])
+    with subprocess.Popen(
+      [sys.executable, '-m', 'agent_r1_jax.report.episodes', tmp_path / 'a'],
+      env=os.environ | {'PYTHONIOENCODING': 'ascii'},
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    ) as process:
       assert process.stdout and process.stderr
       assert process.stdout.readline().startswith(b'===')
+      assert process.stdout.readline().startswith(b'--- ??,')
       process.stdout.close()
       assert process.stderr.read() == b''
     assert process.returncode == 0
 
-  def test_a_terminal_of_few_characters(self, tmp_path):
-    write(tmp_path / 'a', [trajectory(messages=[{'role': 'user', 'content': 'é中'}])])
-    environment = os.environ | {'PYTHONIOENCODING': 'ascii'}
-    with show(tmp_path / 'a', env=environment) as process:
-      said, errors = process.communicate()
-    assert b'user: ??' in said and not errors
 
-
+INSPECT = os.environ.get('INSPECT_PYTHON')
+CONVERT = '-m', 'experiments.to_inspect'
 # What inspect_ai, in an environment of its own, says of a log and of its folder.
 READER = """
 import json, sys
 from inspect_ai import log
 path, folder = sys.argv[1:]
 whole = log.read_eval_log(path).model_dump(mode='json')
-whole['header'] = log.read_eval_log(path, header_only=True).model_dump(mode='json')
-whole['listed'] = len(log.list_eval_logs(folder))
 summaries = log.read_eval_log_sample_summaries(path)
-whole['summaries'] = [summary.model_dump(mode='json') for summary in summaries]
+whole['errors'] = [summary.error for summary in summaries]
+whole['listed'] = len(log.list_eval_logs(folder))
 print(json.dumps(whole))
 """
-INSPECT = os.environ.get('INSPECT_PYTHON')
-CONVERT = '-m', 'experiments.to_inspect'
 
 
 @pytest.mark.skipif(not INSPECT, reason='`make test-inspect` installs inspect_ai')
@@ -319,11 +298,12 @@ def test_inspect_reads_a_log_that_was_converted(tmp_path):
   read = json.loads(run('-c', READER, made, made.parent).stdout)
   assert read['status'] == 'success' and read['eval']['task'] == log.stem
   assert read['eval']['model'] == 'base' and read['listed'] == 1
-  assert [score['name'] for score in read['results']['scores']] == ['reward', 'em']
-  assert read['header']['results']['scores'][0]['metrics']['mean']['value'] == 5 / 6
+  means = {s['name']: s['metrics']['mean']['value'] for s in read['results']['scores']}
+  assert [*means] == ['reward', 'em'] and means['reward'] == 5 / 6
+  assert read['errors'] == [None] * 3 + ['ValueError: no'] + [None] * 3
   samples = {(sample['id'], sample['epoch']): sample for sample in read['samples']}
-  ids = [('bridge-0', epoch) for epoch in (1, 2, 3)] + [('bridge-9', 1)]
-  assert [*samples] == [*ids, ('same#5', 1), ('same#6', 1), ('odd', 1)]
+  ids = {('bridge-0', epoch) for epoch in (1, 2, 3)} | {('bridge-9', 1)}
+  assert samples.keys() == ids | {('same#5', 1), ('same#6', 1), ('odd', 1)}
   sample = samples['bridge-0', 2]
   assert sample['limit']['type'] == 'token'
   assert sample['metadata']['action_tokens'] == 5
@@ -331,9 +311,7 @@ def test_inspect_reads_a_log_that_was_converted(tmp_path):
   *_, call, result, _ = sample['messages']
   assert call['tool_calls'][0]['id'] == result['tool_call_id']
   assert call['tool_calls'][0]['arguments'] == {'query': 'Arden Bridge'}
-  assert samples['bridge-9', 1]['error']['message'] == 'ValueError: no'
   assert samples['bridge-9', 1]['scores'] is None
-  assert [s['error'] for s in read['summaries']][3] == 'ValueError: no'
   roles = [message['role'] for message in samples['odd', 1]['messages']]
   assert roles == ['user', 'assistant', 'tool', 'user']
 
