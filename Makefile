@@ -65,7 +65,7 @@ $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
 	@touch $@
 
-$(VENV)-inspect/installed: experiments/to_inspect.py | $(VENV)/bin/python
+$(VENV)-inspect/installed: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m venv $(VENV)-inspect
 	$(VENV)-inspect/bin/python -m pip install --quiet absl-py==2.5.1 inspect_ai==0.3.285
 	@touch $@

@@ -59,32 +59,6 @@ def test_a_metric_that_is_absent_or_of_no_call_rings_no_alarm():
   assert _find(none) == []
 
 
-# Beyond the defaults and _LIMITS alike.
-_BAD = {
-  'train/entropy': 0.001,
-  'train/kl': 9.0,
-  'rollout/dead_groups': 1.0,
-  'rollout/status/truncated': 1.0,
-  'rollout/format_errors': 3.0,
-  'rollout/tool_calls': 1.0,
-  'rollout/isolated_calls': 1.0,
-  'rollout/tokens': 1000.0,
-  'rollout/action_tokens': 1.0,
-  'hacking': 9.0,
-}
-
-
-def test_each_limit_alone_silences_its_alarm():
-  limits = {field.name for field in dataclasses.fields(_LIMITS)}
-  limits -= {'true_metric', 'window'}  # These are no limits.
-  assert len(_find(_BAD)) == len(limits)
-  for limit in limits:
-    low = limit in ('entropy', 'action_share')
-    quiet = dataclasses.replace(_LIMITS, **{limit: -1.0 if low else 100.0})
-    silenced = set(_find(_BAD)) - set(_find(_BAD, quiet))
-    assert len(silenced) == 1 and limit in silenced.pop()
-
-
 def test_the_names_are_those_of_a_rollouts_summary():
   t = episodes.trajectory('..........0')
   t.status = 'max_turns'
@@ -107,14 +81,18 @@ def test_a_line_is_printed_when_an_alarm_begins_and_when_it_ends():
   assert '100% of the episodes ran out of tokens or turns, above 30%. Raise' in said[0]
 
 
-def test_every_alarm_has_a_message():
+def test_every_limit_has_an_alarm_and_every_alarm_a_message():
+  limits = {f.name for f in dataclasses.fields(_LIMITS)} - {'true_metric', 'window'}
+  bad = {'train/entropy': 0.001, 'train/kl': 9.0, 'rollout/dead_groups': 1.0}
+  bad |= {_TRUNCATED: 1.0, _CALLS: 1.0, _UNREAD: 3.0, 'rollout/isolated_calls': 1.0}
+  bad |= {'rollout/tokens': 1000.0, 'rollout/action_tokens': 1.0}
   said = []
   # The reward rises from the first two steps to the last two, the true metric never does.
   before = [{'rollout/reward': r, 'rollout/em': 0.5} for r in (0.0, 0.1, 0.9)]
   monitor = alarms.AlarmMonitor(config.Alarms(window=4), said.append, before)
-  found = monitor.check(4, _BAD | {'rollout/reward': 1.0, 'rollout/em': 0.5})
-  assert found == {f'alarm/{name}': 1.0 for name in _find(_BAD)}
-  assert len(said) == len(found) and '0.001 nats' in ' '.join(said)
+  found = monitor.check(4, bad | {'rollout/reward': 1.0, 'rollout/em': 0.5})
+  assert len(said) == len(found) == len(limits) and set(found.values()) == {1.0}
+  assert '0.001 nats' in ' '.join(said)
 
 
 # Two halves of three steps; a standard error is 0.1 · sqrt(2 / 3) = 0.0816.
