@@ -24,7 +24,6 @@ from absl import app, flags
 _OUT = flags.DEFINE_string('out', '', 'Where it writes (default: inspect/ beside a log).')
 _SCORES = flags.DEFINE_list('scores', ['em'], 'Metrics that are shown as scores.')
 
-_LIMITS = {'truncated': 'token', 'max_turns': 'turn'}
 # What Inspect shows in a place of its own.
 _SHOWN = ('id', 'sample', 'question', 'answer', 'messages', 'error')
 
@@ -37,35 +36,31 @@ def convert(log: pathlib.Path) -> dict[str, Any]:
   # Several groups may have one task.
   name = lambda e: e['id'] + (f'#{e["group"]}' if counts[e['id']] > 1 else '')
   samples = [make_sample(episode) | {'id': name(episode)} for episode in episodes]
-  scores: dict[str, list[float]] = {}
+  scores = collections.defaultdict(list)
   for sample in samples:
     for key, score in sample.get('scores', {}).items():
-      scores.setdefault(key, []).append(score['value'])
+      scores[key].append(score['value'])
   mean = lambda numbers: {'name': 'mean', 'value': sum(numbers) / len(numbers)}
   settings = log.parents[1] / 'config.json'
   config = json.loads(settings.read_text()) if settings.exists() else {}
-  written = datetime.datetime.fromtimestamp(log.stat().st_mtime, datetime.UTC)
-  return {
-    'version': 2,
-    'status': 'success',
-    'eval': {
-      'created': written.isoformat(timespec='seconds'),
-      'task': log.stem,
-      'dataset': {'name': log.stem, 'samples': len(groups)},
-      'model': config.get('model', {}).get('path') or 'policy',
-      'config': {'epochs': max((sample['epoch'] for sample in samples), default=1)},
-      'metadata': {'config': config},
-    },
-    'results': {
-      'total_samples': len(samples),
-      'completed_samples': sum('scores' in sample for sample in samples),
-      'scores': [
-        {'name': key, 'scorer': key, 'metrics': {'mean': mean(numbers)}}
-        for key, numbers in scores.items()
-      ],
-    },
-    'samples': samples,
+  written = datetime.datetime.fromtimestamp(int(log.stat().st_mtime), datetime.UTC)
+  spec = {
+    'created': written.isoformat(),
+    'task': log.stem,
+    'dataset': {'name': log.stem, 'samples': len(groups)},
+    'model': config.get('model', {}).get('path') or 'policy',
+    'config': {'epochs': max((sample['epoch'] for sample in samples), default=1)},
+    'metadata': {'config': config},
   }
+  results = {
+    'total_samples': len(samples),
+    'completed_samples': sum('scores' in sample for sample in samples),
+    'scores': [
+      {'name': key, 'scorer': key, 'metrics': {'mean': mean(numbers)}}
+      for key, numbers in scores.items()
+    ],
+  }
+  return {'status': 'success', 'eval': spec, 'results': results, 'samples': samples}
 
 
 def make_sample(episode: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,36 +68,35 @@ def make_sample(episode: Mapping[str, Any]) -> dict[str, Any]:
   messages = [*make_messages(episode['messages'])]
   replies = [message for message in messages if message['role'] == 'assistant']
   actions, tokens = episode['action_tokens'], episode['tokens']
-  turns, answer = len(episode['turn_tokens']), episode['answer']
+  turns, answer, status = (episode[x] for x in ('turn_tokens', 'answer', 'status'))
   aliases = answer if isinstance(answer, list) else [answer]
   usage = {'input_tokens': tokens - actions, 'output_tokens': actions}
+  output = {'choices': [{'message': reply} for reply in replies[-1:]]}
   sample = {
     'epoch': episode['sample'] + 1,
     'input': episode['question'],
     'target': ['' if alias is None else str(alias) for alias in aliases],
     'messages': messages,
-    'output': {
-      'choices': [{'message': reply} for reply in replies[-1:]],
-      'usage': usage | {'total_tokens': tokens},
-    },
-    'turn_count': turns,
+    'output': output | {'usage': usage | {'total_tokens': tokens}},
+    'turn_count': len(turns),
     'metadata': {name: x for name, x in episode.items() if name not in _SHOWN},
   }
-  if episode['status'] == 'error':  # It has no reward.
+  if status == 'error':  # It has no reward.
     fields = ('message', 'traceback', 'traceback_ansi')
     return sample | {'error': dict.fromkeys(fields, episode['error'] or 'unknown')}
   numbers = {'reward': episode['reward']} | episode['metrics']
   names = [name for name in ('reward', *_SCORES.value) if name in numbers]
   sample['scores'] = {name: {'value': float(numbers[name])} for name in names}
-  if kind := _LIMITS.get(episode['status']):
-    limit = {'token': tokens, 'turn': turns}[kind]
-    sample['limit'] = {'type': kind, 'limit': limit, 'reason': episode['status']}
+  limits = {'truncated': ('token', tokens), 'max_turns': ('turn', len(turns))}
+  if status in limits:
+    kind, limit = limits[status]
+    sample['limit'] = {'type': kind, 'limit': limit, 'reason': status}
   return sample
 
 
 def make_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
   """Yields messages; Inspect shows a result only under the call that it names."""
-  calls = iter(())
+  ids = iter(())
   for number, message in enumerate(messages):
     role, shown = message['role'], {}
     if role == 'assistant':
@@ -117,11 +111,10 @@ def make_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
         }
         for i, (result, call) in enumerate(pairs)
       ]
-      calls = iter(shown['tool_calls'])
-      about = {name: message[name] for name in message.keys() & {'turn', 'reward'}}
-      shown |= {'source': 'generate', 'metadata': about} if about else {}
-    elif role == 'tool' and (call := next(calls, None)):
-      shown = {'tool_call_id': call['id'], 'function': message['name']}
+      ids = iter([call['id'] for call in shown['tool_calls']])
+      shown['metadata'] = {name: message.get(name) for name in ('turn', 'reward')}
+    elif role == 'tool' and (id_ := next(ids, None)):
+      shown = {'tool_call_id': id_, 'function': message['name']}
     elif role not in ('system', 'user'):
       role, shown = 'user', {'metadata': {'role': role}}
     yield {'role': role, 'content': message['content']} | shown
@@ -136,12 +129,12 @@ def main(argv):
       'says, in an environment of its own.'
     ) from None
   for path in map(pathlib.Path, argv[1:]):
-    for log in sorted(path.glob('*.jsonl')) if path.is_dir() else [path.absolute()]:
+    for log in sorted(path.glob('*.jsonl')) if path.is_dir() else [path]:
       folder = pathlib.Path(_OUT.value or log.parent / 'inspect')
       folder.mkdir(parents=True, exist_ok=True)
-      fields = inspect_log.EvalLog(**convert(log.absolute()))
-      inspect_log.write_eval_log(fields, folder / f'{log.stem}.eval')
-      print(folder / f'{log.stem}.eval')
+      out = folder / f'{log.stem}.eval'
+      inspect_log.write_eval_log(inspect_log.EvalLog(**convert(log.absolute())), out)
+      print(out)
 
 
 if __name__ == '__main__':
