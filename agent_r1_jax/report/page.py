@@ -9,7 +9,8 @@ element of the page, which the scripts in page_files/ read by its id:
 
 - `run`: the curves, the configuration, the columns of all episodes (one list for each
   quantity), the groups, and the text of every token id that occurs;
-- `text-<k>`: _SIZES['text'] episodes, as report/episodes.py logs them, without columns;
+- `text-<k>`: of _SIZES['text'] episodes the fields _OPENED of their lines
+  (report/episodes.py), and the answer;
 - `tokens-<k>`: the columns of the tokens of _SIZES['tokens'] episodes, of those that were
   logged with them (config.log_episodes).
 """
@@ -43,6 +44,8 @@ _SCRIPTS = ('data.js', 'curves.js', 'colors.js', 'episode.js', 'page.js')
 # with columns of tokens, or -1.
 _COLUMNS = ('group', 'sample', 'status', 'reward', 'turns', 'length', 'calls')
 _COLUMNS += ('tool_errors', 'format_errors', 'tools', 'tokens')
+# What an opened episode shows besides.
+_OPENED = ('messages', 'turn_tokens', 'metrics', 'info', 'error')
 
 
 def write_page(workdir: str | os.PathLike, path: str | os.PathLike) -> str:
@@ -109,7 +112,8 @@ def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dic
       index = len(tokens) if columns else -1
       number = numbers[episode['group']]
       rows.append(_describe(episode) | {'group': number, 'tokens': index})
-      texts.append(episode | {'answer': episodes_lib.format_answer(episode['answer'])})
+      answer = {'answer': episodes_lib.format_answer(episode['answer'])}
+      texts.append(answer | {name: episode[name] for name in _OPENED})
       tokens += [columns] if columns else []
     run['logs'].append({'step': int(step), 'name': name})
   saved = _try(lambda: _read_config(workdir / 'config.json'), {}, problems)
