@@ -233,7 +233,7 @@ class TestTable:
       (1, 29, 0.0061, 0.1718),
     ],
   )
-  def test_wilson(self, successes, n, low, high):
+  def test_wilson_intervals_equal_newcombes_table(self, successes, n, low, high):
     np.testing.assert_allclose(
       tables.wilson_interval(successes, n), (low, high), atol=5e-5
     )
