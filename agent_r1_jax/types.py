@@ -145,24 +145,6 @@ class Segment:
     if not len(self.policy_steps):
       self.policy_steps = np.zeros(len(self.tokens), np.int32)
 
-  @classmethod
-  def join(cls, pieces: Iterable[tuple]) -> 'Segment':
-    """Joins pieces: tokens, behaviour log-probs and policy steps of each.
-
-    Log-probs and steps are None where the policy did not sample the tokens.
-    """
-    columns = [], [], [], []
-    for tokens, logprobs, steps in pieces:
-      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
-      columns[0].append(tokens)
-      columns[1].append(np.full(len(tokens), sampled))
-      columns[2].append(logprobs if sampled else zeros)
-      columns[3].append(steps if sampled else zeros)
-    dtypes = (np.int32, bool, np.float32, np.int32)
-    return cls(
-      *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True))
-    )
-
 
 @dataclasses.dataclass
 class Turn:

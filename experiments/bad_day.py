@@ -32,8 +32,7 @@ from absl import app, flags
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.host import preemption
-from agent_r1_jax.report import metrics
-from agent_r1_jax.train import curriculum
+from agent_r1_jax.train import curriculum, metrics
 from experiments import bad_day_faults
 from experiments.miniwiki import tasks as miniwiki
 

@@ -10,7 +10,7 @@ import threading
 from absl import app, flags, logging
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train
+from agent_r1_jax import fields, report, train
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import search
 from experiments import bad_day_faults as faults
@@ -60,6 +60,7 @@ def main(_):
     algorithm=algorithms.grpo(kl_coef=0.0),
     evals={'dev': miniwiki.test_set('miniwiki-hotpot', 8, 0, 'dev')},
     label=_FAULTS.value,
+    watcher=report.Watcher(),
   )
   hung = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
   print(f'end, with {len(hung)} other threads', file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train, types
+from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import documents
@@ -155,6 +155,7 @@ def run(
     algorithm=algorithm,
     evals=evals,
     label=label,
+    watcher=report.Watcher(),
   )
   clock.append(time.time())
   with train.reserve(config, workdir, algorithm):

@@ -30,7 +30,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train
+from agent_r1_jax import fields, report, train
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice, critic
 from agent_r1_jax.host import processes, runtime
@@ -78,7 +78,15 @@ def main(_):
   workdir_lib.check_config(workdir, made_of, name='task.json')
   path = config.model.path
   choose = functools.partial(make_choice, path) if _CANDIDATES.value > 1 else None
-  played = train.play(config, path, methods, samples=n, workdir=workdir, choose=choose)
+  played = train.play(
+    config,
+    path,
+    methods,
+    samples=n,
+    workdir=workdir,
+    choose=choose,
+    watcher=report.Watcher(),
+  )
   numbers = task_list.summarize(played, benchmark, n)
   if processes.is_first():
     text = task_list.format_table(numbers, benchmark, n)

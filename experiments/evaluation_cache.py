@@ -19,7 +19,7 @@ from typing import Any
 import warnings
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
+from agent_r1_jax import fields, report, train, types
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.train import identity, rollout
 
@@ -84,7 +84,9 @@ def evaluate_or_read(
     print(f'{method}: as in {path}; nothing that it depends on has changed.')
   missing = {name: method for name, method in methods.items() if not results[name]}
   if missing:
-    for method, sets in train.play(config, model, missing).items():
+    for method, sets in train.play(
+      config, model, missing, watcher=report.Watcher()
+    ).items():
       results[method] = _as_json({'numbers': summarize(sets)})
       if processes.is_first():
         add(path, keys[method] | results[method])

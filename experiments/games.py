@@ -17,7 +17,7 @@ Trains an instruct model in Hugging Face layout by GRPO. `--name` says what is p
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train
+from agent_r1_jax import fields, report, train
 from agent_r1_jax.rl import algorithms
 from experiments import task_list
 
@@ -51,6 +51,7 @@ def main(_):
     make_env=make_env,
     algorithm=algorithms.grpo(),
     evals={'watched': tasks[:watched]},
+    watcher=report.Watcher(),
   )
 
 

@@ -35,6 +35,7 @@ from agent_r1_jax.rl import packing
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, identity, rollout, spool
 from experiments import comparison, evaluation_cache
 from experiments import scores as scores_lib
@@ -143,7 +144,7 @@ class Player:
     self.rows = packing.MicrobatchShape(16, self.engine.sizes.slots)
 
   def play(
-    self, label, tasks, make_env, decoding=rollout.ON_POLICY, samples=1, spool=None
+    self, label, tasks, make_env, decoding=decoding_lib.ON_POLICY, samples=1, spool=None
   ):
     """Plays every question; episodes of one question are side by side."""
     with progress_lib.Progress(len(tasks) * samples, label=label) as progress:
@@ -325,7 +326,7 @@ def doubles(most: int) -> Iterator[int]:
   return (2**i for i in range(1, int(math.log2(most)) + 1))
 
 
-def list_ways(own: Any) -> dict[tuple[str, int], rollout.Decoding]:
+def list_ways(own: Any) -> dict[tuple[str, int], decoding_lib.Decoding]:
   """Lists the ways to decode, by name and K; `own` is π_φ as a policy of the engine."""
   ways = {
     ('greedy', 1): evaluate.GREEDY,
@@ -339,7 +340,7 @@ def list_ways(own: Any) -> dict[tuple[str, int], rollout.Decoding]:
     if _SEARCH.value and k > 2:
       choices['beams of 2'] = search.Beams(2, k // 2, own, implicit=True)
       choices['tree'] = search.Tree(k, k, own, implicit=True)
-    ways |= {(n, k): rollout.Decoding(choice=c) for n, c in choices.items()}
+    ways |= {(n, k): decoding_lib.Decoding(choice=c) for n, c in choices.items()}
   return ways
 
 
@@ -402,7 +403,7 @@ def play_own_episodes(player: Player, data: Data, params, results: Results):
   if results.has(method, most):
     return
   start = time.time()
-  decoding = rollout.ON_POLICY._replace(policy=player.engine.make_policy(params, 0))
+  decoding = decoding_lib.ON_POLICY._replace(policy=player.engine.make_policy(params, 0))
   played = {
     name: player.play(f'{name} by π_φ', tasks, data.make_env, decoding, most)
     for name, tasks in data.sets.items()

@@ -16,6 +16,7 @@ from absl import app, flags
 import numpy as np
 
 from agent_r1_jax import ToolEnv, config, tool, types
+from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, table
@@ -61,7 +62,9 @@ async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
   `t` is the trajectory to fill in, and `options` are key and sampling of its requests.
   """
   stop = chat.stop_automaton(engine.config.vocab_size)
-  text, length, pieces, unfinished = None, 0, [], None
+  text, length, unfinished = None, 0, None
+  record = transcript.Transcript()  # The tokens, and which of them the policy chose.
+  passage = record.begin()
   t.messages = await env.reset(t.task)
   ids = chat.encode_prompt(t.messages, [tool.schema for tool in env.tools])
   async with engine.reserve(t.group) as replica:  # A row of the cache, to the end.
@@ -75,10 +78,7 @@ async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
       )
       text, reply = generation.text, await generation
       length = len(text)
-      # The action mask: only what the policy chose has log-probs.
-      pieces += [(ids, None, None)]
-      pieces += [(reply.tokens, reply.behaviour_logprobs, reply.policy_steps)]
-      t.turns.append(types.Turn(0, length - len(reply.tokens), length))
+      t.turns.append(record.add_turn(passage, ids, reply))
       said = chat.decode(reply.tokens.tolist())
       t.messages.append({'role': 'assistant', 'content': str(said)})
       if not reply.stopped:
@@ -96,7 +96,7 @@ async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
       t.status = 'max_turns'
     if t.status != 'done' and t.turns:  # A budget ended the episode.
       t.turns[-1].reward += (await env.finish(t.status, unfinished)).reward
-  t.segments = [types.Segment.join(pieces)]
+  t.segments, t.turns = record.collect()
   return t
 
 

@@ -37,15 +37,15 @@ from ml_collections import config_flags
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
+from agent_r1_jax import fields, report, train, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import metrics, plots, tables
+from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import evaluate, rollout, sft
+from agent_r1_jax.train import evaluate, metrics, rollout, sft
 from experiments import comparison, evaluation_cache
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import demos, settings
@@ -118,7 +118,9 @@ def prompted(which: str, bench: Bench, seed: int, workdir: pathlib.Path) -> Outc
   # A worked example takes room.
   config = fields.replace(bench.config, {'engine.slots': 2 * bench.config.engine.slots})
   rows = {which: (bench.sets[which], tools)}
-  return Outcome(train.play(config, config.model.path, rows)[which], [])
+  return Outcome(
+    train.play(config, config.model.path, rows, watcher=report.Watcher())[which], []
+  )
 
 
 def trained(
@@ -133,6 +135,7 @@ def trained(
     make_env=bench.agent,
     algorithm=algorithm,
     label=workdir.name,
+    watcher=report.Watcher(),
   )
   rewards = [line['rollout/reward'] for line in metrics.read(workdir)]
   return _played(bench, config, workdir, rewards)
@@ -163,7 +166,7 @@ def supervised(bench: Bench, seed: int, workdir: pathlib.Path) -> Outcome:
 
 def _played(bench, config, workdir, rewards) -> Outcome:
   rows = {'': (bench.sets['agent'], bench.agent)}
-  played = train.play(config, workdir / 'model', rows)['']
+  played = train.play(config, workdir / 'model', rows, watcher=report.Watcher())['']
   return Outcome(played, rewards)
 
 

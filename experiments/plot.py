@@ -14,8 +14,8 @@ import pathlib
 
 from absl import app, flags
 
-from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import plots, tables
+from agent_r1_jax.train import metrics as metrics_lib
 
 _METRICS = flags.DEFINE_list('metrics', ['rollout/reward', 'eval/*/em'], 'What is drawn.')
 _OUT = flags.DEFINE_string('out', 'runs/plot', 'Prefix of the files that are written.')

@@ -20,6 +20,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.agent.calls import ToolCall
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, preflight, rollout, setup
 
 _FORMATS = call_formats.FORMATS
@@ -561,7 +562,7 @@ def test_a_policy_that_calls_in_the_format_is_answered(name, tmp_path):
     lambda: env_lib.ToolEnv([search], lambda *_: 1.0),
     samples=6,
     limits=config_lib.Limits(max_turns=3, max_turn_tokens=120),
-    decoding=rollout.Decoding(grammar=grammar),
+    decoding=decoding_lib.Decoding(grammar=grammar),
   )
   assert {t.status for t in played} <= {'done', 'max_turns'}
   assert {len(t.turns) for t in played} > {1}

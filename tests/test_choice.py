@@ -24,7 +24,7 @@ from agent_r1_jax.rl import (
   reward_transforms,
   table,
 )
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import decoding as decoding_lib
 
 LONG = 'What is {}? one two three four five six seven eight nine ten one two three four'
 
@@ -52,7 +52,7 @@ def _play(choice, n=3, engine=None, forever=False, **decoding):
     functools.partial(test_rollout.Env, forever=forever),
     test_rollout._tasks(n, LONG),
     engine=engine or test_rollout._engine(),
-    decoding=rollout.Decoding(choice=choice, **decoding),
+    decoding=decoding_lib.Decoding(choice=choice, **decoding),
   )
 
 

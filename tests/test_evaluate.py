@@ -12,6 +12,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, rollout
 
 _LIMITS = config_lib.Limits(max_turns=2, max_turn_tokens=12)
@@ -103,7 +104,7 @@ class Asks(Env):
 _LONG = config_lib.Limits(max_turns=2, max_turn_tokens=40)
 
 
-def _start(engine, sets, make_env, decoding=rollout.ON_POLICY):
+def _start(engine, sets, make_env, decoding=decoding_lib.ON_POLICY):
   """Starts one episode of each of some tasks."""
   tasks = [task for tasks in sets for task in tasks]
   return rollout.start(

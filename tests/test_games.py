@@ -12,9 +12,8 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import testing
-from agent_r1_jax.report import metrics
 from agent_r1_jax.tasks import game_process, games
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import metrics, rollout
 
 
 def act(*actions):

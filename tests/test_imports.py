@@ -216,7 +216,7 @@ def test_text_rooms_are_light():
     ('retrieval/dense.py', 'import faiss', 'inside the function that needs it'),
     ('agent/tokenizer.py', 'class A:\n  import transformers', 'inside the function'),
     (
-      'report/metrics.py',
+      'train/metrics.py',
       'try:\n  import matplotlib.pyplot\nfinally:\n  pass',
       'inside the func',
     ),

@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import re
 
 import jax.numpy as jnp
 import mounts
@@ -12,8 +11,8 @@ import pytest
 import tiny
 
 from agent_r1_jax import types
-from agent_r1_jax.report import metrics, plots, sinks, tables, tensorboard
-from agent_r1_jax.train import spool
+from agent_r1_jax.report import plots, tables
+from agent_r1_jax.train import metrics, spool
 
 
 class TestWriter:
@@ -35,14 +34,6 @@ class TestWriter:
     assert stored == {'step': 0, 'a': 'nan', 'b': 'inf', 'c': '-inf'}
     (row,) = metrics.read(tmp_path)
     assert math.isnan(row['a']) and row['b'] == math.inf and row['c'] == -math.inf
-
-  def test_tensorboard_has_the_scalars(self, tmp_path):
-    written = sinks.start(['tensorboard'], tmp_path, {})
-    with metrics.Writer(tmp_path, sinks=written) as writer:
-      writer.write(7, {'loss/policy': 1.5})
-    (events,) = (tmp_path / 'tensorboard').iterdir()
-    assert events.name.startswith('events.out.tfevents')
-    assert b'loss/policy' in events.read_bytes()
 
   @pytest.mark.parametrize('values', [{'step': 1.0}, {'x': np.zeros(2)}, {'x': None}])
   def test_a_value_that_is_no_scalar_is_refused(self, tmp_path, values):
@@ -120,32 +111,6 @@ class TestFullDisk:
       filler.unlink()
       metrics.Writer(workdir, resume_step=97).close()
       assert metrics.read(workdir) == lines[:97]
-
-  @pytest.mark.parametrize('when', ['before', 'while'])
-  def test_tensorboard_is_given_up_and_no_line_is_lost(self, tmp_path, when, monkeypatch):
-    """Its writer's thread once died of it, and `write` waited for ever on its queue."""
-    monkeypatch.setattr(tensorboard, '_FLUSH_SECONDS', 0.0)
-    numbers = {f'number/{i}': 0.1 * i for i in range(300)}
-    with mounts.mounted(tmp_path / 'tensorboard', 'size=64k') as disk:
-
-      def write():
-        written = sinks.start(['tensorboard'], tmp_path, {})
-        with metrics.Writer(tmp_path, sinks=written) as writer:
-          if when == 'while':
-            writer.write(-1, {'reward': 0.5})
-            mounts.fill(disk)
-          for step in range(50):
-            writer.write(step, numbers)
-
-      if when == 'before':
-        mounts.fill(disk)
-      with pytest.warns(UserWarning) as said:
-        tiny.within(write, seconds=60)
-      first, last = (str(warning.message) for warning in said)
-      assert first.startswith('tensorboard does not take all metrics: the disk is full')
-      assert re.fullmatch(r'tensorboard: \d+ lines were not written', last)
-    steps = [row['step'] for row in metrics.read(tmp_path)]
-    assert steps == [-1] * (when == 'while') + [*range(50)]
 
   def test_episodes_are_kept_again_when_there_is_room(self, tmp_path):
     task = types.Task('t0', [])

@@ -21,7 +21,7 @@ from agent_r1_jax.host import disk, refusals
 
 _SCRIPT = '''
 from absl import app, flags
-from agent_r1_jax import config, fields, train, types
+from agent_r1_jax import config, fields, report, train, types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.rl import algorithms, losses
 CFG = fields.define_flags(config.Config(model=config.Model(path='tiny')))
@@ -41,7 +41,7 @@ def main(_):
   make_env, algorithm = lambda: env.ToolEnv([look], reward), algorithms.grpo()
   {change}
   train.run(CFG.value, WORKDIR.value, tasks=tasks, evals=evals,
-            make_env=make_env, algorithm=algorithm)
+            make_env=make_env, algorithm=algorithm, watcher=report.Watcher())
 app.run(main)
 '''
 # Flags of the script, separated by spaces -> what is said.

@@ -9,7 +9,7 @@ import numpy as np
 import plain
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train
+from agent_r1_jax import report, train
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import algorithms
 from experiments import one_page
@@ -34,6 +34,7 @@ def test_its_parameters_equal_those_of_a_run(tmp_path, capsys):
     tasks=tasks,
     make_env=make_env,
     algorithm=algorithms.grpo(kl_coef=0.0),
+    watcher=report.Watcher(),
   )
   plain.equal(params, expected)
   # The three steps have changed them.

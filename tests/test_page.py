@@ -15,8 +15,9 @@ import pytest
 import test_episodes
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.report import metrics, page
+from agent_r1_jax.report import page
 from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.train import metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / 'experiments' / 'miniwiki' / 'model'

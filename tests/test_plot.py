@@ -2,7 +2,7 @@
 
 import script
 
-from agent_r1_jax.report import metrics
+from agent_r1_jax.train import metrics
 
 
 def plot(*arguments):

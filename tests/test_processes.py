@@ -18,11 +18,12 @@ import pytest
 import script
 import tiny
 
-from agent_r1_jax import train, types
+from agent_r1_jax import report, train, types
 from agent_r1_jax.host import preemption, processes
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import episodes, metrics
+from agent_r1_jax.report import episodes
 from agent_r1_jax.rl import algorithms, correction
+from agent_r1_jax.train import metrics
 
 _HEARTBEAT = 10
 _CHIPS = 4
@@ -266,6 +267,7 @@ def main(workdir, model, moment='', samplers='0', ahead='0'):
     make_env=_make_env,
     algorithm=algorithm,
     evals={'dev': tasks[:3]},
+    watcher=report.Watcher(),
   )
 
 

@@ -19,6 +19,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import http
 from agent_r1_jax.rl import table
@@ -188,10 +189,17 @@ def _accept(asked, generation, text):
   asked.accept(generation, protocol.Reply(text, [], 'stop'))
 
 
+def _conversation(chat):
+  record = transcript.Transcript()
+  return conversation.Conversation(chat, TASK, _Context(), record, 9, 9)
+
+
 def test_a_request_that_is_made_again_has_its_own_randomness():
   """Of two equal prompts the first one's client goes; neither it nor a third shares."""
 
-  asked = conversation.Conversation(serving.policy()[2], TASK, _Context(), 9, 9)
+  asked = conversation.Conversation(
+    serving.policy()[2], TASK, _Context(), transcript.Transcript(), 9, 9
+  )
   request = protocol.read_chat({'messages': [{'role': 'system', 'content': 'x'}, USER]})
   first, second = (_submit(asked, request) for _ in range(2))
   asked.close(first)
@@ -210,7 +218,7 @@ def test_a_text_goes_on_under_its_own_tools_only():
   read = lambda messages, *names: protocol.read_chat(
     {'messages': messages, 'tools': [tool(name) for name in names]}
   )
-  asked = conversation.Conversation(chat, TASK, _Context(), 9, 9)
+  asked = _conversation(chat)
   first = _submit(asked, read([USER], 'one'))
   _accept(asked, first, 'Yes.')
   for names in (['other'], ['one', 'other'], []):
@@ -223,7 +231,9 @@ def test_a_text_goes_on_under_its_own_tools_only():
 def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
   """Else what a client breaks off takes the rows of its neighbours."""
   said, read = {'role': 'assistant', 'content': 'Yes.'}, protocol.read_chat
-  asked = conversation.Conversation(serving.policy()[2], TASK, _Context(), 9, 9)
+  asked = conversation.Conversation(
+    serving.policy()[2], TASK, _Context(), transcript.Transcript(), 9, 9
+  )
   dropped = _submit(asked, read({'messages': [USER]}))
   asked.close(dropped)
   assert dropped.text.closed
@@ -258,7 +268,9 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
   read = lambda *messages: protocol.read_chat({'messages': [*messages]})
 
   async def play():
-    asked = conversation.Conversation(chat, TASK, _Context(), 9, 9)
+    asked = conversation.Conversation(
+      chat, TASK, _Context(), transcript.Transcript(), 9, 9
+    )
     (first,) = await asked.submit(read(USER), [])
     _accept(asked, first, 'One.')
     second_request = [USER, said('One.'), say('And?')]
@@ -277,7 +289,7 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
     assert third.origin is second.text and fourth.origin is None
     assert third.ids.tolist() == chat.encode_delta([say('long ' * 20)]).tolist()
     _accept(asked, third, 'Three.')
-    segments, turns, _ = asked.collect()
+    segments, turns = asked._transcript.collect()
     assert len(turns) == 3 and asked.metrics['rewritten'] == 0
     assert len(segments) == 1
     # Of a request whose episode ends meanwhile nothing is sampled.

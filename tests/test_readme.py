@@ -10,7 +10,7 @@ import test_train
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from agent_r1_jax.report import metrics
+from agent_r1_jax.train import metrics
 
 _ROOT = pathlib.Path(__file__).parents[1]
 model = test_train.model

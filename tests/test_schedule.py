@@ -18,9 +18,17 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import replica
 from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, correction
-from agent_r1_jax.train import curriculum, evaluate, journal, loop, rollout, setup
+from agent_r1_jax.train import (
+  curriculum,
+  evaluate,
+  journal,
+  loop,
+  metrics,
+  rollout,
+  setup,
+)
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import schedule as schedule_lib
 
 _STALE = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
@@ -168,7 +176,13 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
   unused: Any = None
   start = mock.Mock(**{'position.draws': curriculum.Draws(), 'position.step': 0})
   schedule = schedule_lib.Schedule(
-    config_lib.Config(), tasks, unused, unused, start, rollout.Decoding(unused), unused
+    config_lib.Config(),
+    tasks,
+    unused,
+    unused,
+    start,
+    decoding_lib.Decoding(unused),
+    unused,
   )
   with mock.patch.object(evaluate, 'run', return_value={'': played}) as run:
     kept, baselines = schedule.play_greedy(groups)

@@ -17,11 +17,11 @@ import tiny
 import watched
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train, types
+from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import preemption
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, updates
+from agent_r1_jax.train import metrics
 
 _LIMIT = 300
 _ANSWER = ': saving and ending.'
@@ -276,7 +276,12 @@ def _train(moment, workdir, model):
   make_env = lambda: _Env([], reward)
   with preemption.watch() as watching:
     train.run(
-      config, workdir, tasks=tasks, make_env=make_env, algorithm=algorithms.grpo()
+      config,
+      workdir,
+      tasks=tasks,
+      make_env=make_env,
+      algorithm=algorithms.grpo(),
+      watcher=report.Watcher(),
     )
 
 

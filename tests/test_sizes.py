@@ -23,9 +23,8 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, learner, optimizers
-from agent_r1_jax.train import setup
+from agent_r1_jax.train import metrics, setup
 
 _GRPO = algorithms.grpo(kl_coef=0.0)
 _WITH_REFERENCE = algorithms.grpo(kl_coef=0.001)

@@ -26,7 +26,7 @@ import pytest
 import script
 import tiny
 
-from agent_r1_jax import train, types
+from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
@@ -35,10 +35,9 @@ from agent_r1_jax.host import checkpoint, preemption
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import episodes as episodes_lib
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import loop, rollout, setup, spool
+from agent_r1_jax.train import loop, metrics, rollout, setup, spool
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -120,7 +119,14 @@ def _run(config, workdir, **kwargs):
 
 def _train(config, workdir, algorithm=_GRPO, make_env=_make_env, **kwargs):
   kwargs = {'tasks': _tasks(), 'evals': {'dev': _tasks(2)}} | kwargs
-  return train.run(config, str(workdir), make_env=make_env, algorithm=algorithm, **kwargs)
+  return train.run(
+    config,
+    str(workdir),
+    make_env=make_env,
+    algorithm=algorithm,
+    **kwargs,
+    watcher=report.Watcher(),
+  )
 
 
 @functools.cache

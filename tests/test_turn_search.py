@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.guided import search as search_lib
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import decoding as decoding_lib
 
 TURNS, TRIED = 3, 4
 NONE: Any = None  # No critic: values are scripted.
@@ -28,7 +29,7 @@ class Line:
 
   def __init__(self, digits=()):
     self.digits, self.context, self.closed = digits, self, 0
-    self.number, self.mean_logprob = 0, -1.0
+    self.number, self.reply = 0, mock.Mock(logprobs=[-1.0])
 
   @property
   def status(self):
@@ -74,7 +75,7 @@ async def _perfect(lines):
   ],
 )
 async def test_a_perfect_value_finds_the_best(search):
-  found = await search.play(Line(), _perfect)
+  found = await search.search(Line(), _perfect)
   assert sum(found.digits) == _best()
 
 
@@ -84,7 +85,9 @@ async def test_a_tree_looks_further_than_one_turn():
   async def read(lines):
     return np.array([float(sum(x.digits)) if x.status else 0.0 for x in lines])
 
-  play = lambda n: search_lib.Tree(n, TRIED, NONE, exploration=1000.0).play(Line(), read)
+  play = lambda n: search_lib.Tree(n, TRIED, NONE, exploration=1000.0).search(
+    Line(), read
+  )
   few, many = await play(TRIED), await play(120)
   assert sum(few.digits) < sum(many.digits) == _best()
 
@@ -105,7 +108,7 @@ async def test_an_episode_that_ended_stays_in_the_beam(width):
     return np.array([float(x.digits[0]) for x in lines])
 
   root = Early()
-  found = await search_lib.Beams(width, 3, NONE).play(root, read)
+  found = await search_lib.Beams(width, 3, NONE).search(root, read)
   assert found.digits == (9,) and not found.closed
 
 
@@ -119,7 +122,9 @@ LONG_REPLIES = config_lib.Limits(max_turns=3, max_turn_tokens=48)
 
 def _play(make, n=3, limits=test_rollout._LIMITS, **env):
   engine = test_rollout._engine()
-  decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
+  decoding = decoding_lib.Decoding(
+    choice=make(engine.make_policy(test_choice._critic(), 0))
+  )
   tasks = test_rollout._tasks(n, test_choice.LONG)
   played = test_rollout._collect(
     lambda: Env(**env), tasks, engine=engine, decoding=decoding, limits=limits
@@ -231,7 +236,9 @@ def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
   monkeypatch.setattr(replica_lib.Replica, 'submit', note)
   monkeypatch.setattr(Failing, 'failed', False)
   engine = tiny.engine(test_rollout._params(), slots=256, bucket=256, rows=10)
-  decoding = rollout.Decoding(choice=make(engine.make_policy(test_choice._critic(), 0)))
+  decoding = decoding_lib.Decoding(
+    choice=make(engine.make_policy(test_choice._critic(), 0))
+  )
   (t,) = test_rollout._collect(
     lambda: make_env(forever=True),
     test_rollout._tasks(1),
@@ -251,11 +258,14 @@ class Reader(NamedTuple):
   implicit: bool = True
   rows: int = 2
 
-  async def play(self, root, read):
+  async def search(self, root, read):
     while root.status is None:
       await root.take_turn()
       self.seen.extend(await read([root]))
     return root
+
+  def begin(self, replica):
+    return search_lib.Searcher(replica, self)
 
 
 def test_an_implicit_value_is_the_log_prob_of_the_replies_so_far():
@@ -269,7 +279,7 @@ def test_an_implicit_value_is_the_log_prob_of_the_replies_so_far():
     lambda: Env(forever=True),
     test_rollout._tasks(1),
     engine=engine,
-    decoding=rollout.Decoding(choice=reader),
+    decoding=decoding_lib.Decoding(choice=reader),
   )
   (logprobs,) = tiny.learned(critic, t.segments)
   sums = [logprobs[turn.start : turn.stop].sum() for turn in t.turns]
@@ -316,7 +326,7 @@ def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit
     ordinary, answer, fresh, prompt = test_rollout._collect(
       LongText,
       engine=engine,
-      decoding=rollout.Decoding(choice=choice),
+      decoding=decoding_lib.Decoding(choice=choice),
       limits=LONG_REPLIES,
     )
     assert ordinary.status in ('done', 'max_turns')

@@ -7,7 +7,7 @@ That needs no tool; the state after the environment's answer would need all tool
 for every candidate.
 
   critic = choice.by_value(engine, 'runs/ppo/critic', 'runs/ppo/model', candidates=8)
-  evaluate.run(..., decoding=rollout.Decoding(choice=critic))
+  evaluate.run(..., decoding=decoding.Decoding(choice=critic))
 """
 
 import asyncio
@@ -78,6 +78,10 @@ class Choice(NamedTuple):
   def rows(self) -> int:
     """The rows of the cache that an episode takes: the critic holds its own texts."""
     return self.candidates if self.critic is None else 2 * self.candidates
+
+  def begin(self, replica: replica_lib.Replica) -> 'Chooser':
+    """Returns who chooses in an episode that this replica samples."""
+    return Chooser(replica, self)
 
 
 def by_value(
@@ -203,6 +207,12 @@ class Chooser:
     critic = choice.critic
     self._values = None if critic is None else StateValues(replica, critic)
     self.sampled = 0
+
+  async def play(self, episode: Any) -> Any:
+    """Plays an episode (train/episode.py), each of whose replies is chosen."""
+    while episode.status is None:
+      await episode.take_turn(self.reply)
+    return episode
 
   async def reply(self, request: request_lib.Request) -> request_lib.Generation:
     """Samples the candidates of a reply; returns the chosen one, which is complete.

@@ -6,8 +6,8 @@ state is the sum over the replies so far. The environment says that it can be cl
 by its method `clone`, which returns an independent copy of its state; a copy is never
 closed. Rewards are not read: they may know the gold answer.
 
-  decoding = rollout.Decoding(choice=search.Beams(2, 4, critic))
-  decoding = rollout.Decoding(choice=search.Tree(8, 4, critic))
+  decoding.Decoding(choice=search.Beams(2, 4, critic))
+  decoding.Decoding(choice=search.Tree(8, 4, critic))
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import numpy as np
 
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.guided import choice
+from agent_r1_jax.train import faults
 
 # Episodes -> the values of their states.
 Read = Callable[[Sequence[Any]], Awaitable[np.ndarray]]
@@ -47,7 +48,11 @@ class Beams(NamedTuple):
     """The rows of the cache that an episode takes."""
     return (2 * self.candidates + 1) * self.width
 
-  async def play(self, root: Any, read: Read) -> Any:
+  def begin(self, replica: replica_lib.Replica) -> 'Searcher':
+    """Returns who searches in an episode that this replica samples."""
+    return Searcher(replica, self)
+
+  async def search(self, root: Any, read: Read) -> Any:
     """Returns the episode of the highest value among those that ended."""
     episodes, values = [root], np.zeros(1)
     while any(episode.status is None for episode in episodes):
@@ -116,7 +121,11 @@ class Tree(NamedTuple):
     """The rows of the cache that an episode takes."""
     return 2 * self.simulations + 2
 
-  async def play(self, root: Any, read: Read) -> Any:
+  def begin(self, replica: replica_lib.Replica) -> 'Searcher':
+    """Returns who searches in an episode that this replica samples."""
+    return Searcher(replica, self)
+
+  async def search(self, root: Any, read: Read) -> Any:
     """Returns the episode that the most simulations went through."""
     node = Node(root)
     while node.episode.status is None:
@@ -138,7 +147,9 @@ class Tree(NamedTuple):
       if len(node.children) < min(self.candidates, 1 + node.visits):
         (episode,) = await _extend([node.episode], [len(node.children)])
         (value,) = await read([episode])
-        node.children.append(Node(episode, float(value), episode.mean_logprob))
+        node.children.append(
+          Node(episode, float(value), float(np.mean(episode.reply.logprobs)))
+        )
         path.append(node.children[-1])
         break
       path.append(self._descend(node))
@@ -154,32 +165,47 @@ class Tree(NamedTuple):
     return node.children[int(np.argmax(scores))]
 
 
-def check(env: Any) -> None:
-  """Raises ValueError if an environment does not say that it can be cloned."""
-  if not hasattr(env, 'clone'):
-    raise ValueError(
-      f'search: {type(env).__name__} has no method clone, by which an environment says '
-      'that it can be copied; take a choice among replies (guided/choice.py).'
-    )
+class Searcher:
+  """A search in one episode."""
 
+  def __init__(self, replica: replica_lib.Replica, search: Beams | Tree):
+    """Begins without an episode."""
+    self._search = search
+    self._values = choice.StateValues(replica, search.critic)
+    self._root: Any = None
 
-async def play(search: Beams | Tree, root: Any, replica: replica_lib.Replica) -> Any:
-  """Searches from an episode that has begun; returns the one that it ends in."""
-  values = choice.StateValues(replica, search.critic)
+  @property
+  def sampled(self) -> int:
+    """The tokens of all turns that were tried."""
+    return self._root.sampled['tokens'] if self._root else 0
 
-  async def read(episodes):
-    if not search.implicit:
-      return await values.read([episode.tokens for episode in episodes])
+  async def play(self, episode: Any) -> Any:
+    """Searches from an episode that has been reset; returns the one that it ends in.
+
+    Raises:
+      faults.EnvironmentFaultError: Its environment cannot be cloned, or raised.
+    """
+    self._root = episode
+    if not hasattr(episode.env, 'clone'):
+      raise faults.EnvironmentFaultError(
+        f'search: {type(episode.env).__name__} has no method clone, by which an '
+        'environment says that it can be copied; take a choice among replies '
+        '(guided/choice.py).'
+      )
+    return await self._search.search(episode, self._read)
+
+  async def _read(self, episodes: Sequence[Any]) -> np.ndarray:
+    if not self._search.implicit:
+      return await self._values.read([episode.tokens for episode in episodes])
     texts = [episode.tokens_to_last_reply for episode in episodes]
-    logprobs = await values.read_replies(texts, [e.reply for e in episodes])
+    logprobs = await self._values.read_replies(texts, [e.reply for e in episodes])
     for episode, logprob in zip(episodes, logprobs, strict=True):
       episode.value += logprob
     return np.array([episode.value for episode in episodes])
 
-  try:
-    return await search.play(root, read)
-  finally:
-    values.close()
+  def close(self):
+    """Frees the rows of the critic's texts."""
+    self._values.close()
 
 
 async def _extend(episodes, numbers) -> list[Any]:

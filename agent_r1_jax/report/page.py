@@ -34,7 +34,7 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.host import disk
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import episodes as episodes_lib
-from agent_r1_jax.report import metrics
+from agent_r1_jax.train import metrics
 
 _SIZES = {'text': 256, 'tokens': 32}  # How many episodes are inflated together.
 _QUESTION = 200  # The most characters of a task in the list of episodes.

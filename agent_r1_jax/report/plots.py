@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from agent_r1_jax.report import metrics, tables
+from agent_r1_jax.report import tables
+from agent_r1_jax.train import metrics
 
 Run = str | os.PathLike | Sequence[Mapping[str, Any]]
 # Label of a line -> steps [S], values [seeds, S].

@@ -7,7 +7,8 @@ import pathlib
 
 import numpy as np
 
-from agent_r1_jax.report import metrics, plots, tables
+from agent_r1_jax.report import plots, tables
+from agent_r1_jax.train import metrics
 
 # Method -> set -> kind of task, or 'all' -> 'mean' and 'count'.
 Scores = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]

@@ -32,6 +32,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
 from agent_r1_jax.serve import protocol, sources
@@ -49,13 +50,11 @@ class _Branch:
     shared_messages: The number of messages that the text shares with the one that it was
       forked from.
     ends: For each reply, the number of messages and of tokens up to its end.
-    pieces: The tokens of prompts, replies and what came between, with the log-probs and
-      policy steps of those that were sampled here.
+    passage: Its tokens and replies in the episode's transcript.
     text: What the engine holds of it; it may have tokens that no client got.
     key: The randomness of its replies.
     key_id: What the key was made of: the digest of the tokens that the text began with,
       and its number among the texts that began with them.
-    turns: The replies, and the number of each among all.
     pending: The request that is being answered: its messages and tokens.
   """
 
@@ -64,17 +63,11 @@ class _Branch:
   rendered: list[types.Message]
   shared_messages: int
   ends: list[tuple[int, int]]
-  pieces: list[tuple]
+  passage: transcript_lib.Passage
   text: request_lib.Text | None
   key: np.ndarray
   key_id: tuple[bytes, int]
-  turns: list[tuple[int, types.Turn]] = dataclasses.field(default_factory=list)
   pending: tuple[list[types.Message], list[types.Message], np.ndarray] | None = None
-
-  @property
-  def tokens(self) -> np.ndarray:
-    """The tokens that the client knows of."""
-    return np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self.pieces)])
 
 
 class Conversation:
@@ -93,6 +86,7 @@ class Conversation:
     chat: chat_lib.Chat,
     task: types.Task,
     context: Any,
+    transcript: transcript_lib.Transcript,
     max_turns: int,
     max_turn_tokens: int,
   ):
@@ -102,15 +96,16 @@ class Conversation:
       chat: Encodes messages with the policy's tokenizer.
       task: The episode's task.
       context: The episode's Context (train/episode_context.py), which makes requests.
+      transcript: The episode's, to which the replies are added.
       max_turns: The most replies.
       max_turn_tokens: The most tokens of a reply.
     """
     self._chat, self._task, self._context = chat, task, context
+    self._transcript = transcript
     self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
     self._branches: list[_Branch] = []
     self._sampled: dict[request_lib.Generation, _Branch] = {}
     self._key_ids: set[tuple[bytes, int]] = set()
-    self._turns = 0
     self._last_reply_truncated = False
     self._closed = False
     # Requests whose texts are encoded in a thread stay in the order of their arrival.
@@ -158,7 +153,7 @@ class Conversation:
 
   async def _submit_one(self, api_request, automata) -> request_lib.Generation:
     self._check_open()
-    if self._turns + len(self._sampled) >= self._max_turns:
+    if len(self._transcript.turns) + len(self._sampled) >= self._max_turns:
       self.refused = self.refused or 'max_turns'
       text = f'the episode has had its {self._max_turns} replies (limits.max_turns)'
       raise http.RefusedError(400, text, 'max_turns')
@@ -177,7 +172,7 @@ class Conversation:
     """Begins the reply that a text waits for."""
     assert branch.pending
     _, _, ids = branch.pending
-    length = len(branch.tokens)
+    length = len(branch.passage)
     room = self.slots - length - len(ids)
     if room < 1:
       raise self.refuse_length(
@@ -251,7 +246,7 @@ class Conversation:
     if parent is None:
       given = self._chat.encode_prompt, rendered, api_request.tools
     else:
-      given = self._chat.encode_delta, rendered, int(parent.tokens[length - 1])
+      given = self._chat.encode_delta, rendered, int(parent.passage.tokens[length - 1])
     ids = await sources.encode(self, *given)
     self._check_open()
     return rendered, ids
@@ -263,7 +258,8 @@ class Conversation:
       m['content'] for m in api_request.messages
     ]
     key = self._make_key(ids, own=same)
-    self._branches.append(_Branch(tools, [], [], 0, [], [], None, *key))
+    passage = self._transcript.begin()
+    self._branches.append(_Branch(tools, [], [], 0, [], passage, None, *key))
     return self._branches[-1]
 
   def _fork(self, parent: _Branch, count: int, length: int, ids: np.ndarray) -> _Branch:
@@ -274,9 +270,9 @@ class Conversation:
       parent.rendered[:count],
       count,
       [end for end in parent.ends if end[0] <= count],
-      [(parent.tokens[:length], None, None)],
+      self._transcript.fork(parent.passage, length),
       parent.text,
-      *self._make_key(np.append(parent.tokens[:length], ids)),
+      *self._make_key(np.append(parent.passage.tokens[:length], ids)),
     )
     self._branches.append(branch)
     return branch
@@ -325,26 +321,21 @@ class Conversation:
     chunk = request_lib.join(generation.chunks)
     messages, rendered, ids = branch.pending
     branch.pending = None
-    stop = len(branch.tokens) + len(ids) + len(chunk.tokens)
-    branch.pieces += [
-      (ids, None, None),
-      (chunk.tokens, chunk.behaviour_logprobs, chunk.policy_steps),
-    ]
+    is_first = not self._transcript.turns
+    begins_fork = not branch.passage.turns and bool(branch.shared_messages)
+    self._transcript.add_turn(branch.passage, ids, chunk)
     text = self._chat.decode(chunk.tokens.tolist())
     branch.messages += [*messages, protocol.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
-    branch.ends.append((len(branch.messages), stop))
+    branch.ends.append((len(branch.messages), len(branch.passage)))
     self._last_reply_truncated = reply.reason == 'length'
     replies = [message for message in messages if message['role'] == 'assistant']
     # Before the first reply of all they are examples.
-    self.metrics['rewritten'] += bool(self._turns and replies)
-    self.metrics['forks'] += not branch.turns and bool(branch.shared_messages)
+    self.metrics['rewritten'] += bool(replies) and not is_first
+    self.metrics['forks'] += begins_fork
     malformed = sum(isinstance(arguments, str) for _, arguments in reply.calls)
     self.metrics['tool_calls'] += len(reply.calls) - malformed
     self.metrics['format_errors'] += malformed
-    turn = types.Turn(0, stop - len(chunk.tokens), stop)
-    branch.turns.append((self._turns, turn))
-    self._turns += 1
 
   def close(self, generation: request_lib.Generation):
     """Forgets a reply that no client waits for; the request can be asked again."""
@@ -355,7 +346,7 @@ class Conversation:
   def _drop(self, branch: _Branch):
     """Drops a request; whoever makes it again gets the same reply."""
     branch.pending = None
-    if not branch.turns:
+    if not branch.passage.turns:
       self._branches.remove(branch)
       self._key_ids.remove(branch.key_id)
       self._close_unused(branch.text)
@@ -371,11 +362,10 @@ class Conversation:
     Raises:
       RefusedError: The episode is over, or has no reply yet.
     """
-    turns = [pair for branch in self._branches for pair in branch.turns]
     self._check_open()
-    if not turns:
+    if not self._transcript.turns:
       raise http.RefusedError(400, 'there is no reply to reward yet')
-    self.reports.append((max(turns, key=lambda pair: pair[0])[1], step))
+    self.reports.append((self._transcript.turns[-1], step))
 
   def _check_open(self):
     if self._closed:
@@ -390,21 +380,14 @@ class Conversation:
       if branch.text is not None:
         branch.text.close()
 
-  def collect(self) -> tuple[list[types.Segment], list[types.Turn], list[types.Message]]:
-    """Returns what is trained: segments, turns and messages, in the order of segments.
-
-    Segments are in the order of their last replies, so that the last one is what the
-    episode ended with.
-    """
-    segments, turns, messages = [], [], []
-    played = [branch for branch in self._branches if branch.turns]
-    for branch in sorted(played, key=lambda branch: branch.turns[-1][0]):
-      for _, turn in branch.turns:
-        turn.segment = len(segments)
-        turns.append(turn)
-      segments.append(types.Segment.join(branch.pieces))
+  def list_messages(self) -> list[types.Message]:
+    """Returns the messages of all texts that have a reply, in the transcript's order."""
+    messages = []
+    of_passage = {branch.passage: branch for branch in self._branches}
+    for branch in map(of_passage.get, self._transcript.list_played()):
+      assert branch
       for message in branch.rendered[branch.shared_messages :]:
         if message['role'] == 'assistant':
           message = {**message, 'content': str(message['content'])}
         messages.append(message)
-    return segments, turns, messages
+    return messages

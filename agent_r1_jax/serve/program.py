@@ -26,6 +26,12 @@ from typing import IO
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import rewards
+from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.serve import conversation as conversation_lib
+from agent_r1_jax.serve import endpoint
+from agent_r1_jax.train import episode as episode_lib
+from agent_r1_jax.train import faults, player
 
 # The last bytes of a program's output that are kept.
 _MAX_OUTPUT = 1 << 16
@@ -37,7 +43,7 @@ _INHERITED = ('HOME', 'LANG', 'LOGNAME', 'PATH', 'SHELL', 'TERM', 'TMPDIR', 'USE
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(player.Player):
   """An agent that asks an endpoint for the policy's replies.
 
   The reward of an episode is the sum of what `run` returns, of what it reports by
@@ -53,6 +59,77 @@ class Program:
   run: Callable[[types.Task, str], Output | Awaitable[Output]]
   reward: env_lib.Reward = lambda task, messages: 0.0
   metrics: env_lib.Metrics | None = None
+
+  async def play(self, episode: episode_lib.Episode, task: types.Task) -> str:
+    """Runs the program against an endpoint of its own; returns the episode's status.
+
+    If the endpoint has refused a reply for want of tokens or turns, an error that the
+    program raises then counts as that status and not as an error.
+    """
+    t, limits = episode.trajectory, episode.limits
+    conversation = conversation_lib.Conversation(
+      episode.chat,
+      task,
+      episode.context,
+      episode.transcript,
+      limits.max_turns,
+      limits.max_turn_tokens,
+    )
+    try:
+      output = await self._run(episode, conversation, task)
+      if episode.transcript.turns:
+        await self._score(episode, conversation, task, output)
+      elif conversation.refused == 'truncated':
+        t.error, t.metrics['prompt_too_long'] = conversation.error, 1.0
+      else:
+        text = 'the program ended without a reply of the policy.'
+        raise faults.EnvironmentFaultError(text)
+      return conversation.status
+    finally:
+      # A metric that the program reported itself has precedence.
+      counts = {name: float(n) for name, n in conversation.metrics.items()}
+      t.metrics = counts | t.metrics
+
+  async def _run(self, episode, conversation, task) -> Output:
+    """Runs the program, and ends the conversation."""
+    t, seconds = episode.trajectory, episode.limits.episode_seconds
+    thread_pool.current_turn.set(f'task {task.id}, sample {t.sample}')
+    vocab_size = episode.context.vocab_size
+    try:
+      async with endpoint.open(conversation, episode.chat, vocab_size) as url:
+        with faults.of_environment():
+          # The episode cancels it before these seconds are over; the pool of threads
+          # needs a bound, and the log names it.
+          return await workers.call_on_user_loop(
+            self.run, env_lib.copy_containers(task), url, name='run', seconds=seconds
+          )
+    except faults.EnvironmentFaultError:
+      if conversation.refused is None:
+        raise
+    finally:
+      conversation.end()
+      t.messages = conversation.list_messages()
+
+  async def _score(self, episode, conversation, task, output: Output):
+    """Adds the rewards that the program reported, and what the functions give."""
+    t, transcript = episode.trajectory, episode.transcript
+    for turn, step in conversation.reports:
+      episode.add_reward(step, turn)
+    segments, _ = transcript.collect()
+    newest = max(int(s.policy_steps[s.action_mask].max()) for s in segments)
+    rewards.policy_step.set(newest)
+    with faults.of_environment():
+      step = await workers.call_on_user_loop(
+        self.judge,
+        task,
+        env_lib.copy_containers(t.messages),
+        conversation.status,
+        output,
+        name='judge',
+        seconds=episode.limits.step_seconds,
+        field='step_seconds',
+      )
+    episode.add_reward(step)
 
   async def judge(
     self, task: types.Task, messages: list[types.Message], status: str, output: Output

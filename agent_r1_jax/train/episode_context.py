@@ -1,20 +1,18 @@
 """The text of an episode in the engine, and the requests that extend it."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 import copy
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.guided import choice as choice_lib
-from agent_r1_jax.guided import search as search_lib
+from agent_r1_jax.train import decoding as decoding_lib
 
-if TYPE_CHECKING:
-  from agent_r1_jax.train import rollout as rollout_lib
+# Samples the candidates of a request's reply, and returns the chosen one, complete.
+Choose = Callable[[request_lib.Request], Awaitable[request_lib.Generation]]
 
 
 class Context:
@@ -24,14 +22,12 @@ class Context:
     replica: The replica that samples the replies.
     slots: The most tokens that the text may have.
     vocab_size: The size of the policy's vocabulary.
-    chooser: Samples several candidates of each reply and takes one; None samples one.
-    search: Searches over turns for the whole episode; None plays turn after turn.
   """
 
   def __init__(
     self,
     replica: replica_lib.Replica,
-    decoding: 'rollout_lib.Decoding',
+    decoding: decoding_lib.Decoding,
     automata: Sequence[types.Automaton],
     identity: tuple[int | str, ...],
   ):
@@ -46,12 +42,6 @@ class Context:
     self.replica, self._decoding, self._automata = replica, decoding, automata
     self._key_parts = identity
     self.slots, self.vocab_size = replica.sizes.slots, replica.config.vocab_size
-    self.chooser: choice_lib.Chooser | None = None
-    self.search: search_lib.Beams | search_lib.Tree | None = None
-    if isinstance(decoding.choice, choice_lib.Choice):
-      self.chooser = choice_lib.Chooser(replica, decoding.choice)
-    else:
-      self.search = decoding.choice
     # Whether another context has the same text: the next reply must then fork it.
     self._forked = False
     # All contexts of the episode: this one, its forks and theirs.
@@ -81,14 +71,16 @@ class Context:
       other._key = request_lib.make_key(*self._key.tolist(), turn, number)
     return other
 
-  async def reply(self, ids: np.ndarray, max_tokens: int) -> request_lib.Chunk:
-    """Appends tokens to the text and samples the policy's reply."""
+  async def reply(
+    self, ids: np.ndarray, max_tokens: int, choose: Choose | None = None
+  ) -> request_lib.Chunk:
+    """Appends tokens to the text and samples the policy's reply, or has it chosen."""
     parent = self._text
     if self._forked and parent is not None:
       parent = request_lib.Fork(parent, len(parent))
     request = self._make_request(ids, parent, max_tokens, self._key)
-    if self.chooser:
-      generation = await self.chooser.reply(request)
+    if choose:
+      generation = await choose(request)
       # What the key of the reply holds for later positions is not used by any other.
       self._text, self._key = generation.text, generation.request.key
       return await generation
@@ -143,5 +135,3 @@ class Context:
     """Closes its texts, so that other texts get their rows first."""
     if self._text is not None:
       self._text.close()
-    if self.chooser:
-      self.chooser.close()

@@ -13,16 +13,15 @@ from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.guided import choice as choice_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.train import preflight, rollout
+from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.train import preflight, rollout, watch
 from agent_r1_jax.train import spool as spool_lib
 
 # Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')
-GREEDY = rollout.Decoding(config_lib.GREEDY)
-Choose = Callable[[engine_lib.Engine], choice_lib.Choice]
+GREEDY = decoding_lib.Decoding(config_lib.GREEDY)
+Choose = Callable[[engine_lib.Engine], decoding_lib.Choice]
 
 
 def run(
@@ -32,7 +31,7 @@ def run(
   make_env: rollout.MakeEnv,
   *,
   limits: config_lib.Limits,
-  decoding: rollout.Decoding = GREEDY,
+  decoding: decoding_lib.Decoding = GREEDY,
   samples: int = 1,
   **options: Any,
 ) -> dict[str, list[types.Trajectory]]:
@@ -74,8 +73,9 @@ def play(
   seed: int = 0,
   workdir: pathlib.Path | None = None,
   choose: Choose | None = None,
+  watcher: watch.Watcher = watch.PLAIN,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the tasks of one or several methods, each with a progress bar.
+  """Plays the tasks of one or several methods, each in the sight of the watcher.
 
   As train.play, on an engine that has the policy's weights; without `sampling` greedily.
   """
@@ -83,11 +83,10 @@ def play(
   choice = choose and choose(engine)
   for label, (sets, make_env) in methods.items():
     total = samples * sum(map(len, sets.values()))
-    with progress_lib.Progress(total, label=label) as progress:
-      ended = progress.step_counter()
+    with watcher.count_episodes(label, total) as ended:
       with preflight.open_environment(make_env, limits) as env:
         if line := preflight.describe_tool_prompt(chat, env):
-          progress.print_line(line)
+          watcher.print_line(line)
         decoding = make_decoding(sampling, engine, chat, env) if sampling else GREEDY
       played[label] = run(
         engine,
@@ -107,7 +106,7 @@ def play(
       too_long = [t for t in trajectories if t.metrics.get('prompt_too_long')]
       if too_long:
         text = f'{len(too_long)} tasks count as unanswered: {too_long[0].error}.'
-        progress.print_line(text)
+        watcher.print_line(text)
   return played
 
 
@@ -116,10 +115,10 @@ def make_decoding(
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
   env: env_lib.Env,
-) -> rollout.Decoding:
+) -> decoding_lib.Decoding:
   """Makes the decoding of a configuration; `env` has the tools of its grammar."""
   grammar = _make_grammar(env, engine, chat) if config.tool_grammar else None
-  return rollout.Decoding(config, grammar)
+  return decoding_lib.Decoding(config, grammar)
 
 
 def _make_grammar(

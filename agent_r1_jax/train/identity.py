@@ -21,7 +21,7 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.serve import program
+from agent_r1_jax.train import player
 
 _PACKAGE = __name__.partition('.')[0]
 _LIBRARIES = tuple(
@@ -68,7 +68,7 @@ def _describe_environment(env: Any, depth: int = 0) -> dict[str, Any]:
   texts are described too.
   """
   parts = {}
-  if not isinstance(env, env_lib.ToolEnv | program.Program):
+  if not isinstance(env, env_lib.ToolEnv | player.Player):
     parts['step'] = describe(type(env).step)
   for kind in reversed(type(env).__mro__):
     if not _installed(kind):

@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, types
-from agent_r1_jax.agent import call_formats
+from agent_r1_jax import types
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.report import episodes, sinks
-from agent_r1_jax.report import metrics as metrics_lib
-from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum
+from agent_r1_jax.train import metrics as metrics_lib
 from agent_r1_jax.train import spool as spool_lib
 
 
@@ -93,22 +89,19 @@ def _check_config(config, workdir, *, write: bool = True):
 
 
 class Journal:
-  """A run's files. Only the first process writes lines and shows progress.
+  """A run's files. Only the first process writes lines.
 
   Attributes:
     workdir: The run's directory.
     position: How many steps the run has completed.
     checkpoints: Writes and restores the train state, in all processes together.
-    progress: The progress bar on the terminal.
     spool: Keeps finished episodes, if config.checkpoint.keep_rollouts.
-    call_format: The format of the calls in trajectories.
   """
 
   def __init__(
     self,
     config: config_lib.Config,
     workdir: str | os.PathLike,
-    label: str,
     made_of: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
   ):
@@ -117,7 +110,6 @@ class Journal:
     Args:
       config: The run's configuration, which is written to config.json.
       workdir: The directory; made if missing.
-      label: What the progress bar calls the run.
       made_of: What else may not change between two starts (identity.describe_run).
       defaults: What a name means that an older made_of.json lacks
         (identity.list_defaults).
@@ -126,8 +118,8 @@ class Journal:
       ValueError: Another run holds the workdir, or its run has another configuration or
         another `made_of`.
     """
-    self._config, self.workdir, self._label = config, pathlib.Path(workdir), label
-    self.position, self.call_format = Position(), call_formats.HERMES
+    self._config, self.workdir = config, pathlib.Path(workdir)
+    self.position = Position()
     self.spool = spool_lib.Spool(workdir) if config.checkpoint.keep_rollouts else None
     with contextlib.ExitStack() as stack:
       stack.enter_context(lock(config, workdir))
@@ -155,13 +147,18 @@ class Journal:
   def __exit__(self, *error):
     return self._stack.__exit__(*error)
 
+  @property
+  def next_line(self) -> int:
+    """The step of the next line of metrics.jsonl."""
+    return self.position.written_step + 1
+
   def restore(
     self, train_state: updates.TrainState, plan: updates.Plan
   ) -> updates.TrainState:
     """Restores the newest checkpoint, and opens what the steps after it are written to.
 
-    Sets the position, drops the later lines of metrics.jsonl, starts the sinks and the
-    progress bar. The journal can be written to and saved only after this.
+    Sets the position and drops the later lines of metrics.jsonl. The journal can be
+    written to and saved only after this.
 
     Returns:
       The restored train state; `train_state` itself if there is no checkpoint yet.
@@ -173,31 +170,14 @@ class Journal:
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
       self.position = Position.from_json(host_state['position'])
-    self._writer, terminal = None, None
+    self._writer = None
     if processes.is_first():
-      resume_step, names = self.position.written_step + 1, self._config.sink_names
-      values = {n: fields.get(self._config, n) for n in fields.names(type(self._config))}
-      writer = metrics_lib.Writer(
-        self.workdir,
-        resume_step=resume_step,
-        sinks=sinks.start(names, self.workdir, values, resume_step),
-      )
+      writer = metrics_lib.Writer(self.workdir, resume_step=self.next_line)
       self._writer = self._stack.enter_context(writer)
-    else:
-      terminal = self._stack.enter_context(open(os.devnull, 'w'))
-    self.progress = self._stack.enter_context(
-      progress_lib.Progress(
-        self._config.schedule.steps,
-        label=self._label,
-        start=self.position.step,
-        every=0.0,
-        file=terminal,
-      )
-    )
     return train_state
 
   def write(self, metrics: Mapping[str, float]):
-    """Writes the line of the current step to metrics.jsonl and to the sinks.
+    """Writes the line of the current step to metrics.jsonl.
 
     Only the first process writes. In all of them the position counts the step as written,
     and forgets its pending metrics.
@@ -222,54 +202,6 @@ class Journal:
     """Returns the newest checkpoint's step, 0 if none; any thread may call it."""
     names = [path.name for path in self.checkpoints.directory.glob('*')]
     return max([int(name) for name in names if name.isdigit()], default=0)
-
-  def write_rollout(
-    self,
-    played: Sequence[types.Trajectory],
-    learned_from: Sequence[types.Trajectory],
-    table: table_lib.TokenTable,
-  ):
-    """Writes the first trajectories of a rollout, with the columns of their tokens.
-
-    Args:
-      played: All trajectories of the rollout; config.log_episodes of them are written.
-      learned_from: The trajectories of the table, in its order.
-      table: The table that updates.learn returned.
-    """
-    numbers = {id(t): number for number, t in enumerate(learned_from)}
-    if logged := played[: self._config.log_episodes]:
-      tables = [
-        table.take(table.trajectory == numbers[id(t)])
-        if id(t) in numbers
-        else table_lib.build([t])
-        for t in logged
-      ]
-      self._write_trajectories('rollout', logged, tables)
-
-  def write_evaluation(self, name: str, played: Sequence[types.Trajectory]):
-    """Writes all trajectories of an evaluation set.
-
-    The first config.log_episodes are written with the columns of their tokens.
-    """
-    logged = played[: self._config.log_episodes]
-    self._write_trajectories(name, played, [table_lib.build([t]) for t in logged])
-
-  def _write_trajectories(
-    self,
-    name: str,
-    trajectories: Sequence[types.Trajectory],
-    tables: Sequence[table_lib.TokenTable],
-  ):
-    """Writes trajectories/step-<step>-<name>.jsonl; the first ones have `tables`."""
-    if processes.is_first():
-      step = self.position.step
-      episodes.write(
-        self.workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
-        trajectories,
-        step=step,
-        columns=[table.list_tokens() for table in tables],
-        parse=self.call_format.parse,
-      )
 
   def dump_batches(self, batches: Sequence[types.Batch]) -> str:
     """Writes the micro-batches of a loss that is not finite to not_finite.npz.

@@ -3,40 +3,33 @@
 train/setup.py makes the objects that the loop uses.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
-import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 import functools
-import itertools
 import os
 import pathlib
+import time
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, types
-from agent_r1_jax.checks import sizes
+from agent_r1_jax import types
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.guided import critic
 from agent_r1_jax.host import preemption, processes, runtime
-from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, lora, peft_files, sharding, weights
-from agent_r1_jax.report import profile, summary
-from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import algorithms, learner, updates
 from agent_r1_jax.train import (
   curriculum,
   evaluate,
   groups,
-  identity,
   preflight,
   rollout,
   schedule,
   setup,
+  watch,
 )
-from agent_r1_jax.train import journal as journal_lib
 
 
 @preemption.watch()
@@ -52,13 +45,13 @@ def run(
   privileged: Callable[[types.Task], str] | None = None,
   guides: Mapping[guide.Guide, guide.State] | None = None,
   label: str = 'training',
+  watcher: watch.Watcher = watch.PLAIN,
 ) -> decoder.Params:
   """Trains a policy; if it is called again with the same workdir, it resumes.
 
-  Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
-  checkpoints/, trajectories/step-*.jsonl of the evaluations and of some episodes of each
-  rollout, and at the end curve.png, numbers.md, and in HF layout model/ and, if the
-  critic is a model of its own, critic/ (see guided/critic.py).
+  Writes to workdir: config.json, made_of.json, metrics.jsonl, checkpoints/, and at the
+  end in HF layout model/ and, if the critic is a model of its own, critic/ (see
+  guided/critic.py). What else is shown and written is the watcher's.
 
   Args:
     config: The run's configuration.
@@ -70,7 +63,9 @@ def run(
     privileged: Returns a text on a task that only the critic reads, such as its answer.
     guides: Guides of one's own (engine/guide.py), without parameters, and the state in
       which each begins in every reply, of training and of evaluation.
-    label: The run's name on the progress bar.
+    label: The run's name.
+    watcher: Who watches; by default a line a step is printed. report.Watcher() has a live
+      view, alarms, logs of episodes, TensorBoard and other sinks, traces, and curves.
 
   Returns:
     The policy's parameters; adapters are merged into them.
@@ -102,6 +97,7 @@ def run(
     privileged=privileged,
     guides=guides or {},
     label=label,
+    watcher=watcher,
   ) as job:
     try:
       _run_steps(job)
@@ -116,63 +112,50 @@ def run(
   # The engine's copy of the policy is freed before another one is made.
   del job
   runtime.release_freed_memory(cycles=True)
-  if processes.is_first():
-    summary.write_training_report(workdir, label)
-    print(summary.list_files(workdir))
+  watcher.finish(pathlib.Path(workdir), label)
   return lora.merge(params)
-
-
-@contextlib.contextmanager
-def reserve(
-  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
-) -> Iterator[None]:
-  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
-
-  For scripts that play something else before they call `run`, or after it: with a wrong
-  setting, or beside another run, they raise before anything is played.
-
-  Raises:
-    ValueError: The configuration does not fit the workdir, the algorithm or the device's
-      memory; or another run holds the workdir.
-  """
-  preflight.check_config(config, algorithm)
-  with journal_lib.lock(sizes.resolve(config, algorithm, workdir), workdir):
-    yield
 
 
 def _run_steps(job: setup.Job):
   """Takes the remaining steps of the run: sample, learn, evaluate, log, save."""
   config, journal, position = job.config, job.journal, job.journal.position
-  steps, meter = config.schedule.steps, progress_lib.Meter(job.engine)
+  watcher, steps = job.watcher, config.schedule.steps
   if job.evals and position.is_new and config.schedule.eval_every:
-    journal.write(_evaluate(job))
+    _write_line(job, _evaluate(job))
   while position.pending_metrics or position.step < steps:
-    clock = progress_lib.Clock()
+    began = time.perf_counter()
     # A run that was preempted during an evaluation resumes with it: the update was made
     # before, and only the step's line in metrics.jsonl is missing.
     if not position.pending_metrics:
-      with profile.trace_step(config.profiled_steps, journal.workdir, position.step + 1):
+      with watcher.trace_step(position.step + 1):
         sample = _sample(job)
         runtime.release_freed_memory()
-        seconds = {'time/rollout': clock.lap()}
+        sampled = time.perf_counter()
         learned, table = _learn(job, sample)
         runtime.release_freed_memory()
-        seconds['time/update'] = clock.lap()
+      seconds = {
+        'time/rollout': sampled - began,
+        'time/update': time.perf_counter() - sampled,
+      }
       position.advance(sample.metrics | learned | seconds, sample.draws)
-      journal.write_rollout(sample.played, sample.chosen, table)
+      watcher.log_rollout(position.step, sample.played, sample.chosen, table)
     metrics = dict(position.pending_metrics)
     every = config.schedule.eval_every
     is_due = position.step == steps or (every and position.step % every == 0)
     if job.evals and is_due:
+      began = time.perf_counter()
       metrics |= _evaluate(job)
       runtime.release_freed_memory()
-      metrics['time/eval'] = clock.lap()
-    metrics |= meter.measure()
-    journal.write(metrics | job.alarms.check(position.step, metrics))
-    journal.progress.show_metrics(position.step, metrics)
+      metrics['time/eval'] = time.perf_counter() - began
+    _write_line(job, metrics | watcher.measure(position.step, metrics))
     if position.step == steps or journal.checkpoints.should_save(position.step):
       journal.save(job.train_state, job.plan)
-  job.faults.report_totals()
+
+
+def _write_line(job: setup.Job, metrics: dict[str, float]):
+  """Writes the line of the current step to metrics.jsonl, and tells the watcher."""
+  job.journal.write(metrics)
+  job.watcher.write(job.journal.position.step, metrics)
 
 
 class _Sample(NamedTuple):
@@ -215,7 +198,7 @@ def _sample(job: setup.Job) -> _Sample:
     job.train_state, job.plan
   )
   played = [t for group in step_groups for t in group]
-  job.faults.count(step + 1, played)
+  job.watcher.see_episodes(step + 1, played)
   metrics = {f'rollout/{k}': v for k, v in evaluate.summarize(played).items()}
   metrics['rollout/groups'] = len(step_groups)
   metrics['rollout/dead_groups'] = float(
@@ -245,7 +228,7 @@ def _learn(job: setup.Job, sample: _Sample):
   Returns:
     Numbers to log, named 'train/...', and the table of the tokens that were learned from.
   """
-  job.journal.progress.set_phase('update')
+  job.watcher.set_phase('update')
   job.watch.phase = 'an update'
   try:
     with sharding.use_mesh(job.engine.mesh):
@@ -287,12 +270,13 @@ def _evaluate(job: setup.Job) -> dict[str, float]:
     job.make_env,
     limits=job.config.limits,
     decoding=job.evaluation._replace(policy=policy),
-    on_done=schedule.counter(journal.progress, 'evaluation', total),
+    on_done=schedule.counter(job.watcher, 'evaluation', total),
   )
-  job.faults.count(journal.position.step, itertools.chain(*played.values()))
+  step = journal.position.step
+  job.watcher.see_episodes(step, [t for ts in played.values() for t in ts])
   metrics = {}
   for name, trajectories in played.items():
-    journal.write_evaluation(name, trajectories)
+    job.watcher.log_evaluation(name, step, trajectories)
     for key, value in evaluate.summarize(trajectories).items():
       metrics[f'eval/{name}/{key}'] = value
   return metrics
@@ -316,92 +300,8 @@ def _save_models(job: setup.Job):
 def _save_preempted(job: setup.Job):
   """Writes a checkpoint before the process ends, and prints that it does."""
   journal, step = job.journal, job.journal.position.step
-  journal.progress.set_phase('saving')
+  job.watcher.set_phase('saving')
   job.watch.start_saving(step)
   journal.save(job.train_state, job.plan)
   journal.checkpoints.wait()
   job.watch.finish_saving(step)
-
-
-@preemption.watch()
-@processes.exit_together()
-def play(
-  config: config_lib.Config,
-  model: str | os.PathLike,
-  methods: Mapping[str, rollout.Method],
-  *,
-  samples: int = 1,
-  workdir: str | os.PathLike | None = None,
-  choose: evaluate.Choose | None = None,
-) -> dict[str, dict[str, list[types.Trajectory]]]:
-  """Plays the tasks of one or several methods by the policy in a directory.
-
-  An episode's randomness depends on (config.seed, task id, sample) alone.
-
-  Args:
-    config: The configuration; its model.path is replaced by `model`.
-    model: The policy's directory in HF layout.
-    methods: The tasks and the environment of each method, by name; see rollout.Method.
-    samples: How many episodes of each task are played.
-    workdir: Where each episode is written as it ends; a repeated call, also one with more
-      samples or methods, then plays only the missing ones. None writes nothing.
-    choose: Makes, for the engine, the choice among several candidates of each reply.
-
-  Returns:
-    Method -> set -> trajectories; those of a task are side by side.
-
-  Raises:
-    ValueError: The workdir has episodes of another configuration, model, task,
-      environment or tool, and the message lists what differs; or it is in use.
-  """
-  runtime.quiet_logging()
-  config.check()
-  config = sizes.resolve(
-    fields.replace(config, {'model.path': str(model)}), None, workdir
-  )
-  folder = None if workdir is None else pathlib.Path(workdir)
-  with contextlib.ExitStack() as stack:
-    if folder:
-      if processes.is_first():
-        stack.enter_context(workdir_lib.lock(folder))
-      _check_same(config, folder, methods)
-    mesh = setup.make_mesh(config.mesh)
-    shape, params, chat = setup.load(config.model, config.chat, mesh)
-    guides = [guide.FORCED] if choose else []
-    engine = setup.make_engine(config, shape, params, mesh, guides)
-    # This is the watch that began with `play`.
-    watch = stack.enter_context(preemption.watch())
-    watch.phase, engine.interrupted = 'an evaluation', watch.is_requested
-    try:
-      return evaluate.play(
-        engine,
-        chat,
-        methods,
-        limits=config.limits,
-        sampling=config.evaluation,
-        samples=samples,
-        seed=config.seed,
-        workdir=folder,
-        choose=choose,
-      )
-    except replica.PreemptedError:
-      raise watch.end_unsaved() from None
-
-
-def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> None:
-  """Raises ValueError if the workdir has episodes of another configuration or method."""
-  workdir_lib.check_config(
-    workdir, dataclasses.asdict(config), defaults=config.read_missing()
-  )
-  model = identity.model_digest(config.model.path)
-  for method, (sets, make_env) in methods.items():
-    tasks = [task for tasks in sets.values() for task in tasks]
-    with preflight.open_environment(make_env, config.limits) as env:
-      made_of = identity.describe_run(None, env, tasks)
-    made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
-    workdir_lib.check_config(
-      workdir / method,
-      made_of,
-      name='made_of.json',
-      remedy=f'Give another workdir, or delete {workdir / method} to play all again',
-    )

@@ -16,8 +16,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms
-from agent_r1_jax.serve import program
-from agent_r1_jax.train import identity
+from agent_r1_jax.train import identity, player
 
 _LOGGER = logging.getLogger(__name__)
 # An upper bound of the tokens that a chat template adds to a message; if one adds more,
@@ -191,10 +190,10 @@ def open_environment(
       ) from None
     env = made[0]
     playable = hasattr(env, 'reset') and hasattr(env, 'step')
-    if not (playable or isinstance(env, program.Program)):
+    if not (playable or isinstance(env, player.Player)):
       raise ValueError(
         f'make_env gave {env!r:.100}; it must give an environment, with reset and step, '
-        'or a program.Program.'
+        'or a serve/program.py Program.'
       )
     yield env
   finally:

@@ -3,7 +3,6 @@
 import collections
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,17 +12,14 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
-from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
-from agent_r1_jax.guided import choice as choice_lib
-from agent_r1_jax.guided import search as search_lib
 from agent_r1_jax.host import processes, records, workers
-from agent_r1_jax.serve import program
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import episode as episode_lib
-from agent_r1_jax.train import episode_context
+from agent_r1_jax.train import episode_context, player
 from agent_r1_jax.train import spool as spool_lib
 
-MakeEnv = Callable[[], env_lib.Env | program.Program]
+MakeEnv = Callable[[], env_lib.Env | player.Player]
 # A way to solve tasks: the tasks with its prompts, by the name of their set, and the
 # function that makes the environment of each episode.
 Method = tuple[Mapping[str, Sequence[types.Task]], MakeEnv]
@@ -116,28 +112,6 @@ def collect(engine: engine_lib.Engine, *args, **kwargs) -> list[types.Trajectory
     return start(engine, *args, **kwargs).result()
 
 
-class Decoding(NamedTuple):
-  """How the replies of a rollout are sampled.
-
-  Attributes:
-    sampling: Temperature, top-k, top-p, min-p.
-    grammar: Restricts the replies to a grammar, which makes the samples off-policy.
-    policy: The policy that samples; None is the engine's newest at each decode.
-    choice: Samples each reply several times and takes one (guided/choice.py), or searches
-      over turns (guided/search.py); either makes the episodes off-policy.
-    guides: Guides that the engine was made with, and the state in which each begins.
-  """
-
-  sampling: config_lib.Sampling = config_lib.Sampling()
-  grammar: types.Automaton | None = None
-  policy: replica_lib.Policy | None = None
-  choice: choice_lib.Choice | search_lib.Beams | search_lib.Tree | None = None
-  guides: Mapping[guide_lib.Guide, guide_lib.State] = {}
-
-
-ON_POLICY = Decoding()
-
-
 def start(
   engine: engine_lib.Engine,
   chat: chat_lib.Chat,
@@ -145,7 +119,7 @@ def start(
   make_env: MakeEnv,
   *,
   limits: config_lib.Limits,
-  decoding: Decoding = ON_POLICY,
+  decoding: decoding_lib.Decoding = decoding_lib.ON_POLICY,
   samples: int = 1,
   seed: int = 0,
   rollout_number: int = 0,
@@ -166,7 +140,7 @@ def start(
     engine: The engine, open, with the policy's weights.
     chat: Encodes messages with the policy's tokenizer.
     tasks: The tasks to play.
-    make_env: Makes a new environment for each episode, or a program.
+    make_env: Makes a new environment for each episode, or who plays it by itself.
     limits: What each episode may use.
     decoding: How the replies are sampled.
     samples: How many episodes of each task are played.
@@ -207,7 +181,8 @@ def start(
         workers.home.set(workers.Home(spread=attempt > 0))
         trajectory = types.Trajectory(task, group, sample, [], [], [], status='error')
         try:
-          await episode_lib.Episode(chat, make_env, limits, context, trajectory).play()
+          episode = episode_lib.Episode(chat, make_env, limits, context, trajectory)
+          await episode.play(decoding.choice)
           break
         except workers.LoopBlockedError as error:
           trajectory.error = str(error)

@@ -13,7 +13,7 @@ episodes, and no token is older than `ahead` + `sync_every` - 1 updates.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import copy
 import itertools
 from typing import Any
@@ -24,7 +24,8 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
 from agent_r1_jax.train import curriculum as curriculum_lib
-from agent_r1_jax.train import evaluate, groups, rollout
+from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.train import evaluate, groups, rollout, watch
 from agent_r1_jax.train import journal as journal_lib
 
 
@@ -38,7 +39,8 @@ class Schedule:
     engine: engine_lib.Engine,
     chat: chat_lib.Chat,
     journal: journal_lib.Journal,
-    decoding: rollout.Decoding,
+    watcher: watch.Watcher,
+    decoding: decoding_lib.Decoding,
     make_env: rollout.MakeEnv,
   ):
     """Starts nothing yet.
@@ -50,10 +52,12 @@ class Schedule:
       engine: The engine, open.
       chat: Encodes messages with the policy's tokenizer.
       journal: The run's journal, restored.
+      watcher: Is shown how many episodes have ended.
       decoding: How training rollouts are sampled.
       make_env: Makes a new environment for each episode.
     """
     self._config, self._journal, self._decoding = config.schedule, journal, decoding
+    self._watcher = watcher
     self._stream = curriculum_lib.TaskStream(
       config.curriculum, tasks, seed=config.seed, draws=journal.position.draws
     )
@@ -148,7 +152,7 @@ class Schedule:
 
   def _play(self, tasks, number: int, label: str = 'rollout') -> rollout.Rollout:
     """Starts the episodes of some tasks, whose random keys depend on `number`."""
-    samples, progress = self._config.samples, self._journal.progress
+    samples = self._config.samples
     return rollout.start(
       self._engine,
       self._chat,
@@ -157,13 +161,13 @@ class Schedule:
       decoding=self._decoding,
       rollout_number=number,
       spool=self._journal.spool,
-      on_done=counter(progress, label, len(tasks) * samples),
+      on_done=counter(self._watcher, label, len(tasks) * samples),
       **self._shared,
       **self._playing,
     )
 
 
-def counter(progress, phase: str, total: int) -> Callable[[types.Trajectory], None]:
-  """Returns a callback that counts a phase's episodes on the progress bar."""
+def counter(watcher: watch.Watcher, phase: str, total: int) -> watch.Ended:
+  """Returns a callback that counts a phase's episodes for the watcher."""
   ended = itertools.count(1)
-  return lambda trajectory: progress.set_phase(phase, next(ended), total)
+  return lambda trajectory: watcher.set_phase(phase, next(ended), total)

@@ -21,14 +21,14 @@ from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.host import preemption, processes, runtime
+from agent_r1_jax.host import preemption, runtime
 from agent_r1_jax.models import decoder, lora, sharding, weights
-from agent_r1_jax.report import alarms as alarms_lib
-from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule
 from agent_r1_jax.train import journal as journal_lib
+from agent_r1_jax.train import watch as watch_lib
 
 
 @dataclasses.dataclass
@@ -45,8 +45,7 @@ class Job:
     journal: The files of the workdir, and the position from which the run resumes.
     watch: Knows whether the process received a signal to end.
     evaluation: How the replies of evaluations are sampled.
-    alarms: Prints alarms on metrics when they begin and end.
-    faults: Counts and prints errors of environments, tools and rewards.
+    watcher: Shows the run to people.
     evals: Sets of tasks to evaluate, by name.
     make_env: Makes a new environment for each episode.
     privileged: Returns a text on a task that only the critic reads.
@@ -60,9 +59,8 @@ class Job:
   rollouts: schedule.Schedule
   journal: journal_lib.Journal
   watch: preemption.Watch
-  evaluation: rollout.Decoding
-  alarms: alarms_lib.AlarmMonitor
-  faults: alarms_lib.FaultCounter
+  evaluation: decoding_lib.Decoding
+  watcher: watch_lib.Watcher
   evals: Mapping[str, Sequence[types.Task]]
   make_env: rollout.MakeEnv
   privileged: Callable[[types.Task], str] | None
@@ -80,6 +78,7 @@ def start(
   privileged: Callable[[types.Task], str] | None,
   guides: Mapping[guide_lib.Guide, Any],
   label: str,
+  watcher: watch_lib.Watcher,
 ) -> Iterator[Job]:
   """Sets up a training run, restored from its newest checkpoint if there is one.
 
@@ -105,13 +104,19 @@ def start(
     # Inside train.run this is the watch that began with it.
     watch = stack.enter_context(preemption.watch())
     defaults = identity.list_defaults('algorithm', algorithm)
-    journal = stack.enter_context(
-      journal_lib.Journal(config, workdir, label, made_of, defaults)
-    )
-    journal.call_format = chat.format
+    journal = stack.enter_context(journal_lib.Journal(config, workdir, made_of, defaults))
     train_state = _restore(train_state, plan, engine, journal, watch)
-    print_line = journal.progress.print_line
-    logged = metrics_lib.read(workdir) if processes.is_first() else ()
+    position = journal.position
+    run = watch_lib.Run(
+      config,
+      journal.workdir,
+      label,
+      position.step,
+      journal.next_line,
+      chat.format,
+      engine,
+    )
+    stack.enter_context(watcher.begin(run))
     job = Job(
       config=config,
       train_state=train_state,
@@ -119,13 +124,12 @@ def start(
       chat=chat,
       engine=engine,
       rollouts=schedule.Schedule(
-        config, tasks, engine, chat, journal, training, make_env
+        config, tasks, engine, chat, journal, watcher, training, make_env
       ),
       journal=journal,
       watch=watch,
       evaluation=evaluation,
-      alarms=alarms_lib.AlarmMonitor(config.alarms, print_line, logged),
-      faults=alarms_lib.FaultCounter(print_line),
+      watcher=watcher,
       evals=evals,
       make_env=make_env,
       privileged=privileged,
@@ -133,7 +137,7 @@ def start(
     # This generator's locals live as long as the run: they would keep old arrays alive.
     del params, train_state
     for line in lines:
-      print_line(line)
+      watcher.print_line(line)
     _compile(job, (training, evaluation))
     stack.enter_context(engine.open())
     yield job
@@ -168,14 +172,14 @@ def _restore(
   return train_state
 
 
-def _compile(job: Job, decodings: Sequence[rollout.Decoding]):
+def _compile(job: Job, decodings: Sequence[decoding_lib.Decoding]):
   """Compiles the engine's programs, and shows the progress."""
   job.watch.phase = 'compilation'
   automata = [job.chat.stop_automaton(job.engine.config.vocab_size)]
   automata += [decoding.grammar for decoding in decodings if decoding.grammar]
 
   def report(done: int, programs: int):
-    job.journal.progress.set_phase('compile', done, programs)
+    job.watcher.set_phase('compile', done, programs)
     job.watch.raise_if_requested()
 
   job.engine.warm_up(report, automata)

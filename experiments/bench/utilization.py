@@ -34,7 +34,8 @@ from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
-from agent_r1_jax.train import journal, rollout, schedule
+from agent_r1_jax.train import decoding as decoding_lib
+from agent_r1_jax.train import journal, schedule, watch
 
 _TAILS = flags.DEFINE_list('tails', ['0', '0.5', '1', '1.5'], 'σ of the log of a length.')
 _STEPS = flags.DEFINE_integer(
@@ -118,8 +119,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   )
   engine, train_state, plan = _system(config.schedule, rows, tail, chat)
   position = journal.Position()
-  quiet = types_lib.SimpleNamespace(set_phase=lambda *_: None)
-  run_log: Any = types_lib.SimpleNamespace(position=position, spool=None, progress=quiet)
+  run_log: Any = types_lib.SimpleNamespace(position=position, spool=None)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
   with engine.open():
@@ -129,7 +129,8 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
       engine,
       chat,
       run_log,
-      rollout.ON_POLICY,
+      watch.PLAIN,
+      decoding_lib.ON_POLICY,
       Once,
     )
     for step in range(_STEPS.value):

@@ -8,13 +8,12 @@ import pathlib
 from absl import app
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import train
+from agent_r1_jax import report, train
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import advantages, algorithms
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import metrics, rollout
 from experiments import comparison
 from experiments.beside import shared
 
@@ -60,6 +59,7 @@ def main(_):
     tasks=tasks,
     make_env=make_env,
     algorithm=make_algorithm(laps, record),
+    watcher=report.Watcher(),
   )
   record.finish()
   computed, distinct = count_computed(config, workdir / 'model', make_env)

@@ -17,7 +17,7 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 
-from agent_r1_jax import train
+from agent_r1_jax import report, train
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
@@ -65,7 +65,9 @@ def measure(model: pathlib.Path) -> dict[str, Any]:
   tool = search.search_tool(miniwiki.index(0), k=1)
   make_env, _ = comparison.make_envs(tool, qa.paper_reward)
   sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in SETS}
-  played = train.play(shapes.CONFIG, model, {'': (sets, make_env)})['']
+  played = train.play(
+    shapes.CONFIG, model, {'': (sets, make_env)}, watcher=report.Watcher()
+  )['']
   return {name: evaluate.by_kind(some, miniwiki.KINDS) for name, some in played.items()}
 
 

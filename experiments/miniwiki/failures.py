@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from absl import app, flags
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import fields, train, types
+from agent_r1_jax import fields, report, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import metrics
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
@@ -135,6 +135,7 @@ def run(config: config_lib.Config, failure: Failure, workdir, search_tool) -> No
     ),
     algorithm=algorithms.grpo(kl_coef=failure.kl_coef),
     label=workdir.name,
+    watcher=report.Watcher(),
   )
 
 

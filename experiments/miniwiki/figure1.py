@@ -15,7 +15,7 @@ import time
 from absl import app, flags
 import numpy as np
 
-from agent_r1_jax import fields, train
+from agent_r1_jax import fields, report, train
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import progress, tables
@@ -63,6 +63,7 @@ def main(_):
     make_env=benchmark.methods['tools'][1],
     algorithm=algorithms.grpo(kl_coef=0.0),
     label='GRPO on miniwiki',
+    watcher=report.Watcher(),
   )
   models['GRPO'], seconds['GRPO'] = workdir / 'GRPO' / 'model', time.time() - start
   playing = fields.replace(config, {'engine.slots': benchmark.config.engine.slots})
@@ -70,7 +71,9 @@ def main(_):
   for policy, names in SHAPES.items():
     methods = {name: benchmark.methods[name] for name in names}
     folder = workdir / 'episodes' / policy
-    played = train.play(playing, models[policy], methods, workdir=folder)
+    played = train.play(
+      playing, models[policy], methods, workdir=folder, watcher=report.Watcher()
+    )
     numbers[policy] = task_list.summarize(played, benchmark, n=1)
     for method in names:
       rows[f'{NAMES[method]}, {policy}'] = make_row(numbers[policy][method])

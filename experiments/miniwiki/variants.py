@@ -27,15 +27,15 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from agent_r1_jax import train, types
+from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import context, env, rewards, tool
 from agent_r1_jax.guided import reward_model
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.report import summary, tables
 from agent_r1_jax.rl import algorithms, losses
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
+from agent_r1_jax.train import metrics as metrics_lib
 from experiments.miniwiki import search as quickstart
 from experiments.miniwiki import tasks as miniwiki
 
@@ -164,6 +164,7 @@ def main(_):
       make_env=make_env,
       algorithm=variant.algorithm,
       label=name,
+      watcher=report.Watcher(),
     )
     numbers |= play(config, workdir / 'model', {name: (sets, make_env)})
   print('\n' + summary.write_tables(numbers, pathlib.Path(f.workdir)))

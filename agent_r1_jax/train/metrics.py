@@ -1,4 +1,4 @@
-"""Writes a run's metrics to metrics.jsonl and to sinks such as TensorBoard.
+"""Writes a run's metrics to metrics.jsonl, and reads them.
 
 with metrics.Writer(workdir, resume_step=start) as writer:
   for step in range(start, steps):
@@ -7,7 +7,7 @@ with metrics.Writer(workdir, resume_step=start) as writer:
 lines = metrics.read(workdir)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import io
 import json
 import math
@@ -16,11 +16,10 @@ import pathlib
 from typing import Any
 
 from agent_r1_jax.host import disk
-from agent_r1_jax.report import sinks as sinks_lib
 
 
 class Writer:
-  """Writes metrics to `<workdir>/metrics.jsonl` and to sinks.
+  """Writes metrics to `<workdir>/metrics.jsonl`.
 
   A line of the file is a JSON object with 'step' and the metrics; it is on disk when
   `write` returns. JSON has no NaN and no infinity: they become the strings 'nan', 'inf'
@@ -32,7 +31,6 @@ class Writer:
     workdir: str | os.PathLike,
     *,
     resume_step: int | None = None,
-    sinks: Sequence[sinks_lib.Background] = (),
   ):
     """Opens the files of `workdir` and appends to them.
 
@@ -40,10 +38,8 @@ class Writer:
       workdir: The run's directory; made if missing.
       resume_step: The next step. Lines of this step and later, which a killed run wrote
         after its last checkpoint, are dropped. None drops only an incomplete last line.
-      sinks: Each line is written to them too; `close` closes them.
     """
-    self._path, self._sinks = _file(workdir), sinks
-    path = self._path
+    self._path = path = _file(workdir)
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk.explain_write_errors(path, 'The lines before this start'):
       _drop_lines(path, math.inf if resume_step is None else resume_step)
@@ -65,8 +61,7 @@ class Writer:
 
     Raises:
       ValueError: A value is no scalar, or is called 'step'.
-      OSError: The line cannot be written; the file is unchanged. (An error of a sink is
-        only a warning.)
+      OSError: The line cannot be written; the file is unchanged.
     """
     if 'step' in values:
       raise ValueError("a metric cannot be called 'step': the line has one already")
@@ -75,14 +70,10 @@ class Writer:
     text = json.dumps({'step': int(step)} | line, allow_nan=False) + '\n'
     with disk.explain_write_errors(self._path, f'The line of step {step}'):
       disk.append(self._lines, text.encode())
-    for sink in self._sinks:
-      sink.write(int(step), numbers)
 
   def close(self) -> None:
-    """Closes the file and the sinks."""
+    """Closes the file."""
     self._lines.close()
-    for sink in self._sinks:
-      sink.close()
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:

@@ -1,0 +1,152 @@
+"""The transcript of an episode: its tokens, action mask, log-probs, turns and forks.
+
+Whether an environment or a program behind an endpoint speaks: what the episode trains is
+written here. The action mask is decided here and nowhere else. A token is an action in
+the passage in which the policy sampled it, and in no other; a fork's copy of it is not.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from agent_r1_jax import types
+
+
+class Reply(Protocol):
+  """What the policy sampled, such as an engine's Chunk."""
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """int32 [n], at least one."""
+    ...
+
+  @property
+  def behaviour_logprobs(self) -> np.ndarray:
+    """float32 [n], see types.Segment."""
+    ...
+
+  @property
+  def policy_steps(self) -> np.ndarray:
+    """int32 [n], see types.Segment."""
+    ...
+
+
+class Passage:
+  """A segment while it grows: the text of one context.
+
+  Attributes:
+    turns: The replies that were sampled in it.
+  """
+
+  def __init__(self, copied: np.ndarray | None = None):
+    """Begins with tokens copied from another passage, by default with none."""
+    self.turns: list[types.Turn] = []
+    # Tokens, and for those that were sampled here log-probs and policy steps.
+    self._pieces = [] if copied is None else [(copied, None, None)]
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """All tokens so far, int32 [T]."""
+    return np.concatenate([np.zeros(0, np.int32), *(piece[0] for piece in self._pieces)])
+
+  def __len__(self) -> int:
+    return sum(len(piece[0]) for piece in self._pieces)
+
+  def add_turn(self, observed: np.ndarray, reply: Reply) -> types.Turn:
+    """Appends what the policy read, which is no action, and then what it sampled."""
+    start = len(self) + len(observed)
+    turn = types.Turn(0, start, start + len(reply.tokens))
+    sampled = reply.tokens, reply.behaviour_logprobs, reply.policy_steps
+    self._pieces += [(observed, None, None), sampled]
+    self.turns.append(turn)
+    return turn
+
+  def copy(self) -> 'Passage':
+    """Returns an independent copy, whose turns may get other rewards."""
+    other = Passage()
+    other._pieces = [*self._pieces]
+    other.turns = [dataclasses.replace(turn) for turn in self.turns]
+    return other
+
+  def to_segment(self) -> types.Segment:
+    """Joins its tokens, with the action mask."""
+    columns = [], [], [], []
+    for tokens, logprobs, steps in self._pieces:
+      sampled, zeros = logprobs is not None, np.zeros(len(tokens))
+      columns[0].append(tokens)
+      columns[1].append(np.full(len(tokens), sampled))
+      columns[2].append(logprobs if sampled else zeros)
+      columns[3].append(steps if sampled else zeros)
+    dtypes = (np.int32, bool, np.float32, np.int32)
+    return types.Segment(
+      *(np.concatenate(c).astype(d) for c, d in zip(columns, dtypes, strict=True))
+    )
+
+
+class Transcript:
+  """The passages of an episode, and its turns in the order in which they were sampled."""
+
+  def __init__(self):
+    """Begins without a passage."""
+    self._passages: list[Passage] = []
+    self.turns: list[types.Turn] = []
+
+  @property
+  def count(self) -> int:
+    """How many passages were begun."""
+    return len(self._passages)
+
+  @property
+  def passage(self) -> Passage:
+    """The passage that was begun last."""
+    return self._passages[-1]
+
+  def begin(self) -> Passage:
+    """Begins a passage of its own: at the start, or where a context is forgotten."""
+    self._passages.append(Passage())
+    return self.passage
+
+  def fork(self, passage: Passage, length: int) -> Passage:
+    """Begins a passage with the first `length` tokens of another one.
+
+    What the policy sampled before the fork is an action there, and not here.
+    """
+    self._passages.append(Passage(passage.tokens[:length]))
+    return self.passage
+
+  def add_turn(self, passage: Passage, observed: np.ndarray, reply: Reply) -> types.Turn:
+    """Appends a turn to one of the passages."""
+    self.turns.append(passage.add_turn(observed, reply))
+    return self.turns[-1]
+
+  def copy(self) -> 'Transcript':
+    """Returns an independent copy, for an episode that goes on in another way."""
+    other = Transcript()
+    other._passages = [passage.copy() for passage in self._passages]
+    pairs = zip(self._passages, other._passages, strict=True)
+    copies = {
+      id(turn): copied
+      for old, new in pairs
+      for turn, copied in zip(old.turns, new.turns, strict=True)
+    }
+    other.turns = [copies[id(turn)] for turn in self.turns]
+    return other
+
+  def list_played(self) -> list[Passage]:
+    """Returns the passages that have a turn, in the order of their last turns.
+
+    So the last one is what the episode ended with.
+    """
+    number = {id(turn): i for i, turn in enumerate(self.turns)}
+    played = [passage for passage in self._passages if passage.turns]
+    return sorted(played, key=lambda passage: number[id(passage.turns[-1])])
+
+  def collect(self) -> tuple[list[types.Segment], list[types.Turn]]:
+    """Returns what is trained: segments, and turns in the order of the segments."""
+    played = self.list_played()
+    for i, passage in enumerate(played):
+      for turn in passage.turns:
+        turn.segment = i
+    turns = [turn for passage in played for turn in passage.turns]
+    return [passage.to_segment() for passage in played], turns

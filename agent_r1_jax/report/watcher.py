@@ -1,0 +1,141 @@
+"""Watches a run: a live view, alarms, faults, logs of episodes, sinks, traces, curves.
+
+train.run(..., watcher=report.Watcher())
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import os
+import pathlib
+
+from agent_r1_jax import fields, types
+from agent_r1_jax.host import processes
+from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
+from agent_r1_jax.report import progress as progress_lib
+from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.train import metrics as metrics_lib
+from agent_r1_jax.train import watch
+
+
+class Watcher:
+  """The watcher of train/watch.py for people; only the first process shows and writes."""
+
+  def __init__(self):
+    """Watches nothing yet."""
+    self._bar: progress_lib.Progress | None = None
+
+  @contextlib.contextmanager
+  def begin(self, run: watch.Run) -> Iterator[None]:
+    """Shows a view of the run, and opens its sinks, inside `with`."""
+    config, self._run = run.config, run
+    with contextlib.ExitStack() as stack:
+      logged, terminal, self._sinks = [], None, []
+      if processes.is_first():
+        logged = metrics_lib.read(run.workdir)
+        values = {name: fields.get(config, name) for name in fields.names(type(config))}
+        self._sinks = sinks.start(config.sink_names, run.workdir, values, run.next_line)
+        for sink in self._sinks:
+          stack.callback(sink.close)
+      else:
+        terminal = stack.enter_context(open(os.devnull, 'w'))
+      self._bar = stack.enter_context(
+        progress_lib.Progress(
+          config.schedule.steps,
+          label=run.label,
+          start=run.step,
+          every=0.0,
+          file=terminal,
+        )
+      )
+      self._alarms = alarms.AlarmMonitor(config.alarms, self.print_line, logged)
+      self._faults = alarms.FaultCounter(self.print_line)
+      self._meter: progress_lib.Meter | None = None
+      yield
+      self._faults.report_totals()
+
+  def print_line(self, line: str) -> None:
+    """Prints a line above the view, which stays."""
+    if self._bar:
+      self._bar.print_line(line)
+
+  def set_phase(self, name: str, done: int | None = None, total: int | None = None):
+    """Shows the phase of the current step."""
+    if self._bar:
+      self._bar.set_phase(name, done, total)
+
+  def trace_step(self, step: int) -> contextlib.AbstractContextManager:
+    """Traces the steps in config.profile; speed is measured from the first step on."""
+    self._meter = self._meter or progress_lib.Meter(self._run.engine)
+    return profile.trace_step(self._run.config.profiled_steps, self._run.workdir, step)
+
+  def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
+    """Prints each new kind of fault in users' code."""
+    self._faults.count(step, played)
+
+  def log_rollout(
+    self,
+    step: int,
+    played: Sequence[types.Trajectory],
+    learned_from: Sequence[types.Trajectory],
+    table: table_lib.TokenTable,
+  ) -> None:
+    """Writes the first config.log_episodes, with the columns of their tokens."""
+    numbers = {id(t): number for number, t in enumerate(learned_from)}
+    if logged := played[: self._run.config.log_episodes]:
+      tables = [
+        table.take(table.trajectory == numbers[id(t)])
+        if id(t) in numbers
+        else table_lib.build([t])
+        for t in logged
+      ]
+      self._write_episodes('rollout', step, logged, tables)
+
+  def log_evaluation(
+    self, name: str, step: int, played: Sequence[types.Trajectory]
+  ) -> None:
+    """Writes all; config.log_episodes of them with the columns of their tokens."""
+    logged = played[: self._run.config.log_episodes]
+    self._write_episodes(name, step, played, [table_lib.build([t]) for t in logged])
+
+  def _write_episodes(
+    self,
+    name: str,
+    step: int,
+    played: Sequence[types.Trajectory],
+    tables: Sequence[table_lib.TokenTable],
+  ):
+    """Writes trajectories/step-<step>-<name>.jsonl; the first ones have `tables`."""
+    if processes.is_first():
+      episodes.write(
+        self._run.workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
+        played,
+        step=step,
+        columns=[table.list_tokens() for table in tables],
+        parse=self._run.call_format.parse,
+      )
+
+  def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns speed and memory ('machine/...') and alarms; prints alarms that begin."""
+    machine = self._meter.measure() if self._meter else {}
+    return machine | self._alarms.check(step, {**metrics, **machine})
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Shows the metrics of a step, and queues them for the sinks."""
+    for sink in self._sinks:
+      sink.write(step, metrics)
+    # The line of step 0 has an evaluation alone.
+    if self._bar and 'rollout/reward' in metrics:
+      self._bar.show_metrics(step, metrics)
+
+  def finish(self, workdir: pathlib.Path, label: str) -> None:
+    """Writes curve and numbers, and prints which files there are."""
+    if processes.is_first():
+      summary.write_training_report(workdir, label)
+      print(summary.list_files(workdir))
+
+  @contextlib.contextmanager
+  def count_episodes(self, label: str, total: int) -> Iterator[watch.Ended]:
+    """Shows a bar of the episodes of an evaluation."""
+    with progress_lib.Progress(total, label=label) as self._bar:
+      yield self._bar.step_counter()
+    self._bar = None

@@ -1,0 +1,122 @@
+"""Plays a policy that is in a directory, and holds the workdir of a run."""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import os
+import pathlib
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import fields, types
+from agent_r1_jax.checks import sizes
+from agent_r1_jax.engine import guide, replica
+from agent_r1_jax.host import preemption, processes, runtime
+from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.rl import algorithms
+from agent_r1_jax.train import evaluate, identity, preflight, rollout, setup, watch
+from agent_r1_jax.train import journal as journal_lib
+
+
+@contextlib.contextmanager
+def reserve(
+  config: config_lib.Config, workdir: str | os.PathLike, algorithm: algorithms.Algorithm
+) -> Iterator[None]:
+  """Locks a run's workdir inside `with`, and refuses settings that `run` would refuse.
+
+  For scripts that play something else before they call `run`, or after it: with a wrong
+  setting, or beside another run, they raise before anything is played.
+
+  Raises:
+    ValueError: The configuration does not fit the workdir, the algorithm or the device's
+      memory; or another run holds the workdir.
+  """
+  preflight.check_config(config, algorithm)
+  with journal_lib.lock(sizes.resolve(config, algorithm, workdir), workdir):
+    yield
+
+
+@preemption.watch()
+@processes.exit_together()
+def play(
+  config: config_lib.Config,
+  model: str | os.PathLike,
+  methods: Mapping[str, rollout.Method],
+  *,
+  samples: int = 1,
+  workdir: str | os.PathLike | None = None,
+  choose: evaluate.Choose | None = None,
+  watcher: watch.Watcher = watch.PLAIN,
+) -> dict[str, dict[str, list[types.Trajectory]]]:
+  """Plays the tasks of one or several methods by the policy in a directory.
+
+  An episode's randomness depends on (config.seed, task id, sample) alone.
+
+  Args:
+    config: The configuration; its model.path is replaced by `model`.
+    model: The policy's directory in HF layout.
+    methods: The tasks and the environment of each method, by name; see rollout.Method.
+    samples: How many episodes of each task are played.
+    workdir: Where each episode is written as it ends; a repeated call, also one with more
+      samples or methods, then plays only the missing ones. None writes nothing.
+    choose: Makes, for the engine, the choice among several candidates of each reply.
+    watcher: Is shown how many episodes have ended.
+
+  Returns:
+    Method -> set -> trajectories; those of a task are side by side.
+
+  Raises:
+    ValueError: The workdir has episodes of another configuration, model, task,
+      environment or tool, and the message lists what differs; or it is in use.
+  """
+  runtime.quiet_logging()
+  config.check()
+  config = sizes.resolve(
+    fields.replace(config, {'model.path': str(model)}), None, workdir
+  )
+  folder = None if workdir is None else pathlib.Path(workdir)
+  with contextlib.ExitStack() as stack:
+    if folder:
+      if processes.is_first():
+        stack.enter_context(workdir_lib.lock(folder))
+      _check_same(config, folder, methods)
+    mesh = setup.make_mesh(config.mesh)
+    shape, params, chat = setup.load(config.model, config.chat, mesh)
+    guides = [guide.FORCED] if choose else []
+    engine = setup.make_engine(config, shape, params, mesh, guides)
+    # This is the watch that began with `play`.
+    signals = stack.enter_context(preemption.watch())
+    signals.phase, engine.interrupted = 'an evaluation', signals.is_requested
+    try:
+      return evaluate.play(
+        engine,
+        chat,
+        methods,
+        limits=config.limits,
+        sampling=config.evaluation,
+        samples=samples,
+        seed=config.seed,
+        workdir=folder,
+        choose=choose,
+        watcher=watcher,
+      )
+    except replica.PreemptedError:
+      raise signals.end_unsaved() from None
+
+
+def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> None:
+  """Raises ValueError if the workdir has episodes of another configuration or method."""
+  workdir_lib.check_config(
+    workdir, dataclasses.asdict(config), defaults=config.read_missing()
+  )
+  model = identity.model_digest(config.model.path)
+  for method, (sets, make_env) in methods.items():
+    tasks = [task for tasks in sets.values() for task in tasks]
+    with preflight.open_environment(make_env, config.limits) as env:
+      made_of = identity.describe_run(None, env, tasks)
+    made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
+    workdir_lib.check_config(
+      workdir / method,
+      made_of,
+      name='made_of.json',
+      remedy=f'Give another workdir, or delete {workdir / method} to play all again',
+    )

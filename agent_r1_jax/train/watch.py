@@ -1,0 +1,176 @@
+"""Who watches a run: what the loop tells, and the plain watcher that prints lines.
+
+report/watcher.py has the one with a live view, alarms, logs of episodes and sinks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import pathlib
+from typing import NamedTuple, Protocol
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import call_formats
+from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.host import processes
+from agent_r1_jax.rl import table as table_lib
+
+Ended = Callable[[types.Trajectory], None]
+
+
+class Run(NamedTuple):
+  """A run that begins or goes on.
+
+  Attributes:
+    config: Its configuration.
+    workdir: Its directory.
+    label: What it calls itself.
+    step: How many steps were completed before.
+    next_line: The step of the next line of metrics.jsonl.
+    call_format: How the calls of tools are written in replies.
+    engine: The engine, whose counts tell the speed.
+  """
+
+  config: config_lib.Config
+  workdir: pathlib.Path
+  label: str
+  step: int
+  next_line: int
+  call_format: call_formats.CallFormat
+  engine: engine_lib.Engine
+
+
+class Watcher(Protocol):
+  """Watches a run; in all processes the loop calls the same methods.
+
+  What a method raises ends the run, so that a watcher bounds and reports its own faults.
+  """
+
+  def begin(self, run: Run) -> contextlib.AbstractContextManager:
+    """Watches a run inside `with`."""
+    ...
+
+  def print_line(self, line: str) -> None:
+    """Shows a line of text."""
+    ...
+
+  def set_phase(self, name: str, done: int | None = None, total: int | None = None):
+    """Shows what the run is doing, for example ('rollout', 45, 128)."""
+    ...
+
+  def trace_step(self, step: int) -> contextlib.AbstractContextManager:
+    """Is entered around the rollout and the update of a step."""
+    ...
+
+  def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
+    """Gets all episodes of a rollout or an evaluation, as soon as they have ended."""
+    ...
+
+  def log_rollout(
+    self,
+    step: int,
+    played: Sequence[types.Trajectory],
+    learned_from: Sequence[types.Trajectory],
+    table: table_lib.TokenTable,
+  ) -> None:
+    """Keeps some episodes of a rollout, for people to read.
+
+    Args:
+      step: The completed steps, this one included.
+      played: All episodes of the rollout; config.log_episodes of them have messages.
+      learned_from: The episodes of the table, in its order.
+      table: The table that updates.learn returned.
+    """
+    ...
+
+  def log_evaluation(
+    self, name: str, step: int, played: Sequence[types.Trajectory]
+  ) -> None:
+    """Keeps all episodes of an evaluation set."""
+    ...
+
+  def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns numbers to add to those of a step, before they are written."""
+    ...
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Gets the line that was written to metrics.jsonl."""
+    ...
+
+  def finish(self, workdir: pathlib.Path, label: str) -> None:
+    """Is called at the end of a run, when its models are written."""
+    ...
+
+  def count_episodes(
+    self, label: str, total: int
+  ) -> contextlib.AbstractContextManager[Ended]:
+    """Shows inside `with` how many episodes ended, of which it is told one by one."""
+    ...
+
+
+class Plain:
+  """Prints a line a step, and watches nothing else."""
+
+  @contextlib.contextmanager
+  def begin(self, run: Run) -> Iterator[None]:
+    """Begins.
+
+    Raises:
+      ValueError: The configuration asks for what it does not do.
+    """
+    wanted = {'sinks': run.config.sinks, 'profile': run.config.profile}
+    default = config_lib.Config()
+    for name, value in wanted.items():
+      if value != getattr(default, name):
+        raise ValueError(
+          f'{name} is {value!r}, and nobody watches this run who does that: give '
+          'train.run(..., watcher=report.Watcher()), or leave it out.'
+        )
+    yield
+
+  def print_line(self, line: str) -> None:
+    """Prints a line, in the first process."""
+    if processes.is_first():
+      print(line, flush=True)
+
+  def set_phase(self, name: str, done: int | None = None, total: int | None = None):
+    """Shows nothing."""
+
+  def trace_step(self, step: int) -> contextlib.AbstractContextManager:
+    """Traces nothing."""
+    return contextlib.nullcontext()
+
+  def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
+    """Prints the first error."""
+    if errors := [t.error for t in played if t.status == 'error']:
+      self.print_line(f'Step {step}: {len(errors)} episodes failed. {errors[0]}')
+
+  def log_rollout(self, step, played, learned_from, table) -> None:
+    """Keeps nothing."""
+
+  def log_evaluation(self, name, step, played) -> None:
+    """Keeps nothing."""
+
+  def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Adds nothing."""
+    return {}
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Prints the rewards of a step."""
+    shown = [
+      f'{name} {value:.3f}' for name, value in metrics.items() if name.endswith('/reward')
+    ]
+    self.print_line(f'Step {step}: {", ".join(shown)}')
+
+  def finish(self, workdir: pathlib.Path, label: str) -> None:
+    """Says where the files are."""
+    self.print_line(f'{label}: {workdir}')
+
+  @contextlib.contextmanager
+  def count_episodes(self, label: str, total: int) -> Iterator[Ended]:
+    """Prints a line at the beginning."""
+    self.print_line(f'{label}: {total} episodes')
+    yield lambda trajectory: None
+
+
+PLAIN = Plain()
