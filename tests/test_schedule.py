@@ -181,6 +181,7 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
     unused,
     unused,
     start,
+    unused,
     decoding_lib.Decoding(unused),
     unused,
   )
