@@ -1,6 +1,6 @@
 # make quickstart   an agent learns to search, on this machine's CPU
 # make test         the whole test suite
-# make test-inspect that Inspect reads our logs, in an environment of its own (.venv-inspect)
+# make test-inspect that Inspect reads converted logs, in its own environment (.venv-inspect)
 # make lint         format, lint and types
 # make format       rewrite the code in its format
 # make docs         the documentation as a site, in runs/site
@@ -31,7 +31,7 @@ test: $(VENV)/installed-test
 
 test-inspect: $(VENV)/installed-test $(VENV)-inspect/installed
 	INSPECT_PYTHON=$(VENV)-inspect/bin/python \
-		$(VENV)/bin/python -m pytest tests/test_viewer.py -k Contract
+		$(VENV)/bin/python -m pytest tests/test_episodes.py -k inspect
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .
@@ -65,7 +65,7 @@ $(VENV)/installed-test: requirements-test.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-test.txt
 	@touch $@
 
-$(VENV)-inspect/installed: tests/test_viewer.py | $(VENV)/bin/python
+$(VENV)-inspect/installed: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m venv $(VENV)-inspect
-	$(VENV)-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285
+	$(VENV)-inspect/bin/python -m pip install --quiet absl-py==2.5.1 inspect_ai==0.3.285
 	@touch $@

@@ -13,7 +13,7 @@ With --candidates=8 each reply is sampled eight times, and --critic=DIR says whi
 episode goes on with (docs/guided_decoding.md); without a critic it is the likeliest.
 
 Prints a table and writes it to WORKDIR/table.md, its numbers to results.json, and all
-episodes to episodes.eval, which `python -m agent_r1_jax.report.viewer` prints. Each
+episodes to episodes.jsonl, which `python -m agent_r1_jax.report.episodes` prints. Each
 episode is kept as it ends: the same command plays only what is missing, and another
 model, configuration or task is refused. --n may grow from 2 on (--n=1 is greedy, and so
 another configuration), and --methods may change.
@@ -35,7 +35,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.guided import choice, critic
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.report import viewer
+from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.train import identity
 from experiments import react, task_list
 
@@ -93,7 +93,7 @@ def main(_):
     results = {'task': _TASK.value, 'model': path, 'n': n, 'methods': numbers}
     (workdir / 'table.md').write_text(text + '\n')
     (workdir / 'results.json').write_text(json.dumps(results, indent=2) + '\n')
-    write_episodes(workdir / 'episodes.eval', played, config, benchmark.score)
+    write_episodes(workdir / 'episodes.jsonl', played)
     print(f'\n{text}\ntable, numbers and episodes: {workdir}')
 
 
@@ -139,9 +139,7 @@ def choose_methods(benchmark: task_list.Benchmark, names: Sequence[str]):
   return {name: benchmark.methods[name] for name in names or benchmark.methods}
 
 
-def write_episodes(
-  path: pathlib.Path, played: task_list.Played, config: config_lib.Config, score: str
-) -> None:
+def write_episodes(path: pathlib.Path, played: task_list.Played) -> None:
   """Writes all episodes to one log, whose ids name method, set and task."""
   episodes, groups = [], {}
   for method, sets in played.items():
@@ -151,15 +149,7 @@ def write_episodes(
         group = groups.setdefault((identity, t.group), len(groups))
         task = dataclasses.replace(t.task, id=identity)
         episodes.append(dataclasses.replace(t, task=task, group=group))
-  viewer.write_log(
-    path,
-    episodes,
-    task=_TASK.value,
-    model=config.model.path,
-    config=dataclasses.asdict(config),
-    step=0,
-    scores=(score,),
-  )
+  episodes_lib.write(path, episodes, step=0)
 
 
 if __name__ == '__main__':

@@ -10,32 +10,19 @@ from agent_r1_jax import config, types
 from agent_r1_jax.report import alarms
 from agent_r1_jax.train import evaluate
 
-_QUIET = {
-  'alarm/entropy_collapse': 0.0,
-  'alarm/kl_blow_up': 0.0,
-  'alarm/dead_groups': 0.0,
-  'alarm/truncated': 0.0,
-  'alarm/invalid_calls': 0.0,
-  'alarm/isolated_calls': 0.0,
-  'alarm/action_share': 0.0,
-  'alarm/reward_hacking': 0.0,
-}
-_LIMITS = config.Alarms(
-  entropy=0.5,
-  kl=2.0,
-  dead_groups=0.75,
-  truncated=0.25,
-  invalid_calls=0.5,
-  action_share=0.5,
-  hacking=0.5,
-)
+_GIVEN = {'entropy': 0.5, 'kl': 2.0, 'dead_groups': 0.75, 'truncated': 0.25}
+_GIVEN |= dict.fromkeys(('invalid_calls', 'action_share', 'hacking'), 0.5)
+_LIMITS = config.Alarms(**_GIVEN)
 _UP, _DOWN = 1e-9, -1e-9
 
 
-def _ringing(numbers, limits=_LIMITS):
-  rung = alarms.check(numbers, limits)
-  assert rung.keys() == _QUIET.keys() and set(rung.values()) <= {0.0, 1.0}
-  return [name.removeprefix('alarm/') for name, value in rung.items() if value]
+def _find(numbers, limits=_LIMITS):
+  """Returns the names of the alarms that ring."""
+  return [name for name, (*_, on) in alarms.compare(numbers, limits).items() if on]
+
+
+_CALLS, _UNREAD = 'rollout/tool_calls', 'rollout/format_errors'
+_TRUNCATED, _TURNS = 'rollout/status/truncated', 'rollout/status/max_turns'
 
 
 @pytest.mark.parametrize(
@@ -47,69 +34,29 @@ def _ringing(numbers, limits=_LIMITS):
     ('kl_blow_up', 'train/behaviour_kl', 2.0, _UP, {'train/kl': 0.1}),
     ('kl_blow_up', 'train/behaviour_kl', -2.0, _DOWN, {}),
     ('dead_groups', 'rollout/dead_groups', 0.75, _UP, {}),
-    ('truncated', 'rollout/status/truncated', 0.25, _UP, {}),
-    ('truncated', 'rollout/status/max_turns', 0.25, _UP, {}),
+    ('truncated', _TRUNCATED, 0.25, _UP, {}),
+    ('truncated', _TURNS, 0.25, _UP, {}),
     # Each of the budgets counts.
-    (
-      'truncated',
-      'rollout/status/truncated',
-      0.125,
-      _UP,
-      {'rollout/status/max_turns': 0.125, 'rollout/status/error': 0.5},
-    ),
+    ('truncated', _TRUNCATED, 0.125, _UP, {_TURNS: 0.125, 'rollout/status/error': 0.5}),
     # Of four calls two failed; of three, and one that could not be read, one.
-    ('invalid_calls', 'rollout/tool_errors', 2.0, _UP, {'rollout/tool_calls': 4.0}),
-    (
-      'invalid_calls',
-      'rollout/tool_errors',
-      1.0,
-      _UP,
-      {'rollout/tool_calls': 3.0, 'rollout/format_errors': 1.0},
-    ),
-    ('invalid_calls', 'rollout/format_errors', 2.0, _UP, {'rollout/tool_calls': 2.0}),
-    ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {'rollout/tool_calls': 4.0}),
+    ('invalid_calls', 'rollout/tool_errors', 2.0, _UP, {_CALLS: 4.0}),
+    ('invalid_calls', 'rollout/tool_errors', 1.0, _UP, {_CALLS: 3.0, _UNREAD: 1.0}),
+    ('invalid_calls', _UNREAD, 2.0, _UP, {_CALLS: 2.0}),
+    ('isolated_calls', 'rollout/isolated_calls', 0.0, _UP, {_CALLS: 4.0}),
     ('action_share', 'rollout/action_tokens', 8.0, _DOWN, {'rollout/tokens': 16.0}),
     ('reward_hacking', 'hacking', 0.5, _UP, {}),
     ('action_share', 'rollout/tokens', 16.0, _UP, {'rollout/action_tokens': 8.0}),
   ],
 )
 def test_an_alarm_rings_just_beyond_its_limit(alarm, name, limit, beyond, others):
-  assert _ringing(others | {name: limit}) == []
-  assert _ringing(others | {name: limit + beyond}) == [alarm]
+  assert _find(others | {name: limit}) == []
+  assert _find(others | {name: limit + beyond}) == [alarm]
 
 
-def test_what_is_absent_does_not_ring():
-  assert alarms.check({}, _LIMITS) == alarms.check({}, config.Alarms()) == _QUIET
-  # Nor do limits that nothing can be beyond, or calls where there were none.
-  numbers = {'rollout/tool_calls': 0.0, 'rollout/tool_errors': 0.0, 'rollout/tokens': 0.0}
-  assert alarms.check(numbers, _LIMITS) == _QUIET
-
-
-# Beyond the defaults and _LIMITS alike.
-_BAD = {
-  'train/entropy': 0.001,
-  'train/kl': 9.0,
-  'rollout/dead_groups': 1.0,
-  'rollout/status/truncated': 1.0,
-  'rollout/format_errors': 3.0,
-  'rollout/tool_calls': 1.0,
-  'rollout/isolated_calls': 1.0,
-  'rollout/tokens': 1000.0,
-  'rollout/action_tokens': 1.0,
-  'hacking': 9.0,
-}
-_SETTINGS = {'true_metric', 'window'}  # These are no limits.
-
-
-def test_every_limit_has_its_alarm():
-  """Each alone silences its own."""
-  limits = {field.name for field in dataclasses.fields(_LIMITS)} - _SETTINGS
-  assert len(_ringing(_BAD)) == len(limits) == len(_QUIET)
-  for limit in limits:
-    low = limit in ('entropy', 'action_share')
-    quiet = dataclasses.replace(_LIMITS, **{limit: -1.0 if low else 100.0})
-    silenced = set(_ringing(_BAD)) - set(_ringing(_BAD, quiet))
-    assert len(silenced) == 1 and limit in silenced.pop()
+def test_a_metric_that_is_absent_or_of_no_call_rings_no_alarm():
+  assert _find({}) == _find({}, config.Alarms()) == []
+  none = {'rollout/tool_calls': 0.0, 'rollout/tool_errors': 0.0, 'rollout/tokens': 0.0}
+  assert _find(none) == []
 
 
 def test_the_names_are_those_of_a_rollouts_summary():
@@ -117,10 +64,10 @@ def test_the_names_are_those_of_a_rollouts_summary():
   t.status = 'max_turns'
   t.metrics = {'tool_calls': 1.0, 'tool_errors': 1.0, 'format_errors': 0.0}
   numbers = {f'rollout/{k}': v for k, v in evaluate.summarize([t]).items()}
-  assert _ringing(numbers) == ['truncated', 'invalid_calls', 'action_share']
+  assert _find(numbers) == ['truncated', 'invalid_calls', 'action_share']
 
 
-def test_the_bell_says_when_an_alarm_begins_and_when_it_ends():
+def test_a_line_is_printed_when_an_alarm_begins_and_when_it_ends():
   said = []
   monitor = alarms.AlarmMonitor(config.Alarms(), said.append)
   good, bad = {'rollout/status/truncated': 0.1}, {'rollout/status/truncated': 1.0}
@@ -134,24 +81,18 @@ def test_the_bell_says_when_an_alarm_begins_and_when_it_ends():
   assert '100% of the episodes ran out of tokens or turns, above 30%. Raise' in said[0]
 
 
-def test_every_alarm_has_its_words():
+def test_every_limit_has_an_alarm_and_every_alarm_a_message():
+  limits = {f.name for f in dataclasses.fields(_LIMITS)} - {'true_metric', 'window'}
+  bad = {'train/entropy': 0.001, 'train/kl': 9.0, 'rollout/dead_groups': 1.0}
+  bad |= {_TRUNCATED: 1.0, _CALLS: 1.0, _UNREAD: 3.0, 'rollout/isolated_calls': 1.0}
+  bad |= {'rollout/tokens': 1000.0, 'rollout/action_tokens': 1.0}
   said = []
   # The reward rises from the first two steps to the last two, the true metric never does.
   before = [{'rollout/reward': r, 'rollout/em': 0.5} for r in (0.0, 0.1, 0.9)]
   monitor = alarms.AlarmMonitor(config.Alarms(window=4), said.append, before)
-  last = {'rollout/reward': 1.0, 'rollout/em': 0.5}
-  assert set(monitor.check(4, _BAD | last).values()) == {1.0}
-  words = ' '.join(said)
-  for part in (
-    '0.001 nats',
-    'is 9, above 1',
-    'of the groups',
-    'calls could',
-    'in a row',
-    '0.1% of',
-    '12.7',
-  ):
-    assert part in words
+  found = monitor.check(4, bad | {'rollout/reward': 1.0, 'rollout/em': 0.5})
+  assert len(said) == len(found) == len(limits) and set(found.values()) == {1.0}
+  assert '0.001 nats' in ' '.join(said)
 
 
 # Two halves of three steps; a standard error is 0.1 · sqrt(2 / 3) = 0.0816.
@@ -166,7 +107,7 @@ def test_a_rise_by_hand():
   assert alarms.rise([0.0, 1.0, 9.0, 1.0, 2.0]) == pytest.approx(1.0 / 0.5**0.5)
 
 
-def test_a_rise_takes_two_steps_on_either_side():
+def test_a_window_of_less_than_four_steps_is_refused():
   with pytest.raises(ValueError, match='alarms.window is 3; it must be at least 4'):
     config.Config(alarms=config.Alarms(window=3)).check()
 
@@ -202,22 +143,18 @@ def _episode(error='', **metrics):
   )
 
 
-def test_faults_are_said_when_they_are_new_and_in_sum():
+def test_a_fault_is_printed_when_it_is_new_and_counted_at_the_end():
   said = []
   faults = alarms.FaultCounter(said.append)
   faults.count(1, [_episode(em=1.0, tool_calls=2.0)])
   faults.report_totals()
   assert said == []
-  late = _episode(
-    'reset gave no answer', **{'error/CallTimeoutError': 1.0, 'tool_errors': math.nan}
-  )
+  given = {'error/CallTimeoutError': 1.0, 'tool_errors': math.nan}
+  late = _episode('reset gave no answer', **given)
   faults.count(1, [late, late, _episode(tool_timeouts=2.0, em=1.0)])
-  assert len(said) == 2
-  assert (
-    'step 1, error/CallTimeoutError: 2' in said[0] and 'reset gave no answer' in said[0]
-  )
-  assert 'step 1, tool_timeouts: 2' in said[1]
   faults.count(2, [late])
-  assert len(said) == 2
+  first, second = said
+  assert 'step 1, error/CallTimeoutError: 2' in first and 'reset gave no answer' in first
+  assert 'step 1, tool_timeouts: 2' in second
   faults.report_totals()
   assert said[2].endswith('error/CallTimeoutError 3, tool_timeouts 2')

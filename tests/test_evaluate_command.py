@@ -10,7 +10,7 @@ import pytest
 import script as script_lib
 import tiny
 
-from agent_r1_jax.report import viewer
+from agent_r1_jax.report import episodes
 from agent_r1_jax.retrieval import bm25, documents
 
 # Ends the command as a kill does that cuts the fourth episode short on the disk.
@@ -81,10 +81,10 @@ def test_a_command_that_was_killed_goes_on_as_if_it_had_not_been(model, tmp_path
   assert results['n'] == 2 and [*results['methods']] == ['direct', 'react']
   found = results['methods']['react']['']
   assert found['tasks'] == 2 and found['turns'] >= 1 and found['pass@2'] == found['best']
-  samples = viewer.read_log(one / 'episodes.eval')
-  assert len(samples) == 8 and {s['epoch'] for s in samples} == {1, 2}
-  assert {s['id'].split('/')[0] for s in samples} == {'direct', 'react'}
-  asked = {s['id'][:3]: s['input'][0]['content'] for s in samples}
+  played = episodes.read(one / 'episodes.jsonl')
+  assert len(played) == 8 and {e['sample'] for e in played} == {0, 1}
+  assert {e['id'].split('/')[0] for e in played} == {'direct', 'react'}
+  asked = {e['id'][:3]: e['messages'][0]['content'] for e in played}
   assert 'Action Input:' in asked['rea'] and '"calculator"' in asked['rea']
   assert 'Action' not in asked['dir']
   # Another configuration is refused, and names the field.
@@ -111,9 +111,9 @@ def test_questions_with_passages(model, tmp_path):
   for sets in results['methods'].values():
     assert sets['']['tasks'] == 2 and np.isfinite(list(sets[''].values())).all()
   assert '| method |' in done.stdout and '[.000, .658] 0/2' in done.stdout
-  samples = viewer.read_log(tmp_path / 'run' / 'episodes.eval')
-  (rag, *_) = [s for s in samples if s['id'].startswith('rag/')]
-  assert '(Title: ' in rag['input'][0]['content']
+  played = episodes.read(tmp_path / 'run' / 'episodes.jsonl')
+  (rag, *_) = [e for e in played if e['id'].startswith('rag/')]
+  assert '(Title: ' in rag['messages'][0]['content']
 
 
 def test_questions_that_come_without_passages(model, tmp_path):
@@ -130,8 +130,8 @@ def test_questions_that_come_without_passages(model, tmp_path):
     model, tmp_path / 'run', *flags, f'--retriever={tmp_path / "index"}', '--methods=rag'
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  (first, _) = viewer.read_log(tmp_path / 'run' / 'episodes.eval')
-  assert 'is a city.' in first['input'][0]['content']
+  (first, _) = episodes.read(tmp_path / 'run' / 'episodes.jsonl')
+  assert 'is a city.' in first['messages'][0]['content']
 
 
 def test_generated_problems(model, tmp_path):

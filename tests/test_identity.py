@@ -121,7 +121,7 @@ def _describe(folder, *scripts, seed='1'):
 
 
 def _different(a, b):
-  a, b = (workdir._flatten_fields(x) for x in (a, b))
+  a, b = (workdir.flatten_fields(x) for x in (a, b))
   return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 

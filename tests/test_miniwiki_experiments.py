@@ -69,7 +69,7 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   for name in names:
     assert (tmp_path / name).exists(), name
     assert name in done.stdout or name == 'config.json'
-  assert len(list((tmp_path / 'trajectories').glob('step-00001-*.eval'))) == 4
+  assert len(list((tmp_path / 'trajectories').glob('step-00001-*.jsonl'))) == 4
   table = json.loads((tmp_path / 'table.json').read_text())
   assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
   baselines = ('Direct answer', 'Naive RAG', 'Base Tool Call')

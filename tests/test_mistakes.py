@@ -119,9 +119,9 @@ _ENVIRONMENTS = {
   'JAX_PLATFORMS=cuda': 'no device of JAX_PLATFORMS=cuda: install its build',
 }
 _COMMANDS = {
-  'agent_r1_jax.report.viewer missing.eval': 'missing.eval cannot be read: No such file',
-  'agent_r1_jax.report.viewer tiny': r'tiny is a folder without logs \(\*.eval\)',
-  'agent_r1_jax.report.viewer file': 'file is no log of trajectories',
+  'agent_r1_jax.report.episodes missing': 'missing cannot be read: No such file',
+  'agent_r1_jax.report.episodes tiny': r'tiny is a folder without logs \(\*.jsonl\)',
+  'agent_r1_jax.report.episodes file': 'file, line 1 is no episode',
   'experiments.evaluate --task=chess': 'value should be one of <miniwiki|hotpotqa',
   'experiments.evaluate --task=gsm8k': '--data: the file of the rows is missing',
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',

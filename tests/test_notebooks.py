@@ -64,7 +64,7 @@ def test_quickstart_trains_and_shows_what_it_promises(tmp_path, monkeypatch):
   assert '\x1b' not in shown['train'], 'a moving bar'
   assert 'image/png' in shown['curve'] and '| GRPO ' in shown['curve']
   for step in (0, 1):
-    assert f'step-{step:05}-miniwiki-musique.eval' in shown['look']
+    assert f'step-{step:05}-miniwiki-musique.jsonl' in shown['look']
   assert 'assistant (reward ' in shown['look']
   assert (workdir / 'model' / 'model.safetensors').exists()
 

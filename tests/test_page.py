@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 import pytest
-import test_viewer
+import test_episodes
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.report import page
@@ -24,6 +24,7 @@ MODEL = ROOT / 'experiments' / 'miniwiki' / 'model'
 HOSTILE = (
   '</script><script>document.title="caught"</script> \x00\x1b[31m \u2028 é中 <b>&amp;'
 )
+MESSAGES = [{'role': 'user', 'content': HOSTILE}, *test_episodes.trajectory().messages]
 
 
 def write_run(folder: pathlib.Path, **given) -> table_lib.TokenTable:
@@ -35,7 +36,7 @@ def write_run(folder: pathlib.Path, **given) -> table_lib.TokenTable:
     for step in range(3):
       reward = float('nan') if step == 1 else step / 2
       writer.write(step, {'rollout/reward': reward, 'eval/dev/em': 0.25})
-  group = [test_viewer.trajectory(0, s, reward=1.0 - s, **given) for s in (0, 1)]
+  group = [test_episodes.trajectory(0, s, reward=1.0 - s, **given) for s in (0, 1)]
   table = table_lib.build(group)
   where = table.action_mask
   table = dataclasses.replace(
@@ -44,14 +45,10 @@ def write_run(folder: pathlib.Path, **given) -> table_lib.TokenTable:
     values=np.linspace(-1, 1, len(table)),
   )
   columns = [table.take(table.trajectory == i).list_tokens() for i in (0, 1)]
-  test_viewer.write(
-    folder / 'trajectories' / 'step-00002-rollout.eval',
-    [*group, test_viewer.failed()],
-    extra=[{'columns': column} for column in columns] + [{}],
-  )
-  test_viewer.write(
-    folder / 'trajectories' / 'step-00000-dev.eval', [test_viewer.trajectory(4)]
-  )
+  logs = folder / 'trajectories'
+  rollout = [*group, test_episodes.failed()]
+  test_episodes.write(logs / 'step-00002-rollout.jsonl', rollout, columns=columns)
+  test_episodes.write(logs / 'step-00000-dev.jsonl', [test_episodes.trajectory(4)])
   return table
 
 
@@ -106,29 +103,28 @@ def test_columns_of_a_known_trajectory_survive(tmp_path):
   assert run['metrics']['series']['rollout/reward'] == [0, None, 1]
   assert ['seed', '7', True] in run['config'] and not run['problems']
   _, call, result, answer = elements.read('text-0')[1]['messages'][1:]
-  assert call['calls'] == [['search', {'query': 'Arden Bridge'}, None]]
-  assert result['tool'] == 'search' and (answer['turn'], answer['reward']) == (2, 1)
+  assert call['calls'] == [{'name': 'search', 'arguments': {'query': 'Arden Bridge'}}]
+  assert result['name'] == 'search' and (answer['turn'], answer['reward']) == (2, 1)
   assert elements.read('text-0')[3]['error'] == 'ValueError: no'
 
 
-def test_a_run_that_goes_on(tmp_path):
-  """Half a line of metrics, half a log and a log being written are no obstacle."""
+def test_half_a_line_of_metrics_and_half_a_log_are_left_out(tmp_path):
   write_run(tmp_path)
   with (tmp_path / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 3, "rollout/rew')
   logs = tmp_path / 'trajectories'
-  whole = (logs / 'step-00002-rollout.eval').read_bytes()
-  (logs / 'step-00003-rollout.eval').write_bytes(whole[: len(whole) // 2])
-  (logs / 'step-00003-dev.part').write_bytes(whole[:100])
+  whole = (logs / 'step-00002-rollout.jsonl').read_bytes()
+  (logs / 'step-00003-rollout.jsonl').write_bytes(whole[: len(whole) // 2])
+  (logs / 'step-00003-dev.jsonl.part').write_bytes(whole[:100])
   before = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
   said = page.write_page(tmp_path, tmp_path / 'report.html')
   assert '3 lines of metrics, 4 episodes, 2 of them with tokens' in said
-  assert re.search('Left out: .*step-00003-rollout.eval is no log', said)
+  assert re.search('Left out: .*step-00003-rollout.jsonl, line 2 is no ep', said)
   after = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
   assert after.pop(tmp_path / 'report.html') and after == before
 
 
-def test_only_metrics_or_only_a_log_of_another_program(tmp_path):
+def test_only_metrics_or_only_a_file_of_another_program_make_a_page(tmp_path):
   write_run(tmp_path)
   shutil.rmtree(tmp_path / 'trajectories')
   (tmp_path / 'config.json').write_text('{"model": {"path": "/none"}')
@@ -137,30 +133,22 @@ def test_only_metrics_or_only_a_log_of_another_program(tmp_path):
   assert run['episodes']['reward'] == []
   assert 'config.json is no JSON' in ''.join(run['problems'])
   (tmp_path / 'metrics.jsonl').unlink()
-  log = tmp_path / 'trajectories' / 'other.eval'
-  test_viewer.write(log, [test_viewer.trajectory()])
-  samples = test_viewer.viewer.read_log(log)
-  del samples[0]['metadata']['turn_tokens']
-  with test_viewer.zipfile.ZipFile(log, 'w') as archive:
-    archive.writestr('samples/a.json', json.dumps(samples[0]))
+  (tmp_path / 'trajectories').mkdir()
+  (tmp_path / 'trajectories' / 'other.jsonl').write_text('{"id": "x"}')
   _, elements = make_page(tmp_path)
-  assert (
-    "other.eval was written by another program: KeyError('turn_tokens')"
-    in elements.read('run')['problems'][0]
-  )
+  assert 'other.jsonl, line 1 is no episode' in elements.read('run')['problems'][0]
 
 
 def test_what_an_episode_says_is_no_markup(tmp_path):
   folder = tmp_path / 'a <b> & <script>'
-  messages = [{'role': 'user', 'content': HOSTILE}, *test_viewer.trajectory().messages]
-  write_run(folder, messages=messages, task_id=HOSTILE)
+  write_run(folder, messages=MESSAGES, task_id=HOSTILE)
   text, elements = make_page(folder)
   write_run(tmp_path / 'plain')
   plain = make_page(tmp_path / 'plain')[1]
   assert elements.tags == plain.tags, 'the data adds no element'
   assert 'caught' not in text and '<b>' not in text
   assert elements.read('text-0')[1]['messages'][0]['content'] == HOSTILE
-  assert elements.read('run')['groups'][1][1] == HOSTILE.replace('\0', '?')
+  assert elements.read('run')['groups'][1][1] == HOSTILE
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'google-chrome'))), None)
@@ -182,7 +170,10 @@ class TestBrowser:
     return done.stdout
 
   def test_a_group_its_tokens_and_a_hostile_text(self, tmp_path):
-    messages = [{'role': 'user', 'content': HOSTILE}, *test_viewer.trajectory().messages]
+    messages = [
+      {'role': 'user', 'content': HOSTILE},
+      *test_episodes.trajectory().messages,
+    ]
     write_run(tmp_path, messages=messages)
     make_page(tmp_path)
     shown = self.show(tmp_path, 'view=episodes&group=1&color=advantage&tokens=true')
@@ -196,20 +187,18 @@ class TestBrowser:
     assert '&lt;/script&gt;&lt;script&gt;document.title="caught"' in shown
     assert '2 of 4 episodes in 1 groups.' in shown, 'the search finds both'
 
-  def test_filters_and_curves(self, tmp_path):
+  def test_filters_leave_the_groups_that_match(self, tmp_path):
     write_run(tmp_path)
     make_page(tmp_path)
-    shown = self.show(tmp_path, 'view=episodes&high=0.5&tool=search')
-    assert '1 of 4 episodes in 1 groups.' in shown
-    shown = self.show(tmp_path, 'view=episodes&error=environment+raised')
-    assert '1 of 4 episodes in 1 groups.' in shown
-    shown = self.show(tmp_path, '')
-    assert 'aria-label="rollout/reward, by step"' in shown and '<path' in shown
+    for address in ('high=0.5&tool=search', 'error=environment+raised'):
+      shown = self.show(tmp_path, f'view=episodes&{address}')
+      assert '1 of 4 episodes in 1 groups.' in shown
 
-  def test_curves_out_of_view_are_drawn_for_printing(self, tmp_path):
+  def test_all_curves_are_drawn_for_printing(self, tmp_path):
     with metrics.Writer(tmp_path) as writer:
       for step in range(3):
         writer.write(step, {f'rollout/metric_{i}': i + step for i in range(60)})
     make_page(tmp_path)
     shown = self.show(tmp_path, '')
     assert shown.count('<svg') == shown.count('<figcaption>') == 60
+    assert 'aria-label="rollout/metric_7, by step"' in shown and '<path' in shown

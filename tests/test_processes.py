@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-import zipfile
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ import tiny
 from agent_r1_jax import report, train, types
 from agent_r1_jax.host import preemption, processes
 from agent_r1_jax.models import weights
+from agent_r1_jax.report import episodes
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.train import metrics
 
@@ -88,14 +88,11 @@ def _numbers(workdir):
 
 def _logged_messages(workdir):
   """The conversations of the logged episodes, by log and episode."""
-  conversations = {}
-  for path in sorted((workdir / 'trajectories').glob('*.eval')):
-    with zipfile.ZipFile(path) as log:
-      for name in log.namelist():
-        if name.startswith('samples/'):
-          messages = json.loads(log.read(name))['messages']
-          conversations[path.name, name] = [m['content'] for m in messages]
-  return conversations
+  return {
+    (log.name, number): [message['content'] for message in episode['messages']]
+    for log in sorted((workdir / 'trajectories').glob('*.jsonl'))
+    for number, episode in enumerate(episodes.read(log))
+  }
 
 
 def _assert_same(workdir, other):

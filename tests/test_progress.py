@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import math
 import os
 import pty
 import re
@@ -22,81 +23,45 @@ class Clock:
     return self.now
 
 
-def run(file, clock, every):
-  with progress_lib.Progress(
-    12, label='GRPO', start=2, every=every, file=file, clock=clock
-  ) as p:
-    for step in range(2, 12):
-      p.set_phase('rollout', 32, 128)
+def test_a_log_file_gets_a_line_every_few_seconds_and_the_phase_of_a_slow_step():
+  file, clock = io.StringIO(), Clock()
+  with progress_lib.Progress(12, label='GRPO', start=2, file=file, clock=clock) as shown:
+    clock.now += 8000
+    for step in range(3, 10):
+      shown.set_phase('rollout', 32, 128)
       clock.now += 1.0
-      p.update(step + 1, reward=step / 10)
-
-
-def test_a_log_file_gets_a_line_every_few_seconds():
-  file = io.StringIO()
-  run(file, Clock(), every=5.0)
+      shown.update(step, reward=step / 10)
+    clock.now += 60
+    shown.set_phase('rollout', 32, 128)
   assert file.getvalue().splitlines() == [
-    'GRPO 7/12  reward 0.600  0:05 spent, 0:05 left',
-    'GRPO 12/12  reward 1.100  0:10 spent',
+    'GRPO 2/12  2:13:20 spent  rollout 32/128',
+    # The first step compiled: it says nothing of the others.
+    'GRPO 7/12  reward 0.700  2:13:25 spent, 0:05 left',
+    'GRPO 9/12  reward 0.900  2:14:27 spent, 0:03 left  rollout 32/128',
   ]
 
 
-def test_no_line_of_a_log_file_controls_the_terminal_that_shows_it():
-  file = io.StringIO()
-  with progress_lib.Progress(1, label='\x1b]0;x\x07', file=file) as p:
-    p.print_line('1 episode failed: \x1b]52;c;eA==\x07')
-    p.update(1)
-  assert file.getvalue().startswith('1 episode failed: ␛]52;c;eA==␇\n␛]0;x␇ 1/1')
-
-
-def test_a_training_step_has_a_line_of_its_own():
-  file = io.StringIO()
-  clock = Clock()
-  with progress_lib.Progress(2, every=0.0, file=file, clock=clock) as progress:
-    progress.update(1)
-    progress.update(2)
-    clock.now += 7.0  # It saves, and the last line is not shown again.
-  assert len(file.getvalue().splitlines()) == 2 and '\x1b' not in file.getvalue()
-
-
-def test_what_is_shown_of_a_training_step():
+def test_a_training_step_has_a_line_of_its_own_that_controls_no_terminal():
   file, metrics = io.StringIO(), {name: 0.25 for name in progress_lib.VIEW.values()}
   metrics |= {'eval/a/em': 0.2, 'eval/b/em': 0.4, 'train/kl': -3e-8, 'train/loss': 1.0}
-  with progress_lib.Progress(2, label='GRPO', file=file, clock=Clock()) as p:
-    p.show_metrics(1, metrics)
+  label = '\x1b]0;x\x07'
+  with progress_lib.Progress(
+    2, label=label, every=0.0, file=file, clock=Clock()
+  ) as shown:
+    shown.print_line('1 episode failed: \x1b]52;c;eA==\x07')
+    shown.update(1)
+    shown.show_metrics(2, metrics)
+  said, first, last = file.getvalue().splitlines()
+  assert said == '1 episode failed: ␛]52;c;eA==␇' and first.startswith('␛]0;x␇ 1/2')
   for text in ('exact match 0.250', 'KL -3e-08', 'idle 25%', 'memory 0.2 GB'):
-    assert text in file.getvalue()
-  assert 'eval match 0.300' in file.getvalue() and 'loss' not in file.getvalue()
+    assert text in last
+  assert 'eval match 0.300' in last and 'loss' not in last
 
 
-def test_a_slow_step_tells_its_phase():
-  file, clock = io.StringIO(), Clock()
-  with progress_lib.Progress(10, label='GRPO', file=file, clock=clock) as progress:
-    clock.now += 8000
-    progress.update(1, reward=0.5)
-    clock.now += 60
-    progress.set_phase('rollout', 32, 128)
-    clock.now += 40
-    progress.update(2, reward=0.5)
-  assert file.getvalue().splitlines() == [
-    # The first step compiled: it says nothing of the others.
-    'GRPO 1/10  reward 0.500  2:13:20 spent',
-    'GRPO 1/10  reward 0.500  2:14:20 spent  rollout 32/128',
-    'GRPO 2/10  reward 0.500  2:15:00 spent, 13:20 left',
-  ]
-
-
-@pytest.mark.parametrize(
-  ('values', 'bars'),
-  [
-    ([], ''),
-    ([0.5, 0.5], '▁▁'),
-    ([0, float('nan'), 7], '▁█'),
-    (list(range(24)), '▁▂▂▃▄▄▅▅▆▇▇█'),
-  ],
-)
-def test_courses(values, bars):
-  assert progress_lib._draw_sparkline(values, 12) == bars
+def test_a_sparkline_has_a_bar_for_the_mean_of_equally_many_values():
+  draw = lambda values: progress_lib._draw_sparkline(values, 12)
+  assert [draw([]), draw([0.5, 0.5]), draw([0, math.nan, 7])] == ['', '▁▁', '▁█']
+  assert draw(range(24)) == '▁▂▂▃▄▄▅▅▆▇▇█'
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux has it')
@@ -107,13 +72,6 @@ def test_a_log_without_room_ends_no_run():
     progress.print_line('step 1: 3 calls failed')
   with pytest.raises(OSError, match='No space left'):
     file.close()  # as it tells whoever asks
-
-
-def test_a_lap_ends_where_the_next_begins(monkeypatch):
-  times = iter([1.0, 3.0, 3.5])
-  monkeypatch.setattr(progress_lib.time, 'perf_counter', lambda: next(times))
-  clock = progress_lib.Clock()
-  assert [clock.lap(), clock.lap()] == [2.0, 0.5]
 
 
 # Ctrl-C comes amid it; what was redirected is as before in the end.

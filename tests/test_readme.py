@@ -50,7 +50,7 @@ def test_the_task_of_the_readme_runs(model, script, tmp_path):
   for name in left:
     assert (workdir / name).exists() and f'runs/mine/{name}' in done.stdout
   logs = sorted(log.name for log in (workdir / 'trajectories').iterdir())
-  assert logs == ['step-00001-rollout.eval', 'step-00002-rollout.eval']
+  assert logs == ['step-00001-rollout.jsonl', 'step-00002-rollout.jsonl']
   assert '| rollout/reward ' in (workdir / 'numbers.md').read_text()
   assert not re.search('^I[0-9]{4} ', done.stderr, re.M)
 

@@ -1,32 +1,18 @@
 """Sinks of metrics: a failing one costs nothing, a resumed one doubles nothing."""
 
-import contextlib
+import re
 import threading
 import time
 import warnings
 
+import jax
+import jax.numpy as jnp
+import mounts
 import pytest
 import tiny
 
-from agent_r1_jax.report import profile, sinks
-from agent_r1_jax.train import metrics
-
-
-@contextlib.contextmanager
-def writing(workdir, started, resume_step=None):
-  """Writes to metrics.jsonl and to sinks, as a run does."""
-
-  class Both:
-    def write(self, step, numbers):
-      writer.write(step, numbers)
-      for sink in started:
-        sink.write(step, numbers)
-
-  with contextlib.ExitStack() as stack:
-    for sink in started:
-      stack.callback(sink.close)
-    writer = stack.enter_context(metrics.Writer(workdir, resume_step=resume_step))
-    yield Both()
+from agent_r1_jax.models import decoder
+from agent_r1_jax.report import profile, sinks, tensorboard
 
 
 class Sink:
@@ -59,15 +45,15 @@ class Sink:
 
 
 def write(workdir, sink, steps, until=lambda: True):
-  """Writes steps, and closes the files once `until` holds; returns the warnings."""
+  """Writes steps, and closes the sink once `until` holds; returns the warnings."""
   background = sinks.Background('fake', sink.make, workdir / 'sinks' / 'fake.json')
   with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
-    with writing(workdir, [background], steps[0]) as writer:
-      for step in steps:
-        writer.write(step, {'reward': 0.1 * step})
-      while not until():
-        time.sleep(0.01)
+    for step in steps:
+      background.write(step, {'reward': 0.1 * step})
+    while not until():
+      time.sleep(0.01)
+    background.close()
   return [str(warning.message) for warning in said]
 
 
@@ -76,38 +62,67 @@ def test_a_resumed_run_goes_on_without_doubled_steps(tmp_path):
   assert write(tmp_path, sink, range(5)) == []
   assert write(tmp_path, sink, range(3, 8)) == []
   assert sink.steps == [*range(8)] and sink.runs == ['', 'r1']
-  assert [line['step'] for line in metrics.read(tmp_path)] == [*range(8)]
 
 
-def test_what_fails_is_named_once_and_counted(tmp_path):
+def test_a_sink_that_fails_is_named_once_and_its_lines_are_counted(tmp_path):
   sink = Sink(fails_at=3)
   first, last = write(tmp_path, sink, range(9))
-  assert first.startswith(
-    'fake does not take all metrics: no such project. The run goes on'
-  )
+  assert first.startswith('fake does not take all metrics: no such project. The run')
   assert last == 'fake: 6 lines were not written'
-  assert len(metrics.read(tmp_path)) == 9 and sink.closed.is_set()
+  assert sink.closed.is_set()
 
 
 @pytest.mark.parametrize(('method', 'lost'), [('make', 5), ('write', 5), ('close', 0)])
-def test_what_hangs_is_not_waited_for(tmp_path, monkeypatch, gate, method, lost):
+def test_a_sink_that_hangs_is_not_waited_for(tmp_path, monkeypatch, gate, method, lost):
   monkeypatch.setattr(sinks, '_CLOSE_SECONDS', 0.2)
   sink = Sink(hangs_in=method, gate=gate)
   taken = lambda: method != 'close' or len(sink.steps) == 5
   said = tiny.within(write, tmp_path, sink, range(5), taken, seconds=60)
-  assert said[0].startswith(
-    'fake does not take all metrics: it did not end within 0.2 sec'
-  )
+  assert 'metrics: it did not end within 0.2 sec' in said[0]
   assert said[1:] == ([f'fake: {lost} lines were not written'] if lost else [])
-  assert len(metrics.read(tmp_path)) == 5
 
 
-def test_a_queue_is_bounded(tmp_path, monkeypatch, gate):
+def test_a_sink_that_is_behind_loses_lines_and_the_queue_stays_short(
+  tmp_path, monkeypatch, gate
+):
   monkeypatch.setattr(sinks, '_CLOSE_SECONDS', 0.2)
   monkeypatch.setattr(sinks, '_MOST_LINES', 3)
-  sink = Sink(hangs_in='make', gate=gate)
-  first, last = write(tmp_path, sink, range(10))
+  first, last = write(tmp_path, Sink(hangs_in='make', gate=gate), range(10))
   assert 'it is 3 lines behind' in first and last == 'fake: 10 lines were not written'
+
+
+def test_tensorboard_has_the_scalars(tmp_path):
+  (sink,) = sinks.start(['tensorboard'], tmp_path, {})
+  sink.write(7, {'loss/policy': 1.5})
+  sink.close()
+  (events,) = (tmp_path / 'tensorboard').iterdir()
+  assert events.name.startswith('events.out.tfevents')
+  assert b'loss/policy' in events.read_bytes()
+
+
+@pytest.mark.parametrize('when', ['before', 'while'])
+def test_tensorboard_on_a_full_disk_is_given_up(tmp_path, when, monkeypatch):
+  """Its writer's thread once died of it, and `write` waited for ever on its queue."""
+  monkeypatch.setattr(tensorboard, '_FLUSH_SECONDS', 0.0)
+  numbers = {f'number/{i}': 0.1 * i for i in range(300)}
+  with mounts.mounted(tmp_path / 'tensorboard', 'size=64k') as disk:
+    if when == 'before':
+      mounts.fill(disk)
+
+    def write():
+      (sink,) = sinks.start(['tensorboard'], tmp_path, {})
+      if when == 'while':
+        sink.write(-1, {'reward': 0.5})
+        mounts.fill(disk)
+      for step in range(50):
+        sink.write(step, numbers)
+      sink.close()
+
+    with pytest.warns(UserWarning) as said:
+      tiny.within(write, seconds=60)
+    first, last = (str(warning.message) for warning in said)
+    assert first.startswith('tensorboard does not take all metrics: the disk is full')
+    assert re.fullmatch(r'tensorboard: \d+ lines were not written', last)
 
 
 @pytest.mark.filterwarnings('ignore')  # Theirs.
@@ -115,10 +130,10 @@ def test_mlflow_and_a_database_in_the_workdir(tmp_path, monkeypatch):
   mlflow = pytest.importorskip('mlflow', reason='pip install agent_r1_jax[mlflow]')
   monkeypatch.delenv('MLFLOW_TRACKING_URI', raising=False)
   for steps in (range(3), range(1, 5)):
-    started = sinks.start(['mlflow'], tmp_path, {'seed': 7})
-    with writing(tmp_path, started) as writer:
-      for step in steps:
-        writer.write(step, {'rollout/reward': float(step), 'error/a: b': float('nan')})
+    (sink,) = sinks.start(['mlflow'], tmp_path, {'seed': 7})
+    for step in steps:
+      sink.write(step, {'rollout/reward': float(step), 'error/a: b': float('nan')})
+    sink.close()
   client = mlflow.MlflowClient(f'sqlite:///{tmp_path}/mlflow.db')
   (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
   assert run.info.status == 'FINISHED' and run.data.params == {'seed': '7'}
@@ -131,10 +146,10 @@ def test_wandb_offline(tmp_path, monkeypatch):
   wandb = pytest.importorskip('wandb', reason='pip install agent_r1_jax[wandb]')
   monkeypatch.setenv('WANDB_MODE', 'offline')
   for steps in (range(3), range(1, 5)):
-    started = sinks.start(['wandb'], tmp_path, {'seed': 7})
-    with writing(tmp_path, started) as writer:
-      for step in steps:
-        writer.write(step, {'rollout/reward': step + 0.125})
+    (sink,) = sinks.start(['wandb'], tmp_path, {'seed': 7})
+    for step in steps:
+      sink.write(step, {'rollout/reward': step + 0.125})
+    sink.close()
   wandb.teardown()  # As at the end of a process: what it holds is written.
   files = sorted(tmp_path.glob('wandb/offline-run-*/run-*.wandb'))
   assert len({path.stem for path in files}) == 1  # One run, written by two starts.
@@ -154,19 +169,12 @@ def test_wandb_without_a_key_asks_nobody(tmp_path, monkeypatch):
 
 def test_named_steps_are_traced(tmp_path):
   """The scopes of the model are in the programs that the trace holds."""
-  import jax
-  import jax.numpy as jnp
-
-  from agent_r1_jax.models import decoder
-
   config = tiny.config()
-  params = tiny.params(config)
-  tokens = jnp.zeros((1, 8), jnp.int32)
+  params, tokens = tiny.params(config), jnp.zeros((1, 8), jnp.int32)
 
   @jax.jit
   def read(params):
-    positions = jnp.arange(8)[None]
-    x = decoder.hidden(params, config, tokens, positions, tokens + 1)
+    x = decoder.hidden(params, config, tokens, jnp.arange(8)[None], tokens + 1)
     return decoder.logits(params, config, x)
 
   for step in (1, 2):
@@ -184,8 +192,7 @@ def test_named_steps_are_traced(tmp_path):
 
 def test_a_trace_that_fails_ends_no_step(tmp_path):
   (tmp_path / 'profile').write_text('in the way')
-  done = []
   with pytest.warns(UserWarning, match='there is no complete trace in .*step-00001'):
     with profile.trace_step([1], tmp_path, 1):
-      done.append(1)
+      done = True
   assert done

@@ -34,7 +34,7 @@ from agent_r1_jax.guided import critic
 from agent_r1_jax.host import checkpoint, preemption
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
-from agent_r1_jax.report import viewer
+from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.serve import program
 from agent_r1_jax.train import loop, metrics, rollout, setup
@@ -209,8 +209,8 @@ class TestRun:
     evaluated = [line['step'] for line in lines if 'eval/dev/reward' in line]
     assert evaluated == [0, 2, 4, 5]
     logs = {path.name for path in (workdir / 'trajectories').iterdir()}
-    assert logs == {f'step-{step:05}-dev.eval' for step in evaluated} | {
-      f'step-{step:05}-rollout.eval' for step in range(1, 6)
+    assert logs == {f'step-{step:05}-dev.jsonl' for step in evaluated} | {
+      f'step-{step:05}-rollout.jsonl' for step in range(1, 6)
     }
     assert sum(line.get('rollout/tool_calls', 0) for line in lines) > 0
     before = weights.load(model)[1]
@@ -230,11 +230,11 @@ class TestRun:
     (log,) = (tmp_path / 'trajectories').iterdir()
     ((chosen, (*_, table)),) = tables
     by_member = {(t.task.id, t.sample): i for i, t in enumerate(chosen)}
-    samples = viewer.read_log(log)
-    assert len(samples) == 5
-    for sample in samples:
-      i = by_member[sample['id'], sample['epoch'] - 1]
-      columns = sample['metadata']['columns']
+    logged = episodes_lib.read(log)
+    assert len(logged) == 5
+    for episode in logged:
+      i = by_member[episode['id'], episode['sample']]
+      columns = episode['columns']
       rows = table.take(table.trajectory == i)
       assert columns.pop('segments') == [len(s.tokens) for s in chosen[i].segments]
       assert {len(column) for column in columns.values()} == {len(rows)}

@@ -70,6 +70,20 @@ def append(file, data: bytes) -> None:
     raise
 
 
+def write_atomically(path: pathlib.Path, data: bytes) -> None:
+  """Writes a file completely or not at all, also if the process is killed meanwhile.
+
+  Raises:
+    OSError: The data cannot be written; an older file is unchanged.
+  """
+  unfinished = path.with_name(f'{path.name}.part')
+  try:
+    unfinished.write_bytes(data)
+    unfinished.replace(path)
+  finally:
+    unfinished.unlink(missing_ok=True)
+
+
 def _free(path: pathlib.Path) -> int:
   """Returns the free bytes for this user on the disk of `path`."""
   while not path.exists():

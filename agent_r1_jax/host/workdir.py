@@ -82,7 +82,7 @@ def check_config(
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path} is no JSON ({error}): delete it if it is yours') from None
     filled = _fill(old, defaults or {})
-    old_fields, new_fields = _flatten_fields(filled), _flatten_fields(new)
+    old_fields, new_fields = flatten_fields(filled), flatten_fields(new)
     for field in may_change:
       old_fields.pop(field, None)
       new_fields.pop(field, None)
@@ -119,13 +119,13 @@ def _fill(tree: Any, defaults: Mapping[str, Any]) -> Any:
   return tree
 
 
-def _flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:
+def flatten_fields(tree: Any, prefix: str = '') -> dict[str, Any]:
   """{'a': {'b': 1}} -> {'a.b': 1}; an empty dict is a value."""
   if not isinstance(tree, dict) or not tree:
     return {prefix: tree}
   fields = {}
   for key, value in tree.items():
-    fields |= _flatten_fields(value, f'{prefix}.{key}' if prefix else key)
+    fields |= flatten_fields(value, f'{prefix}.{key}' if prefix else key)
   return fields
 
 

@@ -76,7 +76,7 @@ class AlarmMonitor:
     """Returns 'alarm/NAME' (1 or 0) for a step; prints alarms that began or ended."""
     self._remember(numbers)
     numbers = {**numbers, _HACKING: self._measure_hacking()}
-    alarms = _compare(numbers, self._limits)
+    alarms = compare(numbers, self._limits)
     for name, (value, limit, active) in alarms.items():
       if active and name not in self._active:
         message, remedy = _MESSAGES[name]
@@ -85,7 +85,7 @@ class AlarmMonitor:
       elif name in self._active and not active:
         self._print_line(f'Alarm over at step {step}: {name}.')
     self._active = {name for name, (_, _, active) in alarms.items() if active}
-    return check(numbers, self._limits)
+    return {f'alarm/{name}': float(active) for name, (_, _, active) in alarms.items()}
 
   def _remember(self, numbers: Mapping[str, float]):
     """Adds a step's reward and true metric to the history, if it has both."""
@@ -152,20 +152,14 @@ def rise(numbers: Sequence[float]) -> float:
   return (later - earlier) / (error + 1e-9)
 
 
-def check(numbers: Mapping[str, float], limits: config.Alarms) -> dict[str, float]:
-  """Returns 'alarm/<name>': 1 if a metric is beyond its limit, else 0.
+def compare(
+  numbers: Mapping[str, float], limits: config.Alarms
+) -> dict[str, tuple[float, float, bool]]:
+  """Returns each alarm's metric, its limit, and whether it is beyond the limit.
 
-  Args:
-    numbers: A step's metrics by the names that train.run writes; a missing one causes no
-      alarm.
-    limits: The run's limits.
+  `numbers` has a step's metrics by the names that train.run writes; a missing one causes
+  no alarm.
   """
-  alarms = _compare(numbers, limits)
-  return {f'alarm/{name}': float(active) for name, (_, _, active) in alarms.items()}
-
-
-def _compare(numbers, limits: config.Alarms) -> dict[str, tuple[float, float, bool]]:
-  """Returns each alarm's metric, its limit, and whether it is beyond the limit."""
   get = lambda name: numbers.get(f'rollout/{name}', 0.0)
   kls = (numbers.get(f'train/{name}', 0.0) for name in ('kl', 'behaviour_kl'))
   truncated = sum(get(f'status/{status}') for status in types.BUDGET_STATUSES)

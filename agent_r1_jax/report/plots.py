@@ -11,43 +11,44 @@ import numpy as np
 from agent_r1_jax.report import tables
 from agent_r1_jax.train import metrics
 
-# The default panels: a title, and the names (patterns of fnmatch) drawn under it.
-PANELS = {'Mean reward': ('reward', 'rollout/reward'), 'Exact match': ('em', '*/em')}
-
 Run = str | os.PathLike | Sequence[Mapping[str, Any]]
+# Label of a line -> steps [S], values [seeds, S].
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def plot_curves(
-  runs: Run | Sequence[Run],
+  runs: Sequence[Run],
   path: str | os.PathLike,
+  panels: Mapping[str, Sequence[str]],
   *,
-  panels: Mapping[str, Sequence[str]] = PANELS,
   title: str = '',
-  baselines: Mapping[str, float] | None = None,
 ) -> None:
   """Draws a learning curve as a PNG.
 
   Args:
-    runs: One run or several seeds of one: workdirs, or lines of `metrics.read`. For
+    runs: One run, or several seeds of one: workdirs, or lines of `metrics.read`. For
       several seeds it draws thin lines, their mean, and a band from lowest to highest.
     path: The PNG file.
-    panels: Titles, each with patterns of the names to draw. Names that no run has are
-      left out, and so are panels without any.
+    panels: Titles, each with the names that are drawn under it (patterns of fnmatch).
+      Names that no run has are left out, and so are panels without any.
     title: The title above all panels.
-    baselines: Names and heights of dashed lines in the last panel.
 
   Raises:
     ValueError: The runs have none of the names.
   """
-  seeds = [_rows(run) for run in _as_list(runs)]
-  curves = {
-    title: {_short(n): _aligned(seeds, n) for n in _names(seeds, patterns)}
-    for title, patterns in panels.items()
-  }
-  curves = {title: panel for title, panel in curves.items() if panel}
-  if not curves:
+  seeds = [_rows(run) for run in runs]
+  drawn: dict[str, Curves] = {}
+  for panel, patterns in panels.items():
+    for name in dict.fromkeys(name for rows in seeds for row in rows for name in row):
+      if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        drawn.setdefault(panel, {})[_short(name)] = _aligned(seeds, name)
+  if not drawn:
     raise ValueError(f'the runs have none of {[p for ps in panels.values() for p in ps]}')
-  _draw(curves, path, title, _caption(len(seeds)), baselines)
+  caption = 'thin: as measured; thick: running mean over a twentieth of the run'
+  if len(seeds) > 1:
+    caption = f'thin: each of {len(seeds)} seeds; thick: their running mean; '
+    caption += 'band: lowest to highest'
+  _draw(drawn, path, title, caption, lambda values: (values.min(0), values.max(0)))
 
 
 def plot_groups(
@@ -81,7 +82,7 @@ def plot_groups(
     'thin: each seed; thick: mean over seeds of running means over a twentieth of the '
     "run; band: its 95 % interval (Student's t)"
   )
-  _draw(panels, path, title, caption, band=_interval)
+  _draw(panels, path, title, caption, _interval)
 
 
 def final_values(
@@ -99,21 +100,16 @@ def final_values(
   return {label: [last(v) for v in runs if v] for label, runs in series.items()}
 
 
-# Label of a line -> steps [S], values [seeds, S].
-Curves = dict[str, tuple[np.ndarray, np.ndarray]]
-
-
-def _draw(panels, path, title, caption, baselines=None, band=None) -> None:
-  """Draws the panels side by side; the baselines are in the last."""
+def _draw(panels, path, title, caption, band: Callable) -> None:
+  """Draws the panels side by side; `band` gives the ends of a band around values."""
   import matplotlib
   from matplotlib import figure as figures  # not pyplot: no window, no global state
 
-  band = band or (lambda values: (values.min(0), values.max(0)))
   with matplotlib.rc_context(_STYLE):
     figure = figures.Figure(figsize=(4.9 * len(panels), 3.6), layout='constrained')
     axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, (name, curves) in zip(axes[0], panels.items(), strict=True):
-      _panel(axis, name, curves, baselines if name == list(panels)[-1] else None, band)
+      _draw_panel(axis, name, curves, band)
     if title:
       figure.suptitle(title, x=0.01, ha='left', fontweight='bold')
     figure.supxlabel(caption, fontsize=8, color='#6b7280')
@@ -144,41 +140,19 @@ _STYLE: Any = {
 }
 
 
-def _caption(seeds: int) -> str:
-  if seeds == 1:
-    return 'thin: as measured; thick: running mean over a twentieth of the run'
-  return (
-    f'thin: each of {seeds} seeds; thick: their running mean; band: lowest to highest'
-  )
-
-
-def _panel(axis, title: str, curves: Curves, baselines, band: Callable) -> None:
+def _draw_panel(axis, title: str, curves: Curves, band: Callable) -> None:
   for i, (label, (steps, values)) in enumerate(curves.items()):
     color = _COLORS[i % len(_COLORS)]
-    for row in values:
-      axis.plot(steps, row, color=color, alpha=0.25, linewidth=0.8)
+    axis.plot(steps, values.T, color=color, alpha=0.25, linewidth=0.8)
     smooth = np.stack([_smooth(row) for row in values])
     axis.fill_between(steps, *band(smooth), color=color, alpha=0.13, lw=0)
     marker = 'o' if len(steps) <= 12 else None
     mean = smooth.mean(0)
     axis.plot(steps, mean, color=color, lw=2.2, marker=marker, ms=4, label=label)
-  for name, height in (baselines or {}).items():
-    axis.axhline(height, color='#6b7280', linestyle=(0, (4, 3)), linewidth=1)
-    axis.annotate(
-      name,
-      (1, height),
-      xycoords=('axes fraction', 'data'),
-      xytext=(-2, 3),
-      textcoords='offset points',
-      ha='right',
-      fontsize=8.5,
-      color='#4b5563',
-    )
   axis.set_title(title, loc='left', fontsize=11, fontweight='bold', color='#111827')
   axis.set_xlabel('step', color='#4b5563')
   axis.margins(x=0.02)
-  heights = [values.ravel() for _, values in curves.values()]
-  heights = np.concatenate([*heights, list((baselines or {}).values())])
+  heights = np.concatenate([values.ravel() for _, values in curves.values()])
   heights = heights[np.isfinite(heights)]
   # From the values alone: the interval of two seeds may be many times as wide.
   low, high = (heights.min(), heights.max()) if heights.size else (0.0, 1.0)
@@ -188,19 +162,8 @@ def _panel(axis, title: str, curves: Curves, baselines, band: Callable) -> None:
     axis.legend(loc='best', fontsize=8.5)
 
 
-def _as_list(runs: Any) -> list[Any]:
-  if isinstance(runs, str | os.PathLike) or (runs and isinstance(runs[0], Mapping)):
-    return [runs]
-  return list(runs)
-
-
 def _rows(run: Run) -> Sequence[Mapping[str, Any]]:
   return metrics.read(run) if isinstance(run, str | os.PathLike) else run
-
-
-def _names(seeds, patterns: Sequence[str]) -> list[str]:
-  every = dict.fromkeys(name for rows in seeds for row in rows for name in row)
-  return [n for n in every if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
 
 def _averaged(rows, pattern: str) -> list[dict[str, float]]:

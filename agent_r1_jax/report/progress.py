@@ -285,26 +285,17 @@ def _minutes(seconds: float) -> str:
   return f'{hours}:{minutes:02}:{seconds:02}' if hours else f'{minutes}:{seconds:02}'
 
 
-class Clock:
-  """Measures the seconds between laps."""
-
-  def __init__(self):
-    self._last = time.perf_counter()
-
-  def lap(self) -> float:
-    """Returns the seconds since the last call, or since the clock was made."""
-    now = time.perf_counter()
-    seconds, self._last = now - self._last, now
-    return seconds
-
-
 class Meter:
   """Measures speed, idle time and memory of each training step in this process."""
 
   def __init__(self, engine: Any):
     """Begins a step; `engine` is the run's engine.Engine, whose counts are read."""
-    self._engine, self._clock = engine, Clock()
-    self._before = engine.stats.sampled, engine.stats.idle_seconds
+    self._engine = engine
+    self._before = self._read()
+
+  def _read(self) -> tuple[float, int, float]:
+    stats = self._engine.stats
+    return time.perf_counter(), stats.sampled, stats.idle_seconds
 
   def measure(self) -> dict[str, float]:
     """Returns metrics of the time since the last call, evaluations included.
@@ -313,9 +304,9 @@ class Meter:
     nothing to compute because all agents waited for their tools; and the memory in use,
     in GB (10^9 bytes): the process's on a CPU, otherwise that of the fullest chip.
     """
-    seconds, stats = self._clock.lap(), self._engine.stats
-    sampled, idle = stats.sampled - self._before[0], stats.idle_seconds - self._before[1]
-    self._before = stats.sampled, stats.idle_seconds
+    now, before = self._read(), self._before
+    seconds, sampled, idle = (a - b for a, b in zip(now, before, strict=True))
+    self._before = now
     return {
       'machine/tokens_per_second': sampled / seconds,
       'machine/idle': idle / (seconds * len(self._engine.replicas)),

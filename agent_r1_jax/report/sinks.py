@@ -130,9 +130,8 @@ class Background:
 
   def _note(self, run: str, step: int) -> None:
     self._notes.parent.mkdir(parents=True, exist_ok=True)
-    part = self._notes.with_suffix('.part')
-    part.write_text(json.dumps({'run': run, 'step': step}) + '\n')
-    part.replace(self._notes)
+    text = json.dumps({'run': run, 'step': step}) + '\n'
+    disk.write_atomically(self._notes, text.encode())
 
 
 class WandbSink:

@@ -35,7 +35,7 @@ def write_training_report(workdir: str | os.PathLike, title: str = '') -> None:
   if not any(name.endswith('/em') for line in lines for name in line):
     second = {'Reward in evaluations': ('eval/*/reward',)}
   panels = {'Reward in training': ('rollout/reward',), **second}
-  plots.plot_curves(str(workdir), folder / 'curve.png', panels=panels, title=title)
+  plots.plot_curves([lines], folder / 'curve.png', panels, title=title)
   (folder / 'numbers.md').write_text(_summarize_metrics(lines) + '\n')
 
 

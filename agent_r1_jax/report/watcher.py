@@ -5,13 +5,12 @@ train.run(..., watcher=report.Watcher())
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
 import os
 import pathlib
 
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import processes
-from agent_r1_jax.report import alarms, profile, sinks, summary, viewer
+from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
 from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.train import metrics as metrics_lib
@@ -105,20 +104,15 @@ class Watcher:
     played: Sequence[types.Trajectory],
     tables: Sequence[table_lib.TokenTable],
   ):
-    """Writes trajectories/step-<step>-<name>.eval; the first ones have `tables`."""
-    if not processes.is_first():
-      return
-    extra = [{'columns': table.list_tokens()} for table in tables]
-    viewer.write_log(
-      self._run.workdir / 'trajectories' / f'step-{step:05d}-{name}.eval',
-      played,
-      task=name,
-      model=self._run.config.model.path,
-      config=dataclasses.asdict(self._run.config),
-      step=step,
-      extra=extra + [{}] * (len(played) - len(extra)),
-      parse=self._run.call_format.parse,
-    )
+    """Writes trajectories/step-<step>-<name>.jsonl; the first ones have `tables`."""
+    if processes.is_first():
+      episodes.write(
+        self._run.workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
+        played,
+        step=step,
+        columns=[table.list_tokens() for table in tables],
+        parse=self._run.call_format.parse,
+      )
 
   def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns speed and memory ('machine/...') and alarms; prints alarms that begin."""

@@ -108,13 +108,7 @@ def _drop_lines(path: pathlib.Path, resume_step: float) -> None:
     return
   complete = path.read_bytes().splitlines()[: len(read(path.parent))]
   earlier = [line for line in complete if json.loads(line)['step'] < resume_step]
-  part = path.with_suffix('.part')
-  try:
-    part.write_bytes(b''.join(line + b'\n' for line in earlier))
-    part.replace(path)
-  except OSError:
-    part.unlink(missing_ok=True)
-    raise
+  disk.write_atomically(path, b''.join(line + b'\n' for line in earlier))
 
 
 def _scalar(name: str, value: Any) -> float:

@@ -163,7 +163,7 @@ def report(workdir, numbers, recall, seconds) -> None:
   found = {'methods': numbers, 'recall': recall, 'seconds': seconds}
   (workdir / 'table.json').write_text(json.dumps(found, indent=2) + '\n')
   panels = {'Reward in training': ('rollout/reward',), 'Watched': ('eval/*/em',)}
-  plots.plot_curves(str(workdir), workdir / 'curve.png', panels=panels, title='GRPO')
+  plots.plot_curves([workdir], workdir / 'curve.png', panels, title='GRPO')
 
 
 if __name__ == '__main__':

@@ -54,11 +54,6 @@ const COLORS = {
     centre: 1,
     about: 'The weight that corrects for an older policy.',
   },
-  entropy: {
-    scale: oneSided,
-    column: 'entropies',
-    about: 'The entropy of the distribution that the token was sampled from.',
-  },
 };
 
 /** Returns the colours that some of the episodes have numbers for. */

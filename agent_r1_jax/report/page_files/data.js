@@ -16,8 +16,8 @@ async function inflate(id) {
 
 const inflated = new Map();
 
-/** Inflates each element once. */
-function part(id) {
+/** Returns a chunk of the data (see report/page.py); each is inflated once. */
+function readChunk(id) {
   if (!inflated.has(id)) inflated.set(id, inflate(id));
   return inflated.get(id);
 }
@@ -27,7 +27,7 @@ let groups = []; // {log, id, question, members}; members are numbers of episode
 let texts = null; // The text of each episode in lower case, once all are inflated.
 
 async function load() {
-  run = await part('run');
+  run = await readChunk('run');
   groups = run.groups.map(([log, id, question]) => ({log, id, question, members: []}));
   run.episodes.group.forEach((group, i) => groups[group].members.push(i));
   for (const group of groups) {
@@ -41,14 +41,14 @@ async function load() {
   }
 }
 
-/** Inflates all texts for the search, a part at a time, so that the page stays alive. */
+/** Inflates all texts for the search, a chunk at a time, so that the page stays alive. */
 async function loadTexts() {
   const found = [];
-  for (let i = 0; i < run.episodes.group.length; i += run.texts) {
-    for (const episode of await part(`text-${i / run.texts}`)) {
+  for (let i = 0; i < run.episodes.group.length; i += run.sizes.text) {
+    for (const episode of await readChunk(`text-${i / run.sizes.text}`)) {
       const messages = episode.messages.map(message => message.content);
       const group = groups[run.episodes.group[found.length]];
-      const all = [group.id, episode.target, episode.error ?? '', ...messages];
+      const all = [group.id, episode.answer, episode.error ?? '', ...messages];
       found.push(all.join('\n').toLowerCase());
     }
   }
@@ -57,11 +57,13 @@ async function loadTexts() {
 
 /** Returns the text of an episode, and the columns of its tokens if it has them. */
 async function readEpisode(i) {
-  const episode = (await part(`text-${Math.floor(i / run.texts)}`))[i % run.texts];
+  const find = async (kind, place) => {
+    const size = run.sizes[kind];
+    return (await readChunk(`${kind}-${Math.floor(place / size)}`))[place % size];
+  };
   const place = run.episodes.tokens[i];
-  if (place < 0) return {...episode, columns: null};
-  const chunk = await part(`tokens-${Math.floor(place / run.chunk)}`);
-  return {...episode, columns: chunk[place % run.chunk]};
+  const columns = place < 0 ? null : await find('tokens', place);
+  return {...(await find('text', i)), columns};
 }
 
 const ERRORS = {

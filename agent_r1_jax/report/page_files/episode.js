@@ -18,7 +18,7 @@ function decodeTokens(ids) {
 function findTurns(episode) {
   const mask = episode.columns.action_mask;
   let p = 0;
-  return episode.turns.map(length => {
+  return episode.turn_tokens.map(length => {
     while (p < mask.length && !mask[p]) p++;
     const span = [p, p + length];
     p += length;
@@ -117,17 +117,17 @@ function showConversation(episode) {
       message.content.startsWith('Error') && message.role === 'tool'
         ? 'tool failed'
         : message.role;
-    const title = message.role === 'tool' ? `result of ${message.tool}` : message.role;
+    const title = message.role === 'tool' ? `result of ${message.name}` : message.role;
     const [block, body] = makeBlock(kind, title, notes);
     const span = spans[message.turn - 1];
     if (span) addTokensLater(block, body, episode, ...span);
     else addText(body, message.content);
-    for (const [name, args, problem] of message.calls ?? []) {
-      const call = make('p', problem ? 'call failed' : 'call');
-      call.append(make('b', '', problem ? 'unreadable call' : name), ' ');
+    for (const {name, arguments: given, error} of message.calls ?? []) {
+      const call = make('p', error ? 'call failed' : 'call');
+      call.append(make('b', '', error ? 'unreadable call' : name), ' ');
       const shown =
-        problem ??
-        Object.entries(args)
+        error ??
+        Object.entries(given)
           .map(([k, v]) => `${k}: ${JSON.stringify(v)}`)
           .join(', ');
       addText(call, shown);
@@ -288,7 +288,7 @@ async function showDetail() {
   const where = `Step ${log.step} · ${log.name} · task ${group.id}`;
   const top = make('p', 'quiet', where);
   head.append(back, top, make('h2', '', group.question || group.id));
-  if (opened[0].target) head.append(make('p', 'target', `Target: ${opened[0].target}`));
+  if (opened[0].answer) head.append(make('p', 'target', `Target: ${opened[0].answer}`));
   const tools = make('div', 'bar');
   const toggle = (label, pressed, changes) => {
     const button = make('button', '', label);
