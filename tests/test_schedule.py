@@ -25,6 +25,7 @@ from agent_r1_jax.train import (
   loop,
   metrics,
   rollout,
+  run_files,
   setup,
 )
 from agent_r1_jax.train import decoding as decoding_lib

@@ -20,7 +20,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
 from agent_r1_jax.models import decoder, weights
 from agent_r1_jax.rl import algorithms, correction, kl, learner, losses, reward_transforms
-from agent_r1_jax.train import evaluate, loop, metrics, rollout, setup
+from agent_r1_jax.train import evaluate, loop, metrics, rollout, run_files, setup
 
 _PLAIN = algorithms.grpo(kl_coef=0.0)
 _STALE = _PLAIN._replace(correction=correction.token_truncated())
