@@ -133,7 +133,9 @@ def test_musique(tmp_path):
   ],
 )
 @pytest.mark.parametrize('gzipped', [False, True])
-def test_data_sets_to_evaluate(tmp_path, name, text, ids, answers, gzipped):
+def test_evaluation_sets_of_each_layout_are_read(
+  tmp_path, name, text, ids, answers, gzipped
+):
   path = tmp_path / (name + '.gz' * gzipped)
   path.write_bytes(gzip.compress(text.encode()) if gzipped else text.encode())
   tasks = qa_data.load(path)
@@ -152,7 +154,7 @@ def test_data_sets_to_evaluate(tmp_path, name, text, ids, answers, gzipped):
     ('a.csv', 'Question,Answer\n', 'holds no rows'),
   ],
 )
-def test_a_broken_row_of_theirs_is_named(tmp_path, name, text, message):
+def test_a_broken_row_of_an_evaluation_set_is_named(tmp_path, name, text, message):
   (tmp_path / name).write_text(text)
   with pytest.raises(ValueError, match=message):
     qa_data.load(tmp_path / name)
@@ -168,27 +170,17 @@ def test_a_broken_row_of_theirs_is_named(tmp_path, name, text, message):
     ([OURS | {'question': ' '}], r"row 1: 'question' is ' '; give a text"),
     ([OURS | {'golden_answers': []}], r"'golden_answers' is \[\]; give a text or a list"),
     ([OURS | {'golden_answers': ['x', '']}], r"'golden_answers' is \['x', ''\]"),
-    ([OURS | {'golden_answers': 1}], "'golden_answers' is 1"),
-    ([OURS, _without(OURS, 'golden_answers')], "row 2: 'golden_answers' is missing"),
     ([OURS | {'id': 7}], "'id' is 7"),
     ([OURS, OURS], r"row 2: id 'o1' was taken before"),
     ([OURS, 'text'], 'row 2: expected a JSON object'),
     ([{'prompt': 'x'}], r"row 1: unknown layout, the fields are \['prompt'\]"),
-    ([_without(HOTPOT, '_id')], "row 1: '_id' is missing"),
     (
       [HOTPOT | {'supporting_facts': [['Ann']]}],
       "'supporting_facts' is .* list of pairs",
     ),
-    ([_without(HOTPOT, 'answer')], "'answer' is missing"),
     ([TWO_WIKI | {'evidences': None}], "'evidences' is None; give a list"),
     ([MUSIQUE | {'answerable': False}], 'row 1: is unanswerable; take the musique_ans'),
     ([MUSIQUE | {'paragraphs': ['x']}], "'paragraphs' is .* a list of objects"),
-    ([MUSIQUE | {'paragraphs': [{'is_supporting': True}]}], "'title' is missing"),
-    ([MUSIQUE | {'answer_aliases': [3]}], r"'answer_aliases' is \[3\]"),
-    (
-      [_without(MUSIQUE, 'question_decomposition')],
-      "'question_decomposition' is missing",
-    ),
     ([], 'holds no rows'),
   ],
 )
@@ -204,7 +196,7 @@ def test_a_missing_file_is_named(tmp_path):
     qa_data.load(tmp_path / 'nowhere.jsonl')
 
 
-def test_real_files(data_dir):
+def test_the_real_files_have_their_counts(data_dir):
   for name, count in (('hotpotqa', 2247), ('2wikimultihopqa', 1255), ('musique', 1058)):
     tasks = qa_data.load(data_dir / name / 'train.jsonl.gz')
     assert len(tasks) == count

@@ -147,7 +147,7 @@ class TestPool:
     held.set()
     assert await second == 'second' and await first
 
-  async def test_it_may_grow(self, pool, gate):
+  async def test_a_grown_pool_runs_more_calls_at_a_time(self, pool, gate):
     pool.grow(2)  # It has more.
     pool.grow(5)
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(7)]
@@ -564,7 +564,7 @@ class TestCoroutines:
 
 
 _EXIT = """
-  import asyncio, os, threading
+  import asyncio, os, threading, time
   from agent_r1_jax.host import thread_pool, workers
 
   def hang():
@@ -576,12 +576,17 @@ _EXIT = """
   async def block():
     hang()
 
+  ended = threading.Event()
+
+  def late():
+    ended.wait()  # It answers after the loop has gone.
+
   async def begin():
     pass  # It is the event loop of users' functions that begins.
 
   async def main():
     await workers.call_on_user_loop(begin)
-    for fn in (hang, hang_in_thread, block):
+    for fn in (late, hang, hang_in_thread, block):
       try:
         await workers.call_on_user_loop(fn, seconds=0.1)
       except workers.CallTimeoutError as error:
@@ -596,6 +601,9 @@ _EXIT = """
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
   asyncio.run(main())
+  ended.set()
+  while 'late' in workers.POOL.abandoned:
+    time.sleep(0.001)
   print('end')
 """
 
@@ -609,7 +617,7 @@ def test_the_interpreter_ends_whatever_hangs_and_a_forked_process_may_leave():
     text=True,
     timeout=120,
   )
-  assert run.stdout.split() == ['hang', 'hang_in_thread', 'block', '7', 'end']
-  named = 'hang has given no answer for 0.05 of 0.1 seconds'
+  assert run.stdout.split() == ['late', 'hang', 'hang_in_thread', 'block', '7', 'end']
+  named = 'late has given no answer for 0.05 of 0.1 seconds'
   lines = run.stderr.splitlines()
-  assert run.returncode == 0 and len(lines) == 3 and named in lines[0], run.stderr
+  assert run.returncode == 0 and len(lines) == 4 and named in lines[0], run.stderr

@@ -68,7 +68,14 @@ def stop(strings: Sequence[str]) -> ByteAutomaton:
 
 
 def regex(pattern: str) -> ByteAutomaton:
-  """See automata.regex."""
+  """Constrains a whole reply to a regular expression, in the syntax of Rust's regex.
+
+  A stop id can end the reply only where the expression matches; no other control token is
+  allowed, and no byte 0.
+
+  Raises:
+    ValueError: It matches no text, or needs too many states.
+  """
   goto, matches = byte_automata.compile_regex(pattern)
   # A stop id leads to a further state.
   end = len(goto)
@@ -80,7 +87,7 @@ def regex(pattern: str) -> ByteAutomaton:
 
 
 def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
-  """See automata.json_schema."""
+  """Like `regex`, for JSON of a schema."""
   from outlines_core import json_schema as library
 
   tool_schema.check(schema, 'response_format')
