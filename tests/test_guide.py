@@ -377,7 +377,7 @@ class TestGrammar:
         calls = call_formats.HERMES.parse(tokens.text(tokens.completed(reply)))
         assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
         for call in calls:
-          called = tool_lib.call(grammars.TOOLS[call.name], call.arguments)
+          called = tool_lib.call(test_call_grammar.TOOLS[call.name], call.arguments)
           assert asyncio.run(called).ok
         complete += len(calls) - (not tokens.free[tokens.walk(reply)])
     return complete
@@ -414,7 +414,7 @@ class TestGrammar:
 
   def _assert_begins_a_call(self, reply):
     tokens = test_call_grammar.of_tiny(required=True)
-    start = grammars.call_text('', {}).partition('{"name": ')[0]
+    start = test_call_grammar.call_text('', {}).partition('{"name": ')[0]
     assert tokens.walk(reply) >= 0 and _EOS not in reply
     said = b''.join(tokens.pieces[t] for t in reply)
     assert said.startswith(start.encode())
