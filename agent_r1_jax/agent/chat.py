@@ -277,19 +277,14 @@ class Chat:
         "tools_in_prompt 'default' to put them into the system message, or 'own' if the "
         "task's own messages tell of them."
       )
-    text = self.format.describe(tools)
-    first, *others = messages
-    if first.get('role') == 'system':
-      text = types.ControlText('{}\n\n{}').format(first['content'], text)
-      return [{**first, 'content': text}, *others]
-    system = {'role': 'system', 'content': text}
-    try:
-      if _REPLY in self._apply([{**system, 'content': _REPLY}, first]):
-        return [system, *messages]
-    except ValueError:
-      pass  # The template refuses a system message; others leave it out.
-    text = types.ControlText('{}\n\n{}').format(text, first['content'])
-    return [{**first, 'content': text}, *others]
+
+    def writes_system(message: types.Message) -> bool:
+      try:
+        return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
+      except ValueError:
+        return False  # The template refuses a system message; others leave it out.
+
+    return messages_lib.add_system(messages, self.format.describe(tools), writes_system)
 
   def _render_after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
     """Renders a conversation with a placeholder as reply, and returns what follows."""
