@@ -124,9 +124,9 @@ def tool_calls(
   with the arguments in the schema's order. Text is free again after it. Control tokens,
   which include stop tokens, are forbidden in a call.
 
-  A call fulfils what agent/tool_schema.py checks. An argument whose schema allows any value is a
-  scalar, or a list or an object of scalars. The library enforces bounds on the lengths of
-  strings and arrays, and no others.
+  A call fulfils what agent/tool_schema.py checks. An argument whose schema allows any
+  value is a scalar, or a list or an object of scalars. The library enforces bounds on the
+  lengths of strings and arrays, and no others.
 
   Args:
     schemas: The tools' schemas, in the OpenAI form.
