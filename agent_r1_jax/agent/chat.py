@@ -107,7 +107,7 @@ class Chat:
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
     ids = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
     self._control = control_tokens.ControlTokens(ids, self._encode_plain)
-    self._answers = messages_lib.AnswerCut(
+    self._output_limit = messages_lib.ToolOutputLimit(
       max_tool_tokens, self._encode_plain, tokenizer.decode
     )
     self._choose_format(tool_format)
@@ -300,7 +300,9 @@ class Chat:
     Returns:
       The text, and the mark with which its placeholders begin.
     """
-    messages = [self._answers.cut(messages_lib.check(message)) for message in messages]
+    messages = [
+      self._output_limit.apply(messages_lib.check(message)) for message in messages
+    ]
     if self.format.answer:
       messages = messages_lib.join_answers(messages, self.format.answer)
     mark = control_tokens.find_unused_mark(repr((messages, tools)))

@@ -46,7 +46,7 @@ def add_system(
   return [{**first, 'content': text}, *others]
 
 
-class AnswerCut:
+class ToolOutputLimit:
   """Cuts what tools answer to its first tokens."""
 
   def __init__(
@@ -61,7 +61,7 @@ class AnswerCut:
     if self._max_head_tokens < 1:
       raise ValueError(f'max_tool_tokens={max_tokens} has no room for {CUT!r}.')
 
-  def cut(self, message: types.Message) -> types.Message:
+  def apply(self, message: types.Message) -> types.Message:
     """Cuts the message of a tool, and returns others as they are.
 
     Only the first 32 characters a token are encoded, so that 10 MB cost no more than

@@ -87,7 +87,7 @@ class Renderer:
 
 
 # A run has one template or two; each has a process for as long as it is here.
-find = functools.lru_cache(4)(Renderer)
+find_renderer = functools.lru_cache(4)(Renderer)
 
 
 def _render(template: str, arguments: str) -> tuple[str, str]:

@@ -108,7 +108,9 @@ def load(directory: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     ) from error
   templates = tokenizer.chat_template or {}
   for template in templates.values() if isinstance(templates, dict) else [templates]:
-    if template != CHATML and (problem := template_process.find(template).problem):
+    if template != CHATML and (
+      problem := template_process.find_renderer(template).problem
+    ):
       raise ValueError(
         f'{directory}: its chat template {problem} on a conversation of a few words. '
         'Take the model from where you trust it, or fix "chat_template" in '
@@ -274,7 +276,9 @@ def render(
   # The library, too, leaves out what is None.
   messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
   options = {**tokenizer.special_tokens_map, **options}
-  return template_process.find(template).render([messages], list(tools) or None, options)
+  return template_process.find_renderer(template).render(
+    [messages], list(tools) or None, options
+  )
 
 
 def _map_byte_chars() -> dict[str, int]:

@@ -110,7 +110,7 @@ _loops: list[UserLoop] = []
 _loops_lock = threading.Lock()
 
 
-def take(
+def choose_loop(
   episode_home: Home, moved: bool, submit: Callable[[Callable], futures.Future]
 ) -> UserLoop:
   """Chooses an event loop that is not blocked for a call, and adds its home there.

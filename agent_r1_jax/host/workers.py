@@ -230,7 +230,7 @@ class _UserLoopCall:
     self._fn, self._args, self._caller, self._seconds = fn, args, caller, seconds
     self._home, self._user_loop = (
       episode_home,
-      user_loops.take(episode_home, moved, _submit),
+      user_loops.choose_loop(episode_home, moved, _submit),
     )
     self._claim, self.deadline = threading.Lock(), math.inf
     self._task: asyncio.Task | None = None
