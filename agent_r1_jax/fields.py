@@ -121,15 +121,16 @@ def explain(config: Any) -> Iterator[str]:
       yield f'{field.name}={value!r}: {meaning}'
 
 
-# Name of a range -> (whether a number is in it, the end of the error's message).
+# What `check` calls a range of numbers: whether a number is in it, and its description in
+# the error's message.
 _RANGES = {
   'at_least_0': (lambda x: 0 <= x < math.inf, ', at least 0'),
   'at_least_1': (lambda x: 1 <= x < math.inf, ', at least 1'),
   'above_0': (lambda x: x > 0, ' above 0'),
-  'below_1': (lambda x: 0 <= x < 1, ' from 0 to below 1'),
-  'at_most_1': (lambda x: 0 <= x <= 1, ', from 0 to 1'),
-  'share': (lambda x: 0 < x <= 1, ' above 0, at most 1'),
-  'chosen': (lambda x: x >= 0, ', and 0 chooses it'),
+  'from_0_below_1': (lambda x: 0 <= x < 1, ' from 0 to below 1'),
+  'from_0_to_1': (lambda x: 0 <= x <= 1, ', from 0 to 1'),
+  'above_0_to_1': (lambda x: 0 < x <= 1, ' above 0, at most 1'),
+  'chosen_if_0': (lambda x: x >= 0, ', and 0 chooses it'),
 }
 
 
@@ -146,8 +147,8 @@ def check(
     config: A dataclass.
     name: Its dotted name in the run's configuration; empty for the outermost one.
     choices: The values that fields of text may have.
-    **ranges: Key of _RANGES -> the fields that must be in that range; all other numbers
-      must be at least 0.
+    **ranges: The fields whose numbers must be in a range, by the range's name in _RANGES,
+      such as at_least_1=('rows',). All other numbers must be at least 0.
 
   Raises:
     ValueError: Names the field, the value and what it may be.

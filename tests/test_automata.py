@@ -69,24 +69,12 @@ class TestStop:
     # Both happen: a reply that ends (after its first token) and one that does not.
     assert any(expected)
 
-  def test_a_string_across_tokens_inside_a_token_and_overlapping_itself(self):
-    vocabulary = [b'<', b'/ans', b'wer>', b'x</answer>y', b'</ans', b'er>', b'/']
-    stop = _stop([], ['</answer>'], vocabulary)
-    replies = {
-      (0, 1, 2, 0): 2,  # across three tokens
-      (6, 3, 0, 0): 1,  # inside one
-      (4, 4, 2, 0): 2,  # begun twice
-      (4, 5, 2, 0): None,  # interrupted
-      (0, 0, 1, 2): 3,  # its first character repeated
-    }
-    assert _ends(stop, *replies) == list(replies.values())
-
-  def test_a_control_token_separates(self):
+  def test_no_stop_string_matches_across_a_control_token(self):
     """The text of a reply shows it, so the string is not there."""
     stop = _stop([], ['ab'], [b'a', b'b', b'', b'ab'])
     assert _ends(stop, (0, 2, 1, 2), (0, 1, 2, 2), (2, 2, 3, 2)) == [None, 1, 2]
 
-  def test_tokens_beyond_the_tokenizer_are_no_text(self):
+  def test_padding_ids_of_the_vocabulary_match_no_stop_string(self):
     """A model's vocabulary may be padded; the last token's text is not theirs."""
     stop = _stop([], ['ab'], [b'a', b'b', b'ab'])
     assert _ends(stop, (7, 3, 3), (0, 5, 1), (9, 0, 1)) == [None, None, 2]
@@ -100,33 +88,6 @@ class TestStop:
     assert len(stop.table) == 2 and not stop.restricts
     assert _ends(stop, (1, 2), (5, 1), (0, 1)) == [1, 0, None]
 
-  def test_without_ids_and_strings_nothing_ends(self):
-    assert _ends(_stop(()), (0, 1, 2, 3)) == [None]
-
-  def test_nothing_is_forbidden(self):
-    stop = _stop([3], ['ab', 'c'], [b'a', b'b', b'c', b'', b'ab'])
-    assert not stop.restricts and (stop.table >= 0).all()
-
-  def test_with_a_real_vocabulary(self):
-    tokenizer = tiny.chat().tokenizer
-    pieces = tokenizer_lib.token_bytes(tokenizer)
-    strings = ['the city', '</answer>']
-    stop = automata.stop(tiny.chat().stop_ids, tiny.VOCAB, strings, pieces)
-    for text, found in (
-      ('name of the city of the river', True),
-      ('the  city', False),
-      ('answer</answer>', True),
-      ('</answer', False),
-    ):
-      ids = tokenizer.encode(text, add_special_tokens=False)
-      (end,) = _ends(stop, ids)
-      assert (end is not None) == found
-      if found:
-        before, upto = (tokenizer.decode(ids[:n]) for n in (end, end + 1))
-        assert any(s in upto for s in strings)
-        assert not any(s in before for s in strings)
-    assert _ends(stop, [tokenizer.eos_token_id]) == [0]
-
   def test_periodic_strings_of_any_length_take_a_state_a_byte(self):
     strings = ['ab' * 400, 'a' * 100, 'é' * 50]
     goto = byte_automata.build_string_search([s.encode() for s in strings])
@@ -137,7 +98,7 @@ class TestStop:
     replies = [[0] * 400, [2] * 100, [3] * 50, [1, 2, 4], [0] * 200 + [2] + [0] * 400]
     assert _ends(stop, *replies) == [399, 99, 49, 2, 600]
 
-  def test_mistakes_are_named(self):
+  def test_stop_refuses_empty_and_long_strings_and_unknown_ids(self):
     with pytest.raises(
       ValueError, match='stop: 2 stop strings have 1,025 bytes, and 1,0'
     ):
@@ -278,15 +239,19 @@ class TestLimits:
     with pytest.raises(
       ValueError, match='takes more than 3 s of a processor or 1,024 MB'
     ):
-      automata.regex('(a{1,300}){1,300}', [_EOS], _PIECES, tiny.VOCAB)
+      automata.compile_and_wait(
+        grammars.regex, ['(a{1,300}){1,300}'], [_EOS], _PIECES, tiny.VOCAB
+      )
     assert _children() == before
 
-  def test_a_grammar_that_is_nested_too_deeply(self):
+  def test_a_grammar_that_is_nested_too_deeply_is_refused(self):
     schema: dict = {'type': 'string'}
     for _ in range(1000):
       schema = {'type': 'array', 'items': schema}
     with pytest.raises(ValueError, match='nested too deeply; flatten it'):
-      automata.json_schema(schema, [_EOS], _PIECES, tiny.VOCAB)
+      automata.compile_and_wait(
+        grammars.json_schema, [schema], [_EOS], _PIECES, tiny.VOCAB
+      )
 
   @pytest.mark.parametrize(
     'schema, message',
@@ -301,14 +266,14 @@ class TestLimits:
     with pytest.raises(ValueError, match=message):
       grammars.json_schema(schema)
 
-  def test_an_expression_that_matches_nothing(self):
+  def test_an_expression_that_matches_no_text_is_refused(self):
     with pytest.raises(ValueError, match='a.b'):
       byte_automata.compile_regex('a^b')
     with pytest.raises(ValueError, match='matches no text'):
       byte_automata.compile_regex('ca*^b')
 
   @pytest.mark.parametrize('pattern', ['a)|(b', '(a', '[b-a]', r'\1'])
-  def test_a_malformed_expression(self, pattern):
+  def test_a_malformed_expression_is_refused(self, pattern):
     with pytest.raises(ValueError, match='Failed to build DFA'):
       byte_automata.compile_regex(pattern)
 
@@ -324,7 +289,9 @@ class TestRegex:
   pattern = r'(yes|no|(a|b)+c?) [0-9]{1,3}'
 
   def _automaton(self):
-    return automata.regex(self.pattern, [_EOS], _PIECES, tiny.VOCAB)
+    return automata.compile_and_wait(
+      grammars.regex, [self.pattern], [_EOS], _PIECES, tiny.VOCAB
+    )
 
   def test_replies_fit_and_end_only_where_they_do(self):
     automaton = self._automaton()
@@ -339,7 +306,7 @@ class TestRegex:
         assert (_walk(automaton, [*_encode(text[:n]), _EOS]) >= 0) == fits
 
   @pytest.mark.parametrize('text', ['maybe 1', 'yes1', 'yes 1234', ' yes 1', 'cab 1'])
-  def test_nothing_else_can_be_said(self, text):
+  def test_a_text_that_does_not_match_is_forbidden(self, text):
     assert _walk(self._automaton(), _encode(text)) == -1
 
   def test_other_control_tokens_are_forbidden_everywhere(self):
@@ -387,6 +354,8 @@ class TestJsonSchema:
     ],
   )
   def test_a_reply_is_a_value_of_the_schema(self, value, fits):
-    automaton = automata.json_schema(self.schema, [_EOS], _PIECES, tiny.VOCAB)
+    automaton = automata.compile_and_wait(
+      grammars.json_schema, [self.schema], [_EOS], _PIECES, tiny.VOCAB
+    )
     state = _walk(automaton, [*_encode(json.dumps(value)), _EOS])
     assert (state >= 0) == fits and (not fits or automaton.ends[state])

@@ -14,7 +14,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, calls
+from agent_r1_jax.agent import automata, call_formats, call_parsers, calls, grammars
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
@@ -226,7 +226,7 @@ _CASES = {
   'name, reply, expected',
   [(name, *case) for name, some in _CASES.items() for case in some],
 )
-def test_replies(name, reply, expected):
+def test_each_reply_gives_its_calls_and_errors(name, reply, expected):
   if expected == 'ab':
     expected = [look('a'), run('b')]
   found = _FORMATS[name].parse(reply, _SCHEMAS)
@@ -241,7 +241,7 @@ def test_replies(name, reply, expected):
 
 
 @pytest.mark.parametrize('name', _FORMATS)
-def test_what_is_written_is_read(name):
+def test_parse_reads_what_render_writes(name):
   texts = ['x', 'é 中 \U0001f600', ' a\n b', 'say "</tool_call>"', '007', 'null', '\\n{']
   texts = [text.strip() for text in texts]
   if name == 'retool':
@@ -319,7 +319,7 @@ def test_deep_arguments_are_a_malformed_call(name, depth):
 
 
 @pytest.mark.parametrize('name', _FORMATS)
-def test_nothing_makes_it_raise(name):
+def test_parse_raises_on_no_random_or_cut_reply(name):
   """Also every beginning of a reply, as of one that is still written."""
   rng, kinds = random.Random(0), set()
   replies = [reply for reply, _ in _CASES[name]]
@@ -383,11 +383,11 @@ _PIECES = {
 
 
 @pytest.mark.parametrize('name', _FORMATS)
-def test_the_time_grows_as_the_length(name, monkeypatch):
+def test_parse_reads_each_character_a_bounded_number_of_times(name, monkeypatch):
   """Each character is read a bounded number of times, whatever a reply repeats."""
-  for key, value in vars(call_formats).copy().items():
+  for key, value in vars(call_parsers).copy().items():
     if isinstance(value, re.Pattern | json.JSONDecoder):
-      monkeypatch.setattr(call_formats, key, _Counting(value))
+      monkeypatch.setattr(call_parsers, key, _Counting(value))
   pieces = ['\n', ' ', '<think>', '</think>', *_PIECES[name]]
   # Only a decoder of JSON does not say how far it came.
   bound = 30 if name in ('hermes', 'llama3') else 8
@@ -397,7 +397,7 @@ def test_the_time_grows_as_the_length(name, monkeypatch):
     for end in ends:
       reply, _Counting.read = unit * (4000 // len(unit)) + end, 0
       found = _FORMATS[name].parse(reply, _SCHEMAS)
-      assert _Counting.read < bound * len(reply), (unit, end)
+      assert 0 < _Counting.read < bound * len(reply), (unit, end)
       malformed = sum(isinstance(call, calls.CallError) for call in found)
       assert malformed <= calls.MAX_MALFORMED
 
@@ -447,7 +447,9 @@ class TestChat:
   @pytest.mark.parametrize(
     'written', ['', '[{{ call.name }}]', "{{ raise_exception('') }}"]
   )
-  def test_where_it_shows_none_a_line_says_so(self, written, tmp_path):
+  def test_a_template_without_a_known_format_is_parsed_as_hermes_and_says_so(
+    self, written, tmp_path
+  ):
     chat = _chat(tmp_path, written)
     assert (
       chat.detected is None and chat.format is call_formats.HERMES and chat.supports_tools
@@ -456,7 +458,7 @@ class TestChat:
     assert said and 'they are parsed as hermes. chat.tool_format changes that.' in said
 
   @pytest.mark.parametrize('model', ['qwen2.5', 'qwen3'])
-  def test_real_templates(self, model, data_dir):
+  def test_the_templates_of_qwen_are_detected_as_hermes(self, model, data_dir):
     tokenizer = tokenizer_lib.load(data_dir / 'models' / model)
     assert chat_lib.Chat(tokenizer).detected is call_formats.HERMES
     forced = chat_lib.Chat(tokenizer, tool_format=call_formats.LLAMA3)
@@ -497,7 +499,7 @@ class TestChat:
     assert ids.tolist().count(chat.stop_ids[0]) == 2  # Not the one in the data.
 
 
-def test_configuration(tmp_path):
+def test_tool_format_is_checked_loaded_and_refused_with_a_grammar(tmp_path):
   assert config_lib.TOOL_FORMATS == ('auto', *_FORMATS)
   with pytest.raises(ValueError, match="tool_format is 'xml'; give one of 'auto', 'herm"):
     config_lib.Chat(tool_format='xml').check()
@@ -549,8 +551,9 @@ def test_a_policy_that_calls_in_the_format_is_answered(name, tmp_path):
     options = {'tool_format': _FORMATS[name], 'tools_in_prompt': 'own'}
     chat = chat_lib.Chat(tiny.chat().tokenizer, **options)
   said, answered = _SAID[name]
-  grammar = automata.regex(
-    said, chat.stop_ids, tokenizer_lib.token_bytes(chat.tokenizer), tiny.VOCAB
+  pieces = tokenizer_lib.token_bytes(chat.tokenizer)
+  grammar = automata.compile_and_wait(
+    grammars.regex, [said], chat.stop_ids, pieces, tiny.VOCAB
   )
   engine = tiny.engine(_params(), slots=512, bucket=512)
   task = types.Task('t', [{'role': 'user', 'content': 'Who?'}])

@@ -341,7 +341,7 @@ def test_null_is_a_value_where_a_schema_is_nullable(schema, values, nullable):
 
 
 class TestMistakes:
-  def test_a_schema_that_is_none(self):
+  def test_a_broken_schema_is_refused_with_its_tool(self):
     parameters = {'type': 'object', 'properties': 3}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
     with pytest.raises(
@@ -349,15 +349,15 @@ class TestMistakes:
     ):
       automata.tool_calls([schema], of_tiny().pieces, tiny.VOCAB)
 
-  def test_no_tools(self):
+  def test_an_empty_list_of_tools_is_refused(self):
     with pytest.raises(ValueError, match='schemas is empty'):
       automata.tool_calls([], of_tiny().pieces, tiny.VOCAB)
 
-  def test_another_models_vocabulary(self):
+  def test_more_tokens_than_the_model_has_are_refused(self):
     with pytest.raises(ValueError, match='do not belong together'):
       automata.tool_calls([now.schema], of_tiny().pieces, 100)
 
-  def test_a_vocabulary_without_the_bytes(self):
+  def test_a_vocabulary_without_single_bytes_is_refused(self):
     pieces = [b'' if piece == b'{' else piece for piece in of_tiny().pieces]
     with pytest.raises(ValueError, match=r'single bytes.*\{'):
       automata.tool_calls([now.schema], pieces, tiny.VOCAB)
@@ -365,7 +365,7 @@ class TestMistakes:
   @pytest.mark.parametrize(
     'properties', [{'a"b': {'type': 'string'}}, {'a': {'type': 'colour'}}]
   )
-  def test_a_schema_without_a_grammar(self, properties):
+  def test_a_schema_without_a_grammar_is_refused(self, properties):
     parameters = {'type': 'object', 'properties': properties}
     schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
     with pytest.raises(ValueError, match='tool f: .*'):

@@ -117,14 +117,14 @@ def test_the_context_grows_as_the_template_renders_it(tokenizer, tools):
     assert ids.tolist() == encode(tokenizer, full)
 
 
-def test_a_whole_conversation_as_prompt(tokenizer):
+def test_a_whole_conversation_has_the_tokens_of_the_template(tokenizer):
   chat = chat_lib.Chat(tokenizer)
   messages = [*OPENING, {'role': 'assistant', 'content': 'so'}, *TURNS[0][1]]
   full = render(tokenizer, messages)
   assert chat.encode_prompt(messages).tolist() == encode(tokenizer, full)
 
 
-def test_what_the_template_says_of_chatml(small):
+def test_chatml_writes_the_names_of_tools_and_their_answers(small):
   chat = chat_lib.Chat(small)
   text = prompt_text(chat, [*OPENING, *TURNS[0][1]], TOOLS)
   assert text == (
@@ -250,7 +250,7 @@ def test_what_was_sampled_is_told_again_as_it_was_sampled(tokenizer):
   np.testing.assert_array_equal(chat.encode_reply(reply), [*sampled, chat.stop_ids[0]])
 
 
-def test_what_a_reply_may_hold(tokenizer):
+def test_a_reply_keeps_control_tokens_that_end_no_turn(tokenizer):
   """Of a text without tokens: all that a policy samples, but nothing that ends a turn."""
   chat = chat_lib.Chat(tokenizer)
   added = tokenizer.added_tokens_encoder
@@ -265,7 +265,7 @@ def test_what_a_reply_may_hold(tokenizer):
   assert controls(tokenizer, chat.encode_data(said)) == [chat.stop_ids[0]]
 
 
-def test_calls_that_the_template_writes(data_dir):
+def test_control_tokens_in_the_arguments_of_a_call_become_text(data_dir):
   tokenizer = tokenizer_lib.load(data_dir / 'models' / 'qwen2.5')
   chat = chat_lib.Chat(tokenizer)
   asked = []
@@ -325,7 +325,7 @@ def test_a_tool_cannot_pose_as_the_renderer(small):
     assert list(chat.encode_delta(said)).count(2) == 2
 
 
-def test_lone_surrogates(tokenizer):
+def test_lone_surrogates_are_encoded_as_question_marks(tokenizer):
   chat = chat_lib.Chat(tokenizer)
   for role in ('tool', 'user'):
     assert '?b' in chat.decode_exactly(
@@ -387,7 +387,7 @@ def test_decode_takes_what_a_policy_may_sample(small):
   assert chat.decode([100_000, *encode(small, 'x')]) == 'x'
 
 
-def test_stop_ids(small, data_dir):
+def test_the_stop_id_is_the_end_of_turn_of_the_template(small, data_dir):
   assert chat_lib.Chat(small).stop_ids == (2,)
   qwen = tokenizer_lib.load(data_dir / 'models' / 'qwen2.5')
   assert chat_lib.Chat(qwen).stop_ids == (151645,)
@@ -458,7 +458,7 @@ def ignorant(tmp_path_factory):
   return tokenizer_lib.load(path)
 
 
-def test_who_knows_tools(tokenizer):
+def test_supports_tools_says_whether_the_template_describes_them(tokenizer):
   knows = chat_lib.Chat(tokenizer).supports_tools
   assert knows is (tokenizer.chat_template != LLAMA)
 

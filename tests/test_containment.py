@@ -129,7 +129,7 @@ def _raise(task):
 class TestRaising:
   @pytest.mark.parametrize('where', ['make_env', 'reset', 'step'])
   @pytest.mark.parametrize('kind', [Env, PlainEnv])
-  def test_an_environment(self, kind, where):
+  def test_what_an_environment_raises_marks_its_own_episode(self, kind, where):
     def do(at, task):
       if at == where:
         _raise(task)
@@ -153,7 +153,7 @@ class TestRaising:
 
   @pytest.mark.parametrize('where', ['reward', 'process_reward', 'metrics', 'parse'])
   @pytest.mark.parametrize('is_async', [True, False])
-  def test_a_reward(self, where, is_async):
+  def test_what_a_reward_raises_marks_its_own_episode(self, where, is_async):
     def fails(task_or_env, *_):
       _raise(getattr(task_or_env, 'task', task_or_env))
       return {} if where == 'metrics' else 1.0
@@ -176,7 +176,7 @@ class TestRaising:
       assert name in t.error and 'test_containment.py' in t.error
 
   @pytest.mark.parametrize('is_async', [True, False])
-  def test_a_tools_is_text(self, is_async):
+  def test_what_a_tool_raises_is_a_text_for_the_agent(self, is_async):
     def fails(number: int) -> str:
       """Fails.
 
@@ -207,7 +207,7 @@ class TestRaising:
     assert [t.status for t in played] == ['done'] * len(played)
     assert sum(t.metrics['tool_errors'] for t in played) == len(_KINDS)
 
-  def test_what_is_no_step(self):
+  def test_a_malformed_step_marks_its_episode(self):
     steps = [
       None,
       types.Step([], reward='much'),  # type: ignore
@@ -480,23 +480,6 @@ class TestHanging:
       _same(t, expected)
 
 
-def test_rewards_that_are_not_async_run_side_by_side():
-  """Each waits until three are inside, which on one thread would be never."""
-  inside, lock, three = 0, threading.Lock(), threading.Event()
-
-  def reward(task, messages):
-    nonlocal inside
-    with lock:
-      inside += 1
-      if inside == 3:
-        three.set()
-    assert three.wait(600), 'they run one after the other'
-    return 1.0
-
-  played = _collect(lambda: env_lib.ToolEnv([], reward), _tasks(16))
-  assert [t.reward for t in played] == [1.0] * 16
-
-
 @tool_lib.tool
 def count(text: str) -> tool_lib.Report:
   """Counts.
@@ -555,12 +538,7 @@ class TestBudgets:
       assert paid[-1] >= _VALUE[status]  # On the last action token: never lost.
     assert len(ran) == sum(4 * t.metrics.get('reward/process', 0.0) for t in played)
 
-  def test_a_reward_without_a_status_is_asked_too(self):
-    for t in self._played(lambda task, messages: 0.5 * len(messages)):
-      counted = t.metrics.get('reward/process', 0.0)
-      assert t.reward == 0.5 * len(t.messages) + counted
-
-  def test_parts_are_told(self):
+  def test_each_part_of_a_hybrid_gets_the_status(self):
     def end(task, messages, status):
       return _VALUE[status]
 
@@ -572,7 +550,7 @@ class TestBudgets:
     for t in self._played(mixed):
       assert t.reward - t.metrics.get('reward/process', 0.0) == 4 * _VALUE[t.status] + 1
 
-  def test_an_environment_of_ones_own(self):
+  def test_finish_of_an_own_environment_scores_the_end_by_a_budget(self):
     class Judges(Env):
       def finish(self, status, reply):
         return types.Step([], reward=1000.0, metrics={status: float(reply is not None)})
@@ -603,7 +581,7 @@ class TestBudgets:
   ['reset_seconds', 'step_seconds', 'close_seconds', 'episode_seconds', 'reward_seconds'],
 )
 @pytest.mark.parametrize('seconds', [0, -1.0, float('nan')])
-def test_times_are_above_0(field, seconds):
+def test_a_time_limit_that_is_not_above_0_is_refused(field, seconds):
   with pytest.raises(ValueError, match=f'{field} is .*must be a'):
     if field == 'reward_seconds':
       env_lib.ToolEnv([], lambda *_: 1.0, reward_seconds=seconds)
@@ -665,7 +643,7 @@ class TestClosing:
     gate.set()
     assert closed.wait(600)
 
-  def test_those_of_a_run_that_is_stopped(self):
+  def test_environments_of_a_stopped_run_are_closed(self):
     closed, inside = [], threading.Semaphore(0)
 
     class Waits(Env):
@@ -691,7 +669,7 @@ model = test_train.model
 class TestRun:
   """Whole runs in processes of their own: `main` below."""
 
-  def test_it_hears_sigterm_though_all_hangs(self, model, tmp_path):
+  def test_sigterm_saves_and_ends_a_run_whose_tools_all_hang(self, model, tmp_path):
     """More than there are threads, and the event loop of users' coroutines."""
     ended = script.run(__file__, str(tmp_path), model)
     assert ended.returncode == preemption.EXIT_STATUS, ended.stderr

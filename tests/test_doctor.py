@@ -12,7 +12,7 @@ import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env, tool
-from agent_r1_jax.checks import doctor, memory, trial
+from agent_r1_jax.checks import doctor, environment_check, memory
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.serve import program
 
@@ -61,7 +61,7 @@ class Forgets(env.ToolEnv):
 
 
 def look(make_env, **options):
-  found = trial.check_env(_TASKS, make_env, **options)
+  found = environment_check.check_env(_TASKS, make_env, **options)
   return {finding.name: finding for finding in found}
 
 
@@ -152,7 +152,7 @@ def test_a_reward_that_holds_the_event_loop():
       time.sleep(0.7)
     return right(task, messages)
 
-  found = trial.check_env(_TASKS[:1], lambda: env.ToolEnv([], reward))
+  found = environment_check.check_env(_TASKS[:1], lambda: env.ToolEnv([], reward))
   assert found[0].status == 'warn' and 'the event loop was held for' in found[0].text
 
 
@@ -167,13 +167,13 @@ def test_a_reward_that_holds_the_event_loop():
 )
 def test_an_argument_may_have_several_types(schema, example):
   parameters = {'properties': {'x': schema}, 'required': ['x']}
-  call = trial._call_of({'name': 'f', 'parameters': parameters})
+  call = environment_check._call_of({'name': 'f', 'parameters': parameters})
   assert f'{{"x": {example}}}' in call
 
 
 def test_no_task_or_no_environment():
   assert look(lambda: 1 / 0)['environment'].text == 'ZeroDivisionError: division by zero'
-  (finding,) = trial.check_env([], lambda: env.ToolEnv([], right))
+  (finding,) = environment_check.check_env([], lambda: env.ToolEnv([], right))
   assert finding.status == 'fail' and 'tasks is empty' in finding.text
 
 

@@ -77,7 +77,7 @@ async def begin(**kwargs):
   return env
 
 
-async def test_an_episode():
+async def test_a_call_is_answered_and_a_reply_without_one_ends_with_the_reward():
   env = await begin()
   step = await env.step('I compute. ' + calculate('2 * 3'))
   assert step == types.Step(
@@ -91,13 +91,13 @@ async def test_an_episode():
   assert env.messages[-1]['content'] == 'It is 6.'
 
 
-async def test_it_conforms():
+async def test_a_tool_env_passes_check_env():
   replies = [calculate('1+1') + CALL % ('fail', '{}'), '<tool_call>{', 'It is 6.']
   steps = await testing.check_env(make, TASK, replies)
   assert [step.reward for step in steps] == [0.0, 0.0, 1.0]
 
 
-async def test_whatever_goes_wrong_is_text():
+async def test_failed_late_malformed_and_unknown_calls_are_answered_with_error_texts():
   env = await begin()
   reply = '\n'.join(
     [
@@ -171,22 +171,7 @@ async def test_too_many_calls_are_refused_in_one_message():
   assert step.metrics == counts(calls=1000.0, errors=997.0)
 
 
-async def test_reward_sees_the_whole_conversation_and_may_have_parts():
-  seen = []
-
-  async def reward(task, messages):
-    seen.append((task, [m['content'] for m in messages]))
-    return {'right': 1, 'short': -0.25}
-
-  env = await begin(reward=reward, metrics=lambda task, messages: {'turns': 7.0})
-  step = await env.step('6')
-  assert seen == [(TASK, ['What is 2 * 3?', '6'])]
-  assert step.reward == 0.75
-  parts = {'reward/right': 1.0, 'reward/short': -0.25, 'turns': 7.0}
-  assert step.metrics == counts() | parts
-
-
-async def test_process_rewards():
+async def test_an_overridden_process_reward_is_that_of_each_turn():
   class Strict(env_lib.ToolEnv):
     def process_reward(self, calls, results):
       assert len(calls) == len(results)
@@ -300,13 +285,13 @@ async def test_a_process_reward_may_be_a_function_with_parts():
     ),
   ],
 )
-async def test_what_is_no_number_is_named(kwargs, message):
+async def test_a_score_that_is_no_finite_number_raises_with_its_task(kwargs, message):
   env = await begin(**kwargs)
   with pytest.raises(ValueError, match=message):
     await env.step('6')
 
 
-async def test_another_call_format():
+async def test_parse_replaces_the_format_of_calls():
   def parse(reply):
     words = reply.split()
     return [calls_lib.ToolCall('nap', {'seconds': 0})] if 'NAP' in words else []
@@ -334,7 +319,7 @@ async def test_steps_belong_between_reset_and_done():
     ({'tools': [], 'metrics': 'em'}, "metrics is 'em'; it must be a function"),
   ],
 )
-def test_bad_arguments(kwargs, message):
+def test_wrong_constructor_arguments_are_refused(kwargs, message):
   with pytest.raises(ValueError, match=message):
     env_lib.ToolEnv(**{'reward': right} | kwargs)
 

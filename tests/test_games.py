@@ -213,7 +213,7 @@ class Shop:
     return self.page or 'Bought.', 0.75 * (not self.page), not self.page, None
 
 
-async def test_webshops_protocol():
+async def test_webshop_is_played_by_its_protocol():
   make = lambda: games.GameEnv(lambda task: games.WebShop(Shop(), task.info['session']))
   task = games.make_task('shop', session=4)
   replies = act('click[buy now]', 'search[red [big] cup]', 'click[b01]', 'click[buy now]')

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_call_grammar as grammars
+import test_call_grammar
 import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats
+from agent_r1_jax.agent import automata, call_formats, grammars
 from agent_r1_jax.agent import calls as calls_lib
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import active_request, automaton_guide
@@ -219,9 +219,11 @@ class TestOwnGuide:
 
   def test_it_composes_with_stop_ids_and_a_grammar(self):
     """Each restricts what the others leave, and each may end the reply."""
-    pieces = grammars.of_tiny().pieces
+    pieces = test_call_grammar.of_tiny().pieces
     seven = pieces.index(b'7')
-    digits = automata.regex('[0-9 ]*', [_EOS], pieces, tiny.VOCAB)
+    digits = automata.compile_and_wait(
+      grammars.regex, ['[0-9 ]*'], [_EOS], pieces, tiny.VOCAB
+    )
     tree = tiny.params(tiny.config(), {seven: 0.4})
     allowed = np.flatnonzero(digits.table[0, digits.classes] >= 0)
     ends, engine = set(), _own_engine(tree)
@@ -297,9 +299,9 @@ class TestValueGuide:
 
 def _talkative():
   """Makes the policy begin calls and end strings, which no schema fits by chance."""
-  pieces = grammars.of_tiny().pieces
+  pieces = test_call_grammar.of_tiny().pieces
   bias = {i: 0.9 for i, piece in enumerate(pieces) if set(piece) & {*b'"}]'}}
-  return bias | {grammars.of_tiny().opening: 2.0}
+  return bias | {test_call_grammar.of_tiny().opening: 2.0}
 
 
 def test_only_guides_that_change_logits_cost_their_pass():
@@ -348,8 +350,8 @@ def _play(likely, grammar, *, turns=1, sampling=_PLAIN):
 class TestGrammar:
   def test_free_text_is_as_without_a_grammar(self):
     """To the last bit."""
-    never = {grammars.of_tiny().opening: -9.0}
-    played = _play(never, grammars.of_tiny().grammar)
+    never = {test_call_grammar.of_tiny().opening: -9.0}
+    played = _play(never, test_call_grammar.of_tiny().grammar)
     for (segment, _), (other, _) in zip(played, _play(never, None), strict=True):
       for ours, theirs in zip(vars(segment).values(), vars(other).values()):
         np.testing.assert_array_equal(ours, theirs)
@@ -357,7 +359,7 @@ class TestGrammar:
   @pytest.mark.parametrize('temperature', [1.0, 0.0])
   def test_calls_fit(self, temperature):
     """Over many segments, in which a call's state is kept."""
-    sampling, tokens = config_lib.Sampling(temperature), grammars.of_tiny()
+    sampling, tokens = config_lib.Sampling(temperature), test_call_grammar.of_tiny()
     played = _play(_talkative(), tokens.grammar, sampling=sampling)
     assert any(tokens.opening in reply[:-16] for _, (reply,) in played)
     complete = self._count_complete(played)
@@ -368,20 +370,20 @@ class TestGrammar:
 
   def _count_complete(self, played):
     """Counts the calls that were completed; all calls fit."""
-    tokens, complete = grammars.of_tiny(), 0
+    tokens, complete = test_call_grammar.of_tiny(), 0
     for _, replies in played:
       for reply in replies:
         assert tokens.walk(reply) >= 0
         calls = call_formats.HERMES.parse(tokens.text(tokens.completed(reply)))
         assert all(isinstance(call, calls_lib.ToolCall) for call in calls)
         for call in calls:
-          called = tool_lib.call(grammars.TOOLS[call.name], call.arguments)
+          called = tool_lib.call(test_call_grammar.TOOLS[call.name], call.arguments)
           assert asyncio.run(called).ok
         complete += len(calls) - (not tokens.free[tokens.walk(reply)])
     return complete
 
   def test_each_reply_begins_anew(self):
-    tokens = grammars.of_tiny(required=True)
+    tokens = test_call_grammar.of_tiny(required=True)
     played = _play(None, tokens.grammar, turns=4)
     for _, replies in played:
       for reply in replies:
@@ -389,7 +391,10 @@ class TestGrammar:
 
   def test_a_copied_prompt_begins_anew(self):
     """In rows that were left in the midst of a call."""
-    tokens, engine = grammars.of_tiny(required=True), clients.engine(**clients.EXACT)
+    tokens, engine = (
+      test_call_grammar.of_tiny(required=True),
+      clients.engine(**clients.EXACT),
+    )
 
     async def play(number, prompt):
       prompt, fields = np.array(prompt, np.int32), {'automata': (tokens.grammar,)}
@@ -408,8 +413,8 @@ class TestGrammar:
       self._assert_begins_a_call(reply)
 
   def _assert_begins_a_call(self, reply):
-    tokens = grammars.of_tiny(required=True)
-    start = grammars.call_text('', {}).partition('{"name": ')[0]
+    tokens = test_call_grammar.of_tiny(required=True)
+    start = test_call_grammar.call_text('', {}).partition('{"name": ')[0]
     assert tokens.walk(reply) >= 0 and _EOS not in reply
     said = b''.join(tokens.pieces[t] for t in reply)
     assert said.startswith(start.encode())
@@ -420,8 +425,9 @@ class TestGrammar:
       'properties': {'on': {'type': 'boolean'}, 'size': {'enum': ['S', 'L']}},
       'required': ['on', 'size'],
     }
-    pieces, engine = grammars.of_tiny().pieces, clients.engine(**clients.EXACT)
-    guide = automata.json_schema(schema, [_EOS], pieces, tiny.VOCAB)
+    pieces, engine = test_call_grammar.of_tiny().pieces, clients.engine(**clients.EXACT)
+    vocabulary = [_EOS], pieces, tiny.VOCAB
+    guide = automata.compile_and_wait(grammars.json_schema, [schema], *vocabulary)
 
     async def play(number):
       request = clients.request(
@@ -442,8 +448,8 @@ class TestTogether:
     tree = tiny.params(tiny.config(), _talkative())
     engine = _own_engine(tree, rows=7, bucket=tiny.BUCKET, narrow=True)
     grammar, required = (
-      grammars.of_tiny().grammar,
-      grammars.of_tiny(required=True).grammar,
+      test_call_grammar.of_tiny().grammar,
+      test_call_grammar.of_tiny(required=True).grammar,
     )
     engine.warm_up(automata=[clients.stop(), grammar, required])
     return engine, {

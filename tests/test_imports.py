@@ -20,9 +20,10 @@ OWNERS = {
   'orbax': f'{PACKAGE}/host/checkpoint.py',
   'faiss': f'{PACKAGE}/retrieval/dense.py',
   'outlines_core': f'{PACKAGE}/agent/',
-  'transformers': f'{PACKAGE}/agent/tool.py {PACKAGE}/agent/tokenizer.py',
+  'transformers': f'{PACKAGE}/agent/tool_schema.py {PACKAGE}/agent/tokenizer.py '
+  f'{PACKAGE}/agent/template_process.py',
   'huggingface_hub': 'third_party/fetch.py',
-  'jsonschema': f'{PACKAGE}/agent/tool.py',
+  'jsonschema': f'{PACKAGE}/agent/tool_schema.py',
   'tokenizers': f'{PACKAGE}/agent/tokenizer.py {PACKAGE}/retrieval/encoder.py',
   'math_verify': f'{PACKAGE}/tasks/mathematics.py',
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
@@ -203,7 +204,7 @@ def test_text_rooms_are_light():
     (
       'agent/chat.py',
       'def f():\n  from transformers import X',
-      'tokenizer.py imports tr',
+      'imports transformers',
     ),
     ('agent/chat.py', 'def f():\n  import tokenizers', 'encoder.py imports tokenizers'),
     (

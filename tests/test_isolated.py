@@ -34,7 +34,7 @@ def until(condition):
     time.sleep(0.01)
 
 
-async def test_it_is_the_function():
+async def test_a_call_returns_what_the_function_returns():
   grade = isolated.in_subprocess(graders.length, seconds=60, processes=1)
   assert await grade('four') == 4
   assert await grade('four', times=3) == 12
@@ -148,7 +148,7 @@ async def test_what_it_returns_must_be_json():
     ({'memory_mb': 0}, 'memory_mb=0 must be above 0'),
   ],
 )
-def test_misuse(kwargs, message):
+def test_wrong_arguments_are_refused(kwargs, message):
   with pytest.raises(ValueError, match=message):
     isolated.in_subprocess(**{'fn': graders.length, 'seconds': 1.0} | kwargs)
 

@@ -125,7 +125,7 @@ async def test_survives_a_hanging_call_and_the_death_of_the_server(server, tmp_p
 
 
 async def test_a_server_that_hangs_is_replaced(tmp_path, monkeypatch):
-  monkeypatch.setattr(mcp_server, '_CHECK_SECONDS', 0.1)
+  monkeypatch.setattr(mcp_server, '_PROBE_SECONDS', 0.1)
   monkeypatch.setenv('GIVEN', 'x')
   monkeypatch.setenv('API_KEY', 'secret')
   command = [sys.executable, SCRIPT, str(tmp_path)]

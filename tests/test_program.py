@@ -255,7 +255,7 @@ def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
 def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
   """The request goes on from the end of the text, and later ones come after it."""
   chat, entered, gate = serving.policy()[2], threading.Event(), threading.Event()
-  plain = chat._encode_plain
+  plain = chat._control._encode_plain
 
   def encode(text):
     if 'long' in text:
@@ -302,7 +302,7 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
     with pytest.raises(http.RefusedError, match='the episode is over'):
       await late
 
-  monkeypatch.setattr(chat, '_encode_plain', encode)
+  monkeypatch.setattr(chat._control, '_encode_plain', encode)
   monkeypatch.setattr(sources, '_MAX_CHARACTERS', 0)
   asyncio.run(play())
 
@@ -314,9 +314,9 @@ def test_what_fits_no_row_truncates_before_it_is_encoded(monkeypatch, count):
       await _ask(client, [{**USER, 'content': 'x' * (4_000_000 // count)}] * count)
 
   chat, lengths = serving.policy()[2], []
-  plain = chat._encode_plain
+  plain = chat._control._encode_plain
   monkeypatch.setattr(
-    chat, '_encode_plain', lambda text: lengths.append(len(text)) or plain(text)
+    chat._control, '_encode_plain', lambda text: lengths.append(len(text)) or plain(text)
   )
   played = _play(run)
   assert played.status == 'truncated' and f'{serving.SLOTS} tokens' in played.error

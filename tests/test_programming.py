@@ -44,7 +44,7 @@ def _load(tmp_path, *rows):
 
 
 @pytest.mark.parametrize('row', [HUMANEVAL, MBPP])
-def test_a_task(tmp_path, row):
+def test_a_loaded_task_shows_neither_hidden_tests_nor_its_solution(tmp_path, row):
   (task,) = _load(tmp_path, row)
   assert task.id == {0: 'HumanEval/0', 7: 'mbpp/7'}[0 if row is HUMANEVAL else 7]
   for ask in (programming.agent_task, programming.direct_task):
@@ -400,7 +400,7 @@ class TestPlainValues:
       {'fractions.Fraction': '1e99999'},
     ],
   )
-  def test_nonsense_is_an_error(self, data):
+  def test_data_that_encodes_no_value_is_an_error(self, data):
     with pytest.raises(programming._UNREADABLE):
       plain_values.decode(data)
 

@@ -49,7 +49,7 @@ def test_f1(prediction, golden, expected):
 
 
 @pytest.mark.parametrize(('text', 'golden', 'expected'), GOLDEN['verl_searchr1_em'])
-def test_extraction(text, golden, expected):
+def test_an_extracted_answer_scores_as_verl_scores_it(text, golden, expected):
   if text.count('</answer>') > 10:
     expected = 1.0  # verl quarters the score of such a text; EM knows no such rule.
   assert qa.exact_match(qa.extract_answer(text) or '', golden) == expected
@@ -149,7 +149,7 @@ def test_metrics_read_the_last_reply_alone():
   assert qa.em_reward(blank, _said('<answer></answer>')) == 0.0
 
 
-def test_prompts():
+def test_each_prompt_ends_with_the_question():
   hits = [Hit(Document('0', 'Help!', 'A {1965} film.'), 1.0)]
   tasks = [qa.agent_task(TASK), qa.direct_task(TASK), qa.rag_task(TASK, hits)]
   for task in tasks:

@@ -133,7 +133,9 @@ def test_musique(tmp_path):
   ],
 )
 @pytest.mark.parametrize('gzipped', [False, True])
-def test_data_sets_to_evaluate(tmp_path, name, text, ids, answers, gzipped):
+def test_evaluation_sets_of_each_layout_are_read(
+  tmp_path, name, text, ids, answers, gzipped
+):
   path = tmp_path / (name + '.gz' * gzipped)
   path.write_bytes(gzip.compress(text.encode()) if gzipped else text.encode())
   tasks = qa_data.load(path)
@@ -152,7 +154,7 @@ def test_data_sets_to_evaluate(tmp_path, name, text, ids, answers, gzipped):
     ('a.csv', 'Question,Answer\n', 'holds no rows'),
   ],
 )
-def test_a_broken_row_of_theirs_is_named(tmp_path, name, text, message):
+def test_a_broken_row_of_an_evaluation_set_is_named(tmp_path, name, text, message):
   (tmp_path / name).write_text(text)
   with pytest.raises(ValueError, match=message):
     qa_data.load(tmp_path / name)
@@ -168,27 +170,17 @@ def test_a_broken_row_of_theirs_is_named(tmp_path, name, text, message):
     ([OURS | {'question': ' '}], r"row 1: 'question' is ' '; give a text"),
     ([OURS | {'golden_answers': []}], r"'golden_answers' is \[\]; give a text or a list"),
     ([OURS | {'golden_answers': ['x', '']}], r"'golden_answers' is \['x', ''\]"),
-    ([OURS | {'golden_answers': 1}], "'golden_answers' is 1"),
-    ([OURS, _without(OURS, 'golden_answers')], "row 2: 'golden_answers' is missing"),
     ([OURS | {'id': 7}], "'id' is 7"),
     ([OURS, OURS], r"row 2: id 'o1' was taken before"),
     ([OURS, 'text'], 'row 2: expected a JSON object'),
     ([{'prompt': 'x'}], r"row 1: unknown layout, the fields are \['prompt'\]"),
-    ([_without(HOTPOT, '_id')], "row 1: '_id' is missing"),
     (
       [HOTPOT | {'supporting_facts': [['Ann']]}],
       "'supporting_facts' is .* list of pairs",
     ),
-    ([_without(HOTPOT, 'answer')], "'answer' is missing"),
     ([TWO_WIKI | {'evidences': None}], "'evidences' is None; give a list"),
     ([MUSIQUE | {'answerable': False}], 'row 1: is unanswerable; take the musique_ans'),
     ([MUSIQUE | {'paragraphs': ['x']}], "'paragraphs' is .* a list of objects"),
-    ([MUSIQUE | {'paragraphs': [{'is_supporting': True}]}], "'title' is missing"),
-    ([MUSIQUE | {'answer_aliases': [3]}], r"'answer_aliases' is \[3\]"),
-    (
-      [_without(MUSIQUE, 'question_decomposition')],
-      "'question_decomposition' is missing",
-    ),
     ([], 'holds no rows'),
   ],
 )
@@ -204,7 +196,7 @@ def test_a_missing_file_is_named(tmp_path):
     qa_data.load(tmp_path / 'nowhere.jsonl')
 
 
-def test_real_files(data_dir):
+def test_the_real_files_have_their_counts(data_dir):
   for name, count in (('hotpotqa', 2247), ('2wikimultihopqa', 1255), ('musique', 1058)):
     tasks = qa_data.load(data_dir / name / 'train.jsonl.gz')
     assert len(tasks) == count
@@ -216,12 +208,15 @@ import pathlib, sys
 from agent_r1_jax.tasks import qa_data, qa_tfds
 
 folder = pathlib.Path(sys.argv[1])
-files = {'train': folder / 'train.jsonl', 'test': folder / 'musique.jsonl'}
-built = qa_tfds.write(files, folder / 'tfds', name='small')
-for split, path in files.items():
-  assert list(qa_tfds.read(built, split)) == qa_data.load(path), split
+tasks = {
+  'train': qa_data.load(folder / 'train.jsonl'),
+  'test': qa_data.load(folder / 'musique.jsonl'),
+}
+built = qa_tfds.write(tasks, folder / 'tfds', name='small')
+for split, written in tasks.items():
+  assert list(qa_tfds.read(built, split)) == written, split
 assert qa_tfds.find(folder / 'tfds') == built and qa_tfds.find(folder) is None
-assert list(qa_data.read_questions(folder / 'tfds', 'test')) == qa_data.load(path)
+assert list(qa_data.read_questions(folder / 'tfds', 'test')) == tasks['test']
 tenth = qa_tfds.read(built, 'train[20%:30%]')
 assert [task.id for task in tenth] == ['10', '11', '12', '13', '14']
 assert 'tensorflow' not in sys.modules
@@ -234,12 +229,9 @@ def refused(message, fn, *args, **kwargs):
   else:
     raise AssertionError(message)
 
-refused('delete it', qa_tfds.write, files, folder / 'tfds', name='small')
+refused('delete it', qa_tfds.write, tasks, folder / 'tfds', name='small')
 refused('holds no TFDS', qa_tfds.read, folder)
 refused('nope', qa_tfds.read, built, 'nope')
-broken = {'train': folder / 'broken.jsonl'}
-refused("row 1: 'question'", qa_tfds.write, broken, folder / 'tfds', name='broken')
-refused("row 1: 'question'", qa_tfds.write, broken, folder / 'tfds', name='broken')
 """
 
 
@@ -248,6 +240,5 @@ def test_tfds_without_tensorflow(tmp_path):
   rows = [OURS | {'id': str(i), 'question': f'Été {i}?'} for i in range(50)]
   _write(tmp_path / 'train.jsonl', rows)
   _write(tmp_path / 'musique.jsonl', [MUSIQUE])
-  _write(tmp_path / 'broken.jsonl', [_without(OURS, 'question')])
   run = script.run('-c', _TFDS, tmp_path)
   assert run.returncode == 0, run.stderr[-3000:]

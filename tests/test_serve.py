@@ -284,14 +284,14 @@ def test_a_client_that_goes_leaves_nothing_behind(client, url):
 def _encoding(monkeypatch, encode=lambda plain, text: plain(text)):
   """Counts the characters that are encoded; `encode` is called in the encoder's place."""
   chat = serving.policy()[2]
-  plain, lengths = chat._encode_plain, []
+  plain, lengths = chat._control._encode_plain, []
 
   def counted(text):
     lengths.append(len(text))
     return encode(plain, text)
 
   with monkeypatch.context() as patch:
-    patch.setattr(chat, '_encode_plain', counted)
+    patch.setattr(chat._control, '_encode_plain', counted)
     yield lengths
 
 

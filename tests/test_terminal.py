@@ -4,7 +4,7 @@ import re
 
 import script as script_lib
 
-from agent_r1_jax.checks import doctor, trial
+from agent_r1_jax.checks import doctor
 from agent_r1_jax.host import terminal
 
 ATTACK = '\x1b]52;c;eA==\x07'
@@ -38,7 +38,7 @@ def test_logs_warnings_and_the_error_that_ends_a_script():
 
 
 def test_findings_of_the_doctor(capsys):
-  doctor.show([trial.Finding('environment', 'fail', f'reset: {ATTACK}', ATTACK)])
+  doctor.show([doctor.Finding('environment', 'fail', f'reset: {ATTACK}', ATTACK)])
   shown = capsys.readouterr().out
   assert shown.count('␛]52;c;eA==␇') == 2 and '\x1b' not in shown
 

@@ -67,7 +67,7 @@ def test_a_word_after_a_space_has_the_same_tokens_everywhere(tokenizer):
       assert ids[start : start + len(name)] == name, (before, after)
 
 
-def test_pieces(tokenizer):
+def test_the_pre_tokenizer_splits_words_numbers_and_punctuation(tokenizer):
   split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
   text = '{"q": "John\'s 1984"}}\n\n  In 123456 é,  x'
   pieces = [text[slice(*span)] for _, span in split(text)]
@@ -155,7 +155,7 @@ def test_no_text_has_fewer_tokens_than_the_longest_tokens_would_make(
     assert len(text) <= longest * len(plain(text)) or not text
 
 
-def test_token_bytes(tokenizer):
+def test_token_bytes_join_to_the_text(tokenizer):
   table = tokenizer_lib.token_bytes(tokenizer)
   assert len(table) == len(tokenizer) == 340
   text = 'John \U0001f600\x00 é<tool_call>\n'
@@ -187,7 +187,7 @@ def test_token_bytes_refuses_other_kinds(tmp_path):
 
 
 @pytest.mark.parametrize('listed, ids', [([5, 2], [2, 5]), (7, [2, 7]), (None, [2])])
-def test_eos_ids(copied, listed, ids):
+def test_eos_ids_include_those_of_the_generation_config(copied, listed, ids):
   text = json.dumps({'eos_token_id': listed} if listed else {})
   (copied / 'generation_config.json').write_text(text)
   assert tokenizer_lib.eos_ids(tokenizer_lib.load(copied)) == ids

@@ -1,11 +1,17 @@
 """Environments written for verifiers 0.4, as their packages would be installed."""
 
+import asyncio
 import json
 
+import numpy as np
 import pytest
+import serving
+from starlette import applications, responses, routing
+import tiny
 
-from agent_r1_jax import testing
+from agent_r1_jax.host import http
 from agent_r1_jax.tasks import verifiers
+from agent_r1_jax.train import rollout
 
 pytest.importorskip('verifiers', reason='the extra `verifiers` is not installed')
 
@@ -74,53 +80,153 @@ class Tools(Taskset):
 __all__ = ['Tools', 'Twice']
 """
 
+# An agent's own program, which asks for a stream.
+_STREAM = """
+import httpx
+import verifiers.v1 as vf
+
+class StreamConfig(vf.HarnessConfig):
+  pass
+
+class Stream(vf.Harness[StreamConfig]):
+  APPENDS_SYSTEM_PROMPT = True
+  EXECUTES_CODE = NEEDS_CONTAINER = False
+
+  async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+    _, prompt = self.resolve_prompt(data)
+    messages = [{'role': 'user', 'content': prompt}]
+    async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+      answer = await client.post(
+        f'{endpoint}/chat/completions',
+        json={'model': 'policy', 'stream': True, 'messages': messages},
+        headers={'Authorization': f'Bearer {secret}'},
+      )
+    assert answer.text.count('data:') > 1
+    return vf.ProgramResult(0, '', '')
+
+__all__ = ['Stream']
+"""
+# Two agents that ask at the same time.
+_PAIR = """
+import asyncio
+import verifiers.v1 as vf
+from adding_env import Taskset
+from adding_stream import Stream, StreamConfig
+
+class Config(vf.EnvConfig):
+  first: vf.AgentConfig = vf.AgentConfig()
+  second: vf.AgentConfig = vf.AgentConfig(
+    harness=StreamConfig(id='adding_stream'), runtime=vf.SubprocessConfig()
+  )
+
+class Pair(vf.Env[Config]):
+  async def run(self, task, agents):
+    await asyncio.gather(agents.first.run(task), agents.second.run(task))
+
+__all__ = ['Taskset', 'Pair']
+"""
+
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path, monkeypatch):
-  for name, text in (('env', _PACKAGE), ('tools', _TOOLS), ('twice', _TWICE)):
+  sources = {'env': _PACKAGE, 'tools': _TOOLS, 'twice': _TWICE}
+  sources |= {'stream': _STREAM, 'pair': _PAIR}
+  for name, text in sources.items():
     (tmp_path / f'adding_{name}.py').write_text(text)
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setenv('PYTHONPATH', str(tmp_path))
 
 
-async def test_an_environment_is_played():
+async def _play(make_env, task, replies):
+  """Plays against an endpoint that gives replies, and then refuses as a budget does.
+
+  Returns:
+    The requests, and the report of the reward.
+  """
+  requests, reports, replies = [], [], iter(replies)
+
+  async def answer(request):
+    requests.append(await request.json())
+    message = next(replies, None)
+    if message is None:
+      return responses.JSONResponse({'error': {'message': 'no'}}, status_code=400)
+    reason = 'tool_calls' if 'tool_calls' in message else 'stop'
+    choice = {'index': 0, 'message': message, 'finish_reason': reason}
+    body = {'id': '1', 'object': 'chat.completion', 'created': 0, 'model': 'policy'}
+    return responses.JSONResponse(body | {'choices': [choice]})
+
+  async def report(request):
+    reports.append(await request.json())
+    return responses.JSONResponse({})
+
+  app = applications.Starlette(
+    routes=[
+      routing.Route('/v1/chat/completions', answer, methods=['POST']),
+      routing.Route('/v1/reward', report, methods=['POST']),
+    ]
+  )
+  server = http.make_server(app, shutdown_seconds=1, lifespan='off')
+  with http.listen('127.0.0.1', 0) as listener:
+    serving_task = asyncio.create_task(server.serve([listener]))
+    await make_env().run(task, f'http://127.0.0.1:{listener.getsockname()[1]}/v1')
+    server.should_exit = True
+    await serving_task
+  (body,) = reports
+  return requests, body
+
+
+def _say(content, **call):
+  message = {'role': 'assistant', 'content': content}
+  if call:
+    function = {'name': call['name'], 'arguments': json.dumps(call['arguments'])}
+    message['tool_calls'] = [{'id': 'call_0', 'type': 'function', 'function': function}]
+  return message
+
+
+async def test_rewards_and_metrics_of_an_environment_are_reported():
   tasks, make_env = verifiers.load({'taskset': {'id': 'adding_env'}})
   assert len(tasks) == 3 and len({task.id for task in tasks}) == 3
-  env = make_env()
-  assert await env.reset(tasks[1]) == [
+  prompt = [
     {'role': 'system', 'content': 'Add.'},
     {'role': 'user', 'content': 'What is 1 + 1?'},
   ]
-  await env.close()
-  (step,) = await testing.check_env(make_env, tasks[1], ['It is 2.'])
-  assert step.reward == 1.5
-  assert step.metrics == {'turns': 1.0, 'reward/right': 1.0, 'reward/short': 0.5}
-  env = make_env()
-  await env.reset(tasks[1])
-  assert (await env.finish('truncated', 'It is 2, and ' * 9)).reward == 1.0
-  await env.close()
+  (request,), body = await _play(make_env, tasks[1], [_say('It is 2.')])
+  assert request['messages'] == tasks[1].messages == prompt
+  assert body == {'reward': {'right': 1.0, 'short': 0.5}, 'metrics': {'turns': 1.0}}
 
 
 # verifiers calls tenacity so.
 @pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated")
-async def test_tools_and_turns():
+async def test_tools_are_called_and_an_episode_out_of_turns_is_scored():
   tasks, make_env = verifiers.load({'taskset': {'id': 'adding_twice'}})
-  env = make_env()
-  await env.reset(tasks[2])
-  (tool,) = env.tools
-  assert tool.schema['function']['description'] == 'Adds two numbers.'
-  call = {'name': tool.name, 'arguments': {'a': 2, 'b': 1}}
-  replies = [f'<tool_call>{json.dumps(call)}</tool_call>', 'Two.', 'No: 3.']
-  steps = [await env.step(reply) for reply in replies]
-  assert [step.messages for step in steps] == [
-    [{'role': 'tool', 'content': '3'}],
-    [{'role': 'user', 'content': 'Are you sure?'}],
-    [],
-  ]
-  assert (steps[2].done, steps[2].reward) == (True, 1.5)
-  assert not any(step.fresh for step in steps)
-  await env.close()
-  env = make_env()
-  await env.reset(tasks[2])
-  assert (await env.finish('truncated', 'Perhaps')).metrics['turns'] == 2.0
-  await env.close()
+  call = _say('', name='adder_add', arguments={'a': 2, 'b': 1})
+  unknown = _say('', name='subtract', arguments={})
+  replies = [call, _say('Two.'), unknown]
+  requests, body = await _play(make_env, tasks[2], replies)
+  assert requests[0]['tools'][0]['function']['description'] == 'Adds two numbers.'
+  last = [request['messages'][-1]['content'] for request in requests[1:]]
+  assert last == ['3', 'Are you sure?', 'Error: there is no tool "subtract".']
+  # The endpoint refused the fourth reply: what was said until then counts.
+  assert body == {'reward': {'right': 0.0, 'short': 0.5}, 'metrics': {'turns': 3.0}}
+
+
+def test_agents_that_ask_at_once_and_for_a_stream_are_trained():
+  tasks, make_env = verifiers.load({'taskset': {'id': 'adding_pair'}})
+  played = tiny.within(
+    rollout.collect,
+    serving.engine(),
+    serving.policy()[2],
+    tasks,
+    make_env,
+    limits=serving.LIMITS,
+    seed=3,
+  )
+  for trajectory in played:
+    assert trajectory.error is None
+    assert len(trajectory.segments) == len(trajectory.turns) == 2
+    for turn in trajectory.turns:
+      segment = trajectory.segments[turn.segment]
+      sampled = np.flatnonzero(segment.action_mask)
+      assert (sampled == np.arange(turn.start, turn.stop)).all()
+  model, params, _ = serving.policy()
+  tiny.assert_on_policy(params, [s for t in played for s in t.segments], shape=model)

@@ -17,7 +17,7 @@ import types
 import late
 import pytest
 
-from agent_r1_jax.host import thread_pool, workers
+from agent_r1_jax.host import thread_pool, user_loops, workers
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ class TestPool:
     held.set()
     assert await second == 'second' and await first
 
-  async def test_it_may_grow(self, pool, gate):
+  async def test_a_grown_pool_runs_more_calls_at_a_time(self, pool, gate):
     pool.grow(2)  # It has more.
     pool.grow(5)
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(7)]
@@ -424,7 +424,7 @@ class TestCoroutines:
 
   async def test_a_loop_that_goes_on_takes_the_calls_again(self, monkeypatch):
     """What coroutines share works on the event loop alone that it was first used on."""
-    monkeypatch.setattr(workers, '_loops', [])
+    monkeypatch.setattr(user_loops, '_loops', [])
     # No call finds by itself that the loop is blocked: the test says so.
     monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600.0)
     one = asyncio.Semaphore(1)
@@ -452,7 +452,7 @@ class TestCoroutines:
       blocked = asyncio.ensure_future(workers.call_on_user_loop(block, begun, gate))
       await until(begun.is_set)
       for _ in range(2):  # As two calls do that wait there.
-        workers._loops[0].pass_over()
+        user_loops._loops[0].pass_over()
       stood_in.add(await workers.call_on_user_loop(where))
       gate.set()
       assert await blocked is first  # It was late for nothing.
@@ -463,7 +463,7 @@ class TestCoroutines:
     self, clock, monkeypatch, gate
   ):
     """The clock passes the limit of all while most of them have not begun."""
-    monkeypatch.setattr(workers, '_loops', [])
+    monkeypatch.setattr(user_loops, '_loops', [])
     inside = []
 
     async def blocks():
@@ -494,7 +494,7 @@ class TestCoroutines:
 
   async def test_the_time_of_a_call_begins_when_it_does(self, clock, monkeypatch, gate):
     """Another one blocks for nearly the limit and goes on; this one has its time."""
-    monkeypatch.setattr(workers, '_loops', [])
+    monkeypatch.setattr(user_loops, '_loops', [])
     inside, may_end = threading.Event(), threading.Event()
 
     async def blocks():
@@ -520,16 +520,16 @@ class TestCoroutines:
 
   async def test_an_episode_stays_on_the_loop_that_it_began_on(self, monkeypatch):
     """Also where the loop of the others goes on: what it has opened works there alone."""
-    monkeypatch.setattr(workers, '_loops', [])
+    monkeypatch.setattr(user_loops, '_loops', [])
 
     async def where():
       return threading.get_ident()
 
     first = await workers.call_on_user_loop(where)
-    workers._loops[0].blocked = True
+    user_loops._loops[0].blocked = True
     workers.home.set(workers.Home())
     own = await workers.call_on_user_loop(where)
-    workers._loops[0].blocked = False
+    user_loops._loops[0].blocked = False
     assert own == await workers.call_on_user_loop(where) != first
     workers.home.set(workers.Home())
     assert await workers.call_on_user_loop(where) == first
@@ -564,7 +564,7 @@ class TestCoroutines:
 
 
 _EXIT = """
-  import asyncio, os, threading
+  import asyncio, os, threading, time
   from agent_r1_jax.host import thread_pool, workers
 
   def hang():
@@ -576,12 +576,17 @@ _EXIT = """
   async def block():
     hang()
 
+  ended = threading.Event()
+
+  def late():
+    ended.wait()  # It answers after the loop has gone.
+
   async def begin():
     pass  # It is the event loop of users' functions that begins.
 
   async def main():
     await workers.call_on_user_loop(begin)
-    for fn in (hang, hang_in_thread, block):
+    for fn in (late, hang, hang_in_thread, block):
       try:
         await workers.call_on_user_loop(fn, seconds=0.1)
       except workers.CallTimeoutError as error:
@@ -596,6 +601,9 @@ _EXIT = """
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
   asyncio.run(main())
+  ended.set()
+  while 'late' in workers.POOL.abandoned:
+    time.sleep(0.001)
   print('end')
 """
 
@@ -609,7 +617,7 @@ def test_the_interpreter_ends_whatever_hangs_and_a_forked_process_may_leave():
     text=True,
     timeout=120,
   )
-  assert run.stdout.split() == ['hang', 'hang_in_thread', 'block', '7', 'end']
-  named = 'hang has given no answer for 0.05 of 0.1 seconds'
+  assert run.stdout.split() == ['late', 'hang', 'hang_in_thread', 'block', '7', 'end']
+  named = 'late has given no answer for 0.05 of 0.1 seconds'
   lines = run.stderr.splitlines()
-  assert run.returncode == 0 and len(lines) == 3 and named in lines[0], run.stderr
+  assert run.returncode == 0 and len(lines) == 4 and named in lines[0], run.stderr

@@ -43,10 +43,8 @@ async def compile_grammar(
   return types.Automaton(*await asyncio.to_thread(grammars.decode, text))
 
 
-def _compile_and_wait(
-  make: Callable, args: Sequence, *vocabulary: Any
-) -> types.Automaton:
-  """Makes an automaton in a process that ends with it."""
+def compile_and_wait(make: Callable, args: Sequence, *vocabulary: Any) -> types.Automaton:
+  """Like `compile_grammar`, in a process that ends with the call."""
   with _name_limits():
     call = (make, args, vocabulary)
     text = isolated.call_in_subprocess(grammars.make_encoded, call, {}, **_LIMITS)
@@ -112,39 +110,6 @@ def check_stop_strings(strings: Sequence[str]):
     )
 
 
-def regex(
-  pattern: str, stop_ids: Sequence[int], token_bytes: Sequence[bytes], vocab_size: int
-) -> types.Automaton:
-  """Makes an automaton that constrains a whole reply to a regular expression.
-
-  A stop id can end the reply only where the expression matches; no other control token is
-  allowed, and no byte 0.
-
-  Args:
-    pattern: A regular expression as outlines_core reads it (the syntax of Rust's regex).
-    stop_ids: Tokens that end a reply.
-    token_bytes: The bytes of each of the tokenizer's tokens, b'' for control tokens.
-    vocab_size: Tokens of the model (V).
-
-  Raises:
-    ValueError: The vocabulary lacks a byte that the expression needs, it matches no text,
-      or it needs too many states, time or memory.
-  """
-  return _compile_and_wait(grammars.regex, [pattern], stop_ids, token_bytes, vocab_size)
-
-
-def json_schema(
-  schema: Mapping[str, Any],
-  stop_ids: Sequence[int],
-  token_bytes: Sequence[bytes],
-  vocab_size: int,
-) -> types.Automaton:
-  """Makes an automaton like `regex`, for JSON of a schema."""
-  return _compile_and_wait(
-    grammars.json_schema, [schema], stop_ids, token_bytes, vocab_size
-  )
-
-
 def tool_calls(
   schemas: Sequence[Mapping[str, Any]],
   token_bytes: Sequence[bytes],
@@ -159,9 +124,9 @@ def tool_calls(
   with the arguments in the schema's order. Text is free again after it. Control tokens,
   which include stop tokens, are forbidden in a call.
 
-  A call fulfils what agent/tool.py checks. An argument whose schema allows any value is a
-  scalar, or a list or an object of scalars. The library enforces bounds on the lengths of
-  strings and arrays, and no others.
+  A call fulfils what agent/tool_schema.py checks. An argument whose schema allows any
+  value is a scalar, or a list or an object of scalars. The library enforces bounds on the
+  lengths of strings and arrays, and no others.
 
   Args:
     schemas: The tools' schemas, in the OpenAI form.
@@ -174,6 +139,6 @@ def tool_calls(
     ValueError: There are no tools, a schema has no grammar or needs too many states, time
       or memory, or the vocabulary lacks single bytes.
   """
-  return _compile_and_wait(
+  return compile_and_wait(
     grammars.tool_calls, [schemas, required], (), token_bytes, vocab_size
   )

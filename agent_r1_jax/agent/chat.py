@@ -16,24 +16,21 @@ control token in data is encoded as ordinary characters.
 
 from collections.abc import Mapping, Sequence
 import functools
-import itertools
 import math
-import re
 from typing import Any
 
 import jinja2
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.agent import automata, call_formats, calls
+from agent_r1_jax.agent import automata, call_formats, calls, control_tokens
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-
-CUT = '\n[output cut]'
 
 TOOLS_IN_PROMPT = ('default', 'refuse', 'own')
 
-# Placeholders in a rendering, which no template's own text contains.
-_REPLY, _MARK = 'qzreplyqz', 'qzmarkqz'
+# Stands for a reply in a rendering; no template's own text contains it.
+_REPLY = 'qzreplyqz'
 _PROBE_TOOL = {
   'type': 'function',
   'function': {
@@ -51,7 +48,7 @@ class TooLongError(ValueError):
 class Chat:
   """Renders and encodes messages; decodes replies.
 
-  A tool's output is cut to `max_tool_tokens`, and marked with CUT.
+  A tool's output is cut to `max_tool_tokens`, and marked as cut.
 
   A message of the assistant stands for what the policy sampled (a worked example, a
   repeated history), so control tokens in it are encoded as such, except those that only a
@@ -108,24 +105,20 @@ class Chat:
     self._template_kwargs = dict(template_kwargs or {})
     self._encode_plain = tokenizer_lib.make_plain_encoder(tokenizer)
     self._longest_token = tokenizer_lib.longest_token(tokenizer)
-    self._control = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    self._names = {i: name for name, i in self._control.items()}
-    self._any_control = _match_any(self._control)
-    # Replaced below, when the template's control tokens are known.
-    self._never_sampled = self._any_control
-    self._max_tool_tokens = max_tool_tokens
-    self._max_head_tokens = max_tool_tokens - len(self._encode_plain(CUT))
-    if self._max_head_tokens < 1:
-      raise ValueError(f'max_tool_tokens={max_tool_tokens} has no room for {CUT!r}.')
+    ids = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
+    self._control = control_tokens.ControlTokens(ids, self._encode_plain)
+    self._output_limit = messages_lib.ToolOutputLimit(
+      max_tool_tokens, self._encode_plain, tokenizer.decode
+    )
     self._choose_format(tool_format)
     self._stop_strings = (*stop_strings, *self.format.stop_strings)
     self._end = self._find_end_of_turn()
     eos = tokenizer_lib.eos_ids(tokenizer)
-    self.stop_ids = tuple(dict.fromkeys([self._control[self._end], *eos]))
+    self.stop_ids = tuple(dict.fromkeys([ids[self._end], *eos]))
     user = [{'role': 'user', 'content': 'x'}]
-    frame = self._any_control.findall(self._apply(user, add_generation_prompt=False))
-    ends = [self._names[i] for i in self.stop_ids if i in self._names]
-    self._never_sampled = _match_any([*frame, *ends])
+    frame = self._control.pattern.findall(self._apply(user, add_generation_prompt=False))
+    names = self._control.names
+    self._control.never_sample(*frame, *(names[i] for i in self.stop_ids if i in names))
 
   def _choose_format(self, tool_format: calls.CallFormat | None):
     self.detected = call_formats.detect(
@@ -156,7 +149,7 @@ class Chat:
     """Returns the arguments of automata.stop, with the given strings too."""
     strings = (*self._stop_strings, *stop_strings)
     # A stop string may be a control token, which has no bytes.
-    ids = [*self.stop_ids, *(i for s, i in self._control.items() if s in strings)]
+    ids = [*self.stop_ids, *(i for s, i in self._control.ids.items() if s in strings)]
     return ids, vocab_size, strings, self.token_bytes if strings else ()
 
   @functools.cached_property
@@ -218,8 +211,8 @@ class Chat:
 
     Replies that the policy sampled are never encoded again.
     """
-    mark = _find_unused_mark(text)
-    ids = self._encode(self._neutralize(text, mark, self._never_sampled), mark)
+    mark = control_tokens.find_unused_mark(text)
+    ids = self._encode(self._control.hide_unsampled(text, mark), mark)
     return np.append(ids, self.stop_ids[0]).astype(np.int32)
 
   def encode_text(self, text: str, *, max_tokens: float = math.inf) -> np.ndarray:
@@ -228,7 +221,7 @@ class Chat:
     Raises:
       TooLongError: See encode_prompt.
     """
-    return self._encode(text, _find_unused_mark(text), max_tokens)
+    return self._encode(text, control_tokens.find_unused_mark(text), max_tokens)
 
   def encode_data(self, text: str) -> np.ndarray:
     """Encodes data, such as an answer, and a stop token as int32 [T]."""
@@ -241,18 +234,7 @@ class Chat:
     """
     ids = list(ids)
     ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-    text = self.decode_exactly(ids)
-    if len(self._any_control.findall(text)) == sum(i in self._names for i in ids):
-      return types.ControlText(text)
-    pieces, spelt = [], []
-    for i in [*ids, None]:
-      if i is None or i in self._names:
-        pieces.append((self.decode_exactly(spelt), False))
-        pieces.append((self._names.get(i, ''), True))
-        spelt = []
-      else:
-        spelt.append(i)
-    return types.ControlText.joined(pieces)
+    return self._control.mark_sampled(ids, self.decode_exactly)
 
   def decode_exactly(self, ids: Sequence[int]) -> str:
     """Returns the exact text of any tokens, including control tokens, for people."""
@@ -278,7 +260,7 @@ class Chat:
   def _find_end_of_turn(self) -> str:
     """Returns the control token that the template writes after a reply."""
     tail, _ = self._render_after_reply([{'role': 'user', 'content': 'x'}])
-    end = self._any_control.match(tail)
+    end = self._control.pattern.match(tail)
     if not end:
       raise ValueError(
         f'the chat template of {self.tokenizer.name_or_path} writes {tail[:20]!r} after '
@@ -295,19 +277,14 @@ class Chat:
         "tools_in_prompt 'default' to put them into the system message, or 'own' if the "
         "task's own messages tell of them."
       )
-    text = self.format.describe(tools)
-    first, *others = messages
-    if first.get('role') == 'system':
-      text = types.ControlText('{}\n\n{}').format(first['content'], text)
-      return [{**first, 'content': text}, *others]
-    system = {'role': 'system', 'content': text}
-    try:
-      if _MARK in self._apply([{**system, 'content': _MARK}, first]):
-        return [system, *messages]
-    except ValueError:
-      pass  # The template refuses a system message; others leave it out.
-    text = types.ControlText('{}\n\n{}').format(text, first['content'])
-    return [{**first, 'content': text}, *others]
+
+    def writes_system(message: types.Message) -> bool:
+      try:
+        return _REPLY in self._apply([{'role': 'system', 'content': _REPLY}, message])
+      except ValueError:
+        return False  # The template refuses a system message; others leave it out.
+
+    return messages_lib.add_system(messages, self.format.describe(tools), writes_system)
 
   def _render_after_reply(self, messages, **template_kwargs) -> tuple[str, str]:
     """Renders a conversation with a placeholder as reply, and returns what follows."""
@@ -323,12 +300,14 @@ class Chat:
     Returns:
       The text, and the mark with which its placeholders begin.
     """
-    messages = [self._cut(check_message(message)) for message in messages]
+    messages = [
+      self._output_limit.apply(messages_lib.check(message)) for message in messages
+    ]
     if self.format.answer:
-      messages = _join_answers(messages, self.format.answer)
-    mark = _find_unused_mark(repr((messages, tools)))
-    neutral = [self._neutralize_message(message, mark) for message in messages]
-    tools = self._neutralize(list(tools), mark, self._any_control)
+      messages = messages_lib.join_answers(messages, self.format.answer)
+    mark = control_tokens.find_unused_mark(repr((messages, tools)))
+    neutral = [self._control.hide_in_message(message, mark) for message in messages]
+    tools = self._control.hide(list(tools), mark)
     return self._apply(neutral, tools, **template_kwargs), mark
 
   def _apply(self, messages, tools=(), **template_kwargs) -> str:
@@ -343,110 +322,10 @@ class Chat:
         f'roles {roles}: {error}. Give it messages of other roles, or fix the template.'
       ) from error
 
-  def _neutralize_message(self, message: types.Message, mark: str) -> types.Message:
-    """Puts placeholders into a message; the assistant keeps tokens that it may sample."""
-    neutral = self._neutralize(message, mark, self._any_control)
-    if message['role'] == 'assistant':
-      for name in message.keys() & {'content', 'reasoning_content'}:
-        neutral[name] = self._neutralize(message[name], mark, self._never_sampled)
-    return neutral
-
-  def _neutralize(self, value: Any, mark: str, tokens: re.Pattern[str]) -> Any:
-    """Puts placeholders for the given control tokens into all strings of a value."""
-    if isinstance(value, types.ControlText):
-      parts = enumerate(value.parts)
-      return ''.join(
-        self._neutralize(part, mark, self._any_control) if i % 2 else part
-        for i, part in parts
-      )
-    if isinstance(value, str):
-      return tokens.sub(lambda match: f'{mark}{self._control[match[0]]}z', value)
-    if isinstance(value, Mapping):
-      neutral = lambda inner: self._neutralize(inner, mark, tokens)
-      return {neutral(name): neutral(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-      return [self._neutralize(v, mark, tokens) for v in value]
-    return value
-
-  def _cut(self, message: types.Message) -> types.Message:
-    """Cuts a tool's message to its first tokens.
-
-    Only the first 32 characters a token are encoded, so that 10 MB cost no more than
-    10 kB.
-    """
-    if message['role'] != 'tool':
-      return message
-    text = message['content']
-    if not isinstance(text, str):
-      raise ValueError(f"a tool message's content must be a string, not {type(text)}.")
-    head = text[: 32 * self._max_tool_tokens]
-    ids = self._encode_plain(head)
-    if len(head) == len(text) and len(ids) <= self._max_tool_tokens:
-      return message
-    head = self.tokenizer.decode(ids[: self._max_head_tokens])
-    # An incomplete character at the end decodes to the replacement character.
-    return {**message, 'content': head.rstrip('\ufffd') + CUT}
-
   def _encode(self, text: str, mark: str, max_tokens: float = math.inf) -> np.ndarray:
-    """Encodes what `_render` returns.
-
-    The text between two control tokens is encoded in one piece, so that the tokens are
-    those of the model's own training.
-    """
+    """Encodes what `_render` returns."""
     if len(text) > max_tokens * self._longest_token:
       raise TooLongError(
         f'the text has {len(text)} characters, which are more than {max_tokens} tokens'
       )
-    placeholder = re.compile(mark + r'(\d+)z')
-    name = lambda match: self._names[int(match[1])]
-    ids, start = [], 0
-    for token in self._any_control.finditer(text):
-      ids += self._encode_plain(placeholder.sub(name, text[start : token.start()]))
-      ids.append(self._control[token[0]])
-      start = token.end()
-    ids += self._encode_plain(placeholder.sub(name, text[start:]))
-    return np.array(ids, np.int32)
-
-
-def _join_answers(
-  messages: Sequence[types.Message], form: types.ControlText
-) -> list[types.Message]:
-  """Makes one message of the user of the tools' answers that follow each other."""
-  joined = []
-  for is_answer, some in itertools.groupby(messages, lambda m: m['role'] == 'tool'):
-    if is_answer:
-      texts = [form.format(message['content']) for message in some]
-      lines = types.ControlText('\n'.join(['{}'] * len(texts)))
-      some = [{'role': 'user', 'content': lines.format(*texts)}]
-    joined += some
-  return joined
-
-
-def _match_any(tokens) -> re.Pattern[str]:
-  """Makes a pattern of control tokens; where one begins another, the longer matches."""
-  longest_first = sorted(dict.fromkeys(tokens), key=len, reverse=True)
-  return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
-
-
-def _find_unused_mark(text: str) -> str:
-  """Returns a mark that does not occur in a text."""
-  mark = _MARK
-  while mark in text:
-    mark += 'x'
-  return mark
-
-
-def check_message(message: types.Message) -> types.Message:
-  """Returns the message, or raises ValueError if it has no role or no content."""
-  if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
-    raise ValueError(
-      f"{message!r:.200} is no message: give {{'role': 'user', 'content': 'the text'}}."
-    )
-  content = message.get('content')
-  if not isinstance(content, str | list) and not message.get('tool_calls'):
-    problem = 'no content' if content is None else f'a content of {type(content)}'
-    raise ValueError(
-      f'a message of role {message["role"]!r} has {problem}; it must be a string: '
-      f'{dict(message)!r:.200}'
-    )
-  return message
+    return self._control.encode(text, mark)

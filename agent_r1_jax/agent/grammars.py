@@ -15,8 +15,7 @@ import zlib
 
 import numpy as np
 
-from agent_r1_jax.agent import byte_automata
-from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import byte_automata, tool_schema
 from agent_r1_jax.agent.byte_automata import ByteAutomaton, TokenAutomaton
 
 # Seconds of a processor until the states of a grammar are known, and can be limited; a
@@ -69,7 +68,14 @@ def stop(strings: Sequence[str]) -> ByteAutomaton:
 
 
 def regex(pattern: str) -> ByteAutomaton:
-  """See automata.regex."""
+  """Constrains a whole reply to a regular expression, in the syntax of Rust's regex.
+
+  A stop id can end the reply only where the expression matches; no other control token is
+  allowed, and no byte 0.
+
+  Raises:
+    ValueError: It matches no text, or needs too many states.
+  """
   goto, matches = byte_automata.compile_regex(pattern)
   # A stop id leads to a further state.
   end = len(goto)
@@ -81,10 +87,10 @@ def regex(pattern: str) -> ByteAutomaton:
 
 
 def json_schema(schema: Mapping[str, Any]) -> ByteAutomaton:
-  """See automata.json_schema."""
+  """Like `regex`, for JSON of a schema."""
   from outlines_core import json_schema as library
 
-  tool_lib.check_schema(schema, 'response_format')
+  tool_schema.check(schema, 'response_format')
   return regex(library.build_regex_from_schema(json.dumps(schema)))
 
 
@@ -119,7 +125,7 @@ def _match_calls(schemas: Sequence[Mapping[str, Any]]) -> str:
     function = schema['function']
     parameters = {'type': 'object', 'properties': {}, **function.get('parameters', {})}
     try:
-      tool_lib.check_schema(parameters, 'parameters')
+      tool_schema.check(parameters, 'parameters')
       properties = {
         'name': {'const': function['name']},
         'arguments': _rewrite_schema(parameters),

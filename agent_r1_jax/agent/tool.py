@@ -11,12 +11,12 @@ import functools
 import inspect
 import json
 import math
-import os
 import re
 import time
 from typing import Any, overload
 
 from agent_r1_jax.agent import breaker as breaker_lib
+from agent_r1_jax.agent import tool_schema
 from agent_r1_jax.host import workers
 
 # A result is cut to so many characters, since a trajectory keeps its messages.
@@ -60,7 +60,7 @@ class Tool:
         f"{self.name!r}, 'description': ..., 'parameters': ...}}}}, not {self.schema}."
       )
     try:
-      check_schema(function.get('parameters', {}), 'parameters')
+      tool_schema.check(function.get('parameters', {}), 'parameters')
     except ValueError as error:
       raise ValueError(f'tool {self.name}: {error}') from None
     if not self.timeout > 0:
@@ -154,33 +154,9 @@ def tool(
 
   def make(fn: Callable) -> Tool:
     called = name or fn.__name__
-    return Tool(called, schema(fn, called), fn, timeout, idempotent)
+    return Tool(called, tool_schema.describe(fn, called), fn, timeout, idempotent)
 
   return make if fn is None else make(fn)
-
-
-def schema(fn: Callable, name: str) -> dict[str, Any]:
-  """Describes a function by its signature and docstring, in the OpenAI form.
-
-  Raises:
-    ValueError: transformers' `get_json_schema` refuses it, or it takes *args or **kwargs.
-  """
-  # Set before the import, which otherwise warns that PyTorch is missing.
-  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
-  from transformers.utils.chat_template_utils import get_json_schema
-
-  for parameter in inspect.signature(fn).parameters.values():
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-      raise ValueError(f'tool {name}: *args and **kwargs have no schema; name them.')
-  try:
-    function = get_json_schema(fn)['function']
-  except Exception as error:
-    raise ValueError(
-      f'tool {name}: {error}; fix its signature or docstring, or give Tool a schema of '
-      'your own.'
-    ) from error
-  function = {key: value for key, value in function.items() if key != 'return'}
-  return {'type': 'function', 'function': function | {'name': name}}
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
@@ -189,7 +165,8 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
   breaker = _get_breaker(tool.name, getattr(tool.fn, '__code__', type(tool.fn)))
   # Calls that never reach the tool say nothing about it, and must not use up the one
   # call that an isolated tool is tried with.
-  if problem := _find_problem(tool, arguments):
+  parameters = tool.schema['function'].get('parameters', {})
+  if problem := tool_schema.find_problem(parameters, arguments):
     result = ToolResult(f'Error: {tool.name}: {problem}', ok=False)
   elif breaker.hold_back():
     text = f'Error: {tool.name}: the tool failed too often and is not called for now'
@@ -258,65 +235,3 @@ def _to_text(value: Any) -> str:
           'or a list or dict of these'
         ) from None
   return str.__str__(value)  # A subclass of str may override it.
-
-
-def _find_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-  """Describes what is wrong with a call's arguments; None if they fit the schema."""
-  from jsonschema import exceptions
-  import referencing
-
-  parameters = tool.schema['function'].get('parameters', {})
-  properties = parameters.get('properties', {})
-  unknown = [key for key in arguments if key not in properties]
-  if unknown and parameters.get('additionalProperties', False) is False:
-    return f'unknown argument {unknown[0]!r}; it takes {", ".join(properties) or "none"}'
-  # With an empty registry, the library downloads no $ref.
-  validator = _make_validator()(parameters, registry=referencing.Registry())
-  try:
-    error = exceptions.best_match(validator.iter_errors(dict(arguments)))
-  except Exception as failure:  # For example, a $ref that leads nowhere.
-    return workers.describe_error(failure)
-  if error is None:
-    return None
-  path = error.json_path.removeprefix('$').removeprefix('.')
-  where = f'argument {path!r}: ' if path else ''
-  # The message begins with the value, which may be long.
-  return where + error.message[-300:]
-
-
-def check_schema(schema: Any, name: str):
-  """Raises a ValueError, which says where, if a value is no JSON schema."""
-  import jsonschema
-
-  try:
-    _make_validator().check_schema(schema)
-  except jsonschema.SchemaError as error:
-    raise ValueError(
-      f'schema, at {error.json_path} of {name}: {error.message[-300:]}; write it as JSON '
-      'Schema says (draft 2020-12).'
-    ) from None
-
-
-@functools.cache
-def _make_validator() -> Any:
-  """Returns a validator class of JSON Schema, with two differences.
-
-  None is valid where a schema is `nullable`, as `get_json_schema` writes it. 3.0 is no
-  integer, because a function that asks for an int would get a float.
-  """
-  from jsonschema import validators
-
-  plain = validators.Draft202012Validator
-
-  def unless_null(check):
-    def checked(validator, value, instance, schema):
-      if instance is not None or not schema.get('nullable'):
-        yield from check(validator, value, instance, schema) or ()
-
-    return checked
-
-  return validators.extend(
-    plain,
-    {keyword: unless_null(check) for keyword, check in plain.VALIDATORS.items()},
-    type_checker=plain.TYPE_CHECKER.redefine('integer', lambda _, x: type(x) is int),
-  )

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
-from agent_r1_jax.checks import memory, sizes, trial
+from agent_r1_jax.checks import environment_check, memory, sizes
 from agent_r1_jax.host import terminal, workers
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import sandbox
@@ -39,7 +39,7 @@ _SLOW_DISK = 50e6
 _ACCELERATORS = {'/dev/nvidia0': 'cuda', '/dev/accel0': 'tpu', '/dev/vfio/0': 'tpu'}
 _STYLES = {'ok': 'green', 'warn': 'yellow', 'fail': 'bold red'}
 
-Finding = trial.Finding
+Finding = environment_check.Finding
 
 
 def examine(
@@ -59,7 +59,7 @@ def examine(
     algorithm: The run's algorithm; None if the policy only plays.
     tasks: Tasks to play.
     make_env: Makes the environment; None checks none.
-    solve: The replies that solve a task; see trial.check_env.
+    solve: The replies that solve a task; see environment_check.check_env.
   """
   folder = pathlib.Path(workdir).resolve()
   checks = {
@@ -72,7 +72,9 @@ def examine(
   }
   findings = [_run_check(name, check) for name, check in checks.items()]
   if make_env is not None:
-    findings += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
+    findings += environment_check.check_env(
+      tasks, make_env, solve=solve, limits=config.limits
+    )
   return findings
 
 

@@ -107,7 +107,7 @@ class Config:
     Raises:
       ValueError: Names the field, the value and what it may be.
     """
-    fields.check(self, at_most_1=('max_error_rate',))
+    fields.check(self, from_0_to_1=('max_error_rate',))
     if unknown := set(self.sink_names).difference(SINKS):
       raise ValueError(
         f'sinks is {self.sinks!r}, with {", ".join(sorted(unknown))}; give some of '

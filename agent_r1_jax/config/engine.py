@@ -45,7 +45,7 @@ class Sampling:
 
   def check(self, part: str = 'sampling') -> None:
     """Raises ValueError for a wrong value; `part` is the name of this part."""
-    fields.check(self, part, share=('top_p',), at_most_1=('min_p',))
+    fields.check(self, part, above_0_to_1=('top_p',), from_0_to_1=('min_p',))
 
   @property
   def truncated(self) -> bool:
@@ -93,4 +93,4 @@ class Engine:
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     chosen = [name.removeprefix('engine.') for name in SIZES if 'engine.' in name]
-    fields.check(self, 'engine', at_least_1=('decode_steps',), chosen=chosen)
+    fields.check(self, 'engine', at_least_1=('decode_steps',), chosen_if_0=chosen)

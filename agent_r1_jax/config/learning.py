@@ -91,7 +91,7 @@ class Curriculum:
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     choices = {'weight': ('uniform', 'variance')}
-    fields.check(self, 'curriculum', share=('uniform_share',), choices=choices)
+    fields.check(self, 'curriculum', above_0_to_1=('uniform_share',), choices=choices)
     if self.by and self.weight == 'uniform':
       raise ValueError("curriculum.by is read with curriculum.weight='variance' only.")
 
@@ -110,7 +110,7 @@ class Batch:
 
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
-    fields.check(self, 'batch', chosen=('row_tokens', 'microbatch'))
+    fields.check(self, 'batch', chosen_if_0=('row_tokens', 'microbatch'))
 
 
 @dataclasses.dataclass
@@ -148,6 +148,6 @@ class Optimizer:
       self,
       'optimizer',
       above_0=('clip_norm', 'adam_eps'),
-      below_1=('adam_b1', 'adam_b2'),
+      from_0_below_1=('adam_b1', 'adam_b2'),
       choices={'kind': ('adamw', 'adamw8', 'adafactor')},
     )

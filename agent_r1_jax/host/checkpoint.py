@@ -178,8 +178,6 @@ class Checkpointer:
     """
     self.wait()
     steps = self.steps
-    if steps and processes.is_first():
-      self._record_first(steps[0])  # In a workdir of an earlier version.
     while steps:
       step = steps.pop()
       try:

@@ -41,7 +41,15 @@ _MAX_BYTES = 64 << 20
 
 
 class LostError(RuntimeError):
-  """The subprocess ended before it answered, as by os._exit or for want of memory."""
+  """The subprocess ended before it answered, as by os._exit or for want of memory.
+
+  Attributes:
+    status: Its exit status; below 0, the number of the signal that ended it.
+  """
+
+  def __init__(self, text: str, status: int):
+    super().__init__(text)
+    self.status = status
 
 
 class FailedError(RuntimeError):
@@ -92,7 +100,7 @@ def in_subprocess(
       f'{fn.__module__}.{fn.__qualname__} is no name to import it by: define it at the '
       'top of a module that is not the script itself.'
     )
-  make_process = functools.partial(_Process, fn, memory_mb, imports)
+  make_process = functools.partial(Process, fn, memory_mb, imports)
   pool = _ProcessPool(make_process, seconds, processes)
 
   @functools.wraps(fn)
@@ -109,7 +117,7 @@ def call_in_subprocess(
 
   The limits and the errors are those of `in_subprocess`.
   """
-  process = _Process(fn, memory_mb)
+  process = Process(fn, memory_mb)
   try:
     ok, answer = process.call((args, kwargs), seconds)
   finally:
@@ -132,7 +140,7 @@ class _ProcessPool:
   def __init__(self, make_process, seconds, processes):
     self._make_process, self._seconds = make_process, seconds
     self._threads = thread_pool.Pool(threads=processes)
-    self._idle: list[_Process] = []
+    self._idle: list[Process] = []
 
   async def call(self, args, kwargs) -> Any:
     work = self._threads.submit(functools.partial(self._call, args, kwargs))
@@ -153,7 +161,7 @@ class _ProcessPool:
       raise FailedError(answer)
     return answer
 
-  def _take_idle(self) -> '_Process | None':
+  def _take_idle(self) -> 'Process | None':
     """Returns an idle subprocess, and drops those that ended meanwhile."""
     while True:
       try:
@@ -165,10 +173,15 @@ class _ProcessPool:
       process.end()
 
 
-class _Process:
-  """One subprocess and the pipe to it."""
+class Process:
+  """One subprocess and the pipe to it.
 
-  def __init__(self, fn, memory_mb, imports=()):
+  Attributes:
+    end: Kills it.
+  """
+
+  def __init__(self, fn: Callable, memory_mb: int | None, imports: Sequence[str] = ()):
+    """Starts it; the arguments are those of `in_subprocess`."""
     self._name = fn.__name__
     here, there = connection.Pipe()
     arguments = fn.__module__, fn.__qualname__, str(memory_mb or ''), *imports
@@ -186,8 +199,16 @@ class _Process:
     """Whether the subprocess can take a call."""
     return self._process.poll() is None
 
-  def call(self, arguments, seconds) -> tuple[bool, Any]:
-    """Returns whether the function returned, and its value or its error's text."""
+  def call(self, arguments: tuple, seconds: float) -> tuple[bool, Any]:
+    """Calls the function with (args, kwargs).
+
+    Returns:
+      Whether it returned, and its value or its error's text.
+
+    Raises:
+      TimeoutError: It took longer; `end` must follow.
+      LostError: The subprocess ended before it answered.
+    """
     try:
       self._pipe.send((arguments, seconds))
     except OSError as error:
@@ -209,9 +230,8 @@ class _Process:
     self.end()
     status = self._process.returncode
     reason = ': it needed more memory than it may have' if status == errno.ENOMEM else ''
-    return LostError(
-      f'the process of {self._name} ended with status {status} before it answered{reason}'
-    )
+    text = f'the process of {self._name} ended with status {status} before it answered'
+    return LostError(text + reason, status)
 
 
 def start_module(module: str, descriptor: int, *arguments: str) -> subprocess.Popen:

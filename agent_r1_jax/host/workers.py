@@ -24,27 +24,21 @@ isolated.in_subprocess is for that.
 
 import asyncio
 from collections.abc import Callable
-from concurrent import futures
 import contextlib
-import contextvars
-import dataclasses
 import functools
 import inspect
 import logging
 import math
-import sys
 import threading
 import time
 import traceback
 from typing import Any
-import weakref
 
-from agent_r1_jax.host import thread_pool
+from agent_r1_jax.host import thread_pool, user_loops
+from agent_r1_jax.host.user_loops import Home, home
 
 # An event loop that starts no call for so long counts as blocked.
 BLOCKED_SECONDS = 5.0
-# Calls that another one holds up are spread among so many event loops.
-_MOST_LOOPS = 16
 # A timer that is so late says that its event loop was held up.
 _HELD_UP_SECONDS = 0.5
 # A call is named in the log after half of its time, and after so many seconds at most.
@@ -53,23 +47,6 @@ _NAMED_SECONDS = 60.0
 _MAX_CHARS = 10_000
 
 POOL = thread_pool.Pool()
-
-
-@dataclasses.dataclass(eq=False)
-class Home:
-  """The event loop of one episode's coroutines.
-
-  Attributes:
-    spread: Whether it is chosen among many, because other episodes block it.
-    loop: The loop on which the first call began, where the later ones follow it.
-  """
-
-  spread: bool = False
-  loop: '_UserLoop | None' = None
-
-
-# The home of the episode that is being played.
-home: contextvars.ContextVar[Home | None] = contextvars.ContextVar('home', default=None)
 
 
 class CallTimeoutError(TimeoutError):
@@ -224,95 +201,6 @@ async def call_on_user_loop(
   raise CallTimeoutError(_describe_timeout(name, seconds, field) + reason)
 
 
-class _UserLoop:
-  """An event loop for users' coroutines, in a daemon thread."""
-
-  def __init__(self, spread: bool):
-    self.spread = spread  # Whether it is for calls that others have held up.
-    self.homes: weakref.WeakSet[Home] = weakref.WeakSet()  # Whose calls came here.
-    self.loop = asyncio.new_event_loop()
-    self.loop.set_default_executor(_PoolExecutor())
-    self.loop.set_task_factory(self._make_task)
-    self._callers = weakref.WeakKeyDictionary()
-    self.blocked = False
-    self._thread = threading.Thread(target=self._run, name='users', daemon=True)
-    self._thread.start()
-
-  def pass_over(self):
-    """Keeps new calls away from this loop until it goes on."""
-    self.blocked = True
-    # `blocked` is set before: `_resume` runs when the loop goes on, and so comes last.
-    self.loop.call_soon_threadsafe(self._resume)
-
-  def _resume(self):
-    self.blocked = False
-
-  def find_blocker(self) -> tuple[thread_pool.Caller | None, str]:
-    """Finds who blocks the loop, which is known not to go on.
-
-    Returns:
-      The outermost caller, if it is known, and a text with name and place.
-    """
-    frame = sys._current_frames().get(self._thread.ident or 0)
-    task = asyncio.current_task(self.loop)
-    if frame is None:
-      return None, ''
-    caller = self._callers.get(task) if task else None
-    where = f'({frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name})'
-    name = caller.name if caller else 'a task of its own'
-    text = f'{name} {where}, which should be a plain function or await asyncio.to_thread,'
-    return (caller and caller.root), text
-
-  def _make_task(self, loop, coroutine, **kwargs):
-    task = asyncio.Task(coroutine, loop=loop, **kwargs)
-    self._callers[task] = thread_pool.current_caller.get()
-    return task
-
-  def _run(self):
-    thread_pool.mark_user_thread()
-    while not self.loop.is_closed():
-      try:
-        self.loop.run_forever()
-      except BaseException:
-        pass  # A task raised SystemExit; whoever awaits the task gets it.
-
-
-class _PoolExecutor(futures.ThreadPoolExecutor):
-  """Lets asyncio.to_thread use POOL; a real executor's threads are joined at exit."""
-
-  def submit(self, fn, /, *args, **kwargs):
-    return POOL.submit(functools.partial(fn, *args, **kwargs))
-
-  def shutdown(self, wait=True, *, cancel_futures=False):
-    pass
-
-
-# The event loops of users' coroutines, oldest first. None ends: one that is no longer
-# needed is used again when another one is blocked.
-_loops: list[_UserLoop] = []
-_loops_lock = threading.Lock()
-
-
-def _take_user_loop(episode_home: Home, moved: bool) -> _UserLoop:
-  """Chooses an event loop that is not blocked for a call, and adds its home there.
-
-  It is the home's or the oldest one, so that coroutines may share what is bound to it.
-  For a call that moves, or a home that is spread, it is that of some others, which new
-  episodes do not enter, with the fewest homes.
-  """
-  spread = moved or episode_home.spread
-  with _loops_lock:
-    free = [loop for loop in _loops if not (loop.blocked or loop.loop.is_closed())]
-    loops = [loop for loop in free if loop.spread == spread]
-    chosen = min(loops, key=lambda loop: len(loop.homes) * spread, default=None)
-    if episode_home.loop in free and not moved:
-      chosen = episode_home.loop
-    elif not chosen or (spread and chosen.homes and len(loops) < _MOST_LOOPS):
-      _loops.append(chosen := _UserLoop(spread))
-    chosen.homes.add(episode_home)
-    return chosen
-
-
 class _UserLoopCall:
   """A coroutine function that waits to begin, or runs, on one of the users' event loops.
 
@@ -340,7 +228,10 @@ class _UserLoopCall:
     moved: bool = False,
   ):
     self._fn, self._args, self._caller, self._seconds = fn, args, caller, seconds
-    self._home, self._user_loop = episode_home, _take_user_loop(episode_home, moved)
+    self._home, self._user_loop = (
+      episode_home,
+      user_loops.choose_loop(episode_home, moved, _submit),
+    )
     self._claim, self.deadline = threading.Lock(), math.inf
     self._task: asyncio.Task | None = None
     self._cancelled = False
@@ -370,7 +261,7 @@ class _UserLoopCall:
     as soon as it goes on.
 
     Returns:
-      Who blocks the loop, as `_UserLoop.find_blocker` says it; the text is '' if nobody
+      Who blocks the loop, as `UserLoop.find_blocker` says it; the text is '' if nobody
       does.
     """
     self._user_loop.loop.call_soon_threadsafe(self._cancel)
@@ -424,6 +315,10 @@ def _acting_for(caller: thread_pool.Caller):
     yield
   finally:
     thread_pool.current_caller.reset(token)
+
+
+def _submit(fn: Callable[[], Any]) -> thread_pool.Call:
+  return POOL.submit(fn)
 
 
 async def _await(value):

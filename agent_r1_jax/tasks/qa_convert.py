@@ -72,7 +72,7 @@ def convert(
     counts[split] = _write(directory / f'{split}.jsonl.gz', rows)
     broken += left_out
   shutil.rmtree(directory / qa_tfds.Questions.name, ignore_errors=True)
-  written = {split: directory / f'{split}.jsonl.gz' for split in files}
+  written = {split: qa_data.load(directory / f'{split}.jsonl.gz') for split in files}
   qa_tfds.write(written, directory, name='all')
   passages = (
     {'id': id, 'title': title, 'text': text} for (title, text), id in corpus.items()

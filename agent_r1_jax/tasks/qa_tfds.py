@@ -1,6 +1,6 @@
-"""Question files as a TensorFlow Datasets builder: array_record, without TensorFlow."""
+"""Questions as a data set of TensorFlow Datasets: array_record, without TensorFlow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import json
 import os
 import pathlib
@@ -8,19 +8,18 @@ import pathlib
 import grain
 import tensorflow_datasets as tfds
 
-from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.types import Task
 
 
 class Questions(tfds.core.GeneratorBasedBuilder):
-  """Questions, golden answers and the rest of a row as JSON, in the files' order."""
+  """Questions, golden answers and the rest of a row as JSON, in the given order."""
 
   VERSION = tfds.core.Version('1.0.0')
   RELEASE_NOTES = {'1.0.0': 'First.'}
 
-  def __init__(self, *, files: Mapping[str, str | os.PathLike], **kwargs):
-    """Names the file of each split, in any layout that `qa_data.load` knows."""
-    self._files = files
+  def __init__(self, *, tasks: Mapping[str, Iterable[Task]], **kwargs):
+    """Names the tasks of each split."""
+    self._tasks = tasks
     super().__init__(file_format='array_record', **kwargs)
 
   def _info(self):
@@ -40,30 +39,30 @@ class Questions(tfds.core.GeneratorBasedBuilder):
     )
 
   def _split_generators(self, dl_manager):
-    return {split: self._generate_examples(path) for split, path in self._files.items()}
+    return {split: self._generate_examples(some) for split, some in self._tasks.items()}
 
-  def _generate_examples(self, path):
-    for number, task in enumerate(qa_data.load(path)):
+  def _generate_examples(self, tasks):
+    for number, task in enumerate(tasks):
       example = {'id': task.id, 'question': task.info['question']}
       example |= {'golden_answers': task.answer, 'info': json.dumps(task.info)}
       yield number, example
 
 
 def write(
-  files: Mapping[str, str | os.PathLike], directory: str | os.PathLike, *, name: str
+  tasks: Mapping[str, Iterable[Task]], directory: str | os.PathLike, *, name: str
 ) -> pathlib.Path:
   """Builds a data set; returns the directory that `read` and other TFDS users take.
 
   Args:
-    files: Split name ('train', 'validation', ...) to the file of questions.
+    tasks: Split name ('train', 'validation', ...) to its questions.
     directory: TFDS's data_dir.
     name: Name of the configuration, for example 'hotpotqa'.
 
   Raises:
-    ValueError: A row is broken (`qa_data.load`), or the data set was built before.
+    ValueError: The data set was built before.
   """
   config = tfds.core.BuilderConfig(name=name, version=Questions.VERSION)
-  builder = Questions(files=files, data_dir=directory, config=config)
+  builder = Questions(tasks=tasks, data_dir=directory, config=config)
   if pathlib.Path(builder.data_path).exists():
     raise ValueError(f'{builder.data_path} exists; delete it to build it again')
   builder.download_and_prepare()

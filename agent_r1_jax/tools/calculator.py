@@ -5,6 +5,7 @@ import math
 import operator
 
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import tool_schema
 
 MAX_LENGTH = 1000
 MAX_BITS = 10_000  # About 3,000 digits.
@@ -56,7 +57,7 @@ def evaluate(expression: str) -> int | float:
 
 def calculator_tool(timeout: float = 5.0) -> tool_lib.Tool:
   """Makes a tool `calculator(expression: str)` with a time-out in seconds."""
-  schema = tool_lib.schema(calculator, 'calculator')
+  schema = tool_schema.describe(calculator, 'calculator')
   return tool_lib.Tool('calculator', schema, calculator, timeout)
 
 

@@ -24,7 +24,7 @@ from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import workers
 
 # A server that does not list its tools within so many seconds after a call failed hangs.
-_CHECK_SECONDS = 5.0
+_PROBE_SECONDS = 5.0
 # What the end of a connection may take: the package stops a process in three steps.
 _STOP_SECONDS = 10.0
 # The pause before a start, while one start after the other fails, doubles up to this.
@@ -124,7 +124,7 @@ class Server:
         return await asyncio.wrap_future(work)
       except asyncio.CancelledError:  # The call is late.
         with contextlib.suppress(RuntimeError):  # The server was closed meanwhile.
-          self._loop.call_soon_threadsafe(self._check_if_open)
+          self._loop.call_soon_threadsafe(self._probe_if_open)
         raise
 
     function = {
@@ -151,7 +151,7 @@ class Server:
     try:
       result = await connection.client.call_tool(name, arguments)
     except Exception as error:
-      await asyncio.shield(self._check(connection))
+      await asyncio.shield(self._probe(connection))
       raise ConnectionError(f'{self._name}: {_describe(error)}') from error
     self._failures = 0
     text = '\n'.join(map(_to_text, result.content))
@@ -179,9 +179,9 @@ class Server:
       task.add_done_callback(self._holding.discard)
     # A call that is cancelled must not cancel the start for those that wait with it.
     connection = await asyncio.shield(self._opened)
-    if connection.check is None:
+    if connection.probe is None:
       return connection
-    await asyncio.shield(connection.check)
+    await asyncio.shield(connection.probe)
     return await self._connect()
 
   async def _hold(self, opened: asyncio.Future) -> None:
@@ -217,16 +217,16 @@ class Server:
       ConnectionError(f'the MCP server {self._name} did not start: {_describe(error)}')
     )
 
-  def _check_if_open(self) -> None:
+  def _probe_if_open(self) -> None:
     if self._opened and self._opened.done():
-      self._check(self._opened.result())
+      self._probe(self._opened.result())
 
-  def _check(self, connection: '_Connection') -> asyncio.Task:
-    """Starts to look whether the server still answers, and which tools it has."""
+  def _probe(self, connection: '_Connection') -> asyncio.Task:
+    """Starts to list the tools again; a server that gives no answer is started again."""
 
-    async def check():
+    async def probe():
       try:
-        async with asyncio.timeout(_CHECK_SECONDS):
+        async with asyncio.timeout(_PROBE_SECONDS):
           await connection.list_tools()
       except Exception as error:
         opened = self._opened
@@ -235,10 +235,10 @@ class Server:
         if not (connection.leave.is_set() or self._closing.is_set()):
           logging.warning('%s: %s; it is started again', self._name, _describe(error))
         connection.leave.set()
-      connection.check = None
+      connection.probe = None
 
-    connection.check = connection.check or self._loop.create_task(check())
-    return connection.check
+    connection.probe = connection.probe or self._loop.create_task(probe())
+    return connection.probe
 
   def _count_failure(self, opened: asyncio.Future) -> None:
     """Lets the next call start the server: at once, later after longer and longer."""
@@ -256,14 +256,14 @@ class _Connection:
     client: The package's client.
     tools: The server's tools by name, as the package describes them.
     leave: Set when the connection is to be ended.
-    check: Looks whether the server still answers; None if nobody doubts it.
+    probe: Asks whether the server still answers; None if no call has failed.
   """
 
   def __init__(self, client):
     self.client = client
     self.tools: dict[str, Any] = {}
     self.leave = asyncio.Event()
-    self.check: asyncio.Task | None = None
+    self.probe: asyncio.Task | None = None
 
   async def list_tools(self) -> None:
     """Asks the server for its tools."""

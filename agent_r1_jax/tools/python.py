@@ -3,6 +3,7 @@
 import threading
 
 from agent_r1_jax.agent import tool as tool_lib
+from agent_r1_jax.agent import tool_schema
 from agent_r1_jax.tools import remote_sandbox, sandbox
 
 # A call's time-out is the code's, and what starting an interpreter may take.
@@ -56,7 +57,7 @@ def python_tool(
       raise CodeError(f'{failure}{consequence}\n{output.text}'.rstrip())
     return output.text or '(The code printed nothing.)'
 
-  schema = tool_lib.schema(python, 'python')
+  schema = tool_schema.describe(python, 'python')
   timeout = seconds + _START_SECONDS
   remote = isinstance(box, remote_sandbox.RemoteSandbox)
   return tool_lib.Tool('python', schema, python, timeout, idempotent=remote)

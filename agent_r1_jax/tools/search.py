@@ -1,6 +1,6 @@
 """The search tool, which batches the queries of many agents."""
 
-from agent_r1_jax.agent import batching
+from agent_r1_jax.agent import batching, tool_schema
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
@@ -49,7 +49,7 @@ def search_tool(
       raise ValueError('query is empty; say what to search for')
     return documents.render(await batcher.ask(query), template)
 
-  return tool_lib.Tool('search', tool_lib.schema(search, 'search'), search, timeout)
+  return tool_lib.Tool('search', tool_schema.describe(search, 'search'), search, timeout)
 
 
 def _check_template(template):

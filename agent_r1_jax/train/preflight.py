@@ -13,6 +13,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
+from agent_r1_jax.agent import messages as messages_lib
 from agent_r1_jax.host import workers
 from agent_r1_jax.models import lora
 from agent_r1_jax.rl import algorithms
@@ -273,7 +274,7 @@ def select_fitting_tasks(
     checked += 1
     try:
       for message in task.messages:
-        chat_lib.check_message(message)
+        messages_lib.check(message)
       # A token has at least one byte: by their bytes alone most prompts are short enough.
       if task.messages and least + sum(map(_bound_tokens, task.messages)) < slots:
         continue

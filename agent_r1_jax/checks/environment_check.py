@@ -53,7 +53,7 @@ class _Episode(NamedTuple):
   done: bool
 
 
-class _Trial:
+class _Player:
   """Plays episodes one after the other, and measures them.
 
   Attributes:
@@ -128,7 +128,7 @@ def check_env(
     solve: Returns the replies that solve a task. By default the task's answer in several
       forms, which may all be wrong.
     limits: The time limits of calls; config.Limits() by default.
-    seconds: The time limit of the whole trial.
+    seconds: The time limit of the whole check.
   """
   limits = limits or config_lib.Limits()
   try:
@@ -141,19 +141,19 @@ def check_env(
       scripts = list(_write_scripts(tasks[:4], env, solve))
   except Exception as error:
     return [Finding('environment', 'fail', workers.describe_error(error))]
-  trial = _Trial(make_env, limits)
-  call = workers.POOL.submit(lambda: asyncio.run(trial.play_all(scripts)))
+  player = _Player(make_env, limits)
+  call = workers.POOL.submit(lambda: asyncio.run(player.play_all(scripts)))
   try:
     episodes = call.result(seconds)
   except TimeoutError:
-    text = f'{trial.call} gave no answer; {seconds:g} seconds were left for all episodes'
+    text = f'{player.call} gave no answer; {seconds:g} seconds were left for all episodes'
     remedy = 'Give what it waits for a time-out; what blocks must be no coroutine.'
     return [Finding('environment', 'fail', text, remedy)]
   except Exception as error:
-    text = f'{trial.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
+    text = f'{player.call}: {workers.describe_error(error)}{workers.locate_error(error)}'
     return [Finding('environment', 'fail', text, _MASKED)]
   return [
-    _check_times(trial, episodes),
+    _check_times(player, episodes),
     _check_rewards(episodes, known=solve is not None),
     _check_openings(tasks[:100], make_env, seconds),
     _check_conformance(episodes, make_env, seconds),
@@ -217,18 +217,18 @@ def _call_of(schema: dict[str, Any]) -> str:
   return call_formats.HERMES.render(calls.ToolCall(schema['name'], arguments))
 
 
-def _check_times(trial: _Trial, episodes: Sequence[_Episode]) -> Finding:
-  times = ', '.join(f'{k} at most {v:.3f} s' for k, v in trial.slowest.items())
+def _check_times(player: _Player, episodes: Sequence[_Episode]) -> Finding:
+  times = ', '.join(f'{k} at most {v:.3f} s' for k, v in player.slowest.items())
   text = f'{len(episodes)} episodes played: {times}, rewards included'
-  if trial.blocked > _BLOCKED_SECONDS:
+  if player.blocked > _BLOCKED_SECONDS:
     return Finding(
       'environment',
       'warn',
-      f'{text}; the event loop was held for {trial.blocked:.2f} s: all agents wait then',
+      f'{text}; the event loop was held for {player.blocked:.2f} s: all agents wait then',
       'Make what computes or blocks a plain function, which runs in a thread; a grader '
       'that holds the interpreter belongs into isolated.in_subprocess.',
     )
-  if trial.slowest['step'] > _SLOW_SECONDS:
+  if player.slowest['step'] > _SLOW_SECONDS:
     remedy = (
       'Cache, batch or bound what it waits for; engine.width helps with slow tools.'
     )

@@ -1,0 +1,311 @@
+"""Parses and writes the tool calls of each format in call_formats.FORMATS.
+
+In a format with tags, a call ends with its end tag, at which sampling stops; so it
+cannot contain that tag.
+"""
+
+from collections.abc import Sequence
+import json
+import re
+from typing import Any
+
+from agent_r1_jax.agent import calls
+from agent_r1_jax.agent.calls import Schemas, ToolCall
+
+_DECODER = json.JSONDecoder()
+
+
+def _read_json(
+  tag: re.Match[str],
+  keys: Sequence[str],
+  schemas: Schemas,
+  close: re.Pattern[str],
+  stop: re.Pattern[str],
+  end_tag: str = '',
+) -> tuple[calls.Call, int]:
+  """Reads the call that begins with a match; also returns where the call ends.
+
+  Args:
+    tag: The match, after which or with whose brace the JSON begins.
+    keys: Names that the arguments may have; the first is the right one.
+    schemas: As in `Parse`.
+    close: What must follow the JSON.
+    stop: Where a malformed call ends at the latest.
+    end_tag: What errors call the text that `close` matches.
+  """
+  reply, start = tag.string, tag.end() - (tag[0] == '{')
+  try:
+    value, end = _DECODER.raw_decode(reply, start)
+    closed = close.match(reply, end)
+    if not closed:
+      raise ValueError(f'expected {end_tag} after the JSON object')
+    if not isinstance(value, dict):
+      raise ValueError(f'expected a JSON object with "name" and "{keys[0]}"')
+    name = value.get('name')
+    if not isinstance(name, str) or not name:
+      raise ValueError('"name" must be the name of a tool')
+    key = next((key for key in keys if key in value), keys[0])
+    arguments = calls.to_arguments(value.get(key, {}), name, schemas, f'"{key}"')
+    return ToolCall(name, arguments), closed.end()
+  except (ValueError, RecursionError) as error:
+    stopped = stop.search(reply, tag.end())
+    end = stopped.start() if stopped else len(reply)
+    return calls.make_error(error, reply[start:end]), end
+
+
+_HERMES = re.compile(calls.THINK + r'<tool_call>\s*')
+_HERMES_CLOSE = re.compile(r'\s*(?:</tool_call>|\Z)')
+_HERMES_STOP = re.compile(r'</?tool_call>|</think>')
+
+
+def parse_hermes(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+  The JSON is scanned, so that '</tool_call>' inside a string does no harm. The closing
+  tag may be missing at the end of the reply.
+  """
+  keys, end_tag = ('arguments',), '</tool_call>'
+  return calls.scan(
+    reply,
+    _HERMES,
+    lambda tag: _read_json(tag, keys, schemas, _HERMES_CLOSE, _HERMES_STOP, end_tag),
+  )
+
+
+def render_hermes(call: ToolCall) -> str:
+  """Writes a call as `parse_hermes` reads it."""
+  value = {'name': call.name, 'arguments': call.arguments}
+  return f'<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>'
+
+
+# Other JSON is an answer.
+_LLAMA_CALL = (
+  r'\{(?=\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,'
+  r'\s*"(?:parameters|arguments)"\s*:)'
+)
+_LLAMA = re.compile(rf'{calls.THINK}<\|python_tag\|>\s*|{_LLAMA_CALL}')
+_LLAMA_CLOSE = re.compile(r'\s*;?')
+_LLAMA_STOP = re.compile(rf'</think>|<\|python_tag\|>|{_LLAMA_CALL}')
+
+
+def parse_llama3(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `{"name": ..., "parameters": {...}}`.
+
+  Text may come before and between calls. '<|python_tag|>' may begin one, and a semicolon
+  may end it; "arguments" is understood for "parameters".
+  """
+  keys = 'parameters', 'arguments'
+  return calls.scan(
+    reply,
+    _LLAMA,
+    lambda tag: _read_json(tag, keys, schemas, _LLAMA_CLOSE, _LLAMA_STOP),
+  )
+
+
+def render_llama3(call: ToolCall) -> str:
+  """Writes a call as `parse_llama3` reads it."""
+  value = {'name': call.name, 'parameters': call.arguments}
+  return json.dumps(value, ensure_ascii=False)
+
+
+# What some models write for JSON's words.
+_PYTHON_WORDS = {'True': 'true', 'False': 'false', 'None': 'null'}
+_TYPES: dict[type, set[str]] = {
+  str: {'string'},
+  bool: {'boolean'},
+  int: {'integer', 'number'},
+  float: {'number'},
+  list: {'array'},
+  dict: {'object'},
+  type(None): {'null'},
+}
+
+
+def _convert(text: str, schema: Any) -> Any:
+  """Converts an argument's text to the type that its schema names.
+
+  Where the schema allows strings, the text stays as it is unless it is JSON of another
+  type that is allowed. Text that is no JSON stays as it is, too: if the tool wants
+  something else, it will say so.
+  """
+  allowed = calls.list_types(schema)
+  word = text.strip()
+  try:
+    value = json.loads(_PYTHON_WORDS.get(word, word))
+    calls.check_depth([value])
+  except (ValueError, RecursionError):
+    return text
+  as_text = isinstance(value, str) or not _TYPES[type(value)] & allowed
+  return text if 'string' in allowed and as_text else value
+
+
+_QWEN = re.compile(calls.THINK + r'(?:<tool_call>\s*)?<function=([^<>\n]*)>|<tool_call>')
+_PARAMETER = re.compile(r'\s*<parameter=([^<>\n]*)>\n?')
+# A parameter that is not closed ends where another one, or the end of the call, follows,
+# and with the thought that it is in: the call after it must not be swallowed.
+_VALUE_END = re.compile(
+  r'\n?</parameter>(?=\s*(?:<parameter=|</function>|</?tool_call>|\Z))'
+  r'|\n(?=<parameter=[^<>\n]*>)'
+  r'|\n?(?=</function>\s*(?:</?tool_call>|<function=|\Z))'
+  r'|\n?(?=</tool_call>\s*(?:<tool_call>|\Z))'
+  r'|\n?(?=</think>|\Z)'
+)
+_QWEN_CLOSE = re.compile(
+  r'\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>|(?=<tool_call>)|\Z)'
+)
+_QWEN_STOP = re.compile(r'</?tool_call>|<function=[^<>\n]*>|</think>')
+
+
+def parse_qwen3_coder(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<function=NAME><parameter=NAME>value</parameter></function>`.
+
+  The newlines around a value do not belong to it. End tags may be missing, and so may
+  '<tool_call>'. A value may contain end tags, unless they stand as they end a call.
+  """
+
+  def fail(tag, why, position):
+    stop = _QWEN_STOP.search(reply, position)
+    end = stop.start() if stop else len(reply)
+    return calls.make_error(why, reply[tag.start() : end]), end
+
+  def read(tag):
+    if not tag[1]:
+      return fail(tag, 'expected <function=the name> after <tool_call>', tag.end())
+    properties = calls.find_parameters(tag[1], schemas).get('properties', {})
+    arguments, position = {}, tag.end()
+    while parameter := _PARAMETER.match(reply, position):
+      end = _VALUE_END.search(reply, parameter.end())
+      assert end  # The end of the text is one.
+      text = reply[parameter.end() : end.start()]
+      arguments[parameter[1]] = _convert(text, properties.get(parameter[1]))
+      position = end.end()
+    close = _QWEN_CLOSE.match(reply, position)
+    if not close:
+      return fail(tag, 'expected <parameter=a name> or </function>', position)
+    return ToolCall(tag[1], arguments), close.end()
+
+  return calls.scan(reply, _QWEN, read)
+
+
+def render_qwen3_coder(call: ToolCall) -> str:
+  """Writes a call as `parse_qwen3_coder` reads it."""
+  text = lambda value: (
+    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+  )
+  lines = [
+    f'<parameter={name}>\n{text(value)}\n</parameter>\n'
+    for name, value in call.arguments.items()
+  ]
+  return f'<tool_call>\n<function={call.name}>\n{"".join(lines)}</function>\n</tool_call>'
+
+
+_SEARCH = re.compile(calls.THINK + '<search>|<answer>')
+_SEARCH_END = re.compile(r'</search>|(?=<search>|<answer>|</?think>)|\Z')
+
+
+def parse_search_r1(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<search>text</search>` before an `<answer>`."""
+
+  def read(tag):
+    if tag[0] == '<answer>':
+      return None, tag.end()
+    end = _SEARCH_END.search(reply, tag.end())
+    assert end
+    text = reply[tag.end() : end.start()]
+    if not end[0] and end.end() < len(reply):
+      return calls.make_error('expected </search> after the query', text), end.end()
+    argument = calls.find_text_argument('search', schemas) or 'query'
+    return ToolCall('search', {argument: text.strip()}), end.end()
+
+  return calls.scan(reply, _SEARCH, read)
+
+
+_CODE = re.compile(calls.THINK + '<code>|<answer>')
+_FENCE = re.compile(r'\s*```[\w+-]*[ \t]*\n')
+_FENCED_END = re.compile(r'\n[ \t]*```\s*(?:</code>|\Z)|</code>\s*\Z|(?=</think>)|\Z')
+_CODE_END = re.compile(r'</code>|(?=</think>)|\Z')
+
+
+def parse_retool(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each `<code>...</code>` before an `<answer>`, with or without a fence."""
+
+  def read(tag):
+    if tag[0] == '<answer>':
+      return None, tag.end()
+    fence = _FENCE.match(reply, tag.end())
+    start = fence.end() if fence else tag.end()
+    end = (_FENCED_END if fence else _CODE_END).search(reply, start)
+    assert end
+    argument = calls.find_text_argument('python', schemas) or 'code'
+    code = reply[start : end.start()].strip('\n').rstrip()
+    return ToolCall('python', {argument: code}), end.end()
+
+  return calls.scan(reply, _CODE, read)
+
+
+_LINE = r'^[ \t]*'
+_ACTION = re.compile(
+  rf'{calls.THINK}{_LINE}Action[ \t]*:([^\n]*)|{_LINE}Final Answer[ \t]*:', re.MULTILINE
+)
+_IN_BRACKETS = re.compile(r'([\w.-]+)\[(.*)\]\Z')
+_INPUT = re.compile(r'\s*Action Input[ \t]*:')
+_INPUT_END = re.compile(
+  rf'{_LINE}(?:Thought|Action|Action Input|Observation|Final Answer)[ \t]*:|</think>|\Z',
+  re.MULTILINE,
+)
+
+
+def parse_react(reply: str, schemas: Schemas = ()) -> list[calls.Call]:
+  """Parses each line `Action: NAME` with its `Action Input:`, or `Action: NAME[text]`.
+
+  `Final Answer:` ends the episode, and so does the action `Finish` of ReAct's paper,
+  unless there is a tool of that name.
+  """
+
+  def read(tag):
+    if tag[1] is None:
+      return None, tag.end()
+    name, text, end = tag[1].strip().strip('`"\''), '', tag.end()
+    if brackets := _IN_BRACKETS.match(name):
+      name, text = brackets.groups()
+    elif action_input := _INPUT.match(reply, end):
+      stop = _INPUT_END.search(reply, action_input.end())
+      assert stop
+      text, end = reply[action_input.end() : stop.start()].strip(), stop.start()
+    if name.lower() == 'finish' and name not in calls.list_names(schemas):
+      return None, end
+    try:
+      if not name:
+        raise ValueError('expected the name of a tool after Action:')
+      return ToolCall(name, _read_input(text, name, schemas)), end
+    except (ValueError, RecursionError) as error:
+      return calls.make_error(error, reply[tag.start() : end].strip()), end
+
+  return calls.scan(reply, _ACTION, read)
+
+
+def _read_input(text: str, name: str, schemas: Schemas) -> dict[str, Any]:
+  """Reads the input of a ReAct action: an object, or text for the only argument."""
+  if not text:
+    return {}
+  try:
+    value = json.loads(text)
+  except ValueError:
+    if text.startswith('{'):
+      raise
+    value = text
+  # A number, say, is the text that was written.
+  value = value if isinstance(value, dict | str) else text
+  return calls.to_arguments(value, name, schemas, 'Action Input')
+
+
+def render_react(call: ToolCall) -> str:
+  """Writes a call as `parse_react` reads it."""
+  arguments = json.dumps(call.arguments, ensure_ascii=False)
+  return f'Action: {call.name}\nAction Input: {arguments}'
+
+
+def get_only_argument(call: ToolCall) -> Any:
+  """Returns the only argument of a call."""
+  (value,) = call.arguments.values()
+  return value

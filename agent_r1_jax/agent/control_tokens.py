@@ -1,0 +1,116 @@
+"""Keeps control tokens apart from data that spells their names.
+
+A template renders text, in which '<|im_end|>' of a passage looks like the template's own.
+So placeholders stand for the names in data while the template renders: 'qzmarkqz7z' for
+the control token with the id 7. When the text is encoded, a placeholder becomes the name
+again, in ordinary tokens.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from typing import Any
+
+import numpy as np
+
+from agent_r1_jax import types
+
+_MARK = 'qzmarkqz'
+
+
+class ControlTokens:
+  """The control tokens of a tokenizer.
+
+  Attributes:
+    ids: The id of each name.
+    names: The name of each id.
+    pattern: Matches the names.
+  """
+
+  def __init__(self, ids: Mapping[str, int], encode_plain: Callable[[str], list[int]]):
+    """Takes the id of each name, and an encoder that knows no control tokens."""
+    self.ids, self._encode_plain = dict(ids), encode_plain
+    self.names = {i: name for name, i in ids.items()}
+    self.pattern = self._never_sampled = _match_any(ids)
+
+  def never_sample(self, *names: str):
+    """Says which of them only a template writes; at first it is all of them."""
+    self._never_sampled = _match_any(names)
+
+  def hide(self, value: Any, mark: str) -> Any:
+    """Puts placeholders for control tokens into all strings of a value.
+
+    In a ControlText they go into its data only.
+    """
+    return self._hide(value, mark, self.pattern)
+
+  def hide_unsampled(self, value: Any, mark: str) -> Any:
+    """Like `hide`, for what the policy said: the tokens that it may sample stay."""
+    return self._hide(value, mark, self._never_sampled)
+
+  def hide_in_message(self, message: types.Message, mark: str) -> types.Message:
+    """Puts placeholders into a message; the assistant keeps tokens that it may sample."""
+    hidden = self.hide(message, mark)
+    if message['role'] == 'assistant':
+      for name in message.keys() & {'content', 'reasoning_content'}:
+        hidden[name] = self.hide_unsampled(message[name], mark)
+    return hidden
+
+  def _hide(self, value: Any, mark: str, tokens: re.Pattern[str]) -> Any:
+    if isinstance(value, types.ControlText):
+      parts = enumerate(value.parts)
+      return ''.join(self.hide(part, mark) if i % 2 else part for i, part in parts)
+    if isinstance(value, str):
+      return tokens.sub(lambda match: f'{mark}{self.ids[match[0]]}z', value)
+    if isinstance(value, Mapping):
+      hide = lambda inner: self._hide(inner, mark, tokens)
+      return {hide(name): hide(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+      return [self._hide(v, mark, tokens) for v in value]
+    return value
+
+  def encode(self, text: str, mark: str) -> np.ndarray:
+    """Encodes a text in which `mark` begins the placeholders, as int32 [T].
+
+    The text between two control tokens is encoded in one piece, so that the tokens are
+    those of the model's own training.
+    """
+    placeholder = re.compile(mark + r'(\d+)z')
+    name = lambda match: self.names[int(match[1])]
+    ids, start = [], 0
+    for token in self.pattern.finditer(text):
+      ids += self._encode_plain(placeholder.sub(name, text[start : token.start()]))
+      ids.append(self.ids[token[0]])
+      start = token.end()
+    ids += self._encode_plain(placeholder.sub(name, text[start:]))
+    return np.array(ids, np.int32)
+
+  def mark_sampled(
+    self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+  ) -> types.ControlText:
+    """Decodes tokens, and marks which control tokens are such and which are spelt."""
+    text = decode(ids)
+    if len(self.pattern.findall(text)) == sum(i in self.names for i in ids):
+      return types.ControlText(text)
+    pieces, spelt = [], []
+    for i in [*ids, -1]:  # No token has the id -1.
+      if i < 0 or i in self.names:
+        pieces.append((decode(spelt), False))
+        pieces.append((self.names.get(i, ''), True))
+        spelt = []
+      else:
+        spelt.append(i)
+    return types.ControlText.joined(pieces)
+
+
+def find_unused_mark(text: str) -> str:
+  """Returns a mark that does not occur in a text."""
+  mark = _MARK
+  while mark in text:
+    mark += 'x'
+  return mark
+
+
+def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
+  """Makes a pattern of control tokens; where one begins another, the longer matches."""
+  longest_first = sorted(dict.fromkeys(tokens), key=len, reverse=True)
+  return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')

@@ -1,0 +1,95 @@
+"""Messages before a chat template renders them: checked, cut, and joined."""
+
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+
+from agent_r1_jax import types
+
+CUT = '\n[output cut]'
+
+
+def check(message: types.Message) -> types.Message:
+  """Returns the message, or raises ValueError if it has no role or no content."""
+  if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
+    raise ValueError(
+      f"{message!r:.200} is no message: give {{'role': 'user', 'content': 'the text'}}."
+    )
+  content = message.get('content')
+  if not isinstance(content, str | list) and not message.get('tool_calls'):
+    problem = 'no content' if content is None else f'a content of {type(content)}'
+    raise ValueError(
+      f'a message of role {message["role"]!r} has {problem}; it must be a string: '
+      f'{dict(message)!r:.200}'
+    )
+  return message
+
+
+def add_system(
+  messages: Sequence[types.Message],
+  text: types.ControlText,
+  writes_system: Callable[[types.Message], bool],
+) -> list[types.Message]:
+  """Adds a text to the system message, or to the first one if there can be none.
+
+  Args:
+    messages: The messages of a prompt.
+    text: The text.
+    writes_system: Whether the template writes a system message before a message.
+  """
+  first, *others = messages
+  if first.get('role') == 'system':
+    text = types.ControlText('{}\n\n{}').format(first['content'], text)
+  elif writes_system(first):
+    return [{'role': 'system', 'content': text}, *messages]
+  else:
+    text = types.ControlText('{}\n\n{}').format(text, first['content'])
+  return [{**first, 'content': text}, *others]
+
+
+class ToolOutputLimit:
+  """Cuts what tools answer to its first tokens."""
+
+  def __init__(
+    self,
+    max_tokens: int,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+  ):
+    """Takes the most tokens of an answer, and a tokenizer's functions for plain text."""
+    self._max_tokens, self._encode, self._decode = max_tokens, encode, decode
+    self._max_head_tokens = max_tokens - len(encode(CUT))
+    if self._max_head_tokens < 1:
+      raise ValueError(f'max_tool_tokens={max_tokens} has no room for {CUT!r}.')
+
+  def apply(self, message: types.Message) -> types.Message:
+    """Cuts the message of a tool, and returns others as they are.
+
+    Only the first 32 characters a token are encoded, so that 10 MB cost no more than
+    10 kB.
+    """
+    if message['role'] != 'tool':
+      return message
+    text = message['content']
+    if not isinstance(text, str):
+      raise ValueError(f"a tool message's content must be a string, not {type(text)}.")
+    head = text[: 32 * self._max_tokens]
+    ids = self._encode(head)
+    if len(head) == len(text) and len(ids) <= self._max_tokens:
+      return message
+    head = self._decode(ids[: self._max_head_tokens])
+    # An incomplete character at the end decodes to the replacement character.
+    return {**message, 'content': head.rstrip('\ufffd') + CUT}
+
+
+def join_answers(
+  messages: Sequence[types.Message], form: types.ControlText
+) -> list[types.Message]:
+  """Makes one message of the user of the tools' answers that follow each other."""
+  joined = []
+  for is_answer, some in itertools.groupby(messages, lambda m: m['role'] == 'tool'):
+    if is_answer:
+      texts = [form.format(message['content']) for message in some]
+      lines = types.ControlText('\n'.join(['{}'] * len(texts)))
+      some = [{'role': 'user', 'content': lines.format(*texts)}]
+    joined += some
+  return joined

@@ -1,0 +1,111 @@
+"""Calls users' reward functions and metrics, and adds what they say to a step."""
+
+from collections.abc import Awaitable, Callable
+import dataclasses
+import functools
+import inspect
+import math
+from typing import Any
+
+from agent_r1_jax import types
+from agent_r1_jax.host import workers
+
+Score = float | dict[str, float]
+# (task, messages) -> score, sync or async; both are copies. A dict names the parts of a
+# sum. A parameter `status`, if there is one, gets how the episode ended: 'done', or one
+# of types.BUDGET_STATUSES, where the last message may be an unfinished reply.
+Reward = Callable[..., Score | Awaitable[Score]]
+Numbers = dict[str, float]
+Metrics = Callable[[types.Task, list[types.Message]], Numbers | Awaitable[Numbers]]
+
+
+async def judge(
+  step: types.Step,
+  task: types.Task,
+  messages: list[types.Message],
+  status: str,
+  reward: Reward,
+  metrics: Metrics | None,
+  seconds: float = 60.0,
+) -> None:
+  """Adds the reward and the metrics of an episode that has ended to its last step.
+
+  The functions get copies of the task and the messages, and `seconds` each.
+
+  Raises:
+    ValueError: The reward is no finite number, or the metrics are no dict.
+  """
+
+  async def call(kind: str, fn: Callable) -> Any:
+    copies = copy_containers(task), copy_containers(messages)
+    return await workers.call(
+      fn, *copies, name=kind, seconds=seconds, field='reward_seconds'
+    )
+
+  add_score(step, 'reward', task, await call('reward', bind_status(reward, status)))
+  if metrics:
+    numbers = await call('metrics', metrics)
+    if not isinstance(numbers, dict):
+      raise ValueError(
+        f'the metrics of task {task.id!r} are {numbers!r:.100}; make them a dict of '
+        'numbers.'
+      )
+    step.metrics |= numbers
+
+
+def add_score(step: types.Step, kind: str, task: types.Task, score: Score) -> None:
+  """Adds a score and its named parts to a step.
+
+  Args:
+    step: The step.
+    kind: What errors call the score, such as 'reward'.
+    task: The task.
+    score: What a user's function returned.
+
+  Raises:
+    ValueError: The score is no finite number.
+  """
+  parts = score if isinstance(score, dict) else {}
+  try:
+    value = float(sum(parts.values()) if isinstance(score, dict) else score)
+  except (TypeError, ValueError):
+    raise ValueError(
+      f'the {kind} of task {task.id!r} is {score!r:.100}; make it a number, or a dict of '
+      'numbers.'
+    ) from None
+  if not math.isfinite(value):
+    raise ValueError(f'the {kind} of task {task.id!r} is {score}; make it finite.')
+  step.reward += value
+  for name, part in parts.items():
+    key = f'reward/{name}'
+    step.metrics[key] = step.metrics.get(key, 0.0) + float(part)
+
+
+def bind_status(reward: Reward, status: str) -> Reward:
+  """Binds the status to the reward function, if it has a parameter of that name."""
+  try:
+    parameters = inspect.signature(reward).parameters
+  except (TypeError, ValueError):
+    return reward  # A function of another language has no signature.
+  return functools.partial(reward, status=status) if 'status' in parameters else reward
+
+
+def copy_containers(value: Any) -> Any:
+  """Copies a task or messages: nested dicts, lists, tuples and sets, and nothing else.
+
+  Text and numbers cannot be changed, and arrays and other objects may be large. A task
+  whose containers contain themselves is not copied.
+  """
+  if isinstance(value, types.Task):
+    fields = ('messages', 'answer', 'info')
+    try:
+      return dataclasses.replace(
+        value, **{f: copy_containers(getattr(value, f)) for f in fields}
+      )
+    except RecursionError:
+      return value
+  if type(value) is dict:
+    return {key: copy_containers(item) for key, item in value.items()}
+  if type(value) in (list, tuple, set):
+    return type(value)(map(copy_containers, value))
+  return value

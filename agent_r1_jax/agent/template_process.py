@@ -1,0 +1,140 @@
+"""Renders the chat template of a model in a process of its own, since it may be hostile.
+
+A template is a program that can run for ever and take all memory, and the library does
+not prevent it. So it runs in a subprocess, which is killed. This process does not even
+compile it: a compiler evaluates constant expressions.
+"""
+
+import functools
+import json
+import signal
+import threading
+from typing import Any
+
+from agent_r1_jax.host import isolated
+
+# The resources that a model's template may use for a conversation, and the characters
+# that it may write for a short one. The seconds are those of a processor, for which it
+# gets _WAIT_SECONDS.
+_WAIT_SECONDS, _CPU_SECONDS = 120, 3
+_MEMORY_MB, _MAX_CHARS = 512, 1_000_000
+_CALL = {'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'it'}}}
+_TEST_CONVERSATIONS = (
+  [{'role': 'user', 'content': 'x'}],
+  [
+    {'role': 'system', 'content': 'Look.'},
+    {'role': 'user', 'content': 'What is it?'},
+    {'role': 'assistant', 'content': '<think>\nSo.\n</think>\n', 'tool_calls': [_CALL]},
+    {'role': 'tool', 'name': 'look', 'content': 'It is.'},
+    {'role': 'assistant', 'content': 'It is.'},
+    {'role': 'user', 'content': 'And now?'},
+  ],
+)
+_TEST_TOKENS: dict[str, Any] = {'bos_token': '<b>', 'eos_token': '<e>'}
+_TEST_TOOLS: Any = [
+  {
+    'type': 'function',
+    'function': {
+      'name': 'look',
+      'description': 'Looks.',
+      'parameters': {'type': 'object', 'properties': {'at': {'type': 'string'}}},
+    },
+  }
+]
+
+
+class Renderer:
+  """A subprocess that renders a model's chat template.
+
+  Attributes:
+    problem: What is wrong with the template; '' if nothing is.
+  """
+
+  def __init__(self, template: str):
+    """Renders short conversations, to find the problem."""
+    self._template, self._lock = template, threading.Lock()
+    self._process: isolated.Process | None = None
+    _, self.problem = self._ask(None)
+
+  def render(self, *arguments: Any) -> str:
+    """Renders one conversation; see tokenizer.render."""
+    text, problem = self._ask(arguments)
+    if problem:
+      raise ValueError(problem)
+    return text
+
+  def _ask(self, arguments: Any) -> tuple[str, str]:
+    """Returns the text, and what went wrong."""
+    with self._lock:
+      if self._process is None or not self._process.is_alive:
+        imports = ['jinja2', 'transformers.utils.chat_template_utils']
+        self._process = isolated.Process(_render, _MEMORY_MB, imports)
+      # As JSON: other types would be imported there.
+      call = (self._template, json.dumps(arguments)), {}
+      try:
+        ok, answer = self._process.call(call, _WAIT_SECONDS)
+      except isolated.LostError as error:
+        if error.status == -signal.SIGPROF:
+          return '', f'did not end within {_CPU_SECONDS} s of a processor'
+        return '', f'ended its process with status {error.status}'
+      except BaseException as error:
+        # An interrupted wait must not leave its answer to the next request.
+        self._process.end()
+        if isinstance(error, TimeoutError):  # On a machine where it is not even run.
+          return '', f'gave no answer within {_WAIT_SECONDS} s'
+        raise
+    return answer if ok else ('', answer)
+
+
+# A run has one template or two; each has a process for as long as it is here.
+find_renderer = functools.lru_cache(4)(Renderer)
+
+
+def _render(template: str, arguments: str) -> tuple[str, str]:
+  """Renders a conversation in the subprocess, or tests the template.
+
+  Args:
+    template: The template.
+    arguments: Those of `_apply` as JSON; null tests the template.
+
+  Returns:
+    The text, and what went wrong.
+  """
+  import jinja2
+
+  given = json.loads(arguments)
+  # After so much time of a processor the system ends this process.
+  signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
+  try:
+    return ('', _test(template)) if given is None else (_apply(template, *given), '')
+  except MemoryError:
+    return '', f'took more than {_MEMORY_MB} MiB'
+  except (jinja2.TemplateError, TypeError) as error:
+    return '', str(error)
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _apply(template: str, conversations, tools, options: dict[str, Any]) -> str:
+  from transformers.utils import chat_template_utils
+
+  (text,), _ = chat_template_utils.render_jinja_template(
+    conversations, tools, chat_template=template, **options
+  )
+  return text
+
+
+def _test(template: str) -> str:
+  """Renders short conversations; returns the problem, or ''."""
+  for messages in _TEST_CONVERSATIONS:
+    for tools in (None, _TEST_TOOLS):
+      options = {'add_generation_prompt': True, **_TEST_TOKENS}
+      try:
+        text = _apply(template, [messages], tools, options)
+      except MemoryError:
+        raise
+      except Exception:
+        continue  # A template may refuse a conversation.
+      if len(text) > _MAX_CHARS:
+        return f'wrote more than {_MAX_CHARS} characters'
+  return ''
