@@ -12,8 +12,7 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages, reward_transforms
-from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.rl import advantages, reward_transforms, spans
 
 _trajectory = episodes.trajectory
 _CRITIC = {
@@ -207,7 +206,7 @@ def test_a_constant_added_to_a_groups_rewards_changes_nothing():
   table = _batch()
   constant = np.array([1.0, -7.5, 100.0])[table.group % 3]
   moved = table.rewards.copy()
-  moved[table_lib.ends(table.trajectory)] += constant
+  moved[spans.ends(table.trajectory)] += constant
   moved = dataclasses.replace(table, rewards=moved, baselines=table.baselines + constant)
   whole = [_GROUP[name] for name in ('grpo', 'dr_grpo', 'rloo')]
   for estimator in (*whole, _baseline, advantages.greedy_baseline):

@@ -23,6 +23,7 @@ from agent_r1_jax.rl import (
   packing,
   reward_transforms,
   table,
+  value_targets,
 )
 from agent_r1_jax.train import rollout
 
@@ -190,7 +191,7 @@ class TestSavedCritic:
 
   def _save(self, policy, algorithm=None, privileged=False, **changes):
     algorithm = algorithm or algorithms.ppo(kl_coef=0.0)
-    how = critic_lib.describe(algorithm, policy, privileged=privileged)
+    how = value_targets.describe(algorithm, policy, privileged=privileged)
     assert how is not None
     target = policy.parent / 'critic'
     weights.save(
@@ -245,7 +246,7 @@ class TestSavedCritic:
     overlong = functools.partial(reward_transforms.overlong, limit=9, buffer=2)
     bi_level = functools.partial(advantages.bi_level_gae, high_gamma=0.9)
     algorithm = algorithms.ppo(estimator=bi_level, kl_coef=0.1, rewards=(overlong,))
-    how = critic_lib.describe(algorithm, policy, privileged=True)
+    how = value_targets.describe(algorithm, policy, privileged=True)
     assert how is not None and len(how.pop('tokenizer')) == 64
     assert how == {
       'estimator': 'bi_level_gae high_gamma=0.9',
@@ -256,4 +257,4 @@ class TestSavedCritic:
       'kl_coef': 0.1,
       'privileged': True,
     }
-    assert critic_lib.describe(algorithms.grpo(), policy, privileged=False) is None
+    assert value_targets.describe(algorithms.grpo(), policy, privileged=False) is None

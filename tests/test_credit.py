@@ -10,7 +10,15 @@ import plain
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import advantages, algorithms, correction, credit, packing
+from agent_r1_jax.rl import (
+  advantages,
+  aggregation,
+  algorithms,
+  correction,
+  credit,
+  packing,
+  spans,
+)
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
@@ -81,7 +89,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
     _close(getattr(table, name), column)
     _close(getattr(shown, name), column[rows])
   # After the last token, whoever wrote it.
-  _close(shown.final_values, of_critic.after[table_lib.ends(table.trajectory)])
+  _close(shown.final_values, of_critic.after[spans.ends(table.trajectory)])
   assert shown.baselines.tolist() == list(range(14))
   assert shown.truncated.tolist() == [t.status != 'done' for t in ts]
 
@@ -309,11 +317,11 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   values, after = cut(said.values), cut(said.after)
   _close(table.values, values)
   # With a prefix there is a state before the first token.
-  first = table_lib.starts(table.segment)
+  first = spans.starts(table.segment)
   assert ((table.values[first] != 0) == [len(p) > 0 for p in before]).all()
   (shown,) = taken
   _close(shown.values, values[table.action_mask])
-  _close(shown.final_values, after[table_lib.ends(table.trajectory)])
+  _close(shown.final_values, after[spans.ends(table.trajectory)])
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
   batches = credit.make_critic_minibatch(table, range(14), algorithm, **options)
   batch = _unpacked(batches, views)
@@ -337,8 +345,7 @@ def test_a_prefix_that_fits_no_row_is_refused():
   t = episodes.trajectory('....000')
   room = [np.zeros(25, np.int32)]
   plain.credit([t], _PPO, plain.models(own_critic=True), prefixes=room)
-  message = 'segment of 7 tokens and the 26 before it.*critic sees do not fit a row of 32'
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match='segment of 33 tokens does not fit a row of 32'):
     plain.credit([t], _PPO, prefixes=[np.zeros(26, np.int32)])
 
 
@@ -363,9 +370,9 @@ def _made_up(trajectories):
 
 
 _AGGREGATES = [
-  algorithms.token_mean,
-  algorithms.seq_mean_token_mean,
-  algorithms.seq_mean_token_sum_norm(20),
+  aggregation.token_mean,
+  aggregation.seq_mean_token_mean,
+  aggregation.seq_mean_token_sum_norm(20),
 ]
 
 
@@ -425,7 +432,7 @@ def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
   live = np.isin(table.trajectory, kept)
   np.testing.assert_array_equal(few.weights, every.weights[live])
   # To rounding: the rows are others.
-  if aggregate is algorithms.token_mean:
+  if aggregate is aggregation.token_mean:
     run = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
     (grads, sums), (expected, whole) = run(sparse), run(dense)
     plain.close(grads, expected)

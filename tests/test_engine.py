@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sizes as sizes_lib
@@ -174,7 +175,7 @@ def _replace_fetch(monkeypatch, device_get):
   names = types_lib.SimpleNamespace(
     device_get=device_get, tree=jax.tree, device_put=jax.device_put
   )
-  monkeypatch.setattr(replica_lib, 'jax', names)
+  monkeypatch.setattr(device_lib, 'jax', names)
 
 
 class TestFailure:
@@ -353,7 +354,7 @@ class TestPrograms:
     assert engine.sizes.decodes_in_place(clients.ROWS, clients.SLOTS)
     assert not engine.sizes.decodes_in_place(clients.ROWS, tiny.BUCKET)
     fake = types_lib.SimpleNamespace(reads_used_slots=lambda *args: True)
-    monkeypatch.setattr(sizes_lib, 'attention', fake)
+    monkeypatch.setattr(sizes_lib, 'attention_kernels', fake)
     assert len(clients.engine(width=2).sizes.decode_buckets) == 2
     engine = clients.engine()
     with tiny.compilations() as compiled:
@@ -368,16 +369,16 @@ class TestPrograms:
   def test_replicas_share_a_chip(self, monkeypatch):
     """They divide the rows, share a copy of the policy, and decode at the same time."""
     both, met = threading.Barrier(2), set()
-    decode = replica_lib.Replica._call_decode
+    decode = device_lib.Device.decode
 
-    def meet(replica, *args):
-      if replica not in met:
-        met.add(replica)
+    def meet(device, *args):
+      if device not in met:
+        met.add(device)
         both.wait(20)
-      return decode(replica, *args)
+      return decode(device, *args)
 
     engine = clients.engine(replicas=2, width=4, **clients.EXACT)
-    monkeypatch.setattr(replica_lib.Replica, '_call_decode', meet)
+    monkeypatch.setattr(device_lib.Device, 'decode', meet)
     clients.assert_plays(engine)
     first, second = engine.replicas
     assert first.policy.copies[0] is second.policy.copies[0]
@@ -400,9 +401,9 @@ class TestPrograms:
 
   def test_warm_up_leaves_no_trace(self, engine):
     played = clients.run(engine, range(8))
-    cache = jax.device_get(engine.replicas[0].cache)
+    cache = jax.device_get(engine.replicas[0].device.cache)
     engine.warm_up()
-    after = jax.device_get(engine.replicas[0].cache)
+    after = jax.device_get(engine.replicas[0].device.cache)
     for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
       np.testing.assert_array_equal(old, new)
     clients.assert_same(clients.run(engine, range(8)), played)

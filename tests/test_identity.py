@@ -12,7 +12,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workdir
-from agent_r1_jax.rl import algorithms, correction, losses
+from agent_r1_jax.rl import aggregation, algorithms, correction, losses
 from agent_r1_jax.train import identity
 
 _SCRIPT = '''
@@ -155,7 +155,7 @@ def test_what_differs_is_named(described, number):
     (algorithms.grpo(divide_by_std=False), ['algorithm.advantages.divide_by_std']),
     (algorithms.grpo()._replace(mask_truncated=True), ['algorithm.mask_truncated']),
     (
-      algorithms.grpo()._replace(aggregate=algorithms.seq_mean_token_sum),
+      algorithms.grpo()._replace(aggregate=aggregation.seq_mean_token_sum),
       ['algorithm.aggregate'],
     ),
     (algorithms.grpo()._replace(loss=losses.reinforce()), None),

@@ -8,14 +8,11 @@ import pickle
 import threading
 
 import pytest
-import test_rollout
-import tiny
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import rewards
 from agent_r1_jax.guided import judge as judge_lib
-from agent_r1_jax.guided import judge_model
 
 TASK = types.Task('t', [{'role': 'user', 'content': 'Who {wrote} it?'}], answer='Ann')
 PROMPT = 'Q: {question} Gold: {answer} Said: {conversation} Write "Score: " and a number.'
@@ -154,24 +151,6 @@ async def test_what_is_remembered_is_short_however_long_a_conversation_is():
     assert await judge(TASK, said(text)) == 1.0
   assert judge.counts == {'calls': 2, 'cached': 1}
   assert len(pickle.dumps(judge._scores)) < 200
-
-
-def test_a_model_in_the_engine_of_the_rollouts_judges():
-  """More episodes wait for it than the engine has rows."""
-  engine = test_rollout._engine()
-  tasks, answers = test_rollout._tasks(20), []
-  talkative = engine.make_policy(tiny.params(tiny.config(), likely={100: 0.5}), 0)
-  asked = judge_model.ask_engine(engine, tiny.chat(), policy=talkative, max_tokens=8)
-
-  async def ask(prompt):
-    answers.append(await asked(prompt))
-    return 'Score: 0.5'
-
-  judge = judge_lib.Judge(ask, '{conversation}')
-  played = test_rollout._collect(lambda: env_lib.ToolEnv([], judge), tasks, engine=engine)
-  done = [t for t in played if t.status == 'done']
-  assert len(done) > 5 and {t.reward for t in played} == {0.5}
-  assert len(answers) == judge.counts['calls'] and all(answers)
 
 
 def test_a_prompt_has_known_fields():

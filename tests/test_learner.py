@@ -14,7 +14,15 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, credit, learner, losses, packing
+from agent_r1_jax.rl import (
+  aggregation,
+  algorithms,
+  correction,
+  credit,
+  learner,
+  losses,
+  packing,
+)
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
@@ -25,7 +33,7 @@ _PPO = algorithms.ppo(
   entropy_coef=0.01,
   kl=kl_lib.InLoss(),
   correction=correction.token_truncated(),
-  aggregate=algorithms.seq_mean_token_mean,
+  aggregate=aggregation.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
 _NUMBERS = tuple(name for name in types.Batch._fields[4:] if name != 'weights')

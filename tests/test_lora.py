@@ -19,7 +19,14 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder, families, lora, peft_files, weights
+from agent_r1_jax.models import (
+  decoder,
+  families,
+  lora,
+  peft_files,
+  sampling_params,
+  weights,
+)
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, updates
 
 _ALL = tuple(families.TARGETS)
@@ -276,7 +283,7 @@ def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
     return node
 
   monkeypatch.setattr(lora, 'merge', watched)
-  decoder.unstack(adapted, shape)
+  sampling_params.unstack(adapted, shape)
   assert alive == [0] * len(_ALL)
 
 

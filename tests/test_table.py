@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
+from agent_r1_jax.rl import spans
 from agent_r1_jax.rl import table as table_lib
 
 
@@ -99,7 +100,7 @@ def test_turns(masked):
   table = _build('..00..1.', '.22..', rewards=[0.5, 0.0, -2.0], masked=masked)
   np.testing.assert_array_equal(table.turn_rewards, [0.5, 0.0, -2.0])
   expected = [1, 2, 4] if masked else [3, 5, 9]
-  np.testing.assert_array_equal(table_lib.ends(table.turn), expected)
+  np.testing.assert_array_equal(spans.ends(table.turn), expected)
   # A cost of single tokens counts for their turn.
   table = dataclasses.replace(table, rewards=table.rewards - 1.0)
   sizes = [2, 1, 2] if masked else [4, 2, 4]
@@ -237,7 +238,7 @@ def test_prefixes_stand_before_every_segment():
     if isinstance(column, np.ndarray) and len(column) == len(table):
       np.testing.assert_array_equal(getattr(wide, name)[own], column)
   assert (wide.turn[~own] == -1).all() and not wide.values[~own].any()
-  owners = table.trajectory[table_lib.starts(table.segment)]
+  owners = table.trajectory[spans.starts(table.segment)]
   edges = np.cumsum(wide.segment_lengths)[:-1]
   for owner, tokens, mine in zip(
     owners, np.split(wide.tokens, edges), np.split(own, edges), strict=True
@@ -289,22 +290,22 @@ _IDS = np.array([0, 0, 2, 2, 2, 2, 2, 3])
 
 
 def test_runs_of_ids():
-  assert table_lib.starts(_IDS).tolist() == [0, 2, 7]
-  assert table_lib.ends(_IDS).tolist() == [1, 6, 7]
-  assert table_lib.sum_by(_IDS, np.arange(8.0), 5).tolist() == [1, 0, 20, 7, 0]
+  assert spans.starts(_IDS).tolist() == [0, 2, 7]
+  assert spans.ends(_IDS).tolist() == [1, 6, 7]
+  assert spans.sum_by(_IDS, np.arange(8.0), 5).tolist() == [1, 0, 20, 7, 0]
   none = np.zeros(0, int)
-  assert len(table_lib.starts(none)) == len(table_lib.ends(none)) == 0
-  assert table_lib.sum_by(none, np.zeros(0), 2).tolist() == [0, 0]
+  assert len(spans.starts(none)) == len(spans.ends(none)) == 0
+  assert spans.sum_by(none, np.zeros(0), 2).tolist() == [0, 0]
 
 
 def test_neighbours_within_runs():
   x, after = np.arange(8.0) + 1, np.array([10.0, 11.0, 12.0, 13.0])
-  following = table_lib.next_values(_IDS, x, after)
+  following = spans.next_values(_IDS, x, after)
   assert following.tolist() == [2, 10, 4, 5, 6, 7, 12, 13]
-  assert table_lib.previous_values(_IDS, x).tolist() == [0, 1, 0, 3, 4, 5, 6, 0]
+  assert spans.previous_values(_IDS, x).tolist() == [0, 1, 0, 3, 4, 5, 6, 0]
   none = np.zeros(0, int)
-  assert len(table_lib.next_values(none, np.zeros(0), after)) == 0
-  assert len(table_lib.previous_values(none, np.zeros(0))) == 0
+  assert len(spans.next_values(none, np.zeros(0), after)) == 0
+  assert len(spans.previous_values(none, np.zeros(0))) == 0
 
 
 @pytest.mark.parametrize('factor', [0.0, 0.5, 1.0])
@@ -318,27 +319,27 @@ def test_discounted_sums_are_the_recursion(factor, seed):
     later = x[t] + factor * (later if ids[t] == ids[min(t + 1, len(x) - 1)] else 0.0)
     expected[t] = later
   before = x.copy()
-  out = table_lib.discounted_sum(ids, x, factor)
+  out = spans.discounted_sum(ids, x, factor)
   np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
   np.testing.assert_array_equal(x, before)
 
 
 def test_groups_are_measured_each_alone():
   x, group = np.array([1.0, 5.0, 3.0, 7.0]), np.array([1, 0, 1, 0])
-  assert table_lib.map_by([group], x, np.mean).tolist() == [2, 6, 2, 6]
-  assert table_lib.map_by([group], x, np.sort).tolist() == [1, 5, 3, 7]
+  assert spans.map_by([group], x, np.mean).tolist() == [2, 6, 2, 6]
+  assert spans.map_by([group], x, np.sort).tolist() == [1, 5, 3, 7]
   # Members of a group are alike in all keys.
   other = np.array([0, 0, 0, 1])
-  assert table_lib.map_by([group, other], x, np.mean).tolist() == [2, 5, 2, 7]
-  assert len(table_lib.map_by([group[:0]], x[:0], np.mean)) == 0
+  assert spans.map_by([group, other], x, np.mean).tolist() == [2, 5, 2, 7]
+  assert len(spans.map_by([group[:0]], x[:0], np.mean)) == 0
 
 
 def test_tied():
-  assert table_lib.tied(np.array([0.1 + 0.2, 0.3]))
-  assert table_lib.tied(np.array([0.1 + 0.2, 0.3]) * 1e9)
-  assert table_lib.tied(np.zeros(3))
-  assert not table_lib.tied(np.array([1e-13, 2e-13]))
-  assert not table_lib.tied(np.array([0.0, 1e-9]))
-  assert not table_lib.tied(np.array([-1.0, 1.0]))
+  assert spans.tied(np.array([0.1 + 0.2, 0.3]))
+  assert spans.tied(np.array([0.1 + 0.2, 0.3]) * 1e9)
+  assert spans.tied(np.zeros(3))
+  assert not spans.tied(np.array([1e-13, 2e-13]))
+  assert not spans.tied(np.array([0.0, 1e-9]))
+  assert not spans.tied(np.array([-1.0, 1.0]))
   # Alone, or nothing at all.
-  assert table_lib.tied(np.array([3.0])) and table_lib.tied(np.zeros(0))
+  assert spans.tied(np.array([3.0])) and spans.tied(np.zeros(0))

@@ -19,13 +19,12 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide, replica
-from agent_r1_jax.guided import critic
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import decoder, lora, peft_files, sharding, weights
 from agent_r1_jax.report import profile, summary
 from agent_r1_jax.report import progress as progress_lib
-from agent_r1_jax.rl import algorithms, learner, updates
+from agent_r1_jax.rl import algorithms, learner, updates, value_targets
 from agent_r1_jax.train import (
   curriculum,
   evaluate,
@@ -58,7 +57,7 @@ def run(
   Writes to workdir: config.json, made_of.json, metrics.jsonl and TensorBoard events,
   checkpoints/, trajectories/step-*.eval of the evaluations and of some episodes of each
   rollout, and at the end curve.png, numbers.md, and in HF layout model/ and, if the
-  critic is a model of its own, critic/ (see guided/critic.py).
+  critic is a model of its own, critic/ (see rl/value_targets.py).
 
   Args:
     config: The run's configuration.
@@ -301,7 +300,7 @@ def _evaluate(job: setup.Job) -> dict[str, float]:
 def _save_models(job: setup.Job):
   """Writes the policy, its adapters, and a critic."""
   base, workdir = job.config.model.path, job.journal.workdir
-  value_head = critic.describe(
+  value_head = value_targets.describe(
     job.plan.algorithm, base, privileged=job.privileged is not None
   )
   options = {'tokenizer_from': base, 'value_head': value_head}

@@ -40,7 +40,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import attention, decoder
+from agent_r1_jax.models import attention, decoder, sampling_params
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
 from experiments.bench import common
 
@@ -95,7 +95,7 @@ def bandwidth() -> float:
 def decode():
   """A line for each number of rows and of used tokens."""
   config, params = _policy('3b')
-  params = decoder.unstack(params, config)
+  params = sampling_params.unstack(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
