@@ -74,27 +74,6 @@ def _actions(rewards='rewards_process'):
 # The parts of algorithms.
 
 
-def test_what_is_needed_is_said():
-  """(whether a reference, whether a critic), and baselines and reference log-probs."""
-  kinds = {
-    (True, False): {
-      'grpo',
-      'rloo',
-      'reinforce_plus_plus',
-      'reinforce_plus_plus_baseline',
-      'gigpo',
-      'gdpo',
-      'distillation',
-    },
-    (False, False): {'dr_grpo', 'dapo', 'gspo', 'reinforce', 'remax', 'rejection'},
-    (True, True): {'ppo'},
-  }
-  needs = {n: (a().needs_reference, a().needs_critic) for n, a in _MAKERS.items()}
-  assert needs == {name: need for need, names in kinds.items() for name in names}
-  assert {n for n, a in _MAKERS.items() if a().greedy_baseline} == {'remax'}
-  assert {n for n, a in _MAKERS.items() if a().reads_reference} == {'distillation'}
-
-
 @_every
 def test_the_kl_can_be_left_out_or_put_in(name):
   make = _MAKERS[name]
@@ -324,34 +303,6 @@ def test_a_norm_must_be_positive(length):
 
 
 # Advantages.
-
-
-def test_each_has_its_estimator():
-  """The estimators themselves are tested in test_advantages."""
-  actions = _actions()
-  white, group = advantages.whiten, advantages.group_relative
-  expected = {
-    'grpo': group(actions),
-    'dr_grpo': group(actions, divide_by_std=False),
-    'dapo': group(actions),
-    'gspo': group(actions),
-    'rloo': advantages.leave_one_out(actions),
-    'reinforce': advantages.returns_to_go(actions),
-    'reinforce_plus_plus': white(advantages.returns_to_go(actions)),
-    'reinforce_plus_plus_baseline': white(group(actions, divide_by_std=False)),
-    'remax': advantages.greedy_baseline(actions),
-    'gigpo': advantages.gigpo(actions),
-    'gdpo': advantages.gdpo(actions),
-    'ppo': white(advantages.gae(actions)),
-    'distillation': advantages.reverse_kl(actions),
-    'rejection': advantages.accepted(actions, threshold=1.0),
-  }
-  assert expected.keys() == _MAKERS.keys()
-  for name, table in expected.items():
-    actual = _MAKERS[name]().advantages(actions)
-    np.testing.assert_array_equal(actual.advantages, table.advantages, err_msg=name)
-    np.testing.assert_array_equal(actual.returns, table.returns, err_msg=name)
-    assert (actual.advantages != 0).any(), name
 
 
 def test_ppos_step_advantages_are_not_whitened_twice():

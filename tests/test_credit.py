@@ -112,19 +112,25 @@ def _doubled(table):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
-  """After the algorithm's own transforms, with the present coefficient."""
+@pytest.mark.parametrize('corrected', [True, False])
+def test_kl_is_taken_off_the_rewards_of_actions_alone(corrected, masked):
+  """After the algorithm's own transforms, with the present coefficient.
+
+  With a correction, it is of the policy before the update, whichever sampled (verl's).
+  """
   taken, ts = [], plain.trajectories()
   algorithm = _PPO._replace(
     advantages=_counting(taken),
     advantage_mask=masked,
     rewards=(_doubled,),
     kl=kl_lib.InReward(coef=99.0, estimator=kl_lib.k2),
+    correction=correction.token_truncated() if corrected else None,
   )
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   (shown,) = taken
   before = table_lib.build(ts)
-  kl = 0.5 * (before.old_logprobs - _score(plain.reference(), ts).logprobs) ** 2
+  old = _score(plain.policy(), ts).logprobs if corrected else before.old_logprobs
+  kl = 0.5 * (old - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
   rows = before.find_visible(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
@@ -146,11 +152,6 @@ def test_the_mean_kl_is_verls():
     share = (counts / (counts + 1e-8))[batch.trajectory[batch.action_mask]]
     out = credit._mean_kl(batch, lambda p, q, share=share: kl_lib.k1(p, q) * share)
     np.testing.assert_allclose(out, expected, rtol=1e-9)
-
-
-def test_a_segment_that_fits_no_row_is_refused():
-  with pytest.raises(ValueError, match='does not fit a row of 16'):
-    plain.credit(plain.trajectories(), _PPO, shape=packing.MicrobatchShape(2, 16))
 
 
 # Masks.
@@ -182,8 +183,9 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   # Nobody sampled the environment's tokens: their ratio starts at 1.
   given = weighed & ~acted
   _close(batch.old_logprobs[given], _score(plain.policy(), ts).logprobs[given])
+  assert batch.kl_weights is None, 'the KL, if any, is in the reward'
   if kind == 'ppo':
-    assert batch.values is None and batch.returns is None
+    assert batch.values is None and batch.returns is None, 'the critic is another model'
     whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
     batch = _unpacked(whole, segments)
     np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
@@ -258,33 +260,19 @@ def test_corrections_weigh_their_actions():
 
 
 @pytest.mark.parametrize('masked', [True, False])
-@pytest.mark.parametrize('kind', ['in the reward', 'reverse'])
-def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked):
-  """verl's: the sampler's log-probs are for the correction alone."""
-  taken, ts = [], plain.trajectories()
-  algorithm = _PPO._replace(
+def test_distillation_is_of_the_policy_before_the_update_whichever_sampled(masked):
+  """The sampler's log-probs are for the correction alone."""
+  ts = plain.trajectories()
+  algorithm = algorithms.distillation(
     advantage_mask=masked, correction=correction.token_truncated()
   )
-  if kind == 'reverse':
-    algorithm = algorithms.distillation(
-      advantage_mask=masked, correction=correction.token_truncated()
-    )
-  else:
-    algorithm = algorithm._replace(
-      advantages=_counting(taken), kl=kl_lib.InReward(estimator=kl_lib.k2)
-    )
-  table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
-  old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
+  table, metrics = plain.credit(ts, algorithm)
+  old, teacher = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
-  mask, rows = before.action_mask, before.find_visible(masked)
+  mask = before.action_mask
   assert np.abs(old - before.old_logprobs)[mask].max() > 0.1, 'another policy sampled'
-  if kind == 'reverse':
-    kl = np.where(mask, old - other, 0.0)
-    expected, found = -kl, table.advantages
-  else:
-    kl = np.where(mask, 0.5 * (old - other) ** 2, 0.0)
-    expected, found = (before.rewards - 0.3 * kl)[rows], taken[0].rewards
-  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  kl = np.where(mask, old - teacher, 0.0)
+  np.testing.assert_allclose(table.advantages, -kl, rtol=1e-4, atol=1e-4)
   means = np.bincount(before.trajectory, kl) / np.bincount(before.trajectory, mask)
   np.testing.assert_allclose(metrics['kl'], means.mean(), rtol=1e-4)
 
@@ -341,7 +329,9 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   np.testing.assert_array_equal(tokens, table.tokens)
 
 
-def test_a_prefix_that_fits_no_row_is_refused():
+def test_a_segment_or_its_prefix_that_fits_no_packed_row_is_refused():
+  with pytest.raises(ValueError, match='does not fit a row of 16'):
+    plain.credit(plain.trajectories(), _PPO, shape=packing.MicrobatchShape(2, 16))
   t = episodes.trajectory('....000')
   room = [np.zeros(25, np.int32)]
   plain.credit([t], _PPO, plain.models(own_critic=True), prefixes=room)
@@ -397,15 +387,6 @@ def test_minibatch_puts_every_number_at_its_token(members, aggregate):
   np.testing.assert_allclose(batch.kl_weights, 0.3 * batch.weights, rtol=1e-6)
 
 
-def test_only_what_is_read_is_in_a_minibatch():
-  table, _ = _made_up(plain.trajectories())
-  for batch in credit.make_minibatch(
-    table, range(14), _PPO, shape=plain.SHAPE, kl_coef=0.3
-  ):
-    # The KL is in the reward, and the critic is another model.
-    assert batch.kl_weights is batch.values is batch.returns is None
-
-
 def _with_dead_groups():
   """The second and the fourth group have nothing to learn from."""
   ts = episodes.make_varied(14)
@@ -448,7 +429,13 @@ def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-  'change', [{'entropy_coef': 0.1}, {'kl': kl_lib.InLoss()}], ids=['entropy', 'kl']
+  'change',
+  [
+    {'entropy_coef': 0.1},
+    {'kl': kl_lib.InLoss()},
+    {'loss': lambda stats, batch: (stats.logprobs**2, {})},
+  ],
+  ids=['entropy', 'kl', 'own loss'],
 )
 def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
   ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)

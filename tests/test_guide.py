@@ -98,7 +98,7 @@ class TestAutomata:
       assert np.asarray(ended).tolist() == [q == 3 for q in expected]
 
 
-def test_a_guide_changes_only_the_rows_that_use_it():
+def test_a_guide_changes_only_the_entries_that_use_it():
   """Whatever the state of the others is: that of FORCED forces token 0."""
   double = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, h: 2 * x)
   forced, off = guide_lib.forced_state(np.array([3, 4], np.int32)), guide_lib.FORCED.off
@@ -159,13 +159,10 @@ class TestPool:
       assert before.shape == now.shape and alone.size <= now.size
     assert small.table.size < tables.table.size
 
-  def test_too_many_for_one_row(self):
+  def test_three_automata_or_one_of_another_policy_are_refused(self):
     pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='3 automata guide one request; it can have 2'):
       pool.acquire([_automaton(0)] * 3)
-
-  def test_another_policys_automaton_is_refused(self):
-    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='vocab_size=300'):
       pool.acquire([_automaton(0, vocab=301)])
 
@@ -260,41 +257,6 @@ class TestOwnGuide:
     assert not engine.replicas[0].load
 
 
-class TestValueGuide:
-  """Tokens weighed by a head's values, on an engine of its own."""
-
-  def _head(self, scale):
-    rng = np.random.default_rng(0)
-    shapes = {'state': (tiny.config().embed_dim, 4), 'token': (tiny.VOCAB, 4)}
-    return {n: scale * rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
-
-  def test_equal_values_are_plain_sampling(self):
-    plain = {n: clients.reference()[n] for n in range(4)}
-    guide = guide_lib.make_value_guide(8)
-    engine = tiny.engine(clients.params(), guides={guide: self._head(0.0)})
-    using = {'guides': {guide: {'inverse_beta': np.float32(3.0)}}}
-    clients.assert_same(clients.run(engine, range(4), **using), plain)
-
-  def test_weighs_the_likeliest_and_leaves_the_others(self):
-    guide, head = guide_lib.make_value_guide(3), self._head(1.0)
-    rng = np.random.default_rng(1)
-    logits = rng.normal(size=(2, tiny.VOCAB)).astype(np.float32)
-    hidden = rng.normal(size=(2, tiny.config().embed_dim)).astype(np.float32)
-    state = {'inverse_beta': np.float32([0.5, 2.0])}
-    assert guide.logits is not None
-    weighed = guide.logits(head, state, *map(jnp.asarray, (logits, hidden)))
-    found = np.asarray(jax.nn.softmax(weighed))
-    before = np.asarray(jax.nn.softmax(logits))
-    for m, beta in enumerate((2.0, 0.5)):
-      top = np.argsort(-logits[m])[:3]
-      weighed = before[m, top] * np.exp(
-        head['token'][top] @ (hidden[m] @ head['state']) / beta
-      )
-      expected = before[m].copy()
-      expected[top] = weighed / weighed.sum() * before[m, top].sum()
-      np.testing.assert_allclose(found[m], expected, rtol=1e-4)
-
-
 def _talkative():
   """Makes the policy begin calls and end strings, which no schema fits by chance."""
   pieces = grammars.of_tiny().pieces
@@ -309,6 +271,7 @@ def test_only_guides_that_change_logits_cost_their_pass():
   changes = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, hidden: x)
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION, ends, changes)
   used = {'guides': {ends: np.int32(1), changes: np.int32(2)}}
+  assert [guide.needs_correction for guide in guides] == [True, True, False, True]
   request = clients.request(clients.tokens(0, 3), sampling=config_lib.Sampling(), **used)
   text = request_lib.Text(None, request.tokens)
   generation = request_lib.Generation(request, text, 0, lambda: None)

@@ -16,7 +16,7 @@ def _build(*pictures, masked=True, **kwargs):
   return episodes.visible_table([episodes.trajectory(*pictures, **kwargs)], masked=masked)
 
 
-def test_every_token_has_a_row():
+def test_every_token_has_a_number_in_every_column():
   ts = episodes.make_varied(12)
   table = table_lib.build(ts, baselines=range(12))
   segments = [s for t in ts for s in t.segments]
@@ -40,9 +40,6 @@ def test_every_token_has_a_row():
   assert table.group.tolist() == [i // 2 for i in range(12)]
   assert table.baselines.tolist() == list(range(12))
   assert table_lib.build(ts).baselines is None
-
-
-def test_groups_are_counted():
   ts = [episodes.trajectory('.0', group=group) for group in (7, 3, 7, 40)]
   assert table_lib.build(ts).group.tolist() == [1, 0, 1, 2]
 
@@ -186,11 +183,11 @@ def test_turns_hold_every_action_once_and_in_order(spans):
     table_lib.build([t])
 
 
-# Rows of a table.
+# Tokens of a table.
 
 
 def _numbered():
-  """A table whose every column has other numbers in each row."""
+  """A table whose every column has another number for each token."""
   table = table_lib.build(episodes.make_varied(6))
   columns = {'values': 0.1, 'ref_logprobs': 0.2, 'advantages': 0.3, 'returns': 0.4}
   columns |= {'weights': 0.5, 'kl_weights': 0.6, 'correction': 0.7}
@@ -198,7 +195,7 @@ def _numbered():
   return dataclasses.replace(table, **numbers)
 
 
-def test_rows_are_taken_with_all_their_numbers():
+def test_take_gives_tokens_with_all_their_numbers():
   table, rows = _numbered(), [5, 30, 2]
   taken = table.take(np.array(rows))
   assert len(taken) == 3 and len(taken.group) == 6
@@ -215,7 +212,7 @@ def test_rows_are_taken_with_all_their_numbers():
   np.testing.assert_array_equal(same.tokens, table.tokens[table.action_mask])
 
 
-def test_rows_of_trajectories_come_in_their_order():
+def test_find_tokens_gives_those_of_trajectories_in_the_given_order():
   table = _numbered()
   taken = table.take(table.find_tokens([4, 0, 2]))
   assert list(dict.fromkeys(taken.trajectory.tolist())) == [4, 0, 2]
@@ -223,7 +220,7 @@ def test_rows_of_trajectories_come_in_their_order():
   assert len(table.take(table.find_tokens([]))) == 0
 
 
-def test_spread_is_the_inverse_of_take():
+def test_scatter_is_the_inverse_of_take():
   table = _numbered()
   rows = table.find_visible(True)
   column = table.scatter(rows, table.take(rows).values, -1.0)
@@ -334,12 +331,8 @@ def test_groups_are_measured_each_alone():
   assert len(spans.map_by([group[:0]], x[:0], np.mean)) == 0
 
 
-def test_tied():
-  assert spans.tied(np.array([0.1 + 0.2, 0.3]))
-  assert spans.tied(np.array([0.1 + 0.2, 0.3]) * 1e9)
-  assert spans.tied(np.zeros(3))
-  assert not spans.tied(np.array([1e-13, 2e-13]))
-  assert not spans.tied(np.array([0.0, 1e-9]))
-  assert not spans.tied(np.array([-1.0, 1.0]))
-  # Alone, or nothing at all.
-  assert spans.tied(np.array([3.0])) and spans.tied(np.zeros(0))
+def test_scores_are_tied_if_they_differ_by_the_rounding_of_sums_alone():
+  for scores in ([0.1 + 0.2, 0.3], [(0.1 + 0.2) * 1e9, 0.3e9], [0, 0, 0], [3.0], []):
+    assert spans.tied(np.array(scores, float)), scores
+  for scores in ([1e-13, 2e-13], [0.0, 1e-9], [-1.0, 1.0]):
+    assert not spans.tied(np.array(scores)), scores

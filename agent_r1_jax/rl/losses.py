@@ -156,17 +156,16 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
 
 def reinforce() -> Surrogate:
   """-A log π: no ratio, so exact on-policy only. Williams 1992."""
-  return dataclasses.replace(likelihood(), exactly_on_policy=True)
+  return AnnotatedLoss(_likelihood, exactly_on_policy=True, zero_without_advantage=True)
 
 
-def likelihood() -> AnnotatedLoss:
+def likelihood() -> Surrogate:
   """-A log π, where A ≥ 0 is the weight of a token that is to be imitated.
 
   The formula is `reinforce`'s. Here A weighs data, whoever produced them, so that any
   number of optimizer steps may fit them.
   """
-  surrogate = lambda stats, batch: (-batch.advantages * stats.logprobs, {})
-  return AnnotatedLoss(surrogate, zero_without_advantage=True)
+  return AnnotatedLoss(_likelihood, zero_without_advantage=True)
 
 
 def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surrogate:
@@ -209,6 +208,10 @@ def _clipped(ratio, advantages, low: float, high: float) -> tuple[Array, Array]:
   plain = -advantages * ratio
   clipped = -advantages * jnp.clip(ratio, 1 - low, 1 + high)
   return jnp.maximum(plain, clipped), clipped > plain
+
+
+def _likelihood(stats: TokenStats, batch: types.Batch):
+  return -batch.advantages * stats.logprobs, {}
 
 
 def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Surrogate:
