@@ -125,7 +125,7 @@ def test_other_fields_are_passed_on_and_unknown_options_are_refused(name):
     ('remax', {'clip': 0.2}),
   ],
 )
-def test_what_would_have_no_effect_is_refused(name, option):
+def test_option_that_the_algorithm_sets_itself_is_refused(name, option):
   with pytest.raises(TypeError, match='multiple values|unexpected keyword'):
     _MAKERS[name](**option)
 
@@ -223,12 +223,12 @@ def _loss_at(algorithm, ratio, advantage):
   return float(_loss(algorithm.loss)(stats, batch)[0, 0])
 
 
-def test_every_algorithm_with_two_bounds_is_here():
+def test_table_of_bounds_names_every_algorithm_with_two():
   assert {n for n in _MAKERS if (n, 'clip_low') in _options(n)} == _BOUNDS.keys()
 
 
 @pytest.mark.parametrize('name', _BOUNDS)
-def test_the_lower_bound_is_the_lower_one(name):
+def test_clip_low_bounds_below_and_clip_high_above(name):
   """ε_l = 0.1, ε_h = 0.3: A = 1 gains up to a ratio of 1.3, A = -1 down to 0.9."""
   algorithm = _MAKERS[name](clip_low=0.1, clip_high=0.3, **_BOUNDS[name])
   for ratio, advantage, expected in (
@@ -256,13 +256,13 @@ def test_the_lower_bound_is_the_lower_one(name):
     ('reinforce_plus_plus_baseline', 0.2, 0.2),
   ],
 )
-def test_the_bounds_by_default(name, low, high):
+def test_default_bounds_are_the_papers(name, low, high):
   algorithm = _MAKERS[name]()
   np.testing.assert_allclose(_loss_at(algorithm, 1.6, 1.0), -1 - high, rtol=1e-12)
   np.testing.assert_allclose(_loss_at(algorithm, 0.4, -1.0), 1 - low, rtol=1e-12)
 
 
-def test_a_loss_that_is_replaced_brings_its_aggregation():
+def test_replaced_loss_brings_its_aggregation():
   """Three tokens and one: 1/4 each; or 1/6 and 1/2, where sequences weigh the same."""
   counts = np.array([3, 1])
   by_token, by_sequence = [1 / 4, 1 / 4], [1 / 6, 1 / 2]
@@ -297,7 +297,7 @@ def test_dapo_keeps_rewards_that_are_given():
 
 
 @pytest.mark.parametrize('length', [0, -1.0, float('nan')])
-def test_a_norm_must_be_positive(length):
+def test_norm_that_is_not_positive_is_refused(length):
   with pytest.raises(ValueError, match='length'):
     aggregation.seq_mean_token_sum_norm(length)
 
@@ -377,7 +377,7 @@ def _with_kl(batch, coef=0.001):
   return batch._replace(kl_weights=coef * batch.weights)
 
 
-def test_grpos_loss_is_verls():
+def test_grpo_loss_and_gradient_equal_verls():
   stats, batch = _inputs()
   (loss, watched), grad = _compiled(_grpo())(stats, _with_kl(batch))
   g = episodes.golden()
@@ -398,7 +398,7 @@ def test_grpos_loss_is_verls():
     np.testing.assert_allclose(mean, value, rtol=1e-9, err_msg=name)
 
 
-def test_ppos_loss_is_the_sum_of_verls():
+def test_ppo_loss_and_gradient_equal_the_sum_of_verls():
   stats, batch = _inputs()
   (loss, watched), grad = _compiled(_ppo())(stats, batch)
   g = episodes.golden()
@@ -433,7 +433,7 @@ def test_a_corrections_weights_multiply_verls_loss():
   np.testing.assert_allclose(with_kl - loss, kl_term, rtol=1e-9)
 
 
-def test_the_entropy_bonus_is_trls():
+def test_entropy_bonus_equals_trls():
   stats, batch = _inputs()
   g = episodes.golden()
   assert (g['in/trl_completion_mask'] >= batch.action_mask).all()

@@ -65,7 +65,7 @@ def _ends(trajectory):
 
 class TestValues:
   @pytest.mark.parametrize('own_head', [False, True])
-  def test_are_the_learners_and_decide(self, own_head):
+  def test_values_are_the_learners_and_decide_the_choice(self, own_head):
     """By a critic in the engine, or by the value head of the policy itself."""
     seen = []
 
@@ -107,7 +107,7 @@ class TestValues:
     # The policy's part, and of the critic's each token of every candidate once.
     assert len(t.turns) > 1 and engine.stats.prefilled < 2 * given + sampled
 
-  def test_the_rows_that_an_episode_needs_are_there(self):
+  def test_too_few_rows_are_refused(self):
     engine = test_rollout._engine()
     critic = engine.make_policy(_critic(), 0)
     with pytest.raises(ValueError, match='rows: 8 texts .* fit the 6 rows'):
@@ -199,7 +199,7 @@ class TestSavedCritic:
     )
     return target
 
-  def test_is_read_where_it_was_trained(self, policy):
+  def test_critic_is_read_at_the_state_it_was_trained_at(self, policy):
     engine = test_rollout._engine()
     target = self._save(policy, algorithms.ppo(kl_coef=0.0, gamma=0.5))
     discounted = choice_lib.by_value(engine, target, policy, candidates=2, gamma=0.5)
@@ -242,7 +242,7 @@ class TestSavedCritic:
     with pytest.raises(ValueError, match='rope_theta: the critic .* has 7.0'):
       critic_lib.load(target, policy)
 
-  def test_says_what_the_reward_was(self, policy):
+  def test_description_says_what_the_reward_was(self, policy):
     overlong = functools.partial(reward_transforms.overlong, limit=9, buffer=2)
     bi_level = functools.partial(advantages.bi_level_gae, high_gamma=0.9)
     algorithm = algorithms.ppo(estimator=bi_level, kl_coef=0.1, rewards=(overlong,))

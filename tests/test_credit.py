@@ -95,7 +95,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_credit_is_put_at_its_tokens(masked):
+def test_advantages_and_returns_are_put_at_the_visible_tokens(masked):
   taken, ts = [], plain.trajectories()
   algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
   table, metrics = plain.credit(ts, algorithm)
@@ -143,7 +143,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(corrected, masked):
   np.testing.assert_array_equal(table.rewards, before.rewards)
 
 
-def test_the_mean_kl_is_verls():
+def test_mean_kl_equals_verls():
   # verl adds 1e-8 to the count of an episode's tokens.
   expected = episodes.golden()['verl/kl_in_reward/current_kl']
   for masked in (True, False):
@@ -160,7 +160,9 @@ def test_the_mean_kl_is_verls():
 @pytest.mark.parametrize('advantage_mask', [True, False])
 @pytest.mark.parametrize('loss_mask', [True, False])
 @pytest.mark.parametrize('kind', ['grpo', 'ppo', 'shared'])
-def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
+def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
+  kind, loss_mask, advantage_mask
+):
   """The ablation of the paper's Table 4, the cell that it lacks included."""
   ts, segments = plain.trajectories(), plain.segments_of(plain.trajectories())
   algorithm = (plain.GRPO if kind == 'grpo' else _PPO)._replace(
@@ -234,7 +236,7 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
 # Corrections.
 
 
-def test_corrections_weigh_their_actions():
+def test_correction_weighs_actions_and_leaves_other_tokens_at_one():
   ts, segments = plain.trajectories(), plain.segments_of(plain.trajectories())
   given = []
 
@@ -368,7 +370,7 @@ _AGGREGATES = [
 
 @pytest.mark.parametrize('members', [range(14), [5, 0, 2], [1]])
 @pytest.mark.parametrize('aggregate', _AGGREGATES)
-def test_minibatch_puts_every_number_at_its_token(members, aggregate):
+def test_minibatch_has_every_number_at_its_token(members, aggregate):
   algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
   (table, names), shape = _made_up(plain.trajectories()), packing.MicrobatchShape(3, 40)
   options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
@@ -400,7 +402,7 @@ def _with_dead_groups():
 
 
 @pytest.mark.parametrize('aggregate', _AGGREGATES)
-def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
+def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(aggregate):
   ts = _with_dead_groups()
   algorithm = plain.GRPO._replace(aggregate=aggregate)
   table, _ = plain.credit(ts, algorithm)
@@ -420,7 +422,7 @@ def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
     np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-5)
 
 
-def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
+def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
   ts = _with_dead_groups()
   table, _ = plain.credit(ts, plain.GRPO)
   (batch,) = credit.make_minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
@@ -473,7 +475,7 @@ def _appended():
   return out
 
 
-def test_the_states_of_steps_are_those_of_the_concatenated_episode():
+def test_episode_stored_as_steps_has_the_states_of_the_concatenated_one():
   """GiGPO compares turns by what was shown before them."""
   whole = episodes.visible_table(_appended())
   steps = episodes.visible_table([_as_steps(t) for t in _appended()])
@@ -485,7 +487,7 @@ def test_the_states_of_steps_are_those_of_the_concatenated_episode():
 
 
 @pytest.mark.parametrize('kind', ['grpo', 'shared', 'own'])
-def test_steps_are_the_concatenated_episode(kind):
+def test_episode_stored_as_steps_learns_as_the_concatenated_one(kind):
   """The same log-probs, values and credit at 2e-5, the same loss and gradient at 5e-5."""
   algorithm = {
     'grpo': algorithms.grpo(kl_coef=0.1, entropy_coef=0.01),

@@ -41,7 +41,7 @@ def _states(*taken):
 
 
 class TestAutomata:
-  def test_masks_and_steps_are_the_tables(self):
+  def test_masked_logits_and_next_states_equal_the_automata_tables(self):
     """In rows that use none, one or two automata, in any of their states."""
     pool, (one, two) = automaton_guide.AutomatonPool(tiny.VOCAB), map(_automaton, (1, 2))
     rows = [(), (one,), (two,), (one, two), (two, one)]
@@ -70,7 +70,7 @@ class TestAutomata:
       np.testing.assert_array_equal(ended, ends)
 
   @pytest.mark.parametrize('vocab', [31, 32, 33, 300])
-  def test_vocabularies_of_any_size(self, vocab):
+  def test_vocabulary_of_any_size_is_masked_in_full(self, vocab):
     pool, one = automaton_guide.AutomatonPool(vocab), _automaton(3, vocab=vocab)
     rows = [pool.acquire([]), pool.acquire([one])]
     tables, logits = automaton_guide.make_tables(pool.entries), jnp.zeros((2, vocab))
@@ -117,7 +117,7 @@ def test_a_guide_changes_only_the_entries_that_use_it():
 
 
 class TestPool:
-  def test_an_automaton_that_is_there_is_shared(self):
+  def test_automaton_acquired_twice_has_one_number(self):
     pool, one = automaton_guide.AutomatonPool(tiny.VOCAB), _automaton(1)
     first = pool.acquire([one])
     entries = pool.entries
@@ -125,7 +125,7 @@ class TestPool:
     assert pool.entries is entries
     np.testing.assert_array_equal(first['automaton'], second['automaton'])
 
-  def test_numbers_are_used_again_and_double_where_all_are_used(self):
+  def test_released_numbers_are_reused_and_the_pool_doubles_when_full(self):
     pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     for seed in range(20):
       pool.release(pool.acquire([_automaton(seed)]))
@@ -135,7 +135,7 @@ class TestPool:
     numbers = [int(state['automaton'][0]) for state in held]
     assert len(set(numbers)) == 4 and 0 not in numbers
 
-  def test_an_automaton_that_is_used_keeps_its_number(self):
+  def test_automaton_in_use_keeps_its_number(self):
     pool, used = automaton_guide.AutomatonPool(tiny.VOCAB), _automaton(99)
     number = int(pool.acquire([used])['automaton'][0])
     pool.release(pool.acquire([used]))  # One request still uses it.
@@ -200,7 +200,7 @@ class TestOwnGuide:
     reply = await engine.submit(request)
     return reply, clients.segment([(given,), reply[:3]])
 
-  def test_it_chooses_and_ends(self):
+  def test_own_guide_restricts_tokens_and_ends_the_reply(self):
     engine = _own_engine()
     mine = [self._reply(engine, n, **_NARROWED, **clients.ENDLESS) for n in range(4)]
     plain = self._reply(engine, 9, **clients.ENDLESS)
@@ -214,7 +214,7 @@ class TestOwnGuide:
     # The log-probs are the policy's own.
     tiny.assert_on_policy(clients.params(), [segment for _, segment in guided])
 
-  def test_it_composes_with_stop_ids_and_a_grammar(self):
+  def test_own_guide_composes_with_stop_ids_and_a_grammar(self):
     """Each restricts what the others leave, and each may end the reply."""
     pieces = grammars.of_tiny().pieces
     seven = pieces.index(b'7')
@@ -318,7 +318,7 @@ class TestGrammar:
         np.testing.assert_array_equal(ours, theirs)
 
   @pytest.mark.parametrize('temperature', [1.0, 0.0])
-  def test_calls_fit(self, temperature):
+  def test_sampled_calls_fit_the_grammar(self, temperature):
     """Over many segments, in which a call's state is kept."""
     sampling, tokens = config_lib.Sampling(temperature), grammars.of_tiny()
     played = _play(_talkative(), tokens.grammar, sampling=sampling)
@@ -343,14 +343,14 @@ class TestGrammar:
         complete += len(calls) - (not tokens.free[tokens.walk(reply)])
     return complete
 
-  def test_each_reply_begins_anew(self):
+  def test_each_reply_starts_the_grammar_from_its_beginning(self):
     tokens = grammars.of_tiny(required=True)
     played = _play(None, tokens.grammar, turns=4)
     for _, replies in played:
       for reply in replies:
         self._assert_begins_a_call(reply)
 
-  def test_a_copied_prompt_begins_anew(self):
+  def test_copied_prompt_starts_the_grammar_from_its_beginning(self):
     """In rows that were left in the midst of a call."""
     tokens, engine = grammars.of_tiny(required=True), clients.engine(**clients.EXACT)
 
@@ -421,7 +421,7 @@ class TestTogether:
       'top': {'top_logprobs': 5},
     }
 
-  def test_they_give_what_each_gives_alone_and_nothing_is_compiled(self):
+  def test_mixed_requests_give_the_same_replies_as_alone_without_compiling(self):
     (engine, kinds), alone = self._engine(), {}
     with tiny.compilations() as compiled:
       for kind, fields in kinds.items():
@@ -442,7 +442,7 @@ class TestTogether:
 
 
 class TestCompilations:
-  def test_warm_up_is_all_of_them(self):
+  def test_nothing_is_compiled_after_warm_up(self):
     """Whatever the lengths, and however many rows are prefilled or decoded."""
     # No other test has these sizes.
     engine, seen = clients.engine(rows=5, prefill_tokens=6), []

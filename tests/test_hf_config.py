@@ -26,7 +26,7 @@ def _read(directory, raw):
 
 
 @pytest.mark.parametrize('name', _PUBLISHED)
-def test_published_configs(tmp_path, name):
+def test_published_config_is_read_and_written_back(tmp_path, name):
   config = _read(tmp_path, _PUBLISHED[name])
   raw = _PUBLISHED[name]
   expected = decoder.DecoderConfig(
@@ -48,7 +48,7 @@ def test_published_configs(tmp_path, name):
   assert _read(tmp_path, hf_config.make(config, 'float32')) == config
 
 
-def test_transformers_5_keys():
+def test_keys_of_transformers_5_are_read():
   config = hf_config.read(_GOLDEN / 'llama')
   assert (config.rope_theta, config.rope_scaling['factor']) == (100.0, 8.0)
   assert config.rope_scaling['original_max_position_embeddings'] == 32
@@ -123,7 +123,7 @@ _NESTED = {
     ('yarn', "is 'yarn'; an object is needed"),
   ],
 )
-def test_no_rotation_is_ignored(tmp_path, key, rope, message):
+def test_unsupported_rotation_is_refused(tmp_path, key, rope, message):
   """Beside a top-level rope_theta, which alone would be a rotation."""
   raw = {**_PUBLISHED['Qwen2.5-3B'], key: rope}
   with pytest.raises(ValueError, match=message):
@@ -175,7 +175,7 @@ def test_rotations_are_those_that_transformers_reads(tmp_path, key, beside, rope
 
 
 @pytest.mark.parametrize('unused', [{'max_window_layers': 36}, {'sliding_window': None}])
-def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path, unused):
+def test_sliding_window_that_no_layer_uses_is_accepted(tmp_path, unused):
   raw = {**_PUBLISHED['Qwen2.5-3B'], 'use_sliding_window': True, **unused}
   assert _read(tmp_path, raw).num_layers == 36
 
@@ -185,9 +185,7 @@ def test_a_sliding_window_that_no_layer_uses_is_no_matter(tmp_path, unused):
   [('Qwen2.5-3B', 128), ('Qwen3-8B', 128), ('Llama-3.2-1B', 80), ('gemma-2b', 256)],
 )
 @pytest.mark.parametrize('absent', [{}, {'head_dim': None}])
-def test_the_head_dim_that_transformers_takes_where_none_is_said(
-  tmp_path, name, head_dim, absent
-):
+def test_missing_head_dim_is_that_of_transformers(tmp_path, name, head_dim, absent):
   raw = {k: v for k, v in _PUBLISHED[name].items() if k != 'head_dim'} | absent
   if name != 'Qwen2.5-3B':
     raw |= {'hidden_size': 2560, 'num_attention_heads': 32}
@@ -222,13 +220,13 @@ def test_numbers_that_no_model_has_are_refused(tmp_path, key, value):
     {'use_sliding_window': True, 'max_window_layers': 'all'},
   ],
 )
-def test_fields_of_other_kinds_are_named(tmp_path, fields):
+def test_field_of_a_wrong_type_is_refused(tmp_path, fields):
   raw = _PUBLISHED['Qwen2.5-3B'] | fields
   with pytest.raises(ValueError, match=r'config\.json: '):
     _read(tmp_path, raw)
 
 
-def test_json_that_is_too_deep_is_named(tmp_path):
+def test_too_deep_json_is_refused(tmp_path):
   (tmp_path / 'config.json').write_text('{"a":' * 100_000 + '1' + '}' * 100_000)
   with pytest.raises(ValueError, match=r'config\.json: not JSON .*fetch it again'):
     hf_config.read(tmp_path)

@@ -81,7 +81,7 @@ def _gradient(params):
   return plain.gradient(params, _batches(), plain.GRPO_OBJECTIVE)[0]
 
 
-def test_new_adapters_change_nothing():
+def test_new_adapters_change_no_log_prob():
   params = plain.policy()
   new = _adapted(params, zero=True)
   plain.equal(_logprobs(new), _logprobs(params))
@@ -131,7 +131,7 @@ def test_gradients_are_the_dense_gradient_contracted():
     plain.close(found['lora_b'], db.reshape(b.shape))
 
 
-def test_what_is_recomputed_changes_no_gradient():
+def test_remat_changes_no_gradient_and_keeps_less():
   """And 'full' keeps less than 'dots', which keeps less than 'none'."""
   params = _adapted(plain.policy())
   batch, expected, kept = _batches()[0], None, []
@@ -193,7 +193,7 @@ def test_only_adapters_learn_and_only_they_have_moments():
   assert scale is params['final_norm']['scale'] and not scale.is_deleted()
 
 
-def test_critic_and_reference_share_what_is_frozen():
+def test_critic_reference_and_sampler_share_frozen_arrays():
   make = lambda kind: optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
   plan = updates.Plan(
     plain.CONFIG,
@@ -261,7 +261,7 @@ def test_the_engines_copy_never_merges_two_kernels_at_a_time(monkeypatch):
   assert alive == [0] * len(_ALL)
 
 
-def test_adapters_in_the_layout_of_peft(tmp_path):
+def test_peft_files_hold_the_merged_difference(tmp_path):
   """Names, shapes and numbers as PEFT reads them; W + s · B · A is the merged weight."""
   shape, params = tiny.config('qwen2'), tiny.params(tiny.config('qwen2'))
   adapted = _adapted(params, targets=('q', 'o', 'down'))
@@ -298,7 +298,7 @@ def test_adapters_in_the_layout_of_peft(tmp_path):
     ({'alpha': 0.0}, 'lora_alpha is 0.0'),
   ],
 )
-def test_what_cannot_be_adapted_is_said(change, message):
+def test_option_of_adapters_out_of_range_is_refused(change, message):
   given = {'rank': 2, 'targets': ('q',), 'alpha': 1.0, 'key': jax.random.key(0)} | change
   with pytest.raises(ValueError, match=message):
     lora.add(plain.policy(), **given)

@@ -133,7 +133,9 @@ def _verls_sequences(counts):
     ('verl/sapo', losses.sapo(), _verls_sequences),
   ],
 )
-def test_surrogate_is_the_peers(key, surrogate, aggregate, dtype, tolerance):
+def test_surrogate_and_gradient_equal_the_peers(
+  key, surrogate, aggregate, dtype, tolerance
+):
   new, old, adv = _golden('in/logp', 'in/old_logp', 'in/adv', dtype=dtype)
   batch = _batch(old, adv, _weights(aggregate, dtype=dtype))
   _check(_loss(surrogate, batch), new, key, tolerance)
@@ -156,7 +158,7 @@ def test_surrogate_is_the_peers(key, surrogate, aggregate, dtype, tolerance):
     ('trl/sapo', losses.sapo(tau_negative=float(np.float32(1.05))), SEQUENCES),
   ],
 )
-def test_surrogate_is_trls(key, surrogate, aggregate, dtype, tolerance):
+def test_surrogate_and_gradient_equal_trls(key, surrogate, aggregate, dtype, tolerance):
   names = ('in/logp', 'in/old_logp', 'in/trl_completion_mask', 'in/trl_adv')
   new, old, completion, adv = _golden(*names, dtype=dtype)
   mask = episodes.golden_mask() & (np.asarray(completion) > 0)
@@ -315,7 +317,7 @@ def test_gspo_does_not_depend_on_the_layout():
       assert (grad[~mask] == 0).all()
 
 
-def test_gspo_in_a_row_full_of_segments():
+def test_gspo_of_one_token_segments_is_the_ratio_of_each():
   old = jnp.full((2, 3), -2.0)
   ratio = jnp.array([[2.0, 0.5, 3.0], [0.25, 4.0, 1.0]])
   ids = jnp.array([[1, 2, 3], [1, 2, 3]])
@@ -377,7 +379,7 @@ def test_surrogates_are_finite_far_from_the_old_policy(name):
     lambda: losses.value_clip(clip=0.0),
   ],
 )
-def test_options_are_checked(make):
+def test_option_out_of_range_is_refused(make):
   with pytest.raises(ValueError, match='must be above'):
     make()
 
@@ -401,7 +403,7 @@ def _value_loss(clip, old, returns, weights):
 
 @_in_each_dtype
 @pytest.mark.parametrize('clip', [0.5, 0.2])
-def test_value_clip_is_verls(clip, dtype, tolerance):
+def test_value_clip_equals_verls(clip, dtype, tolerance):
   # The oracle's targets are the process rewards.
   names = ('in/vpreds', 'in/values', 'in/rewards_process')
   new, old, returns = _golden(*names, dtype=dtype)
@@ -452,7 +454,7 @@ _LENGTH_24 = aggregation.seq_mean_token_sum_norm(24)
     ('agg_loss_emptyrow/seq-mean-token-sum-norm', _LENGTH_24),
   ],
 )
-def test_aggregation_is_verls(key, aggregate, dtype, tolerance):
+def test_aggregation_equals_verls(key, aggregate, dtype, tolerance):
   mask = episodes.golden_mask().copy()
   if 'emptyrow' in key:
     mask[2] = False
@@ -462,7 +464,7 @@ def test_aggregation_is_verls(key, aggregate, dtype, tolerance):
   np.testing.assert_allclose(out, expected, rtol=tolerance)
 
 
-def test_the_weights_of_sequences_are_skyrls():
+def test_sequence_weights_equal_skyrls():
   """It multiplies the advantages by them."""
   adv, expected = _golden('in/adv', 'skyrl/reduction/sequence_mean')
   np.testing.assert_allclose(adv * _weights(SEQUENCES), expected, rtol=1e-12)
@@ -479,7 +481,7 @@ def test_weighted_reads_nothing_where_nothing_weighs():
 # Gradients.
 
 
-def test_gradients_are_derivatives():
+def test_gradients_equal_numerical_derivatives():
   rng = np.random.default_rng(0)
   x, y, z = (jnp.asarray(rng.normal(size=(2, 5))) for _ in range(3))
   # Each branch of the clips, and no point near a kink.

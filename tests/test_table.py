@@ -93,7 +93,7 @@ def test_no_trajectory_loses_its_reward(masked):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_turns(masked):
+def test_turn_rewards_and_ends_are_those_of_the_turns(masked):
   table = _build('..00..1.', '.22..', rewards=[0.5, 0.0, -2.0], masked=masked)
   np.testing.assert_array_equal(table.turn_rewards, [0.5, 0.0, -2.0])
   expected = [1, 2, 4] if masked else [3, 5, 9]
@@ -140,7 +140,7 @@ def test_states_meet_where_the_text_is_the_same():
   assert len({*a, *b}) == 3
 
 
-def test_parts_and_status():
+def test_parts_of_rewards_and_truncation_become_columns():
   ts = [episodes.trajectory('..0', rewards=[1.0]) for _ in types.STATUSES]
   for t, status in zip(ts, types.STATUSES):
     t.status = status
@@ -245,7 +245,7 @@ def test_prefixes_stand_before_every_segment():
     assert mine.tolist() == [False] * n + [True] * (len(mine) - n)
 
 
-def test_a_column_that_is_missing_says_what_gives_it():
+def test_missing_column_raises_and_names_its_remedy():
   table = episodes.make_table([[1]])
   for name, fix in (
     ('values', 'value_loss'),
@@ -261,7 +261,7 @@ def test_a_column_that_is_missing_says_what_gives_it():
   assert with_values.column('values') is with_values.values
 
 
-def test_a_log_says_what_there_is_of_each_token():
+def test_list_tokens_has_the_computed_columns():
   ts = [
     episodes.trajectory('..0'),
     episodes.trajectory('.00.1', '..2', rewards=[0, 1, 2]),
@@ -286,7 +286,7 @@ def test_a_log_says_what_there_is_of_each_token():
 _IDS = np.array([0, 0, 2, 2, 2, 2, 2, 3])
 
 
-def test_runs_of_ids():
+def test_starts_ends_and_sums_of_spans():
   assert spans.starts(_IDS).tolist() == [0, 2, 7]
   assert spans.ends(_IDS).tolist() == [1, 6, 7]
   assert spans.sum_by(_IDS, np.arange(8.0), 5).tolist() == [1, 0, 20, 7, 0]
@@ -295,7 +295,7 @@ def test_runs_of_ids():
   assert spans.sum_by(none, np.zeros(0), 2).tolist() == [0, 0]
 
 
-def test_neighbours_within_runs():
+def test_next_and_previous_values_stay_within_a_span():
   x, after = np.arange(8.0) + 1, np.array([10.0, 11.0, 12.0, 13.0])
   following = spans.next_values(_IDS, x, after)
   assert following.tolist() == [2, 10, 4, 5, 6, 7, 12, 13]
@@ -321,7 +321,7 @@ def test_discounted_sums_are_the_recursion(factor, seed):
   np.testing.assert_array_equal(x, before)
 
 
-def test_groups_are_measured_each_alone():
+def test_map_by_measures_each_group_alone():
   x, group = np.array([1.0, 5.0, 3.0, 7.0]), np.array([1, 0, 1, 0])
   assert spans.map_by([group], x, np.mean).tolist() == [2, 6, 2, 6]
   assert spans.map_by([group], x, np.sort).tolist() == [1, 5, 3, 7]

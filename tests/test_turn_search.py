@@ -141,13 +141,13 @@ _all_kinds = pytest.mark.parametrize(
   'make',
   [functools.partial(search_lib.Beams, 1, 1), functools.partial(search_lib.Tree, 1, 3)],
 )
-def test_of_one_is_plain_sampling(make):
+def test_search_over_one_candidate_is_plain_sampling(make):
   for a, b in zip(test_choice._play(None), _play(make)[0], strict=True):
     test_rollout._same(a, b)
 
 
 @_searches
-def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
+def test_searched_episode_is_on_policy_and_prefills_nothing_twice(make, monkeypatch):
   states, read = [], choice_lib.StateValues.read
 
   async def note(self, texts):
@@ -306,7 +306,7 @@ def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit
     assert prompt.metrics['prompt_too_long'] == 1 and 'a row 256' in prompt.error
 
 
-def test_an_environment_without_clones_is_refused():
+def test_environment_without_clone_is_an_error():
   critic = test_choice._critic()
   engine = test_rollout._engine()
   beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))

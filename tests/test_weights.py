@@ -161,7 +161,7 @@ def test_leaves_of_several_dtypes_share_a_file(tmp_path):
   assert len(_tensors(tmp_path / 'model')) == 36
 
 
-def test_place_is_given_each_leaf(tmp_path):
+def test_place_gets_the_path_and_array_of_each_leaf(tmp_path):
   config = _config('qwen2')
   params = _params(config)
   weights.save(tmp_path / 'model', config, params)
@@ -177,7 +177,7 @@ def test_place_is_given_each_leaf(tmp_path):
   _assert_same(seen['layers/mlp/down/kernel'], params['layers']['mlp']['down']['kernel'])
 
 
-def test_memory_stays_near_the_parameters_and_one_tensor(tmp_path):
+def test_peak_memory_is_the_parameters_and_two_tensors(tmp_path):
   sizes = {'vocab_size': 512, 'embed_dim': 128, 'mlp_dim': 512, 'num_layers': 6}
   config = _config('llama', head_dim=16, **sizes)
   params = _params(config)
@@ -272,7 +272,7 @@ def test_a_wrong_tensor_is_named(tmp_path, changes, message):
   assert not placed
 
 
-def test_a_tied_model_may_repeat_its_embedding(tmp_path):
+def test_tied_model_with_lm_head_loads_only_if_it_equals_the_embedding(tmp_path):
   shutil.copytree(_GOLDEN / 'qwen2', tmp_path / 'model')
   file = tmp_path / 'model' / 'model.safetensors'
   tensors = safetensors.numpy.load_file(file)
@@ -413,7 +413,7 @@ def _tokenizer(directory, size=40):
   return directory
 
 
-def test_the_tokenizer_goes_along(tmp_path):
+def test_tokenizer_files_are_copied_and_name_the_special_ids(tmp_path):
   config = _config('llama')
   params = _params(config)
   source, target = _tokenizer(tmp_path / 'source'), tmp_path / 'model'
