@@ -28,6 +28,7 @@ from agent_r1_jax.models import (
   weights,
 )
 from agent_r1_jax.rl import algorithms, credit, learner, optimizers, updates
+from agent_r1_jax.rl import train_state as train_state_lib
 
 _ALL = tuple(families.TARGETS)
 
@@ -203,7 +204,7 @@ def test_critic_reference_and_sampler_share_frozen_arrays():
     config_lib.Schedule(sync_every=2, reference_every=1),
     offload=True,
   )
-  train_state = updates.init(_adapted(plain.policy()), plan)
+  train_state = train_state_lib.init(_adapted(plain.policy()), plan)
   policy, critic = (train_state.states[name].params for name in ('policy', 'critic'))
   for other in (critic, train_state.reference, train_state.sampler):
     mine, its = (tree['layers']['mlp']['up'] for tree in (policy, other))

@@ -16,6 +16,7 @@ from agent_r1_jax import types
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, credit, learner, updates
 from agent_r1_jax.rl import kl as kl_lib
+from agent_r1_jax.rl import train_state as train_state_lib
 
 _SGD, _ADAM = optax.sgd(0.1), optax.adam(1e-2)
 _PPO = algorithms.ppo(
@@ -44,7 +45,7 @@ def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
 
 
 def _start(plan, params=None, reference=None) -> updates.TrainState:
-  return updates.init(plain.copy_tree(params or plain.policy()), plan, reference)
+  return train_state_lib.init(plain.copy_tree(params or plain.policy()), plan, reference)
 
 
 def _rollout(step=0, n=4):

@@ -27,6 +27,7 @@ from agent_r1_jax.report import alarms as alarms_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule
 from agent_r1_jax.train import journal as journal_lib
 
@@ -291,7 +292,7 @@ def make_plan(
     seed=config.seed,
     offload=config.optimizer.offload,
   )
-  return plan, updates.init(params, plan, reference)
+  return plan, train_state_lib.init(params, plan, reference)
 
 
 def _load_reference(

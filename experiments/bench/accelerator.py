@@ -42,6 +42,7 @@ from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import attention, decoder, sampling_params
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
+from agent_r1_jax.rl import train_state as train_state_lib
 from experiments.bench import common
 
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -293,7 +294,7 @@ def step():
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
-  train_state, found = updates.init(params, plan), []
+  train_state, found = train_state_lib.init(params, plan), []
   for _ in range(1 + _REPEATS.value):
     before = dataclasses.replace(engine.stats)
     engine.sync_weights(train_state.sampler, train_state.sampler_step)
