@@ -96,7 +96,7 @@ _CHANGES = [
   ("{port} {at}'", "{port}, {at}'", ['tools.look.fn.code']),
   ('@tool_lib.tool\n', "@tool_lib.tool(name='find')\n", ['tools.find.schema', '...']),
   # The algorithm.
-  ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.clip_high']),
+  ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.surrogate.clip_high']),
   ("'limit': 3", "'limit': 4", ['algorithm.rewards.0.limit']),
   ('range(5)', 'range(6)', ['tasks.count', 'tasks.ids']),
   ("f't{i}'", "f'u{i}'", ['tasks.ids']),
@@ -150,7 +150,7 @@ def test_what_differs_is_named(described, number):
 @pytest.mark.parametrize(
   ('other', 'expected'),
   [
-    (algorithms.grpo(clip_low=0.1), ['algorithm.loss.clip_low']),
+    (algorithms.grpo(clip_low=0.1), ['algorithm.loss.surrogate.clip_low']),
     (algorithms.grpo(kl_coef=0.1), ['algorithm.kl.coef']),
     (algorithms.grpo(divide_by_std=False), ['algorithm.advantages.divide_by_std']),
     (algorithms.grpo()._replace(mask_truncated=True), ['algorithm.mask_truncated']),
