@@ -202,15 +202,18 @@ def test_options_change_their_part_and_no_other(name, option):
   assert changed == {part}
 
 
-# Algorithms with two bounds, and the options that reduce their loss to the plain clip.
+# The bounds ε_l and ε_h by default of the algorithms that clip.
 _BOUNDS = {
-  'grpo': {'dual_clip': None},
-  'dr_grpo': {'dual_clip': None},
-  'dapo': {},
-  'gspo': {},
-  'gigpo': {'dual_clip': None},
-  'gdpo': {'dual_clip': None},
-  'ppo': {'dual_clip': None},
+  'grpo': (0.2, 0.2),
+  'dr_grpo': (0.2, 0.2),
+  'dapo': (0.2, 0.28),  # The paper's (arXiv 2503.14476, section 4.1).
+  'gspo': (3e-4, 4e-4),  # The paper's (arXiv 2507.18071, section 5.1).
+  'gigpo': (0.2, 0.2),
+  'gdpo': (0.2, 0.2),
+  'ppo': (0.2, 0.2),
+  'rloo': (0.2, 0.2),
+  'reinforce_plus_plus': (0.2, 0.2),
+  'reinforce_plus_plus_baseline': (0.2, 0.2),
 }
 
 
@@ -223,43 +226,23 @@ def _loss_at(algorithm, ratio, advantage):
   return float(_loss(algorithm.loss)(stats, batch)[0, 0])
 
 
-def test_table_of_bounds_names_every_algorithm_with_two():
-  assert {n for n in _MAKERS if (n, 'clip_low') in _options(n)} == _BOUNDS.keys()
-
-
-@pytest.mark.parametrize('name', _BOUNDS)
-def test_clip_low_bounds_below_and_clip_high_above(name):
-  """ε_l = 0.1, ε_h = 0.3: A = 1 gains up to a ratio of 1.3, A = -1 down to 0.9."""
-  algorithm = _MAKERS[name](clip_low=0.1, clip_high=0.3, **_BOUNDS[name])
-  for ratio, advantage, expected in (
-    (1.25, 1.0, -1.25),
-    (1.5, 1.0, -1.3),
-    (0.95, -1.0, 0.95),
-    (0.75, -1.0, 0.9),
-  ):
-    found = _loss_at(algorithm, ratio, advantage)
+@_every
+def test_clip_low_bounds_below_and_clip_high_above_by_default_as_in_the_papers(name):
+  """With ε_l = 0.1, ε_h = 0.3, A = 1 gains up to a ratio of 1.3, A = -1 down to 0.9."""
+  options = {option for _, option in _options(name)}
+  assert bool(options & {'clip', 'clip_low'}) == (name in _BOUNDS)
+  cases = []
+  if name in _BOUNDS:
+    low, high = _BOUNDS[name]
+    cases += [({}, 1.6, 1.0, -1 - high), ({}, 0.4, -1.0, 1 - low)]
+  if 'clip_low' in options:
+    given = {'clip_low': 0.1, 'clip_high': 0.3}
+    given |= {'dual_clip': None} if 'dual_clip' in options else {}
+    cases += [(given, 1.25, 1.0, -1.25), (given, 1.5, 1.0, -1.3)]
+    cases += [(given, 0.95, -1.0, 0.95), (given, 0.75, -1.0, 0.9)]
+  for given, ratio, advantage, expected in cases:
+    found = _loss_at(_MAKERS[name](**given), ratio, advantage)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-  ('name', 'low', 'high'),
-  [
-    ('grpo', 0.2, 0.2),
-    ('dr_grpo', 0.2, 0.2),
-    ('dapo', 0.2, 0.28),  # The paper's (arXiv 2503.14476, section 4.1).
-    ('gspo', 3e-4, 4e-4),  # The paper's (arXiv 2507.18071, section 5.1).
-    ('gigpo', 0.2, 0.2),
-    ('gdpo', 0.2, 0.2),
-    ('ppo', 0.2, 0.2),
-    ('rloo', 0.2, 0.2),
-    ('reinforce_plus_plus', 0.2, 0.2),
-    ('reinforce_plus_plus_baseline', 0.2, 0.2),
-  ],
-)
-def test_default_bounds_are_the_papers(name, low, high):
-  algorithm = _MAKERS[name]()
-  np.testing.assert_allclose(_loss_at(algorithm, 1.6, 1.0), -1 - high, rtol=1e-12)
-  np.testing.assert_allclose(_loss_at(algorithm, 0.4, -1.0), 1 - low, rtol=1e-12)
 
 
 def test_replaced_loss_brings_its_aggregation():
