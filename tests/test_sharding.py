@@ -11,13 +11,7 @@ import script
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import (
-  decoder,
-  families,
-  lora,
-  sampling_params,
-  sharding,
-)
+from agent_r1_jax.models import decoder, families, lora, sampling_params, sharding
 from agent_r1_jax.rl import learner, optimizers
 
 

@@ -14,14 +14,8 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import (
-  algorithms,
-  correction,
-  learner,
-  packing,
-  reward_transforms,
-  spans,
-)
+from agent_r1_jax.rl import algorithms, learner, packing, reward_transforms, spans
+from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl.table import TokenTable
 
@@ -117,7 +111,7 @@ def estimate(
     actions = table.take(table.action_mask)
     weights = algorithm.correction(actions)
     columns['correction'] = table.scatter(table.action_mask, weights, 1.0)
-    statistics = correction.statistics(actions)
+    statistics = correction_lib.statistics(actions)
     metrics |= {f'correction_{name}': value for name, value in statistics.items()}
   return dataclasses.replace(table, **columns), metrics
 
