@@ -26,7 +26,7 @@ _PPO = algorithms.ppo(gamma=0.9, lam=0.8, kl_coef=0.05)
 
 
 def _counting(taken):
-  """Makes an estimator that records its table and numbers the rows."""
+  """Makes an estimator that records its table and numbers the tokens."""
 
   def advantages(table):
     taken.append(table)
@@ -69,7 +69,7 @@ def _score(params, trajectories):
 
 @pytest.mark.parametrize('masked', [True, False])
 @pytest.mark.parametrize('own_critic', [True, False])
-def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
+def test_credit_reads_and_writes_each_number_at_its_token(own_critic, masked):
   taken, ts = [], _cut()
   algorithm = _PPO._replace(
     advantages=_counting(taken),
@@ -78,7 +78,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
     reads=('values', 'ref_logprobs', 'baselines'),
   )
   which = plain.models(own_critic=own_critic)
-  table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
+  table, metrics = plain.credit(ts, algorithm, which, baselines=range(14))
   (shown,) = taken
   rows, of_critic = table.find_visible(masked), _score(which.critic, ts)
   expected = {
@@ -92,19 +92,11 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
   _close(shown.final_values, of_critic.after[spans.ends(table.trajectory)])
   assert shown.baselines.tolist() == list(range(14))
   assert shown.truncated.tolist() == [t.status != 'done' for t in ts]
-
-
-@pytest.mark.parametrize('masked', [True, False])
-def test_advantages_and_returns_are_put_at_the_visible_tokens(masked):
-  taken, ts = [], plain.trajectories()
-  algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
-  table, metrics = plain.credit(ts, algorithm)
-  assert table.ref_logprobs is table.correction is table.weights is None
-  rows, count = table.find_visible(masked), len(taken[0])
+  assert table.correction is table.weights is None
   for column in (table.advantages, table.returns):
-    np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
+    np.testing.assert_array_equal(column[rows], np.arange(1, len(shown) + 1))
     assert not column[~rows].any()
-  np.testing.assert_allclose(metrics['advantage_std'], np.arange(count).std())
+  np.testing.assert_allclose(metrics['advantage_std'], np.arange(len(shown)).std())
 
 
 def _doubled(table):
@@ -301,6 +293,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   algorithm = _PPO._replace(advantages=_counting(taken), kl=None)
   which = plain.models(own_critic=True)
   table, _ = plain.credit(ts, algorithm, which, prefixes=prefixes)
+  assert table.ref_logprobs is None, 'nothing reads them'
   said = plain.score(plain.critic(), views)
   before = [prefixes[i] for i, t in enumerate(ts) for _ in t.segments]
   cut = lambda x: np.concatenate([a[len(p) :] for a, p in zip(x, before)])
