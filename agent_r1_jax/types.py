@@ -1,7 +1,7 @@
 """The data that rooms pass to each other: records on the host, and the device's batch.
 
 Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on devices).
-Letters: B rows, T tokens of a row.
+Letters: B packed rows, T tokens of each.
 """
 
 from collections.abc import Iterable
@@ -243,12 +243,12 @@ class Automaton:
 
 
 class Batch(NamedTuple):
-  """Packed rows on the device; several segments share a row.
+  """Packed rows on the device; several segments share one.
 
   Attributes:
     tokens: Token ids.
     positions: Position of each token in its segment, from 0.
-    segment_ids: 1, 2, ... within a row; 0 is padding.
+    segment_ids: 1, 2, ... within a packed row; 0 is padding.
     action_mask: True where the policy sampled the token (the paper's action mask).
     old_logprobs: log π_old, from which the ratio of a loss is formed: the behaviour
       log-probs, or with a correction those of the policy before the update; 0 off the

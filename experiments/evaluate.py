@@ -32,7 +32,7 @@ from ml_collections import config_flags
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, train
 from agent_r1_jax.engine import engine as engine_lib
-from agent_r1_jax.guided import choice, critic
+from agent_r1_jax.guided import choice, implicit_value
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import episodes as episodes_lib
@@ -102,7 +102,7 @@ def make_choice(policy: str, engine: engine_lib.Engine) -> choice.Choice:
   candidates, beta = _CANDIDATES.value, _BETA.value
   if not _CRITIC.value:
     return choice.Choice(candidates, choice.mean_logprob, beta)
-  implicit = (pathlib.Path(_CRITIC.value) / critic.IMPLICIT).exists()
+  implicit = (pathlib.Path(_CRITIC.value) / implicit_value.FILE).exists()
   make = choice.by_implicit_value if implicit else choice.by_value
   return make(engine, _CRITIC.value, policy, candidates=candidates, beta=beta)
 

@@ -27,7 +27,7 @@ from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide
-from agent_r1_jax.guided import choice, critic, implicit_value, search
+from agent_r1_jax.guided import choice, implicit_value, search
 from agent_r1_jax.host import runtime
 from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.report import progress as progress_lib
@@ -204,7 +204,7 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
     on_step=make_printer(),
   )
   out = workdir / 'critic'
-  critic.save_implicit(out, player.shape, params, config.model.path, odds)
+  implicit_value.save(out, player.shape, params, config.model.path, odds)
   # Before the last turn the same sums say other odds.
   played = played[-1500:]
   sums, scales = player.sum_logprobs(played, params), []
@@ -464,7 +464,7 @@ def main(_):
   player, critic_dir = Player(config), workdir / 'critic'
   if not (critic_dir / SCALES).exists():
     fit_value(player, data, workdir)
-  params, odds = critic.load_implicit(critic_dir, _POLICY.value)
+  params, odds = implicit_value.load(critic_dir, _POLICY.value)
   path = workdir / f'results-{_PART.value}-{_QUESTIONS.value}.jsonl'
   results = Results(path, seed, data.kinds)
   play_episodes(player, data, critic_dir, params, odds, results)

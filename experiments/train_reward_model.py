@@ -18,8 +18,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import train, types
 from agent_r1_jax.agent import env
 from agent_r1_jax.checks import sizes
-from agent_r1_jax.guided import reward_model
-from agent_r1_jax.guided import reward_training as rl_reward_model
+from agent_r1_jax.guided import reward_model, reward_training
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, sharding
 from agent_r1_jax.report import progress as progress_lib
@@ -33,8 +32,8 @@ from experiments.miniwiki import tasks as miniwiki
 
 _LIMIT = 0.5  # A trajectory succeeds if its reward is above.
 _LOSSES = {
-  'bradley_terry': rl_reward_model.bradley_terry,
-  'cross_entropy': rl_reward_model.cross_entropy(_LIMIT),
+  'bradley_terry': reward_training.bradley_terry,
+  'cross_entropy': reward_training.cross_entropy(_LIMIT),
 }
 _TASKS = flags.DEFINE_integer('tasks', 192, 'Tasks to play.')
 _LOSS = flags.DEFINE_enum('loss', 'cross_entropy', list(_LOSSES), 'The loss.')
@@ -65,7 +64,7 @@ def main(_):
       config=shape,
       shape=rows,
     )
-    scores = rl_reward_model.score(params, texts, config=shape, shape=rows)
+    scores = reward_training.score(params, texts, config=shape, shape=rows)
   report('training tasks', scores, rewards, groups, ~held_out)
   auc = report('held-out tasks', scores, rewards, groups, held_out)
   model = pathlib.Path(f.workdir, 'model')
@@ -88,7 +87,7 @@ def fit(options: config_lib.Config, *examples, **shapes):
   """Fits the reward model by the run's options, under a progress bar."""
   schedule, optimizer = options.schedule, options.optimizer
   with progress_lib.Progress(schedule.steps, label='Reward model') as progress:
-    return rl_reward_model.fit(
+    return reward_training.fit(
       *examples,
       **shapes,
       loss=_LOSSES[_LOSS.value],

@@ -6,8 +6,7 @@ import episodes
 import numpy as np
 import pytest
 
-from agent_r1_jax.rl import advantages, algorithms
-from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.rl import advantages, algorithms, spans
 
 _REWARDS = pytest.mark.parametrize('rewards', ['rewards_outcome', 'rewards_process'])
 _GAE = {
@@ -74,7 +73,7 @@ def test_step_gae_is_agent_r1s(rewards, variant):
   gamma, lam = _GAE[variant]
   batch = episodes.golden_actions(rewards, joined=True)
   # Its steps are rows, here segments, of several turns; and here a step is a turn.
-  starts = table_lib.starts(batch.segment)
+  starts = spans.starts(batch.segment)
   batch = dataclasses.replace(
     batch,
     turn=batch.segment,
@@ -133,7 +132,7 @@ def test_group_relative_is_trls(scale):
   batch = episodes.golden_actions('rewards_outcome')
   batch = dataclasses.replace(batch, group=np.arange(12) // 4)
   out = advantages.group_relative(batch, divide_by_std=scale == 'group', eps=1e-4)
-  first = table_lib.starts(out.trajectory)
+  first = spans.starts(out.trajectory)
   _close(out.advantages[first], episodes.golden()[f'trl/adv/{scale}'])
 
 
@@ -202,7 +201,7 @@ def test_gigpo_is_the_authors_but_for_how_often_an_episode_counts(rewards, varia
   scores = np.zeros(12)
   scores[order] = batch.scores[batch.turn_trajectory]
   _close(scores, g[f'gigpo/{rewards}/episode_reward'])
-  returns = table_lib.discounted_sum(batch.turn_trajectory, batch.turn_rewards, 0.95)
+  returns = spans.discounted_sum(batch.turn_trajectory, batch.turn_rewards, 0.95)
   _close(returns, g[f'gigpo/{rewards}/step_returns_g0.95'][order], 1e-6)
   divide = variant == 'mean_std_norm'
   ours = advantages.gigpo(batch, divide_by_std=divide)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import attention, sharding
+from agent_r1_jax.models import attention, attention_kernels, sharding
 
 
 def inputs(B, T, N, K, H):
@@ -52,7 +52,7 @@ def assert_plain(attend, *, H, dtype=jnp.float32, **tolerance):
 
 @pytest.mark.parametrize('H', [128, 64])
 def test_the_kernel_for_tpus_is_the_plain_attention(H):
-  interpreted = functools.partial(attention._splash, interpret=True)
+  interpreted = functools.partial(attention_kernels.splash, interpret=True)
   assert_plain(interpreted, H=H, rtol=1e-4, atol=1e-4)
 
 
@@ -71,8 +71,8 @@ def test_what_cudnn_is_given_is_the_plain_attention(gpu, monkeypatch):
     asked.append(implementation)
     return cudnn(*args, implementation='xla')
 
-  cudnn = attention._cudnn
-  monkeypatch.setattr(attention, '_cudnn', by_xla)
+  cudnn = attention_kernels.cudnn
+  monkeypatch.setattr(attention_kernels, 'cudnn', by_xla)
   tolerance = {'rtol': 0.05, 'atol': 0.05}  # bfloat16, multiplied in another order
   assert_plain(attention.packed, H=64, dtype=jnp.bfloat16, **tolerance)
   assert asked
@@ -112,7 +112,7 @@ def test_pages_are_the_plain_attention(S, N, dtype):
   q = q.astype(dtype)
   positions = jnp.asarray([[0], [127], [128], [S // 2], [S - 1], [S]])
   with pltpu.force_tpu_interpret_mode():
-    paged = jax.jit(attention._paged)(q, k, v, positions)
+    paged = jax.jit(attention_kernels.paged)(q, k, v, positions)
   assert paged.dtype == dtype and jnp.isfinite(paged).all()
   plain = attention.cached(q, k, v, positions)
   # The kernel multiplies as a TPU does, in bfloat16. The last row is past the last slot.
@@ -135,9 +135,9 @@ def test_pages_are_the_plain_attention(S, N, dtype):
 def test_pages_are_for_tpus_bfloat16_and_whole_tiles(
   monkeypatch, B, S, H, dtype, reads_pages
 ):
-  assert not attention.reads_used_slots((B, 2, S, H), dtype)
+  assert not attention_kernels.reads_used_slots((B, 2, S, H), dtype)
   monkeypatch.setattr(sharding, 'platform', lambda: 'tpu')
-  assert attention.reads_used_slots((B, 2, S, H), dtype) == reads_pages
+  assert attention_kernels.reads_used_slots((B, 2, S, H), dtype) == reads_pages
 
 
 @pytest.mark.parametrize(

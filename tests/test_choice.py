@@ -23,6 +23,7 @@ from agent_r1_jax.rl import (
   packing,
   reward_transforms,
   table,
+  value_targets,
 )
 from agent_r1_jax.train import decoding as decoding_lib
 
@@ -64,7 +65,7 @@ def _ends(trajectory):
 
 class TestValues:
   @pytest.mark.parametrize('own_head', [False, True])
-  def test_are_the_learners_and_decide(self, own_head):
+  def test_values_are_the_learners_and_decide_the_choice(self, own_head):
     """By a critic in the engine, or by the value head of the policy itself."""
     seen = []
 
@@ -106,7 +107,7 @@ class TestValues:
     # The policy's part, and of the critic's each token of every candidate once.
     assert len(t.turns) > 1 and engine.stats.prefilled < 2 * given + sampled
 
-  def test_the_rows_that_an_episode_needs_are_there(self):
+  def test_too_few_rows_are_refused(self):
     engine = test_rollout._engine()
     critic = engine.make_policy(_critic(), 0)
     with pytest.raises(ValueError, match='rows: 8 texts .* fit the 6 rows'):
@@ -190,7 +191,7 @@ class TestSavedCritic:
 
   def _save(self, policy, algorithm=None, privileged=False, **changes):
     algorithm = algorithm or algorithms.ppo(kl_coef=0.0)
-    how = critic_lib.describe(algorithm, policy, privileged=privileged)
+    how = value_targets.describe(algorithm, policy, privileged=privileged)
     assert how is not None
     target = policy.parent / 'critic'
     weights.save(
@@ -198,7 +199,7 @@ class TestSavedCritic:
     )
     return target
 
-  def test_is_read_where_it_was_trained(self, policy):
+  def test_critic_is_read_at_the_state_it_was_trained_at(self, policy):
     engine = test_rollout._engine()
     target = self._save(policy, algorithms.ppo(kl_coef=0.0, gamma=0.5))
     discounted = choice_lib.by_value(engine, target, policy, candidates=2, gamma=0.5)
@@ -241,11 +242,11 @@ class TestSavedCritic:
     with pytest.raises(ValueError, match='rope_theta: the critic .* has 7.0'):
       critic_lib.load(target, policy)
 
-  def test_says_what_the_reward_was(self, policy):
+  def test_description_says_what_the_reward_was(self, policy):
     overlong = functools.partial(reward_transforms.overlong, limit=9, buffer=2)
     bi_level = functools.partial(advantages.bi_level_gae, high_gamma=0.9)
     algorithm = algorithms.ppo(estimator=bi_level, kl_coef=0.1, rewards=(overlong,))
-    how = critic_lib.describe(algorithm, policy, privileged=True)
+    how = value_targets.describe(algorithm, policy, privileged=True)
     assert how is not None and len(how.pop('tokenizer')) == 64
     assert how == {
       'estimator': 'bi_level_gae high_gamma=0.9',
@@ -256,4 +257,4 @@ class TestSavedCritic:
       'kl_coef': 0.1,
       'privileged': True,
     }
-    assert critic_lib.describe(algorithms.grpo(), policy, privileged=False) is None
+    assert value_targets.describe(algorithms.grpo(), policy, privileged=False) is None

@@ -10,7 +10,15 @@ import plain
 import pytest
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import advantages, algorithms, correction, credit, packing
+from agent_r1_jax.rl import (
+  advantages,
+  aggregation,
+  algorithms,
+  correction,
+  credit,
+  packing,
+  spans,
+)
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
@@ -18,7 +26,7 @@ _PPO = algorithms.ppo(gamma=0.9, lam=0.8, kl_coef=0.05)
 
 
 def _counting(taken):
-  """Makes an estimator that records its table and numbers the rows."""
+  """Makes an estimator that records its table and numbers the tokens."""
 
   def advantages(table):
     taken.append(table)
@@ -61,7 +69,7 @@ def _score(params, trajectories):
 
 @pytest.mark.parametrize('masked', [True, False])
 @pytest.mark.parametrize('own_critic', [True, False])
-def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
+def test_credit_reads_and_writes_each_number_at_its_token(own_critic, masked):
   taken, ts = [], _cut()
   algorithm = _PPO._replace(
     advantages=_counting(taken),
@@ -70,7 +78,7 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
     reads=('values', 'ref_logprobs', 'baselines'),
   )
   which = plain.models(own_critic=own_critic)
-  table, _ = plain.credit(ts, algorithm, which, baselines=range(14))
+  table, metrics = plain.credit(ts, algorithm, which, baselines=range(14))
   (shown,) = taken
   rows, of_critic = table.find_visible(masked), _score(which.critic, ts)
   expected = {
@@ -81,22 +89,14 @@ def test_credit_reads_reference_and_critic_at_the_tokens(own_critic, masked):
     _close(getattr(table, name), column)
     _close(getattr(shown, name), column[rows])
   # After the last token, whoever wrote it.
-  _close(shown.final_values, of_critic.after[table_lib.ends(table.trajectory)])
+  _close(shown.final_values, of_critic.after[spans.ends(table.trajectory)])
   assert shown.baselines.tolist() == list(range(14))
   assert shown.truncated.tolist() == [t.status != 'done' for t in ts]
-
-
-@pytest.mark.parametrize('masked', [True, False])
-def test_credit_is_put_at_its_tokens(masked):
-  taken, ts = [], plain.trajectories()
-  algorithm = _PPO._replace(advantages=_counting(taken), advantage_mask=masked, kl=None)
-  table, metrics = plain.credit(ts, algorithm)
-  assert table.ref_logprobs is table.correction is table.weights is None
-  rows, count = table.find_visible(masked), len(taken[0])
+  assert table.correction is table.weights is None
   for column in (table.advantages, table.returns):
-    np.testing.assert_array_equal(column[rows], np.arange(1, count + 1))
+    np.testing.assert_array_equal(column[rows], np.arange(1, len(shown) + 1))
     assert not column[~rows].any()
-  np.testing.assert_allclose(metrics['advantage_std'], np.arange(count).std())
+  np.testing.assert_allclose(metrics['advantage_std'], np.arange(len(shown)).std())
 
 
 def _doubled(table):
@@ -104,19 +104,25 @@ def _doubled(table):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
-  """After the algorithm's own transforms, with the present coefficient."""
+@pytest.mark.parametrize('corrected', [True, False])
+def test_kl_is_taken_off_the_rewards_of_actions_alone(corrected, masked):
+  """After the algorithm's own transforms, with the present coefficient.
+
+  With a correction, it is of the policy before the update, whichever sampled (verl's).
+  """
   taken, ts = [], plain.trajectories()
   algorithm = _PPO._replace(
     advantages=_counting(taken),
     advantage_mask=masked,
     rewards=(_doubled,),
     kl=kl_lib.InReward(coef=99.0, estimator=kl_lib.k2),
+    correction=correction.token_truncated() if corrected else None,
   )
   table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
   (shown,) = taken
   before = table_lib.build(ts)
-  kl = 0.5 * (before.old_logprobs - _score(plain.reference(), ts).logprobs) ** 2
+  old = _score(plain.policy(), ts).logprobs if corrected else before.old_logprobs
+  kl = 0.5 * (old - _score(plain.reference(), ts).logprobs) ** 2
   kl = np.where(before.action_mask, kl, 0.0)
   rows = before.find_visible(masked)
   expected = (2 * before.rewards - 0.3 * kl)[rows]
@@ -129,7 +135,7 @@ def test_kl_is_taken_off_the_rewards_of_actions_alone(masked):
   np.testing.assert_array_equal(table.rewards, before.rewards)
 
 
-def test_the_mean_kl_is_verls():
+def test_mean_kl_equals_verls():
   # verl adds 1e-8 to the count of an episode's tokens.
   expected = episodes.golden()['verl/kl_in_reward/current_kl']
   for masked in (True, False):
@@ -140,18 +146,15 @@ def test_the_mean_kl_is_verls():
     np.testing.assert_allclose(out, expected, rtol=1e-9)
 
 
-def test_a_segment_that_fits_no_row_is_refused():
-  with pytest.raises(ValueError, match='does not fit a row of 16'):
-    plain.credit(plain.trajectories(), _PPO, shape=packing.MicrobatchShape(2, 16))
-
-
 # Masks.
 
 
 @pytest.mark.parametrize('advantage_mask', [True, False])
 @pytest.mark.parametrize('loss_mask', [True, False])
 @pytest.mark.parametrize('kind', ['grpo', 'ppo', 'shared'])
-def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
+def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
+  kind, loss_mask, advantage_mask
+):
   """The ablation of the paper's Table 4, the cell that it lacks included."""
   ts, segments = plain.trajectories(), plain.segments_of(plain.trajectories())
   algorithm = (plain.GRPO if kind == 'grpo' else _PPO)._replace(
@@ -174,8 +177,9 @@ def test_every_cell_of_the_masks(kind, loss_mask, advantage_mask):
   # Nobody sampled the environment's tokens: their ratio starts at 1.
   given = weighed & ~acted
   _close(batch.old_logprobs[given], _score(plain.policy(), ts).logprobs[given])
+  assert batch.kl_weights is None, 'the KL, if any, is in the reward'
   if kind == 'ppo':
-    assert batch.values is None and batch.returns is None
+    assert batch.values is None and batch.returns is None, 'the critic is another model'
     whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
     batch = _unpacked(whole, segments)
     np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
@@ -224,7 +228,7 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
 # Corrections.
 
 
-def test_corrections_weigh_their_actions():
+def test_correction_weighs_actions_and_leaves_other_tokens_at_one():
   ts, segments = plain.trajectories(), plain.segments_of(plain.trajectories())
   given = []
 
@@ -250,33 +254,19 @@ def test_corrections_weigh_their_actions():
 
 
 @pytest.mark.parametrize('masked', [True, False])
-@pytest.mark.parametrize('kind', ['in the reward', 'reverse'])
-def test_a_kl_is_of_the_policy_before_the_update_whichever_sampled(kind, masked):
-  """verl's: the sampler's log-probs are for the correction alone."""
-  taken, ts = [], plain.trajectories()
-  algorithm = _PPO._replace(
+def test_distillation_is_of_the_policy_before_the_update_whichever_sampled(masked):
+  """The sampler's log-probs are for the correction alone."""
+  ts = plain.trajectories()
+  algorithm = algorithms.distillation(
     advantage_mask=masked, correction=correction.token_truncated()
   )
-  if kind == 'reverse':
-    algorithm = algorithms.distillation(
-      advantage_mask=masked, correction=correction.token_truncated()
-    )
-  else:
-    algorithm = algorithm._replace(
-      advantages=_counting(taken), kl=kl_lib.InReward(estimator=kl_lib.k2)
-    )
-  table, metrics = plain.credit(ts, algorithm, kl_coef=0.3)
-  old, other = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
+  table, metrics = plain.credit(ts, algorithm)
+  old, teacher = (_score(p, ts).logprobs for p in (plain.policy(), plain.reference()))
   before = table_lib.build(ts)
-  mask, rows = before.action_mask, before.find_visible(masked)
+  mask = before.action_mask
   assert np.abs(old - before.old_logprobs)[mask].max() > 0.1, 'another policy sampled'
-  if kind == 'reverse':
-    kl = np.where(mask, old - other, 0.0)
-    expected, found = -kl, table.advantages
-  else:
-    kl = np.where(mask, 0.5 * (old - other) ** 2, 0.0)
-    expected, found = (before.rewards - 0.3 * kl)[rows], taken[0].rewards
-  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  kl = np.where(mask, old - teacher, 0.0)
+  np.testing.assert_allclose(table.advantages, -kl, rtol=1e-4, atol=1e-4)
   means = np.bincount(before.trajectory, kl) / np.bincount(before.trajectory, mask)
   np.testing.assert_allclose(metrics['kl'], means.mean(), rtol=1e-4)
 
@@ -303,17 +293,18 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   algorithm = _PPO._replace(advantages=_counting(taken), kl=None)
   which = plain.models(own_critic=True)
   table, _ = plain.credit(ts, algorithm, which, prefixes=prefixes)
+  assert table.ref_logprobs is None, 'nothing reads them'
   said = plain.score(plain.critic(), views)
   before = [prefixes[i] for i, t in enumerate(ts) for _ in t.segments]
   cut = lambda x: np.concatenate([a[len(p) :] for a, p in zip(x, before)])
   values, after = cut(said.values), cut(said.after)
   _close(table.values, values)
   # With a prefix there is a state before the first token.
-  first = table_lib.starts(table.segment)
+  first = spans.starts(table.segment)
   assert ((table.values[first] != 0) == [len(p) > 0 for p in before]).all()
   (shown,) = taken
   _close(shown.values, values[table.action_mask])
-  _close(shown.final_values, after[table_lib.ends(table.trajectory)])
+  _close(shown.final_values, after[spans.ends(table.trajectory)])
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
   batches = credit.make_critic_minibatch(table, range(14), algorithm, **options)
   batch = _unpacked(batches, views)
@@ -333,12 +324,13 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   np.testing.assert_array_equal(tokens, table.tokens)
 
 
-def test_a_prefix_that_fits_no_row_is_refused():
+def test_a_segment_or_its_prefix_that_fits_no_packed_row_is_refused():
+  with pytest.raises(ValueError, match='does not fit a row of 16'):
+    plain.credit(plain.trajectories(), _PPO, shape=packing.MicrobatchShape(2, 16))
   t = episodes.trajectory('....000')
   room = [np.zeros(25, np.int32)]
   plain.credit([t], _PPO, plain.models(own_critic=True), prefixes=room)
-  message = 'segment of 7 tokens and the 26 before it.*critic sees do not fit a row of 32'
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match='segment of 33 tokens does not fit a row of 32'):
     plain.credit([t], _PPO, prefixes=[np.zeros(26, np.int32)])
 
 
@@ -363,15 +355,15 @@ def _made_up(trajectories):
 
 
 _AGGREGATES = [
-  algorithms.token_mean,
-  algorithms.seq_mean_token_mean,
-  algorithms.seq_mean_token_sum_norm(20),
+  aggregation.token_mean,
+  aggregation.seq_mean_token_mean,
+  aggregation.seq_mean_token_sum_norm(20),
 ]
 
 
 @pytest.mark.parametrize('members', [range(14), [5, 0, 2], [1]])
 @pytest.mark.parametrize('aggregate', _AGGREGATES)
-def test_minibatch_puts_every_number_at_its_token(members, aggregate):
+def test_minibatch_has_every_number_at_its_token(members, aggregate):
   algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
   (table, names), shape = _made_up(plain.trajectories()), packing.MicrobatchShape(3, 40)
   options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
@@ -390,15 +382,6 @@ def test_minibatch_puts_every_number_at_its_token(members, aggregate):
   np.testing.assert_allclose(batch.kl_weights, 0.3 * batch.weights, rtol=1e-6)
 
 
-def test_only_what_is_read_is_in_a_minibatch():
-  table, _ = _made_up(plain.trajectories())
-  for batch in credit.make_minibatch(
-    table, range(14), _PPO, shape=plain.SHAPE, kl_coef=0.3
-  ):
-    # The KL is in the reward, and the critic is another model.
-    assert batch.kl_weights is batch.values is batch.returns is None
-
-
 def _with_dead_groups():
   """The second and the fourth group have nothing to learn from."""
   ts = episodes.make_varied(14)
@@ -412,7 +395,7 @@ def _with_dead_groups():
 
 
 @pytest.mark.parametrize('aggregate', _AGGREGATES)
-def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
+def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(aggregate):
   ts = _with_dead_groups()
   algorithm = plain.GRPO._replace(aggregate=aggregate)
   table, _ = plain.credit(ts, algorithm)
@@ -425,14 +408,14 @@ def test_what_has_no_advantage_is_left_out_but_counts(aggregate):
   live = np.isin(table.trajectory, kept)
   np.testing.assert_array_equal(few.weights, every.weights[live])
   # To rounding: the rows are others.
-  if aggregate is algorithms.token_mean:
+  if aggregate is aggregation.token_mean:
     run = lambda batches: plain.gradient(plain.policy(), batches, plain.GRPO_OBJECTIVE)
     (grads, sums), (expected, whole) = run(sparse), run(dense)
     plain.close(grads, expected)
     np.testing.assert_allclose(sums['loss'], whole['loss'], rtol=1e-5)
 
 
-def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
+def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
   ts = _with_dead_groups()
   table, _ = plain.credit(ts, plain.GRPO)
   (batch,) = credit.make_minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
@@ -441,7 +424,13 @@ def test_a_minibatch_of_nothing_but_dead_groups_is_one_row_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-  'change', [{'entropy_coef': 0.1}, {'kl': kl_lib.InLoss()}], ids=['entropy', 'kl']
+  'change',
+  [
+    {'entropy_coef': 0.1},
+    {'kl': kl_lib.InLoss()},
+    {'loss': lambda stats, batch: (stats.logprobs**2, {})},
+  ],
+  ids=['entropy', 'kl', 'own loss'],
 )
 def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
   ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)
@@ -479,7 +468,7 @@ def _appended():
   return out
 
 
-def test_the_states_of_steps_are_those_of_the_concatenated_episode():
+def test_episode_stored_as_steps_has_the_states_of_the_concatenated_one():
   """GiGPO compares turns by what was shown before them."""
   whole = episodes.visible_table(_appended())
   steps = episodes.visible_table([_as_steps(t) for t in _appended()])
@@ -491,7 +480,7 @@ def test_the_states_of_steps_are_those_of_the_concatenated_episode():
 
 
 @pytest.mark.parametrize('kind', ['grpo', 'shared', 'own'])
-def test_steps_are_the_concatenated_episode(kind):
+def test_episode_stored_as_steps_learns_as_the_concatenated_one(kind):
   """The same log-probs, values and credit at 2e-5, the same loss and gradient at 5e-5."""
   algorithm = {
     'grpo': algorithms.grpo(kl_coef=0.1, entropy_coef=0.01),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from agent_r1_jax.models import decoder, families, weights
+from agent_r1_jax.models import decoder, families, sampling_params, weights
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'decoder'
 _FAMILIES = tuple(families.FAMILIES)
@@ -63,7 +63,7 @@ def test_logits_are_those_of_transformers(family):
 def test_the_cache_gives_the_logits_of_transformers(family):
   """The rows are fed 12 tokens at a time; a shorter row stops writing at its end."""
   config, params, rows = _model(family)
-  layers = decoder.unstack(params, config)
+  layers = sampling_params.unstack(params, config)
   extend = jax.jit(functools.partial(decoder.extend, layers, config))
   slots, cache, found = 48, decoder.empty_cache(config, len(rows), 48), []
   tokens = np.array([np.resize(tokens, slots) for tokens, _ in rows])

@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from agent_r1_jax import config as config_lib
+from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import sizes as sizes_lib
@@ -29,7 +30,7 @@ class TestOnPolicy:
     assert len({len(s.tokens) for s in played.values()}) > 8
     tiny.assert_on_policy(clients.params(), list(played.values()))
 
-  def test_also_at_another_temperature_and_with_slow_tools(self):
+  def test_log_probs_are_the_learners_at_another_temperature_and_with_slow_tools(self):
     options = {'sampling': config_lib.Sampling(0.7)}
     first, second = (
       clients.run(
@@ -53,21 +54,21 @@ class TestOnPolicy:
 
 
 class TestScheduleIndependence:
-  def test_latencies(self, engine):
+  def test_replies_do_not_depend_on_latencies(self, engine):
     clients.assert_plays(engine, latency=clients.random_latency(0.02))
 
-  def test_order_and_company(self, engine):
+  def test_replies_do_not_depend_on_order_and_company(self, engine):
     clients.assert_plays(clients.engine(), random.Random(1).sample(range(16), 16))
     clients.assert_plays(engine, (6, 3, 13))
 
-  def test_sizes(self):
+  def test_replies_do_not_depend_on_sizes(self):
     sizes = {'rows': 2, 'decode_steps': 5, 'prefill_rows': 7, 'prefill_tokens': 3}
     engine = clients.engine(bucket=clients.SLOTS, **sizes)
     clients.assert_plays(engine, latency=clients.random_latency())
 
 
 class TestOpen:
-  def test_runs_may_overlap(self, engine):
+  def test_overlapping_runs_sample_as_each_alone(self, engine):
     """Training beside evaluation, which samples in another way: as each plays alone."""
     greedy = {'sampling': config_lib.GREEDY}
     alone = clients.run(clients.engine(), range(8), **greedy)
@@ -83,7 +84,7 @@ class TestOpen:
     clients.assert_reference(dict(enumerate(training)))
     clients.assert_same(dict(enumerate(evaluation)), alone)
 
-  def test_nothing_starts_where_it_is_closed(self, engine):
+  def test_start_on_a_closed_engine_is_refused(self, engine):
     with pytest.raises(RuntimeError, match='not open'):
       engine.start([])
 
@@ -100,7 +101,7 @@ class TestOpen:
     tiny.within(play)
     assert prefilled[2] - prefilled[1] == prefilled[1] > 0
 
-  def test_threads_that_hang_hold_no_decode_up(self, engine):
+  def test_hanging_threads_delay_no_decode(self, engine):
     """As many as asyncio's own executor can have; they go on once all have played."""
     over = threading.Event()
     hanging = [asyncio.to_thread(over.wait, 60) for _ in range(64)]
@@ -114,7 +115,7 @@ class TestOpen:
     assert all(waited)
     clients.assert_reference(dict(enumerate(played)))
 
-  def test_clients_and_replies_that_are_left_end_with_it(self, engine):
+  def test_close_cancels_clients_and_replies_under_way(self, engine):
     ended, generations = [], []
 
     async def waits():
@@ -174,7 +175,7 @@ def _replace_fetch(monkeypatch, device_get):
   names = types_lib.SimpleNamespace(
     device_get=device_get, tree=jax.tree, device_put=jax.device_put
   )
-  monkeypatch.setattr(replica_lib, 'jax', names)
+  monkeypatch.setattr(device_lib, 'jax', names)
 
 
 class TestFailure:
@@ -211,7 +212,7 @@ class TestFailure:
     with pytest.raises(MemoryError, match='out of device memory'):
       tiny.within(engine.run, [clients.play(engine, n) for n in range(12, 16)])
 
-  def test_after_a_result_that_cannot_be_fetched_nothing_plays(self, engine, monkeypatch):
+  def test_failed_fetch_ends_every_later_client(self, engine, monkeypatch):
     def broken(out):
       raise RuntimeError('device lost')
 
@@ -226,7 +227,7 @@ class TestFailure:
     tiny.within(play, seconds=60)
 
   @pytest.mark.parametrize('seconds', [0, 3600])
-  def test_a_call_for_the_end_is_heard(self, engine, seconds):
+  def test_interruption_ends_the_run_with_preempted_error(self, engine, seconds):
     """In the midst of replies, and where all that clients do is wait."""
     engine.interrupted = lambda: engine.stats.sampled > 20
     coroutines = [clients.play(engine, n, latency=lambda: seconds) for n in range(8)]
@@ -235,7 +236,7 @@ class TestFailure:
 
 
 class TestTools:
-  def test_others_go_on_while_one_waits(self, engine):
+  def test_other_clients_go_on_while_a_tool_hangs(self, engine):
     """Its tool ends when they have: an engine that waited for it would hang."""
     others_done = asyncio.Event()
 
@@ -252,7 +253,7 @@ class TestTools:
 
     tiny.within(engine.run, [waits(), others()])
 
-  def test_they_run_while_the_device_does(self, engine, monkeypatch):
+  def test_tools_run_while_the_device_decodes(self, engine, monkeypatch):
     """A decode that ends only after a tool's answer."""
     answered = threading.Event()
 
@@ -273,7 +274,7 @@ class TestTools:
     # One row runs in the program for the fewest.
     assert engine.stats.steps == engine.stats.sampled * engine.sizes.decode_rows[0]
 
-  def test_who_is_ready_at_once_runs_in_the_next_segment(self, engine):
+  def test_client_that_answers_at_once_joins_the_next_decode(self, engine):
     steps = clients.STEPS
 
     async def play(number):
@@ -289,7 +290,7 @@ class TestTools:
     assert engine.stats.steps == engine.stats.sampled == 2 * steps * clients.ROWS
 
 
-def test_inside_a_running_loop(engine):
+def test_run_inside_a_running_event_loop_works(engine):
   """As in a notebook."""
 
   async def cell():
@@ -304,7 +305,7 @@ def test_inside_a_running_loop(engine):
     asyncio.run(broken_cell())
 
 
-def test_no_clients_are_no_work(engine):
+def test_run_without_clients_returns_nothing(engine):
   assert tiny.within(engine.run, []) == []
 
 
@@ -317,11 +318,11 @@ class TestSizes:
       ({'replicas': 4}, 'rows = 6 and width = 6 .* 4, replicas'),
     ],
   )
-  def test_they_must_allow_something(self, sizes, message):
+  def test_size_below_one_is_refused(self, sizes, message):
     with pytest.raises(ValueError, match=message):
       clients.engine(**sizes)
 
-  def test_replicas_on_chips_that_share_a_layer(self):
+  def test_replicas_with_tensor_parallelism_are_refused(self):
     mesh = jax.sharding.Mesh(jax.devices() * 2, ['tensor'])  # one device, twice
     with pytest.raises(ValueError, match='replicas is 2: with tensor > 1'):
       clients.engine(replicas=2, mesh=mesh)
@@ -340,7 +341,7 @@ class TestPrograms:
     assert narrow.stats.sampled == wide.stats.sampled
     assert narrow.stats.steps < wide.stats.steps
 
-  def test_more_rows_than_are_decoded_at_once(self):
+  def test_rows_beyond_the_width_take_turns_and_sample_the_same(self):
     """All get their turn, and the same replies."""
     engine = clients.engine(width=2)
     clients.assert_plays(engine)
@@ -353,7 +354,7 @@ class TestPrograms:
     assert engine.sizes.decodes_in_place(clients.ROWS, clients.SLOTS)
     assert not engine.sizes.decodes_in_place(clients.ROWS, tiny.BUCKET)
     fake = types_lib.SimpleNamespace(reads_used_slots=lambda *args: True)
-    monkeypatch.setattr(sizes_lib, 'attention', fake)
+    monkeypatch.setattr(sizes_lib, 'attention_kernels', fake)
     assert len(clients.engine(width=2).sizes.decode_buckets) == 2
     engine = clients.engine()
     with tiny.compilations() as compiled:
@@ -368,16 +369,16 @@ class TestPrograms:
   def test_replicas_share_a_chip(self, monkeypatch):
     """They divide the rows, share a copy of the policy, and decode at the same time."""
     both, met = threading.Barrier(2), set()
-    decode = replica_lib.Replica._call_decode
+    decode = device_lib.Device.decode
 
-    def meet(replica, *args):
-      if replica not in met:
-        met.add(replica)
+    def meet(device, *args):
+      if device not in met:
+        met.add(device)
         both.wait(20)
-      return decode(replica, *args)
+      return decode(device, *args)
 
     engine = clients.engine(replicas=2, width=4, **clients.EXACT)
-    monkeypatch.setattr(replica_lib.Replica, '_call_decode', meet)
+    monkeypatch.setattr(device_lib.Device, 'decode', meet)
     clients.assert_plays(engine)
     first, second = engine.replicas
     assert first.policy.copies[0] is second.policy.copies[0]
@@ -398,11 +399,11 @@ class TestPrograms:
     ((first, later),) = tiny.within(engine.run, [asks()])
     assert first == later == 2 * engine.replicas
 
-  def test_warm_up_leaves_no_trace(self, engine):
+  def test_warm_up_changes_no_cache_and_no_reply(self, engine):
     played = clients.run(engine, range(8))
-    cache = jax.device_get(engine.replicas[0].cache)
+    cache = jax.device_get(engine.replicas[0].device.cache)
     engine.warm_up()
-    after = jax.device_get(engine.replicas[0].cache)
+    after = jax.device_get(engine.replicas[0].device.cache)
     for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
       np.testing.assert_array_equal(old, new)
     clients.assert_same(clients.run(engine, range(8)), played)

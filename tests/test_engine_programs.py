@@ -5,7 +5,7 @@ import tiny
 
 from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sampling_params
 
 _B, _STEPS = (tiny.SIZES[name] for name in ('rows', 'decode_steps'))
 
@@ -15,7 +15,7 @@ def test_a_decode_in_place_has_no_second_cache():
   config, slots = tiny.config(layers=4), 8192
   shapes = jax.eval_shape(lambda: decoder.empty_cache(config, _B, slots))
   params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-  params = jax.eval_shape(lambda params: decoder.unstack(params, config), params)
+  params = jax.eval_shape(lambda params: sampling_params.unstack(params, config), params)
   batch = active_request.make_decode_batch({}, _B, (), unused_row=_B)
   sizes = {'config': config, 'guides': (), 'steps': _STEPS, 'bucket': slots}
   cache, temporaries = sum(x.size * 4 for x in jax.tree.leaves(shapes)), {}

@@ -41,7 +41,7 @@ def _states(*taken):
 
 
 class TestAutomata:
-  def test_masks_and_steps_are_the_tables(self):
+  def test_masked_logits_and_next_states_equal_the_automata_tables(self):
     """In rows that use none, one or two automata, in any of their states."""
     pool, (one, two) = automaton_guide.AutomatonPool(tiny.VOCAB), map(_automaton, (1, 2))
     rows = [(), (one,), (two,), (one, two), (two, one)]
@@ -70,7 +70,7 @@ class TestAutomata:
       np.testing.assert_array_equal(ended, ends)
 
   @pytest.mark.parametrize('vocab', [31, 32, 33, 300])
-  def test_vocabularies_of_any_size(self, vocab):
+  def test_vocabulary_of_any_size_is_masked_in_full(self, vocab):
     pool, one = automaton_guide.AutomatonPool(vocab), _automaton(3, vocab=vocab)
     rows = [pool.acquire([]), pool.acquire([one])]
     tables, logits = automaton_guide.make_tables(pool.entries), jnp.zeros((2, vocab))
@@ -98,7 +98,7 @@ class TestAutomata:
       assert np.asarray(ended).tolist() == [q == 3 for q in expected]
 
 
-def test_a_guide_changes_only_the_rows_that_use_it():
+def test_a_guide_changes_only_the_entries_that_use_it():
   """Whatever the state of the others is: that of FORCED forces token 0."""
   double = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, h: 2 * x)
   forced, off = guide_lib.forced_state(np.array([3, 4], np.int32)), guide_lib.FORCED.off
@@ -117,7 +117,7 @@ def test_a_guide_changes_only_the_rows_that_use_it():
 
 
 class TestPool:
-  def test_an_automaton_that_is_there_is_shared(self):
+  def test_automaton_acquired_twice_has_one_number(self):
     pool, one = automaton_guide.AutomatonPool(tiny.VOCAB), _automaton(1)
     first = pool.acquire([one])
     entries = pool.entries
@@ -125,7 +125,7 @@ class TestPool:
     assert pool.entries is entries
     np.testing.assert_array_equal(first['automaton'], second['automaton'])
 
-  def test_numbers_are_used_again_and_double_where_all_are_used(self):
+  def test_released_numbers_are_reused_and_the_pool_doubles_when_full(self):
     pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     for seed in range(20):
       pool.release(pool.acquire([_automaton(seed)]))
@@ -135,7 +135,7 @@ class TestPool:
     numbers = [int(state['automaton'][0]) for state in held]
     assert len(set(numbers)) == 4 and 0 not in numbers
 
-  def test_an_automaton_that_is_used_keeps_its_number(self):
+  def test_automaton_in_use_keeps_its_number(self):
     pool, used = automaton_guide.AutomatonPool(tiny.VOCAB), _automaton(99)
     number = int(pool.acquire([used])['automaton'][0])
     pool.release(pool.acquire([used]))  # One request still uses it.
@@ -159,13 +159,10 @@ class TestPool:
       assert before.shape == now.shape and alone.size <= now.size
     assert small.table.size < tables.table.size
 
-  def test_too_many_for_one_row(self):
+  def test_three_automata_or_one_of_another_policy_are_refused(self):
     pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='3 automata guide one request; it can have 2'):
       pool.acquire([_automaton(0)] * 3)
-
-  def test_another_policys_automaton_is_refused(self):
-    pool = automaton_guide.AutomatonPool(tiny.VOCAB)
     with pytest.raises(ValueError, match='vocab_size=300'):
       pool.acquire([_automaton(0, vocab=301)])
 
@@ -203,7 +200,7 @@ class TestOwnGuide:
     reply = await engine.submit(request)
     return reply, clients.segment([(given,), reply[:3]])
 
-  def test_it_chooses_and_ends(self):
+  def test_own_guide_restricts_tokens_and_ends_the_reply(self):
     engine = _own_engine()
     mine = [self._reply(engine, n, **_NARROWED, **clients.ENDLESS) for n in range(4)]
     plain = self._reply(engine, 9, **clients.ENDLESS)
@@ -217,7 +214,7 @@ class TestOwnGuide:
     # The log-probs are the policy's own.
     tiny.assert_on_policy(clients.params(), [segment for _, segment in guided])
 
-  def test_it_composes_with_stop_ids_and_a_grammar(self):
+  def test_own_guide_composes_with_stop_ids_and_a_grammar(self):
     """Each restricts what the others leave, and each may end the reply."""
     pieces = test_call_grammar.of_tiny().pieces
     seven = pieces.index(b'7')
@@ -262,41 +259,6 @@ class TestOwnGuide:
     assert not engine.replicas[0].load
 
 
-class TestValueGuide:
-  """Tokens weighed by a head's values, on an engine of its own."""
-
-  def _head(self, scale):
-    rng = np.random.default_rng(0)
-    shapes = {'state': (tiny.config().embed_dim, 4), 'token': (tiny.VOCAB, 4)}
-    return {n: scale * rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
-
-  def test_equal_values_are_plain_sampling(self):
-    plain = {n: clients.reference()[n] for n in range(4)}
-    guide = guide_lib.make_value_guide(8)
-    engine = tiny.engine(clients.params(), guides={guide: self._head(0.0)})
-    using = {'guides': {guide: {'inverse_beta': np.float32(3.0)}}}
-    clients.assert_same(clients.run(engine, range(4), **using), plain)
-
-  def test_weighs_the_likeliest_and_leaves_the_others(self):
-    guide, head = guide_lib.make_value_guide(3), self._head(1.0)
-    rng = np.random.default_rng(1)
-    logits = rng.normal(size=(2, tiny.VOCAB)).astype(np.float32)
-    hidden = rng.normal(size=(2, tiny.config().embed_dim)).astype(np.float32)
-    state = {'inverse_beta': np.float32([0.5, 2.0])}
-    assert guide.logits is not None
-    weighed = guide.logits(head, state, *map(jnp.asarray, (logits, hidden)))
-    found = np.asarray(jax.nn.softmax(weighed))
-    before = np.asarray(jax.nn.softmax(logits))
-    for m, beta in enumerate((2.0, 0.5)):
-      top = np.argsort(-logits[m])[:3]
-      weighed = before[m, top] * np.exp(
-        head['token'][top] @ (hidden[m] @ head['state']) / beta
-      )
-      expected = before[m].copy()
-      expected[top] = weighed / weighed.sum() * before[m, top].sum()
-      np.testing.assert_allclose(found[m], expected, rtol=1e-4)
-
-
 def _talkative():
   """Makes the policy begin calls and end strings, which no schema fits by chance."""
   pieces = test_call_grammar.of_tiny().pieces
@@ -311,6 +273,7 @@ def test_only_guides_that_change_logits_cost_their_pass():
   changes = guide_lib.Guide(off=np.int32(0), logits=lambda params, state, x, hidden: x)
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION, ends, changes)
   used = {'guides': {ends: np.int32(1), changes: np.int32(2)}}
+  assert [guide.needs_correction for guide in guides] == [True, True, False, True]
   request = clients.request(clients.tokens(0, 3), sampling=config_lib.Sampling(), **used)
   text = request_lib.Text(None, request.tokens)
   generation = request_lib.Generation(request, text, 0, lambda: None)
@@ -357,7 +320,7 @@ class TestGrammar:
         np.testing.assert_array_equal(ours, theirs)
 
   @pytest.mark.parametrize('temperature', [1.0, 0.0])
-  def test_calls_fit(self, temperature):
+  def test_sampled_calls_fit_the_grammar(self, temperature):
     """Over many segments, in which a call's state is kept."""
     sampling, tokens = config_lib.Sampling(temperature), test_call_grammar.of_tiny()
     played = _play(_talkative(), tokens.grammar, sampling=sampling)
@@ -382,14 +345,14 @@ class TestGrammar:
         complete += len(calls) - (not tokens.free[tokens.walk(reply)])
     return complete
 
-  def test_each_reply_begins_anew(self):
+  def test_each_reply_starts_the_grammar_from_its_beginning(self):
     tokens = test_call_grammar.of_tiny(required=True)
     played = _play(None, tokens.grammar, turns=4)
     for _, replies in played:
       for reply in replies:
         self._assert_begins_a_call(reply)
 
-  def test_a_copied_prompt_begins_anew(self):
+  def test_copied_prompt_starts_the_grammar_from_its_beginning(self):
     """In rows that were left in the midst of a call."""
     tokens, engine = (
       test_call_grammar.of_tiny(required=True),
@@ -464,7 +427,7 @@ class TestTogether:
       'top': {'top_logprobs': 5},
     }
 
-  def test_they_give_what_each_gives_alone_and_nothing_is_compiled(self):
+  def test_mixed_requests_give_the_same_replies_as_alone_without_compiling(self):
     (engine, kinds), alone = self._engine(), {}
     with tiny.compilations() as compiled:
       for kind, fields in kinds.items():
@@ -485,7 +448,7 @@ class TestTogether:
 
 
 class TestCompilations:
-  def test_warm_up_is_all_of_them(self):
+  def test_nothing_is_compiled_after_warm_up(self):
     """Whatever the lengths, and however many rows are prefilled or decoded."""
     # No other test has these sizes.
     engine, seen = clients.engine(rows=5, prefill_tokens=6), []

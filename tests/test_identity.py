@@ -12,7 +12,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import context
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import workdir
-from agent_r1_jax.rl import algorithms, correction, losses
+from agent_r1_jax.rl import aggregation, algorithms, correction, losses
 from agent_r1_jax.train import identity
 
 _SCRIPT = '''
@@ -96,7 +96,7 @@ _CHANGES = [
   ("{port} {at}'", "{port}, {at}'", ['tools.look.fn.code']),
   ('@tool_lib.tool\n', "@tool_lib.tool(name='find')\n", ['tools.find.schema', '...']),
   # The algorithm.
-  ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.clip_high']),
+  ('dapo(', 'dapo(clip_high=0.3, ', ['algorithm.loss.surrogate.clip_high']),
   ("'limit': 3", "'limit': 4", ['algorithm.rewards.0.limit']),
   ('range(5)', 'range(6)', ['tasks.count', 'tasks.ids']),
   ("f't{i}'", "f'u{i}'", ['tasks.ids']),
@@ -150,12 +150,12 @@ def test_what_differs_is_named(described, number):
 @pytest.mark.parametrize(
   ('other', 'expected'),
   [
-    (algorithms.grpo(clip_low=0.1), ['algorithm.loss.clip_low']),
+    (algorithms.grpo(clip_low=0.1), ['algorithm.loss.surrogate.clip_low']),
     (algorithms.grpo(kl_coef=0.1), ['algorithm.kl.coef']),
     (algorithms.grpo(divide_by_std=False), ['algorithm.advantages.divide_by_std']),
     (algorithms.grpo()._replace(mask_truncated=True), ['algorithm.mask_truncated']),
     (
-      algorithms.grpo()._replace(aggregate=algorithms.seq_mean_token_sum),
+      algorithms.grpo()._replace(aggregate=aggregation.seq_mean_token_sum),
       ['algorithm.aggregate'],
     ),
     (algorithms.grpo()._replace(loss=losses.reinforce()), None),

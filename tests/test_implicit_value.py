@@ -14,7 +14,6 @@ import tiny
 
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.guided import choice as choice_lib
-from agent_r1_jax.guided import critic as critic_lib
 from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import learner, packing, table
@@ -121,10 +120,10 @@ def test_the_engine_reads_what_the_learner_computes(tmp_path):
   policy, tokenizer = tmp_path / 'policy', tiny.tokenizer_dir()
   weights.save(policy, tiny.config(), own, tokenizer_from=tokenizer)
   odds = implicit_value.Odds(0.1, 0.3)
-  critic_lib.save_implicit(
+  implicit_value.save(
     tmp_path / 'critic', tiny.config(), critic, tmp_path / 'policy', odds
   )
-  assert critic_lib.load_implicit(tmp_path / 'critic', tmp_path / 'policy')[1] == odds
+  assert implicit_value.load(tmp_path / 'critic', tmp_path / 'policy')[1] == odds
   engine = tiny.engine(
     own,
     guides={guide_lib.FORCED: None},
@@ -146,4 +145,4 @@ def test_the_engine_reads_what_the_learner_computes(tmp_path):
     taken = [found[end.tobytes()] for end in test_choice._ends(trajectory)]
     assert sum(c.value for c in taken) == pytest.approx(total, abs=1e-3)
   with pytest.raises(ValueError, match='values of another policy'):
-    critic_lib.load_implicit(tmp_path / 'critic', tmp_path / 'critic')
+    implicit_value.load(tmp_path / 'critic', tmp_path / 'critic')

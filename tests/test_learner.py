@@ -14,7 +14,15 @@ import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, credit, learner, losses, packing
+from agent_r1_jax.rl import (
+  aggregation,
+  algorithms,
+  correction,
+  credit,
+  learner,
+  losses,
+  packing,
+)
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import table as table_lib
 
@@ -25,7 +33,7 @@ _PPO = algorithms.ppo(
   entropy_coef=0.01,
   kl=kl_lib.InLoss(),
   correction=correction.token_truncated(),
-  aggregate=algorithms.seq_mean_token_mean,
+  aggregate=aggregation.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
 _NUMBERS = tuple(name for name in types.Batch._fields[4:] if name != 'weights')
@@ -88,7 +96,7 @@ def _packed():
   return where, packing.pack(table_lib.from_segments(segments), where)
 
 
-def test_token_stats_are_what_the_model_says_of_each_token():
+def test_token_stats_equal_the_plain_computation():
   where, batch = _packed()
   assert batch.segment_ids.max() > 1, 'segments share a row'
   kwargs = {'config': plain.CONFIG, 'temperature': plain.TEMPERATURE}
@@ -156,13 +164,13 @@ def test_the_gradient_is_that_of_the_plain_formula():
   plain.close(grads, expected)
 
 
-def test_layout_does_not_matter():
+def test_gradient_does_not_depend_on_the_layout():
   batches = _batches(row_tokens=50, rows=3)
   assert 1 < len(batches) < len(_batches())
   plain.close(_gradient(batches), _expected())
 
 
-def test_nothing_off_the_mask_is_read():
+def test_nan_off_the_mask_changes_no_gradient():
   """Nor does a NaN there come through the gradient."""
 
   def broken(batch):
@@ -257,7 +265,7 @@ def test_the_objective_is_the_sum_of_its_terms(bare):
   np.testing.assert_allclose(sums['weight'], b.weights.sum(), rtol=1e-6)
 
 
-def test_a_critic_of_its_own_has_a_loss_of_its_own(bare):
+def test_critic_objective_is_the_value_loss_alone(bare):
   params, b = _made_up()
   grads, sums = _gradient([b], params, learner.critic_objective(_PPO))
   loss = lambda values: losses.weighted(_PPO.value_loss(values, b), b.weights)
@@ -361,7 +369,7 @@ def test_update_takes_any_iterable_but_not_an_empty_one(bare):
 
 
 @pytest.mark.parametrize('where', ['loss', 'gradient'])
-def test_what_is_not_finite_is_named_and_leaves_the_state(bare, where):
+def test_non_finite_loss_or_gradient_is_named_and_leaves_the_state(bare, where):
   def root(stats, batch):
     # The root of 0 is 0, but its slope is not finite.
     return losses.weighted(stats.entropy + stats.logprobs**0.5, batch.weights), {}

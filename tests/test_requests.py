@@ -15,7 +15,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax.agent import automata
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sampling_params
 
 _SLOTS, _STEPS, _LONG = clients.SLOTS, clients.STEPS, clients.ENDLESS
 
@@ -136,7 +136,7 @@ def _log_softmax(text, temperature):
   @jax.jit
   def logits(tokens):
     hidden = decoder.hidden(params, config, tokens, positions, jnp.ones_like(tokens))
-    rows = decoder.logits(decoder.unstack(params, config), config, hidden[0])
+    rows = decoder.logits(sampling_params.unstack(params, config), config, hidden[0])
     return jax.nn.log_softmax(rows / temperature)
 
   return np.asarray(logits(padded))[: len(text)]
@@ -324,7 +324,7 @@ class TestCancel:
   def test_it_gives_its_automata_back(self):
     """More times than there are places for automata."""
     engine = clients.engine(rows=1)
-    pool = engine.replicas[0].pool
+    pool = engine.replicas[0].device.pool
     size = len(pool.entries)
 
     async def play():

@@ -15,7 +15,7 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import device
 from agent_r1_jax.host import preemption
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import algorithms, correction
@@ -316,7 +316,7 @@ class TestEvaluationBesideRollouts:
 
 
 def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
-  calls, decode = [], replica.Replica._call_decode
+  calls, decode = [], device.Device.decode
 
   def broken(*args):
     calls.append(args)
@@ -324,7 +324,7 @@ def test_an_error_of_the_engine_ends_the_run(model, tmp_path):
       raise MemoryError('out of device memory')
     return decode(*args)
 
-  with mock.patch.object(replica.Replica, '_call_decode', broken):
+  with mock.patch.object(device.Device, 'decode', broken):
     with pytest.raises(MemoryError, match='out of device memory'):
       _run(model, tmp_path)
   assert tiny.within(_run, model, tmp_path / 'again', steps=1) is not None

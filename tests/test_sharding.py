@@ -11,7 +11,7 @@ import script
 import tiny
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax.models import decoder, families, lora, sharding
+from agent_r1_jax.models import decoder, families, lora, sampling_params, sharding
 from agent_r1_jax.rl import learner, optimizers
 
 
@@ -37,7 +37,7 @@ def test_every_leaf_has_a_rule_and_moments_lie_with_their_parameter(family):
   attn = found.params['layers']['attn']
   assert attn['q']['kernel'].spec == P(None, ('fsdp', 'context'), 'tensor')
   assert attn['o']['kernel'].spec == P(None, 'tensor', None, ('fsdp', 'context'))
-  unstack = lambda params: decoder.unstack(params, tiny.config(family))
+  unstack = lambda params: sampling_params.unstack(params, tiny.config(family))
   engine = jax.eval_shape(unstack, state.params)
   one = sharding.make_mesh(devices=jax.devices()[:1])
   attn = sharding.make_shardings(engine, one)['layers'][1]['attn']
@@ -112,7 +112,7 @@ from jax.experimental.pallas import tpu as pltpu
 from agent_r1_jax import types
 from agent_r1_jax.guided import reward_training as reward_model
 from agent_r1_jax.train import sft
-from agent_r1_jax.models import attention, families, lora, sharding
+from agent_r1_jax.models import attention, attention_kernels, families, lora, sharding
 from agent_r1_jax.rl import algorithms, learner, packing
 
 # Heads, feed-forward and vocabulary can be split in 8, the 2 key-value heads cannot.
@@ -229,7 +229,7 @@ plain = attention.cached(q, *slots, at)
 for sizes in ({'tensor': 2}, {'tensor': 4}, {'data': 2, 'tensor': 2}):
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
-    paged = jax.jit(attention._paged)(q, *slots, at)
+    paged = jax.jit(attention_kernels.paged)(q, *slots, at)
   # The kernel multiplies as a TPU does, in bfloat16.
   np.testing.assert_allclose(paged, plain, atol=0.03, err_msg=str(sizes))
 with pytest.raises(ValueError, match='embedding: a dimension of 300 .* tensor = 8'):

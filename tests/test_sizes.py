@@ -22,7 +22,7 @@ from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sampling_params
 from agent_r1_jax.rl import algorithms, learner, optimizers
 from agent_r1_jax.train import metrics, setup
 
@@ -466,7 +466,9 @@ class TestEstimate:
         rows=R, slots=S, prefill_rows=16, prefill_tokens=64, replicas=1
       )
     )
-    params = jax.eval_shape(lambda p: decoder.unstack(p, shape), _parameters(shape))
+    params = jax.eval_shape(
+      lambda p: sampling_params.unstack(p, shape), _parameters(shape)
+    )
     cache: Any = jax.eval_shape(lambda: decoder.empty_cache(shape, R, S))
     guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
     tables = automaton_guide.make_tables(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from agent_r1_jax import types
+from agent_r1_jax.rl import spans
 from agent_r1_jax.rl import table as table_lib
 
 
@@ -15,7 +16,7 @@ def _build(*pictures, masked=True, **kwargs):
   return episodes.visible_table([episodes.trajectory(*pictures, **kwargs)], masked=masked)
 
 
-def test_every_token_has_a_row():
+def test_every_token_has_a_number_in_every_column():
   ts = episodes.make_varied(12)
   table = table_lib.build(ts, baselines=range(12))
   segments = [s for t in ts for s in t.segments]
@@ -39,9 +40,6 @@ def test_every_token_has_a_row():
   assert table.group.tolist() == [i // 2 for i in range(12)]
   assert table.baselines.tolist() == list(range(12))
   assert table_lib.build(ts).baselines is None
-
-
-def test_groups_are_counted():
   ts = [episodes.trajectory('.0', group=group) for group in (7, 3, 7, 40)]
   assert table_lib.build(ts).group.tolist() == [1, 0, 1, 2]
 
@@ -95,11 +93,11 @@ def test_no_trajectory_loses_its_reward(masked):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_turns(masked):
+def test_turn_rewards_and_ends_are_those_of_the_turns(masked):
   table = _build('..00..1.', '.22..', rewards=[0.5, 0.0, -2.0], masked=masked)
   np.testing.assert_array_equal(table.turn_rewards, [0.5, 0.0, -2.0])
   expected = [1, 2, 4] if masked else [3, 5, 9]
-  np.testing.assert_array_equal(table_lib.ends(table.turn), expected)
+  np.testing.assert_array_equal(spans.ends(table.turn), expected)
   # A cost of single tokens counts for their turn.
   table = dataclasses.replace(table, rewards=table.rewards - 1.0)
   sizes = [2, 1, 2] if masked else [4, 2, 4]
@@ -142,7 +140,7 @@ def test_states_meet_where_the_text_is_the_same():
   assert len({*a, *b}) == 3
 
 
-def test_parts_and_status():
+def test_parts_of_rewards_and_truncation_become_columns():
   ts = [episodes.trajectory('..0', rewards=[1.0]) for _ in types.STATUSES]
   for t, status in zip(ts, types.STATUSES):
     t.status = status
@@ -185,11 +183,11 @@ def test_turns_hold_every_action_once_and_in_order(spans):
     table_lib.build([t])
 
 
-# Rows of a table.
+# Tokens of a table.
 
 
 def _numbered():
-  """A table whose every column has other numbers in each row."""
+  """A table whose every column has another number for each token."""
   table = table_lib.build(episodes.make_varied(6))
   columns = {'values': 0.1, 'ref_logprobs': 0.2, 'advantages': 0.3, 'returns': 0.4}
   columns |= {'weights': 0.5, 'kl_weights': 0.6, 'correction': 0.7}
@@ -197,7 +195,7 @@ def _numbered():
   return dataclasses.replace(table, **numbers)
 
 
-def test_rows_are_taken_with_all_their_numbers():
+def test_take_gives_tokens_with_all_their_numbers():
   table, rows = _numbered(), [5, 30, 2]
   taken = table.take(np.array(rows))
   assert len(taken) == 3 and len(taken.group) == 6
@@ -214,7 +212,7 @@ def test_rows_are_taken_with_all_their_numbers():
   np.testing.assert_array_equal(same.tokens, table.tokens[table.action_mask])
 
 
-def test_rows_of_trajectories_come_in_their_order():
+def test_find_tokens_gives_those_of_trajectories_in_the_given_order():
   table = _numbered()
   taken = table.take(table.find_tokens([4, 0, 2]))
   assert list(dict.fromkeys(taken.trajectory.tolist())) == [4, 0, 2]
@@ -222,7 +220,7 @@ def test_rows_of_trajectories_come_in_their_order():
   assert len(table.take(table.find_tokens([]))) == 0
 
 
-def test_spread_is_the_inverse_of_take():
+def test_scatter_is_the_inverse_of_take():
   table = _numbered()
   rows = table.find_visible(True)
   column = table.scatter(rows, table.take(rows).values, -1.0)
@@ -237,7 +235,7 @@ def test_prefixes_stand_before_every_segment():
     if isinstance(column, np.ndarray) and len(column) == len(table):
       np.testing.assert_array_equal(getattr(wide, name)[own], column)
   assert (wide.turn[~own] == -1).all() and not wide.values[~own].any()
-  owners = table.trajectory[table_lib.starts(table.segment)]
+  owners = table.trajectory[spans.starts(table.segment)]
   edges = np.cumsum(wide.segment_lengths)[:-1]
   for owner, tokens, mine in zip(
     owners, np.split(wide.tokens, edges), np.split(own, edges), strict=True
@@ -247,7 +245,7 @@ def test_prefixes_stand_before_every_segment():
     assert mine.tolist() == [False] * n + [True] * (len(mine) - n)
 
 
-def test_a_column_that_is_missing_says_what_gives_it():
+def test_missing_column_raises_and_names_its_remedy():
   table = episodes.make_table([[1]])
   for name, fix in (
     ('values', 'value_loss'),
@@ -263,7 +261,7 @@ def test_a_column_that_is_missing_says_what_gives_it():
   assert with_values.column('values') is with_values.values
 
 
-def test_a_log_says_what_there_is_of_each_token():
+def test_list_tokens_has_the_computed_columns():
   ts = [
     episodes.trajectory('..0'),
     episodes.trajectory('.00.1', '..2', rewards=[0, 1, 2]),
@@ -288,23 +286,23 @@ def test_a_log_says_what_there_is_of_each_token():
 _IDS = np.array([0, 0, 2, 2, 2, 2, 2, 3])
 
 
-def test_runs_of_ids():
-  assert table_lib.starts(_IDS).tolist() == [0, 2, 7]
-  assert table_lib.ends(_IDS).tolist() == [1, 6, 7]
-  assert table_lib.sum_by(_IDS, np.arange(8.0), 5).tolist() == [1, 0, 20, 7, 0]
+def test_starts_ends_and_sums_of_spans():
+  assert spans.starts(_IDS).tolist() == [0, 2, 7]
+  assert spans.ends(_IDS).tolist() == [1, 6, 7]
+  assert spans.sum_by(_IDS, np.arange(8.0), 5).tolist() == [1, 0, 20, 7, 0]
   none = np.zeros(0, int)
-  assert len(table_lib.starts(none)) == len(table_lib.ends(none)) == 0
-  assert table_lib.sum_by(none, np.zeros(0), 2).tolist() == [0, 0]
+  assert len(spans.starts(none)) == len(spans.ends(none)) == 0
+  assert spans.sum_by(none, np.zeros(0), 2).tolist() == [0, 0]
 
 
-def test_neighbours_within_runs():
+def test_next_and_previous_values_stay_within_a_span():
   x, after = np.arange(8.0) + 1, np.array([10.0, 11.0, 12.0, 13.0])
-  following = table_lib.next_values(_IDS, x, after)
+  following = spans.next_values(_IDS, x, after)
   assert following.tolist() == [2, 10, 4, 5, 6, 7, 12, 13]
-  assert table_lib.previous_values(_IDS, x).tolist() == [0, 1, 0, 3, 4, 5, 6, 0]
+  assert spans.previous_values(_IDS, x).tolist() == [0, 1, 0, 3, 4, 5, 6, 0]
   none = np.zeros(0, int)
-  assert len(table_lib.next_values(none, np.zeros(0), after)) == 0
-  assert len(table_lib.previous_values(none, np.zeros(0))) == 0
+  assert len(spans.next_values(none, np.zeros(0), after)) == 0
+  assert len(spans.previous_values(none, np.zeros(0))) == 0
 
 
 @pytest.mark.parametrize('factor', [0.0, 0.5, 1.0])
@@ -318,27 +316,23 @@ def test_discounted_sums_are_the_recursion(factor, seed):
     later = x[t] + factor * (later if ids[t] == ids[min(t + 1, len(x) - 1)] else 0.0)
     expected[t] = later
   before = x.copy()
-  out = table_lib.discounted_sum(ids, x, factor)
+  out = spans.discounted_sum(ids, x, factor)
   np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
   np.testing.assert_array_equal(x, before)
 
 
-def test_groups_are_measured_each_alone():
+def test_map_by_measures_each_group_alone():
   x, group = np.array([1.0, 5.0, 3.0, 7.0]), np.array([1, 0, 1, 0])
-  assert table_lib.map_by([group], x, np.mean).tolist() == [2, 6, 2, 6]
-  assert table_lib.map_by([group], x, np.sort).tolist() == [1, 5, 3, 7]
+  assert spans.map_by([group], x, np.mean).tolist() == [2, 6, 2, 6]
+  assert spans.map_by([group], x, np.sort).tolist() == [1, 5, 3, 7]
   # Members of a group are alike in all keys.
   other = np.array([0, 0, 0, 1])
-  assert table_lib.map_by([group, other], x, np.mean).tolist() == [2, 5, 2, 7]
-  assert len(table_lib.map_by([group[:0]], x[:0], np.mean)) == 0
+  assert spans.map_by([group, other], x, np.mean).tolist() == [2, 5, 2, 7]
+  assert len(spans.map_by([group[:0]], x[:0], np.mean)) == 0
 
 
-def test_tied():
-  assert table_lib.tied(np.array([0.1 + 0.2, 0.3]))
-  assert table_lib.tied(np.array([0.1 + 0.2, 0.3]) * 1e9)
-  assert table_lib.tied(np.zeros(3))
-  assert not table_lib.tied(np.array([1e-13, 2e-13]))
-  assert not table_lib.tied(np.array([0.0, 1e-9]))
-  assert not table_lib.tied(np.array([-1.0, 1.0]))
-  # Alone, or nothing at all.
-  assert table_lib.tied(np.array([3.0])) and table_lib.tied(np.zeros(0))
+def test_scores_are_tied_if_they_differ_by_the_rounding_of_sums_alone():
+  for scores in ([0.1 + 0.2, 0.3], [(0.1 + 0.2) * 1e9, 0.3e9], [0, 0, 0], [3.0], []):
+    assert spans.tied(np.array(scores, float)), scores
+  for scores in ([1e-13, 2e-13], [0.0, 1e-9], [-1.0, 1.0]):
+    assert not spans.tied(np.array(scores)), scores

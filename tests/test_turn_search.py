@@ -1,6 +1,7 @@
 """Beams and trees over turns: by scripted values, and on the engine."""
 
 import copy
+import functools
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -132,26 +133,26 @@ def _play(make, n=3, limits=test_rollout._LIMITS, **env):
   return played, engine.stats.prefilled
 
 
+_CHOICE = functools.partial(choice_lib.Choice, 3, choice_lib.value, 0.0)
+_BEAMS = functools.partial(search_lib.Beams, 1, 2)
+_TREE = functools.partial(search_lib.Tree, 2, 2)
+_searches = pytest.mark.parametrize('make', [_BEAMS, _TREE], ids=['beams', 'tree'])
+_all_kinds = pytest.mark.parametrize(
+  'make', [_CHOICE, _BEAMS, _TREE], ids=['choice', 'beams', 'tree']
+)
+
+
 @pytest.mark.parametrize(
   'make',
-  [
-    lambda critic: search_lib.Beams(1, 1, critic),
-    lambda critic: search_lib.Tree(1, 3, critic),
-  ],
+  [functools.partial(search_lib.Beams, 1, 1), functools.partial(search_lib.Tree, 1, 3)],
 )
-def test_of_one_is_plain_sampling(make):
+def test_search_over_one_candidate_is_plain_sampling(make):
   for a, b in zip(test_choice._play(None), _play(make)[0], strict=True):
     test_rollout._same(a, b)
 
 
-@pytest.mark.parametrize(
-  'make',
-  [
-    lambda critic: search_lib.Beams(1, 2, critic),
-    lambda critic: search_lib.Tree(2, 2, critic),
-  ],
-)
-def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
+@_searches
+def test_searched_episode_is_on_policy_and_prefills_nothing_twice(make, monkeypatch):
   states, read = [], choice_lib.StateValues.read
 
   async def note(self, texts):
@@ -172,15 +173,7 @@ def test_lines_are_episodes_and_nothing_is_prefilled_twice(make, monkeypatch):
 
 
 @pytest.mark.parametrize('fresh', [False, True])
-@pytest.mark.parametrize(
-  'make',
-  [
-    lambda critic: choice_lib.Choice(3, critic=critic),
-    lambda critic: search_lib.Beams(1, 2, critic),
-    lambda critic: search_lib.Tree(2, 2, critic),
-  ],
-  ids=['choice', 'beams', 'tree'],
-)
+@_all_kinds
 def test_no_randomness_is_used_twice(make, fresh, monkeypatch):
   """A key that sampled a reply samples another only where that one goes on from it."""
   submit = replica_lib.Replica.submit
@@ -217,14 +210,7 @@ class Failing(Env):
 
 
 @pytest.mark.parametrize('make_env', [Env, Failing])
-@pytest.mark.parametrize(
-  'make',
-  [
-    lambda critic: search_lib.Beams(2, 2, critic),
-    lambda critic: search_lib.Tree(2, 2, critic),
-  ],
-  ids=['beams', 'tree'],
-)
+@_searches
 def test_all_texts_are_closed_at_the_end(make, make_env, monkeypatch):
   """Those of an episode that failed too: else their rows are kept from other texts."""
   submit, found = replica_lib.Replica.submit, []
@@ -307,15 +293,7 @@ class LongText(Env):
 
 
 @pytest.mark.parametrize('implicit', [False, True])
-@pytest.mark.parametrize(
-  'make',
-  [
-    lambda critic, implicit: choice_lib.Choice(2, critic=critic, implicit=implicit),
-    lambda critic, implicit: search_lib.Beams(1, 2, critic, implicit),
-    lambda critic, implicit: search_lib.Tree(2, 2, critic, implicit),
-  ],
-  ids=['choice', 'beams', 'tree'],
-)
+@_all_kinds
 def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit):
   size = test_rollout._SLOTS
   engine = tiny.engine(
@@ -338,7 +316,7 @@ def test_an_episode_without_room_is_truncated_as_without_a_search(make, implicit
     assert prompt.metrics['prompt_too_long'] == 1 and 'a row 256' in prompt.error
 
 
-def test_an_environment_without_clones_is_refused():
+def test_environment_without_clone_is_an_error():
   critic = test_choice._critic()
   engine = test_rollout._engine()
   beams = search_lib.Beams(1, 2, engine.make_policy(critic, 0))

@@ -16,6 +16,7 @@ from agent_r1_jax import types
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, credit, learner, updates
 from agent_r1_jax.rl import kl as kl_lib
+from agent_r1_jax.rl import train_state as train_state_lib
 
 _SGD, _ADAM = optax.sgd(0.1), optax.adam(1e-2)
 _PPO = algorithms.ppo(
@@ -44,7 +45,7 @@ def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
 
 
 def _start(plan, params=None, reference=None) -> updates.TrainState:
-  return updates.init(plain.copy_tree(params or plain.policy()), plan, reference)
+  return train_state_lib.init(plain.copy_tree(params or plain.policy()), plan, reference)
 
 
 def _rollout(step=0, n=4):
@@ -93,7 +94,9 @@ def test_every_epoch_goes_through_all_trajectories(steps):
   for i, t in enumerate(ts):
     t.segments[0].tokens[:] = i
   plan = _plan(epochs=3, minibatches=2)
-  _, metrics, _ = updates.learn(_start(plan), ts, plan)
+  train_state, metrics, _ = updates.learn(_start(plan), ts, plan)
+  assert train_state.kl_coef == 0 and train_state.reference is None, 'there is no KL'
+  assert not {'kl', 'kl_coef'} & metrics.keys()
   assert len(steps) == 6
   every = _tokens([plain.padded(plain.segments_of(ts))[1]])
   orders = []
@@ -108,7 +111,7 @@ def test_every_epoch_goes_through_all_trajectories(steps):
   assert metrics['loss'] == np.mean([1, 2, 3, 4, 5, 6])
 
 
-def test_orders_come_from_the_seed_and_the_step():
+def test_order_of_trajectories_depends_on_seed_and_step():
   def orders(step, **options):
     plan = _plan(epochs=2, minibatches=3, **options)
     return list(updates._split_epochs(10, plan, step))
@@ -122,7 +125,7 @@ def test_orders_come_from_the_seed_and_the_step():
   assert sizes == [1, 1]
 
 
-def test_a_critic_of_its_own_has_a_step_for_each_of_the_policys(steps):
+def test_own_critic_steps_once_for_each_step_of_the_policy(steps):
   plan = _plan(algorithms.ppo(kl_coef=0.0), epochs=2, minibatches=2)
   _, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
   assert [name for name, _ in steps] == ['critic', 'policy'] * 4
@@ -146,7 +149,7 @@ def test_a_critic_starts_as_the_policy_with_a_head_of_zeros():
   assert _start(plan, plain.shared()).states.keys() == {'policy'}
 
 
-def test_the_warm_up_trains_the_critic_alone():
+def test_critic_warmup_trains_the_critic_alone():
   plan = _plan(_PPO, critic_warmup=2)
   train_state = _start(plan)
   for step in range(3):
@@ -207,13 +210,6 @@ def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
     assert train_state.kl_coef == pytest.approx(expected, rel=1e-12)
 
 
-def test_without_a_kl_there_is_no_coefficient(steps):
-  plan = _plan()
-  train_state, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
-  assert train_state.kl_coef == 0 and train_state.reference is None
-  assert not {'kl', 'kl_coef'} & metrics.keys()
-
-
 def test_the_reference_is_the_start_unless_another_is_given():
   plan = _plan(_PPO)
   train_state = _start(plan)
@@ -225,7 +221,7 @@ def test_the_reference_is_the_start_unless_another_is_given():
   assert other.reference is plain.reference()
 
 
-def test_the_policy_becomes_the_reference_every_so_often():
+def test_reference_becomes_the_policy_every_reference_every_steps():
   plan = _plan(_PPO, reference_every=2)
   train_state = _start(plan)
   for step in range(1, 6):
@@ -241,7 +237,7 @@ def test_the_policy_becomes_the_reference_every_so_often():
 
 
 @pytest.mark.parametrize('every', [1, 2, 3])
-def test_the_policy_is_handed_over_every_so_often(every):
+def test_sampler_becomes_the_policy_every_sync_every_steps(every):
   plan = _plan(sync_every=every)
   train_state = _start(plan)
   plain.equal(train_state.sampler, plain.policy())
@@ -262,7 +258,7 @@ def test_the_policy_is_handed_over_every_so_often(every):
 
 
 @pytest.mark.parametrize('options', [{}, {'reference_every': 1, 'sync_every': 2}])
-def test_learning_changes_nothing_that_it_is_given(options):
+def test_learn_changes_no_argument(options):
   """Except for donated arrays."""
   plan = _plan(_PPO, minibatches=2, **options)
   train_state, ts = _start(plan), _rollout()
@@ -300,7 +296,7 @@ def test_baselines_and_prefixes_reach_the_credit(steps):
   assert _tokens([of_critic]) == sorted(sum(texts, [60, 61] * 4))
 
 
-def test_the_reference_has_a_shape_and_the_run_a_temperature(steps, monkeypatch):
+def test_reference_is_scored_with_its_shape_and_the_runs_temperature(steps, monkeypatch):
   asked = []
 
   def logprobs(params, batch, **kwargs):
@@ -319,7 +315,7 @@ def test_the_reference_has_a_shape_and_the_run_a_temperature(steps, monkeypatch)
 
 
 @pytest.mark.parametrize('options', [{}, {'reference_every': 2, 'sync_every': 3}])
-def test_a_restored_carry_goes_on_bit_for_bit(options):
+def test_restored_train_state_goes_on_bit_for_bit(options):
   plan = _plan(_PPO, minibatches=2, **options)
 
   def learned(train_state, steps):

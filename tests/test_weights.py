@@ -129,14 +129,10 @@ def test_export_then_import_is_the_identity(
 def test_a_critic_keeps_its_value_head(tmp_path):
   config = _config('qwen2', tie_embeddings=True)
   params = _params(config, value_head=True)
-  weights.save(tmp_path / 'model', config, params)
-  read_config, read = weights.load(tmp_path / 'model')
-  assert read_config == config
-  _assert_same(read, params)
-  assert _tensors(tmp_path / 'model')['value_head.weight'][1] == (1, config.embed_dim)
-  assert (
-    json.loads((tmp_path / 'model' / 'config.json').read_text())['value_head'] is True
-  )
+  weights.save(tmp_path, config, params)
+  _assert_same(weights.load(tmp_path)[1], params)
+  assert _tensors(tmp_path)['value_head.weight'][1] == (1, config.embed_dim)
+  assert json.loads((tmp_path / 'config.json').read_text())['value_head'] is True
 
 
 def test_dtype_converts_on_both_ways(tmp_path):
@@ -165,7 +161,7 @@ def test_leaves_of_several_dtypes_share_a_file(tmp_path):
   assert len(_tensors(tmp_path / 'model')) == 36
 
 
-def test_place_is_given_each_leaf(tmp_path):
+def test_place_gets_the_path_and_array_of_each_leaf(tmp_path):
   config = _config('qwen2')
   params = _params(config)
   weights.save(tmp_path / 'model', config, params)
@@ -181,7 +177,7 @@ def test_place_is_given_each_leaf(tmp_path):
   _assert_same(seen['layers/mlp/down/kernel'], params['layers']['mlp']['down']['kernel'])
 
 
-def test_memory_stays_near_the_parameters_and_one_tensor(tmp_path):
+def test_peak_memory_is_the_parameters_and_two_tensors(tmp_path):
   sizes = {'vocab_size': 512, 'embed_dim': 128, 'mlp_dim': 512, 'num_layers': 6}
   config = _config('llama', head_dim=16, **sizes)
   params = _params(config)
@@ -276,7 +272,7 @@ def test_a_wrong_tensor_is_named(tmp_path, changes, message):
   assert not placed
 
 
-def test_a_tied_model_may_repeat_its_embedding(tmp_path):
+def test_tied_model_with_lm_head_loads_only_if_it_equals_the_embedding(tmp_path):
   shutil.copytree(_GOLDEN / 'qwen2', tmp_path / 'model')
   file = tmp_path / 'model' / 'model.safetensors'
   tensors = safetensors.numpy.load_file(file)
@@ -321,12 +317,17 @@ def test_an_unknown_family_is_refused():
     _config('gpt2')
 
 
-def test_a_crash_while_writing_keeps_the_earlier_model(tmp_path, monkeypatch):
+@pytest.fixture
+def earlier(tmp_path):
+  """A model that was saved: its config, its parameters and its tensors."""
   config = _config('qwen3')
   params = _params(config)
-  target = tmp_path / 'model'
-  weights.save(target, config, params)
-  before = _tensors(target)
+  weights.save(tmp_path / 'model', config, params)
+  return config, params, _tensors(tmp_path / 'model')
+
+
+def test_a_crash_while_writing_keeps_the_earlier_model(tmp_path, monkeypatch, earlier):
+  (config, params, before), target = earlier, tmp_path / 'model'
   worse = jax.tree.map(np.zeros_like, params)
   write_file, calls = tensor_files._write_file, []
 
@@ -349,11 +350,10 @@ def test_a_crash_while_writing_keeps_the_earlier_model(tmp_path, monkeypatch):
   assert [path.name for path in tmp_path.iterdir()] == ['model']
 
 
-def test_the_earlier_model_is_kept_until_the_new_one_has_its_name(tmp_path, monkeypatch):
-  config = _config('qwen3')
-  params = _params(config)
-  weights.save(tmp_path / 'model', config, params)
-  before = _tensors(tmp_path / 'model')
+def test_the_earlier_model_is_kept_until_the_new_one_has_its_name(
+  tmp_path, monkeypatch, earlier
+):
+  config, params, before = earlier
   rename = pathlib.Path.rename
 
   def fails_at_the_second(path, target):
@@ -369,11 +369,8 @@ def test_the_earlier_model_is_kept_until_the_new_one_has_its_name(tmp_path, monk
   assert _tensors(tmp_path / 'model') == before
 
 
-def test_a_model_that_a_killed_save_put_aside_comes_back(tmp_path, monkeypatch):
-  config = _config('qwen3')
-  params = _params(config)
-  weights.save(tmp_path / 'model', config, params)
-  before = _tensors(tmp_path / 'model')
+def test_a_model_that_a_killed_save_put_aside_comes_back(tmp_path, monkeypatch, earlier):
+  config, params, before = earlier
   # Killed between the two renames, in the middle of its clean-up.
   (tmp_path / 'model').rename(tmp_path / '.model.previous')
   (tmp_path / '.model.partial').mkdir()
@@ -416,7 +413,7 @@ def _tokenizer(directory, size=40):
   return directory
 
 
-def test_the_tokenizer_goes_along(tmp_path):
+def test_tokenizer_files_are_copied_and_name_the_special_ids(tmp_path):
   config = _config('llama')
   params = _params(config)
   source, target = _tokenizer(tmp_path / 'source'), tmp_path / 'model'

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import attention, decoder, head, lora
+from agent_r1_jax.models import attention, attention_kernels, decoder, head, lora
 from agent_r1_jax.rl import algorithms, learner, optimizers
 
 GB = 1e9
@@ -281,7 +281,7 @@ def _sampling_terms(config, model, machine) -> dict[str, float]:
   slot, heads = _slot_bytes(model, tensor), model.num_heads / tensor
   copies = _CACHE_COPIES[model.dtype] if machine.platform == 'cpu' else 1.0
   width = min(sizes.width or sizes.rows, sizes.rows)
-  in_place = width == sizes.rows and attention.reads_used_slots(
+  in_place = width == sizes.rows and attention_kernels.reads_used_slots(
     (sizes.rows // sizes.replicas, model.num_kv_heads, sizes.slots, model.head_dim),
     model.dtype,
     machine.platform,
@@ -411,12 +411,12 @@ def _score_bytes(model, rows, tokens, platform, split) -> float:
   cuDNN's kernel stores no scores either, but reads a mask of 2 bytes a score that all
   heads share, and in the backward pass a second one.
   """
-  if platform == 'tpu' and tokens % attention.LANES == 0:
+  if platform == 'tpu' and tokens % attention_kernels.LANES == 0:
     return 0.0
   blocks = attention.count_blocks(tokens)
   causal = (blocks + 1) / (2 * blocks)
   queries = (rows, tokens, model.num_heads, model.head_dim)
-  if platform == 'gpu' and attention.has_cudnn(
+  if platform == 'gpu' and attention_kernels.has_cudnn(
     jax.ShapeDtypeStruct(queries, model.dtype)
   ):
     return causal * rows * tokens**2 * 4

@@ -1,7 +1,8 @@
 """Automata as a guide: stop ids, stop strings and grammars, run in the jitted loop.
 
-Letters: M rows, V tokens of the vocabulary, A automata that the engine holds, J of them
-that a row can use, Q states, C classes of tokens, K kinds of states, W words of 32 bits.
+Letters: M entries of a decode, V tokens of the vocabulary, A automata that the engine
+holds, J of them that a request can use, Q states, C classes of tokens, K kinds of states,
+W words of 32 bits.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ import numpy as np
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide as guide_lib
 
-# How many automata a row can use at a time, such as its stop strings and a grammar.
-PER_ROW = 2
+# How many automata a request can use at a time, such as its stop strings and a grammar.
+PER_REQUEST = 2
 
 
 class Tables(NamedTuple):
@@ -32,8 +33,8 @@ class Tables(NamedTuple):
 
 
 def _mask_logits(tables, state, logits_MV, hidden):
-  """Sets the logits to -inf where one of a row's automata forbids the token."""
-  for j in range(PER_ROW):
+  """Sets the logits to -inf where one of an entry's automata forbids the token."""
+  for j in range(PER_REQUEST):
     a_M, q_M = state['automaton'][:, j], state['state'][:, j]
     # 40 tokens take 2 words; the last 24 bits of the second are padding.
     words_MW1 = tables.masks[a_M, tables.kinds[a_M, q_M]][:, :, None]
@@ -53,9 +54,12 @@ def _advance(tables, state, tokens_M):
 
 
 # Runs finite automata over tokens: stop ids, stop strings, grammars. Its params are
-# Tables, and a row's state has the numbers of its automata and the state of each.
+# Tables, and a request's state has the numbers of its automata and the state of each.
 AUTOMATA = guide_lib.Guide(
-  off={'automaton': np.zeros(PER_ROW, np.int32), 'state': np.zeros(PER_ROW, np.int32)},
+  off={
+    'automaton': np.zeros(PER_REQUEST, np.int32),
+    'state': np.zeros(PER_REQUEST, np.int32),
+  },
   logits=_mask_logits,
   advance=_advance,
 )
@@ -87,17 +91,17 @@ class AutomatonPool:
     self._users = [1, 0, 0, 0]
 
   def acquire(self, automata: Sequence[types.Automaton]) -> guide_lib.State:
-    """Adds a user to each automaton; returns the state of AUTOMATA in which a row begins.
+    """Adds a user to each automaton; returns a request's first state of AUTOMATA.
 
-    `release` takes the state when the row no longer uses them.
+    `release` takes the state when the request no longer uses them.
 
     Raises:
-      ValueError: There are more than PER_ROW of them, or one has another vocabulary.
+      ValueError: There are more than PER_REQUEST of them, or one has another vocabulary.
     """
-    if len(automata) > PER_ROW:
+    if len(automata) > PER_REQUEST:
       raise ValueError(
-        f'{len(automata)} automata guide one request; it can have {PER_ROW}. Join two of '
-        'them, such as stop ids and stop strings.'
+        f'{len(automata)} automata guide one request; it can have {PER_REQUEST}. Join '
+        'two of them, such as stop ids and stop strings.'
       )
     for automaton in automata:
       if len(automaton.classes) != self._vocab_size:
@@ -105,11 +109,11 @@ class AutomatonPool:
           f'an automaton is for {len(automaton.classes)} tokens, and the policy has '
           f'{self._vocab_size}: make it with vocab_size={self._vocab_size}.'
         )
-    numbers = np.zeros(PER_ROW, np.int32)
+    numbers = np.zeros(PER_REQUEST, np.int32)
     for j, automaton in enumerate(automata):
       numbers[j] = self._find_number(automaton)
       self._users[numbers[j]] += 1
-    return {'automaton': numbers, 'state': np.zeros(PER_ROW, np.int32)}
+    return {'automaton': numbers, 'state': np.zeros(PER_REQUEST, np.int32)}
 
   def release(self, state: guide_lib.State):
     """Removes the users that `acquire` has added."""

@@ -27,7 +27,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models import decoder, sampling_params, sharding
 
 
 class Engine:
@@ -223,7 +223,7 @@ class Engine:
 
   def _copy_params(self, params: decoder.Params) -> list[decoder.Params]:
     """Copies parameters to each chip (or to `tensor` of them)."""
-    merged = decoder.unstack(params, self.config)
+    merged = sampling_params.unstack(params, self.config)
     if self.mesh is None:
       return [merged]
     merged = sharding.gather_params(merged, self.mesh)

@@ -1,11 +1,11 @@
 """Guides: how a request changes the choice of its tokens, inside the jitted loop.
 
-A guide has a state in each row, and is a pair of pure functions of it: one changes the
-logits, the other advances the state by a token. Stop strings, a grammar of tool calls,
-top-k and top-p, and a value function are all guides. The guides of a row compose: logits
-pass through one after the other, and a reply ends where one of them ends it. The states
-are arguments of the jitted loop, so that nothing is compiled for another choice of rows
-and guides.
+A guide has a state for each request, and is a pair of pure functions of it: one changes
+the logits, the other advances the state by a token. Stop strings, a grammar of tool
+calls, top-k and top-p, and a value function are all guides. The guides of a request
+compose: logits pass through one after the other, and a reply ends where one of them ends
+it. The states are arguments of the jitted loop, so that nothing is compiled for another
+choice of requests and guides.
 
 A user-defined guide:
 
@@ -19,12 +19,11 @@ A user-defined guide:
   engine = Engine(config, params, guides={SOFTEN: None})
   request = Request(tokens, guides={SOFTEN: {'count': np.int32(0)}})
 
-Letters: M rows, V tokens of the vocabulary, D numbers of a hidden state, G guides.
+Letters: M entries of a decode, V vocabulary, D numbers of a hidden state, G guides.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -35,8 +34,8 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 
-# A tree of arrays: those of one row in Guide.off and in requests, and those of all rows,
-# [M, ...], in the functions.
+# A tree of arrays: those of one request in Guide.off and Request.guides, and those of all
+# entries, [M, ...], in the functions.
 State = Any
 
 
@@ -45,19 +44,29 @@ class Guide:
   """One guide; an engine is made with all guides that its requests may use.
 
   Attributes:
-    off: The state of a row that does not use the guide, numpy scalars or arrays; it also
-      fixes the shapes and dtypes of the state.
+    off: The state of a request that does not use the guide, numpy scalars or arrays; it
+      also fixes the shapes and dtypes of the state.
     logits: (params, state, logits [M, V], hidden [M, D]) -> logits [M, V]. The logits are
       scaled by the temperature, and hidden is the policy's last hidden state. The result
-      is only used in the rows that use the guide. None: the guide changes no logits.
+      is only used in the entries that use the guide. None: the guide changes no logits.
     advance: (params, state, tokens [M]) -> (state, ended [M]): the state after one more
-      token, and whether the reply ends with it. It must not end a row whose state is
+      token, and whether the reply ends with it. It must not end an entry whose state is
       `off`. None: the guide has a constant state and ends no reply.
   """
 
   off: State
   logits: Callable[[Any, State, Array, Array], Array] | None = None
   advance: Callable[[Any, State, Array], tuple[State, Array]] | None = None
+
+  @property
+  def needs_correction(self) -> bool:
+    """Whether training on its tokens needs the algorithm's correction.
+
+    A guide with `logits` makes a token come from another distribution than the policy's,
+    which is the one that is trained; importance weights (rl/correction.py) make up for
+    the difference. A guide that only ends replies needs none.
+    """
+    return self.logits is not None
 
 
 @jax.named_scope('guides')
@@ -69,7 +78,7 @@ def apply(
   logits: Float[Array, 'M V'],
   hidden: Float[Array, 'M D'],
 ) -> Float[Array, 'M V']:
-  """Passes scaled logits through the guides, each in the rows that use it.
+  """Passes scaled logits through the guides, each in the entries that use it.
 
   The order is AUTOMATA, TRUNCATION, then the others as the engine was given them.
   """
@@ -77,12 +86,12 @@ def apply(
     if guide.logits is None:
       continue
 
-    def change_rows(logits, g=g, change=guide.logits):
+    def change_entries(logits, g=g, change=guide.logits):
       changed = change(params[g], states[g], logits, hidden)
       return jnp.where(used[g][:, None], changed, logits)
 
-    # Skipped if no row uses the guide.
-    logits = jax.lax.cond(used[g].any(), change_rows, lambda x: x, logits)
+    # Skipped if no entry uses the guide.
+    logits = jax.lax.cond(used[g].any(), change_entries, lambda x: x, logits)
   return logits
 
 
@@ -93,10 +102,10 @@ def advance(
   states: Sequence[State],
   tokens: Int[Array, 'M'],
 ) -> tuple[tuple[State, ...], Bool[Array, 'M']]:
-  """Advances all states by one token a row.
+  """Advances all states by one token an entry.
 
   Returns:
-    The new states, and whether a guide ends the reply of each row.
+    The new states, and whether a guide ends the reply of each entry.
   """
   ended, new_states = jnp.zeros(tokens.shape, bool), []
   for guide, guide_params, state in zip(guides, params, states, strict=True):
@@ -131,36 +140,9 @@ TRUNCATION = Guide(
 
 
 def truncation_state(sampling: config_lib.Sampling) -> dict[str, np.generic]:
-  """Returns the state of TRUNCATION for one row."""
+  """Returns the state of TRUNCATION for one request."""
   off = TRUNCATION.off
   return {name: off[name].dtype.type(getattr(sampling, name)) for name in off}
-
-
-def make_value_guide(k: int) -> Guide:
-  """Makes the guide that samples by p(a) ∝ π(a) exp(Q(s, a) / β) among the top k tokens.
-
-  Q(s, a) = (h W) · u_a is read by a head from the policy's last hidden state h, so that
-  the candidates' values cost a product of small matrices. Together the k tokens keep
-  their probability, and the others theirs: where all Q are equal, sampling is plain.
-
-  Args:
-    k: How many of the likeliest tokens are weighed.
-
-  Returns:
-    The guide. Its parameters are {'state': W [D, R], 'token': u [V, R]}, and its state in
-    a request is {'inverse_beta': np.float32}.
-  """
-
-  def weigh(params, state, logits_MV, hidden_MD):
-    top_MK, tokens_MK = jax.lax.top_k(logits_MV, k)
-    u_MKR, h_MR = params['token'][tokens_MK], hidden_MD @ params['state']
-    change_MK = jnp.einsum('mr,mkr->mk', h_MR, u_MKR) * state['inverse_beta'][:, None]
-    total = functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True)
-    change_MK += total(top_MK) - total(top_MK + change_MK)
-    rows_M1 = jnp.arange(len(logits_MV))[:, None]
-    return logits_MV.at[rows_M1, tokens_MK].add(change_MK)
-
-  return Guide(off={'inverse_beta': np.float32(0)}, logits=weigh)
 
 
 # The most tokens of a reply that FORCED can force.

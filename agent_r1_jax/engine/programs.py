@@ -73,7 +73,7 @@ def prefill(
 
   Rows are distinct; B or more marks an unused entry. start[m] tokens are in the cache
   already. The first `bucket` slots of each row are read and written: at least start +
-  count. The cache is donated; the params come from decoder.unstack.
+  count. The cache is donated; the params come from sampling_params.unstack.
   """
   view = _gather_rows(cache, rows, bucket)
   steps_1T = jnp.arange(tokens.shape[1])[None]
@@ -115,7 +115,7 @@ def decode(
   cut into decodes can change it.
 
   Args:
-    params: The policy's parameters, from decoder.unstack.
+    params: The policy's parameters, from sampling_params.unstack.
     cache: The cache of all rows; donated.
     batch: The requests.
     guide_params: The parameters of each guide.

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from typing import Any
@@ -21,13 +22,13 @@ from jax.sharding import Mesh
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.engine import active_request, automaton_guide
+from agent_r1_jax.engine import active_request
+from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import guide as guide_lib
-from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.engine import rows as rows_lib
 from agent_r1_jax.engine import sizes as sizes_lib
-from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models import decoder
 
 # The interval at which `serve` calls `interrupted` while there is nothing to compute.
 _POLL_SECONDS = 0.5
@@ -74,10 +75,8 @@ class Replica:
     policy: Samples the requests that name no other policy; any thread may assign it.
     interrupted: Called before each prefill, copy or decode; if it returns True, `serve`
       raises PreemptedError.
-    cache: The keys and values, on the device.
+    device: The cache on the chips, with the guides and automata that requests use.
     rows: The host's record of which text each row of the cache holds.
-    pool: The automata that requests use.
-    guides: All guides that requests can use (G).
   """
 
   def __init__(
@@ -90,24 +89,12 @@ class Replica:
     copy_index: int = 0,
   ):
     """Allocates the cache on `mesh`, on which Policy.copies[copy_index] is too."""
-    self.config, self.sizes, self.stats, self.mesh = config, sizes, stats, mesh
+    self.config, self.sizes, self.stats = config, sizes, stats
     self._copy_index = copy_index
     self.policy: Policy | None = None
     self.interrupted: Callable[[], bool] = lambda: False
-    self.cache = decoder.empty_cache(config, sizes.rows, sizes.slots)
-    if mesh is not None:
-      self.cache = sharding.shard_cache(self.cache, mesh)
     self.rows = rows_lib.Rows(sizes.rows, sizes.slots)
-    self.pool = automaton_guide.AutomatonPool(config.vocab_size)
-    self._guide_params = {
-      automaton_guide.AUTOMATA: None,  # The tables; see _load_automata.
-      guide_lib.TRUNCATION: None,
-      **guides,
-    }
-    self.guides = tuple(self._guide_params)
-    # The automata whose tables are on the device, and the tables in numpy.
-    self._loaded_entries: tuple[types.Automaton, ...] = ()
-    self._tables: automaton_guide.Tables | None = None
+    self.device = device_lib.Device(config, sizes, guides, mesh)
     self._request_numbers = itertools.count()
     self.start()
 
@@ -184,7 +171,7 @@ class Replica:
       request,
       vocab_size=self.config.vocab_size,
       slots=self.sizes.slots,
-      guides=self.guides,
+      guides=self.device.guides,
     )
     parent, tokens = request.parent, np.asarray(request.tokens, np.int32)
     if any(a.generation.text is parent and not a.generation.done for a in self._active):
@@ -192,7 +179,7 @@ class Replica:
         'The text is being sampled for another request: wait for that one, cancel it, or '
         'fork the text.'
       )
-    automata = self.pool.acquire(request.automata)
+    automata = self.device.pool.acquire(request.automata)
     if isinstance(parent, request_lib.Text):
       text = parent
       text.append(tokens)
@@ -201,36 +188,18 @@ class Replica:
       text = request_lib.Text(self, np.concatenate([prefix, tokens]))
     number = next(self._request_numbers)
     generation = request_lib.Generation(request, text, number, self._changed.set)
-    self._active.append(active_request.ActiveRequest(generation, self.guides, automata))
+    self._active.append(
+      active_request.ActiveRequest(generation, self.device.guides, automata)
+    )
     self._unanswered_replies -= 1
     self._changed.set()
     return generation
 
   def warm_up(self, on_done: Callable[[], None], automata: Sequence[types.Automaton]):
-    """Compiles every program with calls that use no row; calls `on_done` after each.
-
-    The tables of the decodes are as large as `automata` need.
-    """
+    """Compiles every program; see Device.warm_up."""
     assert self.policy is not None
-    sizes, params = self.sizes, self.policy.copies[self._copy_index]
-    # The row after the last one marks an unused entry.
-    unused = lambda size: np.full(size, sizes.rows, np.int32)
-    for bucket in sizes.buckets:
-      for size in sizes.prefill_rows:
-        zeros = np.zeros(size, np.int32)
-        tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
-        self._call_prefill(params, unused(size), zeros, tokens, zeros, bucket)
-        on_done()
-      most = sizes.prefill_rows[-1]
-      self._call_copy(np.zeros(most, np.int32), unused(most), bucket)
-      on_done()
-    acquired = [self.pool.acquire([automaton]) for automaton in automata]
-    for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
-      batch = active_request.make_decode_batch({}, size, self.guides, sizes.rows)
-      self._call_decode(params, batch, bucket)
-      on_done()
-    for state in acquired:
-      self.pool.release(state)
+    params = self.policy.copies[self._copy_index]
+    self.device.warm_up(params, on_done, automata)
 
   async def serve(self):
     """Answers requests until it is cancelled.
@@ -294,7 +263,7 @@ class Replica:
     for active in self._active:
       if active.generation.done:
         active.release_row()
-        self.pool.release(active.automata)
+        self.device.pool.release(active.automata)
     self._active = [active for active in self._active if not active.generation.done]
 
   def _choose_requests(self) -> tuple[Policy, list[active_request.ActiveRequest]]:
@@ -351,7 +320,7 @@ class Replica:
       row.cached += len(missing)
       self.stats.prefilled += len(missing)
     bucket = sizes_lib.round_up(sizes.buckets, max(row.cached for row in rows))
-    self._call_prefill(params, indices, start, tokens, count, bucket)
+    self.device.prefill(params, indices, start, tokens, count, bucket)
     self.stats.prefill_seconds += time.perf_counter() - start_time
     return True
 
@@ -364,7 +333,7 @@ class Replica:
       self.stats.shared += prefix.length - row.cached
       row.cached = prefix.length
     longest = max(prefix.length for prefix, _ in copies)
-    self._call_copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
+    self.device.copy(source, rows, sizes_lib.round_up(self.sizes.buckets, longest))
 
   async def _decode(
     self, params, policy_step: int, chosen: list[active_request.ActiveRequest]
@@ -381,16 +350,10 @@ class Replica:
     entries = {
       row.index if in_place else m: active for m, (active, row) in enumerate(rows.items())
     }
-    batch = active_request.make_decode_batch(entries, size, self.guides, sizes.rows)
-
-    def decode():
-      guide_states, decoded = self._call_decode(params, batch, bucket)
-      if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
-        none = np.zeros((size, sizes.decode_steps, 0), np.int32)
-        decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
-      return jax.device_get((guide_states, decoded))
-
+    guides = self.device.guides
+    batch = active_request.make_decode_batch(entries, size, guides, sizes.rows)
     # The call is made in the thread too: on a CPU it returns when it has computed.
+    decode = functools.partial(self.device.decode, params, batch, bucket)
     guide_states, decoded = await self._in_thread(decode)
     self._decode_ended_at = time.perf_counter()
     self.stats.decode_seconds += self._decode_ended_at - start_time
@@ -403,45 +366,5 @@ class Replica:
         active.add_chunk(decoded, m, policy_step, states)
         self._unanswered_replies += active.generation.done
 
-  # The only calls of the device and of its thread; tests and simulations replace them.
-
   def _in_thread(self, decode: Callable[[], Any]) -> asyncio.Future:
     return asyncio.get_running_loop().run_in_executor(self._decode_thread, decode)
-
-  def _call_copy(self, source, rows, bucket):
-    with sharding.use_mesh(self.mesh):
-      self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
-
-  def _call_prefill(self, params, rows, start, tokens, count, bucket):
-    with sharding.use_mesh(self.mesh):
-      self.cache = programs_lib.prefill(
-        params,
-        self.cache,
-        *(rows, start, tokens, count),
-        config=self.config,
-        bucket=bucket,
-      )
-
-  def _call_decode(self, params, batch, bucket):
-    with sharding.use_mesh(self.mesh):
-      self._load_automata()
-      self.cache, guide_states, decoded = programs_lib.decode(
-        params,
-        self.cache,
-        batch,
-        tuple(self._guide_params.values()),
-        config=self.config,
-        guides=self.guides,
-        steps=self.sizes.decode_steps,
-        bucket=bucket,
-        in_place=self.sizes.decodes_in_place(len(batch.rows), bucket),
-      )
-    return guide_states, decoded
-
-  def _load_automata(self):
-    """Copies the automata to the device, if the pool has others since the last decode."""
-    entries = self.pool.entries
-    if entries is not self._loaded_entries:
-      self._loaded_entries = entries
-      self._tables = automaton_guide.make_tables(entries, self._tables)
-      self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(self._tables)

@@ -128,7 +128,7 @@ class Request:
     key: uint32 [2], the randomness of the reply, from `make_key`: the same key, text and
       policy sample the same tokens.
     automata: Stop ids and strings that end the reply, or a grammar that restricts it; at
-      most automaton_guide.PER_ROW of them.
+      most automaton_guide.PER_REQUEST of them.
     guides: The guides that this request uses, of those that the engine was made with, and
       the state in which each begins.
     top_logprobs: How many likeliest tokens are reported with each token, with their

@@ -2,7 +2,7 @@
 
 Top-k, top-p and min-p are applied by a guide (guide.TRUNCATION).
 
-Letters: M rows, V tokens of the vocabulary.
+Letters: M entries of a decode, V tokens of the vocabulary.
 """
 
 import jax
@@ -18,7 +18,7 @@ _BLOCK = 128
 def make_uniforms(
   keys: UInt32[Array, 'M 2'], positions: Int[Array, 'M']
 ) -> Float[Array, 'M']:
-  """Makes a number in [0, 1) for each row from its key and the token's position alone."""
+  """Makes an entry's number in [0, 1) from its key and the token's position alone."""
 
   def one(key, position):
     return jax.random.uniform(jax.random.fold_in(key, position))
@@ -29,7 +29,7 @@ def make_uniforms(
 def scale_logits(
   logits: Float[Array, 'M V'], temperature: Float[Array, 'M']
 ) -> Float[Array, 'M V']:
-  """Divides each row's logits by its temperature, unless that is 0."""
+  """Divides each entry's logits by its temperature, unless that is 0."""
   return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
@@ -37,13 +37,13 @@ def scale_logits(
 def choose_tokens(
   logprobs: Float[Array, 'M V'], u: Float[Array, 'M'], greedy: Bool[Array, 'M']
 ) -> Int[Array, 'M']:
-  """Chooses a token for each row: the likeliest in greedy rows, else by inverse CDF.
+  """Chooses a token for each entry: the likeliest in greedy ones, else by inverse CDF.
 
   Log-probabilities are float32, and -inf where a token is forbidden; u comes from
   `make_uniforms`.
   """
   sampled = _inverse_cdf(jnp.exp(logprobs), u)
-  # argmax takes time, and is skipped where no row is greedy.
+  # argmax takes time, and is skipped where no entry is greedy.
   return jax.lax.cond(
     greedy.any(),
     lambda: jnp.where(greedy, jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32),
@@ -55,7 +55,7 @@ def _inverse_cdf(p_MV: Array, u_M: Array) -> Array:
   """Finds the first token whose cumulative mass exceeds u of the total.
 
   Two levels (blocks, then inside one block) read the vocabulary once and keep the sums
-  short; one uniform a row costs V times less than Gumbel noise.
+  short; one uniform an entry costs V times less than Gumbel noise.
   """
   M, V = p_MV.shape
   p_MNW = jnp.pad(p_MV, ((0, 0), (0, -V % _BLOCK))).reshape(M, -1, _BLOCK)

@@ -3,7 +3,7 @@
 import bisect
 from typing import NamedTuple
 
-from agent_r1_jax.models import attention, decoder
+from agent_r1_jax.models import attention_kernels, decoder
 
 
 class Sizes(NamedTuple):
@@ -86,7 +86,7 @@ def make(
   buckets = [b for i in range(32) if (b := bucket << i) < slots] + [slots]
   decode_rows, decode_buckets = with_quarter(width), buckets
   cache_shape = (rows, config.num_kv_heads, slots, config.head_dim)
-  if width == rows and attention.reads_used_slots(cache_shape, config.dtype):
+  if width == rows and attention_kernels.reads_used_slots(cache_shape, config.dtype):
     # Smaller programs would read as much, and copy it first.
     decode_rows, decode_buckets = [rows], [slots]
   prefills = prefill_tokens, with_quarter(min(prefill_rows, rows))

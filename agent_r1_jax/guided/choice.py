@@ -26,6 +26,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.guided import critic as critic_lib
+from agent_r1_jax.guided import implicit_value
 
 
 class Candidate(NamedTuple):
@@ -138,7 +139,7 @@ def by_implicit_value(
   Raises:
     ValueError: The values are of another policy.
   """
-  params, _ = critic_lib.load_implicit(critic, policy, mesh=engine.mesh)
+  params, _ = implicit_value.load(critic, policy, mesh=engine.mesh)
   return Choice(candidates, value, beta, engine.make_policy(params, 0), True)
 
 

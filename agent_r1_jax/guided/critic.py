@@ -2,58 +2,18 @@
 
 A run with a critic writes it at its end: to WORKDIR/critic or, if it is a second head of
 the policy, with the policy to WORKDIR/model. Under `value_head`, config.json says how it
-was trained; `load` compares that with what a caller expects.
+was trained (rl/value_targets.py); `load` compares that with what a caller expects.
 """
 
-from collections.abc import Callable
 import dataclasses
-import functools
-import hashlib
-import json
 import os
 import pathlib
 from typing import Any
 
 from jax.sharding import Mesh
 
-from agent_r1_jax.guided import implicit_value
 from agent_r1_jax.models import decoder, hf_config, sharding, weights
-from agent_r1_jax.rl import algorithms, kl
-from agent_r1_jax.train import identity
-
-# What an implicit value is of, in its directory.
-IMPLICIT = 'implicit_value.json'
-
-
-def describe(
-  algorithm: algorithms.Algorithm, model: str | os.PathLike, *, privileged: bool
-) -> dict[str, Any] | None:
-  """Describes how an algorithm trains its critic, for JSON; None if it has none.
-
-  The fields are those of algorithms.ValueTargets (None if the algorithm does not say
-  them) and
-
-    rewards: The names of the reward's transforms, in order.
-    kl_coef: The coefficient of the KL in the reward.
-    privileged: Whether the critic is told what the policy is not.
-    tokenizer: The sha256 of tokenizer.json.
-
-  Args:
-    algorithm: The algorithm that trains the critic.
-    model: The directory of the policy, whose tokenizer it reads.
-    privileged: Whether the run has a function `privileged`.
-  """
-  if not algorithm.needs_critic:
-    return None
-  unknown = dict.fromkeys(algorithms.ValueTargets._fields)
-  targets = algorithm.value_targets
-  return {
-    **(targets._asdict() if targets else unknown),
-    'rewards': [_name(transform) for transform in algorithm.rewards],
-    'kl_coef': algorithm.kl.coef if isinstance(algorithm.kl, kl.InReward) else 0.0,
-    'privileged': privileged,
-    'tokenizer': tokenizer_digest(model),
-  }
+from agent_r1_jax.rl import value_targets
 
 
 def load(
@@ -85,7 +45,10 @@ def load(
       f'{directory}: config.json does not say in value_head how a critic was trained; '
       'take the critic/ that a run with a critic writes.'
     )
-  expected = {'privileged': False, 'tokenizer': tokenizer_digest(policy)} | expected
+  expected = {
+    'privileged': False,
+    'tokenizer': value_targets.tokenizer_digest(policy),
+  } | expected
   for field, value in expected.items():
     if field not in found:
       raise ValueError(f'{field}: a critic is described by {", ".join(found)}.')
@@ -110,48 +73,3 @@ def load(
         'they are read by one engine and must have one shape.'
       )
   return params, found
-
-
-def save_implicit(
-  directory: str | os.PathLike,
-  shape: decoder.DecoderConfig,
-  params: decoder.Params,
-  policy: str | os.PathLike,
-  odds: implicit_value.Odds,
-) -> None:
-  """Writes an implicit value, and in implicit_value.json what it is of."""
-  weights.save(directory, shape, params, tokenizer_from=policy)
-  found = {**odds._asdict(), 'policy': identity.model_digest(policy)}
-  (pathlib.Path(directory) / IMPLICIT).write_text(json.dumps(found))
-
-
-def load_implicit(
-  directory: str | os.PathLike, policy: str | os.PathLike, *, mesh: Mesh | None = None
-) -> tuple[decoder.Params, implicit_value.Odds]:
-  """Loads what `save_implicit` wrote: the parameters, float32, with b and β.
-
-  Raises:
-    ValueError: It was fitted to episodes of another policy.
-  """
-  found = json.loads((pathlib.Path(directory) / IMPLICIT).read_text())
-  if found['policy'] != identity.model_digest(policy):
-    raise ValueError(
-      f'policy: {directory} has the values of another policy than {policy}; fit one to '
-      'its episodes.'
-    )
-  place = sharding.make_placer(mesh)
-  params = weights.load(directory, dtype='float32', place=place)[1]
-  return params, implicit_value.Odds(found['prior'], found['beta'])
-
-
-def _name(function: Callable) -> str:
-  if isinstance(function, functools.partial):
-    given = ', '.join(f'{k}={v}' for k, v in function.keywords.items())
-    return f'{_name(function.func)}({given})'
-  return getattr(function, '__name__', type(function).__name__)
-
-
-def tokenizer_digest(directory: str | os.PathLike) -> str:
-  """Returns the sha256 of a model's tokenizer.json."""
-  file = pathlib.Path(directory) / 'tokenizer.json'
-  return hashlib.sha256(file.read_bytes()).hexdigest()

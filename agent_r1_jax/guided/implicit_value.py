@@ -14,16 +14,24 @@ log-probs know of success, and not with a constant.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import json
+import os
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 import numpy as np
 import optax
 
 from agent_r1_jax import types
-from agent_r1_jax.models import decoder
+from agent_r1_jax.models import decoder, sharding, weights
 from agent_r1_jax.rl import learner, losses, packing
 from agent_r1_jax.rl import table as table_lib
+from agent_r1_jax.train import identity
+
+# The file beside the model with b and β, and the policy whose episodes it was fitted to.
+FILE = 'implicit_value.json'
 
 
 class Odds(NamedTuple):
@@ -102,6 +110,38 @@ def fit(
     state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     on_step(step, {'loss': metrics['loss']})
   return state.params, odds
+
+
+def save(
+  directory: str | os.PathLike,
+  config: decoder.DecoderConfig,
+  params: decoder.Params,
+  policy: str | os.PathLike,
+  odds: Odds,
+) -> None:
+  """Writes a fitted model, with what it is the value of in FILE."""
+  weights.save(directory, config, params, tokenizer_from=policy)
+  found = {**odds._asdict(), 'policy': identity.model_digest(policy)}
+  (pathlib.Path(directory) / FILE).write_text(json.dumps(found))
+
+
+def load(
+  directory: str | os.PathLike, policy: str | os.PathLike, *, mesh: Mesh | None = None
+) -> tuple[decoder.Params, Odds]:
+  """Loads what `save` wrote: the parameters, float32, with b and β.
+
+  Raises:
+    ValueError: It was fitted to episodes of another policy.
+  """
+  found = json.loads((pathlib.Path(directory) / FILE).read_text())
+  if found['policy'] != identity.model_digest(policy):
+    raise ValueError(
+      f'policy: {directory} has the values of another policy than {policy}; fit one to '
+      'its episodes.'
+    )
+  place = sharding.make_placer(mesh)
+  params = weights.load(directory, dtype='float32', place=place)[1]
+  return params, Odds(found['prior'], found['beta'])
 
 
 def _pack(

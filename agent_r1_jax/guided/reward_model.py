@@ -17,10 +17,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import batching
 from agent_r1_jax.agent import chat as chat_lib
-from agent_r1_jax.guided import critic
-from agent_r1_jax.guided import reward_training as rl_reward_model
+from agent_r1_jax.guided import reward_training
 from agent_r1_jax.models import decoder, hf_config, weights
-from agent_r1_jax.rl import packing
+from agent_r1_jax.rl import packing, value_targets
 from agent_r1_jax.train import setup, sft
 
 
@@ -61,7 +60,7 @@ class RewardModel:
     self._tools, self._clip = tools, clip
     self._shape = packing.MicrobatchShape(rows, training['row_tokens'])
     # It is compiled now, and not within the time of the first call.
-    rl_reward_model.score(
+    reward_training.score(
       params, [np.zeros(1, np.int32)], config=shape, shape=self._shape
     )
     self._batcher = batching.Batcher(self._score, 'reward_model', timeout=timeout)
@@ -80,7 +79,7 @@ class RewardModel:
   def _score(self, conversations) -> np.ndarray:
     texts = [encode(self._chat, messages, self._tools) for messages in conversations]
     texts = [tokens[-self._shape.row_tokens :] for tokens in texts]
-    raw = rl_reward_model.score(
+    raw = reward_training.score(
       self._params, texts, config=self._model, shape=self._shape
     )
     return np.clip((raw - self._mean) / self._std, -self._clip, self._clip)
@@ -112,7 +111,7 @@ def save(
       it was trained on; its `auc` on held-out tasks; `row_tokens`, the longest
       conversation that it reads, in tokens.
   """
-  training['tokenizer'] = critic.tokenizer_digest(tokenizer_from)
+  training['tokenizer'] = value_targets.tokenizer_digest(tokenizer_from)
   options = {'tokenizer_from': tokenizer_from, 'value_head': training}
   weights.save(directory, shape, params, **options)
 
@@ -141,7 +140,7 @@ def load(directory: str | os.PathLike, *, min_auc: float = 0.6, **options) -> Re
       f'{directory}: the reward model has an AUC of {found["auc"]:.3f} on held-out '
       f'tasks, below min_auc = {min_auc:g}. Train it longer or on more trajectories.'
     )
-  if critic.tokenizer_digest(directory) != found['tokenizer']:
+  if value_targets.tokenizer_digest(directory) != found['tokenizer']:
     raise ValueError(
       f'{directory}: its tokenizer is not the one that the reward model was trained '
       'with: put the files back, or train it anew.'

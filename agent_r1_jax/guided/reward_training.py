@@ -3,7 +3,7 @@
 The score is the value of the state after the trajectory's last token: the model reads the
 whole trajectory, the tools' answers included, and scores no single token.
 
-Letters: n trajectories, B rows, T tokens of a row.
+Letters: n trajectories, B packed rows, T tokens of each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ import optax
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import learner, losses, packing, table
+from agent_r1_jax.rl import learner, losses, packing, spans, table
 
 # (scores, rewards, groups), each [n] -> the loss.
 Loss = Callable[[Array, Array, Array], Array]
@@ -65,11 +65,11 @@ def score(
 ) -> Float[np.ndarray, 'n']:
   """Computes the score of each text.
 
-  Each has a row of its own in a batch of one shape, so that the other texts of the batch
-  cannot change its score.
+  Each has a packed row of its own in a batch of one shape, so that the other texts of the
+  batch cannot change its score.
 
   Raises:
-    ValueError: A text is longer than a row.
+    ValueError: A text is longer than a packed row.
   """
   scores = [np.zeros(0)]
   for start in range(0, len(texts), shape.rows):
@@ -105,7 +105,7 @@ def fit(
 
   Args:
     params: The parameters to start from, with a value head; donated.
-    texts: The tokens of each trajectory, shorter than a row by one at least.
+    texts: The tokens of each trajectory, shorter than a packed row by one at least.
     rewards: The reward of each trajectory.
     groups: The group of each trajectory; its members answered the same task.
     config: The model's shape.
@@ -150,7 +150,7 @@ def _backward_batches(params, texts, value_and_grad, config, shape):
   # A gradient's values are those of the states before each token. So each text gets one
   # more token, which nothing reads: its value is that of the state after the last one.
   tokens = table.from_segments([_segment(np.append(t, t[-1])) for t in texts])
-  ends = table.ends(tokens.segment)
+  ends = spans.ends(tokens.segment)
   batches, layout = packing.pack_microbatches(tokens, shape)
   values = [learner.values(params, batch, config=config) for batch in batches]
   scores = layout.extract(np.concatenate(values))[ends - 1]

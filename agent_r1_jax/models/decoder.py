@@ -5,8 +5,8 @@ argument and a result. The same Block computes training (packed rows, layers sca
 generation (cached rows, layers unrolled, because a scanned cache would be copied at every
 layer).
 
-Letters: B rows, T query tokens, S key slots, L layers, D embed, F feed-forward, N query
-heads, K key-value heads, G = N / K, H head dim, V vocabulary.
+Letters: B rows (packed, or of the cache), T query tokens, S key slots, L layers, D embed,
+F feed-forward, N query heads, K key-value heads, G = N / K, H head dim, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from agent_r1_jax.models import attention, families, lora, sharding
@@ -120,30 +119,6 @@ def _apply_flat(layer: Callable[[Array], Array], x_BTX: Array) -> Array:
   return y_MY.reshape(B, T, *y_MY.shape[1:])
 
 
-def _look_up(table_VD: Array, tokens_BT: Array) -> Array:
-  """Looks up the embeddings [B, T, D] of tokens in a sharded table.
-
-  Each chip looks up the tokens of all chips that share D in its part of the table; then
-  an all-to-all gives each chip its own tokens with all of D. By itself, XLA would gather
-  all embeddings on each chip.
-  """
-
-  def shard(table_VD, tokens_BT):
-    every_SBT = jax.lax.all_gather(tokens_BT, sharding.PARAM_AXES)
-    every_SBT -= jax.lax.axis_index('tensor') * table_VD.shape[0]
-    here_SBT1 = ((every_SBT >= 0) & (every_SBT < table_VD.shape[0]))[..., None]
-    x_SBTD = jnp.where(here_SBT1, table_VD.at[every_SBT].get(mode='clip'), 0)
-    x_SBTD = jax.lax.psum(x_SBTD, 'tensor')
-    return jax.lax.all_to_all(x_SBTD, sharding.PARAM_AXES, 0, 3, tiled=True)[0]
-
-  return jax.shard_map(
-    shard,
-    in_specs=(PartitionSpec('tensor', sharding.PARAM_AXES), sharding.TOKEN_SPEC),
-    out_specs=sharding.TOKEN_SPEC,
-    check_vma=False,
-  )(table_VD, tokens_BT)
-
-
 def _scale_embeddings(x_BTD: Array, config: DecoderConfig) -> Array:
   # Rounded to the activations' dtype, as in transformers.
   scale = jnp.asarray(config.embed_dim**0.5, x_BTD.dtype)
@@ -206,7 +181,8 @@ class Attention(nn.Module):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
-    # The engine's kernel of the queries has one axis for all heads; see `unstack`.
+    # The engine's kernel of the queries has one axis for all heads; see
+    # sampling_params.unstack.
     flat = (c.num_heads * c.head_dim,)
     heads = flat if cache is not None else (c.num_heads, c.head_dim)
     q_BTNH = _apply_flat(project(heads, name='q'), x_BTD)
@@ -295,7 +271,7 @@ class Decoder(nn.Module):
     if self.is_initializing() or sharding.active_mesh() is None:
       x_BTD = embed(tokens_BT)
     else:
-      x_BTD = _look_up(embed.embedding.astype(c.dtype), tokens_BT)
+      x_BTD = sharding.look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = _scale_embeddings(x_BTD, c)
     x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segment_ids_BT)
     x_BTD = RMSNorm(c, name='final_norm')(x_BTD)
@@ -315,42 +291,6 @@ def add_value_head(params: Params) -> Params:
   dim = params['embed']['embedding'].shape[1]
   head = lambda: {'value_head': {'kernel': jnp.zeros((dim, 1)), 'bias': jnp.zeros(1)}}
   return params | sharding.init_sharded(head)
-
-
-def unstack(params: Params, config: DecoderConfig) -> Params:
-  """Makes the parameters for `extend`: a tree for each layer, cast to config.dtype.
-
-  The results are the same; a decode saves slices and casts. Norms stay float32. Adapters
-  are merged, one kernel after the other: all merged kernels together would be a second
-  copy of the layers.
-  """
-  others = {k: v for k, v in params.items() if k not in ('layers', 'final_norm')}
-  cast = jax.tree.map(lambda x: x.astype(config.dtype), others)
-  layers = _unstack_tree(params['layers'], config, 'layers')
-  return params | cast | {'layers': layers}
-
-
-def _unstack_tree(tree: Params, config: DecoderConfig, path: str) -> tuple[Params, ...]:
-  """Returns a tree for each layer; `path` are the names above the tree."""
-  stacks = {}
-  for name, x in lora.merge(tree).items() if 'lora_a' in tree else tree.items():
-    place = f'{path}/{name}'
-    if isinstance(x, dict):
-      stacks[name] = _unstack_tree(x, config, place)
-    else:
-      # [L, D, N, H] -> [L, D, N H], and the bias likewise: a TPU stores the last two axes
-      # in tiles, so that XLA would copy each kernel at every decode to join N and H.
-      joined = place.startswith('layers/attn/q/')
-      dtype = x.dtype.name if '_norm' in place else config.dtype
-      # A merged kernel is freed only when this is done.
-      stacks[name] = jax.block_until_ready(_unstack_leaf(x, joined=joined, dtype=dtype))
-  return tuple({k: x[i] for k, x in stacks.items()} for i in range(config.num_layers))
-
-
-@functools.partial(jax.jit, static_argnames=('joined', 'dtype'))
-def _unstack_leaf(x: Array, *, joined: bool, dtype: str) -> tuple[Array, ...]:
-  x = x.reshape(*x.shape[:-2], -1) if joined else x
-  return tuple(x.astype(dtype))
 
 
 def hidden(

@@ -15,8 +15,8 @@ layer where it is used), and their heads, feed-forward and vocabulary over `tens
 attention, for which the chips of a row exchange tokens for heads, and the learner's shift
 by one. It is the last axis, so that these chips are neighbours. XLA derives most of the
 computation from the shardings of its arguments. What it does not derive is written in the
-models, where a mesh is set: `constrain_params` in the decoder, and the work of one chip
-in the embedding, attention and the vocabulary head.
+models, where a mesh is set: `constrain_params` and `look_up` for the decoder, and what a
+chip computes in attention and the vocabulary head.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -303,6 +304,30 @@ def constrain_params(params: Any) -> Any:
   if mesh is None:
     return params
   return jax.lax.with_sharding_constraint(params, make_shardings(params, mesh))
+
+
+def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+  """Looks up the embeddings [B, T, D] of tokens in a sharded table.
+
+  Each chip looks up the tokens of all chips that share D in its part of the table; then
+  an all-to-all gives each chip its own tokens with all of D. By itself, XLA would gather
+  all embeddings on each chip.
+  """
+
+  def shard(table_VD, tokens_BT):
+    every_SBT = jax.lax.all_gather(tokens_BT, PARAM_AXES)
+    every_SBT -= jax.lax.axis_index('tensor') * table_VD.shape[0]
+    here_SBT1 = ((every_SBT >= 0) & (every_SBT < table_VD.shape[0]))[..., None]
+    x_SBTD = jnp.where(here_SBT1, table_VD.at[every_SBT].get(mode='clip'), 0)
+    x_SBTD = jax.lax.psum(x_SBTD, 'tensor')
+    return jax.lax.all_to_all(x_SBTD, PARAM_AXES, 0, 3, tiled=True)[0]
+
+  return jax.shard_map(
+    shard,
+    in_specs=(PartitionSpec('tensor', PARAM_AXES), TOKEN_SPEC),
+    out_specs=TOKEN_SPEC,
+    check_vma=False,
+  )(table_VD, tokens_BT)
 
 
 def active_mesh() -> AbstractMesh | None:

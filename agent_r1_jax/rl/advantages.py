@@ -22,8 +22,8 @@ import dataclasses
 from jaxtyping import Float, Int
 import numpy as np
 
-from agent_r1_jax.rl import table as table_lib
-from agent_r1_jax.rl.table import TokenTable, discounted_sum, map_by
+from agent_r1_jax.rl import spans
+from agent_r1_jax.rl.table import TokenTable
 
 
 def gae(
@@ -54,7 +54,7 @@ def step_gae(
   before its first token. As there, A is standardised over the turns of the batch (with
   Bessel's correction, ε = 1e-8), and the returns are not.
   """
-  values = table.column('values')[table_lib.starts(table.turn)]
+  values = table.column('values')[spans.starts(table.turn)]
   after = _after(table, bootstrap)
   raw = _gae(table.turn_trajectory, table.turn_rewards, values, after, gamma, lam)
   scaled = _normalized(raw, divide_by_std=True, eps=1e-8) if normalize else raw
@@ -81,7 +81,7 @@ def bi_level_gae(
   makes every token a turn. With a reward other than 0 at the end of each turn, the two
   agree.
   """
-  values, ends = table.column('values'), table_lib.ends(table.turn)
+  values, ends = table.column('values'), spans.ends(table.turn)
   turn_rewards, turn_values = table.turn_rewards, values[ends]
   after = _after(table, bootstrap)
   high = _gae(table.turn_trajectory, turn_rewards, turn_values, after, high_gamma, lam)
@@ -97,7 +97,7 @@ def returns_to_go(table: TokenTable, *, gamma: float = 1.0) -> TokenTable:
   Hu 2025 (arXiv 2501.03262), from action to action as in verl since its #6376. Before
   that, and in SkyRL, G restarts at 0 at every token of the environment.
   """
-  returns = discounted_sum(table.trajectory, table.rewards, gamma)
+  returns = spans.discounted_sum(table.trajectory, table.rewards, gamma)
   return dataclasses.replace(table, advantages=returns, returns=returns)
 
 
@@ -106,7 +106,7 @@ def greedy_baseline(table: TokenTable, *, gamma: float = 1.0) -> TokenTable:
 
   Li et al. 2023 (arXiv 2310.10505). Returns are G.
   """
-  returns = discounted_sum(table.trajectory, table.rewards, gamma)
+  returns = spans.discounted_sum(table.trajectory, table.rewards, gamma)
   advantages = returns - table.column('baselines')[table.trajectory]
   return dataclasses.replace(table, advantages=advantages, returns=returns)
 
@@ -123,7 +123,7 @@ def group_relative(
   raw reward.
   """
   measure = lambda s: _normalized(s, divide_by_std=divide_by_std, eps=eps)
-  return _broadcast(table, map_by([table.group], table.scores, measure))
+  return _broadcast(table, spans.map_by([table.group], table.scores, measure))
 
 
 def leave_one_out(table: TokenTable) -> TokenTable:
@@ -137,7 +137,7 @@ def leave_one_out(table: TokenTable) -> TokenTable:
     centred = _normalized(s, divide_by_std=False, eps=0.0)
     return centred * len(s) / max(len(s) - 1, 1)
 
-  return _broadcast(table, map_by([table.group], table.scores, measure))
+  return _broadcast(table, spans.map_by([table.group], table.scores, measure))
 
 
 def gigpo(
@@ -157,9 +157,11 @@ def gigpo(
   raw reward; here each counts once, and a single one gets 0.
   """
   measure = lambda s: _normalized(s, divide_by_std=divide_by_std, eps=eps)
-  returns = discounted_sum(table.turn_trajectory, table.turn_rewards, gamma)
-  steps = map_by([table.group[table.turn_trajectory], table.states], returns, measure)
-  episodes = map_by([table.group], table.scores, measure)
+  returns = spans.discounted_sum(table.turn_trajectory, table.turn_rewards, gamma)
+  steps = spans.map_by(
+    [table.group[table.turn_trajectory], table.states], returns, measure
+  )
+  episodes = spans.map_by([table.group], table.scores, measure)
   advantages = episodes[table.trajectory] + step_weight * steps[table.turn]
   return dataclasses.replace(table, advantages=advantages)
 
@@ -199,14 +201,14 @@ def gdpo(
   total = np.zeros(len(table.group))
   for name, weight in weights.items():
     if name in table.parts:
-      total += weight * map_by([table.group], table.parts[name], measure)
+      total += weight * spans.map_by([table.group], table.parts[name], measure)
   white = whiten(_broadcast(table, total))
   scores = table.scores
   rest = scores - sum(table.parts.values())
   rest[np.abs(rest) <= 1e-9 * np.maximum(1.0, np.abs(scores))] = 0.0  # Only rounding.
   if named or not rest.any():
     return white
-  added = map_by([table.group], rest, centre)[table.trajectory]
+  added = spans.map_by([table.group], rest, centre)[table.trajectory]
   return dataclasses.replace(white, advantages=white.advantages + added)
 
 
@@ -259,15 +261,15 @@ def _gae(
   lam: float,
 ) -> Float[np.ndarray, 'n']:
   """GAE within each run of equal ids; V after the run is after[id]."""
-  deltas = rewards + gamma * table_lib.next_values(ids, values, after) - values
-  return discounted_sum(ids, deltas, gamma * lam)
+  deltas = rewards + gamma * spans.next_values(ids, values, after) - values
+  return spans.discounted_sum(ids, deltas, gamma * lam)
 
 
 def _normalized(
   x: Float[np.ndarray, 'n'], *, divide_by_std: bool, eps: float
 ) -> Float[np.ndarray, 'n']:
   """(x - mean) / (std + ε) or x - mean; exactly 0 if all x are equal."""
-  if table_lib.tied(x):
+  if spans.tied(x):
     return np.zeros_like(x)
   return (x - x.mean()) / (x.std(ddof=1) + eps if divide_by_std else 1.0)
 

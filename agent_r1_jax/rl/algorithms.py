@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from agent_r1_jax.rl import advantages as advantages_lib
+from agent_r1_jax.rl import aggregation as aggregation_lib
 from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
 from agent_r1_jax.rl import losses, reward_transforms
 from agent_r1_jax.rl.table import TokenTable
 
-Aggregate = Callable[[np.ndarray], np.ndarray]
 # The values that `Algorithm.reads` may contain.
 READABLE = ('rewards', 'parts', 'group', 'values', 'ref_logprobs', 'baselines')
 
@@ -41,13 +39,12 @@ class Algorithm(NamedTuple):
   # Takes the visible tokens of a table (see advantage_mask), and returns it with the
   # column `advantages`, and with `returns` if there is a critic.
   advantages: Callable[[TokenTable], TokenTable]
-  # (TokenStats, Batch) -> the loss and the metrics of each token. It must be 0 where the
-  # advantage is 0: trajectories without an advantage are left out of the batch.
+  # (TokenStats, Batch) -> the loss and the metrics of each token.
   loss: losses.Surrogate
   # Takes the token counts of a mini-batch's trajectories, and returns the weight of each
   # trajectory's tokens. None means that of the loss, also if the loss is replaced:
   # seq_mean_token_mean for GSPO and SAPO, else token_mean.
-  aggregate: Aggregate | None = None
+  aggregate: aggregation_lib.Aggregate | None = None
   # The names from READABLE that `advantages` reads. With 'ref_logprobs' the reference
   # policy scores the tokens, with 'baselines' a greedy episode of each task is played;
   # 'group' means that the episodes of a group are compared. `check` refuses options that
@@ -57,7 +54,7 @@ class Algorithm(NamedTuple):
   rewards: tuple[reward_transforms.Transform, ...] = ()
   # (values, Batch) -> the critic's loss of each token; None without a critic.
   value_loss: losses.ValueLoss | None = None
-  # What the critic learns to predict; saved with the critic (guided/critic.py).
+  # What the critic learns to predict; saved with the critic (rl/value_targets.py).
   value_targets: ValueTargets | None = None
   # The weight of the value loss if the critic is a second head of the policy.
   value_coef: float = 1.0
@@ -77,12 +74,14 @@ class Algorithm(NamedTuple):
   mask_truncated: bool = False
 
   @property
-  def aggregation(self) -> Aggregate:
+  def aggregation(self) -> aggregation_lib.Aggregate:
     """The aggregation in use: `aggregate`, or that of the loss."""
     if self.aggregate is not None:
       return self.aggregate
     by_sequence = getattr(self.loss, 'sequence_mean', False)
-    return seq_mean_token_mean if by_sequence else token_mean
+    return (
+      aggregation_lib.seq_mean_token_mean if by_sequence else aggregation_lib.token_mean
+    )
 
   @property
   def reads_reference(self) -> bool:
@@ -103,6 +102,17 @@ class Algorithm(NamedTuple):
   def needs_critic(self) -> bool:
     """Whether values are read and learned."""
     return self.value_loss is not None
+
+  def needs_all_trajectories(self, *, shared_critic: bool) -> bool:
+    """Whether trajectories without an advantage have a gradient too.
+
+    If not, they are left out of the policy's mini-batches. They have one by the entropy,
+    by a KL in the loss, by the value loss of a shared critic, and by a loss that is not
+    annotated as 0 without an advantage (losses.AnnotatedLoss).
+    """
+    zero = getattr(self.loss, 'zero_without_advantage', False)
+    others = self.entropy_coef or isinstance(self.kl, kl_lib.InLoss) or shared_critic
+    return bool(others or not zero)
 
 
 def check(
@@ -154,37 +164,6 @@ def check(
     )
 
 
-# Aggregations.
-
-
-def token_mean(counts: np.ndarray) -> np.ndarray:
-  """All tokens of the batch have the same weight, 1 / Σ counts (DAPO, verl's default)."""
-  return np.full(len(counts), 1.0 / max(counts.sum(), 1))
-
-
-def seq_mean_token_mean(counts: np.ndarray) -> np.ndarray:
-  """All trajectories have the same weight, and so do the tokens of each (GRPO's paper).
-
-  As in verl, trajectories without an action token are not counted.
-  """
-  return 1.0 / (max((counts > 0).sum(), 1) * np.maximum(counts, 1))
-
-
-def seq_mean_token_sum(counts: np.ndarray) -> np.ndarray:
-  """Sums over the tokens, averages over the trajectories: 1 / #{counts > 0}."""
-  return np.full(len(counts), 1.0 / max((counts > 0).sum(), 1))
-
-
-def seq_mean_token_sum_norm(length: float) -> Aggregate:
-  """Dr.GRPO's norm (arXiv 2503.20783): the sum of a trajectory's tokens over a constant.
-
-  The constant `length` may be the most action tokens that a trajectory can have.
-  """
-  if not length > 0:
-    raise ValueError(f'length is {length}; it must be above 0.')
-  return lambda counts: seq_mean_token_sum(counts) / length
-
-
 # Algorithms by name, with options that several of them share:
 #
 # gamma, lam: The discount and the trace decay of the estimator (rl/advantages.py).
@@ -202,7 +181,7 @@ def grpo(
   clip_high: float = 0.2,
   dual_clip: float | None = 3.0,
   kl_coef: float = 0.001,
-  aggregate: Aggregate | None = None,
+  aggregate: aggregation_lib.Aggregate | None = None,
   **fields: Any,
 ) -> Algorithm:
   """Group-relative policy optimisation (arXiv 2402.03300), with verl's defaults."""
@@ -220,8 +199,7 @@ def dr_grpo(*, length: float, **options: Any) -> Algorithm:
 
   `length` is the constant that replaces the length of a trajectory.
   """
-  _refuse_set(options, 'dr_grpo', 'divide_by_std', 'aggregate')
-  aggregate = seq_mean_token_sum_norm(length)
+  aggregate = aggregation_lib.seq_mean_token_sum_norm(length)
   options = {'kl_coef': 0.0, **options}
   return grpo(divide_by_std=False, aggregate=aggregate, **options)
 
@@ -244,7 +222,6 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, **options: Any) -> 
 
   The clip, by default the paper's, is of the geometric mean of a sequence's ratios.
   """
-  _refuse_set(options, 'gspo', 'dual_clip')
   options = {'kl_coef': 0.0, **options}
   return grpo(dual_clip=None, **options)._replace(
     loss=losses.gspo(clip_low=clip_low, clip_high=clip_high)
@@ -335,7 +312,6 @@ def gdpo(*, weights: Mapping[str, float] | None = None, **options: Any) -> Algor
   `weights` has the weight of each part, by name. None gives each part weight 1, and adds
   the rest of the reward in its own unit.
   """
-  _refuse_set(options, 'gdpo', 'divide_by_std')
   advantages = functools.partial(advantages_lib.gdpo, weights=weights)
   # With weights, only the named parts of the reward count.
   reads = ('parts', 'group') if weights is not None else ('rewards', 'parts', 'group')
@@ -401,13 +377,6 @@ def rejection(*, threshold: float = 1.0, **fields: Any) -> Algorithm:
   accepted = functools.partial(advantages_lib.accepted, threshold=threshold)
   fields = {'reads': ('rewards',)} | fields
   return Algorithm(accepted, losses.likelihood(), **fields)
-
-
-def _refuse_set(options: Mapping[str, Any], algorithm: str, *names: str):
-  """Raises TypeError for an option that the algorithm sets itself."""
-  for name in names:
-    if name in options:
-      raise TypeError(f'{name}: {algorithm} sets it itself; leave it out.')
 
 
 def _clipped(advantages, clip, kl_coef, fields) -> Algorithm:

@@ -14,9 +14,9 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, correction, learner, packing, reward_transforms
+from agent_r1_jax.rl import algorithms, learner, packing, reward_transforms, spans
+from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
-from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.rl.table import TokenTable
 
 # For each trajectory, tokens that only the critic sees, before each of its segments.
@@ -50,7 +50,7 @@ def score(
   """Adds the log-probs, reference log-probs and values that the algorithm needs.
 
   Raises:
-    ValueError: A segment, with its prefix, does not fit a row.
+    ValueError: A segment, with its prefix, does not fit a packed row.
   """
   columns = {}
 
@@ -70,11 +70,10 @@ def score(
   if algorithm.needs_critic:
     values = lambda b: learner.values(models.critic, b, config=models.config)
     longer, in_table = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
-    _check_lengths(longer, in_table, shape)
     after = _score_tokens(longer, values, shape)
     # The state before a token is the state after the token before it.
-    columns['values'] = table_lib.previous_values(longer.segment, after)[in_table]
-    last = table_lib.ends(table.trajectory)
+    columns['values'] = spans.previous_values(longer.segment, after)[in_table]
+    last = spans.ends(table.trajectory)
     columns['final_values'] = np.zeros(len(table.group))
     columns['final_values'][table.trajectory[last]] = after[in_table][last]
   return dataclasses.replace(table, **columns)
@@ -112,7 +111,7 @@ def estimate(
     actions = table.take(table.action_mask)
     weights = algorithm.correction(actions)
     columns['correction'] = table.scatter(table.action_mask, weights, 1.0)
-    statistics = correction.statistics(actions)
+    statistics = correction_lib.statistics(actions)
     metrics |= {f'correction_{name}': value for name, value in statistics.items()}
   return dataclasses.replace(table, **columns), metrics
 
@@ -128,8 +127,8 @@ def make_minibatch(
 ) -> list[types.Batch]:
   """Makes the policy's micro-batches from some trajectories.
 
-  If advantages are the only source of the loss, trajectories whose advantages are all 0
-  are left out; the weights of the others stay the same.
+  Trajectories whose advantages are all 0 are left out, unless the algorithm
+  `needs_all_trajectories`; the weights of the others stay the same.
 
   Args:
     table: The table that `estimate` returned.
@@ -147,7 +146,7 @@ def make_minibatch(
     minibatch = dataclasses.replace(minibatch, kl_weights=kl_weights)
   if not shared_critic:
     minibatch = dataclasses.replace(minibatch, values=None, returns=None)
-  if not (shared_critic or kl_in_loss or algorithm.entropy_coef):
+  if not algorithm.needs_all_trajectories(shared_critic=shared_critic):
     nonzero = np.unique(minibatch.trajectory[minibatch.advantages != 0])
     # One trajectory stays in any case: there must be a batch to compute.
     kept = nonzero if len(nonzero) else members[:1]
@@ -204,22 +203,9 @@ def _select(table, members, algorithm, action_mask: bool) -> TokenTable:
   return table.take(table.find_tokens(members))
 
 
-def _check_lengths(longer: TokenTable, in_table, shape: packing.MicrobatchShape) -> None:
-  """Raises ValueError if a segment fits a row without its prefix, and not with it."""
-  sizes = np.bincount(longer.segment)
-  longest = np.argmax(sizes)
-  text, size = in_table[longer.segment == longest].sum(), sizes[longest]
-  if text < size > shape.row_tokens:
-    raise ValueError(
-      f'A segment of {text} tokens and the {size - text} before it that only the critic '
-      f'sees do not fit a row of {shape.row_tokens}: raise row_tokens, or tell the '
-      'critic less.'
-    )
-
-
 def _mean_kl(table: TokenTable, estimator: kl_lib.Estimator) -> float:
   """Averages over each trajectory's action tokens, then over trajectories (verl's)."""
   actions = table.take(table.action_mask)
   kl = np.asarray(estimator(actions.old_logprobs, actions.column('ref_logprobs')))
-  sums = table_lib.sum_by(actions.trajectory, kl, len(actions.group))
+  sums = spans.sum_by(actions.trajectory, kl, len(actions.group))
   return float(np.mean(sums / actions.lengths))

@@ -6,7 +6,7 @@
 Whoever trains calls these two: updates.py, train/sft.py, the reward models, and
 experiments/one_page.py.
 
-Letters: B rows, T tokens, M tokens of the flattened batch, D embed, V vocabulary.
+Letters: B packed rows, T tokens of each, D embed.
 """
 
 from collections.abc import Callable, Iterable, Sequence

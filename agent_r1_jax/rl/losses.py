@@ -6,8 +6,8 @@ either with the batch's weights. The weights contain the aggregation with global
 denominators, so that the sum over micro-batches and devices is the loss of the batch,
 however it is split or packed.
 
-Letters: B rows, T tokens. A is the advantage, ρ = π/π_old, sg stops the gradient; ε_l and
-ε_h are the options clip_low and clip_high.
+Letters: B packed rows, T tokens of each. A is the advantage, ρ = π/π_old, sg stops the
+gradient; ε_l and ε_h are the options clip_low and clip_high.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ ValueLoss = Callable[[Float[Array, 'B T'], types.Batch], Float[Array, 'B T']]
 class AnnotatedLoss:
   """A surrogate with properties that an algorithm must know; it is called like one.
 
-  A plain function is a surrogate too, for which both properties are False.
+  A plain function is a surrogate too, for which all properties are False.
   """
 
   surrogate: Surrogate  # The function.
@@ -55,6 +55,9 @@ class AnnotatedLoss:
   # Its gradient is the policy gradient only under the policy that sampled, so that a
   # rollout allows one optimizer step only.
   exactly_on_policy: bool = False
+  # At a token whose advantage is 0, its value and its gradient are 0, so that whole
+  # trajectories without an advantage may be left out of the batch.
+  zero_without_advantage: bool = False
 
   def __call__(
     self, stats: TokenStats, batch: types.Batch
@@ -95,7 +98,7 @@ def ppo_clip(
       loss = jnp.where(A < 0, jnp.minimum(loss, -A * dual_clip), loss)
     return loss, _token_metrics(log, clipped)
 
-  return surrogate
+  return AnnotatedLoss(surrogate, zero_without_advantage=True)
 
 
 def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
@@ -119,7 +122,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
     loss, clipped = _clipped(ratio, batch.advantages, clip_low, clip_high)
     return loss, _token_metrics(log_ratio(stats.logprobs, batch.old_logprobs), clipped)
 
-  return AnnotatedLoss(surrogate, sequence_mean=True)
+  return AnnotatedLoss(surrogate, sequence_mean=True, zero_without_advantage=True)
 
 
 def cispo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
@@ -148,12 +151,12 @@ def sapo(*, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
     gate = jax.nn.sigmoid(tau * (jnp.exp(log) - 1.0)) * 4.0 / tau
     return -A * gate, _token_metrics(log)
 
-  return AnnotatedLoss(surrogate, sequence_mean=True)
+  return AnnotatedLoss(surrogate, sequence_mean=True, zero_without_advantage=True)
 
 
 def reinforce() -> Surrogate:
   """-A log π: no ratio, so exact on-policy only. Williams 1992."""
-  return AnnotatedLoss(likelihood(), exactly_on_policy=True)
+  return AnnotatedLoss(_likelihood, exactly_on_policy=True, zero_without_advantage=True)
 
 
 def likelihood() -> Surrogate:
@@ -162,7 +165,7 @@ def likelihood() -> Surrogate:
   The formula is `reinforce`'s. Here A weighs data, whoever produced them, so that any
   number of optimizer steps may fit them.
   """
-  return lambda stats, batch: (-batch.advantages * stats.logprobs, {})
+  return AnnotatedLoss(_likelihood, zero_without_advantage=True)
 
 
 def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Surrogate:
@@ -207,6 +210,10 @@ def _clipped(ratio, advantages, low: float, high: float) -> tuple[Array, Array]:
   return jnp.maximum(plain, clipped), clipped > plain
 
 
+def _likelihood(stats: TokenStats, batch: types.Batch):
+  return -batch.advantages * stats.logprobs, {}
+
+
 def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Surrogate:
   """-sg(bound(ρ)) A log π where inside(log π, log π_old, A > 0), else 0.
 
@@ -225,14 +232,14 @@ def _weighted_likelihood(bound: Callable, inside: Callable | None = None) -> Sur
     loss = -jax.lax.stop_gradient(weight) * batch.advantages * stats.logprobs
     return loss, _token_metrics(log, clipped)
 
-  return surrogate
+  return AnnotatedLoss(surrogate, zero_without_advantage=True)
 
 
 def segment_sum(
   x: Float[Array, 'B T'], segment_ids: Int[Array, 'B T']
 ) -> Float[Array, 'B T']:
   """For each token, the sum of x over its segment."""
-  # The segments of a row are 1, 2, ..., at most one for each token; 0 is padding.
+  # The segments of a packed row are 1, 2, ..., at most one for each token; 0 is padding.
   add = lambda y, i: jax.ops.segment_sum(y, i, x.shape[1] + 1)[i]
   return jax.vmap(add)(x, segment_ids)
 

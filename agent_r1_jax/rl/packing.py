@@ -1,4 +1,6 @@
-"""Packs the segments of a token table into rows of a fixed length, and unpacks columns.
+"""Packs the segments of a token table into packed rows of one length, and unpacks them.
+
+A packed row is one sequence of the device's batch; several segments share it.
 
 Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 """
@@ -17,7 +19,7 @@ from agent_r1_jax.rl.table import TokenTable
 
 
 class MicrobatchShape(NamedTuple):
-  """The shape of packed micro-batches: B rows of T tokens."""
+  """The shape of packed micro-batches: B packed rows of T tokens."""
 
   rows: int
   row_tokens: int
@@ -69,12 +71,12 @@ class Layout:
 def plan_layout(
   lengths: Sequence[int], *, row_tokens: int, row_multiple: int = 1
 ) -> Layout:
-  """Assigns segments to rows of `row_tokens` (T) by first-fit decreasing.
+  """Assigns segments to packed rows of `row_tokens` (T) by first-fit decreasing.
 
   The number of rows (R) is rounded up to a multiple, so that all micro-batches are full.
 
   Raises:
-    ValueError: A segment is longer than a row.
+    ValueError: A segment is longer than a packed row.
   """
   check_lengths(lengths, row_tokens)
   used = 0  # Rows that have a segment.
@@ -91,7 +93,7 @@ def plan_layout(
 
 
 def check_lengths(lengths: Sequence[int], row_tokens: int) -> None:
-  """Raises ValueError if a segment is longer than a row."""
+  """Raises ValueError if a segment is longer than a packed row."""
   if (longest := max(lengths, default=0)) > row_tokens:
     raise ValueError(
       f'A segment of {longest} tokens does not fit a row of {row_tokens}: '
@@ -115,7 +117,7 @@ def pack(table: TokenTable, layout: Layout) -> types.Batch:
 
 
 def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
-  """Splits a batch into micro-batches of `rows` rows; R is a multiple of `rows`."""
+  """Splits a batch into micro-batches of `rows` packed rows, which divides R."""
   for start in range(0, batch.tokens.shape[0], rows):
     yield jax.tree.map(lambda x, part=slice(start, start + rows): x[part], batch)
 
@@ -129,7 +131,7 @@ def pack_microbatches(
     The micro-batches, and the layout of all their rows together.
 
   Raises:
-    ValueError: A segment is longer than a row.
+    ValueError: A segment is longer than a packed row.
   """
   layout = plan_layout(
     table.segment_lengths.tolist(), row_tokens=shape.row_tokens, row_multiple=shape.rows

@@ -11,7 +11,8 @@ import dataclasses
 
 import numpy as np
 
-from agent_r1_jax.rl.table import TokenTable, discounted_sum, ends
+from agent_r1_jax.rl import spans
+from agent_r1_jax.rl.table import TokenTable
 
 Transform = Callable[[TokenTable], TokenTable]
 
@@ -21,7 +22,7 @@ def by_reward_to_go(table: TokenTable, *, eps: float = 1e-6) -> TokenTable:
 
   The normalisation of process rewards in Agent-R1's paper-era code (arXiv 2511.14460).
   """
-  to_go = discounted_sum(table.trajectory, table.rewards, 1.0)
+  to_go = spans.discounted_sum(table.trajectory, table.rewards, 1.0)
   scale = np.abs(to_go).max(initial=0.0) + eps
   parts = {name: part / scale for name, part in table.parts.items()}
   return dataclasses.replace(table, rewards=table.rewards / scale, parts=parts)
@@ -50,7 +51,7 @@ def overlong(
   if not 0 < buffer <= limit:
     raise ValueError(f'buffer={buffer} must be positive and no more than limit={limit}.')
   actions = np.flatnonzero(table.action_mask)
-  last = actions[ends(table.trajectory[actions])]
+  last = actions[spans.ends(table.trajectory[actions])]
   lengths = np.bincount(table.trajectory[actions], minlength=len(table.group))
   penalty = np.minimum((limit - buffer - lengths) / buffer * factor, 0.0)
   penalty = penalty if floor is None else np.maximum(penalty, floor)

@@ -3,11 +3,11 @@
 `build` makes a table of trajectories, and models add columns to it (rl/credit.py).
 Reward transforms, advantages and corrections are functions of its columns
 (rl/reward_transforms.py, rl/advantages.py, rl/correction.py), and packing copies columns
-into the rows of the device's batch (rl/packing.py). Columns are NumPy arrays on the host;
+into the device's batch (rl/packing.py). Columns are NumPy arrays on the host;
 estimators compute in float64. A table is never modified:
 `dataclasses.replace(table, rewards=...)` returns another one.
 
-Rows are in the order of trajectories, of their segments, and of the tokens in these.
+Tokens are in the order of trajectories, of their segments, and of the tokens in these.
 Three columns say where a token belongs: `trajectory`, `turn` and `segment` hold numbers
 that are counted over the whole batch. They also broadcast: if x has a number for each
 trajectory, `x[table.trajectory]` has one for each token.
@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.rl import spans
 
 # Metrics of a trajectory with this prefix are named parts of its reward.
 _PART = 'reward/'
@@ -100,12 +101,12 @@ class TokenTable:
   @property
   def scores(self) -> Float[np.ndarray, 'N']:
     """The undiscounted reward of each trajectory."""
-    return sum_by(self.trajectory, self.rewards, len(self.group))
+    return spans.sum_by(self.trajectory, self.rewards, len(self.group))
 
   @property
   def turn_rewards(self) -> Float[np.ndarray, 'K']:
     """The reward of each turn."""
-    return sum_by(self.turn, self.rewards, len(self.states))
+    return spans.sum_by(self.turn, self.rewards, len(self.states))
 
   @property
   def lengths(self) -> Int[np.ndarray, 'N']:
@@ -115,7 +116,7 @@ class TokenTable:
   @property
   def segment_lengths(self) -> Int[np.ndarray, 'S']:
     """The number of tokens of each segment that has any, in the table's order."""
-    return np.diff(np.append(starts(self.segment), len(self)))
+    return np.diff(np.append(spans.starts(self.segment), len(self)))
 
   def take(self, which: Int[np.ndarray, 'm'] | Bool[np.ndarray, 'n']) -> 'TokenTable':
     """Selects tokens, in the given order; turns and trajectories keep their columns."""
@@ -123,8 +124,8 @@ class TokenTable:
 
   def find_tokens(self, trajectories: Sequence[int]) -> Int[np.ndarray, 'm']:
     """Returns the indices of the trajectories' tokens, in the order of `trajectories`."""
-    spans = np.split(np.arange(len(self)), np.cumsum(self.lengths))
-    return np.concatenate([np.zeros(0, int), *(spans[i] for i in trajectories)])
+    numbers = np.split(np.arange(len(self)), np.cumsum(self.lengths))
+    return np.concatenate([np.zeros(0, int), *(numbers[i] for i in trajectories)])
 
   def find_visible(self, action_mask: bool) -> Bool[np.ndarray, 'n']:
     """Returns a mask of the tokens that estimators see.
@@ -151,7 +152,7 @@ class TokenTable:
     Returns:
       The longer table, and a mask of the tokens that this table has too.
     """
-    first = starts(self.segment)
+    first = spans.starts(self.segment)
     inserted = [prefixes[i] for i in self.trajectory[first]]
     before = np.repeat(first, [len(tokens) for tokens in inserted])
     longer = self._map_tokens(lambda column: np.insert(column, before, 0))
@@ -333,85 +334,3 @@ def from_segments(segments: Sequence[types.Segment]) -> TokenTable:
     group=numbers,
     truncated=np.zeros(len(segments), bool),
   )
-
-
-# Functions of columns, for estimators. `ids` holds the trajectory, turn or segment to
-# which each number belongs; equal ids are neighbours.
-
-
-def starts(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
-  """The first index of each run of equal ids."""
-  return np.flatnonzero(np.diff(ids, prepend=-2))
-
-
-def ends(ids: Int[np.ndarray, 'n']) -> Int[np.ndarray, 'm']:
-  """The last index of each run of equal ids."""
-  return np.flatnonzero(np.diff(ids, append=-2))
-
-
-def sum_by(
-  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], count: int
-) -> Float[np.ndarray, 'm']:
-  """Σ x for each of the ids 0, 1, ..., count - 1, which may come in any order."""
-  # bincount of an empty array returns integers even where it has weights.
-  return np.bincount(ids, x, minlength=count).astype(np.float64)
-
-
-def discounted_sum(
-  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], factor: float
-) -> Float[np.ndarray, 'n']:
-  """y_t = x_t + f y_{t+1} within each run of equal ids, in log₂ n array operations.
-
-  After j rounds y_t is the sum of the first 2ʲ terms of x_t + f x_{t+1} + f² x_{t+2} ...
-  """
-  y, reach, longest = x.copy(), 1, np.max(ends(ids) - starts(ids), initial=-1) + 1
-  while reach < longest:
-    same = ids[reach:] == ids[:-reach]
-    y[:-reach] += factor**reach * np.where(same, y[reach:], 0.0)
-    reach *= 2
-  return y
-
-
-def next_values(
-  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n'], after: Float[np.ndarray, 'm']
-) -> Float[np.ndarray, 'n']:
-  """x_{t+1} within each run of equal ids, and after[id] at its end."""
-  y, last = np.append(x[1:], np.zeros(1))[: len(x)], ends(ids)
-  y[last] = after[ids[last]]
-  return y
-
-
-def previous_values(
-  ids: Int[np.ndarray, 'n'], x: Float[np.ndarray, 'n']
-) -> Float[np.ndarray, 'n']:
-  """x_{t-1} within each run of equal ids, and 0 at its beginning."""
-  y = np.append(np.zeros(1), x)[: len(x)]
-  y[starts(ids)] = 0.0
-  return y
-
-
-def map_by(
-  keys: Sequence[np.ndarray],
-  x: Float[np.ndarray, 'n'],
-  measure: Callable[[np.ndarray], np.ndarray | float],
-) -> Float[np.ndarray, 'n']:
-  """Applies a function to the numbers of each group.
-
-  map_by([table.group], table.scores, np.mean) is, for each trajectory, the mean score of
-  its group.
-
-  The members of a group have equal integers in all arrays of `keys`. `measure` takes the
-  numbers of a group, in their order, and returns as many, or one for all of them.
-  """
-  members: dict[tuple, list[int]] = {}
-  for i, key in enumerate(zip(*(k.tolist() for k in keys), strict=True)):
-    members.setdefault(key, []).append(i)
-  out = np.zeros(len(x))
-  for chosen in members.values():
-    out[chosen] = measure(x[chosen])
-  return out
-
-
-def tied(scores: Float[np.ndarray, 'n']) -> bool:
-  """Whether all scores are equal, up to the rounding of sums of rewards."""
-  return len(scores) < 2 or bool(np.ptp(scores) <= 1e-12 * np.abs(scores).max())

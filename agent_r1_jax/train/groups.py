@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agent_r1_jax import types
-from agent_r1_jax.rl import table
+from agent_r1_jax.rl import spans
 
 Group = list[types.Trajectory]
 
@@ -100,4 +100,4 @@ def is_tied(group: Group) -> bool:
   A group of one episode is never tied: algorithms with one sample compare no group.
   """
   rewards = [t.reward for t in group if t.status != 'error']
-  return not rewards or (len(group) > 1 and table.tied(np.array(rewards)))
+  return not rewards or (len(group) > 1 and spans.tied(np.array(rewards)))

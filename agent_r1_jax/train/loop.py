@@ -16,10 +16,9 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.engine import guide, replica
-from agent_r1_jax.guided import critic
 from agent_r1_jax.host import preemption, processes, runtime
 from agent_r1_jax.models import decoder, lora, peft_files, sharding, weights
-from agent_r1_jax.rl import algorithms, learner, updates
+from agent_r1_jax.rl import algorithms, learner, updates, value_targets
 from agent_r1_jax.train import (
   curriculum,
   evaluate,
@@ -51,7 +50,7 @@ def run(
 
   Writes to workdir: config.json, made_of.json, metrics.jsonl, checkpoints/, and at the
   end in HF layout model/ and, if the critic is a model of its own, critic/ (see
-  guided/critic.py). What else is shown and written is the watcher's.
+  rl/value_targets.py). What else is shown and written is the watcher's.
 
   Args:
     config: The run's configuration.
@@ -285,7 +284,7 @@ def _evaluate(run: setup.Run) -> dict[str, float]:
 def _save_models(run: setup.Run):
   """Writes the policy, its adapters, and a critic."""
   base, workdir = run.config.model.path, run.files.workdir
-  value_head = critic.describe(
+  value_head = value_targets.describe(
     run.plan.algorithm, base, privileged=run.privileged is not None
   )
   options = {'tokenizer_from': base, 'value_head': value_head}

@@ -25,6 +25,7 @@ from agent_r1_jax.host import preemption, runtime
 from agent_r1_jax.models import decoder, lora, sharding, weights
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
+from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import (
   evaluate,
@@ -149,7 +150,7 @@ def _check_options(algorithm, train_state, privileged, guides):
   """Raises ValueError for arguments of a run that do not fit its algorithm."""
   if privileged and 'critic' not in train_state.states:
     raise ValueError('privileged: the algorithm has no critic of its own to tell it to.')
-  if any(guide.logits for guide in guides) and not algorithm.correction:
+  if any(guide.needs_correction for guide in guides) and not algorithm.correction:
     raise ValueError(
       'guides: one changes the logits, so that tokens come from another distribution '
       'than the one that is trained, and the algorithm has no correction for that '
@@ -297,7 +298,7 @@ def make_plan(
     seed=config.seed,
     offload=config.optimizer.offload,
   )
-  return plan, updates.init(params, plan, reference)
+  return plan, train_state_lib.init(params, plan, reference)
 
 
 def _load_reference(

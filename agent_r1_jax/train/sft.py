@@ -10,7 +10,7 @@ import optax
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import learner, losses, packing, table
+from agent_r1_jax.rl import learner, losses, packing, spans, table
 
 # Called with the number of finished steps, the last one's metrics and the parameters.
 OnStep = Callable[[int, dict[str, float], decoder.Params], None]
@@ -203,7 +203,7 @@ def _take(pool: list[types.Segment], config) -> types.Batch:
   tokens = table.from_segments(pool[:count])
   del pool[:count]
   weight = np.where(tokens.action_mask, 1.0, config.other_weight)
-  weight[table.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
+  weight[spans.starts(tokens.segment)] = 0.0  # Nothing predicts the first token.
   weights = (weight > 0) / weight.sum()
   return packing.pack(
     dataclasses.replace(tokens, advantages=weight, weights=weights), layout

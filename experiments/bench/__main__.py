@@ -329,7 +329,7 @@ def reads(bench: Bench) -> dict[str, Any]:
     )
     replica = engine.replicas[0]
     assert replica.policy is not None
-    batch = active_request.make_decode_batch({}, rows, replica.guides, rows)
+    batch = active_request.make_decode_batch({}, rows, replica.device.guides, rows)
     batch = batch._replace(
       rows=np.arange(rows, dtype=np.int32),
       length=np.full(rows, 256 - steps, np.int32),
@@ -338,7 +338,7 @@ def reads(bench: Bench) -> dict[str, Any]:
     call: Any = (replica.policy.copies[0], batch, 256)
 
     def step(replica=replica, call=call):
-      jax.block_until_ready(replica._call_decode(*call))
+      jax.block_until_ready(replica.device.decode(*call))
 
     found[f'{slots}/step_milliseconds'] = round(1e3 * timed(step)['seconds'] / steps, 3)
   small, large = found.values()

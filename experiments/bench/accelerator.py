@@ -40,8 +40,9 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import attention, decoder
+from agent_r1_jax.models import attention, decoder, sampling_params
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
+from agent_r1_jax.rl import train_state as train_state_lib
 from experiments.bench import common
 
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -95,7 +96,7 @@ def bandwidth() -> float:
 def decode():
   """A line for each number of rows and of used tokens."""
   config, params = _policy('3b')
-  params = decoder.unstack(params, config)
+  params = sampling_params.unstack(params, config)
   speed, steps = bandwidth(), 32
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
   guides = (automaton_guide.AUTOMATA, guide_lib.TRUNCATION)
@@ -293,7 +294,7 @@ def step():
   algorithm = algorithms.grpo(kl_coef=0.0)
   optimizer = _optimizer()
   plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
-  train_state, found = updates.init(params, plan), []
+  train_state, found = train_state_lib.init(params, plan), []
   for _ in range(1 + _REPEATS.value):
     before = dataclasses.replace(engine.stats)
     engine.sync_weights(train_state.sampler, train_state.sampler_step)

@@ -51,7 +51,7 @@ from agent_r1_jax import types
 from agent_r1_jax.engine import active_request, automaton_guide
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.models import decoder, sharding
+from agent_r1_jax.models import decoder, sampling_params, sharding
 from agent_r1_jax.rl import algorithms, learner
 from experiments import published
 
@@ -177,7 +177,9 @@ def batch(mesh, rows: int, tokens: int) -> types.Batch:
 
 def replica(config: decoder.DecoderConfig, mesh) -> Any:
   """The engine's parameters."""
-  shapes = jax.eval_shape(lambda p: decoder.unstack(p, config), parameters(config))
+  shapes = jax.eval_shape(
+    lambda p: sampling_params.unstack(p, config), parameters(config)
+  )
   return abstract(shapes, sharding.make_shardings(shapes, mesh))
 
 

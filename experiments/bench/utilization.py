@@ -28,9 +28,9 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
+from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import programs as programs_lib
-from agent_r1_jax.engine import replica as replica_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
@@ -59,18 +59,19 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Chips(replica_lib.Replica):
-  """A replica that computes nothing; each text has a length that its key gives."""
+class Chips(device_lib.Device):
+  """Chips that compute nothing; each text has a length that its key gives."""
 
   tail, stop_id = 0.0, 0
 
-  def _call_copy(self, *args):
-    pass
+  def copy(self, *args):
+    """Nothing."""
 
-  def _call_prefill(self, *args):
-    pass
+  def prefill(self, *args):
+    """Nothing."""
 
-  def _call_decode(self, params, batch, bucket):
+  def decode(self, params, batch, bucket):
+    """Takes its time, and continues each text by what its length leaves."""
     until = time.perf_counter() + _SEGMENT.value
     # All requests may sample _LONGEST tokens: what is missing of that has been sampled.
     left = np.array([self._length(key) for key in batch.keys]) - _LONGEST + batch.budget
@@ -165,9 +166,9 @@ def _system(config, rows, tail, chat):
   sizes = {'rows': rows, 'slots': _SLOTS, 'decode_steps': _TOKENS, 'narrow': False}
   nothing = {'layers': {}}
   engine = engine_lib.Engine(shape, nothing, **sizes)
-  chips: Any = Chips(shape, engine.sizes, {}, engine.stats)
+  chips: Any = Chips(shape, engine.sizes, {})
   chips.tail, chips.stop_id = tail, chat.stop_ids[0]
-  engine.replicas = [chips]
+  engine.replicas[0].device = chips
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
   rows_of_updates = packing.MicrobatchShape(1, 1)  # There are none.
   plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)

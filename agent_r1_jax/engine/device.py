@@ -1,0 +1,128 @@
+"""What a replica has on its chips: the KV cache, and the calls of the jitted programs.
+
+The arguments are numpy arrays; the host's record of what the cache holds is in rows.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+
+from agent_r1_jax import types
+from agent_r1_jax.engine import active_request, automaton_guide
+from agent_r1_jax.engine import guide as guide_lib
+from agent_r1_jax.engine import programs as programs_lib
+from agent_r1_jax.engine import sizes as sizes_lib
+from agent_r1_jax.models import decoder, sharding
+
+
+class Device:
+  """The cache of a replica, and the programs that read and write it.
+
+  Attributes:
+    cache: The keys and values.
+    guides: All guides that requests can use (G).
+    pool: The automata that requests use.
+  """
+
+  def __init__(
+    self,
+    config: decoder.DecoderConfig,
+    sizes: sizes_lib.Sizes,
+    guides: Mapping[guide_lib.Guide, Any],
+    mesh: Mesh | None = None,
+  ):
+    """Allocates the cache on `mesh`."""
+    self.config, self.sizes, self.mesh = config, sizes, mesh
+    self.cache = decoder.empty_cache(config, sizes.rows, sizes.slots)
+    if mesh is not None:
+      self.cache = sharding.shard_cache(self.cache, mesh)
+    self.pool = automaton_guide.AutomatonPool(config.vocab_size)
+    self._guide_params = {
+      automaton_guide.AUTOMATA: None,  # The tables; see _load_automata.
+      guide_lib.TRUNCATION: None,
+      **guides,
+    }
+    self.guides = tuple(self._guide_params)
+    # The automata whose tables are on the device, and the tables in numpy.
+    self._loaded_entries: tuple[types.Automaton, ...] = ()
+    self._tables: automaton_guide.Tables | None = None
+
+  def warm_up(
+    self,
+    params: decoder.Params,
+    on_done: Callable[[], None],
+    automata: Sequence[types.Automaton],
+  ):
+    """Compiles every program with calls that use no row; calls `on_done` after each.
+
+    The tables of the decodes are as large as `automata` need.
+    """
+    sizes = self.sizes
+    # The row after the last one marks an unused entry.
+    unused = lambda size: np.full(size, sizes.rows, np.int32)
+    for bucket in sizes.buckets:
+      for size in sizes.prefill_rows:
+        zeros = np.zeros(size, np.int32)
+        tokens = np.zeros((size, sizes.prefill_tokens), np.int32)
+        self.prefill(params, unused(size), zeros, tokens, zeros, bucket)
+        on_done()
+      most = sizes.prefill_rows[-1]
+      self.copy(np.zeros(most, np.int32), unused(most), bucket)
+      on_done()
+    acquired = [self.pool.acquire([automaton]) for automaton in automata]
+    for bucket, size in itertools.product(sizes.decode_buckets, sizes.decode_rows):
+      batch = active_request.make_decode_batch({}, size, self.guides, sizes.rows)
+      self.decode(params, batch, bucket)
+      on_done()
+    for state in acquired:
+      self.pool.release(state)
+
+  def copy(self, source, rows, bucket: int):
+    """Copies prefixes between rows; see programs.copy."""
+    with sharding.use_mesh(self.mesh):
+      self.cache = programs_lib.copy(self.cache, source, rows, bucket=bucket)
+
+  def prefill(self, params, rows, start, tokens, count, bucket: int):
+    """Writes tokens to rows; see programs.prefill."""
+    with sharding.use_mesh(self.mesh):
+      self.cache = programs_lib.prefill(
+        params,
+        self.cache,
+        *(rows, start, tokens, count),
+        config=self.config,
+        bucket=bucket,
+      )
+
+  def decode(
+    self, params, batch: programs_lib.DecodeBatch, bucket: int
+  ) -> tuple[tuple[guide_lib.State, ...], programs_lib.Decoded]:
+    """Samples tokens; returns the states of the guides and the tokens, in numpy."""
+    with sharding.use_mesh(self.mesh):
+      self._load_automata()
+      self.cache, guide_states, decoded = programs_lib.decode(
+        params,
+        self.cache,
+        batch,
+        tuple(self._guide_params.values()),
+        config=self.config,
+        guides=self.guides,
+        steps=self.sizes.decode_steps,
+        bucket=bucket,
+        in_place=self.sizes.decodes_in_place(len(batch.rows), bucket),
+      )
+    if not np.any(batch.top):  # Unless asked for, these large arrays are not copied.
+      none = np.zeros((*decoded.tokens.shape, 0), np.int32)
+      decoded = decoded._replace(top_tokens=none, top_logprobs=np.float32(none))
+    return jax.device_get((guide_states, decoded))
+
+  def _load_automata(self):
+    """Copies the automata to the device, if the pool has others since the last decode."""
+    entries = self.pool.entries
+    if entries is not self._loaded_entries:
+      self._loaded_entries = entries
+      self._tables = automaton_guide.make_tables(entries, self._tables)
+      self._guide_params[automaton_guide.AUTOMATA] = jax.device_put(self._tables)

@@ -1,0 +1,147 @@
+"""Attention by the kernels of one platform: Pallas' for TPUs, and cuDNN's for GPUs.
+
+models/attention.py computes by one of them where it supports the shapes, else by XLA; the
+results are the same up to rounding. Letters as there.
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from agent_r1_jax.models import sharding
+
+# Causal attention over a row is computed in at most this many blocks of queries.
+MAX_BLOCKS = 8
+# The kernel for TPUs takes whole tiles of LANES numbers, and blocks of this many tokens.
+LANES, _SPLASH_BLOCK = 128, 512
+# The most slots of a page of the kernel for decoding on TPUs, and the most pages: their
+# numbers are in scalar memory, of which a core has 1 MiB.
+_PAGE, _PAGES = 512, 1 << 16
+# The dtypes of cuDNN's attention on every GPU that has it, and its largest head dim (on
+# Hopper it could be 256), which must be a multiple of 8.
+_CUDNN_DTYPES, _CUDNN_HEAD = ('float16', 'bfloat16'), 128
+
+
+def reads_used_slots(
+  shape: tuple[int, ...], dtype: Any, platform: str | None = None
+) -> bool:
+  """Whether a decode's attention reads no slots of a row but those of its text.
+
+  `shape` is the cache's [B, K, S, H]. The kernel that reads pages computes in bfloat16,
+  on TPUs.
+  """
+  B, K, S, H = shape
+  tiles = S % LANES == 0 and H % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
+  few = B * K * S // math.gcd(S, _PAGE) <= _PAGES
+  return (platform or sharding.platform()) == 'tpu' and tiles and few
+
+
+def paged(q_B1NH, k_BKSH, v_BKSH, positions_B1) -> Float[Array, 'B 1 N H']:
+  """Computes `cached` by Pallas' kernel for TPUs, which reads no page after a position's.
+
+  A row that is past the last slot reads one page, and its result has no meaning.
+  """
+  mesh = sharding.active_mesh()
+  K = k_BKSH.shape[1]
+  if mesh is None:
+    return _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, 0, K)
+  tensor = mesh.shape['tensor']
+  # As sharding.cached lays them out: fewer key-value heads than chips are on each, and
+  # the query heads of a chip then share one of them.
+  split = K % tensor == 0
+
+  def on_chip(q_B1NH, k_BKSH, v_BKSH, positions_B1):
+    first = 0 if split else jax.lax.axis_index('tensor') * K // tensor
+    heads = k_BKSH.shape[1] if split else 1
+    return _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads)
+
+  queries = PartitionSpec(sharding.ROW_AXES, None, 'tensor')
+  slots = PartitionSpec(sharding.ROW_AXES, 'tensor' if split else None)
+  return jax.shard_map(
+    on_chip,
+    in_specs=(queries, slots, slots, PartitionSpec(sharding.ROW_AXES)),
+    out_specs=queries,
+    check_vma=False,
+  )(q_B1NH, k_BKSH, v_BKSH, positions_B1)
+
+
+def _attend_to_pages(q_B1NH, k_BKSH, v_BKSH, positions_B1, first, heads: int):
+  """Attends on one chip, whose queries are for `heads` key-value heads, from `first` on.
+
+  The slots of a row and a key-value head lie together: they are the pages of a text.
+  """
+  # The import is slow, and useless on other platforms.
+  from jax.experimental.pallas.ops.tpu import paged_attention
+
+  B, K, S, H = k_BKSH.shape
+  N, page = q_B1NH.shape[2], math.gcd(S, _PAGE)
+  # Each row and key-value head is a text to the kernel, with one key-value head. It sums
+  # in the type of the queries.
+  q_QGH = (q_B1NH.astype(jnp.float32) * H**-0.5).reshape(B * heads, N // heads, H)
+  k_1PSH, v_1PSH = (x.reshape(1, -1, page, H) for x in (k_BKSH, v_BKSH))
+  # The pages of row b and head k begin at (b K + k) S / page; with 4 pages a text, K = 2
+  # and both heads here, row 1's are 8 9 10 11 and 12 13 14 15.
+  text_BK = jnp.arange(B)[:, None] * K + first + jnp.arange(heads)[None]
+  pages_QP = text_BK.reshape(-1, 1) * (S // page) + jnp.arange(S // page)[None]
+  length_B = jnp.where(positions_B1[:, 0] < S, positions_B1[:, 0] + 1, 1)
+  out_QGH = paged_attention.paged_attention(
+    q_QGH,
+    k_1PSH,
+    v_1PSH,
+    jnp.repeat(length_B, heads).astype(jnp.int32),
+    pages_QP.astype(jnp.int32),
+    pages_per_compute_block=1,
+  )
+  return out_QGH.reshape(B, 1, N, H).astype(q_B1NH.dtype)
+
+
+def splash(
+  q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, interpret: bool = False
+) -> Float[Array, 'B T N H']:
+  """Computes `packed` by Pallas' kernel for TPUs: scores never leave the chip's core."""
+  # The import is slow, and useless on other platforms.
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
+  T, N, H = q_BTNH.shape[1:]
+  block = next(b for b in (_SPLASH_BLOCK, 256, LANES) if T % b == 0)
+  names = ('q', 'kv', 'q_dkv', 'kv_dkv', 'q_dq', 'kv_dq')
+  sizes: dict[str, Any] = {f'block_{name}': block for name in names}
+  kernel: Any = splash_attention.make_splash_mha_single_device(
+    splash_attention.MultiHeadMask([splash_attention.CausalMask((T, T))] * N),
+    block_sizes=splash_attention.BlockSizes(**sizes),
+    interpret=interpret,
+  )
+  ids = splash_attention.SegmentIds(segment_ids_BT, segment_ids_BT)
+  # Heads of fewer numbers (64 in the smallest Qwen2.5) end with zeros.
+  lanes = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
+  padded = (jnp.pad(x, lanes) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
+  heads_first = (jnp.swapaxes(x, 1, 2) for x in padded)
+  return jnp.swapaxes(jax.vmap(kernel)(*heads_first, ids), 1, 2)[..., :H]
+
+
+def has_cudnn(q_BTNH) -> bool:
+  """Whether cuDNN's attention supports queries of this shape and dtype."""
+  T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+  fits = H <= _CUDNN_HEAD and H % 8 == 0
+  # All blocks must have an even number of tokens.
+  return q_BTNH.dtype in _CUDNN_DTYPES and fits and T % (2 * MAX_BLOCKS) == 0
+
+
+def cudnn(
+  q_BTNH, k_BSKH, v_BSKH, mask_BTS, implementation: Any = 'cudnn'
+) -> Float[Array, 'B T N H']:
+  """Computes `_attend` by cuDNN: a mask reaches the GPU's memory, scores do not.
+
+  JAX's public interface has no segments, so that the mask becomes an addend of B T S
+  numbers of 2 bytes, the same for all heads, and the backward pass gives one more of that
+  size. In blocks of an eighth of a row of 16,384 tokens that is 64 MiB each, where scores
+  in float32 would be 128 MiB times N.
+  """
+  return jax.nn.dot_product_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation=implementation
+  )
