@@ -259,6 +259,41 @@ class TestOwnGuide:
     assert not engine.replicas[0].load
 
 
+class TestValueGuide:
+  """Tokens weighed by a head's values, on an engine of its own."""
+
+  def _head(self, scale):
+    rng = np.random.default_rng(0)
+    shapes = {'state': (tiny.config().embed_dim, 4), 'token': (tiny.VOCAB, 4)}
+    return {n: scale * rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+
+  def test_equal_values_are_plain_sampling(self):
+    plain = {n: clients.reference()[n] for n in range(4)}
+    guide = guide_lib.make_value_guide(8)
+    engine = tiny.engine(clients.params(), guides={guide: self._head(0.0)})
+    using = {'guides': {guide: {'inverse_beta': np.float32(3.0)}}}
+    clients.assert_same(clients.run(engine, range(4), **using), plain)
+
+  def test_weighs_the_likeliest_and_leaves_the_others(self):
+    guide, head = guide_lib.make_value_guide(3), self._head(1.0)
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(2, tiny.VOCAB)).astype(np.float32)
+    hidden = rng.normal(size=(2, tiny.config().embed_dim)).astype(np.float32)
+    state = {'inverse_beta': np.float32([0.5, 2.0])}
+    assert guide.logits is not None
+    weighed = guide.logits(head, state, *map(jnp.asarray, (logits, hidden)))
+    found = np.asarray(jax.nn.softmax(weighed))
+    before = np.asarray(jax.nn.softmax(logits))
+    for m, beta in enumerate((2.0, 0.5)):
+      top = np.argsort(-logits[m])[:3]
+      weighed = before[m, top] * np.exp(
+        head['token'][top] @ (hidden[m] @ head['state']) / beta
+      )
+      expected = before[m].copy()
+      expected[top] = weighed / weighed.sum() * before[m, top].sum()
+      np.testing.assert_allclose(found[m], expected, rtol=1e-4)
+
+
 def _talkative():
   """Makes the policy begin calls and end strings, which no schema fits by chance."""
   pieces = test_call_grammar.of_tiny().pieces
