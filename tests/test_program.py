@@ -22,7 +22,7 @@ from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import http
 from agent_r1_jax.rl import table
-from agent_r1_jax.serve import conversation, program, protocol, sources
+from agent_r1_jax.serve import conversation, program, replies, requests, sources
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
 from experiments.miniwiki import agents
@@ -174,6 +174,10 @@ class _Context:
     return mock.Mock(text=text, key=key, origin=parent, ids=ids)
 
 
+def _read(*messages, **fields):
+  return http.check_fields(requests.ChatRequest, {'messages': [*messages], **fields})
+
+
 def _submit(asked, request):
   """The one generation of a request to a conversation."""
   (generation,) = asyncio.run(asked.submit(request, []))
@@ -185,14 +189,14 @@ def _accept(asked, generation, text):
   tokens = np.int32(serving.policy()[2].encode_reply(text))
   generation.text.append(tokens)
   generation.chunks = [request.Chunk(*[tokens] * 3, True, *[tokens] * 4)]
-  asked.accept(generation, protocol.Reply(text, [], 'stop'))
+  asked.accept(generation, replies.Reply(text, [], 'stop'))
 
 
 def test_a_request_that_is_made_again_has_its_own_randomness():
   """Of two equal prompts the first one's client goes; neither it nor a third shares."""
 
   asked = conversation.Conversation(serving.policy()[2], TASK, _Context(), 9, 9)
-  request = protocol.read_chat({'messages': [{'role': 'system', 'content': 'x'}, USER]})
+  request = _read({'role': 'system', 'content': 'x'}, USER)
   first, second = (_submit(asked, request) for _ in range(2))
   asked.close(first)
   again, third = (_submit(asked, request) for _ in range(2))
@@ -207,9 +211,7 @@ def test_a_text_goes_on_under_its_own_tools_only():
     serving.policy()[2],
     [USER, {'role': 'assistant', 'content': 'Yes.'}, USER],
   )
-  read = lambda messages, *names: protocol.read_chat(
-    {'messages': messages, 'tools': [tool(name) for name in names]}
-  )
+  read = lambda messages, *names: _read(*messages, tools=[tool(name) for name in names])
   asked = conversation.Conversation(chat, TASK, _Context(), 9, 9)
   first = _submit(asked, read([USER], 'one'))
   _accept(asked, first, 'Yes.')
@@ -222,14 +224,14 @@ def test_a_text_goes_on_under_its_own_tools_only():
 
 def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
   """Else what a client breaks off takes the rows of its neighbours."""
-  said, read = {'role': 'assistant', 'content': 'Yes.'}, protocol.read_chat
+  said = {'role': 'assistant', 'content': 'Yes.'}
   asked = conversation.Conversation(serving.policy()[2], TASK, _Context(), 9, 9)
-  dropped = _submit(asked, read({'messages': [USER]}))
+  dropped = _submit(asked, _read(USER))
   asked.close(dropped)
   assert dropped.text.closed
-  first = _submit(asked, read({'messages': [USER]}))
+  first = _submit(asked, _read(USER))
   _accept(asked, first, 'Yes.')
-  later = read({'messages': [USER, said, USER]})
+  later = _read(USER, said, USER)
   # The text goes on, and then has tokens that its client never got: it is forked.
   second = _submit(asked, later)
   assert second.text is first.text
@@ -238,7 +240,7 @@ def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
   assert _submit(asked, later).text is not first.text
   assert first.text.closed
   # A text from which another one goes on keeps its row.
-  other = _submit(asked, read({'messages': [USER, said, {**USER, 'content': 'Or?'}]}))
+  other = _submit(asked, _read(USER, said, {**USER, 'content': 'Or?'}))
   assert other.text is not other.origin.text and not other.origin.text.closed
 
 
@@ -255,7 +257,7 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
 
   say = lambda text: {'role': 'user', 'content': text}
   said = lambda text: {'role': 'assistant', 'content': text}
-  read = lambda *messages: protocol.read_chat({'messages': [*messages]})
+  read = _read
 
   async def play():
     asked = conversation.Conversation(chat, TASK, _Context(), 9, 9)
