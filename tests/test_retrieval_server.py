@@ -154,7 +154,7 @@ def test_a_search_that_fails_costs_its_own_queries(echo):
     assert asked.post('/retrieve', content='{"query": "\\ud800"}').status_code == 200
     echo.search = lambda queries, k: []
     failed = asked.post('/retrieve', json={'query': 'y'})
-    assert '0 lists of hits, not 1' in failed.json()['error']
+    assert 'retriever gave 0 answers to 1 questions' in failed.json()['error']
 
 
 def test_the_cache_is_bounded(echo):

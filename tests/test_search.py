@@ -12,10 +12,9 @@ import types
 import pytest
 import test_retrieval_client as retrieval_client
 
-from agent_r1_jax.agent import batching
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import thread_pool
-from agent_r1_jax.retrieval import client
+from agent_r1_jax.retrieval import batching, client
 from agent_r1_jax.retrieval.documents import Document, Hit
 from agent_r1_jax.tools import search
 
