@@ -17,12 +17,11 @@ import asyncio
 import collections
 from collections.abc import Sequence
 import dataclasses
-import functools
 import gc
 import hashlib
 import threading
 import time
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_jax.host import http, thread_pool, workers
 from agent_r1_jax.retrieval import batching
@@ -170,9 +169,8 @@ def make_app(
     timeout=timeout,
     cache=cache,
   )
-  parse = functools.partial(_parse, max_queries=max_waiting, max_k=max_k)
-  retrieve = functools.partial(parse, k_field='topk', default_k=3), _render_result
-  search = functools.partial(parse, k_field='top_k', default_k=5), _render_results
+  retrieve = _make_model('topk', 3, max_waiting, max_k), _render_result
+  search = _make_model('top_k', 5, max_waiting, max_k), _render_results
 
   async def health(request):
     if hung := workers.POOL.abandoned.get(_CALL):
@@ -194,15 +192,18 @@ def make_app(
   )
 
 
-def _make_endpoint(searches: _Searches, metrics: _Metrics, parse, render) -> Any:
+def _make_endpoint(searches: _Searches, metrics: _Metrics, model, render) -> Any:
   """Makes what answers the requests of one protocol, and counts and times them."""
 
   async def answer(request):
     began, headers = time.perf_counter(), {}
     try:
-      body = await _read(request)
-      queries, k = parse(body)
-      status, content = 200, render(await searches.search(queries, k), body)
+      fields = await _read(request)
+      # Search-R1's clients send null for the default.
+      fields = {name: value for name, value in fields.items() if value is not None}
+      asked = http.check_fields(model, fields)
+      rankings = await searches.search(asked.queries, asked.k)
+      status, content = 200, render(rankings, asked.return_scores)
     except http.RefusedError as error:
       status, content = error.status, {'error': str(error)}
       headers = error.headers
@@ -225,49 +226,43 @@ async def _read(request) -> dict[str, Any]:
   return await http.read_json(request, _MAX_BODY)
 
 
-def _parse(body, *, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
-  name = 'query' if 'queries' not in body and 'query' in body else 'queries'
-  queries = body.get(name)
-  queries = [queries] if isinstance(queries, str) else queries
-  if not isinstance(queries, list) or not queries:
-    raise http.RefusedError(400, f'{name} is {queries!r:.80}; give a list of texts')
-  if len(queries) > max_queries:
-    raise http.RefusedError(
-      400, f'{name} has {len(queries)} texts; {max_queries} are allowed'
-    )
-  for i, query in enumerate(queries):
-    if not isinstance(query, str) or not query.strip():
-      raise http.RefusedError(
-        400, f'{name}[{i}] is {query!r:.80}; give a text, not blank'
-      )
-  k = body.get(k_field)
-  k = default_k if k is None else k  # Search-R1's clients send null.
-  if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= max_k:
-    raise http.RefusedError(
-      400, f'{k_field} is {k!r:.80}; give an integer from 1 to {max_k}'
-    )
-  return queries, k
+def _make_model(k_name: str, default_k: int, max_queries: int, max_k: int) -> Any:
+  """Makes the pydantic model of a request in one protocol."""
+  import pydantic
+
+  def make_list(queries):
+    return [queries] if isinstance(queries, str) else queries
+
+  def check_text(query):
+    if not query.strip():
+      raise ValueError('give a text that is not blank')
+    return query
+
+  text = Annotated[str, pydantic.AfterValidator(check_text)]
+  size = pydantic.Field(min_length=1, max_length=max_queries, fail_fast=True)
+  texts: Any = Annotated[list[text], size, pydantic.BeforeValidator(make_list)]
+  names = pydantic.AliasChoices('queries', 'query')
+  return pydantic.create_model(
+    'Request',
+    __config__=pydantic.ConfigDict(strict=True),
+    queries=(texts, pydantic.Field(validation_alias=names)),
+    k=(int, pydantic.Field(default_k, ge=1, le=max_k, validation_alias=k_name)),
+    return_scores=(bool, pydantic.Field(False, strict=False)),
+  )
 
 
-def _render_result(rankings: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+def _render_result(rankings: list[list[Hit]], with_scores: bool) -> dict[str, Any]:
   """Writes passages as Search-R1 does, with the title on the first line of contents."""
-  rows = [
-    [
-      ({'id': document.id, 'title': document.title, 'contents': document.contents}, score)
-      for document, score in hits
-    ]
-    for hits in rankings
-  ]
-  if not body.get('return_scores'):
-    return {'result': [[fields for fields, _ in hits] for hits in rows]}
-  return {
-    'result': [
-      [{'document': fields, 'score': score} for fields, score in hits] for hits in rows
-    ]
-  }
+
+  def render(hit: Hit) -> dict[str, Any]:
+    document = hit.document
+    fields = {'id': document.id, 'title': document.title, 'contents': document.contents}
+    return {'document': fields, 'score': hit.score} if with_scores else fields
+
+  return {'result': [[render(hit) for hit in hits] for hits in rankings]}
 
 
-def _render_results(rankings: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+def _render_results(rankings: list[list[Hit]], with_scores: bool) -> dict[str, Any]:
   return {
     'results': [
       [dataclasses.asdict(document) | {'score': score} for document, score in hits]
