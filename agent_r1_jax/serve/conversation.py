@@ -142,7 +142,7 @@ class Conversation:
     """
     if api_request.messages is None:
       raise http.RefusedError(400, 'an episode asks for chat completions only')
-    if api_request.schema_of_reply or api_request.required:
+    if api_request.json_schema or api_request.required:
       self.metrics['unrestricted'] += 1
     begun = []
     try:

@@ -47,16 +47,12 @@ class Grammars:
       stops = await asyncio.to_thread(chat.find_stops, size, api_request.stop)
       ids, _, strings, pieces = stops
       result = [await self._find(grammars.stop, [strings], (ids, pieces, size))]
-    if not restrict or not (
-      api_request.schema_of_reply is not None or api_request.required
-    ):
+    if not restrict or not (api_request.json_schema is not None or api_request.required):
       return result
     pieces = await asyncio.to_thread(lambda: chat.token_bytes)
-    if api_request.schema_of_reply is not None:
+    if api_request.json_schema is not None:
       vocabulary = (chat.stop_ids, pieces, size)
-      restricted = self._find(
-        grammars.json_schema, [api_request.schema_of_reply], vocabulary
-      )
+      restricted = self._find(grammars.json_schema, [api_request.json_schema], vocabulary)
     elif chat.format == call_formats.HERMES:
       restricted = self._find(
         grammars.tool_calls, [api_request.tools, True], ((), pieces, size)

@@ -109,7 +109,7 @@ class _Request(pydantic.BaseModel):
     n: The number of replies.
     stream: Whether the reply is sent as it is sampled.
     usage: Whether the stream ends with the numbers of tokens.
-    schema_of_reply: What the reply must be, as a JSON schema.
+    json_schema: What the reply must be, as a JSON schema.
   """
 
   model_config = pydantic.ConfigDict(strict=True)
@@ -131,7 +131,7 @@ class _Request(pydantic.BaseModel):
   usage: bool | None = Field(
     False, validation_alias=AliasPath('stream_options', 'include_usage')
   )
-  schema_of_reply: _Schema = Field(None, validation_alias='response_format')
+  json_schema: _Schema = Field(None, validation_alias='response_format')
   presence_penalty: _Unsupported = None
   frequency_penalty: _Unsupported = None
   logit_bias: _Unsupported = None
@@ -194,7 +194,7 @@ class ChatRequest(_Request):
     if self.required and not self.tools:
       text = f'tool_choice is {self.tool_choice!r:.80}, and tools has no such tool'
       raise ValueError(text)
-    if self.required and self.schema_of_reply is not None:
+    if self.required and self.json_schema is not None:
       raise ValueError(
         'a reply cannot be a required call and of a response_format; leave one out'
       )
