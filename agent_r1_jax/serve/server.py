@@ -210,7 +210,7 @@ class _Answer:
       self._server.count_replies(-len(self._generations))
 
   async def _follow(self):
-    """Yields (choice, chunk, further text) and at a reply's end (choice, reply, text).
+    """Yields (choice, further text, its log-probs, None); in the end the reply, not None.
 
     All replies are sampled at the same time; they are yielded one after the other. So
     only the first is timed: tokens of the others are here late.
@@ -224,7 +224,10 @@ class _Answer:
           if not (first or index):
             first = time.perf_counter()
             metrics.first.observe(first - self._began)
-          yield choice, chunk, choice.add(chunk)
+          logprobs = None
+          if self._api_request.top_logprobs is not None:
+            logprobs = replies.write_logprobs(chunk, server.chat)
+          yield choice, choice.add(chunk), logprobs, None
         more = len(choice.tokens) - 1
         if first and more > 0:
           metrics.each.observe((time.perf_counter() - first) / more)
@@ -232,7 +235,7 @@ class _Answer:
         reply, rest = choice.finish()
         # Before the client hears of it, and asks for more.
         self._source.accept(generation, reply)
-        yield choice, reply, rest
+        yield choice, rest, None, reply
     metrics.tokens.labels('prompt').inc(self._prompt)
     metrics.tokens.labels('reply').inc(self._sampled)
 
@@ -240,15 +243,14 @@ class _Answer:
     choices, scored = [], []
     try:
       async with contextlib.aclosing(self._follow()) as parts:
-        async for choice, item, _ in parts:
-          if isinstance(item, replies.Reply):
+        async for choice, _, logprobs, reply in parts:
+          scored += logprobs or []
+          if reply:
             logprobs = scored if self._api_request.top_logprobs is not None else None
-            written = self._form.choice(item.text, item.calls, logprobs)
-            reason = {'finish_reason': item.reason}
+            written = self._form.choice(reply.text, reply.calls, logprobs)
+            reason = {'finish_reason': reply.reason}
             choices.append({'index': choice.index, **written, **reason})
             scored = []
-          elif self._api_request.top_logprobs is not None:
-            scored += replies.write_logprobs(item, self._server.chat)
     except TimeoutError:
       answer = self._server.refuse(self._make_late_error())
     else:
@@ -268,15 +270,11 @@ class _Answer:
     status = 200
     try:
       async with contextlib.aclosing(self._follow()) as parts:
-        async for choice, item, text in parts:
-          logprobs, tool_calls, reason = None, (), None
-          if isinstance(item, replies.Reply):
-            tool_calls, reason = item.calls, item.reason
-          elif self._api_request.top_logprobs is not None:
-            logprobs = replies.write_logprobs(item, self._server.chat)
-          if text or tool_calls or reason or logprobs:
-            part = self._form.delta(text, tool_calls, logprobs)
-            part = {'index': choice.index, **part, 'finish_reason': reason}
+        async for choice, text, logprobs, reply in parts:
+          if text or logprobs or reply:
+            part = self._form.delta(text, reply.calls if reply else (), logprobs)
+            reason = {'finish_reason': reply.reason if reply else None}
+            part = {'index': choice.index, **part, **reason}
             await event(self._frame([part], part=True))
       if self._api_request.usage:
         await event(self._frame([], part=True, usage=self._count_usage()))
