@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import http.server
 import json
 import pickle
-import threading
 
+import answers
 import pytest
 import test_rollout
 import tiny
@@ -30,23 +29,12 @@ def server(text='Fine. Score: 0.75', status=200):
   """An OpenAI-compatible endpoint; yields its address and what it was asked."""
   asked = []
 
-  class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-      body = self.rfile.read(int(self.headers['Content-Length']))
-      asked.append((self.path, self.headers['Authorization'], json.loads(body)))
-      answer = json.dumps({'choices': [{'message': {'content': text}}]}).encode()
-      self.send_response(status)
-      self.send_header('Content-Length', str(len(answer)))
-      self.end_headers()
-      self.wfile.write(answer)
+  def answer(handler, body):
+    asked.append((handler.path, handler.headers['Authorization'], body))
+    return status, json.dumps({'choices': [{'message': {'content': text}}]}).encode()
 
-    def log_message(self, *args):
-      pass
-
-  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as served:
-    threading.Thread(target=served.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{served.server_port}/v1', asked
-    served.shutdown()
+  with answers.serve_posts(answer) as url:
+    yield f'{url}/v1', asked
 
 
 async def test_an_endpoint_judges_once_each_conversation():
@@ -159,19 +147,19 @@ async def test_what_is_remembered_is_short_however_long_a_conversation_is():
 def test_a_model_in_the_engine_of_the_rollouts_judges():
   """More episodes wait for it than the engine has rows."""
   engine = test_rollout._engine()
-  tasks, answers = test_rollout._tasks(20), []
+  tasks, texts = test_rollout._tasks(20), []
   talkative = engine.make_policy(tiny.params(tiny.config(), likely={100: 0.5}), 0)
   asked = judge_model.ask_engine(engine, tiny.chat(), policy=talkative, max_tokens=8)
 
   async def ask(prompt):
-    answers.append(await asked(prompt))
+    texts.append(await asked(prompt))
     return 'Score: 0.5'
 
   judge = judge_lib.Judge(ask, '{conversation}')
   played = test_rollout._collect(lambda: env_lib.ToolEnv([], judge), tasks, engine=engine)
   done = [t for t in played if t.status == 'done']
   assert len(done) > 5 and {t.reward for t in played} == {0.5}
-  assert len(answers) == judge.counts['calls'] and all(answers)
+  assert len(texts) == judge.counts['calls'] and all(texts)
 
 
 def test_a_prompt_has_known_fields():

@@ -6,14 +6,13 @@ import contextlib
 import json
 import pathlib
 import signal
-import socket
 import threading
 import time
 
+import answers
 import httpx2
 import pytest
 import script
-import uvicorn
 
 from agent_r1_jax.retrieval import bm25, client, dense, documents, encoder, fusion, server
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -44,19 +43,9 @@ class Echo:
 @contextlib.contextmanager
 def _serve(retriever, **limits):
   """A client of a server in a thread."""
-  served = server.make_app(retriever, **limits)
-  config = uvicorn.Config(served, port=0, log_level='error', ws='none')
-  running = uvicorn.Server(config)
-  with socket.create_server(('127.0.0.1', 0)) as listener:
-    thread = threading.Thread(target=running.run, args=([listener],))
-    thread.start()
-    url = f'http://127.0.0.1:{listener.getsockname()[1]}'
-    try:
-      with httpx2.Client(base_url=url, timeout=30) as asked:
-        yield asked
-    finally:
-      running.should_exit = True
-      thread.join(20)
+  with answers.run(server.make_app(retriever, **limits)) as (port, _):
+    with httpx2.Client(base_url=f'http://127.0.0.1:{port}', timeout=30) as asked:
+      yield asked
 
 
 def _wait_for(condition):

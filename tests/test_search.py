@@ -244,7 +244,7 @@ async def test_misuse():
 
 
 async def test_a_server_that_fails_is_told_to_the_model():
-  with retrieval_client.Scripted(retrieval_client.GOOD, {'result': 3}) as fake:
+  with retrieval_client.scripted(retrieval_client.GOOD, {'result': 3}) as fake:
     with client.Remote(fake.url) as remote:
       tool = search.search_tool(remote, k=1)
       good = await _call(tool, 'Ann')
