@@ -16,7 +16,7 @@ QUICK = {'timeout': 20.0, 'deadline': 60.0, 'backoff': 0.001}
 
 
 @contextlib.contextmanager
-def scripted(*given):
+def scripted(*given, retry_after='0'):
   """A server that gives its answers one by one, the last one again and again."""
   given, asked, gate = list(given), [], threading.Event()
 
@@ -41,7 +41,7 @@ def scripted(*given):
     status, content = now if isinstance(now, tuple) else (200, now)
     return status, content if isinstance(content, bytes) else json.dumps(content).encode()
 
-  with answers.serve_posts(answer, **{'Retry-After': '0'}) as url:
+  with answers.serve_posts(answer, **{'Retry-After': retry_after}) as url:
     yield types.SimpleNamespace(url=f'{url}/', asked=asked)
     gate.set()
 
@@ -70,6 +70,13 @@ def test_what_may_pass_is_tried_again(remote):
     ((hit,),) = remote(fake.url, **QUICK | {'timeout': 0.5}).search(['a'], 1)
   assert hit.document == Document('"Ann"\nBorn.', 'Ann', 'Born.')
   assert len(fake.asked) >= 5
+
+
+def test_a_server_that_asks_for_more_time_than_is_left_is_not_asked_again(remote):
+  with scripted((503, b''), retry_after='3600') as fake:
+    with pytest.raises(client.RemoteError, match='within 60 seconds: status 503'):
+      remote(fake.url, **QUICK).search(['a'], 1)
+  assert len(fake.asked) == 1
 
 
 @pytest.mark.parametrize('answer', ['hang', 'drip'])

@@ -98,7 +98,7 @@ class _Searches:
         hits_by_text |= zip(uncached, await asyncio.gather(*asked), strict=True)
     except (TimeoutError, thread_pool.PoolFullError) as error:
       text = f'no answer within {self._timeout:g} seconds; {self._count} queries wait'
-      raise http.RefusedError(504, f'{text} {error}'.rstrip()) from None
+      raise http.RefusedError(504, f'{text}; {error}'.rstrip('; ')) from None
     except Exception as error:
       text = f'the search failed: {workers.describe_error(error)}'
       raise http.RefusedError(500, text) from None
