@@ -1,9 +1,8 @@
 """A simulated user."""
 
-from http import server
 import json
-import threading
 
+import answers
 import pytest
 
 from agent_r1_jax import testing, types
@@ -81,25 +80,13 @@ async def test_a_user_that_fails_is_an_error(no_clock, gate):
 
 
 async def test_an_endpoint_plays_the_user():
-  class Endpoint(server.BaseHTTPRequestHandler):
-    def do_POST(self):
-      asked = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
-      assert self.path == '/v1/chat/completions' and asked['temperature'] == 0.5
-      text = user(asked['messages'])
-      body = json.dumps({'choices': [{'message': {'content': text}}]}).encode()
-      self.send_response(200)
-      self.send_header('Content-Length', str(len(body)))
-      self.end_headers()
-      self.wfile.write(body)
+  def answer(handler, asked):
+    assert handler.path == '/v1/chat/completions' and asked['temperature'] == 0.5
+    text = user(asked['messages'])
+    return 200, json.dumps({'choices': [{'message': {'content': text}}]}).encode()
 
-    def log_message(self, *_):
-      pass
-
-  with server.ThreadingHTTPServer(('127.0.0.1', 0), Endpoint) as http:
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    url = f'http://127.0.0.1:{http.server_port}/v1'
-    plays = dialogue.endpoint_user(url, 'model', temperature=0.5)
+  with answers.serve_posts(answer) as url:
+    plays = dialogue.endpoint_user(f'{url}/v1', 'model', temperature=0.5)
     env = dialogue.DialogueEnv([], reward, plays)
     assert (await env.reset(TASK))[-1]['content'] == 'A room, please.'
     assert (await env.step('done')).reward == 1.0
-    http.shutdown()

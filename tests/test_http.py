@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 
+import answers
 import httpx2
 import pytest
 from starlette import applications, routing
@@ -35,15 +36,8 @@ def _serve(**handlers):
     routing.Route(f'/{name}', handler, methods=['GET', 'POST'])
     for name, handler in handlers.items()
   ]
-  server = http.make_server(applications.Starlette(routes=routes), 1)
-  with http.listen('127.0.0.1', 0) as listener:
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-      yield listener.getsockname(), server, refused
-    finally:
-      server.should_exit = True
-      thread.join(20)
+  with answers.run(applications.Starlette(routes=routes)) as (port, server):
+    yield ('127.0.0.1', port), server, refused
 
 
 def _read(connection) -> bytes:

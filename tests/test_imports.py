@@ -29,7 +29,10 @@ OWNERS = {
   'httpx2': f'{PACKAGE}/tools/remote_sandbox.py {PACKAGE}/retrieval/client.py '
   f'{PACKAGE}/host/bounded_http.py {PACKAGE}/guided/judge.py '
   'experiments/bench/retriever.py',
+  'pydantic': f'{PACKAGE}/host/http.py {PACKAGE}/serve/requests.py '
+  f'{PACKAGE}/serve/endpoint.py {PACKAGE}/retrieval/server.py experiments/',
   'pyseccomp': f'{PACKAGE}/tools/sandbox_worker.py',
+  'tenacity': f'{PACKAGE}/retrieval/client.py',
   'mcp': f'{PACKAGE}/tools/mcp_server.py',
   'tensorflow_datasets': f'{PACKAGE}/tasks/qa_tfds.py',
   'gymnasium': f'{PACKAGE}/tasks/games.py',
@@ -67,6 +70,7 @@ LAZY = (
   'rich',
   'scipy',
   'starlette',
+  'tenacity',
   'tensorboardX',
   'textworld',
   'tokenizers',
@@ -169,7 +173,7 @@ def test_text_rooms_are_light():
     for path in FILES
     if path.split('/')[1] in TEXT and path not in (ENCODER, OWNERS['tensorflow_datasets'])
   ]
-  heavy = (*LAZY, 'tensorflow_datasets', 'flax', 'orbax', 'numba')
+  heavy = (*LAZY, 'tensorflow_datasets', 'flax', 'orbax', 'numba', 'pydantic')
   script = f'import sys, {", ".join(modules)}; print({{*{heavy}}} & {{*sys.modules}})'
   command = [sys.executable, '-c', script]
   result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

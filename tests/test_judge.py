@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import http.server
 import json
 import pickle
-import threading
 
+import answers
 import pytest
 
 from agent_r1_jax import types
@@ -27,23 +26,12 @@ def server(text='Fine. Score: 0.75', status=200):
   """An OpenAI-compatible endpoint; yields its address and what it was asked."""
   asked = []
 
-  class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-      body = self.rfile.read(int(self.headers['Content-Length']))
-      asked.append((self.path, self.headers['Authorization'], json.loads(body)))
-      answer = json.dumps({'choices': [{'message': {'content': text}}]}).encode()
-      self.send_response(status)
-      self.send_header('Content-Length', str(len(answer)))
-      self.end_headers()
-      self.wfile.write(answer)
+  def answer(handler, body):
+    asked.append((handler.path, handler.headers['Authorization'], body))
+    return status, json.dumps({'choices': [{'message': {'content': text}}]}).encode()
 
-    def log_message(self, *args):
-      pass
-
-  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as served:
-    threading.Thread(target=served.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{served.server_port}/v1', asked
-    served.shutdown()
+  with answers.serve_posts(answer) as url:
+    yield f'{url}/v1', asked
 
 
 async def test_an_endpoint_judges_once_each_conversation():

@@ -23,7 +23,7 @@ from agent_r1_jax.agent import transcript
 from agent_r1_jax.engine import request
 from agent_r1_jax.host import http
 from agent_r1_jax.rl import table
-from agent_r1_jax.serve import conversation, program, protocol, sources
+from agent_r1_jax.serve import conversation, program, replies, requests, sources
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.train import rollout
 from experiments.miniwiki import agents
@@ -82,11 +82,8 @@ def _assert_same(played, expected):
       np.testing.assert_array_equal(s.action_mask, t.action_mask)
       np.testing.assert_allclose(s.behaviour_logprobs, t.behaviour_logprobs, atol=2e-5)
       np.testing.assert_array_equal(s.policy_steps, t.policy_steps)
-    assert (one.turns, one.messages, one.status) == (
-      other.turns,
-      other.messages,
-      other.status,
-    )
+    for name in ('turns', 'messages', 'status'):
+      assert getattr(one, name) == getattr(other, name)
     own = {'forks': 0.0, 'rewritten': 0.0, 'tool_calls': 0.0, 'format_errors': 0.0}
     assert one.metrics.items() <= (own | other.metrics).items()
 
@@ -133,9 +130,8 @@ def _branches(delays):
         go_on('third', third),
         go_on('twice', [USER], n=2),
       )
-      await go_on(
-        'rewritten', [*first[:-1], {'role': 'assistant', 'content': 'No'}, USER]
-      )
+      changed = {'role': 'assistant', 'content': 'No'}
+      await go_on('rewritten', [*first[:-1], changed, USER])
       stripped = {**first[-1], 'content': f'  {first[-1]["content"]}\n'}
       await go_on('stripped', [*first[:-1], stripped, {**USER, 'content': 'again'}])
 
@@ -175,6 +171,10 @@ class _Context:
     return mock.Mock(text=text, key=key, origin=parent, ids=ids)
 
 
+def _read(*messages, **fields):
+  return http.check_fields(requests.ChatRequest, {'messages': [*messages], **fields})
+
+
 def _submit(asked, request):
   """The one generation of a request to a conversation."""
   (generation,) = asyncio.run(asked.submit(request, []))
@@ -186,7 +186,7 @@ def _accept(asked, generation, text):
   tokens = np.int32(serving.policy()[2].encode_reply(text))
   generation.text.append(tokens)
   generation.chunks = [request.Chunk(*[tokens] * 3, True, *[tokens] * 4)]
-  asked.accept(generation, protocol.Reply(text, [], 'stop'))
+  asked.accept(generation, replies.Reply(text, [], 'stop'))
 
 
 def _conversation(chat):
@@ -197,10 +197,8 @@ def _conversation(chat):
 def test_a_request_that_is_made_again_has_its_own_randomness():
   """Of two equal prompts the first one's client goes; neither it nor a third shares."""
 
-  asked = conversation.Conversation(
-    serving.policy()[2], TASK, _Context(), transcript.Transcript(), 9, 9
-  )
-  request = protocol.read_chat({'messages': [{'role': 'system', 'content': 'x'}, USER]})
+  asked = _conversation(serving.policy()[2])
+  request = _read({'role': 'system', 'content': 'x'}, USER)
   first, second = (_submit(asked, request) for _ in range(2))
   asked.close(first)
   again, third = (_submit(asked, request) for _ in range(2))
@@ -211,13 +209,9 @@ def test_a_request_that_is_made_again_has_its_own_randomness():
 def test_a_text_goes_on_under_its_own_tools_only():
   """Its prompt describes them, and no others."""
   tool = lambda name: {'type': 'function', 'function': {'name': name}}
-  chat, later = (
-    serving.policy()[2],
-    [USER, {'role': 'assistant', 'content': 'Yes.'}, USER],
-  )
-  read = lambda messages, *names: protocol.read_chat(
-    {'messages': messages, 'tools': [tool(name) for name in names]}
-  )
+  chat = serving.policy()[2]
+  later = [USER, {'role': 'assistant', 'content': 'Yes.'}, USER]
+  read = lambda messages, *names: _read(*messages, tools=[tool(name) for name in names])
   asked = _conversation(chat)
   first = _submit(asked, read([USER], 'one'))
   _accept(asked, first, 'Yes.')
@@ -230,16 +224,14 @@ def test_a_text_goes_on_under_its_own_tools_only():
 
 def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
   """Else what a client breaks off takes the rows of its neighbours."""
-  said, read = {'role': 'assistant', 'content': 'Yes.'}, protocol.read_chat
-  asked = conversation.Conversation(
-    serving.policy()[2], TASK, _Context(), transcript.Transcript(), 9, 9
-  )
-  dropped = _submit(asked, read({'messages': [USER]}))
+  said = {'role': 'assistant', 'content': 'Yes.'}
+  asked = _conversation(serving.policy()[2])
+  dropped = _submit(asked, _read(USER))
   asked.close(dropped)
   assert dropped.text.closed
-  first = _submit(asked, read({'messages': [USER]}))
+  first = _submit(asked, _read(USER))
   _accept(asked, first, 'Yes.')
-  later = read({'messages': [USER, said, USER]})
+  later = _read(USER, said, USER)
   # The text goes on, and then has tokens that its client never got: it is forked.
   second = _submit(asked, later)
   assert second.text is first.text
@@ -248,7 +240,7 @@ def test_a_text_that_nothing_goes_on_from_gives_its_row_up():
   assert _submit(asked, later).text is not first.text
   assert first.text.closed
   # A text from which another one goes on keeps its row.
-  other = _submit(asked, read({'messages': [USER, said, {**USER, 'content': 'Or?'}]}))
+  other = _submit(asked, _read(USER, said, {**USER, 'content': 'Or?'}))
   assert other.text is not other.origin.text and not other.origin.text.closed
 
 
@@ -265,22 +257,19 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
 
   say = lambda text: {'role': 'user', 'content': text}
   said = lambda text: {'role': 'assistant', 'content': text}
-  read = lambda *messages: protocol.read_chat({'messages': [*messages]})
 
   async def play():
-    asked = conversation.Conversation(
-      chat, TASK, _Context(), transcript.Transcript(), 9, 9
-    )
-    (first,) = await asked.submit(read(USER), [])
+    asked = _conversation(chat)
+    (first,) = await asked.submit(_read(USER), [])
     _accept(asked, first, 'One.')
     second_request = [USER, said('One.'), say('And?')]
-    (second,) = await asked.submit(read(*second_request), [])
+    (second,) = await asked.submit(_read(*second_request), [])
     loop = asyncio.get_running_loop()
     # Just now it goes on from the first reply, since the second is being sampled.
     third_request = [*second_request, said('Two.'), say('long ' * 20)]
-    third = asyncio.ensure_future(asked.submit(read(*third_request), []))
+    third = asyncio.ensure_future(asked.submit(_read(*third_request), []))
     assert await loop.run_in_executor(None, entered.wait, 60)
-    fourth = asyncio.ensure_future(asked.submit(read(USER), []))
+    fourth = asyncio.ensure_future(asked.submit(_read(USER), []))
     _accept(asked, second, 'Two.')
     await asyncio.sleep(0)
     assert not fourth.done()
@@ -295,7 +284,7 @@ def test_a_reply_that_ends_while_a_long_request_is_encoded(monkeypatch):
     # Of a request whose episode ends meanwhile nothing is sampled.
     entered.clear()
     gate.clear()
-    late = asyncio.ensure_future(asked.submit(read(say('a long one')), []))
+    late = asyncio.ensure_future(asked.submit(_read(say('a long one')), []))
     assert await loop.run_in_executor(None, entered.wait, 60)
     asked.end()
     gate.set()
@@ -343,13 +332,8 @@ def test_rewards_add_up():
   (played,) = _collect(make_env, serving.tasks()[:1], max_turn_tokens=64)
   if played.status == 'done':
     assert [turn.reward for turn in played.turns] == [1.0, 12.75]
-    named = {
-      'tool_calls': 7.0,
-      'forks': 5.0,
-      'rewritten': 0.0,
-      'reward/form': 4.25,
-      'reward/style': 0.5,
-    }
+    named = {'tool_calls': 7.0, 'forks': 5.0, 'rewritten': 0.0}
+    named |= {'reward/form': 4.25, 'reward/style': 0.5}
     assert named.items() <= played.metrics.items()
   assert played.error is None
 
@@ -401,9 +385,8 @@ async def _hang(task, url):
 
 
 def _script(code='', **options):
-  return program.process(
-    [sys.executable, '-c', SCRIPT.replace('\n-', f'\n{code}')], **options
-  )
+  command = [sys.executable, '-c', SCRIPT.replace('\n-', f'\n{code}')]
+  return program.process(command, **options)
 
 
 _SLEEP = program.process(['sleep', '600'])
@@ -433,12 +416,8 @@ def test_how_programs_end(run, limits, status, error, turns, reward):
   played = _play(run, **{'max_turn_tokens': 64} | limits)
   assert played.status == status, played.error
   assert turns in (None, len(played.turns)) and played.reward == reward
-  assert (error is None) == (played.error is None) and (error or '') in (
-    played.error or ''
-  )
-  assert (
-    len(played.segments) == min(turns if turns is not None else 1, 1) or turns is None
-  )
+  assert (error is None) == (played.error is None) and (error or '') in f'{played.error}'
+  assert turns is None or len(played.segments) == min(turns, 1)
 
 
 def test_a_process_gets_no_variable_of_the_trainer_that_is_not_named(monkeypatch):
@@ -457,10 +436,8 @@ def test_a_process_gets_no_variable_of_the_trainer_that_is_not_named(monkeypatch
   run = program.process(command, read=read, env=['GIVEN'])
   asyncio.run(run(TASK, 'http://here'))
   found['environ'].pop('LC_CTYPE', None)  # Python sets it in a locale without a name.
-  assert found['environ'] == kept | {
-    'OPENAI_BASE_URL': 'http://here',
-    'OPENAI_API_KEY': 'none',
-  }
+  address = {'OPENAI_BASE_URL': 'http://here', 'OPENAI_API_KEY': 'none'}
+  assert found['environ'] == kept | address
   with pytest.raises(ValueError, match=r"env: \['NOT_SET_HERE'\] are not set"):
     program.process(command, env=['NOT_SET_HERE', 'GIVEN'])
 

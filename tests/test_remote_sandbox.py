@@ -1,13 +1,11 @@
 """The client of SandboxFusion's protocol, against a small server that runs the code."""
 
-import contextlib
-from http import server as http_server
 import json
 import re
 import subprocess
 import sys
-import threading
 
+import answers
 import pytest
 
 from agent_r1_jax.agent import tool as tool_lib
@@ -31,36 +29,22 @@ def run_code(request):
   return {'status': status, 'run_result': run | {'execution_time': 0.1}}
 
 
-class Handler(http_server.BaseHTTPRequestHandler):
-  def do_POST(self):
-    request = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
-    requests.append(request)
-    answer = {
-      '/run_code': lambda: json.dumps(run_code(request)),
-      '/words/run_code': lambda: 'no JSON',
-      '/list/run_code': lambda: '[1]',
-      '/failed/run_code': lambda: '{"status": "SandboxError", "message": "full"}',
-      '/huge/run_code': lambda: 'x' * (1 << 20),
-    }.get(self.path)
-    body = answer().encode() if answer else b''
-    self.send_response(200 if answer else 503)
-    self.send_header('Content-Length', str(len(body)))
-    self.end_headers()
-    with contextlib.suppress(OSError):  # The client need not read all of it.
-      self.wfile.write(body)
-
-  def log_message(self, *args):
-    pass
+def answer(handler, request):
+  requests.append(request)
+  made = {
+    '/run_code': lambda: json.dumps(run_code(request)),
+    '/words/run_code': lambda: 'no JSON',
+    '/list/run_code': lambda: '[1]',
+    '/failed/run_code': lambda: '{"status": "SandboxError", "message": "full"}',
+    '/huge/run_code': lambda: 'x' * (1 << 20),
+  }.get(handler.path)
+  return (200, made().encode()) if made else (503, b'')
 
 
 @pytest.fixture(scope='module')
 def url():
-  with http_server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f'http://127.0.0.1:{server.server_port}'
-    server.shutdown()
-    thread.join()
+  with answers.serve_posts(answer) as url:
+    yield url
 
 
 @pytest.fixture(autouse=True)

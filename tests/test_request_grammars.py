@@ -16,7 +16,7 @@ import tiny
 
 from agent_r1_jax.agent import automata, grammars
 from agent_r1_jax.host import http, isolated
-from agent_r1_jax.serve import protocol, request_grammars
+from agent_r1_jax.serve import request_grammars, requests
 
 _ASKED = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 4}
 _ENDLESS = {'type': 'string', 'pattern': '^(a{1,300}){1,300}$'}
@@ -36,7 +36,7 @@ class TestGrammars:
     return request_grammars.Grammars(tiny.chat(), tiny.VOCAB)
 
   def _make(self, making, body):
-    return making.make(protocol.read_chat(body), restrict=True)
+    return making.make(http.check_fields(requests.ChatRequest, body), restrict=True)
 
   async def test_equal_requests_share_an_automaton_that_is_made_once(self, monkeypatch):
     made, compile_grammar = [], automata.compile_grammar
@@ -111,7 +111,7 @@ class TestGrammars:
 
   async def test_without_restriction_nothing_is_made(self):
     making = self._grammars()
-    asked = protocol.read_chat(_with_schema(_ENDLESS))
+    asked = http.check_fields(requests.ChatRequest, _with_schema(_ENDLESS))
     assert len(await making.make(asked, restrict=False)) == 1 and not making._made
 
 

@@ -1,10 +1,11 @@
 """The client against servers that are down, slow, overloaded, or return nonsense."""
 
 import contextlib
-import http.server
 import json
 import threading
+import types
 
+import answers
 import pytest
 
 from agent_r1_jax.retrieval import client
@@ -14,64 +15,35 @@ GOOD = {'result': [[{'document': {'contents': '"Ann"\nBorn.'}, 'score': 1}]]}
 QUICK = {'timeout': 20.0, 'deadline': 60.0, 'backoff': 0.001}
 
 
-class Scripted:
+@contextlib.contextmanager
+def scripted(*given, retry_after='0'):
   """A server that gives its answers one by one, the last one again and again."""
+  given, asked, gate = list(given), [], threading.Event()
 
-  def __init__(self, *answers):
-    self.answers, self.asked, self.gate = list(answers), [], threading.Event()
-    scripted = self
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = 'HTTP/1.1'
-
-      def do_POST(self):
-        body = self.rfile.read(int(self.headers['Content-Length']))
-        scripted.asked.append((self.path, json.loads(body)))
-        scripted.give(self)
-
-      def log_message(self, *args):
-        pass
-
-    self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-    self.url = f'http://127.0.0.1:{self._server.server_port}/'
-
-  def give(self, handler):
-    answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-    if answer == 'hang':
-      self.gate.wait()
-      answer = 'close'
-    if answer == 'close':
-      handler.close_connection = True
-      return
-    if isinstance(answer, tuple):
-      status, content = answer
-    else:
-      status, content = 200, answer
-    content = content if isinstance(content, bytes) else json.dumps(content).encode()
-    handler.send_response(status)
-    # One byte more than there is, and a byte now and then: an answer that never ends.
-    drips = content == b'drip'
-    handler.send_header('Content-Length', str(len(content) + 10**6 * drips))
-    if status == 503:
-      handler.send_header('Retry-After', '0')
+  def drip(handler):
+    """Sends a byte now and then: an answer that never ends."""
+    handler.send_response(200)
+    handler.send_header('Content-Length', str(10**6))
     handler.end_headers()
-    handler.wfile.write(content)
-    try:
-      while drips and not self.gate.wait(0.01):
+    with contextlib.suppress(OSError):  # The client has left.
+      while not gate.wait(0.01):
         handler.wfile.write(b'.')
-    except OSError:
-      pass  # The client has left.
 
-  def __enter__(self):
-    self._thread.start()
-    return self
+  def answer(handler, fields):
+    asked.append((handler.path, fields))
+    now = given.pop(0) if len(given) > 1 else given[0]
+    if now == 'drip':
+      drip(handler)
+    if now == 'hang':
+      gate.wait()
+    if isinstance(now, str):
+      return None
+    status, content = now if isinstance(now, tuple) else (200, now)
+    return status, content if isinstance(content, bytes) else json.dumps(content).encode()
 
-  def __exit__(self, *_):
-    self.gate.set()
-    self._server.shutdown()
-    self._server.server_close()
-    self._thread.join(20)
+  with answers.serve_posts(answer, **{'Retry-After': retry_after}) as url:
+    yield types.SimpleNamespace(url=f'{url}/', asked=asked)
+    gate.set()
 
 
 @pytest.fixture
@@ -84,7 +56,7 @@ def remote():
 def test_a_search(remote):
   passage = {'id': 7, 'title': 'Ann "A"', 'contents': 'Ann "A"\nBorn.\nDied.'}
   two = [{'document': passage, 'score': 2.5}, {'document': {'contents': 'x'}, 'score': 1}]
-  with Scripted({'result': [two, []]}) as fake:
+  with scripted({'result': [two, []]}) as fake:
     found = remote(fake.url).search(['a', 'b\ud800'], 2)
     assert remote(fake.url).search([], 2) == []
   ann = Hit(Document('7', 'Ann "A"', 'Born.\nDied.'), 2.5)
@@ -94,15 +66,22 @@ def test_a_search(remote):
 
 
 def test_what_may_pass_is_tried_again(remote):
-  with Scripted((503, {'error': 'full'}), 'close', (500, b''), 'hang', GOOD) as fake:
+  with scripted((503, {'error': 'full'}), 'close', (500, b''), 'hang', GOOD) as fake:
     ((hit,),) = remote(fake.url, **QUICK | {'timeout': 0.5}).search(['a'], 1)
   assert hit.document == Document('"Ann"\nBorn.', 'Ann', 'Born.')
   assert len(fake.asked) >= 5
 
 
-@pytest.mark.parametrize('answer', ['hang', b'drip'])
+def test_a_server_that_asks_for_more_time_than_is_left_is_not_asked_again(remote):
+  with scripted((503, b''), retry_after='3600') as fake:
+    with pytest.raises(client.RemoteError, match='within 60 seconds: status 503'):
+      remote(fake.url, **QUICK).search(['a'], 1)
+  assert len(fake.asked) == 1
+
+
+@pytest.mark.parametrize('answer', ['hang', 'drip'])
 def test_a_slow_server_costs_no_more_than_the_deadline(remote, answer):
-  with Scripted(answer) as fake:
+  with scripted(answer) as fake:
     asked = remote(fake.url, timeout=0.1, deadline=0.5, backoff=0.01)
     with pytest.raises(
       client.RemoteError, match='no passages within 0.5 seconds: .*no an'
@@ -129,7 +108,7 @@ def test_a_slow_server_costs_no_more_than_the_deadline(remote, answer):
   ],
 )
 def test_nonsense_names_the_server(remote, answer, message):
-  with Scripted(answer) as fake:
+  with scripted(answer) as fake:
     with pytest.raises(client.RemoteError, match=f'{fake.url}retrieve: .*{message}'):
       remote(fake.url, **QUICK).search(['a'], 1)
   assert len(fake.asked) == 1

@@ -6,14 +6,13 @@ import contextlib
 import json
 import pathlib
 import signal
-import socket
 import threading
 import time
 
+import answers
 import httpx2
 import pytest
 import script
-import uvicorn
 
 from agent_r1_jax.retrieval import bm25, client, dense, documents, encoder, fusion, server
 from agent_r1_jax.retrieval.documents import Document, Hit
@@ -44,19 +43,9 @@ class Echo:
 @contextlib.contextmanager
 def _serve(retriever, **limits):
   """A client of a server in a thread."""
-  served = server.make_app(retriever, **limits)
-  config = uvicorn.Config(served, port=0, log_level='error', ws='none')
-  running = uvicorn.Server(config)
-  with socket.create_server(('127.0.0.1', 0)) as listener:
-    thread = threading.Thread(target=running.run, args=([listener],))
-    thread.start()
-    url = f'http://127.0.0.1:{listener.getsockname()[1]}'
-    try:
-      with httpx2.Client(base_url=url, timeout=30) as asked:
-        yield asked
-    finally:
-      running.should_exit = True
-      thread.join(20)
+  with answers.run(server.make_app(retriever, **limits)) as (port, _):
+    with httpx2.Client(base_url=f'http://127.0.0.1:{port}', timeout=30) as asked:
+      yield asked
 
 
 def _wait_for(condition):
@@ -154,7 +143,7 @@ def test_a_search_that_fails_costs_its_own_queries(echo):
     assert asked.post('/retrieve', content='{"query": "\\ud800"}').status_code == 200
     echo.search = lambda queries, k: []
     failed = asked.post('/retrieve', json={'query': 'y'})
-    assert '0 lists of hits, not 1' in failed.json()['error']
+    assert 'retriever gave 0 answers to 1 questions' in failed.json()['error']
 
 
 def test_the_cache_is_bounded(echo):
@@ -186,14 +175,24 @@ def test_bad_input_names_the_field(echo):
       ('/retrieve', '[' * 100_000, 400, 'the body is no JSON'),
       ('/retrieve', f'{{"query": {"[" * 500 + "]" * 500}}}', 400, 'nested deeper than'),
       ('/retrieve', '[]', 400, 'the body is no JSON object'),
-      ('/retrieve', '{}', 400, 'queries is None; give a list of texts'),
-      ('/retrieve', '{"queries": []}', 400, r'queries is \[\]'),
-      ('/retrieve', '{"queries": ["a", 3]}', 400, r'queries\[1\] is 3; give a text'),
-      ('/retrieve', '{"query": " "}', 400, r"query\[0\] is ' '"),
-      ('/retrieve', '{"queries": ["a", "b", "c", "d"]}', 400, 'has 4 texts; 3 are'),
-      ('/retrieve', '{"query": "a", "topk": 0}', 400, 'topk is 0; give an integer from'),
+      ('/retrieve', '{}', 400, 'queries is missing'),
+      ('/retrieve', '{"queries": []}', 400, r'queries is \[\]; .*at least 1 item'),
+      (
+        '/retrieve',
+        '{"queries": ["a", 3]}',
+        400,
+        r'queries\[1\] is 3; it should be',
+      ),
+      ('/retrieve', '{"query": " "}', 400, "query is ' '; give a text"),
+      (
+        '/retrieve',
+        '{"queries": ["a", "b", "c", "d"]}',
+        400,
+        'at most 3 items',
+      ),
+      ('/retrieve', '{"query": "a", "topk": 0}', 400, 'topk is 0; .*or equal to 1'),
       ('/retrieve', '{"query": "a", "topk": true}', 400, 'topk is True'),
-      ('/search', '{"query": "a", "top_k": 101}', 400, 'top_k is 101; .* 1 to 100'),
+      ('/search', '{"query": "a", "top_k": 101}', 400, 'top_k is 101; .* equal to 100'),
       ('/search?queries=a&top_k=x', None, 400, "top_k is 'x'"),
       ('/retrieve', ' ' * (1 << 20) + '{}', 413, 'more than 1048576 bytes'),
     ):

@@ -12,10 +12,9 @@ import types
 import pytest
 import test_retrieval_client as retrieval_client
 
-from agent_r1_jax.agent import batching
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.host import thread_pool
-from agent_r1_jax.retrieval import client
+from agent_r1_jax.retrieval import batching, client
 from agent_r1_jax.retrieval.documents import Document, Hit
 from agent_r1_jax.tools import search
 
@@ -245,7 +244,7 @@ async def test_misuse():
 
 
 async def test_a_server_that_fails_is_told_to_the_model():
-  with retrieval_client.Scripted(retrieval_client.GOOD, {'result': 3}) as fake:
+  with retrieval_client.scripted(retrieval_client.GOOD, {'result': 3}) as fake:
     with client.Remote(fake.url) as remote:
       tool = search.search_tool(remote, k=1)
       good = await _call(tool, 'Ann')

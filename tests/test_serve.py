@@ -16,7 +16,8 @@ import serving
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.serve import protocol, server, sources
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import requests, server, sources
 
 TOOLS = [serving.search_tool().schema]
 ASKED = {'model': 'policy', 'messages': serving.tasks()[0].messages}
@@ -166,37 +167,40 @@ def test_only_the_first_choice_is_timed(client, url):
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'messages': []}, 'at least one message'),
-    ({'messages': [{'content': 'x'}]}, r'messages\[0\] has no role'),
+    ({'messages': []}, 'messages is .*at least 1 item'),
+    ({'messages': [{'content': 'x'}]}, r'messages\[0\].role is missing'),
     ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'only text'),
-    ({'messages': [{'role': 'assistant', 'tool_calls': [{}]}]}, 'cannot be read'),
-    ({'temperature': -1}, 'temperature is -1'),
-    ({'top_p': 0}, 'top_p is 0'),
-    ({'top_k': 10**12}, 'top_k is 1000000000000; it must be an integer from 0 to'),
-    ({'n': 1.5}, 'n is 1.5; it must be an integer from 1 to 16'),
-    ({'stop': ['']}, 'stop must be'),
-    ({'max_tokens': 5000}, 'there is room for 320'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': [{}]}]}, 'function is missing'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': 5}]}, 'tool_calls is 5'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': [_call(5)]}]}, r'\.name is 5; it'),
+    ({'messages': [{'role': 'tool', 'tool_call_id': ['a']}]}, r"_id is \['a'\]"),
+    ({'messages': [{'role': 'user', 'name': {'a': 1}}]}, 'name is .*valid string'),
     ({'messages': [{'role': 'user', 'content': 'word ' * 400}]}, 'there is room for'),
-    ({'logit_bias': {'5': 1}}, 'logit_bias is not supported'),
-    ({'tool_choice': 'required'}, 'there are no tools'),
-    ({'tools': [{'type': 'function'}]}, 'no tool of type function'),
-    ({'response_format': {'type': 'xml'}}, "type 'xml'"),
+    ({'max_tokens': 5000}, 'there is room for 320'),
+    ({'max_completion_tokens': 0}, 'max_completion_tokens is 0; .* equal to 1'),
+    ({'temperature': -1}, 'temperature is -1; .* equal to 0'),
+    ({'top_p': 0}, 'top_p is 0'),
+    ({'top_k': 10**12}, 'top_k is 1000000000000; it should be less than'),
+    ({'n': 1.5}, 'n is 1.5; it should be a valid integer'),
+    ({'n': 17}, 'n is 17; it should be less than or equal to 16'),
+    ({'top_logprobs': 2}, 'top_logprobs needs logprobs'),
+    ({'logit_bias': {'5': 1}}, "logit_bias is {'5': 1}; it is not supported"),
+    ({'stop': ['']}, 'stop is .* empty'),
+    ({'stop': ['a'] * 17}, 'stop is .*at most 16 items'),
+    ({'stop': [5] * 300_000}, r'stop\[0\] is 5; it should be a valid string'),
+    ({'tools': 5}, 'tools is 5; it should be a valid list'),
+    ({'tools': [{'type': 'function'}]}, r'tools\[0\] is .*; give {"type": "function"'),
+    ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'a JSON schema'),
+    ({'tool_choice': 'required'}, "tool_choice is 'required', and tools has no such"),
+    ({'tools': TOOLS, 'tool_choice': {'function': 'f'}}, "give 'auto', 'none'"),
+    ({'tools': TOOLS, 'tool_choice': {'function': {'name': 'f'}}}, 'has no such tool'),
+    ({'response_format': {'type': 'xml'}}, 'response_format is .* its type must be'),
     ({'response_format': _schema({'$ref': '#/x'})}, 'no grammar'),
-    ({'response_format': {'type': 'json_schema', 'json_schema': 'x'}}, 'has no schema'),
-    ({'response_format': 'json_schema'}, 'has no schema'),
+    ({'response_format': {'type': 'json_schema', 'json_schema': 'x'}}, 'its type'),
     (
       {'tools': TOOLS, 'tool_choice': 'required', 'response_format': 'json_object'},
       'a required call and of a response_format',
     ),
-    ({'max_completion_tokens': 0}, 'max_completion_tokens is 0; it must be'),
-    ({'top_logprobs': 2}, 'top_logprobs needs logprobs'),
-    ({'tools': 5}, 'tools is 5; it must be a list'),
-    ({'tools': [{'function': {'name': 'f', 'parameters': 5}}]}, 'are no JSON schema'),
-    ({'tools': TOOLS, 'tool_choice': {'function': 'f'}}, 'tool_choice names None'),
-    ({'messages': [{'role': 'assistant', 'tool_calls': 5}]}, 'cannot be read'),
-    ({'messages': [{'role': 'tool', 'tool_call_id': ['a']}]}, r"has the name \['a'\]"),
-    ({'messages': [{'role': 'user', 'name': {'a': 1}}]}, 'it must be a text'),
-    ({'messages': [{'role': 'assistant', 'tool_calls': [_call(5)]}]}, 'has the name 5'),
   ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(client, url, fields, message):
@@ -233,7 +237,7 @@ def test_arguments_that_are_nested_too_deep_stay_a_text():
   """As other arguments that cannot be read."""
   call = {'id': 'a', 'function': {'name': 'f', 'arguments': '{"a":' * 300 + '}' * 300}}
   said = {'role': 'assistant', 'tool_calls': [call]}
-  (message,) = protocol.read_messages([said])
+  (message,) = http.check_fields(requests.ChatRequest, {'messages': [said]}).messages
   assert message['calls'] == [('f', call['function']['arguments'])]
 
 

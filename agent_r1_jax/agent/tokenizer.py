@@ -211,6 +211,19 @@ def make_plain_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], li
   return encode
 
 
+def make_stream_decoder(
+  tokenizer: PreTrainedTokenizerFast,
+) -> Callable[[list[int]], str]:
+  """Makes a function that returns the text of further tokens of a reply.
+
+  Where the last of them ends within a character, they wait for the next ones.
+  """
+  from tokenizers import decoders
+
+  stream = decoders.DecodeStream(skip_special_tokens=False)
+  return lambda ids: stream.step(tokenizer.backend_tokenizer, ids) or ''
+
+
 def longest_token(tokenizer: PreTrainedTokenizerFast) -> int:
   """Returns how many characters of a text one token can stand for, at most.
 

@@ -24,6 +24,7 @@ Letters: M entries of a decode, V vocabulary, D numbers of a hidden state, G gui
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax

@@ -4,8 +4,12 @@ import asyncio
 import json
 import math
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+if TYPE_CHECKING:
+  import pydantic
+
+_Model = TypeVar('_Model', bound='pydantic.BaseModel')
 MAX_CONNECTIONS = 4096
 REQUEST_SECONDS = 30.0  # For a whole request to arrive.
 _MAX_DEPTH = 64  # Of JSON.
@@ -53,6 +57,34 @@ async def read_json(request: Any, max_bytes: int) -> dict[str, Any]:
   if not isinstance(fields, dict):
     raise RefusedError(400, 'the body is no JSON object; give {"a field": "its value"}')
   return fields
+
+
+def check_fields(model: type[_Model], fields: dict[str, Any]) -> _Model:
+  """Makes a pydantic model of the fields of a request.
+
+  Raises:
+    RefusedError: A field is wrong; the text says which one, and what it must be.
+  """
+  import pydantic
+
+  try:
+    return model.model_validate(fields)
+  except pydantic.ValidationError as error:
+    errors = error.errors(include_url=False, include_context=False)
+  first = max(errors, key=lambda error: len(error['loc']))
+  where, missing = '', first['type'] == 'missing'
+  value: Any = fields
+  for part in first['loc']:  # Of a union it also has the types, which are no fields.
+    if isinstance(part, int) and isinstance(value, list):
+      where, value = f'{where}[{part}]', value[part]
+    elif isinstance(value, dict) and (part in value or missing):
+      where, value = f'{where}.{part}'.removeprefix('.'), value.get(part)
+  reason = first['msg'].removeprefix('Value error, ').replace('Input should', 'it should')
+  if missing:
+    reason = f'{where} is missing'
+  elif where:
+    reason = f'{where} is {first["input"]!r:.80}; {reason}'
+  raise RefusedError(400, reason)
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:

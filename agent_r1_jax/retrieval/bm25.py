@@ -1,7 +1,6 @@
 """BM25: lexical retrieval, the baseline that is hard to beat on entity questions."""
 
 from collections.abc import Sequence
-import importlib.util
 import logging
 import os
 import pathlib
@@ -40,7 +39,7 @@ class BM25:
       b: Length normalisation, 0 to 1.
       title_weight: How many times the title is indexed beside the text; recall@5 on
         HotpotQA's 28,757 passages is .73 with 1, .75 with 3.
-      backend: 'numpy' or 'numba'; None takes numba where it is installed and pays.
+      backend: 'numpy' or 'numba'; None takes numba where it pays.
     """
     bm25s = _import_bm25s()
     if not passages:
@@ -112,8 +111,7 @@ class BM25:
 
 
 def _default_backend(passages: Sequence[Document]) -> str:
-  numba = importlib.util.find_spec('numba') and len(passages) > _NUMBA_PAYS_ABOVE
-  return 'numba' if numba else 'numpy'
+  return 'numba' if len(passages) > _NUMBA_PAYS_ABOVE else 'numpy'
 
 
 def _import_bm25s():

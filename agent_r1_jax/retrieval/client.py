@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import json
 import math
-import random
 import time
 from typing import Any
 
@@ -53,7 +52,7 @@ class Remote:
       timeout: Seconds for one attempt.
       deadline: Seconds for a search with all its attempts; below search_tool's timeout,
         so that the agent reads why there are no passages.
-      backoff: Seconds before the second attempt, about twice as many before the third.
+      backoff: The most seconds before the second attempt, twice as many before the third.
     """
     import httpx2
 
@@ -75,25 +74,33 @@ class Remote:
     """
     if not queries:
       return []
-    end, wait = time.monotonic() + self._deadline, self._backoff
-    while True:
-      left = max(end - time.monotonic(), 0.001)
-      try:
-        return self._ask(queries, k, min(left, self._timeout))
-      except _TransientError as error:
-        # Random, so that the clients of a server that was down do not come back at once.
-        pause = max(error.after, wait * random.uniform(0.5, 1.0))
-        wait = min(2 * wait, _MAX_BACKOFF)
-        if time.monotonic() + pause >= end:
-          raise RemoteError(
-            f'{self._url}: no passages within {self._deadline:g} seconds: {error}'
-          ) from error
-        time.sleep(pause)
+    import tenacity
 
-  def _ask(self, queries, k, seconds) -> list[list[Hit]]:
-    """Asks once."""
+    # Random, so that the clients of a server that was down do not come back at once.
+    backoff = tenacity.wait_random_exponential(self._backoff, _MAX_BACKOFF)
+
+    def wait(state: Any) -> float:
+      return max(state.outcome.exception().after, backoff(state))
+
+    attempts = tenacity.Retrying(
+      retry=tenacity.retry_if_exception_type(_TransientError),
+      wait=wait,
+      stop=tenacity.stop_before_delay(self._deadline),
+    )
+    end = time.monotonic() + self._deadline
+    try:
+      return attempts(self._ask, queries, k, end)
+    except tenacity.RetryError as error:
+      last = error.last_attempt.exception()
+      raise RemoteError(
+        f'{self._url}: no passages within {self._deadline:g} seconds: {last}'
+      ) from last
+
+  def _ask(self, queries, k, end: float) -> list[list[Hit]]:
+    """Asks once, until `end` at most."""
     import httpx2
 
+    seconds = min(max(end - time.monotonic(), 0.001), self._timeout)
     fields = {'queries': list(queries), 'topk': k, 'return_scores': True}
     try:
       status, headers, body = bounded_http.post(

@@ -16,26 +16,20 @@ that failed.
 import asyncio
 import collections
 from collections.abc import Sequence
-import contextlib
 import dataclasses
-import functools
 import gc
 import hashlib
+import threading
 import time
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from agent_r1_jax.host import http, thread_pool, workers
+from agent_r1_jax.retrieval import batching
 from agent_r1_jax.retrieval.documents import Hit, Retriever
 
 _CALL = 'retriever'  # What the pool of threads calls a search.
 _MAX_BODY = 1 << 20  # Bytes of a request.
 _SHUTDOWN_SECONDS = 3  # What SIGTERM leaves to requests that have begun.
-
-
-class _Query(NamedTuple):
-  text: str
-  k: int
-  answer: asyncio.Future
 
 
 class _Metrics:
@@ -65,21 +59,28 @@ class _Metrics:
 
 
 class _Searches:
-  """Collects queries into batches, searches one batch at a time, and caches answers."""
+  """Searches queries in batches, one batch at a time, and caches answers."""
 
   def __init__(
     self, retriever, metrics, *, max_batch, window, max_waiting, timeout, cache
   ):
     self._retriever, self._metrics = retriever, metrics
-    self._max_batch, self._window, self._timeout = max_batch, window, timeout
-    self._max_waiting, self._cache_size = max_waiting, cache
+    self._timeout, self._max_waiting, self._cache_size = timeout, max_waiting, cache
     # By the sha256 of a query, which may be as long as a request, and its k.
     self._cache: collections.OrderedDict[tuple[bytes, int], list[Hit]] = (
       collections.OrderedDict()
     )
-    self._waiting: list[_Query] = []
+    self._lock = threading.Lock()  # Of the cache, which searches fill in their threads.
     self._count = 0  # Queries that wait or are searched.
-    self._arrived = asyncio.Event()
+    self._batcher = batching.Batcher(
+      self._search,
+      _CALL,
+      window=window,
+      timeout=timeout,
+      max_size=max_batch,
+      # So that no answer depends on the k of others.
+      group=lambda query: query[1],
+    )
 
   async def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
     """Finds the passages of each query; raises RefusedError where there is no answer."""
@@ -90,79 +91,39 @@ class _Searches:
     uncached = [text for text in dict.fromkeys(texts) if text not in hits_by_text]
     if self._count + len(uncached) > self._max_waiting:
       raise http.RefusedError(503, f'{self._count} queries wait already; ask again later')
-    loop = asyncio.get_running_loop()
-    queries = [_Query(text, k, loop.create_future()) for text in uncached]
-    self._add(len(queries))
-    self._waiting.extend(queries)
-    self._arrived.set()
-    futures = [query.answer for query in queries]
+    self._add(len(uncached))
     try:
       async with asyncio.timeout(self._timeout):
-        hits_by_text |= zip(uncached, await asyncio.gather(*futures), strict=True)
-    except TimeoutError:
-      raise http.RefusedError(
-        504, f'no answer within {self._timeout:g} seconds; {self._count} queries wait'
-      ) from None
+        asked = (self._batcher.ask((text, k)) for text in uncached)
+        hits_by_text |= zip(uncached, await asyncio.gather(*asked), strict=True)
+    except (TimeoutError, thread_pool.PoolFullError) as error:
+      text = f'no answer within {self._timeout:g} seconds; {self._count} queries wait'
+      raise http.RefusedError(504, f'{text}; {error}'.rstrip('; ')) from None
+    except Exception as error:
+      text = f'the search failed: {workers.describe_error(error)}'
+      raise http.RefusedError(500, text) from None
     finally:
-      self._add(-len(queries))
-      for answer in futures:  # Nobody waits for what has no answer yet.
-        answer.cancel()
+      self._add(-len(uncached))
     return [hits_by_text[text] for text in texts]
 
-  async def run(self) -> None:
-    """Searches what has arrived, for ever."""
-    while True:
-      await self._arrived.wait()
-      await asyncio.sleep(self._window)
-      self._arrived.clear()
-      while batch := self._next_batch():
-        await self._answer(batch)
+  def _search(self, queries: list[tuple[str, int]]) -> list[list[Hit]]:
+    """Searches a batch of one k, in a thread."""
+    self._metrics.batches.observe(len(queries))
+    rankings = self._retriever.search([text for text, _ in queries], queries[0][1])
+    # Also where nobody waits any longer: whoever asks again has it at once.
+    for (text, k), hits in zip(queries, rankings, strict=False):
+      with self._lock:
+        self._cache[_digest(text), k] = hits
+        if len(self._cache) > self._cache_size:
+          self._cache.popitem(last=False)
+    return rankings
 
-  def _next_batch(self) -> list[_Query]:
-    """Takes the oldest queries of one k, so that no answer depends on the others' k."""
-    waiting = [query for query in self._waiting if not query.answer.done()]
-    batch = [query for query in waiting if query.k == waiting[0].k][: self._max_batch]
-    batch_ids = {id(query) for query in batch}
-    self._waiting = [query for query in waiting if id(query) not in batch_ids]
-    return batch
-
-  async def _answer(self, batch: list[_Query]) -> None:
-    texts, k = [query.text for query in batch], batch[0].k
-    self._metrics.batches.observe(len(batch))
-    error = None
-    try:
-      rankings = await workers.call(
-        self._retriever.search, texts, k, name=_CALL, seconds=self._timeout
-      )
-      if len(rankings) != len(texts):
-        raise ValueError(f'search gave {len(rankings)} lists of hits, not {len(texts)}')
-    except (workers.CallTimeoutError, thread_pool.PoolFullError) as hung:
-      error = http.RefusedError(504, str(hung))
-    except Exception as failure:
-      error = http.RefusedError(
-        500, f'the search failed: {workers.describe_error(failure)}'
-      )
-    for i, query in enumerate(batch):
-      # Kept even if nobody waits any longer: whoever asks again has it at once.
-      if not error:
-        self._add_to_cache(query, rankings[i])
-      if query.answer.done():
-        continue
-      if error:
-        query.answer.set_exception(error)
-      else:
-        query.answer.set_result(rankings[i])
-
-  def _find_cached(self, text, k):
+  def _find_cached(self, text: str, k: int) -> list[Hit] | None:
     key = _digest(text), k
-    if key in self._cache:
-      self._cache.move_to_end(key)
-    return self._cache.get(key)
-
-  def _add_to_cache(self, query, hits):
-    self._cache[_digest(query.text), query.k] = hits
-    if len(self._cache) > self._cache_size:
-      self._cache.popitem(last=False)
+    with self._lock:
+      if key in self._cache:
+        self._cache.move_to_end(key)
+      return self._cache.get(key)
 
   def _add(self, count):
     self._count += count
@@ -208,15 +169,8 @@ def make_app(
     timeout=timeout,
     cache=cache,
   )
-  parse = functools.partial(_parse, max_queries=max_waiting, max_k=max_k)
-  retrieve = functools.partial(parse, k_field='topk', default_k=3), _render_result
-  search = functools.partial(parse, k_field='top_k', default_k=5), _render_results
-
-  @contextlib.asynccontextmanager
-  async def lifespan(app):
-    running = asyncio.create_task(searches.run())
-    yield
-    running.cancel()
+  retrieve = _make_model('topk', 3, max_waiting, max_k), _render_result
+  search = _make_model('top_k', 5, max_waiting, max_k), _render_results
 
   async def health(request):
     if hung := workers.POOL.abandoned.get(_CALL):
@@ -235,19 +189,21 @@ def make_app(
       routing.Route('/health', health),
       routing.Route('/metrics', http.show_metrics(metrics.registry)),
     ],
-    lifespan=lifespan,
   )
 
 
-def _make_endpoint(searches: _Searches, metrics: _Metrics, parse, render) -> Any:
+def _make_endpoint(searches: _Searches, metrics: _Metrics, model, render) -> Any:
   """Makes what answers the requests of one protocol, and counts and times them."""
 
   async def answer(request):
     began, headers = time.perf_counter(), {}
     try:
-      body = await _read(request)
-      queries, k = parse(body)
-      status, content = 200, render(await searches.search(queries, k), body)
+      fields = await _read(request)
+      # Search-R1's clients send null for the default.
+      fields = {name: value for name, value in fields.items() if value is not None}
+      asked = http.check_fields(model, fields)
+      rankings = await searches.search(asked.queries, asked.k)
+      status, content = 200, render(rankings, asked.return_scores)
     except http.RefusedError as error:
       status, content = error.status, {'error': str(error)}
       headers = error.headers
@@ -270,49 +226,43 @@ async def _read(request) -> dict[str, Any]:
   return await http.read_json(request, _MAX_BODY)
 
 
-def _parse(body, *, k_field, default_k, max_queries, max_k) -> tuple[list[str], int]:
-  name = 'query' if 'queries' not in body and 'query' in body else 'queries'
-  queries = body.get(name)
-  queries = [queries] if isinstance(queries, str) else queries
-  if not isinstance(queries, list) or not queries:
-    raise http.RefusedError(400, f'{name} is {queries!r:.80}; give a list of texts')
-  if len(queries) > max_queries:
-    raise http.RefusedError(
-      400, f'{name} has {len(queries)} texts; {max_queries} are allowed'
-    )
-  for i, query in enumerate(queries):
-    if not isinstance(query, str) or not query.strip():
-      raise http.RefusedError(
-        400, f'{name}[{i}] is {query!r:.80}; give a text, not blank'
-      )
-  k = body.get(k_field)
-  k = default_k if k is None else k  # Search-R1's clients send null.
-  if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= max_k:
-    raise http.RefusedError(
-      400, f'{k_field} is {k!r:.80}; give an integer from 1 to {max_k}'
-    )
-  return queries, k
+def _make_model(k_name: str, default_k: int, max_queries: int, max_k: int) -> Any:
+  """Makes the pydantic model of a request in one protocol."""
+  import pydantic
+
+  def make_list(queries):
+    return [queries] if isinstance(queries, str) else queries
+
+  def check_text(query):
+    if not query.strip():
+      raise ValueError('give a text that is not blank')
+    return query
+
+  text = Annotated[str, pydantic.AfterValidator(check_text)]
+  size = pydantic.Field(min_length=1, max_length=max_queries, fail_fast=True)
+  texts: Any = Annotated[list[text], size, pydantic.BeforeValidator(make_list)]
+  names = pydantic.AliasChoices('queries', 'query')
+  return pydantic.create_model(
+    'Request',
+    __config__=pydantic.ConfigDict(strict=True),
+    queries=(texts, pydantic.Field(validation_alias=names)),
+    k=(int, pydantic.Field(default_k, ge=1, le=max_k, validation_alias=k_name)),
+    return_scores=(bool, pydantic.Field(False, strict=False)),
+  )
 
 
-def _render_result(rankings: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+def _render_result(rankings: list[list[Hit]], with_scores: bool) -> dict[str, Any]:
   """Writes passages as Search-R1 does, with the title on the first line of contents."""
-  rows = [
-    [
-      ({'id': document.id, 'title': document.title, 'contents': document.contents}, score)
-      for document, score in hits
-    ]
-    for hits in rankings
-  ]
-  if not body.get('return_scores'):
-    return {'result': [[fields for fields, _ in hits] for hits in rows]}
-  return {
-    'result': [
-      [{'document': fields, 'score': score} for fields, score in hits] for hits in rows
-    ]
-  }
+
+  def render(hit: Hit) -> dict[str, Any]:
+    document = hit.document
+    fields = {'id': document.id, 'title': document.title, 'contents': document.contents}
+    return {'document': fields, 'score': hit.score} if with_scores else fields
+
+  return {'result': [[render(hit) for hit in hits] for hits in rankings]}
 
 
-def _render_results(rankings: list[list[Hit]], body: dict[str, Any]) -> dict[str, Any]:
+def _render_results(rankings: list[list[Hit]], with_scores: bool) -> dict[str, Any]:
   return {
     'results': [
       [dataclasses.asdict(document) | {'score': score} for document, score in hits]

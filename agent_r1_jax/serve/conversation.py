@@ -35,7 +35,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import transcript as transcript_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
-from agent_r1_jax.serve import protocol, sources
+from agent_r1_jax.serve import replies, requests, sources
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,7 +128,7 @@ class Conversation:
     return self._context.slots
 
   async def submit(
-    self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
+    self, api_request: requests.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
     """Begins the replies to a request; see the module.
 
@@ -137,7 +137,7 @@ class Conversation:
     """
     if api_request.messages is None:
       raise http.RefusedError(400, 'an episode asks for chat completions only')
-    if api_request.schema or api_request.required:
+    if api_request.json_schema or api_request.required:
       self.metrics['unrestricted'] += 1
     begun = []
     try:
@@ -195,7 +195,7 @@ class Conversation:
     self.refused, self.error = self.refused or 'truncated', f'{text} (slots)'
     return http.RefusedError(400, text, 'context_length_exceeded')
 
-  async def _find(self, api_request: protocol.ApiRequest) -> _Branch:
+  async def _find(self, api_request: requests.ApiRequest) -> _Branch:
     """Finds the text that a request goes on from, or begins one.
 
     While its messages are encoded, a reply may end or be dropped, and the request then
@@ -203,7 +203,7 @@ class Conversation:
     """
     assert api_request.messages is not None
     tools = json.dumps(api_request.tools, sort_keys=True)
-    messages = [protocol.make_comparable(message) for message in api_request.messages]
+    messages = [requests.make_comparable(message) for message in api_request.messages]
     place = self._match(tools, messages)
     rendered, ids = await self._encode(api_request, place)
     while place != (place := self._match(tools, messages)):
@@ -304,16 +304,16 @@ class Conversation:
       for message, rendered in zip(branch.messages, branch.rendered, strict=True)
       if message['role'] == 'assistant'
     ]
-    written = protocol.to_chat(messages, self._chat.format)
+    written = requests.to_chat(messages, self._chat.format)
     for i, message in enumerate(messages):
       if message['role'] == 'assistant':
-        same = protocol.make_comparable(message)
+        same = requests.make_comparable(message)
         written[i] = next((rendered for m, rendered in sampled if m == same), written[i])
       else:
         written[i]['content'] = task_contents.get(message['content'], message['content'])
     return written
 
-  def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
+  def accept(self, generation: request_lib.Generation, reply: replies.Reply):
     """Notes a reply that its client gets: it will be trained."""
     branch = self._sampled.pop(generation, None)
     if branch is None or branch.pending is None or self._closed:
@@ -325,7 +325,7 @@ class Conversation:
     begins_fork = not branch.passage.turns and bool(branch.shared_messages)
     self._transcript.add_turn(branch.passage, ids, chunk)
     text = self._chat.decode(chunk.tokens.tolist())
-    branch.messages += [*messages, protocol.make_comparable(reply.as_message())]
+    branch.messages += [*messages, requests.make_comparable(reply.as_message())]
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), len(branch.passage)))
     self._last_reply_truncated = reply.reason == 'length'

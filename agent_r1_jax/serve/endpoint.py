@@ -16,6 +16,8 @@ import math
 import secrets
 from typing import Any
 
+import pydantic
+
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.host import http
@@ -73,26 +75,24 @@ class _Endpoint:
   async def _reward(self, request: Any):
     try:
       conversation: Any = self._server.find_source(request)
-      conversation.report(_read_step(await http.read_json(request, 1 << 16)))
+      report = http.check_fields(_Report, await http.read_json(request, 1 << 16))
+      conversation.report(report.to_step())
       return http.answer_json({})
     except http.RefusedError as error:
       return self._server.refuse(error)
 
 
-def _read_step(body: dict[str, Any]) -> types.Step:
-  reward, metrics = body.get('reward', 0.0), body.get('metrics') or {}
-  parts = reward if isinstance(reward, dict) else {}
-  try:
-    named = {f'reward/{name}': float(part) for name, part in parts.items()}
-    named |= {str(name): float(value) for name, value in metrics.items()}
-    value = math.fsum(parts.values()) if isinstance(reward, dict) else float(reward)
-  except (TypeError, ValueError, AttributeError, OverflowError):
-    value = math.nan
-    named = {}
-  if not math.isfinite(value + math.fsum(named.values())):
-    text = f'{body!r:.200} is no reward: give {{"reward": 1.0}} or {{"reward": {{...}}}}'
-    raise http.RefusedError(400, text)
-  return types.Step([], value, metrics=named)
+class _Report(pydantic.BaseModel):
+  reward: pydantic.FiniteFloat | dict[str, pydantic.FiniteFloat] = 0.0
+  metrics: dict[str, pydantic.FiniteFloat] | None = None
+
+  def to_step(self) -> types.Step:
+    if not isinstance(self.reward, dict):
+      return types.Step([], self.reward, metrics=self.metrics or {})
+    if not math.isfinite(reward := sum(self.reward.values())):
+      raise http.RefusedError(400, 'the parts of reward have no finite sum')
+    named = {f'reward/{name}': part for name, part in self.reward.items()}
+    return types.Step([], reward, metrics=named | (self.metrics or {}))
 
 
 # By event loop and chat.

@@ -13,7 +13,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import automata, call_formats, grammars
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.host import http, workers
-from agent_r1_jax.serve import protocol
+from agent_r1_jax.serve import requests
 
 _SECONDS = 60.0  # That a request waits for its grammar, others' before it included.
 _MOST_UNDER_WAY = 32  # Grammars that wait or are made; further ones get 429.
@@ -29,7 +29,7 @@ class Grammars:
     self._made: dict[bytes, asyncio.Task[types.Automaton]] = {}
 
   async def make(
-    self, api_request: protocol.ApiRequest, restrict: bool
+    self, api_request: requests.ApiRequest, restrict: bool
   ) -> list[types.Automaton]:
     """Returns them; waits for those that are not there yet.
 
@@ -47,12 +47,12 @@ class Grammars:
       stops = await asyncio.to_thread(chat.find_stops, size, api_request.stop)
       ids, _, strings, pieces = stops
       result = [await self._find(grammars.stop, [strings], (ids, pieces, size))]
-    if not restrict or not (api_request.schema is not None or api_request.required):
+    if not restrict or not (api_request.json_schema is not None or api_request.required):
       return result
     pieces = await asyncio.to_thread(lambda: chat.token_bytes)
-    if api_request.schema is not None:
+    if api_request.json_schema is not None:
       vocabulary = (chat.stop_ids, pieces, size)
-      restricted = self._find(grammars.json_schema, [api_request.schema], vocabulary)
+      restricted = self._find(grammars.json_schema, [api_request.json_schema], vocabulary)
     elif chat.format == call_formats.HERMES:
       restricted = self._find(
         grammars.tool_calls, [api_request.tools, True], ((), pieces, size)

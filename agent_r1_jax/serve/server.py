@@ -29,7 +29,7 @@ from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import event_loop
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http
-from agent_r1_jax.serve import protocol, request_grammars, sources
+from agent_r1_jax.serve import replies, request_grammars, sources
 
 _MAX_BODY = 1 << 22  # Bytes of a request.
 _SEND_SECONDS = 30.0  # For an answer that is complete.
@@ -105,14 +105,14 @@ class Server:
     self._max_replies, self._restrict = max_replies, restrict
     self._grammars = request_grammars.Grammars(chat, vocab_size)
 
-  async def answer(self, form: protocol.Form, request: Any) -> Any:
+  async def answer(self, form: replies.Form, request: Any) -> Any:
     """Begins the replies to one request; returns what sends them."""
     began = time.perf_counter()
     try:
       source = self.find_source(request)
       fields = await http.read_json(request, _MAX_BODY)
       sources.check_count(source, fields.get('messages'))
-      api_request = form.read(fields)
+      api_request = http.check_fields(form.model, fields)
       automata = await self._grammars.make(api_request, self._restrict)
       generations = await self._submit(source, api_request, automata)
     except http.RefusedError as error:
@@ -166,8 +166,8 @@ class Server:
       return routing.Route(prefix + path, endpoint, methods=['POST'])
 
     return [
-      post('/v1/chat/completions', protocol.CHAT),
-      post('/v1/completions', protocol.TEXT),
+      post('/v1/chat/completions', replies.CHAT),
+      post('/v1/completions', replies.TEXT),
       routing.Route(prefix + '/v1/models', models),
     ]
 
@@ -180,7 +180,7 @@ class _Answer:
     self._api_request, self._source = api_request, source
     self._generations, self._began = generations, began
     self._frame = functools.partial(
-      form.frame, server.name, f'reply-{next(protocol.numbers)}'
+      form.frame, server.name, f'reply-{next(replies.numbers)}'
     )
     self._prompt = len(generations[0].text)
     self._sampled = 0
@@ -210,7 +210,7 @@ class _Answer:
       self._server.count_replies(-len(self._generations))
 
   async def _follow(self):
-    """Yields (choice, chunk, further text) and at a reply's end (choice, reply, text).
+    """Yields (choice, further text, its log-probs, None); in the end the reply, not None.
 
     All replies are sampled at the same time; they are yielded one after the other. So
     only the first is timed: tokens of the others are here late.
@@ -218,13 +218,16 @@ class _Answer:
     server, metrics = self._server, self._server.metrics
     async with asyncio.timeout(server.seconds):
       for index, generation in enumerate(self._generations):
-        choice = protocol.Choice(index, generation, self._api_request, server.chat)
+        choice = replies.Choice(index, generation, self._api_request, server.chat)
         first = 0.0
         async for chunk in generation:
           if not (first or index):
             first = time.perf_counter()
             metrics.first.observe(first - self._began)
-          yield choice, chunk, choice.add(chunk)
+          logprobs = None
+          if self._api_request.top_logprobs is not None:
+            logprobs = replies.write_logprobs(chunk, server.chat)
+          yield choice, choice.add(chunk), logprobs, None
         more = len(choice.tokens) - 1
         if first and more > 0:
           metrics.each.observe((time.perf_counter() - first) / more)
@@ -232,7 +235,7 @@ class _Answer:
         reply, rest = choice.finish()
         # Before the client hears of it, and asks for more.
         self._source.accept(generation, reply)
-        yield choice, reply, rest
+        yield choice, rest, None, reply
     metrics.tokens.labels('prompt').inc(self._prompt)
     metrics.tokens.labels('reply').inc(self._sampled)
 
@@ -240,15 +243,14 @@ class _Answer:
     choices, scored = [], []
     try:
       async with contextlib.aclosing(self._follow()) as parts:
-        async for choice, item, _ in parts:
-          if isinstance(item, protocol.Reply):
+        async for choice, _, logprobs, reply in parts:
+          scored += logprobs or []
+          if reply:
             logprobs = scored if self._api_request.top_logprobs is not None else None
-            written = self._form.choice(item.text, item.calls, logprobs)
-            reason = {'finish_reason': item.reason}
+            written = self._form.choice(reply.text, reply.calls, logprobs)
+            reason = {'finish_reason': reply.reason}
             choices.append({'index': choice.index, **written, **reason})
             scored = []
-          elif self._api_request.top_logprobs is not None:
-            scored += protocol.write_logprobs(item, self._server.chat)
     except TimeoutError:
       answer = self._server.refuse(self._make_late_error())
     else:
@@ -268,15 +270,11 @@ class _Answer:
     status = 200
     try:
       async with contextlib.aclosing(self._follow()) as parts:
-        async for choice, item, text in parts:
-          logprobs, tool_calls, reason = None, (), None
-          if isinstance(item, protocol.Reply):
-            tool_calls, reason = item.calls, item.reason
-          elif self._api_request.top_logprobs is not None:
-            logprobs = protocol.write_logprobs(item, self._server.chat)
-          if text or tool_calls or reason or logprobs:
-            part = self._form.delta(text, tool_calls, logprobs)
-            part = {'index': choice.index, **part, 'finish_reason': reason}
+        async for choice, text, logprobs, reply in parts:
+          if text or logprobs or reply:
+            part = self._form.delta(text, reply.calls if reply else (), logprobs)
+            reason = {'finish_reason': reply.reason if reply else None}
+            part = {'index': choice.index, **part, **reason}
             await event(self._frame([part], part=True))
       if self._api_request.usage:
         await event(self._frame([], part=True, usage=self._count_usage()))

@@ -17,7 +17,7 @@ from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import http, thread_pool
-from agent_r1_jax.serve import protocol
+from agent_r1_jax.serve import replies, requests
 
 _MAX_CHARACTERS = 1 << 14  # Of a text that is encoded at once, which takes milliseconds.
 _SECONDS = 60.0  # For a long text, with its wait for a thread.
@@ -41,12 +41,12 @@ class Source(Protocol):
     ...
 
   async def submit(
-    self, api_request: protocol.ApiRequest, automata: Sequence[types.Automaton]
+    self, api_request: requests.ApiRequest, automata: Sequence[types.Automaton]
   ) -> list[request_lib.Generation]:
     """Begins `api_request.n` replies; raises RefusedError if there can be none."""
     ...
 
-  def accept(self, generation: request_lib.Generation, reply: protocol.Reply):
+  def accept(self, generation: request_lib.Generation, reply: replies.Reply):
     """Is called with a complete reply, before the client gets it."""
     ...
 
@@ -69,7 +69,7 @@ class StatelessSource:
   async def submit(self, api_request, automata):
     """Encodes the conversation; what the cache holds of it is not computed again."""
     if api_request.messages is not None:
-      messages = protocol.to_chat(api_request.messages, self._chat.format)
+      messages = requests.to_chat(api_request.messages, self._chat.format)
       ids = await encode(self, self._chat.encode_prompt, messages, api_request.tools)
     elif isinstance(api_request.prompt, str):
       ids = await encode(self, self._chat.encode_text, api_request.prompt)

@@ -1,8 +1,8 @@
 """The search tool, which batches the queries of many agents."""
 
-from agent_r1_jax.agent import batching, tool_schema
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.retrieval import documents
+from agent_r1_jax.agent import tool_schema
+from agent_r1_jax.retrieval import batching, documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
 
 
@@ -35,7 +35,10 @@ def search_tool(
     raise ValueError(f'k is {k}; it must be at least 1')
   _check_template(template)
   batcher = batching.Batcher(
-    lambda queries: retriever.search(queries, k), 'search', window, timeout
+    lambda queries: retriever.search(queries, k),
+    'search',
+    window=window,
+    timeout=timeout,
   )
 
   async def search(query: str) -> str:

@@ -11,7 +11,8 @@ from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import request
-from agent_r1_jax.serve import protocol
+from agent_r1_jax.host import http
+from agent_r1_jax.serve import replies, requests
 
 _FUNCTION = {'name': 'search', 'parameters': {'type': 'object', 'properties': {}}}
 TOOLS = [{'type': 'function', 'function': _FUNCTION}]
@@ -33,11 +34,13 @@ def _chunk(tokens, stopped=False, top=1):
 
 
 def _stream(ids, stopped=True, chat=None, **fields):
-  """What is shown after each token of a reply, and the reply with its last text."""
+  """What is shown after each token or chunk, and the reply with its last text."""
   body = {'messages': [{'role': 'user', 'content': 'x'}], **fields}
-  generation = mock.Mock(chunks=[_chunk([i]) for i in ids[:-1]])
-  generation.chunks.append(_chunk(ids[-1:], stopped))
-  choice = protocol.Choice(0, generation, protocol.read_chat(body), chat or _chat())
+  chunks = [i if isinstance(i, list) else [i] for i in ids]
+  generation = mock.Mock(chunks=[_chunk(chunk) for chunk in chunks[:-1]])
+  generation.chunks.append(_chunk(chunks[-1], stopped))
+  asked = http.check_fields(requests.ChatRequest, body)
+  choice = replies.Choice(0, generation, asked, chat or _chat())
   shown = [choice.add(chunk) for chunk in generation.chunks]
   return shown, *choice.finish()
 
@@ -69,6 +72,21 @@ def test_what_a_stream_holds_back(text, fields, shown):
   assert ''.join(found) + rest == reply.text == text.removesuffix('stop')
 
 
+@pytest.mark.parametrize('size', [1, 2, 5])
+def test_a_stream_decodes_each_token_once_and_ends_with_the_whole_text(size, monkeypatch):
+  ids = [*_spell('é漢😀'), *_chat().encode_text('So it is. ' * 50)] * 2
+  decoded = []
+  decode = tokenizer_lib.make_stream_decoder(_chat().tokenizer)
+  counted = lambda ids: decoded.extend(ids) or decode(ids)
+  monkeypatch.setattr(tokenizer_lib, 'make_stream_decoder', lambda tokenizer: counted)
+  monkeypatch.setattr(_chat(), 'decode', mock.Mock(wraps=_chat().decode))
+  chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
+  found, reply, rest = _stream(chunks)
+  assert ''.join(found) + rest == reply.text == _chat().decode_exactly(ids)
+  # The end of the stream decodes the whole reply once, as it is trained.
+  assert decoded == ids and _chat().decode.call_count == 1
+
+
 def test_a_call_is_not_streamed_as_text():
   ids = _chat().encode_reply(f'So. {CALL}').tolist()
   shown, reply, rest = _stream(ids, tools=TOOLS)
@@ -95,17 +113,17 @@ def test_the_bytes_of_tokens_are_their_own():
   chat = _chat()
   text = 'né 漢😀 <answer>'
   spelt = [*_spell('é'), *_spell('漢'), *_spell('😀')]
-  written = protocol.write_logprobs(_chunk(spelt, top=2), chat)
+  written = replies.write_logprobs(_chunk(spelt, top=2), chat)
   assert [item['bytes'] for item in written] == [[byte] for byte in 'é漢😀'.encode()]
   for item in written:
     assert [top['bytes'] for top in item['top_logprobs']] == [item['bytes']] * 2
   ids = [*chat.encode_text(text), chat.stop_ids[0]]
-  written = protocol.write_logprobs(_chunk(ids), chat)
+  written = replies.write_logprobs(_chunk(ids), chat)
   assert bytes(byte for item in written for byte in item['bytes']) == (
     f'{text}<|im_end|>'.encode()
   )
   # The model may have more rows than the tokenizer has ids.
-  (none,) = protocol.write_logprobs(_chunk([len(chat.tokenizer) + 5]), chat)
+  (none,) = replies.write_logprobs(_chunk([len(chat.tokenizer) + 5]), chat)
   assert (none['token'], none['bytes']) == ('', [])
 
 
@@ -114,6 +132,6 @@ def test_tokens_of_a_text_completion_are_told_apart():
   chat = _chat()
   first, second = _spell('é')
   chunk = _chunk([first], top=2)._replace(top_tokens=np.int32([[first, second]]))
-  choice = protocol.TEXT.choice('', [], protocol.write_logprobs(chunk, chat))
+  choice = replies.TEXT.choice('', [], replies.write_logprobs(chunk, chat))
   assert choice['logprobs']['tokens'] == ['bytes:\\xc3']
   assert [*choice['logprobs']['top_logprobs'][0]] == ['bytes:\\xc3', 'bytes:\\xa9']

@@ -1,0 +1,287 @@
+"""Requests of OpenAI's API, as pydantic models.
+
+Fields that are not known are ignored, as clients send many; null stands for a field that
+is left out. What is known and cannot be done is refused, and never left out without a
+word.
+"""
+
+from collections.abc import Sequence
+import functools
+import os
+from typing import Annotated, Any, ClassVar, NotRequired
+
+import numpy as np
+import pydantic
+from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Field
+from typing_extensions import TypedDict  # Not typing's: pydantic asks for it below 3.12.
+
+from agent_r1_jax import config as config_lib
+from agent_r1_jax import types
+from agent_r1_jax.agent import automata, calls
+from agent_r1_jax.engine import programs, request
+from agent_r1_jax.host import http
+
+_MAX = 2**31 - 1  # The engine counts in int32.
+
+
+def _refuse(value: Any) -> Any:
+  if value:
+    raise ValueError('it is not supported; leave it out')
+
+
+def _join_parts(content: Any) -> Any:
+  if isinstance(content, list):
+    try:
+      return '\n'.join(part['text'] for part in content)
+    except (TypeError, KeyError):
+      raise ValueError('only texts and parts that are texts are supported') from None
+  return '' if content is None else content
+
+
+def _read_prompt(prompt: Any) -> str | list[int]:
+  if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+    prompt = prompt[0]
+  tokens = isinstance(prompt, list) and all(type(i) is int for i in prompt)
+  if not prompt or not (isinstance(prompt, str) or tokens):
+    raise ValueError('give one text, or one list of tokens')
+  return prompt
+
+
+def _check_tool(tool: Any) -> dict[str, Any]:
+  match tool:
+    case {'function': {'name': str(), **function}} if isinstance(
+      function.get('parameters', {}), dict
+    ):
+      return tool
+  raise ValueError(
+    'give {"type": "function", "function": {"name": ..., "parameters": {a JSON schema}}}'
+  )
+
+
+def _read_schema(form: Any) -> dict[str, Any] | None:
+  match {'type': None} | (form if isinstance(form, dict) else {'type': form}):
+    case {'type': None | 'text'}:
+      return None
+    case {'type': 'json_object'}:
+      return {'type': 'object'}
+    case {'type': 'json_schema', 'json_schema': {'schema': dict(schema)}}:
+      return schema
+  raise ValueError(
+    "its type must be 'text', 'json_object', or 'json_schema' with "
+    '"json_schema": {"schema": {...}}'
+  )
+
+
+_Unsupported = Annotated[Any, AfterValidator(_refuse)]
+_Schema = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
+
+
+# Of a long list, one wrong item is enough: each error would take memory and time.
+_Items = functools.partial(Field, fail_fast=True)
+
+
+# Dictionaries, because models of 30,000 messages and calls take 8 times as long to make.
+class _Function(TypedDict):
+  name: str
+  arguments: NotRequired[str | None]
+
+
+class _Call(TypedDict):
+  function: _Function
+  id: NotRequired[str | None]
+
+
+class _Message(TypedDict):
+  role: str
+  content: NotRequired[Annotated[str, BeforeValidator(_join_parts)]]
+  name: NotRequired[str | None]
+  tool_calls: NotRequired[Annotated[list[_Call] | None, _Items()]]
+  tool_call_id: NotRequired[str | None]
+
+
+class _Request(pydantic.BaseModel):
+  """What both kinds of requests ask for.
+
+  Attributes:
+    max_tokens: The most tokens of the reply, if the client says.
+    stop: Strings that end the reply, and are no part of its text.
+    seed: Equal seeds give equal replies; None is random.
+    n: The number of replies.
+    stream: Whether the reply is sent as it is sampled.
+    usage: Whether the stream ends with the numbers of tokens.
+    json_schema: What the reply must be, as a JSON schema.
+  """
+
+  model_config = pydantic.ConfigDict(strict=True)
+
+  max_tokens: int | None = Field(None, ge=1, le=_MAX)
+  temperature: float = Field(1.0, ge=0, le=100)
+  top_k: int = Field(0, ge=0, le=_MAX)
+  top_p: float = Field(1.0, ge=1e-6, le=1)
+  min_p: float = Field(0.0, ge=0, le=1)
+  stop: Annotated[
+    list[str],
+    _Items(max_length=16),
+    BeforeValidator(lambda stop: [stop] * bool(stop) if isinstance(stop, str) else stop),
+    AfterValidator(lambda stop: automata.check_stop_strings(stop) or stop),
+  ] = []
+  seed: int | None = None
+  n: int = Field(1, ge=1, le=16)
+  stream: bool = False
+  usage: bool | None = Field(
+    False, validation_alias=AliasPath('stream_options', 'include_usage')
+  )
+  json_schema: _Schema = Field(None, validation_alias='response_format')
+  presence_penalty: _Unsupported = None
+  frequency_penalty: _Unsupported = None
+  logit_bias: _Unsupported = None
+
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _leave_out_null(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+  @property
+  def sampling(self) -> config_lib.Sampling:
+    """How tokens are chosen."""
+    return config_lib.Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+  def make_key(self, index: int) -> np.ndarray:
+    """Makes the randomness of the reply with this number."""
+    seed = self.seed if self.seed is not None else os.urandom(16).hex()
+    return request.make_key('seed', seed, index)
+
+
+class ChatRequest(_Request):
+  """A request for chat completions.
+
+  Attributes:
+    tools: The schemas of the tools that may be called.
+    tool_choice: Which of them may or must be called, as the client says.
+    top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
+  """
+
+  prompt: ClassVar[None] = None
+  given: list[_Message] = _Items(min_length=1, validation_alias='messages')
+  tools: list[Annotated[Any, AfterValidator(_check_tool)]] = _Items([])
+  tool_choice: Any = 'auto'
+  max_tokens: int | None = Field(
+    None,
+    ge=1,
+    le=_MAX,
+    validation_alias=AliasChoices('max_completion_tokens', 'max_tokens'),
+  )
+  logprobs: bool = False
+  top_logprobs: int | None = Field(0, ge=0, le=programs.TOP)
+
+  @pydantic.model_validator(mode='after')
+  def _check(self) -> 'ChatRequest':
+    if self.top_logprobs and not self.logprobs:
+      raise ValueError('top_logprobs needs logprobs: true')
+    self.top_logprobs = self.top_logprobs if self.logprobs else None
+    match self.tool_choice:
+      case 'auto' | 'required':
+        pass
+      case 'none':
+        self.tools = []
+      case {'function': {'name': name}}:
+        self.tools = [tool for tool in self.tools if tool['function']['name'] == name]
+      case other:
+        raise ValueError(
+          f"tool_choice is {other!r:.80}; give 'auto', 'none', 'required' or "
+          '{"type": "function", "function": {"name": ...}}'
+        )
+    if self.required and not self.tools:
+      text = f'tool_choice is {self.tool_choice!r:.80}, and tools has no such tool'
+      raise ValueError(text)
+    if self.required and self.json_schema is not None:
+      raise ValueError(
+        'a reply cannot be a required call and of a response_format; leave one out'
+      )
+    return self
+
+  @property
+  def required(self) -> bool:
+    """Whether the reply must call one of the tools."""
+    return self.tool_choice not in ('auto', 'none')
+
+  @functools.cached_property
+  def messages(self) -> list[types.Message]:
+    """The conversation in a form that can be compared.
+
+    All messages have a role and a text as content. Those of the assistant have its calls
+    under 'calls', as pairs of name and arguments, and those of tools the name of the
+    tool. The arguments of a malformed call are a text.
+    """
+    result, names = [], {}
+    for given in self.given:
+      role = 'system' if given['role'] == 'developer' else given['role']
+      message: types.Message = {'role': role, 'content': given.get('content', '')}
+      if role == 'assistant':
+        message['calls'] = []
+        for call in given.get('tool_calls') or ():
+          name, text = call['function']['name'], call['function'].get('arguments') or ''
+          message['calls'].append((name, _read_arguments(text)))
+          names[call.get('id')] = name
+      elif name := given.get('name') or names.get(given.get('tool_call_id')):
+        message['name'] = name
+      result.append(message)
+    return result
+
+
+class TextRequest(_Request):
+  """A request for completions; names of control tokens in it are control tokens.
+
+  Attributes:
+    prompt: The text or the tokens to go on from.
+    top_logprobs: The likeliest tokens to report with each one; None reports no log-probs.
+  """
+
+  messages: ClassVar[None] = None
+  tools: ClassVar[Sequence[dict[str, Any]]] = ()
+  required: ClassVar[bool] = False
+  prompt: Annotated[Any, AfterValidator(_read_prompt)]
+  max_tokens: int | None = Field(16, ge=1, le=_MAX)
+  top_logprobs: int | None = Field(
+    None, ge=0, le=programs.TOP, validation_alias='logprobs'
+  )
+  echo: _Unsupported = None
+  suffix: _Unsupported = None
+
+
+ApiRequest = ChatRequest | TextRequest
+
+
+def _read_arguments(text: str) -> dict[str, Any] | str:
+  try:
+    value = http.parse_json(text or '{}')
+  except ValueError:
+    value = None
+  return value if isinstance(value, dict) else text
+
+
+def to_chat(
+  messages: Sequence[types.Message], call_format: calls.CallFormat
+) -> list[types.Message]:
+  """Makes messages that a chat encodes: calls are written as the model writes them."""
+  written = []
+  for message in messages:
+    message = dict(message)
+    texts = [
+      call_format.render(calls.ToolCall(*call)) if isinstance(call[1], dict) else call[1]
+      for call in message.pop('calls', ())
+    ]
+    if texts:
+      message['content'] = '\n'.join([message['content'], *texts]).lstrip('\n')
+    written.append(message)
+  return written
+
+
+def make_comparable(message: types.Message) -> types.Message:
+  """What of a message must be equal for it to be the same one.
+
+  Clients strip the text of replies. A tool's name may be missing.
+  """
+  if message['role'] == 'assistant':
+    return {**message, 'content': message['content'].strip()}
+  return {'role': message['role'], 'content': message['content']}
