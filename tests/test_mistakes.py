@@ -134,7 +134,6 @@ _COMMANDS = {
   'experiments.serve --port=99999': 'port=99999: .* integer in the range',
   'experiments.bench --shape=none': r'shape=none: value should be one of <tiny',
   'experiments.bench --what=none': r"--what: \['none'\]; there are \['sampling'",
-  'experiments.bad_day --workdir=tiny': 'begins anew',
   'experiments.report --workdir=tiny': 'has no metrics.jsonl .* finished its first',
   'experiments.plot typo=none-*': 'give LABEL=PATTERN',
   'experiments.serve_retriever --index=none': 'there is no such file; give another',

@@ -57,23 +57,6 @@ def is_film(text: str) -> bool:
   return bool(re.search(rf'\bis (?:an?|the) [^.]{{0,90}}?{kind}{person}', text[:250]))
 
 
-def is_person(text: str) -> bool:
-  """Whether a passage begins with the dates of a life."""
-  return bool(re.search(r'\( ?[^()]*(?:\bborn\b|\d{4} [–—-] )', text[:150]))
-
-
-def find_names(text: str) -> list[str]:
-  """Finds all names in a text, the longest first."""
-  return sorted({m.group() for m in re.finditer(_NAME, text)}, key=len, reverse=True)
-
-
-def find_noun(text: str) -> str | None:
-  """Finds what kind of thing a passage says that its subject is: 'band'."""
-  kind = find('kind', text[:300], ())
-  noun = kind.split()[-1] if kind else ''
-  return None if not noun or _NO_NOUN.search(noun) else noun
-
-
 def find_nationalities(texts: Iterable[str]) -> list[str]:
   """Finds words such as American: those that stand where a passage says what one is."""
   counts = collections.Counter(
@@ -96,11 +79,6 @@ _PARTS = {
   'kind': '(?:film|drama|comedy|documentary|movie|western|musical)',
   'song': '(?:song|single|album|track|ballad|recorded|performed|sung|hit|tune)',
   'his': '(?:[Hh]is|[Hh]er)',
-  # Up to six words, the last of them the noun: 'Canadian rock band'.
-  'kind of thing': r"(?P<v>(?:[\w’'-]+ ){0,5}?[a-z][\w-]*[a-z])(?=[.,;(]| (?:that|of"
-  r'|which|who|whose|in|from|by|for|at|on|and|or|to|with|based|known|located|released|directed'
-  r'|written|between|held|made|recorded|published|produced|set|founded|starring|featuring'
-  r'|developed|created|formed)\b)',
   'name': _NAME,
   'month': f'(?:{_MONTH})',
   'date': _DATE,
@@ -196,33 +174,14 @@ _PATTERNS = {
     r'(?<=, )(?P<v>[A-Z][a-z]+(?: [A-Z][a-z]+)?)(?=[.])',
     r'\bin (?:the )?(?P<v>[A-Z][a-z]+)\b(?=[.,;])',
   ],
-  # What people ask for besides.
-  'kind': [r'\b(?:is|was|are|were) (?:an?|the|one of the) <kind of thing>'],
   'formed': [
     r'(?:formed|founded|established|started|opened|built|created)[^.]{0,50}? in '
     r'(?:<month> )?(?P<v>\d{4})'
   ],
-  'location': [
-    r'(?:located|based|headquartered|situated|formed|lies|set)[^.;]{0,30}? '
-    r'(?:in|at|on) <place>',
-    r'\b(?:in|of) <place>',
-  ],
-  'writer': [r'(?:written|authored|novel|book|play|story)[^.]{0,40}? by <person>'],
-  'publisher': [r'(?:published|developed|distributed|released)[^.]{0,30}? by <thing>'],
-  'star': [r'(?:starring|stars|played by|portrayed by|features?) <person>'],
-  'known for': [r'known (?:for|as)[^.;]{0,40}? <thing>'],
-  'role': [r'\b(?:role of|role as|as|playing) <person>'],
   'population': [r'population[^.]{0,40}? (?P<v>\d[\d,]*\d)'],
   'height': [r'(?P<v>\d[\d,.]*)[ -]?(?:m|metres|meters|ft|feet|foot)\b'],
-  'number': [r'\b(?P<v>\d[\d,.]*\d|\d)\b'],
   'species': [r'(?P<v>\d[\d,]*) (?:[a-z]+ )?species'],
 }
-RELATIONS = tuple(_PATTERNS)
-# Words at the end of such a description that are no nouns.
-_NO_NOUN = re.compile(
-  '-|(?:ed|ing|al|ous|ly)$|^(?:native|public|private|similar|available|best|part|held|set'
-  '|given|one|name|such|common|only|made|known)$'
-)
 # Words that a passage has whose subject may have the relation.
 _SUBJECT = {
   'director': r'\b[Ff]ilm|[Cc]omedy|[Dd]ocumentary',

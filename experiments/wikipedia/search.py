@@ -18,8 +18,8 @@ model's tokenizer and chat template. On one GPU of 80 GB, as docs/memory.md coun
     --config.engine.slots=4096
 
 What the two differ in stands in settings.py; `--config.<field>` changes either. A model
-with pretrain.py's rows.json beside its directory is the small one. The baselines are kept
-in WORKDIR/results.jsonl, and played again only if what they depend on changes.
+with pretrain.py's rows.json beside its directory is the small one. Episodes of the table
+are kept in WORKDIR/episodes, and only missing ones are played.
 """
 
 import collections
@@ -38,7 +38,7 @@ from agent_r1_jax.host import runtime
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.train import evaluate, identity
-from experiments import comparison, evaluation_cache, retrievers
+from experiments import comparison, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
 
@@ -75,22 +75,16 @@ def main(_):
   if _RETRIEVER.value:
     retriever = retrievers.open_retriever(_RETRIEVER.value, _ENCODER.value)
   recall = comparison.recall(retriever, held_out)
-  depends_on = {
-    'retriever': [_RETRIEVER.value, _ENCODER.value],
-    'passages': identity.digest([dataclasses.astuple(d) for d in passages]),
-    'k': setting.k,
-    'template': setting.template,
-    'reward': setting.reward.__name__,
-  }
+  searched = [_RETRIEVER.value, _ENCODER.value, *map(dataclasses.astuple, passages)]
 
   def play(config, model, rows):
-    return evaluation_cache.evaluate_or_read(
-      workdir / 'results.jsonl',
+    return comparison.play(
       config,
       base if model == config.model.path else model,
       rows,
+      workdir=workdir,
       summarize=lambda sets: summarize(sets['']),
-      depends_on=depends_on,
+      made_of=identity.digest(searched),
     )
 
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
