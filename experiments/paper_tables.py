@@ -309,13 +309,14 @@ def claim(out: pathlib.Path) -> None:
     ValueError: It was written for another bench; names the fields that differ.
   """
   real, place = bool(_DATA.value), lambda path: str(pathlib.Path(path).resolve())
-  config = dataclasses.asdict(_CFG.value) | {'seed': 0}  # Each run has a seed of its own.
+  # Each run has a seed of its own, and the model's place is made absolute.
+  config = fields.replace(_CFG.value, {'seed': 0, 'model.path': ''})
   bench = {
     'data': place(_DATA.value) if real else 'miniwiki',
     'model': place(_CFG.value.model.path),
     'instruct': real and _INSTRUCT.value,
     'questions': _QUESTIONS.value,
-    'config': config | {'model': config['model'] | {'path': ''}},
+    'config': dataclasses.asdict(config),
   }
   workdir_lib.check_config(out, bench, name='bench.json')
 

@@ -126,7 +126,6 @@ _COMMANDS = {
   'experiments.evaluate --task=gsm8k': '--data: the file of the rows is missing',
   'experiments.evaluate --task=gsm8k --data=none.jsonl': 'there is no such file; give',
   'experiments.miniwiki.failures --only=x': r"--only: there is no \['x'\]; there are",
-  'experiments.miniwiki.failures --draw=. --only=kl': 'right is no run; make it first',
   'experiments.evaluate --task=gsm8k --data=bad.jsonl': 'line 1 .* fix or drop it',
   'experiments.evaluate --task=miniwiki --methods=x': 'no x; give workflow, direct',
   'experiments.problems --task=gsm8k --data=one.jsonl': 'has 1 rows, and --held_out and',

@@ -42,7 +42,6 @@ _REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see 
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
-_CURVE = flags.DEFINE_string('curve', '', 'PNG file to draw what slow tools cost to.')
 _LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Seconds of tools.')
 
 
@@ -277,8 +276,6 @@ def tools(bench: Bench) -> dict[str, Any]:
   for latency, *speeds in cells:
     for name, x in zip(('', '/lock_step'), speeds, strict=True):
       found[f'{latency:g}s{name}'] = round(x / mean, 3)
-  if _CURVE.value:
-    details.draw_curve(found, [0.0, *latencies], _CURVE.value)
   return found
 
 

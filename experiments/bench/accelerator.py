@@ -8,8 +8,6 @@
 - context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
   of `context` tokens: tokens a second, and the share of the peak. Operations are counted
   causally, recomputation not: 6 a parameter, and 6 T N H a layer.
-- kernels: attention alone, each of the kernels that there are: of such a decode step
-  beside its floor, and forward and backward of such a text beside its operations.
 - step: 32 tasks x 8 samples x 4 turns, and the update on them: where the time goes.
 - agreement: the sampler's log-probs and the learner's, of the same tokens.
 
@@ -20,8 +18,6 @@ repetitions. Not run on an accelerator yet; expected: docs/performance.md.
 import asyncio
 from collections.abc import Callable
 import dataclasses
-import functools
-import itertools
 import json
 import platform
 import time
@@ -40,7 +36,7 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import attention, decoder
+from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
 from experiments.bench import common
 
@@ -140,75 +136,6 @@ def decode():
         'bandwidth': round(speed),
         'first_seconds': round(first, 1),
       }
-
-
-def _decoding(B, N, K, H, used: int) -> dict[str, Callable[[], Any]]:
-  """By name, attention of a decode step to `used` slots of each row."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  q_BNH, k_BKSH, v_BKSH = normal(B, N, H), normal(B, K, used, H), normal(B, K, used, H)
-  length_B = jnp.full(B, used, jnp.int32)
-  ours = jax.jit(attention.cached)
-  found = {'ours': lambda: ours(q_BNH[:, None], k_BKSH, v_BKSH, length_B[:, None] - 1)}
-  if jax.default_backend() == 'gpu':
-    k_BSKH, v_BSKH = (jnp.swapaxes(x, 1, 2).copy() for x in (k_BKSH, v_BKSH))
-    nn = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
-    cudnn = jax.jit(lambda q, k, v, n: nn(q, k, v, key_value_seq_lengths=n))
-    found['cudnn'] = lambda: cudnn(q_BNH[:, None], k_BSKH, v_BSKH, length_B)
-  return found
-
-
-def _training(N, K, H, T: int) -> dict[str, Callable[[], Any]]:
-  """By name, causal attention of one text of T tokens, forward and backward."""
-  rng = np.random.default_rng(0)
-  normal = lambda heads: jnp.asarray(rng.normal(size=(1, T, heads, H)), jnp.bfloat16)
-  q, k, v, ids = normal(N), normal(K), normal(K), jnp.ones((1, T), jnp.int32)
-
-  def both(attend):
-    total = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-    return lambda: gradient(q, k, v)
-
-  found = {'ours': both(lambda q, k, v: attention.packed(q, k, v, ids))}
-  if jax.default_backend() == 'gpu':
-    nn = jax.nn.dot_product_attention
-    # Without segments, so that no mask is read: what they cost beside it.
-    for name in ('cudnn', 'xla'):
-      causal = functools.partial(nn, is_causal=True, implementation=name)
-      found[name] = both(causal)
-  return found
-
-
-def kernels():
-  """A line for each kernel and size; one that fails says why."""
-  decoded, trained = (
-    common.SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b')
-  )
-  heads = lambda config: (config.num_heads, config.num_kv_heads, config.head_dim)
-  speed, jobs = bandwidth(), []
-  for rows, used in itertools.product(map(int, _ROWS.value), map(int, _USED.value)):
-    N, K, H = heads(decoded)
-    floor = 2 * 2 * rows * used * K * H / speed
-    sizes = {'rows': rows, 'used': used}
-    found = _decoding(rows, N, K, H, used)
-    jobs += [({'kernel': name} | sizes, floor, fn) for name, fn in found.items()]
-  for T in map(int, _CONTEXT.value):
-    N, K, H = heads(trained)
-    # Two products forward and five backward, each of half a square.
-    floor = 7 * T * T * N * H / _PEAK.value
-    found = _training(N, K, H, T)
-    jobs += [({'kernel': name, 'tokens': T}, floor, fn) for name, fn in found.items()]
-  for line, floor, fn in jobs:
-    try:
-      _, seconds = _seconds(fn)
-    except Exception as error:  # The others are wanted all the same.
-      yield line | {'error': f'{type(error).__name__}: {error}'[:200]}
-      continue
-    times = {
-      'milliseconds': round(1e3 * seconds, 4),
-      'of_floor': round(floor / seconds, 4),
-    }
-    yield line | times
 
 
 def context():
@@ -356,7 +283,7 @@ def agreement():
   }
 
 
-MEASUREMENTS = (decode, context, kernels, step, agreement)
+MEASUREMENTS = (decode, context, step, agreement)
 
 
 def main(_):

@@ -1,4 +1,4 @@
-"""Measurements of a part each, and the picture of `tools`; see __main__.py."""
+"""Measurements of a part each; see __main__.py."""
 
 import asyncio
 import dataclasses
@@ -14,22 +14,6 @@ from agent_r1_jax.agent import automata
 from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.models import decoder
 from agent_r1_jax.tools import python, sandbox
-
-
-def draw_curve(found: dict[str, Any], latencies: list[float], path: str) -> None:
-  """The tools' curve: tokens a second over latency, ours and in lock-step."""
-  from matplotlib import figure
-
-  picture = figure.Figure(figsize=(5, 3), layout='constrained')
-  axes = picture.subplots()
-  for label, suffix in (('this engine', ''), ('lock-step', '/lock_step')):
-    shares = [found[f'{latency:g}s{suffix}'] for latency in latencies]
-    axes.plot(latencies, shares, marker='o', label=label)
-  axes.set(xlabel="mean of a tool's latency, seconds (exponential)", ylim=(0, 1.1))
-  axes.set_ylabel('tokens a second / without latency')
-  axes.grid(alpha=0.3)
-  axes.legend()
-  picture.savefig(path, dpi=150)
 
 
 def grammar(bench) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import statistics
 from typing import Any
 
 from absl import app, flags
-import numpy as np
 
 from agent_r1_jax import train
 from agent_r1_jax.report import plots, tables
@@ -92,7 +91,7 @@ def render(runs: Sequence[Run], out: pathlib.Path) -> None:
 
 def tabulate(runs: Sequence[Run], kind: str) -> str:
   """Tabulates exact match on a kind of questions: each seed, and all of a system's."""
-  cells: dict[str, dict[str, tables.Count | float | str]] = {}
+  cells: dict[str, dict[str, tables.Cell]] = {}
   for run in runs:
     row = {name: run['sets'][name][kind] for name in SETS}
     cells[f'{NAMES[run["system"]]}, seed {run["seed"]}'] = {
@@ -102,7 +101,9 @@ def tabulate(runs: Sequence[Run], kind: str) -> str:
     rows = [run['sets'] for run in runs if run['system'] == system]
     if len(rows) > 1:
       cells[f'{NAMES[system]}, mean'] = {
-        name: _interval([row[name][kind]['mean'] for row in rows])
+        name: tables.Interval(
+          *tables.mean_interval([row[name][kind]['mean'] for row in rows])
+        )
         for name in SETS
         if rows[0][name][kind]['count']
       }
@@ -111,10 +112,10 @@ def tabulate(runs: Sequence[Run], kind: str) -> str:
 
 def tabulate_costs(runs: Sequence[Run]) -> str:
   """Tabulates what each run took."""
-  cells: dict[str, dict[str, tables.Count | float | str]] = {}
+  cells: dict[str, dict[str, tables.Cell]] = {}
   for run in runs:
     cost, steps = run['cost'], len(run['em'])
-    row: dict[str, tables.Count | float | str] = {
+    row: dict[str, tables.Cell] = {
       'steps': str(steps),
       'CPU-seconds': f'{cost["cpu_seconds"]:.0f}',
       'seconds': f'{cost["seconds"]:.0f}',
@@ -126,15 +127,6 @@ def tabulate_costs(runs: Sequence[Run]) -> str:
     cells[f'{NAMES[run["system"]]}, seed {run["seed"]}'] = row
   columns = list(dict.fromkeys(name for row in cells.values() for name in row))
   return f'### Costs\n\n{tables.format_table(cells, columns, "run")}\n'
-
-
-def _interval(values: Sequence[float]) -> str:
-  """The mean, and its 95 % interval by Student's t."""
-  from scipy import stats  # The import takes a second.
-
-  n = len(values)
-  half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
-  return f'{np.mean(values):.3f} ± {half:.3f}'
 
 
 def main(_):

@@ -35,8 +35,13 @@ KINDS: dict[str, float] = _READ['kinds']
 DATED: dict[str, tuple[str, str]] = {k: tuple(v) for k, v in _READ['dated'].items()}
 # Relations between entities: what bridges are built of.
 EDGES = tuple(
-  Relation(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-  for fields in _READ['relations']
+  Relation(
+    of['name'],
+    of['source'],
+    of['target'],
+    *(tuple(of.get(wordings, ())) for wordings in ('texts', 'asks', 'phrases')),
+  )
+  for of in _READ['relations']
 )
 _YEARS_OF = tuple(
   Relation(
