@@ -24,8 +24,8 @@ def base(tmp_path_factory):
     f'--out={out}',
     '--dim=96',
     '--layers=2',
-    '--examples=300',
-    '--sft.steps=20',
+    '--examples=200',
+    '--sft.steps=12',
     '--sft.rows=4',
     '--sft.warmup=5',
   )
@@ -33,9 +33,9 @@ def base(tmp_path_factory):
   return out
 
 
-def test_base_script_makes_a_policy_that_learns(base):
+def test_pretraining_writes_a_policy_whose_loss_falls(base):
   log = [json.loads(line) for line in (base / 'log.jsonl').read_text().splitlines()]
-  assert [line['step'] for line in log] == list(range(1, 21))
+  assert [line['step'] for line in log] == list(range(1, 13))
   # The first steps copy; then reading begins anew.
   assert log[-1]['loss'] < max(line['loss'] for line in log) - 1
   config, params = weights.load(base / 'model')
@@ -43,7 +43,7 @@ def test_base_script_makes_a_policy_that_learns(base):
   assert params['embed']['embedding'].shape == (config.vocab_size, 96)
 
 
-def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
+def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_path):
   flags = (
     f'--workdir={tmp_path}',
     f'--config.model.path={base / "model"}',
@@ -76,9 +76,7 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
   again = run('miniwiki.search', *flags, '--config.schedule.steps=2')
   assert again.returncode == 0, again.stderr[-3000:]
   # The baselines are those of before; the policy has changed, and is played again.
-  for method in baselines:
-    assert f'{method}: as in {tmp_path}/results.jsonl' in again.stdout
-  assert 'GRPO: as in' not in again.stdout
+  assert len(list((tmp_path / 'episodes').iterdir())) == 3
   later = json.loads((tmp_path / 'table.json').read_text())
   assert all(later[method] == table[method] for method in baselines)
   lines = [

@@ -34,7 +34,7 @@ def test_is_valid_and_kept_without_outputs(path):
     assert cell.get('outputs', []) == [] and cell.get('execution_count') is None
 
 
-def executed(name: str, tmp_path, monkeypatch, cwd=ROOT / 'launch', **settings):
+def executed(name: str, tmp_path, monkeypatch, **settings):
   """Runs a notebook with other settings; returns the run and its output, cell by cell."""
   notebook = nbformat.read(ROOT / 'launch' / name, as_version=4)
   (cell,) = [c for c in notebook.cells if 'parameters' in c.metadata.get('tags', ())]
@@ -42,7 +42,7 @@ def executed(name: str, tmp_path, monkeypatch, cwd=ROOT / 'launch', **settings):
   path = tmp_path / name
   nbformat.write(notebook, path)
   monkeypatch.setenv('PYTHON', sys.executable)
-  command = [sys.executable, '-c', EXECUTE, str(path), str(cwd)]
+  command = [sys.executable, '-c', EXECUTE, str(path), str(ROOT / 'launch')]
   done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
   cells = nbformat.read(path, as_version=4).cells
   return done, {cell.id: _shown(cell.get('outputs', ())) for cell in cells}
@@ -75,8 +75,3 @@ def test_a_failing_run_stops_the_notebook(tmp_path, monkeypatch):
   )
   assert done.returncode != 0
   assert 'no_such_flag' in shown['train'] and not shown['curve']
-
-
-def test_outside_a_checkout_it_asks_what_to_clone(tmp_path, monkeypatch):
-  done, _ = executed('quickstart.ipynb', tmp_path, monkeypatch, cwd=tmp_path)
-  assert done.returncode != 0 and 'say above what to clone' in done.stderr
