@@ -21,6 +21,26 @@ def one_program(slots: int) -> tuple[str, ...]:
   return tuple(f'--config.engine.{name}={value}' for name, value in sizes.items())
 
 
+# The sizes of test_one_page.py. Runs of the quickstart's policy that have them, too, find
+# all programs of the engine in the cache of compilations, and the gradient with GRPO.
+QUICKSTART = {
+  'engine.rows': 16,
+  'engine.slots': 448,
+  'engine.decode_steps': 16,
+  'engine.prefill_rows': 32,
+  'engine.prefill_tokens': 32,
+  'engine.bucket': 448,
+  'engine.narrow': False,
+  'engine.replicas': 1,
+  'batch.row_tokens': 448,
+  'batch.microbatch': 4,
+}
+
+
+def config_flags(fields: dict[str, object]) -> list[str]:
+  return [f'--config.{name}={value}' for name, value in fields.items()]
+
+
 @functools.cache
 def _forks() -> tuple[subprocess.Popen, socket.socket]:
   """The process of forks.py; it ends when its socket is closed."""

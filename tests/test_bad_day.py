@@ -50,12 +50,10 @@ SIGNALS = {
   'terminate': signal.SIGTERM,
   'interrupt': signal.SIGINT,
 }
-SMALL = {
+SMALL = script.QUICKSTART | {
   'schedule.steps': 3,
   'schedule.tasks': 4,
   'schedule.samples': 2,
-  'engine.rows': 8,
-  'engine.prefill_rows': 4,
   'limits.reset_seconds': 5.0,
 }
 
@@ -66,7 +64,7 @@ class Run:
   def __init__(self, workdir: pathlib.Path, faults: str):
     self.log = workdir.with_suffix('.log')
     self._begin = self.log.stat().st_size if self.log.exists() else 0
-    flags = [f'--config.{name}={value}' for name, value in SMALL.items() if not TIMES]
+    flags = [] if TIMES else script.config_flags(SMALL)
     command = ['-c', 'import bad_day; bad_day.start()', f'--workdir={workdir}']
     command += [f'--faults={faults}', *flags]
     with self.log.open('ab') as file:

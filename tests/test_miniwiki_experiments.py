@@ -43,18 +43,14 @@ def test_pretraining_writes_a_policy_whose_loss_falls(base):
   assert params['embed']['embedding'].shape == (config.vocab_size, 96)
 
 
-def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_path):
+def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(tmp_path):
   flags = (
     f'--workdir={tmp_path}',
-    f'--config.model.path={base / "model"}',
-    '--questions=6',
-    '--watched=3',
+    '--questions=4',
+    '--watched=2',
     '--config.schedule.tasks=2',
     '--config.schedule.samples=3',
-    '--config.engine.rows=6',
-    '--config.engine.prefill_rows=6',
-    *script_lib.one_program(slots=448),
-    '--config.batch.microbatch=2',
+    *script_lib.config_flags(script_lib.QUICKSTART),
     '--config.limits.max_turn_tokens=32',
     '--config.schedule.eval_every=1',
     # So small a policy may earn the same in all episodes, and learn nothing from them:
@@ -71,7 +67,7 @@ def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_p
     assert name in done.stdout or name == 'config.json'
   assert len(list((tmp_path / 'trajectories').glob('step-00001-*.eval'))) == 4
   table = json.loads((tmp_path / 'table.json').read_text())
-  assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
+  assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 4
   baselines = ('Direct answer', 'Naive RAG', 'Base Tool Call')
   again = run('miniwiki.search', *flags, '--config.schedule.steps=2')
   assert again.returncode == 0, again.stderr[-3000:]
@@ -124,10 +120,7 @@ def test_a_reward_model_is_trained_measured_and_saved(base, tmp_path):
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
     '--config.schedule.steps=2',
-    '--config.engine.rows=8',
-    '--config.engine.prefill_rows=8',
-    *script_lib.one_program(slots=448),
-    '--config.batch.microbatch=2',
+    *script_lib.config_flags(script_lib.QUICKSTART),
     '--config.limits.max_turn_tokens=16',
   )
   assert done.returncode == 0, done.stderr[-3000:]

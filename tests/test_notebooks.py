@@ -6,15 +6,15 @@ import sys
 
 import nbformat
 import pytest
+import script
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / 'launch').glob('*.ipynb'))
 # The least that has every part: baselines, an update, evaluations, table, trajectories.
-SMALL = (
-  '--questions=2 --watched=1 --config.schedule.steps=1 --config.schedule.tasks=2 '
-  '--config.schedule.samples=3 --config.schedule.eval_every=1 --config.engine.rows=6 '
-  '--config.engine.bucket=448 --config.engine.narrow=False --config.batch.microbatch=2 '
-  '--config.limits.max_turns=2'
+SMALL = script.config_flags(
+  script.QUICKSTART
+  | {'schedule.steps': 1, 'schedule.tasks': 2, 'schedule.samples': 3}
+  | {'schedule.eval_every': 1, 'limits.max_turns': 2}
 )
 EXECUTE = """
 import sys, nbclient, nbformat
@@ -56,7 +56,11 @@ def _shown(outputs) -> str:
 def test_quickstart_trains_and_shows_what_it_promises(tmp_path, monkeypatch):
   workdir = tmp_path / 'run'
   done, shown = executed(
-    'quickstart.ipynb', tmp_path, monkeypatch, WORKDIR=str(workdir), FLAGS=SMALL
+    'quickstart.ipynb',
+    tmp_path,
+    monkeypatch,
+    WORKDIR=str(workdir),
+    FLAGS=' '.join(['--questions=2 --watched=1', *SMALL]),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   assert 'CpuDevice' in shown['devices']

@@ -42,6 +42,7 @@ _REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see 
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
+_SEGMENTS = flags.DEFINE_integer('segments', 24, 'Segments of a speed of tools.')
 _LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Seconds of tools.')
 
 
@@ -231,12 +232,13 @@ def tools(bench: Bench) -> dict[str, Any]:
   Twice as many episodes and rows as are decoded at a time, whose latencies are
   exponential. Another begins where one ends, so that they stay as many; the first have 1
   to 4 turns, so that long and short texts are mixed as they are in the midst of a run. Of
-  24 segments the first 8 are not counted.
+  all segments the first third is not counted.
   """
   rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
   slots = _PROMPT.value + turns * reply + turns * 32
   engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, decode_steps=steps)
-  first, last = 8 * _ROWS.value * steps, 24 * _ROWS.value * steps
+  last = _SEGMENTS.value * _ROWS.value * steps
+  first = last // 3
 
   async def play(latency: float, lock_step: bool) -> float:
     draw = lambda *of: latency * np.random.default_rng(of).exponential()
