@@ -10,12 +10,11 @@ import threading
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 # Other workers, and scripts that tests start, compile what a test has compiled: once is
-# enough. The user's own programs stay out of it. A folder that AGENT_R1_TEST_CACHE names
-# is kept, so that the next session compiles only what has changed.
+# enough. The user's own programs stay out of it.
 os.environ['JAX_COMPILATION_CACHE_DIR'] = (
   os.environ['JAX_COMPILATION_CACHE_DIR']
   if 'PYTEST_XDIST_WORKER' in os.environ
-  else os.environ.get('AGENT_R1_TEST_CACHE') or tempfile.mkdtemp(prefix='agent_r1_jax_')
+  else tempfile.mkdtemp(prefix='agent_r1_jax_')
 )
 # Most of a test's time is compilation, which takes half as long without optimizations.
 # With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment the tests compile as users do.
@@ -77,5 +76,5 @@ def pytest_sessionfinish():
 
 def pytest_unconfigure():
   """Removes what was compiled."""
-  if not {'PYTEST_XDIST_WORKER', 'AGENT_R1_TEST_CACHE'} & {*os.environ}:
+  if 'PYTEST_XDIST_WORKER' not in os.environ:
     shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)

@@ -24,10 +24,10 @@ def one_program(slots: int) -> tuple[str, ...]:
 # The sizes of test_one_page.py. Runs of the quickstart's policy that have them, too, find
 # all programs of the engine in the cache of compilations, and the gradient with GRPO.
 QUICKSTART = {
-  'engine.rows': 16,
+  'engine.rows': 8,
   'engine.slots': 448,
   'engine.decode_steps': 16,
-  'engine.prefill_rows': 32,
+  'engine.prefill_rows': 8,
   'engine.prefill_tokens': 32,
   'engine.bucket': 448,
   'engine.narrow': False,

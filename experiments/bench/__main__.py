@@ -319,7 +319,8 @@ def programs(bench: Bench) -> dict[str, Any]:
 
   listener: Any = on_duration
   jax.monitoring.register_event_duration_secs_listener(listener)
-  engine = bench.engine(slots=768, prefill_tokens=63, warm=False)
+  slots = _PROMPT.value + 8 * 60
+  engine = bench.engine(slots=slots, prefill_tokens=63, warm=False)
   compiled.clear()
   start = time.perf_counter()
   engine.warm_up()
