@@ -1,6 +1,6 @@
 """What playing ahead gives as episode lengths get a tail: chips that only take time.
 
-  python -m experiments.bench.utilization --picture=docs/utilization.png
+  python -m experiments.bench.utilization
 
 The schedule, the engine and the environments are those of training. The chips are not:
 a decode takes its time whatever the rows (decoding is bound by the weights'
@@ -44,7 +44,6 @@ _EPISODES = flags.DEFINE_integer('episodes', 64, 'Episodes of an update.')
 _MEAN = flags.DEFINE_integer('mean', 128, 'Tokens of an episode.')
 _SEGMENT = flags.DEFINE_float('segment', 0.01, 'Seconds of a decode of 8 tokens.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the lengths.')
-_PICTURE = flags.DEFINE_string('picture', '', 'PNG file to draw the speeds to.')
 
 _TOKENIZER = pathlib.Path(__file__).parents[1] / 'miniwiki' / 'model'
 _SLOTS, _TOKENS, _WARM = 4096, 8, 5
@@ -185,26 +184,6 @@ def main(_):
       base = next(c for c in [*cells, cell] if c['tail'] == tail)
       cells.append(cell | {'speed': round(base['seconds'] / cell['seconds'], 2)})
       print(json.dumps(cells[-1]), flush=True)
-  if _PICTURE.value:
-    _draw(cells, _PICTURE.value)
-
-
-def _draw(cells, path):
-  """Speeds over the tail, a line a mode."""
-  from matplotlib import figure
-
-  picture = figure.Figure(figsize=(5, 3), layout='constrained')
-  axes = picture.subplots()
-  for mode in MODES:
-    mine = [c for c in cells if c['mode'] == mode]
-    axes.plot(
-      [c['tail'] for c in mine], [c['speed'] for c in mine], marker='o', label=mode
-    )
-  axes.set(xlabel="tail: σ of the log of an episode's length", ylim=(0, None))
-  axes.set_ylabel('steps a minute / in turn')
-  axes.grid(alpha=0.3)
-  axes.legend(fontsize='small')
-  picture.savefig(path, dpi=150)
 
 
 if __name__ == '__main__':

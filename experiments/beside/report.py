@@ -47,24 +47,20 @@ def collect(workdir: pathlib.Path) -> Run:
     run |= {name: counted[-1][name] for name in ('computed', 'distinct')}
   run['cost'] = json.loads((workdir / 'cost.json').read_text())
   if (workdir / 'model').exists():
-    run['sets'] = measure_once(workdir)
+    run['sets'] = measure(workdir)
   return run
 
 
-def measure_once(workdir: pathlib.Path) -> dict[str, Any]:
-  """Measures a run's policy, or reads what was measured."""
-  path = workdir / f'test-{_QUESTIONS.value}.json'
-  if not path.exists():
-    path.write_text(json.dumps(measure(workdir / 'model')) + '\n')
-  return json.loads(path.read_text())
+def measure(workdir: pathlib.Path) -> dict[str, Any]:
+  """Plays the test questions; returns mean and count of exact match by set and kind.
 
-
-def measure(model: pathlib.Path) -> dict[str, Any]:
-  """Plays the test questions; returns mean and count of exact match by set and kind."""
+  Episodes are kept in WORKDIR/episodes, and only missing ones are played.
+  """
   tool = search.search_tool(miniwiki.index(0), k=1)
   make_env, _ = comparison.make_envs(tool, qa.paper_reward)
   sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in SETS}
-  played = train.play(shapes.CONFIG, model, {'': (sets, make_env)})['']
+  methods, folder = {'tools': (sets, make_env)}, workdir / 'episodes'
+  played = train.play(shapes.CONFIG, workdir / 'model', methods, workdir=folder)['tools']
   return {name: evaluate.by_kind(some, miniwiki.KINDS) for name, some in played.items()}
 
 
