@@ -8,7 +8,6 @@
 - context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
   of `context` tokens: tokens a second, and the share of the peak. Operations are counted
   causally, recomputation not: 6 a parameter, and 6 T N H a layer.
-- step: 32 tasks x 8 samples x 4 turns, and the update on them: where the time goes.
 - agreement: the sampler's log-probs and the learner's, of the same tokens.
 
 bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
@@ -37,7 +36,7 @@ from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
+from agent_r1_jax.rl import learner, optimizers
 from experiments.bench import common
 
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -47,7 +46,6 @@ _SHAPE = flags.DEFINE_string(
 _ROWS = flags.DEFINE_list('rows', ['64', '256'], 'Texts that are decoded at a time.')
 _USED = flags.DEFINE_list('used', ['512', '1024', '2048', '4096'], 'Tokens of a text.')
 _CONTEXT = flags.DEFINE_list('context', ['16384', '65536'], 'Tokens of a training row.')
-_TASKS = flags.DEFINE_integer('tasks', 32, 'Tasks of a step; each has 8 samples.')
 _OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'A key of optimizers.KINDS.')
 _REMAT = flags.DEFINE_string('remat', 'full', 'Activations recomputed.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions, without compilation.')
@@ -189,15 +187,6 @@ async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
   )
 
 
-def _trajectory(segment, group: int, sample: int) -> types.Trajectory:
-  """What `_talk` gave, with a reward for its last turn."""
-  edges = np.flatnonzero(np.diff(segment.action_mask, prepend=False, append=False))
-  turns = [types.Turn(0, *edge) for edge in edges.reshape(-1, 2).tolist()]
-  turns[-1].reward = float(sample % 3)
-  task = types.Task(str(group), [])
-  return types.Trajectory(task, group, sample, [segment], turns, [], 'done')
-
-
 def _engine(config, params) -> engine_lib.Engine:
   engine = engine_lib.Engine(
     config,
@@ -210,46 +199,6 @@ def _engine(config, params) -> engine_lib.Engine:
   )
   engine.warm_up()
   return engine
-
-
-def step():
-  """One line: seconds of a GRPO step, and their parts."""
-  config, params = _policy('3b')
-  engine, samples = _engine(config, params), 8
-  rows = packing.MicrobatchShape(4, 1024)
-  algorithm = algorithms.grpo(kl_coef=0.0)
-  optimizer = _optimizer()
-  plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
-  train_state, found = updates.init(params, plan), []
-  for _ in range(1 + _REPEATS.value):
-    before = dataclasses.replace(engine.stats)
-    engine.sync_weights(train_state.sampler, train_state.sampler_step)
-    start = time.perf_counter()
-    segments = engine.run(
-      [_talk(engine, config, n) for n in range(_TASKS.value * samples)]
-    )
-    played = time.perf_counter()
-    trajectories = [
-      _trajectory(segment, n // samples, n % samples)
-      for n, segment in enumerate(segments)
-    ]
-    train_state, *_ = updates.learn(train_state, trajectories, plan)
-    jax.block_until_ready(train_state.sampler)
-    end, stats = time.perf_counter(), engine.stats
-    parts = ('decode_seconds', 'prefill_seconds', 'host_seconds', 'idle_seconds')
-    found.append(
-      {
-        'seconds': end - start,
-        'rollout_seconds': played - start,
-        'update_seconds': end - played,
-      }
-      | {name: getattr(stats, name) - getattr(before, name) for name in parts}
-    )
-    found[-1]['tokens'] = sum(len(s.tokens) for s in segments)
-    first = found[0]['seconds']
-  best = min(found[1:], key=lambda x: x['seconds'])
-  line = {name: round(value, 3) for name, value in best.items()}
-  yield line | {'first_seconds': round(first, 1), 'peak_bytes': _peak_bytes()}
 
 
 def agreement():
@@ -283,7 +232,7 @@ def agreement():
   }
 
 
-MEASUREMENTS = (decode, context, step, agreement)
+MEASUREMENTS = (decode, context, agreement)
 
 
 def main(_):

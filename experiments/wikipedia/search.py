@@ -11,12 +11,7 @@ corpus. Any folder of corpus.jsonl.gz and train.jsonl.gz will do as --data: Hotp
 2WikiMultihopQA, MuSiQue.
 
 With an instruct model in Hugging Face layout it is the paper's experiment, with that
-model's tokenizer and chat template. On one GPU of 80 GB, as docs/memory.md counts it:
-
-  XLA_PYTHON_CLIENT_MEM_FRACTION=.95 python -m experiments.wikipedia.search \
-    --config.model.path=Qwen2.5-3B-Instruct --config.optimizer.kind=adamw8 \
-    --config.engine.slots=4096
-
+model's tokenizer and chat template (docs/memory.md has the command for one GPU of 80 GB).
 What the two differ in stands in settings.py; `--config.<field>` changes either. A model
 with pretrain.py's rows.json beside its directory is the small one. Episodes of the table
 are kept in WORKDIR/episodes, and only missing ones are played.
