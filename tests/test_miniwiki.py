@@ -95,12 +95,6 @@ def test_a_corpus_has_one_short_passage_for_each_title(split):
     assert len(d.text.split()) <= 60
 
 
-def test_passages_say_the_facts():
-  world = world_lib.world(0, 'dev', 200)
-  for title, facts in world.facts.items():
-    assert all(f' {value}' in world.passages[title] for value in facts.values())
-
-
 @pytest.mark.parametrize('name', miniwiki.SETS)
 def test_chain_leads_to_the_answer_and_nothing_earlier_does(name):
   _, part = miniwiki.SETS[name]
@@ -218,15 +212,6 @@ def test_demonstrations_call_rightly_and_earn_what_their_fate_says(examples):
   assert len(em['right', 'comparison', 2]) >= 50
   chance = sum((em[f, 'comparison', 2] for f in ('stop', 'repeat', 'another')), [])
   assert 0.35 < np.mean(chance) < 0.65
-
-
-def test_examples_have_the_shares_of_the_mixture(examples):
-  kinds = collections.Counter(e.kind for e in examples)
-  for shares in (demos.MIXTURE, demos.PRACTICE):
-    total = sum(kinds[kind] for kind in shares)
-    assert 0.45 < total / len(examples) < 0.55
-    for kind, share in shares.items():
-      assert abs(kinds[kind] / total - share) < 0.04
 
 
 def test_rag_prompt_has_the_practised_form(examples):

@@ -227,18 +227,9 @@ def _run(script: str, *args: str, fails: bool = False) -> str:
   return done.stdout + done.stderr
 
 
-def _write(path, rows):
-  with gzip.open(path, 'wt', encoding='utf-8') as file:
-    file.writelines(json.dumps(row) + '\n' for row in rows)
-
-
 def _row(i, task):
   info = {k: task.info[k] for k in ('question', 'supporting_titles', 'type')}
   return {'id': f'r{i}', 'golden_answers': task.answer, **info}
-
-
-def _passage_row(document):
-  return {'id': document.id, 'title': document.title, 'text': document.text}
 
 
 METHODS = ['Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO']
@@ -249,11 +240,20 @@ TINY = (
 )
 
 
-def test_pretrain_makes_a_policy_that_search_trains_and_measures(tmp_path):
-  _write(tmp_path / 'corpus.jsonl.gz', map(_passage_row, _passages()))
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp('data')
+  passages = ({'id': d.id, 'title': d.title, 'text': d.text} for d in _passages())
   # Enough copies that each kind of question is among the training rows.
-  _write(tmp_path / 'train.jsonl.gz', (_row(i, task) for i, task in enumerate(ROWS * 5)))
-  shared = (f'--data={tmp_path}', '--held_out=3', '--watched=1')
+  rows = (_row(i, task) for i, task in enumerate(ROWS * 5))
+  for name, lines in (('corpus', passages), ('train', rows)):
+    with gzip.open(folder / f'{name}.jsonl.gz', 'wt', encoding='utf-8') as file:
+      file.writelines(json.dumps(line) + '\n' for line in lines)
+  return folder
+
+
+def test_pretrain_makes_a_policy_that_search_trains_and_measures(data, tmp_path):
+  shared = (f'--data={data}', '--held_out=3', '--watched=1')
   size = ('--layers=2', '--dim=96', '--vocab=300', '--sft.row_tokens=512')
   sft = ('--sft.steps=2', '--sft.rows=1', '--sft.warmup=1')
   _run('wikipedia.pretrain', *shared, *size, *sft, f'--out={tmp_path}/base')
@@ -312,21 +312,7 @@ def test_no_script_has_a_flag_for_a_model_beside_config_model_path():
     assert not {'model', 'base'} & {*defined}, path
 
 
-@pytest.fixture(scope='module')
-def real_data(data_dir, tmp_path_factory) -> pathlib.Path:
-  """Some questions of HotpotQA, their passages and a few hundred others."""
-  folder = tmp_path_factory.mktemp('hotpotqa')
-  source = data_dir / 'hotpotqa'
-  rows = [row for _, row in documents.read_rows(source / 'train.jsonl.gz')][:12]
-  gold = {title for row in rows for title in row['supporting_titles']}
-  corpus = documents.read_corpus(source / 'corpus.jsonl.gz')
-  kept = [d for i, d in enumerate(corpus) if d.title in gold or i % 100 == 0]
-  _write(folder / 'corpus.jsonl.gz', map(_passage_row, kept))
-  _write(folder / 'train.jsonl.gz', rows)
-  return folder
-
-
-def test_an_instruct_model_is_asked_in_its_own_template(data_dir, real_data, tmp_path):
+def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path):
   config = decoder.DecoderConfig(
     vocab_size=151_936,
     embed_dim=32,
@@ -347,7 +333,7 @@ def test_an_instruct_model_is_asked_in_its_own_template(data_dir, real_data, tmp
     *TINY,
     '--config.schedule.eval_every=0',
     f'--config.model.path={tmp_path}/model',
-    f'--data={real_data}',
+    f'--data={data}',
     f'--workdir={tmp_path}/run',
     '--held_out=2',
     '--watched=1',
@@ -355,7 +341,7 @@ def test_an_instruct_model_is_asked_in_its_own_template(data_dir, real_data, tmp
     '--config.engine.rows=2',
     '--config.engine.prefill_rows=2',
     '--config.engine.prefill_tokens=256',
-    *script_lib.one_program(slots=1536),
+    *script_lib.one_program(slots=768),
     '--config.batch.microbatch=1',
   )
   numbers = json.loads((tmp_path / 'run' / 'table.json').read_text())
