@@ -191,18 +191,19 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
   print(f'{len(played)} episodes, {np.mean([t.reward for t in played]):.3f} are right')
   warmup = 1 + schedule.steps // 40
   rate = optax.warmup_cosine_decay_schedule(0, 5e-4, warmup, schedule.steps, 2.5e-5)
-  params, odds = implicit_value.fit(
-    train.load(config.model, config.chat)[1],
-    played,
-    config=player.shape,
-    optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
-    shape=player.rows,
-    steps=schedule.steps,
-    episodes=EPISODES,
-    beta=_BETA.value,
-    seed=config.seed,
-    on_step=make_printer(),
-  )
+  with progress_lib.Progress(schedule.steps, label='value') as bar:
+    params, odds = implicit_value.fit(
+      train.load(config.model, config.chat)[1],
+      played,
+      config=player.shape,
+      optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
+      shape=player.rows,
+      steps=schedule.steps,
+      episodes=EPISODES,
+      beta=_BETA.value,
+      seed=config.seed,
+      on_step=lambda step, metrics: bar.update(step, loss=metrics['loss']),
+    )
   out = workdir / 'critic'
   critic.save_implicit(out, player.shape, params, config.model.path, odds)
   # Before the last turn the same sums say other odds.
@@ -214,18 +215,6 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
     ]
     scales.append(selection.fit_odds(*np.array(on, float).reshape(-1, 2).T))
   (out / SCALES).write_text(json.dumps(scales))
-
-
-def make_printer():
-  """Makes a function that prints the mean loss of every 20 steps."""
-  losses = []
-
-  def print_step(step: int, metrics: Mapping[str, float]) -> None:
-    losses.append(metrics['loss'])
-    if step % 20 == 0:
-      print(f'step {step}: loss {np.mean(losses[-20:]):.3f}', flush=True)
-
-  return print_step
 
 
 class Results(NamedTuple):

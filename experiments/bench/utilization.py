@@ -27,6 +27,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import programs as programs_lib
@@ -88,18 +89,6 @@ class Chips(replica_lib.Replica):
     return int(np.clip(round(length), 1, _LONGEST))
 
 
-class Once:
-  """One reply."""
-
-  async def reset(self, task: types.Task) -> list[types.Message]:
-    """The task's prompt."""
-    return task.messages
-
-  async def step(self, reply: str) -> types.Step:
-    """The end."""
-    return types.Step([], done=True)
-
-
 def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   """One cell."""
   apart = bool(MODES[mode])
@@ -122,15 +111,9 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
   with engine.open():
-    rollouts = schedule.Schedule(
-      config,
-      tasks,
-      engine,
-      chat,
-      run_log,
-      rollout.ON_POLICY,
-      Once,
-    )
+    make_env = lambda: env.ToolEnv([], lambda task, messages: 0.0)
+    given = (config, tasks, engine, chat, run_log, rollout.ON_POLICY, make_env)
+    rollouts = schedule.Schedule(*given)
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled

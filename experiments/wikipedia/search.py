@@ -30,7 +30,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import plots, tables
+from agent_r1_jax.report import tables
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.train import evaluate, identity
 from experiments import comparison, retrievers
@@ -128,7 +128,7 @@ def summarize(episodes):
 
 
 def report(workdir, numbers, recall, seconds) -> None:
-  """Prints and stores the table, and draws the curve.
+  """Prints and stores the table.
 
   The table's last row compares GRPO and its base by question: both answer the same ones.
   """
@@ -151,8 +151,6 @@ def report(workdir, numbers, recall, seconds) -> None:
   (workdir / 'table.md').write_text(table + '\n')
   found = {'methods': numbers, 'recall': recall, 'seconds': seconds}
   (workdir / 'table.json').write_text(json.dumps(found, indent=2) + '\n')
-  panels = {'Reward in training': ('rollout/reward',), 'Watched': ('eval/*/em',)}
-  plots.plot_curves(str(workdir), workdir / 'curve.png', panels=panels, title='GRPO')
 
 
 if __name__ == '__main__':
