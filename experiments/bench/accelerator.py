@@ -59,10 +59,6 @@ def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
   return config, jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
 
 
-def _optimizer():
-  return optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
-
-
 def _seconds(fn: Callable[[], Any]) -> tuple[float, float]:
   """Returns the seconds of the first call, and the least of the others."""
   times = []
@@ -146,7 +142,8 @@ def context():
     actions = np.arange(T)[None] >= T // 2
     advantages = rng.normal(size=(1, T))
     batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
-    update = common.make_update(config, params, [batch], _optimizer())
+    optimizer = optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
+    update = common.make_update(config, params, [batch], optimizer)
     first, seconds = _seconds(update)
     attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
     operations = 6 * parameters + attention

@@ -112,8 +112,8 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   ages, begun, sampled = [], 0.0, 0
   with engine.open():
     make_env = lambda: env.ToolEnv([], lambda task, messages: 0.0)
-    given = (config, tasks, engine, chat, run_log, rollout.ON_POLICY, make_env)
-    rollouts = schedule.Schedule(*given)
+    clients = (engine, chat, run_log, rollout.ON_POLICY)
+    rollouts = schedule.Schedule(config, tasks, *clients, make_env)
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled

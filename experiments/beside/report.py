@@ -52,10 +52,7 @@ def collect(workdir: pathlib.Path) -> Run:
 
 
 def measure(workdir: pathlib.Path) -> dict[str, Any]:
-  """Plays the test questions; returns mean and count of exact match by set and kind.
-
-  Episodes are kept in WORKDIR/episodes, and only missing ones are played.
-  """
+  """Plays what is missing of the test questions; returns exact match by set and kind."""
   tool = search.search_tool(miniwiki.index(0), k=1)
   make_env, _ = comparison.make_envs(tool, qa.paper_reward)
   sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in SETS}
