@@ -21,8 +21,7 @@ def one_program(slots: int) -> tuple[str, ...]:
   return tuple(f'--config.engine.{name}={value}' for name, value in sizes.items())
 
 
-# The sizes of test_one_page.py. Runs of the quickstart's policy that have them, too, find
-# all programs of the engine in the cache of compilations, and the gradient with GRPO.
+# Small sizes for runs of miniwiki, with one program to decode and one to prefill.
 QUICKSTART = {
   'engine.rows': 8,
   'engine.slots': 448,

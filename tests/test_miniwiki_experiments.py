@@ -43,9 +43,10 @@ def test_pretraining_writes_a_policy_whose_loss_falls(base):
   assert params['embed']['embedding'].shape == (config.vocab_size, 96)
 
 
-def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(tmp_path):
+def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_path):
   flags = (
     f'--workdir={tmp_path}',
+    f'--config.model.path={base / "model"}',
     '--questions=4',
     '--watched=2',
     '--config.schedule.tasks=2',
