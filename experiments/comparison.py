@@ -5,6 +5,8 @@ and rewards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import os
 import pathlib
 import time
 from typing import Any
@@ -12,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import report, train, types
+from agent_r1_jax import fields, report, train, types
 from agent_r1_jax.agent import env, tool
 from agent_r1_jax.report import tables
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.rl import algorithms, correction
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import identity, rollout
 from experiments import react as react_lib
 
 # Tasks by the name of their set.
 Sets = Mapping[str, Sequence[types.Task]]
-# Plays greedy episodes: evaluation_cache.evaluate_or_read with a file and a summary.
+# Plays greedy episodes and gives the numbers of each method: `play` with a workdir.
 Play = Callable[..., dict[str, Any]]
 Method = rollout.Method
 Ask = Callable[[types.Task], types.Task]
@@ -164,6 +166,42 @@ def run(
   parts = ('baselines', 'training', 'trained agent')
   seconds = [end - start for start, end in zip(clock, clock[1:], strict=False)]
   return numbers, dict(zip(parts, seconds, strict=True))
+
+
+def play(
+  config: config_lib.Config,
+  model: str | os.PathLike,
+  methods: Mapping[str, Method],
+  *,
+  workdir: pathlib.Path,
+  summarize: Callable[[Mapping[str, Sequence[types.Trajectory]]], Any],
+  made_of: Any = None,
+) -> dict[str, Any]:
+  """Plays the methods by a policy; episodes that were played before are read.
+
+  They are in a folder of WORKDIR/episodes for each policy, configuration and list of
+  tasks, so that a continued run, whose policy is another one, goes on beside them.
+
+  Args:
+    config: The configuration of engine and episodes.
+    model: The policy's directory.
+    methods: The tasks and the environment of each method, by name.
+    workdir: Directory of the run.
+    summarize: Maps trajectories by set to the method's numbers.
+    made_of: What else the episodes depend on, such as the passages that are searched.
+
+  Returns:
+    The numbers of each method.
+  """
+  # A continued run may change these fields, and no episode depends on them.
+  unused, default = ('schedule.steps', 'sinks', 'profile'), config_lib.Config()
+  config = fields.replace(config, {name: fields.get(default, name) for name in unused})
+  config = fields.replace(config, {'model.path': str(model)})
+  tasks = {name: identity.tasks_digest(sets) for name, (sets, _) in methods.items()}
+  depends_on = [dataclasses.asdict(config), identity.model_digest(model), tasks, made_of]
+  folder = workdir / 'episodes' / identity.digest(depends_on)
+  played = train.play(config, model, methods, workdir=folder, watcher=report.Watcher())
+  return {name: summarize(sets) for name, sets in played.items()}
 
 
 def count(cell: Mapping[str, Any]) -> tables.Count:

@@ -37,7 +37,8 @@ from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import episode_store, evaluate, identity, rollout
-from experiments import comparison, evaluation_cache
+from experiments import comparison, selection
+from experiments import results as results_lib
 from experiments import scores as scores_lib
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import rows as rows_lib
@@ -191,18 +192,19 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
   print(f'{len(played)} episodes, {np.mean([t.reward for t in played]):.3f} are right')
   warmup = 1 + schedule.steps // 40
   rate = optax.warmup_cosine_decay_schedule(0, 5e-4, warmup, schedule.steps, 2.5e-5)
-  params, odds = implicit_value.fit(
-    train.load(config.model, config.chat)[1],
-    played,
-    config=player.shape,
-    optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
-    shape=player.rows,
-    steps=schedule.steps,
-    episodes=EPISODES,
-    beta=_BETA.value,
-    seed=config.seed,
-    on_step=make_printer(),
-  )
+  with progress_lib.Progress(schedule.steps, label='value') as bar:
+    params, odds = implicit_value.fit(
+      train.load(config.model, config.chat)[1],
+      played,
+      config=player.shape,
+      optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)),
+      shape=player.rows,
+      steps=schedule.steps,
+      episodes=EPISODES,
+      beta=_BETA.value,
+      seed=config.seed,
+      on_step=lambda step, metrics: bar.update(step, loss=metrics['loss']),
+    )
   out = workdir / 'critic'
   implicit_value.save(out, player.shape, params, config.model.path, odds)
   # Before the last turn the same sums say other odds.
@@ -212,105 +214,32 @@ def fit_value(player: Player, data: Data, workdir: pathlib.Path):
     on = [
       (s[k], t.reward > 0.5) for s, t in zip(sums, played, strict=True) if s[k + 1 :].size
     ]
-    scales.append(fit_odds(*np.array(on, float).reshape(-1, 2).T))
+    scales.append(selection.fit_odds(*np.array(on, float).reshape(-1, 2).T))
   (out / SCALES).write_text(json.dumps(scales))
 
 
-def fit_odds(sums: np.ndarray, success: np.ndarray) -> implicit_value.Odds:
-  """Fits b and β to Σ log π_φ by logistic regression (Platt scaling)."""
-  from scipy import optimize
-
-  def loss(weights):
-    odds = weights[0] + weights[1] * sums
-    return np.sum(np.logaddexp(0, odds) - success * odds) + 1e-3 * weights @ weights
-
-  return implicit_value.Odds(*map(float, optimize.minimize(loss, np.zeros(2)).x))
-
-
-def make_printer():
-  """Makes a function that prints the mean loss of every 20 steps."""
-  losses = []
-
-  def print_step(step: int, metrics: Mapping[str, float]) -> None:
-    losses.append(metrics['loss'])
-    if step % 20 == 0:
-      print(f'step {step}: loss {np.mean(losses[-20:]):.3f}', flush=True)
-
-  return print_step
-
-
-def sampled_tokens(episodes: Sequence[types.Trajectory]) -> float:
-  """The tokens that were sampled for these episodes, candidates included."""
-  own = lambda t: sum(turn.stop - turn.start for turn in t.turns)
-  return sum(t.metrics.get('sampled_tokens', own(t)) for t in episodes)
-
-
-def answer(episode: types.Trajectory) -> str | None:
-  """The normalised answer, or None."""
-  found = qa.extract_answer(episode.messages[-1]['content']) if episode.turns else None
-  return found and qa.normalize_answer(found)
-
-
-def mean_logprob(episode: types.Trajectory) -> float:
-  """The mean log π of the episode's tokens."""
-  sampled = [s.behaviour_logprobs[s.action_mask] for s in episode.segments]
-  return float(np.concatenate(sampled).mean()) if sampled else -math.inf
-
-
-def select_episodes(
-  groups: Sequence[Sequence[types.Trajectory]], weights: Mapping[str, Mapping[int, float]]
-) -> dict[str, list[types.Trajectory]]:
-  """Takes one of the K episodes of each question, in several ways.
-
-  Args:
-    groups: The episodes of each question.
-    weights: By the name of a way to judge episodes, the weight of each, by its id(). The
-      episode of the highest weight is taken, or one with the answer whose episodes have
-      the highest sum of weights.
-  """
-
-  def vote(group, weigh):
-    sums: dict[str, float] = {}
-    for t in group:
-      if (said := answer(t)) is not None:
-        sums[said] = sums.get(said, 0.0) + weigh(t)
-    winner = max(sums, key=lambda said: sums[said], default=None)
-    return next((t for t in group if answer(t) == winner), group[0])
-
-  em = lambda t: t.metrics.get('em', 0.0)
-  taken = {
-    'episodes, random': [group[0] for group in groups],
-    'episodes, majority': [vote(group, lambda t: 1.0) for group in groups],
-    'episodes, best (oracle)': [max(group, key=em) for group in groups],
-  }
-  for name, of in weights.items():
-    weigh = lambda t, of=of: of.get(id(t), 0.0)
-    taken[f'episodes, highest {name}'] = [max(group, key=weigh) for group in groups]
-    taken[f'episodes, vote by {name}'] = [vote(group, weigh) for group in groups]
-  return taken
-
-
-class Results:
-  """The lines that were measured, in a file.
+class Results(NamedTuple):
+  """The lines that were measured.
 
   Attributes:
-    path: The file.
+    path: Their file.
     seed: The seed of new lines.
+    kinds: Kinds of question, for tables.
   """
 
-  def __init__(self, path: pathlib.Path, seed: int, kinds):
-    """Goes on with the file, if there is one."""
-    self.path, self.seed, self._kinds = path, seed, kinds
+  path: pathlib.Path
+  seed: int
+  kinds: Mapping[str, Callable[[types.Task], bool]]
 
   def has(self, method: str, k: int = 0) -> bool:
-    """Whether a line is there."""
+    """Returns whether a line is there."""
     key = {'method': method, 'k': k, 'seed': self.seed}
-    return evaluation_cache.find(self.path, key) is not None
+    return results_lib.contains(self.path, key)
 
   def add(self, method: str, k: int, chosen: Played, tokens: float, seconds: float):
     """Keeps what a method came to, and prints it in short."""
     n = sum(map(len, chosen.values()))
-    sets = {name: evaluate.by_kind(ts, self._kinds) for name, ts in chosen.items()}
+    sets = {name: evaluate.by_kind(ts, self.kinds) for name, ts in chosen.items()}
     self.add_line(method, k, sets=sets, tokens=tokens / n, seconds=seconds / n)
     ems = [f'{s["all"]["mean"]:.3f}' for s in sets.values()]
     print(f'{method}, K = {k}: {" ".join(ems)}, {tokens / n:.0f} tokens', flush=True)
@@ -318,7 +247,7 @@ class Results:
   def add_line(self, method: str, k: int = 0, **numbers: Any):
     """Keeps a line."""
     line = {'method': method, 'k': k, 'seed': self.seed, **numbers}
-    evaluation_cache.add(self.path, line)
+    results_lib.add(self.path, line)
 
 
 def doubles(most: int) -> Iterator[int]:
@@ -355,7 +284,9 @@ def play_turns(player: Player, data: Data, params, results: Results):
       for set_, tasks in data.sets.items()
     }
     seconds = time.time() - start
-    results.add(name, k, played, sum(map(sampled_tokens, played.values())), seconds)
+    results.add(
+      name, k, played, sum(map(selection.sampled_tokens, played.values())), seconds
+    )
 
 
 def play_episodes(player: Player, data: Data, critic_dir, params, odds, results: Results):
@@ -375,7 +306,7 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
   reading = time.time() - start
   said = odds.prior + odds.beta * np.array([s[-1] for s in sums])
   judged = {
-    'log-prob': np.exp([mean_logprob(t) for t in every]),
+    'log-prob': np.exp([selection.mean_logprob(t) for t in every]),
     'value': 1 / (1 + np.exp(-said)),
   }
   weights = {n: dict(zip(map(id, every), w, strict=True)) for n, w in judged.items()}
@@ -384,8 +315,8 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
     tokens = 0.0
     for name, ts in played.items():
       groups = [ts[i : i + k] for i in range(0, len(ts), most)]
-      tokens += sum(map(sampled_tokens, groups))
-      for method, chosen in select_episodes(groups, weights).items():
+      tokens += sum(map(selection.sampled_tokens, groups))
+      for method, chosen in selection.select_episodes(groups, weights).items():
         taken.setdefault(method, {})[name] = chosen
     for method, chosen in taken.items():
       spent = (seconds + reading * method.endswith('value')) * k / most
@@ -394,7 +325,7 @@ def play_episodes(player: Player, data: Data, critic_dir, params, odds, results:
     implicit_value.Odds(*x) for x in json.loads((critic_dir / SCALES).read_text())
   ]
   compare(every, judged, results)
-  results.add_line('calibration', **calibrate(every, sums, scales, odds))
+  results.add_line('calibration', **selection.calibrate(every, sums, scales, odds))
 
 
 def play_own_episodes(player: Player, data: Data, params, results: Results):
@@ -412,7 +343,7 @@ def play_own_episodes(player: Player, data: Data, params, results: Results):
   sums = player.sum_logprobs(every, params)
   values = {id(t): s[-1] for t, s in zip(every, sums, strict=True)}
   value = lambda t: values.get(id(t), -math.inf)
-  seconds, tokens = time.time() - start, sampled_tokens(every)
+  seconds, tokens = time.time() - start, selection.sampled_tokens(every)
   for k in doubles(most):
     chosen = {
       name: [max(ts[i : i + k], key=value) for i in range(0, len(ts), most)]
@@ -430,27 +361,6 @@ def compare(episodes, judged: Mapping[str, np.ndarray], results: Results):
     auc, ordered = scores_lib.auc(weights, right > 0.5), float(np.mean(margins > 0))
     results.add_line('order', judge=name, auc=auc, ordered=ordered, pairs=len(margins))
     print(f'{name}: AUC {auc:.3f}; {ordered:.3f} of {len(margins)} pairs of one question')
-
-
-def calibrate(episodes, sums, scales, odds) -> dict[str, Any]:
-  """Compares probabilities at the ends of turns with what the episodes came to."""
-  found: dict[str, tuple[list, list]] = {}
-  for t, of in zip(episodes, sums, strict=True):
-    for k, x in enumerate(of):
-      last = k + 1 == len(of)
-      b, beta = odds if last else scales[k]
-      for name in (f'turn {k + 1}', 'last turn' if last else 'turns before'):
-        said, seen = found.setdefault(name, ([], []))
-        said.append(1 / (1 + np.exp(-b - beta * x)))
-        seen.append(t.metrics.get('em', 0.0))
-  result = {}
-  for name, columns in found.items():
-    said, seen = map(np.array, columns)
-    error, bins = scores_lib.calibration(said, seen > 0.5)
-    result[name] = {'bins': bins, 'ece': error, 'count': len(said)}
-    result[name]['auc'] = scores_lib.auc(said, seen > 0.5)
-    print(f'{name}: AUC {result[name]["auc"]:.3f}, calibration error {error:.3f}')
-  return result
 
 
 def main(_):

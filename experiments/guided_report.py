@@ -11,7 +11,7 @@ from absl import app, flags
 import numpy as np
 
 from agent_r1_jax.report import tables
-from experiments import evaluation_cache
+from experiments import results
 
 _OUT = flags.DEFINE_string('out', 'docs/guided_decoding', 'Prefix of the files written.')
 _K = flags.DEFINE_integer('k', 8, 'The K of the second table.')
@@ -95,7 +95,7 @@ def plot(methods: Mapping[tuple[str, int], Lines], calibrations: Lines, path) ->
 def main(argv):
   if len(argv) < 2:
     raise app.UsageError('name the files of results')
-  read = [line for name in argv[1:] for line in evaluation_cache.read(name)]
+  read = [line for name in argv[1:] for line in results.read(name)]
   methods: dict[tuple[str, int], list] = {}
   for line in read:
     if 'sets' in line:

@@ -19,9 +19,7 @@ takes 6 to 10 minutes a seed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import pathlib
@@ -39,6 +37,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, train, types
 from agent_r1_jax.host import runtime
+from agent_r1_jax.host import workdir as workdir_lib
 from agent_r1_jax.models import weights
 from agent_r1_jax.report import plots, tables
 from agent_r1_jax.retrieval import documents
@@ -46,7 +45,8 @@ from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tasks import qa, qa_data
 from agent_r1_jax.tools import search
 from agent_r1_jax.train import evaluate, metrics, rollout, sft
-from experiments import comparison, evaluation_cache
+from experiments import comparison
+from experiments import results as results_lib
 from experiments.miniwiki import tasks as miniwiki
 from experiments.wikipedia import demos, settings
 
@@ -202,24 +202,15 @@ _UNTRAINED = ('Direct answer', 'Naive RAG', 'ReAct prompting', 'Base Tool Call')
 
 def miniwiki_bench(config: config_lib.Config) -> Bench:
   """The quickstart's worlds and questions."""
-  retriever = miniwiki.index(0)
-  tasks = miniwiki.train_tasks(0, 4096)
+  retriever, tasks = miniwiki.index(0), miniwiki.train_tasks(0, 4096)
   names = [name for name in miniwiki.SETS if '4hop' not in name]
   sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in names}
   tool = search.search_tool(retriever, k=1)
   find = lambda query: documents.render(retriever.search([query], 1)[0])
   demonstrations = lambda seed: miniwiki.demonstrations(tasks, 0, seed, find)
-  example = next(demonstrations(0))
   rag = _with_passages(sets, retriever, miniwiki.rag_task)
-  prompts = {'agent': sets, 'direct': sets, 'rag': rag, 'react': _shown(sets, example)}
-  return Bench(
-    config,
-    tasks,
-    prompts,
-    *comparison.make_envs(tool, qa.paper_reward),
-    demonstrations,
-    miniwiki.KINDS,
-  )
+  prompts = {'agent': sets, 'direct': sets, 'rag': rag}
+  return _make_bench(config, tasks, prompts, tool, demonstrations, miniwiki.KINDS)
 
 
 def real_bench(config: config_lib.Config) -> Bench:
@@ -233,10 +224,9 @@ def real_bench(config: config_lib.Config) -> Bench:
       found.setdefault((document.title, document.text), document)
     rows = list(qa_data.read_questions(data / name))
     held[name], rest = settings.split(rows, _QUESTIONS.value, seed=0)
-    tasks += [] if name == 'musique' else rest
+    tasks += [] if name == 'musique' else map(setting.agent_task, rest)
   passages, retriever = settings.index(setting, list(found.values()))
   tool = search.search_tool(retriever, k=setting.k, template=setting.template)
-  tasks = [setting.agent_task(task) for task in tasks]
   by_title = {document.title: document for document in passages}
   find = functools.cache(lambda query: retriever.search([query], setting.k)[0])
   render = lambda hits: documents.render(hits, setting.template)
@@ -248,22 +238,10 @@ def real_bench(config: config_lib.Config) -> Bench:
         if messages := demos.demonstrate(task, by_title, find, render):
           yield messages
 
-  ask = lambda prompt: {name: [prompt(t) for t in ts] for name, ts in held.items()}
-  agent = ask(setting.agent_task)
-  prompts = {
-    'agent': agent,
-    'direct': ask(setting.direct_task),
-    'rag': _with_passages(held, retriever, setting.rag_task),
-    'react': _shown(agent, next(demonstrations(0))),
-  }
-  return Bench(
-    config,
-    tasks,
-    prompts,
-    *comparison.make_envs(tool, qa.paper_reward),
-    demonstrations,
-    {},
-  )
+  ask = lambda prompt: {name: [*map(prompt, rows)] for name, rows in held.items()}
+  rag = _with_passages(held, retriever, setting.rag_task)
+  prompts = {'agent': ask(setting.agent_task), 'direct': ask(setting.direct_task)}
+  return _make_bench(config, tasks, prompts | {'rag': rag}, tool, demonstrations, {})
 
 
 def _with_passages(sets: comparison.Sets, retriever, rag_task) -> comparison.Sets:
@@ -274,19 +252,23 @@ def _with_passages(sets: comparison.Sets, retriever, rag_task) -> comparison.Set
   }
 
 
-def _shown(sets: comparison.Sets, example: list[types.Message]) -> comparison.Sets:
-  """ReAct prompting (arXiv 2210.03629): a worked example of thought and action first."""
-  return {
+def _make_bench(config, tasks, prompts, tool, demonstrations, kinds) -> Bench:
+  """Adds ReAct prompting (arXiv 2210.03629): a worked example of thought and action."""
+  example = next(demonstrations(0))
+  react = {
     name: [dataclasses.replace(t, messages=[*example, *t.messages]) for t in tasks]
-    for name, tasks in sets.items()
+    for name, tasks in prompts['agent'].items()
   }
+  environments = comparison.make_envs(tool, qa.paper_reward)
+  prompts = prompts | {'react': react}
+  return Bench(config, tasks, prompts, *environments, demonstrations, kinds)
 
 
 def main(_):
   runtime.quiet_logging()
   out = pathlib.Path(_OUT.value)
   if _RENDER.value:
-    found = evaluation_cache.read(out / 'results.jsonl')
+    found = results_lib.read(out / 'results.jsonl')
     return render(found, pathlib.Path(_RENDER.value))
   out.mkdir(parents=True, exist_ok=True)
   if unknown := set(_METHODS.value) - set(METHODS):
@@ -303,7 +285,7 @@ def main(_):
       # Greedy episodes of one policy are the same whatever the seed.
       seed_of = 0 if method in _UNTRAINED else seed
       key, path = {'method': method, 'seed': seed_of}, out / 'results.jsonl'
-      if evaluation_cache.find(path, key):
+      if results_lib.contains(path, key):
         continue
       workdir = out / re.sub(r'\W+', '-', f'{method} seed {seed_of}')
       before, start = _seconds(workdir), time.time()
@@ -318,7 +300,7 @@ def main(_):
         'machine': f'{platform.machine()}, {platform.python_version()}',
         'steps': bench.config.schedule.steps,
       }
-      evaluation_cache.add(path, result)
+      results_lib.add(path, result)
       print(method, seed_of, {n: s['all']['mean'] for n, s in result['sets'].items()})
       shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
 
@@ -327,40 +309,19 @@ def claim(out: pathlib.Path) -> None:
   """Writes what all results in a directory have in common, if nobody has.
 
   Raises:
-    app.UsageError: It was written for another bench; names the fields that differ.
+    ValueError: It was written for another bench; names the fields that differ.
   """
-  # Each run has a seed of its own.
-  names = [n for n in fields.names(_CFG.value) if n not in ('seed', 'model.path')]
-  real = bool(_DATA.value)
-  place = lambda path: str(pathlib.Path(path).resolve())
+  real, place = bool(_DATA.value), lambda path: str(pathlib.Path(path).resolve())
+  # Each run has a seed of its own, and the model's place is made absolute.
+  config = fields.replace(_CFG.value, {'seed': 0, 'model.path': ''})
   bench = {
     'data': place(_DATA.value) if real else 'miniwiki',
     'model': place(_CFG.value.model.path),
     'instruct': real and _INSTRUCT.value,
     'questions': _QUESTIONS.value,
-    **{f'config.{name}': fields.get(_CFG.value, name) for name in names},
+    'config': dataclasses.asdict(config),
   }
-  path = out / 'bench.json'
-  with path.open('a+') as file:
-    # Of processes that start at the same time one writes; some network file systems have
-    # no locks, though.
-    with contextlib.suppress(OSError):
-      fcntl.flock(file, fcntl.LOCK_EX)
-    file.seek(0)
-    if not (text := file.read()):
-      file.write(json.dumps(bench, indent=2) + '\n')
-      return
-  before = json.loads(text)
-  differing = [
-    f'{name} was {before.get(name)!r} and is {bench.get(name)!r}'
-    for name in before | bench
-    if before.get(name) != bench.get(name)
-  ]
-  if differing:
-    raise app.UsageError(
-      f'{path}: its results are of another bench ({"; ".join(differing)}). Go on '
-      'as before, give another --out, or remove this one.'
-    )
+  workdir_lib.check_config(out, bench, name='bench.json')
 
 
 def _seconds(workdir: pathlib.Path) -> float:

@@ -7,8 +7,8 @@ Trains an instruct model in Hugging Face layout by GRPO. GSM8K and MATH (`--task
 give it a calculator, and math-verify judges the last \boxed{}; HumanEval and MBPP give it
 a Python interpreter in a sandbox, and hidden tests judge its last block of code. Prints a
 table of right answers among `--held_out` rows: of the model alone and with its tool
-before training, and of the agent after it. The numbers before training are in
-WORKDIR/results.jsonl, and are measured again only if what they depend on changes.
+before training, and of the agent after it. Their episodes are kept in WORKDIR/episodes,
+and only missing ones are played.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import tables
 from agent_r1_jax.train import evaluate
-from experiments import comparison, evaluation_cache, task_list
+from experiments import comparison, task_list
 
 _TASK = flags.DEFINE_enum(
   'task', None, [*task_list.FAMILIES], 'Kind of problem.', required=True
@@ -51,10 +51,9 @@ def main(_):
   family = task_list.FAMILIES[_TASK.value]
   held_out, watched, rows = split(family.load(_DATA.value))
   play = functools.partial(
-    evaluation_cache.evaluate_or_read,
-    workdir / 'results.jsonl',
+    comparison.play,
+    workdir=workdir,
     summarize=lambda sets: summarize(sets[''], family),
-    depends_on={'task': _TASK.value},
   )
   ask = lambda tasks: [family.prompts.agent_task(task) for task in tasks]
   numbers, _ = comparison.run(

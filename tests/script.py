@@ -21,6 +21,25 @@ def one_program(slots: int) -> tuple[str, ...]:
   return tuple(f'--config.engine.{name}={value}' for name, value in sizes.items())
 
 
+# Small sizes for runs of miniwiki, with one program to decode and one to prefill.
+QUICKSTART = {
+  'engine.rows': 8,
+  'engine.slots': 448,
+  'engine.decode_steps': 16,
+  'engine.prefill_rows': 8,
+  'engine.prefill_tokens': 32,
+  'engine.bucket': 448,
+  'engine.narrow': False,
+  'engine.replicas': 1,
+  'batch.row_tokens': 448,
+  'batch.microbatch': 4,
+}
+
+
+def config_flags(fields: dict[str, object]) -> list[str]:
+  return [f'--config.{name}={value}' for name, value in fields.items()]
+
+
 @functools.cache
 def _forks() -> tuple[subprocess.Popen, socket.socket]:
   """The process of forks.py; it ends when its socket is closed."""

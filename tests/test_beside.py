@@ -10,13 +10,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_this_projects_side_trains_and_counts(tmp_path):
-  done = script.run(
-    '-m',
-    'experiments.beside.by_jax',
-    f'--workdir={tmp_path}',
-    '--steps=2',
-    '--tasks=2',
+  code = (
+    'from absl import app; from agent_r1_jax import fields\n'
+    'from experiments.miniwiki import shapes\n'
+    f'shapes.CONFIG = fields.replace(shapes.CONFIG, {script.QUICKSTART})\n'
+    'from experiments.beside import by_jax; app.run(by_jax.main)'
   )
+  done = script.run('-c', code, f'--workdir={tmp_path}', '--steps=2', '--tasks=2')
   assert done.returncode == 0, done.stderr[-3000:]
   lines = [*map(json.loads, (tmp_path / 'steps.jsonl').read_text().splitlines())]
   assert [line['step'] for line in lines] == [1, 2, 2]

@@ -7,14 +7,58 @@ from unittest import mock
 import pytest
 import tiny
 
-from agent_r1_jax import train
+from agent_r1_jax import train, types
 from agent_r1_jax.host import workdir as workdir_lib
+from agent_r1_jax.retrieval import bm25, documents
 from experiments import comparison
 
 
 @pytest.fixture
 def config(tmp_path):
   return tiny.run_config(model=tiny.save(tmp_path / 'model'), rows=2, slots=64)
+
+
+def test_episodes_are_played_once_until_what_they_depend_on_changes(config, tmp_path):
+  made, config.limits.max_turns = [], 1
+  tasks = [types.Task(q, [{'role': 'user', 'content': q}], 'one') for q in ('one', 'two')]
+  make_env = lambda: tiny.ClosedOnce(made, [], lambda *_: 1.0)
+  methods = {'Base Tool Call': ({'': tasks}, make_env)}
+
+  def play(**options):
+    """The numbers, and how many environments were begun; one is only looked at a time."""
+    made.clear()
+    options = {'workdir': tmp_path, 'summarize': lambda sets: len(sets['']), **options}
+    found = comparison.play(config, config.model.path, methods, **options)
+    assert found == {'Base Tool Call': len(tasks)}
+    assert {env.closings for env in made} == {1}
+    return len(made)
+
+  first, again = play(), play()
+  assert first == again + 2
+  # What a continued run may change does not count, and what it cannot does.
+  config.schedule.steps += 1
+  assert play() == again
+  assert play(made_of='other passages') == first
+  config.limits.max_turn_tokens -= 1
+  assert play() == first
+  tasks.append(types.Task('three', tasks[0].messages, 'one'))
+  assert play() == first + 1
+  path = pathlib.Path(config.model.path, 'config.json')
+  text = path.read_text()
+  path.write_text(text + '\n')
+  assert play() == first + 1
+  # Going back plays nothing: nothing was overwritten.
+  tasks.pop()
+  path.write_text(text)
+  assert play() == again
+
+
+def test_recall_counts_the_tasks_that_name_their_passages():
+  found = bm25.BM25([documents.Document('0', 'Oslo', 'A city.')])
+  named = types.Task('0', [], 'x', {'question': 'Oslo?', 'supporting_titles': ['Oslo']})
+  bare = types.Task('1', [], 'x', {'question': 'Who?'})
+  assert comparison.recall(found, [named, bare]) == {'recall@5': 1.0, 'all in 5': 1.0}
+  assert comparison.recall(found, [bare]) == {}
 
 
 def _run(config, workdir, play):

@@ -7,7 +7,6 @@ import pathlib
 import pytest
 import script
 
-from agent_r1_jax.models import hf_config
 from experiments.bench import compile_for
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -25,31 +24,20 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize(
   ('name', 'chips', 'tokens', 'given', 'expected'),
   [
-    ('qwen2.5-7b', 64, 4096, {}, (1, 64, 1, 1)),
     ('qwen2.5-7b', 64, 32_768, {}, (1, 16, 1, 4)),
     # 896 = 128 · 7 numbers a token cannot be split over more.
     ('qwen2.5-0.5b', 256, 8192, {}, (2, 128, 1, 1)),
     ('qwen2.5-32b', 128, 8193, {'tensor': 4}, (1, 16, 4, 2)),
-    ('tiny', 16, 4096, {'data': 4, 'context': 2}, (4, 2, 1, 2)),
   ],
 )
-def test_the_rule_for_meshes(name, chips, tokens, given, expected):
+def test_chips_and_tokens_give_the_axes_of_the_mesh(name, chips, tokens, given, expected):
   config = compile_for.model(name)
   sizes = compile_for.mesh_for(config, chips, tokens, given)
   axes = ('data', 'fsdp', 'tensor', 'context')
   assert tuple(sizes[axis] for axis in axes) == expected
 
 
-def test_a_model_is_a_name_or_a_file(tmp_path):
-  named = compile_for.model('qwen2.5-0.5b')
-  path = tmp_path / 'config-0.5B.json'
-  path.write_text(json.dumps(hf_config.make(named, 'bfloat16')))
-  assert compile_for.model(str(path)) == named
-  with pytest.raises(ValueError, match='qwen9: no such directory; give one'):
-    compile_for.model('qwen9/none.json')
-
-
-@pytest.mark.parametrize('size', ['0.5B', '1.5B', '3B', '7B'])
+@pytest.mark.parametrize('size', ['0.5B', '7B'])
 def test_sizes_are_the_published_ones(data_dir, size):
   published = compile_for.model(f'{data_dir}/models/qwen2.5/config-{size}.json')
   ours = compile_for.model(f'qwen2.5-{size.lower()}')

@@ -37,11 +37,6 @@ def test_pages_load_nothing_from_a_network(site):
     assert not loads, (page, loads)
 
 
-def test_equations_are_equations(site):
-  assert (site / 'equations.html').read_text().count('<math') > 15
-  assert '```math' not in (site / 'mdp.html').read_text()
-
-
 def test_the_api_has_the_docstrings(site):
   assert 'id="agent_r1_jax.train.loop.run"' in (site / 'api/train.html').read_text()
   assert 'made if missing' in (site / 'api/train.html').read_text()

@@ -1,11 +1,11 @@
-"""What experiments/guided.py takes and counts, on episodes that are made by hand."""
+"""What experiments/selection.py takes and counts, on episodes that are made by hand."""
 
 import numpy as np
 import pytest
 
 from agent_r1_jax import types
 from agent_r1_jax.guided import implicit_value
-from experiments import guided
+from experiments import selection
 
 
 def _episode(said: str, em: float, logprob: float):
@@ -32,7 +32,7 @@ def test_one_of_several_episodes_is_taken_in_each_way():
     _episode('wrong', 0.0, -0.7),
   ]
   judged = {id(t): weight for t, weight in zip(group, (0.3, 0.2, 0.25, 0.4), strict=True)}
-  taken = guided.select_episodes([group], {'value': judged})
+  taken = selection.select_episodes([group], {'value': judged})
   numbers = {id(t): number for number, t in enumerate(group)}
   assert {how: numbers[id(chosen)] for how, (chosen,) in taken.items()} == {
     'episodes, random': 0,
@@ -42,20 +42,20 @@ def test_one_of_several_episodes_is_taken_in_each_way():
     'episodes, vote by value': 1,
   }
   group[2].metrics['sampled_tokens'] = 32.0
-  assert guided.sampled_tokens(group) == 3 * 4 + 32
+  assert selection.sampled_tokens(group) == 3 * 4 + 32
 
 
 def test_odds_are_fitted_to_what_succeeds():
   sums = np.random.default_rng(0).normal(-5, 3, 4000)
   success = np.random.default_rng(1).random(4000) < 1 / (1 + np.exp(-1.5 - 0.4 * sums))
-  np.testing.assert_allclose(guided.fit_odds(sums, success), (1.5, 0.4), atol=0.15)
+  np.testing.assert_allclose(selection.fit_odds(sums, success), (1.5, 0.4), atol=0.15)
 
 
 def test_calibration_of_values():
   episodes = [_episode('a', 1.0, 0.0), _episode('b', 0.0, 0.0)]
   sums = [np.array([-1.0, -1.0]), np.array([-0.5, -7.0])]
   scales, odds = [implicit_value.Odds(0.0, 1.0)], implicit_value.Odds(4.0, 1.0)
-  found = guided.calibrate(episodes, sums, scales, odds)
+  found = selection.calibrate(episodes, sums, scales, odds)
   said = 1 / (1 + np.exp(3.0))
   np.testing.assert_allclose(found['last turn']['bins'], [[said, 0, 1], [1 - said, 1, 1]])
   assert found['last turn']['ece'] == pytest.approx(said)

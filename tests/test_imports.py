@@ -48,7 +48,7 @@ OWNERS = {
   'wandb': f'{PACKAGE}/report/sinks.py',
 }
 # These show what others' libraries do in our place; the second has its own environments.
-BESIDE = ('experiments/bench/beside.py', 'experiments/beside/by_')
+BESIDE = ('experiments/beside/by_',)
 # Imported inside the functions that need them: slow, and not everybody's.
 LAZY = (
   'alfworld',

@@ -6,10 +6,8 @@ import pathlib
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import jsonschema
 import pytest
@@ -104,16 +102,15 @@ def test_what_is_missing_is_named(name, variables, bare_path):
 class TestDryRun:
   """No launcher calls a tool: the PATH has none."""
 
-  def test_run(self, bare_path):
+  def test_local_launchers_call_python_with_the_experiment_and_its_words(self, bare_path):
+    experiment = ['-m', f'experiments.{RUN[0]}', *RUN[1:]]
     (command,) = commands(dry_run('run.sh', bare_path))
-    assert command[1:] == ['-m', f'experiments.{RUN[0]}', *RUN[1:]]
-
-  def test_local(self, bare_path):
+    assert command[1:] == experiment
     make, python = commands(dry_run('local.sh', bare_path))
     assert make[0] == 'make' and make[-1] == '.venv/installed'
-    assert python == ['.venv/bin/python', '-m', f'experiments.{RUN[0]}', *RUN[1:]]
+    assert python == ['.venv/bin/python', *experiment]
 
-  def test_gpu_vm(self, bare_path):
+  def test_gpu_vms_get_the_checkout_and_one_process_each(self, bare_path):
     archive, *rest = commands(dry_run('gpu_vm.sh', bare_path))
     assert archive[:2] == ['git', 'archive']
     copies = [command for command in rest if command[0] == 'scp']
@@ -132,7 +129,7 @@ class TestDryRun:
         assert variable in shlex.split(remote)
       assert experiment_in(remote) == [*RUN]
 
-  def test_tpu_vm(self, bare_path):
+  def test_a_tpu_slice_is_created_and_all_its_workers_start(self, bare_path):
     _, describe, create, copy, start = commands(dry_run('tpu_vm.sh', bare_path))
     tpus = ['gcloud', 'compute', 'tpus']
     for command in (describe, create, copy, start):
@@ -144,13 +141,13 @@ class TestDryRun:
     assert 'EXTRA=tpu' in shlex.split(remote) and 'JAX_' not in remote
     assert experiment_in(remote) == [*RUN]
 
-  def test_slurm(self, bare_path):
+  def test_slurm_runs_in_the_job_and_requeues_it(self, bare_path):
     make, srun, requeue = commands(dry_run('slurm.sh', bare_path))
     assert make[-2:] == ['EXTRA=cuda', '.venv/installed']
     assert srun[0] == 'srun' and srun[-4:] == ['launch/run.sh', *RUN]
     assert requeue == ['scontrol', 'requeue', '17']
 
-  def test_kubernetes(self, bare_path):
+  def test_kubernetes_gets_a_valid_jobset_of_both_hosts(self, bare_path):
     output = dry_run('kubernetes.sh', bare_path)
     assert output.startswith('kubectl apply --filename=-\n')
     assert '${' not in output.replace('${}', '')
@@ -168,33 +165,27 @@ class TestDryRun:
     }
     assert job['parallelism'] == job['completions'] == 2
 
-  def test_sky(self, bare_path):
+  def test_sky_gets_the_experiment_in_a_variable(self, bare_path):
     (command,) = commands(dry_run('sky.sh', bare_path))
     assert command[:3] == ['sky', 'jobs', 'launch'] and '--num-nodes=2' in command
     assert '--env=BUCKET=gs://mine' in command
-    (run,) = [a for a in command if a.startswith('--env=RUN=')]
-    assert shlex.split(run.removeprefix('--env=RUN=')) == [*RUN]
+    assert words_of('sky.sh', dry_run('sky.sh', bare_path)) == [*RUN]
 
 
-# How each launcher's output holds the words that end in launch/run.sh elsewhere.
-WORDS = {
-  'gpu_vm.sh': lambda out: experiment_in(
-    next(c[2] for c in commands(out) if c[:2] == ['ssh', 'gpu-1'])
-  ),
-  'tpu_vm.sh': lambda out: experiment_in(
-    next(word for word in commands(out)[-1] if word.startswith('--command='))
-  ),
-  'kubernetes.sh': lambda out: yaml.safe_load(out.split('\n', 1)[1])['spec'][
-    'replicatedJobs'
-  ][0]['template']['spec']['template']['spec']['containers'][0]['args'],
-  'sky.sh': lambda out: shlex.split(
-    next(
-      word.removeprefix('--env=RUN=')
-      for word in commands(out)[0]
-      if word.startswith('--env=RUN=')
-    )
-  ),
-}
+def words_of(name, output):
+  """The words that end in launch/run.sh elsewhere, from a launcher's output."""
+  if name == 'kubernetes.sh':
+    (job,) = yaml.safe_load(output.split('\n', 1)[1])['spec']['replicatedJobs']
+    (container,) = job['template']['spec']['template']['spec']['containers']
+    return container['args']
+  said = [word for command in commands(output) for word in command]
+  if name == 'sky.sh':
+    (run,) = [word for word in said if word.startswith('--env=RUN=')]
+    return shlex.split(run.removeprefix('--env=RUN='))
+  return experiment_in(next(word for word in said if 'launch/local.sh ' in word))
+
+
+COPIED = ('gpu_vm.sh', 'tpu_vm.sh', 'kubernetes.sh', 'sky.sh')
 
 
 class TestScriptsElsewhere:
@@ -219,26 +210,26 @@ class TestScriptsElsewhere:
       **NEEDS[name],
     )
 
-  @pytest.mark.parametrize('name', WORDS)
+  @pytest.mark.parametrize('name', COPIED)
   @pytest.mark.parametrize(
     ('folder', 'path'),
-    [('', 'mine/a b.py'), ('mine', 'a b.py'), ('launch', '../mine/a b.py')],
+    [('', 'mine/a b.py'), ('launch', '../mine/a b.py')],
   )
-  def test_one_of_the_checkout_is_called_by_its_place_in_it(
+  def test_a_script_of_the_checkout_is_called_by_its_place_in_it(
     self, checkout, bare_path, name, folder, path
   ):
     done = self.dry(name, checkout, bare_path, checkout / folder, path, '--x=1 2')
     assert done.returncode == 0 and done.stderr == ''
-    assert WORDS[name](done.stdout) == ['mine/a b.py', '--x=1 2']
+    assert words_of(name, done.stdout) == ['mine/a b.py', '--x=1 2']
 
-  @pytest.mark.parametrize('name', WORDS)
-  def test_one_from_elsewhere_has_to_be_there(self, checkout, bare_path, name):
+  @pytest.mark.parametrize('name', COPIED)
+  def test_a_script_from_elsewhere_has_to_be_there(self, checkout, bare_path, name):
     outside = checkout.parent
     for path in ('/shared/mine.py', str(outside / 'other.py')):
       done = self.dry(name, checkout, bare_path, checkout, path)
       assert done.returncode == 0
       assert f'{path} is outside the checkout and is not copied' in done.stderr
-      assert WORDS[name](done.stdout) == [path]
+      assert words_of(name, done.stdout) == [path]
     for cwd, path in ((outside, 'other.py'), (checkout, 'none.py')):
       done = self.dry(name, checkout, bare_path, cwd, path)
       assert done.returncode == 2 and done.stdout == ''
@@ -289,7 +280,7 @@ def check(schema, document):
   jsonschema.Draft202012Validator(schema).validate(document)
 
 
-def test_sky_task():
+def test_the_sky_task_fits_its_schema_and_restarts_after_75():
   task = yaml.safe_load((LAUNCH / 'sky.yaml').read_text())
   check('sky.json', task)
   assert task['resources']['job_recovery']['recover_on_exit_codes'] == [75]
@@ -298,181 +289,13 @@ def test_sky_task():
     subprocess.run(['bash', '-n', '-c', script], check=True)
 
 
-def test_container_file():
-  lines = [
-    line.split(maxsplit=1)
-    for line in (LAUNCH / 'Containerfile').read_text().splitlines()
-    if line and not line.startswith('#')
-  ]
-  words = [word for word, _ in lines]
+def test_the_container_starts_run_sh_as_a_user_with_files_that_exist():
+  text = (LAUNCH / 'Containerfile').read_text()
+  lines = re.findall(r'^([A-Z]+) (.*)$', text, re.MULTILINE)
   last = dict(lines)
-  assert words.index('FROM') < words.index('USER') < words.index('ENTRYPOINT')
   assert last['USER'] == '1000'
-  (entry,) = json.loads(last['ENTRYPOINT'])
-  assert entry == f'{last["WORKDIR"]}/launch/run.sh'
+  assert json.loads(last['ENTRYPOINT']) == [f'{last["WORKDIR"]}/launch/run.sh']
   for line in (rest for word, rest in lines if word == 'COPY'):
     *sources, _ = [word for word in line.split() if not word.startswith('--')]
     assert all((ROOT / source).exists() for source in sources), line
-  ignored = (ROOT / '.dockerignore').read_text().split()
-  assert {'.git', '.venv', 'runs'} <= {*ignored}
-
-
-TOY = """
-import pathlib, signal, sys, time
-log, status = pathlib.Path(sys.argv[1]), sys.argv[2]
-log.open('a').write('x')
-
-def saved(*_):
-  time.sleep(0.3)
-  sys.exit(75)
-
-signal.signal(signal.SIGTERM, saved)
-print('up', flush=True)
-if status == 'killed':
-  signal.raise_signal(signal.SIGKILL)
-if status == 'waits':
-  # In pieces: a signal just before a sleep begins is handled only when it ends.
-  for _ in range(12000):
-    time.sleep(0.1)
-sys.exit(int(status))
-"""
-
-
-@pytest.fixture
-def heard():
-  """A shell's background job, as this suite may be, ignores Ctrl-C; bash keeps that."""
-  before = signal.signal(signal.SIGINT, signal.default_int_handler)
-  yield
-  signal.signal(signal.SIGINT, before)
-
-
-class TestEntryPoint:
-  """launch/run.sh with real processes, in a checkout of its own with one experiment."""
-
-  @pytest.fixture
-  def start(self, tmp_path, heard):
-    """Starts the toy, an experiment or a script; its `log` has one letter a start."""
-    for folder, file in (('experiments', 'toy.py'), ('my project', 'mine.py')):
-      (tmp_path / folder).mkdir()
-      (tmp_path / folder / file).write_text(TOY)
-    shutil.copytree(LAUNCH, tmp_path / 'launch')
-
-    def start(status, *wrapper, name='toy', **variables):
-      environment = os.environ | {'PYTHON': sys.executable, 'PAUSE': '0.1'} | variables
-      environment.pop('PYTHONPATH', None)  # The experiments there are others.
-      return subprocess.Popen(
-        [*wrapper, tmp_path / 'launch/run.sh', name, tmp_path / 'log', status],
-        cwd=tmp_path / 'my project',
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-      )
-
-    return start
-
-  def starts(self, tmp_path):
-    return len((tmp_path / 'log').read_text())
-
-  @pytest.mark.parametrize(
-    ('name', 'status', 'restarts', 'ended', 'starts'),
-    [
-      ('toy', '0', '3', 0, 1),
-      ('toy', '75', '0', 75, 1),
-      ('toy', '75', '2', 75, 3),
-      ('toy', '1', '1', 1, 2),
-      ('toy', 'killed', '1', 128 + signal.SIGKILL, 2),
-      ('mine.py', '75', '2', 75, 3),
-      ('mine.py', '3', '0', 3, 1),
-    ],
-  )
-  def test_status_and_restarts(
-    self, start, tmp_path, name, status, restarts, ended, starts
-  ):
-    with start(status, name=name, RESTARTS=restarts) as process:
-      _, said = process.communicate(timeout=600)
-    assert (process.returncode, self.starts(tmp_path)) == (ended, starts)
-    assert said.count(f'{name} ended with {ended}') == starts - 1
-
-  @pytest.mark.parametrize('name', ['toy', 'mine.py'])
-  @pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGINT])
-  @pytest.mark.parametrize('times', [1, 3])
-  def test_a_signal_is_passed_on_and_nothing_restarted(
-    self, start, tmp_path, name, sent, times
-  ):
-    with start('waits', name=name, RESTARTS='3') as process:
-      assert process.stdout.readline() == 'up\n'
-      for _ in range(times):
-        process.send_signal(sent)
-        time.sleep(0.05)
-      assert process.wait(timeout=600) == 75
-    assert self.starts(tmp_path) == 1
-
-  def test_a_signal_to_the_whole_group(self, start, tmp_path):
-    """As Slurm and a terminal's Ctrl-C do it."""
-    with start('waits', RESTARTS='3') as process:
-      assert process.stdout.readline() == 'up\n'
-      os.killpg(process.pid, signal.SIGTERM)
-      assert process.wait(timeout=600) == 75
-    assert self.starts(tmp_path) == 1
-
-  def test_a_signal_in_the_pause_ends_it(self, start, tmp_path):
-    with start('75', RESTARTS='3', PAUSE='1200') as process:
-      assert 'ended with 75' in process.stderr.readline()
-      process.send_signal(signal.SIGTERM)
-      assert process.wait(timeout=600) == 75
-    assert self.starts(tmp_path) == 1
-
-  def test_as_process_1_of_a_namespace(self, start, tmp_path):
-    """As in a container, where a signal without a handler would be lost."""
-    namespace = ('unshare', '--user', '--map-root-user', '--pid', '--fork')
-    if not shutil.which('unshare') or subprocess.run([*namespace, 'true']).returncode:
-      pytest.skip('this machine gives no process namespaces')
-    with start('waits', *namespace, RESTARTS='3') as process:
-      assert process.stdout.readline() == 'up\n'
-      children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
-      (first,) = children.read_text().split()  # process 1 of its namespace
-      os.kill(int(first), signal.SIGTERM)
-      assert process.wait(timeout=600) == 75
-    assert self.starts(tmp_path) == 1
-
-  @pytest.mark.parametrize('launcher', ['run.sh', 'local.sh'])
-  def test_a_script_runs_where_its_user_is_and_imports_this_checkout(
-    self, tmp_path, launcher
-  ):
-    """local.sh makes no environment: the checkout is a copy whose .venv is there."""
-    checkout, folder = tmp_path / 'checkout', tmp_path / 'mine'
-    shutil.copytree(LAUNCH, checkout / 'launch')
-    (checkout / 'agent_r1_jax').mkdir()
-    (checkout / 'agent_r1_jax' / '__init__.py').write_text('HERE = "the copy"')
-    (checkout / 'Makefile').write_text('.venv/installed:\n\ttouch made\n')
-    (checkout / '.venv' / 'bin').mkdir(parents=True)
-    python = checkout / '.venv' / 'bin' / 'python'
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    (folder / 'in').mkdir(parents=True)
-    (folder / 'in' / 'mine.py').write_text(
-      'import os, sys, agent_r1_jax\n'
-      'print(os.getcwd(), agent_r1_jax.HERE, sys.argv[1:], sep="|")'
-    )
-    launchers = checkout / 'launch'
-    words = ('in/mine.py', '--workdir=runs/a b')
-    done = launch(launcher, *words, cwd=folder, launchers=launchers)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()[-1]
-    assert said == f"{folder}|the copy|['--workdir=runs/a b']"
-    assert (checkout / 'made').exists() == (launcher == 'local.sh')
-    done = launch(launcher, 'none.py', cwd=folder, launchers=launchers)
-    assert done.returncode == 2 and f'no file {folder}/none.py' in done.stderr
-
-  def test_without_an_experiment_it_lists_them(self):
-    done = launch('run.sh')
-    assert done.returncode == 2 and 'miniwiki.search' in done.stderr
-    done = launch('run.sh', 'bench', DRY_RUN='1')
-    assert '-m experiments.bench' in done.stdout
-    done = launch('run.sh', 'miniwiki.serch', RESTARTS='3', PAUSE='0')
-    assert (
-      done.returncode == 2 and 'no experiment is called miniwiki.serch' in done.stderr
-    )
-    assert 'miniwiki.search' in done.stderr and 'restarts left' not in done.stderr
+  assert {'.git', '.venv', 'runs'} <= {*(ROOT / '.dockerignore').read_text().split()}

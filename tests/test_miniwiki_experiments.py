@@ -24,8 +24,8 @@ def base(tmp_path_factory):
     f'--out={out}',
     '--dim=96',
     '--layers=2',
-    '--examples=300',
-    '--sft.steps=20',
+    '--examples=200',
+    '--sft.steps=12',
     '--sft.rows=4',
     '--sft.warmup=5',
   )
@@ -33,9 +33,9 @@ def base(tmp_path_factory):
   return out
 
 
-def test_base_script_makes_a_policy_that_learns(base):
+def test_pretraining_writes_a_policy_whose_loss_falls(base):
   log = [json.loads(line) for line in (base / 'log.jsonl').read_text().splitlines()]
-  assert [line['step'] for line in log] == list(range(1, 21))
+  assert [line['step'] for line in log] == list(range(1, 13))
   # The first steps copy; then reading begins anew.
   assert log[-1]['loss'] < max(line['loss'] for line in log) - 1
   config, params = weights.load(base / 'model')
@@ -43,18 +43,15 @@ def test_base_script_makes_a_policy_that_learns(base):
   assert params['embed']['embedding'].shape == (config.vocab_size, 96)
 
 
-def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
+def test_the_quickstart_writes_its_files_and_goes_on_with_more_steps(base, tmp_path):
   flags = (
     f'--workdir={tmp_path}',
     f'--config.model.path={base / "model"}',
-    '--questions=6',
-    '--watched=3',
+    '--questions=4',
+    '--watched=2',
     '--config.schedule.tasks=2',
     '--config.schedule.samples=3',
-    '--config.engine.rows=6',
-    '--config.engine.prefill_rows=6',
-    *script_lib.one_program(slots=448),
-    '--config.batch.microbatch=2',
+    *script_lib.config_flags(script_lib.QUICKSTART),
     '--config.limits.max_turn_tokens=32',
     '--config.schedule.eval_every=1',
     # So small a policy may earn the same in all episodes, and learn nothing from them:
@@ -71,14 +68,12 @@ def test_quickstart_writes_all_it_promises_and_goes_on(base, tmp_path):
     assert name in done.stdout or name == 'config.json'
   assert len(list((tmp_path / 'trajectories').glob('step-00001-*.jsonl'))) == 4
   table = json.loads((tmp_path / 'table.json').read_text())
-  assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 6
+  assert table['GRPO']['miniwiki-2wiki']['all']['count'] == 4
   baselines = ('Direct answer', 'Naive RAG', 'Base Tool Call')
   again = run('miniwiki.search', *flags, '--config.schedule.steps=2')
   assert again.returncode == 0, again.stderr[-3000:]
   # The baselines are those of before; the policy has changed, and is played again.
-  for method in baselines:
-    assert f'{method}: as in {tmp_path}/results.jsonl' in again.stdout
-  assert 'GRPO: as in' not in again.stdout
+  assert len(list((tmp_path / 'episodes').iterdir())) == 3
   later = json.loads((tmp_path / 'table.json').read_text())
   assert all(later[method] == table[method] for method in baselines)
   lines = [
@@ -126,10 +121,7 @@ def test_a_reward_model_is_trained_measured_and_saved(base, tmp_path):
     '--config.schedule.tasks=2',
     '--config.schedule.samples=2',
     '--config.schedule.steps=2',
-    '--config.engine.rows=8',
-    '--config.engine.prefill_rows=8',
-    *script_lib.one_program(slots=448),
-    '--config.batch.microbatch=2',
+    *script_lib.config_flags(script_lib.QUICKSTART),
     '--config.limits.max_turn_tokens=16',
   )
   assert done.returncode == 0, done.stderr[-3000:]

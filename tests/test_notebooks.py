@@ -6,15 +6,15 @@ import sys
 
 import nbformat
 import pytest
+import script
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / 'launch').glob('*.ipynb'))
 # The least that has every part: baselines, an update, evaluations, table, trajectories.
-SMALL = (
-  '--questions=2 --watched=1 --config.schedule.steps=1 --config.schedule.tasks=2 '
-  '--config.schedule.samples=3 --config.schedule.eval_every=1 --config.engine.rows=6 '
-  '--config.engine.bucket=448 --config.engine.narrow=False --config.batch.microbatch=2 '
-  '--config.limits.max_turns=2'
+SMALL = script.config_flags(
+  script.QUICKSTART
+  | {'schedule.steps': 1, 'schedule.tasks': 2, 'schedule.samples': 3}
+  | {'schedule.eval_every': 1, 'limits.max_turns': 2}
 )
 EXECUTE = """
 import sys, nbclient, nbformat
@@ -34,7 +34,7 @@ def test_is_valid_and_kept_without_outputs(path):
     assert cell.get('outputs', []) == [] and cell.get('execution_count') is None
 
 
-def executed(name: str, tmp_path, monkeypatch, cwd=ROOT / 'launch', **settings):
+def executed(name: str, tmp_path, monkeypatch, **settings):
   """Runs a notebook with other settings; returns the run and its output, cell by cell."""
   notebook = nbformat.read(ROOT / 'launch' / name, as_version=4)
   (cell,) = [c for c in notebook.cells if 'parameters' in c.metadata.get('tags', ())]
@@ -42,7 +42,7 @@ def executed(name: str, tmp_path, monkeypatch, cwd=ROOT / 'launch', **settings):
   path = tmp_path / name
   nbformat.write(notebook, path)
   monkeypatch.setenv('PYTHON', sys.executable)
-  command = [sys.executable, '-c', EXECUTE, str(path), str(cwd)]
+  command = [sys.executable, '-c', EXECUTE, str(path), str(ROOT / 'launch')]
   done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
   cells = nbformat.read(path, as_version=4).cells
   return done, {cell.id: _shown(cell.get('outputs', ())) for cell in cells}
@@ -56,7 +56,11 @@ def _shown(outputs) -> str:
 def test_quickstart_trains_and_shows_what_it_promises(tmp_path, monkeypatch):
   workdir = tmp_path / 'run'
   done, shown = executed(
-    'quickstart.ipynb', tmp_path, monkeypatch, WORKDIR=str(workdir), FLAGS=SMALL
+    'quickstart.ipynb',
+    tmp_path,
+    monkeypatch,
+    WORKDIR=str(workdir),
+    FLAGS=' '.join(['--questions=2 --watched=1', *SMALL]),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   assert 'CpuDevice' in shown['devices']
@@ -75,8 +79,3 @@ def test_a_failing_run_stops_the_notebook(tmp_path, monkeypatch):
   )
   assert done.returncode != 0
   assert 'no_such_flag' in shown['train'] and not shown['curve']
-
-
-def test_outside_a_checkout_it_asks_what_to_clone(tmp_path, monkeypatch):
-  done, _ = executed('quickstart.ipynb', tmp_path, monkeypatch, cwd=tmp_path)
-  assert done.returncode != 0 and 'say above what to clone' in done.stderr

@@ -7,9 +7,10 @@ import pathlib
 import jax
 import numpy as np
 import plain
+import script
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import report, train
+from agent_r1_jax import fields, report, train
 from agent_r1_jax.models import weights
 from agent_r1_jax.rl import algorithms
 from experiments import one_page
@@ -20,14 +21,15 @@ _UPPER = ('tasks', 'tools', 'retrieval', 'guided', 'serve', 'report', 'checks')
 
 def test_its_parameters_equal_those_of_a_run(tmp_path, capsys):
   config = copy.deepcopy(one_page.CONFIG)
-  config.schedule = config_lib.Schedule(steps=3, tasks=4, samples=4)
-  config.engine.rows = 16
+  config.schedule = config_lib.Schedule(steps=3, tasks=2, samples=4)
+  config.limits.max_turn_tokens = 48
+  config = fields.replace(config, script.QUICKSTART)
   find = miniwiki.make_search(miniwiki.corpus(0, 'train'))
   make_env, tasks = lambda: one_page.make_env(find), miniwiki.train_tasks(0, 64)
-  params = one_page.train(config, tasks, tasks[:4], make_env)
+  params = one_page.train(config, tasks, tasks[:2], make_env)
   told = capsys.readouterr().out.splitlines()
   assert [line.split(':')[0] for line in told[:3]] == ['step 1', 'step 2', 'step 3']
-  assert ' of 4 right' in told[3]
+  assert ' of 2 right' in told[3]
   expected = train.run(
     config,
     str(tmp_path),

@@ -55,13 +55,6 @@ def test_files_that_are_no_code_are_in_the_wheel():
   assert others and others <= found
 
 
-def test_inspect_is_the_same_in_the_makefile():
-  (inspect,) = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project'][
-    'optional-dependencies'
-  ]['inspect']
-  assert f'{inspect}\n' in (ROOT / 'Makefile').read_text()
-
-
 def test_the_version_is_in_one_place():
   (line,) = re.findall('^## (.*)$', (ROOT / 'CHANGELOG.md').read_text(), re.M)[:1]
   assert line == agent_r1_jax.__version__

@@ -7,8 +7,6 @@ import pytest
 import script as script_lib
 import tiny
 
-from experiments import evaluation_cache
-
 ROWS = {
   'gsm8k': {'question': 'What is 10 * 4?', 'answer': '#### 40'},
   'mbpp': {'text': 'Write a function to double.', 'test_list': ['assert double(2) == 4']},
@@ -17,7 +15,7 @@ ROWS = {
 
 @pytest.mark.usefixtures('needs_sandbox')
 @pytest.mark.parametrize('task', ['gsm8k', 'mbpp'])
-def test_a_model_is_trained_and_measured(task, tmp_path):
+def test_a_model_is_measured_before_and_after_its_training(task, tmp_path):
   data, workdir = tmp_path / 'rows.jsonl', tmp_path / 'run'
   data.write_text('\n'.join(json.dumps(ROWS[task] | {'task_id': n}) for n in range(8)))
   fields = {
@@ -45,7 +43,6 @@ def test_a_model_is_trained_and_measured(task, tmp_path):
   assert [*table] == ['Direct answer', 'Base Tool Call', 'GRPO']
   assert all(row['right']['all']['count'] == 3 for row in table.values())
   assert (workdir / 'table.md').read_text().strip() in done.stdout
-  assert len(evaluation_cache.read(workdir / 'results.jsonl')) == 3
   log = max((workdir / 'trajectories').iterdir())
   text = log.read_text()
   assert {'gsm8k': 'Use the calculator', 'mbpp': 'the python tool'}[task] in text

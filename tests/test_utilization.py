@@ -5,11 +5,10 @@ import json
 import script
 
 
-def test_every_mode_is_measured(tmp_path):
+def test_each_mode_has_a_speed_and_tokens_of_the_age_it_allows():
   command = ['-m', 'experiments.bench.utilization', '--steps=9', '--tails=1']
   sizes = ['--episodes=16', '--mean=32', '--segment=0.002']
-  picture = f'--picture={tmp_path / "u.png"}'
-  done = script.run(*command, *sizes, picture)
+  done = script.run(*command, *sizes)
   assert done.returncode == 0, done.stderr
   found = {c['mode']: c for c in map(json.loads, done.stdout.splitlines())}
   assert list(found) == [
@@ -24,4 +23,3 @@ def test_every_mode_is_measured(tmp_path):
   assert ages[0] == (0, 0) and 0.7 < ages[1][0] < 1 and ages[1][1] == 1
   assert [oldest <= 2**n for n, (_, oldest) in enumerate(ages[2:])] == [True] * 3
   assert all(0 < c['used'] < 1 for c in found.values())
-  assert (tmp_path / 'u.png').stat().st_size > 5000

@@ -4,7 +4,6 @@ The scripts run as a user runs them, in processes of their own.
 """
 
 import gzip
-import itertools
 import json
 import pathlib
 import random
@@ -20,16 +19,7 @@ from agent_r1_jax.models import decoder, hf_config, weights
 from agent_r1_jax.retrieval import bm25, documents
 from agent_r1_jax.retrieval.documents import Document
 from agent_r1_jax.tasks import qa
-from experiments import comparison
-from experiments.wikipedia import (
-  bridges,
-  demos,
-  facts,
-  practice,
-  reading,
-  settings,
-  templates,
-)
+from experiments.wikipedia import demos, facts, practice, reading, settings, templates
 
 NATIONS = ('American', 'British', 'Danish')
 
@@ -38,34 +28,19 @@ NATIONS = ('American', 'British', 'Danish')
   ('relation', 'text', 'value'),
   [
     ('director', 'Web is a 1959 British film directed by Max Varnel.', 'Max Varnel'),
-    ('director', 'It is a film written and directed by R. A. Frank.', 'R. A. Frank'),
     ('director', 'A film, produced by John Doe. Edward Hall directed.', 'Edward Hall'),
     ('performer', '"X" is a song by American singer Jane de Roe.', 'Jane de Roe'),
     ('date of birth', 'Ann ( April 28, 1884 – December 28, 1950) was', 'April 28, 1884'),
-    ('date of birth', 'Ann ( née Lee; born 3 May 1951) is a poet.', '3 May 1951'),
     ('date of death', 'Ann ( April 28, 1884 – December 8, 1950)', 'December 8, 1950'),
-    ('place of birth', 'He was born in May 1951 in New York City.', 'New York City'),
     ('place of death', 'He died on 3 May 1951 in Paris.', 'Paris'),
-    ('nationality', 'Ann is a noted Danish poet.', 'Danish'),
     ('father', 'He was the son of King Charles III of Spain.', 'Charles III of Spain'),
-    ('father', 'The son of John, 2nd Baron Lee and Mary.', 'John, 2nd Baron Lee'),
     ('mother', 'He is a son of Carl and his wife Sofia of Oss.', 'Sofia of Oss'),
     ('spouse', 'She was the wife of the actor Peter Bo.', 'Peter Bo'),
-    ('country', 'Ali is a village in Fars Province, Iran. At', 'Iran'),
-    ('released', 'Web is a 1959 British film.', '1959'),
     ('director', 'Ann is a poet, directed by nobody.', None),
-    ('place of death', 'Ann is a Danish poet.', None),
   ],
 )
-def test_facts_are_read_from_sentences(relation, text, value):
+def test_a_sentence_gives_the_value_of_a_relation(relation, text, value):
   assert facts.find(relation, facts.tidy(text), NATIONS) == value
-
-
-def test_tidy_puts_a_space_before_names_and_numbers():
-  text = 'Ann( born 3 May 1951–2000) is from Sint- Niklaas and (Oss)'
-  assert facts.tidy(text) == (
-    'Ann ( born 3 May 1951 – 2000) is from Sint-Niklaas and ( Oss)'
-  )
 
 
 # Films, who directed them, and when and where these were born.
@@ -138,33 +113,22 @@ def maker():
   return practice.Maker(passages, reading.TitleFirst(passages, bm25.BM25(passages)), ROWS)
 
 
-def test_rows_give_templates():
-  found = [templates.find_template(task) for task in ROWS]
-  assert found == [
-    (
-      ('When was the director of film {} born?', ('director', 'date of birth'), None),
-      ['Silent Water (Film)'],
-    ),
-    (
-      (
-        'Which film has the director who is older, {} or {}?',
-        ('director', 'date of birth'),
-        True,
-      ),
-      ['The Red Door', 'Night Of Wolves'],
-    ),
-    (
-      ('Do {} and {} have the same nationality?', ('nationality',), None),
-      ['Emil Falk', 'Gus Holm'],
-    ),
-  ]
-  assert (
-    templates.find_template(_task('Who is he?', 'X', ['Nobody'], 'inference')) is None
+def test_a_question_without_its_names_is_a_template():
+  chain, compared, equal = (templates.find_template(task) for task in ROWS)
+  text, relations = (
+    'When was the director of film {} born?',
+    ('director', 'date of birth'),
   )
+  assert chain == ((text, relations, None), ['Silent Water (Film)'])
+  text = 'Which film has the director who is older, {} or {}?'
+  assert compared == ((text, relations, True), ['The Red Door', 'Night Of Wolves'])
+  text = 'Do {} and {} have the same nationality?'
+  assert equal == ((text, ('nationality',), None), ['Emil Falk', 'Gus Holm'])
+  assert not templates.find_template(_task('Who is he?', 'X', ['Nobody'], 'inference'))
 
 
 @pytest.mark.parametrize('kind', ['fact', 'chain', 'compare', 'compare chain'])
-def test_practice_asks_of_other_passages_and_knows_the_answer(maker, kind):
+def test_a_template_filled_with_other_names_has_the_answer_of_their_passages(maker, kind):
   rng, questions = random.Random(0), set()
   for _ in range(60):
     if (problem := maker.make(kind, rng)) is None:
@@ -184,61 +148,7 @@ def test_practice_asks_of_other_passages_and_knows_the_answer(maker, kind):
   assert len(questions) > 3
 
 
-def test_questions_of_people_are_asked_of_passages_linked_alike():
-  rows = [
-    _task(
-      'In which city was the man who made Silent Water born?',
-      'Oslo',
-      ['Silent Water (film)', 'Adam Berg'],
-      'bridge',
-    ),
-    _task(
-      'Which director made The Red Door?',
-      'Carl Dahl',
-      ['The Red Door', 'Carl Dahl'],
-      'bridge',
-    ),
-    _task(
-      'Are Emil Falk and Old Road both directors?',
-      'no',
-      ['Emil Falk', 'Old Road'],
-      'comparison',
-    ),
-    _task(
-      'What profession do Adam Berg and Kai Lund share?',
-      'director',
-      ['Adam Berg', 'Kai Lund'],
-      'comparison',
-    ),
-    ROWS[2],
-  ]
-  passages, retriever = settings.index(settings.SMALL, _passages())
-  maker, rng = practice.Maker(passages, retriever, rows), random.Random(0)
-  assert maker.kinds is bridges.KINDS
-  made = {
-    kind: [p for _ in range(300) if (p := maker.make(kind, rng))] for kind in maker.kinds
-  }
-  assert {kind: len({p.question for p in of}) > 1 for kind, of in made.items()} == (
-    dict.fromkeys(bridges.KINDS, True)
-  )
-  asked = {row.info['question']: row.answer[0] for row in rows}
-  assert all(p.answer == asked[p.question] for p in made['row'])
-  film = lambda query: next(d for t, d in FILMS.items() if t.startswith(query))
-  assert all(p.answer == film(p.hops[0].query) for p in made['link'])
-  assert all(p.answer == DIRECTORS[p.hops[1].query][2] for p in made['link chain'])
-  for p in [p for p in made['both'] if '19' not in p.question]:
-    noun = 'director' if 'director' in p.question else 'film'
-    kinds = {hop.query in DIRECTORS for hop in p.hops}
-    assert p.answer == ('yes' if kinds == {noun == 'director'} else 'no')
-  assert {p.answer for p in made['both']} == {'yes', 'no'}
-  assert {p.answer for p in made['common']} == {'director'}
-  assert all(p.answer in [hop.query for hop in p.hops] for p in made['which'])
-  # Every kind can be written.
-  seen = {e.kind for e in itertools.islice(practice.examples(maker, 0), 200)}
-  assert {kind.split('/')[0] for kind in seen} >= set(bridges.KINDS)
-
-
-def test_conversations_search_read_and_answer(maker):
+def test_a_conversation_searches_reads_and_answers_or_errs_as_its_fate_says(maker):
   rng = random.Random(0)
   made = (maker.make('chain', rng) for _ in range(200))
   problem = next(p for p in made if p and p.hops[0].query.startswith('Silent'))
@@ -263,7 +173,7 @@ def test_conversations_search_read_and_answer(maker):
   assert 'was a Danish film director' in reading[0]['content'] and len(reading) == 2
 
 
-def test_titles_come_first():
+def test_a_query_that_is_a_title_finds_that_passage_first():
   # By words alone the last ones are better.
   louder = [
     Document('e0', 'Water', 'silent water, silent water'),
@@ -279,7 +189,7 @@ def test_titles_come_first():
   assert other.document.title == 'Emil Falk'
 
 
-def test_split_hangs_on_the_ids_alone():
+def test_a_split_depends_on_ids_and_seed_alone():
   tasks = [types.Task(f'q{i}', []) for i in range(50)]
   a, b, rest = settings.split(tasks, 10, 5)
   assert [len(a), len(b), len(rest)] == [10, 5, 35]
@@ -291,34 +201,20 @@ def test_split_hangs_on_the_ids_alone():
     settings.split(tasks, 30, 20)
 
 
-def test_recall_counts_the_rows_that_name_their_passages():
-  found = bm25.BM25([documents.Document('0', 'Oslo', 'A city.')])
-  named = types.Task('0', [], 'x', {'question': 'Oslo?', 'supporting_titles': ['Oslo']})
-  bare = types.Task('1', [], 'x', {'question': 'Who?'})
-  assert comparison.recall(found, [named, bare]) == {'recall@5': 1.0, 'all in 5': 1.0}
-  assert comparison.recall(found, [bare]) == {}
-
-
-@pytest.mark.parametrize(
-  ('row', 'queries'),
-  [
+def test_rows_give_demonstrations_that_follow_their_names():
+  passages, retriever = settings.index(settings.SMALL, _passages())
+  by_title = {document.title: document for document in passages}
+  find = lambda query: retriever.search([query], 1)[0]
+  for row, queries in (
     (ROWS[0], [' Silent Water', ' Adam Berg']),
     (ROWS[1], [' The Red Door', ' Night Of Wolves', ' Carl Dahl', ' Emil Falk']),
-    (ROWS[2], [' Emil Falk', ' Gus Holm']),
-  ],
-)
-def test_a_demonstration_follows_the_names_to_the_answer(row, queries):
-  passages, retriever = settings.index(settings.SMALL, _passages())
-  task = reading.agent_task(row)
-  by_title = {document.title: document for document in passages}
-  messages = demos.demonstrate(
-    task, by_title, lambda query: retriever.search([query], 1)[0], documents.render
-  )
-  assert messages is not None
-  assert messages[:1] == task.messages and qa.paper_reward(task, messages) == 1.0
-  said = [m['content'] for m in messages if m['role'] == 'assistant']
-  found = [call_formats.HERMES.parse(text)[0] for text in said[:-1]]
-  assert [call.arguments['query'] for call in found] == queries
+  ):
+    task = reading.agent_task(row)
+    messages = demos.demonstrate(task, by_title, find, documents.render)
+    assert messages[:1] == task.messages and qa.paper_reward(task, messages) == 1.0
+    said = [m['content'] for m in messages if m['role'] == 'assistant']
+    found = [call_formats.HERMES.parse(text)[0] for text in said[:-1]]
+    assert [call.arguments['query'] for call in found] == queries
   elsewhere = _task('Who directed it?', 'Adam Berg', ['The Red Door'], 'bridge')
   assert demos.demonstrate(elsewhere, by_title, lambda query: [], str) is None
 
@@ -330,18 +226,9 @@ def _run(script: str, *args: str, fails: bool = False) -> str:
   return done.stdout + done.stderr
 
 
-def _write(path, rows):
-  with gzip.open(path, 'wt', encoding='utf-8') as file:
-    file.writelines(json.dumps(row) + '\n' for row in rows)
-
-
 def _row(i, task):
   info = {k: task.info[k] for k in ('question', 'supporting_titles', 'type')}
   return {'id': f'r{i}', 'golden_answers': task.answer, **info}
-
-
-def _passage_row(document):
-  return {'id': document.id, 'title': document.title, 'text': document.text}
 
 
 METHODS = ['Direct answer', 'Naive RAG', 'Base Tool Call', 'GRPO']
@@ -352,12 +239,21 @@ TINY = (
 )
 
 
-def test_base_and_search(tmp_path: pathlib.Path):
-  _write(tmp_path / 'corpus.jsonl.gz', map(_passage_row, _passages()))
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp('data')
+  passages = ({'id': d.id, 'title': d.title, 'text': d.text} for d in _passages())
   # Enough copies that each kind of question is among the training rows.
-  _write(tmp_path / 'train.jsonl.gz', (_row(i, task) for i, task in enumerate(ROWS * 5)))
-  shared = (f'--data={tmp_path}', '--held_out=3', '--watched=1')
-  size = ('--layers=2', '--dim=96', '--vocab=300')
+  rows = (_row(i, task) for i, task in enumerate(ROWS * 5))
+  for name, lines in (('corpus', passages), ('train', rows)):
+    with gzip.open(folder / f'{name}.jsonl.gz', 'wt', encoding='utf-8') as file:
+      file.writelines(json.dumps(line) + '\n' for line in lines)
+  return folder
+
+
+def test_pretrain_makes_a_policy_that_search_trains_and_measures(data, tmp_path):
+  shared = (f'--data={data}', '--held_out=3', '--watched=1')
+  size = ('--layers=2', '--dim=96', '--vocab=300', '--sft.row_tokens=512')
   sft = ('--sft.steps=2', '--sft.rows=1', '--sft.warmup=1')
   _run('wikipedia.pretrain', *shared, *size, *sft, f'--out={tmp_path}/base')
   assert len(json.loads((tmp_path / 'base' / 'rows.json').read_text())) == 11
@@ -372,13 +268,12 @@ def test_base_and_search(tmp_path: pathlib.Path):
     '--config.schedule.tasks=2',
     '--config.engine.rows=4',
     '--config.engine.prefill_rows=4',
-    *script_lib.one_program(slots=1280),
+    *script_lib.one_program(slots=640),
     '--config.batch.microbatch=2',
   )
-  assert 'nothing that it depends on' not in _run(*search)
-  table = (run / 'table.md').read_text()
+  _run(*search)
   numbers = json.loads((run / 'table.json').read_text())
-  assert [*numbers['methods']] == METHODS and '| GRPO' in table and '/3 ' in table
+  assert [*numbers['methods']] == METHODS and '/3 ' in (run / 'table.md').read_text()
   assert not any(of['errors'] for of in numbers['methods'].values())
   assert numbers['recall']['recall@5'] > 0.3
   assert (run / 'curve.png').stat().st_size > 0
@@ -388,62 +283,35 @@ def test_base_and_search(tmp_path: pathlib.Path):
   assert config['optimizer'] | {'learning_rate': 2e-4} == config['optimizer']
   assert settings.setting_of(str(run / 'model')) is settings.SMALL
 
-  # Started again, the finished run plays nothing; other rows are scored with the policy.
-  again = _run(*search)
-  assert all(f'{method}: as in {run}/results.jsonl' in again for method in METHODS)
-  assert (run / 'table.md').read_text() == table
+  # Started again, the finished run scores other rows with its policy.
   asked = tmp_path / 'asked.jsonl'
   asked.write_text(json.dumps(_row('new', ROWS[0])) + '\n')
   assert '/1 ' in _run(*search, f'--rows={asked}')
-
-  seen = _run(*search, '--split=1', fails=True)
-  assert 'has seen' in seen and 'the same --split' in seen
-  none = _run(*search, '--types=none', fails=True)
-  assert '--types=none: no row is of these types' in none
+  assert 'the same --split' in _run(*search, '--split=1', fails=True)
 
 
 @pytest.mark.parametrize('script', ['wikipedia.pretrain', 'paper_tables'])
-def test_missing_data_says_what_it_is_and_how_to_get_it(script, tmp_path):
+def test_a_folder_without_data_is_refused_with_how_to_get_it(script, tmp_path):
   """For wikipedia.search, test_runtime.py does this."""
   model = () if script == 'wikipedia.pretrain' else (f'--config.model.path={tmp_path}',)
   said = _run(script, f'--data={tmp_path}', *model, f'--out={tmp_path}/run', fails=True)
-  assert 'corpus.jsonl.gz' in said and 'train.jsonl.gz' in said
-  assert 'third_party/fetch.py hotpotqa' in said
+  assert 'train.jsonl.gz' in said and 'third_party/fetch.py hotpotqa' in said
 
 
-def test_a_missing_small_policy_says_how_to_make_it(tmp_path):
+def test_search_without_the_small_policy_says_how_to_make_it(tmp_path):
   done = script_lib.run('-m', 'experiments.wikipedia.search', cwd=tmp_path)
-  said = done.stdout + done.stderr
-  assert done.returncode != 0 and 'wikipedia_base/rows.json is missing' in said
-  assert (
-    'run experiments.wikipedia.pretrain' in said and '--config.model.path=DIR' in said
-  )
-  assert len(said.splitlines()) == 1
+  (line,) = (done.stdout + done.stderr).splitlines()
+  assert done.returncode != 0 and 'wikipedia_base/rows.json is missing' in line
+  assert 'run experiments.wikipedia.pretrain' in line
 
 
-@pytest.mark.parametrize('path', sorted((script_lib.ROOT / 'experiments').rglob('*.py')))
-def test_there_is_one_way_to_name_a_model(path):
-  defined = re.findall(r"DEFINE_\w+\(\s*'([\w.]+)'", path.read_text())
-  assert 'model' not in defined and 'base' not in defined
-  if path.stem == 'compile_for':
-    assert 'config.model.path' in defined
+def test_no_script_has_a_flag_for_a_model_beside_config_model_path():
+  for path in (script_lib.ROOT / 'experiments').rglob('*.py'):
+    defined = re.findall(r"DEFINE_\w+\(\s*'([\w.]+)'", path.read_text())
+    assert not {'model', 'base'} & {*defined}, path
 
 
-@pytest.fixture(scope='module')
-def real_data(data_dir, tmp_path_factory) -> pathlib.Path:
-  """Some questions of HotpotQA, their passages and a few hundred others."""
-  folder = tmp_path_factory.mktemp('hotpotqa')
-  source = data_dir / 'hotpotqa'
-  rows = [row for _, row in documents.read_rows(source / 'train.jsonl.gz')][:12]
-  gold = {title for row in rows for title in row['supporting_titles']}
-  corpus = documents.read_corpus(source / 'corpus.jsonl.gz')
-  kept = [d for i, d in enumerate(corpus) if d.title in gold or i % 100 == 0]
-  _write(folder / 'corpus.jsonl.gz', map(_passage_row, kept))
-  _write(folder / 'train.jsonl.gz', rows)
-  return folder
-
-
-def test_an_instruct_model_runs_unchanged(data_dir, real_data, tmp_path):
+def test_an_instruct_model_is_asked_in_its_own_template(data_dir, data, tmp_path):
   config = decoder.DecoderConfig(
     vocab_size=151_936,
     embed_dim=32,
@@ -462,16 +330,17 @@ def test_an_instruct_model_runs_unchanged(data_dir, real_data, tmp_path):
   _run(
     'wikipedia.search',
     *TINY,
+    '--config.schedule.eval_every=0',
     f'--config.model.path={tmp_path}/model',
-    f'--data={real_data}',
+    f'--data={data}',
     f'--workdir={tmp_path}/run',
-    '--held_out=3',
+    '--held_out=2',
     '--watched=1',
     '--config.schedule.tasks=1',
     '--config.engine.rows=2',
     '--config.engine.prefill_rows=2',
     '--config.engine.prefill_tokens=256',
-    *script_lib.one_program(slots=1536),
+    *script_lib.one_program(slots=768),
     '--config.batch.microbatch=1',
   )
   numbers = json.loads((tmp_path / 'run' / 'table.json').read_text())

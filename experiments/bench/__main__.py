@@ -27,14 +27,12 @@ import optax
 
 from agent_r1_jax import types
 from agent_r1_jax.agent import automata
-from agent_r1_jax.agent import tool as tool_lib
 from agent_r1_jax.engine import active_request
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
-from agent_r1_jax.tools import python, sandbox
-from experiments.bench import common
+from experiments.bench import common, details
 
 _SHAPE = flags.DEFINE_enum('shape', 's5', [*common.SHAPES], 'The policy.')
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -44,7 +42,7 @@ _REPLICAS = flags.DEFINE_integer('replicas', 1, 'Replicas that divide them; see 
 _PROMPT = flags.DEFINE_integer('prompt', 128, 'Tokens of a prompt.')
 _REPLY = flags.DEFINE_integer('reply', 128, 'Tokens of a reply.')
 _MICROBATCH = flags.DEFINE_integer('microbatch', 16, 'Rows of a gradient.')
-_CURVE = flags.DEFINE_string('curve', '', 'PNG file to draw what slow tools cost to.')
+_SEGMENTS = flags.DEFINE_integer('segments', 24, 'Segments of a speed of tools.')
 _LATENCIES = flags.DEFINE_list('latencies', ['0.2', '1', '5'], 'Seconds of tools.')
 
 
@@ -88,24 +86,6 @@ class Bench:
     """n random tokens."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, self.config.vocab_size, n).astype(np.int32)
-
-
-def timed(fn: Callable[[], Any]) -> dict[str, Any]:
-  """The first call apart, then the repetitions."""
-  start = time.perf_counter()
-  fn()
-  first, wall, cpu = time.perf_counter() - start, [], []
-  for _ in range(_REPEATS.value):
-    begun = time.perf_counter(), time.process_time()
-    fn()
-    wall.append(time.perf_counter() - begun[0])
-    cpu.append(time.process_time() - begun[1])
-  return {
-    'seconds': round(min(wall), 4),
-    'median_seconds': round(statistics.median(wall), 4),
-    'cpu_seconds': round(min(cpu), 4),
-    'first_seconds': round(first, 3),
-  }
 
 
 async def talk(
@@ -165,7 +145,7 @@ def sampling(bench: Bench) -> dict[str, Any]:
   """A batch of prompts, each with a prompt of its own; host time included."""
   engine = bench.engine()
   run = lambda: engine.run([talk(bench, engine, n) for n in range(_ROWS.value)])
-  times = timed(run)
+  times = common.timed(_REPEATS.value, run)
   tokens = _ROWS.value * _REPLY.value
   return times | {'tokens_per_second': round(tokens / times['seconds'])}
 
@@ -194,7 +174,7 @@ def update(bench: Bench) -> dict[str, Any]:
   """A policy-gradient step: clipped loss, gradient norm clipped, AdamW."""
   found = {}
   for wanted in ('reply', 'all'):
-    times = timed(_make_update(bench, wanted))
+    times = common.timed(_REPEATS.value, _make_update(bench, wanted))
     tokens = _ROWS.value * (_PROMPT.value + _REPLY.value)
     times['tokens_per_second'] = round(tokens / times['seconds'])
     found |= {f'{wanted}/{name}': value for name, value in times.items()}
@@ -209,7 +189,7 @@ def group_step(bench: Bench) -> dict[str, Any]:
     engine.run([talk(bench, engine, n, group=8) for n in range(_ROWS.value)])
     learn()
 
-  return timed(step)
+  return common.timed(_REPEATS.value, step)
 
 
 def multi_turn(bench: Bench) -> dict[str, Any]:
@@ -224,10 +204,10 @@ def multi_turn(bench: Bench) -> dict[str, Any]:
       ask = lambda n: talk(bench, engine, n, again=again, **_FOUR_TURNS)
       engine.run([ask(n) for n in range(_ROWS.value)])
 
-    times = timed(step)
+    times = common.timed(_REPEATS.value, step)
     found |= {f'{name}/{key}': value for key, value in times.items()}
   found['ratio'] = round(found['kept/seconds'] / found['prefilled/seconds'], 3)
-  found['update_seconds'] = timed(learn)['seconds']
+  found['update_seconds'] = common.timed(_REPEATS.value, learn)['seconds']
   return found
 
 
@@ -252,12 +232,13 @@ def tools(bench: Bench) -> dict[str, Any]:
   Twice as many episodes and rows as are decoded at a time, whose latencies are
   exponential. Another begins where one ends, so that they stay as many; the first have 1
   to 4 turns, so that long and short texts are mixed as they are in the midst of a run. Of
-  24 segments the first 8 are not counted.
+  all segments the first third is not counted.
   """
   rows, turns, reply, steps = 2 * _ROWS.value, 4, 64, 32
   slots = _PROMPT.value + turns * reply + turns * 32
   engine = bench.engine(rows=rows, width=_ROWS.value, slots=slots, decode_steps=steps)
-  first, last = 8 * _ROWS.value * steps, 24 * _ROWS.value * steps
+  last = _SEGMENTS.value * _ROWS.value * steps
+  first = last // 3
 
   async def play(latency: float, lock_step: bool) -> float:
     draw = lambda *of: latency * np.random.default_rng(of).exponential()
@@ -297,26 +278,7 @@ def tools(bench: Bench) -> dict[str, Any]:
   for latency, *speeds in cells:
     for name, x in zip(('', '/lock_step'), speeds, strict=True):
       found[f'{latency:g}s{name}'] = round(x / mean, 3)
-  if _CURVE.value:
-    _draw(found, _CURVE.value)
   return found
-
-
-def _draw(found: dict[str, Any], path: str) -> None:
-  """The tools' curve: tokens a second over latency, ours and in lock-step."""
-  from matplotlib import figure
-
-  latencies = [0.0, *map(float, _LATENCIES.value)]
-  picture = figure.Figure(figsize=(5, 3), layout='constrained')
-  axes = picture.subplots()
-  for label, suffix in (('this engine', ''), ('lock-step', '/lock_step')):
-    shares = [found[f'{latency:g}s{suffix}'] for latency in latencies]
-    axes.plot(latencies, shares, marker='o', label=label)
-  axes.set(xlabel="mean of a tool's latency, seconds (exponential)", ylim=(0, 1.1))
-  axes.set_ylabel('tokens a second / without latency')
-  axes.grid(alpha=0.3)
-  axes.legend()
-  picture.savefig(path, dpi=150)
 
 
 def reads(bench: Bench) -> dict[str, Any]:
@@ -340,7 +302,9 @@ def reads(bench: Bench) -> dict[str, Any]:
     def step(replica=replica, call=call):
       jax.block_until_ready(replica.device.decode(*call))
 
-    found[f'{slots}/step_milliseconds'] = round(1e3 * timed(step)['seconds'] / steps, 3)
+    found[f'{slots}/step_milliseconds'] = round(
+      1e3 * common.timed(_REPEATS.value, step)['seconds'] / steps, 3
+    )
   small, large = found.values()
   return found | {'ratio': round(large / small, 3)}
 
@@ -355,7 +319,8 @@ def programs(bench: Bench) -> dict[str, Any]:
 
   listener: Any = on_duration
   jax.monitoring.register_event_duration_secs_listener(listener)
-  engine = bench.engine(slots=768, prefill_tokens=63, warm=False)
+  slots = _PROMPT.value + 8 * 60
+  engine = bench.engine(slots=slots, prefill_tokens=63, warm=False)
   compiled.clear()
   start = time.perf_counter()
   engine.warm_up()
@@ -392,70 +357,6 @@ def host_time(bench: Bench) -> dict[str, Any]:
   }
 
 
-def grammar(bench: Bench) -> dict[str, Any]:
-  """Decoding inside a tool call held to its schema over the same without, V = 151,936."""
-
-  def search(query: str, count: int = 5) -> str:
-    """Searches.
-
-    Args:
-      query: What for.
-      count: How many.
-    """
-    return f'{count} passages of {query}'  # never called: only its schema counts
-
-  V, steps, rows = 151_936, 16, _ROWS.value
-  rng = np.random.default_rng(0)
-  words = (bytes(rng.integers(97, 123, n).tolist()) for n in rng.integers(2, 9, V - 256))
-  token_bytes = [*(bytes([i]) for i in range(256)), *words]
-  start = time.perf_counter()
-  schemas = [tool_lib.tool(search).schema]
-  calls = automata.tool_calls(schemas, token_bytes, V, required=True)
-  found: dict[str, Any] = {'build_seconds': round(time.perf_counter() - start, 2)}
-  found['bytes'] = calls.classes.nbytes + calls.table.nbytes
-  config = dataclasses.replace(bench.config, vocab_size=V)
-  wide = Bench(config, decoder.init(config, jax.random.key(0)))
-  engine = wide.engine(warm=False, slots=128, decode_steps=steps, narrow=False)
-  engine.warm_up(automata=[calls])
-
-  async def reply(n: int, held: bool):
-    # A prompt of one token has nothing to prefill.
-    prompt, guides = np.array([n], np.int32), [calls] if held else []
-    await engine.submit(wide.request(n, prompt, steps, None, *guides))
-
-  seconds: dict[bool, list[float]] = {False: [], True: []}
-  for _ in range(2 + 2 * _REPEATS.value):
-    for held in seconds:
-      before = engine.stats.decode_seconds
-      engine.run([reply(n, held) for n in range(rows)])
-      seconds[held].append((engine.stats.decode_seconds - before) / steps)
-  # The first of each warms up.
-  free, held = (min(seconds[held][1:]) for held in (False, True))
-  pairs = [b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True)]
-  found['step_milliseconds'] = round(1e3 * free, 2)
-  found['step_milliseconds/held'] = round(1e3 * held, 2)
-  return found | {'ratio': round(statistics.median(pairs), 4)}
-
-
-def python_calls(_: Bench) -> dict[str, Any]:
-  """Calls of the Python tool: the median alone, and how many in a second from four."""
-  tool = python.python_tool(sandbox.Sandbox())
-
-  async def ask(n: int) -> list[float]:
-    results = [await tool_lib.call(tool, {'code': 'print(6 * 7)'}) for _ in range(n)]
-    return [result.seconds for result in results if result.text == '42\n']
-
-  async def ask_side_by_side() -> float:
-    start = time.perf_counter()
-    answered = await asyncio.gather(*(ask(100) for _ in range(4)))
-    return sum(map(len, answered)) / (time.perf_counter() - start)
-
-  asyncio.run(ask(20))  # The first call takes longer.
-  alone = statistics.median(asyncio.run(ask(200)))
-  rates = [asyncio.run(ask_side_by_side()) for _ in range(_REPEATS.value)]
-  return {'milliseconds': round(1e3 * alone, 2), 'calls_per_second': round(max(rates), 1)}
-
-
 MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   sampling,
   update,
@@ -466,8 +367,8 @@ MEASUREMENTS: Sequence[Callable[[Bench], dict[str, Any]]] = (
   reads,
   programs,
   host_time,
-  grammar,
-  python_calls,
+  details.grammar,
+  details.python_calls,
 )
 
 

@@ -8,9 +8,6 @@
 - context: an RL update (log-probs, PPO clip, AdamW, recomputed activations) on one text
   of `context` tokens: tokens a second, and the share of the peak. Operations are counted
   causally, recomputation not: 6 a parameter, and 6 T N H a layer.
-- kernels: attention alone, each of the kernels that there are: of such a decode step
-  beside its floor, and forward and backward of such a text beside its operations.
-- step: 32 tasks x 8 samples x 4 turns, and the update on them: where the time goes.
 - agreement: the sampler's log-probs and the learner's, of the same tokens.
 
 bfloat16 with float32 master weights. Compile time is apart; seconds are the least of the
@@ -20,8 +17,6 @@ repetitions. Not run on an accelerator yet; expected: docs/performance.md.
 import asyncio
 from collections.abc import Callable
 import dataclasses
-import functools
-import itertools
 import json
 import platform
 import time
@@ -40,9 +35,8 @@ from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import request as request_lib
 from agent_r1_jax.host import runtime
-from agent_r1_jax.models import attention, decoder, sampling_params
-from agent_r1_jax.rl import algorithms, learner, optimizers, packing, updates
-from agent_r1_jax.rl import train_state as train_state_lib
+from agent_r1_jax.models import decoder, sampling_params
+from agent_r1_jax.rl import learner, optimizers
 from experiments.bench import common
 
 _WHAT = flags.DEFINE_list('what', [], 'Names of MEASUREMENTS; all by default.')
@@ -52,7 +46,6 @@ _SHAPE = flags.DEFINE_string(
 _ROWS = flags.DEFINE_list('rows', ['64', '256'], 'Texts that are decoded at a time.')
 _USED = flags.DEFINE_list('used', ['512', '1024', '2048', '4096'], 'Tokens of a text.')
 _CONTEXT = flags.DEFINE_list('context', ['16384', '65536'], 'Tokens of a training row.')
-_TASKS = flags.DEFINE_integer('tasks', 32, 'Tasks of a step; each has 8 samples.')
 _OPTIMIZER = flags.DEFINE_string('optimizer', 'adamw', 'A key of optimizers.KINDS.')
 _REMAT = flags.DEFINE_string('remat', 'full', 'Activations recomputed.')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'Repetitions, without compilation.')
@@ -64,10 +57,6 @@ def _policy(default: str) -> tuple[decoder.DecoderConfig, decoder.Params]:
   config = common.SHAPES[_SHAPE.value or default]
   config = dataclasses.replace(config, dtype='bfloat16', remat=_REMAT.value)
   return config, jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
-
-
-def _optimizer():
-  return optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
 
 
 def _seconds(fn: Callable[[], Any]) -> tuple[float, float]:
@@ -143,75 +132,6 @@ def decode():
       }
 
 
-def _decoding(B, N, K, H, used: int) -> dict[str, Callable[[], Any]]:
-  """By name, attention of a decode step to `used` slots of each row."""
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-  q_BNH, k_BKSH, v_BKSH = normal(B, N, H), normal(B, K, used, H), normal(B, K, used, H)
-  length_B = jnp.full(B, used, jnp.int32)
-  ours = jax.jit(attention.cached)
-  found = {'ours': lambda: ours(q_BNH[:, None], k_BKSH, v_BKSH, length_B[:, None] - 1)}
-  if jax.default_backend() == 'gpu':
-    k_BSKH, v_BSKH = (jnp.swapaxes(x, 1, 2).copy() for x in (k_BKSH, v_BKSH))
-    nn = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
-    cudnn = jax.jit(lambda q, k, v, n: nn(q, k, v, key_value_seq_lengths=n))
-    found['cudnn'] = lambda: cudnn(q_BNH[:, None], k_BSKH, v_BSKH, length_B)
-  return found
-
-
-def _training(N, K, H, T: int) -> dict[str, Callable[[], Any]]:
-  """By name, causal attention of one text of T tokens, forward and backward."""
-  rng = np.random.default_rng(0)
-  normal = lambda heads: jnp.asarray(rng.normal(size=(1, T, heads, H)), jnp.bfloat16)
-  q, k, v, ids = normal(N), normal(K), normal(K), jnp.ones((1, T), jnp.int32)
-
-  def both(attend):
-    total = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-    return lambda: gradient(q, k, v)
-
-  found = {'ours': both(lambda q, k, v: attention.packed(q, k, v, ids))}
-  if jax.default_backend() == 'gpu':
-    nn = jax.nn.dot_product_attention
-    # Without segments, so that no mask is read: what they cost beside it.
-    for name in ('cudnn', 'xla'):
-      causal = functools.partial(nn, is_causal=True, implementation=name)
-      found[name] = both(causal)
-  return found
-
-
-def kernels():
-  """A line for each kernel and size; one that fails says why."""
-  decoded, trained = (
-    common.SHAPES[_SHAPE.value or default] for default in ('3b', '0.6b')
-  )
-  heads = lambda config: (config.num_heads, config.num_kv_heads, config.head_dim)
-  speed, jobs = bandwidth(), []
-  for rows, used in itertools.product(map(int, _ROWS.value), map(int, _USED.value)):
-    N, K, H = heads(decoded)
-    floor = 2 * 2 * rows * used * K * H / speed
-    sizes = {'rows': rows, 'used': used}
-    found = _decoding(rows, N, K, H, used)
-    jobs += [({'kernel': name} | sizes, floor, fn) for name, fn in found.items()]
-  for T in map(int, _CONTEXT.value):
-    N, K, H = heads(trained)
-    # Two products forward and five backward, each of half a square.
-    floor = 7 * T * T * N * H / _PEAK.value
-    found = _training(N, K, H, T)
-    jobs += [({'kernel': name, 'tokens': T}, floor, fn) for name, fn in found.items()]
-  for line, floor, fn in jobs:
-    try:
-      _, seconds = _seconds(fn)
-    except Exception as error:  # The others are wanted all the same.
-      yield line | {'error': f'{type(error).__name__}: {error}'[:200]}
-      continue
-    times = {
-      'milliseconds': round(1e3 * seconds, 4),
-      'of_floor': round(floor / seconds, 4),
-    }
-    yield line | times
-
-
 def context():
   """A line for each length."""
   for T in map(int, _CONTEXT.value):
@@ -222,7 +142,8 @@ def context():
     actions = np.arange(T)[None] >= T // 2
     advantages = rng.normal(size=(1, T))
     batch = common.make_batch(tokens, actions, advantages, config.vocab_size)
-    update = common.make_update(config, params, [batch], _optimizer())
+    optimizer = optimizers.make(config_lib.Optimizer(kind=_OPTIMIZER.value), 1e-6)
+    update = common.make_update(config, params, [batch], optimizer)
     first, seconds = _seconds(update)
     attention = 6 * T * config.num_heads * config.head_dim * config.num_layers
     operations = 6 * parameters + attention
@@ -263,15 +184,6 @@ async def _talk(engine, config, number: int, turns: int = 4, reply: int = 64):
   )
 
 
-def _trajectory(segment, group: int, sample: int) -> types.Trajectory:
-  """What `_talk` gave, with a reward for its last turn."""
-  edges = np.flatnonzero(np.diff(segment.action_mask, prepend=False, append=False))
-  turns = [types.Turn(0, *edge) for edge in edges.reshape(-1, 2).tolist()]
-  turns[-1].reward = float(sample % 3)
-  task = types.Task(str(group), [])
-  return types.Trajectory(task, group, sample, [segment], turns, [], 'done')
-
-
 def _engine(config, params) -> engine_lib.Engine:
   engine = engine_lib.Engine(
     config,
@@ -284,46 +196,6 @@ def _engine(config, params) -> engine_lib.Engine:
   )
   engine.warm_up()
   return engine
-
-
-def step():
-  """One line: seconds of a GRPO step, and their parts."""
-  config, params = _policy('3b')
-  engine, samples = _engine(config, params), 8
-  rows = packing.MicrobatchShape(4, 1024)
-  algorithm = algorithms.grpo(kl_coef=0.0)
-  optimizer = _optimizer()
-  plan = updates.Plan(config, algorithm, rows, {'policy': optimizer})
-  train_state, found = train_state_lib.init(params, plan), []
-  for _ in range(1 + _REPEATS.value):
-    before = dataclasses.replace(engine.stats)
-    engine.sync_weights(train_state.sampler, train_state.sampler_step)
-    start = time.perf_counter()
-    segments = engine.run(
-      [_talk(engine, config, n) for n in range(_TASKS.value * samples)]
-    )
-    played = time.perf_counter()
-    trajectories = [
-      _trajectory(segment, n // samples, n % samples)
-      for n, segment in enumerate(segments)
-    ]
-    train_state, *_ = updates.learn(train_state, trajectories, plan)
-    jax.block_until_ready(train_state.sampler)
-    end, stats = time.perf_counter(), engine.stats
-    parts = ('decode_seconds', 'prefill_seconds', 'host_seconds', 'idle_seconds')
-    found.append(
-      {
-        'seconds': end - start,
-        'rollout_seconds': played - start,
-        'update_seconds': end - played,
-      }
-      | {name: getattr(stats, name) - getattr(before, name) for name in parts}
-    )
-    found[-1]['tokens'] = sum(len(s.tokens) for s in segments)
-    first = found[0]['seconds']
-  best = min(found[1:], key=lambda x: x['seconds'])
-  line = {name: round(value, 3) for name, value in best.items()}
-  yield line | {'first_seconds': round(first, 1), 'peak_bytes': _peak_bytes()}
 
 
 def agreement():
@@ -357,7 +229,7 @@ def agreement():
   }
 
 
-MEASUREMENTS = (decode, context, kernels, step, agreement)
+MEASUREMENTS = (decode, context, agreement)
 
 
 def main(_):

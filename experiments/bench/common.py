@@ -1,6 +1,8 @@
 """What the benchmarks share: the shapes of their policies, a batch, a GRPO update."""
 
 from collections.abc import Callable, Sequence
+import statistics
+import time
 from typing import Any
 
 import jax
@@ -79,3 +81,21 @@ def make_update(
     jax.block_until_ready(state)
 
   return update
+
+
+def timed(repeats: int, fn: Callable[[], Any]) -> dict[str, Any]:
+  """The first call apart, then the repetitions."""
+  start = time.perf_counter()
+  fn()
+  first, wall, cpu = time.perf_counter() - start, [], []
+  for _ in range(repeats):
+    begun = time.perf_counter(), time.process_time()
+    fn()
+    wall.append(time.perf_counter() - begun[0])
+    cpu.append(time.process_time() - begun[1])
+  return {
+    'seconds': round(min(wall), 4),
+    'median_seconds': round(statistics.median(wall), 4),
+    'cpu_seconds': round(min(cpu), 4),
+    'first_seconds': round(first, 3),
+  }

@@ -1,6 +1,6 @@
 """What playing ahead gives as episode lengths get a tail: chips that only take time.
 
-  python -m experiments.bench.utilization --picture=docs/utilization.png
+  python -m experiments.bench.utilization
 
 The schedule, the engine and the environments are those of training. The chips are not:
 a decode takes its time whatever the rows (decoding is bound by the weights'
@@ -27,6 +27,7 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
+from agent_r1_jax.agent import env
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
 from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.engine import engine as engine_lib
@@ -45,7 +46,6 @@ _EPISODES = flags.DEFINE_integer('episodes', 64, 'Episodes of an update.')
 _MEAN = flags.DEFINE_integer('mean', 128, 'Tokens of an episode.')
 _SEGMENT = flags.DEFINE_float('segment', 0.01, 'Seconds of a decode of 8 tokens.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the lengths.')
-_PICTURE = flags.DEFINE_string('picture', '', 'PNG file to draw the speeds to.')
 
 _TOKENIZER = pathlib.Path(__file__).parents[1] / 'miniwiki' / 'model'
 _SLOTS, _TOKENS, _WARM = 4096, 8, 5
@@ -91,18 +91,6 @@ class Chips(device_lib.Device):
     return int(np.clip(round(length), 1, _LONGEST))
 
 
-class Once:
-  """One reply."""
-
-  async def reset(self, task: types.Task) -> list[types.Message]:
-    """The task's prompt."""
-    return task.messages
-
-  async def step(self, reply: str) -> types.Step:
-    """The end."""
-    return types.Step([], done=True)
-
-
 def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   """One cell."""
   apart = bool(MODES[mode])
@@ -124,16 +112,9 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
   ages, begun, sampled = [], 0.0, 0
   with engine.open():
-    rollouts = schedule.Schedule(
-      config,
-      tasks,
-      engine,
-      chat,
-      run_log,
-      watch.PLAIN,
-      decoding_lib.ON_POLICY,
-      Once,
-    )
+    make_env = lambda: env.ToolEnv([], lambda task, messages: 0.0)
+    clients = (engine, chat, run_log, watch.PLAIN, decoding_lib.ON_POLICY)
+    rollouts = schedule.Schedule(config, tasks, *clients, make_env)
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled
@@ -187,26 +168,6 @@ def main(_):
       base = next(c for c in [*cells, cell] if c['tail'] == tail)
       cells.append(cell | {'speed': round(base['seconds'] / cell['seconds'], 2)})
       print(json.dumps(cells[-1]), flush=True)
-  if _PICTURE.value:
-    _draw(cells, _PICTURE.value)
-
-
-def _draw(cells, path):
-  """Speeds over the tail, a line a mode."""
-  from matplotlib import figure
-
-  picture = figure.Figure(figsize=(5, 3), layout='constrained')
-  axes = picture.subplots()
-  for mode in MODES:
-    mine = [c for c in cells if c['mode'] == mode]
-    axes.plot(
-      [c['tail'] for c in mine], [c['speed'] for c in mine], marker='o', label=mode
-    )
-  axes.set(xlabel="tail: σ of the log of an episode's length", ylim=(0, None))
-  axes.set_ylabel('steps a minute / in turn')
-  axes.grid(alpha=0.3)
-  axes.legend(fontsize='small')
-  picture.savefig(path, dpi=150)
 
 
 if __name__ == '__main__':

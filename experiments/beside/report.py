@@ -15,7 +15,6 @@ import statistics
 from typing import Any
 
 from absl import app, flags
-import numpy as np
 
 from agent_r1_jax import report, train
 from agent_r1_jax.report import plots, tables
@@ -48,26 +47,19 @@ def collect(workdir: pathlib.Path) -> Run:
     run |= {name: counted[-1][name] for name in ('computed', 'distinct')}
   run['cost'] = json.loads((workdir / 'cost.json').read_text())
   if (workdir / 'model').exists():
-    run['sets'] = measure_once(workdir)
+    run['sets'] = measure(workdir)
   return run
 
 
-def measure_once(workdir: pathlib.Path) -> dict[str, Any]:
-  """Measures a run's policy, or reads what was measured."""
-  path = workdir / f'test-{_QUESTIONS.value}.json'
-  if not path.exists():
-    path.write_text(json.dumps(measure(workdir / 'model')) + '\n')
-  return json.loads(path.read_text())
-
-
-def measure(model: pathlib.Path) -> dict[str, Any]:
-  """Plays the test questions; returns mean and count of exact match by set and kind."""
+def measure(workdir: pathlib.Path) -> dict[str, Any]:
+  """Plays what is missing of the test questions; returns exact match by set and kind."""
   tool = search.search_tool(miniwiki.index(0), k=1)
   make_env, _ = comparison.make_envs(tool, qa.paper_reward)
   sets = {name: miniwiki.test_set(name, _QUESTIONS.value, 0) for name in SETS}
+  methods, folder = {'tools': (sets, make_env)}, workdir / 'episodes'
   played = train.play(
-    shapes.CONFIG, model, {'': (sets, make_env)}, watcher=report.Watcher()
-  )['']
+    shapes.CONFIG, workdir / 'model', methods, workdir=folder, watcher=report.Watcher()
+  )['tools']
   return {name: evaluate.by_kind(some, miniwiki.KINDS) for name, some in played.items()}
 
 
@@ -94,7 +86,7 @@ def render(runs: Sequence[Run], out: pathlib.Path) -> None:
 
 def tabulate(runs: Sequence[Run], kind: str) -> str:
   """Tabulates exact match on a kind of questions: each seed, and all of a system's."""
-  cells: dict[str, dict[str, tables.Count | float | str]] = {}
+  cells: dict[str, dict[str, tables.Cell]] = {}
   for run in runs:
     row = {name: run['sets'][name][kind] for name in SETS}
     cells[f'{NAMES[run["system"]]}, seed {run["seed"]}'] = {
@@ -104,7 +96,9 @@ def tabulate(runs: Sequence[Run], kind: str) -> str:
     rows = [run['sets'] for run in runs if run['system'] == system]
     if len(rows) > 1:
       cells[f'{NAMES[system]}, mean'] = {
-        name: _interval([row[name][kind]['mean'] for row in rows])
+        name: tables.Interval(
+          *tables.mean_interval([row[name][kind]['mean'] for row in rows])
+        )
         for name in SETS
         if rows[0][name][kind]['count']
       }
@@ -113,10 +107,10 @@ def tabulate(runs: Sequence[Run], kind: str) -> str:
 
 def tabulate_costs(runs: Sequence[Run]) -> str:
   """Tabulates what each run took."""
-  cells: dict[str, dict[str, tables.Count | float | str]] = {}
+  cells: dict[str, dict[str, tables.Cell]] = {}
   for run in runs:
     cost, steps = run['cost'], len(run['em'])
-    row: dict[str, tables.Count | float | str] = {
+    row: dict[str, tables.Cell] = {
       'steps': str(steps),
       'CPU-seconds': f'{cost["cpu_seconds"]:.0f}',
       'seconds': f'{cost["seconds"]:.0f}',
@@ -128,15 +122,6 @@ def tabulate_costs(runs: Sequence[Run]) -> str:
     cells[f'{NAMES[run["system"]]}, seed {run["seed"]}'] = row
   columns = list(dict.fromkeys(name for row in cells.values() for name in row))
   return f'### Costs\n\n{tables.format_table(cells, columns, "run")}\n'
-
-
-def _interval(values: Sequence[float]) -> str:
-  """The mean, and its 95 % interval by Student's t."""
-  from scipy import stats  # The import takes a second.
-
-  n = len(values)
-  half = stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5
-  return f'{np.mean(values):.3f} ± {half:.3f}'
 
 
 def main(_):

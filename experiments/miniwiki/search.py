@@ -3,8 +3,8 @@
   python -m experiments.miniwiki.search --workdir=runs/quickstart
 
 GRPO with the paper's reward on miniwiki, from the small base policy kept beside this
-script. On 2 CPU cores: about 6 minutes, the tables included. The baselines are kept in
-WORKDIR/results.jsonl, and played again only if what they depend on changes.
+script. On 2 CPU cores: about 6 minutes, the tables included. Episodes of
+the tables are kept in WORKDIR/episodes, and only missing ones are played.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import summary
 from agent_r1_jax.train import evaluate
-from experiments import comparison, evaluation_cache
+from experiments import comparison
 from experiments.miniwiki import shapes
 from experiments.miniwiki import tasks as miniwiki
 
@@ -61,12 +61,11 @@ def questions(n: int, split: str) -> dict[str, list[types.Task]]:
 def make_play(workdir: pathlib.Path) -> comparison.Play:
   """Makes the function that plays episodes, or reads their numbers from the workdir."""
   return functools.partial(
-    evaluation_cache.evaluate_or_read,
-    workdir / 'results.jsonl',
+    comparison.play,
+    workdir=workdir,
     summarize=lambda sets: {
       name: evaluate.by_kind(episodes, miniwiki.KINDS) for name, episodes in sets.items()
     },
-    depends_on={'world': _WORLD.value},
   )
 
 

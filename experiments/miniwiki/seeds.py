@@ -1,9 +1,10 @@
-"""Several seeds of the quickstart side by side: tables by kind of question, and a curve.
+"""Several seeds of the quickstart side by side: tables by kind of question.
 
   for s in 0 1 2; do
     python -m experiments.miniwiki.search --workdir=runs/seed$s --config.seed=$s
   done
-  python -m experiments.miniwiki.seeds --out=docs/miniwiki runs/seed0 runs/seed1 ...
+  python -m experiments.miniwiki.seeds --out=runs/seeds runs/seed0 runs/seed1 ...
+  python -m experiments.plot 'GRPO=runs/seed*' --out=runs/seeds_curves
 
 Every number is exact match at the last step. The rows above GRPO are greedy episodes of
 one base policy and the same in every run.
@@ -15,10 +16,10 @@ import pathlib
 from absl import app, flags
 
 from agent_r1_jax.host import refusals
-from agent_r1_jax.report import plots, tables
+from agent_r1_jax.report import tables
 from experiments import comparison
 
-_OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md and .png written.')
+_OUT = flags.DEFINE_string('out', 'docs/miniwiki', 'Prefix of the .md written.')
 
 
 def main(argv):
@@ -50,15 +51,6 @@ def main(argv):
   out = pathlib.Path(_OUT.value)
   out.parent.mkdir(parents=True, exist_ok=True)
   out.with_suffix('.md').write_text('\n'.join(parts))
-  plots.plot_curves(
-    [str(w) for w in workdirs],
-    out.with_suffix('.png'),
-    panels={
-      'Reward in training': ('rollout/reward',),
-      'Exact match, development questions': ('eval/*/em',),
-    },
-    title='GRPO on miniwiki',
-  )
   print('\n'.join(parts))
 
 

@@ -9,7 +9,10 @@ there when a policy answers.
 import collections
 from collections.abc import Iterable
 import functools
+import pathlib
 import re
+import tomllib
+from typing import Any
 
 # What a policy sees of a passage's text, in characters.
 READ = 480
@@ -57,23 +60,6 @@ def is_film(text: str) -> bool:
   return bool(re.search(rf'\bis (?:an?|the) [^.]{{0,90}}?{kind}{person}', text[:250]))
 
 
-def is_person(text: str) -> bool:
-  """Whether a passage begins with the dates of a life."""
-  return bool(re.search(r'\( ?[^()]*(?:\bborn\b|\d{4} [–—-] )', text[:150]))
-
-
-def find_names(text: str) -> list[str]:
-  """Finds all names in a text, the longest first."""
-  return sorted({m.group() for m in re.finditer(_NAME, text)}, key=len, reverse=True)
-
-
-def find_noun(text: str) -> str | None:
-  """Finds what kind of thing a passage says that its subject is: 'band'."""
-  kind = find('kind', text[:300], ())
-  noun = kind.split()[-1] if kind else ''
-  return None if not noun or _NO_NOUN.search(noun) else noun
-
-
 def find_nationalities(texts: Iterable[str]) -> list[str]:
   """Finds words such as American: those that stand where a passage says what one is."""
   counts = collections.Counter(
@@ -96,142 +82,14 @@ _PARTS = {
   'kind': '(?:film|drama|comedy|documentary|movie|western|musical)',
   'song': '(?:song|single|album|track|ballad|recorded|performed|sung|hit|tune)',
   'his': '(?:[Hh]is|[Hh]er)',
-  # Up to six words, the last of them the noun: 'Canadian rock band'.
-  'kind of thing': r"(?P<v>(?:[\w’'-]+ ){0,5}?[a-z][\w-]*[a-z])(?=[.,;(]| (?:that|of"
-  r'|which|who|whose|in|from|by|for|at|on|and|or|to|with|based|known|located|released|directed'
-  r'|written|between|held|made|recorded|published|produced|set|founded|starring|featuring'
-  r'|developed|created|formed)\b)',
   'name': _NAME,
   'month': f'(?:{_MONTH})',
   'date': _DATE,
 }
-# The patterns of each relation, the first that fits counts; the group `v` is the value.
-_PATTERNS = {
-  'director': [
-    r'[Dd]irect(?:ed|ion)(?:,? (?:and )?[\w-]+,?){0,5}? by <person>',
-    r'<kind> by (?:[a-z]+ )*director <person>',
-    r'(?P<v><name>) directed',
-    r'<kind>[^.]{0,30} by <person>',
-    r'\bdirector <person>',
-  ],
-  'composer': [
-    r'(?:[Mm]usic|[Ss]core|soundtrack|songs?)[^.]{0,60}? by <person>',
-    r'(?:composed|written|penned)(?: and \w+)? by <person>',
-    r'(?:composer|songwriter)s? <person>',
-  ],
-  'performer': [r'<song>[^.]{0,50}? (?:by|from|of) <person>', r'\bby <person>'],
-  'father': [
-    r'<his> (?:parents|father),? (?:was |is |were )?<person>',
-    r'(?:son|daughter|child|heir)(?: and [\w ]{3,20}?)? (?:of|to) <person>',
-  ],
-  'mother': [
-    r'<his> mother,? (?:was |is )?<person>',
-    r'(?:son|daughter|child|children) (?:of|to)[^.]{3,70}? and <person>',
-    r'<his> parents were[^.]{3,60}? and <person>',
-  ],
-  'spouse': [
-    r'(?:wife|husband|consort|widow|spouse|queen) (?:of|to) <person>',
-    r'<his> (?:\w+ )?(?:wife|husband),? (?:was |is )?<person>',
-    r'[Mm]arried(?: to)? <person>',
-    r'marriage (?:to|with) <person>',
-    r'\b(?:wife|husband),? <person>',
-  ],
-  'child': [
-    r'(?:father|mother|parent) of <person>',
-    r'<his> (?:\w+ )?(?:son|daughter),? (?:was |is )?<person>',
-  ],
-  'sibling': [
-    r'(?:brother|sister|sibling) (?:of|to) <person>',
-    r'(?:brother|sister),? <person>',
-  ],
-  'date of birth': [
-    r'\( ?[^()]*?\b(?:[Bb]orn|b\.)[^()]*?(?P<v><date>)',
-    r'\( ?(?:c\. ?)?(?P<v><date>)[^()]*?[–—-]',
-    r'\( ?[^()\d]*(?P<v><date>)[^()]*?[–—-][^()]*?<date>',
-    r'\b[Bb]orn[^.()]{0,40}?(?P<v><date>)',
-  ],
-  'date of death': [
-    r'\([^()]*?<date>[^()]*?[–—-][^()]*?(?P<v><date>)',
-    r'\( ?[^()]*?\b(?:died|d\.)[^()]*?(?P<v><date>)',
-    r'\bdied[^.()]{0,60}?(?P<v><date>)',
-  ],
-  'place of birth': [
-    r'\b[Bb]orn[^.;()]{0,50}? (?:in|at|near) <place>',
-    r'\( ?(?:born )?<date>,? (?:in |at )?<place>',
-    r'\bnative of <place>',
-  ],
-  'place of death': [
-    r'\b(?:died|killed|drowned|death)[^.;()]{0,50}? (?:in|at|near) <place>',
-    r'[–—-] ?<date>,? (?:in |at )?<place>',
-  ],
-  'cause of death': [
-    r'(?:from|of) (?:an? )?(?P<v>(?:[a-z]+ )?(?:attack|cancer)|stroke|pneumonia'
-    r'|tuberculosis|suicide|dysentery|leukemia|heart failure)',
-    r'\b(?:died|death) (?:from|of|due to)(?: an?)? (?P<v>[a-z]+(?: [a-z]+)?)(?=[,.])',
-  ],
-  'nationality': [
-    r'\b(?:is|was) (?:an?|the) (?:[\w-]+ ){0,4}?(?P<v><nation>)\b',
-    r'\b(?P<v><nation>)\b',
-  ],
-  'education': [
-    r'(?:studied|graduated?|educated|degree|alumnus|student)[^.;]{0,50}? '
-    r'(?:at|from|of) <thing>',
-    r'attended <thing>',
-  ],
-  'workplace': [
-    r'(?:professor|taught|teaches|works?|worked|lecturer|faculty)[^.;]{0,50}? '
-    r'(?:at|for|of) <thing>'
-  ],
-  'burial': [r'(?:buried|interred|entombed|tomb)[^.;]{0,30}? (?:in|at) <thing>'],
-  'award': [r'(?:won|received|awarded|recipient of|winner of) <thing>'],
-  'founder': [
-    r'(?:founded|established|created|started)[^.;]{0,30}? by <person>',
-    r'publish\w+ by <person>',
-  ],
-  'released': [
-    r'\b(?:is|was) (?:an?|the) (?:[a-z]+ )?(?P<v>\d{4})\b',
-    r'(?:released|premiered)[^.]{0,40}?(?P<v>\d{4})',
-  ],
-  'country': [
-    r'(?<=, )(?P<v>[A-Z][a-z]+(?: [A-Z][a-z]+)?)(?=[.])',
-    r'\bin (?:the )?(?P<v>[A-Z][a-z]+)\b(?=[.,;])',
-  ],
-  # What people ask for besides.
-  'kind': [r'\b(?:is|was|are|were) (?:an?|the|one of the) <kind of thing>'],
-  'formed': [
-    r'(?:formed|founded|established|started|opened|built|created)[^.]{0,50}? in '
-    r'(?:<month> )?(?P<v>\d{4})'
-  ],
-  'location': [
-    r'(?:located|based|headquartered|situated|formed|lies|set)[^.;]{0,30}? '
-    r'(?:in|at|on) <place>',
-    r'\b(?:in|of) <place>',
-  ],
-  'writer': [r'(?:written|authored|novel|book|play|story)[^.]{0,40}? by <person>'],
-  'publisher': [r'(?:published|developed|distributed|released)[^.]{0,30}? by <thing>'],
-  'star': [r'(?:starring|stars|played by|portrayed by|features?) <person>'],
-  'known for': [r'known (?:for|as)[^.;]{0,40}? <thing>'],
-  'role': [r'\b(?:role of|role as|as|playing) <person>'],
-  'population': [r'population[^.]{0,40}? (?P<v>\d[\d,]*\d)'],
-  'height': [r'(?P<v>\d[\d,.]*)[ -]?(?:m|metres|meters|ft|feet|foot)\b'],
-  'number': [r'\b(?P<v>\d[\d,.]*\d|\d)\b'],
-  'species': [r'(?P<v>\d[\d,]*) (?:[a-z]+ )?species'],
-}
-RELATIONS = tuple(_PATTERNS)
-# Words at the end of such a description that are no nouns.
-_NO_NOUN = re.compile(
-  '-|(?:ed|ing|al|ous|ly)$|^(?:native|public|private|similar|available|best|part|held|set'
-  '|given|one|name|such|common|only|made|known)$'
+# Tables of regular expressions; each says what it is for.
+PATTERNS: dict[str, Any] = tomllib.loads(
+  pathlib.Path(__file__).with_name('patterns.toml').read_text(encoding='utf-8')
 )
-# Words that a passage has whose subject may have the relation.
-_SUBJECT = {
-  'director': r'\b[Ff]ilm|[Cc]omedy|[Dd]ocumentary',
-  'composer': r'\b[Ff]ilm|[Ss]ong|[Ss]ingle',
-  'performer': r'\b[Ss]ong|[Ss]ingle|[Aa]lbum',
-  'founder': r'[Mm]agazine|[Cc]ompany|[Oo]rganization|[Nn]ewspaper',
-  'released': r'\b[Ff]ilm|[Ss]ong|[Aa]lbum|[Cc]omedy',
-  'country': r'village|town|school|[Uu]niversity|river|lake|mountain|station|airport',
-}
 
 
 @functools.lru_cache(4)
@@ -246,7 +104,7 @@ def _compile(nations: tuple[str, ...]) -> dict[str, list[re.Pattern]]:
       pattern = pattern.replace(f'<{name}>', part)
     return re.compile(pattern)
 
-  return {relation: [fill(p) for p in of] for relation, of in _PATTERNS.items()}
+  return {relation: [fill(p) for p in of] for relation, of in PATTERNS['facts'].items()}
 
 
 def find(relation: str, text: str, nations: Iterable[str]) -> str | None:
@@ -255,7 +113,7 @@ def find(relation: str, text: str, nations: Iterable[str]) -> str | None:
   Raises:
     KeyError: No such relation.
   """
-  if not re.search(_SUBJECT.get(relation, ''), text[:150]):
+  if not re.search(PATTERNS['subjects'].get(relation, ''), text[:150]):
     return None
   for pattern in _compile(tuple(nations))[relation]:
     if match := pattern.search(text):

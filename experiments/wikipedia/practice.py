@@ -27,7 +27,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import call_formats, calls
 from agent_r1_jax.retrieval import documents
 from agent_r1_jax.retrieval.documents import Document, Hit, Retriever
-from experiments.wikipedia import bridges, facts, reading, templates
+from experiments.wikipedia import facts, reading, templates
 
 # What becomes of a conversation. 'right'; 'relation': it reads another relation in the
 # last passage; 'stop': it answers with what the first one said; 'guess': no search.
@@ -71,11 +71,6 @@ class Maker:
       tasks: Training rows, which give the templates.
     """
     self._corpus = corpus = reading.Corpus(passages, retriever)
-    # Where people wrote the questions, only comparisons are like 2WikiMultihopQA's.
-    linked = any(task.info.get('type') == 'bridge' for task in tasks)
-    self._bridges = bridges.Bridges(corpus, tasks) if linked else None
-    self.kinds = bridges.KINDS if linked else KINDS
-    tasks = [task for task in tasks if task.info.get('type') != 'bridge']
     found = [(task, found) for task in tasks if (found := templates.find_template(task))]
     self.templates = collections.defaultdict(list)
     for _, (template, names) in found:
@@ -85,6 +80,8 @@ class Maker:
       self.templates[kind.strip() or 'fact'].append(template)
       if kind == ' chain' and (plain := templates.ask_plainly(template)):
         self.templates['fact'].append(plain)
+    # Few questions that people wrote compare what two linked passages say.
+    self.kinds = {kind: share for kind, share in KINDS.items() if self.templates[kind]}
     relations = {t.relations[0] for of in self.templates.values() for t in of}
     # The passages to ask about by relation, and by whether a film is asked for.
     self._with = {
@@ -116,16 +113,12 @@ class Maker:
 
   def make(self, kind: str, rng: random.Random) -> templates.Problem | None:
     """Fills a template of a kind with passages of the corpus; None if that fails."""
-    if self._bridges and kind != 'compare':
-      return self._bridges.make(kind, rng)
     template = rng.choice(self.templates[kind])
     film = bool(re.search('film|movie', template.text))
     pool = self._with[template.relations[0], film]
     if len(pool) < 2:
       return None
     chosen = rng.sample(pool, template.text.count('{}'))
-    if self._bridges and not self._bridges.alike(chosen, template):
-      return None
     names = [_capitalize(d.title, rng) for d in chosen]
     found = [self._hops(name, template.relations) for name in names]
     ways = [hops for hops in found if hops]

@@ -11,15 +11,10 @@ corpus. Any folder of corpus.jsonl.gz and train.jsonl.gz will do as --data: Hotp
 2WikiMultihopQA, MuSiQue.
 
 With an instruct model in Hugging Face layout it is the paper's experiment, with that
-model's tokenizer and chat template. On one GPU of 80 GB, as docs/memory.md counts it:
-
-  XLA_PYTHON_CLIENT_MEM_FRACTION=.95 python -m experiments.wikipedia.search \
-    --config.model.path=Qwen2.5-3B-Instruct --config.optimizer.kind=adamw8 \
-    --config.engine.slots=4096
-
+model's tokenizer and chat template (docs/memory.md has the command for one GPU of 80 GB).
 What the two differ in stands in settings.py; `--config.<field>` changes either. A model
-with pretrain.py's rows.json beside its directory is the small one. The baselines are kept
-in WORKDIR/results.jsonl, and played again only if what they depend on changes.
+with pretrain.py's rows.json beside its directory is the small one. Episodes of the table
+are kept in WORKDIR/episodes, and only missing ones are played.
 """
 
 import collections
@@ -35,10 +30,10 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
 from agent_r1_jax.host import runtime
-from agent_r1_jax.report import plots, tables
+from agent_r1_jax.report import tables
 from agent_r1_jax.tasks import qa_data
 from agent_r1_jax.train import evaluate, identity
-from experiments import comparison, evaluation_cache, retrievers
+from experiments import comparison, retrievers
 from experiments.wikipedia import rows as rows_lib
 from experiments.wikipedia import settings
 
@@ -75,22 +70,16 @@ def main(_):
   if _RETRIEVER.value:
     retriever = retrievers.open_retriever(_RETRIEVER.value, _ENCODER.value)
   recall = comparison.recall(retriever, held_out)
-  depends_on = {
-    'retriever': [_RETRIEVER.value, _ENCODER.value],
-    'passages': identity.digest([dataclasses.astuple(d) for d in passages]),
-    'k': setting.k,
-    'template': setting.template,
-    'reward': setting.reward.__name__,
-  }
+  searched = [_RETRIEVER.value, _ENCODER.value, *map(dataclasses.astuple, passages)]
 
   def play(config, model, rows):
-    return evaluation_cache.evaluate_or_read(
-      workdir / 'results.jsonl',
+    return comparison.play(
       config,
       base if model == config.model.path else model,
       rows,
+      workdir=workdir,
       summarize=lambda sets: summarize(sets['']),
-      depends_on=depends_on,
+      made_of=identity.digest(searched),
     )
 
   ask = lambda tasks: [setting.agent_task(task) for task in tasks]
@@ -139,7 +128,7 @@ def summarize(episodes):
 
 
 def report(workdir, numbers, recall, seconds) -> None:
-  """Prints and stores the table, and draws the curve.
+  """Prints and stores the table.
 
   The table's last row compares GRPO and its base by question: both answer the same ones.
   """
@@ -162,8 +151,6 @@ def report(workdir, numbers, recall, seconds) -> None:
   (workdir / 'table.md').write_text(table + '\n')
   found = {'methods': numbers, 'recall': recall, 'seconds': seconds}
   (workdir / 'table.json').write_text(json.dumps(found, indent=2) + '\n')
-  panels = {'Reward in training': ('rollout/reward',), 'Watched': ('eval/*/em',)}
-  plots.plot_curves([workdir], workdir / 'curve.png', panels, title='GRPO')
 
 
 if __name__ == '__main__':

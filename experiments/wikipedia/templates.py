@@ -10,63 +10,11 @@ from typing import NamedTuple
 
 from agent_r1_jax import types
 from agent_r1_jax.retrieval.documents import Document
-from experiments.wikipedia import reading
+from experiments.wikipedia import facts, reading
 
-# Words of a question that ask for a relation; the first that fits is meant.
-ASKED = {
-  'date of birth': r'birthday|date of birth|\b[Ww]hen .*\bborn\b',
-  'place of birth': r'birth|\bborn\b',
-  'date of death': r'date of death|\b[Ww]hen .*\bdie\b',
-  'cause of death': r'cause of death|\b[Ww]hy ',
-  'place of death': r'place of death|\bdie\b',
-  'nationality': r'nationality|country',
-  'burial': r'burial|buried',
-  'education': r'\bstudy\b|graduate',
-  'workplace': r'\bwork\b',
-  'award': r'\baward\b',
-  'spouse': r'spouse|husband|wife',
-  'father': r'father',
-  'mother': r'mother',
-  'child': r'child',
-  'sibling': r'sibling|brother|sister',
-}
-# Words that name the passage between the question's and the answer's.
-_BETWEEN = {
-  'director': r'\bdirectors? ',
-  'composer': r'\bcomposer ',
-  'performer': r'\bperformer ',
-  'founder': r'\bfounder ',
-  'father': r"\{\}'s father\b(?!-)|\bfather of \{\}",
-  'mother': r"\{\}'s mother\b(?!-)|\bmother of \{\}",
-  'spouse': r"\{\}'s (?:husband|wife)\b|\b(?:husband|wife) of \{\}",
-}
-_KIN = {
-  'paternal grandfather': ('father', 'father'),
-  'paternal grandmother': ('father', 'mother'),
-  'maternal grandfather': ('mother', 'father'),
-  'maternal grandmother': ('mother', 'mother'),
-  'father-in-law': ('spouse', 'father'),
-  'mother-in-law': ('spouse', 'mother'),
-  'stepfather': ('mother', 'spouse'),
-  'stepmother': ('father', 'spouse'),
-  'uncle': ('father', 'sibling'),
-  'child-in-law': ('child', 'spouse'),
-  'sibling-in-law': ('sibling', 'spouse'),
-}
-# Comparisons: what is compared, and whether the less wins; None: whether both are equal.
-_COMPARED = [
-  (r'located', 'country', None),
-  (r'nationality|country|countries', 'nationality', None),
-  (r'\bdied?\b.*(?:later|last)', 'date of death', False),
-  (r'\bdied?\b', 'date of death', True),
-  (r'released|came out', 'released', None),
-  (r'more species', 'species', False),
-  (r'taller|higher', 'height', False),
-  (r'population', 'population', False),
-  (r'founded|formed|established|started|published', 'formed', True),
-  (r'younger|later|recently', 'date of birth', False),
-  (r'older|first|earlier', 'date of birth', True),
-]
+# Relation -> words of a question that ask for it.
+ASKED: dict[str, str] = facts.PATTERNS['asked']
+_BETWEEN: dict[str, str] = facts.PATTERNS['between']
 
 
 class Template(NamedTuple):
@@ -128,13 +76,13 @@ def find_template(task: types.Task) -> tuple[Template, list[str]] | None:
 def _find_relations(text, names) -> Template | None:
   between = [r for r, words in _BETWEEN.items() if re.search(words, text)][:1]
   if names == 2:
-    for words, relation, less in _COMPARED:
-      if re.search(words, text):
-        return Template(text, (*between, relation), less)
+    for compared in facts.PATTERNS['compared']:
+      if re.search(compared['words'], text):
+        return Template(text, (*between, compared['relation']), compared.get('less'))
     return None
-  for words, relations in _KIN.items():
+  for words, relations in facts.PATTERNS['kin'].items():
     if words in text:
-      return Template(text, relations)
+      return Template(text, tuple(relations))
   rest = re.sub('|'.join(_BETWEEN.values()), ' ', text)
   for relation, words in ASKED.items():
     if re.search(words, rest):
