@@ -17,7 +17,6 @@ import numpy as np
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide, replica
 from agent_r1_jax.guided import critic
 from agent_r1_jax.host import preemption, processes, runtime
@@ -35,6 +34,7 @@ from agent_r1_jax.train import (
   rollout,
   schedule,
   setup,
+  sizes,
 )
 from agent_r1_jax.train import journal as journal_lib
 

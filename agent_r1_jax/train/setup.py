@@ -18,7 +18,6 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, processes, runtime
@@ -27,7 +26,7 @@ from agent_r1_jax.report import alarms as alarms_lib
 from agent_r1_jax.report import metrics as metrics_lib
 from agent_r1_jax.rl import algorithms, packing, updates
 from agent_r1_jax.rl import optimizers as optimizers_lib
-from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule
+from agent_r1_jax.train import evaluate, identity, preflight, rollout, schedule, sizes
 from agent_r1_jax.train import journal as journal_lib
 
 

@@ -9,12 +9,11 @@ from absl import app
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import train
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.host import runtime
 from agent_r1_jax.report import metrics
 from agent_r1_jax.rl import advantages, algorithms
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import rollout, sizes
 from experiments import comparison
 from experiments.beside import shared
 

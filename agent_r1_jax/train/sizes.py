@@ -1,11 +1,11 @@
-"""Chooses sizes that are 0, and what is recomputed, by the device and the model.
+"""Chooses sizes that are 0, and what is recomputed, so that a run fits the memory.
 
-`resolve` chooses them, estimates the memory of the run (memory.py) and raises if it does
-not fit, before anything is loaded or compiled. A run that is resumed takes the sizes that
-it began with from its config.json.
+`resolve` does so before anything is loaded: it counts what the run holds and asks the
+compiler for the rest (footprint.py), from the fastest sizes on until some fit. A run that
+is resumed takes the sizes that it began with from its config.json.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -18,12 +18,17 @@ import jax
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from agent_r1_jax.checks import memory
 from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.models import hf_config, sharding
+from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
+from agent_r1_jax.train import footprint as footprint_lib
+from agent_r1_jax.train.footprint import Machine, Models
 
 FIELDS, REMAT = config_lib.SIZES, 'model.remat'
+GB = 1e9
+# The seconds after which no program is compiled any more to choose sizes.
+SECONDS = 120.0
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
 # The assumed tokens of a prompt, and the most slots that are chosen.
@@ -40,16 +45,30 @@ _PREFILL_SHAPES = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
 # The least slots that a cache read covers; smaller reads are more programs to compile.
 _LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
 # (share of the memory, fewest rows, fewest slots): the first round leaves a margin for
-# the errors of the estimate; the second uses all memory before it shortens episodes.
+# what nobody counts; the second uses all memory before it shortens episodes.
 _ROUNDS = ((0.85, 8, 2048), (1.0, 1, 1024))
+# If a run takes less than this share of the memory with the bounds of its temporaries,
+# the compiler is not asked.
+_OBVIOUS = 0.5
 # The assumed bytes of a device that does not report its memory.
 _UNKNOWN = 16e9
+# The fields with which a part takes less, by words in its name; None stands for less than
+# the present value.
+_REMEDIES = {
+  'cache': {'engine.rows': None, 'engine.slots': None},
+  'temporaries of sampling': {'engine.rows': None},
+  'temporaries of the gradient': {'batch.microbatch': None, REMAT: 'full'},
+  'state of adamw': {'optimizer.kind': 'adamw8', 'optimizer.offload': True},
+  'gradient': {'model.lora_rank': 16},
+  'checkpoint': {'model.lora_rank': 16},
+}
 
 
 def resolve(
   config: config_lib.Config,
   algorithm: algorithms.Algorithm | None = None,
   workdir: str | os.PathLike | None = None,
+  seconds: float = SECONDS,
 ) -> config_lib.Config:
   """Returns the configuration with all sizes chosen, and prints them in one line.
 
@@ -58,9 +77,12 @@ def resolve(
     algorithm: The run's algorithm; None if the policy only plays.
     workdir: The run's directory; if the run is resumed, sizes that are 0 are those that
       it began with.
+    seconds: How long programs are compiled to choose sizes; a compilation that has begun
+      is finished. What is asked for later is scaled from what was compiled, or if nothing
+      was, left out; the line names it.
 
   Raises:
-    ValueError: The run does not fit the memory; the message has the terms and the fields
+    ValueError: The run does not fit the memory; the message has the parts and the fields
       to change. Or its rows cannot be split over the mesh.
   """
   runtime.initialize()
@@ -73,15 +95,16 @@ def resolve(
     for name in (*FIELDS, REMAT)
     if fields.get(config, name) != fields.get(unresolved, name)
   ]
-  config = choose(config, models, machine)
+  footprint = footprint_lib.Footprint(config, models, machine, seconds)
+  config = choose(config, footprint)
   _check_split(config, machine)
-  check(config, models, machine, reused)
+  check(config, footprint, reused)
   if processes.is_first():
-    print(describe(config, models, machine), file=sys.stderr)
+    print(describe(config, footprint), file=sys.stderr)
   return config
 
 
-def find_machine(config: config_lib.Mesh) -> memory.Machine:
+def find_machine(config: config_lib.Mesh) -> Machine:
   """Finds platform, memory and chips; memory is the least over all processes."""
   training, sampling = sharding.split_devices(config.samplers)
   local, platform = jax.local_devices(), jax.default_backend()
@@ -101,7 +124,7 @@ def find_machine(config: config_lib.Mesh) -> memory.Machine:
   cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else 1
   shares = processes.gather([available, max(1, cores // len(local))])
   available, cores = (min(share[i] for share in shares) for i in range(2))
-  return memory.Machine(platform, available, len(training), engines, int(cores))
+  return Machine(platform, available, len(training), engines, int(cores))
 
 
 def load_recorded(
@@ -129,169 +152,157 @@ def _look_up(tree: Any, name: str) -> Any:
 
 
 def choose(
-  config: config_lib.Config, models: memory.Models, machine: memory.Machine
+  config: config_lib.Config, footprint: footprint_lib.Footprint
 ) -> config_lib.Config:
   """Returns `config` with a number for each size that is 0, and with a `model.remat`.
 
-  Other sizes are not changed. Activations are recomputed, which costs a third of a
-  gradient's time, only if rows or slots would have to be smaller without it, or if the
-  run would not fit.
+  Other sizes are not changed. The first of `_candidates` that fits is taken, or the last.
   """
-  given = config.model.remat or ('none' if models.algorithm is None else '')
-  none, full = (
-    _choose_sizes(fields.replace(config, {REMAT: given or remat}), models, machine)
-    for remat in ('none', 'full')
-  )
-  peak = lambda config: memory.estimate(config, models, machine).peak
-  sizes = lambda config: (config.engine.rows, config.engine.slots)
-  short = peak(none) > _ROUNDS[0][0] * machine.memory or sizes(none) != sizes(full)
-  # With the layers unrolled, on a CPU, it would save nothing.
-  saves = peak(fields.replace(none, {REMAT: 'full'})) < peak(none)
-  return full if short and saves else none
+  candidate = config
+  for share, candidate in _candidates(config, footprint.models, footprint.machine):
+    if _fits(candidate, footprint, share):
+      break
+  return candidate
 
 
-def _choose_sizes(
-  config: config_lib.Config, models: memory.Models, machine: memory.Machine
-) -> config_lib.Config:
-  """Returns `config` with a number for each size that is 0.
+def _candidates(
+  config: config_lib.Config, models: Models, machine: Machine
+) -> Iterator[tuple[float, config_lib.Config]]:
+  """Yields shares of the memory, and sizes that may take so much, the best ones first.
 
-  Begins with the fastest sizes. While the estimate is above a share of the machine's
-  memory they are halved, first the micro-batch, then rows, then slots; in the end rows
-  and micro-batch are doubled again while they fit.
+  The first are the fastest. For the next ones the micro-batch is halved; then activations
+  are recomputed, which costs a third of a gradient's time, with each micro-batch; then
+  the same with half of the rows, and so on; then with half of the slots.
   """
-  requested = {'microbatch': config.batch.microbatch}
-  requested |= {'rows': config.engine.rows, 'slots': config.engine.slots}
-  free = [name for name, value in requested.items() if not value]
-  groups = memory.count_splits(config.mesh, machine.chips)[0]
-  multiples = {'microbatch': 1, 'rows': 1, 'slots': _slot_multiple(config.mesh)}
   fastest = _choose_fastest(config, models, machine)
-  sizes = dict(fastest)
+  groups = footprint_lib.count_groups(config.mesh, machine.chips)
+  remats = [config.model.remat or 'none']
+  # With the layers unrolled, on a CPU, it would save nothing.
+  unrolled = machine.platform == 'cpu' and models.policy.num_layers <= UNROLLED_LAYERS
+  if models.algorithm and not config.model.remat and not unrolled:
+    remats.append('full')
+  # Those that are given stay.
+  halve = lambda given, size, least: _halves(size, size if given else least)
+  given = config.engine
+  for share, rows_, slots_ in _ROUNDS:
+    for slots in halve(given.slots, fastest['slots'], slots_):
+      if slots < fastest['slots']:
+        slots = _round_up(slots, _slot_multiple(config.mesh))
+      for rows in halve(given.rows, fastest['rows'], rows_):
+        for remat in remats:
+          for size in halve(config.batch.microbatch, fastest['microbatch'], groups):
+            sizes = {'slots': slots, 'rows': rows, 'microbatch': size}
+            filled = _fill(config, machine, **sizes)
+            yield share, fields.replace(filled, {REMAT: remat})
 
-  def peak(sizes: dict[str, int]) -> float:
-    return memory.estimate(_fill(config, machine, **sizes), models, machine).peak
 
-  for share, fewest_rows, fewest_slots in _ROUNDS:
-    limit = share * machine.memory
-    least = {'microbatch': groups, 'rows': fewest_rows, 'slots': fewest_slots}
-    # In the order of `free`: halving the first ones costs the least speed.
-    for name in free:
-      while sizes[name] // 2 >= least[name] and peak(sizes) > limit:
-        sizes[name] = _round_up(sizes[name] // 2, multiples[name])
-    if peak(sizes) > limit:
-      continue
-    # Since slots were halved last, more rows or micro-batch rows may fit again.
-    for name in ('rows', 'microbatch'):
-      doubled = sizes | {name: 2 * sizes[name]}
-      while sizes[name] < fastest[name] and peak(doubled) <= limit:
-        sizes, doubled = doubled, doubled | {name: 2 * doubled[name]}
-    break
-  return _fill(config, machine, **sizes)
+def _halves(size: int, least: int) -> list[int]:
+  """Returns size, size / 2, size / 4, ... down to `least`, and `size` in any case."""
+  return [size, *(n for i in range(1, 32) if (n := size >> i) >= least)]
+
+
+def _fits(
+  config: config_lib.Config, footprint: footprint_lib.Footprint, share: float
+) -> bool:
+  """Whether a run of these sizes takes at most this share of the memory.
+
+  The compiler is asked only if the bounds do not say that it fits, and what is known does
+  not say that it does not.
+  """
+  memory = footprint.machine.memory
+  if _is_obvious(config, footprint):
+    return True
+  return all(
+    sum(parts.values()) <= share * memory
+    for ask in (footprint.least, footprint.compile)
+    for _, parts in footprint.phases(config, ask)
+  )
+
+
+def _is_obvious(config: config_lib.Config, footprint: footprint_lib.Footprint) -> bool:
+  """Whether a run of these sizes fits, whatever the compiler does."""
+  most = footprint.largest(config, footprint.bound)[0]
+  return most <= _OBVIOUS * footprint.machine.memory
 
 
 def check(
   config: config_lib.Config,
-  models: memory.Models,
-  machine: memory.Machine,
-  reused: list[str] | None = None,
+  footprint: footprint_lib.Footprint,
+  reused: Sequence[str] = (),
 ) -> None:
   """Checks that the run, with all sizes chosen, fits the memory.
 
   `reused` names the sizes that a resumed run took from its config.json.
 
   Raises:
-    ValueError: It does not; the message has the terms in GB and the fields to change.
+    ValueError: It does not; the message has the parts in GB and the fields to change.
   """
-  estimate = memory.estimate(config, models, machine)
-  if estimate.peak <= machine.memory:
+  if _fits(config, footprint, 1.0):
     return
-  changes, enough = suggest_changes(config, models, machine)
-  named = ', '.join(f'{name}={value}' for name, value in changes.items())
-  remedy = f'Lower it with {named}'
-  if not enough:
-    remedy = 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
-  if machine.platform == 'gpu' and estimate.peak < 0.95 / 0.75 * machine.memory:
+  machine = footprint.machine
+  peak, phase, parts = footprint.largest(config, footprint.least)
+  largest = sorted(parts.items(), key=lambda part: -part[1])
+  table = '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in largest if n >= 5e6)
+  remedy = _find_remedy(config, footprint, [name for name, n in largest if n > peak / 20])
+  if machine.platform == 'gpu' and peak < 0.95 / 0.75 * machine.memory:
     # By default JAX allocates three quarters of a GPU's memory.
     remedy += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
-  origin = ''
   if reused:
-    origin = (
-      f' {", ".join(reused)} are those that this run began with (config.json); give '
-      'others in another workdir.'
+    remedy += (
+      f'. {", ".join(reused)} are those that this run began with (config.json); give '
+      'others in another workdir'
     )
   where = 'this process' if machine.platform == 'cpu' else 'each chip'
   raise ValueError(
-    f'memory: this run is estimated to take {estimate.peak / memory.GB:.1f} GB '
-    f'({estimate.largest}), and {where} has {machine.memory / memory.GB:.1f} GB:\n'
-    f'{estimate.table()}\n{remedy}.{origin} {MEMORY_VARIABLE} says that there is more or '
-    'less.'
+    f'memory: this run is estimated to take {peak / GB:.1f} GB ({phase}), and {where} '
+    f'has {machine.memory / GB:.1f} GB:\n{table}\n{remedy}. {MEMORY_VARIABLE} says that '
+    'there is more or less.'
   )
 
 
-def suggest_changes(
-  config: config_lib.Config, models: memory.Models, machine: memory.Machine
-) -> tuple[dict[str, object], bool]:
-  """Finds changes of fields with which the run fits.
-
-  Changes are tried one after the other; those that are not needed are left out.
-
-  Returns:
-    The new values by field, and whether the run then fits.
-  """
-  groups = memory.count_splits(config.mesh, machine.chips)[0]
-  candidates: list[tuple[str, object]] = []
-  if models.algorithm is not None:
-    halves = [config.batch.microbatch >> i for i in range(1, 16)]
-    candidates += [
-      ('batch.microbatch', n) for n in halves if n >= groups and n % groups == 0
-    ]
-    candidates += [('model.remat', 'full'), ('optimizer.kind', 'adamw8')]
-    candidates += [('optimizer.offload', True)] if machine.platform != 'cpu' else []
-  rows = _halves('engine.rows', config.engine.rows, 1)
-  candidates += [change for change in rows if change[1] % config.engine.replicas == 0]
-  candidates += _halves('engine.slots', config.engine.slots, 256)
-  if models.algorithm is not None:
-    candidates += [('batch.microbatch', groups), ('model.lora_rank', 16)]
-
-  def peak(changes: dict[str, object]) -> float:
-    other = fields.replace(config, changes)
-    if 'engine.slots' in changes:
-      other.batch.row_tokens = other.engine.slots
-    return memory.estimate(other, models, machine).peak
-
-  changes: dict[str, object] = {}
-  # One after the other, because a change may save less when others have been made.
-  for name, value in candidates:
-    if peak(changes) > machine.memory and peak(changes | {name: value}) < peak(changes):
-      changes[name] = value
-  enough = peak(changes) <= machine.memory
-  # With a later change, an earlier one may not be needed.
-  for name in list(changes):
-    fewer = {key: value for key, value in changes.items() if key != name}
-    if enough and peak(fewer) <= machine.memory:
-      changes = fewer
-  return changes, enough
+def _find_remedy(config, footprint: footprint_lib.Footprint, parts: list[str]) -> str:
+  """Names the fields with which these parts take less; those of the first part first."""
+  models, machine = footprint.models, footprint.machine
+  changes = {
+    field: value
+    for part in parts
+    for words, remedy in _REMEDIES.items()
+    for field, value in remedy.items()
+    if words in part and fields.get(config, field) not in (value, 1)
+  }
+  if machine.platform == 'cpu':  # The host's memory is the device's.
+    changes.pop('optimizer.offload', None)
+  least = {'engine.rows': 1, 'engine.slots': 1}
+  if models.algorithm:
+    least |= {'model.lora_rank': config.model.lora_rank or 16}
+  smallest = fields.replace(config, least)
+  counted = footprint_lib.Footprint(smallest, models, machine, seconds=0.0)
+  if not changes or counted.largest(smallest, counted.least)[0] > machine.memory:
+    return 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
+  return 'Lower it with ' + ', '.join(
+    f'{name}={fields.get(config, name) // 2 if value is None else value}'
+    for name, value in changes.items()
+  )
 
 
-def _halves(name: str, value: int, least: int) -> list[tuple[str, int]]:
-  return [(name, n) for i in range(1, 16) if (n := value >> i) >= least]
-
-
-def describe(
-  config: config_lib.Config, models: memory.Models, machine: memory.Machine
-) -> str:
+def describe(config: config_lib.Config, footprint: footprint_lib.Footprint) -> str:
   """Returns a line with the sizes and the estimated memory."""
-  estimate = memory.estimate(config, models, machine)
-  names = FIELDS if models.algorithm is None else (*FIELDS, REMAT)
+  names = FIELDS if footprint.models.algorithm is None else (*FIELDS, REMAT)
   chosen = ' '.join(f'{name}={fields.get(config, name)}' for name in names)
-  return (
-    f'sizes: {chosen}; estimated peak {estimate.peak / memory.GB:.1f} GB '
-    f'({estimate.largest}) of {machine.memory / memory.GB:.1f} GB'
-  )
+  below, ask = '', footprint.compile
+  if _is_obvious(config, footprint):
+    below, ask = 'below ', footprint.bound
+  peak, phase, _ = footprint.largest(config, ask)
+  memory = footprint.machine.memory
+  line = f'{peak / GB:.1f} GB ({phase}) of {memory / GB:.1f} GB'
+  if footprint.missing:
+    line += f'; not compiled for lack of time: {", ".join(sorted(footprint.missing))}'
+  return f'sizes: {chosen}; estimated peak {below}{line}'
 
 
-def _check_split(config: config_lib.Config, machine: memory.Machine) -> None:
+def _check_split(config: config_lib.Config, machine: Machine) -> None:
   """Raises ValueError if training rows cannot be split over the mesh."""
-  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  groups = footprint_lib.count_groups(config.mesh, machine.chips)
   context = config.mesh.context
   if config.batch.microbatch % groups:
     raise ValueError(
@@ -305,7 +316,7 @@ def _check_split(config: config_lib.Config, machine: memory.Machine) -> None:
     )
 
 
-def read_models(config: config_lib.Model, algorithm) -> memory.Models:
+def read_models(config: config_lib.Model, algorithm) -> Models:
   """Reads the models' shapes from config.json; no weights are read."""
   if not config.path:
     raise ValueError(
@@ -314,15 +325,15 @@ def read_models(config: config_lib.Model, algorithm) -> memory.Models:
   policy = hf_config.read(config.path)
   policy = dataclasses.replace(policy, dtype=config.dtype)
   if algorithm is None:
-    return memory.Models(policy)
+    return Models(policy)
   reference = hf_config.read(config.reference) if config.reference else None
   raw = hf_config.read_json(pathlib.Path(config.path) / 'config.json')
-  return memory.Models(policy, algorithm, reference, bool(raw.get('value_head')))
+  return Models(policy, algorithm, reference, bool(raw.get('value_head')))
 
 
 def _choose_fastest(config, models, machine) -> dict[str, int]:
   """Returns the sizes that are chosen if they fit the memory."""
-  groups = memory.count_splits(config.mesh, machine.chips)[0]
+  groups = footprint_lib.count_groups(config.mesh, machine.chips)
   slots = config.engine.slots or _choose_slots(config, models)
   tokens = (config.batch.row_tokens or slots) / config.mesh.context
   each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))
@@ -394,7 +405,7 @@ def _power_of_two(n: int) -> int:
 
 def _parse_memory(text: str) -> float:
   try:
-    size = float(text) * memory.GB
+    size = float(text) * GB
   except ValueError:
     size = 0.0
   if not size > 0:
