@@ -5,11 +5,11 @@
   python -m experiments.doctor --config.model.path=qwen2.5-3b  # not downloaded yet
   python -m experiments.doctor --config.model.path=qwen2.5-3b --compile
 
---compile asks the compiler what the programs take, as a run does; without it, the memory
-is counted from shapes, within seconds. A name of experiments/published.py stands for that model's shape. --task is one of those
-of experiments.evaluate, or empty; its environment is played with scripted replies. The
-exit status is 1 if something fails. A script with an environment of its own calls
-checks.doctor.examine (docs/seeing.md).
+A name of experiments/published.py stands for that model's shape. --compile asks the
+compiler what the programs take, as a run does; without it the memory is counted from
+shapes, within seconds. --task is one of those of experiments.evaluate, or empty; its
+environment is played with scripted replies. The exit status is 1 if something fails. A
+script with an environment of its own calls checks.doctor.examine (docs/seeing.md).
 """
 
 import faulthandler

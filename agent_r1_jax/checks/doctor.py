@@ -72,7 +72,7 @@ def examine(
     'isolation': check_isolation,
     'disk': lambda: check_disk(folder, _needed_bytes(config, algorithm)),
   }
-  findings = [_run_check(name, check) for name, check in checks.items()]
+  findings = [_run_check(*named, seconds) for named in checks.items()]
   if make_env is not None:
     findings += trial.check_env(tasks, make_env, solve=solve, limits=config.limits)
   return findings
@@ -278,13 +278,13 @@ def _needed_bytes(
   return checkpoints + counted['parameters, float32']
 
 
-def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
-  """Runs a check within _SECONDS; an error or a time-out becomes a finding."""
+def _run_check(name: str, check: Callable[[], Finding], more: float = 0.0) -> Finding:
+  """Runs a check within _SECONDS and `more`; an error or time-out becomes a finding."""
   call = workers.POOL.submit(check)
   try:
-    return call.result(_SECONDS)
+    return call.result(_SECONDS + more)
   except TimeoutError:
-    text = f'gave no answer within {_SECONDS:g} seconds'
+    text = f'gave no answer within {_SECONDS + more:g} seconds'
     remedy = 'Another process may hold the device or the disk.'
     return Finding(name, 'fail', text, remedy)
   except Exception as error:

@@ -181,19 +181,20 @@ def _candidates(
   unrolled = machine.platform == 'cpu' and models.policy.num_layers <= UNROLLED_LAYERS
   if models.algorithm and not config.model.remat and not unrolled:
     remats.append('full')
+  most_slots = fastest['slots']
   # Those that are given stay.
   halve = lambda given, size, least: _halves(size, size if given else least)
-  given = config.engine
-  for share, rows_, slots_ in _ROUNDS:
-    for slots in halve(given.slots, fastest['slots'], slots_):
-      if slots < fastest['slots']:
+  for share, fewest_rows, fewest_slots in _ROUNDS:
+    for slots in halve(config.engine.slots, fastest['slots'], fewest_slots):
+      if slots < most_slots:
         slots = _round_up(slots, _slot_multiple(config.mesh))
-      for rows in halve(given.rows, fastest['rows'], rows_):
+      for rows in halve(config.engine.rows, fastest['rows'], fewest_rows):
         for remat in remats:
           for size in halve(config.batch.microbatch, fastest['microbatch'], groups):
             sizes = {'slots': slots, 'rows': rows, 'microbatch': size}
             filled = _fill(config, machine, **sizes)
             yield share, fields.replace(filled, {REMAT: remat})
+    fastest |= {'slots': slots, 'rows': rows}  # The next round goes on from here.
 
 
 def _halves(size: int, least: int) -> list[int]:
