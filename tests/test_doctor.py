@@ -245,9 +245,9 @@ def test_versions_that_were_not_tested(monkeypatch):
 
 
 def test_pins_are_those_of_this_python():
-  for python, jax in (((3, 11), '0.10.2'), ((3, 12), '0.11.2')):
+  for python, version in (((3, 11), '0.10.2'), ((3, 12), '0.11.2')):
     pins = doctor._read_pins(python)
-    assert pins['jax'] == jax and len(pins) > 20
+    assert pins['jax'] == version and len(pins) > 20
 
 
 def test_a_check_that_hangs_or_raises_is_a_finding(monkeypatch, gate):

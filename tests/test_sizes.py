@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -244,6 +245,34 @@ class TestCount:
     assert peak(lora_rank=16) < peak() - 3 * parameters
     assert peak(chips=8) < peak() - 3 * parameters
     assert peak(algorithm=None) > 1.5 * parameters
+
+  def test_the_tables_of_the_document_are_what_is_counted(self):
+    """Qwen2.5-3B on one GPU of 80 GB, in docs/memory.md."""
+    text = pathlib.Path(__file__).parents[1].joinpath('docs', 'memory.md').read_text()
+    parts, choices = text.partition('## Qwen2.5-3B')[2].split('\n\n| ')[1:3]
+    read = lambda table: {
+      cells[1].strip(' *`'): [float(cell.strip(' *') or 0) for cell in cells[2:-1]]
+      for line in table.split('\n\n')[0].split('\n')[2:]
+      for cells in [line.split('|')]
+    }
+    shape = _shape('qwen2.5-3b', dtype='bfloat16')
+    models = footprint.Models(shape, _WITH_REFERENCE)
+
+    def count(name, value):
+      given = {'engine.rows': 32, 'engine.slots': 4096, name: value}
+      config = fields.replace(config_lib.Config(), given)
+      holds = footprint.Footprint(config, models, _gpu(), 0.0)
+      return [phase for _, phase in holds.phases(config, lambda program, config: 0.0)]
+
+    for change, numbers in read(choices).items():
+      name, _, value = change.partition('=')
+      found = count(name, {'True': True, '16': 16}.get(value, value))
+      assert [round(sum(phase.values()) / _GB, 1) for phase in found] == numbers, change
+    found, table = count('optimizer.kind', 'adamw8'), read(parts)
+    table.pop('together')
+    assert len(table) == 7
+    for part, numbers in table.items():
+      assert [round(phase.get(part, 0) / _GB, 1) for phase in found] == numbers, part
 
   @pytest.mark.parametrize('rank', [0, 8])
   @pytest.mark.parametrize(

@@ -74,6 +74,9 @@ def count(
 
   'learned' is what one gradient takes, and 'checkpoint' what a checkpoint does.
   """
+  # Of the optimizer, only the kind matters here; another check looks at the rest.
+  optimizer = config_lib.Optimizer(kind=config.optimizer.kind)
+  config = dataclasses.replace(config, optimizer=optimizer)
   shapes, copy = jax.eval_shape(functools.partial(_make_state, config, models, machine))
   axes = config.mesh.axes(machine.chips)
   one = dict.fromkeys(axes, 1) | {'tensor': axes['tensor']}

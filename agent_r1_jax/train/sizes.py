@@ -194,7 +194,7 @@ def _candidates(
             sizes = {'slots': slots, 'rows': rows, 'microbatch': size}
             filled = _fill(config, machine, **sizes)
             yield share, fields.replace(filled, {REMAT: remat})
-    fastest |= {'slots': slots, 'rows': rows}  # The next round goes on from here.
+    fastest['slots'] = slots  # The next round goes on from here.
 
 
 def _halves(size: int, least: int) -> list[int]:
@@ -280,7 +280,7 @@ def _find_remedy(config, footprint: footprint_lib.Footprint, parts: list[str]) -
   counted = footprint_lib.Footprint(smallest, models, machine, seconds=0.0)
   if not changes or counted.largest(smallest, counted.least)[0] > machine.memory:
     return 'No setting makes it fit: take a smaller model, or more chips (mesh.fsdp)'
-  return 'Lower it with ' + ', '.join(
+  return 'Lower it with ' + ' or '.join(
     f'{name}={fields.get(config, name) // 2 if value is None else value}'
     for name, value in changes.items()
   )
