@@ -42,7 +42,7 @@ def _gpu(gb: float = 80.0, **machine) -> footprint.Machine:
   return footprint.Machine('gpu', gb * _GB, **machine)
 
 
-def _choose(config, shape, machine, algorithm=_GRPO, seconds=1e9):
+def _choose(config, shape, machine, algorithm: Any = _GRPO, seconds=1e9):
   """The sizes, and what chose them."""
   models = footprint.Models(shape, algorithm)
   holds = footprint.Footprint(config, models, machine, seconds)
@@ -76,7 +76,8 @@ class TestChoose:
   @pytest.mark.parametrize('field', ['rows', 'slots', 'microbatch', 'bucket', 'replicas'])
   def test_one_that_is_given_stays_beside_the_others(self, field):
     value = 2 if field == 'replicas' else 192
-    chosen, _ = _choose(tiny.run_config(**{field: value}), _shape(), _cpu(cores=4))
+    given: dict[str, Any] = {field: value}
+    chosen, _ = _choose(tiny.run_config(**given), _shape(), _cpu(cores=4))
     assert fields.get(chosen, tiny.full_name(field)) == value
     assert all(fields.get(chosen, name) > 0 for name in sizes.FIELDS)
 
@@ -230,7 +231,7 @@ class _Spy:
 
 class TestCount:
   def test_what_more_is_loaded_takes_more(self):
-    def peak(algorithm=_GRPO, chips=1, **given):
+    def peak(algorithm: Any = _GRPO, chips=1, **given):
       config = tiny.run_config(rows=16, slots=1024, **given)
       models, machine = footprint.Models(shape, algorithm), _gpu(chips=chips)
       holds = footprint.Footprint(config, models, machine, 0.0)

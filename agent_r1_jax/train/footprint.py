@@ -285,12 +285,22 @@ def _key(program: str, config: config_lib.Config) -> tuple[str, str, int, int]:
   return program, '', 1, 1
 
 
+def make_mesh(config: config_lib.Mesh) -> tuple[Any, list[Any]]:
+  """Returns the mesh that trains, None for one chip; and this process's samplers.
+
+  Raises:
+    ValueError: The axes do not multiply to the number of chips.
+  """
+  devices, samplers = sharding.split_devices(config.samplers)
+  axes = config.axes(len(devices))
+  if len(devices) == math.prod(axes.values()) == 1 and not samplers:
+    return None, []
+  return sharding.make_mesh(**axes, devices=devices), samplers
+
+
 def _compile(program: str, config: config_lib.Config, models: Models) -> float:
   """Compiles a program from shapes; returns the bytes of its temporaries on one chip."""
-  devices, samplers = sharding.split_devices(config.mesh.samplers)
-  axes, mesh = config.mesh.axes(len(devices)), None
-  if math.prod(axes.values()) > 1 or samplers:
-    mesh = sharding.make_mesh(**axes, devices=devices)
+  mesh, samplers = make_mesh(config.mesh)
   if program == 'sampling':
     replica = sharding.make_replica_meshes(mesh, samplers)[0] if mesh else None
     with sharding.use_mesh(replica):

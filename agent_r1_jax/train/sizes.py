@@ -8,7 +8,6 @@ is resumed takes the sizes that it began with from its config.json.
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import sys
@@ -22,6 +21,7 @@ from agent_r1_jax.host import processes, runtime
 from agent_r1_jax.models import hf_config, sharding
 from agent_r1_jax.models.decoder import UNROLLED_LAYERS
 from agent_r1_jax.rl import algorithms
+from agent_r1_jax.train import fastest as fastest_lib
 from agent_r1_jax.train import footprint as footprint_lib
 from agent_r1_jax.train.footprint import Machine, Models
 
@@ -31,19 +31,6 @@ GB = 1e9
 SECONDS = 120.0
 # Names an environment variable: GB (10^9 bytes) of each accelerator, or of the process.
 MEMORY_VARIABLE = 'AGENT_R1_MEMORY_GB'
-# The assumed tokens of a prompt, and the most slots that are chosen.
-_PROMPT, _MOST_SLOTS = 1024, 8192
-# Slots come in multiples of this: the kernels of accelerators read tiles of this many.
-_TILE = 128
-# The most rows of an engine, and tokens of a micro-batch on one chip: more are no faster,
-# and on a CPU their activations no longer fit its caches.
-_MOST_ROWS = {'cpu': 128, 'gpu': 256, 'tpu': 256}
-_MOST_TOKENS = {'cpu': 2048, 'gpu': 16_384, 'tpu': 16_384}
-# Rows and tokens of one prefill. The answer of a tool is short: on a CPU the padding of a
-# longer chunk costs time, on an accelerator reading the weights takes longer anyway.
-_PREFILL_SHAPES = {'cpu': (32, 32), 'gpu': (16, 128), 'tpu': (16, 128)}
-# The least slots that a cache read covers; smaller reads are more programs to compile.
-_LEAST_BUCKET = {'cpu': 128, 'gpu': 256, 'tpu': 256}
 # (share of the memory, fewest rows, fewest slots): the first round leaves a margin for
 # what nobody counts; the second uses all memory before it shortens episodes.
 _ROUNDS = ((0.85, 8, 2048), (1.0, 1, 1024))
@@ -95,6 +82,7 @@ def resolve(
     for name in (*FIELDS, REMAT)
     if fields.get(config, name) != fields.get(unresolved, name)
   ]
+  footprint_lib.make_mesh(config.mesh)  # Raises where the chips make no such mesh.
   footprint = footprint_lib.Footprint(config, models, machine, seconds)
   config = choose(config, footprint)
   _check_split(config, machine)
@@ -174,7 +162,7 @@ def _candidates(
   are recomputed, which costs a third of a gradient's time, with each micro-batch; then
   the same with half of the rows, and so on; then with half of the slots.
   """
-  fastest = _choose_fastest(config, models, machine)
+  fastest = fastest_lib.choose(config, models, machine)
   groups = footprint_lib.count_groups(config.mesh, machine.chips)
   remats = [config.model.remat or 'none']
   # With the layers unrolled, on a CPU, it would save nothing.
@@ -187,12 +175,12 @@ def _candidates(
   for share, fewest_rows, fewest_slots in _ROUNDS:
     for slots in halve(config.engine.slots, fastest['slots'], fewest_slots):
       if slots < most_slots:
-        slots = _round_up(slots, _slot_multiple(config.mesh))
+        slots = fastest_lib.round_up(slots, fastest_lib.slot_multiple(config.mesh))
       for rows in halve(config.engine.rows, fastest['rows'], fewest_rows):
         for remat in remats:
           for size in halve(config.batch.microbatch, fastest['microbatch'], groups):
             sizes = {'slots': slots, 'rows': rows, 'microbatch': size}
-            filled = _fill(config, machine, **sizes)
+            filled = fastest_lib.fill(config, machine, **sizes)
             yield share, fields.replace(filled, {REMAT: remat})
     fastest['slots'] = slots  # The next round goes on from here.
 
@@ -330,78 +318,6 @@ def read_models(config: config_lib.Model, algorithm) -> Models:
   reference = hf_config.read(config.reference) if config.reference else None
   raw = hf_config.read_json(pathlib.Path(config.path) / 'config.json')
   return Models(policy, algorithm, reference, bool(raw.get('value_head')))
-
-
-def _choose_fastest(config, models, machine) -> dict[str, int]:
-  """Returns the sizes that are chosen if they fit the memory."""
-  groups = footprint_lib.count_groups(config.mesh, machine.chips)
-  slots = config.engine.slots or _choose_slots(config, models)
-  tokens = (config.batch.row_tokens or slots) / config.mesh.context
-  each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))
-  return {
-    'slots': slots,
-    'rows': config.engine.rows or _choose_rows(config, machine),
-    'microbatch': config.batch.microbatch or groups * each,
-  }
-
-
-def _fill(config, machine, *, slots: int, rows: int, microbatch: int):
-  """Returns `config` with these sizes, and with those that follow from them."""
-  sizes = config.engine
-  if not sizes.rows:
-    rows = _round_up(rows, sizes.replicas or 1)
-  prefill_rows, prefill_tokens = _PREFILL_SHAPES[machine.platform]
-  bucket = max(_LEAST_BUCKET[machine.platform], _power_of_two(max(1, slots // 8)))
-  engine = dataclasses.replace(
-    sizes,
-    slots=slots,
-    rows=rows,
-    prefill_rows=sizes.prefill_rows or min(prefill_rows, rows),
-    prefill_tokens=sizes.prefill_tokens or prefill_tokens,
-    bucket=sizes.bucket or min(slots, bucket),
-    replicas=sizes.replicas or _choose_replicas(config, rows, machine),
-  )
-  batch = config_lib.Batch(config.batch.row_tokens or slots, microbatch)
-  return dataclasses.replace(config, engine=engine, batch=batch)
-
-
-def _choose_slots(config, models) -> int:
-  """Returns the slots that the longest episode needs, up to _MOST_SLOTS."""
-  step = _slot_multiple(config.mesh)
-  turn = config.limits.max_turn_tokens + config.chat.max_tool_tokens
-  episode = _round_up(_PROMPT + config.limits.max_turns * turn, step)
-  most = min(_MOST_SLOTS, models.policy.max_positions, config.batch.row_tokens or episode)
-  return min(episode, max(1, most // step) * step, most)
-
-
-def _choose_rows(config, machine) -> int:
-  """Returns a row for each of an engine's episodes of a rollout, up to _MOST_ROWS."""
-  episodes = -(-config.schedule.tasks * config.schedule.samples // machine.engines)
-  most = _MOST_ROWS[machine.platform]
-  return min(most, 1 << (episodes - 1).bit_length())
-
-
-def _choose_replicas(config, rows, machine) -> int:
-  """Returns one replica per core of a CPU, if each gets 8 rows; else one per chip."""
-  if machine.platform != 'cpu' or config.mesh.tensor > 1:
-    return 1
-  width = min(config.engine.width or rows, rows)
-  most = min(machine.cores, rows // 8)
-  return next((n for n in range(most, 1, -1) if rows % n == 0 and width % n == 0), 1)
-
-
-def _slot_multiple(mesh: config_lib.Mesh) -> int:
-  """Returns the number that slots, and so the tokens of a row, are a multiple of."""
-  return math.lcm(_TILE, mesh.context)
-
-
-def _round_up(n: int, step: int) -> int:
-  return -(-n // step) * step
-
-
-def _power_of_two(n: int) -> int:
-  """Returns the largest power of two that is at most n."""
-  return 1 << (n.bit_length() - 1)
 
 
 def _parse_memory(text: str) -> float:
