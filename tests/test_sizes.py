@@ -174,6 +174,22 @@ class TestCompiler:
     assert asked[:2] == [('gradient', 'none', 2), ('gradient', 'full', 2)]
     assert len(set(asked)) == len(asked) == 4
 
+  def test_what_it_refuses_to_compile_does_not_fit(self, monkeypatch):
+    """So a TPU's compiler does; any other error of it is ours."""
+
+    def compile(program, config, models):
+      if program == 'gradient' and config.batch.microbatch > 1:
+        raise jax.errors.JaxRuntimeError(f'{code}: Ran out of memory in hbm.')
+      return _GB
+
+    monkeypatch.setattr(footprint, '_compile', compile)
+    config, shape = tiny.run_config(slots=4096), _shape('qwen2.5-0.5b')
+    code = 'RESOURCE_EXHAUSTED'
+    assert _choose(config, shape, _gpu())[0].batch.microbatch == 1
+    code = 'INTERNAL'
+    with pytest.raises(jax.errors.JaxRuntimeError, match='INTERNAL'):
+      _choose(config, shape, _gpu())
+
   def test_without_time_it_is_asked_once_and_the_line_says_so(self, asked, monkeypatch):
     clock = itertools.count(step=10)
     monkeypatch.setattr(footprint.time, 'monotonic', lambda: next(clock))

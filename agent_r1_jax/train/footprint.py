@@ -224,7 +224,12 @@ class Footprint:
       return self.least(program, config) or copied * (program == 'sampling')
     if key not in self._known:
       begin = time.monotonic()
-      size = _compile(program, config, self.models)
+      try:
+        size = _compile(program, config, self.models)
+      except jax.errors.JaxRuntimeError as error:
+        if 'RESOURCE_EXHAUSTED' not in str(error):
+          raise
+        size = math.inf  # A TPU's compiler refuses what does not fit.
       # All processes have to choose the same sizes.
       shares = processes.gather([size, time.monotonic() - begin])
       self._known[key] = max(share[0] for share in shares)
@@ -236,12 +241,14 @@ class Footprint:
 
     A part of them grows with the rows, and at most with the square of the tokens.
     """
-    name, kind, rows, tokens = _key(program, config)
+    name, kind, rows, tokens = key = _key(program, config)
+    if key in self._known:
+      return self._known[key]
     return max(
       (
         size * min(1, rows / r) * min(1, tokens / t) ** 2
         for (n, k, r, t), size in self._known.items()
-        if (n, k) == (name, kind)
+        if (n, k) == (name, kind) and math.isfinite(size)
       ),
       default=0.0,
     )
