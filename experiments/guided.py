@@ -25,7 +25,6 @@ import optax
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import guide
 from agent_r1_jax.guided import choice, implicit_value, search
 from agent_r1_jax.host import runtime
@@ -36,7 +35,7 @@ from agent_r1_jax.rl import table as table_lib
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search as search_tool
 from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import episode_store, evaluate, identity, rollout
+from agent_r1_jax.train import episode_store, evaluate, identity, rollout, sizes
 from experiments import comparison, selection
 from experiments import results as results_lib
 from experiments import scores as scores_lib

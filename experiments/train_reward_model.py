@@ -17,7 +17,6 @@ import numpy as np
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import train, types
 from agent_r1_jax.agent import env
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.guided import reward_model, reward_training
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder, sharding
@@ -25,7 +24,7 @@ from agent_r1_jax.report import progress as progress_lib
 from agent_r1_jax.rl import optimizers, packing
 from agent_r1_jax.tasks import qa
 from agent_r1_jax.tools import search
-from agent_r1_jax.train import rollout
+from agent_r1_jax.train import rollout, sizes
 from experiments import scores as scores_lib
 from experiments.miniwiki import search as quickstart  # noqa: F401, defines the flags
 from experiments.miniwiki import tasks as miniwiki

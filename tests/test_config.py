@@ -13,9 +13,8 @@ import tiny
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
 from agent_r1_jax.agent import chat
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.rl import algorithms, optimizers
-from agent_r1_jax.train import preflight
+from agent_r1_jax.train import preflight, sizes
 
 _NAMES = list(fields.names(config_lib.Config))
 _NUMBERS = [

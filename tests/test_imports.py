@@ -79,7 +79,7 @@ LAZY = (
   'verifiers',
   'wandb',
 )
-MAX_LINES = 500
+MAX_LINES = 400
 BANNED_NAMES = ('base', 'core', 'helpers', 'manager', 'registry', 'trainer', 'utils')
 
 

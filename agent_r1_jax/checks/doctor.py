@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
-from agent_r1_jax.checks import environment_check, memory, sizes
+from agent_r1_jax import fields, types
+from agent_r1_jax.checks import environment_check
 from agent_r1_jax.host import terminal, workers
 from agent_r1_jax.rl import algorithms
 from agent_r1_jax.tools import sandbox
-from agent_r1_jax.train import preflight, rollout
+from agent_r1_jax.train import footprint, preflight, rollout, sizes
 
 _PACKAGE = 'agent_r1_jax'
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -50,6 +50,7 @@ def examine(
   tasks: Sequence[types.Task] = (),
   make_env: rollout.MakeEnv | None = None,
   solve: Callable[[types.Task], Sequence[str]] | None = None,
+  seconds: float = 0.0,
 ) -> list[Finding]:
   """Examines the machine, the configuration and the environment.
 
@@ -60,17 +61,18 @@ def examine(
     tasks: Tasks to play.
     make_env: Makes the environment; None checks none.
     solve: The replies that solve a task; see environment_check.check_env.
+    seconds: How long programs are compiled to see what fits; see sizes.resolve.
   """
   folder = pathlib.Path(workdir).resolve()
   checks = {
     'versions': check_versions,
     'devices': check_devices,
     'configuration': lambda: check_config(config, algorithm),
-    'memory': lambda: check_memory(config, algorithm, folder),
+    'memory': lambda: check_memory(config, algorithm, folder, seconds),
     'isolation': check_isolation,
     'disk': lambda: check_disk(folder, _needed_bytes(config, algorithm)),
   }
-  findings = [_run_check(name, check) for name, check in checks.items()]
+  findings = [_run_check(*named, seconds) for named in checks.items()]
   if make_env is not None:
     findings += environment_check.check_env(
       tasks, make_env, solve=solve, limits=config.limits
@@ -171,8 +173,12 @@ def check_memory(
   config: config_lib.Config,
   algorithm: algorithms.Algorithm | None,
   workdir: pathlib.Path,
+  seconds: float = 0.0,
 ) -> Finding:
-  """Chooses the run's sizes and estimates its memory (docs/memory.md)."""
+  """Chooses the run's sizes as the run does (docs/memory.md).
+
+  After `seconds`, what is not compiled is not counted, and the finding is a warning.
+  """
   if not config.model.path:
     remedy = 'Give --config.model.path.'
     return Finding('memory', 'warn', 'not estimated: there is no model', remedy)
@@ -180,12 +186,16 @@ def check_memory(
   try:
     config.model.check()
     with contextlib.redirect_stderr(printed):
-      sizes.resolve(config, algorithm, workdir)
+      sizes.resolve(config, algorithm, workdir, seconds)
   except ValueError as error:
     lines = str(error).removeprefix('memory: ').splitlines()
     remedy = lines[-1] if len(lines) > 1 else ''
     return Finding('memory', 'fail', '\n'.join(lines[:4]), remedy)
-  return Finding('memory', 'ok', printed.getvalue().strip())
+  line = printed.getvalue().strip()
+  if 'not compiled' in line:
+    remedy = 'Ask the compiler (--compile), which takes up to minutes.'
+    return Finding('memory', 'warn', line, remedy)
+  return Finding('memory', 'ok', line)
 
 
 def check_isolation() -> Finding:
@@ -261,22 +271,22 @@ def _needed_bytes(
   """Returns the bytes of all checkpoints and of the model; 0 if the model is unknown."""
   try:
     models = sizes.read_models(config.model, algorithm)
-    adapters = (config.model.lora_rank, config.model.adapter_targets)
-    trained = memory.trained_bytes(models.policy, *adapters, config.optimizer.kind)
+    alone = fields.replace(config, {f'mesh.{axis}': 1 for axis in config.mesh.axes(1)})
+    counted = footprint.count(alone, models, footprint.Machine('cpu', 0.0))
   except (OSError, ValueError):
     return 0.0  # Another check says what is wrong.
   # While a checkpoint is written, the one that it will replace is still on disk.
-  checkpoints = (config.checkpoint.keep + 1) * models.trained * sum(trained)
-  return checkpoints + 4.0 * memory.count_parameters(models.policy)['all']
+  checkpoints = (config.checkpoint.keep + 1) * counted.get('checkpoint', 0.0)
+  return checkpoints + counted['parameters, float32']
 
 
-def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
-  """Runs a check within _SECONDS; an error or a time-out becomes a finding."""
+def _run_check(name: str, check: Callable[[], Finding], more: float = 0.0) -> Finding:
+  """Runs a check within _SECONDS and `more`; an error or time-out becomes a finding."""
   call = workers.POOL.submit(check)
   try:
-    return call.result(_SECONDS)
+    return call.result(_SECONDS + more)
   except TimeoutError:
-    text = f'gave no answer within {_SECONDS:g} seconds'
+    text = f'gave no answer within {_SECONDS + more:g} seconds'
     remedy = 'Another process may hold the device or the disk.'
     return Finding(name, 'fail', text, remedy)
   except Exception as error:

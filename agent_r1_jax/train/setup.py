@@ -18,7 +18,6 @@ from agent_r1_jax import fields, types
 from agent_r1_jax.agent import call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import tokenizer as tokenizer_lib
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import preemption, runtime
@@ -34,6 +33,7 @@ from agent_r1_jax.train import (
   rollout,
   run_files,
   schedule,
+  sizes,
   watch,
 )
 

@@ -9,11 +9,10 @@ from absl import app
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import report, train
-from agent_r1_jax.checks import sizes
 from agent_r1_jax.host import runtime
 from agent_r1_jax.rl import advantages, algorithms
 from agent_r1_jax.tasks import qa
-from agent_r1_jax.train import metrics, rollout
+from agent_r1_jax.train import metrics, rollout, sizes
 from experiments import comparison
 from experiments.beside import shared
 
