@@ -28,8 +28,7 @@ import script
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.host import preemption
-from agent_r1_jax.report import metrics
-from agent_r1_jax.train import curriculum
+from agent_r1_jax.train import curriculum, metrics
 from experiments.miniwiki import tasks as miniwiki
 
 TIMES = int(os.environ.get('AGENT_R1_BAD_DAY', '0'))

@@ -20,7 +20,6 @@ import types as python_types
 from typing import Any
 
 from agent_r1_jax import types
-from agent_r1_jax.serve import program
 
 # The name under which verifiers imports the loop below.
 _LOOP = 'agent_r1_jax_loop'
@@ -28,7 +27,7 @@ _LOOP = 'agent_r1_jax_loop'
 
 def load(
   config: dict[str, Any],
-) -> tuple[list[types.Task], Callable[[], program.Program]]:
+) -> tuple[list[types.Task], Callable[[], Any]]:
   """Loads an installed environment.
 
   Args:
@@ -70,6 +69,9 @@ def load(
         rows[task.info['index']], v1.ModelContext('policy', client)
       )
     await _report(episode, url)
+
+  # Whoever imports this module waits for no engine yet.
+  from agent_r1_jax.serve import program
 
   return tasks, lambda: program.Program(play)
 

@@ -27,15 +27,7 @@ from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.engine import sizes as sizes_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.models import decoder, head, lora, sampling_params, sharding
-from agent_r1_jax.rl import (
-  algorithms,
-  credit,
-  learner,
-  optimizers,
-  packing,
-  train_state,
-  updates,
-)
+from agent_r1_jax.rl import algorithms, credit, learner, optimizers, packing, train_state
 from agent_r1_jax.rl import table as table_lib
 
 # Bytes of the process itself on a CPU: Python, the libraries, XLA and what it compiled;
@@ -140,14 +132,14 @@ def _make_copy(models: Models) -> decoder.Params:
   return sampling_params.unstack(params, models.policy)
 
 
-def make_plan(config: config_lib.Config, models: Models) -> updates.Plan:
+def make_plan(config: config_lib.Config, models: Models) -> train_state.Plan:
   """Makes the constants of a run's updates, without a reference of another shape."""
   algorithm, optimizer = models.algorithm, config.optimizer
   assert algorithm is not None
   made = {'policy': optimizers.make(optimizer, optimizer.learning_rate)}
   if algorithm.needs_critic and not models.shared_critic:
     made['critic'] = optimizers.make(optimizer, optimizer.critic_learning_rate)
-  return updates.Plan(
+  return train_state.Plan(
     dataclasses.replace(models.policy, remat=config.model.remat or 'none'),
     algorithm,
     packing.MicrobatchShape(config.batch.microbatch, config.batch.row_tokens),
@@ -349,7 +341,7 @@ def _place(tree: Any, mesh: Any, where: Any = None) -> Any:
   return jax.tree.map(struct, tree, sharding.make_shardings(tree, mesh))
 
 
-def _make_batch(config: config_lib.Config, plan: updates.Plan) -> types.Batch:
+def _make_batch(config: config_lib.Config, plan: train_state.Plan) -> types.Batch:
   """Makes a micro-batch of one episode, with the columns that the algorithm needs."""
   one, algorithm = np.ones(1), plan.algorithm
   text = types.Segment(np.ones(1, np.int32), np.ones(1, bool), one)

@@ -19,6 +19,7 @@ from agent_r1_jax.train import (
   rollout,
   run_files,
   setup,
+  sizes,
   watch,
 )
 

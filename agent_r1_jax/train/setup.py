@@ -7,7 +7,6 @@ functions.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import (
   evaluate,
+  footprint,
   identity,
   preflight,
   rollout,
@@ -192,12 +192,9 @@ def _compile(run: Run, decodings: Sequence[decoding_lib.Decoding]):
 def make_mesh(config: config_lib.Mesh) -> Mesh | None:
   """Returns the mesh of the chips that train; None for one chip."""
   runtime.initialize()
-  devices, samplers = sharding.split_devices(config.samplers)
-  axes = config.axes(len(devices))
-  if len(devices) == math.prod(axes.values()) == 1 and not config.samplers:
-    return None
-  mesh = sharding.make_mesh(**axes, devices=devices)
-  sharding.make_replica_meshes(mesh, samplers)  # Raises if these chips cannot sample.
+  mesh, samplers = footprint.make_mesh(config)
+  if mesh:
+    sharding.make_replica_meshes(mesh, samplers)  # Raises if these chips cannot sample.
   return mesh
 
 
