@@ -63,7 +63,7 @@ async def play(t, env, engine, chat, limits, **options) -> types.Trajectory:
   """
   stop = chat.stop_automaton(engine.config.vocab_size)
   text, length, unfinished = None, 0, None
-  record = transcript.Transcript()  # The tokens, and which of them the policy chose.
+  record = transcript.Transcript()  # Holds the tokens and the action mask.
   passage = record.begin()
   t.messages = await env.reset(t.task)
   ids = chat.encode_prompt(t.messages, [tool.schema for tool in env.tools])

@@ -27,7 +27,7 @@ from agent_r1_jax.models import (
   sampling_params,
   weights,
 )
-from agent_r1_jax.rl import algorithms, credit, learner, optimizers, updates
+from agent_r1_jax.rl import algorithms, credit, learner, optimizers
 from agent_r1_jax.rl import train_state as train_state_lib
 
 _ALL = tuple(families.TARGETS)
@@ -196,7 +196,7 @@ def test_only_adapters_learn_and_only_they_have_moments():
 
 def test_critic_reference_and_sampler_share_frozen_arrays():
   make = lambda kind: optimizers.make(config_lib.Optimizer(kind=kind), 1e-3)
-  plan = updates.Plan(
+  update_config = train_state_lib.UpdateConfig(
     plain.CONFIG,
     algorithms.ppo(kl_coef=0.1),
     plain.SHAPE,
@@ -204,7 +204,7 @@ def test_critic_reference_and_sampler_share_frozen_arrays():
     config_lib.Schedule(sync_every=2, reference_every=1),
     offload=True,
   )
-  train_state = train_state_lib.init(_adapted(plain.policy()), plan)
+  train_state = train_state_lib.init(_adapted(plain.policy()), update_config)
   policy, critic = (train_state.states[name].params for name in ('policy', 'critic'))
   for other in (critic, train_state.reference, train_state.sampler):
     mine, its = (tree['layers']['mlp']['up'] for tree in (policy, other))
@@ -216,7 +216,7 @@ def test_critic_reference_and_sampler_share_frozen_arrays():
   }
   assert memory == {'pinned_host'}
   # Nor is it in a checkpoint, and what is comes back beside it.
-  arrays = train_state.checkpoint_arrays(plan)
+  arrays = train_state.checkpoint_arrays(update_config)
   trees = [arrays['policy'].params, arrays['reference'], arrays['sampler']]
   for tree in trees:
     assert tree.keys() == {'layers'}

@@ -78,7 +78,7 @@ class TestOneStepOffPolicy:
     shape, params, chat = setup.load(config.model, config.chat)
     engine = setup.make_engine(config, shape, params)
     engine.warm_up()
-    plan, train_state = setup.make_plan(config, shape, params, _STALE)
+    update_config, train_state = setup.make_update_config(config, shape, params, _STALE)
     policies = [jax.tree.map(np.array, params)]
     sampler = _sampler(test_train._tasks(), config.seed)
     for step in range(4):
@@ -93,7 +93,7 @@ class TestOneStepOffPolicy:
         samples=config.schedule.samples,
         rollout_number=run_files.rollout_number(config.schedule, step),
       )
-      train_state, *_ = loop.updates.learn(train_state, played, plan)
+      train_state, *_ = loop.updates.learn(train_state, played, update_config)
       policies.append(jax.tree.map(np.array, train_state.states['policy'].params))
     test_train._assert_equal(train_state.states['policy'].params, whole[0])
 

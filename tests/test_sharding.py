@@ -196,7 +196,7 @@ for params, sizes in (
   whole = (f'f32[{B * T},', f'f32[{B},{T},', f'f32[{B // data // fsdp},{T},')
   assert not [x for x in gathered if x.startswith(whole)], sizes
 # Supervised fine-tuning is on the same learner.
-plan = sft.Config(steps=3, rows=B, row_tokens=T, learning_rate=1e-2, warmup=1)
+update_config = sft.Config(steps=3, rows=B, row_tokens=T, learning_rate=1e-2, warmup=1)
 texts = [
   types.Segment(tokens[:n], np.arange(n) > 2, np.zeros(n, np.float32))
   for tokens in batch.tokens
@@ -209,7 +209,7 @@ for mesh in (None, sharding.make_mesh(data=2, fsdp=2, context=2)):
   place = lambda: sharding.shard_params(copy(), mesh)
   with sharding.use_mesh(mesh):
     on_step = lambda step, numbers, params: losses.append(numbers['loss'])
-    sft.run(config, place(), texts * 4, plan, on_step=on_step)
+    sft.run(config, place(), texts * 4, update_config, on_step=on_step)
     # And so are reward models.
     reward_model.fit(
       place(),

@@ -300,8 +300,10 @@ class TestCount:
 
     def checkpoint():
       params = decoder.init(tiny.config(), jax.random.key(0))
-      plan, state = setup.make_plan(config, tiny.config(), params, _WITH_REFERENCE)
-      return state.checkpoint_arrays(plan)
+      update_config, state = setup.make_update_config(
+        config, tiny.config(), params, _WITH_REFERENCE
+      )
+      return state.checkpoint_arrays(update_config)
 
     arrays = jax.tree.leaves(jax.eval_shape(checkpoint))
     models = footprint.Models(tiny.config(), _WITH_REFERENCE)

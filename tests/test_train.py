@@ -289,10 +289,12 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    plan, train_state = setup.make_plan(config, shape, params, _PPO)
+    update_config, train_state = setup.make_update_config(config, shape, params, _PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
-      step, arrays, host = checkpoints.restore(train_state.checkpoint_arrays(plan))
+      step, arrays, host = checkpoints.restore(
+        train_state.checkpoint_arrays(update_config)
+      )
     assert host['position']['draws']['count'] == 4
     assert host['train_state']['step'] == step == 2
     assert {name: int(state.step) for name, state in arrays.items()} == {

@@ -33,7 +33,7 @@ def few_objectives():
     yield
 
 
-def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
+def _plan(algorithm=plain.GRPO, **options) -> train_state_lib.UpdateConfig:
   optimizers = {'policy': _SGD}
   if algorithm.needs_critic:
     optimizers['critic'] = _SGD
@@ -41,11 +41,13 @@ def _plan(algorithm=plain.GRPO, **options) -> updates.Plan:
   schedule = {name: options.pop(name) for name in names & options.keys()}
   options = {'optimizers': optimizers, 'temperature': plain.TEMPERATURE} | options
   options['schedule'] = config_lib.Schedule(**schedule)
-  return updates.Plan(plain.CONFIG, algorithm, plain.SHAPE, **options)
+  return train_state_lib.UpdateConfig(plain.CONFIG, algorithm, plain.SHAPE, **options)
 
 
-def _start(plan, params=None, reference=None) -> updates.TrainState:
-  return train_state_lib.init(plain.copy_tree(params or plain.policy()), plan, reference)
+def _start(update_config, params=None, reference=None) -> updates.TrainState:
+  return train_state_lib.init(
+    plain.copy_tree(params or plain.policy()), update_config, reference
+  )
 
 
 def _rollout(step=0, n=4):
@@ -93,8 +95,8 @@ def test_every_epoch_goes_through_all_trajectories(steps):
   ts = [episodes.trajectory('.' + '0' * (1 + i), rewards=[i], seed=i) for i in range(5)]
   for i, t in enumerate(ts):
     t.segments[0].tokens[:] = i
-  plan = _plan(epochs=3, minibatches=2)
-  train_state, metrics, _ = updates.learn(_start(plan), ts, plan)
+  update_config = _plan(epochs=3, minibatches=2)
+  train_state, metrics, _ = updates.learn(_start(update_config), ts, update_config)
   assert train_state.kl_coef == 0 and train_state.reference is None, 'there is no KL'
   assert not {'kl', 'kl_coef'} & metrics.keys()
   assert len(steps) == 6
@@ -113,8 +115,8 @@ def test_every_epoch_goes_through_all_trajectories(steps):
 
 def test_order_of_trajectories_depends_on_seed_and_step():
   def orders(step, **options):
-    plan = _plan(epochs=2, minibatches=3, **options)
-    return list(updates._split_epochs(10, plan, step))
+    update_config = _plan(epochs=2, minibatches=3, **options)
+    return list(updates._split_epochs(10, update_config, step))
 
   assert orders(4) == orders(4)
   assert orders(4) != orders(5) and orders(4) != orders(4, seed=1)
@@ -126,8 +128,8 @@ def test_order_of_trajectories_depends_on_seed_and_step():
 
 
 def test_own_critic_steps_once_for_each_step_of_the_policy(steps):
-  plan = _plan(algorithms.ppo(kl_coef=0.0), epochs=2, minibatches=2)
-  _, metrics, _ = updates.learn(_start(plan), _rollout(), plan)
+  update_config = _plan(algorithms.ppo(kl_coef=0.0), epochs=2, minibatches=2)
+  _, metrics, _ = updates.learn(_start(update_config), _rollout(), update_config)
   assert [name for name, _ in steps] == ['critic', 'policy'] * 4
   assert all((batch.values is None) == (name == 'policy') for name, batch in steps)
   assert metrics['critic_loss'] == 4 and metrics['loss'] == 5
@@ -143,18 +145,18 @@ def test_a_critic_starts_as_the_policy_with_a_head_of_zeros():
   assert not any(map(np.any, jax.tree.leaves(params.pop('value_head'))))
   plain.equal(params, plain.policy())
   # A shared one is the policy's own head.
-  plan = _plan(_PPO, optimizers={'policy': _SGD})
-  assert plan.shared_critic and not _plan().shared_critic
+  update_config = _plan(_PPO, optimizers={'policy': _SGD})
+  assert update_config.shared_critic and not _plan().shared_critic
   assert not _plan(_PPO).shared_critic
-  assert _start(plan, plain.shared()).states.keys() == {'policy'}
+  assert _start(update_config, plain.shared()).states.keys() == {'policy'}
 
 
 def test_critic_warmup_trains_the_critic_alone():
-  plan = _plan(_PPO, critic_warmup=2)
-  train_state = _start(plan)
+  update_config = _plan(_PPO, critic_warmup=2)
+  train_state = _start(update_config)
   for step in range(3):
     before = _copied(train_state)
-    train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
+    train_state, metrics, _ = updates.learn(train_state, _rollout(step), update_config)
     after = _copied(train_state)
     assert _same(before['policy'], after['policy']) == (step < 2)
     assert not _same(before['critic'], after['critic'])
@@ -183,11 +185,11 @@ def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
   monkeypatch.setattr(credit.reward_transforms, 'less_kl', spy)
   monkeypatch.setattr(learner, 'forward_backward', lambda *args, **_: {})
   monkeypatch.setattr(learner, 'optim_step', lambda state, numbers, **_: (state, numbers))
-  plan = _plan(_PPO, minibatches=2)
-  train_state = _start(plan)
+  update_config = _plan(_PPO, minibatches=2)
+  train_state = _start(update_config)
   expected = 0.05
   for step in range(3):
-    train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
+    train_state, metrics, _ = updates.learn(train_state, _rollout(step), update_config)
     assert used[-1] == metrics['kl_coef'] == expected
     # Four trajectories, a target of 0.5, a horizon of 10.
     expected *= 1 + np.clip(metrics['kl'] / 0.5 - 1, -0.2, 0.2) * 4 / 10
@@ -197,10 +199,10 @@ def test_the_coefficient_of_the_kl_in_the_reward_is_controlled(monkeypatch):
 def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
   control = kl_lib.adaptive(target=0.5, horizon=10)
   kl = kl_lib.InLoss(0.05, control=control)
-  plan = _plan(plain.GRPO._replace(kl=kl), minibatches=2)
-  train_state, expected = _start(plan), 0.05
+  update_config = _plan(plain.GRPO._replace(kl=kl), minibatches=2)
+  train_state, expected = _start(update_config), 0.05
   for step in range(2):
-    train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
+    train_state, metrics, _ = updates.learn(train_state, _rollout(step), update_config)
     for _, batch in steps[-2:]:
       np.testing.assert_allclose(batch.kl_weights, expected * batch.weights, rtol=1e-6)
     assert metrics['kl_coef'] == expected
@@ -211,22 +213,22 @@ def test_the_coefficient_of_the_kl_in_the_loss_is_controlled(steps):
 
 
 def test_the_reference_is_the_start_unless_another_is_given():
-  plan = _plan(_PPO)
-  train_state = _start(plan)
+  update_config = _plan(_PPO)
+  train_state = _start(update_config)
   plain.equal(train_state.reference, plain.policy())
-  train_state, *_ = updates.learn(train_state, _rollout(), plan)
+  train_state, *_ = updates.learn(train_state, _rollout(), update_config)
   # It is a copy: the update used the parameters up.
   plain.equal(train_state.reference, plain.policy())
-  other = _start(plan, reference=plain.reference())
+  other = _start(update_config, reference=plain.reference())
   assert other.reference is plain.reference()
 
 
 def test_reference_becomes_the_policy_every_reference_every_steps():
-  plan = _plan(_PPO, reference_every=2)
-  train_state = _start(plan)
+  update_config = _plan(_PPO, reference_every=2)
+  train_state = _start(update_config)
   for step in range(1, 6):
     before = _copied(train_state)
-    train_state, *_ = updates.learn(train_state, _rollout(step), plan)
+    train_state, *_ = updates.learn(train_state, _rollout(step), update_config)
     after = _copied(train_state)
     expected = after['policy'] if step % 2 == 0 else before['reference']
     plain.equal(after['reference'], expected)
@@ -238,13 +240,13 @@ def test_reference_becomes_the_policy_every_reference_every_steps():
 
 @pytest.mark.parametrize('every', [1, 2, 3])
 def test_sampler_becomes_the_policy_every_sync_every_steps(every):
-  plan = _plan(sync_every=every)
-  train_state = _start(plan)
+  update_config = _plan(sync_every=every)
+  train_state = _start(update_config)
   plain.equal(train_state.sampler, plain.policy())
   for step in range(1, 6):
     before = _copied(train_state)
     used_up = train_state.states['policy'].params
-    train_state, *_ = updates.learn(train_state, _rollout(step), plan)
+    train_state, *_ = updates.learn(train_state, _rollout(step), update_config)
     assert all(x.is_deleted() for x in jax.tree.leaves(used_up))
     # The sampler's lives: it can be read.
     after = _copied(train_state)
@@ -260,12 +262,14 @@ def test_sampler_becomes_the_policy_every_sync_every_steps(every):
 @pytest.mark.parametrize('options', [{}, {'reference_every': 1, 'sync_every': 2}])
 def test_learn_changes_no_argument(options):
   """Except for donated arrays."""
-  plan = _plan(_PPO, minibatches=2, **options)
-  train_state, ts = _start(plan), _rollout()
+  update_config = _plan(_PPO, minibatches=2, **options)
+  train_state, ts = _start(update_config), _rollout()
   fields, states = dict(vars(train_state)), dict(train_state.states)
   before, baselines = copy.deepcopy(ts), [0.5] * 4
   prefixes = [np.arange(3, dtype=np.int32)] * 4
-  new, *_ = updates.learn(train_state, ts, plan, baselines=baselines, prefixes=prefixes)
+  new, *_ = updates.learn(
+    train_state, ts, update_config, baselines=baselines, prefixes=prefixes
+  )
   assert all(value is fields[name] for name, value in vars(train_state).items())
   assert {n: id(x) for n, x in train_state.states.items()} == {
     n: id(x) for n, x in states.items()
@@ -283,13 +287,13 @@ def test_learn_changes_no_argument(options):
 
 def test_baselines_and_prefixes_reach_the_credit(steps):
   ts = [episodes.trajectory('..0', rewards=[i], seed=i) for i in range(4)]
-  plan = _plan(algorithms.remax())
-  updates.learn(_start(plan), ts, plan, baselines=[0.5, 0.25, 0.0, 4.0])
+  update_config = _plan(algorithms.remax())
+  updates.learn(_start(update_config), ts, update_config, baselines=[0.5, 0.25, 0.0, 4.0])
   ((_, batch),) = steps
   assert sorted(batch.advantages[batch.action_mask]) == [-1.0, -0.5, 0.75, 2.0]
-  plan = _plan(algorithms.ppo(kl_coef=0.0))
+  update_config = _plan(algorithms.ppo(kl_coef=0.0))
   prefixes = [np.array([60, 61], np.int32)] * 4
-  updates.learn(_start(plan), ts, plan, prefixes=prefixes)
+  updates.learn(_start(update_config), ts, update_config, prefixes=prefixes)
   (_, of_critic), (_, of_policy) = steps[1:]
   texts = [t.segments[0].tokens.tolist() for t in ts]
   assert _tokens([of_policy]) == sorted(sum(texts, []))
@@ -305,8 +309,10 @@ def test_reference_is_scored_with_its_shape_and_the_runs_temperature(steps, monk
 
   monkeypatch.setattr(learner, 'logprobs', logprobs)
   larger = dataclasses.replace(plain.CONFIG, num_layers=3)
-  plan = _plan(algorithms.grpo(), reference_model=larger, temperature=0.5)
-  updates.learn(_start(plan, reference=plain.reference()), _rollout(n=1), plan)
+  update_config = _plan(algorithms.grpo(), reference_model=larger, temperature=0.5)
+  updates.learn(
+    _start(update_config, reference=plain.reference()), _rollout(n=1), update_config
+  )
   ((params, kwargs),) = asked
   assert params is plain.reference() and kwargs == {'config': larger, 'temperature': 0.5}
 
@@ -316,20 +322,23 @@ def test_reference_is_scored_with_its_shape_and_the_runs_temperature(steps, monk
 
 @pytest.mark.parametrize('options', [{}, {'reference_every': 2, 'sync_every': 3}])
 def test_restored_train_state_goes_on_bit_for_bit(options):
-  plan = _plan(_PPO, minibatches=2, **options)
+  update_config = _plan(_PPO, minibatches=2, **options)
 
   def learned(train_state, steps):
     metrics = {}
     for step in steps:
-      train_state, metrics, _ = updates.learn(train_state, _rollout(step), plan)
+      train_state, metrics, _ = updates.learn(train_state, _rollout(step), update_config)
     return train_state, metrics
 
-  train_state, _ = learned(_start(plan), range(4))
-  arrays, numbers = train_state.checkpoint_arrays(plan), train_state.checkpoint_numbers()
+  train_state, _ = learned(_start(update_config), range(4))
+  arrays, numbers = (
+    train_state.checkpoint_arrays(update_config),
+    train_state.checkpoint_numbers(),
+  )
   extra = {'reference', 'sampler'} if options else set()
   assert arrays.keys() == {'policy', 'critic'} | extra
   saved = plain.copy_tree(arrays)
-  restored = _start(plan).restore(saved, dict(numbers))
+  restored = _start(update_config).restore(saved, dict(numbers))
   assert restored.step == 4 and restored.kl_coef == train_state.kl_coef != 0.05
   assert restored.sampler_step == (3 if options else 4)
   plain.equal(_copied(restored), _copied(train_state))
@@ -343,10 +352,10 @@ def test_restored_train_state_goes_on_bit_for_bit(options):
 
 
 def test_an_empty_rollout_changes_nothing_but_the_step():
-  plan = _plan(_PPO)
-  train_state = _start(plan)
+  update_config = _plan(_PPO)
+  train_state = _start(update_config)
   before = _copied(train_state), train_state.kl_coef
-  train_state, metrics, _ = updates.learn(train_state, [], plan)
+  train_state, metrics, _ = updates.learn(train_state, [], update_config)
   assert train_state.step == train_state.sampler_step == 1 and metrics == {
     'kl_coef': 0.05
   }
@@ -384,8 +393,8 @@ def _played(params, n, seed, reward=lambda prompt, token: 0.0):
 def test_distillation_moves_the_student_to_the_teacher():
   teacher = plain.reference()
   optimizers = {'policy': _ADAM}
-  plan = _plan(algorithms.distillation(), optimizers=optimizers)
-  train_state = _start(plan, reference=teacher)
+  update_config = _plan(algorithms.distillation(), optimizers=optimizers)
+  train_state = _start(update_config, reference=teacher)
 
   def divergence():
     """KL(student ‖ teacher) of the replies, exact."""
@@ -395,7 +404,7 @@ def test_distillation_moves_the_student_to_the_teacher():
   history = [divergence()]
   for step in range(15):
     rollout = _played(train_state.sampler, 64, step)
-    train_state, metrics, _ = updates.learn(train_state, rollout, plan)
+    train_state, metrics, _ = updates.learn(train_state, rollout, update_config)
     history.append(divergence())
   assert history[5] < history[0] and history[10] < history[5]
   assert history[-1] < 0.5 * history[0]

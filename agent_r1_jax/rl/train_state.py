@@ -17,7 +17,7 @@ from agent_r1_jax.rl import algorithms, learner, packing
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class UpdateConfig:
   """What an update needs and no step changes."""
 
   model: decoder.DecoderConfig  # The shape of policy and critic.
@@ -71,7 +71,7 @@ class TrainState:
   kl_coef: float = 0.0  # The present coefficient of the algorithm's KL term.
   step: int = 0  # The number of rollouts learned from.
 
-  def checkpoint_arrays(self, plan: Plan) -> dict[str, Any]:
+  def checkpoint_arrays(self, update_config: UpdateConfig) -> dict[str, Any]:
     """Returns the arrays of a checkpoint: what cannot be loaded or derived at a restart.
 
     These are the learned parameters and the optimizer states; the reference, if it
@@ -82,9 +82,9 @@ class TrainState:
       name: state._replace(params=learned(state.params))
       for name, state in self.states.items()
     }
-    if plan.schedule.reference_every:
+    if update_config.schedule.reference_every:
       arrays['reference'] = learned(self.reference)
-    if plan.schedule.sync_every > 1 or plan.syncs_before_update:
+    if update_config.schedule.sync_every > 1 or update_config.syncs_before_update:
       arrays['sampler'] = learned(self.sampler)
     return arrays
 
@@ -109,29 +109,35 @@ class TrainState:
 
 
 def init(
-  params: decoder.Params, plan: Plan, reference: decoder.Params | None = None
+  params: decoder.Params,
+  update_config: UpdateConfig,
+  reference: decoder.Params | None = None,
 ) -> TrainState:
   """Makes the state before the first rollout.
 
   A critic of its own starts as a copy of the policy with a value head of zeros. Policy,
   critic and reference share frozen parameters; with LoRA only the adapters are copied.
   """
-  if reference is None and plan.algorithm.needs_reference:
+  if reference is None and update_config.algorithm.needs_reference:
     reference = copy_learned(params)
   models = {'policy': params}
-  if 'critic' in plan.optimizers:
+  if 'critic' in update_config.optimizers:
     models['critic'] = decoder.add_value_head(copy_learned(params))
-  states = {name: learner.init(p, plan.optimizers[name]) for name, p in models.items()}
-  if plan.offload:
+  states = {
+    name: learner.init(p, update_config.optimizers[name]) for name, p in models.items()
+  }
+  if update_config.offload:
     for name, state in states.items():
       states[name] = state._replace(opt_state=sharding.to_host(state.opt_state))
-  coef = plan.algorithm.kl.coef if plan.algorithm.kl else 0.0
-  return TrainState(states, reference, sampler_params(params, plan), kl_coef=coef)
+  coef = update_config.algorithm.kl.coef if update_config.algorithm.kl else 0.0
+  return TrainState(
+    states, reference, sampler_params(params, update_config), kl_coef=coef
+  )
 
 
-def sampler_params(params: decoder.Params, plan: Plan) -> decoder.Params:
+def sampler_params(params: decoder.Params, update_config: UpdateConfig) -> decoder.Params:
   """Returns the engine's parameters: a copy if the next update would donate them."""
-  return copy_learned(params) if plan.keeps_old_sampler else params
+  return copy_learned(params) if update_config.keeps_old_sampler else params
 
 
 def copy_learned(params: decoder.Params) -> decoder.Params:

@@ -101,9 +101,9 @@ def _make_state(config, models, machine) -> tuple[dict[str, Any], Any]:
   parts: dict[str, Any] = {'parameters, float32': params}
   if not models.algorithm:
     return parts, copy
-  plan, learned = make_plan(config, models), lora.split(params)[0]
+  update_config, learned = make_update_config(config, models), lora.split(params)[0]
   reference = models.reference and decoder.init(models.reference, jax.random.key(0))
-  state = train_state.init(params, plan, reference)
+  state = train_state.init(params, update_config, reference)
   # What is not learned is shared with the policy.
   if 'critic' in state.states:
     parts['critic, float32'] = lora.split(state.states['critic'].params)[0]
@@ -111,9 +111,9 @@ def _make_state(config, models, machine) -> tuple[dict[str, Any], Any]:
   parts[f'state of {config.optimizer.kind}'] = opt_states
   if state.reference:
     parts['reference, float32'] = reference or learned
-  if plan.keeps_old_sampler:
+  if update_config.keeps_old_sampler:
     parts["policy as the engine's is, float32"] = learned
-  others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(plan)}
+  others = {'learned': learned, 'checkpoint': state.checkpoint_arrays(update_config)}
   return parts | others, copy
 
 
@@ -132,14 +132,16 @@ def _make_copy(models: Models) -> decoder.Params:
   return sampling_params.unstack(params, models.policy)
 
 
-def make_plan(config: config_lib.Config, models: Models) -> train_state.Plan:
+def make_update_config(
+  config: config_lib.Config, models: Models
+) -> train_state.UpdateConfig:
   """Makes the constants of a run's updates, without a reference of another shape."""
   algorithm, optimizer = models.algorithm, config.optimizer
   assert algorithm is not None
   made = {'policy': optimizers.make(optimizer, optimizer.learning_rate)}
   if algorithm.needs_critic and not models.shared_critic:
     made['critic'] = optimizers.make(optimizer, optimizer.critic_learning_rate)
-  return train_state.Plan(
+  return train_state.UpdateConfig(
     dataclasses.replace(models.policy, remat=config.model.remat or 'none'),
     algorithm,
     packing.MicrobatchShape(config.batch.microbatch, config.batch.row_tokens),
@@ -314,14 +316,14 @@ def _compile(program: str, config: config_lib.Config, models: Models) -> float:
       programs = _lower_sampling(config, models, replica)
       return max(map(_temporaries, programs)) * config.engine.replicas
   params = _place(jax.eval_shape(functools.partial(_make_params, config, models)), mesh)
-  plan = make_plan(config, models)
+  update_config = make_update_config(config, models)
   with sharding.use_mesh(mesh):
     if program == 'gradient':
-      options = {'config': plan.model, 'temperature': plan.temperature}
-      loss, batch = plan.objectives['policy'], _make_batch(config, plan)
+      options = {'config': update_config.model, 'temperature': update_config.temperature}
+      loss, batch = update_config.objectives['policy'], _make_batch(config, update_config)
       batch = _place(batch, mesh, mesh and sharding.batch_sharding(mesh))
       return _temporaries(learner._gradient.lower(params, batch, loss=loss, **options))
-    optimizer, learned = plan.optimizers['policy'], lora.split(params)[0]
+    optimizer, learned = update_config.optimizers['policy'], lora.split(params)[0]
     state: Any = jax.eval_shape(lambda p: learner.init(p, optimizer), params)
     state = _place(state._replace(params=learned), mesh)
     return _temporaries(learner._apply.lower(state, learned, optimizer=optimizer))
@@ -341,9 +343,11 @@ def _place(tree: Any, mesh: Any, where: Any = None) -> Any:
   return jax.tree.map(struct, tree, sharding.make_shardings(tree, mesh))
 
 
-def _make_batch(config: config_lib.Config, plan: train_state.Plan) -> types.Batch:
+def _make_batch(
+  config: config_lib.Config, update_config: train_state.UpdateConfig
+) -> types.Batch:
   """Makes a micro-batch of one episode, with the columns that the algorithm needs."""
-  one, algorithm = np.ones(1), plan.algorithm
+  one, algorithm = np.ones(1), update_config.algorithm
   text = types.Segment(np.ones(1, np.int32), np.ones(1, bool), one)
   columns: dict[str, Any] = {'advantages': one}
   if algorithm.needs_reference:
@@ -354,7 +358,7 @@ def _make_batch(config: config_lib.Config, plan: train_state.Plan) -> types.Batc
     columns['correction'] = one
   table = dataclasses.replace(table_lib.from_segments([text]), **columns)
   shape = packing.MicrobatchShape(config.batch.microbatch, _row_tokens(config))
-  options = {'shape': shape, 'shared_critic': plan.shared_critic}
+  options = {'shape': shape, 'shared_critic': update_config.shared_critic}
   return credit.make_minibatch(table, [0], algorithm, **options)[0]
 
 

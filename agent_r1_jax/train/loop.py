@@ -148,7 +148,7 @@ def _run_steps(run: setup.Run):
       metrics['time/eval'] = time.perf_counter() - began
     _write_line(run, metrics | watcher.measure(loop_state.step, metrics))
     if loop_state.step == steps or files.checkpoints.should_save(loop_state.step):
-      files.save(run.train_state, run.plan)
+      files.save(run.train_state, run.update_config)
 
 
 def _write_line(run: setup.Run, metrics: dict[str, float]):
@@ -191,10 +191,14 @@ def _sample(run: setup.Run) -> _Sample:
     ValueError: All prompts of the run's first rollout are too long, and chat.long_prompts
       is 'refuse'.
   """
-  config, algorithm, step = run.config, run.plan.algorithm, run.files.loop_state.step
+  config, algorithm, step = (
+    run.config,
+    run.update_config.algorithm,
+    run.files.loop_state.step,
+  )
   run.signals.phase = 'a rollout'
   run.train_state, step_groups, draws = run.rollouts.next_groups(
-    run.train_state, run.plan
+    run.train_state, run.update_config
   )
   played = [t for group in step_groups for t in group]
   run.watcher.see_episodes(step + 1, played)
@@ -234,7 +238,7 @@ def _learn(run: setup.Run, sample: _Sample):
       run.train_state, metrics, table = updates.learn(
         run.train_state,
         sample.chosen,
-        run.plan,
+        run.update_config,
         baselines=sample.baselines,
         prefixes=sample.prefixes,
       )
@@ -285,12 +289,12 @@ def _save_models(run: setup.Run):
   """Writes the policy, its adapters, and a critic."""
   base, workdir = run.config.model.path, run.files.workdir
   value_head = value_targets.describe(
-    run.plan.algorithm, base, privileged=run.privileged is not None
+    run.update_config.algorithm, base, privileged=run.privileged is not None
   )
   options = {'tokenizer_from': base, 'value_head': value_head}
   for name, state in run.train_state.states.items():
     target = workdir / ('model' if name == 'policy' else name)
-    weights.save(target, run.plan.model, state.params, **options)
+    weights.save(target, run.update_config.model, state.params, **options)
   policy = run.train_state.states['policy'].params
   if lora.has_adapters(policy):
     peft_files.save(workdir / 'adapter', policy, pathlib.Path(base).resolve())
@@ -301,6 +305,6 @@ def _save_preempted(run: setup.Run):
   files, step = run.files, run.files.loop_state.step
   run.watcher.set_phase('saving')
   run.signals.start_saving(step)
-  files.save(run.train_state, run.plan)
+  files.save(run.train_state, run.update_config)
   files.checkpoints.wait()
   run.signals.finish_saving(step)

@@ -13,7 +13,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.host import checkpoint, disk, processes
 from agent_r1_jax.host import workdir as workdir_lib
-from agent_r1_jax.rl import updates
+from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.train import curriculum, episode_store
 from agent_r1_jax.train import metrics as metrics_lib
 
@@ -153,9 +153,7 @@ class RunFiles:
     """The step of the next line of metrics.jsonl."""
     return self.loop_state.written_step + 1
 
-  def restore(
-    self, train_state: updates.TrainState, plan: updates.Plan
-  ) -> updates.TrainState:
+  def restore(self, train_state: TrainState, update_config: UpdateConfig) -> TrainState:
     """Restores the newest checkpoint, and opens what the steps after it are written to.
 
     Sets the loop state and drops the later lines of metrics.jsonl. These files can be
@@ -167,7 +165,9 @@ class RunFiles:
     Raises:
       ValueError: The run had checkpoints, and none is there that can be read.
     """
-    if restored := self.checkpoints.restore(like=train_state.checkpoint_arrays(plan)):
+    if restored := self.checkpoints.restore(
+      like=train_state.checkpoint_arrays(update_config)
+    ):
       _, arrays, host_state = restored
       train_state = train_state.restore(arrays, host_state['train_state'])
       self.loop_state = LoopState.from_json(host_state['position'])
@@ -190,9 +190,9 @@ class RunFiles:
       {},
     )
 
-  def save(self, train_state: updates.TrainState, plan: updates.Plan):
+  def save(self, train_state: TrainState, update_config: UpdateConfig):
     """Starts to write a checkpoint of the current step, if there is none."""
-    arrays = train_state.checkpoint_arrays(plan)
+    arrays = train_state.checkpoint_arrays(update_config)
     host_state = {
       'position': self.loop_state.to_json(),
       'train_state': train_state.checkpoint_numbers(),

@@ -23,6 +23,7 @@ from agent_r1_jax import types
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.rl import updates
+from agent_r1_jax.rl.train_state import TrainState, UpdateConfig
 from agent_r1_jax.train import curriculum as curriculum_lib
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import evaluate, groups, rollout, run_files, watch
@@ -67,8 +68,8 @@ class Schedule:
     self._next_step = files.loop_state.step
 
   def next_groups(
-    self, train_state: updates.TrainState, plan: updates.Plan
-  ) -> tuple[updates.TrainState, list[groups.Group], curriculum_lib.Draws]:
+    self, train_state: TrainState, update_config: UpdateConfig
+  ) -> tuple[TrainState, list[groups.Group], curriculum_lib.Draws]:
     """Starts the rollouts that are due, waits for this step's, returns its groups.
 
     Before a rollout is started, the sampler is synced to the engine. Policy n is the
@@ -83,11 +84,12 @@ class Schedule:
     Refills for tied groups are played in between, if max_refills allows.
 
     Returns:
-      The train state, whose sampler is the current policy if plan.syncs_before_update;
-      the groups; and the tasks drawn for them and for all rollouts under way.
+      The train state, whose sampler is the current policy if
+      update_config.syncs_before_update; the groups; and the tasks drawn for them and for
+      all rollouts under way.
     """
-    step, ahead = self._files.loop_state.step, plan.schedule.ahead
-    if plan.syncs_before_update:
+    step, ahead = self._files.loop_state.step, update_config.schedule.ahead
+    if update_config.syncs_before_update:
       # One step off-policy: the newest policy is synced after the wait. Before it, only
       # a run's first call has a rollout to start.
       self._sync_and_start(train_state, step)
@@ -101,9 +103,9 @@ class Schedule:
       max_refills=self._config.max_refills,
     )
     self._stream.finish_rollout(step_groups)
-    if plan.syncs_before_update:
+    if update_config.syncs_before_update:
       # Not before the wait, since the rollout that has just ended had to keep its policy.
-      train_state = updates.sync_sampler(train_state, plan)
+      train_state = updates.sync_sampler(train_state, update_config)
       self._sync_and_start(train_state, step + ahead)
     return train_state, step_groups, copy.deepcopy(self._stream.draws)
 
@@ -126,7 +128,7 @@ class Schedule:
     ]
     return [g for g, _ in pairs], [t.reward for g, t in pairs for _ in g]
 
-  def _sync_and_start(self, train_state: updates.TrainState, last: int):
+  def _sync_and_start(self, train_state: TrainState, last: int):
     """Syncs the sampler to the engine, and starts all rollouts up to step `last`."""
     last = min(last, self._config.steps - 1)
     to_start = range(self._next_step, last + 1)

@@ -45,7 +45,7 @@ class Run:
   Attributes:
     config: The run's configuration, with every engine and batch size chosen.
     train_state: The models, optimizer states and counters; replaced at each step.
-    plan: The constants of the updates.
+    update_config: The constants of the updates.
     chat: Encodes messages with the policy's tokenizer.
     engine: The engine, open.
     rollouts: Starts the rollouts of each step and waits for them.
@@ -60,7 +60,7 @@ class Run:
 
   config: config_lib.Config
   train_state: updates.TrainState
-  plan: updates.Plan
+  update_config: train_state_lib.UpdateConfig
   chat: chat_lib.Chat
   engine: engine_lib.Engine
   rollouts: schedule.Schedule
@@ -105,19 +105,21 @@ def start(
       for sampling in (config.sampling, config.evaluation)
     )
   with sharding.use_mesh(mesh):
-    plan, train_state = make_plan(config, model, params, algorithm, mesh)
+    update_config, train_state = make_update_config(
+      config, model, params, algorithm, mesh
+    )
   _check_options(algorithm, train_state, privileged, guides)
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     signals = stack.enter_context(preemption.watch())
     defaults = identity.list_defaults('algorithm', algorithm)
     files = stack.enter_context(run_files.RunFiles(config, workdir, made_of, defaults))
-    train_state = _restore(train_state, plan, engine, files, signals)
+    train_state = _restore(train_state, update_config, engine, files, signals)
     stack.enter_context(watcher.begin(_describe(config, label, files, chat, engine)))
     run = Run(
       config=config,
       train_state=train_state,
-      plan=plan,
+      update_config=update_config,
       chat=chat,
       engine=engine,
       rollouts=schedule.Schedule(
@@ -160,7 +162,7 @@ def _check_options(algorithm, train_state, privileged, guides):
 
 def _restore(
   train_state: updates.TrainState,
-  plan: updates.Plan,
+  update_config: train_state_lib.UpdateConfig,
   engine: engine_lib.Engine,
   files: run_files.RunFiles,
   signals: preemption.Watch,
@@ -169,7 +171,7 @@ def _restore(
   signals.newest_step = files.find_newest_checkpoint
   signals.raise_if_requested()
   signals.phase = 'restoring'
-  train_state = files.restore(train_state, plan)
+  train_state = files.restore(train_state, update_config)
   engine.sync_weights(train_state.sampler, train_state.sampler_step)
   engine.interrupted = signals.is_requested
   return train_state
@@ -250,13 +252,13 @@ def make_engine(
   )
 
 
-def make_plan(
+def make_update_config(
   config: config_lib.Config,
   model: decoder.DecoderConfig,
   params: decoder.Params,
   algorithm: algorithms.Algorithm,
   mesh: Mesh | None = None,
-) -> tuple[updates.Plan, updates.TrainState]:
+) -> tuple[train_state_lib.UpdateConfig, updates.TrainState]:
   """Makes the constants of the updates, and the train state before the first rollout.
 
   Raises:
@@ -282,7 +284,7 @@ def make_plan(
     reference_model, reference = _load_reference(config.model, model, mesh)
     if config.schedule.reference_every:
       _check_replaceable(reference_model, reference, model, params)
-  plan = updates.Plan(
+  update_config = train_state_lib.UpdateConfig(
     model,
     algorithm,
     packing.MicrobatchShape(
@@ -295,7 +297,7 @@ def make_plan(
     seed=config.seed,
     offload=config.optimizer.offload,
   )
-  return plan, train_state_lib.init(params, plan, reference)
+  return update_config, train_state_lib.init(params, update_config, reference)
 
 
 def _load_reference(

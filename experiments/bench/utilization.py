@@ -35,6 +35,7 @@ from agent_r1_jax.engine import programs as programs_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, correction, packing, updates
+from agent_r1_jax.rl import train_state as train_state_lib
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import run_files, schedule, watch
 
@@ -106,7 +107,7 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
     ),
     limits=config_lib.Limits(1, _LONGEST),
   )
-  engine, train_state, plan = _system(config.schedule, rows, tail, chat)
+  engine, train_state, update_config = _system(config.schedule, rows, tail, chat)
   loop_state = run_files.LoopState()
   run_log: Any = types_lib.SimpleNamespace(loop_state=loop_state, store=None)
   tasks = [types.Task(str(i), [{'role': 'user', 'content': '?'}]) for i in range(4096)]
@@ -118,12 +119,12 @@ def measure(mode: str, tail: float, chat: chat_lib.Chat) -> dict[str, Any]:
     for step in range(_STEPS.value):
       if step == _WARM:
         begun, sampled = time.perf_counter(), engine.stats.sampled
-      train_state, found, draws = rollouts.next_groups(train_state, plan)
+      train_state, found, draws = rollouts.next_groups(train_state, update_config)
       ages += [train_state.step - t.policy_steps for group in found for t in group]
       time.sleep(seconds)
       train_state = dataclasses.replace(train_state, step=train_state.step + 1)
-      if not plan.syncs_before_update:
-        train_state = updates.sync_sampler(train_state, plan)
+      if not update_config.syncs_before_update:
+        train_state = updates.sync_sampler(train_state, update_config)
       loop_state.advance({}, draws)
     wall = (time.perf_counter() - begun) / (_STEPS.value - _WARM)
   tokens = (engine.stats.sampled - sampled) / (_STEPS.value - _WARM)
@@ -152,9 +153,11 @@ def _system(config, rows, tail, chat):
   engine.replicas[0].device = chips
   algorithm = algorithms.grpo(kl_coef=0.0, correction=correction.token_truncated())
   rows_of_updates = packing.MicrobatchShape(1, 1)  # There are none.
-  plan = updates.Plan(shape, algorithm, rows_of_updates, {}, config)
+  update_config = train_state_lib.UpdateConfig(
+    shape, algorithm, rows_of_updates, {}, config
+  )
   state: Any = types_lib.SimpleNamespace(params=nothing)
-  return engine, updates.TrainState({'policy': state}, None, nothing), plan
+  return engine, updates.TrainState({'policy': state}, None, nothing), update_config
 
 
 def main(_):
