@@ -9,6 +9,7 @@ import os
 import pathlib
 
 from agent_r1_jax import fields, types
+from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
 from agent_r1_jax.report import progress as progress_lib
@@ -23,11 +24,15 @@ class Watcher:
   def __init__(self):
     """Watches nothing yet."""
     self._bar: progress_lib.Progress | None = None
+    self._meter: progress_lib.Meter | None = None
+    self._engine: engine_lib.Engine | None = None
 
   @contextlib.contextmanager
   def begin(self, run: watch.RunInfo) -> Iterator[None]:
     """Shows a view of the run, and opens its sinks, inside `with`."""
-    config, self._run = run.config, run
+    config = self._config = run.config
+    self._workdir, self._call_format = run.workdir, run.call_format
+    self._engine = run.engine
     with contextlib.ExitStack() as stack:
       logged, terminal, self._sinks = [], None, []
       if processes.is_first():
@@ -49,9 +54,13 @@ class Watcher:
       )
       self._alarms = alarms.AlarmMonitor(config.alarms, self.print_line, logged)
       self._faults = alarms.FaultCounter(self.print_line)
-      self._meter: progress_lib.Meter | None = None
+      # The engine's copy of the policy must be freed at the end of a run.
+      stack.callback(self._forget)
       yield
       self._faults.report_totals()
+
+  def _forget(self):
+    self._bar = self._meter = self._engine = None
 
   def print_line(self, line: str) -> None:
     """Prints a line above the view, which stays."""
@@ -65,8 +74,9 @@ class Watcher:
 
   def trace_step(self, step: int) -> contextlib.AbstractContextManager:
     """Traces the steps in config.profile; speed is measured from the first step on."""
-    self._meter = self._meter or progress_lib.Meter(self._run.engine)
-    return profile.trace_step(self._run.config.profiled_steps, self._run.workdir, step)
+    if self._engine and not self._meter:
+      self._meter = progress_lib.Meter(self._engine)
+    return profile.trace_step(self._config.profiled_steps, self._workdir, step)
 
   def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
     """Prints each new kind of fault in users' code."""
@@ -81,7 +91,7 @@ class Watcher:
   ) -> None:
     """Writes the first config.log_episodes, with the columns of their tokens."""
     numbers = {id(t): number for number, t in enumerate(learned_from)}
-    if logged := played[: self._run.config.log_episodes]:
+    if logged := played[: self._config.log_episodes]:
       tables = [
         table.take(table.trajectory == numbers[id(t)])
         if id(t) in numbers
@@ -94,7 +104,7 @@ class Watcher:
     self, name: str, step: int, played: Sequence[types.Trajectory]
   ) -> None:
     """Writes all; config.log_episodes of them with the columns of their tokens."""
-    logged = played[: self._run.config.log_episodes]
+    logged = played[: self._config.log_episodes]
     self._write_episodes(name, step, played, [table_lib.build([t]) for t in logged])
 
   def _write_episodes(
@@ -107,11 +117,11 @@ class Watcher:
     """Writes trajectories/step-<step>-<name>.jsonl; the first ones have `tables`."""
     if processes.is_first():
       episodes.write(
-        self._run.workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
+        self._workdir / 'trajectories' / f'step-{step:05d}-{name}.jsonl',
         played,
         step=step,
         columns=[table.list_tokens() for table in tables],
-        parse=self._run.call_format.parse,
+        parse=self._call_format.parse,
       )
 
   def measure(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
