@@ -113,7 +113,7 @@ def collect(workdir: pathlib.Path) -> tuple[dict[str, Any], list[dict], list[dic
       number = numbers[episode['group']]
       rows.append(_describe(episode) | {'group': number, 'tokens': index})
       answer = {'answer': episodes_lib.format_answer(episode['answer'])}
-      texts.append(answer | {name: episode[name] for name in _OPENED})
+      texts.append(answer | {name: episode.get(name) for name in _OPENED})
       tokens += [columns] if columns else []
     run['logs'].append({'step': int(step), 'name': name})
   saved = _try(lambda: _read_config(workdir / 'config.json'), {}, problems)

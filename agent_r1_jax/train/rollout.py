@@ -173,19 +173,12 @@ def start(
       context = episode_context.Context(
         replica, decoding, automata, (seed, rollout_number, task.id, number)
       )
-      # An episode that was caught on an event loop which another one blocks is played
-      # again. It samples the same tokens, so only time is lost. Each of the others may
-      # catch it once.
-      for attempt in range(max(_ATTEMPTS, len(episodes))):
-        workers.home.set(workers.Home(spread=attempt > 0))
-        trajectory = types.Trajectory(task, group, sample, [], [], [], status='error')
-        try:
-          episode = episode_lib.Episode(chat, make_env, limits, context, trajectory)
-          await episode.play(decoding.choice)
-          break
-        except workers.LoopBlockedError as error:
-          trajectory.error = str(error)
-          trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
+      trajectory = await _play(
+        lambda: types.Trajectory(task, group, sample, [], [], [], status='error'),
+        lambda t: episode_lib.Episode(chat, make_env, limits, context, t),
+        decoding.choice,
+        attempts=max(_ATTEMPTS, len(episodes)),
+      )
     # The signal that interrupted the engine may also have ended programs that tools had
     # started. Episodes that failed for that reason are to be played again.
     if finished and not engine.interrupted():
@@ -202,3 +195,26 @@ def start(
         episodes.append(play(group, sample, numbers[task.id]))
       numbers[task.id] += 1
   return Rollout(engine, engine.start(episodes), tasks, finished, send_messages)
+
+
+async def _play(
+  begin: Callable[[], types.Trajectory],
+  make_episode: Callable[[types.Trajectory], episode_lib.Episode],
+  choice: decoding_lib.Choice | None,
+  attempts: int,
+) -> types.Trajectory:
+  """Plays an episode; one that another one's blocked event loop caught, once more.
+
+  It samples the same tokens again, so only time is lost. Each of the others may catch it
+  once.
+  """
+  for attempt in range(attempts):
+    workers.home.set(workers.Home(spread=attempt > 0))
+    trajectory = begin()
+    try:
+      await make_episode(trajectory).play(choice)
+      break
+    except workers.LoopBlockedError as error:
+      trajectory.error = str(error)
+      trajectory.metrics |= {'timeouts': 1.0, 'error/LoopBlockedError': 1.0}
+  return trajectory
