@@ -12,12 +12,14 @@ import tiny
 
 from agent_r1_jax.report import episodes
 from agent_r1_jax.retrieval import bm25, documents
+from agent_r1_jax.train import episode_store
 
 # Ends the command as a kill does that cuts the fourth episode short on the disk.
 KILLED = """
 import os, signal
 from absl import app
 from agent_r1_jax.host import disk
+from agent_r1_jax.train import episode_store
 from experiments import evaluate
 
 def append(file, data, written=[], append=disk.append):

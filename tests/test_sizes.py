@@ -15,7 +15,7 @@ import tiny
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields
-from agent_r1_jax.engine import replica
+from agent_r1_jax.engine import device as device_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.models import decoder
 from agent_r1_jax.rl import algorithms, learner
@@ -227,8 +227,8 @@ class TestCompiler:
     for module, name in ((learner, '_gradient'), (learner, '_apply')):
       monkeypatch.setattr(module, name, _Spy(getattr(module, name), texts['run']))
     for name in ('decode', 'prefill'):
-      program = getattr(replica.programs_lib, name)
-      monkeypatch.setattr(replica.programs_lib, name, _Spy(program, texts['run']))
+      program = getattr(device_lib.programs_lib, name)
+      monkeypatch.setattr(device_lib.programs_lib, name, _Spy(program, texts['run']))
     test_train._run(config, tmp_path, algorithm=_WITH_REFERENCE)
     assert len(texts['asked']) == 4 and set(texts['asked']) <= set(texts['run'])
 

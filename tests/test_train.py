@@ -37,7 +37,7 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import loop, metrics, rollout, setup
+from agent_r1_jax.train import episode_store, loop, metrics, rollout, setup
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
