@@ -330,7 +330,8 @@ def test_a_segment_or_its_prefix_that_fits_no_packed_row_is_refused():
   t = episodes.trajectory('....000')
   room = [np.zeros(25, np.int32)]
   plain.credit([t], _PPO, plain.models(own_critic=True), prefixes=room)
-  with pytest.raises(ValueError, match='segment of 33 tokens does not fit a row of 32'):
+  message = 'segment of 7 tokens and the 26 before it.*critic sees do not fit a row of 32'
+  with pytest.raises(ValueError, match=message):
     plain.credit([t], _PPO, prefixes=[np.zeros(26, np.int32)])
 
 

@@ -179,7 +179,7 @@ class _Bomb:
     raise AssertionError('code of a file has run')
 
 
-class TestSpool:
+class TestEpisodeStore:
   def _kept(self, tmp_path, n=3):
     rollout = episode_store.EpisodeStore(tmp_path).open_rollout(0, [_TASK])
     for number in range(n):

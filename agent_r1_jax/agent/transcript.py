@@ -115,6 +115,10 @@ class Transcript:
     self._passages.append(Passage(passage.tokens[:length]))
     return self.passage
 
+  def drop(self, passage: Passage):
+    """Forgets a passage in which nothing was sampled."""
+    self._passages.remove(passage)
+
   def add_turn(self, passage: Passage, observed: np.ndarray, reply: Reply) -> types.Turn:
     """Appends a turn to one of the passages."""
     self.turns.append(passage.add_turn(observed, reply))

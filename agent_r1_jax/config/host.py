@@ -32,6 +32,11 @@ class Mesh:
     axes = {'data': self.data, 'fsdp': fsdp}
     return axes | {'tensor': self.tensor, 'context': self.context}
 
+  def count_groups(self, chips: int) -> int:
+    """Returns how many groups of chips the rows of a micro-batch are split over."""
+    axes = self.axes(chips)
+    return axes['data'] * axes['fsdp']
+
   def check(self) -> None:
     """Raises ValueError for a wrong value; the message names the field."""
     fields.check(self, 'mesh', at_least_1=('data', 'tensor', 'context'))

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
+from typing import Any
 
+from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, types
-from agent_r1_jax.engine import engine as engine_lib
 from agent_r1_jax.host import processes
 from agent_r1_jax.report import alarms, episodes, profile, sinks, summary
 from agent_r1_jax.report import progress as progress_lib
@@ -23,44 +24,39 @@ class Watcher:
 
   def __init__(self):
     """Watches nothing yet."""
+    self._stepped = False
     self._bar: progress_lib.Progress | None = None
     self._meter: progress_lib.Meter | None = None
-    self._engine: engine_lib.Engine | None = None
+
+  def check(self, config: config_lib.Config) -> None:
+    """Accepts all settings."""
 
   @contextlib.contextmanager
   def begin(self, run: watch.RunInfo) -> Iterator[None]:
     """Shows a view of the run, and opens its sinks, inside `with`."""
     config = self._config = run.config
     self._workdir, self._call_format = run.workdir, run.call_format
-    self._engine = run.engine
     with contextlib.ExitStack() as stack:
-      logged, terminal, self._sinks = [], None, []
+      # The engine's copy of the policy must be freed at the end of a run.
+      stack.callback(self._forget)
+      logged, self._sinks = [], []
       if processes.is_first():
         logged = metrics_lib.read(run.workdir)
         values = {name: fields.get(config, name) for name in fields.names(type(config))}
         self._sinks = sinks.start(config.sink_names, run.workdir, values, run.next_line)
         for sink in self._sinks:
           stack.callback(sink.close)
-      else:
-        terminal = stack.enter_context(open(os.devnull, 'w'))
       self._bar = stack.enter_context(
-        progress_lib.Progress(
-          config.schedule.steps,
-          label=run.label,
-          start=run.step,
-          every=0.0,
-          file=terminal,
-        )
+        _open_bar(config.schedule.steps, label=run.label, start=run.step, every=0.0)
       )
       self._alarms = alarms.AlarmMonitor(config.alarms, self.print_line, logged)
       self._faults = alarms.FaultCounter(self.print_line)
-      # The engine's copy of the policy must be freed at the end of a run.
-      stack.callback(self._forget)
+      self._meter, self._stepped = progress_lib.Meter(run.engine), False
       yield
       self._faults.report_totals()
 
   def _forget(self):
-    self._bar = self._meter = self._engine = None
+    self._bar = self._meter = None
 
   def print_line(self, line: str) -> None:
     """Prints a line above the view, which stays."""
@@ -73,9 +69,13 @@ class Watcher:
       self._bar.set_phase(name, done, total)
 
   def trace_step(self, step: int) -> contextlib.AbstractContextManager:
-    """Traces the steps in config.profile; speed is measured from the first step on."""
-    if self._engine and not self._meter:
-      self._meter = progress_lib.Meter(self._engine)
+    """Traces the steps in config.profile; the first step's speed is measured from here.
+
+    What came before it is compilation, and the evaluation of the untrained policy.
+    """
+    if self._meter and not self._stepped:
+      self._meter.measure()
+    self._stepped = True
     return profile.trace_step(self._config.profiled_steps, self._workdir, step)
 
   def see_episodes(self, step: int, played: Sequence[types.Trajectory]) -> None:
@@ -146,6 +146,17 @@ class Watcher:
   @contextlib.contextmanager
   def count_episodes(self, label: str, total: int) -> Iterator[watch.Ended]:
     """Shows a bar of the episodes of an evaluation."""
-    with progress_lib.Progress(total, label=label) as self._bar:
-      yield self._bar.step_counter()
-    self._bar = None
+    try:
+      with _open_bar(total, label=label) as self._bar:
+        yield self._bar.step_counter()
+    finally:
+      self._bar = None
+
+
+@contextlib.contextmanager
+def _open_bar(total: int, **options: Any) -> Iterator[progress_lib.Progress]:
+  """Shows a bar inside `with`, in the first process; the others' is not seen."""
+  with contextlib.ExitStack() as stack:
+    if not processes.is_first():
+      options['file'] = stack.enter_context(open(os.devnull, 'w'))
+    yield stack.enter_context(progress_lib.Progress(total, **options))

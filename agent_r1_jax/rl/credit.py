@@ -70,6 +70,7 @@ def score(
   if algorithm.needs_critic:
     values = lambda b: learner.values(models.critic, b, config=models.config)
     longer, in_table = table.add_prefixes(prefixes or [_NO_PREFIX] * len(table.group))
+    _check_lengths(longer, in_table, shape)
     after = _score_tokens(longer, values, shape)
     # The state before a token is the state after the token before it.
     columns['values'] = spans.previous_values(longer.segment, after)[in_table]
@@ -201,6 +202,19 @@ def _select(table, members, algorithm, action_mask: bool) -> TokenTable:
   weight_of[members] = algorithm.aggregation(counts[members])
   table = dataclasses.replace(table, weights=weight_of[table.trajectory] * weighed)
   return table.take(table.find_tokens(members))
+
+
+def _check_lengths(longer: TokenTable, in_table, shape: packing.MicrobatchShape) -> None:
+  """Raises ValueError if a segment fits a row without its prefix, and not with it."""
+  sizes = np.bincount(longer.segment)
+  longest = np.argmax(sizes)
+  text, size = in_table[longer.segment == longest].sum(), sizes[longest]
+  if text < size > shape.row_tokens:
+    raise ValueError(
+      f'A segment of {text} tokens and the {size - text} before it that only the critic '
+      f'sees do not fit a row of {shape.row_tokens}: raise row_tokens, or tell the '
+      'critic less.'
+    )
 
 
 def _mean_kl(table: TokenTable, estimator: kl_lib.Estimator) -> float:

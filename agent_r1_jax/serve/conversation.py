@@ -329,9 +329,9 @@ class Conversation:
     branch.rendered += [*rendered, {'role': 'assistant', 'content': text}]
     branch.ends.append((len(branch.messages), len(branch.passage)))
     self._last_reply_truncated = reply.reason == 'length'
-    replies = [message for message in messages if message['role'] == 'assistant']
+    rewritten = [message for message in messages if message['role'] == 'assistant']
     # Before the first reply of all they are examples.
-    self.metrics['rewritten'] += bool(replies) and not is_first
+    self.metrics['rewritten'] += bool(rewritten) and not is_first
     self.metrics['forks'] += begins_fork
     malformed = sum(isinstance(arguments, str) for _, arguments in reply.calls)
     self.metrics['tool_calls'] += len(reply.calls) - malformed
@@ -348,6 +348,7 @@ class Conversation:
     branch.pending = None
     if not branch.passage.turns:
       self._branches.remove(branch)
+      self._transcript.drop(branch.passage)
       self._key_ids.remove(branch.key_id)
       self._close_unused(branch.text)
 

@@ -113,10 +113,12 @@ class Episode:
       t.metrics['error/LateEpisode'] = 1.0
       t.error = f'the episode took longer than {seconds:g} seconds (episode_seconds)'
     finally:
-      if chooser:
-        chooser.close()
-        t.metrics['sampled_tokens'] = float(chooser.sampled)
-      await self._end()
+      try:
+        if chooser:
+          t.metrics['sampled_tokens'] = float(chooser.sampled)
+          chooser.close()
+      finally:
+        await self._end()
     if abandoned:
       t.metrics['abandoned_calls'] = float(abandoned.total())
       t.metrics |= {f'abandoned/{name}': float(n) for name, n in abandoned.items()}

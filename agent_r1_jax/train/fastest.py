@@ -25,7 +25,7 @@ def choose(
   config: config_lib.Config, models: footprint_lib.Models, machine: footprint_lib.Machine
 ) -> dict[str, int]:
   """Returns the sizes that are chosen if they fit the memory."""
-  groups = footprint_lib.count_groups(config.mesh, machine.chips)
+  groups = config.mesh.count_groups(machine.chips)
   slots = config.engine.slots or _choose_slots(config, models)
   tokens = (config.batch.row_tokens or slots) / config.mesh.context
   each = _power_of_two(max(1, int(_MOST_TOKENS[machine.platform] / tokens)))

@@ -61,12 +61,6 @@ class Models(NamedTuple):
 Ask = Callable[[str, config_lib.Config], float]
 
 
-def count_groups(mesh: config_lib.Mesh, chips: int) -> int:
-  """Returns how many groups of chips the rows of a micro-batch are split over."""
-  axes = mesh.axes(chips)
-  return axes['data'] * axes['fsdp']
-
-
 def count(
   config: config_lib.Config, models: Models, machine: Machine
 ) -> dict[str, float]:
@@ -216,14 +210,16 @@ class Footprint:
   def compile(self, program: str, config: config_lib.Config) -> float:
     """Returns the temporaries of a program, compiled.
 
-    If no time is left it is `least`, or a copy of the cache for a decode that no other
-    size is known of.
+    If no time is left it is scaled from other sizes: of the same remat, or else of any,
+    which is too much for 'full'. For a decode that nothing is known of it is a copy of
+    the cache.
     """
     key = _key(program, config)
     if key not in self._known and self._left <= 0:
       self.missing.add(program)
       copied = _count_cache(config, self.models.policy)
-      return self.least(program, config) or copied * (program == 'sampling')
+      known = self.least(program, config) or self._scale(program, config)
+      return known or copied * (program == 'sampling')
     if key not in self._known:
       begin = time.monotonic()
       try:
@@ -243,14 +239,21 @@ class Footprint:
 
     A part of them grows with the rows, and at most with the square of the tokens.
     """
-    name, kind, rows, tokens = key = _key(program, config)
+    key = _key(program, config)
     if key in self._known:
       return self._known[key]
+    return self._scale(program, config, key[1])
+
+  def _scale(
+    self, program: str, config: config_lib.Config, kind: str | None = None
+  ) -> float:
+    """Scales what other sizes take, of one kind of program or of all; 0 if none is."""
+    name, _, rows, tokens = _key(program, config)
     return max(
       (
         size * min(1, rows / r) * min(1, tokens / t) ** 2
         for (n, k, r, t), size in self._known.items()
-        if (n, k) == (name, kind) and math.isfinite(size)
+        if n == name and kind in (None, k) and math.isfinite(size)
       ),
       default=0.0,
     )
@@ -261,7 +264,7 @@ class Footprint:
     D, F, V, N = c.embed_dim, c.mlp_dim, c.vocab_size, c.num_heads
     token = 10 * D + 6 * F + 16 * N * c.head_dim
     if program == 'gradient':
-      groups = count_groups(config.mesh, self.machine.chips)
+      groups = config.mesh.count_groups(self.machine.chips)
       B, T = config.batch.microbatch / groups, _row_tokens(config)
       logits = min(B * T, head.block_tokens(V)) * V
       layer = B * T * token + 4 * B * N * T**2

@@ -85,6 +85,7 @@ def run(
   if not os.fspath(workdir):
     raise ValueError('workdir is empty; name a directory for the run.')
   preflight.check_config(config, algorithm)
+  watcher.check(config)
   preflight.check_sets(tasks, evals)
   with setup.start(
     config,
@@ -132,10 +133,8 @@ def _run_steps(run: setup.Run):
         sampled = time.perf_counter()
         learned, table = _learn(run, sample)
         runtime.release_freed_memory()
-      seconds = {
-        'time/rollout': sampled - began,
-        'time/update': time.perf_counter() - sampled,
-      }
+        updated = time.perf_counter()
+      seconds = {'time/rollout': sampled - began, 'time/update': updated - sampled}
       loop_state.advance(sample.metrics | learned | seconds, sample.draws)
       watcher.log_rollout(loop_state.step, sample.played, sample.chosen, table)
     metrics = dict(loop_state.pending_metrics)

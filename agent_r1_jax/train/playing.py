@@ -38,7 +38,8 @@ def reserve(
       memory; or another run holds the workdir.
   """
   preflight.check_config(config, algorithm)
-  with run_files.lock(sizes.resolve(config, algorithm, workdir), workdir):
+  with run_files.lock(workdir):
+    run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
     yield
 
 

@@ -66,18 +66,20 @@ class LoopState:
 
 
 @contextlib.contextmanager
-def lock(config: config_lib.Config, workdir: str | os.PathLike) -> Iterator[None]:
-  """Locks a workdir inside `with`, and compares its configuration, if it has one.
-
-  Raises:
-    ValueError: Another run holds it, or its run has another configuration.
-  """
+def lock(workdir: str | os.PathLike) -> Iterator[None]:
+  """Locks a workdir inside `with`; raises ValueError if another run holds it."""
   with workdir_lib.lock(workdir) if processes.is_first() else contextlib.nullcontext():
-    _check_config(config, workdir, write=False)
     yield
 
 
-def _check_config(config, workdir, *, write: bool = True):
+def check_config(
+  config: config_lib.Config, workdir: str | os.PathLike, *, write: bool = False
+) -> None:
+  """Compares the configuration with that of the workdir's run, if it has one.
+
+  Raises:
+    ValueError: They differ in a field that a resumed run may not change.
+  """
   workdir_lib.check_config(
     workdir,
     dataclasses.asdict(config),
@@ -123,14 +125,15 @@ class RunFiles:
       episode_store.EpisodeStore(workdir) if config.checkpoint.keep_rollouts else None
     )
     with contextlib.ExitStack() as stack:
-      stack.enter_context(lock(config, workdir))
+      stack.enter_context(lock(workdir))
+      check_config(config, workdir)
       self.checkpoints = stack.enter_context(
         checkpoint.Checkpointer(
           workdir, every=config.checkpoint.every, keep=config.checkpoint.keep
         )
       )
       # Written last: a start that failed before this leaves no file, and can be repeated.
-      _check_config(config, workdir)
+      check_config(config, workdir, write=True)
       if made_of is not None:
         path = self.workdir / 'made_of.json'
         remedy = (

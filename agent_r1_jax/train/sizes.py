@@ -8,6 +8,7 @@ is resumed takes the sizes that it began with from its config.json.
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import sys
@@ -123,7 +124,7 @@ def load_recorded(
   try:
     recorded = json.loads(path.read_text())
   except (OSError, ValueError, RecursionError):
-    return config  # No run yet; or the journal will raise an error that names the file.
+    return config  # No run yet; or run_files will raise an error that names the file.
   if not isinstance(recorded, Mapping):
     return config
   names = (*FIELDS, REMAT)
@@ -163,7 +164,7 @@ def _candidates(
   the same with half of the rows, and so on; then with half of the slots.
   """
   fastest = fastest_lib.choose(config, models, machine)
-  groups = footprint_lib.count_groups(config.mesh, machine.chips)
+  groups = config.mesh.count_groups(machine.chips)
   remats = [config.model.remat or 'none']
   # With the layers unrolled, on a CPU, it would save nothing.
   unrolled = machine.platform == 'cpu' and models.policy.num_layers <= UNROLLED_LAYERS
@@ -232,7 +233,10 @@ def check(
   peak, phase, parts = footprint.largest(config, footprint.least)
   largest = sorted(parts.items(), key=lambda part: -part[1])
   table = '\n'.join(f'  {n / GB:8.2f} GB  {name}' for name, n in largest if n >= 5e6)
-  remedy = _find_remedy(config, footprint, [name for name, n in largest if n > peak / 20])
+  finite = sum(n for _, n in largest if math.isfinite(n))
+  remedy = _find_remedy(
+    config, footprint, [name for name, n in largest if n > finite / 20]
+  )
   if machine.platform == 'gpu' and peak < 0.95 / 0.75 * machine.memory:
     # By default JAX allocates three quarters of a GPU's memory.
     remedy += ', or let JAX have more of the GPU (XLA_PYTHON_CLIENT_MEM_FRACTION=.95)'
@@ -242,8 +246,9 @@ def check(
       'others in another workdir'
     )
   where = 'this process' if machine.platform == 'cpu' else 'each chip'
+  taken = f'{peak / GB:.1f} GB' if math.isfinite(peak) else 'more than is compiled'
   raise ValueError(
-    f'memory: this run is estimated to take {peak / GB:.1f} GB ({phase}), and {where} '
+    f'memory: this run is estimated to take {taken} ({phase}), and {where} '
     f'has {machine.memory / GB:.1f} GB:\n{table}\n{remedy}. {MEMORY_VARIABLE} says that '
     'there is more or less.'
   )
@@ -291,7 +296,7 @@ def describe(config: config_lib.Config, footprint: footprint_lib.Footprint) -> s
 
 def _check_split(config: config_lib.Config, machine: Machine) -> None:
   """Raises ValueError if training rows cannot be split over the mesh."""
-  groups = footprint_lib.count_groups(config.mesh, machine.chips)
+  groups = config.mesh.count_groups(machine.chips)
   context = config.mesh.context
   if config.batch.microbatch % groups:
     raise ValueError(

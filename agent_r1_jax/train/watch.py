@@ -46,6 +46,10 @@ class Watcher(Protocol):
   What a method raises ends the run, so that a watcher bounds and reports its own faults.
   """
 
+  def check(self, config: config_lib.Config) -> None:
+    """Raises ValueError for settings that it does not serve, before anything is made."""
+    ...
+
   def begin(self, run: RunInfo) -> contextlib.AbstractContextManager:
     """Watches a run inside `with`."""
     ...
@@ -111,22 +115,20 @@ class Watcher(Protocol):
 class Plain:
   """Prints a line a step, and watches nothing else."""
 
-  @contextlib.contextmanager
-  def begin(self, run: RunInfo) -> Iterator[None]:
-    """Begins.
-
-    Raises:
-      ValueError: The configuration asks for what it does not do.
-    """
-    wanted = {'sinks': run.config.sinks, 'profile': run.config.profile}
+  def check(self, config: config_lib.Config) -> None:
+    """Refuses what it does not do; see Watcher."""
     default = config_lib.Config()
-    for name, value in wanted.items():
-      if value != getattr(default, name):
+    for name in ('sinks', 'profile', 'alarms'):
+      value = getattr(config, name)
+      if value and value != getattr(default, name):
         raise ValueError(
           f'{name} is {value!r}, and nobody watches this run who does that: give '
           'train.run(..., watcher=report.Watcher()), or leave it out.'
         )
-    yield
+
+  def begin(self, run: RunInfo) -> contextlib.AbstractContextManager:
+    """Begins."""
+    return contextlib.nullcontext()
 
   def print_line(self, line: str) -> None:
     """Prints a line, in the first process."""
