@@ -14,7 +14,7 @@ import pytest
 import test_train
 import tiny
 
-from agent_r1_jax import types
+from agent_r1_jax import train, types
 from agent_r1_jax.agent import calls
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import guide
@@ -250,6 +250,10 @@ def test_a_guide_of_ones_own_is_in_every_reply(model, tmp_path):
   ):
     # What is not the likeliest has at most half of the policy's probability.
     assert (logprobs[segment.action_mask] <= np.log(0.5) + 1e-4).all()
+  methods = {'alone': ({'dev': test_train._tasks(2)}, test_train._make_env)}
+  alone = train.play(config, tmp_path / 'model', methods, guides=guides)['alone']['dev']
+  assert {turn.stop - turn.start for t in alone for turn in t.turns} <= {1, 2, 3}
+  assert any(t.turns for t in alone)
 
 
 def test_truncated_episodes_can_be_left_out(model, tmp_path):

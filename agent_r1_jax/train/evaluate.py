@@ -13,6 +13,7 @@ from agent_r1_jax.agent import automata, call_formats
 from agent_r1_jax.agent import chat as chat_lib
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.engine import engine as engine_lib
+from agent_r1_jax.engine import guide as guide_lib
 from agent_r1_jax.host import runtime
 from agent_r1_jax.train import decoding as decoding_lib
 from agent_r1_jax.train import episode_store, preflight, rollout, watch
@@ -20,6 +21,7 @@ from agent_r1_jax.train import episode_store, preflight, rollout, watch
 # Metrics of an episode that `summarize` returns even where they are 0.
 _FAULTS = ('timeouts', 'abandoned_calls')
 GREEDY = decoding_lib.Decoding(config_lib.GREEDY)
+_NO_GUIDES: Mapping[guide_lib.Guide, guide_lib.State] = {}
 Choose = Callable[[engine_lib.Engine], decoding_lib.Choice]
 
 
@@ -72,6 +74,7 @@ def play(
   seed: int = 0,
   workdir: pathlib.Path | None = None,
   choose: Choose | None = None,
+  guides: Mapping[guide_lib.Guide, guide_lib.State] = _NO_GUIDES,
   watcher: watch.Watcher = watch.PLAIN,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the tasks of one or several methods, each in the sight of the watcher.
@@ -93,7 +96,7 @@ def play(
         sets,
         make_env,
         limits=limits,
-        decoding=decoding._replace(choice=choice),
+        decoding=decoding._replace(choice=choice, guides=guides),
         samples=samples,
         seed=seed,
         store=workdir and episode_store.EpisodeStore(workdir / label),

@@ -38,6 +38,9 @@ def reserve(
       memory; or another run holds the workdir.
   """
   preflight.check_config(config, algorithm)
+  # The lock asks JAX for the number of this process, and so starts JAX's threads:
+  # malloc is to be set before the first one.
+  runtime.initialize()
   with run_files.lock(workdir):
     run_files.check_config(sizes.resolve(config, algorithm, workdir), workdir)
     yield
@@ -53,6 +56,7 @@ def play(
   samples: int = 1,
   workdir: str | os.PathLike | None = None,
   choose: evaluate.Choose | None = None,
+  guides: Mapping[guide.Guide, guide.State] | None = None,
   watcher: watch.Watcher = watch.PLAIN,
 ) -> dict[str, dict[str, list[types.Trajectory]]]:
   """Plays the tasks of one or several methods by the policy in a directory.
@@ -67,6 +71,7 @@ def play(
     workdir: Where each episode is written as it ends; a repeated call, also one with more
       samples or methods, then plays only the missing ones. None writes nothing.
     choose: Makes, for the engine, the choice among several candidates of each reply.
+    guides: Guides of one's own, as in train.run.
     watcher: Is shown how many episodes have ended.
 
   Returns:
@@ -86,11 +91,11 @@ def play(
     if folder:
       if processes.is_first():
         stack.enter_context(workdir_lib.lock(folder))
-      _check_same(config, folder, methods)
+      _check_same(config, folder, methods, guides or {})
     mesh = setup.make_mesh(config.mesh)
     shape, params, chat = setup.load(config.model, config.chat, mesh)
-    guides = [guide.FORCED] if choose else []
-    engine = setup.make_engine(config, shape, params, mesh, guides)
+    used = [*(guides or {}), *([guide.FORCED] if choose else [])]
+    engine = setup.make_engine(config, shape, params, mesh, used)
     # This is the watch that began with `play`.
     signals = stack.enter_context(preemption.watch())
     signals.phase, engine.interrupted = 'an evaluation', signals.is_requested
@@ -105,13 +110,16 @@ def play(
         seed=config.seed,
         workdir=folder,
         choose=choose,
+        guides=guides or {},
         watcher=watcher,
       )
     except replica.PreemptedError:
       raise signals.end_unsaved() from None
 
 
-def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> None:
+def _check_same(
+  config: config_lib.Config, workdir: pathlib.Path, methods, guides
+) -> None:
   """Raises ValueError if the workdir has episodes of another configuration or method."""
   workdir_lib.check_config(
     workdir, dataclasses.asdict(config), defaults=config.read_missing()
@@ -120,7 +128,7 @@ def _check_same(config: config_lib.Config, workdir: pathlib.Path, methods) -> No
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]
     with preflight.open_environment(make_env, config.limits) as env:
-      made_of = identity.describe_run(None, env, tasks)
+      made_of = identity.describe_run(None, env, tasks, guides=guides)
     made_of |= {'model': model, 'sets': identity.tasks_digest(sets)}
     workdir_lib.check_config(
       workdir / method,
