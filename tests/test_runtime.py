@@ -96,6 +96,27 @@ print(runtime.retain_freed_memory())
   assert python(code, JAX_PLATFORMS='').split() == ['False']
 
 
+def test_a_workdir_that_is_reserved_sets_malloc_before_jax_starts_threads(tmp_path):
+  code = f"""
+import os
+from agent_r1_jax import config, train
+from agent_r1_jax.host import runtime
+from agent_r1_jax.rl import algorithms
+retain = runtime.retain_freed_memory
+def note():
+  from jax._src import xla_bridge
+  print(xla_bridge.backends_are_initialized())
+  return retain()
+runtime.retain_freed_memory = note
+try:
+  with train.reserve(config.Config(), {str(tmp_path)!r}, algorithms.grpo()):
+    pass
+except ValueError:  # It names no model.
+  pass
+"""
+  assert python(code).split()[0] == 'False'
+
+
 def test_compilations_lie_in_the_users_cache(tmp_path):
   python(_COMPILE, XDG_CACHE_HOME=str(tmp_path))
   assert list((tmp_path / 'agent_r1_jax' / 'compiled').iterdir())
