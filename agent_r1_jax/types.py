@@ -1,7 +1,7 @@
 """The data that rooms pass to each other: records on the host, and the device's batch.
 
 Task -> Trajectory (text and tokens, on the host) -> Batch (packed arrays, on devices).
-Letters: B packed rows, T tokens of each.
+Letters: B packed rows, T tokens and E entries of each.
 """
 
 from collections.abc import Iterable
@@ -242,8 +242,32 @@ class Automaton:
     return kinds_Q, np.stack(masks_KW).astype(np.uint32, copy=False)
 
 
+class Tree(NamedTuple):
+  """The text of packed rows in which what several segments begin with is once.
+
+  rl/prefix_trees.py has an example. T tokens of a packed row, E entries of the batch.
+
+  Attributes:
+    tokens: Token ids.
+    positions: Position of each token in its segments, from 0.
+    parents: The column of the token before; its own for a first token.
+    ends: The column after the token's last descendant: position t sees position s if
+      s <= t < ends[s].
+    nodes: For each entry the column of its token.
+  """
+
+  tokens: Int[Array, 'B T']
+  positions: Int[Array, 'B T']
+  parents: Int[Array, 'B T']
+  ends: Int[Array, 'B T']
+  nodes: Int[Array, 'B E']
+
+
 class Batch(NamedTuple):
   """Packed rows on the device; several segments share one.
+
+  Without a tree, an entry is a token: T = E columns hold the whole segments. With one,
+  models read the tree, and the other fields have an entry for each token with a loss.
 
   Attributes:
     tokens: Token ids.
@@ -261,17 +285,19 @@ class Batch(NamedTuple):
     correction: Importance weights of stale trajectories; they multiply the policy loss.
     values: The critic's values at rollout, if there is a critic.
     returns: The critic's targets, if there is a critic.
+    tree: The text that models read, if it is not that of the entries.
   """
 
-  tokens: Int[Array, 'B T']
-  positions: Int[Array, 'B T']
-  segment_ids: Int[Array, 'B T']
-  action_mask: Bool[Array, 'B T']
-  old_logprobs: Float[Array, 'B T']
-  advantages: Float[Array, 'B T']
-  weights: Float[Array, 'B T']
-  ref_logprobs: Float[Array, 'B T'] | None = None
-  kl_weights: Float[Array, 'B T'] | None = None
-  correction: Float[Array, 'B T'] | None = None
-  values: Float[Array, 'B T'] | None = None
-  returns: Float[Array, 'B T'] | None = None
+  tokens: Int[Array, 'B E']
+  positions: Int[Array, 'B E']
+  segment_ids: Int[Array, 'B E']
+  action_mask: Bool[Array, 'B E']
+  old_logprobs: Float[Array, 'B E']
+  advantages: Float[Array, 'B E']
+  weights: Float[Array, 'B E']
+  ref_logprobs: Float[Array, 'B E'] | None = None
+  kl_weights: Float[Array, 'B E'] | None = None
+  correction: Float[Array, 'B E'] | None = None
+  values: Float[Array, 'B E'] | None = None
+  returns: Float[Array, 'B E'] | None = None
+  tree: Tree | None = None

@@ -128,7 +128,7 @@ def train(cfg: config.Config, tasks, dev, make_env) -> decoder.Params:
     stream.finish_rollout([])
     tokens, _ = credit.estimate(table.build(played), algorithm)
     order = np.random.default_rng([cfg.seed, step, 0]).permutation(len(played)).tolist()
-    batches = credit.make_minibatch(tokens, order, algorithm, shape=shape)
+    batches, _ = credit.make_minibatch(tokens, order, algorithm, shape=shape)
     gradients = learner.forward_backward(state.params, batches, config=model, loss=loss)
     state, metrics = learner.optim_step(state, gradients, optimizer=optimizer)
     reward, entropy = np.mean([t.reward for t in played]), metrics['entropy']

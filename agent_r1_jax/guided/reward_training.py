@@ -157,8 +157,7 @@ def _backward_batches(params, texts, value_and_grad, config, shape):
   loss, gradient = jax.device_get(value_and_grad(scores))
   columns = {'advantages': np.zeros(len(tokens)), 'weights': np.zeros(len(tokens))}
   columns['advantages'][ends], columns['weights'][ends] = gradient, 1.0
-  packed = packing.pack(dataclasses.replace(tokens, **columns), layout)
-  batches = list(packing.split_microbatches(packed, shape.rows))
+  batches, _ = packing.pack_microbatches(dataclasses.replace(tokens, **columns), shape)
   return batches, {'loss': float(loss), 'score_std': float(scores.std())}
 
 

@@ -26,9 +26,13 @@ def packed(
   q_BTNH: Float[Array, 'B T N H'],
   k_BTKH: Float[Array, 'B T K H'],
   v_BTKH: Float[Array, 'B T K H'],
-  segment_ids_BT: Int[Array, 'B T'],
+  segment_ids_BT: Int[Array, 'B T'] | None,
+  ends_BT: Int[Array, 'B T'] | None = None,
 ) -> Float[Array, 'B T N H']:
-  """Causal attention inside each segment of a packed row.
+  """Causal attention inside each segment of a packed row, or along the paths of trees.
+
+  With the ends of trees (types.Tree), position t attends to position s if
+  s <= t < ends[s], and segment_ids_BT is not read.
 
   Where a mesh is set, a chip computes some heads for all tokens of its rows. Chips that
   share a row hold all heads of some of its tokens, and exchange tokens for heads before
@@ -37,25 +41,27 @@ def packed(
   is the same. A ring of keys and values would need a kernel that can continue another's
   partial sums, and an order of tokens that shares the triangle evenly.
   """
+  trees = ends_BT is not None
+  spans_BT = ends_BT if trees else segment_ids_BT
   mesh = sharding.active_mesh()
   if mesh is None:
-    return _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+    return _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees)
   # Only the shards of T reach `context`: each chip has T / context tokens of its heads.
   heads = PartitionSpec(*sharding.TOKEN_SPEC, 'tensor')
   return jax.shard_map(
-    _attend_across_chips,
+    functools.partial(_attend_across_chips, trees=trees),
     in_specs=(heads, heads, heads, PartitionSpec(sharding.ROW_AXES)),
     out_specs=heads,
     check_vma=False,
-  )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), segment_ids_BT)
+  )(*_split_heads(q_BTNH, k_BTKH, v_BTKH, mesh.shape['tensor']), spans_BT)
 
 
-def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, segment_ids_BT):
+def _attend_across_chips(q_BUNH, k_BUKH, v_BUKH, spans_BT, *, trees: bool):
   """Attends, on one chip, from its U = T / context tokens to those of the whole row."""
   exchange = functools.partial(jax.lax.all_to_all, axis_name='context', tiled=True)
   heads = _split_heads(q_BUNH, k_BUKH, v_BUKH, jax.lax.axis_size('context'))
   q_BTNH, k_BTKH, v_BTKH = (exchange(x, split_axis=2, concat_axis=1) for x in heads)
-  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  out_BTNH = _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees)
   return exchange(out_BTNH, split_axis=1, concat_axis=2)[:, :, : q_BUNH.shape[2]]
 
 
@@ -75,11 +81,23 @@ def _split_heads(q_BTNH, k_BTKH, v_BTKH, chips: int) -> tuple[Array, Array, Arra
   return q_BTNH, k_BTKH, v_BTKH
 
 
-def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
-  """Computes `packed` on one chip, by the fastest kernel that supports the shapes."""
+def supports_trees() -> bool:
+  """Whether attention along the paths of trees is as fast as inside segments.
+
+  The kernel for TPUs knows segments only, and chips that share a row would have to
+  exchange the hidden states of parents.
+  """
+  return sharding.platform() != 'tpu' and not sharding.uses_context_parallelism()
+
+
+def _packed(q_BTNH, k_BTKH, v_BTKH, spans_BT, trees: bool) -> Float[Array, 'B T N H']:
+  """Computes `packed` on one chip, by the fastest kernel that supports the shapes.
+
+  spans_BT holds the ends of trees, or else numbers of segments.
+  """
   T = q_BTNH.shape[1]
-  if sharding.platform() == 'tpu' and T % kernels.LANES == 0:
-    return kernels.splash(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  if sharding.platform() == 'tpu' and T % kernels.LANES == 0 and not trees:
+    return kernels.splash(q_BTNH, k_BTKH, v_BTKH, spans_BT)
   fused = sharding.platform() == 'gpu' and kernels.has_cudnn(q_BTNH)
   blocks = count_blocks(T)
   ends = [T * (i + 1) // blocks for i in range(blocks)]
@@ -88,9 +106,10 @@ def _packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Float[Array, 'B T N H']:
   blocks_q, out = jnp.split(q_BTNH, ends[:-1], axis=1), []
   for q_BUNH, begin, end in zip(blocks_q, [0, *ends[:-1]], ends, strict=True):
     # A block of queries reads the keys before its end only: half the work of the square.
-    causal_TS = jnp.arange(begin, end)[:, None] >= jnp.arange(end)[None]
-    same_BTS = segment_ids_BT[:, begin:end, None] == segment_ids_BT[:, None, :end]
-    mask_BTS = causal_TS[None] & same_BTS
+    queries_T1, keys_B1S = jnp.arange(begin, end)[:, None], spans_BT[:, None, :end]
+    causal_TS = queries_T1 >= jnp.arange(end)[None]
+    queries = queries_T1[None] if trees else spans_BT[:, begin:end, None]
+    mask_BTS = causal_TS[None] & (queries < keys_B1S if trees else queries == keys_B1S)
     if fused:
       out.append(kernels.cudnn(q_BUNH, k_BTKH[:, :end], v_BTKH[:, :end], mask_BTS))
     else:

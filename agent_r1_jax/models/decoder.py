@@ -177,7 +177,7 @@ class Attention(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT, cache):
+  def __call__(self, x_BTD, positions_BT, angles, segments, cache):
     """Attends inside segments, or to the cache where there is one; returns it too."""
     c = self.config
     project = functools.partial(Projection, dtype=c.dtype, use_bias=c.facts.qkv_bias)
@@ -196,7 +196,7 @@ class Attention(nn.Module):
     if self.is_initializing():
       out_BTNH = q_BTNH  # Attention has no parameters, and no mesh can split one token.
     elif cache is None:
-      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+      out_BTNH = attention.packed(q_BTNH, k_BTKH, v_BTKH, *segments)
     else:
       rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
       # Positions past the last slot are dropped: such a row writes nothing.
@@ -228,17 +228,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-  """One layer. `cache` is None in training, else this layer's (k, v)."""
+  """One layer. `cache` is None in training, else this layer's (k, v).
+
+  `segments` holds the segment_ids and ends of attention.packed, of which one is None.
+  """
 
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, x_BTD, positions_BT, angles, segment_ids_BT=None, cache=None):
+  def __call__(self, x_BTD, positions_BT, angles, segments=None, cache=None):
     """Adds attention, then the MLP, to the residual stream; returns the cache too."""
     c = self.config
     normed = RMSNorm(c, name='attn_norm')(x_BTD)
     attend = Attention(c, name='attn')
-    out, cache = attend(normed, positions_BT, angles, segment_ids_BT, cache)
+    out, cache = attend(normed, positions_BT, angles, segments, cache)
     x_BTD += out
     x_BTD += MLP(c, name='mlp')(RMSNorm(c, name='mlp_norm')(x_BTD))
     return x_BTD, cache
@@ -250,7 +253,7 @@ class Decoder(nn.Module):
   config: DecoderConfig
 
   @nn.compact
-  def __call__(self, tokens_BT, positions_BT, segment_ids_BT):
+  def __call__(self, tokens_BT, positions_BT, segment_ids_BT, ends_BT=None):
     """Final hidden states [B, T, D]."""
     c = self.config
     init = nn.initializers.normal(0.02)
@@ -273,7 +276,8 @@ class Decoder(nn.Module):
     else:
       x_BTD = sharding.look_up(embed.embedding.astype(c.dtype), tokens_BT)
     x_BTD = _scale_embeddings(x_BTD, c)
-    x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segment_ids_BT)
+    segments = (segment_ids_BT, ends_BT)
+    x_BTD, _ = layers(c, name='layers')(x_BTD, positions_BT, angles, segments)
     x_BTD = RMSNorm(c, name='final_norm')(x_BTD)
     if self.is_initializing() and not c.tie_embeddings:
       nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, name='lm_head')(x_BTD)
@@ -298,11 +302,17 @@ def hidden(
   config: DecoderConfig,
   tokens: Int[Array, 'B T'],
   positions: Int[Array, 'B T'],
-  segment_ids: Int[Array, 'B T'],
+  segment_ids: Int[Array, 'B T'] | None,
+  ends: Int[Array, 'B T'] | None = None,
 ) -> Float[Array, 'B T D']:
-  """Final hidden states of packed rows; position t sees tokens <= t of its segment."""
+  """Final hidden states of packed rows; position t sees tokens <= t of its segment.
+
+  In rows of trees, which have `ends` in place of segment_ids, it sees those of its path.
+  """
   params = sharding.constrain_params(params)
-  x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids)
+  x: Any = Decoder(config).apply(
+    {'params': params}, tokens, positions, segment_ids, ends
+  )
   return x
 
 

@@ -2,7 +2,7 @@
 
 table = credit.score(table, algorithm, models, shape=shape)  # Adds log-probs and values.
 table, metrics = credit.estimate(table, algorithm)           # Adds advantages.
-batches = credit.make_minibatch(table, members, algorithm, shape=shape)
+batches, metrics = credit.make_minibatch(table, members, algorithm, shape=shape)
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner, packing, reward_transforms, spans
+from agent_r1_jax.rl import algorithms, learner, packing, prefix_trees
 from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
+from agent_r1_jax.rl import reward_transforms, spans
 from agent_r1_jax.rl.table import TokenTable
 
 # For each trajectory, tokens that only the critic sees, before each of its segments.
@@ -125,7 +126,7 @@ def make_minibatch(
   shape: packing.MicrobatchShape,
   kl_coef: float = 0.0,
   shared_critic: bool = False,
-) -> list[types.Batch]:
+) -> tuple[list[types.Batch], dict[str, float]]:
   """Makes the policy's micro-batches from some trajectories.
 
   Trajectories whose advantages are all 0 are left out, unless the algorithm
@@ -139,6 +140,10 @@ def make_minibatch(
     kl_coef: The present coefficient of the KL in the loss.
     shared_critic: Whether the critic is a second head of the policy, so that the value
       loss of every token is part of the loss.
+
+  Returns:
+    The micro-batches, and metrics: 'trained/distinct', how often each token that differs,
+    or whose text before it does, is computed.
   """
   kl_in_loss = isinstance(algorithm.kl, kl_lib.InLoss)
   minibatch = _select(table, members, algorithm, algorithm.loss_mask)
@@ -152,7 +157,7 @@ def make_minibatch(
     # One trajectory stays in any case: there must be a batch to compute.
     kept = nonzero if len(nonzero) else members[:1]
     minibatch = minibatch.take(np.isin(minibatch.trajectory, kept))
-  return packing.pack_microbatches(minibatch, shape)[0]
+  return _pack(minibatch, shape)
 
 
 def make_critic_minibatch(
@@ -162,8 +167,8 @@ def make_critic_minibatch(
   *,
   shape: packing.MicrobatchShape,
   prefixes: Prefixes | None = None,
-) -> list[types.Batch]:
-  """Makes the micro-batches of a critic that is a model of its own.
+) -> tuple[list[types.Batch], dict[str, float]]:
+  """Makes the micro-batches of a critic that is a model of its own, and metrics.
 
   As `make_minibatch`, with `prefixes` before the segments.
   """
@@ -173,7 +178,7 @@ def make_critic_minibatch(
   minibatch = dataclasses.replace(minibatch, **unused)
   if prefixes is not None:
     minibatch, _ = minibatch.add_prefixes(prefixes)
-  return packing.pack_microbatches(minibatch, shape)[0]
+  return _pack(minibatch, shape)
 
 
 def _score_tokens(
@@ -185,6 +190,14 @@ def _score_tokens(
   batches, layout = packing.pack_microbatches(table, shape)
   packed = np.concatenate([np.asarray(score(batch), np.float64) for batch in batches])
   return layout.extract(packed)
+
+
+def _pack(
+  minibatch: TokenTable, shape: packing.MicrobatchShape
+) -> tuple[list[types.Batch], dict[str, float]]:
+  batches, layout = packing.pack_microbatches(minibatch, shape)
+  distinct = prefix_trees.count_distinct(minibatch)
+  return batches, {'trained/distinct': layout.computed / max(distinct, 1)}
 
 
 def _select(table, members, algorithm, action_mask: bool) -> TokenTable:

@@ -6,7 +6,7 @@
 Whoever trains calls these two: updates.py, train/sft.py, the reward models, and
 experiments/one_page.py.
 
-Letters: B packed rows, T tokens of each, D embed.
+Letters: B packed rows, T tokens and E entries of each (types.Batch), D embed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 import numpy as np
 import optax
 
@@ -68,33 +68,53 @@ def token_stats(
   *,
   config: decoder.DecoderConfig,
   temperature: float = 1.0,
-  wanted: Bool[Array, 'B T'] | None = None,
+  wanted: Bool[Array, 'B E'] | None = None,
 ) -> losses.TokenStats:
   """Computes log-probs, entropies and values; 0 at the first token of each segment.
 
-  Of the batch, only tokens, positions and segment_ids are read. Values are computed if
-  the params have a value head. Where `wanted` is False the result is 0 and no logits are
-  computed; None means all tokens. `temperature` is that of the sampling.
+  Of the batch, only tokens, positions, segment_ids and the tree are read. Values are
+  computed if the params have a value head. Where `wanted` is False the result is 0 and no
+  logits are computed; None means all tokens. `temperature` is that of the sampling.
   """
-  text = (batch.tokens, batch.positions, batch.segment_ids)
-  x_BTD = _shift_right(decoder.hidden(params, config, *text))
   # Nothing predicts the first token of a segment.
   wanted = batch.positions > 0 if wanted is None else wanted & (batch.positions > 0)
+  x_BTD, tree = _hidden(params, batch, config), batch.tree
+  if tree is None:
+    x_BTD, tokens, computed = _shift_right(x_BTD), batch.tokens, wanted
+  else:
+    x_BTD = jnp.take_along_axis(x_BTD, tree.parents[:, :, None], axis=1)
+    tokens, computed = tree.tokens, _any_entry(wanted, tree)
   logprobs, entropy = head.logprobs(
     x_BTD,
     decoder.head_kernel(params, config),
-    batch.tokens,
-    wanted,
+    tokens,
+    computed,
     temperature,
     head.block_tokens(config.vocab_size),
   )
   values = decoder.values(params, x_BTD) if 'value_head' in params else None
   stats = losses.TokenStats(logprobs, entropy, values)
+  if tree is not None:
+    stats = jax.tree.map(lambda y: jnp.take_along_axis(y, tree.nodes, axis=1), stats)
   return jax.tree.map(lambda y: jnp.where(wanted, y, 0.0), stats)
 
 
+def _hidden(params, batch: types.Batch, config) -> Float[Array, 'B T D']:
+  """Computes the hidden states of the batch's text, or of its tree."""
+  if (tree := batch.tree) is not None:
+    return decoder.hidden(params, config, tree.tokens, tree.positions, None, tree.ends)
+  text = (batch.tokens, batch.positions, batch.segment_ids)
+  return decoder.hidden(params, config, *text)
+
+
+def _any_entry(which: Bool[Array, 'B E'], tree: types.Tree) -> Bool[Array, 'B T']:
+  """Whether any of a token's entries is in `which`."""
+  none = jnp.zeros(tree.tokens.shape[1], bool)
+  return jax.vmap(lambda nodes, x: none.at[nodes].max(x))(tree.nodes, which)
+
+
 def logprobs(params, batch, *, config, temperature=1.0) -> np.ndarray:
-  """Computes the log-probs of token_stats alone, float32 [B, T] on the host."""
+  """Computes the log-probs of token_stats alone, float32 [B, E] on the host."""
   batch = sharding.shard_batch(batch)
   return np.asarray(_logprobs(params, batch, config=config, temperature=temperature))
 
@@ -115,8 +135,7 @@ def _logprobs(params, batch, *, config, temperature):
 
 @functools.partial(jax.jit, static_argnames='config')
 def _values(params, batch, *, config):
-  text = (batch.tokens, batch.positions, batch.segment_ids)
-  return sharding.replicate(decoder.values(params, decoder.hidden(params, config, *text)))
+  return sharding.replicate(decoder.values(params, _hidden(params, batch, config)))
 
 
 def objective(algorithm: algorithms.Algorithm, *, shared_critic: bool = False) -> Loss:

@@ -1,6 +1,8 @@
 """Packs the segments of a token table into packed rows of one length, and unpacks them.
 
-A packed row is one sequence of the device's batch; several segments share it.
+A packed row is one sequence of the device's batch; several segments share it. What
+segments begin with together is in it once (rl/prefix_trees.py), or where that is not
+supported or not asked for, in each segment.
 
 Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 """
@@ -8,6 +10,7 @@ Letters: n tokens of a table, R packed rows, T tokens of a packed row.
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +18,11 @@ from jaxtyping import Int
 import numpy as np
 
 from agent_r1_jax import types
+from agent_r1_jax.models import attention
+from agent_r1_jax.rl import prefix_trees
 from agent_r1_jax.rl.table import TokenTable
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class MicrobatchShape(NamedTuple):
@@ -23,6 +30,7 @@ class MicrobatchShape(NamedTuple):
 
   rows: int
   row_tokens: int
+  trees: bool = True  # Whether tokens that segments begin with together are computed once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,11 @@ class Layout:
     starts = [row * self.row_tokens + column for row, column in self.starts]
     return self.positions + np.repeat(np.array(starts, int), self.lengths)
 
+  @property
+  def computed(self) -> int:
+    """The number of tokens in the packed rows."""
+    return sum(self.lengths)
+
   @functools.cached_property
   def segment_ids(self) -> Int[np.ndarray, 'n']:
     """The number of each token's segment within its packed row: 1, 2, ..."""
@@ -66,6 +79,9 @@ class Layout:
   def extract(self, packed: np.ndarray) -> np.ndarray:
     """The inverse of `place`: [R, T] -> [n]."""
     return packed.reshape(-1)[self.index]
+
+  def tree(self, tokens: Int[np.ndarray, 'n']) -> None:
+    """Returns None: the batch's own text is what models read."""
 
 
 def plan_layout(
@@ -101,13 +117,14 @@ def check_lengths(lengths: Sequence[int], row_tokens: int) -> None:
     )
 
 
-def pack(table: TokenTable, layout: Layout) -> types.Batch:
+def pack(table: TokenTable, layout: Layout | prefix_trees.TreeLayout) -> types.Batch:
   """Packs a table into one batch; advantages and weights that are None become 0."""
-  zeros = np.zeros((layout.rows, layout.row_tokens), np.float32)
   # The arrays stay NumPy arrays until the learner puts them on the mesh.
-  arrays: dict[str, Any] = {'advantages': zeros, 'weights': zeros}
+  arrays: dict[str, Any] = {'tree': layout.tree(table.tokens)}
   arrays['positions'] = layout.place(layout.positions, np.int32)
   arrays['segment_ids'] = layout.place(layout.segment_ids, np.int32)
+  zeros = np.zeros(arrays['positions'].shape, np.float32)
+  arrays |= {'advantages': zeros, 'weights': zeros}
   for name in types.Batch._fields:
     if (column := getattr(table, name, None)) is not None:
       # Tokens and masks keep their types.
@@ -124,8 +141,10 @@ def split_microbatches(batch: types.Batch, rows: int) -> Iterator[types.Batch]:
 
 def pack_microbatches(
   table: TokenTable, shape: MicrobatchShape
-) -> tuple[list[types.Batch], Layout]:
+) -> tuple[list[types.Batch], Layout | prefix_trees.TreeLayout]:
   """Packs a table into micro-batches.
+
+  With trees, a table that has weights keeps an entry for each token with a weight only.
 
   Returns:
     The micro-batches, and the layout of all their rows together.
@@ -133,7 +152,22 @@ def pack_microbatches(
   Raises:
     ValueError: A segment is longer than a packed row.
   """
-  layout = plan_layout(
-    table.segment_lengths.tolist(), row_tokens=shape.row_tokens, row_multiple=shape.rows
-  )
+  lengths = table.segment_lengths.tolist()
+  options = {'row_tokens': shape.row_tokens, 'row_multiple': shape.rows}
+  if shape.trees and attention.supports_trees():
+    check_lengths(lengths, shape.row_tokens)
+    layout = prefix_trees.plan(table, **options)
+  else:
+    if shape.trees:
+      _warn_of_whole_rows()
+    layout = plan_layout(lengths, **options)
   return list(split_microbatches(pack(table, layout), shape.rows)), layout
+
+
+@functools.cache
+def _warn_of_whole_rows() -> None:
+  """Says once in a process that shared tokens are computed again."""
+  _LOGGER.warning(
+    'batch.trees: tokens that texts share are computed in each of them, since attention '
+    'along trees is not supported on TPUs and with mesh.context above 1.'
+  )

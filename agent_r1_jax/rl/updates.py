@@ -116,7 +116,7 @@ def _run_epochs(
   """Makes the optimizer steps of all epochs; returns the new states and mean metrics."""
   states, metrics = dict(train_state.states), dict[str, list[float]]()
 
-  def update(name, batches):
+  def update(name, batches, packed):
     gradients = learner.forward_backward(
       states[name].params,
       batches,
@@ -131,24 +131,24 @@ def _run_epochs(
     except learner.NotFiniteError as error:
       where = f'In the update of the {name}, {error}'
       raise learner.NotFiniteError(where, batches) from None
-    for key, value in numbers.items():
+    for key, value in (numbers | packed).items():
       key = f'critic_{key}' if name == 'critic' and key != 'value_loss' else key
       metrics.setdefault(key, []).append(value)
 
   options = {'algorithm': update_config.algorithm, 'shape': update_config.shape}
   for members in _split_epochs(len(table.group), update_config, train_state.step):
     if 'critic' in states:
-      batches = credit.make_critic_minibatch(table, members, prefixes=prefixes, **options)
-      update('critic', batches)
+      made = credit.make_critic_minibatch(table, members, prefixes=prefixes, **options)
+      update('critic', *made)
     if train_state.step >= update_config.schedule.critic_warmup:
-      batches = credit.make_minibatch(
+      made = credit.make_minibatch(
         table,
         members,
         kl_coef=train_state.kl_coef,
         shared_critic=update_config.shared_critic,
         **options,
       )
-      update('policy', batches)
+      update('policy', *made)
   return states, {name: float(np.mean(values)) for name, values in metrics.items()}
 
 

@@ -362,7 +362,7 @@ def _make_batch(
   table = dataclasses.replace(table_lib.from_segments([text]), **columns)
   shape = packing.MicrobatchShape(config.batch.microbatch, _row_tokens(config))
   options = {'shape': shape, 'shared_critic': update_config.shared_critic}
-  return credit.make_minibatch(table, [0], algorithm, **options)[0]
+  return credit.make_minibatch(table, [0], algorithm, **options)[0][0]
 
 
 def _lower_sampling(config: config_lib.Config, models: Models, mesh: Any) -> list[Any]:
