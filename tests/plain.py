@@ -26,7 +26,7 @@ CONFIG = decoder.DecoderConfig(
 )
 TEMPERATURE = 0.7
 # One shape for most tests, so that they share what is compiled.
-SHAPE = packing.MicrobatchShape(rows=2, row_tokens=32)
+SHAPE = packing.MicrobatchShape(rows=2, row_tokens=32, trees=False)
 _PADDED = 64
 
 GRPO = algorithms.grpo(kl_coef=0.0, dual_clip=None)

@@ -53,7 +53,7 @@ def _unpacked(batches, segments, shape=plain.SHAPE):
   where = packing.plan_layout(
     lengths, row_tokens=shape.row_tokens, row_multiple=shape.rows
   )
-  assert {b.tokens.shape for b in batches} == {tuple(shape)}
+  assert {b.tokens.shape for b in batches} == {shape[:2]}
   fields = plain.whole(batches)
   return types.Batch(*(x if x is None else where.extract(x) for x in fields))
 
@@ -162,9 +162,8 @@ def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
   )
   table, _ = plain.credit(ts, algorithm, plain.models(own_critic=kind == 'ppo'))
   options = {'shape': plain.SHAPE, 'shared_critic': kind == 'shared'}
-  batch = _unpacked(
-    credit.make_minibatch(table, range(14), algorithm, **options), segments
-  )
+  batches, _ = credit.make_minibatch(table, range(14), algorithm, **options)
+  batch = _unpacked(batches, segments)
   acted = np.concatenate([s.action_mask for s in segments])
   every = [np.logical_or.accumulate(s.action_mask) for s in segments]
   every = np.concatenate(every)
@@ -180,7 +179,9 @@ def test_each_pair_of_masks_gives_its_weights_advantages_and_returns(
   assert batch.kl_weights is None, 'the KL, if any, is in the reward'
   if kind == 'ppo':
     assert batch.values is None and batch.returns is None, 'the critic is another model'
-    whole = credit.make_critic_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    whole, _ = credit.make_critic_minibatch(
+      table, range(14), algorithm, shape=plain.SHAPE
+    )
     batch = _unpacked(whole, segments)
     np.testing.assert_allclose(batch.weights, valued / valued.sum(), rtol=1e-6)
   if kind != 'grpo':
@@ -211,7 +212,8 @@ def test_with_both_masks_nothing_of_the_environment_is_read():
 
   def outcome(some, algorithm, which):
     table, _ = plain.credit(some, algorithm, which)
-    return table, credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+    return table, batches
 
   _, batches = outcome(ts, plain.GRPO, nothing)
   _, others = outcome(broken, plain.GRPO, nothing)
@@ -243,7 +245,7 @@ def test_correction_weighs_actions_and_leaves_other_tokens_at_one():
   _close(acted.old_logprobs, new[mask])
   sampled = np.concatenate([s.behaviour_logprobs for s in segments])
   np.testing.assert_array_equal(acted.behaviour_logprobs, sampled[mask])
-  whole = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  whole, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   batch = _unpacked(whole, segments)
   np.testing.assert_array_equal(batch.correction[mask], np.arange(2, mask.sum() + 2))
   assert (batch.correction[~mask] == 1).all()
@@ -306,7 +308,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
   _close(shown.values, values[table.action_mask])
   _close(shown.final_values, after[spans.ends(table.trajectory)])
   options = {'shape': plain.SHAPE, 'prefixes': prefixes}
-  batches = credit.make_critic_minibatch(table, range(14), algorithm, **options)
+  batches, _ = credit.make_critic_minibatch(table, range(14), algorithm, **options)
   batch = _unpacked(batches, views)
   np.testing.assert_array_equal(batch.tokens, np.concatenate([v.tokens for v in views]))
   weights = table.action_mask / table.action_mask.sum()
@@ -319,7 +321,7 @@ def test_the_critic_sees_the_prefix_before_every_segment():
     np.testing.assert_allclose(cut(split), expected, rtol=1e-6)
     assert not any(a[: len(p)].any() for a, p in zip(split, before))
   # The policy never sees it.
-  batches = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   tokens = _unpacked(batches, plain.segments_of(ts)).tokens
   np.testing.assert_array_equal(tokens, table.tokens)
 
@@ -366,9 +368,12 @@ _AGGREGATES = [
 @pytest.mark.parametrize('aggregate', _AGGREGATES)
 def test_minibatch_has_every_number_at_its_token(members, aggregate):
   algorithm = _PPO._replace(aggregate=aggregate, kl=kl_lib.InLoss())
-  (table, names), shape = _made_up(plain.trajectories()), packing.MicrobatchShape(3, 40)
+  (table, names), shape = (
+    _made_up(plain.trajectories()),
+    packing.MicrobatchShape(3, 40, False),
+  )
   options = {'shape': shape, 'kl_coef': 0.3, 'shared_critic': True}
-  batches = credit.make_minibatch(table, members, algorithm, **options)
+  batches, _ = credit.make_minibatch(table, members, algorithm, **options)
   chosen = [plain.trajectories()[i] for i in members]
   segments = plain.segments_of(chosen)
   batch = _unpacked(batches, segments, shape)
@@ -401,8 +406,8 @@ def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(a
   algorithm = plain.GRPO._replace(aggregate=aggregate)
   table, _ = plain.credit(ts, algorithm)
   whole = {'members': range(14), 'algorithm': algorithm, 'shape': plain.SHAPE}
-  sparse = credit.make_minibatch(table, **whole)
-  dense = credit.make_minibatch(table, **whole, shared_critic=True)
+  sparse, _ = credit.make_minibatch(table, **whole)
+  dense, _ = credit.make_minibatch(table, **whole, shared_critic=True)
   kept = [i for i in range(14) if i not in (2, 3, 6, 7)]
   few = _unpacked(sparse, plain.segments_of([ts[i] for i in kept]))
   every = _unpacked(dense, plain.segments_of(ts))
@@ -419,7 +424,7 @@ def test_trajectories_without_advantage_are_left_out_and_keep_the_denominators(a
 def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
   ts = _with_dead_groups()
   table, _ = plain.credit(ts, plain.GRPO)
-  (batch,) = credit.make_minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
+  (batch,), _ = credit.make_minibatch(table, [2, 3, 6, 7], plain.GRPO, shape=plain.SHAPE)
   grads, sums = plain.gradient(plain.policy(), [batch], plain.GRPO_OBJECTIVE)
   assert not any(map(np.any, jax.tree.leaves(grads))) and sums['loss'] == 0
 
@@ -436,7 +441,7 @@ def test_minibatch_without_any_advantage_is_one_trajectory_without_a_gradient():
 def test_where_every_token_adds_to_the_loss_none_is_left_out(change):
   ts, algorithm = _with_dead_groups(), plain.GRPO._replace(**change)
   table, _ = plain.credit(ts, algorithm)
-  batches = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
+  batches, _ = credit.make_minibatch(table, range(14), algorithm, shape=plain.SHAPE)
   assert sum((b.segment_ids > 0).sum() for b in batches) == len(table)
 
 
@@ -505,12 +510,12 @@ def test_episode_stored_as_steps_learns_as_the_concatenated_one(kind):
     flat = {name: column for name, column in flat.items() if column is not None}
     options = {'algorithm': algorithm, 'shape': plain.SHAPE}
     members = range(len(ts))
-    batches = credit.make_minibatch(
+    batches, _ = credit.make_minibatch(
       table, members, **options, kl_coef=0.1, shared_critic=dense
     )
     learned = [plain.gradient(which.policy, batches, objective)]
     if own:
-      batches = credit.make_critic_minibatch(table, members, **options)
+      batches, _ = credit.make_critic_minibatch(table, members, **options)
       of_critic = plain.critic_objective(_PPO)
       learned.append(plain.gradient(which.critic, batches, of_critic))
     runs.append((flat, learned, len(plain.segments_of(some))))

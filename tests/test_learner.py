@@ -36,7 +36,7 @@ _PPO = algorithms.ppo(
   aggregate=aggregation.seq_mean_token_mean,
 )
 # Every field of a batch that is a number of a token.
-_NUMBERS = tuple(name for name in types.Batch._fields[4:] if name != 'weights')
+_NUMBERS = tuple(x for x in types.Batch._fields[4:] if x not in ('weights', 'tree'))
 _SURROGATES = {
   name: make()
   for name, make in inspect.getmembers(losses, inspect.isfunction)
@@ -70,10 +70,10 @@ def _table():
 
 
 def _batches(members=range(14), *, row_tokens=32, rows=2):
-  shape = packing.MicrobatchShape(rows, row_tokens)
+  shape = packing.MicrobatchShape(rows, row_tokens, trees=False)
   return credit.make_minibatch(
     _table(), members, _PPO, shape=shape, kl_coef=0.1, shared_critic=True
-  )
+  )[0]
 
 
 def _gradient(batches, params=None, loss=_loss):

@@ -50,7 +50,8 @@ def _adapted(params, *, zero=False, targets=_ALL, rank=3):
 @functools.cache
 def _batches():
   scored = plain.credit(plain.trajectories(4), plain.GRPO, _models(plain.policy()))
-  return credit.make_minibatch(scored.table, [0, 1, 2, 3], plain.GRPO, shape=plain.SHAPE)
+  members = [0, 1, 2, 3]
+  return credit.make_minibatch(scored.table, members, plain.GRPO, shape=plain.SHAPE)[0]
 
 
 def _models(policy):

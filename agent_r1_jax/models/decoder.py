@@ -310,9 +310,7 @@ def hidden(
   In rows of trees, which have `ends` in place of segment_ids, it sees those of its path.
   """
   params = sharding.constrain_params(params)
-  x: Any = Decoder(config).apply(
-    {'params': params}, tokens, positions, segment_ids, ends
-  )
+  x: Any = Decoder(config).apply({'params': params}, tokens, positions, segment_ids, ends)
   return x
 
 

@@ -14,10 +14,16 @@ import numpy as np
 
 from agent_r1_jax import types
 from agent_r1_jax.models import decoder
-from agent_r1_jax.rl import algorithms, learner, packing, prefix_trees
+from agent_r1_jax.rl import (
+  algorithms,
+  learner,
+  packing,
+  prefix_trees,
+  reward_transforms,
+  spans,
+)
 from agent_r1_jax.rl import correction as correction_lib
 from agent_r1_jax.rl import kl as kl_lib
-from agent_r1_jax.rl import reward_transforms, spans
 from agent_r1_jax.rl.table import TokenTable
 
 # For each trajectory, tokens that only the critic sees, before each of its segments.

@@ -30,7 +30,9 @@ class MicrobatchShape(NamedTuple):
 
   rows: int
   row_tokens: int
-  trees: bool = True  # Whether tokens that segments begin with together are computed once.
+  trees: bool = (
+    True  # Whether tokens that segments begin with together are computed once.
+  )
 
 
 @dataclasses.dataclass(frozen=True)

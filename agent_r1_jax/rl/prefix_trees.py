@@ -10,9 +10,9 @@ So a packed row holds trees, in which each path from a root is the text of a seg
   parent     0  0  1  1  3  5  5     the column of the token before; a root has its own
   end        5  5  3  5  5  7  7     the column after the last descendant
 
-The order is depth-first, so that the descendants of a token are the columns up to its end:
-a query at column t reads the key at column s if s <= t < end(s). What the loss reads of a
-token, its advantage for example, differs between the segments that share it. These
+The order is depth-first, so that the descendants of a token are the columns up to its
+end: a query at column t reads the key at column s if s <= t < end(s). What the loss reads
+of a token, its advantage for example, differs between the segments that share it. These
 numbers are in entries, which have columns of their own: `nodes` tells the column of each
 entry's token in the tree.
 
@@ -21,6 +21,7 @@ Letters: n tokens of a table, S segments, R packed rows, T tokens and E entries 
 
 from collections.abc import Iterator
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 from jaxtyping import Int
@@ -111,7 +112,7 @@ def plan(table: TokenTable, *, row_tokens: int, row_multiple: int = 1) -> TreeLa
   trees = np.flatnonzero(segments.shared == 0).tolist()
   parts = [
     (first + begin, first + end)
-    for first, stop in zip(trees, [*trees[1:], len(segments.starts)], strict=True)
+    for first, stop in itertools.pairwise([*trees, len(segments.starts)])
     for begin, end in _cut(_Sorted(*(x[first:stop] for x in segments)), row_tokens)
   ]
   fitted = _fit(segments, parts, row_tokens)
@@ -128,13 +129,13 @@ def count_distinct(table: TokenTable) -> int:
 
 def _sort(table: TokenTable, weighed) -> _Sorted:
   starts = spans.starts(table.segment)
-  ends = np.append(starts[1:], len(table))
+  ends = np.append(starts[1:], len(table))[: len(starts)]  # A table may be empty.
   # Of numbers with the most significant byte first, the bytes are ordered as the numbers.
-  texts = [table.tokens[a:b] for a, b in zip(starts, ends[: len(starts)], strict=True)]
+  texts = [table.tokens[a:b] for a, b in zip(starts, ends, strict=True)]
   keys = [text.astype('>u4').tobytes() for text in texts]
   order = sorted(range(len(texts)), key=keys.__getitem__)
   shared = np.zeros(len(texts), int)
-  for k, (i, j) in enumerate(zip(order, order[1:], strict=False), start=1):
+  for k, (i, j) in enumerate(itertools.pairwise(order), start=1):
     length = min(len(texts[i]), len(texts[j]))
     differs = np.flatnonzero(texts[i][:length] != texts[j][:length])
     shared[k] = differs[0] if len(differs) else length
@@ -166,7 +167,7 @@ def _cut(segments: _Sorted, row_tokens: int) -> list[tuple[int, int]]:
   cuts = [S]
   while cuts[-1]:
     cuts.append(int(before[cuts[-1]]))
-  return [(begin, end) for end, begin in zip(cuts, cuts[1:], strict=False)][::-1]
+  return list(itertools.pairwise(cuts[::-1]))
 
 
 def _fit(
