@@ -10,9 +10,9 @@ import sys
 import threading
 
 import late
-import numpy as np
 import pytest
 import script
+import test_rollout
 import test_train
 import tiny
 
@@ -26,7 +26,6 @@ from agent_r1_jax.rl import table
 from agent_r1_jax.train import rollout
 
 _LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=80)
-_SLOTS = 256
 
 
 @functools.cache
@@ -45,16 +44,8 @@ def _tasks(n):
 
 
 def _collect(make_env, tasks, *, limits=_LIMITS, tree=None, **kwargs):
-  engine = tiny.engine(tree or _params(), slots=_SLOTS, bucket=_SLOTS)
-  return tiny.within(
-    rollout.collect, engine, tiny.chat(), tasks, make_env, limits=limits, **kwargs
-  )
-
-
-def _same(a, b):
-  for s, t in zip(a.segments, b.segments, strict=True):
-    np.testing.assert_array_equal(s.tokens, t.tokens)
-  assert (a.turns, a.messages, a.status) == (b.turns, b.messages, b.status)
+  engine = test_rollout._engine(tree or _params())
+  return test_rollout._collect(make_env, tasks, engine=engine, limits=limits, **kwargs)
 
 
 @pytest.fixture
@@ -149,7 +140,7 @@ class TestRaising:
       assert len(t.turns) == (where == 'step')
     if where != 'make_env':
       for t, expected in zip(played[-2:], _collect(Env, tasks)[-2:]):
-        _same(t, expected)
+        test_rollout._same(t, expected)
 
   @pytest.mark.parametrize('where', ['reward', 'process_reward', 'metrics', 'parse'])
   @pytest.mark.parametrize('is_async', [True, False])
@@ -284,7 +275,7 @@ class TestHanging:
     played = _collect(lambda: kind(do), _tasks(6), limits=limits)
     for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
       if t.task.answer not in (1, 2):
-        _same(t, expected)
+        test_rollout._same(t, expected)
         continue
       assert t.status == 'error'
       text = f'{where} gave no answer within 60.5 seconds ({where}_seconds)'
@@ -398,54 +389,6 @@ class TestHanging:
       'search has given no answer for 0.25 of 0.5 seconds (task task 0, sample 0, turn 1)'
     ]
 
-  def test_a_coroutine_that_blocks_costs_its_own_episode(
-    self, no_clock, monkeypatch, gate
-  ):
-    """What is caught with it is played again, to the same end."""
-    # So that no call leaves a loop that is slow and not blocked.
-    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600)
-    together, blocking, made = threading.Barrier(2), threading.Event(), itertools.count()
-    begun, caught = [], []
-
-    def make_env():
-      number = next(made)
-      if number > 1:
-        assert blocking.wait(600)
-      return Blocks(number)
-
-    class Blocks(Env):
-      """The first blocks while the second waits; the others begin only then."""
-
-      def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-      async def step(self, reply):
-        begun.append(self.task.answer)
-        if self.number == 1:
-          caught.append((self.task.answer, late.this_call()))
-        if self.number < 2:
-          await asyncio.to_thread(together.wait, 600)
-        if self.number == 0:
-          monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.2)
-          blocking.set()
-          late.hang()
-          caught[0][1].strike()
-          gate.wait()
-        if self.number == 1:
-          await asyncio.sleep(3600)
-        return await super().step(reply)
-
-    limits = config_lib.Limits(3, 80, step_seconds=60)
-    played = _collect(make_env, _tasks(6), limits=limits)
-    (blocker,) = [t for t in played if t.status == 'error']
-    assert blocker.metrics['timeouts'] == 1.0
-    assert 'step gave no answer within 60 seconds (step_seconds); step (' in blocker.error
-    assert begun.count(blocker.task.answer) == 1 and begun.count(caught[0][0]) == 3
-    for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
-      if t is not blocker:
-        _same(t, expected)
-
   def test_any_number_that_block_at_once_cost_their_own_episodes(
     self, no_clock, monkeypatch, gate
   ):
@@ -477,7 +420,7 @@ class TestHanging:
     played = _collect(Caught, _tasks(6), limits=limits, on_done=lambda t: over.set())
     assert len(caught) == 5
     for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
-      _same(t, expected)
+      test_rollout._same(t, expected)
 
 
 @tool_lib.tool
@@ -656,7 +599,7 @@ class TestClosing:
         await asyncio.sleep(0.2 * self.task.answer)
         closed.append(self.task.answer)
 
-    engine = tiny.engine(_params(), slots=_SLOTS, bucket=_SLOTS)
+    engine = test_rollout._engine(_params())
     with engine.open():
       rollout.start(engine, tiny.chat(), _tasks(2), Waits, limits=_LIMITS)
       assert inside.acquire(timeout=600) and inside.acquire(timeout=600)

@@ -1,7 +1,6 @@
 """Guides in the jitted loop: automata, a user's own guide; and the pool of automata."""
 
 import asyncio
-import json
 from typing import Any
 
 import clients
@@ -380,13 +379,6 @@ class TestGrammar:
         complete += len(calls) - (not tokens.free[tokens.walk(reply)])
     return complete
 
-  def test_each_reply_starts_the_grammar_from_its_beginning(self):
-    tokens = test_call_grammar.of_tiny(required=True)
-    played = _play(None, tokens.grammar, turns=4)
-    for _, replies in played:
-      for reply in replies:
-        self._assert_begins_a_call(reply)
-
   def test_copied_prompt_starts_the_grammar_from_its_beginning(self):
     """In rows that were left in the midst of a call."""
     tokens, engine = (
@@ -416,26 +408,6 @@ class TestGrammar:
     assert tokens.walk(reply) >= 0 and _EOS not in reply
     said = b''.join(tokens.pieces[t] for t in reply)
     assert said.startswith(start.encode())
-
-  def test_a_reply_is_json_of_a_schema(self):
-    schema = {
-      'type': 'object',
-      'properties': {'on': {'type': 'boolean'}, 'size': {'enum': ['S', 'L']}},
-      'required': ['on', 'size'],
-    }
-    pieces, engine = test_call_grammar.of_tiny().pieces, clients.engine(**clients.EXACT)
-    vocabulary = [_EOS], pieces, tiny.VOCAB
-    guide = automata.compile_and_wait(grammars.json_schema, [schema], *vocabulary)
-
-    async def play(number):
-      request = clients.request(
-        clients.tokens(number, 5), None, 100, number, automata=(guide,)
-      )
-      return await engine.submit(request)
-
-    for reply in tiny.within(engine.run, [play(number) for number in range(8)]):
-      said = b''.join(pieces[t] for t in reply.tokens)
-      assert reply.stopped and json.loads(said).keys() == {'on', 'size'}
 
 
 class TestTogether:

@@ -65,19 +65,6 @@ def test_a_data_set_on_a_disk_is_not_read_whole():
 
 
 @pytest.mark.parametrize(
-  'tasks, message',
-  [
-    ([*_tasks('x'), {'id': 1}], r"tasks\[1\] is \{'id': 1\}"),
-    ([types.Task('a', 'hello')], r"tasks\[0\] \('a'\): messages is 'hello'; it must"),  # pyright: ignore
-  ],
-)
-def test_what_is_no_task_is_named(tasks, message):
-  with pytest.raises(ValueError, match=message):
-    preflight.check_tasks(tasks)
-  preflight.check_tasks(_tasks('x', 'y'))
-
-
-@pytest.mark.parametrize(
   'tasks, evals, message',
   [
     (_tasks('x')[0], None, r'tasks is Task\(.*; it must be a list of types.Task'),

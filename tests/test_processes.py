@@ -194,13 +194,6 @@ def test_where_the_first_dies_a_line_says_so(model, tmp_path):
     time.sleep(0.1)
 
 
-def test_shares_are_all_tasks_once():
-  assert list(processes.take_share(5)) == list(range(5))
-  assert processes.gather('mine') == ['mine']
-  (same,) = processes.gather_arrays(np.arange(3))
-  np.testing.assert_array_equal(same, np.arange(3))
-
-
 class _Tasks(list):
   """Where the second process raises: a data set that it cannot read on."""
 

@@ -151,12 +151,6 @@ class TestTrajectory:
       assert t.reward == expected.sum()
     assert any(t.reward for t in _played())
 
-  def test_groups_and_samples_are_in_order(self):
-    assert [(t.group, t.sample) for t in _played()] == [
-      (group, sample) for group in range(5) for sample in range(3)
-    ]
-    assert [t.task.id for t in _played()[::3]] == [f'task {i}' for i in range(5)]
-
   def test_metrics_are_summed_over_turns(self):
     for t in _played():
       steps = len(t.turns) - (t.status == 'truncated')
@@ -231,34 +225,6 @@ class TestRandomness:
 
 
 class TestFresh:
-  def test_a_fresh_step_begins_a_segment(self):
-    chat = tiny.chat()
-    limits = config_lib.Limits(max_turns=4, max_turn_tokens=16)
-    make_env = functools.partial(Env, fresh=lambda turn: turn != 2, forever=True)
-    played = _collect(make_env, limits=limits, samples=3)
-    whole = [t for t in played if t.status == 'max_turns']
-    assert whole
-    for t in played:
-      assert [turn.segment for turn in t.turns] == [0, 1, 1, 2][: len(t.turns)]
-      assert len(t.segments) == len({turn.segment for turn in t.turns})
-      chosen = [np.zeros(len(s.tokens), bool) for s in t.segments]
-      for turn in t.turns:
-        chosen[turn.segment][turn.start : turn.stop] = True
-      for segment, mask in zip(t.segments, chosen, strict=True):
-        np.testing.assert_array_equal(segment.action_mask, mask)
-      table.build([t])
-    for t in whole:
-      said = [m for m in t.messages if m['role'] == 'user']
-      prompts = [
-        chat.encode_prompt([said[0]]),
-        chat.encode_prompt([said[1]]),
-        chat.encode_prompt([said[3]]),
-      ]
-      for segment, prompt in zip(t.segments, prompts, strict=True):
-        assert segment.tokens[: len(prompt)].tolist() == prompt.tolist()
-        assert segment.action_mask[len(prompt)]
-    tiny.assert_on_policy(_params(), [s for t in played for s in t.segments])
-
   def test_segments_have_a_randomness_of_their_own(self):
     class Again(Env):
       async def step(self, reply):
@@ -367,11 +333,6 @@ class TestEnds:
     assert {t.status for t in played} == {'truncated', 'error'}
     for t in played:
       assert (t.status == 'error') == ('was asked' in (t.error or ''))
-
-  @pytest.mark.parametrize('field', ['max_turns', 'max_turn_tokens'])
-  def test_limits_must_allow_something(self, field):
-    with pytest.raises(ValueError, match=f'limits.{field} is 0'):
-      _collect(Env, limits=config_lib.Limits(**{field: 0}))
 
 
 class TestErrors:

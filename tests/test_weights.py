@@ -221,6 +221,8 @@ def test_transformers_reads_our_config(tmp_path, family):
 
 # Broken directories.
 
+_LAYER = 'model__layers__'
+
 
 def test_missing_files_are_named(tmp_path):
   with pytest.raises(ValueError, match='nowhere: no such directory'):
@@ -240,28 +242,12 @@ def test_missing_files_are_named(tmp_path):
   [
     ({'model__norm__weight': None}, 'no tensor model.norm.weight; fetch the whole'),
     ({'lm_head__weight': None}, 'no tensor lm_head.weight.*"tie_word_embeddings": true'),
-    (
-      {'model__layers__1__mlp__up_proj__weight': None},
-      'no tensor model.layers.1.mlp.up_proj.weight',
-    ),
-    (
-      {'model__layers__3__input_layernorm__weight': np.ones(12, np.float32)},
-      'tensor model.layers.3.input_layernorm.weight has no place',
-    ),
-    (
-      {'model__layers__0__self_attn__q_proj__bias': np.ones(24, np.float32)},
-      'tensor model.layers.0.self_attn.q_proj.bias has no place',
-    ),
-    (
-      {'model__norm__weight': np.ones(13, np.float32)},
-      r'tensor model.norm.weight has shape \[13\], by config.json it is \[12\]',
-    ),
+    ({'model__layers__1__mlp__up_proj__weight': None}, r'no tensor .*layers\.1\.mlp\.up'),
+    ({f'{_LAYER}3__input_layernorm__weight': np.ones(12, np.float32)}, 'has no place'),
+    ({f'{_LAYER}0__self_attn__q_proj__bias': np.ones(24, np.float32)}, 'has no place'),
+    ({'model__norm__weight': np.ones(13, np.float32)}, r'norm.* \[13\], by .* is \[12\]'),
     ({'model__norm__weight': np.ones(12, np.int32)}, 'tensor model.norm.weight is I32'),
-    ({'model__norm__weight': np.ones(12)}, 'tensor model.norm.weight is F64, not one of'),
-    (
-      {'model__layers__1__input_layernorm__weight': np.ones(12, np.float16)},
-      r'tensors model.layers.\{\}.input_layernorm.weight are F16 and F32',
-    ),
+    ({f'{_LAYER}1__input_layernorm__weight': np.ones(12, np.float16)}, 'are F16 and F32'),
   ],
 )
 def test_a_wrong_tensor_is_named(tmp_path, changes, message):

@@ -186,11 +186,6 @@ class TestPool:
       ):
         await asyncio.wait_for(task, 60)
 
-  async def test_the_context_goes_with_the_call(self, pool):
-    thread_pool.abandoned_calls.set(tally := collections.Counter())
-    assert await workers.call(thread_pool.abandoned_calls.get) is tally
-    assert await workers.call_on_user_loop(thread_pool.abandoned_calls.get) is tally
-
 
 class _Mute(Exception):
   def __str__(self):
