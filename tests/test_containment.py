@@ -166,38 +166,6 @@ class TestRaising:
     for name, t in zip(_KINDS, played):
       assert name in t.error and 'test_containment.py' in t.error
 
-  @pytest.mark.parametrize('is_async', [True, False])
-  def test_what_a_tool_raises_is_a_text_for_the_agent(self, is_async):
-    def fails(number: int) -> str:
-      """Fails.
-
-      Args:
-        number: Of the task.
-      """
-      _raise(types.Task('', [], number))
-      return 'fine'
-
-    @functools.wraps(fails)
-    async def later(number):
-      return fails(number)
-
-    class Calls(env_lib.ToolEnv):
-      async def reset(self, task):
-        number = {'number': task.answer}
-        self._parse = lambda r: [calls.ToolCall('fails', number)] * (not self.said())
-        return await super().reset(task)
-
-      def said(self):
-        return any(m['role'] == 'tool' for m in self.messages)
-
-    item = tool_lib.tool(later if is_async else fails)
-    played = _collect(lambda: Calls([item], lambda *_: 1.0), _tasks(len(_KINDS) + 1))
-    for name, t in zip(_KINDS, played):
-      (said,) = [m['content'] for m in t.messages if m['role'] == 'tool']
-      assert said.startswith('Error: fails: ') and name in said
-    assert [t.status for t in played] == ['done'] * len(played)
-    assert sum(t.metrics['tool_errors'] for t in played) == len(_KINDS)
-
   def test_a_malformed_step_marks_its_episode(self):
     steps = [
       None,

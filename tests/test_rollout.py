@@ -126,31 +126,6 @@ class TestTrajectory:
     segments = [s for t in _played() for s in t.segments]
     tiny.assert_on_policy(_params(), segments)
 
-  def test_replies_are_what_the_turns_hold(self):
-    chat = tiny.chat()
-    for t in _played():
-      replies = [m['content'] for m in t.messages if m['role'] == 'assistant']
-      assert len(replies) == len(t.turns)
-      for turn, reply in zip(t.turns, replies):
-        span = slice(turn.start, turn.stop)
-        assert t.segments[turn.segment].action_mask[span].all()
-        assert chat.decode(t.segments[turn.segment].tokens[span]) == reply
-        assert '<|im_end|>' not in reply
-
-  def test_every_reward_sits_on_the_last_action_token_of_its_turn(self):
-    for t in _played():
-      tokens = table.build([t])
-      ends = np.cumsum([turn.stop - turn.start for turn in t.turns]) - 1
-      expected = np.zeros(ends[-1] + 1)
-      replies = [m['content'] for m in t.messages if m['role'] == 'assistant']
-      for end, reply in zip(ends, replies):
-        expected[end] = len(reply) / 8
-      if t.status == 'truncated':
-        expected[ends[-1]] = 0  # It never was a reply.
-      np.testing.assert_array_equal(tokens.rewards[tokens.action_mask], expected)
-      assert t.reward == expected.sum()
-    assert any(t.reward for t in _played())
-
   def test_metrics_are_summed_over_turns(self):
     for t in _played():
       steps = len(t.turns) - (t.status == 'truncated')
@@ -617,19 +592,20 @@ class TestContextStrategies:
   @pytest.mark.parametrize(
     ('strategy', 'segments'),
     [
+      (lambda env: env, [0, 0, 0, 0, 0]),
       (lambda env: context.SlidingWindow(env, turns=1), [0, 0, 1, 2, 3]),
       (lambda env: context.SlidingWindow(env, turns=2), [0, 0, 0, 1, 2]),
       (lambda env: context.Summary(env, turns=1, prompt='Sum up.'), [0, 0, 1, 1, 2]),
       (lambda env: context.Rebuilt(env, _last), [0, 1, 2, 3, 4]),
     ],
-    ids=['window of 1', 'window of 2', 'summary', 'rebuilt'],
+    ids=['none', 'window of 1', 'window of 2', 'summary', 'rebuilt'],
   )
   def test_trajectories_are_exact(self, strategy, segments):
     played = _play_strategy(strategy)
     for t, env in played:
       _assert_as_shown(t, env.shown)
       assert [turn.segment for turn in t.turns] == segments[: len(t.turns)]
-    assert max(len(t.segments) for t, _ in played) > 1
+    assert (max(len(t.segments) for t, _ in played) > 1) == any(segments)
     rewards = {turn.reward for t, _ in played for turn in t.turns}
     assert {0.0, 16.0} < rewards  # 16 at an end, and eighths for what was counted.
 

@@ -200,27 +200,6 @@ class TestTraining:
     assert process.end() == 0, process.said
     assert [line['step'] for line in metrics.read(tmp_path / 'run')] == [1, 2]
 
-  def test_what_it_saves_it_says(self, start, model, tmp_path):
-    process = start('rollout', tmp_path / 'run', model, grace=_LIMIT)
-    assert process.end() == preemption.EXIT_STATUS
-    said = process.said
-    order = [
-      f'SIGTERM{_ANSWER}',
-      'saving step 1',
-      'saved step 1; the same command goes on',
-    ]
-    assert all(line in said for line in order), said
-    assert sorted(order[1:], key=said.index) == order[1:]
-
-
-class _Env(env_lib.ToolEnv):
-  moment, workdir = '', ''
-
-  async def reset(self, task):
-    if self.moment == 'rollout' and _written(self.workdir):
-      os.kill(os.getpid(), signal.SIGTERM)
-    return await super().reset(task)
-
 
 def _written(workdir):
   path = pathlib.Path(workdir) / 'metrics.jsonl'
@@ -250,7 +229,6 @@ def _train(moment, workdir, model):
   if moment == 'compilation':
     jax.config.update('jax_enable_compilation_cache', False)
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
-  _Env.moment, _Env.workdir = moment, workdir
   config = config_lib.Config(
     model=config_lib.Model(path=model),
     schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
@@ -273,7 +251,7 @@ def _train(moment, workdir, model):
     for i in range(3)
   ]
   reward = lambda task, messages: len(messages[-1]['content']) % 3 / 1.0
-  make_env = lambda: _Env([], reward)
+  make_env = lambda: env_lib.ToolEnv([], reward)
   with preemption.watch() as watching:
     train.run(
       config,

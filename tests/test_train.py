@@ -457,38 +457,39 @@ class TestResume:
     for name, tree in complete.items():
       assert json.loads((workdir / name).read_text()) == tree
 
-  def test_killed_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
-    """Killed in the first rollout, while a checkpoint is written, and in an update."""
-    params, workdir = whole
-    reached = []
-    for moment in ('rollout', 'save', 'update'):
+  @pytest.mark.parametrize(
+    ('moments', 'status', 'reached'),
+    [
+      (['rollout', 'save', 'update'], -signal.SIGKILL, [0, 2, 3]),
+      # The line of a step waits for its evaluation, which is made anew: 1 and not 2. So
+      # it is in the update before the second evaluation.
+      (
+        ['term in rollout', 'ctrl-c in evaluation', 'term in update'],
+        preemption.EXIT_STATUS,
+        [0, 1, 3],
+      ),
+    ],
+    ids=['killed', 'preempted'],
+  )
+  def test_ended_and_resumed_is_uninterrupted(
+    self, whole, model, tmp_path, moments, status, reached
+  ):
+    for moment, step in zip(moments, reached, strict=True):
       ended = _run_until(tmp_path / 'run', model, moment)
-      assert ended[0] == -signal.SIGKILL, ended[1]
-      reached.append(_step_reached(tmp_path / 'run'))
-    assert reached == [0, 2, 3]
-    resumed = _run(_config(model), tmp_path / 'run')
-    _assert_equal(resumed, params)
-    assert _numbers(tmp_path / 'run') == _numbers(workdir)
-    _assert_equal(weights.load(tmp_path / 'run' / 'model')[1], params)
+      assert ended[0] == status, ended[1]
+      assert ('saved step' in ended[1]) == (status == preemption.EXIT_STATUS)
+      assert _step_reached(tmp_path / 'run') == step
+    self._assert_resumes(tmp_path / 'run', model, whole)
 
-  def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
-    """SIGTERM in the first rollout and in an update, Ctrl-C in an evaluation."""
-    params, workdir = whole
-    reached = []
-    for moment in ('term in rollout', 'ctrl-c in evaluation', 'term in update'):
-      ended = _run_until(tmp_path / 'run', model, moment)
-      assert ended[0] == preemption.EXIT_STATUS, ended[1]
-      reached.append(_step_reached(tmp_path / 'run'))
-    # The line of a step waits for its evaluation, which is made anew: 1 and not 2. So it
-    # is in the update before the second evaluation.
-    assert reached == [0, 1, 3]
-    resumed = _run(_config(model), tmp_path / 'run')
-    _assert_equal(resumed, params)
-    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+  def _assert_resumes(self, workdir, model, whole):
+    """The same command ends with the parameters and the numbers of an unbroken run."""
+    params, other = whole
+    _assert_equal(_run(_config(model), workdir), params)
+    assert _numbers(workdir) == _numbers(other)
+    _assert_equal(weights.load(workdir / 'model')[1], params)
 
   def test_killed_at_random_moments_is_uninterrupted(self, whole, model, tmp_path):
     """AGENT_R1_KILLS=50 for the long version."""
-    params, workdir = whole
     rng, kills = random.Random(0), 0
     while kills < int(os.environ.get('AGENT_R1_KILLS', 3)):
       with _start(tmp_path / 'run', model, 'none') as process:
@@ -498,10 +499,8 @@ class TestResume:
       assert status in (0, -signal.SIGKILL)
       kills += status != 0
       if status == 0:
-        _check_and_forget(tmp_path / 'run', workdir)
-    resumed = _run(_config(model), tmp_path / 'run')
-    _assert_equal(resumed, params)
-    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+        _check_and_forget(tmp_path / 'run', whole[1])
+    self._assert_resumes(tmp_path / 'run', model, whole)
 
   def test_episodes_that_had_ended_are_not_played_again(self, whole, model, tmp_path):
     params, workdir = whole
