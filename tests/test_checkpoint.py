@@ -95,7 +95,7 @@ class TestRoundTrip:
 
 class TestMistakes:
   @pytest.mark.parametrize('name', ['every', 'keep'])
-  def test_numbers_below_one(self, tmp_path, name):
+  def test_numbers_below_one_are_refused(self, tmp_path, name):
     with pytest.raises(ValueError, match=f'{name}=0: must be at least 1'):
       checkpoint.Checkpointer(tmp_path, **({'every': 1, 'keep': 1} | {name: 0}))
 
@@ -123,19 +123,19 @@ class TestMistakes:
       ({'x': (1, 2)}, 'would change host_state'),
     ],
   )
-  def test_host_state_that_json_would_change(self, tmp_path, host, message):
+  def test_host_state_that_json_would_change_is_refused(self, tmp_path, host, message):
     with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match=message):
       checkpoints.save(1, state(), host)
 
   @pytest.mark.parametrize('leaf', [np.zeros(3), 7])
-  def test_leaves_of_the_host(self, tmp_path, leaf):
+  def test_leaves_of_the_host_are_refused(self, tmp_path, leaf):
     with (
       open_(tmp_path) as checkpoints,
       pytest.raises(ValueError, match=r'params\.n is a'),
     ):
       checkpoints.save(1, {'params': {'n': leaf}}, {})
 
-  def test_two_leaves_of_one_name(self, tmp_path):
+  def test_two_leaves_of_one_name_are_refused(self, tmp_path):
     with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match='the same name'):
       checkpoints.save(1, {'a.b': jnp.zeros(1), 'a': {'b': jnp.zeros(1)}}, {})
 
@@ -152,7 +152,9 @@ def damage(directory: pathlib.Path, name: str, how: str):
 class TestDamage:
   """Orbax's unfinished coroutines warn when they are collected: so in these tests."""
 
-  def test_of_several_processes_none_decides_alone(self, tmp_path, monkeypatch):
+  def test_one_of_several_processes_puts_no_damaged_one_aside(
+    self, tmp_path, monkeypatch
+  ):
     save(tmp_path, [1, 2, 3])
     damage(tmp_path / 'checkpoints' / '3', 'manifest', 'remove')
     with open_(tmp_path) as checkpoints:
@@ -260,7 +262,9 @@ class TestDeleted:
       with open_(workdir) as checkpoints:
         assert checkpoints.restore(state()) is None
 
-  def test_all(self, tmp_path):
+  def test_where_all_were_deleted_a_run_is_refused_until_the_record_is_too(
+    self, tmp_path
+  ):
     save(tmp_path, [3])
     checkpoints = tmp_path / 'checkpoints'
     checkpoints.rename(tmp_path / 'away')
@@ -273,13 +277,13 @@ class TestDeleted:
     (tmp_path / 'first_checkpoint').unlink()  # As the message says.
     self.begin_anew(tmp_path)
 
-  def test_all_while_a_later_one_was_written(self, tmp_path):
+  def test_where_all_were_deleted_half_of_a_later_one_is_no_checkpoint(self, tmp_path):
     save(tmp_path, [3])
     shutil.rmtree(tmp_path / 'checkpoints' / '3')
     (tmp_path / 'checkpoints' / '6.orbax-checkpoint-tmp').mkdir()
     self.refuse(tmp_path)
 
-  def test_killed_before_the_first_is_complete(self, tmp_path):
+  def test_a_run_killed_before_its_first_is_complete_begins_anew(self, tmp_path):
     """Its record is on disk, it has no final name, and the run begins anew."""
     script = """
 import os, signal, sys
@@ -296,7 +300,9 @@ with checkpoint.Checkpointer(sys.argv[1], every=1) as checkpoints:
     assert (tmp_path / 'first_checkpoint').read_text() == '3\n'
     self.begin_anew(tmp_path)
 
-  def test_the_first_could_not_be_completed(self, tmp_path, monkeypatch):
+  def test_a_run_whose_first_could_not_be_completed_begins_anew(
+    self, tmp_path, monkeypatch
+  ):
     def prepare(self, prepare=checkpoint.Checkpointer._prepare_commit):
       prepare(self)
       raise OSError(28, 'No space left on device')
@@ -319,7 +325,7 @@ def small_disk(tmp_path):
 
 
 class TestDisk:
-  def test_full_disk(self, small_disk, caplog):
+  def test_a_full_disk_leaves_the_earlier_ones_and_one_message(self, small_disk, caplog):
     def arrays(step):
       return {'w': jax.random.normal(jax.random.key(step), (400, 400))}  # 0.6 MB
 
@@ -350,7 +356,7 @@ class TestDisk:
       checkpoints.save(2, big, {})
     checkpoints.close()
 
-  def test_read_only_workdir(self, tmp_path):
+  def test_a_read_only_workdir_is_refused(self, tmp_path):
     said = r'workdir=.* cannot be written to \(Read-only'
     with mounts.mounted(tmp_path, 'ro'):
       with pytest.raises(ValueError, match=said):
@@ -358,7 +364,7 @@ class TestDisk:
       with pytest.raises(ValueError, match=said):
         workdir_lib.check_config(tmp_path, {})
 
-  def test_workdir_is_a_file(self, tmp_path):
+  def test_a_workdir_that_is_a_file_is_refused(self, tmp_path):
     (tmp_path / 'run').write_text('')
     with pytest.raises(ValueError, match='cannot be written to'):
       open_(tmp_path / 'run')
@@ -381,7 +387,7 @@ if __name__ == '__main__':
 """
 
 
-def test_killed_while_writing(tmp_path):
+def test_a_run_killed_while_writing_restores_the_newest_complete_one(tmp_path):
   """SIGKILL at random moments: what was complete stays, and the newest restores."""
   script = tmp_path / 'saver.py'
   script.write_text(_SAVER)

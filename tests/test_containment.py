@@ -11,6 +11,7 @@ import threading
 
 import late
 import pytest
+import raised
 import script
 import test_rollout
 import test_train
@@ -90,29 +91,14 @@ class PlainEnv(Env):
     return asyncio.run(super().step(reply))
 
 
-class _Mute(Exception):
-  def __str__(self):
-    raise SystemExit(3)
-
-
-_ENDS = [
-  asyncio.CancelledError(),
-  SystemExit(0),
-  KeyboardInterrupt(),
-  GeneratorExit(),
-  StopIteration(),
-  BaseExceptionGroup('all', [SystemExit(1), ValueError()]),
-  ExceptionGroup('all', [ValueError()]),
-  TimeoutError(),
-  _Mute(),
-]
+_ENDS = (*raised.ENDS, *raised.ERRORS)
 _KINDS = [type(error).__name__ for error in _ENDS] + ['os._exit(0)']
 
 
 def _raise(task):
   """Each task but the last has an error of its own; the last is played to its end."""
   if task.answer < len(_ENDS):
-    raise _ENDS[task.answer]
+    raise _ENDS[task.answer].with_traceback(None)
   if task.answer == len(_ENDS):
     os._exit(0)
 
@@ -231,7 +217,9 @@ class TestRaising:
 class TestHanging:
   @pytest.mark.parametrize('kind', [Env, PlainEnv])
   @pytest.mark.parametrize('where', ['reset', 'step'])
-  def test_an_environment_is_given_up(self, no_clock, gate, kind, where):
+  def test_an_environment_that_hangs_costs_its_own_episode(
+    self, no_clock, gate, kind, where
+  ):
     """The coroutine waits, the plain method holds its thread."""
 
     def do(at, task):
@@ -254,7 +242,7 @@ class TestHanging:
       assert abandoned == ({} if kind is Env else hung)
 
   @pytest.mark.parametrize('where', ['make_env', 'reward', 'process_reward', 'metrics'])
-  def test_a_function_is_given_up(self, no_clock, gate, where):
+  def test_a_function_that_hangs_is_abandoned_and_counted(self, no_clock, gate, where):
     def hangs(*args):
       late.hang()
       gate.wait()
@@ -269,7 +257,7 @@ class TestHanging:
       assert f'{where} gave no answer within 60 seconds ({field})' in t.error
       assert t.metrics['timeouts'] == t.metrics[f'abandoned/{where}'] == 1.0
 
-  def test_an_episode_is_given_up(self, monkeypatch):
+  def test_an_episode_beyond_its_time_is_an_error(self, monkeypatch):
     """Its time is over when its step hangs."""
     timeout, episode = asyncio.timeout, contextvars.ContextVar('episode')
 
@@ -293,7 +281,9 @@ class TestHanging:
     assert (hung.status, hung.metrics['timeouts']) == ('error', 1.0)
     assert hung.metrics['error/LateEpisode'] == 1.0
 
-  def test_more_tools_hang_than_there_are_threads(self, no_clock, gate, pool):
+  def test_where_more_tools_hang_than_there_are_threads_the_others_are_served(
+    self, no_clock, gate, pool
+  ):
     """In plain functions and in to_thread; the others are served and end."""
 
     def hang():
@@ -537,7 +527,7 @@ class TestClosing:
     assert 'SystemExit: close is broken' in caplog.text
     assert 'close gave no answer within 60 seconds (close_seconds)' in caplog.text
 
-  def test_one_that_is_made_too_late_is_closed(self, no_clock, gate):
+  def test_an_environment_that_is_made_too_late_is_closed(self, no_clock, gate):
     closed = threading.Event()
 
     class Closes(Env):

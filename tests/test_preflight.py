@@ -101,7 +101,7 @@ class TestFitting:
       assert list(kept) == (tasks if fits else tasks[1:])
       assert (said is None) == fits
 
-  def test_it_is_refused_with_its_length_and_the_mend(self):
+  def test_a_prompt_that_fits_no_row_is_refused_with_its_length(self):
     tasks = _tasks('x', 'one two three ' * 100, 'one two three ' * 200)
     lengths = [self._length(task) for task in tasks]
     with pytest.raises(ValueError) as error:
@@ -161,13 +161,13 @@ class TestTools:
     said = preflight.describe_tool_prompt(chat, _env([look]))
     assert said and 'system message tells of them (look)' in said
 
-  def test_the_tasks_tell_of_them(self, tmp_path):
+  def test_tasks_that_tell_of_the_tools_are_taken_at_their_word(self, tmp_path):
     said = preflight.describe_tool_prompt(
       _ignorant(tmp_path, tools_in_prompt='own'), _env([look])
     )
     assert said and "Only the tasks' own messages tell of the tools (look)" in said
 
-  def test_it_is_refused(self, tmp_path):
+  def test_tools_that_no_template_writes_are_refused(self, tmp_path):
     chat = _ignorant(tmp_path, tools_in_prompt='refuse')
     assert preflight.describe_tool_prompt(chat, _env()) is None
     with pytest.raises(
@@ -185,7 +185,7 @@ class TestOpenEnvironment:
     with pytest.raises(type(error), match=error.args[0]):
       preflight.open_environment(make_env, _LIMITS).__enter__()
 
-  def test_one_that_is_made_too_late_is_closed(self, gate):
+  def test_an_environment_that_is_made_too_late_is_closed(self, gate):
     closed = threading.Event()
 
     class Closes(env_lib.ToolEnv):

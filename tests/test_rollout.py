@@ -212,7 +212,7 @@ class TestFresh:
 
 
 class TestEnds:
-  def test_a_prompt_that_fits_no_row(self):
+  def test_a_prompt_that_fits_no_row_is_truncated_without_a_turn(self):
     long = _tasks(1, 'one two three ' * 100)
     lost, *others = _collect(Env, long + _tasks(3))
     assert (lost.status, lost.segments, lost.turns) == ('truncated', [], [])
@@ -276,7 +276,7 @@ class TestEnds:
       assert records.unpack(records.pack(t.messages)) == t.messages
       assert again.get((t.task.id, 0)).messages == t.messages
 
-  def test_an_answer_that_fits_no_row(self):
+  def test_an_answer_that_fits_no_row_truncates_the_episode(self):
     class Talks(Env):
       async def step(self, reply):
         long = {'role': 'user', 'content': 'one two three ' * 100}
@@ -287,7 +287,7 @@ class TestEnds:
       assert t.reward == (0.25 if len(t.messages) == 3 else 0)
       assert len(t.segments[0].tokens) == t.turns[0].stop
 
-  def test_a_reply_that_fills_its_row(self):
+  def test_a_reply_that_fills_its_row_truncates_the_episode(self):
     """The row's room limits a reply, not the turn's budget alone."""
     task = _tasks(1, 'one two three ' * 18)
     room = _SLOTS - len(tiny.chat().encode_prompt(task[0].messages))

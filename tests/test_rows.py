@@ -120,7 +120,7 @@ class Cache:
 
 
 @pytest.mark.parametrize('seed', range(8))
-def test_a_random_walk(seed):
+def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed):
   """Texts begin, go on, fork, end and are cancelled; one of two policies changes."""
   rng = np.random.default_rng(seed)
   cache, texts, version = Cache(width=int(rng.integers(2, _B + 1))), [], 1

@@ -35,7 +35,7 @@ def _task(number):
 
 
 class TestPrefilled:
-  def test_so_is_one_that_is_longer_than_a_prefill_and_all_the_rest_once(self, engine):
+  def test_a_groups_prompt_longer_than_a_prefill_is_computed_once(self, engine):
     played = clients.run(engine, range(24, 30), group=3)
     prompts = [len(clients.prompt(group)) for group in (8, 9)]
     given = sum(int((~s.action_mask).sum()) for s in played.values())
@@ -63,7 +63,7 @@ class TestPrefilled:
     assert engine.stats.shared == len(prompt) - 1
     tiny.assert_on_policy(clients.params(), [segment])
 
-  def test_samples_of_tasks_of_one_system_prompt(self):
+  def test_samples_of_tasks_of_one_system_prompt_compute_each_distinct_token_once(self):
     """Exactly 1.00 over distinct tokens."""
     engine = clients.engine(**_LARGE)
     prompts = [np.concatenate([_SYSTEM, _task(n)]) for n in range(8)]
@@ -77,7 +77,7 @@ class TestPrefilled:
     assert engine.stats.prefilled == _distinct(prompts) == 399 + 1 + 8 * 19
     tiny.assert_on_policy(clients.params(), played[::9])
 
-  def test_forks_in_the_midst_of_texts(self):
+  def test_forks_in_the_midst_of_texts_compute_what_they_append_alone(self):
     """Four at turn 2 of each, of which two are told the same."""
     engine = clients.engine(**_LARGE)
 

@@ -178,7 +178,9 @@ def model(tmp_path_factory):
 
 
 class TestTraining:
-  def test_in_a_cold_compilation(self, start, model, tmp_path):
+  def test_sigterm_in_a_cold_compilation_waits_for_one_program_alone(
+    self, start, model, tmp_path
+  ):
     """It does not wait for all programs."""
     process = start('compilation', tmp_path / 'run', model, grace=_LIMIT)
     assert process.end() == preemption.EXIT_STATUS
@@ -186,7 +188,9 @@ class TestTraining:
     compiled = process.said.count('compiled a program')
     assert 1 <= compiled < 5, process.said
 
-  def test_in_an_update_that_takes_too_long(self, start, model, tmp_path):
+  def test_sigterm_in_an_endless_update_ends_unsaved_and_the_command_goes_on(
+    self, start, model, tmp_path
+  ):
     """And the same command goes on from the checkpoint before it."""
     process = start('update', tmp_path / 'run', model)
     process.until('in the update')

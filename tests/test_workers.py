@@ -2,12 +2,9 @@
 
 import asyncio
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import os
-import pathlib
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,6 +13,8 @@ import types
 
 import late
 import pytest
+import raised
+import script
 
 from agent_r1_jax.host import thread_pool, user_loops, workers
 
@@ -187,66 +186,28 @@ class TestPool:
         await asyncio.wait_for(task, 60)
 
 
-class _Mute(Exception):
-  def __str__(self):
-    raise SystemExit(3)
-
-
-RAISED = [
-  ValueError('bad'),
-  KeyError('x'),
-  _Mute(),
-  TimeoutError('theirs'),
-  concurrent.futures.CancelledError(),
-  ExceptionGroup('two', [ValueError('a'), ValueError('b')]),
-  RecursionError(),
-  StopAsyncIteration(),
-]
-# No Exception, or none that a coroutine can raise.
-ENDS = [
-  asyncio.CancelledError(),
-  SystemExit(0),
-  KeyboardInterrupt(),
-  GeneratorExit(),
-  BaseExceptionGroup('all', [SystemExit(1)]),
-  StopIteration(1),
-]
-
-
-def raising(error):
-  """A function and a coroutine function that raise it."""
-
-  def now():
-    raise error
-
-  async def later():
-    raise error
-
-  return now, later
-
-
 class TestRaising:
-  @pytest.mark.parametrize('error', RAISED, ids=lambda e: type(e).__name__)
+  @pytest.mark.parametrize('error', raised.ERRORS, ids=lambda e: type(e).__name__)
   @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
   async def test_an_exception_is_raised_as_it_is(self, call, error):
-    for fn in raising(error):
+    for fn in raised.make(error):
       with pytest.raises(type(error)) as caught:
         await call(fn)
       assert caught.value is error
-      assert 'test_workers.py' in workers.locate_error(error)
+      assert 'raised.py' in workers.locate_error(error)
       assert workers.describe_error(error).startswith(type(error).__name__)
 
-  @pytest.mark.parametrize('error', ENDS, ids=lambda e: type(e).__name__)
+  @pytest.mark.parametrize('error', raised.ENDS, ids=lambda e: type(e).__name__)
   @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
   async def test_what_would_end_more_than_the_call_is_an_error_of_it(self, call, error):
-    for fn in raising(error):
+    for fn in raised.make(error):
       with pytest.raises(RuntimeError, match=type(error).__name__):
         await call(fn)
       assert await call(lambda: 'served') == 'served'
 
   async def test_a_task_that_a_coroutine_starts_cannot_end_the_loop(self):
     async def starts():
-      await asyncio.create_task(raising(SystemExit(0))[1]())
+      await asyncio.create_task(raised.make(SystemExit(0))[1]())
 
     async def stops():
       asyncio.get_running_loop().stop()
@@ -604,14 +565,9 @@ _EXIT = """
 
 
 def test_the_interpreter_ends_whatever_hangs_and_a_forked_process_may_leave():
-  run = subprocess.run(
-    # Python 3.12 warns of a fork beside threads, which is what users do.
-    [sys.executable, '-W', 'ignore::DeprecationWarning', '-c', textwrap.dedent(_EXIT)],
-    cwd=pathlib.Path(__file__).parents[1],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  # Python 3.12 warns of a fork beside threads, which is what users do.
+  code = 'import warnings; warnings.simplefilter("ignore")\n' + textwrap.dedent(_EXIT)
+  run = script.run('-c', code, timeout=120)
   assert run.stdout.split() == ['late', 'hang', 'hang_in_thread', 'block', '7', 'end']
   named = 'late has given no answer for 0.05 of 0.1 seconds'
   lines = run.stderr.splitlines()
