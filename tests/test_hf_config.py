@@ -197,9 +197,7 @@ def test_missing_head_dim_is_that_of_transformers(tmp_path, name, head_dim, abse
 )
 def test_numbers_that_no_model_has_are_refused(tmp_path, key, value):
   raw = _PUBLISHED['Qwen3-8B'] | {key: value}
-  with pytest.raises(
-    ValueError, match=f'config.json: {key} is .*(no known model|needed)'
-  ):
+  with pytest.raises(ValueError, match=f'config.json: {key} is '):
     _read(tmp_path, raw)
 
 

@@ -151,28 +151,25 @@ class TestFitting:
 
 
 class TestTools:
-  def test_nothing_is_said_where_the_template_tells_of_them(self):
-    assert preflight.describe_tool_prompt(tiny.chat(), _env([look])) is None
-    assert preflight.describe_tool_prompt(tiny.chat(), _env()) is None
-
-  def test_a_template_without_tools(self, tmp_path):
-    chat = _ignorant(tmp_path)
-    assert preflight.describe_tool_prompt(chat, _env()) is None
-    said = preflight.describe_tool_prompt(chat, _env([look]))
-    assert said and 'system message tells of them (look)' in said
-
-  def test_tasks_that_tell_of_the_tools_are_taken_at_their_word(self, tmp_path):
-    said = preflight.describe_tool_prompt(
-      _ignorant(tmp_path, tools_in_prompt='own'), _env([look])
-    )
-    assert said and "Only the tasks' own messages tell of the tools (look)" in said
+  @pytest.mark.parametrize(
+    ('who', 'said'),
+    [
+      ('default', 'system message tells of them (look)'),
+      ('own', "Only the tasks' own messages tell of the tools (look)"),
+    ],
+  )
+  def test_where_a_template_writes_no_tools_it_is_said_who_does(
+    self, tmp_path, who, said
+  ):
+    chat = _ignorant(tmp_path, tools_in_prompt=who)
+    assert said in str(preflight.describe_tool_prompt(chat, _env([look])))
+    for other, tools in ((chat, []), (tiny.chat(), []), (tiny.chat(), [look])):
+      assert preflight.describe_tool_prompt(other, _env(tools)) is None
 
   def test_tools_that_no_template_writes_are_refused(self, tmp_path):
     chat = _ignorant(tmp_path, tools_in_prompt='refuse')
     assert preflight.describe_tool_prompt(chat, _env()) is None
-    with pytest.raises(
-      ValueError, match="knows no tools.*make tools_in_prompt 'default'"
-    ):
+    with pytest.raises(ValueError, match="make tools_in_prompt 'default'"):
       preflight.describe_tool_prompt(chat, _env([look]))
 
 

@@ -42,19 +42,6 @@ def _graded(reward):
 
 
 class TestDynamicSampling:
-  def test_tied_groups_are_drawn_again_up_to_the_bound(self, model, tmp_path):
-    def reward(task, messages):
-      # Of the three tasks one is never right.
-      return 0.0 if task.id == 't0' else float(len(messages[-1]['content']))
-
-    given = {'make_env': _graded(reward), 'tasks': 3, 'max_refills': 3}
-    _, lines = _run(model, tmp_path, **given)
-    assert len(lines) == 2
-    for line in lines:
-      assert 3 < line['rollout/groups'] <= 3 + 2 + 2 + 2
-      # Of all that were played, also those that were drawn again.
-      assert line['rollout/dead_groups'] > 0
-
   def test_a_rollout_without_any_variance_ends_at_the_bound(self, model, tmp_path):
     params, lines = _run(model, tmp_path, max_refills=2, make_env=_graded(lambda *_: 0.0))
     assert [line['rollout/groups'] for line in lines] == [6, 6]

@@ -441,9 +441,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path, dtype):
     params['embed']['embedding'] = np.array(params['embed']['embedding'])
     params['embed']['embedding'][3, 5] = bad
     weights.save(tmp_path / 'm', shape, params, dtype=dtype)
-    with pytest.raises(
-      ValueError, match='1 of 4800 numbers of embed/embedding are not f'
-    ):
+    with pytest.raises(ValueError, match='1 of 4800 .* embed/embedding'):
       weights.load(tmp_path / 'm')
   # Large ones are, though their sum is not.
   params['embed']['embedding'][:] = 3e38

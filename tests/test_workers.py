@@ -96,9 +96,7 @@ class TestPool:
   ):
     thread_pool.abandoned_calls.set(tally := collections.Counter())
     for number in range(5):
-      with pytest.raises(
-        workers.CallTimeoutError, match=r'^hang gave no answer within 2\.5 s'
-      ):
+      with pytest.raises(workers.CallTimeoutError, match=r'^hang .* within 2\.5 s'):
         await workers.call(hang, seconds=2.5)
       assert pool.abandoned == tally == {'hang': number + 1}
       assert await workers.call(lambda: 'served') == 'served'
@@ -111,9 +109,7 @@ class TestPool:
     for _ in range(6):
       with pytest.raises(workers.CallTimeoutError):
         await workers.call(hang, name='fetch', seconds=60)
-    with pytest.raises(
-      thread_pool.PoolFullError, match=r'6 calls hang \(fetch: 6\); no further'
-    ):
+    with pytest.raises(thread_pool.PoolFullError, match=r'6 .*\(fetch: 6\)'):
       await workers.call(lambda: 'served')
     gate.set()
     await until(lambda: not pool.abandoned)
@@ -123,9 +119,7 @@ class TestPool:
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
     await until(lambda: pool.busy == 3)
     ran = []
-    with pytest.raises(
-      workers.CallTimeoutError, match='waited for a free thread, and 3 calls'
-    ):
+    with pytest.raises(workers.CallTimeoutError, match='waited .*, and 3 calls'):
       await workers.call(ran.append, 1, seconds=0.01)
     gate.set()
     assert await asyncio.gather(*busy) == [True] * 3
@@ -180,9 +174,7 @@ class TestPool:
     ahead = 601.0  # The pool sees it at the next call, the timers of the callers do not.
     assert await workers.call(lambda: 'served') == 'served'
     for task in late:
-      with pytest.raises(
-        workers.CallTimeoutError, match='late gave no answer within 600'
-      ):
+      with pytest.raises(workers.CallTimeoutError, match='late .* within 600'):
         await asyncio.wait_for(task, 60)
 
 
@@ -227,9 +219,7 @@ class TestRaising:
       for fn in (lambda: leave(0), later):
         if call is workers.call and fn is later:
           continue  # It would run in this thread, which is ours.
-        with pytest.raises(
-          workers.BaseExceptionError, match=r'SystemExit: os._exit\(0\)'
-        ):
+        with pytest.raises(workers.BaseExceptionError, match=r'os._exit\(0\)'):
           await call(fn)
 
 
@@ -261,9 +251,7 @@ class TestCoroutines:
       assert {type(error) for error in errors} == {asyncio.CancelledError}
     assert tally == pool.abandoned == {'stubborn': 6}
     for fn in (stubborn, lambda: 'served'):
-      with pytest.raises(
-        thread_pool.PoolFullError, match=r'6 calls hang \(stubborn: 6\)'
-      ):
+      with pytest.raises(thread_pool.PoolFullError, match='stubborn: 6'):
         await call(fn)
     may_end.set()
     await until(lambda: not pool.abandoned)
