@@ -223,10 +223,7 @@ class TestDamage:
       assert_equal(checkpoints.restore(state())[1], state(1))
       path = next(path for path in files if '/arrays/d/' in str(path))
       path.write_bytes(path.read_bytes()[:-1] + b'x')
-      said = (
-        r'cannot be read \(arrays/d/\w+ is not what was written: its checksum differs'
-      )
-      with pytest.raises(checkpoint._UnreadableError, match=said):
+      with pytest.raises(checkpoint._UnreadableError, match='its checksum differs'):
         checkpoints._read(1, state())
     gc.collect()
 

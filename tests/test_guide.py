@@ -269,7 +269,8 @@ class TestValueGuide:
   def test_equal_values_are_plain_sampling(self):
     plain = {n: clients.reference()[n] for n in range(4)}
     guide = guide_lib.make_value_guide(8)
-    engine = tiny.engine(clients.params(), guides={guide: self._head(0.0)})
+    guides = {guide: self._head(0.0)}
+    engine = tiny.engine(clients.params(), guides=guides, **clients.EXACT)
     using = {'guides': {guide: {'inverse_beta': np.float32(3.0)}}}
     clients.assert_same(clients.run(engine, range(4), **using), plain)
 
@@ -381,10 +382,8 @@ class TestGrammar:
 
   def test_copied_prompt_starts_the_grammar_from_its_beginning(self):
     """In rows that were left in the midst of a call."""
-    tokens, engine = (
-      test_call_grammar.of_tiny(required=True),
-      clients.engine(**clients.EXACT),
-    )
+    tokens = test_call_grammar.of_tiny(required=True)
+    engine = clients.engine(**clients.EXACT)
 
     async def play(number, prompt):
       prompt, fields = np.array(prompt, np.int32), {'automata': (tokens.grammar,)}
@@ -416,11 +415,9 @@ class TestTogether:
   def _engine(self):
     """An engine that has compiled everything, and the kinds of requests."""
     tree = tiny.params(tiny.config(), _talkative())
-    engine = _own_engine(tree, rows=7, bucket=tiny.BUCKET, narrow=True)
-    grammar, required = (
-      test_call_grammar.of_tiny().grammar,
-      test_call_grammar.of_tiny(required=True).grammar,
-    )
+    engine = _own_engine(tree, rows=7, narrow=True)
+    grammar = test_call_grammar.of_tiny().grammar
+    required = test_call_grammar.of_tiny(required=True).grammar
     engine.warm_up(automata=[clients.stop(), grammar, required])
     return engine, {
       'plain': {},

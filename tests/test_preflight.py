@@ -107,11 +107,8 @@ class TestFitting:
     with pytest.raises(ValueError) as error:
       preflight.select_fitting_tasks(tiny.chat(), _env(), tasks, slots=128)
     said = str(error.value)
-    assert said.startswith(
-      '2 of 3 tasks leave no room for a reply in a row of engine.slots = 128'
-    )
-    assert f"the first is 't1' with a prompt of {lengths[1]}" in said
-    assert f'the longest has {lengths[2]}. Raise engine.slots' in said
+    assert said.startswith('2 of 3 tasks') and 'Raise engine.slots' in said
+    assert f"'t1' with a prompt of {lengths[1]}" in said and str(lengths[2]) in said
 
   def test_where_none_fits_none_can_be_left_out(self):
     tasks = _tasks('one two three ' * 100)

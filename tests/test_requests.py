@@ -151,12 +151,7 @@ class TestRefused:
   @pytest.mark.parametrize(
     'given, parent, fields, message',
     [
-      (
-        _SLOTS - 7,
-        None,
-        {'most': 8},
-        rf'0 \+ {_SLOTS - 7} tokens and a reply of 8 do not',
-      ),
+      (_SLOTS - 7, None, {'most': 8}, rf'0 \+ {_SLOTS - 7} tokens and a reply of 8'),
       (0, None, {'most': 8}, '0 tokens to append, 8 to sample'),
       (4, None, {'most': 0}, '4 tokens to append, 0 to sample'),
       (2, -1, {}, 'a fork of the first -1 tokens of a text that has 9'),

@@ -260,12 +260,8 @@ class TestEnds:
           return dataclasses.replace(step, messages=[seen], done=False)
         return step
 
-    kept, tasks, limits = (
-      episode_store.EpisodeStore(tmp_path),
-      _tasks(4),
-      config_lib.Limits(3, 80),
-    )
-    played = _collect(Keeps, tasks, store=kept, limits=limits)
+    kept, tasks = episode_store.EpisodeStore(tmp_path), _tasks(4)
+    played = _collect(Keeps, tasks, store=kept, limits=config_lib.Limits(3, 80))
     assert not recwarn.list  # The store warns of what it cannot write.
     assert [t.status == 'error' for t in played] == [False, True, False, False]
     error = played[1].error

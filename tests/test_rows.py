@@ -258,14 +258,10 @@ class TestFindSources:
     assert rows.find_sources([placed[1]], 4) == ([], set())
 
   def test_the_longer_of_two_is_waited_for(self):
-    rows, placed = self._placed(
-      _text((0, 20)), _text((0, 20), (1, 20)), _text((0, 20), (1, 20), (2, 5))
-    )
-    placed[0].cached, placed[0].prefill_started, placed[1].prefill_started = (
-      19,
-      True,
-      True,
-    )
+    parts = (0, 20), (1, 20), (2, 5)
+    rows, placed = self._placed(*(_text(*parts[:n]) for n in (1, 2, 3)))
+    placed[0].cached = 19
+    placed[0].prefill_started = placed[1].prefill_started = True
     assert rows.find_sources(placed[1:], 4) == ([], {placed[2]})
     placed[1].cached = 39
     ((source, row),), waiting = rows.find_sources(placed[2:], 4)

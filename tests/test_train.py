@@ -109,8 +109,8 @@ def _reward(task, messages):
   return {'city': float(' city' in messages[-1]['content']), 'length': -0.01}
 
 
-def _make_env():
-  return env_lib.ToolEnv([look], _reward, parse=_parse)
+def _make_env(tools=(look,), reward=_reward):
+  return env_lib.ToolEnv(tools, reward, parse=_parse)
 
 
 def _run(config, workdir, **kwargs):
@@ -239,14 +239,8 @@ class TestRun:
       assert columns.pop('segments') == [len(s.tokens) for s in chosen[i].segments]
       assert {len(column) for column in columns.values()} == {len(rows)}
       assert 'ref_logprobs' not in columns, 'there is no reference'
-      names = (
-        'tokens',
-        'action_mask',
-        'old_logprobs',
-        'behaviour_logprobs',
-        'policy_steps',
-      )
-      for name in (*names, 'rewards', 'values', 'advantages', 'returns'):
+      names = 'tokens action_mask old_logprobs behaviour_logprobs policy_steps rewards'
+      for name in f'{names} values advantages returns'.split():
         np.testing.assert_allclose(columns[name], getattr(rows, name), atol=6e-5)
 
   def test_the_workdir_is_locked_until_the_model_is_written(
@@ -406,16 +400,10 @@ class TestErrors:
     [
       (
         {'algorithm': algorithms.grpo(kl_coef=0.02)},
-        r'algorithm\.kl\.coef: "0\.01" there, "0\.02" now',
+        r'algorithm\.kl\.coef: "0\.01"',
       ),
-      (
-        {'make_env': lambda: env_lib.ToolEnv([look], lambda t, m: 0.0, parse=_parse)},
-        r'environment\.reward\.function: "_reward" there, .*lambda',
-      ),
-      (
-        {'make_env': lambda: env_lib.ToolEnv([], _reward, parse=_parse)},
-        r'tools\.look\.schema: .* there, absent now',
-      ),
+      ({'make_env': lambda: _make_env(reward=lambda t, m: 0.0)}, r'reward\.function: '),
+      ({'make_env': lambda: _make_env([])}, r'tools\.look\.schema: .* absent now'),
       ({'tasks': _tasks(2)}, r'tasks\.count: "?3"? there, "?2"? now'),
     ],
   )
@@ -423,9 +411,7 @@ class TestErrors:
     """Until its record is deleted, which the message says."""
     _, workdir = whole
     before = (workdir / 'metrics.jsonl').read_bytes()
-    with pytest.raises(
-      ValueError, match=f'(?s)made_of.json has another configuration.*{said}'
-    ) as told:
+    with pytest.raises(ValueError, match=f'(?s)made_of.json .*{said}') as told:
       _run(_config(model), workdir, **other)
     assert f'delete {workdir / "made_of.json"}' in str(told.value)
     assert (workdir / 'metrics.jsonl').read_bytes() == before

@@ -279,14 +279,8 @@ def test_tied_model_with_lm_head_loads_only_if_it_equals_the_embedding(tmp_path)
   [
     (lambda p: p['final_norm'].clear(), 'params: no final_norm/scale, which config'),
     (lambda p: p.update(extra={'x': np.ones(3)}), 'params: extra/x has no place'),
-    (
-      lambda p: p['lm_head'].update(kernel=np.ones((40, 12), np.float32)),
-      r'params: lm_head/kernel has shape \(40, 12\), by config it is \(12, 40\)',
-    ),
-    (
-      lambda p: p['lm_head'].update(kernel=np.ones((12, 40))),
-      'dtype is float64; give float32',
-    ),
+    (lambda p: p['lm_head'].update(kernel=np.ones((40, 12), 'f4')), r'is \(12, 40\)'),
+    (lambda p: p['lm_head'].update(kernel=np.ones((12, 40))), 'dtype is float64'),
   ],
 )
 def test_wrong_params_are_named_and_nothing_is_written(tmp_path, change, message):
