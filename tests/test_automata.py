@@ -202,7 +202,7 @@ class TestLimits:
     for unit in ('x', '😀', r'\n'):
       assert read(unit * 1000) and not read(unit * 1001) and read(unit * 7)
 
-  def test_states_are_limited(self):
+  def test_an_expression_of_too_many_states_is_refused(self):
     with pytest.raises(ValueError, match='states, and 32,768 are allowed'):
       byte_automata.compile_regex('(a|b)*a(a|b){14}')
     with pytest.raises(ValueError, match='131,07. states, and 65,536 are allowed'):
@@ -218,7 +218,7 @@ class TestLimits:
     with pytest.raises(ValueError, match='has 5.. states times classes of tokens, and'):
       byte_automata.group_tokens(many, pieces)
 
-  def test_sets_of_allowed_tokens_are_limited(self, monkeypatch):
+  def test_a_grammar_of_too_many_sets_of_tokens_is_refused(self, monkeypatch):
     monkeypatch.setattr(byte_automata, '_MAX_SETS', 3)
     lift = lambda pattern: byte_automata.lift_to_tokens(
       grammars.regex(pattern), [_EOS], _PIECES, tiny.VOCAB
@@ -254,7 +254,7 @@ class TestLimits:
       ({'type': 'string', 'maxLength': -1}, r'at \$.maxLength of response_format: -1 is'),
     ],
   )
-  def test_what_is_no_schema_is_refused(self, schema, message):
+  def test_an_invalid_schema_is_refused_by_its_path(self, schema, message):
     with pytest.raises(ValueError, match=message):
       grammars.json_schema(schema)
 

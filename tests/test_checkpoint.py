@@ -81,12 +81,12 @@ class TestRoundTrip:
       _, got, _ = checkpoints.restore(like)
     np.testing.assert_array_equal(got['w'], np.arange(1_000_000.0))
 
-  def test_the_newest_k_stay(self, tmp_path):
+  def test_older_ones_than_the_newest_k_are_deleted(self, tmp_path):
     save(tmp_path, range(5), keep=2)
     with open_(tmp_path) as checkpoints:
       assert checkpoints.steps == [3, 4]
 
-  def test_a_step_is_written_once(self, tmp_path):
+  def test_a_step_that_is_saved_again_keeps_the_first(self, tmp_path):
     with open_(tmp_path) as checkpoints:
       assert checkpoints.save(1, state(1), {})
       assert not checkpoints.save(1, state(2), {})
@@ -184,7 +184,7 @@ class TestDamage:
     assert (tmp_path / 'checkpoints' / '2.unreadable').is_dir()
     gc.collect()
 
-  def test_never_silently_from_scratch(self, tmp_path):
+  def test_where_none_can_be_read_every_start_is_refused(self, tmp_path):
     save(tmp_path, [1])
     shutil.copytree(tmp_path / 'checkpoints' / '1', tmp_path / 'sound')
     damage(tmp_path / 'checkpoints' / '1', 'manifest', 'remove')
@@ -227,7 +227,7 @@ class TestDamage:
         checkpoints._read(1, state())
     gc.collect()
 
-  def test_one_without_checksums_is_damaged(self, tmp_path):
+  def test_a_checkpoint_without_checksums_is_passed_over(self, tmp_path):
     """Of two, the older is read: flipped values cannot pass as the written ones."""
     save(tmp_path, [1, 2])
     folder = tmp_path / 'checkpoints' / '2'
@@ -415,7 +415,7 @@ def test_a_run_killed_while_writing_restores_the_newest_complete_one(tmp_path):
 class TestConfig:
   config = {'train': {'steps': 40, 'lr': 1e-3, 'groups': (4, 8)}, 'seed': 0, 'mesh': {}}
 
-  def test_written_once_and_then_compared(self, tmp_path):
+  def test_a_config_is_written_once_and_then_compared(self, tmp_path):
     workdir_lib.check_config(tmp_path / 'run', self.config)
     written = (tmp_path / 'run' / 'config.json').read_text()
     assert json.loads(written)['train']['groups'] == [4, 8]
@@ -423,7 +423,7 @@ class TestConfig:
     assert (tmp_path / 'run' / 'config.json').read_text() == written
     assert [p.name for p in (tmp_path / 'run').iterdir()] == ['config.json']
 
-  def test_differing_fields_are_listed(self, tmp_path):
+  def test_a_config_with_other_fields_is_refused_with_a_list_of_them(self, tmp_path):
     workdir_lib.check_config(tmp_path, self.config)
     other = {'train': {'steps': 40, 'lr': 2e-3, 'groups': (4, 8)}, 'mesh': {}, 'new': 'x'}
     with pytest.raises(ValueError) as caught:
@@ -464,7 +464,7 @@ class TestConfig:
       workdir_lib.check_config(tmp_path, self.config)
 
 
-def test_restores_onto_another_mesh(tmp_path):
+def test_arrays_of_four_devices_are_restored_on_two_and_one(tmp_path):
   """In a process of its own: four devices write, two and one read."""
   script = """
 import sys, warnings, numpy as np, jax

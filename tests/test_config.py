@@ -78,7 +78,7 @@ def test_what_is_no_algorithm_is_refused(algorithm):
     preflight.check_config(config_lib.Config(), algorithm)
 
 
-def test_the_defaults_and_the_edges_pass():
+def test_defaults_and_values_at_the_edge_of_their_range_pass():
   config_lib.Config().check()
   edges = {'learning_rate': 0, 'clip_norm': math.inf, 'steps': 0, 'max_error_rate': 1}
   tiny.run_config(**edges).check()
@@ -104,7 +104,7 @@ def test_choices_are_those_of_the_code():
     config_lib.Chat(tools_in_prompt=who).check()
 
 
-def test_sizes_are_fields():
+def test_names_of_sizes_are_names_of_fields():
   assert set(sizes.FIELDS) <= set(_NAMES)
 
 

@@ -463,7 +463,7 @@ class TestBudgets:
       assert t.metrics[t.status] == (t.status == 'truncated')
       assert t.reward == 1000 + (len(t.messages[1]['content']) * (len(t.messages) > 2))
 
-  def test_what_finish_raises_is_an_error(self):
+  def test_what_finish_raises_marks_its_episode_as_an_error(self):
     class Fails(Env):
       async def finish(self, status, reply):
         raise SystemExit('all is well')

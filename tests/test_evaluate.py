@@ -69,7 +69,7 @@ class TestRun:
     segments = [s for ts in played.values() for t in ts for s in t.segments]
     tiny.assert_on_policy(_params(), segments)
 
-  def test_no_tasks(self):
+  def test_without_sets_nothing_is_played(self):
     engine = _engine()
     assert evaluate.run(engine, tiny.chat(), {}, Env, limits=_LIMITS) == {}
 
@@ -132,14 +132,14 @@ class TestNumbers:
     _trajectory(3, status='error', turns=()),
   ]
 
-  def test_by_kind(self):
+  def test_means_of_kinds_count_their_tasks(self):
     assert evaluate.mean_metric(self.four, 'unknown') == evaluate.mean_metric([]) == 0.0
     assert evaluate.by_kind(self.four, {'even': lambda task: task.info['even']}) == {
       'all': {'mean': 0.5, 'count': 4},
       'even': {'mean': 1.0, 'count': 2},
     }
 
-  def test_summary(self):
+  def test_a_summary_has_means_shares_and_counts(self):
     assert evaluate.summarize(self.four) == {
       'reward': (1 + 0.75 + 1 + 0) / 4,
       'turns': (1 + 2 + 1 + 0) / 4,

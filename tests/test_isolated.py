@@ -83,7 +83,7 @@ async def test_a_process_that_ends_is_replaced():
       await leave()
 
 
-async def test_memory_is_limited():
+async def test_a_function_beyond_its_memory_is_lost_and_replaced():
   allocate = isolated.in_subprocess(
     graders.allocate, seconds=60, processes=1, memory_mb=256
   )
@@ -114,13 +114,13 @@ def test_a_lower_limit_of_memory_is_kept():
   'kind, message',
   [('exit', 'SystemExit: 0'), ('value', 'ValueError: bad'), ('stop', 'StopIteration')],
 )
-async def test_what_it_raises_is_told(kind, message):
+async def test_what_a_function_raises_is_in_the_error(kind, message):
   fail = isolated.in_subprocess(graders.fail, seconds=60, processes=1)
   with pytest.raises(isolated.FailedError, match=message):
     await fail(kind)
 
 
-async def test_what_it_returns_must_be_json():
+async def test_a_result_that_is_no_json_is_an_error():
   with pytest.raises(isolated.FailedError, match='is not JSON: TypeError'):
     await isolated.in_subprocess(graders.odd, seconds=60)()
 

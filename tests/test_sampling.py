@@ -91,12 +91,12 @@ def _kept(p, sampling):
 
 
 class TestUniforms:
-  def test_they_are_uniform(self):
+  def test_numbers_of_keys_and_positions_are_uniform(self):
     u = np.asarray(_uniforms())
     assert u.min() >= 0 and u.max() < 1
     assert stats.kstest(u, 'uniform').pvalue > 0.01
 
-  def test_they_depend_on_key_and_position_alone(self):
+  def test_a_number_depends_on_key_and_position_alone(self):
     keys = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
     positions = jnp.array([7, 8, 7, 7], jnp.int32)
     u = np.asarray(sampling_lib.make_uniforms(keys, positions))
@@ -118,7 +118,7 @@ class TestLaw:
   @pytest.mark.parametrize(
     'V, temperature', [(3, 1.0), (127, 1.0), (128, 1.0), (300, 0.6), (1024, 1.0)]
   )
-  def test_it_is_the_inverse_of_the_cumulative_distribution(self, V, temperature):
+  def test_tokens_are_the_inverse_of_the_cumulative_distribution(self, V, temperature):
     logits = _logits(V)
     u = np.linspace(0, 1, _N, endpoint=False).astype(np.float32)
     tokens, _ = _sample(logits, u, Sampling(temperature))

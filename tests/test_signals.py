@@ -164,7 +164,7 @@ class TestWatch:
     with preemption.watch() as another:
       assert another is not outer
 
-  def test_handlers_are_as_before_afterwards(self):
+  def test_after_a_watch_the_handlers_are_those_before_it(self):
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with preemption.watch():
       assert signal.getsignal(signal.SIGTERM) != before[0]

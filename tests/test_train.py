@@ -189,7 +189,7 @@ def _check_and_forget(workdir, expected):
 
 
 class TestRun:
-  def test_what_it_writes(self, whole, model):
+  def test_a_run_writes_config_metrics_trajectories_and_model(self, whole, model):
     params, workdir = whole
     # Sizes that were left to be chosen are written as they were chosen.
     chosen = _config(model, row_tokens=96, replicas=1)
@@ -300,7 +300,7 @@ class TestRun:
     _assert_equal(saved, arrays['critic'].params)
     assert (how['estimator'], how['step'], how['privileged']) == ('gae', 'token', False)
 
-  def test_reward_rises(self, model, tmp_path):
+  def test_the_reward_of_a_learnable_task_rises(self, model, tmp_path):
     """The policy learns which of four words is wanted."""
     config = _config(model, steps=20, samples=8, learning_rate=1e-2, eval_every=0)
     _run(config, tmp_path, evals=None)
@@ -545,7 +545,9 @@ class TestResume:
       _assert_equal(resumed, whole[0])
       assert _numbers(workdir) == _numbers(whole[1])
 
-  def test_never_anew_where_checkpoints_were(self, whole, model, tmp_path):
+  def test_where_checkpoints_are_lost_a_run_is_refused_and_keeps_its_metrics(
+    self, whole, model, tmp_path
+  ):
     """Deleted, or damaged: whatever is started, no line of metrics is lost."""
     shutil.copytree(whole[1], tmp_path / 'run')
     lines = (tmp_path / 'run' / 'metrics.jsonl').read_bytes()

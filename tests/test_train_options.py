@@ -277,7 +277,9 @@ def test_truncated_episodes_can_be_left_out(model, tmp_path):
     (_PLAIN, {'samplers': 1}, 'samplers is 1.*has 1 chips'),
   ],
 )
-def test_what_does_not_apply_is_said(model, tmp_path, algorithm, options, message):
+def test_an_option_that_does_not_apply_is_refused(
+  model, tmp_path, algorithm, options, message
+):
   with pytest.raises(ValueError, match=message):
     _run(model, tmp_path, algorithm, **options)
   assert not (tmp_path / 'config.json').exists()

@@ -287,7 +287,7 @@ class TestCoroutines:
     may_end.set()
     await until(lambda: not pool.abandoned)
 
-  async def test_their_to_thread_is_the_pool(self, pool, hang):
+  async def test_to_thread_of_a_coroutine_runs_in_the_pool(self, pool, hang):
     """As many that hang there as it has threads hold nobody up."""
 
     async def hang_in_thread():
@@ -498,7 +498,7 @@ class TestCoroutines:
     asyncio.ensure_future(blocks())
     assert await tool == 'answer'
 
-  async def test_a_function_that_gives_a_coroutine(self):
+  async def test_a_coroutine_that_a_function_returns_is_awaited(self):
     async def later():
       return threading.current_thread().name
 
