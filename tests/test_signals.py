@@ -16,7 +16,6 @@ import script
 import tiny
 import watched
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import preemption
@@ -233,22 +232,15 @@ def _train(moment, workdir, model):
   if moment == 'compilation':
     jax.config.update('jax_enable_compilation_cache', False)
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
-  config = config_lib.Config(
-    model=config_lib.Model(path=model),
-    schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
-    limits=config_lib.Limits(max_turns=1, max_turn_tokens=6),
-    engine=config_lib.Engine(
-      rows=4,
-      slots=96,
-      decode_steps=4,
-      prefill_rows=4,
-      prefill_tokens=32,
-      # Many programs only where they are what takes long.
-      bucket=48 if moment == 'compilation' else 96,
-      narrow=moment == 'compilation',
-    ),
-    batch=config_lib.Batch(microbatch=2),
-    checkpoint=config_lib.Checkpoint(every=1),
+  compiles = moment == 'compilation'
+  config = tiny.run_config(
+    model=model,
+    **{'steps': 2, 'tasks': 2, 'samples': 2, 'eval_every': 0, 'checkpoint_every': 1},
+    **{'max_turns': 1, 'max_turn_tokens': 6, 'rows': 4, 'slots': 96, 'decode_steps': 4},
+    **{'prefill_rows': 4, 'prefill_tokens': 32, 'microbatch': 2},
+    # Many programs only where they are what takes long.
+    bucket=48 if compiles else 96,
+    narrow=compiles,
   )
   tasks = [
     types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])
