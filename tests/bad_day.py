@@ -22,6 +22,7 @@ from typing import Any
 import zlib
 
 from absl import app, flags, logging
+import raised
 
 from agent_r1_jax import config as config_lib
 from agent_r1_jax import fields, report, train, types
@@ -77,42 +78,7 @@ async def hold_interpreter(*args: Any, **kwargs: Any) -> float:
   return float(await _backtrack_apart())
 
 
-class Wordless(Exception):
-  """An exception that cannot even be printed."""
-
-  def __str__(self):
-    raise RuntimeError('no words')
-
-
-RAISED: tuple[Callable[[], BaseException], ...] = (
-  lambda: ValueError('a fault that was made on purpose'),
-  asyncio.CancelledError,
-  lambda: SystemExit(0),
-  KeyboardInterrupt,
-  GeneratorExit,
-  lambda: BaseExceptionGroup('a group', [SystemExit(1), ValueError('and another')]),
-  Wordless,
-  MemoryError,
-  TimeoutError,
-)
-
-
-def make_raiser(make: Callable[[], BaseException]) -> Callable[..., Any]:
-  """A function that raises."""
-
-  def fault(*args: Any, **kwargs: Any) -> Any:
-    raise make()
-
-  return fault
-
-
-def make_async_raiser(make: Callable[[], BaseException]) -> Callable[..., Any]:
-  """A coroutine function that raises."""
-
-  async def fault(*args: Any, **kwargs: Any) -> Any:
-    raise make()
-
-  return fault
+RAISED = [raised.make(error) for error in (*raised.ERRORS, *raised.ENDS)]
 
 
 def leave(*args: Any, **kwargs: Any) -> str:
@@ -129,12 +95,12 @@ LIE = (
 _ASYNC = {
   'hang_async': hang_async,
   'hang_stubbornly': hang_stubbornly,
-  **{f'raise_async_{i}': make_async_raiser(make) for i, make in enumerate(RAISED)},
+  **{f'raise_async_{i}': later for i, (_, later) in enumerate(RAISED)},
 }
 _BOTH = {
   'hang': hang,
   **_ASYNC,
-  **{f'raise_{i}': make_raiser(make) for i, make in enumerate(RAISED)},
+  **{f'raise_{i}': now for i, (now, _) in enumerate(RAISED)},
 }
 FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
   'tool': {

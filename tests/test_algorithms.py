@@ -112,24 +112,6 @@ def test_other_fields_are_passed_on_and_unknown_options_are_refused(name):
       _MAKERS[name](**unknown)
 
 
-@pytest.mark.parametrize(
-  ('name', 'option'),
-  [
-    ('dr_grpo', {'aggregate': aggregation.token_mean}),
-    ('dr_grpo', {'divide_by_std': True}),
-    ('gspo', {'dual_clip': 3.0}),
-    ('gdpo', {'divide_by_std': False}),
-    ('distillation', {'clip': 0.2}),
-    ('rejection', {'clip_low': 0.2}),
-    ('reinforce', {'clip': 0.2}),
-    ('remax', {'clip': 0.2}),
-  ],
-)
-def test_option_that_the_algorithm_sets_itself_is_refused(name, option):
-  with pytest.raises(TypeError, match='multiple values|unexpected keyword'):
-    _MAKERS[name](**option)
-
-
 @functools.cache
 def _loss(loss):
   # One program, where single operations would each be compiled.

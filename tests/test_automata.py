@@ -99,9 +99,7 @@ class TestStop:
     assert _ends(stop, *replies) == [399, 99, 49, 2, 600]
 
   def test_stop_refuses_empty_and_long_strings_and_unknown_ids(self):
-    with pytest.raises(
-      ValueError, match='stop: 2 stop strings have 1,025 bytes, and 1,0'
-    ):
+    with pytest.raises(ValueError, match='2 stop strings have 1,025 bytes'):
       _stop([], ['é' * 512, 'a'], [b'a'])
     with pytest.raises(ValueError, match='stop string is empty'):
       _stop([], ['a', ''], [b'a'])
@@ -204,10 +202,8 @@ class TestLimits:
     for unit in ('x', '😀', r'\n'):
       assert read(unit * 1000) and not read(unit * 1001) and read(unit * 7)
 
-  def test_states_are_limited(self):
-    with pytest.raises(
-      ValueError, match='32,7.. states, and 32,768 are allowed; give sh'
-    ):
+  def test_an_expression_of_too_many_states_is_refused(self):
+    with pytest.raises(ValueError, match='states, and 32,768 are allowed'):
       byte_automata.compile_regex('(a|b)*a(a|b){14}')
     with pytest.raises(ValueError, match='131,07. states, and 65,536 are allowed'):
       byte_automata.compile_regex('(a|b)*a(a|b){16}')
@@ -222,23 +218,19 @@ class TestLimits:
     with pytest.raises(ValueError, match='has 5.. states times classes of tokens, and'):
       byte_automata.group_tokens(many, pieces)
 
-  def test_sets_of_allowed_tokens_are_limited(self, monkeypatch):
+  def test_a_grammar_of_too_many_sets_of_tokens_is_refused(self, monkeypatch):
     monkeypatch.setattr(byte_automata, '_MAX_SETS', 3)
     lift = lambda pattern: byte_automata.lift_to_tokens(
       grammars.regex(pattern), [_EOS], _PIECES, tiny.VOCAB
     )
     assert lift('a*').table.dtype == np.int16
-    with pytest.raises(
-      ValueError, match='sets of tokens that may follow, and 3 are allow'
-    ):
+    with pytest.raises(ValueError, match='tokens that may follow, and 3'):
       lift('abcd')
 
   def test_what_takes_too_long_is_killed_in_its_process(self):
     """The library would compute for hours, and cannot be interrupted."""
     before = _children()
-    with pytest.raises(
-      ValueError, match='takes more than 3 s of a processor or 1,024 MB'
-    ):
+    with pytest.raises(ValueError, match='more than 3 s .* or 1,024 MB'):
       automata.compile_and_wait(
         grammars.regex, ['(a{1,300}){1,300}'], [_EOS], _PIECES, tiny.VOCAB
       )
@@ -262,7 +254,7 @@ class TestLimits:
       ({'type': 'string', 'maxLength': -1}, r'at \$.maxLength of response_format: -1 is'),
     ],
   )
-  def test_what_is_no_schema_is_refused(self, schema, message):
+  def test_an_invalid_schema_is_refused_by_its_path(self, schema, message):
     with pytest.raises(ValueError, match=message):
       grammars.json_schema(schema)
 

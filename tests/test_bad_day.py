@@ -26,7 +26,6 @@ import pytest
 import script
 
 from agent_r1_jax import config as config_lib
-from agent_r1_jax import types
 from agent_r1_jax.host import preemption
 from agent_r1_jax.train import curriculum, metrics
 from experiments.miniwiki import tasks as miniwiki
@@ -267,18 +266,3 @@ def _count(workdir: pathlib.Path) -> dict[str, float]:
         total[name] = total.get(name, 0.0) + value
   episodes = schedule['tasks'] * schedule['samples']
   return {name: round(value * episodes, 3) for name, value in total.items()}
-
-
-def test_a_task_meets_the_same_fault_in_every_process():
-  code = (
-    'import bad_day\nfrom agent_r1_jax import types\n'
-    'print([bad_day.fault_of(types.Task(str(i), [])) for i in range(200)])'
-  )
-  first, second = (script.run('-c', code, PYTHONPATH=PYTHONPATH).stdout for _ in 'ab')
-  assert (
-    first
-    == second
-    == (f'{[bad_day.fault_of(types.Task(str(i), [])) for i in range(200)]}\n')
-  )
-  for place in bad_day.FAULTS:
-    assert f"'{place}'" in first

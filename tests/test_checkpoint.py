@@ -69,12 +69,6 @@ class TestRoundTrip:
     assert_equal(arrays, state(4))
     assert got == host | {'order': [3, 1, 2]}
 
-  def test_like_may_be_abstract(self, tmp_path):
-    save(tmp_path, [1])
-    with open_(tmp_path) as checkpoints:
-      _, arrays, _ = checkpoints.restore(jax.eval_shape(state))
-    assert_equal(arrays, state(1))
-
   def test_donating_the_arrays_after_save_changes_nothing(self, tmp_path):
     overwrite = jax.jit(
       lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0
@@ -87,12 +81,12 @@ class TestRoundTrip:
       _, got, _ = checkpoints.restore(like)
     np.testing.assert_array_equal(got['w'], np.arange(1_000_000.0))
 
-  def test_the_newest_k_stay(self, tmp_path):
+  def test_older_ones_than_the_newest_k_are_deleted(self, tmp_path):
     save(tmp_path, range(5), keep=2)
     with open_(tmp_path) as checkpoints:
       assert checkpoints.steps == [3, 4]
 
-  def test_a_step_is_written_once(self, tmp_path):
+  def test_a_step_that_is_saved_again_keeps_the_first(self, tmp_path):
     with open_(tmp_path) as checkpoints:
       assert checkpoints.save(1, state(1), {})
       assert not checkpoints.save(1, state(2), {})
@@ -101,7 +95,7 @@ class TestRoundTrip:
 
 class TestMistakes:
   @pytest.mark.parametrize('name', ['every', 'keep'])
-  def test_numbers_below_one(self, tmp_path, name):
+  def test_numbers_below_one_are_refused(self, tmp_path, name):
     with pytest.raises(ValueError, match=f'{name}=0: must be at least 1'):
       checkpoint.Checkpointer(tmp_path, **({'every': 1, 'keep': 1} | {name: 0}))
 
@@ -129,19 +123,19 @@ class TestMistakes:
       ({'x': (1, 2)}, 'would change host_state'),
     ],
   )
-  def test_host_state_that_json_would_change(self, tmp_path, host, message):
+  def test_host_state_that_json_would_change_is_refused(self, tmp_path, host, message):
     with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match=message):
       checkpoints.save(1, state(), host)
 
   @pytest.mark.parametrize('leaf', [np.zeros(3), 7])
-  def test_leaves_of_the_host(self, tmp_path, leaf):
+  def test_leaves_of_the_host_are_refused(self, tmp_path, leaf):
     with (
       open_(tmp_path) as checkpoints,
       pytest.raises(ValueError, match=r'params\.n is a'),
     ):
       checkpoints.save(1, {'params': {'n': leaf}}, {})
 
-  def test_two_leaves_of_one_name(self, tmp_path):
+  def test_two_leaves_of_one_name_are_refused(self, tmp_path):
     with open_(tmp_path) as checkpoints, pytest.raises(ValueError, match='the same name'):
       checkpoints.save(1, {'a.b': jnp.zeros(1), 'a': {'b': jnp.zeros(1)}}, {})
 
@@ -158,7 +152,9 @@ def damage(directory: pathlib.Path, name: str, how: str):
 class TestDamage:
   """Orbax's unfinished coroutines warn when they are collected: so in these tests."""
 
-  def test_of_several_processes_none_decides_alone(self, tmp_path, monkeypatch):
+  def test_one_of_several_processes_puts_no_damaged_one_aside(
+    self, tmp_path, monkeypatch
+  ):
     save(tmp_path, [1, 2, 3])
     damage(tmp_path / 'checkpoints' / '3', 'manifest', 'remove')
     with open_(tmp_path) as checkpoints:
@@ -188,7 +184,7 @@ class TestDamage:
     assert (tmp_path / 'checkpoints' / '2.unreadable').is_dir()
     gc.collect()
 
-  def test_never_silently_from_scratch(self, tmp_path):
+  def test_where_none_can_be_read_every_start_is_refused(self, tmp_path):
     save(tmp_path, [1])
     shutil.copytree(tmp_path / 'checkpoints' / '1', tmp_path / 'sound')
     damage(tmp_path / 'checkpoints' / '1', 'manifest', 'remove')
@@ -227,14 +223,11 @@ class TestDamage:
       assert_equal(checkpoints.restore(state())[1], state(1))
       path = next(path for path in files if '/arrays/d/' in str(path))
       path.write_bytes(path.read_bytes()[:-1] + b'x')
-      said = (
-        r'cannot be read \(arrays/d/\w+ is not what was written: its checksum differs'
-      )
-      with pytest.raises(checkpoint._UnreadableError, match=said):
+      with pytest.raises(checkpoint._UnreadableError, match='its checksum differs'):
         checkpoints._read(1, state())
     gc.collect()
 
-  def test_one_without_checksums_is_damaged(self, tmp_path):
+  def test_a_checkpoint_without_checksums_is_passed_over(self, tmp_path):
     """Of two, the older is read: flipped values cannot pass as the written ones."""
     save(tmp_path, [1, 2])
     folder = tmp_path / 'checkpoints' / '2'
@@ -266,7 +259,9 @@ class TestDeleted:
       with open_(workdir) as checkpoints:
         assert checkpoints.restore(state()) is None
 
-  def test_all(self, tmp_path):
+  def test_where_all_were_deleted_a_run_is_refused_until_the_record_is_too(
+    self, tmp_path
+  ):
     save(tmp_path, [3])
     checkpoints = tmp_path / 'checkpoints'
     checkpoints.rename(tmp_path / 'away')
@@ -279,13 +274,13 @@ class TestDeleted:
     (tmp_path / 'first_checkpoint').unlink()  # As the message says.
     self.begin_anew(tmp_path)
 
-  def test_all_while_a_later_one_was_written(self, tmp_path):
+  def test_where_all_were_deleted_half_of_a_later_one_is_no_checkpoint(self, tmp_path):
     save(tmp_path, [3])
     shutil.rmtree(tmp_path / 'checkpoints' / '3')
     (tmp_path / 'checkpoints' / '6.orbax-checkpoint-tmp').mkdir()
     self.refuse(tmp_path)
 
-  def test_killed_before_the_first_is_complete(self, tmp_path):
+  def test_a_run_killed_before_its_first_is_complete_begins_anew(self, tmp_path):
     """Its record is on disk, it has no final name, and the run begins anew."""
     script = """
 import os, signal, sys
@@ -302,7 +297,9 @@ with checkpoint.Checkpointer(sys.argv[1], every=1) as checkpoints:
     assert (tmp_path / 'first_checkpoint').read_text() == '3\n'
     self.begin_anew(tmp_path)
 
-  def test_the_first_could_not_be_completed(self, tmp_path, monkeypatch):
+  def test_a_run_whose_first_could_not_be_completed_begins_anew(
+    self, tmp_path, monkeypatch
+  ):
     def prepare(self, prepare=checkpoint.Checkpointer._prepare_commit):
       prepare(self)
       raise OSError(28, 'No space left on device')
@@ -325,7 +322,7 @@ def small_disk(tmp_path):
 
 
 class TestDisk:
-  def test_full_disk(self, small_disk, caplog):
+  def test_a_full_disk_leaves_the_earlier_ones_and_one_message(self, small_disk, caplog):
     def arrays(step):
       return {'w': jax.random.normal(jax.random.key(step), (400, 400))}  # 0.6 MB
 
@@ -356,7 +353,7 @@ class TestDisk:
       checkpoints.save(2, big, {})
     checkpoints.close()
 
-  def test_read_only_workdir(self, tmp_path):
+  def test_a_read_only_workdir_is_refused(self, tmp_path):
     said = r'workdir=.* cannot be written to \(Read-only'
     with mounts.mounted(tmp_path, 'ro'):
       with pytest.raises(ValueError, match=said):
@@ -364,7 +361,7 @@ class TestDisk:
       with pytest.raises(ValueError, match=said):
         workdir_lib.check_config(tmp_path, {})
 
-  def test_workdir_is_a_file(self, tmp_path):
+  def test_a_workdir_that_is_a_file_is_refused(self, tmp_path):
     (tmp_path / 'run').write_text('')
     with pytest.raises(ValueError, match='cannot be written to'):
       open_(tmp_path / 'run')
@@ -387,7 +384,7 @@ if __name__ == '__main__':
 """
 
 
-def test_killed_while_writing(tmp_path):
+def test_a_run_killed_while_writing_restores_the_newest_complete_one(tmp_path):
   """SIGKILL at random moments: what was complete stays, and the newest restores."""
   script = tmp_path / 'saver.py'
   script.write_text(_SAVER)
@@ -418,7 +415,7 @@ def test_killed_while_writing(tmp_path):
 class TestConfig:
   config = {'train': {'steps': 40, 'lr': 1e-3, 'groups': (4, 8)}, 'seed': 0, 'mesh': {}}
 
-  def test_written_once_and_then_compared(self, tmp_path):
+  def test_a_config_is_written_once_and_then_compared(self, tmp_path):
     workdir_lib.check_config(tmp_path / 'run', self.config)
     written = (tmp_path / 'run' / 'config.json').read_text()
     assert json.loads(written)['train']['groups'] == [4, 8]
@@ -426,7 +423,7 @@ class TestConfig:
     assert (tmp_path / 'run' / 'config.json').read_text() == written
     assert [p.name for p in (tmp_path / 'run').iterdir()] == ['config.json']
 
-  def test_differing_fields_are_listed(self, tmp_path):
+  def test_a_config_with_other_fields_is_refused_with_a_list_of_them(self, tmp_path):
     workdir_lib.check_config(tmp_path, self.config)
     other = {'train': {'steps': 40, 'lr': 2e-3, 'groups': (4, 8)}, 'mesh': {}, 'new': 'x'}
     with pytest.raises(ValueError) as caught:
@@ -459,14 +456,6 @@ class TestConfig:
     written = {'seed': 0, 'train': {'lr': 0.1, 'groups': [4, 8]}, 'mesh': {'fsdp': 1}}
     assert json.loads(path.read_text()) == written | {'gone': 1}
 
-  def test_fields_that_may_change(self, tmp_path):
-    workdir_lib.check_config(tmp_path, self.config)
-    longer = self.config | {'train': self.config['train'] | {'steps': 80}}
-    with pytest.raises(ValueError, match=r'train\.steps: 40 there, 80 now'):
-      workdir_lib.check_config(tmp_path, longer)
-    workdir_lib.check_config(tmp_path, longer, may_change=['train.steps'])
-    workdir_lib.check_config(tmp_path, longer)
-
   def test_a_broken_file_and_a_config_that_is_no_json(self, tmp_path):
     with pytest.raises(ValueError, match='configuration cannot be written as JSON'):
       workdir_lib.check_config(tmp_path, {'fn': print})
@@ -475,7 +464,7 @@ class TestConfig:
       workdir_lib.check_config(tmp_path, self.config)
 
 
-def test_restores_onto_another_mesh(tmp_path):
+def test_arrays_of_four_devices_are_restored_on_two_and_one(tmp_path):
   """In a process of its own: four devices write, two and one read."""
   script = """
 import sys, warnings, numpy as np, jax

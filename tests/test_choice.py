@@ -115,7 +115,7 @@ class TestValues:
 
 
 class TestChoice:
-  def test_of_one_is_plain_sampling(self):
+  def test_a_choice_of_one_is_plain_sampling(self):
     plain = _play(None)
     for choice in (choice_lib.Choice(1), choice_lib.Choice(1, beta=math.inf)):
       for a, b in zip(plain, _play(choice), strict=True):

@@ -32,7 +32,6 @@ _NUMBERS = [
     ('optimizer.learning_rate', math.nan, 'is nan; it must be a number.'),
     ('optimizer.learning_rate', math.inf, 'is inf; it must be a number, at least 0.'),
     ('optimizer.learning_rate', '1e-3', "is '1e-3'; it must be a number."),
-    ('optimizer.clip_norm', 0, 'is 0; it must be a number above 0.'),
     ('optimizer.clip_norm', 0.0, 'is 0.0; it must be a number above 0.'),
     ('schedule.steps', True, 'is True; it must be a whole number.'),
     ('schedule.tasks', 0, 'is 0; it must be a whole number, at least 1.'),
@@ -47,11 +46,7 @@ _NUMBERS = [
     ('chat.tools_in_prompt', '', "is ''; give one of 'default'"),
     ('optimizer.offload', 1, 'is 1; it must be True or False.'),
     ('model.path', None, 'is None; it must be a text.'),
-    (
-      'sinks',
-      'tensorboard,wb',
-      "is 'tensorboard,wb', with wb; give some of tensorboard,",
-    ),
+    ('sinks', 'tensorboard,wb', "is 'tensorboard,wb', with wb; give some of"),
     ('profile', '²', "is '²'; give numbers"),
     ('profile', '2,last', "is '2,last'; give numbers of steps, such as '2,50'."),
   ],
@@ -83,7 +78,7 @@ def test_what_is_no_algorithm_is_refused(algorithm):
     preflight.check_config(config_lib.Config(), algorithm)
 
 
-def test_the_defaults_and_the_edges_pass():
+def test_defaults_and_values_at_the_edge_of_their_range_pass():
   config_lib.Config().check()
   edges = {'learning_rate': 0, 'clip_norm': math.inf, 'steps': 0, 'max_error_rate': 1}
   tiny.run_config(**edges).check()
@@ -109,7 +104,7 @@ def test_choices_are_those_of_the_code():
     config_lib.Chat(tools_in_prompt=who).check()
 
 
-def test_sizes_are_fields():
+def test_names_of_sizes_are_names_of_fields():
   assert set(sizes.FIELDS) <= set(_NAMES)
 
 
@@ -134,16 +129,9 @@ class TestReplace:
 
 
 def test_sizes_of_a_run_are_those_in_its_file(tmp_path):
-  written = dataclasses.asdict(tiny.run_config(rows=3, microbatch=2))
-  (tmp_path / 'config.json').write_text(json.dumps(written))
-  found = sizes.load_recorded(config_lib.Config(), tmp_path)
-  assert found == tiny.run_config(rows=3, microbatch=2)
-
-
-def test_what_a_run_recomputes_is_what_is_in_its_file(tmp_path):
-  written = dataclasses.asdict(tiny.run_config(remat='full'))
-  (tmp_path / 'config.json').write_text(json.dumps(written))
-  assert sizes.load_recorded(config_lib.Config(), tmp_path).model.remat == 'full'
+  written = tiny.run_config(rows=3, microbatch=2, remat='full')
+  (tmp_path / 'config.json').write_text(json.dumps(dataclasses.asdict(written)))
+  assert sizes.load_recorded(config_lib.Config(), tmp_path) == written
   given = tiny.run_config(remat='none')
   assert sizes.load_recorded(given, tmp_path).model.remat == 'none'
 
@@ -151,27 +139,14 @@ def test_what_a_run_recomputes_is_what_is_in_its_file(tmp_path):
 @pytest.mark.parametrize(
   ('argument', 'message'),
   [
-    (
-      '--config.optimizer.learningrate=1',
-      '--config.optimizer.learningrate: there is no such field; did you mean '
-      'optimizer.learning_rate?',
-    ),
-    (
-      '--config.engine.steps=1',
-      '--config.engine.steps: there is no such field; did you mean schedule.steps?',
-    ),
+    ('--config.engine.steps=1', 'no such field; did you mean schedule.steps?'),
     (
       '-config.alarms.kll=1',
       '--config.alarms.kll: there is no such field; did you mean ',
     ),
     ('--config.optim.lr=1', '--config.optim.lr: there is no such field; did you mean '),
-    (
-      '--config.engine=1',
-      'there is no such field; name one of engine.rows, engine.slots',
-    ),
+    ('--config.engine=1', 'no such field; name one of engine.rows, engine.slots'),
     # Before each part had its own dataclass, all fields lay side by side.
-    ('--config.rows=1', 'there is no such field; did you mean engine.rows?'),
-    ('--config.model=x', 'there is no such field; name one of model.path'),
     ('--config.checkpoint_every=1', 'no such field; did you mean checkpoint.every?'),
     ('--config.xyzzy', 'there is no such field; there are model, chat'),
     ('--config.schedule.steps.x=1', '--config.schedule.steps.x: there is no such field'),

@@ -10,9 +10,10 @@ import sys
 import threading
 
 import late
-import numpy as np
 import pytest
+import raised
 import script
+import test_rollout
 import test_train
 import tiny
 
@@ -26,7 +27,6 @@ from agent_r1_jax.rl import table
 from agent_r1_jax.train import rollout
 
 _LIMITS = config_lib.Limits(max_turns=3, max_turn_tokens=80)
-_SLOTS = 256
 
 
 @functools.cache
@@ -45,16 +45,8 @@ def _tasks(n):
 
 
 def _collect(make_env, tasks, *, limits=_LIMITS, tree=None, **kwargs):
-  engine = tiny.engine(tree or _params(), slots=_SLOTS, bucket=_SLOTS)
-  return tiny.within(
-    rollout.collect, engine, tiny.chat(), tasks, make_env, limits=limits, **kwargs
-  )
-
-
-def _same(a, b):
-  for s, t in zip(a.segments, b.segments, strict=True):
-    np.testing.assert_array_equal(s.tokens, t.tokens)
-  assert (a.turns, a.messages, a.status) == (b.turns, b.messages, b.status)
+  engine = test_rollout._engine(tree or _params())
+  return test_rollout._collect(make_env, tasks, engine=engine, limits=limits, **kwargs)
 
 
 @pytest.fixture
@@ -99,29 +91,14 @@ class PlainEnv(Env):
     return asyncio.run(super().step(reply))
 
 
-class _Mute(Exception):
-  def __str__(self):
-    raise SystemExit(3)
-
-
-_ENDS = [
-  asyncio.CancelledError(),
-  SystemExit(0),
-  KeyboardInterrupt(),
-  GeneratorExit(),
-  StopIteration(),
-  BaseExceptionGroup('all', [SystemExit(1), ValueError()]),
-  ExceptionGroup('all', [ValueError()]),
-  TimeoutError(),
-  _Mute(),
-]
+_ENDS = (*raised.ENDS, *raised.ERRORS)
 _KINDS = [type(error).__name__ for error in _ENDS] + ['os._exit(0)']
 
 
 def _raise(task):
   """Each task but the last has an error of its own; the last is played to its end."""
   if task.answer < len(_ENDS):
-    raise _ENDS[task.answer]
+    raise _ENDS[task.answer].with_traceback(None)
   if task.answer == len(_ENDS):
     os._exit(0)
 
@@ -149,7 +126,7 @@ class TestRaising:
       assert len(t.turns) == (where == 'step')
     if where != 'make_env':
       for t, expected in zip(played[-2:], _collect(Env, tasks)[-2:]):
-        _same(t, expected)
+        test_rollout._same(t, expected)
 
   @pytest.mark.parametrize('where', ['reward', 'process_reward', 'metrics', 'parse'])
   @pytest.mark.parametrize('is_async', [True, False])
@@ -174,38 +151,6 @@ class TestRaising:
     assert [t.status for t in played] == ['error'] * len(_KINDS) + ['done']
     for name, t in zip(_KINDS, played):
       assert name in t.error and 'test_containment.py' in t.error
-
-  @pytest.mark.parametrize('is_async', [True, False])
-  def test_what_a_tool_raises_is_a_text_for_the_agent(self, is_async):
-    def fails(number: int) -> str:
-      """Fails.
-
-      Args:
-        number: Of the task.
-      """
-      _raise(types.Task('', [], number))
-      return 'fine'
-
-    @functools.wraps(fails)
-    async def later(number):
-      return fails(number)
-
-    class Calls(env_lib.ToolEnv):
-      async def reset(self, task):
-        number = {'number': task.answer}
-        self._parse = lambda r: [calls.ToolCall('fails', number)] * (not self.said())
-        return await super().reset(task)
-
-      def said(self):
-        return any(m['role'] == 'tool' for m in self.messages)
-
-    item = tool_lib.tool(later if is_async else fails)
-    played = _collect(lambda: Calls([item], lambda *_: 1.0), _tasks(len(_KINDS) + 1))
-    for name, t in zip(_KINDS, played):
-      (said,) = [m['content'] for m in t.messages if m['role'] == 'tool']
-      assert said.startswith('Error: fails: ') and name in said
-    assert [t.status for t in played] == ['done'] * len(played)
-    assert sum(t.metrics['tool_errors'] for t in played) == len(_KINDS)
 
   def test_a_malformed_step_marks_its_episode(self):
     steps = [
@@ -272,7 +217,9 @@ class TestRaising:
 class TestHanging:
   @pytest.mark.parametrize('kind', [Env, PlainEnv])
   @pytest.mark.parametrize('where', ['reset', 'step'])
-  def test_an_environment_is_given_up(self, no_clock, gate, kind, where):
+  def test_an_environment_that_hangs_costs_its_own_episode(
+    self, no_clock, gate, kind, where
+  ):
     """The coroutine waits, the plain method holds its thread."""
 
     def do(at, task):
@@ -284,7 +231,7 @@ class TestHanging:
     played = _collect(lambda: kind(do), _tasks(6), limits=limits)
     for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
       if t.task.answer not in (1, 2):
-        _same(t, expected)
+        test_rollout._same(t, expected)
         continue
       assert t.status == 'error'
       text = f'{where} gave no answer within 60.5 seconds ({where}_seconds)'
@@ -295,7 +242,7 @@ class TestHanging:
       assert abandoned == ({} if kind is Env else hung)
 
   @pytest.mark.parametrize('where', ['make_env', 'reward', 'process_reward', 'metrics'])
-  def test_a_function_is_given_up(self, no_clock, gate, where):
+  def test_a_function_that_hangs_is_abandoned_and_counted(self, no_clock, gate, where):
     def hangs(*args):
       late.hang()
       gate.wait()
@@ -310,7 +257,7 @@ class TestHanging:
       assert f'{where} gave no answer within 60 seconds ({field})' in t.error
       assert t.metrics['timeouts'] == t.metrics[f'abandoned/{where}'] == 1.0
 
-  def test_an_episode_is_given_up(self, monkeypatch):
+  def test_an_episode_beyond_its_time_is_an_error(self, monkeypatch):
     """Its time is over when its step hangs."""
     timeout, episode = asyncio.timeout, contextvars.ContextVar('episode')
 
@@ -334,7 +281,9 @@ class TestHanging:
     assert (hung.status, hung.metrics['timeouts']) == ('error', 1.0)
     assert hung.metrics['error/LateEpisode'] == 1.0
 
-  def test_more_tools_hang_than_there_are_threads(self, no_clock, gate, pool):
+  def test_where_more_tools_hang_than_there_are_threads_the_others_are_served(
+    self, no_clock, gate, pool
+  ):
     """In plain functions and in to_thread; the others are served and end."""
 
     def hang():
@@ -398,54 +347,6 @@ class TestHanging:
       'search has given no answer for 0.25 of 0.5 seconds (task task 0, sample 0, turn 1)'
     ]
 
-  def test_a_coroutine_that_blocks_costs_its_own_episode(
-    self, no_clock, monkeypatch, gate
-  ):
-    """What is caught with it is played again, to the same end."""
-    # So that no call leaves a loop that is slow and not blocked.
-    monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 600)
-    together, blocking, made = threading.Barrier(2), threading.Event(), itertools.count()
-    begun, caught = [], []
-
-    def make_env():
-      number = next(made)
-      if number > 1:
-        assert blocking.wait(600)
-      return Blocks(number)
-
-    class Blocks(Env):
-      """The first blocks while the second waits; the others begin only then."""
-
-      def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-      async def step(self, reply):
-        begun.append(self.task.answer)
-        if self.number == 1:
-          caught.append((self.task.answer, late.this_call()))
-        if self.number < 2:
-          await asyncio.to_thread(together.wait, 600)
-        if self.number == 0:
-          monkeypatch.setattr(workers, 'BLOCKED_SECONDS', 0.2)
-          blocking.set()
-          late.hang()
-          caught[0][1].strike()
-          gate.wait()
-        if self.number == 1:
-          await asyncio.sleep(3600)
-        return await super().step(reply)
-
-    limits = config_lib.Limits(3, 80, step_seconds=60)
-    played = _collect(make_env, _tasks(6), limits=limits)
-    (blocker,) = [t for t in played if t.status == 'error']
-    assert blocker.metrics['timeouts'] == 1.0
-    assert 'step gave no answer within 60 seconds (step_seconds); step (' in blocker.error
-    assert begun.count(blocker.task.answer) == 1 and begun.count(caught[0][0]) == 3
-    for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
-      if t is not blocker:
-        _same(t, expected)
-
   def test_any_number_that_block_at_once_cost_their_own_episodes(
     self, no_clock, monkeypatch, gate
   ):
@@ -477,7 +378,7 @@ class TestHanging:
     played = _collect(Caught, _tasks(6), limits=limits, on_done=lambda t: over.set())
     assert len(caught) == 5
     for t, expected in zip(played, _collect(Env, _tasks(6)), strict=True):
-      _same(t, expected)
+      test_rollout._same(t, expected)
 
 
 @tool_lib.tool
@@ -562,7 +463,7 @@ class TestBudgets:
       assert t.metrics[t.status] == (t.status == 'truncated')
       assert t.reward == 1000 + (len(t.messages[1]['content']) * (len(t.messages) > 2))
 
-  def test_what_finish_raises_is_an_error(self):
+  def test_what_finish_raises_marks_its_episode_as_an_error(self):
     class Fails(Env):
       async def finish(self, status, reply):
         raise SystemExit('all is well')
@@ -626,7 +527,7 @@ class TestClosing:
     assert 'SystemExit: close is broken' in caplog.text
     assert 'close gave no answer within 60 seconds (close_seconds)' in caplog.text
 
-  def test_one_that_is_made_too_late_is_closed(self, no_clock, gate):
+  def test_an_environment_that_is_made_too_late_is_closed(self, no_clock, gate):
     closed = threading.Event()
 
     class Closes(Env):
@@ -656,7 +557,7 @@ class TestClosing:
         await asyncio.sleep(0.2 * self.task.answer)
         closed.append(self.task.answer)
 
-    engine = tiny.engine(_params(), slots=_SLOTS, bucket=_SLOTS)
+    engine = test_rollout._engine(_params())
     with engine.open():
       rollout.start(engine, tiny.chat(), _tasks(2), Waits, limits=_LIMITS)
       assert inside.acquire(timeout=600) and inside.acquire(timeout=600)

@@ -54,20 +54,20 @@ def _weights(correct, *ratios):
     (correction.token_truncated(cap=0.4), [[0.4, 0.4, 0.4], [0.2]]),
   ],
 )
-def test_by_hand(correct, expected):
+def test_weights_by_hand(correct, expected):
   out = _weights(correct, [4.0, 0.6, 1.0], [0.2])
   for x, y in zip(out, expected, strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-12)
 
 
-def test_ratios_are_clipped():
+def test_log_ratios_are_clipped_at_20():
   far = _table([np.array([40.0, -40.0, 3.0])], [np.zeros(3)])
   out = correction.token_truncated(cap=1e99)(far)
   np.testing.assert_allclose(out, np.exp([20.0, -20.0, 3.0]), rtol=1e-12)
 
 
 @pytest.mark.parametrize('cap', [0.0, -1.0, float('nan')])
-def test_a_cap_must_be_positive(cap):
+def test_a_cap_that_is_not_positive_is_refused(cap):
   with pytest.raises(ValueError, match='cap is'):
     correction.token_truncated(cap=cap)
 

@@ -57,7 +57,7 @@ def test_every_epoch_is_an_order_of_all_tasks():
   assert tuple(t.id for t in _sampler(7, seed=2).start_rollout(7)) != epochs[0]
 
 
-def test_more_than_there_are():
+def test_asked_for_more_tasks_than_there_are_it_repeats_them():
   for config in (None, _VARIANCE):
     chosen = _sampler(3, config).start_rollout(8)
     assert len(chosen) == 8 and {t.id for t in chosen} == {'t0', 't1', 't2'}
@@ -126,7 +126,7 @@ def test_tasks_are_read_when_they_are_drawn():
   assert [int(t.id) for t in drawn] == read and len(read) == 4
 
 
-def test_what_is_refused():
+def test_an_unknown_field_or_weight_is_refused():
   config = config_lib.Curriculum(weight='variance', by='hops')
   with pytest.raises(ValueError, match="'hops'.*'t0' has level"):
     _sampler(3, config)

@@ -31,16 +31,13 @@ class TestOnPolicy:
     tiny.assert_on_policy(clients.params(), list(played.values()))
 
   def test_log_probs_are_the_learners_at_another_temperature_and_with_slow_tools(self):
-    options = {'sampling': config_lib.Sampling(0.7)}
-    first, second = (
-      clients.run(
-        clients.engine(**clients.EXACT),
-        range(16),
-        latency=clients.random_latency(),
-        **options,
-      )
-      for _ in range(2)
+    play = lambda: clients.run(
+      clients.engine(**clients.EXACT),
+      range(16),
+      latency=clients.random_latency(),
+      sampling=config_lib.Sampling(0.7),
     )
+    first, second = play(), play()
     tiny.assert_on_policy(clients.params(), list(first.values()), temperature=0.7)
     # The shapes are always the same here, and so is every bit.
     clients.assert_same(second, first, exactly=True)

@@ -85,33 +85,28 @@ def test_status_and_restarts(start, tmp_path, name, status, restarts, ended, tim
 
 
 @pytest.mark.parametrize(
-  ('name', 'sent', 'times'),
+  ('name', 'sent', 'times', 'send'),
   [
-    ('toy', signal.SIGTERM, 1),
-    ('toy', signal.SIGINT, 3),
-    ('mine.py', signal.SIGTERM, 3),
+    ('toy', signal.SIGTERM, 1, os.kill),
+    ('toy', signal.SIGINT, 3, os.kill),
+    ('mine.py', signal.SIGTERM, 3, os.kill),
+    # As Slurm and a terminal's Ctrl-C do it.
+    ('toy', signal.SIGTERM, 1, os.killpg),
   ],
 )
-def test_a_signal_is_passed_on_and_nothing_restarted(start, tmp_path, name, sent, times):
+def test_a_signal_is_passed_on_and_nothing_restarted(
+  start, tmp_path, name, sent, times, send
+):
   with start('waits', name=name, RESTARTS='3') as process:
     assert process.stdout.readline() == 'up\n'
     for _ in range(times):
-      process.send_signal(sent)
+      send(process.pid, sent)
       time.sleep(0.05)
     assert process.wait(timeout=600) == 75
   assert count_starts(tmp_path) == 1
 
 
-def test_a_signal_to_the_whole_group(start, tmp_path):
-  """As Slurm and a terminal's Ctrl-C do it."""
-  with start('waits', RESTARTS='3') as process:
-    assert process.stdout.readline() == 'up\n'
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=600) == 75
-  assert count_starts(tmp_path) == 1
-
-
-def test_a_signal_in_the_pause_ends_it(start, tmp_path):
+def test_a_signal_in_the_pause_before_a_restart_ends_it(start, tmp_path):
   with start('75', RESTARTS='3', PAUSE='1200') as process:
     assert 'ended with 75' in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
@@ -119,7 +114,7 @@ def test_a_signal_in_the_pause_ends_it(start, tmp_path):
   assert count_starts(tmp_path) == 1
 
 
-def test_as_process_1_of_a_namespace(start, tmp_path):
+def test_process_1_of_a_container_passes_signals_on(start, tmp_path):
   """As in a container, where a signal without a handler would be lost."""
   namespace = ('unshare', '--user', '--map-root-user', '--pid', '--fork')
   if not shutil.which('unshare') or subprocess.run([*namespace, 'true']).returncode:

@@ -1,8 +1,6 @@
 """Evaluation: which episodes, and what their numbers say."""
 
-import asyncio
 import functools
-import threading
 
 import numpy as np
 import pytest
@@ -12,8 +10,7 @@ from agent_r1_jax import config as config_lib
 from agent_r1_jax import types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.agent import tool as tool_lib
-from agent_r1_jax.train import decoding as decoding_lib
-from agent_r1_jax.train import evaluate, rollout
+from agent_r1_jax.train import evaluate
 
 _LIMITS = config_lib.Limits(max_turns=2, max_turn_tokens=12)
 
@@ -44,16 +41,6 @@ def _engine():
   return tiny.engine(_params(), bucket=tiny.SIZES['slots'])
 
 
-def _same(a, b):
-  assert [t.messages for t in a] == [t.messages for t in b]
-  for s, t in zip(a, b, strict=True):
-    for ours, theirs in zip(s.segments, t.segments, strict=True):
-      np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-      np.testing.assert_allclose(
-        ours.behaviour_logprobs, theirs.behaviour_logprobs, atol=2e-5
-      )
-
-
 def _run(engine, **kwargs):
   return tiny.within(
     evaluate.run, engine, tiny.chat(), _sets(), Env, limits=_LIMITS, **kwargs
@@ -82,93 +69,9 @@ class TestRun:
     segments = [s for ts in played.values() for t in ts for s in t.segments]
     tiny.assert_on_policy(_params(), segments)
 
-  def test_no_tasks(self):
+  def test_without_sets_nothing_is_played(self):
     engine = _engine()
     assert evaluate.run(engine, tiny.chat(), {}, Env, limits=_LIMITS) == {}
-
-
-class Asks(Env):
-  """Two turns; what is held waits after the first until it is let go."""
-
-  def __init__(self, held=None, begun=lambda: None):
-    self.held, self.begun, self.turn = held, begun, 0
-
-  async def step(self, reply):
-    self.turn += 1
-    if self.turn == 1 and self.held:
-      self.begun()
-      await asyncio.to_thread(self.held.wait)
-    return types.Step([{'role': 'user', 'content': 'And then?'}], done=self.turn == 2)
-
-
-_LONG = config_lib.Limits(max_turns=2, max_turn_tokens=40)
-
-
-def _start(engine, sets, make_env, decoding=decoding_lib.ON_POLICY):
-  """Starts one episode of each of some tasks."""
-  tasks = [task for tasks in sets for task in tasks]
-  return rollout.start(
-    engine, tiny.chat(), tasks, make_env, limits=_LONG, decoding=decoding
-  )
-
-
-class TestBesideRollouts:
-  """Of four samples and four greedy episodes, by two policies, on six rows."""
-
-  other = functools.cached_property(
-    lambda self: tiny.params(tiny.config(), likely={tiny.chat().stop_ids[0]: 1.7})
-  )
-
-  def _play(self, held: str, together: bool):
-    """Plays a rollout and an evaluation; whichever is held ends after the other."""
-    engine, sets = _engine(), _sets()
-    let_go, begun = threading.Event(), threading.Event()
-    make = {held: lambda: Asks(let_go, begun.set)}
-    with engine.open():
-      greedy = evaluate.GREEDY._replace(policy=engine.make_policy(self.other, 7))
-      start = {
-        'rollout': lambda: _start(engine, [sets['cities']], make.get('rollout', Asks)),
-        'evaluation': lambda: _start(
-          engine, [sets['cities']], make.get('evaluation', Asks), greedy
-        ),
-      }
-      (first, second) = sorted(start, key=lambda name: name != held)
-      if not together:
-        let_go.set()
-        return {name: start[name]().result() for name in start}
-      waits = start[first]()
-      assert begun.wait(300)
-      # What is held is under way all the time that the other one takes.
-      played = {second: start[second]().result()}
-      let_go.set()
-      return played | {first: waits.result()}
-
-  @pytest.mark.parametrize('held', ['rollout', 'evaluation'])
-  def test_neither_waits_nor_changes_a_token(self, held):
-    together = tiny.within(self._play, held, together=True)
-    alone = tiny.within(self._play, held, together=False)
-    for name in alone:
-      _same(together[name], alone[name])
-    policies = {'rollout': (_params(), 0), 'evaluation': (self.other, 7)}
-    for name, (params, step) in policies.items():
-      assert all({*t.policy_steps} == {step} for t in together[name])
-      assert max(len(t.turns) for t in together[name]) == 2
-      segments = [s for t in together[name] for s in t.segments]
-      tiny.assert_on_policy(params, segments)
-
-  def test_it_keeps_its_policy_where_the_engine_gets_another(self):
-    engine, let_go, begun = _engine(), threading.Event(), threading.Event()
-    with engine.open():
-      greedy = evaluate.GREEDY._replace(policy=engine.make_policy(_params(), 0))
-      make_env = lambda: Asks(let_go, begun.set)
-      started = _start(engine, [_sets()['cities']], make_env, greedy)
-      assert begun.wait(300)
-      engine.sync_weights(self.other, 1)
-      let_go.set()
-      played = tiny.within(started.result)
-    assert all({*t.policy_steps} == {0} for t in played)
-    assert max(len(t.turns) for t in played) == 2
-    tiny.assert_on_policy(_params(), [s for t in played for s in t.segments])
 
 
 @tool_lib.tool
@@ -229,14 +132,14 @@ class TestNumbers:
     _trajectory(3, status='error', turns=()),
   ]
 
-  def test_by_kind(self):
+  def test_means_of_kinds_count_their_tasks(self):
     assert evaluate.mean_metric(self.four, 'unknown') == evaluate.mean_metric([]) == 0.0
     assert evaluate.by_kind(self.four, {'even': lambda task: task.info['even']}) == {
       'all': {'mean': 0.5, 'count': 4},
       'even': {'mean': 1.0, 'count': 2},
     }
 
-  def test_summary(self):
+  def test_a_summary_has_means_shares_and_counts(self):
     assert evaluate.summarize(self.four) == {
       'reward': (1 + 0.75 + 1 + 0) / 4,
       'turns': (1 + 2 + 1 + 0) / 4,

@@ -97,7 +97,7 @@ def test_an_unknown_sum_is_trusted_once_and_aloud(run, tmp_path, monkeypatch):
   assert not (tmp_path / 'thing' / 'a' / 'data.bin').exists()
 
 
-def test_another_address_is_another_file(run, address, tmp_path):
+def test_a_sum_trusted_for_one_address_is_not_trusted_for_another(run, address, tmp_path):
   run('thing', sha256=None)
   manifest = tmp_path / 'manifest.json'
   manifest.write_text(manifest.read_text().replace('/whole', '/plain'))
@@ -125,7 +125,7 @@ def test_a_file_that_was_put_there_is_taken_and_recorded(run, tmp_path):
   assert status == 1 and f'the sha256 {SUM} and not' in said
 
 
-def test_damaged_sums_are_never_forgotten(run, tmp_path):
+def test_damaged_sums_are_refused_and_not_made_anew(run, tmp_path):
   (tmp_path / 'sums.json').write_text('{')
   status, said = run('thing')
   assert status == 1 and 'sums.json is no JSON' in said and Handler.requests == []
@@ -228,7 +228,7 @@ def test_archives_are_extracted_once_and_again_when_they_change(
 @pytest.mark.parametrize(
   'name', ['../out', '/tmp/out-of-it', 'a/../../out', 'link->', '', '.']
 )
-def test_archives_do_not_leave_their_folder(
+def test_an_archive_with_a_path_outside_its_folder_is_not_extracted(
   run, tmp_path, monkeypatch, make, suffix, name
 ):
   archive = make(**{'good.txt': b'good', name: b'../../..'})

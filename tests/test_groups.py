@@ -18,7 +18,7 @@ def _played(rewards):
   return found
 
 
-def test_tied_rewards():
+def test_groups_of_equal_rewards_are_tied():
   # 0.1 + 0.2 is not 0.3 to a computer; one that is left alone has nothing to compare.
   for rewards in ([1.0, 1.0], [0.3, 0.1 + 0.2], [2.0, None], [None]):
     assert groups.is_tied(_played(rewards))

@@ -1,7 +1,6 @@
 """Guides in the jitted loop: automata, a user's own guide; and the pool of automata."""
 
 import asyncio
-import json
 from typing import Any
 
 import clients
@@ -270,7 +269,8 @@ class TestValueGuide:
   def test_equal_values_are_plain_sampling(self):
     plain = {n: clients.reference()[n] for n in range(4)}
     guide = guide_lib.make_value_guide(8)
-    engine = tiny.engine(clients.params(), guides={guide: self._head(0.0)})
+    guides = {guide: self._head(0.0)}
+    engine = tiny.engine(clients.params(), guides=guides, **clients.EXACT)
     using = {'guides': {guide: {'inverse_beta': np.float32(3.0)}}}
     clients.assert_same(clients.run(engine, range(4), **using), plain)
 
@@ -380,19 +380,10 @@ class TestGrammar:
         complete += len(calls) - (not tokens.free[tokens.walk(reply)])
     return complete
 
-  def test_each_reply_starts_the_grammar_from_its_beginning(self):
-    tokens = test_call_grammar.of_tiny(required=True)
-    played = _play(None, tokens.grammar, turns=4)
-    for _, replies in played:
-      for reply in replies:
-        self._assert_begins_a_call(reply)
-
   def test_copied_prompt_starts_the_grammar_from_its_beginning(self):
     """In rows that were left in the midst of a call."""
-    tokens, engine = (
-      test_call_grammar.of_tiny(required=True),
-      clients.engine(**clients.EXACT),
-    )
+    tokens = test_call_grammar.of_tiny(required=True)
+    engine = clients.engine(**clients.EXACT)
 
     async def play(number, prompt):
       prompt, fields = np.array(prompt, np.int32), {'automata': (tokens.grammar,)}
@@ -417,26 +408,6 @@ class TestGrammar:
     said = b''.join(tokens.pieces[t] for t in reply)
     assert said.startswith(start.encode())
 
-  def test_a_reply_is_json_of_a_schema(self):
-    schema = {
-      'type': 'object',
-      'properties': {'on': {'type': 'boolean'}, 'size': {'enum': ['S', 'L']}},
-      'required': ['on', 'size'],
-    }
-    pieces, engine = test_call_grammar.of_tiny().pieces, clients.engine(**clients.EXACT)
-    vocabulary = [_EOS], pieces, tiny.VOCAB
-    guide = automata.compile_and_wait(grammars.json_schema, [schema], *vocabulary)
-
-    async def play(number):
-      request = clients.request(
-        clients.tokens(number, 5), None, 100, number, automata=(guide,)
-      )
-      return await engine.submit(request)
-
-    for reply in tiny.within(engine.run, [play(number) for number in range(8)]):
-      said = b''.join(pieces[t] for t in reply.tokens)
-      assert reply.stopped and json.loads(said).keys() == {'on', 'size'}
-
 
 class TestTogether:
   """Requests of all kinds in one decode."""
@@ -444,11 +415,9 @@ class TestTogether:
   def _engine(self):
     """An engine that has compiled everything, and the kinds of requests."""
     tree = tiny.params(tiny.config(), _talkative())
-    engine = _own_engine(tree, rows=7, bucket=tiny.BUCKET, narrow=True)
-    grammar, required = (
-      test_call_grammar.of_tiny().grammar,
-      test_call_grammar.of_tiny(required=True).grammar,
-    )
+    engine = _own_engine(tree, rows=7, narrow=True)
+    grammar = test_call_grammar.of_tiny().grammar
+    required = test_call_grammar.of_tiny(required=True).grammar
     engine.warm_up(automata=[clients.stop(), grammar, required])
     return engine, {
       'plain': {},

@@ -82,13 +82,3 @@ def test_inner_products_are_cosines_of_tf_idf():
   assert seen_and_not @ vectors[2] == pytest.approx(
     log83 / np.hypot(log83, log3), abs=0.01
   )
-
-
-def test_texts_without_words():
-  vectors = hashing.HashingEncoder(dim=8).encode(['', '?!', '\n', '\ud800'])
-  assert vectors.shape == (4, 8)
-  assert vectors.dtype == np.float32
-  assert not vectors.any()
-  assert hashing.HashingEncoder(dim=8).encode([]).shape == (0, 8)
-  with pytest.raises(ValueError, match='title_weight is 0'):
-    hashing.HashingEncoder(title_weight=0)

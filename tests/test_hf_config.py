@@ -60,11 +60,7 @@ def test_keys_of_transformers_5_are_read():
 @pytest.mark.parametrize(
   ('name', 'changes', 'message'),
   [
-    (
-      'Qwen2.5-3B',
-      {'model_type': 'gemma3'},
-      "model_type is 'gemma3'; supported are qwen2",
-    ),
+    ('Qwen2.5-3B', {'model_type': 'gemma3'}, "model_type is 'gemma3'"),
     ('Qwen2.5-3B', {'hidden_act': 'gelu'}, "hidden_act is 'gelu'; only 'silu'"),
     ('Qwen2.5-3B', {'hidden_size': None}, 'hidden_size is None; a positive int'),
     ('Qwen2.5-3B', {'num_hidden_layers': '36'}, "num_hidden_layers is '36'"),
@@ -79,11 +75,7 @@ def test_keys_of_transformers_5_are_read():
     ),
     ('Qwen3-8B', {'layer_types': ['full_attention', 'linear_attention']}, 'linear_att'),
     ('Qwen3-8B', {'attention_bias': True}, 'attention_bias is True; only False'),
-    (
-      'Qwen3-8B',
-      {'quantization_config': {'quant_method': 'fp8'}},
-      'quantization_config is',
-    ),
+    ('Qwen3-8B', {'quantization_config': {'quant_method': 'fp8'}}, 'quantization_con'),
     ('Llama-3.2-1B', {'mlp_bias': True}, 'mlp_bias is True; only False'),
     ('Llama-3.2-1B', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
     ('Llama-3.2-1B', {'rope_scaling': {'rope_type': 'llama3'}}, 'factor is None'),
@@ -205,9 +197,7 @@ def test_missing_head_dim_is_that_of_transformers(tmp_path, name, head_dim, abse
 )
 def test_numbers_that_no_model_has_are_refused(tmp_path, key, value):
   raw = _PUBLISHED['Qwen3-8B'] | {key: value}
-  with pytest.raises(
-    ValueError, match=f'config.json: {key} is .*(no known model|needed)'
-  ):
+  with pytest.raises(ValueError, match=f'config.json: {key} is '):
     _read(tmp_path, raw)
 
 

@@ -60,7 +60,9 @@ def _read(connection) -> bytes:
     (HEAD.replace(b'Content-Length: 20', b'Transfer-Encoding: chunked') + b'\r\n', [408]),
   ],
 )
-def test_a_request_that_never_comes_whole(sent, refused, monkeypatch, capfd):
+def test_a_request_that_never_comes_whole_is_answered_with_408(
+  sent, refused, monkeypatch, capfd
+):
   monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.2)
   with _serve() as (address, server, seen), socket.create_connection(address) as client:
     client.sendall(sent)
@@ -80,7 +82,7 @@ def test_a_server_leaves_the_handlers_of_logs_alone():
   logging.StreamHandler.close(handler)
 
 
-def test_bytes_now_and_then_do_not_prolong_it(monkeypatch):
+def test_a_request_that_trickles_in_is_refused_in_time(monkeypatch):
   monkeypatch.setattr(http, 'REQUEST_SECONDS', 0.5)
   with _serve() as (address, _, _), socket.create_connection(address) as client:
     client.sendall(HEAD + b'\r\n')
@@ -125,7 +127,7 @@ def test_the_next_request_of_a_connection_is_watched_and_whole_ones_are_not_cut(
   assert answers == [{'slow': True}]
 
 
-def test_what_is_refused_before_its_body_came(monkeypatch):
+def test_a_request_that_is_refused_before_its_body_gets_one_answer(monkeypatch):
   """Such as a request with a wrong key: the rest is waited for no longer."""
 
   async def refuse(request):
@@ -176,13 +178,13 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
 
 @pytest.mark.parametrize('depth', [65, 200, 500, 990, 3000, 100_000])
 @pytest.mark.parametrize(('opening', 'closing'), ['[]', ('{"a":', '}'), ('[{"a":', '}]')])
-def test_json_that_is_nested_too_deep_is_none(depth, opening, closing):
+def test_json_of_more_than_64_levels_is_refused(depth, opening, closing):
   text = (opening * depth + '1' + closing * depth).encode()
   with pytest.raises(ValueError, match='nested deeper than 64 levels'):
     http.parse_json(text)
 
 
-def test_json_that_is_nested_as_deep_as_it_may_be():
+def test_json_of_64_levels_is_read():
   assert http.parse_json('[' * 64 + '1' + ']' * 64) is not None
   text = '{"a": [1, {"b": "[[["}], "c": null}'
   assert http.parse_json(text) == {'a': [1, {'b': '[[['}], 'c': None}

@@ -84,7 +84,7 @@ def test_estimators_by_hand():
     assert (estimator(p, p) == 0).all()
 
 
-def test_gradients_in_the_mean():
+def test_mean_gradients_are_those_of_their_divergence():
   """Which divergence each estimator's gradient is of, in the loss."""
   z = jnp.array([0.3, -0.5, 0.9])
   q = jnp.log(jnp.array([0.2, 0.3, 0.5]))

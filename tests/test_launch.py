@@ -92,7 +92,7 @@ def test_shellcheck_finds_nothing():
     ('sky.sh', ['BUCKET']),
   ],
 )
-def test_what_is_missing_is_named(name, variables, bare_path):
+def test_a_launcher_without_a_variable_names_it(name, variables, bare_path):
   for variable in variables:
     rest = {key: value for key, value in NEEDS[name].items() if key != variable}
     done = launch(name, *RUN, path=bare_path, DRY_RUN='1', **rest)

@@ -223,7 +223,7 @@ class TestTable:
       '| GRPO      | 1.000 [.987, 1.000] 300/300 | .750    | -     |',
     ]
 
-  def test_intervals_over_seeds(self):
+  def test_intervals_over_seeds_are_students(self):
     mean, half = tables.mean_interval([[0.4, 1.0], [0.6, 1.0]])
     # Student's t with one degree of freedom: 12.706.
     np.testing.assert_allclose(half, [12.706 * 0.1, 0.0], atol=1e-3)

@@ -25,12 +25,12 @@ def _bytes(kind):
   ('kind', 'expected'),
   [('adamw', 8.0), ('adamw8', 2 + 8 / 384), ('adafactor', 4 / 256 + 4 / 384)],
 )
-def test_bytes_a_parameter(kind, expected):
+def test_state_takes_the_expected_bytes_a_parameter(kind, expected):
   assert _bytes(kind) == pytest.approx(expected, rel=3e-3)
 
 
 @pytest.mark.parametrize('kind', list(optimizers.KINDS))
-def test_it_learns(kind):
+def test_every_optimizer_learns_a_noisy_regression(kind):
   """A noisy regression whose inputs are of very different sizes."""
   rng = np.random.default_rng(0)
   sizes = 10.0 ** rng.uniform(-2, 0, 128).astype(np.float32)
@@ -138,12 +138,12 @@ def test_rounding_is_right_on_average():
   assert (np.asarray(codes, np.float32) > 0).all() and (np.asarray(scales) == 1).all()
 
 
-def test_an_unknown_one_is_refused():
+def test_an_unknown_optimizer_is_refused():
   with pytest.raises(ValueError, match="optimizer.kind is 'sgd'; give one of"):
     optimizers.make(config_lib.Optimizer(kind='sgd'), 1e-3)
 
 
-def test_its_state_can_wait_in_the_memory_of_the_host():
+def test_state_moves_to_the_hosts_memory_and_back():
   params = {'kernel': jnp.ones((4, 8))}
   optimizer = optimizers.adamw8(1e-2, 0.0)
   state = optimizer.init(params)

@@ -122,7 +122,7 @@ def alone(model, tmp_path_factory):
   return workdir
 
 
-def test_four_train_as_one_does(model, alone, tmp_path):
+def test_four_processes_train_the_parameters_of_one(model, alone, tmp_path):
   """With no task for one of them, and slow tools in one; below are two processes."""
   ended = _run(4, tmp_path / 'run', model)
   assert [status for status, _ in ended] == [0] * 4, ended
@@ -135,7 +135,7 @@ def test_four_train_as_one_does(model, alone, tmp_path):
   assert _logged_messages(tmp_path / 'run') == conversations
 
 
-def test_some_chips_may_only_sample(model, alone, tmp_path):
+def test_chips_that_only_sample_change_no_parameter(model, alone, tmp_path):
   """In turn and one rollout ahead; also after a preemption of one process."""
   (ended,) = _run(1, tmp_path / 'turns', model, '', '2')
   assert ended[0] == 0, ended[1]
@@ -161,7 +161,7 @@ def test_some_chips_may_only_sample(model, alone, tmp_path):
     ('stuck', preemption.EXIT_STATUS, preemption.EXIT_STATUS, 'was told to end'),
   ],
 )
-def test_one_ends_and_all_start_again(
+def test_where_one_process_ends_the_others_end_and_name_it(
   moment, status, all_end_with, word, model, alone, tmp_path
 ):
   """The other one says in one line who ended, and why."""
@@ -192,13 +192,6 @@ def test_where_the_first_dies_a_line_says_so(model, tmp_path):
   while not any(word in log.read_text() for word in words):
     assert time.monotonic() < end, log.read_text()
     time.sleep(0.1)
-
-
-def test_shares_are_all_tasks_once():
-  assert list(processes.take_share(5)) == list(range(5))
-  assert processes.gather('mine') == ['mine']
-  (same,) = processes.gather_arrays(np.arange(3))
-  np.testing.assert_array_equal(same, np.arange(3))
 
 
 class _Tasks(list):

@@ -78,7 +78,7 @@ def test_every_algorithm_reads_what_it_says(name, column):
 
 
 @pytest.mark.parametrize('name', ALL)
-def test_what_goes_together_is_taken(name):
+def test_algorithms_that_compare_groups_refuse_one_sample(name):
   algorithms.check(ALL[name], 4)
   if name in _ALONE:
     algorithms.check(ALL[name], 1)
@@ -101,7 +101,7 @@ def test_what_goes_together_is_taken(name):
     (algorithms.distillation(**_SHAPED), 'read no reward'),
   ],
 )
-def test_what_would_change_nothing_is_refused(algorithm, message):
+def test_an_option_that_changes_nothing_is_refused(algorithm, message):
   with pytest.raises(ValueError, match=message):
     algorithms.check(algorithm, 4)
 

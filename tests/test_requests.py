@@ -42,7 +42,7 @@ def test_a_key_depends_on_every_part_and_on_nothing_else():
 
 
 class TestReply:
-  def test_it_ends_at_a_stop_token_or_out_of_budget(self, engine):
+  def test_a_reply_ends_at_a_stop_token_or_out_of_budget(self, engine):
     replies = []
 
     async def play(number):
@@ -151,12 +151,7 @@ class TestRefused:
   @pytest.mark.parametrize(
     'given, parent, fields, message',
     [
-      (
-        _SLOTS - 7,
-        None,
-        {'most': 8},
-        rf'0 \+ {_SLOTS - 7} tokens and a reply of 8 do not',
-      ),
+      (_SLOTS - 7, None, {'most': 8}, rf'0 \+ {_SLOTS - 7} tokens and a reply of 8'),
       (0, None, {'most': 8}, '0 tokens to append, 8 to sample'),
       (4, None, {'most': 0}, '4 tokens to append, 0 to sample'),
       (2, -1, {}, 'a fork of the first -1 tokens of a text that has 9'),
@@ -174,7 +169,7 @@ class TestRefused:
     parent = None if parent is None else _fork(parent)
     self._assert_refused(engine, clients.request(tokens, parent, **fields), message)
 
-  def test_a_key_of_another_shape(self, engine):
+  def test_a_key_of_another_shape_is_refused(self, engine):
     request = request_lib.Request(clients.tokens(0, 3), key=np.zeros(3, np.uint32))
     self._assert_refused(engine, request, 'key')
 
@@ -188,7 +183,7 @@ class TestRefused:
     _, segment = _run(engine, play(), clients.play(engine, 0))
     clients.assert_reference({0: segment})
 
-  def test_a_text_that_is_being_sampled(self, engine):
+  def test_a_text_that_is_being_sampled_may_be_forked_alone(self, engine):
     async def play():
       first = engine.submit(clients.request(clients.tokens(0, 9)))
       with pytest.raises(ValueError, match='being sampled for another request'):
@@ -203,7 +198,7 @@ class TestRefused:
 
 
 class TestChunks:
-  def test_they_come_while_a_reply_is_sampled(self, engine):
+  def test_chunks_come_while_a_reply_is_sampled(self, engine):
     async def play():
       given = clients.tokens(0, 9)
       chunks, progress = [], []
@@ -222,7 +217,7 @@ class TestChunks:
     (segment,) = _run(engine, play())
     _assert_on_policy(segment)
 
-  def test_several_may_listen(self, engine):
+  def test_several_listeners_get_the_same_reply(self, engine):
     async def play():
       given = clients.tokens(0, 9)
       generation = engine.submit(clients.request(given, None, 3 * _STEPS, **_LONG))
@@ -280,7 +275,7 @@ class TestCancel:
     (segments,) = _run(engine, play())
     _assert_on_policy(*segments)
 
-  def test_whoever_breaks_off_cancels(self, engine):
+  def test_leaving_the_loop_over_chunks_cancels(self, engine):
     async def play():
       given = clients.tokens(0, 9)
       generation = engine.submit(clients.request(given, None, 100, **_LONG))
@@ -312,7 +307,7 @@ class TestCancel:
     (segment,) = _run(engine, play())
     _assert_on_policy(segment)
 
-  def test_of_a_whole_reply_it_is_nothing(self, engine):
+  def test_cancelling_a_whole_reply_changes_nothing(self, engine):
     async def play():
       generation = engine.submit(clients.request(clients.tokens(0, 9)))
       reply = await generation
@@ -321,7 +316,7 @@ class TestCancel:
 
     _run(engine, play())
 
-  def test_it_gives_its_automata_back(self):
+  def test_a_cancelled_request_gives_its_automata_back(self):
     """More times than there are places for automata."""
     engine = clients.engine(rows=1)
     pool = engine.replicas[0].device.pool

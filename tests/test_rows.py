@@ -120,7 +120,7 @@ class Cache:
 
 
 @pytest.mark.parametrize('seed', range(8))
-def test_a_random_walk(seed):
+def test_after_any_sequence_of_events_the_record_of_the_rows_is_true(seed):
   """Texts begin, go on, fork, end and are cancelled; one of two policies changes."""
   rng = np.random.default_rng(seed)
   cache, texts, version = Cache(width=int(rng.integers(2, _B + 1))), [], 1
@@ -258,14 +258,10 @@ class TestFindSources:
     assert rows.find_sources([placed[1]], 4) == ([], set())
 
   def test_the_longer_of_two_is_waited_for(self):
-    rows, placed = self._placed(
-      _text((0, 20)), _text((0, 20), (1, 20)), _text((0, 20), (1, 20), (2, 5))
-    )
-    placed[0].cached, placed[0].prefill_started, placed[1].prefill_started = (
-      19,
-      True,
-      True,
-    )
+    parts = (0, 20), (1, 20), (2, 5)
+    rows, placed = self._placed(*(_text(*parts[:n]) for n in (1, 2, 3)))
+    placed[0].cached = 19
+    placed[0].prefill_started = placed[1].prefill_started = True
     assert rows.find_sources(placed[1:], 4) == ([], {placed[2]})
     placed[1].cached = 39
     ((source, row),), waiting = rows.find_sources(placed[2:], 4)

@@ -91,12 +91,12 @@ def _kept(p, sampling):
 
 
 class TestUniforms:
-  def test_they_are_uniform(self):
+  def test_numbers_of_keys_and_positions_are_uniform(self):
     u = np.asarray(_uniforms())
     assert u.min() >= 0 and u.max() < 1
     assert stats.kstest(u, 'uniform').pvalue > 0.01
 
-  def test_they_depend_on_key_and_position_alone(self):
+  def test_a_number_depends_on_key_and_position_alone(self):
     keys = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
     positions = jnp.array([7, 8, 7, 7], jnp.int32)
     u = np.asarray(sampling_lib.make_uniforms(keys, positions))
@@ -109,26 +109,20 @@ class TestUniforms:
 
 
 class TestLaw:
-  @pytest.mark.parametrize(
-    'V, temperature', [(3, 1.0), (128, 1.0), (300, 1.0), (300, 0.6), (1024, 1.0)]
-  )
-  def test_tokens_follow_the_softmax(self, V, temperature):
-    logits = _logits(V)
-    tokens, _ = _sample(logits, _uniforms(), Sampling(temperature))
-    assert _p_value(np.asarray(tokens), _softmax(logits, temperature)) > 0.01
-
-  def test_the_law_is_tested_sharply_enough(self):
-    """The same test refuses a slightly different law."""
+  def test_a_chi_square_test_tells_a_slightly_different_law(self):
     logits = _logits(300)
     tokens, _ = _sample(logits, _uniforms(), Sampling(1.0))
+    assert _p_value(np.asarray(tokens), _softmax(logits)) > 0.01
     assert _p_value(np.asarray(tokens), _softmax(logits, 1.1)) < 1e-6
 
-  @pytest.mark.parametrize('V', [127, 300])
-  def test_it_is_the_inverse_of_the_cumulative_distribution(self, V):
+  @pytest.mark.parametrize(
+    'V, temperature', [(3, 1.0), (127, 1.0), (128, 1.0), (300, 0.6), (1024, 1.0)]
+  )
+  def test_tokens_are_the_inverse_of_the_cumulative_distribution(self, V, temperature):
     logits = _logits(V)
     u = np.linspace(0, 1, _N, endpoint=False).astype(np.float32)
-    tokens, _ = _sample(logits, u, Sampling())
-    ends = np.cumsum(_softmax(logits))
+    tokens, _ = _sample(logits, u, Sampling(temperature))
+    ends = np.cumsum(_softmax(logits, temperature))
     expected = np.searchsorted(ends, u.astype(np.float64), side='right')
     clear = np.abs(ends[None] - u[:, None]).min(-1) > 1e-5
     assert clear.mean() > 0.8
@@ -152,14 +146,6 @@ class TestLaw:
       tokens, logprobs = _sample(logits, u, Sampling())
       assert np.isfinite(logits[np.asarray(tokens)]).all()
       assert np.isfinite(np.asarray(logprobs)).all()
-
-  def test_the_only_possible_token_is_chosen(self):
-    for only in (0, 127, 128, 299):
-      logits = np.full(300, -np.inf, np.float32)
-      logits[only] = -5.0
-      tokens, logprobs = _sample(logits, _uniforms(), Sampling())
-      assert set(np.asarray(tokens).tolist()) == {only}
-      assert not np.any(logprobs)
 
   def test_large_logits_do_not_overflow(self):
     tokens, logprobs = _sample(
@@ -196,13 +182,6 @@ class TestTruncation:
       ([0.26, 0.25, 0.24, 0.25], {0, 1, 3}),  # ties stay together
     ):
       tokens, _ = _sample(np.log(np.float32(p)), _uniforms(), Sampling(top_p=0.5))
-      assert set(np.asarray(tokens).tolist()) == kept
-
-  def test_min_p_is_of_the_likeliest_and_of_scaled_logits(self):
-    logits = np.log(np.float32([0.5, 0.26, 0.14, 0.1]))
-    for temperature, kept in ((1.0, {0, 1}), (2.0, {0, 1, 2})):
-      sampling = Sampling(temperature, min_p=0.5)
-      tokens, _ = _sample(logits, _uniforms(), sampling)
       assert set(np.asarray(tokens).tolist()) == kept
 
   def test_rows_that_use_none_of_it_keep_their_logits(self):

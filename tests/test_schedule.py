@@ -72,7 +72,7 @@ class TestOneStepOffPolicy:
     apart = [abs(line['train/correction_ratio_max'] - 1) for line in lines]
     assert apart[0] < 1e-3 and min(apart[1:]) > 1e-3
 
-  def test_it_is_the_same_as_playing_by_the_policy_before(self, whole, model):
+  def test_a_run_ahead_equals_rollouts_by_the_policy_before(self, whole, model):
     """Step by step, without a schedule: to the last bit."""
     config = test_train._config(model, steps=4, ahead=1)
     shape, params, chat = setup.load(config.model, config.chat)
@@ -139,7 +139,7 @@ class TestOneStepOffPolicy:
     test_train._assert_equal(_run(model, tmp_path), params)
     assert test_train._numbers(tmp_path) == test_train._numbers(workdir)
 
-  def test_it_is_played_during_the_update(self, model, tmp_path):
+  def test_a_rollout_is_played_during_the_update(self, model, tmp_path):
     """In turn, this would wait for ever."""
     updating, learn = threading.Event(), loop.updates.learn
     begun = []
@@ -194,7 +194,7 @@ def test_a_greedy_episode_that_failed_takes_its_group_away():
 
 
 class TestPartial:
-  def test_a_long_episode_holds_nobody_up(self, model, tmp_path):
+  def test_a_long_episode_delays_no_update(self, model, tmp_path):
     """It goes on over updates, and the batches keep their order and their age."""
     learned, begun = [], []
 

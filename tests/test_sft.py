@@ -153,7 +153,7 @@ def test_a_stream_of_what_never_fits_is_said():
 
 
 @pytest.mark.parametrize('other_weight', [0.0, 0.25])
-def test_weights_of_tokens(other_weight):
+def test_tokens_of_replies_share_the_weight_with_others_by_their_part(other_weight):
   config = sft.Config(rows=2, row_tokens=10, other_weight=other_weight)
   (batch,) = sft.batches(_segments([8, 6, 2]), config)
   # What likelihood multiplies: w A, whose sum over the batch is 1.

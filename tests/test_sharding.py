@@ -76,7 +76,7 @@ def test_a_leaf_without_a_rule_is_refused():
     sharding.make_shardings({'layers': {'new': {'kernel': jax.numpy.ones((2, 2))}}}, mesh)
 
 
-def test_axes_must_be_the_devices():
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
   with pytest.raises(ValueError, match='2 x 1 x 1 x 1, yet there are 1 devices'):
     sharding.make_mesh(data=2, devices=jax.devices()[:1])
 

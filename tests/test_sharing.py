@@ -35,13 +35,7 @@ def _task(number):
 
 
 class TestPrefilled:
-  def test_a_groups_prompt_is_computed_once(self, engine):
-    prompt = clients.prompt(2)
-    clients.run(engine, range(12, 18), group=6, turns=1)
-    assert engine.stats.prefilled == len(prompt) - 1
-    assert engine.stats.shared == 5 * (len(prompt) - 1)
-
-  def test_so_is_one_that_is_longer_than_a_prefill_and_all_the_rest_once(self, engine):
+  def test_a_groups_prompt_longer_than_a_prefill_is_computed_once(self, engine):
     played = clients.run(engine, range(24, 30), group=3)
     prompts = [len(clients.prompt(group)) for group in (8, 9)]
     given = sum(int((~s.action_mask).sum()) for s in played.values())
@@ -69,7 +63,7 @@ class TestPrefilled:
     assert engine.stats.shared == len(prompt) - 1
     tiny.assert_on_policy(clients.params(), [segment])
 
-  def test_samples_of_tasks_of_one_system_prompt(self):
+  def test_samples_of_tasks_of_one_system_prompt_compute_each_distinct_token_once(self):
     """Exactly 1.00 over distinct tokens."""
     engine = clients.engine(**_LARGE)
     prompts = [np.concatenate([_SYSTEM, _task(n)]) for n in range(8)]
@@ -83,7 +77,7 @@ class TestPrefilled:
     assert engine.stats.prefilled == _distinct(prompts) == 399 + 1 + 8 * 19
     tiny.assert_on_policy(clients.params(), played[::9])
 
-  def test_forks_in_the_midst_of_texts(self):
+  def test_forks_in_the_midst_of_texts_compute_what_they_append_alone(self):
     """Four at turn 2 of each, of which two are told the same."""
     engine = clients.engine(**_LARGE)
 
@@ -111,24 +105,6 @@ class TestPrefilled:
     # Of a new text all but the last token; where it goes on, a reply's last one instead.
     assert engine.stats.prefilled == 4 * (3 * 25 - 1) + 4 * 2 * 20
     tiny.assert_on_policy(clients.params(), _continued(played))
-
-  def test_a_text_goes_on_from_two_turns_back(self, engine):
-    async def play():
-      text, ends = None, []
-      for turn in range(3):
-        generation = engine.submit(clients.request(clients.tokens(turn, 17), text, 5))
-        await generation
-        text = generation.text
-        ends.append(len(text))
-      before = engine.stats.prefilled
-      given = clients.tokens(9, 11)
-      fork = request_lib.Fork(text, ends[0])
-      generation = engine.submit(clients.request(given, fork, 9))
-      reply = await generation
-      assert engine.stats.prefilled - before == len(given) - 1
-      return [(generation.text.tokens, ends[0] + 11, reply)]
-
-    tiny.assert_on_policy(clients.params(), _continued(_run(engine, play())))
 
 
 def _continued(played):

@@ -16,7 +16,6 @@ import script
 import tiny
 import watched
 
-from agent_r1_jax import config as config_lib
 from agent_r1_jax import report, train, types
 from agent_r1_jax.agent import env as env_lib
 from agent_r1_jax.host import preemption
@@ -164,7 +163,7 @@ class TestWatch:
     with preemption.watch() as another:
       assert another is not outer
 
-  def test_handlers_are_as_before_afterwards(self):
+  def test_after_a_watch_the_handlers_are_those_before_it(self):
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with preemption.watch():
       assert signal.getsignal(signal.SIGTERM) != before[0]
@@ -178,7 +177,9 @@ def model(tmp_path_factory):
 
 
 class TestTraining:
-  def test_in_a_cold_compilation(self, start, model, tmp_path):
+  def test_sigterm_in_a_cold_compilation_waits_for_one_program_alone(
+    self, start, model, tmp_path
+  ):
     """It does not wait for all programs."""
     process = start('compilation', tmp_path / 'run', model, grace=_LIMIT)
     assert process.end() == preemption.EXIT_STATUS
@@ -186,7 +187,9 @@ class TestTraining:
     compiled = process.said.count('compiled a program')
     assert 1 <= compiled < 5, process.said
 
-  def test_in_an_update_that_takes_too_long(self, start, model, tmp_path):
+  def test_sigterm_in_an_endless_update_ends_unsaved_and_the_command_goes_on(
+    self, start, model, tmp_path
+  ):
     """And the same command goes on from the checkpoint before it."""
     process = start('update', tmp_path / 'run', model)
     process.until('in the update')
@@ -199,27 +202,6 @@ class TestTraining:
     process = start('', tmp_path / 'run', model)
     assert process.end() == 0, process.said
     assert [line['step'] for line in metrics.read(tmp_path / 'run')] == [1, 2]
-
-  def test_what_it_saves_it_says(self, start, model, tmp_path):
-    process = start('rollout', tmp_path / 'run', model, grace=_LIMIT)
-    assert process.end() == preemption.EXIT_STATUS
-    said = process.said
-    order = [
-      f'SIGTERM{_ANSWER}',
-      'saving step 1',
-      'saved step 1; the same command goes on',
-    ]
-    assert all(line in said for line in order), said
-    assert sorted(order[1:], key=said.index) == order[1:]
-
-
-class _Env(env_lib.ToolEnv):
-  moment, workdir = '', ''
-
-  async def reset(self, task):
-    if self.moment == 'rollout' and _written(self.workdir):
-      os.kill(os.getpid(), signal.SIGTERM)
-    return await super().reset(task)
 
 
 def _written(workdir):
@@ -250,30 +232,22 @@ def _train(moment, workdir, model):
   if moment == 'compilation':
     jax.config.update('jax_enable_compilation_cache', False)
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
-  _Env.moment, _Env.workdir = moment, workdir
-  config = config_lib.Config(
-    model=config_lib.Model(path=model),
-    schedule=config_lib.Schedule(steps=2, tasks=2, samples=2, eval_every=0),
-    limits=config_lib.Limits(max_turns=1, max_turn_tokens=6),
-    engine=config_lib.Engine(
-      rows=4,
-      slots=96,
-      decode_steps=4,
-      prefill_rows=4,
-      prefill_tokens=32,
-      # Many programs only where they are what takes long.
-      bucket=48 if moment == 'compilation' else 96,
-      narrow=moment == 'compilation',
-    ),
-    batch=config_lib.Batch(microbatch=2),
-    checkpoint=config_lib.Checkpoint(every=1),
+  compiles = moment == 'compilation'
+  config = tiny.run_config(
+    model=model,
+    **{'steps': 2, 'tasks': 2, 'samples': 2, 'eval_every': 0, 'checkpoint_every': 1},
+    **{'max_turns': 1, 'max_turn_tokens': 6, 'rows': 4, 'slots': 96, 'decode_steps': 4},
+    **{'prefill_rows': 4, 'prefill_tokens': 32, 'microbatch': 2},
+    # Many programs only where they are what takes long.
+    bucket=48 if compiles else 96,
+    narrow=compiles,
   )
   tasks = [
     types.Task(f't{i}', [{'role': 'user', 'content': f'{"x" * i} name'}])
     for i in range(3)
   ]
   reward = lambda task, messages: len(messages[-1]['content']) % 3 / 1.0
-  make_env = lambda: _Env([], reward)
+  make_env = lambda: env_lib.ToolEnv([], reward)
   with preemption.watch() as watching:
     train.run(
       config,

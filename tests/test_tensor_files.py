@@ -103,9 +103,7 @@ def test_a_truncated_file_is_named(tmp_path):
 def test_a_dtype_that_is_no_weight_is_named(tmp_path, dtype):
   file = tmp_path / 'model.safetensors'
   safetensors.numpy.save_file({'x': np.ones(3, dtype)}, file)
-  with pytest.raises(
-    ValueError, match=f'{file}: tensor x is .*, not one of F32, BF16, F16'
-  ):
+  with pytest.raises(ValueError, match=f'{file}: tensor x is .* one of F32'):
     tensor_files.find(tmp_path)
 
 

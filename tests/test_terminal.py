@@ -30,14 +30,14 @@ raise RuntimeError('the answer is ' + sys.argv[1])
 """
 
 
-def test_logs_warnings_and_the_error_that_ends_a_script():
+def test_logs_warnings_and_a_scripts_last_error_show_no_control_character():
   run = script_lib.run('-c', _LOGS, ATTACK)
   assert run.returncode == 1 and '\x1b' not in run.stderr and '\x07' not in run.stderr
   for text in ('close failed', 'skipped', 'the answer is'):
     assert re.search(f'{text}:? ␛]52;c;eA==␇', run.stderr), run.stderr
 
 
-def test_findings_of_the_doctor(capsys):
+def test_findings_of_the_doctor_show_no_control_character(capsys):
   doctor.show([doctor.Finding('environment', 'fail', f'reset: {ATTACK}', ATTACK)])
   shown = capsys.readouterr().out
   assert shown.count('␛]52;c;eA==␇') == 2 and '\x1b' not in shown
@@ -61,7 +61,7 @@ asyncio.run(Conversation(None, None, [look], config.Config()).ask('What?'))
 """
 
 
-def test_a_chat():
+def test_a_chat_shows_no_control_character():
   run = script_lib.run('-c', _CHAT, ATTACK)
   assert run.returncode == 0, run.stderr
   assert run.stdout.count('␛]52;c;eA==␇') == 3, run.stdout

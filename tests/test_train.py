@@ -109,8 +109,8 @@ def _reward(task, messages):
   return {'city': float(' city' in messages[-1]['content']), 'length': -0.01}
 
 
-def _make_env():
-  return env_lib.ToolEnv([look], _reward, parse=_parse)
+def _make_env(tools=(look,), reward=_reward):
+  return env_lib.ToolEnv(tools, reward, parse=_parse)
 
 
 def _run(config, workdir, **kwargs):
@@ -189,7 +189,7 @@ def _check_and_forget(workdir, expected):
 
 
 class TestRun:
-  def test_what_it_writes(self, whole, model):
+  def test_a_run_writes_config_metrics_trajectories_and_model(self, whole, model):
     params, workdir = whole
     # Sizes that were left to be chosen are written as they were chosen.
     chosen = _config(model, row_tokens=96, replicas=1)
@@ -239,14 +239,8 @@ class TestRun:
       assert columns.pop('segments') == [len(s.tokens) for s in chosen[i].segments]
       assert {len(column) for column in columns.values()} == {len(rows)}
       assert 'ref_logprobs' not in columns, 'there is no reference'
-      names = (
-        'tokens',
-        'action_mask',
-        'old_logprobs',
-        'behaviour_logprobs',
-        'policy_steps',
-      )
-      for name in (*names, 'rewards', 'values', 'advantages', 'returns'):
+      names = 'tokens action_mask old_logprobs behaviour_logprobs policy_steps rewards'
+      for name in f'{names} values advantages returns'.split():
         np.testing.assert_allclose(columns[name], getattr(rows, name), atol=6e-5)
 
   def test_the_workdir_is_locked_until_the_model_is_written(
@@ -306,7 +300,7 @@ class TestRun:
     _assert_equal(saved, arrays['critic'].params)
     assert (how['estimator'], how['step'], how['privileged']) == ('gae', 'token', False)
 
-  def test_reward_rises(self, model, tmp_path):
+  def test_the_reward_of_a_learnable_task_rises(self, model, tmp_path):
     """The policy learns which of four words is wanted."""
     config = _config(model, steps=20, samples=8, learning_rate=1e-2, eval_every=0)
     _run(config, tmp_path, evals=None)
@@ -333,10 +327,8 @@ class TestTasks:
 
   def test_long_prompts_are_refused_or_left_out(self, model, tmp_path, capfd):
     tasks, config = [_LONG, *_tasks(1)], _config(model, steps=1, eval_every=0)
-    for evals in ({'dev': tasks}, None):
-      given = {'tasks': tasks[bool(evals) :], 'evals': evals}
-      with pytest.raises(ValueError, match="1 of 2 tasks.*'long' with a prompt of"):
-        _run(config, tmp_path / 'refused', **given)
+    with pytest.raises(ValueError, match="1 of 2 tasks.*'long' with a prompt of"):
+      _run(config, tmp_path / 'refused', tasks=tasks[1:], evals={'dev': tasks})
     assert not (tmp_path / 'refused').exists()
     skip = tiny.run_config(config, long_prompts='skip')
     _run(skip, tmp_path / 'skipped', tasks=tasks, evals={'dev': tasks})
@@ -406,16 +398,10 @@ class TestErrors:
     [
       (
         {'algorithm': algorithms.grpo(kl_coef=0.02)},
-        r'algorithm\.kl\.coef: "0\.01" there, "0\.02" now',
+        r'algorithm\.kl\.coef: "0\.01"',
       ),
-      (
-        {'make_env': lambda: env_lib.ToolEnv([look], lambda t, m: 0.0, parse=_parse)},
-        r'environment\.reward\.function: "_reward" there, .*lambda',
-      ),
-      (
-        {'make_env': lambda: env_lib.ToolEnv([], _reward, parse=_parse)},
-        r'tools\.look\.schema: .* there, absent now',
-      ),
+      ({'make_env': lambda: _make_env(reward=lambda t, m: 0.0)}, r'reward\.function: '),
+      ({'make_env': lambda: _make_env([])}, r'tools\.look\.schema: .* absent now'),
       ({'tasks': _tasks(2)}, r'tasks\.count: "?3"? there, "?2"? now'),
     ],
   )
@@ -423,9 +409,7 @@ class TestErrors:
     """Until its record is deleted, which the message says."""
     _, workdir = whole
     before = (workdir / 'metrics.jsonl').read_bytes()
-    with pytest.raises(
-      ValueError, match=f'(?s)made_of.json has another configuration.*{said}'
-    ) as told:
+    with pytest.raises(ValueError, match=f'(?s)made_of.json .*{said}') as told:
       _run(_config(model), workdir, **other)
     assert f'delete {workdir / "made_of.json"}' in str(told.value)
     assert (workdir / 'metrics.jsonl').read_bytes() == before
@@ -457,38 +441,39 @@ class TestResume:
     for name, tree in complete.items():
       assert json.loads((workdir / name).read_text()) == tree
 
-  def test_killed_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
-    """Killed in the first rollout, while a checkpoint is written, and in an update."""
-    params, workdir = whole
-    reached = []
-    for moment in ('rollout', 'save', 'update'):
+  @pytest.mark.parametrize(
+    ('moments', 'status', 'reached'),
+    [
+      (['rollout', 'save', 'update'], -signal.SIGKILL, [0, 2, 3]),
+      # The line of a step waits for its evaluation, which is made anew: 1 and not 2. So
+      # it is in the update before the second evaluation.
+      (
+        ['term in rollout', 'ctrl-c in evaluation', 'term in update'],
+        preemption.EXIT_STATUS,
+        [0, 1, 3],
+      ),
+    ],
+    ids=['killed', 'preempted'],
+  )
+  def test_ended_and_resumed_is_uninterrupted(
+    self, whole, model, tmp_path, moments, status, reached
+  ):
+    for moment, step in zip(moments, reached, strict=True):
       ended = _run_until(tmp_path / 'run', model, moment)
-      assert ended[0] == -signal.SIGKILL, ended[1]
-      reached.append(_step_reached(tmp_path / 'run'))
-    assert reached == [0, 2, 3]
-    resumed = _run(_config(model), tmp_path / 'run')
-    _assert_equal(resumed, params)
-    assert _numbers(tmp_path / 'run') == _numbers(workdir)
-    _assert_equal(weights.load(tmp_path / 'run' / 'model')[1], params)
+      assert ended[0] == status, ended[1]
+      assert ('saved step' in ended[1]) == (status == preemption.EXIT_STATUS)
+      assert _step_reached(tmp_path / 'run') == step
+    self._assert_resumes(tmp_path / 'run', model, whole)
 
-  def test_preempted_and_resumed_is_uninterrupted(self, whole, model, tmp_path):
-    """SIGTERM in the first rollout and in an update, Ctrl-C in an evaluation."""
-    params, workdir = whole
-    reached = []
-    for moment in ('term in rollout', 'ctrl-c in evaluation', 'term in update'):
-      ended = _run_until(tmp_path / 'run', model, moment)
-      assert ended[0] == preemption.EXIT_STATUS, ended[1]
-      reached.append(_step_reached(tmp_path / 'run'))
-    # The line of a step waits for its evaluation, which is made anew: 1 and not 2. So it
-    # is in the update before the second evaluation.
-    assert reached == [0, 1, 3]
-    resumed = _run(_config(model), tmp_path / 'run')
-    _assert_equal(resumed, params)
-    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+  def _assert_resumes(self, workdir, model, whole):
+    """The same command ends with the parameters and the numbers of an unbroken run."""
+    params, other = whole
+    _assert_equal(_run(_config(model), workdir), params)
+    assert _numbers(workdir) == _numbers(other)
+    _assert_equal(weights.load(workdir / 'model')[1], params)
 
   def test_killed_at_random_moments_is_uninterrupted(self, whole, model, tmp_path):
     """AGENT_R1_KILLS=50 for the long version."""
-    params, workdir = whole
     rng, kills = random.Random(0), 0
     while kills < int(os.environ.get('AGENT_R1_KILLS', 3)):
       with _start(tmp_path / 'run', model, 'none') as process:
@@ -498,10 +483,8 @@ class TestResume:
       assert status in (0, -signal.SIGKILL)
       kills += status != 0
       if status == 0:
-        _check_and_forget(tmp_path / 'run', workdir)
-    resumed = _run(_config(model), tmp_path / 'run')
-    _assert_equal(resumed, params)
-    assert _numbers(tmp_path / 'run') == _numbers(workdir)
+        _check_and_forget(tmp_path / 'run', whole[1])
+    self._assert_resumes(tmp_path / 'run', model, whole)
 
   def test_episodes_that_had_ended_are_not_played_again(self, whole, model, tmp_path):
     params, workdir = whole
@@ -560,7 +543,9 @@ class TestResume:
       _assert_equal(resumed, whole[0])
       assert _numbers(workdir) == _numbers(whole[1])
 
-  def test_never_anew_where_checkpoints_were(self, whole, model, tmp_path):
+  def test_where_checkpoints_are_lost_a_run_is_refused_and_keeps_its_metrics(
+    self, whole, model, tmp_path
+  ):
     """Deleted, or damaged: whatever is started, no line of metrics is lost."""
     shutil.copytree(whole[1], tmp_path / 'run')
     lines = (tmp_path / 'run' / 'metrics.jsonl').read_bytes()

@@ -221,6 +221,8 @@ def test_transformers_reads_our_config(tmp_path, family):
 
 # Broken directories.
 
+_LAYER = 'model__layers__'
+
 
 def test_missing_files_are_named(tmp_path):
   with pytest.raises(ValueError, match='nowhere: no such directory'):
@@ -240,28 +242,12 @@ def test_missing_files_are_named(tmp_path):
   [
     ({'model__norm__weight': None}, 'no tensor model.norm.weight; fetch the whole'),
     ({'lm_head__weight': None}, 'no tensor lm_head.weight.*"tie_word_embeddings": true'),
-    (
-      {'model__layers__1__mlp__up_proj__weight': None},
-      'no tensor model.layers.1.mlp.up_proj.weight',
-    ),
-    (
-      {'model__layers__3__input_layernorm__weight': np.ones(12, np.float32)},
-      'tensor model.layers.3.input_layernorm.weight has no place',
-    ),
-    (
-      {'model__layers__0__self_attn__q_proj__bias': np.ones(24, np.float32)},
-      'tensor model.layers.0.self_attn.q_proj.bias has no place',
-    ),
-    (
-      {'model__norm__weight': np.ones(13, np.float32)},
-      r'tensor model.norm.weight has shape \[13\], by config.json it is \[12\]',
-    ),
+    ({'model__layers__1__mlp__up_proj__weight': None}, r'no tensor .*layers\.1\.mlp\.up'),
+    ({f'{_LAYER}3__input_layernorm__weight': np.ones(12, np.float32)}, 'has no place'),
+    ({f'{_LAYER}0__self_attn__q_proj__bias': np.ones(24, np.float32)}, 'has no place'),
+    ({'model__norm__weight': np.ones(13, np.float32)}, r'norm.* \[13\], by .* is \[12\]'),
     ({'model__norm__weight': np.ones(12, np.int32)}, 'tensor model.norm.weight is I32'),
-    ({'model__norm__weight': np.ones(12)}, 'tensor model.norm.weight is F64, not one of'),
-    (
-      {'model__layers__1__input_layernorm__weight': np.ones(12, np.float16)},
-      r'tensors model.layers.\{\}.input_layernorm.weight are F16 and F32',
-    ),
+    ({f'{_LAYER}1__input_layernorm__weight': np.ones(12, np.float16)}, 'are F16 and F32'),
   ],
 )
 def test_a_wrong_tensor_is_named(tmp_path, changes, message):
@@ -293,14 +279,8 @@ def test_tied_model_with_lm_head_loads_only_if_it_equals_the_embedding(tmp_path)
   [
     (lambda p: p['final_norm'].clear(), 'params: no final_norm/scale, which config'),
     (lambda p: p.update(extra={'x': np.ones(3)}), 'params: extra/x has no place'),
-    (
-      lambda p: p['lm_head'].update(kernel=np.ones((40, 12), np.float32)),
-      r'params: lm_head/kernel has shape \(40, 12\), by config it is \(12, 40\)',
-    ),
-    (
-      lambda p: p['lm_head'].update(kernel=np.ones((12, 40))),
-      'dtype is float64; give float32',
-    ),
+    (lambda p: p['lm_head'].update(kernel=np.ones((40, 12), 'f4')), r'is \(12, 40\)'),
+    (lambda p: p['lm_head'].update(kernel=np.ones((12, 40))), 'dtype is float64'),
   ],
 )
 def test_wrong_params_are_named_and_nothing_is_written(tmp_path, change, message):
@@ -455,9 +435,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path, dtype):
     params['embed']['embedding'] = np.array(params['embed']['embedding'])
     params['embed']['embedding'][3, 5] = bad
     weights.save(tmp_path / 'm', shape, params, dtype=dtype)
-    with pytest.raises(
-      ValueError, match='1 of 4800 numbers of embed/embedding are not f'
-    ):
+    with pytest.raises(ValueError, match='1 of 4800 .* embed/embedding'):
       weights.load(tmp_path / 'm')
   # Large ones are, though their sum is not.
   params['embed']['embedding'][:] = 3e38

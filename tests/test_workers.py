@@ -2,12 +2,9 @@
 
 import asyncio
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import os
-import pathlib
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,6 +13,8 @@ import types
 
 import late
 import pytest
+import raised
+import script
 
 from agent_r1_jax.host import thread_pool, user_loops, workers
 
@@ -97,9 +96,7 @@ class TestPool:
   ):
     thread_pool.abandoned_calls.set(tally := collections.Counter())
     for number in range(5):
-      with pytest.raises(
-        workers.CallTimeoutError, match=r'^hang gave no answer within 2\.5 s'
-      ):
+      with pytest.raises(workers.CallTimeoutError, match=r'^hang .* within 2\.5 s'):
         await workers.call(hang, seconds=2.5)
       assert pool.abandoned == tally == {'hang': number + 1}
       assert await workers.call(lambda: 'served') == 'served'
@@ -112,9 +109,7 @@ class TestPool:
     for _ in range(6):
       with pytest.raises(workers.CallTimeoutError):
         await workers.call(hang, name='fetch', seconds=60)
-    with pytest.raises(
-      thread_pool.PoolFullError, match=r'6 calls hang \(fetch: 6\); no further'
-    ):
+    with pytest.raises(thread_pool.PoolFullError, match=r'6 .*\(fetch: 6\)'):
       await workers.call(lambda: 'served')
     gate.set()
     await until(lambda: not pool.abandoned)
@@ -124,9 +119,7 @@ class TestPool:
     busy = [asyncio.ensure_future(workers.call(gate.wait)) for _ in range(3)]
     await until(lambda: pool.busy == 3)
     ran = []
-    with pytest.raises(
-      workers.CallTimeoutError, match='waited for a free thread, and 3 calls'
-    ):
+    with pytest.raises(workers.CallTimeoutError, match='waited .*, and 3 calls'):
       await workers.call(ran.append, 1, seconds=0.01)
     gate.set()
     assert await asyncio.gather(*busy) == [True] * 3
@@ -181,77 +174,32 @@ class TestPool:
     ahead = 601.0  # The pool sees it at the next call, the timers of the callers do not.
     assert await workers.call(lambda: 'served') == 'served'
     for task in late:
-      with pytest.raises(
-        workers.CallTimeoutError, match='late gave no answer within 600'
-      ):
+      with pytest.raises(workers.CallTimeoutError, match='late .* within 600'):
         await asyncio.wait_for(task, 60)
-
-  async def test_the_context_goes_with_the_call(self, pool):
-    thread_pool.abandoned_calls.set(tally := collections.Counter())
-    assert await workers.call(thread_pool.abandoned_calls.get) is tally
-    assert await workers.call_on_user_loop(thread_pool.abandoned_calls.get) is tally
-
-
-class _Mute(Exception):
-  def __str__(self):
-    raise SystemExit(3)
-
-
-RAISED = [
-  ValueError('bad'),
-  KeyError('x'),
-  _Mute(),
-  TimeoutError('theirs'),
-  concurrent.futures.CancelledError(),
-  ExceptionGroup('two', [ValueError('a'), ValueError('b')]),
-  RecursionError(),
-  StopAsyncIteration(),
-]
-# No Exception, or none that a coroutine can raise.
-ENDS = [
-  asyncio.CancelledError(),
-  SystemExit(0),
-  KeyboardInterrupt(),
-  GeneratorExit(),
-  BaseExceptionGroup('all', [SystemExit(1)]),
-  StopIteration(1),
-]
-
-
-def raising(error):
-  """A function and a coroutine function that raise it."""
-
-  def now():
-    raise error
-
-  async def later():
-    raise error
-
-  return now, later
 
 
 class TestRaising:
-  @pytest.mark.parametrize('error', RAISED, ids=lambda e: type(e).__name__)
+  @pytest.mark.parametrize('error', raised.ERRORS, ids=lambda e: type(e).__name__)
   @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
   async def test_an_exception_is_raised_as_it_is(self, call, error):
-    for fn in raising(error):
+    for fn in raised.make(error):
       with pytest.raises(type(error)) as caught:
         await call(fn)
       assert caught.value is error
-      assert 'test_workers.py' in workers.locate_error(error)
+      assert 'raised.py' in workers.locate_error(error)
       assert workers.describe_error(error).startswith(type(error).__name__)
 
-  @pytest.mark.parametrize('error', ENDS, ids=lambda e: type(e).__name__)
+  @pytest.mark.parametrize('error', raised.ENDS, ids=lambda e: type(e).__name__)
   @pytest.mark.parametrize('call', [workers.call, workers.call_on_user_loop])
   async def test_what_would_end_more_than_the_call_is_an_error_of_it(self, call, error):
-    for fn in raising(error):
+    for fn in raised.make(error):
       with pytest.raises(RuntimeError, match=type(error).__name__):
         await call(fn)
       assert await call(lambda: 'served') == 'served'
 
   async def test_a_task_that_a_coroutine_starts_cannot_end_the_loop(self):
     async def starts():
-      await asyncio.create_task(raising(SystemExit(0))[1]())
+      await asyncio.create_task(raised.make(SystemExit(0))[1]())
 
     async def stops():
       asyncio.get_running_loop().stop()
@@ -271,9 +219,7 @@ class TestRaising:
       for fn in (lambda: leave(0), later):
         if call is workers.call and fn is later:
           continue  # It would run in this thread, which is ours.
-        with pytest.raises(
-          workers.BaseExceptionError, match=r'SystemExit: os._exit\(0\)'
-        ):
+        with pytest.raises(workers.BaseExceptionError, match=r'os._exit\(0\)'):
           await call(fn)
 
 
@@ -305,9 +251,7 @@ class TestCoroutines:
       assert {type(error) for error in errors} == {asyncio.CancelledError}
     assert tally == pool.abandoned == {'stubborn': 6}
     for fn in (stubborn, lambda: 'served'):
-      with pytest.raises(
-        thread_pool.PoolFullError, match=r'6 calls hang \(stubborn: 6\)'
-      ):
+      with pytest.raises(thread_pool.PoolFullError, match='stubborn: 6'):
         await call(fn)
     may_end.set()
     await until(lambda: not pool.abandoned)
@@ -343,7 +287,7 @@ class TestCoroutines:
     may_end.set()
     await until(lambda: not pool.abandoned)
 
-  async def test_their_to_thread_is_the_pool(self, pool, hang):
+  async def test_to_thread_of_a_coroutine_runs_in_the_pool(self, pool, hang):
     """As many that hang there as it has threads hold nobody up."""
 
     async def hang_in_thread():
@@ -554,7 +498,7 @@ class TestCoroutines:
     asyncio.ensure_future(blocks())
     assert await tool == 'answer'
 
-  async def test_a_function_that_gives_a_coroutine(self):
+  async def test_a_coroutine_that_a_function_returns_is_awaited(self):
     async def later():
       return threading.current_thread().name
 
@@ -609,14 +553,9 @@ _EXIT = """
 
 
 def test_the_interpreter_ends_whatever_hangs_and_a_forked_process_may_leave():
-  run = subprocess.run(
-    # Python 3.12 warns of a fork beside threads, which is what users do.
-    [sys.executable, '-W', 'ignore::DeprecationWarning', '-c', textwrap.dedent(_EXIT)],
-    cwd=pathlib.Path(__file__).parents[1],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  # Python 3.12 warns of a fork beside threads, which is what users do.
+  code = 'import warnings; warnings.simplefilter("ignore")\n' + textwrap.dedent(_EXIT)
+  run = script.run('-c', code, timeout=120)
   assert run.stdout.split() == ['late', 'hang', 'hang_in_thread', 'block', '7', 'end']
   named = 'late has given no answer for 0.05 of 0.1 seconds'
   lines = run.stderr.splitlines()
