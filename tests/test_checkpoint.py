@@ -431,33 +431,13 @@ class TestConfig:
     other = {'train': {'steps': 40, 'lr': 2e-3, 'groups': (4, 8)}, 'mesh': {}, 'new': 'x'}
     with pytest.raises(ValueError) as caught:
       workdir_lib.check_config(tmp_path, other)
-    lines = str(caught.value).splitlines()[1:-1]
+    lines = str(caught.value).splitlines()[1:-2]
+    assert 'another version' in str(caught.value)
     assert lines == [
       '  new: absent there, "x" now',
       '  seed: 0 there, absent now',
       '  train.lr: 0.001 there, 0.002 now',
     ]
-
-  def test_a_field_that_the_file_lacks_is_its_default(self, tmp_path):
-    old = {'seed': 0, 'train': {'lr': 0.1}, 'gone': 1}
-    new = {'seed': 0, 'train': {'lr': 0.1, 'groups': (4, 8)}, 'mesh': {'fsdp': 1}}
-    defaults = {'seed': 3, 'train.lr': 0.2, 'train.groups': (4, 8), 'mesh.fsdp': 1}
-    path, text = tmp_path / 'config.json', json.dumps(old)
-    for change, said in [
-      ({}, ['  gone: 1 there, absent now']),
-      ({'gone': 2}, ['  gone: 1 there, 2 now']),
-      ({'gone': 1, 'mesh': {'fsdp': 2}}, ['  mesh.fsdp: 1 there, 2 now']),
-      ({'gone': 1, 'seed': 3}, ['  seed: 0 there, 3 now']),
-    ]:
-      path.write_text(text)
-      with pytest.raises(ValueError) as caught:
-        workdir_lib.check_config(tmp_path, new | change, defaults=defaults)
-      assert str(caught.value).splitlines()[1:-1] == said
-      assert path.read_text() == text
-    workdir_lib.check_config(tmp_path, new | {'gone': 1}, defaults=defaults)
-    # The file has all fields from then on, whatever their defaults become.
-    written = {'seed': 0, 'train': {'lr': 0.1, 'groups': [4, 8]}, 'mesh': {'fsdp': 1}}
-    assert json.loads(path.read_text()) == written | {'gone': 1}
 
   def test_fields_that_may_change(self, tmp_path):
     workdir_lib.check_config(tmp_path, self.config)

@@ -113,14 +113,6 @@ def test_sizes_are_fields():
   assert set(sizes.FIELDS) <= set(_NAMES)
 
 
-def test_what_is_read_for_a_field_that_an_older_file_lacks():
-  missing = tiny.run_config(rows=3, max_turns=5, seed=7).read_missing()
-  assert list(missing) == _NAMES
-  default = config_lib.Config()
-  expected = {name: fields.get(default, name) for name in _NAMES}
-  assert missing == expected | {'engine.rows': 3}
-
-
 class TestReplace:
   def test_the_given_one_stays_as_it_is(self):
     before = config_lib.Config()

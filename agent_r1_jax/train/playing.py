@@ -121,9 +121,7 @@ def _check_same(
   config: config_lib.Config, workdir: pathlib.Path, methods, guides
 ) -> None:
   """Raises ValueError if the workdir has episodes of another configuration or method."""
-  workdir_lib.check_config(
-    workdir, dataclasses.asdict(config), defaults=config.read_missing()
-  )
+  workdir_lib.check_config(workdir, dataclasses.asdict(config))
   model = identity.model_digest(config.model.path)
   for method, (sets, make_env) in methods.items():
     tasks = [task for tasks in sets.values() for task in tasks]

@@ -112,8 +112,7 @@ def start(
   with contextlib.ExitStack() as stack:
     # Inside train.run this is the watch that began with it.
     signals = stack.enter_context(preemption.watch())
-    defaults = identity.list_defaults('algorithm', algorithm)
-    files = stack.enter_context(run_files.RunFiles(config, workdir, made_of, defaults))
+    files = stack.enter_context(run_files.RunFiles(config, workdir, made_of))
     train_state = _restore(train_state, update_config, engine, files, signals)
     stack.enter_context(watcher.begin(_describe(config, label, files, chat, engine)))
     run = Run(
