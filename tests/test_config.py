@@ -110,7 +110,7 @@ def test_choices_are_those_of_the_code():
 
 
 def test_sizes_are_fields():
-  assert set(sizes.FIELDS) <= set(_NAMES)
+  assert set(config_lib.SIZES) <= set(_NAMES)
 
 
 class TestReplace:

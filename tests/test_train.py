@@ -37,7 +37,7 @@ from agent_r1_jax.models import weights
 from agent_r1_jax.report import episodes as episodes_lib
 from agent_r1_jax.rl import algorithms, learner
 from agent_r1_jax.serve import program
-from agent_r1_jax.train import episode_store, loop, metrics, rollout, setup
+from agent_r1_jax.train import episode_store, initial_state, loop, metrics, rollout
 
 _GRPO = algorithms.grpo(kl_coef=0.01)
 _PPO = algorithms.ppo(kl_coef=0.0)
@@ -289,7 +289,7 @@ class TestRun:
     assert np.isfinite(list(second.values())).all()
     assert second['train/behaviour_kl'] != 0  # The second mini-batch is off-policy.
     shape, params = weights.load(model)
-    update_config, train_state = setup.make_update_config(config, shape, params, _PPO)
+    update_config, train_state = initial_state.make(config, shape, params, _PPO)
     assert not np.any(train_state.states['critic'].params['value_head']['kernel'])
     with checkpoint.Checkpointer(tmp_path, every=2) as checkpoints:
       step, arrays, host = checkpoints.restore(
