@@ -22,6 +22,7 @@ UPPER = (
   'report',
   'retrieval',
   'serve',
+  'sft',
   'tasks',
   'testing',
   'tools',
