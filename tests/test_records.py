@@ -156,18 +156,6 @@ def test_no_bytes_make_it_run_or_break_it():
   assert refused > len(whole)
 
 
-def test_a_share_of_a_rollout_comes_back_without_its_messages():
-  share = [_trajectory(sample=n) for n in range(3)]
-  share.append(types.Trajectory(_TASK, 0, 3, [], [], [], 'error', error='KeyError'))
-  heads, columns = records.split(share)
-  assert columns.dtype == np.int32 and columns.shape == (24, 4)
-  heads = records.unpack(records.pack(heads))
-  for expected in share:
-    expected.messages = []
-  assert _same(records.join(heads, columns, [_TASK]), share)
-  assert records.join(*records.split([]), []) == []
-
-
 class _Bomb:
   """Pickle would call `explode` on reading it."""
 
